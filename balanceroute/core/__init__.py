@@ -1,0 +1,1 @@
+"""The decision core: pure, without clock, socket, task or logger."""

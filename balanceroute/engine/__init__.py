@@ -1,0 +1,1 @@
+"""A pure model of the serving engine: step time, slots, KV blocks, the barrier."""

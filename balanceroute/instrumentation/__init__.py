@@ -1,0 +1,1 @@
+"""Optional engine-side step log for closed-loop validation."""

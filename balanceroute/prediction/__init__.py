@@ -1,0 +1,1 @@
+"""Predictors of the remaining output length: one two-stage contract, several realisations."""

@@ -1,0 +1,1 @@
+"""The live router: an HTTP proxy around the scheduler."""

@@ -1,0 +1,88 @@
+"""The import rules between the layers: who may know whom."""
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+PACKAGE = Path(__file__).parents[2] / "balanceroute"
+
+# layer -> layers it may import from the package; a layer is a folder or a top-level module
+ALLOWED: dict[str, set[str]] = {
+    "errors": set(),
+    "engine": {"errors"},
+    "traces": {"errors"},
+    "report": {"errors"},
+    "config": {"errors"},
+    "core": {"errors"},
+    "prediction": {"core", "errors"},
+    "journal": {"core", "errors"},
+    "explain": {"core", "errors"},
+    "build": {"core", "prediction", "config", "journal", "errors"},
+    "simulator": {"core", "prediction", "engine", "traces", "report", "build", "config", "errors"},
+    "experiments": {"core", "prediction", "engine", "traces", "report", "build", "config", "simulator", "errors"},
+    "loadgen": {"traces", "report", "errors"},
+    "proxy": {"core", "prediction", "config", "build", "journal", "errors"},
+    "emulator": {"engine", "errors"},
+    "instrumentation": set(),
+}
+PURE_STDLIB_BANS = {"asyncio", "socket", "time", "logging", "random", "threading", "datetime", "os", "io"}
+
+
+def modules() -> Iterator[Path]:
+    return PACKAGE.rglob("*.py")
+
+
+def imports_of(path: Path) -> set[str]:
+    """Absolute dotted names of everything that the module imports."""
+    found: set[str] = set()
+    here = path.relative_to(PACKAGE.parent).with_suffix("").parts
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            found.update(alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            base = ".".join(here[: -node.level]) if node.level else ""
+            stem = ".".join(part for part in (base, node.module or "") if part)
+            found.update(f"{stem}.{alias.name}" for alias in node.names)
+    return found
+
+
+def layer_of(dotted: str) -> str:
+    parts = dotted.split(".")
+    return parts[1] if len(parts) > 1 else ""
+
+
+def package_layers(path: Path) -> set[str]:
+    names = {name for name in imports_of(path) if name.split(".")[0] == "balanceroute"}
+    return {layer_of(name) for name in names} - {"", "__version__"}
+
+
+@pytest.mark.parametrize("path", sorted(modules()), ids=lambda p: str(p.relative_to(PACKAGE)))
+def test_module_imports_only_the_layers_below_it(path: Path) -> None:
+    layer = path.relative_to(PACKAGE).parts[0].removesuffix(".py")
+    if layer in {"cli", "__init__", "__main__"}:
+        return
+    assert layer in ALLOWED, f"{layer} is not a known layer: add it to the table with what it may import"
+    assert package_layers(path) - {layer} <= ALLOWED[layer]
+
+
+@pytest.mark.parametrize("folder", ["core", "engine"])
+def test_pure_layers_use_no_clock_socket_task_logger_or_global_random_state(folder: str) -> None:
+    # random.Random(seed) objects are explicit state, so `core` may import the class, never the module's functions
+    for path in (PACKAGE / folder).rglob("*.py"):
+        roots = {name.split(".")[0] for name in imports_of(path) if name != "random.Random"}
+        assert not roots & PURE_STDLIB_BANS, path
+
+
+@pytest.mark.parametrize("name", ["payloads", "sse"])
+def test_wire_modules_know_nothing_of_the_rest_of_the_proxy(name: str) -> None:
+    path = PACKAGE / "proxy" / f"{name}.py"
+    if path.exists():
+        assert package_layers(path) <= {"errors"}
+
+
+def test_only_the_oracle_reads_true_output_lengths_in_the_simulator() -> None:
+    """INV-7: no policy or predictor sees the future; see `simulator/oracle.py`."""
+    for path in (PACKAGE / "core").rglob("*.py"):
+        assert "output_tokens" not in path.read_text(), path
