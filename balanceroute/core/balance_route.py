@@ -1,0 +1,232 @@
+"""BR-0 and BR-H: the paper's two-stage admission (Algorithms 1 and 2), with every knob that the paper leaves open.
+
+Requests that have waited beyond their patience come first, each to the worker where its F-score is highest. Then,
+stage 1 (abundant capacity): while more than `s_greedy` slots are free, the worker with the most free slots (tie:
+smallest load) takes the single request of the whole pool with the largest F. Stage 2 (scarce): the worker with the
+largest (free slots, least margin over the horizon) takes the best subset of the first `r_max` candidates; when nothing
+scores above zero, the single best request goes anyway, so that no slot idles beside a waiting request.
+
+Where everything that waits fits into the free slots, choosing workers by free slots balances requests instead of load;
+`slack_placement: load` then gives the largest prompt to the lightest worker until the pool is empty.
+
+BR-0 is BR-H with H = 0, alpha = 1, beta = G. The two share this code; only the margins differ: one number per worker,
+or a row of H + 1.
+"""
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+
+from balanceroute.core.fscore import HorizonWeights, Score, present_score
+from balanceroute.core.policy import Choice, StageTimer
+from balanceroute.core.projection import IntArray
+from balanceroute.core.snapshot import ClusterSnapshot, DecodeInstanceState, RequestTracker
+from balanceroute.core.subset import best_subset
+from balanceroute.core.types import WorkerState
+
+
+@dataclass(frozen=True, slots=True)
+class BalanceRouteParams:
+    """The knobs; defaults are the product's (measured: short waits at about the same imbalance as the paper's).
+
+    `beta` None means G, the number of decode workers (BR-0's own penalty). `horizon_steps` 0 is BR-0.
+    """
+
+    horizon_steps: int = 0
+    alpha: float = 1.0
+    beta: float | None = None
+    gamma: float = 0.86
+    s_greedy: int = 4
+    r_max: int = 8
+    candidate_order: str = "fifo"
+    slack_placement: str = "load"
+    guard: str = "pool"
+    max_wait_s: float = 60.0
+
+
+class Field(Protocol):
+    """The loads during one decision: what each worker's margins are as admissions are made."""
+
+    def score(self, worker: DecodeInstanceState) -> Score:
+        """F of the worker as a function of the admitted tokens."""
+        ...
+
+    def least_margin(self, worker: DecodeInstanceState) -> float:
+        """Smallest margin of the worker over the horizon, tokens."""
+        ...
+
+    def admit(self, choice: RequestTracker, worker: DecodeInstanceState) -> None:
+        """Take in an admission that was just made."""
+        ...
+
+
+class PresentField:
+    """Margins of the present step alone, read from the snapshot itself: m_g = M - L_g."""
+
+    def __init__(self, snapshot: ClusterSnapshot, params: BalanceRouteParams) -> None:
+        self._snapshot = snapshot
+        self._alpha = params.alpha
+        self._beta = params.beta if params.beta is not None else float(len(snapshot.workers))
+        self._envelope = snapshot.envelope
+
+    def score(self, worker: DecodeInstanceState) -> Score:
+        return present_score(self.least_margin(worker), self._alpha, self._beta)
+
+    def least_margin(self, worker: DecodeInstanceState) -> float:
+        return self._envelope - worker.load
+
+    def admit(self, choice: RequestTracker, worker: DecodeInstanceState) -> None:
+        self._envelope = max(self._envelope, worker.load)
+
+
+class HorizonField:
+    """Margins m_{g,h} = M_h - L_g(k+h) over the horizon; an admission adds to one row."""
+
+    def __init__(self, snapshot: ClusterSnapshot, weights: HorizonWeights) -> None:
+        self._weights = weights
+        self._horizon = snapshot.horizon_steps
+        self._loads: IntArray = snapshot.projection.loads()
+        standing = [worker.index for worker in snapshot.workers if worker.state is not WorkerState.DOWN]
+        rows = self._loads if len(standing) == len(snapshot.workers) else self._loads[standing]
+        self._envelope = rows.max(axis=0)
+
+    def score(self, worker: DecodeInstanceState) -> Score:
+        return self._weights.score(self._envelope - self._loads[worker.index])
+
+    def least_margin(self, worker: DecodeInstanceState) -> float:
+        return float((self._envelope - self._loads[worker.index]).min())
+
+    def admit(self, choice: RequestTracker, worker: DecodeInstanceState) -> None:
+        row = self._loads[worker.index]
+        within = int(choice.remaining(self._horizon)) + 1
+        row[:within] += np.arange(choice.prompt_tokens, choice.prompt_tokens + within)
+        np.maximum(self._envelope, row, out=self._envelope)
+
+
+class BalanceRoute:
+    """BR-0 (`horizon_steps` 0) or BR-H, by name `br_0` or `br_h`."""
+
+    waits_for_slots = True
+
+    def __init__(self, name: str, params: BalanceRouteParams, stage_timer: StageTimer | None = None) -> None:
+        self.name = name
+        self.params = params
+        self.horizon_steps = params.horizon_steps
+        self.stage_timer = stage_timer
+        self._weights: tuple[int, HorizonWeights] | None = None  # for G workers
+
+    def patience_s(self, prompt_tokens: int, snapshot: ClusterSnapshot) -> float:
+        return self.params.max_wait_s * snapshot.means.patience_factor(prompt_tokens)
+
+    def decide(self, snapshot: ClusterSnapshot, now: float) -> Iterator[Choice]:
+        free = snapshot.free_slots
+        if not free or not len(snapshot.pool):
+            return
+        timer = self.stage_timer
+        field = self.field(snapshot)
+        if timer:
+            timer("prepare")
+        for stage in (
+            self._overdue(snapshot, field, now),
+            self._slack(snapshot),
+            self._greedy(snapshot, field),
+        ):
+            for choice in stage:
+                yield choice
+                field.admit(choice.request, choice.worker)
+        if timer:
+            timer("stage1")
+        for choice in self._refined(snapshot, field):
+            yield choice
+            field.admit(choice.request, choice.worker)
+        if timer:
+            timer("stage2")
+
+    def field(self, snapshot: ClusterSnapshot) -> Field:
+        """The margins for one decision: present ones for H = 0, else the projected."""
+        if self.horizon_steps == 0:
+            return PresentField(snapshot, self.params)
+        n_workers = len(snapshot.workers)
+        if self._weights is None or self._weights[0] != n_workers:
+            beta = self.params.beta if self.params.beta is not None else float(n_workers)
+            self._weights = (
+                n_workers,
+                HorizonWeights(self.horizon_steps, self.params.alpha, beta, self.params.gamma),
+            )
+        return HorizonField(snapshot, self._weights[1])
+
+    def _overdue(self, snapshot: ClusterSnapshot, field: Field, now: float) -> Iterator[Choice]:
+        while request := snapshot.pool.most_overdue(now):
+            best: tuple[float, DecodeInstanceState] | None = None
+            for worker in snapshot.workers:
+                if worker.free_slots:
+                    score = field.score(worker)(request.prompt_tokens)
+                    if best is None or score > best[0]:
+                        best = (score, worker)
+            if best is None:
+                return
+            yield Choice(request, best[1], 0, best[0])
+
+    def _slack(self, snapshot: ClusterSnapshot) -> Iterator[Choice]:
+        """Everything fits: the largest prompt to the lightest worker, again and again."""
+        if self.params.slack_placement != "load" or len(snapshot.pool) > snapshot.free_slots:
+            return
+        while request := snapshot.pool.largest_at_most(math.inf):
+            open_workers = [worker for worker in snapshot.workers if worker.free_slots]
+            if not open_workers:
+                return
+            worker = min(open_workers, key=lambda candidate: candidate.load)
+            yield Choice(request, worker, 1, float(request.prompt_tokens))
+
+    def _greedy(self, snapshot: ClusterSnapshot, field: Field) -> Iterator[Choice]:
+        """Stage 1: most free slots (tie: smallest load), best single request of the whole pool."""
+        free = snapshot.free_slots
+        while free > self.params.s_greedy and len(snapshot.pool):
+            worker = max(snapshot.workers, key=lambda candidate: (candidate.free_slots, -candidate.load))
+            request, score = best_single(snapshot, field.score(worker))
+            yield Choice(request, worker, 1, score)
+            free -= 1
+
+    def _refined(self, snapshot: ClusterSnapshot, field: Field) -> Iterator[Choice]:
+        """Stage 2: the worker with most room takes the best subset of the first candidates."""
+        while len(snapshot.pool):
+            open_workers = [worker for worker in snapshot.workers if worker.free_slots]
+            if not open_workers:
+                return
+            worker = max(open_workers, key=lambda candidate: (candidate.free_slots, field.least_margin(candidate)))
+            score = field.score(worker)
+            candidates = self._candidates(snapshot)
+            sizes = [candidate.prompt_tokens for candidate in candidates]
+            picked, total = best_subset(sizes, min(worker.free_slots, self.params.r_max), score.peak, score)
+            chosen: Sequence[RequestTracker] = [candidates[index] for index in picked]
+            if total <= 0 and self.params.guard == "pool":
+                single, total = best_single(snapshot, score)
+                chosen = [single]
+            elif total <= 0:
+                single = max(candidates, key=lambda candidate: score(candidate.prompt_tokens))
+                chosen, total = [single], score(single.prompt_tokens)
+            for request in chosen:
+                yield Choice(request, worker, 2, total)
+
+    def _candidates(self, snapshot: ClusterSnapshot) -> list[RequestTracker]:
+        """The first `r_max` of the pool in the configured order of its head."""
+        if self.params.candidate_order == "fifo":
+            return snapshot.pool.head(self.params.r_max)
+        return snapshot.pool.by_size(self.params.r_max, descending=self.params.candidate_order == "descending")
+
+
+def best_single(snapshot: ClusterSnapshot, score: Score) -> tuple[RequestTracker, float]:
+    """The waiting request with the largest F({i}); tie: first in waiting order. Two probes, O(log n)."""
+    below = snapshot.pool.largest_at_most(score.peak)
+    above = snapshot.pool.smallest_above(score.peak)
+    if above is None or below is None:
+        only = below or above
+        assert only is not None, "the pool is not empty"
+        return only, score(only.prompt_tokens)
+    low, high = score(below.prompt_tokens), score(above.prompt_tokens)
+    if high > low or (high == low and (above.priority, above.order) < (below.priority, below.order)):
+        return above, high
+    return below, low

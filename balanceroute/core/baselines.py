@@ -1,0 +1,136 @@
+"""The baselines of the paper and two that its sceptics ask for: `least_kv` and `pool_fifo`.
+
+The assign-at-once policies bind a request to a worker as soon as its prefill is done, whether a slot is free or not;
+the surplus queues at the worker. Random choices are drawn from the seed and the number of draws so far, which is in the
+snapshot, so a policy object has no hidden state.
+"""
+
+import math
+from collections.abc import Iterator
+from random import Random
+
+from balanceroute.core.policy import Choice
+from balanceroute.core.snapshot import ClusterSnapshot, DecodeInstanceState, RequestTracker
+from balanceroute.core.types import WorkerState
+
+
+class AssignAtOnce:
+    """Base of the policies that do not wait for a slot: subclasses pick a worker for one request."""
+
+    name = ""
+    waits_for_slots = False
+    horizon_steps = 0
+
+    def __init__(self, seed: int = 0) -> None:
+        self.seed = seed
+
+    def patience_s(self, prompt_tokens: int, snapshot: ClusterSnapshot) -> float:
+        return math.inf
+
+    def decide(self, snapshot: ClusterSnapshot, now: float) -> Iterator[Choice]:
+        while len(snapshot.pool):
+            workers = [worker for worker in snapshot.workers if worker.state is WorkerState.UP]
+            if not workers:
+                return
+            request = snapshot.pool[0]
+            worker = self.pick(workers, request, snapshot)
+            yield Choice(request, worker, 3, float(-worker.load))
+
+    def pick(
+        self, workers: list[DecodeInstanceState], request: RequestTracker, snapshot: ClusterSnapshot
+    ) -> DecodeInstanceState:
+        """The worker for this request, out of those that take new ones."""
+        raise NotImplementedError
+
+    def draw(self, snapshot: ClusterSnapshot) -> Random:
+        """A fresh generator for the next random decision."""
+        snapshot.draws += 1
+        return Random(self.seed * 0x9E3779B97F4A7C15 + snapshot.draws)
+
+
+class RandomChoice(AssignAtOnce):
+    """Any worker, with equal chance."""
+
+    name = "random"
+
+    def pick(
+        self, workers: list[DecodeInstanceState], request: RequestTracker, snapshot: ClusterSnapshot
+    ) -> DecodeInstanceState:
+        return self.draw(snapshot).choice(workers)
+
+
+class RoundRobin(AssignAtOnce):
+    """One after the other."""
+
+    name = "round_robin"
+
+    def pick(
+        self, workers: list[DecodeInstanceState], request: RequestTracker, snapshot: ClusterSnapshot
+    ) -> DecodeInstanceState:
+        snapshot.draws += 1
+        return workers[(snapshot.draws - 1) % len(workers)]
+
+
+class PowerOfTwo(AssignAtOnce):
+    """The emptier (by requests over slots) of two different workers drawn at random."""
+
+    name = "power_of_two"
+
+    def pick(
+        self, workers: list[DecodeInstanceState], request: RequestTracker, snapshot: ClusterSnapshot
+    ) -> DecodeInstanceState:
+        if len(workers) == 1:
+            return workers[0]
+        return min(self.draw(snapshot).sample(workers, 2), key=occupancy)
+
+
+class JoinShortestQueue(AssignAtOnce):
+    """The fewest requests running plus queued, over its slots; ties broken at random."""
+
+    name = "join_shortest_queue"
+
+    def pick(
+        self, workers: list[DecodeInstanceState], request: RequestTracker, snapshot: ClusterSnapshot
+    ) -> DecodeInstanceState:
+        least = min(map(occupancy, workers))
+        return self.draw(snapshot).choice([worker for worker in workers if occupancy(worker) == least])
+
+
+class LeastKv(AssignAtOnce):
+    """The fewest KV tokens, running requests and queued prompts together; ties to the lowest index."""
+
+    name = "least_kv"
+
+    def pick(
+        self, workers: list[DecodeInstanceState], request: RequestTracker, snapshot: ClusterSnapshot
+    ) -> DecodeInstanceState:
+        return min(workers, key=lambda worker: worker.load)
+
+
+class PoolFifo:
+    """From the pool, oldest first, to the worker with a free slot and the least KV."""
+
+    name = "pool_fifo"
+    waits_for_slots = True
+    horizon_steps = 0
+
+    def patience_s(self, prompt_tokens: int, snapshot: ClusterSnapshot) -> float:
+        return math.inf
+
+    def decide(self, snapshot: ClusterSnapshot, now: float) -> Iterator[Choice]:
+        while len(snapshot.pool):
+            open_workers = [worker for worker in snapshot.workers if worker.free_slots]
+            if not open_workers:
+                return
+            worker = min(open_workers, key=lambda candidate: candidate.load)
+            yield Choice(snapshot.pool[0], worker, 1, float(-worker.load))
+
+
+def occupancy(worker: DecodeInstanceState) -> float:
+    """Requests running plus queued, over the slots."""
+    return len(worker.active) / worker.spec.slots
+
+
+ASSIGN_AT_ONCE: dict[str, type[AssignAtOnce]] = {
+    policy.name: policy for policy in (RandomChoice, RoundRobin, PowerOfTwo, JoinShortestQueue, LeastKv)
+}

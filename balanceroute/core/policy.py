@@ -1,0 +1,44 @@
+"""What a policy is: it looks at the snapshot and yields admissions, one by one.
+
+`decide` is a generator. The scheduler applies each admission to the snapshot before it asks for the next one, so a
+policy always reads the state that includes its own choices, and no policy keeps a copy of it. A policy has no state of
+its own beyond its parameters: whatever it remembers (running means, the number of random draws) is in the snapshot, so
+a written snapshot reproduces its decision.
+"""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Protocol
+
+from balanceroute.core.snapshot import ClusterSnapshot, DecodeInstanceState, RequestTracker
+
+StageTimer = Callable[[str], None]
+"""Told the name of each stage as it ends; a driver with a clock measures with it (`prepare`, `stage1`, `stage2`)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """Admit this request to this worker; see `Admit` for stage and score."""
+
+    request: RequestTracker
+    worker: DecodeInstanceState
+    stage: int
+    score: float
+
+
+class AdmissionPolicy(Protocol):
+    """Decides which waiting requests go to which decode workers."""
+
+    name: str
+    waits_for_slots: bool
+    """Whether it admits only into free slots, from the pool; else it assigns as soon as a prefill is done."""
+    horizon_steps: int
+    """H of the projection it reads; 0 when the present load is all it needs."""
+
+    def decide(self, snapshot: ClusterSnapshot, now: float) -> Iterator[Choice]:
+        """Yield admissions for the present snapshot; each is applied before the next is asked for."""
+        ...
+
+    def patience_s(self, prompt_tokens: int, snapshot: ClusterSnapshot) -> float:
+        """How long a prompt of this size may wait in the pool before it goes first; infinite for no limit."""
+        ...

@@ -1,0 +1,288 @@
+"""The cluster snapshot: everything a policy may know, and the bookkeeping that keeps it exact.
+
+One `ClusterSnapshot` holds the decode workers with their active requests (A_g, L_g, cap_g), the prompt pool (R_wait),
+the prefillers with their KV budgets, and the arrivals that wait for a prefiller. `Scheduler` is its only writer.
+
+Every request is one `RequestTracker`, and its `phase` says what it holds:
+
+    queued      nothing
+    prefilling  a prefill slot of its prefiller, and the KV that this prefill is about to pin there
+    pooled      pinned KV on its prefiller
+    decoding    a slot and load on its decode worker; until its first token also the pinned KV
+    gone        nothing
+
+L_g counts prompt and generated tokens of A_g and is an integer kept by addition, so reading it is O(1).
+`check_invariants()` recounts everything from the trackers.
+"""
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from balanceroute.core.pool import PromptPool
+from balanceroute.core.projection import Projection
+from balanceroute.core.types import Phase, Role, WorkerSpec, WorkerState
+from balanceroute.errors import InvariantError
+
+
+@dataclass(slots=True, eq=False)
+class RequestTracker:
+    """One request from its arrival to its finish.
+
+    `order` is its arrival number and breaks every tie. `counted` tokens were reported one by one; a lock-step driver
+    adds the steps its worker has taken since `joined_step` (see `generated`). `expected_remaining` at any time follows
+    from the last refresh by `remaining()`, so nothing is decremented per token.
+    """
+
+    id: str
+    prompt_tokens: int
+    order: int
+    priority: int = 0
+    prompt_key: str = ""
+    arrived_s: float = 0.0
+    phase: Phase = Phase.QUEUED
+    prefiller: "PrefillerBudget | None" = None
+    pinned_tokens: int = 0
+    worker: "DecodeInstanceState | None" = None
+    running: bool = False
+    ready_s: float = 0.0
+    overdue_s: float = math.inf
+    admitted_s: float = 0.0
+    counted: int = 0
+    joined_step: int = 0
+    refreshed_remaining: float = math.inf
+    refreshed_at: int = 0
+    refresh_due_at: float = math.inf
+    requeues: int = 0
+
+    @property
+    def generated(self) -> int:
+        """Tokens generated so far (a_i) in its present decode; 0 again after a requeue."""
+        if self.running and self.worker is not None:
+            return self.counted + self.worker.steps - self.joined_step
+        return self.counted
+
+    @property
+    def kv_tokens(self) -> int:
+        """KV tokens that it occupies on its decode worker (s_i + a_i)."""
+        return self.prompt_tokens + self.generated
+
+    def remaining(self, horizon_steps: int) -> float:
+        """c-hat now, in [min(1, H), H]: decremented per token since its refresh, but for the anchor H, which stays."""
+        if self.refreshed_remaining >= horizon_steps:
+            return float(horizon_steps)
+        return max(min(1.0, horizon_steps), self.refreshed_remaining - (self.generated - self.refreshed_at))
+
+
+@dataclass(slots=True, eq=False)
+class DecodeInstanceState:
+    """A decode worker as the router knows it: its active requests, L_g and cap_g.
+
+    `active` holds every request that was admitted and has not left, in admission order, whether the engine runs it
+    already or not. `steps` counts the lock-steps a step-driven engine has taken (0 on a live cluster).
+    """
+
+    spec: WorkerSpec
+    index: int
+    state: WorkerState = WorkerState.UP
+    active: dict[str, RequestTracker] = field(default_factory=dict)
+    load: int = 0
+    running: int = 0
+    steps: int = 0
+    reported: dict[str, float] = field(default_factory=dict)
+
+    @property
+    def free_slots(self) -> int:
+        """cap_g: room for more active requests; 0 unless the worker is up."""
+        return max(0, self.spec.slots - len(self.active)) if self.state is WorkerState.UP else 0
+
+
+@dataclass(slots=True, eq=False)
+class PrefillerBudget:
+    """A prefiller: the latest sample of its KV usage, and what we have sent there and not seen released.
+
+    `kv_usage` is a ratio; 1.0 where the last scrape failed, so that an unreachable prefiller is never preferred.
+    """
+
+    spec: WorkerSpec
+    index: int
+    state: WorkerState = WorkerState.UP
+    kv_usage: float = 0.0
+    inflight: int = 0
+    inflight_tokens: int = 0
+    pinned: int = 0
+    pinned_tokens: int = 0
+    last_used: int = 0
+
+
+@dataclass(slots=True)
+class WorkloadMeans:
+    """Running means that patience and TargetFit's ageing are measured by.
+
+    The prompt mean is a plain mean of the first 50 arrivals, then an EWMA (0.02); waits at admission are an EWMA
+    (0.01), in seconds.
+    """
+
+    prompt_tokens: float = 0.0
+    wait_s: float = 0.0
+    prompts: int = 0
+
+    def see_prompt(self, tokens: int) -> None:
+        """Take in the prompt size of a request that became ready."""
+        self.prompts += 1
+        weight = 1.0 / self.prompts if self.prompts <= 50 else 0.02
+        self.prompt_tokens += weight * (tokens - self.prompt_tokens)
+
+    def see_wait(self, wait_s: float) -> None:
+        """Take in the wait of a request at its admission."""
+        self.wait_s += 0.01 * (wait_s - self.wait_s)
+
+    def patience_factor(self, prompt_tokens: int) -> float:
+        """How much longer than most a prompt of this size may wait: 1 to 6 (6 from 50 times the mean on)."""
+        if self.prompt_tokens <= 0:
+            return 1.0
+        return 1.0 + min(5.0, prompt_tokens / (10.0 * self.prompt_tokens))
+
+
+class ClusterSnapshot:
+    """Decode workers, prompt pool, prefillers and queued arrivals at one moment.
+
+    Args:
+        horizon_steps: H of the projection; 0 keeps the present load alone.
+    """
+
+    def __init__(self, horizon_steps: int = 0) -> None:
+        self.horizon_steps = horizon_steps
+        self.requests: dict[str, RequestTracker] = {}
+        self.workers: list[DecodeInstanceState] = []
+        self.prefillers: list[PrefillerBudget] = []
+        self.queued: dict[str, RequestTracker] = {}
+        self.pool = PromptPool()
+        self.means = WorkloadMeans()
+        self.projection = Projection(0, horizon_steps)
+        self.draws = 0  # random decisions taken so far: with the seed, the whole state of a random policy
+
+    # -- membership -------------------------------------------------------------------------------------------
+
+    def worker(self, worker_id: str) -> DecodeInstanceState:
+        """The decode worker of that id. Raises InvariantError when there is none."""
+        for worker in self.workers:
+            if worker.spec.id == worker_id:
+                return worker
+        raise InvariantError(f"no decode worker {worker_id}")
+
+    def prefiller(self, worker_id: str) -> PrefillerBudget:
+        """The prefiller of that id. Raises InvariantError when there is none."""
+        for prefiller in self.prefillers:
+            if prefiller.spec.id == worker_id:
+                return prefiller
+        raise InvariantError(f"no prefiller {worker_id}")
+
+    def add_worker(self, spec: WorkerSpec) -> None:
+        """Take in a worker of either role. Raises InvariantError when its id is taken."""
+        taken = {worker.spec.id for worker in self.workers} | {prefiller.spec.id for prefiller in self.prefillers}
+        if spec.id in taken:
+            raise InvariantError(f"worker {spec.id} is there already")
+        if spec.role is Role.DECODE:
+            self.workers.append(DecodeInstanceState(spec, len(self.workers)))
+            self._rebuild_projection()
+        else:
+            self.prefillers.append(PrefillerBudget(spec, len(self.prefillers)))
+
+    def remove_worker(self, worker_id: str) -> None:
+        """Forget a worker that holds nothing. Raises InvariantError when it still does."""
+        for worker in self.workers:
+            if worker.spec.id == worker_id:
+                if worker.active:
+                    raise InvariantError(f"decode worker {worker_id} still has {len(worker.active)} requests")
+                self.workers.remove(worker)
+                for index, other in enumerate(self.workers):
+                    other.index = index
+                self._rebuild_projection()
+                return
+        prefiller = self.prefiller(worker_id)
+        if prefiller.inflight or prefiller.pinned:
+            raise InvariantError(f"prefiller {worker_id} still holds {prefiller.inflight + prefiller.pinned} requests")
+        self.prefillers.remove(prefiller)
+        for index, other_prefiller in enumerate(self.prefillers):
+            other_prefiller.index = index
+
+    def _rebuild_projection(self) -> None:
+        """A worker came or went: rare, so the rows are recounted."""
+        self.projection = self.recount_projection()
+
+    def recount_projection(self) -> Projection:
+        """The projection from scratch, from the trackers alone."""
+        projection = Projection(len(self.workers), self.horizon_steps)
+        for worker in self.workers:
+            for tracker in worker.active.values():
+                projection.add(worker.index, tracker.kv_tokens, tracker.remaining(self.horizon_steps), tracker.running)
+        return projection
+
+    # -- reading ----------------------------------------------------------------------------------------------
+
+    @property
+    def free_slots(self) -> int:
+        """Slots free on all workers that take new requests."""
+        return sum(worker.free_slots for worker in self.workers)
+
+    @property
+    def envelope(self) -> int:
+        """M: the largest load of a worker that is not down; 0 without workers."""
+        return max((worker.load for worker in self.workers if worker.state is not WorkerState.DOWN), default=0)
+
+    @property
+    def promised_tokens(self) -> int:
+        """Decode load to come: prompt tokens that are being prefilled or wait in the pool."""
+        return self.pool.tokens + sum(prefiller.inflight_tokens for prefiller in self.prefillers)
+
+    def decoding(self) -> Iterator[RequestTracker]:
+        """Every request on a decode worker."""
+        for worker in self.workers:
+            yield from worker.active.values()
+
+    # -- invariants -------------------------------------------------------------------------------------------
+
+    def check_invariants(self) -> None:
+        """Recount everything from the trackers. Raises InvariantError at the first difference."""
+        by_phase: dict[Phase, set[str]] = {phase: set() for phase in Phase}
+        for tracker in self.requests.values():
+            by_phase[tracker.phase].add(tracker.id)
+        self._expect("queued", set(self.queued), by_phase[Phase.QUEUED])
+        self._expect("pooled", {tracker.id for tracker in self.pool}, by_phase[Phase.POOLED])
+        self._expect("decoding", {tracker.id for tracker in self.decoding()}, by_phase[Phase.DECODING])
+        self._expect("gone", set(), by_phase[Phase.GONE])
+        self._expect("pool tokens", self.pool.tokens, sum(tracker.prompt_tokens for tracker in self.pool))
+        order = [(tracker.priority, tracker.order) for tracker in self.pool]
+        self._expect("pool order", order, sorted(order))
+        for worker in self.workers:
+            self._check_worker(worker)
+        for prefiller in self.prefillers:
+            self._check_prefiller(prefiller)
+        if not self.projection.equals(self.recount_projection()):
+            raise InvariantError("the projection differs from its recount")
+
+    def _check_worker(self, worker: DecodeInstanceState) -> None:
+        name = worker.spec.id
+        active = worker.active.values()
+        self._expect(f"{name} load", worker.load, sum(tracker.kv_tokens for tracker in active))
+        self._expect(f"{name} running", worker.running, sum(tracker.running for tracker in active))
+        for tracker in active:
+            self._expect(f"{tracker.id} worker", tracker.worker, worker)
+            if tracker.generated < 0:
+                raise InvariantError(f"{tracker.id} has generated {tracker.generated} tokens")
+
+    def _check_prefiller(self, prefiller: PrefillerBudget) -> None:
+        name = prefiller.spec.id
+        here = [tracker for tracker in self.requests.values() if tracker.prefiller is prefiller]
+        busy = [tracker for tracker in here if tracker.phase is Phase.PREFILLING]
+        pinned = [tracker for tracker in here if tracker.phase in (Phase.POOLED, Phase.DECODING)]
+        self._expect(f"{name} inflight", prefiller.inflight, len(busy))
+        self._expect(f"{name} inflight tokens", prefiller.inflight_tokens, sum(t.pinned_tokens for t in busy))
+        self._expect(f"{name} pinned", prefiller.pinned, len(pinned))
+        self._expect(f"{name} pinned tokens", prefiller.pinned_tokens, sum(t.pinned_tokens for t in pinned))
+
+    @staticmethod
+    def _expect(what: str, found: object, counted: object) -> None:
+        if found != counted:
+            raise InvariantError(f"{what}: kept {found!r}, recounted {counted!r}")

@@ -1,0 +1,208 @@
+"""The snapshot as JSON: what `GET /state` returns and what `balanceroute explain` reads.
+
+A written snapshot holds all that a policy looks at, so the decision taken on what was read back is the decision that
+the running router takes. A hand-made one needs only workers (id, slots, active) and waiting requests.
+"""
+
+import math
+from typing import Any
+
+from balanceroute.core.snapshot import ClusterSnapshot, DecodeInstanceState, PrefillerBudget, RequestTracker
+from balanceroute.core.types import Phase, Role, WorkerSpec, WorkerState
+from balanceroute.errors import InputError
+
+SIGNED = {
+    "priority",
+    "now_s",
+    "ready_s",
+    "overdue_s",
+    "wait_s",
+}  # may be below 0; every other number is a count or a size
+
+
+def snapshot_to_dict(snapshot: ClusterSnapshot, now: float) -> dict[str, Any]:
+    """The snapshot at `now` as JSON-ready values."""
+    return {
+        "now_s": now,
+        "horizon_steps": snapshot.horizon_steps,
+        "workers": [_worker(worker, snapshot.horizon_steps) for worker in snapshot.workers],
+        "waiting": [_waiting(tracker, now, snapshot.horizon_steps) for tracker in snapshot.pool],
+        "queued": [
+            {"id": tracker.id, "prompt_tokens": tracker.prompt_tokens, "wait_s": now - tracker.arrived_s}
+            for tracker in snapshot.queued.values()
+        ],
+        "prefillers": [_prefiller(prefiller) for prefiller in snapshot.prefillers],
+        "means": {
+            "prompt_tokens": snapshot.means.prompt_tokens,
+            "wait_s": snapshot.means.wait_s,
+            "prompts": snapshot.means.prompts,
+        },
+        "draws": snapshot.draws,
+    }
+
+
+def _worker(worker: DecodeInstanceState, horizon_steps: int) -> dict[str, Any]:
+    return {
+        "id": worker.spec.id,
+        "state": worker.state.value,
+        "slots": worker.spec.slots,
+        "speed": worker.spec.speed,
+        "load_tokens": worker.load,
+        "reported": worker.reported,
+        "active": [
+            {
+                "id": tracker.id,
+                "prompt_tokens": tracker.prompt_tokens,
+                "generated_tokens": tracker.generated,
+                "expected_remaining": tracker.remaining(horizon_steps),
+                "running": tracker.running,
+            }
+            for tracker in worker.active.values()
+        ],
+    }
+
+
+def _waiting(tracker: RequestTracker, now: float, horizon_steps: int) -> dict[str, Any]:
+    entry: dict[str, Any] = {
+        "id": tracker.id,
+        "prompt_tokens": tracker.prompt_tokens,
+        "wait_s": now - tracker.ready_s,
+        "ready_s": tracker.ready_s,
+        "priority": tracker.priority,
+        "order": tracker.order,
+        "expected_remaining": min(tracker.refreshed_remaining, float(horizon_steps)),
+    }
+    if tracker.overdue_s < math.inf:
+        entry["overdue_s"] = tracker.overdue_s
+    return entry
+
+
+def _prefiller(prefiller: PrefillerBudget) -> dict[str, Any]:
+    return {
+        "id": prefiller.spec.id,
+        "state": prefiller.state.value,
+        "kv_usage": prefiller.kv_usage,
+        "inflight": prefiller.inflight,
+        "inflight_tokens": prefiller.inflight_tokens,
+        "pinned": prefiller.pinned,
+        "pinned_tokens": prefiller.pinned_tokens,
+    }
+
+
+def snapshot_from_dict(data: dict[str, Any], horizon_steps: int) -> tuple[ClusterSnapshot, float]:
+    """Read a snapshot back, and the time it was taken at (0.0 where it says none).
+
+    Absent fields mean: worker up with speed 1, every request running, `expected_remaining` H, no wait, waiting order
+    as listed, means taken over the requests that are there. Only workers, pool and means are read: what a policy looks
+    at. Raises InputError that names the field.
+    """
+    snapshot = ClusterSnapshot(horizon_steps)
+    now = _number(data, "now_s", "", default=0.0)
+    for index, entry in enumerate(_list(data, "workers", "")):
+        _read_worker(snapshot, entry, f"workers[{index}]")
+    snapshot.projection = snapshot.recount_projection()
+    waiting = _list(data, "waiting", "", default=[])
+    for index, entry in enumerate(waiting):
+        tracker = _read_waiting(entry, index, now, f"waiting[{index}]")
+        _register(snapshot, tracker, f"waiting[{index}]")
+        snapshot.pool.add(tracker)
+    _read_means(snapshot, data.get("means"))
+    snapshot.draws = int(_number(data, "draws", "", default=0))
+    return snapshot, now
+
+
+def _read_worker(snapshot: ClusterSnapshot, entry: Any, path: str) -> None:
+    entry = _object(entry, path)
+    spec = WorkerSpec(
+        id=_text(entry, "id", path),
+        role=Role.DECODE,
+        slots=int(_number(entry, "slots", path)),
+        speed=_number(entry, "speed", path, default=1.0),
+    )
+    if any(worker.spec.id == spec.id for worker in snapshot.workers):
+        raise InputError(f"{path}.id: {spec.id!r} is there twice")
+    snapshot.add_worker(spec)
+    worker = snapshot.workers[-1]
+    try:
+        worker.state = WorkerState(entry.get("state", "up"))
+    except ValueError:
+        accepted = ", ".join(state.value for state in WorkerState)
+        raise InputError(f"{path}.state: {entry['state']!r}; accepted: {accepted}") from None
+    for index, active in enumerate(_list(entry, "active", path, default=[])):
+        where = f"{path}.active[{index}]"
+        tracker = _read_tracker(_object(active, where), len(snapshot.requests), where)
+        tracker.phase, tracker.worker = Phase.DECODING, worker
+        tracker.counted = int(_number(active, "generated_tokens", where, default=0))
+        tracker.refreshed_at = tracker.counted
+        tracker.running = bool(active.get("running", True))
+        _register(snapshot, tracker, where)
+        worker.active[tracker.id] = tracker
+        worker.load += tracker.kv_tokens
+        worker.running += tracker.running
+
+
+def _read_waiting(entry: Any, position: int, now: float, path: str) -> RequestTracker:
+    entry = _object(entry, path)
+    tracker = _read_tracker(entry, int(_number(entry, "order", path, default=position)), path)
+    tracker.phase = Phase.POOLED
+    tracker.priority = int(_number(entry, "priority", path, default=0))
+    tracker.ready_s = _number(entry, "ready_s", path, default=now - _number(entry, "wait_s", path, default=0.0))
+    tracker.overdue_s = _number(entry, "overdue_s", path, default=math.inf)
+    return tracker
+
+
+def _read_tracker(entry: dict[str, Any], order: int, path: str) -> RequestTracker:
+    return RequestTracker(
+        id=_text(entry, "id", path),
+        prompt_tokens=int(_number(entry, "prompt_tokens", path)),
+        order=order,
+        refreshed_remaining=_number(entry, "expected_remaining", path, default=math.inf),
+    )
+
+
+def _register(snapshot: ClusterSnapshot, tracker: RequestTracker, path: str) -> None:
+    if tracker.id in snapshot.requests:
+        raise InputError(f"{path}.id: {tracker.id!r} is there twice")
+    snapshot.requests[tracker.id] = tracker
+
+
+def _read_means(snapshot: ClusterSnapshot, means: Any) -> None:
+    if means is None:
+        for tracker in snapshot.requests.values():
+            snapshot.means.see_prompt(tracker.prompt_tokens)
+        return
+    means = _object(means, "means")
+    snapshot.means.prompt_tokens = _number(means, "prompt_tokens", "means")
+    snapshot.means.wait_s = _number(means, "wait_s", "means", default=0.0)
+    snapshot.means.prompts = int(_number(means, "prompts", "means", default=50))
+
+
+def _object(value: Any, path: str) -> dict[str, Any]:
+    if not isinstance(value, dict):
+        raise InputError(f"{path}: expected an object, found {value!r:.60}")
+    return value
+
+
+def _list(data: dict[str, Any], name: str, path: str, default: list[Any] | None = None) -> list[Any]:
+    value = data.get(name, default)
+    if not isinstance(value, list):
+        raise InputError(f"{_join(path, name)}: expected a list, found {value!r:.60}")
+    return value
+
+
+def _text(data: dict[str, Any], name: str, path: str) -> str:
+    value = data.get(name)
+    if not isinstance(value, str) or not value:
+        raise InputError(f"{_join(path, name)}: expected a name, found {value!r:.60}")
+    return value
+
+
+def _number(data: dict[str, Any], name: str, path: str, default: float | None = None) -> float:
+    value = data.get(name, default)
+    if isinstance(value, bool) or not isinstance(value, int | float) or (value < 0 and name not in SIGNED):
+        raise InputError(f"{_join(path, name)}: expected a number of at least 0, found {value!r:.60}")
+    return value
+
+
+def _join(path: str, name: str) -> str:
+    return f"{path}.{name}" if path else name

@@ -1,0 +1,126 @@
+"""The nouns that the core and its drivers share: workers, requests, phases, and the actions a driver must carry out.
+
+Times are float seconds of any monotonic origin (`_s`), loads are KV tokens, `horizon` counts decode steps.
+"""
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+
+class Role(StrEnum):
+    """What a worker does: computes prompts (producer of KV cache) or generates tokens (consumer)."""
+
+    PREFILL = "prefill"
+    DECODE = "decode"
+
+
+class WorkerState(StrEnum):
+    """Up takes new requests; draining finishes what it has; down is outside the step barrier."""
+
+    UP = "up"
+    DRAINING = "draining"
+    DOWN = "down"
+
+
+class Phase(StrEnum):
+    """Where a request stands between its arrival and its single finish."""
+
+    QUEUED = "queued"
+    PREFILLING = "prefilling"
+    POOLED = "pooled"
+    DECODING = "decoding"
+    GONE = "gone"
+
+
+class Outcome(StrEnum):
+    """How a request left."""
+
+    FINISHED = "finished"
+    FAILED = "failed"
+    CANCELLED = "cancelled"
+    EXPIRED = "expired"
+    REJECTED = "rejected"
+
+
+class RejectReason(StrEnum):
+    """Why a request was refused before any worker was used."""
+
+    QUEUE_FULL = "queue_full"
+    NO_WORKERS = "no_workers"
+    DRAINING = "draining"
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerSpec:
+    """One schedulable (url, DP rank) pair.
+
+    `slots` is B, the engine's max_num_seqs (decode workers only); `speed` is this worker's seconds per KV token
+    relative to the others (1.0 unless measured), which scales its load.
+    """
+
+    id: str
+    role: Role
+    url: str = ""
+    dp_rank: int | None = None
+    slots: int = 64
+    speed: float = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class RequestSpec:
+    """A client request as the scheduler sees it; `prompt_tokens` is an estimate until its prefill is done.
+
+    Lower `priority` goes first, as in vLLM. `prompt_key` is the predictor's key, never the text.
+    """
+
+    id: str
+    prompt_tokens: int
+    priority: int = 0
+    prompt_key: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Prefill:
+    """Send the request's probe to this prefiller."""
+
+    request: str
+    worker: str
+
+
+@dataclass(frozen=True, slots=True)
+class Admit:
+    """Send the request to this decode worker, for its lifetime.
+
+    `stage`: 0 overdue, 1 greedy fill, 2 refined allocation, 3 assigned at once; `score` is the F-score of the choice
+    (of the whole subset in stage 2), or the policy's own figure of merit, in tokens; larger is better.
+    """
+
+    request: str
+    worker: str
+    stage: int
+    score: float
+
+
+@dataclass(frozen=True, slots=True)
+class Reject:
+    """The request is refused and was never registered."""
+
+    request: str
+    reason: RejectReason
+
+
+@dataclass(frozen=True, slots=True)
+class Release:
+    """The request has left (or, with outcome None, queues again). `prefiller` names where its KV is still pinned.
+
+    The driver must then have a decode worker pull and drop that KV: nothing else frees it before the connector's
+    timeout (contract: only the consumer's pull ends the delayed free).
+    """
+
+    request: str
+    outcome: Outcome | None
+    phase: Phase
+    prefiller: str | None = None
+
+
+Action = Prefill | Admit | Reject | Release
