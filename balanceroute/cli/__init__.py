@@ -30,7 +30,8 @@ def show_version(wanted: bool) -> None:
 @app.callback()
 def root(
     version: Annotated[
-        bool, typer.Option("--version", callback=show_version, is_eager=True, help="Print the version and exit.")
+        bool,
+        typer.Option("--version", callback=show_version, is_eager=True, help="Print the version and exit."),
     ] = False,
 ) -> None:
     """Keep the decode workers level: `balanceroute demo` shows it in two minutes."""
