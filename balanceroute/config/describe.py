@@ -1,0 +1,164 @@
+"""What the settings are, read off the models: rows of the README's table, and what errors say is accepted."""
+
+import types
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
+
+import annotated_types
+import yaml
+from pydantic import BaseModel, SecretStr
+from pydantic.fields import FieldInfo
+
+from balanceroute.config.models import Config
+
+MASK = "********"
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """One row of the settings table; an item of a list of workers has `[]` in its path."""
+
+    path: str
+    type: str
+    default: str
+    description: str
+
+
+def describe_settings() -> list[Setting]:
+    """Every setting, in the order of the models."""
+    return list(_rows(Config, ""))
+
+
+def _rows(model: type[BaseModel], prefix: str) -> Iterator[Setting]:
+    for name, field in model.model_fields.items():
+        path = f"{prefix}{name}"
+        nested, many = nested_model(field)
+        if nested is None or many:
+            yield Setting(path, accepts(field), _default_text(field), field.description or "")
+        if nested is not None:
+            yield from _rows(nested, f"{path}[]." if many else f"{path}.")
+
+
+def _default_text(field: FieldInfo) -> str:
+    if field.is_required():
+        return "required"
+    value = field.get_default(call_default_factory=True, validated_data={})
+    if value is None:
+        return "unset"
+    if isinstance(value, bool):
+        return str(value).lower()
+    return f"{value:g}" if isinstance(value, float) and abs(value) < 1e6 else str(value)
+
+
+def members(annotation: Any) -> tuple[list[Any], list[Any], bool]:
+    """Take an annotation apart: its types without None, their constraints, and whether None is accepted."""
+    if get_origin(annotation) is Annotated:
+        inner, *constraints = get_args(annotation)
+        types_, deeper, optional = members(inner)
+        flat = [m for c in constraints for m in (c.metadata if isinstance(c, FieldInfo) else [c])]
+        return types_, [*deeper, *flat], optional
+    if get_origin(annotation) in (Union, types.UnionType):
+        found: list[Any] = []
+        constraints_: list[Any] = []
+        optional = False
+        for part in get_args(annotation):
+            if part is type(None):
+                optional = True
+                continue
+            types_, deeper, _ = members(part)
+            found += types_
+            constraints_ += deeper
+        return found, constraints_, optional
+    return [annotation], [], False
+
+
+def nested_model(field: FieldInfo) -> tuple[type[BaseModel] | None, bool]:
+    """The model that a field holds, and whether it holds a list of them."""
+    found, _, _ = members(field.annotation)
+    kind = found[0]
+    if get_origin(kind) is tuple:
+        kind = get_args(kind)[0]
+        return (kind, True) if isinstance(kind, type) and issubclass(kind, BaseModel) else (None, True)
+    return (kind, False) if isinstance(kind, type) and issubclass(kind, BaseModel) else (None, False)
+
+
+def is_text(field: FieldInfo) -> bool:
+    """Whether a value written as plain characters (environment, command line) is meant as they stand."""
+    kind = members(field.annotation)[0][0]
+    return kind in (str, SecretStr) or get_origin(kind) is Literal
+
+
+def is_optional(field: FieldInfo) -> bool:
+    """Whether the field can be unset."""
+    return members(field.annotation)[2]
+
+
+def is_secret(field: FieldInfo) -> bool:
+    """Whether the value must never be shown."""
+    return SecretStr in members(field.annotation)[0]
+
+
+def accepts(field: FieldInfo) -> str:
+    """What the field takes, in words: `an integer, 1 to 65535, or null`."""
+    nested, many = nested_model(field)
+    if nested is not None:
+        keys = ", ".join(nested.model_fields)
+        return f"a list of {{{keys}}}" if many else f"a mapping with the keys {keys}"
+    found, constraints, optional = members(field.annotation)
+    kind = found[0]
+    if get_origin(kind) is Literal:
+        text = "one of " + ", ".join(map(str, get_args(kind)))
+    else:
+        noun = {int: "an integer", float: "a number", bool: "true or false"}.get(kind, "text")
+        text = ", ".join(filter(None, [noun, _bounds([*constraints, *field.metadata])]))
+    return f"{text}, or null" if optional else text
+
+
+def _bounds(constraints: list[Any]) -> str:
+    low = high = ""
+    between: list[Any] = []
+    for bound in constraints:
+        if isinstance(bound, annotated_types.Ge):
+            low, between = f"at least {_number(bound.ge)}", [bound.ge, *between]
+        elif isinstance(bound, annotated_types.Gt):
+            low = f"more than {_number(bound.gt)}"
+        elif isinstance(bound, annotated_types.Le):
+            high, between = f"at most {_number(bound.le)}", [*between, bound.le]
+        elif isinstance(bound, annotated_types.MinLen) and bound.min_length == 1:
+            low = "not empty"
+        elif getattr(bound, "pattern", None):
+            low = f"matching {bound.pattern}"
+    if len(between) == 2:
+        return f"{_number(between[0])} to {_number(between[1])}"
+    return " and ".join(filter(None, [low, high]))
+
+
+def _number(value: Any) -> str:
+    return f"{value:g}" if isinstance(value, float) else str(value)
+
+
+def effective(config: Config) -> dict[str, Any]:
+    """The configuration as plain data: what follows from other settings filled in, secrets masked."""
+    data = config.model_dump(mode="json")
+    data["pool"]["ttl_s"] = config.pool_ttl_s
+    data["prefill"]["kv_pin_s"] = config.kv_pin_s
+    data["routing"]["max_wait_s"] = config.max_wait_s
+    data["routing"]["beta"] = config.beta if config.beta is not None else float(len(config.decode.workers))
+    data["predictor"]["period_steps"] = config.refresh_period_steps
+    for rows, workers in (
+        (data["prefill"]["workers"], config.prefill.workers),
+        (data["decode"]["workers"], config.decode.workers),
+    ):
+        for row, worker in zip(rows, workers, strict=True):
+            row["id"] = worker.worker_id
+    for row, decoder in zip(data["decode"]["workers"], config.decode.workers, strict=True):
+        row["max_num_seqs"] = config.decode.slots_of(decoder)
+    for name, value in data["auth"].items():
+        data["auth"][name] = None if value is None else MASK
+    return data
+
+
+def effective_yaml(config: Config) -> str:
+    """`effective` as YAML."""
+    return yaml.safe_dump(effective(config), sort_keys=False, allow_unicode=True, width=120)

@@ -1,0 +1,271 @@
+"""From files, environment and flags to a checked `Config`.
+
+Four layers, each above the one before: the models' defaults, the YAML file, `BALANCEROUTE_SECTION__KEY`
+variables, and the flags of the command line. A layer replaces single keys; a list (of workers) is replaced
+whole. Everything that can be wrong becomes a `ConfigError` of one line: where the value came from, its key
+path, the value, what is accepted.
+
+`BALANCEROUTE_CONNECTOR` is the one setting without a section. Other variables without a double underscore
+are not settings: Kubernetes puts `BALANCEROUTE_PORT=tcp://...` and `BALANCEROUTE_SERVICE_HOST` into every
+container of a namespace that has a service called balanceroute.
+"""
+
+import difflib
+import re
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import yaml
+from pydantic import BaseModel, ValidationError
+from pydantic.fields import FieldInfo
+
+from balanceroute.config.describe import MASK, accepts, is_optional, is_secret, is_text, nested_model
+from balanceroute.config.models import Config
+from balanceroute.errors import ConfigError
+
+ENV_PREFIX = "BALANCEROUTE_"
+Tree = dict[str, Any]
+
+
+def load(
+    path: str | Path | None,
+    environ: Mapping[str, str] | None = None,
+    overrides: Mapping[str, object] | None = None,
+) -> Config:
+    """Build the configuration from a YAML file, an environment and flags; reads the file and nothing global.
+
+    Args: path: the YAML, or None for none. environ: usually `os.environ`. overrides: dotted key path to
+    value, as `from_example_flags` and `parse_assignment` give them.
+    Raises: ConfigError.
+    """
+    tree = {} if path is None else read_yaml(Path(path))
+    sources: dict[str, str] = {}
+    for variable, key, value in environment_settings(environ or {}):
+        sources[key] = variable
+        _put(tree, key, value, variable)
+    for key, value in (overrides or {}).items():
+        sources[key] = "command line"
+        _put(tree, key, value, "command line")
+    return validate(tree, str(path) if path is not None else "", sources)
+
+
+def validate(tree: Tree, origin: str = "", sources: Mapping[str, str] | None = None) -> Config:
+    """Check plain data against the models; `origin` and `sources` (by key path) lead the error's text."""
+    # an empty section means its defaults, and makes a missing list of workers be reported by its full path
+    sections = {name for name, field in Config.model_fields.items() if nested_model(field)[0] is not None}
+    filled = tree | {name: {} for name in sections if tree.get(name) is None}
+    try:
+        return Config.model_validate(filled)
+    except ValidationError as error:
+        raise ConfigError(_first_problem(error, origin, sources or {})) from None
+    except ConfigError as error:
+        raise ConfigError(_prefixed(str(error), str(error), origin, sources or {})) from None
+
+
+def parse_assignment(text: str) -> tuple[str, object]:
+    """Read `section.key=value` as the command line gives it into a key path and a value of the key's type."""
+    key, sign, value = text.partition("=")
+    if not sign or not key:
+        raise ConfigError(f"command line: {text!r}: accepted is KEY=VALUE, such as routing.policy=br_0")
+    return key.strip(), parse_value(key.strip(), value, "command line")
+
+
+def parse_value(key: str, text: str, source: str) -> object:
+    """Turn characters into a value for the setting at `key`: text as it stands, all else read as YAML."""
+    field = field_at(tuple(key.split(".")))
+    if field is not None and is_optional(field) and text.strip() in ("", "null", "~"):
+        return None
+    if field is not None and is_text(field):
+        return text
+    try:
+        return yaml.load(text, Loader=_Loader)
+    except yaml.YAMLError:
+        taken = "" if field is None else f"accepted is {accepts(field)}"
+        raise ConfigError(
+            f"{source}: {key} = {_shown(text, field)}: {taken}, written as YAML or JSON"
+        ) from None
+
+
+def environment_settings(environ: Mapping[str, str]) -> Iterator[tuple[str, str, object]]:
+    """The settings among the variables: (variable, key path, value), sorted by variable."""
+    for variable in sorted(environ):
+        if not variable.startswith(ENV_PREFIX):
+            continue
+        name = variable.removeprefix(ENV_PREFIX).lower()
+        field = Config.model_fields.get(name)
+        if field is not None and nested_model(field)[0] is not None:
+            raise ConfigError(
+                f"{variable}: {name} is a section; accepted is {variable}__KEY for one of its keys"
+            )
+        if "__" in name or field is not None:
+            key = name.replace("__", ".")
+            yield variable, key, parse_value(key, environ[variable], variable)
+
+
+def field_at(path: tuple[str | int, ...]) -> FieldInfo | None:
+    """The field at a key path, or None when there is no such setting."""
+    model: type[BaseModel] | None = Config
+    field: FieldInfo | None = None
+    for part in path:
+        if isinstance(part, int):
+            continue
+        field = None if model is None else model.model_fields.get(part)
+        model = None if field is None else nested_model(field)[0]
+        if field is None:
+            return None
+    return field
+
+
+# -- the YAML file
+
+
+class _Loader(yaml.SafeLoader):
+    """YAML without its two traps for settings: a key given twice, and 1e3 that is text."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        seen: set[object] = set()
+        for key_node, _ in node.value:
+            if key_node.tag == "tag:yaml.org,2002:merge":
+                continue
+            key = self.construct_object(key_node, deep=True)
+            if not isinstance(key, str):
+                raise yaml.constructor.ConstructorError(
+                    None, None, f"the key {key!r} is not text", key_node.start_mark
+                )
+            if key in seen:
+                raise yaml.constructor.ConstructorError(
+                    None, None, f"the key {key} is given twice", key_node.start_mark
+                )
+            seen.add(key)
+        return super().construct_mapping(node, deep)
+
+
+_Loader.add_implicit_resolver(
+    "tag:yaml.org,2002:float",
+    re.compile(r"^[-+]?[0-9][0-9_]*(\.[0-9]*)?[eE][-+]?[0-9]+$"),
+    list("-+0123456789"),
+)
+
+
+def read_yaml(path: Path) -> Tree:
+    """Read a configuration file into plain data. Raises: ConfigError with the line of a syntax error."""
+    try:
+        text = path.read_text(encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot be read: {error.strerror or error}") from None
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{path}: is not UTF-8 text (byte {error.start})") from None
+    try:
+        tree = yaml.load(text, Loader=_Loader)
+    except yaml.MarkedYAMLError as error:
+        mark = error.problem_mark or error.context_mark
+        where = "" if mark is None else f" line {mark.line + 1}, column {mark.column + 1}:"
+        raise ConfigError(
+            f"{path}:{where} not valid YAML: {_one_line(error.problem or error.context)}"
+        ) from None
+    except (yaml.YAMLError, ValueError, RecursionError) as error:
+        raise ConfigError(f"{path}: not valid YAML: {_one_line(str(error))}") from None
+    if tree is None:
+        raise ConfigError(
+            f"{path}: is empty; accepted is a mapping with at least prefill.workers and decode.workers"
+        )
+    if not isinstance(tree, dict):
+        raise ConfigError(
+            f"{path}: is a {type(tree).__name__}; accepted is a mapping with the keys "
+            f"{', '.join(Config.model_fields)}"
+        )
+    return tree
+
+
+# -- the texts of errors
+
+
+def _put(tree: Tree, key: str, value: object, source: str) -> None:
+    *sections, last = key.split(".")
+    for name in sections:
+        below = tree.get(name)
+        if below is None:
+            below = tree[name] = {}
+        if not isinstance(below, dict):
+            raise ConfigError(f"{source}: {key}: {name} is not a section")
+        tree = below
+    tree[last] = value
+
+
+def _first_problem(error: ValidationError, origin: str, sources: Mapping[str, str]) -> str:
+    problems = error.errors(include_url=False)
+    first = problems[0]
+    loc = first["loc"]
+    path = _dotted(loc)
+    field = field_at(loc)
+    value = _shown(first["input"], field)
+    if first["type"] == "extra_forbidden":
+        text = f"{path}: unknown key; {_nearest(loc)}"
+    elif first["type"] == "missing":
+        text = f"{path}: required and missing; {_missing_hint(loc, field)}"
+    elif first["type"] == "value_error":
+        text = f"{path} = {value}: {first['ctx']['error']}"
+    else:
+        text = f"{path} = {value}: accepted is {accepts(field) if field is not None else first['msg']}"
+    more = f" (and {len(problems) - 1} more)" if len(problems) > 1 else ""
+    return _prefixed(_one_line(text) + more, path, origin, sources)
+
+
+def _prefixed(text: str, path: str, origin: str, sources: Mapping[str, str]) -> str:
+    """Put the value's source in front: a variable or the command line where they set it, else the file."""
+    source = next(
+        (
+            name
+            for key, name in reversed(list(sources.items()))
+            if re.match(rf"{re.escape(key)}(?![\w])", path)
+        ),
+        origin,
+    )
+    return f"{source}: {text}" if source else text
+
+
+def _nearest(loc: tuple[str | int, ...]) -> str:
+    model: type[BaseModel] | None = Config
+    if len(loc) > 1:
+        parent = field_at(loc[:-1])
+        model = None if parent is None else nested_model(parent)[0]
+    keys = [] if model is None else list(model.model_fields)
+    close = difflib.get_close_matches(str(loc[-1]), keys, n=1, cutoff=0.6)
+    elsewhere = [] if close else [path for path in _all_paths(Config) if path.endswith(f".{loc[-1]}")]
+    hint = close or elsewhere[:1]
+    return (f"did you mean {hint[0]}? " if hint else "") + f"accepted are {', '.join(keys)}"
+
+
+def _all_paths(model: type[BaseModel], prefix: str = "") -> Iterator[str]:
+    for name, field in model.model_fields.items():
+        nested, many = nested_model(field)
+        yield f"{prefix}{name}"
+        if nested is not None and not many:
+            yield from _all_paths(nested, f"{prefix}{name}.")
+
+
+def _missing_hint(loc: tuple[str | int, ...], field: FieldInfo | None) -> str:
+    flags = {"prefill.workers": "--prefiller", "decode.workers": "--decoder"}.get(_dotted(loc))
+    taken = f"accepted is {accepts(field)}" if field is not None else ""
+    return f"{taken}, or the flags {flags}-hosts and {flags}-ports" if flags else taken
+
+
+def _dotted(loc: tuple[str | int, ...]) -> str:
+    text = ""
+    for part in loc:
+        text += f"[{part}]" if isinstance(part, int) else f".{part}" if text else str(part)
+    return text or "configuration"
+
+
+def _shown(value: object, field: FieldInfo | None) -> str:
+    """The value as it may appear in an error: no secret, no credentials of a URL, at most half a line."""
+    if field is not None and is_secret(field):
+        return MASK
+    text = "null" if value is None else str(value).lower() if isinstance(value, bool) else repr(value)
+    text = re.sub(r"//[^/\s'\"]*@", f"//{MASK}@", text)
+    return _one_line(text if len(text) <= 80 else text[:77] + "...")
+
+
+def _one_line(text: str | None) -> str:
+    return " ".join((text or "").split())

@@ -1,0 +1,617 @@
+"""The settings: one frozen model per section of the YAML, every field with its bounds, default and meaning.
+
+The field is the only place where a setting is described: error texts (`loading.py`), the README's table and
+`check-config` (`describe.py`) are derived from it. Rules that involve two settings live in `Config`'s
+validator, which raises `ConfigError` itself, so a `Config` that exists is consistent, however it was made.
+
+None means unset: the value then follows from another setting, and the description says how. Zero is a value.
+"""
+
+import ipaddress
+from collections.abc import Iterable, Iterator
+from typing import Annotated, Literal, Self
+from urllib.parse import urlsplit
+
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, SecretStr, model_validator
+
+from balanceroute.errors import ConfigError
+
+Connector = Literal["mooncake_v1", "nixl", "mooncake_layerwise"]
+PolicyName = Literal[
+    "br_0",
+    "br_h",
+    "target_fit",
+    "join_shortest_queue",
+    "power_of_two",
+    "round_robin",
+    "random",
+    "least_kv",
+    "pool_fifo",
+]
+
+BR_H_BETA = 43.0  # with gamma 0.86: the operating point that is best on both synthetic traces
+MAX_WAIT_S = 60.0  # the age at which a request precedes younger ones, where the pool's TTL leaves room for it
+
+# connector -> (seconds a prefiller keeps KV that no decoder pulled, share of it that the pool may use up).
+# vLLM's defaults: VLLM_MOONCAKE_ABORT_REQUEST_TIMEOUT 480 s; NIXL's kv_lease_duration 30 s, which a decoder's
+# heartbeats extend only once it knows the request. Layerwise pins nothing: the decoder is chosen first.
+KV_PIN_S: dict[str, tuple[float | None, float]] = {
+    "mooncake_v1": (480.0, 1 / 2),
+    "nixl": (30.0, 2 / 3),
+    "mooncake_layerwise": (None, 1.0),
+}
+UNPINNED_TTL_S = 240.0
+
+
+def normalised_url(text: str) -> str:
+    """Check a worker's base URL and write it in one way: lower-case host, no trailing slash, bracketed IPv6.
+
+    Raises: ValueError with what is accepted.
+    """
+    accepted = "accepted is http://HOST:PORT or https://HOST:PORT, an IPv6 HOST in brackets"
+    try:
+        parts = urlsplit(text.strip())
+        port = parts.port
+    except ValueError as error:
+        raise ValueError(f"{accepted} ({error})") from None
+    if parts.scheme not in ("http", "https") or not parts.hostname or any(c.isspace() for c in parts.netloc):
+        raise ValueError(accepted)
+    if "@" in parts.netloc:
+        raise ValueError(f"{accepted}, without user and password")
+    if parts.query or parts.fragment:
+        raise ValueError(f"{accepted}, without query and fragment")
+    host = f"[{parts.hostname}]" if ":" in parts.hostname else parts.hostname
+    return f"{parts.scheme}://{host}{'' if port is None else f':{port}'}{parts.path.rstrip('/')}"
+
+
+def _host(text: str) -> str:
+    if not text or any(c.isspace() or c in "/[]" for c in text):
+        raise ValueError("accepted is a host name or an IP address without brackets, such as 0.0.0.0 or ::")
+    if ":" in text:
+        try:
+            ipaddress.IPv6Address(text)
+        except ValueError:
+            raise ValueError("accepted is a host name or an IP address; the port has its own key") from None
+    return text
+
+
+def _lower(value: object) -> object:
+    return value.lower() if isinstance(value, str) else value
+
+
+Url = Annotated[str, AfterValidator(normalised_url)]
+WorkerId = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._:@\[\]/-]{0,127}$")]
+Seconds = Annotated[float, Field(gt=0, le=86_400)]
+SecondsOrZero = Annotated[float, Field(ge=0, le=86_400)]
+
+
+class Section(BaseModel):
+    """A part of the configuration: no unknown keys, immutable, finite numbers, no silent conversions."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False, strict=True)
+
+
+class Listen(Section):
+    """Where clients reach the router."""
+
+    host: Annotated[str, AfterValidator(_host)] = Field(
+        "0.0.0.0", description="Address to listen on; :: for IPv6."
+    )
+    port: int = Field(8000, ge=0, le=65535, description="TCP port; 0 lets the system choose one.")
+
+
+class Worker(Section):
+    """One schedulable (url, dp_rank) pair; several workers may share a url."""
+
+    url: Url = Field(description="Base URL of the API server, http://HOST:PORT.")
+    id: WorkerId | None = Field(
+        None,
+        description="Name in metrics, logs and /state. Unset: HOST:PORT, or HOST:PORT@RANK with a "
+        "dp_rank, which stays "
+        "the same when the list is reordered.",
+    )
+    dp_rank: int | None = Field(
+        None,
+        ge=0,
+        le=4095,
+        description="Sent as X-data-parallel-rank, for several ranks behind one URL (internal or hybrid load "
+        "balancing; with hybrid the index within the node). Unset with one API server per rank.",
+    )
+
+    @property
+    def address(self) -> str:
+        """HOST:PORT plus the path, if any: what two workers with the same server share."""
+        parts = urlsplit(self.url)
+        host = f"[{parts.hostname}]" if ":" in (parts.hostname or "") else parts.hostname
+        return f"{host}:{parts.port or (443 if parts.scheme == 'https' else 80)}{parts.path}"
+
+    @property
+    def worker_id(self) -> str:
+        """The given `id`, or the one made from the address and rank."""
+        if self.id is not None:
+            return self.id
+        return self.address if self.dp_rank is None else f"{self.address}@{self.dp_rank}"
+
+
+class DecodeWorker(Worker):
+    """A decode worker, with what may differ between workers of one group."""
+
+    max_num_seqs: int | None = Field(
+        None, ge=1, le=65536, description="Decode slots of this worker. Unset: decode.max_num_seqs."
+    )
+    speed: float = Field(
+        1.0,
+        gt=0,
+        le=100,
+        description="Relative seconds per KV token: 1.3 for a worker that is 1.3 times slower than the "
+        "others.",
+    )
+
+
+class Prefill(Section):
+    """The prefill tier."""
+
+    workers: tuple[Worker, ...] = Field(
+        min_length=1, strict=False, description="The prefillers: a list of {url, id, dp_rank}."
+    )
+    kv_usage_limit: float = Field(
+        0.9, gt=0, le=1, description="No new prefill goes to a prefiller whose KV cache is fuller than this."
+    )
+    poll_interval_s: Seconds = Field(
+        1.0,
+        description="How often a prefiller's /metrics is read for its KV usage; a failed read counts as "
+        "full.",
+    )
+    max_inflight: int | None = Field(
+        None,
+        ge=1,
+        le=65536,
+        description="Most prefills under way at once per prefiller. Unset: KV usage alone decides.",
+    )
+    kv_pin_s: Seconds | None = Field(
+        None,
+        description="How long a prefiller keeps KV that no decoder has pulled; set it when the engine's "
+        "own setting "
+        "was changed (VLLM_MOONCAKE_ABORT_REQUEST_TIMEOUT, kv_lease_duration). Unset: the connector's "
+        "default, 480 for "
+        "mooncake_v1, 30 for nixl; mooncake_layerwise pins none.",
+    )
+
+
+class Decode(Section):
+    """The decode tier: the data-parallel workers that share one step barrier."""
+
+    workers: tuple[DecodeWorker, ...] = Field(
+        min_length=1,
+        strict=False,
+        description="The decode workers: a list of {url, id, dp_rank, max_num_seqs, speed}.",
+    )
+    max_num_seqs: int = Field(
+        64,
+        ge=1,
+        le=65536,
+        description="Decode slots per worker (B): the engine's own --max-num-seqs, per DP rank.",
+    )
+
+    def slots_of(self, worker: DecodeWorker) -> int:
+        """Decode slots of one worker."""
+        return self.max_num_seqs if worker.max_num_seqs is None else worker.max_num_seqs
+
+
+class Routing(Section):
+    """Which request goes to which decode worker, and when."""
+
+    policy: PolicyName = Field(
+        "br_h",
+        description="br_0 and br_h are the paper's; target_fit goes beyond it; the others are baselines.",
+    )
+    horizon_steps: int = Field(
+        80,
+        ge=0,
+        le=4096,
+        description="H, the lookahead of br_h in decode steps; 0 looks at the current step only.",
+    )
+    alpha: float = Field(1.0, gt=0, le=1e6, description="Reward per token of admitted load.")
+    beta: float | None = Field(
+        None,
+        ge=0,
+        le=1e6,
+        description="Penalty per token above the margin. Unset: the policy's own, 43 for br_h and the "
+        "number of decode "
+        "workers for br_0.",
+    )
+    gamma: float = Field(0.86, gt=0, le=1, description="Discount per step of the horizon (br_h).")
+    s_greedy: int = Field(
+        4,
+        ge=0,
+        le=65536,
+        description="Stage 1 places single requests while more slots than this are free, stage 2 picks "
+        "subsets below. "
+        "0 balances best and lets large prompts wait for minutes.",
+    )
+    r_max: int = Field(8, ge=1, le=64, description="Candidates that stage 2 looks at (the paper: 4).")
+    candidate_order: Literal["fifo", "ascending", "descending"] = Field(
+        "fifo",
+        description="Order in which stage 2 takes its candidates: by arrival or by prompt size. Both "
+        "size orders starve.",
+    )
+    slack_placement: Literal["free_slots", "load"] = Field(
+        "load",
+        description="Where requests go when everything waiting fits: to the lightest worker, or to the "
+        "one with most free "
+        "slots as the paper prints it (imbalance 2 to 3 times that of least_kv at low load).",
+    )
+    guard: Literal["pool", "head"] = Field(
+        "pool",
+        description="When no subset has a positive score, admit the single best request of the whole "
+        "pool, or of the "
+        "candidates only (as printed).",
+    )
+    max_wait_s: SecondsOrZero | None = Field(
+        None,
+        description="Pool wait after which a request goes before all younger ones; up to 6 times that "
+        "for prompts far "
+        "above the mean. Unset: 60, or half of pool.ttl_s where that is less. A value above pool.ttl_s "
+        "never applies.",
+    )
+    hold_s: SecondsOrZero = Field(
+        0.5,
+        description="How long target_fit may hold a request back in slack when it would raise the "
+        "envelope; 0 = never.",
+    )
+    pool_bypass: bool = Field(
+        False,
+        description="Forward to a decoder as soon as the prefill is done, without a pool (br_0 only): an "
+        "earlier KV "
+        "transfer for less choice.",
+    )
+    bypass_margin: int = Field(
+        4,
+        ge=0,
+        le=4096,
+        description="With pool_bypass, requests in flight per worker beyond its decode slots.",
+    )
+    seed: int = Field(
+        0, ge=0, le=2**63 - 1, description="Seed of the policies that draw at random or break ties so."
+    )
+
+
+class Predictor(Section):
+    """How br_h estimates the remaining output of a request."""
+
+    kind: Literal["none", "survival", "exact_match", "learned"] = Field(
+        "survival",
+        description="survival: history of output lengths; exact_match: history per prompt; learned: "
+        "gradient-boosted "
+        "trees (extra `learned`; needs predictor.model or predictor.history); none: br_h assumes that "
+        "nothing finishes "
+        "within the horizon.",
+    )
+    history: str | None = Field(
+        None,
+        min_length=1,
+        description="SQLite file of finished requests, so that a restart starts warm. Unset: in memory only.",
+    )
+    model: str | None = Field(
+        None,
+        min_length=1,
+        description="File written by `balanceroute predictor fit`, used until the first re-fit.",
+    )
+    max_rows: int = Field(
+        200_000, ge=100, le=50_000_000, description="Most finished requests kept in the history."
+    )
+    max_age_s: float = Field(
+        7 * 86_400.0, gt=0, le=10 * 366 * 86_400, description="Older rows leave the history (default a week)."
+    )
+    refit_interval_s: Seconds = Field(
+        60.0, description="How often the predictor is fitted anew from the history."
+    )
+    period_steps: int | None = Field(
+        None,
+        ge=1,
+        le=4096,
+        description="Generated tokens between two predictions for a running request. Unset: half of "
+        "routing.horizon_steps, at least 1.",
+    )
+    key_header: str | None = Field(
+        None,
+        pattern=r"^[A-Za-z0-9!#$%&'*+.^_`|~-]+$",
+        description="Request header that names the kind of request, as the key of exact_match. Unset: a "
+        "salted hash of "
+        "the prompt.",
+    )
+
+
+class Pool(Section):
+    """The prompt pool: prefilled requests that wait for a decode slot while their KV stays pinned."""
+
+    max_entries: int = Field(
+        512,
+        ge=1,
+        le=1_000_000,
+        description="Most prefilled requests waiting; no new prefill starts above it.",
+    )
+    ttl_s: Seconds | None = Field(
+        None,
+        description="Longest wait in the pool; must be less than prefill.kv_pin_s, when the prefiller "
+        "drops the KV. "
+        "Unset: half of it for mooncake_v1 (240), two thirds for nixl (20), 240 for mooncake_layerwise.",
+    )
+
+
+class Queue(Section):
+    """Arrivals that wait for a prefiller."""
+
+    max_queued: int = Field(
+        2048,
+        ge=0,
+        le=1_000_000,
+        description="Most requests waiting for a prefiller; above it clients get 429.",
+    )
+    deadline_s: Seconds = Field(
+        120.0, description="Longest wait for a prefiller; then 503, before any worker was used."
+    )
+
+
+class FirstByte(Section):
+    """Longest time until a worker's first byte or event."""
+
+    prefill: Seconds = Field(
+        300.0,
+        description="Until a prefiller answers: queueing there plus the whole prefill of the longest prompt.",
+    )
+    decode: Seconds = Field(120.0, description="Until a decoder's first event: KV transfer plus one step.")
+
+
+class Limits(Section):
+    """Bounds on what one client, one request and one worker may take."""
+
+    max_body_bytes: int = Field(
+        32 * 2**20,
+        ge=1024,
+        le=2**31,
+        description="Largest request body; above it 413. 200,000 token ids take 1.4 MB, images far more.",
+    )
+    max_connections: int = Field(10_000, ge=1, le=1_000_000, description="Most client connections at once.")
+    request_timeout_s: Seconds = Field(
+        3600.0,
+        description="Longest life of a request, from arrival to last byte; X-Request-Timeout may shorten it.",
+    )
+    connect_timeout_s: Seconds = Field(5.0, description="Longest time to open a connection to a worker.")
+    first_byte_timeout_s: FirstByte = Field(
+        default_factory=lambda: FirstByte.model_validate({}),
+        description="Longest time until a worker's first byte.",
+    )
+    idle_timeout_s: Seconds = Field(60.0, description="Longest gap between two events of a decode stream.")
+    client_header_timeout_s: Seconds = Field(
+        30.0, description="Longest time a client may take to send its request's headers and body."
+    )
+    client_keep_alive_s: Seconds = Field(
+        75.0,
+        description="An idle client connection is closed after this; above the 60 s of common load "
+        "balancers.",
+    )
+    client_buffer_bytes: int = Field(
+        256 * 1024,
+        ge=4096,
+        le=2**28,
+        description="Bytes held per stream for a client that reads slowly; then its worker's stream is "
+        "not read either.",
+    )
+    client_stall_timeout_s: Seconds = Field(
+        60.0, description="A client that reads nothing for this long while its buffer is full is cut off."
+    )
+
+
+class Retry(Section):
+    """What happens when a worker fails. 4xx is never retried."""
+
+    max_attempts: int = Field(
+        3,
+        ge=1,
+        le=100,
+        description="Tries per request and stage, the first included; each on another worker if any.",
+    )
+    base_delay_s: SecondsOrZero = Field(
+        0.05, description="Upper end of the random delay before the second try; doubles from try to try."
+    )
+    max_delay_s: SecondsOrZero = Field(2.0, description="Upper end of the random delay before any try.")
+    resume_on_worker_loss: bool = Field(
+        True,
+        description="Continue a stream on another worker from its token ids when its decoder is lost; "
+        "otherwise the client "
+        "gets an error event.",
+    )
+
+
+class Health(Section):
+    """When a worker counts as down, and when as up again."""
+
+    interval_s: Seconds = Field(2.0, description="How often each worker's /health is asked.")
+    timeout_s: Seconds = Field(3.0, description="Longest wait for a /health or /metrics answer.")
+    failure_threshold: int = Field(
+        3, ge=1, le=1000, description="Failures in a row (of requests or checks) that take a worker out."
+    )
+    open_for_s: Seconds = Field(10.0, description="A worker taken out gets one trial request after this.")
+    stall_after_s: Seconds = Field(
+        30.0,
+        description="A decoder with running requests and no token for this long counts as down, whatever "
+        "its /health says.",
+    )
+
+
+class Lifecycle(Section):
+    """Start, stop and changes of the set of workers."""
+
+    drain_timeout_s: SecondsOrZero = Field(
+        120.0, description="After SIGTERM, how long running requests may finish before they are aborted."
+    )
+    join_interval_s: Seconds = Field(
+        10.0, description="How often a worker added by POST /instances/add is asked whether it is ready."
+    )
+    join_attempts: int = Field(
+        3, ge=1, le=100_000, description="An added worker that is not ready after so many tries is dropped."
+    )
+
+
+class Auth(Section):
+    """Secrets; they are masked wherever the configuration is shown."""
+
+    worker_api_key: SecretStr | None = Field(
+        None,
+        min_length=1,
+        description="Sent to workers as Authorization: Bearer when the client sent no Authorization header.",
+    )
+    admin_token: SecretStr | None = Field(
+        None,
+        min_length=1,
+        description="Bearer token that the routes which change the set of workers ask for. Unset: they "
+        "are open, as on the "
+        "example proxy.",
+    )
+
+
+class Log(Section):
+    """What is logged, to standard error."""
+
+    level: Annotated[Literal["debug", "info", "warning", "error", "critical"], BeforeValidator(_lower)] = (
+        Field("info", description="Least level shown; debug tells every routing decision.")
+    )
+    format: Literal["auto", "json", "plain"] = Field(
+        "auto",
+        description="One JSON object per line, or plain text; auto is plain on a terminal and json "
+        "elsewhere.",
+    )
+
+
+class Config(Section):
+    """The whole configuration of a router, checked."""
+
+    listen: Listen = Listen.model_validate({})
+    connector: Connector = Field(
+        "mooncake_v1",
+        description="How KV gets from prefiller to decoder: vllm-ascend's MooncakeConnectorV1 (decoder "
+        "pulls), vLLM's "
+        "NixlConnector (decoder pulls under a short lease), or MooncakeLayerwiseConnector (decoder first).",
+    )
+    prefill: Prefill
+    decode: Decode
+    routing: Routing = Routing.model_validate({})
+    predictor: Predictor = Predictor.model_validate({})
+    pool: Pool = Pool.model_validate({})
+    queue: Queue = Queue.model_validate({})
+    limits: Limits = Limits.model_validate({})
+    retry: Retry = Retry.model_validate({})
+    health: Health = Health.model_validate({})
+    lifecycle: Lifecycle = Lifecycle.model_validate({})
+    auth: Auth = Auth.model_validate({})
+    log: Log = Log.model_validate({})
+
+    @property
+    def kv_pin_s(self) -> float | None:
+        """Seconds that a prefiller keeps KV nobody pulled; None: the connector pins none."""
+        default = KV_PIN_S[self.connector][0]
+        return default if self.prefill.kv_pin_s is None else self.prefill.kv_pin_s
+
+    @property
+    def pool_ttl_s(self) -> float:
+        """Longest wait in the prompt pool, seconds: `pool.ttl_s` or the connector's default."""
+        if self.pool.ttl_s is not None:
+            return self.pool.ttl_s
+        pin_s = self.kv_pin_s
+        return UNPINNED_TTL_S if pin_s is None else pin_s * KV_PIN_S[self.connector][1]
+
+    @property
+    def max_wait_s(self) -> float:
+        """Pool wait after which a request goes first, in seconds."""
+        given = self.routing.max_wait_s
+        return min(MAX_WAIT_S, self.pool_ttl_s / 2) if given is None else given
+
+    @property
+    def beta(self) -> float | None:
+        """Penalty per token above the margin; None: the number of decode workers at that moment (br_0)."""
+        if self.routing.beta is not None:
+            return self.routing.beta
+        return None if self.routing.policy == "br_0" else BR_H_BETA
+
+    @property
+    def refresh_period_steps(self) -> int:
+        """Generated tokens between two predictions (the paper's dT = H/2)."""
+        given = self.predictor.period_steps
+        return max(1, self.routing.horizon_steps // 2) if given is None else given
+
+    @model_validator(mode="after")
+    def _rules_between_settings(self) -> Self:
+        for problem in self._problems():
+            raise ConfigError(problem)
+        return self
+
+    def _problems(self) -> Iterator[str]:
+        yield from self._worker_problems()
+        yield from self._predictor_problems()
+        if self.routing.pool_bypass and self.routing.policy != "br_0":
+            yield (
+                f"routing.pool_bypass = true: accepted only with routing.policy br_0, not "
+                f"{self.routing.policy}, which "
+                "needs the pool to choose from"
+            )
+        pin_s = self.kv_pin_s
+        if self.prefill.kv_pin_s is not None and KV_PIN_S[self.connector][0] is None:
+            yield f"prefill.kv_pin_s = {self.prefill.kv_pin_s:g}: {self.connector} pins no KV; leave it out"
+        if pin_s is not None and self.pool_ttl_s >= pin_s:
+            yield (
+                f"pool.ttl_s = {self.pool_ttl_s:g}: accepted is less than the {pin_s:g} s after which a "
+                f"{self.connector} "
+                "prefiller drops the KV (prefill.kv_pin_s)"
+            )
+        if self.retry.max_delay_s < self.retry.base_delay_s:
+            yield (
+                f"retry.max_delay_s = {self.retry.max_delay_s:g}: accepted is at least retry.base_delay_s "
+                f"({self.retry.base_delay_s:g})"
+            )
+
+    def _predictor_problems(self) -> Iterator[str]:
+        chosen = self.predictor
+        if chosen.kind == "learned" and chosen.model is None and chosen.history is None:
+            yield (
+                "predictor.kind = 'learned': needs predictor.model (from `balanceroute predictor fit`) or "
+                "predictor.history to be fitted from; accepted without them are survival, exact_match, none"
+            )
+        if chosen.key_header is not None and chosen.kind != "exact_match":
+            yield (
+                f"predictor.key_header = {chosen.key_header!r}: accepted only with predictor.kind "
+                f"exact_match, not "
+                f"{chosen.kind}"
+            )
+        if chosen.model is not None and chosen.kind == "none":
+            yield f"predictor.model = {chosen.model!r}: accepted only with a predictor.kind other than none"
+
+    def _worker_problems(self) -> Iterator[str]:
+        by_server: dict[tuple[str, int | None], str] = {}
+        by_id: dict[str, str] = {}
+        for path, worker in self._workers():
+            place = (worker.address, worker.dp_rank)
+            rank = "" if worker.dp_rank is None else f" with dp_rank {worker.dp_rank}"
+            if place in by_server:
+                yield (
+                    f"{path} = {worker.url!r}{rank}: duplicate of {by_server[place]}; accepted is each "
+                    f"server and rank "
+                    "once, as a prefiller or as a decoder"
+                )
+            if worker.worker_id in by_id:
+                yield (
+                    f"{path}.id = {worker.worker_id!r}: already the id of {by_id[worker.worker_id]}; "
+                    f"accepted are unique ids"
+                )
+            by_server[place] = by_id[worker.worker_id] = path
+        for path, worker in self._workers():
+            if worker.dp_rank is not None and (worker.address, None) in by_server:
+                yield (
+                    f"{path} = {worker.url!r}: {by_server[worker.address, None]} has the same url "
+                    f"without a dp_rank; "
+                    "accepted is a dp_rank on all workers of one url or on none"
+                )
+
+    def _workers(self) -> Iterable[tuple[str, Worker]]:
+        yield from ((f"prefill.workers[{i}]", worker) for i, worker in enumerate(self.prefill.workers))
+        yield from ((f"decode.workers[{i}]", worker) for i, worker in enumerate(self.decode.workers))
