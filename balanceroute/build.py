@@ -1,0 +1,61 @@
+"""Composition root: configuration in, scheduler out, the same for the proxy and for whoever drives it without one."""
+
+from balanceroute.config import Config
+from balanceroute.core.policies import PolicySettings, make_policy
+from balanceroute.core.policy import StageTimer
+from balanceroute.core.scheduler import Scheduler, SchedulerConfig
+from balanceroute.core.types import Role, WorkerSpec
+
+
+def policy_settings(config: Config) -> PolicySettings:
+    """The `routing` section with what it leaves unset filled in."""
+    routing = config.routing
+    return PolicySettings(
+        policy=routing.policy,
+        horizon_steps=routing.horizon_steps,
+        alpha=routing.alpha,
+        beta=config.beta,
+        gamma=routing.gamma,
+        s_greedy=routing.s_greedy,
+        r_max=routing.r_max,
+        candidate_order=routing.candidate_order,
+        slack_placement=routing.slack_placement,
+        guard=routing.guard,
+        max_wait_s=config.max_wait_s,
+        hold_s=routing.hold_s,
+        pool_bypass=routing.pool_bypass,
+        bypass_margin=routing.bypass_margin,
+        seed=routing.seed,
+    )
+
+
+def scheduler_config(config: Config) -> SchedulerConfig:
+    """Bounds and cadences of the live scheduler."""
+    predicts = config.routing.policy == "br_h" and config.predictor.kind != "none"
+    return SchedulerConfig(
+        max_queued=config.queue.max_queued,
+        max_pooled=config.pool.max_entries,
+        pool_ttl_s=config.pool_ttl_s,
+        queue_deadline_s=config.queue.deadline_s,
+        kv_usage_limit=config.prefill.kv_usage_limit,
+        max_prefill_inflight=config.prefill.max_inflight,
+        refresh_every_tokens=config.refresh_period_steps if predicts else None,
+    )
+
+
+def worker_specs(config: Config) -> list[WorkerSpec]:
+    """Every worker of the configuration, prefillers first."""
+    prefillers = [WorkerSpec(w.worker_id, Role.PREFILL, w.url, w.dp_rank) for w in config.prefill.workers]
+    decoders = [
+        WorkerSpec(w.worker_id, Role.DECODE, w.url, w.dp_rank, config.decode.slots_of(w), w.speed)
+        for w in config.decode.workers
+    ]
+    return prefillers + decoders
+
+
+def build_scheduler(config: Config, now: float, stage_timer: StageTimer | None = None) -> Scheduler:
+    """A scheduler with the configured policy and all configured workers, up, at `now`."""
+    scheduler = Scheduler(make_policy(policy_settings(config), stage_timer), scheduler_config(config))
+    for spec in worker_specs(config):
+        scheduler.add_worker(spec, now)
+    return scheduler
