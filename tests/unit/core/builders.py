@@ -1,0 +1,41 @@
+"""Small clusters for tests: a scheduler with workers, and requests in a wanted phase."""
+
+from balanceroute.core.policies import PolicySettings, make_policy
+from balanceroute.core.scheduler import Scheduler, SchedulerConfig
+from balanceroute.core.types import RequestSpec, Role, WorkerSpec
+
+
+def a_scheduler(
+    policy: str = "pool_fifo",
+    *,
+    workers: int = 2,
+    slots: int = 2,
+    prefillers: int = 1,
+    config: SchedulerConfig | None = None,
+    **settings: object,
+) -> Scheduler:
+    """A scheduler with decode workers d0.. and prefillers p0.., all up."""
+    scheduler = Scheduler(make_policy(PolicySettings(policy=policy, **settings)), config)  # type: ignore[arg-type]
+    for index in range(prefillers):
+        scheduler.add_worker(WorkerSpec(f"p{index}", Role.PREFILL), 0.0)
+    for index in range(workers):
+        scheduler.add_worker(WorkerSpec(f"d{index}", Role.DECODE, slots=slots), 0.0)
+    return scheduler
+
+
+def a_request(request_id: str = "r", prompt_tokens: int = 100, priority: int = 0) -> RequestSpec:
+    """A request as it arrives."""
+    return RequestSpec(request_id, prompt_tokens, priority)
+
+
+def pool_all(scheduler: Scheduler, sizes: dict[str, int], now: float = 0.0) -> None:
+    """Put requests of these prompt sizes into the pool, in this order."""
+    for request_id, prompt_tokens in sizes.items():
+        scheduler.submit_prefilled(a_request(request_id, prompt_tokens), now)
+
+
+def admitted(scheduler: Scheduler, now: float = 0.0) -> list[tuple[str, str]]:
+    """Decide once; (request, worker) pairs in the order of admission."""
+    pairs = [(action.request, action.worker) for action in scheduler.admit(now)]
+    scheduler.snapshot.check_invariants()
+    return pairs

@@ -1,0 +1,186 @@
+"""What each policy picks in small situations whose answer can be checked by hand."""
+
+import pytest
+
+from balanceroute.core.policies import POLICIES, PolicySettings, make_policy
+from balanceroute.core.scheduler import SchedulerConfig
+from balanceroute.core.types import Outcome, WorkerState
+from balanceroute.errors import ConfigError
+from tests.unit.core.builders import a_request, a_scheduler, admitted, pool_all
+
+ASSIGNING = ["random", "round_robin", "power_of_two", "join_shortest_queue", "least_kv"]
+
+
+def test_unknown_policies_are_refused_with_the_names_that_exist() -> None:
+    with pytest.raises(ConfigError, match="'magic' is unknown; accepted: .*br_0, br_h"):
+        make_policy(PolicySettings(policy="magic"))
+
+
+@pytest.mark.parametrize("policy", ASSIGNING)
+def test_assigning_policies_do_not_wait_for_a_slot(policy: str) -> None:
+    scheduler = a_scheduler(policy, workers=2, slots=1)
+    pool_all(scheduler, dict.fromkeys("abcdef", 10))
+    assert len(admitted(scheduler)) == 6
+    assert len(scheduler.snapshot.pool) == 0
+
+
+@pytest.mark.parametrize("policy", sorted(POLICIES))
+def test_no_policy_uses_a_worker_that_is_down_or_draining(policy: str) -> None:
+    scheduler = a_scheduler(policy, workers=3, slots=8)
+    scheduler.set_worker_state("d0", WorkerState.DOWN, 0.0)
+    scheduler.set_worker_state("d2", WorkerState.DRAINING, 0.0)
+    pool_all(scheduler, dict.fromkeys("abcd", 10))
+    assert {worker for _, worker in admitted(scheduler)} == {"d1"}
+
+
+@pytest.mark.parametrize("policy", sorted(POLICIES))
+def test_every_policy_waits_when_no_worker_is_up(policy: str) -> None:
+    scheduler = a_scheduler(policy, workers=1)
+    scheduler.set_worker_state("d0", WorkerState.DOWN, 0.0)
+    pool_all(scheduler, {"a": 10})
+    assert admitted(scheduler) == []
+
+
+def test_round_robin_takes_turns() -> None:
+    scheduler = a_scheduler("round_robin", workers=3)
+    pool_all(scheduler, dict.fromkeys("abcd", 10))
+    assert [worker for _, worker in admitted(scheduler)] == ["d0", "d1", "d2", "d0"]
+
+
+def test_join_shortest_queue_counts_requests_and_least_kv_counts_tokens() -> None:
+    for policy, expected in (("join_shortest_queue", "d1"), ("least_kv", "d0")):
+        scheduler = a_scheduler(policy, workers=2, slots=8)
+        scheduler.set_worker_state("d1", WorkerState.DOWN, 0.0)
+        pool_all(scheduler, {"a": 10, "b": 10})
+        scheduler.admit(0.0)
+        scheduler.set_worker_state("d1", WorkerState.UP, 0.0)
+        scheduler.set_worker_state("d0", WorkerState.DOWN, 0.0)
+        pool_all(scheduler, {"big": 1000})
+        scheduler.admit(0.0)
+        scheduler.set_worker_state("d0", WorkerState.UP, 0.0)
+        pool_all(scheduler, {"new": 1})
+        assert admitted(scheduler) == [("new", expected)]
+
+
+def test_power_of_two_takes_the_emptier_of_two_workers() -> None:
+    scheduler = a_scheduler("power_of_two", workers=2, slots=8)
+    pool_all(scheduler, dict.fromkeys("abcdefgh", 10))
+    scheduler.admit(0.0)
+    assert [len(worker.active) for worker in scheduler.snapshot.workers] == [4, 4]
+
+
+@pytest.mark.parametrize("policy", ["random", "power_of_two", "join_shortest_queue"])
+def test_the_same_seed_gives_the_same_draws_and_another_seed_others(policy: str) -> None:
+    def run(seed: int) -> list[tuple[str, str]]:
+        scheduler = a_scheduler(policy, workers=8, slots=4, seed=seed)
+        pool_all(scheduler, {str(index): 10 for index in range(40)})
+        return admitted(scheduler)
+
+    assert run(1) == run(1)
+    assert run(1) != run(2)
+
+
+def test_pool_fifo_gives_the_oldest_to_the_lightest_worker_with_room() -> None:
+    scheduler = a_scheduler("pool_fifo", workers=2, slots=2)
+    pool_all(scheduler, {"a": 100, "b": 10, "c": 10, "d": 10, "e": 1})
+    assert admitted(scheduler) == [("a", "d0"), ("b", "d1"), ("c", "d1"), ("d", "d0")]
+
+
+def with_loads(policy: str, loads: list[int], slots: int = 2, **settings: object):  # type: ignore[no-untyped-def]
+    """Workers that hold one request of these sizes each (0: none)."""
+    scheduler = a_scheduler(policy, workers=len(loads), slots=slots, **settings)
+    for index, load in enumerate(loads):
+        for other in range(len(loads)):
+            state = WorkerState.UP if other == index else WorkerState.DOWN
+            scheduler.set_worker_state(f"d{other}", state, 0.0)
+        if load:
+            pool_all(scheduler, {f"held{index}": load})
+            scheduler.admit(0.0)
+    for index in range(len(loads)):
+        scheduler.set_worker_state(f"d{index}", WorkerState.UP, 0.0)
+    return scheduler
+
+
+def test_stage_1_takes_the_largest_request_that_fits_the_margin_of_the_worker_with_most_slots() -> None:
+    scheduler = with_loads("br_0", [1000, 400], s_greedy=0, slack_placement="free_slots")
+    pool_all(scheduler, {"small": 100, "fits": 600, "over": 700, "huge": 5000})
+    first = scheduler.admit(0.0)[0]
+    # equal slots: d1 has the smaller load; margin 600; F(600) = 600, F(700) = 700 - 2 * 100 = 500
+    assert (first.request, first.worker, first.stage, first.score) == ("fits", "d1", 1, 600.0)
+
+
+def test_overflow_costs_g_times_so_the_smallest_overflow_wins_when_nothing_fits() -> None:
+    scheduler = with_loads("br_0", [1000, 900], s_greedy=0, slack_placement="free_slots", slots=2)
+    pool_all(scheduler, {"a": 500, "b": 300, "c": 400})
+    assert admitted(scheduler)[0] == ("b", "d1")
+
+
+def test_stage_2_picks_the_subset_that_fills_the_margin() -> None:
+    scheduler = with_loads("br_0", [1000, 0], slots=4, s_greedy=99, slack_placement="free_slots")
+    for index in range(3):  # d0 is full
+        scheduler.set_worker_state("d1", WorkerState.DOWN, 0.0)
+        pool_all(scheduler, {f"filler{index}": 1})
+        scheduler.admit(0.0)
+    scheduler.set_worker_state("d1", WorkerState.UP, 0.0)
+    pool_all(scheduler, {"a": 700, "b": 400, "c": 603, "d": 300})
+    first = [action for action in scheduler.admit(0.0) if action.score == 1003.0]
+    assert [(action.request, action.stage) for action in first] == [("b", 2), ("c", 2)]
+
+
+def test_the_guard_admits_the_least_bad_request_of_the_pool_or_of_the_head() -> None:
+    for guard, expected in (("pool", "small"), ("head", "mid")):
+        scheduler = with_loads("br_0", [100, 100], slots=2, s_greedy=9, r_max=2, guard=guard)
+        pool_all(scheduler, {"big": 900, "mid": 500, "x": 800, "y": 800, "z": 800, "small": 10})
+        scheduler.set_worker_state("d1", WorkerState.DRAINING, 0.0)
+        assert admitted(scheduler) == [(expected, "d0")]
+
+
+def test_a_request_over_its_patience_goes_first_and_large_prompts_have_more_patience() -> None:
+    scheduler = with_loads("br_0", [1000, 0], slots=2, s_greedy=0, max_wait_s=10.0, slack_placement="free_slots")
+    pool_all(scheduler, {"large": 30_000}, now=0.0)
+    pool_all(scheduler, {"fits": 1000, "tiny": 10, "more": 20}, now=11.0)
+    assert admitted(scheduler, 11.0)[0] == ("fits", "d1")
+    scheduler = with_loads("br_0", [1000, 0], slots=2, s_greedy=0, max_wait_s=10.0, slack_placement="free_slots")
+    pool_all(scheduler, {"large": 30_000}, now=0.0)
+    pool_all(scheduler, {"fits": 1000, "tiny": 10, "more": 20}, now=61.0)
+    assert admitted(scheduler, 61.0)[0] == ("large", "d1")
+
+
+def test_in_slack_the_largest_prompts_go_to_the_lightest_workers() -> None:
+    scheduler = with_loads("br_0", [500, 0, 0], slots=8)
+    pool_all(scheduler, {"a": 10, "b": 300, "c": 200})
+    assert admitted(scheduler) == [("b", "d1"), ("c", "d2"), ("a", "d2")]
+
+
+def test_br_h_sees_that_a_load_is_about_to_leave() -> None:
+    """d0 is the lighter one now, but d1's load ends within the window: over the horizon d1 has more room."""
+    scheduler = a_scheduler("br_h", workers=3, slots=2, horizon_steps=10, gamma=1.0, beta=3.0, s_greedy=0)
+    for index, (load, remaining) in enumerate([(700, 10.0), (900, 1.0), (1000, 10.0)]):
+        for other in range(3):
+            scheduler.set_worker_state(f"d{other}", WorkerState.UP if other == index else WorkerState.DOWN, 0.0)
+        scheduler.submit_prefilled(a_request(f"held{index}", load), 0.0, remaining)
+        scheduler.admit(0.0)
+    for index in range(3):
+        scheduler.set_worker_state(f"d{index}", WorkerState.UP, 0.0)
+    loads = scheduler.snapshot.projection.loads()
+    assert loads[1].tolist() == [900, 901] + [0] * 9
+    policy = scheduler.policy
+    field = policy.field(scheduler.snapshot)  # type: ignore[attr-defined]
+    scores = [field.score(worker)(500) for worker in scheduler.snapshot.workers]
+    assert scores[1] > scores[0] > scores[2]
+
+
+def test_br_h_without_lookahead_is_br_0() -> None:
+    """INV-9 on one busy run; the property test covers many."""
+    runs = []
+    for policy, settings in (("br_0", {}), ("br_h", {"horizon_steps": 0, "alpha": 1.0, "beta": 3.0})):
+        scheduler = a_scheduler(policy, workers=3, slots=4, config=SchedulerConfig(), s_greedy=2, **settings)
+        taken: list[tuple[str, str]] = []
+        for wave in range(12):
+            pool_all(scheduler, {f"{wave}-{k}": 37 * (wave * 7 + k * k) % 501 + 1 for k in range(5)}, now=float(wave))
+            taken += admitted(scheduler, float(wave))
+            for tracker in list(scheduler.snapshot.decoding())[::3]:
+                scheduler.finish(tracker.id, Outcome.FINISHED, float(wave))
+        runs.append(taken)
+    assert runs[0] == runs[1]
+    assert len(runs[0]) > 20

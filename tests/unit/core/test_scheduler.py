@@ -1,0 +1,229 @@
+"""The life of a request through the scheduler, and what it holds in each phase."""
+
+import pytest
+
+from balanceroute.core.scheduler import Scheduler, SchedulerConfig
+from balanceroute.core.types import Outcome, Phase, Prefill, Reject, RejectReason, Release, WorkerState
+from balanceroute.errors import InvariantError
+from tests.unit.core.builders import a_request, a_scheduler, admitted, pool_all
+
+
+def into_prefill(scheduler: Scheduler, request_id: str = "r", prompt_tokens: int = 100) -> None:
+    scheduler.submit(a_request(request_id, prompt_tokens), 0.0)
+    scheduler.dispatch(0.0)
+
+
+def into_decode(scheduler: Scheduler, request_id: str = "r", prompt_tokens: int = 100) -> None:
+    into_prefill(scheduler, request_id, prompt_tokens)
+    scheduler.prefilled(request_id, prompt_tokens, 1.0)
+    scheduler.admit(1.0)
+
+
+def everything_held(scheduler: Scheduler) -> list[float]:
+    snapshot = scheduler.snapshot
+    held: list[float] = [len(snapshot.requests), len(snapshot.pool), len(snapshot.queued), snapshot.pool.tokens]
+    held += [value for w in snapshot.workers for value in (w.load, len(w.active), w.running)]
+    held += [value for p in snapshot.prefillers for value in (p.inflight, p.inflight_tokens, p.pinned, p.pinned_tokens)]
+    return [*held, int(snapshot.projection.loads().sum())]
+
+
+def test_a_request_passes_through_prefill_pool_and_decode_and_leaves_nothing_behind() -> None:
+    scheduler = a_scheduler()
+    assert scheduler.submit(a_request("r", 90), 0.0) is None
+    assert scheduler.dispatch(0.0) == [Prefill("r", "p0")]
+    scheduler.prefilled("r", 100, 1.0)
+    assert admitted(scheduler, 1.0) == [("r", "d0")]
+    scheduler.progress("r", 3, 2.0)
+    assert (scheduler.snapshot.workers[0].load, scheduler.snapshot.workers[0].free_slots) == (103, 1)
+    assert scheduler.finish("r", Outcome.FINISHED, 3.0) == Release("r", Outcome.FINISHED, Phase.DECODING, None)
+    assert not any(everything_held(scheduler))
+
+
+@pytest.mark.parametrize(
+    ("phase", "pinned_at"),
+    [(Phase.QUEUED, None), (Phase.PREFILLING, None), (Phase.POOLED, "p0"), (Phase.DECODING, "p0")],
+    ids=lambda value: str(value),
+)
+def test_a_request_that_leaves_in_any_phase_releases_what_it_held_and_names_the_pinned_kv(
+    phase: Phase, pinned_at: str | None
+) -> None:
+    scheduler = a_scheduler()
+    scheduler.submit(a_request(), 0.0)
+    if phase is not Phase.QUEUED:
+        scheduler.dispatch(0.0)
+    if phase in (Phase.POOLED, Phase.DECODING):
+        scheduler.prefilled("r", 100, 1.0)
+    if phase is Phase.DECODING:
+        scheduler.admit(1.0)
+    assert scheduler.finish("r", Outcome.CANCELLED, 2.0) == Release("r", Outcome.CANCELLED, phase, pinned_at)
+    assert not any(everything_held(scheduler))
+    scheduler.snapshot.check_invariants()
+
+
+def test_the_first_token_releases_the_prefillers_kv() -> None:
+    scheduler = a_scheduler()
+    into_decode(scheduler)
+    assert scheduler.snapshot.prefillers[0].pinned_tokens == 100
+    scheduler.progress("r", 1, 2.0)
+    assert scheduler.snapshot.prefillers[0].pinned == 0
+    assert scheduler.finish("r", Outcome.CANCELLED, 3.0).prefiller is None
+
+
+def test_a_second_release_is_an_error_never_a_clamp() -> None:
+    scheduler = a_scheduler()
+    into_decode(scheduler)
+    scheduler.finish("r", Outcome.FINISHED, 2.0)
+    with pytest.raises(InvariantError, match="r is not here"):
+        scheduler.finish("r", Outcome.FINISHED, 2.0)
+
+
+def test_calls_in_the_wrong_phase_are_refused_and_change_nothing() -> None:
+    scheduler = a_scheduler()
+    scheduler.submit(a_request(), 0.0)
+    for call in (
+        lambda: scheduler.progress("r", 1, 0.0),
+        lambda: scheduler.prefilled("r", 10, 0.0),
+        lambda: scheduler.prefill_failed("r", 0.0),
+        lambda: scheduler.requeue("r", 0.0),
+        lambda: scheduler.submit(a_request(), 0.0),
+    ):
+        with pytest.raises(InvariantError):
+            call()
+        scheduler.snapshot.check_invariants()
+
+
+def test_a_failed_prefill_queues_again_before_younger_requests() -> None:
+    scheduler = a_scheduler()
+    into_prefill(scheduler, "old")
+    scheduler.submit(a_request("young"), 1.0)
+    scheduler.prefill_failed("old", 2.0)
+    assert [action.request for action in scheduler.dispatch(2.0)] == ["old", "young"]
+
+
+def test_a_recomputed_request_prefills_again_with_what_it_generated() -> None:
+    scheduler = a_scheduler()
+    into_decode(scheduler)
+    scheduler.progress("r", 7, 2.0)
+    assert scheduler.requeue("r", 3.0) == Release("r", None, Phase.DECODING, None)
+    tracker = scheduler.snapshot.requests["r"]
+    assert (tracker.phase, tracker.prompt_tokens, tracker.generated) == (Phase.QUEUED, 107, 0)
+    assert scheduler.snapshot.workers[0].load == 0
+    scheduler.dispatch(3.0)
+    scheduler.prefilled("r", 107, 4.0)
+    assert admitted(scheduler, 4.0) == [("r", "d0")]
+
+
+def test_prefills_stop_while_pool_and_prefills_fill_the_pools_bound() -> None:
+    scheduler = a_scheduler(workers=1, slots=1, config=SchedulerConfig(max_pooled=2))
+    for name in "abc":
+        scheduler.submit(a_request(name), 0.0)
+    assert [action.request for action in scheduler.dispatch(0.0)] == ["a", "b"]
+    scheduler.prefilled("a", 100, 1.0)
+    assert scheduler.dispatch(1.0) == []
+    scheduler.admit(1.0)
+    assert [action.request for action in scheduler.dispatch(1.0)] == ["c"]
+
+
+def test_a_prefiller_over_its_kv_limit_gets_no_probe_until_it_recovers() -> None:
+    scheduler = a_scheduler(prefillers=2, config=SchedulerConfig(kv_usage_limit=0.9))
+    scheduler.report_prefiller("p0", 0.95, 0.0)
+    scheduler.report_prefiller("p1", 1.0, 0.0)
+    scheduler.submit(a_request(), 0.0)
+    assert scheduler.dispatch(0.0) == []
+    scheduler.report_prefiller("p1", 0.9, 1.0)
+    assert scheduler.dispatch(1.0) == [Prefill("r", "p1")]
+
+
+def test_probes_go_to_the_prefiller_with_the_fewest_tokens_and_rotate_when_idle() -> None:
+    scheduler = a_scheduler(prefillers=2)
+    chosen = []
+    for name in "abcd":
+        scheduler.submit(a_request(name), 0.0)
+        chosen.append(scheduler.dispatch(0.0)[0].worker)
+        scheduler.prefilled(name, 100, 0.0)
+    assert chosen == ["p0", "p1", "p0", "p1"]
+
+
+def test_arrivals_are_refused_when_the_queue_is_full_nothing_can_serve_or_the_router_drains() -> None:
+    scheduler = a_scheduler(workers=1, config=SchedulerConfig(max_queued=1))
+    scheduler.submit(a_request("a"), 0.0)
+    assert scheduler.submit(a_request("b"), 0.0) == Reject("b", RejectReason.QUEUE_FULL)
+    scheduler.dispatch(0.0)
+    scheduler.set_worker_state("d0", WorkerState.DOWN, 0.0)
+    assert scheduler.submit(a_request("b"), 0.0) == Reject("b", RejectReason.NO_WORKERS)
+    scheduler.set_worker_state("d0", WorkerState.UP, 0.0)
+    scheduler.draining = True
+    assert scheduler.submit(a_request("b"), 0.0) == Reject("b", RejectReason.DRAINING)
+    assert list(scheduler.snapshot.requests) == ["a"]
+
+
+def test_pool_and_queue_entries_expire_at_their_deadlines() -> None:
+    scheduler = a_scheduler(workers=1, slots=1, config=SchedulerConfig(pool_ttl_s=10.0, queue_deadline_s=5.0))
+    into_decode(scheduler, "running")
+    into_prefill(scheduler, "pooled")
+    scheduler.prefilled("pooled", 100, 2.0)
+    scheduler.report_prefiller("p0", 1.0, 2.0)
+    scheduler.submit(a_request("queued"), 3.0)
+    assert scheduler.expire(8.0) == []
+    assert scheduler.expire(8.5) == [Release("queued", Outcome.EXPIRED, Phase.QUEUED, None)]
+    assert scheduler.expire(12.5) == [Release("pooled", Outcome.EXPIRED, Phase.POOLED, "p0")]
+    assert list(scheduler.snapshot.requests) == ["running"]
+
+
+def test_lower_priority_values_leave_queue_and_pool_first() -> None:
+    scheduler = a_scheduler(workers=1, slots=1, config=SchedulerConfig(max_pooled=3))
+    scheduler.report_prefiller("p0", 1.0, 0.0)
+    for name, priority in (("later", 5), ("first", -1), ("second", 0)):
+        scheduler.submit(a_request(name, priority=priority), 0.0)
+    scheduler.report_prefiller("p0", 0.0, 0.0)
+    assert [action.request for action in scheduler.dispatch(0.0)] == ["first", "second", "later"]
+    for name in ("later", "second", "first"):
+        scheduler.prefilled(name, 100, 1.0)
+    assert admitted(scheduler, 1.0) == [("first", "d0")]
+
+
+def test_a_worker_that_holds_requests_cannot_be_removed_and_one_that_drains_gets_no_more() -> None:
+    scheduler = a_scheduler()
+    into_decode(scheduler)
+    scheduler.set_worker_state("d0", WorkerState.DRAINING, 1.0)
+    with pytest.raises(InvariantError, match="still has 1"):
+        scheduler.remove_worker("d0", 1.0)
+    pool_all(scheduler, {"a": 10, "b": 10, "c": 10})
+    assert admitted(scheduler) == [("a", "d1"), ("b", "d1")]
+    scheduler.finish("r", Outcome.FINISHED, 2.0)
+    scheduler.remove_worker("d0", 2.0)
+    assert [worker.index for worker in scheduler.snapshot.workers] == [0]
+    scheduler.snapshot.check_invariants()
+
+
+def test_a_lock_step_advances_running_requests_only() -> None:
+    scheduler = a_scheduler("br_h", config=SchedulerConfig(lock_step=True), horizon_steps=4)
+    pool_all(scheduler, {"a": 10, "b": 20})
+    scheduler.admit(0.0)
+    scheduler.start("a", 0.0)
+    scheduler.step(1.0)
+    generated = {tracker.id: tracker.generated for tracker in scheduler.snapshot.decoding()}
+    assert generated == {"a": 1, "b": 0}
+    scheduler.snapshot.check_invariants()
+
+
+@pytest.mark.parametrize("lock_step", [False, True], ids=["by token", "by step"])
+def test_predictions_fall_due_every_period_and_when_they_reach_their_floor(lock_step: bool) -> None:
+    config = SchedulerConfig(refresh_every_tokens=4, lock_step=lock_step)
+    scheduler = a_scheduler("br_h", config=config, horizon_steps=8)
+    pool_all(scheduler, {"r": 10})
+    scheduler.admit(0.0)
+    if lock_step:
+        scheduler.start("r", 0.0)
+    due_at = []
+    for generated in range(1, 13):
+        if lock_step:
+            scheduler.step(0.0)
+        else:
+            scheduler.progress("r", 1, 0.0)
+        for tracker in scheduler.due_refreshes():
+            due_at.append(generated)
+            # an anchor first (next in 4), then c = 3 (reaches 1 in 2 tokens), then an anchor again
+            scheduler.refresh(tracker.id, 3.0 if len(due_at) == 1 else 8.0, 0.0)
+        scheduler.snapshot.check_invariants()
+    assert due_at == [4, 6, 10]
