@@ -76,15 +76,13 @@ def parse_value(key: str, text: str, source: str) -> object:
     field = field_at(tuple(key.split(".")))
     if field is not None and is_optional(field) and text.strip() in ("", "null", "~"):
         return None
-    if field is not None and is_text(field):
+    if field is None or is_text(field):
         return text
     try:
         return yaml.load(text, Loader=_Loader)
-    except yaml.YAMLError:
-        taken = "" if field is None else f"accepted is {accepts(field)}"
-        raise ConfigError(
-            f"{source}: {key} = {_shown(text, field)}: {taken}, written as YAML or JSON"
-        ) from None
+    except (yaml.YAMLError, ValueError, RecursionError):
+        taken = f"accepted is {accepts(field)}, written as YAML or JSON"
+        raise ConfigError(f"{source}: {key} = {_shown(text, field)}: {taken}") from None
 
 
 def environment_settings(environ: Mapping[str, str]) -> Iterator[tuple[str, str, object]]:
@@ -233,7 +231,8 @@ def _nearest(loc: tuple[str | int, ...]) -> str:
     keys = [] if model is None else list(model.model_fields)
     close = difflib.get_close_matches(str(loc[-1]), keys, n=1, cutoff=0.6)
     elsewhere = [] if close else [path for path in _all_paths(Config) if path.endswith(f".{loc[-1]}")]
-    hint = close or elsewhere[:1]
+    prefix = _dotted(loc[:-1]) + "." if len(loc) > 1 else ""
+    hint = [prefix + key for key in close] or elsewhere[:1]
     return (f"did you mean {hint[0]}? " if hint else "") + f"accepted are {', '.join(keys)}"
 
 

@@ -8,6 +8,7 @@ None means unset: the value then follows from another setting, and the descripti
 """
 
 import ipaddress
+import re
 from collections.abc import Iterable, Iterator
 from typing import Annotated, Literal, Self
 from urllib.parse import urlsplit
@@ -75,12 +76,25 @@ def _host(text: str) -> str:
     return text
 
 
+def _worker_id(text: str) -> str:
+    if not re.fullmatch(r"[A-Za-z0-9\[][A-Za-z0-9._:@\[\]/-]{0,127}", text):
+        raise ValueError("accepted are 1 to 128 letters, digits and . _ : @ / - [ ]")
+    return text
+
+
+def _header_name(text: str) -> str:
+    if not re.fullmatch(r"[A-Za-z0-9!#$%&'*+.^_`|~-]+", text):
+        raise ValueError("accepted is the name of an HTTP header, such as X-Task")
+    return text
+
+
 def _lower(value: object) -> object:
     return value.lower() if isinstance(value, str) else value
 
 
 Url = Annotated[str, AfterValidator(normalised_url)]
-WorkerId = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._:@\[\]/-]{0,127}$")]
+WorkerId = Annotated[str, AfterValidator(_worker_id)]
+HeaderName = Annotated[str, AfterValidator(_header_name)]
 Seconds = Annotated[float, Field(gt=0, le=86_400)]
 SecondsOrZero = Annotated[float, Field(ge=0, le=86_400)]
 
@@ -313,9 +327,8 @@ class Predictor(Section):
         description="Generated tokens between two predictions for a running request. Unset: half of "
         "routing.horizon_steps, at least 1.",
     )
-    key_header: str | None = Field(
+    key_header: HeaderName | None = Field(
         None,
-        pattern=r"^[A-Za-z0-9!#$%&'*+.^_`|~-]+$",
         description="Request header that names the kind of request, as the key of exact_match. Unset: a "
         "salted hash of "
         "the prompt.",
