@@ -9,6 +9,7 @@ from typing import Annotated
 import typer
 
 from balanceroute import __version__
+from balanceroute.cli.check_config import check_config
 from balanceroute.errors import BalanceRouteError
 
 app = typer.Typer(
@@ -35,6 +36,9 @@ def root(
     ] = False,
 ) -> None:
     """Keep the decode workers level: `balanceroute demo` shows it in two minutes."""
+
+
+app.command("check-config")(check_config)
 
 
 def main() -> None:

@@ -127,8 +127,6 @@ def _bounds(constraints: list[Any]) -> str:
             high, between = f"at most {_number(bound.le)}", [*between, bound.le]
         elif isinstance(bound, annotated_types.MinLen) and bound.min_length == 1:
             low = "not empty"
-        elif getattr(bound, "pattern", None):
-            low = f"matching {bound.pattern}"
     if len(between) == 2:
         return f"{_number(between[0])} to {_number(between[1])}"
     return " and ".join(filter(None, [low, high]))

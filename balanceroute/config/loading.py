@@ -76,13 +76,13 @@ def parse_value(key: str, text: str, source: str) -> object:
     field = field_at(tuple(key.split(".")))
     if field is not None and is_optional(field) and text.strip() in ("", "null", "~"):
         return None
-    if field is not None and is_text(field):
+    if field is None or is_text(field):
         return text
     try:
         return yaml.load(text, Loader=_Loader)
-    except yaml.YAMLError:
-        taken = "" if field is None else f"accepted is {accepts(field)}"
-        raise ConfigError(f"{source}: {key} = {_shown(text, field)}: {taken}, written as YAML or JSON") from None
+    except (yaml.YAMLError, ValueError, RecursionError):
+        taken = f"accepted is {accepts(field)}, written as YAML or JSON"
+        raise ConfigError(f"{source}: {key} = {_shown(text, field)}: {taken}") from None
 
 
 def environment_settings(environ: Mapping[str, str]) -> Iterator[tuple[str, str, object]]:
@@ -93,7 +93,9 @@ def environment_settings(environ: Mapping[str, str]) -> Iterator[tuple[str, str,
         name = variable.removeprefix(ENV_PREFIX).lower()
         field = Config.model_fields.get(name)
         if field is not None and nested_model(field)[0] is not None:
-            raise ConfigError(f"{variable}: {name} is a section; accepted is {variable}__KEY for one of its keys")
+            raise ConfigError(
+                f"{variable}: {name} is a section; accepted is {variable}__KEY for one of its keys"
+            )
         if "__" in name or field is not None:
             key = name.replace("__", ".")
             yield variable, key, parse_value(key, environ[variable], variable)
@@ -126,7 +128,9 @@ class _Loader(yaml.SafeLoader):
                 continue
             key = self.construct_object(key_node, deep=True)
             if not isinstance(key, str):
-                raise yaml.constructor.ConstructorError(None, None, f"the key {key!r} is not text", key_node.start_mark)
+                raise yaml.constructor.ConstructorError(
+                    None, None, f"the key {key!r} is not text", key_node.start_mark
+                )
             if key in seen:
                 raise yaml.constructor.ConstructorError(
                     None, None, f"the key {key} is given twice", key_node.start_mark
@@ -155,14 +159,19 @@ def read_yaml(path: Path) -> Tree:
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
         where = "" if mark is None else f" line {mark.line + 1}, column {mark.column + 1}:"
-        raise ConfigError(f"{path}:{where} not valid YAML: {_one_line(error.problem or error.context)}") from None
+        raise ConfigError(
+            f"{path}:{where} not valid YAML: {_one_line(error.problem or error.context)}"
+        ) from None
     except (yaml.YAMLError, ValueError, RecursionError) as error:
         raise ConfigError(f"{path}: not valid YAML: {_one_line(str(error))}") from None
     if tree is None:
-        raise ConfigError(f"{path}: is empty; accepted is a mapping with at least prefill.workers and decode.workers")
+        raise ConfigError(
+            f"{path}: is empty; accepted is a mapping with at least prefill.workers and decode.workers"
+        )
     if not isinstance(tree, dict):
         raise ConfigError(
-            f"{path}: is a {type(tree).__name__}; accepted is a mapping with the keys {', '.join(Config.model_fields)}"
+            f"{path}: is a {type(tree).__name__}; accepted is a mapping with the keys "
+            f"{', '.join(Config.model_fields)}"
         )
     return tree
 
@@ -204,7 +213,11 @@ def _first_problem(error: ValidationError, origin: str, sources: Mapping[str, st
 def _prefixed(text: str, path: str, origin: str, sources: Mapping[str, str]) -> str:
     """Put the value's source in front: a variable or the command line where they set it, else the file."""
     source = next(
-        (name for key, name in reversed(list(sources.items())) if re.match(rf"{re.escape(key)}(?![\w])", path)),
+        (
+            name
+            for key, name in reversed(list(sources.items()))
+            if re.match(rf"{re.escape(key)}(?![\w])", path)
+        ),
         origin,
     )
     return f"{source}: {text}" if source else text
@@ -218,7 +231,8 @@ def _nearest(loc: tuple[str | int, ...]) -> str:
     keys = [] if model is None else list(model.model_fields)
     close = difflib.get_close_matches(str(loc[-1]), keys, n=1, cutoff=0.6)
     elsewhere = [] if close else [path for path in _all_paths(Config) if path.endswith(f".{loc[-1]}")]
-    hint = close or elsewhere[:1]
+    prefix = _dotted(loc[:-1]) + "." if len(loc) > 1 else ""
+    hint = [prefix + key for key in close] or elsewhere[:1]
     return (f"did you mean {hint[0]}? " if hint else "") + f"accepted are {', '.join(keys)}"
 
 

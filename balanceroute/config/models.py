@@ -8,6 +8,7 @@ None means unset: the value then follows from another setting, and the descripti
 """
 
 import ipaddress
+import re
 from collections.abc import Iterable, Iterator
 from typing import Annotated, Literal, Self
 from urllib.parse import urlsplit
@@ -75,12 +76,25 @@ def _host(text: str) -> str:
     return text
 
 
+def _worker_id(text: str) -> str:
+    if not re.fullmatch(r"[A-Za-z0-9\[][A-Za-z0-9._:@\[\]/-]{0,127}", text):
+        raise ValueError("accepted are 1 to 128 letters, digits and . _ : @ / - [ ]")
+    return text
+
+
+def _header_name(text: str) -> str:
+    if not re.fullmatch(r"[A-Za-z0-9!#$%&'*+.^_`|~-]+", text):
+        raise ValueError("accepted is the name of an HTTP header, such as X-Task")
+    return text
+
+
 def _lower(value: object) -> object:
     return value.lower() if isinstance(value, str) else value
 
 
 Url = Annotated[str, AfterValidator(normalised_url)]
-WorkerId = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._:@\[\]/-]{0,127}$")]
+WorkerId = Annotated[str, AfterValidator(_worker_id)]
+HeaderName = Annotated[str, AfterValidator(_header_name)]
 Seconds = Annotated[float, Field(gt=0, le=86_400)]
 SecondsOrZero = Annotated[float, Field(ge=0, le=86_400)]
 
@@ -94,7 +108,9 @@ class Section(BaseModel):
 class Listen(Section):
     """Where clients reach the router."""
 
-    host: Annotated[str, AfterValidator(_host)] = Field("0.0.0.0", description="Address to listen on; :: for IPv6.")
+    host: Annotated[str, AfterValidator(_host)] = Field(
+        "0.0.0.0", description="Address to listen on; :: for IPv6."
+    )
     port: int = Field(8000, ge=0, le=65535, description="TCP port; 0 lets the system choose one.")
 
 
@@ -141,7 +157,8 @@ class DecodeWorker(Worker):
         1.0,
         gt=0,
         le=100,
-        description="Relative seconds per KV token: 1.3 for a worker that is 1.3 times slower than the others.",
+        description="Relative seconds per KV token: 1.3 for a worker that is 1.3 times slower than the "
+        "others.",
     )
 
 
@@ -156,7 +173,8 @@ class Prefill(Section):
     )
     poll_interval_s: Seconds = Field(
         1.0,
-        description="How often a prefiller's /metrics is read for its KV usage; a failed read counts as full.",
+        description="How often a prefiller's /metrics is read for its KV usage; a failed read counts as "
+        "full.",
     )
     max_inflight: int | None = Field(
         None,
@@ -252,7 +270,8 @@ class Routing(Section):
     )
     hold_s: SecondsOrZero = Field(
         0.5,
-        description="How long target_fit may hold a request back in slack when it would raise the envelope; 0 = never.",
+        description="How long target_fit may hold a request back in slack when it would raise the "
+        "envelope; 0 = never.",
     )
     pool_bypass: bool = Field(
         False,
@@ -266,7 +285,9 @@ class Routing(Section):
         le=4096,
         description="With pool_bypass, requests in flight per worker beyond its decode slots.",
     )
-    seed: int = Field(0, ge=0, le=2**63 - 1, description="Seed of the policies that draw at random or break ties so.")
+    seed: int = Field(
+        0, ge=0, le=2**63 - 1, description="Seed of the policies that draw at random or break ties so."
+    )
 
 
 class Predictor(Section):
@@ -290,11 +311,15 @@ class Predictor(Section):
         min_length=1,
         description="File written by `balanceroute predictor fit`, used until the first re-fit.",
     )
-    max_rows: int = Field(200_000, ge=100, le=50_000_000, description="Most finished requests kept in the history.")
+    max_rows: int = Field(
+        200_000, ge=100, le=50_000_000, description="Most finished requests kept in the history."
+    )
     max_age_s: float = Field(
         7 * 86_400.0, gt=0, le=10 * 366 * 86_400, description="Older rows leave the history (default a week)."
     )
-    refit_interval_s: Seconds = Field(60.0, description="How often the predictor is fitted anew from the history.")
+    refit_interval_s: Seconds = Field(
+        60.0, description="How often the predictor is fitted anew from the history."
+    )
     period_steps: int | None = Field(
         None,
         ge=1,
@@ -302,9 +327,8 @@ class Predictor(Section):
         description="Generated tokens between two predictions for a running request. Unset: half of "
         "routing.horizon_steps, at least 1.",
     )
-    key_header: str | None = Field(
+    key_header: HeaderName | None = Field(
         None,
-        pattern=r"^[A-Za-z0-9!#$%&'*+.^_`|~-]+$",
         description="Request header that names the kind of request, as the key of exact_match. Unset: a "
         "salted hash of "
         "the prompt.",
@@ -377,7 +401,8 @@ class Limits(Section):
     )
     client_keep_alive_s: Seconds = Field(
         75.0,
-        description="An idle client connection is closed after this; above the 60 s of common load balancers.",
+        description="An idle client connection is closed after this; above the 60 s of common load "
+        "balancers.",
     )
     client_buffer_bytes: int = Field(
         256 * 1024,
@@ -462,12 +487,13 @@ class Auth(Section):
 class Log(Section):
     """What is logged, to standard error."""
 
-    level: Annotated[Literal["debug", "info", "warning", "error", "critical"], BeforeValidator(_lower)] = Field(
-        "info", description="Least level shown; debug tells every routing decision."
+    level: Annotated[Literal["debug", "info", "warning", "error", "critical"], BeforeValidator(_lower)] = (
+        Field("info", description="Least level shown; debug tells every routing decision.")
     )
     format: Literal["auto", "json", "plain"] = Field(
         "auto",
-        description="One JSON object per line, or plain text; auto is plain on a terminal and json elsewhere.",
+        description="One JSON object per line, or plain text; auto is plain on a terminal and json "
+        "elsewhere.",
     )
 
 

@@ -1,0 +1,315 @@
+"""Where a value comes from, and the one line that says what is wrong with it."""
+
+from pathlib import Path
+
+import pytest
+
+from balanceroute.config import Config, load, parse_assignment
+from balanceroute.errors import ConfigError
+
+WORKERS = (
+    "prefill: {workers: [{url: http://p:1}]}\ndecode: {workers: [{url: http://d:1}, {url: http://d:2}]}\n"
+)
+
+
+def from_yaml(tmp_path: Path, text: str, **environ: str) -> Config:
+    path = tmp_path / "c.yaml"
+    path.write_text(text)
+    return load(path, environ)
+
+
+def refusal(tmp_path: Path, text: str, **environ: str) -> str:
+    with pytest.raises(ConfigError) as caught:
+        from_yaml(tmp_path, text, **environ)
+    return str(caught.value)
+
+
+def test_a_list_of_workers_is_all_that_must_be_said(tmp_path: Path) -> None:
+    config = from_yaml(tmp_path, WORKERS)
+    assert config.routing.policy == "br_h"
+    assert [worker.worker_id for worker in config.decode.workers] == ["d:1", "d:2"]
+
+
+def test_an_empty_section_means_its_defaults(tmp_path: Path) -> None:
+    assert from_yaml(tmp_path, WORKERS + "routing:\n").routing.horizon_steps == 80
+
+
+def test_each_layer_wins_over_the_one_before(tmp_path: Path) -> None:
+    path = tmp_path / "c.yaml"
+    path.write_text(WORKERS + "routing: {r_max: 9, s_greedy: 9, horizon_steps: 9}\n")
+    environ = {"BALANCEROUTE_ROUTING__R_MAX": "10", "BALANCEROUTE_ROUTING__S_GREEDY": "10"}
+    routing = load(path, environ, {"routing.r_max": 11}).routing
+    assert (routing.alpha, routing.horizon_steps, routing.s_greedy, routing.r_max) == (1.0, 9, 10, 11)
+
+
+def test_zero_is_a_value_and_null_is_unset(tmp_path: Path) -> None:
+    config = from_yaml(tmp_path, WORKERS + "routing: {beta: 0, max_wait_s: null, seed: 0}\n")
+    assert (config.beta, config.routing.max_wait_s) == (0.0, None)
+
+
+def test_load_changes_neither_the_environment_nor_the_overrides(tmp_path: Path) -> None:
+    environ, overrides = {"BALANCEROUTE_LOG__LEVEL": "debug"}, {"listen.port": 1}
+    (tmp_path / "c.yaml").write_text(WORKERS)
+    load(tmp_path / "c.yaml", environ, overrides)
+    assert (environ, overrides) == ({"BALANCEROUTE_LOG__LEVEL": "debug"}, {"listen.port": 1})
+
+
+@pytest.mark.parametrize(
+    ("variable", "text", "path", "value"),
+    [
+        ("ROUTING__POLICY", "br_0", "routing.policy", "br_0"),
+        ("ROUTING__BETA", "null", "routing.beta", None),
+        ("ROUTING__BETA", "", "routing.beta", None),
+        ("ROUTING__GAMMA", "1e-1", "routing.gamma", 0.1),
+        ("RETRY__RESUME_ON_WORKER_LOSS", "false", "retry.resume_on_worker_loss", False),
+        ("PREDICTOR__HISTORY", "123", "predictor.history", "123"),
+        ("LOG__LEVEL", "WARNING", "log.level", "warning"),
+        ("CONNECTOR", "nixl", "connector", "nixl"),
+        ("LIMITS__FIRST_BYTE_TIMEOUT_S__PREFILL", "7", "limits.first_byte_timeout_s.prefill", 7.0),
+        ("routing__r_max", "3", "routing.r_max", 8),  # variables are upper case: this is not one of ours
+    ],
+)
+def test_a_variable_is_read_as_the_type_of_its_setting(
+    tmp_path: Path, variable: str, text: str, path: str, value: object
+) -> None:
+    name = variable if variable.islower() else f"BALANCEROUTE_{variable}"
+    got: object = from_yaml(tmp_path, WORKERS, **{name: text})
+    for part in path.split("."):
+        got = getattr(got, part)
+    assert got == value
+
+
+def test_a_variable_replaces_a_list_of_workers_whole(tmp_path: Path) -> None:
+    config = from_yaml(
+        tmp_path, WORKERS, BALANCEROUTE_DECODE__WORKERS='[{"url": "http://e:1", "dp_rank": 3}]'
+    )
+    assert [worker.worker_id for worker in config.decode.workers] == ["e:1@3"]
+
+
+def test_variables_that_kubernetes_makes_for_a_service_are_not_settings(tmp_path: Path) -> None:
+    from_yaml(
+        tmp_path,
+        WORKERS,
+        BALANCEROUTE_PORT="tcp://10.0.0.9:8000",
+        BALANCEROUTE_SERVICE_HOST="10.0.0.9",
+        BALANCEROUTE_PORT_8000_TCP_ADDR="10.0.0.9",
+    )
+
+
+def test_an_assignment_is_read_as_the_type_of_its_setting() -> None:
+    assert parse_assignment("routing.r_max=4") == ("routing.r_max", 4)
+    assert parse_assignment("predictor.history=a=b") == ("predictor.history", "a=b")
+
+
+def test_an_assignment_needs_a_key_and_a_value() -> None:
+    with pytest.raises(ConfigError, match=r"command line: 'routing.r_max': accepted is KEY=VALUE"):
+        parse_assignment("routing.r_max")
+
+
+WRONG = [
+    # what is written after the workers, what the line must say
+    ("routing: {horizon_step: 80}", "routing.horizon_step: unknown key; did you mean routing.horizon_steps?"),
+    ("horizon_steps: 80", "horizon_steps: unknown key; did you mean routing.horizon_steps?"),
+    ("rooting: {}", "rooting: unknown key; did you mean routing?"),
+    ("routing: {policy: br_1}", "routing.policy = 'br_1': accepted is one of br_0, br_h, target_fit, join_"),
+    ("routing: {gamma: 1.5}", "routing.gamma = 1.5: accepted is a number, more than 0 and at most 1"),
+    ("routing: {gamma: .nan}", "routing.gamma = nan: accepted is a number"),
+    ("routing: {alpha: .inf}", "routing.alpha = inf: accepted is a number"),
+    ("routing: {r_max: 65}", "routing.r_max = 65: accepted is an integer, 1 to 64"),
+    ("routing: {r_max: 8.5}", "routing.r_max = 8.5: accepted is an integer, 1 to 64"),
+    ("routing: {r_max: '8'}", "routing.r_max = '8': accepted is an integer, 1 to 64"),
+    ("routing: {r_max: true}", "routing.r_max = true: accepted is an integer, 1 to 64"),
+    ("routing: {r_max: null}", "routing.r_max = null: accepted is an integer, 1 to 64"),
+    ("routing: {pool_bypass: 1}", "routing.pool_bypass = 1: accepted is true or false"),
+    ("routing: br_h", "routing = 'br_h': accepted is a mapping with the keys policy, horizon_steps"),
+    (
+        "routing: {candidate_order: lifo}",
+        "routing.candidate_order = 'lifo': accepted is one of fifo, ascending",
+    ),
+    (
+        "connector: mooncake",
+        "connector = 'mooncake': accepted is one of mooncake_v1, nixl, mooncake_layerwise",
+    ),
+    ("listen: {port: 70000}", "listen.port = 70000: accepted is an integer, 0 to 65535"),
+    ("listen: {host: 'a b'}", "listen.host = 'a b': accepted is a host name or an IP address"),
+    ("listen: {host: 'h:80'}", "listen.host = 'h:80': accepted is a host name or an IP address; the port"),
+    (
+        "predictor: {kind: null}",
+        "predictor.kind = null: accepted is one of none, survival, exact_match, learned",
+    ),
+    ("predictor: {kind: learned}", "predictor.kind = 'learned': needs predictor.model"),
+    (
+        "predictor: {key_header: X-Task}",
+        "predictor.key_header = 'X-Task': accepted only with predictor.kind exact_",
+    ),
+    (
+        "predictor: {kind: none, model: m}",
+        "predictor.model = 'm': accepted only with a predictor.kind other than",
+    ),
+    (
+        "predictor: {kind: exact_match, key_header: 'a b'}",
+        "predictor.key_header = 'a b': accepted is the name",
+    ),
+    (
+        "routing: {pool_bypass: true}",
+        "routing.pool_bypass = true: accepted only with routing.policy br_0, not br_h",
+    ),
+    ("pool: {ttl_s: 480}", "pool.ttl_s = 480: accepted is less than the 480 s after which a mooncake_v1"),
+    (
+        "connector: nixl\npool: {ttl_s: 60}",
+        "pool.ttl_s = 60: accepted is less than the 30 s after which a nixl",
+    ),
+    ("pool: {ttl_s: 0}", "pool.ttl_s = 0: accepted is a number, more than 0"),
+    ("retry: {base_delay_s: 5}", "retry.max_delay_s = 2: accepted is at least retry.base_delay_s (5)"),
+    ("log: {format: xml}", "log.format = 'xml': accepted is one of auto, json, plain"),
+    ("auth: {admin_token: 12345}", "auth.admin_token = ********: accepted is text"),
+]
+
+
+@pytest.mark.parametrize(("text", "expected"), WRONG, ids=[expected.split(":")[0] for _, expected in WRONG])
+def test_a_wrong_value_is_one_line_with_key_path_and_what_is_accepted(
+    tmp_path: Path, text: str, expected: str
+) -> None:
+    message = refusal(tmp_path, WORKERS + text + "\n")
+    assert f"c.yaml: {expected}" in message
+    assert "\n" not in message
+
+
+WRONG_WORKERS = [
+    ("[]", "decode.workers = []: accepted is a list of {url, id, dp_rank, max_num_seqs, speed}"),
+    ("http://d:1", "decode.workers = 'http://d:1': accepted is a list of {url"),
+    ("[http://d:1]", "decode.workers[0] = 'http://d:1': accepted is a"),
+    ("[{id: a}]", "decode.workers[0].url: required and missing"),
+    ("[{url: d:1}]", "decode.workers[0].url = 'd:1': accepted is http://HOST:PORT"),
+    ("[{url: 'http://d:99999'}]", "decode.workers[0].url = 'http://d:99999': accepted is http://HOST:PORT"),
+    ("[{url: 'http://::1:80'}]", "decode.workers[0].url = 'http://::1:80': accepted is http://HOST:PORT"),
+    ("[{url: 'http://me:pw@d:1'}]", "decode.workers[0].url = 'http://********@d:1': accepted is http://HOST"),
+    ("[{url: 'http://d:1?x=1'}]", "decode.workers[0].url = 'http://d:1?x=1': accepted is http://HOST:PORT"),
+    ("[{url: 'http://d:1', speed: 0}]", "decode.workers[0].speed = 0: accepted is a number, more than 0"),
+    (
+        "[{url: 'http://d:1', rank: 0}]",
+        "decode.workers[0].rank: unknown key; did you mean decode.workers[0].dp_rank?",
+    ),
+    ("[{url: 'http://d:1', id: 'a b'}]", "decode.workers[0].id = 'a b': accepted are 1 to 128 letters"),
+    (
+        "[{url: 'http://d:1'}, {url: 'http://D:1/'}]",
+        "decode.workers[1] = 'http://d:1': duplicate of decode.workers[0]",
+    ),
+    ("[{url: 'http://p:1'}]", "decode.workers[0] = 'http://p:1': duplicate of prefill.workers[0]"),
+    (
+        "[{url: 'http://d:1', id: x}, {url: 'http://d:2', id: x}]",
+        "decode.workers[1].id = 'x': already the id of",
+    ),
+    (
+        "[{url: 'http://d:1'}, {url: 'http://d:1', dp_rank: 1}]",
+        "decode.workers[1] = 'http://d:1': decode.workers[0]",
+    ),
+]
+
+
+@pytest.mark.parametrize(("workers", "expected"), WRONG_WORKERS)
+def test_a_wrong_worker_is_named_by_its_place_in_the_list(
+    tmp_path: Path, workers: str, expected: str
+) -> None:
+    text = f"prefill: {{workers: [{{url: http://p:1}}]}}\ndecode: {{workers: {workers}}}\n"
+    message = refusal(tmp_path, text)
+    assert f"c.yaml: {expected}" in message
+    assert "\n" not in message
+
+
+WRONG_FILES = [
+    ("", "c.yaml: is empty"),
+    ("# only a comment\n", "c.yaml: is empty"),
+    ("- a\n- b\n", "c.yaml: is a list; accepted is a mapping"),
+    ("routing:\n  policy: [br_0\n", "c.yaml: line 3, column 1: not valid YAML"),
+    ("routing:\n\tpolicy: br_0\n", "c.yaml: line 2, column 1: not valid YAML"),
+    (
+        "listen: {port: 1, port: 2}\n",
+        "c.yaml: line 1, column 19: not valid YAML: the key port is given twice",
+    ),
+    ("1: x\n", "c.yaml: line 1, column 1: not valid YAML: the key 1 is not text"),
+    ("routing: !!python/object:os.system {}\n", "c.yaml: line 1, column 10: not valid YAML"),
+    ("log: {level: 2024-13-45}\n", "c.yaml: not valid YAML"),
+    ("listen: {port: 80}\n", "c.yaml: prefill.workers: required and missing; accepted is a list of"),
+]
+
+
+@pytest.mark.parametrize(("text", "expected"), WRONG_FILES)
+def test_a_file_that_is_not_a_configuration_says_so(tmp_path: Path, text: str, expected: str) -> None:
+    message = refusal(tmp_path, text)
+    assert expected in message
+    assert "\n" not in message
+
+
+def test_a_file_that_cannot_be_read_says_why(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="nowhere.yaml: cannot be read: No such file"):
+        load(tmp_path / "nowhere.yaml")
+    (tmp_path / "latin.yaml").write_bytes(b"listen: {host: caf\xe9}\n")
+    with pytest.raises(ConfigError, match=r"latin.yaml: is not UTF-8 text \(byte 18\)"):
+        load(tmp_path / "latin.yaml")
+
+
+def test_without_a_file_the_flags_that_would_do_are_named() -> None:
+    with pytest.raises(ConfigError, match="or the flags --prefiller-hosts and --prefiller-ports"):
+        load(None)
+
+
+@pytest.mark.parametrize(
+    ("variable", "value", "expected"),
+    [
+        (
+            "BALANCEROUTE_ROUTING__GAMA",
+            "1",
+            "BALANCEROUTE_ROUTING__GAMA: routing.gama: unknown key; did you mean",
+        ),
+        (
+            "BALANCEROUTE_ROUTING__GAMMA",
+            "2",
+            "BALANCEROUTE_ROUTING__GAMMA: routing.gamma = 2: accepted is a number",
+        ),
+        (
+            "BALANCEROUTE_ROUTING__R_MAX",
+            "[1",
+            "BALANCEROUTE_ROUTING__R_MAX: routing.r_max = '[1': accepted is an int",
+        ),
+        (
+            "BALANCEROUTE_ROUTING__R_MAX",
+            "",
+            "BALANCEROUTE_ROUTING__R_MAX: routing.r_max = null: accepted is an int",
+        ),
+        (
+            "BALANCEROUTE_ROUTING",
+            "br_0",
+            "BALANCEROUTE_ROUTING: routing is a section; accepted is BALANCEROUTE_ROUTING__",
+        ),
+        (
+            "BALANCEROUTE_LISTEN__PORT__X",
+            "1",
+            "BALANCEROUTE_LISTEN__PORT__X: listen.port.x: port is not a section",
+        ),
+        (
+            "BALANCEROUTE_POOL__TTL_S",
+            "500",
+            "BALANCEROUTE_POOL__TTL_S: pool.ttl_s = 500: accepted is less than",
+        ),
+    ],
+)
+def test_a_wrong_variable_is_named_as_the_source(
+    tmp_path: Path, variable: str, value: str, expected: str
+) -> None:
+    message = refusal(tmp_path, WORKERS + "listen: {port: 1}\n", **{variable: value})
+    assert message.startswith(expected)
+    assert "\n" not in message
+
+
+def test_a_wrong_flag_is_named_as_the_source(tmp_path: Path) -> None:
+    (tmp_path / "c.yaml").write_text(WORKERS)
+    with pytest.raises(
+        ConfigError, match=r"^command line: routing.r_max = 99: accepted is an integer, 1 to 64$"
+    ):
+        load(tmp_path / "c.yaml", {}, {"routing.r_max": 99})
+
+
+def test_several_problems_are_still_one_line(tmp_path: Path) -> None:
+    message = refusal(tmp_path, WORKERS + "routing: {r_max: 0, gamma: 9, policy: x}\n")
+    assert message.endswith("(and 2 more)")

@@ -1,0 +1,149 @@
+"""What follows from what: the settings that are unset, and the rules between settings."""
+
+from typing import Any
+
+import pytest
+
+from balanceroute.config import Config, effective, effective_yaml, normalised_url, validate
+from balanceroute.config.models import DecodeWorker
+
+
+def a_config(n_workers: int = 2, **sections: Any) -> Config:
+    tree: dict[str, Any] = {
+        "prefill": {"workers": [{"url": "http://p:1"}]},
+        "decode": {"workers": [{"url": f"http://d:{9000 + i}"} for i in range(n_workers)]},
+    }
+    for name, value in sections.items():
+        tree[name] = tree.get(name, {}) | value if isinstance(value, dict) else value
+    return validate(tree)
+
+
+@pytest.mark.parametrize(
+    ("sections", "ttl_s", "pin_s", "max_wait_s"),
+    [
+        ({}, 240, 480, 60),
+        ({"connector": "nixl"}, 20, 30, 10),
+        ({"connector": "mooncake_layerwise"}, 240, None, 60),
+        ({"prefill": {"kv_pin_s": 100}}, 50, 100, 25),
+        ({"connector": "nixl", "prefill": {"kv_pin_s": 300}, "pool": {"ttl_s": 250}}, 250, 300, 60),
+        ({"connector": "mooncake_layerwise", "pool": {"ttl_s": 900}}, 900, None, 60),
+        ({"routing": {"max_wait_s": 7}}, 240, 480, 7),
+    ],
+)
+def test_pool_times_follow_from_how_long_the_connector_pins_kv(
+    sections: dict[str, Any], ttl_s: float, pin_s: float | None, max_wait_s: float
+) -> None:
+    config = a_config(**sections)
+    assert (config.pool_ttl_s, config.kv_pin_s, config.max_wait_s) == pytest.approx(
+        (ttl_s, pin_s, max_wait_s)
+    )
+
+
+@pytest.mark.parametrize(
+    ("routing", "beta"),
+    [
+        ({"policy": "br_h"}, 43),
+        ({"policy": "br_0"}, None),
+        ({"policy": "br_0", "beta": 43}, 43),
+        ({"beta": 0}, 0),
+    ],
+)
+def test_unset_beta_is_the_policys_own(routing: dict[str, Any], beta: float | None) -> None:
+    assert a_config(routing=routing).beta == beta
+
+
+@pytest.mark.parametrize(
+    ("sections", "steps"),
+    [
+        ({}, 40),
+        ({"routing": {"horizon_steps": 0}}, 1),
+        ({"predictor": {"period_steps": 5}}, 5),
+    ],
+)
+def test_predictions_are_refreshed_every_half_horizon(sections: dict[str, Any], steps: int) -> None:
+    assert a_config(**sections).refresh_period_steps == steps
+
+
+def test_br_h_without_a_predictor_is_allowed_when_it_is_said() -> None:
+    assert a_config(routing={"policy": "br_h"}, predictor={"kind": "none"}).predictor.kind == "none"
+
+
+def test_a_learned_predictor_starts_from_a_model_or_from_a_history() -> None:
+    assert a_config(predictor={"kind": "learned", "model": "m.bin"}).predictor.history is None
+    assert a_config(predictor={"kind": "learned", "history": "h.sqlite3"}).predictor.model is None
+
+
+def test_pool_bypass_goes_with_br_0() -> None:
+    assert a_config(routing={"policy": "br_0", "pool_bypass": True}).routing.pool_bypass
+
+
+def test_a_configuration_cannot_be_changed() -> None:
+    with pytest.raises(ValueError, match="frozen"):
+        a_config().listen.port = 1  # type: ignore[misc]
+
+
+@pytest.mark.parametrize(
+    ("given", "url"),
+    [
+        ("http://10.0.1.1:9000", "http://10.0.1.1:9000"),
+        ("http://Host.Example:9000/", "http://host.example:9000"),
+        ("https://h", "https://h"),
+        ("http://[FE80::1]:9000", "http://[fe80::1]:9000"),
+        ("http://h:1/base/", "http://h:1/base"),
+    ],
+)
+def test_a_url_has_one_spelling(given: str, url: str) -> None:
+    assert normalised_url(given) == url
+
+
+@pytest.mark.parametrize(
+    ("worker", "name"),
+    [
+        ({"url": "http://10.0.1.2:9000"}, "10.0.1.2:9000"),
+        ({"url": "http://10.0.1.2:9000", "dp_rank": 0}, "10.0.1.2:9000@0"),
+        ({"url": "http://[::1]:9000"}, "[::1]:9000"),
+        ({"url": "https://h"}, "h:443"),
+        ({"url": "http://h", "id": "d0"}, "d0"),
+    ],
+)
+def test_a_worker_is_called_by_its_id_or_else_by_its_place(worker: dict[str, Any], name: str) -> None:
+    assert DecodeWorker.model_validate(worker).worker_id == name
+
+
+def test_several_ranks_may_share_a_url() -> None:
+    workers = [{"url": "http://d:1", "dp_rank": rank} for rank in range(3)]
+    assert len(a_config(decode={"workers": workers}).decode.workers) == 3
+
+
+def test_slots_are_the_workers_own_or_the_groups() -> None:
+    decode = {
+        "workers": [{"url": "http://d:1", "max_num_seqs": 16}, {"url": "http://d:2"}],
+        "max_num_seqs": 64,
+    }
+    config = a_config(decode=decode)
+    assert [config.decode.slots_of(worker) for worker in config.decode.workers] == [16, 64]
+
+
+def test_the_effective_configuration_fills_in_what_follows() -> None:
+    shown = effective(a_config(3, routing={"policy": "br_0"}))
+    assert (shown["routing"]["beta"], shown["pool"]["ttl_s"], shown["predictor"]["period_steps"]) == (
+        3.0,
+        240,
+        40,
+    )
+    assert [row["max_num_seqs"] for row in shown["decode"]["workers"]] == [64, 64, 64]
+
+
+def test_the_effective_configuration_is_a_configuration() -> None:
+    config = a_config(connector="nixl")
+    again = validate(effective(config))
+    assert effective(again) == effective(config)
+
+
+def test_secrets_are_masked_wherever_a_configuration_is_shown() -> None:
+    config = a_config(auth={"worker_api_key": "sk-very-secret", "admin_token": "hush-hush"})
+    for text in (effective_yaml(config), repr(config), str(effective(config))):
+        assert "secret" not in text.replace("SecretStr", "")
+        assert "hush" not in text
+    assert config.auth.worker_api_key is not None
+    assert config.auth.worker_api_key.get_secret_value() == "sk-very-secret"

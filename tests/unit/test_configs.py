@@ -1,0 +1,30 @@
+"""The example configurations load, and are what their names say."""
+
+from pathlib import Path
+
+import pytest
+
+from balanceroute.config import load
+
+CONFIGS = Path(__file__).parents[2] / "configs"
+
+
+@pytest.mark.parametrize("path", sorted(CONFIGS.glob("*.yaml")), ids=lambda path: path.name)
+def test_an_example_configuration_loads_and_explains_itself(path: Path) -> None:
+    load(path, {})
+    assert path.read_text().startswith("# ")
+
+
+@pytest.mark.parametrize(
+    ("name", "prefill_machines", "n_workers"), [("2p1d", 2, 4), ("4p1d", 4, 8), ("5p1d", 5, 16)]
+)
+def test_a_topology_has_the_papers_size(name: str, prefill_machines: int, n_workers: int) -> None:
+    config = load(CONFIGS / f"{name}.yaml", {})
+    hosts = {worker.url.rsplit(":", 1)[0] for worker in config.prefill.workers}
+    assert (len(hosts), len(config.decode.workers)) == (prefill_machines, n_workers)
+    assert config.routing.policy == "br_h"
+
+
+@pytest.mark.parametrize("name", ["br_0", "br_h", "target_fit"])
+def test_a_policy_configuration_uses_its_policy(name: str) -> None:
+    assert load(CONFIGS / f"{name}.yaml", {}).routing.policy == name
