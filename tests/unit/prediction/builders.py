@@ -1,0 +1,23 @@
+"""Small histories and trackers for the predictors' tests."""
+
+from dataclasses import dataclass
+
+from balanceroute.prediction import FinishedRequest
+
+
+def a_finish(
+    output_tokens: int, *, key: str = "", reason: str = "stop", prompt_tokens: int = 100, at_s: float = 0.0
+) -> FinishedRequest:
+    return FinishedRequest(key, prompt_tokens, output_tokens, reason, at_s)
+
+
+def finishes(*outputs: int, key: str = "") -> list[FinishedRequest]:
+    return [a_finish(output, key=key, at_s=float(at)) for at, output in enumerate(outputs)]
+
+
+@dataclass
+class ATracker:
+    generated: int = 0
+    prompt_tokens: int = 100
+    prompt_key: str = ""
+    expected_remaining: float = 80.0

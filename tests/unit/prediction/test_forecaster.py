@@ -1,0 +1,71 @@
+import pytest
+
+from balanceroute.prediction import AnchorPredictor, ExactMatchPredictor, Forecaster, SurvivalPredictor
+
+from .builders import ATracker, finishes
+
+H = 80
+
+
+def a_forecaster() -> Forecaster:
+    predictor = SurvivalPredictor(H)
+    predictor.learn(finishes(*[60] * 9, *[1000] * 1))
+    return Forecaster(predictor, H)
+
+
+def test_a_waiting_request_is_forecast_at_age_zero() -> None:
+    assert a_forecaster().initial(100) == pytest.approx(0.1 * 80 + 0.9 * 60)
+
+
+@pytest.mark.parametrize("n", [1, 100], ids=["few, one by one", "many, one batch"])
+def test_a_refresh_answers_every_tracker_in_order(n: int) -> None:
+    forecaster = a_forecaster()
+
+    values = forecaster.refresh([ATracker(generated=age) for age in (0, 50, 500) * n])
+
+    assert values == pytest.approx([62.0, 0.1 * 80 + 0.9 * 10, 80.0] * n)
+    assert (forecaster.refreshes, forecaster.gate_open, forecaster.gate_closed) == (3 * n, 2 * n, n)
+
+
+def test_nothing_due_costs_nothing() -> None:
+    forecaster = a_forecaster()
+
+    assert forecaster.refresh([]) == []
+    assert forecaster.refreshes == 0
+
+
+def test_a_finish_counts_what_was_still_expected_as_error_and_is_learned() -> None:
+    forecaster = a_forecaster()
+
+    row = forecaster.finished(ATracker(generated=55, expected_remaining=7.0), "stop", now=3.0)
+
+    assert (forecaster.finished_count, forecaster.error_tokens_sum) == (1, 7.0)
+    assert (row.output_tokens, row.finished_s, row.censored) == (55, 3.0, False)
+    assert forecaster.predictor.ring.pending == 1  # type: ignore[attr-defined]
+
+
+def test_a_cancelled_request_has_no_error_but_is_learned_as_cut_short() -> None:
+    forecaster = a_forecaster()
+
+    row = forecaster.finished(ATracker(generated=55), "cancelled", now=3.0)
+
+    assert forecaster.finished_count == 0
+    assert row.censored
+
+
+def test_key_hits_are_passed_on_and_zero_without_keys() -> None:
+    predictor = ExactMatchPredictor(H)
+    predictor.learn(finishes(60, 60, key="k"))
+    forecaster = Forecaster(predictor, H)
+
+    forecaster.refresh([ATracker(prompt_key="k"), ATracker(prompt_key="other")])
+
+    assert (forecaster.key_hits, forecaster.key_misses) == (1, 1)
+    assert a_forecaster().key_hits == 0
+
+
+def test_no_predictor_means_every_request_is_anchored() -> None:
+    forecaster = Forecaster(AnchorPredictor(H), H)
+
+    assert forecaster.initial(100, "k") == 80.0
+    assert forecaster.refresh([ATracker(generated=9)] * 20) == [80.0] * 20
