@@ -9,6 +9,7 @@ from typing import Annotated
 import typer
 
 from balanceroute import __version__
+from balanceroute.cli import trace
 from balanceroute.errors import BalanceRouteError
 
 app = typer.Typer(
@@ -18,6 +19,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     add_completion=False,
 )
+app.add_typer(trace.app, name="trace")
 
 
 def show_version(wanted: bool) -> None:
