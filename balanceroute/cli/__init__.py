@@ -10,6 +10,7 @@ import typer
 
 from balanceroute import __version__
 from balanceroute.cli import trace
+from balanceroute.cli.load import load
 from balanceroute.errors import BalanceRouteError
 
 app = typer.Typer(
@@ -20,6 +21,7 @@ app = typer.Typer(
     add_completion=False,
 )
 app.add_typer(trace.app, name="trace")
+app.command()(load)
 
 
 def show_version(wanted: bool) -> None:

@@ -8,9 +8,7 @@ import typer
 app = typer.Typer(no_args_is_help=True, help="Make, convert and look at request traces.")
 
 JsonFlag = Annotated[bool, typer.Option("--json", help="Print the summary as JSON.")]
-OutFile = Annotated[
-    Path, typer.Option("--out", "-o", help="CSV to write; gzipped where the name ends in .gz.")
-]
+OutFile = Annotated[Path, typer.Option("--out", "-o", help="CSV to write; gzipped where the name ends in .gz.")]
 
 
 @app.command()
@@ -19,12 +17,8 @@ def generate(
     out: OutFile,
     rows: Annotated[int, typer.Option(min=1, help="Requests to draw.")] = 8000,
     seed: Annotated[int, typer.Option(min=0, help="Equal seeds give equal bytes.")] = 0,
-    load: Annotated[
-        float, typer.Option(help="Arrival rate as a fraction of the cluster's ideal capacity.")
-    ] = 1.15,
-    workers: Annotated[
-        int, typer.Option(min=1, help="Decode workers of the cluster that --load refers to.")
-    ] = 8,
+    load: Annotated[float, typer.Option(help="Arrival rate as a fraction of the cluster's ideal capacity.")] = 1.15,
+    workers: Annotated[int, typer.Option(min=1, help="Decode workers of the cluster that --load refers to.")] = 8,
     slots: Annotated[int, typer.Option(min=1, help="Slots per worker.")] = 64,
     step_cost: Annotated[float, typer.Option(help="Seconds per KV token of the fullest worker.")] = 1.2e-7,
     step_overhead: Annotated[float, typer.Option(help="Seconds per step whatever the load.")] = 0.025,
@@ -68,9 +62,7 @@ def convert(
 
 
 @app.command()
-def describe(
-    trace: Annotated[Path, typer.Argument(help="Trace CSV, possibly .gz.")], json: JsonFlag = False
-) -> None:
+def describe(trace: Annotated[Path, typer.Argument(help="Trace CSV, possibly .gz.")], json: JsonFlag = False) -> None:
     """Print rates, moments and quantiles of a trace.
 
     Example: balanceroute trace describe day.csv.gz

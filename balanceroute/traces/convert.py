@@ -67,9 +67,7 @@ def convert_trace(
         prompts.append(prompt)
         outputs.append(output)
         keys.append(key)
-    return Conversion(
-        in_order(trace_of(path, arrivals, prompts, outputs, keys), jitter_s, seed), kind, without_output
-    )
+    return Conversion(in_order(trace_of(path, arrivals, prompts, outputs, keys), jitter_s, seed), kind, without_output)
 
 
 def in_order(trace: Trace, jitter_s: float, seed: int) -> Trace:
@@ -78,9 +76,7 @@ def in_order(trace: Trace, jitter_s: float, seed: int) -> Trace:
     if jitter_s > 0:
         arrivals = arrivals + np.random.default_rng(seed).uniform(0.0, jitter_s, len(trace))
     order = np.argsort(arrivals, kind="stable")
-    return Trace(
-        arrivals[order], trace.prompt_tokens[order], trace.output_tokens[order], trace.prompt_key[order]
-    )
+    return Trace(arrivals[order], trace.prompt_tokens[order], trace.output_tokens[order], trace.prompt_key[order])
 
 
 def opener_of(path: Path) -> Callable[..., Any]:
@@ -120,9 +116,7 @@ def csv_rows(path: Path, columns: tuple[str, ...]) -> Iterator[tuple[int, list[s
         places = [header.index(name) for name in columns]
         for row in reader:
             if row and len(row) < len(header):
-                raise InputError(
-                    f"{path}: line {reader.line_num}: {len(row)} fields, the header has {len(header)}"
-                )
+                raise InputError(f"{path}: line {reader.line_num}: {len(row)} fields, the header has {len(header)}")
             if row:
                 yield reader.line_num, [row[place] for place in places]
     except csv.Error as error:

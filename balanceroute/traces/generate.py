@@ -25,9 +25,7 @@ DEFAULT_LOAD = 1.15  # of ideal capacity: the load at which the reference figure
 KEY_TABLE_SEED = 20_260_506  # one table of recurring prompts for all seeds
 RECURRING_KEYS = 400
 RECURRING_RATIO = 0.5
-POPULARITY_EXPONENT = (
-    0.6  # Zipf exponent of the recurring prompts; the most frequent one is about 2 % of all rows
-)
+POPULARITY_EXPONENT = 0.6  # Zipf exponent of the recurring prompts; the most frequent one is about 2 % of all rows
 OUTPUT_NOISE = 0.01  # relative spread of the outputs of one recurring prompt
 
 FloatArray = NDArray[np.float64]
@@ -75,9 +73,9 @@ def heavy_tailed(rows: int, rng: np.random.Generator) -> tuple[NDArray[np.int64]
     # the few popular keys must not shift the means away from those of the rows that do not recur
     key_prompts *= HEAVY_PROMPTS.mean / (key_prompts @ popularity)
     key_outputs *= HEAVY_OUTPUTS.mean / (key_outputs @ popularity)
-    keys = np.where(
-        rng.random(rows) < RECURRING_RATIO, rng.choice(RECURRING_KEYS, size=rows, p=popularity), -1
-    ).astype(np.int64)
+    keys = np.where(rng.random(rows) < RECURRING_RATIO, rng.choice(RECURRING_KEYS, size=rows, p=popularity), -1).astype(
+        np.int64
+    )
     recurs = keys >= 0
     prompts = np.where(recurs, key_prompts[keys], HEAVY_PROMPTS.draw(rng, rows))
     noisy = key_outputs[keys] * (1.0 + OUTPUT_NOISE * rng.standard_normal(rows))
@@ -118,9 +116,7 @@ def generate_trace(
     if preset not in PRESETS:
         raise InputError(f"unknown preset {preset!r}; one of {', '.join(sorted(PRESETS))}")
     if rows < 1 or not load > 0:
-        raise InputError(
-            f"a trace needs at least one row and a positive load, not {rows} rows at load {load:g}"
-        )
+        raise InputError(f"a trace needs at least one row and a positive load, not {rows} rows at load {load:g}")
     lengths_rng, arrivals_rng = (np.random.default_rng(s) for s in np.random.SeedSequence(seed).spawn(2))
     prompts, outputs, keys = PRESETS[preset](rows, lengths_rng)
     names = np.array(["", *(f"k{key}" for key in range(RECURRING_KEYS))])[keys + 1]

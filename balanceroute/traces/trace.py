@@ -54,6 +54,12 @@ class Trace:
         factor = (len(self) - 1) / span / requests_per_s
         return self.scaled(factor)
 
+    def with_lengths(self, prompt_scale: float, output_scale: float) -> "Trace":
+        """The same arrivals with lengths multiplied, rounded, and kept at 1 or more."""
+        prompts = np.maximum(1, np.rint(self.prompt_tokens * prompt_scale)).astype(np.int64)
+        outputs = np.maximum(1, np.rint(self.output_tokens * output_scale)).astype(np.int64)
+        return Trace(self.arrival_s, prompts, outputs, self.prompt_key)
+
     def scaled(self, factor: float) -> "Trace":
         """The same requests with every arrival time multiplied by `factor`."""
         return Trace(self.arrival_s * factor, self.prompt_tokens, self.output_tokens, self.prompt_key)

@@ -31,9 +31,7 @@ def test_converting_writes_the_table_and_says_what_was_left_out(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     source = tmp_path / "azure.csv"
-    source.write_text(
-        "TIMESTAMP,ContextTokens,GeneratedTokens\n2024-05-10 00:00:00,10,5\n2024-05-10 00:00:01,10,0\n"
-    )
+    source.write_text("TIMESTAMP,ContextTokens,GeneratedTokens\n2024-05-10 00:00:00,10,5\n2024-05-10 00:00:01,10,0\n")
     out = tmp_path / "t.csv"
     assert run(monkeypatch, "trace", "convert", str(source), "--out", str(out)) == 0
     assert "left out 1 requests" in capsys.readouterr().err

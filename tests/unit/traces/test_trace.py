@@ -66,9 +66,7 @@ def test_equal_traces_are_written_as_equal_bytes(tmp_path: Path) -> None:
         (HEADER + "0,5\n", 2, "2 fields, the header has 4"),
     ],
 )
-def test_a_bad_row_is_refused_with_its_line_and_the_reason(
-    tmp_path: Path, text: str, line: int, reason: str
-) -> None:
+def test_a_bad_row_is_refused_with_its_line_and_the_reason(tmp_path: Path, text: str, line: int, reason: str) -> None:
     path = tmp_path / "bad.csv"
     path.write_text(text)
     with pytest.raises(InputError) as refused:
