@@ -10,6 +10,8 @@ import typer
 
 from balanceroute import __version__
 from balanceroute.cli.check_config import check_config
+from balanceroute.cli import trace
+from balanceroute.cli.load import load
 from balanceroute.errors import BalanceRouteError
 
 app = typer.Typer(
@@ -19,6 +21,8 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     add_completion=False,
 )
+app.add_typer(trace.app, name="trace")
+app.command()(load)
 
 
 def show_version(wanted: bool) -> None:

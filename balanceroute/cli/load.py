@@ -1,0 +1,86 @@
+"""`balanceroute load`."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Annotated, Any
+
+import typer
+
+
+def load(
+    url: Annotated[str, typer.Argument(help="Endpoint without /v1, for example http://127.0.0.1:8000.")],
+    trace: Annotated[str, typer.Option(help="Trace CSV, or heavy_tailed or capped for a generated one.")],
+    max_requests: Annotated[int | None, typer.Option(min=1, help="Send only the first N requests.")] = None,
+    time_scale: Annotated[
+        float, typer.Option(help="Seconds of wall clock per second of the trace; 0.5 plays twice as fast.")
+    ] = 1.0,
+    rate: Annotated[float | None, typer.Option(help="Requests per second, instead of the trace's own.")] = None,
+    prompt_scale: Annotated[float, typer.Option(help="Multiplies all prompt lengths.")] = 1.0,
+    output_scale: Annotated[float, typer.Option(help="Multiplies all output lengths.")] = 1.0,
+    model: Annotated[str | None, typer.Option(help="Model name; the first of /v1/models if left out.")] = None,
+    api_key: Annotated[
+        str | None, typer.Option(envvar="OPENAI_API_KEY", help="Sent as a bearer token.", show_envvar=True)
+    ] = None,
+    timeout: Annotated[float | None, typer.Option(help="Longest time for one answer, seconds.")] = None,
+    seed: Annotated[int, typer.Option(help="Seed of the prompts and of a generated trace.")] = 0,
+    json: Annotated[bool, typer.Option("--json", help="Print the report as JSON.")] = False,
+) -> None:
+    """Replay a trace over HTTP against any OpenAI endpoint and measure what a client sees.
+
+    Exit code 1 when any answer was not complete.
+
+    Example: balanceroute load http://127.0.0.1:8000 --trace heavy_tailed --max-requests 200 --rate 8
+    """
+    import asyncio
+    from dataclasses import asdict
+
+    import uvloop
+
+    from balanceroute.cli.output import print_json
+    from balanceroute.errors import InputError
+    from balanceroute.loadgen import LoadOptions, run_load
+    from balanceroute.traces import load_trace
+
+    if not (prompt_scale > 0 and output_scale > 0 and (rate is None or rate > 0)):
+        raise InputError("--rate, --prompt-scale and --output-scale must be above 0")
+    requests = load_trace(trace, seed=seed, rows=max_requests).with_lengths(prompt_scale, output_scale)
+    if rate is not None:
+        requests = requests.at_rate(rate)
+    options = LoadOptions(url, model, api_key, time_scale, timeout, seed)
+    with progress_bar(len(requests)) as tell, asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        report = runner.run(run_load(requests, options, tell))
+    if json:
+        print_json(asdict(report))
+    else:
+        print_report(asdict(report))
+    if report.completed < report.requests:
+        raise typer.Exit(1)
+
+
+@contextmanager
+def progress_bar(total: int) -> Iterator[Callable[[int, int], None]]:
+    """A bar on stderr that counts ended requests and names those under way."""
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=Console(stderr=True), transient=True, refresh_per_second=4) as progress:
+        task = progress.add_task("replaying", total=total)
+
+        def tell(sent: int, ended: int) -> None:
+            progress.update(task, completed=ended, description=f"replaying, {sent - ended:>4} under way")
+
+        yield tell
+
+
+def print_report(report: dict[str, Any]) -> None:
+    """Counts, then one line per latency."""
+    from balanceroute.cli.output import print_fields
+
+    latencies = {name: value for name, value in report.items() if isinstance(value, dict) and name != "errors"}
+    counts = {name: value for name, value in report.items() if name not in latencies and name != "errors"}
+    print_fields("load", counts | {f"error: {kind}": n for kind, n in report["errors"].items()})
+    typer.echo(f"  {'ms':<22}{'mean':>10}{'p50':>10}{'p95':>10}{'p99':>10}{'max':>10}")
+    for name, value in latencies.items():
+        cells = "".join(f"{value[q] * 1000:>10.1f}" for q in ("mean", "p50", "p95", "p99", "max"))
+        typer.echo(f"  {name.removesuffix('_s'):<22}{cells}")

@@ -1,0 +1,87 @@
+"""`balanceroute trace generate | convert | describe`."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+app = typer.Typer(no_args_is_help=True, help="Make, convert and look at request traces.")
+
+JsonFlag = Annotated[bool, typer.Option("--json", help="Print the summary as JSON.")]
+OutFile = Annotated[Path, typer.Option("--out", "-o", help="CSV to write; gzipped where the name ends in .gz.")]
+
+
+@app.command()
+def generate(
+    preset: Annotated[str, typer.Argument(help="heavy_tailed or capped.")],
+    out: OutFile,
+    rows: Annotated[int, typer.Option(min=1, help="Requests to draw.")] = 8000,
+    seed: Annotated[int, typer.Option(min=0, help="Equal seeds give equal bytes.")] = 0,
+    load: Annotated[float, typer.Option(help="Arrival rate as a fraction of the cluster's ideal capacity.")] = 1.15,
+    workers: Annotated[int, typer.Option(min=1, help="Decode workers of the cluster that --load refers to.")] = 8,
+    slots: Annotated[int, typer.Option(min=1, help="Slots per worker.")] = 64,
+    step_cost: Annotated[float, typer.Option(help="Seconds per KV token of the fullest worker.")] = 1.2e-7,
+    step_overhead: Annotated[float, typer.Option(help="Seconds per step whatever the load.")] = 0.025,
+    json: JsonFlag = False,
+) -> None:
+    """Draw a synthetic trace.
+
+    Example: balanceroute trace generate heavy_tailed --load 0.9 --seed 7 --out day.csv.gz
+    """
+    from balanceroute.traces import ReferenceSetting, generate_trace, write_trace
+
+    setting = ReferenceSetting(workers, slots, step_cost, step_overhead)
+    trace = generate_trace(preset, rows=rows, seed=seed, load=load, setting=setting)
+    write_trace(trace, out)
+    show(out, json=json)
+
+
+@app.command()
+def convert(
+    source: Annotated[Path, typer.Argument(help="Original file, possibly .gz or .xz.")],
+    out: OutFile,
+    format: Annotated[str, typer.Option(help="auto, azure, mooncake or burstgpt.")] = "auto",
+    jitter: Annotated[float, typer.Option(min=0, help="Seconds; spreads stamps that sit on steps.")] = 0.0,
+    seed: Annotated[int, typer.Option(min=0, help="Seed of the jitter.")] = 0,
+    json: JsonFlag = False,
+) -> None:
+    """Convert an Azure 2023/2024, Mooncake or BurstGPT trace.
+
+    Example: balanceroute trace convert mooncake_trace.jsonl --jitter 3 --out mooncake.csv.gz
+    """
+    from balanceroute.errors import InputError
+    from balanceroute.traces import TraceFormat, convert_trace, write_trace
+
+    if format not in set(TraceFormat):
+        raise InputError(f"--format {format}: one of {', '.join(TraceFormat)}")
+    result = convert_trace(source, TraceFormat(format), jitter_s=jitter, seed=seed)
+    write_trace(result.trace, out)
+    if result.without_output:
+        typer.echo(f"left out {result.without_output:,} requests that generated nothing", err=True)
+    show(out, json=json)
+
+
+@app.command()
+def describe(trace: Annotated[Path, typer.Argument(help="Trace CSV, possibly .gz.")], json: JsonFlag = False) -> None:
+    """Print rates, moments and quantiles of a trace.
+
+    Example: balanceroute trace describe day.csv.gz
+    """
+    show(trace, json=json)
+
+
+def show(path: Path, *, json: bool) -> None:
+    """Print what is in a trace file, and the load it means for the reference cluster."""
+    from dataclasses import asdict
+
+    from balanceroute.cli.output import print_fields, print_json
+    from balanceroute.traces import describe_trace, ideal_capacity, read_trace
+
+    trace = read_trace(path)
+    summary = asdict(describe_trace(trace))
+    capacity = ideal_capacity(trace)
+    summary |= {"reference_capacity_per_s": capacity, "reference_load": summary["rate_per_s"] / capacity}
+    if json:
+        print_json(summary)
+    else:
+        print_fields(str(path), summary)

@@ -1,0 +1,267 @@
+"""Sends the requests of a trace at their times (open loop) and reports what the client saw.
+
+Every request asks for exactly the trace's number of output tokens (`max_tokens` with `ignore_eos`) as a
+stream with a final usage record. An answer counts as complete when the stream ended with its end marker, a
+finish reason, and as many tokens as asked for by the server's own count; anything else is counted by what
+went wrong. `late` says how far behind the trace's times the client itself was: figures of a client that
+cannot keep up say nothing about the server.
+"""
+
+import asyncio
+import collections
+import json
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from balanceroute import report
+from balanceroute.errors import InputError
+from balanceroute.loadgen.client import Client, ExchangeFailed, Reply, checked
+from balanceroute.loadgen.prompts import PromptText
+from balanceroute.report import Distribution
+from balanceroute.traces import Trace
+
+END_MARKER = b"[DONE]"
+Progress = Callable[[int, int], None]  # requests sent so far, requests ended so far
+
+
+@dataclass(frozen=True, slots=True)
+class LoadOptions:
+    """Where to send, and how to play the trace."""
+
+    base_url: str  # without /v1
+    model: str | None = None  # None: the first of /v1/models
+    api_key: str | None = None
+    time_scale: float = 1.0  # seconds of wall clock per second of the trace; below 1 is faster
+    timeout_s: float | None = None  # longest time for one answer
+    seed: int = 0  # of the prompts
+    extra_body: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class RequestResult:
+    """One request as the client saw it; times are seconds from the start of the replay."""
+
+    sent_s: float
+    late_s: float
+    error: str | None  # None: complete
+    ttft_s: float | None = None
+    tpot_s: float | None = None
+    latency_s: float | None = None
+    output_tokens: int = 0
+    itl_s: np.ndarray[Any, np.dtype[np.float32]] = field(default_factory=lambda: np.empty(0, dtype=np.float32))
+
+
+@dataclass(frozen=True, slots=True)
+class LoadReport:
+    """The outcome of a replay; latencies are of complete answers only."""
+
+    requests: int
+    completed: int
+    errors: dict[str, int]  # what went wrong -> how often
+    duration_s: float
+    requests_per_s: float
+    output_tokens: int
+    output_tokens_per_s: float
+    ttft_s: Distribution
+    tpot_s: Distribution
+    itl_s: Distribution
+    latency_s: Distribution
+    late_s: Distribution
+
+
+async def run_load(trace: Trace, options: LoadOptions, on_progress: Progress | None = None) -> LoadReport:
+    """Replay a trace and report. Raises: InputError when the endpoint cannot be used at all."""
+    checked(options.base_url)
+    if not options.time_scale > 0:
+        raise InputError(f"time scale {options.time_scale:g} is not above 0")
+    headers = {"Authorization": f"Bearer {options.api_key}"} if options.api_key else {}
+    client = Client(options.base_url, headers)
+    try:
+        model = options.model or await first_model(client)
+        results = await Replay(trace, options, client, model, on_progress).run()
+    finally:
+        client.close()
+    return summarise(results)
+
+
+async def first_model(client: Client) -> str:
+    """The id of the first model that the endpoint serves."""
+    try:
+        reply = await client.get("/v1/models")
+    except ExchangeFailed as error:
+        raise InputError(f"{client.url.geturl()}: {error}") from error
+    try:
+        return str(json.loads(reply.tail)["data"][0]["id"])
+    except (ValueError, LookupError, TypeError) as error:
+        raise InputError(f"{client.url.geturl()}: no model list (status {reply.status})") from error
+
+
+class Replay:
+    """One replay under way."""
+
+    def __init__(
+        self, trace: Trace, options: LoadOptions, client: Client, model: str, on_progress: Progress | None
+    ) -> None:
+        self.trace = trace
+        self.options = options
+        self.client = client
+        self.on_progress = on_progress
+        self.loop = asyncio.get_running_loop()
+        self.prompts = PromptText(options.seed)
+        body = {
+            "model": model,
+            "stream": True,
+            "stream_options": {"include_usage": True},
+            "temperature": 0,
+            "ignore_eos": True,
+            **options.extra_body,
+        }
+        self.body_head = json.dumps(body)[:-1].encode()
+        self.start_s = 0.0
+        self.sent = 0
+        self.ended = 0
+
+    async def run(self) -> list[RequestResult]:
+        """Send everything on time and wait for all answers."""
+        self.start_s = self.loop.time()
+        due = (self.trace.arrival_s - self.trace.arrival_s[0]) * self.options.time_scale
+        tasks: list[asyncio.Task[RequestResult]] = []
+        async with asyncio.TaskGroup() as group:
+            for row, due_s in enumerate(due.tolist()):
+                await asyncio.sleep(max(0.0, self.start_s + due_s - self.loop.time()))
+                tasks.append(group.create_task(self.one(row, due_s)))
+                self.sent += 1
+                self.tell()
+        return [task.result() for task in tasks]
+
+    def tell(self) -> None:
+        if self.on_progress is not None:
+            self.on_progress(self.sent, self.ended)
+
+    def body_of(self, row: int) -> bytes:
+        """The request body of one row; rows without a key have a prompt of their own."""
+        key = str(self.trace.prompt_key[row]) or f"row {row}"
+        prompt = self.prompts.prompt(key, int(self.trace.prompt_tokens[row]))
+        return b'%b, "max_tokens": %d, "prompt": %b}' % (
+            self.body_head,
+            int(self.trace.output_tokens[row]),
+            prompt,
+        )
+
+    async def one(self, row: int, due_s: float) -> RequestResult:
+        """One request, from sending it to its result."""
+        body = self.body_of(row)
+        sent = self.loop.time()
+        sent_s, late_s = sent - self.start_s, sent - self.start_s - due_s
+        try:
+            async with asyncio.timeout(self.options.timeout_s):
+                reply = await self.client.post("/v1/completions", body)
+        except ExchangeFailed as error:
+            return RequestResult(sent_s, late_s, str(error))
+        except TimeoutError:
+            return RequestResult(sent_s, late_s, "timed out")
+        finally:
+            self.ended += 1
+            self.tell()
+        return result_of(reply, sent, sent_s, late_s, int(self.trace.output_tokens[row]))
+
+
+def result_of(reply: Reply, sent: float, sent_s: float, late_s: float, wanted_tokens: int) -> RequestResult:
+    """Judge one reply: is it complete, and how fast was it."""
+    if reply.status != 200:
+        return RequestResult(sent_s, late_s, f"status {reply.status}")
+    ending = Ending.of(reply.tail)
+    times = reply.event_times_s[: len(reply.event_times_s) - ending.events_without_token]
+    tokens = ending.completion_tokens if ending.completion_tokens is not None else len(times)
+    error = ending.error
+    if error is None and tokens != wanted_tokens:
+        error = "too few tokens" if tokens < wanted_tokens else "too many tokens"
+    if not times:
+        return RequestResult(sent_s, late_s, error or "no tokens")
+    return RequestResult(
+        sent_s,
+        late_s,
+        error,
+        ttft_s=report.ttft_s(sent, times[0]),
+        tpot_s=report.tpot_s(times[0], times[-1], tokens),
+        latency_s=times[-1] - sent,
+        output_tokens=tokens,
+        # where chunks carry several tokens, which ones is not known: the gaps are then those between chunks
+        itl_s=report.itl_s(times, [1] * len(times)).astype(np.float32),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Ending:
+    """What the last events of a stream say."""
+
+    events_without_token: int
+    completion_tokens: int | None
+    error: str | None
+
+    @classmethod
+    def of(cls, tail: bytes) -> "Ending":
+        """Parse the last bytes of a stream; the first event in them may be cut off and is then ignored."""
+        without_token, tokens, error = 0, None, None
+        marked = finished = False
+        for payload in payloads(tail):
+            if payload == END_MARKER:
+                marked = True
+                without_token += 1
+                continue
+            try:
+                event = json.loads(payload)
+            except ValueError:
+                continue
+            if "error" in event:
+                error = f"error event: {error_kind(event['error'])}"
+                without_token += 1
+                continue
+            choices = event.get("choices") or []
+            finished = finished or any(choice.get("finish_reason") for choice in choices)
+            without_token += not choices
+            if event.get("usage"):
+                tokens = int(event["usage"]["completion_tokens"])
+        if error is None and not marked:
+            error = "no end marker"
+        if error is None and not finished:
+            error = "no finish reason"
+        return cls(without_token, tokens, error)
+
+
+def payloads(tail: bytes) -> list[bytes]:
+    """The data of the events that end in these bytes."""
+    events = tail.split(b"\n\n")
+    return [event.partition(b"data:")[2].strip() for event in events if b"data:" in event]
+
+
+def error_kind(error: Any) -> str:
+    """A short name for an error object of a stream."""
+    if isinstance(error, dict):
+        return str(error.get("type") or error.get("code") or "unnamed")
+    return "unnamed"
+
+
+def summarise(results: list[RequestResult]) -> LoadReport:
+    """Counts, rates and distributions over all requests."""
+    complete = [result for result in results if result.error is None]
+    ends = [result.sent_s + result.latency_s for result in results if result.latency_s is not None]
+    duration = max(ends, default=0.0)
+    tokens = sum(result.output_tokens for result in results)
+    return LoadReport(
+        requests=len(results),
+        completed=len(complete),
+        errors=dict(collections.Counter(result.error for result in results if result.error).most_common()),
+        duration_s=duration,
+        requests_per_s=len(complete) / duration if duration else 0.0,
+        output_tokens=tokens,
+        output_tokens_per_s=tokens / duration if duration else 0.0,
+        ttft_s=Distribution.of([r.ttft_s for r in complete if r.ttft_s is not None]),
+        tpot_s=Distribution.of([r.tpot_s for r in complete if r.tpot_s is not None]),
+        itl_s=Distribution.of(np.concatenate([r.itl_s for r in complete]) if complete else []),
+        latency_s=Distribution.of([r.latency_s for r in complete if r.latency_s is not None]),
+        late_s=Distribution.of([result.late_s for result in results]),
+    )

@@ -1,0 +1,133 @@
+"""The one definition of every figure that balanceroute reports about latency and balance.
+
+Latency, from the times at which a client saw the tokens of one answer:
+
+    TTFT  first token - request sent
+    TPOT  (last token - first token) / (tokens - 1); undefined for a single token
+    ITL   the gaps between successive tokens; a chunk of n tokens counts as n equal gaps
+
+Balance, from the KV tokens L_g that each of G decode workers holds during one step (`load` in the code):
+
+    load_spread  max L - min L       what the paper's tables call average imbalance
+    excess       max L - mean L      what the barrier costs: step time = a * max L + b
+    imbalance    G * max L - sum L   the paper's model (I)
+    balance      throughput against that of perfectly level workers with every slot busy; 1.0 is the bound
+
+Waits are unfair when big prompts wait and small ones do not; `wait_by_size` shows who waits.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+FloatArray = NDArray[np.float64]
+
+
+def ttft_s(sent_s: float, first_token_s: float) -> float:
+    """Time to first token, seconds."""
+    return first_token_s - sent_s
+
+
+def tpot_s(first_token_s: float, last_token_s: float, tokens: int) -> float | None:
+    """Mean time per output token after the first, seconds; `None` where there is no second token."""
+    return (last_token_s - first_token_s) / (tokens - 1) if tokens > 1 else None
+
+
+def itl_s(chunk_times_s: Sequence[float], chunk_tokens: Sequence[int]) -> FloatArray:
+    """Gaps between successive tokens, seconds: one entry per token after the first chunk.
+
+    The n tokens of a chunk share the time since the chunk before equally; those of the first chunk have no
+    gap.
+    """
+    times = np.asarray(chunk_times_s, dtype=np.float64)
+    tokens = np.asarray(chunk_tokens[1:], dtype=np.int64)
+    if len(times) < 2:
+        return np.empty(0)
+    shares = np.diff(times) / np.maximum(tokens, 1)
+    return np.repeat(shares, tokens)
+
+
+def percentile(values: ArrayLike, q: float) -> float:
+    """The q-th percentile (0-100) with linear interpolation; NaN of nothing."""
+    array = np.asarray(values, dtype=np.float64)
+    return float(np.percentile(array, q)) if array.size else float("nan")
+
+
+def load_spread(load: ArrayLike) -> float:
+    """max L - min L of one step, tokens."""
+    array = np.asarray(load, dtype=np.float64)
+    return float(array.max() - array.min())
+
+
+def excess(load: ArrayLike) -> float:
+    """max L - mean L of one step, tokens."""
+    array = np.asarray(load, dtype=np.float64)
+    return float(array.max() - array.mean())
+
+
+def imbalance(load: ArrayLike) -> float:
+    """G * max L - sum L of one step, tokens."""
+    array = np.asarray(load, dtype=np.float64)
+    return float(len(array) * array.max() - array.sum())
+
+
+def balance(
+    throughput_tok_s: float,
+    mean_load_tokens: float,
+    *,
+    n_workers: int,
+    slots: int,
+    step_cost_s: float,
+    step_overhead_s: float,
+) -> float:
+    """Throughput as a fraction of G * B tokens per perfectly level step; 1.0 is the bound."""
+    return throughput_tok_s * (step_cost_s * mean_load_tokens + step_overhead_s) / (n_workers * slots)
+
+
+@dataclass(frozen=True, slots=True)
+class Distribution:
+    """Mean and quantiles of one figure; NaN where nothing was measured."""
+
+    n: int
+    mean: float
+    p50: float
+    p95: float
+    p99: float
+    max: float
+
+    @classmethod
+    def of(cls, values: ArrayLike) -> "Distribution":
+        """Summarise values of any number."""
+        array = np.asarray(values, dtype=np.float64)
+        if not array.size:
+            nan = float("nan")
+            return cls(0, nan, nan, nan, nan, nan)
+        p50, p95, p99 = (float(x) for x in np.percentile(array, (50, 95, 99)))
+        return cls(int(array.size), float(array.mean()), p50, p95, p99, float(array.max()))
+
+
+@dataclass(frozen=True, slots=True)
+class SizeClassWait:
+    """Waits of the requests whose prompts fall into one quantile band."""
+
+    from_quantile: float
+    to_quantile: float
+    wait: Distribution
+
+
+SIZE_CLASSES = (0.0, 0.5, 0.9, 0.99, 1.0)
+
+
+def wait_by_size(
+    wait_s: ArrayLike, prompt_tokens: ArrayLike, classes: Sequence[float] = SIZE_CLASSES
+) -> tuple[SizeClassWait, ...]:
+    """Waits by prompt size: equal rows mean that no size pays for the others."""
+    waits, prompts = np.asarray(wait_s, dtype=np.float64), np.asarray(prompt_tokens)
+    order = np.argsort(prompts, kind="stable")
+    edges = [round(edge * len(order)) for edge in classes]
+    return tuple(
+        SizeClassWait(classes[i], classes[i + 1], Distribution.of(waits[order[edges[i] : edges[i + 1]]]))
+        for i in range(len(classes) - 1)
+    )

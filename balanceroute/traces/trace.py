@@ -1,0 +1,233 @@
+"""The table of a trace, its CSV form, and a summary of it."""
+
+import csv
+import gzip
+import io
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+from numpy.typing import NDArray
+
+from balanceroute.errors import InputError
+
+if TYPE_CHECKING:
+    import _csv
+
+COLUMNS = ("arrival_s", "prompt_tokens", "output_tokens", "prompt_key")
+REQUIRED = COLUMNS[:3]  # a trace without keys is a trace
+
+
+@dataclass(frozen=True, slots=True)
+class Trace:
+    """Requests in order of arrival; all arrays have one entry per request.
+
+    `arrival_s` float64 seconds since the start, non-decreasing; `prompt_tokens` and `output_tokens` int64,
+    at least 1; `prompt_key` strings, empty where the prompt is not known to recur.
+    """
+
+    arrival_s: NDArray[np.float64]
+    prompt_tokens: NDArray[np.int64]
+    output_tokens: NDArray[np.int64]
+    prompt_key: NDArray[np.str_]
+
+    def __len__(self) -> int:
+        return len(self.arrival_s)
+
+    def head(self, rows: int | None) -> "Trace":
+        """The first `rows` requests; all of them for `None`."""
+        return Trace(
+            self.arrival_s[:rows],
+            self.prompt_tokens[:rows],
+            self.output_tokens[:rows],
+            self.prompt_key[:rows],
+        )
+
+    def at_rate(self, requests_per_s: float) -> "Trace":
+        """The same requests with their gaps stretched so that they arrive at the given mean rate."""
+        span = float(self.arrival_s[-1] - self.arrival_s[0]) if len(self) else 0.0
+        if span <= 0.0:
+            return self
+        factor = (len(self) - 1) / span / requests_per_s
+        return self.scaled(factor)
+
+    def with_lengths(self, prompt_scale: float, output_scale: float) -> "Trace":
+        """The same arrivals with lengths multiplied, rounded, and kept at 1 or more."""
+        prompts = np.maximum(1, np.rint(self.prompt_tokens * prompt_scale)).astype(np.int64)
+        outputs = np.maximum(1, np.rint(self.output_tokens * output_scale)).astype(np.int64)
+        return Trace(self.arrival_s, prompts, outputs, self.prompt_key)
+
+    def scaled(self, factor: float) -> "Trace":
+        """The same requests with every arrival time multiplied by `factor`."""
+        return Trace(self.arrival_s * factor, self.prompt_tokens, self.output_tokens, self.prompt_key)
+
+
+@dataclass(frozen=True, slots=True)
+class TraceSummary:
+    """What `trace describe` prints."""
+
+    rows: int
+    span_s: float
+    rate_per_s: float
+    interarrival_cv: float
+    prompt_mean: float
+    prompt_p50: float
+    prompt_p95: float
+    prompt_p99: float
+    prompt_max: int
+    output_mean: float
+    output_p50: float
+    output_p95: float
+    output_p99: float
+    output_max: int
+    keyed_ratio: float
+    distinct_keys: int
+
+
+def describe_trace(trace: Trace) -> TraceSummary:
+    """Rates, moments and quantiles of a trace."""
+    gaps = np.diff(trace.arrival_s)
+    span = float(trace.arrival_s[-1] - trace.arrival_s[0])
+    keyed = trace.prompt_key[trace.prompt_key != ""]
+    p50, p95, p99 = (float(x) for x in np.percentile(trace.prompt_tokens, (50, 95, 99)))
+    o50, o95, o99 = (float(x) for x in np.percentile(trace.output_tokens, (50, 95, 99)))
+    return TraceSummary(
+        rows=len(trace),
+        span_s=span,
+        rate_per_s=(len(trace) - 1) / span if span > 0 else math.nan,
+        interarrival_cv=float(gaps.std() / gaps.mean()) if span > 0 else math.nan,
+        prompt_mean=float(trace.prompt_tokens.mean()),
+        prompt_p50=p50,
+        prompt_p95=p95,
+        prompt_p99=p99,
+        prompt_max=int(trace.prompt_tokens.max()),
+        output_mean=float(trace.output_tokens.mean()),
+        output_p50=o50,
+        output_p95=o95,
+        output_p99=o99,
+        output_max=int(trace.output_tokens.max()),
+        keyed_ratio=len(keyed) / len(trace),
+        distinct_keys=len(np.unique(keyed)),
+    )
+
+
+def read_trace(path: Path) -> Trace:
+    """Read a trace CSV, gzipped or not.
+
+    Raises: InputError with the file, the line and the reason, on the first row that cannot be used.
+    """
+    rows = csv.reader(text_lines(path, gzip.open if path.suffix == ".gz" else open))
+    try:
+        return parse_rows(path, rows)
+    except csv.Error as error:
+        raise InputError(f"{path}: line {rows.line_num}: {error}") from error
+
+
+def parse_rows(path: Path, rows: "_csv.Reader") -> Trace:
+    """Check and collect the rows of a trace CSV, header first."""
+    header = [name.strip() for name in next(rows, [])]
+    missing = [name for name in REQUIRED if name not in header]
+    if missing:
+        raise InputError(f"{path}: line 1: no column {', '.join(missing)}; expected {','.join(COLUMNS)}")
+    at_arrival, at_prompt, at_output = (header.index(name) for name in REQUIRED)
+    at_key = header.index("prompt_key") if "prompt_key" in header else -1
+    arrivals, prompts, outputs, keys = list[float](), list[int](), list[int](), list[str]()
+    for row in rows:
+        if not row:
+            continue
+        try:
+            if len(row) != len(header):
+                raise ValueError(f"{len(row)} fields, the header has {len(header)}")
+            arrival = finite(row[at_arrival], "arrival_s")
+            if arrivals and arrival < arrivals[-1]:
+                raise ValueError(f"arrival_s {arrival:g} is before the row above ({arrivals[-1]:g})")
+            prompts.append(positive(row[at_prompt], "prompt_tokens"))
+            outputs.append(positive(row[at_output], "output_tokens"))
+            arrivals.append(arrival)
+            keys.append(row[at_key] if at_key >= 0 else "")
+        except ValueError as error:
+            raise InputError(f"{path}: line {rows.line_num}: {error}") from error
+    return trace_of(path, arrivals, prompts, outputs, keys)
+
+
+def trace_of(
+    path: Path, arrivals: Sequence[float], prompts: Sequence[int], outputs: Sequence[int], keys: Sequence[str]
+) -> Trace:
+    """Arrays from columns; a trace without a single request is refused."""
+    if not arrivals:
+        raise InputError(f"{path}: no requests in it")
+    return Trace(
+        np.asarray(arrivals, dtype=np.float64),
+        np.asarray(prompts, dtype=np.int64),
+        np.asarray(outputs, dtype=np.int64),
+        np.asarray(keys, dtype=np.str_),
+    )
+
+
+def finite(text: str, name: str) -> float:
+    """A non-negative finite number, or ValueError that names the column."""
+    try:
+        value = float(text)
+    except ValueError:
+        raise ValueError(f"{name} {text!r} is not a number") from None
+    if not math.isfinite(value) or value < 0:
+        raise ValueError(f"{name} {text!r} is not a finite number >= 0")
+    return value
+
+
+def positive(text: str, name: str) -> int:
+    """A whole number of at least 1, or ValueError that names the column."""
+    value = whole(text, name)
+    if value < 1:
+        raise ValueError(f"{name} {text!r} is below 1")
+    return value
+
+
+def whole(text: str, name: str) -> int:
+    """A whole number that a 64-bit column can hold, or ValueError that names the column."""
+    try:
+        value = int(text)
+    except ValueError:
+        raise ValueError(f"{name} {text!r} is not a whole number") from None
+    if abs(value) >= 1 << 53:
+        raise ValueError(f"{name} {text!r} is too large")
+    return value
+
+
+def text_lines(path: Path, opener: Callable[..., io.IOBase]) -> Iterator[str]:
+    """Lines of a text file; what goes wrong while reading becomes an InputError that names the file."""
+    try:
+        with opener(path, "rt", encoding="utf-8", newline="") as file:
+            yield from file  # type: ignore[misc]  # text mode yields str
+    except FileNotFoundError as error:
+        raise InputError(f"{path}: no such file") from error
+    except UnicodeDecodeError as error:
+        raise InputError(f"{path}: not UTF-8 text (byte {error.start})") from error
+    except (OSError, EOFError) as error:
+        raise InputError(f"{path}: cannot be read: {error}") from error
+
+
+def write_trace(trace: Trace, path: Path) -> None:
+    """Write a trace as CSV, gzipped where the name ends in .gz; equal traces give equal bytes."""
+    text = io.StringIO(newline="")
+    writer = csv.writer(text, lineterminator="\n")
+    writer.writerow(COLUMNS)
+    writer.writerows(
+        (f"{arrival:.6f}", prompt, output, key)
+        for arrival, prompt, output, key in zip(
+            trace.arrival_s.tolist(),
+            trace.prompt_tokens.tolist(),
+            trace.output_tokens.tolist(),
+            trace.prompt_key.tolist(),
+            strict=True,
+        )
+    )
+    data = text.getvalue().encode()
+    try:
+        # mtime 0: the time of writing would make equal traces differ
+        path.write_bytes(gzip.compress(data, mtime=0) if path.suffix == ".gz" else data)
+    except OSError as error:
+        raise InputError(f"{path}: cannot be written: {error.strerror}") from error

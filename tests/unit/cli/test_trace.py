@@ -1,0 +1,54 @@
+"""`balanceroute trace ...` from the outside."""
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+from balanceroute.cli import main
+
+
+def run(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
+    monkeypatch.setattr(sys, "argv", ["balanceroute", *arguments])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    code = ended.value.code
+    return code if isinstance(code, int) else 0
+
+
+def test_a_generated_trace_is_described_as_json(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = str(tmp_path / "t.csv.gz")
+    assert run(monkeypatch, "trace", "generate", "capped", "--rows", "50", "--out", out) == 0
+    capsys.readouterr()
+    assert run(monkeypatch, "trace", "describe", out, "--json") == 0
+    assert json.loads(capsys.readouterr().out)["rows"] == 50
+
+
+def test_converting_writes_the_table_and_says_what_was_left_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    source = tmp_path / "azure.csv"
+    source.write_text("TIMESTAMP,ContextTokens,GeneratedTokens\n2024-05-10 00:00:00,10,5\n2024-05-10 00:00:01,10,0\n")
+    out = tmp_path / "t.csv"
+    assert run(monkeypatch, "trace", "convert", str(source), "--out", str(out)) == 0
+    assert "left out 1 requests" in capsys.readouterr().err
+    assert out.read_text() == "arrival_s,prompt_tokens,output_tokens,prompt_key\n0.000000,10,5,\n"
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("describe", "nowhere.csv"),
+        ("generate", "nothing", "--out", "x.csv"),
+        ("convert", "nowhere", "--out", "x"),
+    ],
+    ids=["missing file", "unknown preset", "missing source"],
+)
+def test_bad_input_is_one_line_and_exit_code_2(
+    arguments: tuple[str, ...], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(monkeypatch, "trace", *arguments) == 2
+    assert capsys.readouterr().err.count("\n") == 1

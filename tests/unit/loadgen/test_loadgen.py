@@ -1,0 +1,221 @@
+"""The load generator against a scripted server on a loopback socket."""
+
+import asyncio
+import contextlib
+import json
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+
+import numpy as np
+import pytest
+
+from balanceroute.errors import InputError
+from balanceroute.loadgen import LoadOptions, LoadReport, run_load
+from balanceroute.loadgen.prompts import PromptText
+from balanceroute.traces import Trace
+
+Body = dict[str, object]
+Answer = Callable[[Body, asyncio.StreamWriter], Awaitable[None]]
+STREAM_HEAD = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n\r\n"
+
+
+def a_trace(outputs: list[int], keys: list[str] | None = None) -> Trace:
+    n = len(outputs)
+    return Trace(np.arange(n) * 0.001, np.full(n, 20), np.array(outputs), np.array(keys or [""] * n, dtype=np.str_))
+
+
+def event(data: object) -> bytes:
+    return b"data: " + (data if isinstance(data, bytes) else json.dumps(data).encode()) + b"\n\n"
+
+
+def token(finish: str | None = None) -> bytes:
+    return event({"choices": [{"index": 0, "text": "x", "finish_reason": finish}]})
+
+
+def usage(tokens: int) -> bytes:
+    return event({"choices": [], "usage": {"prompt_tokens": 20, "completion_tokens": tokens}})
+
+
+def chunk(data: bytes) -> bytes:
+    return b"%x\r\n%b\r\n" % (len(data), data)
+
+
+async def whole_answer(body: Body, writer: asyncio.StreamWriter, piece: int = 1 << 20) -> None:
+    """As many tokens as asked for, in pieces of any size."""
+    n = int(str(body["max_tokens"]))
+    text = token() * (n - 1) + token("length") + usage(n) + event(b"[DONE]")
+    writer.write(STREAM_HEAD)
+    for start in range(0, len(text), piece):
+        writer.write(chunk(text[start : start + piece]))
+        await writer.drain()
+    writer.write(b"0\r\n\r\n")
+
+
+@asynccontextmanager
+async def serving(answer: Answer, bodies: list[Body] | None = None) -> AsyncIterator[str]:
+    """A server on a free port; the URL to reach it."""
+    peers: set[asyncio.StreamWriter] = set()
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        peers.add(writer)
+        with contextlib.suppress(asyncio.IncompleteReadError, ConnectionError):
+            while not writer.is_closing():
+                head = (await reader.readuntil(b"\r\n\r\n")).decode()
+                length = int(head.lower().split("content-length: ")[1].split("\r\n")[0])
+                raw = await reader.readexactly(length)
+                if head.startswith("GET /v1/models"):
+                    models = b'{"data": [{"id": "tiny"}]}'
+                    writer.write(b"HTTP/1.1 200 OK\r\ncontent-length: %d\r\n\r\n" % len(models) + models)
+                else:
+                    body = json.loads(raw)
+                    if bodies is not None:
+                        bodies.append(body)
+                    await answer(body, writer)
+        writer.close()
+
+    server = await asyncio.start_server(serve, "127.0.0.1", 0)
+    try:
+        yield f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+    finally:
+        server.close()
+        for writer in peers:
+            writer.close()
+        await server.wait_closed()
+
+
+def replayed(trace: Trace, answer: Answer, bodies: list[Body] | None = None, **options: object) -> LoadReport:
+    async def run() -> LoadReport:
+        async with serving(answer, bodies) as url:
+            return await run_load(trace, LoadOptions(url, **options))  # type: ignore[arg-type]
+
+    return asyncio.run(run())
+
+
+def test_complete_answers_are_counted_and_timed() -> None:
+    bodies: list[Body] = []
+    report = replayed(a_trace([1, 5, 9]), whole_answer, bodies)
+    assert (report.requests, report.completed, report.errors) == (3, 3, {})
+    assert report.output_tokens == 15
+    assert report.ttft_s.n == 3
+    assert report.tpot_s.n == 2  # one token has no second one to measure to
+    assert report.itl_s.n == 0 + 4 + 8
+    assert sorted(int(str(body["max_tokens"])) for body in bodies) == [1, 5, 9]
+    assert all(body["ignore_eos"] and body["stream"] and body["model"] == "tiny" for body in bodies)
+    assert all(len(body["prompt"]) == 20 for body in bodies)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("piece", [1, 7, 50, 4096])
+def test_events_are_counted_however_the_bytes_are_cut(piece: int) -> None:
+    report = replayed(a_trace([6]), lambda body, writer: whole_answer(body, writer, piece))
+    assert (report.completed, report.itl_s.n) == (1, 5)
+
+
+async def answer_503(body: Body, writer: asyncio.StreamWriter) -> None:
+    writer.write(b"HTTP/1.1 503 Busy\r\ncontent-length: 2\r\n\r\n{}")
+
+
+async def answer_short(body: Body, writer: asyncio.StreamWriter) -> None:
+    writer.write(STREAM_HEAD + chunk(token() + token("stop") + usage(2) + event(b"[DONE]")) + b"0\r\n\r\n")
+
+
+async def answer_without_end(body: Body, writer: asyncio.StreamWriter) -> None:
+    writer.write(STREAM_HEAD + chunk(token() * 4) + b"0\r\n\r\n")
+
+
+async def answer_without_finish(body: Body, writer: asyncio.StreamWriter) -> None:
+    writer.write(STREAM_HEAD + chunk(token() * 4 + usage(4) + event(b"[DONE]")) + b"0\r\n\r\n")
+
+
+async def answer_error_event(body: Body, writer: asyncio.StreamWriter) -> None:
+    error = event({"error": {"message": "gone", "type": "upstream_error"}})
+    writer.write(STREAM_HEAD + chunk(token() + error) + b"0\r\n\r\n")
+
+
+async def answer_cut(body: Body, writer: asyncio.StreamWriter) -> None:
+    writer.write(STREAM_HEAD + chunk(token()))
+    await writer.drain()
+    writer.close()
+
+
+async def answer_nonsense(body: Body, writer: asyncio.StreamWriter) -> None:
+    writer.write(b"hello\r\n\r\n")
+
+
+async def answer_never(body: Body, writer: asyncio.StreamWriter) -> None:
+    await asyncio.sleep(0)
+
+
+@pytest.mark.parametrize(
+    ("answer", "reason"),
+    [
+        (answer_503, "status 503"),
+        (answer_short, "too few tokens"),
+        (answer_without_end, "no end marker"),
+        (answer_without_finish, "no finish reason"),
+        (answer_error_event, "error event: upstream_error"),
+        (answer_cut, "connection closed before the end of the answer"),
+        (answer_nonsense, "not HTTP"),
+        (answer_never, "timed out"),
+    ],
+)
+def test_what_is_wrong_with_an_answer_is_named(answer: Answer, reason: str) -> None:
+    report = replayed(a_trace([4]), answer, timeout_s=0.3)
+    assert report.completed == 0
+    assert [kind for kind in report.errors if kind.startswith(reason)], report.errors
+
+
+def test_connections_are_reused_and_a_stale_one_is_replaced() -> None:
+    served = 0
+
+    async def close_after_answer(body: Body, writer: asyncio.StreamWriter) -> None:
+        nonlocal served
+        served += 1
+        await whole_answer(body, writer)
+        await writer.drain()
+        writer.close()  # keep-alive was not refused, so the client kept the connection
+
+    trace = a_trace([2] * 6)
+    report = replayed(trace.scaled(20.0), close_after_answer)
+    assert (report.completed, served) == (6, 6)
+
+
+def test_the_time_scale_stretches_the_arrivals() -> None:
+    report = replayed(a_trace([1] * 5), whole_answer, time_scale=20.0)
+    assert report.duration_s >= 0.08
+
+
+def test_progress_is_told_until_everything_ended() -> None:
+    told: list[tuple[int, int]] = []
+
+    async def run() -> None:
+        async with serving(whole_answer) as url:
+            await run_load(a_trace([1, 1]), LoadOptions(url), lambda sent, ended: told.append((sent, ended)))
+
+    asyncio.run(run())
+    assert told[-1] == (2, 2)
+
+
+@pytest.mark.parametrize("url", ["127.0.0.1:80", "ftp://x", "http://", "http://x:notaport"])
+def test_a_url_that_is_none_is_refused(url: str) -> None:
+    with pytest.raises(InputError, match="is not a URL"):
+        asyncio.run(run_load(a_trace([1]), LoadOptions(url)))
+
+
+def test_an_endpoint_that_is_not_there_is_refused() -> None:
+    with pytest.raises(InputError, match="cannot connect"):
+        asyncio.run(run_load(a_trace([1]), LoadOptions("http://127.0.0.1:1")))
+
+
+@pytest.mark.parametrize("tokens", [1, 7, 8, 9, 5000, 300_000])
+def test_prompts_have_exactly_the_wanted_number_of_three_digit_ids(tokens: int) -> None:
+    ids = json.loads(PromptText().prompt("k1", tokens))
+    assert len(ids) == tokens
+    assert 100 <= min(ids) <= max(ids) <= 999
+
+
+def test_equal_keys_give_equal_prompts_and_other_keys_share_no_beginning() -> None:
+    text = PromptText(seed=3)
+    assert text.prompt("a", 100) == PromptText(seed=3).prompt("a", 100)
+    beginnings = {text.prompt(f"k{i}", 8) for i in range(1000)}
+    assert len(beginnings) == 1000
+    assert PromptText(seed=4).prompt("a", 100) != text.prompt("a", 100)

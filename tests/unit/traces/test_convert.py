@@ -1,0 +1,127 @@
+"""Public traces in their original form."""
+
+import gzip
+import json
+import lzma
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from balanceroute.errors import InputError
+from balanceroute.traces import TraceFormat, convert_trace, read_trace
+from tests.shared_material import shared_path
+
+AZURE_2023 = """TIMESTAMP,ContextTokens,GeneratedTokens
+2023-11-16 18:15:46.6805900,374,44
+2023-11-16 18:15:50.9951690,396,109
+"""
+AZURE_2024 = """TIMESTAMP,ContextTokens,GeneratedTokens
+2024-05-10 00:00:00.009930+00:00,2162,5
+2024-05-10 00:00:00.017335+00:00,2399,6
+2024-05-10 00:00:01+00:00,76,0
+"""
+BURSTGPT = """Timestamp,Model,Request tokens,Response tokens,Total tokens,Log Type
+45,ChatGPT,472,18,490,Conversation log
+118,GPT-4,1087,230,1317,Conversation log
+122,GPT-4,417,0,417,API log
+"""
+
+
+def mooncake_line(timestamp: int, hash_ids: list[int], prompt: int = 1000) -> str:
+    row = {"timestamp": timestamp, "input_length": prompt, "output_length": 7, "hash_ids": hash_ids}
+    return json.dumps(row) + "\n"
+
+
+def written(path: Path, text: str) -> Path:
+    opener = {".gz": gzip.open, ".xz": lzma.open}.get(path.suffix, open)
+    with opener(path, "wt") as file:
+        file.write(text)
+    return path
+
+
+def test_azure_2023_stamps_have_seven_decimals_and_become_seconds_from_zero(tmp_path: Path) -> None:
+    trace = convert_trace(written(tmp_path / "a.csv", AZURE_2023)).trace
+    assert trace.arrival_s == pytest.approx([0.0, 4.314579], abs=1e-5)
+    assert trace.prompt_tokens.tolist() == [374, 396]
+    assert trace.output_tokens.tolist() == [44, 109]
+
+
+def test_azure_2024_stamps_have_a_zone_and_empty_answers_are_left_out_and_counted(tmp_path: Path) -> None:
+    result = convert_trace(written(tmp_path / "a.csv.gz", AZURE_2024))
+    assert result.format is TraceFormat.AZURE
+    assert result.without_output == 1
+    assert result.trace.arrival_s == pytest.approx([0.0, 0.007405], abs=1e-6)
+
+
+def test_burstgpt_rows_keep_their_seconds(tmp_path: Path) -> None:
+    result = convert_trace(written(tmp_path / "b.csv", BURSTGPT))
+    assert (result.format, result.without_output) == (TraceFormat.BURSTGPT, 1)
+    assert result.trace.arrival_s.tolist() == [0.0, 73.0]
+
+
+def test_mooncake_rows_with_equal_blocks_share_a_key(tmp_path: Path) -> None:
+    text = mooncake_line(3000, [0, 1]) + mooncake_line(0, [0, 2]) + mooncake_line(6000, [0, 1])
+    trace = convert_trace(written(tmp_path / "m.jsonl.xz", text)).trace
+    assert trace.arrival_s.tolist() == [0.0, 3.0, 6.0]
+    assert trace.prompt_key[1] == trace.prompt_key[2] != trace.prompt_key[0]
+
+
+def test_jitter_is_seeded_and_spreads_equal_stamps(tmp_path: Path) -> None:
+    path = written(tmp_path / "m.jsonl", "".join(mooncake_line(0, [i]) for i in range(50)))
+    arrivals = convert_trace(path, jitter_s=3.0, seed=4).trace.arrival_s
+    assert np.all(np.diff(arrivals) >= 0)
+    assert 2.0 < arrivals[-1] < 3.0
+    assert arrivals.tolist() == convert_trace(path, jitter_s=3.0, seed=4).trace.arrival_s.tolist()
+
+
+@pytest.mark.parametrize(
+    ("format", "text", "line", "reason"),
+    [
+        (TraceFormat.AZURE, AZURE_2023 + "yesterday,5,5\n", 4, "TIMESTAMP 'yesterday'"),
+        (TraceFormat.AZURE, AZURE_2023 + "2023-11-16 18:15:46,x,5\n", 4, "ContextTokens 'x'"),
+        (TraceFormat.AZURE, AZURE_2023 + "2023-11-16 18:15:46,5\n", 4, "2 fields"),
+        (TraceFormat.AZURE, AZURE_2023 + "2023-11-16 18:15:46,0,5\n", 4, "0 prompt and 5 output tokens"),
+        (TraceFormat.AZURE, "a,b\n", 1, "no column TIMESTAMP"),
+        (TraceFormat.BURSTGPT, BURSTGPT + "x,m,1,1,2,l\n", 5, "Timestamp 'x'"),
+        (TraceFormat.MOONCAKE, mooncake_line(0, []) + "{oops\n", 2, "Expecting"),
+        (
+            TraceFormat.MOONCAKE,
+            '{"timestamp": 0, "input_length": 1, "output_length": 1}',
+            1,
+            "no field 'hash_ids'",
+        ),
+        (TraceFormat.MOONCAKE, "[]", 1, "list indices"),
+        (TraceFormat.AUTO, "what,ever\n", 1, "say which with --format"),
+    ],
+)
+def test_a_bad_row_is_refused_with_its_line(
+    tmp_path: Path, format: TraceFormat, text: str, line: int, reason: str
+) -> None:
+    path = written(tmp_path / "bad", text)
+    with pytest.raises(InputError) as refused:
+        convert_trace(path, format)
+    assert f"line {line}: " in str(refused.value)
+    assert reason in str(refused.value)
+
+
+def test_a_damaged_xz_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "m.jsonl.xz").write_bytes(b"not xz")
+    with pytest.raises(InputError, match="cannot be read"):
+        convert_trace(tmp_path / "m.jsonl.xz", TraceFormat.MOONCAKE)
+
+
+@pytest.mark.parametrize(
+    ("original", "reference"),
+    [
+        ("AzureLLMInferenceTrace_conv.csv.gz", "azure2023_conv.csv.gz"),
+        ("mooncake_conversation_trace.jsonl.xz", "mooncake_conversation.csv.gz"),
+    ],
+)
+def test_public_originals_convert_to_the_reference_tables(original: str, reference: str) -> None:
+    ours = convert_trace(shared_path(f"data/{original}")).trace
+    theirs = read_trace(shared_path(f"data/{reference}"))
+    assert ours.prompt_tokens.tolist() == theirs.prompt_tokens.tolist()
+    assert ours.output_tokens.tolist() == theirs.output_tokens.tolist()
+    assert ours.arrival_s == pytest.approx(theirs.arrival_s, abs=2e-6)
+    assert len(set(ours.prompt_key.tolist())) == len(set(theirs.prompt_key.tolist()))

@@ -1,0 +1,136 @@
+"""The trace table: reading, writing, refusing."""
+
+import gzip
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from balanceroute.errors import InputError
+from balanceroute.traces import (
+    ReferenceSetting,
+    Trace,
+    describe_trace,
+    ideal_capacity,
+    read_trace,
+    write_trace,
+)
+from tests.shared_material import shared_path
+
+HEADER = "arrival_s,prompt_tokens,output_tokens,prompt_key\n"
+
+
+def a_trace(
+    arrival_s: list[float] | None = None,
+    prompt_tokens: list[int] | None = None,
+    output_tokens: list[int] | None = None,
+    prompt_key: list[str] | None = None,
+) -> Trace:
+    return Trace(
+        np.array(arrival_s or [0.0, 0.5, 2.0]),
+        np.array(prompt_tokens or [10, 20, 30]),
+        np.array(output_tokens or [1, 2, 3]),
+        np.array(prompt_key or ["", "k1", "k1"]),
+    )
+
+
+@pytest.mark.parametrize("name", ["t.csv", "t.csv.gz"])
+def test_a_written_trace_reads_back_as_itself(tmp_path: Path, name: str) -> None:
+    trace = a_trace()
+    write_trace(trace, tmp_path / name)
+    again = read_trace(tmp_path / name)
+    for field in ("arrival_s", "prompt_tokens", "output_tokens", "prompt_key"):
+        assert getattr(again, field).tolist() == getattr(trace, field).tolist()
+
+
+def test_equal_traces_are_written_as_equal_bytes(tmp_path: Path) -> None:
+    write_trace(a_trace(), tmp_path / "a.csv.gz")
+    write_trace(a_trace(), tmp_path / "b.csv.gz")
+    assert (tmp_path / "a.csv.gz").read_bytes() == (tmp_path / "b.csv.gz").read_bytes()
+
+
+@pytest.mark.parametrize(
+    ("text", "line", "reason"),
+    [
+        ("", 1, "no column arrival_s, prompt_tokens, output_tokens"),
+        ("arrival_s,prompt_tokens\n", 1, "no column output_tokens"),
+        (HEADER + "0,5,5,\n1,x,5,\n", 3, "prompt_tokens 'x' is not a whole number"),
+        (HEADER + "0,5,5.5,\n", 2, "output_tokens '5.5' is not a whole number"),
+        (HEADER + "0,0,5,\n", 2, "prompt_tokens '0' is below 1"),
+        (HEADER + "0,5,-3,\n", 2, "output_tokens '-3' is below 1"),
+        (HEADER + "0,5,99999999999999999999,\n", 2, "too large"),
+        (HEADER + "nan,5,5,\n", 2, "arrival_s 'nan' is not a finite number"),
+        (HEADER + "inf,5,5,\n", 2, "arrival_s 'inf' is not a finite number"),
+        (HEADER + "-1,5,5,\n", 2, "arrival_s '-1' is not a finite number"),
+        (HEADER + "2,5,5,\n1,5,5,\n", 3, "arrival_s 1 is before the row above (2)"),
+        (HEADER + "0,5\n", 2, "2 fields, the header has 4"),
+    ],
+)
+def test_a_bad_row_is_refused_with_its_line_and_the_reason(tmp_path: Path, text: str, line: int, reason: str) -> None:
+    path = tmp_path / "bad.csv"
+    path.write_text(text)
+    with pytest.raises(InputError) as refused:
+        read_trace(path)
+    assert f"{path}: line {line}: " in str(refused.value)
+    assert reason in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("content", "reason"),
+    [
+        (HEADER.encode(), "no requests in it"),
+        (b"\xff\xfe\x00", "not UTF-8"),
+    ],
+)
+def test_a_file_that_is_no_trace_is_refused(tmp_path: Path, content: bytes, reason: str) -> None:
+    (tmp_path / "t.csv").write_bytes(content)
+    with pytest.raises(InputError, match=reason):
+        read_trace(tmp_path / "t.csv")
+
+
+@pytest.mark.parametrize(
+    "damage", [lambda data: b"plain text", lambda data: data[: len(data) // 2]], ids=["not gzip", "cut short"]
+)
+def test_a_damaged_gzip_is_refused_with_the_file_name(tmp_path: Path, damage: object) -> None:
+    path = tmp_path / "t.csv.gz"
+    path.write_bytes(damage(gzip.compress((HEADER + "0,5,5,\n" * 500).encode())))  # type: ignore[operator]
+    with pytest.raises(InputError, match=r"t\.csv\.gz: cannot be read"):
+        read_trace(path)
+
+
+def test_a_missing_file_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match="no such file"):
+        read_trace(tmp_path / "none.csv")
+
+
+def test_columns_may_come_in_any_order_and_keys_may_be_absent(tmp_path: Path) -> None:
+    path = tmp_path / "t.csv"
+    path.write_text("output_tokens,extra,arrival_s,prompt_tokens\n7,?,1.5,9\n")
+    trace = read_trace(path)
+    assert (trace.arrival_s[0], trace.prompt_tokens[0], trace.output_tokens[0]) == (1.5, 9, 7)
+    assert trace.prompt_key[0] == ""
+
+
+def test_description_gives_rates_means_and_keys() -> None:
+    summary = describe_trace(a_trace())
+    assert (summary.rows, summary.span_s, summary.rate_per_s) == (3, 2.0, 1.0)
+    assert (summary.prompt_mean, summary.output_mean) == (20.0, 2.0)
+    assert (summary.keyed_ratio, summary.distinct_keys) == (2 / 3, 1)
+
+
+def test_a_trace_can_be_replayed_at_another_rate() -> None:
+    assert describe_trace(a_trace().at_rate(4.0)).rate_per_s == pytest.approx(4.0)
+
+
+def test_ideal_capacity_is_slots_over_step_time_and_output_length() -> None:
+    # one request of 10 + 2 tokens holds 10, then 11 tokens: 10.5 on average
+    trace = a_trace([0.0], [10], [2], [""])
+    setting = ReferenceSetting(n_workers=2, slots=3, step_cost_s=0.1, step_overhead_s=1.0)
+    step_s = 0.1 * 3 * 10.5 + 1.0
+    assert ideal_capacity(trace, setting) == pytest.approx(2 * 3 / (2 * step_s))
+
+
+@pytest.mark.parametrize("name", ["heavy_tailed", "capped"])
+def test_the_published_traces_arrive_at_115_percent_of_ideal_capacity(name: str) -> None:
+    trace = read_trace(shared_path(f"data/{name}.csv.gz"))
+    assert len(trace) / trace.arrival_s[-1] / ideal_capacity(trace) == pytest.approx(1.15, abs=1e-4)
