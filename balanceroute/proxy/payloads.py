@@ -1,0 +1,474 @@
+"""Request bodies: what a client asked for, and what each worker is asked for in its name.
+
+One client body becomes up to four bodies on the wire:
+
+    client body --parse()--> ClientRequest --probe_body()---> prefiller (one token, no stream, KV pinned)
+                                           --decode_body()--> decoder    (the client's wishes + the pulled KV)
+                                           --drain_body()---> decoder    (pull the KV, one token, thrown away)
+                             resume() ---> ClientRequest                 (prompt + generated ids, lower limit)
+
+A resumed request is an ordinary `ClientRequest` again, so its probe and decode bodies need no code of their
+own.
+
+The prompt is the only large part. It is parsed once and serialised once (`prompt_json`); every body splices
+those bytes in as they are (`orjson.Fragment`), so a 1 MB prompt costs one copy per body and nothing else.
+The parsed prompt is dropped at once: a list of token ids is several times larger in Python than on the
+wire. Splicing into the client's own bytes would save that one dump, but leaves duplicate keys wherever the
+client already sent a field that has to change, and parsers disagree about those.
+
+`kv_transfer_params` (and what else could smuggle them in) never pass from a client to a worker. What a
+prefiller returned is spliced whole into exactly one decode or drain body; using it once is the caller's
+duty.
+
+A non-stream client is served from a stream as well (`ClientRequest.assembled`), because only a stream tells
+the router how far a request has come. Bodies with a field whose answer `answers.py` cannot rebuild go
+through unstreamed.
+"""
+
+from array import array
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Final, Literal
+
+import orjson
+
+from balanceroute.errors import BadUpstreamReply, InvalidRequest
+
+Endpoint = Literal["completions", "chat"]
+
+DEFAULT_COMPLETION_LIMIT: Final = 16  # vLLM's default of max_tokens on completions; chat fills the context
+PROBE_KV_PARAMS: Final[dict[str, Any]] = {
+    "do_remote_decode": True,
+    "do_remote_prefill": False,
+    "remote_engine_id": None,
+    "remote_block_ids": None,
+    "remote_host": None,
+    "remote_port": None,
+}
+# vLLM >= 0.27 knows this key; a vllm-ascend with its recompute patch "_vllm_ascend_recompute_token_ids".
+RESUME_IDS_KEY: Final = "prompt_token_ids"
+
+_INTERNAL_FIELDS = ("kv_transfer_params", "ec_transfer_params", "request_id")
+_NOT_FOR_ONE_TOKEN = ("stream_options", "n", "logprobs", "top_logprobs", "echo", "prompt_logprobs", "best_of")
+# Fields whose effect on a streamed answer `answers.py` can turn into the non-stream answer without loss.
+ASSEMBLED_FIELDS: Final = frozenset(
+    """model prompt messages stream stream_options max_tokens max_completion_tokens min_tokens temperature
+    top_p top_k min_p n stop stop_token_ids ignore_eos seed user priority presence_penalty frequency_penalty
+    repetition_penalty length_penalty logit_bias logprobs top_logprobs skip_special_tokens
+    spaces_between_special_tokens truncate_prompt_tokens add_special_tokens include_stop_str_in_output
+    bad_words allowed_token_ids logits_processors response_format structured_outputs guided_json
+    guided_regex guided_choice guided_grammar tools tool_choice parallel_tool_calls reasoning_effort
+    thinking_token_budget include_reasoning chat_template chat_template_kwargs add_generation_prompt
+    continue_final_message documents mm_processor_kwargs media_io_kwargs cache_salt store metadata
+    service_tier safety_identifier prompt_cache_key verbosity return_token_ids return_tokens_as_token_ids
+    request_id vllm_xargs stream_interval""".split()
+)
+
+
+@dataclass(frozen=True, slots=True)
+class ClientRequest:
+    """What one client asked for, parsed once.
+
+    `prompt_json` is the prompt (completions) or the messages (chat) as JSON; `rest` is every other field
+    that may reach a worker. `limit` is what the client wrote into `limit_field`, both None if it set none.
+    `prompt_tokens` is exact for token ids, else an estimate of one token per 4 bytes of text.
+    """
+
+    endpoint: Endpoint
+    rest: dict[str, Any]
+    prompt_json: bytes
+    prompt_tokens: int
+    stream: bool
+    include_usage: bool = False
+    continuous_usage: bool = False
+    return_token_ids: bool = False
+    n: int = 1
+    prompts: int = 1
+    limit_field: Literal["max_tokens", "max_completion_tokens"] | None = None
+    limit: int | None = None
+    min_tokens: int = 0
+    model: str | None = None
+    priority: int = 0
+    request_id: str | None = None
+    resume_ids: bytes = field(default=b"", repr=False)  # chat only: the ids to go on from, as a JSON list
+    resume_key: str = RESUME_IDS_KEY
+
+    @property
+    def path(self) -> str:
+        """The route of the workers that serves this request."""
+        return "/v1/completions" if self.endpoint == "completions" else "/v1/chat/completions"
+
+    @property
+    def prompt_key(self) -> bytes:
+        """Bytes that are equal for equal prompts, whatever the whitespace; the predictors hash them."""
+        return self.prompt_json
+
+    @property
+    def effective_limit(self) -> int | None:
+        """The most tokens that the request may generate; None is "as many as the context holds"."""
+        if self.limit is None and self.endpoint == "completions":
+            return DEFAULT_COMPLETION_LIMIT
+        return self.limit
+
+    @property
+    def single(self) -> bool:
+        """Whether this is one prompt with one answer, the only shape that a KV transfer can carry."""
+        return self.n == 1 and self.prompts == 1
+
+    @property
+    def assembled(self) -> bool:
+        """Whether a non-stream answer is to be built from a worker's stream (see the module's theory)."""
+        return not self.stream and ASSEMBLED_FIELDS.issuperset(self.rest)
+
+    @property
+    def streams_upstream(self) -> bool:
+        """Whether the decode worker is asked for a stream."""
+        return self.stream or self.assembled
+
+
+@dataclass(frozen=True, slots=True)
+class PrefillResult:
+    """What a prefiller answered to a probe; `kv_transfer_params` is raw JSON, None if it pinned nothing."""
+
+    kv_transfer_params: bytes | None
+    prompt_tokens: int
+    cached_tokens: int | None
+    prompt_token_ids: "array[int] | None"
+
+
+# ------------------------------------------------------------------------------------------------ client -> r
+
+
+def parse(endpoint: Endpoint, body: bytes) -> ClientRequest:
+    """Parse a client's body.
+
+    Only what the router itself reads is checked, and what a decoder would refuse after the prefill has
+    pinned KV (a limit below 1, `min_tokens` above it); the workers judge the rest.
+
+    Raises: InvalidRequest: with the message and parameter of an OpenAI error.
+    """
+    try:
+        data = orjson.loads(body)
+    except orjson.JSONDecodeError as exc:
+        raise InvalidRequest(f"The body is not valid JSON: {exc}") from exc
+    if not isinstance(data, dict):
+        raise InvalidRequest(f"The body must be a JSON object, not {_kind(data)}.")
+    request_id = data.get("request_id")
+    for name in _INTERNAL_FIELDS:
+        data.pop(name, None)
+    _clean_xargs(data)
+    prompt_json, tokens, prompts = _take_prompt(data) if endpoint == "completions" else _take_messages(data)
+    stream = _boolean(data, "stream")
+    include_usage, continuous = _stream_options(data, stream)
+    limit_field, limit = _limit(data)
+    min_tokens = _integer(data, "min_tokens", least=0) or 0
+    if limit is not None and min_tokens > limit:
+        raise InvalidRequest(
+            f"min_tokens must be less than or equal to max_tokens={limit}, got {min_tokens}.",
+            param="min_tokens",
+        )
+    if data.get("use_beam_search"):
+        raise InvalidRequest(
+            "use_beam_search cannot be served: its requests carry no KV transfer.", param="use_beam_search"
+        )
+    model = data.get("model")
+    if model is not None and not isinstance(model, str):
+        raise InvalidRequest(f"model must be a string, not {_kind(model)}.", param="model")
+    return ClientRequest(
+        endpoint=endpoint,
+        rest=data,
+        prompt_json=prompt_json,
+        prompt_tokens=max(1, tokens),
+        stream=stream,
+        include_usage=include_usage,
+        continuous_usage=continuous,
+        return_token_ids=_boolean(data, "return_token_ids"),
+        n=_count(data),
+        prompts=prompts,
+        limit_field=limit_field,
+        limit=limit,
+        min_tokens=min_tokens,
+        model=model,
+        priority=_integer(data, "priority", least=None) or 0,
+        request_id=request_id if isinstance(request_id, str) else None,
+    )
+
+
+def split(request: ClientRequest) -> list[ClientRequest]:
+    """One single-prompt, single-answer request per choice, in the order of the choices' indices.
+
+    Choices of one prompt differ in their seed exactly as vLLM's own children of an `n` request do (seed + i).
+    """
+    if request.single:
+        return [request]
+    loaded = (
+        orjson.loads(request.prompt_json)
+        if request.prompts > 1 or request.endpoint == "completions"
+        else None
+    )
+    prompts = loaded if _is_batch(loaded) else None
+    parts = []
+    for i in range(request.prompts):
+        prompt_json = orjson.dumps(prompts[i]) if prompts is not None else request.prompt_json
+        tokens = _prompt_tokens(prompts[i]) if prompts is not None else request.prompt_tokens
+        for k in range(request.n):
+            rest = {name: value for name, value in request.rest.items() if name != "n"}
+            if isinstance(rest.get("seed"), int):
+                rest["seed"] += k
+            parts.append(
+                replace(
+                    request, rest=rest, prompt_json=prompt_json, prompt_tokens=max(1, tokens), n=1, prompts=1
+                )
+            )
+    return parts
+
+
+def resume(
+    request: ClientRequest,
+    prompt_ids: Sequence[int],
+    generated: Sequence[int],
+    *,
+    resume_key: str = RESUME_IDS_KEY,
+) -> ClientRequest:
+    """The request that goes on where a recomputed or lost one stopped.
+
+    `prompt_ids` are the ids of the client's own prompt and `generated` every id that this request has
+    generated so far, over all its lives; `request` is the client's original. Completions send all ids as
+    the prompt; chat keeps the messages (tools and parsers need them) and hands the ids over in
+    `kv_transfer_params[resume_key]`.
+
+    Raises: ValueError: nothing is left to generate; the caller ends the answer with "length" instead.
+    """
+    left = remaining_limit(request, len(generated))
+    if left is not None and left < 1:
+        raise ValueError(f"the limit of {request.effective_limit} tokens is used up")
+    ids = orjson.dumps([*prompt_ids, *generated])
+    rest = {name: value for name, value in request.rest.items() if name not in ("echo", "prompt_logprobs")}
+    limit_field = request.limit_field
+    if left is not None:
+        limit_field = limit_field or "max_tokens"
+        rest[limit_field] = left
+        if limit_field == "max_completion_tokens":
+            rest.pop("max_tokens", None)  # the worker ignores it beside the other, and it is not reduced
+    min_tokens = max(0, request.min_tokens - len(generated))
+    if "min_tokens" in rest:
+        rest["min_tokens"] = min_tokens
+    tokens = len(prompt_ids) + len(generated)
+    changed = replace(
+        request, rest=rest, limit_field=limit_field, limit=left, min_tokens=min_tokens, prompt_tokens=tokens
+    )
+    if request.endpoint == "completions":
+        rest.pop("truncate_prompt_tokens", None)  # the ids are what was left after the truncation
+        return replace(changed, prompt_json=ids)
+    return replace(changed, resume_ids=ids, resume_key=resume_key)
+
+
+def remaining_limit(request: ClientRequest, generated_tokens: int) -> int | None:
+    """Tokens that the client's limit still allows after `generated_tokens`; None where it set no limit."""
+    limit = request.effective_limit
+    return None if limit is None else limit - generated_tokens
+
+
+# ------------------------------------------------------------------------------------------------ request ->
+
+
+def probe_body(request: ClientRequest, connector_params: dict[str, Any] | None = None) -> bytes:
+    """The body for the prefiller: one token, no stream, its KV pinned for a remote decode.
+
+    `min_tokens` 1 keeps the one token from being a stop, which would pin nothing. `connector_params`
+    overrides or adds to the six keys that every pulling connector takes.
+    """
+    params = PROBE_KV_PARAMS if connector_params is None else {**PROBE_KV_PARAMS, **connector_params}
+    return _dump(request, _one_token(request, min_tokens=1), _with_resume_ids(request, orjson.dumps(params)))
+
+
+def decode_body(request: ClientRequest, kv_transfer_params: bytes) -> bytes:
+    """The body for the decode worker: the client's wishes, the KV to pull, and token ids for the exact count.
+
+    A chat with `include_reasoning: false` may be answered without token ids, so there the cumulative usage
+    of every event is asked for too.
+    """
+    rest = dict(request.rest)
+    rest["return_token_ids"] = True
+    if request.assembled:
+        rest["stream"] = True
+        rest["stream_options"] = {"include_usage": True}
+    if request.streams_upstream and rest.get("include_reasoning") is False:
+        options = rest.get("stream_options") or {}
+        rest["stream_options"] = {**options, "include_usage": True, "continuous_usage_stats": True}
+    return _dump(request, rest, _with_resume_ids(request, kv_transfer_params))
+
+
+def drain_body(request: ClientRequest, kv_transfer_params: bytes) -> bytes:
+    """The body that makes a decoder pull (and so free) KV that nobody waits for any more."""
+    return _dump(request, _one_token(request, min_tokens=0), _with_resume_ids(request, kv_transfer_params))
+
+
+def _one_token(request: ClientRequest, *, min_tokens: int) -> dict[str, Any]:
+    rest = {name: value for name, value in request.rest.items() if name not in _NOT_FOR_ONE_TOKEN}
+    rest["stream"] = False
+    rest["max_tokens"] = 1
+    rest["min_tokens"] = min_tokens
+    if "max_completion_tokens" in rest:
+        rest["max_completion_tokens"] = 1
+    rest["return_token_ids"] = True  # the prompt's ids are what a resume starts from
+    return rest
+
+
+def _with_resume_ids(request: ClientRequest, kv_transfer_params: bytes) -> bytes:
+    if not request.resume_ids:
+        return kv_transfer_params
+    head = kv_transfer_params.rstrip()[:-1]
+    comma = b"" if head.rstrip().endswith(b"{") else b","
+    return b"".join((head, comma, orjson.dumps(request.resume_key), b":", request.resume_ids, b"}"))
+
+
+def _dump(request: ClientRequest, rest: dict[str, Any], kv_transfer_params: bytes) -> bytes:
+    if request.prompt_json:
+        name = "prompt" if request.endpoint == "completions" else "messages"
+        rest[name] = orjson.Fragment(request.prompt_json)
+    rest["kv_transfer_params"] = orjson.Fragment(kv_transfer_params)
+    return orjson.dumps(rest)
+
+
+# ------------------------------------------------------------------------------------------------ worker -> r
+
+
+def parse_probe_reply(body: bytes, *, worker: str) -> PrefillResult:
+    """Read a prefiller's 200.
+
+    Raises: BadUpstreamReply: not a completion. Null `kv_transfer_params` are no error here: the caller
+    retries.
+    """
+    try:
+        reply = orjson.loads(body)
+        usage = reply.get("usage") or {}
+        params = reply.get("kv_transfer_params")
+        choice = reply["choices"][0]
+        ids = choice.get("prompt_token_ids") or reply.get("prompt_token_ids")
+        prompt_tokens = usage.get("prompt_tokens")
+        if prompt_tokens is None:
+            prompt_tokens = len(ids) if ids else 0
+        return PrefillResult(
+            kv_transfer_params=orjson.dumps(params) if isinstance(params, dict) and params else None,
+            prompt_tokens=int(prompt_tokens),
+            cached_tokens=(usage.get("prompt_tokens_details") or {}).get("cached_tokens"),
+            prompt_token_ids=array("I", ids) if ids else None,
+        )
+    except (ValueError, TypeError, KeyError, IndexError, AttributeError, OverflowError) as exc:
+        raise BadUpstreamReply(
+            f"the prefiller's reply is not a completion ({type(exc).__name__}: {exc})",
+            worker=worker,
+            stage="prefill",
+        ) from exc
+
+
+# ------------------------------------------------------------------------------------------------ fields
+
+
+def _take_prompt(data: dict[str, Any]) -> tuple[bytes, int, int]:
+    """Remove the prompt from `data`: its JSON, its tokens, how many prompts it holds."""
+    prompt = data.pop("prompt", None)
+    if prompt is None and data.get("prompt_embeds"):
+        return b"", len(str(data["prompt_embeds"])) // 4096, 1  # one token is an embedding of some KiB
+    if prompt is None or prompt == [] or prompt == "":
+        raise InvalidRequest("Either prompt or prompt_embeds must be provided and non-empty.", param="prompt")
+    if _is_batch(prompt):
+        if not all(_is_one_prompt(part) for part in prompt):
+            raise InvalidRequest("Each prompt must be a string or a list of token ids.", param="prompt")
+        return orjson.dumps(prompt), sum(map(_prompt_tokens, prompt)), len(prompt)
+    if not _is_one_prompt(prompt):
+        raise InvalidRequest(
+            "prompt must be a string, a list of token ids, or a list of either.", param="prompt"
+        )
+    return orjson.dumps(prompt), _prompt_tokens(prompt), 1
+
+
+def _take_messages(data: dict[str, Any]) -> tuple[bytes, int, int]:
+    messages = data.pop("messages", None)
+    if not isinstance(messages, list) or not messages:
+        raise InvalidRequest("messages must be a non-empty list.", param="messages")
+    if not all(isinstance(message, dict) for message in messages):
+        raise InvalidRequest("Each message must be an object.", param="messages")
+    text_bytes = sum(_text_bytes(message.get("content")) for message in messages)
+    return orjson.dumps(messages), text_bytes // 4 + 4 * len(messages), 1
+
+
+def _text_bytes(content: object) -> int:
+    if isinstance(content, str):
+        return len(content) if content.isascii() else len(content.encode("utf-8", "replace"))
+    if isinstance(content, list):
+        return sum(_text_bytes(part.get("text")) for part in content if isinstance(part, dict))
+    return 0
+
+
+def _is_batch(prompt: object) -> bool:
+    return isinstance(prompt, list) and bool(prompt) and isinstance(prompt[0], (str, list))
+
+
+def _is_one_prompt(prompt: object) -> bool:
+    if isinstance(prompt, str):
+        return True
+    return isinstance(prompt, list) and bool(prompt) and set(map(type, prompt)) == {int}
+
+
+def _prompt_tokens(prompt: str | list[int]) -> int:
+    return _text_bytes(prompt) // 4 if isinstance(prompt, str) else len(prompt)
+
+
+def _stream_options(data: dict[str, Any], stream: bool) -> tuple[bool, bool]:
+    options = data.get("stream_options")
+    if options is None:
+        return False, False
+    if not isinstance(options, dict):
+        raise InvalidRequest(
+            f"stream_options must be an object, not {_kind(options)}.", param="stream_options"
+        )
+    if not stream:
+        raise InvalidRequest("Stream options can only be defined when `stream=True`.", param="stream_options")
+    include = _boolean(options, "include_usage")
+    return include, include and _boolean(options, "continuous_usage_stats")
+
+
+def _limit(data: dict[str, Any]) -> tuple[Literal["max_tokens", "max_completion_tokens"] | None, int | None]:
+    total = _integer(data, "max_tokens", least=1)
+    completion = _integer(data, "max_completion_tokens", least=1)
+    if completion is not None:
+        return "max_completion_tokens", completion
+    return ("max_tokens", total) if total is not None else (None, None)
+
+
+def _count(data: dict[str, Any]) -> int:
+    n = _integer(data, "n", least=1)
+    return 1 if n is None else n
+
+
+def _clean_xargs(data: dict[str, Any]) -> None:
+    """`vllm_xargs` become the sampling parameters' extra_args, the same place that carries KV parameters."""
+    xargs = data.get("vllm_xargs")
+    if isinstance(xargs, dict):
+        for name in _INTERNAL_FIELDS:
+            xargs.pop(name, None)
+
+
+def _boolean(data: dict[str, Any], name: str) -> bool:
+    value = data.get(name)
+    if value is None or isinstance(value, bool):
+        return bool(value)
+    raise InvalidRequest(f"{name} must be true or false, not {_kind(value)}.", param=name)
+
+
+def _integer(data: dict[str, Any], name: str, *, least: int | None) -> int | None:
+    value = data.get(name)
+    if value is None:
+        return None
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise InvalidRequest(f"{name} must be an integer, not {_kind(value)}.", param=name)
+    if least is not None and value < least:
+        raise InvalidRequest(f"{name} must be at least {least}, got {value}.", param=name)
+    return value
+
+
+def _kind(value: object) -> str:
+    names = {dict: "an object", list: "a list", str: "a string", bool: "a boolean", type(None): "null"}
+    return names.get(type(value), "a number")

@@ -1,0 +1,530 @@
+r"""One upstream SSE stream: bytes in, whatever the chunking; bytes for the client and an exact token count
+out.
+
+Events end at a blank line (LF or CRLF). Each event takes one of two ways:
+
+* **JSON**: parsed once with orjson, counted, judged (finish, `recomputed`, error, usage) and either passed on
+  as the bytes that came, edited by slicing out ids, or written anew.
+* **Template**: nearly all events of a stream differ from the one before in two places only, the text and the
+  token ids. An ordinary event (one choice, nothing finished, nothing special) that went the JSON way leaves a
+  template behind: `head`, then a text, then `mid`, then ids, then `tail`. A later event is taken apart by it
+  without parsing, and only if the match is exact: `head` at its start, `tail` at its end, no quote and no
+  newline between `head` and `mid`, nothing but digits and commas between `mid` and `tail`.
+
+Why an exact match proves the meaning. Inside a JSON string every quote is escaped, so a text without any
+quote is all inside the string that `head` opened and that `mid` (which begins with a quote) closes. (A text
+ending in a backslash would escape that quote; then the next bytes of `mid`, a comma or brace and a bare
+key, could not follow, and the event was no JSON to begin with.) So the event is the template's event with
+another text and other ids: every key that was judged ordinary then is byte for byte the same now.
+
+Why a key is found by its bytes. In valid JSON the bytes `,"token_ids":` or `{"token_ids":` are always that
+key. Their first quote follows a comma or brace, not a backslash, so it opens or closes a string. Did it
+close one, the next byte outside a string would be a letter, which is no JSON. So it opens one, and the
+second quote, which follows a letter, closes it before a colon: a key. A model that writes `"token_ids":[1]`
+reaches the wire as `\"token_ids\":[1]`, which does not contain these bytes.
+
+A scanner lives as long as the client's answer. `resume()` tells it that the next bytes are a new worker's
+stream for the same answer: ids, `created` and the role stay those of the first, usage is that of the whole.
+Text that a worker held back (half of a character) dies with it, so `resume()` gives back the ids whose text
+was never seen and they are generated again. With stop strings a worker holds back more than the last ids
+show; a `recomputed` marker flushes that text, a lost connection loses it.
+"""
+
+import re
+from array import array
+from enum import Enum
+from typing import Any, Final, TypeGuard
+
+import orjson
+
+MAX_EVENT_BYTES: Final = 32 * 1024 * 1024  # the ids of a prompt of 4 million tokens; more is no event
+
+_BLANK_LINE = re.compile(rb"\n\r?\n")
+_IDS_LIST = re.compile(rb'([,{]"(?:prompt_)?token_ids":)\[[0-9,]*\]')
+_TEXT_KEYS = (b'"text":"', b'"content":"', b'"reasoning":"', b'"reasoning_content":"')
+_IDS_KEY = b',"token_ids":['
+
+
+class StreamEnd(Enum):
+    """How one worker's stream ended, once it has."""
+
+    DONE = "done"  # a finish reason, then [DONE]
+    RECOMPUTED = "recomputed"  # the engine gave the request back: prefill prompt + generated ids again
+    UNFINISHED = "unfinished"  # [DONE] or the end of the bytes without a finish reason: same remedy
+    NO_DONE = "no_done"  # finished, but the bytes end without [DONE]
+    ERROR = "error"  # an error event; see `EventScanner.error`
+    OVERSIZED = "oversized"  # an event above the limit
+
+
+class EventScanner:
+    """Counts one answer's tokens and rewrites its events for the client; never raises on any input.
+
+    Attributes that callers read (all over every life of the answer, see `resume`):
+        tokens: tokens generated so far. ids: those tokens, in order. ids_exact: `ids` holds all of
+        `tokens`. prompt_ids: the prompt's ids as the first worker told them, else None. end: None while the
+        stream runs. error: the JSON of the error event. finish_reason: the last one seen. usage: the final
+        usage, as sent. events: data events seen in this life. public_id, created: what the client sees in
+        every event.
+    """
+
+    __slots__ = (
+        "_base",
+        "_cached_tokens",
+        "_closing_events",
+        "_edge",
+        "_end_out",
+        "_head",
+        "_head_out",
+        "_ids_in_life",
+        "_index",
+        "_life",
+        "_max_event_bytes",
+        "_mid",
+        "_n_tail",
+        "_parts",
+        "_parts_bytes",
+        "_printed",
+        "_prompt_tokens",
+        "_role_sent",
+        "_same_head",
+        "_tail",
+        "_want_continuous",
+        "_want_ids",
+        "_want_usage",
+        "created",
+        "end",
+        "error",
+        "events",
+        "finish_reason",
+        "ids",
+        "ids_exact",
+        "prompt_ids",
+        "public_id",
+        "tokens",
+        "usage",
+    )
+
+    def __init__(
+        self,
+        *,
+        want_token_ids: bool = False,
+        want_usage: bool = False,
+        want_continuous_usage: bool = False,
+        prompt_tokens: int | None = None,
+        cached_tokens: int | None = None,
+        public_id: str | None = None,
+        created: int | None = None,
+        index: int | None = None,
+        closing_events: bool = True,
+        max_event_bytes: int = MAX_EVENT_BYTES,
+    ) -> None:
+        """Start on the first worker's stream.
+
+        `want_*` is what the client asked for. `prompt_tokens` and `cached_tokens` are the prefiller's
+        figures: a decoder counts pulled KV as cached. `public_id`, `created` and `index` override what the
+        worker says, and `closing_events` False keeps usage and [DONE] back: both for an answer made of
+        several streams.
+        """
+        self.tokens = 0
+        self.ids = array("I")
+        self.ids_exact = True
+        self.prompt_ids: array[int] | None = None
+        self.end: StreamEnd | None = None
+        self.error: bytes | None = None
+        self.finish_reason: str | None = None
+        self.usage: dict[str, Any] | None = None
+        self.events = 0
+        self.public_id = public_id
+        self.created = created
+        self._want_ids = want_token_ids
+        self._want_usage = want_usage
+        self._want_continuous = want_usage and want_continuous_usage
+        self._prompt_tokens = prompt_tokens
+        self._cached_tokens = cached_tokens
+        self._index = index
+        self._closing_events = closing_events
+        self._max_event_bytes = max_event_bytes
+        self._life = 0
+        self._base = 0  # tokens of earlier lives
+        self._printed = 0  # tokens whose text the client has
+        self._ids_in_life = False
+        self._role_sent = False
+        self._parts: list[bytes] = []  # of an event that has not ended
+        self._parts_bytes = 0
+        self._edge = b""  # the last bytes of `_parts`, where a blank line may straddle
+        self._forget_template()
+
+    def resume(self) -> int:
+        """Begin another life of the same answer; returns how many tokens were given back to be made again."""
+        dropped = 0
+        if self.ids_exact and not self._want_ids:
+            dropped = self.tokens - self._printed
+            del self.ids[self._printed :]
+            self.tokens = self._printed
+        self.end = None
+        self.error = None
+        self.finish_reason = None
+        self.events = 0
+        self._life += 1
+        self._base = self.tokens
+        self._ids_in_life = False
+        self._parts.clear()
+        self._parts_bytes = 0
+        self._edge = b""
+        self._forget_template()
+        return dropped
+
+    def feed(self, data: bytes) -> bytes:
+        """Take the next bytes of the worker; return what the client gets for them, whole events or nothing.
+
+        O(len(data)) over the life of the stream, whatever the chunking.
+        """
+        if self.end is not None:
+            return b""
+        if self._parts:
+            whole = self._join(data)
+            if whole is None:
+                return b""
+            data = whole
+        else:
+            relayed = self._match(data)
+            if relayed is not None:
+                return relayed
+        return self._events_of(data)
+
+    def close(self) -> StreamEnd:
+        """The worker's bytes have ended; returns how. Half an event is dropped."""
+        if self.end is None:
+            self.end = StreamEnd.UNFINISHED if self.finish_reason is None else StreamEnd.NO_DONE
+        self._parts.clear()
+        return self.end
+
+    # -------------------------------------------------------------------------------------------- framing
+
+    def _join(self, data: bytes) -> bytes | None:
+        """All bytes since the last blank line if `data` completes an event, else None and they are kept."""
+        seam = self._edge + data
+        if b"\n\n" in seam or b"\n\r\n" in seam:
+            whole = b"".join((*self._parts, data))
+            self._parts.clear()
+            self._parts_bytes = 0
+            self._edge = b""
+            return whole
+        self._keep(data, seam)
+        return None
+
+    def _keep(self, data: bytes, seam: bytes) -> None:
+        self._parts.append(data)
+        self._parts_bytes += len(data)
+        self._edge = seam[-2:]
+        if self._parts_bytes > self._max_event_bytes:
+            self.end = StreamEnd.OVERSIZED
+            self._parts.clear()
+
+    def _events_of(self, data: bytes) -> bytes:
+        out = []
+        start = 0
+        crlf = b"\r" in data  # strings escape it, so it can only be part of a line end
+        while self.end is None:
+            if crlf:
+                match = _BLANK_LINE.search(data, start)
+                stop = match.end() if match else -1
+            else:
+                found = data.find(b"\n\n", start)
+                stop = found + 2 if found >= 0 else -1
+            if stop < 0:
+                if start < len(data):
+                    rest = data[start:]
+                    self._keep(rest, rest)
+                break
+            raw = data[start:stop]
+            start = stop
+            relayed = self._match(raw)
+            if relayed is None:
+                relayed = self._judge(raw)
+            if relayed:
+                out.append(relayed)
+        return out[0] if len(out) == 1 else b"".join(out)
+
+    # -------------------------------------------------------------------------------------------- template
+
+    def _forget_template(self) -> None:
+        self._head = b"\n"  # no event that came through framing starts so: matches nothing
+        self._head_out = self._mid = self._tail = self._end_out = b""
+        self._n_tail = 0
+        self._same_head = True
+
+    def _match(self, raw: bytes) -> bytes | None:
+        """Count and rewrite `raw` if it is one event of the template, else None and nothing has changed."""
+        head = self._head
+        if not raw.startswith(head) or not raw.endswith(self._tail):
+            return None
+        mid = self._mid
+        n_head = len(head)
+        at = raw.rfind(mid, n_head)
+        if at < 0 or raw.find(b'"', n_head, at) >= 0 or raw.find(b"\n") != len(raw) - 2:
+            return None
+        ids = raw[at + len(mid) : len(raw) - self._n_tail]
+        try:
+            if ids.isdigit():
+                self.ids.append(int(ids))
+                self.tokens += 1
+            elif ids:
+                several = ids.split(b",")
+                if not all(map(bytes.isdigit, several)):
+                    return None
+                self.ids.extend(array("I", map(int, several)))
+                self.tokens += len(several)
+        except OverflowError:
+            return None
+        self.events += 1
+        if at > n_head:
+            self._printed = self.tokens
+        if self._want_ids:
+            return raw if self._same_head else self._head_out + raw[n_head:]
+        if self._same_head:
+            return raw[:at] + self._end_out
+        return self._head_out + raw[n_head:at] + self._end_out
+
+    def _learn(self, raw: bytes, out: bytes) -> None:
+        """Make a template of an ordinary event: `raw` as it came, `out` as the client got it."""
+        ids_at = raw.rfind(_IDS_KEY)
+        for key in _TEXT_KEYS:
+            if ids_at > 0 and raw.count(key) == 1 and out.count(key) == 1:
+                start = raw.index(key) + len(key)
+                stop = raw.find(b'"', start)
+                before = raw[start - len(key) - 1 : start - len(key)]
+                if before not in (b",", b"{") or not start <= stop < ids_at:
+                    return
+                self._head = raw[:start]
+                self._mid = raw[stop : ids_at + len(_IDS_KEY)]
+                self._tail = raw[raw.index(b"]", ids_at) :]
+                self._n_tail = len(self._tail)
+                self._head_out = out[: out.index(key) + len(key)]
+                self._same_head = self._head_out == self._head
+                self._end_out = self._mid[:-1] + b"null" + self._tail[1:]
+                return
+
+    # -------------------------------------------------------------------------------------------- JSON
+
+    def _judge(self, raw: bytes) -> bytes:
+        """Take one event the slow way; returns what the client gets for it."""
+        payload = _payload(raw)
+        if payload is None:
+            return raw if raw.strip() else b""
+        if payload == b"[DONE]":
+            return self._done(raw)
+        try:
+            event = orjson.loads(payload)
+        except ValueError:
+            return raw
+        if not isinstance(event, dict):
+            return raw
+        self.events += 1
+        if event.get("error") or event.get("object") == "error":
+            self.error = payload
+            self.end = StreamEnd.ERROR
+            return b""
+        choices = event.get("choices")
+        if not isinstance(choices, list):
+            return raw
+        if not choices:
+            return self._final_usage(event, raw)
+        return self._tokens(event, choices, raw)
+
+    def _done(self, raw: bytes) -> bytes:
+        if self.finish_reason is None:
+            self.end = StreamEnd.UNFINISHED
+            return b""
+        self.end = StreamEnd.DONE
+        return raw if self._closing_events else b""
+
+    def _final_usage(self, event: dict[str, Any], raw: bytes) -> bytes:
+        usage = event.get("usage")
+        if not isinstance(usage, dict):
+            return raw
+        self._count_by_usage(usage)
+        changed = self._rewrite_usage(usage) | self._rewrite_identity(event)
+        self.usage = usage
+        if not (self._want_usage and self._closing_events):
+            return b""
+        return _write(event, raw) if changed else raw
+
+    def _tokens(self, event: dict[str, Any], choices: list[Any], raw: bytes) -> bytes:
+        """An event with choices: the general case."""
+        blanked = self._take_ids(event, "prompt_token_ids", prompt=True)
+        changed = recomputed = carries = finishes = False
+        for choice in choices:
+            if not isinstance(choice, dict):
+                return raw
+            blanked += self._take_ids(choice, "token_ids")
+            blanked += self._take_ids(choice, "prompt_token_ids", prompt=True)
+            if _has_text(choice):
+                carries = True
+                self._printed = self.tokens
+            if choice.get("stop_reason") == "recomputed":
+                recomputed = changed = True
+                choice["finish_reason"] = None
+                choice["stop_reason"] = None
+            elif isinstance(choice.get("finish_reason"), str):
+                self.finish_reason = choice["finish_reason"]
+                finishes = True
+            if self._index is not None and choice.get("index") != self._index:
+                choice["index"] = self._index
+                changed = True
+        usage = event.get("usage")
+        ordinary = not (recomputed or finishes or usage) and len(choices) == 1
+        if isinstance(usage, dict):
+            self._count_by_usage(usage)
+            if self._want_continuous:
+                changed |= self._rewrite_usage(usage)
+            else:
+                del event["usage"]
+                changed = True
+        if recomputed:
+            self.end = StreamEnd.RECOMPUTED
+            if not carries:
+                return b""
+        role = self._rewrite_role(choices)
+        changed |= role | self._rewrite_identity(event)
+        if not (carries or finishes) and self._says_nothing(choices, role):
+            return b""
+        if changed:
+            out = _write(event, raw)
+        elif blanked and not self._want_ids:
+            out = _blank_ids(event, raw, blanked)
+        else:
+            out = raw
+        if ordinary and choices[0].get("logprobs") is None:
+            self._learn(raw, out)
+        return out
+
+    def _take_ids(self, holder: dict[str, Any], name: str, *, prompt: bool = False) -> int:
+        """Record a list of ids; null it in the event unless the client wants it. Returns lists nulled."""
+        ids = holder.get(name)
+        if not isinstance(ids, list):
+            return 0
+        try:
+            taken = array("I", ids)
+        except (TypeError, OverflowError):
+            taken = None
+        if prompt:
+            if self.prompt_ids is None:
+                self.prompt_ids = taken
+        else:
+            self._ids_in_life = True
+            self.tokens += len(ids)
+            if taken is None:
+                self.ids_exact = False
+            else:
+                self.ids.extend(taken)
+        if self._want_ids and not (prompt and self._life):
+            return 0
+        holder[name] = None
+        return 1
+
+    def _count_by_usage(self, usage: dict[str, Any]) -> None:
+        """Where a worker sends no ids, its cumulative usage counts."""
+        generated = usage.get("completion_tokens")
+        if self._ids_in_life or not _is_count(generated):
+            return
+        if self._base + generated > self.tokens:
+            self.tokens = self._base + generated
+            self.ids_exact = False
+
+    def _rewrite_usage(self, usage: dict[str, Any]) -> bool:
+        """Make a usage that of the whole answer, with the prefiller's word on cached tokens."""
+        changed = False
+        details = usage.get("prompt_tokens_details")
+        if self._cached_tokens is not None or (isinstance(details, dict) and details.get("cached_tokens")):
+            wanted = dict(details) if isinstance(details, dict) else {}
+            wanted["cached_tokens"] = self._cached_tokens or 0
+            if wanted != details:
+                usage["prompt_tokens_details"] = wanted
+                changed = True
+        if self._life:
+            prompt_tokens = self._prompt_tokens
+            if prompt_tokens is None:
+                told = usage.get("prompt_tokens")
+                prompt_tokens = max(0, told - self._base) if _is_count(told) else 0
+            usage["prompt_tokens"] = prompt_tokens
+            usage["completion_tokens"] = self.tokens
+            usage["total_tokens"] = prompt_tokens + self.tokens
+            changed = True
+        return changed
+
+    def _rewrite_identity(self, event: dict[str, Any]) -> bool:
+        """Keep `id` and `created` those of the answer's first event."""
+        changed = False
+        if self.public_id is None and isinstance(event.get("id"), str):
+            self.public_id = event["id"]
+        elif "id" in event and event["id"] != self.public_id:
+            event["id"] = self.public_id
+            changed = True
+        if self.created is None and _is_count(event.get("created")):
+            self.created = event["created"]
+        elif "created" in event and event["created"] != self.created:
+            event["created"] = self.created
+            changed = True
+        return changed
+
+    def _rewrite_role(self, choices: list[dict[str, Any]]) -> bool:
+        """Drop the role from a delta when the client already has it."""
+        changed = False
+        for choice in choices:
+            delta = choice.get("delta")
+            if isinstance(delta, dict) and "role" in delta:
+                if self._life and self._role_sent:
+                    del delta["role"]
+                    changed = True
+                else:
+                    self._role_sent = True
+        return changed
+
+    def _says_nothing(self, choices: list[dict[str, Any]], role_dropped: bool) -> bool:
+        """Whether the event exists only because we asked for ids, or held only a role that was dropped."""
+        if self._want_ids and not role_dropped:
+            return False
+        for choice in choices:
+            delta = choice.get("delta")
+            if not isinstance(delta, dict) or choice.get("logprobs") is not None or choice.get("token_ids"):
+                return False
+            if any(value is not None and not (role_dropped and value == "") for value in delta.values()):
+                return False
+        return True
+
+
+# ------------------------------------------------------------------------------------------------ helpers
+
+
+def _payload(raw: bytes) -> bytes | None:
+    """The data of an event, its lines joined by LF; None if it has none (a comment, a bare blank line)."""
+    if raw.startswith(b"data: ") and raw.find(b"\n") == len(raw) - 2:
+        return raw[6:-2]
+    lines = [line.rstrip(b"\r") for line in raw.split(b"\n")]
+    data = [line[5:].removeprefix(b" ") for line in lines if line.startswith(b"data:")]
+    return b"\n".join(data) if data else None
+
+
+def _has_text(choice: dict[str, Any]) -> bool:
+    if choice.get("text"):
+        return True
+    delta = choice.get("delta")
+    return isinstance(delta, dict) and any(value for name, value in delta.items() if name != "role")
+
+
+def _is_count(value: object) -> TypeGuard[int]:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _blank_ids(event: dict[str, Any], raw: bytes, lists: int) -> bytes:
+    """`raw` with its lists of ids replaced by null, by slicing if the bytes show exactly those lists."""
+    out, found = _IDS_LIST.subn(rb"\1null", raw)
+    return out if found == lists else _write(event, raw)
+
+
+def _write(event: dict[str, Any], raw: bytes) -> bytes:
+    try:
+        return b"data: " + orjson.dumps(event) + b"\n\n"
+    except TypeError:  # nested deeper than orjson writes, though it read it: nothing of ours is that deep
+        return raw

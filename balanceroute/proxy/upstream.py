@@ -1,0 +1,555 @@
+"""The connections to one worker: HTTP/1.1 with keep-alive, made for thousands of long streams.
+
+    Upstream --request()--> _Connection (one transport, one parser) --> Reply (status, headers, then bytes)
+       ^                                                                  |
+       '---- idle stack <---- reply complete and keep-alive allowed ------'
+
+A connection serves one request at a time and is either busy, idle or closed. The idle ones are a stack:
+taking and returning is O(1) however many streams run, and the most recently used connection, the least
+likely to be closed under our hands, is taken first. One that has been idle for `keepalive_s` is not used
+again: uvicorn (so vLLM) closes after 5 s, and a request that crosses that close is in doubt.
+
+**The request in doubt.** A reused connection that ends before one byte of the reply came is retried once on
+a fresh connection. The server had closed it while idle, so it has not seen the request; that is the rule of
+RFC 9110 section 9.2.2 for a close "prior to any response", and what Envoy calls reset-before-request. It
+cannot be told from a server that took the request and died. For a prefill probe that means: in the worst
+case a probe runs twice and its KV stays pinned until the connector's timeout. `retry_stale=False` turns it
+off.
+
+**Reading.** Bytes reach the consumer by one of two ways. `next_chunk()` waits and returns everything that
+has come since the last call; behind `high_water_bytes` the socket is no longer read, so a slow client holds
+back its own worker connection and nothing else. `attach(sink)` hands each read's bytes to a callback at
+once, without a task waking up; the sink pauses and resumes by itself. What has come is never lost to an
+error: the bytes first, then the error.
+
+**Ends.** A body ends by its length, by its last chunk, or by the close if it has neither. Any other close
+is `BadUpstreamReply`: a truncated answer never looks complete. `abort()` closes the socket at once; a vLLM
+notices and frees the request.
+
+Errors of the network leave this module as `ConnectFailed`, `UpstreamTimeout` or `BadUpstreamReply`. The
+environment (`http_proxy`) is not consulted; no `accept-encoding` is sent and a body is passed on as it is.
+"""
+
+import asyncio
+import ssl
+from collections.abc import Sequence
+from typing import Final, Protocol, cast
+from urllib.parse import urlsplit
+
+import httptools
+
+from balanceroute.errors import BadUpstreamReply, ConnectFailed, UpstreamError, UpstreamTimeout
+
+KEEPALIVE_S: Final = 4.0  # below the 5 s after which uvicorn closes an idle connection
+HIGH_WATER_BYTES: Final = 256 * 1024
+CONNECT_TIMEOUT_S: Final = 5.0
+MAX_HEAD_BYTES: Final = 64 * 1024
+
+Headers = Sequence[tuple[bytes, bytes]]
+
+
+class Sink(Protocol):
+    """Takes a reply's body from within the event loop's read callback; must not block or raise."""
+
+    def chunk(self, data: bytes) -> None:
+        """More bytes, never empty."""
+
+    def ended(self, error: UpstreamError | None) -> None:
+        """The body is complete (None) or broken; called once, after the last `chunk`."""
+
+
+class Upstream:
+    """One worker's connections; `worker` and `stage` name it in errors."""
+
+    def __init__(
+        self,
+        url: str,
+        *,
+        worker: str = "",
+        stage: str = "decode",
+        ssl_context: ssl.SSLContext | None = None,
+        max_idle: int = 4096,
+        keepalive_s: float = KEEPALIVE_S,
+        high_water_bytes: int = HIGH_WATER_BYTES,
+    ) -> None:
+        """`url` is http(s)://host[:port][/prefix]; IPv6 hosts in brackets. Nothing is connected yet.
+
+        Raises: ValueError: the URL is not of that form.
+        """
+        parts = urlsplit(url)
+        if parts.scheme not in ("http", "https") or not parts.hostname:
+            raise ValueError(f"{url!r} is not an http or https URL with a host")
+        self.url = url
+        self.worker = worker or url
+        self.stage = stage
+        self.host = parts.hostname
+        self.port = parts.port or (443 if parts.scheme == "https" else 80)
+        self.high_water_bytes = high_water_bytes
+        self._prefix = parts.path.rstrip("/")
+        self._ssl = ssl_context or ssl.create_default_context() if parts.scheme == "https" else None
+        self._host_header = parts.netloc.rpartition("@")[2].encode(
+            "idna" if not parts.netloc.isascii() else "ascii"
+        )
+        self._max_idle = max_idle
+        self._keepalive_s = keepalive_s
+        self._idle: list[_Connection] = []
+        self._busy: set[_Connection] = set()
+        self._closed = False
+
+    @property
+    def idle_connections(self) -> int:
+        """Connections that wait for a request."""
+        return len(self._idle)
+
+    @property
+    def busy_connections(self) -> int:
+        """Connections with a request under way."""
+        return len(self._busy)
+
+    async def request(
+        self,
+        method: str,
+        path: str,
+        body: bytes = b"",
+        headers: Headers = (),
+        *,
+        connect_timeout_s: float = CONNECT_TIMEOUT_S,
+        first_byte_timeout_s: float | None = None,
+        retry_stale: bool = True,
+    ) -> "Reply":
+        """Send one request; returns when the reply's head is here.
+
+        The caller must read the reply to its end or `abort()` it. Cancelling this call closes the connection.
+        `headers` are sent as they are beside host and content-length; they must not frame the message.
+
+        Raises: ConnectFailed, UpstreamTimeout, BadUpstreamReply.
+        """
+        message = self._message(method, path, body, headers)
+        while True:
+            connection, reused = await self._connection(connect_timeout_s)
+            reply = connection.send(message)
+            try:
+                async with asyncio.timeout(first_byte_timeout_s):
+                    await reply.head
+            except TimeoutError as exc:
+                raise UpstreamTimeout(
+                    f"no answer within {first_byte_timeout_s:g} s", worker=self.worker, stage=self.stage
+                ) from exc
+            except ConnectFailed:
+                if reused and retry_stale and not connection.heard:
+                    retry_stale = False
+                    continue
+                raise
+            else:
+                return reply
+            finally:
+                if not reply.started:
+                    reply.abort()
+
+    def close(self) -> None:
+        """Close every connection; replies under way end with `ConnectFailed` or `BadUpstreamReply`."""
+        self._closed = True
+        for connection in [*self._idle, *self._busy]:
+            connection.abort()
+        self._idle.clear()
+
+    # ------------------------------------------------------------------------------------ pool
+
+    async def _connection(self, connect_timeout_s: float) -> "tuple[_Connection, bool]":
+        loop = asyncio.get_running_loop()
+        idle = self._idle
+        while idle:
+            connection = idle.pop()
+            if loop.time() - connection.idle_since > self._keepalive_s:
+                connection.abort()  # those below it in the stack are older still
+                while idle:
+                    idle.pop().abort()
+            elif connection.usable:
+                self._busy.add(connection)
+                return connection, True
+        if self._closed:
+            raise ConnectFailed("the worker has been removed", worker=self.worker, stage=self.stage)
+        try:
+            async with asyncio.timeout(connect_timeout_s):
+                _, connection = await loop.create_connection(
+                    lambda: _Connection(self, loop), self.host, self.port, ssl=self._ssl
+                )
+        except TimeoutError as exc:
+            raise ConnectFailed(
+                f"no connection within {connect_timeout_s:g} s", worker=self.worker, stage=self.stage
+            ) from exc
+        except (OSError, ssl.SSLError, UnicodeError) as exc:
+            raise ConnectFailed(f"cannot connect: {exc}", worker=self.worker, stage=self.stage) from exc
+        self._busy.add(connection)
+        return connection, False
+
+    def _message(self, method: str, path: str, body: bytes, headers: Headers) -> bytes:
+        """Head and body as one write."""
+        lines = [
+            b"%s %s HTTP/1.1\r\nhost: %s\r\n"
+            % (method.encode("ascii"), (self._prefix + path).encode("ascii"), self._host_header)
+        ]
+        for name, value in headers:
+            if b"\n" in value or b"\r" in value or b"\n" in name or b"\r" in name:
+                raise ValueError(f"header {name!r} holds a line break")
+            lines.append(b"%s: %s\r\n" % (name, value))
+        if body or method not in ("GET", "HEAD", "DELETE"):
+            lines.append(b"content-length: %d\r\n" % len(body))
+        lines.append(b"\r\n")
+        lines.append(body)
+        return b"".join(lines)
+
+    def _release(self, connection: "_Connection", *, reusable: bool) -> None:
+        """A connection's request is over; called once per request."""
+        self._busy.discard(connection)
+        if reusable and not self._closed and len(self._idle) < self._max_idle:
+            self._idle.append(connection)
+        else:
+            connection.abort()
+
+
+class Reply:
+    """A worker's answer: `status`, `headers` (names in lower case), then its body, once, for one consumer."""
+
+    __slots__ = (
+        "_connection",
+        "_ended",
+        "_error",
+        "_parts",
+        "_parts_bytes",
+        "_paused",
+        "_sink",
+        "_waiter",
+        "head",
+        "headers",
+        "started",
+        "status",
+    )
+
+    def __init__(self, connection: "_Connection", head: "asyncio.Future[None]") -> None:
+        self.status = 0
+        self.headers: list[tuple[bytes, bytes]] = []
+        self.head = head
+        self.started = False  # the head is complete
+        self._connection: _Connection | None = connection
+        self._sink: Sink | None = None
+        self._parts: list[bytes] = []
+        self._parts_bytes = 0
+        self._waiter: asyncio.Future[None] | None = None
+        self._ended = False
+        self._error: UpstreamError | None = None
+        self._paused = False
+
+    def header(self, name: bytes) -> bytes | None:
+        """The first value of a header; `name` in lower case."""
+        for key, value in self.headers:
+            if key == name:
+                return value
+        return None
+
+    @property
+    def buffered_bytes(self) -> int:
+        """Body bytes that have come and are not consumed."""
+        return self._parts_bytes
+
+    async def next_chunk(self) -> bytes | None:
+        """All body bytes since the last call, as soon as there are any; None at the end.
+
+        Raises: BadUpstreamReply: the body broke off (after the bytes before it were returned).
+        """
+        while not self._parts:
+            if self._ended:
+                if self._error is not None:
+                    raise self._error
+                return None
+            self._waiter = asyncio.get_running_loop().create_future()
+            try:
+                await self._waiter
+            finally:
+                self._waiter = None
+        return self._take()
+
+    async def read(self, limit: int) -> bytes:
+        """The whole body, for answers that are not streamed.
+
+        Raises: BadUpstreamReply: it broke off, or is longer than `limit` bytes; the connection is closed.
+        """
+        parts = []
+        total = 0
+        try:
+            while (chunk := await self.next_chunk()) is not None:
+                parts.append(chunk)
+                total += len(chunk)
+                if total > limit:
+                    raise self._failure(BadUpstreamReply, f"the body is longer than {limit} bytes")
+        except BaseException:
+            self.abort()
+            raise
+        return parts[0] if len(parts) == 1 else b"".join(parts)
+
+    def attach(self, sink: Sink) -> None:
+        """Give the body to `sink` from now on, first what has come already (all within this call)."""
+        self._sink = sink
+        if self._parts:
+            sink.chunk(self._take())
+        if self._ended:
+            sink.ended(self._error)
+
+    def pause(self) -> None:
+        """Stop reading the socket: for a sink that cannot take more."""
+        if not self._paused and self._connection is not None:
+            self._paused = True
+            self._connection.pause()
+
+    def resume(self) -> None:
+        """Read on."""
+        if self._paused and self._connection is not None:
+            self._connection.resume()
+        self._paused = False
+
+    def abort(self) -> None:
+        """Close the connection unless the reply is complete: nobody wants the rest. Idempotent."""
+        connection = self._connection
+        if connection is not None:
+            self._connection = None
+            self._sink = None
+            self._finish(self._failure_of(connection, "the request was aborted by the router"))
+            connection.give_up()
+
+    # ------------------------------------------------------------------------------------ connection's side
+
+    def _deliver(self, data: bytes) -> None:
+        sink = self._sink
+        if sink is not None:
+            sink.chunk(data)
+            return
+        self._parts.append(data)
+        self._parts_bytes += len(data)
+        waiter = self._waiter
+        if waiter is not None and not waiter.done():
+            waiter.set_result(None)
+        connection = self._connection
+        if connection is not None and not self._paused and self._parts_bytes > connection.high_water_bytes:
+            self.pause()
+
+    def _finish(self, error: UpstreamError | None) -> None:
+        """The reply is over, well or not; the first call counts."""
+        if self._ended:
+            return
+        self._ended = True
+        self._error = error
+        self._connection = None
+        if not self.head.done():
+            if error is None:
+                self.head.set_result(None)
+            else:
+                self.head.set_exception(error)
+                self.head.exception()  # a caller that was cancelled will not look at it
+        waiter = self._waiter
+        if waiter is not None and not waiter.done():
+            waiter.set_result(None)
+        if self._sink is not None:
+            self._sink.ended(error)
+
+    def _take(self) -> bytes:
+        parts = self._parts
+        data = parts[0] if len(parts) == 1 else b"".join(parts)
+        parts.clear()
+        self._parts_bytes = 0
+        if self._paused:
+            self.resume()
+        return data
+
+    def _failure(self, kind: type[UpstreamError], text: str) -> UpstreamError:
+        connection = self._connection
+        if connection is None:
+            return kind(text, worker="", stage="")
+        return connection.failure(kind, text)
+
+    @staticmethod
+    def _failure_of(connection: "_Connection", text: str) -> UpstreamError:
+        return connection.failure(ConnectFailed, text)
+
+
+class _Connection(asyncio.Protocol):
+    """One transport to the worker; owns the parser of the reply under way."""
+
+    __slots__ = (
+        "_buffered",
+        "_framed",
+        "_head_bytes",
+        "_keep_alive",
+        "_loop",
+        "_owner",
+        "_parser",
+        "_reply",
+        "_transport",
+        "heard",
+        "idle_since",
+    )
+
+    def __init__(self, owner: Upstream, loop: asyncio.AbstractEventLoop) -> None:
+        self._owner = owner
+        self._loop = loop
+        self._transport: asyncio.Transport | None = None
+        self._parser: httptools.HttpResponseParser | None = None
+        self._reply: Reply | None = None
+        self._buffered: list[bytes] = []
+        self._framed = False  # the body's end is known from its framing, not from the close
+        self._keep_alive = False  # the reply allows another request
+        self._head_bytes = 0
+        self.heard = False  # a byte of the reply under way has come
+        self.idle_since = 0.0
+
+    @property
+    def usable(self) -> bool:
+        """Whether a request may be written."""
+        return self._transport is not None and not self._transport.is_closing()
+
+    @property
+    def high_water_bytes(self) -> int:
+        """Bytes of one reply above which its socket is not read."""
+        return self._owner.high_water_bytes
+
+    def failure(self, kind: type[UpstreamError], text: str) -> UpstreamError:
+        """An error that names this connection's worker."""
+        return kind(text, worker=self._owner.worker, stage=self._owner.stage)
+
+    def send(self, message: bytes) -> Reply:
+        """Write a request; its reply will fill the returned object."""
+        assert self._transport is not None
+        self._parser = httptools.HttpResponseParser(self)
+        self._head_bytes = 0
+        self.heard = False
+        reply = self._reply = Reply(self, self._loop.create_future())
+        self._transport.write(message)
+        return reply
+
+    def pause(self) -> None:
+        """Stop reading."""
+        if self._transport is not None and not self._transport.is_closing():
+            self._transport.pause_reading()
+
+    def resume(self) -> None:
+        """Read on."""
+        if self._transport is not None and not self._transport.is_closing():
+            self._transport.resume_reading()
+
+    def abort(self) -> None:
+        """Close at once."""
+        if self._transport is not None:
+            self._transport.abort()
+
+    def give_up(self) -> None:
+        """The reply is unwanted: close, out of turn."""
+        self._reply = None
+        self._owner._release(self, reusable=False)
+
+    # ------------------------------------------------------------------------------------ transport
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport = cast(asyncio.Transport, transport)
+
+    def data_received(self, data: bytes) -> None:
+        reply = self._reply
+        if reply is None:  # idle: nobody asked, so nobody can say what this is
+            self.abort()
+            return
+        self.heard = True
+        parser = self._parser
+        assert parser is not None
+        if not reply.started:
+            self._head_bytes += len(data)
+        try:
+            parser.feed_data(data)
+        except (httptools.HttpParserError, httptools.HttpParserUpgrade) as exc:
+            self._fail(self.failure(BadUpstreamReply, f"not HTTP: {exc}"))
+            return
+        buffered = self._buffered
+        if buffered:
+            body = buffered[0] if len(buffered) == 1 else b"".join(buffered)
+            buffered.clear()
+            reply._deliver(body)
+        elif not reply.started and self._head_bytes > MAX_HEAD_BYTES:
+            self._fail(
+                self.failure(BadUpstreamReply, f"the reply's head is longer than {MAX_HEAD_BYTES} bytes")
+            )
+            return
+        if self._parser is None and self._reply is reply:
+            self._complete(reply)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        reply = self._reply
+        self._transport = None
+        if reply is None:
+            return
+        if not reply.started:
+            how = f": {exc}" if exc else ""
+            error = self.failure(ConnectFailed, f"the connection closed before the reply{how}")
+        elif self._framed:
+            how = f": {exc}" if exc else ""
+            error = self.failure(BadUpstreamReply, f"the connection closed inside the reply{how}")
+        elif exc is not None:
+            error = self.failure(BadUpstreamReply, f"the connection broke: {exc}")
+        else:
+            self._reply = None
+            self._owner._release(self, reusable=False)
+            reply._finish(None)
+            return
+        self._fail(error)
+
+    def _complete(self, reply: Reply) -> None:
+        self._reply = None
+        transport = self._transport
+        reusable = self._keep_alive and transport is not None and not transport.is_closing()
+        if reusable and reply._paused:
+            self.resume()
+        self.idle_since = self._loop.time()
+        self._owner._release(self, reusable=reusable)
+        reply._finish(None)
+
+    def _fail(self, error: UpstreamError) -> None:
+        reply = self._reply
+        self._reply = None
+        self._buffered.clear()
+        self._owner._release(self, reusable=False)
+        if reply is not None:
+            reply._finish(error)
+
+    # ------------------------------------------------------------------------------------ parser
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        reply = self._reply
+        if reply is not None and not reply.started:
+            reply.headers.append((name.lower(), value))
+
+    def on_headers_complete(self) -> None:
+        reply, parser = self._reply, self._parser
+        if reply is None or parser is None:
+            return
+        status = parser.get_status_code()
+        if 100 <= status < 200:
+            reply.headers.clear()
+            return
+        reply.status = status
+        reply.started = True
+        self._keep_alive = parser.should_keep_alive()
+        self._framed = status in (204, 304) or any(
+            name == b"content-length" or (name == b"transfer-encoding" and value.lower().endswith(b"chunked"))
+            for name, value in reply.headers
+        )
+        if not reply.head.done():
+            reply.head.set_result(None)
+
+    def on_message_begin(self) -> None:
+        if self._parser is None:  # bytes after the reply: whose could they be?
+            self._keep_alive = False
+
+    def on_body(self, body: bytes) -> None:
+        if self._parser is not None:
+            self._buffered.append(body)
+
+    def on_message_complete(self) -> None:
+        reply = self._reply
+        if reply is not None and reply.started:
+            self._parser = None  # read by data_received, once the last bytes are handed on
