@@ -1,1 +1,43 @@
-"""A pure model of the serving engine: step time, slots, KV blocks, the barrier."""
+"""A pure model of the serving engine: step time, slots, KV blocks, the barrier.
+
+No clock, no tasks, no sockets: times are arguments in seconds on any monotonic axis. The step simulator and
+the emulated cluster drive the same objects.
+
+- `StepTimeModel`: what a step costs; `DecodeGroup` of `DecodeRank`s: the barrier, slots, queue, preemption.
+- `Prefiller`: prompt time, and KV that stays pinned until a decoder pulls it or a lease passes.
+- `KvBlocks`: the memory of both.
+- `tokens`: a reversible tokenizer and a deterministic model, so that every answer can be checked.
+"""
+
+from balanceroute.engine.decode import (
+    DecodeGroup,
+    DecodeRank,
+    EngineRequest,
+    Place,
+    Preemption,
+    StepOutcome,
+    StepPlan,
+)
+from balanceroute.engine.kv_blocks import KvBlocks
+from balanceroute.engine.prefill import Prefiller, PrefillJob
+from balanceroute.engine.step_time import StepTimeModel
+from balanceroute.engine.tokens import OutputLengths, TokenStream, continuation, decode, encode
+
+__all__ = [
+    "DecodeGroup",
+    "DecodeRank",
+    "EngineRequest",
+    "KvBlocks",
+    "OutputLengths",
+    "Place",
+    "Preemption",
+    "PrefillJob",
+    "Prefiller",
+    "StepOutcome",
+    "StepPlan",
+    "StepTimeModel",
+    "TokenStream",
+    "continuation",
+    "decode",
+    "encode",
+]

@@ -1,0 +1,323 @@
+"""Decode ranks and the group that steps them together.
+
+A request on a rank is in one of three places, in this order:
+
+    waiting ------------> transferring -----------> running --> finished | recomputed | removed
+      FIFO; no slot,        holds a slot and          one token per step;
+      no blocks             its blocks; its KV        `load` counts it
+                            is on the way             (preempted: back to the front of waiting)
+
+`transferring` lasts until `ready_s`. The driver may set `ready_s` to infinity when it does not know when
+the KV comes (or never does) and call `kv_arrived` later. A step is two calls, so that a driver with a clock
+can wait in between: `begin_step` moves requests forward, makes room for one more token per running request
+and tells how long the step takes; `end_step` gives every running request its token. Nothing here knows the
+time: it comes as an argument.
+
+When a running request needs a block and none is free, the *last* running request gives way:
+
+- `Preemption.RECOMPUTE_LOCALLY` (vLLM): it goes back to the front of the queue without its KV and later waits
+  `recompute_s_per_token` for each token it had, prompt and generated.
+- `Preemption.POP_LAST` (vllm-ascend's recompute scheduler): it leaves the engine; the router must prefill
+  it again.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Generic, TypeVar
+
+from balanceroute.engine.kv_blocks import KvBlocks
+from balanceroute.engine.step_time import StepTimeModel
+from balanceroute.errors import ConfigError, InvariantError
+
+
+class Preemption(StrEnum):
+    """What happens to the last running request when KV blocks run out."""
+
+    RECOMPUTE_LOCALLY = "recompute_locally"
+    POP_LAST = "pop_last"
+
+
+class Place(StrEnum):
+    """Where a request is on its rank; `gone` before it came and after it left."""
+
+    GONE = "gone"
+    WAITING = "waiting"
+    TRANSFERRING = "transferring"
+    RUNNING = "running"
+
+
+@dataclass(slots=True, eq=False)
+class EngineRequest:
+    """One sequence on a decode rank; drivers may subclass it to carry what is theirs.
+
+    output_tokens: it finishes after so many. transfer_s: from getting its slot and blocks to being able to
+    run.
+    """
+
+    id: str
+    prompt_tokens: int
+    output_tokens: int
+    transfer_s: float = 0.0
+    generated: int = 0
+    ready_s: float = math.inf
+    place: Place = Place.GONE
+    preemptions: int = 0
+
+    @property
+    def kv_tokens(self) -> int:
+        """Tokens whose KV the request holds: prompt and everything generated."""
+        return self.prompt_tokens + self.generated
+
+    @property
+    def finished(self) -> bool:
+        """Whether it has all its output tokens."""
+        return self.generated >= self.output_tokens
+
+
+R = TypeVar("R", bound=EngineRequest)
+
+
+@dataclass(slots=True)
+class StepOutcome(Generic[R]):
+    """What one step did on one rank, in the order of the batch.
+
+    stepped: got a token (look at `finished` for those that have left with it). recomputed: popped without a
+    token, to be told before this step's tokens. preempted: sent back to the queue.
+    """
+
+    stepped: list[R] = field(default_factory=list)
+    recomputed: list[R] = field(default_factory=list)
+    preempted: list[R] = field(default_factory=list)
+
+
+@dataclass(slots=True)
+class StepPlan(Generic[R]):
+    """What a step begins with: its duration in seconds, who got a slot, and whose KV has arrived."""
+
+    duration_s: float
+    admitted: list[R] = field(default_factory=list)
+    started: list[R] = field(default_factory=list)
+
+
+class DecodeRank(Generic[R]):
+    """One data-parallel rank: `slots` requests at most (B), a FIFO queue, and KV blocks (None: memory never ends)."""
+
+    def __init__(
+        self,
+        slots: int,
+        kv: KvBlocks | None = None,
+        *,
+        preemption: Preemption = Preemption.RECOMPUTE_LOCALLY,
+        recompute_s_per_token: float = 0.0,
+        speed: float = 1.0,
+    ) -> None:
+        if slots < 1 or not speed > 0:
+            raise ConfigError(f"decode rank: slots and speed must be positive, got {slots} and {speed}")
+        self.slots = slots
+        self.kv = kv
+        self.preemption = preemption
+        self.recompute_s_per_token = recompute_s_per_token
+        self.speed = speed
+        self.load = 0  # tokens of the running requests: L_g
+        self.stalled = False  # frozen by a fault: keeps what it has, moves nothing
+        self.preemptions = 0  # requests sent back to the queue so far
+        self.waiting: dict[str, R] = {}
+        self.transferring: dict[str, R] = {}
+        self.running: dict[str, R] = {}
+        self.popped: list[R] = []  # told in the next `end_step`
+        self._preempted: list[R] = []
+
+    @property
+    def free_slots(self) -> int:
+        """Slots that neither a running nor a transferring request holds."""
+        return self.slots - len(self.running) - len(self.transferring)
+
+    @property
+    def busy(self) -> bool:
+        """Whether any request is here."""
+        return bool(self.running or self.transferring or self.waiting)
+
+    def find(self, request_id: str) -> R | None:
+        """The request of that id, wherever on this rank it is."""
+        return (
+            self.running.get(request_id) or self.transferring.get(request_id) or self.waiting.get(request_id)
+        )
+
+    def submit(self, request: R) -> None:
+        """Queue a request. Raises: ConfigError when its KV can never fit this rank."""
+        if request.place is not Place.GONE or self.find(request.id):
+            raise InvariantError(f"decode rank: {request.id} is already here")
+        if self.kv and self.kv.blocks_for(request.prompt_tokens + 1) > self.kv.num_blocks:
+            raise ConfigError(
+                f"decode rank: {request.id} needs {self.kv.blocks_for(request.prompt_tokens + 1)} KV blocks,"
+                f" the rank has {self.kv.num_blocks}"
+            )
+        request.place = Place.WAITING
+        self.waiting[request.id] = request
+
+    def admit(self, now: float) -> list[R]:
+        """Give slots and blocks to waiting requests, first come first served; returns those whose KV is now on its way."""
+        admitted: list[R] = []
+        while self.waiting and self.free_slots > 0:
+            request = next(iter(self.waiting.values()))
+            # the first token's KV is part of the claim, so that a fresh request evicts nobody in its first
+            # step
+            if self.kv and not self.kv.grow(request.id, request.kv_tokens + 1):
+                break
+            del self.waiting[request.id]
+            request.place = Place.TRANSFERRING
+            delay = request.transfer_s
+            if request.preemptions:
+                delay = self.recompute_s_per_token * request.kv_tokens
+            request.ready_s = now + delay
+            self.transferring[request.id] = request
+            admitted.append(request)
+        return admitted
+
+    def kv_arrived(self, request_id: str, now: float) -> None:
+        """Its KV is here: it runs from the next step on."""
+        self.transferring[request_id].ready_s = now
+
+    def start_ready(self, now: float) -> list[R]:
+        """Move requests whose KV has arrived into the batch, in the order in which they got their slots."""
+        started = [request for request in self.transferring.values() if request.ready_s <= now]
+        for request in started:
+            del self.transferring[request.id]
+            request.place = Place.RUNNING
+            self.running[request.id] = request
+            self.load += request.kv_tokens
+        return started
+
+    def make_room(self) -> None:
+        """Secure one more KV token for every running request, taking it from the last ones when memory is out."""
+        kv = self.kv
+        if kv is None:
+            return
+        for request in list(self.running.values()):
+            while request.place is Place.RUNNING and not kv.grow(request.id, request.kv_tokens + 1):
+                self._give_way(next(reversed(self.running.values())))
+
+    def pop_last(self) -> R | None:
+        """Pop the last running request as the recompute scheduler does; it is told in the next `end_step`."""
+        if not self.running:
+            return None
+        last = next(reversed(self.running.values()))
+        self.remove(last.id)
+        self.popped.append(last)
+        return last
+
+    def end_step(self) -> StepOutcome[R]:
+        """Give every running request its token and let the finished ones go."""
+        outcome = StepOutcome(list(self.running.values()), self.popped, self._preempted)
+        self.popped, self._preempted = [], []
+        self.load += len(outcome.stepped)
+        for request in outcome.stepped:
+            request.generated += 1
+            if request.generated >= request.output_tokens:
+                self.remove(request.id)
+        return outcome
+
+    def remove(self, request_id: str) -> R:
+        """Take a request off the rank with all it holds (finish, abort); raises InvariantError when it is not here."""
+        for place in (self.running, self.transferring, self.waiting):
+            request = place.pop(request_id, None)
+            if request is not None:
+                break
+        else:
+            raise InvariantError(f"decode rank: {request_id} is not here")
+        if request.place is Place.RUNNING:
+            self.load -= request.kv_tokens
+        if self.kv and self.kv.holds(request_id):
+            self.kv.release(request_id)
+        request.place = Place.GONE
+        return request
+
+    def fail(self) -> list[R]:
+        """Lose everything at once, as a worker that dies does; returns what was lost."""
+        lost = [*self.running.values(), *self.transferring.values(), *self.waiting.values()]
+        for request in lost:
+            self.remove(request.id)
+        lost += self.popped
+        self.popped, self._preempted = [], []
+        return lost
+
+    def check_invariants(self) -> None:
+        """Recount; raises InvariantError on a contradiction."""
+        if self.load != sum(request.kv_tokens for request in self.running.values()):
+            raise InvariantError("decode rank: load differs from the recount")
+        if self.free_slots < 0:
+            raise InvariantError("decode rank: more requests than slots")
+        for place, members in (
+            (Place.RUNNING, self.running),
+            (Place.TRANSFERRING, self.transferring),
+            (Place.WAITING, self.waiting),
+        ):
+            if any(request.place is not place for request in members.values()):
+                raise InvariantError(f"decode rank: a request in {place} believes it is elsewhere")
+        if self.kv:
+            self.kv.check_invariants()
+
+    def _give_way(self, last: R) -> None:
+        if self.preemption is Preemption.POP_LAST:
+            self.pop_last()
+            return
+        if len(self.running) == 1:
+            raise ConfigError(
+                f"decode rank: one request alone ({last.id}) needs more KV blocks than the rank has"
+            )
+        self.remove(last.id)
+        last.preemptions += 1
+        last.place = Place.WAITING
+        self.preemptions += 1
+        self._preempted.append(last)
+        self.waiting = {last.id: last, **self.waiting}
+
+
+class DecodeGroup(Generic[R]):
+    """Ranks that share one step barrier."""
+
+    def __init__(self, ranks: Sequence[DecodeRank[R]], step_time: StepTimeModel) -> None:
+        if not ranks:
+            raise ConfigError("decode group: needs at least one rank")
+        self.ranks = list(ranks)
+        self.step_time = step_time
+        self.steps = 0
+        speeds = [rank.speed for rank in self.ranks]
+        self._speeds = None if all(speed == 1.0 for speed in speeds) else speeds
+
+    @property
+    def busy(self) -> bool:
+        """Whether any rank has a request anywhere."""
+        return any(rank.busy for rank in self.ranks)
+
+    @property
+    def running(self) -> bool:
+        """Whether a step makes progress: a batch that is not empty, or a popped request to be told."""
+        return any((rank.running or rank.popped) and not rank.stalled for rank in self.ranks)
+
+    def next_ready_s(self) -> float:
+        """When the next transferring request can run; infinity if none is known."""
+        ranks = [rank for rank in self.ranks if not rank.stalled]
+        return min((r.ready_s for rank in ranks for r in rank.transferring.values()), default=math.inf)
+
+    def begin_step(self, now: float) -> StepPlan[R]:
+        """Admit, start what is ready, make room for a token each; a stalled rank is left as it is."""
+        plan: StepPlan[R] = StepPlan(0.0)
+        for rank in self.ranks:
+            if not rank.stalled:
+                plan.admitted += rank.admit(now)
+                plan.started += rank.start_ready(now)
+                rank.make_room()
+        plan.duration_s = self.duration_s()
+        return plan
+
+    def duration_s(self) -> float:
+        """Seconds that a step takes with the present loads."""
+        return self.step_time.duration_s((rank.load for rank in self.ranks), self._speeds)
+
+    def end_step(self) -> list[StepOutcome[R]]:
+        """One token for every running request of every rank; outcomes in the order of the ranks."""
+        self.steps += 1
+        return [StepOutcome() if rank.stalled else rank.end_step() for rank in self.ranks]

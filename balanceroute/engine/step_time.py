@@ -1,0 +1,34 @@
+"""What one decode step costs when every worker of the group waits at one barrier.
+
+Attention reads the whole resident KV of a worker, so a worker's step takes `per_token_s * load +
+overhead_s`; the barrier makes the group wait for the slowest. A worker without requests still runs a dummy
+batch and pays the same.
+"""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from balanceroute.errors import ConfigError
+
+
+@dataclass(frozen=True, slots=True)
+class StepTimeModel:
+    """Step time `a * max(load * speed) + b`.
+
+    per_token_s: a, seconds per resident KV token. overhead_s: b, seconds. The defaults are the reference
+    setting of the step simulator. `speeds` are relative seconds per token of each worker (1.0 unless one is
+    slower).
+    """
+
+    per_token_s: float = 1.2e-7
+    overhead_s: float = 0.025
+
+    def __post_init__(self) -> None:
+        for name in ("per_token_s", "overhead_s"):
+            if not getattr(self, name) >= 0:
+                raise ConfigError(f"step time: {name} must be zero or more, got {getattr(self, name)}")
+
+    def duration_s(self, loads: Iterable[int], speeds: Sequence[float] | None = None) -> float:
+        """Seconds from barrier to barrier for the loads (tokens) of all workers of the group."""
+        weighted = loads if speeds is None else map(float.__mul__, map(float, loads), speeds)
+        return self.per_token_s * max(weighted, default=0) + self.overhead_s
