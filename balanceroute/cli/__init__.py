@@ -9,8 +9,8 @@ from typing import Annotated
 import typer
 
 from balanceroute import __version__
-from balanceroute.cli.check_config import check_config
 from balanceroute.cli import trace
+from balanceroute.cli.check_config import check_config
 from balanceroute.cli.load import load
 from balanceroute.errors import BalanceRouteError
 
