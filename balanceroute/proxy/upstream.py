@@ -168,20 +168,24 @@ class Upstream:
                 self._busy.add(connection)
                 return connection, True
         if self._closed:
-            raise ConnectFailed("the worker has been removed", worker=self.worker, stage=self.stage)
+            raise self._unsent("the worker has been removed")
         try:
             async with asyncio.timeout(connect_timeout_s):
                 _, connection = await loop.create_connection(
                     lambda: _Connection(self, loop), self.host, self.port, ssl=self._ssl
                 )
         except TimeoutError as exc:
-            raise ConnectFailed(
-                f"no connection within {connect_timeout_s:g} s", worker=self.worker, stage=self.stage
-            ) from exc
+            raise self._unsent(f"no connection within {connect_timeout_s:g} s") from exc
         except (OSError, ssl.SSLError, UnicodeError) as exc:
-            raise ConnectFailed(f"cannot connect: {exc}", worker=self.worker, stage=self.stage) from exc
+            raise self._unsent(f"cannot connect: {exc}") from exc
         self._busy.add(connection)
         return connection, False
+
+    def _unsent(self, text: str) -> ConnectFailed:
+        """A failure before the worker can have seen anything of the request."""
+        error = ConnectFailed(text, worker=self.worker, stage=self.stage)
+        error.sent = False
+        return error
 
     def _message(self, method: str, path: str, body: bytes, headers: Headers) -> bytes:
         """Head and body as one write."""
@@ -264,6 +268,11 @@ class Reply:
     def buffered_bytes(self) -> int:
         """Body bytes that have come and are not consumed."""
         return self._parts_bytes
+
+    @property
+    def paused(self) -> bool:
+        """Whether the socket is not read at the moment, because the consumer can't take more."""
+        return self._paused
 
     async def next_chunk(self) -> bytes | None:
         """All body bytes since the last call, as soon as there are any; None at the end.
