@@ -87,7 +87,7 @@ class HttpServer:
         self._server.close()
         for connection in list(self._state.connections):
             # no isinstance check: uvloop's transports are none of asyncio's classes
-            cast(asyncio.Transport, connection.transport).abort()
+            connection.transport.abort()
         await self._server.wait_closed()
         self._server = None
         if self._state.tasks:
