@@ -27,7 +27,7 @@ TREES = st.dictionaries(
 )
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(TREES)
 def test_any_tree_is_accepted_or_refused_in_one_line(tree: dict[str, object]) -> None:
     try:
@@ -38,7 +38,7 @@ def test_any_tree_is_accepted_or_refused_in_one_line(tree: dict[str, object]) ->
         assert effective(validate(effective(config))) == effective(config)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(st.sampled_from([s.path for s in describe_settings() if "[]" not in s.path]), st.text(max_size=12))
 def test_any_text_in_any_variable_is_accepted_or_refused_with_its_name(path: str, text: str) -> None:
     variable = "BALANCEROUTE_" + path.upper().replace(".", "__")
