@@ -7,9 +7,7 @@ from balanceroute.config import describe_settings, effective, load, validate
 from balanceroute.errors import ConfigError
 
 WORKERS = {"prefill.workers": [{"url": "http://p:1"}], "decode.workers": [{"url": "http://d:1"}]}
-NAMES = sorted(
-    {part for setting in describe_settings() for part in setting.path.replace("[]", "").split(".")}
-)
+NAMES = sorted({part for setting in describe_settings() for part in setting.path.replace("[]", "").split(".")})
 SCALARS = (
     st.none()
     | st.booleans()
@@ -21,9 +19,7 @@ SCALARS = (
 KEYS = st.sampled_from(NAMES) | st.text(max_size=3)
 TREES = st.dictionaries(
     KEYS,
-    st.recursive(
-        SCALARS, lambda below: st.lists(below, max_size=3) | st.dictionaries(KEYS, below, max_size=3)
-    ),
+    st.recursive(SCALARS, lambda below: st.lists(below, max_size=3) | st.dictionaries(KEYS, below, max_size=3)),
 )
 
 

@@ -83,9 +83,7 @@ def test_decode_ranks_are_numbered_through_and_share_one_group(topology: str) ->
     assert [int(flag(c, "--data-parallel-rank")) for c in commands] == list(range(len(commands)))
     assert {flag(c, "--data-parallel-size") for c in commands} == {str(len(commands))}
     assert {flag(c, "--data-parallel-address") for c in commands} == {variables(commands[0])["HCCL_IF_IP"]}
-    assert {(transfer(c)["kv_role"], transfer(c)["engine_id"]) for c in commands} == {
-        ("kv_consumer", topology[0])
-    }
+    assert {(transfer(c)["kv_role"], transfer(c)["engine_id"]) for c in commands} == {("kv_consumer", topology[0])}
 
 
 @pytest.mark.parametrize("topology", TOPOLOGIES)
@@ -150,9 +148,7 @@ def test_further_flags_come_last() -> None:
     ],
 )
 def test_a_wrong_call_is_one_line(arguments: list[str], expected: str) -> None:
-    done = subprocess.run(
-        ["bash", START, *arguments], env={"PATH": "/usr/bin:/bin"}, capture_output=True, text=True
-    )
+    done = subprocess.run(["bash", START, *arguments], env={"PATH": "/usr/bin:/bin"}, capture_output=True, text=True)
     assert done.returncode == 2
     assert done.stderr.startswith(f"start_node.sh: {expected}")
 
@@ -209,6 +205,4 @@ def test_stopping_leaves_time_to_drain() -> None:
 
 def test_the_image_runs_as_a_user_of_its_own() -> None:
     lines = (ROOT / "deploy" / "Dockerfile").read_text().splitlines()
-    assert lines.index("USER balanceroute") < next(
-        i for i, line in enumerate(lines) if line.startswith("ENTRYPOINT")
-    )
+    assert lines.index("USER balanceroute") < next(i for i, line in enumerate(lines) if line.startswith("ENTRYPOINT"))
