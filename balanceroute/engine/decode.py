@@ -102,7 +102,9 @@ class StepPlan(Generic[R]):
 
 
 class DecodeRank(Generic[R]):
-    """One data-parallel rank: `slots` requests at most (B), a FIFO queue, and KV blocks (None: memory never ends)."""
+    """One data-parallel rank: `slots` requests at most (B), a FIFO queue, and KV blocks (None: memory never
+    ends).
+    """
 
     def __init__(
         self,
@@ -158,7 +160,9 @@ class DecodeRank(Generic[R]):
         self.waiting[request.id] = request
 
     def admit(self, now: float) -> list[R]:
-        """Give slots and blocks to waiting requests, first come first served; returns those whose KV is now on its way."""
+        """Give slots and blocks to waiting requests, first come first served; returns those whose KV is now
+        on its way.
+        """
         admitted: list[R] = []
         while self.waiting and self.free_slots > 0:
             request = next(iter(self.waiting.values()))
@@ -191,7 +195,9 @@ class DecodeRank(Generic[R]):
         return started
 
     def make_room(self) -> None:
-        """Secure one more KV token for every running request, taking it from the last ones when memory is out."""
+        """Secure one more KV token for every running request, taking it from the last ones when memory is
+        out.
+        """
         kv = self.kv
         if kv is None:
             return
@@ -199,14 +205,11 @@ class DecodeRank(Generic[R]):
             while request.place is Place.RUNNING and not kv.grow(request.id, request.kv_tokens + 1):
                 self._give_way(next(reversed(self.running.values())))
 
-    def pop_last(self) -> R | None:
-        """Pop the last running request as the recompute scheduler does; it is told in the next `end_step`."""
-        if not self.running:
-            return None
-        last = next(reversed(self.running.values()))
-        self.remove(last.id)
-        self.popped.append(last)
-        return last
+    def pop(self, request_id: str) -> R:
+        """Pop a request as the recompute scheduler does; it is told in the next `end_step`."""
+        popped = self.remove(request_id)
+        self.popped.append(popped)
+        return popped
 
     def end_step(self) -> StepOutcome[R]:
         """Give every running request its token and let the finished ones go."""
@@ -220,7 +223,9 @@ class DecodeRank(Generic[R]):
         return outcome
 
     def remove(self, request_id: str) -> R:
-        """Take a request off the rank with all it holds (finish, abort); raises InvariantError when it is not here."""
+        """Take a request off the rank with all it holds (finish, abort); raises InvariantError when it is
+        not here.
+        """
         for place in (self.running, self.transferring, self.waiting):
             request = place.pop(request_id, None)
             if request is not None:
@@ -261,7 +266,7 @@ class DecodeRank(Generic[R]):
 
     def _give_way(self, last: R) -> None:
         if self.preemption is Preemption.POP_LAST:
-            self.pop_last()
+            self.pop(last.id)
             return
         if len(self.running) == 1:
             raise ConfigError(

@@ -3,10 +3,10 @@
     queued --(a lane and blocks are free)--> running --(prompt done)--> pinned --> pulled | expired
                                                                  \\--> gone, when nobody asked for the KV
 
-"Delayed free": after a probe the blocks stay pinned until a decoder has pulled them or the lease passes. A prefiller
-whose blocks are all pinned computes nothing: the queue waits, exactly what a router's back-pressure must
-prevent. Nothing here knows the time: `now` (seconds) is an argument, and `next_event_s` says when to call
-`advance` again.
+"Delayed free": after a probe the blocks stay pinned until a decoder has pulled them or the lease passes. A
+prefiller whose blocks are all pinned computes nothing: the queue waits, exactly what a router's
+back-pressure must prevent. Nothing here knows the time: `now` (seconds) is an argument, and `next_event_s`
+says when to call `advance` again.
 """
 
 import math
@@ -81,7 +81,9 @@ class Prefiller(Generic[J]):
         self._start(now)
 
     def advance(self, now: float) -> list[J]:
-        """Do everything due by `now`: finish prompts, drop expired pins, start the next; returns the finished jobs."""
+        """Do everything due by `now`: finish prompts, drop expired pins, start the next; returns the
+        finished jobs.
+        """
         finished: list[J] = []
         while True:
             self._expire(now)
@@ -107,11 +109,11 @@ class Prefiller(Generic[J]):
         self._start(now)
         return True
 
-    def extend_lease(self, job_id: str, now: float) -> bool:
-        """A heartbeat of the decoder that will pull: the lease counts from `now` again."""
+    def set_expiry(self, job_id: str, moment: float) -> bool:
+        """Move the end of a pin's lease, as a decoder's heartbeats do; False when it is not pinned."""
         job = self.pinned.get(job_id)
         if job is not None:
-            job.expires_s = max(job.expires_s, now + self.lease_s)
+            job.expires_s = moment
         return job is not None
 
     def abort(self, job_id: str, now: float) -> bool:

@@ -1,4 +1,5 @@
-"""Deterministic text: a tokenizer that loses nothing, and a model whose next token is a function of all ids before it.
+"""Deterministic text: a tokenizer that loses nothing, and a model whose next token is a function of all ids
+before it.
 
 **Vocabulary** (`VOCAB_SIZE` ids). 0-2 are special (begin, turn, `EOS_ID`), 3-258 the bytes, then all
 triples over "a".."z" and space, then words " w19942" up to the last id. `encode` reads words first, triples
@@ -64,7 +65,7 @@ def _token_bytes(token: int) -> bytes:
     return b" w%d" % token
 
 
-_BYTES = tuple(_token_bytes(token) for token in range(VOCAB_SIZE))
+TOKEN_BYTES = tuple(_token_bytes(token) for token in range(VOCAB_SIZE))
 
 
 def encode(text: str) -> list[int]:
@@ -84,7 +85,7 @@ def encode(text: str) -> list[int]:
 
 def decode_bytes(ids: Sequence[int]) -> bytes:
     """The bytes that the ids stand for, which may end inside a letter."""
-    return b"".join([_BYTES[token] for token in ids])
+    return b"".join([TOKEN_BYTES[token] for token in ids])
 
 
 def decode(ids: Sequence[int]) -> str:
@@ -113,7 +114,8 @@ _PARAMETERS = {
 
 @dataclass(frozen=True, slots=True)
 class OutputLengths:
-    """The distribution of answer lengths (tokens, the end-of-text token included), a function of prompt and seed.
+    """The distribution of answer lengths (tokens, the end-of-text token included), a function of prompt and
+    seed.
 
     Parameters a, b: fixed N; uniform LOW HIGH; geometric MEAN; lognormal MEDIAN SIGMA (of the natural
     logarithm).
@@ -246,7 +248,7 @@ def continuation(
     ignore_eos: bool = True,
     min_tokens: int = 0,
 ) -> list[int]:
-    """All output ids that a healthy cluster must give for a prompt: what a client compares its stream with."""
+    """All output ids that a healthy cluster must give for a prompt: what a client compares with."""
     stream = TokenStream(prompt_ids, lengths)
     count, ends = plan_length(stream.remaining, limit, ignore_eos=ignore_eos, min_tokens=min_tokens)
     return [stream.next(eos=ends and index == count - 1) for index in range(count)]

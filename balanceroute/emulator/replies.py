@@ -1,0 +1,324 @@
+"""Turning tokens into the bytes that vLLM sends: JSON replies and SSE chunks, key for key as captured.
+
+One `Choice` per answer holds its ids and text; a `Call` per HTTP request puts its choices on the wire, as a
+stream (`StreamCall`) or at once (`JsonCall`). Chunks are glued from prepared bytes: the hot path of the
+emulator.
+"""
+
+import asyncio
+import codecs
+import json
+import time
+from abc import ABC, abstractmethod
+from typing import Any
+
+import orjson
+
+from balanceroute.emulator.errors import INTERNAL
+from balanceroute.emulator.requests import GenerationRequest
+from balanceroute.emulator.sse import SseWriter
+from balanceroute.engine.tokens import TOKEN_BYTES, decode
+
+FINGERPRINT = "vllm-emulated"
+RECOMPUTED = "recomputed"
+LOGPROB = -0.6931471805599453  # every token of the emulated model has probability one half
+
+_decoder = codecs.getincrementaldecoder("utf-8")
+
+
+class Choice:
+    """One answer: ids so far, text not yet sent, how it ended."""
+
+    __slots__ = (
+        "_decoder",
+        "_held",
+        "_request",
+        "finish_reason",
+        "ids",
+        "index",
+        "prompt",
+        "sent",
+        "stop_reason",
+        "text",
+    )
+
+    def __init__(self, index: int, prompt: tuple[int, ...], request: GenerationRequest) -> None:
+        self.index = index
+        self.prompt = prompt
+        self.ids: list[int] = []
+        self.text = ""  # decoded and cleared to be sent
+        self.sent = 0  # ids that are on the wire
+        self.finish_reason: str | None = None
+        self.stop_reason: str | int | None = None
+        self._request = request
+        self._decoder = _decoder("replace")
+        self._held = ""  # may be the beginning of a stop string
+
+    def feed(self, token: int, ends: str | None) -> None:
+        """Add a token; `ends` is the reason if the engine is done with it. Stop ids and strings may end it
+        earlier.
+        """
+        self.ids.append(token)
+        piece = TOKEN_BYTES[token]
+        if token in self._request.stop_token_ids:
+            ends, self.stop_reason, piece = "stop", token, b""
+        text = self._decoder.decode(piece, ends is not None)
+        if self._request.stop:
+            text, ends = self._stop(text, ends)
+        self.text += text
+        self.finish_reason = ends
+
+    def _stop(self, text: str, ends: str | None) -> tuple[str, str | None]:
+        text = self._held + text
+        hits = [(text.find(stop), stop) for stop in self._request.stop if stop in text]
+        if hits:
+            place, self.stop_reason = min(hits)
+            return text[:place], "stop"
+        keep = 0 if ends else min(len(text), max(map(len, self._request.stop)) - 1)
+        self._held = text[len(text) - keep :]
+        return text[: len(text) - keep], ends
+
+
+class Call(ABC):
+    """One HTTP request on its way through a worker."""
+
+    def __init__(self, request: GenerationRequest, base_id: str) -> None:
+        self.request = request
+        self.base_id = base_id
+        self.id = ("chatcmpl-" if request.chat else "cmpl-") + base_id
+        self.created = int(time.time())
+        self.choices = [
+            Choice(index * request.n + copy, prompt, request)
+            for index, prompt in enumerate(request.prompts)
+            for copy in range(request.n)
+        ]
+        self.kv_transfer_params: dict[str, Any] | None = None
+        self.open = len(self.choices)
+
+    def external_id(self, choice: Choice) -> str:
+        """vLLM's own id of one sequence, without its random tail."""
+        prefix = f"{choice.index % self.request.n}_" if self.request.n > 1 else ""
+        return prefix + (self.id if self.request.chat else f"{self.id}-{choice.index // self.request.n}")
+
+    def usage(self) -> dict[str, int]:
+        """Token counts so far, over all choices."""
+        prompt = sum(map(len, self.request.prompts))
+        completion = sum(len(choice.ids) for choice in self.choices)
+        return {"prompt_tokens": prompt, "total_tokens": prompt + completion, "completion_tokens": completion}
+
+    @abstractmethod
+    def token(self, choice: Choice, token: int, ends: str | None) -> None:
+        """A choice got a token."""
+
+    @abstractmethod
+    def recomputed(self, choice: Choice) -> None:
+        """The recompute scheduler gave a choice up."""
+
+    @abstractmethod
+    def fail(self, message: str = INTERNAL) -> None:
+        """The engine gave the request up."""
+
+
+class JsonCall(Call):
+    """Collects everything; `result` gets the reply's status and body."""
+
+    def __init__(self, request: GenerationRequest, base_id: str) -> None:
+        super().__init__(request, base_id)
+        self.result: asyncio.Future[tuple[int, bytes]] = asyncio.get_running_loop().create_future()
+
+    def token(self, choice: Choice, token: int, ends: str | None) -> None:
+        """Keep it."""
+        choice.feed(token, ends)
+        if choice.finish_reason:
+            self._close()
+
+    def recomputed(self, choice: Choice) -> None:
+        """End the choice with the marker, which a non-streaming reply always shows."""
+        choice.finish_reason, choice.stop_reason = "stop", RECOMPUTED
+        self._close()
+
+    def fail(self, message: str = INTERNAL) -> None:
+        """Answer 500."""
+        body = {"error": {"message": message, "type": "InternalServerError", "param": None, "code": 500}}
+        if not self.result.done():
+            self.result.set_result((500, orjson.dumps(body)))
+
+    def _close(self) -> None:
+        self.open -= 1
+        if not self.open and not self.result.done():
+            self.result.set_result((200, orjson.dumps(self._body())))
+
+    def _body(self) -> dict[str, Any]:
+        chat = self.request.chat
+        head: dict[str, Any] = {
+            "id": self.id,
+            "object": "chat.completion" if chat else "text_completion",
+            "created": self.created,
+            "model": self.request.model,
+            "choices": [self._chat_choice(c) if chat else self._text_choice(c) for c in self.choices],
+            "service_tier": None,
+            "system_fingerprint": FINGERPRINT,
+            "usage": self.usage() | {"prompt_tokens_details": None, "completion_tokens_details": None},
+        }
+        if chat:
+            ids = list(self.request.prompts[0]) if self.request.return_token_ids else None
+            head |= {"prompt_logprobs": None, "prompt_token_ids": ids, "prompt_text": None}
+        return head | {
+            "kv_transfer_params": self.kv_transfer_params,
+            "ec_transfer_params": None,
+            "metrics": None,
+        }
+
+    def _text_choice(self, choice: Choice) -> dict[str, Any]:
+        wants_ids = self.request.return_token_ids
+        return {
+            "index": choice.index,
+            "text": (decode(choice.prompt) if self.request.echo else "") + choice.text,
+            "logprobs": text_logprobs(choice.ids) if self.request.logprobs is not None else None,
+            "finish_reason": choice.finish_reason,
+            "stop_reason": choice.stop_reason,
+            "token_ids": choice.ids if wants_ids else None,
+            "prompt_logprobs": None,
+            "prompt_token_ids": list(choice.prompt) if wants_ids else None,
+            "routed_experts": None,
+        }
+
+    def _chat_choice(self, choice: Choice) -> dict[str, Any]:
+        message = {
+            "role": "assistant",
+            "content": choice.text,
+            "refusal": None,
+            "annotations": None,
+            "audio": None,
+            "function_call": None,
+            "reasoning": None,
+        }
+        return {
+            "index": choice.index,
+            "message": message,
+            "logprobs": chat_logprobs(choice.ids) if self.request.logprobs is not None else None,
+            "finish_reason": choice.finish_reason,
+            "stop_reason": choice.stop_reason,
+            "token_ids": choice.ids if self.request.return_token_ids else None,
+            "routed_experts": None,
+        }
+
+
+class StreamCall(Call):
+    """Writes every token as an SSE chunk the moment it exists."""
+
+    def __init__(self, request: GenerationRequest, base_id: str, sse: SseWriter, interval: int = 1) -> None:
+        super().__init__(request, base_id)
+        self.sse = sse
+        self._interval = request.stream_interval or interval
+        kind = "chat.completion.chunk" if request.chat else "text_completion"
+        head = {"id": self.id, "object": kind, "created": self.created, "model": request.model}
+        self._head = b"data: " + orjson.dumps(head)[:-1] + b',"choices":['
+        self._failed = False
+
+    def token(self, choice: Choice, token: int, ends: str | None) -> None:
+        """Write it, or keep it until the stream interval is full; the first and the last token never wait."""
+        if self.request.chat and not choice.ids:
+            self._role(choice)
+        choice.feed(token, ends)
+        unsent = len(choice.ids) - choice.sent
+        if unsent >= self._interval or choice.finish_reason or not choice.sent:
+            self.sse.event(self._chunk(choice))
+            choice.sent, choice.text = len(choice.ids), ""
+        if choice.finish_reason:
+            self._close()
+
+    def recomputed(self, choice: Choice) -> None:
+        """Write the marker, unless nothing was sent yet: then vLLM drops the chunk and with it the finish
+        reason.
+        """
+        if choice.ids:
+            choice.finish_reason, choice.stop_reason = "stop", RECOMPUTED
+            self.sse.event(self._chunk(choice))
+        elif self.request.chat:
+            self._role(choice)
+        self._close()
+
+    def fail(self, message: str = INTERNAL) -> None:
+        """Write the error event and `[DONE]`."""
+        if not self._failed and self.open:
+            self._failed = True
+            error = {"message": message, "type": "InternalServerError", "param": None, "code": 500}
+            self.sse.event(b"data: " + json.dumps({"error": error}).encode() + b"\n\n")
+            self.sse.done()
+
+    def _close(self) -> None:
+        self.open -= 1
+        if self.open or self._failed:
+            return
+        if self.request.include_usage:
+            usage = orjson.dumps(self.usage())
+            tail = b'],"usage":%b,"system_fingerprint":"%b"}\n\n' % (usage, FINGERPRINT.encode())
+            self.sse.event(self._head + tail)
+        self.sse.done()
+
+    def _role(self, choice: Choice) -> None:
+        ids = orjson.dumps(self.request.prompts[0]) if self.request.return_token_ids else b"null"
+        body = b'{"index":%d,"delta":{"role":"assistant","content":""},"logprobs":null,"finish_reason":null}]'
+        tail = b',"prompt_token_ids":%b,"prompt_text":null}\n\n' % ids
+        self.sse.event(self._head + body % choice.index + self._usage(choice) + tail)
+
+    def _chunk(self, choice: Choice) -> bytes:
+        request = self.request
+        ids = choice.ids[choice.sent :]
+        token_ids = orjson.dumps(ids) if request.return_token_ids else b"null"
+        finish = b'"%b"' % choice.finish_reason.encode() if choice.finish_reason else b"null"
+        stop = orjson.dumps(choice.stop_reason)
+        tail = b"}\n\n"
+        if choice.finish_reason and not request.include_usage:
+            tail = b',"system_fingerprint":"%b"}\n\n' % FINGERPRINT.encode()
+        text = orjson.dumps(choice.text)
+        if request.chat:
+            logprobs = orjson.dumps(chat_logprobs(ids)) if request.logprobs is not None else b"null"
+            stop = b',"stop_reason":' + stop if choice.finish_reason else b""
+            body = b'{"index":%d,"delta":{"content":%b},"logprobs":%b,"finish_reason":%b%b,"token_ids":%b}]'
+            parts = body % (choice.index, text, logprobs, finish, stop, token_ids)
+        else:
+            logprobs = orjson.dumps(text_logprobs(ids)) if request.logprobs is not None else b"null"
+            prompt = b"null"
+            if request.return_token_ids and not choice.sent:
+                prompt = orjson.dumps(choice.prompt)
+            body = (
+                b'{"index":%d,"text":%b,"logprobs":%b,"finish_reason":%b,"stop_reason":%b,'
+                b'"prompt_token_ids":%b,"token_ids":%b}]'
+            )
+            parts = body % (choice.index, text, logprobs, finish, stop, prompt, token_ids)
+        return self._head + parts + self._usage(choice) + tail
+
+    def _usage(self, choice: Choice) -> bytes:
+        if not self.request.continuous_usage:
+            return b""
+        prompt, completion = len(choice.prompt), len(choice.ids)
+        details = b',"completion_tokens_details":null' if self.request.chat else b""
+        return b',"usage":{"prompt_tokens":%d,"total_tokens":%d,"completion_tokens":%d%b}' % (
+            prompt,
+            prompt + completion,
+            completion,
+            details,
+        )
+
+
+def text_logprobs(ids: list[int]) -> dict[str, Any]:
+    """Minimal `logprobs` of completions."""
+    tokens = [decode([token]) for token in ids]
+    offsets = [sum(map(len, tokens[:index])) for index in range(len(tokens))]
+    return {
+        "text_offset": offsets,
+        "token_logprobs": [LOGPROB] * len(ids),
+        "tokens": tokens,
+        "top_logprobs": [{token: LOGPROB} for token in tokens],
+    }
+
+
+def chat_logprobs(ids: list[int]) -> dict[str, Any]:
+    """Minimal `logprobs` of chat."""
+    content = []
+    for token in ids:
+        entry = {"token": decode([token]), "logprob": LOGPROB, "bytes": list(TOKEN_BYTES[token])}
+        content.append(entry | {"top_logprobs": [entry]})
+    return {"content": content}

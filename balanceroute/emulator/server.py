@@ -1,0 +1,105 @@
+"""One listening socket: uvicorn's HTTP/1.1 protocol over an application, with a transport that faults can
+cut.
+
+uvicorn's own `Server` wants the process's signals and polls ten times a second; with a score of servers in
+one process its protocol class alone is the better building block.
+"""
+
+import asyncio
+import socket
+import struct
+from email.utils import formatdate
+from typing import Any, cast
+
+import uvicorn
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+from uvicorn.server import ServerState
+
+from balanceroute.emulator.app import CONNECTION
+from balanceroute.errors import ConfigError
+
+_RESET_ON_CLOSE = struct.pack("ii", 1, 0)  # SO_LINGER with no time: close sends RST
+
+
+class _TransportConnection:
+    """An asyncio transport as `sse.Connection`."""
+
+    def __init__(self, transport: asyncio.Transport) -> None:
+        self._transport = transport
+
+    def close(self) -> None:
+        """End the connection after what is written."""
+        self._transport.close()
+
+    def reset(self) -> None:
+        """Cut the connection with a TCP reset."""
+        sock = self._transport.get_extra_info("socket")
+        if sock is not None:
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _RESET_ON_CLOSE)
+        self._transport.abort()
+
+
+class _Protocol(HttpToolsProtocol):
+    """uvicorn's protocol that also shows the application its transport."""
+
+    def on_message_begin(self) -> None:
+        super().on_message_begin()
+        assert isinstance(self.transport, asyncio.Transport)
+        # the servers own this extension, so its value need not be the dict that ASGI suggests
+        self.scope["extensions"] = {
+            CONNECTION: cast(dict[object, object], _TransportConnection(self.transport))
+        }
+
+
+class HttpServer:
+    """A listener that can be closed and opened again on the same port."""
+
+    def __init__(self, app: Any, host: str, port: int) -> None:
+        self._config = uvicorn.Config(
+            app,
+            http="httptools",
+            ws="none",
+            lifespan="off",
+            log_level="warning",
+            access_log=False,
+            log_config=None,
+        )
+        self._config.load()
+        self._state = ServerState()
+        self._host = host
+        self._server: asyncio.Server | None = None
+        self.port = port
+
+    async def start(self) -> None:
+        """Listen. Raises: ConfigError when the port is taken."""
+        self._state.default_headers = [(b"date", formatdate(usegmt=True).encode()), (b"server", b"uvicorn")]
+        loop = asyncio.get_running_loop()
+        try:
+            self._server = await loop.create_server(
+                self._protocol, self._host, self.port, backlog=2048, reuse_address=True
+            )
+        except OSError as error:
+            raise ConfigError(f"cannot listen on {self._host}:{self.port}: {error.strerror}") from error
+        self.port = self._server.sockets[0].getsockname()[1]
+
+    async def stop(self) -> None:
+        """Close the port and cut all connections, as a killed process does."""
+        if self._server is None:
+            return
+        self._server.close()
+        for connection in list(self._state.connections):
+            transport = connection.transport
+            if isinstance(transport, asyncio.Transport):
+                transport.abort()
+        await self._server.wait_closed()
+        self._server = None
+        if self._state.tasks:
+            await asyncio.wait(self._state.tasks)
+
+    @property
+    def listening(self) -> bool:
+        """Whether the port is open."""
+        return self._server is not None
+
+    def _protocol(self) -> asyncio.Protocol:
+        return _Protocol(config=self._config, server_state=self._state, app_state={})
