@@ -208,6 +208,19 @@ class Upstream:
             connection.abort()
 
 
+class _Discard:
+    """The sink of a reply whose rest does not matter."""
+
+    def chunk(self, data: bytes) -> None:
+        pass
+
+    def ended(self, error: UpstreamError | None) -> None:
+        pass
+
+
+_DISCARD: Final = _Discard()
+
+
 class Reply:
     """A worker's answer: `status`, `headers` (names in lower case), then its body, once, for one consumer."""
 
@@ -315,6 +328,19 @@ class Reply:
             self._sink = None
             self._finish(self._failure_of(connection, "the request was aborted by the router"))
             connection.give_up()
+
+    def discard(self, grace_s: float) -> None:
+        """The rest does not matter: let the reply end by itself within `grace_s`, else close the connection.
+
+        What is left is read and dropped, so that the connection can serve again.
+        """
+        if self._connection is None:
+            return
+        self._sink = _DISCARD
+        self._parts.clear()
+        self._parts_bytes = 0
+        self.resume()
+        asyncio.get_running_loop().call_later(grace_s, self.abort)
 
     # ------------------------------------------------------------------------------------ connection's side
 

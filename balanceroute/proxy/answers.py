@@ -1,0 +1,218 @@
+"""Non-stream answers: built from a worker's stream, or corrected on the way through.
+
+Most non-stream requests are streamed between router and worker (`ClientRequest.assembled`), so that their
+progress is known token by token and a recompute continues instead of starting over. `AnswerAssembler` turns
+the scanner's events into the one JSON object that the worker would have sent, in the worker's shape.
+
+What it cannot rebuild (echo, prompt_logprobs, fields unknown to `payloads.ASSEMBLED_FIELDS`) stays unstreamed:
+`correct_answer` counts it at the end. Nothing of such an answer reaches the client before it is whole, so one
+that was recomputed is asked for again from the client's own prompt.
+"""
+
+from array import array
+from dataclasses import dataclass
+from typing import Any
+
+import orjson
+
+from balanceroute.errors import BadUpstreamReply
+from balanceroute.proxy.payloads import ClientRequest
+from balanceroute.proxy.sse import EventScanner
+
+
+class AnswerAssembler:
+    """Collects what an `EventScanner` (made with `want_usage=True`) relays, over every life of the answer."""
+
+    def __init__(self, request: ClientRequest) -> None:
+        """Start an answer to `request`."""
+        self._chat = request.endpoint == "chat"
+        self._want_ids = request.return_token_ids
+        self._top: dict[str, Any] = {}
+        self._choices: dict[int, _Choice] = {}
+
+    def feed(self, events: bytes) -> None:
+        """Take what `EventScanner.feed` returned: whole events."""
+        for block in events.split(b"\n\n"):
+            if not block.startswith(b"data: {"):
+                continue
+            try:
+                event = orjson.loads(block[6:])
+            except ValueError:
+                continue  # the scanner passes on what it cannot read; there is no place for it in one object
+            for name, value in event.items():
+                if name != "choices" and (value is not None or name not in self._top):
+                    self._top[name] = value
+            for part in event.get("choices") or ():
+                index = part.get("index", 0)
+                self._choices.setdefault(index, _Choice()).add(part)
+
+    def answer(self, scanner: EventScanner) -> bytes:
+        """The complete answer; call it once the scanner's stream is `StreamEnd.DONE`."""
+        prompt_ids = scanner.prompt_ids.tolist() if self._want_ids and scanner.prompt_ids else None
+        usage = scanner.usage or {"completion_tokens": scanner.tokens}
+        choices = [
+            choice.chat(index, self._want_ids)
+            if self._chat
+            else choice.text(index, self._want_ids, prompt_ids)
+            for index, choice in sorted(self._choices.items())
+        ]
+        whole: dict[str, Any] = {
+            "id": self._top.get("id"),
+            "object": "chat.completion" if self._chat else "text_completion",
+            "created": self._top.get("created"),
+            "model": self._top.get("model"),
+            "choices": choices,
+            "service_tier": self._top.get("service_tier"),
+            "system_fingerprint": self._top.get("system_fingerprint"),
+            "usage": {"prompt_tokens_details": None, "completion_tokens_details": None, **usage},
+        }
+        if self._chat:
+            whole["prompt_logprobs"] = None
+            whole["prompt_token_ids"] = prompt_ids
+        whole["kv_transfer_params"] = None
+        return orjson.dumps(whole)
+
+
+class _Choice:
+    """One choice as its deltas have built it so far."""
+
+    __slots__ = ("delta", "finish_reason", "logprobs", "stop_reason", "token_ids", "tool_calls")
+
+    def __init__(self) -> None:
+        self.delta: dict[str, Any] = {}
+        self.logprobs: dict[str, Any] | None = None
+        self.finish_reason: str | None = None
+        self.stop_reason: Any = None
+        self.token_ids: list[int] = []
+        self.tool_calls: dict[int, dict[str, Any]] = {}
+
+    def add(self, part: dict[str, Any]) -> None:
+        """Take one event's part of this choice."""
+        delta = part.get("delta")
+        if delta is None:
+            delta = {"text": part.get("text") or ""}
+        for name, value in delta.items():
+            if name == "tool_calls":
+                for call in value or ():
+                    self._add_call(call)
+            elif name == "role":
+                self.delta[name] = value
+            else:
+                self.delta[name] = _merged(self.delta.get(name), value)
+        if part.get("logprobs") is not None:
+            self.logprobs = _merged(self.logprobs, part["logprobs"])
+        self.token_ids += part.get("token_ids") or ()
+        if part.get("finish_reason") is not None:
+            self.finish_reason = part["finish_reason"]
+            self.stop_reason = part.get("stop_reason")
+
+    def _add_call(self, call: dict[str, Any]) -> None:
+        known = self.tool_calls.setdefault(call.get("index", len(self.tool_calls)), {})
+        for name, value in call.items():
+            if name == "function" and isinstance(value, dict):
+                function = known.setdefault("function", {})
+                for key, text in value.items():
+                    function[key] = _merged(function.get(key), text) if key == "arguments" else text
+            elif name != "index" and value is not None:
+                known[name] = value
+
+    def text(self, index: int, want_ids: bool, prompt_ids: list[int] | None) -> dict[str, Any]:
+        """As a choice of /v1/completions."""
+        return {
+            "index": index,
+            "text": self.delta.get("text", ""),
+            "logprobs": self.logprobs,
+            "finish_reason": self.finish_reason,
+            "stop_reason": self.stop_reason,
+            "token_ids": self.token_ids if want_ids else None,
+            "prompt_logprobs": None,
+            "prompt_token_ids": prompt_ids,
+        }
+
+    def chat(self, index: int, want_ids: bool) -> dict[str, Any]:
+        """As a choice of /v1/chat/completions."""
+        rest = dict(self.delta)
+        message: dict[str, Any] = {
+            "role": rest.pop("role", "assistant"),
+            "content": rest.pop("content", None),
+            "refusal": None,
+            "annotations": None,
+            "audio": None,
+            "function_call": None,
+            "reasoning": None,
+            **rest,
+        }
+        if self.tool_calls:
+            message["tool_calls"] = [call for _, call in sorted(self.tool_calls.items())]
+            message["content"] = message["content"] or None
+        elif message["reasoning"]:
+            message["content"] = message["content"] or None
+        return {
+            "index": index,
+            "message": message,
+            "logprobs": self.logprobs,
+            "finish_reason": self.finish_reason,
+            "stop_reason": self.stop_reason,
+            "token_ids": self.token_ids if want_ids else None,
+        }
+
+
+def _merged(so_far: Any, more: Any) -> Any:
+    """Two successive deltas of one field: texts and lists join, objects join field by field, else the later."""
+    if so_far is None or more is None:
+        return so_far if more is None else more
+    if isinstance(so_far, (str, list)) and type(so_far) is type(more):
+        return so_far + more
+    if isinstance(so_far, dict) and isinstance(more, dict):
+        return {**so_far, **{name: _merged(so_far.get(name), value) for name, value in more.items()}}
+    return more
+
+
+@dataclass(frozen=True, slots=True)
+class CorrectedAnswer:
+    """An unstreamed answer as the client gets it, and what it says about progress."""
+
+    body: bytes
+    tokens: int
+    ids: "array[int] | None"
+    recomputed: bool
+    finish_reason: str | None
+
+
+def correct_answer(
+    request: ClientRequest, body: bytes, *, worker: str, cached_tokens: int | None = None
+) -> CorrectedAnswer:
+    """Count a decode worker's unstreamed 200 and take out what the client did not ask for.
+
+    Raises: BadUpstreamReply: not a completion.
+    """
+    try:
+        answer = orjson.loads(body)
+        choice = answer["choices"][0]
+        ids = choice.get("token_ids")
+        usage = answer.get("usage") or {}
+        tokens = len(ids) if ids is not None else int(usage.get("completion_tokens") or 0)
+        taken = array("I", ids) if ids is not None else None
+    except (ValueError, TypeError, KeyError, IndexError, AttributeError, OverflowError) as exc:
+        raise BadUpstreamReply(
+            f"the decoder's reply is not a completion ({type(exc).__name__}: {exc})",
+            worker=worker,
+            stage="decode",
+        ) from exc
+    if not request.return_token_ids:
+        choice["token_ids"] = None
+        for holder in (choice, answer):
+            if holder.get("prompt_token_ids") is not None:
+                holder["prompt_token_ids"] = None
+    if answer.get("kv_transfer_params") is not None:
+        answer["kv_transfer_params"] = None
+    details = usage.get("prompt_tokens_details")
+    if cached_tokens is not None or (isinstance(details, dict) and details.get("cached_tokens")):
+        usage["prompt_tokens_details"] = {**(details or {}), "cached_tokens": cached_tokens or 0}
+    return CorrectedAnswer(
+        body=orjson.dumps(answer),
+        tokens=tokens,
+        ids=taken,
+        recomputed=choice.get("stop_reason") == "recomputed",
+        finish_reason=choice.get("finish_reason"),
+    )

@@ -1,0 +1,268 @@
+"""The hot path: a worker's events to a client, counted, without a task waking up per event.
+
+    socket readable -> data_received -> httptools -> _Pump.chunk -> EventScanner.feed
+                                                          |-> on_tokens(n)
+                                                          '-> send(...) driven on the spot -> socket write
+
+An ASGI `send` is a coroutine, but a server's only waits when the client's socket is full; otherwise its first
+step is also its last. So the pump steps it by hand inside the read callback (`coroutine.send(None)`), which
+costs a function call where an event, a future and a task switch would cost several microseconds each. If it
+does wait, the pump stops reading the worker and hands the half-run coroutine to the request's own task, which
+finishes it like any other `await`; later bytes queue behind it, bounded by the worker connection's pause.
+
+Nothing else runs in between: no timer, log line or metric per event. `on_tokens` must be O(1).
+
+A `send` wrapped by middleware works as long as the wrapper does not need a current task (anyio cancel scopes
+and `asyncio.timeout` do); Starlette's own wrappers do not.
+"""
+
+import asyncio
+from collections.abc import Awaitable, Callable, Coroutine, Generator, MutableMapping
+from typing import Any
+
+from balanceroute.errors import UpstreamError
+from balanceroute.proxy.sse import EventScanner, StreamEnd
+from balanceroute.proxy.upstream import Reply
+
+Message = MutableMapping[str, Any]
+Send = Callable[[Message], Awaitable[None]]
+Receive = Callable[[], Awaitable[Message]]
+
+END_GRACE_S = 1.0  # a worker that has sent [DONE] may take this long to end the body before it is closed
+
+
+async def relay(
+    reply: Reply,
+    scanner: EventScanner,
+    send: Send,
+    on_tokens: Callable[[int], None],
+    *,
+    first: bytes = b"",
+    ends_response: bool = True,
+) -> UpstreamError | None:
+    """Pump the rest of `reply` through `scanner` to the client until the worker's stream ends.
+
+    The response has been started by the caller, who also ends it: what comes next depends on `scanner.end`,
+    which is set on return. Returns the error that broke the body off, if one did. Only when the stream is
+    `StreamEnd.DONE` and `ends_response` has the final message (`more_body: False`) been sent here, in one write
+    with [DONE].
+    Cancel this call when the client is gone: the worker's connection is closed at once.
+
+    Args: first: bytes that `scanner` gave for what was read of the reply before this call, sent first.
+        on_tokens: called with the number of new tokens, from within the event loop's read callback; tokens
+        counted before this call are not reported again.
+    """
+    pump = _Pump(reply, scanner, send, on_tokens, ends_response)
+    try:
+        pump.start(first)
+        while not pump.over:
+            await pump.wait()
+        if pump.failure is not None:
+            raise pump.failure
+        return pump.error
+    finally:
+        pump.stop()
+        if scanner.end is StreamEnd.DONE:
+            reply.discard(END_GRACE_S)
+        else:
+            reply.abort()
+
+
+class _Pump:
+    """The sink of one relay; see the module's theory."""
+
+    __slots__ = (
+        "_backlog",
+        "_blocked",
+        "_counted",
+        "_ends_response",
+        "_on_tokens",
+        "_reply",
+        "_scanner",
+        "_send",
+        "_waiter",
+        "error",
+        "failure",
+        "over",
+    )
+
+    def __init__(
+        self,
+        reply: Reply,
+        scanner: EventScanner,
+        send: Send,
+        on_tokens: Callable[[int], None],
+        ends_response: bool,
+    ) -> None:
+        self._reply = reply
+        self._scanner = scanner
+        self._send = send
+        self._on_tokens = on_tokens
+        self._ends_response = ends_response
+        self._counted = scanner.tokens
+        self._blocked: _HalfRun | None = None
+        self._backlog: list[bytes] = []
+        self._waiter: asyncio.Future[None] | None = None
+        self.over = False  # nothing more will be sent by this pump
+        self.error: UpstreamError | None = None  # of the worker
+        self.failure: BaseException | None = None  # of `send`
+
+    def start(self, first: bytes) -> None:
+        if first:
+            self._write(first)
+        if self._scanner.end is None:
+            self._reply.attach(self)
+        elif self._blocked is None:
+            self.over = True
+
+    # -------------------------------------------------------------------------------- from the read callback
+
+    def chunk(self, data: bytes) -> None:
+        scanner = self._scanner
+        out = scanner.feed(data)
+        tokens = scanner.tokens
+        if tokens != self._counted:
+            self._on_tokens(tokens - self._counted)
+            self._counted = tokens
+        if out:
+            if self._blocked is not None:
+                self._backlog.append(out)
+            else:
+                self._write(out)
+        if scanner.end is not None:
+            self._end()
+
+    def ended(self, error: UpstreamError | None) -> None:
+        self.error = error
+        self._scanner.close()
+        self._end()
+
+    def _write(self, out: bytes) -> None:
+        more_body = not (self._ends_response and self._scanner.end is StreamEnd.DONE)
+        message = {"type": "http.response.body", "body": out, "more_body": more_body}
+        sending: Coroutine[Any, Any, None] = self._send(message)  # type: ignore[assignment]
+        try:
+            waits_for = sending.send(None)
+        except StopIteration:
+            return
+        except Exception as exc:
+            self.failure = exc
+            self._end()
+            return
+        self._blocked = _HalfRun(sending, waits_for)
+        self._reply.pause()
+        self._wake()
+
+    def _end(self) -> None:
+        if self._blocked is None:
+            self.over = True
+        self._wake()
+
+    def _wake(self) -> None:
+        waiter = self._waiter
+        if waiter is not None and not waiter.done():
+            waiter.set_result(None)
+
+    # -------------------------------------------------------------------------------- from the request's task
+
+    async def wait(self) -> None:
+        """Wait until the pump is over or blocked, and unblock it."""
+        if self._blocked is None:
+            self._waiter = asyncio.get_running_loop().create_future()
+            await self._waiter
+            self._waiter = None
+        while self._blocked is not None:
+            await self._blocked
+            if self._backlog:
+                out = b"".join(self._backlog)
+                self._backlog.clear()
+                self._blocked = None
+                self._write(out)
+            else:
+                self._blocked = None
+        if self._scanner.end is not None:
+            self.over = True
+        else:
+            self._reply.resume()
+
+    def stop(self) -> None:
+        if self._blocked is not None:
+            self._blocked.close()
+            self._blocked = None
+        self._backlog.clear()
+
+
+class _HalfRun:
+    """Awaits a coroutine whose first steps have been run by hand; `waits_for` is what it yielded last."""
+
+    __slots__ = ("_coroutine", "_waits_for")
+
+    def __init__(self, coroutine: Coroutine[Any, Any, None], waits_for: Any) -> None:
+        self._coroutine = coroutine
+        self._waits_for = waits_for
+
+    def __await__(self) -> Generator[Any, Any, None]:
+        waits_for = self._waits_for
+        while True:
+            try:
+                value = yield waits_for
+            except BaseException as exc:
+                thrown: BaseException | None = exc
+            else:
+                thrown = None
+            try:
+                waits_for = self._coroutine.throw(thrown) if thrown else self._coroutine.send(value)
+            except StopIteration:
+                return
+
+    def close(self) -> None:
+        self._coroutine.close()
+
+
+class DisconnectWatch:
+    """Calls `on_gone` once when the client disconnects, without a task of its own.
+
+    Start it after the request body has been read: every message but a disconnect is skipped.
+    Servers report a disconnect after the whole response as well: close the watch before the last message.
+    """
+
+    __slots__ = ("_on_gone", "_receive", "_receiving", "_waits_for")
+
+    def __init__(self, receive: Receive, on_gone: Callable[[], None]) -> None:
+        self._receive = receive
+        self._on_gone: Callable[[], None] | None = on_gone
+        self._receiving: Coroutine[Any, Any, Message] | None = None
+        self._waits_for: asyncio.Future[Any] | None = None
+        self._step(None)
+
+    def _step(self, _done: object) -> None:
+        self._waits_for = None
+        while self._on_gone is not None:
+            if self._receiving is None:
+                self._receiving = self._receive()  # type: ignore[assignment]
+            try:
+                assert self._receiving is not None
+                waits_for = self._receiving.send(None)
+            except StopIteration as stop:
+                self._receiving = None
+                if stop.value["type"] == "http.disconnect":
+                    on_gone, self._on_gone = self._on_gone, None
+                    on_gone()
+            else:
+                if waits_for is None:  # a bare yield, as of sleep(0)
+                    asyncio.get_running_loop().call_soon(self._step, None)
+                else:
+                    waits_for._asyncio_future_blocking = False  # what a Task does with a future it is given
+                    self._waits_for = waits_for
+                    waits_for.add_done_callback(self._step)
+                return
+
+    def close(self) -> None:
+        """Stop watching. Idempotent."""
+        self._on_gone = None
+        if self._waits_for is not None:
+            self._waits_for.remove_done_callback(self._step)
+            self._waits_for = None
+        if self._receiving is not None:
+            self._receiving.close()
+            self._receiving = None
