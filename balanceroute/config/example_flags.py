@@ -46,9 +46,7 @@ def from_example_flags(
         "retry.max_attempts": None if max_retries is None else max(1, max_retries),
         "retry.base_delay_s": None if retry_delay is None else float(retry_delay),
         "lifecycle.join_attempts": max_waiting_retries,
-        "lifecycle.join_interval_s": None
-        if waiting_retry_interval is None
-        else float(waiting_retry_interval),
+        "lifecycle.join_interval_s": None if waiting_retry_interval is None else float(waiting_retry_interval),
         "log.level": log_level,
     }
     overrides = {key: value for key, value in given.items() if value is not None}
@@ -64,9 +62,7 @@ def worker_url(host: str, port: int, flag: str = "host") -> str:
         try:
             return f"http://[{ipaddress.IPv6Address(bare).compressed}]:{port}"
         except ValueError:
-            raise ConfigError(
-                f"{flag} = {host!r}: accepted is a host name or an IP address, without a port"
-            ) from None
+            raise ConfigError(f"{flag} = {host!r}: accepted is a host name or an IP address, without a port") from None
     if not bare or any(c.isspace() or c in "/@[]?#," for c in bare):
         raise ConfigError(f"{flag} = {host!r}: accepted is a host name or an IP address")
     return f"http://{bare}:{port}"
@@ -85,6 +81,4 @@ def _workers(
             f"{len(ports)}; accepted is "
             "one port per host, in the same order"
         )
-    return [
-        {"url": worker_url(host, port, f"--{role}-hosts")} for host, port in zip(hosts, ports, strict=True)
-    ]
+    return [{"url": worker_url(host, port, f"--{role}-hosts")} for host, port in zip(hosts, ports, strict=True)]

@@ -93,9 +93,7 @@ def environment_settings(environ: Mapping[str, str]) -> Iterator[tuple[str, str,
         name = variable.removeprefix(ENV_PREFIX).lower()
         field = Config.model_fields.get(name)
         if field is not None and nested_model(field)[0] is not None:
-            raise ConfigError(
-                f"{variable}: {name} is a section; accepted is {variable}__KEY for one of its keys"
-            )
+            raise ConfigError(f"{variable}: {name} is a section; accepted is {variable}__KEY for one of its keys")
         if "__" in name or field is not None:
             key = name.replace("__", ".")
             yield variable, key, parse_value(key, environ[variable], variable)
@@ -128,9 +126,7 @@ class _Loader(yaml.SafeLoader):
                 continue
             key = self.construct_object(key_node, deep=True)
             if not isinstance(key, str):
-                raise yaml.constructor.ConstructorError(
-                    None, None, f"the key {key!r} is not text", key_node.start_mark
-                )
+                raise yaml.constructor.ConstructorError(None, None, f"the key {key!r} is not text", key_node.start_mark)
             if key in seen:
                 raise yaml.constructor.ConstructorError(
                     None, None, f"the key {key} is given twice", key_node.start_mark
@@ -159,19 +155,14 @@ def read_yaml(path: Path) -> Tree:
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
         where = "" if mark is None else f" line {mark.line + 1}, column {mark.column + 1}:"
-        raise ConfigError(
-            f"{path}:{where} not valid YAML: {_one_line(error.problem or error.context)}"
-        ) from None
+        raise ConfigError(f"{path}:{where} not valid YAML: {_one_line(error.problem or error.context)}") from None
     except (yaml.YAMLError, ValueError, RecursionError) as error:
         raise ConfigError(f"{path}: not valid YAML: {_one_line(str(error))}") from None
     if tree is None:
-        raise ConfigError(
-            f"{path}: is empty; accepted is a mapping with at least prefill.workers and decode.workers"
-        )
+        raise ConfigError(f"{path}: is empty; accepted is a mapping with at least prefill.workers and decode.workers")
     if not isinstance(tree, dict):
         raise ConfigError(
-            f"{path}: is a {type(tree).__name__}; accepted is a mapping with the keys "
-            f"{', '.join(Config.model_fields)}"
+            f"{path}: is a {type(tree).__name__}; accepted is a mapping with the keys {', '.join(Config.model_fields)}"
         )
     return tree
 
@@ -213,11 +204,7 @@ def _first_problem(error: ValidationError, origin: str, sources: Mapping[str, st
 def _prefixed(text: str, path: str, origin: str, sources: Mapping[str, str]) -> str:
     """Put the value's source in front: a variable or the command line where they set it, else the file."""
     source = next(
-        (
-            name
-            for key, name in reversed(list(sources.items()))
-            if re.match(rf"{re.escape(key)}(?![\w])", path)
-        ),
+        (name for key, name in reversed(list(sources.items())) if re.match(rf"{re.escape(key)}(?![\w])", path)),
         origin,
     )
     return f"{source}: {text}" if source else text

@@ -108,9 +108,7 @@ class Section(BaseModel):
 class Listen(Section):
     """Where clients reach the router."""
 
-    host: Annotated[str, AfterValidator(_host)] = Field(
-        "0.0.0.0", description="Address to listen on; :: for IPv6."
-    )
+    host: Annotated[str, AfterValidator(_host)] = Field("0.0.0.0", description="Address to listen on; :: for IPv6.")
     port: int = Field(8000, ge=0, le=65535, description="TCP port; 0 lets the system choose one.")
 
 
@@ -157,8 +155,7 @@ class DecodeWorker(Worker):
         1.0,
         gt=0,
         le=100,
-        description="Relative seconds per KV token: 1.3 for a worker that is 1.3 times slower than the "
-        "others.",
+        description="Relative seconds per KV token: 1.3 for a worker that is 1.3 times slower than the others.",
     )
 
 
@@ -173,8 +170,7 @@ class Prefill(Section):
     )
     poll_interval_s: Seconds = Field(
         1.0,
-        description="How often a prefiller's /metrics is read for its KV usage; a failed read counts as "
-        "full.",
+        description="How often a prefiller's /metrics is read for its KV usage; a failed read counts as full.",
     )
     max_inflight: int | None = Field(
         None,
@@ -270,8 +266,7 @@ class Routing(Section):
     )
     hold_s: SecondsOrZero = Field(
         0.5,
-        description="How long target_fit may hold a request back in slack when it would raise the "
-        "envelope; 0 = never.",
+        description="How long target_fit may hold a request back in slack when it would raise the envelope; 0 = never.",
     )
     pool_bypass: bool = Field(
         False,
@@ -285,9 +280,7 @@ class Routing(Section):
         le=4096,
         description="With pool_bypass, requests in flight per worker beyond its decode slots.",
     )
-    seed: int = Field(
-        0, ge=0, le=2**63 - 1, description="Seed of the policies that draw at random or break ties so."
-    )
+    seed: int = Field(0, ge=0, le=2**63 - 1, description="Seed of the policies that draw at random or break ties so.")
 
 
 class Predictor(Section):
@@ -311,15 +304,11 @@ class Predictor(Section):
         min_length=1,
         description="File written by `balanceroute predictor fit`, used until the first re-fit.",
     )
-    max_rows: int = Field(
-        200_000, ge=100, le=50_000_000, description="Most finished requests kept in the history."
-    )
+    max_rows: int = Field(200_000, ge=100, le=50_000_000, description="Most finished requests kept in the history.")
     max_age_s: float = Field(
         7 * 86_400.0, gt=0, le=10 * 366 * 86_400, description="Older rows leave the history (default a week)."
     )
-    refit_interval_s: Seconds = Field(
-        60.0, description="How often the predictor is fitted anew from the history."
-    )
+    refit_interval_s: Seconds = Field(60.0, description="How often the predictor is fitted anew from the history.")
     period_steps: int | None = Field(
         None,
         ge=1,
@@ -401,8 +390,7 @@ class Limits(Section):
     )
     client_keep_alive_s: Seconds = Field(
         75.0,
-        description="An idle client connection is closed after this; above the 60 s of common load "
-        "balancers.",
+        description="An idle client connection is closed after this; above the 60 s of common load balancers.",
     )
     client_buffer_bytes: int = Field(
         256 * 1024,
@@ -487,13 +475,12 @@ class Auth(Section):
 class Log(Section):
     """What is logged, to standard error."""
 
-    level: Annotated[Literal["debug", "info", "warning", "error", "critical"], BeforeValidator(_lower)] = (
-        Field("info", description="Least level shown; debug tells every routing decision.")
+    level: Annotated[Literal["debug", "info", "warning", "error", "critical"], BeforeValidator(_lower)] = Field(
+        "info", description="Least level shown; debug tells every routing decision."
     )
     format: Literal["auto", "json", "plain"] = Field(
         "auto",
-        description="One JSON object per line, or plain text; auto is plain on a terminal and json "
-        "elsewhere.",
+        description="One JSON object per line, or plain text; auto is plain on a terminal and json elsewhere.",
     )
 
 

@@ -121,6 +121,10 @@ class BalanceRoute:
     def patience_s(self, prompt_tokens: int, snapshot: ClusterSnapshot) -> float:
         return self.params.max_wait_s * snapshot.means.patience_factor(prompt_tokens)
 
+    def recheck_s(self, snapshot: ClusterSnapshot, now: float) -> float:
+        """Never: nothing is held back beside a free slot."""
+        return math.inf
+
     def decide(self, snapshot: ClusterSnapshot, now: float) -> Iterator[Choice]:
         free = snapshot.free_slots
         if not free or not len(snapshot.pool):

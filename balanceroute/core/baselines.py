@@ -27,6 +27,10 @@ class AssignAtOnce:
     def patience_s(self, prompt_tokens: int, snapshot: ClusterSnapshot) -> float:
         return math.inf
 
+    def recheck_s(self, snapshot: ClusterSnapshot, now: float) -> float:
+        """Never: nothing is held back beside a free slot."""
+        return math.inf
+
     def decide(self, snapshot: ClusterSnapshot, now: float) -> Iterator[Choice]:
         while len(snapshot.pool):
             workers = [worker for worker in snapshot.workers if worker.state is WorkerState.UP]
@@ -115,6 +119,10 @@ class PoolFifo:
     horizon_steps = 0
 
     def patience_s(self, prompt_tokens: int, snapshot: ClusterSnapshot) -> float:
+        return math.inf
+
+    def recheck_s(self, snapshot: ClusterSnapshot, now: float) -> float:
+        """Never: nothing is held back beside a free slot."""
         return math.inf
 
     def decide(self, snapshot: ClusterSnapshot, now: float) -> Iterator[Choice]:

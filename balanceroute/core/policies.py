@@ -6,6 +6,8 @@ from dataclasses import dataclass
 from balanceroute.core.balance_route import BalanceRoute, BalanceRouteParams
 from balanceroute.core.baselines import ASSIGN_AT_ONCE, PoolFifo
 from balanceroute.core.policy import AdmissionPolicy, StageTimer
+from balanceroute.core.pool_bypass import PoolBypass
+from balanceroute.core.target_fit import TargetFit, TargetFitParams
 from balanceroute.errors import ConfigError
 
 BR_H_BETA = 43.0  # with gamma 0.86 the paper's own operating point, and the best here on both synthetic workloads
@@ -34,6 +36,10 @@ class PolicySettings:
 
 def _balance_route(settings: PolicySettings, stage_timer: StageTimer | None) -> AdmissionPolicy:
     looks_ahead = settings.policy == "br_h"
+    if settings.pool_bypass:
+        if looks_ahead:
+            raise ConfigError("pool_bypass works with br_0 only: br_h needs the pool to choose from")
+        return PoolBypass(settings.alpha, settings.beta, settings.bypass_margin)
     beta = settings.beta if settings.beta is not None or not looks_ahead else BR_H_BETA
     params = BalanceRouteParams(
         horizon_steps=settings.horizon_steps if looks_ahead else 0,
@@ -50,11 +56,16 @@ def _balance_route(settings: PolicySettings, stage_timer: StageTimer | None) -> 
     return BalanceRoute(settings.policy, params, stage_timer)
 
 
+def _target_fit(settings: PolicySettings, stage_timer: StageTimer | None) -> AdmissionPolicy:
+    return TargetFit(TargetFitParams(settings.max_wait_s, settings.hold_s), stage_timer)
+
+
 Maker = Callable[[PolicySettings, StageTimer | None], AdmissionPolicy]
 
 POLICIES: dict[str, Maker] = {
     "br_0": _balance_route,
     "br_h": _balance_route,
+    "target_fit": _target_fit,
     "pool_fifo": lambda settings, stage_timer: PoolFifo(),
     **{
         name: lambda settings, stage_timer, policy=policy: policy(settings.seed)  # type: ignore[misc]

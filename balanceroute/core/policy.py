@@ -42,3 +42,7 @@ class AdmissionPolicy(Protocol):
     def patience_s(self, prompt_tokens: int, snapshot: ClusterSnapshot) -> float:
         """How long a prompt of this size may wait in the pool before it goes first; infinite for no limit."""
         ...
+
+    def recheck_s(self, snapshot: ClusterSnapshot, now: float) -> float:
+        """When to decide again although nothing happened; infinite unless it holds requests back beside free slots."""
+        ...

@@ -173,6 +173,14 @@ class Scheduler:
             admissions.append(Admit(choice.request.id, choice.worker.spec.id, choice.stage, choice.score))
         return admissions
 
+    def recheck_s(self, now: float) -> float:
+        """When to call `admit` again even if nothing happens until then; infinite for all policies but one that holds.
+
+        `target_fit` in slack may hold a request back beside a free slot, for `hold_s`; a driver without steps of its
+        own must then ask again at this time.
+        """
+        return self.policy.recheck_s(self.snapshot, now)
+
     def start(self, request_id: str, now: float) -> None:
         """Lock-step drivers: the engine runs the request from its next step on; its KV has left the prefiller."""
         tracker = self._find(request_id, Phase.DECODING)

@@ -15,9 +15,7 @@ def test_an_example_configuration_loads_and_explains_itself(path: Path) -> None:
     assert path.read_text().startswith("# ")
 
 
-@pytest.mark.parametrize(
-    ("name", "prefill_machines", "n_workers"), [("2p1d", 2, 4), ("4p1d", 4, 8), ("5p1d", 5, 16)]
-)
+@pytest.mark.parametrize(("name", "prefill_machines", "n_workers"), [("2p1d", 2, 4), ("4p1d", 4, 8), ("5p1d", 5, 16)])
 def test_a_topology_has_the_papers_size(name: str, prefill_machines: int, n_workers: int) -> None:
     config = load(CONFIGS / f"{name}.yaml", {})
     hosts = {worker.url.rsplit(":", 1)[0] for worker in config.prefill.workers}

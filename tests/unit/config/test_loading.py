@@ -7,9 +7,7 @@ import pytest
 from balanceroute.config import Config, load, parse_assignment
 from balanceroute.errors import ConfigError
 
-WORKERS = (
-    "prefill: {workers: [{url: http://p:1}]}\ndecode: {workers: [{url: http://d:1}, {url: http://d:2}]}\n"
-)
+WORKERS = "prefill: {workers: [{url: http://p:1}]}\ndecode: {workers: [{url: http://d:1}, {url: http://d:2}]}\n"
 
 
 def from_yaml(tmp_path: Path, text: str, **environ: str) -> Config:
@@ -80,9 +78,7 @@ def test_a_variable_is_read_as_the_type_of_its_setting(
 
 
 def test_a_variable_replaces_a_list_of_workers_whole(tmp_path: Path) -> None:
-    config = from_yaml(
-        tmp_path, WORKERS, BALANCEROUTE_DECODE__WORKERS='[{"url": "http://e:1", "dp_rank": 3}]'
-    )
+    config = from_yaml(tmp_path, WORKERS, BALANCEROUTE_DECODE__WORKERS='[{"url": "http://e:1", "dp_rank": 3}]')
     assert [worker.worker_id for worker in config.decode.workers] == ["e:1@3"]
 
 
@@ -167,9 +163,7 @@ WRONG = [
 
 
 @pytest.mark.parametrize(("text", "expected"), WRONG, ids=[expected.split(":")[0] for _, expected in WRONG])
-def test_a_wrong_value_is_one_line_with_key_path_and_what_is_accepted(
-    tmp_path: Path, text: str, expected: str
-) -> None:
+def test_a_wrong_value_is_one_line_with_key_path_and_what_is_accepted(tmp_path: Path, text: str, expected: str) -> None:
     message = refusal(tmp_path, WORKERS + text + "\n")
     assert f"c.yaml: {expected}" in message
     assert "\n" not in message
@@ -208,9 +202,7 @@ WRONG_WORKERS = [
 
 
 @pytest.mark.parametrize(("workers", "expected"), WRONG_WORKERS)
-def test_a_wrong_worker_is_named_by_its_place_in_the_list(
-    tmp_path: Path, workers: str, expected: str
-) -> None:
+def test_a_wrong_worker_is_named_by_its_place_in_the_list(tmp_path: Path, workers: str, expected: str) -> None:
     text = f"prefill: {{workers: [{{url: http://p:1}}]}}\ndecode: {{workers: {workers}}}\n"
     message = refusal(tmp_path, text)
     assert f"c.yaml: {expected}" in message
@@ -294,9 +286,7 @@ def test_without_a_file_the_flags_that_would_do_are_named() -> None:
         ),
     ],
 )
-def test_a_wrong_variable_is_named_as_the_source(
-    tmp_path: Path, variable: str, value: str, expected: str
-) -> None:
+def test_a_wrong_variable_is_named_as_the_source(tmp_path: Path, variable: str, value: str, expected: str) -> None:
     message = refusal(tmp_path, WORKERS + "listen: {port: 1}\n", **{variable: value})
     assert message.startswith(expected)
     assert "\n" not in message
@@ -304,9 +294,7 @@ def test_a_wrong_variable_is_named_as_the_source(
 
 def test_a_wrong_flag_is_named_as_the_source(tmp_path: Path) -> None:
     (tmp_path / "c.yaml").write_text(WORKERS)
-    with pytest.raises(
-        ConfigError, match=r"^command line: routing.r_max = 99: accepted is an integer, 1 to 64$"
-    ):
+    with pytest.raises(ConfigError, match=r"^command line: routing.r_max = 99: accepted is an integer, 1 to 64$"):
         load(tmp_path / "c.yaml", {}, {"routing.r_max": 99})
 
 

@@ -34,9 +34,7 @@ def test_pool_times_follow_from_how_long_the_connector_pins_kv(
     sections: dict[str, Any], ttl_s: float, pin_s: float | None, max_wait_s: float
 ) -> None:
     config = a_config(**sections)
-    assert (config.pool_ttl_s, config.kv_pin_s, config.max_wait_s) == pytest.approx(
-        (ttl_s, pin_s, max_wait_s)
-    )
+    assert (config.pool_ttl_s, config.kv_pin_s, config.max_wait_s) == pytest.approx((ttl_s, pin_s, max_wait_s))
 
 
 @pytest.mark.parametrize(

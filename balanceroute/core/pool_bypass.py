@@ -1,0 +1,58 @@
+"""BR-0 without a pool (paper, appendix "Pool-bypass deployment path for BR-0").
+
+A prefilled request goes at once to the worker with the largest F_g(s) = alpha s - beta max(0, s - m_g). The load behind
+m_g is virtual: it counts what runs and what was dispatched and does not run yet, which is how the snapshot charges a
+request from its admission on. The KV transfer then overlaps with the steps of running requests instead of following a
+freed slot; the price is that every request is placed alone, so there is no subset to choose.
+
+Requests in flight per worker are capped at its slots plus a margin, which bounds the connector's send buffers; while
+all workers are at their cap, requests wait in the pool in their order.
+
+Below the envelope F is alpha s on every worker that has the margin, so ties are the rule: they go to the lightest
+worker, as in stage 1, then to the lowest index.
+"""
+
+import math
+from collections.abc import Iterator
+
+from balanceroute.core.fscore import present_score
+from balanceroute.core.policy import Choice
+from balanceroute.core.snapshot import ClusterSnapshot, DecodeInstanceState
+from balanceroute.core.types import WorkerState
+
+
+class PoolBypass:
+    """The policy `br_0` with `pool_bypass`: assigns as soon as a prefill is done."""
+
+    name = "br_0"
+    waits_for_slots = False
+    horizon_steps = 0
+
+    def __init__(self, alpha: float = 1.0, beta: float | None = None, margin: int = 4) -> None:
+        self.alpha = alpha
+        self.beta = beta
+        self.margin = margin
+
+    def patience_s(self, prompt_tokens: int, snapshot: ClusterSnapshot) -> float:
+        """Infinite: nothing is ever passed over."""
+        return math.inf
+
+    def recheck_s(self, snapshot: ClusterSnapshot, now: float) -> float:
+        """Never: nothing is held back beside a free slot."""
+        return math.inf
+
+    def decide(self, snapshot: ClusterSnapshot, now: float) -> Iterator[Choice]:
+        """Yield an admission for each request, in waiting order, while a worker is below its cap. O(G) each."""
+        beta = self.beta if self.beta is not None else float(len(snapshot.workers))
+        while len(snapshot.pool):
+            request = snapshot.pool[0]
+            envelope = snapshot.envelope
+            best: tuple[float, int, DecodeInstanceState] | None = None
+            for worker in snapshot.workers:
+                if worker.state is WorkerState.UP and len(worker.active) < worker.spec.slots + self.margin:
+                    score = present_score(envelope - worker.load, self.alpha, beta)(request.prompt_tokens)
+                    if best is None or (score, -worker.load) > (best[0], -best[1]):
+                        best = (score, worker.load, worker)
+            if best is None:
+                return
+            yield Choice(request, best[2], 3, best[0])

@@ -1,0 +1,397 @@
+"""balanceroute in front of real vLLM: one prefiller, two decoders, NIXL over loopback, on CPU.
+
+Starts the three servers and the router, then runs the checks below one by one and prints a line for each. Everything
+listens on 127.0.0.1 and is ended by pid. Not part of the test suite: it needs vLLM and takes minutes.
+
+    greedy          completions through the router have the token ids that one server gives for the same request
+    chat            chat streams word for word what the non-streamed answer says
+    bench           `vllm bench serve` sends 200 requests without an error
+    cancel          clients that leave in every phase: the prefiller's KV is free within seconds, not after its lease
+    params          no kv_transfer_params is used twice: as many pulls as prefills
+    kill_decoder    kill -9 of a decoder mid-stream: every stream is complete, with the tokens of an undisturbed run
+    kill_prefiller  kill -9 of the prefiller after a probe: a clear error or a whole answer, and nothing is held
+"""
+
+import argparse
+import json
+import os
+import random
+import re
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+import openai
+
+PREFILL, DECODE, ROUTER = 8100, (8200, 8201), 8300
+SIDE_CHANNEL = {PREFILL: 5600, DECODE[0]: 5700, DECODE[1]: 5710}
+MODEL = "tiny"
+LEASE_S = 30
+BASE = f"http://127.0.0.1:{ROUTER}"
+
+
+class Servers:
+    """The vLLM servers and the router: started, watched, ended."""
+
+    def __init__(self, logs: Path) -> None:
+        self.logs = logs
+        self.processes: dict[int, subprocess.Popen[bytes]] = {}
+
+    def start_vllm(self, port: int) -> None:
+        """Start one vLLM server without waiting for it."""
+        venv, model = os.environ["VLLM_VENV"], os.environ["VLLM_MODEL"]
+        role = "kv_producer" if port == PREFILL else "kv_consumer"
+        transfer = {"kv_connector": "NixlConnector", "kv_role": role, "kv_buffer_device": "cpu"}
+        command = [f"{venv}/bin/vllm", "serve", model, "--served-model-name", MODEL, "--host", "127.0.0.1"]
+        command += ["--port", str(port), "--max-model-len", "2048", "--max-num-seqs", "64", "--enforce-eager"]
+        command += ["--block-size", "32", "--kv-transfer-config", json.dumps(transfer)]
+        env = os.environ | {
+            "VLLM_CPU_KVCACHE_SPACE": "1",
+            "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+            "OMP_NUM_THREADS": "1",
+            "HF_HUB_OFFLINE": "1",
+            "TRANSFORMERS_OFFLINE": "1",
+            "VLLM_NO_USAGE_STATS": "1",
+            "UCX_TLS": "tcp,sm,self",
+            "UCX_NET_DEVICES": "lo",
+            "VLLM_HOST_IP": "127.0.0.1",
+            "VLLM_NIXL_SIDE_CHANNEL_HOST": "127.0.0.1",
+            "VLLM_NIXL_SIDE_CHANNEL_PORT": str(SIDE_CHANNEL[port]),
+        }
+        self._spawn(port, command, env)
+
+    def start_router(self) -> None:
+        """Start `balanceroute serve` in front of the three."""
+        config = self.logs / "router.yaml"
+        decoders = "\n".join(f"    - url: http://127.0.0.1:{port}" for port in DECODE)
+        config.write_text(
+            f"listen: {{host: 127.0.0.1, port: {ROUTER}}}\nconnector: nixl\n"
+            f"prefill:\n  workers:\n    - url: http://127.0.0.1:{PREFILL}\n"
+            f"decode:\n  max_num_seqs: 64\n  workers:\n{decoders}\n"
+            "predictor: {kind: survival}\nhealth: {interval_s: 1.0}\n"
+        )
+        command = [sys.executable, "-m", "balanceroute", "serve", "--config", str(config)]
+        self._spawn(ROUTER, command, dict(os.environ))
+
+    def _spawn(self, port: int, command: list[str], env: dict[str, str]) -> None:
+        log = (self.logs / f"{port}.log").open("ab")
+        self.processes[port] = subprocess.Popen(command, env=env, stdout=log, stderr=log, start_new_session=True)
+
+    def wait_ready(self, port: int, timeout_s: float = 240.0) -> None:
+        """Wait until the server's /health says 200."""
+        deadline = time.monotonic() + timeout_s
+        while time.monotonic() < deadline:
+            if self.processes[port].poll() is not None:
+                raise SystemExit(f"the server on port {port} ended: see {self.logs}/{port}.log")
+            try:
+                if httpx.get(f"http://127.0.0.1:{port}/health", trust_env=False).status_code == 200:
+                    return
+            except httpx.TransportError:
+                pass  # not listening yet: asked again below
+            time.sleep(0.5)
+        raise SystemExit(f"the server on port {port} is not ready after {timeout_s:.0f} s: see {self.logs}/{port}.log")
+
+    def kill(self, port: int) -> None:
+        """kill -9 of a server and its engine processes."""
+        process = self.processes.pop(port)
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+
+    def restart(self, port: int) -> None:
+        """Bring a killed vLLM server back."""
+        self.start_vllm(port)
+        self.wait_ready(port)
+
+    def stop(self) -> None:
+        """End all of them."""
+        for process in self.processes.values():
+            process.terminate()
+        for process in self.processes.values():
+            try:
+                process.wait(20)
+            except subprocess.TimeoutExpired:
+                os.killpg(process.pid, signal.SIGKILL)
+                process.wait()
+
+
+def a_prompt(seed: int, length: int = 60) -> list[int]:
+    """Token ids that depend on the seed alone."""
+    return [random.Random(seed * 7919 + position).randrange(10, 1000) for position in range(length)]
+
+
+def a_body(seed: int, max_tokens: int = 40, **more: Any) -> dict[str, Any]:
+    """A greedy completions request."""
+    body = {"model": MODEL, "prompt": a_prompt(seed), "max_tokens": max_tokens, "temperature": 0, "ignore_eos": True}
+    return body | more
+
+
+def completion_ids(port: int, body: dict[str, Any]) -> list[int]:
+    """Token ids of a non-streamed completion."""
+    url = f"http://127.0.0.1:{port}/v1/completions"
+    reply = httpx.post(url, json=body | {"return_token_ids": True}, timeout=300, trust_env=False)
+    reply.raise_for_status()
+    ids: list[int] = reply.json()["choices"][0]["token_ids"]
+    return ids
+
+
+def streamed_ids(body: dict[str, Any], on_event: Callable[[int], None] | None = None) -> tuple[list[int], str | None]:
+    """Token ids of a streamed completion through the router, and its finish reason (None: it ended unfinished)."""
+    ids: list[int] = []
+    reason = None
+    wanted = body | {"stream": True, "return_token_ids": True}
+    with httpx.stream("POST", f"{BASE}/v1/completions", json=wanted, timeout=300, trust_env=False) as reply:
+        reply.raise_for_status()
+        for line in reply.iter_lines():
+            if not line.startswith("data: {"):
+                continue
+            event = json.loads(line[6:])
+            if "error" in event:
+                raise RuntimeError(f"error event: {event['error']}")
+            for choice in event["choices"]:
+                ids += choice.get("token_ids") or []
+                reason = choice.get("finish_reason") or reason
+            if on_event is not None:
+                on_event(len(ids))
+    return ids, reason
+
+
+def metric(port: int, name: str) -> float:
+    """Sum of a metric over its labels; 0 when the server does not have it."""
+    text = httpx.get(f"http://127.0.0.1:{port}/metrics", trust_env=False, timeout=10).text
+    return sum(float(value) for value in re.findall(rf"^{re.escape(name)}(?:{{[^}}]*}})? (\S+)$", text, re.M))
+
+
+def held() -> dict[str, int]:
+    """What the router still holds, by /state."""
+    state = httpx.get(f"{BASE}/state", trust_env=False).json()
+    return {
+        "active": sum(len(worker["active"]) for worker in state["workers"]),
+        "waiting": len(state["waiting"]),
+        "queued": len(state["queued"]),
+        "inflight": sum(prefiller["inflight"] for prefiller in state["prefillers"]),
+        "pinned": sum(prefiller["pinned"] for prefiller in state["prefillers"]),
+    }
+
+
+def wait_for(what: str, condition: Callable[[], bool], timeout_s: float) -> float:
+    """Seconds until the condition holds. Raises AssertionError when it does not in time."""
+    start = time.monotonic()
+    while not condition():
+        if time.monotonic() - start > timeout_s:
+            raise AssertionError(f"{what}: not within {timeout_s:.0f} s")
+        time.sleep(0.1)
+    return time.monotonic() - start
+
+
+def nothing_held() -> bool:
+    """Whether all of the router's counters are zero."""
+    return not any(held().values())
+
+
+def check_greedy(servers: Servers) -> str:
+    """Same ids as one server's own, streamed and not."""
+    for seed in range(12):
+        body = a_body(seed, max_tokens=10 + 7 * seed)
+        own = completion_ids(DECODE[0], body)
+        assert completion_ids(ROUTER, body) == own, f"seed {seed}: other tokens than one server's own"
+        assert streamed_ids(body) == (own, "length"), f"seed {seed}: the stream has other tokens"
+    return "12 prompts, streamed and not: the token ids are those of one server"
+
+
+def check_chat(servers: Servers) -> str:
+    """A chat stream says what the non-streamed answer says."""
+    client = openai.OpenAI(base_url=f"{BASE}/v1", api_key="none", timeout=120)
+    for seed in range(4):
+        asked: dict[str, Any] = {
+            "model": MODEL,
+            "messages": [{"role": "user", "content": f"tell me about {seed}"}],
+            "max_tokens": 24,
+            "temperature": 0,
+        }
+        whole = client.chat.completions.create(**asked)
+        stream = client.chat.completions.create(**asked, stream=True, stream_options={"include_usage": True})
+        events = list(stream)
+        text = "".join(event.choices[0].delta.content or "" for event in events if event.choices)
+        assert text == whole.choices[0].message.content, f"chat {seed}: stream and answer differ"
+        assert events[-1].usage == whole.usage or events[-1].usage.total_tokens == whole.usage.total_tokens
+    return "4 chats: stream and answer agree, usage too"
+
+
+def check_bench(servers: Servers) -> str:
+    """vLLM's own benchmark client."""
+    venv, model = os.environ["VLLM_VENV"], os.environ["VLLM_MODEL"]
+    command = [f"{venv}/bin/vllm", "bench", "serve", "--backend", "openai", "--base-url", BASE, "--model", MODEL]
+    command += ["--tokenizer", model, "--dataset-name", "random", "--random-input-len", "100"]
+    command += ["--random-output-len", "40", "--num-prompts", "200", "--request-rate", "20", "--ignore-eos"]
+    result = subprocess.run(
+        command, capture_output=True, text=True, timeout=600, env=os.environ | {"HF_HUB_OFFLINE": "1"}
+    )
+    found = re.search(r"Successful requests:\s+(\d+)", result.stdout)
+    assert found, f"vllm bench serve said: {(result.stdout + result.stderr)[-800:]}"
+    assert int(found[1]) == 200, f"only {found[1]} of 200 succeeded"
+    tpot = re.search(r"Median TPOT \(ms\):\s+(\S+)", result.stdout)
+    return f"200 of 200 requests, median TPOT {tpot[1] if tpot else '?'} ms"
+
+
+def check_cancel(servers: Servers) -> str:
+    """Clients that leave after random times, from before the prefill to mid-stream."""
+    rng = random.Random(5)
+
+    def leave(seed: int) -> None:
+        timeout = httpx.Timeout(60, read=rng.choice([0.005, 0.02, 0.05, 0.1, 0.3, 1.0]))
+        try:
+            with httpx.stream(
+                "POST",
+                f"{BASE}/v1/completions",
+                json=a_body(seed, max_tokens=1500, stream=True),
+                timeout=timeout,
+                trust_env=False,
+            ) as reply:
+                for index, _ in enumerate(reply.iter_lines()):
+                    if index > rng.randrange(30):
+                        return
+        except httpx.TimeoutException:
+            return
+
+    with ThreadPoolExecutor(16) as pool:
+        list(pool.map(leave, range(1000, 1100)))
+    gone_s = wait_for("the router holds nothing", nothing_held, 20)
+    limit_s = LEASE_S - 15
+    free_s = wait_for("the prefiller's KV is free", lambda: metric(PREFILL, "vllm:kv_cache_usage_perc") == 0, limit_s)
+    for port in DECODE:
+        wait_for("decoders are empty", lambda port=port: metric(port, "vllm:num_requests_running") == 0, 10)  # type: ignore[misc]
+    expired = metric(PREFILL, "vllm:nixl_num_kv_expired_reqs_total")
+    assert expired == 0, f"{expired:.0f} prefills were freed by their lease"
+    freed = f"prefiller's KV free after {free_s:.1f} s more, 0 leases expired"
+    return f"100 clients left: nothing held after {gone_s:.1f} s, {freed}"
+
+
+def check_params(servers: Servers) -> str:
+    """Pulls by the decoders against probes at the prefiller."""
+    before = [metric(port, "vllm:request_success_total") for port in (PREFILL, *DECODE)]
+    with ThreadPoolExecutor(8) as pool:
+        list(pool.map(lambda seed: completion_ids(ROUTER, a_body(seed)), range(2000, 2040)))
+    probes, *decodes = (
+        metric(port, "vllm:request_success_total") - old for port, old in zip((PREFILL, *DECODE), before, strict=True)
+    )
+    assert probes == sum(decodes) == 40, f"{probes:.0f} probes, {decodes} decodes"
+    return f"40 requests: {probes:.0f} probes and {sum(decodes):.0f} decodes"
+
+
+def check_kill_decoder(servers: Servers) -> str:
+    """All streams survive the death of one decoder with the right tokens."""
+    bodies = [a_body(seed, max_tokens=400) for seed in range(3000, 3012)]
+    own = [completion_ids(DECODE[1], body) for body in bodies]
+    reached = threading.Event()
+
+    def one(body: dict[str, Any]) -> tuple[list[int], str | None]:
+        return streamed_ids(body, lambda tokens: reached.set() if tokens > 40 else None)
+
+    with ThreadPoolExecutor(len(bodies)) as pool:
+        streams = [pool.submit(one, body) for body in bodies]
+        assert reached.wait(60), "no stream got to 40 tokens"
+        servers.kill(DECODE[0])
+        got = [stream.result() for stream in streams]
+    wrong = sum(ids != expected or reason != "length" for (ids, reason), expected in zip(got, own, strict=True))
+    assert not wrong, f"{wrong} of {len(bodies)} streams are not what an undisturbed run gives"
+    wait_for("the router holds nothing", nothing_held, 30)
+    servers.restart(DECODE[0])
+    wait_for("the router uses the decoder again", lambda: workers_up() == 2, 60)
+    return f"{len(bodies)} streams complete with the right tokens, decoder back in service"
+
+
+def check_kill_prefiller(servers: Servers) -> str:
+    """Requests under way when the prefiller dies end clearly; later ones work once it is back."""
+    with ThreadPoolExecutor(8) as pool:
+        asked = [pool.submit(outcome_of, a_body(seed, max_tokens=200)) for seed in range(4000, 4008)]
+        time.sleep(0.05)
+        servers.kill(PREFILL)
+        outcomes = [request.result() for request in asked]
+    wait_for("the router holds nothing", nothing_held, 60)
+    refused = outcome_of(a_body(1))
+    assert refused in ("502", "503", "504"), f"without a prefiller: {refused}"
+    servers.restart(PREFILL)
+    wait_for("requests work again", lambda: outcome_of(a_body(1)) == "complete", 60)
+    counts = {outcome: outcomes.count(outcome) for outcome in sorted(set(outcomes))}
+    assert set(counts) <= {"complete", "502", "503", "504", "error event"}, counts
+    return f"outcomes {counts}, then {refused} while it was gone, complete once it was back"
+
+
+def outcome_of(body: dict[str, Any]) -> str:
+    """complete, a status, or what broke the stream."""
+    try:
+        ids, reason = streamed_ids(body)
+    except httpx.HTTPStatusError as error:
+        return str(error.response.status_code)
+    except RuntimeError:
+        return "error event"
+    except httpx.TransportError as error:
+        return type(error).__name__
+    return "complete" if reason == "length" and len(ids) == body["max_tokens"] else "truncated"
+
+
+def workers_up() -> int:
+    """Decode workers that the router takes as up."""
+    return sum(worker["state"] == "up" for worker in httpx.get(f"{BASE}/state", trust_env=False).json()["workers"])
+
+
+CHECKS: dict[str, Callable[[Servers], str]] = {
+    "greedy": check_greedy,
+    "chat": check_chat,
+    "bench": check_bench,
+    "cancel": check_cancel,
+    "params": check_params,
+    "kill_decoder": check_kill_decoder,
+    "kill_prefiller": check_kill_prefiller,
+}
+
+
+@contextmanager
+def running(logs: Path) -> Iterator[Servers]:
+    """All servers up; ended on the way out."""
+    servers = Servers(logs)
+    try:
+        for port in (PREFILL, *DECODE):
+            servers.start_vllm(port)
+        for port in (PREFILL, *DECODE):
+            servers.wait_ready(port)
+        servers.start_router()
+        servers.wait_ready(ROUTER, 30)
+        yield servers
+    finally:
+        servers.stop()
+
+
+def main() -> int:
+    """Run the checks; the exit code says whether all held."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", nargs="+", choices=CHECKS, default=list(CHECKS), help="run these checks only")
+    parser.add_argument("--logs", type=Path, default=None, help="where the servers' logs go")
+    options = parser.parse_args()
+    logs = options.logs or Path(tempfile.mkdtemp(prefix="balanceroute-e2e-"))
+    logs.mkdir(parents=True, exist_ok=True)
+    print(f"starting 1 prefiller and 2 decoders; logs in {logs}", flush=True)
+    failed = 0
+    with running(logs) as servers:
+        for name in options.only:
+            start = time.monotonic()
+            try:
+                verdict = f"ok    {CHECKS[name](servers)}"
+            except Exception as error:
+                failed += 1
+                verdict = f"FAIL  {type(error).__name__}: {error}"
+            print(f"{name:<15} {verdict} ({time.monotonic() - start:.1f} s)", flush=True)
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,208 @@
+"""The deployment files: they parse, agree with `configs/`, and the launch script watches over its servers."""
+
+import json
+import re
+import shlex
+import subprocess
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from balanceroute.config import Config, load
+
+ROOT = Path(__file__).parents[2]
+ASCEND = ROOT / "deploy" / "vllm-ascend"
+START = ASCEND / "start_node.sh"
+TOPOLOGIES = ["2p1d", "4p1d", "5p1d"]
+
+
+def config_of(topology: str) -> Config:
+    return load(ROOT / "configs" / f"{topology}.yaml", {})
+
+
+def dry_run(topology: str, role: str, index: int, **environ: str) -> list[list[str]]:
+    done = subprocess.run(
+        ["bash", START, "--dry-run", topology, role, str(index)],
+        env={"PATH": "/usr/bin:/bin", **environ},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    return [shlex.split(line) for line in done.stdout.splitlines()]
+
+
+@cache
+def all_servers(topology: str, role: str) -> list[list[str]]:
+    """The commands of all machines of a role, in the order of their indices."""
+    commands: list[list[str]] = []
+    index = 0
+    while True:
+        try:
+            commands += dry_run(topology, role, index)
+        except subprocess.CalledProcessError as error:
+            assert "so INDEX is 0 to" in error.stderr
+            return commands
+        index += 1
+
+
+def flag(command: list[str], name: str) -> str:
+    return command[command.index(name) + 1]
+
+
+def variables(command: list[str]) -> dict[str, str]:
+    return dict(part.split("=", 1) for part in command[1 : command.index("vllm")])
+
+
+def transfer(command: list[str]) -> dict[str, Any]:
+    return dict(json.loads(flag(command, "--kv-transfer-config")))
+
+
+@pytest.mark.parametrize("path", sorted(ASCEND.rglob("*.sh")), ids=lambda path: path.name)
+def test_a_script_parses(path: Path) -> None:
+    subprocess.run(["bash", "-n", path], check=True)
+
+
+@pytest.mark.parametrize("topology", TOPOLOGIES)
+@pytest.mark.parametrize("role", ["prefill", "decode"])
+def test_the_scripts_start_exactly_the_servers_of_the_configuration(topology: str, role: str) -> None:
+    started = [
+        f"http://{variables(command)['HCCL_IF_IP']}:{flag(command, '--port')}"
+        for command in all_servers(topology, role)
+    ]
+    config = config_of(topology)
+    workers = config.prefill.workers if role == "prefill" else config.decode.workers
+    assert started == [worker.url for worker in workers]
+
+
+@pytest.mark.parametrize("topology", TOPOLOGIES)
+def test_decode_ranks_are_numbered_through_and_share_one_group(topology: str) -> None:
+    commands = all_servers(topology, "decode")
+    assert [int(flag(c, "--data-parallel-rank")) for c in commands] == list(range(len(commands)))
+    assert {flag(c, "--data-parallel-size") for c in commands} == {str(len(commands))}
+    assert {flag(c, "--data-parallel-address") for c in commands} == {variables(commands[0])["HCCL_IF_IP"]}
+    assert {(transfer(c)["kv_role"], transfer(c)["engine_id"]) for c in commands} == {("kv_consumer", topology[0])}
+
+
+@pytest.mark.parametrize("topology", TOPOLOGIES)
+def test_each_prefill_machine_is_a_group_with_its_own_engine_and_kv_port(topology: str) -> None:
+    commands = all_servers(topology, "prefill")
+    groups = {(transfer(c)["engine_id"], transfer(c)["kv_port"]) for c in commands}
+    assert len(groups) == int(topology[0])
+    assert len({port for _, port in groups}) == len(groups)
+    assert {transfer(c)["kv_role"] for c in commands} == {"kv_producer"}
+
+
+@pytest.mark.parametrize("topology", TOPOLOGIES)
+def test_kv_ports_of_groups_do_not_touch_and_stay_above_the_transports_range(topology: str) -> None:
+    used: dict[int, str] = {}
+    for command in all_servers(topology, "prefill") + all_servers(topology, "decode"):
+        config, tp = transfer(command), int(flag(command, "--tensor-parallel-size"))
+        first = int(config["kv_port"]) + int(flag(command, "--data-parallel-rank")) * tp
+        for port in range(first, first + tp):
+            assert port >= 36000
+            assert used.setdefault(port, config["engine_id"]) == config["engine_id"]
+    assert max(used) <= 36563  # the range that the README tells to open
+
+
+@pytest.mark.parametrize("topology", TOPOLOGIES)
+def test_limits_agree_between_scripts_and_configuration(topology: str) -> None:
+    config = config_of(topology)
+    decoders, prefillers = all_servers(topology, "decode"), all_servers(topology, "prefill")
+    assert {int(flag(c, "--max-num-seqs")) for c in decoders} == {config.decode.max_num_seqs}
+    pins = {float(variables(c)["VLLM_MOONCAKE_ABORT_REQUEST_TIMEOUT"]) for c in prefillers}
+    assert pins == {config.kv_pin_s}
+    assert config.connector == "mooncake_v1"
+    assert {transfer(c)["kv_connector"] for c in decoders + prefillers} == {"MooncakeConnectorV1"}
+
+
+@pytest.mark.parametrize("topology", TOPOLOGIES)
+def test_each_rank_has_devices_of_its_own(topology: str) -> None:
+    for role in ("prefill", "decode"):
+        devices = [variables(c)["ASCEND_RT_VISIBLE_DEVICES"].split(",") for c in dry_run(topology, role, 0)]
+        assert sorted(int(d) for rank in devices for d in rank) == list(range(16))
+
+
+def test_only_decoders_recompute() -> None:
+    (decoder, *_), (prefiller, *_) = dry_run("2p1d", "decode", 0), dry_run("2p1d", "prefill", 0)
+    assert json.loads(flag(decoder, "--additional-config"))["scheduler_config"]["recompute_scheduler_enable"]
+    assert "--additional-config" not in prefiller
+
+
+def test_further_flags_come_last() -> None:
+    command = dry_run("2p1d", "decode", 0, DECODE_EXTRA="--max-model-len 8192")[0]
+    assert command[-2:] == ["--max-model-len", "8192"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        (["9p9d", "decode", "0"], "no topology 9p9d; there are: 2p1d.sh 4p1d.sh 5p1d.sh"),
+        (["2p1d", "both", "0"], "role both is neither prefill nor decode"),
+        (["2p1d", "decode", "1"], "2p1d has 1 decode machines, so INDEX is 0 to 0"),
+        (["2p1d", "decode", "x"], "INDEX x is not a number"),
+        (["2p1d"], "usage: "),
+        (["2p1d", "decode", "0"], "set MODEL to the path of the weights"),
+    ],
+)
+def test_a_wrong_call_is_one_line(arguments: list[str], expected: str) -> None:
+    done = subprocess.run(["bash", START, *arguments], env={"PATH": "/usr/bin:/bin"}, capture_output=True, text=True)
+    assert done.returncode == 2
+    assert done.stderr.startswith(f"start_node.sh: {expected}")
+
+
+def test_when_one_server_ends_the_others_of_the_machine_are_stopped(tmp_path: Path) -> None:
+    stand_in = tmp_path / "bin" / "vllm"
+    stand_in.parent.mkdir()
+    # the rank on port 9002 dies once all four are there; the others note that they were told to stop
+    stand_in.write_text(
+        "#!/bin/bash\n"
+        'while [[ $1 != --port ]]; do shift; done; touch "$OUT/$2.up"\n'
+        "if [[ $2 == 9002 ]]; then\n"
+        "  until [[ -e $OUT/9000.ready && -e $OUT/9001.ready && -e $OUT/9003.ready ]]; do sleep 0.02; done\n"
+        "  exit 1\n"
+        "fi\n"
+        "trap 'touch \"$OUT/'$2'.stopped\"; exit 0' TERM\n"
+        'touch "$OUT/$2.ready"\n'
+        "while :; do sleep 0.02; done\n"
+    )
+    stand_in.chmod(0o755)
+    environ = {
+        "PATH": f"{stand_in.parent}:/usr/bin:/bin",
+        "OUT": str(tmp_path),
+        "MODEL": "/weights",
+        "NIC": "lo",
+        "LOG_DIR": str(tmp_path / "logs"),
+    }
+    done = subprocess.run(
+        ["bash", START, "2p1d", "decode", "0"], env=environ, capture_output=True, text=True, timeout=20
+    )
+    assert done.returncode == 2
+    assert "a server ended" in done.stderr
+    assert sorted(path.stem for path in tmp_path.glob("*.stopped")) == ["9000", "9001", "9003"]
+    assert len(list((tmp_path / "logs").glob("decode-0-rank*.log"))) == 4
+
+
+def test_the_compose_file_shares_one_network_and_publishes_on_loopback() -> None:
+    compose = yaml.safe_load((ROOT / "deploy" / "compose.yaml").read_text())
+    services = compose["services"]
+    assert services["router"]["network_mode"] == "service:cluster"
+    assert services["cluster"]["ports"] == ["127.0.0.1:8000:8000"]
+    assert services["cluster"]["volumes"] == services["router"]["volumes"]
+
+
+def test_stopping_leaves_time_to_drain() -> None:
+    drain_s = config_of("4p1d").lifecycle.drain_timeout_s
+    unit = (ROOT / "deploy" / "balanceroute.service").read_text()
+    stop = re.search(r"^TimeoutStopSec=(\d+)$", unit, re.MULTILINE)
+    compose = yaml.safe_load((ROOT / "deploy" / "compose.yaml").read_text())
+    assert stop is not None
+    assert int(stop[1]) > drain_s
+    assert int(compose["services"]["router"]["stop_grace_period"].removesuffix("s")) > drain_s
+
+
+def test_the_image_runs_as_a_user_of_its_own() -> None:
+    lines = (ROOT / "deploy" / "Dockerfile").read_text().splitlines()
+    assert lines.index("USER balanceroute") < next(i for i, line in enumerate(lines) if line.startswith("ENTRYPOINT"))
