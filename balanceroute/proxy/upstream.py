@@ -87,9 +87,7 @@ class Upstream:
         self.high_water_bytes = high_water_bytes
         self._prefix = parts.path.rstrip("/")
         self._ssl = ssl_context or ssl.create_default_context() if parts.scheme == "https" else None
-        self._host_header = parts.netloc.rpartition("@")[2].encode(
-            "idna" if not parts.netloc.isascii() else "ascii"
-        )
+        self._host_header = parts.netloc.rpartition("@")[2].encode("idna" if not parts.netloc.isascii() else "ascii")
         self._max_idle = max_idle
         self._keepalive_s = keepalive_s
         self._idle: list[_Connection] = []
@@ -506,9 +504,7 @@ class _Connection(asyncio.Protocol):
             buffered.clear()
             reply._deliver(body)
         elif not reply.started and self._head_bytes > MAX_HEAD_BYTES:
-            self._fail(
-                self.failure(BadUpstreamReply, f"the reply's head is longer than {MAX_HEAD_BYTES} bytes")
-            )
+            self._fail(self.failure(BadUpstreamReply, f"the reply's head is longer than {MAX_HEAD_BYTES} bytes"))
             return
         if self._parser is None and self._reply is reply:
             self._complete(reply)
