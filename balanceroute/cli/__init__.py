@@ -4,15 +4,20 @@ Commands import what they need inside their function, so that `--help` and a typ
 """
 
 import sys
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
 from balanceroute import __version__
 from balanceroute.cli import trace
 from balanceroute.cli.check_config import check_config
+from balanceroute.cli.emulate import emulate
 from balanceroute.cli.load import load
 from balanceroute.errors import BalanceRouteError
+
+# what typer raises for a flag it cannot use; newer versions bring a click of their own, so that it has no
+# public name
+USAGE_ERROR: Any = typer.BadParameter.__base__
 
 app = typer.Typer(
     name="balanceroute",
@@ -23,6 +28,7 @@ app = typer.Typer(
 )
 app.add_typer(trace.app, name="trace")
 app.command()(load)
+app.command()(emulate)
 
 
 def show_version(wanted: bool) -> None:
@@ -48,7 +54,14 @@ app.command("check-config")(check_config)
 def main() -> None:
     """Run the command line; a deliberate error is one clear line and exit code 2."""
     try:
-        app()
+        status = app(standalone_mode=False)
     except BalanceRouteError as error:
         print(f"balanceroute: {error}", file=sys.stderr)
         sys.exit(2)
+    except USAGE_ERROR as error:  # typer's own report is a box of many lines
+        text = error.format_message()  # one line, or the help when nothing was asked for
+        print(text if "\n" in text else f"balanceroute: {text}", file=sys.stderr)
+        sys.exit(2)
+    except typer.Abort:
+        sys.exit(130)
+    sys.exit(status or 0)

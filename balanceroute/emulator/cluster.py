@@ -36,11 +36,13 @@ class EmulatedCluster:
         shape: ClusterShape | None = None,
         *,
         listen: bool = True,
+        host: str = HOST,
         prefill_ports: Sequence[int] | None = None,
         decode_ports: Sequence[int] | None = None,
     ) -> None:
         self.shape = shape or ClusterShape()
         self._listen = listen
+        self._host = host
         urls = self.shape.decoders // self.shape.ranks_per_url
         self._ports = [*(prefill_ports or [0] * self.shape.prefillers), *(decode_ports or [0] * urls)]
         if len(self._ports) != self.shape.prefillers + urls:
@@ -206,8 +208,7 @@ class EmulatedCluster:
             for index in range(shape.prefillers)
         ]
         self.decode = [
-            DecodeWorker(f"d{index}", shape, clock, exchange, wake, self._post_json)
-            for index in range(shape.decoders)
+            DecodeWorker(f"d{index}", shape, clock, exchange, wake, self._post_json) for index in range(shape.decoders)
         ]
         self._runner.attach(self.decode)
         self._sites = [Site([worker], shape, self) for worker in self.prefill]
@@ -219,13 +220,14 @@ class EmulatedCluster:
     async def _open(self) -> None:
         apps = [create_app(site) for site in self._sites]
         if self._listen:
-            self._servers = [HttpServer(app, HOST, port) for app, port in zip(apps, self._ports, strict=True)]
+            self._servers = [HttpServer(app, self._host, port) for app, port in zip(apps, self._ports, strict=True)]
             for server in self._servers:
                 await server.start()
             ports = [server.port for server in self._servers]
         else:
             ports = [port or SIDE_CHANNEL_PORT + 100 + index for index, port in enumerate(self._ports)]
-        urls = [f"http://{HOST}:{port}" for port in ports]
+        name = HOST if self._host == "0.0.0.0" else self._host
+        urls = [f"http://{name}:{port}" for port in ports]
         self.prefill_urls = urls[: self.shape.prefillers]
         self.decode_urls = urls[self.shape.prefillers :]
         self._apps.update({url.removeprefix("http://"): app for url, app in zip(urls, apps, strict=True)})

@@ -46,9 +46,7 @@ from balanceroute.engine.tokens import EOS_ID, plan_length, prompt_digest
 logger = logging.getLogger(__name__)
 
 CORRUPT = b"not this prompt's KV"
-METASERVER_ATTEMPTS = (
-    3  # vllm-ascend's connector retries transport errors so often and never looks at the status
-)
+METASERVER_ATTEMPTS = 3  # vllm-ascend's connector retries transport errors so often and never looks at the status
 
 _sequence_numbers = itertools.count()
 PostJson = Callable[[str, dict[str, Any]], Coroutine[Any, Any, None]]
@@ -170,9 +168,7 @@ class PrefillWorker(Worker):
 
     role = "prefill"
 
-    def __init__(
-        self, name: str, shape: ClusterShape, clock: EmulatedClock, exchange: KvExchange, port: int
-    ) -> None:
+    def __init__(self, name: str, shape: ClusterShape, clock: EmulatedClock, exchange: KvExchange, port: int) -> None:
         super().__init__(name, shape, clock, exchange)
         self.host = "127.0.0.1"
         self.port = port
@@ -452,9 +448,7 @@ class DecodeWorker(Worker):
         tokens = len(choice.prompt)
         natural = TokenStream(choice.prompt, self.shape.lengths).remaining
         limit = request.limit_for(tokens, self.shape.context_tokens)
-        count, ends = plan_length(
-            natural, limit, ignore_eos=request.ignore_eos, min_tokens=request.min_tokens
-        )
+        count, ends = plan_length(natural, limit, ignore_eos=request.ignore_eos, min_tokens=request.min_tokens)
         generation = Generation(
             f"{call.external_id(choice)}-{next(_sequence_numbers):08x}",
             tokens,
