@@ -19,7 +19,7 @@ is bounded: `max_keys` rows of about 0.8 KB (16 MB at 20,000 keys), least recent
 
 from array import array
 from bisect import bisect_left, bisect_right, insort
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from itertools import repeat
 
 import numpy as np
@@ -37,6 +37,8 @@ _BELOW_ZERO = 2**31 - 1
 
 class ExactMatchPredictor:
     """Lengths per prompt key in front of the marginal distribution."""
+
+    refits_in_process = False
 
     def __init__(
         self,
@@ -80,7 +82,7 @@ class ExactMatchPredictor:
         """Take in a whole history, oldest first, and fit at once."""
         for row in rows:
             self.observe(row)
-        self.adopt(self.fit(self.ring.take()))
+        self.adopt(SurvivalCurve(self.ring.take()))
 
     def observe(self, finished: FinishedRequest) -> None:
         """Put one more length under its key, in place of the key's oldest one when its row is full."""
@@ -174,10 +176,9 @@ class ExactMatchPredictor:
             p_finish[unknown], mean[unknown] = self._marginal.curve.many(ages[unknown], self._horizon)
         return TwoStage(p_finish, mean)
 
-    @staticmethod
-    def fit(observations: Observations) -> SurvivalCurve:
+    def fitter(self) -> Callable[[Observations], SurvivalCurve]:
         """Fit the marginal curve; any thread."""
-        return SurvivalPredictor.fit(observations)
+        return SurvivalCurve
 
     def adopt(self, fitted: SurvivalCurve) -> None:
         """Fall back to `fitted` from now on."""

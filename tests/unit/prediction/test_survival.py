@@ -56,9 +56,7 @@ def test_survival_equals_counting_over_the_history(outputs: list[int], age: int,
 
 
 @given(st.lists(st.tuples(st.integers(1, 40), st.booleans()), min_size=1, max_size=40), st.integers(0, 45))
-def test_cut_short_requests_hand_their_mass_on_to_the_longer_ones(
-    history: list[tuple[int, bool]], age: int
-) -> None:
+def test_cut_short_requests_hand_their_mass_on_to_the_longer_ones(history: list[tuple[int, bool]], age: int) -> None:
     rows = [a_finish(output, reason="cancelled" if cut else "stop") for output, cut in history]
 
     assert fitted(rows).predict_one(age, 100, "") == pytest.approx(redistributed(rows, age, 10))
@@ -96,7 +94,7 @@ def test_observations_change_nothing_before_the_next_fit() -> None:
     predictor.observe(a_finish(500))
 
     assert predictor.predict_one(0, 100, "") == (1.0, 5.0)
-    predictor.adopt(predictor.fit(predictor.ring.take()))
+    predictor.adopt(predictor.fitter()(predictor.ring.take()))
     assert predictor.predict_one(0, 100, "")[0] == 0.5
 
 
