@@ -147,10 +147,16 @@ class LearnedPredictor:
         self._keys = KeyMemory(max_keys)
         self.fitted = LearnedFit(None, None, 1.0, 0.0, 0.0, SurvivalCurve(Observations.of([])))
 
-    def learn(self, rows: Iterable[FinishedRequest]) -> None:
-        """Take in a whole history, oldest first, and grow the trees here and now: seconds."""
+    def start(self, rows: Iterable[FinishedRequest]) -> None:
+        """Take in a whole history, oldest first; the marginal curve answers until trees are grown and adopted."""
         for row in rows:
             self.observe(row)
+        pending = self.ring.pending
+        self.fitted = LearnedFit(None, None, 1.0, 0.0, 0.0, SurvivalCurve(self.ring.take()))
+        self.ring.pending = pending  # still unseen by any tree: the first re-fit is due
+
+    def grow(self) -> None:
+        """Grow the trees here and now: seconds."""
         self.adopt(self.fitter()(self.ring.take()))
 
     def observe(self, finished: FinishedRequest) -> None:

@@ -97,7 +97,7 @@ class SurvivalPredictor:
         self.ring = ObservationRing(max_rows, max_age_s)
         self.curve = SurvivalCurve(Observations.of([]))
 
-    def learn(self, rows: Iterable[FinishedRequest]) -> None:
+    def start(self, rows: Iterable[FinishedRequest]) -> None:
         """Take in a whole history, oldest first, and fit at once."""
         for row in rows:
             self.ring.add(row)

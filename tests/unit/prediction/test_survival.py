@@ -12,7 +12,7 @@ lengths = st.lists(st.integers(1, 60), min_size=1, max_size=60)
 
 def fitted(rows: list[FinishedRequest], horizon: int = 10) -> SurvivalPredictor:
     predictor = SurvivalPredictor(horizon)
-    predictor.learn(rows)
+    predictor.start(rows)
     return predictor
 
 
@@ -101,7 +101,7 @@ def test_observations_change_nothing_before_the_next_fit() -> None:
 def test_only_the_newest_rows_are_learned_from() -> None:
     predictor = SurvivalPredictor(10, max_rows=3)
 
-    predictor.learn(finishes(500, 500, 5, 5, 5))
+    predictor.start(finishes(500, 500, 5, 5, 5))
 
     assert predictor.predict_one(0, 100, "") == (1.0, 5.0)
     assert predictor.ring.take().finished_s.tolist() == [2.0, 3.0, 4.0]
@@ -110,6 +110,6 @@ def test_only_the_newest_rows_are_learned_from() -> None:
 def test_rows_older_than_the_newest_by_more_than_the_limit_are_left_out() -> None:
     predictor = SurvivalPredictor(10, max_age_s=60.0)
 
-    predictor.learn([a_finish(500, at_s=0.0), a_finish(5, at_s=61.0)])
+    predictor.start([a_finish(500, at_s=0.0), a_finish(5, at_s=61.0)])
 
     assert predictor.predict_one(0, 100, "") == (1.0, 5.0)
