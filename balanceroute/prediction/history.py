@@ -28,6 +28,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+from balanceroute.errors import InputError
+
 from .contract import FinishedRequest
 
 log = logging.getLogger(__name__)
@@ -133,14 +135,9 @@ class History:
             return []
         connection = sqlite3.connect(self.path)
         try:
-            rows = connection.execute(
-                "SELECT prompt_key, prompt_tokens, output_tokens, finish_reason, finished_s FROM finished "
-                "WHERE finished_s >= ? ORDER BY finished_s DESC, id DESC LIMIT ?",
-                (self._oldest_s(), self._max_rows),
-            ).fetchall()
+            return _read(connection, self._oldest_s(), self._max_rows)
         finally:
             connection.close()
-        return [FinishedRequest(*row) for row in reversed(rows)]
 
     def flush(self, timeout_s: float = 10.0) -> bool:
         """Wait until everything added so far is written; True when it is. For shutdown and tests, not for
@@ -288,6 +285,31 @@ class History:
 
     def _oldest_s(self) -> float:
         return self._clock() - self._max_age_s if self._max_age_s is not None else float("-inf")
+
+
+def read_rows(path: Path) -> list[FinishedRequest]:
+    """Read every row of a history file, oldest first, without changing it; a router may be writing it meanwhile.
+
+    Raises: InputError when there is no file, or none of ours.
+    """
+    try:
+        connection = sqlite3.connect(f"{path.absolute().as_uri()}?mode=ro", uri=True, timeout=LOCK_WAIT_S)
+        try:
+            _check_ours(connection)
+            return _read(connection, float("-inf"), -1)
+        finally:
+            connection.close()
+    except (_Unusable, sqlite3.Error) as error:
+        raise InputError(f"{path}: not a readable prediction history: {error}") from error
+
+
+def _read(connection: sqlite3.Connection, oldest_s: float, limit: int) -> list[FinishedRequest]:
+    rows = connection.execute(
+        "SELECT prompt_key, prompt_tokens, output_tokens, finish_reason, finished_s FROM finished "
+        "WHERE finished_s >= ? ORDER BY finished_s DESC, id DESC LIMIT ?",
+        (oldest_s, limit),
+    ).fetchall()
+    return [FinishedRequest(*row) for row in reversed(rows)]
 
 
 def _check_ours(connection: sqlite3.Connection) -> None:

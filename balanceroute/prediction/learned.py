@@ -112,7 +112,7 @@ def _calibration_error(p_finish: FloatArray, labels: IntArray) -> float:
 def _platt(raw: FloatArray, labels: IntArray) -> tuple[float, float]:
     """Logistic regression of the label on the raw score, by Newton's method; ridge 1e-3 keeps it finite."""
     design = np.stack([raw, np.ones(len(raw))])
-    weights = np.array([1.0, 0.0])
+    weights = np.zeros(2)  # from slope 0 Newton's steps stay short; from slope 1 they can overshoot for good
     for _ in range(25):
         p = _sigmoid(weights @ design)
         gradient = design @ (p - labels) + 1e-3 * weights

@@ -83,7 +83,7 @@ def load_model(path: Path) -> Model:
     Raises: InputError when it is missing, not ours, newer than this version, or contradicts itself.
     """
     try:
-        with np.load(path, allow_pickle=False) as arrays:
+        with path.open("rb") as file, np.load(file, allow_pickle=False) as arrays:
             header = _header(path, arrays)
             rows = _rows(arrays)
             return Model(header["kind"], int(header["horizon_steps"]), rows, _learned(header, arrays, rows))
