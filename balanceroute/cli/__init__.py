@@ -9,7 +9,7 @@ from typing import Annotated, Any
 import typer
 
 from balanceroute import __version__
-from balanceroute.cli import trace
+from balanceroute.cli import predictor, trace
 from balanceroute.cli.check_config import check_config
 from balanceroute.cli.emulate import emulate
 from balanceroute.cli.load import load
@@ -27,6 +27,7 @@ app = typer.Typer(
     add_completion=False,
 )
 app.add_typer(trace.app, name="trace")
+app.add_typer(predictor.app, name="predictor")
 app.command()(load)
 app.command()(emulate)
 
