@@ -12,6 +12,7 @@ from balanceroute import __version__
 from balanceroute.cli import trace
 from balanceroute.cli.check_config import check_config
 from balanceroute.cli.load import load
+from balanceroute.cli.replay import replay
 from balanceroute.errors import BalanceRouteError
 
 app = typer.Typer(
@@ -23,6 +24,7 @@ app = typer.Typer(
 )
 app.add_typer(trace.app, name="trace")
 app.command()(load)
+app.command()(replay)
 
 
 def show_version(wanted: bool) -> None:
