@@ -13,6 +13,7 @@ from balanceroute.cli import predictor, trace
 from balanceroute.cli.check_config import check_config
 from balanceroute.cli.emulate import emulate
 from balanceroute.cli.load import load
+from balanceroute.cli.replay import replay
 from balanceroute.errors import BalanceRouteError
 
 # what typer raises for a flag it cannot use; newer versions bring a click of their own, so that it has no
@@ -30,6 +31,7 @@ app.add_typer(trace.app, name="trace")
 app.add_typer(predictor.app, name="predictor")
 app.command()(load)
 app.command()(emulate)
+app.command()(replay)
 
 
 def show_version(wanted: bool) -> None:
