@@ -11,6 +11,7 @@ import typer
 from balanceroute import __version__
 from balanceroute.cli import trace
 from balanceroute.cli.check_config import check_config
+from balanceroute.cli.explain import explain
 from balanceroute.cli.load import load
 from balanceroute.errors import BalanceRouteError
 
@@ -23,6 +24,7 @@ app = typer.Typer(
 )
 app.add_typer(trace.app, name="trace")
 app.command()(load)
+app.command()(explain)
 
 
 def show_version(wanted: bool) -> None:
