@@ -12,6 +12,7 @@ from balanceroute import __version__
 from balanceroute.cli import predictor, trace
 from balanceroute.cli.check_config import check_config
 from balanceroute.cli.emulate import emulate
+from balanceroute.cli.explain import explain
 from balanceroute.cli.load import load
 from balanceroute.cli.replay import replay
 from balanceroute.errors import BalanceRouteError
@@ -32,6 +33,7 @@ app.add_typer(predictor.app, name="predictor")
 app.command()(load)
 app.command()(emulate)
 app.command()(replay)
+app.command()(explain)
 
 
 def show_version(wanted: bool) -> None:
