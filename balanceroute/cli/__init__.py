@@ -9,10 +9,12 @@ from typing import Annotated, Any
 import typer
 
 from balanceroute import __version__
-from balanceroute.cli import trace
+from balanceroute.cli import predictor, trace
 from balanceroute.cli.check_config import check_config
 from balanceroute.cli.emulate import emulate
+from balanceroute.cli.explain import explain
 from balanceroute.cli.load import load
+from balanceroute.cli.replay import replay
 from balanceroute.errors import BalanceRouteError
 
 # what typer raises for a flag it cannot use; newer versions bring a click of their own, so that it has no
@@ -27,8 +29,11 @@ app = typer.Typer(
     add_completion=False,
 )
 app.add_typer(trace.app, name="trace")
+app.add_typer(predictor.app, name="predictor")
 app.command()(load)
 app.command()(emulate)
+app.command()(replay)
+app.command()(explain)
 
 
 def show_version(wanted: bool) -> None:

@@ -4,9 +4,9 @@ Most non-stream requests are streamed between router and worker (`ClientRequest.
 progress is known token by token and a recompute continues instead of starting over. `AnswerAssembler` turns
 the scanner's events into the one JSON object that the worker would have sent, in the worker's shape.
 
-What it cannot rebuild (echo, prompt_logprobs, fields unknown to `payloads.ASSEMBLED_FIELDS`) and what is short
-stays unstreamed: `correct_answer` counts it at the end. Nothing of such an answer reaches the client before it
-is whole, so one that was recomputed is asked for again from the client's own prompt.
+What it cannot rebuild (echo, prompt_logprobs, fields unknown to `payloads.ASSEMBLED_FIELDS`) and what is
+short stays unstreamed: `correct_answer` counts it at the end. Nothing of such an answer reaches the client
+before it is whole, so one that was recomputed is asked for again from the client's own prompt.
 """
 
 from array import array

@@ -5,11 +5,12 @@
                                                           '-> _Flusher, at the end of the loop's turn:
                                                               send(...) driven on the spot -> socket write
 
-An ASGI `send` is a coroutine, but a server's only waits when the client's socket is full; otherwise its first
-step is also its last. So the pump steps it by hand outside of any task (`coroutine.send(None)`), which costs a
-function call where an event, a future and a task switch would cost several microseconds each. If it
-does wait, the pump stops reading the worker and hands the half-run coroutine to the request's own task, which
-finishes it like any other `await`; later bytes queue behind it, bounded by the worker connection's pause.
+An ASGI `send` is a coroutine, but a server's only waits when the client's socket is full; otherwise its
+first step is also its last. So the pump steps it by hand outside of any task (`coroutine.send(None)`),
+which costs a function call where an event, a future and a task switch would cost several microseconds each.
+If it does wait, the pump stops reading the worker and hands the half-run coroutine to the request's own
+task, which finishes it like any other `await`; later bytes queue behind it, bounded by the worker
+connection's pause.
 
 Nothing else runs in between: no timer, log line or metric per event. `on_tokens` must be O(1).
 
@@ -206,10 +207,10 @@ class _Pump:
 
 
 class _Flusher:
-    """Writes for all pumps of one event loop once per turn, after everything that was readable has been read.
+    """Writes for all pumps of one event loop once per turn, after all that was readable has been read.
 
     Measured with 64 streams of 50 events/s on two cores: writing from within the read callback costs a tenth
-    more CPU per event, because each write wakes the client while its neighbours' events still wait to be read.
+    more CPU per event, because each write wakes its client while the neighbours wait to be read.
     """
 
     __slots__ = ("_due", "_loop")
