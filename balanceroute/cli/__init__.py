@@ -15,6 +15,7 @@ from balanceroute.cli.emulate import emulate
 from balanceroute.cli.explain import explain
 from balanceroute.cli.load import load
 from balanceroute.cli.replay import replay
+from balanceroute.cli.serve import serve, spread_lists
 from balanceroute.errors import BalanceRouteError
 
 # what typer raises for a flag it cannot use; newer versions bring a click of their own, so that it has no
@@ -34,6 +35,7 @@ app.command()(load)
 app.command()(emulate)
 app.command()(replay)
 app.command()(explain)
+app.command()(serve)
 
 
 def show_version(wanted: bool) -> None:
@@ -59,7 +61,7 @@ app.command("check-config")(check_config)
 def main() -> None:
     """Run the command line; a deliberate error is one clear line and exit code 2."""
     try:
-        status = app(standalone_mode=False)
+        status = app(spread_lists(sys.argv[1:]), standalone_mode=False)
     except BalanceRouteError as error:
         print(f"balanceroute: {error}", file=sys.stderr)
         sys.exit(2)
