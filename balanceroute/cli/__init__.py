@@ -28,12 +28,13 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     add_completion=False,
 )
-app.add_typer(trace.app, name="trace")
-app.add_typer(predictor.app, name="predictor")
-app.command()(load)
 app.command()(emulate)
 app.command()(replay)
+app.command()(load)
+app.add_typer(trace.app, name="trace")
+app.add_typer(predictor.app, name="predictor")
 app.command()(explain)
+app.command("check-config")(check_config)
 
 
 def show_version(wanted: bool) -> None:
@@ -51,9 +52,6 @@ def root(
     ] = False,
 ) -> None:
     """Keep the decode workers level: `balanceroute demo` shows it in two minutes."""
-
-
-app.command("check-config")(check_config)
 
 
 def main() -> None:
