@@ -109,6 +109,7 @@ class EmulatedCluster:
         return {
             "workers": {state["name"]: state for state in workers},
             "steps": self._runner.group.steps,
+            "step_totals": self._runner.totals.to_dict(),
             "late_s": self._runner.late_s,
             "barrier_stopped": self._runner.stopped,
             "violations": sum(sum(state["violations"].values()) for state in workers),

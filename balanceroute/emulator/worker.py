@@ -31,6 +31,7 @@ from balanceroute.emulator.errors import ENGINE_DEAD, INTERNAL
 from balanceroute.emulator.faults import Fault, FaultBox, FaultKind
 from balanceroute.emulator.replies import Call, Choice
 from balanceroute.emulator.shape import ClusterShape
+from balanceroute.emulator.step_totals import StepTotals
 from balanceroute.engine import (
     DecodeGroup,
     DecodeRank,
@@ -646,6 +647,7 @@ class DecodeGroupRunner:
         self.group: DecodeGroup[Generation] | None = None
         self.stopped = False
         self.late_s = 0.0  # modelled seconds by which steps ended later than they should have, in sum
+        self.totals = StepTotals()
 
     def attach(self, workers: list[DecodeWorker]) -> None:
         """Set the members of the group."""
@@ -686,6 +688,8 @@ class DecodeGroupRunner:
             await self._clock.sleep_until(deadline)
             self.late_s += max(0.0, self._clock.now() - deadline)
             if not self.stopped:
+                loads = [rank.load for rank in group.ranks]
+                self.totals.add(loads, sum(len(rank.running) for rank in group.ranks), plan.duration_s)
                 self._end_step(group)
 
     def _note(self, admitted: list[Generation], started: list[Generation]) -> None:
