@@ -11,6 +11,7 @@ import typer
 from balanceroute import __version__
 from balanceroute.cli import predictor, trace
 from balanceroute.cli.check_config import check_config
+from balanceroute.cli.demo import demo
 from balanceroute.cli.emulate import emulate
 from balanceroute.cli.explain import explain
 from balanceroute.cli.load import load
@@ -28,6 +29,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     add_completion=False,
 )
+app.command()(demo)
 app.command()(emulate)
 app.command()(replay)
 app.command()(load)
