@@ -290,18 +290,7 @@ class PrefillWorker(Worker):
                 self.pins.mark(request_id, PinState.EXPIRED)
             for job in finished:
                 self._prefilled(job)
-            await self._until_next_event()
-
-    async def _until_next_event(self) -> None:
-        moment = self.prefiller.next_event_s()
-        if math.isinf(moment):
-            await self._wake.wait()
-            return
-        try:
-            delay = max(0.0, (moment - self.clock.now()) * self.clock.time_scale)
-            await asyncio.wait_for(self._wake.wait(), delay)
-        except TimeoutError:
-            return
+            await self.clock.wait(self._wake, self.prefiller.next_event_s())
 
     def _check_probe(self, call: Call) -> None:
         request = call.request
@@ -674,13 +663,13 @@ class DecodeGroupRunner:
                 await self._wake.wait()
                 deadline = self._clock.now()
                 continue
-            for worker in self._workers:
-                worker.pop_due()
             now = self._clock.now()
             plan = group.begin_step(now)
             self._note(plan.admitted, plan.started)
+            for worker in self._workers:
+                worker.pop_due()
             if not group.running:
-                await self._rest(group.next_ready_s())
+                await self._clock.wait(self._wake, group.next_ready_s())
                 deadline = self._clock.now()
                 continue
             # a step that was late shortens the next one, so that the pace holds on a busy machine
@@ -709,14 +698,3 @@ class DecodeGroupRunner:
             worker.counters["generation_tokens"] += len(outcome.stepped)
             for generation in outcome.stepped:
                 worker.give_token(generation)
-
-    async def _rest(self, until: float) -> None:
-        """Wait for the next KV to arrive, or for news."""
-        if math.isinf(until):
-            await self._wake.wait()
-            return
-        try:
-            delay = max(0.0, (until - self._clock.now()) * self._clock.time_scale)
-            await asyncio.wait_for(self._wake.wait(), delay)
-        except TimeoutError:
-            return
