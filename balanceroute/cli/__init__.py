@@ -11,6 +11,7 @@ import typer
 from balanceroute import __version__
 from balanceroute.cli import predictor, trace
 from balanceroute.cli.check_config import check_config
+from balanceroute.cli.demo import demo
 from balanceroute.cli.emulate import emulate
 from balanceroute.cli.explain import explain
 from balanceroute.cli.load import load
@@ -29,13 +30,18 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     add_completion=False,
 )
-app.add_typer(trace.app, name="trace")
-app.add_typer(predictor.app, name="predictor")
-app.command()(load)
+app.command()(demo)
 app.command()(emulate)
 app.command()(replay)
+app.command()(load)
+app.add_typer(trace.app, name="trace")
+app.add_typer(predictor.app, name="predictor")
 app.command()(explain)
+<<<<<<< HEAD
 app.command()(serve)
+=======
+app.command("check-config")(check_config)
+>>>>>>> main
 
 
 def show_version(wanted: bool) -> None:
@@ -53,9 +59,6 @@ def root(
     ] = False,
 ) -> None:
     """Keep the decode workers level: `balanceroute demo` shows it in two minutes."""
-
-
-app.command("check-config")(check_config)
 
 
 def main() -> None:

@@ -2,8 +2,9 @@
 
 import contextlib
 from collections.abc import AsyncIterator
+from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import typer
 
@@ -11,6 +12,7 @@ if TYPE_CHECKING:
     from balanceroute.emulator import ClusterShape, EmulatedCluster
 
 DECODE_PORT_OFFSET = 100
+Member = TypeVar("Member", bound=StrEnum)
 
 
 def emulate(
@@ -57,20 +59,13 @@ def emulate(
     """
     from balanceroute.emulator import ClusterShape, Connector
     from balanceroute.engine import OutputLengths, Preemption, StepTimeModel
-    from balanceroute.errors import ConfigError
-
-    def member(kind: Any, text: str, flag: str) -> Any:
-        try:
-            return kind(text)
-        except ValueError as error:
-            raise ConfigError(f"{flag} {text!r}: accepted is {', '.join(kind)}") from error
 
     shape = ClusterShape(
         prefillers=prefill,
         decoders=decode,
         ranks_per_url=ranks_per_url,
         max_num_seqs=max_num_seqs,
-        connector=member(Connector, connector, "--connector"),
+        connector=named(Connector, connector, "--connector"),
         model=model,
         max_model_len=max_model_len,
         step_time=StepTimeModel(step_cost, step_overhead),
@@ -79,12 +74,22 @@ def emulate(
         prefill_blocks=prefill_kv_blocks,
         prefill_tokens_per_s=prefill_rate,
         lease_s=lease,
-        preemption=member(Preemption, preemption, "--preemption"),
+        preemption=named(Preemption, preemption, "--preemption"),
         lengths=OutputLengths.parse(output_lengths, seed),
         stream_interval=stream_interval,
         time_scale=time_scale,
     )
     run(shape, host, base_port, write_config, listen_port)
+
+
+def named(kind: type[Member], text: str, flag: str) -> Member:
+    """The member of an enumeration that a flag names. Raises: ConfigError."""
+    from balanceroute.errors import ConfigError
+
+    try:
+        return kind(text)
+    except ValueError as error:
+        raise ConfigError(f"{flag} {text!r}: accepted is {', '.join(kind)}") from error
 
 
 def run(shape: "ClusterShape", host: str, base_port: int, write_config: Path | None, listen_port: int) -> None:

@@ -3,6 +3,7 @@ their faults.
 """
 
 import asyncio
+import logging
 from collections.abc import Mapping, Sequence
 from types import TracebackType
 from typing import Any, Self
@@ -19,6 +20,8 @@ from balanceroute.emulator.shape import ClusterShape
 from balanceroute.emulator.transport import App, StreamingTransport
 from balanceroute.emulator.worker import DecodeGroupRunner, DecodeWorker, PrefillWorker, Worker
 from balanceroute.errors import ConfigError
+
+logger = logging.getLogger(__name__)
 
 SIDE_CHANNEL_PORT = 5600  # NIXL's default; only a name here, nothing listens on it
 HOST = "127.0.0.1"
@@ -69,6 +72,8 @@ class EmulatedCluster:
         assert self._runner is not None
         self._tasks = [loop.create_task(worker.run()) for worker in self.prefill]
         self._tasks.append(loop.create_task(self._runner.run()))
+        for task in self._tasks:
+            task.add_done_callback(self._ended)
         return self
 
     async def __aexit__(
@@ -88,6 +93,13 @@ class EmulatedCluster:
         for result in results:
             if isinstance(result, Exception):
                 raise result
+
+    def _ended(self, task: asyncio.Task[None]) -> None:
+        """A worker's own task must not end before the cluster: a bug here must not look like a slow engine."""
+        if not task.cancelled() and task.exception() is not None:
+            logger.error("emulator task failed", exc_info=task.exception())
+            for worker in self.workers.values():
+                worker.kill_engine()
 
     @property
     def workers(self) -> dict[str, Worker]:
@@ -109,6 +121,7 @@ class EmulatedCluster:
         return {
             "workers": {state["name"]: state for state in workers},
             "steps": self._runner.group.steps,
+            "step_totals": self._runner.totals.to_dict(),
             "late_s": self._runner.late_s,
             "barrier_stopped": self._runner.stopped,
             "violations": sum(sum(state["violations"].values()) for state in workers),

@@ -11,11 +11,11 @@ def fitted(kind: str, train: Trace, horizon_steps: int) -> Predictor:
     """A predictor by name, fitted on the whole of `train`. Raises: InputError for an unknown name."""
     if kind == "survival":
         survival = SurvivalPredictor(horizon_steps)
-        survival.learn(finished_requests(train))
+        survival.start(finished_requests(train))
         return survival
     if kind == "exact_match":
         exact = ExactMatchPredictor(horizon_steps)
-        exact.learn(finished_requests(train))
+        exact.start(finished_requests(train))
         return exact
     raise InputError(f"unknown predictor {kind!r}")
 

@@ -67,10 +67,18 @@ def test_tool_calls_and_reasoning_are_merged_from_their_deltas() -> None:
         {"role": "assistant", "content": ""},
         {"reasoning": "let "},
         {"reasoning": "me"},
-        {"tool_calls": [{"index": 0, "id": "t0", "type": "function", "function": {"name": "f", "arguments": ""}}]},
+        {
+            "tool_calls": [
+                {"index": 0, "id": "t0", "type": "function", "function": {"name": "f", "arguments": ""}}
+            ]
+        },
         {"tool_calls": [{"index": 0, "function": {"arguments": '{"a"'}}]},
         {"tool_calls": [{"index": 0, "function": {"arguments": ":1}"}}]},
-        {"tool_calls": [{"index": 1, "id": "t1", "type": "function", "function": {"name": "g", "arguments": "{}"}}]},
+        {
+            "tool_calls": [
+                {"index": 1, "id": "t1", "type": "function", "function": {"name": "g", "arguments": "{}"}}
+            ]
+        },
     ]
     wire = b"".join(event(chat(delta, [1])) for delta in deltas)
     wire += event(chat({}, [], finish_reason="tool_calls", stop_reason=None)) + event(usage(3, 7)) + DONE
@@ -111,7 +119,9 @@ def test_an_answer_over_two_lives_is_one_answer() -> None:
 
 def test_an_unstreamed_answer_is_counted_and_stripped() -> None:
     body = body_of(capture_files("single/036-chat-token_ids.resp")[0])[1]
-    corrected = correct_answer(payloads.parse("chat", b'{"messages":[{}]}'), body, worker="d0", cached_tokens=3)
+    corrected = correct_answer(
+        payloads.parse("chat", b'{"messages":[{}]}'), body, worker="d0", cached_tokens=3
+    )
     answer = orjson.loads(corrected.body)
     assert (corrected.tokens, corrected.finish_reason, corrected.recomputed) == (8, "length", False)
     assert corrected.ids is not None
@@ -120,7 +130,9 @@ def test_an_unstreamed_answer_is_counted_and_stripped() -> None:
     assert answer["usage"]["prompt_tokens_details"] == {"cached_tokens": 3}
 
 
-@pytest.mark.parametrize("body", [b"", b"[]", b'{"choices":[]}', b'{"choices":[{"token_ids":5}]}', b'{"choices":[1]}'])
+@pytest.mark.parametrize(
+    "body", [b"", b"[]", b'{"choices":[]}', b'{"choices":[{"token_ids":5}]}', b'{"choices":[1]}']
+)
 def test_an_unstreamed_reply_that_is_no_completion_is_a_bad_reply(body: bytes) -> None:
     with pytest.raises(BadUpstreamReply):
         correct_answer(payloads.parse("chat", b'{"messages":[{}]}'), body, worker="d0")
