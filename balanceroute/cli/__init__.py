@@ -30,6 +30,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     add_completion=False,
 )
+app.command()(serve)
 app.command()(demo)
 app.command()(emulate)
 app.command()(replay)
@@ -37,11 +38,7 @@ app.command()(load)
 app.add_typer(trace.app, name="trace")
 app.add_typer(predictor.app, name="predictor")
 app.command()(explain)
-<<<<<<< HEAD
-app.command()(serve)
-=======
 app.command("check-config")(check_config)
->>>>>>> main
 
 
 def show_version(wanted: bool) -> None:
