@@ -288,6 +288,8 @@ class EventScanner:
 
     def _learn(self, raw: bytes, out: bytes) -> None:
         """Make a template of an ordinary event: `raw` as it came, `out` as the client got it."""
+        if b'"prompt_token_ids":[' in raw:
+            return  # comes once, and would have to be taken out of every match
         ids_at = raw.rfind(_IDS_KEY)
         for key in _TEXT_KEYS:
             if ids_at > 0 and raw.count(key) == 1 and out.count(key) == 1:
@@ -391,7 +393,7 @@ class EventScanner:
             return b""
         if changed:
             out = _write(event, raw)
-        elif blanked and not self._want_ids:
+        elif blanked:
             out = _blank_ids(event, raw, blanked)
         else:
             out = raw
