@@ -1,9 +1,9 @@
 """Re-fits: the predictor keeps answering from its present fit while the next one is computed elsewhere.
 
-A re-fit has three parts. On the loop: copy the recent rows out of the ring (a memcpy). In a worker: fit, from
-the copy alone. On the loop again: one assignment (`adopt`). The worker is a thread for the survival curve,
-whose time goes into numpy calls that release the interpreter lock, and a process for gradient boosting, which
-would hold it.
+A re-fit has three parts. On the loop: freeze a view of the recent rows (20 us). In a worker thread: fit, from
+that view alone. On the loop again: one assignment (`adopt`). For the survival curve the thread's time goes
+into numpy calls that release the interpreter lock. Gradient boosting would hold it for seconds, so the thread
+only starts and feeds a process of its own, which ends with the fit.
 
 When: as soon as the history has grown by an eighth, so that a cold start learns within its first dozens of
 finishes, and otherwise every `interval_s`; and never sooner than nine times the duration of the last fit,
@@ -13,6 +13,7 @@ which bounds re-fitting at a tenth of one core.
 import asyncio
 import logging
 import multiprocessing
+import os
 import time
 from collections.abc import Callable
 from concurrent.futures import BrokenExecutor, Executor, ProcessPoolExecutor, ThreadPoolExecutor
@@ -20,7 +21,7 @@ from typing import Generic, Protocol, TypeVar, runtime_checkable
 
 from balanceroute.errors import BalanceRouteError
 
-from .observations import ObservationRing, Observations
+from .observations import ObservationRing, Observations, Recent
 
 log = logging.getLogger(__name__)
 
@@ -84,7 +85,6 @@ class Refitter(Generic[Fit]):
     ) -> None:
         self._predictor = predictor
         self._interval_s = interval_s
-        self._in_process = predictor.refits_in_process
         self._executor = executor
         self._clock = clock
         self._last_end_s = clock()
@@ -104,7 +104,7 @@ class Refitter(Generic[Fit]):
         rested_s = self.fit_age_s
         if not ring.pending or rested_s < REST * self._last_duration_s:
             return False
-        return rested_s >= self._interval_s or (not self._in_process and has_grown(ring))
+        return rested_s >= self._interval_s or (not self._predictor.refits_in_process and has_grown(ring))
 
     async def run(self) -> None:
         """Re-fit whenever it is due, until cancelled; ends its worker on the way out."""
@@ -119,16 +119,14 @@ class Refitter(Generic[Fit]):
 
     async def refit(self) -> bool:
         """Fit once in the worker and adopt the result; False when the fit failed and the present one stays."""
-        observations = self._predictor.ring.take()
+        recent, fitter = self._predictor.ring.freeze(), self._predictor.fitter()
         started_s = self._clock()
         loop = asyncio.get_running_loop()
         try:
-            fitted = await loop.run_in_executor(self._worker(), self._predictor.fitter(), observations)
+            fitted = await loop.run_in_executor(self._worker(), self._work, fitter, recent)
         except (BalanceRouteError, ArithmeticError, ValueError, MemoryError, OSError, BrokenExecutor) as error:
             self.failures += 1
             log.warning("predictor not fitted anew, keeping the present fit: %s", error, exc_info=self.failures == 1)
-            if isinstance(error, BrokenExecutor):
-                self._executor = None
         else:
             self._predictor.adopt(fitted)
             self.fits += 1
@@ -138,12 +136,26 @@ class Refitter(Generic[Fit]):
             self._last_duration_s = self._last_end_s - started_s
         return False
 
+    def _work(self, fitter: Callable[[Observations], Fit], recent: Recent) -> Fit:
+        return _in_process(fitter, recent) if self._predictor.refits_in_process else fitter(recent.joined())
+
     def _worker(self) -> Executor:
         if self._executor is None:
-            # spawn: a forked child would share the listening sockets and the history's SQLite connection
-            self._executor = (
-                ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn"))
-                if self._in_process
-                else ThreadPoolExecutor(1, thread_name_prefix="prediction-refit")
-            )
+            self._executor = ThreadPoolExecutor(1, thread_name_prefix="prediction-refit")
         return self._executor
+
+
+def _in_process(fitter: Callable[[Observations], Fit], recent: Recent) -> Fit:
+    """Fit in a new process; spawned, because a fork would share listening sockets and the history's connection."""
+    with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn"), initializer=_be_nice) as pool:
+        return pool.submit(_fit_joined, fitter, recent).result()
+
+
+def _be_nice() -> None:
+    """Yield to the router: a re-fit may take longer, requests may not."""
+    os.nice(10)
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+
+def _fit_joined(fitter: Callable[[Observations], Fit], recent: Recent) -> Fit:
+    return fitter(recent.joined())
