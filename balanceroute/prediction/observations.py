@@ -8,7 +8,7 @@ to the newest row, so that no clock is needed).
 """
 
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -128,10 +128,20 @@ class ObservationRing:
             while (len(self._full) - 1) * CHUNK >= self._capacity:
                 self._full.popleft()
 
-    def freeze(self) -> Recent:
-        """Return a view that later rows don't change, and reset `pending`."""
+    def freeze(self, running: Sequence[tuple[int, int]] = ()) -> Recent:
+        """Return a view that later rows don't change, and reset `pending`.
+
+        `running` are (age, prompt tokens) of the requests that run now. They join the view as cut short at
+        their age: without them a cold start knows only those that were quick to finish, and takes every
+        request for a short one.
+        """
         self.pending = 0
-        return Recent((*self._full, self._open.head(self._fill)), self._capacity, self._max_age_s)
+        newest_s = float(self._open.finished_s[self._fill - 1]) if self._fill else float("-inf")
+        if not self._fill and self._full:
+            newest_s = float(self._full[-1].finished_s[-1])
+        still = Observations.of(FinishedRequest("", s, age, "cancelled", newest_s) for age, s in running)
+        chunks = (*self._full, self._open.head(self._fill), still)
+        return Recent(chunks, self._capacity + len(still), self._max_age_s)
 
     def take(self) -> Observations:
         """Join a frozen view here and now; milliseconds when the history is long."""

@@ -15,7 +15,7 @@ import logging
 import multiprocessing
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import BrokenExecutor, Executor, ProcessPoolExecutor, ThreadPoolExecutor
 from typing import Generic, Protocol, TypeVar, runtime_checkable
 
@@ -26,6 +26,7 @@ from .observations import ObservationRing, Observations, Recent
 log = logging.getLogger(__name__)
 
 Fit = TypeVar("Fit")
+Running = Callable[[], Sequence[tuple[int, int]]]  # (age, prompt tokens) of the requests that run now
 
 FIRST_ROWS = 8  # below this a distribution says nothing yet
 GROWTH = 8  # re-fit when an eighth of the fitted rows is new
@@ -56,35 +57,45 @@ class Refittable(Protocol[Fit]):
         ...
 
 
+def _nobody() -> Sequence[tuple[int, int]]:
+    return ()
+
+
 def has_grown(ring: ObservationRing) -> bool:
     """Tell whether enough is new since the last fit to make another one worth it at once."""
     return ring.pending >= max(FIRST_ROWS, (len(ring) - ring.pending) // GROWTH)
 
 
-def refit_on_growth(predictor: Refittable[Fit]) -> bool:
+def refit_on_growth(predictor: Refittable[Fit], running: Running = _nobody) -> bool:
     """Fit here and now if the history has grown: for drivers without a loop (simulator, evaluation).
 
-    True when it did. Amortised O(log n) per observation.
+    `running` is only called then. True when it did fit. Amortised O(log n) per observation.
     """
     if not has_grown(predictor.ring):
         return False
-    predictor.adopt(predictor.fitter()(predictor.ring.take()))
+    predictor.adopt(predictor.fitter()(predictor.ring.freeze(running()).joined()))
     return True
 
 
 class Refitter(Generic[Fit]):
-    """Keeps one predictor fresh beside a running event loop; `interval_s` between fits while anything is new."""
+    """Keeps one predictor fresh beside a running event loop.
+
+    Args: interval_s between fits while anything is new; running names the requests that run now, which a fit
+    counts as alive at their age (`ObservationRing.freeze`).
+    """
 
     def __init__(
         self,
         predictor: Refittable[Fit],
         *,
         interval_s: float = 60.0,
+        running: Running = _nobody,
         executor: Executor | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._predictor = predictor
         self._interval_s = interval_s
+        self._running = running
         self._executor = executor
         self._clock = clock
         self._last_end_s = clock()
@@ -114,12 +125,16 @@ class Refitter(Generic[Fit]):
                 if self.is_due:
                     await self.refit()
         finally:
-            if self._executor is not None:
-                self._executor.shutdown(wait=False, cancel_futures=True)
+            self.close()
+
+    def close(self) -> None:
+        """End the worker; a fit under way is not waited for."""
+        if self._executor is not None:
+            self._executor.shutdown(wait=False, cancel_futures=True)
 
     async def refit(self) -> bool:
         """Fit once in the worker and adopt the result; False when the fit failed and the present one stays."""
-        recent, fitter = self._predictor.ring.freeze(), self._predictor.fitter()
+        recent, fitter = self._predictor.ring.freeze(self._running()), self._predictor.fitter()
         started_s = self._clock()
         loop = asyncio.get_running_loop()
         try:

@@ -72,6 +72,37 @@ def test_a_cold_start_learns_from_its_first_finishes_and_then_as_it_grows() -> N
     assert predictor.predict_one(0, 100, "") == (1.0, 5.0)
 
 
+def test_requests_that_still_run_keep_a_cold_start_from_taking_all_for_short_ones() -> None:
+    blind, seeing = SurvivalPredictor(10), SurvivalPredictor(10)
+    for predictor in (blind, seeing):
+        observed(predictor, *[5] * 8)
+
+    assert refit_on_growth(blind)
+    assert refit_on_growth(seeing, running=lambda: [(200, 100)] * 24)
+
+    assert blind.predict_one(0, 100, "")[0] == 1.0
+    assert seeing.predict_one(0, 100, "")[0] == pytest.approx(8 / 32)
+    assert len(seeing.ring) == 8
+
+
+def test_the_refitter_asks_who_runs_at_each_fit() -> None:
+    predictor = SurvivalPredictor(10)
+    observed(predictor, 5)
+    running: list[tuple[int, int]] = []
+    refitter = Refitter(predictor, running=lambda: running)
+
+    async def scenario() -> None:
+        await refitter.refit()
+        assert predictor.predict_one(0, 100, "")[0] == 1.0
+        running.append((6, 100))
+        await refitter.refit()
+        refitter.close()
+
+    asyncio.run(scenario())
+
+    assert predictor.predict_one(0, 100, "")[0] == 0.5
+
+
 def test_the_present_fit_answers_until_the_next_one_is_adopted() -> None:
     async def scenario() -> None:
         predictor = Gated()
