@@ -169,7 +169,6 @@ def _in_process(fitter: Callable[[Observations], Fit], recent: Recent) -> Fit:
 def _be_nice() -> None:
     """Yield to the router: a re-fit may take longer, requests may not."""
     os.nice(10)
-    os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 
 def _fit_joined(fitter: Callable[[Observations], Fit], recent: Recent) -> Fit:
