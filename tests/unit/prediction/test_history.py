@@ -9,8 +9,9 @@ from pathlib import Path
 
 import pytest
 
+from balanceroute.errors import InputError
 from balanceroute.prediction import FinishedRequest, History
-from balanceroute.prediction.history import SCHEMA_VERSION
+from balanceroute.prediction.history import SCHEMA_VERSION, read_rows
 
 from .builders import a_finish, finishes
 
@@ -86,6 +87,7 @@ def test_the_file_is_bounded_by_age(path: Path) -> None:
 
 WRITER = """
 import sys
+from balanceroute.errors import InputError
 from balanceroute.prediction import FinishedRequest, History
 history = History(sys.argv[1], batch_s=0.02)
 n = 0
@@ -208,6 +210,25 @@ def test_rows_that_cannot_be_written_are_counted_and_said_once(path: Path, caplo
         assert history.stats.rows == 1
 
     assert ["cannot be written" in r.getMessage() for r in caplog.records] == [True, False]
+
+
+def test_a_history_can_be_read_while_a_router_writes_it(path: Path) -> None:
+    with opened(path, max_age_s=1.0) as history:
+        history.add(a_finish(5, key="k", at_s=1.0))
+        assert history.flush()
+
+        assert read_rows(path) == [a_finish(5, key="k", at_s=1.0)]
+
+
+@pytest.mark.parametrize("content", [None, b"not a database"], ids=["missing", "damaged"])
+def test_reading_what_is_no_history_is_one_clear_error_and_changes_nothing(path: Path, content: bytes | None) -> None:
+    path.parent.mkdir()
+    if content is not None:
+        path.write_bytes(content)
+
+    with pytest.raises(InputError, match="not a readable prediction history"):
+        read_rows(path)
+    assert (path.read_bytes() if path.exists() else None) == content
 
 
 def test_without_a_path_nothing_is_kept() -> None:
