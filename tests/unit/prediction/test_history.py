@@ -3,6 +3,7 @@ import signal
 import sqlite3
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from pathlib import Path
@@ -70,6 +71,36 @@ def test_rows_are_on_disk_once_flushed(path: Path) -> None:
             assert reader.execute("SELECT output_tokens FROM finished").fetchall() == [(5,)]
 
 
+def test_rows_reach_the_disk_by_themselves_after_the_batch_time(path: Path) -> None:
+    with opened(path, batch_s=0.01) as history:
+        history.add(a_finish(5))
+        deadline = time.monotonic() + 10
+        while not (rows := read_rows(path)) and time.monotonic() < deadline:
+            time.sleep(0.005)
+
+        assert len(rows) == 1
+
+
+def test_a_file_that_cannot_shrink_is_said_and_still_written(path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with opened(path, max_rows=5) as history:
+        with closing(sqlite3.connect(path)) as saboteur:
+            saboteur.execute("CREATE TRIGGER keep BEFORE DELETE ON finished BEGIN SELECT RAISE(ABORT, 'kept'); END")
+        for row in finishes(*range(1, 8)):
+            history.add(row)
+        assert history.flush()
+        assert len(read_rows(path)) == 7
+
+    assert "cannot be pruned: kept" in caplog.text
+
+
+def test_more_than_the_writer_can_take_is_dropped_and_counted(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("balanceroute.prediction.history.MAX_PENDING", 0)
+    with opened(path) as history:
+        history.add(a_finish(5))
+
+        assert history.stats.dropped == 1
+
+
 def test_the_file_is_bounded_by_rows_and_keeps_the_newest(path: Path) -> None:
     with opened(path, max_rows=10) as history:
         for row in finishes(*range(1, 96)):
@@ -87,6 +118,7 @@ def test_the_file_is_bounded_by_age(path: Path) -> None:
 
 WRITER = """
 import sys
+import time
 from balanceroute.errors import InputError
 from balanceroute.prediction import FinishedRequest, History
 history = History(sys.argv[1], batch_s=0.02)
@@ -179,7 +211,37 @@ def test_a_path_that_cannot_be_opened_is_one_line_and_no_crash(
 ) -> None:
     (tmp_path / "file").write_text("")
 
-    run_without_it(tmp_path / "file" / "history", caplog, "cannot be opened")
+    run_without_it(tmp_path / "file" / "history", caplog, "not used, starting cold")
+
+
+def test_a_damaged_file_that_cannot_be_moved_is_one_line_and_no_crash(
+    path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path.parent.mkdir()
+    path.write_bytes(b"x" * 5000)
+
+    def refuse(self: Path, target: Path) -> None:
+        raise PermissionError(13, "read-only folder")
+
+    monkeypatch.setattr(Path, "rename", refuse)
+
+    run_without_it(path, caplog, "read-only folder")
+    assert path.read_bytes() == b"x" * 5000
+
+
+def test_a_file_with_other_columns_starts_cold_and_counts_what_it_cannot_keep(
+    path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    stored(path, a_finish(5))
+    with closing(sqlite3.connect(path)) as saboteur:
+        saboteur.execute("ALTER TABLE finished RENAME COLUMN prompt_key TO other")
+
+    with caplog.at_level(logging.WARNING), opened(path) as history:
+        assert history.load() == []
+        history.add(a_finish(5))
+        assert history.flush()
+        assert history.stats.dropped == 1
+    assert "cannot be read, starting cold" in caplog.text
 
 
 def test_a_file_that_another_process_locks_is_not_taken_for_damaged(
