@@ -24,6 +24,7 @@ from balanceroute.proxy.drainer import Drainer
 from balanceroute.proxy.exchange import CompletionsRoute
 from balanceroute.proxy.fleet import Fleet, FleetConfig
 from balanceroute.proxy.forecasts import Forecasts, build_forecasts
+from balanceroute.proxy.layerwise import Metaserver
 from balanceroute.proxy.ledger import Ledger
 from balanceroute.proxy.metrics import Metrics
 from balanceroute.proxy.metrics_poller import MetricsPoller
@@ -73,7 +74,10 @@ def create_app(config: Config, *, forecasts: Forecasts | None = None, strict: bo
         finally:
             await stop(services, tasks)
 
-    app = RouterApp(routes=Admin(lambda: app.services).routes(), lifespan=lifespan)
+    routes = Admin(lambda: app.services).routes()
+    if config.connector == "mooncake_layerwise":
+        routes += Metaserver(lambda: app.services).routes()
+    app = RouterApp(routes=routes, lifespan=lifespan)
     app.hot = {}
     return app
 
@@ -89,7 +93,7 @@ def build_services(
     fleet = Fleet(ledger, FleetConfig(circuit, config.limits.client_buffer_bytes), metrics.forget_worker)
     for spec in worker_specs(config):
         fleet.connect(spec)
-    connector = connector_for(config.connector)
+    connector = connector_for(config)
     drainer = Drainer(fleet, ledger, metrics, connector, config.kv_pin_s)
     return Services(config, ledger, fleet, metrics, drainer, connector, forecasts, strict=strict)
 

@@ -21,6 +21,7 @@ from balanceroute.errors import (
 from balanceroute.proxy import fanout
 from balanceroute.proxy.fanout import PartAnswer, PartStream, StreamHead
 from balanceroute.proxy.intake import ClientGone, Head, Receive, read_body, read_head
+from balanceroute.proxy.layerwise import LayerwiseLeg
 from balanceroute.proxy.ledger import rejection
 from balanceroute.proxy.lifecycle import ClientStalled, Leg, Outlet
 from balanceroute.proxy.payloads import ClientRequest, Endpoint, parse
@@ -201,7 +202,8 @@ class Exchange:
         head, services = self._head, self._s
         assert head is not None
         forecasts = services.forecasts
-        return Leg(
+        kind = LayerwiseLeg if services.connector.decode_first else Leg
+        return kind(
             services,
             request_id,
             request,

@@ -11,6 +11,10 @@
 Every call runs to its end without awaiting, so between reading the snapshot and acting on it nothing else happens. A
 lifecycle never sees the scheduler, so relays can move into processes of their own behind these calls.
 
+Decode first (layerwise), a ticket is pooled at once, and between admission and the first token:
+
+    ticket.request_prefill(), await ticket.prefiller(), ticket.pushed(n) | .push_failed()
+
 The ledger also owns the events that the dispatchers sleep on. It sets them where the state changes; the dispatchers
 clear them where they have looked.
 """
@@ -73,13 +77,31 @@ class Ticket:
         """The probe was answered: the request waits in the pool."""
         ledger = self._ledger
         now = self.pooled_s = ledger.now()
-        expected = None if ledger.forecasts is None else ledger.forecasts.initial(prompt_tokens, prompt_key)
-        ledger.scheduler.prefilled(self.id, prompt_tokens, now, expected)
+        ledger.scheduler.prefilled(self.id, prompt_tokens, now, ledger.expected(prompt_tokens, prompt_key))
         ledger.pool_filled()
 
     def prefill_failed(self) -> None:
         """The probe failed: the request queues again."""
         self._ledger.scheduler.prefill_failed(self.id, self._ledger.now())
+        self._ledger.prefill_capacity_changed()
+
+    def request_prefill(self) -> None:
+        """Decode first: the decode worker asks for the KV; `prefiller` says who computes it."""
+        ledger = self._ledger
+        ledger.scheduler.request_prefill(self.id, ledger.now())
+        if len(ledger.scheduler.snapshot.asking) == 1:
+            ledger.dispatch()
+        else:
+            ledger.prefill_event.set()
+
+    def pushed(self, prompt_tokens: int) -> None:
+        """Decode first: the prefiller has delivered the KV."""
+        self._ledger.scheduler.pushed(self.id, prompt_tokens, self._ledger.now())
+        self._ledger.prefill_capacity_changed()
+
+    def push_failed(self) -> None:
+        """Decode first: the prefiller has not begun; ask for another."""
+        self._ledger.scheduler.push_failed(self.id, self._ledger.now())
         self._ledger.prefill_capacity_changed()
 
     def progress(self, tokens: int) -> None:
@@ -88,8 +110,18 @@ class Ticket:
 
     def requeue(self) -> Release:
         """The decode ended early, or the pinned KV was lost: queue for a prefill again."""
-        release = self._ledger.scheduler.requeue(self.id, self._ledger.now())
-        self._ledger.released(release)
+        ledger = self._ledger
+        now = ledger.now()
+        self._answer = None
+        expected = None
+        tracker = ledger.scheduler.snapshot.requests.get(self.id)
+        if ledger.scheduler.config.decode_first and tracker is not None:
+            expected = ledger.expected(tracker.kv_tokens, tracker.prompt_key)
+        release = ledger.scheduler.requeue(self.id, now, expected)
+        ledger.released(release)
+        if ledger.scheduler.config.decode_first:
+            self.pooled_s = now
+            ledger.pool_filled()
         return release
 
     def finish(self, outcome: Outcome, reason: str = "") -> Release:
@@ -141,15 +173,24 @@ class Ledger:
     def submit(self, spec: RequestSpec) -> Ticket:
         """A request arrives. Raises: Rejected: QueueFull, NoHealthyWorkers, Draining."""
         now = self.now()
-        refused = self.scheduler.submit(spec, now)
+        decode_first = self.scheduler.config.decode_first
+        expected = self.expected(spec.prompt_tokens, spec.prompt_key) if decode_first else None
+        refused = self.scheduler.submit(spec, now, expected)
         if refused is not None:
             raise rejection(refused.reason)
         ticket = self.tickets[spec.id] = Ticket(self, spec.id, now)
-        if len(self.scheduler.snapshot.queued) == 1:
+        if decode_first:
+            ticket.pooled_s = now
+            self.pool_filled()
+        elif len(self.scheduler.snapshot.queued) == 1:
             self.dispatch()  # nobody waits before it: prefillers are given out one by one, so there is nothing to batch
         else:
             self.prefill_event.set()
         return ticket
+
+    def expected(self, prompt_tokens: int, prompt_key: str) -> float | None:
+        """c-hat of a request that enters the pool; None: no predictor."""
+        return None if self.forecasts is None else self.forecasts.initial(prompt_tokens, prompt_key)
 
     def dispatch(self) -> list[Prefill]:
         """Give queued requests to prefillers, as far as these take them."""
@@ -216,7 +257,7 @@ class Ledger:
 
     def prefill_capacity_changed(self) -> None:
         """A prefiller may take a request that it couldn't before."""
-        if self.scheduler.snapshot.queued:
+        if self.scheduler.snapshot.queued or self.scheduler.snapshot.asking:
             self.prefill_event.set()
 
     def capacity_changed(self) -> None:

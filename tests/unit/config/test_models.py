@@ -7,6 +7,8 @@ import pytest
 from balanceroute.config import Config, effective, effective_yaml, normalised_url, validate
 from balanceroute.config.models import DecodeWorker
 
+REACHED = {"layerwise": {"callback_url": "http://10.0.0.5:8000"}}
+
 
 def a_config(n_workers: int = 2, **sections: Any) -> Config:
     tree: dict[str, Any] = {
@@ -23,10 +25,10 @@ def a_config(n_workers: int = 2, **sections: Any) -> Config:
     [
         ({}, 240, 480, 60),
         ({"connector": "nixl"}, 20, 30, 10),
-        ({"connector": "mooncake_layerwise"}, 240, None, 60),
+        ({"connector": "mooncake_layerwise", **REACHED}, 240, None, 60),
         ({"prefill": {"kv_pin_s": 100}}, 50, 100, 25),
         ({"connector": "nixl", "prefill": {"kv_pin_s": 300}, "pool": {"ttl_s": 250}}, 250, 300, 60),
-        ({"connector": "mooncake_layerwise", "pool": {"ttl_s": 900}}, 900, None, 60),
+        ({"connector": "mooncake_layerwise", **REACHED, "pool": {"ttl_s": 900}}, 900, None, 60),
         ({"routing": {"max_wait_s": 7}}, 240, 480, 7),
     ],
 )
