@@ -1,10 +1,13 @@
 """Composition root: configuration in, scheduler out, the same for the proxy and for whoever drives it without one."""
 
+from pathlib import Path
+
 from balanceroute.config import Config
 from balanceroute.core.policies import PolicySettings, make_policy
 from balanceroute.core.policy import StageTimer
 from balanceroute.core.scheduler import Scheduler, SchedulerConfig
 from balanceroute.core.types import Role, WorkerSpec
+from balanceroute.journal import RecordingScheduler
 
 
 def policy_settings(config: Config) -> PolicySettings:
@@ -53,9 +56,18 @@ def worker_specs(config: Config) -> list[WorkerSpec]:
     return prefillers + decoders
 
 
-def build_scheduler(config: Config, now: float, stage_timer: StageTimer | None = None) -> Scheduler:
-    """A scheduler with the configured policy and all configured workers, up, at `now`."""
-    scheduler = Scheduler(make_policy(policy_settings(config), stage_timer), scheduler_config(config))
+def build_scheduler(
+    config: Config, now: float, stage_timer: StageTimer | None = None, journal: Path | None = None
+) -> Scheduler:
+    """A scheduler with the configured policy and all configured workers, up, at `now`.
+
+    With `journal` it is a `RecordingScheduler` that writes there; the caller closes it.
+    """
+    settings, bounds = policy_settings(config), scheduler_config(config)
+    if journal is None:
+        scheduler = Scheduler(make_policy(settings, stage_timer), bounds)
+    else:
+        scheduler = RecordingScheduler(settings, bounds, journal, stage_timer)
     for spec in worker_specs(config):
         scheduler.add_worker(spec, now)
     return scheduler

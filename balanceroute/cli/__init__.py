@@ -4,15 +4,23 @@ Commands import what they need inside their function, so that `--help` and a typ
 """
 
 import sys
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
 from balanceroute import __version__
-from balanceroute.cli import trace
+from balanceroute.cli import predictor, trace
 from balanceroute.cli.check_config import check_config
+from balanceroute.cli.demo import demo
+from balanceroute.cli.emulate import emulate
+from balanceroute.cli.explain import explain
 from balanceroute.cli.load import load
+from balanceroute.cli.replay import replay
 from balanceroute.errors import BalanceRouteError
+
+# what typer raises for a flag it cannot use; newer versions bring a click of their own, so that it has no
+# public name
+USAGE_ERROR: Any = typer.BadParameter.__base__
 
 app = typer.Typer(
     name="balanceroute",
@@ -21,8 +29,14 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     add_completion=False,
 )
-app.add_typer(trace.app, name="trace")
+app.command()(demo)
+app.command()(emulate)
+app.command()(replay)
 app.command()(load)
+app.add_typer(trace.app, name="trace")
+app.add_typer(predictor.app, name="predictor")
+app.command()(explain)
+app.command("check-config")(check_config)
 
 
 def show_version(wanted: bool) -> None:
@@ -42,13 +56,17 @@ def root(
     """Keep the decode workers level: `balanceroute demo` shows it in two minutes."""
 
 
-app.command("check-config")(check_config)
-
-
 def main() -> None:
     """Run the command line; a deliberate error is one clear line and exit code 2."""
     try:
-        app()
+        status = app(standalone_mode=False)
     except BalanceRouteError as error:
         print(f"balanceroute: {error}", file=sys.stderr)
         sys.exit(2)
+    except USAGE_ERROR as error:  # typer's own report is a box of many lines
+        text = error.format_message()  # one line, or the help when nothing was asked for
+        print(text if "\n" in text else f"balanceroute: {text}", file=sys.stderr)
+        sys.exit(2)
+    except typer.Abort:
+        sys.exit(130)
+    sys.exit(status or 0)

@@ -1,7 +1,5 @@
 """`balanceroute load`."""
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from typing import Annotated, Any
 
 import typer
@@ -36,7 +34,7 @@ def load(
 
     import uvloop
 
-    from balanceroute.cli.output import print_json
+    from balanceroute.cli.output import print_json, progress_bar
     from balanceroute.errors import InputError
     from balanceroute.loadgen import LoadOptions, run_load
     from balanceroute.traces import load_trace
@@ -47,30 +45,15 @@ def load(
     if rate is not None:
         requests = requests.at_rate(rate)
     options = LoadOptions(url, model, api_key, time_scale, timeout, seed)
-    with progress_bar(len(requests)) as tell, asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        report = runner.run(run_load(requests, options, tell))
+    total = len(requests)
+    with progress_bar("answers") as tell, asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        report = runner.run(run_load(requests, options, lambda sent, ended: tell(ended, total)))
     if json:
         print_json(asdict(report))
     else:
         print_report(asdict(report))
     if report.completed < report.requests:
         raise typer.Exit(1)
-
-
-@contextmanager
-def progress_bar(total: int) -> Iterator[Callable[[int, int], None]]:
-    """A bar on stderr that counts ended requests and names those under way."""
-    from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=Console(stderr=True), transient=True, refresh_per_second=4) as progress:
-        task = progress.add_task("replaying", total=total)
-
-        def tell(sent: int, ended: int) -> None:
-            progress.update(task, completed=ended, description=f"replaying, {sent - ended:>4} under way")
-
-        yield tell
 
 
 def print_report(report: dict[str, Any]) -> None:

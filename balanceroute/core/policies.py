@@ -1,14 +1,16 @@
 """Policies by name: the one place that knows them all."""
 
+import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from typing import Any
 
 from balanceroute.core.balance_route import BalanceRoute, BalanceRouteParams
 from balanceroute.core.baselines import ASSIGN_AT_ONCE, PoolFifo
 from balanceroute.core.policy import AdmissionPolicy, StageTimer
 from balanceroute.core.pool_bypass import PoolBypass
 from balanceroute.core.target_fit import TargetFit, TargetFitParams
-from balanceroute.errors import ConfigError
+from balanceroute.errors import ConfigError, InputError
 
 BR_H_BETA = 43.0  # with gamma 0.86 the paper's own operating point, and the best here on both synthetic workloads
 
@@ -79,3 +81,57 @@ def make_policy(settings: PolicySettings, stage_timer: StageTimer | None = None)
     if settings.policy not in POLICIES:
         raise ConfigError(f"policy {settings.policy!r} is unknown; accepted: {', '.join(sorted(POLICIES))}")
     return POLICIES[settings.policy](settings, stage_timer)
+
+
+CHOICES = {
+    "candidate_order": ("fifo", "ascending", "descending"),
+    "slack_placement": ("free_slots", "load"),
+    "guard": ("pool", "head"),
+}
+BOUNDS = {"horizon_steps": (0, 4096), "r_max": (1, 64), "gamma": (0.0, 1.0)}
+ANY_SIZE = (0, 2**63 - 1)  # the bounds of every other number
+
+
+def settings_to_dict(settings: PolicySettings) -> dict[str, Any]:
+    """The policy's name and its `params`, JSON-ready; null is beta None, and a `max_wait_s` without limit."""
+    params = asdict(settings)
+    params["max_wait_s"] = settings.max_wait_s if settings.max_wait_s < math.inf else None
+    return {"policy": params.pop("policy"), "params": params}
+
+
+def settings_from_dict(data: dict[str, Any]) -> PolicySettings:
+    """Read them back; absent params have their defaults. Raises InputError that names the field."""
+    name, params = data.get("policy"), data.get("params", {})
+    if not isinstance(name, str) or name not in POLICIES:
+        raise InputError(f"policy: {name!r:.60}; accepted: {', '.join(sorted(POLICIES))}")
+    if not isinstance(params, dict):
+        raise InputError(f"params: expected an object, found {params!r:.60}")
+    defaults = asdict(PolicySettings())
+    del defaults["policy"]
+    params = dict(params)
+    if "max_wait_s" in params and params["max_wait_s"] is None:
+        params["max_wait_s"] = math.inf
+    for key, value in params.items():
+        if key not in defaults:
+            raise InputError(f"params.{key}: unknown; accepted: {', '.join(defaults)}")
+        expected = _mismatch(key, value, defaults[key])
+        if expected is not None:
+            raise InputError(f"params.{key}: expected {expected}, found {value!r:.60}")
+    return PolicySettings(policy=name, **params)
+
+
+def _mismatch(key: str, value: object, default: object) -> str | None:
+    """What the value should have been, or None if it can stand in for the default."""
+    if key in CHOICES:
+        return None if value in CHOICES[key] else " or ".join(CHOICES[key])
+    if isinstance(default, bool):
+        return None if isinstance(value, bool) else "true or false"
+    if default is None and value is None:
+        return None
+    if key == "max_wait_s" and value == math.inf:
+        return None
+    least, most = BOUNDS.get(key, ANY_SIZE)
+    kinds = (int,) if isinstance(default, int) else (int, float)
+    if isinstance(value, kinds) and not isinstance(value, bool) and least <= value <= most:
+        return None
+    return f"a {'whole number' if kinds == (int,) else 'number'} from {least} to {most}"

@@ -5,19 +5,18 @@ the running router takes. A hand-made one needs only workers (id, slots, active)
 """
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 from balanceroute.core.snapshot import ClusterSnapshot, DecodeInstanceState, PrefillerBudget, RequestTracker
 from balanceroute.core.types import Phase, Role, WorkerSpec, WorkerState
 from balanceroute.errors import InputError
 
-SIGNED = {
-    "priority",
-    "now_s",
-    "ready_s",
-    "overdue_s",
-    "wait_s",
-}  # may be below 0; every other number is a count or a size
+SIGNED = {"now_s", "ready_s", "overdue_s", "wait_s"}  # times of any origin; every other number is at least 0
+MOST = 10**9  # of any count or size: far above every real one, and sums of them stay exact
+
+Patience = Callable[[int, ClusterSnapshot], float]
+"""How long a prompt of this size may wait before it goes first, seconds (`AdmissionPolicy.patience_s`)."""
 
 
 def snapshot_to_dict(snapshot: ClusterSnapshot, now: float) -> dict[str, Any]:
@@ -89,25 +88,31 @@ def _prefiller(prefiller: PrefillerBudget) -> dict[str, Any]:
     }
 
 
-def snapshot_from_dict(data: dict[str, Any], horizon_steps: int) -> tuple[ClusterSnapshot, float]:
+def snapshot_from_dict(
+    data: dict[str, Any], horizon_steps: int, patience_s: Patience | None = None
+) -> tuple[ClusterSnapshot, float]:
     """Read a snapshot back, and the time it was taken at (0.0 where it says none).
 
     Absent fields mean: worker up with speed 1, every request running, `expected_remaining` H, no wait, waiting order
-    as listed, means taken over the requests that are there. Only workers, pool and means are read: what a policy looks
-    at. Raises InputError that names the field.
+    as listed, means taken over the requests that are there, `overdue_s` the ready time plus the policy's patience.
+    Only workers, pool and means are read: what a policy looks at. Raises InputError that names the field.
     """
+    data = _object(data, "snapshot")
     snapshot = ClusterSnapshot(horizon_steps)
     now = _number(data, "now_s", "", default=0.0)
     for index, entry in enumerate(_list(data, "workers", "")):
         _read_worker(snapshot, entry, f"workers[{index}]")
     snapshot.projection = snapshot.recount_projection()
     waiting = _list(data, "waiting", "", default=[])
-    for index, entry in enumerate(waiting):
-        tracker = _read_waiting(entry, index, now, f"waiting[{index}]")
-        _register(snapshot, tracker, f"waiting[{index}]")
-        snapshot.pool.add(tracker)
+    trackers = [_read_waiting(snapshot, entry, index, now, f"waiting[{index}]") for index, entry in enumerate(waiting)]
+    if len({(tracker.priority, tracker.order) for tracker in trackers}) < len(trackers):
+        raise InputError("waiting: two requests have the same order")
     _read_means(snapshot, data.get("means"))
-    snapshot.draws = int(_number(data, "draws", "", default=0))
+    for tracker in trackers:
+        if tracker.overdue_s == math.inf and patience_s is not None:
+            tracker.overdue_s = tracker.ready_s + patience_s(tracker.prompt_tokens, snapshot)
+        snapshot.pool.add(tracker)
+    snapshot.draws = _whole(data, "draws", "", default=0)
     return snapshot, now
 
 
@@ -116,23 +121,22 @@ def _read_worker(snapshot: ClusterSnapshot, entry: Any, path: str) -> None:
     spec = WorkerSpec(
         id=_text(entry, "id", path),
         role=Role.DECODE,
-        slots=int(_number(entry, "slots", path)),
+        slots=_whole(entry, "slots", path),
         speed=_number(entry, "speed", path, default=1.0),
     )
     if any(worker.spec.id == spec.id for worker in snapshot.workers):
         raise InputError(f"{path}.id: {spec.id!r} is there twice")
     snapshot.add_worker(spec)
     worker = snapshot.workers[-1]
-    try:
-        worker.state = WorkerState(entry.get("state", "up"))
-    except ValueError:
-        accepted = ", ".join(state.value for state in WorkerState)
-        raise InputError(f"{path}.state: {entry['state']!r}; accepted: {accepted}") from None
+    accepted = [state.value for state in WorkerState]
+    if entry.get("state", "up") not in accepted:
+        raise InputError(f"{path}.state: {entry['state']!r:.60}; accepted: {', '.join(accepted)}")
+    worker.state = WorkerState(entry.get("state", "up"))
     for index, active in enumerate(_list(entry, "active", path, default=[])):
         where = f"{path}.active[{index}]"
         tracker = _read_tracker(_object(active, where), len(snapshot.requests), where)
         tracker.phase, tracker.worker = Phase.DECODING, worker
-        tracker.counted = int(_number(active, "generated_tokens", where, default=0))
+        tracker.counted = _whole(active, "generated_tokens", where, default=0)
         tracker.refreshed_at = tracker.counted
         tracker.running = bool(active.get("running", True))
         _register(snapshot, tracker, where)
@@ -141,22 +145,24 @@ def _read_worker(snapshot: ClusterSnapshot, entry: Any, path: str) -> None:
         worker.running += tracker.running
 
 
-def _read_waiting(entry: Any, position: int, now: float, path: str) -> RequestTracker:
+def _read_waiting(snapshot: ClusterSnapshot, entry: Any, position: int, now: float, path: str) -> RequestTracker:
     entry = _object(entry, path)
-    tracker = _read_tracker(entry, int(_number(entry, "order", path, default=position)), path)
+    tracker = _read_tracker(entry, _whole(entry, "order", path, default=position), path)
     tracker.phase = Phase.POOLED
-    tracker.priority = int(_number(entry, "priority", path, default=0))
+    tracker.priority = _whole(entry, "priority", path, default=0, least=-MOST)
     tracker.ready_s = _number(entry, "ready_s", path, default=now - _number(entry, "wait_s", path, default=0.0))
-    tracker.overdue_s = _number(entry, "overdue_s", path, default=math.inf)
+    if "overdue_s" in entry:
+        tracker.overdue_s = _number(entry, "overdue_s", path)
+    _register(snapshot, tracker, path)
     return tracker
 
 
 def _read_tracker(entry: dict[str, Any], order: int, path: str) -> RequestTracker:
     return RequestTracker(
         id=_text(entry, "id", path),
-        prompt_tokens=int(_number(entry, "prompt_tokens", path)),
+        prompt_tokens=_whole(entry, "prompt_tokens", path),
         order=order,
-        refreshed_remaining=_number(entry, "expected_remaining", path, default=math.inf),
+        refreshed_remaining=_number(entry, "expected_remaining", path) if "expected_remaining" in entry else math.inf,
     )
 
 
@@ -174,7 +180,7 @@ def _read_means(snapshot: ClusterSnapshot, means: Any) -> None:
     means = _object(means, "means")
     snapshot.means.prompt_tokens = _number(means, "prompt_tokens", "means")
     snapshot.means.wait_s = _number(means, "wait_s", "means", default=0.0)
-    snapshot.means.prompts = int(_number(means, "prompts", "means", default=50))
+    snapshot.means.prompts = _whole(means, "prompts", "means", default=50)
 
 
 def _object(value: Any, path: str) -> dict[str, Any]:
@@ -199,8 +205,17 @@ def _text(data: dict[str, Any], name: str, path: str) -> str:
 
 def _number(data: dict[str, Any], name: str, path: str, default: float | None = None) -> float:
     value = data.get(name, default)
-    if isinstance(value, bool) or not isinstance(value, int | float) or (value < 0 and name not in SIGNED):
+    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+        raise InputError(f"{_join(path, name)}: expected a number, found {value!r:.60}")
+    if value < 0 and name not in SIGNED:
         raise InputError(f"{_join(path, name)}: expected a number of at least 0, found {value!r:.60}")
+    return value
+
+
+def _whole(data: dict[str, Any], name: str, path: str, default: int | None = None, least: int = 0) -> int:
+    value = data.get(name, default)
+    if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= MOST:
+        raise InputError(f"{_join(path, name)}: expected a whole number from {least} to {MOST}, found {value!r:.60}")
     return value
 
 

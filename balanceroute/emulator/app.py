@@ -33,9 +33,7 @@ Scope = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
 Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
 
-CONNECTION = (
-    "balanceroute.connection"  # ASGI extension: the transport under the exchange, see `sse.Connection`
-)
+CONNECTION = "balanceroute.connection"  # ASGI extension: the transport under the exchange, see `sse.Connection`
 VERSION = "0.32.0"  # of the vLLM whose captures this follows
 
 
@@ -113,9 +111,7 @@ class GenerationEndpoint:
             raw = await _read_body(receive)
             if raw is None:
                 return
-            headers = {
-                name.decode("latin-1").lower(): value.decode("latin-1") for name, value in scope["headers"]
-            }
+            headers = {name.decode("latin-1").lower(): value.decode("latin-1") for name, value in scope["headers"]}
             request, base_id = self._parse(raw, headers)
             worker = self._site.pick(headers.get("x-data-parallel-rank"))
             if not worker.serves():
@@ -131,9 +127,7 @@ class GenerationEndpoint:
     def _parse(self, raw: bytes, headers: dict[str, str]) -> tuple[GenerationRequest, str]:
         body = parse_body(raw, headers.get("content-type"))
         shape = self._site.shape
-        request = parse_generation(
-            body, chat=self._chat, model=shape.model, max_model_len=shape.context_tokens
-        )
+        request = parse_generation(body, chat=self._chat, model=shape.model, max_model_len=shape.context_tokens)
         return request, headers.get("x-request-id") or request.request_id or uuid.uuid4().hex[:16]
 
     async def _strike(self, fault: Fault, connection: Connection, receive: Receive, send: Send) -> bool:

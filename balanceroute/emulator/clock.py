@@ -23,3 +23,19 @@ class EmulatedClock:
     async def sleep_until(self, moment: float) -> None:
         """Return when the modelled time `moment` has come; at least one turn of the loop passes."""
         await asyncio.sleep(max(0.0, (moment - self.now()) * self.time_scale))
+
+    async def wait(self, event: asyncio.Event, moment: float) -> None:
+        """Return when `event` is set or the modelled time `moment` (infinity: never) has come.
+
+        The timer sets the event, which the caller clears anyway. `asyncio.wait_for` would swallow a cancellation
+        that meets the event in one turn of the loop (Python 3.11), and the task would outlive its cluster.
+        """
+        if math.isinf(moment):
+            await event.wait()
+            return
+        delay = max(0.0, (moment - self.now()) * self.time_scale)
+        timer = asyncio.get_running_loop().call_later(delay, event.set)
+        try:
+            await event.wait()
+        finally:
+            timer.cancel()

@@ -3,6 +3,7 @@ their faults.
 """
 
 import asyncio
+import logging
 from collections.abc import Mapping, Sequence
 from types import TracebackType
 from typing import Any, Self
@@ -20,6 +21,8 @@ from balanceroute.emulator.transport import App, StreamingTransport
 from balanceroute.emulator.worker import DecodeGroupRunner, DecodeWorker, PrefillWorker, Worker
 from balanceroute.errors import ConfigError
 
+logger = logging.getLogger(__name__)
+
 SIDE_CHANNEL_PORT = 5600  # NIXL's default; only a name here, nothing listens on it
 HOST = "127.0.0.1"
 
@@ -36,11 +39,13 @@ class EmulatedCluster:
         shape: ClusterShape | None = None,
         *,
         listen: bool = True,
+        host: str = HOST,
         prefill_ports: Sequence[int] | None = None,
         decode_ports: Sequence[int] | None = None,
     ) -> None:
         self.shape = shape or ClusterShape()
         self._listen = listen
+        self._host = host
         urls = self.shape.decoders // self.shape.ranks_per_url
         self._ports = [*(prefill_ports or [0] * self.shape.prefillers), *(decode_ports or [0] * urls)]
         if len(self._ports) != self.shape.prefillers + urls:
@@ -67,6 +72,8 @@ class EmulatedCluster:
         assert self._runner is not None
         self._tasks = [loop.create_task(worker.run()) for worker in self.prefill]
         self._tasks.append(loop.create_task(self._runner.run()))
+        for task in self._tasks:
+            task.add_done_callback(self._ended)
         return self
 
     async def __aexit__(
@@ -86,6 +93,13 @@ class EmulatedCluster:
         for result in results:
             if isinstance(result, Exception):
                 raise result
+
+    def _ended(self, task: asyncio.Task[None]) -> None:
+        """A worker's own task must not end before the cluster: a bug here must not look like a slow engine."""
+        if not task.cancelled() and task.exception() is not None:
+            logger.error("emulator task failed", exc_info=task.exception())
+            for worker in self.workers.values():
+                worker.kill_engine()
 
     @property
     def workers(self) -> dict[str, Worker]:
@@ -107,6 +121,7 @@ class EmulatedCluster:
         return {
             "workers": {state["name"]: state for state in workers},
             "steps": self._runner.group.steps,
+            "step_totals": self._runner.totals.to_dict(),
             "late_s": self._runner.late_s,
             "barrier_stopped": self._runner.stopped,
             "violations": sum(sum(state["violations"].values()) for state in workers),
@@ -206,8 +221,7 @@ class EmulatedCluster:
             for index in range(shape.prefillers)
         ]
         self.decode = [
-            DecodeWorker(f"d{index}", shape, clock, exchange, wake, self._post_json)
-            for index in range(shape.decoders)
+            DecodeWorker(f"d{index}", shape, clock, exchange, wake, self._post_json) for index in range(shape.decoders)
         ]
         self._runner.attach(self.decode)
         self._sites = [Site([worker], shape, self) for worker in self.prefill]
@@ -219,13 +233,14 @@ class EmulatedCluster:
     async def _open(self) -> None:
         apps = [create_app(site) for site in self._sites]
         if self._listen:
-            self._servers = [HttpServer(app, HOST, port) for app, port in zip(apps, self._ports, strict=True)]
+            self._servers = [HttpServer(app, self._host, port) for app, port in zip(apps, self._ports, strict=True)]
             for server in self._servers:
                 await server.start()
             ports = [server.port for server in self._servers]
         else:
             ports = [port or SIDE_CHANNEL_PORT + 100 + index for index, port in enumerate(self._ports)]
-        urls = [f"http://{HOST}:{port}" for port in ports]
+        name = HOST if self._host == "0.0.0.0" else self._host
+        urls = [f"http://{name}:{port}" for port in ports]
         self.prefill_urls = urls[: self.shape.prefillers]
         self.decode_urls = urls[self.shape.prefillers :]
         self._apps.update({url.removeprefix("http://"): app for url, app in zip(urls, apps, strict=True)})

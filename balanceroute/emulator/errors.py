@@ -19,9 +19,7 @@ INTERNAL = "Internal server error"
 class ApiError(InvalidRequest):
     """A reply with vLLM's error body `{"error": {message, type, param, code}}`."""
 
-    def __init__(
-        self, message: str, *, status: int = 400, param: str | None = None, kind: str | None = None
-    ) -> None:
+    def __init__(self, message: str, *, status: int = 400, param: str | None = None, kind: str | None = None) -> None:
         super().__init__(message, status=status, param=param)
         self.kind = kind or _KINDS.get(status, "BadRequestError")
 
@@ -30,9 +28,7 @@ class ApiError(InvalidRequest):
         return error_body(str(self), self.kind, self.param, self.status)
 
 
-def error_body(
-    message: str, kind: str = "InternalServerError", param: str | None = None, code: int = 500
-) -> bytes:
+def error_body(message: str, kind: str = "InternalServerError", param: str | None = None, code: int = 500) -> bytes:
     """An error object as vLLM sends it, as a body or inside an SSE event."""
     return orjson.dumps({"error": {"message": message, "type": kind, "param": param, "code": code}})
 

@@ -41,9 +41,7 @@ def _lines(name: str, index: int, worker: Worker) -> Iterable[str]:
         "num_preemptions_total": worker.state().get("preemptions", 0),
         "prompt_tokens_total": worker.counters["prompt_tokens"],
         "generation_tokens_total": worker.counters["generation_tokens"],
-        "nixl_num_kv_expired_reqs_total": worker.prefiller.expired
-        if isinstance(worker, PrefillWorker)
-        else 0,
+        "nixl_num_kv_expired_reqs_total": worker.prefiller.expired if isinstance(worker, PrefillWorker) else 0,
     }
     if name.startswith("nixl") and worker.shape.connector is not Connector.NIXL:
         return

@@ -74,16 +74,12 @@ def parse_body(raw: bytes, content_type: str | None) -> dict[str, Any]:
     return body
 
 
-def parse_generation(
-    body: dict[str, Any], *, chat: bool, model: str, max_model_len: int
-) -> GenerationRequest:
+def parse_generation(body: dict[str, Any], *, chat: bool, model: str, max_model_len: int) -> GenerationRequest:
     """Check a body and render its prompts to ids. Raises: ApiError with vLLM's status and text."""
     fields = _Fields(body)
     wanted = fields.text("model")
     if wanted not in (None, "", model):
-        raise ApiError(
-            f"The model `{wanted}` does not exist. Valid aliases: {model}.", status=404, param="model"
-        )
+        raise ApiError(f"The model `{wanted}` does not exist. Valid aliases: {model}.", status=404, param="model")
     stream = fields.flag("stream")
     options = fields.mapping("stream_options")
     if options is not None and not stream:
@@ -161,9 +157,7 @@ class _Fields:
             return bool(value)
         if isinstance(value, str) and value.lower() in ("true", "false"):
             return value.lower() == "true"
-        raise bad_type(
-            name, "bool_parsing", "Input should be a valid boolean, unable to interpret input", value
-        )
+        raise bad_type(name, "bool_parsing", "Input should be a valid boolean, unable to interpret input", value)
 
     def text(self, name: str) -> str | None:
         value = self._body.get(name)
@@ -187,8 +181,7 @@ def _limit(fields: _Fields, chat: bool, max_model_len: int) -> int | None:
         raise bad_value(f"{name} must be at least 1, got {value}.", name, value)
     if value is not None and value > max_model_len:
         raise bad_value(
-            f"{name}={value} cannot be greater than max_model_len={max_model_len}."
-            " Please request fewer output tokens.",
+            f"{name}={value} cannot be greater than max_model_len={max_model_len}. Please request fewer output tokens.",
             name,
             value,
         )
@@ -197,9 +190,7 @@ def _limit(fields: _Fields, chat: bool, max_model_len: int) -> int | None:
 
 def _check_sampling(fields: _Fields, min_tokens: int, max_tokens: int | None) -> None:
     if min_tokens < 0:
-        raise bad_value(
-            f"min_tokens must be greater than or equal to 0, got {min_tokens}.", "min_tokens", min_tokens
-        )
+        raise bad_value(f"min_tokens must be greater than or equal to 0, got {min_tokens}.", "min_tokens", min_tokens)
     if max_tokens is not None and min_tokens > max_tokens:
         raise ApiError(f"min_tokens must be less than or equal to max_tokens={max_tokens}, got {min_tokens}.")
     temperature = fields.number("temperature")

@@ -44,11 +44,9 @@ class _Protocol(HttpToolsProtocol):
 
     def on_message_begin(self) -> None:
         super().on_message_begin()
-        assert isinstance(self.transport, asyncio.Transport)
         # the servers own this extension, so its value need not be the dict that ASGI suggests
-        self.scope["extensions"] = {
-            CONNECTION: cast(dict[object, object], _TransportConnection(self.transport))
-        }
+        connection = cast(dict[object, object], _TransportConnection(self.transport))
+        self.scope["extensions"] = {CONNECTION: connection}
 
 
 class HttpServer:
@@ -88,9 +86,8 @@ class HttpServer:
             return
         self._server.close()
         for connection in list(self._state.connections):
-            transport = connection.transport
-            if isinstance(transport, asyncio.Transport):
-                transport.abort()
+            # no isinstance check: uvloop's transports are none of asyncio's classes
+            connection.transport.abort()
         await self._server.wait_closed()
         self._server = None
         if self._state.tasks:

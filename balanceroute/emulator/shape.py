@@ -38,6 +38,13 @@ class ClusterShape:
     time_scale: float = 1.0
 
     def __post_init__(self) -> None:
+        for name, kind in (("connector", Connector), ("preemption", Preemption)):
+            try:
+                object.__setattr__(self, name, kind(getattr(self, name)))
+            except ValueError as error:
+                accepted = ", ".join(kind)
+                text = f"emulated cluster: {name} {getattr(self, name)!r}: accepted is {accepted}"
+                raise ConfigError(text) from error
         for name in (
             "prefillers",
             "decoders",

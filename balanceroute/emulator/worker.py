@@ -31,6 +31,7 @@ from balanceroute.emulator.errors import ENGINE_DEAD, INTERNAL
 from balanceroute.emulator.faults import Fault, FaultBox, FaultKind
 from balanceroute.emulator.replies import Call, Choice
 from balanceroute.emulator.shape import ClusterShape
+from balanceroute.emulator.step_totals import StepTotals
 from balanceroute.engine import (
     DecodeGroup,
     DecodeRank,
@@ -46,9 +47,7 @@ from balanceroute.engine.tokens import EOS_ID, plan_length, prompt_digest
 logger = logging.getLogger(__name__)
 
 CORRUPT = b"not this prompt's KV"
-METASERVER_ATTEMPTS = (
-    3  # vllm-ascend's connector retries transport errors so often and never looks at the status
-)
+METASERVER_ATTEMPTS = 3  # vllm-ascend's connector retries transport errors so often and never looks at the status
 
 _sequence_numbers = itertools.count()
 PostJson = Callable[[str, dict[str, Any]], Coroutine[Any, Any, None]]
@@ -170,9 +169,7 @@ class PrefillWorker(Worker):
 
     role = "prefill"
 
-    def __init__(
-        self, name: str, shape: ClusterShape, clock: EmulatedClock, exchange: KvExchange, port: int
-    ) -> None:
+    def __init__(self, name: str, shape: ClusterShape, clock: EmulatedClock, exchange: KvExchange, port: int) -> None:
         super().__init__(name, shape, clock, exchange)
         self.host = "127.0.0.1"
         self.port = port
@@ -293,18 +290,7 @@ class PrefillWorker(Worker):
                 self.pins.mark(request_id, PinState.EXPIRED)
             for job in finished:
                 self._prefilled(job)
-            await self._until_next_event()
-
-    async def _until_next_event(self) -> None:
-        moment = self.prefiller.next_event_s()
-        if math.isinf(moment):
-            await self._wake.wait()
-            return
-        try:
-            delay = max(0.0, (moment - self.clock.now()) * self.clock.time_scale)
-            await asyncio.wait_for(self._wake.wait(), delay)
-        except TimeoutError:
-            return
+            await self.clock.wait(self._wake, self.prefiller.next_event_s())
 
     def _check_probe(self, call: Call) -> None:
         request = call.request
@@ -452,9 +438,7 @@ class DecodeWorker(Worker):
         tokens = len(choice.prompt)
         natural = TokenStream(choice.prompt, self.shape.lengths).remaining
         limit = request.limit_for(tokens, self.shape.context_tokens)
-        count, ends = plan_length(
-            natural, limit, ignore_eos=request.ignore_eos, min_tokens=request.min_tokens
-        )
+        count, ends = plan_length(natural, limit, ignore_eos=request.ignore_eos, min_tokens=request.min_tokens)
         generation = Generation(
             f"{call.external_id(choice)}-{next(_sequence_numbers):08x}",
             tokens,
@@ -652,6 +636,7 @@ class DecodeGroupRunner:
         self.group: DecodeGroup[Generation] | None = None
         self.stopped = False
         self.late_s = 0.0  # modelled seconds by which steps ended later than they should have, in sum
+        self.totals = StepTotals()
 
     def attach(self, workers: list[DecodeWorker]) -> None:
         """Set the members of the group."""
@@ -678,13 +663,13 @@ class DecodeGroupRunner:
                 await self._wake.wait()
                 deadline = self._clock.now()
                 continue
-            for worker in self._workers:
-                worker.pop_due()
             now = self._clock.now()
             plan = group.begin_step(now)
             self._note(plan.admitted, plan.started)
+            for worker in self._workers:
+                worker.pop_due()
             if not group.running:
-                await self._rest(group.next_ready_s())
+                await self._clock.wait(self._wake, group.next_ready_s())
                 deadline = self._clock.now()
                 continue
             # a step that was late shortens the next one, so that the pace holds on a busy machine
@@ -692,6 +677,8 @@ class DecodeGroupRunner:
             await self._clock.sleep_until(deadline)
             self.late_s += max(0.0, self._clock.now() - deadline)
             if not self.stopped:
+                loads = [rank.load for rank in group.ranks]
+                self.totals.add(loads, sum(len(rank.running) for rank in group.ranks), plan.duration_s)
                 self._end_step(group)
 
     def _note(self, admitted: list[Generation], started: list[Generation]) -> None:
@@ -711,14 +698,3 @@ class DecodeGroupRunner:
             worker.counters["generation_tokens"] += len(outcome.stepped)
             for generation in outcome.stepped:
                 worker.give_token(generation)
-
-    async def _rest(self, until: float) -> None:
-        """Wait for the next KV to arrive, or for news."""
-        if math.isinf(until):
-            await self._wake.wait()
-            return
-        try:
-            delay = max(0.0, (until - self._clock.now()) * self._clock.time_scale)
-            await asyncio.wait_for(self._wake.wait(), delay)
-        except TimeoutError:
-            return

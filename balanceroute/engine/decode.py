@@ -143,9 +143,7 @@ class DecodeRank(Generic[R]):
 
     def find(self, request_id: str) -> R | None:
         """The request of that id, wherever on this rank it is."""
-        return (
-            self.running.get(request_id) or self.transferring.get(request_id) or self.waiting.get(request_id)
-        )
+        return self.running.get(request_id) or self.transferring.get(request_id) or self.waiting.get(request_id)
 
     def submit(self, request: R) -> None:
         """Queue a request. Raises: ConfigError when its KV can never fit this rank."""
@@ -269,9 +267,7 @@ class DecodeRank(Generic[R]):
             self.pop(last.id)
             return
         if len(self.running) == 1:
-            raise ConfigError(
-                f"decode rank: one request alone ({last.id}) needs more KV blocks than the rank has"
-            )
+            raise ConfigError(f"decode rank: one request alone ({last.id}) needs more KV blocks than the rank has")
         self.remove(last.id)
         last.preemptions += 1
         last.place = Place.WAITING

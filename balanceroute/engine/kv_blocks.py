@@ -81,12 +81,6 @@ class KvBlocks:
         self._free.extend(held)
         return len(held)
 
-    def rename(self, owner: Hashable, new_owner: Hashable) -> None:
-        """Hand all of `owner`'s blocks to `new_owner`, e.g. from a running request to its pinned remains."""
-        if new_owner in self._held or owner not in self._held:
-            raise InvariantError(f"KV blocks: cannot hand the blocks of {owner!r} to {new_owner!r}")
-        self._held[new_owner] = self._held.pop(owner)
-
     def holds(self, owner: Hashable) -> bool:
         """Whether `owner` holds any block."""
         return owner in self._held

@@ -74,9 +74,7 @@ class Prefiller(Generic[J]):
         if job.id in self.queued or job.id in self.running or job.id in self.pinned:
             raise InvariantError(f"prefiller: {job.id} is already here")
         if self.kv.blocks_for(job.prompt_tokens) > self.kv.num_blocks:
-            raise ConfigError(
-                f"prefiller: {job.id} needs more KV blocks than there are ({self.kv.num_blocks})"
-            )
+            raise ConfigError(f"prefiller: {job.id} needs more KV blocks than there are ({self.kv.num_blocks})")
         self.queued[job.id] = job
         self._start(now)
 

@@ -1,17 +1,37 @@
 """Predictors of what is left of a request, their refresh rules, their history and their evaluation."""
 
+from .build import KINDS, build_predictor
 from .contract import AnchorPredictor, FinishedRequest, Predictor, TwoStage
+from .evaluation import Evaluation, evaluate
 from .exact_match import ExactMatchPredictor
 from .forecaster import Forecaster
+from .history import History, HistoryStats
+from .keys import PromptKeyer
+from .learned import LearnedPredictor
+from .model_file import Model, load_model, save_model
+from .refit import Refitter, refit_on_growth
 from .survival import SurvivalCurve, SurvivalPredictor
 
 __all__ = [
+    "KINDS",
     "AnchorPredictor",
+    "Evaluation",
     "ExactMatchPredictor",
     "FinishedRequest",
     "Forecaster",
+    "History",
+    "HistoryStats",
+    "LearnedPredictor",
+    "Model",
     "Predictor",
+    "PromptKeyer",
+    "Refitter",
     "SurvivalCurve",
     "SurvivalPredictor",
     "TwoStage",
+    "build_predictor",
+    "evaluate",
+    "load_model",
+    "refit_on_growth",
+    "save_model",
 ]

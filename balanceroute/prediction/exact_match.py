@@ -3,7 +3,8 @@
 Where prompts recur (templates, agents, retries) the lengths seen under the same key say far more than the
 marginal distribution (arXiv:2605.06113, appendix C, "Per-prompt-class memorization"). Per key the newest
 `SAMPLES` lengths are kept, sorted, as one row of a matrix; an unknown key, a row thinner than `min_samples`,
-or an age that no request of the key survived fall back to the marginal survival curve.
+or an age that no request of the key survived fall back to the survival curve of all requests, or with
+`size_buckets` of those with a prompt of like size (`sizes.py`).
 
 A row holds lengths times two, plus one where the request was cut short, so that order and kind share one
 integer. Inside a row censoring follows the life table: with n at risk at age a, d finishes and w cut short in
@@ -19,14 +20,14 @@ is bounded: `max_keys` rows of about 0.8 KB (16 MB at 20,000 keys), least recent
 
 from array import array
 from bisect import bisect_left, bisect_right, insort
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from itertools import repeat
 
 import numpy as np
 
 from .contract import FinishedRequest, IntArray, TwoStage
 from .observations import DEFAULT_ROWS, BoolArray, ObservationRing, Observations
-from .survival import SurvivalCurve, SurvivalPredictor
+from .sizes import SizedCurves, SizedFitter
 
 SAMPLES = 32  # newest lengths kept per key: a batch of 512 then gathers 64 KB, which stays in the L2 cache
 DEFAULT_KEYS = 20_000
@@ -38,6 +39,8 @@ _BELOW_ZERO = 2**31 - 1
 class ExactMatchPredictor:
     """Lengths per prompt key in front of the marginal distribution."""
 
+    refits_in_process = False
+
     def __init__(
         self,
         horizon_steps: int,
@@ -46,11 +49,14 @@ class ExactMatchPredictor:
         min_samples: int = 2,
         max_rows: int = DEFAULT_ROWS,
         max_age_s: float | None = None,
+        size_buckets: int = 0,
     ) -> None:
         self._horizon = horizon_steps
         self._min_samples = max(1, min_samples)
         self._max_keys = max(1, max_keys)
-        self._marginal = SurvivalPredictor(horizon_steps, max_rows=max_rows, max_age_s=max_age_s)
+        self.ring = ObservationRing(max_rows, max_age_s)
+        self._fitter = SizedFitter(max(1, size_buckets))
+        self._fallback = self._fitter(Observations.of([]))
         self._row_of: dict[str, int] = {}  # in order of last use, oldest first
         # row 0 stays empty and answers for every unknown key; the others are handed out in turn
         self._codes = [array("q")]  # sorted; what one answer searches
@@ -67,24 +73,19 @@ class ExactMatchPredictor:
         self.key_misses = 0
 
     @property
-    def ring(self) -> ObservationRing:
-        """The rows behind the marginal curve."""
-        return self._marginal.ring
-
-    @property
     def n_keys(self) -> int:
         """Keys remembered now; at most `max_keys`."""
         return len(self._row_of)
 
-    def learn(self, rows: Iterable[FinishedRequest]) -> None:
+    def start(self, rows: Iterable[FinishedRequest]) -> None:
         """Take in a whole history, oldest first, and fit at once."""
         for row in rows:
             self.observe(row)
-        self.adopt(self.fit(self.ring.take()))
+        self.adopt(self._fitter(self.ring.take()))
 
     def observe(self, finished: FinishedRequest) -> None:
         """Put one more length under its key, in place of the key's oldest one when its row is full."""
-        self._marginal.observe(finished)
+        self.ring.add(finished)
         if finished.prompt_key:
             row = self._touch(finished.prompt_key)
             self._insert(row, 2 * min(finished.output_tokens, _LONGEST) + finished.censored)
@@ -138,7 +139,7 @@ class ExactMatchPredictor:
                 high = bisect_right(codes, 2 * (age + self._horizon) + 1, low)
                 return self._life_table(codes[low:high], at_risk, age)
         self.key_misses += 1
-        return self._marginal.predict_one(age, prompt_tokens, key)
+        return self._fallback.one(age, prompt_tokens, self._horizon)
 
     def _life_table(self, window: Sequence[int], at_risk: int, age: int) -> tuple[float, float]:
         done = [code for code in window if not code & 1]
@@ -171,17 +172,16 @@ class ExactMatchPredictor:
         self.key_hits += len(keys) - len(unknown)
         self.key_misses += len(unknown)
         if len(unknown):
-            p_finish[unknown], mean[unknown] = self._marginal.curve.many(ages[unknown], self._horizon)
+            p_finish[unknown], mean[unknown] = self._fallback.many(ages[unknown], prompt_tokens[unknown], self._horizon)
         return TwoStage(p_finish, mean)
 
-    @staticmethod
-    def fit(observations: Observations) -> SurvivalCurve:
-        """Fit the marginal curve; any thread."""
-        return SurvivalPredictor.fit(observations)
+    def fitter(self) -> Callable[[Observations], SizedCurves]:
+        """Return the function that fits what a miss falls back to; any thread."""
+        return self._fitter
 
-    def adopt(self, fitted: SurvivalCurve) -> None:
+    def adopt(self, fitted: SizedCurves) -> None:
         """Fall back to `fitted` from now on."""
-        self._marginal.adopt(fitted)
+        self._fallback = fitted
 
 
 def _true_per_row(mask: BoolArray) -> IntArray:

@@ -35,8 +35,7 @@ class Tracked(Protocol):
         """The key of the prompt, "" where unknown."""
         ...
 
-    @property
-    def expected_remaining(self) -> float:
+    def remaining(self, horizon_steps: int) -> float:
         """The c_hat that the scheduler holds now, steps."""
         ...
 
@@ -94,12 +93,10 @@ class Forecaster:
         A finish has nothing remaining, so the c_hat that the scheduler still holds is its absolute error in
         tokens; what was cut short says nothing about that error.
         """
-        row = FinishedRequest(
-            tracker.prompt_key, tracker.prompt_tokens, tracker.generated, finish_reason, now
-        )
+        row = FinishedRequest(tracker.prompt_key, tracker.prompt_tokens, tracker.generated, finish_reason, now)
         if not row.censored:
             self.finished_count += 1
-            self.error_tokens_sum += tracker.expected_remaining
+            self.error_tokens_sum += tracker.remaining(self.horizon_steps)
         self.predictor.observe(row)
         return row
 

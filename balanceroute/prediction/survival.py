@@ -22,7 +22,7 @@ request survived nothing is known: p_finish = 0, mean = H.
 """
 
 from bisect import bisect_right
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import numpy as np
 
@@ -90,18 +90,18 @@ def _kaplan_meier(observations: Observations) -> tuple[FloatArray, FloatArray]:
 class SurvivalPredictor:
     """The marginal distribution of output lengths: no signal needed but the age of a request."""
 
-    def __init__(
-        self, horizon_steps: int, *, max_rows: int = DEFAULT_ROWS, max_age_s: float | None = None
-    ) -> None:
+    refits_in_process = False
+
+    def __init__(self, horizon_steps: int, *, max_rows: int = DEFAULT_ROWS, max_age_s: float | None = None) -> None:
         self._horizon = horizon_steps
         self.ring = ObservationRing(max_rows, max_age_s)
         self.curve = SurvivalCurve(Observations.of([]))
 
-    def learn(self, rows: Iterable[FinishedRequest]) -> None:
+    def start(self, rows: Iterable[FinishedRequest]) -> None:
         """Take in a whole history, oldest first, and fit at once."""
         for row in rows:
             self.ring.add(row)
-        self.adopt(self.fit(self.ring.take()))
+        self.adopt(SurvivalCurve(self.ring.take()))
 
     def predict(self, ages: IntArray, prompt_tokens: IntArray, keys: Sequence[str]) -> TwoStage:
         """Answer both stages by age alone; two binary searches per request."""
@@ -115,10 +115,9 @@ class SurvivalPredictor:
         """Keep one more row for the next re-fit."""
         self.ring.add(finished)
 
-    @staticmethod
-    def fit(observations: Observations) -> SurvivalCurve:
+    def fitter(self) -> Callable[[Observations], SurvivalCurve]:
         """Sort and count; O(n log n), any thread."""
-        return SurvivalCurve(observations)
+        return SurvivalCurve
 
     def adopt(self, fitted: SurvivalCurve) -> None:
         """Answer from `fitted` from now on; one assignment."""

@@ -4,9 +4,9 @@ Most non-stream requests are streamed between router and worker (`ClientRequest.
 progress is known token by token and a recompute continues instead of starting over. `AnswerAssembler` turns
 the scanner's events into the one JSON object that the worker would have sent, in the worker's shape.
 
-What it cannot rebuild (echo, prompt_logprobs, fields unknown to `payloads.ASSEMBLED_FIELDS`) stays unstreamed:
-`correct_answer` counts it at the end. Nothing of such an answer reaches the client before it is whole, so one
-that was recomputed is asked for again from the client's own prompt.
+What it cannot rebuild (echo, prompt_logprobs, fields unknown to `payloads.ASSEMBLED_FIELDS`) and what is
+short stays unstreamed: `correct_answer` counts it at the end. Nothing of such an answer reaches the client
+before it is whole, so one that was recomputed is asked for again from the client's own prompt.
 """
 
 from array import array
@@ -74,17 +74,18 @@ class AnswerAssembler:
 
 
 class _Choice:
-    """One choice as its deltas have built it so far."""
+    """One choice as its deltas have built it; texts are kept in pieces, so a long answer stays linear."""
 
-    __slots__ = ("delta", "finish_reason", "logprobs", "stop_reason", "token_ids", "tool_calls")
+    __slots__ = ("calls", "fields", "finish_reason", "logprobs", "role", "stop_reason", "token_ids")
 
     def __init__(self) -> None:
-        self.delta: dict[str, Any] = {}
+        self.role = "assistant"
+        self.fields: dict[str, Any] = {}  # a list of str for what came as text, else the last value
         self.logprobs: dict[str, Any] | None = None
         self.finish_reason: str | None = None
         self.stop_reason: Any = None
         self.token_ids: list[int] = []
-        self.tool_calls: dict[int, dict[str, Any]] = {}
+        self.calls: dict[int, dict[str, Any]] = {}
 
     def add(self, part: dict[str, Any]) -> None:
         """Take one event's part of this choice."""
@@ -96,23 +97,36 @@ class _Choice:
                 for call in value or ():
                     self._add_call(call)
             elif name == "role":
-                self.delta[name] = value
+                self.role = value
             else:
-                self.delta[name] = _merged(self.delta.get(name), value)
+                _append(self.fields, name, value)
         if part.get("logprobs") is not None:
-            self.logprobs = _merged(self.logprobs, part["logprobs"])
+            self._add_logprobs(part["logprobs"])
         self.token_ids += part.get("token_ids") or ()
         if part.get("finish_reason") is not None:
             self.finish_reason = part["finish_reason"]
             self.stop_reason = part.get("stop_reason")
 
+    def _add_logprobs(self, more: dict[str, Any]) -> None:
+        if self.logprobs is None:
+            self.logprobs = more
+            return
+        for name, value in more.items():
+            known = self.logprobs.get(name)
+            if isinstance(known, list) and isinstance(value, list):
+                known.extend(value)
+            elif value is not None:
+                self.logprobs[name] = value
+
     def _add_call(self, call: dict[str, Any]) -> None:
-        known = self.tool_calls.setdefault(call.get("index", len(self.tool_calls)), {})
+        known = self.calls.setdefault(call.get("index", len(self.calls)), {"function": {}})
         for name, value in call.items():
             if name == "function" and isinstance(value, dict):
-                function = known.setdefault("function", {})
                 for key, text in value.items():
-                    function[key] = _merged(function.get(key), text) if key == "arguments" else text
+                    if key == "arguments":
+                        _append(known["function"], key, text)
+                    elif text is not None:
+                        known["function"][key] = text
             elif name != "index" and value is not None:
                 known[name] = value
 
@@ -120,7 +134,7 @@ class _Choice:
         """As a choice of /v1/completions."""
         return {
             "index": index,
-            "text": self.delta.get("text", ""),
+            "text": _joined(self.fields).get("text", ""),
             "logprobs": self.logprobs,
             "finish_reason": self.finish_reason,
             "stop_reason": self.stop_reason,
@@ -131,21 +145,21 @@ class _Choice:
 
     def chat(self, index: int, want_ids: bool) -> dict[str, Any]:
         """As a choice of /v1/chat/completions."""
-        rest = dict(self.delta)
         message: dict[str, Any] = {
-            "role": rest.pop("role", "assistant"),
-            "content": rest.pop("content", None),
+            "role": self.role,
+            "content": None,
             "refusal": None,
             "annotations": None,
             "audio": None,
             "function_call": None,
             "reasoning": None,
-            **rest,
+            **_joined(self.fields),
         }
-        if self.tool_calls:
-            message["tool_calls"] = [call for _, call in sorted(self.tool_calls.items())]
-            message["content"] = message["content"] or None
-        elif message["reasoning"]:
+        if self.calls:
+            message["tool_calls"] = [
+                {**call, "function": _joined(call["function"])} for _, call in sorted(self.calls.items())
+            ]
+        if self.calls or message["reasoning"]:
             message["content"] = message["content"] or None
         return {
             "index": index,
@@ -157,15 +171,23 @@ class _Choice:
         }
 
 
-def _merged(so_far: Any, more: Any) -> Any:
-    """Two successive deltas of one field: texts and lists join, objects join field by field, else the later."""
-    if so_far is None or more is None:
-        return so_far if more is None else more
-    if isinstance(so_far, (str, list)) and type(so_far) is type(more):
-        return so_far + more
-    if isinstance(so_far, dict) and isinstance(more, dict):
-        return {**so_far, **{name: _merged(so_far.get(name), value) for name, value in more.items()}}
-    return more
+def _append(fields: dict[str, Any], name: str, value: Any) -> None:
+    known = fields.get(name)
+    if isinstance(value, str):
+        if isinstance(known, list):
+            known.append(value)
+        else:
+            fields[name] = [value]
+    elif value is not None or known is None:
+        fields[name] = value
+
+
+def _joined(fields: dict[str, Any]) -> dict[str, Any]:
+    return {name: "".join(value) if _is_text(value) else value for name, value in fields.items()}
+
+
+def _is_text(value: Any) -> bool:
+    return isinstance(value, list) and all(isinstance(piece, str) for piece in value)
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,8 +21,9 @@ prefiller returned is spliced whole into exactly one decode or drain body; using
 duty.
 
 A non-stream client is served from a stream as well (`ClientRequest.assembled`), because only a stream tells
-the router how far a request has come. Bodies with a field whose answer `answers.py` cannot rebuild go
-through unstreamed.
+the router how far a request has come. Two kinds go through unstreamed: bodies with a field whose answer
+`answers.py` cannot rebuild, and answers of at most `FOLLOWED_ABOVE_TOKENS`, whose whole growth is less than a
+KV block or two: their worker's load is off by no more than that, until they end and are counted.
 """
 
 from array import array
@@ -37,6 +38,7 @@ from balanceroute.errors import BadUpstreamReply, InvalidRequest
 Endpoint = Literal["completions", "chat"]
 
 DEFAULT_COMPLETION_LIMIT: Final = 16  # vLLM's default of max_tokens on completions; chat fills the context
+FOLLOWED_ABOVE_TOKENS: Final = 64  # an event costs about 20 us of CPU, a whole short answer about 50
 PROBE_KV_PARAMS: Final[dict[str, Any]] = {
     "do_remote_decode": True,
     "do_remote_prefill": False,
@@ -79,6 +81,7 @@ class ClientRequest:
     prompt_json: bytes
     prompt_tokens: int
     stream: bool
+    assembled: bool = False  # a non-stream answer is to be built from a worker's stream (the module's theory)
     include_usage: bool = False
     continuous_usage: bool = False
     return_token_ids: bool = False
@@ -114,11 +117,6 @@ class ClientRequest:
     def single(self) -> bool:
         """Whether this is one prompt with one answer, the only shape that a KV transfer can carry."""
         return self.n == 1 and self.prompts == 1
-
-    @property
-    def assembled(self) -> bool:
-        """Whether a non-stream answer is to be built from a worker's stream (see the module's theory)."""
-        return not self.stream and ASSEMBLED_FIELDS.issuperset(self.rest)
 
     @property
     def streams_upstream(self) -> bool:
@@ -180,6 +178,7 @@ def parse(endpoint: Endpoint, body: bytes) -> ClientRequest:
         prompt_json=prompt_json,
         prompt_tokens=max(1, tokens),
         stream=stream,
+        assembled=not stream and _followed(endpoint, limit) and ASSEMBLED_FIELDS.issuperset(data),
         include_usage=include_usage,
         continuous_usage=continuous,
         return_token_ids=_boolean(data, "return_token_ids"),
@@ -436,6 +435,13 @@ def _limit(data: dict[str, Any]) -> tuple[Literal["max_tokens", "max_completion_
     if completion is not None:
         return "max_completion_tokens", completion
     return ("max_tokens", total) if total is not None else (None, None)
+
+
+def _followed(endpoint: Endpoint, limit: int | None) -> bool:
+    """Whether an unstreamed answer may become long enough to be worth an event per token."""
+    if limit is None:
+        return endpoint == "chat"
+    return limit > FOLLOWED_ABOVE_TOKENS
 
 
 def _count(data: dict[str, Any]) -> int:

@@ -2,13 +2,15 @@
 
     socket readable -> data_received -> httptools -> _Pump.chunk -> EventScanner.feed
                                                           |-> on_tokens(n)
-                                                          '-> send(...) driven on the spot -> socket write
+                                                          '-> _Flusher, at the end of the loop's turn:
+                                                              send(...) driven on the spot -> socket write
 
-An ASGI `send` is a coroutine, but a server's only waits when the client's socket is full; otherwise its first
-step is also its last. So the pump steps it by hand inside the read callback (`coroutine.send(None)`), which
-costs a function call where an event, a future and a task switch would cost several microseconds each. If it
-does wait, the pump stops reading the worker and hands the half-run coroutine to the request's own task, which
-finishes it like any other `await`; later bytes queue behind it, bounded by the worker connection's pause.
+An ASGI `send` is a coroutine, but a server's only waits when the client's socket is full; otherwise its
+first step is also its last. So the pump steps it by hand outside of any task (`coroutine.send(None)`),
+which costs a function call where an event, a future and a task switch would cost several microseconds each.
+If it does wait, the pump stops reading the worker and hands the half-run coroutine to the request's own
+task, which finishes it like any other `await`; later bytes queue behind it, bounded by the worker
+connection's pause.
 
 Nothing else runs in between: no timer, log line or metric per event. `on_tokens` must be O(1).
 
@@ -17,6 +19,7 @@ and `asyncio.timeout` do); Starlette's own wrappers do not.
 """
 
 import asyncio
+import weakref
 from collections.abc import Awaitable, Callable, Coroutine, Generator, MutableMapping
 from typing import Any
 
@@ -44,9 +47,8 @@ async def relay(
 
     The response has been started by the caller, who also ends it: what comes next depends on `scanner.end`,
     which is set on return. Returns the error that broke the body off, if one did. Only when the stream is
-    `StreamEnd.DONE` and `ends_response` has the final message (`more_body: False`) been sent here, in one write
-    with [DONE].
-    Cancel this call when the client is gone: the worker's connection is closed at once.
+    `StreamEnd.DONE` and `ends_response` has the final message (`more_body: False`) been sent here, in one
+    write with [DONE]. Cancel this call when the client is gone: the worker's connection is closed at once.
 
     Args: first: bytes that `scanner` gave for what was read of the reply before this call, sent first.
         on_tokens: called with the number of new tokens, from within the event loop's read callback; tokens
@@ -76,6 +78,7 @@ class _Pump:
         "_blocked",
         "_counted",
         "_ends_response",
+        "_flusher",
         "_on_tokens",
         "_reply",
         "_scanner",
@@ -98,6 +101,7 @@ class _Pump:
         self._scanner = scanner
         self._send = send
         self._on_tokens = on_tokens
+        self._flusher = _flusher()
         self._ends_response = ends_response
         self._counted = scanner.tokens
         self._blocked: _HalfRun | None = None
@@ -125,12 +129,22 @@ class _Pump:
             self._on_tokens(tokens - self._counted)
             self._counted = tokens
         if out:
-            if self._blocked is not None:
-                self._backlog.append(out)
-            else:
-                self._write(out)
+            backlog = self._backlog
+            if not backlog and self._blocked is None:
+                self._flusher.add(self)
+            backlog.append(out)
         if scanner.end is not None:
             self._end()
+
+    def flush(self) -> None:
+        """Write what has come since the last write, in one piece."""
+        backlog = self._backlog
+        if self._blocked is None and backlog:
+            out = backlog[0] if len(backlog) == 1 else b"".join(backlog)
+            backlog.clear()
+            self._write(out)
+            if self._scanner.end is not None:
+                self._end()
 
     def ended(self, error: UpstreamError | None) -> None:
         self.error = error
@@ -154,7 +168,7 @@ class _Pump:
         self._wake()
 
     def _end(self) -> None:
-        if self._blocked is None:
+        if self._blocked is None and not self._backlog:
             self.over = True
         self._wake()
 
@@ -190,6 +204,42 @@ class _Pump:
             self._blocked.close()
             self._blocked = None
         self._backlog.clear()
+
+
+class _Flusher:
+    """Writes for all pumps of one event loop once per turn, after all that was readable has been read.
+
+    Measured with 64 streams of 50 events/s on two cores: writing from within the read callback costs a tenth
+    more CPU per event, because each write wakes its client while the neighbours wait to be read.
+    """
+
+    __slots__ = ("_due", "_loop")
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._loop = loop
+        self._due: list[_Pump] = []
+
+    def add(self, pump: _Pump) -> None:
+        if not self._due:
+            self._loop.call_soon(self._flush)
+        self._due.append(pump)
+
+    def _flush(self) -> None:
+        due = self._due
+        self._due = []
+        for pump in due:
+            pump.flush()
+
+
+_flushers: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, _Flusher] = weakref.WeakKeyDictionary()
+
+
+def _flusher() -> _Flusher:
+    loop = asyncio.get_running_loop()
+    flusher = _flushers.get(loop)
+    if flusher is None:
+        flusher = _flushers[loop] = _Flusher(loop)
+    return flusher
 
 
 class _HalfRun:

@@ -35,6 +35,7 @@ ALLOWED: dict[str, set[str]] = {
     "loadgen": {"traces", "report", "errors"},
     "proxy": {"core", "prediction", "config", "build", "journal", "errors"},
     "emulator": {"engine", "errors"},
+    "demo": {"loadgen", "traces", "report", "errors"},
     "instrumentation": set(),
 }
 PURE_STDLIB_BANS = {"asyncio", "socket", "time", "logging", "random", "threading", "datetime", "os", "io"}

@@ -21,3 +21,6 @@ class ATracker:
     prompt_tokens: int = 100
     prompt_key: str = ""
     expected_remaining: float = 80.0
+
+    def remaining(self, horizon_steps: int) -> float:
+        return min(self.expected_remaining, horizon_steps)

@@ -14,7 +14,7 @@ MARGINAL = finishes(100, 200, 300, 400)
 
 def fitted(rows: list[FinishedRequest], **options: int) -> ExactMatchPredictor:
     predictor = ExactMatchPredictor(10, **options)
-    predictor.learn(rows)
+    predictor.start(rows)
     return predictor
 
 
@@ -34,7 +34,7 @@ def test_a_known_key_answers_by_counting_its_own_lengths(outputs: list[int], age
 def test_it_falls_back_to_the_marginal_distribution(key: str, age: int) -> None:
     rows = [*MARGINAL, *finishes(7, key="thin"), *finishes(7, 8, 9, key="known")]
     survival = SurvivalPredictor(10)
-    survival.learn(rows)
+    survival.start(rows)
     predictor = fitted(rows)
 
     assert predictor.predict_one(age, 100, key) == survival.predict_one(age, 100, key)

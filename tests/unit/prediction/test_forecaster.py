@@ -9,7 +9,7 @@ H = 80
 
 def a_forecaster() -> Forecaster:
     predictor = SurvivalPredictor(H)
-    predictor.learn(finishes(*[60] * 9, *[1000] * 1))
+    predictor.start(finishes(*[60] * 9, *[1000] * 1))
     return Forecaster(predictor, H)
 
 
@@ -55,7 +55,7 @@ def test_a_cancelled_request_has_no_error_but_is_learned_as_cut_short() -> None:
 
 def test_key_hits_are_passed_on_and_zero_without_keys() -> None:
     predictor = ExactMatchPredictor(H)
-    predictor.learn(finishes(60, 60, key="k"))
+    predictor.start(finishes(60, 60, key="k"))
     forecaster = Forecaster(predictor, H)
 
     forecaster.refresh([ATracker(prompt_key="k"), ATracker(prompt_key="other")])

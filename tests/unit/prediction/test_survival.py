@@ -12,7 +12,7 @@ lengths = st.lists(st.integers(1, 60), min_size=1, max_size=60)
 
 def fitted(rows: list[FinishedRequest], horizon: int = 10) -> SurvivalPredictor:
     predictor = SurvivalPredictor(horizon)
-    predictor.learn(rows)
+    predictor.start(rows)
     return predictor
 
 
@@ -56,9 +56,7 @@ def test_survival_equals_counting_over_the_history(outputs: list[int], age: int,
 
 
 @given(st.lists(st.tuples(st.integers(1, 40), st.booleans()), min_size=1, max_size=40), st.integers(0, 45))
-def test_cut_short_requests_hand_their_mass_on_to_the_longer_ones(
-    history: list[tuple[int, bool]], age: int
-) -> None:
+def test_cut_short_requests_hand_their_mass_on_to_the_longer_ones(history: list[tuple[int, bool]], age: int) -> None:
     rows = [a_finish(output, reason="cancelled" if cut else "stop") for output, cut in history]
 
     assert fitted(rows).predict_one(age, 100, "") == pytest.approx(redistributed(rows, age, 10))
@@ -96,14 +94,14 @@ def test_observations_change_nothing_before_the_next_fit() -> None:
     predictor.observe(a_finish(500))
 
     assert predictor.predict_one(0, 100, "") == (1.0, 5.0)
-    predictor.adopt(predictor.fit(predictor.ring.take()))
+    predictor.adopt(predictor.fitter()(predictor.ring.take()))
     assert predictor.predict_one(0, 100, "")[0] == 0.5
 
 
 def test_only_the_newest_rows_are_learned_from() -> None:
     predictor = SurvivalPredictor(10, max_rows=3)
 
-    predictor.learn(finishes(500, 500, 5, 5, 5))
+    predictor.start(finishes(500, 500, 5, 5, 5))
 
     assert predictor.predict_one(0, 100, "") == (1.0, 5.0)
     assert predictor.ring.take().finished_s.tolist() == [2.0, 3.0, 4.0]
@@ -112,6 +110,6 @@ def test_only_the_newest_rows_are_learned_from() -> None:
 def test_rows_older_than_the_newest_by_more_than_the_limit_are_left_out() -> None:
     predictor = SurvivalPredictor(10, max_age_s=60.0)
 
-    predictor.learn([a_finish(500, at_s=0.0), a_finish(5, at_s=61.0)])
+    predictor.start([a_finish(500, at_s=0.0), a_finish(5, at_s=61.0)])
 
     assert predictor.predict_one(0, 100, "") == (1.0, 5.0)

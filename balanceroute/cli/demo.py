@@ -1,0 +1,89 @@
+"""`balanceroute demo`."""
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+if TYPE_CHECKING:
+    from balanceroute.demo import DemoScale, PolicyRun
+
+
+def demo(
+    seconds: Annotated[float, typer.Option(min=5, help="How long requests arrive, for each router.")] = 40.0,
+    load: Annotated[
+        float, typer.Option(min=0.05, max=2, help="Offered load; 1 is what perfect balance carries.")
+    ] = 1.1,
+    slots: Annotated[int, typer.Option(min=1, help="Slots of each of the 8 decode ranks.")] = 16,
+    against: Annotated[str, typer.Option(help="The policy that is compared with.")] = "join_shortest_queue",
+    policy: Annotated[str, typer.Option(help="The policy that is shown.")] = "br_h",
+    seed: Annotated[int, typer.Option(help="Seed of the trace.")] = 1,
+    json: Annotated[bool, typer.Option("--json", help="Print the result as JSON.")] = False,
+) -> None:
+    """Show what the router is worth: an emulated cluster, the same trace through two policies, side by side.
+
+    Example: balanceroute demo --seconds 30 --against least_kv
+    """
+    from balanceroute.cli.output import print_json, progress_bar
+    from balanceroute.demo import DemoScale, as_tree, run_demo
+
+    scale = DemoScale(seconds=seconds, load=load, slots=slots, seed=seed)
+    if not json:
+        announce(scale)
+    runs = []
+    for name in (against, policy):
+        with progress_bar(f"{name:<20}") as tell:
+            runs.append(run_demo(scale, name, tell))
+    if json:
+        print_json(as_tree(scale, runs))
+    else:
+        show(runs)
+
+
+def announce(scale: "DemoScale") -> None:
+    """Say what runs, and how it was scaled."""
+    from balanceroute.demo import REFERENCE
+
+    trace = scale.trace()
+    setting = scale.setting(trace)
+    typer.echo(
+        f"{len(trace)} requests in {scale.seconds:g} s at {scale.load:.0%} of what perfect balance carries, through an"
+        f" emulated cluster of {scale.prefillers} prefillers and {scale.workers} decode ranks of {scale.slots} slots.\n"
+        f"Scaled to two cores: prompts, outputs and horizon 1/{scale.factor:g} of the heavy-tailed workload (mean"
+        f" {trace.prompt_tokens.mean():.0f} + {trace.output_tokens.mean():.0f} tokens, H = {scale.horizon_steps}),"
+        f" {scale.slots} slots for {REFERENCE.slots},\nstep = {setting.step_cost_s:.2g} s per KV token of the fullest"
+        f" rank + {setting.step_overhead_s:g} s, so that reading KV takes the share of a step it takes at full size.\n"
+    )
+
+
+def show(runs: "list[PolicyRun]") -> None:
+    """The table, one column per policy, and the change from the first to the second."""
+    from rich.console import Console
+    from rich.table import Table
+
+    rows: list[tuple[str, Callable[[PolicyRun], float], str]] = [
+        ("load spread, KV tokens (max - min)", lambda run: run.load_spread_tokens, ",.0f"),
+        ("excess, KV tokens (max - mean)", lambda run: run.excess_tokens, ",.0f"),
+        ("step time, ms", lambda run: run.step_s * 1e3, ".1f"),
+        ("slots in use, %", lambda run: run.slots_used_ratio * 100, ".1f"),
+        ("tokens/s", lambda run: run.tokens_per_s, ",.0f"),
+        ("TPOT p50, ms", lambda run: run.report.tpot_s.p50 * 1e3, ".1f"),
+        ("TPOT p95, ms", lambda run: run.report.tpot_s.p95 * 1e3, ".1f"),
+        ("TTFT p50, s", lambda run: run.report.ttft_s.p50, ".2f"),
+        ("TTFT p95, s", lambda run: run.report.ttft_s.p95, ".2f"),
+        ("decision, us (mean)", lambda run: run.decision_mean_us, ",.0f"),
+    ]
+    table = Table("", *(run.policy for run in runs), "change", title=None)
+    for column in table.columns[1:]:
+        column.justify = "right"
+    for name, figure, form in rows:
+        before, after = (figure(run) for run in runs)
+        change = f"{after / before - 1:+.0%}" if before else ""
+        table.add_row(name, format(before, form), format(after, form), change)
+    table.add_row("answers complete", *(f"{run.report.completed} of {run.report.requests}" for run in runs), "")
+    console = Console()
+    console.print(table)
+    console.print(
+        "Loads, step time and tokens/s: every engine step from 30 % of the requests sent to the last one sent.",
+        style="dim",
+    )

@@ -1,0 +1,170 @@
+"""`balanceroute emulate`: a cluster to try the router on, without an NPU."""
+
+import contextlib
+from collections.abc import AsyncIterator
+from enum import StrEnum
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar
+
+import typer
+
+if TYPE_CHECKING:
+    from balanceroute.emulator import ClusterShape, EmulatedCluster
+
+DECODE_PORT_OFFSET = 100
+Member = TypeVar("Member", bound=StrEnum)
+
+
+def emulate(
+    prefill: Annotated[int, typer.Option(min=1, max=DECODE_PORT_OFFSET, help="Prefillers.")] = 2,
+    decode: Annotated[int, typer.Option(min=1, help="Decode ranks; they all share one step barrier.")] = 8,
+    base_port: Annotated[
+        int, typer.Option(min=1, max=65_000, help="First prefiller's port; decode ranks start 100 above.")
+    ] = 9000,
+    max_num_seqs: Annotated[int, typer.Option(min=1, help="Slots of a decode rank (B).")] = 64,
+    write_config: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Write a configuration that `serve` takes as it is.")
+    ] = None,
+    listen_port: Annotated[int, typer.Option(min=0, help="Proxy port in that configuration.")] = 8000,
+    time_scale: Annotated[float, typer.Option(help="Real seconds per modelled second; 0.1 runs fast.")] = 1.0,
+    connector: Annotated[
+        str, typer.Option(help="How KV travels: mooncake_v1, nixl or mooncake_layerwise.")
+    ] = "mooncake_v1",
+    step_cost: Annotated[float, typer.Option(help="a: seconds of a step per resident KV token.")] = 1.2e-7,
+    step_overhead: Annotated[float, typer.Option(help="b: seconds of a step besides.")] = 0.025,
+    kv_blocks: Annotated[int, typer.Option(min=1, help="KV blocks of a decode rank.")] = 4096,
+    prefill_kv_blocks: Annotated[int, typer.Option(min=1, help="KV blocks of a prefiller.")] = 8192,
+    block_size: Annotated[int, typer.Option(min=1, help="Tokens per KV block.")] = 128,
+    prefill_rate: Annotated[float, typer.Option(help="Prompt tokens per second of a prefiller.")] = 50_000.0,
+    lease: Annotated[float | None, typer.Option(help="Seconds that unpulled KV stays pinned.")] = None,
+    preemption: Annotated[
+        str, typer.Option(help="Out of KV blocks: pop_last (recompute scheduler) or recompute_locally.")
+    ] = "pop_last",
+    output_lengths: Annotated[
+        str,
+        typer.Option(help="max_tokens, fixed:N, uniform:LOW,HIGH, geometric:MEAN or lognormal:MEDIAN,SIGMA."),
+    ] = "max_tokens",
+    stream_interval: Annotated[int, typer.Option(min=1, help="Tokens per stream chunk.")] = 1,
+    ranks_per_url: Annotated[int, typer.Option(min=1, help="Decode ranks behind one URL.")] = 1,
+    max_model_len: Annotated[int, typer.Option(min=2, help="Longest context, tokens.")] = 32_768,
+    model: Annotated[str, typer.Option(help="Model name that is served.")] = "emulated",
+    seed: Annotated[int, typer.Option(help="Seed of the output lengths.")] = 0,
+    host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
+) -> None:
+    """Run prefillers and decode ranks that speak vLLM's HTTP, until SIGTERM or SIGINT.
+
+    GET /_emulator/state of any of them tells what every worker holds; POST /_emulator/fault breaks things.
+
+    Example: balanceroute emulate --prefill 2 --decode 8 --base-port 9000 --write-config cluster.yaml
+    """
+    from balanceroute.emulator import ClusterShape, Connector
+    from balanceroute.engine import OutputLengths, Preemption, StepTimeModel
+
+    shape = ClusterShape(
+        prefillers=prefill,
+        decoders=decode,
+        ranks_per_url=ranks_per_url,
+        max_num_seqs=max_num_seqs,
+        connector=named(Connector, connector, "--connector"),
+        model=model,
+        max_model_len=max_model_len,
+        step_time=StepTimeModel(step_cost, step_overhead),
+        block_size=block_size,
+        decode_blocks=kv_blocks,
+        prefill_blocks=prefill_kv_blocks,
+        prefill_tokens_per_s=prefill_rate,
+        lease_s=lease,
+        preemption=named(Preemption, preemption, "--preemption"),
+        lengths=OutputLengths.parse(output_lengths, seed),
+        stream_interval=stream_interval,
+        time_scale=time_scale,
+    )
+    run(shape, host, base_port, write_config, listen_port)
+
+
+def named(kind: type[Member], text: str, flag: str) -> Member:
+    """The member of an enumeration that a flag names. Raises: ConfigError."""
+    from balanceroute.errors import ConfigError
+
+    try:
+        return kind(text)
+    except ValueError as error:
+        raise ConfigError(f"{flag} {text!r}: accepted is {', '.join(kind)}") from error
+
+
+def run(shape: "ClusterShape", host: str, base_port: int, write_config: Path | None, listen_port: int) -> None:
+    """Serve the cluster until a signal comes; the configuration is written before the ready line."""
+    import asyncio
+
+    import uvloop
+
+    from balanceroute.emulator import EmulatedCluster
+
+    urls = shape.decoders // shape.ranks_per_url
+    first_decode = base_port + DECODE_PORT_OFFSET
+    cluster = EmulatedCluster(
+        shape,
+        host=host,
+        prefill_ports=range(base_port, base_port + shape.prefillers),
+        decode_ports=range(first_decode, first_decode + urls),
+    )
+
+    async def serve() -> None:
+        async with running(cluster) as stopped:
+            if write_config is not None:
+                write_yaml(write_config, configuration(cluster, listen_port))
+            typer.echo(
+                f"emulating {shape.prefillers} prefillers on {cluster.prefill_urls[0]} and {shape.decoders} decode"
+                f" ranks on {cluster.decode_urls[0]} onward"
+            )
+            await stopped.wait()
+
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        runner.run(serve())
+
+
+@contextlib.asynccontextmanager
+async def running(cluster: "EmulatedCluster") -> AsyncIterator[Any]:
+    """The cluster, and an event that SIGTERM and SIGINT set."""
+    import asyncio
+    import signal
+
+    stopped = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, stopped.set)
+    async with cluster:
+        yield stopped
+
+
+def configuration(cluster: "EmulatedCluster", listen_port: int = 8000) -> dict[str, Any]:
+    """What `serve` needs to stand in front of the cluster."""
+    shape = cluster.shape
+    ranks = range(shape.ranks_per_url)
+    decode_workers: list[dict[str, Any]] = [
+        {"url": url} | ({"dp_rank": rank} if len(ranks) > 1 else {}) for url in cluster.decode_urls for rank in ranks
+    ]
+    tree: dict[str, Any] = {
+        "listen": {"host": "127.0.0.1", "port": listen_port},
+        "connector": str(shape.connector),
+        "prefill": {"workers": [{"url": url} for url in cluster.prefill_urls]},
+        "decode": {"workers": decode_workers, "max_num_seqs": shape.max_num_seqs},
+        "routing": {"policy": "br_h"},
+        "predictor": {"kind": "none"},
+    }
+    if shape.lease_s is not None or shape.time_scale < 1:
+        # the router's own default fits the connector's usual lease only
+        tree["pool"] = {"ttl_s": shape.pin_lease_s * shape.time_scale / 2}
+    return tree
+
+
+def write_yaml(path: Path, tree: dict[str, Any]) -> None:
+    """Write plain data as YAML. Raises: ConfigError."""
+    import yaml
+
+    from balanceroute.errors import ConfigError
+
+    try:
+        path.write_text(yaml.safe_dump(tree, sort_keys=False))
+    except OSError as error:
+        raise ConfigError(f"--write-config {path}: {error.strerror}") from error

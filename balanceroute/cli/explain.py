@@ -1,0 +1,125 @@
+"""`balanceroute explain`: the decision on a written-down state and why, or the replay of a journal."""
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+if TYPE_CHECKING:
+    from balanceroute.explain import Explanation
+    from balanceroute.journal import ReplayReport
+
+
+def explain(
+    snapshot: Annotated[
+        Path | None,
+        typer.Argument(
+            help="What GET /state returned, or the same by hand; - reads standard input.", show_default=False
+        ),
+    ] = None,
+    journal: Annotated[
+        Path | None,
+        typer.Option(
+            help="Replay this journal (serve --journal) instead and compare every action.", show_default=False
+        ),
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the result as JSON.")] = False,
+) -> None:
+    """Print which requests the policy admits to which workers in a given state, and why.
+
+    With --journal, make a recorded run's calls again instead; exit code 1 and the first difference if any answer
+    is not the same, byte for byte.
+
+    Example: curl -s localhost:8000/state | balanceroute explain -
+    """
+    from balanceroute.errors import InputError
+
+    if (snapshot is None) == (journal is None):
+        raise InputError("explain takes a SNAPSHOT file (or -), or --journal FILE")
+    if journal is not None:
+        from balanceroute.journal import replay
+
+        report = replay(journal)
+        show_replay(journal, report, as_json=as_json)
+        raise typer.Exit(1 if report.difference else 0)
+    from balanceroute.explain import explain as explain_state
+
+    assert snapshot is not None
+    result = explain_state(read_json(snapshot))
+    if as_json:
+        from balanceroute.cli.output import print_json
+
+        print_json(result.to_dict())
+    else:
+        show_explanation(result)
+
+
+def read_json(path: Path) -> object:
+    """The parsed file, or standard input for `-`. Raises InputError."""
+    import json
+    import sys
+
+    from balanceroute.errors import InputError
+
+    name = "standard input" if str(path) == "-" else str(path)
+    try:
+        return json.loads(sys.stdin.read() if str(path) == "-" else path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise InputError(f"{name}: {error.strerror}") from error
+    except (ValueError, RecursionError) as error:
+        raise InputError(f"{name}: not JSON ({error})") from error
+
+
+def show_explanation(result: "Explanation") -> None:
+    """Print the workers before the decision, and each admission with what came second."""
+    from rich.console import Console
+    from rich.table import Table
+
+    console = Console()
+    console.print(f"policy [bold]{result.policy}[/bold], {len(result.workers)} workers")
+    workers = Table("worker", "state", title="Before the decision (tokens)", title_justify="left")
+    for name in ("load", "margin now", "least ahead", "active", "free slots"):
+        workers.add_column(name, justify="right")
+    for worker in result.workers:
+        cells = (worker.load_tokens, worker.margin, worker.least_margin, worker.active, worker.free_slots)
+        workers.add_row(worker.id, worker.state, *("-" if cell is None else f"{cell:,}" for cell in cells))
+    console.print(workers)
+    if result.admissions:
+        admissions = Table("request", "worker", "stage", title="Admissions", title_justify="left")
+        admissions.add_column("score", justify="right")
+        admissions.add_column("otherwise (score)")
+        for admit, runner_up in zip(result.admissions, result.runners_up, strict=True):
+            otherwise = (
+                f"{runner_up.request} to {runner_up.worker} ({runner_up.score:,.1f})" if runner_up else "nothing"
+            )
+            stage = f"{admit.stage} {STAGES[admit.stage]}"
+            admissions.add_row(admit.request, admit.worker, stage, f"{admit.score:,.1f}", otherwise)
+        console.print(admissions)
+    console.print(f"{len(result.admissions)} admitted, {result.left_waiting} left waiting: {result.reason}")
+
+
+STAGES = {0: "overdue", 1: "abundant", 2: "scarce", 3: "at once"}
+
+
+def show_replay(path: Path, report: "ReplayReport", *, as_json: bool) -> None:
+    """Print what the replay found."""
+    from dataclasses import asdict
+
+    from balanceroute.cli.output import print_json
+
+    if as_json:
+        print_json(asdict(report))
+        return
+    typer.echo(f"{path}: version {report.version}, policy {report.settings.policy}")
+    typer.echo(
+        f"{report.calls:,} calls, {report.tokens:,} tokens, {report.admissions:,} admissions in {report.span_s:,.1f} s"
+    )
+    if report.cut_short:
+        typer.echo("the file ends in half a line, which is left out")
+    difference = report.difference
+    if difference is None:
+        typer.echo("every answer is the same, byte for byte")
+        return
+    typer.echo(f"first difference in line {difference.line}, t={difference.at_s}: {difference.call} {difference.args}")
+    typer.echo(f"  recorded  {difference.recorded}")
+    typer.echo(f"  replayed  {difference.replayed}")

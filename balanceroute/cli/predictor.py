@@ -1,0 +1,173 @@
+"""`balanceroute predictor fit | evaluate`."""
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+if TYPE_CHECKING:
+    from balanceroute.prediction import Evaluation, FinishedRequest
+    from balanceroute.prediction.build import BuiltPredictor
+
+app = typer.Typer(no_args_is_help=True, help="Fit predictors of the remaining output, and measure how good they are.")
+
+KindOption = Annotated[str, typer.Option(help="survival, exact_match or learned.")]
+HorizonOption = Annotated[int, typer.Option(min=1, help="H, decode steps; routing.horizon_steps of the router.")]
+JsonFlag = Annotated[bool, typer.Option("--json", help="Print the result as JSON.")]
+BucketsOption = Annotated[
+    int, typer.Option(min=0, help="exact_match: on a miss look at prompts of like size, in this many quantiles.")
+]
+
+
+@app.command()
+def fit(
+    out: Annotated[Path, typer.Option("--out", "-o", help="Model file to write (for predictor.model).")],
+    trace: Annotated[Path | None, typer.Option(help="Trace CSV to learn from, possibly .gz.")] = None,
+    history: Annotated[Path | None, typer.Option(help="History file of a router (predictor.history) instead.")] = None,
+    kind: KindOption = "survival",
+    horizon: HorizonOption = 80,
+    json: JsonFlag = False,
+) -> None:
+    """Fit a predictor and write it to a file.
+
+    The keys of a router are hashed under the salt of its history: for exact_match fit from --history, not
+    from a trace.
+
+    Example: balanceroute predictor fit --trace week.csv.gz --kind learned --out learned.npz
+    """
+    from balanceroute.cli.output import print_fields, print_json
+    from balanceroute.errors import ConfigError
+    from balanceroute.prediction import LearnedPredictor, Model, save_model
+
+    if (trace is None) == (history is None):
+        raise ConfigError("predictor fit: give either --trace or --history")
+    rows = _from_history(history) if history is not None else _from_trace(trace)
+    predictor = _fitted(kind, horizon, rows)
+    learned = predictor.fitted if isinstance(predictor, LearnedPredictor) else None
+    save_model(out, Model(kind, horizon, rows, learned))
+    result = {"out": str(out), "kind": kind, "horizon_steps": horizon, "rows": len(rows), "bytes": out.stat().st_size}
+    if learned is not None:
+        result["calibration_error"] = learned.calibration_error
+    if json:
+        print_json(result)
+    else:
+        print_fields("fitted", result)
+
+
+@app.command()
+def evaluate(
+    trace: Annotated[Path, typer.Option(help="Trace CSV to judge on, possibly .gz.")],
+    model: Annotated[Path | None, typer.Option(help="Model file to judge.")] = None,
+    kind: KindOption = "survival",
+    train: Annotated[
+        Path | None, typer.Option(help="Trace to learn from. Without it and --model: the earlier half of --trace.")
+    ] = None,
+    horizon: HorizonOption = 80,
+    online: Annotated[bool, typer.Option("--online", help="Go on learning from each request as it finishes.")] = False,
+    size_buckets: BucketsOption = 0,
+    plot: Annotated[Path | None, typer.Option(help="Write a reliability diagram (.png, .svg, .pdf).")] = None,
+    json: JsonFlag = False,
+) -> None:
+    """Measure a predictor on requests that it has not seen, at every age at which a router would ask.
+
+    Example: balanceroute predictor evaluate --trace day.csv.gz --kind exact_match --horizon 80 --json
+    """
+    from balanceroute.cli.output import print_fields, print_json
+    from balanceroute.errors import ConfigError, InputError
+    from balanceroute.prediction import build_predictor, load_model
+    from balanceroute.prediction import evaluate as judge
+    from balanceroute.prediction.evaluation import time_split
+
+    if model is not None and train is not None:
+        raise ConfigError("predictor evaluate: give --model or --train, not both")
+    rows = _from_trace(trace)
+    predictor: BuiltPredictor
+    if model is not None:
+        kind = load_model(model).kind
+        learned_from, tested = "model file", rows
+        predictor = build_predictor(kind, horizon, model=model, size_buckets=size_buckets)
+    else:
+        known, tested = (_from_trace(train), rows) if train is not None else time_split(rows)
+        learned_from = str(train) if train is not None else f"the first {len(known)} finishes of the trace"
+        predictor = _fitted(kind, horizon, known, size_buckets)
+    if not tested:
+        raise InputError(f"{trace}: too short to split by time; give --train")
+    found = judge(predictor, tested, horizon, online=online)
+    if plot is not None:
+        draw_reliability(found, f"{kind} on {trace.name}, horizon {horizon}", plot)
+    about = {"trace": str(trace), "kind": kind, "learned_from": learned_from, "online": online}
+    result = about | {"horizon_steps": horizon} | found.to_dict()
+    if json:
+        print_json(result)
+        return
+    print_fields("predictor", {name: value for name, value in result.items() if name != "calibration"})
+    typer.echo("  calibration (p_finish said -> seen, samples)")
+    for row in found.calibration:
+        typer.echo(f"    {row.mean_p_finish:.3f} -> {row.finish_rate:.3f}   {row.samples:,}")
+
+
+def draw_reliability(found: "Evaluation", title: str, path: Path) -> None:
+    """Draw said against seen probability, with the number of samples per bin below.
+
+    Raises: ConfigError when matplotlib is missing, InputError when the file can't be written.
+    """
+    from balanceroute.errors import ConfigError, InputError
+
+    try:
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise ConfigError("--plot needs matplotlib: pip install 'balanceroute[plots]'") from error
+    figure = Figure(figsize=(5.0, 6.0), layout="constrained")
+    curve, counts = figure.subplots(2, 1, sharex=True, height_ratios=[3, 1])
+    said = [row.mean_p_finish for row in found.calibration]
+    seen = [row.finish_rate for row in found.calibration]
+    # blue and orange of the Okabe-Ito palette, told apart by line style and marker too
+    curve.plot([0, 1], [0, 1], linestyle="--", color="#E69F00", label="perfect calibration")
+    curve.plot(said, seen, marker="o", color="#0072B2", label="predictor")
+    curve.set(xlim=(0, 1), ylim=(0, 1), ylabel="share that finished within the horizon", title=title)
+    auc = "n/a" if found.auc is None else f"{found.auc:.3f}"
+    curve.legend(loc="upper left", title=f"AUC {auc}, Brier {found.brier:.3f}")
+    low = [row.low for row in found.calibration]
+    counts.bar(low, [row.samples for row in found.calibration], width=0.1, align="edge", color="#0072B2")
+    counts.set(yscale="log", xlabel="predicted probability of finishing (p_finish)", ylabel="samples")
+    try:
+        figure.savefig(path, dpi=150)
+    except (OSError, ValueError) as error:
+        raise InputError(f"{path}: cannot be written: {error}") from error
+
+
+def _fitted(kind: str, horizon: int, rows: "list[FinishedRequest]", size_buckets: int = 0) -> "BuiltPredictor":
+    from balanceroute.errors import ConfigError
+    from balanceroute.prediction import KINDS, LearnedPredictor, build_predictor
+
+    if kind not in KINDS[1:]:
+        raise ConfigError(f"--kind: {kind!r} is none of {', '.join(KINDS[1:])}")
+    predictor = build_predictor(kind, horizon, rows=rows, max_rows=max(1, len(rows)), size_buckets=size_buckets)
+    if isinstance(predictor, LearnedPredictor):
+        predictor.grow()
+    return predictor
+
+
+def _from_trace(path: Path | None) -> "list[FinishedRequest]":
+    """Rows of a trace as finished requests, in the order in which they finish at the nominal step time."""
+    from balanceroute.prediction import FinishedRequest
+    from balanceroute.prediction.evaluation import STEP_S
+    from balanceroute.traces import read_trace
+
+    if path is None:
+        return []
+    trace = read_trace(path)
+    finished_s = (trace.arrival_s + STEP_S * trace.output_tokens).tolist()
+    columns = (trace.prompt_key.tolist(), trace.prompt_tokens.tolist(), trace.output_tokens.tolist(), finished_s)
+    rows = [FinishedRequest(key, prompt, output, "stop", at) for key, prompt, output, at in zip(*columns, strict=True)]
+    return sorted(rows, key=lambda row: row.finished_s)
+
+
+def _from_history(path: Path) -> "list[FinishedRequest]":
+    from balanceroute.errors import InputError
+    from balanceroute.prediction.history import read_rows
+
+    rows = read_rows(path)
+    if not rows:
+        raise InputError(f"{path}: no finished requests in it")
+    return rows

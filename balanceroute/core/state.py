@@ -1,0 +1,30 @@
+"""The state document: policy, params and snapshot in one JSON object.
+
+It is what `GET /state` of a running proxy returns and what `balanceroute explain` reads, so that a decision can be
+taken home: the policy made from the document, on the snapshot made from it, decides as the running router does.
+"""
+
+from typing import Any
+
+from balanceroute.core.policies import PolicySettings, make_policy, settings_from_dict, settings_to_dict
+from balanceroute.core.policy import AdmissionPolicy
+from balanceroute.core.snapshot import ClusterSnapshot
+from balanceroute.core.snapshot_json import snapshot_from_dict, snapshot_to_dict
+from balanceroute.errors import ConfigError, InputError
+
+
+def state_to_dict(settings: PolicySettings, snapshot: ClusterSnapshot, now: float) -> dict[str, Any]:
+    """The document of this moment, JSON-ready. O(requests)."""
+    return {**settings_to_dict(settings), **snapshot_to_dict(snapshot, now)}
+
+
+def state_from_dict(data: Any) -> tuple[AdmissionPolicy, ClusterSnapshot, float]:
+    """The policy, the snapshot and its time, read back. Raises InputError that names the field."""
+    if not isinstance(data, dict):
+        raise InputError(f"expected an object with policy, workers and waiting, found {data!r:.60}")
+    try:
+        policy = make_policy(settings_from_dict(data))
+    except ConfigError as error:
+        raise InputError(f"params: {error}") from error
+    snapshot, now = snapshot_from_dict(data, policy.horizon_steps, policy.patience_s)
+    return policy, snapshot, now

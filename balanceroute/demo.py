@@ -1,0 +1,243 @@
+"""The demo: one emulated cluster, one scaled trace, two routers one after the other, figures from the running system.
+
+Two cores cannot carry a production cluster in real time, so the workload is scaled by one factor k: prompts, outputs,
+horizon and slots' worth of steps shrink by k, and the cost of a KV token grows so that the reading of KV takes the same
+share of a step as in the reference setting (8 workers of 64 slots, 1.2e-7 s per token, 25 ms a step). What the barrier
+does to an uneven placement is then what it does at full size.
+
+The cluster runs in a process of its own, and so does each router; this one plays the trace over HTTP. Loads come from
+the emulated engines (summed over every step), latencies from what the client saw, the cost of a decision from the
+router's own /metrics.
+"""
+
+import asyncio
+import re
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+from balanceroute.errors import BalanceRouteError
+from balanceroute.loadgen import LoadOptions, run_load
+from balanceroute.loadgen.replay import LoadReport
+from balanceroute.traces import Trace
+from balanceroute.traces.capacity import ReferenceSetting, ideal_capacity, mean_kv_tokens
+from balanceroute.traces.generate import generate_trace
+
+REFERENCE = ReferenceSetting()
+READY_TIMEOUT_S = 20.0
+SAMPLE_S = 0.25
+WARM_UP_RATIO = 0.3  # of the requests sent before the figures of the loads begin, as in the simulator
+
+Progress = Callable[[int, int], None]
+"""Told the requests ended and in all."""
+
+
+class DemoFailed(BalanceRouteError):
+    """A process of the demo did not come up or ended early; the text says where its log is."""
+
+
+@dataclass(frozen=True, slots=True)
+class DemoScale:
+    """How the production workload is made to fit two cores."""
+
+    factor: float = 16.0
+    prefillers: int = 2
+    workers: int = 8
+    slots: int = 16
+    step_overhead_s: float = 0.025
+    seconds: float = 40.0
+    load: float = 1.1
+    seed: int = 1
+
+    def trace(self) -> Trace:
+        """The heavy-tailed workload with lengths divided by the factor, at `load` of what perfect balance carries."""
+        full = generate_trace("heavy_tailed", rows=8000, seed=self.seed).with_lengths(1 / self.factor, 1 / self.factor)
+        rate = self.load * ideal_capacity(full, self.setting(full))
+        return full.head(max(1, round(rate * self.seconds))).at_rate(rate)
+
+    def setting(self, trace: Trace) -> ReferenceSetting:
+        """The emulated cluster: reading KV takes the same share of a full step as in the reference setting."""
+        full_load = REFERENCE.slots * mean_kv_tokens(generate_trace("heavy_tailed", rows=8000, seed=self.seed))
+        share = REFERENCE.step_cost_s * full_load / REFERENCE.step_overhead_s
+        step_cost_s = share * self.step_overhead_s / (self.slots * mean_kv_tokens(trace))
+        return ReferenceSetting(self.workers, self.slots, step_cost_s, self.step_overhead_s)
+
+    @property
+    def horizon_steps(self) -> int:
+        """H = 80 in steps of the shortened outputs."""
+        return max(1, round(80 / self.factor))
+
+
+@dataclass(frozen=True, slots=True)
+class PolicyRun:
+    """What one router did with the trace; loads are means over the steps of the steady window."""
+
+    policy: str
+    report: LoadReport
+    load_spread_tokens: float
+    excess_tokens: float
+    step_s: float
+    slots_used_ratio: float
+    tokens_per_s: float
+    decision_mean_us: float
+    decisions: int
+
+
+def run_demo(scale: DemoScale, policy: str, on_progress: Progress) -> PolicyRun:
+    """Start a cluster and a router with this policy, play the trace, and measure.
+
+    Raises: DemoFailed when a process does not come up.
+    """
+    trace = scale.trace()
+    with tempfile.TemporaryDirectory(prefix="balanceroute-demo-") as folder:
+        logs = Path(folder)
+        with emulated_cluster(scale, scale.setting(trace), logs) as (config, cluster_url):
+            return one_policy(policy, scale, trace, config, cluster_url, logs / "router.log", on_progress)
+
+
+def one_policy(
+    policy: str, scale: DemoScale, trace: Trace, config: Path, cluster_url: str, log: Path, on_progress: Progress
+) -> PolicyRun:
+    """Play the trace through a fresh router with this policy."""
+    port = free_port()
+    flags = ["--config", str(config), "--policy", policy, "--port", str(port), "--log-level", "warning"]
+    flags += ["--set", f"routing.horizon_steps={scale.horizon_steps}", "--set", "predictor.kind=survival"]
+    router_url = f"http://127.0.0.1:{port}"
+    with process(["serve", *flags], log) as router:
+        wait_ready(f"{router_url}/health", router, log)
+        report, window = asyncio.run(play(trace, router_url, cluster_url, on_progress))
+        mean_s, decisions = decision_cost(httpx.get(f"{router_url}/metrics", trust_env=False).text)
+    steps = max(1.0, window["steps"])
+    return PolicyRun(
+        policy=policy,
+        report=report,
+        load_spread_tokens=window["load_spread_tokens"] / steps,
+        excess_tokens=window["excess_tokens"] / steps,
+        step_s=window["step_s"] / steps,
+        slots_used_ratio=window["running"] / steps / (scale.workers * scale.slots),
+        tokens_per_s=window["running"] / window["step_s"] if window["step_s"] else 0.0,
+        decision_mean_us=mean_s * 1e6,
+        decisions=decisions,
+    )
+
+
+async def play(
+    trace: Trace, router_url: str, cluster_url: str, on_progress: Progress
+) -> tuple[LoadReport, dict[str, float]]:
+    """Replay the trace; the report, and the engine's sums over the steps of the steady window."""
+    sent = 0
+    samples: list[tuple[int, dict[str, float]]] = []
+
+    def tell(now_sent: int, ended: int) -> None:
+        nonlocal sent
+        sent = now_sent
+        on_progress(ended, len(trace))
+
+    async def sample() -> None:
+        async with httpx.AsyncClient(trust_env=False) as client:
+            while True:
+                state = (await client.get(f"{cluster_url}/_emulator/state")).json()
+                samples.append((sent, state["step_totals"]))
+                await asyncio.sleep(SAMPLE_S)
+
+    async with asyncio.TaskGroup() as group:
+        sampler = group.create_task(sample())
+        report = await run_load(trace, LoadOptions(router_url), tell)
+        sampler.cancel()
+    steady = [totals for count, totals in samples if WARM_UP_RATIO * len(trace) <= count < len(trace)]
+    if len(steady) < 2:
+        raise DemoFailed(f"the replay of {len(trace)} requests was too short to measure: give it more seconds")
+    return report, {name: steady[-1][name] - steady[0][name] for name in steady[0]}
+
+
+def decision_cost(metrics: str) -> tuple[float, int]:
+    """Mean seconds of a decision over the whole pool, and how many there were, from the router's /metrics."""
+    found = dict(re.findall(r"^balanceroute_admit_duration_seconds_(sum|count) (\S+)$", metrics, re.M))
+    count = int(float(found.get("count", 0)))
+    return (float(found["sum"]) / count if count else 0.0), count
+
+
+@contextmanager
+def emulated_cluster(scale: DemoScale, setting: ReferenceSetting, logs: Path) -> Iterator[tuple[Path, str]]:
+    """A running cluster: the configuration for `serve`, and the URL of a worker that tells the cluster's state."""
+    config, log = logs / "cluster.yaml", logs / "cluster.log"
+    base_port = free_port_range(scale)
+    flags = ["--prefill", str(scale.prefillers), "--decode", str(scale.workers), "--base-port", str(base_port)]
+    flags += ["--max-num-seqs", str(scale.slots), "--write-config", str(config)]
+    flags += ["--step-cost", repr(setting.step_cost_s), "--step-overhead", repr(setting.step_overhead_s)]
+    with process(["emulate", *flags], log) as cluster:
+        url = f"http://127.0.0.1:{base_port}"
+        wait_ready(f"{url}/health", cluster, log)
+        yield config, url
+
+
+@contextmanager
+def process(arguments: list[str], log: Path) -> Iterator["subprocess.Popen[bytes]"]:
+    """A `balanceroute` command in the background, ended on the way out."""
+    with log.open("wb") as output:
+        command = [sys.executable, "-m", "balanceroute", *arguments]
+        child = subprocess.Popen(command, stdout=output, stderr=output, start_new_session=True)
+        try:
+            yield child
+        finally:
+            child.send_signal(signal.SIGTERM)
+            try:
+                child.wait(5)
+            except subprocess.TimeoutExpired:
+                child.kill()
+                child.wait()
+
+
+def wait_ready(url: str, child: "subprocess.Popen[bytes]", log: Path) -> None:
+    """Wait until the URL answers 200. Raises: DemoFailed with the end of the log."""
+    deadline = time.monotonic() + READY_TIMEOUT_S
+    while time.monotonic() < deadline:
+        if child.poll() is not None:
+            break
+        try:
+            if httpx.get(url, trust_env=False).status_code == 200:
+                return
+        except httpx.TransportError:
+            pass  # not listening yet: asked again below
+        time.sleep(0.1)
+    tail = log.read_text(errors="replace").strip().splitlines()[-1:]
+    raise DemoFailed(f"{url} did not come up: {' '.join(tail) or 'no output'}")
+
+
+def free_port() -> int:
+    """A loopback port that nobody listens on now."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def free_port_range(scale: DemoScale) -> int:
+    """A base port such that all ports of the cluster (prefillers from it, decode ranks from 100 above) are free."""
+    for base in range(21_000, 60_000, 500):
+        ports = [base + index for index in range(scale.prefillers)]
+        ports += [base + 100 + index for index in range(scale.workers)]
+        if all(is_free(port) for port in ports):
+            return base
+    raise DemoFailed("no free range of loopback ports between 21000 and 60000")
+
+
+def is_free(port: int) -> bool:
+    """Whether the loopback port can be bound."""
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        return probe.connect_ex(("127.0.0.1", port)) != 0
+
+
+def as_tree(scale: DemoScale, runs: list[PolicyRun]) -> dict[str, Any]:
+    """The result for programs."""
+    return {"scale": asdict(scale), "runs": [asdict(run) for run in runs]}

@@ -1,0 +1,168 @@
+"""Why a policy decides as it does, on a written-down state.
+
+The state document (`core.state`) is what `GET /state` of a running router returns; a hand-made one needs only the
+workers with their active requests and what waits. `explain` lets the policy decide on it and adds what a reader needs
+to check the answer by hand: load, margins and free slots per worker before the decision, and for each admission its
+stage, its score and the *runner-up*. That is what the policy does when it may not do this: the first admission that it
+makes in the same situation (the earlier admissions made) without the request; for a policy that assigns every request
+at once, without the worker.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+from balanceroute.core.policy import AdmissionPolicy
+from balanceroute.core.scheduler import Scheduler
+from balanceroute.core.snapshot import ClusterSnapshot
+from balanceroute.core.snapshot_json import snapshot_to_dict
+from balanceroute.core.state import state_from_dict
+from balanceroute.core.types import Admit, WorkerState
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerView:
+    """A decode worker before the decision; `margins` over h = 0..H in tokens, empty when it is down."""
+
+    id: str
+    state: str
+    load_tokens: int
+    active: int
+    free_slots: int
+    margins: tuple[int, ...]
+
+    @property
+    def margin(self) -> int | None:
+        """M - L_g now, tokens."""
+        return self.margins[0] if self.margins else None
+
+    @property
+    def least_margin(self) -> int | None:
+        """The smallest margin over the horizon, tokens."""
+        return min(self.margins, default=None)
+
+
+@dataclass(frozen=True, slots=True)
+class Explanation:
+    """A decision and what it rests on; `runners_up[i]` belongs to `admissions[i]`."""
+
+    policy: str
+    params: dict[str, Any]
+    workers: tuple[WorkerView, ...]
+    admissions: tuple[Admit, ...]
+    runners_up: tuple[Admit | None, ...]
+    left_waiting: int
+    reason: str
+
+    def to_dict(self) -> dict[str, Any]:
+        """As JSON-ready values: `admissions`, `margins` by worker, `workers`, what is left waiting and why."""
+        return {
+            "policy": self.policy,
+            "params": self.params,
+            "admissions": [
+                {**_admission(admission), "runner_up": runner_up and _admission(runner_up)}
+                for admission, runner_up in zip(self.admissions, self.runners_up, strict=True)
+            ],
+            "margins": {worker.id: list(worker.margins) for worker in self.workers},
+            "workers": [
+                {
+                    "id": worker.id,
+                    "state": worker.state,
+                    "load_tokens": worker.load_tokens,
+                    "active": worker.active,
+                    "free_slots": worker.free_slots,
+                    "margin": worker.margin,
+                    "least_margin": worker.least_margin,
+                }
+                for worker in self.workers
+            ],
+            "left_waiting": self.left_waiting,
+            "reason": self.reason,
+        }
+
+
+def _admission(admit: Admit) -> dict[str, Any]:
+    return {"request": admit.request, "worker": admit.worker, "stage": admit.stage, "score": admit.score}
+
+
+def explain(state: Any) -> Explanation:
+    """Decide on a state document and say why. Raises InputError that names the field when it cannot be read."""
+    policy, snapshot, now = state_from_dict(state)
+    workers = tuple(worker_views(snapshot))
+    # everything spelt out (means, overdue times), so that the situations below differ in what they are meant to only
+    written = {"policy": state["policy"], "params": state.get("params", {}), **snapshot_to_dict(snapshot, now)}
+    admissions = _decide(policy, snapshot, now)
+    runners_up = [_runner_up(policy, written, admissions, index) for index in range(len(admissions))]
+    return Explanation(
+        policy=policy.name,
+        params=written["params"],
+        workers=workers,
+        admissions=tuple(admissions),
+        runners_up=tuple(runners_up),
+        left_waiting=len(snapshot.pool),
+        reason=_why_no_more(policy, snapshot),
+    )
+
+
+def worker_views(snapshot: ClusterSnapshot) -> list[WorkerView]:
+    """Loads, free slots and margins of the decode workers."""
+    loads = snapshot.projection.loads()
+    standing = [worker.index for worker in snapshot.workers if worker.state is not WorkerState.DOWN]
+    envelope = loads[standing].max(axis=0) if standing else None
+    return [
+        WorkerView(
+            id=worker.spec.id,
+            state=worker.state.value,
+            load_tokens=worker.load,
+            active=len(worker.active),
+            free_slots=worker.free_slots,
+            margins=tuple((envelope - loads[worker.index]).tolist())
+            if envelope is not None and worker.state is not WorkerState.DOWN
+            else (),
+        )
+        for worker in snapshot.workers
+    ]
+
+
+def _decide(policy: AdmissionPolicy, snapshot: ClusterSnapshot, now: float) -> list[Admit]:
+    scheduler = Scheduler(policy)
+    scheduler.snapshot = snapshot
+    return scheduler.admit(now)
+
+
+def _runner_up(policy: AdmissionPolicy, written: dict[str, Any], admissions: list[Admit], index: int) -> Admit | None:
+    """What the policy does first after the earlier admissions, when it may not make this one."""
+    situation = _after(written, admissions[:index])
+    admission = admissions[index]
+    if policy.waits_for_slots:
+        situation["waiting"] = [entry for entry in situation["waiting"] if entry["id"] != admission.request]
+    else:
+        for worker in situation["workers"]:
+            if worker["id"] == admission.worker:
+                worker["state"] = WorkerState.DRAINING.value
+    _, snapshot, now = state_from_dict(situation)
+    return next(iter(_decide(policy, snapshot, now)), None)
+
+
+def _after(written: dict[str, Any], admissions: list[Admit]) -> dict[str, Any]:
+    """The state document once these admissions are made."""
+    workers = {worker["id"]: {**worker, "active": list(worker["active"])} for worker in written["workers"]}
+    waiting = {entry["id"]: entry for entry in written["waiting"]}
+    for admission in admissions:
+        entry = waiting.pop(admission.request)
+        workers[admission.worker]["active"].append(
+            {key: entry[key] for key in ("id", "prompt_tokens", "expected_remaining")}
+        )
+    return {**written, "workers": list(workers.values()), "waiting": list(waiting.values())}
+
+
+def _why_no_more(policy: AdmissionPolicy, snapshot: ClusterSnapshot) -> str:
+    """Why the decision ends where it ends."""
+    if not len(snapshot.pool):
+        return "nothing is left waiting"
+    if not any(worker.state is WorkerState.UP for worker in snapshot.workers):
+        return "no worker takes new requests"
+    if policy.waits_for_slots and not snapshot.free_slots:
+        return "no slot is left free"
+    if policy.waits_for_slots:
+        return "held back: the rest would raise the envelope, and may wait a little for a lighter worker"
+    return "every worker holds as many requests as it may"

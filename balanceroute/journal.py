@@ -1,0 +1,347 @@
+"""The journal: every call into a scheduler with its time and what it answered, as JSON lines, and their replay.
+
+A scheduler has no clock, no randomness and no I/O, so the calls determine the answers: replaying a journal against the
+same version must give the same actions byte for byte (INV-6). A difference means that the code has changed its mind,
+and the line says where first.
+
+    {"journal": 1, "version": "0.1.0", "policy": "br_h", "params": {...}, "config": {...}}
+    {"t": 12.25, "call": "submit", "args": {"spec": {"id": "a", "prompt_tokens": 900, ...}}, "answer": null}
+    {"t": 12.5, "call": "tokens", "args": {"counts": {"a": 3, "b": 1}}, "answer": null}
+    {"t": 12.5, "call": "admit", "args": {}, "answer": [{"request": "c", "worker": "d0", "stage": 1, "score": 4000.0}]}
+
+A call that raised has `"raised": "..."` in place of `answer`. Progress is the exception to one line per call, because
+it comes per token: counts are summed up in memory (one dictionary update per token) and written as one line `tokens`
+before the next other call. The snapshot after a sum is the one after its summands, so decisions do not notice. JSON
+has no infinity: bounds that are infinite are written as null.
+
+The file is buffered and flushed once per second of the calls' own time, so a killed process loses about a second and
+may leave half a line, which the replay forgives at the very end of the file.
+"""
+
+import math
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Any, BinaryIO, TypeVar
+
+import orjson
+
+from balanceroute import __version__
+from balanceroute.core.policies import PolicySettings, make_policy, settings_from_dict, settings_to_dict
+from balanceroute.core.policy import StageTimer
+from balanceroute.core.scheduler import Scheduler, SchedulerConfig
+from balanceroute.core.types import (
+    Admit,
+    Outcome,
+    Prefill,
+    Reject,
+    Release,
+    RequestSpec,
+    Role,
+    WorkerSpec,
+    WorkerState,
+)
+from balanceroute.errors import InputError, InvariantError
+
+FORMAT = 1
+FLUSH_EVERY_S = 1.0
+BUFFER_BYTES = 1 << 18
+
+Answer = TypeVar("Answer")
+
+
+class JournalWriter:
+    """Appends calls to a file; the first line says with what policy and bounds they are to be replayed.
+
+    Raises InputError when the file cannot be opened.
+    """
+
+    def __init__(self, path: Path, settings: PolicySettings, config: SchedulerConfig) -> None:
+        try:
+            self._file: BinaryIO = path.open("wb", buffering=BUFFER_BYTES)
+        except OSError as error:
+            raise InputError(f"{path}: {error.strerror}") from error
+        self._flushed_s = -math.inf
+        header = {"journal": FORMAT, "version": __version__, **settings_to_dict(settings), "config": asdict(config)}
+        self._file.write(orjson.dumps(header) + b"\n")
+
+    def write(self, line: bytes, now: float) -> None:
+        """Append one line."""
+        self._file.write(line)
+        if now - self._flushed_s >= FLUSH_EVERY_S:
+            self._file.flush()
+            self._flushed_s = now
+
+    def close(self) -> None:
+        """Write what is buffered and close the file."""
+        self._file.close()
+
+
+def call_line(now: float, call: str, args: dict[str, Any], outcome: dict[str, Any]) -> bytes:
+    """One call as it stands in the file; `outcome` is {"answer": ...} or {"raised": ...}."""
+    return orjson.dumps({"t": now, "call": call, "args": args, **outcome}, option=orjson.OPT_APPEND_NEWLINE)
+
+
+class RecordingScheduler(Scheduler):
+    """A scheduler that writes down what it is asked and what it answers; `close()` it at the end.
+
+    Args: settings, config: as in the journal's header; path: the file, overwritten; stage_timer: see `StageTimer`.
+    """
+
+    def __init__(
+        self, settings: PolicySettings, config: SchedulerConfig, path: Path, stage_timer: StageTimer | None = None
+    ) -> None:
+        self._stops_new = False
+        super().__init__(make_policy(settings, stage_timer), config)
+        self._writer = JournalWriter(path, settings, config)
+        self._counts: dict[str, int] = {}
+        self._now = 0.0
+        self._inside = False  # a call that another call makes is not the driver's
+
+    def close(self) -> None:
+        """Write what is still in memory and close the file."""
+        self._write_counts()
+        self._writer.close()
+
+    def progress(self, request_id: str, tokens: int, now: float) -> None:
+        try:
+            super().progress(request_id, tokens, now)
+        except InvariantError as error:
+            self._write_counts()
+            self._write("progress", now, {"request_id": request_id, "tokens": tokens}, {"raised": str(error)})
+            raise
+        counts = self._counts
+        counts[request_id] = counts.get(request_id, 0) + tokens
+        self._now = now
+
+    @property
+    def draining(self) -> bool:
+        """An attribute of the base class that drivers set; here setting it is a call like the others."""
+        return self._stops_new
+
+    @draining.setter
+    def draining(self, value: bool) -> None:
+        if value != self._stops_new:
+            self._stops_new = value
+            self._write_counts()
+            self._write("draining", self._now, {"value": value}, {"answer": None})
+
+    def add_worker(self, spec: WorkerSpec, now: float) -> None:
+        self._record(super().add_worker, now, spec=spec)
+
+    def remove_worker(self, worker_id: str, now: float) -> None:
+        self._record(super().remove_worker, now, worker_id=worker_id)
+
+    def set_worker_state(self, worker_id: str, state: WorkerState, now: float) -> None:
+        self._record(super().set_worker_state, now, worker_id=worker_id, state=state)
+
+    def report_prefiller(self, worker_id: str, kv_usage: float, now: float) -> None:
+        self._record(super().report_prefiller, now, worker_id=worker_id, kv_usage=kv_usage)
+
+    def submit(self, spec: RequestSpec, now: float) -> Reject | None:
+        return self._record(super().submit, now, spec=spec)
+
+    def submit_prefilled(self, spec: RequestSpec, now: float, expected_remaining: float | None = None) -> None:
+        self._record(super().submit_prefilled, now, spec=spec, expected_remaining=expected_remaining)
+
+    def dispatch(self, now: float) -> list[Prefill]:
+        return self._record(super().dispatch, now)
+
+    def prefilled(
+        self, request_id: str, prompt_tokens: int, now: float, expected_remaining: float | None = None
+    ) -> None:
+        self._record(
+            super().prefilled,
+            now,
+            request_id=request_id,
+            prompt_tokens=prompt_tokens,
+            expected_remaining=expected_remaining,
+        )
+
+    def prefill_failed(self, request_id: str, now: float) -> None:
+        self._record(super().prefill_failed, now, request_id=request_id)
+
+    def admit(self, now: float) -> list[Admit]:
+        return self._record(super().admit, now)
+
+    def start(self, request_id: str, now: float) -> None:
+        self._record(super().start, now, request_id=request_id)
+
+    def step(self, now: float) -> None:
+        self._record(super().step, now)
+
+    def refresh(self, request_id: str, expected_remaining: float, now: float) -> None:
+        self._record(super().refresh, now, request_id=request_id, expected_remaining=expected_remaining)
+
+    def requeue(self, request_id: str, now: float) -> Release:
+        return self._record(super().requeue, now, request_id=request_id)
+
+    def finish(self, request_id: str, outcome: Outcome, now: float) -> Release:
+        return self._record(super().finish, now, request_id=request_id, outcome=outcome)
+
+    def expire(self, now: float) -> list[Release]:
+        return self._record(super().expire, now)
+
+    def _record(self, method: Callable[..., Answer], now: float, **args: Any) -> Answer:
+        if self._inside:
+            return method(**args, now=now)
+        self._write_counts()
+        self._now = now
+        self._inside = True
+        try:
+            answer = method(**args, now=now)
+        except InvariantError as error:
+            self._write(method.__name__, now, args, {"raised": str(error)})
+            raise
+        finally:
+            self._inside = False
+        self._write(method.__name__, now, args, {"answer": answer})
+        return answer
+
+    def _write_counts(self) -> None:
+        if self._counts:
+            counts, self._counts = self._counts, {}
+            self._write("tokens", self._now, {"counts": counts}, {"answer": None})
+
+    def _write(self, call: str, now: float, args: dict[str, Any], outcome: dict[str, Any]) -> None:
+        self._writer.write(call_line(now, call, args, outcome), now)
+
+
+# -- replay ------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Difference:
+    """The first call that answers otherwise than it did; `recorded` and `replayed` are JSON texts."""
+
+    line: int
+    at_s: float
+    call: str
+    args: dict[str, Any]
+    recorded: str
+    replayed: str
+
+
+@dataclass(frozen=True, slots=True)
+class ReplayReport:
+    """What a replay found.
+
+    `span_s`: from the first call to the last, seconds of the calls' own time. `cut_short`: half a line ends the file.
+    """
+
+    version: str
+    settings: PolicySettings
+    calls: int
+    tokens: int
+    admissions: int
+    span_s: float
+    cut_short: bool
+    difference: Difference | None
+
+
+def replay(path: Path) -> ReplayReport:
+    """Make the journal's calls again and compare the answers, up to the first difference.
+
+    Raises: InputError naming the line that cannot be read. O(1) memory in the length of the file.
+    """
+    try:
+        with path.open("rb") as file:
+            return _replay(path, file)
+    except OSError as error:
+        raise InputError(f"{path}: {error.strerror}") from error
+
+
+def _replay(path: Path, file: BinaryIO) -> ReplayReport:
+    lines = enumerate(file, start=1)
+    version, settings, config = _read_header(path, next(lines, (1, b""))[1])
+    scheduler = Scheduler(make_policy(settings), config)
+    calls = tokens = admissions = 0
+    first_s: float | None = None
+    last_s = 0.0
+    cut_short, difference = False, None
+    for number, line in lines:
+        if not line.endswith(b"\n"):
+            cut_short = True
+            break
+        try:
+            entry = orjson.loads(line)
+            last_s, call, args = float(entry["t"]), str(entry["call"]), dict(entry["args"])
+            outcome = _perform(scheduler, call, args, last_s)
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            raise InputError(f"{path}, line {number}: not a journal entry ({error})") from error
+        first_s = last_s if first_s is None else first_s
+        calls += 1
+        tokens += sum(args["counts"].values()) if call == "tokens" else 0
+        admissions += len(outcome["answer"]) if call == "admit" and "answer" in outcome else 0
+        if call_line(last_s, call, args, outcome) != line:
+            difference = _difference(number, entry, outcome)
+            break
+    span_s = last_s - first_s if first_s is not None else 0.0
+    return ReplayReport(version, settings, calls, tokens, admissions, span_s, cut_short, difference)
+
+
+def _read_header(path: Path, line: bytes) -> tuple[str, PolicySettings, SchedulerConfig]:
+    try:
+        header = orjson.loads(line)
+        if header["journal"] != FORMAT:
+            raise InputError(f"{path}, line 1: journal format {header['journal']}; this version reads {FORMAT}")
+        bounds: dict[str, Any] = {
+            key: math.inf if value is None and key in ENDLESS else value for key, value in header["config"].items()
+        }
+        return str(header["version"]), settings_from_dict(header), SchedulerConfig(**bounds)
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise InputError(f"{path}, line 1: not the header of a journal ({error})") from error
+    except InputError as error:
+        raise InputError(f"{path}, line 1: {error}") from error
+
+
+ENDLESS = {field.name for field in fields(SchedulerConfig) if field.default == math.inf}
+"""Bounds whose null means infinite."""
+
+METHODS = {name for name in vars(RecordingScheduler) if not name.startswith("_")} - {"close", "draining"}
+"""The calls that are a method of the scheduler."""
+
+
+def _perform(scheduler: Scheduler, call: str, args: dict[str, Any], now: float) -> dict[str, Any]:
+    """Make one call: {"answer": ...}, or {"raised": ...} where the scheduler found a contradiction."""
+    try:
+        if call == "tokens":
+            for request_id, count in args["counts"].items():
+                scheduler.progress(request_id, count, now)
+            return {"answer": None}
+        if call == "draining":
+            scheduler.draining = bool(args["value"])
+            return {"answer": None}
+        if call not in METHODS:
+            raise ValueError(f"unknown call {call!r}")
+        return {"answer": getattr(scheduler, call)(**_typed(call, args), now=now)}
+    except InvariantError as error:
+        return {"raised": str(error)}
+    finally:
+        scheduler.due_refreshes()  # the recorded driver took these; what came of them are `refresh` calls
+
+
+def _typed(call: str, args: dict[str, Any]) -> dict[str, Any]:
+    """The arguments as the scheduler takes them, from their JSON values."""
+    typed = dict(args)
+    if call == "add_worker":
+        typed["spec"] = WorkerSpec(**{**args["spec"], "role": Role(args["spec"]["role"])})
+    elif "spec" in args:
+        typed["spec"] = RequestSpec(**args["spec"])
+    if "state" in args:
+        typed["state"] = WorkerState(args["state"])
+    if "outcome" in args:
+        typed["outcome"] = Outcome(args["outcome"])
+    return typed
+
+
+def _difference(number: int, entry: dict[str, Any], outcome: dict[str, Any]) -> Difference:
+    recorded = {key: entry[key] for key in ("answer", "raised") if key in entry}
+    return Difference(
+        line=number,
+        at_s=entry["t"],
+        call=entry["call"],
+        args=entry["args"],
+        recorded=orjson.dumps(recorded).decode(),
+        replayed=orjson.dumps(outcome).decode(),
+    )

@@ -1,0 +1,214 @@
+"""How good a predictor is, measured the way the router uses it.
+
+Each test request is walked at the ages 0, dT, 2 dT, ... below its length (dT = H/2, the refresh period): one
+sample per refresh that the router would have made. Stage 1 is judged on every sample (AUC, Brier score,
+calibration), stage 2 on those that do finish within H (mean absolute error of mean_if_finished), and what the
+router consumes, c_hat after the gate, on every sample against min(r, H).
+
+Causality: the training part ends before the test part begins (`time_split`), and with `online` a predictor
+sees a test request only when it has finished, in time order. A trace has no finish times, so a request is
+taken to finish STEP_S per token after its arrival.
+"""
+
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from .contract import FinishedRequest, FloatArray, IntArray, Predictor, TwoStage
+from .observations import BoolArray
+from .refit import Refittable, refit_on_growth
+from .refresh import GATE, gated_batch, refresh_interval_tokens
+
+STEP_S = (
+    0.05  # seconds per token at full slots in the reference setting (25 ms plus 1.2e-7 s per KV token of the fullest)
+)
+N_BINS = 10
+_BATCH = 512
+_TIMED_CALLS = 2_000
+
+
+@dataclass(frozen=True, slots=True)
+class Samples:
+    """Walked samples, arrays of one shape (n,), in time order; `remaining` is the true r in tokens."""
+
+    request: IntArray
+    age: IntArray
+    remaining: IntArray
+    at_s: FloatArray
+
+
+@dataclass(frozen=True, slots=True)
+class CalibrationBin:
+    """Samples with p_finish in [low, high): how sure the predictor was, and how often it happened."""
+
+    low: float
+    high: float
+    samples: int
+    mean_p_finish: float
+    finish_rate: float
+
+
+@dataclass(frozen=True, slots=True)
+class Evaluation:
+    """The figures of one evaluation; `auc` and `conditional_mae` are None where a class has no sample."""
+
+    auc: float | None
+    brier: float
+    conditional_mae: float | None
+    c_hat_mae: float
+    gate_open_rate: float
+    calibration_error: float
+    samples: int
+    requests: int
+    finish_rate: float
+    calibration: tuple[CalibrationBin, ...]
+    us_per_call: float
+    us_per_request_batched: float
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values for JSON."""
+        bins = [{name: getattr(b, name) for name in CalibrationBin.__slots__} for b in self.calibration]
+        return {name: getattr(self, name) for name in self.__slots__} | {"calibration": bins}
+
+
+def time_split(
+    rows: Sequence[FinishedRequest], train_ratio: float = 0.5
+) -> tuple[list[FinishedRequest], list[FinishedRequest]]:
+    """Split by time: requests that finished before a moment, and requests that started after it.
+
+    What ran across the moment is in neither part, so nothing of the test part is known to the training part.
+    """
+    if not rows:
+        return [], []
+    starts = np.sort([started_s(row) for row in rows])
+    moment = float(starts[min(len(starts) - 1, int(train_ratio * len(starts)))])
+    return [r for r in rows if r.finished_s < moment], [r for r in rows if started_s(r) >= moment]
+
+
+def started_s(row: FinishedRequest) -> float:
+    """When the request's decode began, by the nominal step time."""
+    return row.finished_s - row.output_tokens * STEP_S
+
+
+def walk(rows: Sequence[FinishedRequest], horizon_steps: int) -> Samples:
+    """Walk every finished request at the ages 0, dT, 2 dT, ... below its length."""
+    period = refresh_interval_tokens(horizon_steps)
+    length = np.array([0 if row.censored else row.output_tokens for row in rows], dtype=np.int64)
+    count = -(-length // period)
+    request = np.repeat(np.arange(len(rows)), count)
+    first = np.cumsum(count) - count
+    age = (np.arange(len(request)) - first[request]) * period
+    begun_s = np.array([started_s(row) for row in rows], dtype=np.float64)
+    at_s = begun_s[request] + age * STEP_S
+    order = np.argsort(at_s, kind="stable")
+    return Samples(request[order], age[order], (length[request] - age)[order], at_s[order])
+
+
+def evaluate(
+    predictor: Predictor, rows: Sequence[FinishedRequest], horizon_steps: int, *, online: bool = False
+) -> Evaluation:
+    """Judge `predictor` on the finished requests of `rows`; with `online` it learns from them as they finish.
+
+    Raises: ValueError when there is nothing to judge.
+    """
+    samples = walk(rows, horizon_steps)
+    if not len(samples.age):
+        raise ValueError("no finished request to evaluate on")
+    us_per_call = _time_scalar(predictor, rows, samples)
+    began = time.perf_counter()
+    stages = _predict(predictor, rows, samples, online)
+    batched_us = (time.perf_counter() - began) / len(samples.age) * 1e6
+    finished = samples.remaining <= horizon_steps
+    truth = np.minimum(samples.remaining, horizon_steps)
+    c_hat = gated_batch(stages, horizon_steps)
+    bins = calibration_bins(stages.p_finish, finished)
+    return Evaluation(
+        auc=area_under_roc(stages.p_finish, finished),
+        brier=float(np.mean((stages.p_finish - finished) ** 2)),
+        conditional_mae=(
+            float(np.mean(np.abs(stages.mean_if_finished - samples.remaining)[finished])) if finished.any() else None
+        ),
+        c_hat_mae=float(np.mean(np.abs(c_hat - truth))),
+        gate_open_rate=float(np.mean(stages.p_finish >= GATE)),
+        calibration_error=sum(b.samples * abs(b.mean_p_finish - b.finish_rate) for b in bins) / len(finished),
+        samples=len(finished),
+        requests=len(np.unique(samples.request)),
+        finish_rate=float(np.mean(finished)),
+        calibration=bins,
+        us_per_call=us_per_call,
+        us_per_request_batched=batched_us,
+    )
+
+
+def area_under_roc(score: FloatArray, positive: BoolArray) -> float | None:
+    """P(score of a positive > score of a negative), ties counted half; None without both classes. O(n log n)."""
+    n_positive = int(np.count_nonzero(positive))
+    n_negative = len(positive) - n_positive
+    if not n_positive or not n_negative:
+        return None
+    _, value, count = np.unique(score, return_inverse=True, return_counts=True)
+    rank = np.cumsum(count) - (count - 1) / 2.0
+    above = float(rank[value][positive].sum()) - n_positive * (n_positive + 1) / 2.0
+    return above / (n_positive * n_negative)
+
+
+def calibration_bins(p_finish: FloatArray, finished: BoolArray) -> tuple[CalibrationBin, ...]:
+    """Compare stated and observed frequency in equal bins of p_finish; empty bins are left out."""
+    index = np.minimum((p_finish * N_BINS).astype(np.int64), N_BINS - 1)
+    found = []
+    for at in np.unique(index).tolist():
+        inside = index == at
+        found.append(
+            CalibrationBin(
+                at / N_BINS,
+                (at + 1) / N_BINS,
+                int(np.count_nonzero(inside)),
+                float(np.mean(p_finish[inside])),
+                float(np.mean(finished[inside])),
+            )
+        )
+    return tuple(found)
+
+
+def _predict(predictor: Predictor, rows: Sequence[FinishedRequest], samples: Samples, online: bool) -> TwoStage:
+    """Ask in batches in time order; with `online` show what finished before each batch first."""
+    to_learn = iter(sorted(rows, key=lambda row: row.finished_s)) if online else iter(())
+    waiting = next(to_learn, None)
+    prompts = np.array([row.prompt_tokens for row in rows], dtype=np.int64)
+    keys = [row.prompt_key for row in rows]
+    answers = []
+    for at in range(0, len(samples.age), _BATCH):
+        while waiting is not None and waiting.finished_s <= samples.at_s[at]:
+            _learn(predictor, waiting)
+            waiting = next(to_learn, None)
+        request = samples.request[at : at + _BATCH]
+        batch_keys = [keys[r] for r in request.tolist()]
+        answers.append(predictor.predict(samples.age[at : at + _BATCH], prompts[request], batch_keys))
+    return TwoStage(*(np.concatenate(part) for part in zip(*answers, strict=True)))
+
+
+def _learn(predictor: Predictor, row: FinishedRequest) -> None:
+    predictor.observe(row)
+    if isinstance(predictor, Refittable) and not predictor.refits_in_process:
+        refit_on_growth(predictor)
+
+
+def _time_scalar(predictor: Predictor, rows: Sequence[FinishedRequest], samples: Samples) -> float:
+    """Measure one answer at a time, in microseconds: the best of three passes, which a busy machine disturbs least."""
+    spread = np.linspace(0, len(samples.age) - 1, min(_TIMED_CALLS, len(samples.age))).astype(np.int64)
+    calls = [
+        (age, rows[request].prompt_tokens, rows[request].prompt_key)
+        for age, request in zip(samples.age[spread].tolist(), samples.request[spread].tolist(), strict=True)
+    ]
+    return min(_passes(predictor, calls, 3)) / len(calls) * 1e6
+
+
+def _passes(predictor: Predictor, calls: list[tuple[int, int, str]], n: int) -> Iterator[float]:
+    for _ in range(n):
+        began = time.perf_counter()
+        for age, prompt_tokens, key in calls:
+            predictor.predict_one(age, prompt_tokens, key)
+        yield time.perf_counter() - began

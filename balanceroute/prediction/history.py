@@ -1,0 +1,357 @@
+"""Finished requests on disk, so that a restarted router predicts from its first request.
+
+One SQLite file in WAL mode. The event loop only puts rows on a queue (`add`); one thread writes them in
+batches, each batch one transaction, and prunes by age and count. What that buys:
+
+- kill -9 at any moment loses at most the rows that were not yet written (one batch) and never the file: a
+  transaction that was cut in half is rolled back by the next open;
+- a loss of power may also lose the last batches that were committed (synchronous=NORMAL), never the file;
+- nothing on the loop waits for a disk. When the disk can't keep up, rows beyond `MAX_PENDING` are dropped and
+  counted.
+
+A history is an optimisation, so nothing about it may stop the router. Opening never raises for what is in
+the file: a damaged file is moved aside (`NAME.damaged-TIME`, for whoever wants to look) and a new one
+begun; a file written by a newer version, a database that isn't ours, or one that can't be opened stays
+untouched, and this run keeps its history in memory only. Each is one log line.
+
+The salt of the prompt keys lives in the file: keys of an earlier run match, while two deployments' keys
+never do.
+"""
+
+import logging
+import queue
+import secrets
+import sqlite3
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from balanceroute.errors import InputError
+
+from .contract import FinishedRequest
+
+log = logging.getLogger(__name__)
+
+SCHEMA_VERSION = 1
+APPLICATION_ID = 0x42524854  # "BRHT": tells our files from other databases
+MAX_PENDING = 50_000  # rows on the queue, about 10 MB: minutes of a stuck disk at 200 requests per second
+BATCH_ROWS = 1_000
+BATCH_S = 0.5  # at most this much is lost by kill -9
+PRUNE_EVERY_ROWS = 10_000
+LOCK_WAIT_S = 2.0  # for another process that has the file; more would hold up the start
+
+_DAMAGED = {sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB}
+_SCHEMA = f"""
+PRAGMA journal_mode = WAL;
+PRAGMA synchronous = NORMAL;
+BEGIN IMMEDIATE;
+CREATE TABLE IF NOT EXISTS finished (
+    id INTEGER PRIMARY KEY,
+    finished_s REAL NOT NULL,
+    prompt_key TEXT NOT NULL,
+    prompt_tokens INTEGER NOT NULL,
+    output_tokens INTEGER NOT NULL,
+    finish_reason TEXT NOT NULL
+);
+CREATE INDEX IF NOT EXISTS finished_by_time ON finished (finished_s);
+CREATE TABLE IF NOT EXISTS secret (salt BLOB NOT NULL);
+PRAGMA application_id = {APPLICATION_ID};
+PRAGMA user_version = {SCHEMA_VERSION};
+COMMIT;
+"""
+
+_INSERT = (
+    "INSERT INTO finished (prompt_key, prompt_tokens, output_tokens, finish_reason, finished_s) VALUES (?, ?, ?, ?, ?)"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class HistoryStats:
+    """What a metrics page shows: rows stored, rows not yet written, rows given up, and whether the file is
+    in use.
+    """
+
+    rows: int
+    pending: int
+    dropped: int
+    persistent: bool
+
+
+class _Unusable(Exception):
+    """The file is not ours to write; the text says why."""
+
+
+class History:
+    """A bounded store of finished requests with a writer thread of its own; `path` None keeps nothing.
+
+    Args: max_rows and max_age_s bound the file; the age counts back from `clock` (Unix seconds) and so do
+    the rows' `finished_s`.
+    """
+
+    def __init__(
+        self,
+        path: Path | str | None,
+        *,
+        max_rows: int = 100_000,
+        max_age_s: float | None = None,
+        batch_s: float = BATCH_S,
+        clock: Callable[[], float] = time.time,
+    ) -> None:
+        self._max_rows = max_rows
+        self._max_age_s = max_age_s
+        self._batch_s = batch_s
+        self._clock = clock
+        self._queue: queue.SimpleQueue[FinishedRequest | threading.Event | None] = queue.SimpleQueue()
+        self._rows = 0
+        self._dropped = 0
+        self._failing = False
+        self._closed = False
+        self.salt = secrets.token_bytes(16)
+        self.path = self._open(Path(path)) if path is not None else None
+        self._writer: threading.Thread | None = None
+        if self.path is not None:
+            self._writer = threading.Thread(target=self._write, name="prediction-history", daemon=True)
+            self._writer.start()
+
+    @property
+    def stats(self) -> HistoryStats:
+        """Counters for the metrics page; no I/O."""
+        return HistoryStats(self._rows, self._queue.qsize(), self._dropped, self.path is not None)
+
+    def add(self, finished: FinishedRequest) -> None:
+        """Queue one row for the writer; never waits. Nothing is kept without a file."""
+        if self._writer is None:
+            return
+        if self._closed or self._queue.qsize() >= MAX_PENDING:
+            self._dropped += 1
+            return
+        self._queue.put(finished)
+
+    def load(self) -> list[FinishedRequest]:
+        """Read what the bounds allow, oldest first: what a predictor learns from at start. Reads the disk."""
+        if self.path is None:
+            return []
+        connection = sqlite3.connect(self.path)
+        try:
+            return _read(connection, self._oldest_s(), self._max_rows)
+        finally:
+            connection.close()
+
+    def flush(self, timeout_s: float = 10.0) -> bool:
+        """Wait until everything added so far is written; True when it is. For shutdown and tests, not for
+        the loop.
+        """
+        if self._writer is None or self._closed:
+            return True
+        written = threading.Event()
+        self._queue.put(written)
+        return written.wait(timeout_s)
+
+    def close(self, timeout_s: float = 10.0) -> None:
+        """Write what is queued and end the thread; may be called twice."""
+        if self._writer is None or self._closed:
+            return
+        self._closed = True
+        self._queue.put(None)
+        self._writer.join(timeout_s)
+
+    def _open(self, path: Path) -> Path | None:
+        """Return the path when it can be used, else None; a damaged file is moved aside once."""
+        for attempt in ("found", "new"):
+            try:
+                self._prepare(path)
+                return path
+            except _Unusable as reason:
+                log.warning("prediction history not used, starting cold: %s", reason, extra={"path": str(path)})
+                return None
+            except sqlite3.DatabaseError as error:
+                if error.sqlite_errorcode & 0xFF not in _DAMAGED or attempt == "new":
+                    log.warning(
+                        "prediction history cannot be opened, starting cold: %s",
+                        error,
+                        extra={"path": str(path)},
+                    )
+                    return None
+                aside = _move_aside(path, self._clock())
+                log.warning(
+                    "prediction history is damaged (%s), moved to %s, starting cold",
+                    error,
+                    aside.name,
+                    extra={"path": str(path)},
+                )
+            except OSError as error:
+                log.warning("prediction history cannot be opened, starting cold: %s", error, extra={"path": str(path)})
+                return None
+        return None
+
+    def _prepare(self, path: Path) -> None:
+        """Check the file, bring it to our schema, read salt and row count, prune.
+
+        Raises: _Unusable, sqlite3.DatabaseError, OSError.
+        """
+        path.parent.mkdir(parents=True, exist_ok=True)
+        connection = sqlite3.connect(path, timeout=LOCK_WAIT_S)
+        try:
+            _check_ours(connection)
+            _check_whole(connection)
+            connection.executescript(_SCHEMA)
+            self.salt = _salt(connection, self.salt)
+            self._prune(connection)
+        finally:
+            connection.close()
+
+    def _write(self) -> None:
+        connection: sqlite3.Connection | None = None
+        since_prune = 0
+        ending = False
+        while not ending:
+            rows, signals, ending = self._next_batch()
+            if rows:
+                connection = self._store(connection, rows)
+                since_prune += len(rows)
+            if connection is not None and (since_prune >= min(PRUNE_EVERY_ROWS, self._max_rows) or ending):
+                since_prune = 0
+                self._try_prune(connection)
+            for signal in signals:
+                signal.set()
+        if connection is not None:
+            connection.close()
+
+    def _next_batch(self) -> tuple[list[FinishedRequest], list[threading.Event], bool]:
+        """Wait for a first row, then collect until the batch is full, its time is over, or someone waits
+        for it.
+        """
+        rows: list[FinishedRequest] = []
+        signals: list[threading.Event] = []
+        deadline: float | None = None
+        while len(rows) < BATCH_ROWS:
+            wait_s = None if deadline is None else max(0.0, deadline - time.monotonic())
+            try:
+                item = self._queue.get(timeout=wait_s)
+            except queue.Empty:
+                break
+            if item is None:
+                return rows, signals, True
+            if isinstance(item, threading.Event):
+                signals.append(item)
+                break
+            rows.append(item)
+            deadline = deadline if deadline is not None else time.monotonic() + self._batch_s
+        return rows, signals, False
+
+    def _store(self, connection: sqlite3.Connection | None, rows: list[FinishedRequest]) -> sqlite3.Connection | None:
+        """Write one batch; on an error count the rows as dropped, say so once, and try again with the next
+        batch.
+        """
+        try:
+            if connection is None:
+                connection = sqlite3.connect(str(self.path), timeout=5.0)
+                connection.execute("PRAGMA synchronous = NORMAL")
+            with connection:
+                connection.executemany(
+                    _INSERT,
+                    [(r.prompt_key, r.prompt_tokens, r.output_tokens, r.finish_reason, r.finished_s) for r in rows],
+                )
+        except sqlite3.Error as error:
+            self._dropped += len(rows)
+            if not self._failing:
+                self._failing = True
+                log.warning("prediction history cannot be written: %s", error, extra={"path": str(self.path)})
+            if connection is not None:
+                connection.close()
+            return None
+        if self._failing:
+            self._failing = False
+            log.warning("prediction history is written again", extra={"path": str(self.path)})
+        self._rows += len(rows)
+        return connection
+
+    def _try_prune(self, connection: sqlite3.Connection) -> None:
+        try:
+            self._prune(connection)
+        except sqlite3.Error as error:  # the next batch tries again, so the file is only late in shrinking
+            log.warning("prediction history cannot be pruned: %s", error, extra={"path": str(self.path)})
+
+    def _prune(self, connection: sqlite3.Connection) -> None:
+        with connection:
+            connection.execute("DELETE FROM finished WHERE finished_s < ?", (self._oldest_s(),))
+            connection.execute(
+                "DELETE FROM finished WHERE id <= (SELECT id FROM finished ORDER BY id DESC LIMIT 1 OFFSET ?)",
+                (self._max_rows,),
+            )
+        self._rows = connection.execute("SELECT count(*) FROM finished").fetchone()[0]
+
+    def _oldest_s(self) -> float:
+        return self._clock() - self._max_age_s if self._max_age_s is not None else float("-inf")
+
+
+def read_rows(path: Path) -> list[FinishedRequest]:
+    """Read every row of a history file, oldest first, without changing it; a router may be writing it meanwhile.
+
+    Raises: InputError when there is no file, or none of ours.
+    """
+    try:
+        connection = sqlite3.connect(f"{path.absolute().as_uri()}?mode=ro", uri=True, timeout=LOCK_WAIT_S)
+        try:
+            _check_ours(connection)
+            return _read(connection, float("-inf"), -1)
+        finally:
+            connection.close()
+    except (_Unusable, sqlite3.Error) as error:
+        raise InputError(f"{path}: not a readable prediction history: {error}") from error
+
+
+def _read(connection: sqlite3.Connection, oldest_s: float, limit: int) -> list[FinishedRequest]:
+    rows = connection.execute(
+        "SELECT prompt_key, prompt_tokens, output_tokens, finish_reason, finished_s FROM finished "
+        "WHERE finished_s >= ? ORDER BY finished_s DESC, id DESC LIMIT ?",
+        (oldest_s, limit),
+    ).fetchall()
+    return [FinishedRequest(*row) for row in reversed(rows)]
+
+
+def _check_ours(connection: sqlite3.Connection) -> None:
+    """Refuse, before anything is written, what a newer version or somebody else wrote."""
+    application = connection.execute("PRAGMA application_id").fetchone()[0]
+    version = connection.execute("PRAGMA user_version").fetchone()[0]
+    tables = connection.execute("SELECT count(*) FROM sqlite_master").fetchone()[0]
+    if tables and application != APPLICATION_ID:
+        raise _Unusable("the file is a database of another program")
+    if version > SCHEMA_VERSION:
+        raise _Unusable(f"it was written by a newer version (schema {version}, known up to {SCHEMA_VERSION})")
+
+
+def _check_whole(connection: sqlite3.Connection) -> None:
+    """Raise the error that SQLite itself raises for a damaged page; about 0.1 s for 100,000 rows."""
+    verdict = connection.execute("PRAGMA quick_check(1)").fetchone()[0]
+    if verdict != "ok":
+        error = sqlite3.DatabaseError(verdict.splitlines()[-1])
+        error.sqlite_errorcode = sqlite3.SQLITE_CORRUPT
+        raise error
+
+
+def _salt(connection: sqlite3.Connection, fresh: bytes) -> bytes:
+    """Return the file's salt, which becomes `fresh` when it has none yet."""
+    with connection:
+        found = connection.execute("SELECT salt FROM secret").fetchone()
+        if found is None:
+            connection.execute("INSERT INTO secret (salt) VALUES (?)", (fresh,))
+            return fresh
+    return bytes(found[0])
+
+
+def _move_aside(path: Path, now_s: float) -> Path:
+    """Rename the file and its journal files out of the way; nothing is deleted."""
+    aside = path.with_name(f"{path.name}.damaged-{time.strftime('%Y%m%dT%H%M%S', time.gmtime(now_s))}")
+    number = 0
+    while aside.exists():
+        number += 1
+        aside = aside.with_name(f"{aside.name}.{number}")
+    for suffix in ("-wal", "-shm"):
+        journal = path.with_name(path.name + suffix)
+        if journal.exists():
+            journal.rename(aside.with_name(aside.name + suffix))
+    path.rename(aside)
+    return aside

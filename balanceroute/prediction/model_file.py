@@ -1,0 +1,130 @@
+"""Predictors as files: what `balanceroute predictor fit` writes and `serve` starts from.
+
+One .npz (a zip of plain arrays): a JSON header with version, kind and horizon; the newest rows of the
+history, from which survival and exact match are rebuilt and the learned predictor's view of the recent past
+is warmed up; and the learned trees as arrays. No pickle is written, and reading refuses one
+(`allow_pickle=False`), so a model file can't run code; shapes and feature numbers are checked before use.
+"""
+
+import json
+import zipfile
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from balanceroute.errors import InputError
+
+from .contract import FinishedRequest
+from .features import NAMES
+from .learned import LearnedFit
+from .observations import Observations
+from .survival import SurvivalCurve
+from .trees import Trees
+
+FORMAT = "balanceroute-predictor"
+VERSION = 1
+MAX_ROWS = 200_000
+
+Arrays = Mapping[str, npt.NDArray[Any]]
+
+
+@dataclass(frozen=True, slots=True)
+class Model:
+    """What a model file holds; `learned` only for the learned kind."""
+
+    kind: str
+    horizon_steps: int
+    rows: list[FinishedRequest]
+    learned: LearnedFit | None = None
+
+
+def save_model(path: Path, model: Model) -> None:
+    """Write `model`, over whatever was at `path`, whole or not at all."""
+    rows = model.rows[-MAX_ROWS:]
+    arrays: dict[str, npt.NDArray[Any]] = {
+        "key": np.array([row.prompt_key for row in rows], dtype=np.str_),
+        "prompt_tokens": np.array([row.prompt_tokens for row in rows], dtype=np.int64),
+        "output_tokens": np.array([row.output_tokens for row in rows], dtype=np.int64),
+        "finish_reason": np.array([row.finish_reason for row in rows], dtype=np.str_),
+        "finished_s": np.array([row.finished_s for row in rows], dtype=np.float64),
+    }
+    header: dict[str, Any] = {
+        "format": FORMAT,
+        "version": VERSION,
+        "kind": model.kind,
+        "horizon_steps": model.horizon_steps,
+    }
+    if model.learned is not None and model.learned.classifier and model.learned.regressor:
+        header |= {
+            "features": NAMES,
+            "slope": model.learned.slope,
+            "shift": model.learned.shift,
+            "calibration_error": model.learned.calibration_error,
+        }
+        for stage, trees in (("classifier", model.learned.classifier), ("regressor", model.learned.regressor)):
+            header[f"{stage}_base"] = trees.base
+            arrays |= {f"{stage}_{part}": getattr(trees, part) for part in ("feature", "threshold", "leaf")}
+    partial = path.with_name(f"{path.name}.partial")
+    try:
+        with partial.open("wb") as file:
+            np.savez_compressed(file, header=np.array(json.dumps(header)), **arrays)  # type: ignore[arg-type]
+        partial.replace(path)
+    except OSError as error:
+        raise InputError(f"{path}: cannot be written: {error}") from error
+
+
+def load_model(path: Path) -> Model:
+    """Read a model file.
+
+    Raises: InputError when it is missing, not ours, newer than this version, or contradicts itself.
+    """
+    try:
+        with path.open("rb") as file, np.load(file, allow_pickle=False) as arrays:
+            header = _header(path, arrays)
+            rows = _rows(arrays)
+            return Model(header["kind"], int(header["horizon_steps"]), rows, _learned(header, arrays, rows))
+    except InputError:
+        raise
+    except OSError as error:
+        raise InputError(f"{path}: cannot be read: {error}") from error
+    except (ValueError, KeyError, TypeError, EOFError, zipfile.BadZipFile) as error:
+        raise InputError(f"{path}: not a predictor file, or a damaged one: {error}") from error
+
+
+def _header(path: Path, arrays: Arrays) -> dict[str, Any]:
+    header: dict[str, Any] = json.loads(str(arrays["header"]))
+    if header.get("format") != FORMAT:
+        raise ValueError("no predictor header in it")
+    if header["version"] > VERSION:
+        raise InputError(f"{path}: written by a newer version ({header['version']}, known up to {VERSION})")
+    return header
+
+
+def _rows(arrays: Arrays) -> list[FinishedRequest]:
+    names = ("key", "prompt_tokens", "output_tokens", "finish_reason", "finished_s")
+    columns = [arrays[name].tolist() for name in names]
+    return [FinishedRequest(*row) for row in zip(*columns, strict=True)]
+
+
+def _learned(header: Mapping[str, Any], arrays: Arrays, rows: Sequence[FinishedRequest]) -> LearnedFit | None:
+    if "features" not in header:
+        return None
+    if tuple(header["features"]) != NAMES:
+        raise ValueError("its trees look at other features than this version computes: fit it again")
+    stages = []
+    for stage in ("classifier", "regressor"):
+        trees = Trees(
+            arrays[f"{stage}_feature"].astype(np.int32),
+            arrays[f"{stage}_threshold"].astype(np.float32),
+            arrays[f"{stage}_leaf"].astype(np.float32),
+            float(header[f"{stage}_base"]),
+        )
+        trees.check(len(NAMES))
+        stages.append(trees)
+    curve = SurvivalCurve(Observations.of(rows))
+    correction = float(header["slope"]), float(header["shift"]), float(header["calibration_error"])
+    return LearnedFit(stages[0], stages[1], *correction, curve)

@@ -1,0 +1,149 @@
+"""Re-fits: the predictor keeps answering from its present fit while the next one is computed elsewhere.
+
+A re-fit has three parts. On the loop: copy the recent rows out of the ring (a memcpy). In a worker: fit, from
+the copy alone. On the loop again: one assignment (`adopt`). The worker is a thread for the survival curve,
+whose time goes into numpy calls that release the interpreter lock, and a process for gradient boosting, which
+would hold it.
+
+When: as soon as the history has grown by an eighth, so that a cold start learns within its first dozens of
+finishes, and otherwise every `interval_s`; and never sooner than nine times the duration of the last fit,
+which bounds re-fitting at a tenth of one core.
+"""
+
+import asyncio
+import logging
+import multiprocessing
+import time
+from collections.abc import Callable
+from concurrent.futures import BrokenExecutor, Executor, ProcessPoolExecutor, ThreadPoolExecutor
+from typing import Generic, Protocol, TypeVar, runtime_checkable
+
+from balanceroute.errors import BalanceRouteError
+
+from .observations import ObservationRing, Observations
+
+log = logging.getLogger(__name__)
+
+Fit = TypeVar("Fit")
+
+FIRST_ROWS = 8  # below this a distribution says nothing yet
+GROWTH = 8  # re-fit when an eighth of the fitted rows is new
+REST = 9  # rest this many times the duration of the last fit
+POLL_S = 1.0
+
+
+@runtime_checkable
+class Refittable(Protocol[Fit]):
+    """A predictor that is fitted from its ring of observations."""
+
+    @property
+    def refits_in_process(self) -> bool:
+        """True when a fit takes seconds and would hold the interpreter lock."""
+        ...
+
+    @property
+    def ring(self) -> ObservationRing:
+        """The recent past."""
+        ...
+
+    def fitter(self) -> Callable[[Observations], Fit]:
+        """Return the function that fits; it can be pickled and knows nothing of the predictor."""
+        ...
+
+    def adopt(self, fitted: Fit) -> None:
+        """Answer from `fitted` from now on; one assignment."""
+        ...
+
+
+def has_grown(ring: ObservationRing) -> bool:
+    """Tell whether enough is new since the last fit to make another one worth it at once."""
+    return ring.pending >= max(FIRST_ROWS, (len(ring) - ring.pending) // GROWTH)
+
+
+def refit_on_growth(predictor: Refittable[Fit]) -> bool:
+    """Fit here and now if the history has grown: for drivers without a loop (simulator, evaluation).
+
+    True when it did. Amortised O(log n) per observation.
+    """
+    if not has_grown(predictor.ring):
+        return False
+    predictor.adopt(predictor.fitter()(predictor.ring.take()))
+    return True
+
+
+class Refitter(Generic[Fit]):
+    """Keeps one predictor fresh beside a running event loop; `interval_s` between fits while anything is new."""
+
+    def __init__(
+        self,
+        predictor: Refittable[Fit],
+        *,
+        interval_s: float = 60.0,
+        executor: Executor | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._predictor = predictor
+        self._interval_s = interval_s
+        self._in_process = predictor.refits_in_process
+        self._executor = executor
+        self._clock = clock
+        self._last_end_s = clock()
+        self._last_duration_s = 0.0
+        self.fits = 0
+        self.failures = 0
+
+    @property
+    def fit_age_s(self) -> float:
+        """Seconds since the present fit was adopted (since the start when there was none)."""
+        return self._clock() - self._last_end_s
+
+    @property
+    def is_due(self) -> bool:
+        """True when a fit is worth its time now."""
+        ring = self._predictor.ring
+        rested_s = self.fit_age_s
+        if not ring.pending or rested_s < REST * self._last_duration_s:
+            return False
+        return rested_s >= self._interval_s or (not self._in_process and has_grown(ring))
+
+    async def run(self) -> None:
+        """Re-fit whenever it is due, until cancelled; ends its worker on the way out."""
+        try:
+            while True:
+                await asyncio.sleep(min(POLL_S, self._interval_s))
+                if self.is_due:
+                    await self.refit()
+        finally:
+            if self._executor is not None:
+                self._executor.shutdown(wait=False, cancel_futures=True)
+
+    async def refit(self) -> bool:
+        """Fit once in the worker and adopt the result; False when the fit failed and the present one stays."""
+        observations = self._predictor.ring.take()
+        started_s = self._clock()
+        loop = asyncio.get_running_loop()
+        try:
+            fitted = await loop.run_in_executor(self._worker(), self._predictor.fitter(), observations)
+        except (BalanceRouteError, ArithmeticError, ValueError, MemoryError, OSError, BrokenExecutor) as error:
+            self.failures += 1
+            log.warning("predictor not fitted anew, keeping the present fit: %s", error, exc_info=self.failures == 1)
+            if isinstance(error, BrokenExecutor):
+                self._executor = None
+        else:
+            self._predictor.adopt(fitted)
+            self.fits += 1
+            return True
+        finally:
+            self._last_end_s = self._clock()
+            self._last_duration_s = self._last_end_s - started_s
+        return False
+
+    def _worker(self) -> Executor:
+        if self._executor is None:
+            # spawn: a forked child would share the listening sockets and the history's SQLite connection
+            self._executor = (
+                ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn"))
+                if self._in_process
+                else ThreadPoolExecutor(1, thread_name_prefix="prediction-refit")
+            )
+        return self._executor

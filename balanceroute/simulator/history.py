@@ -1,0 +1,33 @@
+"""Predictors fitted on a trace of the past, which is never the trace that is replayed."""
+
+from collections.abc import Iterator
+
+from balanceroute.errors import InputError
+from balanceroute.prediction import ExactMatchPredictor, FinishedRequest, Predictor, SurvivalPredictor
+from balanceroute.traces import Trace
+
+
+def fitted(kind: str, train: Trace, horizon_steps: int) -> Predictor:
+    """A predictor by name, fitted on the whole of `train`. Raises: InputError for an unknown name."""
+    if kind == "survival":
+        survival = SurvivalPredictor(horizon_steps)
+        survival.start(finished_requests(train))
+        return survival
+    if kind == "exact_match":
+        exact = ExactMatchPredictor(horizon_steps)
+        exact.start(finished_requests(train))
+        return exact
+    raise InputError(f"unknown predictor {kind!r}")
+
+
+def finished_requests(train: Trace) -> Iterator[FinishedRequest]:
+    """The rows of a past trace as a predictor learns them."""
+    rows = zip(
+        train.prompt_key.tolist(),
+        train.prompt_tokens.tolist(),
+        train.output_tokens.tolist(),
+        train.arrival_s.tolist(),
+        strict=True,
+    )
+    for key, prompt, output, arrival in rows:
+        yield FinishedRequest(key, prompt, output, finished_s=arrival)

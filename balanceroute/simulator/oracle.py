@@ -1,0 +1,113 @@
+"""The only module of the simulator that reads how long answers really become.
+
+Two things need it: the engine, which must know when a request is done (`TrueLengths`), and the oracle of the paper's
+reference rows (`OracleForecast`), which tells the router min(r, H) exactly. Everything that a policy sees otherwise
+comes from predictors that were fitted on another trace. A test keeps the column's name out of the other modules.
+"""
+
+from collections import defaultdict
+from typing import Protocol
+
+from balanceroute.core.scheduler import Scheduler
+from balanceroute.core.types import Phase
+from balanceroute.prediction import Forecaster
+from balanceroute.traces import Trace
+
+
+class TrueLengths:
+    """Tokens that each request of a trace will generate."""
+
+    def __init__(self, trace: Trace) -> None:
+        self.tokens: list[int] = trace.output_tokens.tolist()
+        self.total = sum(self.tokens)
+
+    def largest_kv_tokens(self, trace: Trace) -> int:
+        """KV tokens of the request that becomes the largest."""
+        return int((trace.prompt_tokens + trace.output_tokens).max())
+
+
+class Forecast(Protocol):
+    """How the simulator asks for c-hat: at the start of the wait, and whenever it is to be renewed."""
+
+    refresh_every_tokens: int | None
+
+    def initial(self, request: int, prompt_tokens: int, prompt_key: str) -> float | None:
+        """c-hat of a request that has generated nothing, steps; `None` for no forecast."""
+        ...
+
+    def started(self, request: int, step: int, left: int) -> None:
+        """The request runs from this step on, with so many tokens to go (for the oracle's eyes)."""
+        ...
+
+    def renew(self, scheduler: Scheduler, step: int, now: float) -> None:
+        """Tell the scheduler the forecasts that are due after a step."""
+        ...
+
+
+class NoForecast:
+    """Nothing is known: every request counts as staying for the whole horizon."""
+
+    refresh_every_tokens: int | None = None
+
+    def initial(self, request: int, prompt_tokens: int, prompt_key: str) -> float | None:
+        """No value."""
+        return None
+
+    def started(self, request: int, step: int, left: int) -> None:
+        """Nothing to note."""
+
+    def renew(self, scheduler: Scheduler, step: int, now: float) -> None:
+        """Nothing is due, ever."""
+
+
+class PredictorForecast:
+    """A fitted predictor, asked as the live proxy asks it: when the scheduler says that a refresh is due."""
+
+    def __init__(self, forecaster: Forecaster) -> None:
+        self.forecaster = forecaster
+        self.refresh_every_tokens: int | None = max(1, forecaster.horizon_steps // 2)
+
+    def initial(self, request: int, prompt_tokens: int, prompt_key: str) -> float | None:
+        """c-hat at age 0."""
+        return self.forecaster.initial(prompt_tokens, prompt_key)
+
+    def started(self, request: int, step: int, left: int) -> None:
+        """Predictors do not look at `left`."""
+
+    def renew(self, scheduler: Scheduler, step: int, now: float) -> None:
+        """One batched call for all that are due."""
+        due = scheduler.due_refreshes()
+        if due:
+            for tracker, value in zip(due, self.forecaster.refresh(due), strict=True):
+                scheduler.refresh(tracker.id, value, now)
+
+
+class OracleForecast:
+    """c-hat = min(r, H) at every step.
+
+    A finite c-hat is counted down by the scheduler and stays exact, so each request needs one refresh: on the step on
+    which its remaining tokens fall below H.
+    """
+
+    refresh_every_tokens: int | None = None
+
+    def __init__(self, lengths: TrueLengths, horizon_steps: int) -> None:
+        self.lengths = lengths
+        self.horizon_steps = horizon_steps
+        self.entering: defaultdict[int, list[int]] = defaultdict(list)  # step -> requests entering the window
+
+    def initial(self, request: int, prompt_tokens: int, prompt_key: str) -> float | None:
+        """min(o, H)."""
+        return float(min(self.lengths.tokens[request], self.horizon_steps))
+
+    def started(self, request: int, step: int, left: int) -> None:
+        """Note when it comes within the horizon of its end."""
+        if left >= self.horizon_steps > 0:
+            self.entering[step + left - self.horizon_steps + 1].append(request)
+
+    def renew(self, scheduler: Scheduler, step: int, now: float) -> None:
+        """Tell the true remainder of the requests that have just come within the horizon."""
+        for request in self.entering.pop(step, ()):
+            tracker = scheduler.snapshot.requests.get(str(request))
+            if tracker is not None and tracker.phase is Phase.DECODING:
+                scheduler.refresh(tracker.id, float(self.horizon_steps - 1), now)

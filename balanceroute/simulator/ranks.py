@@ -1,0 +1,143 @@
+"""The simulated decode workers: what really runs, whatever the router believes.
+
+A request bound to a worker waits in its queue (FIFO) until a slot is free and its KV fits, then holds the slot, spends
+`transfer_steps` on the way, and runs: its KV grows by one token per step until it is done. All sums are kept by
+addition; a step costs O(G) plus the requests that end on it, not the number that run.
+"""
+
+from collections import defaultdict, deque
+from dataclasses import dataclass, field
+
+from balanceroute.simulator.setting import Setting
+
+
+@dataclass(slots=True)
+class Rank:
+    """One decode worker."""
+
+    index: int
+    up: bool = True
+    queue: deque[int] = field(default_factory=deque)
+    moving: dict[int, int] = field(default_factory=dict)  # request -> step on which it starts to run
+    running: dict[int, int] = field(default_factory=dict)  # request -> step on which it started, oldest first
+
+    @property
+    def taken(self) -> int:
+        """Slots that are held."""
+        return len(self.moving) + len(self.running)
+
+
+class Ranks:
+    """All decode workers; requests are numbers, steps are counted by the caller."""
+
+    def __init__(self, setting: Setting, prompt_tokens: list[int], lengths: list[int]) -> None:
+        self.setting = setting
+        self.ranks = [Rank(index) for index in range(setting.n_workers)]
+        self.loads = [0] * setting.n_workers  # KV tokens of the running requests
+        self.counts = [0] * setting.n_workers  # running requests
+        self.kv = list(prompt_tokens)  # KV tokens of a request when it (re)started
+        self.left = list(lengths)  # tokens to go when it (re)started
+        self.home = [-1] * len(prompt_tokens)
+        self.ending: defaultdict[int, list[int]] = defaultdict(list)  # step -> requests that may end before it
+        self.ends_at = [-1] * len(prompt_tokens)  # the step that counts: -1 while not running
+        self.queued = 0
+
+    def bind(self, request: int, rank: int) -> None:
+        """The router sent the request to this worker."""
+        self.home[request] = rank
+        self.ranks[rank].queue.append(request)
+        self.queued += 1
+
+    def fill(self, step: int) -> tuple[list[int], list[int]]:
+        """Give free slots to queued requests, and start what has arrived: (got a slot, starts to run)."""
+        seated: list[int] = []
+        started: list[int] = []
+        delay, slots = self.setting.transfer_steps, self.setting.slots
+        for rank in self.ranks:
+            while rank.queue and rank.up and rank.taken < slots and self.fits(rank, rank.queue[0]):
+                request = rank.queue.popleft()
+                self.queued -= 1
+                seated.append(request)
+                rank.moving[request] = step + delay
+            if rank.moving:
+                for request in [request for request, start in rank.moving.items() if start <= step]:
+                    del rank.moving[request]
+                    self.run(request, rank, step)
+                    started.append(request)
+        return seated, started
+
+    def fits(self, rank: Rank, request: int) -> bool:
+        """Whether its KV, with the one token that every request is about to add, fits beside the rest."""
+        capacity = self.setting.kv_capacity_tokens
+        if capacity is None:
+            return True
+        coming = sum(self.kv[other] for other in rank.moving)
+        needed = self.loads[rank.index] + coming + self.kv[request]
+        return needed + rank.taken + 1 <= capacity
+
+    def run(self, request: int, rank: Rank, step: int) -> None:
+        """The request takes part in this step."""
+        rank.running[request] = step
+        self.loads[rank.index] += self.kv[request]
+        self.counts[rank.index] += 1
+        self.ends_at[request] = step + self.left[request]
+        self.ending[self.ends_at[request]].append(request)
+
+    def overfull(self, step: int) -> list[int]:
+        """Take off, newest first, what must go so that one more token of each request fits; the requests."""
+        capacity = self.setting.kv_capacity_tokens
+        evicted: list[int] = []
+        if capacity is None:
+            return evicted
+        for rank in self.ranks:
+            g = rank.index
+            while self.loads[g] + self.counts[g] > capacity:
+                request = next(reversed(rank.running))
+                self.take_off(request, rank, step)
+                evicted.append(request)
+        return evicted
+
+    def take_off(self, request: int, rank: Rank, step: int) -> None:
+        """A running request leaves unfinished; it keeps what it has generated as part of its prompt."""
+        generated = step - rank.running.pop(request)
+        self.kv[request] += generated
+        self.left[request] -= generated
+        self.loads[rank.index] -= self.kv[request]
+        self.counts[rank.index] -= 1
+        self.ends_at[request] = -1
+
+    def grow(self) -> None:
+        """Every running request has one token more."""
+        self.loads = [load + count for load, count in zip(self.loads, self.counts, strict=True)]
+
+    def finished(self, step: int) -> list[int]:
+        """Requests that are done before this step begins; they leave."""
+        done: list[int] = []
+        for request in self.ending.pop(step, ()):
+            if self.ends_at[request] != step:
+                continue  # it was taken off meanwhile
+            self.ends_at[request] = -1  # it may stand here twice: taken off, and back on the same step
+            rank = self.ranks[self.home[request]]
+            del rank.running[request]
+            self.loads[rank.index] -= self.kv[request] + self.left[request]
+            self.counts[rank.index] -= 1
+            done.append(request)
+        return done
+
+    def fail(self, index: int, step: int) -> list[int]:
+        """The worker is gone; the requests that it held."""
+        rank = self.ranks[index]
+        rank.up = False
+        for request in list(rank.running):
+            self.take_off(request, rank, step)
+            rank.moving[request] = step
+        lost = [*rank.moving, *rank.queue]
+        self.queued -= len(rank.queue)
+        rank.moving.clear()
+        rank.queue.clear()
+        return lost
+
+    @property
+    def active(self) -> int:
+        """Requests that run or are on their way."""
+        return sum(rank.taken for rank in self.ranks)

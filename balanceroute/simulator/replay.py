@@ -1,0 +1,81 @@
+"""One replay from its parameters: trace, cluster, policy, predictor, seed. Picklable, so that many run in parallel."""
+
+from dataclasses import dataclass, field, fields, replace
+from typing import Any
+
+from balanceroute.core.policies import PolicySettings, make_policy
+from balanceroute.core.policy import StageTimer
+from balanceroute.errors import InputError
+from balanceroute.prediction import Forecaster
+from balanceroute.simulator.history import fitted
+from balanceroute.simulator.oracle import Forecast, NoForecast, OracleForecast, PredictorForecast, TrueLengths
+from balanceroute.simulator.result import Outcome
+from balanceroute.simulator.setting import Setting
+from balanceroute.simulator.simulation import Progress, Simulation
+from balanceroute.traces import Trace
+
+PREDICTORS = ("none", "oracle", "survival", "exact_match", "learned")
+
+
+@dataclass(frozen=True, slots=True)
+class Replay:
+    """What to simulate. `train` is the history that survival, exact_match and learned predictors are fitted on."""
+
+    trace: Trace
+    policy: PolicySettings
+    setting: Setting = field(default_factory=Setting)
+    predictor: str = "none"
+    train: Trace | None = None
+    with_loads: bool = False
+    check_invariants: bool = False
+
+    def run(self, on_progress: Progress | None = None, stage_timer: StageTimer | None = None) -> Outcome:
+        """Simulate. Raises: InputError for a predictor that lacks its history, or settings that make no sense."""
+        lengths = TrueLengths(self.trace)
+        simulation = Simulation(
+            self.trace,
+            self.setting,
+            make_policy(self.policy, stage_timer),
+            lengths,
+            self.forecast(lengths),
+            with_loads=self.with_loads,
+            check_invariants=self.check_invariants,
+        )
+        return simulation.run(on_progress)
+
+    def forecast(self, lengths: TrueLengths) -> Forecast:
+        """The source of c-hat that `predictor` names."""
+        horizon = self.policy.horizon_steps
+        if self.predictor not in PREDICTORS:
+            raise InputError(f"predictor {self.predictor!r}: one of {', '.join(PREDICTORS)}")
+        if self.predictor == "none":
+            return NoForecast()
+        if self.predictor == "oracle":
+            return OracleForecast(lengths, horizon)
+        if self.train is None:
+            raise InputError(f"predictor {self.predictor} needs a trace of the past: --train FILE")
+        return PredictorForecast(Forecaster(fitted(self.predictor, self.train, horizon), horizon))
+
+
+def parse_params(settings: PolicySettings, params: list[str]) -> PolicySettings:
+    """Settings with `name=value` texts applied. Raises: InputError that names what is accepted."""
+    known = {entry.name: entry for entry in fields(PolicySettings) if entry.name != "policy"}
+    changes: dict[str, Any] = {}
+    for param in params:
+        name, equals, text = param.partition("=")
+        if not equals or name not in known:
+            raise InputError(f"--param {param}: name=value with a name of {', '.join(known)}")
+        changes[name] = parsed(param, text, str(known[name].type))
+    return replace(settings, **changes)
+
+
+def parsed(param: str, text: str, kind: str) -> Any:
+    """The text as the type of its field."""
+    try:
+        if "bool" in kind:
+            return {"true": True, "false": False}[text.lower()]
+        if "int" in kind:
+            return int(text)
+        return float(text) if "float" in kind else text
+    except (KeyError, ValueError):
+        raise InputError(f"--param {param}: {text!r} is not a {kind}") from None

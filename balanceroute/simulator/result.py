@@ -1,0 +1,150 @@
+"""What a simulation yields: the record of its steps and requests, and the figures over its steady window.
+
+The window runs from the first step at which 30 % of the requests have been admitted to the step at which the last but
+one has: before, the cluster fills; after, it drains. Means of loads and step time and the throughput are taken over it;
+times per token and waits over all requests.
+"""
+
+from array import array
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from balanceroute import report
+from balanceroute.simulator.setting import Setting
+
+FloatArray = NDArray[np.float64]
+IntArray = NDArray[np.int64]
+WINDOW_STARTS_AT = 0.3  # of the requests admitted
+
+
+@dataclass(frozen=True, slots=True)
+class Figures:
+    """The figures of one simulation; the names are the keys of `replay --json`."""
+
+    load_spread_mean: float
+    excess_mean: float
+    imbalance_mean: float
+    step_time_mean_s: float
+    tpot_p50_s: float
+    tpot_p95_s: float
+    throughput_tok_s: float
+    wait_p50_s: float
+    wait_p99_s: float
+    wait_max_s: float
+    makespan_s: float
+    balance: float
+    steps: int
+    admitted: int
+    recomputed: int
+    decision_p50_us: float
+    decision_p99_us: float
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """Figures and what they were taken from.
+
+    Shapes: per-request arrays (n,) in order of arrival; `loads` (steps, G) tokens, empty unless it was recorded;
+    `step_start_s` (steps,). `window` is the slice of steps that the means are over.
+    """
+
+    figures: Figures
+    wait_s: FloatArray
+    tpot_s: FloatArray
+    prompt_tokens: IntArray
+    step_start_s: FloatArray
+    loads: IntArray
+    window: slice
+    decision_us: FloatArray
+
+
+class Recorder:
+    """Collects what happens, step by step; appending to flat arrays keeps a step cheap."""
+
+    def __init__(self, setting: Setting, prompt_tokens: list[int], *, with_loads: bool) -> None:
+        self.setting = setting
+        self.prompt_tokens = prompt_tokens
+        self.with_loads = with_loads
+        self.most, self.least, self.total = array("q"), array("q"), array("q")
+        self.workers, self.tokens = array("q"), array("q")
+        self.start_s, self.duration_s = array("d"), array("d")
+        self.loads = array("q")
+        n = len(prompt_tokens)
+        self.ready_s, self.admitted_s, self.finished_s = [-1.0] * n, [-1.0] * n, [-1.0] * n
+        self.admitted = 0
+        self.window_start, self.window_end = -1, -1
+        self.recomputed = 0
+        self.decision_us = array("d")
+
+    def admit(self, request: int, step: int, now: float) -> None:
+        """The request got a slot; only the first time counts."""
+        if self.admitted_s[request] >= 0:
+            return
+        self.admitted_s[request] = now
+        self.admitted += 1
+        n = len(self.prompt_tokens)
+        if self.window_start < 0 and self.admitted >= WINDOW_STARTS_AT * n:
+            self.window_start = step
+        if self.admitted == max(1, n - 1):
+            self.window_end = step
+
+    def step(self, loads: list[int], running: int, start_s: float, duration_s: float) -> None:
+        """One step: loads of the workers at the barrier, and how long it took."""
+        self.most.append(max(loads))
+        self.least.append(min(loads))
+        self.total.append(sum(loads))
+        self.workers.append(len(loads))
+        self.tokens.append(running)
+        self.start_s.append(start_s)
+        self.duration_s.append(duration_s)
+
+    def outcome(self, generated: FloatArray, makespan_s: float) -> Outcome:
+        """Everything, once all requests have finished."""
+        most, least, total, workers, tokens, duration = (
+            np.array(column, dtype=np.float64)
+            for column in (self.most, self.least, self.total, self.workers, self.tokens, self.duration_s)
+        )
+        window = slice(self.window_start, max(self.window_end, self.window_start) + 1)
+        finished, admitted, ready = (np.array(x) for x in (self.finished_s, self.admitted_s, self.ready_s))
+        wait, tpot = admitted - ready, (finished - admitted) / generated
+        throughput = float(tokens[window].sum() / duration[window].sum())
+        mean = total / workers
+        decisions = np.array(self.decision_us)
+        figures = Figures(
+            load_spread_mean=float((most - least)[window].mean()),
+            excess_mean=float((most - mean)[window].mean()),
+            imbalance_mean=float((workers * most - total)[window].mean()),
+            step_time_mean_s=float(duration[window].mean()),
+            tpot_p50_s=report.percentile(tpot, 50),
+            tpot_p95_s=report.percentile(tpot, 95),
+            throughput_tok_s=throughput,
+            wait_p50_s=report.percentile(wait, 50),
+            wait_p99_s=report.percentile(wait, 99),
+            wait_max_s=float(wait.max()),
+            makespan_s=makespan_s,
+            balance=report.balance(
+                throughput,
+                float(mean[window].mean()),
+                n_workers=self.setting.n_workers,
+                slots=self.setting.slots,
+                step_cost_s=self.setting.step_cost_s,
+                step_overhead_s=self.setting.step_overhead_s,
+            ),
+            steps=len(self.most),
+            admitted=self.admitted,
+            recomputed=self.recomputed,
+            decision_p50_us=report.percentile(decisions, 50),
+            decision_p99_us=report.percentile(decisions, 99),
+        )
+        return Outcome(
+            figures,
+            wait,
+            tpot,
+            np.array(self.prompt_tokens),
+            np.array(self.start_s),
+            np.array(self.loads, dtype=np.int64).reshape(-1, self.setting.n_workers),
+            window,
+            decisions,
+        )

@@ -1,0 +1,297 @@
+"""The step simulator: the live router's scheduler and policies on the clock of a simulated engine.
+
+One round of the loop is one engine step, begun at time t:
+
+    1. arrivals up to t enter while fewer than W wait (in the pool, or queued at workers), ready at t
+    2. the policy runs if a request waits and a slot is free; what it admits is active from this step on
+    3. if nothing is active, t jumps to the next thing that happens
+    4. loads are recorded; the step takes a * max L + b; every active request gains a token
+    5. a request admitted at step x with o tokens to generate leaves before step x + o, and its slot is free
+
+The engine's truth is in `Ranks`; the scheduler only hears of it (`start`, `step`, `finish`, `requeue`), and with a
+telemetry lag it hears late. The loop never looks at the router's ledger to move the engine, nor the other way round.
+"""
+
+from collections import deque
+from collections.abc import Callable
+from heapq import heappop, heappush
+from time import perf_counter
+
+import numpy as np
+
+from balanceroute.core.policy import AdmissionPolicy
+from balanceroute.core.scheduler import Scheduler, SchedulerConfig
+from balanceroute.core.types import Outcome as RequestOutcome
+from balanceroute.core.types import RequestSpec, Role, WorkerSpec, WorkerState
+from balanceroute.errors import InputError, InvariantError
+from balanceroute.simulator.oracle import Forecast, TrueLengths
+from balanceroute.simulator.ranks import Ranks
+from balanceroute.simulator.result import Outcome, Recorder
+from balanceroute.simulator.setting import Setting
+from balanceroute.traces import Trace
+
+Progress = Callable[[int, int], None]  # finished requests, all requests
+NEVER = float("inf")
+
+
+class Simulation:
+    """One replay of a trace; `run` may be called once."""
+
+    def __init__(
+        self,
+        trace: Trace,
+        setting: Setting,
+        policy: AdmissionPolicy,
+        lengths: TrueLengths,
+        forecast: Forecast,
+        *,
+        with_loads: bool = False,
+        check_invariants: bool = False,
+    ) -> None:
+        self.setting = setting.checked()
+        capacity = setting.kv_capacity_tokens
+        if capacity is not None and lengths.largest_kv_tokens(trace) > capacity:
+            raise InputError(
+                f"KV capacity {capacity:,} tokens: the largest request needs {lengths.largest_kv_tokens(trace):,}"
+            )
+        self.arrival_s: list[float] = trace.arrival_s.tolist()
+        self.prompt_tokens: list[int] = trace.prompt_tokens.tolist()
+        self.keys: list[str] = trace.prompt_key.tolist()
+        self.lengths = lengths
+        self.forecast = forecast
+        self.policy = policy
+        self.check_invariants = check_invariants
+        self.ranks = Ranks(setting, self.prompt_tokens, lengths.tokens)
+        self.recorder = Recorder(setting, self.prompt_tokens, with_loads=with_loads)
+        self.t, self.steps = 0.0, 0
+        self.next_arrival, self.finished = 0, 0
+        self.changes = self.planned_changes()
+        # each batch is what one step tells the router; the oldest is heard when the lag is over
+        self.told: deque[tuple[int, list[Callable[[], object]]]] = deque()
+        self.telling: list[Callable[[], object]] = []
+        self.prefill_rate = setting.prefill_tokens_per_s if setting.prefillers else NEVER
+        self.prefill_free_s: dict[str, float] = {}
+        self.prefill_done: list[tuple[float, int, str]] = []  # (when, sequence, request)
+        self.prefills = 0
+        self.scheduler = self.new_scheduler()
+
+    def planned_changes(self) -> list[tuple[float, int, WorkerState]]:
+        """Failures and recoveries in order of time."""
+        changes = [(failure.start_s, failure.worker, WorkerState.DOWN) for failure in self.setting.failures]
+        changes += [
+            (failure.end_s, failure.worker, WorkerState.UP)
+            for failure in self.setting.failures
+            if failure.end_s is not None
+        ]
+        return sorted(changes, key=lambda change: change[0])
+
+    def new_scheduler(self) -> Scheduler:
+        """A scheduler with all workers; prefillers only where prompts go through them."""
+        setting = self.setting
+        config = SchedulerConfig(
+            max_pooled=setting.pool,
+            refresh_every_tokens=self.forecast.refresh_every_tokens,
+            lock_step=True,
+        )
+        scheduler = Scheduler(self.policy, config)
+        # what must be prefilled again needs a prefiller: one that takes no time, unless a tier is simulated
+        for index in range(setting.prefillers or int(setting.requeues)):
+            scheduler.add_worker(WorkerSpec(f"p{index}", Role.PREFILL), 0.0)
+            self.prefill_free_s[f"p{index}"] = 0.0
+        for index in range(setting.n_workers):
+            speed = setting.speeds[index] if setting.speeds and setting.speed_aware else 1.0
+            scheduler.add_worker(WorkerSpec(f"d{index}", Role.DECODE, slots=setting.slots, speed=speed), 0.0)
+        return scheduler
+
+    def run(self, on_progress: Progress | None = None) -> Outcome:
+        """Replay the whole trace."""
+        n = len(self.arrival_s)
+        while self.finished < n:
+            self.change_workers()
+            self.arrive()
+            self.decide()
+            self.fill()
+            if not self.ranks.active:
+                self.jump()
+                continue
+            self.step()
+            if self.check_invariants:
+                self.scheduler.snapshot.check_invariants()
+            if on_progress is not None and self.steps % 256 == 0:
+                on_progress(self.finished, n)
+        if on_progress is not None:
+            on_progress(n, n)
+        return self.recorder.outcome(np.array(self.lengths.tokens, dtype=np.float64), self.t)
+
+    # -- arrivals and prefill ---------------------------------------------------------------------------------
+
+    def arrive(self) -> None:
+        """Let in what has arrived and, with a prefill tier, what has been prefilled by now."""
+        if self.prefill_free_s:
+            self.arrive_through_prefill()
+            return
+        scheduler = self.scheduler
+        while self.next_arrival < len(self.arrival_s) and self.arrival_s[self.next_arrival] <= self.t:
+            if self.waiting >= self.setting.pool:
+                return
+            request = self.next_arrival
+            self.next_arrival += 1
+            self.recorder.ready_s[request] = self.t
+            scheduler.submit_prefilled(self.spec(request), self.t, self.expected(request))
+
+    def arrive_through_prefill(self) -> None:
+        """Arrivals and ends of prefills up to now, in order of time; each may let the next prefill begin."""
+        while True:
+            arrival = self.arrival_s[self.next_arrival] if self.next_arrival < len(self.arrival_s) else NEVER
+            done = self.prefill_done[0][0] if self.prefill_done else NEVER
+            now = min(arrival, done)
+            if now > self.t:
+                break
+            if arrival <= done:
+                self.scheduler.submit(self.spec(self.next_arrival), now)
+                self.next_arrival += 1
+            else:
+                self.prefilled(heappop(self.prefill_done)[2], now)
+            self.dispatch(now)
+        self.dispatch(self.t)
+
+    def dispatch(self, now: float) -> None:
+        """Start prefills, unless too many requests are queued at workers already."""
+        if self.ranks.queued >= self.setting.pool:
+            return
+        for prefill in self.scheduler.dispatch(now):
+            tokens = self.scheduler.snapshot.requests[prefill.request].prompt_tokens
+            done = max(now, self.prefill_free_s[prefill.worker]) + tokens / self.prefill_rate
+            self.prefill_free_s[prefill.worker] = done
+            self.prefills += 1
+            if done <= now:
+                self.prefilled(prefill.request, now)
+            else:
+                heappush(self.prefill_done, (done, self.prefills, prefill.request))
+
+    def prefilled(self, request_id: str, now: float) -> None:
+        """The prefill is over: the request waits for a decode slot."""
+        request = int(request_id)
+        if self.recorder.ready_s[request] < 0:
+            self.recorder.ready_s[request] = now
+        tokens = self.scheduler.snapshot.requests[request_id].prompt_tokens
+        self.scheduler.prefilled(request_id, tokens, now, self.expected(request))
+
+    def spec(self, request: int) -> RequestSpec:
+        return RequestSpec(str(request), self.prompt_tokens[request], prompt_key=self.keys[request])
+
+    def expected(self, request: int) -> float | None:
+        return self.forecast.initial(request, self.prompt_tokens[request], self.keys[request])
+
+    @property
+    def waiting(self) -> int:
+        """Requests that wait for a slot, in the pool or at workers."""
+        return len(self.scheduler.snapshot.pool) + self.ranks.queued
+
+    # -- decisions --------------------------------------------------------------------------------------------
+
+    def decide(self) -> None:
+        """Let the policy run where there is something to decide, and bind what it admits."""
+        snapshot = self.scheduler.snapshot
+        if not len(snapshot.pool) or (self.policy.waits_for_slots and not snapshot.free_slots):
+            return
+        began = perf_counter()
+        admissions = self.scheduler.admit(self.t)
+        self.recorder.decision_us.append((perf_counter() - began) * 1e6)
+        for admission in admissions:
+            self.ranks.bind(int(admission.request), int(admission.worker[1:]))
+
+    def fill(self) -> None:
+        """The engine takes what was sent to it, as far as slots and memory go."""
+        evicted = self.ranks.overfull(self.steps)
+        for request in evicted:
+            self.recorder.recomputed += 1
+            self.tell_requeue(request)
+        seated, started = self.ranks.fill(self.steps)
+        for request in seated:
+            self.recorder.admit(request, self.steps, self.t)
+        for request in started:
+            self.forecast.started(request, self.steps, self.ranks.left[request])
+            self.tell_start(request)
+
+    # -- the engine's step ------------------------------------------------------------------------------------
+
+    def step(self) -> None:
+        """One barrier-to-barrier step of all workers."""
+        ranks, setting = self.ranks, self.setting
+        loads = ranks.loads
+        if setting.failures:
+            loads = [load for load, rank in zip(loads, ranks.ranks, strict=True) if rank.up]
+        slowest = max(ranks.loads)
+        if setting.speeds:
+            slowest_scaled = max(load * speed for load, speed in zip(ranks.loads, setting.speeds, strict=True))
+            duration = setting.step_cost_s * slowest_scaled + setting.step_overhead_s
+        else:
+            duration = setting.step_cost_s * slowest + setting.step_overhead_s
+        self.recorder.step(loads, sum(ranks.counts), self.t, duration)
+        if self.recorder.with_loads:
+            self.recorder.loads.extend(ranks.loads)
+        self.t += duration
+        self.steps += 1
+        ranks.grow()
+        self.telling.append(lambda: self.scheduler.step(self.t))
+        for request in ranks.finished(self.steps):
+            self.recorder.finished_s[request] = self.t
+            self.finished += 1
+            self.tell_finish(request)
+        self.told.append((self.steps, self.telling))
+        self.telling = []
+        while len(self.told) > setting.telemetry_lag_steps:
+            self.hear(*self.told.popleft())
+
+    def jump(self) -> None:
+        """Nothing runs: go to the next moment at which something happens."""
+        if self.told or self.telling:
+            self.hear_all()
+            return
+        moments = [change[0] for change in self.changes[:1]]
+        moments += [entry[0] for entry in self.prefill_done[:1]]
+        if self.next_arrival < len(self.arrival_s):
+            moments.append(self.arrival_s[self.next_arrival])
+        later = [moment for moment in moments if moment > self.t]
+        if not later:
+            raise InvariantError(f"at {self.t:.3f} s nothing runs and {self.waiting} requests wait for ever")
+        self.t = min(later)
+
+    # -- what the router hears --------------------------------------------------------------------------------
+
+    def tell_start(self, request: int) -> None:
+        self.telling.append(lambda: self.scheduler.start(str(request), self.t))
+
+    def tell_finish(self, request: int) -> None:
+        self.telling.append(lambda: self.scheduler.finish(str(request), RequestOutcome.FINISHED, self.t))
+
+    def tell_requeue(self, request: int) -> None:
+        self.telling.append(lambda: self.scheduler.requeue(str(request), self.t))
+
+    def hear(self, step: int, events: list[Callable[[], object]]) -> None:
+        """The router learns what happened up to the end of a step, and renews its forecasts."""
+        for event in events:
+            event()
+        self.forecast.renew(self.scheduler, step, self.t)
+
+    def hear_all(self) -> None:
+        """The router catches up with the engine."""
+        while self.told:
+            self.hear(*self.told.popleft())
+        events, self.telling = self.telling, []
+        for event in events:
+            event()
+
+    def change_workers(self) -> None:
+        """Carry out the failures and recoveries that are due."""
+        while self.changes and self.changes[0][0] <= self.t:
+            _, index, state = self.changes.pop(0)
+            self.hear_all()
+            self.scheduler.set_worker_state(f"d{index}", state, self.t)
+            if state is WorkerState.UP:
+                self.ranks.ranks[index].up = True
+                continue
+            for request in self.ranks.fail(index, self.steps):
+                self.recorder.recomputed += 1
+                self.scheduler.requeue(str(request), self.t)

@@ -1,0 +1,219 @@
+"""The scheduler under random events, for every policy.
+
+After every call the snapshot equals its recount. Before every decision the state goes through JSON and `explain` must
+come to the decision that the scheduler then takes. At the end the journal of the whole run must replay byte for byte.
+"""
+
+import json
+import shutil
+import tempfile
+from pathlib import Path
+
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from balanceroute.core.policies import POLICIES, PolicySettings
+from balanceroute.core.scheduler import SchedulerConfig
+from balanceroute.core.state import state_to_dict
+from balanceroute.core.types import Outcome, Phase, Reject, RequestSpec, Role, WorkerSpec, WorkerState
+from balanceroute.explain import explain
+from balanceroute.journal import RecordingScheduler, replay
+
+HORIZON = 6
+prompt_sizes = st.one_of(st.integers(1, 20), st.integers(1, 3_000))
+remaining = st.one_of(st.none(), st.floats(0, HORIZON + 1))
+outcomes = st.sampled_from([Outcome.FINISHED, Outcome.FAILED, Outcome.CANCELLED])
+policy_settings = st.builds(
+    PolicySettings,
+    policy=st.sampled_from(sorted(POLICIES)),
+    horizon_steps=st.sampled_from([0, 1, 2, HORIZON]),
+    beta=st.sampled_from([None, 3.0]),
+    s_greedy=st.integers(0, 4),
+    r_max=st.integers(1, 5),
+    candidate_order=st.sampled_from(["fifo", "ascending", "descending"]),
+    slack_placement=st.sampled_from(["free_slots", "load"]),
+    guard=st.sampled_from(["pool", "head"]),
+    max_wait_s=st.sampled_from([0.0, 3.0, 60.0]),
+    hold_s=st.sampled_from([0.0, 0.5]),
+    seed=st.integers(0, 3),
+)
+
+
+def with_bypass(drawn: PolicySettings, bypass: bool) -> PolicySettings:
+    """The same with the pool bypass, where the policy has one."""
+    if not bypass or drawn.policy != "br_0":
+        return drawn
+    return PolicySettings(policy="br_0", beta=drawn.beta, pool_bypass=True, bypass_margin=1)
+
+
+class SchedulerMachine(RuleBasedStateMachine):
+    """Every call of the scheduler's API, in any legal order."""
+
+    lock_step = False
+
+    @initialize(drawn=policy_settings, bypass=st.booleans(), slots=st.lists(st.integers(1, 4), min_size=1, max_size=4))
+    def begin(self, drawn: PolicySettings, bypass: bool, slots: list[int]) -> None:
+        self.settings = with_bypass(drawn, bypass)
+        self.folder = Path(tempfile.mkdtemp())
+        config = SchedulerConfig(
+            max_queued=4, max_pooled=8, pool_ttl_s=30.0, queue_deadline_s=20.0, refresh_every_tokens=3,
+            lock_step=self.lock_step,
+        )  # fmt: skip
+        self.scheduler = RecordingScheduler(self.settings, config, self.folder / "journal.jsonl")
+        self.now = 0.0
+        self.arrivals = self.left = 0
+        self.admitted: set[str] = set()
+        for index in range(2):
+            self.scheduler.add_worker(WorkerSpec(f"p{index}", Role.PREFILL), self.now)
+        for index, count in enumerate(slots):
+            self.scheduler.add_worker(WorkerSpec(f"d{index}", Role.DECODE, slots=count, speed=1 + index / 4), self.now)
+
+    def some(self, pick: int, *phases: Phase) -> str | None:
+        """One of the requests in these phases."""
+        ids = [tracker.id for tracker in self.scheduler.snapshot.requests.values() if tracker.phase in phases]
+        return ids[pick % len(ids)] if ids else None
+
+    @rule(size=prompt_sizes, priority=st.integers(-1, 1))
+    def submit(self, size: int, priority: int) -> None:
+        self.arrivals += 1
+        refused = self.scheduler.submit(RequestSpec(f"r{self.arrivals}", size, priority), self.now)
+        self.left += isinstance(refused, Reject)
+
+    @rule(size=prompt_sizes, guess=remaining)
+    def submit_prefilled(self, size: int, guess: float | None) -> None:
+        self.arrivals += 1
+        self.scheduler.submit_prefilled(RequestSpec(f"r{self.arrivals}", size), self.now, guess)
+
+    @rule(sizes=st.lists(prompt_sizes, min_size=1, max_size=6))
+    def burst(self, sizes: list[int]) -> None:
+        for size in sizes:
+            self.submit_prefilled(size, None)
+
+    @rule()
+    def dispatch(self) -> None:
+        for action in self.scheduler.dispatch(self.now):
+            assert self.scheduler.snapshot.prefiller(action.worker).state is WorkerState.UP
+
+    @rule(pick=st.integers(0, 99), size=prompt_sizes, guess=remaining, fails=st.booleans())
+    def end_prefill(self, pick: int, size: int, guess: float | None, fails: bool) -> None:
+        if request := self.some(pick, Phase.PREFILLING):
+            if fails:
+                self.scheduler.prefill_failed(request, self.now)
+            else:
+                self.scheduler.prefilled(request, size, self.now, guess)
+
+    @rule(passes=st.floats(0, 8))
+    def time_passes(self, passes: float) -> None:
+        self.now += passes
+
+    @rule()
+    def admit(self) -> None:
+        state = json.loads(json.dumps(state_to_dict(self.settings, self.scheduler.snapshot, self.now)))
+        foreseen = explain(state)
+        free = {worker.spec.id: worker.free_slots for worker in self.scheduler.snapshot.workers}
+        admissions = self.scheduler.admit(self.now)
+        assert list(foreseen.admissions) == admissions
+        for action in admissions:
+            assert action.request not in self.admitted, "INV-4: one admission per request"
+            self.admitted.add(action.request)
+            free[action.worker] -= 1
+            assert self.scheduler.snapshot.worker(action.worker).state is WorkerState.UP
+        if self.scheduler.policy.waits_for_slots:
+            assert min(free.values(), default=0) >= 0, "INV-2: no more requests than slots"
+            idle = len(self.scheduler.snapshot.pool) and self.scheduler.snapshot.free_slots
+            assert not idle or self.scheduler.recheck_s(self.now) > self.now, "INV-8: idle slots need a reason"
+            assert not idle or self.settings.policy == "target_fit"
+        if self.lock_step:
+            for action in admissions:
+                self.scheduler.start(action.request, self.now)
+
+    @precondition(lambda self: not self.lock_step)
+    @rule(pick=st.integers(0, 99), tokens=st.integers(0, 4))
+    def progress(self, pick: int, tokens: int) -> None:
+        if request := self.some(pick, Phase.DECODING):
+            self.scheduler.progress(request, tokens, self.now)
+
+    @precondition(lambda self: self.lock_step)
+    @rule(times=st.integers(1, 4))
+    def step(self, times: int) -> None:
+        for _ in range(times):
+            self.scheduler.step(self.now)
+
+    @rule(guess=st.floats(0, HORIZON + 1))
+    def refresh_what_is_due(self, guess: float) -> None:
+        for tracker in self.scheduler.due_refreshes():
+            self.scheduler.refresh(tracker.id, guess, self.now)
+
+    @rule(pick=st.integers(0, 99), outcome=outcomes)
+    def finish(self, pick: int, outcome: Outcome) -> None:
+        if request := self.some(pick, Phase.QUEUED, Phase.PREFILLING, Phase.POOLED, Phase.DECODING):
+            self.scheduler.finish(request, outcome, self.now)
+            self.left += 1
+
+    @rule(pick=st.integers(0, 99))
+    def requeue(self, pick: int) -> None:
+        if request := self.some(pick, Phase.POOLED, Phase.DECODING):
+            self.scheduler.requeue(request, self.now)
+            self.admitted.discard(request)
+
+    @rule()
+    def expire(self) -> None:
+        self.left += len(self.scheduler.expire(self.now))
+
+    @rule(pick=st.integers(0, 3), state=st.sampled_from(WorkerState), prefill=st.booleans())
+    def set_worker_state(self, pick: int, state: WorkerState, prefill: bool) -> None:
+        workers = self.scheduler.snapshot.prefillers if prefill else self.scheduler.snapshot.workers
+        self.scheduler.set_worker_state(workers[pick % len(workers)].spec.id, state, self.now)
+
+    @rule(usage=st.sampled_from([0.1, 1.0]))
+    def report_prefiller(self, usage: float) -> None:
+        self.scheduler.report_prefiller("p0", usage, self.now)
+
+    @rule(stops=st.booleans())
+    def drain(self, stops: bool) -> None:
+        self.scheduler.draining = stops
+
+    @rule()
+    def replace_an_empty_worker(self) -> None:
+        for worker in self.scheduler.snapshot.workers:
+            if not worker.active:
+                self.scheduler.remove_worker(worker.spec.id, self.now)
+                self.scheduler.add_worker(worker.spec, self.now)
+                return
+
+    @invariant()
+    def everything_equals_its_recount(self) -> None:
+        snapshot = self.scheduler.snapshot
+        snapshot.check_invariants()
+        assert self.arrivals == self.left + len(snapshot.requests), "INV-1"
+
+    def teardown(self) -> None:
+        if not hasattr(self, "scheduler"):
+            return
+        for request in list(self.scheduler.snapshot.requests):
+            self.scheduler.finish(request, Outcome.CANCELLED, self.now)
+        snapshot = self.scheduler.snapshot
+        snapshot.check_invariants()
+        held = [(w.load, len(w.active)) for w in snapshot.workers]
+        held += [(p.inflight + p.pinned, p.inflight_tokens + p.pinned_tokens) for p in snapshot.prefillers]
+        assert all(pair == (0, 0) for pair in held) and snapshot.pool.tokens == 0, (
+            "INV-5: all counters are back at zero"
+        )
+        self.scheduler.close()
+        report = replay(self.folder / "journal.jsonl")
+        shutil.rmtree(self.folder)
+        assert report.difference is None, report.difference
+
+
+class LockStepMachine(SchedulerMachine):
+    """The same for a driver that steps the engine itself."""
+
+    lock_step = True
+
+
+CHEAP = settings(max_examples=200, stateful_step_count=40, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+TestLiveDriver = SchedulerMachine.TestCase
+TestLiveDriver.settings = CHEAP
+TestLockStepDriver = LockStepMachine.TestCase
+TestLockStepDriver.settings = CHEAP

@@ -1,0 +1,89 @@
+"""`balanceroute emulate`: flags, the configuration it writes, the running command."""
+
+import asyncio
+import os
+import signal
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from balanceroute.cli.emulate import DECODE_PORT_OFFSET, configuration, write_yaml
+from balanceroute.config import load
+from balanceroute.emulator import ClusterShape, EmulatedCluster
+
+
+def a_configuration(**shape: Any) -> dict[str, Any]:
+    async def build() -> dict[str, Any]:
+        async with EmulatedCluster(ClusterShape(**shape), listen=False) as cluster:
+            return configuration(cluster)
+
+    return asyncio.run(build())
+
+
+@pytest.mark.parametrize("connector", ["mooncake_v1", "nixl", "mooncake_layerwise"])
+@pytest.mark.parametrize("lease_s", [None, 6.0], ids=["usual lease", "short lease"])
+def test_the_written_configuration_is_one_that_serve_takes(
+    tmp_path: Path, connector: str, lease_s: float | None
+) -> None:
+    file = tmp_path / "cluster.yaml"
+    write_yaml(file, a_configuration(prefillers=2, decoders=4, ranks_per_url=2, connector=connector, lease_s=lease_s))
+    config = load(file, {})
+    assert [worker.dp_rank for worker in config.decode.workers] == [0, 1, 0, 1]
+    assert (len(config.prefill.workers), config.routing.policy, config.decode.max_num_seqs) == (2, "br_h", 8)
+    assert lease_s is None or config.pool_ttl_s == 3.0
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        (["--prefill", "0"], "--prefill"),
+        (["--nope"], "--nope"),
+        (["--connector", "foo"], "mooncake_v1, nixl, mooncake_layerwise"),
+        (["--output-lengths", "lognormal:3"], "lognormal:MEDIAN,SIGMA"),
+        (["--time-scale", "0"], "time scale"),
+    ],
+)
+def test_a_bad_flag_ends_in_one_line_and_exit_code_2(flags: list[str], words: str) -> None:
+    command = [sys.executable, "-m", "balanceroute", "emulate", *flags]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=30, check=False)
+    assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1)
+    assert words in done.stderr
+
+
+def free_base_port() -> int:
+    """A port that is free together with the one for the first decode rank."""
+    while True:
+        with socket.socket() as low, socket.socket() as high:
+            low.bind(("127.0.0.1", 0))
+            port = low.getsockname()[1]
+            if port + DECODE_PORT_OFFSET < 65_536 and high.connect_ex(("127.0.0.1", port + DECODE_PORT_OFFSET)):
+                return int(port)
+
+
+@pytest.mark.e2e
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT], ids=["SIGTERM", "SIGINT"])
+def test_the_command_serves_until_a_signal_and_ends_cleanly_with_a_stream_open(
+    tmp_path: Path, number: signal.Signals
+) -> None:
+    port, file = free_base_port(), tmp_path / "cluster.yaml"
+    command = [sys.executable, "-m", "balanceroute", "emulate", "--prefill", "1", "--decode", "1"]
+    command += ["--base-port", str(port), "--write-config", str(file)]
+    environ = os.environ | {"PYTHONUNBUFFERED": "1"}
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environ) as process:
+        assert process.stdout is not None and process.stderr is not None
+        assert "emulating 1 prefillers" in process.stdout.readline()
+        body = {"prompt": "hello", "max_tokens": 5000, "stream": True}
+        with (
+            httpx.Client(trust_env=False) as client,
+            client.stream("POST", f"http://127.0.0.1:{port + DECODE_PORT_OFFSET}/v1/completions", json=body) as reply,
+        ):
+            assert next(reply.iter_lines()).startswith("data: {")
+            process.send_signal(number)
+            assert process.wait(timeout=10) == 0
+        assert process.stderr.read() == ""
+    assert load(file, {}).prefill.workers[0].url == f"http://127.0.0.1:{port}"

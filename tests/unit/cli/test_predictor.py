@@ -1,0 +1,97 @@
+import json
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from balanceroute.cli import app
+from balanceroute.errors import BalanceRouteError
+from balanceroute.prediction import FinishedRequest, History
+
+KEYS = {"auc", "brier", "conditional_mae", "samples", "finish_rate", "calibration", "us_per_call"}
+
+
+@pytest.fixture
+def trace(tmp_path: Path) -> Path:
+    """Eight prompts that recur every four seconds, each with its own output length."""
+    path = tmp_path / "trace.csv"
+    rows = [f"{at * 0.5},{1000 + at % 8},{100 + 40 * (at % 8)},k{at % 8}" for at in range(800)]
+    path.write_text("\n".join(["arrival_s,prompt_tokens,output_tokens,prompt_key", *rows]) + "\n")
+    return path
+
+
+def run(*arguments: object) -> str:
+    result = CliRunner().invoke(app, ["predictor", *map(str, arguments)], catch_exceptions=False)
+    assert result.exit_code == 0, result.output
+    return result.output
+
+
+def evaluated(*arguments: object) -> dict[str, float]:
+    found = json.loads(run("evaluate", *arguments, "--json"))
+    assert set(found) >= KEYS
+    return found
+
+
+def test_prompts_that_recur_are_known_to_exact_match_and_not_to_survival(trace: Path) -> None:
+    survival = evaluated("--trace", trace, "--kind", "survival", "--horizon", 80)
+    exact = evaluated("--trace", trace, "--kind", "exact_match", "--horizon", 80)
+
+    assert exact["auc"] == 1.0 > survival["auc"]
+    assert exact["conditional_mae"] == 0.0 < survival["conditional_mae"]
+    assert exact["samples"] == survival["samples"] > 1000
+
+
+def test_a_fitted_model_is_judged_as_a_training_trace_is(trace: Path, tmp_path: Path) -> None:
+    model = tmp_path / "model.npz"
+
+    assert json.loads(run("fit", "--trace", trace, "--kind", "exact_match", "--out", model, "--json"))["rows"] == 800
+
+    by_model = evaluated("--trace", trace, "--model", model)
+    by_train = evaluated("--trace", trace, "--train", trace, "--kind", "exact_match")
+    assert {name: by_model[name] for name in KEYS - {"us_per_call"}} == {
+        name: by_train[name] for name in KEYS - {"us_per_call"}
+    }
+
+
+def test_a_routers_history_can_be_fitted_from(trace: Path, tmp_path: Path) -> None:
+    history = History(tmp_path / "history.sqlite3")
+    history.add(FinishedRequest("k1", 1001, 140, "stop", 5.0))
+    history.close()
+
+    run("fit", "--history", tmp_path / "history.sqlite3", "--out", tmp_path / "m.npz")
+
+    assert evaluated("--trace", trace, "--model", tmp_path / "m.npz")["samples"] > 0
+
+
+def test_people_get_a_table_and_a_reliability_diagram(trace: Path, tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    output = run("evaluate", "--trace", trace, "--kind", "exact_match", "--online", "--plot", tmp_path / "r.png")
+
+    assert "conditional_mae" in output
+    assert "calibration" in output
+    assert (tmp_path / "r.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "reason"),
+    [
+        (["fit", "--out", "m.npz"], "either --trace or --history"),
+        (["fit", "--history", "missing.sqlite3", "--out", "m.npz"], "not a readable prediction history"),
+        (["fit", "--trace", "{trace}", "--kind", "oracle", "--out", "m.npz"], "'oracle' is none of"),
+        (["evaluate", "--trace", "{trace}", "--model", "missing.npz"], "cannot be read"),
+        (["evaluate", "--trace", "{trace}", "--model", "a", "--train", "b"], "not both"),
+        (["evaluate", "--trace", "missing.csv"], "missing.csv"),
+    ],
+    ids=["nothing to fit", "no history", "unknown kind", "no model", "two sources", "no trace"],
+)
+def test_bad_input_is_one_clear_error(
+    arguments: list[str], reason: str, trace: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(BalanceRouteError, match=reason):
+        CliRunner().invoke(app, ["predictor", *(a.format(trace=trace) for a in arguments)], catch_exceptions=False)
+
+
+@pytest.mark.parametrize("command", ["fit", "evaluate"])
+def test_help_shows_an_example(command: str) -> None:
+    assert "Example: balanceroute predictor" in run(command, "--help")

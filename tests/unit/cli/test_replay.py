@@ -1,0 +1,74 @@
+"""`balanceroute replay` from the outside."""
+
+import gzip
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+from balanceroute.cli import main
+
+KEYS = """load_spread_mean excess_mean imbalance_mean step_time_mean_s tpot_p50_s tpot_p95_s throughput_tok_s
+wait_p50_s wait_p99_s wait_max_s makespan_s balance steps admitted decision_p50_us decision_p99_us""".split()
+SMALL = ["--trace", "capped", "--max-requests", "60", "--workers", "2", "--slots", "4", "--pool", "8"]
+
+
+def run(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
+    monkeypatch.setattr(sys, "argv", ["balanceroute", "replay", *arguments])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    code = ended.value.code
+    return code if isinstance(code, int) else 0
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["--policy", "br_0", "--param", "s_greedy=0"],
+        ["--policy", "br_h", "--predictor", "survival", "--train", "capped"],
+        ["--policy", "least_kv", "--prefillers", "1", "--transfer-steps", "2", "--telemetry-lag", "1"],
+        ["--policy", "pool_fifo", "--kv-capacity", "60000", "--speeds", "1,1.2", "--fail", "1@50-100"],
+    ],
+    ids=["params", "predictor", "prefill tier, transfer, lag", "capacity, speeds, failure"],
+)
+def test_every_figure_of_the_contract_is_in_the_json(
+    arguments: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(monkeypatch, *SMALL, *arguments, "--json") == 0
+    figures = json.loads(capsys.readouterr().out)
+    assert set(KEYS) <= set(figures)
+    assert figures["admitted"] == 60
+
+
+@pytest.mark.parametrize("name", ["series.csv", "series.csv.gz"])
+def test_the_series_has_one_row_per_step_and_one_column_per_worker(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / name
+    assert run(monkeypatch, *SMALL, "--policy", "br_0", "--series", str(path), "--json") == 0
+    data = path.read_bytes()
+    lines = (gzip.decompress(data) if name.endswith(".gz") else data).decode().splitlines()
+    assert lines[0] == "step,start_s,d0,d1"
+    assert len(lines) == 1 + json.loads(capsys.readouterr().out)["steps"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "reason"),
+    [
+        (["--trace", "nowhere.csv"], "no such file"),
+        (["--policy", "magic"], "magic"),
+        (["--predictor", "exact_match"], "--train"),
+        (["--param", "bta=1"], "--param bta=1"),
+        (["--speeds", "1,x"], "--speeds 1,x"),
+        (["--fail", "soon"], "--fail soon"),
+        (["--workers", "0"], "workers must be at least 1"),
+    ],
+)
+def test_bad_input_is_one_line_and_exit_code_2(
+    arguments: list[str], reason: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(monkeypatch, *arguments) == 2
+    message = capsys.readouterr().err
+    assert reason in message
+    assert message.count("\n") == 1

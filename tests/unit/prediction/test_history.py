@@ -1,0 +1,229 @@
+import logging
+import signal
+import sqlite3
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
+from pathlib import Path
+
+import pytest
+
+from balanceroute.prediction import FinishedRequest, History
+from balanceroute.prediction.history import SCHEMA_VERSION
+
+from .builders import a_finish, finishes
+
+NOW = 1_000_000.0
+
+
+@contextmanager
+def opened(path: Path, **options: float) -> Iterator[History]:
+    history = History(path, clock=lambda: NOW, **options)  # type: ignore[arg-type]
+    try:
+        yield history
+    finally:
+        history.close()
+
+
+def stored(path: Path, *rows: FinishedRequest) -> None:
+    with opened(path) as history:
+        for row in rows:
+            history.add(row)
+
+
+def loaded(path: Path, **options: float) -> list[FinishedRequest]:
+    with opened(path, **options) as history:
+        return history.load()
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    return tmp_path / "deep" / "history.sqlite3"
+
+
+def test_a_restart_finds_every_row_and_the_same_salt(path: Path) -> None:
+    rows = [a_finish(5, key="k", at_s=1.0), a_finish(7, reason="cancelled", prompt_tokens=9, at_s=2.0)]
+    with opened(path) as history:
+        for row in rows:
+            history.add(row)
+        salt = history.salt
+
+    with opened(path) as again:
+        assert again.load() == rows
+        assert again.salt == salt
+        assert again.stats.rows == 2
+
+
+def test_two_files_never_share_a_salt(path: Path) -> None:
+    with opened(path) as one, opened(path.with_name("other")) as other:
+        assert one.salt != other.salt
+
+
+def test_rows_are_on_disk_once_flushed(path: Path) -> None:
+    with opened(path, batch_s=60.0) as history:
+        history.add(a_finish(5))
+        assert history.flush()
+
+        with closing(sqlite3.connect(path)) as reader:
+            assert reader.execute("SELECT output_tokens FROM finished").fetchall() == [(5,)]
+
+
+def test_the_file_is_bounded_by_rows_and_keeps_the_newest(path: Path) -> None:
+    with opened(path, max_rows=10) as history:
+        for row in finishes(*range(1, 96)):
+            history.add(row)
+
+    assert [row.output_tokens for row in loaded(path)] == list(range(86, 96))
+
+
+def test_the_file_is_bounded_by_age(path: Path) -> None:
+    stored(path, a_finish(5, at_s=NOW - 61.0), a_finish(7, at_s=NOW - 59.0))
+
+    assert [row.output_tokens for row in loaded(path, max_age_s=60.0)] == [7]
+    assert [row.output_tokens for row in loaded(path)] == [7]
+
+
+WRITER = """
+import sys
+from balanceroute.prediction import FinishedRequest, History
+history = History(sys.argv[1], batch_s=0.02)
+n = 0
+while True:
+    n += 1
+    history.add(FinishedRequest("k", 1, n))
+    if n % 200 == 0:
+        history.flush()
+        print(n, flush=True)
+"""
+
+
+def test_kill_9_loses_at_most_what_was_not_flushed_and_never_the_file(path: Path) -> None:
+    path.parent.mkdir()
+    for _ in range(2):
+        before = len(loaded(path)) if path.exists() else 0
+        with subprocess.Popen([sys.executable, "-c", WRITER, str(path)], stdout=subprocess.PIPE) as child:
+            assert child.stdout is not None
+            flushed = [int(child.stdout.readline()) for _ in range(3)][-1]
+            child.send_signal(signal.SIGKILL)
+        rows = loaded(path)
+        assert len(rows) >= before + flushed
+        assert [row.output_tokens for row in rows[before:]] == list(range(1, len(rows) - before + 1))
+    assert list(path.parent.glob("*damaged*")) == []
+
+
+@pytest.mark.parametrize("kept", [0, 5000], ids=["not a database", "torn in the middle"])
+def test_a_damaged_file_is_moved_aside_and_a_new_one_begun(
+    path: Path, kept: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    stored(path, *finishes(*range(1, 500)))
+    content = path.read_bytes()
+    damaged = content[:kept] + b"\xa5" * (len(content) - kept)
+    path.write_bytes(damaged)
+
+    with caplog.at_level(logging.WARNING):
+        assert loaded(path) == []
+
+    assert [record.levelname for record in caplog.records] == ["WARNING"]
+    assert "damaged" in caplog.text
+    (aside,) = path.parent.glob("*.damaged-*")
+    assert aside.read_bytes() == damaged
+    stored(path, a_finish(5))
+    assert len(loaded(path)) == 1
+
+
+def test_two_files_damaged_in_one_second_are_both_kept(path: Path) -> None:
+    path.parent.mkdir()
+    for content in (b"x" * 5000, b"y" * 5000):
+        path.write_bytes(content)
+        assert loaded(path) == []
+
+    assert len(list(path.parent.glob("*.damaged-*"))) == 2
+
+
+def run_without_it(path: Path, caplog: pytest.LogCaptureFixture, reason: str) -> None:
+    with caplog.at_level(logging.WARNING), opened(path) as history:
+        history.add(a_finish(5))
+        assert history.flush()
+        assert history.load() == []
+        assert not history.stats.persistent
+    assert [reason in record.getMessage() for record in caplog.records] == [True]
+
+
+def test_a_file_of_a_newer_version_is_left_alone(path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    stored(path, a_finish(5))
+    with closing(sqlite3.connect(path)) as writer:
+        writer.execute(f"PRAGMA user_version = {SCHEMA_VERSION + 1}")
+    content = path.read_bytes()
+
+    run_without_it(path, caplog, "newer version")
+
+    assert path.read_bytes() == content
+
+
+def test_somebody_elses_database_is_left_alone(path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    path.parent.mkdir()
+    with closing(sqlite3.connect(path)) as writer, writer:
+        writer.execute("CREATE TABLE precious (x)")
+    content = path.read_bytes()
+
+    run_without_it(path, caplog, "another program")
+
+    assert path.read_bytes() == content
+
+
+def test_a_path_that_cannot_be_opened_is_one_line_and_no_crash(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "file").write_text("")
+
+    run_without_it(tmp_path / "file" / "history", caplog, "cannot be opened")
+
+
+def test_a_file_that_another_process_locks_is_not_taken_for_damaged(
+    path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stored(path, a_finish(5))
+    monkeypatch.setattr("balanceroute.prediction.history.LOCK_WAIT_S", 0.01)
+    with closing(sqlite3.connect(path, isolation_level=None)) as other:
+        other.execute("BEGIN EXCLUSIVE")
+        run_without_it(path, caplog, "locked")
+        other.execute("ROLLBACK")
+
+    assert len(loaded(path)) == 1
+
+
+def test_rows_that_cannot_be_written_are_counted_and_said_once(path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING), opened(path) as history:
+        with closing(sqlite3.connect(path)) as saboteur:
+            saboteur.execute("ALTER TABLE finished RENAME TO elsewhere")
+        for _ in range(2):
+            history.add(a_finish(5))
+            assert history.flush()
+        assert (history.stats.dropped, history.stats.rows) == (2, 0)
+        with closing(sqlite3.connect(path)) as saboteur:
+            saboteur.execute("ALTER TABLE elsewhere RENAME TO finished")
+        history.add(a_finish(5))
+        assert history.flush()
+        assert history.stats.rows == 1
+
+    assert ["cannot be written" in r.getMessage() for r in caplog.records] == [True, False]
+
+
+def test_without_a_path_nothing_is_kept() -> None:
+    history = History(None)
+    history.add(a_finish(5))
+    history.close()
+
+    assert history.load() == []
+    assert not history.stats.persistent
+
+
+def test_what_is_added_after_closing_is_counted_as_dropped(path: Path) -> None:
+    history = History(path)
+    history.close()
+    history.close()
+
+    history.add(a_finish(5))
+
+    assert history.stats.dropped == 1

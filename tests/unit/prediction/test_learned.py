@@ -1,0 +1,206 @@
+import asyncio
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from balanceroute.errors import ConfigError, InputError
+from balanceroute.prediction import (
+    FinishedRequest,
+    LearnedPredictor,
+    Model,
+    Refitter,
+    SurvivalPredictor,
+    build_predictor,
+    evaluate,
+    load_model,
+    save_model,
+)
+from balanceroute.prediction.evaluation import STEP_S, time_split
+from balanceroute.prediction.features import NAMES, KeyMemory, training_set
+from balanceroute.prediction.learned import _calibrate
+from balanceroute.prediction.observations import Observations, key_id
+
+from .builders import a_finish, finishes
+
+H = 80
+
+
+def history(n: int = 1200, seed: int = 0) -> list[FinishedRequest]:
+    """Outputs near a tenth of the prompt, so that the size of a prompt says what is left; one in ten cut short."""
+    rng = np.random.default_rng(seed)
+    prompts = rng.integers(500, 6000, n)
+    outputs = np.maximum(1, prompts // 10 + rng.integers(-5, 6, n))
+    rows = [
+        FinishedRequest(
+            f"k{prompt}", int(prompt), int(output), "cancelled" if at % 10 == 9 else "stop", at + STEP_S * int(output)
+        )
+        for at, (prompt, output) in enumerate(zip(prompts, outputs, strict=True))
+    ]
+    return sorted(rows, key=lambda row: row.finished_s)
+
+
+@pytest.fixture(scope="module")
+def grown() -> LearnedPredictor:
+    pytest.importorskip("sklearn")
+    predictor = LearnedPredictor(H)
+    predictor.start(time_split(history())[0])
+    predictor.grow()
+    return predictor
+
+
+def test_it_learns_what_the_marginal_distribution_cannot_know(grown: LearnedPredictor) -> None:
+    train, test = time_split(history())
+    survival = SurvivalPredictor(H)
+    survival.start(train)
+
+    learned, marginal = evaluate(grown, test, H), evaluate(survival, test, H)
+
+    assert learned.auc is not None and marginal.auc is not None
+    assert learned.auc > 0.97 > marginal.auc
+    assert learned.c_hat_mae < 0.5 * marginal.c_hat_mae
+    assert learned.calibration_error < 0.05
+
+
+def test_answers_stay_inside_the_contract(grown: LearnedPredictor) -> None:
+    stages = grown.predict(np.array([0, 5, 10**6]), np.array([1, 10**6, 0]), ["", "k", "k600"])
+
+    assert ((stages.p_finish >= 0) & (stages.p_finish <= 1)).all()
+    assert ((stages.mean_if_finished > 0) & (stages.mean_if_finished <= H)).all()
+    assert grown.predict_one(5, 10**6, "k") == pytest.approx((stages.p_finish[1], stages.mean_if_finished[1]))
+    assert grown.predict(np.array([], dtype=np.int64), np.array([], dtype=np.int64), []).p_finish.shape == (0,)
+
+
+def test_the_arrays_answer_as_scikit_learn_does() -> None:
+    ensemble = pytest.importorskip("sklearn.ensemble")
+    from balanceroute.prediction.trees import flatten
+
+    rng = np.random.default_rng(0)
+    features = rng.normal(size=(len(NAMES), 600)).astype(np.float32)
+    labels = (features[0] + features[3] * features[5] > 0).astype(int)
+    options = {"max_iter": 60, "max_depth": 3, "min_samples_leaf": 100}
+    estimator = ensemble.HistGradientBoostingClassifier(**options).fit(features.T, labels)
+    expected = estimator.decision_function(features.T)
+
+    trees = flatten(estimator, features[:, :100], expected[:100])
+
+    assert trees.raw(features) == pytest.approx(expected, abs=1e-4)
+    with pytest.raises(ValueError, match="unknown form"):
+        flatten(estimator, features[:, :100], expected[100:200])
+
+
+def test_with_too_little_history_the_marginal_distribution_answers() -> None:
+    predictor = LearnedPredictor(H)
+    predictor.start(finishes(60, 60, 500))
+    predictor.grow()
+
+    assert predictor.predict_one(0, 100, "") == pytest.approx((2 / 3, 60.0))
+    assert predictor.predict(np.array([0]), np.array([100]), [""]).p_finish[0] == pytest.approx(2 / 3)
+
+
+def test_growing_without_scikit_learn_is_one_clear_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "sklearn.ensemble", None)
+    predictor = LearnedPredictor(H)
+    predictor.start(history(300))
+
+    with pytest.raises(ConfigError, match=r"balanceroute\[learned\]"):
+        predictor.grow()
+
+
+def test_training_samples_see_only_what_had_finished_before() -> None:
+    rows = [a_finish(100, key="k", at_s=100.0), a_finish(300, key="k", at_s=104.0), a_finish(90, key="k", at_s=200.0)]
+
+    samples = training_set(Observations.of(rows), H, max_samples=1000)
+
+    seen = NAMES.index("key_seen")
+    last = NAMES.index("key_last_left")
+    at_age = {(int(a), int(r)): (s, x) for a, r, s, x in zip(
+        samples.features[0], samples.remaining, samples.features[seen], samples.features[last], strict=True
+    )}  # fmt: skip
+    assert at_age[0, 300] == (0, KeyMemory.UNKNOWN[1])  # started at 89 s
+    assert at_age[200, 100] == (0, KeyMemory.UNKNOWN[1])  # at 99 s
+    assert at_age[240, 60] == (1, 100 - 240)  # at 101 s, after the first one ended
+    assert at_age[40, 50] == (2, 300 - 40)
+
+
+def test_training_walks_every_age_and_what_was_cut_short_only_as_far_as_it_testifies() -> None:
+    rows = [a_finish(100), a_finish(200, reason="cancelled", at_s=1.0), a_finish(79, reason="cancelled", at_s=2.0)]
+
+    samples = training_set(Observations.of(rows), H, max_samples=1000)
+
+    walked = sorted(
+        zip(samples.features[0].tolist(), samples.remaining.tolist(), samples.finishes.tolist(), strict=True)
+    )
+    assert walked == [(0, 0, 0), (0, 100, 0), (40, 0, 0), (40, 60, 1), (80, 0, 0), (80, 20, 1), (120, 0, 0)]
+
+
+def test_above_the_limit_a_random_part_is_trained_on() -> None:
+    assert len(training_set(Observations.of(history(200)), H, max_samples=50).finishes) == 50
+
+
+def test_a_poorly_calibrated_score_is_corrected() -> None:
+    rng = np.random.default_rng(0)
+    truth = rng.normal(size=5000)
+    labels = (rng.random(5000) < 1 / (1 + np.exp(-truth))).astype(np.int64)
+
+    slope, shift, error = _calibrate(4.0 * truth + 2.0, labels)
+
+    assert (slope, shift) == (pytest.approx(0.25, abs=0.03), pytest.approx(-0.5, abs=0.1))
+    assert error < 0.03
+    assert _calibrate(truth, labels)[:2] == (1.0, 0.0)
+
+
+def test_the_memory_of_keys_is_bounded_and_drops_the_longest_unseen() -> None:
+    memory = KeyMemory(max_keys=2)
+
+    for key, output in [(1, 10), (2, 20), (1, 20), (3, 30), (0, 40)]:
+        memory.observe(key, output)
+
+    assert len(memory) == 2
+    assert memory.get(2) is None
+    assert memory.get(1) == (2.0, 20.0, pytest.approx(13.0))
+
+
+def test_a_refit_grows_in_a_process_of_its_own_and_swaps_in() -> None:
+    pytest.importorskip("sklearn")
+
+    async def scenario() -> LearnedPredictor:
+        predictor = LearnedPredictor(H)
+        predictor.start(history(400))
+        refitter = Refitter(predictor)
+        assert await refitter.refit()
+        running = asyncio.ensure_future(refitter.run())
+        await asyncio.sleep(0)
+        running.cancel()
+        await asyncio.gather(running, return_exceptions=True)
+        return predictor
+
+    predictor = asyncio.run(scenario())
+
+    assert predictor.fitted.classifier is not None
+    assert predictor.predict_one(0, 600, "k600")[0] > 0.5 > predictor.predict_one(0, 5000, "k5000")[0]
+
+
+def test_a_model_file_answers_as_the_predictor_that_was_saved(grown: LearnedPredictor, tmp_path: Path) -> None:
+    rows = time_split(history())[0]
+    save_model(tmp_path / "m.npz", Model("learned", H, rows, grown.fitted))
+
+    loaded = build_predictor("learned", H, model=tmp_path / "m.npz")
+
+    ages, prompts, keys = np.arange(0, 400, 10), np.full(40, 2000), ["k700"] * 40
+    for found, expected in zip(loaded.predict(ages, prompts, keys), grown.predict(ages, prompts, keys), strict=True):
+        assert found == pytest.approx(expected)
+    assert key_id("") == 0
+
+
+def test_a_model_whose_trees_ask_for_unknown_features_is_refused(grown: LearnedPredictor, tmp_path: Path) -> None:
+    path = tmp_path / "m.npz"
+    save_model(path, Model("learned", H, [], grown.fitted))
+    with np.load(path) as arrays:
+        content = dict(arrays)
+    content["classifier_feature"] = content["classifier_feature"] + len(NAMES)
+    np.savez(path, **content)
+
+    with pytest.raises(InputError, match="unknown feature"):
+        load_model(path)

@@ -1,0 +1,191 @@
+import asyncio
+import logging
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+from balanceroute.errors import ConfigError
+from balanceroute.prediction import Refitter, SurvivalCurve, SurvivalPredictor, refit_on_growth
+from balanceroute.prediction.observations import Observations
+
+from .builders import a_finish, finishes
+
+
+def observed(predictor: SurvivalPredictor, *outputs: int) -> None:
+    for row in finishes(*outputs):
+        predictor.observe(row)
+
+
+class Clock:
+    now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+class Gated(SurvivalPredictor):
+    """Its fits wait for `may_end`, and can be made to fail or to take time."""
+
+    def __init__(self) -> None:
+        super().__init__(10)
+        self.may_end = threading.Event()
+        self.error: Exception | None = None
+
+    def fitter(self) -> Callable[[Observations], SurvivalCurve]:
+        def fit(observations: Observations) -> SurvivalCurve:
+            assert self.may_end.wait(10)
+            if self.error is not None:
+                raise self.error
+            return SurvivalCurve(observations)
+
+        return fit
+
+
+class Announcing(SurvivalPredictor):
+    """Says when a fit is adopted."""
+
+    def __init__(self, horizon_steps: int) -> None:
+        super().__init__(horizon_steps)
+        self.adopted = asyncio.Event()
+
+    def adopt(self, fitted: SurvivalCurve) -> None:
+        super().adopt(fitted)
+        self.adopted.set()
+
+
+def test_a_cold_start_learns_from_its_first_finishes_and_then_as_it_grows() -> None:
+    predictor = SurvivalPredictor(10)
+    fitted_at = []
+
+    for n in range(1, 101):
+        observed(predictor, 5)
+        if refit_on_growth(predictor):
+            fitted_at.append(n)
+
+    assert fitted_at[:3] == [8, 16, 24]
+    assert len(fitted_at) < 15
+    assert predictor.predict_one(0, 100, "") == (1.0, 5.0)
+
+
+def test_the_present_fit_answers_until_the_next_one_is_adopted() -> None:
+    async def scenario() -> None:
+        predictor = Gated()
+        predictor.start(finishes(5))
+        refitter = Refitter(predictor)
+        observed(predictor, 500)
+
+        fit = asyncio.ensure_future(refitter.refit())
+        await asyncio.sleep(0.02)
+        during = predictor.predict_one(0, 100, "")
+        observed(predictor, 500, 500)
+        predictor.may_end.set()
+
+        assert await fit
+        assert during == (1.0, 5.0)
+        assert predictor.predict_one(0, 100, "")[0] == 0.5  # what arrived during the fit waits for the next one
+        assert predictor.ring.pending == 2
+
+    asyncio.run(scenario())
+
+
+def test_a_failed_fit_keeps_the_present_one_and_is_counted(caplog: pytest.LogCaptureFixture) -> None:
+    async def scenario() -> Refitter[SurvivalCurve]:
+        predictor = Gated()
+        predictor.start(finishes(5))
+        predictor.may_end.set()
+        predictor.error = ConfigError("no scikit-learn here")
+        refitter = Refitter(predictor)
+        assert not await refitter.refit()
+        assert predictor.predict_one(0, 100, "") == (1.0, 5.0)
+        return refitter
+
+    with caplog.at_level(logging.WARNING):
+        refitter = asyncio.run(scenario())
+
+    assert (refitter.fits, refitter.failures) == (0, 1)
+    assert "no scikit-learn here" in caplog.text
+
+
+def test_it_is_due_when_grown_or_after_the_interval_but_never_without_news() -> None:
+    clock, predictor = Clock(), SurvivalPredictor(10)
+    predictor.start(finishes(*[5] * 80))
+    refitter = Refitter(predictor, interval_s=60.0, clock=clock)
+
+    clock.now = 1000.0
+    assert not refitter.is_due
+    observed(predictor, 5)
+    assert refitter.is_due
+    clock.now = 30.0
+    assert not refitter.is_due
+    observed(predictor, *[5] * 10)
+    assert refitter.is_due
+
+
+def test_it_rests_nine_times_as_long_as_the_last_fit_took() -> None:
+    clock, predictor = Clock(), Gated()
+    observed(predictor, *[5] * 8)
+    refitter = Refitter(predictor, interval_s=1.0, clock=clock)
+    real_fit = predictor.fitter()
+
+    def slow(observations: Observations) -> SurvivalCurve:
+        clock.now += 10.0
+        return real_fit(observations)
+
+    predictor.may_end.set()
+    predictor.fitter = lambda: slow  # type: ignore[method-assign]
+    asyncio.run(refitter.refit())
+    observed(predictor, *[5] * 8)
+
+    clock.now += 89.0
+    assert not refitter.is_due
+    clock.now += 1.0
+    assert refitter.is_due
+
+
+def test_the_loop_refits_by_itself_and_ends_its_worker() -> None:
+    async def scenario() -> None:
+        predictor = Announcing(10)
+        observed(predictor, *[5] * 8)
+        executor = ThreadPoolExecutor(1)
+        refitter = Refitter(predictor, interval_s=0.01, executor=executor)
+        running = asyncio.ensure_future(refitter.run())
+        await asyncio.wait_for(predictor.adopted.wait(), 10)
+        running.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await running
+        assert predictor.predict_one(0, 100, "") == (1.0, 5.0)
+        with pytest.raises(RuntimeError):
+            executor.submit(print)
+
+    asyncio.run(scenario())
+
+
+def test_a_copy_of_a_full_ring_is_short() -> None:
+    predictor = SurvivalPredictor(10, max_rows=100_000)
+    for row in finishes(*range(1, 1001)):
+        for _ in range(101):
+            predictor.ring.add(row)
+
+    took = []
+    for _ in range(5):
+        began = time.perf_counter()
+        taken = predictor.ring.take()
+        took.append(time.perf_counter() - began)
+
+    assert len(taken) == 100_000
+    assert min(took) < 0.005
+
+
+def test_a_full_ring_is_copied_oldest_first() -> None:
+    predictor = SurvivalPredictor(10, max_rows=4)
+    for at, output in enumerate([1, 2, 3, 4, 5, 6]):
+        predictor.observe(a_finish(output, at_s=at, key="k", reason="cancelled" if output == 5 else "stop"))
+
+    taken = predictor.ring.take()
+
+    assert taken.output_tokens.tolist() == [3, 4, 5, 6]
+    assert taken.censored.tolist() == [False, False, True, False]
+    assert len(set(taken.key_ids.tolist())) == 1

@@ -1,0 +1,249 @@
+"""The hot path between a scripted worker and a client whose `send` may wait."""
+
+import asyncio
+from collections.abc import Awaitable, Callable, MutableMapping
+from typing import Any
+
+import pytest
+import uvloop
+
+from balanceroute.errors import BadUpstreamReply, UpstreamError
+from balanceroute.proxy.relay import DisconnectWatch, relay
+from balanceroute.proxy.sse import EventScanner, StreamEnd
+from balanceroute.proxy.upstream import Upstream
+from tests.unit.proxy.servers import CHUNKED_HEAD, Script, answering, chunked, read_request, worker
+from tests.unit.proxy.test_sse import DONE, completion, event, texts
+
+Run = Callable[[Callable[[], Awaitable[None]]], None]
+EVENTS = [event(completion(f"{i} ", [i])) for i in range(200)]
+LAST = event(completion("end", [999], finish_reason="length"))
+
+
+@pytest.fixture(params=[asyncio.new_event_loop, uvloop.new_event_loop], ids=["asyncio", "uvloop"])
+def run(request: pytest.FixtureRequest) -> Run:
+    """Runs a test's coroutine on the loop under test, within 10 s."""
+
+    def runner(test: Callable[[], Awaitable[None]]) -> None:
+        with asyncio.Runner(loop_factory=request.param) as loop:
+            loop.run(asyncio.wait_for(test(), 10))
+
+    return runner
+
+
+class Client:
+    """An ASGI `send` that waits unless `open` is set, as a server with a full socket does."""
+
+    def __init__(self) -> None:
+        self.open = asyncio.Event()
+        self.open.set()
+        self.messages: list[MutableMapping[str, Any]] = []
+
+    async def send(self, message: MutableMapping[str, Any]) -> None:
+        await self.open.wait()
+        self.messages.append(message)
+
+    @property
+    def body(self) -> bytes:
+        return b"".join(message["body"] for message in self.messages)
+
+
+class Relayed:
+    """What one relay did."""
+
+    def __init__(self) -> None:
+        self.client = Client()
+        self.scanner = EventScanner()
+        self.tokens = 0
+        self.error: UpstreamError | None = None
+
+    def count(self, tokens: int) -> None:
+        self.tokens += tokens
+
+    async def run(self, upstream: Upstream) -> None:
+        reply = await upstream.request("POST", "/", b"{}")
+        chunk = await reply.next_chunk()
+        assert chunk is not None
+        first = self.scanner.feed(chunk)
+        self.count(self.scanner.tokens)
+        self.error = await relay(reply, self.scanner, self.client.send, self.count, first=first)
+
+
+def test_every_event_is_relayed_counted_and_ended_in_one_response(run: Run) -> None:
+    async def test() -> None:
+        async with worker(answering(CHUNKED_HEAD + chunked(*EVENTS, LAST, DONE))) as server:
+            upstream = Upstream(server.url)
+            for _ in range(2):
+                done = Relayed()
+                await done.run(upstream)
+                assert done.tokens == len(done.scanner.ids) == 201
+                assert texts(done.client.body) == "".join(f"{i} " for i in range(200)) + "end"
+                assert done.client.body.endswith(DONE)
+                assert [m["more_body"] for m in done.client.messages[:-1]].count(False) == 0
+                assert done.client.messages[-1]["more_body"] is False
+                while upstream.busy_connections:  # noqa: ASYNC110 - the pool has no event to wait for
+                    await asyncio.sleep(0.001)
+            assert server.connections == 1
+            upstream.close()
+
+    run(test)
+
+
+def test_events_that_come_one_by_one_leave_one_by_one(run: Run) -> None:
+    async def script(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await read_request(reader)
+        writer.write(CHUNKED_HEAD)
+        for part in [*EVENTS[:5], LAST, DONE]:
+            writer.write(chunked(part, last=False))
+            await asyncio.sleep(0.01)
+        writer.write(b"0\r\n\r\n")
+        await reader.read()
+
+    async def test() -> None:
+        async with worker(script) as server:
+            upstream = Upstream(server.url)
+            done = Relayed()
+            await done.run(upstream)
+            assert len(done.client.messages) == 7
+            assert done.scanner.end is StreamEnd.DONE
+            upstream.close()
+
+    run(test)
+
+
+def endless(sent: list[int]) -> Script:
+    """A worker that streams until the connection closes; `sent[0]` counts its events."""
+
+    async def script(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await read_request(reader)
+        writer.write(CHUNKED_HEAD)
+        while True:
+            writer.write(chunked(event(completion("x" * 20_000, [1])), last=False))
+            await writer.drain()
+            sent[0] += 1
+
+    return script
+
+
+def test_a_client_that_stops_reading_stops_its_worker_only(run: Run) -> None:
+    async def test() -> None:
+        sent = [0]
+        async with (
+            worker(endless(sent)) as server,
+            worker(answering(CHUNKED_HEAD + chunked(LAST, DONE))) as other,
+        ):
+            slow = Relayed()
+            stuck = Upstream(server.url)
+            relaying = asyncio.ensure_future(slow.run(stuck))
+            while not slow.tokens:  # noqa: ASYNC110
+                await asyncio.sleep(0.001)
+            slow.client.open.clear()
+            before = -1
+            while sent[0] != before:  # until the worker is stuck
+                before = sent[0]
+                await asyncio.sleep(0.05)
+            quick = Relayed()
+            await quick.run(Upstream(other.url))
+            assert quick.scanner.end is StreamEnd.DONE
+            slow.client.open.set()
+            while sent[0] < before + 200:  # noqa: ASYNC110
+                await asyncio.sleep(0.001)
+            relaying.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await relaying
+            await server.closed.wait()
+            assert stuck.busy_connections == 0
+            assert texts(slow.client.body) == "x" * len(texts(slow.client.body))
+
+    run(test)
+
+
+def test_a_client_that_pauses_gets_every_event_in_order(run: Run) -> None:
+    async def test() -> None:
+        async with worker(answering(CHUNKED_HEAD + chunked(*EVENTS, LAST, DONE))) as server:
+            done = Relayed()
+            done.client.open.clear()
+            relaying = asyncio.ensure_future(done.run(Upstream(server.url)))
+            await asyncio.sleep(0.05)
+            assert done.client.messages == []
+            done.client.open.set()
+            await relaying
+            assert texts(done.client.body) == "".join(f"{i} " for i in range(200)) + "end"
+            assert done.client.messages[-1]["more_body"] is False
+
+    run(test)
+
+
+def test_a_worker_that_breaks_off_leaves_the_response_open_and_says_why(run: Run) -> None:
+    async def script(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await read_request(reader)
+        writer.write(CHUNKED_HEAD + chunked(*EVENTS[:3], last=False) + b"ff\r\ndata: {")
+
+    async def test() -> None:
+        async with worker(script) as server:
+            done = Relayed()
+            await done.run(Upstream(server.url))
+            assert isinstance(done.error, BadUpstreamReply)
+            assert done.scanner.end is StreamEnd.UNFINISHED
+            assert done.tokens == 3
+            assert texts(done.client.body) == "0 1 2 "
+            assert all(message["more_body"] for message in done.client.messages)
+
+    run(test)
+
+
+def test_a_recomputed_stream_ends_the_relay_with_the_response_open(run: Run) -> None:
+    marker = event(completion("", [], finish_reason="stop", stop_reason="recomputed"))
+
+    async def test() -> None:
+        async with worker(answering(CHUNKED_HEAD + chunked(*EVENTS[:3], marker, DONE))) as server:
+            done = Relayed()
+            await done.run(Upstream(server.url))
+            assert done.error is None
+            assert done.scanner.end is StreamEnd.RECOMPUTED
+            assert done.scanner.ids.tolist() == [0, 1, 2]
+            assert all(message["more_body"] for message in done.client.messages)
+
+    run(test)
+
+
+def test_a_send_that_fails_fails_the_relay(run: Run) -> None:
+    async def test() -> None:
+        async def send(message: MutableMapping[str, Any]) -> None:
+            raise OSError("client")
+
+        async with worker(endless([0])) as server:
+            upstream = Upstream(server.url)
+            reply = await upstream.request("POST", "/", b"{}")
+            with pytest.raises(OSError, match="client"):
+                await relay(reply, EventScanner(), send, lambda n: None)
+            assert upstream.busy_connections == 0
+
+    run(test)
+
+
+def test_a_disconnect_is_told_once_and_other_messages_are_skipped(run: Run) -> None:
+    async def test() -> None:
+        queue: asyncio.Queue[MutableMapping[str, Any]] = asyncio.Queue()
+        gone: list[bool] = []
+        watch = DisconnectWatch(queue.get, lambda: gone.append(True))
+        for kind in ("http.request", "http.disconnect", "http.disconnect"):
+            queue.put_nowait({"type": kind})
+        await asyncio.sleep(0.01)
+        assert gone == [True]
+        watch.close()
+
+    run(test)
+
+
+def test_a_closed_watch_tells_nothing(run: Run) -> None:
+    async def test() -> None:
+        queue: asyncio.Queue[MutableMapping[str, Any]] = asyncio.Queue()
+        gone: list[bool] = []
+        watch = DisconnectWatch(queue.get, lambda: gone.append(True))
+        watch.close()
+        watch.close()
+        queue.put_nowait({"type": "http.disconnect"})
+        await asyncio.sleep(0.01)
+        assert gone == []
+
+    run(test)

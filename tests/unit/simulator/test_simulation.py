@@ -1,0 +1,289 @@
+"""The step simulator: by hand, against a plain implementation of its semantics, and option by option."""
+
+import math
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import balanceroute.simulator
+from balanceroute.core.policies import PolicySettings
+from balanceroute.errors import InputError
+from balanceroute.simulator import Failure, Figures, Outcome, Replay, Setting, parse_params
+from balanceroute.traces import Trace, generate_trace
+
+TIMED = {"decision_p50_us", "decision_p99_us"}  # wall clock: the only figures that differ between equal runs
+
+
+def a_trace(rows: list[tuple[float, int, int]]) -> Trace:
+    arrival, prompt, output = zip(*rows, strict=True)
+    return Trace(np.array(arrival, dtype=float), np.array(prompt), np.array(output), np.array([""] * len(rows)))
+
+
+def a_setting(**changes: object) -> Setting:
+    return replace(
+        Setting(n_workers=2, slots=2, pool=8, step_cost_s=0.001, step_overhead_s=1.0),
+        **changes,  # type: ignore[arg-type]
+    )
+
+
+def run(trace: Trace, setting: Setting, policy: str = "pool_fifo", **more: object) -> Outcome:
+    knobs = PolicySettings(policy=policy, max_wait_s=math.inf)
+    return Replay(trace, knobs, setting, with_loads=True, check_invariants=True, **more).run()  # type: ignore[arg-type]
+
+
+def figures_of(outcome: Outcome) -> dict[str, float]:
+    return {name: getattr(outcome.figures, name) for name in Figures.__dataclass_fields__ if name not in TIMED}
+
+
+def test_two_requests_by_hand() -> None:
+    # step 0: both run, loads 100 and 50; step 1: 101 and 51; the second is done; step 2: 102 and 0
+    outcome = run(a_trace([(0.0, 100, 3), (0.0, 50, 2)]), a_setting())
+    assert outcome.loads.tolist() == [[100, 50], [101, 51], [102, 0]]
+    durations = [1.1, 1.101, 1.102]
+    assert outcome.step_start_s.tolist() == pytest.approx([0.0, 1.1, 2.201])
+    assert outcome.figures.makespan_s == pytest.approx(sum(durations))
+    assert outcome.tpot_s.tolist() == pytest.approx([sum(durations) / 3, sum(durations[:2]) / 2])
+    # window: from 30 % admitted to the last but one, both on step 0
+    assert outcome.figures.load_spread_mean == 50
+    assert outcome.figures.excess_mean == 25
+    assert outcome.figures.imbalance_mean == 50
+    assert outcome.figures.throughput_tok_s == pytest.approx(2 / 1.1)
+    assert outcome.figures.balance == pytest.approx(2 / 1.1 * (0.001 * 75 + 1.0) / 4)
+
+
+def test_a_request_that_arrives_during_a_step_is_ready_at_the_next_one() -> None:
+    outcome = run(a_trace([(0.0, 10, 1), (0.5, 10, 1)]), a_setting())
+    assert outcome.step_start_s.tolist() == pytest.approx([0.0, 1.01])
+    assert outcome.wait_s.tolist() == [0.0, 0.0]
+
+
+def test_time_jumps_to_the_next_arrival_when_nothing_runs() -> None:
+    outcome = run(a_trace([(5.0, 10, 1), (100.0, 10, 1)]), a_setting())
+    assert outcome.step_start_s.tolist() == [5.0, 100.0]
+
+
+def test_a_slot_is_free_again_on_the_step_after_the_last_token() -> None:
+    outcome = run(a_trace([(0.0, 10, 2)] * 3), a_setting(n_workers=1))
+    assert outcome.loads[:, 0].tolist() == [20, 22, 10, 11]
+    assert outcome.wait_s.tolist() == pytest.approx([0, 0, 1.020 + 1.022])
+
+
+def test_no_more_than_the_pool_enter() -> None:
+    # one slot and room for one to wait: each is ready one step after the one before took the slot
+    outcome = run(a_trace([(0.0, 10, 2)] * 3), a_setting(n_workers=1, slots=1, pool=1))
+    assert outcome.wait_s.tolist() == pytest.approx([0.0, 1.011, 1.011])
+
+
+# -- against a plain implementation ---------------------------------------------------------------------------
+
+
+def naive(trace: Trace, setting: Setting, policy: str) -> tuple[list[list[int]], list[float], list[float]]:
+    """The semantics in the plainest way: loads of every step, waits, times per token."""
+    rows = list(zip(trace.arrival_s, trace.prompt_tokens, trace.output_tokens, strict=True))
+    n, n_workers = len(rows), setting.n_workers
+    ready, admitted, finished = [0.0] * n, [0.0] * n, [0.0] * n
+    active: list[list[list[int]]] = [[] for _ in range(n_workers)]  # [request, kv, left]
+    queues: list[list[int]] = [[] for _ in range(n_workers)]
+    pool: list[int] = []
+    t, arrived, gone, turn, series = 0.0, 0, 0, 0, []
+
+    def load(g: int) -> int:
+        return sum(kv for _, kv, _ in active[g])
+
+    while gone < n:
+        while arrived < n and rows[arrived][0] <= t and len(pool) + sum(map(len, queues)) < setting.pool:
+            ready[arrived] = t
+            pool.append(arrived)
+            arrived += 1
+        if policy == "pool_fifo":
+            while pool and any(len(worker) < setting.slots for worker in active):
+                g = min((g for g in range(n_workers) if len(active[g]) < setting.slots), key=load)
+                request = pool.pop(0)
+                admitted[request] = t
+                active[g].append([request, int(rows[request][1]), int(rows[request][2])])
+        else:
+            while pool:
+                request = pool.pop(0)
+                if policy == "round_robin":
+                    g, turn = turn % n_workers, turn + 1
+                else:
+                    g = min(range(n_workers), key=lambda g: load(g) + sum(int(rows[r][1]) for r in queues[g]))
+                queues[g].append(request)
+            for g in range(n_workers):
+                while queues[g] and len(active[g]) < setting.slots:
+                    request = queues[g].pop(0)
+                    admitted[request] = t
+                    active[g].append([request, int(rows[request][1]), int(rows[request][2])])
+        if not any(active):
+            t = float(rows[arrived][0])
+            continue
+        loads = [load(g) for g in range(n_workers)]
+        series.append(loads)
+        t += setting.step_cost_s * max(loads) + setting.step_overhead_s
+        for g in range(n_workers):
+            for entry in active[g]:
+                entry[1] += 1
+                entry[2] -= 1
+                if entry[2] == 0:
+                    finished[entry[0]] = t
+                    gone += 1
+            active[g] = [entry for entry in active[g] if entry[2]]
+    waits = [a - r for a, r in zip(admitted, ready, strict=True)]
+    tpots = [(f - a) / int(row[2]) for f, a, row in zip(finished, admitted, rows, strict=True)]
+    return series, waits, tpots
+
+
+@pytest.mark.parametrize("policy", ["pool_fifo", "least_kv", "round_robin"])
+@pytest.mark.parametrize("seed", range(4))
+def test_the_simulator_agrees_with_the_plain_implementation(policy: str, seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    n = 60
+    trace = Trace(np.sort(rng.uniform(0, 120, n)), rng.integers(1, 400, n), rng.integers(1, 40, n), np.array([""] * n))
+    setting = a_setting(n_workers=3, slots=2, pool=5)
+    series, waits, tpots = naive(trace, setting, policy)
+    outcome = run(trace, setting, policy)
+    assert outcome.loads.tolist() == series
+    assert outcome.wait_s.tolist() == pytest.approx(waits)
+    assert outcome.tpot_s.tolist() == pytest.approx(tpots)
+
+
+# -- options --------------------------------------------------------------------------------------------------
+
+
+def test_equal_seeds_give_equal_figures_and_loads() -> None:
+    trace = generate_trace("heavy_tailed", rows=300)
+    knobs = PolicySettings(policy="power_of_two", seed=7)
+    one, other = (Replay(trace, knobs, with_loads=True).run() for _ in range(2))
+    assert figures_of(one) == figures_of(other)
+    assert one.loads.tobytes() == other.loads.tobytes()
+    assert figures_of(one) != figures_of(Replay(trace, replace(knobs, seed=8)).run())
+
+
+def test_a_kv_transfer_holds_the_slot_and_adds_no_load_until_it_is_over() -> None:
+    # one worker of two slots: the second request arrives while the first runs
+    outcome = run(a_trace([(0.0, 100, 6), (1.0, 50, 1)]), a_setting(n_workers=1, transfer_steps=2))
+    assert outcome.loads[:, 0].tolist() == [0, 0, 100, 101 + 50, 102, 103, 104, 105]
+    assert outcome.wait_s.tolist() == pytest.approx([0.0, 0.0])
+
+
+def test_a_slower_worker_sets_the_pace_of_the_barrier() -> None:
+    outcome = run(a_trace([(0.0, 100, 1), (0.0, 100, 1)]), a_setting(speeds=(1.0, 1.5)))
+    assert outcome.figures.makespan_s == pytest.approx(1.0 + 0.001 * 150)
+
+
+def test_a_prefill_tier_computes_one_prompt_at_a_time() -> None:
+    outcome = run(a_trace([(0.0, 100, 1), (0.0, 100, 1)]), a_setting(prefillers=1, prefill_tokens_per_s=10.0))
+    assert outcome.step_start_s.tolist() == [10.0, 20.0]
+    assert outcome.wait_s.tolist() == [0.0, 0.0]
+
+
+def test_two_prefillers_work_side_by_side() -> None:
+    setting = a_setting(prefillers=2, prefill_tokens_per_s=10.0)
+    assert run(a_trace([(0.0, 100, 1)] * 2), setting).step_start_s.tolist() == [10.0]
+
+
+def test_when_kv_memory_is_full_the_last_request_is_recomputed_and_still_gets_all_its_tokens() -> None:
+    outcome = run(a_trace([(0.0, 10, 9), (0.0, 10, 9)]), a_setting(n_workers=1, kv_capacity_tokens=30))
+    # 20, 22, 24, 26, 28 fit with their next tokens; then one is taken off and comes back behind the other
+    assert outcome.loads[:5, 0].tolist() == [20, 22, 24, 26, 28]
+    assert outcome.figures.recomputed == 1
+    assert outcome.loads[5:, 0].tolist() == [15, 16, 17, 18, 15, 16, 17, 18]
+    assert outcome.loads.max() <= 30
+
+
+def test_a_capacity_that_a_single_request_exceeds_is_refused() -> None:
+    with pytest.raises(InputError, match="the largest request needs 120"):
+        run(a_trace([(0.0, 100, 20)]), a_setting(kv_capacity_tokens=110))
+
+
+def test_what_a_lost_worker_held_is_done_elsewhere_and_it_comes_back_empty() -> None:
+    trace = a_trace([(0.0, 100, 20), (0.0, 100, 20), (60.0, 5, 1), (60.0, 5, 1)])
+    outcome = run(trace, a_setting(failures=(Failure(1, 5.0, 50.0),)))
+    assert outcome.figures.recomputed == 1
+    assert outcome.loads[:6, 1].tolist() == [100, 101, 102, 103, 104, 0]
+    assert outcome.loads[5, 0] == 105 + 105  # both on the survivor, with the tokens they had
+    assert outcome.loads[-1].tolist() == [5, 5]
+    assert (outcome.tpot_s > 0).all()
+
+
+def test_a_late_ledger_frees_slots_late() -> None:
+    trace = a_trace([(0.0, 10, 2)] * 2)
+    prompt = run(trace, a_setting(n_workers=1, slots=1))
+    late = run(trace, a_setting(n_workers=1, slots=1, telemetry_lag_steps=3))
+    assert prompt.figures.steps == late.figures.steps == 4
+    # nothing runs between the two requests, so the router catches up at once; with work beside it, it does not
+    beside = a_trace([(0.0, 10, 9), (0.0, 10, 2), (0.0, 10, 2)])
+    waits = [run(beside, a_setting(n_workers=1, telemetry_lag_steps=lag)).wait_s[2] for lag in (0, 3)]
+    assert waits[1] - waits[0] == pytest.approx(3 * 1.01, abs=0.05)
+
+
+@pytest.mark.parametrize("policy", ["br_0", "br_h"])
+@pytest.mark.parametrize("predictor", ["none", "oracle", "survival", "exact_match"])
+def test_every_request_is_served_with_every_option_at_once(policy: str, predictor: str) -> None:
+    trace = generate_trace("heavy_tailed", rows=150, seed=2).with_lengths(0.05, 0.05)
+    setting = Setting(
+        n_workers=4,
+        slots=8,
+        pool=16,
+        step_cost_s=1e-5,
+        prefillers=2,
+        transfer_steps=3,
+        telemetry_lag_steps=2,
+        kv_capacity_tokens=8000,
+        speeds=(1.0, 1.0, 1.2, 1.0),
+        failures=(Failure(0, 3.0, 6.0), Failure(2, 4.0)),
+    )
+    outcome = Replay(trace, PolicySettings(policy=policy), setting, predictor, train=trace, check_invariants=True).run()
+    assert outcome.figures.admitted == 150
+    assert np.isfinite(outcome.tpot_s).all()
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"slots": 0}, "slots must be at least 1"),
+        ({"speeds": (1.0,)}, "speeds: 2 positive numbers"),
+        ({"step_cost_s": -1.0}, "step cost must not be negative"),
+        ({"step_cost_s": 0.0, "step_overhead_s": 0.0}, "a step must take some time"),
+        ({"failures": (Failure(2, 0.0),)}, "there are workers 0 to 1"),
+        ({"failures": (Failure(0, 5.0, 5.0),)}, "ends before it starts"),
+        ({"prefillers": 1, "prefill_tokens_per_s": 0.0}, "prefill tokens per second"),
+    ],
+)
+def test_settings_that_make_no_sense_are_refused(changes: dict[str, object], reason: str) -> None:
+    with pytest.raises(InputError, match=reason):
+        run(a_trace([(0.0, 1, 1)]), a_setting(**changes))
+
+
+@pytest.mark.parametrize(
+    ("predictor", "reason"), [("survival", "needs a trace of the past"), ("crystal", "predictor 'crystal': one of")]
+)
+def test_a_predictor_that_cannot_work_is_refused(predictor: str, reason: str) -> None:
+    with pytest.raises(InputError, match=reason):
+        run(a_trace([(0.0, 1, 1)]), a_setting(), predictor=predictor)
+
+
+def test_params_become_knobs_of_their_types() -> None:
+    knobs = parse_params(PolicySettings(), ["beta=43", "s_greedy=0", "pool_bypass=true", "guard=head"])
+    assert (knobs.beta, knobs.s_greedy, knobs.pool_bypass, knobs.guard) == (43.0, 0, True, "head")
+
+
+@pytest.mark.parametrize("param", ["beta", "nothing=1", "s_greedy=many", "pool_bypass=perhaps", "policy=br_0"])
+def test_a_param_that_is_none_is_refused(param: str) -> None:
+    with pytest.raises(InputError, match=f"--param {param}"):
+        parse_params(PolicySettings(), [param])
+
+
+def test_only_the_oracle_reads_how_long_answers_become() -> None:
+    """INV-7; `history.py` reads past traces, which are never the one replayed."""
+    folder = Path(balanceroute.simulator.__file__).parent
+    readers = {path.name for path in folder.glob("*.py") if "output_tokens" in path.read_text()}
+    assert readers <= {"oracle.py", "history.py"}
+
+
+def test_the_window_excludes_filling_and_draining() -> None:
+    # one slot, ten requests of three tokens: the third is admitted on step 6, the ninth on step 24
+    outcome = run(a_trace([(0.0, 10, 3)] * 10), a_setting(n_workers=1, slots=1, pool=10))
+    assert (outcome.window.start, outcome.window.stop) == (6, 25)
