@@ -91,7 +91,9 @@ class UpstreamError(BalanceRouteError):
 
 
 class ConnectFailed(UpstreamError):
-    """No connection, or it broke before the reply began."""
+    """No connection, or it broke before the reply began; `sent` says whether the worker may have seen the request."""
+
+    sent = True
 
 
 class UpstreamTimeout(UpstreamError):
@@ -105,7 +107,12 @@ class BadUpstreamReply(UpstreamError):
 
 
 class UpstreamStatus(UpstreamError):
-    """The worker answered with an error status; the client sees this status and body."""
+    """The worker answered with an error status; the client sees this status and body.
+
+    `retry_after_s` is the pause that it asked for, 0 for none.
+    """
+
+    retry_after_s = 0.0
 
     def __init__(self, message: str, *, worker: str, stage: str, status: int, body: bytes) -> None:
         super().__init__(message, worker=worker, stage=stage)

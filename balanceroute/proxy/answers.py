@@ -51,9 +51,7 @@ class AnswerAssembler:
         prompt_ids = scanner.prompt_ids.tolist() if self._want_ids and scanner.prompt_ids else None
         usage = scanner.usage or {"completion_tokens": scanner.tokens}
         choices = [
-            choice.chat(index, self._want_ids)
-            if self._chat
-            else choice.text(index, self._want_ids, prompt_ids)
+            choice.chat(index, self._want_ids) if self._chat else choice.text(index, self._want_ids, prompt_ids)
             for index, choice in sorted(self._choices.items())
         ]
         whole: dict[str, Any] = {

@@ -200,11 +200,7 @@ def split(request: ClientRequest) -> list[ClientRequest]:
     """
     if request.single:
         return [request]
-    loaded = (
-        orjson.loads(request.prompt_json)
-        if request.prompts > 1 or request.endpoint == "completions"
-        else None
-    )
+    loaded = orjson.loads(request.prompt_json) if request.prompts > 1 or request.endpoint == "completions" else None
     prompts = loaded if _is_batch(loaded) else None
     parts = []
     for i in range(request.prompts):
@@ -215,9 +211,7 @@ def split(request: ClientRequest) -> list[ClientRequest]:
             if isinstance(rest.get("seed"), int):
                 rest["seed"] += k
             parts.append(
-                replace(
-                    request, rest=rest, prompt_json=prompt_json, prompt_tokens=max(1, tokens), n=1, prompts=1
-                )
+                replace(request, rest=rest, prompt_json=prompt_json, prompt_tokens=max(1, tokens), n=1, prompts=1)
             )
     return parts
 
@@ -377,9 +371,7 @@ def _take_prompt(data: dict[str, Any]) -> tuple[bytes, int, int]:
             raise InvalidRequest("Each prompt must be a string or a list of token ids.", param="prompt")
         return orjson.dumps(prompt), sum(map(_prompt_tokens, prompt)), len(prompt)
     if not _is_one_prompt(prompt):
-        raise InvalidRequest(
-            "prompt must be a string, a list of token ids, or a list of either.", param="prompt"
-        )
+        raise InvalidRequest("prompt must be a string, a list of token ids, or a list of either.", param="prompt")
     return orjson.dumps(prompt), _prompt_tokens(prompt), 1
 
 
@@ -420,9 +412,7 @@ def _stream_options(data: dict[str, Any], stream: bool) -> tuple[bool, bool]:
     if options is None:
         return False, False
     if not isinstance(options, dict):
-        raise InvalidRequest(
-            f"stream_options must be an object, not {_kind(options)}.", param="stream_options"
-        )
+        raise InvalidRequest(f"stream_options must be an object, not {_kind(options)}.", param="stream_options")
     if not stream:
         raise InvalidRequest("Stream options can only be defined when `stream=True`.", param="stream_options")
     include = _boolean(options, "include_usage")

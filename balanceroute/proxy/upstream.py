@@ -87,9 +87,7 @@ class Upstream:
         self.high_water_bytes = high_water_bytes
         self._prefix = parts.path.rstrip("/")
         self._ssl = ssl_context or ssl.create_default_context() if parts.scheme == "https" else None
-        self._host_header = parts.netloc.rpartition("@")[2].encode(
-            "idna" if not parts.netloc.isascii() else "ascii"
-        )
+        self._host_header = parts.netloc.rpartition("@")[2].encode("idna" if not parts.netloc.isascii() else "ascii")
         self._max_idle = max_idle
         self._keepalive_s = keepalive_s
         self._idle: list[_Connection] = []
@@ -168,20 +166,24 @@ class Upstream:
                 self._busy.add(connection)
                 return connection, True
         if self._closed:
-            raise ConnectFailed("the worker has been removed", worker=self.worker, stage=self.stage)
+            raise self._unsent("the worker has been removed")
         try:
             async with asyncio.timeout(connect_timeout_s):
                 _, connection = await loop.create_connection(
                     lambda: _Connection(self, loop), self.host, self.port, ssl=self._ssl
                 )
         except TimeoutError as exc:
-            raise ConnectFailed(
-                f"no connection within {connect_timeout_s:g} s", worker=self.worker, stage=self.stage
-            ) from exc
+            raise self._unsent(f"no connection within {connect_timeout_s:g} s") from exc
         except (OSError, ssl.SSLError, UnicodeError) as exc:
-            raise ConnectFailed(f"cannot connect: {exc}", worker=self.worker, stage=self.stage) from exc
+            raise self._unsent(f"cannot connect: {exc}") from exc
         self._busy.add(connection)
         return connection, False
+
+    def _unsent(self, text: str) -> ConnectFailed:
+        """A failure before the worker can have seen anything of the request."""
+        error = ConnectFailed(text, worker=self.worker, stage=self.stage)
+        error.sent = False
+        return error
 
     def _message(self, method: str, path: str, body: bytes, headers: Headers) -> bytes:
         """Head and body as one write."""
@@ -264,6 +266,11 @@ class Reply:
     def buffered_bytes(self) -> int:
         """Body bytes that have come and are not consumed."""
         return self._parts_bytes
+
+    @property
+    def paused(self) -> bool:
+        """Whether the socket is not read at the moment, because the consumer can't take more."""
+        return self._paused
 
     async def next_chunk(self) -> bytes | None:
         """All body bytes since the last call, as soon as there are any; None at the end.
@@ -497,9 +504,7 @@ class _Connection(asyncio.Protocol):
             buffered.clear()
             reply._deliver(body)
         elif not reply.started and self._head_bytes > MAX_HEAD_BYTES:
-            self._fail(
-                self.failure(BadUpstreamReply, f"the reply's head is longer than {MAX_HEAD_BYTES} bytes")
-            )
+            self._fail(self.failure(BadUpstreamReply, f"the reply's head is longer than {MAX_HEAD_BYTES} bytes"))
             return
         if self._parser is None and self._reply is reply:
             self._complete(reply)

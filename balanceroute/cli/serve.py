@@ -1,0 +1,89 @@
+"""`balanceroute serve`: the router."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+
+def serve(
+    config_file: Annotated[
+        Path | None, typer.Option("--config", metavar="FILE", help="The YAML; flags given here go above it.")
+    ] = None,
+    assignments: Annotated[
+        list[str] | None,
+        typer.Option("--set", metavar="KEY=VALUE", help="Override one setting, such as pool.max_entries=64."),
+    ] = None,
+    policy: Annotated[str | None, typer.Option(help="routing.policy.")] = None,
+    host: Annotated[str | None, typer.Option(help="listen.host.")] = None,
+    port: Annotated[int | None, typer.Option(help="listen.port; 0 lets the system choose.")] = None,
+    prefiller_hosts: Annotated[list[str] | None, typer.Option(help="Host of each prefiller.")] = None,
+    prefiller_ports: Annotated[list[int] | None, typer.Option(help="Port of each prefiller.")] = None,
+    decoder_hosts: Annotated[list[str] | None, typer.Option(help="Host of each decode worker.")] = None,
+    decoder_ports: Annotated[list[int] | None, typer.Option(help="Port of each decode worker.")] = None,
+    connector: Annotated[str | None, typer.Option(help="mooncake_v1, nixl or mooncake_layerwise.")] = None,
+    max_num_seqs: Annotated[int | None, typer.Option(help="decode.max_num_seqs.")] = None,
+    max_retries: Annotated[int | None, typer.Option(help="Tries per request and stage.")] = None,
+    retry_delay: Annotated[float | None, typer.Option(help="Base of the backoff, seconds.")] = None,
+    max_waiting_retries: Annotated[int | None, typer.Option(help="Readiness checks of an added worker.")] = None,
+    waiting_retry_interval: Annotated[float | None, typer.Option(help="Seconds between those.")] = None,
+    workers: Annotated[int | None, typer.Option(help="Processes; only 1 is possible.")] = None,
+    log_level: Annotated[str | None, typer.Option(help="debug, info, warning, error or critical.")] = None,
+) -> None:
+    """Route OpenAI requests over prefillers and decode workers, until SIGTERM.
+
+    The example proxy's flags work as they are, with several values after one flag.
+
+    Example: balanceroute serve --config configs/4p1d.yaml --policy br_h
+    """
+    import os
+
+    from balanceroute.config import from_example_flags, load, parse_assignment
+    from balanceroute.proxy.app import create_app
+    from balanceroute.proxy.logs import configure
+    from balanceroute.proxy.server import serve as run
+
+    overrides: dict[str, object] = dict(parse_assignment(text) for text in assignments or [])
+    overrides |= from_example_flags(
+        host=host,
+        port=port,
+        prefiller_hosts=prefiller_hosts,
+        prefiller_ports=prefiller_ports,
+        decoder_hosts=decoder_hosts,
+        decoder_ports=decoder_ports,
+        max_retries=max_retries,
+        retry_delay=retry_delay,
+        max_waiting_retries=max_waiting_retries,
+        waiting_retry_interval=waiting_retry_interval,
+        workers=workers,
+        log_level=log_level,
+    )
+    for key, value in (
+        ("routing.policy", policy),
+        ("connector", connector),
+        ("decode.max_num_seqs", max_num_seqs),
+    ):
+        if value is not None:
+            overrides[key] = value
+    config = load(config_file, os.environ, overrides)
+    configure(config.log.level, config.log.format)
+    run(create_app(config), config)
+
+
+def spread_lists(arguments: list[str]) -> list[str]:
+    """Let a list flag take several values, as argparse does: `--decoder-ports 1 2` -> one flag per value."""
+    lists = {"--prefiller-hosts", "--prefiller-ports", "--decoder-hosts", "--decoder-ports"}
+    spread: list[str] = []
+    flag: str | None = None
+    fresh = False
+    for argument in arguments:
+        if argument in lists:
+            flag, fresh = argument, True
+            spread.append(argument)
+        elif argument.startswith("-") or flag is None:
+            flag = None
+            spread.append(argument)
+        else:
+            spread += [argument] if fresh else [flag, argument]
+            fresh = False
+    return spread

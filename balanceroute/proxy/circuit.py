@@ -1,0 +1,113 @@
+"""When a worker gets new requests: one circuit per worker, fed by the verdicts of real requests.
+
+    closed --fault or busy--> resting --time--> closed          (a short pause, longer with every one in a row)
+    closed --faults in a row >= threshold--> open --time--> half-open --one trial--> closed | open
+
+A *fault* is a connection that fails, a reply that breaks off, a 5xx; *busy* is a 429 or 503: the worker says that it
+can't take more, which is back-pressure and never opens the circuit. A 4xx is the client's and no verdict at all.
+
+The pause after the first failure is what makes retries land elsewhere: a worker that fails fast is always the least
+loaded one, so without it every policy would send the retry straight back.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Final
+
+REST_S: Final = 0.5  # first pause; longer than a prefill probe, so that a retry finds another worker
+MAX_REST_S: Final = 8.0
+
+
+class CircuitState(StrEnum):
+    """What a worker may get; see the module's theory."""
+
+    CLOSED = "closed"
+    RESTING = "resting"
+    OPEN = "open"
+    HALF_OPEN = "half_open"
+    TRIAL = "trial"
+
+
+@dataclass(frozen=True, slots=True)
+class CircuitConfig:
+    """`failure_threshold` faults in a row open the circuit for `open_for_s`."""
+
+    failure_threshold: int = 3
+    open_for_s: float = 10.0
+
+
+class Circuit:
+    """One worker's circuit. `on_change(wake_in_s)` is told of every new state and when to call `tick` next."""
+
+    __slots__ = ("_config", "_failures", "_on_change", "_until", "state")
+
+    def __init__(self, config: CircuitConfig, on_change: Callable[[float | None], None]) -> None:
+        self._config, self._on_change = config, on_change
+        self._failures = 0
+        self._until = 0.0
+        self.state = CircuitState.CLOSED
+
+    @property
+    def failures(self) -> int:
+        """Failures in a row."""
+        return self._failures
+
+    def used(self) -> None:
+        """A request was sent: in half-open, that is the trial, and no other goes before its verdict."""
+        if self.state is CircuitState.HALF_OPEN:
+            self._enter(CircuitState.TRIAL, None)
+
+    def success(self) -> None:
+        """The worker answered as it should."""
+        if self._failures or self.state is not CircuitState.CLOSED:
+            self._failures = 0
+            self._enter(CircuitState.CLOSED, None)
+
+    def no_verdict(self) -> None:
+        """The request ended without telling anything about the worker (client gone, 4xx)."""
+        if self.state is CircuitState.TRIAL:
+            self._enter(CircuitState.HALF_OPEN, None)
+
+    def fault(self, now: float) -> None:
+        """The worker failed."""
+        self._failures += 1
+        if self._failures >= self._config.failure_threshold or self.state is CircuitState.TRIAL:
+            self.open(now)
+        else:
+            self._rest(now, 0.0)
+
+    def busy(self, now: float, retry_after_s: float = 0.0) -> None:
+        """The worker can't take more now; not before `retry_after_s`, if it said so."""
+        self._failures = min(self._failures + 1, 1 + self._config.failure_threshold)
+        self._rest(now, retry_after_s)
+
+    def open(self, now: float) -> None:
+        """Nothing new to this worker, until a trial succeeds."""
+        self._until = now + self._config.open_for_s
+        self._enter(CircuitState.OPEN, self._config.open_for_s)
+
+    def reachable(self) -> None:
+        """A health check was answered: an open circuit need not wait any longer for its trial."""
+        if self.state is CircuitState.OPEN:
+            self._enter(CircuitState.HALF_OPEN, None)
+
+    def tick(self, now: float) -> None:
+        """Let time pass: a rest ends, an open circuit becomes half-open."""
+        if now < self._until:
+            return
+        if self.state is CircuitState.RESTING:
+            self._enter(CircuitState.CLOSED, None)
+        elif self.state is CircuitState.OPEN:
+            self._enter(CircuitState.HALF_OPEN, None)
+
+    def _rest(self, now: float, at_least_s: float) -> None:
+        rest_s = min(MAX_REST_S, max(at_least_s, REST_S * 2.0 ** (self._failures - 1)))
+        if self.state is CircuitState.OPEN:
+            return
+        self._until = now + rest_s
+        self._enter(CircuitState.RESTING, rest_s)
+
+    def _enter(self, state: CircuitState, wake_in_s: float | None) -> None:
+        self.state = state
+        self._on_change(wake_in_s)

@@ -1,0 +1,111 @@
+"""Frees prefill KV that nobody waits for any more.
+
+A prefiller keeps the KV of an answered probe until a decoder has pulled it or the connector's timeout strikes (480 s
+for Mooncake, 30 s for NIXL); no request to the prefiller itself frees it. So the KV of a request that was cancelled or
+expired after its prefill goes through a decode worker once: one token, thrown away.
+
+Drains are nobody's hurry: at most `MAX_CONCURRENT` run at once, on the decode worker with the most free slots, and each
+is tried once, because kv_transfer_params may be used only once. What can't be drained is counted as orphaned until the
+connector has dropped it.
+"""
+
+import asyncio
+from collections import deque
+from dataclasses import dataclass
+from typing import Final
+
+from balanceroute.core.types import Role, WorkerState
+from balanceroute.errors import UpstreamError
+from balanceroute.proxy.fleet import Fleet, Worker
+from balanceroute.proxy.ledger import Ledger
+from balanceroute.proxy.metrics import Metrics
+from balanceroute.proxy.connectors import Connector
+from balanceroute.proxy.payloads import ClientRequest
+
+MAX_CONCURRENT: Final = 4
+TIMEOUT_S: Final = 60.0
+_REPLY_LIMIT: Final = 64 * 2**20  # a reply repeats the prompt's ids
+
+
+@dataclass(frozen=True, slots=True)
+class Drain:
+    """Pinned KV to be freed: whose, where, and the parameters that nobody has used."""
+
+    request_id: str
+    request: ClientRequest
+    kv_transfer_params: bytes
+    headers: tuple[tuple[bytes, bytes], ...]
+
+
+class Drainer:
+    """The queue of drains and the tasks that work on it; `pin_s` is the connector's own timeout."""
+
+    def __init__(
+        self, fleet: Fleet, ledger: Ledger, metrics: Metrics, connector: Connector, pin_s: float | None
+    ) -> None:
+        self._fleet, self._ledger, self._metrics = fleet, ledger, metrics
+        self._connector, self._pin_s = connector, pin_s
+        self._queue: deque[Drain] = deque()
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    @property
+    def pending(self) -> int:
+        """Drains queued or under way."""
+        return len(self._queue) + len(self._tasks)
+
+    def drain(self, job: Drain) -> None:
+        """Free this KV soon."""
+        self._queue.append(job)
+        if len(self._tasks) < MAX_CONCURRENT:
+            task = self._ledger.loop.create_task(self._work())
+            self._tasks.add(task)
+            task.add_done_callback(self._tasks.discard)
+
+    def orphan(self) -> None:
+        """Pinned KV that can't be drained: counted until the prefiller drops it by itself."""
+        if self._pin_s is not None:
+            self._metrics.orphaned_kv += 1
+            self._ledger.loop.call_later(self._pin_s, self._dropped)
+
+    async def close(self) -> None:
+        """Give up what is left."""
+        self._queue.clear()
+        for task in list(self._tasks):
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    def _dropped(self) -> None:
+        self._metrics.orphaned_kv -= 1
+
+    async def _work(self) -> None:
+        while self._queue:
+            job = self._queue.popleft()
+            worker = self._choose()
+            drained = worker is not None and await self._pull(job, worker)
+            self._metrics.drains.inc("drained" if drained else "orphaned")
+            if not drained:
+                self.orphan()
+
+    def _choose(self) -> Worker | None:
+        snapshot = self._ledger.scheduler.snapshot
+        up = [worker for worker in snapshot.workers if worker.state is not WorkerState.DOWN]
+        if not up:
+            return None
+        best = max(up, key=lambda worker: (worker.free_slots, -worker.load))
+        return self._fleet[best.spec.id]
+
+    async def _pull(self, job: Drain, worker: Worker) -> bool:
+        headers = [*job.headers, (b"x-request-id", f"{job.request_id}-drain".encode()), *worker.rank_header]
+        worker.in_use += 1
+        try:
+            async with asyncio.timeout(TIMEOUT_S):
+                reply = await worker.upstream.request(
+                    "POST", job.request.path, self._connector.drain(job.request, job.kv_transfer_params), headers
+                )
+                await reply.read(_REPLY_LIMIT)
+            return reply.status == 200
+        except (UpstreamError, TimeoutError) as error:
+            self._metrics.upstream_errors.inc(worker.id, Role.DECODE.value, f"drain_{type(error).__name__}")
+            return False
+        finally:
+            worker.in_use -= 1

@@ -1,0 +1,88 @@
+"""Counters and histograms that cost a list access, exposed through `prometheus_client` only when scraped.
+
+The client library takes a lock and walks the buckets on every observation; with five of those per request that is
+more than the whole routing decision. All writers here are on one event loop, so plain integers are exact.
+"""
+
+from bisect import bisect_left
+from collections.abc import Sequence
+
+from prometheus_client.core import CounterMetricFamily, HistogramMetricFamily
+
+
+class Histogram:
+    """Observations in fixed buckets (upper bounds, ascending; +Inf is implied)."""
+
+    __slots__ = ("bounds", "counts", "total")
+
+    def __init__(self, bounds: Sequence[float]) -> None:
+        self.bounds = list(bounds)
+        self.counts = [0] * (len(self.bounds) + 1)
+        self.total = 0.0
+
+    def observe(self, value: float) -> None:
+        """Take in one value; O(log buckets)."""
+        self.counts[bisect_left(self.bounds, value)] += 1
+        self.total += value
+
+    @property
+    def count(self) -> int:
+        """How many values were observed."""
+        return sum(self.counts)
+
+    def cumulative(self) -> list[tuple[str, float]]:
+        """The buckets as the exposition format wants them: (upper bound, values at most that)."""
+        below = 0
+        rows: list[tuple[str, float]] = []
+        for bound, count in zip([*map(str, self.bounds), "+Inf"], self.counts, strict=True):
+            below += count
+            rows.append((bound, below))
+        return rows
+
+
+class HistogramFamily:
+    """Histograms of one name, one per label value."""
+
+    def __init__(self, name: str, help_text: str, bounds: Sequence[float], label: str | None = None) -> None:
+        self.name, self.help_text, self._bounds, self._label = name, help_text, bounds, label
+        self._children: dict[str, Histogram] = {}
+
+    def child(self, value: str = "") -> Histogram:
+        """The histogram of a label value, made on first use; keep it, don't look it up per observation."""
+        return self._children.setdefault(value, Histogram(self._bounds))
+
+    def family(self) -> HistogramMetricFamily:
+        """For the exposition."""
+        labels = None if self._label is None else [self._label]
+        family = HistogramMetricFamily(self.name, self.help_text, labels=labels)
+        for value, child in self._children.items():
+            family.add_metric([] if labels is None else [value], child.cumulative(), child.total)
+        return family
+
+
+class CounterFamily:
+    """Counters of one name, by label values (bounded sets only)."""
+
+    def __init__(self, name: str, help_text: str, labels: Sequence[str] = ()) -> None:
+        self.name, self.help_text, self._labels = name, help_text, list(labels)
+        self._values: dict[tuple[str, ...], float] = {}
+
+    def inc(self, *values: str, by: float = 1) -> None:
+        """Count under these label values, in the order of the labels."""
+        self._values[values] = self._values.get(values, 0) + by
+
+    def value(self, *values: str) -> float:
+        """The count so far; 0 where nothing was counted."""
+        return self._values.get(values, 0)
+
+    def forget(self, value: str) -> None:
+        """Drop every series whose first label has this value: its worker has left."""
+        for key in [key for key in self._values if key and key[0] == value]:
+            del self._values[key]
+
+    def family(self) -> CounterMetricFamily:
+        """For the exposition."""
+        family = CounterMetricFamily(self.name, self.help_text, labels=self._labels)
+        for values, count in self._values.items():
+            family.add_metric(list(values), count)
+        return family

@@ -1,0 +1,231 @@
+"""The narrow waist: all that a request's lifecycle may ask of the scheduler, and all that it is told.
+
+    ticket = ledger.submit(spec)          arrival; raises Rejected
+    await ticket.prefiller()              which prefiller gets the probe
+    ticket.prefilled(n) | .prefill_failed()
+    await ticket.admission()              which decode worker, when the policy has decided
+    ticket.progress(n)                    per read of the worker's stream
+    ticket.requeue()                      decode ended early: once more from the prefill on
+    ticket.finish(outcome)                leaves, from any phase, once
+
+Every call runs to its end without awaiting, so between reading the snapshot and acting on it nothing else happens. A
+lifecycle never sees the scheduler, so relays can move into processes of their own behind these calls.
+
+The ledger also owns the events that the dispatchers sleep on. It sets them where the state changes; the dispatchers
+clear them where they have looked.
+"""
+
+import asyncio
+
+from balanceroute.core.scheduler import Scheduler
+from balanceroute.core.types import (
+    Admit,
+    Outcome,
+    Phase,
+    Prefill,
+    RejectReason,
+    Release,
+    RequestSpec,
+    WorkerSpec,
+    WorkerState,
+)
+from balanceroute.errors import BalanceRouteError, Draining, NoHealthyWorkers, QueueFull, QueueTimeout, Rejected
+from balanceroute.proxy.forecasts import Forecasts
+
+RETRY_AFTER_S = 1.0
+
+
+def rejection(reason: RejectReason) -> Rejected:
+    """The error that a client gets for a refusal of the core."""
+    if reason is RejectReason.QUEUE_FULL:
+        return QueueFull("Too many requests are waiting; try again shortly.", retry_after_s=RETRY_AFTER_S)
+    if reason is RejectReason.DRAINING:
+        return Draining("The router is shutting down.", retry_after_s=RETRY_AFTER_S)
+    return NoHealthyWorkers("No healthy worker can serve the request now.", retry_after_s=5.0)
+
+
+class Ticket:
+    """One request's place in the scheduler, from `submit` to its single `finish`.
+
+    `left` is its Release once it has left, by its own `finish` or because it expired.
+    """
+
+    __slots__ = ("_answer", "_ledger", "_waiter", "arrived_s", "id", "left", "pooled_s")
+
+    def __init__(self, ledger: "Ledger", request_id: str, now: float) -> None:
+        self.id = request_id
+        self.left: Release | None = None
+        self.arrived_s = now
+        self.pooled_s = 0.0
+        self._ledger = ledger
+        self._answer: str | BalanceRouteError | None = None
+        self._waiter: asyncio.Future[None] | None = None
+
+    async def prefiller(self) -> str:
+        """Wait for the prefiller that gets the probe. Raises: QueueTimeout."""
+        return await self._wait()
+
+    async def admission(self) -> str:
+        """Wait for the decode worker. Raises: QueueTimeout."""
+        return await self._wait()
+
+    def prefilled(self, prompt_tokens: int, prompt_key: str) -> None:
+        """The probe was answered: the request waits in the pool."""
+        ledger = self._ledger
+        now = self.pooled_s = ledger.now()
+        expected = None if ledger.forecasts is None else ledger.forecasts.initial(prompt_tokens, prompt_key)
+        ledger.scheduler.prefilled(self.id, prompt_tokens, now, expected)
+        ledger.pool_filled()
+
+    def prefill_failed(self) -> None:
+        """The probe failed: the request queues again."""
+        self._ledger.scheduler.prefill_failed(self.id, self._ledger.now())
+        self._ledger.prefill_capacity_changed()
+
+    def progress(self, tokens: int) -> None:
+        """So many more tokens have been generated. O(1)."""
+        self._ledger.scheduler.progress(self.id, tokens, self._ledger.now())
+
+    def requeue(self) -> Release:
+        """The decode ended early, or the pinned KV was lost: queue for a prefill again."""
+        release = self._ledger.scheduler.requeue(self.id, self._ledger.now())
+        self._ledger.released(release)
+        return release
+
+    def finish(self, outcome: Outcome, reason: str = "") -> Release:
+        """Leave. `reason` is the engine's finish reason, for the predictor. Raises InvariantError when gone."""
+        ledger = self._ledger
+        if ledger.forecasts is not None:
+            ledger.forecasts.finished(ledger.scheduler.snapshot.requests.get(self.id), reason or outcome.value)
+        release = self.left = ledger.scheduler.finish(self.id, outcome, ledger.now())
+        del ledger.tickets[self.id]
+        ledger.released(release)
+        return release
+
+    # -- the dispatchers' side
+
+    def answer(self, answer: str | BalanceRouteError) -> None:
+        """Tell the waiting lifecycle: a worker's id, or why there won't be one."""
+        self._answer = answer
+        waiter = self._waiter
+        if waiter is not None and not waiter.done():
+            waiter.set_result(None)
+
+    async def _wait(self) -> str:
+        while self._answer is None:
+            self._waiter = self._ledger.loop.create_future()
+            try:
+                await self._waiter
+            finally:
+                self._waiter = None
+        answer, self._answer = self._answer, None
+        if isinstance(answer, BalanceRouteError):
+            raise answer
+        return answer
+
+
+class Ledger:
+    """All tickets of one scheduler, and the events between lifecycles and dispatchers."""
+
+    def __init__(
+        self, scheduler: Scheduler, loop: asyncio.AbstractEventLoop, forecasts: Forecasts | None = None
+    ) -> None:
+        self.scheduler, self.loop, self.forecasts = scheduler, loop, forecasts
+        self.now = loop.time
+        self.tickets: dict[str, Ticket] = {}
+        self.prefill_event = asyncio.Event()  # a queued request may now find a prefiller
+        self.pool_not_empty = asyncio.Event()
+        self.slot_freed = asyncio.Event()  # a decision could turn out differently than the last one
+        self._waits_for_slots = scheduler.policy.waits_for_slots
+
+    def submit(self, spec: RequestSpec) -> Ticket:
+        """A request arrives. Raises: Rejected: QueueFull, NoHealthyWorkers, Draining."""
+        now = self.now()
+        refused = self.scheduler.submit(spec, now)
+        if refused is not None:
+            raise rejection(refused.reason)
+        ticket = self.tickets[spec.id] = Ticket(self, spec.id, now)
+        if len(self.scheduler.snapshot.queued) == 1:
+            self.dispatch()  # nobody waits before it: prefillers are given out one by one, so there is nothing to batch
+        else:
+            self.prefill_event.set()
+        return ticket
+
+    def dispatch(self) -> list[Prefill]:
+        """Give queued requests to prefillers, as far as these take them."""
+        prefills = self.scheduler.dispatch(self.now())
+        for prefill in prefills:
+            self.tickets[prefill.request].answer(prefill.worker)
+        return prefills
+
+    def admit(self) -> list[Admit]:
+        """One decision over the pool, with what the predictor says now."""
+        scheduler, now = self.scheduler, self.now()
+        if self.forecasts is not None:
+            due = scheduler.due_refreshes()
+            for tracker, expected in zip(due, self.forecasts.refresh(due), strict=True):
+                scheduler.refresh(tracker.id, expected, now)
+        admissions = scheduler.admit(now)
+        for admission in admissions:
+            self.tickets[admission.request].answer(admission.worker)
+        if admissions:
+            self.prefill_event.set()  # the pool has room again
+        return admissions
+
+    def expire(self) -> list[Ticket]:
+        """End what has waited too long; the lifecycles are told."""
+        expired = []
+        for release in self.scheduler.expire(self.now()):
+            ticket = self.tickets.pop(release.request)
+            ticket.left = release
+            where = "a decode slot" if release.phase is Phase.POOLED else "a prefiller"
+            ticket.answer(QueueTimeout(f"The request waited too long for {where}.", retry_after_s=RETRY_AFTER_S))
+            self.released(release)
+            expired.append(ticket)
+        return expired
+
+    # -- workers
+
+    def add_worker(self, spec: WorkerSpec) -> None:
+        """A worker joins."""
+        self.scheduler.add_worker(spec, self.now())
+        self.capacity_changed()
+
+    def set_worker_state(self, worker_id: str, state: WorkerState) -> None:
+        """A worker may do more or less than before."""
+        self.scheduler.set_worker_state(worker_id, state, self.now())
+        self.capacity_changed()
+
+    def report_prefiller(self, worker_id: str, kv_usage: float) -> None:
+        """A sample of a prefiller's KV usage."""
+        self.scheduler.report_prefiller(worker_id, kv_usage, self.now())
+        self.prefill_capacity_changed()
+
+    # -- the events
+
+    @property
+    def decision_possible(self) -> bool:
+        """Whether the policy could admit something: there is a free slot, or it doesn't wait for one."""
+        return not self._waits_for_slots or self.scheduler.snapshot.free_slots > 0
+
+    def pool_filled(self) -> None:
+        """A request has come into the pool."""
+        self.pool_not_empty.set()
+        if self.decision_possible:
+            self.slot_freed.set()
+
+    def prefill_capacity_changed(self) -> None:
+        """A prefiller may take a request that it couldn't before."""
+        if self.scheduler.snapshot.queued:
+            self.prefill_event.set()
+
+    def capacity_changed(self) -> None:
+        """Some worker may take a request that it couldn't before."""
+        self.prefill_capacity_changed()
+        self.slot_freed.set()
+
+    def released(self, release: Release) -> None:
+        """A request has left its phase: whoever waited for what it held is woken."""
+        self.prefill_capacity_changed()
+        if release.phase is Phase.DECODING:
+            self.slot_freed.set()

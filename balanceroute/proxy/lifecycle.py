@@ -1,0 +1,549 @@
+"""One request from its arrival to its single finish.
+
+A `Leg` is one prompt with one answer, the only shape that a KV transfer can carry. It runs inside the task of whoever
+serves the client and is the only place where a request's phases follow each other:
+
+    submit -> [ wait for a prefiller -> probe -> pool, wait for a slot -> decode, relay ] -> finish
+                     ^------ probe failed ---'                                 |
+                     '-------- recomputed, decoder lost: prompt + ids so far --'
+
+Three rules:
+
+**Once.** `finish` is called in one `finally`, whatever happened; everything else that the leg holds (connections,
+circuit verdicts) is released in the scope that took it. Releasing never awaits, so it can't be cancelled half-way.
+
+**Status before bytes.** The decoder's stream is read until there is something for the client or the stream has ended;
+only then `Outlet.start` is called. Up to that point a failure is another try or a status.
+
+**Parameters once.** `_unspent` holds the prefiller's kv_transfer_params from its answer until a decoder may have seen
+them. If the request leaves while it still holds them, the KV is drained.
+
+Timeouts cost nothing per event: the leg keeps two deadlines as plain numbers, and the reaper, which looks at all legs
+a few times per second, interrupts those that are late (`interrupt`).
+"""
+
+import asyncio
+import logging
+import math
+import random
+from typing import Any, Final, Protocol
+
+import orjson
+
+from balanceroute.core.types import Outcome, RequestSpec
+from balanceroute.errors import (
+    BadUpstreamReply,
+    BalanceRouteError,
+    ConnectFailed,
+    QueueTimeout,
+    UpstreamError,
+    UpstreamStatus,
+    UpstreamTimeout,
+)
+from balanceroute.proxy.answers import correct_answer
+from balanceroute.proxy.drainer import Drain
+from balanceroute.proxy.fleet import Worker
+from balanceroute.proxy.ledger import Ticket
+from balanceroute.proxy.payloads import ClientRequest, PrefillResult, parse_probe_reply, resume
+from balanceroute.proxy.relay import relay
+from balanceroute.proxy.responses import Send
+from balanceroute.proxy.services import Services
+from balanceroute.proxy.sse import EventScanner, StreamEnd
+from balanceroute.proxy.upstream import Reply
+
+log = logging.getLogger(__name__)
+
+REPLY_LIMIT: Final = 256 * 2**20  # an unstreamed answer with logprobs and the prompt's ids; more is a fault
+ERROR_LIMIT: Final = 2**20
+_JSON = (b"content-type", b"application/json")
+_NOTHING_YET: Final = EventScanner()  # stands for the scanner until the first prefill is done
+_draws = random.Random()  # jitter of backoffs: no decision depends on it
+
+
+class Outlet(Protocol):
+    """Where a leg's answer goes."""
+
+    @property
+    def started(self) -> bool:
+        """Whether the client has seen the status; from then on nothing can be taken back."""
+        ...
+
+    @property
+    def ends_response(self) -> bool:
+        """Whether the stream's [DONE] ends the client's response too."""
+        ...
+
+    async def start(self) -> None:
+        """The first bytes are about to come."""
+        ...
+
+    @property
+    def send(self) -> Send:
+        """Takes ASGI body messages with whole events."""
+        ...
+
+    async def whole(self, body: bytes) -> None:
+        """An unstreamed answer."""
+        ...
+
+
+class NothingPinned(BadUpstreamReply):
+    """The prefiller answered without kv_transfer_params: sent on, a decoder would prefill by itself."""
+
+
+class DeadlineExceeded(UpstreamTimeout):
+    """The request as a whole took too long."""
+
+    retryable = False
+
+
+class ClientStalled(BalanceRouteError):
+    """The client has stopped reading."""
+
+
+class Leg:
+    """One single-prompt, single-answer request; `run` is its whole life."""
+
+    __slots__ = (
+        "_failures",
+        "_headers",
+        "_interruption",
+        "_key",
+        "_original",
+        "_outlet",
+        "_reply",
+        "_s",
+        "_scanner_options",
+        "_task",
+        "_ticket",
+        "_tries",
+        "_unspent",
+        "deadline_s",
+        "decode_wait_s",
+        "first_token_s",
+        "id",
+        "last_token_s",
+        "outcome",
+        "prefill_wait_s",
+        "prefiller",
+        "prompt_tokens",
+        "recomputes",
+        "request",
+        "scanner",
+        "stage_deadline_s",
+        "stalled_since_s",
+        "worker",
+    )
+
+    def __init__(
+        self,
+        services: Services,
+        request_id: str,
+        request: ClientRequest,
+        outlet: Outlet,
+        headers: list[tuple[bytes, bytes]],
+        *,
+        prompt_key: str = "",
+        deadline_s: float = math.inf,
+        scanner_options: dict[str, Any] | None = None,
+    ) -> None:
+        """`headers` go to the workers as they are; `scanner_options` are for an answer made of several legs."""
+        self.id, self.request, self.deadline_s = request_id, request, deadline_s
+        self.scanner = _NOTHING_YET
+        self._scanner_options = scanner_options or {}
+        self.outcome = Outcome.FAILED
+        self.prefiller = self.worker = ""
+        self.prompt_tokens, self.recomputes = 0, 0
+        self.prefill_wait_s = self.decode_wait_s = 0.0
+        self.first_token_s = self.last_token_s = 0.0
+        self.stage_deadline_s = self.stalled_since_s = math.inf
+        self._s, self._outlet, self._headers, self._key = services, outlet, headers, prompt_key
+        self._original = request
+        self._ticket: Ticket | None = None
+        self._task: asyncio.Task[Any] | None = None
+        self._reply: Reply | None = None
+        self._unspent: bytes | None = None
+        self._interruption: BalanceRouteError | None = None
+        self._failures = {"prefill": 0, "decode": 0}
+        self._tries = 0
+
+    async def run(self) -> None:
+        """Serve the request: returns when its answer is complete.
+
+        Raises: Rejected, UpstreamError: what the client is to be told; `Outlet.started` says whether as a status or
+        as an event.
+        """
+        services = self._s
+        request = self.request
+        ticket = self._ticket = services.ledger.submit(
+            RequestSpec(self.id, request.prompt_tokens, request.priority, self._key)
+        )
+        self._task = asyncio.current_task()
+        services.legs.add(self)
+        try:
+            await self._serve(ticket)
+            self.outcome = Outcome.FINISHED
+        except QueueTimeout:
+            self.outcome = Outcome.EXPIRED
+            raise
+        except ClientStalled:
+            self.outcome = Outcome.CANCELLED
+            raise
+        except asyncio.CancelledError:
+            if not self._was_interrupted():
+                self.outcome = Outcome.FINISHED if self.scanner.end is StreamEnd.DONE else Outcome.CANCELLED
+                raise
+            raise self._interruption_error() from None
+        finally:
+            services.legs.discard(self)
+            self._leave(ticket)
+
+    def interrupt(self, error: BalanceRouteError) -> None:
+        """End the current stage with this error: the reaper found it late."""
+        if self._interruption is None and self._task is not None:
+            self._interruption = error
+            self._task.cancel()
+
+    @property
+    def blocked_by_client(self) -> bool:
+        """Whether the worker isn't read at the moment because the client doesn't read."""
+        return self._reply is not None and self._reply.paused
+
+    # -- the phases
+
+    async def _serve(self, ticket: Ticket) -> None:
+        while True:
+            result = await self._prefill(ticket)
+            self._unspent = result.kv_transfer_params
+            ticket.prefilled(result.prompt_tokens, self._key)
+            worker = self._s.fleet[await ticket.admission()]
+            self.decode_wait_s += self._s.ledger.now() - ticket.pooled_s
+            self.worker = worker.id
+            lost: UpstreamError | None = None
+            try:
+                if await self._decode(ticket, worker, result):
+                    return
+                worker.circuit.no_verdict()
+            except UpstreamError as error:
+                lost = error
+                await asyncio.sleep(self._judge(error, worker, "decode"))
+            self._s.metrics.recomputes.inc("recomputed" if lost is None else "worker_lost")
+            if not self._prepare_resume(result, lost):
+                await self._end_by_length()
+                return
+            self.recomputes += 1
+            release = ticket.requeue()
+            if release.prefiller is not None:
+                self._drain()
+
+    async def _prefill(self, ticket: Ticket) -> PrefillResult:
+        waiting_since_s = self._s.ledger.now()
+        while True:
+            worker = self._s.fleet[await ticket.prefiller()]
+            self.prefill_wait_s += self._s.ledger.now() - waiting_since_s
+            self.prefiller = worker.id
+            try:
+                result = await self._probe(worker)
+            except UpstreamError as error:
+                delay_s = self._judge(error, worker, "prefill")
+                await asyncio.sleep(delay_s)
+                waiting_since_s = self._s.ledger.now()
+                ticket.prefill_failed()
+            else:
+                if self.scanner is _NOTHING_YET:
+                    self.prompt_tokens = result.prompt_tokens
+                    self.scanner = self._new_scanner(result)
+                return result
+
+    def _new_scanner(self, result: PrefillResult) -> EventScanner:
+        request = self.request
+        return EventScanner(
+            want_token_ids=request.return_token_ids,
+            want_usage=request.include_usage or request.assembled,
+            want_continuous_usage=request.continuous_usage,
+            prompt_tokens=result.prompt_tokens,
+            cached_tokens=result.cached_tokens,
+            **self._scanner_options,
+        )
+
+    async def _probe(self, worker: Worker) -> PrefillResult:
+        config = self._s.config.limits
+        self._tries += 1
+        worker.in_use += 1
+        worker.circuit.used()
+        self.stage_deadline_s = self._s.ledger.now() + config.first_byte_timeout_s.prefill
+        try:
+            reply = await worker.upstream.request(
+                "POST",
+                self.request.path,
+                self._s.connector.probe(self.request),
+                self._headers_for(worker),
+                connect_timeout_s=config.connect_timeout_s,
+            )
+            body = await reply.read(REPLY_LIMIT)
+            if reply.status != 200:
+                raise _status_error(reply, body, worker, "prefill")
+            result = parse_probe_reply(body, worker=worker.id)
+            if result.kv_transfer_params is None:
+                raise NothingPinned("it returned no kv_transfer_params", worker=worker.id, stage="prefill")
+            worker.circuit.success()
+            return result
+        except asyncio.CancelledError:
+            worker.circuit.no_verdict()
+            if not self._was_interrupted():
+                raise
+            raise self._interruption_error() from None
+        finally:
+            self.stage_deadline_s = math.inf
+            worker.in_use -= 1
+
+    async def _decode(self, ticket: Ticket, worker: Worker, result: PrefillResult) -> bool:
+        """Let the worker decode; True when the answer is complete, False when it is to be resumed elsewhere."""
+        limits = self._s.config.limits
+        params = self._unspent
+        assert params is not None
+        now = self._s.ledger.now()
+        if worker.in_use == 0:
+            worker.progress_s = now
+        worker.in_use += 1
+        worker.circuit.used()
+        self.stage_deadline_s = now + limits.first_byte_timeout_s.decode
+        try:
+            body = self._s.connector.decode(self.request, params)
+            self._unspent = None
+            reply = await worker.upstream.request(
+                "POST",
+                self.request.path,
+                body,
+                self._headers_for(worker),
+                connect_timeout_s=limits.connect_timeout_s,
+            )
+            self._reply = reply
+            if reply.status != 200:
+                error = _status_error(reply, await reply.read(ERROR_LIMIT), worker, "decode")
+                if error.status < 500:
+                    self._unspent = params  # refused before the engine saw it: its KV is still pinned
+                raise error
+            if self.request.streams_upstream:
+                return await self._stream(ticket, worker, reply)
+            return await self._unstreamed(ticket, worker, reply, result)
+        except ConnectFailed as error:
+            if not error.sent:
+                self._unspent = params
+            raise
+        except asyncio.CancelledError:
+            worker.circuit.no_verdict()
+            if not self._was_interrupted():
+                raise
+            error_of_stage = self._interruption_error()
+            if self.scanner.end is StreamEnd.DONE:
+                return True
+            raise error_of_stage from None
+        finally:
+            if self._reply is not None and self.scanner.end is not StreamEnd.DONE:
+                self._reply.abort()
+            self._reply = None
+            self.stage_deadline_s = self.stalled_since_s = math.inf
+            worker.in_use -= 1
+
+    async def _stream(self, ticket: Ticket, worker: Worker, reply: Reply) -> bool:
+        scanner, outlet = self.scanner, self._outlet
+        counted = scanner.tokens
+        idle_s = self._s.config.limits.idle_timeout_s
+        now = self._s.ledger.now
+        progress = ticket.progress
+
+        def on_tokens(tokens: int) -> None:
+            at = self.last_token_s = worker.progress_s = now()
+            self.stage_deadline_s = at + idle_s
+            progress(tokens)
+
+        out = b""
+        while not out and scanner.end is None:
+            chunk = await reply.next_chunk()
+            if chunk is None:
+                scanner.close()
+                break
+            out = scanner.feed(chunk)
+            if scanner.tokens > counted:
+                on_tokens(scanner.tokens - counted)
+                counted = scanner.tokens
+        if scanner.end is not StreamEnd.ERROR and scanner.events:
+            worker.circuit.success()
+        if counted and not self.first_token_s:
+            self.first_token_s = now()
+        broken: UpstreamError | None = None
+        if out:
+            if not outlet.started:
+                await outlet.start()
+            broken = await relay(reply, scanner, outlet.send, on_tokens, first=out, ends_response=outlet.ends_response)
+            if not self.first_token_s and scanner.tokens:
+                self.first_token_s = self.last_token_s
+        return self._ended(worker, broken)
+
+    def _ended(self, worker: Worker, broken: UpstreamError | None) -> bool:
+        """Judge how the worker's stream ended: True complete, False recomputed. Raises: UpstreamError."""
+        end = self.scanner.end
+        if end is StreamEnd.DONE:
+            return True
+        if end is StreamEnd.ERROR:
+            raise _event_error(self.scanner.error or b"{}", worker)
+        if end is StreamEnd.NO_DONE:
+            return True  # the answer is whole; only the closing event is missing, and none is made up
+        if broken is not None:
+            raise broken
+        if end is StreamEnd.OVERSIZED:
+            raise BadUpstreamReply("an event is larger than any answer", worker=worker.id, stage="decode")
+        return False
+
+    async def _unstreamed(self, ticket: Ticket, worker: Worker, reply: Reply, result: PrefillResult) -> bool:
+        body = await reply.read(REPLY_LIMIT)
+        answer = correct_answer(self.request, body, worker=worker.id, cached_tokens=result.cached_tokens)
+        worker.circuit.success()
+        if answer.recomputed or answer.finish_reason is None:
+            return False  # nothing of it has reached the client: once more from its own prompt
+        now = self.last_token_s = worker.progress_s = self._s.ledger.now()
+        self.first_token_s = now
+        if answer.tokens:
+            ticket.progress(answer.tokens)
+        self.scanner.tokens, self.scanner.finish_reason = answer.tokens, answer.finish_reason
+        self.scanner.end = StreamEnd.DONE
+        await self._outlet.whole(answer.body)
+        return True
+
+    # -- failures
+
+    def _judge(self, error: UpstreamError, worker: Worker, stage: str) -> float:
+        """Take note of a failed try; returns how long to wait before the next. Raises `error` when it was the last."""
+        services, circuit = self._s, worker.circuit
+        if isinstance(error, DeadlineExceeded):
+            circuit.no_verdict()
+            raise error
+        now = services.ledger.now()
+        retry = services.config.retry
+        if isinstance(error, UpstreamStatus) and error.status < 500 and error.status != 429:
+            circuit.no_verdict()
+            raise error
+        services.metrics.upstream_errors.inc(worker.id, stage, _kind(error))
+        if isinstance(error, UpstreamStatus) and error.status in (429, 503):
+            circuit.busy(now, error.retry_after_s)
+        else:
+            circuit.fault(now)
+        log.debug("try failed", extra={"request": self.id, "worker": worker.id, "stage": stage, "error": str(error)})
+        self._failures[stage] += 1
+        last = self._failures[stage] >= retry.max_attempts
+        if last or (isinstance(error, NothingPinned) and self._failures[stage] > 1):
+            raise error
+        services.metrics.retries.inc(stage)
+        return _draws.uniform(0.0, min(retry.max_delay_s, retry.base_delay_s * 2.0 ** (self._failures[stage] - 1)))
+
+    def _prepare_resume(self, result: PrefillResult, error: UpstreamError | None) -> bool:
+        """Make the request that goes on where this life ended; False when its limit leaves nothing to generate.
+
+        Raises: `error`, or BadUpstreamReply, when it can't be resumed.
+        """
+        scanner = self.scanner
+        lost = error or BadUpstreamReply("the answer can't be resumed", worker=self.worker, stage="decode")
+        if self._outlet.started and error is not None and not self._s.config.retry.resume_on_worker_loss:
+            raise lost
+        scanner.resume()
+        if scanner.tokens == 0:
+            self.request = self._original
+            return True
+        prompt_ids = scanner.prompt_ids or result.prompt_token_ids
+        if not scanner.ids_exact or prompt_ids is None:
+            raise lost
+        try:
+            self.request = resume(
+                self._original,
+                prompt_ids[: self.prompt_tokens],
+                scanner.ids,
+                resume_key=self._s.connector.resume_key,
+            )
+        except ValueError:
+            return False
+        return True
+
+    async def _end_by_length(self) -> None:
+        """The limit was reached when the worker was lost: say so as a worker would have."""
+        out = self.scanner.feed(_closing_events(self._original, self.prompt_tokens, self.scanner.tokens))
+        if not self._outlet.started:
+            await self._outlet.start()
+        await self._outlet.send(
+            {"type": "http.response.body", "body": out, "more_body": not self._outlet.ends_response}
+        )
+
+    def _was_interrupted(self) -> bool:
+        """Whether the CancelledError under way is our own interruption, and nobody else's as well."""
+        if self._interruption is None or self._task is None:
+            return False
+        if self._task.uncancel() > 0:
+            self._interruption = None
+            return False
+        return True
+
+    def _interruption_error(self) -> BalanceRouteError:
+        error, self._interruption = self._interruption, None
+        assert error is not None
+        return error
+
+    # -- leaving
+
+    def _leave(self, ticket: Ticket) -> None:
+        release = ticket.left
+        if release is None:
+            release = ticket.finish(self.outcome, self.scanner.finish_reason or "")
+        if release.prefiller is not None:
+            self._drain()
+
+    def _drain(self) -> None:
+        """The request has left pinned KV behind: have it pulled, unless a decoder has been told to already."""
+        params, self._unspent = self._unspent, None
+        if params is not None:
+            self._s.drainer.drain(Drain(self.id, self.request, params, tuple(self._headers)))
+
+    def _headers_for(self, worker: Worker) -> list[tuple[bytes, bytes]]:
+        tries = self._tries
+        upstream_id = self.id if tries == 1 else f"{self.id}-{tries}"
+        return [_JSON, (b"x-request-id", upstream_id.encode()), *self._headers, *worker.rank_header]
+
+
+def _closing_events(request: ClientRequest, prompt_tokens: int, tokens: int) -> bytes:
+    chat = request.endpoint == "chat"
+    head = {
+        "id": "",
+        "object": "chat.completion.chunk" if chat else "text_completion",
+        "created": 0,
+        "model": request.model,
+    }
+    part: dict[str, Any] = {"delta": {}} if chat else {"text": ""}
+    choice = {"index": 0, **part, "logprobs": None, "finish_reason": "length", "stop_reason": None}
+    usage = {"prompt_tokens": prompt_tokens, "completion_tokens": tokens, "total_tokens": prompt_tokens + tokens}
+    events: tuple[dict[str, Any], ...] = ({**head, "choices": [choice]}, {**head, "choices": [], "usage": usage})
+    return b"".join(b"data: %s\n\n" % orjson.dumps(event) for event in events) + b"data: [DONE]\n\n"
+
+
+def _status_error(reply: Reply, body: bytes, worker: Worker, stage: str) -> UpstreamStatus:
+    error = UpstreamStatus(f"status {reply.status}", worker=worker.id, stage=stage, status=reply.status, body=body)
+    wanted = reply.header(b"retry-after")
+    if wanted is not None and wanted.isdigit():
+        error.retry_after_s = float(wanted)
+    return error
+
+
+def _event_error(payload: bytes, worker: Worker) -> UpstreamStatus:
+    """An error event as the error that it would have been as a status."""
+    try:
+        told = orjson.loads(payload).get("error")
+        code = told.get("code") if isinstance(told, dict) else None
+    except (ValueError, AttributeError):
+        code = None
+    status = code if isinstance(code, int) and 400 <= code <= 599 else 502
+    return UpstreamStatus("error event", worker=worker.id, stage="decode", status=status, body=payload)
+
+
+def _kind(error: UpstreamError) -> str:
+    if isinstance(error, UpstreamStatus):
+        return f"status_{error.status // 100}xx"
+    names = {ConnectFailed: "connect", UpstreamTimeout: "timeout", BadUpstreamReply: "bad_reply"}
+    return next((name for kind, name in names.items() if isinstance(error, kind)), "other")

@@ -1,0 +1,152 @@
+"""What `/metrics` shows, in a registry of its own.
+
+Per request: a handful of counters and histograms, bound once (`instruments.py`). Per token: nothing. Everything that
+is a state (loads, slots, waiting requests) is read from the snapshot at the moment of the scrape, so it can't drift
+and a worker's series go when the worker goes.
+"""
+
+from collections.abc import Iterable, Iterator
+
+from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client.core import GaugeMetricFamily, InfoMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from balanceroute import __version__
+from balanceroute.core.snapshot import ClusterSnapshot
+from balanceroute.core.types import Outcome, WorkerState
+from balanceroute.proxy.instruments import CounterFamily, HistogramFamily
+
+_SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 25.0, 50.0, 100.0, 250.0)
+_TOKEN_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.03, 0.04, 0.05, 0.075, 0.1, 0.15, 0.25, 0.5, 1.0, 2.5)
+_DECISION_SECONDS = (1e-5, 2.5e-5, 5e-5, 1e-4, 2.5e-4, 5e-4, 1e-3, 2.5e-3, 5e-3, 1e-2, 2.5e-2, 1e-1)
+_STATES = {WorkerState.DOWN: 0.0, WorkerState.DRAINING: 1.0, WorkerState.UP: 2.0}
+
+
+class Metrics(Collector):
+    """Every metric of one router; `registry` is what the exposition is made from."""
+
+    def __init__(self, snapshot: ClusterSnapshot, policy: str) -> None:
+        self._snapshot, self._policy = snapshot, policy
+        self.requests = CounterFamily("balanceroute_requests", "Client requests that ended.", ["outcome"])
+        self.tokens = CounterFamily("balanceroute_generated_tokens", "Tokens generated for clients.")
+        self.admissions = CounterFamily(
+            "balanceroute_admissions",
+            "Requests bound to a decode worker, by stage of the decision.",
+            ["worker", "kind"],
+        )
+        self.upstream_errors = CounterFamily(
+            "balanceroute_upstream_errors", "Failures of workers, by stage and kind.", ["worker", "stage", "kind"]
+        )
+        self.retries = CounterFamily("balanceroute_retries", "Second and later tries, by stage.", ["stage"])
+        self.recomputes = CounterFamily(
+            "balanceroute_recomputes", "Requests sent back through prefill with what they had generated.", ["kind"]
+        )
+        self.drains = CounterFamily(
+            "balanceroute_kv_drains", "Pinned prefill KV pulled and dropped for requests that left.", ["outcome"]
+        )
+        self.scrapes_failed = CounterFamily(
+            "balanceroute_scrape_failures", "Reads of a worker's /metrics that failed.", ["worker"]
+        )
+        self.tasks_failed = CounterFamily(
+            "balanceroute_internal_errors", "Bugs of ours: logged with a state snapshot.", ["where"]
+        )
+        self._ttft = HistogramFamily("balanceroute_request_ttft_seconds", "Arrival to first token.", _SECONDS)
+        self._tpot = HistogramFamily(
+            "balanceroute_request_tpot_seconds", "(last token - first token) / (tokens - 1).", _TOKEN_SECONDS
+        )
+        self._duration = HistogramFamily("balanceroute_request_duration_seconds", "Arrival to end.", _SECONDS)
+        self._waits = HistogramFamily(
+            "balanceroute_wait_seconds", "Waits in the router: for a prefiller, for a slot.", _SECONDS, "stage"
+        )
+        self._admit = HistogramFamily(
+            "balanceroute_admit_duration_seconds", "One decision over the whole pool.", _DECISION_SECONDS
+        )
+        self.ttft, self.tpot = self._ttft.child(), self._tpot.child()
+        self.duration, self.admit_duration = self._duration.child(), self._admit.child()
+        self.prefill_wait, self.decode_wait = self._waits.child("prefill"), self._waits.child("decode")
+        for outcome in Outcome:
+            self.requests.inc(outcome.value, by=0)
+        self.orphaned_kv = 0
+        self.registry = CollectorRegistry(auto_describe=False)
+        self.registry.register(self)
+
+    def forget_worker(self, worker_id: str) -> None:
+        """A worker has left: its series end."""
+        for family in (self.admissions, self.upstream_errors, self.scrapes_failed):
+            family.forget(worker_id)
+
+    def exposition(self) -> bytes:
+        """The text format of all metrics."""
+        return generate_latest(self.registry)
+
+    def describe(self) -> Iterable[Metric]:
+        """Names and helps, for documentation tests."""
+        return self.collect()
+
+    def collect(self) -> Iterator[Metric]:
+        """Everything, as it is now."""
+        for counter in (
+            self.requests,
+            self.tokens,
+            self.admissions,
+            self.upstream_errors,
+            self.retries,
+            self.recomputes,
+            self.drains,
+            self.scrapes_failed,
+            self.tasks_failed,
+        ):
+            yield counter.family()
+        for histogram in (self._ttft, self._tpot, self._duration, self._waits, self._admit):
+            yield histogram.family()
+        yield from self._snapshot_gauges()
+        yield _gauge(
+            "balanceroute_kv_orphans",
+            "Pinned prefill KV that could not be drained and waits for the connector's timeout.",
+            self.orphaned_kv,
+        )
+        build = InfoMetricFamily("balanceroute_build", "What runs.")
+        build.add_metric([], {"version": __version__, "policy": self._policy})
+        yield build
+
+    def _snapshot_gauges(self) -> Iterator[Metric]:
+        snapshot = self._snapshot
+        load = GaugeMetricFamily("balanceroute_decode_load_tokens", "L_g: KV tokens on a worker.", labels=["worker"])
+        active = GaugeMetricFamily("balanceroute_decode_active_requests", "Requests on a worker.", labels=["worker"])
+        states = GaugeMetricFamily(
+            "balanceroute_worker_state", "2 up, 1 draining or resting, 0 down.", labels=["worker", "stage"]
+        )
+        usage = GaugeMetricFamily(
+            "balanceroute_prefill_kv_usage_ratio", "KV usage of a prefiller; 1 if unknown.", labels=["worker"]
+        )
+        pinned = GaugeMetricFamily(
+            "balanceroute_prefill_pinned_tokens", "KV tokens pinned on a prefiller for us.", labels=["worker"]
+        )
+        for worker in snapshot.workers:
+            load.add_metric([worker.spec.id], worker.load)
+            active.add_metric([worker.spec.id], len(worker.active))
+            states.add_metric([worker.spec.id, "decode"], _STATES[worker.state])
+        for prefiller in snapshot.prefillers:
+            usage.add_metric([prefiller.spec.id], prefiller.kv_usage)
+            pinned.add_metric([prefiller.spec.id], prefiller.pinned_tokens)
+            states.add_metric([prefiller.spec.id, "prefill"], _STATES[prefiller.state])
+        yield from (load, active, states, usage, pinned)
+        loads = [worker.load for worker in snapshot.workers if worker.state is not WorkerState.DOWN]
+        envelope = max(loads, default=0)
+        yield _gauge("balanceroute_decode_envelope_tokens", "M: the largest load.", envelope)
+        yield _gauge("balanceroute_decode_imbalance_tokens", "I = G * M - sum(L).", len(loads) * envelope - sum(loads))
+        waiting = GaugeMetricFamily(
+            "balanceroute_waiting_requests", "Requests that wait in the router.", labels=["stage"]
+        )
+        prefilling = sum(prefiller.inflight for prefiller in snapshot.prefillers)
+        for stage, count in (
+            ("queued", len(snapshot.queued)),
+            ("prefilling", prefilling),
+            ("pooled", len(snapshot.pool)),
+        ):
+            waiting.add_metric([stage], count)
+        yield waiting
+
+
+def _gauge(name: str, help_text: str, value: float) -> Metric:
+    return GaugeMetricFamily(name, help_text, value=value)

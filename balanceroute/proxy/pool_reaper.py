@@ -1,0 +1,54 @@
+"""The fourth coroutine: whatever has waited too long.
+
+    in the queue or the pool    expired by the scheduler; the client gets a 503, pinned KV is drained
+    at a worker                 the first byte, or the next token, is late: that try has failed
+    at the client               it has stopped reading with a full buffer: cut off
+    altogether                  the request's own deadline: 504, or an error event
+    leaving workers             forgotten once they hold nothing
+
+A few looks per second at two numbers per request replace a timer per request and stage.
+"""
+
+import asyncio
+from typing import Final
+
+from balanceroute.errors import UpstreamTimeout
+from balanceroute.proxy.lifecycle import ClientStalled, DeadlineExceeded, Leg
+from balanceroute.proxy.services import Services
+
+PERIOD_S: Final = 0.25
+
+
+class PoolReaper:
+    """Looks every `PERIOD_S`."""
+
+    def __init__(self, services: Services) -> None:
+        self._s = services
+
+    async def run(self) -> None:
+        """Until cancelled."""
+        while True:
+            await asyncio.sleep(PERIOD_S)
+            self.look()
+
+    def look(self) -> None:
+        """One look at everything that waits."""
+        self._s.ledger.expire()
+        self._s.fleet.sweep()
+        now = self._s.ledger.now()
+        for leg in list(self._s.legs):
+            self._look_at(leg, now)
+
+    def _look_at(self, leg: Leg, now: float) -> None:
+        if now > leg.deadline_s:
+            leg.interrupt(DeadlineExceeded("the request took too long", worker=leg.worker, stage=""))
+        elif leg.blocked_by_client:
+            # the worker isn't read, so its silence proves nothing
+            leg.stage_deadline_s = now + self._s.config.limits.idle_timeout_s
+            leg.stalled_since_s = min(leg.stalled_since_s, now)
+            if now - leg.stalled_since_s > self._s.config.limits.client_stall_timeout_s:
+                leg.interrupt(ClientStalled("the client has stopped reading"))
+        elif now > leg.stage_deadline_s:
+            leg.interrupt(UpstreamTimeout("no answer in time", worker=leg.worker or leg.prefiller, stage="decode"))
+        else:
+            leg.stalled_since_s = float("inf")

@@ -1,0 +1,99 @@
+"""The process around the application: uvicorn on uvloop, one worker, and what signals mean.
+
+    SIGTERM, SIGINT     drain: readiness fails, new requests get 503 with Retry-After, running ones may finish within
+                        `lifecycle.drain_timeout_s`, then they are aborted
+    the same again      end now
+    SIGHUP              reload what may change (`reload.py`)
+"""
+
+import asyncio
+import logging
+import signal
+from collections.abc import Callable
+
+import uvicorn
+
+from balanceroute.config import Config
+from balanceroute.errors import ConfigError
+from balanceroute.proxy.app import RouterApp
+from balanceroute.proxy.services import Services
+
+log = logging.getLogger(__name__)
+
+_LOOK_S = 0.05
+
+
+class Server(uvicorn.Server):
+    """uvicorn's server whose stop is a drain first."""
+
+    def __init__(self, app: RouterApp, config: Config, on_reload: Callable[[Services], None] | None = None) -> None:
+        listen, limits = config.listen, config.limits
+        super().__init__(
+            uvicorn.Config(
+                app,
+                host=listen.host,
+                port=listen.port,
+                loop="uvloop",
+                http="httptools",
+                ws="none",
+                lifespan="on",
+                access_log=False,
+                log_config=None,
+                proxy_headers=False,
+                server_header=False,
+                backlog=4096,
+                timeout_keep_alive=int(limits.client_keep_alive_s),
+                limit_concurrency=limits.max_connections,
+                timeout_graceful_shutdown=5,
+            )
+        )
+        self._app, self._router_config, self._on_reload = app, config, on_reload
+        self._drain: asyncio.Task[None] | None = None
+
+    def handle_exit(self, sig: int, frame: object) -> None:
+        """The first signal drains, the second ends."""
+        services = getattr(self._app, "services", None)
+        if services is None or self._drain is not None or self.should_exit:
+            log.warning("ending now", extra={"signal": sig})
+            self.should_exit = self.force_exit = True
+            return
+        services.ledger.scheduler.draining = True
+        log.warning("draining", extra={"signal": sig, "requests": services.exchanges})
+        self._drain = services.loop.create_task(self._until_drained(services))
+
+    async def _until_drained(self, services: Services) -> None:
+        deadline = services.loop.time() + services.config.lifecycle.drain_timeout_s
+        while (services.exchanges or services.drainer.pending) and services.loop.time() < deadline:
+            await asyncio.sleep(_LOOK_S)
+        if services.exchanges:
+            log.warning("aborting requests", extra={"requests": services.exchanges})
+            services.abort_all()
+            await asyncio.sleep(_LOOK_S)  # their error events go out
+        self.should_exit = True
+
+    async def startup(self, sockets: list[object] | None = None) -> None:  # type: ignore[override]
+        """Listen, and say where."""
+        await super().startup(sockets=sockets)  # type: ignore[arg-type]
+        if self.started:
+            sock = self.servers[0].sockets[0].getsockname()
+            log.info("listening", extra={"host": sock[0], "port": sock[1]})
+            if self._on_reload is not None:
+                asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, self._reload)
+
+    def _reload(self) -> None:
+        assert self._on_reload is not None
+        try:
+            self._on_reload(self._app.services)
+        except ConfigError as error:
+            log.warning("reload refused", extra={"error": str(error)})
+
+
+def serve(app: RouterApp, config: Config, on_reload: Callable[[Services], None] | None = None) -> None:
+    """Run until a signal ends it. Raises: ConfigError: the address cannot be listened on."""
+    server = Server(app, config, on_reload)
+    try:
+        server.run()
+    except SystemExit:
+        raise ConfigError(f"listen: cannot listen on {config.listen.host}:{config.listen.port}") from None
+    if not server.started:
+        raise ConfigError(f"listen: cannot start on {config.listen.host}:{config.listen.port}")

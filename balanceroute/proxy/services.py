@@ -1,0 +1,37 @@
+"""What every request of one router shares, made once by `app.create_app`'s lifespan."""
+
+import asyncio
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from balanceroute.config import Config
+from balanceroute.proxy.connectors import Connector
+from balanceroute.proxy.drainer import Drainer
+from balanceroute.proxy.fleet import Fleet
+from balanceroute.proxy.forecasts import Forecasts
+from balanceroute.proxy.ledger import Ledger
+from balanceroute.proxy.metrics import Metrics
+
+if TYPE_CHECKING:
+    from balanceroute.proxy.lifecycle import Leg
+
+
+@dataclass(slots=True, eq=False)
+class Services:
+    """The parts of a running router; `config` is replaced by a reload, the rest stays."""
+
+    config: Config
+    ledger: Ledger
+    fleet: Fleet
+    metrics: Metrics
+    drainer: Drainer
+    connector: Connector
+    forecasts: Forecasts | None = None
+    legs: "set[Leg]" = field(default_factory=set)
+    exchanges: int = 0  # client requests under way
+    strict: bool = False  # tests: our own bugs are fatal
+
+    @property
+    def loop(self) -> asyncio.AbstractEventLoop:
+        """The one event loop."""
+        return self.ledger.loop

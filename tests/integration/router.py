@@ -1,0 +1,126 @@
+"""A router in front of an emulated cluster, both in the test's own event loop, over loopback sockets."""
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import httpx
+import uvicorn
+
+from balanceroute.config import Config, validate
+from balanceroute.emulator import ClusterShape, EmulatedCluster
+from balanceroute.proxy.app import RouterApp, create_app
+from balanceroute.proxy.forecasts import Forecasts
+
+
+@dataclass(frozen=True, slots=True)
+class Router:
+    """A running router: its client, its application, the cluster behind it."""
+
+    client: httpx.AsyncClient
+    app: RouterApp
+    cluster: EmulatedCluster
+    url: str
+
+    async def state(self) -> dict[str, Any]:
+        return (await self.client.get("/state")).json()
+
+    async def settled(self, timeout_s: float = 10.0) -> None:
+        """Wait until neither router nor cluster holds anything; fails with what is left."""
+        services = self.app.services
+        try:
+            async with asyncio.timeout(timeout_s):
+                while not self._empty():  # noqa: ASYNC110
+                    await asyncio.sleep(0.01)
+        except TimeoutError:
+            raise AssertionError(f"still held: {await self.state()} {self.cluster.state()}") from None
+        services.ledger.scheduler.snapshot.check_invariants()
+        assert services.legs == set()
+        assert services.ledger.tickets == {}
+        assert all(worker.in_use == 0 for worker in services.fleet)
+
+    def _empty(self) -> bool:
+        services = self.app.services
+        snapshot = services.ledger.scheduler.snapshot
+        return (
+            not snapshot.requests
+            and services.exchanges == 0
+            and services.drainer.pending == 0
+            and all(p.inflight == 0 and p.pinned == 0 for p in snapshot.prefillers)
+            and self.cluster.idle()
+        )
+
+
+def configuration(cluster: EmulatedCluster, **overrides: Any) -> Config:
+    """A configuration for this cluster; overrides are sections or plain settings."""
+    shape = cluster.shape
+    ranks = shape.ranks_per_url
+    tree: dict[str, Any] = {
+        "connector": str(shape.connector),
+        "prefill": {"workers": [{"url": url} for url in cluster.prefill_urls], "poll_interval_s": 0.2},
+        "decode": {
+            "workers": [
+                {"url": url, "dp_rank": rank} if ranks > 1 else {"url": url}
+                for url in cluster.decode_urls
+                for rank in range(ranks)
+            ],
+            "max_num_seqs": shape.max_num_seqs,
+        },
+        "routing": {"policy": "br_0"},
+        "predictor": {"kind": "none"},
+        "health": {"interval_s": 0.2},
+    }
+    for name, value in overrides.items():
+        tree[name] = {**tree.get(name, {}), **value} if isinstance(value, dict) else value
+    return validate(tree)
+
+
+@asynccontextmanager
+async def served(app: RouterApp) -> AsyncIterator[str]:
+    """Serve an application on a free loopback port; yields its URL."""
+    config = uvicorn.Config(
+        app,
+        host="127.0.0.1",
+        port=0,
+        http="httptools",
+        ws="none",
+        access_log=False,
+        log_config=None,
+        proxy_headers=False,
+    )
+    server = uvicorn.Server(config)
+    server.install_signal_handlers = lambda: None  # type: ignore[attr-defined]
+    task = asyncio.get_running_loop().create_task(server._serve())
+    while not server.started:
+        if task.done():
+            task.result()
+        await asyncio.sleep(0.005)
+    try:
+        yield f"http://127.0.0.1:{server.servers[0].sockets[0].getsockname()[1]}"
+    finally:
+        server.should_exit = True
+        await task
+
+
+@asynccontextmanager
+async def running(
+    shape: ClusterShape | None = None,
+    *,
+    forecasts: Forecasts | None = None,
+    adjust: Callable[[Config], Config] = lambda config: config,
+    **overrides: Any,
+) -> AsyncIterator[Router]:
+    """Run a cluster of this shape and a router in front of it."""
+    async with EmulatedCluster(shape or FAST) as cluster:
+        app = create_app(adjust(configuration(cluster, **overrides)), forecasts=forecasts, strict=True)
+        limits = httpx.Limits(max_connections=None, max_keepalive_connections=None)
+        async with (
+            served(app) as url,
+            httpx.AsyncClient(base_url=url, trust_env=False, timeout=30.0, limits=limits) as client,
+        ):
+            yield Router(client, app, cluster, url)
+
+
+FAST = ClusterShape(prefillers=2, decoders=4, max_num_seqs=8, time_scale=0.02)
