@@ -9,6 +9,7 @@ import socket
 import struct
 from dataclasses import dataclass, field
 from enum import StrEnum
+from typing import cast
 
 import httptools
 
@@ -61,8 +62,7 @@ class Connection(asyncio.Protocol):
         return self._transport is not None and not self._transport.is_closing()
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        assert isinstance(transport, asyncio.Transport)
-        self._transport = transport
+        self._transport = cast(asyncio.Transport, transport)  # uvloop's are none by inheritance
 
     async def exchange(self, ask: Ask, request: bytes) -> Answer:
         """Send a request and behave as it says."""
