@@ -16,6 +16,7 @@ from balanceroute.cli.emulate import emulate
 from balanceroute.cli.explain import explain
 from balanceroute.cli.load import load
 from balanceroute.cli.replay import replay
+from balanceroute.cli.serve import serve, spread_lists
 from balanceroute.errors import BalanceRouteError
 
 # what typer raises for a flag it cannot use; newer versions bring a click of their own, so that it has no
@@ -29,6 +30,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     add_completion=False,
 )
+app.command()(serve)
 app.command()(demo)
 app.command()(emulate)
 app.command()(replay)
@@ -59,7 +61,7 @@ def root(
 def main() -> None:
     """Run the command line; a deliberate error is one clear line and exit code 2."""
     try:
-        status = app(standalone_mode=False)
+        status = app(spread_lists(sys.argv[1:]), standalone_mode=False)
     except BalanceRouteError as error:
         print(f"balanceroute: {error}", file=sys.stderr)
         sys.exit(2)

@@ -16,10 +16,10 @@ from typing import Final
 
 from balanceroute.core.types import Role, WorkerState
 from balanceroute.errors import UpstreamError
+from balanceroute.proxy.connectors import Connector
 from balanceroute.proxy.fleet import Fleet, Worker
 from balanceroute.proxy.ledger import Ledger
 from balanceroute.proxy.metrics import Metrics
-from balanceroute.proxy.connectors import Connector
 from balanceroute.proxy.payloads import ClientRequest
 
 MAX_CONCURRENT: Final = 4

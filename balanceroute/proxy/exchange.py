@@ -242,7 +242,9 @@ class Exchange:
         if leg is not None and leg.scanner.end is StreamEnd.DONE:
             return  # servers say so after the last byte as well
         self._gone = True
-        if self._task is not None:
+        if leg is not None:
+            leg.abandon()
+        elif self._task is not None:
             self._task.cancel()
 
     def account(self) -> None:

@@ -18,6 +18,11 @@ only then `Outlet.start` is called. Up to that point a failure is another try or
 **Parameters once.** `_unspent` holds the prefiller's kv_transfer_params from its answer until a decoder may have seen
 them. If the request leaves while it still holds them, the KV is drained.
 
+**A client that goes away is not always a reason to hang up at once.** A prefiller that has just finished pins KV whose
+parameters only its reply tells, and a decoder that has not handed the request to its engine yet forgets it without
+telling the prefiller; both then hold the KV until the connector's timeout, minutes later. So `abandon` lets a probe
+run for `PROBE_GRACE_S` more and a decode, until its first event, for `DECODE_GRACE_S`, and hangs up then.
+
 Timeouts cost nothing per event: the leg keeps two deadlines as plain numbers, and the reaper, which looks at all legs
 a few times per second, interrupts those that are late (`interrupt`).
 """
@@ -43,6 +48,7 @@ from balanceroute.errors import (
 from balanceroute.proxy.answers import correct_answer
 from balanceroute.proxy.drainer import Drain
 from balanceroute.proxy.fleet import Worker
+from balanceroute.proxy.intake import ClientGone
 from balanceroute.proxy.ledger import Ticket
 from balanceroute.proxy.payloads import ClientRequest, PrefillResult, parse_probe_reply, resume
 from balanceroute.proxy.relay import relay
@@ -55,6 +61,10 @@ log = logging.getLogger(__name__)
 
 REPLY_LIMIT: Final = 256 * 2**20  # an unstreamed answer with logprobs and the prompt's ids; more is a fault
 ERROR_LIMIT: Final = 2**20
+# Hanging up costs (chance to hit the window) x (480 s of pinned KV), going on costs half of what the prefill takes:
+# with a window of 5 ms between engine and reply both are equal for a prefill of 2.2 s.
+PROBE_GRACE_S: Final = 2.0
+DECODE_GRACE_S: Final = 0.5  # from a decoder's socket to its engine, tokenisation included
 _JSON = (b"content-type", b"application/json")
 _NOTHING_YET: Final = EventScanner()  # stands for the scanner until the first prefill is done
 _draws = random.Random()  # jitter of backoffs: no decision depends on it
@@ -105,7 +115,9 @@ class Leg:
     """One single-prompt, single-answer request; `run` is its whole life."""
 
     __slots__ = (
+        "_abandoned",
         "_failures",
+        "_grace_s",
         "_headers",
         "_interruption",
         "_key",
@@ -166,6 +178,8 @@ class Leg:
         self._interruption: BalanceRouteError | None = None
         self._failures = {"prefill": 0, "decode": 0}
         self._tries = 0
+        self._abandoned = False
+        self._grace_s = 0.0
 
     async def run(self) -> None:
         """Serve the request: returns when its answer is complete.
@@ -186,7 +200,7 @@ class Leg:
         except QueueTimeout:
             self.outcome = Outcome.EXPIRED
             raise
-        except ClientStalled:
+        except (ClientStalled, ClientGone):
             self.outcome = Outcome.CANCELLED
             raise
         except asyncio.CancelledError:
@@ -197,6 +211,25 @@ class Leg:
         finally:
             services.legs.discard(self)
             self._leave(ticket)
+
+    def abandon(self) -> None:
+        """The client is gone: end the request, at once or as soon as nothing leaks by it."""
+        if self._abandoned or self._task is None:
+            return
+        self._abandoned = True
+        grace_s = self._grace_s
+        if grace_s:
+            self._s.loop.call_later(grace_s, self._hang_up)
+        else:
+            self._task.cancel()
+
+    def _hang_up(self) -> None:
+        if self in self._s.legs and self._task is not None:
+            self._task.cancel()
+
+    def _check_abandoned(self) -> None:
+        if self._abandoned:
+            raise ClientGone
 
     def interrupt(self, error: BalanceRouteError) -> None:
         """End the current stage with this error: the reaper found it late."""
@@ -214,7 +247,6 @@ class Leg:
     async def _serve(self, ticket: Ticket) -> None:
         while True:
             result = await self._prefill(ticket)
-            self._unspent = result.kv_transfer_params
             ticket.prefilled(result.prompt_tokens, self._key)
             worker = self._s.fleet[await ticket.admission()]
             self.decode_wait_s += self._s.ledger.now() - ticket.pooled_s
@@ -225,6 +257,7 @@ class Leg:
                     return
                 worker.circuit.no_verdict()
             except UpstreamError as error:
+                self._check_abandoned()
                 lost = error
                 await asyncio.sleep(self._judge(error, worker, "decode"))
             self._s.metrics.recomputes.inc("recomputed" if lost is None else "worker_lost")
@@ -232,9 +265,8 @@ class Leg:
                 await self._end_by_length()
                 return
             self.recomputes += 1
-            release = ticket.requeue()
-            if release.prefiller is not None:
-                self._drain()
+            ticket.requeue()
+            self._drain()
 
     async def _prefill(self, ticket: Ticket) -> PrefillResult:
         waiting_since_s = self._s.ledger.now()
@@ -245,11 +277,14 @@ class Leg:
             try:
                 result = await self._probe(worker)
             except UpstreamError as error:
+                self._check_abandoned()
                 delay_s = self._judge(error, worker, "prefill")
                 await asyncio.sleep(delay_s)
                 waiting_since_s = self._s.ledger.now()
                 ticket.prefill_failed()
             else:
+                self._unspent = result.kv_transfer_params
+                self._check_abandoned()
                 if self.scanner is _NOTHING_YET:
                     self.prompt_tokens = result.prompt_tokens
                     self.scanner = self._new_scanner(result)
@@ -272,6 +307,7 @@ class Leg:
         worker.in_use += 1
         worker.circuit.used()
         self.stage_deadline_s = self._s.ledger.now() + config.first_byte_timeout_s.prefill
+        self._grace_s = PROBE_GRACE_S
         try:
             reply = await worker.upstream.request(
                 "POST",
@@ -294,6 +330,7 @@ class Leg:
                 raise
             raise self._interruption_error() from None
         finally:
+            self._grace_s = 0.0
             self.stage_deadline_s = math.inf
             worker.in_use -= 1
 
@@ -308,6 +345,7 @@ class Leg:
         worker.in_use += 1
         worker.circuit.used()
         self.stage_deadline_s = now + limits.first_byte_timeout_s.decode
+        self._grace_s = DECODE_GRACE_S
         try:
             body = self._s.connector.decode(self.request, params)
             self._unspent = None
@@ -343,6 +381,7 @@ class Leg:
             if self._reply is not None and self.scanner.end is not StreamEnd.DONE:
                 self._reply.abort()
             self._reply = None
+            self._grace_s = 0.0
             self.stage_deadline_s = self.stalled_since_s = math.inf
             worker.in_use -= 1
 
@@ -361,6 +400,8 @@ class Leg:
         out = b""
         while not out and scanner.end is None:
             chunk = await reply.next_chunk()
+            self._grace_s = 0.0
+            self._check_abandoned()
             if chunk is None:
                 scanner.close()
                 break
@@ -490,11 +531,9 @@ class Leg:
     # -- leaving
 
     def _leave(self, ticket: Ticket) -> None:
-        release = ticket.left
-        if release is None:
-            release = ticket.finish(self.outcome, self.scanner.finish_reason or "")
-        if release.prefiller is not None:
-            self._drain()
+        if ticket.left is None:
+            ticket.finish(self.outcome, self.scanner.finish_reason or "")
+        self._drain()
 
     def _drain(self) -> None:
         """The request has left pinned KV behind: have it pulled, unless a decoder has been told to already."""

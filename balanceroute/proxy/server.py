@@ -1,9 +1,9 @@
 """The process around the application: uvicorn on uvloop, one worker, and what signals mean.
 
-    SIGTERM, SIGINT     drain: readiness fails, new requests get 503 with Retry-After, running ones may finish within
-                        `lifecycle.drain_timeout_s`, then they are aborted
-    the same again      end now
-    SIGHUP              reload what may change (`reload.py`)
+SIGTERM, SIGINT     drain: readiness fails, new requests get 503 with Retry-After, running ones may finish within
+                    `lifecycle.drain_timeout_s`, then they are aborted
+the same again      end now
+SIGHUP              reload what may change (`reload.py`)
 """
 
 import asyncio
@@ -57,13 +57,17 @@ class Server(uvicorn.Server):
             log.warning("ending now", extra={"signal": sig})
             self.should_exit = self.force_exit = True
             return
-        services.ledger.scheduler.draining = True
-        log.warning("draining", extra={"signal": sig, "requests": services.exchanges})
-        self._drain = services.loop.create_task(self._until_drained(services))
+        services.loop.call_soon_threadsafe(self._begin_drain, services)
+
+    def _begin_drain(self, services: Services) -> None:
+        if self._drain is None:
+            services.ledger.scheduler.draining = True
+            log.warning("draining", extra={"requests": services.exchanges})
+            self._drain = services.loop.create_task(self._until_drained(services))
 
     async def _until_drained(self, services: Services) -> None:
         deadline = services.loop.time() + services.config.lifecycle.drain_timeout_s
-        while (services.exchanges or services.drainer.pending) and services.loop.time() < deadline:
+        while (services.exchanges or services.drainer.pending) and services.loop.time() < deadline:  # noqa: ASYNC110
             await asyncio.sleep(_LOOK_S)
         if services.exchanges:
             log.warning("aborting requests", extra={"requests": services.exchanges})

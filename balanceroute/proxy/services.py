@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from balanceroute.config import Config
+from balanceroute.errors import Draining
 from balanceroute.proxy.connectors import Connector
 from balanceroute.proxy.drainer import Drainer
 from balanceroute.proxy.fleet import Fleet
@@ -35,3 +36,8 @@ class Services:
     def loop(self) -> asyncio.AbstractEventLoop:
         """The one event loop."""
         return self.ledger.loop
+
+    def abort_all(self) -> None:
+        """End every request now: the clients get a 503, or an error event and an unclean end."""
+        for leg in list(self.legs):
+            leg.interrupt(Draining("The router is shutting down.", retry_after_s=1.0))

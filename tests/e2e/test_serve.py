@@ -1,0 +1,205 @@
+"""`balanceroute serve` in front of `balanceroute emulate`, as processes, with the official client."""
+
+import asyncio
+import os
+import random
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import httpx
+import openai
+import pytest
+
+from balanceroute.engine.tokens import FIRST_TRIPLE_ID, continuation, decode
+
+pytestmark = pytest.mark.e2e
+
+
+def free_base_port() -> int:
+    """A port below the ephemeral range, free together with the ones that the emulator opens from it."""
+    for base in random.SystemRandom().sample(range(11_000, 31_000, 200), 50):
+        with ExitStack() as stack:
+            try:
+                for port in (base, base + 1, *range(base + 100, base + 104)):
+                    stack.enter_context(socket.socket()).bind(("127.0.0.1", port))
+            except OSError:
+                continue
+            return base
+    pytest.skip("no free ports")
+
+
+@contextmanager
+def process(*arguments: str, log: Path) -> Iterator[subprocess.Popen[bytes]]:
+    with log.open("wb") as sink:
+        running = subprocess.Popen([sys.executable, "-m", "balanceroute", *arguments], stdout=sink, stderr=sink)
+        try:
+            yield running
+        finally:
+            if running.poll() is None:
+                running.kill()
+            running.wait()
+
+
+def wait_for(url: str, log: Path, running: subprocess.Popen[bytes]) -> None:
+    deadline = time.monotonic() + 20
+    while time.monotonic() < deadline:
+        if running.poll() is not None:
+            break
+        try:
+            if httpx.get(url, timeout=1, trust_env=False).status_code == 200:
+                return
+        except httpx.TransportError:
+            time.sleep(0.05)
+    raise AssertionError(log.read_text())
+
+
+@dataclass(frozen=True, slots=True)
+class Deployment:
+    """Where both listen, and the router's process."""
+
+    url: str
+    worker_url: str
+    router: subprocess.Popen[bytes]
+
+
+@pytest.fixture(scope="module")
+def emulator(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, Path]]:
+    """A running cluster: a worker's URL and the configuration for it."""
+    folder = tmp_path_factory.mktemp("emulate")
+    base, config, log = free_base_port(), folder / "cluster.yaml", folder / "emulate.log"
+    flags = ["--prefill", "2", "--decode", "4", "--max-num-seqs", "16", "--time-scale", "0.05"]
+    with process("emulate", *flags, "--base-port", str(base), "--write-config", str(config), log=log) as running:
+        wait_for(f"http://127.0.0.1:{base}/health", log, running)
+        yield f"http://127.0.0.1:{base}", config
+
+
+@pytest.fixture
+def deployment(emulator: tuple[str, Path], tmp_path: Path) -> Iterator[Deployment]:
+    worker_url, config = emulator
+    log = tmp_path / "router.log"
+    flags = ["--policy", "br_0", "--host", "127.0.0.1", "--port", "0"]
+    with process("serve", "--config", str(config), *flags, log=log) as router:
+        url = f"http://127.0.0.1:{listening_port(log, router)}"
+        wait_for(f"{url}/ready", log, router)
+        yield Deployment(url, worker_url, router)
+
+
+def listening_port(log: Path, router: subprocess.Popen[bytes]) -> int:
+    deadline = time.monotonic() + 20
+    while time.monotonic() < deadline and router.poll() is None:
+        found = re.search(r'"event":"listening".*"port":(\d+)', log.read_text())
+        if found:
+            return int(found[1])
+        time.sleep(0.05)
+    raise AssertionError(log.read_text())
+
+
+async def ask(client: openai.AsyncOpenAI, n: int) -> None:
+    """The n-th of a mixed load, checked token by token."""
+    draw = random.Random(n)
+    prompt = list(range(FIRST_TRIPLE_ID + n, FIRST_TRIPLE_ID + n + draw.randrange(1, 300)))
+    limit = draw.randrange(1, 80)
+    expected = decode(continuation(prompt, limit))
+    kind = n % 4
+    if kind == 0:
+        answer = await client.completions.create(
+            model="emulated", prompt=prompt, max_tokens=limit, extra_body={"ignore_eos": True}
+        )
+        assert answer.choices[0].text == expected
+        assert answer.usage is not None and answer.usage.completion_tokens == limit
+        assert answer.usage.prompt_tokens == len(prompt)
+    elif kind == 1:
+        stream = await client.completions.create(
+            model="emulated",
+            prompt=prompt,
+            max_tokens=limit,
+            stream=True,
+            stream_options={"include_usage": True},
+            extra_body={"ignore_eos": True},
+        )
+        text, usage = "", None
+        async for part in stream:
+            text += part.choices[0].text if part.choices else ""
+            usage = part.usage or usage
+        assert text == expected
+        assert usage is not None and usage.completion_tokens == limit and usage.prompt_tokens == len(prompt)
+    else:
+        messages = [{"role": "user", "content": f"question {n}"}]
+        options = {"model": "emulated", "messages": messages, "max_tokens": limit, "extra_body": {"ignore_eos": True}}
+        whole = await client.chat.completions.create(**options)  # type: ignore[call-overload]
+        assert whole.usage.completion_tokens == limit
+        if kind == 3:
+            text = ""
+            async for part in await client.chat.completions.create(**options, stream=True):  # type: ignore[call-overload]
+                text += part.choices[0].delta.content or "" if part.choices else ""
+            assert text == whole.choices[0].message.content
+
+
+def test_the_official_client_gets_200_mixed_answers_and_nothing_is_left(deployment: Deployment) -> None:
+    async def load() -> None:
+        http = httpx.AsyncClient(limits=httpx.Limits(max_connections=None), timeout=60, trust_env=False)
+        async with openai.AsyncOpenAI(
+            base_url=f"{deployment.url}/v1", api_key="none", http_client=http, max_retries=0
+        ) as client:
+            await asyncio.gather(*(ask(client, n) for n in range(200)))
+
+    asyncio.run(load())
+    state = httpx.get(f"{deployment.url}/state", trust_env=False).json()
+    assert [len(worker["active"]) for worker in state["workers"]] == [0, 0, 0, 0]
+    assert state["waiting"] == [] and state["queued"] == []
+    assert all(p["inflight"] == 0 and p["pinned"] == 0 for p in state["prefillers"])
+    cluster = httpx.get(f"{deployment.worker_url}/_emulator/state", trust_env=False).json()
+    assert cluster["violations"] == 0
+
+
+def test_sigterm_lets_running_streams_finish_and_refuses_new_ones(deployment: Deployment) -> None:
+    body = {"model": "emulated", "prompt": "a", "max_tokens": 600, "ignore_eos": True, "stream": True}
+    with httpx.Client(base_url=deployment.url, trust_env=False, timeout=30) as client:
+        with client.stream("POST", "/v1/completions", json=body) as stream:
+            lines = stream.iter_lines()
+            next(lines)
+            os.kill(deployment.router.pid, signal.SIGTERM)
+            with httpx.Client(base_url=deployment.url, trust_env=False) as other:
+                deadline = time.monotonic() + 5
+                while other.get("/ready").status_code != 503:
+                    assert time.monotonic() < deadline
+                refused = other.post("/v1/completions", json={**body, "stream": False})
+            assert refused.status_code == 503 and "retry-after" in refused.headers
+            rest = list(lines)
+        assert rest[-2:] == ["data: [DONE]", ""] or "data: [DONE]" in rest
+    assert deployment.router.wait(10) == 0
+
+
+def test_a_second_sigterm_ends_the_router_now(deployment: Deployment) -> None:
+    body = {"model": "emulated", "prompt": "a", "max_tokens": 20_000, "ignore_eos": True, "stream": True}
+    with httpx.Client(base_url=deployment.url, trust_env=False, timeout=30) as client:
+        with client.stream("POST", "/v1/completions", json=body) as stream:
+            next(stream.iter_lines())
+            os.kill(deployment.router.pid, signal.SIGTERM)
+            time.sleep(0.3)
+            assert deployment.router.poll() is None
+            os.kill(deployment.router.pid, signal.SIGTERM)
+            deployment.router.wait(5)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        (["--workers", "4", "--decoder-ports", "1"], "--workers = 4: accepted is 1"),
+        (["--prefiller-ports", "1"], "decode.workers"),
+        (["--config", "/nowhere.yaml"], "/nowhere.yaml"),
+    ],
+    ids=["workers", "no-decoders", "no-file"],
+)
+def test_bad_flags_end_in_one_line_and_exit_code_2(arguments: list[str], told: str) -> None:
+    done = subprocess.run([sys.executable, "-m", "balanceroute", "serve", *arguments], capture_output=True, text=True)
+    assert done.returncode == 2
+    assert told in done.stderr and done.stderr.count("\n") == 1

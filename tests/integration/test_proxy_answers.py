@@ -1,0 +1,317 @@
+"""The main path: client -> router -> emulated cluster -> client, and what must hold whatever happens on it."""
+
+import asyncio
+import json
+import random
+from collections.abc import Iterator
+from typing import Any
+
+import httpx
+import pytest
+
+from balanceroute.emulator import ClusterShape
+from balanceroute.engine.tokens import FIRST_TRIPLE_ID, continuation, decode
+from tests.integration.router import FAST, Router, running
+
+pytestmark = pytest.mark.anyio
+
+PROMPT = list(range(FIRST_TRIPLE_ID, FIRST_TRIPLE_ID + 40))
+
+
+def completion(prompt: Any = None, **fields: Any) -> dict[str, Any]:
+    return {"model": "emulated", "prompt": prompt or PROMPT, "max_tokens": 12, "ignore_eos": True, **fields}
+
+
+def chat(content: str = "tell me", **fields: Any) -> dict[str, Any]:
+    messages = [{"role": "system", "content": "be brief"}, {"role": "user", "content": content}]
+    return {"model": "emulated", "messages": messages, "max_tokens": 12, "ignore_eos": True, **fields}
+
+
+def events(text: str) -> list[Any]:
+    """The data of each event; "[DONE]" as it is."""
+    return [
+        block[6:] if block == "data: [DONE]" else json.loads(block[6:])
+        for block in text.split("\n\n")
+        if block.startswith("data: ")
+    ]
+
+
+def texts(parts: list[Any]) -> Iterator[str]:
+    for part in parts:
+        for choice in part["choices"] if isinstance(part, dict) else ():
+            yield choice.get("text") or choice.get("delta", {}).get("content") or ""
+
+
+async def test_completion_gives_the_model_s_own_tokens_and_exact_usage() -> None:
+    async with running() as router:
+        reply = await router.client.post("/v1/completions", json=completion())
+        answer = reply.json()
+        assert reply.status_code == 200
+        assert answer["choices"][0]["text"] == decode(continuation(PROMPT, 12))
+        assert answer["choices"][0]["finish_reason"] == "length"
+        assert answer["usage"]["prompt_tokens"] == 40
+        assert answer["usage"]["completion_tokens"] == 12
+        assert answer["choices"][0]["token_ids"] is None
+        assert int(reply.headers["content-length"]) == len(reply.content)
+        await router.settled()
+
+
+async def test_streamed_completion_gives_the_same_and_ends_with_one_done() -> None:
+    async with running() as router:
+        body = completion(stream=True, stream_options={"include_usage": True})
+        reply = await router.client.post("/v1/completions", json=body)
+        parts = events(reply.text)
+        assert reply.headers["content-type"] == "text/event-stream; charset=utf-8"
+        assert parts.count("[DONE]") == 1 and parts[-1] == "[DONE]"
+        assert "".join(texts(parts)) == decode(continuation(PROMPT, 12))
+        assert parts[-2]["usage"]["completion_tokens"] == 12
+        assert "token_ids" not in reply.text or '"token_ids":[' not in reply.text
+        await router.settled()
+
+
+async def test_token_ids_reach_a_client_that_asked_for_them() -> None:
+    async with running() as router:
+        body = completion(stream=True, return_token_ids=True)
+        parts = events((await router.client.post("/v1/completions", json=body)).text)
+        ids = [i for p in parts[:-1] for c in p["choices"] for i in c.get("token_ids") or ()]
+        assert ids == continuation(PROMPT, 12)
+        whole = (await router.client.post("/v1/completions", json=completion(return_token_ids=True))).json()
+        assert whole["choices"][0]["token_ids"] == ids
+        assert whole["choices"][0]["prompt_token_ids"] == PROMPT
+
+
+async def test_chat_says_the_same_streamed_or_not() -> None:
+    async with running() as router:
+        whole = (await router.client.post("/v1/chat/completions", json=chat())).json()
+        parts = events((await router.client.post("/v1/chat/completions", json=chat(stream=True))).text)
+        roles = [c["delta"]["role"] for p in parts[:-1] for c in p["choices"] if "role" in c["delta"]]
+        assert roles == ["assistant"]
+        assert "".join(texts(parts)) == whole["choices"][0]["message"]["content"]
+        assert whole["object"] == "chat.completion"
+        assert all("usage" not in part for part in parts[:-1])
+        await router.settled()
+
+
+@pytest.mark.parametrize("field", ["echo", "a_field_of_tomorrow"])
+async def test_what_cannot_be_assembled_goes_through_unstreamed(field: str) -> None:
+    async with running() as router:
+        reply = await router.client.post("/v1/completions", json=completion(**{field: False}))
+        assert reply.json()["choices"][0]["text"] == decode(continuation(PROMPT, 12))
+        assert reply.json()["usage"]["completion_tokens"] == 12
+        await router.settled()
+
+
+def a_body(n: int) -> tuple[str, dict[str, Any], list[int]]:
+    """The n-th of a mixed load: route, body, the tokens that must come back."""
+    draw = random.Random(n)
+    start = FIRST_TRIPLE_ID + draw.randrange(5000)
+    prompt = list(range(start, start + draw.randrange(1, 400)))
+    body = completion(prompt, max_tokens=draw.randrange(1, 60), stream=n % 2 == 0)
+    return "/v1/completions", body, continuation(prompt, body["max_tokens"])
+
+
+@pytest.mark.parametrize(
+    "policy",
+    [
+        "br_0",
+        "br_h",
+        "pool_fifo",
+        "join_shortest_queue",
+        "power_of_two",
+        "round_robin",
+        "random",
+        "least_kv",
+        "target_fit",
+    ],
+)
+async def test_fifty_at_once_get_each_their_own_answer_under(policy: str) -> None:
+    async with running(routing={"policy": policy}, decode={"max_num_seqs": 4}) as router:
+
+        async def one(n: int) -> None:
+            path, body, tokens = a_body(n)
+            reply = await router.client.post(path, json=body)
+            assert reply.status_code == 200, reply.text
+            if body["stream"]:
+                text = "".join(texts(events(reply.text)[:-1]))
+            else:
+                text = reply.json()["choices"][0]["text"]
+                assert reply.json()["usage"]["completion_tokens"] == len(tokens)
+            assert text == decode(tokens)
+
+        await asyncio.gather(*map(one, range(50)))
+        await router.settled()
+        assert router.cluster.violations() == {}
+        assert router.app.services.metrics.requests.value("finished") == 50
+
+
+async def test_ranks_behind_one_url_are_told_apart_by_the_header() -> None:
+    shape = ClusterShape(prefillers=1, decoders=4, ranks_per_url=4, max_num_seqs=2, time_scale=0.02)
+    async with running(shape, routing={"policy": "round_robin"}) as router:
+        await asyncio.gather(*(router.client.post("/v1/completions", json=completion()) for _ in range(8)))
+        await router.settled()
+        served = [worker.load for worker in router.app.services.ledger.scheduler.snapshot.workers]
+        assert served == [0, 0, 0, 0]
+        admitted = router.app.services.metrics.admissions
+        assert all(
+            admitted.value(worker.id, "stage_3") == 2 for worker in router.app.services.fleet if worker.rank_header
+        )
+        assert router.cluster.violations() == {}
+
+
+async def test_a_client_that_vanishes_at_any_moment_leaves_nothing_behind() -> None:
+    shape = ClusterShape(prefillers=2, decoders=2, max_num_seqs=4, time_scale=0.3, prefill_tokens_per_s=5_000)
+    async with running(shape) as router:
+        draw = random.Random(7)
+
+        async def vanish(n: int) -> None:
+            body = completion(list(range(300, 300 + draw.randrange(1, 600))), max_tokens=200, stream=n % 3 > 0)
+            async with httpx.AsyncClient(base_url=router.url, trust_env=False) as client:
+                try:
+                    await client.post("/v1/completions", json=body, timeout=draw.uniform(0.001, 0.8))
+                except httpx.TimeoutException:
+                    return
+
+        await asyncio.gather(*map(vanish, range(60)))
+        await router.settled()
+        requests = router.app.services.metrics.requests
+        assert requests.value("cancelled") > 30
+        assert requests.value("failed") == 0
+        assert router.cluster.violations() == {}
+
+
+async def test_kv_of_a_request_that_left_the_pool_is_drained_through_a_decoder() -> None:
+    shape = ClusterShape(prefillers=1, decoders=1, max_num_seqs=1, time_scale=0.1)
+    async with running(shape) as router:
+        snapshot = router.app.services.ledger.scheduler.snapshot
+        first = asyncio.create_task(router.client.post("/v1/completions", json=completion(max_tokens=150)))  # noqa: TID251
+        second = asyncio.create_task(router.client.post("/v1/completions", json=completion()))  # noqa: TID251
+        async with asyncio.timeout(5):
+            while len(snapshot.pool) != 1:  # noqa: ASYNC110
+                await asyncio.sleep(0.005)
+        second.cancel()
+        await asyncio.wait([second])
+        assert (await first).status_code == 200
+        await router.settled()
+        assert router.app.services.metrics.drains.value("drained") == 1
+        assert router.cluster.violations() == {}
+
+
+@pytest.mark.parametrize(
+    ("body", "status", "param"),
+    [
+        (b"{", 400, None),
+        (b"[1]", 400, None),
+        (b"", 400, None),
+        (b'{"model":"emulated"}', 400, "prompt"),
+        (b'{"model":"emulated","prompt":7}', 400, "prompt"),
+        (b'{"model":"emulated","prompt":"a","max_tokens":"many"}', 400, "max_tokens"),
+        (b'{"model":"emulated","prompt":"a","stream":"yes"}', 400, "stream"),
+        (b'{"model":"nope","prompt":"a"}', 404, "model"),
+        (b'{"model":"emulated","prompt":"%s"}' % (b"a" * 4000), 413, None),
+    ],
+    ids=["cut", "list", "empty", "no-prompt", "prompt-type", "limit-type", "stream-type", "unknown-model", "too-large"],
+)
+async def test_bad_input_gets_an_openai_error_body(body: bytes, status: int, param: str | None) -> None:
+    async with running(limits={"max_body_bytes": 2048}) as router:
+        reply = await router.client.post("/v1/completions", content=body)
+        error = reply.json()["error"]
+        assert reply.status_code == status, reply.text
+        assert set(error) == {"message", "type", "param", "code"}
+        assert error["code"] == status and error["param"] == param and error["message"]
+        await router.settled()
+
+
+async def test_what_only_the_decoder_refuses_reaches_the_client_and_pins_nothing() -> None:
+    async with running(ClusterShape(prefillers=1, decoders=1, time_scale=0.02)) as router:
+        await router.cluster.inject("d0", "status", status=400)
+        reply = await router.client.post("/v1/completions", json=completion(stream=True))
+        assert reply.status_code == 400
+        assert reply.json()["error"]["code"] == 400
+        await router.settled()
+        assert router.app.services.metrics.drains.value("drained") == 1
+
+
+async def test_a_client_cannot_smuggle_transfer_parameters_in() -> None:
+    async with running() as router:
+        own = {"do_remote_prefill": True, "remote_block_ids": [[1]], "remote_engine_id": "x"}
+        reply = await router.client.post("/v1/completions", json=completion(kv_transfer_params=own))
+        assert reply.status_code == 200
+        assert reply.json()["kv_transfer_params"] is None
+        assert router.cluster.violations() == {}
+
+
+async def test_a_full_prefiller_gets_no_probe_until_its_usage_falls() -> None:
+    async with running() as router:
+        services = router.app.services
+        await asyncio.sleep(0.05)
+        for prefiller in services.ledger.scheduler.snapshot.prefillers:
+            services.ledger.report_prefiller(prefiller.spec.id, 0.95)
+        started = asyncio.get_running_loop().time()
+        reply = await router.client.post("/v1/completions", json=completion())
+        assert reply.status_code == 200
+        assert asyncio.get_running_loop().time() - started > 0.05  # it waited for the next poll
+        await router.settled()
+
+
+async def test_state_is_what_explain_reads() -> None:
+    async with running() as router:
+        from balanceroute.core.snapshot_json import snapshot_from_dict
+
+        state = await router.state()
+        assert state["policy"] == "br_0" and "beta" in state["params"]
+        snapshot, _ = snapshot_from_dict(state, 0)
+        assert len(snapshot.workers) == 4
+
+
+async def test_requests_in_a_pipeline_are_answered_in_order() -> None:
+    async with running() as router:
+        host, port = router.url.removeprefix("http://").split(":")
+        reader, writer = await asyncio.open_connection(host, int(port))
+        for n in (3, 5):
+            body = json.dumps(completion(max_tokens=n)).encode()
+            writer.write(
+                b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: %d\r\n\r\n%s" % (len(body), body)
+            )
+        tokens = []
+        for _ in range(2):
+            head = await reader.readuntil(b"\r\n\r\n")
+            length = int(head.lower().split(b"content-length: ")[1].split(b"\r\n")[0])
+            tokens.append(json.loads(await reader.readexactly(length))["usage"]["completion_tokens"])
+        assert tokens == [3, 5]
+        writer.close()
+        await writer.wait_closed()
+        await router.settled()
+
+
+async def test_workers_see_authorization_and_trace_headers_but_not_the_client_s_rank_or_encoding() -> None:
+    seen: list[dict[str, str]] = []
+    async with running(FAST) as router:
+        headers = {
+            "Authorization": "Bearer k",
+            "traceparent": "00-1-2-01",
+            "X-data-parallel-rank": "7",
+            "X-Request-Id": "mine",
+        }
+        _watch_requests(router, seen)
+        reply = await router.client.post("/v1/completions", json=completion(), headers=headers)
+        assert reply.headers["x-request-id"] == "mine"
+    assert len(seen) == 2
+    for head in seen:
+        assert head["authorization"] == "Bearer k" and head["traceparent"] == "00-1-2-01"
+        assert "x-data-parallel-rank" not in head and "accept-encoding" not in head
+        assert head["x-request-id"].startswith("mine-")
+
+
+def _watch_requests(router: Router, seen: list[dict[str, str]]) -> None:
+    """Note the heads that go to the workers."""
+    for worker in router.app.services.fleet:
+        send = worker.upstream.request
+
+        async def noted(
+            method: str, path: str, body: bytes = b"", headers: Any = (), *, send: Any = send, **rest: Any
+        ) -> Any:
+            if method == "POST":
+                seen.append({name.decode(): value.decode() for name, value in headers})
+            return await send(method, path, body, headers, **rest)
+
+        worker.upstream.request = noted  # type: ignore[method-assign]
