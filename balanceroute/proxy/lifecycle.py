@@ -346,6 +346,7 @@ class Leg:
         worker.circuit.used()
         self.stage_deadline_s = now + limits.first_byte_timeout_s.decode
         self._grace_s = DECODE_GRACE_S
+        tokens, answered = self.scanner.tokens, False
         try:
             body = self._s.connector.decode(self.request, params)
             self._unspent = None
@@ -355,16 +356,20 @@ class Leg:
                 body,
                 self._headers_for(worker),
                 connect_timeout_s=limits.connect_timeout_s,
+                retry_stale=False,  # a worker that took the request and died looks the same: the KV may be pulled
             )
             self._reply = reply
             if reply.status != 200:
                 error = _status_error(reply, await reply.read(ERROR_LIMIT), worker, "decode")
-                if error.status < 500:
+                if error.status < 500 or error.status == 503:
                     self._unspent = params  # refused before the engine saw it: its KV is still pinned
                 raise error
             if self.request.streams_upstream:
-                return await self._stream(ticket, worker, reply)
-            return await self._unstreamed(ticket, worker, reply, result)
+                complete = await self._stream(ticket, worker, reply)
+            else:
+                complete = await self._unstreamed(ticket, worker, reply, result)
+            answered = True
+            return complete
         except ConnectFailed as error:
             if not error.sent:
                 self._unspent = params
@@ -381,6 +386,8 @@ class Leg:
             if self._reply is not None and self.scanner.end is not StreamEnd.DONE:
                 self._reply.abort()
             self._reply = None
+            if not answered and self._unspent is None and self.scanner.tokens == tokens:
+                self._s.drainer.orphan()  # the worker was told, but gave no sign of having pulled the KV
             self._grace_s = 0.0
             self.stage_deadline_s = self.stalled_since_s = math.inf
             worker.in_use -= 1
