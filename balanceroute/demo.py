@@ -20,11 +20,12 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import httpx
+import numpy as np
 
 from balanceroute.errors import BalanceRouteError
 from balanceroute.loadgen import LoadOptions, run_load
@@ -55,15 +56,18 @@ class DemoScale:
     workers: int = 8
     slots: int = 16
     step_overhead_s: float = 0.025
-    seconds: float = 40.0
-    load: float = 1.1
+    seconds: float = 28.0
+    load: float = 1.15
+    longest_outputs: float = 5.0  # means; the tail beyond would only make the demo wait for its last answers
     seed: int = 1
 
     def trace(self) -> Trace:
         """The heavy-tailed workload with lengths divided by the factor, at `load` of what perfect balance carries."""
         full = generate_trace("heavy_tailed", rows=8000, seed=self.seed).with_lengths(1 / self.factor, 1 / self.factor)
-        rate = self.load * ideal_capacity(full, self.setting(full))
-        return full.head(max(1, round(rate * self.seconds))).at_rate(rate)
+        longest = int(self.longest_outputs * full.output_tokens.mean())
+        cut = replace(full, output_tokens=np.minimum(full.output_tokens, longest))
+        rate = self.load * ideal_capacity(cut, self.setting(cut))
+        return cut.head(max(1, round(rate * self.seconds))).at_rate(rate)
 
     def setting(self, trace: Trace) -> ReferenceSetting:
         """The emulated cluster: reading KV takes the same share of a full step as in the reference setting."""

@@ -10,10 +10,10 @@ if TYPE_CHECKING:
 
 
 def demo(
-    seconds: Annotated[float, typer.Option(min=5, help="How long requests arrive, for each router.")] = 40.0,
+    seconds: Annotated[float, typer.Option(min=5, help="How long requests arrive, for each router.")] = 28.0,
     load: Annotated[
         float, typer.Option(min=0.05, max=2, help="Offered load; 1 is what perfect balance carries.")
-    ] = 1.1,
+    ] = 1.15,
     slots: Annotated[int, typer.Option(min=1, help="Slots of each of the 8 decode ranks.")] = 16,
     against: Annotated[str, typer.Option(help="The policy that is compared with.")] = "join_shortest_queue",
     policy: Annotated[str, typer.Option(help="The policy that is shown.")] = "br_h",
@@ -50,7 +50,8 @@ def announce(scale: "DemoScale") -> None:
         f"{len(trace)} requests in {scale.seconds:g} s at {scale.load:.0%} of what perfect balance carries, through an"
         f" emulated cluster of {scale.prefillers} prefillers and {scale.workers} decode ranks of {scale.slots} slots.\n"
         f"Scaled to two cores: prompts, outputs and horizon 1/{scale.factor:g} of the heavy-tailed workload (mean"
-        f" {trace.prompt_tokens.mean():.0f} + {trace.output_tokens.mean():.0f} tokens, H = {scale.horizon_steps}),"
+        f" {trace.prompt_tokens.mean():.0f} + {trace.output_tokens.mean():.0f} tokens, no output above"
+        f" {scale.longest_outputs:g} means, H = {scale.horizon_steps}),"
         f" {scale.slots} slots for {REFERENCE.slots},\nstep = {setting.step_cost_s:.2g} s per KV token of the fullest"
         f" rank + {setting.step_overhead_s:g} s, so that reading KV takes the share of a step it takes at full size.\n"
     )
@@ -62,8 +63,8 @@ def show(runs: "list[PolicyRun]") -> None:
     from rich.table import Table
 
     rows: list[tuple[str, Callable[[PolicyRun], float], str]] = [
-        ("load spread, KV tokens (max - min)", lambda run: run.load_spread_tokens, ",.0f"),
-        ("excess, KV tokens (max - mean)", lambda run: run.excess_tokens, ",.0f"),
+        ("load spread, tokens (max - min)", lambda run: run.load_spread_tokens, ",.0f"),
+        ("excess, tokens (max - mean)", lambda run: run.excess_tokens, ",.0f"),
         ("step time, ms", lambda run: run.step_s * 1e3, ".1f"),
         ("slots in use, %", lambda run: run.slots_used_ratio * 100, ".1f"),
         ("tokens/s", lambda run: run.tokens_per_s, ",.0f"),

@@ -13,7 +13,7 @@ from .observations import DEFAULT_ROWS
 from .survival import SurvivalPredictor
 
 KINDS = ("none", "survival", "exact_match", "learned")
-MAX_ROWS_IN_MEMORY = 200_000  # a history file may hold more; a copy of this many rows takes 1 ms of the loop
+MAX_ROWS_IN_MEMORY = 200_000  # a history file may hold more; a curve doesn't get better, only slower to fit
 
 BuiltPredictor = AnchorPredictor | SurvivalPredictor | ExactMatchPredictor | LearnedPredictor
 

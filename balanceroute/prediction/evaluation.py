@@ -175,25 +175,46 @@ def calibration_bins(p_finish: FloatArray, finished: BoolArray) -> tuple[Calibra
 
 def _predict(predictor: Predictor, rows: Sequence[FinishedRequest], samples: Samples, online: bool) -> TwoStage:
     """Ask in batches in time order; with `online` show what finished before each batch first."""
-    to_learn = iter(sorted(rows, key=lambda row: row.finished_s)) if online else iter(())
-    waiting = next(to_learn, None)
+    learner = _OnlineLearner(predictor, rows)
     prompts = np.array([row.prompt_tokens for row in rows], dtype=np.int64)
     keys = [row.prompt_key for row in rows]
     answers = []
     for at in range(0, len(samples.age), _BATCH):
-        while waiting is not None and waiting.finished_s <= samples.at_s[at]:
-            _learn(predictor, waiting)
-            waiting = next(to_learn, None)
+        if online:
+            learner.advance(float(samples.at_s[at]))
         request = samples.request[at : at + _BATCH]
         batch_keys = [keys[r] for r in request.tolist()]
         answers.append(predictor.predict(samples.age[at : at + _BATCH], prompts[request], batch_keys))
     return TwoStage(*(np.concatenate(part) for part in zip(*answers, strict=True)))
 
 
-def _learn(predictor: Predictor, row: FinishedRequest) -> None:
-    predictor.observe(row)
-    if isinstance(predictor, Refittable) and not predictor.refits_in_process:
-        refit_on_growth(predictor)
+class _OnlineLearner:
+    """Shows a predictor what a router would have seen by a moment: who finished, and who runs and for how long."""
+
+    def __init__(self, predictor: Predictor, rows: Sequence[FinishedRequest]) -> None:
+        self._predictor = predictor
+        self._rows = sorted(rows, key=lambda row: row.finished_s)
+        self._started_s = np.array([started_s(row) for row in self._rows])
+        self._next = 0
+        self._now_s = 0.0
+
+    def advance(self, now_s: float) -> None:
+        """Go on to `now_s`."""
+        self._now_s = now_s
+        while self._next < len(self._rows) and self._rows[self._next].finished_s <= now_s:
+            self._predictor.observe(self._rows[self._next])
+            self._next += 1
+            if isinstance(self._predictor, Refittable) and not self._predictor.refits_in_process:
+                refit_on_growth(self._predictor, self._running)
+
+    def _running(self) -> list[tuple[int, int]]:
+        # called in the middle of a batch of finishes: who finishes later in it still runs
+        started = np.flatnonzero(self._started_s[self._next :] <= self._now_s) + self._next
+        return [
+            (min(int((self._now_s - self._started_s[at]) / STEP_S), row.output_tokens - 1), row.prompt_tokens)
+            for at in started.tolist()
+            for row in (self._rows[at],)
+        ]
 
 
 def _time_scalar(predictor: Predictor, rows: Sequence[FinishedRequest], samples: Samples) -> float:

@@ -87,13 +87,29 @@ class Forecaster:
         values: list[float] = gated_batch(stages, self._horizon).tolist()
         return values
 
-    def finished(self, tracker: Tracked, finish_reason: str, now: float) -> FinishedRequest:
+    def finished(
+        self,
+        tracker: Tracked,
+        finish_reason: str,
+        now: float,
+        *,
+        prompt_tokens: int | None = None,
+        output_tokens: int | None = None,
+    ) -> FinishedRequest:
         """Learn from a request that leaves its worker, and return the row for the history.
 
-        A finish has nothing remaining, so the c_hat that the scheduler still holds is its absolute error in
-        tokens; what was cut short says nothing about that error.
+        A tracker that was requeued counts what it had generated as prompt: the driver, which knows the
+        client's view, then gives both numbers. A finish has nothing remaining, so the c_hat that the
+        scheduler still holds is its absolute error in tokens; what was cut short says nothing about that
+        error.
         """
-        row = FinishedRequest(tracker.prompt_key, tracker.prompt_tokens, tracker.generated, finish_reason, now)
+        row = FinishedRequest(
+            tracker.prompt_key,
+            tracker.prompt_tokens if prompt_tokens is None else prompt_tokens,
+            tracker.generated if output_tokens is None else output_tokens,
+            finish_reason,
+            now,
+        )
         if not row.censored:
             self.finished_count += 1
             self.error_tokens_sum += tracker.remaining(self.horizon_steps)

@@ -133,11 +133,15 @@ class History:
         """Read what the bounds allow, oldest first: what a predictor learns from at start. Reads the disk."""
         if self.path is None:
             return []
-        connection = sqlite3.connect(self.path)
         try:
-            return _read(connection, self._oldest_s(), self._max_rows)
-        finally:
-            connection.close()
+            connection = sqlite3.connect(self.path)
+            try:
+                return _read(connection, self._oldest_s(), self._max_rows)
+            finally:
+                connection.close()
+        except sqlite3.Error as error:
+            log.warning("prediction history cannot be read, starting cold: %s", error, extra={"path": str(self.path)})
+            return []
 
     def flush(self, timeout_s: float = 10.0) -> bool:
         """Wait until everything added so far is written; True when it is. For shutdown and tests, not for
@@ -159,21 +163,12 @@ class History:
 
     def _open(self, path: Path) -> Path | None:
         """Return the path when it can be used, else None; a damaged file is moved aside once."""
-        for attempt in ("found", "new"):
+        try:
             try:
                 self._prepare(path)
-                return path
-            except _Unusable as reason:
-                log.warning("prediction history not used, starting cold: %s", reason, extra={"path": str(path)})
-                return None
             except sqlite3.DatabaseError as error:
-                if error.sqlite_errorcode & 0xFF not in _DAMAGED or attempt == "new":
-                    log.warning(
-                        "prediction history cannot be opened, starting cold: %s",
-                        error,
-                        extra={"path": str(path)},
-                    )
-                    return None
+                if error.sqlite_errorcode & 0xFF not in _DAMAGED:
+                    raise
                 aside = _move_aside(path, self._clock())
                 log.warning(
                     "prediction history is damaged (%s), moved to %s, starting cold",
@@ -181,10 +176,11 @@ class History:
                     aside.name,
                     extra={"path": str(path)},
                 )
-            except OSError as error:
-                log.warning("prediction history cannot be opened, starting cold: %s", error, extra={"path": str(path)})
-                return None
-        return None
+                self._prepare(path)
+        except (_Unusable, sqlite3.Error, OSError) as error:
+            log.warning("prediction history not used, starting cold: %s", error, extra={"path": str(path)})
+            return None
+        return path
 
     def _prepare(self, path: Path) -> None:
         """Check the file, bring it to our schema, read salt and row count, prune.

@@ -1,13 +1,15 @@
-"""The recent past of a predictor: a bounded ring of finished requests in flat arrays.
+"""The recent past of a predictor: a bounded run of finished requests in flat arrays.
 
-Arrays and not objects, because a re-fit takes a copy on the event loop: 100,000 rows are one 3 MB memcpy
-there, not a walk over Python objects. Old rows go by count (the ring) and by age (when a copy is taken,
-relative to the newest row, so that no clock is needed).
+Arrays and not objects, and arrays in chunks: a full chunk is never written again, so what a re-fit works on
+is a list of references and one copy of the open chunk (`freeze`, 20 us on the event loop however long the
+history is). Joining them into long arrays, which touches megabytes of fresh memory (5 ms for 200,000 rows),
+is the worker's business. Old rows go by count (whole chunks from the front) and by age (when joined, relative
+to the newest row, so that no clock is needed).
 """
 
-from collections.abc import Iterable
+from collections import deque
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -15,9 +17,9 @@ import numpy.typing as npt
 from .contract import FinishedRequest, FloatArray, IntArray
 
 BoolArray = npt.NDArray[np.bool_]
-Scalar = TypeVar("Scalar", bound=np.generic)
 
 DEFAULT_ROWS = 100_000
+CHUNK = 2048  # rows
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +48,16 @@ class Observations:
             self.key_ids[keep],
         )
 
+    def head(self, n: int) -> "Observations":
+        """Copy the first `n` rows."""
+        return Observations(
+            self.output_tokens[:n].copy(),
+            self.censored[:n].copy(),
+            self.prompt_tokens[:n].copy(),
+            self.finished_s[:n].copy(),
+            self.key_ids[:n].copy(),
+        )
+
     @classmethod
     def of(cls, rows: Iterable[FinishedRequest]) -> "Observations":
         """Collect `rows`."""
@@ -64,52 +76,83 @@ def key_id(key: str) -> int:
     return hash(key) if key else 0
 
 
+@dataclass(frozen=True, slots=True)
+class Recent:
+    """A frozen view of a ring: immutable chunks, oldest first, and the bounds that joining applies."""
+
+    chunks: tuple[Observations, ...]
+    capacity: int
+    max_age_s: float | None
+
+    def joined(self) -> Observations:
+        """Join the chunks and leave out what is too old or too much; any thread."""
+        rows = Observations(
+            np.concatenate([chunk.output_tokens for chunk in self.chunks])[-self.capacity :],
+            np.concatenate([chunk.censored for chunk in self.chunks])[-self.capacity :],
+            np.concatenate([chunk.prompt_tokens for chunk in self.chunks])[-self.capacity :],
+            np.concatenate([chunk.finished_s for chunk in self.chunks])[-self.capacity :],
+            np.concatenate([chunk.key_ids for chunk in self.chunks])[-self.capacity :],
+        )
+        if self.max_age_s is None or not len(rows):
+            return rows
+        return rows.where(rows.finished_s >= rows.finished_s.max() - self.max_age_s)
+
+
 class ObservationRing:
-    """The last `capacity` finished requests; `pending` counts those since the last copy was taken."""
+    """The last `capacity` finished requests; `pending` counts those since the last view was taken."""
 
     def __init__(self, capacity: int = DEFAULT_ROWS, max_age_s: float | None = None) -> None:
         self._capacity = max(1, capacity)
         self._max_age_s = max_age_s
-        self._output = np.zeros(self._capacity, dtype=np.int64)
-        self._censored = np.zeros(self._capacity, dtype=np.bool_)
-        self._prompt = np.zeros(self._capacity, dtype=np.int64)
-        self._finished = np.zeros(self._capacity, dtype=np.float64)
-        self._key = np.zeros(self._capacity, dtype=np.int64)
-        self._added = 0
+        self._full: deque[Observations] = deque()
+        self._open = _empty_chunk()
+        self._fill = 0
         self.pending = 0
 
     def __len__(self) -> int:
-        return min(self._added, self._capacity)
+        return min(len(self._full) * CHUNK + self._fill, self._capacity)
 
     def add(self, row: FinishedRequest) -> None:
-        """Append one row, over the oldest one when full."""
-        at = self._added % self._capacity
-        self._output[at] = row.output_tokens
-        self._censored[at] = row.censored
-        self._prompt[at] = row.prompt_tokens
-        self._finished[at] = row.finished_s
-        self._key[at] = key_id(row.prompt_key)
-        self._added += 1
+        """Append one row; 1 us."""
+        chunk, at = self._open, self._fill
+        chunk.output_tokens[at] = row.output_tokens
+        chunk.censored[at] = row.censored
+        chunk.prompt_tokens[at] = row.prompt_tokens
+        chunk.finished_s[at] = row.finished_s
+        chunk.key_ids[at] = key_id(row.prompt_key)
+        self._fill += 1
         self.pending += 1
+        if self._fill == CHUNK:
+            self._full.append(chunk)
+            self._open, self._fill = _empty_chunk(), 0
+            while (len(self._full) - 1) * CHUNK >= self._capacity:
+                self._full.popleft()
+
+    def freeze(self, running: Sequence[tuple[int, int]] = ()) -> Recent:
+        """Return a view that later rows don't change, and reset `pending`.
+
+        `running` are (age, prompt tokens) of the requests that run now. They join the view as cut short at
+        their age: without them a cold start knows only those that were quick to finish, and takes every
+        request for a short one.
+        """
+        self.pending = 0
+        newest_s = float(self._open.finished_s[self._fill - 1]) if self._fill else float("-inf")
+        if not self._fill and self._full:
+            newest_s = float(self._full[-1].finished_s[-1])
+        still = Observations.of(FinishedRequest("", s, age, "cancelled", newest_s) for age, s in running)
+        chunks = (*self._full, self._open.head(self._fill), still)
+        return Recent(chunks, self._capacity + len(still), self._max_age_s)
 
     def take(self) -> Observations:
-        """Copy the rows that are young enough, oldest first, and reset `pending`."""
-        self.pending = 0
-        taken = Observations(
-            self._unrolled(self._output),
-            self._unrolled(self._censored),
-            self._unrolled(self._prompt),
-            self._unrolled(self._finished),
-            self._unrolled(self._key),
-        )
-        if self._max_age_s is None or not len(taken):
-            return taken
-        young = taken.finished_s >= taken.finished_s.max() - self._max_age_s
-        return taken if young.all() else taken.where(young)
+        """Join a frozen view here and now; milliseconds when the history is long."""
+        return self.freeze().joined()
 
-    def _unrolled(self, column: npt.NDArray[Scalar]) -> npt.NDArray[Scalar]:
-        """Copy a column, oldest row first."""
-        if self._added <= self._capacity:
-            return column[: self._added].copy()
-        at = self._added % self._capacity
-        return np.concatenate((column[at:], column[:at]))
+
+def _empty_chunk() -> Observations:
+    return Observations(
+        np.zeros(CHUNK, dtype=np.int64),
+        np.zeros(CHUNK, dtype=np.bool_),
+        np.zeros(CHUNK, dtype=np.int64),
+        np.zeros(CHUNK, dtype=np.float64),
+        np.zeros(CHUNK, dtype=np.int64),
+    )

@@ -1,9 +1,9 @@
 """Re-fits: the predictor keeps answering from its present fit while the next one is computed elsewhere.
 
-A re-fit has three parts. On the loop: copy the recent rows out of the ring (a memcpy). In a worker: fit, from
-the copy alone. On the loop again: one assignment (`adopt`). The worker is a thread for the survival curve,
-whose time goes into numpy calls that release the interpreter lock, and a process for gradient boosting, which
-would hold it.
+A re-fit has three parts. On the loop: freeze a view of the recent rows (20 us). In a worker thread: fit, from
+that view alone. On the loop again: one assignment (`adopt`). For the survival curve the thread's time goes
+into numpy calls that release the interpreter lock. Gradient boosting would hold it for seconds, so the thread
+only starts and feeds a process of its own, which ends with the fit.
 
 When: as soon as the history has grown by an eighth, so that a cold start learns within its first dozens of
 finishes, and otherwise every `interval_s`; and never sooner than nine times the duration of the last fit,
@@ -13,18 +13,20 @@ which bounds re-fitting at a tenth of one core.
 import asyncio
 import logging
 import multiprocessing
+import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import BrokenExecutor, Executor, ProcessPoolExecutor, ThreadPoolExecutor
 from typing import Generic, Protocol, TypeVar, runtime_checkable
 
 from balanceroute.errors import BalanceRouteError
 
-from .observations import ObservationRing, Observations
+from .observations import ObservationRing, Observations, Recent
 
 log = logging.getLogger(__name__)
 
 Fit = TypeVar("Fit")
+Running = Callable[[], Sequence[tuple[int, int]]]  # (age, prompt tokens) of the requests that run now
 
 FIRST_ROWS = 8  # below this a distribution says nothing yet
 GROWTH = 8  # re-fit when an eighth of the fitted rows is new
@@ -55,36 +57,45 @@ class Refittable(Protocol[Fit]):
         ...
 
 
+def _nobody() -> Sequence[tuple[int, int]]:
+    return ()
+
+
 def has_grown(ring: ObservationRing) -> bool:
     """Tell whether enough is new since the last fit to make another one worth it at once."""
     return ring.pending >= max(FIRST_ROWS, (len(ring) - ring.pending) // GROWTH)
 
 
-def refit_on_growth(predictor: Refittable[Fit]) -> bool:
+def refit_on_growth(predictor: Refittable[Fit], running: Running = _nobody) -> bool:
     """Fit here and now if the history has grown: for drivers without a loop (simulator, evaluation).
 
-    True when it did. Amortised O(log n) per observation.
+    `running` is only called then. True when it did fit. Amortised O(log n) per observation.
     """
     if not has_grown(predictor.ring):
         return False
-    predictor.adopt(predictor.fitter()(predictor.ring.take()))
+    predictor.adopt(predictor.fitter()(predictor.ring.freeze(running()).joined()))
     return True
 
 
 class Refitter(Generic[Fit]):
-    """Keeps one predictor fresh beside a running event loop; `interval_s` between fits while anything is new."""
+    """Keeps one predictor fresh beside a running event loop.
+
+    Args: interval_s between fits while anything is new; running names the requests that run now, which a fit
+    counts as alive at their age (`ObservationRing.freeze`).
+    """
 
     def __init__(
         self,
         predictor: Refittable[Fit],
         *,
         interval_s: float = 60.0,
+        running: Running = _nobody,
         executor: Executor | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._predictor = predictor
         self._interval_s = interval_s
-        self._in_process = predictor.refits_in_process
+        self._running = running
         self._executor = executor
         self._clock = clock
         self._last_end_s = clock()
@@ -104,7 +115,7 @@ class Refitter(Generic[Fit]):
         rested_s = self.fit_age_s
         if not ring.pending or rested_s < REST * self._last_duration_s:
             return False
-        return rested_s >= self._interval_s or (not self._in_process and has_grown(ring))
+        return rested_s >= self._interval_s or (not self._predictor.refits_in_process and has_grown(ring))
 
     async def run(self) -> None:
         """Re-fit whenever it is due, until cancelled; ends its worker on the way out."""
@@ -114,21 +125,23 @@ class Refitter(Generic[Fit]):
                 if self.is_due:
                     await self.refit()
         finally:
-            if self._executor is not None:
-                self._executor.shutdown(wait=False, cancel_futures=True)
+            self.close()
+
+    def close(self) -> None:
+        """End the worker; a fit under way is not waited for."""
+        if self._executor is not None:
+            self._executor.shutdown(wait=False, cancel_futures=True)
 
     async def refit(self) -> bool:
         """Fit once in the worker and adopt the result; False when the fit failed and the present one stays."""
-        observations = self._predictor.ring.take()
+        recent, fitter = self._predictor.ring.freeze(self._running()), self._predictor.fitter()
         started_s = self._clock()
         loop = asyncio.get_running_loop()
         try:
-            fitted = await loop.run_in_executor(self._worker(), self._predictor.fitter(), observations)
+            fitted = await loop.run_in_executor(self._worker(), self._work, fitter, recent)
         except (BalanceRouteError, ArithmeticError, ValueError, MemoryError, OSError, BrokenExecutor) as error:
             self.failures += 1
             log.warning("predictor not fitted anew, keeping the present fit: %s", error, exc_info=self.failures == 1)
-            if isinstance(error, BrokenExecutor):
-                self._executor = None
         else:
             self._predictor.adopt(fitted)
             self.fits += 1
@@ -138,12 +151,25 @@ class Refitter(Generic[Fit]):
             self._last_duration_s = self._last_end_s - started_s
         return False
 
+    def _work(self, fitter: Callable[[Observations], Fit], recent: Recent) -> Fit:
+        return _in_process(fitter, recent) if self._predictor.refits_in_process else fitter(recent.joined())
+
     def _worker(self) -> Executor:
         if self._executor is None:
-            # spawn: a forked child would share the listening sockets and the history's SQLite connection
-            self._executor = (
-                ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn"))
-                if self._in_process
-                else ThreadPoolExecutor(1, thread_name_prefix="prediction-refit")
-            )
+            self._executor = ThreadPoolExecutor(1, thread_name_prefix="prediction-refit")
         return self._executor
+
+
+def _in_process(fitter: Callable[[Observations], Fit], recent: Recent) -> Fit:
+    """Fit in a new process; spawned, because a fork would share listening sockets and the history's connection."""
+    with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn"), initializer=_be_nice) as pool:
+        return pool.submit(_fit_joined, fitter, recent).result()
+
+
+def _be_nice() -> None:
+    """Yield to the router: a re-fit may take longer, requests may not."""
+    os.nice(10)
+
+
+def _fit_joined(fitter: Callable[[Observations], Fit], recent: Recent) -> Fit:
+    return fitter(recent.joined())

@@ -351,11 +351,7 @@ class Reply:
 
     # ------------------------------------------------------------------------------------ connection's side
 
-    def _deliver(self, data: bytes) -> None:
-        sink = self._sink
-        if sink is not None:
-            sink.chunk(data)
-            return
+    def _keep(self, data: bytes) -> None:
         self._parts.append(data)
         self._parts_bytes += len(data)
         waiter = self._waiter
@@ -502,7 +498,11 @@ class _Connection(asyncio.Protocol):
         if buffered:
             body = buffered[0] if len(buffered) == 1 else b"".join(buffered)
             buffered.clear()
-            reply._deliver(body)
+            sink = reply._sink
+            if sink is not None:
+                sink.chunk(body)
+            else:
+                reply._keep(body)
         elif not reply.started and self._head_bytes > MAX_HEAD_BYTES:
             self._fail(self.failure(BadUpstreamReply, f"the reply's head is longer than {MAX_HEAD_BYTES} bytes"))
             return

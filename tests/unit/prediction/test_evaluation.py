@@ -56,6 +56,10 @@ def test_no_training_request_ends_after_a_test_request_starts(rows: list[tuple[f
     assert test
 
 
+def test_nothing_splits_into_nothing() -> None:
+    assert time_split([]) == ([], [])
+
+
 def test_a_perfect_predictor_scores_perfectly() -> None:
     predictor = SurvivalPredictor(H)
     predictor.start(finishes(200))

@@ -44,6 +44,14 @@ def test_a_finish_counts_what_was_still_expected_as_error_and_is_learned() -> No
     assert forecaster.predictor.ring.pending == 1  # type: ignore[attr-defined]
 
 
+def test_a_requeued_request_is_learned_as_the_client_saw_it() -> None:
+    tracker = ATracker(generated=5, prompt_tokens=150, prompt_key="k")
+
+    row = a_forecaster().finished(tracker, "length", now=3.0, prompt_tokens=100, output_tokens=55)
+
+    assert (row.prompt_tokens, row.output_tokens, row.prompt_key) == (100, 55, "k")
+
+
 def test_a_cancelled_request_has_no_error_but_is_learned_as_cut_short() -> None:
     forecaster = a_forecaster()
 

@@ -3,14 +3,16 @@ import signal
 import sqlite3
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from pathlib import Path
 
 import pytest
 
+from balanceroute.errors import InputError
 from balanceroute.prediction import FinishedRequest, History
-from balanceroute.prediction.history import SCHEMA_VERSION
+from balanceroute.prediction.history import SCHEMA_VERSION, read_rows
 
 from .builders import a_finish, finishes
 
@@ -69,6 +71,36 @@ def test_rows_are_on_disk_once_flushed(path: Path) -> None:
             assert reader.execute("SELECT output_tokens FROM finished").fetchall() == [(5,)]
 
 
+def test_rows_reach_the_disk_by_themselves_after_the_batch_time(path: Path) -> None:
+    with opened(path, batch_s=0.01) as history:
+        history.add(a_finish(5))
+        deadline = time.monotonic() + 10
+        while not (rows := read_rows(path)) and time.monotonic() < deadline:
+            time.sleep(0.005)
+
+        assert len(rows) == 1
+
+
+def test_a_file_that_cannot_shrink_is_said_and_still_written(path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with opened(path, max_rows=5) as history:
+        with closing(sqlite3.connect(path)) as saboteur:
+            saboteur.execute("CREATE TRIGGER keep BEFORE DELETE ON finished BEGIN SELECT RAISE(ABORT, 'kept'); END")
+        for row in finishes(*range(1, 8)):
+            history.add(row)
+        assert history.flush()
+        assert len(read_rows(path)) == 7
+
+    assert "cannot be pruned: kept" in caplog.text
+
+
+def test_more_than_the_writer_can_take_is_dropped_and_counted(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("balanceroute.prediction.history.MAX_PENDING", 0)
+    with opened(path) as history:
+        history.add(a_finish(5))
+
+        assert history.stats.dropped == 1
+
+
 def test_the_file_is_bounded_by_rows_and_keeps_the_newest(path: Path) -> None:
     with opened(path, max_rows=10) as history:
         for row in finishes(*range(1, 96)):
@@ -86,6 +118,8 @@ def test_the_file_is_bounded_by_age(path: Path) -> None:
 
 WRITER = """
 import sys
+import time
+from balanceroute.errors import InputError
 from balanceroute.prediction import FinishedRequest, History
 history = History(sys.argv[1], batch_s=0.02)
 n = 0
@@ -177,7 +211,37 @@ def test_a_path_that_cannot_be_opened_is_one_line_and_no_crash(
 ) -> None:
     (tmp_path / "file").write_text("")
 
-    run_without_it(tmp_path / "file" / "history", caplog, "cannot be opened")
+    run_without_it(tmp_path / "file" / "history", caplog, "not used, starting cold")
+
+
+def test_a_damaged_file_that_cannot_be_moved_is_one_line_and_no_crash(
+    path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path.parent.mkdir()
+    path.write_bytes(b"x" * 5000)
+
+    def refuse(self: Path, target: Path) -> None:
+        raise PermissionError(13, "read-only folder")
+
+    monkeypatch.setattr(Path, "rename", refuse)
+
+    run_without_it(path, caplog, "read-only folder")
+    assert path.read_bytes() == b"x" * 5000
+
+
+def test_a_file_with_other_columns_starts_cold_and_counts_what_it_cannot_keep(
+    path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    stored(path, a_finish(5))
+    with closing(sqlite3.connect(path)) as saboteur:
+        saboteur.execute("ALTER TABLE finished RENAME COLUMN prompt_key TO other")
+
+    with caplog.at_level(logging.WARNING), opened(path) as history:
+        assert history.load() == []
+        history.add(a_finish(5))
+        assert history.flush()
+        assert history.stats.dropped == 1
+    assert "cannot be read, starting cold" in caplog.text
 
 
 def test_a_file_that_another_process_locks_is_not_taken_for_damaged(
@@ -208,6 +272,25 @@ def test_rows_that_cannot_be_written_are_counted_and_said_once(path: Path, caplo
         assert history.stats.rows == 1
 
     assert ["cannot be written" in r.getMessage() for r in caplog.records] == [True, False]
+
+
+def test_a_history_can_be_read_while_a_router_writes_it(path: Path) -> None:
+    with opened(path, max_age_s=1.0) as history:
+        history.add(a_finish(5, key="k", at_s=1.0))
+        assert history.flush()
+
+        assert read_rows(path) == [a_finish(5, key="k", at_s=1.0)]
+
+
+@pytest.mark.parametrize("content", [None, b"not a database"], ids=["missing", "damaged"])
+def test_reading_what_is_no_history_is_one_clear_error_and_changes_nothing(path: Path, content: bytes | None) -> None:
+    path.parent.mkdir()
+    if content is not None:
+        path.write_bytes(content)
+
+    with pytest.raises(InputError, match="not a readable prediction history"):
+        read_rows(path)
+    assert (path.read_bytes() if path.exists() else None) == content
 
 
 def test_without_a_path_nothing_is_kept() -> None:

@@ -1,5 +1,6 @@
 import asyncio
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -204,3 +205,43 @@ def test_a_model_whose_trees_ask_for_unknown_features_is_refused(grown: LearnedP
 
     with pytest.raises(InputError, match="unknown feature"):
         load_model(path)
+
+
+def test_a_learned_model_of_another_horizon_is_refused(grown: LearnedPredictor, tmp_path: Path) -> None:
+    save_model(tmp_path / "m.npz", Model("learned", H, [], grown.fitted))
+
+    with pytest.raises(ConfigError, match="fitted for horizon_steps 80, not 40"):
+        build_predictor("learned", 40, model=tmp_path / "m.npz")
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "reason"),
+    [
+        ("classifier_leaf", lambda leaf: leaf[:, :-1], "do not belong together"),
+        ("regressor_leaf", lambda leaf: leaf * np.nan, "not a finite number"),
+    ],
+    ids=["shapes", "not finite"],
+)
+def test_trees_that_contradict_themselves_are_refused(
+    name: str, change: Callable[[np.ndarray], np.ndarray], reason: str, grown: LearnedPredictor, tmp_path: Path
+) -> None:
+    path = tmp_path / "m.npz"
+    save_model(path, Model("learned", H, [], grown.fitted))
+    with np.load(path) as arrays:
+        content = dict(arrays)
+    content[name] = change(content[name])
+    np.savez(path, **content)
+
+    with pytest.raises(InputError, match=reason):
+        load_model(path)
+
+
+def test_where_nothing_ever_finishes_in_the_window_there_is_nothing_to_grow() -> None:
+    pytest.importorskip("sklearn")
+    predictor = LearnedPredictor(H)
+    predictor.start([a_finish(500, reason="cancelled", at_s=float(at)) for at in range(300)])
+
+    predictor.grow()
+
+    assert predictor.fitted.classifier is None
+    assert predictor.predict_one(0, 100, "") == (0.0, 80.0)

@@ -6,10 +6,12 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from balanceroute.errors import ConfigError
 from balanceroute.prediction import Refitter, SurvivalCurve, SurvivalPredictor, refit_on_growth
-from balanceroute.prediction.observations import Observations
+from balanceroute.prediction.observations import ObservationRing, Observations
 
 from .builders import a_finish, finishes
 
@@ -68,6 +70,37 @@ def test_a_cold_start_learns_from_its_first_finishes_and_then_as_it_grows() -> N
     assert fitted_at[:3] == [8, 16, 24]
     assert len(fitted_at) < 15
     assert predictor.predict_one(0, 100, "") == (1.0, 5.0)
+
+
+def test_requests_that_still_run_keep_a_cold_start_from_taking_all_for_short_ones() -> None:
+    blind, seeing = SurvivalPredictor(10), SurvivalPredictor(10)
+    for predictor in (blind, seeing):
+        observed(predictor, *[5] * 8)
+
+    assert refit_on_growth(blind)
+    assert refit_on_growth(seeing, running=lambda: [(200, 100)] * 24)
+
+    assert blind.predict_one(0, 100, "")[0] == 1.0
+    assert seeing.predict_one(0, 100, "")[0] == pytest.approx(8 / 32)
+    assert len(seeing.ring) == 8
+
+
+def test_the_refitter_asks_who_runs_at_each_fit() -> None:
+    predictor = SurvivalPredictor(10)
+    observed(predictor, 5)
+    running: list[tuple[int, int]] = []
+    refitter = Refitter(predictor, running=lambda: running)
+
+    async def scenario() -> None:
+        await refitter.refit()
+        assert predictor.predict_one(0, 100, "")[0] == 1.0
+        running.append((6, 100))
+        await refitter.refit()
+        refitter.close()
+
+    asyncio.run(scenario())
+
+    assert predictor.predict_one(0, 100, "")[0] == 0.5
 
 
 def test_the_present_fit_answers_until_the_next_one_is_adopted() -> None:
@@ -163,20 +196,36 @@ def test_the_loop_refits_by_itself_and_ends_its_worker() -> None:
     asyncio.run(scenario())
 
 
-def test_a_copy_of_a_full_ring_is_short() -> None:
-    predictor = SurvivalPredictor(10, max_rows=100_000)
-    for row in finishes(*range(1, 1001)):
-        for _ in range(101):
-            predictor.ring.add(row)
+def test_freezing_a_long_history_is_short_and_later_rows_leave_the_view_alone() -> None:
+    ring = ObservationRing(100_000)
+    row = a_finish(5)
+    for _ in range(105_000):
+        ring.add(row)
 
     took = []
     for _ in range(5):
         began = time.perf_counter()
-        taken = predictor.ring.take()
+        recent = ring.freeze()
         took.append(time.perf_counter() - began)
+    for _ in range(5000):
+        ring.add(a_finish(7))
 
-    assert len(taken) == 100_000
-    assert min(took) < 0.005
+    assert min(took) < 0.001
+    assert len(recent.joined()) == len(ring) == 100_000
+    assert set(recent.joined().output_tokens.tolist()) == {5}
+    assert ring.take().output_tokens[-5001:].tolist() == [5, *[7] * 5000]
+
+
+@given(st.integers(1, 40), st.integers(0, 60), st.integers(1, 8))
+def test_a_ring_keeps_exactly_the_newest_rows_at_any_chunk_size(capacity: int, n: int, chunk: int) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("balanceroute.prediction.observations.CHUNK", chunk)
+        ring = ObservationRing(capacity)
+        for row in finishes(*range(1, n + 1)):
+            ring.add(row)
+
+        assert ring.take().output_tokens.tolist() == list(range(1, n + 1))[-capacity:]
+        assert len(ring) == min(n, capacity)
 
 
 def test_a_full_ring_is_copied_oldest_first() -> None:

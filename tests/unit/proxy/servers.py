@@ -1,6 +1,7 @@
 """Workers for tests of the wire: a server whose every connection runs a script of bytes and pauses."""
 
 import asyncio
+import ssl
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 
@@ -56,7 +57,9 @@ class Worker:
 
 
 @asynccontextmanager
-async def worker(script: Script, host: str = "127.0.0.1") -> AsyncIterator[Worker]:
+async def worker(
+    script: Script, host: str = "127.0.0.1", tls: ssl.SSLContext | None = None
+) -> AsyncIterator[Worker]:
     """Serve a script on a free port."""
     running = Worker(script)
     tasks: set[asyncio.Task[None]] = set()
@@ -65,7 +68,7 @@ async def worker(script: Script, host: str = "127.0.0.1") -> AsyncIterator[Worke
         task = asyncio.get_running_loop().create_task(running._serve(reader, writer))
         tasks.add(task)
 
-    server = await asyncio.start_server(accept, host, 0)
+    server = await asyncio.start_server(accept, host, 0, ssl=tls)
     port = server.sockets[0].getsockname()[1]
     running.url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
     try:

@@ -335,7 +335,9 @@ def test_resume_ids_join_any_transfer_parameters(params: bytes) -> None:
     assert joined == orjson.loads(params) | {"_ids": [1, 2]}
 
 
-@pytest.mark.parametrize("body", [b"", b"[]", b"{}", b'{"choices":[]}', b'{"choices":[1]}'])
+# ---------------------------------------------------------------------------------------- recordings
+
+
 @pytest.mark.parametrize(
     "body", [b"", b"[]", b"{}", b'{"choices":[]}', b'{"choices":[1]}', b'{"choices":"x"}']
 )

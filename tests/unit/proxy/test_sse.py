@@ -220,6 +220,23 @@ def test_asked_token_ids_pass_byte_for_byte() -> None:
     assert EventScanner(want_token_ids=True).feed(wire) == wire
 
 
+def test_prompt_ids_are_stripped_however_often_they_come() -> None:
+    scanner = EventScanner()
+    out = scanner.feed(event(completion("a", [1], prompt_token_ids=[8, 9])) * 3)
+    assert out == event(completion("a", None)) * 3
+    assert scanner.ids.tolist() == [1, 1, 1]
+
+
+def test_prompt_ids_of_a_resumed_life_are_not_the_clients_prompt() -> None:
+    scanner = EventScanner(want_token_ids=True)
+    scanner.feed(event(completion("a", [1], prompt_token_ids=[8])))
+    scanner.resume()
+    out = scanner.feed(event(completion("b", [2], prompt_token_ids=[8, 1])))
+    assert out == event(completion("b", [2]))
+    assert scanner.prompt_ids is not None
+    assert scanner.prompt_ids.tolist() == [8]
+
+
 def test_text_that_looks_like_token_ids_is_not_counted() -> None:
     scanner = EventScanner()
     text = ',"token_ids":[1,2,3]}]}'

@@ -1,8 +1,12 @@
 """The client side of the wire against scripted servers, on asyncio's loop and on uvloop."""
 
 import asyncio
+import shutil
 import socket
+import ssl
+import subprocess
 from collections.abc import Awaitable, Callable
+from pathlib import Path
 
 import pytest
 import uvloop
@@ -367,6 +371,43 @@ def test_a_closed_upstream_refuses_requests(run: Run) -> None:
 def test_a_url_without_scheme_or_host_is_refused(url: str) -> None:
     with pytest.raises(ValueError, match="URL"):
         Upstream(url)
+
+
+def test_https_verifies_the_worker_and_works(run: Run, tmp_path: Path) -> None:
+    openssl = shutil.which("openssl")
+    if openssl is None:
+        pytest.skip("needs the openssl command to make a certificate")
+    key, certificate = tmp_path / "key.pem", tmp_path / "cert.pem"
+    command = [
+        openssl,
+        "req",
+        "-x509",
+        "-newkey",
+        "rsa:2048",
+        "-nodes",
+        "-days",
+        "1",
+        "-subj",
+        "/CN=localhost",
+    ]
+    command += ["-addext", "subjectAltName=IP:127.0.0.1", "-keyout", str(key), "-out", str(certificate)]
+    subprocess.run(command, check=True, capture_output=True)
+    served = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+    served.load_cert_chain(certificate, key)
+    trusting = ssl.create_default_context(cafile=str(certificate))
+
+    async def test() -> None:
+        async with worker(answering(CHUNKED_HEAD + chunked(b"secret")), tls=served) as server:
+            url = server.url.replace("http", "https")
+            upstream = Upstream(url, ssl_context=trusting)
+            for _ in range(2):
+                assert await (await post(upstream)).read(9) == b"secret"
+            assert server.connections == 1
+            with pytest.raises(ConnectFailed, match=r"(?i)certificate"):
+                await post(Upstream(url))
+            upstream.close()
+
+    run(test)
 
 
 # ---------------------------------------------------------------------------------------- streams
