@@ -144,6 +144,17 @@ async def test_fifty_at_once_get_each_their_own_answer_under(policy: str) -> Non
         assert router.app.services.metrics.requests.value("finished") == 50
 
 
+async def test_the_predictor_learns_from_what_finishes_and_is_asked_while_requests_run() -> None:
+    async with running(predictor={"kind": "survival"}, routing={"policy": "br_h", "horizon_steps": 8}) as router:
+        for _ in range(3):
+            bodies = [completion(max_tokens=30, stream=True) for _ in range(10)]
+            await asyncio.gather(*(router.client.post("/v1/completions", json=body) for body in bodies))
+        await router.settled()
+        forecaster = router.app.services.forecasts.forecaster
+        assert forecaster.finished_count == 30
+        assert forecaster.refreshes > 0
+
+
 async def test_ranks_behind_one_url_are_told_apart_by_the_header() -> None:
     shape = ClusterShape(prefillers=1, decoders=4, ranks_per_url=4, max_num_seqs=2, time_scale=0.02)
     async with running(shape, routing={"policy": "round_robin"}) as router:
