@@ -83,6 +83,7 @@ class Connection(asyncio.Protocol):
         finally:
             for timer in self._timers:
                 timer.cancel()
+            self._read_on()  # the answer may have ended within the read that began the pause
         answer = self._answer
         answer.body = b"".join(self._parts)
         answer.elapsed_s = loop.time() - started
