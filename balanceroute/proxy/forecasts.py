@@ -57,9 +57,9 @@ class LiveForecasts:
             max_rows=chosen.max_rows,
             max_age_s=chosen.max_age_s,
         )
-        self._refitter = (
-            None if isinstance(predictor, AnchorPredictor) else Refitter[Any](predictor, interval_s=chosen.refit_interval_s)
-        )
+        self._refitter: Refitter[Any] | None = None
+        if not isinstance(predictor, AnchorPredictor):
+            self._refitter = Refitter(predictor, interval_s=chosen.refit_interval_s)
         self.forecaster = Forecaster(predictor, config.routing.horizon_steps)
         self._keyer = PromptKeyer(self._history.salt) if chosen.kind == "exact_match" else None
         self._by_header = chosen.key_header is not None
