@@ -113,7 +113,7 @@ def test_usage_is_needed_where_asked_for_and_must_be_right() -> None:
         (Answer(Ended.WHOLE, 400, {}, ERROR), Kind.IMPROPER),
         (Answer(Ended.WHOLE, 500, {}, b"Internal Server Error"), Kind.IMPROPER),
         (Answer(Ended.CUT, 502, {}, ERROR[:9]), Kind.IMPROPER),
-        (Answer(Ended.LATE), Kind.HANGING),
+        (Answer(Ended.NEVER), Kind.HANGING),
         (Answer(Ended.REFUSED), Kind.IMPROPER),
         (Answer(Ended.CUT), Kind.IMPROPER),
     ],
