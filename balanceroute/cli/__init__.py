@@ -17,6 +17,7 @@ from balanceroute.cli.explain import explain
 from balanceroute.cli.load import load
 from balanceroute.cli.replay import replay
 from balanceroute.cli.serve import serve, spread_lists
+from balanceroute.cli.reproduce import reproduce
 from balanceroute.errors import BalanceRouteError
 
 # what typer raises for a flag it cannot use; newer versions bring a click of their own, so that it has no
@@ -39,6 +40,7 @@ app.add_typer(trace.app, name="trace")
 app.add_typer(predictor.app, name="predictor")
 app.command()(explain)
 app.command("check-config")(check_config)
+app.command()(reproduce)
 
 
 def show_version(wanted: bool) -> None:
