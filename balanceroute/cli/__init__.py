@@ -16,8 +16,8 @@ from balanceroute.cli.emulate import emulate
 from balanceroute.cli.explain import explain
 from balanceroute.cli.load import load
 from balanceroute.cli.replay import replay
-from balanceroute.cli.serve import serve, spread_lists
 from balanceroute.cli.reproduce import reproduce
+from balanceroute.cli.serve import serve, spread_lists
 from balanceroute.errors import BalanceRouteError
 
 # what typer raises for a flag it cannot use; newer versions bring a click of their own, so that it has no
@@ -35,12 +35,12 @@ app.command()(serve)
 app.command()(demo)
 app.command()(emulate)
 app.command()(replay)
+app.command()(reproduce)
 app.command()(load)
 app.add_typer(trace.app, name="trace")
 app.add_typer(predictor.app, name="predictor")
 app.command()(explain)
 app.command("check-config")(check_config)
-app.command()(reproduce)
 
 
 def show_version(wanted: bool) -> None:

@@ -1,8 +1,9 @@
 """The simulator and the policies against the figures of an independent simulator, on the same traces.
 
 Where a router has no free choice left the figures must agree within 1 %; where ties are broken at random or a
-prediction enters, small differences grow into other schedules: 5 % and more. Single figures of BR-H with an oracle move by about
-20 % when a single tie falls the other way, so they are held to the table's order and its size, not to its digits.
+prediction enters, small differences grow into other schedules: 5 % and more. Single figures of BR-H with an
+oracle move by about 20 % when a single tie falls the other way, so they are held to the table's order and its size,
+not to its digits.
 """
 
 import math
