@@ -23,7 +23,7 @@ from balanceroute.proxy.decode_dispatcher import DecodeDispatcher
 from balanceroute.proxy.drainer import Drainer
 from balanceroute.proxy.exchange import CompletionsRoute
 from balanceroute.proxy.fleet import Fleet, FleetConfig
-from balanceroute.proxy.forecasts import Forecasts
+from balanceroute.proxy.forecasts import Forecasts, build_forecasts
 from balanceroute.proxy.ledger import Ledger
 from balanceroute.proxy.metrics import Metrics
 from balanceroute.proxy.metrics_poller import MetricsPoller
@@ -55,13 +55,14 @@ class RouterApp(Starlette):
 def create_app(config: Config, *, forecasts: Forecasts | None = None, strict: bool = False) -> RouterApp:
     """The router as an ASGI application.
 
-    Args: forecasts: the predictor, None for c-hat = H. strict: our own bugs end the application (tests).
+    Args: forecasts: the predictor; None for the configuration's. strict: our own bugs end the application (tests).
     """
 
     @asynccontextmanager
     async def lifespan(app: Starlette) -> AsyncIterator[None]:
         assert isinstance(app, RouterApp)
-        services = app.services = build_services(config, asyncio.get_running_loop(), forecasts, strict)
+        predictor = forecasts or build_forecasts(config)
+        services = app.services = build_services(config, asyncio.get_running_loop(), predictor, strict)
         app.hot = {
             "/v1/completions": CompletionsRoute(services, "completions"),
             "/v1/chat/completions": CompletionsRoute(services, "chat"),
@@ -105,6 +106,9 @@ def start(services: Services) -> list[asyncio.Task[None]]:
         "metrics_poller": MetricsPoller(services).run,
         "pool_reaper": PoolReaper(services).run,
     }
+    refits = services.forecasts.runner() if services.forecasts is not None else None
+    if refits is not None:
+        coroutines["refits"] = refits
     return [services.loop.create_task(_supervised(services, name, run), name=name) for name, run in coroutines.items()]
 
 
@@ -115,6 +119,8 @@ async def stop(services: Services, tasks: list[asyncio.Task[None]]) -> None:
     results = await asyncio.gather(*tasks, return_exceptions=True)
     await services.drainer.close()
     services.fleet.close()
+    if services.forecasts is not None:
+        services.forecasts.close()
     for result in results:
         if isinstance(result, Exception):
             raise result

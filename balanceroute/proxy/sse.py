@@ -346,6 +346,8 @@ class EventScanner:
         if not isinstance(usage, dict):
             return raw
         self._count_by_usage(usage)
+        if self.finish_reason is None:  # of a life that will go on elsewhere; the last one tells the whole
+            return b""
         changed = self._rewrite_usage(usage) | self._rewrite_identity(event)
         self.usage = usage
         if not (self._want_usage and self._closing_events):
