@@ -357,6 +357,7 @@ class Leg:
         if self.request.streams_upstream:  # else nothing comes before the whole answer
             self.stage_deadline_s = now + limits.first_byte_timeout_s.decode
         self._grace_s = DECODE_GRACE_S
+        tokens, answered = self.scanner.tokens, False
         try:
             body = self._s.connector.decode(self.request, params)
             self._unspent = None
@@ -366,6 +367,7 @@ class Leg:
                 body,
                 self._headers_for(worker),
                 connect_timeout_s=limits.connect_timeout_s,
+                retry_stale=False,  # a worker that took the request and died looks the same: the KV may be pulled
             )
             self._reply = reply
             if reply.status != 200:
@@ -374,8 +376,11 @@ class Leg:
                     self._unspent = params  # refused before the engine saw it: its KV is still pinned
                 raise error
             if self.request.streams_upstream:
-                return await self._stream(ticket, worker, reply)
-            return await self._unstreamed(ticket, worker, reply, result)
+                complete = await self._stream(ticket, worker, reply)
+            else:
+                complete = await self._unstreamed(ticket, worker, reply, result)
+            answered = True
+            return complete
         except ConnectFailed as error:
             if not error.sent:
                 self._unspent = params
@@ -392,6 +397,8 @@ class Leg:
             if self._reply is not None and self.scanner.end is not StreamEnd.DONE:
                 self._reply.abort()
             self._reply = None
+            if not answered and self._unspent is None and self.scanner.tokens == tokens:
+                self._s.drainer.orphan()  # the worker was told, but gave no sign of having pulled the KV
             self._grace_s = 0.0
             self.stage_deadline_s = self.stalled_since_s = math.inf
             worker.in_use -= 1
@@ -483,7 +490,7 @@ class Leg:
             circuit.fault(now)
         log.debug("try failed", extra={"request": self.id, "worker": worker.id, "stage": stage, "error": str(error)})
         self._failures[stage] += 1
-        last = self._failures[stage] >= retry.max_attempts
+        last = self._failures[stage] >= retry.max_attempts or not error.retryable
         if last or (isinstance(error, NothingPinned) and self._failures[stage] > 1):
             raise error
         services.metrics.retries.inc(stage)
