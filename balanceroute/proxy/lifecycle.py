@@ -130,6 +130,7 @@ class Leg:
         "_ticket",
         "_tries",
         "_unspent",
+        "cached_tokens",
         "deadline_s",
         "decode_wait_s",
         "first_token_s",
@@ -166,6 +167,7 @@ class Leg:
         self.outcome = Outcome.FAILED
         self.prefiller = self.worker = ""
         self.prompt_tokens, self.recomputes = 0, 0
+        self.cached_tokens: int | None = None
         self.prefill_wait_s = self.decode_wait_s = 0.0
         self.first_token_s = self.last_token_s = 0.0
         self.stage_deadline_s = self.stalled_since_s = math.inf
@@ -237,6 +239,15 @@ class Leg:
             self._interruption = error
             self._task.cancel()
 
+    def expects_tokens_from(self, worker_id: str) -> bool:
+        """Whether a stream from that worker is open whose client reads."""
+        return (
+            self.worker == worker_id
+            and self._reply is not None
+            and self.request.streams_upstream
+            and not self._reply.paused
+        )
+
     @property
     def blocked_by_client(self) -> bool:
         """Whether the worker isn't read at the moment because the client doesn't read."""
@@ -285,7 +296,7 @@ class Leg:
                 self._unspent = result.kv_transfer_params
                 self._check_abandoned()
                 if self.scanner is _NOTHING_YET:
-                    self.prompt_tokens = result.prompt_tokens
+                    self.prompt_tokens, self.cached_tokens = result.prompt_tokens, result.cached_tokens
                     self.scanner = self._new_scanner(result)
                 return result
 
