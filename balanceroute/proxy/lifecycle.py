@@ -35,7 +35,7 @@ from typing import Any, Final, Protocol
 
 import orjson
 
-from balanceroute.core.types import Outcome, Release, RequestSpec
+from balanceroute.core.types import Outcome, RequestSpec
 from balanceroute.errors import (
     BadUpstreamReply,
     BalanceRouteError,
@@ -276,7 +276,8 @@ class Leg:
                 await self._end_by_length()
                 return
             self.recomputes += 1
-            self._free_kv(ticket.requeue(), lost=lost is not None)
+            ticket.requeue()
+            self._free_kv()
 
     async def _prefill(self, ticket: Ticket) -> PrefillResult:
         waiting_since_s = self._s.ledger.now()
@@ -549,22 +550,19 @@ class Leg:
     # -- leaving
 
     def _leave(self, ticket: Ticket) -> None:
-        release = ticket.left
-        if release is None:
-            release = ticket.finish(self.outcome, self.scanner.finish_reason or "")
-        self._free_kv(release, lost=self.outcome is Outcome.FAILED)
+        if ticket.left is None:
+            ticket.finish(self.outcome, self.scanner.finish_reason or "")
+        self._free_kv()
 
-    def _free_kv(self, release: Release, *, lost: bool) -> None:
+    def _free_kv(self) -> None:
         """Have pinned KV pulled that the request leaves behind, unless a decoder may have been told to already.
 
         A decoder that failed before its first token may or may not have pulled: its parameters must not be used
-        again, so that KV is only counted. One that the client hung up on aborts and tells the prefiller.
+        again, so that KV is only counted (`_decode`).
         """
         params, self._unspent = self._unspent, None
         if params is not None:
             self._s.drainer.drain(Drain(self.id, self.request, params, tuple(self._headers)))
-        elif release.prefiller is not None and lost:
-            self._s.drainer.orphan()
 
     def _headers_for(self, worker: Worker) -> list[tuple[bytes, bytes]]:
         tries = self._tries
