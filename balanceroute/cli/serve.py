@@ -40,6 +40,7 @@ def serve(
 
     from balanceroute.config import from_example_flags, load, parse_assignment
     from balanceroute.proxy.app import create_app
+    from balanceroute.proxy.forecasts import build_forecasts
     from balanceroute.proxy.logs import configure
     from balanceroute.proxy.server import serve as run
 
@@ -67,7 +68,8 @@ def serve(
             overrides[key] = value
     config = load(config_file, os.environ, overrides)
     configure(config.log.level, config.log.format)
-    run(create_app(config), config)
+    # read before there is a loop: a model file that does not fit is one line, and a long history holds up nobody
+    run(create_app(config, forecasts=build_forecasts(config)), config)
 
 
 def spread_lists(arguments: list[str]) -> list[str]:
