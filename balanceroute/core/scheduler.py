@@ -201,15 +201,21 @@ class Scheduler:
             raise InvariantError(f"{request_id} is not decoding")
         worker = tracker.worker
         assert worker is not None
-        horizon = self.snapshot.horizon_steps
-        if tracker.refreshed_remaining >= horizon:
-            tracker.counted += tokens
-            self.snapshot.projection.grow(worker.index, tokens)
+        snapshot = self.snapshot
+        if tracker.refreshed_remaining >= snapshot.horizon_steps:
+            snapshot.projection.grow(worker.index, tokens)
         else:
-            projection = self.snapshot.projection
-            projection.remove(worker.index, tracker.kv_tokens, tracker.remaining(horizon))
-            tracker.counted += tokens
-            projection.add(worker.index, tracker.kv_tokens, tracker.remaining(horizon))
+            generated = tracker.generated
+            before = tracker.refreshed_remaining + tracker.refreshed_at - generated
+            after = before - tokens
+            snapshot.projection.move(
+                worker.index,
+                tracker.prompt_tokens + generated,
+                tokens,
+                int(before) if before > 1.0 else 1,
+                int(after) if after > 1.0 else 1,
+            )
+        tracker.counted += tokens
         worker.load += tokens
         if tracker.prefiller is not None:
             self._unpin(tracker)

@@ -168,6 +168,7 @@ class ClusterSnapshot:
         self.pool = PromptPool()
         self.means = WorkloadMeans()
         self.projection = Projection(0, horizon_steps)
+        self.speeds: list[float] = []  # relative seconds per KV token, by worker
         self.draws = 0  # random decisions taken so far: with the seed, the whole state of a random policy
 
     # -- membership -------------------------------------------------------------------------------------------
@@ -217,6 +218,7 @@ class ClusterSnapshot:
 
     def _rebuild_projection(self) -> None:
         """A worker came or went: rare, so the rows are recounted."""
+        self.speeds = [worker.spec.speed for worker in self.workers]
         self.projection = self.recount_projection()
 
     def recount_projection(self) -> Projection:
@@ -231,8 +233,18 @@ class ClusterSnapshot:
 
     @property
     def free_slots(self) -> int:
-        """Slots free on all workers that take new requests."""
-        return sum(worker.free_slots for worker in self.workers)
+        """Slots free on all workers that take new requests. O(G)."""
+        return sum(worker.free_slots for worker in self.open_workers())
+
+    def open_workers(self) -> list[DecodeInstanceState]:
+        """Workers with a free slot, by index. O(G)."""
+        up = WorkerState.UP
+        return [worker for worker in self.workers if len(worker.active) < worker.spec.slots and worker.state is up]
+
+    def down_workers(self) -> list[int]:
+        """Indices of the workers outside the barrier. O(G)."""
+        down = WorkerState.DOWN
+        return [worker.index for worker in self.workers if worker.state is down]
 
     @property
     def envelope(self) -> int:

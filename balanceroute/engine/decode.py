@@ -266,7 +266,8 @@ class DecodeRank(Generic[R]):
         if self.preemption is Preemption.POP_LAST:
             self.pop(last.id)
             return
-        if len(self.running) == 1:
+        # alone and still out of blocks: hopeless only if nobody else (a request whose KV is on its way) holds any
+        if self.kv is not None and self.kv.blocks_for(last.kv_tokens + 1) > self.kv.used + self.kv.free:
             raise ConfigError(f"decode rank: one request alone ({last.id}) needs more KV blocks than the rank has")
         self.remove(last.id)
         last.preemptions += 1

@@ -11,12 +11,13 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
 from starlette.types import Receive, Scope, Send
 
 from balanceroute.build import build_scheduler, worker_specs
 from balanceroute.config import Config
 from balanceroute.core.types import Admit
-from balanceroute.proxy.admin import Admin, state
+from balanceroute.proxy.admin import Admin, http_error, state
 from balanceroute.proxy.circuit import CircuitConfig
 from balanceroute.proxy.connectors import connector_for
 from balanceroute.proxy.decode_dispatcher import DecodeDispatcher
@@ -73,7 +74,9 @@ def create_app(config: Config, *, forecasts: Forecasts | None = None, strict: bo
         finally:
             await stop(services, tasks)
 
-    app = RouterApp(routes=Admin(lambda: app.services).routes(), lifespan=lifespan)
+    app = RouterApp(
+        routes=Admin(lambda: app.services).routes(), lifespan=lifespan, exception_handlers={HTTPException: http_error}
+    )
     app.hot = {}
     return app
 

@@ -6,6 +6,7 @@ request; a client that goes away is noticed without a task of its own (`relay.Di
 
 import asyncio
 import logging
+import math
 from typing import Any
 
 from balanceroute.core.types import Outcome, RejectReason
@@ -13,19 +14,20 @@ from balanceroute.errors import (
     BalanceRouteError,
     InvalidRequest,
     InvariantError,
+    QueueTimeout,
     Rejected,
     UpstreamStatus,
 )
-from balanceroute.proxy.answers import AnswerAssembler
+from balanceroute.proxy import fanout
+from balanceroute.proxy.fanout import PartAnswer, PartStream, StreamHead
 from balanceroute.proxy.intake import ClientGone, Head, Receive, read_body, read_head
 from balanceroute.proxy.ledger import rejection
-from balanceroute.proxy.lifecycle import ClientStalled, Leg
+from balanceroute.proxy.lifecycle import ClientStalled, Leg, Outlet
 from balanceroute.proxy.payloads import ClientRequest, Endpoint, parse
 from balanceroute.proxy.relay import DisconnectWatch
 from balanceroute.proxy.responses import (
     SSE_HEADERS,
     Headers,
-    Message,
     Send,
     error_event,
     send_error,
@@ -59,33 +61,6 @@ class StreamOutlet:
         raise InvariantError("an unstreamed answer for a client that streams")
 
 
-class AnswerOutlet:
-    """A leg's answer as one JSON object, kept until it is complete."""
-
-    __slots__ = ("_assembler", "_body", "ends_response", "started")
-
-    def __init__(self, request: ClientRequest) -> None:
-        self._assembler = AnswerAssembler(request)
-        self._body: bytes | None = None
-        self.started = False
-        self.ends_response = False
-
-    async def start(self) -> None:
-        """Nothing goes to the client yet."""
-
-    async def send(self, message: Message) -> None:
-        """Take in events."""
-        self._assembler.feed(message["body"])
-
-    async def whole(self, body: bytes) -> None:
-        """The answer came unstreamed."""
-        self._body = body
-
-    def answer(self, leg: Leg) -> bytes:
-        """The complete answer."""
-        return self._body if self._body is not None else self._assembler.answer(leg.scanner)
-
-
 class CompletionsRoute:
     """`POST /v1/completions` or `POST /v1/chat/completions`."""
 
@@ -112,7 +87,7 @@ class Exchange:
         "_endpoint",
         "_gone",
         "_head",
-        "_leg",
+        "_legs",
         "_outcome",
         "_s",
         "_send",
@@ -124,7 +99,7 @@ class Exchange:
         self._s, self._endpoint, self._send = services, endpoint, send
         self._arrived_s = services.loop.time()
         self._head: Head | None = None
-        self._leg: Leg | None = None
+        self._legs: list[Leg] = []
         self._outcome = Outcome.FAILED
         self._status = 0
         self._gone = False
@@ -163,33 +138,19 @@ class Exchange:
         if self._s.ledger.scheduler.draining:
             raise rejection(RejectReason.DRAINING)
         body = await read_body(receive, limits.max_body_bytes, limits.client_header_timeout_s, head.content_length)
-        request = parse(self._endpoint, body)
-        if not request.single:
-            raise InvalidRequest(
-                "One prompt with one answer per request, please: n must be 1 and prompt a single one.",
-                param="n" if request.n > 1 else "prompt",
-            )
-        return request
+        return parse(self._endpoint, body)
 
     async def _answer(self, request: ClientRequest) -> None:
-        head, services = self._head, self._s
+        """One prompt, one answer: nearly every request."""
+        if not request.single:
+            await self._answer_many(request)
+            return
+        head = self._head
         assert head is not None
         id_header = (b"x-request-id", (head.client_id or head.request_id).encode())
-        outlet: StreamOutlet | AnswerOutlet
-        if request.stream:
-            outlet = StreamOutlet(self._send, [*SSE_HEADERS, id_header])
-        else:
-            outlet = AnswerOutlet(request)
-        forecasts = services.forecasts
-        leg = self._leg = Leg(
-            services,
-            head.request_id,
-            request,
-            outlet,
-            head.forwarded,
-            prompt_key="" if forecasts is None else forecasts.key(request.prompt_key, head.key),
-            deadline_s=self._arrived_s + min(head.timeout_s, services.config.limits.request_timeout_s),
-        )
+        outlet = StreamOutlet(self._send, [*SSE_HEADERS, id_header]) if request.stream else PartAnswer(request)
+        leg = self._leg_for(head.request_id, request, outlet, None)
+        self._legs = [leg]
         try:
             await leg.run()
         except BalanceRouteError as error:
@@ -198,10 +159,58 @@ class Exchange:
             await self._fail_started(error)
             return
         self._outcome, self._status = Outcome.FINISHED, 200
-        if isinstance(outlet, AnswerOutlet):
+        if isinstance(outlet, PartAnswer):
             await send_json(self._send, 200, outlet.answer(leg), [id_header])
         elif leg.scanner.end is not StreamEnd.DONE:
             await self._send({"type": "http.response.body", "body": b"", "more_body": False})
+
+    async def _answer_many(self, request: ClientRequest) -> None:
+        """Several prompts or answers: a leg for each choice, merged."""
+        head = self._head
+        assert head is not None
+        id_header = (b"x-request-id", (head.client_id or head.request_id).encode())
+        created = fanout.created_now()
+        shared = StreamHead(self._send, [id_header])
+        answers: list[PartAnswer] = []
+        for index, part in enumerate(fanout.parts_of(request)):
+            outlet: Outlet
+            if request.stream:
+                outlet = PartStream(shared)
+            else:
+                outlet = PartAnswer(part)
+                answers.append(outlet)
+            options = fanout.scanner_options(request, head.request_id, index, created)
+            self._legs.append(self._leg_for(f"{head.request_id}-{index}", part, outlet, options))
+        try:
+            await fanout.run_all(self._legs)
+        except BalanceRouteError as error:
+            if not shared.started:
+                raise
+            await self._fail_started(error)
+            return
+        self._outcome, self._status = Outcome.FINISHED, 200
+        if request.stream:
+            await shared.start()
+            end = fanout.closing_events(request, head.request_id, created, self._legs)
+            await self._send({"type": "http.response.body", "body": end, "more_body": False})
+        else:
+            body = fanout.merged_answer(request, head.request_id, self._legs, answers)
+            await send_json(self._send, 200, body, [id_header])
+
+    def _leg_for(self, request_id: str, request: ClientRequest, outlet: Outlet, options: dict[str, Any] | None) -> Leg:
+        head, services = self._head, self._s
+        assert head is not None
+        forecasts = services.forecasts
+        return Leg(
+            services,
+            request_id,
+            request,
+            outlet,
+            head.forwarded,
+            prompt_key="" if forecasts is None else forecasts.key(request.prompt_key, head.key),
+            deadline_s=self._arrived_s + min(head.timeout_s, services.config.limits.request_timeout_s),
+            scanner_options=options,
+        )
 
     async def _fail(self, error: BalanceRouteError) -> None:
         """Before the first byte: a status and an error body."""
@@ -220,14 +229,16 @@ class Exchange:
         await self._send({"type": "http.response.body", "body": event, "more_body": True})
 
     def _note(self, error: BalanceRouteError) -> None:
-        leg = self._leg
         if isinstance(error, InvariantError):
             self._s.metrics.tasks_failed.inc("request")
-            log.error("internal error", exc_info=error, extra={"request": leg.id if leg else ""})
+            request_id = self._head.request_id if self._head is not None else ""
+            log.error("internal error", exc_info=error, extra={"request": request_id})
             if self._s.strict:
                 raise error
-        if leg is not None and leg.outcome in (Outcome.EXPIRED, Outcome.CANCELLED):
-            self._outcome = leg.outcome
+        if isinstance(error, QueueTimeout):
+            self._outcome = Outcome.EXPIRED
+        elif isinstance(error, ClientStalled):
+            self._outcome = Outcome.CANCELLED
         elif isinstance(error, Rejected | InvalidRequest) or self._refused(error):
             self._outcome = Outcome.REJECTED
         else:
@@ -238,41 +249,45 @@ class Exchange:
         return isinstance(error, UpstreamStatus) and error.status < 500 and error.status != 429
 
     def _on_gone(self) -> None:
-        leg = self._leg
-        if leg is not None and leg.scanner.end is StreamEnd.DONE:
+        legs = self._legs
+        if legs and all(leg.scanner.end is StreamEnd.DONE for leg in legs):
             return  # servers say so after the last byte as well
         self._gone = True
-        if leg is not None:
+        for leg in legs:
             leg.abandon()
-        elif self._task is not None:
+        if not legs and self._task is not None:
             self._task.cancel()
 
     def account(self) -> None:
         """The request is over: its counters, its histograms and its one line."""
-        metrics, leg, now = self._s.metrics, self._leg, self._s.loop.time()
+        metrics, now = self._s.metrics, self._s.loop.time()
         metrics.requests.inc(self._outcome.value)
         duration_s = now - self._arrived_s
+        first_token_s = math.inf
         tokens = 0
-        ttft_s = tpot_s = None
-        if leg is not None and leg.prompt_tokens:
-            tokens = leg.scanner.tokens
-            metrics.tokens.inc(by=tokens)
+        for leg in self._legs:
+            if not leg.prompt_tokens:
+                continue
+            tokens += leg.scanner.tokens
             metrics.prefill_wait.observe(leg.prefill_wait_s)
             if leg.worker:
                 metrics.decode_wait.observe(leg.decode_wait_s)
             if leg.first_token_s:
-                ttft_s = leg.first_token_s - self._arrived_s
-                metrics.ttft.observe(ttft_s)
-                if tokens > 1:
-                    tpot_s = (leg.last_token_s - leg.first_token_s) / (tokens - 1)
-                    metrics.tpot.observe(tpot_s)
+                first_token_s = min(first_token_s, leg.first_token_s)
+                if leg.scanner.tokens > 1 and leg.last_token_s > leg.first_token_s:
+                    metrics.tpot.observe((leg.last_token_s - leg.first_token_s) / (leg.scanner.tokens - 1))
+        if tokens:
+            metrics.tokens.inc(by=tokens)
+        ttft_s = None if first_token_s == math.inf else first_token_s - self._arrived_s
+        if ttft_s is not None:
+            metrics.ttft.observe(ttft_s)
         if self._outcome is Outcome.FINISHED:
             metrics.duration.observe(duration_s)
         if log.isEnabledFor(logging.INFO):
-            self._log(leg, tokens, ttft_s, duration_s)
+            self._log(tokens, ttft_s, duration_s)
 
-    def _log(self, leg: Leg | None, tokens: int, ttft_s: float | None, duration_s: float) -> None:
-        head = self._head
+    def _log(self, tokens: int, ttft_s: float | None, duration_s: float) -> None:
+        head, legs = self._head, self._legs
         fields: dict[str, Any] = {
             "request": head.request_id if head is not None else "",
             "outcome": self._outcome.value,
@@ -281,15 +296,15 @@ class Exchange:
         }
         if head is not None and head.client_id:
             fields["client_request"] = head.client_id
-        if leg is not None:
+        if legs:
             fields |= {
-                "prefiller": leg.prefiller,
-                "worker": leg.worker,
-                "prefill_wait_s": round(leg.prefill_wait_s, 4),
-                "decode_wait_s": round(leg.decode_wait_s, 4),
+                "prefiller": ",".join(leg.prefiller for leg in legs),
+                "worker": ",".join(leg.worker for leg in legs),
+                "prefill_wait_s": round(max(leg.prefill_wait_s for leg in legs), 4),
+                "decode_wait_s": round(max(leg.decode_wait_s for leg in legs), 4),
                 "ttft_s": None if ttft_s is None else round(ttft_s, 4),
-                "prompt_tokens": leg.prompt_tokens,
+                "prompt_tokens": sum(leg.prompt_tokens for leg in legs),
                 "tokens": tokens,
-                "recomputes": leg.recomputes,
+                "recomputes": sum(leg.recomputes for leg in legs),
             }
         log.info("request", extra=fields)

@@ -35,7 +35,7 @@ from typing import Any, Final, Protocol
 
 import orjson
 
-from balanceroute.core.types import Outcome, RequestSpec
+from balanceroute.core.types import Outcome, Release, RequestSpec
 from balanceroute.errors import (
     BadUpstreamReply,
     BalanceRouteError,
@@ -130,6 +130,7 @@ class Leg:
         "_ticket",
         "_tries",
         "_unspent",
+        "cached_tokens",
         "deadline_s",
         "decode_wait_s",
         "first_token_s",
@@ -166,6 +167,7 @@ class Leg:
         self.outcome = Outcome.FAILED
         self.prefiller = self.worker = ""
         self.prompt_tokens, self.recomputes = 0, 0
+        self.cached_tokens: int | None = None
         self.prefill_wait_s = self.decode_wait_s = 0.0
         self.first_token_s = self.last_token_s = 0.0
         self.stage_deadline_s = self.stalled_since_s = math.inf
@@ -265,8 +267,7 @@ class Leg:
                 await self._end_by_length()
                 return
             self.recomputes += 1
-            ticket.requeue()
-            self._drain()
+            self._free_kv(ticket.requeue(), lost=lost is not None)
 
     async def _prefill(self, ticket: Ticket) -> PrefillResult:
         waiting_since_s = self._s.ledger.now()
@@ -286,7 +287,7 @@ class Leg:
                 self._unspent = result.kv_transfer_params
                 self._check_abandoned()
                 if self.scanner is _NOTHING_YET:
-                    self.prompt_tokens = result.prompt_tokens
+                    self.prompt_tokens, self.cached_tokens = result.prompt_tokens, result.cached_tokens
                     self.scanner = self._new_scanner(result)
                 return result
 
@@ -344,8 +345,10 @@ class Leg:
             worker.progress_s = now
         worker.in_use += 1
         worker.circuit.used()
-        self.stage_deadline_s = now + limits.first_byte_timeout_s.decode
+        if self.request.streams_upstream:  # else nothing comes before the whole answer
+            self.stage_deadline_s = now + limits.first_byte_timeout_s.decode
         self._grace_s = DECODE_GRACE_S
+        tokens, answered = self.scanner.tokens, False
         try:
             body = self._s.connector.decode(self.request, params)
             self._unspent = None
@@ -355,16 +358,20 @@ class Leg:
                 body,
                 self._headers_for(worker),
                 connect_timeout_s=limits.connect_timeout_s,
+                retry_stale=False,  # a worker that took the request and died looks the same: the KV may be pulled
             )
             self._reply = reply
             if reply.status != 200:
                 error = _status_error(reply, await reply.read(ERROR_LIMIT), worker, "decode")
-                if error.status < 500:
+                if error.status < 500 or error.status == 503 or self.request.streams_upstream:
                     self._unspent = params  # refused before the engine saw it: its KV is still pinned
                 raise error
             if self.request.streams_upstream:
-                return await self._stream(ticket, worker, reply)
-            return await self._unstreamed(ticket, worker, reply, result)
+                complete = await self._stream(ticket, worker, reply)
+            else:
+                complete = await self._unstreamed(ticket, worker, reply, result)
+            answered = True
+            return complete
         except ConnectFailed as error:
             if not error.sent:
                 self._unspent = params
@@ -381,6 +388,8 @@ class Leg:
             if self._reply is not None and self.scanner.end is not StreamEnd.DONE:
                 self._reply.abort()
             self._reply = None
+            if not answered and self._unspent is None and self.scanner.tokens == tokens:
+                self._s.drainer.orphan()  # the worker was told, but gave no sign of having pulled the KV
             self._grace_s = 0.0
             self.stage_deadline_s = self.stalled_since_s = math.inf
             worker.in_use -= 1
@@ -472,7 +481,7 @@ class Leg:
             circuit.fault(now)
         log.debug("try failed", extra={"request": self.id, "worker": worker.id, "stage": stage, "error": str(error)})
         self._failures[stage] += 1
-        last = self._failures[stage] >= retry.max_attempts
+        last = self._failures[stage] >= retry.max_attempts or not error.retryable
         if last or (isinstance(error, NothingPinned) and self._failures[stage] > 1):
             raise error
         services.metrics.retries.inc(stage)
@@ -531,15 +540,22 @@ class Leg:
     # -- leaving
 
     def _leave(self, ticket: Ticket) -> None:
-        if ticket.left is None:
-            ticket.finish(self.outcome, self.scanner.finish_reason or "")
-        self._drain()
+        release = ticket.left
+        if release is None:
+            release = ticket.finish(self.outcome, self.scanner.finish_reason or "")
+        self._free_kv(release, lost=self.outcome is Outcome.FAILED)
 
-    def _drain(self) -> None:
-        """The request has left pinned KV behind: have it pulled, unless a decoder has been told to already."""
+    def _free_kv(self, release: Release, *, lost: bool) -> None:
+        """Have pinned KV pulled that the request leaves behind, unless a decoder may have been told to already.
+
+        A decoder that failed before its first token may or may not have pulled: its parameters must not be used
+        again, so that KV is only counted. One that the client hung up on aborts and tells the prefiller.
+        """
         params, self._unspent = self._unspent, None
         if params is not None:
             self._s.drainer.drain(Drain(self.id, self.request, params, tuple(self._headers)))
+        elif release.prefiller is not None and lost:
+            self._s.drainer.orphan()
 
     def _headers_for(self, worker: Worker) -> list[tuple[bytes, bytes]]:
         tries = self._tries

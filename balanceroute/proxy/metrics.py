@@ -102,7 +102,7 @@ class Metrics(Collector):
         yield from self._snapshot_gauges()
         yield _gauge(
             "balanceroute_kv_orphans",
-            "Pinned prefill KV that could not be drained and waits for the connector's timeout.",
+            "Undrainable prefill KV that no decoder is known to have pulled: pinned at worst until the timeout.",
             self.orphaned_kv,
         )
         build = InfoMetricFamily("balanceroute_build", "What runs.")

@@ -32,6 +32,7 @@ show; a `recomputed` marker flushes that text, a lost connection loses it.
 
 import re
 from array import array
+from collections.abc import Iterator
 from enum import Enum
 from typing import Any, Final, TypeGuard
 
@@ -346,9 +347,12 @@ class EventScanner:
         if not isinstance(usage, dict):
             return raw
         self._count_by_usage(usage)
+        if self.finish_reason is None:  # of a life that will go on elsewhere; the last one tells the whole
+            return b""
         changed = self._rewrite_usage(usage) | self._rewrite_identity(event)
         self.usage = usage
-        if not (self._want_usage and self._closing_events):
+        # without a finish reason the marker was lost: the answer has another life, with a final usage of its own
+        if self.finish_reason is None or not (self._want_usage and self._closing_events):
             return b""
         return _write(event, raw) if changed else raw
 
@@ -497,6 +501,14 @@ class EventScanner:
 
 
 # ------------------------------------------------------------------------------------------------ helpers
+
+
+def payloads_of(events: bytes) -> Iterator[bytes]:
+    """The data of each of some whole events, whatever their line ends and whatever else they hold."""
+    for block in _BLANK_LINE.split(events) if b"\r" in events else events.split(b"\n\n"):
+        payload = block[6:] if block.startswith(b"data: ") and b"\n" not in block else _payload(block)
+        if payload is not None:
+            yield payload
 
 
 def _payload(raw: bytes) -> bytes | None:

@@ -326,3 +326,67 @@ def _watch_requests(router: Router, seen: list[dict[str, str]]) -> None:
             return await send(method, path, body, headers, **rest)
 
         worker.upstream.request = noted  # type: ignore[method-assign]
+
+
+PROMPTS = [list(range(start, start + 30)) for start in (400, 500, 600)]
+
+
+async def test_a_list_of_prompts_with_n_answers_each_comes_back_in_order_with_one_usage() -> None:
+    async with running() as router:
+        body = completion(PROMPTS, n=2, max_tokens=9)
+        answer = (await router.client.post("/v1/completions", json=body)).json()
+        assert [choice["index"] for choice in answer["choices"]] == [0, 1, 2, 3, 4, 5]
+        expected = [decode(continuation(prompt, 9)) for prompt in PROMPTS for _ in range(2)]
+        assert [choice["text"] for choice in answer["choices"]] == expected
+        assert answer["usage"]["prompt_tokens"] == 90 and answer["usage"]["completion_tokens"] == 54
+        await router.settled()
+        assert router.cluster.violations() == {}
+
+
+async def test_the_same_streamed_keeps_each_choice_s_order_and_ends_once() -> None:
+    async with running() as router:
+        body = completion(PROMPTS, max_tokens=9, stream=True, stream_options={"include_usage": True})
+        parts = events((await router.client.post("/v1/completions", json=body)).text)
+        assert parts[-1] == "[DONE]" and parts.count("[DONE]") == 1
+        assert len({part["id"] for part in parts[:-1]}) == 1
+        for index, prompt in enumerate(PROMPTS):
+            mine = [c for p in parts[:-1] for c in p["choices"] if c["index"] == index]
+            assert "".join(choice["text"] for choice in mine) == decode(continuation(prompt, 9))
+        assert parts[-2]["choices"] == [] and parts[-2]["usage"]["completion_tokens"] == 27
+        await router.settled()
+
+
+async def test_several_answers_to_a_chat_have_each_a_role_and_an_index() -> None:
+    async with running() as router:
+        whole = (await router.client.post("/v1/chat/completions", json=chat(n=3))).json()
+        assert [choice["index"] for choice in whole["choices"]] == [0, 1, 2]
+        parts = events((await router.client.post("/v1/chat/completions", json=chat(n=3, stream=True))).text)
+        roles = [c["index"] for p in parts[:-1] for c in p["choices"] if "role" in c["delta"]]
+        assert sorted(roles) == [0, 1, 2]
+
+
+async def test_more_choices_than_can_be_served_are_refused() -> None:
+    async with running() as router:
+        reply = await router.client.post("/v1/completions", json=completion(n=500))
+        assert reply.status_code == 400 and reply.json()["error"]["param"] == "n"
+
+
+async def test_one_failing_choice_fails_the_request_and_leaves_nothing() -> None:
+    shape = ClusterShape(prefillers=2, decoders=2, max_num_seqs=8, time_scale=0.02, lease_s=30.0)
+    async with running(shape) as router:
+        await router.cluster.inject("p0", "status", status=400, count=1)
+        reply = await router.client.post("/v1/completions", json=completion(PROMPTS, max_tokens=50))
+        assert reply.status_code == 400
+        await router.settled()
+        assert router.cluster.violations() == {}
+
+
+async def test_a_client_that_leaves_while_several_answers_run_leaves_nothing() -> None:
+    shape = ClusterShape(prefillers=1, decoders=2, max_num_seqs=2, time_scale=0.1)
+    async with running(shape) as router:
+        async with httpx.AsyncClient(base_url=router.url, trust_env=False) as client:
+            with pytest.raises(httpx.TimeoutException):
+                await client.post("/v1/completions", json=completion(n=6, max_tokens=300), timeout=0.4)
+        await router.settled()
+        assert router.app.services.metrics.requests.value("cancelled") == 1
+        assert router.cluster.violations() == {}

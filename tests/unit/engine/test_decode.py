@@ -146,6 +146,20 @@ def test_a_stalled_rank_keeps_its_requests_and_gives_no_tokens() -> None:
     assert (group.end_step()[0].stepped, list(rank.running), group.running) == ([], ["r"], False)
 
 
+def test_a_request_gives_way_to_blocks_that_a_transfer_holds_and_comes_back() -> None:
+    rank = Rank(2, KvBlocks(6, 10), preemption=Preemption.RECOMPUTE_LOCALLY)
+    rank.submit(a_request("growing", prompt=26, output=9))
+    rank.submit(a_request("arriving", prompt=20, output=1, transfer_s=20.0))
+    ended = []
+    for now in range(40):
+        rank.admit(now)
+        rank.start_ready(now)
+        rank.make_room()
+        ended += [request.id for request in rank.end_step().stepped if request.finished]
+        rank.check_invariants()
+    assert sorted(ended) == ["arriving", "growing"]
+
+
 @settings(max_examples=60, deadline=None)
 @given(
     slots=st.integers(1, 4),

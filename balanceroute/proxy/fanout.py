@@ -1,0 +1,182 @@
+"""One client request with several answers: `n` > 1, or a list of prompts.
+
+A KV transfer carries one prompt and one answer, so such a request becomes as many legs as it has choices, each with its
+own prefill, its own place in the pool and its own decode worker. Their answers meet again here:
+
+    stream        the legs' events as they come, every choice under its index, one id; then one usage, one [DONE]
+    otherwise     one object with all choices in order, usage summed
+
+A prompt counts once in the usage however many answers it got, as on vLLM. When one leg fails, the others are abandoned
+and the whole request fails: half of the choices is not what was asked for.
+"""
+
+import asyncio
+import time
+from collections.abc import Sequence
+from typing import Any, Final
+
+import orjson
+
+from balanceroute.errors import InvalidRequest, InvariantError
+from balanceroute.proxy.answers import AnswerAssembler
+from balanceroute.proxy.intake import ClientGone
+from balanceroute.proxy.lifecycle import Leg
+from balanceroute.proxy.payloads import ClientRequest, split
+from balanceroute.proxy.responses import SSE_HEADERS, Headers, Message, Send
+
+MAX_CHOICES: Final = 128  # of one request; OpenAI's own bound on n
+
+
+def parts_of(request: ClientRequest) -> list[ClientRequest]:
+    """The single requests of a request. Raises: InvalidRequest: too many."""
+    if request.n * request.prompts > MAX_CHOICES:
+        raise InvalidRequest(
+            f"At most {MAX_CHOICES} choices per request, not {request.n * request.prompts}.",
+            param="n" if request.n > 1 else "prompt",
+        )
+    return split(request)
+
+
+def public_id(request: ClientRequest, request_id: str) -> str:
+    """The id of an answer, as vLLM makes it from a request id."""
+    return f"{'chatcmpl' if request.endpoint == 'chat' else 'cmpl'}-{request_id}"
+
+
+class StreamHead:
+    """The client's response that several legs share: whoever has something first starts it."""
+
+    __slots__ = ("_headers", "send", "started")
+
+    def __init__(self, send: Send, headers: Headers) -> None:
+        self.send, self._headers = send, [*SSE_HEADERS, *headers]
+        self.started = False
+
+    async def start(self) -> None:
+        """The 200, once."""
+        if not self.started:
+            self.started = True
+            await self.send({"type": "http.response.start", "status": 200, "headers": self._headers})
+
+
+class PartStream:
+    """One leg's share of the stream."""
+
+    __slots__ = ("_head", "ends_response", "send", "started")
+
+    def __init__(self, head: StreamHead) -> None:
+        self._head, self.send = head, head.send
+        self.started = self.ends_response = False
+
+    async def start(self) -> None:
+        """This leg's first bytes."""
+        self.started = True
+        await self._head.start()
+
+    async def whole(self, body: bytes) -> None:
+        """A stream never comes in one piece."""
+        raise InvariantError("an unstreamed answer for a client that streams")
+
+
+class PartAnswer:
+    """One leg's answer, kept."""
+
+    __slots__ = ("_assembler", "_body", "ends_response", "started")
+
+    def __init__(self, request: ClientRequest) -> None:
+        self._assembler = AnswerAssembler(request)
+        self._body: bytes | None = None
+        self.started = self.ends_response = False
+
+    async def start(self) -> None:
+        """Nothing goes to the client yet."""
+
+    async def send(self, message: Message) -> None:
+        """Take in events."""
+        self._assembler.feed(message["body"])
+
+    async def whole(self, body: bytes) -> None:
+        """The answer came unstreamed."""
+        self._body = body
+
+    def answer(self, leg: Leg) -> bytes:
+        """The complete answer."""
+        return self._body if self._body is not None else self._assembler.answer(leg.scanner)
+
+
+async def run_all(legs: Sequence[Leg]) -> None:
+    """Run legs side by side; the first failure abandons the others and is raised when all have left."""
+    loop = asyncio.get_running_loop()
+    tasks = [loop.create_task(leg.run()) for leg in legs]
+    try:
+        _, pending = await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
+        if pending:
+            for leg in legs:
+                leg.abandon()
+            await asyncio.wait(pending)
+    except asyncio.CancelledError:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        raise
+    failures = [ClientGone() if task.cancelled() else task.exception() for task in tasks]
+    told = [failure for failure in failures if failure is not None]
+    if told:
+        raise next((failure for failure in told if not isinstance(failure, ClientGone)), told[0])
+
+
+def scanner_options(request: ClientRequest, request_id: str, index: int, created: int) -> dict[str, Any]:
+    """What makes a leg's events those of a choice of the whole."""
+    return {
+        "public_id": public_id(request, request_id),
+        "created": created,
+        "index": index,
+        "closing_events": False,
+    }
+
+
+def created_now() -> int:
+    """The `created` of an answer: Unix seconds."""
+    return int(time.time())
+
+
+def merged_usage(request: ClientRequest, legs: Sequence[Leg]) -> dict[str, Any]:
+    """The usage of all legs together."""
+    of_prompts = legs[:: request.n]
+    prompt_tokens = sum(leg.prompt_tokens for leg in of_prompts)
+    completion_tokens = sum(leg.scanner.tokens for leg in legs)
+    usage: dict[str, Any] = {
+        "prompt_tokens": prompt_tokens,
+        "total_tokens": prompt_tokens + completion_tokens,
+        "completion_tokens": completion_tokens,
+    }
+    cached = [leg.cached_tokens for leg in of_prompts]
+    if any(count is not None for count in cached):
+        usage["prompt_tokens_details"] = {"cached_tokens": sum(count or 0 for count in cached)}
+    return usage
+
+
+def closing_events(request: ClientRequest, request_id: str, created: int, legs: Sequence[Leg]) -> bytes:
+    """The end of a merged stream: usage, if asked for, and [DONE]; every leg has seen its own."""
+    done = b"data: [DONE]\n\n"
+    if not request.include_usage:
+        return done
+    event: dict[str, Any] = {
+        "id": public_id(request, request_id),
+        "object": "chat.completion.chunk" if request.endpoint == "chat" else "text_completion",
+        "created": created,
+        "model": request.model,
+        "choices": [],
+        "usage": merged_usage(request, legs),
+    }
+    return b"data: %s\n\n%s" % (orjson.dumps(event), done)
+
+
+def merged_answer(request: ClientRequest, request_id: str, legs: Sequence[Leg], outlets: Sequence[PartAnswer]) -> bytes:
+    """One object with all choices."""
+    answers = [orjson.loads(outlet.answer(leg)) for leg, outlet in zip(legs, outlets, strict=True)]
+    whole = answers[0]
+    whole["id"] = public_id(request, request_id)
+    whole["choices"] = [{**answer["choices"][0], "index": index} for index, answer in enumerate(answers)]
+    usage = merged_usage(request, legs)
+    whole["usage"] = {**whole.get("usage", {}), **usage}
+    return orjson.dumps(whole)

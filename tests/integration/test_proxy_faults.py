@@ -1,0 +1,259 @@
+"""What goes wrong at workers, and what the client sees of it: its whole answer, or a proper error."""
+
+import asyncio
+import json
+import socket
+from typing import Any
+
+import httpx
+import pytest
+
+from balanceroute.emulator import ClusterShape
+from balanceroute.engine.tokens import continuation, decode
+from tests.integration.router import Router, running
+from tests.integration.test_proxy_answers import PROMPT, chat, completion, events, texts
+
+pytestmark = pytest.mark.anyio
+
+LEASE_S = 30.0  # modelled: KV that a failed decoder may have pulled is not drained but expires
+PAIR = ClusterShape(prefillers=2, decoders=2, max_num_seqs=8, time_scale=0.02, lease_s=LEASE_S)
+FOUR = ClusterShape(prefillers=4, decoders=4, max_num_seqs=8, time_scale=0.02, lease_s=LEASE_S)
+QUICK = {"retry": {"base_delay_s": 0.001, "max_delay_s": 0.01}}
+
+
+async def inject_everywhere(router: Router, role: str, kind: str, **values: Any) -> None:
+    for name in router.cluster.workers:
+        if name.startswith(role):
+            await router.cluster.inject(name, kind, **values)
+
+
+def assert_one_stream(parts: list[Any], tokens: int) -> None:
+    """One answer: one id, one created, at most one role, one finish, one [DONE], the right tokens."""
+    told = [part for part in parts if isinstance(part, dict)]
+    assert parts.count("[DONE]") == 1 and parts[-1] == "[DONE]"
+    assert len({part["id"] for part in told}) == 1 and len({part["created"] for part in told}) == 1
+    choices = [choice for part in told for choice in part["choices"]]
+    assert sum("role" in choice.get("delta", {}) for choice in choices) <= 1
+    finishes = [choice["finish_reason"] for choice in choices if choice["finish_reason"]]
+    assert finishes == ["length"]
+    usage = [part["usage"] for part in told if part.get("usage")]
+    assert [u["completion_tokens"] for u in usage] == [tokens]
+
+
+@pytest.mark.parametrize("after", [0, 7])
+@pytest.mark.parametrize("fault", ["recompute", "no_finish", "reset", "close", "half_event", "error_event"])
+async def test_a_stream_that_breaks_anywhere_goes_on_token_by_token(fault: str, after: int) -> None:
+    async with running(PAIR, **QUICK) as router:
+        await inject_everywhere(router, "d", fault, after_events=after)
+        body = completion(max_tokens=24, stream=True, stream_options={"include_usage": True})
+        reply = await router.client.post("/v1/completions", json=body)
+        assert reply.status_code == 200, reply.text
+        parts = events(reply.text)
+        assert "".join(texts(parts)) == decode(continuation(PROMPT, 24))
+        assert_one_stream(parts, 24)
+        assert parts[-2]["usage"]["prompt_tokens"] == len(PROMPT)
+        assert "recomputed" not in reply.text
+        await router.settled()
+        assert router.cluster.violations() == {}
+
+
+@pytest.mark.parametrize("fault", ["recompute", "no_finish", "reset", "error_event"])
+async def test_a_whole_answer_survives_the_same(fault: str) -> None:
+    async with running(PAIR, **QUICK) as router:
+        await inject_everywhere(router, "d", fault, after_events=5)
+        answer = (await router.client.post("/v1/completions", json=completion(max_tokens=100))).json()
+        assert answer["choices"][0]["text"] == decode(continuation(PROMPT, 100))
+        assert answer["usage"] == {**answer["usage"], "prompt_tokens": len(PROMPT), "completion_tokens": 100}
+        await router.settled()
+
+
+async def test_a_chat_that_is_recomputed_keeps_its_role_and_its_tokens() -> None:
+    async with running(PAIR, **QUICK) as router:
+        whole = (await router.client.post("/v1/chat/completions", json=chat())).json()
+        await inject_everywhere(router, "d", "recompute", after_events=4)
+        body = chat(stream=True, stream_options={"include_usage": True})
+        parts = events((await router.client.post("/v1/chat/completions", json=body)).text)
+        assert "".join(texts(parts)) == whole["choices"][0]["message"]["content"]
+        assert_one_stream(parts, 12)
+        await router.settled()
+
+
+async def test_an_unstreamed_answer_that_is_recomputed_is_asked_for_again() -> None:
+    async with running(PAIR, **QUICK) as router:
+        await inject_everywhere(router, "d", "recompute", after_events=4)
+        answer = (await router.client.post("/v1/completions", json=completion(echo=False))).json()
+        assert answer["choices"][0]["text"] == decode(continuation(PROMPT, 12))
+
+
+async def test_many_recomputes_of_one_request_end_in_one_answer() -> None:
+    async with running(PAIR, **QUICK) as router:
+        await inject_everywhere(router, "d", "recompute", after_events=3, count=3)
+        body = completion(max_tokens=40, stream=True, stream_options={"include_usage": True})
+        parts = events((await router.client.post("/v1/completions", json=body)).text)
+        assert "".join(texts(parts)) == decode(continuation(PROMPT, 40))
+        assert_one_stream(parts, 40)
+        await router.settled()
+        assert router.cluster.violations() == {}
+
+
+@pytest.mark.parametrize("role", ["p", "d"])
+@pytest.mark.parametrize("fault", ["status", "reset_before_reply"])
+async def test_one_bad_worker_of_several_costs_no_client_anything(role: str, fault: str) -> None:
+    async with running(FOUR) as router:
+        await router.cluster.inject(f"{role}1", fault, status=503, count=None)
+        for _ in range(10):
+            replies = await asyncio.gather(
+                *(router.client.post("/v1/completions", json=completion(stream=n % 2 == 0)) for n in range(4))
+            )
+            assert [reply.status_code for reply in replies] == [200] * 4
+        await router.settled()
+
+
+@pytest.mark.parametrize(
+    ("role", "fault", "values", "status"),
+    [
+        ("p", "status", {"status": 500}, 500),
+        ("p", "status", {"status": 503}, 503),
+        ("p", "reset_before_reply", {}, 502),
+        ("p", "null_params", {}, 502),
+        ("d", "status", {"status": 500}, 500),
+        ("d", "status", {"status": 429}, 429),
+        ("d", "reset_before_reply", {}, 502),
+        ("d", "error_event", {"after_events": 0}, 500),
+        ("d", "reset", {"after_events": 0}, 502),
+    ],
+)
+@pytest.mark.parametrize("stream", [True, False])
+async def test_when_every_worker_fails_before_the_first_byte_the_client_gets_a_status(
+    role: str, fault: str, values: dict[str, Any], status: int, stream: bool
+) -> None:
+    async with running(FOUR, **QUICK) as router:
+        await inject_everywhere(router, role, fault, count=None, **values)
+        body = completion(stream=stream, max_tokens=100)
+        reply = await router.client.post("/v1/completions", json=body)
+        assert reply.status_code == status, reply.text
+        assert set(reply.json()["error"]) >= {"message", "type", "code"}
+        await inject_everywhere(router, role, "clear")
+        await router.settled()
+
+
+async def test_null_params_are_tried_once_more_and_never_reach_a_decoder() -> None:
+    async with running(PAIR, **QUICK) as router:
+        await router.cluster.inject("p0", "null_params", count=None)
+        replies = [await router.client.post("/v1/completions", json=completion()) for _ in range(4)]
+        assert [reply.status_code for reply in replies] == [200] * 4
+        assert router.cluster.violations() == {}
+
+
+async def test_a_client_s_fault_is_neither_retried_nor_held_against_the_worker() -> None:
+    async with running(PAIR) as router:
+        for _ in range(10):
+            reply = await router.client.post("/v1/completions", json=completion(model="nope"))
+            assert reply.status_code == 404
+        assert all(worker.circuit.failures == 0 for worker in router.app.services.fleet)
+        assert router.app.services.metrics.retries.value("prefill") == 0
+
+
+async def test_without_resume_the_client_gets_an_error_event_and_an_unclean_end() -> None:
+    async with running(PAIR, retry={"resume_on_worker_loss": False}) as router:
+        await inject_everywhere(router, "d", "reset", after_events=4)
+        got = b""
+        with pytest.raises(httpx.RemoteProtocolError):
+            async with router.client.stream("POST", "/v1/completions", json=completion(stream=True)) as reply:
+                assert reply.status_code == 200
+                async for chunk in reply.aiter_bytes():
+                    got += chunk
+        parts = events(got.decode())
+        assert "[DONE]" not in parts
+        assert parts[-1]["error"]["code"] == 502
+        await router.settled()
+
+
+async def test_a_killed_engine_ends_its_streams_nowhere() -> None:
+    async with running(PAIR, **QUICK) as router:
+        body = completion(max_tokens=60, stream=True, stream_options={"include_usage": True})
+        asks = [asyncio.ensure_future(router.client.post("/v1/completions", json=body)) for _ in range(8)]
+        services = router.app.services
+        async with asyncio.timeout(5):
+            while sum(w.running for w in services.ledger.scheduler.snapshot.workers) < 8:  # noqa: ASYNC110
+                await asyncio.sleep(0.002)
+        await router.cluster.inject("d0", "stop")
+        for reply in await asyncio.gather(*asks):
+            parts = events(reply.text)
+            assert "".join(texts(parts)) == decode(continuation(PROMPT, 60))
+            assert_one_stream(parts, 60)
+        await router.settled()
+
+
+@pytest.mark.parametrize("role", ["p", "d"])
+async def test_a_worker_that_stalls_is_given_up_after_its_time(role: str) -> None:
+    limits = {"idle_timeout_s": 0.3, "first_byte_timeout_s": {"prefill": 0.3, "decode": 0.3}}
+    async with running(PAIR, limits=limits, **QUICK) as router:
+        await router.cluster.inject(f"{role}0", "stall", count=None, after_events=3)
+        replies = await asyncio.gather(
+            *(router.client.post("/v1/completions", json=completion(stream=True)) for _ in range(4))
+        )
+        for reply in replies:
+            assert "".join(texts(events(reply.text))) == decode(continuation(PROMPT, 12))
+        await router.cluster.inject(f"{role}0", "clear")
+
+
+async def test_a_request_past_its_own_deadline_gets_504() -> None:
+    async with running(PAIR) as router:
+        await inject_everywhere(router, "d", "freeze")
+        reply = await router.client.post("/v1/completions", json=completion(), headers={"X-Request-Timeout": "0.4"})
+        assert reply.status_code == 504
+        await inject_everywhere(router, "d", "unfreeze")
+        await router.settled()
+
+
+async def test_what_waits_too_long_in_the_queue_gets_503_and_in_the_pool_is_drained() -> None:
+    shape = ClusterShape(prefillers=1, decoders=1, max_num_seqs=1, time_scale=0.1)
+    async with running(shape, pool={"ttl_s": 0.3}, queue={"deadline_s": 0.3}) as router:
+        first = asyncio.ensure_future(router.client.post("/v1/completions", json=completion(max_tokens=400)))
+        await asyncio.sleep(0.1)
+        late = await router.client.post("/v1/completions", json=completion())
+        assert late.status_code == 503 and late.headers["retry-after"]
+        assert (await first).status_code == 200
+        await router.settled()
+        assert router.app.services.metrics.drains.value("drained") == 1
+
+
+async def test_a_full_queue_answers_429_with_retry_after() -> None:
+    shape = ClusterShape(prefillers=1, decoders=1, max_num_seqs=1, time_scale=0.05)
+    async with running(shape, queue={"max_queued": 2}, pool={"max_entries": 1}) as router:
+        replies = await asyncio.gather(
+            *(router.client.post("/v1/completions", json=completion(max_tokens=30)) for _ in range(10))
+        )
+        codes = sorted(reply.status_code for reply in replies)
+        assert set(codes) == {200, 429} and codes.count(429) >= 5
+        assert all("retry-after" in reply.headers for reply in replies if reply.status_code == 429)
+        await router.settled()
+
+
+async def test_garbage_and_odd_framing_between_events_change_nothing() -> None:
+    for fault in ("merge_events", "split_bytes", "late_done"):
+        async with running(PAIR) as router:
+            await inject_everywhere(router, "d", fault, delay_s=0.05)
+            reply = await router.client.post("/v1/completions", json=completion(stream=True))
+            assert "".join(texts(events(reply.text))) == decode(continuation(PROMPT, 12)), fault
+            await router.settled()
+
+
+async def test_a_client_that_stops_reading_is_cut_off_and_stalls_nobody() -> None:
+    limits = {"client_buffer_bytes": 4096, "client_stall_timeout_s": 0.5}
+    shape = ClusterShape(prefillers=1, decoders=1, max_num_seqs=2, time_scale=0.0005, max_model_len=500_000)
+    async with running(shape, limits=limits) as router:
+        host, port = router.url.removeprefix("http://").split(":")
+        narrow = socket.socket()
+        narrow.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2048)
+        narrow.connect((host, int(port)))
+        reader, writer = await asyncio.open_connection(sock=narrow, limit=1024)
+        body = json.dumps(completion(max_tokens=100_000, stream=True)).encode()
+        writer.write(b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: %d\r\n\r\n%s" % (len(body), body))
+        await asyncio.sleep(0.3)
+        other = await router.client.post("/v1/completions", json=completion())
+        assert other.status_code == 200
+        await router.settled(20)
+        assert router.app.services.metrics.requests.value("cancelled") == 1
+        writer.close()
