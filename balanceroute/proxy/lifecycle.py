@@ -192,7 +192,7 @@ class Leg:
         services = self._s
         request = self.request
         ticket = self._ticket = services.ledger.submit(
-            RequestSpec(self.id, request.prompt_tokens, request.priority, self._key)
+            RequestSpec(self.id, request.prompt_tokens, request.priority, self._key, request.effective_limit)
         )
         self._task = asyncio.current_task()
         services.legs.add(self)
@@ -258,7 +258,7 @@ class Leg:
     async def _serve(self, ticket: Ticket) -> None:
         while True:
             result = await self._prefill(ticket)
-            ticket.prefilled(result.prompt_tokens, self._key)
+            ticket.prefilled(result.prompt_tokens)
             worker = self._s.fleet[await ticket.admission()]
             self.decode_wait_s += self._s.ledger.now() - ticket.pooled_s
             self.worker = worker.id
