@@ -249,6 +249,11 @@ class Leg:
         )
 
     @property
+    def started(self) -> bool:
+        """Whether the client has seen something of this leg."""
+        return self._outlet.started
+
+    @property
     def blocked_by_client(self) -> bool:
         """Whether the worker isn't read at the moment because the client doesn't read."""
         return self._reply is not None and self._reply.paused
@@ -413,6 +418,8 @@ class Leg:
 
         def on_tokens(tokens: int) -> None:
             at = self.last_token_s = worker.progress_s = now()
+            if not self.first_token_s:
+                self.first_token_s = at
             self.stage_deadline_s = at + idle_s
             progress(tokens)
 
@@ -430,15 +437,11 @@ class Leg:
                 counted = scanner.tokens
         if scanner.end is not StreamEnd.ERROR and scanner.events:
             worker.circuit.success()
-        if counted and not self.first_token_s:
-            self.first_token_s = now()
         broken: UpstreamError | None = None
         if out:
             if not outlet.started:
                 await outlet.start()
             broken = await relay(reply, scanner, outlet.send, on_tokens, first=out, ends_response=outlet.ends_response)
-            if not self.first_token_s and scanner.tokens:
-                self.first_token_s = self.last_token_s
         return self._ended(worker, broken)
 
     def _ended(self, worker: Worker, broken: UpstreamError | None) -> bool:

@@ -59,7 +59,7 @@ def test_the_decode_dispatcher_decides_over_all_that_came_together() -> None:
         ledger.dispatch()
         for ticket in tickets:
             await ticket.prefiller()
-            ticket.prefilled(10, "")
+            ticket.prefilled(10)
         assert [await ticket.admission() for ticket in tickets] == ["d0"] * 5
         assert [len(decision) for decision in decisions] == [5]
         task.cancel()
@@ -75,7 +75,7 @@ def test_a_freed_slot_wakes_the_decode_dispatcher() -> None:
         ledger.dispatch()
         for ticket in (first, second):
             await ticket.prefiller()
-            ticket.prefilled(5, "")
+            ticket.prefilled(5)
         assert await first.admission() == "d0"
         await turns()
         assert len(ledger.scheduler.snapshot.pool) == 1 and not ledger.slot_freed.is_set()
@@ -171,7 +171,7 @@ def test_an_assign_at_once_policy_is_asked_although_no_slot_is_free() -> None:
         for n in range(3):
             ticket = ledger.submit(RequestSpec(f"r{n}", 5))
             await ticket.prefiller()
-            ticket.prefilled(5, "")
+            ticket.prefilled(5)
             assert await ticket.admission() == "d0"
         task.cancel()
 
