@@ -138,8 +138,8 @@ class RecordingScheduler(Scheduler):
     def report_prefiller(self, worker_id: str, kv_usage: float, now: float) -> None:
         self._record(super().report_prefiller, now, worker_id=worker_id, kv_usage=kv_usage)
 
-    def submit(self, spec: RequestSpec, now: float, expected_remaining: float | None = None) -> Reject | None:
-        return self._record(super().submit, now, spec=spec, **_given(expected_remaining))
+    def submit(self, spec: RequestSpec, now: float) -> Reject | None:
+        return self._record(super().submit, now, spec=spec)
 
     def submit_prefilled(self, spec: RequestSpec, now: float, expected_remaining: float | None = None) -> None:
         self._record(super().submit_prefilled, now, spec=spec, expected_remaining=expected_remaining)
@@ -182,8 +182,8 @@ class RecordingScheduler(Scheduler):
     def push_failed(self, request_id: str, now: float) -> None:
         self._record(super().push_failed, now, request_id=request_id)
 
-    def requeue(self, request_id: str, now: float, expected_remaining: float | None = None) -> Release:
-        return self._record(super().requeue, now, request_id=request_id, **_given(expected_remaining))
+    def requeue(self, request_id: str, now: float) -> Release:
+        return self._record(super().requeue, now, request_id=request_id)
 
     def finish(self, request_id: str, outcome: Outcome, now: float) -> Release:
         return self._record(super().finish, now, request_id=request_id, outcome=outcome)
@@ -214,11 +214,6 @@ class RecordingScheduler(Scheduler):
 
     def _write(self, call: str, now: float, args: dict[str, Any], outcome: dict[str, Any]) -> None:
         self._writer.write(call_line(now, call, args, outcome), now)
-
-
-def _given(expected_remaining: float | None) -> dict[str, float]:
-    """The argument that only decode-first calls carry."""
-    return {} if expected_remaining is None else {"expected_remaining": expected_remaining}
 
 
 # -- replay ------------------------------------------------------------------------------------------------------------

@@ -16,6 +16,7 @@ from balanceroute.cli.emulate import emulate
 from balanceroute.cli.explain import explain
 from balanceroute.cli.load import load
 from balanceroute.cli.replay import replay
+from balanceroute.cli.reproduce import reproduce
 from balanceroute.cli.serve import serve, spread_lists
 from balanceroute.errors import BalanceRouteError
 
@@ -34,6 +35,7 @@ app.command()(serve)
 app.command()(demo)
 app.command()(emulate)
 app.command()(replay)
+app.command()(reproduce)
 app.command()(load)
 app.add_typer(trace.app, name="trace")
 app.add_typer(predictor.app, name="predictor")

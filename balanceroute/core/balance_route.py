@@ -25,7 +25,6 @@ from balanceroute.core.policy import Choice, StageTimer
 from balanceroute.core.projection import IntArray
 from balanceroute.core.snapshot import ClusterSnapshot, DecodeInstanceState, RequestTracker
 from balanceroute.core.subset import best_subset
-from balanceroute.core.types import WorkerState
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +58,7 @@ class Field(Protocol):
         ...
 
     def admit(self, choice: RequestTracker, worker: DecodeInstanceState) -> None:
-        """Take in an admission that was just made."""
+        """Take in an admission that was just made; asked for only while more may follow."""
         ...
 
 
@@ -87,11 +86,11 @@ class HorizonField:
 
     def __init__(self, snapshot: ClusterSnapshot, weights: HorizonWeights) -> None:
         self._weights = weights
-        self._horizon = snapshot.horizon_steps
+        self._horizon = weights.horizon_steps
         self._loads: IntArray = snapshot.projection.loads()
-        standing = [worker.index for worker in snapshot.workers if worker.state is not WorkerState.DOWN]
-        rows = self._loads if len(standing) == len(snapshot.workers) else self._loads[standing]
-        self._envelope = rows.max(axis=0)
+        down = snapshot.down_workers()
+        standing = np.delete(self._loads, down, axis=0) if down else self._loads
+        self._envelope: IntArray = np.maximum.reduce(standing)
 
     def score(self, worker: DecodeInstanceState) -> Score:
         return self._weights.score(self._envelope - self._loads[worker.index])
@@ -104,6 +103,27 @@ class HorizonField:
         within = int(choice.remaining(self._horizon)) + 1
         row[:within] += np.arange(choice.prompt_tokens, choice.prompt_tokens + within)
         np.maximum(self._envelope, row, out=self._envelope)
+
+
+class Room:
+    """The workers with free slots during one decision, so that none is searched for again."""
+
+    def __init__(self, snapshot: ClusterSnapshot) -> None:
+        self.workers = snapshot.open_workers()
+        self.free = sum(worker.free_slots for worker in self.workers)
+
+    def take(self, worker: DecodeInstanceState) -> None:
+        """Take in an admission that was just made."""
+        self.free -= 1
+        if not worker.free_slots:
+            self.workers.remove(worker)
+
+    def most_free(self) -> list[DecodeInstanceState]:
+        """The workers with the most free slots, by index."""
+        if len(self.workers) == 1:
+            return self.workers
+        most = max(worker.free_slots for worker in self.workers)
+        return [worker for worker in self.workers if worker.free_slots == most]
 
 
 class BalanceRoute:
@@ -126,26 +146,29 @@ class BalanceRoute:
         return math.inf
 
     def decide(self, snapshot: ClusterSnapshot, now: float) -> Iterator[Choice]:
-        free = snapshot.free_slots
-        if not free or not len(snapshot.pool):
+        """Yield admissions. O(G*H) to read the loads, O(H log H + log W) per admission, and subset searches."""
+        if not len(snapshot.pool):
+            return
+        room = Room(snapshot)
+        if not room.free:
             return
         timer = self.stage_timer
         field = self.field(snapshot)
         if timer:
             timer("prepare")
-        for stage in (
-            self._overdue(snapshot, field, now),
-            self._slack(snapshot),
-            self._greedy(snapshot, field),
-        ):
-            for choice in stage:
+        for stage in (self._overdue, self._slack, self._greedy):
+            for choice in stage(snapshot, field, room, now):
                 yield choice
-                field.admit(choice.request, choice.worker)
+                room.take(choice.worker)
+                if room.free:
+                    field.admit(choice.request, choice.worker)
         if timer:
             timer("stage1")
-        for choice in self._refined(snapshot, field):
+        for choice in self._refined(snapshot, field, room):
             yield choice
-            field.admit(choice.request, choice.worker)
+            room.take(choice.worker)
+            if room.free:
+                field.admit(choice.request, choice.worker)
         if timer:
             timer("stage2")
 
@@ -162,45 +185,33 @@ class BalanceRoute:
             )
         return HorizonField(snapshot, self._weights[1])
 
-    def _overdue(self, snapshot: ClusterSnapshot, field: Field, now: float) -> Iterator[Choice]:
-        while request := snapshot.pool.most_overdue(now):
-            best: tuple[float, DecodeInstanceState] | None = None
-            for worker in snapshot.workers:
-                if worker.free_slots:
-                    score = field.score(worker)(request.prompt_tokens)
-                    if best is None or score > best[0]:
-                        best = (score, worker)
-            if best is None:
-                return
-            yield Choice(request, best[1], 0, best[0])
+    def _overdue(self, snapshot: ClusterSnapshot, field: Field, room: Room, now: float) -> Iterator[Choice]:
+        """Requests beyond their patience, each to the worker where F is largest (tie: smallest load)."""
+        while room.free and (request := snapshot.pool.most_overdue(now)):
+            scores = [field.score(worker)(request.prompt_tokens) for worker in room.workers]
+            best = max(range(len(scores)), key=lambda index: (scores[index], -room.workers[index].load))
+            yield Choice(request, room.workers[best], 0, scores[best])
 
-    def _slack(self, snapshot: ClusterSnapshot) -> Iterator[Choice]:
+    def _slack(self, snapshot: ClusterSnapshot, field: Field, room: Room, now: float) -> Iterator[Choice]:
         """Everything fits: the largest prompt to the lightest worker, again and again."""
-        if self.params.slack_placement != "load" or len(snapshot.pool) > snapshot.free_slots:
+        if self.params.slack_placement != "load" or len(snapshot.pool) > room.free:
             return
         while request := snapshot.pool.largest_at_most(math.inf):
-            open_workers = [worker for worker in snapshot.workers if worker.free_slots]
-            if not open_workers:
-                return
-            worker = min(open_workers, key=lambda candidate: candidate.load)
+            worker = min(room.workers, key=lambda candidate: candidate.load)
             yield Choice(request, worker, 1, float(request.prompt_tokens))
 
-    def _greedy(self, snapshot: ClusterSnapshot, field: Field) -> Iterator[Choice]:
+    def _greedy(self, snapshot: ClusterSnapshot, field: Field, room: Room, now: float) -> Iterator[Choice]:
         """Stage 1: most free slots (tie: smallest load), best single request of the whole pool."""
-        free = snapshot.free_slots
-        while free > self.params.s_greedy and len(snapshot.pool):
-            worker = max(snapshot.workers, key=lambda candidate: (candidate.free_slots, -candidate.load))
+        while room.free > self.params.s_greedy and len(snapshot.pool):
+            worker = min(room.most_free(), key=lambda candidate: candidate.load)
             request, score = best_single(snapshot, field.score(worker))
             yield Choice(request, worker, 1, score)
-            free -= 1
 
-    def _refined(self, snapshot: ClusterSnapshot, field: Field) -> Iterator[Choice]:
+    def _refined(self, snapshot: ClusterSnapshot, field: Field, room: Room) -> Iterator[Choice]:
         """Stage 2: the worker with most room takes the best subset of the first candidates."""
-        while len(snapshot.pool):
-            open_workers = [worker for worker in snapshot.workers if worker.free_slots]
-            if not open_workers:
-                return
-            worker = max(open_workers, key=lambda candidate: (candidate.free_slots, field.least_margin(candidate)))
+        while room.free and len(snapshot.pool):
+            tied = room.most_free()
+            worker = tied[0] if len(tied) == 1 else max(tied, key=field.least_margin)
             score = field.score(worker)
             candidates = self._candidates(snapshot)
             sizes = [candidate.prompt_tokens for candidate in candidates]

@@ -11,54 +11,60 @@ one at or below the peak or the smallest one above it, and two evaluations find 
 """
 
 import math
+from bisect import bisect_left, bisect_right
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
-FloatArray = NDArray[np.float64]
+IntArray = NDArray[np.int64]
 
 
 @dataclass(frozen=True, slots=True)
 class Score:
-    """F of one worker as a function of the admitted tokens.
+    """F of one worker as a function of the admitted tokens, as its line segments.
 
-    `margins` ascend, shape (K,), tokens, non-negative; `weights` are beta * d_h in the same order; `gain` is alpha * W.
+    `margins` ascend (K of them, tokens, non-negative). Beyond the first k of them
+    F(D) = (gain - fallen[k]) * D + offsets[k]; these two have K + 1 entries.
     """
 
     gain: float
-    margins: tuple[float, ...] | list[float]
-    weights: tuple[float, ...] | list[float]
+    margins: Sequence[float]
+    fallen: Sequence[float]
+    offsets: Sequence[float]
     peak: float
 
     def __call__(self, tokens: float) -> float:
-        """F(tokens), in tokens; larger is better, may be negative. O(kinks below `tokens`)."""
-        score = self.gain * tokens
-        for margin, weight in zip(self.margins, self.weights, strict=True):
-            if margin >= tokens:
-                break
-            score -= weight * (tokens - margin)
-        return score
+        """F(tokens), in tokens; larger is better, may be negative. O(log K)."""
+        segment = bisect_left(self.margins, tokens)
+        return (self.gain - self.fallen[segment]) * tokens + self.offsets[segment]
 
 
 def present_score(margin: float, alpha: float, beta: float) -> Score:
     """F of BR-0 for a worker with this margin (tokens): the horizon score with H = 0."""
-    return Score(alpha, (margin,), (beta,), margin if beta > alpha else math.inf)
+    return Score(alpha, (margin,), (0.0, beta), (0.0, beta * margin), margin if beta > alpha else math.inf)
 
 
 class HorizonWeights:
-    """alpha, beta and the discounts gamma^h, h = 0..H, ready to make a worker's `Score` from its margins."""
+    """alpha, beta and the discounts gamma^h, h = 0..H, ready to make a worker's `Score` from its margins.
+
+    Sums and powers are running ones, whose rounding is the same on every machine: a journal replays anywhere.
+    """
 
     def __init__(self, horizon_steps: int, alpha: float, beta: float, gamma: float) -> None:
-        self.discounts = gamma ** np.arange(horizon_steps + 1)
-        self.gain = float(alpha * self.discounts.sum())
-        self._weights = beta * self.discounts
+        self.horizon_steps = horizon_steps
+        discounts = np.array([1.0] + [gamma] * horizon_steps).cumprod()
+        self.gain = float(alpha * discounts.cumsum()[-1])
+        self._weights = beta * discounts
 
-    def score(self, margins: FloatArray) -> Score:
-        """F for a worker with these margins, shape (H+1,), tokens, non-negative. O(H log H)."""
+    def score(self, margins: IntArray) -> Score:
+        """F for a worker with these margins at h = 0..H, tokens, non-negative. O(H log H)."""
         order = margins.argsort()
-        weights = self._weights[order]
-        falls = int(weights.cumsum().searchsorted(self.gain, side="right"))
-        ascending = margins[order]
-        peak = float(ascending[falls]) if falls < len(ascending) else math.inf
-        return Score(self.gain, ascending.tolist(), weights.tolist(), peak)
+        ascending, weights = margins[order], self._weights[order]
+        kinks = ascending.tolist()
+        fallen = [0.0, *np.add.accumulate(weights).tolist()]
+        offsets = [0.0, *np.add.accumulate(weights * ascending).tolist()]
+        beyond = bisect_right(fallen, self.gain)  # the first segment on which F falls
+        peak = kinks[beyond - 1] if beyond < len(fallen) else math.inf
+        return Score(self.gain, kinks, fallen, offsets, peak)

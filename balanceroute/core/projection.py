@@ -31,14 +31,16 @@ class Projection:
     def __init__(self, n_workers: int, horizon_steps: int) -> None:
         self.horizon_steps = horizon_steps
         self._width = horizon_steps + 1
-        self._tokens = np.zeros((n_workers, self._width), dtype=np.int64)
-        self._counts = np.zeros((n_workers, self._width), dtype=np.int64)
+        # bucket b lies in column H - b, so that the sums over c >= h are running sums along memory
+        self._sums = np.zeros((2, n_workers, self._width), dtype=np.int64)
+        self._tokens, self._counts = self._sums
         self._idle_tokens = np.zeros((n_workers, 1), dtype=np.int64)
         self._idle_counts = np.zeros((n_workers, 1), dtype=np.int64)
+        self._idle = 0
         # scalar access through a memoryview costs a third of numpy's item assignment
         self._token_cells = self._tokens.reshape(-1).data
         self._count_cells = self._counts.reshape(-1).data
-        self._steps: IntArray = np.arange(self._width, dtype=np.int64)
+        self._steps: IntArray = np.arange(horizon_steps, -1, -1, dtype=np.int64)
 
     def add(self, worker: int, kv_tokens: int, remaining: float, running: bool = True) -> None:
         """A request of `kv_tokens` (s + a) with c = `remaining` is now active on the worker."""
@@ -50,46 +52,56 @@ class Projection:
 
     def _put(self, worker: int, kv_tokens: int, remaining: float, running: bool, count: int) -> None:
         if running:
-            cell = worker * self._width + int(remaining)
+            cell = worker * self._width + self.horizon_steps - int(remaining)
             self._token_cells[cell] += kv_tokens
             self._count_cells[cell] += count
         else:
             self._idle_tokens[worker, 0] += kv_tokens
             self._idle_counts[worker, 0] += count
+            self._idle += count
 
     def grow(self, worker: int, tokens: int) -> None:
         """An anchored running request (c = H) has generated `tokens` more: it stays in its bucket."""
-        self._token_cells[worker * self._width + self.horizon_steps] += tokens
+        self._token_cells[worker * self._width] += tokens
 
-    def grow_idle(self, worker: int, tokens: int) -> None:
-        """A request that is not running yet has more tokens than before."""
-        self._idle_tokens[worker, 0] += tokens
+    def move(self, worker: int, kv_tokens: int, tokens: int, before: int, after: int) -> None:
+        """A running request of `kv_tokens` has generated `tokens` more; its bucket was `before` and is `after`."""
+        last = worker * self._width + self.horizon_steps
+        cells = self._token_cells
+        if before == after:
+            cells[last - after] += tokens
+            return
+        cells[last - before] -= kv_tokens
+        cells[last - after] += kv_tokens + tokens
+        self._count_cells[last - before] -= 1
+        self._count_cells[last - after] += 1
 
     def step(self) -> None:
         """Every running request on every worker has generated one token (lock-step drivers)."""
-        tokens, counts, horizon = self._tokens, self._counts, self.horizon_steps
-        tokens += counts
-        if horizon > 2:
-            for array in (tokens, counts):
-                array[:, 1] += array[:, 2]
-                array[:, 2 : horizon - 1] = array[:, 3:horizon]
-                array[:, horizon - 1] = 0
+        sums, horizon = self._sums, self.horizon_steps
+        self._tokens += self._counts
+        if horizon > 2:  # all but the anchors (column 0) and the floor (c = 1) move down a bucket
+            floor = horizon - 1
+            sums[:, :, floor] += sums[:, :, floor - 1]
+            sums[:, :, 2:floor] = sums[:, :, 1 : floor - 1]
+            sums[:, :, 1] = 0
 
     def loads(self) -> IntArray:
         """L_g(k+h), shape (G, H+1), tokens; a new array. O(G*H)."""
-        tokens: IntArray = self._tokens[:, ::-1].cumsum(axis=1)[:, ::-1]
-        counts: IntArray = self._counts[:, ::-1].cumsum(axis=1)[:, ::-1]
-        loads = counts + self._idle_counts
-        loads *= self._steps
-        loads += tokens
-        loads += self._idle_tokens
-        return loads
+        sums = self._sums.cumsum(axis=2)
+        loads: IntArray = sums[0]
+        counts: IntArray = sums[1]
+        if self._idle:
+            loads += self._idle_tokens
+            counts += self._idle_counts
+        counts *= self._steps
+        loads += counts
+        return loads[:, ::-1]
 
     def equals(self, other: "Projection") -> bool:
         """Whether both hold the same sums."""
         return (
-            bool(np.array_equal(self._tokens, other._tokens))
-            and bool(np.array_equal(self._counts, other._counts))
+            bool(np.array_equal(self._sums, other._sums))
             and bool(np.array_equal(self._idle_tokens, other._idle_tokens))
             and bool(np.array_equal(self._idle_counts, other._idle_counts))
         )

@@ -114,14 +114,14 @@ class Scheduler:
 
     # -- prefill ----------------------------------------------------------------------------------------------
 
-    def submit(self, spec: RequestSpec, now: float, expected_remaining: float | None = None) -> Reject | None:
+    def submit(self, spec: RequestSpec, now: float) -> Reject | None:
         """A client request arrives and queues for a prefiller (decode-first: in the pool), or is refused."""
         reason = self._refusal()
         if reason is not None:
             return Reject(spec.id, reason)
         tracker = self._register(spec, now)
         if self.config.decode_first:
-            self._pool(tracker, spec.prompt_tokens, now, expected_remaining)
+            self._pool(tracker, spec.prompt_tokens, now, None)
         else:
             self._enqueue(tracker)
         return None
@@ -242,15 +242,21 @@ class Scheduler:
             raise InvariantError(f"{request_id} is not decoding")
         worker = tracker.worker
         assert worker is not None
-        horizon = self.snapshot.horizon_steps
-        if tracker.refreshed_remaining >= horizon:
-            tracker.counted += tokens
-            self.snapshot.projection.grow(worker.index, tokens)
+        snapshot = self.snapshot
+        if tracker.refreshed_remaining >= snapshot.horizon_steps:
+            snapshot.projection.grow(worker.index, tokens)
         else:
-            projection = self.snapshot.projection
-            projection.remove(worker.index, tracker.kv_tokens, tracker.remaining(horizon))
-            tracker.counted += tokens
-            projection.add(worker.index, tracker.kv_tokens, tracker.remaining(horizon))
+            generated = tracker.generated
+            before = tracker.refreshed_remaining + tracker.refreshed_at - generated
+            after = before - tokens
+            snapshot.projection.move(
+                worker.index,
+                tracker.prompt_tokens + generated,
+                tokens,
+                int(before) if before > 1.0 else 1,
+                int(after) if after > 1.0 else 1,
+            )
+        tracker.counted += tokens
         worker.load += tokens
         if tracker.prefiller is not None:
             self._unpin(tracker)
@@ -280,7 +286,11 @@ class Scheduler:
         return [tracker for tracker in due if tracker.phase is Phase.DECODING]
 
     def refresh(self, request_id: str, expected_remaining: float, now: float) -> None:
-        """A renewed c-hat (composite, gated, clipped to [0, H]) for a decoding request."""
+        """A renewed c-hat (composite, gated, clipped to [0, H]) for a decoding (decode-first: or pooled) request."""
+        pooled = self.snapshot.requests.get(request_id)
+        if pooled is not None and pooled.phase is Phase.POOLED:
+            pooled.refreshed_remaining = expected_remaining
+            return
         tracker = self._find(request_id, Phase.DECODING)
         worker = self._worker_of(tracker)
         self._project(tracker, worker, -1)
@@ -288,21 +298,22 @@ class Scheduler:
         self._project(tracker, worker, 1)
         self._schedule_refresh(tracker)
 
-    def requeue(self, request_id: str, now: float, expected_remaining: float | None = None) -> Release:
+    def requeue(self, request_id: str, now: float) -> Release:
         """The decode ended without finishing (recompute, worker lost): prefill again, with what was generated so far.
 
         Legal while pooled too, when the pinned KV is known to be lost. The Release says what is left to be drained.
-        Decode-first it waits in the pool again, with `expected_remaining`.
+        Decode-first it waits in the pool again.
         """
         tracker = self.snapshot.requests.get(request_id)
         if tracker is None or tracker.phase not in (Phase.DECODING, Phase.POOLED):
             raise InvariantError(f"{request_id} is neither decoding nor pooled")
         phase, pinned_at = tracker.phase, self._let_go(tracker)
         tracker.prompt_tokens += tracker.counted
+        tracker.earlier_tokens += tracker.counted
         tracker.counted = 0
         tracker.requeues += 1
         if self.config.decode_first:
-            self._pool(tracker, tracker.prompt_tokens, now, expected_remaining)
+            self._pool(tracker, tracker.prompt_tokens, now, None)
         else:
             self._enqueue(tracker)
         return Release(request_id, None, phase, pinned_at)
@@ -320,10 +331,13 @@ class Scheduler:
         return Release(request_id, outcome, phase, pinned_at)
 
     def expire(self, now: float) -> list[Release]:
-        """End pool entries past their TTL and arrivals past their queue deadline."""
+        """End pool entries past their TTL and arrivals past their queue deadline.
+
+        A requeued request is no arrival: its client may have half of its answer, and its own deadline ends it.
+        """
         pool_limit, queue_limit = now - self.config.pool_ttl_s, now - self.config.queue_deadline_s
         late = [tracker.id for tracker in self.snapshot.pool if tracker.ready_s < pool_limit]
-        late += [tracker.id for tracker in self.snapshot.queued.values() if tracker.arrived_s < queue_limit]
+        late += [t.id for t in self.snapshot.queued.values() if t.arrived_s < queue_limit and not t.requeues]
         return [self.finish(request_id, Outcome.EXPIRED, now) for request_id in late]
 
     # -- the moves between phases -----------------------------------------------------------------------------
@@ -353,6 +367,7 @@ class Scheduler:
             order=self._arrivals,
             priority=spec.priority,
             prompt_key=spec.prompt_key,
+            max_new_tokens=spec.max_new_tokens,
             arrived_s=now,
         )
         self.snapshot.requests[spec.id] = tracker
@@ -461,6 +476,10 @@ class Scheduler:
         if tracker.refreshed_remaining < self.snapshot.horizon_steps:
             # c-hat falls to its floor of 1 after c-1 tokens: that is when it is renewed, if not before
             ahead = min(ahead, max(1.0, math.ceil(tracker.refreshed_remaining - 1.0)))
+        elif tracker.max_new_tokens is not None:
+            # fewer than H tokens from the client's limit it is certain to leave within the window: no anchor any more
+            until_certain = tracker.max_new_tokens - tracker.age_tokens - self.snapshot.horizon_steps + 1
+            ahead = min(ahead, until_certain) if until_certain > 0 else ahead
         tracker.refresh_due_at = generated + ahead
         if self.config.lock_step:
             heappush(

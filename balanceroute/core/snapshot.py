@@ -32,7 +32,8 @@ class RequestTracker:
 
     `order` is its arrival number and breaks every tie. `counted` tokens were reported one by one; a lock-step driver
     adds the steps its worker has taken since `joined_step` (see `generated`). `expected_remaining` at any time follows
-    from the last refresh by `remaining()`, so nothing is decremented per token.
+    from the last refresh by `remaining()`, so nothing is decremented per token. A requeue turns what was generated into
+    prompt, which is right for loads; `earlier_tokens` remembers it for the predictor, which asks for the whole age.
     """
 
     id: str
@@ -40,6 +41,7 @@ class RequestTracker:
     order: int
     priority: int = 0
     prompt_key: str = ""
+    max_new_tokens: int | None = None
     arrived_s: float = 0.0
     phase: Phase = Phase.QUEUED
     prefiller: "PrefillerBudget | None" = None
@@ -56,6 +58,7 @@ class RequestTracker:
     refresh_due_at: float = math.inf
     requeues: int = 0
     pushing: bool = False  # decode-first: its prefiller is computing the prompt for the decode worker that holds it
+    earlier_tokens: int = 0
 
     @property
     def generated(self) -> int:
@@ -63,6 +66,11 @@ class RequestTracker:
         if self.running and self.worker is not None:
             return self.counted + self.worker.steps - self.joined_step
         return self.counted
+
+    @property
+    def age_tokens(self) -> int:
+        """Tokens generated for the client so far, over all lives of the request."""
+        return self.earlier_tokens + self.generated
 
     @property
     def kv_tokens(self) -> int:
@@ -164,6 +172,7 @@ class ClusterSnapshot:
         self.pool = PromptPool()
         self.means = WorkloadMeans()
         self.projection = Projection(0, horizon_steps)
+        self.speeds: list[float] = []  # relative seconds per KV token, by worker
         self.draws = 0  # random decisions taken so far: with the seed, the whole state of a random policy
 
     # -- membership -------------------------------------------------------------------------------------------
@@ -213,6 +222,7 @@ class ClusterSnapshot:
 
     def _rebuild_projection(self) -> None:
         """A worker came or went: rare, so the rows are recounted."""
+        self.speeds = [worker.spec.speed for worker in self.workers]
         self.projection = self.recount_projection()
 
     def recount_projection(self) -> Projection:
@@ -227,8 +237,18 @@ class ClusterSnapshot:
 
     @property
     def free_slots(self) -> int:
-        """Slots free on all workers that take new requests."""
-        return sum(worker.free_slots for worker in self.workers)
+        """Slots free on all workers that take new requests. O(G)."""
+        return sum(worker.free_slots for worker in self.open_workers())
+
+    def open_workers(self) -> list[DecodeInstanceState]:
+        """Workers with a free slot, by index. O(G)."""
+        up = WorkerState.UP
+        return [worker for worker in self.workers if len(worker.active) < worker.spec.slots and worker.state is up]
+
+    def down_workers(self) -> list[int]:
+        """Indices of the workers outside the barrier. O(G)."""
+        down = WorkerState.DOWN
+        return [worker.index for worker in self.workers if worker.state is down]
 
     @property
     def envelope(self) -> int:

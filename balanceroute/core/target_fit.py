@@ -24,16 +24,16 @@ operating point of the reference simulations (six seeds each of two synthetic tr
 """
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from heapq import heapify, heappop, heapreplace
+from operator import attrgetter, mul
 
 import numpy as np
 from numpy.typing import NDArray
 
 from balanceroute.core.policy import Choice, StageTimer
 from balanceroute.core.snapshot import ClusterSnapshot, RequestTracker
-from balanceroute.core.types import WorkerState
 
 FloatArray = NDArray[np.float64]
 
@@ -75,9 +75,11 @@ class TargetFit:
     def decide(self, snapshot: ClusterSnapshot, now: float) -> Iterator[Choice]:
         """Yield admissions. O(G + W) per free slot, vectorised over the window of W requests."""
         timer = self.stage_timer
-        while (free := snapshot.free_slots) and len(snapshot.pool):
+        while len(snapshot.pool):
             loads = Loads(snapshot)
-            if len(snapshot.pool) <= free:
+            if not loads.free:
+                return
+            if len(snapshot.pool) <= loads.free:
                 if timer:
                     timer("prepare")
                 yield from self._slack(snapshot, loads, now)
@@ -87,12 +89,14 @@ class TargetFit:
             window = Window(snapshot, now, self.params)
             if timer:
                 timer("prepare")
-            fits = choose_scarce(loads, window, min(free, len(window.trackers)))
-            if timer:
-                timer("stage2")
+            fits = choose_scarce(loads, window, min(loads.free, len(window.trackers)))
             for fit in fits:
                 stage = 0 if window.age[fit.position] > 1.0 else 2
                 yield Choice(window.trackers[fit.position], snapshot.workers[fit.worker], stage, -fit.cost)
+            if timer:
+                timer("stage2")
+            if len(fits) == loads.free:
+                return
 
     def recheck_s(self, snapshot: ClusterSnapshot, now: float) -> float:
         """When the first request that is held back in slack must go."""
@@ -105,16 +109,16 @@ class TargetFit:
         return request.ready_s + self.params.hold_s * snapshot.means.patience_factor(request.prompt_tokens)
 
     def _slack(self, snapshot: ClusterSnapshot, loads: "Loads", now: float) -> Iterator[Choice]:
-        envelope = max(loads.standing())
-        lightest = [(loads.scaled[worker], worker) for worker in loads.open_workers()]
+        _, envelope = loads.mean_and_envelope()
+        lightest = [(loads.scaled[worker], worker) for worker in loads.open]
         heapify(lightest)
         for request in snapshot.pool.by_size(len(snapshot.pool), descending=True):
             load, worker = lightest[0]
-            load += loads.speed[worker] * request.prompt_tokens
+            load += loads.speeds[worker] * request.prompt_tokens
             if load > envelope and now < self.held_until_s(request, snapshot) and loads.may_hold():
                 continue
-            loads.active[worker] += 1
-            if loads.active[worker] < loads.slots[worker]:
+            loads.occupy(worker)
+            if loads.active[worker] < snapshot.workers[worker].spec.slots:
                 heapreplace(lightest, (load, worker))
             else:
                 heappop(lightest)
@@ -123,37 +127,45 @@ class TargetFit:
 
 
 class Loads:
-    """The workers while a decision is made.
+    """The workers while a decision is made; those without a free slot at its start do not change and are summed once.
 
-    Attributes, by worker: `scaled`, speed times KV tokens (L_g); `active`, requests (n_g); `slots` (B_g), 0 unless up;
-    `speed`. `down`: workers outside the barrier.
+    Attributes: `scaled`, speed times KV tokens by worker (L_g); `active`, requests of each worker that had a free slot
+    (n_g); `open`, the workers with a free slot; `free`, their free slots.
     """
 
     def __init__(self, snapshot: ClusterSnapshot) -> None:
-        workers = snapshot.workers
-        self.scaled = [worker.spec.speed * worker.load for worker in workers]
-        self.active = [len(worker.active) for worker in workers]
-        self.slots = [worker.spec.slots if worker.state is WorkerState.UP else 0 for worker in workers]
-        self.speed = [worker.spec.speed for worker in workers]
-        self.down = frozenset(worker.index for worker in workers if worker.state is WorkerState.DOWN)
+        self.workers = snapshot.workers
+        self.speeds = snapshot.speeds
+        self.scaled: list[float] = list(map(mul, self.speeds, map(attrgetter("load"), self.workers)))
+        self.open = [worker.index for worker in snapshot.open_workers()]
+        self.active = {worker: len(self.workers[worker].active) for worker in self.open}
+        self.free = sum(self.workers[worker].spec.slots - active for worker, active in self.active.items())
+        self._down = snapshot.down_workers()
+        apart = {*self.open, *self._down}
+        fixed = [load for worker, load in enumerate(self.scaled) if worker not in apart]
+        self._fixed_count, self._fixed_sum, self._fixed_max = len(fixed), sum(fixed), max(fixed, default=0.0)
 
-    def standing(self) -> list[float]:
-        """Loads of the workers that share the barrier."""
-        if not self.down:
-            return self.scaled
-        return [load for worker, load in enumerate(self.scaled) if worker not in self.down]
+    def mean_and_envelope(self) -> tuple[float, float]:
+        """Mean and largest load of the workers that share the barrier. O(workers that had a free slot)."""
+        changing = [self.scaled[worker] for worker in self.active]
+        mean = (self._fixed_sum + sum(changing)) / (self._fixed_count + len(changing))
+        return mean, max(self._fixed_max, *changing)
 
     def may_hold(self) -> bool:
         """Whether every worker in the barrier is busy enough for its load to say where requests should go."""
-        return min(n for worker, n in enumerate(self.active) if worker not in self.down) >= MIN_ACTIVE_TO_HOLD
+        return all(len(w.active) >= MIN_ACTIVE_TO_HOLD for w in self.workers if w.index not in self._down)
 
-    def open_workers(self) -> list[int]:
-        """Workers with a free slot."""
-        return [worker for worker, active in enumerate(self.active) if active < self.slots[worker]]
+    def emptiest(self) -> int:
+        """The open worker with the fewest requests over slots; ties: least load, then lowest index."""
+        if len(self.open) == 1:
+            return self.open[0]
+        return min(self.open, key=lambda g: (self.active[g] / self.workers[g].spec.slots, self.scaled[g]))
 
-    def emptiest(self, workers: Iterable[int]) -> int:
-        """Of these workers the one with the fewest requests over slots; ties: least load, then the first."""
-        return min(workers, key=lambda worker: (self.active[worker] / self.slots[worker], self.scaled[worker]))
+    def occupy(self, worker: int) -> None:
+        """One slot less on the worker."""
+        self.active[worker] += 1
+        if self.active[worker] >= self.workers[worker].spec.slots:
+            self.open.remove(worker)
 
 
 class Window:
@@ -167,30 +179,39 @@ class Window:
         mean_prompt = means.prompt_tokens or 1.0
         self.trackers = pool.head(params.window)
         self._sizes: FloatArray = pool.prompt_tokens()[: params.window]
-        cap_s = 1.0 + np.minimum(self._sizes * (0.1 / mean_prompt), 5.0)
+        ready_s = pool.ready_s()[: params.window]
+        cap_s = self._sizes * (0.1 / mean_prompt)
+        np.minimum(cap_s, 5.0, out=cap_s)
+        cap_s += 1.0
         cap_s *= max(params.max_wait_s, 5.0 * means.wait_s, MIN_CAP_S)
-        self.age: FloatArray = (now - pool.ready_s()[: params.window]) / cap_s
-        self._bonus: FloatArray = self.age * self.age * (2.0 * self._sizes + 32.0 * mean_prompt)
+        self.age: FloatArray = (now - ready_s) / cap_s
+        self._bonus: FloatArray = self._sizes * 2.0
+        self._bonus += 32.0 * mean_prompt
+        self._bonus *= self.age * self.age
         if self.age.max() > 1.0:
             self._bonus += np.where(self.age > 1.0, OVERDUE_BONUS * self.age, 0.0)
         self._available = self._bonus.copy()  # -inf where the request is used
+        self._scaled: dict[float, tuple[FloatArray, FloatArray]] = {}  # speed -> sizes, and 8 times as much
         self._cost = np.empty_like(self._sizes)
-        self._overflow = np.empty_like(self._sizes)
+        self._above = np.empty_like(self._sizes)
 
-    def take(self, load: float, speed: float, standing: Sequence[float]) -> tuple[int, float]:
+    def take(self, load: float, speed: float, mean: float, envelope: float) -> tuple[int, float]:
         """Use the request with the least cost on a worker of this load and speed: its position, and that cost.
 
-        `standing`: loads of all workers in the barrier. Ties go to the first in waiting order.
+        `mean` and `envelope`: of the loads in the barrier. Ties go to the first in waiting order.
+
+        With y = x - mean L and c = max L - mean L >= 0 the distance |y| + 7 max(0, y - c) is max(|y|, 8 y - 7 c).
         """
-        cost, overflow = self._cost, self._overflow
-        np.multiply(self._sizes, speed, out=cost)
-        np.add(cost, load - max(standing), out=overflow)
-        np.maximum(overflow, 0.0, out=overflow)
-        overflow *= OVERFLOW_PENALTY
-        cost += load - sum(standing) / len(standing)
+        if speed not in self._scaled:
+            self._scaled[speed] = (self._sizes * speed, self._sizes * (speed * (1.0 + OVERFLOW_PENALTY)))
+        sizes, steep_sizes = self._scaled[speed]
+        cost, above = self._cost, self._above
+        offset = load - mean
+        np.add(sizes, offset, out=cost)
         np.abs(cost, out=cost)
-        cost += overflow
-        cost -= self._available
+        np.add(steep_sizes, (1.0 + OVERFLOW_PENALTY) * offset - OVERFLOW_PENALTY * (envelope - mean), out=above)
+        np.maximum(cost, above, out=cost)
+        np.subtract(cost, self._available, out=cost)
         position = int(cost.argmin())
         self._available[position] = -math.inf
         return position, float(cost[position])
@@ -215,25 +236,25 @@ class Fit:
 
 def choose_scarce(loads: Loads, window: Window, rounds: int) -> list[Fit]:
     """Choose a request for each of `rounds` slots, then each again, given all the others."""
-    open_workers = loads.open_workers()
     fits: list[Fit] = []
     for _ in range(rounds):
-        worker = loads.emptiest(open_workers)
+        worker = loads.emptiest()
         fits.append(_fit(worker, loads, window))
-        loads.active[worker] += 1
-        if loads.active[worker] == loads.slots[worker]:
-            open_workers.remove(worker)
+        loads.occupy(worker)
     if len(fits) > 1:
-        for index in [*range(len(fits))] * SWAP_PASSES:
-            fit = fits[index]
-            loads.scaled[fit.worker] -= window.scaled_size(fit.position, loads.speed[fit.worker])
-            window.put_back(fit.position)
-            fits[index] = _fit(fit.worker, loads, window)
+        for _ in range(SWAP_PASSES):
+            before = [fit.position for fit in fits]
+            for index, fit in enumerate(fits):
+                loads.scaled[fit.worker] -= window.scaled_size(fit.position, loads.speeds[fit.worker])
+                window.put_back(fit.position)
+                fits[index] = _fit(fit.worker, loads, window)
+            if before == [fit.position for fit in fits]:
+                break  # so would every further pass
     return fits
 
 
 def _fit(worker: int, loads: Loads, window: Window) -> Fit:
-    speed = loads.speed[worker]
-    position, cost = window.take(loads.scaled[worker], speed, loads.standing())
+    speed = loads.speeds[worker]
+    position, cost = window.take(loads.scaled[worker], speed, *loads.mean_and_envelope())
     loads.scaled[worker] += window.scaled_size(position, speed)
     return Fit(worker, position, cost)

@@ -17,7 +17,7 @@ import orjson
 from balanceroute.emulator.errors import INTERNAL
 from balanceroute.emulator.requests import GenerationRequest
 from balanceroute.emulator.sse import SseWriter
-from balanceroute.engine.tokens import TOKEN_BYTES, decode
+from balanceroute.engine.tokens import LEAD_ID, TOKEN_BYTES, decode
 
 FINGERPRINT = "vllm-emulated"
 RECOMPUTED = "recomputed"
@@ -52,6 +52,8 @@ class Choice:
         self.stop_reason: str | int | None = None
         self._request = request
         self._decoder = _decoder("replace")
+        if prompt and prompt[-1] == LEAD_ID:  # vLLM's detokenizer starts with the prompt's last ids, for this very case
+            self._decoder.decode(TOKEN_BYTES[LEAD_ID])
         self._held = ""  # may be the beginning of a stop string
 
     def feed(self, token: int, ends: str | None) -> None:

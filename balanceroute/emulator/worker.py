@@ -539,11 +539,25 @@ class DecodeWorker(Worker):
         plan, choice, call = generation.plan, generation.choice, generation.call
         assert plan is not None and choice is not None and call is not None
         wrong = plan.reaction is Reaction.WRONG_TOKENS
+        if (
+            plan.source
+            and plan.pin
+            and (not plan.source.reachable or plan.source.pins.get(plan.pin.request_id) is None)
+        ):
+            self._transfer_failed(generation)  # the prefiller died meanwhile: nobody's fault but its own
+            return
         if plan.source and plan.pin and not plan.source.pull(plan.pin.request_id):
             self.violate("params_expired", call.id)
             wrong = True
         self.counters["prompt_tokens"] += generation.prompt_tokens
         generation.stream = TokenStream(choice.prompt, corruption=CORRUPT if wrong else b"")
+
+    def _transfer_failed(self, generation: Generation) -> None:
+        assert generation.call is not None
+        self._forget(generation)
+        self.rank.remove(generation.id)
+        self.finished["error"] += 1
+        generation.call.fail(INTERNAL)
 
     def kv_pushed(self, external_id: str, digest: int) -> bool:
         """Layerwise: a prefiller has pushed the KV of the request with that id."""

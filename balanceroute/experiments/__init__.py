@@ -1,1 +1,6 @@
-"""The paper's tables and figures, one command each."""
+"""The paper's experiments, each one command, on the step simulator."""
+
+from balanceroute.experiments.reproduce import EXPERIMENTS, reproduce
+from balanceroute.experiments.scope import Scope
+
+__all__ = ["EXPERIMENTS", "Scope", "reproduce"]

@@ -14,6 +14,7 @@ import asyncio
 import ssl
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import cast
 from urllib.parse import SplitResult, urlsplit
 
 import httptools
@@ -61,8 +62,8 @@ class Connection(asyncio.Protocol):
         return self.transport is not None and not self.transport.is_closing()
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        assert isinstance(transport, asyncio.Transport)
-        self.transport = transport
+        # uvloop's transports do not derive from asyncio's classes, so there is nothing to check
+        self.transport = cast(asyncio.Transport, transport)
 
     def exchange(self, request: bytes) -> asyncio.Future[Reply]:
         """Send a request; the future ends with its whole reply."""

@@ -13,6 +13,7 @@ from typing import Any, Final
 import orjson
 from prometheus_client.exposition import CONTENT_TYPE_LATEST
 from pydantic import ValidationError
+from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
@@ -47,6 +48,18 @@ def error_response(error: BalanceRouteError) -> Response:
     return Response(body_of(error), status_of(error), headers, media_type="application/json")
 
 
+async def http_error(request: Request, error: Exception) -> Response:
+    """No such route, or not with this method: in the form of every other error."""
+    assert isinstance(error, HTTPException)
+    body = error_body(error.status_code, f"{request.method} {request.url.path}: {error.detail}")
+    return Response(body, error.status_code, error.headers, media_type="application/json")
+
+
+async def post_only(request: Request) -> Response:
+    """Stands for the two hot routes, whose POSTs never come here."""
+    raise HTTPException(405, headers={"allow": "POST"})
+
+
 class Admin:
     """The handlers; `services` is called per request, because they exist only while the application runs."""
 
@@ -56,6 +69,8 @@ class Admin:
     def routes(self) -> list[Route]:
         """All routes but the two hot ones."""
         return [
+            Route("/v1/completions", post_only),
+            Route("/v1/chat/completions", post_only),
             Route("/health", self.health, methods=["GET"]),
             Route("/ready", self.ready, methods=["GET"]),
             Route("/healthcheck", self.healthcheck, methods=["GET"]),
@@ -180,7 +195,7 @@ class Admin:
         except ValidationError as error:
             first = error.errors(include_url=False)[0]
             raise InvalidRequest(f"instance {url}: {first['msg']}", param="instances") from None
-        services.fleet.add(spec)
+        services.fleet.add(spec, services.config.lifecycle.join_attempts)
 
     # -- what a worker answers
 

@@ -17,7 +17,13 @@ import orjson
 
 from balanceroute.errors import BadUpstreamReply
 from balanceroute.proxy.payloads import ClientRequest
-from balanceroute.proxy.sse import EventScanner
+from balanceroute.proxy.sse import EventScanner, payloads_of
+
+
+class UnreadableEvent(BadUpstreamReply):
+    """An event that an answer can't be built from; its tokens are counted already, so there is no going on."""
+
+    retryable = False
 
 
 class AnswerAssembler:
@@ -31,20 +37,28 @@ class AnswerAssembler:
         self._choices: dict[int, _Choice] = {}
 
     def feed(self, events: bytes) -> None:
-        """Take what `EventScanner.feed` returned: whole events."""
-        for block in events.split(b"\n\n"):
-            if not block.startswith(b"data: {"):
-                continue
+        """Take what `EventScanner.feed` returned: whole events. Raises: UnreadableEvent."""
+        for payload in payloads_of(events):
             try:
-                event = orjson.loads(block[6:])
+                event = orjson.loads(payload)
             except ValueError:
                 continue  # the scanner passes on what it cannot read; there is no place for it in one object
-            for name, value in event.items():
-                if name != "choices" and (value is not None or name not in self._top):
-                    self._top[name] = value
-            for part in event.get("choices") or ():
-                index = part.get("index", 0)
-                self._choices.setdefault(index, _Choice()).add(part)
+            if not isinstance(event, dict):
+                continue
+            try:
+                self._add(event)
+            except (TypeError, AttributeError, ValueError) as exc:
+                raise UnreadableEvent(f"an event is no part of an answer ({exc})", worker="", stage="decode") from exc
+
+    def _add(self, event: dict[str, Any]) -> None:
+        for name, value in event.items():
+            if name != "choices" and (value is not None or name not in self._top):
+                self._top[name] = value
+        for part in event.get("choices") or ():
+            index = part.get("index", 0)
+            if not isinstance(index, int):
+                raise TypeError(f"index {index!r}")
+            self._choices.setdefault(index, _Choice()).add(part)
 
     def answer(self, scanner: EventScanner) -> bytes:
         """The complete answer; call it once the scanner's stream is `StreamEnd.DONE`."""

@@ -100,7 +100,11 @@ class Drainer:
         try:
             async with asyncio.timeout(TIMEOUT_S):
                 reply = await worker.upstream.request(
-                    "POST", job.request.path, self._connector.drain(job.request, job.kv_transfer_params), headers
+                    "POST",
+                    job.request.path,
+                    self._connector.drain(job.request, job.kv_transfer_params),
+                    headers,
+                    retry_stale=False,  # the worker may have pulled the KV before the connection broke
                 )
                 await reply.read(_REPLY_LIMIT)
             return reply.status == 200

@@ -21,7 +21,7 @@ clear them where they have looked.
 
 import asyncio
 
-from balanceroute.core.scheduler import Scheduler
+from balanceroute.core.scheduler import Scheduler, SchedulerConfig
 from balanceroute.core.types import (
     Admit,
     Outcome,
@@ -73,11 +73,25 @@ class Ticket:
         """Wait for the decode worker. Raises: QueueTimeout."""
         return await self._wait()
 
-    def prefilled(self, prompt_tokens: int, prompt_key: str) -> None:
+    def prefilled(self, prompt_tokens: int) -> None:
         """The probe was answered: the request waits in the pool."""
         ledger = self._ledger
         now = self.pooled_s = ledger.now()
-        ledger.scheduler.prefilled(self.id, prompt_tokens, now, ledger.expected(prompt_tokens, prompt_key))
+        expected: float | None = None
+        if ledger.forecasts is not None:
+            expected = ledger.forecasts.initial(ledger.scheduler.snapshot.requests[self.id], prompt_tokens)
+        ledger.scheduler.prefilled(self.id, prompt_tokens, now, expected)
+        ledger.pool_filled()
+
+    def pooled(self) -> None:
+        """Decode first: the request is in the pool at once, with the size that it is thought to have."""
+        ledger = self._ledger
+        now = self.pooled_s = ledger.now()
+        if ledger.forecasts is not None:
+            tracker = ledger.scheduler.snapshot.requests[self.id]
+            expected = ledger.forecasts.initial(tracker, tracker.prompt_tokens)
+            if expected is not None:
+                ledger.scheduler.refresh(self.id, expected, now)
         ledger.pool_filled()
 
     def prefill_failed(self) -> None:
@@ -111,24 +125,19 @@ class Ticket:
     def requeue(self) -> Release:
         """The decode ended early, or the pinned KV was lost: queue for a prefill again."""
         ledger = self._ledger
-        now = ledger.now()
-        self._answer = None
-        expected = None
-        tracker = ledger.scheduler.snapshot.requests.get(self.id)
-        if ledger.scheduler.config.decode_first and tracker is not None:
-            expected = ledger.expected(tracker.kv_tokens, tracker.prompt_key)
-        release = ledger.scheduler.requeue(self.id, now, expected)
+        self._answer = None  # decode first, a prefiller may have been told to a prefill that has ended since
+        release = ledger.scheduler.requeue(self.id, ledger.now())
         ledger.released(release)
         if ledger.scheduler.config.decode_first:
-            self.pooled_s = now
-            ledger.pool_filled()
+            self.pooled()
         return release
 
     def finish(self, outcome: Outcome, reason: str = "") -> Release:
         """Leave. `reason` is the engine's finish reason, for the predictor. Raises InvariantError when gone."""
         ledger = self._ledger
-        if ledger.forecasts is not None:
-            ledger.forecasts.finished(ledger.scheduler.snapshot.requests.get(self.id), reason or outcome.value)
+        tracker = ledger.scheduler.snapshot.requests.get(self.id)
+        if ledger.forecasts is not None and tracker is not None:
+            ledger.forecasts.finished(tracker, reason or outcome.value)
         release = self.left = ledger.scheduler.finish(self.id, outcome, ledger.now())
         del ledger.tickets[self.id]
         ledger.released(release)
@@ -173,24 +182,17 @@ class Ledger:
     def submit(self, spec: RequestSpec) -> Ticket:
         """A request arrives. Raises: Rejected: QueueFull, NoHealthyWorkers, Draining."""
         now = self.now()
-        decode_first = self.scheduler.config.decode_first
-        expected = self.expected(spec.prompt_tokens, spec.prompt_key) if decode_first else None
-        refused = self.scheduler.submit(spec, now, expected)
+        refused = self.scheduler.submit(spec, now)
         if refused is not None:
             raise rejection(refused.reason)
         ticket = self.tickets[spec.id] = Ticket(self, spec.id, now)
-        if decode_first:
-            ticket.pooled_s = now
-            self.pool_filled()
+        if self.scheduler.config.decode_first:
+            ticket.pooled()
         elif len(self.scheduler.snapshot.queued) == 1:
             self.dispatch()  # nobody waits before it: prefillers are given out one by one, so there is nothing to batch
         else:
             self.prefill_event.set()
         return ticket
-
-    def expected(self, prompt_tokens: int, prompt_key: str) -> float | None:
-        """c-hat of a request that enters the pool; None: no predictor."""
-        return None if self.forecasts is None else self.forecasts.initial(prompt_tokens, prompt_key)
 
     def dispatch(self) -> list[Prefill]:
         """Give queued requests to prefillers, as far as these take them."""
@@ -203,9 +205,7 @@ class Ledger:
         """One decision over the pool, with what the predictor says now."""
         scheduler, now = self.scheduler, self.now()
         if self.forecasts is not None:
-            due = scheduler.due_refreshes()
-            for tracker, expected in zip(due, self.forecasts.refresh(due), strict=True):
-                scheduler.refresh(tracker.id, expected, now)
+            self.forecasts.renew(scheduler)
         admissions = scheduler.admit(now)
         for admission in admissions:
             self.tickets[admission.request].answer(admission.worker)
@@ -224,6 +224,10 @@ class Ledger:
             self.released(release)
             expired.append(ticket)
         return expired
+
+    def configure(self, config: SchedulerConfig) -> None:
+        """Other bounds and times from now on."""
+        self.scheduler.config = config
 
     # -- workers
 

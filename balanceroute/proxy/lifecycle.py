@@ -35,7 +35,7 @@ from typing import Any, Final, Protocol
 
 import orjson
 
-from balanceroute.core.types import Outcome, Release, RequestSpec
+from balanceroute.core.types import Outcome, RequestSpec
 from balanceroute.errors import (
     BadUpstreamReply,
     BalanceRouteError,
@@ -192,7 +192,7 @@ class Leg:
         services = self._s
         request = self.request
         ticket = self._ticket = services.ledger.submit(
-            RequestSpec(self.id, request.prompt_tokens, request.priority, self._key)
+            RequestSpec(self.id, request.prompt_tokens, request.priority, self._key, request.effective_limit)
         )
         self._task = asyncio.current_task()
         services.legs.add(self)
@@ -239,6 +239,20 @@ class Leg:
             self._interruption = error
             self._task.cancel()
 
+    def expects_tokens_from(self, worker_id: str) -> bool:
+        """Whether a stream from that worker is open whose client reads."""
+        return (
+            self.worker == worker_id
+            and self._reply is not None
+            and self.request.streams_upstream
+            and not self._reply.paused
+        )
+
+    @property
+    def started(self) -> bool:
+        """Whether the client has seen something of this leg."""
+        return self._outlet.started
+
     @property
     def blocked_by_client(self) -> bool:
         """Whether the worker isn't read at the moment because the client doesn't read."""
@@ -249,7 +263,7 @@ class Leg:
     async def _serve(self, ticket: Ticket) -> None:
         while True:
             result = await self._prefill(ticket)
-            ticket.prefilled(result.prompt_tokens, self._key)
+            ticket.prefilled(result.prompt_tokens)
             worker = self._s.fleet[await ticket.admission()]
             self.decode_wait_s += self._s.ledger.now() - ticket.pooled_s
             self.worker = worker.id
@@ -267,7 +281,8 @@ class Leg:
                 await self._end_by_length()
                 return
             self.recomputes += 1
-            self._free_kv(ticket.requeue(), lost=lost is not None)
+            ticket.requeue()
+            self._free_kv()
 
     async def _prefill(self, ticket: Ticket) -> PrefillResult:
         waiting_since_s = self._s.ledger.now()
@@ -348,6 +363,7 @@ class Leg:
         if self.request.streams_upstream:  # else nothing comes before the whole answer
             self.stage_deadline_s = now + limits.first_byte_timeout_s.decode
         self._grace_s = DECODE_GRACE_S
+        tokens, answered = self.scanner.tokens, False
         try:
             body = self._s.connector.decode(self.request, params)
             self._unspent = None
@@ -357,6 +373,7 @@ class Leg:
                 body,
                 self._headers_for(worker),
                 connect_timeout_s=limits.connect_timeout_s,
+                retry_stale=False,  # a worker that took the request and died looks the same: the KV may be pulled
             )
             self._reply = reply
             if reply.status != 200:
@@ -365,8 +382,11 @@ class Leg:
                     self._unspent = params  # refused before the engine saw it: its KV is still pinned
                 raise error
             if self.request.streams_upstream:
-                return await self._stream(ticket, worker, reply)
-            return await self._unstreamed(ticket, worker, reply, result)
+                complete = await self._stream(ticket, worker, reply)
+            else:
+                complete = await self._unstreamed(ticket, worker, reply, result)
+            answered = True
+            return complete
         except ConnectFailed as error:
             if not error.sent:
                 self._unspent = params
@@ -383,6 +403,8 @@ class Leg:
             if self._reply is not None and self.scanner.end is not StreamEnd.DONE:
                 self._reply.abort()
             self._reply = None
+            if not answered and self._unspent is None and self.scanner.tokens == tokens:
+                self._s.drainer.orphan()  # the worker was told, but gave no sign of having pulled the KV
             self._grace_s = 0.0
             self.stage_deadline_s = self.stalled_since_s = math.inf
             worker.in_use -= 1
@@ -396,6 +418,8 @@ class Leg:
 
         def on_tokens(tokens: int) -> None:
             at = self.last_token_s = worker.progress_s = now()
+            if not self.first_token_s:
+                self.first_token_s = at
             self.stage_deadline_s = at + idle_s
             progress(tokens)
 
@@ -413,15 +437,11 @@ class Leg:
                 counted = scanner.tokens
         if scanner.end is not StreamEnd.ERROR and scanner.events:
             worker.circuit.success()
-        if counted and not self.first_token_s:
-            self.first_token_s = now()
         broken: UpstreamError | None = None
         if out:
             if not outlet.started:
                 await outlet.start()
             broken = await relay(reply, scanner, outlet.send, on_tokens, first=out, ends_response=outlet.ends_response)
-            if not self.first_token_s and scanner.tokens:
-                self.first_token_s = self.last_token_s
         return self._ended(worker, broken)
 
     def _ended(self, worker: Worker, broken: UpstreamError | None) -> bool:
@@ -474,7 +494,7 @@ class Leg:
             circuit.fault(now)
         log.debug("try failed", extra={"request": self.id, "worker": worker.id, "stage": stage, "error": str(error)})
         self._failures[stage] += 1
-        last = self._failures[stage] >= retry.max_attempts
+        last = self._failures[stage] >= retry.max_attempts or not error.retryable
         if last or (isinstance(error, NothingPinned) and self._failures[stage] > 1):
             raise error
         services.metrics.retries.inc(stage)
@@ -533,22 +553,19 @@ class Leg:
     # -- leaving
 
     def _leave(self, ticket: Ticket) -> None:
-        release = ticket.left
-        if release is None:
-            release = ticket.finish(self.outcome, self.scanner.finish_reason or "")
-        self._free_kv(release, lost=self.outcome is Outcome.FAILED)
+        if ticket.left is None:
+            ticket.finish(self.outcome, self.scanner.finish_reason or "")
+        self._free_kv()
 
-    def _free_kv(self, release: Release, *, lost: bool) -> None:
+    def _free_kv(self) -> None:
         """Have pinned KV pulled that the request leaves behind, unless a decoder may have been told to already.
 
         A decoder that failed before its first token may or may not have pulled: its parameters must not be used
-        again, so that KV is only counted. One that the client hung up on aborts and tells the prefiller.
+        again, so that KV is only counted (`_decode`).
         """
         params, self._unspent = self._unspent, None
         if params is not None:
             self._s.drainer.drain(Drain(self.id, self.request, params, tuple(self._headers)))
-        elif release.prefiller is not None and lost:
-            self._s.drainer.orphan()
 
     @property
     def upstream_id(self) -> str:

@@ -32,6 +32,7 @@ show; a `recomputed` marker flushes that text, a lost connection loses it.
 
 import re
 from array import array
+from collections.abc import Iterator
 from enum import Enum
 from typing import Any, Final, TypeGuard
 
@@ -503,6 +504,14 @@ class EventScanner:
 
 
 # ------------------------------------------------------------------------------------------------ helpers
+
+
+def payloads_of(events: bytes) -> Iterator[bytes]:
+    """The data of each of some whole events, whatever their line ends and whatever else they hold."""
+    for block in _BLANK_LINE.split(events) if b"\r" in events else events.split(b"\n\n"):
+        payload = block[6:] if block.startswith(b"data: ") and b"\n" not in block else _payload(block)
+        if payload is not None:
+            yield payload
 
 
 def _payload(raw: bytes) -> bytes | None:

@@ -2,22 +2,16 @@
 
 from collections.abc import Iterator
 
-from balanceroute.errors import InputError
-from balanceroute.prediction import ExactMatchPredictor, FinishedRequest, Predictor, SurvivalPredictor
+from balanceroute.prediction import FinishedRequest, LearnedPredictor, Predictor, build_predictor
 from balanceroute.traces import Trace
 
 
 def fitted(kind: str, train: Trace, horizon_steps: int) -> Predictor:
-    """A predictor by name, fitted on the whole of `train`. Raises: InputError for an unknown name."""
-    if kind == "survival":
-        survival = SurvivalPredictor(horizon_steps)
-        survival.start(finished_requests(train))
-        return survival
-    if kind == "exact_match":
-        exact = ExactMatchPredictor(horizon_steps)
-        exact.start(finished_requests(train))
-        return exact
-    raise InputError(f"unknown predictor {kind!r}")
+    """A predictor by name, fitted on `train`. Raises: ConfigError for an unknown name or a missing extra."""
+    predictor = build_predictor(kind, horizon_steps, rows=finished_requests(train))
+    if isinstance(predictor, LearnedPredictor):
+        predictor.grow()  # live it grows in the background; here the whole past is there at once
+    return predictor
 
 
 def finished_requests(train: Trace) -> Iterator[FinishedRequest]:

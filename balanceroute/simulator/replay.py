@@ -30,7 +30,10 @@ class Replay:
     check_invariants: bool = False
 
     def run(self, on_progress: Progress | None = None, stage_timer: StageTimer | None = None) -> Outcome:
-        """Simulate. Raises: InputError for a predictor that lacks its history, or settings that make no sense."""
+        """Simulate; `stage_timer` is told "begin" before each decision, then each stage by the policy.
+
+        Raises: InputError for a predictor that lacks its history, or settings that make no sense.
+        """
         lengths = TrueLengths(self.trace)
         simulation = Simulation(
             self.trace,
@@ -39,6 +42,7 @@ class Replay:
             lengths,
             self.forecast(lengths),
             with_loads=self.with_loads,
+            stage_timer=stage_timer,
             check_invariants=self.check_invariants,
         )
         return simulation.run(on_progress)

@@ -19,7 +19,7 @@ from time import perf_counter
 
 import numpy as np
 
-from balanceroute.core.policy import AdmissionPolicy
+from balanceroute.core.policy import AdmissionPolicy, StageTimer
 from balanceroute.core.scheduler import Scheduler, SchedulerConfig
 from balanceroute.core.types import Outcome as RequestOutcome
 from balanceroute.core.types import RequestSpec, Role, WorkerSpec, WorkerState
@@ -46,6 +46,7 @@ class Simulation:
         forecast: Forecast,
         *,
         with_loads: bool = False,
+        stage_timer: StageTimer | None = None,
         check_invariants: bool = False,
     ) -> None:
         self.setting = setting.checked()
@@ -60,6 +61,7 @@ class Simulation:
         self.lengths = lengths
         self.forecast = forecast
         self.policy = policy
+        self.stage_timer = stage_timer
         self.check_invariants = check_invariants
         self.ranks = Ranks(setting, self.prompt_tokens, lengths.tokens)
         self.recorder = Recorder(setting, self.prompt_tokens, with_loads=with_loads)
@@ -195,6 +197,8 @@ class Simulation:
         snapshot = self.scheduler.snapshot
         if not len(snapshot.pool) or (self.policy.waits_for_slots and not snapshot.free_slots):
             return
+        if self.stage_timer is not None:
+            self.stage_timer("begin")
         began = perf_counter()
         admissions = self.scheduler.admit(self.t)
         self.recorder.decision_us.append((perf_counter() - began) * 1e6)

@@ -75,11 +75,10 @@ class SchedulerMachine(RuleBasedStateMachine):
         ids = [tracker.id for tracker in self.scheduler.snapshot.requests.values() if tracker.phase in phases]
         return ids[pick % len(ids)] if ids else None
 
-    @rule(size=prompt_sizes, priority=st.integers(-1, 1), guess=remaining)
-    def submit(self, size: int, priority: int, guess: float | None) -> None:
+    @rule(size=prompt_sizes, priority=st.integers(-1, 1))
+    def submit(self, size: int, priority: int) -> None:
         self.arrivals += 1
-        given = {"expected_remaining": guess} if self.decode_first else {}
-        refused = self.scheduler.submit(RequestSpec(f"r{self.arrivals}", size, priority), self.now, **given)
+        refused = self.scheduler.submit(RequestSpec(f"r{self.arrivals}", size, priority), self.now)
         self.left += isinstance(refused, Reject)
 
     @rule(size=prompt_sizes, guess=remaining)
@@ -104,6 +103,12 @@ class SchedulerMachine(RuleBasedStateMachine):
                 self.scheduler.prefill_failed(request, self.now)
             else:
                 self.scheduler.prefilled(request, size, self.now, guess)
+
+    @precondition(lambda self: self.decode_first)
+    @rule(pick=st.integers(0, 99), guess=st.floats(0, HORIZON + 1))
+    def refresh_pooled(self, pick: int, guess: float) -> None:
+        if request := self.some(pick, Phase.POOLED):
+            self.scheduler.refresh(request, guess, self.now)
 
     @precondition(lambda self: self.decode_first)
     @rule(pick=st.integers(0, 99))

@@ -25,10 +25,19 @@ def pushing(scheduler: Scheduler, request_id: str = "r") -> None:
 
 def test_an_arrival_is_admitted_before_any_prefill_with_its_estimated_size() -> None:
     scheduler = decode_first()
-    scheduler.submit(a_request("r", 100), 0.0, 5.0)
+    scheduler.submit(a_request("r", 100), 0.0)
     assert scheduler.dispatch(0.0) == []
     assert [admission.worker for admission in scheduler.admit(0.0)] == ["d0"]
     assert scheduler.snapshot.workers[0].load == 100
+
+
+def test_a_pooled_arrival_takes_its_prediction_along() -> None:
+    scheduler = a_scheduler("br_h", config=SchedulerConfig(decode_first=True), horizon_steps=10)
+    scheduler.submit(a_request("r", 100), 0.0)
+    scheduler.refresh("r", 4.0, 0.0)
+    scheduler.admit(0.0)
+    assert scheduler.snapshot.requests["r"].remaining(10) == 4.0
+    scheduler.snapshot.check_invariants()
 
 
 def test_the_prefiller_is_chosen_when_the_decode_worker_asks_and_its_answer_corrects_the_load() -> None:
@@ -70,7 +79,7 @@ def test_whatever_the_stage_everything_is_released_once(stage: str, leaves: str)
     if leaves == "finish":
         release = scheduler.finish("r", Outcome.CANCELLED, 1.0)
     else:
-        release = scheduler.requeue("r", 1.0, 3.0)
+        release = scheduler.requeue("r", 1.0)
         assert scheduler.snapshot.requests["r"].phase is Phase.POOLED
         scheduler.finish("r", Outcome.CANCELLED, 1.0)
     snapshot = scheduler.snapshot

@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import json
+import sys
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 
@@ -89,6 +90,19 @@ def replayed(trace: Trace, answer: Answer, bodies: list[Body] | None = None, **o
             return await run_load(trace, LoadOptions(url, **options))  # type: ignore[arg-type]
 
     return asyncio.run(run())
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="no uvloop there")
+def test_it_works_on_uvloop() -> None:
+    import uvloop
+
+    async def run() -> LoadReport:
+        async with serving(whole_answer) as url:
+            return await run_load(a_trace([1, 5, 9]), LoadOptions(url))
+
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        report = runner.run(run())
+    assert (report.completed, report.errors) == (3, {})
 
 
 def test_complete_answers_are_counted_and_timed() -> None:

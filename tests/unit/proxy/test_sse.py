@@ -252,6 +252,7 @@ def test_empty_deltas_that_only_carry_ids_are_dropped_but_counted() -> None:
 
 def test_usage_that_was_not_asked_for_is_dropped() -> None:
     scanner = EventScanner()
+    scanner.feed(event(completion("a", None, finish_reason="length")))
     assert scanner.feed(event(usage(3, 5))) == b""
     assert scanner.usage is not None
     assert scanner.tokens == 5
@@ -266,12 +267,12 @@ def test_continuous_usage_counts_where_no_ids_come() -> None:
 
 
 def test_cached_tokens_are_the_prefillers() -> None:
-    scanner = EventScanner(want_usage=True, cached_tokens=4)
-    out = scanner.feed(event(usage(10, 1, prompt_tokens_details={"cached_tokens": 9})))
-    assert parsed(out)[0]["usage"]["prompt_tokens_details"] == {"cached_tokens": 4}
-    unknown = EventScanner(want_usage=True)
-    out = unknown.feed(event(usage(10, 1, prompt_tokens_details={"cached_tokens": 9})))
-    assert parsed(out)[0]["usage"]["prompt_tokens_details"] == {"cached_tokens": 0}
+    last = event(completion("a", [1], finish_reason="stop"))
+    final = event(usage(10, 1, prompt_tokens_details={"cached_tokens": 9}))
+    out = EventScanner(want_usage=True, cached_tokens=4).feed(last + final)
+    assert parsed(out)[1]["usage"]["prompt_tokens_details"] == {"cached_tokens": 4}
+    out = EventScanner(want_usage=True).feed(last + final)
+    assert parsed(out)[1]["usage"]["prompt_tokens_details"] == {"cached_tokens": 0}
 
 
 def test_comments_and_events_that_are_not_json_pass_unchanged() -> None:
@@ -303,6 +304,16 @@ def test_a_recomputed_marker_never_reaches_the_client(reason: str) -> None:
     assert scanner.feed(event(completion("a", [1]))) != b""
     assert scanner.feed(marker + event(usage(1, 1)) + DONE) == b""
     assert scanner.end is StreamEnd.RECOMPUTED
+
+
+def test_a_final_usage_without_a_finish_reason_is_held_back_because_the_next_life_has_its_own() -> None:
+    scanner = EventScanner(want_usage=True, prompt_tokens=3)
+    out = scanner.feed(event(completion("a", [1])) + event(usage(3, 1)) + DONE)
+    assert scanner.end is StreamEnd.UNFINISHED
+    scanner.resume()
+    out += scanner.feed(event(completion("b", [2], finish_reason="stop")) + event(usage(4, 1)) + DONE)
+    told = [body["usage"] for body in parsed(out) if isinstance(body, dict) and body.get("usage")]
+    assert [(u["prompt_tokens"], u["completion_tokens"]) for u in told] == [(3, 2)]
 
 
 def test_text_that_came_merged_with_the_marker_is_not_lost() -> None:

@@ -1,0 +1,39 @@
+"""`balanceroute reproduce`."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+
+def reproduce(
+    experiments: Annotated[
+        list[str] | None,
+        typer.Argument(help="main, scaling, sensitivity, overhead, predictors, fairness; all if left out."),
+    ] = None,
+    quick: Annotated[
+        bool, typer.Option("--quick", help="Fewer seeds, rows and widths: minutes, not half an hour.")
+    ] = False,
+    out: Annotated[Path, typer.Option(help="Folder for REPORT.md, CSV, PNG and SVG.")] = Path("reproduction"),
+    trace: Annotated[str | None, typer.Option(help="Run on this trace CSV, not on the synthetic ones.")] = None,
+    jobs: Annotated[int | None, typer.Option(min=1, help="Processes; as many as cores if left out.")] = None,
+    json: Annotated[bool, typer.Option("--json", help="Print the names of what was written, not the report.")] = False,
+) -> None:
+    """Run the paper's experiments on the step simulator and print our figures beside the paper's.
+
+    Example: balanceroute reproduce main scaling --quick --out /tmp/reproduction
+    """
+    from balanceroute.cli.output import print_json, progress_bar
+    from balanceroute.experiments import Scope, figures
+    from balanceroute.experiments import reproduce as run
+    from balanceroute.traces import read_trace
+
+    if trace is not None:
+        read_trace(Path(trace))  # a bad file is named before anything runs
+    figures.pyplot()  # and so is a missing extra
+    with progress_bar("simulating") as tell:
+        text = run(experiments or [], Scope.of(quick=quick, trace=trace), out, n_processes=jobs, on_progress=tell)
+    if json:
+        print_json({"written": sorted(str(path) for path in out.iterdir())})
+    else:
+        typer.echo(text)

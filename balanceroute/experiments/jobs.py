@@ -1,0 +1,234 @@
+"""One simulation as a value, and how many of them run on all cores.
+
+A `Job` is hashable: experiments that need the same run share it. Traces are made inside the process that uses them and
+kept there, so nothing large is ever pickled, and results come back as the few numbers that tables and figures need.
+"""
+
+import os
+from collections.abc import Callable, Iterable
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from dataclasses import dataclass, field
+from functools import lru_cache
+from multiprocessing import get_context
+from pathlib import Path
+from time import perf_counter
+from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from balanceroute import report
+from balanceroute.experiments.methods import Method
+from balanceroute.prediction import Evaluation, evaluate
+from balanceroute.report import SizeClassWait
+from balanceroute.simulator import Figures, Replay, Setting
+from balanceroute.simulator.history import finished_requests, fitted
+from balanceroute.traces import PRESETS, Trace, generate_trace, ideal_capacity, read_trace
+
+TRAIN_SEED_OFFSET = 1000  # histories are other draws of the same workload
+TRAIN_RATIO = 0.3  # of a user's trace: its beginning is history, the rest is replayed
+PANEL_STEPS = 1500  # length of the segment that the load panels show, as in the paper
+STAGES = ("prepare", "stage1", "stage2")
+
+
+@dataclass(frozen=True, slots=True)
+class Workload:
+    """A preset by name, or the user's trace by path."""
+
+    source: str
+    seed: int = 0
+    rows: int = 8000
+    load: float = 1.15
+
+    @property
+    def synthetic(self) -> bool:
+        """Whether it is generated."""
+        return self.source in PRESETS
+
+    @property
+    def name(self) -> str:
+        """A short name for tables and files."""
+        return self.source if self.synthetic else Path(self.source).name.split(".")[0]
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """One simulation: a method on a workload. `panel`: keep a segment of loads; `timed`: time the stages."""
+
+    workload: Workload
+    method: Method
+    n_workers: int = 8
+    panel: bool = False
+    timed: bool = False
+
+    @property
+    def setting(self) -> Setting:
+        """The reference setting at this width; the pool grows with it."""
+        return Setting(n_workers=self.n_workers, pool=16 * self.n_workers)
+
+    @property
+    def cost(self) -> float:
+        """A guess at how long it takes, to start the longest first."""
+        weight = 3.0 if self.method.policy.policy == "br_h" else 1.0
+        return self.workload.rows * (4 + self.n_workers) * weight
+
+    def run(self) -> "JobResult":
+        """Simulate in this process."""
+        return run_job(self)
+
+
+@dataclass(frozen=True, slots=True)
+class PredictorJob:
+    """One predictor, fitted on the history of a workload and judged on its trace."""
+
+    workload: Workload
+    kind: str
+    horizon_steps: int
+    timed: bool = False
+
+    @property
+    def cost(self) -> float:
+        """The learned predictor grows its trees for many seconds."""
+        return self.workload.rows * (100.0 if self.kind == "learned" else 5.0)
+
+    def run(self) -> Evaluation:
+        """Fit and judge in this process."""
+        trace, train = replayed(self.workload, 8)
+        predictor = fitted(self.kind, train, self.horizon_steps)
+        return evaluate(predictor, list(finished_requests(trace)), self.horizon_steps)
+
+
+class Task(Protocol):
+    """What `run_jobs` can run: hashable, picklable, with a guess at its cost; `timed` ones run alone."""
+
+    @property
+    def cost(self) -> float:
+        """Relative duration."""
+        ...
+
+    @property
+    def timed(self) -> bool:
+        """Whether its result depends on how fast it runs."""
+        ...
+
+    def run(self) -> Any:
+        """Do it in this process; the result is small."""
+        ...
+
+
+Results = dict[Any, Any]  # Job -> JobResult, PredictorJob -> Evaluation
+
+
+@dataclass(frozen=True, slots=True)
+class StageTimes:
+    """Microseconds per dispatch by stage; arrays of one entry per decision."""
+
+    stages: dict[str, NDArray[np.float64]]
+    total: NDArray[np.float64]
+
+
+@dataclass(frozen=True, slots=True)
+class JobResult:
+    """What tables and figures need of one simulation."""
+
+    figures: Figures
+    waits: tuple[SizeClassWait, ...]
+    panel: NDArray[np.int64] = field(default_factory=lambda: np.empty((0, 0), dtype=np.int64))
+    times: StageTimes | None = None
+
+
+@lru_cache(maxsize=4)
+def replayed(workload: Workload, n_workers: int) -> tuple[Trace, Trace]:
+    """The trace to replay and the history before it, at the workload's load for that many workers."""
+    setting = Setting(n_workers=n_workers).reference
+    if workload.synthetic:
+        trace, train = (
+            generate_trace(
+                workload.source, rows=workload.rows, seed=workload.seed + offset, load=workload.load, setting=setting
+            )
+            for offset in (0, TRAIN_SEED_OFFSET)
+        )
+        return trace, train
+    whole = read_trace(Path(workload.source))
+    cut = int(TRAIN_RATIO * len(whole))
+    rest = Trace(
+        whole.arrival_s[cut:] - whole.arrival_s[cut],
+        whole.prompt_tokens[cut:],
+        whole.output_tokens[cut:],
+        whole.prompt_key[cut:],
+    ).head(workload.rows)
+    return rest.at_rate(workload.load * ideal_capacity(rest, setting)), whole.head(max(1, cut))
+
+
+def run_job(job: Job) -> JobResult:
+    """Simulate one job in this process."""
+    trace, train = replayed(job.workload, job.n_workers)
+    timer = StageClock() if job.timed else None
+    outcome = Replay(trace, job.method.policy, job.setting, job.method.predictor, train, with_loads=job.panel).run(
+        stage_timer=timer
+    )
+    panel = np.empty((0, 0), dtype=np.int64)
+    if job.panel:
+        # the middle of the steady window: the same place for every method, whatever its makespan
+        middle = (outcome.window.start + outcome.window.stop) // 2
+        panel = outcome.loads[max(0, middle - PANEL_STEPS // 2) :][:PANEL_STEPS].copy()
+    waits = report.wait_by_size(outcome.wait_s, outcome.prompt_tokens)
+    times = timer.times(outcome.decision_us) if timer else None
+    return JobResult(outcome.figures, waits, panel, times)
+
+
+class StageClock:
+    """Measures the stages of decisions: told when one begins, then the name of each stage as it ends."""
+
+    def __init__(self) -> None:
+        self.last = perf_counter()
+        self.spent: dict[str, list[float]] = {stage: [] for stage in STAGES}
+
+    def __call__(self, stage: str) -> None:
+        now = perf_counter()
+        if stage == "begin":
+            self.last = now
+            return
+        self.spent[stage].append((now - self.last) * 1e6)
+        self.last = now
+
+    def times(self, total_us: NDArray[np.float64]) -> StageTimes:
+        """All measurements so far."""
+        return StageTimes({stage: np.array(spent) for stage, spent in self.spent.items()}, total_us)
+
+
+def run_task(task: Task) -> Any:
+    """Run any task; a function, so that a process pool can name it."""
+    return task.run()
+
+
+def run_jobs(
+    jobs: Iterable[Task], n_processes: int | None = None, on_done: Callable[[int, int], None] | None = None
+) -> Results:
+    """Run every different job, the longest first, on all cores.
+
+    Timed ones run at last and one at a time, so that no neighbour disturbs them. The results do not depend on the
+    number of processes (but for measured times).
+    """
+    ordered = sorted(dict.fromkeys(jobs), key=lambda job: -job.cost)
+    parallel, alone = [job for job in ordered if not job.timed], [job for job in ordered if job.timed]
+    results: Results = {}
+
+    def keep(job: Task, result: Any) -> None:
+        results[job] = result
+        if on_done is not None:
+            on_done(len(results), len(ordered))
+
+    workers = n_processes or os.cpu_count() or 1
+    if workers == 1:
+        for job in parallel:
+            keep(job, job.run())
+    else:
+        # spawned, not forked: the parent has threads (the progress bar)
+        with ProcessPoolExecutor(workers, mp_context=get_context("spawn")) as pool:
+            futures = {pool.submit(run_task, job): job for job in parallel}
+            for future in as_completed(futures):
+                keep(futures[future], future.result())
+    for job in alone:
+        keep(job, job.run())
+    return results

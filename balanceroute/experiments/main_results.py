@@ -1,0 +1,139 @@
+"""The paper's main table: every router on both workloads at heavy load, and the same under one cap on waiting."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from statistics import fmean, stdev
+
+from balanceroute.experiments import figures, methods, paper
+from balanceroute.experiments.jobs import Job, Results
+from balanceroute.experiments.methods import JSQ, MAIN, Method
+from balanceroute.experiments.scope import Scope, Section
+from balanceroute.experiments.tables import Table
+
+PANELS = (methods.RANDOM, JSQ, methods.BR_0, methods.BR_H_EXACT, methods.BR_H_ORACLE, methods.TARGET_FIT)
+
+
+def jobs_of(scope: Scope, source: str, method: Method) -> list[Job]:
+    """One method on one workload, a job per seed; the first seed also shows its loads."""
+    return [
+        Job(
+            scope.workload(source, seed),
+            method.seeded(seed),
+            panel=seed == scope.seeds[0] and method in PANELS,
+        )
+        for seed in scope.seeds
+    ]
+
+
+def variants(method: Method) -> list[Method]:
+    """The row itself and, where waiting can be capped and is not yet, the row under the cap."""
+    capped = method.capped()
+    return [method, capped] if method.pooled and capped != method else [method]
+
+
+def plan(scope: Scope) -> list[Job]:
+    """Every row on every workload."""
+    return [
+        job
+        for source in scope.sources
+        for method in MAIN
+        for variant in variants(method)
+        for job in jobs_of(scope, source, variant)
+    ]
+
+
+def mean_of(results: Results, jobs: Sequence[Job], name: str) -> float:
+    """Mean over seeds of one figure."""
+    return fmean(getattr(results[job].figures, name) for job in jobs)
+
+
+def spread_of(results: Results, jobs: Sequence[Job], name: str) -> float | None:
+    """Standard deviation over seeds of one figure; nothing to say for a single seed."""
+    values = [getattr(results[job].figures, name) for job in jobs]
+    return stdev(values) if len(values) > 1 else None
+
+
+def report(scope: Scope, results: Results, out: Path) -> Section:
+    """Tables, panels and what they say."""
+    section = Section("Main results (G = 8, load 1.15 of ideal capacity)")
+    section.text(
+        f"Means over {len(scope.seeds)} seed(s); ± is the standard deviation over seeds. `load spread` is the paper's"
+        " average imbalance (max − min KV tokens, mean over steps). `vs JSQ` is how many times smaller it is than"
+        " JSQ's, with the paper's own ratio beside it. `balance` 1.0 is the bound that no router can pass. Rows"
+        f' marked "capped" are the same router with waiting capped at {methods.WAIT_CAP_S:.0f} s (longer for huge'
+        " prompts): the paper has no such limit, and its greedy stage lets big prompts wait for minutes."
+    )
+    for source in scope.sources:
+        name = scope.workload(source).name
+        section.text(f"### {scope.title(source)}")
+        section.table(main_table(scope, results, source, name))
+        if source in paper.MAIN:
+            section.text(paper.verdict(not_reproduced(scope, results, source)))
+        panels = [(panel.label, results[jobs_of(scope, source, panel)[0]].panel) for panel in PANELS]
+        section.figure(figures.load_panels(panels, out / f"loads_{name}"), f"KV load of every worker, {name}")
+    return section
+
+
+def main_table(scope: Scope, results: Results, source: str, name: str) -> Table:
+    """One workload's rows."""
+    table = Table(
+        f"main_{name}",
+        ["router", "load spread", "±", "vs JSQ", "paper", "TPOT p95 ms", "tok/s", "vs JSQ tok/s", "paper tok/s",
+         "balance", "wait p50 s", "wait p99 s", "wait max s"],
+        digits={"vs JSQ": 1, "paper": 1, "TPOT p95 ms": 1, "vs JSQ tok/s": 3, "paper tok/s": 3, "balance": 3,
+                "wait p50 s": 1},
+    )  # fmt: skip
+    base = jobs_of(scope, source, JSQ)
+    base_spread, base_rate = (mean_of(results, base, n) for n in ("load_spread_mean", "throughput_tok_s"))
+    printed = paper.MAIN.get(source, {})
+    for method in MAIN:
+        for variant in variants(method):
+            jobs = jobs_of(scope, source, variant)
+            ours = {n: mean_of(results, jobs, n) for n in methods_figures()}
+            theirs = printed.get(method.paper) if variant is method else None
+            jsq = printed.get("join_shortest_queue")
+            table.add(
+                variant.label + (", capped" if variant is not method else ""),
+                ours["load_spread_mean"],
+                spread_of(results, jobs, "load_spread_mean"),
+                base_spread / ours["load_spread_mean"],
+                jsq.imbalance / theirs.imbalance if theirs and jsq else None,
+                ours["tpot_p95_s"] * 1000,
+                ours["throughput_tok_s"],
+                ours["throughput_tok_s"] / base_rate,
+                theirs.throughput / jsq.throughput if theirs and jsq else None,
+                ours["balance"],
+                ours["wait_p50_s"],
+                ours["wait_p99_s"],
+                ours["wait_max_s"],
+            )
+    return table
+
+
+def methods_figures() -> tuple[str, ...]:
+    """The figures that the table shows."""
+    return (
+        "load_spread_mean",
+        "tpot_p95_s",
+        "throughput_tok_s",
+        "balance",
+        "wait_p50_s",
+        "wait_p99_s",
+        "wait_max_s",
+    )
+
+
+def not_reproduced(scope: Scope, results: Results, source: str) -> list[str]:
+    """Rows whose imbalance ratio to JSQ is far from the paper's."""
+    printed = paper.MAIN.get(source, {})
+    base = mean_of(results, jobs_of(scope, source, JSQ), "load_spread_mean")
+    found = []
+    for method in MAIN:
+        theirs = printed.get(method.paper)
+        if theirs is None:
+            continue
+        ours = base / mean_of(results, jobs_of(scope, source, method), "load_spread_mean")
+        ratio = printed["join_shortest_queue"].imbalance / theirs.imbalance
+        if paper.far_off(ours, ratio):
+            found.append(f"{method.label} ({ours:.1f}× here, {ratio:.1f}× in the paper)")
+    return found

@@ -1,0 +1,89 @@
+"""Scaling with the number of decode workers at constant load per worker: the paper's 4, 8, 16, and beyond."""
+
+from pathlib import Path
+
+from balanceroute.experiments import figures, methods, paper
+from balanceroute.experiments.jobs import Job, Results
+from balanceroute.experiments.scope import Scope, Section
+from balanceroute.experiments.tables import Table
+
+METHODS = (
+    methods.RANDOM,
+    methods.ROUND_ROBIN,
+    methods.POWER_OF_TWO,
+    methods.JSQ,
+    methods.LEAST_KV,
+    methods.BR_0,
+    methods.BR_H_ORACLE_14,
+    methods.TARGET_FIT,
+)
+
+
+def source_of(scope: Scope) -> str:
+    """The paper scales on its proprietary trace only; so do we."""
+    return scope.sources[0]
+
+
+def job_of(scope: Scope, method: methods.Method, width: int) -> Job:
+    """One router at one width."""
+    return Job(scope.workload(source_of(scope), rows=scope.rows_at(width)), method, width)
+
+
+def plan(scope: Scope) -> list[Job]:
+    """Every router at every width."""
+    return [job_of(scope, method, width) for width in scope.widths for method in METHODS]
+
+
+def not_reproduced(scope: Scope, results: Results) -> list[str]:
+    """Routers and widths whose imbalance ratio to JSQ is far from the paper's."""
+    found = []
+    for width in scope.widths:
+        printed = paper.SCALING.get(width, {})
+        base = results[job_of(scope, methods.JSQ, width)].figures.load_spread_mean
+        for method in METHODS:
+            if method.paper in printed:
+                ours = base / results[job_of(scope, method, width)].figures.load_spread_mean
+                theirs = printed["join_shortest_queue"].imbalance / printed[method.paper].imbalance
+                if paper.far_off(ours, theirs):
+                    found.append(f"{method.label} at G = {width}: {ours:.1f}× here, {theirs:.1f}× in the paper")
+    return found
+
+
+def report(scope: Scope, results: Results, out: Path) -> Section:
+    """One table over all widths, and the figure."""
+    section = Section("Scaling with the number of decode workers")
+    section.text(
+        f"Workload {scope.title(source_of(scope))}, one seed, load 1.15 of each width's ideal capacity, with as many"
+        " requests and as much pool per worker as at G = 8. Widths above 16 are not in the paper. The paper's G = 16"
+        " ran with fewer prefillers per worker, so its absolute figures mix in prefill; compare the ratios to JSQ of"
+        " the same width. Routers as printed, no wait cap, but for TargetFit, which has one."
+    )
+    table = Table(
+        "scaling",
+        ["router", "G", "load spread", "vs JSQ", "paper", "TPOT p95 ms", "tok/s per worker", "balance", "wait p99 s"],
+        digits={"vs JSQ": 1, "paper": 1, "TPOT p95 ms": 1, "balance": 3},
+    )
+    for width in scope.widths:
+        base = results[job_of(scope, methods.JSQ, width)].figures
+        printed = {} if scope.trace else paper.SCALING.get(width, {})
+        for method in METHODS:
+            ours, theirs = results[job_of(scope, method, width)].figures, printed.get(method.paper)
+            table.add(
+                method.label,
+                width,
+                ours.load_spread_mean,
+                base.load_spread_mean / ours.load_spread_mean,
+                printed["join_shortest_queue"].imbalance / theirs.imbalance if theirs else None,
+                ours.tpot_p95_s * 1000,
+                ours.throughput_tok_s / width,
+                ours.balance,
+                ours.wait_p99_s,
+            )
+    section.table(table)
+    if not scope.trace:
+        section.text(paper.verdict(not_reproduced(scope, results)))
+    lines = {
+        method.label: [results[job_of(scope, method, width)].figures for width in scope.widths] for method in METHODS
+    }
+    section.figure(figures.scaling(scope.widths, lines, out / "scaling"), "Scaling")
+    return section

@@ -1,0 +1,88 @@
+"""How much to run: the paper's experiments in full, or a quick look at each."""
+
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from balanceroute.experiments.jobs import Workload
+from balanceroute.experiments.tables import Table
+
+PRESET_NAMES = ("heavy_tailed", "capped")
+TITLES = {
+    "heavy_tailed": "heavy_tailed (synthetic, the moments of the paper's proprietary trace)",
+    "capped": "capped (synthetic stand-in for Azure-2024 above 1,000 output tokens)",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Scope:
+    """What every experiment is to cover; `quick` trades seeds and rows for minutes."""
+
+    quick: bool = False
+    trace: str | None = None  # a trace file of the user, in place of the synthetic workloads
+    seeds: tuple[int, ...] = (0, 1, 2, 3, 4)
+    rows: int = 8000
+    widths: tuple[int, ...] = (4, 8, 16, 32, 64, 144)
+    sensitivity_widths: tuple[int, ...] = (8, 16)
+    loads: tuple[float, ...] = (0.5, 0.6, 0.7, 0.8, 0.9, 1.0, 1.1, 1.2)
+    sweep_rows: int = 6000
+
+    @classmethod
+    def of(cls, *, quick: bool, trace: str | None) -> "Scope":
+        """The full or the quick scope."""
+        seeds = (0,) if trace else (0, 1, 2, 3, 4)
+        if not quick:
+            return cls(trace=trace, seeds=seeds)
+        return cls(
+            quick=True,
+            trace=trace,
+            seeds=seeds[:1],
+            widths=(4, 8, 16),
+            sensitivity_widths=(8,),
+            loads=(0.5, 0.8, 1.0, 1.2),
+            sweep_rows=4000,
+        )
+
+    @property
+    def sources(self) -> tuple[str, ...]:
+        """Workloads by name, or the user's trace."""
+        return (self.trace,) if self.trace else PRESET_NAMES
+
+    def workload(self, source: str, seed: int = 0, *, rows: int | None = None, load: float = 1.15) -> Workload:
+        """A workload at this scope's size."""
+        return Workload(source, seed, rows or self.rows, load)
+
+    def rows_at(self, n_workers: int) -> int:
+        """Requests for a cluster of that width: as many per worker as with eight."""
+        return self.rows * n_workers // 8
+
+    def title(self, source: str) -> str:
+        """What a workload is, said honestly."""
+        return TITLES.get(source, f"{Workload(source).name} (your trace: its first 30 % is history, the rest replayed)")
+
+
+@dataclass(slots=True)
+class Section:
+    """One part of the report."""
+
+    title: str
+    blocks: list[str] = field(default_factory=list)  # Markdown paragraphs and tables, in order
+    tables: list[Table] = field(default_factory=list)
+    figures: list[Path] = field(default_factory=list)
+
+    def text(self, paragraph: str) -> None:
+        """Append a paragraph."""
+        self.blocks.append(paragraph)
+
+    def table(self, table: Table) -> None:
+        """Append a table; it is written as CSV too."""
+        self.tables.append(table)
+        self.blocks.append(table.markdown())
+
+    def figure(self, path: Path, caption: str) -> None:
+        """Append a figure that was saved as PNG and SVG beside the report."""
+        self.figures.append(path)
+        self.blocks.append(f"![{caption}]({path.name})")
+
+    def markdown(self) -> str:
+        """The section as Markdown."""
+        return "\n\n".join([f"## {self.title}", *self.blocks])

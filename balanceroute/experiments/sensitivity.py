@@ -1,0 +1,86 @@
+"""The paper's cross-shaped sweep of (beta, gamma) for BR-H with an oracle."""
+
+from pathlib import Path
+
+from balanceroute.experiments import figures, methods, paper
+from balanceroute.experiments.jobs import Job, Results
+from balanceroute.experiments.scope import Scope, Section
+from balanceroute.experiments.tables import Table
+
+SWEPT = ((1.0, 0.9), (24.0, 0.9), (48.0, 0.9), (96.0, 0.9), (48.0, 0.5), (48.0, 0.7), (48.0, 1.0))
+DEPLOYED = ((43.0, 0.86), (14.67, 0.64))
+
+
+def job_of(scope: Scope, beta: float, gamma: float, width: int) -> Job:
+    """BR-H with an oracle at one operating point."""
+    workload = scope.workload(scope.sources[0], rows=scope.rows_at(width))
+    return Job(workload, methods.at_point(beta, gamma), width)
+
+
+def baseline_of(scope: Scope, width: int) -> Job:
+    """JSQ on the same trace."""
+    return Job(scope.workload(scope.sources[0], rows=scope.rows_at(width)), methods.JSQ, width)
+
+
+def plan(scope: Scope) -> list[Job]:
+    """The cross, the two operating points and JSQ at each width."""
+    return [
+        job
+        for width in scope.sensitivity_widths
+        for job in (
+            baseline_of(scope, width),
+            *(job_of(scope, beta, gamma, width) for beta, gamma in SWEPT + DEPLOYED),
+        )
+    ]
+
+
+def not_reproduced(scope: Scope, results: Results, width: int) -> list[str]:
+    """Operating points whose imbalance ratio to JSQ is far from the paper's."""
+    base = results[baseline_of(scope, width)].figures.load_spread_mean
+    jsq = paper.SCALING[width]["join_shortest_queue"].imbalance
+    found = []
+    for (beta, gamma), printed in paper.SENSITIVITY[width].items():
+        ours = base / results[job_of(scope, beta, gamma, width)].figures.load_spread_mean
+        if paper.far_off(ours, jsq / printed.imbalance):
+            found.append(f"({beta:g}, {gamma:g}): {ours:.1f}× here, {jsq / printed.imbalance:.1f}× in the paper")
+    return found
+
+
+def report(scope: Scope, results: Results, out: Path) -> Section:
+    """A table and a figure per width."""
+    section = Section("Sensitivity to (beta, gamma)")
+    section.text(
+        f"BR-H with an oracle, H = 80, as printed (no wait cap); workload {scope.title(scope.sources[0])}, one seed:"
+        " single figures move by about ±20 % with the seed. Ratios are to JSQ on the same trace."
+    )
+    for width in scope.sensitivity_widths:
+        base = results[baseline_of(scope, width)].figures
+        printed = {} if scope.trace else paper.SENSITIVITY.get(width, {})
+        jsq = paper.SCALING[width]["join_shortest_queue"] if width in paper.SCALING else None
+        table = Table(
+            f"sensitivity_g{width}",
+            ["(beta, gamma)", "load spread", "vs JSQ", "paper", "TPOT p95 ms", "tok/s", "balance", "wait p99 s"],
+            digits={"vs JSQ": 1, "paper": 1, "TPOT p95 ms": 1, "balance": 3},
+        )
+        for beta, gamma in SWEPT + DEPLOYED:
+            ours, theirs = results[job_of(scope, beta, gamma, width)].figures, printed.get((beta, gamma))
+            table.add(
+                f"({beta:g}, {gamma:g})" + (" *" if (beta, gamma) in DEPLOYED else ""),
+                ours.load_spread_mean,
+                base.load_spread_mean / ours.load_spread_mean,
+                jsq.imbalance / theirs.imbalance if theirs and jsq else None,
+                ours.tpot_p95_s * 1000,
+                ours.throughput_tok_s,
+                ours.balance,
+                ours.wait_p99_s,
+            )
+        section.text(f"### G = {width} (* the paper's operating points)")
+        section.table(table)
+        if printed and jsq:
+            section.text(paper.verdict(not_reproduced(scope, results, width)))
+    points = {
+        width: {point: results[job_of(scope, *point, width)].figures.load_spread_mean for point in SWEPT + DEPLOYED}
+        for width in scope.sensitivity_widths
+    }
+    section.figure(figures.sensitivity(points, DEPLOYED, out / "sensitivity"), "Sensitivity")
+    return section

@@ -1,0 +1,219 @@
+"""What one decision costs: per stage, per cluster size, per pool size; and what a token costs.
+
+A step loop drives the scheduler at saturation. Prompts and outputs are drawn like those of the heavy-tailed trace
+(lognormal, mean 3.2k and 1.2k tokens), all slots are kept full, and the pool is topped up to the wanted number of
+waiting requests. Before each decision the engine steps until the wanted number of requests has ended (1 for G = 8, up
+to 8 for G = 144: what such a cluster frees in one or two steps). With br_h a request carries a c-hat in [1, H) with
+probability 0.3 and the anchor H otherwise, refreshed every H/2 tokens.
+
+Timed is `Scheduler.admit()` alone, which is the policy and the charging of its choices, in one process. The stages come
+from the policy's stage timer, the same that feeds the live proxy's histograms (about 0.1 us per stage):
+
+    prepare   reading the margins off the kept projection (br), loads and the pool's ages (target_fit)
+    stage1    overdue requests, slack and greedy fill, with charging what they admit
+    stage2    refined allocation, with charging what it admits
+    total     the whole call
+
+Not timed: the predictor, HTTP, and the garbage collector, which runs between the timed sections. The last table times
+`Scheduler.progress()`, what the relay calls per token, in blocks of 1,000 calls.
+
+    scripts/bench_decision                 # the whole grid, some minutes
+    scripts/bench_decision --quick         # the points that have a bar
+    scripts/bench_decision --workers 8 --waiting 128 --r-max 4 16 --ticks 2000
+"""
+
+import argparse
+import gc
+import platform
+import random
+import subprocess
+import time
+from collections.abc import Iterable
+from heapq import heappop, heappush
+
+import numpy
+
+from balanceroute import __version__
+from balanceroute.core.policies import PolicySettings, make_policy
+from balanceroute.core.scheduler import Scheduler, SchedulerConfig
+from balanceroute.core.types import Admit, Outcome, RequestSpec, Role, WorkerSpec
+
+SLOTS, HORIZON = 64, 80
+clock_ns = time.perf_counter_ns
+STAGES = ("prepare", "stage1", "stage2", "total")
+FREED = {8: 1, 16: 1, 32: 2, 64: 4, 144: 8}
+QUICK = [("br_h", 8, 128, 4), ("br_h", 8, 128, 16), ("br_h", 144, 512, 8), ("target_fit", 8, 128, 0)] + [
+    ("target_fit", 144, 512, 0)
+]
+
+
+class StageClock:
+    """Nanoseconds by stage within one decision."""
+
+    def __init__(self) -> None:
+        self.spent: dict[str, int] = {}
+        self._last_ns = 0
+
+    def start(self) -> None:
+        self.spent = {}
+        self._last_ns = clock_ns()
+
+    def __call__(self, stage: str) -> None:
+        now_ns = clock_ns()
+        self.spent[stage] = self.spent.get(stage, 0) + now_ns - self._last_ns
+        self._last_ns = now_ns
+
+
+class SaturatedCluster:
+    """A cluster whose slots are full and whose pool holds `waiting` requests, one decision at a time."""
+
+    def __init__(self, settings: PolicySettings, workers: int, waiting: int, freed: int) -> None:
+        self.clock = StageClock()
+        config = SchedulerConfig(
+            lock_step=True, refresh_every_tokens=HORIZON // 2 if settings.policy == "br_h" else None
+        )
+        self.scheduler = Scheduler(make_policy(settings, self.clock), config)
+        self.random = random.Random(1)
+        self.waiting, self.freed = waiting, freed
+        self.now_s, self.step, self.arrivals = 0.0, 0, 0
+        self.ends: list[tuple[int, str]] = []
+        for index in range(workers):
+            self.scheduler.add_worker(WorkerSpec(f"d{index}", Role.DECODE, slots=SLOTS), 0.0)
+        self.top_up()
+        while self.scheduler.snapshot.free_slots:
+            self.start(self.scheduler.admit(self.now_s))
+            self.top_up()
+            self.now_s += 10.0  # longer than target_fit holds anything back
+        for _ in range(workers * SLOTS // freed):  # until most of what started at once has left
+            self.decide()
+
+    def contribution(self) -> float:
+        return self.random.uniform(1, HORIZON) if self.random.random() < 0.3 else float(HORIZON)
+
+    def top_up(self) -> None:
+        while len(self.scheduler.snapshot.pool) < self.waiting:
+            self.arrivals += 1
+            spec = RequestSpec(str(self.arrivals), 1 + min(120_000, int(self.random.lognormvariate(7.13, 1.36))))
+            self.scheduler.submit_prefilled(spec, self.now_s, self.contribution())
+
+    def start(self, admissions: Iterable[Admit]) -> None:
+        for action in admissions:
+            output = 1 + min(20_000, int(self.random.lognormvariate(6.55, 1.03)))
+            heappush(self.ends, (self.step + output, action.request))
+            self.scheduler.start(action.request, self.now_s)
+
+    def free_slots(self) -> None:
+        """Step the engine until the next `freed` requests have ended."""
+        leaving = [heappop(self.ends) for _ in range(self.freed)]
+        while self.step < leaving[-1][0]:
+            self.step += 1
+            self.now_s += 0.05
+            self.scheduler.step(self.now_s)
+            for tracker in self.scheduler.due_refreshes():
+                self.scheduler.refresh(tracker.id, self.contribution(), self.now_s)
+        for _, request in leaving:
+            self.scheduler.finish(request, Outcome.FINISHED, self.now_s)
+
+    def decide(self) -> dict[str, float]:
+        """Free slots, decide, and return the microseconds by stage."""
+        self.free_slots()
+        self.clock.start()
+        begin_ns = clock_ns()
+        admissions = self.scheduler.admit(self.now_s)
+        total_ns = clock_ns() - begin_ns
+        assert len(admissions) == self.freed, "at saturation every freed slot is filled"
+        self.start(admissions)
+        self.top_up()
+        return {stage: ns / 1e3 for stage, ns in {**self.clock.spent, "total": total_ns}.items()}
+
+
+def quantile(ordered: list[float], q: float) -> float:
+    """Nearest-rank quantile of sorted values."""
+    return ordered[min(len(ordered) - 1, int(q * len(ordered)))]
+
+
+def measure(policy: str, workers: int, waiting: int, r_max: int, ticks: int) -> dict[str, list[float]]:
+    """Sorted microseconds by stage over `ticks` decisions."""
+    settings = PolicySettings(policy=policy, horizon_steps=HORIZON, r_max=r_max or 8)
+    cluster = SaturatedCluster(settings, workers, waiting, FREED.get(workers, 1))
+    samples: dict[str, list[float]] = {stage: [] for stage in STAGES}
+    gc.collect()
+    gc.disable()
+    for tick in range(ticks):
+        for stage, spent in cluster.decide().items():
+            samples[stage].append(spent)
+        if tick % 100 == 99:
+            gc.collect(1)
+    gc.enable()
+    return {stage: sorted(values) for stage, values in samples.items() if values}
+
+
+def measure_progress(policy: str, anchored: bool) -> list[float]:
+    """Sorted microseconds per `progress()` call, in blocks of 1,000, one token each."""
+    scheduler = Scheduler(make_policy(PolicySettings(policy=policy, horizon_steps=HORIZON)))
+    for index in range(8):
+        scheduler.add_worker(WorkerSpec(f"d{index}", Role.DECODE, slots=SLOTS), 0.0)
+    names = [str(index) for index in range(8 * SLOTS)]
+    for name in names:
+        scheduler.submit_prefilled(RequestSpec(name, 1000), 0.0, None if anchored else 60.0)
+    scheduler.admit(0.0)
+    calls = [names[index % len(names)] for index in range(1000)]
+    blocks = []
+    for block in range(40):
+        begin_ns = clock_ns()
+        for name in calls:
+            scheduler.progress(name, 1, 0.0)
+        blocks.append((clock_ns() - begin_ns) / 1e6)
+        if not anchored and block % 20 == 19:
+            for name in names:
+                scheduler.refresh(name, 60.0, 0.0)
+    return sorted(blocks)
+
+
+def header() -> str:
+    """What was measured where."""
+    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False)
+    model = [line for line in open("/proc/cpuinfo") if line.startswith("model name")] or [platform.processor()]
+    return (
+        f"balanceroute {__version__} ({commit.stdout.strip() or 'no git'}), Python {platform.python_version()}, "
+        f"numpy {numpy.__version__}, {model[0].split(':')[-1].strip()}\nB={SLOTS} H={HORIZON}; microseconds"
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--policies", nargs="+", default=["br_h", "br_0", "target_fit"])
+    parser.add_argument("--workers", nargs="+", type=int, default=[8, 16, 32, 64, 144], help="G")
+    parser.add_argument("--waiting", nargs="+", type=int, default=[16, 128, 512])
+    parser.add_argument("--r-max", nargs="+", type=int, default=[4, 8, 16])
+    parser.add_argument("--ticks", type=int, default=1000, help="timed decisions per point")
+    parser.add_argument("--quick", action="store_true", help="only the points that have a bar")
+    parser.add_argument("--cpu-time", action="store_true", help="CPU time instead of wall time, on a busy machine")
+    options = parser.parse_args()
+    if options.cpu_time:
+        global clock_ns
+        clock_ns = time.thread_time_ns
+    grid = QUICK if options.quick else [
+        (policy, workers, waiting, r_max)
+        for policy in options.policies
+        for workers in options.workers
+        for waiting in options.waiting
+        for r_max in (options.r_max if policy.startswith("br_") else [0])
+    ]  # fmt: skip
+    print(header())
+    print(f"{'policy':<10} {'G':>4} {'waiting':>7} {'R_max':>5} {'freed':>5} {'stage':<8} "
+          f"{'p50':>8} {'p95':>8} {'p99':>8} {'mean':>8}")  # fmt: skip
+    for policy, workers, waiting, r_max in grid:
+        for stage, values in measure(policy, workers, waiting, r_max, options.ticks).items():
+            figures = [quantile(values, q) for q in (0.5, 0.95, 0.99)] + [sum(values) / len(values)]
+            print(f"{policy:<10} {workers:>4} {waiting:>7} {r_max or '-':>5} {FREED.get(workers, 1):>5} {stage:<8} "
+                  + " ".join(f"{figure:>8.1f}" for figure in figures), flush=True)  # fmt: skip
+    for policy, anchored in (("br_0", True), ("br_h", True), ("br_h", False)):
+        blocks = measure_progress(policy, anchored)
+        kind = "anchored" if anchored else "c-hat < H"
+        figures = f"p50 {quantile(blocks, 0.5):.2f}, p99 {quantile(blocks, 0.99):.2f}"
+        print(f"{policy:<10} progress() per token, {kind}: {figures}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,96 @@
+"""What must be zero when all is over: in the router, in its metrics, and on the emulated workers."""
+
+import asyncio
+import re
+from dataclasses import dataclass, field
+from typing import Any
+
+import httpx
+
+SETTLE_S = 20.0  # for requests and drains that are still under way when the last client has its answer
+_SAMPLE = re.compile(r"^(\w+)(?:\{([^}]*)\})? (\S+)$", re.MULTILINE)
+
+
+@dataclass(slots=True)
+class Findings:
+    """What was found, and what of it misses a bar."""
+
+    lines: list[str] = field(default_factory=list)
+    faults: list[str] = field(default_factory=list)
+
+    def check(self, good: bool, line: str) -> None:
+        """Note a fact; one that misses the bar is a fault as well."""
+        self.lines.append(line)
+        if not good:
+            self.faults.append(line)
+
+
+def held_by_router(state: dict[str, Any]) -> dict[str, int]:
+    """Everything that `GET /state` says is held, by name; only what is not zero."""
+    held = {
+        "waiting": len(state["waiting"]),
+        "queued": len(state["queued"]),
+        "exchanges": state.get("exchanges", 0),
+        "drains": state.get("drains_pending", 0),
+        "active": sum(len(worker["active"]) for worker in state["workers"]),
+        "load_tokens": sum(worker["load_tokens"] for worker in state["workers"]),
+        "inflight": sum(prefiller["inflight"] for prefiller in state["prefillers"]),
+        "inflight_tokens": sum(prefiller["inflight_tokens"] for prefiller in state["prefillers"]),
+        "pinned": sum(prefiller["pinned"] for prefiller in state["prefillers"]),
+        "pinned_tokens": sum(prefiller["pinned_tokens"] for prefiller in state["prefillers"]),
+    }
+    return {name: count for name, count in held.items() if count}
+
+
+def held_by_workers(state: dict[str, Any]) -> dict[str, dict[str, int]]:
+    """Requests and KV blocks that emulated workers still hold, by worker; only who holds something."""
+    names = ("running", "waiting", "transferring", "blocks_used", "pinned")
+    held = {name: {key: worker[key] for key in names if worker.get(key)} for name, worker in state["workers"].items()}
+    return {name: what for name, what in held.items() if what}
+
+
+def outcomes(exposition: str) -> dict[str, float]:
+    """The router's count of ended requests by outcome."""
+    return {
+        (labels or "").partition('"')[2].rstrip('"'): float(value)
+        for name, labels, value in _SAMPLE.findall(exposition)
+        if name == "balanceroute_requests_total"
+    }
+
+
+def sample(exposition: str, wanted: str) -> float:
+    """The sum of one metric's samples."""
+    return sum(float(value) for name, _, value in _SAMPLE.findall(exposition) if name == wanted)
+
+
+async def router_settles(client: httpx.AsyncClient, url: str) -> dict[str, int]:
+    """What the router still holds once it has settled: nothing, or what is left after `SETTLE_S`."""
+    held: dict[str, int] = {}
+    for _ in range(int(SETTLE_S / 0.25)):
+        held = held_by_router((await client.get(f"{url}/state")).json())
+        if not held:
+            return {}
+        await asyncio.sleep(0.25)
+    return held
+
+
+def check_outcomes(
+    findings: Findings, counted: dict[str, float], sent: int, unseen: int, right: int, left: int
+) -> None:
+    """The router's own count against the clients'.
+
+    Args: sent: requests to the two counted routes. unseen: those of them that may never have reached the router, or
+        only in part. right: complete answers that clients got. left: clients that went.
+    """
+    total = sum(counted.values())
+    told = ", ".join(f"{int(count)} {name}" for name, count in counted.items())
+    findings.check(
+        sent - unseen <= total <= sent,
+        f"received {sent - unseen}..{sent} = {int(total)} in /metrics ({told})",
+    )
+    finished = counted.get("finished", 0)
+    findings.check(
+        right <= finished <= right + left,
+        f"finished in /metrics {int(finished)}, complete at clients {right}, clients that left {left}",
+    )
+    findings.check(counted.get("cancelled", 0) <= left, f"cancelled in /metrics {int(counted.get('cancelled', 0))}")

@@ -1,0 +1,247 @@
+"""Requests with their right answers, drawn from a seed."""
+
+import random
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import orjson
+
+from balanceroute.emulator.requests import render_chat
+from balanceroute.engine.tokens import (
+    EOS_ID,
+    FIRST_TRIPLE_ID,
+    FIRST_WORD_ID,
+    OutputLengths,
+    continuation,
+    decode,
+    encode,
+)
+
+COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
+DEFAULT_COMPLETION_LIMIT = 16  # of vLLM
+_WORDS = "the load of every worker is kept level so that no step waits for the fullest one of them all".split()
+
+
+@dataclass(frozen=True, slots=True)
+class Behaviour:
+    """What the client does besides waiting: leaves after so many seconds or events, or stops reading for a while."""
+
+    leave_after_s: float | None = None
+    leave_after_events: int | None = None
+    reset: bool = False  # leaves with RST instead of FIN
+    half_sent: bool = False  # leaves in the middle of its own request
+    pause_s: float = 0.0  # reads nothing for so long after the first event
+
+    @property
+    def leaves(self) -> bool:
+        """Whether it may be gone before its answer is whole."""
+        return self.half_sent or self.leave_after_s is not None or self.leave_after_events is not None
+
+
+PATIENT = Behaviour()
+
+
+@dataclass(frozen=True, slots=True)
+class Ask:
+    """One request and its right answer; `malformed` says what is wrong with a request that must be refused."""
+
+    number: int
+    path: str
+    body: bytes
+    timeout_s: float
+    behaviour: Behaviour = PATIENT
+    stream: bool = False
+    prompt_tokens: int = 0
+    ids: tuple[int, ...] = ()
+    finish_reason: str = ""
+    want_ids: bool = False
+    want_usage: bool = False
+    malformed: str = ""
+    method: str = "POST"
+    timeout_header: str = ""  # in place of timeout_s, to be wrong on purpose
+
+    @property
+    def id(self) -> str:
+        """Its X-Request-Id."""
+        return f"chaos-{self.number}"
+
+    @property
+    def chat(self) -> bool:
+        """Whether it is a chat."""
+        return self.path == CHAT
+
+    @property
+    def text(self) -> str:
+        """The right text."""
+        return decode(self.ids)
+
+
+@dataclass(frozen=True, slots=True)
+class Mix:
+    """Shares and sizes of the requests; sizes are inclusive ranges in tokens."""
+
+    prompt_tokens: tuple[int, int] = (4, 160)
+    long_prompt_tokens: tuple[int, int] = (200, 500)
+    output_tokens: tuple[int, int] = (1, 120)
+    timeout_s: tuple[float, float] = (20.0, 30.0)
+    long_share: float = 0.1
+    chat_share: float = 0.4
+    stream_share: float = 0.65
+    leave_share: float = 0.2
+    malformed_share: float = 0.01
+    hurried_share: float = 0.03  # with a deadline that the answer may miss
+    pausing_share: float = 0.02
+
+
+class Asker:
+    """Draws requests; the same seed gives the same ones in the same order."""
+
+    def __init__(self, seed: int, mix: Mix, lengths: OutputLengths) -> None:
+        self._random = random.Random(seed)
+        self._mix, self._lengths = mix, lengths
+        self._count = 0
+
+    def next(self) -> Ask:
+        """The next request."""
+        self._count += 1
+        draw = self._random
+        if draw.random() < self._mix.malformed_share:
+            return self._malformed()
+        return self._good()
+
+    def _good(self) -> Ask:
+        draw, mix = self._random, self._mix
+        chat = draw.random() < mix.chat_share
+        stream = draw.random() < mix.stream_share
+        body, prompt = self._chat() if chat else self._completion()
+        body["model"] = "emulated"
+        ignore_eos = draw.random() < 0.3
+        limit = self._limit(body, chat, ignore_eos)
+        min_tokens = 0
+        if draw.random() < 0.1:
+            min_tokens = body["min_tokens"] = draw.randint(0, min(8, limit))
+        if ignore_eos:
+            body["ignore_eos"] = True
+        want_ids = draw.random() < 0.3
+        if want_ids:
+            body["return_token_ids"] = True
+        if draw.random() < 0.05:
+            body["logprobs"] = True if chat else 1
+        if draw.random() < 0.3:
+            body |= {"temperature": 0.0, "seed": draw.randint(0, 2**31), "user": f"user-{draw.randint(0, 9)}"}
+        want_usage = stream and draw.random() < 0.4
+        if stream:
+            body["stream"] = True
+        if want_usage:
+            body["stream_options"] = {"include_usage": True, "continuous_usage_stats": draw.random() < 0.3}
+        ids = continuation(prompt, limit, lengths=self._lengths, ignore_eos=ignore_eos, min_tokens=min_tokens)
+        low, high = (0.2, 2.0) if draw.random() < mix.hurried_share else mix.timeout_s
+        return Ask(
+            number=self._count,
+            path=CHAT if chat else COMPLETIONS,
+            body=orjson.dumps(body),
+            timeout_s=round(draw.uniform(low, high), 2),
+            behaviour=self._behaviour(stream, len(ids)),
+            stream=stream,
+            prompt_tokens=len(prompt),
+            ids=tuple(ids),
+            finish_reason="stop" if ids[-1] == EOS_ID else "length",
+            want_ids=want_ids,
+            want_usage=want_usage,
+        )
+
+    def _size(self) -> int:
+        draw, mix = self._random, self._mix
+        return draw.randint(*(mix.long_prompt_tokens if draw.random() < mix.long_share else mix.prompt_tokens))
+
+    def _words(self, tokens: int) -> str:
+        text = " ".join(self._random.choices(_WORDS, k=max(1, tokens * 3 // 4)))
+        return f"{self._count} {text}"  # the number makes each prompt, hence each answer, the only one of its kind
+
+    def _completion(self) -> tuple[dict[str, Any], list[int]]:
+        draw, size = self._random, self._size()
+        if draw.random() < 0.5:
+            ids = [draw.randrange(FIRST_TRIPLE_ID, FIRST_WORD_ID) for _ in range(size)]
+            return {"prompt": ids}, ids
+        text = self._words(size)
+        return {"prompt": text}, encode(text)
+
+    def _chat(self) -> tuple[dict[str, Any], list[int]]:
+        turns = self._random.choice([1, 1, 3])
+        roles = ("user", "assistant")
+        messages: list[dict[str, Any]] = [
+            {"role": roles[turn % 2], "content": self._words(self._size() // turns)} for turn in range(turns)
+        ]
+        if self._random.random() < 0.2:
+            messages[-1]["content"] = [{"type": "text", "text": messages[-1]["content"]}]
+        return {"messages": messages}, render_chat(messages)
+
+    def _limit(self, body: dict[str, Any], chat: bool, ignore_eos: bool) -> int:
+        """Set a limit or leave it to the default; returns the one that applies."""
+        draw = self._random
+        limit = draw.randint(*self._mix.output_tokens)
+        if draw.random() < 0.1 and not (chat and ignore_eos):
+            return 1 << 20 if chat else DEFAULT_COMPLETION_LIMIT  # chat: the model ends by itself, far below
+        if chat and draw.random() < 0.5:
+            body["max_completion_tokens"] = limit
+            if draw.random() < 0.2:
+                body["max_tokens"] = limit + 7  # the other one wins
+        else:
+            body["max_tokens"] = limit
+        return limit
+
+    def _behaviour(self, stream: bool, tokens: int) -> Behaviour:
+        draw, mix = self._random, self._mix
+        if draw.random() < mix.leave_share:
+            reset = draw.random() < 0.3
+            kind = draw.random()
+            if kind < 0.1:
+                return Behaviour(half_sent=True, reset=reset)
+            if kind < 0.5 and stream:
+                return Behaviour(leave_after_events=draw.randint(1, max(1, tokens)), reset=reset)
+            return Behaviour(leave_after_s=draw.choice([0.0, 0.02, 0.2, 1.0, 3.0]) * draw.random(), reset=reset)
+        if stream and draw.random() < mix.pausing_share:
+            return Behaviour(pause_s=draw.uniform(0.5, 4.0))
+        return PATIENT
+
+    def _malformed(self) -> Ask:
+        name = self._random.choice(list(_MALFORMED))
+        path, body = _MALFORMED[name]()
+        method = "GET" if name == "wrong method" else "POST"
+        header = "soon" if name == "wrong timeout" else ""
+        return Ask(self._count, path, body, 10.0, malformed=name, method=method, timeout_header=header)
+
+
+def _fields(path: str = COMPLETIONS, **fields: Any) -> Callable[[], tuple[str, bytes]]:
+    whole: dict[str, Any] = {"prompt": "never answered", "max_tokens": 4}
+    if path == CHAT:
+        whole = {"messages": [{"role": "user", "content": "never answered"}], "max_tokens": 4}
+    return lambda: (path, orjson.dumps(whole | fields))
+
+
+_MALFORMED: dict[str, Callable[[], tuple[str, bytes]]] = {
+    "empty body": lambda: (COMPLETIONS, b""),
+    "half a body": lambda: (CHAT, b'{"messages": [{"role": "user", "con'),
+    "not utf-8": lambda: (COMPLETIONS, b'{"prompt": "\xff\xfe"}'),
+    "no object": lambda: (CHAT, b"[1, 2]"),
+    "deep nesting": lambda: (COMPLETIONS, b'{"prompt": ' + b"[" * 5000 + b"]" * 5000 + b"}"),
+    "no prompt": _fields(prompt=None),
+    "prompt of floats": _fields(prompt=[1.5, 2.5]),
+    "messages no list": _fields(CHAT, messages="hello"),
+    "no messages": _fields(CHAT, messages=[]),
+    "limit of zero": _fields(max_tokens=0),
+    "limit no number": _fields(CHAT, max_tokens="many"),
+    "least above most": _fields(min_tokens=9),
+    "stream no flag": _fields(stream="sometimes"),
+    "options without stream": _fields(stream_options={"include_usage": True}),
+    "no choices": _fields(n=0),
+    "beam search": _fields(use_beam_search=True),
+    "unknown model": _fields(model="another"),
+    "prompt too long": _fields(prompt=[300] * 50_000),
+    "no such token": _fields(prompt=[300, 10**6]),
+    "cold": _fields(CHAT, temperature=-1.0),
+    "wrong timeout": _fields(),
+    "wrong method": lambda: (COMPLETIONS, b""),
+    "wrong path": lambda: ("/v1/nothing", b"{}"),
+}

@@ -1,0 +1,305 @@
+"""The storm: hundreds of clients, a cluster that keeps breaking, and a check of every single answer.
+
+    scripts/chaos [--short | --seconds N] [--seed N] [--clients N] [--scenario storm|busy-decoder] [--keep DIR]
+
+`storm`: everything that `faults.py` can do. `busy-decoder`: four decode ranks, one of which answers 503 to everything,
+patient clients and no other fault; not one request may fail.
+
+The seed fixes the requests and the faults, in their order; how they meet depends on the machine. So each failure is
+told with the request id, and the router's log of it can be kept (--keep).
+"""
+
+import argparse
+import asyncio
+import platform
+import shutil
+import sys
+import tempfile
+import time
+from collections import Counter
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+import httpx
+import uvloop
+
+from balanceroute.emulator.faults import FaultKind
+from balanceroute.engine.tokens import OutputLengths
+from scripts.chaos_run.aftermath import (
+    Findings,
+    check_outcomes,
+    held_by_router,
+    held_by_workers,
+    outcomes,
+    router_settles,
+    sample,
+)
+from scripts.chaos_run.asks import CHAT, COMPLETIONS, Ask, Asker, Mix
+from scripts.chaos_run.faults import Saboteur, Schedule
+from scripts.chaos_run.stack import HOST, OUTPUT_LENGTHS, Shape, Stack
+from scripts.chaos_run.verdict import FAULTS, Kind, Verdict, judge
+from scripts.chaos_run.wire import GRACE_S, Answer, Client
+
+SHOWN_FAILURES = 15
+SAMPLE_S = 0.5
+WARM_SHARE = 0.25  # of the run, after which memory must stay flat
+FLAT_RATIO = 1.05
+FLAT_BYTES = 8 * 2**20  # an allocator's noise, of no meaning in a short run
+
+
+@dataclass(slots=True)
+class Tally:
+    """What came of all requests."""
+
+    kinds: Counter[str] = field(default_factory=Counter)
+    statuses: Counter[int] = field(default_factory=Counter)
+    details: Counter[str] = field(default_factory=Counter)
+    failures: list[str] = field(default_factory=list)
+    latest_s: float = 0.0  # longest time beyond a request's own deadline
+    lag_s: float = 0.0  # longest time that our own process was late, as it is on a busy machine
+    counted: int = 0  # requests to the two routes that the router counts
+    unseen: int = 0
+    tokens: int = 0
+
+    def add(self, ask: Ask, answer: Answer, verdict: Verdict, at_s: float) -> None:
+        """Take one in."""
+        self.kinds[verdict.kind] += 1
+        if ask.malformed:
+            self.kinds["malformed"] += 1
+        if verdict.status:
+            self.statuses[verdict.status] += 1
+        if verdict.kind in (Kind.REFUSED, Kind.BROKEN) and not ask.malformed:
+            hurried = " (a deadline below 3 s)" if ask.timeout_s < 3 else ""
+            self.details[f"{verdict.status} {verdict.detail[:100]}{hurried}"] += 1
+        if verdict.kind is Kind.RIGHT:
+            self.tokens += len(ask.ids)
+            if verdict.detail:
+                self.details[verdict.detail] += 1
+        if ask.path in (COMPLETIONS, CHAT) and ask.method == "POST":
+            self.counted += 1
+            self.unseen += verdict.kind is Kind.LEFT and not answer.status
+        late_s = answer.elapsed_s - ask.timeout_s - ask.behaviour.pause_s
+        if verdict.kind is not Kind.HANGING and late_s > self.latest_s:
+            self.latest_s = late_s
+        if verdict.kind in FAULTS:
+            self.failures.append(
+                f"{at_s:.1f} s {ask.id} {verdict.kind}: {verdict.detail}\n      {ask.method} {ask.path}"
+                f" {'stream' if ask.stream else 'object'}, {ask.prompt_tokens}+{len(ask.ids)} tokens,"
+                f" timeout {ask.timeout_s} s, after {answer.elapsed_s:.2f} s, {ask.malformed or ask.behaviour}"
+            )
+
+
+@dataclass(slots=True)
+class Memory:
+    """Resident memory of the router over the run: (seconds, bytes)."""
+
+    series: list[tuple[float, int]] = field(default_factory=list)
+
+    def flat(self) -> tuple[bool, str]:
+        """Whether it stayed flat after the warm-up, and the figures."""
+        end_s = self.series[-1][0] if self.series else 0.0
+        warm = [rss for at_s, rss in self.series if end_s * WARM_SHARE <= at_s <= end_s * 2 * WARM_SHARE]
+        last = [rss for at_s, rss in self.series if at_s >= end_s * (1 - WARM_SHARE)]
+        if not warm or not last:
+            return False, "memory: no samples"
+        before, after = _median(warm), _median(last)
+        flat = after <= max(before * FLAT_RATIO, before + FLAT_BYTES)
+        megabytes = " ".join(f"{rss / 2**20:.0f}" for _, rss in self.series[:: max(1, len(self.series) // 20)])
+        return flat, f"router RSS {before / 2**20:.1f} -> {after / 2**20:.1f} MiB (2nd and last quarter); {megabytes}"
+
+
+def _median(values: list[int]) -> int:
+    return sorted(values)[len(values) // 2]
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """One run."""
+
+    seconds: float
+    seed: int
+    clients: int
+    scenario: str
+    shape: Shape
+    mix: Mix
+
+
+def plan_of(arguments: argparse.Namespace) -> Plan:
+    """What the arguments ask for."""
+    seconds = 60.0 if arguments.short else float(arguments.seconds)
+    shape, mix = Shape(seed=arguments.seed), Mix()
+    if arguments.scenario == "busy-decoder":
+        shape = replace(shape, decoders=4, kv_blocks=4096, prefill_kv_blocks=8192)
+        mix = replace(mix, leave_share=0.0, malformed_share=0.0, hurried_share=0.0, pausing_share=0.0)
+    return Plan(seconds, arguments.seed, arguments.clients, arguments.scenario, shape, mix)
+
+
+class Run:
+    """One run against a running stack."""
+
+    def __init__(self, plan: Plan, stack: Stack) -> None:
+        self._plan, self._stack = plan, stack
+        self._asker = Asker(plan.seed, plan.mix, OutputLengths.parse(OUTPUT_LENGTHS, plan.shape.seed))
+        self._client = Client(HOST, stack.port)
+        self._saboteur = Saboteur(stack.control_urls, Schedule(plan.seed, plan.shape.prefillers, plan.shape.decoders))
+        self._started_s = time.monotonic()
+        self.tally, self.memory, self.findings = Tally(), Memory(), Findings()
+
+    async def storm(self) -> None:
+        """Let it rage for the planned time, then wait for the last answers."""
+        plan = self._plan
+        if plan.scenario == "busy-decoder":
+            await self._saboteur.inject("d1", {"kind": FaultKind.STATUS, "status": 503, "count": None})
+        async with asyncio.TaskGroup() as side:
+            sampling = side.create_task(self._sample_memory())
+            sabotage = side.create_task(self._saboteur.run()) if plan.scenario == "storm" else None
+            async with asyncio.TaskGroup() as clients:
+                for index in range(plan.clients):
+                    clients.create_task(self._drive(index))
+            if sabotage is not None:
+                sabotage.cancel()
+            sampling.cancel()
+        self._client.close()
+
+    async def inspect(self) -> None:
+        """What is left when all is over."""
+        findings, tally, stack = self.findings, self.tally, self._stack
+        await self._saboteur.heal_all()
+        async with httpx.AsyncClient(trust_env=False, timeout=10.0) as client:
+            held = await router_settles(client, stack.url)
+            findings.check(not held, f"router holds {held or 'nothing'}")
+            exposition = (await client.get(f"{stack.url}/metrics")).text
+            left = tally.kinds[Kind.LEFT] + tally.kinds[Kind.HANGING]
+            check_outcomes(findings, outcomes(exposition), tally.counted, tally.unseen, tally.kinds[Kind.RIGHT], left)
+            errors = sample(exposition, "balanceroute_internal_errors_total")
+            findings.check(errors == 0, f"internal errors of the router {int(errors)}")
+            for name in ("retries", "recomputes", "kv_drains"):
+                findings.lines.append(f"{name} {int(sample(exposition, f'balanceroute_{name}_total'))}")
+            orphans = sample(exposition, "balanceroute_kv_orphans")
+            await self._inspect_workers(int(orphans))
+            held = held_by_router((await client.get(f"{stack.url}/state")).json())
+            findings.check(not held, f"router holds {held or 'nothing'} after the leases")
+        flat, line = self.memory.flat()
+        findings.check(flat, line)
+
+    async def _inspect_workers(self, orphans: int) -> None:
+        """Workers hold nothing but KV whose drain was impossible, and that only until its lease ends."""
+        findings = self.findings
+        state = await self._saboteur.state()
+        pinned = sum(worker.get("pinned", 0) for worker in state["workers"].values())
+        busy = {
+            name: held
+            for name, held in held_by_workers(state).items()
+            if set(held) - {"pinned", "blocks_used"} or "pinned" not in held
+        }
+        findings.check(not busy, f"workers run {busy or 'nothing'}")
+        findings.check(
+            pinned <= orphans, f"prompts pinned on prefillers {pinned}, known to the router as undrainable {orphans}"
+        )
+        wait_s = 0.0
+        while held_by_workers(state) and wait_s < self._plan.shape.lease_s + 5:
+            await asyncio.sleep(1.0)
+            wait_s += 1.0
+            state = await self._saboteur.state()
+        held = held_by_workers(state)
+        findings.check(not held, f"workers hold {held or 'nothing'} after {wait_s:.0f} s")
+        expired = sum(worker.get("expired", 0) for worker in state["workers"].values())
+        findings.lines.append(f"leases that ran out during the run {expired}")
+        log = [line for worker in state["workers"].values() for line in worker["violation_log"]]
+        findings.check(state["violations"] == 0, f"violations seen by the workers {state['violations']} {log[:20]}")
+
+    async def _drive(self, index: int) -> None:
+        """One client after the other, in one place of the crowd."""
+        await asyncio.sleep(index / self._plan.clients)  # no thundering start
+        while self._elapsed() < self._plan.seconds and self._stack.router.alive:
+            ask = self._asker.next()
+            answer = await self._client.send(ask)
+            self.tally.add(ask, answer, judge(ask, answer), self._elapsed())
+            if answer.status in (429, 503):
+                await asyncio.sleep(0.2)  # a fraction of Retry-After: the router stays under pressure
+
+    async def _sample_memory(self) -> None:
+        while True:
+            self.memory.series.append((self._elapsed(), self._stack.router.rss_bytes()))
+            due_s = self._elapsed() + SAMPLE_S
+            await asyncio.sleep(SAMPLE_S)
+            self.tally.lag_s = max(self.tally.lag_s, self._elapsed() - due_s)
+
+    def _elapsed(self) -> float:
+        return time.monotonic() - self._started_s
+
+    def judge_all(self, exit_code: int) -> None:
+        """The bars that concern answers and the end of the process."""
+        plan, tally, findings = self._plan, self.tally, self.findings
+        for kind in (Kind.WRONG, Kind.IMPROPER, Kind.HANGING):
+            findings.check(tally.kinds[kind] == 0, f"{kind} answers {tally.kinds[kind]}")
+        findings.check(
+            tally.latest_s <= GRACE_S + tally.lag_s,
+            f"latest end {tally.latest_s:.2f} s after a deadline (allowed {GRACE_S} and the clients' own lag,"
+            f" {tally.lag_s:.2f})",
+        )
+        if plan.scenario == "busy-decoder":
+            failed = tally.kinds[Kind.REFUSED] + tally.kinds[Kind.BROKEN]
+            findings.check(failed == 0, f"failed requests {failed} with 1 of {plan.shape.decoders} decoders at 503")
+        findings.check(tally.kinds[Kind.RIGHT] > 0, f"right answers {tally.kinds[Kind.RIGHT]}")
+        findings.check(exit_code == 0, f"exit code of the router after SIGTERM {exit_code}")
+
+    def report(self) -> str:
+        """The summary table, then the first failures."""
+        plan, tally = self._plan, self.tally
+        total = sum(tally.kinds[kind] for kind in Kind)
+        lines = [
+            f"chaos {plan.scenario}: {plan.seconds:.0f} s, {plan.clients} clients, seed {plan.seed},"
+            f" {plan.shape.prefillers} prefillers, {plan.shape.decoders} decode ranks,"
+            f" Python {platform.python_version()}",
+            "",
+            f"  {'requests':<12}{total:>9}  ({tally.tokens} right tokens, {tally.kinds['malformed']} malformed)",
+            *(f"  {kind:<12}{tally.kinds[kind]:>9}" for kind in Kind),
+            f"  status       {'  '.join(f'{status}: {n}' for status, n in sorted(tally.statuses.items()))}",
+            f"  faults       {', '.join(f'{kind} {n}' for kind, n in self._saboteur.played.most_common())}",
+            "",
+            *(f"  {'MISSED' if line in self.findings.faults else 'ok':<7}{line}" for line in self.findings.lines),
+            "",
+            "  what was refused or broken off:",
+            *(f"  {n:>7}  {detail}" for detail, n in tally.details.most_common(25)),
+        ]
+        if tally.failures:
+            shown = tally.failures[:SHOWN_FAILURES]
+            lines += ["", f"  first {len(shown)} of {len(tally.failures)} failures:", *(f"    {f}" for f in shown)]
+        return "\n".join(lines)
+
+
+async def run(plan: Plan, folder: Path) -> bool:
+    """One whole run; True when every bar is met."""
+    stack = Stack(plan.shape, folder)
+    async with stack:
+        this = Run(plan, stack)
+        await this.storm()
+        if stack.router.alive:
+            await this.inspect()
+        this.judge_all(await stack.router.stop())
+    print(this.report())
+    return not this.findings.faults
+
+
+def main() -> None:
+    """The command."""
+    parser = argparse.ArgumentParser(prog="scripts/chaos", description=__doc__.splitlines()[0])
+    parser.add_argument("--seconds", type=float, default=600.0, help="length of the storm (600)")
+    parser.add_argument("--short", action="store_true", help="60 seconds")
+    parser.add_argument("--seed", type=int, default=1, help="of requests and faults (1)")
+    parser.add_argument("--clients", type=int, default=250, help="at once (250)")
+    parser.add_argument("--scenario", choices=["storm", "busy-decoder"], default="storm")
+    parser.add_argument("--keep", type=Path, help="folder for logs and configuration; else they go")
+    arguments = parser.parse_args()
+    folder = arguments.keep or Path(tempfile.mkdtemp(prefix="balanceroute-chaos-"))
+    try:
+        good = uvloop.run(run(plan_of(arguments), folder))
+    finally:
+        if arguments.keep is None:
+            shutil.rmtree(folder, ignore_errors=True)
+    sys.exit(0 if good else 1)
+
+
+if __name__ == "__main__":
+    main()

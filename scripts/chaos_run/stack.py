@@ -1,0 +1,222 @@
+"""The processes under attack: an emulated cluster and a router in front of it, on loopback."""
+
+import asyncio
+import os
+import random
+import signal
+import socket
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+import httpx
+import yaml
+
+HOST = "127.0.0.1"
+START_TIMEOUT_S = 30.0
+STOP_TIMEOUT_S = 60.0
+DECODE_PORT_OFFSET = 100  # of `balanceroute emulate`
+OUTPUT_LENGTHS = "lognormal:40,0.8"
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """The cluster; small KV memories make requests be recomputed, and prefillers push back."""
+
+    prefillers: int = 2
+    decoders: int = 8
+    max_num_seqs: int = 16
+    block_size: int = 16
+    kv_blocks: int = 100
+    prefill_kv_blocks: int = 700
+    prefill_tokens_per_s: float = 20_000.0
+    step_overhead_s: float = 0.02
+    lease_s: float = 30.0
+    seed: int = 0
+
+    def flags(self, base_port: int, config: Path) -> list[str]:
+        """Arguments of `balanceroute emulate`."""
+        values: dict[str, object] = {
+            "prefill": self.prefillers,
+            "decode": self.decoders,
+            "base-port": base_port,
+            "max-num-seqs": self.max_num_seqs,
+            "block-size": self.block_size,
+            "kv-blocks": self.kv_blocks,
+            "prefill-kv-blocks": self.prefill_kv_blocks,
+            "prefill-rate": self.prefill_tokens_per_s,
+            "step-overhead": self.step_overhead_s,
+            "lease": self.lease_s,
+            "output-lengths": OUTPUT_LENGTHS,
+            "seed": self.seed,
+            "write-config": config,
+        }
+        return [part for name, value in values.items() for part in (f"--{name}", str(value))]
+
+    def urls(self, base_port: int) -> list[str]:
+        """Base URLs of all emulated servers, prefillers first."""
+        ports = [base_port + index for index in range(self.prefillers)]
+        ports += [base_port + DECODE_PORT_OFFSET + index for index in range(self.decoders)]
+        return [f"http://{HOST}:{port}" for port in ports]
+
+
+class Process:
+    """One child process, its log in a file."""
+
+    def __init__(self, process: asyncio.subprocess.Process, log: Path) -> None:
+        self._process, self.log = process, log
+
+    @classmethod
+    async def start(cls, arguments: Sequence[str], log: Path) -> Self:
+        """Run `balanceroute` with these arguments."""
+        with log.open("ab") as out:
+            process = await asyncio.create_subprocess_exec(
+                sys.executable, "-m", "balanceroute", *arguments, stdout=out, stderr=out
+            )
+        return cls(process, log)
+
+    @property
+    def alive(self) -> bool:
+        """Whether it still runs."""
+        return self._process.returncode is None
+
+    def rss_bytes(self) -> int:
+        """Resident memory now; 0 when it has ended."""
+        try:
+            pages = int(Path(f"/proc/{self._process.pid}/statm").read_text().split()[1])
+        except OSError:
+            return 0
+        return pages * os.sysconf("SC_PAGE_SIZE")
+
+    def cpu_s(self) -> float:
+        """CPU seconds so far; 0 when it has ended."""
+        try:
+            fields = Path(f"/proc/{self._process.pid}/stat").read_text().rpartition(")")[2].split()
+        except OSError:
+            return 0.0
+        return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+    def signal(self, number: signal.Signals) -> None:
+        """Send a signal, if it still runs."""
+        if self.alive:
+            self._process.send_signal(number)
+
+    async def stop(self) -> int:
+        """SIGTERM, and the exit code; killed when it does not end in time (then -9)."""
+        self.signal(signal.SIGTERM)
+        try:
+            return await asyncio.wait_for(self._process.wait(), STOP_TIMEOUT_S)
+        except TimeoutError:
+            self._process.kill()
+            return await self._process.wait()
+
+
+class Stack:
+    """`async with Stack(shape, folder) as stack:` has both running and ready."""
+
+    def __init__(self, shape: Shape, folder: Path, *, overrides: dict[str, Any] | None = None) -> None:
+        self.shape, self.folder = shape, folder
+        self._overrides = overrides or {}
+        self.base_port, self.port = free_ports(shape)
+        self.emulator: Process
+        self.router: Process
+        self._processes: list[Process] = []
+
+    @property
+    def control_urls(self) -> list[str]:
+        """Where the emulator's own routes are."""
+        return self.shape.urls(self.base_port)
+
+    @property
+    def url(self) -> str:
+        """The router."""
+        return f"http://{HOST}:{self.port}"
+
+    async def __aenter__(self) -> Self:
+        self.folder.mkdir(parents=True, exist_ok=True)
+        written, config = self.folder / "emulated.yaml", self.folder / "config.yaml"
+        try:
+            self.emulator = await self._start(
+                ["emulate", *self.shape.flags(self.base_port, written)], "emulator.log", self.control_urls[-1]
+            )
+            tree = yaml.safe_load(written.read_text())
+            config.write_text(yaml.safe_dump(merged(tree, settings(self.shape, self.port), self._overrides)))
+            self.router = await self._start(["serve", "--config", str(config)], "router.log", self.url)
+        except BaseException:
+            await self.__aexit__(None, None, None)
+            raise
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for process in reversed(self._processes):
+            await process.stop()
+
+    async def _start(self, arguments: list[str], log: str, url: str) -> Process:
+        process = await Process.start(arguments, self.folder / log)
+        self._processes.append(process)
+        async with httpx.AsyncClient(trust_env=False, timeout=2.0) as client:
+            deadline = asyncio.get_running_loop().time() + START_TIMEOUT_S
+            while asyncio.get_running_loop().time() < deadline and process.alive:
+                try:
+                    if (await client.get(f"{url}/health")).status_code == 200:
+                        return process
+                except httpx.TransportError:
+                    await asyncio.sleep(0.1)
+        raise RuntimeError(f"{arguments[0]} did not start:\n{process.log.read_text()[-2000:]}")
+
+
+def settings(shape: Shape, port: int) -> dict[str, Any]:
+    """The router's settings: short timeouts, so that each of them is met within a run."""
+    return {
+        "listen": {"host": HOST, "port": port},
+        "prefill": {"kv_pin_s": shape.lease_s, "poll_interval_s": 0.5},
+        "pool": {"max_entries": 64, "ttl_s": shape.lease_s / 3},
+        "queue": {"max_queued": 1000, "deadline_s": 20.0},
+        "limits": {
+            "request_timeout_s": 60.0,
+            "connect_timeout_s": 2.0,
+            "first_byte_timeout_s": {"prefill": 8.0, "decode": shape.lease_s / 3},
+            "idle_timeout_s": 6.0,
+            "client_header_timeout_s": 3.0,
+        },
+        "retry": {"max_attempts": 4},
+        "health": {"interval_s": 0.5, "timeout_s": 1.5, "open_for_s": 2.0, "stall_after_s": 5.0},
+        "lifecycle": {"drain_timeout_s": 20.0},
+        "log": {"level": "info", "format": "json"},
+    }
+
+
+def merged(*trees: dict[str, Any]) -> dict[str, Any]:
+    """Nested settings, the later ones above the earlier."""
+    result: dict[str, Any] = {}
+    for tree in trees:
+        for key, value in tree.items():
+            below = result.get(key)
+            result[key] = merged(below, value) if isinstance(below, dict) and isinstance(value, dict) else value
+    return result
+
+
+def free_ports(shape: Shape) -> tuple[int, int]:
+    """(first port of the emulator, port of the router): nobody listens on any that will be used."""
+    draw = random.SystemRandom()
+    for _ in range(200):
+        base = draw.randrange(27_000, 31_000)
+        wanted = [int(url.rpartition(":")[2]) for url in shape.urls(base)] + [base + 2 * DECODE_PORT_OFFSET]
+        if all(map(_free, wanted)):
+            return base, wanted[-1]
+    raise RuntimeError("no free range of ports")
+
+
+def _free(port: int) -> bool:
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((HOST, port))
+        except OSError:
+            return False
+    return True

@@ -1,0 +1,265 @@
+"""An answer against what was asked: exactly right and complete, properly refused, properly broken off, or wrong.
+
+What a client may be given, and nothing else:
+
+* the whole right answer, with a clean end;
+* a status with an OpenAI error body, and Retry-After where it says "later";
+* some first part of the right answer, then an error event, then an unclean end and no [DONE].
+"""
+
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Any
+
+import orjson
+
+from scripts.chaos_run.asks import Ask
+from scripts.chaos_run.wire import Answer, Ended
+
+INJECTED = "Injected failure"  # the emulator's text for a status that a fault asked for
+_LATER = (429, 503)
+_FAILURES = (429, 500, 502, 503, 504)
+
+
+class Kind(StrEnum):
+    """The possible verdicts; the last three miss the bar."""
+
+    RIGHT = "right"
+    REFUSED = "refused"  # a status with an error body
+    BROKEN = "broken off"  # right so far, then an error event
+    LEFT = "left"  # the client went; what it had got was right
+    WRONG = "wrong"
+    IMPROPER = "improper"  # neither an answer nor an error as it should be
+    HANGING = "hanging"
+
+
+FAULTS = frozenset({Kind.WRONG, Kind.IMPROPER, Kind.HANGING})
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """What an answer was, and why."""
+
+    kind: Kind
+    detail: str = ""
+    status: int = 0
+
+
+class Mismatch(Exception):
+    """The answer differs from the right one."""
+
+
+class Malformed(Exception):
+    """The answer is not in the form that it should have."""
+
+
+def judge(ask: Ask, answer: Answer) -> Verdict:
+    """The verdict on one answer."""
+    status = answer.status
+    if answer.ended is Ended.NEVER:
+        return Verdict(Kind.HANGING, f"no end {answer.elapsed_s:.1f} s after the request, {_so_far(answer)}", status)
+    if answer.ended is Ended.REFUSED:
+        return Verdict(Kind.IMPROPER, f"no connection: {answer.reason}")
+    try:
+        if answer.ended is Ended.LEFT:
+            if status == 200 and ask.stream and not ask.malformed:
+                _Stream(ask, whole=False).read(answer.body)
+            return Verdict(Kind.LEFT, status=status)
+        if status != 200:
+            return _judge_status(ask, answer)
+        if ask.malformed:
+            return Verdict(Kind.WRONG, f"{ask.malformed} was answered with 200: {answer.body[:200]!r}", status)
+        if ask.stream:
+            return _judge_stream(ask, answer)
+        return _judge_object(ask, answer)
+    except Mismatch as error:
+        return Verdict(Kind.WRONG, str(error), status)
+    except Malformed as error:
+        return Verdict(Kind.IMPROPER, str(error), status)
+
+
+def _so_far(answer: Answer) -> str:
+    return f"status {answer.status}, {len(answer.body)} bytes, the last {answer.body[-160:]!r}"
+
+
+def _judge_status(ask: Ask, answer: Answer) -> Verdict:
+    status = answer.status
+    if answer.ended is not Ended.WHOLE:
+        raise Malformed(f"cut off before the end ({answer.reason}), {_so_far(answer)}")
+    message = _error_message(answer.body)
+    if status in _LATER and INJECTED not in message and not answer.headers.get(b"retry-after", b"").isdigit():
+        raise Malformed(f"{status} without Retry-After: {message}")
+    if ask.malformed:
+        if not 400 <= status < 500 and status not in _FAILURES:
+            raise Malformed(f"{ask.malformed} was answered with {status}: {message}")
+    elif status not in _FAILURES and INJECTED not in message:
+        raise Malformed(f"a correct request was answered with {status}: {message}")
+    return Verdict(Kind.REFUSED, message, status)
+
+
+def _error_message(body: bytes) -> str:
+    try:
+        error = orjson.loads(body)["error"]
+        if not (isinstance(error["message"], str) and isinstance(error["type"], str) and "code" in error):
+            raise KeyError("message, type, code")
+    except (ValueError, TypeError, KeyError) as problem:
+        raise Malformed(f"no OpenAI error body ({problem!r}): {body[:200]!r}") from problem
+    return str(error["message"])
+
+
+def _judge_stream(ask: Ask, answer: Answer) -> Verdict:
+    if not answer.headers.get(b"content-type", b"").startswith(b"text/event-stream"):
+        raise Malformed(f"a stream of type {answer.headers.get(b'content-type')!r}")
+    stream = _Stream(ask, whole=answer.ended is Ended.WHOLE)
+    stream.read(answer.body)
+    if stream.error is None:
+        if answer.ended is not Ended.WHOLE:
+            raise Malformed(f"cut off without an error event ({answer.reason}), {_so_far(answer)}")
+        stream.check_complete()
+        return Verdict(Kind.RIGHT, "" if stream.done else "without [DONE]", 200)
+    if answer.ended is Ended.WHOLE or stream.done:
+        raise Malformed(f"a clean end after an error event, {_so_far(answer)}")
+    return Verdict(Kind.BROKEN, stream.error, 200)
+
+
+@dataclass(slots=True)
+class _Stream:
+    """Reads a stream event by event; what it has of the answer must be a first part of the right one."""
+
+    ask: Ask
+    whole: bool
+    ids: list[int] = field(default_factory=list)
+    text: str = ""
+    finish_reason: str | None = None
+    usage: dict[str, Any] | None = None
+    error: str | None = None
+    done: bool = False
+    identity: tuple[Any, Any] | None = None
+    roles: int = 0
+
+    def read(self, body: bytes) -> None:
+        """Take the whole body. Raises: Mismatch, Malformed."""
+        *blocks, rest = body.replace(b"\r\n", b"\n").split(b"\n\n")
+        for block in blocks:
+            self._block(block)
+        if rest.strip() and self.whole:
+            raise Malformed(f"half an event at the end: {rest[:200]!r}")
+        right = self.ask.text
+        if not right.startswith(self.text):
+            raise Mismatch(_difference(self.text, right))
+        if tuple(self.ids) != self.ask.ids[: len(self.ids)]:
+            raise Mismatch(f"token ids {self.ids} are not the first of {list(self.ask.ids)}")
+
+    def check_complete(self) -> None:
+        """The answer ended cleanly: it must be all there. Raises: Mismatch, Malformed."""
+        ask = self.ask
+        if self.text != ask.text:
+            raise Mismatch(f"{len(self.text)} of {len(ask.text)} characters, cleanly ended: {self.text[-80:]!r}")
+        if ask.want_ids and tuple(self.ids) != ask.ids:
+            raise Mismatch(f"{len(self.ids)} of {len(ask.ids)} token ids, cleanly ended")
+        if self.finish_reason != ask.finish_reason:
+            raise Mismatch(f"finish reason {self.finish_reason!r} instead of {ask.finish_reason!r}")
+        if ask.chat and self.roles != 1:
+            raise Mismatch(f"{self.roles} roles instead of one")
+        if ask.want_usage and self.usage is None:
+            raise Malformed("no usage event although asked for")
+        if self.usage is not None:
+            if not ask.want_usage:
+                raise Malformed("a usage event that was not asked for")
+            _check_usage(ask, self.usage)
+
+    def _block(self, block: bytes) -> None:
+        lines = [line[5:].removeprefix(b" ") for line in block.split(b"\n") if line.startswith(b"data:")]
+        if not lines:
+            return
+        data = b"\n".join(lines)
+        if self.done or self.error is not None:
+            raise Malformed(f"an event after the end: {data[:200]!r}")
+        if data == b"[DONE]":
+            self.done = True
+            return
+        try:
+            event = orjson.loads(data)
+        except ValueError as error:
+            raise Malformed(f"an event that is not JSON: {data[:200]!r}") from error
+        if "error" in event:
+            self.error = _error_message(data)
+            return
+        self._event(event)
+
+    def _event(self, event: dict[str, Any]) -> None:
+        identity = (event.get("id"), event.get("created"))
+        if self.identity is None:
+            self.identity = identity
+        elif identity != self.identity:
+            raise Mismatch(f"identity {identity} after {self.identity}")
+        if event.get("prompt_token_ids") and not self.ask.want_ids:
+            raise Malformed("prompt_token_ids that were not asked for")
+        if not event["choices"]:
+            if self.usage is not None:
+                raise Malformed("a second usage event")
+            self.usage = event["usage"]
+        for choice in event["choices"]:
+            self._choice(choice)
+
+    def _choice(self, choice: dict[str, Any]) -> None:
+        if choice["index"] != 0:
+            raise Mismatch(f"choice {choice['index']}")
+        if self.finish_reason is not None:
+            raise Mismatch(f"tokens after the finish reason {self.finish_reason!r}")
+        ids = choice.get("token_ids")
+        if ids and not self.ask.want_ids:
+            raise Malformed("token_ids that were not asked for")
+        self.ids += ids or []
+        delta = choice.get("delta")
+        if delta is None:
+            self.text += choice.get("text") or ""
+        else:
+            self.text += delta.get("content") or ""
+            if "role" in delta:
+                self.roles += 1
+                if self.text:
+                    raise Mismatch("a role after the first text")
+        self.finish_reason = choice.get("finish_reason")
+        if choice.get("stop_reason") == "recomputed":
+            raise Mismatch("the marker of a recompute")
+
+
+def _judge_object(ask: Ask, answer: Answer) -> Verdict:
+    if answer.ended is not Ended.WHOLE:
+        raise Malformed(f"cut off before the end ({answer.reason}), {_so_far(answer)}")
+    try:
+        body = orjson.loads(answer.body)
+        (choice,) = body["choices"]
+        text = choice["message"]["content"] if ask.chat else choice["text"]
+        ids, reason, usage = choice.get("token_ids"), choice["finish_reason"], body["usage"]
+    except (ValueError, TypeError, KeyError) as error:
+        raise Malformed(f"no answer ({error!r}): {answer.body[:200]!r}") from error
+    if text != ask.text:
+        raise Mismatch(_difference(text or "", ask.text))
+    if ask.want_ids and ids != list(ask.ids):
+        raise Mismatch(f"token ids {ids} instead of {list(ask.ids)}")
+    if ids and not ask.want_ids:
+        raise Malformed("token_ids that were not asked for")
+    if reason != ask.finish_reason or choice.get("stop_reason") is not None:
+        raise Mismatch(f"ended by {reason!r}, {choice.get('stop_reason')!r} instead of {ask.finish_reason!r}")
+    if body.get("kv_transfer_params") is not None:
+        raise Malformed("kv_transfer_params reached the client")
+    _check_usage(ask, usage)
+    return Verdict(Kind.RIGHT, status=200)
+
+
+def _check_usage(ask: Ask, usage: dict[str, Any]) -> None:
+    told = (usage.get("prompt_tokens"), usage.get("completion_tokens"), usage.get("total_tokens"))
+    right = (ask.prompt_tokens, len(ask.ids), ask.prompt_tokens + len(ask.ids))
+    if told != right:
+        raise Mismatch(f"usage (prompt, completion, total) {told} instead of {right}")
+
+
+def _difference(text: str, right: str) -> str:
+    place = next((i for i, (a, b) in enumerate(zip(text, right, strict=False)) if a != b), min(len(text), len(right)))
+    first = max(0, place - 20)
+    return (
+        f"text differs at character {place} of {len(text)} ({len(right)} right ones):"
+        f" {text[first : place + 40]!r} instead of {right[first : place + 40]!r}"
+    )

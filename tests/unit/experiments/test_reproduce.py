@@ -1,0 +1,141 @@
+"""`reproduce`: plans, parallel runs, reports, figures, and equal bytes for equal seeds."""
+
+import hashlib
+import json
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from balanceroute.cli import main
+from balanceroute.errors import InputError
+from balanceroute.experiments import EXPERIMENTS, Scope, methods, paper, reproduce
+from balanceroute.experiments.jobs import Job, Workload, replayed, run_job, run_jobs
+from balanceroute.experiments.methods import MAIN
+from balanceroute.experiments.tables import Table
+from balanceroute.traces import generate_trace, write_trace
+
+TINY = replace(Scope.of(quick=True, trace=None), seeds=(0, 1), rows=60, widths=(2, 4), loads=(0.5, 1.1), sweep_rows=40)
+
+
+def digests(folder: Path) -> dict[str, str]:
+    return {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in sorted(folder.iterdir())}
+
+
+def a_short_trace(path: Path) -> str:
+    """A trace file whose replay takes a fraction of a second."""
+    write_trace(generate_trace("heavy_tailed", rows=80, seed=9).with_lengths(0.05, 0.03), path)
+    return str(path)
+
+
+@pytest.mark.slow
+def test_equal_seeds_give_equal_bytes_whatever_the_number_of_processes(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    folders = [tmp_path / "one", tmp_path / "other"]
+    scope = replace(TINY, trace=a_short_trace(tmp_path / "t.csv"), seeds=(0,))
+    for folder, processes in zip(folders, (1, 2), strict=True):
+        reproduce(["main", "scaling", "sensitivity", "fairness"], scope, folder, n_processes=processes)
+    one, other = map(digests, folders)
+    assert one == other
+    assert {".md", ".csv", ".png", ".svg"} == {Path(file).suffix for file in one}
+
+
+def test_the_report_stands_the_papers_ratios_beside_ours_and_says_what_is_synthetic(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    text = reproduce(["main"], replace(TINY, rows=20, seeds=(0,)), tmp_path, n_processes=1)
+    assert text == (tmp_path / "REPORT.md").read_text()
+    assert "synthetic" in text
+    assert "No row of either is a real request." in text
+    br_0 = next(line for line in text.splitlines() if line.startswith("| BR-0 |"))
+    assert br_0.split("|")[5].strip() == "4.1"  # the paper's 215,110 / 51,927
+    assert "BR-0, capped" in text
+
+
+def test_overhead_is_measured_by_stage() -> None:
+    job = Job(Workload("heavy_tailed", rows=200), methods.BR_H_DEFAULT, 2, timed=True)
+    times = run_job(job).times
+    assert times is not None
+    parts = sum(values.sum() for values in times.stages.values())
+    assert 0 < parts < times.total.sum()
+
+
+def test_the_predictors_are_judged_on_a_draw_they_have_not_seen(tmp_path: Path) -> None:
+    pytest.importorskip("sklearn")
+    text = reproduce(["predictors"], replace(TINY, rows=400), tmp_path, n_processes=1)
+    assert "| heavy_tailed | exact_match |" in text
+    trace, train = replayed(Workload("heavy_tailed", rows=400), 8)
+    assert trace.output_tokens.tolist() != train.output_tokens.tolist()
+
+
+def test_jobs_that_are_needed_twice_run_once() -> None:
+    job = Job(Workload("capped", rows=20), methods.JSQ, 2)
+    told: list[tuple[int, int]] = []
+    results = run_jobs([job, job], 1, lambda done, total: told.append((done, total)))
+    assert list(results) == [job]
+    assert told == [(1, 1)]
+
+
+def test_every_row_of_the_main_table_has_a_variant_with_the_common_wait_cap_if_it_has_a_pool() -> None:
+    for method in MAIN:
+        if method.pooled:
+            assert method.capped().policy.max_wait_s == methods.WAIT_CAP_S
+
+
+def test_every_row_that_names_the_paper_is_in_its_tables() -> None:
+    named = {method.paper for method in MAIN if method.paper}
+    assert named == set(paper.MAIN["heavy_tailed"]) == set(paper.MAIN["capped"])
+
+
+def test_a_users_trace_is_replayed_after_its_own_history(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    path = tmp_path / "mine.csv.gz"
+    whole = generate_trace("capped", rows=100, seed=9)
+    write_trace(whole, path)
+    trace, train = replayed(Workload(str(path), rows=50), 2)
+    assert len(train) == 30
+    assert trace.prompt_tokens.tolist() == whole.prompt_tokens[30:80].tolist()
+    scope = replace(TINY, trace=str(path), seeds=(0,))
+    text = reproduce(["main"], scope, tmp_path / "out", n_processes=1)
+    assert "mine (your trace" in text
+    assert "synthetic" not in text
+
+
+def test_unknown_experiments_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match=f"unknown experiment 'magic'; one of {', '.join(EXPERIMENTS)}"):
+        reproduce(["magic"], TINY, tmp_path)
+
+
+def test_a_bad_trace_is_one_line_and_exit_code_2(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "bad.csv").write_text("what\n")
+    arguments = ["reproduce", "main", "--trace", str(tmp_path / "bad.csv"), "--out", str(tmp_path / "out")]
+    monkeypatch.setattr(sys, "argv", ["balanceroute", *arguments])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    assert ended.value.code == 2
+    assert "line 1" in capsys.readouterr().err
+
+
+def test_the_command_lists_what_it_wrote(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("matplotlib")
+    write_trace(generate_trace("capped", rows=40), tmp_path / "t.csv")
+    arguments = ["reproduce", "main", "--quick", "--jobs", "1", "--json", "--trace", str(tmp_path / "t.csv")]
+    monkeypatch.setattr(sys, "argv", ["balanceroute", *arguments, "--out", str(tmp_path / "out")])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    assert not ended.value.code
+    written = json.loads(capsys.readouterr().out)["written"]
+    assert {Path(name).name for name in written} == {"REPORT.md", "main_t.csv", "loads_t.png", "loads_t.svg"}
+
+
+def test_tables_render_gaps_and_thousands_and_keep_digits_in_csv(tmp_path: Path) -> None:
+    table = Table("t", ["name", "n", "x"], digits={"x": 2})
+    table.add("a", 12345, 1234.5678)
+    table.add("b", None, float(np.nan))
+    assert table.markdown().splitlines()[2:] == ["| a | 12,345 | 1,234.57 |", "| b | – | – |"]
+    assert table.write_csv(tmp_path).read_text() == "name,n,x\na,12345,1234.57\nb,,nan\n"
