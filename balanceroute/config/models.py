@@ -381,6 +381,13 @@ class Limits(Section):
         le=2**31,
         description="Largest request body; above it 413. 200,000 token ids take 1.4 MB, images far more.",
     )
+    max_choices: int = Field(
+        128,
+        ge=1,
+        le=65536,
+        description="Most answers per request, n times the number of prompts; each is a request of its own to the "
+        "workers. Above it 400.",
+    )
     max_connections: int = Field(10_000, ge=1, le=1_000_000, description="Most client connections at once.")
     request_timeout_s: Seconds = Field(
         3600.0,

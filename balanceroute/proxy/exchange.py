@@ -176,9 +176,9 @@ class Exchange:
         assert head is not None
         id_header = (b"x-request-id", (head.client_id or head.request_id).encode())
         created = fanout.created_now()
-        shared = StreamHead(self._send, [id_header])
+        shared = StreamHead(self._send, [id_header], request.model)
         answers: list[PartAnswer] = []
-        for index, part in enumerate(fanout.parts_of(request)):
+        for index, part in enumerate(fanout.parts_of(request, self._s.config.limits.max_choices)):
             outlet: Outlet
             if request.stream:
                 outlet = PartStream(shared)
@@ -197,7 +197,7 @@ class Exchange:
         self._outcome, self._status = Outcome.FINISHED, 200
         if request.stream:
             await shared.start()
-            end = fanout.closing_events(request, head.request_id, created, self._legs)
+            end = fanout.closing_events(request, head.request_id, created, shared.model, self._legs)
             await self._send({"type": "http.response.body", "body": end, "more_body": False})
         else:
             body = fanout.merged_answer(request, head.request_id, self._legs, answers)

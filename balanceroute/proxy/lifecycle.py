@@ -189,6 +189,7 @@ class Leg:
         Raises: Rejected, UpstreamError: what the client is to be told; `Outlet.started` says whether as a status or
         as an event.
         """
+        self._check_abandoned()
         services = self._s
         request = self.request
         ticket = self._ticket = services.ledger.submit(
@@ -216,9 +217,11 @@ class Leg:
 
     def abandon(self) -> None:
         """The client is gone: end the request, at once or as soon as nothing leaks by it."""
-        if self._abandoned or self._task is None:
+        if self._abandoned:
             return
         self._abandoned = True
+        if self._task is None:
+            return  # it will find out as soon as it runs
         grace_s = self._grace_s
         if grace_s:
             self._s.loop.call_later(grace_s, self._hang_up)
