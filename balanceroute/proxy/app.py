@@ -27,6 +27,7 @@ from balanceroute.proxy.drainer import Drainer
 from balanceroute.proxy.exchange import CompletionsRoute
 from balanceroute.proxy.fleet import Fleet, FleetConfig
 from balanceroute.proxy.forecasts import Forecasts, build_forecasts
+from balanceroute.proxy.forwarding import Forwarding
 from balanceroute.proxy.health import HealthMonitor
 from balanceroute.proxy.layerwise import Metaserver
 from balanceroute.proxy.ledger import Ledger
@@ -81,7 +82,7 @@ def create_app(
         finally:
             await stop(services, tasks)
 
-    routes = Admin(lambda: app.services).routes()
+    routes = Admin(lambda: app.services).routes() + Forwarding(lambda: app.services).routes()
     if config.connector == "mooncake_layerwise":
         routes += Metaserver(lambda: app.services).routes()
     app = RouterApp(routes=routes, lifespan=lifespan, exception_handlers={HTTPException: http_error})
