@@ -2,9 +2,9 @@
 
 Each file is one rank. A rank's load at a time is that of its last step before it, so ranks are compared at the ends of
 all steps, over the span that all files cover. `load_spread` is max - min over the ranks; its mean is weighted by the
-time until the next step's end. The fit is least squares of step_ms = a * L + b over all steps with a request in them: L
-is the rank's own load, and with several files also the largest load of all ranks at that time, which is what a barrier
-waits for.
+time until the next step's end. The fit is least squares of step_ms = a * L + b over the decode steps: those with a
+request in them and none that has just joined, whose prompt or transfer they would count. L is the rank's own load, and
+with several files also the largest load of all ranks at that time, which is what a barrier waits for.
 """
 
 import csv
@@ -108,7 +108,8 @@ def summarise(paths: Sequence[Path]) -> Summary:
     weights = np.diff(times, append=times[-1])
     mean = float(np.average(spread, weights=weights)) if weights.sum() else float(spread.mean())
     mean_load = float(np.average(loads.mean(axis=0), weights=weights)) if weights.sum() else float(loads.mean())
-    together = np.concatenate([steps[(steps[:, 0] >= start) & (steps[:, 0] <= stop)] for steps in filled])
+    within = [steps[_decodes(steps) & (steps[:, 0] >= start) & (steps[:, 0] <= stop)] for steps in filled]
+    together = np.concatenate(within)
     envelope = np.max([_at(steps, together[:, 0]) for steps in filled], axis=0)
     return Summary(
         ranks=ranks,
@@ -116,7 +117,7 @@ def summarise(paths: Sequence[Path]) -> Summary:
         load_spread_mean=mean,
         load_spread_p99=float(np.percentile(spread, 99)),
         load_spread_of_mean_ratio=mean / mean_load if mean_load else None,
-        envelope_fit=_fit(envelope[together[:, 2] > 0], together[together[:, 2] > 0, 1]),
+        envelope_fit=_fit(envelope, together[:, 1]),
     )
 
 
@@ -127,10 +128,17 @@ def _at(steps: Floats, times: Floats) -> Floats:
     return loads
 
 
+def _decodes(steps: Floats) -> NDArray[np.bool_]:
+    """Which steps only decode."""
+    running = steps[:, 2]
+    joined = np.diff(running, prepend=running[:1]) > 0
+    return (running > 0) & ~joined
+
+
 def _rank(path: Path, steps: Floats) -> RankSummary:
     if not len(steps):
         return RankSummary(path.name, 0, 0.0, 0.0, 0.0, 0.0, 0.0, 0, 0.0, None)
-    busy = steps[steps[:, 2] > 0]
+    busy = steps[_decodes(steps)]
     return RankSummary(
         file=path.name,
         steps=len(steps),

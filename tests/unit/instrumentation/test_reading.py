@@ -37,6 +37,13 @@ def test_steps_without_a_request_are_no_part_of_the_fit(tmp_path: Path) -> None:
     assert fit is not None and fit.a_us_per_token == pytest.approx(2.0) and fit.steps == 3
 
 
+def test_steps_that_a_request_has_joined_are_no_part_of_the_fit(tmp_path: Path) -> None:
+    path = a_log(tmp_path / "a", [1000, 5000, 9000])
+    path.write_text(path.read_text() + "1000000001.0,900.0,2,9100,0,0.5\n1000000001.1,33.4,2,9200,0,0.5\n")
+    fit = summarise([path]).ranks[0].fit
+    assert fit is not None and fit.a_us_per_token == pytest.approx(2.0) and fit.steps == 4
+
+
 def test_the_spread_is_largest_minus_smallest_load_at_the_same_time(tmp_path: Path) -> None:
     files = [a_log(tmp_path / "a", [1000] * 10), a_log(tmp_path / "b", [400] * 10, start_s=1e9 + 0.001)]
     summary = summarise(files)
