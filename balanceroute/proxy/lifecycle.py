@@ -301,10 +301,24 @@ class Leg:
             else:
                 self._unspent = result.kv_transfer_params
                 self._check_abandoned()
+                self._check_resumed(worker, result)
                 if self.scanner is _NOTHING_YET:
                     self.prompt_tokens, self.cached_tokens = result.prompt_tokens, result.cached_tokens
                     self.scanner = self._new_scanner(result)
                 return result
+
+    def _check_resumed(self, worker: Worker, result: PrefillResult) -> None:
+        """An engine too old to take token ids for a chat would start the answer over: better an error than that.
+
+        Raises: BadUpstreamReply: the prefill was of another prompt than prompt and answer so far.
+        """
+        expected = self.request.prompt_tokens
+        if self.request is not self._original and result.prompt_tokens != expected:
+            raise BadUpstreamReply(
+                f"it can't go on from token ids: prefilled {result.prompt_tokens} tokens, not {expected}",
+                worker=worker.id,
+                stage="prefill",
+            )
 
     def _new_scanner(self, result: PrefillResult) -> EventScanner:
         request = self.request

@@ -257,3 +257,19 @@ async def test_a_client_that_stops_reading_is_cut_off_and_stalls_nobody() -> Non
         await router.settled(20)
         assert router.app.services.metrics.requests.value("cancelled") == 1
         writer.close()
+
+
+async def test_a_chat_is_not_started_over_by_an_engine_that_cannot_take_token_ids(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async with running(PAIR, **QUICK) as router:
+        monkeypatch.setattr(router.app.services.connector, "resume_key", "a_key_that_no_engine_knows")
+        await inject_everywhere(router, "d", "recompute", after_events=4)
+        got = b""
+        with pytest.raises(httpx.RemoteProtocolError):
+            async with router.client.stream("POST", "/v1/chat/completions", json=chat(stream=True)) as reply:
+                async for chunk in reply.aiter_bytes():
+                    got += chunk
+        assert "can't go on from token ids" in events(got.decode())[-1]["error"]["message"]
+        await inject_everywhere(router, "d", "clear")
+        await router.settled()
