@@ -145,6 +145,7 @@ class Leg:
         "scanner",
         "stage_deadline_s",
         "stalled_since_s",
+        "waits_for",
         "worker",
     )
 
@@ -166,6 +167,7 @@ class Leg:
         self._scanner_options = scanner_options or {}
         self.outcome = Outcome.FAILED
         self.prefiller = self.worker = ""
+        self.waits_for = ("", "")  # the worker, and the stage, that the leg waits for or waited for last
         self.prompt_tokens, self.recomputes = 0, 0
         self.cached_tokens: int | None = None
         self.prefill_wait_s = self.decode_wait_s = 0.0
@@ -338,6 +340,7 @@ class Leg:
         worker.circuit.used()
         self.stage_deadline_s = self._s.ledger.now() + config.first_byte_timeout_s.prefill
         self._grace_s = PROBE_GRACE_S
+        self.waits_for = (worker.id, "prefill")
         try:
             reply = await worker.upstream.request(
                 "POST",
@@ -356,6 +359,7 @@ class Leg:
             return result
         except asyncio.CancelledError:
             worker.circuit.no_verdict()
+            self._s.drainer.orphan()  # it may finish, or have finished, all the same
             if not self._was_interrupted():
                 raise
             raise self._interruption_error() from None
@@ -377,6 +381,7 @@ class Leg:
         if self.request.streams_upstream:  # else nothing comes before the whole answer
             self.stage_deadline_s = now + limits.first_byte_timeout_s.decode
         self._grace_s = DECODE_GRACE_S
+        self.waits_for = (worker.id, "decode")
         tokens, answered = self.scanner.tokens, False
         try:
             body = self._s.connector.decode(self.request, params)

@@ -96,10 +96,20 @@ async def test_many_recomputes_of_one_request_end_in_one_answer() -> None:
         assert router.cluster.violations() == {}
 
 
-@pytest.mark.parametrize("role", ["p", "d"])
-@pytest.mark.parametrize("fault", ["status", "reset_before_reply"])
-async def test_one_bad_worker_of_several_costs_no_client_anything(role: str, fault: str) -> None:
-    async with running(FOUR) as router:
+@pytest.mark.parametrize(
+    ("role", "fault", "policy"),
+    [
+        ("p", "status", "br_0"),
+        ("p", "reset_before_reply", "br_0"),
+        ("d", "status", "br_0"),
+        ("d", "reset_before_reply", "br_0"),
+        ("d", "status", "join_shortest_queue"),
+        ("d", "reset_before_reply", "round_robin"),
+        ("d", "status", "least_kv"),
+    ],
+)
+async def test_one_bad_worker_of_several_costs_no_client_anything(role: str, fault: str, policy: str) -> None:
+    async with running(FOUR, routing={"policy": policy}) as router:
         await router.cluster.inject(f"{role}1", fault, status=503, count=None)
         for _ in range(10):
             replies = await asyncio.gather(
