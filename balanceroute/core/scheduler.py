@@ -282,10 +282,13 @@ class Scheduler:
         return Release(request_id, outcome, phase, pinned_at)
 
     def expire(self, now: float) -> list[Release]:
-        """End pool entries past their TTL and arrivals past their queue deadline."""
+        """End pool entries past their TTL and arrivals past their queue deadline.
+
+        A requeued request is no arrival: its client may have half of its answer, and its own deadline ends it.
+        """
         pool_limit, queue_limit = now - self.config.pool_ttl_s, now - self.config.queue_deadline_s
         late = [tracker.id for tracker in self.snapshot.pool if tracker.ready_s < pool_limit]
-        late += [tracker.id for tracker in self.snapshot.queued.values() if tracker.arrived_s < queue_limit]
+        late += [t.id for t in self.snapshot.queued.values() if t.arrived_s < queue_limit and not t.requeues]
         return [self.finish(request_id, Outcome.EXPIRED, now) for request_id in late]
 
     # -- the moves between phases -----------------------------------------------------------------------------

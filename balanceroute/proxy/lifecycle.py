@@ -35,7 +35,7 @@ from typing import Any, Final, Protocol
 
 import orjson
 
-from balanceroute.core.types import Outcome, Release, RequestSpec
+from balanceroute.core.types import Outcome, RequestSpec
 from balanceroute.errors import (
     BadUpstreamReply,
     BalanceRouteError,
@@ -145,6 +145,7 @@ class Leg:
         "scanner",
         "stage_deadline_s",
         "stalled_since_s",
+        "waits_for",
         "worker",
     )
 
@@ -166,6 +167,7 @@ class Leg:
         self._scanner_options = scanner_options or {}
         self.outcome = Outcome.FAILED
         self.prefiller = self.worker = ""
+        self.waits_for = ("", "")  # the worker, and the stage, that the leg waits for or waited for last
         self.prompt_tokens, self.recomputes = 0, 0
         self.cached_tokens: int | None = None
         self.prefill_wait_s = self.decode_wait_s = 0.0
@@ -249,6 +251,11 @@ class Leg:
         )
 
     @property
+    def started(self) -> bool:
+        """Whether the client has seen something of this leg."""
+        return self._outlet.started
+
+    @property
     def blocked_by_client(self) -> bool:
         """Whether the worker isn't read at the moment because the client doesn't read."""
         return self._reply is not None and self._reply.paused
@@ -276,7 +283,8 @@ class Leg:
                 await self._end_by_length()
                 return
             self.recomputes += 1
-            self._free_kv(ticket.requeue(), lost=lost is not None)
+            ticket.requeue()
+            self._free_kv()
 
     async def _prefill(self, ticket: Ticket) -> PrefillResult:
         waiting_since_s = self._s.ledger.now()
@@ -295,10 +303,24 @@ class Leg:
             else:
                 self._unspent = result.kv_transfer_params
                 self._check_abandoned()
+                self._check_resumed(worker, result)
                 if self.scanner is _NOTHING_YET:
                     self.prompt_tokens, self.cached_tokens = result.prompt_tokens, result.cached_tokens
                     self.scanner = self._new_scanner(result)
                 return result
+
+    def _check_resumed(self, worker: Worker, result: PrefillResult) -> None:
+        """An engine too old to take token ids for a chat would start the answer over: better an error than that.
+
+        Raises: BadUpstreamReply: the prefill was of another prompt than prompt and answer so far.
+        """
+        expected = self.request.prompt_tokens
+        if self.request is not self._original and result.prompt_tokens != expected:
+            raise BadUpstreamReply(
+                f"it can't go on from token ids: prefilled {result.prompt_tokens} tokens, not {expected}",
+                worker=worker.id,
+                stage="prefill",
+            )
 
     def _new_scanner(self, result: PrefillResult) -> EventScanner:
         request = self.request
@@ -318,6 +340,7 @@ class Leg:
         worker.circuit.used()
         self.stage_deadline_s = self._s.ledger.now() + config.first_byte_timeout_s.prefill
         self._grace_s = PROBE_GRACE_S
+        self.waits_for = (worker.id, "prefill")
         try:
             reply = await worker.upstream.request(
                 "POST",
@@ -336,6 +359,7 @@ class Leg:
             return result
         except asyncio.CancelledError:
             worker.circuit.no_verdict()
+            self._s.drainer.orphan()  # it may finish, or have finished, all the same
             if not self._was_interrupted():
                 raise
             raise self._interruption_error() from None
@@ -357,6 +381,7 @@ class Leg:
         if self.request.streams_upstream:  # else nothing comes before the whole answer
             self.stage_deadline_s = now + limits.first_byte_timeout_s.decode
         self._grace_s = DECODE_GRACE_S
+        self.waits_for = (worker.id, "decode")
         tokens, answered = self.scanner.tokens, False
         try:
             body = self._s.connector.decode(self.request, params)
@@ -412,6 +437,8 @@ class Leg:
 
         def on_tokens(tokens: int) -> None:
             at = self.last_token_s = worker.progress_s = now()
+            if not self.first_token_s:
+                self.first_token_s = at
             self.stage_deadline_s = at + idle_s
             progress(tokens)
 
@@ -429,15 +456,11 @@ class Leg:
                 counted = scanner.tokens
         if scanner.end is not StreamEnd.ERROR and scanner.events:
             worker.circuit.success()
-        if counted and not self.first_token_s:
-            self.first_token_s = now()
         broken: UpstreamError | None = None
         if out:
             if not outlet.started:
                 await outlet.start()
             broken = await relay(reply, scanner, outlet.send, on_tokens, first=out, ends_response=outlet.ends_response)
-            if not self.first_token_s and scanner.tokens:
-                self.first_token_s = self.last_token_s
         return self._ended(worker, broken)
 
     def _ended(self, worker: Worker, broken: UpstreamError | None) -> bool:
@@ -549,22 +572,19 @@ class Leg:
     # -- leaving
 
     def _leave(self, ticket: Ticket) -> None:
-        release = ticket.left
-        if release is None:
-            release = ticket.finish(self.outcome, self.scanner.finish_reason or "")
-        self._free_kv(release, lost=self.outcome is Outcome.FAILED)
+        if ticket.left is None:
+            ticket.finish(self.outcome, self.scanner.finish_reason or "")
+        self._free_kv()
 
-    def _free_kv(self, release: Release, *, lost: bool) -> None:
+    def _free_kv(self) -> None:
         """Have pinned KV pulled that the request leaves behind, unless a decoder may have been told to already.
 
         A decoder that failed before its first token may or may not have pulled: its parameters must not be used
-        again, so that KV is only counted. One that the client hung up on aborts and tells the prefiller.
+        again, so that KV is only counted (`_decode`).
         """
         params, self._unspent = self._unspent, None
         if params is not None:
             self._s.drainer.drain(Drain(self.id, self.request, params, tuple(self._headers)))
-        elif release.prefiller is not None and lost:
-            self._s.drainer.orphan()
 
     def _headers_for(self, worker: Worker) -> list[tuple[bytes, bytes]]:
         tries = self._tries

@@ -96,10 +96,20 @@ async def test_many_recomputes_of_one_request_end_in_one_answer() -> None:
         assert router.cluster.violations() == {}
 
 
-@pytest.mark.parametrize("role", ["p", "d"])
-@pytest.mark.parametrize("fault", ["status", "reset_before_reply"])
-async def test_one_bad_worker_of_several_costs_no_client_anything(role: str, fault: str) -> None:
-    async with running(FOUR) as router:
+@pytest.mark.parametrize(
+    ("role", "fault", "policy"),
+    [
+        ("p", "status", "br_0"),
+        ("p", "reset_before_reply", "br_0"),
+        ("d", "status", "br_0"),
+        ("d", "reset_before_reply", "br_0"),
+        ("d", "status", "join_shortest_queue"),
+        ("d", "reset_before_reply", "round_robin"),
+        ("d", "status", "least_kv"),
+    ],
+)
+async def test_one_bad_worker_of_several_costs_no_client_anything(role: str, fault: str, policy: str) -> None:
+    async with running(FOUR, routing={"policy": policy}) as router:
         await router.cluster.inject(f"{role}1", fault, status=503, count=None)
         for _ in range(10):
             replies = await asyncio.gather(
@@ -257,3 +267,19 @@ async def test_a_client_that_stops_reading_is_cut_off_and_stalls_nobody() -> Non
         await router.settled(20)
         assert router.app.services.metrics.requests.value("cancelled") == 1
         writer.close()
+
+
+async def test_a_chat_is_not_started_over_by_an_engine_that_cannot_take_token_ids(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async with running(PAIR, **QUICK) as router:
+        monkeypatch.setattr(router.app.services.connector, "resume_key", "a_key_that_no_engine_knows")
+        await inject_everywhere(router, "d", "recompute", after_events=4)
+        got = b""
+        with pytest.raises(httpx.RemoteProtocolError):
+            async with router.client.stream("POST", "/v1/chat/completions", json=chat(stream=True)) as reply:
+                async for chunk in reply.aiter_bytes():
+                    got += chunk
+        assert "can't go on from token ids" in events(got.decode())[-1]["error"]["message"]
+        await inject_everywhere(router, "d", "clear")
+        await router.settled()
