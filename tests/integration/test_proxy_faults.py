@@ -257,3 +257,17 @@ async def test_a_client_that_stops_reading_is_cut_off_and_stalls_nobody() -> Non
         await router.settled(20)
         assert router.app.services.metrics.requests.value("cancelled") == 1
         writer.close()
+
+
+async def test_kv_is_drained_through_a_worker_that_takes_it_when_the_freest_one_is_busy() -> None:
+    shape = ClusterShape(prefillers=1, decoders=3, max_num_seqs=8, time_scale=0.02)
+    async with running(shape, **QUICK) as router:
+        await router.cluster.inject("d1", "status", status=503, count=None)
+        await router.cluster.inject("d2", "status", status=503, count=None)
+        bodies = [completion(max_tokens=24, stream=True) for _ in range(6)]
+        replies = await asyncio.gather(*(router.client.post("/v1/completions", json=body) for body in bodies))
+        assert [reply.status_code for reply in replies] == [200] * 6
+        await router.settled()
+        metrics = router.app.services.metrics
+        assert metrics.drains.value("drained") > 0
+        assert metrics.drains.value("orphaned") == metrics.orphaned_kv == 0
