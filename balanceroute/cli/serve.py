@@ -41,6 +41,7 @@ def serve(
 
     from balanceroute.config import from_example_flags, load, parse_assignment
     from balanceroute.proxy.app import create_app
+    from balanceroute.proxy.forecasts import build_forecasts
     from balanceroute.proxy.logs import configure
     from balanceroute.proxy.reload import apply
     from balanceroute.proxy.server import serve as run
@@ -76,7 +77,9 @@ def serve(
         apply(services, new)
         configure(new.log.level, new.log.format)
 
-    run(create_app(config, journal=journal), config, reload)
+    # read before there is a loop: a model file that does not fit is one line, and a long history holds up nobody
+    forecasts = build_forecasts(config)
+    run(create_app(config, journal=journal, forecasts=forecasts), config, reload)
 
 
 def spread_lists(arguments: list[str]) -> list[str]:

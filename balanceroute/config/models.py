@@ -318,9 +318,8 @@ class Predictor(Section):
     )
     key_header: HeaderName | None = Field(
         None,
-        description="Request header that names the kind of request, as the key of exact_match. Unset: a "
-        "salted hash of "
-        "the prompt.",
+        description="Request header that names the kind of request, as the key of exact_match and learned. Unset, or "
+        "absent from a request: a salted hash of the prompt.",
     )
 
 
@@ -577,11 +576,10 @@ class Config(Section):
                 "predictor.kind = 'learned': needs predictor.model (from `balanceroute predictor fit`) or "
                 "predictor.history to be fitted from; accepted without them are survival, exact_match, none"
             )
-        if chosen.key_header is not None and chosen.kind != "exact_match":
+        if chosen.key_header is not None and chosen.kind not in ("exact_match", "learned") and not chosen.history:
             yield (
-                f"predictor.key_header = {chosen.key_header!r}: accepted only with predictor.kind "
-                f"exact_match, not "
-                f"{chosen.kind}"
+                f"predictor.key_header = {chosen.key_header!r}: accepted only with predictor.kind exact_match or "
+                f"learned, or with predictor.history, not with {chosen.kind} alone"
             )
         if chosen.model is not None and chosen.kind == "none":
             yield f"predictor.model = {chosen.model!r}: accepted only with a predictor.kind other than none"

@@ -263,6 +263,7 @@ class Scheduler:
             raise InvariantError(f"{request_id} is neither decoding nor pooled")
         phase, pinned_at = tracker.phase, self._let_go(tracker)
         tracker.prompt_tokens += tracker.counted
+        tracker.earlier_tokens += tracker.counted
         tracker.counted = 0
         tracker.requeues += 1
         self._enqueue(tracker)
@@ -281,10 +282,13 @@ class Scheduler:
         return Release(request_id, outcome, phase, pinned_at)
 
     def expire(self, now: float) -> list[Release]:
-        """End pool entries past their TTL and arrivals past their queue deadline."""
+        """End pool entries past their TTL and arrivals past their queue deadline.
+
+        A requeued request is no arrival: its client may have half of its answer, and its own deadline ends it.
+        """
         pool_limit, queue_limit = now - self.config.pool_ttl_s, now - self.config.queue_deadline_s
         late = [tracker.id for tracker in self.snapshot.pool if tracker.ready_s < pool_limit]
-        late += [tracker.id for tracker in self.snapshot.queued.values() if tracker.arrived_s < queue_limit]
+        late += [t.id for t in self.snapshot.queued.values() if t.arrived_s < queue_limit and not t.requeues]
         return [self.finish(request_id, Outcome.EXPIRED, now) for request_id in late]
 
     # -- the moves between phases -----------------------------------------------------------------------------
@@ -311,6 +315,7 @@ class Scheduler:
             order=self._arrivals,
             priority=spec.priority,
             prompt_key=spec.prompt_key,
+            max_new_tokens=spec.max_new_tokens,
             arrived_s=now,
         )
         self.snapshot.requests[spec.id] = tracker
@@ -396,6 +401,10 @@ class Scheduler:
         if tracker.refreshed_remaining < self.snapshot.horizon_steps:
             # c-hat falls to its floor of 1 after c-1 tokens: that is when it is renewed, if not before
             ahead = min(ahead, max(1.0, math.ceil(tracker.refreshed_remaining - 1.0)))
+        elif tracker.max_new_tokens is not None:
+            # fewer than H tokens from the client's limit it is certain to leave within the window: no anchor any more
+            until_certain = tracker.max_new_tokens - tracker.age_tokens - self.snapshot.horizon_steps + 1
+            ahead = min(ahead, until_certain) if until_certain > 0 else ahead
         tracker.refresh_due_at = generated + ahead
         if self.config.lock_step:
             heappush(

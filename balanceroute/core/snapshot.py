@@ -31,7 +31,8 @@ class RequestTracker:
 
     `order` is its arrival number and breaks every tie. `counted` tokens were reported one by one; a lock-step driver
     adds the steps its worker has taken since `joined_step` (see `generated`). `expected_remaining` at any time follows
-    from the last refresh by `remaining()`, so nothing is decremented per token.
+    from the last refresh by `remaining()`, so nothing is decremented per token. A requeue turns what was generated into
+    prompt, which is right for loads; `earlier_tokens` remembers it for the predictor, which asks for the whole age.
     """
 
     id: str
@@ -39,6 +40,7 @@ class RequestTracker:
     order: int
     priority: int = 0
     prompt_key: str = ""
+    max_new_tokens: int | None = None
     arrived_s: float = 0.0
     phase: Phase = Phase.QUEUED
     prefiller: "PrefillerBudget | None" = None
@@ -54,6 +56,7 @@ class RequestTracker:
     refreshed_at: int = 0
     refresh_due_at: float = math.inf
     requeues: int = 0
+    earlier_tokens: int = 0
 
     @property
     def generated(self) -> int:
@@ -61,6 +64,11 @@ class RequestTracker:
         if self.running and self.worker is not None:
             return self.counted + self.worker.steps - self.joined_step
         return self.counted
+
+    @property
+    def age_tokens(self) -> int:
+        """Tokens generated for the client so far, over all lives of the request."""
+        return self.earlier_tokens + self.generated
 
     @property
     def kv_tokens(self) -> int:

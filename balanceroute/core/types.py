@@ -70,13 +70,15 @@ class WorkerSpec:
 class RequestSpec:
     """A client request as the scheduler sees it; `prompt_tokens` is an estimate until its prefill is done.
 
-    Lower `priority` goes first, as in vLLM. `prompt_key` is the predictor's key, never the text.
+    Lower `priority` goes first, as in vLLM. `prompt_key` is the predictor's key, never the text. `max_new_tokens` is
+    the client's limit on generated tokens, over all lives of the request; None where it set none.
     """
 
     id: str
     prompt_tokens: int
     priority: int = 0
     prompt_key: str = ""
+    max_new_tokens: int | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,7 +4,7 @@ from .build import KINDS, build_predictor
 from .contract import AnchorPredictor, FinishedRequest, Predictor, TwoStage
 from .evaluation import Evaluation, evaluate
 from .exact_match import ExactMatchPredictor
-from .forecaster import Forecaster
+from .forecaster import Forecaster, finished_row
 from .history import History, HistoryStats
 from .keys import PromptKeyer
 from .learned import LearnedPredictor
@@ -31,6 +31,7 @@ __all__ = [
     "TwoStage",
     "build_predictor",
     "evaluate",
+    "finished_row",
     "load_model",
     "refit_on_growth",
     "save_model",

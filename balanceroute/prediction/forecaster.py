@@ -1,16 +1,19 @@
 """The driver's side of prediction: from a predictor's two stages to the c_hat that the scheduler takes.
 
 The proxy and the simulator ask here, on their own loop, and pass the values on (`Scheduler.refresh`); the
-scheduler never sees a predictor. All refreshes that are due together are one batched call. Counters are plain
-integers that a metrics page reads.
+scheduler never sees a predictor. All refreshes that are due together are one batched call. A predictor that
+takes milliseconds is asked in another thread: `questions` copies what it looks at, `answer` may run anywhere,
+`count` is for the loop again. Counters are plain integers that a metrics page reads.
 """
 
+import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
 
-from .contract import FinishedRequest, Memory, Predictor
+from .contract import FinishedRequest, FloatArray, IntArray, Memory, Predictor
 from .refresh import GATE, gated, gated_batch
 
 # below this many due requests the scalar path costs less than the array one (measured with survival: about 8)
@@ -22,12 +25,22 @@ class Tracked(Protocol):
 
     @property
     def prompt_tokens(self) -> int:
-        """s_i, tokens."""
+        """s_i, tokens; after a requeue `earlier_tokens` are part of it."""
         ...
 
     @property
-    def generated(self) -> int:
-        """a_i, tokens."""
+    def earlier_tokens(self) -> int:
+        """Tokens generated before the last requeue."""
+        ...
+
+    @property
+    def age_tokens(self) -> int:
+        """Tokens generated over all lives of the request."""
+        ...
+
+    @property
+    def max_new_tokens(self) -> int | None:
+        """The client's limit on these."""
         ...
 
     @property
@@ -40,8 +53,33 @@ class Tracked(Protocol):
         ...
 
 
+@dataclass(frozen=True, slots=True)
+class Questions:
+    """What a batch asks about n requests; `left_tokens` is infinite where the client set no limit."""
+
+    ages: IntArray
+    prompt_tokens: IntArray
+    left_tokens: FloatArray
+    keys: list[str]
+
+
+@dataclass(frozen=True, slots=True)
+class Answers:
+    """c_hat of each request of a batch, and how many of them passed the gate."""
+
+    c_hat: FloatArray
+    opened: int
+
+
+def finished_row(tracker: Tracked, finish_reason: str, now: float) -> FinishedRequest:
+    """What there is to learn from a request that leaves, as the client saw it: requeues don't count."""
+    return FinishedRequest(
+        tracker.prompt_key, tracker.prompt_tokens - tracker.earlier_tokens, tracker.age_tokens, finish_reason, now
+    )
+
+
 class Forecaster:
-    """Composite, gate, clip and floor around one predictor, with the counters of the metrics page."""
+    """Composite, gate, limit, clip and floor around one predictor, with the counters of the metrics page."""
 
     def __init__(self, predictor: Predictor, horizon_steps: int) -> None:
         self.predictor = predictor
@@ -67,59 +105,69 @@ class Forecaster:
         """Answers that fell back to the marginal distribution; 0 for predictors without keys."""
         return self.predictor.key_misses if isinstance(self.predictor, Memory) else 0
 
-    def initial(self, prompt_tokens: int, prompt_key: str = "") -> float:
-        """Return c_hat at age 0: for a request that waits for, or just got, its admission."""
-        return self._one(0, prompt_tokens, prompt_key)
+    def initial(
+        self, prompt_tokens: int, prompt_key: str = "", *, age_tokens: int = 0, max_new_tokens: int | None = None
+    ) -> float:
+        """Return c_hat for a request that waits for, or just got, its admission.
+
+        `age_tokens` is 0 unless it was requeued, and `prompt_tokens` are the client's own.
+        """
+        return self._one(age_tokens, prompt_tokens, prompt_key, max_new_tokens)
 
     def refresh(self, trackers: Sequence[Tracked]) -> list[float]:
         """Return the new c_hat of each tracker, in order; one batched call."""
-        self.refreshes += len(trackers)
         if len(trackers) < _BATCH:
-            return [self._one(t.generated, t.prompt_tokens, t.prompt_key) for t in trackers]
-        stages = self.predictor.predict(
-            np.array([t.generated for t in trackers], dtype=np.int64),
-            np.array([t.prompt_tokens for t in trackers], dtype=np.int64),
-            [t.prompt_key for t in trackers],
-        )
-        opened = int(np.count_nonzero(stages.p_finish >= GATE))
-        self.gate_open += opened
-        self.gate_closed += len(trackers) - opened
-        values: list[float] = gated_batch(stages, self._horizon).tolist()
+            self.refreshes += len(trackers)
+            return [
+                self._one(t.age_tokens, t.prompt_tokens - t.earlier_tokens, t.prompt_key, t.max_new_tokens)
+                for t in trackers
+            ]
+        answers = self.answer(self.questions(trackers))
+        self.count(answers)
+        values: list[float] = answers.c_hat.tolist()
         return values
 
-    def finished(
-        self,
-        tracker: Tracked,
-        finish_reason: str,
-        now: float,
-        *,
-        prompt_tokens: int | None = None,
-        output_tokens: int | None = None,
-    ) -> FinishedRequest:
+    def questions(self, trackers: Sequence[Tracked]) -> Questions:
+        """Copy what a predictor looks at, as it is now."""
+        ages = np.array([t.age_tokens for t in trackers], dtype=np.int64)
+        limits = [math.inf if t.max_new_tokens is None else t.max_new_tokens for t in trackers]
+        return Questions(
+            ages,
+            np.array([t.prompt_tokens - t.earlier_tokens for t in trackers], dtype=np.int64),
+            np.array(limits) - ages,
+            [t.prompt_key for t in trackers],
+        )
+
+    def answer(self, questions: Questions) -> Answers:
+        """Ask the predictor; any thread, and nothing of the forecaster changes."""
+        stages = self.predictor.predict(questions.ages, questions.prompt_tokens, questions.keys)
+        opened = np.count_nonzero((stages.p_finish >= GATE) | (questions.left_tokens < self._horizon))
+        return Answers(gated_batch(stages, self._horizon, questions.left_tokens), int(opened))
+
+    def count(self, answers: Answers) -> None:
+        """Count a batch of refreshes."""
+        self.refreshes += len(answers.c_hat)
+        self.gate_open += answers.opened
+        self.gate_closed += len(answers.c_hat) - answers.opened
+
+    def finished(self, tracker: Tracked, finish_reason: str, now: float) -> FinishedRequest:
         """Learn from a request that leaves its worker, and return the row for the history.
 
-        A tracker that was requeued counts what it had generated as prompt: the driver, which knows the
-        client's view, then gives both numbers. A finish has nothing remaining, so the c_hat that the
-        scheduler still holds is its absolute error in tokens; what was cut short says nothing about that
-        error.
+        A finish has nothing remaining, so the c_hat that the scheduler still holds is its absolute error in
+        tokens; what was cut short says nothing about that error.
         """
-        row = FinishedRequest(
-            tracker.prompt_key,
-            tracker.prompt_tokens if prompt_tokens is None else prompt_tokens,
-            tracker.generated if output_tokens is None else output_tokens,
-            finish_reason,
-            now,
-        )
+        row = finished_row(tracker, finish_reason, now)
         if not row.censored:
             self.finished_count += 1
             self.error_tokens_sum += tracker.remaining(self.horizon_steps)
         self.predictor.observe(row)
         return row
 
-    def _one(self, age: int, prompt_tokens: int, prompt_key: str) -> float:
+    def _one(self, age: int, prompt_tokens: int, prompt_key: str, max_new_tokens: int | None) -> float:
         p_finish, mean = self.predictor.predict_one(age, prompt_tokens, prompt_key)
-        if p_finish >= GATE:
+        left = math.inf if max_new_tokens is None else max_new_tokens - age
+        if p_finish >= GATE or left < self._horizon:
             self.gate_open += 1
         else:
             self.gate_closed += 1
-        return gated(p_finish, mean, self._horizon)
+        return gated(p_finish, mean, self._horizon, left)

@@ -28,6 +28,10 @@ class PromptKeyer:
         """Key of a chat's `messages`; the order of the fields inside a message does not matter."""
         return self._hash(b"m", orjson.dumps(messages, option=orjson.OPT_SORT_KEYS))
 
+    def of_json(self, prompt: bytes) -> str:
+        """Key of a prompt or of messages as the JSON they came in, without reading it."""
+        return self._hash(b"j", prompt)
+
     def of_header(self, value: str) -> str:
         """Key of what a client sent in the configured key header; "" stays "" (unknown)."""
         return self._hash(b"h", value.encode()) if value else ""

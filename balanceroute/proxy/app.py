@@ -98,6 +98,8 @@ def build_services(
     scheduler = build_scheduler(config, loop.time(), journal=journal)
     ledger = Ledger(scheduler, loop, forecasts)
     metrics = Metrics(scheduler.snapshot, config.routing.policy)
+    if forecasts is not None:
+        metrics.registry.register(forecasts.metrics)
     circuit = CircuitConfig(config.health.failure_threshold, config.health.open_for_s)
     fleet = Fleet(ledger, FleetConfig(circuit, config.limits.client_buffer_bytes), metrics.forget_worker)
     for spec in worker_specs(config):
@@ -120,9 +122,10 @@ def start(services: Services) -> list[asyncio.Task[None]]:
         "pool_reaper": PoolReaper(services).run,
         "health": HealthMonitor(services).run,
     }
-    refits = services.forecasts.runner() if services.forecasts is not None else None
-    if refits is not None:
-        coroutines["refits"] = refits
+    if services.forecasts is not None:
+        refits = services.forecasts.runner(services.ledger.scheduler.snapshot)
+        if refits is not None:
+            coroutines["refits"] = refits
     return [services.loop.create_task(_supervised(services, name, run), name=name) for name, run in coroutines.items()]
 
 

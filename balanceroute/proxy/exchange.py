@@ -117,8 +117,13 @@ class Exchange:
                 watch.close()
         except ClientGone:
             self._outcome = Outcome.CANCELLED
+        except InvariantError as error:
+            await self._fail_by_bug(error)
         except BalanceRouteError as error:
             await self._fail(error)
+        except Exception as error:
+            # a bug of ours must not take the connection's other requests, or the accounting, with it
+            await self._fail_by_bug(error)
         except asyncio.CancelledError:
             if self._outcome is not Outcome.FINISHED:
                 self._outcome = Outcome.CANCELLED
@@ -218,8 +223,20 @@ class Exchange:
         self._note(error)
         await send_error(self._send, error)
 
+    async def _fail_by_bug(self, error: Exception) -> None:
+        self._outcome, self._status = Outcome.FAILED, 500
+        self._s.metrics.tasks_failed.inc("request")
+        request_id = self._head.request_id if self._head is not None else ""
+        log.error("internal error", exc_info=error, extra={"request": request_id})
+        if self._s.strict:
+            raise error
+        if not any(leg.started for leg in self._legs):
+            await send_error(self._send, InvariantError("Internal error of the router; see its log."))
+
     async def _fail_started(self, error: BalanceRouteError) -> None:
         """After the first byte: an event that says so and, by returning without a last message, an unclean end."""
+        if isinstance(error, InvariantError):
+            raise error
         self._status = 200
         self._note(error)
         if isinstance(error, ClientStalled):
@@ -229,12 +246,6 @@ class Exchange:
         await self._send({"type": "http.response.body", "body": event, "more_body": True})
 
     def _note(self, error: BalanceRouteError) -> None:
-        if isinstance(error, InvariantError):
-            self._s.metrics.tasks_failed.inc("request")
-            request_id = self._head.request_id if self._head is not None else ""
-            log.error("internal error", exc_info=error, extra={"request": request_id})
-            if self._s.strict:
-                raise error
         if isinstance(error, QueueTimeout):
             self._outcome = Outcome.EXPIRED
         elif isinstance(error, ClientStalled):

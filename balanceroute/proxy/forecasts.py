@@ -1,18 +1,39 @@
 """The seam between the proxy and the predictors: what the live router asks, and when it tells what it has seen.
 
 The scheduler gets plain numbers. Which predictor they come from, its history on disk and its re-fits beside the loop
-are known here alone.
+are known here alone. Before each decision the forecasts that are due are renewed, all in one batch: on the loop where
+that takes microseconds, in a thread for boosted trees, whose answers are then in time for the next decision.
 """
 
+import asyncio
+import logging
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any, Protocol
 
+from prometheus_client.registry import Collector
+
 from balanceroute.config import Config
-from balanceroute.core.snapshot import RequestTracker
+from balanceroute.core.scheduler import Scheduler
+from balanceroute.core.snapshot import ClusterSnapshot, RequestTracker
 from balanceroute.core.types import Phase
-from balanceroute.prediction import Forecaster, History, PromptKeyer, Refitter, build_predictor
+from balanceroute.prediction import (
+    Forecaster,
+    History,
+    LearnedPredictor,
+    PromptKeyer,
+    Refitter,
+    build_predictor,
+    finished_row,
+)
 from balanceroute.prediction.contract import AnchorPredictor
+from balanceroute.prediction.forecaster import Answers
+from balanceroute.prediction.refresh import decremented
+from balanceroute.proxy.forecast_metrics import ForecastMetrics
+
+log = logging.getLogger(__name__)
 
 
 class Forecasts(Protocol):
@@ -22,20 +43,25 @@ class Forecasts(Protocol):
         """The predictor's key of a prompt (its JSON) or of the configured header; "" where it uses none."""
         ...
 
-    def initial(self, prompt_tokens: int, prompt_key: str) -> float:
-        """c-hat of a request that was just prefilled."""
+    def initial(self, tracker: RequestTracker, prompt_tokens: int) -> float | None:
+        """c-hat of a request that was just prefilled, with this prompt; None where nothing is predicted."""
         ...
 
-    def refresh(self, trackers: Sequence[RequestTracker]) -> list[float]:
-        """c-hat of running requests, in order; one batched call."""
+    def renew(self, scheduler: Scheduler) -> None:
+        """Tell the scheduler c-hat of the requests for which it is due."""
         ...
 
-    def finished(self, tracker: RequestTracker | None, reason: str) -> None:
+    def finished(self, tracker: RequestTracker, reason: str) -> None:
         """A request leaves, for `reason`: the engine's word, or the router's outcome."""
         ...
 
-    def runner(self) -> Callable[[], Awaitable[None]] | None:
+    def runner(self, snapshot: ClusterSnapshot) -> Callable[[], Awaitable[None]] | None:
         """What keeps the predictor fresh beside the loop, if anything."""
+        ...
+
+    @property
+    def metrics(self) -> Collector:
+        """The series of a metrics page."""
         ...
 
     def close(self) -> None:
@@ -43,50 +69,161 @@ class Forecasts(Protocol):
         ...
 
 
-class LiveForecasts:
-    """A predictor of this package with its history."""
+class HistoryOnly:
+    """No predictor: what finishes is recorded for a later day."""
 
     def __init__(self, config: Config) -> None:
         chosen = config.predictor
-        self._history = History(chosen.history, max_rows=chosen.max_rows, max_age_s=chosen.max_age_s)
-        predictor = build_predictor(
-            chosen.kind,
-            config.routing.horizon_steps,
-            rows=self._history.load(),
-            model=chosen.model,
-            max_rows=chosen.max_rows,
-            max_age_s=chosen.max_age_s,
-        )
-        self._refitter: Refitter[Any] | None = None
-        if not isinstance(predictor, AnchorPredictor):
-            self._refitter = Refitter(predictor, interval_s=chosen.refit_interval_s)
-        self.forecaster = Forecaster(predictor, config.routing.horizon_steps)
-        self._keyer = PromptKeyer(self._history.salt) if chosen.kind == "exact_match" else None
+        self.history = History(chosen.history, max_rows=chosen.max_rows, max_age_s=chosen.max_age_s)
+        keyed = chosen.history is not None or chosen.kind in ("exact_match", "learned")
+        self._keyer = PromptKeyer(self.history.salt) if keyed else None
         self._by_header = chosen.key_header is not None
-        self.initial, self.refresh = self.forecaster.initial, self.forecaster.refresh
 
     def key(self, prompt: bytes, header: str) -> str:
-        """A salted hash of what tells this kind of request from others."""
+        """A salted hash of what tells this kind of request from others; of the prompt where the header is missing."""
         if self._keyer is None:
             return ""
-        return self._keyer.of_header(header) if self._by_header else self._keyer.of_prompt(prompt.decode())
+        return self._keyer.of_header(header) if self._by_header and header else self._keyer.of_json(prompt)
 
-    def finished(self, tracker: RequestTracker | None, reason: str) -> None:
-        """Learn from a request that ends in its first decode; after a requeue its parts say nothing about the whole."""
-        if tracker is not None and tracker.phase is Phase.DECODING and not tracker.requeues and tracker.generated:
-            self._history.add(self.forecaster.finished(tracker, reason, time.time()))
+    def initial(self, tracker: RequestTracker, prompt_tokens: int) -> float | None:
+        """Nothing is predicted."""
+        return None
 
-    def runner(self) -> Callable[[], Awaitable[None]] | None:
-        """The re-fits."""
-        return None if self._refitter is None else self._refitter.run
+    def renew(self, scheduler: Scheduler) -> None:
+        """Nothing is due, ever."""
+
+    def finished(self, tracker: RequestTracker, reason: str) -> None:
+        """Record a request that has generated something."""
+        if tracker.age_tokens:
+            self.history.add(finished_row(tracker, reason, time.time()))
+
+    def runner(self, snapshot: ClusterSnapshot) -> Callable[[], Awaitable[None]] | None:
+        """Nothing to keep fresh."""
+        return None
+
+    @property
+    def metrics(self) -> Collector:
+        """The history's series."""
+        return ForecastMetrics(self.history)
 
     def close(self) -> None:
         """Write the rows that are queued."""
-        self._history.close()
+        self.history.close()
+
+
+class LiveForecasts(HistoryOnly):
+    """A predictor of this package with its history."""
+
+    def __init__(self, config: Config) -> None:
+        super().__init__(config)
+        chosen, self._horizon = config.predictor, config.routing.horizon_steps
+        try:
+            self._predictor = build_predictor(
+                chosen.kind,
+                self._horizon,
+                rows=self.history.load(),
+                model=None if chosen.model is None else Path(chosen.model),
+                max_rows=chosen.max_rows,
+                max_age_s=chosen.max_age_s,
+            )
+        except BaseException:
+            self.history.close()
+            raise
+        self.forecaster = Forecaster(self._predictor, self._horizon)
+        self.refitter: Refitter[Any] | None = None
+        self._refit_interval_s = chosen.refit_interval_s
+        self._asker: ThreadPoolExecutor | None = None
+        if isinstance(self._predictor, LearnedPredictor):
+            self._asker = ThreadPoolExecutor(1, thread_name_prefix="prediction")
+        self._due: list[RequestTracker] = []
+        self._asking = False
+        self._metrics = ForecastMetrics(self.history, self.forecaster)
+
+    def initial(self, tracker: RequestTracker, prompt_tokens: int) -> float | None:
+        """c-hat of a request that waits for its admission."""
+        return self.forecaster.initial(
+            prompt_tokens - tracker.earlier_tokens,
+            tracker.prompt_key,
+            age_tokens=tracker.age_tokens,
+            max_new_tokens=tracker.max_new_tokens,
+        )
+
+    def renew(self, scheduler: Scheduler) -> None:
+        """Renew what is due: here and now, or by starting a batch in the thread."""
+        due = scheduler.due_refreshes()
+        if self._asker is not None:
+            self._due += due
+            self._ask(scheduler, self._asker)
+        elif due:
+            now = asyncio.get_running_loop().time()
+            for tracker, expected in zip(due, self.forecaster.refresh(due), strict=True):
+                scheduler.refresh(tracker.id, expected, now)
+
+    def _ask(self, scheduler: Scheduler, asker: ThreadPoolExecutor) -> None:
+        """One batch at a time; what falls due meanwhile goes into the next."""
+        if self._asking or not self._due:
+            return
+        trackers, self._due = [tracker for tracker in self._due if tracker.phase is Phase.DECODING], []
+        lives = [tracker.requeues for tracker in trackers]
+        questions = self.forecaster.questions(trackers)
+        loop = asyncio.get_running_loop()
+
+        def answered(future: "asyncio.Future[Answers]") -> None:
+            self._asking = False
+            if future.cancelled():
+                return
+            answers = future.result()
+            self.forecaster.count(answers)
+            now = loop.time()
+            asked = zip(trackers, lives, questions.ages.tolist(), answers.c_hat.tolist(), strict=True)
+            for tracker, life, age, expected in asked:
+                if tracker.phase is Phase.DECODING and tracker.requeues == life:
+                    # tokens have come since: what they used up of c-hat is gone, and at the floor it is due at once
+                    left = decremented(expected, tracker.age_tokens - age, self._horizon)
+                    scheduler.refresh(tracker.id, left, now)
+            self._ask(scheduler, asker)
+
+        self._asking = True
+        loop.run_in_executor(asker, self.forecaster.answer, questions).add_done_callback(answered)
+
+    def finished(self, tracker: RequestTracker, reason: str) -> None:
+        """Learn from a request that has generated something, and record it."""
+        if tracker.age_tokens:
+            row = self.forecaster.finished(tracker, reason, time.time())
+            self.history.add(row)
+            if not row.censored:
+                self._metrics.error_tokens.observe(tracker.remaining(self._horizon))
+
+    def runner(self, snapshot: ClusterSnapshot) -> Callable[[], Awaitable[None]] | None:
+        """The re-fits."""
+        if isinstance(self._predictor, AnchorPredictor):
+            return None
+
+        def running() -> list[tuple[int, int]]:
+            return [(t.age_tokens, t.prompt_tokens - t.earlier_tokens) for t in snapshot.decoding()]
+
+        refitter: Refitter[Any] = Refitter(self._predictor, interval_s=self._refit_interval_s, running=running)
+        self._metrics.refitter = self.refitter = refitter
+        return refitter.run
+
+    @property
+    def metrics(self) -> Collector:
+        """The history's and the predictor's series."""
+        return self._metrics
+
+    def close(self) -> None:
+        """End the thread, write the rows that are queued."""
+        if self._asker is not None:
+            self._asker.shutdown(wait=False, cancel_futures=True)
+        super().close()
 
 
 def build_forecasts(config: Config) -> Forecasts | None:
-    """The predictor of a configuration; None where the policy asks for none, so that c-hat is H."""
-    if config.routing.policy != "br_h" or config.predictor.kind == "none":
-        return None
-    return LiveForecasts(config)
+    """The predictor of a configuration; None where the policy asks for none and no history is wanted.
+
+    Reads the history, which for hundreds of thousands of rows takes seconds: before the loop has requests to serve.
+    Raises: ConfigError, InputError: for a model file that does not fit.
+    """
+    if config.routing.policy == "br_h" and config.predictor.kind != "none":
+        return LiveForecasts(config)
+    return HistoryOnly(config) if config.predictor.history is not None else None

@@ -61,6 +61,8 @@ class HealthMonitor:
         config = self._s.config.health
         if status is not None and status < 500:
             worker.checks_failed, worker.seen_healthy, worker.joining = 0, True, None
+        elif status is None and self._makes_progress(worker):
+            return  # too busy to answer, but not to work
         else:
             worker.checks_failed += 1
             out = status == 503 or not worker.seen_healthy or worker.checks_failed >= config.failure_threshold
@@ -77,6 +79,10 @@ class HealthMonitor:
             worker.circuit.open(self._s.ledger.now())
         worker.stalled = stalled
         self._s.fleet.set_healthy(worker, True)
+
+    def _makes_progress(self, worker: Worker) -> bool:
+        health = self._s.config.health
+        return worker.in_use > 0 and self._s.ledger.now() - worker.progress_s < health.interval_s + health.timeout_s
 
     def _is_stalled(self, worker: Worker) -> bool:
         """Whether streams run on this decoder, their clients read, and yet no token has come for too long."""

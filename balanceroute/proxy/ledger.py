@@ -69,11 +69,13 @@ class Ticket:
         """Wait for the decode worker. Raises: QueueTimeout."""
         return await self._wait()
 
-    def prefilled(self, prompt_tokens: int, prompt_key: str) -> None:
+    def prefilled(self, prompt_tokens: int) -> None:
         """The probe was answered: the request waits in the pool."""
         ledger = self._ledger
         now = self.pooled_s = ledger.now()
-        expected = None if ledger.forecasts is None else ledger.forecasts.initial(prompt_tokens, prompt_key)
+        expected: float | None = None
+        if ledger.forecasts is not None:
+            expected = ledger.forecasts.initial(ledger.scheduler.snapshot.requests[self.id], prompt_tokens)
         ledger.scheduler.prefilled(self.id, prompt_tokens, now, expected)
         ledger.pool_filled()
 
@@ -95,8 +97,9 @@ class Ticket:
     def finish(self, outcome: Outcome, reason: str = "") -> Release:
         """Leave. `reason` is the engine's finish reason, for the predictor. Raises InvariantError when gone."""
         ledger = self._ledger
-        if ledger.forecasts is not None:
-            ledger.forecasts.finished(ledger.scheduler.snapshot.requests.get(self.id), reason or outcome.value)
+        tracker = ledger.scheduler.snapshot.requests.get(self.id)
+        if ledger.forecasts is not None and tracker is not None:
+            ledger.forecasts.finished(tracker, reason or outcome.value)
         release = self.left = ledger.scheduler.finish(self.id, outcome, ledger.now())
         del ledger.tickets[self.id]
         ledger.released(release)
@@ -162,9 +165,7 @@ class Ledger:
         """One decision over the pool, with what the predictor says now."""
         scheduler, now = self.scheduler, self.now()
         if self.forecasts is not None:
-            due = scheduler.due_refreshes()
-            for tracker, expected in zip(due, self.forecasts.refresh(due), strict=True):
-                scheduler.refresh(tracker.id, expected, now)
+            self.forecasts.renew(scheduler)
         admissions = scheduler.admit(now)
         for admission in admissions:
             self.tickets[admission.request].answer(admission.worker)

@@ -35,7 +35,7 @@ from typing import Any, Final, Protocol
 
 import orjson
 
-from balanceroute.core.types import Outcome, Release, RequestSpec
+from balanceroute.core.types import Outcome, RequestSpec
 from balanceroute.errors import (
     BadUpstreamReply,
     BalanceRouteError,
@@ -192,7 +192,7 @@ class Leg:
         services = self._s
         request = self.request
         ticket = self._ticket = services.ledger.submit(
-            RequestSpec(self.id, request.prompt_tokens, request.priority, self._key)
+            RequestSpec(self.id, request.prompt_tokens, request.priority, self._key, request.effective_limit)
         )
         self._task = asyncio.current_task()
         services.legs.add(self)
@@ -249,6 +249,11 @@ class Leg:
         )
 
     @property
+    def started(self) -> bool:
+        """Whether the client has seen something of this leg."""
+        return self._outlet.started
+
+    @property
     def blocked_by_client(self) -> bool:
         """Whether the worker isn't read at the moment because the client doesn't read."""
         return self._reply is not None and self._reply.paused
@@ -258,7 +263,7 @@ class Leg:
     async def _serve(self, ticket: Ticket) -> None:
         while True:
             result = await self._prefill(ticket)
-            ticket.prefilled(result.prompt_tokens, self._key)
+            ticket.prefilled(result.prompt_tokens)
             worker = self._s.fleet[await ticket.admission()]
             self.decode_wait_s += self._s.ledger.now() - ticket.pooled_s
             self.worker = worker.id
@@ -276,7 +281,8 @@ class Leg:
                 await self._end_by_length()
                 return
             self.recomputes += 1
-            self._free_kv(ticket.requeue(), lost=lost is not None)
+            ticket.requeue()
+            self._free_kv()
 
     async def _prefill(self, ticket: Ticket) -> PrefillResult:
         waiting_since_s = self._s.ledger.now()
@@ -412,6 +418,8 @@ class Leg:
 
         def on_tokens(tokens: int) -> None:
             at = self.last_token_s = worker.progress_s = now()
+            if not self.first_token_s:
+                self.first_token_s = at
             self.stage_deadline_s = at + idle_s
             progress(tokens)
 
@@ -429,15 +437,11 @@ class Leg:
                 counted = scanner.tokens
         if scanner.end is not StreamEnd.ERROR and scanner.events:
             worker.circuit.success()
-        if counted and not self.first_token_s:
-            self.first_token_s = now()
         broken: UpstreamError | None = None
         if out:
             if not outlet.started:
                 await outlet.start()
             broken = await relay(reply, scanner, outlet.send, on_tokens, first=out, ends_response=outlet.ends_response)
-            if not self.first_token_s and scanner.tokens:
-                self.first_token_s = self.last_token_s
         return self._ended(worker, broken)
 
     def _ended(self, worker: Worker, broken: UpstreamError | None) -> bool:
@@ -549,22 +553,19 @@ class Leg:
     # -- leaving
 
     def _leave(self, ticket: Ticket) -> None:
-        release = ticket.left
-        if release is None:
-            release = ticket.finish(self.outcome, self.scanner.finish_reason or "")
-        self._free_kv(release, lost=self.outcome is Outcome.FAILED)
+        if ticket.left is None:
+            ticket.finish(self.outcome, self.scanner.finish_reason or "")
+        self._free_kv()
 
-    def _free_kv(self, release: Release, *, lost: bool) -> None:
+    def _free_kv(self) -> None:
         """Have pinned KV pulled that the request leaves behind, unless a decoder may have been told to already.
 
         A decoder that failed before its first token may or may not have pulled: its parameters must not be used
-        again, so that KV is only counted. One that the client hung up on aborts and tells the prefiller.
+        again, so that KV is only counted (`_decode`).
         """
         params, self._unspent = self._unspent, None
         if params is not None:
             self._s.drainer.drain(Drain(self.id, self.request, params, tuple(self._headers)))
-        elif release.prefiller is not None and lost:
-            self._s.drainer.orphan()
 
     def _headers_for(self, worker: Worker) -> list[tuple[bytes, bytes]]:
         tries = self._tries

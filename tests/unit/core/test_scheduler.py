@@ -3,7 +3,7 @@
 import pytest
 
 from balanceroute.core.scheduler import Scheduler, SchedulerConfig
-from balanceroute.core.types import Outcome, Phase, Prefill, Reject, RejectReason, Release, WorkerState
+from balanceroute.core.types import Outcome, Phase, Prefill, Reject, RejectReason, Release, RequestSpec, WorkerState
 from balanceroute.errors import InvariantError
 from tests.unit.core.builders import a_request, a_scheduler, admitted, pool_all
 
@@ -170,6 +170,14 @@ def test_pool_and_queue_entries_expire_at_their_deadlines() -> None:
     assert list(scheduler.snapshot.requests) == ["running"]
 
 
+def test_a_requeued_request_is_not_ended_by_the_deadline_of_arrivals() -> None:
+    scheduler = a_scheduler(workers=1, slots=1, config=SchedulerConfig(queue_deadline_s=5.0))
+    into_decode(scheduler)
+    scheduler.progress("r", 3, 100.0)
+    scheduler.requeue("r", 100.0)
+    assert scheduler.expire(200.0) == []
+
+
 def test_lower_priority_values_leave_queue_and_pool_first() -> None:
     scheduler = a_scheduler(workers=1, slots=1, config=SchedulerConfig(max_pooled=3))
     scheduler.report_prefiller("p0", 1.0, 0.0)
@@ -227,3 +235,31 @@ def test_predictions_fall_due_every_period_and_when_they_reach_their_floor(lock_
             scheduler.refresh(tracker.id, 3.0 if len(due_at) == 1 else 8.0, 0.0)
         scheduler.snapshot.check_invariants()
     assert due_at == [4, 6, 10]
+
+
+def test_an_anchored_prediction_falls_due_when_the_clients_limit_comes_within_the_horizon() -> None:
+    scheduler = a_scheduler("br_h", config=SchedulerConfig(refresh_every_tokens=4), horizon_steps=8)
+    scheduler.submit_prefilled(RequestSpec("r", 10, max_new_tokens=14), 0.0)
+    scheduler.admit(0.0)
+    due_at = []
+    for generated in range(1, 12):
+        scheduler.progress("r", 1, 0.0)
+        for tracker in scheduler.due_refreshes():
+            due_at.append(generated)
+            scheduler.refresh(tracker.id, 8.0, 0.0)
+    assert due_at == [4, 7, 11]  # at 7 of 14 the limit leaves 7 tokens, less than H
+
+
+def test_a_requeued_request_keeps_its_age_and_its_limit() -> None:
+    scheduler = a_scheduler()
+    scheduler.submit(RequestSpec("r", 100, max_new_tokens=50), 0.0)
+    for life in range(3):
+        scheduler.dispatch(1.0)
+        scheduler.prefilled("r", 100 + 5 * life, 1.0)
+        scheduler.admit(1.0)
+        scheduler.progress("r", 5, 2.0)
+        tracker = scheduler.snapshot.requests["r"]
+        assert (tracker.generated, tracker.age_tokens, tracker.kv_tokens) == (5, 5 * life + 5, 105 + 5 * life)
+        scheduler.requeue("r", 3.0)
+        assert (tracker.generated, tracker.age_tokens, tracker.max_new_tokens) == (0, 5 * life + 5, 50)
+        scheduler.snapshot.check_invariants()

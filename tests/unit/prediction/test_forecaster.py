@@ -21,7 +21,7 @@ def test_a_waiting_request_is_forecast_at_age_zero() -> None:
 def test_a_refresh_answers_every_tracker_in_order(n: int) -> None:
     forecaster = a_forecaster()
 
-    values = forecaster.refresh([ATracker(generated=age) for age in (0, 50, 500) * n])
+    values = forecaster.refresh([ATracker(age_tokens=age) for age in (0, 50, 500) * n])
 
     assert values == pytest.approx([62.0, 0.1 * 80 + 0.9 * 10, 80.0] * n)
     assert (forecaster.refreshes, forecaster.gate_open, forecaster.gate_closed) == (3 * n, 2 * n, n)
@@ -37,25 +37,44 @@ def test_nothing_due_costs_nothing() -> None:
 def test_a_finish_counts_what_was_still_expected_as_error_and_is_learned() -> None:
     forecaster = a_forecaster()
 
-    row = forecaster.finished(ATracker(generated=55, expected_remaining=7.0), "stop", now=3.0)
+    row = forecaster.finished(ATracker(age_tokens=55, expected_remaining=7.0), "stop", now=3.0)
 
     assert (forecaster.finished_count, forecaster.error_tokens_sum) == (1, 7.0)
     assert (row.output_tokens, row.finished_s, row.censored) == (55, 3.0, False)
     assert forecaster.predictor.ring.pending == 1  # type: ignore[attr-defined]
 
 
-def test_a_requeued_request_is_learned_as_the_client_saw_it() -> None:
-    tracker = ATracker(generated=5, prompt_tokens=150, prompt_key="k")
+def test_a_requeued_request_is_learned_and_forecast_as_the_client_saw_it() -> None:
+    tracker = ATracker(age_tokens=55, earlier_tokens=50, prompt_tokens=150, prompt_key="k")
+    forecaster = a_forecaster()
 
-    row = a_forecaster().finished(tracker, "length", now=3.0, prompt_tokens=100, output_tokens=55)
-
+    assert forecaster.refresh([tracker]) == pytest.approx([0.1 * 80 + 0.9 * 5])
+    assert forecaster.initial(100, "k", age_tokens=50) == pytest.approx(0.1 * 80 + 0.9 * 10)
+    row = forecaster.finished(tracker, "length", now=3.0)
     assert (row.prompt_tokens, row.output_tokens, row.prompt_key) == (100, 55, "k")
+
+
+@pytest.mark.parametrize("n", [1, 20], ids=["few, one by one", "many, one batch"])
+def test_what_the_clients_limit_leaves_bounds_the_forecast_even_where_the_gate_is_closed(n: int) -> None:
+    forecaster = a_forecaster()
+    trackers = [
+        ATracker(age_tokens=0, max_new_tokens=40),  # 60 would be likely, but 40 is the end
+        ATracker(age_tokens=500, max_new_tokens=530),  # gate closed: nobody finishes here but for the limit
+        ATracker(age_tokens=500, max_new_tokens=580),  # the limit is no nearer than the horizon
+        ATracker(age_tokens=30, max_new_tokens=100),  # 30 more are likely (p = 0.9), 70 at most
+        ATracker(age_tokens=99, max_new_tokens=99),  # the last token is out, the end not yet heard
+    ]
+
+    expected = [40.0, 30.0, 80.0, 0.1 * 70 + 0.9 * 30, 1.0]
+    assert forecaster.refresh(trackers * n) == pytest.approx(expected * n)
+    assert (forecaster.gate_open, forecaster.gate_closed) == (4 * n, n)
+    assert forecaster.initial(100, max_new_tokens=40) == pytest.approx(40.0)
 
 
 def test_a_cancelled_request_has_no_error_but_is_learned_as_cut_short() -> None:
     forecaster = a_forecaster()
 
-    row = forecaster.finished(ATracker(generated=55), "cancelled", now=3.0)
+    row = forecaster.finished(ATracker(age_tokens=55), "cancelled", now=3.0)
 
     assert forecaster.finished_count == 0
     assert row.censored
@@ -76,4 +95,4 @@ def test_no_predictor_means_every_request_is_anchored() -> None:
     forecaster = Forecaster(AnchorPredictor(H), H)
 
     assert forecaster.initial(100, "k") == 80.0
-    assert forecaster.refresh([ATracker(generated=9)] * 20) == [80.0] * 20
+    assert forecaster.refresh([ATracker(age_tokens=9)] * 20) == [80.0] * 20

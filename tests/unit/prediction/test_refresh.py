@@ -1,3 +1,5 @@
+import math
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -44,12 +46,12 @@ def test_without_a_window_nothing_remains_in_it() -> None:
     assert gated(0.0, 0.0, 0) == 0.0
 
 
-@given(st.floats(0, 1), st.floats(-10, 200), st.integers(0, 100))
-def test_a_batch_is_gated_as_one_by_one(p_finish: float, mean: float, horizon: int) -> None:
-    batch = gated_batch(TwoStage(np.array([p_finish]), np.array([mean])), horizon)
+@given(st.floats(0, 1), st.floats(-10, 200), st.integers(0, 100), st.one_of(st.just(math.inf), st.floats(-5, 120)))
+def test_a_batch_is_gated_as_one_by_one(p_finish: float, mean: float, horizon: int, left: float) -> None:
+    batch = gated_batch(TwoStage(np.array([p_finish]), np.array([mean])), horizon, np.array([left]))
 
-    assert batch.tolist() == pytest.approx([gated(p_finish, mean, horizon)])
-    assert min(1, horizon) <= batch[0] <= horizon
+    assert batch.tolist() == pytest.approx([gated(p_finish, mean, horizon, left)])
+    assert min(1, horizon) <= batch[0] <= max(min(1, horizon), min(horizon, left))
 
 
 def test_between_refreshes_an_estimate_ages_and_an_anchor_does_not() -> None:

@@ -1,0 +1,145 @@
+"""Scores and choices against their definitions, on random clusters and pools."""
+
+import itertools
+import math
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from balanceroute.core.balance_route import BalanceRoute, BalanceRouteParams, HorizonField, best_single
+from balanceroute.core.fscore import HorizonWeights, present_score
+from balanceroute.core.policies import PolicySettings, make_policy
+from balanceroute.core.policy import Choice
+from balanceroute.core.scheduler import Scheduler
+from balanceroute.core.snapshot import ClusterSnapshot
+from balanceroute.core.types import RequestSpec, Role, WorkerSpec
+
+MANY = settings(max_examples=2000, deadline=None)
+sizes = st.lists(st.one_of(st.integers(1, 12), st.integers(1, 4_000)), min_size=1, max_size=10)
+margins = st.lists(st.one_of(st.just(0), st.integers(0, 3_000)), min_size=1, max_size=6)
+weights = st.tuples(st.floats(0.1, 4), st.floats(0, 50), st.floats(0, 1))
+clusters = st.lists(st.lists(st.integers(1, 2_000), max_size=3), min_size=1, max_size=4)
+
+
+def a_cluster(loads: list[list[int]], waiting: list[int], policy: BalanceRoute | None = None) -> Scheduler:
+    """Workers of four slots that hold requests of these sizes, and a pool."""
+    scheduler = Scheduler(policy or make_policy(PolicySettings(policy="pool_fifo")))
+    for worker, held in enumerate(loads):
+        scheduler.add_worker(WorkerSpec(f"d{worker}", Role.DECODE, slots=4), 0.0)
+        for index, size in enumerate(held):
+            scheduler.submit_prefilled(RequestSpec(f"d{worker}.{index}", size), 0.0, 2.0 if size % 3 == 0 else None)
+            scheduler._bind(Choice(scheduler.snapshot.pool[0], scheduler.snapshot.workers[worker], 0, 0.0), 0.0)
+    for index, size in enumerate(waiting):
+        scheduler.submit_prefilled(RequestSpec(f"w{index}", size), 0.0)
+    return scheduler
+
+
+@MANY
+@given(margins, weights, st.integers(1, 6_000))
+def test_the_horizon_score_is_the_sum_over_the_steps(
+    row: list[int], knobs: tuple[float, float, float], tokens: int
+) -> None:
+    alpha, beta, gamma = knobs
+    score = HorizonWeights(len(row) - 1, alpha, beta, gamma).score(np.array(row))
+    discounts = [gamma**h for h in range(len(row))]
+    reward = alpha * sum(discounts) * tokens
+    penalty = beta * sum(d * max(0, tokens - m) for d, m in zip(discounts, row, strict=True))
+    assert score(tokens) == pytest.approx(reward - penalty, rel=1e-9, abs=1e-9 * (reward + penalty))
+
+
+@MANY
+@given(margins, weights, st.lists(st.integers(0, 6_000), min_size=2, max_size=6))
+def test_the_score_rises_up_to_its_peak_and_falls_after_it(
+    row: list[int], knobs: tuple[float, float, float], totals: list[int]
+) -> None:
+    score = HorizonWeights(len(row) - 1, *knobs).score(np.array(row))
+    slack = 1e-9 * abs(score.gain) * 10_000
+    for lower, higher in itertools.pairwise(sorted(totals)):
+        if higher <= score.peak:
+            assert score(lower) <= score(higher) + slack
+        if lower >= score.peak:
+            assert score(lower) >= score(higher) - slack
+
+
+@MANY
+@given(st.integers(0, 5_000), st.integers(1, 200), st.floats(0, 1), st.integers(0, 9_000))
+def test_the_horizon_score_with_no_horizon_is_the_score_of_br_0(
+    margin: int, workers: int, gamma: float, tokens: int
+) -> None:
+    """INV-9, in the scores: H = 0, alpha = 1, beta = G, exactly."""
+    horizon = HorizonWeights(0, 1.0, float(workers), gamma).score(np.array([margin]))
+    present = present_score(margin, 1.0, float(workers))
+    assert (horizon(tokens), horizon.peak) == (present(tokens), present.peak)
+
+
+class ProjectingBalanceRoute(BalanceRoute):
+    """BR-H that reads the projection even when its horizon is the present step."""
+
+    def field(self, snapshot: ClusterSnapshot) -> HorizonField:
+        return HorizonField(snapshot, HorizonWeights(0, 1.0, float(len(snapshot.workers)), self.params.gamma))
+
+
+@MANY
+@given(clusters, sizes, st.integers(0, 3), st.integers(1, 5), st.sampled_from(["pool", "head"]))
+def test_br_h_without_a_horizon_decides_as_br_0(
+    loads: list[list[int]], waiting: list[int], s_greedy: int, r_max: int, guard: str
+) -> None:
+    """INV-9, in the decisions."""
+    knobs = {"s_greedy": s_greedy, "r_max": r_max, "guard": guard, "slack_placement": "free_slots"}
+    br_0 = BalanceRoute("br_0", BalanceRouteParams(**knobs))  # type: ignore[arg-type]
+    br_h = ProjectingBalanceRoute("br_h", BalanceRouteParams(beta=float(len(loads)), **knobs))  # type: ignore[arg-type]
+    assert a_cluster(loads, waiting, br_h).admit(1.0) == a_cluster(loads, waiting, br_0).admit(1.0)
+
+
+@MANY
+@given(sizes, st.integers(0, 4_000), st.integers(2, 9))
+def test_stage_1_finds_the_best_request_of_the_whole_pool(waiting: list[int], margin: int, workers: int) -> None:
+    snapshot = a_cluster([[]], waiting).snapshot
+    score = present_score(margin, 1.0, float(workers))
+    best, value = best_single(snapshot, score)
+    scores = [score(size) for size in waiting]
+    assert value == max(scores)
+    assert best.id == f"w{scores.index(max(scores))}", "ties go to the first in waiting order"
+
+
+def naive_target_fit(loads: list[list[int]], waiting: list[int]) -> list[tuple[str, str]]:
+    """The scarce branch as it is specified, request by request, for waits of zero and equal speeds."""
+    load, active = [sum(held) for held in loads], [len(held) for held in loads]
+    chosen: list[tuple[int, int]] = []
+
+    def best(worker: int) -> int:
+        mean, envelope = sum(load) / len(load), max(load)
+        unused = [i for i in range(len(waiting)) if i not in {i for _, i in chosen}]
+        totals = {i: load[worker] + waiting[i] for i in unused}
+        return min(unused, key=lambda i: abs(totals[i] - mean) + 7 * max(0.0, totals[i] - envelope))
+
+    for _ in range(sum(4 - n for n in active)):
+        worker = min((g for g in range(len(load)) if active[g] < 4), key=lambda g: (active[g], load[g]))
+        chosen.append((worker, best(worker)))
+        load[worker] += waiting[chosen[-1][1]]
+        active[worker] += 1
+    for index in [*range(len(chosen))] * 2 if len(chosen) > 1 else []:
+        worker, request = chosen[index]
+        load[worker] -= waiting[request]
+        chosen[index] = (worker, -1)
+        chosen[index] = (worker, best(worker))
+        load[worker] += waiting[chosen[index][1]]
+    return [(f"w{request}", f"d{worker}") for worker, request in chosen]
+
+
+full = st.lists(st.integers(1, 2_000), min_size=2, max_size=4)
+
+
+@settings(max_examples=1000, deadline=None)
+@given(st.one_of([st.lists(full, min_size=n, max_size=n) for n in (1, 2, 4)]), st.data())
+def test_target_fit_chooses_as_specified_when_slots_are_scarce(loads: list[list[int]], data: st.DataObject) -> None:
+    """G is a power of two, so that means are exact and a tie is a tie."""
+    free = sum(4 - len(held) for held in loads)
+    waiting = data.draw(st.lists(st.integers(1, 3_000), min_size=free + 1, max_size=free + 6))
+    scheduler = a_cluster(loads, waiting)
+    scheduler.policy = make_policy(PolicySettings(policy="target_fit"))
+    admissions = scheduler.admit(0.0)
+    assert [(action.request, action.worker) for action in admissions] == naive_target_fit(loads, waiting)
+    assert all(math.isfinite(action.score) for action in admissions)

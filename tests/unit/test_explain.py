@@ -1,0 +1,162 @@
+"""`explain` on states small enough to check by hand."""
+
+import copy
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from balanceroute.cli import main
+from balanceroute.core.policies import POLICIES
+from balanceroute.errors import InputError
+from balanceroute.explain import explain
+
+EXAMPLE: dict[str, Any] = {
+    "policy": "br_h",
+    "params": {"horizon_steps": 80, "beta": 43, "gamma": 0.86, "s_greedy": 0, "r_max": 4},
+    "workers": [
+        {
+            "id": "d0",
+            "slots": 64,
+            "active": [{"id": "a", "prompt_tokens": 900, "generated_tokens": 12, "expected_remaining": 80}],
+        }
+    ],
+    "waiting": [{"id": "w1", "prompt_tokens": 4000, "wait_s": 0.4}],
+}
+# d0 holds 5,000 tokens in its one slot, d1 holds 2,000 in one of two: the margin of d1 is 3,000
+SCARCE: dict[str, Any] = {
+    "policy": "br_0",
+    "params": {"s_greedy": 4, "r_max": 8},
+    "workers": [
+        {"id": "d0", "slots": 1, "active": [{"id": "a", "prompt_tokens": 5000}]},
+        {"id": "d1", "slots": 2, "active": [{"id": "b", "prompt_tokens": 1900, "generated_tokens": 100}]},
+    ],
+    "waiting": [
+        {"id": "small", "prompt_tokens": 500},
+        {"id": "fits", "prompt_tokens": 2900},
+        {"id": "big", "prompt_tokens": 3500},
+    ],
+}
+
+
+def changed(state: dict[str, Any], **values: Any) -> dict[str, Any]:
+    return {**copy.deepcopy(state), **values}
+
+
+def test_the_example_of_the_design() -> None:
+    result = explain(EXAMPLE).to_dict()
+    assert result["admissions"] == [{"request": "w1", "worker": "d0", "stage": 1, "score": 4000.0, "runner_up": None}]
+    assert result["margins"] == {"d0": [0] * 81}
+    assert (result["left_waiting"], result["reason"]) == (0, "nothing is left waiting")
+
+
+def test_br_0_takes_the_largest_request_that_fits_the_margin() -> None:
+    """F(2900) = 2900; F(500) = 500; F(3500) = 3500 - 2 * 500 = 2500: the runner-up is `big`."""
+    result = explain(SCARCE)
+    assert [(a.request, a.worker, a.stage, a.score) for a in result.admissions] == [("fits", "d1", 2, 2900.0)]
+    runner_up = result.runners_up[0]
+    assert runner_up is not None and (runner_up.request, runner_up.score) == ("big", 2500.0)
+    assert [(w.load_tokens, w.margin, w.free_slots) for w in result.workers] == [(5000, 0, 0), (2000, 3000, 1)]
+    assert (result.left_waiting, result.reason) == (2, "no slot is left free")
+
+
+def test_br_h_sees_the_margin_shrink_when_the_fullest_worker_empties() -> None:
+    """`a` (5,000) leaves after two steps: from h = 3 on d1 alone has load, so its margin there is 0."""
+    state = changed(SCARCE, policy="br_h", params={"horizon_steps": 4, "s_greedy": 4})
+    state["workers"][0]["active"][0]["expected_remaining"] = 2
+    result = explain(state)
+    assert result.workers[1].margins == (3000, 3000, 3000, 0, 0)
+    assert (result.workers[1].margin, result.workers[1].least_margin) == (3000, 0)
+
+
+def test_an_assigning_policy_names_the_next_worker() -> None:
+    result = explain(changed(SCARCE, policy="least_kv", params={}))
+    assert (result.admissions[0].request, result.admissions[0].worker) == ("small", "d1")
+    runner_up = result.runners_up[0]
+    assert runner_up is not None and (runner_up.request, runner_up.worker) == ("small", "d0")
+
+
+def test_a_request_that_waited_too_long_goes_first_even_in_a_hand_made_file() -> None:
+    state = copy.deepcopy(SCARCE)
+    state["waiting"][0]["wait_s"] = 1000.0
+    admission = explain(state).admissions[0]
+    assert (admission.request, admission.stage) == ("small", 0)
+
+
+def test_the_time_at_which_a_request_is_overdue_is_taken_from_the_file() -> None:
+    state = changed(SCARCE, now_s=10.0)
+    state["waiting"][2] |= {"ready_s": 9.0, "overdue_s": 9.5}
+    assert explain(state).admissions[0].request == "big"
+
+
+@pytest.mark.parametrize("policy", sorted(POLICIES))
+def test_every_policy_can_be_explained_as_json(policy: str) -> None:
+    result = explain(changed(SCARCE, policy=policy, params={})).to_dict()
+    assert json.loads(json.dumps(result))["admissions"]
+    assert result["reason"]
+
+
+def test_a_down_worker_has_no_margin_and_sets_no_envelope() -> None:
+    state = copy.deepcopy(SCARCE)
+    state["workers"][0]["state"] = "down"
+    views = explain(state).workers
+    assert views[0].margin is None
+    assert views[1].margin == 0
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"policy": "magic"}, "policy: 'magic'; accepted: br_0"),
+        ({"params": {"r_max": 0}}, "params.r_max: expected a whole number from 1 to 64, found 0"),
+        ({"params": {"speed": 1}}, "params.speed: unknown; accepted: horizon_steps"),
+        ({"params": {"guard": "none"}}, "params.guard: expected pool or head, found 'none'"),
+        ({"params": {"pool_bypass": 1}}, "params.pool_bypass: expected true or false, found 1"),
+        ({"policy": "br_h", "params": {"pool_bypass": True}}, "params: pool_bypass works with br_0 only"),
+        ({"params": [1]}, "params: expected an object"),
+        ({"waiting": [{"id": "w", "prompt_tokens": 1, "order": 3}] * 2}, "waiting.*is there twice"),
+        (
+            {"waiting": [{"id": name, "prompt_tokens": 1, "order": 3} for name in "xy"]},
+            "waiting: two requests have the same order",
+        ),
+        ({"now_s": float("nan")}, "now_s: expected a number, found nan"),
+    ],
+)
+def test_a_wrong_state_is_refused_with_the_path_of_the_field(change: dict[str, Any], message: str) -> None:
+    with pytest.raises(InputError, match=message):
+        explain(changed(SCARCE, **change))
+
+
+def run(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
+    monkeypatch.setattr(sys, "argv", ["balanceroute", "explain", *arguments])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    return int(ended.value.code or 0)
+
+
+def test_the_command_prints_tables_or_json(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    file = tmp_path / "state.json"
+    file.write_text(json.dumps(SCARCE))
+    assert run(monkeypatch, str(file)) == 0
+    shown = capsys.readouterr().out
+    assert "2 scarce" in shown and "big to d1 (2,500.0)" in shown and "3,000" in shown
+    assert run(monkeypatch, str(file), "--json") == 0
+    assert json.loads(capsys.readouterr().out) == explain(SCARCE).to_dict()
+
+
+@pytest.mark.parametrize(
+    "text", ["", "{", "[]", "3", '{"policy": "br_0"}', '{"policy":"br_0","workers":[{"id":"d","slots":1e99}]}']
+)
+def test_a_bad_file_is_one_line_and_exit_code_2(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path, text: str
+) -> None:
+    file = tmp_path / "state.json"
+    file.write_text(text)
+    assert run(monkeypatch, str(file)) == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert captured.err.startswith("balanceroute: ") and captured.err.count("\n") == 1

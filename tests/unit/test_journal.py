@@ -1,0 +1,139 @@
+"""The journal: a recorded run replays to the same answers, and a damaged file is refused with the line."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from balanceroute.core.policies import PolicySettings
+from balanceroute.core.scheduler import SchedulerConfig
+from balanceroute.core.types import Outcome, RequestSpec, Role, WorkerSpec
+from balanceroute.errors import InputError, InvariantError
+from balanceroute.journal import RecordingScheduler, replay
+
+SETTINGS = PolicySettings(policy="br_h", horizon_steps=8)
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    return tmp_path / "journal.jsonl"
+
+
+def record(path: Path) -> list[dict[str, Any]]:
+    """A short run; the entries it leaves."""
+    scheduler = RecordingScheduler(SETTINGS, SchedulerConfig(pool_ttl_s=5.0), path)
+    scheduler.add_worker(WorkerSpec("p0", Role.PREFILL), 0.0)
+    scheduler.add_worker(WorkerSpec("d0", Role.DECODE, slots=2), 0.0)
+    for index, name in enumerate("abc"):
+        scheduler.submit(RequestSpec(name, 100 + index), 1.0)
+    scheduler.dispatch(1.0)
+    for name in "abc":
+        scheduler.prefilled(name, 120, 1.5, 3.25)
+    scheduler.admit(2.0)
+    for _ in range(3):
+        scheduler.progress("a", 1, 2.5)
+        scheduler.progress("b", 2, 2.5)
+    scheduler.refresh("a", 2.0, 2.5)
+    scheduler.finish("a", Outcome.FINISHED, 3.0)
+    scheduler.draining = True
+    scheduler.submit(RequestSpec("late", 1), 3.0)
+    scheduler.expire(9.0)
+    scheduler.close()
+    return entries(path)
+
+
+def entries(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()[1:]]
+
+
+def rewrite(path: Path, number: int, line: str) -> None:
+    """Replace one line, counted from 1."""
+    lines = path.read_text().splitlines()
+    lines[number - 1] = line
+    path.write_text("\n".join(lines) + "\n")
+
+
+def test_a_recorded_run_replays_to_the_same_answers(path: Path) -> None:
+    calls = record(path)
+    report = replay(path)
+    assert report.difference is None and not report.cut_short
+    assert (report.calls, report.tokens, report.admissions, report.span_s) == (len(calls), 9, 2, 9.0)
+    assert report.settings == SETTINGS
+
+
+def test_tokens_are_summed_up_until_the_next_other_call(path: Path) -> None:
+    tokens = [entry for entry in record(path) if entry["call"] == "tokens"]
+    assert tokens == [{"t": 2.5, "call": "tokens", "args": {"counts": {"a": 3, "b": 6}}, "answer": None}]
+
+
+def test_calls_that_another_call_makes_are_not_written(path: Path) -> None:
+    calls = [entry["call"] for entry in record(path)]
+    assert calls[-1] == "expire" and calls.count("finish") == 1
+
+
+def test_a_call_that_raised_is_recorded_and_raises_the_same_again(path: Path) -> None:
+    scheduler = RecordingScheduler(SETTINGS, SchedulerConfig(), path)
+    with pytest.raises(InvariantError):
+        scheduler.finish("ghost", Outcome.FAILED, 1.0)
+    with pytest.raises(InvariantError):
+        scheduler.progress("ghost", 1, 2.0)
+    scheduler.close()
+    assert [entry["raised"][:5] for entry in entries(path)] == ["ghost", "ghost"]
+    assert replay(path).difference is None
+
+
+def test_the_first_answer_that_differs_is_reported_with_its_line(path: Path) -> None:
+    calls = record(path)
+    number = next(index for index, entry in enumerate(calls) if entry["call"] == "admit") + 2
+    entry = calls[number - 2]
+    entry["answer"][1]["worker"] = "d7"
+    rewrite(path, number, json.dumps(entry, separators=(",", ":")))
+    difference = replay(path).difference
+    assert difference is not None
+    assert (difference.line, difference.call) == (number, "admit")
+    assert "d7" in difference.recorded and "d7" not in difference.replayed
+
+
+def test_half_a_line_at_the_end_is_forgiven(path: Path) -> None:
+    calls = record(path)
+    path.write_bytes(path.read_bytes()[:-9])
+    report = replay(path)
+    assert report.cut_short and report.difference is None and report.calls == len(calls) - 1
+
+
+@pytest.mark.parametrize(
+    ("number", "line", "message"),
+    [
+        (1, "{}", "line 1: not the header of a journal"),
+        (1, "nonsense", "line 1: not the header of a journal"),
+        (1, '{"journal": 99}', "line 1: journal format 99; this version reads 1"),
+        (1, '{"journal":1,"version":"x","policy":"magic","config":{}}', "line 1: policy: 'magic'; accepted"),
+        (4, '{"t": 1.0, "call": "submit", "ar', "line 4: not a journal entry"),
+        (4, '{"t":1.0,"call":"close","args":{},"answer":null}', "line 4: .*unknown call 'close'"),
+        (4, '{"t":1.0,"call":"submit","args":{"spec":{"id":"a"}},"answer":null}', "line 4: not a journal entry"),
+        (4, "[]", "line 4: not a journal entry"),
+    ],
+)
+def test_a_damaged_line_is_named(path: Path, number: int, line: str, message: str) -> None:
+    record(path)
+    rewrite(path, number, line)
+    with pytest.raises(InputError, match=message):
+        replay(path)
+
+
+def test_an_empty_or_missing_file_is_refused(path: Path) -> None:
+    with pytest.raises(InputError, match="No such file"):
+        replay(path)
+    path.write_text("")
+    with pytest.raises(InputError, match="line 1: not the header"):
+        replay(path)
+
+
+def test_what_a_killed_process_leaves_is_at_most_a_second_short(path: Path) -> None:
+    scheduler = RecordingScheduler(SETTINGS, SchedulerConfig(), path)
+    for tick in range(30):
+        scheduler.dispatch(tick * 0.1)
+    left_behind = path.read_bytes()  # not closed: what a killed process would leave
+    scheduler.close()
+    assert left_behind.count(b"\n") >= 20
