@@ -381,6 +381,8 @@ class Leg:
                 if error.status < 500 or error.status == 503 or self.request.streams_upstream:
                     self._unspent = params  # refused before the engine saw it: its KV is still pinned
                 raise error
+            if reply.header(b"content-encoding") not in (None, b"identity"):
+                raise BadUpstreamReply("it compressed its reply unasked", worker=worker.id, stage="decode")
             if self.request.streams_upstream:
                 complete = await self._stream(ticket, worker, reply)
             else:
@@ -509,6 +511,8 @@ class Leg:
         lost = error or BadUpstreamReply("the answer can't be resumed", worker=self.worker, stage="decode")
         if self._outlet.started and error is not None and not self._s.config.retry.resume_on_worker_loss:
             raise lost
+        if error is not None and scanner.tokens and self._original.rest.get("stop"):
+            raise lost  # a worker holds back text that may begin a stop string; it died with the worker
         scanner.resume()
         if scanner.tokens == 0:
             self.request = self._original

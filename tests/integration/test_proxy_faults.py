@@ -271,3 +271,31 @@ async def test_kv_is_drained_through_a_worker_that_takes_it_when_the_freest_one_
         metrics = router.app.services.metrics
         assert metrics.drains.value("drained") > 0
         assert metrics.drains.value("orphaned") == metrics.orphaned_kv == 0
+
+
+async def test_a_compressed_reply_is_a_failed_try_and_no_byte_of_it_reaches_the_client() -> None:
+    async with running(PAIR, **QUICK) as router:
+        await inject_everywhere(router, "d", "gzip")
+        reply = await router.client.post("/v1/completions", json=completion(max_tokens=24, stream=True))
+        assert "".join(texts(events(reply.text))) == decode(continuation(PROMPT, 24))
+        await router.settled()
+
+
+@pytest.mark.parametrize(("fault", "resumes"), [("recompute", True), ("reset", False)])
+async def test_text_held_back_for_a_stop_string_is_never_lost_silently(fault: str, resumes: bool) -> None:
+    async with running(PAIR, **QUICK) as router:
+        await inject_everywhere(router, "d", fault, after_events=7)
+        body = completion(max_tokens=24, stream=True, stop=["</s>"])
+        whole = decode(continuation(PROMPT, 24))
+        if resumes:
+            reply = await router.client.post("/v1/completions", json=body)
+            assert "".join(texts(events(reply.text))) == whole
+        else:
+            got = b""
+            with pytest.raises(httpx.RemoteProtocolError):
+                async with router.client.stream("POST", "/v1/completions", json=body) as stream:
+                    async for piece in stream.aiter_bytes():
+                        got += piece
+            parts = events(got.decode())
+            assert "error" in parts[-1] and whole.startswith("".join(texts(parts[:-1])))
+        await router.settled()
