@@ -25,6 +25,7 @@ from balanceroute.proxy.payloads import ClientRequest
 
 MAX_CONCURRENT: Final = 4
 TIMEOUT_S: Final = 60.0
+SAFE_SHARE: Final = 0.8  # of the connector's timeout: the rest is for the transfer, and for clocks that differ
 _REPLY_LIMIT: Final = 64 * 2**20  # a reply repeats the prompt's ids
 
 
@@ -36,6 +37,7 @@ class Drain:
     request: ClientRequest
     kv_transfer_params: bytes
     headers: tuple[tuple[bytes, bytes], ...]
+    pinned_s: float  # when the prefiller answered, on the loop's clock
 
 
 class Drainer:
@@ -89,12 +91,17 @@ class Drainer:
     async def _pull_anywhere(self, job: Drain) -> bool:
         """Whether the KV was pulled. A worker that surely hasn't seen the parameters leaves them for another one."""
         tried: set[str] = set()
-        while (worker := self._choose(tried)) is not None:
+        while (left_s := self._left_s(job)) > 0 and (worker := self._choose(tried)) is not None:
             tried.add(worker.id)
-            pulled = await self._pull(job, worker)
+            pulled = await self._pull(job, worker, left_s)
             if pulled is not None:
                 return pulled
         return False
+
+    def _left_s(self, job: Drain) -> float:
+        """How long the KV may still be pulled: after the connector's timeout its blocks are another request's."""
+        age_s = self._ledger.now() - job.pinned_s
+        return TIMEOUT_S if self._pin_s is None else min(TIMEOUT_S, self._pin_s * SAFE_SHARE - age_s)
 
     def _choose(self, tried: set[str]) -> Worker | None:
         """The untried decode worker with the most free slots; one that rests after a failure only if no other is up."""
@@ -105,12 +112,12 @@ class Drainer:
         best = max(left, key=lambda worker: (worker.state is WorkerState.UP, worker.free_slots, -worker.load))
         return self._fleet[best.spec.id]
 
-    async def _pull(self, job: Drain, worker: Worker) -> bool | None:
+    async def _pull(self, job: Drain, worker: Worker, left_s: float) -> bool | None:
         """Whether the worker pulled the KV; None when it refused before its engine saw the request."""
         headers = [*job.headers, (b"x-request-id", f"{job.request_id}-drain".encode()), *worker.rank_header]
         worker.in_use += 1
         try:
-            async with asyncio.timeout(TIMEOUT_S):
+            async with asyncio.timeout(left_s):
                 reply = await worker.upstream.request(
                     "POST",
                     job.request.path,

@@ -123,6 +123,7 @@ class Leg:
         "_key",
         "_original",
         "_outlet",
+        "_pinned_s",
         "_reply",
         "_s",
         "_scanner_options",
@@ -177,6 +178,7 @@ class Leg:
         self._task: asyncio.Task[Any] | None = None
         self._reply: Reply | None = None
         self._unspent: bytes | None = None
+        self._pinned_s = 0.0
         self._interruption: BalanceRouteError | None = None
         self._failures = {"prefill": 0, "decode": 0}
         self._tries = 0
@@ -299,7 +301,7 @@ class Leg:
                 waiting_since_s = self._s.ledger.now()
                 ticket.prefill_failed()
             else:
-                self._unspent = result.kv_transfer_params
+                self._unspent, self._pinned_s = result.kv_transfer_params, self._s.ledger.now()
                 self._check_abandoned()
                 if self.scanner is _NOTHING_YET:
                     self.prompt_tokens, self.cached_tokens = result.prompt_tokens, result.cached_tokens
@@ -569,7 +571,7 @@ class Leg:
         """
         params, self._unspent = self._unspent, None
         if params is not None:
-            self._s.drainer.drain(Drain(self.id, self.request, params, tuple(self._headers)))
+            self._s.drainer.drain(Drain(self.id, self.request, params, tuple(self._headers), self._pinned_s))
 
     def _headers_for(self, worker: Worker) -> list[tuple[bytes, bytes]]:
         tries = self._tries

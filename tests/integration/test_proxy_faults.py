@@ -10,6 +10,8 @@ import pytest
 
 from balanceroute.emulator import ClusterShape
 from balanceroute.engine.tokens import continuation, decode
+from balanceroute.proxy.drainer import Drain
+from balanceroute.proxy.payloads import parse
 from tests.integration.router import Router, running
 from tests.integration.test_proxy_answers import PROMPT, chat, completion, events, texts
 
@@ -299,3 +301,14 @@ async def test_text_held_back_for_a_stop_string_is_never_lost_silently(fault: st
             parts = events(got.decode())
             assert "error" in parts[-1] and whole.startswith("".join(texts(parts[:-1])))
         await router.settled()
+
+
+async def test_kv_whose_lease_is_nearly_over_is_left_to_expire() -> None:
+    async with running(PAIR, prefill={"kv_pin_s": 2.0}, pool={"ttl_s": 1.0}) as router:
+        services = router.app.services
+        request = parse("completions", json.dumps(completion()).encode())
+        params = b'{"do_remote_prefill":true}'  # would be a violation if it were sent
+        services.drainer.drain(Drain("late", request, params, (), services.ledger.now() - 1.9))
+        await router.settled()
+        assert services.metrics.drains.value("orphaned") == 1
+        assert router.cluster.violations() == {}
