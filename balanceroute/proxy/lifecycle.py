@@ -123,6 +123,7 @@ class Leg:
         "_key",
         "_original",
         "_outlet",
+        "_pinned_s",
         "_reply",
         "_s",
         "_scanner_options",
@@ -179,6 +180,7 @@ class Leg:
         self._task: asyncio.Task[Any] | None = None
         self._reply: Reply | None = None
         self._unspent: bytes | None = None
+        self._pinned_s = 0.0
         self._interruption: BalanceRouteError | None = None
         self._failures = {"prefill": 0, "decode": 0}
         self._tries = 0
@@ -301,7 +303,7 @@ class Leg:
                 waiting_since_s = self._s.ledger.now()
                 ticket.prefill_failed()
             else:
-                self._unspent = result.kv_transfer_params
+                self._unspent, self._pinned_s = result.kv_transfer_params, self._s.ledger.now()
                 self._check_abandoned()
                 self._check_resumed(worker, result)
                 if self.scanner is _NOTHING_YET:
@@ -400,6 +402,8 @@ class Leg:
                 if error.status < 500 or error.status == 503 or self.request.streams_upstream:
                     self._unspent = params  # refused before the engine saw it: its KV is still pinned
                 raise error
+            if reply.header(b"content-encoding") not in (None, b"identity"):
+                raise BadUpstreamReply("it compressed its reply unasked", worker=worker.id, stage="decode")
             if self.request.streams_upstream:
                 complete = await self._stream(ticket, worker, reply)
             else:
@@ -528,6 +532,8 @@ class Leg:
         lost = error or BadUpstreamReply("the answer can't be resumed", worker=self.worker, stage="decode")
         if self._outlet.started and error is not None and not self._s.config.retry.resume_on_worker_loss:
             raise lost
+        if error is not None and scanner.tokens and self._original.rest.get("stop"):
+            raise lost  # a worker holds back text that may begin a stop string; it died with the worker
         scanner.resume()
         if scanner.tokens == 0:
             self.request = self._original
@@ -584,7 +590,7 @@ class Leg:
         """
         params, self._unspent = self._unspent, None
         if params is not None:
-            self._s.drainer.drain(Drain(self.id, self.request, params, tuple(self._headers)))
+            self._s.drainer.drain(Drain(self.id, self.request, params, tuple(self._headers), self._pinned_s))
 
     def _headers_for(self, worker: Worker) -> list[tuple[bytes, bytes]]:
         tries = self._tries
