@@ -21,12 +21,14 @@ from typing import Generic, Protocol, TypeVar, runtime_checkable
 
 from balanceroute.errors import BalanceRouteError
 
+from .contract import IntArray
 from .observations import ObservationRing, Observations, Recent
 
 log = logging.getLogger(__name__)
 
 Fit = TypeVar("Fit")
-Running = Callable[[], Sequence[tuple[int, int]]]  # (age, prompt tokens) of the requests that run now
+# (age, prompt tokens) of the requests that run now, as pairs or an array of shape (n, 2)
+Running = Callable[[], Sequence[tuple[int, int]] | IntArray]
 
 FIRST_ROWS = 8  # below this a distribution says nothing yet
 GROWTH = 8  # re-fit when an eighth of the fitted rows is new
