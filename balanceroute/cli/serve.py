@@ -28,6 +28,7 @@ def serve(
     max_waiting_retries: Annotated[int | None, typer.Option(help="Readiness checks of an added worker.")] = None,
     waiting_retry_interval: Annotated[float | None, typer.Option(help="Seconds between those.")] = None,
     workers: Annotated[int | None, typer.Option(help="Processes; only 1 is possible.")] = None,
+    journal: Annotated[Path | None, typer.Option(metavar="FILE", help="Write every decision for `replay`.")] = None,
     log_level: Annotated[str | None, typer.Option(help="debug, info, warning, error or critical.")] = None,
 ) -> None:
     """Route OpenAI requests over prefillers and decode workers, until SIGTERM.
@@ -42,7 +43,9 @@ def serve(
     from balanceroute.proxy.app import create_app
     from balanceroute.proxy.forecasts import build_forecasts
     from balanceroute.proxy.logs import configure
+    from balanceroute.proxy.reload import apply
     from balanceroute.proxy.server import serve as run
+    from balanceroute.proxy.services import Services
 
     overrides: dict[str, object] = dict(parse_assignment(text) for text in assignments or [])
     overrides |= from_example_flags(
@@ -68,8 +71,15 @@ def serve(
             overrides[key] = value
     config = load(config_file, os.environ, overrides)
     configure(config.log.level, config.log.format)
+
+    def reload(services: Services) -> None:
+        new = load(config_file, os.environ, overrides)
+        apply(services, new)
+        configure(new.log.level, new.log.format)
+
     # read before there is a loop: a model file that does not fit is one line, and a long history holds up nobody
-    run(create_app(config, forecasts=build_forecasts(config)), config)
+    forecasts = build_forecasts(config)
+    run(create_app(config, journal=journal, forecasts=forecasts), config, reload)
 
 
 def spread_lists(arguments: list[str]) -> list[str]:

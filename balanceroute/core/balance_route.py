@@ -58,7 +58,7 @@ class Field(Protocol):
         ...
 
     def admit(self, choice: RequestTracker, worker: DecodeInstanceState) -> None:
-        """Take in an admission that was just made."""
+        """Take in an admission that was just made; asked for only while more may follow."""
         ...
 
 
@@ -90,7 +90,7 @@ class HorizonField:
         self._loads: IntArray = snapshot.projection.loads()
         down = snapshot.down_workers()
         standing = np.delete(self._loads, down, axis=0) if down else self._loads
-        self._envelope = standing.max(axis=0)
+        self._envelope: IntArray = np.maximum.reduce(standing)
 
     def score(self, worker: DecodeInstanceState) -> Score:
         return self._weights.score(self._envelope - self._loads[worker.index])
@@ -159,14 +159,16 @@ class BalanceRoute:
         for stage in (self._overdue, self._slack, self._greedy):
             for choice in stage(snapshot, field, room, now):
                 yield choice
-                field.admit(choice.request, choice.worker)
                 room.take(choice.worker)
+                if room.free:
+                    field.admit(choice.request, choice.worker)
         if timer:
             timer("stage1")
         for choice in self._refined(snapshot, field, room):
             yield choice
-            field.admit(choice.request, choice.worker)
             room.take(choice.worker)
+            if room.free:
+                field.admit(choice.request, choice.worker)
         if timer:
             timer("stage2")
 

@@ -121,7 +121,7 @@ def _read_worker(snapshot: ClusterSnapshot, entry: Any, path: str) -> None:
     spec = WorkerSpec(
         id=_text(entry, "id", path),
         role=Role.DECODE,
-        slots=_whole(entry, "slots", path),
+        slots=_whole(entry, "slots", path, least=1),
         speed=_number(entry, "speed", path, default=1.0),
     )
     if any(worker.spec.id == spec.id for worker in snapshot.workers):

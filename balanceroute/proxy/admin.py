@@ -195,7 +195,7 @@ class Admin:
         except ValidationError as error:
             first = error.errors(include_url=False)[0]
             raise InvalidRequest(f"instance {url}: {first['msg']}", param="instances") from None
-        services.fleet.add(spec)
+        services.fleet.add(spec, services.config.lifecycle.join_attempts)
 
     # -- what a worker answers
 

@@ -8,6 +8,7 @@ import asyncio
 import logging
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
 from contextlib import asynccontextmanager
+from pathlib import Path
 from typing import Any
 
 from starlette.applications import Starlette
@@ -17,6 +18,7 @@ from starlette.types import Receive, Scope, Send
 from balanceroute.build import build_scheduler, worker_specs
 from balanceroute.config import Config
 from balanceroute.core.types import Admit
+from balanceroute.journal import RecordingScheduler
 from balanceroute.proxy.admin import Admin, http_error, state
 from balanceroute.proxy.circuit import CircuitConfig
 from balanceroute.proxy.connectors import connector_for
@@ -25,6 +27,7 @@ from balanceroute.proxy.drainer import Drainer
 from balanceroute.proxy.exchange import CompletionsRoute
 from balanceroute.proxy.fleet import Fleet, FleetConfig
 from balanceroute.proxy.forecasts import Forecasts, build_forecasts
+from balanceroute.proxy.health import HealthMonitor
 from balanceroute.proxy.ledger import Ledger
 from balanceroute.proxy.metrics import Metrics
 from balanceroute.proxy.metrics_poller import MetricsPoller
@@ -53,17 +56,20 @@ class RouterApp(Starlette):
         await super().__call__(scope, receive, send)
 
 
-def create_app(config: Config, *, forecasts: Forecasts | None = None, strict: bool = False) -> RouterApp:
+def create_app(
+    config: Config, *, forecasts: Forecasts | None = None, journal: Path | None = None, strict: bool = False
+) -> RouterApp:
     """The router as an ASGI application.
 
-    Args: forecasts: the predictor; None for the configuration's. strict: our own bugs end the application (tests).
+    Args: forecasts: the predictor; None for the configuration's. journal: a file for every decision. strict: our own
+    bugs end the application (tests).
     """
 
     @asynccontextmanager
     async def lifespan(app: Starlette) -> AsyncIterator[None]:
         assert isinstance(app, RouterApp)
         predictor = forecasts or build_forecasts(config)
-        services = app.services = build_services(config, asyncio.get_running_loop(), predictor, strict)
+        services = app.services = build_services(config, asyncio.get_running_loop(), predictor, strict, journal)
         app.hot = {
             "/v1/completions": CompletionsRoute(services, "completions"),
             "/v1/chat/completions": CompletionsRoute(services, "chat"),
@@ -82,10 +88,14 @@ def create_app(config: Config, *, forecasts: Forecasts | None = None, strict: bo
 
 
 def build_services(
-    config: Config, loop: asyncio.AbstractEventLoop, forecasts: Forecasts | None, strict: bool
+    config: Config,
+    loop: asyncio.AbstractEventLoop,
+    forecasts: Forecasts | None,
+    strict: bool,
+    journal: Path | None = None,
 ) -> Services:
     """Put the parts together; nothing runs yet."""
-    scheduler = build_scheduler(config, loop.time())
+    scheduler = build_scheduler(config, loop.time(), journal=journal)
     ledger = Ledger(scheduler, loop, forecasts)
     metrics = Metrics(scheduler.snapshot, config.routing.policy)
     if forecasts is not None:
@@ -110,6 +120,7 @@ def start(services: Services) -> list[asyncio.Task[None]]:
         "decode_dispatcher": DecodeDispatcher(services.ledger, services.metrics.admit_duration, admitted).run,
         "metrics_poller": MetricsPoller(services).run,
         "pool_reaper": PoolReaper(services).run,
+        "health": HealthMonitor(services).run,
     }
     if services.forecasts is not None:
         refits = services.forecasts.runner(services.ledger.scheduler.snapshot)
@@ -127,6 +138,8 @@ async def stop(services: Services, tasks: list[asyncio.Task[None]]) -> None:
     services.fleet.close()
     if services.forecasts is not None:
         services.forecasts.close()
+    if isinstance(services.ledger.scheduler, RecordingScheduler):
+        services.ledger.scheduler.close()
     for result in results:
         if isinstance(result, Exception):
             raise result

@@ -37,14 +37,18 @@ class Worker:
     """
 
     __slots__ = (
+        "checks_failed",
         "circuit",
         "drained",
         "healthy",
         "in_use",
+        "joining",
         "leaving",
         "progress_s",
         "rank_header",
+        "seen_healthy",
         "spec",
+        "stalled",
         "state",
         "upstream",
     )
@@ -53,6 +57,10 @@ class Worker:
         self.spec, self.upstream, self.circuit = spec, upstream, circuit
         self.rank_header = () if spec.dp_rank is None else ((b"x-data-parallel-rank", b"%d" % spec.dp_rank),)
         self.healthy = True
+        self.seen_healthy = False
+        self.checks_failed = 0
+        self.stalled = False
+        self.joining: tuple[int, float] | None = None  # attempts left and when the next one counts
         self.drained = False
         self.leaving = False
         self.in_use = 0  # upstream requests under way: probes, decodes, drains
@@ -67,7 +75,7 @@ class Worker:
     def wanted_state(self) -> WorkerState:
         """What operator, health and circuit allow together."""
         circuit = _CIRCUIT_SAYS[self.circuit.state]
-        if not self.healthy or circuit is WorkerState.DOWN:
+        if not self.healthy or self.stalled or circuit is WorkerState.DOWN:
             return WorkerState.DOWN
         return WorkerState.DRAINING if self.drained or self.leaving else circuit
 
@@ -116,12 +124,23 @@ class Fleet:
         self._workers[spec.id] = worker
         return worker
 
-    def add(self, spec: WorkerSpec) -> Worker:
-        """A worker joins at run time. Raises: InvalidRequest: its id is taken."""
-        if spec.id in self._workers:
+    def add(self, spec: WorkerSpec, join_attempts: int) -> Worker:
+        """A worker joins at run time; it gets requests once a health check succeeds.
+
+        Raises: InvalidRequest: its id is taken.
+        """
+        known = self._workers.get(spec.id)
+        if known is not None and known.leaving and known.spec == spec:
+            known.leaving = False
+            self.update(known)
+            return known
+        if known is not None:
             raise InvalidRequest(f"worker {spec.id} is here already", param="instances")
         self._ledger.add_worker(spec)
-        return self.connect(spec)
+        worker = self.connect(spec)
+        worker.joining = (join_attempts, 0.0)
+        self.set_healthy(worker, False)
+        return worker
 
     def update(self, worker: Worker) -> None:
         """Let the scheduler know what the worker may do now."""
@@ -136,7 +155,7 @@ class Fleet:
     def set_healthy(self, worker: Worker, healthy: bool) -> None:
         """A health check's verdict."""
         worker.healthy = healthy
-        if healthy:
+        if healthy and not worker.stalled:
             worker.circuit.reachable()
         self.update(worker)
 

@@ -17,7 +17,7 @@ clear them where they have looked.
 
 import asyncio
 
-from balanceroute.core.scheduler import Scheduler
+from balanceroute.core.scheduler import Scheduler, SchedulerConfig
 from balanceroute.core.types import (
     Admit,
     Outcome,
@@ -184,6 +184,10 @@ class Ledger:
             self.released(release)
             expired.append(ticket)
         return expired
+
+    def configure(self, config: SchedulerConfig) -> None:
+        """Other bounds and times from now on."""
+        self.scheduler.config = config
 
     # -- workers
 

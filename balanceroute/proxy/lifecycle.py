@@ -239,6 +239,15 @@ class Leg:
             self._interruption = error
             self._task.cancel()
 
+    def expects_tokens_from(self, worker_id: str) -> bool:
+        """Whether a stream from that worker is open whose client reads."""
+        return (
+            self.worker == worker_id
+            and self._reply is not None
+            and self.request.streams_upstream
+            and not self._reply.paused
+        )
+
     @property
     def blocked_by_client(self) -> bool:
         """Whether the worker isn't read at the moment because the client doesn't read."""

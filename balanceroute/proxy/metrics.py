@@ -15,6 +15,7 @@ from balanceroute import __version__
 from balanceroute.core.snapshot import ClusterSnapshot
 from balanceroute.core.types import Outcome, WorkerState
 from balanceroute.proxy.instruments import CounterFamily, HistogramFamily
+from balanceroute.proxy.watchdog import Watchdog
 
 _SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 25.0, 50.0, 100.0, 250.0)
 _TOKEN_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.03, 0.04, 0.05, 0.075, 0.1, 0.15, 0.25, 0.5, 1.0, 2.5)
@@ -67,6 +68,7 @@ class Metrics(Collector):
         for outcome in Outcome:
             self.requests.inc(outcome.value, by=0)
         self.orphaned_kv = 0
+        self.watchdog = Watchdog()
         self.registry = CollectorRegistry(auto_describe=False)
         self.registry.register(self)
 
@@ -74,6 +76,7 @@ class Metrics(Collector):
         """A worker has left: its series end."""
         for family in (self.admissions, self.upstream_errors, self.scrapes_failed):
             family.forget(worker_id)
+        self.watchdog.forget(worker_id)
 
     def exposition(self) -> bytes:
         """The text format of all metrics."""
@@ -105,6 +108,15 @@ class Metrics(Collector):
             "Undrainable prefill KV that no decoder is known to have pulled: pinned at worst until the timeout.",
             self.orphaned_kv,
         )
+        divergence = GaugeMetricFamily(
+            "balanceroute_ledger_divergence",
+            "What a worker reports beyond our ledger in every one of the last polls: requests of a decoder, KV usage "
+            "(ratio) of a prefiller that holds nothing for us. 0 is well.",
+            labels=["worker"],
+        )
+        for worker_id in self.watchdog.workers():
+            divergence.add_metric([worker_id], self.watchdog.divergence(worker_id))
+        yield divergence
         build = InfoMetricFamily("balanceroute_build", "What runs.")
         build.add_metric([], {"version": __version__, "policy": self._policy})
         yield build

@@ -62,6 +62,7 @@ class MetricsPoller:
 
     def __init__(self, services: Services) -> None:
         self._s = services
+        self._watchdog = services.metrics.watchdog
 
     async def run(self) -> None:
         """Until cancelled."""
@@ -98,3 +99,11 @@ class MetricsPoller:
             self._s.ledger.report_prefiller(worker.id, usage)
         else:
             self._s.ledger.scheduler.snapshot.worker(worker.id).reported = samples or {}
+        if samples is not None:
+            self._watchdog.see(worker, samples, held=self._held(worker), orphans=self._s.metrics.orphaned_kv)
+
+    def _held(self, worker: Worker) -> int:
+        if worker.spec.role is Role.DECODE:
+            return worker.in_use
+        prefiller = self._s.ledger.scheduler.snapshot.prefiller(worker.id)
+        return prefiller.inflight + prefiller.pinned + self._s.drainer.pending

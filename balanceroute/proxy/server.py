@@ -12,6 +12,7 @@ import signal
 from collections.abc import Callable
 
 import uvicorn
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from balanceroute.config import Config
 from balanceroute.errors import ConfigError
@@ -21,6 +22,57 @@ from balanceroute.proxy.services import Services
 log = logging.getLogger(__name__)
 
 _LOOK_S = 0.05
+
+
+class ClientProtocol(HttpToolsProtocol):
+    """uvicorn's protocol, which waits for ever for a request that never comes, with an end to that wait.
+
+    The timer runs from the connection, or from the first byte of a later request, to the end of its headers; where
+    these come in one read, as they do, no timer is made.
+    """
+
+    header_timeout_s = 30.0
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        """A client has connected: its first request must come."""
+        super().connection_made(transport)
+        self._in_head = True
+        self._late: asyncio.TimerHandle | None = None
+        self._expect_head()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """The client is gone."""
+        self._headers_are_here()
+        super().connection_lost(exc)
+
+    def data_received(self, data: bytes) -> None:
+        """Bytes of the client."""
+        super().data_received(data)
+        if self._in_head and self._late is None:
+            self._expect_head()
+
+    def on_message_begin(self) -> None:
+        """A request begins."""
+        self._in_head = True
+        super().on_message_begin()
+
+    def on_headers_complete(self) -> None:
+        """Its headers have come."""
+        self._headers_are_here()
+        super().on_headers_complete()
+
+    def _expect_head(self) -> None:
+        self._late = self.loop.call_later(self.header_timeout_s, self._give_up)
+
+    def _headers_are_here(self) -> None:
+        self._in_head = False
+        if self._late is not None:
+            self._late.cancel()
+            self._late = None
+
+    def _give_up(self) -> None:
+        if not self.transport.is_closing():
+            self.transport.close()
 
 
 class Server(uvicorn.Server):
@@ -34,7 +86,7 @@ class Server(uvicorn.Server):
                 host=listen.host,
                 port=listen.port,
                 loop="uvloop",
-                http="httptools",
+                http=type("Protocol", (ClientProtocol,), {"header_timeout_s": limits.client_header_timeout_s}),
                 ws="none",
                 lifespan="on",
                 access_log=False,

@@ -351,8 +351,7 @@ class EventScanner:
             return b""
         changed = self._rewrite_usage(usage) | self._rewrite_identity(event)
         self.usage = usage
-        # without a finish reason the marker was lost: the answer has another life, with a final usage of its own
-        if self.finish_reason is None or not (self._want_usage and self._closing_events):
+        if not (self._want_usage and self._closing_events):
             return b""
         return _write(event, raw) if changed else raw
 

@@ -56,7 +56,7 @@ class Malformed(Exception):
 def judge(ask: Ask, answer: Answer) -> Verdict:
     """The verdict on one answer."""
     status = answer.status
-    if answer.ended is Ended.LATE:
+    if answer.ended is Ended.NEVER:
         return Verdict(Kind.HANGING, f"no end {answer.elapsed_s:.1f} s after the request, {_so_far(answer)}", status)
     if answer.ended is Ended.REFUSED:
         return Verdict(Kind.IMPROPER, f"no connection: {answer.reason}")

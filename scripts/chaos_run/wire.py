@@ -15,7 +15,8 @@ import httptools
 
 from scripts.chaos_run.asks import Ask
 
-GRACE_S = 3.0  # beyond the request's own deadline, for the machine; after that it counts as hanging
+GRACE_S = 3.0  # beyond the request's own deadline, for the machine; an answer after that is late
+PATIENCE_S = 15.0  # beyond the deadline; without an answer until then the request hangs
 _RESET_ON_CLOSE = struct.pack("ii", 1, 0)  # SO_LINGER with no time: close sends RST
 
 
@@ -25,7 +26,7 @@ class Ended(StrEnum):
     WHOLE = "whole"  # the framing says that the answer is complete
     CUT = "cut"  # the connection ended before that
     LEFT = "left"  # the client went
-    LATE = "late"  # nothing ended it within the deadline and the grace
+    NEVER = "never"  # nothing ended it, long after the deadline
     REFUSED = "refused"  # no connection
 
 
@@ -72,7 +73,7 @@ class Connection(asyncio.Protocol):
         self._parser = httptools.HttpResponseParser(self)
         self._done = loop.create_future()
         started = loop.time()
-        self._timers = [loop.call_later(ask.timeout_s + GRACE_S, self._leave, Ended.LATE)]
+        self._timers = [loop.call_later(ask.timeout_s + PATIENCE_S, self._leave, Ended.NEVER)]
         self._transport.write(request[: len(request) * 2 // 3] if behaviour.half_sent else request)
         if behaviour.half_sent:
             self._timers.append(loop.call_later(0.05, self._leave, Ended.LEFT))

@@ -115,6 +115,21 @@ def test_kv_that_nobody_pulls_expires_and_its_late_decode_gets_wrong_tokens() ->
     run(test)
 
 
+def test_a_prefiller_that_dies_before_the_pull_fails_the_decode_and_is_nobodys_fault() -> None:
+    async def test() -> None:
+        async with a_cluster(decoders=1, transfer_s=5.0) as (cluster, client):
+            params = await probe(cluster, client, PROMPT)
+            body = {"prompt": PROMPT, "max_tokens": 4, "kv_transfer_params": params}
+            decode = asyncio.ensure_future(client.post(cluster.decode_urls[0] + "/v1/completions", json=body))
+            await until(lambda: bool(cluster.decode[0].rank.transferring))
+            await cluster.inject("p0", "stop")
+            await cluster.inject("p0", "start")
+            assert (await decode).status_code == 500
+            assert cluster.violations() == {} and cluster.idle()
+
+    run(test)
+
+
 def test_nixl_heartbeats_keep_the_lease_of_a_queued_decode() -> None:
     async def test() -> None:
         async with a_cluster(connector="nixl", lease_s=2.0, max_num_seqs=1, decoders=1) as (cluster, client):

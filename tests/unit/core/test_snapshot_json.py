@@ -49,7 +49,7 @@ def test_what_is_written_reads_back_the_same() -> None:
     [
         ({"workers": 3}, "workers: expected a list, found 3"),
         ({"workers": [{"slots": 4}]}, r"workers\[0\].id: expected a name"),
-        ({"workers": [{"id": "d0", "slots": "x"}]}, r"workers\[0\].slots: expected a whole number from 0"),
+        ({"workers": [{"id": "d0", "slots": "x"}]}, r"workers\[0\].slots: expected a whole number from 1"),
         ({"workers": [{"id": "d0", "slots": 1, "state": "odd"}]}, r"state: 'odd'; accepted: up, draining, down"),
         ({"waiting": [{"id": "a", "prompt_tokens": 4}]}, r"waiting\[0\].id: 'a' is there twice"),
         (

@@ -67,18 +67,10 @@ def test_tool_calls_and_reasoning_are_merged_from_their_deltas() -> None:
         {"role": "assistant", "content": ""},
         {"reasoning": "let "},
         {"reasoning": "me"},
-        {
-            "tool_calls": [
-                {"index": 0, "id": "t0", "type": "function", "function": {"name": "f", "arguments": ""}}
-            ]
-        },
+        {"tool_calls": [{"index": 0, "id": "t0", "type": "function", "function": {"name": "f", "arguments": ""}}]},
         {"tool_calls": [{"index": 0, "function": {"arguments": '{"a"'}}]},
         {"tool_calls": [{"index": 0, "function": {"arguments": ":1}"}}]},
-        {
-            "tool_calls": [
-                {"index": 1, "id": "t1", "type": "function", "function": {"name": "g", "arguments": "{}"}}
-            ]
-        },
+        {"tool_calls": [{"index": 1, "id": "t1", "type": "function", "function": {"name": "g", "arguments": "{}"}}]},
     ]
     wire = b"".join(event(chat(delta, [1])) for delta in deltas)
     wire += event(chat({}, [], finish_reason="tool_calls", stop_reason=None)) + event(usage(3, 7)) + DONE
@@ -117,11 +109,34 @@ def test_an_answer_over_two_lives_is_one_answer() -> None:
     assert answer["usage"]["prompt_tokens"] == 4
 
 
+@pytest.mark.parametrize(
+    "wire",
+    [
+        b": ping\n" + event(completion("a", [1])) + event(completion("b", [2], finish_reason="stop")) + DONE,
+        b"\xff\xfe\r\n" + event(completion("a", [1])) + event(completion("b", [2], finish_reason="stop")) + DONE,
+        event(completion("a", [1]), newline=b"\r\n")
+        + event(completion("b", [2], finish_reason="stop"), newline=b"\r\n")
+        + DONE,
+    ],
+    ids=["comment in an event", "garbage in an event", "crlf"],
+)
+def test_no_text_is_lost_whatever_else_its_event_holds(wire: bytes) -> None:
+    assert assemble("completions", wire)["choices"][0]["text"] == "ab"
+
+
+@pytest.mark.parametrize(
+    "choice", [{"token_ids": 5}, {"index": []}, {"index": "0"}, {"delta": 7}, {"delta": {"tool_calls": [1]}}]
+)
+def test_an_event_that_is_no_part_of_an_answer_ends_it_for_good(choice: dict[str, Any]) -> None:
+    assembler = AnswerAssembler(payloads.parse("completions", b'{"prompt":"x"}'))
+    with pytest.raises(BadUpstreamReply) as caught:
+        assembler.feed(event(completion("a", [1], **choice)))
+    assert not caught.value.retryable
+
+
 def test_an_unstreamed_answer_is_counted_and_stripped() -> None:
     body = body_of(capture_files("single/036-chat-token_ids.resp")[0])[1]
-    corrected = correct_answer(
-        payloads.parse("chat", b'{"messages":[{}]}'), body, worker="d0", cached_tokens=3
-    )
+    corrected = correct_answer(payloads.parse("chat", b'{"messages":[{}]}'), body, worker="d0", cached_tokens=3)
     answer = orjson.loads(corrected.body)
     assert (corrected.tokens, corrected.finish_reason, corrected.recomputed) == (8, "length", False)
     assert corrected.ids is not None
@@ -130,9 +145,7 @@ def test_an_unstreamed_answer_is_counted_and_stripped() -> None:
     assert answer["usage"]["prompt_tokens_details"] == {"cached_tokens": 3}
 
 
-@pytest.mark.parametrize(
-    "body", [b"", b"[]", b'{"choices":[]}', b'{"choices":[{"token_ids":5}]}', b'{"choices":[1]}']
-)
+@pytest.mark.parametrize("body", [b"", b"[]", b'{"choices":[]}', b'{"choices":[{"token_ids":5}]}', b'{"choices":[1]}'])
 def test_an_unstreamed_reply_that_is_no_completion_is_a_bad_reply(body: bytes) -> None:
     with pytest.raises(BadUpstreamReply):
         correct_answer(payloads.parse("chat", b'{"messages":[{}]}'), body, worker="d0")

@@ -252,6 +252,7 @@ def test_empty_deltas_that_only_carry_ids_are_dropped_but_counted() -> None:
 
 def test_usage_that_was_not_asked_for_is_dropped() -> None:
     scanner = EventScanner()
+    scanner.feed(event(completion("a", None, finish_reason="length")))
     assert scanner.feed(event(usage(3, 5))) == b""
     assert scanner.usage is not None
     assert scanner.tokens == 5

@@ -1,0 +1,100 @@
+"""Which workers are alive, and which only say so.
+
+Every URL's `/health` is asked every `health.interval_s`. A worker is taken out after `failure_threshold` failures in a
+row, at once when it answers 503 (vLLM's word for a dead engine) or when it has never been seen healthy, so a router
+that starts before its workers waits for them instead of sending them requests. One good answer brings it back.
+
+`/health` is 200 on a decoder whose ranks hang in a collective, so progress counts more: a decoder with running streams
+and no token for `stall_after_s` is out until it produces one, or has nothing left to produce.
+
+A worker added at run time is asked `join_attempts` times, `join_interval_s` apart, and dropped if it never answers.
+"""
+
+import asyncio
+import logging
+from collections import defaultdict
+
+from balanceroute.core.types import Role
+from balanceroute.errors import UpstreamError
+from balanceroute.proxy.fleet import Worker
+from balanceroute.proxy.services import Services
+
+log = logging.getLogger(__name__)
+
+_LIMIT = 2**16
+
+
+class HealthMonitor:
+    """Looks at every worker every `health.interval_s`."""
+
+    def __init__(self, services: Services) -> None:
+        self._s = services
+
+    async def run(self) -> None:
+        """Until cancelled."""
+        while True:
+            await self.look()
+            await asyncio.sleep(self._s.config.health.interval_s)
+
+    async def look(self) -> None:
+        """One round over all URLs, side by side."""
+        by_url: dict[str, list[Worker]] = defaultdict(list)
+        for worker in self._s.fleet:
+            by_url[worker.spec.url].append(worker)
+        answers = await asyncio.gather(*(self._ask(workers[0]) for workers in by_url.values()))
+        for workers, status in zip(by_url.values(), answers, strict=True):
+            for worker in workers:
+                if worker.id in self._s.fleet:
+                    self._judge(worker, status)
+
+    async def _ask(self, worker: Worker) -> int | None:
+        """The status of /health; None when there was no answer."""
+        try:
+            async with asyncio.timeout(self._s.config.health.timeout_s):
+                reply = await worker.upstream.request("GET", "/health")
+                await reply.read(_LIMIT)
+            return reply.status
+        except (UpstreamError, TimeoutError):
+            return None
+
+    def _judge(self, worker: Worker, status: int | None) -> None:
+        config = self._s.config.health
+        if status is not None and status < 500:
+            worker.checks_failed, worker.seen_healthy, worker.joining = 0, True, None
+        else:
+            worker.checks_failed += 1
+            out = status == 503 or not worker.seen_healthy or worker.checks_failed >= config.failure_threshold
+            if out and worker.healthy:
+                log.warning("worker unhealthy", extra={"worker": worker.id, "status": status or "no answer"})
+            if worker.joining is not None:
+                self._join(worker)
+            if out:
+                self._s.fleet.set_healthy(worker, False)
+            return
+        stalled = self._is_stalled(worker)
+        if stalled and not worker.stalled:
+            log.warning("worker makes no progress", extra={"worker": worker.id})
+            worker.circuit.open(self._s.ledger.now())
+        worker.stalled = stalled
+        self._s.fleet.set_healthy(worker, True)
+
+    def _is_stalled(self, worker: Worker) -> bool:
+        """Whether streams run on this decoder, their clients read, and yet no token has come for too long."""
+        if worker.spec.role is not Role.DECODE or not worker.in_use:
+            return False
+        if self._s.ledger.now() - worker.progress_s < self._s.config.health.stall_after_s:
+            return False
+        return any(leg.expects_tokens_from(worker.id) for leg in self._s.legs)
+
+    def _join(self, worker: Worker) -> None:
+        lifecycle, now = self._s.config.lifecycle, self._s.ledger.now()
+        assert worker.joining is not None
+        attempts, next_s = worker.joining
+        if now < next_s:
+            return
+        attempts -= 1
+        worker.joining = (attempts, now + lifecycle.join_interval_s)
+        if attempts <= 0:
+            log.warning("worker not ready, dropped", extra={"worker": worker.id})
+            worker.joining = None
+            self._s.fleet.leave(worker)

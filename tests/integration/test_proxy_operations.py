@@ -1,0 +1,217 @@
+"""The set of workers, health, drains and what an operator sees and does."""
+
+import asyncio
+import logging
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from balanceroute.config import Config, DecodeWorker
+from balanceroute.emulator import ClusterShape, EmulatedCluster
+from balanceroute.errors import ConfigError
+from balanceroute.journal import replay
+from balanceroute.proxy.app import create_app
+from balanceroute.proxy.reload import apply
+from tests.integration.router import Router, configuration, running, served
+from tests.integration.test_proxy_answers import completion
+
+pytestmark = pytest.mark.anyio
+
+SHAPE = ClusterShape(prefillers=2, decoders=3, max_num_seqs=8, time_scale=0.02, lease_s=30.0)
+
+
+async def until(condition: Any, timeout_s: float = 10.0) -> None:
+    async with asyncio.timeout(timeout_s):
+        while not condition():  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+
+
+def states(router: Router) -> dict[str, str]:
+    """The workers' states by the emulator's names."""
+    snapshot = router.app.services.ledger.scheduler.snapshot
+    urls = [*router.cluster.prefill_urls, *router.cluster.decode_urls]
+    names = dict(zip(urls, router.cluster.workers, strict=True))
+    return {names[worker.spec.url]: worker.state.value for worker in [*snapshot.prefillers, *snapshot.workers]}
+
+
+def only_first_decoder(config: Config) -> Config:
+    decode = config.decode.model_copy(update={"workers": config.decode.workers[:1]})
+    return config.model_copy(update={"decode": decode})
+
+
+async def test_a_worker_added_at_run_time_serves_and_leaves_when_it_is_empty() -> None:
+    async with running(SHAPE, adjust=only_first_decoder, routing={"policy": "round_robin"}) as router:
+        services, new = router.app.services, router.cluster.decode_urls[1].removeprefix("http://")
+        reply = await router.client.post("/instances/add", json={"type": "decode", "instances": new})
+        assert reply.status_code == 200
+        assert new in reply.json()["current_decode_instances"]
+        await until(lambda: services.fleet[new].state.value == "up")
+        asks = [router.client.post("/v1/completions", json=completion(max_tokens=60)) for _ in range(6)]
+        work = asyncio.gather(*asks)
+        await until(lambda: services.fleet[new].in_use)
+        reply = await router.client.post("/instances/remove", json={"type": "decode", "instances": [new]})
+        assert new not in reply.json()["current_decode_instances"]
+        assert [answer.status_code for answer in await work] == [200] * 6
+        await until(lambda: new not in services.fleet)
+        assert f'worker="{new}"' not in (await router.client.get("/metrics")).text
+        assert (await router.client.post("/v1/completions", json=completion())).status_code == 200
+        await router.settled()
+
+
+async def test_a_drained_worker_gets_nothing_new_until_it_is_undrained() -> None:
+    async with running(SHAPE, routing={"policy": "round_robin"}) as router:
+        url = router.cluster.decode_urls[0]
+        body = {"type": "decode", "instances": [url]}
+        assert (await router.client.post("/instances/drain", json=body)).status_code == 200
+        for _ in range(4):
+            await router.client.post("/v1/completions", json=completion())
+        admitted = router.app.services.metrics.admissions
+        name = url.removeprefix("http://")
+        assert admitted.value(name, "stage_3") == 0
+        await router.client.post("/instances/undrain", json=body)
+        for _ in range(4):
+            await router.client.post("/v1/completions", json=completion())
+        assert admitted.value(name, "stage_3") > 0
+
+
+async def test_a_worker_that_never_answers_is_dropped_after_its_attempts() -> None:
+    async with running(SHAPE, lifecycle={"join_attempts": 2, "join_interval_s": 0.1}) as router:
+        await router.client.post("/instances/add", json={"type": "prefill", "instances": "127.0.0.1:1"})
+        assert (await router.client.post("/v1/completions", json=completion())).status_code == 200
+        await until(lambda: "127.0.0.1:1" not in router.app.services.fleet)
+
+
+@pytest.mark.parametrize(
+    "body",
+    [b"{", b"[]", b'{"type":"x","instances":"a:1"}', b'{"type":"decode"}', b'{"type":"decode","instances":[1]}'],
+)
+async def test_a_malformed_change_is_refused(body: bytes) -> None:
+    async with running(SHAPE) as router:
+        reply = await router.client.post("/instances/add", content=body)
+        assert reply.status_code == 400 and "instances" in reply.json()["error"]["message"]
+
+
+async def test_changes_need_the_admin_token_where_one_is_set() -> None:
+    async with running(SHAPE, auth={"admin_token": "s3cret"}) as router:
+        body = {"type": "decode", "instances": router.cluster.decode_urls[0]}
+        assert (await router.client.post("/instances/drain", json=body)).status_code == 401
+        headers = {"Authorization": "Bearer s3cret"}
+        assert (await router.client.post("/instances/drain", json=body, headers=headers)).status_code == 200
+
+
+async def test_a_router_that_starts_before_some_workers_serves_with_the_others_and_takes_them_in_later() -> None:
+    def with_dead_decoder(config: Config) -> Config:
+        dead = DecodeWorker.model_validate({"url": "http://127.0.0.1:1", "id": "dead"})
+        decode = config.decode.model_copy(update={"workers": (dead, *config.decode.workers)})
+        return config.model_copy(update={"decode": decode})
+
+    async with running(SHAPE, adjust=with_dead_decoder) as router:
+        fleet = router.app.services.fleet
+        await until(lambda: fleet["dead"].state.value == "down")
+        replies = [await router.client.post("/v1/completions", json=completion()) for _ in range(4)]
+        assert [reply.status_code for reply in replies] == [200] * 4
+        assert (await router.client.get("/ready")).status_code == 200
+
+
+async def test_workers_that_go_and_come_back_are_noticed_by_their_health() -> None:
+    async with running(SHAPE, health={"interval_s": 0.05, "failure_threshold": 2}) as router:
+        await router.cluster.inject("d1", "stop")
+        await until(lambda: states(router)["d1"] == "down")
+        assert (await router.client.post("/v1/completions", json=completion())).status_code == 200
+        await router.cluster.inject("d1", "start")
+        await until(lambda: states(router)["d1"] == "up")
+        await router.settled()
+
+
+async def test_without_any_decoder_requests_are_refused_at_once_and_readiness_fails() -> None:
+    async with running(SHAPE, health={"interval_s": 0.05, "failure_threshold": 1}) as router:
+        for name in ("d0", "d1", "d2"):
+            await router.cluster.inject(name, "stop")
+        await until(lambda: {states(router)[name] for name in ("d0", "d1", "d2")} == {"down"})
+        reply = await router.client.post("/v1/completions", json=completion())
+        assert reply.status_code == 503 and "retry-after" in reply.headers
+        assert (await router.client.get("/ready")).status_code == 503
+        assert (await router.client.get("/health")).status_code == 200
+
+
+async def test_a_decoder_without_progress_is_taken_out_although_its_health_is_200() -> None:
+    health = {"interval_s": 0.05, "stall_after_s": 0.3, "open_for_s": 0.2}
+    async with running(SHAPE, health=health, limits={"idle_timeout_s": 1.5}) as router:
+        body = completion(max_tokens=200, stream=True)
+        asks = asyncio.gather(*(router.client.post("/v1/completions", json=body) for _ in range(6)))
+        services = router.app.services
+        await until(lambda: all(worker.running for worker in services.ledger.scheduler.snapshot.workers))
+        await router.cluster.inject("d0", "freeze")
+        await until(lambda: states(router)["d0"] == "down")
+        await router.cluster.inject("d0", "unfreeze")
+        assert [reply.status_code for reply in await asks] == [200] * 6
+        await until(lambda: states(router)["d0"] == "up")
+        await router.settled()
+
+
+async def test_requests_that_a_worker_runs_for_somebody_else_are_told_as_divergence(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    async with running(SHAPE, prefill={"poll_interval_s": 0.02}) as router:
+        caplog.set_level(logging.WARNING)
+        async with httpx.AsyncClient(base_url=router.cluster.decode_urls[0], trust_env=False, timeout=30) as other:
+            work = asyncio.ensure_future(other.post("/v1/completions", json=completion(max_tokens=2000)))
+            watchdog = router.app.services.metrics.watchdog
+            name = router.cluster.decode_urls[0].removeprefix("http://")
+            await until(lambda: watchdog.divergence(name) == 1.0)
+            text = (await router.client.get("/metrics")).text
+            assert f'balanceroute_ledger_divergence{{worker="{name}"}} 1.0' in text
+            assert "worker and ledger disagree" in caplog.text
+            work.cancel()
+            await asyncio.wait([work])
+        await until(lambda: watchdog.divergence(name) == 0.0)
+
+
+async def test_a_reload_changes_bounds_and_workers_and_refuses_what_needs_a_restart() -> None:
+    async with running(SHAPE, adjust=only_first_decoder) as router:
+        services = router.app.services
+        old = services.config
+        everyone = old.decode.model_copy(
+            update={"workers": tuple(DecodeWorker(url=url) for url in router.cluster.decode_urls[1:])}
+        )
+        first = old.decode.workers[0].worker_id
+        queue = old.queue.model_copy(update={"max_queued": 7})
+        apply(services, old.model_copy(update={"decode": everyone, "queue": queue}))
+        assert services.ledger.scheduler.config.max_queued == 7
+        await until(lambda: first not in services.fleet)
+        await until(lambda: all(worker.state.value == "up" for worker in services.fleet))
+        assert (await router.client.post("/v1/completions", json=completion())).status_code == 200
+        routing = old.routing.model_copy(update={"policy": "random"})
+        with pytest.raises(ConfigError, match="routing"):
+            apply(services, services.config.model_copy(update={"routing": routing}))
+
+
+async def test_what_any_worker_can_answer_is_passed_on() -> None:
+    async with running(SHAPE) as router:
+        assert (await router.client.get("/v1/models")).json()["data"][0]["id"] == "emulated"
+        assert (await router.client.get("/version")).status_code == 200
+        tokens = (await router.client.post("/tokenize", json={"model": "emulated", "prompt": "abc"})).json()["tokens"]
+        text = (await router.client.post("/detokenize", json={"model": "emulated", "tokens": tokens})).json()
+        assert text["prompt"] == "abc"
+        assert (await router.client.get("/healthcheck")).json() == {
+            "status": "ok",
+            "prefill_instances": 2,
+            "decode_instances": 3,
+            "request_num": 0,
+        }
+        for path in ("/v1/responses", "/v1/messages"):
+            reply = await router.client.post(path, json={})
+            assert reply.status_code == 501 and reply.json()["error"]["code"] == 501
+        assert (await router.client.get("/nowhere")).status_code == 404
+        assert (await router.client.post("/reset_prefix_cache")).status_code in (200, 500)
+
+
+async def test_a_journal_of_live_decisions_replays_to_the_same(tmp_path: Path) -> None:
+    async with EmulatedCluster(SHAPE) as cluster:
+        app = create_app(configuration(cluster), journal=tmp_path / "journal", strict=True)
+        async with served(app) as url, httpx.AsyncClient(base_url=url, trust_env=False, timeout=30) as client:
+            await asyncio.gather(*(client.post("/v1/completions", json=completion()) for _ in range(10)))
+    report = replay(tmp_path / "journal")
+    assert report.difference is None and report.admissions == 10

@@ -1,0 +1,12 @@
+"""Some thousands of the inputs that `scripts/fuzz_sse` feeds by the million."""
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from scripts.chaos_run.fuzz_sse import one_input
+
+
+@settings(max_examples=2500, deadline=None)
+@given(st.integers(0, 2**53))
+def test_no_damaged_input_raises_what_a_parser_does_not_promise(seed: int) -> None:
+    one_input(seed)

@@ -1,0 +1,52 @@
+"""The two stages of BR-0 and BR-H: who comes first when several are as good."""
+
+import pytest
+
+from balanceroute.core.types import RequestSpec
+from tests.unit.core.builders import a_scheduler, admitted, pool_all
+
+BOTH = pytest.mark.parametrize("policy", ["br_0", "br_h"])
+
+
+@BOTH
+def test_stage_1_takes_the_lowest_index_of_equal_workers(policy: str) -> None:
+    scheduler = a_scheduler(policy, workers=3, slots=2, s_greedy=0, slack_placement="free_slots", horizon_steps=4)
+    pool_all(scheduler, {"a": 50, "b": 50, "c": 50})
+    assert admitted(scheduler) == [("a", "d0"), ("b", "d1"), ("c", "d2")]
+
+
+@BOTH
+def test_stage_2_takes_the_lowest_index_of_equal_workers(policy: str) -> None:
+    scheduler = a_scheduler(policy, workers=3, slots=1, s_greedy=9, r_max=1, horizon_steps=4)
+    pool_all(scheduler, {name: 50 for name in "abcd"})
+    assert admitted(scheduler) == [("a", "d0"), ("b", "d1"), ("c", "d2")]
+
+
+@BOTH
+def test_stage_2_serves_the_worker_with_the_larger_margin_first(policy: str) -> None:
+    scheduler = a_scheduler(policy, workers=2, slots=2, s_greedy=9, r_max=4, horizon_steps=4)
+    pool_all(scheduler, {"x": 900, "y": 100})
+    assert dict(admitted(scheduler)) == {"x": "d0", "y": "d1"}
+    pool_all(scheduler, {"a": 300, "b": 700, "c": 10})
+    assert admitted(scheduler)[0] == ("b", "d1"), "its margin is 800; d0 has none"
+
+
+@BOTH
+def test_overdue_requests_with_equal_scores_go_to_the_lightest_worker(policy: str) -> None:
+    """60 tokens fit the margins of d1 (900 - 500) and d2 (900 - 200): F is the same on both."""
+    scheduler = a_scheduler(policy, workers=3, slots=2, max_wait_s=5.0, s_greedy=0, horizon_steps=4)
+    pool_all(scheduler, {"x": 900, "y": 500, "z": 200})
+    assert len(admitted(scheduler)) == 3
+    pool_all(scheduler, {"old": 60}, now=1.0)
+    pool_all(scheduler, {name: 10 for name in "abc"}, now=99.0)
+    action = scheduler.admit(100.0)[0]
+    assert (action.request, action.worker, action.stage) == ("old", "d2", 0)
+
+
+@pytest.mark.parametrize(("guard", "taken"), [("pool", "tiny"), ("head", "large")])
+def test_the_guard_fills_the_slot_when_nothing_scores(guard: str, taken: str) -> None:
+    """One worker alone has no margin, so every score is 0 or below with G = 1 and beta = 5."""
+    scheduler = a_scheduler("br_0", workers=1, slots=1, s_greedy=9, r_max=2, beta=5.0, guard=guard)
+    for name, size in {"large": 800, "larger": 900, "tiny": 5}.items():
+        scheduler.submit_prefilled(RequestSpec(name, size), 0.0)
+    assert admitted(scheduler) == [(taken, "d0")]

@@ -1,0 +1,88 @@
+"""TargetFit in situations small enough to check by hand; the scarce branch has its oracle in tests/property."""
+
+import math
+
+from balanceroute.core.scheduler import Scheduler
+from balanceroute.core.types import RequestSpec, Role, WorkerSpec, WorkerState
+from tests.unit.core.builders import a_scheduler, admitted, pool_all
+
+
+def occupied(loads: list[list[int]], *, slots: int, speeds: list[float] | None = None, **settings: object) -> Scheduler:
+    """Workers that hold requests of these sizes."""
+    scheduler = a_scheduler("target_fit", workers=0, **settings)
+    for index in range(len(loads)):
+        speed = speeds[index] if speeds else 1.0
+        scheduler.add_worker(WorkerSpec(f"d{index}", Role.DECODE, slots=slots, speed=speed), 0.0)
+    for index, held in enumerate(loads):
+        for other in range(len(loads)):
+            scheduler.set_worker_state(f"d{other}", WorkerState.UP if other == index else WorkerState.DRAINING, 0.0)
+        pool_all(scheduler, {f"d{index}.{number}": size for number, size in enumerate(held)}, now=-1e6)
+        assert len(scheduler.admit(0.0)) == len(held)
+    for index in range(len(loads)):
+        scheduler.set_worker_state(f"d{index}", WorkerState.UP, 0.0)
+    scheduler.snapshot.means.wait_s = 0.0
+    return scheduler
+
+
+def test_in_slack_the_largest_prompt_goes_to_the_lightest_worker() -> None:
+    scheduler = occupied([[500], [100], [300]], slots=4)
+    pool_all(scheduler, {"a": 10, "b": 90, "c": 250})
+    assert admitted(scheduler) == [("c", "d1"), ("b", "d2"), ("a", "d1")]
+
+
+def test_a_request_that_raises_the_envelope_is_held_back_for_a_moment() -> None:
+    scheduler = occupied([[100] * 4, [100] * 4], slots=8)
+    pool_all(scheduler, {"large": 300}, now=10.0)
+    assert admitted(scheduler, 10.1) == []
+    due = scheduler.recheck_s(10.1)
+    assert 10.5 <= due <= 13.0, "0.5 s, and up to six times as long for a prompt above the mean"
+    assert admitted(scheduler, due) == [("large", "d0")]
+    assert scheduler.recheck_s(due) == math.inf
+
+
+def test_a_hold_of_zero_never_holds() -> None:
+    scheduler = occupied([[100] * 4, [100] * 4], slots=8, hold_s=0.0)
+    pool_all(scheduler, {"large": 300}, now=10.0)
+    assert scheduler.recheck_s(10.0) == math.inf
+    assert admitted(scheduler, 10.0) == [("large", "d0")]
+
+
+def test_nothing_is_held_while_some_worker_has_few_requests() -> None:
+    scheduler = occupied([[100] * 4, [100] * 3], slots=8)
+    pool_all(scheduler, {"large": 500}, now=10.0)
+    assert admitted(scheduler, 10.0) == [("large", "d1")]
+
+
+def test_when_slots_are_scarce_the_worker_is_filled_up_to_the_mean() -> None:
+    """d0 holds 1000 in its two slots, d1 400 in one of two. The mean is 700, so 300 fits it best; 600 reaches max L."""
+    scheduler = occupied([[500, 500], [400]], slots=2)
+    pool_all(scheduler, {"a": 600, "b": 300, "c": 100})
+    assert admitted(scheduler) == [("b", "d1")]
+
+
+def test_past_its_cap_a_request_precedes_every_younger_one() -> None:
+    scheduler = occupied([[500, 500], [400]], slots=2)
+    scheduler.submit_prefilled(RequestSpec("old", 5_000), 0.0)
+    pool_all(scheduler, {"b": 300}, now=399.0)
+    (action,) = scheduler.admit(400.0)
+    assert (action.request, action.stage) == ("old", 0)
+
+
+def test_load_is_scaled_by_the_speed_of_the_worker() -> None:
+    """d1 holds fewer tokens, but takes 1.5 times as long for each: 1.5 * 800 > 1000."""
+    scheduler = occupied([[1000], [800]], slots=2, speeds=[1.0, 1.5])
+    pool_all(scheduler, {"a": 10})
+    assert admitted(scheduler) == [("a", "d0")]
+
+
+def test_a_worker_that_is_down_counts_neither_for_the_mean_nor_for_the_envelope() -> None:
+    scheduler = occupied([[500, 500], [400], [9_000]], slots=2)
+    scheduler.set_worker_state("d2", WorkerState.DOWN, 0.0)
+    pool_all(scheduler, {"a": 600, "b": 300, "c": 100})
+    assert admitted(scheduler) == [("b", "d1")]
+
+
+def test_more_free_slots_than_the_window_are_filled_in_rounds() -> None:
+    scheduler = a_scheduler("target_fit", workers=3, slots=200)
+    pool_all(scheduler, {f"r{index}": 10 + index for index in range(700)})
+    assert len(admitted(scheduler)) == 600

@@ -1,0 +1,138 @@
+"""The judge of the chaos run: it must let the right answer pass and nothing else."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import orjson
+import pytest
+
+from balanceroute.engine.tokens import OutputLengths, continuation, decode
+from scripts.chaos_run.asks import CHAT, COMPLETIONS, Ask, Asker, Behaviour, Mix
+from scripts.chaos_run.verdict import Kind, judge
+from scripts.chaos_run.wire import Answer, Ended
+
+PROMPT = [300, 301, 302]
+IDS = tuple(continuation(PROMPT, 6))
+ERROR = b'{"error":{"message":"no","type":"BadGateway","param":null,"code":502}}'
+SSE = {b"content-type": b"text/event-stream; charset=utf-8"}
+
+
+def an_ask(**fields: Any) -> Ask:
+    plain = Ask(1, COMPLETIONS, b"{}", 10.0, prompt_tokens=3, ids=IDS, finish_reason="length", stream=True)
+    return replace(plain, **fields)
+
+
+def an_event(index: int, **choice: Any) -> dict[str, Any]:
+    last = index == len(IDS) - 1
+    part = {"index": 0, "text": decode(IDS[: index + 1])[len(decode(IDS[:index])) :], "token_ids": None}
+    part |= {"finish_reason": "length" if last else None, "stop_reason": None}
+    return {"id": "cmpl-1", "created": 7, "choices": [part | choice]}
+
+
+def a_stream(events: list[dict[str, Any]], done: bool = True, **fields: Any) -> Answer:
+    body = b"".join(b"data: " + orjson.dumps(event) + b"\n\n" for event in events)
+    return Answer(Ended.WHOLE, 200, SSE, body + (b"data: [DONE]\n\n" if done else b""), **fields)
+
+
+def right_events() -> list[dict[str, Any]]:
+    return [an_event(index) for index in range(len(IDS))]
+
+
+def test_the_right_stream_is_right() -> None:
+    assert judge(an_ask(), a_stream(right_events())).kind is Kind.RIGHT
+
+
+def with_change(change: Callable[[list[dict[str, Any]]], Any]) -> list[dict[str, Any]]:
+    events = right_events()
+    change(events)
+    return events
+
+
+@pytest.mark.parametrize(
+    ("change", "kind"),
+    [
+        (lambda events: events.pop(2), Kind.WRONG),
+        (lambda events: events.insert(2, events[1]), Kind.WRONG),
+        (lambda events: events[3]["choices"][0].update(text=" w29999"), Kind.WRONG),
+        (lambda events: events[3].update(id="cmpl-2"), Kind.WRONG),
+        (lambda events: events[3].update(created=8), Kind.WRONG),
+        (lambda events: events[-1]["choices"][0].update(finish_reason="stop"), Kind.WRONG),
+        (lambda events: events[-1]["choices"][0].update(finish_reason=None), Kind.WRONG),
+        (lambda events: events[2]["choices"][0].update(stop_reason="recomputed"), Kind.WRONG),
+        (lambda events: events[2]["choices"][0].update(token_ids=[IDS[2]]), Kind.IMPROPER),
+        (lambda events: events[0].update(prompt_token_ids=PROMPT), Kind.IMPROPER),
+        (lambda events: events.append({"choices": [], "usage": {}, "id": "cmpl-1", "created": 7}), Kind.IMPROPER),
+        (lambda events: events.append({"error": {"message": "x", "type": "y", "code": 1}}), Kind.IMPROPER),
+    ],
+    ids=[
+        *("lost token", "repeated token", "other token", "other id", "other time", "other end", "no end"),
+        *("marker", "ids unasked", "prompt ids unasked", "usage unasked", "error but clean end"),
+    ],
+)
+def test_every_change_of_the_right_stream_is_noticed(change: Callable[[list[dict[str, Any]]], Any], kind: Kind) -> None:
+    assert judge(an_ask(), a_stream(with_change(change))).kind is kind
+
+
+def test_an_error_event_with_an_unclean_end_after_the_first_part_is_proper() -> None:
+    events = [*right_events()[:3], orjson.loads(ERROR)]
+    broken = replace(a_stream(events, done=False), ended=Ended.CUT)
+    assert judge(an_ask(), broken).kind is Kind.BROKEN
+    assert judge(an_ask(), replace(broken, ended=Ended.WHOLE)).kind is Kind.IMPROPER
+
+
+def test_a_cut_without_an_error_event_is_improper_and_a_clean_end_too_early_is_wrong() -> None:
+    early = a_stream(right_events()[:3], done=False)
+    assert judge(an_ask(), replace(early, ended=Ended.CUT)).kind is Kind.IMPROPER
+    assert judge(an_ask(), early).kind is Kind.WRONG
+
+
+def test_what_a_client_that_left_had_got_is_checked_too() -> None:
+    ask = an_ask(behaviour=Behaviour(leave_after_events=2))
+    assert judge(ask, replace(a_stream(right_events()[:2], done=False), ended=Ended.LEFT)).kind is Kind.LEFT
+    wrong = with_change(lambda events: events.pop(0))
+    assert judge(ask, replace(a_stream(wrong[:2], done=False), ended=Ended.LEFT)).kind is Kind.WRONG
+
+
+def test_usage_is_needed_where_asked_for_and_must_be_right() -> None:
+    ask = an_ask(want_usage=True)
+    assert judge(ask, a_stream(right_events())).kind is Kind.IMPROPER
+    usage = {"prompt_tokens": 3, "completion_tokens": 6, "total_tokens": 9}
+    last = {"id": "cmpl-1", "created": 7, "choices": [], "usage": usage}
+    assert judge(ask, a_stream([*right_events(), last])).kind is Kind.RIGHT
+    last["usage"] = usage | {"completion_tokens": 7}
+    assert judge(ask, a_stream([*right_events(), last])).kind is Kind.WRONG
+
+
+@pytest.mark.parametrize(
+    ("answer", "kind"),
+    [
+        (Answer(Ended.WHOLE, 502, {}, ERROR), Kind.REFUSED),
+        (Answer(Ended.WHOLE, 503, {b"retry-after": b"1"}, ERROR), Kind.REFUSED),
+        (Answer(Ended.WHOLE, 503, {}, ERROR), Kind.IMPROPER),
+        (Answer(Ended.WHOLE, 400, {}, ERROR), Kind.IMPROPER),
+        (Answer(Ended.WHOLE, 500, {}, b"Internal Server Error"), Kind.IMPROPER),
+        (Answer(Ended.CUT, 502, {}, ERROR[:9]), Kind.IMPROPER),
+        (Answer(Ended.NEVER), Kind.HANGING),
+        (Answer(Ended.REFUSED), Kind.IMPROPER),
+        (Answer(Ended.CUT), Kind.IMPROPER),
+    ],
+    ids=["502", "503", "503 without Retry-After", "400", "plain text", "cut", "late", "no connection", "no reply"],
+)
+def test_a_refusal_needs_a_fitting_status_and_an_error_body(answer: Answer, kind: Kind) -> None:
+    assert judge(an_ask(), answer).kind is kind
+
+
+def test_a_malformed_request_must_be_refused_with_an_error_body() -> None:
+    ask = an_ask(malformed="no prompt", stream=False)
+    assert judge(ask, Answer(Ended.WHOLE, 400, {}, ERROR)).kind is Kind.REFUSED
+    assert judge(ask, Answer(Ended.WHOLE, 200, {}, b"{}")).kind is Kind.WRONG
+
+
+def test_the_same_seed_gives_the_same_requests() -> None:
+    lengths = OutputLengths.parse("lognormal:40,0.8")
+    first, second = Asker(5, Mix(), lengths), Asker(5, Mix(), lengths)
+    asks = [first.next() for _ in range(300)]
+    assert asks == [second.next() for _ in range(300)]
+    assert {ask.path for ask in asks} >= {COMPLETIONS, CHAT}
+    assert any(ask.malformed for ask in asks) and any(ask.behaviour.leaves for ask in asks)
