@@ -65,6 +65,7 @@ ERROR_LIMIT: Final = 2**20
 # with a window of 5 ms between engine and reply both are equal for a prefill of 2.2 s.
 PROBE_GRACE_S: Final = 2.0
 DECODE_GRACE_S: Final = 0.5  # from a decoder's socket to its engine, tokenisation included
+MAX_FRUITLESS: Final = 8  # a full engine may pop a request more than once before its first token
 _JSON = (b"content-type", b"application/json")
 _NOTHING_YET: Final = EventScanner()  # stands for the scanner until the first prefill is done
 _draws = random.Random()  # jitter of backoffs: no decision depends on it
@@ -123,6 +124,7 @@ class Leg:
         "_key",
         "_original",
         "_outlet",
+        "_pinned_s",
         "_reply",
         "_s",
         "_scanner_options",
@@ -145,6 +147,7 @@ class Leg:
         "scanner",
         "stage_deadline_s",
         "stalled_since_s",
+        "waits_for",
         "worker",
     )
 
@@ -166,6 +169,7 @@ class Leg:
         self._scanner_options = scanner_options or {}
         self.outcome = Outcome.FAILED
         self.prefiller = self.worker = ""
+        self.waits_for = ("", "")  # the worker, and the stage, that the leg waits for or waited for last
         self.prompt_tokens, self.recomputes = 0, 0
         self.cached_tokens: int | None = None
         self.prefill_wait_s = self.decode_wait_s = 0.0
@@ -177,8 +181,9 @@ class Leg:
         self._task: asyncio.Task[Any] | None = None
         self._reply: Reply | None = None
         self._unspent: bytes | None = None
+        self._pinned_s = 0.0
         self._interruption: BalanceRouteError | None = None
-        self._failures = {"prefill": 0, "decode": 0}
+        self._failures = {"prefill": 0, "decode": 0, "fruitless": 0}  # in a row
         self._tries = 0
         self._abandoned = False
         self._grace_s = 0.0
@@ -232,8 +237,9 @@ class Leg:
         if self in self._s.legs and self._task is not None:
             self._task.cancel()
 
-    def _check_abandoned(self) -> None:
+    def _check_abandoned(self, worker: Worker) -> None:
         if self._abandoned:
+            worker.circuit.no_verdict()
             raise ClientGone
 
     def interrupt(self, error: BalanceRouteError) -> None:
@@ -271,12 +277,15 @@ class Leg:
             self.decode_wait_s += self._s.ledger.now() - ticket.pooled_s
             self.worker = worker.id
             lost: UpstreamError | None = None
+            tokens = self.scanner.tokens
             try:
                 if await self._decode(ticket, worker, result):
                     return
                 worker.circuit.no_verdict()
+                if self.scanner.tokens == tokens:
+                    await asyncio.sleep(self._fruitless(worker))
             except UpstreamError as error:
-                self._check_abandoned()
+                self._check_abandoned(worker)
                 lost = error
                 await asyncio.sleep(self._judge(error, worker, "decode"))
             self._s.metrics.recomputes.inc("recomputed" if lost is None else "worker_lost")
@@ -296,18 +305,32 @@ class Leg:
             try:
                 result = await self._probe(worker)
             except UpstreamError as error:
-                self._check_abandoned()
+                self._check_abandoned(worker)
                 delay_s = self._judge(error, worker, "prefill")
                 await asyncio.sleep(delay_s)
                 waiting_since_s = self._s.ledger.now()
                 ticket.prefill_failed()
             else:
-                self._unspent = result.kv_transfer_params
-                self._check_abandoned()
+                self._unspent, self._pinned_s = result.kv_transfer_params, self._s.ledger.now()
+                self._check_abandoned(worker)
+                self._check_resumed(worker, result)
                 if self.scanner is _NOTHING_YET:
                     self.prompt_tokens, self.cached_tokens = result.prompt_tokens, result.cached_tokens
                     self.scanner = self._new_scanner(result)
                 return result
+
+    def _check_resumed(self, worker: Worker, result: PrefillResult) -> None:
+        """An engine too old to take token ids for a chat would start the answer over: better an error than that.
+
+        Raises: BadUpstreamReply: the prefill was of another prompt than prompt and answer so far.
+        """
+        expected = self.request.prompt_tokens
+        if self.request is not self._original and result.prompt_tokens != expected:
+            raise BadUpstreamReply(
+                f"it can't go on from token ids: prefilled {result.prompt_tokens} tokens, not {expected}",
+                worker=worker.id,
+                stage="prefill",
+            )
 
     def _new_scanner(self, result: PrefillResult) -> EventScanner:
         request = self.request
@@ -327,6 +350,7 @@ class Leg:
         worker.circuit.used()
         self.stage_deadline_s = self._s.ledger.now() + config.first_byte_timeout_s.prefill
         self._grace_s = PROBE_GRACE_S
+        self.waits_for = (worker.id, "prefill")
         try:
             reply = await worker.upstream.request(
                 "POST",
@@ -342,9 +366,11 @@ class Leg:
             if result.kv_transfer_params is None:
                 raise NothingPinned("it returned no kv_transfer_params", worker=worker.id, stage="prefill")
             worker.circuit.success()
+            self._failures["prefill"] = 0
             return result
         except asyncio.CancelledError:
             worker.circuit.no_verdict()
+            self._s.drainer.orphan()  # it may finish, or have finished, all the same
             if not self._was_interrupted():
                 raise
             raise self._interruption_error() from None
@@ -366,6 +392,7 @@ class Leg:
         if self.request.streams_upstream:  # else nothing comes before the whole answer
             self.stage_deadline_s = now + limits.first_byte_timeout_s.decode
         self._grace_s = DECODE_GRACE_S
+        self.waits_for = (worker.id, "decode")
         tokens, answered = self.scanner.tokens, False
         try:
             body = self._s.connector.decode(self.request, params)
@@ -384,6 +411,8 @@ class Leg:
                 if error.status < 500 or error.status == 503 or self.request.streams_upstream:
                     self._unspent = params  # refused before the engine saw it: its KV is still pinned
                 raise error
+            if reply.header(b"content-encoding") not in (None, b"identity"):
+                raise BadUpstreamReply("it compressed its reply unasked", worker=worker.id, stage="decode")
             if self.request.streams_upstream:
                 complete = await self._stream(ticket, worker, reply)
             else:
@@ -430,7 +459,7 @@ class Leg:
         while not out and scanner.end is None:
             chunk = await reply.next_chunk()
             self._grace_s = 0.0
-            self._check_abandoned()
+            self._check_abandoned(worker)
             if chunk is None:
                 scanner.close()
                 break
@@ -438,6 +467,7 @@ class Leg:
             if scanner.tokens > counted:
                 on_tokens(scanner.tokens - counted)
                 counted = scanner.tokens
+                self._failures["decode"] = self._failures["fruitless"] = 0
         if scanner.end is not StreamEnd.ERROR and scanner.events:
             worker.circuit.success()
         broken: UpstreamError | None = None
@@ -501,7 +531,22 @@ class Leg:
         if last or (isinstance(error, NothingPinned) and self._failures[stage] > 1):
             raise error
         services.metrics.retries.inc(stage)
-        return _draws.uniform(0.0, min(retry.max_delay_s, retry.base_delay_s * 2.0 ** (self._failures[stage] - 1)))
+        return self._backoff_s(self._failures[stage])
+
+    def _fruitless(self, worker: Worker) -> float:
+        """A decode was given back without a token: no fault, but no reason to go round for ever either.
+
+        Returns how long to wait. Raises: BadUpstreamReply: it has happened `MAX_FRUITLESS` times in a row.
+        """
+        self._failures["fruitless"] += 1
+        if self._failures["fruitless"] >= MAX_FRUITLESS:
+            raise BadUpstreamReply("it gives the request back again and again", worker=worker.id, stage="decode")
+        return self._backoff_s(self._failures["fruitless"])
+
+    def _backoff_s(self, failures: int) -> float:
+        """Exponential with full jitter."""
+        retry = self._s.config.retry
+        return _draws.uniform(0.0, min(retry.max_delay_s, retry.base_delay_s * 2.0 ** (failures - 1)))
 
     def _prepare_resume(self, result: PrefillResult, error: UpstreamError | None) -> bool:
         """Make the request that goes on where this life ended; False when its limit leaves nothing to generate.
@@ -512,6 +557,8 @@ class Leg:
         lost = error or BadUpstreamReply("the answer can't be resumed", worker=self.worker, stage="decode")
         if self._outlet.started and error is not None and not self._s.config.retry.resume_on_worker_loss:
             raise lost
+        if error is not None and scanner.tokens and self._original.rest.get("stop"):
+            raise lost  # a worker holds back text that may begin a stop string; it died with the worker
         scanner.resume()
         if scanner.tokens == 0:
             self.request = self._original
@@ -568,7 +615,7 @@ class Leg:
         """
         params, self._unspent = self._unspent, None
         if params is not None:
-            self._s.drainer.drain(Drain(self.id, self.request, params, tuple(self._headers)))
+            self._s.drainer.drain(Drain(self.id, self.request, params, tuple(self._headers), self._pinned_s))
 
     @property
     def upstream_id(self) -> str:

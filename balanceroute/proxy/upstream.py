@@ -27,7 +27,7 @@ is `BadUpstreamReply`: a truncated answer never looks complete. `abort()` closes
 notices and frees the request.
 
 Errors of the network leave this module as `ConnectFailed`, `UpstreamTimeout` or `BadUpstreamReply`. The
-environment (`http_proxy`) is not consulted; no `accept-encoding` is sent and a body is passed on as it is.
+environment (`http_proxy`) is not consulted; `accept-encoding` is `identity` and a body is passed on as it is.
 """
 
 import asyncio
@@ -190,7 +190,7 @@ class Upstream:
     def _message(self, method: str, path: str, body: bytes, headers: Headers) -> bytes:
         """Head and body as one write."""
         lines = [
-            b"%s %s HTTP/1.1\r\nhost: %s\r\n"
+            b"%s %s HTTP/1.1\r\nhost: %s\r\naccept-encoding: identity\r\n"
             % (method.encode("ascii"), (self._prefix + path).encode("ascii"), self._host_header)
         ]
         for name, value in headers:
