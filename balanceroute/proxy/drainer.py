@@ -24,7 +24,7 @@ from balanceroute.proxy.metrics import Metrics
 from balanceroute.proxy.payloads import ClientRequest
 
 MAX_CONCURRENT: Final = 4
-TIMEOUT_S: Final = 60.0
+TIMEOUT_S: Final = 20.0  # a pull and one step, behind a full decoder's queue; less than any lease
 SAFE_SHARE: Final = 0.8  # of the connector's timeout: the rest is for the transfer, and for clocks that differ
 _REPLY_LIMIT: Final = 64 * 2**20  # a reply repeats the prompt's ids
 

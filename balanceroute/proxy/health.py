@@ -12,11 +12,11 @@ A worker added at run time is asked `join_attempts` times, `join_interval_s` apa
 
 import asyncio
 import logging
-from collections import defaultdict
 
 from balanceroute.core.types import Role
 from balanceroute.errors import UpstreamError
 from balanceroute.proxy.fleet import Worker
+from balanceroute.proxy.rounds import Rounds
 from balanceroute.proxy.services import Services
 
 log = logging.getLogger(__name__)
@@ -29,23 +29,18 @@ class HealthMonitor:
 
     def __init__(self, services: Services) -> None:
         self._s = services
+        self._rounds = Rounds(services.fleet, self._look)
 
     async def run(self) -> None:
         """Until cancelled."""
-        while True:
-            await self.look()
-            await asyncio.sleep(self._s.config.health.interval_s)
+        await self._rounds.run(lambda: self._s.config.health.interval_s)
 
-    async def look(self) -> None:
-        """One round over all URLs, side by side."""
-        by_url: dict[str, list[Worker]] = defaultdict(list)
-        for worker in self._s.fleet:
-            by_url[worker.spec.url].append(worker)
-        answers = await asyncio.gather(*(self._ask(workers[0]) for workers in by_url.values()))
-        for workers, status in zip(by_url.values(), answers, strict=True):
-            for worker in workers:
-                if worker.id in self._s.fleet:
-                    self._judge(worker, status)
+    async def _look(self, workers: list[Worker]) -> None:
+        """Ask one URL and judge the workers behind it."""
+        status = await self._ask(workers[0])
+        for worker in workers:
+            if worker.id in self._s.fleet:
+                self._judge(worker, status)
 
     async def _ask(self, worker: Worker) -> int | None:
         """The status of /health; None when there was no answer."""

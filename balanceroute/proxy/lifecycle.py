@@ -146,6 +146,7 @@ class Leg:
         "scanner",
         "stage_deadline_s",
         "stalled_since_s",
+        "waits_for",
         "worker",
     )
 
@@ -167,6 +168,7 @@ class Leg:
         self._scanner_options = scanner_options or {}
         self.outcome = Outcome.FAILED
         self.prefiller = self.worker = ""
+        self.waits_for = ("", "")  # the worker, and the stage, that the leg waits for or waited for last
         self.prompt_tokens, self.recomputes = 0, 0
         self.cached_tokens: int | None = None
         self.prefill_wait_s = self.decode_wait_s = 0.0
@@ -303,10 +305,24 @@ class Leg:
             else:
                 self._unspent, self._pinned_s = result.kv_transfer_params, self._s.ledger.now()
                 self._check_abandoned()
+                self._check_resumed(worker, result)
                 if self.scanner is _NOTHING_YET:
                     self.prompt_tokens, self.cached_tokens = result.prompt_tokens, result.cached_tokens
                     self.scanner = self._new_scanner(result)
                 return result
+
+    def _check_resumed(self, worker: Worker, result: PrefillResult) -> None:
+        """An engine too old to take token ids for a chat would start the answer over: better an error than that.
+
+        Raises: BadUpstreamReply: the prefill was of another prompt than prompt and answer so far.
+        """
+        expected = self.request.prompt_tokens
+        if self.request is not self._original and result.prompt_tokens != expected:
+            raise BadUpstreamReply(
+                f"it can't go on from token ids: prefilled {result.prompt_tokens} tokens, not {expected}",
+                worker=worker.id,
+                stage="prefill",
+            )
 
     def _new_scanner(self, result: PrefillResult) -> EventScanner:
         request = self.request
@@ -326,6 +342,7 @@ class Leg:
         worker.circuit.used()
         self.stage_deadline_s = self._s.ledger.now() + config.first_byte_timeout_s.prefill
         self._grace_s = PROBE_GRACE_S
+        self.waits_for = (worker.id, "prefill")
         try:
             reply = await worker.upstream.request(
                 "POST",
@@ -344,6 +361,7 @@ class Leg:
             return result
         except asyncio.CancelledError:
             worker.circuit.no_verdict()
+            self._s.drainer.orphan()  # it may finish, or have finished, all the same
             if not self._was_interrupted():
                 raise
             raise self._interruption_error() from None
@@ -365,6 +383,7 @@ class Leg:
         if self.request.streams_upstream:  # else nothing comes before the whole answer
             self.stage_deadline_s = now + limits.first_byte_timeout_s.decode
         self._grace_s = DECODE_GRACE_S
+        self.waits_for = (worker.id, "decode")
         tokens, answered = self.scanner.tokens, False
         try:
             body = self._s.connector.decode(self.request, params)
