@@ -193,6 +193,7 @@ class Leg:
         Raises: Rejected, UpstreamError: what the client is to be told; `Outlet.started` says whether as a status or
         as an event.
         """
+        self._check_abandoned()
         services = self._s
         request = self.request
         ticket = self._ticket = services.ledger.submit(
@@ -220,9 +221,11 @@ class Leg:
 
     def abandon(self) -> None:
         """The client is gone: end the request, at once or as soon as nothing leaks by it."""
-        if self._abandoned or self._task is None:
+        if self._abandoned:
             return
         self._abandoned = True
+        if self._task is None:
+            return  # it will find out as soon as it runs
         grace_s = self._grace_s
         if grace_s:
             self._s.loop.call_later(grace_s, self._hang_up)
@@ -353,7 +356,7 @@ class Leg:
             )
             body = await reply.read(REPLY_LIMIT)
             if reply.status != 200:
-                raise _status_error(reply, body, worker, "prefill")
+                raise status_error(reply, body, worker, "prefill")
             result = parse_probe_reply(body, worker=worker.id)
             if result.kv_transfer_params is None:
                 raise NothingPinned("it returned no kv_transfer_params", worker=worker.id, stage="prefill")
@@ -398,7 +401,7 @@ class Leg:
             )
             self._reply = reply
             if reply.status != 200:
-                error = _status_error(reply, await reply.read(ERROR_LIMIT), worker, "decode")
+                error = status_error(reply, await reply.read(ERROR_LIMIT), worker, "decode")
                 if error.status < 500 or error.status == 503 or self.request.streams_upstream:
                     self._unspent = params  # refused before the engine saw it: its KV is still pinned
                 raise error
@@ -484,7 +487,7 @@ class Leg:
 
     async def _unstreamed(self, ticket: Ticket, worker: Worker, reply: Reply, result: PrefillResult) -> bool:
         body = await reply.read(REPLY_LIMIT)
-        answer = correct_answer(self.request, body, worker=worker.id, cached_tokens=result.cached_tokens)
+        answer = correct_answer(self.request, body, worker=worker.id, cached_tokens=self.cached_tokens)
         worker.circuit.success()
         if answer.recomputed or answer.finish_reason is None:
             return False  # nothing of it has reached the client: once more from its own prompt
@@ -592,10 +595,13 @@ class Leg:
         if params is not None:
             self._s.drainer.drain(Drain(self.id, self.request, params, tuple(self._headers), self._pinned_s))
 
+    @property
+    def upstream_id(self) -> str:
+        """X-Request-Id at the workers; every try has its own."""
+        return self.id if self._tries == 1 else f"{self.id}-{self._tries}"
+
     def _headers_for(self, worker: Worker) -> list[tuple[bytes, bytes]]:
-        tries = self._tries
-        upstream_id = self.id if tries == 1 else f"{self.id}-{tries}"
-        return [_JSON, (b"x-request-id", upstream_id.encode()), *self._headers, *worker.rank_header]
+        return [_JSON, (b"x-request-id", self.upstream_id.encode()), *self._headers, *worker.rank_header]
 
 
 def _closing_events(request: ClientRequest, prompt_tokens: int, tokens: int) -> bytes:
@@ -613,7 +619,8 @@ def _closing_events(request: ClientRequest, prompt_tokens: int, tokens: int) -> 
     return b"".join(b"data: %s\n\n" % orjson.dumps(event) for event in events) + b"data: [DONE]\n\n"
 
 
-def _status_error(reply: Reply, body: bytes, worker: Worker, stage: str) -> UpstreamStatus:
+def status_error(reply: Reply, body: bytes, worker: Worker, stage: str) -> UpstreamStatus:
+    """A worker's answer that is no 200."""
     error = UpstreamStatus(f"status {reply.status}", worker=worker.id, stage=stage, status=reply.status, body=body)
     wanted = reply.header(b"retry-after")
     if wanted is not None and wanted.isdigit():

@@ -156,6 +156,10 @@ class EventScanner:
         self._edge = b""  # the last bytes of `_parts`, where a blank line may straddle
         self._forget_template()
 
+    def prefilled(self, prompt_tokens: int, cached_tokens: int | None) -> None:
+        """The prefiller's figures, where they come when the decoder's stream is open already."""
+        self._prompt_tokens, self._cached_tokens = prompt_tokens, cached_tokens
+
     def resume(self) -> int:
         """Begin another life of the same answer; returns how many tokens were given back to be made again."""
         dropped = 0

@@ -126,9 +126,11 @@ class Upstream:
         while True:
             connection, reused = await self._connection(connect_timeout_s)
             reply = connection.send(message)
+            delivered = False
             try:
                 async with asyncio.timeout(first_byte_timeout_s):
                     await reply.head
+                delivered = True
             except TimeoutError as exc:
                 raise UpstreamTimeout(
                     f"no answer within {first_byte_timeout_s:g} s", worker=self.worker, stage=self.stage
@@ -141,7 +143,7 @@ class Upstream:
             else:
                 return reply
             finally:
-                if not reply.started:
+                if not delivered:  # a head that comes in the moment of a cancellation reaches nobody
                     reply.abort()
 
     def close(self) -> None:

@@ -1,4 +1,4 @@
-"""Prefill KV and held-back text that a failure puts at risk: drained, left to its lease, or told; never lost silently."""
+"""Prefill KV and held-back text that a failure puts at risk: drained, expired or told of; never lost silently."""
 
 import asyncio
 import json

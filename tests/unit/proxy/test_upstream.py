@@ -327,6 +327,30 @@ def test_a_cancelled_request_closes_its_connection(run: Run) -> None:
     run(test)
 
 
+def test_a_request_cancelled_at_any_turn_of_the_loop_leaves_no_connection_busy(run: Run) -> None:
+    async def script(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await read_request(reader)
+        writer.write(CHUNKED_HEAD)
+        await reader.read()
+
+    async def test() -> None:
+        async with worker(script) as server:
+            unseen = 0
+            for turns in range(40):
+                upstream = Upstream(server.url)
+                asking = asyncio.ensure_future(post(upstream))
+                for _ in range(turns):
+                    await asyncio.sleep(0)
+                asking.cancel()
+                outcome = (await asyncio.gather(asking, return_exceptions=True))[0]
+                unseen += isinstance(outcome, asyncio.CancelledError)
+                assert upstream.busy_connections == (0 if isinstance(outcome, asyncio.CancelledError) else 1)
+                upstream.close()
+            assert 0 < unseen < 40  # the sweep passed the moment in which the head comes
+
+    run(test)
+
+
 def test_abort_closes_a_stream_at_once_and_is_idempotent(run: Run) -> None:
     async def script(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         await read_request(reader)
