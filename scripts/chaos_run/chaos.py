@@ -72,7 +72,7 @@ class Tally:
             hurried = " (a deadline below 3 s)" if ask.timeout_s < 3 else ""
             self.details[f"{verdict.status} {verdict.detail[:100]}{hurried}"] += 1
         if verdict.kind is Kind.RIGHT:
-            self.tokens += len(ask.ids)
+            self.tokens += ask.tokens
             if verdict.detail:
                 self.details[verdict.detail] += 1
         if ask.path in (COMPLETIONS, CHAT) and ask.method == "POST":
@@ -82,10 +82,11 @@ class Tally:
         if verdict.kind is not Kind.HANGING and late_s > self.latest_s:
             self.latest_s = late_s
         if verdict.kind in FAULTS:
+            shape = f"{'stream' if ask.stream else 'object'}, {ask.prompt_tokens}+{ask.tokens} tokens"
+            times = f"timeout {ask.timeout_s} s, after {answer.elapsed_s:.2f} s"
             self.failures.append(
-                f"{at_s:.1f} s {ask.id} {verdict.kind}: {verdict.detail}\n      {ask.method} {ask.path}"
-                f" {'stream' if ask.stream else 'object'}, {ask.prompt_tokens}+{len(ask.ids)} tokens,"
-                f" timeout {ask.timeout_s} s, after {answer.elapsed_s:.2f} s, {ask.malformed or ask.behaviour}"
+                f"{at_s:.1f} s {ask.id} {verdict.kind}: {verdict.detail}\n      {ask.method} {ask.path} {shape},"
+                f" {len(ask.choices)} choices, {times}, {ask.malformed or ask.behaviour}"
             )
 
 
