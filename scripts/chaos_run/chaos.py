@@ -44,7 +44,9 @@ SHOWN_FAILURES = 15
 SAMPLE_S = 0.5
 WARM_SHARE = 0.25  # of the run, after which memory must stay flat
 FLAT_RATIO = 1.05
-FLAT_BYTES = 8 * 2**20  # an allocator's noise, of no meaning in a short run
+FLAT_BYTES = 8 * 2**20  # an allocator's noise
+WARM_UP_S = 120.0  # a run whose warm quarter ends before that only shows the warm-up, so it is held to less
+WARM_UP_BYTES = 32 * 2**20
 
 
 @dataclass(slots=True)
@@ -104,7 +106,8 @@ class Memory:
         if not warm or not last:
             return False, "memory: no samples"
         before, after = _median(warm), _median(last)
-        flat = after <= max(before * FLAT_RATIO, before + FLAT_BYTES)
+        slack = FLAT_BYTES if end_s * WARM_SHARE >= WARM_UP_S else WARM_UP_BYTES
+        flat = after <= max(before * FLAT_RATIO, before + slack)
         megabytes = " ".join(f"{rss / 2**20:.0f}" for _, rss in self.series[:: max(1, len(self.series) // 20)])
         return flat, f"router RSS {before / 2**20:.1f} -> {after / 2**20:.1f} MiB (2nd and last quarter); {megabytes}"
 
