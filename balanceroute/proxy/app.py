@@ -22,6 +22,7 @@ from balanceroute.journal import RecordingScheduler
 from balanceroute.proxy.admin import Admin, http_error, state
 from balanceroute.proxy.circuit import CircuitConfig
 from balanceroute.proxy.connectors import connector_for
+from balanceroute.proxy.dashboard import Dashboard
 from balanceroute.proxy.decode_dispatcher import DecodeDispatcher
 from balanceroute.proxy.drainer import Drainer
 from balanceroute.proxy.exchange import CompletionsRoute
@@ -83,7 +84,7 @@ def create_app(
         finally:
             await stop(services, tasks)
 
-    routes = Admin(lambda: app.services).routes() + Forwarding(lambda: app.services).routes()
+    routes = [part for kind in (Admin, Forwarding, Dashboard) for part in kind(lambda: app.services).routes()]
     if config.connector == "mooncake_layerwise":
         routes += Metaserver(lambda: app.services).routes()
     app = RouterApp(routes=routes, lifespan=lifespan, exception_handlers={HTTPException: http_error})
