@@ -27,7 +27,9 @@ from balanceroute.proxy.drainer import Drainer
 from balanceroute.proxy.exchange import CompletionsRoute
 from balanceroute.proxy.fleet import Fleet, FleetConfig
 from balanceroute.proxy.forecasts import Forecasts, build_forecasts
+from balanceroute.proxy.forwarding import Forwarding
 from balanceroute.proxy.health import HealthMonitor
+from balanceroute.proxy.layerwise import Metaserver
 from balanceroute.proxy.ledger import Ledger
 from balanceroute.proxy.metrics import Metrics
 from balanceroute.proxy.metrics_poller import MetricsPoller
@@ -80,9 +82,10 @@ def create_app(
         finally:
             await stop(services, tasks)
 
-    app = RouterApp(
-        routes=Admin(lambda: app.services).routes(), lifespan=lifespan, exception_handlers={HTTPException: http_error}
-    )
+    routes = Admin(lambda: app.services).routes() + Forwarding(lambda: app.services).routes()
+    if config.connector == "mooncake_layerwise":
+        routes += Metaserver(lambda: app.services).routes()
+    app = RouterApp(routes=routes, lifespan=lifespan, exception_handlers={HTTPException: http_error})
     app.hot = {}
     return app
 
@@ -104,7 +107,7 @@ def build_services(
     fleet = Fleet(ledger, FleetConfig(circuit, config.limits.client_buffer_bytes), metrics.forget_worker)
     for spec in worker_specs(config):
         fleet.connect(spec)
-    connector = connector_for(config.connector)
+    connector = connector_for(config)
     drainer = Drainer(fleet, ledger, metrics, connector, config.kv_pin_s)
     return Services(config, ledger, fleet, metrics, drainer, connector, forecasts, strict=strict)
 

@@ -40,18 +40,18 @@ class CircuitConfig:
 class Circuit:
     """One worker's circuit. `on_change(wake_in_s)` is told of every new state and when to call `tick` next."""
 
-    __slots__ = ("_config", "_failures", "_on_change", "_until", "state")
+    __slots__ = ("_busy", "_config", "_faults", "_on_change", "_until", "state")
 
     def __init__(self, config: CircuitConfig, on_change: Callable[[float | None], None]) -> None:
         self._config, self._on_change = config, on_change
-        self._failures = 0
+        self._faults = self._busy = 0  # in a row
         self._until = 0.0
         self.state = CircuitState.CLOSED
 
     @property
     def failures(self) -> int:
-        """Failures in a row."""
-        return self._failures
+        """Requests in a row that failed, for whichever reason."""
+        return self._faults + self._busy
 
     def used(self) -> None:
         """A request was sent: in half-open, that is the trial, and no other goes before its verdict."""
@@ -60,8 +60,8 @@ class Circuit:
 
     def success(self) -> None:
         """The worker answered as it should."""
-        if self._failures or self.state is not CircuitState.CLOSED:
-            self._failures = 0
+        if self._faults or self._busy or self.state is not CircuitState.CLOSED:
+            self._faults = self._busy = 0
             self._enter(CircuitState.CLOSED, None)
 
     def no_verdict(self) -> None:
@@ -71,15 +71,15 @@ class Circuit:
 
     def fault(self, now: float) -> None:
         """The worker failed."""
-        self._failures += 1
-        if self._failures >= self._config.failure_threshold or self.state is CircuitState.TRIAL:
+        self._faults += 1
+        if self._faults >= self._config.failure_threshold or self.state is CircuitState.TRIAL:
             self.open(now)
         else:
             self._rest(now, 0.0)
 
     def busy(self, now: float, retry_after_s: float = 0.0) -> None:
         """The worker can't take more now; not before `retry_after_s`, if it said so."""
-        self._failures = min(self._failures + 1, 1 + self._config.failure_threshold)
+        self._busy += 1
         self._rest(now, retry_after_s)
 
     def open(self, now: float) -> None:
@@ -102,7 +102,7 @@ class Circuit:
             self._enter(CircuitState.HALF_OPEN, None)
 
     def _rest(self, now: float, at_least_s: float) -> None:
-        rest_s = min(MAX_REST_S, max(at_least_s, REST_S * 2.0 ** (self._failures - 1)))
+        rest_s = min(MAX_REST_S, max(at_least_s, REST_S * 2.0 ** min(8, self.failures - 1)))
         if self.state is CircuitState.OPEN:
             return
         self._until = now + rest_s

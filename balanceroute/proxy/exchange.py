@@ -21,6 +21,7 @@ from balanceroute.errors import (
 from balanceroute.proxy import fanout
 from balanceroute.proxy.fanout import PartAnswer, PartStream, StreamHead
 from balanceroute.proxy.intake import ClientGone, Head, Receive, read_body, read_head
+from balanceroute.proxy.layerwise import LayerwiseLeg
 from balanceroute.proxy.ledger import rejection
 from balanceroute.proxy.lifecycle import ClientStalled, Leg, Outlet
 from balanceroute.proxy.payloads import ClientRequest, Endpoint, parse
@@ -117,8 +118,13 @@ class Exchange:
                 watch.close()
         except ClientGone:
             self._outcome = Outcome.CANCELLED
+        except InvariantError as error:
+            await self._fail_by_bug(error)
         except BalanceRouteError as error:
             await self._fail(error)
+        except Exception as error:
+            # a bug of ours must not take the connection's other requests, or the accounting, with it
+            await self._fail_by_bug(error)
         except asyncio.CancelledError:
             if self._outcome is not Outcome.FINISHED:
                 self._outcome = Outcome.CANCELLED
@@ -170,9 +176,9 @@ class Exchange:
         assert head is not None
         id_header = (b"x-request-id", (head.client_id or head.request_id).encode())
         created = fanout.created_now()
-        shared = StreamHead(self._send, [id_header])
+        shared = StreamHead(self._send, [id_header], request.model)
         answers: list[PartAnswer] = []
-        for index, part in enumerate(fanout.parts_of(request)):
+        for index, part in enumerate(fanout.parts_of(request, self._s.config.limits.max_choices)):
             outlet: Outlet
             if request.stream:
                 outlet = PartStream(shared)
@@ -191,7 +197,7 @@ class Exchange:
         self._outcome, self._status = Outcome.FINISHED, 200
         if request.stream:
             await shared.start()
-            end = fanout.closing_events(request, head.request_id, created, self._legs)
+            end = fanout.closing_events(request, head.request_id, created, shared.model, self._legs)
             await self._send({"type": "http.response.body", "body": end, "more_body": False})
         else:
             body = fanout.merged_answer(request, head.request_id, self._legs, answers)
@@ -201,7 +207,8 @@ class Exchange:
         head, services = self._head, self._s
         assert head is not None
         forecasts = services.forecasts
-        return Leg(
+        kind = LayerwiseLeg if services.connector.decode_first else Leg
+        return kind(
             services,
             request_id,
             request,
@@ -218,8 +225,20 @@ class Exchange:
         self._note(error)
         await send_error(self._send, error)
 
+    async def _fail_by_bug(self, error: Exception) -> None:
+        self._outcome, self._status = Outcome.FAILED, 500
+        self._s.metrics.tasks_failed.inc("request")
+        request_id = self._head.request_id if self._head is not None else ""
+        log.error("internal error", exc_info=error, extra={"request": request_id})
+        if self._s.strict:
+            raise error
+        if not any(leg.started for leg in self._legs):
+            await send_error(self._send, InvariantError("Internal error of the router; see its log."))
+
     async def _fail_started(self, error: BalanceRouteError) -> None:
         """After the first byte: an event that says so and, by returning without a last message, an unclean end."""
+        if isinstance(error, InvariantError):
+            raise error
         self._status = 200
         self._note(error)
         if isinstance(error, ClientStalled):
@@ -229,12 +248,6 @@ class Exchange:
         await self._send({"type": "http.response.body", "body": event, "more_body": True})
 
     def _note(self, error: BalanceRouteError) -> None:
-        if isinstance(error, InvariantError):
-            self._s.metrics.tasks_failed.inc("request")
-            request_id = self._head.request_id if self._head is not None else ""
-            log.error("internal error", exc_info=error, extra={"request": request_id})
-            if self._s.strict:
-                raise error
         if isinstance(error, QueueTimeout):
             self._outcome = Outcome.EXPIRED
         elif isinstance(error, ClientStalled):

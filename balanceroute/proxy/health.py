@@ -12,11 +12,11 @@ A worker added at run time is asked `join_attempts` times, `join_interval_s` apa
 
 import asyncio
 import logging
-from collections import defaultdict
 
 from balanceroute.core.types import Role
 from balanceroute.errors import UpstreamError
 from balanceroute.proxy.fleet import Worker
+from balanceroute.proxy.rounds import Rounds
 from balanceroute.proxy.services import Services
 
 log = logging.getLogger(__name__)
@@ -29,23 +29,18 @@ class HealthMonitor:
 
     def __init__(self, services: Services) -> None:
         self._s = services
+        self._rounds = Rounds(services.fleet, self._look)
 
     async def run(self) -> None:
         """Until cancelled."""
-        while True:
-            await self.look()
-            await asyncio.sleep(self._s.config.health.interval_s)
+        await self._rounds.run(lambda: self._s.config.health.interval_s)
 
-    async def look(self) -> None:
-        """One round over all URLs, side by side."""
-        by_url: dict[str, list[Worker]] = defaultdict(list)
-        for worker in self._s.fleet:
-            by_url[worker.spec.url].append(worker)
-        answers = await asyncio.gather(*(self._ask(workers[0]) for workers in by_url.values()))
-        for workers, status in zip(by_url.values(), answers, strict=True):
-            for worker in workers:
-                if worker.id in self._s.fleet:
-                    self._judge(worker, status)
+    async def _look(self, workers: list[Worker]) -> None:
+        """Ask one URL and judge the workers behind it."""
+        status = await self._ask(workers[0])
+        for worker in workers:
+            if worker.id in self._s.fleet:
+                self._judge(worker, status)
 
     async def _ask(self, worker: Worker) -> int | None:
         """The status of /health; None when there was no answer."""
@@ -61,6 +56,8 @@ class HealthMonitor:
         config = self._s.config.health
         if status is not None and status < 500:
             worker.checks_failed, worker.seen_healthy, worker.joining = 0, True, None
+        elif status is None and self._makes_progress(worker):
+            return  # too busy to answer, but not to work
         else:
             worker.checks_failed += 1
             out = status == 503 or not worker.seen_healthy or worker.checks_failed >= config.failure_threshold
@@ -77,6 +74,10 @@ class HealthMonitor:
             worker.circuit.open(self._s.ledger.now())
         worker.stalled = stalled
         self._s.fleet.set_healthy(worker, True)
+
+    def _makes_progress(self, worker: Worker) -> bool:
+        health = self._s.config.health
+        return worker.in_use > 0 and self._s.ledger.now() - worker.progress_s < health.interval_s + health.timeout_s
 
     def _is_stalled(self, worker: Worker) -> bool:
         """Whether streams run on this decoder, their clients read, and yet no token has come for too long."""

@@ -35,7 +35,7 @@ from typing import Any, Final, Protocol
 
 import orjson
 
-from balanceroute.core.types import Outcome, Release, RequestSpec
+from balanceroute.core.types import Outcome, RequestSpec
 from balanceroute.errors import (
     BadUpstreamReply,
     BalanceRouteError,
@@ -123,6 +123,7 @@ class Leg:
         "_key",
         "_original",
         "_outlet",
+        "_pinned_s",
         "_reply",
         "_s",
         "_scanner_options",
@@ -145,6 +146,7 @@ class Leg:
         "scanner",
         "stage_deadline_s",
         "stalled_since_s",
+        "waits_for",
         "worker",
     )
 
@@ -166,6 +168,7 @@ class Leg:
         self._scanner_options = scanner_options or {}
         self.outcome = Outcome.FAILED
         self.prefiller = self.worker = ""
+        self.waits_for = ("", "")  # the worker, and the stage, that the leg waits for or waited for last
         self.prompt_tokens, self.recomputes = 0, 0
         self.cached_tokens: int | None = None
         self.prefill_wait_s = self.decode_wait_s = 0.0
@@ -177,6 +180,7 @@ class Leg:
         self._task: asyncio.Task[Any] | None = None
         self._reply: Reply | None = None
         self._unspent: bytes | None = None
+        self._pinned_s = 0.0
         self._interruption: BalanceRouteError | None = None
         self._failures = {"prefill": 0, "decode": 0}
         self._tries = 0
@@ -189,6 +193,7 @@ class Leg:
         Raises: Rejected, UpstreamError: what the client is to be told; `Outlet.started` says whether as a status or
         as an event.
         """
+        self._check_abandoned()
         services = self._s
         request = self.request
         ticket = self._ticket = services.ledger.submit(
@@ -216,9 +221,11 @@ class Leg:
 
     def abandon(self) -> None:
         """The client is gone: end the request, at once or as soon as nothing leaks by it."""
-        if self._abandoned or self._task is None:
+        if self._abandoned:
             return
         self._abandoned = True
+        if self._task is None:
+            return  # it will find out as soon as it runs
         grace_s = self._grace_s
         if grace_s:
             self._s.loop.call_later(grace_s, self._hang_up)
@@ -249,6 +256,11 @@ class Leg:
         )
 
     @property
+    def started(self) -> bool:
+        """Whether the client has seen something of this leg."""
+        return self._outlet.started
+
+    @property
     def blocked_by_client(self) -> bool:
         """Whether the worker isn't read at the moment because the client doesn't read."""
         return self._reply is not None and self._reply.paused
@@ -276,7 +288,8 @@ class Leg:
                 await self._end_by_length()
                 return
             self.recomputes += 1
-            self._free_kv(ticket.requeue(), lost=lost is not None)
+            ticket.requeue()
+            self._free_kv()
 
     async def _prefill(self, ticket: Ticket) -> PrefillResult:
         waiting_since_s = self._s.ledger.now()
@@ -293,12 +306,26 @@ class Leg:
                 waiting_since_s = self._s.ledger.now()
                 ticket.prefill_failed()
             else:
-                self._unspent = result.kv_transfer_params
+                self._unspent, self._pinned_s = result.kv_transfer_params, self._s.ledger.now()
                 self._check_abandoned()
+                self._check_resumed(worker, result)
                 if self.scanner is _NOTHING_YET:
                     self.prompt_tokens, self.cached_tokens = result.prompt_tokens, result.cached_tokens
                     self.scanner = self._new_scanner(result)
                 return result
+
+    def _check_resumed(self, worker: Worker, result: PrefillResult) -> None:
+        """An engine too old to take token ids for a chat would start the answer over: better an error than that.
+
+        Raises: BadUpstreamReply: the prefill was of another prompt than prompt and answer so far.
+        """
+        expected = self.request.prompt_tokens
+        if self.request is not self._original and result.prompt_tokens != expected:
+            raise BadUpstreamReply(
+                f"it can't go on from token ids: prefilled {result.prompt_tokens} tokens, not {expected}",
+                worker=worker.id,
+                stage="prefill",
+            )
 
     def _new_scanner(self, result: PrefillResult) -> EventScanner:
         request = self.request
@@ -318,6 +345,7 @@ class Leg:
         worker.circuit.used()
         self.stage_deadline_s = self._s.ledger.now() + config.first_byte_timeout_s.prefill
         self._grace_s = PROBE_GRACE_S
+        self.waits_for = (worker.id, "prefill")
         try:
             reply = await worker.upstream.request(
                 "POST",
@@ -328,7 +356,7 @@ class Leg:
             )
             body = await reply.read(REPLY_LIMIT)
             if reply.status != 200:
-                raise _status_error(reply, body, worker, "prefill")
+                raise status_error(reply, body, worker, "prefill")
             result = parse_probe_reply(body, worker=worker.id)
             if result.kv_transfer_params is None:
                 raise NothingPinned("it returned no kv_transfer_params", worker=worker.id, stage="prefill")
@@ -336,6 +364,7 @@ class Leg:
             return result
         except asyncio.CancelledError:
             worker.circuit.no_verdict()
+            self._s.drainer.orphan()  # it may finish, or have finished, all the same
             if not self._was_interrupted():
                 raise
             raise self._interruption_error() from None
@@ -357,6 +386,7 @@ class Leg:
         if self.request.streams_upstream:  # else nothing comes before the whole answer
             self.stage_deadline_s = now + limits.first_byte_timeout_s.decode
         self._grace_s = DECODE_GRACE_S
+        self.waits_for = (worker.id, "decode")
         tokens, answered = self.scanner.tokens, False
         try:
             body = self._s.connector.decode(self.request, params)
@@ -371,10 +401,12 @@ class Leg:
             )
             self._reply = reply
             if reply.status != 200:
-                error = _status_error(reply, await reply.read(ERROR_LIMIT), worker, "decode")
+                error = status_error(reply, await reply.read(ERROR_LIMIT), worker, "decode")
                 if error.status < 500 or error.status == 503 or self.request.streams_upstream:
                     self._unspent = params  # refused before the engine saw it: its KV is still pinned
                 raise error
+            if reply.header(b"content-encoding") not in (None, b"identity"):
+                raise BadUpstreamReply("it compressed its reply unasked", worker=worker.id, stage="decode")
             if self.request.streams_upstream:
                 complete = await self._stream(ticket, worker, reply)
             else:
@@ -412,6 +444,8 @@ class Leg:
 
         def on_tokens(tokens: int) -> None:
             at = self.last_token_s = worker.progress_s = now()
+            if not self.first_token_s:
+                self.first_token_s = at
             self.stage_deadline_s = at + idle_s
             progress(tokens)
 
@@ -429,15 +463,11 @@ class Leg:
                 counted = scanner.tokens
         if scanner.end is not StreamEnd.ERROR and scanner.events:
             worker.circuit.success()
-        if counted and not self.first_token_s:
-            self.first_token_s = now()
         broken: UpstreamError | None = None
         if out:
             if not outlet.started:
                 await outlet.start()
             broken = await relay(reply, scanner, outlet.send, on_tokens, first=out, ends_response=outlet.ends_response)
-            if not self.first_token_s and scanner.tokens:
-                self.first_token_s = self.last_token_s
         return self._ended(worker, broken)
 
     def _ended(self, worker: Worker, broken: UpstreamError | None) -> bool:
@@ -457,7 +487,7 @@ class Leg:
 
     async def _unstreamed(self, ticket: Ticket, worker: Worker, reply: Reply, result: PrefillResult) -> bool:
         body = await reply.read(REPLY_LIMIT)
-        answer = correct_answer(self.request, body, worker=worker.id, cached_tokens=result.cached_tokens)
+        answer = correct_answer(self.request, body, worker=worker.id, cached_tokens=self.cached_tokens)
         worker.circuit.success()
         if answer.recomputed or answer.finish_reason is None:
             return False  # nothing of it has reached the client: once more from its own prompt
@@ -505,6 +535,8 @@ class Leg:
         lost = error or BadUpstreamReply("the answer can't be resumed", worker=self.worker, stage="decode")
         if self._outlet.started and error is not None and not self._s.config.retry.resume_on_worker_loss:
             raise lost
+        if error is not None and scanner.tokens and self._original.rest.get("stop"):
+            raise lost  # a worker holds back text that may begin a stop string; it died with the worker
         scanner.resume()
         if scanner.tokens == 0:
             self.request = self._original
@@ -549,27 +581,27 @@ class Leg:
     # -- leaving
 
     def _leave(self, ticket: Ticket) -> None:
-        release = ticket.left
-        if release is None:
-            release = ticket.finish(self.outcome, self.scanner.finish_reason or "")
-        self._free_kv(release, lost=self.outcome is Outcome.FAILED)
+        if ticket.left is None:
+            ticket.finish(self.outcome, self.scanner.finish_reason or "")
+        self._free_kv()
 
-    def _free_kv(self, release: Release, *, lost: bool) -> None:
+    def _free_kv(self) -> None:
         """Have pinned KV pulled that the request leaves behind, unless a decoder may have been told to already.
 
         A decoder that failed before its first token may or may not have pulled: its parameters must not be used
-        again, so that KV is only counted. One that the client hung up on aborts and tells the prefiller.
+        again, so that KV is only counted (`_decode`).
         """
         params, self._unspent = self._unspent, None
         if params is not None:
-            self._s.drainer.drain(Drain(self.id, self.request, params, tuple(self._headers)))
-        elif release.prefiller is not None and lost:
-            self._s.drainer.orphan()
+            self._s.drainer.drain(Drain(self.id, self.request, params, tuple(self._headers), self._pinned_s))
+
+    @property
+    def upstream_id(self) -> str:
+        """X-Request-Id at the workers; every try has its own."""
+        return self.id if self._tries == 1 else f"{self.id}-{self._tries}"
 
     def _headers_for(self, worker: Worker) -> list[tuple[bytes, bytes]]:
-        tries = self._tries
-        upstream_id = self.id if tries == 1 else f"{self.id}-{tries}"
-        return [_JSON, (b"x-request-id", upstream_id.encode()), *self._headers, *worker.rank_header]
+        return [_JSON, (b"x-request-id", self.upstream_id.encode()), *self._headers, *worker.rank_header]
 
 
 def _closing_events(request: ClientRequest, prompt_tokens: int, tokens: int) -> bytes:
@@ -587,7 +619,8 @@ def _closing_events(request: ClientRequest, prompt_tokens: int, tokens: int) -> 
     return b"".join(b"data: %s\n\n" % orjson.dumps(event) for event in events) + b"data: [DONE]\n\n"
 
 
-def _status_error(reply: Reply, body: bytes, worker: Worker, stage: str) -> UpstreamStatus:
+def status_error(reply: Reply, body: bytes, worker: Worker, stage: str) -> UpstreamStatus:
+    """A worker's answer that is no 200."""
     error = UpstreamStatus(f"status {reply.status}", worker=worker.id, stage=stage, status=reply.status, body=body)
     wanted = reply.header(b"retry-after")
     if wanted is not None and wanted.isdigit():

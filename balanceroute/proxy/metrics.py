@@ -48,6 +48,9 @@ class Metrics(Collector):
         self.scrapes_failed = CounterFamily(
             "balanceroute_scrape_failures", "Reads of a worker's /metrics that failed.", ["worker"]
         )
+        self.callbacks = CounterFamily(
+            "balanceroute_metaserver_callbacks", "Decode workers that asked for a prefill (layerwise).", ["outcome"]
+        )
         self.tasks_failed = CounterFamily(
             "balanceroute_internal_errors", "Bugs of ours: logged with a state snapshot.", ["where"]
         )
@@ -97,6 +100,7 @@ class Metrics(Collector):
             self.recomputes,
             self.drains,
             self.scrapes_failed,
+            self.callbacks,
             self.tasks_failed,
         ):
             yield counter.family()

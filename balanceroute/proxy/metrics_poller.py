@@ -16,6 +16,7 @@ from typing import Final
 from balanceroute.core.types import Role
 from balanceroute.errors import UpstreamError
 from balanceroute.proxy.fleet import Worker
+from balanceroute.proxy.rounds import Rounds
 from balanceroute.proxy.services import Services
 
 log = logging.getLogger(__name__)
@@ -63,19 +64,11 @@ class MetricsPoller:
     def __init__(self, services: Services) -> None:
         self._s = services
         self._watchdog = services.metrics.watchdog
+        self._rounds = Rounds(services.fleet, self._read)
 
     async def run(self) -> None:
         """Until cancelled."""
-        while True:
-            await self.poll()
-            await asyncio.sleep(self._s.config.prefill.poll_interval_s)
-
-    async def poll(self) -> None:
-        """One round over all URLs, side by side."""
-        by_url: dict[str, list[Worker]] = defaultdict(list)
-        for worker in self._s.fleet:
-            by_url[worker.spec.url].append(worker)
-        await asyncio.gather(*(self._read(workers) for workers in by_url.values()))
+        await self._rounds.run(lambda: self._s.config.prefill.poll_interval_s)
 
     async def _read(self, workers: list[Worker]) -> None:
         engines: dict[str, dict[str, float]] = {}

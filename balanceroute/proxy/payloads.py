@@ -49,6 +49,7 @@ PROBE_KV_PARAMS: Final[dict[str, Any]] = {
 }
 # vLLM >= 0.27 knows this key; a vllm-ascend with its recompute patch "_vllm_ascend_recompute_token_ids".
 RESUME_IDS_KEY: Final = "prompt_token_ids"
+ASCEND_RESUME_IDS_KEY: Final = "_vllm_ascend_recompute_token_ids"
 
 _INTERNAL_FIELDS = ("kv_transfer_params", "ec_transfer_params", "request_id")
 _NOT_FOR_ONE_TOKEN = ("stream_options", "n", "logprobs", "top_logprobs", "echo", "prompt_logprobs", "best_of")
@@ -275,6 +276,11 @@ def probe_body(request: ClientRequest, connector_params: dict[str, Any] | None =
     return _dump(request, _one_token(request, min_tokens=1), _with_resume_ids(request, orjson.dumps(params)))
 
 
+def push_body(request: ClientRequest, kv_transfer_params: bytes) -> bytes:
+    """The body for a prefiller that pushes: one token, and what the decode worker said of where its blocks are."""
+    return _dump(request, _one_token(request, min_tokens=1), _with_resume_ids(request, kv_transfer_params))
+
+
 def decode_body(request: ClientRequest, kv_transfer_params: bytes) -> bytes:
     """The body for the decode worker: the client's wishes, the KV to pull, and token ids for the exact count.
 
@@ -313,7 +319,10 @@ def _with_resume_ids(request: ClientRequest, kv_transfer_params: bytes) -> bytes
         return kv_transfer_params
     head = kv_transfer_params.rstrip()[:-1]
     comma = b"" if head.rstrip().endswith(b"{") else b","
-    return b"".join((head, comma, orjson.dumps(request.resume_key), b":", request.resume_ids, b"}"))
+    # an engine looks for one of the two and passes the other by
+    keys = (RESUME_IDS_KEY, ASCEND_RESUME_IDS_KEY) if request.resume_key == RESUME_IDS_KEY else (request.resume_key,)
+    ids = b",".join(orjson.dumps(key) + b":" + request.resume_ids for key in keys)
+    return b"".join((head, comma, ids, b"}"))
 
 
 def _dump(request: ClientRequest, rest: dict[str, Any], kv_transfer_params: bytes) -> bytes:

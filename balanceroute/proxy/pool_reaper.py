@@ -41,7 +41,7 @@ class PoolReaper:
 
     def _look_at(self, leg: Leg, now: float) -> None:
         if now > leg.deadline_s:
-            leg.interrupt(DeadlineExceeded("the request took too long", worker=leg.worker, stage=""))
+            leg.interrupt(DeadlineExceeded("the request took too long", worker=leg.waits_for[0], stage=""))
         elif leg.blocked_by_client:
             # the worker isn't read, so its silence proves nothing
             leg.stage_deadline_s = now + self._s.config.limits.idle_timeout_s
@@ -49,6 +49,7 @@ class PoolReaper:
             if now - leg.stalled_since_s > self._s.config.limits.client_stall_timeout_s:
                 leg.interrupt(ClientStalled("the client has stopped reading"))
         elif now > leg.stage_deadline_s:
-            leg.interrupt(UpstreamTimeout("no answer in time", worker=leg.worker or leg.prefiller, stage="decode"))
+            worker, stage = leg.waits_for
+            leg.interrupt(UpstreamTimeout("no answer in time", worker=worker, stage=stage))
         else:
             leg.stalled_since_s = float("inf")

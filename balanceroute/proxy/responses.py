@@ -67,6 +67,8 @@ def error_event(error: BalanceRouteError, raw: bytes | None = None) -> bytes:
 
 def extra_headers(error: BalanceRouteError) -> Headers:
     """Headers that belong to an error: when to come back."""
+    if isinstance(error, UpstreamStatus) and error.retry_after_s:
+        return [(b"retry-after", b"%d" % max(1, round(error.retry_after_s)))]
     if isinstance(error, Rejected) and error.retry_after_s is not None:
         return [(b"retry-after", b"%d" % max(1, round(error.retry_after_s)))]
     return []

@@ -22,6 +22,7 @@ from balanceroute.proxy.services import Services
 log = logging.getLogger(__name__)
 
 _LOOK_S = 0.05
+_ABORT_S = 3.0
 
 
 class ClientProtocol(HttpToolsProtocol):
@@ -124,7 +125,9 @@ class Server(uvicorn.Server):
         if services.exchanges:
             log.warning("aborting requests", extra={"requests": services.exchanges})
             services.abort_all()
-            await asyncio.sleep(_LOOK_S)  # their error events go out
+            deadline = services.loop.time() + _ABORT_S  # their error events go out, what they had pinned is drained
+            while (services.exchanges or services.drainer.pending) and services.loop.time() < deadline:  # noqa: ASYNC110
+                await asyncio.sleep(_LOOK_S)
         self.should_exit = True
 
     async def startup(self, sockets: list[object] | None = None) -> None:  # type: ignore[override]

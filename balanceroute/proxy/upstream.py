@@ -27,7 +27,7 @@ is `BadUpstreamReply`: a truncated answer never looks complete. `abort()` closes
 notices and frees the request.
 
 Errors of the network leave this module as `ConnectFailed`, `UpstreamTimeout` or `BadUpstreamReply`. The
-environment (`http_proxy`) is not consulted; no `accept-encoding` is sent and a body is passed on as it is.
+environment (`http_proxy`) is not consulted; `accept-encoding` is `identity` and a body is passed on as it is.
 """
 
 import asyncio
@@ -126,9 +126,11 @@ class Upstream:
         while True:
             connection, reused = await self._connection(connect_timeout_s)
             reply = connection.send(message)
+            delivered = False
             try:
                 async with asyncio.timeout(first_byte_timeout_s):
                     await reply.head
+                delivered = True
             except TimeoutError as exc:
                 raise UpstreamTimeout(
                     f"no answer within {first_byte_timeout_s:g} s", worker=self.worker, stage=self.stage
@@ -141,7 +143,7 @@ class Upstream:
             else:
                 return reply
             finally:
-                if not reply.started:
+                if not delivered:  # a head that comes in the moment of a cancellation reaches nobody
                     reply.abort()
 
     def close(self) -> None:
@@ -188,7 +190,7 @@ class Upstream:
     def _message(self, method: str, path: str, body: bytes, headers: Headers) -> bytes:
         """Head and body as one write."""
         lines = [
-            b"%s %s HTTP/1.1\r\nhost: %s\r\n"
+            b"%s %s HTTP/1.1\r\nhost: %s\r\naccept-encoding: identity\r\n"
             % (method.encode("ascii"), (self._prefix + path).encode("ascii"), self._host_header)
         ]
         for name, value in headers:

@@ -128,6 +128,8 @@ class Asker:
             body["return_token_ids"] = True
         if draw.random() < 0.05:
             body["logprobs"] = True if chat else 1
+        if draw.random() < 0.05:
+            body["stop"] = draw.choice(["</s>", ["###", "</s>"]])  # never met, but text is held back for it
         if draw.random() < 0.3:
             body |= {"temperature": 0.0, "seed": draw.randint(0, 2**31), "user": f"user-{draw.randint(0, 9)}"}
         want_usage = stream and draw.random() < 0.4

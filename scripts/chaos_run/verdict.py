@@ -139,6 +139,11 @@ class _Stream:
 
     def read(self, body: bytes) -> None:
         """Take the whole body. Raises: Mismatch, Malformed."""
+        try:
+            body.decode()
+        except UnicodeDecodeError as error:
+            if self.whole or error.end < len(body):
+                raise Malformed(f"not UTF-8: {body[max(0, error.start - 20) : error.end + 20]!r}") from error
         *blocks, rest = body.replace(b"\r\n", b"\n").split(b"\n\n")
         for block in blocks:
             self._block(block)
@@ -171,6 +176,8 @@ class _Stream:
     def _block(self, block: bytes) -> None:
         lines = [line[5:].removeprefix(b" ") for line in block.split(b"\n") if line.startswith(b"data:")]
         if not lines:
+            if block.strip() and not block.startswith((b":", b"event:")):
+                raise Malformed(f"no event: {block[:200]!r}")
             return
         data = b"\n".join(lines)
         if self.done or self.error is not None:

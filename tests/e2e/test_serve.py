@@ -203,3 +203,37 @@ def test_bad_flags_end_in_one_line_and_exit_code_2(arguments: list[str], told: s
     done = subprocess.run([sys.executable, "-m", "balanceroute", "serve", *arguments], capture_output=True, text=True)
     assert done.returncode == 2
     assert told in done.stderr and done.stderr.count("\n") == 1
+
+
+def test_sighup_reloads_the_file_and_keeps_serving_when_it_is_wrong(emulator: tuple[str, Path], tmp_path: Path) -> None:
+    _, cluster = emulator
+    config, log = tmp_path / "router.yaml", tmp_path / "router.log"
+    text = cluster.read_text()
+    config.write_text(text + "queue: {max_queued: 100}\n")
+    with process("serve", "--config", str(config), "--host", "127.0.0.1", "--port", "0", log=log) as router:
+        url = f"http://127.0.0.1:{listening_port(log, router)}"
+        wait_for(f"{url}/ready", log, router)
+        for change, told in (
+            ("queue: {max_queued: 3}\n", '"event":"configuration reloaded","changed":["queue"]'),
+            ("queue: {max_queued: -3}\n", '"event":"reload refused"'),
+        ):
+            config.write_text(text + change)
+            os.kill(router.pid, signal.SIGHUP)
+            deadline = time.monotonic() + 5
+            while told not in log.read_text():
+                assert time.monotonic() < deadline, log.read_text()
+                time.sleep(0.05)
+        body = {"model": "emulated", "prompt": "a", "max_tokens": 3}
+        assert httpx.post(f"{url}/v1/completions", json=body, trust_env=False).status_code == 200
+
+
+def test_a_client_that_sends_no_headers_is_hung_up_on(emulator: tuple[str, Path], tmp_path: Path) -> None:
+    _, cluster = emulator
+    log = tmp_path / "router.log"
+    flags = ["--host", "127.0.0.1", "--port", "0", "--set", "limits.client_header_timeout_s=0.3"]
+    with process("serve", "--config", str(cluster), *flags, log=log) as router:
+        port = listening_port(log, router)
+        for start in (b"", b"POST /v1/completions HTTP/1.1\r\nhost: x"):
+            with socket.create_connection(("127.0.0.1", port), timeout=5) as slow:
+                slow.sendall(start)
+                assert slow.recv(100) == b""

@@ -252,16 +252,34 @@ async def test_a_client_cannot_smuggle_transfer_parameters_in() -> None:
 
 
 async def test_a_full_prefiller_gets_no_probe_until_its_usage_falls() -> None:
-    async with running() as router:
-        services = router.app.services
+    async with running(prefill={"poll_interval_s": 60.0}) as router:
+        ledger = router.app.services.ledger
+        snapshot = ledger.scheduler.snapshot
+        async with asyncio.timeout(5):
+            while not all(worker.reported for worker in snapshot.workers):  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
+        await asyncio.sleep(0.1)  # the first poll of the prefillers is over too
+        for prefiller in snapshot.prefillers:
+            ledger.report_prefiller(prefiller.spec.id, 0.95)
+        ask = asyncio.ensure_future(router.client.post("/v1/completions", json=completion()))
+        async with asyncio.timeout(5):
+            while not snapshot.queued:  # noqa: ASYNC110
+                await asyncio.sleep(0.001)
         await asyncio.sleep(0.05)
-        for prefiller in services.ledger.scheduler.snapshot.prefillers:
-            services.ledger.report_prefiller(prefiller.spec.id, 0.95)
-        started = asyncio.get_running_loop().time()
-        reply = await router.client.post("/v1/completions", json=completion())
-        assert reply.status_code == 200
-        assert asyncio.get_running_loop().time() - started > 0.05  # it waited for the next poll
+        assert list(snapshot.queued) and not ask.done()
+        ledger.report_prefiller(snapshot.prefillers[1].spec.id, 0.5)
+        assert (await ask).status_code == 200
         await router.settled()
+
+
+async def test_a_prefiller_that_cannot_be_read_counts_as_full() -> None:
+    async with running(prefill={"poll_interval_s": 0.02}) as router:
+        await router.cluster.inject("p0", "stop")
+        snapshot = router.app.services.ledger.scheduler.snapshot
+        async with asyncio.timeout(5):
+            while snapshot.prefillers[0].kv_usage != 1.0:  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
+        assert snapshot.prefillers[1].kv_usage < 0.1
 
 
 async def test_state_is_what_explain_reads() -> None:
@@ -390,3 +408,30 @@ async def test_a_client_that_leaves_while_several_answers_run_leaves_nothing() -
         await router.settled()
         assert router.app.services.metrics.requests.value("cancelled") == 1
         assert router.cluster.violations() == {}
+
+
+async def test_proxy_settings_of_the_environment_are_ignored(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("http_proxy", "HTTP_PROXY", "all_proxy"):
+        monkeypatch.setenv(name, "http://127.0.0.1:9")
+    async with running() as router:
+        assert (await router.client.post("/v1/completions", json=completion())).status_code == 200
+        assert (await router.client.get("/v1/models")).status_code == 200
+
+
+async def test_priority_is_honoured_while_requests_wait() -> None:
+    shape = ClusterShape(prefillers=1, decoders=1, max_num_seqs=1, time_scale=0.05)
+    async with running(shape) as router:
+        order: list[int] = []
+
+        async def ask(priority: int) -> None:
+            reply = await router.client.post("/v1/completions", json=completion(max_tokens=40, priority=priority))
+            assert reply.status_code == 200
+            order.append(priority)
+
+        first = asyncio.ensure_future(ask(5))
+        snapshot = router.app.services.ledger.scheduler.snapshot
+        async with asyncio.timeout(5):
+            while not snapshot.workers[0].active:  # noqa: ASYNC110
+                await asyncio.sleep(0.002)
+        await asyncio.gather(first, *(ask(priority) for priority in (3, 2, 1)))
+        assert order == [5, 1, 2, 3]

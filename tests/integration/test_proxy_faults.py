@@ -10,6 +10,8 @@ import pytest
 
 from balanceroute.emulator import ClusterShape
 from balanceroute.engine.tokens import continuation, decode
+from balanceroute.proxy.drainer import Drain
+from balanceroute.proxy.payloads import parse
 from tests.integration.router import Router, running
 from tests.integration.test_proxy_answers import PROMPT, chat, completion, events, texts
 
@@ -96,10 +98,20 @@ async def test_many_recomputes_of_one_request_end_in_one_answer() -> None:
         assert router.cluster.violations() == {}
 
 
-@pytest.mark.parametrize("role", ["p", "d"])
-@pytest.mark.parametrize("fault", ["status", "reset_before_reply"])
-async def test_one_bad_worker_of_several_costs_no_client_anything(role: str, fault: str) -> None:
-    async with running(FOUR) as router:
+@pytest.mark.parametrize(
+    ("role", "fault", "policy"),
+    [
+        ("p", "status", "br_0"),
+        ("p", "reset_before_reply", "br_0"),
+        ("d", "status", "br_0"),
+        ("d", "reset_before_reply", "br_0"),
+        ("d", "status", "join_shortest_queue"),
+        ("d", "reset_before_reply", "round_robin"),
+        ("d", "status", "least_kv"),
+    ],
+)
+async def test_one_bad_worker_of_several_costs_no_client_anything(role: str, fault: str, policy: str) -> None:
+    async with running(FOUR, routing={"policy": policy}) as router:
         await router.cluster.inject(f"{role}1", fault, status=503, count=None)
         for _ in range(10):
             replies = await asyncio.gather(
@@ -257,3 +269,72 @@ async def test_a_client_that_stops_reading_is_cut_off_and_stalls_nobody() -> Non
         await router.settled(20)
         assert router.app.services.metrics.requests.value("cancelled") == 1
         writer.close()
+
+
+async def test_a_chat_is_not_started_over_by_an_engine_that_cannot_take_token_ids(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async with running(PAIR, **QUICK) as router:
+        monkeypatch.setattr(router.app.services.connector, "resume_key", "a_key_that_no_engine_knows")
+        await inject_everywhere(router, "d", "recompute", after_events=4)
+        got = b""
+        with pytest.raises(httpx.RemoteProtocolError):
+            async with router.client.stream("POST", "/v1/chat/completions", json=chat(stream=True)) as reply:
+                async for chunk in reply.aiter_bytes():
+                    got += chunk
+        assert "can't go on from token ids" in events(got.decode())[-1]["error"]["message"]
+        await inject_everywhere(router, "d", "clear")
+        await router.settled()
+
+
+async def test_kv_is_drained_through_a_worker_that_takes_it_when_the_freest_one_is_busy() -> None:
+    shape = ClusterShape(prefillers=1, decoders=3, max_num_seqs=8, time_scale=0.02)
+    async with running(shape, **QUICK) as router:
+        await router.cluster.inject("d1", "status", status=503, count=None)
+        await router.cluster.inject("d2", "status", status=503, count=None)
+        bodies = [completion(max_tokens=24, stream=True) for _ in range(6)]
+        replies = await asyncio.gather(*(router.client.post("/v1/completions", json=body) for body in bodies))
+        assert [reply.status_code for reply in replies] == [200] * 6
+        await router.settled()
+        metrics = router.app.services.metrics
+        assert metrics.drains.value("drained") > 0
+        assert metrics.drains.value("orphaned") == metrics.orphaned_kv == 0
+
+
+async def test_a_compressed_reply_is_a_failed_try_and_no_byte_of_it_reaches_the_client() -> None:
+    async with running(PAIR, **QUICK) as router:
+        await inject_everywhere(router, "d", "gzip")
+        reply = await router.client.post("/v1/completions", json=completion(max_tokens=24, stream=True))
+        assert "".join(texts(events(reply.text))) == decode(continuation(PROMPT, 24))
+        await router.settled()
+
+
+@pytest.mark.parametrize(("fault", "resumes"), [("recompute", True), ("reset", False)])
+async def test_text_held_back_for_a_stop_string_is_never_lost_silently(fault: str, resumes: bool) -> None:
+    async with running(PAIR, **QUICK) as router:
+        await inject_everywhere(router, "d", fault, after_events=7)
+        body = completion(max_tokens=24, stream=True, stop=["</s>"])
+        whole = decode(continuation(PROMPT, 24))
+        if resumes:
+            reply = await router.client.post("/v1/completions", json=body)
+            assert "".join(texts(events(reply.text))) == whole
+        else:
+            got = b""
+            with pytest.raises(httpx.RemoteProtocolError):
+                async with router.client.stream("POST", "/v1/completions", json=body) as stream:
+                    async for piece in stream.aiter_bytes():
+                        got += piece
+            parts = events(got.decode())
+            assert "error" in parts[-1] and whole.startswith("".join(texts(parts[:-1])))
+        await router.settled()
+
+
+async def test_kv_whose_lease_is_nearly_over_is_left_to_expire() -> None:
+    async with running(PAIR, prefill={"kv_pin_s": 2.0}, pool={"ttl_s": 1.0}) as router:
+        services = router.app.services
+        request = parse("completions", json.dumps(completion()).encode())
+        params = b'{"do_remote_prefill":true}'  # would be a violation if it were sent
+        services.drainer.drain(Drain("late", request, params, (), services.ledger.now() - 1.9))
+        await router.settled()
+        assert services.metrics.drains.value("orphaned") == 1
+        assert router.cluster.violations() == {}

@@ -170,6 +170,14 @@ def test_pool_and_queue_entries_expire_at_their_deadlines() -> None:
     assert list(scheduler.snapshot.requests) == ["running"]
 
 
+def test_a_requeued_request_is_not_ended_by_the_deadline_of_arrivals() -> None:
+    scheduler = a_scheduler(workers=1, slots=1, config=SchedulerConfig(queue_deadline_s=5.0))
+    into_decode(scheduler)
+    scheduler.progress("r", 3, 100.0)
+    scheduler.requeue("r", 100.0)
+    assert scheduler.expire(200.0) == []
+
+
 def test_lower_priority_values_leave_queue_and_pool_first() -> None:
     scheduler = a_scheduler(workers=1, slots=1, config=SchedulerConfig(max_pooled=3))
     scheduler.report_prefiller("p0", 1.0, 0.0)

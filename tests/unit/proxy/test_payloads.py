@@ -299,13 +299,14 @@ def test_a_resumed_completion_sends_all_ids_and_a_smaller_limit() -> None:
 
 def test_a_resumed_chat_keeps_its_messages_and_hands_the_ids_over() -> None:
     resumed = payloads.resume(a_request("chat", max_completion_tokens=50, max_tokens=9), [1], [3, 4])
+    ids = {"prompt_token_ids": [1, 3, 4], "_vllm_ascend_recompute_token_ids": [1, 3, 4]}
     decode = load(payloads.decode_body(resumed, KV))
     assert decode["messages"] == [{"role": "user", "content": "hi"}]
-    assert decode["kv_transfer_params"] == orjson.loads(KV) | {"prompt_token_ids": [1, 3, 4]}
+    assert decode["kv_transfer_params"] == orjson.loads(KV) | ids
     assert decode["max_completion_tokens"] == 48
     assert "max_tokens" not in decode
     probe = load(payloads.probe_body(resumed))
-    assert probe["kv_transfer_params"] == PROBE_KV_PARAMS | {"prompt_token_ids": [1, 3, 4]}
+    assert probe["kv_transfer_params"] == PROBE_KV_PARAMS | ids
 
 
 def test_a_chat_without_limit_resumes_without_limit() -> None:
