@@ -62,9 +62,12 @@ log = logging.getLogger(__name__)
 REPLY_LIMIT: Final = 256 * 2**20  # an unstreamed answer with logprobs and the prompt's ids; more is a fault
 ERROR_LIMIT: Final = 2**20
 # Hanging up costs (chance to hit the window) x (480 s of pinned KV), going on costs half of what the prefill takes:
-# with a window of 5 ms between engine and reply both are equal for a prefill of 2.2 s.
-PROBE_GRACE_S: Final = 2.0
-DECODE_GRACE_S: Final = 0.5  # from a decoder's socket to its engine, tokenisation included
+# with a window of 20 ms between engine and reply (a busy machine) both are equal for a prefill of 4.4 s.
+PROBE_GRACE_S: Final = 5.0
+# From a decoder's socket to its engine, tokenisation included. An idle one needs milliseconds and its first event ends
+# the wait; a real vLLM on an overloaded machine had not done it after 0.5 s, and its prefiller kept the KV.
+DECODE_GRACE_S: Final = 5.0
+MAX_FRUITLESS: Final = 8  # a full engine may pop a request more than once before its first token
 _JSON = (b"content-type", b"application/json")
 _NOTHING_YET: Final = EventScanner()  # stands for the scanner until the first prefill is done
 _draws = random.Random()  # jitter of backoffs: no decision depends on it
@@ -182,7 +185,7 @@ class Leg:
         self._unspent: bytes | None = None
         self._pinned_s = 0.0
         self._interruption: BalanceRouteError | None = None
-        self._failures = {"prefill": 0, "decode": 0}
+        self._failures = {"prefill": 0, "decode": 0, "fruitless": 0}  # in a row
         self._tries = 0
         self._abandoned = False
         self._grace_s = 0.0
@@ -236,8 +239,10 @@ class Leg:
         if self in self._s.legs and self._task is not None:
             self._task.cancel()
 
-    def _check_abandoned(self) -> None:
+    def _check_abandoned(self, worker: Worker | None = None) -> None:
         if self._abandoned:
+            if worker is not None:
+                worker.circuit.no_verdict()
             raise ClientGone
 
     def interrupt(self, error: BalanceRouteError) -> None:
@@ -275,12 +280,15 @@ class Leg:
             self.decode_wait_s += self._s.ledger.now() - ticket.pooled_s
             self.worker = worker.id
             lost: UpstreamError | None = None
+            tokens = self.scanner.tokens
             try:
                 if await self._decode(ticket, worker, result):
                     return
                 worker.circuit.no_verdict()
+                if self.scanner.tokens == tokens:
+                    await asyncio.sleep(self._fruitless(worker))
             except UpstreamError as error:
-                self._check_abandoned()
+                self._check_abandoned(worker)
                 lost = error
                 await asyncio.sleep(self._judge(error, worker, "decode"))
             self._s.metrics.recomputes.inc("recomputed" if lost is None else "worker_lost")
@@ -300,14 +308,14 @@ class Leg:
             try:
                 result = await self._probe(worker)
             except UpstreamError as error:
-                self._check_abandoned()
+                self._check_abandoned(worker)
                 delay_s = self._judge(error, worker, "prefill")
                 await asyncio.sleep(delay_s)
                 waiting_since_s = self._s.ledger.now()
                 ticket.prefill_failed()
             else:
                 self._unspent, self._pinned_s = result.kv_transfer_params, self._s.ledger.now()
-                self._check_abandoned()
+                self._check_abandoned(worker)
                 self._check_resumed(worker, result)
                 if self.scanner is _NOTHING_YET:
                     self.prompt_tokens, self.cached_tokens = result.prompt_tokens, result.cached_tokens
@@ -361,6 +369,7 @@ class Leg:
             if result.kv_transfer_params is None:
                 raise NothingPinned("it returned no kv_transfer_params", worker=worker.id, stage="prefill")
             worker.circuit.success()
+            self._failures["prefill"] = 0
             return result
         except asyncio.CancelledError:
             worker.circuit.no_verdict()
@@ -453,7 +462,7 @@ class Leg:
         while not out and scanner.end is None:
             chunk = await reply.next_chunk()
             self._grace_s = 0.0
-            self._check_abandoned()
+            self._check_abandoned(worker)
             if chunk is None:
                 scanner.close()
                 break
@@ -461,6 +470,7 @@ class Leg:
             if scanner.tokens > counted:
                 on_tokens(scanner.tokens - counted)
                 counted = scanner.tokens
+                self._failures["decode"] = self._failures["fruitless"] = 0
         if scanner.end is not StreamEnd.ERROR and scanner.events:
             worker.circuit.success()
         broken: UpstreamError | None = None
@@ -524,7 +534,22 @@ class Leg:
         if last or (isinstance(error, NothingPinned) and self._failures[stage] > 1):
             raise error
         services.metrics.retries.inc(stage)
-        return _draws.uniform(0.0, min(retry.max_delay_s, retry.base_delay_s * 2.0 ** (self._failures[stage] - 1)))
+        return self._backoff_s(self._failures[stage])
+
+    def _fruitless(self, worker: Worker) -> float:
+        """A decode was given back without a token: no fault, but no reason to go round for ever either.
+
+        Returns how long to wait. Raises: BadUpstreamReply: it has happened `MAX_FRUITLESS` times in a row.
+        """
+        self._failures["fruitless"] += 1
+        if self._failures["fruitless"] >= MAX_FRUITLESS:
+            raise BadUpstreamReply("it gives the request back again and again", worker=worker.id, stage="decode")
+        return self._backoff_s(self._failures["fruitless"])
+
+    def _backoff_s(self, failures: int) -> float:
+        """Exponential with full jitter."""
+        retry = self._s.config.retry
+        return _draws.uniform(0.0, min(retry.max_delay_s, retry.base_delay_s * 2.0 ** (failures - 1)))
 
     def _prepare_resume(self, result: PrefillResult, error: UpstreamError | None) -> bool:
         """Make the request that goes on where this life ended; False when its limit leaves nothing to generate.

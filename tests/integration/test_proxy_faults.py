@@ -287,6 +287,33 @@ async def test_a_chat_is_not_started_over_by_an_engine_that_cannot_take_token_id
         await router.settled()
 
 
+async def test_a_request_that_is_given_back_for_ever_without_a_token_ends_in_502() -> None:
+    async with running(PAIR, **QUICK) as router:
+        await inject_everywhere(router, "d", "recompute", after_events=0, count=None)
+        reply = await router.client.post("/v1/completions", json=completion(stream=True))
+        assert reply.status_code == 502, reply.text
+        assert "again and again" in reply.json()["error"]["message"]
+        await inject_everywhere(router, "d", "clear")
+        await router.settled()
+
+
+async def test_a_trial_whose_client_leaves_does_not_keep_its_worker_out() -> None:
+    async with running(PAIR, health={"open_for_s": 0.05, "interval_s": 60.0}) as router:
+        services = router.app.services
+        for worker in services.fleet:
+            worker.circuit.open(services.ledger.now())
+        await asyncio.sleep(0.2)
+        await inject_everywhere(router, "d", "freeze")
+        async with httpx.AsyncClient(base_url=router.url, trust_env=False) as client:
+            for _ in range(3):
+                with pytest.raises(httpx.TimeoutException):
+                    await client.post("/v1/completions", json=completion(stream=True), timeout=0.2)
+        await inject_everywhere(router, "d", "unfreeze")
+        reply = await router.client.post("/v1/completions", json=completion())
+        assert reply.status_code == 200
+        await router.settled()
+
+
 async def test_kv_is_drained_through_a_worker_that_takes_it_when_the_freest_one_is_busy() -> None:
     shape = ClusterShape(prefillers=1, decoders=3, max_num_seqs=8, time_scale=0.02)
     async with running(shape, **QUICK) as router:
