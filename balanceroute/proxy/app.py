@@ -30,6 +30,7 @@ from balanceroute.proxy.fleet import Fleet, FleetConfig
 from balanceroute.proxy.forecasts import Forecasts, build_forecasts
 from balanceroute.proxy.forwarding import Forwarding
 from balanceroute.proxy.health import HealthMonitor
+from balanceroute.proxy.instruments import StageClock
 from balanceroute.proxy.layerwise import Metaserver
 from balanceroute.proxy.ledger import Ledger
 from balanceroute.proxy.metrics import Metrics
@@ -99,9 +100,10 @@ def build_services(
     journal: Path | None = None,
 ) -> Services:
     """Put the parts together; nothing runs yet."""
-    scheduler = build_scheduler(config, loop.time(), journal=journal)
-    ledger = Ledger(scheduler, loop, forecasts)
-    metrics = Metrics(scheduler.snapshot, config.routing.policy)
+    stage_clock = StageClock()
+    scheduler = build_scheduler(config, loop.time(), stage_clock, journal)
+    ledger = Ledger(scheduler, loop, forecasts, stage_clock)
+    metrics = Metrics(scheduler.snapshot, config.routing.policy, stage_clock)
     if forecasts is not None:
         metrics.registry.register(forecasts.metrics)
     circuit = CircuitConfig(config.health.failure_threshold, config.health.open_for_s)
