@@ -103,8 +103,9 @@ class Forwarding:
         key = self._services().config.auth.worker_api_key
         head = read_head(request.headers.raw, None, None if key is None else key.get_secret_value().encode())
         content_type = request.headers.get("content-type")
-        kind = [] if content_type is None else [(b"content-type", content_type.encode("latin-1"))]
-        return head.forwarded + kind
+        if content_type is None and request.method == "POST":
+            content_type = "application/json"  # vLLM refuses a body that is not declared
+        return head.forwarded + ([] if content_type is None else [(b"content-type", content_type.encode("latin-1"))])
 
 
 def _target(request: Request) -> str:

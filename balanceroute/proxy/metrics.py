@@ -159,6 +159,7 @@ class Metrics(Collector):
             ("queued", len(snapshot.queued)),
             ("prefilling", prefilling),
             ("pooled", len(snapshot.pool)),
+            ("asking", len(snapshot.asking)),  # layerwise: at a decode worker, and no prefiller may take them
         ):
             waiting.add_metric([stage], count)
         yield waiting

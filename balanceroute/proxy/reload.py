@@ -2,7 +2,7 @@
 
 May change: the sets of workers, retry, limits, health, lifecycle, auth, log, queue and pool bounds, the prefillers' KV
 limit and poll interval. Everything else shapes objects that live requests depend on (the policy and its projection, the
-connector, the predictor, the listening socket) and needs a restart.
+connector and its callback address, the predictor, the listening socket) and needs a restart.
 """
 
 import logging
@@ -15,7 +15,7 @@ from balanceroute.proxy.services import Services
 
 log = logging.getLogger(__name__)
 
-FIXED: Final = ("listen", "connector", "routing", "predictor")
+FIXED: Final = ("listen", "connector", "layerwise", "routing", "predictor")
 
 
 def apply(services: Services, new: Config) -> list[str]:
