@@ -196,7 +196,8 @@ class Leg:
         Raises: Rejected, UpstreamError: what the client is to be told; `Outlet.started` says whether as a status or
         as an event.
         """
-        self._check_abandoned()
+        if self._abandoned:
+            raise ClientGone
         services = self._s
         request = self.request
         ticket = self._ticket = services.ledger.submit(
