@@ -110,7 +110,7 @@ class PredictorForecast:
 
 
 class OracleForecast:
-    """What is true of each request at every step: with r tokens to go it has load at h = 0..r-1, so c-hat = min(r-1, H).
+    """What is true of each request at every step: with r tokens to go it has load at h < r, so c-hat = min(r-1, H).
 
     A finite c-hat is counted down by the scheduler and stays exact, so each request needs one refresh: on the step on
     which its last load comes within the horizon.

@@ -1,8 +1,9 @@
 """INV-11: the live proxy and the simulator decide alike on one trace.
 
-The proxy serves a trace on an emulated cluster and writes its journal. The scheduler that the simulator composes for the
-same policy and cluster, lock-step and with its own names for the workers, is then told call by call what the live one was
-told (arrivals, prefills done, tokens, departures), and must answer every `dispatch` and `admit` with the same actions.
+The proxy serves a trace on an emulated cluster and writes its journal. The scheduler that the simulator composes for
+the same policy and cluster, lock-step and with its own names for the workers, is then told call by call what the live
+one was told (arrivals, prefills done, tokens, departures), and must answer every `dispatch` and `admit` with the same
+actions.
 """
 
 import asyncio
