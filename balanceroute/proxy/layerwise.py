@@ -158,6 +158,7 @@ class LayerwiseLeg(Leg):
     async def _run_push(self, ticket: Ticket, worker: Worker, body: bytes) -> None:
         try:
             result = await self._prefill_for(ticket, body)
+            self._check_resumed(self._s.fleet[self.prefiller], result)
         except BalanceRouteError as error:
             if self.scanner.end is not StreamEnd.DONE:
                 self.interrupt(error)

@@ -242,3 +242,11 @@ async def test_a_repeated_callback_starts_no_second_prefill() -> None:
 async def test_without_the_layerwise_connector_there_is_no_metaserver() -> None:
     async with running() as router:
         assert (await router.client.post("/v1/metaserver", json={"request_id": "a"})).status_code == 404
+
+
+async def test_a_request_that_is_given_back_for_ever_without_a_token_ends_in_502() -> None:
+    async with running(ONE, retry={"base_delay_s": 0.0}) as router:
+        await router.cluster.inject("d0", "recompute", after_events=0, count=None)
+        reply = await ask(router, stream=True)
+        assert reply.status_code == 502 and "again and again" in reply.json()["error"]["message"]
+        await router.settled()
