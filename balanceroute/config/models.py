@@ -324,6 +324,13 @@ class Predictor(Section):
         description="Generated tokens between two predictions for a running request. Unset: half of "
         "routing.horizon_steps, at least 1.",
     )
+    size_buckets: int = Field(
+        0,
+        ge=0,
+        le=64,
+        description="exact_match: where the key is unknown, look at requests of like prompt size, in so many buckets. "
+        "0: at all requests.",
+    )
     key_header: HeaderName | None = Field(
         None,
         description="Request header that names the kind of request, as the key of exact_match and learned. Unset, or "

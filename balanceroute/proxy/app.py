@@ -22,6 +22,7 @@ from balanceroute.journal import RecordingScheduler
 from balanceroute.proxy.admin import Admin, http_error, state
 from balanceroute.proxy.circuit import CircuitConfig
 from balanceroute.proxy.connectors import connector_for
+from balanceroute.proxy.dashboard import Dashboard
 from balanceroute.proxy.decode_dispatcher import DecodeDispatcher
 from balanceroute.proxy.drainer import Drainer
 from balanceroute.proxy.exchange import CompletionsRoute
@@ -29,6 +30,7 @@ from balanceroute.proxy.fleet import Fleet, FleetConfig
 from balanceroute.proxy.forecasts import Forecasts, build_forecasts
 from balanceroute.proxy.forwarding import Forwarding
 from balanceroute.proxy.health import HealthMonitor
+from balanceroute.proxy.instruments import StageClock
 from balanceroute.proxy.layerwise import Metaserver
 from balanceroute.proxy.ledger import Ledger
 from balanceroute.proxy.metrics import Metrics
@@ -82,7 +84,7 @@ def create_app(
         finally:
             await stop(services, tasks)
 
-    routes = Admin(lambda: app.services).routes() + Forwarding(lambda: app.services).routes()
+    routes = [part for kind in (Admin, Forwarding, Dashboard) for part in kind(lambda: app.services).routes()]
     if config.connector == "mooncake_layerwise":
         routes += Metaserver(lambda: app.services).routes()
     app = RouterApp(routes=routes, lifespan=lifespan, exception_handlers={HTTPException: http_error})
@@ -98,9 +100,10 @@ def build_services(
     journal: Path | None = None,
 ) -> Services:
     """Put the parts together; nothing runs yet."""
-    scheduler = build_scheduler(config, loop.time(), journal=journal)
-    ledger = Ledger(scheduler, loop, forecasts)
-    metrics = Metrics(scheduler.snapshot, config.routing.policy)
+    stage_clock = StageClock()
+    scheduler = build_scheduler(config, loop.time(), stage_clock, journal)
+    ledger = Ledger(scheduler, loop, forecasts, stage_clock)
+    metrics = Metrics(scheduler.snapshot, config.routing.policy, stage_clock)
     if forecasts is not None:
         metrics.registry.register(forecasts.metrics)
     circuit = CircuitConfig(config.health.failure_threshold, config.health.open_for_s)

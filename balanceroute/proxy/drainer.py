@@ -22,6 +22,7 @@ from balanceroute.proxy.fleet import Fleet, Worker
 from balanceroute.proxy.ledger import Ledger
 from balanceroute.proxy.metrics import Metrics
 from balanceroute.proxy.payloads import ClientRequest
+from balanceroute.proxy.responses import JSON_TYPE
 
 MAX_CONCURRENT: Final = 4
 TIMEOUT_S: Final = 20.0  # a pull and one step, behind a full decoder's queue; less than any lease
@@ -114,7 +115,8 @@ class Drainer:
 
     async def _pull(self, job: Drain, worker: Worker, left_s: float) -> bool | None:
         """Whether the worker pulled the KV; None when it refused before its engine saw the request."""
-        headers = [*job.headers, (b"x-request-id", f"{job.request_id}-drain".encode()), *worker.rank_header]
+        own = (JSON_TYPE, (b"x-request-id", f"{job.request_id}-drain".encode()))
+        headers = [*own, *job.headers, *worker.rank_header]
         worker.in_use += 1
         try:
             async with asyncio.timeout(left_s):

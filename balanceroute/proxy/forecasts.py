@@ -127,6 +127,7 @@ class LiveForecasts(HistoryOnly):
                 model=None if chosen.model is None else Path(chosen.model),
                 max_rows=min(chosen.max_rows, ROWS_IN_MEMORY),
                 max_age_s=chosen.max_age_s,
+                size_buckets=chosen.size_buckets,
             )
         except BaseException:
             self.history.close()

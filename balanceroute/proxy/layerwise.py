@@ -100,16 +100,19 @@ class LayerwiseLeg(Leg):
             self.decode_wait_s += self._s.ledger.now() - ticket.pooled_s
             self.worker = worker.id
             lost: UpstreamError | None = None
+            tokens = self.scanner.tokens
             try:
                 if await self._attempt(ticket, worker):
                     return
                 worker.circuit.no_verdict()
+                if self.scanner.tokens == tokens:
+                    await asyncio.sleep(self._fruitless(worker))
             except PushFailed as failure:
-                self._check_abandoned()
+                self._check_abandoned(worker)
                 lost = failure.error
                 await asyncio.sleep(failure.delay_s)
             except UpstreamError as error:
-                self._check_abandoned()
+                self._check_abandoned(worker)
                 if error.stage == "prefill":
                     raise  # judged where it happened, and it was the last try
                 lost = error

@@ -35,6 +35,7 @@ from balanceroute.core.types import (
 )
 from balanceroute.errors import BalanceRouteError, Draining, NoHealthyWorkers, QueueFull, QueueTimeout, Rejected
 from balanceroute.proxy.forecasts import Forecasts
+from balanceroute.proxy.instruments import StageClock
 
 RETRY_AFTER_S = 1.0
 
@@ -169,9 +170,14 @@ class Ledger:
     """All tickets of one scheduler, and the events between lifecycles and dispatchers."""
 
     def __init__(
-        self, scheduler: Scheduler, loop: asyncio.AbstractEventLoop, forecasts: Forecasts | None = None
+        self,
+        scheduler: Scheduler,
+        loop: asyncio.AbstractEventLoop,
+        forecasts: Forecasts | None = None,
+        stage_clock: StageClock | None = None,
     ) -> None:
         self.scheduler, self.loop, self.forecasts = scheduler, loop, forecasts
+        self._stage_clock = stage_clock or StageClock()  # hears the policy's stages; told here when they begin
         self.now = loop.time
         self.tickets: dict[str, Ticket] = {}
         self.prefill_event = asyncio.Event()  # a queued request may now find a prefiller
@@ -206,6 +212,7 @@ class Ledger:
         scheduler, now = self.scheduler, self.now()
         if self.forecasts is not None:
             self.forecasts.renew(scheduler)
+        self._stage_clock.begin()
         admissions = scheduler.admit(now)
         for admission in admissions:
             self.tickets[admission.request].answer(admission.worker)

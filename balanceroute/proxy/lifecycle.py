@@ -62,9 +62,11 @@ log = logging.getLogger(__name__)
 REPLY_LIMIT: Final = 256 * 2**20  # an unstreamed answer with logprobs and the prompt's ids; more is a fault
 ERROR_LIMIT: Final = 2**20
 # Hanging up costs (chance to hit the window) x (480 s of pinned KV), going on costs half of what the prefill takes:
-# with a window of 5 ms between engine and reply both are equal for a prefill of 2.2 s.
-PROBE_GRACE_S: Final = 2.0
-DECODE_GRACE_S: Final = 0.5  # from a decoder's socket to its engine, tokenisation included
+# with a window of 20 ms between engine and reply (a busy machine) both are equal for a prefill of 4.4 s.
+PROBE_GRACE_S: Final = 5.0
+# From a decoder's socket to its engine, tokenisation included. An idle one needs milliseconds and its first event ends
+# the wait; a real vLLM on an overloaded machine had not done it after 0.5 s, and its prefiller kept the KV.
+DECODE_GRACE_S: Final = 5.0
 MAX_FRUITLESS: Final = 8  # a full engine may pop a request more than once before its first token
 _JSON = (b"content-type", b"application/json")
 _NOTHING_YET: Final = EventScanner()  # stands for the scanner until the first prefill is done
@@ -238,9 +240,10 @@ class Leg:
         if self in self._s.legs and self._task is not None:
             self._task.cancel()
 
-    def _check_abandoned(self, worker: Worker) -> None:
+    def _check_abandoned(self, worker: Worker | None = None) -> None:
         if self._abandoned:
-            worker.circuit.no_verdict()
+            if worker is not None:
+                worker.circuit.no_verdict()
             raise ClientGone
 
     def interrupt(self, error: BalanceRouteError) -> None:

@@ -152,13 +152,19 @@ async def test_without_any_reachable_prefiller_the_client_gets_a_5xx_and_nothing
 
 
 async def test_a_full_prefiller_lets_the_asking_decode_worker_wait() -> None:
-    async with running(ONE) as router:
-        services = router.app.services
-        await asyncio.sleep(0.05)
-        services.ledger.report_prefiller(services.ledger.scheduler.snapshot.prefillers[0].spec.id, 0.95)
-        started = asyncio.get_running_loop().time()
-        assert (await ask(router)).status_code == 200
-        assert asyncio.get_running_loop().time() - started > 0.05  # until the next poll
+    async with running(ONE, prefill={"poll_interval_s": 60.0}) as router:
+        ledger = router.app.services.ledger
+        prefiller = ledger.scheduler.snapshot.prefillers[0]
+        await asyncio.sleep(0.2)  # the only poll is over
+        ledger.report_prefiller(prefiller.spec.id, 0.95)
+        work = asyncio.ensure_future(ask(router))
+        async with asyncio.timeout(5):
+            while not ledger.scheduler.snapshot.requests:  # noqa: ASYNC110
+                await asyncio.sleep(0.001)
+        await asyncio.sleep(0.1)
+        assert prefiller.inflight == 0 and not work.done()
+        ledger.report_prefiller(prefiller.spec.id, 0.5)
+        assert (await work).status_code == 200
         await router.settled()
 
 
