@@ -244,6 +244,7 @@ class Reply:
         "headers",
         "started",
         "status",
+        "undelivered",
     )
 
     def __init__(self, connection: "_Connection", head: "asyncio.Future[None]") -> None:
@@ -251,6 +252,7 @@ class Reply:
         self.headers: list[tuple[bytes, bytes]] = []
         self.head = head
         self.started = False  # the head is complete
+        self.undelivered = False  # a relay dropped events that it had counted
         self._connection: _Connection | None = connection
         self._sink: Sink | None = None
         self._parts: list[bytes] = []
