@@ -51,7 +51,8 @@ def explained() -> str:
     command = [sys.executable, "-m", "balanceroute", "explain", str(EXAMPLE)]
     env = {"COLUMNS": "110", "PATH": "", "TERM": "dumb"}
     printed = subprocess.run(command, capture_output=True, text=True, check=True, env=env, cwd=ROOT).stdout
-    return f"```\n$ cat state.json\n{EXAMPLE.read_text().strip()}\n$ balanceroute explain state.json\n{printed.strip()}\n```"
+    state = EXAMPLE.read_text().strip()
+    return f"```\n$ cat state.json\n{state}\n$ balanceroute explain state.json\n{printed.strip()}\n```"
 
 
 def rewritten(text: str) -> str:

@@ -82,23 +82,39 @@ class PresentField:
 
 
 class HorizonField:
-    """Margins m_{g,h} = M_h - L_g(k+h) over the horizon; an admission adds to one row."""
+    """Margins m_{g,h} = M_h - L_g(k+h) over the horizon; an admission adds to one row.
+
+    The loads are projected when the first margin is asked for. In slack none ever is: everything that waits finds a
+    slot by the present loads alone, and that is most decisions of a router below saturation.
+    """
 
     def __init__(self, snapshot: ClusterSnapshot, weights: HorizonWeights) -> None:
-        self._weights = weights
+        self._snapshot, self._weights = snapshot, weights
         self._horizon = weights.horizon_steps
-        self._loads: IntArray = snapshot.projection.loads()
-        down = snapshot.down_workers()
-        standing = np.delete(self._loads, down, axis=0) if down else self._loads
-        self._envelope: IntArray = np.maximum.reduce(standing)
+        self._loads: IntArray | None = None
+        self._envelope: IntArray
+
+    def _project(self) -> IntArray:
+        loads = self._loads = self._snapshot.projection.loads()
+        down = self._snapshot.down_workers()
+        standing = np.delete(loads, down, axis=0) if down else loads
+        self._envelope = np.maximum.reduce(standing)
+        return loads
+
+    def _margin(self, worker: DecodeInstanceState) -> IntArray:
+        loads = self._project() if self._loads is None else self._loads
+        margin: IntArray = self._envelope - loads[worker.index]
+        return margin
 
     def score(self, worker: DecodeInstanceState) -> Score:
-        return self._weights.score(self._envelope - self._loads[worker.index])
+        return self._weights.score(self._margin(worker))
 
     def least_margin(self, worker: DecodeInstanceState) -> float:
-        return float((self._envelope - self._loads[worker.index]).min())
+        return float(self._margin(worker).min())
 
     def admit(self, choice: RequestTracker, worker: DecodeInstanceState) -> None:
+        if self._loads is None:
+            return  # the scheduler has charged it to the snapshot, which is what will be projected
         row = self._loads[worker.index]
         within = int(choice.remaining(self._horizon)) + 1
         row[:within] += np.arange(choice.prompt_tokens, choice.prompt_tokens + within)

@@ -432,6 +432,8 @@ class Leg:
             if not self._was_interrupted():
                 raise
             error_of_stage = self._interruption_error()
+            if self._reply is not None and self._reply.undelivered:
+                raise ClientStalled("the client had not taken all events when the request was ended") from None
             if self.scanner.end is StreamEnd.DONE:
                 return True
             raise error_of_stage from None

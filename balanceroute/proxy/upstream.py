@@ -44,6 +44,8 @@ KEEPALIVE_S: Final = 4.0  # below the 5 s after which uvicorn closes an idle con
 HIGH_WATER_BYTES: Final = 256 * 1024
 CONNECT_TIMEOUT_S: Final = 5.0
 MAX_HEAD_BYTES: Final = 64 * 1024
+_MAX_STARTS: Final = 16  # request lines kept ready: the router asks a worker for a handful of paths
+_BODILESS: Final = frozenset(("GET", "HEAD", "DELETE"))
 
 Headers = Sequence[tuple[bytes, bytes]]
 
@@ -88,6 +90,7 @@ class Upstream:
         self._prefix = parts.path.rstrip("/")
         self._ssl = ssl_context or ssl.create_default_context() if parts.scheme == "https" else None
         self._host_header = parts.netloc.rpartition("@")[2].encode("idna" if not parts.netloc.isascii() else "ascii")
+        self._starts: dict[tuple[str, str], bytes] = {}
         self._max_idle = max_idle
         self._keepalive_s = keepalive_s
         self._idle: list[_Connection] = []
@@ -128,8 +131,11 @@ class Upstream:
             reply = connection.send(message)
             delivered = False
             try:
-                async with asyncio.timeout(first_byte_timeout_s):
+                if first_byte_timeout_s is None:
                     await reply.head
+                else:
+                    async with asyncio.timeout(first_byte_timeout_s):
+                        await reply.head
                 delivered = True
             except TimeoutError as exc:
                 raise UpstreamTimeout(
@@ -189,19 +195,16 @@ class Upstream:
 
     def _message(self, method: str, path: str, body: bytes, headers: Headers) -> bytes:
         """Head and body as one write."""
-        lines = [
-            b"%s %s HTTP/1.1\r\nhost: %s\r\naccept-encoding: identity\r\n"
-            % (method.encode("ascii"), (self._prefix + path).encode("ascii"), self._host_header)
-        ]
-        for name, value in headers:
-            if b"\n" in value or b"\r" in value or b"\n" in name or b"\r" in name:
-                raise ValueError(f"header {name!r} holds a line break")
-            lines.append(b"%s: %s\r\n" % (name, value))
-        if body or method not in ("GET", "HEAD", "DELETE"):
-            lines.append(b"content-length: %d\r\n" % len(body))
-        lines.append(b"\r\n")
-        lines.append(body)
-        return b"".join(lines)
+        start = self._starts.get((method, path))
+        if start is None:
+            start = f"{method} {self._prefix}{path} HTTP/1.1\r\naccept-encoding: identity\r\nhost: ".encode("ascii") + self._host_header + b"\r\n"
+            if len(self._starts) < _MAX_STARTS:
+                self._starts[method, path] = start
+        fields = b"".join([b"%s: %s\r\n" % header for header in headers])
+        if fields.count(b"\n") != len(headers) or fields.count(b"\r") != len(headers):
+            raise ValueError(f"one of the headers {[name for name, _ in headers]!r} holds a line break")
+        length = b"content-length: %d\r\n" % len(body) if body or method not in _BODILESS else b""
+        return b"%s%s%s\r\n%s" % (start, fields, length, body)
 
     def _release(self, connection: "_Connection", *, reusable: bool) -> None:
         """A connection's request is over; called once per request."""
@@ -241,6 +244,7 @@ class Reply:
         "headers",
         "started",
         "status",
+        "undelivered",
     )
 
     def __init__(self, connection: "_Connection", head: "asyncio.Future[None]") -> None:
@@ -248,6 +252,7 @@ class Reply:
         self.headers: list[tuple[bytes, bytes]] = []
         self.head = head
         self.started = False  # the head is complete
+        self.undelivered = False  # a relay dropped events that it had counted
         self._connection: _Connection | None = connection
         self._sink: Sink | None = None
         self._parts: list[bytes] = []

@@ -110,10 +110,10 @@ class PredictorForecast:
 
 
 class OracleForecast:
-    """c-hat = min(r, H) at every step.
+    """What is true of each request at every step: with r tokens to go it has load at h < r, so c-hat = min(r-1, H).
 
     A finite c-hat is counted down by the scheduler and stays exact, so each request needs one refresh: on the step on
-    which its remaining tokens fall below H.
+    which its last load comes within the horizon.
     """
 
     refresh_every_tokens: int | None = None
@@ -124,13 +124,13 @@ class OracleForecast:
         self.entering: defaultdict[int, list[int]] = defaultdict(list)  # step -> requests entering the window
 
     def initial(self, request: int, prompt_tokens: int, prompt_key: str, age_tokens: int = 0) -> float | None:
-        """min(r, H)."""
-        return float(min(self.lengths.tokens[request] - age_tokens, self.horizon_steps))
+        """min(r - 1, H)."""
+        return float(min(self.lengths.tokens[request] - age_tokens - 1, self.horizon_steps))
 
     def started(self, request: int, step: int, left: int) -> None:
         """Note when it comes within the horizon of its end."""
-        if left >= self.horizon_steps > 0:
-            self.entering[step + left - self.horizon_steps + 1].append(request)
+        if left > self.horizon_steps > 0:
+            self.entering[step + left - self.horizon_steps].append(request)
 
     def renew(self, scheduler: Scheduler, step: int, now: float) -> None:
         """Tell the true remainder of the requests that have just come within the horizon."""

@@ -89,7 +89,7 @@ async def storm(seed: int, faults: list[tuple[str, FaultKind, dict[str, Any]]]) 
                     failures.append(f"{ask.id} {verdict.kind}: {verdict.detail} {ask}")
 
         async with asyncio.TaskGroup() as crowd:
-            for _ in range(12):
+            for _ in range(8):
                 crowd.create_task(drive())
             for worker, kind, values in faults:
                 await asyncio.sleep(0.02)
@@ -113,7 +113,7 @@ async def heal(router: Router) -> None:
 
 
 @pytest.mark.slow
-@settings(max_examples=6, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=4, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(st.integers(0, 2**32), st.lists(FAULT, max_size=8))
 def test_no_fault_yields_a_wrong_answer_or_leaves_anything_behind(
     seed: int, faults: list[tuple[str, FaultKind, dict[str, Any]]]

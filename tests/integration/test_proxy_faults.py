@@ -271,6 +271,23 @@ async def test_a_client_that_stops_reading_is_cut_off_and_stalls_nobody() -> Non
         writer.close()
 
 
+async def test_a_deadline_ends_a_request_whose_client_does_not_read() -> None:
+    shape = ClusterShape(prefillers=1, decoders=1, max_num_seqs=2, time_scale=0.0005, max_model_len=500_000)
+    async with running(shape, limits={"client_buffer_bytes": 4096, "client_stall_timeout_s": 60.0}) as router:
+        host, port = router.url.removeprefix("http://").split(":")
+        narrow = socket.socket()
+        narrow.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2048)
+        narrow.connect((host, int(port)))
+        _, writer = await asyncio.open_connection(sock=narrow, limit=1024)
+        body = json.dumps(completion(max_tokens=400_000, stream=True)).encode()
+        head = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\nx-request-timeout: 4\r\ncontent-length: %d\r\n\r\n"
+        writer.write(head % len(body) + body)
+        await asyncio.sleep(1.0)
+        assert router.app.services.exchanges == 1
+        await router.settled(20)
+        writer.close()
+
+
 async def test_a_chat_is_not_started_over_by_an_engine_that_cannot_take_token_ids(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -1,0 +1,250 @@
+"""Measure what the router costs, beside a bare relay and any other router: CPU per request and event, delay, memory.
+
+    scripts/bench_relay
+    scripts/bench_relay --rounds 5 --target 'other=other-router --port {port} --prefill {prefill1} --decode {decode1}'
+
+In the command of a target, {port} is where it must listen and {prefill1}, {prefill2}, {decode1} .. {decode4} are the
+workers' URLs ({decode1_port} the port alone). All targets run at the same time and are loaded in turn, a few seconds
+each, round after round, so what else the machine does hits all alike; the table shows medians over the rounds, and in
+brackets the median of the same round's ratio to the bare relay. CPU is user and system time of the target's processes.
+
+    unary    32 connections, whole answers of 16 tokens, 1 kB prompt: CPU us per request
+    stream   64 streams, an event per 20 ms each, 200 events: CPU us per event, opening the stream included, and the
+             time from a worker's write to the client's read (hop)
+    flood    256 streams, an event per 5 ms each: CPU us per event where events come in bunches
+    hold     --held streams at once: resident memory per stream
+
+Emulated workers without an engine: this says what the router itself costs, nothing about serving. The bare relay
+(`relay_reference.py`) and `direct` send one request upstream where the router sends a probe and a decode. Workers and
+clients take CPU of the same machine; above some ten thousand events/s it is they who set the rate.
+"""
+
+import argparse
+import json
+import os
+import platform
+import shlex
+import socket
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.request
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+from processes import allow_many_sockets, start, stop
+
+HERE = Path(__file__).resolve().parent
+REFERENCE, OURS, DIRECT = "bare relay", "balanceroute", "direct"
+LOADS: dict[str, tuple[float, list[str]]] = {  # interval of the workers in ms, arguments of relay_load.py
+    "unary": (20, ["unary", "--clients", "32", "--tokens", "16"]),
+    "stream": (20, ["stream", "--clients", "64", "--tokens", "200"]),
+    "flood": (5, ["stream", "--clients", "256", "--tokens", "200"]),
+}
+COLUMNS = (
+    ("CPU us/request", "unary", "cpu_us_per_request"),
+    ("CPU us/event", "stream", "cpu_us_per_event"),
+    ("flood: CPU us/event", "flood", "cpu_us_per_event"),
+    ("hop p50 ms", "stream", "hop_ms_p50"),
+)
+
+
+@dataclass(slots=True)
+class Target:
+    """A router under test and what was found about it, by load."""
+
+    name: str
+    port: int
+    command: list[str]
+    process: subprocess.Popen[bytes] | None = None
+    found: dict[str, list[dict[str, Any]]] = field(default_factory=dict)
+
+    def values(self, load: str, key: str) -> list[float]:
+        return [found[key] for found in self.found.get(load, ())]
+
+
+def free_ports(number: int) -> list[int]:
+    sockets = [socket.socket() for _ in range(number)]
+    for each in sockets:
+        each.bind(("127.0.0.1", 0))
+    ports = [each.getsockname()[1] for each in sockets]
+    for each in sockets:
+        each.close()
+    return ports
+
+
+def http(port: int, path: str, body: bytes | None = None) -> bytes:
+    request = urllib.request.Request(f"http://127.0.0.1:{port}{path}", body, {"content-type": "application/json"})
+    with urllib.request.urlopen(request, timeout=5) as reply:
+        content: bytes = reply.read()
+        return content
+
+
+def wait_until_ready(target: Target, timeout_s: float = 90.0) -> None:
+    body = b'{"model": "bench", "max_tokens": 2, "messages": [{"role": "user", "content": "ready?"}]}'
+    end = time.monotonic() + timeout_s
+    while True:
+        try:
+            http(target.port, "/v1/chat/completions", body)
+            return
+        except OSError as error:
+            ended = target.process is not None and target.process.poll() is not None
+            if ended or time.monotonic() > end:
+                raise SystemExit(f"{target.name} does not answer: {error}") from error
+            time.sleep(0.2)
+
+
+class Bench:
+    """The workers and all targets."""
+
+    def __init__(self, arguments: argparse.Namespace, folder: Path) -> None:
+        self.a, self.folder = arguments, folder
+        ports = free_ports(8 + len(arguments.target))
+        self.prefill, self.decode, free = ports[:2], ports[2:6], iter(ports[6:])
+        self.processes: list[subprocess.Popen[bytes]] = []
+        self.targets = [Target(DIRECT, self.decode[0], [])]
+        reference_port = next(free)
+        workers = [str(port) for port in self.decode]
+        script = str(HERE / "relay_reference.py")
+        self.targets.append(Target(REFERENCE, reference_port, [sys.executable, script, str(reference_port), *workers]))
+        self.targets.append(self._ours(next(free)))
+        for text in arguments.target:
+            name, _, command = text.partition("=")
+            port = next(free)
+            words = self._words(port)
+            self.targets.append(Target(name, port, [word.format_map(words) for word in shlex.split(command)]))
+
+    def _words(self, port: int) -> Mapping[str, str]:
+        urls = {f"prefill{i}": f"http://127.0.0.1:{worker}" for i, worker in enumerate(self.prefill, 1)}
+        urls |= {f"decode{i}": f"http://127.0.0.1:{worker}" for i, worker in enumerate(self.decode, 1)}
+        ports = {f"{name}_port": url.rpartition(":")[2] for name, url in urls.items()}
+        return urls | ports | {"port": str(port)}
+
+    def _ours(self, port: int) -> Target:
+        config = {
+            "listen": {"host": "127.0.0.1", "port": port},
+            "connector": "nixl",
+            "prefill": {"workers": [{"url": f"http://127.0.0.1:{worker}"} for worker in self.prefill]},
+            "decode": {
+                "workers": [{"url": f"http://127.0.0.1:{worker}"} for worker in self.decode],
+                "max_num_seqs": max(64, self.a.held),
+            },
+        }
+        file = self.folder / "router.yaml"
+        file.write_text(json.dumps(config))  # JSON is YAML
+        settings = [word for setting in self.a.set for word in ("--set", setting)]
+        return Target(OURS, port, [sys.executable, "-m", "balanceroute", "serve", "--config", str(file), *settings])
+
+    def start(self) -> None:
+        command = [sys.executable, str(HERE / "relay_workers.py"), "--prefill", *map(str, self.prefill)]
+        self.processes.append(start([*command, "--decode", *map(str, self.decode)], self.folder / "workers.log"))
+        wait_until_ready(self.targets[0])
+        for target in self.targets[1:]:
+            target.process = start(target.command, self.folder / f"{target.name}.log")
+            self.processes.append(target.process)
+        for target in self.targets:
+            wait_until_ready(target)
+
+    def stop(self) -> None:
+        for process in reversed(self.processes):
+            stop(process)
+
+    def load(self, target: Target, arguments: list[str], seconds: float) -> dict[str, Any]:
+        pid = target.process.pid if target.process else 0
+        command = [sys.executable, str(HERE / "relay_load.py"), *arguments, "--port", str(target.port)]
+        command += ["--pid", str(pid), "--seconds", str(seconds)]
+        done = subprocess.run(command, stdout=subprocess.PIPE, check=True)
+        found: dict[str, Any] = json.loads(done.stdout)
+        return found
+
+    def rounds(self) -> None:
+        for number in range(self.a.rounds):
+            for name, (interval_ms, arguments) in LOADS.items():
+                http(self.decode[0], "/interval", str(interval_ms).encode())
+                for target in self.targets:
+                    found = self.load(target, arguments, self.a.seconds)
+                    target.found.setdefault(name, []).append(found)
+                    self.tell(f"round {number + 1}", target, name, found)
+
+    def hold(self) -> None:
+        http(self.decode[0], "/interval", b"1000")
+        for target in self.targets[1:]:
+            found = self.load(target, ["hold", "--clients", str(self.a.held), "--tokens", "1000"], 2.0)
+            target.found.setdefault("hold", []).append(found)
+            self.tell("held", target, "hold", found)
+
+    def tell(self, when: str, target: Target, load: str, found: dict[str, Any]) -> None:
+        if not self.a.quiet:
+            print(f"{when} {load} {target.name}: {json.dumps(found)}", file=sys.stderr, flush=True)
+
+    def table(self) -> str:
+        names = [column[0] for column in COLUMNS] + ["KiB/stream", "failures"]
+        rows = [f"| target | {' | '.join(names)} |", "|---" * (len(names) + 1) + "|"]
+        reference = self.targets[1]
+        for target in self.targets:
+            cells = [self._cell(target, reference, load, key) for _, load, key in COLUMNS]
+            held = target.values("hold", "kib_per_stream")
+            cells.append(f"{held[0]:.0f}" if held else "-")
+            cells.append(str(sum(int(count) for load in LOADS for count in target.values(load, "failures"))))
+            rows.append(f"| {target.name} | {' | '.join(cells)} |")
+        return "\n".join(rows)
+
+    @staticmethod
+    def _cell(target: Target, reference: Target, load: str, key: str) -> str:
+        values = target.values(load, key)
+        if target.process is None and key != "hop_ms_p50":
+            return "-"
+        middle = statistics.median(values)
+        if key == "hop_ms_p50":
+            return f"{middle:.2f}"
+        ratios = [value / base for value, base in zip(values, reference.values(load, key), strict=True)]
+        return f"{middle:.1f} ({statistics.median(ratios):.2f}x)"
+
+
+def conditions() -> str:
+    """Commit, processor and versions, for below the table."""
+    command = ["git", "-C", str(HERE), "rev-parse", "--short", "HEAD"]
+    commit = subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip() or "unknown"
+    info = Path("/proc/cpuinfo").read_text().splitlines()
+    cpu = next((line.partition(": ")[2] for line in info if line.startswith("model name")), platform.machine())
+    names = ("uvicorn", "uvloop", "httptools", "orjson", "numpy")
+    versions = ", ".join(f"{name} {version(name)}" for name in names)
+    return f"commit {commit}; {os.cpu_count()} x {cpu}; Python {platform.python_version()}, {versions}"
+
+
+def main() -> None:
+    doc = __doc__ or ""
+    parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--target", action="append", default=[], metavar="NAME=COMMAND", help="another router")
+    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="a setting of ours")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--seconds", type=float, default=2.0, help="per measurement, after 1 s of warming up")
+    parser.add_argument("--held", type=int, default=4000, help="streams of `hold`; 0 leaves it out")
+    parser.add_argument("--out", type=Path, help="write every measurement here, as JSON")
+    parser.add_argument("--quiet", action="store_true")
+    arguments = parser.parse_args()
+    allow_many_sockets()
+    with tempfile.TemporaryDirectory() as folder:
+        bench = Bench(arguments, Path(folder))
+        load_before = os.getloadavg()[0]
+        try:
+            bench.start()
+            bench.rounds()
+            if arguments.held:
+                bench.hold()
+        finally:
+            bench.stop()
+    print(bench.table())
+    loads = f"load average {load_before:.1f} before, {os.getloadavg()[0]:.1f} after"
+    print(f"\n{conditions()}; {arguments.rounds} rounds of {arguments.seconds:g} s; {loads}")
+    if arguments.out:
+        arguments.out.write_text(json.dumps({target.name: target.found for target in bench.targets}, indent=1))
+
+
+if __name__ == "__main__":
+    main()
