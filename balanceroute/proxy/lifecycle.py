@@ -563,8 +563,8 @@ class Leg:
         lost = error or BadUpstreamReply("the answer can't be resumed", worker=self.worker, stage="decode")
         if self._outlet.started and error is not None and not self._s.config.retry.resume_on_worker_loss:
             raise lost
-        if error is not None and scanner.tokens and self._original.rest.get("stop"):
-            raise lost  # a worker holds back text that may begin a stop string; it died with the worker
+        if scanner.end is not StreamEnd.RECOMPUTED and scanner.tokens_in_life and self._original.rest.get("stop"):
+            raise lost  # a worker holds back text that may begin a stop string; only the marker's event flushes it
         scanner.resume()
         if scanner.tokens == 0:
             self.request = self._original

@@ -160,6 +160,11 @@ class EventScanner:
         """The prefiller's figures, where they come when the decoder's stream is open already."""
         self._prompt_tokens, self._cached_tokens = prompt_tokens, cached_tokens
 
+    @property
+    def tokens_in_life(self) -> int:
+        """Tokens that the present worker has generated."""
+        return self.tokens - self._base
+
     def resume(self) -> int:
         """Begin another life of the same answer; returns how many tokens were given back to be made again."""
         dropped = 0

@@ -353,7 +353,9 @@ async def test_a_compressed_reply_is_a_failed_try_and_no_byte_of_it_reaches_the_
         await router.settled()
 
 
-@pytest.mark.parametrize(("fault", "resumes"), [("recompute", True), ("reset", False)])
+@pytest.mark.parametrize(
+    ("fault", "resumes"), [("recompute", True), ("reset", False), ("no_finish", False), ("close", False)]
+)
 async def test_text_held_back_for_a_stop_string_is_never_lost_silently(fault: str, resumes: bool) -> None:
     async with running(PAIR, **QUICK) as router:
         await inject_everywhere(router, "d", fault, after_events=7)
