@@ -197,7 +197,8 @@ class Upstream:
         """Head and body as one write."""
         start = self._starts.get((method, path))
         if start is None:
-            start = f"{method} {self._prefix}{path} HTTP/1.1\r\naccept-encoding: identity\r\nhost: ".encode("ascii") + self._host_header + b"\r\n"
+            line = f"{method} {self._prefix}{path} HTTP/1.1\r\nhost: ".encode("ascii")
+            start = line + self._host_header + b"\r\naccept-encoding: identity\r\n"
             if len(self._starts) < _MAX_STARTS:
                 self._starts[method, path] = start
         fields = b"".join([b"%s: %s\r\n" % header for header in headers])

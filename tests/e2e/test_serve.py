@@ -182,7 +182,8 @@ def test_a_second_sigterm_ends_the_router_now(deployment: Deployment) -> None:
     body = {"model": "emulated", "prompt": "a", "max_tokens": 20_000, "ignore_eos": True, "stream": True}
     with httpx.Client(base_url=deployment.url, trust_env=False, timeout=30) as client:
         with client.stream("POST", "/v1/completions", json=body) as stream:
-            next(stream.iter_lines())
+            lines = stream.iter_lines()  # kept: a generator that is dropped closes the connection
+            next(lines)
             os.kill(deployment.router.pid, signal.SIGTERM)
             time.sleep(0.3)
             assert deployment.router.poll() is None
