@@ -43,6 +43,7 @@ def scheduler_config(config: Config) -> SchedulerConfig:
         kv_usage_limit=config.prefill.kv_usage_limit,
         max_prefill_inflight=config.prefill.max_inflight,
         refresh_every_tokens=config.refresh_period_steps if predicts else None,
+        decode_first=config.connector == "mooncake_layerwise",
     )
 
 

@@ -173,6 +173,15 @@ class RecordingScheduler(Scheduler):
     def refresh(self, request_id: str, expected_remaining: float, now: float) -> None:
         self._record(super().refresh, now, request_id=request_id, expected_remaining=expected_remaining)
 
+    def request_prefill(self, request_id: str, now: float) -> None:
+        self._record(super().request_prefill, now, request_id=request_id)
+
+    def pushed(self, request_id: str, prompt_tokens: int, now: float) -> None:
+        self._record(super().pushed, now, request_id=request_id, prompt_tokens=prompt_tokens)
+
+    def push_failed(self, request_id: str, now: float) -> None:
+        self._record(super().push_failed, now, request_id=request_id)
+
     def requeue(self, request_id: str, now: float) -> Release:
         return self._record(super().requeue, now, request_id=request_id)
 

@@ -13,7 +13,10 @@ def replay(
     trace: Annotated[
         str, typer.Option(help="Trace CSV, or heavy_tailed or capped for a generated one.")
     ] = "heavy_tailed",
-    train: Annotated[str | None, typer.Option(help="Past trace that the predictor is fitted on.")] = None,
+    train: Annotated[
+        str | None,
+        typer.Option(help="Past trace that the predictor is fitted on; without it it learns during the run."),
+    ] = None,
     policy: Annotated[str, typer.Option(help="br_0, br_h, target_fit, join_shortest_queue, ...")] = "br_h",
     predictor: Annotated[str, typer.Option(help="none, oracle, survival, exact_match or learned.")] = "none",
     param: Annotated[list[str] | None, typer.Option(help="A knob of the policy: name=value; repeatable.")] = None,

@@ -88,6 +88,14 @@ def _header_name(text: str) -> str:
     return text
 
 
+def _is_wildcard(host: str) -> bool:
+    """Whether an address to listen on is none to be reached at."""
+    try:
+        return ipaddress.ip_address(host).is_unspecified
+    except ValueError:
+        return False
+
+
 def _lower(value: object) -> object:
     return value.lower() if isinstance(value, str) else value
 
@@ -316,6 +324,13 @@ class Predictor(Section):
         description="Generated tokens between two predictions for a running request. Unset: half of "
         "routing.horizon_steps, at least 1.",
     )
+    size_buckets: int = Field(
+        0,
+        ge=0,
+        le=64,
+        description="exact_match: where the key is unknown, look at requests of like prompt size, in so many buckets. "
+        "0: at all requests.",
+    )
     key_header: HeaderName | None = Field(
         None,
         description="Request header that names the kind of request, as the key of exact_match and learned. Unset, or "
@@ -372,6 +387,13 @@ class Limits(Section):
         ge=1024,
         le=2**31,
         description="Largest request body; above it 413. 200,000 token ids take 1.4 MB, images far more.",
+    )
+    max_choices: int = Field(
+        128,
+        ge=1,
+        le=65536,
+        description="Most answers per request, n times the number of prompts; each is a request of its own to the "
+        "workers. Above it 400.",
     )
     max_connections: int = Field(10_000, ge=1, le=1_000_000, description="Most client connections at once.")
     request_timeout_s: Seconds = Field(
@@ -471,6 +493,16 @@ class Auth(Section):
     )
 
 
+class Layerwise(Section):
+    """What only the connector mooncake_layerwise needs."""
+
+    callback_url: Url | None = Field(
+        None,
+        description="Base URL under which decode workers reach the router to ask for a prefill (they POST to "
+        "/v1/metaserver there). Unset: http://HOST:PORT of listen, which must then be an address that they can reach.",
+    )
+
+
 class Log(Section):
     """What is logged, to standard error."""
 
@@ -505,6 +537,17 @@ class Config(Section):
     lifecycle: Lifecycle = Lifecycle.model_validate({})
     auth: Auth = Auth.model_validate({})
     log: Log = Log.model_validate({})
+    layerwise: Layerwise = Layerwise.model_validate({})
+
+    @property
+    def callback_url(self) -> str:
+        """Base URL of the router as decode workers reach it (mooncake_layerwise); "" where it can't be known."""
+        if self.layerwise.callback_url is not None:
+            return self.layerwise.callback_url
+        host, port = self.listen.host, self.listen.port
+        if port == 0 or _is_wildcard(host):
+            return ""
+        return normalised_url(f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}")
 
     @property
     def kv_pin_s(self) -> float | None:
@@ -553,6 +596,17 @@ class Config(Section):
                 f"routing.pool_bypass = true: accepted only with routing.policy br_0, not "
                 f"{self.routing.policy}, which "
                 "needs the pool to choose from"
+            )
+        if self.connector == "mooncake_layerwise" and not self.callback_url:
+            yield (
+                f"listen = {self.listen.host}:{self.listen.port}: decode workers call the router back "
+                "(mooncake_layerwise) and can't reach it there; set layerwise.callback_url, such as "
+                "http://10.0.0.5:8000, or listen on one address and port"
+            )
+        if self.layerwise.callback_url is not None and self.connector != "mooncake_layerwise":
+            yield (
+                f"layerwise.callback_url = {self.layerwise.callback_url!r}: accepted only with connector "
+                f"mooncake_layerwise, not {self.connector}"
             )
         pin_s = self.kv_pin_s
         if self.prefill.kv_pin_s is not None and KV_PIN_S[self.connector][0] is None:

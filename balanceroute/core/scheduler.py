@@ -9,6 +9,15 @@ between reading the state and acting on it nothing else happens.
                 ^------- prefill_failed ---'                                      |
                 '----------------------------- requeue ---------------------------'
 
+Decode-first (layerwise connectors, `SchedulerConfig.decode_first`) turns the order round: the decode worker is chosen
+with the estimated prompt size, allocates its blocks and asks for the KV, and only then a prefiller is.
+
+    submit -> pooled --admit--> decoding [ request_prefill -> dispatch -> pushed | push_failed ] --finish--> gone
+                 '------------- requeue -------------'
+
+The request is decoding all the while, because it holds a slot and blocks there; the prefill in brackets holds a prefill
+slot beside it and releases it by `pushed`, `push_failed`, `requeue` or `finish`, whichever comes first.
+
 `finish` is legal in every phase and releases what that phase holds, once; a second one raises InvariantError.
 
 Predictions enter as values: the driver asks `due_refreshes()` which requests need one (every `refresh_every_tokens`
@@ -22,7 +31,7 @@ from heapq import heappop, heappush
 
 from balanceroute.core.policy import AdmissionPolicy, Choice
 from balanceroute.core.prefill import choose_prefiller
-from balanceroute.core.snapshot import ClusterSnapshot, DecodeInstanceState, RequestTracker
+from balanceroute.core.snapshot import ClusterSnapshot, DecodeInstanceState, PrefillerBudget, RequestTracker
 from balanceroute.core.types import (
     Admit,
     Outcome,
@@ -50,6 +59,7 @@ class SchedulerConfig:
         kv_usage_limit: KV usage (ratio) of a prefiller above which it gets no new probe.
         max_prefill_inflight: probes under way on one prefiller; None for no bound.
         refresh_every_tokens: dT, generated tokens between predictor refreshes (H/2); None without a predictor.
+        decode_first: whether a decode worker is chosen before the prefill; `max_pooled` then refuses arrivals.
         lock_step: whether the driver steps the engine itself (`start`, `step`) instead of reporting `progress`.
     """
 
@@ -61,6 +71,7 @@ class SchedulerConfig:
     max_prefill_inflight: int | None = None
     refresh_every_tokens: int | None = None
     lock_step: bool = False
+    decode_first: bool = False
 
 
 class Scheduler:
@@ -104,11 +115,15 @@ class Scheduler:
     # -- prefill ----------------------------------------------------------------------------------------------
 
     def submit(self, spec: RequestSpec, now: float) -> Reject | None:
-        """A client request arrives and queues for a prefiller, or is refused."""
+        """A client request arrives and queues for a prefiller (decode-first: in the pool), or is refused."""
         reason = self._refusal()
         if reason is not None:
             return Reject(spec.id, reason)
-        self._enqueue(self._register(spec, now))
+        tracker = self._register(spec, now)
+        if self.config.decode_first:
+            self._pool(tracker, spec.prompt_tokens, now, None)
+        else:
+            self._enqueue(tracker)
         return None
 
     def submit_prefilled(self, spec: RequestSpec, now: float, expected_remaining: float | None = None) -> None:
@@ -116,32 +131,33 @@ class Scheduler:
         self._pool(self._register(spec, now), spec.prompt_tokens, now, expected_remaining)
 
     def dispatch(self, now: float) -> list[Prefill]:
-        """Assign queued requests to prefillers, in order, while one may take more and the pool has room."""
+        """Assign queued requests to prefillers, in order, while one may take more and the pool has room.
+
+        Requests whose decode worker asks for the KV go first, and whatever the pool holds.
+        """
         prefills: list[Prefill] = []
         bound = math.inf if self.config.max_pooled is None else self.config.max_pooled
+        for tracker in list(self.snapshot.asking.values()):
+            prefiller = self._choose_prefiller()
+            if prefiller is None:
+                return prefills
+            del self.snapshot.asking[tracker.id]
+            tracker.pushing = True
+            self.snapshot.pushing_tokens += tracker.prompt_tokens
+            prefills.append(self._begin_prefill(tracker, prefiller))
         while self._queue and self._prefilling + len(self.snapshot.pool) < bound:
             tracker = self._queue[0][2]
             if tracker.phase is not Phase.QUEUED:
                 heappop(self._queue)
                 continue
-            prefiller = choose_prefiller(
-                self.snapshot.prefillers, self.config.kv_usage_limit, self.config.max_prefill_inflight
-            )
+            prefiller = self._choose_prefiller()
             if prefiller is None:
                 break
             heappop(self._queue)
             del self.snapshot.queued[tracker.id]
-            self._dispatches += 1
-            tracker.phase, tracker.prefiller, tracker.pinned_tokens = (
-                Phase.PREFILLING,
-                prefiller,
-                tracker.prompt_tokens,
-            )
-            prefiller.inflight += 1
-            prefiller.inflight_tokens += tracker.prompt_tokens
-            prefiller.last_used = self._dispatches
+            tracker.phase = Phase.PREFILLING
             self._prefilling += 1
-            prefills.append(Prefill(tracker.id, prefiller.spec.id))
+            prefills.append(self._begin_prefill(tracker, prefiller))
         return prefills
 
     def prefilled(
@@ -162,6 +178,31 @@ class Scheduler:
         tracker = self._find(request_id, Phase.PREFILLING)
         self._end_prefill(tracker)
         self._enqueue(tracker)
+
+    # -- decode first -----------------------------------------------------------------------------------------
+
+    def request_prefill(self, request_id: str, now: float) -> None:
+        """The decode worker has room for the request and asks for its KV: it waits for a prefiller."""
+        tracker = self._find(request_id, Phase.DECODING)
+        if tracker.pushing or request_id in self.snapshot.asking:
+            raise InvariantError(f"{request_id} has a prefill already")
+        self.snapshot.asking[request_id] = tracker
+
+    def pushed(self, request_id: str, prompt_tokens: int, now: float) -> None:
+        """The prefiller has written the KV to the decode worker: the exact prompt size is known."""
+        tracker = self._find_pushing(request_id)
+        self._end_push(tracker)
+        worker = self._worker_of(tracker)
+        self._project(tracker, worker, -1)
+        worker.load += prompt_tokens - tracker.prompt_tokens
+        tracker.prompt_tokens = prompt_tokens
+        self._project(tracker, worker, 1)
+
+    def push_failed(self, request_id: str, now: float) -> None:
+        """The prefiller has not seen the request, so that another may: it waits for a prefiller again."""
+        tracker = self._find_pushing(request_id)
+        self._end_push(tracker)
+        self.snapshot.asking[request_id] = tracker
 
     # -- decode -----------------------------------------------------------------------------------------------
 
@@ -245,7 +286,11 @@ class Scheduler:
         return [tracker for tracker in due if tracker.phase is Phase.DECODING]
 
     def refresh(self, request_id: str, expected_remaining: float, now: float) -> None:
-        """A renewed c-hat (composite, gated, clipped to [0, H]) for a decoding request."""
+        """A renewed c-hat (composite, gated, clipped to [0, H]) for a decoding (decode-first: or pooled) request."""
+        pooled = self.snapshot.requests.get(request_id)
+        if pooled is not None and pooled.phase is Phase.POOLED:
+            pooled.refreshed_remaining = expected_remaining
+            return
         tracker = self._find(request_id, Phase.DECODING)
         worker = self._worker_of(tracker)
         self._project(tracker, worker, -1)
@@ -257,6 +302,7 @@ class Scheduler:
         """The decode ended without finishing (recompute, worker lost): prefill again, with what was generated so far.
 
         Legal while pooled too, when the pinned KV is known to be lost. The Release says what is left to be drained.
+        Decode-first it waits in the pool again.
         """
         tracker = self.snapshot.requests.get(request_id)
         if tracker is None or tracker.phase not in (Phase.DECODING, Phase.POOLED):
@@ -266,7 +312,10 @@ class Scheduler:
         tracker.earlier_tokens += tracker.counted
         tracker.counted = 0
         tracker.requeues += 1
-        self._enqueue(tracker)
+        if self.config.decode_first:
+            self._pool(tracker, tracker.prompt_tokens, now, None)
+        else:
+            self._enqueue(tracker)
         return Release(request_id, None, phase, pinned_at)
 
     # -- leaving ----------------------------------------------------------------------------------------------
@@ -303,6 +352,9 @@ class Scheduler:
             return RejectReason.NO_WORKERS
         if self.config.max_queued is not None and len(snapshot.queued) >= self.config.max_queued:
             return RejectReason.QUEUE_FULL
+        bound = self.config.max_pooled if self.config.decode_first else None
+        if bound is not None and len(snapshot.pool) >= bound:
+            return RejectReason.QUEUE_FULL
         return None
 
     def _register(self, spec: RequestSpec, now: float) -> RequestTracker:
@@ -326,13 +378,33 @@ class Scheduler:
         self.snapshot.queued[tracker.id] = tracker
         heappush(self._queue, (tracker.priority, tracker.order, tracker))
 
-    def _end_prefill(self, tracker: RequestTracker) -> None:
+    def _choose_prefiller(self) -> PrefillerBudget | None:
+        config = self.config
+        return choose_prefiller(self.snapshot.prefillers, config.kv_usage_limit, config.max_prefill_inflight)
+
+    def _begin_prefill(self, tracker: RequestTracker, prefiller: PrefillerBudget) -> Prefill:
+        self._dispatches += 1
+        tracker.prefiller, tracker.pinned_tokens = prefiller, tracker.prompt_tokens
+        prefiller.inflight += 1
+        prefiller.inflight_tokens += tracker.prompt_tokens
+        prefiller.last_used = self._dispatches
+        return Prefill(tracker.id, prefiller.spec.id)
+
+    def _free_prefiller(self, tracker: RequestTracker) -> None:
         prefiller = tracker.prefiller
         assert prefiller is not None
         prefiller.inflight -= 1
         prefiller.inflight_tokens -= tracker.pinned_tokens
         tracker.prefiller, tracker.pinned_tokens = None, 0
+
+    def _end_prefill(self, tracker: RequestTracker) -> None:
+        self._free_prefiller(tracker)
         self._prefilling -= 1
+
+    def _end_push(self, tracker: RequestTracker) -> None:
+        self.snapshot.pushing_tokens -= tracker.pinned_tokens
+        tracker.pushing = False
+        self._free_prefiller(tracker)
 
     def _pool(self, tracker: RequestTracker, prompt_tokens: int, now: float, expected_remaining: float | None) -> None:
         snapshot = self.snapshot
@@ -366,6 +438,9 @@ class Scheduler:
         elif tracker.phase is Phase.POOLED:
             self.snapshot.pool.remove(tracker)
         elif tracker.phase is Phase.DECODING:
+            self.snapshot.asking.pop(tracker.id, None)
+            if tracker.pushing:
+                self._end_push(tracker)
             self._unbind(tracker)
         pinned_at = tracker.prefiller.spec.id if tracker.prefiller is not None else None
         self._unpin(tracker)
@@ -382,7 +457,7 @@ class Scheduler:
 
     def _unpin(self, tracker: RequestTracker) -> None:
         prefiller = tracker.prefiller
-        if prefiller is not None:
+        if prefiller is not None and not tracker.pushing:
             prefiller.pinned -= 1
             prefiller.pinned_tokens -= tracker.pinned_tokens
             tracker.prefiller, tracker.pinned_tokens = None, 0
@@ -416,6 +491,12 @@ class Scheduler:
         if tracker.worker is None:
             raise InvariantError(f"{tracker.id} has no decode worker")
         return tracker.worker
+
+    def _find_pushing(self, request_id: str) -> RequestTracker:
+        tracker = self._find(request_id, Phase.DECODING)
+        if not tracker.pushing:
+            raise InvariantError(f"{request_id} is not being prefilled for its decode worker")
+        return tracker
 
     def _find(self, request_id: str, phase: Phase) -> RequestTracker:
         tracker = self.snapshot.requests.get(request_id)

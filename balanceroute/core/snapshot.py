@@ -8,7 +8,8 @@ Every request is one `RequestTracker`, and its `phase` says what it holds:
     queued      nothing
     prefilling  a prefill slot of its prefiller, and the KV that this prefill is about to pin there
     pooled      pinned KV on its prefiller
-    decoding    a slot and load on its decode worker; until its first token also the pinned KV
+    decoding    a slot and load on its decode worker; until its first token also the pinned KV. Decode-first,
+                while `pushing`: a prefill slot of the prefiller that writes its KV to the decode worker
     gone        nothing
 
 L_g counts prompt and generated tokens of A_g and is an integer kept by addition, so reading it is O(1).
@@ -56,6 +57,7 @@ class RequestTracker:
     refreshed_at: int = 0
     refresh_due_at: float = math.inf
     requeues: int = 0
+    pushing: bool = False  # decode-first: its prefiller is computing the prompt for the decode worker that holds it
     earlier_tokens: int = 0
 
     @property
@@ -165,6 +167,8 @@ class ClusterSnapshot:
         self.workers: list[DecodeInstanceState] = []
         self.prefillers: list[PrefillerBudget] = []
         self.queued: dict[str, RequestTracker] = {}
+        self.asking: dict[str, RequestTracker] = {}  # decode-first: decoding, and no prefiller may take them yet
+        self.pushing_tokens = 0
         self.pool = PromptPool()
         self.means = WorkloadMeans()
         self.projection = Projection(0, horizon_steps)
@@ -253,8 +257,12 @@ class ClusterSnapshot:
 
     @property
     def promised_tokens(self) -> int:
-        """Decode load to come: prompt tokens that are being prefilled or wait in the pool."""
-        return self.pool.tokens + sum(prefiller.inflight_tokens for prefiller in self.prefillers)
+        """Decode load to come: prompt tokens that are being prefilled or wait in the pool.
+
+        Decode-first prefills are not counted: their tokens are in the load already.
+        """
+        prefilling = sum(prefiller.inflight_tokens for prefiller in self.prefillers)
+        return self.pool.tokens + prefilling - self.pushing_tokens
 
     def decoding(self) -> Iterator[RequestTracker]:
         """Every request on a decode worker."""
@@ -272,6 +280,11 @@ class ClusterSnapshot:
         self._expect("pooled", {tracker.id for tracker in self.pool}, by_phase[Phase.POOLED])
         self._expect("decoding", {tracker.id for tracker in self.decoding()}, by_phase[Phase.DECODING])
         self._expect("gone", set(), by_phase[Phase.GONE])
+        pushing = [tracker for tracker in self.requests.values() if tracker.pushing]
+        self._expect("pushing tokens", self.pushing_tokens, sum(tracker.pinned_tokens for tracker in pushing))
+        self._expect("pushing while decoding", {t.id for t in pushing} - by_phase[Phase.DECODING], set())
+        busy = {tracker.id for tracker in pushing}
+        self._expect("asking", set(self.asking), set(self.asking) & by_phase[Phase.DECODING] - busy)
         self._expect("pool tokens", self.pool.tokens, sum(tracker.prompt_tokens for tracker in self.pool))
         order = [(tracker.priority, tracker.order) for tracker in self.pool]
         self._expect("pool order", order, sorted(order))
@@ -295,8 +308,8 @@ class ClusterSnapshot:
     def _check_prefiller(self, prefiller: PrefillerBudget) -> None:
         name = prefiller.spec.id
         here = [tracker for tracker in self.requests.values() if tracker.prefiller is prefiller]
-        busy = [tracker for tracker in here if tracker.phase is Phase.PREFILLING]
-        pinned = [tracker for tracker in here if tracker.phase in (Phase.POOLED, Phase.DECODING)]
+        busy = [tracker for tracker in here if tracker.phase is Phase.PREFILLING or tracker.pushing]
+        pinned = [t for t in here if t.phase in (Phase.POOLED, Phase.DECODING) and not t.pushing]
         self._expect(f"{name} inflight", prefiller.inflight, len(busy))
         self._expect(f"{name} inflight tokens", prefiller.inflight_tokens, sum(t.pinned_tokens for t in busy))
         self._expect(f"{name} pinned", prefiller.pinned, len(pinned))

@@ -70,6 +70,11 @@ class Choice:
         self.text += text
         self.finish_reason = ends
 
+    def give_up(self) -> None:
+        """Popped by the recompute scheduler: a finish like any other, so what may begin a stop string is sent too."""
+        self.text += self._held
+        self.finish_reason, self.stop_reason = "stop", RECOMPUTED
+
     def _stop(self, text: str, ends: str | None) -> tuple[str, str | None]:
         text = self._held + text
         hits = [(text.find(stop), stop) for stop in self._request.stop if stop in text]
@@ -136,7 +141,7 @@ class JsonCall(Call):
 
     def recomputed(self, choice: Choice) -> None:
         """End the choice with the marker, which a non-streaming reply always shows."""
-        choice.finish_reason, choice.stop_reason = "stop", RECOMPUTED
+        choice.give_up()
         self._close()
 
     def fail(self, message: str = INTERNAL) -> None:
@@ -235,7 +240,7 @@ class StreamCall(Call):
         reason.
         """
         if choice.ids:
-            choice.finish_reason, choice.stop_reason = "stop", RECOMPUTED
+            choice.give_up()
             self.sse.event(self._chunk(choice))
         elif self.request.chat:
             self._role(choice)

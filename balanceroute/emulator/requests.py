@@ -50,7 +50,7 @@ class GenerationRequest:
 
 def parse_body(raw: bytes, content_type: str | None) -> dict[str, Any]:
     """The JSON object of a body. Raises: ApiError 400 as vLLM words it."""
-    if content_type and "json" not in content_type:
+    if "json" not in (content_type or ""):  # a missing header is refused too
         raise ApiError(
             "1 validation error:\n  Unsupported Media Type: Only 'application/json' is allowed",
             kind="Bad Request",

@@ -555,7 +555,8 @@ class DecodeWorker(Worker):
     def _transfer_failed(self, generation: Generation) -> None:
         assert generation.call is not None
         self._forget(generation)
-        self.rank.remove(generation.id)
+        if generation.place is not Place.GONE:  # it may have been popped within the same step
+            self.rank.remove(generation.id)
         self.finished["error"] += 1
         generation.call.fail(INTERNAL)
 

@@ -204,7 +204,7 @@ def wait_versus_balance(points: Sequence[tuple[str, bool, float, float]], stem: 
             label=f"{label}{', wait capped' if capped else ''}",
         )
     axis.set_xscale("symlog", linthresh=1)
-    axis.set_xlim(left=0)
+    axis.set_xlim(left=-0.3)  # room for the markers of those that never wait
     plain_ticks(axis.xaxis, (0, 1, 2, 5, 10, 20, 50, 100, 200, 500))
     axis.set_xlabel("wait p99, s (logarithmic above 1)")
     axis.set_ylabel("balance (1 = bound)")

@@ -128,18 +128,22 @@ class ObservationRing:
             while (len(self._full) - 1) * CHUNK >= self._capacity:
                 self._full.popleft()
 
-    def freeze(self, running: Sequence[tuple[int, int]] = ()) -> Recent:
+    def freeze(self, running: "Sequence[tuple[int, int]] | IntArray" = ()) -> Recent:
         """Return a view that later rows don't change, and reset `pending`.
 
-        `running` are (age, prompt tokens) of the requests that run now. They join the view as cut short at
-        their age: without them a cold start knows only those that were quick to finish, and takes every
-        request for a short one.
+        `running` are (age, prompt tokens) of the requests that run now, as pairs or an array (n, 2). They join
+        the view as cut short at their age: without them a cold start knows only those that were quick to finish,
+        and takes every request for a short one.
         """
         self.pending = 0
         newest_s = float(self._open.finished_s[self._fill - 1]) if self._fill else float("-inf")
         if not self._fill and self._full:
             newest_s = float(self._full[-1].finished_s[-1])
-        still = Observations.of(FinishedRequest("", s, age, "cancelled", newest_s) for age, s in running)
+        pairs = np.asarray(running, dtype=np.int64).reshape(-1, 2)
+        n = len(pairs)
+        still = Observations(
+            pairs[:, 0], np.ones(n, dtype=np.bool_), pairs[:, 1], np.full(n, newest_s), np.zeros(n, dtype=np.int64)
+        )
         chunks = (*self._full, self._open.head(self._fill), still)
         return Recent(chunks, self._capacity + len(still), self._max_age_s)
 

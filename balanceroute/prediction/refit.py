@@ -1,9 +1,10 @@
 """Re-fits: the predictor keeps answering from its present fit while the next one is computed elsewhere.
 
-A re-fit has three parts. On the loop: freeze a view of the recent rows (20 us). In a worker thread: fit, from
-that view alone. On the loop again: one assignment (`adopt`). For the survival curve the thread's time goes
-into numpy calls that release the interpreter lock. Gradient boosting would hold it for seconds, so the thread
-only starts and feeds a process of its own, which ends with the fit.
+A re-fit has three parts. On the loop: freeze a view of the recent rows (20 us, and 3 ms more where 9,000
+requests run). In a worker thread: fit, from that view alone. On the loop again: one assignment (`adopt`). For
+the survival curve the thread's time goes into short numpy calls, many of which release the interpreter lock
+(`scripts/bench/refit_stall.py`). Gradient boosting would hold it for seconds, so the thread only starts and
+feeds a process of its own, which ends with the fit, or is killed with the router.
 
 When: as soon as the history has grown by an eighth, so that a cold start learns within its first dozens of
 finishes, and otherwise every `interval_s`; and never sooner than nine times the duration of the last fit,
@@ -14,19 +15,24 @@ import asyncio
 import logging
 import multiprocessing
 import os
+import signal
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import BrokenExecutor, Executor, ProcessPoolExecutor, ThreadPoolExecutor
+from concurrent.futures import Executor, ThreadPoolExecutor
+from multiprocessing.connection import Connection
+from multiprocessing.process import BaseProcess
 from typing import Generic, Protocol, TypeVar, runtime_checkable
 
 from balanceroute.errors import BalanceRouteError
 
+from .contract import IntArray
 from .observations import ObservationRing, Observations, Recent
 
 log = logging.getLogger(__name__)
 
 Fit = TypeVar("Fit")
-Running = Callable[[], Sequence[tuple[int, int]]]  # (age, prompt tokens) of the requests that run now
+# (age, prompt tokens) of the requests that run now, as pairs or an array of shape (n, 2)
+Running = Callable[[], Sequence[tuple[int, int]] | IntArray]
 
 FIRST_ROWS = 8  # below this a distribution says nothing yet
 GROWTH = 8  # re-fit when an eighth of the fitted rows is new
@@ -77,6 +83,13 @@ def refit_on_growth(predictor: Refittable[Fit], running: Running = _nobody) -> b
     return True
 
 
+class ProcessEnded(Exception):
+    """A fit's process was killed, or crashed."""
+
+
+EXPECTED = (BalanceRouteError, ArithmeticError, ValueError, MemoryError, OSError)  # a history no model can be made of
+
+
 class Refitter(Generic[Fit]):
     """Keeps one predictor fresh beside a running event loop.
 
@@ -97,6 +110,7 @@ class Refitter(Generic[Fit]):
         self._interval_s = interval_s
         self._running = running
         self._executor = executor
+        self._process = FitProcess()
         self._clock = clock
         self._last_end_s = clock()
         self._last_duration_s = 0.0
@@ -129,6 +143,7 @@ class Refitter(Generic[Fit]):
 
     def close(self) -> None:
         """End the worker; a fit under way is not waited for."""
+        self._process.close()
         if self._executor is not None:
             self._executor.shutdown(wait=False, cancel_futures=True)
 
@@ -139,7 +154,7 @@ class Refitter(Generic[Fit]):
         loop = asyncio.get_running_loop()
         try:
             fitted = await loop.run_in_executor(self._worker(), self._work, fitter, recent)
-        except (BalanceRouteError, ArithmeticError, ValueError, MemoryError, OSError, BrokenExecutor) as error:
+        except (*EXPECTED, ProcessEnded) as error:
             self.failures += 1
             log.warning("predictor not fitted anew, keeping the present fit: %s", error, exc_info=self.failures == 1)
         else:
@@ -152,7 +167,7 @@ class Refitter(Generic[Fit]):
         return False
 
     def _work(self, fitter: Callable[[Observations], Fit], recent: Recent) -> Fit:
-        return _in_process(fitter, recent) if self._predictor.refits_in_process else fitter(recent.joined())
+        return self._process.fit(fitter, recent) if self._predictor.refits_in_process else fitter(recent.joined())
 
     def _worker(self) -> Executor:
         if self._executor is None:
@@ -160,16 +175,52 @@ class Refitter(Generic[Fit]):
         return self._executor
 
 
-def _in_process(fitter: Callable[[Observations], Fit], recent: Recent) -> Fit:
-    """Fit in a new process; spawned, because a fork would share listening sockets and the history's connection."""
-    with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn"), initializer=_be_nice) as pool:
-        return pool.submit(_fit_joined, fitter, recent).result()
+class FitProcess:
+    """Fits in a process of its own, one fit at a time; `close` ends a fit under way from another thread.
+
+    Spawned, because a fork would share listening sockets and the history's connection.
+    """
+
+    def __init__(self) -> None:
+        self._process: BaseProcess | None = None
+        self._closed = False
+
+    def fit(self, fitter: Callable[[Observations], Fit], recent: Recent) -> Fit:
+        """Fit and wait for the result. Raises: what the fit raises; ProcessEnded when there is no result."""
+        context = multiprocessing.get_context("spawn")
+        receiver, sender = context.Pipe(duplex=False)
+        with receiver:
+            process = context.Process(target=_fit_and_send, args=(sender, fitter, recent), daemon=True)
+            process.start()
+            sender.close()
+            self._process = process
+            if self._closed:
+                process.kill()
+            try:
+                answer = receiver.recv()
+            except EOFError:
+                raise ProcessEnded("its process ended without a result") from None
+            finally:
+                process.join()
+                self._process = None
+        if isinstance(answer, BaseException):
+            raise answer
+        fitted: Fit = answer
+        return fitted
+
+    def close(self) -> None:
+        """No fit from now on."""
+        self._closed = True
+        process = self._process
+        if process is not None:
+            process.kill()
 
 
-def _be_nice() -> None:
-    """Yield to the router: a re-fit may take longer, requests may not."""
-    os.nice(10)
-
-
-def _fit_joined(fitter: Callable[[Observations], Fit], recent: Recent) -> Fit:
-    return fitter(recent.joined())
+def _fit_and_send(sender: Connection, fitter: Callable[[Observations], Fit], recent: Recent) -> None:
+    os.nice(10)  # a re-fit may take longer, requests may not
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal's Ctrl-C is for the router, which ends this process
+    try:
+        answer: Fit | Exception = fitter(recent.joined())
+    except EXPECTED as error:
+        answer = error
+    sender.send(answer)

@@ -6,9 +6,8 @@
     anchor      c_hat = H means "does not finish in the window" and is not decremented
     floor       an active request contributes at least 1; reaching the floor asks for a refresh at once
     period      dT = H / 2 generated tokens; in between c_hat loses one per token
-    limit       fewer than H tokens from the client's own limit l the request is certain to leave within the
-                window (p = 1), so that there is no gate: c = E[min(r, l)] = (1 - p) * l + p * min(mu, l). Not in
-                the paper; c never exceeds what the limit leaves
+    limit       not in the paper: the window ends where the client's own limit does. With l < H tokens left the
+                rules hold for l in place of H, and the anchor l, which is certain then, is decremented
 
 The scheduler keeps c_hat and tells which trackers are due; it takes values only, so a journal replays without
 a predictor. With H = 0 there is no window: anchor and floor are both 0.
@@ -41,20 +40,19 @@ def gated(p_finish: float, mean_if_finished: float, horizon_steps: float, left_t
     `left_tokens`: what the client's limit leaves to generate; infinite where there is none.
     """
     floor = min(FLOOR, horizon_steps)
-    if left_tokens < horizon_steps:
-        return max(composite(p_finish, min(mean_if_finished, left_tokens), left_tokens), floor)
+    window = max(min(left_tokens, horizon_steps), floor)
     if p_finish >= GATE:
-        return max(composite(p_finish, mean_if_finished, horizon_steps), floor)
-    return horizon_steps  # also where p_finish is NaN
+        return max(composite(p_finish, min(mean_if_finished, window), window), floor)
+    return window  # also where p_finish is NaN
 
 
 def gated_batch(stages: TwoStage, horizon_steps: float, left_tokens: FloatArray | float = math.inf) -> FloatArray:
     """Return `gated` of each request of a batch."""
     p_finish, mean = stages
-    window = np.minimum(left_tokens, horizon_steps)
+    floor = min(FLOOR, horizon_steps)
+    window = np.clip(left_tokens, floor, horizon_steps)
     value = (1.0 - p_finish) * window + p_finish * np.minimum(mean, window)
-    value = np.clip(value, min(FLOOR, horizon_steps), horizon_steps)
-    return np.where((p_finish >= GATE) | (left_tokens < horizon_steps), value, horizon_steps)
+    return np.where(p_finish >= GATE, np.maximum(value, floor), window)
 
 
 def decremented(expected_remaining: float, tokens: int, horizon_steps: float) -> float:

@@ -1,10 +1,9 @@
-"""Everything that is not hot: health, state, metrics, the set of workers, and routes that any one worker can answer.
+"""Everything that is not hot and is the router's own: health, state, metrics, the set of workers.
 
 `/health` says that the process lives, `/ready` that a request would be served; a drain fails readiness first. The
 example proxy's routes keep their keys (`/healthcheck`, `/instances/add`, `/instances/remove`).
 """
 
-import asyncio
 import hmac
 import logging
 from collections.abc import Callable
@@ -23,17 +22,13 @@ from balanceroute.config import DecodeWorker, normalised_url
 from balanceroute.config import Worker as WorkerConfig
 from balanceroute.core.snapshot_json import snapshot_to_dict
 from balanceroute.core.types import Role, WorkerSpec, WorkerState
-from balanceroute.errors import BalanceRouteError, InvalidRequest, NoHealthyWorkers, UpstreamError
+from balanceroute.errors import BalanceRouteError, InvalidRequest
 from balanceroute.proxy.fleet import Worker
-from balanceroute.proxy.intake import FORWARDED
 from balanceroute.proxy.responses import body_of, error_body, extra_headers, status_of
 from balanceroute.proxy.services import Services
 
 log = logging.getLogger(__name__)
 
-FORWARD_TIMEOUT_S: Final = 30.0
-MODELS_TIMEOUT_S: Final = 3.0  # per worker, as on the example proxy
-_LIMIT: Final = 64 * 2**20
 _ROLES: Final = {"prefill": Role.PREFILL, "decode": Role.DECODE}
 
 
@@ -80,14 +75,6 @@ class Admin:
             Route("/instances/remove", self.remove_instances, methods=["POST"]),
             Route("/instances/drain", self.drain_instances, methods=["POST"]),
             Route("/instances/undrain", self.undrain_instances, methods=["POST"]),
-            Route("/reset_prefix_cache", self.reset_prefix_cache, methods=["POST"]),
-            Route("/v1/models", self.forward, methods=["GET"]),
-            Route("/v1/models/{model:path}", self.forward, methods=["GET"]),
-            Route("/version", self.forward, methods=["GET"]),
-            Route("/tokenize", self.forward, methods=["POST"]),
-            Route("/detokenize", self.forward, methods=["POST"]),
-            Route("/v1/responses", self.not_implemented, methods=["POST"]),
-            Route("/v1/messages", self.not_implemented, methods=["POST"]),
         ]
 
     # -- what runs
@@ -197,47 +184,6 @@ class Admin:
             raise InvalidRequest(f"instance {url}: {first['msg']}", param="instances") from None
         services.fleet.add(spec, services.config.lifecycle.join_attempts)
 
-    # -- what a worker answers
-
-    async def forward(self, request: Request) -> Response:
-        """Pass the request to the first worker that answers: prefillers, then decoders."""
-        services = self._services()
-        path = request.url.path + (f"?{request.url.query}" if request.url.query else "")
-        limit = services.config.limits.max_body_bytes
-        body = await request.body()
-        if len(body) > limit:
-            return error_response(InvalidRequest(f"The body is larger than {limit} bytes.", status=413))
-        timeout_s = MODELS_TIMEOUT_S if request.method == "GET" else FORWARD_TIMEOUT_S
-        failed = []
-        for worker in sorted(services.fleet, key=lambda worker: worker.state is WorkerState.DOWN):
-            try:
-                return await _pass_on(worker, request, path, body, timeout_s)
-            except (UpstreamError, TimeoutError) as error:
-                failed.append(f"{worker.id}: {error or 'no answer in time'}")
-        return error_response(NoHealthyWorkers(f"No worker answered ({'; '.join(failed)})."))
-
-    async def reset_prefix_cache(self, request: Request) -> Response:
-        """Every worker, once per URL."""
-        services = self._services()
-        path = request.url.path + (f"?{request.url.query}" if request.url.query else "")
-        first_of = {worker.spec.url: worker for worker in services.fleet}
-
-        async def one(worker: Worker) -> str | None:
-            try:
-                response = await _pass_on(worker, request, path, b"", FORWARD_TIMEOUT_S)
-            except (UpstreamError, TimeoutError) as error:
-                return f"{worker.id}: {error or 'no answer in time'}"
-            return None if response.status_code == 200 else f"{worker.id}: status {response.status_code}"
-
-        failed = [text for text in await asyncio.gather(*map(one, first_of.values())) if text is not None]
-        return json_response({"failed": failed} if failed else {"status": "ok"}, 500 if failed else 200)
-
-    async def not_implemented(self, request: Request) -> Response:
-        """Routes whose answers hide a recomputed request, so that they would be cut short silently."""
-        path = request.url.path
-        text = f"{path} is not served through prefill/decode disaggregation; use /v1/chat/completions."
-        return Response(error_body(501, text), 501, media_type="application/json")
-
 
 def state(services: Services) -> dict[str, Any]:
     """What `GET /state` returns."""
@@ -284,15 +230,3 @@ def _each(services: Services, role: Role, url: str, act: Callable[[Worker], None
 
 def _addresses(services: Services, role: Role) -> list[str]:
     return [worker.spec.url.partition("://")[2] for worker in services.fleet.of(role) if not worker.leaving]
-
-
-async def _pass_on(worker: Worker, request: Request, path: str, body: bytes, timeout_s: float) -> Response:
-    headers = [(name, value) for name, value in request.headers.raw if name in FORWARDED]
-    content_type = request.headers.get("content-type")
-    if content_type is not None:
-        headers.append((b"content-type", content_type.encode("latin-1")))
-    async with asyncio.timeout(timeout_s):
-        reply = await worker.upstream.request(request.method, path, body, headers)
-        answer = await reply.read(_LIMIT)
-    kind = reply.header(b"content-type")
-    return Response(answer, reply.status, media_type=kind.decode("latin-1") if kind else None)

@@ -131,7 +131,10 @@ class _Choice:
                 self.logprobs[name] = value
 
     def _add_call(self, call: dict[str, Any]) -> None:
-        known = self.calls.setdefault(call.get("index", len(self.calls)), {"function": {}})
+        index = call.get("index", len(self.calls))
+        if not isinstance(index, int):
+            raise TypeError(f"index {index!r} of a tool call")
+        known = self.calls.setdefault(index, {"function": {}})
         for name, value in call.items():
             if name == "function" and isinstance(value, dict):
                 for key, text in value.items():
@@ -225,6 +228,8 @@ def correct_answer(
         choice = answer["choices"][0]
         ids = choice.get("token_ids")
         usage = answer.get("usage") or {}
+        if not isinstance(usage, dict):
+            raise TypeError("usage")
         tokens = len(ids) if ids is not None else int(usage.get("completion_tokens") or 0)
         taken = array("I", ids) if ids is not None else None
     except (ValueError, TypeError, KeyError, IndexError, AttributeError, OverflowError) as exc:
@@ -241,8 +246,9 @@ def correct_answer(
     if answer.get("kv_transfer_params") is not None:
         answer["kv_transfer_params"] = None
     details = usage.get("prompt_tokens_details")
-    if cached_tokens is not None or (isinstance(details, dict) and details.get("cached_tokens")):
-        usage["prompt_tokens_details"] = {**(details or {}), "cached_tokens": cached_tokens or 0}
+    known = details if isinstance(details, dict) else {}
+    if cached_tokens is not None or known.get("cached_tokens"):
+        usage["prompt_tokens_details"] = {**known, "cached_tokens": cached_tokens or 0}
     return CorrectedAnswer(
         body=orjson.dumps(answer),
         tokens=tokens,

@@ -22,12 +22,16 @@ from balanceroute.journal import RecordingScheduler
 from balanceroute.proxy.admin import Admin, http_error, state
 from balanceroute.proxy.circuit import CircuitConfig
 from balanceroute.proxy.connectors import connector_for
+from balanceroute.proxy.dashboard import Dashboard
 from balanceroute.proxy.decode_dispatcher import DecodeDispatcher
 from balanceroute.proxy.drainer import Drainer
 from balanceroute.proxy.exchange import CompletionsRoute
 from balanceroute.proxy.fleet import Fleet, FleetConfig
 from balanceroute.proxy.forecasts import Forecasts, build_forecasts
+from balanceroute.proxy.forwarding import Forwarding
 from balanceroute.proxy.health import HealthMonitor
+from balanceroute.proxy.instruments import StageClock
+from balanceroute.proxy.layerwise import Metaserver
 from balanceroute.proxy.ledger import Ledger
 from balanceroute.proxy.metrics import Metrics
 from balanceroute.proxy.metrics_poller import MetricsPoller
@@ -80,9 +84,10 @@ def create_app(
         finally:
             await stop(services, tasks)
 
-    app = RouterApp(
-        routes=Admin(lambda: app.services).routes(), lifespan=lifespan, exception_handlers={HTTPException: http_error}
-    )
+    routes = [part for kind in (Admin, Forwarding, Dashboard) for part in kind(lambda: app.services).routes()]
+    if config.connector == "mooncake_layerwise":
+        routes += Metaserver(lambda: app.services).routes()
+    app = RouterApp(routes=routes, lifespan=lifespan, exception_handlers={HTTPException: http_error})
     app.hot = {}
     return app
 
@@ -95,16 +100,17 @@ def build_services(
     journal: Path | None = None,
 ) -> Services:
     """Put the parts together; nothing runs yet."""
-    scheduler = build_scheduler(config, loop.time(), journal=journal)
-    ledger = Ledger(scheduler, loop, forecasts)
-    metrics = Metrics(scheduler.snapshot, config.routing.policy)
+    stage_clock = StageClock()
+    scheduler = build_scheduler(config, loop.time(), stage_clock, journal)
+    ledger = Ledger(scheduler, loop, forecasts, stage_clock)
+    metrics = Metrics(scheduler.snapshot, config.routing.policy, stage_clock)
     if forecasts is not None:
         metrics.registry.register(forecasts.metrics)
     circuit = CircuitConfig(config.health.failure_threshold, config.health.open_for_s)
     fleet = Fleet(ledger, FleetConfig(circuit, config.limits.client_buffer_bytes), metrics.forget_worker)
     for spec in worker_specs(config):
         fleet.connect(spec)
-    connector = connector_for(config.connector)
+    connector = connector_for(config)
     drainer = Drainer(fleet, ledger, metrics, connector, config.kv_pin_s)
     return Services(config, ledger, fleet, metrics, drainer, connector, forecasts, strict=strict)
 

@@ -4,9 +4,10 @@ A prefiller keeps the KV of an answered probe until a decoder has pulled it or t
 for Mooncake, 30 s for NIXL); no request to the prefiller itself frees it. So the KV of a request that was cancelled or
 expired after its prefill goes through a decode worker once: one token, thrown away.
 
-Drains are nobody's hurry: at most `MAX_CONCURRENT` run at once, on the decode worker with the most free slots, and each
-is tried once, because kv_transfer_params may be used only once. What can't be drained is counted as orphaned until the
-connector has dropped it.
+Drains are nobody's hurry: at most `MAX_CONCURRENT` run at once, on the decode worker with the most free slots. Only a
+worker that surely hasn't taken the request (no connection, 429, 503) leaves it to the next one, because
+kv_transfer_params may be used only once. What can't be drained is counted as orphaned until the connector has dropped
+it.
 """
 
 import asyncio
@@ -15,15 +16,17 @@ from dataclasses import dataclass
 from typing import Final
 
 from balanceroute.core.types import Role, WorkerState
-from balanceroute.errors import UpstreamError
+from balanceroute.errors import ConnectFailed, UpstreamError
 from balanceroute.proxy.connectors import Connector
 from balanceroute.proxy.fleet import Fleet, Worker
 from balanceroute.proxy.ledger import Ledger
 from balanceroute.proxy.metrics import Metrics
 from balanceroute.proxy.payloads import ClientRequest
+from balanceroute.proxy.responses import JSON_TYPE
 
 MAX_CONCURRENT: Final = 4
 TIMEOUT_S: Final = 20.0  # a pull and one step, behind a full decoder's queue; less than any lease
+SAFE_SHARE: Final = 0.8  # of the connector's timeout: the rest is for the transfer, and for clocks that differ
 _REPLY_LIMIT: Final = 64 * 2**20  # a reply repeats the prompt's ids
 
 
@@ -35,6 +38,7 @@ class Drain:
     request: ClientRequest
     kv_transfer_params: bytes
     headers: tuple[tuple[bytes, bytes], ...]
+    pinned_s: float  # when the prefiller answered, on the loop's clock
 
 
 class Drainer:
@@ -80,25 +84,42 @@ class Drainer:
     async def _work(self) -> None:
         while self._queue:
             job = self._queue.popleft()
-            worker = self._choose()
-            drained = worker is not None and await self._pull(job, worker)
+            drained = await self._pull_anywhere(job)
             self._metrics.drains.inc("drained" if drained else "orphaned")
             if not drained:
                 self.orphan()
 
-    def _choose(self) -> Worker | None:
-        snapshot = self._ledger.scheduler.snapshot
-        up = [worker for worker in snapshot.workers if worker.state is not WorkerState.DOWN]
-        if not up:
+    async def _pull_anywhere(self, job: Drain) -> bool:
+        """Whether the KV was pulled. A worker that surely hasn't seen the parameters leaves them for another one."""
+        tried: set[str] = set()
+        while (left_s := self._left_s(job)) > 0 and (worker := self._choose(tried)) is not None:
+            tried.add(worker.id)
+            pulled = await self._pull(job, worker, left_s)
+            if pulled is not None:
+                return pulled
+        return False
+
+    def _left_s(self, job: Drain) -> float:
+        """How long the KV may still be pulled: after the connector's timeout its blocks are another request's."""
+        age_s = self._ledger.now() - job.pinned_s
+        return TIMEOUT_S if self._pin_s is None else min(TIMEOUT_S, self._pin_s * SAFE_SHARE - age_s)
+
+    def _choose(self, tried: set[str]) -> Worker | None:
+        """The untried decode worker with the most free slots; one that rests after a failure only if no other is up."""
+        workers = self._ledger.scheduler.snapshot.workers
+        left = [w for w in workers if w.state is not WorkerState.DOWN and w.spec.id not in tried]
+        if not left:
             return None
-        best = max(up, key=lambda worker: (worker.free_slots, -worker.load))
+        best = max(left, key=lambda worker: (worker.state is WorkerState.UP, worker.free_slots, -worker.load))
         return self._fleet[best.spec.id]
 
-    async def _pull(self, job: Drain, worker: Worker) -> bool:
-        headers = [*job.headers, (b"x-request-id", f"{job.request_id}-drain".encode()), *worker.rank_header]
+    async def _pull(self, job: Drain, worker: Worker, left_s: float) -> bool | None:
+        """Whether the worker pulled the KV; None when it refused before its engine saw the request."""
+        own = (JSON_TYPE, (b"x-request-id", f"{job.request_id}-drain".encode()))
+        headers = [*own, *job.headers, *worker.rank_header]
         worker.in_use += 1
         try:
-            async with asyncio.timeout(TIMEOUT_S):
+            async with asyncio.timeout(left_s):
                 reply = await worker.upstream.request(
                     "POST",
                     job.request.path,
@@ -107,9 +128,9 @@ class Drainer:
                     retry_stale=False,  # the worker may have pulled the KV before the connection broke
                 )
                 await reply.read(_REPLY_LIMIT)
-            return reply.status == 200
+            return None if reply.status in (429, 503) else reply.status == 200
         except (UpstreamError, TimeoutError) as error:
             self._metrics.upstream_errors.inc(worker.id, Role.DECODE.value, f"drain_{type(error).__name__}")
-            return False
+            return None if isinstance(error, ConnectFailed) and not error.sent else False
         finally:
             worker.in_use -= 1

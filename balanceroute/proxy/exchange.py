@@ -21,6 +21,7 @@ from balanceroute.errors import (
 from balanceroute.proxy import fanout
 from balanceroute.proxy.fanout import PartAnswer, PartStream, StreamHead
 from balanceroute.proxy.intake import ClientGone, Head, Receive, read_body, read_head
+from balanceroute.proxy.layerwise import LayerwiseLeg
 from balanceroute.proxy.ledger import rejection
 from balanceroute.proxy.lifecycle import ClientStalled, Leg, Outlet
 from balanceroute.proxy.payloads import ClientRequest, Endpoint, parse
@@ -175,9 +176,9 @@ class Exchange:
         assert head is not None
         id_header = (b"x-request-id", (head.client_id or head.request_id).encode())
         created = fanout.created_now()
-        shared = StreamHead(self._send, [id_header])
+        shared = StreamHead(self._send, [id_header], request.model)
         answers: list[PartAnswer] = []
-        for index, part in enumerate(fanout.parts_of(request)):
+        for index, part in enumerate(fanout.parts_of(request, self._s.config.limits.max_choices)):
             outlet: Outlet
             if request.stream:
                 outlet = PartStream(shared)
@@ -196,7 +197,7 @@ class Exchange:
         self._outcome, self._status = Outcome.FINISHED, 200
         if request.stream:
             await shared.start()
-            end = fanout.closing_events(request, head.request_id, created, self._legs)
+            end = fanout.closing_events(request, head.request_id, created, shared.model, self._legs)
             await self._send({"type": "http.response.body", "body": end, "more_body": False})
         else:
             body = fanout.merged_answer(request, head.request_id, self._legs, answers)
@@ -206,7 +207,8 @@ class Exchange:
         head, services = self._head, self._s
         assert head is not None
         forecasts = services.forecasts
-        return Leg(
+        kind = LayerwiseLeg if services.connector.decode_first else Leg
+        return kind(
             services,
             request_id,
             request,

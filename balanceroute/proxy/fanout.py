@@ -13,7 +13,7 @@ and the whole request fails: half of the choices is not what was asked for.
 import asyncio
 import time
 from collections.abc import Sequence
-from typing import Any, Final
+from typing import Any
 
 import orjson
 
@@ -23,15 +23,15 @@ from balanceroute.proxy.intake import ClientGone
 from balanceroute.proxy.lifecycle import Leg
 from balanceroute.proxy.payloads import ClientRequest, split
 from balanceroute.proxy.responses import SSE_HEADERS, Headers, Message, Send
+from balanceroute.proxy.sse import payloads_of
 
-MAX_CHOICES: Final = 128  # of one request; OpenAI's own bound on n
 
-
-def parts_of(request: ClientRequest) -> list[ClientRequest]:
-    """The single requests of a request. Raises: InvalidRequest: too many."""
-    if request.n * request.prompts > MAX_CHOICES:
+def parts_of(request: ClientRequest, max_choices: int) -> list[ClientRequest]:
+    """The single requests of a request. Raises: InvalidRequest: more than `max_choices`."""
+    choices = request.n * request.prompts
+    if choices > max_choices:
         raise InvalidRequest(
-            f"At most {MAX_CHOICES} choices per request, not {request.n * request.prompts}.",
+            f"At most {max_choices} choices per request (n times prompts), not {choices}.",
             param="n" if request.n > 1 else "prompt",
         )
     return split(request)
@@ -43,29 +43,44 @@ def public_id(request: ClientRequest, request_id: str) -> str:
 
 
 class StreamHead:
-    """The client's response that several legs share: whoever has something first starts it."""
+    """The client's response that several legs share: whoever has something first starts it.
 
-    __slots__ = ("_headers", "send", "started")
+    `model` is what the workers call the model, from the first event; clients may leave it out.
+    """
 
-    def __init__(self, send: Send, headers: Headers) -> None:
-        self.send, self._headers = send, [*SSE_HEADERS, *headers]
+    __slots__ = ("_headers", "_starting", "model", "send", "started")
+
+    def __init__(self, send: Send, headers: Headers, model: str | None = None) -> None:
+        self.send, self._headers, self.model = send, [*SSE_HEADERS, *headers], model
         self.started = False
+        self._starting = asyncio.Lock()
 
     async def start(self) -> None:
-        """The 200, once."""
-        if not self.started:
-            self.started = True
-            await self.send({"type": "http.response.start", "status": 200, "headers": self._headers})
+        """The 200, once; returns when it is out, so that nobody's events overtake it."""
+        async with self._starting:
+            if not self.started:
+                self.started = True
+                await self.send({"type": "http.response.start", "status": 200, "headers": self._headers})
 
 
 class PartStream:
     """One leg's share of the stream."""
 
-    __slots__ = ("_head", "ends_response", "send", "started")
+    __slots__ = ("_head", "ends_response", "started")
 
     def __init__(self, head: StreamHead) -> None:
-        self._head, self.send = head, head.send
+        self._head = head
         self.started = self.ends_response = False
+
+    @property
+    def send(self) -> Send:
+        """The client's own, but for the very first events, which are looked into."""
+        return self._first if self._head.model is None else self._head.send
+
+    async def _first(self, message: Message) -> None:
+        if self._head.model is None:
+            self._head.model = _model_of(message["body"])
+        await self._head.send(message)
 
     async def start(self) -> None:
         """This leg's first bytes."""
@@ -155,18 +170,45 @@ def merged_usage(request: ClientRequest, legs: Sequence[Leg]) -> dict[str, Any]:
     return usage
 
 
-def closing_events(request: ClientRequest, request_id: str, created: int, legs: Sequence[Leg]) -> bytes:
+def summed_details(usages: Sequence[dict[str, Any] | None]) -> dict[str, int]:
+    """`completion_tokens_details` of several answers, such as reasoning tokens, each figure summed."""
+    total: dict[str, int] = {}
+    for usage in usages:
+        details = (usage or {}).get("completion_tokens_details")
+        for name, value in (details if isinstance(details, dict) else {}).items():
+            if isinstance(value, int):
+                total[name] = total.get(name, 0) + value
+    return total
+
+
+def _model_of(events: bytes) -> str | None:
+    for payload in payloads_of(events):
+        try:
+            model = orjson.loads(payload)["model"]
+        except (ValueError, TypeError, KeyError):
+            continue
+        if isinstance(model, str):
+            return model
+    return None
+
+
+def closing_events(
+    request: ClientRequest, request_id: str, created: int, model: str | None, legs: Sequence[Leg]
+) -> bytes:
     """The end of a merged stream: usage, if asked for, and [DONE]; every leg has seen its own."""
     done = b"data: [DONE]\n\n"
     if not request.include_usage:
         return done
+    usage = merged_usage(request, legs)
+    if details := summed_details([leg.scanner.usage for leg in legs]):
+        usage["completion_tokens_details"] = details
     event: dict[str, Any] = {
         "id": public_id(request, request_id),
         "object": "chat.completion.chunk" if request.endpoint == "chat" else "text_completion",
         "created": created,
-        "model": request.model,
+        "model": model,
         "choices": [],
-        "usage": merged_usage(request, legs),
+        "usage": usage,
     }
     return b"data: %s\n\n%s" % (orjson.dumps(event), done)
 
@@ -177,6 +219,10 @@ def merged_answer(request: ClientRequest, request_id: str, legs: Sequence[Leg], 
     whole = answers[0]
     whole["id"] = public_id(request, request_id)
     whole["choices"] = [{**answer["choices"][0], "index": index} for index, answer in enumerate(answers)]
-    usage = merged_usage(request, legs)
-    whole["usage"] = {**whole.get("usage", {}), **usage}
+    details = summed_details([answer.get("usage") for answer in answers])
+    whole["usage"] = {
+        **(whole.get("usage") or {}),
+        **merged_usage(request, legs),
+        "completion_tokens_details": details or None,
+    }
     return orjson.dumps(whole)

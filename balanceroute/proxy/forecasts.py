@@ -6,13 +6,13 @@ that takes microseconds, in a thread for boosted trees, whose answers are then i
 """
 
 import asyncio
-import logging
 import time
 from collections.abc import Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Final, Protocol
 
+import numpy as np
 from prometheus_client.registry import Collector
 
 from balanceroute.config import Config
@@ -28,12 +28,14 @@ from balanceroute.prediction import (
     build_predictor,
     finished_row,
 )
-from balanceroute.prediction.contract import AnchorPredictor
+from balanceroute.prediction.contract import AnchorPredictor, IntArray
 from balanceroute.prediction.forecaster import Answers
 from balanceroute.prediction.refresh import decremented
 from balanceroute.proxy.forecast_metrics import ForecastMetrics
 
-log = logging.getLogger(__name__)
+# What a fit is made from; the file may hold more. 50,000 lengths know a probability to 0.2 %, and no step of a fit then
+# holds the interpreter lock for more than 2 ms (with 200,000 it was up to 6)
+ROWS_IN_MEMORY: Final = 50_000
 
 
 class Forecasts(Protocol):
@@ -123,8 +125,9 @@ class LiveForecasts(HistoryOnly):
                 self._horizon,
                 rows=self.history.load(),
                 model=None if chosen.model is None else Path(chosen.model),
-                max_rows=chosen.max_rows,
+                max_rows=min(chosen.max_rows, ROWS_IN_MEMORY),
                 max_age_s=chosen.max_age_s,
+                size_buckets=chosen.size_buckets,
             )
         except BaseException:
             self.history.close()
@@ -199,8 +202,11 @@ class LiveForecasts(HistoryOnly):
         if isinstance(self._predictor, AnchorPredictor):
             return None
 
-        def running() -> list[tuple[int, int]]:
-            return [(t.age_tokens, t.prompt_tokens - t.earlier_tokens) for t in snapshot.decoding()]
+        def running() -> IntArray:
+            trackers = list(snapshot.decoding())  # 3 ms for 144 x 64 requests, half of what pairs would take
+            ages = np.array([tracker.age_tokens for tracker in trackers], dtype=np.int64)
+            prompts = np.array([tracker.prompt_tokens - tracker.earlier_tokens for tracker in trackers], dtype=np.int64)
+            return np.stack([ages, prompts], axis=1)
 
         refitter: Refitter[Any] = Refitter(self._predictor, interval_s=self._refit_interval_s, running=running)
         self._metrics.refitter = self.refitter = refitter

@@ -11,6 +11,10 @@
 Every call runs to its end without awaiting, so between reading the snapshot and acting on it nothing else happens. A
 lifecycle never sees the scheduler, so relays can move into processes of their own behind these calls.
 
+Decode first (layerwise), a ticket is pooled at once, and between admission and the first token:
+
+    ticket.request_prefill(), await ticket.prefiller(), ticket.pushed(n) | .push_failed()
+
 The ledger also owns the events that the dispatchers sleep on. It sets them where the state changes; the dispatchers
 clear them where they have looked.
 """
@@ -31,6 +35,7 @@ from balanceroute.core.types import (
 )
 from balanceroute.errors import BalanceRouteError, Draining, NoHealthyWorkers, QueueFull, QueueTimeout, Rejected
 from balanceroute.proxy.forecasts import Forecasts
+from balanceroute.proxy.instruments import StageClock
 
 RETRY_AFTER_S = 1.0
 
@@ -79,9 +84,39 @@ class Ticket:
         ledger.scheduler.prefilled(self.id, prompt_tokens, now, expected)
         ledger.pool_filled()
 
+    def pooled(self) -> None:
+        """Decode first: the request is in the pool at once, with the size that it is thought to have."""
+        ledger = self._ledger
+        now = self.pooled_s = ledger.now()
+        if ledger.forecasts is not None:
+            tracker = ledger.scheduler.snapshot.requests[self.id]
+            expected = ledger.forecasts.initial(tracker, tracker.prompt_tokens)
+            if expected is not None:
+                ledger.scheduler.refresh(self.id, expected, now)
+        ledger.pool_filled()
+
     def prefill_failed(self) -> None:
         """The probe failed: the request queues again."""
         self._ledger.scheduler.prefill_failed(self.id, self._ledger.now())
+        self._ledger.prefill_capacity_changed()
+
+    def request_prefill(self) -> None:
+        """Decode first: the decode worker asks for the KV; `prefiller` says who computes it."""
+        ledger = self._ledger
+        ledger.scheduler.request_prefill(self.id, ledger.now())
+        if len(ledger.scheduler.snapshot.asking) == 1:
+            ledger.dispatch()
+        else:
+            ledger.prefill_event.set()
+
+    def pushed(self, prompt_tokens: int) -> None:
+        """Decode first: the prefiller has delivered the KV."""
+        self._ledger.scheduler.pushed(self.id, prompt_tokens, self._ledger.now())
+        self._ledger.prefill_capacity_changed()
+
+    def push_failed(self) -> None:
+        """Decode first: the prefiller has not begun; ask for another."""
+        self._ledger.scheduler.push_failed(self.id, self._ledger.now())
         self._ledger.prefill_capacity_changed()
 
     def progress(self, tokens: int) -> None:
@@ -90,8 +125,12 @@ class Ticket:
 
     def requeue(self) -> Release:
         """The decode ended early, or the pinned KV was lost: queue for a prefill again."""
-        release = self._ledger.scheduler.requeue(self.id, self._ledger.now())
-        self._ledger.released(release)
+        ledger = self._ledger
+        self._answer = None  # decode first, a prefiller may have been told to a prefill that has ended since
+        release = ledger.scheduler.requeue(self.id, ledger.now())
+        ledger.released(release)
+        if ledger.scheduler.config.decode_first:
+            self.pooled()
         return release
 
     def finish(self, outcome: Outcome, reason: str = "") -> Release:
@@ -131,9 +170,14 @@ class Ledger:
     """All tickets of one scheduler, and the events between lifecycles and dispatchers."""
 
     def __init__(
-        self, scheduler: Scheduler, loop: asyncio.AbstractEventLoop, forecasts: Forecasts | None = None
+        self,
+        scheduler: Scheduler,
+        loop: asyncio.AbstractEventLoop,
+        forecasts: Forecasts | None = None,
+        stage_clock: StageClock | None = None,
     ) -> None:
         self.scheduler, self.loop, self.forecasts = scheduler, loop, forecasts
+        self._stage_clock = stage_clock or StageClock()  # hears the policy's stages; told here when they begin
         self.now = loop.time
         self.tickets: dict[str, Ticket] = {}
         self.prefill_event = asyncio.Event()  # a queued request may now find a prefiller
@@ -148,7 +192,9 @@ class Ledger:
         if refused is not None:
             raise rejection(refused.reason)
         ticket = self.tickets[spec.id] = Ticket(self, spec.id, now)
-        if len(self.scheduler.snapshot.queued) == 1:
+        if self.scheduler.config.decode_first:
+            ticket.pooled()
+        elif len(self.scheduler.snapshot.queued) == 1:
             self.dispatch()  # nobody waits before it: prefillers are given out one by one, so there is nothing to batch
         else:
             self.prefill_event.set()
@@ -166,6 +212,7 @@ class Ledger:
         scheduler, now = self.scheduler, self.now()
         if self.forecasts is not None:
             self.forecasts.renew(scheduler)
+        self._stage_clock.begin()
         admissions = scheduler.admit(now)
         for admission in admissions:
             self.tickets[admission.request].answer(admission.worker)
@@ -221,7 +268,7 @@ class Ledger:
 
     def prefill_capacity_changed(self) -> None:
         """A prefiller may take a request that it couldn't before."""
-        if self.scheduler.snapshot.queued:
+        if self.scheduler.snapshot.queued or self.scheduler.snapshot.asking:
             self.prefill_event.set()
 
     def capacity_changed(self) -> None:

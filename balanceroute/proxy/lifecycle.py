@@ -62,9 +62,11 @@ log = logging.getLogger(__name__)
 REPLY_LIMIT: Final = 256 * 2**20  # an unstreamed answer with logprobs and the prompt's ids; more is a fault
 ERROR_LIMIT: Final = 2**20
 # Hanging up costs (chance to hit the window) x (480 s of pinned KV), going on costs half of what the prefill takes:
-# with a window of 5 ms between engine and reply both are equal for a prefill of 2.2 s.
-PROBE_GRACE_S: Final = 2.0
-DECODE_GRACE_S: Final = 0.5  # from a decoder's socket to its engine, tokenisation included
+# with a window of 20 ms between engine and reply (a busy machine) both are equal for a prefill of 4.4 s.
+PROBE_GRACE_S: Final = 5.0
+# From a decoder's socket to its engine, tokenisation included. An idle one needs milliseconds and its first event ends
+# the wait; a real vLLM on an overloaded machine had not done it after 0.5 s, and its prefiller kept the KV.
+DECODE_GRACE_S: Final = 5.0
 MAX_FRUITLESS: Final = 8  # a full engine may pop a request more than once before its first token
 _JSON = (b"content-type", b"application/json")
 _NOTHING_YET: Final = EventScanner()  # stands for the scanner until the first prefill is done
@@ -124,6 +126,7 @@ class Leg:
         "_key",
         "_original",
         "_outlet",
+        "_pinned_s",
         "_reply",
         "_s",
         "_scanner_options",
@@ -180,6 +183,7 @@ class Leg:
         self._task: asyncio.Task[Any] | None = None
         self._reply: Reply | None = None
         self._unspent: bytes | None = None
+        self._pinned_s = 0.0
         self._interruption: BalanceRouteError | None = None
         self._failures = {"prefill": 0, "decode": 0, "fruitless": 0}  # in a row
         self._tries = 0
@@ -192,6 +196,8 @@ class Leg:
         Raises: Rejected, UpstreamError: what the client is to be told; `Outlet.started` says whether as a status or
         as an event.
         """
+        if self._abandoned:
+            raise ClientGone
         services = self._s
         request = self.request
         ticket = self._ticket = services.ledger.submit(
@@ -219,9 +225,11 @@ class Leg:
 
     def abandon(self) -> None:
         """The client is gone: end the request, at once or as soon as nothing leaks by it."""
-        if self._abandoned or self._task is None:
+        if self._abandoned:
             return
         self._abandoned = True
+        if self._task is None:
+            return  # it will find out as soon as it runs
         grace_s = self._grace_s
         if grace_s:
             self._s.loop.call_later(grace_s, self._hang_up)
@@ -232,9 +240,10 @@ class Leg:
         if self in self._s.legs and self._task is not None:
             self._task.cancel()
 
-    def _check_abandoned(self, worker: Worker) -> None:
+    def _check_abandoned(self, worker: Worker | None = None) -> None:
         if self._abandoned:
-            worker.circuit.no_verdict()
+            if worker is not None:
+                worker.circuit.no_verdict()
             raise ClientGone
 
     def interrupt(self, error: BalanceRouteError) -> None:
@@ -306,7 +315,7 @@ class Leg:
                 waiting_since_s = self._s.ledger.now()
                 ticket.prefill_failed()
             else:
-                self._unspent = result.kv_transfer_params
+                self._unspent, self._pinned_s = result.kv_transfer_params, self._s.ledger.now()
                 self._check_abandoned(worker)
                 self._check_resumed(worker, result)
                 if self.scanner is _NOTHING_YET:
@@ -356,7 +365,7 @@ class Leg:
             )
             body = await reply.read(REPLY_LIMIT)
             if reply.status != 200:
-                raise _status_error(reply, body, worker, "prefill")
+                raise status_error(reply, body, worker, "prefill")
             result = parse_probe_reply(body, worker=worker.id)
             if result.kv_transfer_params is None:
                 raise NothingPinned("it returned no kv_transfer_params", worker=worker.id, stage="prefill")
@@ -402,10 +411,12 @@ class Leg:
             )
             self._reply = reply
             if reply.status != 200:
-                error = _status_error(reply, await reply.read(ERROR_LIMIT), worker, "decode")
+                error = status_error(reply, await reply.read(ERROR_LIMIT), worker, "decode")
                 if error.status < 500 or error.status == 503 or self.request.streams_upstream:
                     self._unspent = params  # refused before the engine saw it: its KV is still pinned
                 raise error
+            if reply.header(b"content-encoding") not in (None, b"identity"):
+                raise BadUpstreamReply("it compressed its reply unasked", worker=worker.id, stage="decode")
             if self.request.streams_upstream:
                 complete = await self._stream(ticket, worker, reply)
             else:
@@ -421,6 +432,8 @@ class Leg:
             if not self._was_interrupted():
                 raise
             error_of_stage = self._interruption_error()
+            if self._reply is not None and self._reply.undelivered:
+                raise ClientStalled("the client had not taken all events when the request was ended") from None
             if self.scanner.end is StreamEnd.DONE:
                 return True
             raise error_of_stage from None
@@ -487,7 +500,7 @@ class Leg:
 
     async def _unstreamed(self, ticket: Ticket, worker: Worker, reply: Reply, result: PrefillResult) -> bool:
         body = await reply.read(REPLY_LIMIT)
-        answer = correct_answer(self.request, body, worker=worker.id, cached_tokens=result.cached_tokens)
+        answer = correct_answer(self.request, body, worker=worker.id, cached_tokens=self.cached_tokens)
         worker.circuit.success()
         if answer.recomputed or answer.finish_reason is None:
             return False  # nothing of it has reached the client: once more from its own prompt
@@ -550,6 +563,8 @@ class Leg:
         lost = error or BadUpstreamReply("the answer can't be resumed", worker=self.worker, stage="decode")
         if self._outlet.started and error is not None and not self._s.config.retry.resume_on_worker_loss:
             raise lost
+        if error is not None and scanner.tokens and self._original.rest.get("stop"):
+            raise lost  # a worker holds back text that may begin a stop string; it died with the worker
         scanner.resume()
         if scanner.tokens == 0:
             self.request = self._original
@@ -606,12 +621,15 @@ class Leg:
         """
         params, self._unspent = self._unspent, None
         if params is not None:
-            self._s.drainer.drain(Drain(self.id, self.request, params, tuple(self._headers)))
+            self._s.drainer.drain(Drain(self.id, self.request, params, tuple(self._headers), self._pinned_s))
+
+    @property
+    def upstream_id(self) -> str:
+        """X-Request-Id at the workers; every try has its own."""
+        return self.id if self._tries == 1 else f"{self.id}-{self._tries}"
 
     def _headers_for(self, worker: Worker) -> list[tuple[bytes, bytes]]:
-        tries = self._tries
-        upstream_id = self.id if tries == 1 else f"{self.id}-{tries}"
-        return [_JSON, (b"x-request-id", upstream_id.encode()), *self._headers, *worker.rank_header]
+        return [_JSON, (b"x-request-id", self.upstream_id.encode()), *self._headers, *worker.rank_header]
 
 
 def _closing_events(request: ClientRequest, prompt_tokens: int, tokens: int) -> bytes:
@@ -629,7 +647,8 @@ def _closing_events(request: ClientRequest, prompt_tokens: int, tokens: int) -> 
     return b"".join(b"data: %s\n\n" % orjson.dumps(event) for event in events) + b"data: [DONE]\n\n"
 
 
-def _status_error(reply: Reply, body: bytes, worker: Worker, stage: str) -> UpstreamStatus:
+def status_error(reply: Reply, body: bytes, worker: Worker, stage: str) -> UpstreamStatus:
+    """A worker's answer that is no 200."""
     error = UpstreamStatus(f"status {reply.status}", worker=worker.id, stage=stage, status=reply.status, body=body)
     wanted = reply.header(b"retry-after")
     if wanted is not None and wanted.isdigit():

@@ -14,20 +14,20 @@ from prometheus_client.registry import Collector
 from balanceroute import __version__
 from balanceroute.core.snapshot import ClusterSnapshot
 from balanceroute.core.types import Outcome, WorkerState
-from balanceroute.proxy.instruments import CounterFamily, HistogramFamily
+from balanceroute.proxy.instruments import DECISION_SECONDS, CounterFamily, HistogramFamily, StageClock
 from balanceroute.proxy.watchdog import Watchdog
 
 _SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 25.0, 50.0, 100.0, 250.0)
 _TOKEN_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.03, 0.04, 0.05, 0.075, 0.1, 0.15, 0.25, 0.5, 1.0, 2.5)
-_DECISION_SECONDS = (1e-5, 2.5e-5, 5e-5, 1e-4, 2.5e-4, 5e-4, 1e-3, 2.5e-3, 5e-3, 1e-2, 2.5e-2, 1e-1)
 _STATES = {WorkerState.DOWN: 0.0, WorkerState.DRAINING: 1.0, WorkerState.UP: 2.0}
 
 
 class Metrics(Collector):
     """Every metric of one router; `registry` is what the exposition is made from."""
 
-    def __init__(self, snapshot: ClusterSnapshot, policy: str) -> None:
+    def __init__(self, snapshot: ClusterSnapshot, policy: str, stage_clock: StageClock | None = None) -> None:
         self._snapshot, self._policy = snapshot, policy
+        self._stage_clock = stage_clock or StageClock()
         self.requests = CounterFamily("balanceroute_requests", "Client requests that ended.", ["outcome"])
         self.tokens = CounterFamily("balanceroute_generated_tokens", "Tokens generated for clients.")
         self.admissions = CounterFamily(
@@ -48,6 +48,9 @@ class Metrics(Collector):
         self.scrapes_failed = CounterFamily(
             "balanceroute_scrape_failures", "Reads of a worker's /metrics that failed.", ["worker"]
         )
+        self.callbacks = CounterFamily(
+            "balanceroute_metaserver_callbacks", "Decode workers that asked for a prefill (layerwise).", ["outcome"]
+        )
         self.tasks_failed = CounterFamily(
             "balanceroute_internal_errors", "Bugs of ours: logged with a state snapshot.", ["where"]
         )
@@ -60,7 +63,7 @@ class Metrics(Collector):
             "balanceroute_wait_seconds", "Waits in the router: for a prefiller, for a slot.", _SECONDS, "stage"
         )
         self._admit = HistogramFamily(
-            "balanceroute_admit_duration_seconds", "One decision over the whole pool.", _DECISION_SECONDS
+            "balanceroute_admit_duration_seconds", "One decision over the whole pool.", DECISION_SECONDS
         )
         self.ttft, self.tpot = self._ttft.child(), self._tpot.child()
         self.duration, self.admit_duration = self._duration.child(), self._admit.child()
@@ -97,10 +100,11 @@ class Metrics(Collector):
             self.recomputes,
             self.drains,
             self.scrapes_failed,
+            self.callbacks,
             self.tasks_failed,
         ):
             yield counter.family()
-        for histogram in (self._ttft, self._tpot, self._duration, self._waits, self._admit):
+        for histogram in (self._ttft, self._tpot, self._duration, self._waits, self._admit, self._stage_clock.stages):
             yield histogram.family()
         yield from self._snapshot_gauges()
         yield _gauge(

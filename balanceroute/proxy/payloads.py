@@ -276,6 +276,11 @@ def probe_body(request: ClientRequest, connector_params: dict[str, Any] | None =
     return _dump(request, _one_token(request, min_tokens=1), _with_resume_ids(request, orjson.dumps(params)))
 
 
+def push_body(request: ClientRequest, kv_transfer_params: bytes) -> bytes:
+    """The body for a prefiller that pushes: one token, and what the decode worker said of where its blocks are."""
+    return _dump(request, _one_token(request, min_tokens=1), _with_resume_ids(request, kv_transfer_params))
+
+
 def decode_body(request: ClientRequest, kv_transfer_params: bytes) -> bytes:
     """The body for the decode worker: the client's wishes, the KV to pull, and token ids for the exact count.
 

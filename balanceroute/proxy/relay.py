@@ -49,6 +49,7 @@ async def relay(
     which is set on return. Returns the error that broke the body off, if one did. Only when the stream is
     `StreamEnd.DONE` and `ends_response` has the final message (`more_body: False`) been sent here, in one
     write with [DONE]. Cancel this call when the client is gone: the worker's connection is closed at once.
+    `reply.undelivered` then says whether events were counted that the client didn't take.
 
     Args: first: bytes that `scanner` gave for what was read of the reply before this call, sent first.
         on_tokens: called with the number of new tokens, from within the event loop's read callback; tokens
@@ -63,7 +64,7 @@ async def relay(
             raise pump.failure
         return pump.error
     finally:
-        pump.stop()
+        reply.undelivered = pump.stop()
         if scanner.end is StreamEnd.DONE:
             reply.discard(END_GRACE_S)
         else:
@@ -199,11 +200,21 @@ class _Pump:
         else:
             self._reply.resume()
 
-    def stop(self) -> None:
+    def stop(self) -> bool:
+        """Write what still waits for this turn's flush; whether something was counted that the client will not get.
+
+        A cancelled relay may have read events after it was cancelled: they count as generated, so they must go out.
+        """
+        if self._blocked is None and self._backlog and self.failure is None:
+            out = b"".join(self._backlog)
+            self._backlog.clear()
+            self._write(out)
+        lost = self._blocked is not None or bool(self._backlog)
         if self._blocked is not None:
             self._blocked.close()
             self._blocked = None
         self._backlog.clear()
+        return lost
 
 
 class _Flusher:

@@ -44,6 +44,7 @@ _BLANK_LINE = re.compile(rb"\n\r?\n")
 _IDS_LIST = re.compile(rb'([,{]"(?:prompt_)?token_ids":)\[[0-9,]*\]')
 _TEXT_KEYS = (b'"text":"', b'"content":"', b'"reasoning":"', b'"reasoning_content":"')
 _IDS_KEY = b',"token_ids":['
+_LINE_STARTS = (b"data:", b"event:", b"id:", b"retry:", b":")
 
 
 class StreamEnd(Enum):
@@ -154,6 +155,10 @@ class EventScanner:
         self._parts_bytes = 0
         self._edge = b""  # the last bytes of `_parts`, where a blank line may straddle
         self._forget_template()
+
+    def prefilled(self, prompt_tokens: int, cached_tokens: int | None) -> None:
+        """The prefiller's figures, where they come when the decoder's stream is open already."""
+        self._prompt_tokens, self._cached_tokens = prompt_tokens, cached_tokens
 
     def resume(self) -> int:
         """Begin another life of the same answer; returns how many tokens were given back to be made again."""
@@ -312,6 +317,7 @@ class EventScanner:
 
     def _judge(self, raw: bytes) -> bytes:
         """Take one event the slow way; returns what the client gets for it."""
+        raw = _known_lines(raw)
         payload = _payload(raw)
         if payload is None:
             return raw if raw.strip() else b""
@@ -517,6 +523,23 @@ def _payload(raw: bytes) -> bytes | None:
     lines = [line.rstrip(b"\r") for line in raw.split(b"\n")]
     data = [line[5:].removeprefix(b" ") for line in lines if line.startswith(b"data:")]
     return b"\n".join(data) if data else None
+
+
+def _known_lines(raw: bytes) -> bytes:
+    """`raw` without what no client could read: lines that are not UTF-8 or no field of an event stream."""
+    if raw.isascii() and raw.startswith(b"data: ") and raw.find(b"\n") == len(raw) - 2:
+        return raw
+    lines = raw.split(b"\n")
+    kept = [line for line in lines if line in (b"", b"\r") or (line.startswith(_LINE_STARTS) and _is_text(line))]
+    return raw if len(kept) == len(lines) else b"\n".join(kept)
+
+
+def _is_text(data: bytes) -> bool:
+    try:
+        data.decode()
+    except UnicodeDecodeError:
+        return False
+    return True
 
 
 def _has_text(choice: dict[str, Any]) -> bool:

@@ -27,7 +27,7 @@ is `BadUpstreamReply`: a truncated answer never looks complete. `abort()` closes
 notices and frees the request.
 
 Errors of the network leave this module as `ConnectFailed`, `UpstreamTimeout` or `BadUpstreamReply`. The
-environment (`http_proxy`) is not consulted; no `accept-encoding` is sent and a body is passed on as it is.
+environment (`http_proxy`) is not consulted; `accept-encoding` is `identity` and a body is passed on as it is.
 """
 
 import asyncio
@@ -129,12 +129,14 @@ class Upstream:
         while True:
             connection, reused = await self._connection(connect_timeout_s)
             reply = connection.send(message)
+            delivered = False
             try:
                 if first_byte_timeout_s is None:
                     await reply.head
                 else:
                     async with asyncio.timeout(first_byte_timeout_s):
                         await reply.head
+                delivered = True
             except TimeoutError as exc:
                 raise UpstreamTimeout(
                     f"no answer within {first_byte_timeout_s:g} s", worker=self.worker, stage=self.stage
@@ -147,7 +149,7 @@ class Upstream:
             else:
                 return reply
             finally:
-                if not reply.started:
+                if not delivered:  # a head that comes in the moment of a cancellation reaches nobody
                     reply.abort()
 
     def close(self) -> None:
@@ -195,7 +197,7 @@ class Upstream:
         """Head and body as one write."""
         start = self._starts.get((method, path))
         if start is None:
-            start = f"{method} {self._prefix}{path} HTTP/1.1\r\nhost: ".encode("ascii") + self._host_header + b"\r\n"
+            start = f"{method} {self._prefix}{path} HTTP/1.1\r\naccept-encoding: identity\r\nhost: ".encode("ascii") + self._host_header + b"\r\n"
             if len(self._starts) < _MAX_STARTS:
                 self._starts[method, path] = start
         fields = b"".join([b"%s: %s\r\n" % header for header in headers])
@@ -242,6 +244,7 @@ class Reply:
         "headers",
         "started",
         "status",
+        "undelivered",
     )
 
     def __init__(self, connection: "_Connection", head: "asyncio.Future[None]") -> None:
@@ -249,6 +252,7 @@ class Reply:
         self.headers: list[tuple[bytes, bytes]] = []
         self.head = head
         self.started = False  # the head is complete
+        self.undelivered = False  # a relay dropped events that it had counted
         self._connection: _Connection | None = connection
         self._sink: Sink | None = None
         self._parts: list[bytes] = []

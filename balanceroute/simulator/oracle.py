@@ -9,8 +9,10 @@ from collections import defaultdict
 from typing import Protocol
 
 from balanceroute.core.scheduler import Scheduler
+from balanceroute.core.snapshot import RequestTracker
 from balanceroute.core.types import Phase
-from balanceroute.prediction import Forecaster
+from balanceroute.prediction import Forecaster, refit_on_growth
+from balanceroute.prediction.refit import Refittable
 from balanceroute.traces import Trace
 
 
@@ -31,8 +33,8 @@ class Forecast(Protocol):
 
     refresh_every_tokens: int | None
 
-    def initial(self, request: int, prompt_tokens: int, prompt_key: str) -> float | None:
-        """c-hat of a request that has generated nothing, steps; `None` for no forecast."""
+    def initial(self, request: int, prompt_tokens: int, prompt_key: str, age_tokens: int = 0) -> float | None:
+        """c-hat of a request that waits, steps; `None` for no forecast. `age_tokens`: 0 unless it was requeued."""
         ...
 
     def started(self, request: int, step: int, left: int) -> None:
@@ -43,13 +45,17 @@ class Forecast(Protocol):
         """Tell the scheduler the forecasts that are due after a step."""
         ...
 
+    def finished(self, scheduler: Scheduler, tracker: RequestTracker, now: float) -> None:
+        """The router has heard that this request is done, and is about to forget it."""
+        ...
+
 
 class NoForecast:
     """Nothing is known: every request counts as staying for the whole horizon."""
 
     refresh_every_tokens: int | None = None
 
-    def initial(self, request: int, prompt_tokens: int, prompt_key: str) -> float | None:
+    def initial(self, request: int, prompt_tokens: int, prompt_key: str, age_tokens: int = 0) -> float | None:
         """No value."""
         return None
 
@@ -59,17 +65,25 @@ class NoForecast:
     def renew(self, scheduler: Scheduler, step: int, now: float) -> None:
         """Nothing is due, ever."""
 
+    def finished(self, scheduler: Scheduler, tracker: RequestTracker, now: float) -> None:
+        """Nothing is learned."""
+
 
 class PredictorForecast:
-    """A fitted predictor, asked as the live proxy asks it: when the scheduler says that a refresh is due."""
+    """A predictor, asked as the live proxy asks it: when the scheduler says that a refresh is due.
 
-    def __init__(self, forecaster: Forecaster) -> None:
+    With `learns` it starts knowing nothing and is told each finish that the router hears of, as the live one is;
+    its re-fits take no simulated time.
+    """
+
+    def __init__(self, forecaster: Forecaster, *, learns: bool = False) -> None:
         self.forecaster = forecaster
+        self.learns = learns
         self.refresh_every_tokens: int | None = max(1, forecaster.horizon_steps // 2)
 
-    def initial(self, request: int, prompt_tokens: int, prompt_key: str) -> float | None:
-        """c-hat at age 0."""
-        return self.forecaster.initial(prompt_tokens, prompt_key)
+    def initial(self, request: int, prompt_tokens: int, prompt_key: str, age_tokens: int = 0) -> float | None:
+        """c-hat at its age."""
+        return self.forecaster.initial(prompt_tokens, prompt_key, age_tokens=age_tokens)
 
     def started(self, request: int, step: int, left: int) -> None:
         """Predictors do not look at `left`."""
@@ -81,12 +95,25 @@ class PredictorForecast:
             for tracker, value in zip(due, self.forecaster.refresh(due), strict=True):
                 scheduler.refresh(tracker.id, value, now)
 
+    def finished(self, scheduler: Scheduler, tracker: RequestTracker, now: float) -> None:
+        """Learn its length, and fit anew once enough is new."""
+        if not self.learns:
+            return
+        self.forecaster.finished(tracker, "stop", now)
+        predictor = self.forecaster.predictor
+        if isinstance(predictor, Refittable):
+            running = scheduler.snapshot.decoding()
+            refit_on_growth(
+                predictor,
+                lambda: [(t.age_tokens, t.prompt_tokens - t.earlier_tokens) for t in running if t is not tracker],
+            )
+
 
 class OracleForecast:
-    """c-hat = min(r, H) at every step.
+    """What is true of each request at every step: with r tokens to go it has load at h < r, so c-hat = min(r-1, H).
 
     A finite c-hat is counted down by the scheduler and stays exact, so each request needs one refresh: on the step on
-    which its remaining tokens fall below H.
+    which its last load comes within the horizon.
     """
 
     refresh_every_tokens: int | None = None
@@ -96,14 +123,14 @@ class OracleForecast:
         self.horizon_steps = horizon_steps
         self.entering: defaultdict[int, list[int]] = defaultdict(list)  # step -> requests entering the window
 
-    def initial(self, request: int, prompt_tokens: int, prompt_key: str) -> float | None:
-        """min(o, H)."""
-        return float(min(self.lengths.tokens[request], self.horizon_steps))
+    def initial(self, request: int, prompt_tokens: int, prompt_key: str, age_tokens: int = 0) -> float | None:
+        """min(r - 1, H)."""
+        return float(min(self.lengths.tokens[request] - age_tokens - 1, self.horizon_steps))
 
     def started(self, request: int, step: int, left: int) -> None:
         """Note when it comes within the horizon of its end."""
-        if left >= self.horizon_steps > 0:
-            self.entering[step + left - self.horizon_steps + 1].append(request)
+        if left > self.horizon_steps > 0:
+            self.entering[step + left - self.horizon_steps].append(request)
 
     def renew(self, scheduler: Scheduler, step: int, now: float) -> None:
         """Tell the true remainder of the requests that have just come within the horizon."""
@@ -111,3 +138,6 @@ class OracleForecast:
             tracker = scheduler.snapshot.requests.get(str(request))
             if tracker is not None and tracker.phase is Phase.DECODING:
                 scheduler.refresh(tracker.id, float(self.horizon_steps - 1), now)
+
+    def finished(self, scheduler: Scheduler, tracker: RequestTracker, now: float) -> None:
+        """It was known before."""

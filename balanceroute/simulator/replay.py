@@ -6,7 +6,7 @@ from typing import Any
 from balanceroute.core.policies import PolicySettings, make_policy
 from balanceroute.core.policy import StageTimer
 from balanceroute.errors import InputError
-from balanceroute.prediction import Forecaster
+from balanceroute.prediction import Forecaster, build_predictor
 from balanceroute.simulator.history import fitted
 from balanceroute.simulator.oracle import Forecast, NoForecast, OracleForecast, PredictorForecast, TrueLengths
 from balanceroute.simulator.result import Outcome
@@ -19,7 +19,11 @@ PREDICTORS = ("none", "oracle", "survival", "exact_match", "learned")
 
 @dataclass(frozen=True, slots=True)
 class Replay:
-    """What to simulate. `train` is the history that survival, exact_match and learned predictors are fitted on."""
+    """What to simulate.
+
+    `train` is the history that survival, exact_match and learned predictors are fitted on, once and for all. Without
+    it survival and exact_match start cold and learn from what finishes during the run.
+    """
 
     trace: Trace
     policy: PolicySettings
@@ -56,6 +60,8 @@ class Replay:
             return NoForecast()
         if self.predictor == "oracle":
             return OracleForecast(lengths, horizon)
+        if self.train is None and self.predictor != "learned":
+            return PredictorForecast(Forecaster(build_predictor(self.predictor, horizon), horizon), learns=True)
         if self.train is None:
             raise InputError(f"predictor {self.predictor} needs a trace of the past: --train FILE")
         return PredictorForecast(Forecaster(fitted(self.predictor, self.train, horizon), horizon))

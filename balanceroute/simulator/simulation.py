@@ -177,13 +177,14 @@ class Simulation:
         if self.recorder.ready_s[request] < 0:
             self.recorder.ready_s[request] = now
         tokens = self.scheduler.snapshot.requests[request_id].prompt_tokens
-        self.scheduler.prefilled(request_id, tokens, now, self.expected(request))
+        age = self.scheduler.snapshot.requests[request_id].earlier_tokens
+        self.scheduler.prefilled(request_id, tokens, now, self.expected(request, age))
 
     def spec(self, request: int) -> RequestSpec:
         return RequestSpec(str(request), self.prompt_tokens[request], prompt_key=self.keys[request])
 
-    def expected(self, request: int) -> float | None:
-        return self.forecast.initial(request, self.prompt_tokens[request], self.keys[request])
+    def expected(self, request: int, age_tokens: int = 0) -> float | None:
+        return self.forecast.initial(request, self.prompt_tokens[request], self.keys[request], age_tokens)
 
     @property
     def waiting(self) -> int:
@@ -268,10 +269,14 @@ class Simulation:
         self.telling.append(lambda: self.scheduler.start(str(request), self.t))
 
     def tell_finish(self, request: int) -> None:
-        self.telling.append(lambda: self.scheduler.finish(str(request), RequestOutcome.FINISHED, self.t))
+        self.telling.append(lambda: self.hear_finish(str(request)))
 
     def tell_requeue(self, request: int) -> None:
         self.telling.append(lambda: self.scheduler.requeue(str(request), self.t))
+
+    def hear_finish(self, request_id: str) -> None:
+        self.forecast.finished(self.scheduler, self.scheduler.snapshot.requests[request_id], self.t)
+        self.scheduler.finish(request_id, RequestOutcome.FINISHED, self.t)
 
     def hear(self, step: int, events: list[Callable[[], object]]) -> None:
         """The router learns what happened up to the end of a step, and renews its forecasts."""

@@ -43,6 +43,19 @@ PATIENT = Behaviour()
 
 
 @dataclass(frozen=True, slots=True)
+class Right:
+    """One choice of the right answer."""
+
+    ids: tuple[int, ...]
+    finish_reason: str
+
+    @property
+    def text(self) -> str:
+        """Its text."""
+        return decode(self.ids)
+
+
+@dataclass(frozen=True, slots=True)
 class Ask:
     """One request and its right answer; `malformed` says what is wrong with a request that must be refused."""
 
@@ -53,8 +66,7 @@ class Ask:
     behaviour: Behaviour = PATIENT
     stream: bool = False
     prompt_tokens: int = 0
-    ids: tuple[int, ...] = ()
-    finish_reason: str = ""
+    choices: tuple[Right, ...] = ()
     want_ids: bool = False
     want_usage: bool = False
     malformed: str = ""
@@ -72,9 +84,9 @@ class Ask:
         return self.path == CHAT
 
     @property
-    def text(self) -> str:
-        """The right text."""
-        return decode(self.ids)
+    def tokens(self) -> int:
+        """Tokens of the right answer, over all choices."""
+        return sum(len(choice.ids) for choice in self.choices)
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,6 +104,7 @@ class Mix:
     malformed_share: float = 0.01
     hurried_share: float = 0.03  # with a deadline that the answer may miss
     pausing_share: float = 0.02
+    several_share: float = 0.08  # with n > 1, or several prompts
 
 
 class Asker:
@@ -114,7 +127,11 @@ class Asker:
         draw, mix = self._random, self._mix
         chat = draw.random() < mix.chat_share
         stream = draw.random() < mix.stream_share
-        body, prompt = self._chat() if chat else self._completion()
+        several = draw.random() < mix.several_share
+        body, prompts = self._chat() if chat else self._completion(draw.randint(1, 3) if several else 0)
+        n = draw.randint(1, 3) if several else 1
+        if n > 1:
+            body["n"] = n
         body["model"] = "emulated"
         ignore_eos = draw.random() < 0.3
         limit = self._limit(body, chat, ignore_eos)
@@ -128,6 +145,8 @@ class Asker:
             body["return_token_ids"] = True
         if draw.random() < 0.05:
             body["logprobs"] = True if chat else 1
+        if draw.random() < 0.05:
+            body["stop"] = draw.choice(["</s>", ["###", "</s>"]])  # never met, but text is held back for it
         if draw.random() < 0.3:
             body |= {"temperature": 0.0, "seed": draw.randint(0, 2**31), "user": f"user-{draw.randint(0, 9)}"}
         want_usage = stream and draw.random() < 0.4
@@ -135,18 +154,20 @@ class Asker:
             body["stream"] = True
         if want_usage:
             body["stream_options"] = {"include_usage": True, "continuous_usage_stats": draw.random() < 0.3}
-        ids = continuation(prompt, limit, lengths=self._lengths, ignore_eos=ignore_eos, min_tokens=min_tokens)
+        choices = []
+        for prompt in prompts:
+            ids = continuation(prompt, limit, lengths=self._lengths, ignore_eos=ignore_eos, min_tokens=min_tokens)
+            choices += [Right(tuple(ids), "stop" if ids[-1] == EOS_ID else "length")] * n
         low, high = (0.2, 2.0) if draw.random() < mix.hurried_share else mix.timeout_s
         return Ask(
             number=self._count,
             path=CHAT if chat else COMPLETIONS,
             body=orjson.dumps(body),
             timeout_s=round(draw.uniform(low, high), 2),
-            behaviour=self._behaviour(stream, len(ids)),
+            behaviour=self._behaviour(stream, len(choices[0].ids)),
             stream=stream,
-            prompt_tokens=len(prompt),
-            ids=tuple(ids),
-            finish_reason="stop" if ids[-1] == EOS_ID else "length",
+            prompt_tokens=sum(map(len, prompts)),
+            choices=tuple(choices),
             want_ids=want_ids,
             want_usage=want_usage,
         )
@@ -159,15 +180,16 @@ class Asker:
         text = " ".join(self._random.choices(_WORDS, k=max(1, tokens * 3 // 4)))
         return f"{self._count} {text}"  # the number makes each prompt, hence each answer, the only one of its kind
 
-    def _completion(self) -> tuple[dict[str, Any], list[int]]:
-        draw, size = self._random, self._size()
+    def _completion(self, several: int) -> tuple[dict[str, Any], list[list[int]]]:
+        """A body with one prompt, or with a list of `several`, and the ids of each."""
+        draw, sizes = self._random, [self._size() for _ in range(several or 1)]
         if draw.random() < 0.5:
-            ids = [draw.randrange(FIRST_TRIPLE_ID, FIRST_WORD_ID) for _ in range(size)]
-            return {"prompt": ids}, ids
-        text = self._words(size)
-        return {"prompt": text}, encode(text)
+            ids = [[draw.randrange(FIRST_TRIPLE_ID, FIRST_WORD_ID) for _ in range(size)] for size in sizes]
+            return {"prompt": ids if several else ids[0]}, ids
+        texts = [self._words(size) for size in sizes]
+        return {"prompt": texts if several else texts[0]}, [encode(text) for text in texts]
 
-    def _chat(self) -> tuple[dict[str, Any], list[int]]:
+    def _chat(self) -> tuple[dict[str, Any], list[list[int]]]:
         turns = self._random.choice([1, 1, 3])
         roles = ("user", "assistant")
         messages: list[dict[str, Any]] = [
@@ -175,7 +197,7 @@ class Asker:
         ]
         if self._random.random() < 0.2:
             messages[-1]["content"] = [{"type": "text", "text": messages[-1]["content"]}]
-        return {"messages": messages}, render_chat(messages)
+        return {"messages": messages}, [render_chat(messages)]
 
     def _limit(self, body: dict[str, Any], chat: bool, ignore_eos: bool) -> int:
         """Set a limit or leave it to the default; returns the one that applies."""

@@ -105,7 +105,7 @@ async def run(arguments: argparse.Namespace, folder: Path) -> bool:
     print()
     for line in findings.lines:
         print(f"  {'MISSED' if line in findings.faults else 'ok':<7}{line}")
-    for failure in tally.failures[:10]:
+    for _, failure in tally.failures[:10]:
         print(f"    {failure}")
     return not findings.faults
 

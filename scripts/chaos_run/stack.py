@@ -182,7 +182,7 @@ def settings(shape: Shape, port: int) -> dict[str, Any]:
             "connect_timeout_s": 2.0,
             "first_byte_timeout_s": {"prefill": 8.0, "decode": shape.lease_s / 3},
             "idle_timeout_s": 6.0,
-            "client_header_timeout_s": 3.0,
+            "client_header_timeout_s": 10.0,
         },
         "retry": {"max_attempts": 4},
         "health": {"interval_s": 0.5, "timeout_s": 1.5, "open_for_s": 2.0, "stall_after_s": 5.0},

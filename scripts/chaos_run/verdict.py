@@ -13,7 +13,7 @@ from typing import Any
 
 import orjson
 
-from scripts.chaos_run.asks import Ask
+from scripts.chaos_run.asks import Ask, Right
 from scripts.chaos_run.wire import Answer, Ended
 
 INJECTED = "Injected failure"  # the emulator's text for a status that a fault asked for
@@ -123,44 +123,66 @@ def _judge_stream(ask: Ask, answer: Answer) -> Verdict:
 
 
 @dataclass(slots=True)
-class _Stream:
-    """Reads a stream event by event; what it has of the answer must be a first part of the right one."""
+class _Choice:
+    """What has come of one choice."""
 
-    ask: Ask
-    whole: bool
+    right: Right
     ids: list[int] = field(default_factory=list)
     text: str = ""
     finish_reason: str | None = None
-    usage: dict[str, Any] | None = None
-    error: str | None = None
-    done: bool = False
-    identity: tuple[Any, Any] | None = None
     roles: int = 0
+
+    def check_so_far(self) -> None:
+        """It must be a first part of the right one."""
+        if not self.right.text.startswith(self.text):
+            raise Mismatch(_difference(self.text, self.right.text))
+        if tuple(self.ids) != self.right.ids[: len(self.ids)]:
+            raise Mismatch(f"token ids {self.ids} are not the first of {list(self.right.ids)}")
+
+    def check_complete(self, ask: Ask) -> None:
+        """It must be all there."""
+        right = self.right
+        if self.text != right.text:
+            raise Mismatch(f"{len(self.text)} of {len(right.text)} characters, cleanly ended: {self.text[-80:]!r}")
+        if ask.want_ids and tuple(self.ids) != right.ids:
+            raise Mismatch(f"{len(self.ids)} of {len(right.ids)} token ids, cleanly ended")
+        if self.finish_reason != right.finish_reason:
+            raise Mismatch(f"finish reason {self.finish_reason!r} instead of {right.finish_reason!r}")
+        if ask.chat and self.roles != 1:
+            raise Mismatch(f"{self.roles} roles instead of one")
+
+
+class _Stream:
+    """Reads a stream event by event; what it has of the answer must be a first part of the right one."""
+
+    def __init__(self, ask: Ask, *, whole: bool) -> None:
+        self.ask, self.whole = ask, whole
+        self.choices = [_Choice(right) for right in ask.choices]
+        self.usage: dict[str, Any] | None = None
+        self.error: str | None = None
+        self.done = False
+        self.identity: tuple[Any, Any] | None = None
 
     def read(self, body: bytes) -> None:
         """Take the whole body. Raises: Mismatch, Malformed."""
+        try:
+            body.decode()
+        except UnicodeDecodeError as error:
+            if self.whole or error.end < len(body):
+                raise Malformed(f"not UTF-8: {body[max(0, error.start - 20) : error.end + 20]!r}") from error
         *blocks, rest = body.replace(b"\r\n", b"\n").split(b"\n\n")
         for block in blocks:
             self._block(block)
         if rest.strip() and self.whole:
             raise Malformed(f"half an event at the end: {rest[:200]!r}")
-        right = self.ask.text
-        if not right.startswith(self.text):
-            raise Mismatch(_difference(self.text, right))
-        if tuple(self.ids) != self.ask.ids[: len(self.ids)]:
-            raise Mismatch(f"token ids {self.ids} are not the first of {list(self.ask.ids)}")
+        for choice in self.choices:
+            choice.check_so_far()
 
     def check_complete(self) -> None:
         """The answer ended cleanly: it must be all there. Raises: Mismatch, Malformed."""
         ask = self.ask
-        if self.text != ask.text:
-            raise Mismatch(f"{len(self.text)} of {len(ask.text)} characters, cleanly ended: {self.text[-80:]!r}")
-        if ask.want_ids and tuple(self.ids) != ask.ids:
-            raise Mismatch(f"{len(self.ids)} of {len(ask.ids)} token ids, cleanly ended")
-        if self.finish_reason != ask.finish_reason:
-            raise Mismatch(f"finish reason {self.finish_reason!r} instead of {ask.finish_reason!r}")
-        if ask.chat and self.roles != 1:
-            raise Mismatch(f"{self.roles} roles instead of one")
+        for choice in self.choices:
+            choice.check_complete(ask)
         if ask.want_usage and self.usage is None:
             raise Malformed("no usage event although asked for")
         if self.usage is not None:
@@ -171,6 +193,8 @@ class _Stream:
     def _block(self, block: bytes) -> None:
         lines = [line[5:].removeprefix(b" ") for line in block.split(b"\n") if line.startswith(b"data:")]
         if not lines:
+            if block.strip() and not block.startswith((b":", b"event:")):
+                raise Malformed(f"no event: {block[:200]!r}")
             return
         data = b"\n".join(lines)
         if self.done or self.error is not None:
@@ -202,26 +226,27 @@ class _Stream:
         for choice in event["choices"]:
             self._choice(choice)
 
-    def _choice(self, choice: dict[str, Any]) -> None:
-        if choice["index"] != 0:
-            raise Mismatch(f"choice {choice['index']}")
-        if self.finish_reason is not None:
-            raise Mismatch(f"tokens after the finish reason {self.finish_reason!r}")
-        ids = choice.get("token_ids")
+    def _choice(self, part: dict[str, Any]) -> None:
+        if not 0 <= part["index"] < len(self.choices):
+            raise Mismatch(f"choice {part['index']} of {len(self.choices)}")
+        choice = self.choices[part["index"]]
+        if choice.finish_reason is not None:
+            raise Mismatch(f"tokens after the finish reason {choice.finish_reason!r}")
+        ids = part.get("token_ids")
         if ids and not self.ask.want_ids:
             raise Malformed("token_ids that were not asked for")
-        self.ids += ids or []
-        delta = choice.get("delta")
+        choice.ids += ids or []
+        delta = part.get("delta")
         if delta is None:
-            self.text += choice.get("text") or ""
+            choice.text += part.get("text") or ""
         else:
-            self.text += delta.get("content") or ""
+            choice.text += delta.get("content") or ""
             if "role" in delta:
-                self.roles += 1
-                if self.text:
+                choice.roles += 1
+                if choice.text:
                     raise Mismatch("a role after the first text")
-        self.finish_reason = choice.get("finish_reason")
-        if choice.get("stop_reason") == "recomputed":
+        choice.finish_reason = part.get("finish_reason")
+        if part.get("stop_reason") == "recomputed":
             raise Mismatch("the marker of a recompute")
 
 
@@ -230,28 +255,36 @@ def _judge_object(ask: Ask, answer: Answer) -> Verdict:
         raise Malformed(f"cut off before the end ({answer.reason}), {_so_far(answer)}")
     try:
         body = orjson.loads(answer.body)
-        (choice,) = body["choices"]
-        text = choice["message"]["content"] if ask.chat else choice["text"]
-        ids, reason, usage = choice.get("token_ids"), choice["finish_reason"], body["usage"]
+        choices, usage = body["choices"], body["usage"]
+        if [choice["index"] for choice in choices] != list(range(len(ask.choices))):
+            raise Mismatch(f"choices {[choice['index'] for choice in choices]} of {len(ask.choices)}")
+        for choice, right in zip(choices, ask.choices, strict=True):
+            _check_choice(ask, choice, right)
     except (ValueError, TypeError, KeyError) as error:
         raise Malformed(f"no answer ({error!r}): {answer.body[:200]!r}") from error
-    if text != ask.text:
-        raise Mismatch(_difference(text or "", ask.text))
-    if ask.want_ids and ids != list(ask.ids):
-        raise Mismatch(f"token ids {ids} instead of {list(ask.ids)}")
-    if ids and not ask.want_ids:
-        raise Malformed("token_ids that were not asked for")
-    if reason != ask.finish_reason or choice.get("stop_reason") is not None:
-        raise Mismatch(f"ended by {reason!r}, {choice.get('stop_reason')!r} instead of {ask.finish_reason!r}")
     if body.get("kv_transfer_params") is not None:
         raise Malformed("kv_transfer_params reached the client")
     _check_usage(ask, usage)
     return Verdict(Kind.RIGHT, status=200)
 
 
+def _check_choice(ask: Ask, choice: dict[str, Any], right: Right) -> None:
+    """One choice of a whole answer."""
+    text = choice["message"]["content"] if ask.chat else choice["text"]
+    ids, ended = choice.get("token_ids"), (choice["finish_reason"], choice.get("stop_reason"))
+    if text != right.text:
+        raise Mismatch(_difference(text or "", right.text))
+    if ask.want_ids and ids != list(right.ids):
+        raise Mismatch(f"token ids {ids} instead of {list(right.ids)}")
+    if ids and not ask.want_ids:
+        raise Malformed("token_ids that were not asked for")
+    if ended != (right.finish_reason, None):
+        raise Mismatch(f"ended by {ended} instead of {right.finish_reason!r}")
+
+
 def _check_usage(ask: Ask, usage: dict[str, Any]) -> None:
     told = (usage.get("prompt_tokens"), usage.get("completion_tokens"), usage.get("total_tokens"))
-    right = (ask.prompt_tokens, len(ask.ids), ask.prompt_tokens + len(ask.ids))
+    right = (ask.prompt_tokens, ask.tokens, ask.prompt_tokens + ask.tokens)
     if told != right:
         raise Mismatch(f"usage (prompt, completion, total) {told} instead of {right}")
 

@@ -72,6 +72,8 @@ def configuration(cluster: EmulatedCluster, **overrides: Any) -> Config:
         "predictor": {"kind": "none"},
         "health": {"interval_s": 0.2},
     }
+    if shape.connector == "mooncake_layerwise":
+        tree["layerwise"] = {"callback_url": "http://router"}
     for name, value in overrides.items():
         tree[name] = {**tree.get(name, {}), **value} if isinstance(value, dict) else value
     return validate(tree)
@@ -115,6 +117,8 @@ async def running(
     """Run a cluster of this shape and a router in front of it."""
     async with EmulatedCluster(shape or FAST) as cluster:
         app = create_app(adjust(configuration(cluster, **overrides)), forecasts=forecasts, strict=True)
+        callbacks = httpx.AsyncClient(transport=httpx.ASGITransport(app), trust_env=False, timeout=None)
+        cluster.route_metaserver(callbacks)
         limits = httpx.Limits(max_connections=None, max_keepalive_connections=None)
         async with (
             served(app) as url,

@@ -194,6 +194,8 @@ async def test_kv_of_a_request_that_left_the_pool_is_drained_through_a_decoder()
     shape = ClusterShape(prefillers=1, decoders=1, max_num_seqs=1, time_scale=0.1)
     async with running(shape) as router:
         snapshot = router.app.services.ledger.scheduler.snapshot
+        seen: list[dict[str, str]] = []
+        _watch_requests(router, seen)
         first = asyncio.create_task(router.client.post("/v1/completions", json=completion(max_tokens=150)))  # noqa: TID251
         second = asyncio.create_task(router.client.post("/v1/completions", json=completion()))  # noqa: TID251
         async with asyncio.timeout(5):
@@ -205,6 +207,8 @@ async def test_kv_of_a_request_that_left_the_pool_is_drained_through_a_decoder()
         await router.settled()
         assert router.app.services.metrics.drains.value("drained") == 1
         assert router.cluster.violations() == {}
+        assert any(head["x-request-id"].endswith("-drain") for head in seen)
+        assert all(head["content-type"] == "application/json" for head in seen)  # vLLM refuses a body without
 
 
 @pytest.mark.parametrize(

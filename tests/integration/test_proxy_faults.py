@@ -10,6 +10,8 @@ import pytest
 
 from balanceroute.emulator import ClusterShape
 from balanceroute.engine.tokens import continuation, decode
+from balanceroute.proxy.drainer import Drain
+from balanceroute.proxy.payloads import parse
 from tests.integration.router import Router, running
 from tests.integration.test_proxy_answers import PROMPT, chat, completion, events, texts
 
@@ -269,6 +271,23 @@ async def test_a_client_that_stops_reading_is_cut_off_and_stalls_nobody() -> Non
         writer.close()
 
 
+async def test_a_deadline_ends_a_request_whose_client_does_not_read() -> None:
+    shape = ClusterShape(prefillers=1, decoders=1, max_num_seqs=2, time_scale=0.0005, max_model_len=500_000)
+    async with running(shape, limits={"client_buffer_bytes": 4096, "client_stall_timeout_s": 60.0}) as router:
+        host, port = router.url.removeprefix("http://").split(":")
+        narrow = socket.socket()
+        narrow.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2048)
+        narrow.connect((host, int(port)))
+        _, writer = await asyncio.open_connection(sock=narrow, limit=1024)
+        body = json.dumps(completion(max_tokens=400_000, stream=True)).encode()
+        head = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\nx-request-timeout: 4\r\ncontent-length: %d\r\n\r\n"
+        writer.write(head % len(body) + body)
+        await asyncio.sleep(1.0)
+        assert router.app.services.exchanges == 1
+        await router.settled(20)
+        writer.close()
+
+
 async def test_a_chat_is_not_started_over_by_an_engine_that_cannot_take_token_ids(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -310,3 +329,56 @@ async def test_a_trial_whose_client_leaves_does_not_keep_its_worker_out() -> Non
         reply = await router.client.post("/v1/completions", json=completion())
         assert reply.status_code == 200
         await router.settled()
+
+
+async def test_kv_is_drained_through_a_worker_that_takes_it_when_the_freest_one_is_busy() -> None:
+    shape = ClusterShape(prefillers=1, decoders=3, max_num_seqs=8, time_scale=0.02)
+    async with running(shape, **QUICK) as router:
+        await router.cluster.inject("d1", "status", status=503, count=None)
+        await router.cluster.inject("d2", "status", status=503, count=None)
+        bodies = [completion(max_tokens=24, stream=True) for _ in range(6)]
+        replies = await asyncio.gather(*(router.client.post("/v1/completions", json=body) for body in bodies))
+        assert [reply.status_code for reply in replies] == [200] * 6
+        await router.settled()
+        metrics = router.app.services.metrics
+        assert metrics.drains.value("drained") > 0
+        assert metrics.drains.value("orphaned") == metrics.orphaned_kv == 0
+
+
+async def test_a_compressed_reply_is_a_failed_try_and_no_byte_of_it_reaches_the_client() -> None:
+    async with running(PAIR, **QUICK) as router:
+        await inject_everywhere(router, "d", "gzip")
+        reply = await router.client.post("/v1/completions", json=completion(max_tokens=24, stream=True))
+        assert "".join(texts(events(reply.text))) == decode(continuation(PROMPT, 24))
+        await router.settled()
+
+
+@pytest.mark.parametrize(("fault", "resumes"), [("recompute", True), ("reset", False)])
+async def test_text_held_back_for_a_stop_string_is_never_lost_silently(fault: str, resumes: bool) -> None:
+    async with running(PAIR, **QUICK) as router:
+        await inject_everywhere(router, "d", fault, after_events=7)
+        body = completion(max_tokens=24, stream=True, stop=["</s>"])
+        whole = decode(continuation(PROMPT, 24))
+        if resumes:
+            reply = await router.client.post("/v1/completions", json=body)
+            assert "".join(texts(events(reply.text))) == whole
+        else:
+            got = b""
+            with pytest.raises(httpx.RemoteProtocolError):
+                async with router.client.stream("POST", "/v1/completions", json=body) as stream:
+                    async for piece in stream.aiter_bytes():
+                        got += piece
+            parts = events(got.decode())
+            assert "error" in parts[-1] and whole.startswith("".join(texts(parts[:-1])))
+        await router.settled()
+
+
+async def test_kv_whose_lease_is_nearly_over_is_left_to_expire() -> None:
+    async with running(PAIR, prefill={"kv_pin_s": 2.0}, pool={"ttl_s": 1.0}) as router:
+        services = router.app.services
+        request = parse("completions", json.dumps(completion()).encode())
+        params = b'{"do_remote_prefill":true}'  # would be a violation if it were sent
+        services.drainer.drain(Drain("late", request, params, (), services.ledger.now() - 1.9))
+        await router.settled()
+        assert services.metrics.drains.value("orphaned") == 1
+        assert router.cluster.violations() == {}

@@ -51,6 +51,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     """Every call of the scheduler's API, in any legal order."""
 
     lock_step = False
+    decode_first = False
 
     @initialize(drawn=policy_settings, bypass=st.booleans(), slots=st.lists(st.integers(1, 4), min_size=1, max_size=4))
     def begin(self, drawn: PolicySettings, bypass: bool, slots: list[int]) -> None:
@@ -58,7 +59,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.folder = Path(tempfile.mkdtemp())
         config = SchedulerConfig(
             max_queued=4, max_pooled=8, pool_ttl_s=30.0, queue_deadline_s=20.0, refresh_every_tokens=3,
-            lock_step=self.lock_step,
+            lock_step=self.lock_step, decode_first=self.decode_first,
         )  # fmt: skip
         self.scheduler = RecordingScheduler(self.settings, config, self.folder / "journal.jsonl")
         self.now = 0.0
@@ -102,6 +103,31 @@ class SchedulerMachine(RuleBasedStateMachine):
                 self.scheduler.prefill_failed(request, self.now)
             else:
                 self.scheduler.prefilled(request, size, self.now, guess)
+
+    @precondition(lambda self: self.decode_first)
+    @rule(pick=st.integers(0, 99), guess=st.floats(0, HORIZON + 1))
+    def refresh_pooled(self, pick: int, guess: float) -> None:
+        if request := self.some(pick, Phase.POOLED):
+            self.scheduler.refresh(request, guess, self.now)
+
+    @precondition(lambda self: self.decode_first)
+    @rule(pick=st.integers(0, 99))
+    def request_prefill(self, pick: int) -> None:
+        snapshot = self.scheduler.snapshot
+        request = self.some(pick, Phase.DECODING)
+        if request and request not in snapshot.asking and not snapshot.requests[request].pushing:
+            self.scheduler.request_prefill(request, self.now)
+
+    @precondition(lambda self: self.decode_first)
+    @rule(pick=st.integers(0, 99), size=prompt_sizes, fails=st.booleans())
+    def end_push(self, pick: int, size: int, fails: bool) -> None:
+        pushing = [tracker.id for tracker in self.scheduler.snapshot.requests.values() if tracker.pushing]
+        if pushing:
+            request = pushing[pick % len(pushing)]
+            if fails:
+                self.scheduler.push_failed(request, self.now)
+            else:
+                self.scheduler.pushed(request, size, self.now)
 
     @rule(passes=st.floats(0, 8))
     def time_passes(self, passes: float) -> None:
@@ -212,8 +238,16 @@ class LockStepMachine(SchedulerMachine):
     lock_step = True
 
 
+class DecodeFirstMachine(SchedulerMachine):
+    """The same where the decode worker is chosen before the prefill."""
+
+    decode_first = True
+
+
 CHEAP = settings(max_examples=200, stateful_step_count=40, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 TestLiveDriver = SchedulerMachine.TestCase
 TestLiveDriver.settings = CHEAP
 TestLockStepDriver = LockStepMachine.TestCase
 TestLockStepDriver.settings = CHEAP
+TestDecodeFirst = DecodeFirstMachine.TestCase
+TestDecodeFirst.settings = CHEAP

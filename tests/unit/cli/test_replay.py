@@ -58,7 +58,7 @@ def test_the_series_has_one_row_per_step_and_one_column_per_worker(
     [
         (["--trace", "nowhere.csv"], "no such file"),
         (["--policy", "magic"], "magic"),
-        (["--predictor", "exact_match"], "--train"),
+        (["--predictor", "learned"], "--train"),
         (["--param", "bta=1"], "--param bta=1"),
         (["--speeds", "1,x"], "--speeds 1,x"),
         (["--fail", "soon"], "--fail soon"),

@@ -6,6 +6,9 @@ import pytest
 
 from balanceroute.config import Config, effective, effective_yaml, normalised_url, validate
 from balanceroute.config.models import DecodeWorker
+from balanceroute.errors import ConfigError
+
+REACHED = {"layerwise": {"callback_url": "http://10.0.0.5:8000"}}
 
 
 def a_config(n_workers: int = 2, **sections: Any) -> Config:
@@ -23,10 +26,10 @@ def a_config(n_workers: int = 2, **sections: Any) -> Config:
     [
         ({}, 240, 480, 60),
         ({"connector": "nixl"}, 20, 30, 10),
-        ({"connector": "mooncake_layerwise"}, 240, None, 60),
+        ({"connector": "mooncake_layerwise", **REACHED}, 240, None, 60),
         ({"prefill": {"kv_pin_s": 100}}, 50, 100, 25),
         ({"connector": "nixl", "prefill": {"kv_pin_s": 300}, "pool": {"ttl_s": 250}}, 250, 300, 60),
-        ({"connector": "mooncake_layerwise", "pool": {"ttl_s": 900}}, 900, None, 60),
+        ({"connector": "mooncake_layerwise", **REACHED, "pool": {"ttl_s": 900}}, 900, None, 60),
         ({"routing": {"max_wait_s": 7}}, 240, 480, 7),
     ],
 )
@@ -145,3 +148,30 @@ def test_secrets_are_masked_wherever_a_configuration_is_shown() -> None:
         assert "hush" not in text
     assert config.auth.worker_api_key is not None
     assert config.auth.worker_api_key.get_secret_value() == "sk-very-secret"
+
+
+@pytest.mark.parametrize(
+    ("sections", "url"),
+    [
+        (REACHED, "http://10.0.0.5:8000"),
+        ({"listen": {"host": "10.0.0.7"}}, "http://10.0.0.7:8000"),
+        ({"listen": {"host": "fd00::7", "port": 9000}}, "http://[fd00::7]:9000"),
+        ({"listen": {"host": "::"}, **REACHED}, "http://10.0.0.5:8000"),
+    ],
+    ids=["given", "one-address", "ipv6", "wildcard-but-given"],
+)
+def test_decode_workers_of_the_layerwise_connector_call_back_where_the_router_listens(
+    sections: dict[str, Any], url: str
+) -> None:
+    assert a_config(connector="mooncake_layerwise", **sections).callback_url == url
+
+
+@pytest.mark.parametrize("listen", [{}, {"host": "::"}, {"host": "10.0.0.7", "port": 0}], ids=["v4", "v6", "any-port"])
+def test_an_address_that_decode_workers_cannot_call_back_is_refused(listen: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match=r"layerwise\.callback_url, such as http://"):
+        a_config(connector="mooncake_layerwise", listen=listen)
+
+
+def test_a_callback_url_for_a_connector_that_never_calls_back_is_refused() -> None:
+    with pytest.raises(ConfigError, match="accepted only with connector mooncake_layerwise"):
+        a_config(**REACHED)

@@ -124,7 +124,8 @@ def test_a_nixl_probe_returns_the_captured_params() -> None:
 
     async def test() -> None:
         async with a_cluster(model="tiny", connector="nixl", block_size=32) as (cluster, client):
-            answer = await client.post(cluster.prefill_urls[0] + path, content=body, headers={"x-request-id": "hand-1"})
+            headers = {"x-request-id": "hand-1", "content-type": "application/json"}
+            answer = await client.post(cluster.prefill_urls[0] + path, content=body, headers=headers)
             own, captured = answer.json()["kv_transfer_params"], orjson.loads(reply)["kv_transfer_params"]
             assert shape_of(own) == shape_of(captured)
             assert re.fullmatch(r"cmpl-hand-1-0-[0-9a-f]{8}", own["remote_request_id"])

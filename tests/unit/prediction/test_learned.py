@@ -5,6 +5,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from balanceroute.errors import ConfigError, InputError
 from balanceroute.prediction import (
@@ -22,6 +24,7 @@ from balanceroute.prediction.evaluation import STEP_S, time_split
 from balanceroute.prediction.features import NAMES, KeyMemory, training_set
 from balanceroute.prediction.learned import _calibrate
 from balanceroute.prediction.observations import Observations, key_id
+from balanceroute.prediction.trees import Trees
 
 from .builders import a_finish, finishes
 
@@ -245,3 +248,23 @@ def test_where_nothing_ever_finishes_in_the_window_there_is_nothing_to_grow() ->
 
     assert predictor.fitted.classifier is None
     assert predictor.predict_one(0, 100, "") == (0.0, 80.0)
+
+
+@given(st.integers(0, 2**32 - 1), st.integers(0, 40), st.integers(0, 30))
+@settings(max_examples=40, deadline=None)
+def test_the_leaf_masks_end_where_walking_each_tree_ends(seed: int, n_trees: int, n: int) -> None:
+    draw = np.random.default_rng(seed)
+    feature = draw.integers(0, 4, (7, n_trees)).astype(np.int32)
+    values = draw.integers(-3, 4, (4, n)).astype(np.float32)  # few distinct ones: many equal their threshold
+    threshold = draw.choice(np.array([-2, -1, 0, 1, 2, np.inf], dtype=np.float32), (7, n_trees))
+    leaf = draw.normal(size=(8, n_trees)).astype(np.float32)
+
+    expected = np.full(n, 0.5)
+    for request in range(n):
+        for tree in range(n_trees):
+            node = 0
+            while node < 7:
+                right = values[feature[node, tree], request] > threshold[node, tree]
+                node = 2 * node + (2 if right else 1)
+            expected[request] += leaf[node - 7, tree]
+    assert Trees(feature, threshold, leaf, 0.5).raw(values) == pytest.approx(expected)

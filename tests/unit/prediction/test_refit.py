@@ -238,3 +238,48 @@ def test_a_full_ring_is_copied_oldest_first() -> None:
     assert taken.output_tokens.tolist() == [3, 4, 5, 6]
     assert taken.censored.tolist() == [False, False, True, False]
     assert len(set(taken.key_ids.tolist())) == 1
+
+
+class InProcess(SurvivalPredictor):
+    """Its fits happen in a process of their own, by a function that can be sent there."""
+
+    refits_in_process = True
+
+    def __init__(self, fit: Callable[[Observations], SurvivalCurve]) -> None:
+        super().__init__(10)
+        self._fit = fit
+
+    def fitter(self) -> Callable[[Observations], SurvivalCurve]:
+        return self._fit
+
+
+def too_little(observations: Observations) -> SurvivalCurve:
+    raise ValueError("too little")
+
+
+def never_ends(observations: Observations) -> SurvivalCurve:
+    time.sleep(600)
+    return SurvivalCurve(observations)
+
+
+def test_a_failure_in_the_process_is_told_and_the_present_fit_stays(caplog: pytest.LogCaptureFixture) -> None:
+    predictor = InProcess(too_little)
+    observed(predictor, 5, 5)
+    refitter = Refitter(predictor)
+
+    assert asyncio.run(refitter.refit()) is False
+    assert "too little" in caplog.text
+    refitter.close()
+
+
+def test_closing_ends_the_process_of_a_fit_under_way(caplog: pytest.LogCaptureFixture) -> None:
+    predictor = InProcess(never_ends)
+    observed(predictor, 5, 5)
+    refitter = Refitter(predictor)
+
+    async def scenario() -> bool:
+        asyncio.get_running_loop().call_later(0.2, refitter.close)  # spawned by then, or just being spawned
+        return await refitter.refit()
+
+    assert asyncio.run(asyncio.wait_for(scenario(), 30)) is False
+    assert "ended without a result" in caplog.text

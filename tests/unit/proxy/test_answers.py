@@ -125,7 +125,11 @@ def test_no_text_is_lost_whatever_else_its_event_holds(wire: bytes) -> None:
 
 
 @pytest.mark.parametrize(
-    "choice", [{"token_ids": 5}, {"index": []}, {"index": "0"}, {"delta": 7}, {"delta": {"tool_calls": [1]}}]
+    "choice",
+    [
+        *({"token_ids": 5}, {"index": []}, {"index": "0"}, {"delta": 7}),
+        *({"delta": {"tool_calls": [1]}}, {"delta": {"tool_calls": [{"index": None}]}}),
+    ],
 )
 def test_an_event_that_is_no_part_of_an_answer_ends_it_for_good(choice: dict[str, Any]) -> None:
     assembler = AnswerAssembler(payloads.parse("completions", b'{"prompt":"x"}'))

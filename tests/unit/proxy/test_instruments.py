@@ -10,7 +10,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from balanceroute.core.snapshot import ClusterSnapshot
 from balanceroute.core.types import Role, WorkerSpec
-from balanceroute.proxy.instruments import CounterFamily, Histogram, HistogramFamily
+from balanceroute.proxy.instruments import CounterFamily, Histogram, HistogramFamily, StageClock
 from balanceroute.proxy.metrics import Metrics
 
 
@@ -59,3 +59,13 @@ def test_the_exposition_is_valid_and_holds_a_series_per_worker_that_is_there() -
     snapshot.remove_worker("d0")
     assert b'worker="d0"' not in metrics.exposition()
     assert generate_latest(metrics.registry) == metrics.exposition()
+
+
+def test_the_stages_of_a_decision_are_timed_apart() -> None:
+    clock = StageClock()
+    clock.begin()
+    for stage in ("prepare", "stage1", "stage2"):
+        clock(stage)
+    family = clock.stages.family()
+    counts = {s.labels["stage"]: s.value for s in family.samples if s.name.endswith("_count")}
+    assert counts == {"prepare": 1, "stage1": 1, "stage2": 1}

@@ -247,3 +247,45 @@ def test_a_closed_watch_tells_nothing(run: Run) -> None:
         assert gone == []
 
     run(test)
+
+
+class ScriptedReply:
+    """A worker's reply whose bytes the test hands to the relay itself."""
+
+    def __init__(self) -> None:
+        self.sink: Any = None
+        self.undelivered = False
+
+    def attach(self, sink: Any) -> None:
+        self.sink = sink
+
+    def pause(self) -> None: ...
+
+    def resume(self) -> None: ...
+
+    def abort(self) -> None: ...
+
+    def discard(self, grace_s: float) -> None: ...
+
+
+@pytest.mark.parametrize("open_client", [True, False], ids=["reading", "not reading"])
+def test_what_is_read_after_a_cancellation_reaches_the_client_or_is_told_to_be_lost(
+    run: Run, open_client: bool
+) -> None:
+    async def test() -> None:
+        done, reply = Relayed(), ScriptedReply()
+        task = asyncio.get_running_loop().create_task(
+            relay(reply, done.scanner, done.client.send, done.count)  # type: ignore[arg-type]
+        )
+        await asyncio.sleep(0)
+        if not open_client:
+            done.client.open.clear()
+        task.cancel()
+        reply.sink.chunk(EVENTS[0] + LAST + DONE)  # in the same turn of the loop, as sockets are read after timers
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        assert done.tokens == 2
+        assert done.client.body.endswith(DONE) is open_client
+        assert reply.undelivered is not open_client
+
+    run(test)

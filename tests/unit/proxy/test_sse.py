@@ -275,6 +275,16 @@ def test_cached_tokens_are_the_prefillers() -> None:
     assert parsed(out)[1]["usage"]["prompt_tokens_details"] == {"cached_tokens": 0}
 
 
+@pytest.mark.parametrize(
+    "garbage", [b"\xff\xfe\x00\r\n: \x80{]\n", b"HTTP/1.1 500\n", b"data: \xff\n\n", b"\x1f\x8b\x08\x00\n\n"]
+)
+def test_what_no_client_could_read_is_not_passed_on_and_costs_no_token(garbage: bytes) -> None:
+    good = event(completion("a", [1]))
+    scanner = EventScanner(want_token_ids=True)
+    assert scanner.feed(garbage + good) == good
+    assert scanner.tokens == 1
+
+
 def test_comments_and_events_that_are_not_json_pass_unchanged() -> None:
     wire = b": ping\n\ndata: not json\n\nevent: x\ndata: 5\n\n"
     assert EventScanner().feed(wire) == wire

@@ -8,7 +8,7 @@ import orjson
 import pytest
 
 from balanceroute.engine.tokens import OutputLengths, continuation, decode
-from scripts.chaos_run.asks import CHAT, COMPLETIONS, Ask, Asker, Behaviour, Mix
+from scripts.chaos_run.asks import CHAT, COMPLETIONS, Ask, Asker, Behaviour, Mix, Right
 from scripts.chaos_run.verdict import Kind, judge
 from scripts.chaos_run.wire import Answer, Ended
 
@@ -19,13 +19,13 @@ SSE = {b"content-type": b"text/event-stream; charset=utf-8"}
 
 
 def an_ask(**fields: Any) -> Ask:
-    plain = Ask(1, COMPLETIONS, b"{}", 10.0, prompt_tokens=3, ids=IDS, finish_reason="length", stream=True)
+    plain = Ask(1, COMPLETIONS, b"{}", 10.0, prompt_tokens=3, choices=(Right(IDS, "length"),), stream=True)
     return replace(plain, **fields)
 
 
-def an_event(index: int, **choice: Any) -> dict[str, Any]:
-    last = index == len(IDS) - 1
-    part = {"index": 0, "text": decode(IDS[: index + 1])[len(decode(IDS[:index])) :], "token_ids": None}
+def an_event(place: int, **choice: Any) -> dict[str, Any]:
+    last = place == len(IDS) - 1
+    part = {"index": 0, "text": decode(IDS[: place + 1])[len(decode(IDS[:place])) :], "token_ids": None}
     part |= {"finish_reason": "length" if last else None, "stop_reason": None}
     return {"id": "cmpl-1", "created": 7, "choices": [part | choice]}
 
@@ -92,6 +92,18 @@ def test_what_a_client_that_left_had_got_is_checked_too() -> None:
     assert judge(ask, replace(a_stream(right_events()[:2], done=False), ended=Ended.LEFT)).kind is Kind.LEFT
     wrong = with_change(lambda events: events.pop(0))
     assert judge(ask, replace(a_stream(wrong[:2], done=False), ended=Ended.LEFT)).kind is Kind.WRONG
+
+
+def test_choices_are_told_apart_by_their_index_and_each_must_be_right() -> None:
+    other = tuple(continuation([400, 401], 6))
+    ask = an_ask(choices=(Right(IDS, "length"), Right(other, "length")))
+    texts = [decode(other[: place + 1])[len(decode(other[:place])) :] for place in range(6)]
+    second = [an_event(place, index=1, text=texts[place]) for place in range(6)]
+    mixed = [event for pair in zip(right_events(), second, strict=True) for event in pair]
+    assert judge(ask, a_stream(mixed)).kind is Kind.RIGHT
+    assert judge(ask, a_stream(right_events())).kind is Kind.WRONG
+    mixed[0]["choices"][0]["index"], mixed[1]["choices"][0]["index"] = 1, 0
+    assert judge(ask, a_stream(mixed)).kind is Kind.WRONG
 
 
 def test_usage_is_needed_where_asked_for_and_must_be_right() -> None:

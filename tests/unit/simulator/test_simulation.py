@@ -8,9 +8,12 @@ import numpy as np
 import pytest
 
 import balanceroute.simulator
-from balanceroute.core.policies import PolicySettings
+from balanceroute.core.policies import PolicySettings, make_policy
 from balanceroute.errors import InputError
+from balanceroute.prediction import Forecaster, build_predictor
 from balanceroute.simulator import Failure, Figures, Outcome, Replay, Setting, parse_params
+from balanceroute.simulator.oracle import PredictorForecast, TrueLengths
+from balanceroute.simulator.simulation import Simulation
 from balanceroute.traces import Trace, generate_trace
 
 TIMED = {"decision_p50_us", "decision_p99_us"}  # wall clock: the only figures that differ between equal runs
@@ -258,11 +261,29 @@ def test_settings_that_make_no_sense_are_refused(changes: dict[str, object], rea
 
 
 @pytest.mark.parametrize(
-    ("predictor", "reason"), [("survival", "needs a trace of the past"), ("crystal", "predictor 'crystal': one of")]
+    ("predictor", "reason"), [("learned", "needs a trace of the past"), ("crystal", "predictor 'crystal': one of")]
 )
 def test_a_predictor_that_cannot_work_is_refused(predictor: str, reason: str) -> None:
     with pytest.raises(InputError, match=reason):
         run(a_trace([(0.0, 1, 1)]), a_setting(), predictor=predictor)
+
+
+@pytest.mark.parametrize("kind", ["survival", "exact_match"])
+def test_without_a_past_a_predictor_learns_what_finishes_also_what_was_recomputed_on_the_way(kind: str) -> None:
+    trace = a_trace([(0.1 * n, 100, 30) for n in range(60)])
+    setting = a_setting(n_workers=2, slots=4, pool=8, kv_capacity_tokens=500, failures=(Failure(0, 1.0, 2.0),))
+    lengths, horizon = TrueLengths(trace), 20
+    forecaster = Forecaster(build_predictor(kind, horizon), horizon)
+    assert forecaster.initial(100) == 20.0  # an anchor: nothing is known
+    policy = make_policy(PolicySettings(policy="br_h", horizon_steps=horizon))
+
+    outcome = Simulation(trace, setting, policy, lengths, PredictorForecast(forecaster, learns=True)).run()
+
+    assert outcome.figures.recomputed > 0
+    seen = forecaster.predictor.ring.take()  # type: ignore[attr-defined]
+    assert set(zip(seen.prompt_tokens.tolist(), seen.output_tokens.tolist(), strict=True)) == {(100, 30)}
+    assert len(seen) == 60
+    assert forecaster.initial(100, age_tokens=15) == 15.0
 
 
 def test_params_become_knobs_of_their_types() -> None:

@@ -1,0 +1,95 @@
+"""One line per engine step: when it ended, what it cost, what was in it.
+
+A step is seen from two sides. `scheduled` is called when the engine's scheduler has put a batch together: that is when
+its load is known, after new requests have joined and before any of it finishes. `completed` is called when a batch's
+result is in. With asynchronous scheduling the next batch is put together before the last one's result: batches complete
+in the order in which they were scheduled, and a step costs the time since its scheduling or since the end of the step
+before it, whichever is later, so that costs add up to the time that passed and overlap is not counted twice.
+
+The file is a CSV with a header; times are Unix seconds, so that ranks on several machines can be laid over each other.
+"""
+
+import os
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TextIO
+
+COLUMNS = ("time", "step_cost_ms", "running_reqs", "total_tokens", "waiting_reqs", "kv_cache_usage")
+FLUSH_EVERY_S = 1.0  # a killed engine loses about that much
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """What the scheduler had put together: requests, their KV tokens, who waits, KV usage (ratio)."""
+
+    running_reqs: int
+    total_tokens: int
+    waiting_reqs: int
+    kv_cache_usage: float
+    empty: bool = False  # nothing to compute: its completion is no step
+
+
+class StepLog:
+    """The file of one DP rank; opened at the first step, so in the process that steps.
+
+    Args: folder: created if missing. rank: of the name. clock: monotonic seconds; wall: Unix seconds.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        rank: str,
+        clock: Callable[[], float] = time.perf_counter,
+        wall: Callable[[], float] = time.time,
+    ) -> None:
+        self._folder, self._rank, self._clock, self._wall = folder, rank, clock, wall
+        self._file: TextIO | None = None
+        self._under_way: deque[tuple[float, Batch]] = deque()
+        self._ended = self._flushed = float("-inf")
+
+    @property
+    def path(self) -> Path:
+        """Rank and process: a prefiller and a decoder of one machine may both be rank 0."""
+        return self._folder / f"steps-dp{self._rank}-{os.getpid()}.csv"
+
+    def scheduled(self, batch: Batch, began: float) -> None:
+        """A batch was put together by a call that began at `began` (of `clock`)."""
+        self._under_way.append((began, batch))
+
+    def completed(self) -> None:
+        """The oldest batch's result is in: a step has ended."""
+        if not self._under_way:
+            return
+        began, batch = self._under_way.popleft()
+        if not batch.empty:
+            self._step(began, batch)
+
+    def dummy(self, began: float) -> None:
+        """The rank has computed for the others' sake alone (expert parallelism), without a request of its own."""
+        self._step(began, Batch(0, 0, 0, 0.0))
+
+    def close(self) -> None:
+        """Write what is buffered."""
+        if self._file is not None:
+            self._file.close()
+            self._file = None
+
+    def _step(self, began: float, batch: Batch) -> None:
+        now = self._clock()
+        cost_ms = 1e3 * (now - max(began, self._ended))
+        self._ended = now
+        if self._file is None:
+            self._folder.mkdir(parents=True, exist_ok=True)
+            self._file = self.path.open("a", encoding="ascii")
+            if self._file.tell() == 0:
+                self._file.write(",".join(COLUMNS) + "\n")
+        self._file.write(
+            f"{self._wall():.6f},{cost_ms:.4f},{batch.running_reqs},{batch.total_tokens},"
+            f"{batch.waiting_reqs},{batch.kv_cache_usage:.6f}\n"
+        )
+        if now - self._flushed >= FLUSH_EVERY_S:
+            self._file.flush()
+            self._flushed = now

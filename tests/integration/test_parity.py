@@ -1,0 +1,102 @@
+"""INV-11: the live proxy and the simulator decide alike on one trace.
+
+The proxy serves a trace on an emulated cluster and writes its journal. The scheduler that the simulator composes for
+the same policy and cluster, lock-step and with its own names for the workers, is then told call by call what the live
+one was told (arrivals, prefills done, tokens, departures), and must answer every `dispatch` and `admit` with the same
+actions.
+"""
+
+import asyncio
+import json
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from balanceroute.config import Config
+from balanceroute.core.policies import POLICIES, PolicySettings, make_policy
+from balanceroute.core.scheduler import Scheduler
+from balanceroute.core.types import Outcome, RequestSpec
+from balanceroute.emulator import ClusterShape, EmulatedCluster
+from balanceroute.loadgen import LoadOptions, run_load
+from balanceroute.prediction import Forecaster, build_predictor
+from balanceroute.proxy.app import create_app
+from balanceroute.simulator.oracle import PredictorForecast, TrueLengths
+from balanceroute.simulator.setting import Setting
+from balanceroute.simulator.simulation import Simulation
+from balanceroute.traces import Trace, generate_trace
+from tests.integration.router import configuration, served
+
+SHAPE = ClusterShape(prefillers=2, decoders=4, max_num_seqs=3, time_scale=0.02, max_model_len=4096)
+
+
+def a_trace() -> Trace:
+    """Forty requests of the heavy-tailed workload, small, in a burst that the slots cannot take at once."""
+    return generate_trace("heavy_tailed", rows=40, seed=3).with_lengths(1 / 32, 1 / 64).at_rate(400.0)
+
+
+def live_run(policy: str, journal: Path) -> list[dict[str, Any]]:
+    """Serve the trace; the lines of the journal."""
+
+    async def run() -> Config:
+        async with EmulatedCluster(SHAPE) as cluster:
+            config = configuration(cluster, routing={"policy": policy})
+            app = create_app(config, journal=journal, strict=True)
+            async with served(app) as url, httpx.AsyncClient(base_url=url, trust_env=False):
+                report = await run_load(a_trace(), LoadOptions(url))
+            assert report.completed == report.requests, report.errors
+            return config
+
+    asyncio.run(run())
+    return [json.loads(line) for line in journal.read_bytes().splitlines()]
+
+
+def simulators_scheduler(header: dict[str, Any]) -> Scheduler:
+    """The scheduler that the simulator makes for this policy and cluster."""
+    settings = PolicySettings(policy=header["policy"], **header["params"])
+    trace = a_trace()
+    setting = Setting(n_workers=SHAPE.decoders, slots=SHAPE.max_num_seqs, prefillers=SHAPE.prefillers, pool=512)
+    forecast = PredictorForecast(Forecaster(build_predictor("none", 80), 80))
+    return Simulation(trace, setting, make_policy(settings), TrueLengths(trace), forecast).scheduler
+
+
+@pytest.mark.parametrize("policy", sorted(POLICIES))
+def test_the_simulators_scheduler_takes_the_live_proxys_decisions(policy: str, tmp_path: Path) -> None:
+    header, *calls = live_run(policy, tmp_path / "journal.jsonl")
+    scheduler = simulators_scheduler(header)
+    joined = [call["args"]["spec"]["id"] for call in calls if call["call"] == "add_worker"]
+    simulated = [f"p{i}" for i in range(SHAPE.prefillers)] + [f"d{i}" for i in range(SHAPE.decoders)]
+    name = dict(zip(joined, simulated, strict=True))
+    decisions = 0
+    for call in calls:
+        args, now = call["args"], call["t"]
+        match call["call"]:
+            case "submit":
+                scheduler.submit(RequestSpec(**args["spec"]), now)
+            case "report_prefiller":
+                scheduler.report_prefiller(name[args["worker_id"]], args["kv_usage"], now)
+            case "dispatch":
+                sent = [(action.request, action.worker) for action in scheduler.dispatch(now)]
+                assert sent == [(action["request"], name[action["worker"]]) for action in call["answer"]]
+            case "prefilled":
+                scheduler.prefilled(args["request_id"], args["prompt_tokens"], now, args.get("expected_remaining"))
+            case "admit":
+                taken = scheduler.admit(now)
+                expected = [(a["request"], name[a["worker"]], a["score"]) for a in call["answer"]]
+                assert [(a.request, a.worker, a.score) for a in taken] == expected
+                decisions += len(taken)
+                for admission in taken:
+                    scheduler.start(admission.request, now)
+            case "tokens":
+                for request_id, tokens in args["counts"].items():
+                    scheduler.progress(request_id, tokens, now)
+            case "finish":
+                scheduler.finish(args["request_id"], Outcome(args["outcome"]), now)
+            case "add_worker" | "set_worker_state" | "expire":
+                assert not call["answer"]
+            case other:
+                raise AssertionError(f"an undisturbed run has no {other}")
+        scheduler.snapshot.check_invariants()
+    assert decisions == len(a_trace())
+    assert not scheduler.snapshot.requests

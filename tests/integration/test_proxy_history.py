@@ -1,0 +1,75 @@
+"""What the predictor's history says after requests went all kinds of ways through a router."""
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from balanceroute.emulator import ClusterShape
+from balanceroute.prediction import FinishedRequest
+from balanceroute.prediction.history import read_rows
+from tests.integration.router import running
+from tests.integration.test_proxy_answers import PROMPT, chat, completion
+from tests.integration.test_proxy_faults import PAIR, QUICK, inject_everywhere
+
+pytestmark = pytest.mark.anyio
+
+
+def recording(path: Path, **predictor: Any) -> dict[str, Any]:
+    return {
+        "routing": {"policy": "br_h"},
+        "predictor": {"kind": "exact_match", "history": str(path), **predictor},
+        **QUICK,
+    }
+
+
+def of_one_key(rows: list[FinishedRequest]) -> bool:
+    return len({row.prompt_key for row in rows}) == 1 and rows[0].prompt_key != ""
+
+
+async def test_a_request_with_several_lives_is_one_row_as_its_client_saw_it(tmp_path: Path) -> None:
+    path = tmp_path / "history.sqlite3"
+    async with running(PAIR, **recording(path)) as router:
+        await router.client.post("/v1/completions", json=completion(max_tokens=24, stream=True))
+        await inject_everywhere(router, "d", "recompute", after_events=7, count=1)
+        await router.client.post("/v1/completions", json=completion(max_tokens=24, stream=True))
+        await router.settled()
+        assert router.app.services.metrics.recomputes.value("recomputed") > 0
+        page = (await router.client.get("/metrics")).text
+        assert 'balanceroute_predictor_keys_total{kind="' in page
+    rows = read_rows(path)
+    assert [(row.prompt_tokens, row.output_tokens, row.finish_reason) for row in rows] == [
+        (len(PROMPT), 24, "length")
+    ] * 2
+    assert of_one_key(rows)
+
+
+async def test_a_client_that_leaves_is_a_row_that_was_cut_short(tmp_path: Path) -> None:
+    path = tmp_path / "history.sqlite3"
+    slow = ClusterShape(prefillers=1, decoders=1, time_scale=0.5)
+    async with running(slow, **recording(path)) as router:
+        async with (
+            httpx.AsyncClient(base_url=router.url, trust_env=False) as client,
+            client.stream("POST", "/v1/completions", json=completion(max_tokens=2000, stream=True)) as stream,
+        ):
+            async for _ in stream.aiter_lines():
+                break
+        await router.settled()
+    (row,) = read_rows(path)
+    assert row.censored and row.finish_reason == "cancelled" and 0 < row.output_tokens < 2000
+
+
+async def test_a_header_names_the_kind_of_request_and_other_policies_record_too(tmp_path: Path) -> None:
+    path = tmp_path / "history.sqlite3"
+    settings = recording(path, key_header="X-Task") | {"routing": {"policy": "least_kv"}}
+    async with running(PAIR, **settings) as router:
+        headers = {"X-Task": "summary"}
+        await asyncio.gather(
+            router.client.post("/v1/completions", json=completion(max_tokens=3), headers=headers),
+            router.client.post("/v1/chat/completions", json=chat(), headers=headers),
+        )
+        await router.settled()
+    rows = read_rows(path)
+    assert len(rows) == 2 and of_one_key(rows)

@@ -1,0 +1,257 @@
+"""What the live router asks a predictor and tells it, against a real scheduler and without any HTTP."""
+
+import asyncio
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from prometheus_client import CollectorRegistry, generate_latest
+
+from balanceroute.config import Config, validate
+from balanceroute.core.policies import PolicySettings, make_policy
+from balanceroute.core.scheduler import Scheduler, SchedulerConfig
+from balanceroute.core.types import Outcome, RequestSpec, Role, WorkerSpec
+from balanceroute.errors import InputError
+from balanceroute.prediction import FinishedRequest, History, LearnedPredictor, TwoStage
+from balanceroute.prediction.history import read_rows
+from balanceroute.proxy.forecasts import HistoryOnly, LiveForecasts, build_forecasts
+
+H = 8
+
+
+def a_config(policy: str = "br_h", **predictor: Any) -> Config:
+    return validate(
+        {
+            "prefill": {"workers": [{"url": "http://127.0.0.1:1"}]},
+            "decode": {"workers": [{"url": "http://127.0.0.1:2"}]},
+            "routing": {"policy": policy, "horizon_steps": H},
+            "predictor": predictor,
+        }
+    )
+
+
+def a_scheduler() -> Scheduler:
+    settings = PolicySettings(policy="br_h", horizon_steps=H)
+    scheduler = Scheduler(make_policy(settings), SchedulerConfig(refresh_every_tokens=H // 2))
+    scheduler.add_worker(WorkerSpec("p", Role.PREFILL), 0.0)
+    scheduler.add_worker(WorkerSpec("d", Role.DECODE, slots=64), 0.0)
+    return scheduler
+
+
+def decoding(scheduler: Scheduler, request_id: str, *, prompt_tokens: int = 100, limit: int | None = None) -> None:
+    scheduler.submit(RequestSpec(request_id, prompt_tokens, prompt_key="k", max_new_tokens=limit), 0.0)
+    again(scheduler, request_id, prompt_tokens)
+
+
+def again(scheduler: Scheduler, request_id: str, prompt_tokens: int) -> None:
+    scheduler.dispatch(0.0)
+    scheduler.prefilled(request_id, prompt_tokens, 0.0)
+    scheduler.admit(0.0)
+
+
+def held(scheduler: Scheduler, request_id: str) -> float:
+    return scheduler.snapshot.requests[request_id].remaining(H)
+
+
+def remembered(path: Path, *outputs: int) -> None:
+    history = History(path)
+    for output in outputs:
+        history.add(FinishedRequest("k", 100, output, "stop", time.time()))
+    history.close()
+
+
+def test_a_restart_predicts_from_what_was_recorded_before(tmp_path: Path) -> None:
+    path = tmp_path / "history.sqlite3"
+    remembered(path, *[6] * 20)
+    scheduler, forecasts = a_scheduler(), LiveForecasts(a_config(kind="survival", history=str(path)))
+
+    async def scenario() -> None:
+        decoding(scheduler, "r")
+        assert forecasts.initial(scheduler.snapshot.requests["r"], 100) == 6.0
+        scheduler.progress("r", 4, 0.0)
+        forecasts.renew(scheduler)
+        assert held(scheduler, "r") == 2.0
+
+    asyncio.run(scenario())
+    forecasts.close()
+
+
+def test_a_requeued_request_is_asked_for_at_its_whole_age_and_recorded_as_the_client_saw_it(tmp_path: Path) -> None:
+    path = tmp_path / "history.sqlite3"
+    remembered(path, *[6] * 20)
+    scheduler, forecasts = a_scheduler(), LiveForecasts(a_config(kind="exact_match", history=str(path)))
+    decoding(scheduler, "r", prompt_tokens=100)
+    scheduler.progress("r", 4, 0.0)
+    scheduler.requeue("r", 0.0)
+    again(scheduler, "r", 104)
+    tracker = scheduler.snapshot.requests["r"]
+
+    assert forecasts.initial(tracker, 104) == 2.0
+    scheduler.progress("r", 2, 0.0)
+    forecasts.finished(tracker, "length")
+    forecasts.close()
+    row = read_rows(path)[-1]
+    assert (row.prompt_tokens, row.output_tokens, row.finish_reason, row.prompt_key) == (100, 6, "length", "k")
+
+
+def test_a_cancelled_request_is_recorded_as_cut_short_and_one_without_a_token_not_at_all(tmp_path: Path) -> None:
+    path = tmp_path / "history.sqlite3"
+    scheduler, forecasts = a_scheduler(), LiveForecasts(a_config(history=str(path)))
+    decoding(scheduler, "r")
+    decoding(scheduler, "nothing yet")
+    scheduler.progress("r", 3, 0.0)
+    for tracker in scheduler.snapshot.requests.values():
+        forecasts.finished(tracker, "cancelled")
+    forecasts.close()
+
+    assert [(row.output_tokens, row.censored) for row in read_rows(path)] == [(3, True)]
+    assert forecasts.forecaster.finished_count == 0
+
+
+def test_the_clients_limit_is_known_before_any_history_is() -> None:
+    scheduler, forecasts = a_scheduler(), LiveForecasts(a_config())
+
+    async def scenario() -> None:
+        decoding(scheduler, "r", limit=9)
+        assert forecasts.initial(scheduler.snapshot.requests["r"], 100) == H
+        for _ in range(2):
+            scheduler.progress("r", 1, 0.0)
+            forecasts.renew(scheduler)
+        assert held(scheduler, "r") == 9 - 2  # the first token within H of the limit asked for it at once
+        scheduler.progress("r", 3, 0.0)
+        assert held(scheduler, "r") == 9 - 5
+
+    asyncio.run(scenario())
+    forecasts.close()
+
+
+class Slow(LearnedPredictor):
+    """Answers 6 tokens from the start, once `may_answer` is set."""
+
+    def __init__(self) -> None:
+        super().__init__(H)
+        self.may_answer = threading.Event()
+        self.threads: list[int] = []
+
+    def predict(self, ages: Any, prompt_tokens: Any, keys: Any) -> TwoStage:
+        self.threads.append(threading.get_ident())
+        assert self.may_answer.wait(10)
+        return TwoStage(ages * 0.0 + 1.0, 6.0 - ages)
+
+
+def test_trees_are_asked_off_the_loop_and_their_answers_reach_only_who_still_waits_for_them(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    slow = Slow()
+    monkeypatch.setattr("balanceroute.proxy.forecasts.build_predictor", lambda *_, **__: slow)
+    config = a_config(kind="learned", history=str(tmp_path / "history.sqlite3"))
+    scheduler, forecasts = a_scheduler(), LiveForecasts(config)
+
+    async def until(count: int) -> None:
+        async with asyncio.timeout(10):
+            while forecasts.forecaster.refreshes < count:  # noqa: ASYNC110
+                await asyncio.sleep(0.001)
+
+    async def scenario() -> None:
+        for name in ("stays", "passes", "leaves", "requeued"):
+            decoding(scheduler, name)
+            scheduler.progress(name, 4, 0.0)
+        forecasts.renew(scheduler)
+        decoding(scheduler, "later")
+        scheduler.progress("later", 4, 0.0)
+        forecasts.renew(scheduler)
+        assert held(scheduler, "stays") == H  # nothing waited for the answer
+        scheduler.progress("stays", 1, 0.0)
+        scheduler.progress("passes", 3, 0.0)  # beyond what is about to be predicted
+        scheduler.finish("leaves", Outcome.FINISHED, 0.0)
+        scheduler.requeue("requeued", 0.0)
+        again(scheduler, "requeued", 104)
+        slow.may_answer.set()
+        await until(5)
+        assert held(scheduler, "stays") == 1.0
+        assert held(scheduler, "passes") == 1.0
+        assert held(scheduler, "later") == 2.0
+        assert held(scheduler, "requeued") == H
+        scheduler.progress("passes", 1, 0.0)
+        assert [tracker.id for tracker in scheduler.due_refreshes()] == ["passes"]  # at the floor: at once
+        scheduler.snapshot.check_invariants()
+
+    asyncio.run(scenario())
+    forecasts.close()
+    assert len(slow.threads) == 2  # one batch at a time
+    assert threading.get_ident() not in slow.threads
+
+
+def test_the_key_is_the_header_where_there_is_one_and_else_the_prompt() -> None:
+    by_header, by_prompt = LiveForecasts(a_config(kind="exact_match", key_header="X-Task")), None
+    try:
+        assert by_header.key(b'"a"', "summary") == by_header.key(b'"b"', "summary") != by_header.key(b'"a"', "")
+        assert by_header.key(b'"a"', "") != by_header.key(b'"b"', "") != ""
+        by_prompt = LiveForecasts(a_config(kind="exact_match"))
+        assert by_prompt.key(b'"a"', "summary") == by_prompt.key(b'"a"', "")
+    finally:
+        by_header.close()
+        if by_prompt is not None:
+            by_prompt.close()
+
+
+def test_nobody_hashes_prompts_for_a_predictor_and_a_history_that_do_not_exist() -> None:
+    forecasts = LiveForecasts(a_config(kind="survival"))
+    assert forecasts.key(b'"a"', "") == ""
+    forecasts.close()
+
+
+@pytest.mark.parametrize(("policy", "kind"), [("br_0", "survival"), ("br_h", "none")])
+def test_without_a_predictor_a_wanted_history_is_recorded_all_the_same(policy: str, kind: str, tmp_path: Path) -> None:
+    assert build_forecasts(a_config(policy, kind=kind)) is None
+    path = tmp_path / "history.sqlite3"
+    forecasts = build_forecasts(a_config(policy, kind=kind, history=str(path)))
+    assert isinstance(forecasts, HistoryOnly) and not isinstance(forecasts, LiveForecasts)
+    scheduler = a_scheduler()
+    decoding(scheduler, "r")
+    scheduler.progress("r", 3, 0.0)
+    tracker = scheduler.snapshot.requests["r"]
+
+    assert forecasts.initial(tracker, 100) is None
+    assert forecasts.runner(scheduler.snapshot) is None
+    forecasts.finished(tracker, "stop")
+    forecasts.close()
+    assert [row.output_tokens for row in read_rows(path)] == [3]
+
+
+def test_a_model_that_does_not_fit_is_refused_before_anything_runs(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match=r"m\.npz"):
+        build_forecasts(a_config(kind="survival", model=str(tmp_path / "m.npz")))
+
+
+def test_the_metrics_page_tells_how_the_predictor_does(tmp_path: Path) -> None:
+    path = tmp_path / "history.sqlite3"
+    remembered(path, *[6] * 20)
+    scheduler, forecasts = a_scheduler(), LiveForecasts(a_config(kind="exact_match", history=str(path)))
+    registry = CollectorRegistry(auto_describe=False)
+    registry.register(forecasts.metrics)
+    assert forecasts.runner(scheduler.snapshot) is not None
+
+    async def scenario() -> None:
+        decoding(scheduler, "r")
+        forecasts.initial(scheduler.snapshot.requests["r"], 100)
+        scheduler.progress("r", 4, 0.0)
+        forecasts.renew(scheduler)
+        forecasts.finished(scheduler.snapshot.requests["r"], "stop")
+
+    asyncio.run(scenario())
+    forecasts.close()
+    page = generate_latest(registry).decode()
+    for line in (
+        "balanceroute_predictor_history_rows 21.0",
+        "balanceroute_predictor_refreshes_total 1.0",
+        'balanceroute_predictor_gate_total{kind="open"} 2.0',
+        'balanceroute_predictor_keys_total{kind="hit"} 2.0',
+        'balanceroute_predictor_error_tokens_bucket{le="1.0"} 0.0',
+        'balanceroute_predictor_error_tokens_bucket{le="2.0"} 1.0',
+        'balanceroute_predictor_fits_total{outcome="adopted"} 0.0',
+        "balanceroute_predictor_fit_age_seconds",
+    ):
+        assert line in page, page
