@@ -135,8 +135,10 @@ class Load:
     async def hold(self) -> dict[str, Any]:
         pids = tree(self.a.pid)
         before = rss_kib(pids)
-        clients = [await self.connect() for _ in range(self.a.clients)]
-        for number, client in enumerate(clients):
+        clients = []
+        for number in range(self.a.clients):
+            client = await self.connect()
+            clients.append(client)
             client.ask(self.message(self.a.tokens, number))
             if number % 50 == 49:
                 await client.started.wait()

@@ -136,6 +136,8 @@ class Connection(asyncio.Protocol):
         self.clock.join(self)
 
     def tick(self) -> None:
+        if self.transport.is_closing():
+            return
         self.left -= 1
         last = b"" if self.left else self.closing
         self.transport.write(b"%s%019d%s%s" % (self.before, time.monotonic_ns(), self.after, last))
