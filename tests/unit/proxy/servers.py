@@ -57,9 +57,7 @@ class Worker:
 
 
 @asynccontextmanager
-async def worker(
-    script: Script, host: str = "127.0.0.1", tls: ssl.SSLContext | None = None
-) -> AsyncIterator[Worker]:
+async def worker(script: Script, host: str = "127.0.0.1", tls: ssl.SSLContext | None = None) -> AsyncIterator[Worker]:
     """Serve a script on a free port."""
     running = Worker(script)
     tasks: set[asyncio.Task[None]] = set()

@@ -16,11 +16,7 @@ KV = b'{"do_remote_prefill":true,"remote_block_ids":[[1,2]],"big":12345678901234
 
 
 def a_request(endpoint: Endpoint = "completions", **fields: Any) -> ClientRequest:
-    prompt = (
-        {"prompt": "hello"}
-        if endpoint == "completions"
-        else {"messages": [{"role": "user", "content": "hi"}]}
-    )
+    prompt = {"prompt": "hello"} if endpoint == "completions" else {"messages": [{"role": "user", "content": "hi"}]}
     return payloads.parse(endpoint, orjson.dumps({"model": "m"} | prompt | fields))
 
 
@@ -56,9 +52,7 @@ def test_parse_reads_what_the_router_needs() -> None:
     [([1, 2, 3], 3, 1), ("x" * 40, 10, 1), (["ab", "cd" * 8], 4, 2), ([[1], [2, 3]], 3, 2), ("a", 1, 1)],
     ids=["ids", "text", "texts", "id-lists", "at-least-one"],
 )
-def test_prompt_tokens_are_exact_for_ids_and_estimated_for_text(
-    prompt: Any, tokens: int, prompts: int
-) -> None:
+def test_prompt_tokens_are_exact_for_ids_and_estimated_for_text(prompt: Any, tokens: int, prompts: int) -> None:
     request = a_request(prompt=prompt)
     assert (request.prompt_tokens, request.prompts) == (tokens, prompts)
 
@@ -115,10 +109,7 @@ def test_bad_bodies_are_refused_with_the_reason(endpoint: Endpoint, body: bytes,
         payloads.parse(endpoint, body)
 
 
-@given(
-    st.binary(max_size=60)
-    | st.recursive(st.none() | st.integers() | st.text(), st.lists).map(repr).map(str.encode)
-)
+@given(st.binary(max_size=60) | st.recursive(st.none() | st.integers() | st.text(), st.lists).map(repr).map(str.encode))
 def test_no_body_raises_anything_but_invalid_request(body: bytes) -> None:
     for endpoint in ("completions", "chat"):
         with pytest.raises(InvalidRequest):
@@ -339,9 +330,7 @@ def test_resume_ids_join_any_transfer_parameters(params: bytes) -> None:
 # ---------------------------------------------------------------------------------------- recordings
 
 
-@pytest.mark.parametrize(
-    "body", [b"", b"[]", b"{}", b'{"choices":[]}', b'{"choices":[1]}', b'{"choices":"x"}']
-)
+@pytest.mark.parametrize("body", [b"", b"[]", b"{}", b'{"choices":[]}', b'{"choices":[1]}', b'{"choices":"x"}'])
 def test_a_probe_reply_that_is_no_completion_is_a_bad_reply(body: bytes) -> None:
     with pytest.raises(BadUpstreamReply):
         payloads.parse_probe_reply(body, worker="p0")

@@ -43,17 +43,13 @@ def completion(text: str, ids: list[int] | None, **choice: Any) -> dict[str, Any
     }
 
 
-def chat(
-    delta: dict[str, Any], ids: list[int] | None, *, id: str = "chatcmpl-1", **choice: Any
-) -> dict[str, Any]:
+def chat(delta: dict[str, Any], ids: list[int] | None, *, id: str = "chatcmpl-1", **choice: Any) -> dict[str, Any]:
     return {
         "id": id,
         "object": "chat.completion.chunk",
         "created": 7,
         "model": "m",
-        "choices": [
-            {"index": 0, "delta": delta, "logprobs": None, "finish_reason": None, "token_ids": ids} | choice
-        ],
+        "choices": [{"index": 0, "delta": delta, "logprobs": None, "finish_reason": None, "token_ids": ids} | choice],
     }
 
 
@@ -99,9 +95,7 @@ EVENTS = st.one_of(
     st.builds(lambda text, ids: chat({"reasoning": text}, ids), TEXTS, IDS),
     st.builds(lambda ids: chat({"role": "assistant", "content": ""}, ids), st.none()),
     st.builds(lambda ids: chat({}, ids), IDS),
-    st.builds(
-        lambda t, ids: completion(t, ids, logprobs={"tokens": [t], "token_logprobs": [-1e-9]}), TEXTS, IDS
-    ),
+    st.builds(lambda t, ids: completion(t, ids, logprobs={"tokens": [t], "token_logprobs": [-1e-9]}), TEXTS, IDS),
     st.builds(lambda t, ids: completion(t, ids, prompt_token_ids=[5, 6]), TEXTS, IDS),
     st.builds(
         lambda t, ids: completion(t, ids) | {"usage": {"prompt_tokens": 3, "completion_tokens": 1}},
@@ -405,9 +399,7 @@ def test_one_choice_of_several_gets_its_index_and_the_common_id() -> None:
     scanner = EventScanner(public_id="cmpl-all", created=1, index=3, closing_events=False)
     out = scanner.feed(b"".join(event(completion(t, [1])) for t in "abc"))
     out += scanner.feed(event(completion("d", [1], finish_reason="stop")) + DONE)
-    assert [(e["id"], e["created"], e["choices"][0]["index"]) for e in parsed(out)] == [
-        ("cmpl-all", 1, 3)
-    ] * 4
+    assert [(e["id"], e["created"], e["choices"][0]["index"]) for e in parsed(out)] == [("cmpl-all", 1, 3)] * 4
     assert scanner.end is StreamEnd.DONE
 
 

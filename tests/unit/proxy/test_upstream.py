@@ -122,9 +122,7 @@ def test_a_reply_that_forbids_reuse_closes_its_connection(run: Run, head: bytes)
 
 def test_interim_responses_are_skipped(run: Run) -> None:
     async def test() -> None:
-        reply_bytes = b"HTTP/1.1 100 Continue\r\n\r\nHTTP/1.1 103 Early Hints\r\nlink: x\r\n\r\n" + plain(
-            b"ok"
-        )
+        reply_bytes = b"HTTP/1.1 100 Continue\r\n\r\nHTTP/1.1 103 Early Hints\r\nlink: x\r\n\r\n" + plain(b"ok")
         async with worker(answering(reply_bytes)) as server:
             upstream = Upstream(server.url)
             for _ in range(2):
