@@ -481,6 +481,10 @@ class Leg:
             if not outlet.started:
                 await outlet.start()
             broken = await relay(reply, scanner, outlet.send, on_tokens, first=out, ends_response=outlet.ends_response)
+        if scanner.end is StreamEnd.NO_DONE:
+            owed = scanner.owed_usage(self.request.model, chat=self.request.endpoint == "chat")
+            if owed:
+                await outlet.send({"type": "http.response.body", "body": owed, "more_body": True})
         return self._ended(worker, broken)
 
     def _ended(self, worker: Worker, broken: UpstreamError | None) -> bool:

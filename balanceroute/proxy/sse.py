@@ -210,6 +210,22 @@ class EventScanner:
         self._parts.clear()
         return self.end
 
+    def owed_usage(self, model: str | None, *, chat: bool) -> bytes:
+        """The final usage event of an answer whose worker ended without one, from our own count; else nothing."""
+        if self.usage is not None or self.finish_reason is None or self._prompt_tokens is None:
+            return b""
+        counts = (self._prompt_tokens, self.tokens)
+        usage = {"prompt_tokens": counts[0], "completion_tokens": counts[1], "total_tokens": sum(counts)}
+        event: dict[str, Any] = {
+            "id": self.public_id,
+            "object": "chat.completion.chunk" if chat else "text_completion",
+            "created": self.created,
+            "model": model,
+            "choices": [],
+            "usage": usage,
+        }
+        return self._final_usage(event, b"data: %s\n\n" % orjson.dumps(event))
+
     # -------------------------------------------------------------------------------------------- framing
 
     def _join(self, data: bytes) -> bytes | None:

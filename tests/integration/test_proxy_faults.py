@@ -42,6 +42,19 @@ def assert_one_stream(parts: list[Any], tokens: int) -> None:
     assert [u["completion_tokens"] for u in usage] == [tokens]
 
 
+@pytest.mark.parametrize("stream", [True, False])
+async def test_usage_comes_even_when_the_worker_closes_between_the_last_token_and_its_usage(stream: bool) -> None:
+    async with running(PAIR, **QUICK) as router:
+        await inject_everywhere(router, "d", "close", after_events=80)
+        body = completion(max_tokens=80, stream=stream)
+        if stream:
+            body["stream_options"] = {"include_usage": True}
+        reply = await router.client.post("/v1/completions", json=body)
+        usage = events(reply.text)[-1]["usage"] if stream else reply.json()["usage"]
+        assert (usage["prompt_tokens"], usage["completion_tokens"]) == (len(PROMPT), 80)
+        await router.settled()
+
+
 @pytest.mark.parametrize("after", [0, 7])
 @pytest.mark.parametrize("fault", ["recompute", "no_finish", "reset", "close", "half_event", "error_event"])
 async def test_a_stream_that_breaks_anywhere_goes_on_token_by_token(fault: str, after: int) -> None:
