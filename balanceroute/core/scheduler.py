@@ -46,6 +46,8 @@ from balanceroute.core.types import (
 )
 from balanceroute.errors import InvariantError
 
+PATIENCE_SHARE = 0.75  # of the pool's TTL: the rest is for a slot to free and the transfer to begin
+
 
 @dataclass(frozen=True, slots=True)
 class SchedulerConfig:
@@ -412,7 +414,10 @@ class Scheduler:
         tracker.refreshed_remaining = math.inf if expected_remaining is None else expected_remaining
         tracker.refreshed_at = 0
         snapshot.means.see_prompt(prompt_tokens)
-        tracker.overdue_s = now + self.policy.patience_s(prompt_tokens, snapshot)
+        patience_s = self.policy.patience_s(prompt_tokens, snapshot)
+        if patience_s < math.inf:  # a large prompt's longer patience must not outlast its pinned KV
+            patience_s = min(patience_s, PATIENCE_SHARE * self.config.pool_ttl_s)
+        tracker.overdue_s = now + patience_s
         snapshot.pool.add(tracker)
 
     def _bind(self, choice: Choice, now: float) -> None:

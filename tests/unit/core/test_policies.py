@@ -146,6 +146,12 @@ def test_a_request_over_its_patience_goes_first_and_large_prompts_have_more_pati
     assert admitted(scheduler, 61.0)[0] == ("large", "d1")
 
 
+def test_no_patience_outlasts_three_quarters_of_the_pools_ttl() -> None:
+    scheduler = a_scheduler("br_0", config=SchedulerConfig(pool_ttl_s=20.0), max_wait_s=10.0)
+    pool_all(scheduler, {str(index): 10 for index in range(60)} | {"huge": 100_000})
+    assert {tracker.id: tracker.overdue_s for tracker in scheduler.snapshot.pool}["huge"] == 15.0
+
+
 def test_in_slack_the_largest_prompts_go_to_the_lightest_workers() -> None:
     scheduler = with_loads("br_0", [500, 0, 0], slots=8)
     pool_all(scheduler, {"a": 10, "b": 300, "c": 200})
