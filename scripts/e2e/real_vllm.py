@@ -377,6 +377,7 @@ def main() -> int:
     parser.add_argument("--only", nargs="+", choices=CHECKS, default=list(CHECKS), help="run these checks only")
     parser.add_argument("--logs", type=Path, default=None, help="where the servers' logs go")
     options = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the servers end with us
     logs = options.logs or Path(tempfile.mkdtemp(prefix="balanceroute-e2e-"))
     logs.mkdir(parents=True, exist_ok=True)
     print(f"starting 1 prefiller and 2 decoders; logs in {logs}", flush=True)
