@@ -24,6 +24,7 @@ import json
 import os
 import platform
 import shlex
+import signal
 import socket
 import statistics
 import subprocess
@@ -219,6 +220,7 @@ def conditions() -> str:
 
 def main() -> None:
     doc = __doc__ or ""
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that workers and targets end with us
     parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--target", action="append", default=[], metavar="NAME=COMMAND", help="another router")
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="a setting of ours")
