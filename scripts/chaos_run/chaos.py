@@ -287,6 +287,8 @@ async def run(plan: Plan, folder: Path) -> bool:
         if stack.router.alive:
             await this.inspect()
         this.judge_all(await stack.router.stop())
+        code = await stack.emulator.stop()  # killed and -9 if requests of the storm keep it from ending
+        this.findings.check(code == 0, f"exit code of the emulator after SIGTERM {code}")
     print(this.report())
     return not this.findings.faults
 
