@@ -220,6 +220,7 @@ class LayerwiseLeg(Leg):
             text = f"no answer within {patience_s:g} s"
             raise UpstreamTimeout(text, worker=prefiller.id, stage="prefill") from None
         except asyncio.CancelledError:
+            prefiller.progress_s = self._s.ledger.now()
             prefiller.circuit.no_verdict()
             raise
         finally:

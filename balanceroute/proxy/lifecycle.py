@@ -390,7 +390,7 @@ class Leg:
         assert params is not None
         now = self._s.ledger.now()
         if worker.in_use == 0:
-            worker.progress_s = now
+            worker.busy_since_s = now
         worker.in_use += 1
         worker.circuit.used()
         if self.request.streams_upstream:  # else nothing comes before the whole answer
@@ -404,6 +404,7 @@ class Leg:
             reply = await worker.upstream.request(
                 "POST",
                 self.request.path,
+            worker.progress_s = self._s.ledger.now()
                 body,
                 self._headers_for(worker),
                 connect_timeout_s=limits.connect_timeout_s,
