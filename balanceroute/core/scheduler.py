@@ -92,6 +92,10 @@ class Scheduler:
         self._due: list[RequestTracker] = []
         self._refresh_at_step: list[tuple[int, int, float, RequestTracker]] = []
 
+    def configure(self, config: SchedulerConfig, now: float) -> None:
+        """Other bounds and times from now on."""
+        self.config = config
+
     # -- workers ----------------------------------------------------------------------------------------------
 
     def add_worker(self, spec: WorkerSpec, now: float) -> None:

@@ -234,7 +234,7 @@ class Ledger:
 
     def configure(self, config: SchedulerConfig) -> None:
         """Other bounds and times from now on."""
-        self.scheduler.config = config
+        self.scheduler.configure(config, self.now())
 
     # -- workers
 
