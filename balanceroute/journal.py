@@ -185,6 +185,9 @@ class RecordingScheduler(Scheduler):
     def push_failed(self, request_id: str, now: float) -> None:
         self._record(super().push_failed, now, request_id=request_id)
 
+    def put_back(self, request_id: str, now: float) -> None:
+        self._record(super().put_back, now, request_id=request_id)
+
     def requeue(self, request_id: str, now: float) -> Release:
         return self._record(super().requeue, now, request_id=request_id)
 
@@ -304,14 +307,14 @@ def _read_header(path: Path, line: bytes) -> tuple[str, PolicySettings, Schedule
         raise InputError(f"{path}, line 1: {error}") from error
 
 
-ENDLESS = {field.name for field in fields(SchedulerConfig) if field.default == math.inf}
-"""Bounds whose null means infinite."""
-
 def _read_config(entry: dict[str, Any]) -> SchedulerConfig:
     """Bounds from their JSON values. Raises: TypeError, AttributeError: they are none."""
     bounds: dict[str, Any] = {k: math.inf if v is None and k in ENDLESS else v for k, v in entry.items()}
     return SchedulerConfig(**bounds)
 
+
+ENDLESS = {field.name for field in fields(SchedulerConfig) if field.default == math.inf}
+"""Bounds whose null means infinite."""
 
 METHODS = {name for name in vars(RecordingScheduler) if not name.startswith("_")} - {"close", "draining"}
 """The calls that are a method of the scheduler."""
@@ -343,11 +346,11 @@ def _typed(call: str, args: dict[str, Any]) -> dict[str, Any]:
         typed["spec"] = WorkerSpec(**{**args["spec"], "role": Role(args["spec"]["role"])})
     elif "spec" in args:
         typed["spec"] = RequestSpec(**args["spec"])
+    if "config" in args:
+        typed["config"] = _read_config(args["config"])
     if "state" in args:
         typed["state"] = WorkerState(args["state"])
     if "outcome" in args:
-    if "config" in args:
-        typed["config"] = _read_config(args["config"])
         typed["outcome"] = Outcome(args["outcome"])
     return typed
 
