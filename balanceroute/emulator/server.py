@@ -36,7 +36,9 @@ class _TransportConnection:
         self._transport.close()
 
     def reset(self) -> None:
-        """Cut the connection with a TCP reset."""
+        """Cut the connection with a TCP reset, if it is still there."""
+        if self._transport.is_closing():
+            return
         sock = self._transport.get_extra_info("socket")
         if sock is not None:
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _RESET_ON_CLOSE)
