@@ -40,7 +40,7 @@ class Drain:
     request: ClientRequest
     kv_transfer_params: bytes
     headers: tuple[tuple[bytes, bytes], ...]
-    pinned_s: float  # when the prefiller answered, on the loop's clock
+    pinned_s: float  # since when it has been pinned at most, on the loop's clock
 
 
 class Drainer:
@@ -72,6 +72,10 @@ class Drainer:
         if self._pin_s is not None:
             self._metrics.orphaned_kv += 1
             self._ledger.loop.call_later(self._pin_s, self._dropped)
+
+    def too_old(self, pinned_s: float) -> bool:
+        """Whether KV pinned at that time may be gone before a worker that is sent its parameters now has pulled it."""
+        return self._pin_s is not None and self._ledger.now() - pinned_s > self._pin_s * SAFE_SHARE
 
     async def close(self) -> None:
         """Give up what is left."""

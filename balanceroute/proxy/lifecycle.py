@@ -16,7 +16,8 @@ circuit verdicts) is released in the scope that took it. Releasing never awaits,
 only then `Outlet.start` is called. Up to that point a failure is another try or a status.
 
 **Parameters once.** `_unspent` holds the prefiller's kv_transfer_params from its answer until a decoder may have seen
-them. If the request leaves while it still holds them, the KV is drained.
+them. If the request leaves while it still holds them, the KV is drained. They are not sent any more once the prefiller
+may soon drop the KV, as after a pause of our whole process: a decoder would read what is there by then, unnoticed.
 
 **Back-pressure is no failure.** A 429 or 503 is a worker's way to say "later", so it costs the request none of its
 tries. The worker rests (`circuit.py`) and the request goes round again; while every worker rests it waits, as it would
@@ -286,6 +287,10 @@ class Leg:
             ticket.prefilled(result.prompt_tokens)
             worker = await self._admission(ticket)
             self.decode_wait_s += self._s.ledger.now() - ticket.pooled_s
+            if self._s.drainer.too_old(self._pinned_s):
+                ticket.requeue()
+                self._free_kv()
+                continue
             self.worker = worker.id
             lost: UpstreamError | None = None
             tokens = self.scanner.tokens
@@ -317,6 +322,7 @@ class Leg:
                 continue
             self.prefill_wait_s += self._s.ledger.now() - waiting_since_s
             self.prefiller = worker.id
+            sent_s = self._s.ledger.now()
             try:
                 result = await self._probe(worker)
             except UpstreamError as error:
@@ -326,7 +332,8 @@ class Leg:
                 waiting_since_s = self._s.ledger.now()
                 ticket.prefill_failed()
             else:
-                self._unspent, self._pinned_s = result.kv_transfer_params, self._s.ledger.now()
+                # the answer may have lain there since our loop turned last
+                self._unspent, self._pinned_s = result.kv_transfer_params, max(sent_s, self._s.looked_s)
                 self._check_abandoned(worker)
                 self._check_resumed(worker, result)
                 if self.scanner is _NOTHING_YET:

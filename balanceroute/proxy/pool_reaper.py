@@ -35,7 +35,7 @@ class PoolReaper:
         """One look at everything that waits."""
         self._s.ledger.expire()
         self._s.fleet.sweep()
-        now = self._s.ledger.now()
+        now = self._s.looked_s = self._s.ledger.now()
         for leg in list(self._s.legs):
             self._look_at(leg, now)
 

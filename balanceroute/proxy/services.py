@@ -1,6 +1,7 @@
 """What every request of one router shares, made once by `app.create_app`'s lifespan."""
 
 import asyncio
+import math
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -30,6 +31,7 @@ class Services:
     forecasts: Forecasts | None = None
     legs: "set[Leg]" = field(default_factory=set)
     exchanges: int = 0  # client requests under way
+    looked_s: float = -math.inf  # when the reaper looked last: our loop was not stalled then
     strict: bool = False  # tests: our own bugs are fatal
 
     @property
