@@ -19,13 +19,14 @@ from balanceroute.errors import (
     UpstreamStatus,
 )
 from balanceroute.proxy import fanout
+from balanceroute.proxy.client_transport import BODY_WRITER
 from balanceroute.proxy.fanout import PartAnswer, PartStream, StreamHead
 from balanceroute.proxy.intake import ClientGone, Head, Receive, read_body, read_head
 from balanceroute.proxy.layerwise import LayerwiseLeg
 from balanceroute.proxy.ledger import rejection
 from balanceroute.proxy.lifecycle import ClientStalled, Leg, Outlet
 from balanceroute.proxy.payloads import ClientRequest, Endpoint, parse
-from balanceroute.proxy.relay import DisconnectWatch
+from balanceroute.proxy.relay import DisconnectWatch, Write
 from balanceroute.proxy.responses import (
     SSE_HEADERS,
     Headers,
@@ -44,10 +45,10 @@ log = logging.getLogger("balanceroute.requests")
 class StreamOutlet:
     """A leg's answer as the client's own stream."""
 
-    __slots__ = ("_headers", "_send", "ends_response", "send", "started")
+    __slots__ = ("_headers", "_send", "ends_response", "send", "started", "write")
 
-    def __init__(self, send: Send, headers: Headers) -> None:
-        self.send = send
+    def __init__(self, send: Send, headers: Headers, write: Write | None) -> None:
+        self.send, self.write = send, write
         self._send, self._headers = send, headers
         self.started = False
         self.ends_response = True
@@ -72,7 +73,7 @@ class CompletionsRoute:
         """Serve one request."""
         services = self._s
         services.exchanges += 1
-        exchange = Exchange(services, self._endpoint, send)
+        exchange = Exchange(services, self._endpoint, send, scope.get("extensions", {}).get(BODY_WRITER))
         try:
             await exchange.serve(scope, receive)
         finally:
@@ -94,10 +95,11 @@ class Exchange:
         "_send",
         "_status",
         "_task",
+        "_write",
     )
 
-    def __init__(self, services: Services, endpoint: Endpoint, send: Send) -> None:
-        self._s, self._endpoint, self._send = services, endpoint, send
+    def __init__(self, services: Services, endpoint: Endpoint, send: Send, write: Write | None) -> None:
+        self._s, self._endpoint, self._send, self._write = services, endpoint, send, write
         self._arrived_s = services.loop.time()
         self._head: Head | None = None
         self._legs: list[Leg] = []
@@ -154,7 +156,9 @@ class Exchange:
         head = self._head
         assert head is not None
         id_header = (b"x-request-id", (head.client_id or head.request_id).encode())
-        outlet = StreamOutlet(self._send, [*SSE_HEADERS, id_header]) if request.stream else PartAnswer(request)
+        outlet = (
+            StreamOutlet(self._send, [*SSE_HEADERS, id_header], self._write) if request.stream else PartAnswer(request)
+        )
         leg = self._leg_for(head.request_id, request, outlet, None)
         self._legs = [leg]
         try:
@@ -176,7 +180,7 @@ class Exchange:
         assert head is not None
         id_header = (b"x-request-id", (head.client_id or head.request_id).encode())
         created = fanout.created_now()
-        shared = StreamHead(self._send, [id_header], request.model)
+        shared = StreamHead(self._send, [id_header], self._write, request.model)
         answers: list[PartAnswer] = []
         for index, part in enumerate(fanout.parts_of(request, self._s.config.limits.max_choices)):
             outlet: Outlet

@@ -119,9 +119,9 @@ class Ticket:
         self._ledger.scheduler.push_failed(self.id, self._ledger.now())
         self._ledger.prefill_capacity_changed()
 
-    def progress(self, tokens: int) -> None:
+    def progress(self, tokens: int, now: float) -> None:
         """So many more tokens have been generated. O(1)."""
-        self._ledger.scheduler.progress(self.id, tokens, self._ledger.now())
+        self._ledger.scheduler.progress(self.id, tokens, now)
 
     def requeue(self) -> Release:
         """The decode ended early, or the pinned KV was lost: queue for a prefill again."""

@@ -51,7 +51,7 @@ from balanceroute.proxy.fleet import Worker
 from balanceroute.proxy.intake import ClientGone
 from balanceroute.proxy.ledger import Ticket
 from balanceroute.proxy.payloads import ClientRequest, PrefillResult, parse_probe_reply, resume
-from balanceroute.proxy.relay import relay
+from balanceroute.proxy.relay import Write, relay
 from balanceroute.proxy.responses import Send
 from balanceroute.proxy.services import Services
 from balanceroute.proxy.sse import EventScanner, StreamEnd
@@ -93,6 +93,11 @@ class Outlet(Protocol):
     @property
     def send(self) -> Send:
         """Takes ASGI body messages with whole events."""
+        ...
+
+    @property
+    def write(self) -> Write | None:
+        """A shorter way than `send` for a part in the middle of the answer, if there is one."""
         ...
 
     async def whole(self, body: bytes) -> None:
@@ -459,7 +464,7 @@ class Leg:
             if not self.first_token_s:
                 self.first_token_s = at
             self.stage_deadline_s = at + idle_s
-            progress(tokens)
+            progress(tokens, at)
 
         out = b""
         while not out and scanner.end is None:
@@ -480,7 +485,15 @@ class Leg:
         if out:
             if not outlet.started:
                 await outlet.start()
-            broken = await relay(reply, scanner, outlet.send, on_tokens, first=out, ends_response=outlet.ends_response)
+            broken = await relay(
+                reply,
+                scanner,
+                outlet.send,
+                on_tokens,
+                first=out,
+                write=outlet.write,
+                ends_response=outlet.ends_response,
+            )
         if scanner.end is StreamEnd.NO_DONE:
             owed = scanner.owed_usage(self.request.model, chat=self.request.endpoint == "chat")
             if owed:
@@ -511,7 +524,7 @@ class Leg:
         now = self.last_token_s = worker.progress_s = self._s.ledger.now()
         self.first_token_s = now
         if answer.tokens:
-            ticket.progress(answer.tokens)
+            ticket.progress(answer.tokens, now)
         self.scanner.tokens, self.scanner.finish_reason = answer.tokens, answer.finish_reason
         self.scanner.end = StreamEnd.DONE
         await self._outlet.whole(answer.body)

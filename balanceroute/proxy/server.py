@@ -11,7 +11,7 @@ import gc
 import logging
 import signal
 from collections.abc import Callable
-from typing import cast
+from typing import Any, cast
 
 import uvicorn
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
@@ -19,7 +19,7 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 from balanceroute.config import Config
 from balanceroute.errors import ConfigError
 from balanceroute.proxy.app import RouterApp
-from balanceroute.proxy.client_transport import HeadAndBody
+from balanceroute.proxy.client_transport import BODY_WRITER, BodyWriter, HeadAndBody
 from balanceroute.proxy.services import Services
 
 log = logging.getLogger(__name__)
@@ -64,6 +64,8 @@ class ClientProtocol(HttpToolsProtocol):
         """Its headers have come."""
         self._headers_are_here()
         super().on_headers_complete()
+        extensions: dict[str, Any] = {BODY_WRITER: BodyWriter(self.cycle)}
+        self.cycle.scope["extensions"] = extensions
 
     def _expect_head(self) -> None:
         self._late = self.loop.call_later(self.header_timeout_s, self._give_up)

@@ -26,6 +26,9 @@ error: the bytes first, then the error.
 is `BadUpstreamReply`: a truncated answer never looks complete. `abort()` closes the socket at once; a vLLM
 notices and frees the request.
 
+**Chunks.** A read of a stream is nearly always one whole chunk. Such a read would leave the parser where it was,
+between two chunks, so it is taken apart here (`unchunked`) and the parser never sees it; all others are its business.
+
 Errors of the network leave this module as `ConnectFailed`, `UpstreamTimeout` or `BadUpstreamReply`. The
 environment (`http_proxy`) is not consulted; `accept-encoding` is `identity` and a body is passed on as it is.
 """
@@ -214,6 +217,23 @@ class Upstream:
             self._idle.append(connection)
         else:
             connection.abort()
+
+
+def unchunked(data: bytes) -> bytes | None:
+    """The body in `data` if that is nothing but whole chunks, none of them the last; else None."""
+    parts = []
+    start, length = 0, len(data)
+    while start < length:
+        line_end = data.find(b"\r\n", start, start + 10)
+        try:
+            stop = line_end + 2 + int(data[start:line_end], 16)
+        except ValueError:
+            return None
+        if stop <= line_end + 2 or data[stop : stop + 2] != b"\r\n":
+            return None
+        parts.append(data[line_end + 2 : stop])
+        start = stop + 2
+    return parts[0] if len(parts) == 1 else b"".join(parts)
 
 
 class _Discard:
@@ -412,7 +432,9 @@ class _Connection(asyncio.Protocol):
     """One transport to the worker; owns the parser of the reply under way."""
 
     __slots__ = (
+        "_between_chunks",
         "_buffered",
+        "_chunk_ended",
         "_framed",
         "_head_bytes",
         "_keep_alive",
@@ -432,6 +454,8 @@ class _Connection(asyncio.Protocol):
         self._parser: httptools.HttpResponseParser | None = None
         self._reply: Reply | None = None
         self._buffered: list[bytes] = []
+        self._chunk_ended = False  # the last that the parser saw was the end of a chunk's data
+        self._between_chunks = False  # ... and of its line: the next byte begins another chunk
         self._framed = False  # the body's end is known from its framing, not from the close
         self._keep_alive = False  # the reply allows another request
         self._head_bytes = 0
@@ -457,7 +481,7 @@ class _Connection(asyncio.Protocol):
         assert self._transport is not None
         self._parser = httptools.HttpResponseParser(self)
         self._head_bytes = 0
-        self.heard = False
+        self.heard = self._chunk_ended = self._between_chunks = False
         reply = self._reply = Reply(self, self._loop.create_future())
         self._transport.write(message)
         return reply
@@ -492,6 +516,11 @@ class _Connection(asyncio.Protocol):
         if reply is None:  # idle: nobody asked, so nobody can say what this is
             self.abort()
             return
+        if self._between_chunks:
+            body = unchunked(data)
+            if body is not None:
+                self._hand_on(reply, body)
+                return
         self.heard = True
         parser = self._parser
         assert parser is not None
@@ -506,16 +535,21 @@ class _Connection(asyncio.Protocol):
         if buffered:
             body = buffered[0] if len(buffered) == 1 else b"".join(buffered)
             buffered.clear()
-            sink = reply._sink
-            if sink is not None:
-                sink.chunk(body)
-            else:
-                reply._keep(body)
+            self._hand_on(reply, body)
         elif not reply.started and self._head_bytes > MAX_HEAD_BYTES:
             self._fail(self.failure(BadUpstreamReply, f"the reply's head is longer than {MAX_HEAD_BYTES} bytes"))
             return
+        self._between_chunks = self._chunk_ended and data.endswith(b"\r\n")
         if self._parser is None and self._reply is reply:
             self._complete(reply)
+
+    @staticmethod
+    def _hand_on(reply: Reply, body: bytes) -> None:
+        sink = reply._sink
+        if sink is not None:
+            sink.chunk(body)
+        else:
+            reply._keep(body)
 
     def connection_lost(self, exc: Exception | None) -> None:
         reply = self._reply
@@ -583,6 +617,12 @@ class _Connection(asyncio.Protocol):
     def on_message_begin(self) -> None:
         if self._parser is None:  # bytes after the reply: whose could they be?
             self._keep_alive = False
+
+    def on_chunk_header(self) -> None:
+        self._chunk_ended = False
+
+    def on_chunk_complete(self) -> None:
+        self._chunk_ended = self._parser is not None
 
     def on_body(self, body: bytes) -> None:
         if self._parser is not None:

@@ -1,10 +1,11 @@
-"""A head waits for its body, never longer than the loop's turn."""
+"""A head waits for its body, never longer than the loop's turn; a stream's parts go straight to the socket."""
 
 import asyncio
+from types import SimpleNamespace
 
 import pytest
 
-from balanceroute.proxy.client_transport import HeadAndBody
+from balanceroute.proxy.client_transport import BodyWriter, HeadAndBody
 
 HEAD = b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\n"
 
@@ -65,3 +66,27 @@ async def test_what_is_no_head_is_written_at_once(data: bytes) -> None:
     socket, transport = a_transport()
     transport.write(data)
     assert socket.seen == [data]
+
+
+def a_writer(**state: bool) -> tuple[Socket, BodyWriter]:
+    socket = Socket()
+    flow = SimpleNamespace(write_paused=state.pop("write_paused", False))
+    usual = {"disconnected": False, "chunked_encoding": True, "response_complete": False}
+    return socket, BodyWriter(SimpleNamespace(transport=socket, flow=flow, **usual | state))  # type: ignore[arg-type]
+
+
+def test_a_part_of_a_stream_is_written_as_one_chunk() -> None:
+    socket, write = a_writer()
+    assert write(b"data: {}\n\n" * 2)
+    assert socket.seen == [b"14\r\n" + b"data: {}\n\n" * 2 + b"\r\n"]
+
+
+@pytest.mark.parametrize(
+    "state",
+    [{"write_paused": True}, {"disconnected": True}, {"chunked_encoding": False}, {"response_complete": True}],
+    ids=lambda state: next(iter(state)),
+)
+def test_what_send_would_not_simply_write_is_left_to_send(state: dict[str, bool]) -> None:
+    socket, write = a_writer(**state)
+    assert not write(b"data: {}\n\n")
+    assert socket.seen == []
