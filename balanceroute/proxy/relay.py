@@ -181,7 +181,7 @@ class _Pump:
     async def wait(self) -> None:
         """Wait until the pump is over or blocked, and unblock it."""
         if self._blocked is None:
-            self._waiter = asyncio.get_running_loop().create_future()
+            self._waiter = self._reply.loop.create_future()
             await self._waiter
             self._waiter = None
         while self._blocked is not None:

@@ -19,7 +19,7 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 from balanceroute.config import Config
 from balanceroute.errors import ConfigError
 from balanceroute.proxy.app import RouterApp
-from balanceroute.proxy.client_transport import BODY_WRITER, BodyWriter, HeadAndBody
+from balanceroute.proxy.client_transport import CLIENT_CONNECTION, ClientConnection, HeadAndBody, Watches
 from balanceroute.proxy.services import Services
 
 log = logging.getLogger(__name__)
@@ -40,6 +40,7 @@ class ClientProtocol(HttpToolsProtocol):
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """A client has connected: its first request must come."""
         super().connection_made(cast(asyncio.Transport, HeadAndBody(transport, self.loop)))
+        self._watches: Watches = {}
         self._in_head = True
         self._late: asyncio.TimerHandle | None = None
         self._expect_head()
@@ -48,6 +49,9 @@ class ClientProtocol(HttpToolsProtocol):
         """The client is gone."""
         self._headers_are_here()
         super().connection_lost(exc)
+        for on_gone in list(self._watches.values()):
+            on_gone()
+        self._watches.clear()
 
     def data_received(self, data: bytes) -> None:
         """Bytes of the client."""
@@ -64,7 +68,7 @@ class ClientProtocol(HttpToolsProtocol):
         """Its headers have come."""
         self._headers_are_here()
         super().on_headers_complete()
-        extensions: dict[str, Any] = {BODY_WRITER: BodyWriter(self.cycle)}
+        extensions: dict[str, Any] = {CLIENT_CONNECTION: ClientConnection(self.cycle, self._watches)}
         self.cycle.scope["extensions"] = extensions
 
     def _expect_head(self) -> None:

@@ -165,11 +165,10 @@ class Upstream:
     # ------------------------------------------------------------------------------------ pool
 
     async def _connection(self, connect_timeout_s: float) -> "tuple[_Connection, bool]":
-        loop = asyncio.get_running_loop()
         idle = self._idle
         while idle:
             connection = idle.pop()
-            if loop.time() - connection.idle_since > self._keepalive_s:
+            if connection.loop.time() - connection.idle_since > self._keepalive_s:
                 connection.abort()  # those below it in the stack are older still
                 while idle:
                     idle.pop().abort()
@@ -178,6 +177,7 @@ class Upstream:
                 return connection, True
         if self._closed:
             raise self._unsent("the worker has been removed")
+        loop = asyncio.get_running_loop()
         try:
             async with asyncio.timeout(connect_timeout_s):
                 _, connection = await loop.create_connection(
@@ -263,15 +263,17 @@ class Reply:
         "_waiter",
         "head",
         "headers",
+        "loop",
         "started",
         "status",
         "undelivered",
     )
 
-    def __init__(self, connection: "_Connection", head: "asyncio.Future[None]") -> None:
+    def __init__(self, connection: "_Connection") -> None:
         self.status = 0
         self.headers: list[tuple[bytes, bytes]] = []
-        self.head = head
+        self.loop = connection.loop  # asking for the running one takes a system call, on every Python before 3.12
+        self.head: asyncio.Future[None] = self.loop.create_future()
         self.started = False  # the head is complete
         self.undelivered = False  # a relay dropped events that it had counted
         self._connection: _Connection | None = connection
@@ -310,7 +312,7 @@ class Reply:
                 if self._error is not None:
                     raise self._error
                 return None
-            self._waiter = asyncio.get_running_loop().create_future()
+            self._waiter = self.loop.create_future()
             try:
                 await self._waiter
             finally:
@@ -375,7 +377,7 @@ class Reply:
         self._parts.clear()
         self._parts_bytes = 0
         self.resume()
-        asyncio.get_running_loop().call_later(grace_s, self.abort)
+        self.loop.call_later(grace_s, self.abort)
 
     # ------------------------------------------------------------------------------------ connection's side
 
@@ -438,18 +440,18 @@ class _Connection(asyncio.Protocol):
         "_framed",
         "_head_bytes",
         "_keep_alive",
-        "_loop",
         "_owner",
         "_parser",
         "_reply",
         "_transport",
         "heard",
         "idle_since",
+        "loop",
     )
 
     def __init__(self, owner: Upstream, loop: asyncio.AbstractEventLoop) -> None:
         self._owner = owner
-        self._loop = loop
+        self.loop = loop
         self._transport: asyncio.Transport | None = None
         self._parser: httptools.HttpResponseParser | None = None
         self._reply: Reply | None = None
@@ -482,7 +484,7 @@ class _Connection(asyncio.Protocol):
         self._parser = httptools.HttpResponseParser(self)
         self._head_bytes = 0
         self.heard = self._chunk_ended = self._between_chunks = False
-        reply = self._reply = Reply(self, self._loop.create_future())
+        reply = self._reply = Reply(self)
         self._transport.write(message)
         return reply
 
@@ -577,7 +579,7 @@ class _Connection(asyncio.Protocol):
         reusable = self._keep_alive and transport is not None and not transport.is_closing()
         if reusable and reply._paused:
             self.resume()
-        self.idle_since = self._loop.time()
+        self.idle_since = self.loop.time()
         self._owner._release(self, reusable=reusable)
         reply._finish(None)
 
