@@ -179,7 +179,7 @@ class Exchange:
         leg = self._leg_for(head.request_id, request, outlet, None)
         self._legs = [leg]
         try:
-            await leg.run()
+            await leg.run(self._task)
         except BalanceRouteError as error:
             if not outlet.started:
                 raise
@@ -332,13 +332,13 @@ class Exchange:
             fields["client_request"] = head.client_id
         if legs:
             fields |= {
-                "prefiller": ",".join(leg.prefiller for leg in legs),
-                "worker": ",".join(leg.worker for leg in legs),
-                "prefill_wait_s": round(max(leg.prefill_wait_s for leg in legs), 4),
-                "decode_wait_s": round(max(leg.decode_wait_s for leg in legs), 4),
+                "prefiller": ",".join([leg.prefiller for leg in legs]),
+                "worker": ",".join([leg.worker for leg in legs]),
+                "prefill_wait_s": round(max([leg.prefill_wait_s for leg in legs]), 4),
+                "decode_wait_s": round(max([leg.decode_wait_s for leg in legs]), 4),
                 "ttft_s": None if ttft_s is None else round(ttft_s, 4),
-                "prompt_tokens": sum(leg.prompt_tokens for leg in legs),
+                "prompt_tokens": sum([leg.prompt_tokens for leg in legs]),
                 "tokens": tokens,
-                "recomputes": sum(leg.recomputes for leg in legs),
+                "recomputes": sum([leg.recomputes for leg in legs]),
             }
         log_request(fields)

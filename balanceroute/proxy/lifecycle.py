@@ -195,8 +195,10 @@ class Leg:
         self._abandoned = False
         self._grace_s = 0.0
 
-    async def run(self) -> None:
+    async def run(self, task: asyncio.Task[Any] | None = None) -> None:
         """Serve the request: returns when its answer is complete.
+
+        Args: task: the one that runs this, where the caller has asked already.
 
         Raises: Rejected, UpstreamError: what the client is to be told; `Outlet.started` says whether as a status or
         as an event.
@@ -208,7 +210,7 @@ class Leg:
         ticket = self._ticket = services.ledger.submit(
             RequestSpec(self.id, request.prompt_tokens, request.priority, self._key, request.effective_limit)
         )
-        self._task = asyncio.current_task()
+        self._task = task or asyncio.current_task()
         services.legs.add(self)
         try:
             await self._serve(ticket)
