@@ -14,7 +14,8 @@ a fresh connection. The server had closed it while idle, so it has not seen the 
 RFC 9110 section 9.2.2 for a close "prior to any response", and what Envoy calls reset-before-request. It
 cannot be told from a server that took the request and died. For a prefill probe that means: in the worst
 case a probe runs twice and its KV stays pinned until the connector's timeout. `retry_stale=False` turns it
-off.
+off, and takes a connection only if it has been idle for at most `FRESH_S`: a server that is stalled may close one
+of 4 s under a request that came in time, but for one of 1 s it would have to be stalled for 4.
 
 **Reading.** Bytes reach the consumer by one of two ways. `next_chunk()` waits and returns everything that
 has come since the last call; behind `high_water_bytes` the socket is no longer read, so a slow client holds
@@ -44,6 +45,7 @@ import httptools
 from balanceroute.errors import BadUpstreamReply, ConnectFailed, UpstreamError, UpstreamTimeout
 
 KEEPALIVE_S: Final = 4.0  # below the 5 s after which uvicorn closes an idle connection
+FRESH_S: Final = 1.0  # idle time up to which a request that can't be repeated may use a connection
 HIGH_WATER_BYTES: Final = 256 * 1024
 CONNECT_TIMEOUT_S: Final = 5.0
 MAX_HEAD_BYTES: Final = 64 * 1024
@@ -130,7 +132,8 @@ class Upstream:
         """
         message = self._message(method, path, body, headers)
         while True:
-            connection, reused = await self._connection(connect_timeout_s)
+            idle_s = self._keepalive_s if retry_stale else min(FRESH_S, self._keepalive_s)
+            connection, reused = await self._connection(connect_timeout_s, idle_s)
             reply = connection.send(message)
             delivered = False
             try:
@@ -164,11 +167,11 @@ class Upstream:
 
     # ------------------------------------------------------------------------------------ pool
 
-    async def _connection(self, connect_timeout_s: float) -> "tuple[_Connection, bool]":
+    async def _connection(self, connect_timeout_s: float, idle_s: float) -> "tuple[_Connection, bool]":
         idle = self._idle
         while idle:
             connection = idle.pop()
-            if connection.loop.time() - connection.idle_since > self._keepalive_s:
+            if connection.loop.time() - connection.idle_since > idle_s:
                 connection.abort()  # those below it in the stack are older still
                 while idle:
                     idle.pop().abort()
