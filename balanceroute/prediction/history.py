@@ -295,7 +295,7 @@ class History:
 
 
 def read_rows(path: Path) -> list[FinishedRequest]:
-    """Read every row of a history file, oldest first, without changing it; a router may be writing it meanwhile.
+    """Read every sensible row of a history file, oldest first, without changing it; a router may be writing it meanwhile.
 
     Raises: InputError when there is no file, or none of ours.
     """
@@ -303,7 +303,7 @@ def read_rows(path: Path) -> list[FinishedRequest]:
         connection = sqlite3.connect(f"{path.absolute().as_uri()}?mode=ro", uri=True, timeout=LOCK_WAIT_S)
         try:
             _check_ours(connection)
-            return _read(connection, float("-inf"), float("inf"), -1)
+            return _read(connection, float("-inf"), time.time() + CLOCK_ERROR_S, -1)
         finally:
             connection.close()
     except (_Unusable, sqlite3.Error) as error:

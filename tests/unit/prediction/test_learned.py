@@ -248,6 +248,21 @@ def test_trees_that_contradict_themselves_are_refused(
         load_model(path)
 
 
+@pytest.mark.parametrize("content", [b"arrival_s,prompt_tokens\n", None], ids=["no archive", "words for numbers"])
+def test_what_is_no_model_is_refused_in_words_for_whoever_gave_it(content: bytes | None, tmp_path: Path) -> None:
+    path = tmp_path / "m.npz"
+    save_model(path, Model("survival", H, finishes(5)))
+    with np.load(path) as arrays:
+        known = dict(arrays)
+    np.savez(path, **(known | {"output_tokens": np.array(["words"])}))
+    if content is not None:
+        path.write_bytes(content)
+
+    with pytest.raises(InputError, match="not a predictor file, or a damaged one") as refused:
+        load_model(path)
+    assert "pickle" not in str(refused.value)
+
+
 def test_where_nothing_ever_finishes_in_the_window_there_is_nothing_to_grow() -> None:
     pytest.importorskip("sklearn")
     predictor = LearnedPredictor(H)
