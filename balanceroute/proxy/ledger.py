@@ -229,8 +229,11 @@ class Ledger:
 
     def expire(self) -> list[Ticket]:
         """End what has waited too long; the lifecycles are told."""
-        expired = []
-        for release in self.scheduler.expire(self.now()):
+        expired, now = [], self.now()
+        if self.forecasts is not None:
+            for tracker in self.scheduler.late(now):  # what had been generated before a requeue was cut short
+                self.forecasts.finished(tracker, Outcome.EXPIRED.value)
+        for release in self.scheduler.expire(now):
             ticket = self.tickets.pop(release.request)
             ticket.left = release
             where = "a decode slot" if release.phase is Phase.POOLED else "a prefiller"

@@ -10,6 +10,7 @@ import asyncio
 import gc
 import logging
 import signal
+import sys
 from collections.abc import Callable
 from typing import Any, cast
 
@@ -27,6 +28,7 @@ from balanceroute.proxy.services import Services
 
 log = logging.getLogger(__name__)
 
+SWITCH_INTERVAL_S = 0.001  # Python's own is 0.005
 _LOOK_S = 0.05
 _ABORT_S = 3.0
 
@@ -161,6 +163,9 @@ class Server(uvicorn.Server):
             # stream for some 20 ms (100 ms on a busy machine).
             gc.collect()
             gc.freeze()
+            # A re-fit's thread may otherwise keep the interpreter for 5 ms whenever the loop comes back from a system
+            # call, and an event takes several: gaps of 8 ms were seen.
+            sys.setswitchinterval(SWITCH_INTERVAL_S)
             sock = self.servers[0].sockets[0].getsockname()
             log.info("listening", extra={"host": sock[0], "port": sock[1]})
             if self._on_reload is not None:
