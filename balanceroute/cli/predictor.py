@@ -88,7 +88,8 @@ def evaluate(
         predictor = build_predictor(kind, horizon, model=model, size_buckets=size_buckets)
     else:
         known, tested = (_from_trace(train), rows) if train is not None else time_split(rows)
-        learned_from = str(train) if train is not None else f"the first {len(known)} finishes of the trace"
+        n_known = sum(not row.censored for row in known)
+        learned_from = str(train) if train is not None else f"the first {n_known} finishes of the trace"
         predictor = _fitted(kind, horizon, known, size_buckets)
     if not tested:
         raise InputError(f"{trace}: too short to split by time; give --train")

@@ -29,21 +29,21 @@ from balanceroute.core.subset import best_subset
 
 @dataclass(frozen=True, slots=True)
 class BalanceRouteParams:
-    """The knobs; defaults are the product's (measured: short waits at about the same imbalance as the paper's).
+    """The knobs; `PolicySettings` has their defaults.
 
     `beta` None means G, the number of decode workers (BR-0's own penalty). `horizon_steps` 0 is BR-0.
     """
 
-    horizon_steps: int = 0
-    alpha: float = 1.0
-    beta: float | None = None
-    gamma: float = 0.86
-    s_greedy: int = 4
-    r_max: int = 8
-    candidate_order: str = "fifo"
-    slack_placement: str = "load"
-    guard: str = "pool"
-    max_wait_s: float = 60.0
+    horizon_steps: int
+    alpha: float
+    beta: float | None
+    gamma: float
+    s_greedy: int
+    r_max: int
+    candidate_order: str
+    slack_placement: str
+    guard: str
+    max_wait_s: float
 
 
 class Field(Protocol):

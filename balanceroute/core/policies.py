@@ -17,7 +17,11 @@ BR_H_BETA = 43.0  # with gamma 0.86 the paper's own operating point, and the bes
 
 @dataclass(frozen=True, slots=True)
 class PolicySettings:
-    """Every knob of every policy; each policy reads its own. Times in seconds, see `BalanceRouteParams`."""
+    """Every knob of every policy; each policy reads its own. Times in seconds, see `BalanceRouteParams`.
+
+    The defaults are the product's (measured: short waits at about the same imbalance as the paper's), and those of the
+    configuration's `routing` section are the same.
+    """
 
     policy: str = "br_h"
     horizon_steps: int = 80

@@ -354,10 +354,14 @@ class Scheduler:
 
         A requeued request is no arrival: its client may have half of its answer, and its own deadline ends it.
         """
+        return [self.finish(tracker.id, Outcome.EXPIRED, now) for tracker in self.late(now)]
+
+    def late(self, now: float) -> list[RequestTracker]:
+        """Whom `expire` would end now, in its order: a driver has something to learn from them before they go."""
         pool_limit, queue_limit = now - self.config.pool_ttl_s, now - self.config.queue_deadline_s
-        late = [tracker.id for tracker in self.snapshot.pool if tracker.ready_s < pool_limit]
-        late += [t.id for t in self.snapshot.queued.values() if t.arrived_s < queue_limit and not t.requeues]
-        return [self.finish(request_id, Outcome.EXPIRED, now) for request_id in late]
+        late = [tracker for tracker in self.snapshot.pool if tracker.ready_s < pool_limit]
+        late += [t for t in self.snapshot.queued.values() if t.arrived_s < queue_limit and not t.requeues]
+        return late
 
     # -- the moves between phases -----------------------------------------------------------------------------
 

@@ -46,14 +46,14 @@ MIN_CAP_S = 1e-3  # keeps u finite when max_wait_s is 0, which makes the order f
 
 @dataclass(frozen=True, slots=True)
 class TargetFitParams:
-    """The knobs of TargetFit.
+    """The knobs of TargetFit; `PolicySettings` has the defaults of those that can be set.
 
     `max_wait_s`: age at which a request precedes younger ones. `hold_s`: longest hold in slack, 0 for never.
     `window`: how many of the pool, in waiting order, a scarce decision chooses from.
     """
 
-    max_wait_s: float = 60.0
-    hold_s: float = 0.5
+    max_wait_s: float
+    hold_s: float
     window: int = 512
 
 
@@ -64,8 +64,8 @@ class TargetFit:
     waits_for_slots = True
     horizon_steps = 0
 
-    def __init__(self, params: TargetFitParams | None = None, stage_timer: StageTimer | None = None) -> None:
-        self.params = params or TargetFitParams()
+    def __init__(self, params: TargetFitParams, stage_timer: StageTimer | None = None) -> None:
+        self.params = params
         self.stage_timer = stage_timer
 
     def patience_s(self, prompt_tokens: int, snapshot: ClusterSnapshot) -> float:

@@ -56,14 +56,14 @@ def report(scope: Scope, results: Results, out: Path) -> Section:
             for method in MAIN + DEFAULTS
             for variant in (variants(method) if method in MAIN else [method])
         ]
-        section.figure(figures.wait_versus_balance(points, out / f"wait_{name}"), f"Wait versus balance, {name}")
+        section.figure(figures.wait_versus_balance(points, name, out / f"wait_{name}"), f"Wait versus balance, {name}")
         section.text(f"Load sweep on {name}, one seed, {scope.sweep_rows:,} requests: load spread in tokens.")
         section.table(sweep_table(scope, results, source, name))
         lines = {
             method.label: [results[sweep_job(scope, source, method, load)].figures for load in scope.loads]
             for method in SWEPT
         }
-        section.figure(figures.load_sweep(scope.loads, lines, out / f"sweep_{name}"), f"Load sweep, {name}")
+        section.figure(figures.load_sweep(scope.loads, lines, name, out / f"sweep_{name}"), f"Load sweep, {name}")
     return section
 
 

@@ -1,7 +1,8 @@
 """The figures: PNG and SVG, readable in print and for the colour-blind.
 
-Colours are the palette of Okabe and Ito; lines also differ in markers, so that they can be told apart in grey. Equal
-data give equal bytes: nothing with a date or a random id is written.
+Colours are the palette of Okabe and Ito with a darker grey; lines also differ in markers and dashes, so that they can
+be told apart in grey. Every figure says on which workload it is, so that it can stand alone. Equal data give equal
+bytes: nothing with a date or a random id is written.
 """
 
 from collections.abc import Mapping, Sequence
@@ -19,9 +20,11 @@ if TYPE_CHECKING:
     from matplotlib.axis import Axis
     from matplotlib.figure import Figure
 
-COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000", "#999999")
+COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000", "#6E6E6E")
 MARKERS = "osD^vPX*"
+DASHES = ("-", "--", "-.", (0, (1, 1)))
 DPI = 160
+BALANCES = (0.5, 0.6, 0.7, 0.8, 0.85, 0.9, 0.95, 0.97, 0.98, 0.99, 0.995, 0.998)  # ticks
 
 
 def pyplot() -> Any:
@@ -43,6 +46,7 @@ def pyplot() -> Any:
             "legend.frameon": False,
             "svg.hashsalt": "balanceroute",
             "figure.constrained_layout.use": True,
+            "figure.titlesize": 10,
         }
     )
     return plt
@@ -58,19 +62,24 @@ def save(figure: "Figure", stem: Path) -> Path:
 
 
 def style(index: int) -> dict[str, Any]:
-    """Colour and marker of the index-th line."""
-    return {"color": COLOURS[index % len(COLOURS)], "marker": MARKERS[index % len(MARKERS)], "markersize": 4}
+    """Colour, marker and dashes of the index-th line."""
+    return {
+        "color": COLOURS[index % len(COLOURS)],
+        "marker": MARKERS[index % len(MARKERS)],
+        "markersize": 5,
+        "linestyle": DASHES[index % len(DASHES)],
+    }
 
 
 def plain_ticks(axis: "Axis", candidates: Sequence[float]) -> None:
     """Numbers as people write them on a logarithmic axis."""
-    low, high = axis.get_view_interval()
+    low, high = sorted(axis.get_view_interval())
     ticks = [tick for tick in candidates if low <= tick <= high]
     axis.set_ticks(ticks, [f"{tick:g}" for tick in ticks])
     axis.set_minor_locator(pyplot().NullLocator())
 
 
-def load_panels(panels: Sequence[tuple[str, NDArray[np.int64]]], stem: Path) -> Path:
+def load_panels(panels: Sequence[tuple[str, NDArray[np.int64]]], workload: str, stem: Path) -> Path:
     """KV load of every worker over a segment of steps, one panel per router, one scale for all."""
     plt = pyplot()
     columns = 2
@@ -87,6 +96,7 @@ def load_panels(panels: Sequence[tuple[str, NDArray[np.int64]]], stem: Path) -> 
         axis.set_xlabel("decode step of the segment")
     for axis in list(axes.flat)[len(panels) :]:
         axis.set_visible(False)
+    figure.suptitle(f"KV load on {workload}, one line per decode worker; the same number of steps in every panel")
     return save(figure, stem)
 
 
@@ -98,7 +108,7 @@ def lines_over(
         axis.plot(x, [getattr(entry, name) * factor for entry in figures], label=label, **style(index))
 
 
-def scaling(widths: Sequence[int], lines: Mapping[str, Sequence[Figures]], stem: Path) -> Path:
+def scaling(widths: Sequence[int], lines: Mapping[str, Sequence[Figures]], workload: str, stem: Path) -> Path:
     """Load spread, TPOT p95 and balance against the number of workers."""
     plt = pyplot()
     figure, axes = plt.subplots(1, 3, figsize=(11, 3.8))
@@ -119,13 +129,15 @@ def scaling(widths: Sequence[int], lines: Mapping[str, Sequence[Figures]], stem:
         axis.set_ylabel(label)
     axes[0].set_yscale("log")
     plain_ticks(axes[0].yaxis, (2, 5, 10, 20, 50, 100, 200, 500, 1000))
-    figure.legend(*axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=4)
+    figure.suptitle(f"Scaling on {workload}")
+    figure.legend(*axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=4, handlelength=3)
     return save(figure, stem)
 
 
 def sensitivity(
     points: Mapping[int, Mapping[tuple[float, float], float]],
     deployed: Sequence[tuple[float, float]],
+    workload: str,
     stem: Path,
 ) -> Path:
     """Load spread over the (beta, gamma) plane, one panel per width; stars are the paper's operating points."""
@@ -144,6 +156,7 @@ def sensitivity(
                 vmin=min(values),
                 vmax=max(values),
                 edgecolors="black",
+                label="the paper's operating points" if marker == "*" else "swept",
             )
         for (beta, gamma), value in spreads.items():
             above = (beta, gamma) not in deployed
@@ -156,16 +169,19 @@ def sensitivity(
             )
         axis.set_xscale("symlog", linthresh=1)
         axis.set_xticks([1, 15, 24, 48, 96], ["1", "15", "24", "48", "96"])
+        axis.minorticks_off()
         axis.set_xlim(0.6, 200)
         axis.set_ylim(0.42, 1.08)
         axis.set_xlabel("beta")
         axis.set_ylabel("gamma")
         axis.set_title(f"G = {width}", fontsize=9)
         figure.colorbar(dots, ax=axis, label="load spread, 1,000 tokens")
+    figure.suptitle(f"BR-H with an oracle on {workload}")
+    figure.legend(*axes[0][0].get_legend_handles_labels(), loc="outside lower center", ncols=2)
     return save(figure, stem)
 
 
-def overhead(fans: Sequence[tuple[str, NDArray[np.float64]]], budget_ms: float, stem: Path) -> Path:
+def overhead(fans: Sequence[tuple[str, NDArray[np.float64]]], budget_ms: float, workload: str, stem: Path) -> Path:
     """A fan of percentiles per stage: to p50, to p95, to p99, to the maximum; the tick is the mean."""
     plt = pyplot()
     figure, axis = plt.subplots(figsize=(9, 0.38 * len(fans) + 1.4))
@@ -180,12 +196,16 @@ def overhead(fans: Sequence[tuple[str, NDArray[np.float64]]], budget_ms: float, 
     axis.set_yticks(range(len(fans)), [label for label, _ in fans])
     axis.set_ylim(len(fans) - 0.4, -1.4)
     axis.set_xscale("log")
-    axis.set_xlabel("microseconds per decision (bars to p50, p95, p99, max; tick: mean)")
+    axis.set_xlabel("microseconds per decision (bars to p50, p95, p99, max, ever lighter; tick: mean)")
+    figure.suptitle(f"What a decision costs on {workload}, G = 8")
     return save(figure, stem)
 
 
-def wait_versus_balance(points: Sequence[tuple[str, bool, float, float]], stem: Path) -> Path:
-    """p99 wait against balance: up and to the left is better. Filled: waiting is capped."""
+def wait_versus_balance(points: Sequence[tuple[str, bool, float, float]], workload: str, stem: Path) -> Path:
+    """p99 wait against balance: up and to the left is better. Filled: waiting is capped.
+
+    The distance from the bound, 1 - balance, is on a logarithmic axis: the good ones differ in the third digit.
+    """
     plt = pyplot()
     figure, axis = plt.subplots(figsize=(9, 4.6))
     labels = list(dict.fromkeys(label for label, *_ in points))
@@ -195,7 +215,7 @@ def wait_versus_balance(points: Sequence[tuple[str, bool, float, float]], stem: 
         colour = COLOURS[index % len(COLOURS)]
         axis.scatter(
             wait,
-            value,
+            max(1.0 - value, 1e-3),
             marker=MARKERS[(index + index // len(COLOURS)) % len(MARKERS)],
             s=55,
             facecolors=colour if capped else "none",
@@ -203,16 +223,22 @@ def wait_versus_balance(points: Sequence[tuple[str, bool, float, float]], stem: 
             linewidths=1.4,
             label=f"{label}{', wait capped' if capped else ''}",
         )
+    least = min(wait for *_, wait, _ in points)
     axis.set_xscale("symlog", linthresh=1)
-    axis.set_xlim(left=-0.3)  # room for the markers of those that never wait
+    axis.set_xlim(left=-0.3 if least < 1 else 0.7 * least)  # room for the markers of those that never wait
     plain_ticks(axis.xaxis, (0, 1, 2, 5, 10, 20, 50, 100, 200, 500))
-    axis.set_xlabel("wait p99, s (logarithmic above 1)")
+    axis.set_yscale("log")
+    axis.invert_yaxis()
+    plain_ticks(axis.yaxis, [1.0 - value for value in BALANCES])
+    axis.set_yticklabels([f"{1.0 - tick:g}" for tick in axis.get_yticks()])
+    axis.set_xlabel("wait p99, s" + (" (logarithmic above 1)" if least < 1 else ""))
     axis.set_ylabel("balance (1 = bound)")
+    axis.set_title(f"Waiting and balance on {workload}", fontsize=10)
     figure.legend(loc="outside right center", fontsize=8)
     return save(figure, stem)
 
 
-def load_sweep(loads: Sequence[float], lines: Mapping[str, Sequence[Figures]], stem: Path) -> Path:
+def load_sweep(loads: Sequence[float], lines: Mapping[str, Sequence[Figures]], workload: str, stem: Path) -> Path:
     """Load spread and p99 wait against the offered load."""
     plt = pyplot()
     figure, axes = plt.subplots(1, 2, figsize=(9, 3.8))
@@ -225,5 +251,6 @@ def load_sweep(loads: Sequence[float], lines: Mapping[str, Sequence[Figures]], s
     plain_ticks(axes[1].yaxis, (0, 1, 2, 5, 10, 20, 50, 100, 200))
     for axis in axes:
         axis.set_xlabel("offered load / ideal capacity")
-    figure.legend(*axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=3)
+    figure.suptitle(f"Load sweep on {workload}")
+    figure.legend(*axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=3, handlelength=3)
     return save(figure, stem)

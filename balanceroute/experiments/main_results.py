@@ -70,7 +70,7 @@ def report(scope: Scope, results: Results, out: Path) -> Section:
         if source in paper.MAIN:
             section.text(paper.verdict(not_reproduced(scope, results, source)))
         panels = [(panel.label, results[jobs_of(scope, source, panel)[0]].panel) for panel in PANELS]
-        section.figure(figures.load_panels(panels, out / f"loads_{name}"), f"KV load of every worker, {name}")
+        section.figure(figures.load_panels(panels, name, out / f"loads_{name}"), f"KV load of every worker, {name}")
     return section
 
 

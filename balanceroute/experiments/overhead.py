@@ -69,5 +69,6 @@ def report(scope: Scope, results: Results, out: Path) -> Section:
             if width == 8:
                 fans.append((f"{method.label}: {stage}", values))
     section.table(table)
-    section.figure(figures.overhead(fans, STEP_BUDGET_MS, out / "overhead"), "Dispatch overhead")
+    name = scope.workload(scope.sources[0]).name
+    section.figure(figures.overhead(fans, STEP_BUDGET_MS, name, out / "overhead"), "Dispatch overhead")
     return section

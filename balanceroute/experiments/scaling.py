@@ -85,5 +85,6 @@ def report(scope: Scope, results: Results, out: Path) -> Section:
     lines = {
         method.label: [results[job_of(scope, method, width)].figures for width in scope.widths] for method in METHODS
     }
-    section.figure(figures.scaling(scope.widths, lines, out / "scaling"), "Scaling")
+    name = scope.workload(source_of(scope)).name
+    section.figure(figures.scaling(scope.widths, lines, name, out / "scaling"), "Scaling")
     return section

@@ -82,5 +82,6 @@ def report(scope: Scope, results: Results, out: Path) -> Section:
         width: {point: results[job_of(scope, *point, width)].figures.load_spread_mean for point in SWEPT + DEPLOYED}
         for width in scope.sensitivity_widths
     }
-    section.figure(figures.sensitivity(points, DEPLOYED, out / "sensitivity"), "Sensitivity")
+    name = scope.workload(scope.sources[0]).name
+    section.figure(figures.sensitivity(points, DEPLOYED, name, out / "sensitivity"), "Sensitivity")
     return section

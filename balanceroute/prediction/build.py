@@ -59,7 +59,9 @@ def build_predictor(
         raise ConfigError(
             f"predictor.model: {model} was fitted for horizon_steps {saved.horizon_steps}, not {horizon_steps}"
         )
-    predictor.start([*saved.rows, *rows])
+    since = list(rows)
+    predictor.start([*saved.rows, *since])
     if saved.learned is not None and isinstance(predictor, LearnedPredictor):
         predictor.adopt(saved.learned)
+        predictor.ring.pending = min(len(since), len(predictor.ring))  # its trees have seen the others
     return predictor

@@ -5,9 +5,9 @@ sample per refresh that the router would have made. Stage 1 is judged on every s
 calibration), stage 2 on those that do finish within H (mean absolute error of mean_if_finished), and what the
 router consumes, c_hat after the gate, on every sample against min(r, H).
 
-Causality: the training part ends before the test part begins (`time_split`), and with `online` a predictor
-sees a test request only when it has finished, in time order. A trace has no finish times, so a request is
-taken to finish STEP_S per token after its arrival.
+Causality: the training part knows nothing from after the start of the test part (`time_split`), and with
+`online` a predictor sees a test request only when it has finished, in time order. A trace has no finish times,
+so a request is taken to finish STEP_S per token after its arrival.
 """
 
 import time
@@ -77,15 +77,24 @@ class Evaluation:
 def time_split(
     rows: Sequence[FinishedRequest], train_ratio: float = 0.5
 ) -> tuple[list[FinishedRequest], list[FinishedRequest]]:
-    """Split by time: requests that finished before a moment, and requests that started after it.
+    """Split at a moment: what a router had seen by then, and the requests that started from then on.
 
-    What ran across the moment is in neither part, so nothing of the test part is known to the training part.
+    What ran across the moment is part of the first as far as it had come: cut short at its age, and without its key,
+    as in a re-fit (`ObservationRing.freeze`). Left out, it would make requests look shorter than they are.
     """
     if not rows:
         return [], []
     starts = np.sort([started_s(row) for row in rows])
     moment = float(starts[min(len(starts) - 1, int(train_ratio * len(starts)))])
-    return [r for r in rows if r.finished_s < moment], [r for r in rows if started_s(r) >= moment]
+    running = [_cut(row, moment) for row in rows if started_s(row) < moment <= row.finished_s]
+    known = [row for row in rows if row.finished_s < moment] + [row for row in running if row.output_tokens]
+    return known, [row for row in rows if started_s(row) >= moment]
+
+
+def _cut(row: FinishedRequest, moment: float) -> FinishedRequest:
+    """What is known at `moment` of a request that runs then."""
+    age = int((moment - started_s(row)) / STEP_S)
+    return FinishedRequest("", row.prompt_tokens, min(age, row.output_tokens - 1), "cancelled", moment)
 
 
 def started_s(row: FinishedRequest) -> float:

@@ -31,7 +31,8 @@ from .sizes import SizedCurves, SizedFitter
 
 SAMPLES = 32  # newest lengths kept per key: a batch of 512 then gathers 64 KB, which stays in the L2 cache
 DEFAULT_KEYS = 20_000
-_ONES = np.ones(SAMPLES, dtype=np.float32)
+_ALL_BYTES = np.uint64(0x0101010101010101)
+_TOP_BYTE = np.uint64(56)
 _UNIT_BITS = 6
 _UNIT = 1 << _UNIT_BITS  # above SAMPLES: two sums share one integer, and one gather
 _LONGEST = 2**29  # tokens; keeps the doubled length and a window inside 32 bits
@@ -152,7 +153,7 @@ class ExactMatchPredictor:
         """Answer both stages for many requests; one dict access each, the rest on arrays."""
         rows = np.fromiter(map(self._row_of.get, keys, repeat(0)), dtype=np.intp, count=len(keys))
         bound = (ages.astype(np.int32) * 2 + (1 - _BELOW_ZERO))[:, None]
-        codes = self._sorted.take(rows, axis=0)
+        codes = self._sorted.take(rows, axis=0, mode="clip")  # no row is out of bounds, and this is not checked
         low = _true_per_row(codes <= bound)
         high = _true_per_row(codes <= bound + np.int32(2 * self._horizon))
         at_risk = self._usable.take(rows) - low
@@ -181,5 +182,13 @@ class ExactMatchPredictor:
 
 
 def _true_per_row(mask: BoolArray) -> IntArray:
-    """Count along rows of SAMPLES; as a product with ones, a third of the time of `sum(axis=1)`."""
-    return (mask.astype(np.float32) @ _ONES).astype(np.int64)
+    """Count along rows of SAMPLES = 32 truths, a byte each, as four words of eight.
+
+    No byte of the sum of four words exceeds 4, and the top byte of its product with 0x0101... is the sum of its bytes.
+    Six passes over n words, where a product of the mask with ones converts 32 n of them.
+    """
+    words = mask.view(np.uint64)
+    bytewise = (words[:, 0] + words[:, 1]) + (words[:, 2] + words[:, 3])
+    bytewise *= _ALL_BYTES
+    bytewise >>= _TOP_BYTE
+    return bytewise.view(np.int64)

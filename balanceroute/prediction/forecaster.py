@@ -85,6 +85,7 @@ class Forecaster:
         self.predictor = predictor
         self._horizon = float(horizon_steps)
         self.refreshes = 0
+        self.failures = 0  # batches that the driver got no answer to
         self.gate_open = 0
         self.gate_closed = 0
         self.finished_count = 0

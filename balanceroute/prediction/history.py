@@ -40,6 +40,7 @@ MAX_PENDING = 50_000  # rows on the queue, about 10 MB: minutes of a stuck disk 
 BATCH_ROWS = 1_000
 BATCH_S = 0.5  # at most this much is lost by kill -9
 PRUNE_EVERY_ROWS = 10_000
+CLOCK_ERROR_S = 86_400.0  # rows from further in the future, by a clock that was wrong, would make all others look old
 LOCK_WAIT_S = 2.0  # for another process that has the file; more would hold up the start
 
 _DAMAGED = {sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB}
@@ -62,6 +63,12 @@ PRAGMA user_version = {SCHEMA_VERSION};
 COMMIT;
 """
 
+# SQLite keeps whatever was put into a column, and a page may be damaged without being malformed
+_SENSIBLE = (
+    "typeof(prompt_key) = 'text' AND typeof(finish_reason) = 'text' AND typeof(finished_s) = 'real' "
+    "AND typeof(prompt_tokens) = 'integer' AND prompt_tokens BETWEEN 0 AND 4294967296 "
+    "AND typeof(output_tokens) = 'integer' AND output_tokens BETWEEN 0 AND 4294967296"
+)
 _INSERT = (
     "INSERT INTO finished (prompt_key, prompt_tokens, output_tokens, finish_reason, finished_s) VALUES (?, ?, ?, ?, ?)"
 )
@@ -136,12 +143,16 @@ class History:
         try:
             connection = sqlite3.connect(self.path)
             try:
-                return _read(connection, self._oldest_s(), self._max_rows)
+                rows = _read(connection, self._oldest_s(), self._clock() + CLOCK_ERROR_S, self._max_rows)
+                left_out = connection.execute(f"SELECT count(*) FROM finished WHERE NOT ({_SENSIBLE})").fetchone()[0]
             finally:
                 connection.close()
         except sqlite3.Error as error:
             log.warning("prediction history cannot be read, starting cold: %s", error, extra={"path": str(self.path)})
             return []
+        if left_out:
+            log.warning("prediction history: left out %d rows that make no sense", left_out)
+        return rows
 
     def flush(self, timeout_s: float = 10.0) -> bool:
         """Wait until everything added so far is written; True when it is. For shutdown and tests, not for
@@ -284,7 +295,7 @@ class History:
 
 
 def read_rows(path: Path) -> list[FinishedRequest]:
-    """Read every row of a history file, oldest first, without changing it; a router may be writing it meanwhile.
+    """Read every sensible row of a history file, oldest first, without changing it; a router may be writing it.
 
     Raises: InputError when there is no file, or none of ours.
     """
@@ -292,18 +303,18 @@ def read_rows(path: Path) -> list[FinishedRequest]:
         connection = sqlite3.connect(f"{path.absolute().as_uri()}?mode=ro", uri=True, timeout=LOCK_WAIT_S)
         try:
             _check_ours(connection)
-            return _read(connection, float("-inf"), -1)
+            return _read(connection, float("-inf"), time.time() + CLOCK_ERROR_S, -1)
         finally:
             connection.close()
     except (_Unusable, sqlite3.Error) as error:
         raise InputError(f"{path}: not a readable prediction history: {error}") from error
 
 
-def _read(connection: sqlite3.Connection, oldest_s: float, limit: int) -> list[FinishedRequest]:
+def _read(connection: sqlite3.Connection, oldest_s: float, newest_s: float, limit: int) -> list[FinishedRequest]:
     rows = connection.execute(
         "SELECT prompt_key, prompt_tokens, output_tokens, finish_reason, finished_s FROM finished "
-        "WHERE finished_s >= ? ORDER BY finished_s DESC, id DESC LIMIT ?",
-        (oldest_s, limit),
+        f"WHERE finished_s BETWEEN ? AND ? AND {_SENSIBLE} ORDER BY finished_s DESC, id DESC LIMIT ?",
+        (oldest_s, newest_s, limit),
     ).fetchall()
     return [FinishedRequest(*row) for row in reversed(rows)]
 

@@ -11,6 +11,7 @@ Growing takes seconds and happens in a process of its own (`refit.py`); asking n
 Until there is a model, or with too little history for one, the marginal survival curve answers.
 """
 
+import importlib.util
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -34,6 +35,12 @@ MAX_SAMPLES = 200_000  # a fit of this size takes about 5 s on one core
 HELD_OUT = 0.15
 CALIBRATION_LIMIT = 0.03
 DEFAULT_KEYS = 20_000
+NEEDS_SCIKIT_LEARN = "predictor.kind: 'learned' needs scikit-learn to be fitted: pip install 'balanceroute[learned]'"
+
+
+def can_grow() -> bool:
+    """Tell whether scikit-learn is installed, without importing it."""
+    return importlib.util.find_spec("sklearn") is not None
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,9 +97,7 @@ def _scikit_learn() -> tuple[Any, Any, Any]:
         from sklearn.ensemble import HistGradientBoostingClassifier, HistGradientBoostingRegressor
         from threadpoolctl import threadpool_limits  # scikit-learn requires it
     except ImportError as error:
-        raise ConfigError(
-            "predictor.kind: 'learned' needs scikit-learn to be fitted: pip install 'balanceroute[learned]'"
-        ) from error
+        raise ConfigError(NEEDS_SCIKIT_LEARN) from error
     return HistGradientBoostingClassifier, HistGradientBoostingRegressor, threadpool_limits
 
 

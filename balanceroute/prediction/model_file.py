@@ -83,7 +83,10 @@ def load_model(path: Path) -> Model:
     Raises: InputError when it is missing, not ours, newer than this version, or contradicts itself.
     """
     try:
-        with path.open("rb") as file, np.load(file, allow_pickle=False) as arrays:
+        with path.open("rb") as file:
+            if not zipfile.is_zipfile(file):
+                raise ValueError("no archive")
+        with np.load(path, allow_pickle=False) as arrays:
             header = _header(path, arrays)
             rows = _rows(arrays)
             return Model(header["kind"], int(header["horizon_steps"]), rows, _learned(header, arrays, rows))
@@ -105,8 +108,9 @@ def _header(path: Path, arrays: Arrays) -> dict[str, Any]:
 
 
 def _rows(arrays: Arrays) -> list[FinishedRequest]:
-    names = ("key", "prompt_tokens", "output_tokens", "finish_reason", "finished_s")
-    columns = [arrays[name].tolist() for name in names]
+    types = {"key": np.str_, "prompt_tokens": np.int64, "output_tokens": np.int64}
+    types |= {"finish_reason": np.str_, "finished_s": np.float64}
+    columns = [arrays[name].astype(kind).tolist() for name, kind in types.items()]
     return [FinishedRequest(*row) for row in zip(*columns, strict=True)]
 
 

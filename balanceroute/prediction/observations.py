@@ -84,6 +84,11 @@ class Recent:
     capacity: int
     max_age_s: float | None
 
+    @property
+    def n_rows(self) -> int:
+        """Rows in the view, before those beyond the bounds are left out."""
+        return sum(len(chunk) for chunk in self.chunks)
+
     def joined(self) -> Observations:
         """Join the chunks and leave out what is too old or too much; any thread."""
         rows = Observations(

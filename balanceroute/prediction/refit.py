@@ -1,14 +1,15 @@
 """Re-fits: the predictor keeps answering from its present fit while the next one is computed elsewhere.
 
-A re-fit has three parts. On the loop: freeze a view of the recent rows (20 us, and 3 ms more where 9,000
-requests run). In a worker thread: fit, from that view alone. On the loop again: one assignment (`adopt`). For
-the survival curve the thread's time goes into short numpy calls, many of which release the interpreter lock
-(`scripts/bench/refit_stall.py`). Gradient boosting would hold it for seconds, so the thread only starts and
-feeds a process of its own, which ends with the fit, or is killed with the router.
+A re-fit has three parts. On the loop: list the requests that run (10 ms for 9,000 of them, which is why it is
+awaited: the lister pauses) and freeze a view of the recent rows (0.1 ms). In a worker thread: fit, from that
+view alone. On the loop again: one assignment (`adopt`). For the survival curve the thread's time, 4 ms, goes
+into short numpy calls, many of which release the interpreter lock (`scripts/bench/refit_stall.py`). Gradient
+boosting would hold it for seconds, so the thread only starts and feeds a process of its own, which ends with
+the fit, or is killed with the router.
 
 When: as soon as the history has grown by an eighth, so that a cold start learns within its first dozens of
-finishes, and otherwise every `interval_s`; and never sooner than nine times the duration of the last fit,
-which bounds re-fitting at a tenth of one core.
+finishes (trees: within the first few hundred, which is what they need), and otherwise every `interval_s`; and
+never sooner than nine times the duration of the last fit, which bounds re-fitting at a tenth of one core.
 """
 
 import asyncio
@@ -17,7 +18,7 @@ import multiprocessing
 import os
 import signal
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
@@ -32,9 +33,12 @@ log = logging.getLogger(__name__)
 
 Fit = TypeVar("Fit")
 # (age, prompt tokens) of the requests that run now, as pairs or an array of shape (n, 2)
-Running = Callable[[], Sequence[tuple[int, int]] | IntArray]
+Ages = Sequence[tuple[int, int]] | IntArray
 
 FIRST_ROWS = 8  # below this a distribution says nothing yet
+FIRST_ROWS_IN_PROCESS = (
+    200  # below this trees are not grown (`learned.MIN_ROWS`), and a process takes a second to start
+)
 GROWTH = 8  # re-fit when an eighth of the fitted rows is new
 REST = 9  # rest this many times the duration of the last fit
 POLL_S = 1.0
@@ -63,16 +67,20 @@ class Refittable(Protocol[Fit]):
         ...
 
 
-def _nobody() -> Sequence[tuple[int, int]]:
+def _nobody() -> Ages:
     return ()
 
 
-def has_grown(ring: ObservationRing) -> bool:
+async def _nobody_runs() -> Ages:
+    return ()
+
+
+def has_grown(ring: ObservationRing, first_rows: int = FIRST_ROWS) -> bool:
     """Tell whether enough is new since the last fit to make another one worth it at once."""
-    return ring.pending >= max(FIRST_ROWS, (len(ring) - ring.pending) // GROWTH)
+    return ring.pending >= max(first_rows, (len(ring) - ring.pending) // GROWTH)
 
 
-def refit_on_growth(predictor: Refittable[Fit], running: Running = _nobody) -> bool:
+def refit_on_growth(predictor: Refittable[Fit], running: Callable[[], Ages] = _nobody) -> bool:
     """Fit here and now if the history has grown: for drivers without a loop (simulator, evaluation).
 
     `running` is only called then. True when it did fit. Amortised O(log n) per observation.
@@ -93,8 +101,8 @@ EXPECTED = (BalanceRouteError, ArithmeticError, ValueError, MemoryError, OSError
 class Refitter(Generic[Fit]):
     """Keeps one predictor fresh beside a running event loop.
 
-    Args: interval_s between fits while anything is new; running names the requests that run now, which a fit
-    counts as alive at their age (`ObservationRing.freeze`).
+    Args: interval_s between fits while anything is new; running lists the requests that run now, which a fit
+    counts as alive at their age (`ObservationRing.freeze`), and may pause to let the loop go on.
     """
 
     def __init__(
@@ -102,7 +110,7 @@ class Refitter(Generic[Fit]):
         predictor: Refittable[Fit],
         *,
         interval_s: float = 60.0,
-        running: Running = _nobody,
+        running: Callable[[], Awaitable[Ages]] = _nobody_runs,
         executor: Executor | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -129,7 +137,8 @@ class Refitter(Generic[Fit]):
         rested_s = self.fit_age_s
         if not ring.pending or rested_s < REST * self._last_duration_s:
             return False
-        return rested_s >= self._interval_s or (not self._predictor.refits_in_process and has_grown(ring))
+        first_rows = FIRST_ROWS_IN_PROCESS if self._predictor.refits_in_process else FIRST_ROWS
+        return rested_s >= self._interval_s or has_grown(ring, first_rows)
 
     async def run(self) -> None:
         """Re-fit whenever it is due, until cancelled; ends its worker on the way out."""
@@ -149,17 +158,21 @@ class Refitter(Generic[Fit]):
 
     async def refit(self) -> bool:
         """Fit once in the worker and adopt the result; False when the fit failed and the present one stays."""
-        recent, fitter = self._predictor.ring.freeze(self._running()), self._predictor.fitter()
+        recent, fitter = self._predictor.ring.freeze(await self._running()), self._predictor.fitter()
         started_s = self._clock()
         loop = asyncio.get_running_loop()
         try:
             fitted = await loop.run_in_executor(self._worker(), self._work, fitter, recent)
         except (*EXPECTED, ProcessEnded) as error:
             self.failures += 1
-            log.warning("predictor not fitted anew, keeping the present fit: %s", error, exc_info=self.failures == 1)
+            ours = isinstance(error, BalanceRouteError)  # says all there is to say; of the others tell once where
+            first = self.failures == 1 and not ours
+            log.warning("predictor not fitted anew, keeping the present fit: %s", error, exc_info=first)
         else:
             self._predictor.adopt(fitted)
             self.fits += 1
+            took_s = round(self._clock() - started_s, 3)
+            log.info("predictor fitted anew", extra={"fits": self.fits, "rows": recent.n_rows, "took_s": took_s})
             return True
         finally:
             self._last_end_s = self._clock()

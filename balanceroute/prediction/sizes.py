@@ -28,7 +28,8 @@ class SizedCurves:
         bucket = edges.searchsorted(sizes, side="right")
         self._edges = edges
         self._edges_list: list[float] = edges.tolist()
-        self._curves = [self._curve(observations, bucket == at) for at in range(len(edges) + 1)]
+        several = [self._curve(observations, bucket == at) for at in range(len(edges) + 1)] if len(edges) else []
+        self._curves = several or [self.marginal]
 
     def _curve(self, observations: Observations, inside: BoolArray) -> SurvivalCurve:
         return SurvivalCurve(observations.where(inside)) if inside.sum() >= MIN_ROWS else self.marginal

@@ -47,6 +47,11 @@ class ForecastMetrics(Collector):
         yield CounterMetricFamily(
             "balanceroute_predictor_refreshes", "Forecasts renewed for running requests.", forecaster.refreshes
         )
+        yield CounterMetricFamily(
+            "balanceroute_predictor_failures",
+            "Batches of forecasts that failed; their requests count as staying until they are asked for again.",
+            forecaster.failures,
+        )
         gate = CounterMetricFamily(
             "balanceroute_predictor_gate",
             "Forecasts by the confidence gate: open where a finish within the horizon is likely or certain.",

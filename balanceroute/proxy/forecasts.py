@@ -3,9 +3,13 @@
 The scheduler gets plain numbers. Which predictor they come from, its history on disk and its re-fits beside the loop
 are known here alone. Before each decision the forecasts that are due are renewed, all in one batch: on the loop where
 that takes microseconds, in a thread for boosted trees, whose answers are then in time for the next decision.
+
+A batch that fails costs no decision: its requests count as staying for the whole horizon (the anchor), which is what
+`kind: none` says of everyone, and are asked for again when their next period is over.
 """
 
 import asyncio
+import logging
 import time
 from collections.abc import Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -19,6 +23,7 @@ from balanceroute.config import Config
 from balanceroute.core.scheduler import Scheduler
 from balanceroute.core.snapshot import ClusterSnapshot, RequestTracker
 from balanceroute.core.types import Phase
+from balanceroute.errors import ConfigError
 from balanceroute.prediction import (
     Forecaster,
     History,
@@ -30,12 +35,16 @@ from balanceroute.prediction import (
 )
 from balanceroute.prediction.contract import AnchorPredictor, IntArray
 from balanceroute.prediction.forecaster import Answers
+from balanceroute.prediction.learned import NEEDS_SCIKIT_LEARN, can_grow
 from balanceroute.prediction.refresh import decremented
 from balanceroute.proxy.forecast_metrics import ForecastMetrics
+
+log = logging.getLogger(__name__)
 
 # What a fit is made from; the file may hold more. 50,000 lengths know a probability to 0.2 %, and no step of a fit then
 # holds the interpreter lock for more than 2 ms (with 200,000 it was up to 6)
 ROWS_IN_MEMORY: Final = 50_000
+LISTED_AT_ONCE: Final = 128  # 0.1 to 0.3 ms of the loop; 144 x 64 requests at once took 10
 
 
 class Forecasts(Protocol):
@@ -117,8 +126,13 @@ class LiveForecasts(HistoryOnly):
     """A predictor of this package with its history."""
 
     def __init__(self, config: Config) -> None:
-        super().__init__(config)
         chosen, self._horizon = config.predictor, config.routing.horizon_steps
+        self._refits = chosen.kind != "learned" or can_grow()
+        if not self._refits:
+            if chosen.model is None:
+                raise ConfigError(NEEDS_SCIKIT_LEARN)
+            log.warning("the model stays as it is: %s", NEEDS_SCIKIT_LEARN)
+        super().__init__(config)
         try:
             self._predictor = build_predictor(
                 chosen.kind,
@@ -139,7 +153,7 @@ class LiveForecasts(HistoryOnly):
         if isinstance(self._predictor, LearnedPredictor):
             self._asker = ThreadPoolExecutor(1, thread_name_prefix="prediction")
         self._due: list[RequestTracker] = []
-        self._asking = False
+        self._asking = self._failing = False
         self._metrics = ForecastMetrics(self.history, self.forecaster)
 
     def initial(self, tracker: RequestTracker, prompt_tokens: int) -> float | None:
@@ -159,7 +173,13 @@ class LiveForecasts(HistoryOnly):
             self._ask(scheduler, self._asker)
         elif due:
             now = asyncio.get_running_loop().time()
-            for tracker, expected in zip(due, self.forecaster.refresh(due), strict=True):
+            try:
+                renewed = self.forecaster.refresh(due)
+                self._failing = False
+            except Exception as error:  # whatever it is, decisions go on without a forecast
+                self._failed(error)
+                renewed = self._anchors(len(due))
+            for tracker, expected in zip(due, renewed, strict=True):
                 scheduler.refresh(tracker.id, expected, now)
 
     def _ask(self, scheduler: Scheduler, asker: ThreadPoolExecutor) -> None:
@@ -171,23 +191,44 @@ class LiveForecasts(HistoryOnly):
         questions = self.forecaster.questions(trackers)
         loop = asyncio.get_running_loop()
 
-        def answered(future: "asyncio.Future[Answers]") -> None:
+        def renewed(values: list[float]) -> None:
             self._asking = False
-            if future.cancelled():
-                return
-            answers = future.result()
-            self.forecaster.count(answers)
             now = loop.time()
-            asked = zip(trackers, lives, questions.ages.tolist(), answers.c_hat.tolist(), strict=True)
-            for tracker, life, age, expected in asked:
+            for tracker, life, age, expected in zip(trackers, lives, questions.ages.tolist(), values, strict=True):
                 if tracker.phase is Phase.DECODING and tracker.requeues == life:
                     # tokens have come since: what they used up of c-hat is gone, and at the floor it is due at once
                     left = decremented(expected, tracker.age_tokens - age, self._horizon)
                     scheduler.refresh(tracker.id, left, now)
+
+        def answered(future: "asyncio.Future[Answers]") -> None:
+            if future.cancelled():  # by `close`: nothing is decided any more
+                return
+            error = future.exception()
+            if error is None:
+                self._failing = False
+                self.forecaster.count(future.result())
+                renewed(future.result().c_hat.tolist())
+            else:
+                self._failed(error)
+                renewed(self._anchors(len(trackers)))
             self._ask(scheduler, asker)
 
         self._asking = True
-        loop.run_in_executor(asker, self.forecaster.answer, questions).add_done_callback(answered)
+        try:
+            loop.run_in_executor(asker, self.forecaster.answer, questions).add_done_callback(answered)
+        except RuntimeError as error:  # no thread to be had
+            self._failed(error)
+            renewed(self._anchors(len(trackers)))
+
+    def _anchors(self, n: int) -> list[float]:
+        return [float(self._horizon)] * n
+
+    def _failed(self, error: BaseException) -> None:
+        """Count a batch without an answer, and tell the first of a run of them."""
+        self.forecaster.failures += 1
+        if not self._failing:
+            self._failing = True
+            log.warning("forecasts fail, requests count as staying: %r", error, exc_info=error)
 
     def finished(self, tracker: RequestTracker, reason: str) -> None:
         """Learn from a request that has generated something, and record it."""
@@ -199,16 +240,12 @@ class LiveForecasts(HistoryOnly):
 
     def runner(self, snapshot: ClusterSnapshot) -> Callable[[], Awaitable[None]] | None:
         """The re-fits."""
-        if isinstance(self._predictor, AnchorPredictor):
+        if isinstance(self._predictor, AnchorPredictor) or not self._refits:
             return None
 
-        def running() -> IntArray:
-            trackers = list(snapshot.decoding())  # 3 ms for 144 x 64 requests, half of what pairs would take
-            ages = np.array([tracker.age_tokens for tracker in trackers], dtype=np.int64)
-            prompts = np.array([tracker.prompt_tokens - tracker.earlier_tokens for tracker in trackers], dtype=np.int64)
-            return np.stack([ages, prompts], axis=1)
-
-        refitter: Refitter[Any] = Refitter(self._predictor, interval_s=self._refit_interval_s, running=running)
+        refitter: Refitter[Any] = Refitter(
+            self._predictor, interval_s=self._refit_interval_s, running=lambda: running_requests(snapshot)
+        )
         self._metrics.refitter = self.refitter = refitter
         return refitter.run
 
@@ -222,6 +259,24 @@ class LiveForecasts(HistoryOnly):
         if self._asker is not None:
             self._asker.shutdown(wait=False, cancel_futures=True)
         super().close()
+
+
+async def running_requests(snapshot: ClusterSnapshot) -> IntArray:
+    """Age and prompt tokens of every request on a decode worker, as their clients see them; shape (n, 2).
+
+    Pauses after every `LISTED_AT_ONCE` of them: who leaves meanwhile is left out.
+    """
+    trackers = list(snapshot.decoding())
+    parts = [np.empty((0, 2), dtype=np.int64)]
+    for at in range(0, len(trackers), LISTED_AT_ONCE):
+        listed = [
+            (tracker.age_tokens, tracker.prompt_tokens - tracker.earlier_tokens)
+            for tracker in trackers[at : at + LISTED_AT_ONCE]
+            if tracker.phase is Phase.DECODING
+        ]
+        parts.append(np.array(listed, dtype=np.int64).reshape(-1, 2))
+        await asyncio.sleep(0)
+    return np.concatenate(parts)
 
 
 def build_forecasts(config: Config) -> Forecasts | None:

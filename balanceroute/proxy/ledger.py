@@ -120,9 +120,9 @@ class Ticket:
         self._ledger.scheduler.push_failed(self.id, self._ledger.now())
         self._ledger.prefill_capacity_changed()
 
-    def progress(self, tokens: int) -> None:
+    def progress(self, tokens: int, now: float) -> None:
         """So many more tokens have been generated. O(1)."""
-        self._ledger.scheduler.progress(self.id, tokens, self._ledger.now())
+        self._ledger.scheduler.progress(self.id, tokens, now)
 
     def put_back(self) -> None:
         """The decode worker will not be asked after all: wait for another in the pool."""
@@ -229,8 +229,11 @@ class Ledger:
 
     def expire(self) -> list[Ticket]:
         """End what has waited too long; the lifecycles are told."""
-        expired = []
-        for release in self.scheduler.expire(self.now()):
+        expired, now = [], self.now()
+        if self.forecasts is not None:
+            for tracker in self.scheduler.late(now):  # what had been generated before a requeue was cut short
+                self.forecasts.finished(tracker, Outcome.EXPIRED.value)
+        for release in self.scheduler.expire(now):
             ticket = self.tickets.pop(release.request)
             ticket.left = release
             where = "a decode slot" if release.phase is Phase.POOLED else "a prefiller"

@@ -57,7 +57,7 @@ from balanceroute.proxy.fleet import Worker
 from balanceroute.proxy.intake import ClientGone
 from balanceroute.proxy.ledger import RETRY_AFTER_S, Ticket
 from balanceroute.proxy.payloads import ClientRequest, PrefillResult, parse_probe_reply, resume
-from balanceroute.proxy.relay import relay
+from balanceroute.proxy.relay import Write, relay
 from balanceroute.proxy.responses import Send
 from balanceroute.proxy.services import Services
 from balanceroute.proxy.sse import EventScanner, StreamEnd
@@ -99,6 +99,11 @@ class Outlet(Protocol):
     @property
     def send(self) -> Send:
         """Takes ASGI body messages with whole events."""
+        ...
+
+    @property
+    def write(self) -> Write | None:
+        """A shorter way than `send` for a part in the middle of the answer, if there is one."""
         ...
 
     async def whole(self, body: bytes) -> None:
@@ -198,8 +203,10 @@ class Leg:
         self._abandoned = False
         self._grace_s = 0.0
 
-    async def run(self) -> None:
+    async def run(self, task: asyncio.Task[Any] | None = None) -> None:
         """Serve the request: returns when its answer is complete.
+
+        Args: task: the one that runs this, where the caller has asked already.
 
         Raises: Rejected, UpstreamError: what the client is to be told; `Outlet.started` says whether as a status or
         as an event.
@@ -211,7 +218,7 @@ class Leg:
         ticket = self._ticket = services.ledger.submit(
             RequestSpec(self.id, request.prompt_tokens, request.priority, self._key, request.effective_limit)
         )
-        self._task = asyncio.current_task()
+        self._task = task or asyncio.current_task()
         services.legs.add(self)
         try:
             await self._serve(ticket)
@@ -501,7 +508,7 @@ class Leg:
             if not self.first_token_s:
                 self.first_token_s = at
             self.stage_deadline_s = at + idle_s
-            progress(tokens)
+            progress(tokens, at)
 
         out = b""
         while not out and scanner.end is None:
@@ -523,7 +530,15 @@ class Leg:
         if out:
             if not outlet.started:
                 await outlet.start()
-            broken = await relay(reply, scanner, outlet.send, on_tokens, first=out, ends_response=outlet.ends_response)
+            broken = await relay(
+                reply,
+                scanner,
+                outlet.send,
+                on_tokens,
+                first=out,
+                write=outlet.write,
+                ends_response=outlet.ends_response,
+            )
         if scanner.end is StreamEnd.NO_DONE:
             owed = scanner.owed_usage(self.request.model, chat=self.request.endpoint == "chat")
             if owed:
@@ -554,7 +569,7 @@ class Leg:
         now = self.last_token_s = worker.progress_s = self._s.ledger.now()
         self.first_token_s = now
         if answer.tokens:
-            ticket.progress(answer.tokens)
+            ticket.progress(answer.tokens, now)
         self.scanner.tokens, self.scanner.finish_reason = answer.tokens, answer.finish_reason
         self.scanner.end = StreamEnd.DONE
         await self._outlet.whole(answer.body)

@@ -10,8 +10,9 @@ import asyncio
 import gc
 import logging
 import signal
+import sys
 from collections.abc import Callable
-from typing import cast
+from typing import Any, cast
 
 import uvicorn
 from starlette.types import Receive, Scope, Send
@@ -20,13 +21,14 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 from balanceroute.config import Config
 from balanceroute.errors import ConfigError, Rejected
 from balanceroute.proxy.app import RouterApp
-from balanceroute.proxy.client_transport import HeadAndBody
+from balanceroute.proxy.client_transport import CLIENT_CONNECTION, ClientConnection, HeadAndBody, Watches
 from balanceroute.proxy.ledger import RETRY_AFTER_S
 from balanceroute.proxy.responses import send_error
 from balanceroute.proxy.services import Services
 
 log = logging.getLogger(__name__)
 
+SWITCH_INTERVAL_S = 0.001  # Python's own is 0.005
 _LOOK_S = 0.05
 _ABORT_S = 3.0
 
@@ -52,6 +54,7 @@ class ClientProtocol(HttpToolsProtocol):
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """A client has connected: its first request must come."""
         super().connection_made(cast(asyncio.Transport, HeadAndBody(transport, self.loop)))
+        self._watches: Watches = {}
         self._in_head = True
         self._late: asyncio.TimerHandle | None = None
         self._expect_head()
@@ -60,6 +63,9 @@ class ClientProtocol(HttpToolsProtocol):
         """The client is gone."""
         self._headers_are_here()
         super().connection_lost(exc)
+        for on_gone in list(self._watches.values()):
+            on_gone()
+        self._watches.clear()
 
     def data_received(self, data: bytes) -> None:
         """Bytes of the client."""
@@ -78,6 +84,8 @@ class ClientProtocol(HttpToolsProtocol):
         refused = len(self.connections) > self.max_connections and self.parser.get_method() != b"GET"
         self.app = too_many_connections if refused else self.config.loaded_app
         super().on_headers_complete()
+        extensions: dict[str, Any] = {CLIENT_CONNECTION: ClientConnection(self.cycle, self._watches)}
+        self.cycle.scope["extensions"] = extensions
 
     def _expect_head(self) -> None:
         self._late = self.loop.call_later(self.header_timeout_s, self._give_up)
@@ -155,6 +163,9 @@ class Server(uvicorn.Server):
             # stream for some 20 ms (100 ms on a busy machine).
             gc.collect()
             gc.freeze()
+            # A re-fit's thread may otherwise keep the interpreter for 5 ms whenever the loop comes back from a system
+            # call, and an event takes several: gaps of 8 ms were seen.
+            sys.setswitchinterval(SWITCH_INTERVAL_S)
             sock = self.servers[0].sockets[0].getsockname()
             log.info("listening", extra={"host": sock[0], "port": sock[1]})
             if self._on_reload is not None:

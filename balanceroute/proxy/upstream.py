@@ -27,6 +27,9 @@ error: the bytes first, then the error.
 is `BadUpstreamReply`: a truncated answer never looks complete. `abort()` closes the socket at once; a vLLM
 notices and frees the request.
 
+**Chunks.** A read of a stream is nearly always one whole chunk. Such a read would leave the parser where it was,
+between two chunks, so it is taken apart here (`unchunked`) and the parser never sees it; all others are its business.
+
 Errors of the network leave this module as `ConnectFailed`, `UpstreamTimeout` or `BadUpstreamReply`. The
 environment (`http_proxy`) is not consulted; `accept-encoding` is `identity` and a body is passed on as it is.
 """
@@ -165,11 +168,10 @@ class Upstream:
     # ------------------------------------------------------------------------------------ pool
 
     async def _connection(self, connect_timeout_s: float, idle_s: float) -> "tuple[_Connection, bool]":
-        loop = asyncio.get_running_loop()
         idle = self._idle
         while idle:
             connection = idle.pop()
-            if loop.time() - connection.idle_since > idle_s:
+            if connection.loop.time() - connection.idle_since > idle_s:
                 connection.abort()  # those below it in the stack are older still
                 while idle:
                     idle.pop().abort()
@@ -178,6 +180,7 @@ class Upstream:
                 return connection, True
         if self._closed:
             raise self._unsent("the worker has been removed")
+        loop = asyncio.get_running_loop()
         try:
             async with asyncio.timeout(connect_timeout_s):
                 _, connection = await loop.create_connection(
@@ -219,6 +222,23 @@ class Upstream:
             connection.abort()
 
 
+def unchunked(data: bytes) -> bytes | None:
+    """The body in `data` if that is nothing but whole chunks, none of them the last; else None."""
+    parts = []
+    start, length = 0, len(data)
+    while start < length:
+        line_end = data.find(b"\r\n", start, start + 10)
+        try:
+            stop = line_end + 2 + int(data[start:line_end], 16)
+        except ValueError:
+            return None
+        if stop <= line_end + 2 or data[stop : stop + 2] != b"\r\n":
+            return None
+        parts.append(data[line_end + 2 : stop])
+        start = stop + 2
+    return parts[0] if len(parts) == 1 else b"".join(parts)
+
+
 class _Discard:
     """The sink of a reply whose rest does not matter."""
 
@@ -246,15 +266,17 @@ class Reply:
         "_waiter",
         "head",
         "headers",
+        "loop",
         "started",
         "status",
         "undelivered",
     )
 
-    def __init__(self, connection: "_Connection", head: "asyncio.Future[None]") -> None:
+    def __init__(self, connection: "_Connection") -> None:
         self.status = 0
         self.headers: list[tuple[bytes, bytes]] = []
-        self.head = head
+        self.loop = connection.loop  # asking for the running one takes a system call, on every Python before 3.12
+        self.head: asyncio.Future[None] = self.loop.create_future()
         self.started = False  # the head is complete
         self.undelivered = False  # a relay dropped events that it had counted
         self._connection: _Connection | None = connection
@@ -293,7 +315,7 @@ class Reply:
                 if self._error is not None:
                     raise self._error
                 return None
-            self._waiter = asyncio.get_running_loop().create_future()
+            self._waiter = self.loop.create_future()
             try:
                 await self._waiter
             finally:
@@ -358,7 +380,7 @@ class Reply:
         self._parts.clear()
         self._parts_bytes = 0
         self.resume()
-        asyncio.get_running_loop().call_later(grace_s, self.abort)
+        self.loop.call_later(grace_s, self.abort)
 
     # ------------------------------------------------------------------------------------ connection's side
 
@@ -415,26 +437,30 @@ class _Connection(asyncio.Protocol):
     """One transport to the worker; owns the parser of the reply under way."""
 
     __slots__ = (
+        "_between_chunks",
         "_buffered",
+        "_chunk_ended",
         "_framed",
         "_head_bytes",
         "_keep_alive",
-        "_loop",
         "_owner",
         "_parser",
         "_reply",
         "_transport",
         "heard",
         "idle_since",
+        "loop",
     )
 
     def __init__(self, owner: Upstream, loop: asyncio.AbstractEventLoop) -> None:
         self._owner = owner
-        self._loop = loop
+        self.loop = loop
         self._transport: asyncio.Transport | None = None
         self._parser: httptools.HttpResponseParser | None = None
         self._reply: Reply | None = None
         self._buffered: list[bytes] = []
+        self._chunk_ended = False  # the last that the parser saw was the end of a chunk's data
+        self._between_chunks = False  # ... and of its line: the next byte begins another chunk
         self._framed = False  # the body's end is known from its framing, not from the close
         self._keep_alive = False  # the reply allows another request
         self._head_bytes = 0
@@ -460,8 +486,8 @@ class _Connection(asyncio.Protocol):
         assert self._transport is not None
         self._parser = httptools.HttpResponseParser(self)
         self._head_bytes = 0
-        self.heard = False
-        reply = self._reply = Reply(self, self._loop.create_future())
+        self.heard = self._chunk_ended = self._between_chunks = False
+        reply = self._reply = Reply(self)
         self._transport.write(message)
         return reply
 
@@ -495,6 +521,11 @@ class _Connection(asyncio.Protocol):
         if reply is None:  # idle: nobody asked, so nobody can say what this is
             self.abort()
             return
+        if self._between_chunks:
+            body = unchunked(data)
+            if body is not None:
+                self._hand_on(reply, body)
+                return
         self.heard = True
         parser = self._parser
         assert parser is not None
@@ -509,16 +540,21 @@ class _Connection(asyncio.Protocol):
         if buffered:
             body = buffered[0] if len(buffered) == 1 else b"".join(buffered)
             buffered.clear()
-            sink = reply._sink
-            if sink is not None:
-                sink.chunk(body)
-            else:
-                reply._keep(body)
+            self._hand_on(reply, body)
         elif not reply.started and self._head_bytes > MAX_HEAD_BYTES:
             self._fail(self.failure(BadUpstreamReply, f"the reply's head is longer than {MAX_HEAD_BYTES} bytes"))
             return
+        self._between_chunks = self._chunk_ended and data.endswith(b"\r\n")
         if self._parser is None and self._reply is reply:
             self._complete(reply)
+
+    @staticmethod
+    def _hand_on(reply: Reply, body: bytes) -> None:
+        sink = reply._sink
+        if sink is not None:
+            sink.chunk(body)
+        else:
+            reply._keep(body)
 
     def connection_lost(self, exc: Exception | None) -> None:
         reply = self._reply
@@ -546,7 +582,7 @@ class _Connection(asyncio.Protocol):
         reusable = self._keep_alive and transport is not None and not transport.is_closing()
         if reusable and reply._paused:
             self.resume()
-        self.idle_since = self._loop.time()
+        self.idle_since = self.loop.time()
         self._owner._release(self, reusable=reusable)
         reply._finish(None)
 
@@ -586,6 +622,12 @@ class _Connection(asyncio.Protocol):
     def on_message_begin(self) -> None:
         if self._parser is None:  # bytes after the reply: whose could they be?
             self._keep_alive = False
+
+    def on_chunk_header(self) -> None:
+        self._chunk_ended = False
+
+    def on_chunk_complete(self) -> None:
+        self._chunk_ended = self._parser is not None
 
     def on_body(self, body: bytes) -> None:
         if self._parser is not None:

@@ -1,7 +1,8 @@
 """Time the predictors: one answer, a batch of 512, a re-fit's part on the event loop and in its worker.
 
 Not measured: the attribute reads of `Forecaster.refresh`, and what a busy machine adds. Ages are spread over
-the lengths, half of the requests have one of 400 keys.
+the lengths, half of the requests have one of 400 keys. `lookup_us` is one access per request to a dict of these
+keys, beside which an answer by key is to be judged.
 
     python scripts/bench/predictors.py [--rows 8000] [--json]
 """
@@ -54,7 +55,9 @@ def measure(kind: str, n_rows: int) -> dict[str, object]:
     ages, prompts = rng.integers(0, 2000, BATCH), np.full(BATCH, 1000)
     keys = [f"{key:016x}" if at % 2 else "" for at, key in enumerate(rng.integers(0, 400, BATCH).tolist())]
     asked = list(zip(ages.tolist(), keys, strict=True))
+    known = {key: at for at, key in enumerate(keys)}
     return {
+        "lookup_us": quantiles_us(lambda: np.fromiter(map(known.get, keys), dtype=np.intp, count=BATCH), BATCH),
         "one_us": quantiles_us(lambda: [predictor.predict_one(age, 1000, key) for age, key in asked], BATCH, 20),
         "batch_us_per_request": quantiles_us(lambda: predictor.predict(ages, prompts, keys), BATCH),
         "freeze_us": quantiles_us(predictor.ring.freeze, 1),

@@ -1,6 +1,8 @@
 """What the predictor's history says after requests went all kinds of ways through a router."""
 
 import asyncio
+import logging
+import time
 from pathlib import Path
 from typing import Any
 
@@ -8,8 +10,9 @@ import httpx
 import pytest
 
 from balanceroute.emulator import ClusterShape
-from balanceroute.prediction import FinishedRequest
+from balanceroute.prediction import FinishedRequest, History, LearnedPredictor
 from balanceroute.prediction.history import read_rows
+from balanceroute.proxy.forecasts import LiveForecasts
 from tests.integration.router import running
 from tests.integration.test_proxy_answers import PROMPT, chat, completion
 from tests.integration.test_proxy_faults import PAIR, QUICK, inject_everywhere
@@ -73,3 +76,36 @@ async def test_a_header_names_the_kind_of_request_and_other_policies_record_too(
         await router.settled()
     rows = read_rows(path)
     assert len(rows) == 2 and of_one_key(rows)
+
+
+async def test_trees_are_grown_beside_a_running_router_adopted_and_asked(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    pytest.importorskip("sklearn")
+    caplog.set_level(logging.INFO, "balanceroute.prediction")
+    path = tmp_path / "history.sqlite3"
+    remembered = History(path)
+    for at in range(3000):  # the size of a prompt tells its answer's length
+        prompt_tokens = 100 + at * 37 % 3000
+        finished_s = time.time() - 0.1 * (3000 - at)
+        remembered.add(FinishedRequest("", prompt_tokens, 20 + prompt_tokens // 10, "stop", finished_s))
+    remembered.close()
+    settings = recording(path, kind="learned", refit_interval_s=0.1)
+    async with running(PAIR, **settings) as router:
+        forecasts = router.app.services.forecasts
+        assert isinstance(forecasts, LiveForecasts) and forecasts.refitter is not None
+        predictor = forecasts.forecaster.predictor
+        assert isinstance(predictor, LearnedPredictor) and predictor.fitted.classifier is None
+
+        async with asyncio.timeout(300):  # a process that starts and grows 400 trees, on a machine as busy as it may be
+            while 'fits_total{outcome="adopted"} 0.0' in (await router.client.get("/metrics")).text:
+                assert forecasts.refitter.failures == 0, caplog.text
+                await router.client.post("/v1/completions", json=completion(max_tokens=24))
+                await asyncio.sleep(0.1)
+
+        assert "predictor fitted anew" in caplog.text
+        assert predictor.fitted.classifier is not None
+        asked = forecasts.forecaster.gate_open + forecasts.forecaster.gate_closed
+        await router.client.post("/v1/completions", json=completion(max_tokens=500))
+        assert forecasts.forecaster.gate_open + forecasts.forecaster.gate_closed > asked
+        assert forecasts.forecaster.failures == 0

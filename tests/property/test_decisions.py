@@ -2,6 +2,7 @@
 
 import itertools
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -87,9 +88,9 @@ def test_br_h_without_a_horizon_decides_as_br_0(
     loads: list[list[int]], waiting: list[int], s_greedy: int, r_max: int, guard: str
 ) -> None:
     """INV-9, in the decisions."""
-    knobs = {"s_greedy": s_greedy, "r_max": r_max, "guard": guard, "slack_placement": "free_slots"}
-    br_0 = BalanceRoute("br_0", BalanceRouteParams(**knobs))  # type: ignore[arg-type]
-    br_h = ProjectingBalanceRoute("br_h", BalanceRouteParams(beta=float(len(loads)), **knobs))  # type: ignore[arg-type]
+    params = BalanceRouteParams(0, 1.0, None, 0.86, s_greedy, r_max, "fifo", "free_slots", guard, 60.0)
+    br_0 = BalanceRoute("br_0", params)
+    br_h = ProjectingBalanceRoute("br_h", replace(params, beta=float(len(loads))))
     assert a_cluster(loads, waiting, br_h).admit(1.0) == a_cluster(loads, waiting, br_0).admit(1.0)
 
 

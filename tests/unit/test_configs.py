@@ -4,7 +4,9 @@ from pathlib import Path
 
 import pytest
 
-from balanceroute.config import load
+from balanceroute.build import policy_settings
+from balanceroute.config import load, validate
+from balanceroute.core.policies import BR_H_BETA, PolicySettings
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 
@@ -26,3 +28,8 @@ def test_a_topology_has_the_papers_size(name: str, prefill_machines: int, n_work
 @pytest.mark.parametrize("name", ["br_0", "br_h", "target_fit"])
 def test_a_policy_configuration_uses_its_policy(name: str) -> None:
     assert load(CONFIGS / f"{name}.yaml", {}).routing.policy == name
+
+
+def test_settings_that_are_left_out_are_the_defaults_of_the_policies() -> None:
+    workers = {"prefill": {"workers": [{"url": "http://p:1"}]}, "decode": {"workers": [{"url": "http://d:1"}]}}
+    assert policy_settings(validate(workers)) == PolicySettings(beta=BR_H_BETA)

@@ -52,8 +52,17 @@ def test_no_training_request_ends_after_a_test_request_starts(rows: list[tuple[f
     train, test = time_split([on_arrival(at, output) for at, output in rows], ratio)
 
     latest = max((row.finished_s for row in train), default=float("-inf"))
-    assert all(latest < started_s(row) for row in test)
+    assert all(latest <= started_s(row) for row in test)
     assert test
+
+
+def test_what_runs_at_the_split_is_known_as_far_as_it_has_come() -> None:
+    rows = [on_arrival(0.0, 10, "short"), on_arrival(0.0, 1000, "long"), on_arrival(5.0, 7), on_arrival(5.0, 8)]
+
+    train, test = time_split(rows)
+
+    assert train == [rows[0], FinishedRequest("", 100, 100, "cancelled", 5.0)]
+    assert test == rows[2:]
 
 
 def test_nothing_splits_into_nothing() -> None:

@@ -310,3 +310,25 @@ def test_what_is_added_after_closing_is_counted_as_dropped(path: Path) -> None:
     history.add(a_finish(5))
 
     assert history.stats.dropped == 1
+
+
+def test_rows_that_make_no_sense_are_left_out_with_one_line(path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    now = 1000.0
+    history = History(path, clock=lambda: now)
+    history.add(a_finish(5, at_s=now))
+    history.close()
+    file = sqlite3.connect(path)
+    for row in (("words", 7, now), (5, "words", now), (5, -7, now), (5, 2**62, now), (5, 7, "late")):
+        file.execute("INSERT INTO finished VALUES (NULL, ?, 'k', ?, ?, 'stop')", (row[2], row[0], row[1]))
+    file.execute("INSERT INTO finished VALUES (NULL, 9e17, 'k', 5, 7, 'stop')")  # by a clock that was wrong
+    file.commit()
+    file.close()
+
+    again = History(path, clock=lambda: now)
+    rows = again.load()
+    again.close()
+
+    assert [row.output_tokens for row in rows] == [5]
+    assert [record.getMessage() for record in caplog.records] == [
+        "prediction history: left out 5 rows that make no sense"
+    ]

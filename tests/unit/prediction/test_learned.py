@@ -114,6 +114,7 @@ def test_growing_without_scikit_learn_is_one_clear_error(monkeypatch: pytest.Mon
 
 def test_training_samples_see_only_what_had_finished_before() -> None:
     rows = [a_finish(100, key="k", at_s=100.0), a_finish(300, key="k", at_s=104.0), a_finish(90, key="k", at_s=200.0)]
+    rows.append(a_finish(1, at_s=300.0))
 
     samples = training_set(Observations.of(rows), H, max_samples=1000)
 
@@ -130,6 +131,7 @@ def test_training_samples_see_only_what_had_finished_before() -> None:
 
 def test_training_walks_every_age_and_what_was_cut_short_only_as_far_as_it_testifies() -> None:
     rows = [a_finish(100), a_finish(200, reason="cancelled", at_s=1.0), a_finish(79, reason="cancelled", at_s=2.0)]
+    rows.append(a_finish(1, at_s=100.0))
 
     samples = training_set(Observations.of(rows), H, max_samples=1000)
 
@@ -137,6 +139,13 @@ def test_training_walks_every_age_and_what_was_cut_short_only_as_far_as_it_testi
         zip(samples.features[0].tolist(), samples.remaining.tolist(), samples.finishes.tolist(), strict=True)
     )
     assert walked == [(0, 0, 0), (0, 100, 0), (40, 0, 0), (40, 60, 1), (80, 0, 0), (80, 20, 1), (120, 0, 0)]
+
+
+def test_nothing_is_trained_on_of_which_only_finishes_can_be_known() -> None:
+    horizon_s = H * STEP_S
+    rows = [a_finish(1, at_s=100.0 - horizon_s), a_finish(1, at_s=100.1 - horizon_s), a_finish(1, at_s=100.0)]
+
+    assert len(training_set(Observations.of(rows), H, max_samples=1000).finishes) == 1
 
 
 def test_above_the_limit_a_random_part_is_trained_on() -> None:
@@ -237,6 +246,21 @@ def test_trees_that_contradict_themselves_are_refused(
 
     with pytest.raises(InputError, match=reason):
         load_model(path)
+
+
+@pytest.mark.parametrize("content", [b"arrival_s,prompt_tokens\n", None], ids=["no archive", "words for numbers"])
+def test_what_is_no_model_is_refused_in_words_for_whoever_gave_it(content: bytes | None, tmp_path: Path) -> None:
+    path = tmp_path / "m.npz"
+    save_model(path, Model("survival", H, finishes(5)))
+    with np.load(path) as arrays:
+        known = dict(arrays)
+    np.savez(path, **(known | {"output_tokens": np.array(["words"])}))
+    if content is not None:
+        path.write_bytes(content)
+
+    with pytest.raises(InputError, match="not a predictor file, or a damaged one") as refused:
+        load_model(path)
+    assert "pickle" not in str(refused.value)
 
 
 def test_where_nothing_ever_finishes_in_the_window_there_is_nothing_to_grow() -> None:

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from balanceroute.errors import ConfigError
 from balanceroute.prediction import Refitter, SurvivalCurve, SurvivalPredictor, refit_on_growth
 from balanceroute.prediction.observations import ObservationRing, Observations
+from balanceroute.prediction.refit import FIRST_ROWS_IN_PROCESS
 
 from .builders import a_finish, finishes
 
@@ -89,7 +90,11 @@ def test_the_refitter_asks_who_runs_at_each_fit() -> None:
     predictor = SurvivalPredictor(10)
     observed(predictor, 5)
     running: list[tuple[int, int]] = []
-    refitter = Refitter(predictor, running=lambda: running)
+
+    async def now_running() -> list[tuple[int, int]]:
+        return running
+
+    refitter = Refitter(predictor, running=now_running)
 
     async def scenario() -> None:
         await refitter.refit()
@@ -270,6 +275,32 @@ def test_a_failure_in_the_process_is_told_and_the_present_fit_stays(caplog: pyte
     assert asyncio.run(refitter.refit()) is False
     assert "too little" in caplog.text
     refitter.close()
+
+
+def test_trees_are_grown_as_soon_as_there_is_enough_for_them_and_not_for_a_few_rows() -> None:
+    predictor = InProcess(SurvivalCurve)
+    refitter = Refitter(predictor, interval_s=60.0, clock=lambda: 0.0)
+
+    observed(predictor, *[5] * (FIRST_ROWS_IN_PROCESS - 1))
+    assert not refitter.is_due
+    observed(predictor, 5)
+    assert refitter.is_due
+
+
+def test_an_adopted_fit_is_one_line_and_a_refused_one_too(caplog: pytest.LogCaptureFixture) -> None:
+    predictor = Gated()
+    predictor.may_end.set()
+    observed(predictor, *[5] * 9)
+    refitter = Refitter(predictor)
+
+    with caplog.at_level(logging.INFO):
+        assert asyncio.run(refitter.refit())
+        predictor.error = ConfigError("no scikit-learn here")
+        assert not asyncio.run(refitter.refit())
+
+    adopted, refused = caplog.records
+    assert (adopted.getMessage(), adopted.rows) == ("predictor fitted anew", 9)  # type: ignore[attr-defined]
+    assert "no scikit-learn here" in refused.getMessage() and not refused.exc_info
 
 
 def test_closing_ends_the_process_of_a_fit_under_way(caplog: pytest.LogCaptureFixture) -> None:

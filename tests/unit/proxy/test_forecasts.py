@@ -1,8 +1,10 @@
 """What the live router asks a predictor and tells it, against a real scheduler and without any HTTP."""
 
 import asyncio
+import sys
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +15,11 @@ from balanceroute.config import Config, validate
 from balanceroute.core.policies import PolicySettings, make_policy
 from balanceroute.core.scheduler import Scheduler, SchedulerConfig
 from balanceroute.core.types import Outcome, RequestSpec, Role, WorkerSpec
-from balanceroute.errors import InputError
-from balanceroute.prediction import FinishedRequest, History, LearnedPredictor, TwoStage
+from balanceroute.errors import ConfigError, InputError
+from balanceroute.prediction import FinishedRequest, History, LearnedPredictor, Model, TwoStage, save_model
 from balanceroute.prediction.history import read_rows
 from balanceroute.proxy.forecasts import HistoryOnly, LiveForecasts, build_forecasts
+from balanceroute.proxy.ledger import Ledger
 
 H = 8
 
@@ -184,6 +187,87 @@ def test_trees_are_asked_off_the_loop_and_their_answers_reach_only_who_still_wai
     assert threading.get_ident() not in slow.threads
 
 
+def test_what_expires_in_the_pool_after_it_has_generated_something_is_recorded_as_cut_short(tmp_path: Path) -> None:
+    path = tmp_path / "history.sqlite3"
+    forecasts = LiveForecasts(a_config(kind="exact_match", history=str(path)))
+
+    async def scenario() -> None:
+        ledger = Ledger(a_scheduler(), asyncio.get_running_loop(), forecasts)
+        recomputed, new = (ledger.submit(RequestSpec(name, 100, prompt_key="k")) for name in ("recomputed", "new"))
+        recomputed.prefilled(100)
+        ledger.admit()
+        recomputed.progress(3, ledger.now())
+        recomputed.requeue()
+        ledger.dispatch()
+        recomputed.prefilled(103)
+        new.prefilled(100)
+        ledger.configure(SchedulerConfig(pool_ttl_s=0.0))
+        await asyncio.sleep(0.001)
+        assert ledger.expire() == [recomputed, new]
+
+    asyncio.run(scenario())
+    forecasts.close()
+    assert [(r.prompt_tokens, r.output_tokens, r.finish_reason, r.censored) for r in read_rows(path)] == [
+        (100, 3, "expired", True)
+    ]
+
+
+class Failing(LearnedPredictor):
+    """Fails in every answer to a batch while `fails`, and else answers 6 tokens from the start."""
+
+    def __init__(self) -> None:
+        super().__init__(H)
+        self.fails = True
+
+    def predict(self, ages: Any, prompt_tokens: Any, keys: Any) -> TwoStage:
+        if self.fails:
+            raise FloatingPointError("no answer")
+        return TwoStage(ages * 0.0 + 1.0, 6.0 - ages)
+
+
+@pytest.mark.parametrize("kind", ["learned", "survival"], ids=["in the thread", "on the loop"])
+def test_requests_of_a_failed_batch_count_as_staying_and_are_asked_for_again(
+    kind: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    failing = Failing()
+    failing.predict_one = lambda *asked: (1.0, 6.0)  # type: ignore[method-assign]
+    predictor = (
+        failing if kind == "learned" else type("OnTheLoop", (), {"__getattr__": lambda _, n: getattr(failing, n)})()
+    )
+    monkeypatch.setattr("balanceroute.proxy.forecasts.build_predictor", lambda *_, **__: predictor)
+    scheduler = a_scheduler()
+    forecasts = LiveForecasts(a_config(kind=kind, history=str(tmp_path / "history.sqlite3")))
+    counters = forecasts.forecaster
+    names = [f"r{at}" for at in range(10)]
+
+    async def until(done: Callable[[], bool]) -> None:
+        async with asyncio.timeout(10):
+            while not done():  # noqa: ASYNC110
+                await asyncio.sleep(0.001)
+
+    async def scenario() -> None:
+        for name in names:
+            decoding(scheduler, name)
+            scheduler.refresh(name, 6.0, 0.0)
+            scheduler.progress(name, 4, 0.0)
+        for failures in (1, 2):
+            forecasts.renew(scheduler)
+            await until(lambda n=failures: counters.failures == n)  # type: ignore[misc]
+            assert {held(scheduler, name) for name in names} == {H}
+            assert scheduler.due_refreshes() == []  # not at once: what fails now fails in a millisecond too
+            for name in names:
+                scheduler.progress(name, H // 2, 0.0)
+        failing.fails = False
+        forecasts.renew(scheduler)
+        await until(lambda: counters.refreshes == len(names))
+        assert {held(scheduler, name) for name in names} == {1.0}
+        scheduler.snapshot.check_invariants()
+
+    asyncio.run(scenario())
+    forecasts.close()
+    assert caplog.text.count("forecasts fail") == 1 and "no answer" in caplog.text
+
+
 def test_the_key_is_the_header_where_there_is_one_and_else_the_prompt() -> None:
     by_header, by_prompt = LiveForecasts(a_config(kind="exact_match", key_header="X-Task")), None
     try:
@@ -226,6 +310,23 @@ def test_a_model_that_does_not_fit_is_refused_before_anything_runs(tmp_path: Pat
         build_forecasts(a_config(kind="survival", model=str(tmp_path / "m.npz")))
 
 
+def test_without_scikit_learn_a_learned_predictor_is_refused_and_a_fitted_model_stays_as_it_is(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setitem(sys.modules, "sklearn", None)
+    history, model = str(tmp_path / "history.sqlite3"), tmp_path / "m.npz"
+    with pytest.raises(ConfigError, match=r"pip install 'balanceroute\[learned\]'"):
+        build_forecasts(a_config(kind="learned", history=history))
+    assert not Path(history).exists()
+
+    save_model(model, Model("learned", H, [FinishedRequest("k", 100, 6, "stop", 1.0)]))
+    forecasts = build_forecasts(a_config(kind="learned", model=str(model)))
+    assert forecasts is not None and forecasts.runner(a_scheduler().snapshot) is None
+    forecasts.close()
+    assert [record.levelname for record in caplog.records] == ["WARNING"]
+    assert "stays as it is" in caplog.text and "Traceback" not in caplog.text
+
+
 def test_the_metrics_page_tells_how_the_predictor_does(tmp_path: Path) -> None:
     path = tmp_path / "history.sqlite3"
     remembered(path, *[6] * 20)
@@ -247,6 +348,7 @@ def test_the_metrics_page_tells_how_the_predictor_does(tmp_path: Path) -> None:
     for line in (
         "balanceroute_predictor_history_rows 21.0",
         "balanceroute_predictor_refreshes_total 1.0",
+        "balanceroute_predictor_failures_total 0.0",
         'balanceroute_predictor_gate_total{kind="open"} 2.0',
         'balanceroute_predictor_keys_total{kind="hit"} 2.0',
         'balanceroute_predictor_error_tokens_bucket{le="1.0"} 0.0',
