@@ -126,6 +126,9 @@ class RecordingScheduler(Scheduler):
             self._write_counts()
             self._write("draining", self._now, {"value": value}, {"answer": None})
 
+    def configure(self, config: SchedulerConfig, now: float) -> None:
+        self._record(super().configure, now, config=config)
+
     def add_worker(self, spec: WorkerSpec, now: float) -> None:
         self._record(super().add_worker, now, spec=spec)
 
@@ -181,6 +184,9 @@ class RecordingScheduler(Scheduler):
 
     def push_failed(self, request_id: str, now: float) -> None:
         self._record(super().push_failed, now, request_id=request_id)
+
+    def put_back(self, request_id: str, now: float) -> None:
+        self._record(super().put_back, now, request_id=request_id)
 
     def requeue(self, request_id: str, now: float) -> Release:
         return self._record(super().requeue, now, request_id=request_id)
@@ -294,14 +300,17 @@ def _read_header(path: Path, line: bytes) -> tuple[str, PolicySettings, Schedule
         header = orjson.loads(line)
         if header["journal"] != FORMAT:
             raise InputError(f"{path}, line 1: journal format {header['journal']}; this version reads {FORMAT}")
-        bounds: dict[str, Any] = {
-            key: math.inf if value is None and key in ENDLESS else value for key, value in header["config"].items()
-        }
-        return str(header["version"]), settings_from_dict(header), SchedulerConfig(**bounds)
+        return str(header["version"]), settings_from_dict(header), _read_config(header["config"])
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise InputError(f"{path}, line 1: not the header of a journal ({error})") from error
     except InputError as error:
         raise InputError(f"{path}, line 1: {error}") from error
+
+
+def _read_config(entry: dict[str, Any]) -> SchedulerConfig:
+    """Bounds from their JSON values. Raises: TypeError, AttributeError: they are none."""
+    bounds: dict[str, Any] = {k: math.inf if v is None and k in ENDLESS else v for k, v in entry.items()}
+    return SchedulerConfig(**bounds)
 
 
 ENDLESS = {field.name for field in fields(SchedulerConfig) if field.default == math.inf}
@@ -337,6 +346,8 @@ def _typed(call: str, args: dict[str, Any]) -> dict[str, Any]:
         typed["spec"] = WorkerSpec(**{**args["spec"], "role": Role(args["spec"]["role"])})
     elif "spec" in args:
         typed["spec"] = RequestSpec(**args["spec"])
+    if "config" in args:
+        typed["config"] = _read_config(args["config"])
     if "state" in args:
         typed["state"] = WorkerState(args["state"])
     if "outcome" in args:

@@ -365,7 +365,8 @@ class Queue(Section):
         description="Most requests waiting for a prefiller; above it clients get 429.",
     )
     deadline_s: Seconds = Field(
-        120.0, description="Longest wait for a prefiller; then 503, before any worker was used."
+        120.0,
+        description="Longest wait for a prefiller, and for the first token while workers answer 429 or 503; then 503.",
     )
 
 
@@ -395,7 +396,9 @@ class Limits(Section):
         description="Most answers per request, n times the number of prompts; each is a request of its own to the "
         "workers. Above it 400.",
     )
-    max_connections: int = Field(10_000, ge=1, le=1_000_000, description="Most client connections at once.")
+    max_connections: int = Field(
+        10_000, ge=1, le=1_000_000, description="Most client connections at once; above it 503."
+    )
     request_timeout_s: Seconds = Field(
         3600.0,
         description="Longest life of a request, from arrival to last byte; X-Request-Timeout may shorten it.",
@@ -426,13 +429,14 @@ class Limits(Section):
 
 
 class Retry(Section):
-    """What happens when a worker fails. 4xx is never retried."""
+    """What happens when a worker fails. 4xx is never retried; 429 and 503 are no failures: the request waits."""
 
     max_attempts: int = Field(
         3,
         ge=1,
         le=100,
-        description="Tries per request and stage, the first included; each on another worker if any.",
+        description="Failed tries per request and stage; each on another worker if any. A 429 or 503 is none: the "
+        "request waits for a worker, for its first token at most queue.deadline_s.",
     )
     base_delay_s: SecondsOrZero = Field(
         0.05, description="Upper end of the random delay before the second try; doubles from try to try."

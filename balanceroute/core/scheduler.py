@@ -6,7 +6,7 @@ answer demands (send a probe, open a decode stream, drain pinned KV) is the driv
 between reading the state and acting on it nothing else happens.
 
     submit -> queued --dispatch--> prefilling --prefilled--> pooled --admit--> decoding --finish--> gone
-                ^------- prefill_failed ---'                                      |
+                ^------- prefill_failed ---'                   ^--- put_back ------|
                 '----------------------------- requeue ---------------------------'
 
 Decode-first (layerwise connectors, `SchedulerConfig.decode_first`) turns the order round: the decode worker is chosen
@@ -91,6 +91,10 @@ class Scheduler:
         self._queue: list[tuple[int, int, RequestTracker]] = []
         self._due: list[RequestTracker] = []
         self._refresh_at_step: list[tuple[int, int, float, RequestTracker]] = []
+
+    def configure(self, config: SchedulerConfig, now: float) -> None:
+        """Other bounds and times from now on."""
+        self.config = config
 
     # -- workers ----------------------------------------------------------------------------------------------
 
@@ -300,6 +304,19 @@ class Scheduler:
         tracker.refreshed_remaining, tracker.refreshed_at = expected_remaining, tracker.generated
         self._project(tracker, worker, 1)
         self._schedule_refresh(tracker)
+
+    def put_back(self, request_id: str, now: float) -> None:
+        """The worker of its admission was not asked after all: it waits in the pool again, in its old place.
+
+        Its KV is still pinned, and has been since it became ready, so nothing of its patience or time to live is new.
+        """
+        tracker = self._find(request_id, Phase.DECODING)
+        unasked = not tracker.generated and not tracker.pushing and request_id not in self.snapshot.asking
+        if not unasked or (tracker.prefiller is None) != self.config.decode_first:
+            raise InvariantError(f"{request_id} was sent to its worker already")
+        self._unbind(tracker)
+        tracker.phase = Phase.POOLED
+        self.snapshot.pool.add(tracker)
 
     def requeue(self, request_id: str, now: float) -> Release:
         """The decode ended without finishing (recompute, worker lost): prefill again, with what was generated so far.

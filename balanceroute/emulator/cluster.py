@@ -86,8 +86,7 @@ class EmulatedCluster:
         for task in self._tasks:
             task.cancel()
         results = await asyncio.gather(*self._tasks, return_exceptions=True)
-        for server in self._servers:
-            await server.stop()
+        await asyncio.gather(*(server.stop() for server in self._servers))
         if self._client is not None:
             await self._client.aclose()
         for result in results:

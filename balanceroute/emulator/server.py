@@ -6,6 +6,7 @@ one process its protocol class alone is the better building block.
 """
 
 import asyncio
+import logging
 import socket
 import struct
 from email.utils import formatdate
@@ -18,6 +19,9 @@ from uvicorn.server import ServerState
 from balanceroute.emulator.app import CONNECTION
 from balanceroute.errors import ConfigError
 
+logger = logging.getLogger(__name__)
+
+STOP_S = 2.0  # requests whose connection is cut end within milliseconds; whatever has not by then is cancelled
 _RESET_ON_CLOSE = struct.pack("ii", 1, 0)  # SO_LINGER with no time: close sends RST
 
 
@@ -81,17 +85,25 @@ class HttpServer:
         self.port = self._server.sockets[0].getsockname()[1]
 
     async def stop(self) -> None:
-        """Close the port and cut all connections, as a killed process does."""
+        """Close the port and cut all connections, as a killed process does; its requests end within `STOP_S`.
+
+        The caller may be one of these requests, since any server takes the order to stop any of them: that one is
+        neither waited for (it would wait for itself, and every later stop for it) nor cancelled.
+        """
         if self._server is None:
             return
-        self._server.close()
+        server, self._server = self._server, None
+        server.close()
         for connection in list(self._state.connections):
             # no isinstance check: uvloop's transports are none of asyncio's classes
             connection.transport.abort()
-        await self._server.wait_closed()
-        self._server = None
-        if self._state.tasks:
-            await asyncio.wait(self._state.tasks)
+        await server.wait_closed()
+        others = self._state.tasks - {asyncio.current_task()}
+        if others:
+            _, late = await asyncio.wait(others, timeout=STOP_S)
+            for task in late:
+                logger.warning("request did not end with its connection", extra={"request": repr(task)})
+                task.cancel()
 
     @property
     def listening(self) -> bool:

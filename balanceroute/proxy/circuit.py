@@ -1,13 +1,16 @@
 """When a worker gets new requests: one circuit per worker, fed by the verdicts of real requests.
 
-    closed --fault or busy--> resting --time--> closed          (a short pause, longer with every one in a row)
+    closed --fault--> resting --time--> closed                  (a short pause, longer with every one in a row)
+    closed --busy---> resting --time--> half-open --one trial--> closed | resting
     closed --faults in a row >= threshold--> open --time--> half-open --one trial--> closed | open
 
 A *fault* is a connection that fails, a reply that breaks off, a 5xx; *busy* is a 429 or 503: the worker says that it
 can't take more, which is back-pressure and never opens the circuit. A 4xx is the client's and no verdict at all.
 
 The pause after the first failure is what makes retries land elsewhere: a worker that fails fast is always the least
-loaded one, so without it every policy would send the retry straight back.
+loaded one, so without it every policy would send the retry straight back. Whoever was busy is then asked by one request
+alone, because while all workers push back all requests wait, and each try costs a prefill. Requests that were under way
+together are one refusal, however many they are.
 """
 
 from collections.abc import Callable
@@ -17,6 +20,7 @@ from typing import Final
 
 REST_S: Final = 0.5  # first pause; longer than a prefill probe, so that a retry finds another worker
 MAX_REST_S: Final = 8.0
+TICK_EARLY_S: Final = 0.002  # uvloop's clock counts milliseconds: a timer may fire before its time by a rounding
 
 
 class CircuitState(StrEnum):
@@ -62,6 +66,7 @@ class Circuit:
         """The worker answered as it should."""
         if self._faults or self._busy or self.state is not CircuitState.CLOSED:
             self._faults = self._busy = 0
+            self._until = 0.0
             self._enter(CircuitState.CLOSED, None)
 
     def no_verdict(self) -> None:
@@ -79,7 +84,8 @@ class Circuit:
 
     def busy(self, now: float, retry_after_s: float = 0.0) -> None:
         """The worker can't take more now; not before `retry_after_s`, if it said so."""
-        self._busy += 1
+        if self.state is not CircuitState.RESTING or not self._busy:
+            self._busy += 1
         self._rest(now, retry_after_s)
 
     def open(self, now: float) -> None:
@@ -94,10 +100,10 @@ class Circuit:
 
     def tick(self, now: float) -> None:
         """Let time pass: a rest ends, an open circuit becomes half-open."""
-        if now < self._until:
+        if now < self._until - TICK_EARLY_S:
             return
         if self.state is CircuitState.RESTING:
-            self._enter(CircuitState.CLOSED, None)
+            self._enter(CircuitState.HALF_OPEN if self._busy else CircuitState.CLOSED, None)
         elif self.state is CircuitState.OPEN:
             self._enter(CircuitState.HALF_OPEN, None)
 
@@ -105,8 +111,8 @@ class Circuit:
         rest_s = min(MAX_REST_S, max(at_least_s, REST_S * 2.0 ** min(8, self.failures - 1)))
         if self.state is CircuitState.OPEN:
             return
-        self._until = now + rest_s
-        self._enter(CircuitState.RESTING, rest_s)
+        self._until = max(self._until, now + rest_s)
+        self._enter(CircuitState.RESTING, self._until - now)
 
     def _enter(self, state: CircuitState, wake_in_s: float | None) -> None:
         self.state = state

@@ -6,8 +6,8 @@ expired after its prefill goes through a decode worker once: one token, thrown a
 
 Drains are nobody's hurry: at most `MAX_CONCURRENT` run at once, on the decode worker with the most free slots. Only a
 worker that surely hasn't taken the request (no connection, 429, 503) leaves it to the next one, because
-kv_transfer_params may be used only once. What can't be drained is counted as orphaned until the connector has dropped
-it.
+kv_transfer_params may be used only once; while no worker takes it, it waits, as long as its KV may still be pulled.
+What can't be drained is counted as orphaned until the connector has dropped it.
 """
 
 import asyncio
@@ -26,6 +26,8 @@ from balanceroute.proxy.responses import JSON_TYPE
 
 MAX_CONCURRENT: Final = 4
 TIMEOUT_S: Final = 20.0  # a pull and one step, behind a full decoder's queue; less than any lease
+PAUSE_S: Final = 0.5  # after a first round over workers that all refuse; twice as long after every further one
+MAX_PAUSE_S: Final = 4.0
 SAFE_SHARE: Final = 0.8  # of the connector's timeout: the rest is for the transfer, and for clocks that differ
 _REPLY_LIMIT: Final = 64 * 2**20  # a reply repeats the prompt's ids
 
@@ -92,17 +94,24 @@ class Drainer:
     async def _pull_anywhere(self, job: Drain) -> bool:
         """Whether the KV was pulled. A worker that surely hasn't seen the parameters leaves them for another one."""
         tried: set[str] = set()
-        while (left_s := self._left_s(job)) > 0 and (worker := self._choose(tried)) is not None:
+        pause_s = PAUSE_S
+        while (left_s := self._left_s(job)) > 0:
+            worker = self._choose(tried)
+            if worker is None:  # all are down or refuse
+                await asyncio.sleep(min(pause_s, left_s))
+                pause_s = min(MAX_PAUSE_S, 2 * pause_s)
+                tried.clear()
+                continue
             tried.add(worker.id)
-            pulled = await self._pull(job, worker, left_s)
+            pulled = await self._pull(job, worker, min(TIMEOUT_S, left_s))
             if pulled is not None:
                 return pulled
         return False
 
     def _left_s(self, job: Drain) -> float:
         """How long the KV may still be pulled: after the connector's timeout its blocks are another request's."""
-        age_s = self._ledger.now() - job.pinned_s
-        return TIMEOUT_S if self._pin_s is None else min(TIMEOUT_S, self._pin_s * SAFE_SHARE - age_s)
+        pin_s = TIMEOUT_S if self._pin_s is None else self._pin_s * SAFE_SHARE
+        return pin_s - (self._ledger.now() - job.pinned_s)
 
     def _choose(self, tried: set[str]) -> Worker | None:
         """The untried decode worker with the most free slots; one that rests after a failure only if no other is up."""

@@ -1,12 +1,14 @@
 """The client's side of a request: its body in, its answer or its error out, and what is told about it at the end.
 
 A plain ASGI application for the two hot routes. The leg (`lifecycle.py`) runs in the task that the server made for the
-request; a client that goes away is noticed without a task of its own (`relay.DisconnectWatch`) and cancels that task.
+request; a client that goes away is noticed without a task of its own (`ClientConnection.watch`, on other servers than
+ours `relay.DisconnectWatch`) and cancels that task.
 """
 
 import asyncio
 import logging
 import math
+from collections.abc import Callable
 from typing import Any
 
 from balanceroute.core.types import Outcome, RejectReason
@@ -19,13 +21,15 @@ from balanceroute.errors import (
     UpstreamStatus,
 )
 from balanceroute.proxy import fanout
+from balanceroute.proxy.client_transport import CLIENT_CONNECTION, ClientConnection
 from balanceroute.proxy.fanout import PartAnswer, PartStream, StreamHead
 from balanceroute.proxy.intake import ClientGone, Head, Receive, read_body, read_head
 from balanceroute.proxy.layerwise import LayerwiseLeg
 from balanceroute.proxy.ledger import rejection
 from balanceroute.proxy.lifecycle import ClientStalled, Leg, Outlet
+from balanceroute.proxy.logs import log_request
 from balanceroute.proxy.payloads import ClientRequest, Endpoint, parse
-from balanceroute.proxy.relay import DisconnectWatch
+from balanceroute.proxy.relay import DisconnectWatch, Write
 from balanceroute.proxy.responses import (
     SSE_HEADERS,
     Headers,
@@ -44,10 +48,10 @@ log = logging.getLogger("balanceroute.requests")
 class StreamOutlet:
     """A leg's answer as the client's own stream."""
 
-    __slots__ = ("_headers", "_send", "ends_response", "send", "started")
+    __slots__ = ("_headers", "_send", "ends_response", "send", "started", "write")
 
-    def __init__(self, send: Send, headers: Headers) -> None:
-        self.send = send
+    def __init__(self, send: Send, headers: Headers, write: Write | None) -> None:
+        self.send, self.write = send, write
         self._send, self._headers = send, headers
         self.started = False
         self.ends_response = True
@@ -72,7 +76,7 @@ class CompletionsRoute:
         """Serve one request."""
         services = self._s
         services.exchanges += 1
-        exchange = Exchange(services, self._endpoint, send)
+        exchange = Exchange(services, self._endpoint, send, scope.get("extensions", {}).get(CLIENT_CONNECTION))
         try:
             await exchange.serve(scope, receive)
         finally:
@@ -85,6 +89,7 @@ class Exchange:
 
     __slots__ = (
         "_arrived_s",
+        "_client",
         "_endpoint",
         "_gone",
         "_head",
@@ -96,8 +101,11 @@ class Exchange:
         "_task",
     )
 
-    def __init__(self, services: Services, endpoint: Endpoint, send: Send) -> None:
-        self._s, self._endpoint, self._send = services, endpoint, send
+    def __init__(
+        self, services: Services, endpoint: Endpoint, send: Send, client: ClientConnection | None = None
+    ) -> None:
+        """`client` where the server is our own; ASGI's messages do for all others."""
+        self._s, self._endpoint, self._send, self._client = services, endpoint, send, client
         self._arrived_s = services.loop.time()
         self._head: Head | None = None
         self._legs: list[Leg] = []
@@ -111,11 +119,11 @@ class Exchange:
         try:
             request = await self._read(scope, receive)
             self._task = asyncio.current_task()
-            watch = DisconnectWatch(receive, self._on_gone)
+            unwatch = self._watch(receive)
             try:
                 await self._answer(request)
             finally:
-                watch.close()
+                unwatch()
         except ClientGone:
             self._outcome = Outcome.CANCELLED
         except InvariantError as error:
@@ -131,6 +139,17 @@ class Exchange:
             # the cancellation was ours alone: the server's task ends as if the request were over, which it is
             if not self._gone or (self._task is not None and self._task.uncancel() > 0):
                 raise
+
+    def _watch(self, receive: Receive) -> Callable[[], None]:
+        """Notice from now on when the client goes away; returns what ends that."""
+        if self._client is None:
+            return DisconnectWatch(receive, self._on_gone).close
+        self._client.watch(self._on_gone)
+        return self._client.unwatch
+
+    @property
+    def _write(self) -> Write | None:
+        return None if self._client is None else self._client.write
 
     async def _read(self, scope: Any, receive: Receive) -> ClientRequest:
         config = self._s.config
@@ -154,11 +173,13 @@ class Exchange:
         head = self._head
         assert head is not None
         id_header = (b"x-request-id", (head.client_id or head.request_id).encode())
-        outlet = StreamOutlet(self._send, [*SSE_HEADERS, id_header]) if request.stream else PartAnswer(request)
+        outlet = (
+            StreamOutlet(self._send, [*SSE_HEADERS, id_header], self._write) if request.stream else PartAnswer(request)
+        )
         leg = self._leg_for(head.request_id, request, outlet, None)
         self._legs = [leg]
         try:
-            await leg.run()
+            await leg.run(self._task)
         except BalanceRouteError as error:
             if not outlet.started:
                 raise
@@ -176,7 +197,7 @@ class Exchange:
         assert head is not None
         id_header = (b"x-request-id", (head.client_id or head.request_id).encode())
         created = fanout.created_now()
-        shared = StreamHead(self._send, [id_header], request.model)
+        shared = StreamHead(self._send, [id_header], self._write, request.model)
         answers: list[PartAnswer] = []
         for index, part in enumerate(fanout.parts_of(request, self._s.config.limits.max_choices)):
             outlet: Outlet
@@ -311,13 +332,13 @@ class Exchange:
             fields["client_request"] = head.client_id
         if legs:
             fields |= {
-                "prefiller": ",".join(leg.prefiller for leg in legs),
-                "worker": ",".join(leg.worker for leg in legs),
-                "prefill_wait_s": round(max(leg.prefill_wait_s for leg in legs), 4),
-                "decode_wait_s": round(max(leg.decode_wait_s for leg in legs), 4),
+                "prefiller": ",".join([leg.prefiller for leg in legs]),
+                "worker": ",".join([leg.worker for leg in legs]),
+                "prefill_wait_s": round(max([leg.prefill_wait_s for leg in legs]), 4),
+                "decode_wait_s": round(max([leg.decode_wait_s for leg in legs]), 4),
                 "ttft_s": None if ttft_s is None else round(ttft_s, 4),
-                "prompt_tokens": sum(leg.prompt_tokens for leg in legs),
+                "prompt_tokens": sum([leg.prompt_tokens for leg in legs]),
                 "tokens": tokens,
-                "recomputes": sum(leg.recomputes for leg in legs),
+                "recomputes": sum([leg.recomputes for leg in legs]),
             }
-        log.info("request", extra=fields)
+        log_request(fields)

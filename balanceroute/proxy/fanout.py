@@ -22,6 +22,7 @@ from balanceroute.proxy.answers import AnswerAssembler
 from balanceroute.proxy.intake import ClientGone
 from balanceroute.proxy.lifecycle import Leg
 from balanceroute.proxy.payloads import ClientRequest, split
+from balanceroute.proxy.relay import Write
 from balanceroute.proxy.responses import SSE_HEADERS, Headers, Message, Send
 from balanceroute.proxy.sse import payloads_of
 
@@ -48,10 +49,11 @@ class StreamHead:
     `model` is what the workers call the model, from the first event; clients may leave it out.
     """
 
-    __slots__ = ("_headers", "_starting", "model", "send", "started")
+    __slots__ = ("_headers", "_starting", "model", "send", "started", "write")
 
-    def __init__(self, send: Send, headers: Headers, model: str | None = None) -> None:
-        self.send, self._headers, self.model = send, [*SSE_HEADERS, *headers], model
+    def __init__(self, send: Send, headers: Headers, write: Write | None, model: str | None = None) -> None:
+        self.send, self.write = send, write
+        self._headers, self.model = [*SSE_HEADERS, *headers], model
         self.started = False
         self._starting = asyncio.Lock()
 
@@ -76,6 +78,11 @@ class PartStream:
     def send(self) -> Send:
         """The client's own, but for the very first events, which are looked into."""
         return self._first if self._head.model is None else self._head.send
+
+    @property
+    def write(self) -> Write | None:
+        """The client's own."""
+        return None if self._head.model is None else self._head.write
 
     async def _first(self, message: Message) -> None:
         if self._head.model is None:
@@ -108,6 +115,11 @@ class PartAnswer:
     async def send(self, message: Message) -> None:
         """Take in events."""
         self._assembler.feed(message["body"])
+
+    def write(self, body: bytes) -> bool:
+        """Take in events, at once."""
+        self._assembler.feed(body)
+        return True
 
     async def whole(self, body: bytes) -> None:
         """The answer came unstreamed."""

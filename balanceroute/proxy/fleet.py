@@ -10,6 +10,7 @@ three sources that don't know each other:
 
 import asyncio
 import logging
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
@@ -33,10 +34,12 @@ _CIRCUIT_SAYS = {
 class Worker:
     """One schedulable (url, dp_rank) pair as the proxy reaches it.
 
-    `progress_s` is when it last gave proof of life that counts: a token, or a first request after idleness.
+    `progress_s` is when it last gave proof of life that counts, a token or an answered probe; `busy_since_s` is when
+    it got its first request after idleness.
     """
 
     __slots__ = (
+        "busy_since_s",
         "checks_failed",
         "circuit",
         "drained",
@@ -64,7 +67,8 @@ class Worker:
         self.drained = False
         self.leaving = False
         self.in_use = 0  # upstream requests under way: probes, decodes, drains
-        self.progress_s = 0.0
+        self.progress_s = -math.inf
+        self.busy_since_s = -math.inf
         self.state = WorkerState.UP
 
     @property

@@ -4,6 +4,10 @@ Every URL's `/health` is asked every `health.interval_s`. A worker is taken out 
 row, at once when it answers 503 (vLLM's word for a dead engine) or when it has never been seen healthy, so a router
 that starts before its workers waits for them instead of sending them requests. One good answer brings it back.
 
+Silence is weaker evidence than a refusal. A check that runs out of time counts for nothing when the worker gave other
+proof of life within `interval_s` and `timeout_s` (a token, an answered probe: an overloaded API server answers
+`/health` last), or when our own loop was too late to have seen the answer.
+
 `/health` is 200 on a decoder whose ranks hang in a collective, so progress counts more: a decoder with running streams
 and no token for `stall_after_s` is out until it produces one, or has nothing left to produce.
 
@@ -22,6 +26,15 @@ from balanceroute.proxy.services import Services
 log = logging.getLogger(__name__)
 
 _LIMIT = 2**16
+_LATE_S = 0.5  # our own loop was stalled when a timeout fires this much after its time
+
+
+class Silent(Exception):
+    """No answer in time; `ours` says that we may not have looked in time either."""
+
+    def __init__(self, ours: bool) -> None:
+        super().__init__()
+        self.ours = ours
 
 
 class HealthMonitor:
@@ -37,27 +50,35 @@ class HealthMonitor:
 
     async def _look(self, workers: list[Worker]) -> None:
         """Ask one URL and judge the workers behind it."""
-        status = await self._ask(workers[0])
+        silent = False
+        try:
+            status = await self._ask(workers[0])
+        except Silent as silence:
+            if silence.ours:
+                return
+            silent, status = True, None
         for worker in workers:
-            if worker.id in self._s.fleet:
+            if worker.id in self._s.fleet and not (silent and self._makes_progress(worker)):
                 self._judge(worker, status)
 
     async def _ask(self, worker: Worker) -> int | None:
-        """The status of /health; None when there was no answer."""
+        """The status of /health; None when the connection is refused or breaks. Raises: Silent."""
+        timeout_s = self._s.config.health.timeout_s
+        deadline_s = self._s.loop.time() + timeout_s
         try:
-            async with asyncio.timeout(self._s.config.health.timeout_s):
-                reply = await worker.upstream.request("GET", "/health")
+            async with asyncio.timeout_at(deadline_s):
+                reply = await worker.upstream.request("GET", "/health", connect_timeout_s=2 * timeout_s)
                 await reply.read(_LIMIT)
             return reply.status
-        except (UpstreamError, TimeoutError):
+        except UpstreamError:
             return None
+        except TimeoutError:
+            raise Silent(self._s.loop.time() - deadline_s > _LATE_S) from None
 
     def _judge(self, worker: Worker, status: int | None) -> None:
         config = self._s.config.health
         if status is not None and status < 500:
             worker.checks_failed, worker.seen_healthy, worker.joining = 0, True, None
-        elif status is None and self._makes_progress(worker):
-            return  # too busy to answer, but not to work
         else:
             worker.checks_failed += 1
             out = status == 503 or not worker.seen_healthy or worker.checks_failed >= config.failure_threshold
@@ -76,14 +97,15 @@ class HealthMonitor:
         self._s.fleet.set_healthy(worker, True)
 
     def _makes_progress(self, worker: Worker) -> bool:
+        """Whether it is too busy to answer, but not to work."""
         health = self._s.config.health
-        return worker.in_use > 0 and self._s.ledger.now() - worker.progress_s < health.interval_s + health.timeout_s
+        return self._s.ledger.now() - worker.progress_s < health.interval_s + health.timeout_s
 
     def _is_stalled(self, worker: Worker) -> bool:
         """Whether streams run on this decoder, their clients read, and yet no token has come for too long."""
         if worker.spec.role is not Role.DECODE or not worker.in_use:
             return False
-        if self._s.ledger.now() - worker.progress_s < self._s.config.health.stall_after_s:
+        if self._s.ledger.now() - max(worker.progress_s, worker.busy_since_s) < self._s.config.health.stall_after_s:
             return False
         return any(leg.expects_tokens_from(worker.id) for leg in self._s.legs)
 

@@ -5,7 +5,7 @@ A deadline for slow bodies costs nothing when the body has come with the head, a
 
 import asyncio
 import math
-import os
+import random
 from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, Final
@@ -23,6 +23,7 @@ FORWARDED: Final = frozenset(
 )
 _ID_CHARACTERS: Final = frozenset(b"abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789-_.:")
 _MAX_ID: Final = 96
+_ids: Final = random.Random()  # names, no secrets: seeded once by the system, instead of a system call per request
 
 
 class ClientGone(Exception):
@@ -64,7 +65,7 @@ def read_head(headers: Iterable[tuple[bytes, bytes]], key_header: bytes | None, 
     if api_key is not None and not authorized:
         forwarded.append((b"authorization", b"Bearer " + api_key))
     known = None if client_id is None else _clean(client_id)
-    unique = os.urandom(8).hex()
+    unique = f"{_ids.getrandbits(64):016x}"
     request_id = f"{known}-{unique[:8]}" if known else unique
     return Head(request_id, known, forwarded, timeout_s, length, key)
 

@@ -34,20 +34,20 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
+from balanceroute.core.types import WorkerState
 from balanceroute.errors import (
     BalanceRouteError,
     ConnectFailed,
     InvalidRequest,
     QueueTimeout,
     UpstreamError,
-    UpstreamStatus,
     UpstreamTimeout,
 )
 from balanceroute.proxy.connectors import METASERVER_PATH, LayerwiseConnector
 from balanceroute.proxy.fleet import Worker
 from balanceroute.proxy.intake import ClientGone, read_body
 from balanceroute.proxy.ledger import RETRY_AFTER_S, Ticket
-from balanceroute.proxy.lifecycle import REPLY_LIMIT, Leg, status_error
+from balanceroute.proxy.lifecycle import REPLY_LIMIT, Leg, pushes_back, status_error
 from balanceroute.proxy.payloads import ClientRequest, PrefillResult, parse_probe_reply
 from balanceroute.proxy.responses import body_of, error_body, status_of
 from balanceroute.proxy.services import Services
@@ -96,7 +96,7 @@ class LayerwiseLeg(Leg):
     async def _serve(self, ticket: Ticket) -> None:
         self.scanner = self._new_scanner(self._result)
         while True:
-            worker = self._s.fleet[await ticket.admission()]
+            worker = await self._admission(ticket)
             self.decode_wait_s += self._s.ledger.now() - ticket.pooled_s
             self.worker = worker.id
             lost: UpstreamError | None = None
@@ -117,7 +117,8 @@ class LayerwiseLeg(Leg):
                     raise  # judged where it happened, and it was the last try
                 lost = error
                 await asyncio.sleep(self._judge(error, worker, "decode"))
-            self._s.metrics.recomputes.inc("recomputed" if lost is None else "worker_lost")
+            if lost is None or not pushes_back(lost):
+                self._s.metrics.recomputes.inc("recomputed" if lost is None else "worker_lost")
             if not self.prompt_tokens and self.scanner.prompt_ids is not None:
                 self.prompt_tokens = len(self.scanner.prompt_ids)
             if not self._prepare_resume(self._result, lost):
@@ -177,14 +178,18 @@ class LayerwiseLeg(Leg):
     async def _prefill_for(self, ticket: Ticket, body: bytes) -> PrefillResult:
         """Have a prefiller push. Raises: QueueTimeout; PushFailed; UpstreamError of the last try."""
         now = self._s.ledger.now
+        deadline_s = now() + self._s.config.queue.deadline_s
         while True:
             waiting_since_s = now()
             try:
-                async with asyncio.timeout(self._s.config.queue.deadline_s):
+                async with asyncio.timeout_at(deadline_s):
                     prefiller = self._s.fleet[await ticket.prefiller()]
             except TimeoutError:
                 text = "The request waited too long for a prefiller."
                 raise QueueTimeout(text, retry_after_s=RETRY_AFTER_S) from None
+            if prefiller.state is not WorkerState.UP:
+                ticket.push_failed()
+                continue
             self.prefill_wait_s += now() - waiting_since_s
             self.prefiller = prefiller.id
             try:
@@ -215,6 +220,7 @@ class LayerwiseLeg(Leg):
                 raise status_error(reply, answer, prefiller, "prefill")
             result = parse_probe_reply(answer, worker=prefiller.id)
             prefiller.circuit.success()
+            prefiller.progress_s = self._s.ledger.now()
             return result
         except TimeoutError:
             text = f"no answer within {patience_s:g} s"
@@ -228,9 +234,7 @@ class LayerwiseLeg(Leg):
 
 def _unseen(error: UpstreamError) -> bool:
     """Whether the prefiller has surely not begun: another one may push to the same place."""
-    if isinstance(error, UpstreamStatus):
-        return error.status in (429, 503)
-    return isinstance(error, ConnectFailed) and not error.sent
+    return pushes_back(error) or (isinstance(error, ConnectFailed) and not error.sent)
 
 
 class Metaserver:

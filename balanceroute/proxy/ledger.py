@@ -5,6 +5,7 @@
     ticket.prefilled(n) | .prefill_failed()
     await ticket.admission()              which decode worker, when the policy has decided
     ticket.progress(n)                    per read of the worker's stream
+    ticket.put_back()                     the decode worker went out before it was asked: decide again
     ticket.requeue()                      decode ended early: once more from the prefill on
     ticket.finish(outcome)                leaves, from any phase, once
 
@@ -119,9 +120,15 @@ class Ticket:
         self._ledger.scheduler.push_failed(self.id, self._ledger.now())
         self._ledger.prefill_capacity_changed()
 
-    def progress(self, tokens: int) -> None:
+    def progress(self, tokens: int, now: float) -> None:
         """So many more tokens have been generated. O(1)."""
-        self._ledger.scheduler.progress(self.id, tokens, self._ledger.now())
+        self._ledger.scheduler.progress(self.id, tokens, now)
+
+    def put_back(self) -> None:
+        """The decode worker will not be asked after all: wait for another in the pool."""
+        ledger = self._ledger
+        ledger.scheduler.put_back(self.id, ledger.now())
+        ledger.pool_filled()
 
     def requeue(self) -> Release:
         """The decode ended early, or the pinned KV was lost: queue for a prefill again."""
@@ -237,7 +244,7 @@ class Ledger:
 
     def configure(self, config: SchedulerConfig) -> None:
         """Other bounds and times from now on."""
-        self.scheduler.config = config
+        self.scheduler.configure(config, self.now())
 
     # -- workers
 

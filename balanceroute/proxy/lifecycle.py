@@ -7,7 +7,7 @@ serves the client and is the only place where a request's phases follow each oth
                      ^------ probe failed ---'                                 |
                      '-------- recomputed, decoder lost: prompt + ids so far --'
 
-Three rules:
+Four rules:
 
 **Once.** `finish` is called in one `finally`, whatever happened; everything else that the leg holds (connections,
 circuit verdicts) is released in the scope that took it. Releasing never awaits, so it can't be cancelled half-way.
@@ -17,6 +17,10 @@ only then `Outlet.start` is called. Up to that point a failure is another try or
 
 **Parameters once.** `_unspent` holds the prefiller's kv_transfer_params from its answer until a decoder may have seen
 them. If the request leaves while it still holds them, the KV is drained.
+
+**Back-pressure is no failure.** A 429 or 503 is a worker's way to say "later", so it costs the request none of its
+tries. The worker rests (`circuit.py`) and the request goes round again; while every worker rests it waits, as it would
+for a slot, and gets a 503 with Retry-After when it has waited `queue.deadline_s` for its first token.
 
 **A client that goes away is not always a reason to hang up at once.** A prefiller that has just finished pins KV whose
 parameters only its reply tells, and a decoder that has not handed the request to its engine yet forgets it without
@@ -31,11 +35,12 @@ import asyncio
 import logging
 import math
 import random
+from collections.abc import Awaitable
 from typing import Any, Final, Protocol
 
 import orjson
 
-from balanceroute.core.types import Outcome, RequestSpec
+from balanceroute.core.types import Outcome, RequestSpec, WorkerState
 from balanceroute.errors import (
     BadUpstreamReply,
     BalanceRouteError,
@@ -49,9 +54,9 @@ from balanceroute.proxy.answers import correct_answer
 from balanceroute.proxy.drainer import Drain
 from balanceroute.proxy.fleet import Worker
 from balanceroute.proxy.intake import ClientGone
-from balanceroute.proxy.ledger import Ticket
+from balanceroute.proxy.ledger import RETRY_AFTER_S, Ticket
 from balanceroute.proxy.payloads import ClientRequest, PrefillResult, parse_probe_reply, resume
-from balanceroute.proxy.relay import relay
+from balanceroute.proxy.relay import Write, relay
 from balanceroute.proxy.responses import Send
 from balanceroute.proxy.services import Services
 from balanceroute.proxy.sse import EventScanner, StreamEnd
@@ -95,6 +100,11 @@ class Outlet(Protocol):
         """Takes ASGI body messages with whole events."""
         ...
 
+    @property
+    def write(self) -> Write | None:
+        """A shorter way than `send` for a part in the middle of the answer, if there is one."""
+        ...
+
     async def whole(self, body: bytes) -> None:
         """An unstreamed answer."""
         ...
@@ -127,6 +137,7 @@ class Leg:
         "_original",
         "_outlet",
         "_pinned_s",
+        "_refusal",
         "_reply",
         "_s",
         "_scanner_options",
@@ -185,13 +196,16 @@ class Leg:
         self._unspent: bytes | None = None
         self._pinned_s = 0.0
         self._interruption: BalanceRouteError | None = None
-        self._failures = {"prefill": 0, "decode": 0, "fruitless": 0}  # in a row
+        self._failures = {"prefill": 0, "decode": 0, "fruitless": 0, "refused": 0}  # in a row
+        self._refusal: UpstreamStatus | None = None  # the last 429 or 503 before the first token
         self._tries = 0
         self._abandoned = False
         self._grace_s = 0.0
 
-    async def run(self) -> None:
+    async def run(self, task: asyncio.Task[Any] | None = None) -> None:
         """Serve the request: returns when its answer is complete.
+
+        Args: task: the one that runs this, where the caller has asked already.
 
         Raises: Rejected, UpstreamError: what the client is to be told; `Outlet.started` says whether as a status or
         as an event.
@@ -203,7 +217,7 @@ class Leg:
         ticket = self._ticket = services.ledger.submit(
             RequestSpec(self.id, request.prompt_tokens, request.priority, self._key, request.effective_limit)
         )
-        self._task = asyncio.current_task()
+        self._task = task or asyncio.current_task()
         services.legs.add(self)
         try:
             await self._serve(ticket)
@@ -277,7 +291,7 @@ class Leg:
         while True:
             result = await self._prefill(ticket)
             ticket.prefilled(result.prompt_tokens)
-            worker = self._s.fleet[await ticket.admission()]
+            worker = await self._admission(ticket)
             self.decode_wait_s += self._s.ledger.now() - ticket.pooled_s
             self.worker = worker.id
             lost: UpstreamError | None = None
@@ -292,7 +306,8 @@ class Leg:
                 self._check_abandoned(worker)
                 lost = error
                 await asyncio.sleep(self._judge(error, worker, "decode"))
-            self._s.metrics.recomputes.inc("recomputed" if lost is None else "worker_lost")
+            if lost is None or not pushes_back(lost):
+                self._s.metrics.recomputes.inc("recomputed" if lost is None else "worker_lost")
             if not self._prepare_resume(result, lost):
                 await self._end_by_length()
                 return
@@ -303,7 +318,10 @@ class Leg:
     async def _prefill(self, ticket: Ticket) -> PrefillResult:
         waiting_since_s = self._s.ledger.now()
         while True:
-            worker = self._s.fleet[await ticket.prefiller()]
+            worker = self._s.fleet[await self._patiently(ticket, ticket.prefiller())]
+            if worker.state is not WorkerState.UP:
+                ticket.prefill_failed()
+                continue
             self.prefill_wait_s += self._s.ledger.now() - waiting_since_s
             self.prefiller = worker.id
             try:
@@ -322,6 +340,29 @@ class Leg:
                     self.prompt_tokens, self.cached_tokens = result.prompt_tokens, result.cached_tokens
                     self.scanner = self._new_scanner(result)
                 return result
+
+    async def _admission(self, ticket: Ticket) -> Worker:
+        """Wait for the decode worker. Raises: QueueTimeout.
+
+        One that has gone out between the decision and now, be it for another request's trial, is not asked.
+        """
+        while True:
+            worker = self._s.fleet[await self._patiently(ticket, ticket.admission())]
+            if worker.state is WorkerState.UP:
+                return worker
+            ticket.put_back()
+
+    async def _patiently(self, ticket: Ticket, answer: Awaitable[str]) -> str:
+        """Wait for a worker; once refused by one, until the queue's deadline only. Raises: QueueTimeout."""
+        refusal = self._refusal
+        if refusal is None:
+            return await answer
+        try:
+            async with asyncio.timeout_at(ticket.arrived_s + self._s.config.queue.deadline_s):
+                return await answer
+        except TimeoutError:
+            text = f"No worker has taken the request; the last one, for {refusal.stage}, answered {refusal.status}."
+            raise QueueTimeout(text, retry_after_s=max(RETRY_AFTER_S, refusal.retry_after_s)) from refusal
 
     def _check_resumed(self, worker: Worker, result: PrefillResult) -> None:
         """An engine too old to take token ids for a chat would start the answer over: better an error than that.
@@ -370,6 +411,7 @@ class Leg:
             if result.kv_transfer_params is None:
                 raise NothingPinned("it returned no kv_transfer_params", worker=worker.id, stage="prefill")
             worker.circuit.success()
+            worker.progress_s = self._s.ledger.now()
             self._failures["prefill"] = 0
             return result
         except asyncio.CancelledError:
@@ -390,7 +432,7 @@ class Leg:
         assert params is not None
         now = self._s.ledger.now()
         if worker.in_use == 0:
-            worker.progress_s = now
+            worker.busy_since_s = now
         worker.in_use += 1
         worker.circuit.used()
         if self.request.streams_upstream:  # else nothing comes before the whole answer
@@ -459,7 +501,7 @@ class Leg:
             if not self.first_token_s:
                 self.first_token_s = at
             self.stage_deadline_s = at + idle_s
-            progress(tokens)
+            progress(tokens, at)
 
         out = b""
         while not out and scanner.end is None:
@@ -473,14 +515,23 @@ class Leg:
             if scanner.tokens > counted:
                 on_tokens(scanner.tokens - counted)
                 counted = scanner.tokens
-                self._failures["decode"] = self._failures["fruitless"] = 0
+                self._failures["decode"] = self._failures["fruitless"] = self._failures["refused"] = 0
+                self._refusal = None
         if scanner.end is not StreamEnd.ERROR and scanner.events:
             worker.circuit.success()
         broken: UpstreamError | None = None
         if out:
             if not outlet.started:
                 await outlet.start()
-            broken = await relay(reply, scanner, outlet.send, on_tokens, first=out, ends_response=outlet.ends_response)
+            broken = await relay(
+                reply,
+                scanner,
+                outlet.send,
+                on_tokens,
+                first=out,
+                write=outlet.write,
+                ends_response=outlet.ends_response,
+            )
         if scanner.end is StreamEnd.NO_DONE:
             owed = scanner.owed_usage(self.request.model, chat=self.request.endpoint == "chat")
             if owed:
@@ -511,7 +562,7 @@ class Leg:
         now = self.last_token_s = worker.progress_s = self._s.ledger.now()
         self.first_token_s = now
         if answer.tokens:
-            ticket.progress(answer.tokens)
+            ticket.progress(answer.tokens, now)
         self.scanner.tokens, self.scanner.finish_reason = answer.tokens, answer.finish_reason
         self.scanner.end = StreamEnd.DONE
         await self._outlet.whole(answer.body)
@@ -531,11 +582,14 @@ class Leg:
             circuit.no_verdict()
             raise error
         services.metrics.upstream_errors.inc(worker.id, stage, _kind(error))
-        if isinstance(error, UpstreamStatus) and error.status in (429, 503):
-            circuit.busy(now, error.retry_after_s)
-        else:
-            circuit.fault(now)
         log.debug("try failed", extra={"request": self.id, "worker": worker.id, "stage": stage, "error": str(error)})
+        if isinstance(error, UpstreamStatus) and pushes_back(error):
+            circuit.busy(now, error.retry_after_s)
+            self._refusal = None if self.scanner.tokens else error  # an answer that has begun has its own deadline
+            self._failures["refused"] += 1
+            services.metrics.retries.inc(stage)
+            return self._backoff_s(self._failures["refused"])
+        circuit.fault(now)
         self._failures[stage] += 1
         last = self._failures[stage] >= retry.max_attempts or not error.retryable
         if last or (isinstance(error, NothingPinned) and self._failures[stage] > 1):
@@ -565,7 +619,8 @@ class Leg:
         """
         scanner = self.scanner
         lost = error or BadUpstreamReply("the answer can't be resumed", worker=self.worker, stage="decode")
-        if self._outlet.started and error is not None and not self._s.config.retry.resume_on_worker_loss:
+        is_lost = error is not None and not pushes_back(error)
+        if self._outlet.started and is_lost and not self._s.config.retry.resume_on_worker_loss:
             raise lost
         if scanner.end is not StreamEnd.RECOMPUTED and scanner.tokens_in_life and self._original.rest.get("stop"):
             raise lost  # a worker holds back text that may begin a stop string; only the marker's event flushes it
@@ -658,6 +713,11 @@ def status_error(reply: Reply, body: bytes, worker: Worker, stage: str) -> Upstr
     if wanted is not None and wanted.isdigit():
         error.retry_after_s = float(wanted)
     return error
+
+
+def pushes_back(error: UpstreamError) -> bool:
+    """Whether a worker says that it can't take more now: back-pressure, no fault, and its engine has seen nothing."""
+    return isinstance(error, UpstreamStatus) and error.status in (429, 503)
 
 
 def _event_error(payload: bytes, worker: Worker) -> UpstreamStatus:

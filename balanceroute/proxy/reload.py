@@ -37,7 +37,7 @@ def apply(services: Services, new: Config) -> list[str]:
         if worker.id in of_old_file and worker.id not in wanted:  # those added by hand stay
             services.fleet.leave(worker)
     for spec in wanted.values():
-        if spec.id not in services.fleet:
+        if spec.id not in services.fleet or services.fleet[spec.id].leaving:
             services.fleet.add(spec, new.lifecycle.join_attempts)
     services.ledger.capacity_changed()
     log.info("configuration reloaded", extra={"changed": changed})

@@ -12,15 +12,18 @@ import logging
 import signal
 import sys
 from collections.abc import Callable
-from typing import cast
+from typing import Any, cast
 
 import uvicorn
+from starlette.types import Receive, Scope, Send
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from balanceroute.config import Config
-from balanceroute.errors import ConfigError
+from balanceroute.errors import ConfigError, Rejected
 from balanceroute.proxy.app import RouterApp
-from balanceroute.proxy.client_transport import HeadAndBody
+from balanceroute.proxy.client_transport import CLIENT_CONNECTION, ClientConnection, HeadAndBody, Watches
+from balanceroute.proxy.ledger import RETRY_AFTER_S
+from balanceroute.proxy.responses import send_error
 from balanceroute.proxy.services import Services
 
 log = logging.getLogger(__name__)
@@ -30,18 +33,28 @@ _LOOK_S = 0.05
 _ABORT_S = 3.0
 
 
+async def too_many_connections(scope: Scope, receive: Receive, send: Send) -> None:
+    """The application for connections above the limit: uvicorn's own answers in plain text and says no time."""
+    text = "The router has as many client connections as it may have; try again shortly."
+    await send_error(send, Rejected(text, retry_after_s=RETRY_AFTER_S), [(b"connection", b"close")])
+
+
 class ClientProtocol(HttpToolsProtocol):
     """uvicorn's protocol, which waits for ever for a request that never comes, with an end to that wait.
 
     The timer runs from the connection, or from the first byte of a later request, to the end of its headers; where
     these come in one read, as they do, no timer is made.
+
+    Above `max_connections` everything but GET is refused; an operator and a liveness probe still see the router.
     """
 
     header_timeout_s = 30.0
+    max_connections = 10_000
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """A client has connected: its first request must come."""
         super().connection_made(cast(asyncio.Transport, HeadAndBody(transport, self.loop)))
+        self._watches: Watches = {}
         self._in_head = True
         self._late: asyncio.TimerHandle | None = None
         self._expect_head()
@@ -50,6 +63,9 @@ class ClientProtocol(HttpToolsProtocol):
         """The client is gone."""
         self._headers_are_here()
         super().connection_lost(exc)
+        for on_gone in list(self._watches.values()):
+            on_gone()
+        self._watches.clear()
 
     def data_received(self, data: bytes) -> None:
         """Bytes of the client."""
@@ -65,7 +81,11 @@ class ClientProtocol(HttpToolsProtocol):
     def on_headers_complete(self) -> None:
         """Its headers have come."""
         self._headers_are_here()
+        refused = len(self.connections) > self.max_connections and self.parser.get_method() != b"GET"
+        self.app = too_many_connections if refused else self.config.loaded_app
         super().on_headers_complete()
+        extensions: dict[str, Any] = {CLIENT_CONNECTION: ClientConnection(self.cycle, self._watches)}
+        self.cycle.scope["extensions"] = extensions
 
     def _expect_head(self) -> None:
         self._late = self.loop.call_later(self.header_timeout_s, self._give_up)
@@ -86,13 +106,14 @@ class Server(uvicorn.Server):
 
     def __init__(self, app: RouterApp, config: Config, on_reload: Callable[[Services], None] | None = None) -> None:
         listen, limits = config.listen, config.limits
+        bounds = {"header_timeout_s": limits.client_header_timeout_s, "max_connections": limits.max_connections}
         super().__init__(
             uvicorn.Config(
                 app,
                 host=listen.host,
                 port=listen.port,
                 loop="uvloop",
-                http=type("Protocol", (ClientProtocol,), {"header_timeout_s": limits.client_header_timeout_s}),
+                http=type("Protocol", (ClientProtocol,), bounds),
                 ws="none",
                 lifespan="on",
                 access_log=False,
@@ -101,7 +122,6 @@ class Server(uvicorn.Server):
                 server_header=False,
                 backlog=4096,
                 timeout_keep_alive=int(limits.client_keep_alive_s),
-                limit_concurrency=limits.max_connections,
                 timeout_graceful_shutdown=5,
             )
         )

@@ -14,7 +14,8 @@ a fresh connection. The server had closed it while idle, so it has not seen the 
 RFC 9110 section 9.2.2 for a close "prior to any response", and what Envoy calls reset-before-request. It
 cannot be told from a server that took the request and died. For a prefill probe that means: in the worst
 case a probe runs twice and its KV stays pinned until the connector's timeout. `retry_stale=False` turns it
-off.
+off, and takes a connection only if it has been idle for at most `FRESH_S`: a server that is stalled may close one
+of 4 s under a request that came in time, but for one of 1 s it would have to be stalled for 4.
 
 **Reading.** Bytes reach the consumer by one of two ways. `next_chunk()` waits and returns everything that
 has come since the last call; behind `high_water_bytes` the socket is no longer read, so a slow client holds
@@ -25,6 +26,9 @@ error: the bytes first, then the error.
 **Ends.** A body ends by its length, by its last chunk, or by the close if it has neither. Any other close
 is `BadUpstreamReply`: a truncated answer never looks complete. `abort()` closes the socket at once; a vLLM
 notices and frees the request.
+
+**Chunks.** A read of a stream is nearly always one whole chunk. Such a read would leave the parser where it was,
+between two chunks, so it is taken apart here (`unchunked`) and the parser never sees it; all others are its business.
 
 Errors of the network leave this module as `ConnectFailed`, `UpstreamTimeout` or `BadUpstreamReply`. The
 environment (`http_proxy`) is not consulted; `accept-encoding` is `identity` and a body is passed on as it is.
@@ -41,6 +45,7 @@ import httptools
 from balanceroute.errors import BadUpstreamReply, ConnectFailed, UpstreamError, UpstreamTimeout
 
 KEEPALIVE_S: Final = 4.0  # below the 5 s after which uvicorn closes an idle connection
+FRESH_S: Final = 1.0  # idle time up to which a request that can't be repeated may use a connection
 HIGH_WATER_BYTES: Final = 256 * 1024
 CONNECT_TIMEOUT_S: Final = 5.0
 MAX_HEAD_BYTES: Final = 64 * 1024
@@ -127,7 +132,8 @@ class Upstream:
         """
         message = self._message(method, path, body, headers)
         while True:
-            connection, reused = await self._connection(connect_timeout_s)
+            idle_s = self._keepalive_s if retry_stale else min(FRESH_S, self._keepalive_s)
+            connection, reused = await self._connection(connect_timeout_s, idle_s)
             reply = connection.send(message)
             delivered = False
             try:
@@ -161,12 +167,11 @@ class Upstream:
 
     # ------------------------------------------------------------------------------------ pool
 
-    async def _connection(self, connect_timeout_s: float) -> "tuple[_Connection, bool]":
-        loop = asyncio.get_running_loop()
+    async def _connection(self, connect_timeout_s: float, idle_s: float) -> "tuple[_Connection, bool]":
         idle = self._idle
         while idle:
             connection = idle.pop()
-            if loop.time() - connection.idle_since > self._keepalive_s:
+            if connection.loop.time() - connection.idle_since > idle_s:
                 connection.abort()  # those below it in the stack are older still
                 while idle:
                     idle.pop().abort()
@@ -175,6 +180,7 @@ class Upstream:
                 return connection, True
         if self._closed:
             raise self._unsent("the worker has been removed")
+        loop = asyncio.get_running_loop()
         try:
             async with asyncio.timeout(connect_timeout_s):
                 _, connection = await loop.create_connection(
@@ -216,6 +222,23 @@ class Upstream:
             connection.abort()
 
 
+def unchunked(data: bytes) -> bytes | None:
+    """The body in `data` if that is nothing but whole chunks, none of them the last; else None."""
+    parts = []
+    start, length = 0, len(data)
+    while start < length:
+        line_end = data.find(b"\r\n", start, start + 10)
+        try:
+            stop = line_end + 2 + int(data[start:line_end], 16)
+        except ValueError:
+            return None
+        if stop <= line_end + 2 or data[stop : stop + 2] != b"\r\n":
+            return None
+        parts.append(data[line_end + 2 : stop])
+        start = stop + 2
+    return parts[0] if len(parts) == 1 else b"".join(parts)
+
+
 class _Discard:
     """The sink of a reply whose rest does not matter."""
 
@@ -243,15 +266,17 @@ class Reply:
         "_waiter",
         "head",
         "headers",
+        "loop",
         "started",
         "status",
         "undelivered",
     )
 
-    def __init__(self, connection: "_Connection", head: "asyncio.Future[None]") -> None:
+    def __init__(self, connection: "_Connection") -> None:
         self.status = 0
         self.headers: list[tuple[bytes, bytes]] = []
-        self.head = head
+        self.loop = connection.loop  # asking for the running one takes a system call, on every Python before 3.12
+        self.head: asyncio.Future[None] = self.loop.create_future()
         self.started = False  # the head is complete
         self.undelivered = False  # a relay dropped events that it had counted
         self._connection: _Connection | None = connection
@@ -290,7 +315,7 @@ class Reply:
                 if self._error is not None:
                     raise self._error
                 return None
-            self._waiter = asyncio.get_running_loop().create_future()
+            self._waiter = self.loop.create_future()
             try:
                 await self._waiter
             finally:
@@ -355,7 +380,7 @@ class Reply:
         self._parts.clear()
         self._parts_bytes = 0
         self.resume()
-        asyncio.get_running_loop().call_later(grace_s, self.abort)
+        self.loop.call_later(grace_s, self.abort)
 
     # ------------------------------------------------------------------------------------ connection's side
 
@@ -412,26 +437,30 @@ class _Connection(asyncio.Protocol):
     """One transport to the worker; owns the parser of the reply under way."""
 
     __slots__ = (
+        "_between_chunks",
         "_buffered",
+        "_chunk_ended",
         "_framed",
         "_head_bytes",
         "_keep_alive",
-        "_loop",
         "_owner",
         "_parser",
         "_reply",
         "_transport",
         "heard",
         "idle_since",
+        "loop",
     )
 
     def __init__(self, owner: Upstream, loop: asyncio.AbstractEventLoop) -> None:
         self._owner = owner
-        self._loop = loop
+        self.loop = loop
         self._transport: asyncio.Transport | None = None
         self._parser: httptools.HttpResponseParser | None = None
         self._reply: Reply | None = None
         self._buffered: list[bytes] = []
+        self._chunk_ended = False  # the last that the parser saw was the end of a chunk's data
+        self._between_chunks = False  # ... and of its line: the next byte begins another chunk
         self._framed = False  # the body's end is known from its framing, not from the close
         self._keep_alive = False  # the reply allows another request
         self._head_bytes = 0
@@ -457,8 +486,8 @@ class _Connection(asyncio.Protocol):
         assert self._transport is not None
         self._parser = httptools.HttpResponseParser(self)
         self._head_bytes = 0
-        self.heard = False
-        reply = self._reply = Reply(self, self._loop.create_future())
+        self.heard = self._chunk_ended = self._between_chunks = False
+        reply = self._reply = Reply(self)
         self._transport.write(message)
         return reply
 
@@ -492,6 +521,11 @@ class _Connection(asyncio.Protocol):
         if reply is None:  # idle: nobody asked, so nobody can say what this is
             self.abort()
             return
+        if self._between_chunks:
+            body = unchunked(data)
+            if body is not None:
+                self._hand_on(reply, body)
+                return
         self.heard = True
         parser = self._parser
         assert parser is not None
@@ -506,16 +540,21 @@ class _Connection(asyncio.Protocol):
         if buffered:
             body = buffered[0] if len(buffered) == 1 else b"".join(buffered)
             buffered.clear()
-            sink = reply._sink
-            if sink is not None:
-                sink.chunk(body)
-            else:
-                reply._keep(body)
+            self._hand_on(reply, body)
         elif not reply.started and self._head_bytes > MAX_HEAD_BYTES:
             self._fail(self.failure(BadUpstreamReply, f"the reply's head is longer than {MAX_HEAD_BYTES} bytes"))
             return
+        self._between_chunks = self._chunk_ended and data.endswith(b"\r\n")
         if self._parser is None and self._reply is reply:
             self._complete(reply)
+
+    @staticmethod
+    def _hand_on(reply: Reply, body: bytes) -> None:
+        sink = reply._sink
+        if sink is not None:
+            sink.chunk(body)
+        else:
+            reply._keep(body)
 
     def connection_lost(self, exc: Exception | None) -> None:
         reply = self._reply
@@ -543,7 +582,7 @@ class _Connection(asyncio.Protocol):
         reusable = self._keep_alive and transport is not None and not transport.is_closing()
         if reusable and reply._paused:
             self.resume()
-        self.idle_since = self._loop.time()
+        self.idle_since = self.loop.time()
         self._owner._release(self, reusable=reusable)
         reply._finish(None)
 
@@ -583,6 +622,12 @@ class _Connection(asyncio.Protocol):
     def on_message_begin(self) -> None:
         if self._parser is None:  # bytes after the reply: whose could they be?
             self._keep_alive = False
+
+    def on_chunk_header(self) -> None:
+        self._chunk_ended = False
+
+    def on_chunk_complete(self) -> None:
+        self._chunk_ended = self._parser is not None
 
     def on_body(self, body: bytes) -> None:
         if self._parser is not None:

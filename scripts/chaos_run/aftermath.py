@@ -74,6 +74,20 @@ async def router_settles(client: httpx.AsyncClient, url: str) -> dict[str, int]:
     return held
 
 
+async def workers_come_back(client: httpx.AsyncClient, url: str, count: int) -> list[str]:
+    """Who of `count` workers does not take requests again within `SETTLE_S` of the last fault; how many are missing."""
+    out: list[str] = []
+    for _ in range(int(SETTLE_S / 0.25)):
+        state = (await client.get(f"{url}/state")).json()
+        workers = [*state["prefillers"], *state["workers"]]
+        out = [f"{worker['id']} {worker['state']}" for worker in workers if worker["state"] != "up"]
+        out += [f"{count - len(workers)} missing"] if len(workers) != count else []
+        if not out:
+            return []
+        await asyncio.sleep(0.25)
+    return out
+
+
 def check_outcomes(
     findings: Findings, counted: dict[str, float], sent: int, unseen: int, right: int, left: int
 ) -> None:

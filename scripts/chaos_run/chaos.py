@@ -2,8 +2,8 @@
 
     scripts/chaos [--short | --seconds N] [--seed N] [--clients N] [--scenario storm|busy-decoder] [--keep DIR]
 
-`storm`: everything that `faults.py` can do. `busy-decoder`: four decode ranks, one of which answers 503 to everything,
-patient clients and no other fault; not one request may fail.
+`storm`: everything that `faults.py` can do, while `operations.py` takes workers out and in. `busy-decoder`: four decode
+ranks, one of which answers 503 to everything, patient clients and no other fault; not one request may fail.
 
 The seed fixes the requests and the faults, in their order; how they meet depends on the machine. So each failure is
 told with the request id, and the router's log of it can be kept (--keep).
@@ -33,19 +33,25 @@ from scripts.chaos_run.aftermath import (
     outcomes,
     router_settles,
     sample,
+    workers_come_back,
 )
 from scripts.chaos_run.asks import CHAT, COMPLETIONS, Ask, Asker, Mix
 from scripts.chaos_run.faults import Saboteur, Schedule
+from scripts.chaos_run.operations import Operator
 from scripts.chaos_run.stack import HOST, OUTPUT_LENGTHS, Shape, Stack
 from scripts.chaos_run.verdict import FAULTS, Kind, Verdict, judge
 from scripts.chaos_run.wire import GRACE_S, Answer, Client
 
 SHOWN_FAILURES = 15
 SAMPLE_S = 0.5
-WARM_SHARE = 0.25  # of the run, after which memory must stay flat
+# "Memory flat": the median of the last quarter against that of the second one, at most 5 % above it, as in the soak.
+# The first quarter is the warm-up: 250 clients and 16 slots on 8 ranks open all their connections and stretch every
+# buffer, and the allocator keeps the highest mark (63 -> 102 MiB within 150 s of a run of 600, then 102 -> 105). A run
+# whose quarter is shorter than that only shows the warm-up, so `--short` is only held to a bound that a leak of about
+# 20 KiB per request would break; flatness is for the long run and the soak to say.
+WARM_SHARE = 0.25
 FLAT_RATIO = 1.05
-FLAT_BYTES = 8 * 2**20  # an allocator's noise
-WARM_UP_S = 120.0  # a run whose warm quarter ends before that only shows the warm-up, so it is held to less
+WARM_UP_S = 120.0
 WARM_UP_BYTES = 32 * 2**20
 
 
@@ -107,8 +113,8 @@ class Memory:
         if not warm or not last:
             return False, "memory: no samples"
         before, after = _median(warm), _median(last)
-        slack = FLAT_BYTES if end_s * WARM_SHARE >= WARM_UP_S else WARM_UP_BYTES
-        flat = after <= max(before * FLAT_RATIO, before + slack)
+        is_warm = end_s * WARM_SHARE >= WARM_UP_S
+        flat = after <= before * FLAT_RATIO if is_warm else after <= before + WARM_UP_BYTES
         megabytes = " ".join(f"{rss / 2**20:.0f}" for _, rss in self.series[:: max(1, len(self.series) // 20)])
         return flat, f"router RSS {before / 2**20:.1f} -> {after / 2**20:.1f} MiB (2nd and last quarter); {megabytes}"
 
@@ -147,6 +153,7 @@ class Run:
         self._asker = Asker(plan.seed, plan.mix, OutputLengths.parse(OUTPUT_LENGTHS, plan.shape.seed))
         self._client = Client(HOST, stack.port)
         self._saboteur = Saboteur(stack.control_urls, Schedule(plan.seed, plan.shape.prefillers, plan.shape.decoders))
+        self._operator = Operator(stack.url, plan.shape, stack.base_port, plan.seed)
         self._started_s = time.monotonic()
         self.tally, self.memory, self.findings = Tally(), Memory(), Findings()
 
@@ -157,14 +164,16 @@ class Run:
             await self._saboteur.inject("d1", {"kind": FaultKind.STATUS, "status": 503, "count": None})
         async with asyncio.TaskGroup() as side:
             sampling = side.create_task(self._sample_memory())
-            sabotage = side.create_task(self._saboteur.run()) if plan.scenario == "storm" else None
+            storming = plan.scenario == "storm"
+            attacks = [self._saboteur.run(), self._operator.run()] if storming else []
+            tasks = [sampling, *map(side.create_task, attacks)]
             async with asyncio.TaskGroup() as clients:
                 for index in range(plan.clients):
                     clients.create_task(self._drive(index))
-            if sabotage is not None:
-                sabotage.cancel()
-            sampling.cancel()
+            for task in tasks:
+                task.cancel()
         self._client.close()
+        await self._operator.aclose()
 
     async def inspect(self) -> None:
         """What is left when all is over."""
@@ -173,6 +182,8 @@ class Run:
         async with httpx.AsyncClient(trust_env=False, timeout=10.0) as client:
             held = await router_settles(client, stack.url)
             findings.check(not held, f"router holds {held or 'nothing'}")
+            out = await workers_come_back(client, stack.url, self._plan.shape.prefillers + self._plan.shape.decoders)
+            findings.check(not out, f"workers not back in service {out or 'none'}")
             exposition = (await client.get(f"{stack.url}/metrics")).text
             left = tally.kinds[Kind.LEFT] + tally.kinds[Kind.HANGING]
             check_outcomes(findings, outcomes(exposition), tally.counted, tally.unseen, tally.kinds[Kind.RIGHT], left)
@@ -265,6 +276,7 @@ class Run:
             *(f"  {kind:<12}{tally.kinds[kind]:>9}" for kind in Kind),
             f"  status       {'  '.join(f'{status}: {n}' for status, n in sorted(tally.statuses.items()))}",
             f"  faults       {', '.join(f'{kind} {n}' for kind, n in self._saboteur.played.most_common())}",
+            f"  operations   {', '.join(f'{what} {n}' for what, n in self._operator.done.most_common()) or 'none'}",
             "",
             *(f"  {'MISSED' if line in self.findings.faults else 'ok':<7}{line}" for line in self.findings.lines),
             "",
@@ -287,6 +299,8 @@ async def run(plan: Plan, folder: Path) -> bool:
         if stack.router.alive:
             await this.inspect()
         this.judge_all(await stack.router.stop())
+        code = await stack.emulator.stop()  # killed and -9 if requests of the storm keep it from ending
+        this.findings.check(code == 0, f"exit code of the emulator after SIGTERM {code}")
     print(this.report())
     return not this.findings.faults
 

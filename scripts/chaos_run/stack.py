@@ -186,7 +186,8 @@ def settings(shape: Shape, port: int) -> dict[str, Any]:
         },
         "retry": {"max_attempts": 4},
         "health": {"interval_s": 0.5, "timeout_s": 1.5, "open_for_s": 2.0, "stall_after_s": 5.0},
-        "lifecycle": {"drain_timeout_s": 20.0},
+        # a worker that is added again while it is stopped has to be waited for longer than any stop lasts
+        "lifecycle": {"drain_timeout_s": 20.0, "join_interval_s": 0.5, "join_attempts": 40},
         "log": {"level": "info", "format": "json"},
     }
 

@@ -245,7 +245,8 @@ def check_bench(servers: Servers) -> str:
 def check_cancel(servers: Servers) -> str:
     """Clients that leave after random times, from before the prefill to mid-stream."""
     rng = random.Random(5)
-    expired = metric(PREFILL, "vllm:nixl_num_kv_expired_reqs_total")  # a first pull may outlast its lease, cold as it is
+    # pairs that are still cold may have let some expire before: a first pull may outlast its lease on a busy machine
+    expired = metric(PREFILL, "vllm:nixl_num_kv_expired_reqs_total")
 
     def leave(seed: int) -> None:
         timeout = httpx.Timeout(60, read=rng.choice([0.005, 0.02, 0.05, 0.1, 0.3, 1.0]))

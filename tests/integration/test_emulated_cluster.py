@@ -435,6 +435,20 @@ def test_a_stopped_worker_refuses_connections_and_comes_back_empty_on_its_port(l
     run(test)
 
 
+def test_a_worker_that_is_told_to_stop_over_its_own_port_stops_and_lets_the_cluster_end() -> None:
+    async def test() -> None:
+        async with asyncio.timeout(10):
+            async with a_cluster(listen=True) as (cluster, client):
+                order = {"worker": "p0", "kind": "stop"}
+                with pytest.raises(httpx.TransportError):  # it cuts this very request
+                    await client.post(cluster.prefill_urls[0] + "/_emulator/fault", json=order)
+                await until(lambda: not cluster.prefill[0].up)
+                await cluster.inject("p0", "start")
+                await probe(cluster, client, PROMPT)
+
+    run(test)
+
+
 def test_a_decoder_that_is_stopped_mid_stream_cuts_it() -> None:
     async def test() -> None:
         async with a_cluster(listen=True) as (cluster, client):

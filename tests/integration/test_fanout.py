@@ -157,7 +157,7 @@ async def test_no_choice_s_events_overtake_the_head_of_the_response() -> None:
             await gate.wait()
         sent.append(message["type"])
 
-    head = StreamHead(send, [])
+    head = StreamHead(send, [], None)
 
     async def speak() -> None:
         await head.start()

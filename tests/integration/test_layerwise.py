@@ -143,6 +143,32 @@ async def test_a_prefill_that_no_one_does_ends_the_waiting_decode_with_its_statu
         await router.settled()
 
 
+@pytest.mark.parametrize("role", ["p", "d"])
+async def test_requests_wait_while_every_worker_pushes_back_and_none_fails(role: str) -> None:
+    async with running(TWO_BY_TWO, retry={"max_attempts": 1}) as router:
+        for name in (f"{role}0", f"{role}1"):
+            await router.cluster.inject(name, "status", status=503, count=None)
+        asks = asyncio.gather(*(ask(router, stream=n % 2 == 0) for n in range(12)))
+        await asyncio.sleep(1.5)
+        assert not asks.done()
+        for name in (f"{role}0", f"{role}1"):
+            await router.cluster.inject(name, "clear")
+        assert [reply.status_code for reply in await asks] == [200] * 12
+        await router.settled()
+        assert router.cluster.violations() == {}
+
+
+@pytest.mark.parametrize("role", ["p", "d"])
+async def test_when_workers_push_back_for_ever_the_client_gets_503_at_the_deadline_of_the_queue(role: str) -> None:
+    async with running(ONE, queue={"deadline_s": 1.0}) as router:
+        await router.cluster.inject(f"{role}0", "status", status=429, count=None)
+        began_s = asyncio.get_running_loop().time()
+        reply = await ask(router, stream=True)
+        assert asyncio.get_running_loop().time() - began_s >= 1.0
+        assert reply.status_code == 503 and int(reply.headers["retry-after"]) >= 1
+        await router.settled()
+
+
 async def test_without_any_reachable_prefiller_the_client_gets_a_5xx_and_nothing_stays() -> None:
     async with running(ONE, queue={"deadline_s": 0.5}) as router:
         await router.cluster.inject("p0", "stop")

@@ -19,6 +19,7 @@ pytestmark = pytest.mark.anyio
 
 LEASE_S = 30.0  # modelled: KV that a failed decoder may have pulled is not drained but expires
 PAIR = ClusterShape(prefillers=2, decoders=2, max_num_seqs=8, time_scale=0.02, lease_s=LEASE_S)
+PATIENT = ClusterShape(prefillers=2, decoders=2, max_num_seqs=8, time_scale=0.02)  # with the connector's own lease
 FOUR = ClusterShape(prefillers=4, decoders=4, max_num_seqs=8, time_scale=0.02, lease_s=LEASE_S)
 QUICK = {"retry": {"base_delay_s": 0.001, "max_delay_s": 0.01}}
 
@@ -138,11 +139,9 @@ async def test_one_bad_worker_of_several_costs_no_client_anything(role: str, fau
     ("role", "fault", "values", "status"),
     [
         ("p", "status", {"status": 500}, 500),
-        ("p", "status", {"status": 503}, 503),
         ("p", "reset_before_reply", {}, 502),
         ("p", "null_params", {}, 502),
         ("d", "status", {"status": 500}, 500),
-        ("d", "status", {"status": 429}, 429),
         ("d", "reset_before_reply", {}, 502),
         ("d", "error_event", {"after_events": 0}, 500),
         ("d", "reset", {"after_events": 0}, 502),
@@ -160,6 +159,69 @@ async def test_when_every_worker_fails_before_the_first_byte_the_client_gets_a_s
         assert set(reply.json()["error"]) >= {"message", "type", "code"}
         await inject_everywhere(router, role, "clear")
         await router.settled()
+
+
+@pytest.mark.parametrize("status", [429, 503])
+@pytest.mark.parametrize("role", ["p", "d"])
+async def test_requests_wait_while_every_worker_pushes_back_and_none_fails(role: str, status: int) -> None:
+    async with running(PATIENT, retry={**QUICK["retry"], "max_attempts": 1}) as router:
+        await inject_everywhere(router, role, "status", status=status, count=None)
+        bodies = [completion(max_tokens=24, stream=n % 2 == 0) for n in range(12)]
+        asks = asyncio.gather(*(router.client.post("/v1/completions", json=body) for body in bodies))
+        await asyncio.sleep(1.5)
+        assert not asks.done()
+        await inject_everywhere(router, role, "clear")
+        assert [reply.status_code for reply in await asks] == [200] * 12
+        await router.settled(20)
+        metrics = router.app.services.metrics
+        assert metrics.drains.value("orphaned") == metrics.orphaned_kv == 0
+        assert router.cluster.violations() == {}
+
+
+@pytest.mark.parametrize("stream", [True, False])
+@pytest.mark.parametrize("role", ["p", "d"])
+async def test_when_workers_push_back_for_ever_the_client_gets_503_at_the_deadline_of_the_queue(
+    role: str, stream: bool
+) -> None:
+    async with running(PATIENT, queue={"deadline_s": 1.0}, **QUICK) as router:
+        await inject_everywhere(router, role, "status", status=429, count=None)
+        began_s = asyncio.get_running_loop().time()
+        reply = await router.client.post("/v1/completions", json=completion(stream=stream))
+        assert asyncio.get_running_loop().time() - began_s >= 1.0
+        assert reply.status_code == 503 and int(reply.headers["retry-after"]) >= 1
+        assert reply.json()["error"]["code"] == 503
+        assert router.app.services.metrics.requests.value("expired") == 1
+        await inject_everywhere(router, role, "clear")
+        await router.settled(20)
+
+
+async def test_a_worker_that_pushed_back_is_tried_by_one_request_at_a_time() -> None:
+    shape = ClusterShape(prefillers=1, decoders=1, max_num_seqs=8, time_scale=0.02)
+    async with running(shape, queue={"deadline_s": 30.0}, **QUICK) as router:
+        await router.cluster.inject("d0", "status", status=503, count=None)
+        asks = asyncio.gather(*(router.client.post("/v1/completions", json=completion()) for _ in range(40)))
+        retries = router.app.services.metrics.retries
+        await asyncio.sleep(2.0)  # its rests begin at once, after 0.5 s and after 1.5 s
+        assert 0 < retries.value("decode") <= 8 + 2  # its slots once, then a request after each rest that has ended
+        await router.cluster.inject("d0", "clear")
+        assert [reply.status_code for reply in await asks] == [200] * 40
+        await router.settled(20)
+
+
+async def test_an_answer_that_has_begun_waits_beyond_the_deadline_of_the_queue() -> None:
+    async with running(PATIENT, queue={"deadline_s": 0.5}, **QUICK) as router:
+        await inject_everywhere(router, "d", "recompute", after_events=4)
+        body = completion(max_tokens=24, stream=True, stream_options={"include_usage": True})
+        async with router.client.stream("POST", "/v1/completions", json=body) as reply:
+            lines = reply.aiter_lines()
+            first = await anext(lines)
+            await inject_everywhere(router, "d", "status", status=503, count=None)
+            await asyncio.sleep(1.0)
+            await inject_everywhere(router, "d", "clear")
+            parts = events("\n".join([first, *[line async for line in lines]]).rstrip("\n") + "\n\n")
+        assert "".join(texts(parts)) == decode(continuation(PROMPT, 24))
+        assert_one_stream(parts, 24)
+        await router.settled(20)
 
 
 async def test_null_params_are_tried_once_more_and_never_reach_a_decoder() -> None:

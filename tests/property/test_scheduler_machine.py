@@ -178,6 +178,22 @@ class SchedulerMachine(RuleBasedStateMachine):
             self.left += 1
 
     @rule(pick=st.integers(0, 99))
+    def put_back(self, pick: int) -> None:
+        snapshot = self.scheduler.snapshot
+        unasked = [
+            tracker.id
+            for tracker in snapshot.decoding()
+            if not tracker.generated and not tracker.pushing and tracker.id not in snapshot.asking
+            and (tracker.prefiller is None) == self.decode_first
+        ]  # fmt: skip
+        if unasked:
+            request = unasked[pick % len(unasked)]
+            ready_s = snapshot.requests[request].ready_s
+            self.scheduler.put_back(request, self.now)
+            self.admitted.discard(request)
+            assert snapshot.requests[request].ready_s == ready_s, "its KV is as old as before"
+
+    @rule(pick=st.integers(0, 99))
     def requeue(self, pick: int) -> None:
         if request := self.some(pick, Phase.POOLED, Phase.DECODING):
             self.scheduler.requeue(request, self.now)

@@ -83,6 +83,32 @@ def test_a_call_that_raised_is_recorded_and_raises_the_same_again(path: Path) ->
     assert replay(path).difference is None
 
 
+def test_bounds_that_change_on_the_way_are_recorded_and_replayed(path: Path) -> None:
+    scheduler = RecordingScheduler(SETTINGS, SchedulerConfig(), path)
+    scheduler.add_worker(WorkerSpec("p0", Role.PREFILL), 0.0)
+    scheduler.add_worker(WorkerSpec("d0", Role.DECODE), 0.0)
+    assert scheduler.submit(RequestSpec("a", 1), 1.0) is None
+    scheduler.configure(SchedulerConfig(max_queued=1, queue_deadline_s=3.0), 2.0)
+    assert scheduler.submit(RequestSpec("b", 1), 2.0) is not None
+    assert [release.request for release in scheduler.expire(9.0)] == ["a"]
+    scheduler.close()
+    assert replay(path).difference is None
+
+
+def test_a_request_that_is_put_back_is_recorded_and_replayed(path: Path) -> None:
+    scheduler = RecordingScheduler(SETTINGS, SchedulerConfig(), path)
+    scheduler.add_worker(WorkerSpec("p0", Role.PREFILL), 0.0)
+    scheduler.add_worker(WorkerSpec("d0", Role.DECODE), 0.0)
+    scheduler.submit(RequestSpec("a", 1), 1.0)
+    scheduler.dispatch(1.0)
+    scheduler.prefilled("a", 1, 1.5)
+    for now in (2.0, 3.0):
+        assert [admission.worker for admission in scheduler.admit(now)] == ["d0"]
+        scheduler.put_back("a", now)
+    scheduler.close()
+    assert replay(path).difference is None
+
+
 def test_the_first_answer_that_differs_is_reported_with_its_line(path: Path) -> None:
     calls = record(path)
     number = next(index for index, entry in enumerate(calls) if entry["call"] == "admit") + 2

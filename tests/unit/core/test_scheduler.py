@@ -263,3 +263,25 @@ def test_a_requeued_request_keeps_its_age_and_its_limit() -> None:
         scheduler.requeue("r", 3.0)
         assert (tracker.generated, tracker.age_tokens, tracker.max_new_tokens) == (0, 5 * life + 5, 50)
         scheduler.snapshot.check_invariants()
+
+
+def test_a_request_that_is_put_back_waits_in_its_old_place_with_its_kv_still_pinned() -> None:
+    scheduler = a_scheduler(workers=1, slots=1)
+    for name in ("first", "second"):
+        into_prefill(scheduler, name)
+        scheduler.prefilled(name, 100, 1.0)
+    assert admitted(scheduler, 2.0) == [("first", "d0")]
+    scheduler.put_back("first", 3.0)
+    first = scheduler.snapshot.requests["first"]
+    assert (first.phase, first.ready_s, scheduler.snapshot.prefillers[0].pinned) == (Phase.POOLED, 1.0, 2)
+    assert [tracker.id for tracker in scheduler.snapshot.pool] == ["first", "second"]
+    scheduler.snapshot.check_invariants()
+    assert admitted(scheduler, 4.0) == [("first", "d0")]
+
+
+def test_a_request_that_has_tokens_cannot_be_put_back() -> None:
+    scheduler = a_scheduler()
+    into_decode(scheduler)
+    scheduler.progress("r", 1, 2.0)
+    with pytest.raises(InvariantError, match="sent to its worker already"):
+        scheduler.put_back("r", 3.0)

@@ -66,11 +66,53 @@ def test_a_trial_decides(verdict: str, after: CircuitState) -> None:
 
 def test_a_busy_worker_rests_as_long_as_it_asks_but_never_opens() -> None:
     told = Told(threshold=2)
-    for _ in range(20):
-        told.circuit.busy(0.0, 5.0)
-    assert told.state is CircuitState.RESTING
+    for minute in range(20):
+        told.circuit.busy(60.0 * minute, 5.0)
+        assert told.state is CircuitState.RESTING
+        told.circuit.tick(60.0 * minute + 30)
+        told.circuit.used()
     assert max(wake or 0 for wake in told.wakes) == MAX_REST_S
     assert told.wakes[0] == 5.0
+
+
+def test_after_its_rest_a_busy_worker_is_asked_by_one_request_alone() -> None:
+    told = Told()
+    told.circuit.busy(0.0)
+    told.circuit.tick(REST_S)
+    assert told.state is CircuitState.HALF_OPEN
+    told.circuit.used()
+    assert told.state is CircuitState.TRIAL
+    told.circuit.busy(REST_S + 0.1)
+    assert told.state is CircuitState.RESTING and told.wakes[-1] == pytest.approx(2 * REST_S)
+    told.circuit.tick(REST_S + 0.1 + 2 * REST_S)
+    told.circuit.used()
+    told.circuit.success()
+    assert told.state is CircuitState.CLOSED
+
+
+def test_refusals_of_requests_that_were_under_way_together_are_one() -> None:
+    told = Told()
+    for _ in range(50):
+        told.circuit.busy(1.0)
+    told.circuit.tick(1.0 + REST_S)
+    assert told.state is CircuitState.HALF_OPEN
+
+
+def test_a_short_refusal_does_not_shorten_the_rest_that_an_earlier_one_asked_for() -> None:
+    told = Told()
+    told.circuit.busy(0.0, 5.0)
+    told.circuit.busy(0.1)
+    told.circuit.tick(4.0)
+    assert told.state is CircuitState.RESTING
+    told.circuit.tick(5.0)
+    assert told.state is CircuitState.HALF_OPEN
+
+
+def test_a_timer_that_fires_a_rounding_too_early_ends_the_rest_all_the_same() -> None:
+    told = Told()
+    told.circuit.fault(0.1 + 0.2)
+    told.circuit.tick(0.3 + REST_S - 0.001)  # nobody would call again
+    assert told.state is CircuitState.CLOSED
 
 
 def test_busy_answers_do_not_count_towards_the_threshold_of_faults() -> None:

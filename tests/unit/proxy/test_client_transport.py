@@ -1,10 +1,12 @@
-"""A head waits for its body, never longer than the loop's turn."""
+"""A head waits for its body, never longer than the loop's turn; a stream's parts go straight to the socket."""
 
 import asyncio
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
-from balanceroute.proxy.client_transport import HeadAndBody
+from balanceroute.proxy.client_transport import ClientConnection, HeadAndBody, Watches
 
 HEAD = b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\n"
 
@@ -65,3 +67,41 @@ async def test_what_is_no_head_is_written_at_once(data: bytes) -> None:
     socket, transport = a_transport()
     transport.write(data)
     assert socket.seen == [data]
+
+
+def a_client(watches: Watches | None = None, **state: bool) -> tuple[Socket, ClientConnection]:
+    socket = Socket()
+    flow = SimpleNamespace(write_paused=state.pop("write_paused", False), resume_reading=lambda: None)
+    usual = {"disconnected": False, "chunked_encoding": True, "response_complete": False}
+    cycle: Any = SimpleNamespace(transport=socket, flow=flow, **usual | state)
+    return socket, ClientConnection(cycle, {} if watches is None else watches)
+
+
+def test_a_part_of_a_stream_is_written_as_one_chunk() -> None:
+    socket, client = a_client()
+    assert client.write(b"data: {}\n\n" * 2)
+    assert socket.seen == [b"14\r\n" + b"data: {}\n\n" * 2 + b"\r\n"]
+
+
+@pytest.mark.parametrize(
+    "state",
+    [{"write_paused": True}, {"disconnected": True}, {"chunked_encoding": False}, {"response_complete": True}],
+    ids=lambda state: next(iter(state)),
+)
+def test_what_send_would_not_simply_write_is_left_to_send(state: dict[str, bool]) -> None:
+    socket, client = a_client(**state)
+    assert not client.write(b"data: {}\n\n")
+    assert socket.seen == []
+
+
+def test_a_client_that_left_before_the_watch_is_told_at_once_and_a_watch_that_ended_never() -> None:
+    gone: list[str] = []
+    watches: Watches = {}
+    a_client(watches, disconnected=True)[1].watch(lambda: gone.append("early"))
+    assert gone == ["early"]
+    _, late = a_client(watches)
+    late.watch(lambda: gone.append("late"))
+    assert late in watches
+    late.unwatch()
+    late.unwatch()
+    assert not watches

@@ -79,7 +79,7 @@ def test_a_freed_slot_wakes_the_decode_dispatcher() -> None:
         assert await first.admission() == "d0"
         await turns()
         assert len(ledger.scheduler.snapshot.pool) == 1 and not ledger.slot_freed.is_set()
-        first.progress(3)
+        first.progress(3, ledger.now())
         first.finish(Outcome.FINISHED)
         assert await second.admission() == "d0"
         task.cancel()

@@ -1,5 +1,6 @@
 """Log records as lines."""
 
+import asyncio
 import io
 import json
 import logging
@@ -7,7 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from balanceroute.proxy.logs import configure
+from balanceroute.proxy.logs import FLUSH_S, configure, log_request
 
 
 @pytest.fixture(autouse=True)
@@ -39,3 +40,45 @@ def test_json_lines_hold_event_and_fields() -> None:
 def test_plain_lines_read_as_text_and_auto_is_json_where_nobody_looks() -> None:
     assert lines("plain")[0].endswith("request worker=d0 tokens=3")
     assert lines("auto")[0].startswith("{")
+
+
+def test_a_request_s_line_is_what_logging_would_have_made_of_it() -> None:
+    for style in ("json", "plain"):
+        out = io.StringIO()
+        configure("info", style, out)
+        log_request({"request": "r1", "tokens": 3})
+        logging.getLogger("balanceroute.requests").info("request", extra={"request": "r1", "tokens": 3})
+        direct, by_record = out.getvalue().splitlines()
+        if style == "json":
+            direct, by_record = (json.dumps({**json.loads(line), "time": ""}) for line in (direct, by_record))
+            assert direct == by_record
+        else:
+            assert direct[13:] == by_record[13:]  # after the time
+
+
+def test_requests_are_logged_by_whatever_handles_the_logs(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO):
+        log_request({"request": "r1"})
+    assert [record.request for record in caplog.records] == ["r1"]  # type: ignore[attr-defined]
+
+
+def test_lines_wait_for_each_other_but_never_behind_a_warning() -> None:
+    out = io.StringIO()
+
+    async def test() -> None:
+        configure("info", "json", out)
+        log = logging.getLogger("a.b")
+        log.info("one")
+        log_request({"request": "two"})
+        assert out.getvalue() == ""
+        log.warning("three")
+        assert len(out.getvalue().splitlines()) == 3
+        log.info("four")
+        await asyncio.sleep(2 * FLUSH_S)
+        assert len(out.getvalue().splitlines()) == 4
+        log.info("five")
+
+    asyncio.run(test())
+    logging.getLogger().handlers[0].flush()  # what `logging` does at the end of the process
+    events = [json.loads(line)["event"] for line in out.getvalue().splitlines()]
+    assert events == ["one", "request", "three", "four", "five"]

@@ -255,6 +255,7 @@ class ScriptedReply:
     def __init__(self) -> None:
         self.sink: Any = None
         self.undelivered = False
+        self.loop = asyncio.get_running_loop()
 
     def attach(self, sink: Any) -> None:
         self.sink = sink

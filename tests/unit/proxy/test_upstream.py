@@ -261,6 +261,29 @@ def test_a_connection_idle_for_too_long_is_not_used(run: Run) -> None:
     run(test)
 
 
+def test_a_request_that_cannot_be_repeated_takes_only_a_connection_that_was_used_just_now(
+    run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def test() -> None:
+        async with worker(answering(plain(b"ok"))) as server:
+            upstream = Upstream(server.url)
+            await (await post(upstream)).read(9)
+            await (await post(upstream, retry_stale=False)).read(9)
+            assert server.connections == 1
+            monkeypatch.setattr("balanceroute.proxy.upstream.FRESH_S", 0.0)
+            for expected in (2, 3):
+                await asyncio.sleep(0.005)
+                await (await post(upstream, retry_stale=False)).read(9)
+                assert server.connections == expected
+                assert upstream.idle_connections == 1  # the one that was too old is not kept either
+            await asyncio.sleep(0.005)
+            await (await post(upstream)).read(9)
+            assert server.connections == 3
+            upstream.close()
+
+    run(test)
+
+
 def test_garbage_is_a_bad_reply(run: Run) -> None:
     async def test() -> None:
         async with worker(answering(b"SSH-2.0-OpenSSH\r\n")) as server:

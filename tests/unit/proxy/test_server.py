@@ -1,0 +1,78 @@
+"""The listening side: what clients get whom the router can't take in."""
+
+import asyncio
+import json
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import pytest
+import uvicorn
+from starlette.types import Receive, Scope, Send
+
+from balanceroute.proxy.server import ClientProtocol
+
+pytestmark = pytest.mark.anyio
+Open = Callable[[], Awaitable[tuple[asyncio.StreamReader, asyncio.StreamWriter]]]
+
+
+async def greet(scope: Scope, receive: Receive, send: Send) -> None:
+    await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"2")]})
+    await send({"type": "http.response.body", "body": b"hi"})
+
+
+async def with_server(max_connections: int, test: Callable[[Open], Awaitable[None]]) -> None:
+    protocol = type("Protocol", (ClientProtocol,), {"max_connections": max_connections})
+    config = uvicorn.Config(
+        greet, port=0, http=protocol, ws="none", lifespan="off", log_config=None, server_header=False
+    )
+    server = uvicorn.Server(config)
+    task = asyncio.get_running_loop().create_task(server._serve())
+    while not server.started:  # noqa: ASYNC110
+        await asyncio.sleep(0.005)
+    port = server.servers[0].sockets[0].getsockname()[1]
+    try:
+        async with asyncio.timeout(10):
+            await test(lambda: asyncio.open_connection("127.0.0.1", port))
+    finally:
+        server.should_exit = True
+        await task
+
+
+async def ask(
+    streams: tuple[asyncio.StreamReader, asyncio.StreamWriter], method: str
+) -> tuple[bytes, dict[str, str], Any]:
+    """One request on a connection: status line, headers, body."""
+    reader, writer = streams
+    writer.write(b"%s /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: 0\r\n\r\n" % method.encode())
+    head = (await reader.readuntil(b"\r\n\r\n")).decode().split("\r\n")
+    headers = dict(line.lower().split(": ", 1) for line in head[1:] if line)
+    return head[0].encode(), headers, await reader.readexactly(int(headers["content-length"]))
+
+
+async def test_above_the_bound_of_connections_clients_get_an_openai_error_that_says_when_to_come_back() -> None:
+    async def test(connect: Open) -> None:
+        kept = [await connect() for _ in range(2)]
+        for streams in kept:
+            assert (await ask(streams, "POST"))[0] == b"HTTP/1.1 200 OK"
+        third = await connect()
+        status, headers, body = await ask(third, "POST")
+        assert status == b"HTTP/1.1 503 Service Unavailable"
+        assert int(headers["retry-after"]) >= 1 and headers["content-type"] == "application/json"
+        assert json.loads(body)["error"]["code"] == 503
+        assert await third[0].read() == b""  # hung up on, so that it doesn't stand in the others' way
+        assert (await ask(kept[0], "POST"))[0] == b"HTTP/1.1 200 OK"
+        for _, writer in [*kept, third]:
+            writer.close()
+
+    await with_server(2, test)
+
+
+async def test_above_the_bound_of_connections_health_and_metrics_can_still_be_read() -> None:
+    async def test(connect: Open) -> None:
+        streams = [await connect() for _ in range(3)]
+        assert (await ask(streams[2], "GET"))[0] == b"HTTP/1.1 200 OK"
+        assert (await ask(streams[2], "POST"))[0] == b"HTTP/1.1 503 Service Unavailable"
+        for _, writer in streams:
+            writer.close()
+
+    await with_server(2, test)
