@@ -47,10 +47,10 @@ SAMPLE_S = 0.5
 # "Memory flat" compares the medians of the last quarter and of the second one. The first is the warm-up: 250 clients
 # open all their connections and stretch every buffer (63 -> 100 MiB within 150 s). After it the allocator's high-water
 # mark still rises by steps of 2 to 3 MiB, once each, when more streams than ever come together, and stays: +2.4 to
-# +5.5 MiB in runs of 300 and 600 s whose last halves were flat to 1 MiB. 8 MiB are 600 bytes for each of the 13,000
-# requests between the medians; one that stays behind whole is 2 KiB at least. What is smaller is for `scripts/soak` to
-# find (5 % over 90,000 requests). A run whose quarter is shorter than the warm-up only shows that, so `--short` is only
-# held to a bound that a leak of about 20 KiB per request would break.
+# +5.5 MiB in runs of 300 and 600 s whose last thirds were flat to 1 MiB. 8 MiB are 600 bytes for each of the 13,000
+# requests between the medians, and one that stays behind whole is 5.6 kB (tracemalloc). What is smaller is for
+# `scripts/soak` to find (5 % over 90,000 requests). A run whose quarter is shorter than the warm-up only shows that, so
+# `--short` is only held to a bound that a leak of about 20 KiB per request would break.
 WARM_SHARE = 0.25
 FLAT_BYTES = 8 * 2**20
 WARM_UP_S = 120.0
