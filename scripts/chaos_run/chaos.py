@@ -44,13 +44,15 @@ from scripts.chaos_run.wire import GRACE_S, Answer, Client
 
 SHOWN_FAILURES = 15
 SAMPLE_S = 0.5
-# "Memory flat": the median of the last quarter against that of the second one, at most 5 % above it, as in the soak.
-# The first quarter is the warm-up: 250 clients and 16 slots on 8 ranks open all their connections and stretch every
-# buffer, and the allocator keeps the highest mark (63 -> 102 MiB within 150 s of a run of 600, then 102 -> 105). A run
-# whose quarter is shorter than that only shows the warm-up, so `--short` is only held to a bound that a leak of about
-# 20 KiB per request would break; flatness is for the long run and the soak to say.
+# "Memory flat" compares the medians of the last quarter and of the second one. The first is the warm-up: 250 clients
+# open all their connections and stretch every buffer (63 -> 100 MiB within 150 s). After it the allocator's high-water
+# mark still rises by steps of 2 to 3 MiB, once each, when more streams than ever come together, and stays: +2.4 to
+# +5.5 MiB in runs of 300 and 600 s whose last thirds were flat to 1 MiB. 8 MiB are 600 bytes for each of the 13,000
+# requests between the medians, and one that stays behind whole is 5.6 kB (tracemalloc). What is smaller is for
+# `scripts/soak` to find (5 % over 90,000 requests). A run whose quarter is shorter than the warm-up only shows that, so
+# `--short` is only held to a bound that a leak of about 20 KiB per request would break.
 WARM_SHARE = 0.25
-FLAT_RATIO = 1.05
+FLAT_BYTES = 8 * 2**20
 WARM_UP_S = 120.0
 WARM_UP_BYTES = 32 * 2**20
 
@@ -113,8 +115,7 @@ class Memory:
         if not warm or not last:
             return False, "memory: no samples"
         before, after = _median(warm), _median(last)
-        is_warm = end_s * WARM_SHARE >= WARM_UP_S
-        flat = after <= before * FLAT_RATIO if is_warm else after <= before + WARM_UP_BYTES
+        flat = after <= before + (FLAT_BYTES if end_s * WARM_SHARE >= WARM_UP_S else WARM_UP_BYTES)
         megabytes = " ".join(f"{rss / 2**20:.0f}" for _, rss in self.series[:: max(1, len(self.series) // 20)])
         return flat, f"router RSS {before / 2**20:.1f} -> {after / 2**20:.1f} MiB (2nd and last quarter); {megabytes}"
 
