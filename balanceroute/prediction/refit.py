@@ -20,6 +20,8 @@ import signal
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
+from dataclasses import replace
+from multiprocessing import forkserver
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 from typing import Generic, Protocol, TypeVar, runtime_checkable
@@ -142,6 +144,8 @@ class Refitter(Generic[Fit]):
 
     async def run(self) -> None:
         """Re-fit whenever it is due, until cancelled; ends its worker on the way out."""
+        if self._predictor.refits_in_process:
+            self._process.prepare()
         try:
             while True:
                 await asyncio.sleep(min(POLL_S, self._interval_s))
@@ -191,27 +195,36 @@ class Refitter(Generic[Fit]):
 class FitProcess:
     """Fits in a process of its own, one fit at a time; `close` ends a fit under way from another thread.
 
-    Spawned, because a fork would share listening sockets and the history's connection.
+    Started by a server process that forks for us: a fork of the router would share listening sockets and the history's
+    connection, and starting a fresh one holds the interpreter lock until it runs, however busy the machine. The history
+    goes over chunk by chunk, because writing it down in one go would hold the lock for milliseconds too.
     """
 
     def __init__(self) -> None:
         self._process: BaseProcess | None = None
         self._closed = False
 
+    def prepare(self) -> None:
+        """Start the server ahead of the first fit."""
+        forkserver.ensure_running()
+
     def fit(self, fitter: Callable[[Observations], Fit], recent: Recent) -> Fit:
         """Fit and wait for the result. Raises: what the fit raises; ProcessEnded when there is no result."""
-        context = multiprocessing.get_context("spawn")
-        receiver, sender = context.Pipe(duplex=False)
-        with receiver:
-            process = context.Process(target=_fit_and_send, args=(sender, fitter, recent), daemon=True)
+        context = multiprocessing.get_context("forkserver")
+        ours, theirs = context.Pipe()
+        with ours:
+            process = context.Process(target=_fit_and_send, args=(theirs, fitter), daemon=True)
             process.start()
-            sender.close()
+            theirs.close()
             self._process = process
             if self._closed:
                 process.kill()
             try:
-                answer = receiver.recv()
-            except EOFError:
+                for chunk in recent.chunks:
+                    ours.send(chunk)
+                ours.send(replace(recent, chunks=()))
+                answer = ours.recv()
+            except (EOFError, BrokenPipeError, ConnectionResetError):
                 raise ProcessEnded("its process ended without a result") from None
             finally:
                 process.join()
@@ -229,11 +242,14 @@ class FitProcess:
             process.kill()
 
 
-def _fit_and_send(sender: Connection, fitter: Callable[[Observations], Fit], recent: Recent) -> None:
+def _fit_and_send(connection: Connection, fitter: Callable[[Observations], Fit]) -> None:
     os.nice(10)  # a re-fit may take longer, requests may not
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal's Ctrl-C is for the router, which ends this process
+    chunks: list[Observations] = []
+    while isinstance(received := connection.recv(), Observations):
+        chunks.append(received)
     try:
-        answer: Fit | Exception = fitter(recent.joined())
+        answer: Fit | Exception = fitter(replace(received, chunks=tuple(chunks)).joined())
     except EXPECTED as error:
         answer = error
-    sender.send(answer)
+    connection.send(answer)
