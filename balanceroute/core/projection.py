@@ -80,7 +80,7 @@ class Projection:
         """Every running request on every worker has generated one token (lock-step drivers)."""
         sums, horizon = self._sums, self.horizon_steps
         self._tokens += self._counts
-        if horizon > 2:  # all but the anchors (column 0) and the floor (c = 1) move down a bucket
+        if horizon > 2:  # all but the anchors (column 0), the floor (c = 1) and c = 0 move down a bucket
             floor = horizon - 1
             sums[:, :, floor] += sums[:, :, floor - 1]
             sums[:, :, 2:floor] = sums[:, :, 1 : floor - 1]

@@ -255,12 +255,13 @@ class Scheduler:
             generated = tracker.generated
             before = tracker.refreshed_remaining + tracker.refreshed_at - generated
             after = before - tokens
+            least = 1 if tracker.refreshed_remaining > 0.0 else 0
             snapshot.projection.move(
                 worker.index,
                 tracker.prompt_tokens + generated,
                 tokens,
-                int(before) if before > 1.0 else 1,
-                int(after) if after > 1.0 else 1,
+                int(before) if before > 1.0 else least,
+                int(after) if after > 1.0 else least,
             )
         tracker.counted += tokens
         worker.load += tokens

@@ -78,10 +78,16 @@ class RequestTracker:
         return self.prompt_tokens + self.generated
 
     def remaining(self, horizon_steps: int) -> float:
-        """c-hat now, in [min(1, H), H]: decremented per token since its refresh, but for the anchor H, which stays."""
+        """c-hat now, in [0, H]: decremented per token since its refresh down to 1, but for the anchor H, which stays.
+
+        So does 0, which only an oracle says: the request leaves with this step. A prediction is never that sure, and an
+        active request counts for one step more at least.
+        """
         if self.refreshed_remaining >= horizon_steps:
             return float(horizon_steps)
-        return max(min(1.0, horizon_steps), self.refreshed_remaining - (self.generated - self.refreshed_at))
+        if self.refreshed_remaining <= 0.0:
+            return 0.0
+        return max(1.0, self.refreshed_remaining - (self.generated - self.refreshed_at))
 
 
 @dataclass(slots=True, eq=False)

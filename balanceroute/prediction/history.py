@@ -295,7 +295,7 @@ class History:
 
 
 def read_rows(path: Path) -> list[FinishedRequest]:
-    """Read every sensible row of a history file, oldest first, without changing it; a router may be writing it.
+    """Read every sensible row of a history file, oldest first, changing nothing; a router may be writing it meanwhile.
 
     Raises: InputError when there is no file, or none of ours.
     """

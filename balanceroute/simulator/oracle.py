@@ -112,8 +112,9 @@ class PredictorForecast:
 class OracleForecast:
     """What is true of each request at every step: with r tokens to go it has load at h < r, so c-hat = min(r-1, H).
 
-    A finite c-hat is counted down by the scheduler and stays exact, so each request needs one refresh: on the step on
-    which its last load comes within the horizon.
+    A finite c-hat is counted down to 1 by the scheduler and stays exact, so each request needs two refreshes: on the
+    step on which its last load comes within the horizon, and on its last step, for which c-hat is 0. That no prediction
+    is that sure costs: with 1 on the last step, too, the loads right ahead are wrong by what is about to leave.
     """
 
     refresh_every_tokens: int | None = None
@@ -121,23 +122,30 @@ class OracleForecast:
     def __init__(self, lengths: TrueLengths, horizon_steps: int) -> None:
         self.lengths = lengths
         self.horizon_steps = horizon_steps
-        self.entering: defaultdict[int, list[int]] = defaultdict(list)  # step -> requests entering the window
+        self.changing: defaultdict[int, list[tuple[int, int, float]]] = defaultdict(list)
+        """By step: request, the step on which it started, its c-hat from then on."""
+        self.started_at: dict[int, int] = {}
 
     def initial(self, request: int, prompt_tokens: int, prompt_key: str, age_tokens: int = 0) -> float | None:
         """min(r - 1, H)."""
         return float(min(self.lengths.tokens[request] - age_tokens - 1, self.horizon_steps))
 
     def started(self, request: int, step: int, left: int) -> None:
-        """Note when it comes within the horizon of its end."""
+        """Note when it comes within the horizon of its end, and its last step."""
+        self.started_at[request] = step
         if left > self.horizon_steps > 0:
-            self.entering[step + left - self.horizon_steps].append(request)
+            self.changing[step + left - self.horizon_steps].append((request, step, self.horizon_steps - 1.0))
+        if left > 1 < self.horizon_steps:
+            self.changing[step + left - 1].append((request, step, 0.0))
 
     def renew(self, scheduler: Scheduler, step: int, now: float) -> None:
-        """Tell the true remainder of the requests that have just come within the horizon."""
-        for request in self.entering.pop(step, ()):
+        """Tell the true remainder of the requests for which counting down is not enough."""
+        for request, started_at, remaining in self.changing.pop(step, ()):
             tracker = scheduler.snapshot.requests.get(str(request))
-            if tracker is not None and tracker.phase is Phase.DECODING:
-                scheduler.refresh(tracker.id, float(self.horizon_steps - 1), now)
+            if tracker is None or tracker.phase is not Phase.DECODING:
+                continue
+            if self.started_at[request] == started_at:  # else it was taken off since, and has more to go
+                scheduler.refresh(tracker.id, remaining, now)
 
     def finished(self, scheduler: Scheduler, tracker: RequestTracker, now: float) -> None:
         """It was known before."""

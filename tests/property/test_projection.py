@@ -28,12 +28,12 @@ class Model:
 
     def expect(self, remaining: float) -> None:
         self.anchored = remaining >= self.horizon
-        self.remaining = float(self.horizon) if self.anchored else max(1.0, remaining)
+        self.remaining = float(self.horizon) if self.anchored else max(1.0, remaining) if remaining > 0 else 0.0
 
     def generate(self) -> None:
         self.tokens += 1
         if not self.anchored:
-            self.remaining = max(1.0, self.remaining - 1.0)
+            self.remaining = max(min(1.0, self.remaining), self.remaining - 1.0)
 
     def load_at(self, h: int) -> int:
         return self.tokens + h if h <= self.remaining or not self.running else 0

@@ -1,9 +1,9 @@
 """The simulator and the policies against the figures of an independent simulator, on the same traces.
 
-Where a router has no free choice left the figures must agree within 1 %; where ties are broken at random or a
-prediction enters, small differences grow into other schedules: 5 % and more. Single figures of BR-H with an
-oracle move by about 20 % when a single tie falls the other way, so they are held to the table's order and its size,
-not to its digits.
+Where a router has no free choice left the figures must agree within 1 %, and with an oracle, which is exact, nearly so;
+where ties are broken at random or a prediction enters, small differences grow into other schedules: 5 % and more. How
+much one schedule says: with every arrival of `capped` moved by up to 50 ms, 32 runs of target_fit have a load spread of
+5,393 to 8,061.
 """
 
 import math
@@ -19,6 +19,7 @@ PRINTED = {"max_wait_s": math.inf, "slack_placement": "free_slots"}
 GREEDY_ALONE = {"s_greedy": 0, **PRINTED}
 TWO_STAGES = {"s_greedy": 4, "guard": "head", **PRINTED}
 AT_43 = {"beta": 43.0, "gamma": 0.86, **GREEDY_ALONE}
+AT_14 = {"beta": 14.67, "gamma": 0.64, **GREEDY_ALONE}
 
 # (policy, knobs, predictor), {trace: (load spread, TPOT p95 ms, wait p99 s, balance)},
 # relative tolerance of the first figure and of the others
@@ -53,6 +54,16 @@ TABLE = {
         {"heavy_tailed": (158_364, 78.0, 35, 0.845), "capped": (101_458, 74.1, 28, 0.909)},
         (0.05, 0.05),
     ),
+    "br_h, oracle (43, .86)": (
+        ("br_h", AT_43, "oracle"),
+        {"heavy_tailed": (13_364, 66.6, 327, 0.990), "capped": (14_822, 69.4, 338, 0.990)},
+        (0.01, 0.03),
+    ),
+    "br_h, oracle (14.67, .64)": (
+        ("br_h", AT_14, "oracle"),
+        {"heavy_tailed": (31_383, 64.0, 365, 0.979), "capped": (15_085, 67.9, 468, 0.990)},
+        (0.01, 0.03),
+    ),
     "br_h, survival": (
         ("br_h", AT_43, "survival"),
         {"heavy_tailed": (20_787, 64.1, 351, 0.984), "capped": (13_463, 67.6, 411, 0.991)},
@@ -61,7 +72,7 @@ TABLE = {
     "target_fit": (
         ("target_fit", {}, "none"),
         {"heavy_tailed": (20_359, 66.1, 28, 0.978), "capped": (7_624, 67.6, 28, 0.992)},
-        (0.20, 0.15),  # the spread on capped is 0.3 % of the load: one tie moves it by more than 15 %
+        (0.20, 0.15),  # the spread on capped, 0.3 % of the load, is 19 % lower here; theirs is within those 32
     ),
 }
 
@@ -89,16 +100,3 @@ def test_figures_agree_with_the_reference_table(row: str, trace: str) -> None:
     assert ours.wait_p99_s == pytest.approx(wait_s, rel=tolerance, abs=0.6)
     if balance is not None:
         assert ours.balance == pytest.approx(balance, rel=tolerance, abs=0.0005)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("trace", "oracle_spread"), [("heavy_tailed", 13_364), ("capped", 14_822)], ids=["heavy_tailed", "capped"]
-)
-def test_an_oracle_is_better_than_survival_which_is_better_than_br_0(trace: str, oracle_spread: int) -> None:
-    oracle = figures(trace, "br_h", AT_43, "oracle")
-    survival = figures(trace, "br_h", AT_43, "survival")
-    br_0 = figures(trace, "br_0", GREEDY_ALONE, "none")
-    assert oracle.load_spread_mean < survival.load_spread_mean < br_0.load_spread_mean
-    assert oracle.load_spread_mean < 1.2 * oracle_spread
-    assert oracle.balance > survival.balance > br_0.balance

@@ -12,7 +12,7 @@ from balanceroute.core.policies import PolicySettings, make_policy
 from balanceroute.errors import InputError
 from balanceroute.prediction import Forecaster, build_predictor
 from balanceroute.simulator import Failure, Figures, Outcome, Replay, Setting, parse_params
-from balanceroute.simulator.oracle import PredictorForecast, TrueLengths
+from balanceroute.simulator.oracle import OracleForecast, PredictorForecast, TrueLengths
 from balanceroute.simulator.simulation import Simulation
 from balanceroute.traces import Trace, generate_trace
 
@@ -284,6 +284,36 @@ def test_without_a_past_a_predictor_learns_what_finishes_also_what_was_recompute
     assert set(zip(seen.prompt_tokens.tolist(), seen.output_tokens.tolist(), strict=True)) == {(100, 30)}
     assert len(seen) == 60
     assert forecaster.initial(100, age_tokens=15) == 15.0
+
+
+@pytest.mark.parametrize("horizon", [1, 2, 3, 20])
+def test_an_oracle_projects_the_loads_that_will_be_at_every_step_up_to_the_last_of_a_request(horizon: int) -> None:
+    rng = np.random.default_rng(3)
+    trace = a_trace([(0.3 * n, 100 + n, int(o)) for n, o in enumerate(rng.integers(1, 50, 60))])
+    setting = a_setting(n_workers=2, slots=4, pool=8, kv_capacity_tokens=700, failures=(Failure(0, 9.0, 12.0),))
+    lengths = TrueLengths(trace)
+    policy = make_policy(PolicySettings(policy="br_h", horizon_steps=horizon))
+    looked = []
+
+    class Looking(Simulation):
+        def arrive(self) -> None:
+            """Every step begins here; what runs will be there until it is done."""
+            steps = np.arange(horizon + 1)
+            expected = np.zeros((2, horizon + 1), dtype=int)
+            for worker in self.scheduler.snapshot.workers:
+                for tracker in worker.active.values():
+                    # one that has no room on its worker yet has no known end
+                    to_go = lengths.tokens[int(tracker.id)] - tracker.age_tokens if tracker.running else math.inf
+                    expected[worker.index] += np.where(steps < to_go, tracker.kv_tokens + steps, 0)
+            looked.append((self.scheduler.snapshot.projection.loads().tolist(), expected.tolist()))
+            super().arrive()
+
+    outcome = Looking(trace, setting, policy, lengths, OracleForecast(lengths, horizon), check_invariants=True).run()
+
+    assert outcome.figures.recomputed > 0
+    assert len(looked) > 100
+    for projected, expected in looked:
+        assert projected == expected
 
 
 def test_params_become_knobs_of_their_types() -> None:
