@@ -485,6 +485,9 @@ class Leg:
                 raise ClientStalled("the client had not taken all events when the request was ended") from None
             if self.scanner.end is StreamEnd.DONE:
                 return True
+            if self.scanner.finish_reason is not None and not isinstance(error_of_stage, ClientStalled):
+                await self._close_finished()
+                return True
             raise error_of_stage from None
         finally:
             if self._reply is not None and self.scanner.end is not StreamEnd.DONE:
@@ -539,11 +542,21 @@ class Leg:
                 write=outlet.write,
                 ends_response=outlet.ends_response,
             )
-        if scanner.end is StreamEnd.NO_DONE:
-            owed = scanner.owed_usage(self.request.model, chat=self.request.endpoint == "chat")
-            if owed:
-                await outlet.send({"type": "http.response.body", "body": owed, "more_body": True})
+        if scanner.finish_reason is not None and scanner.end is not StreamEnd.DONE:
+            await self._close_finished()
         return self._ended(worker, broken)
+
+    async def _close_finished(self) -> None:
+        """The answer has finished, and whatever the worker does before its [DONE] takes nothing from it.
+
+        Going on from here would generate beyond its end; it only lacks the usage, if any, and the closing event, and
+        that one is not made up.
+        """
+        scanner = self.scanner
+        scanner.end = StreamEnd.NO_DONE
+        owed = scanner.owed_usage(self.request.model, chat=self.request.endpoint == "chat")
+        if owed:
+            await self._outlet.send({"type": "http.response.body", "body": owed, "more_body": True})
 
     def _ended(self, worker: Worker, broken: UpstreamError | None) -> bool:
         """Judge how the worker's stream ended: True complete, False recomputed. Raises: UpstreamError."""
@@ -553,7 +566,7 @@ class Leg:
         if end is StreamEnd.ERROR:
             raise _event_error(self.scanner.error or b"{}", worker)
         if end is StreamEnd.NO_DONE:
-            return True  # the answer is whole; only the closing event is missing, and none is made up
+            return True
         if broken is not None:
             raise broken
         if end is StreamEnd.OVERSIZED:

@@ -23,7 +23,7 @@ from balanceroute.errors import ConfigError, Rejected
 from balanceroute.proxy.app import RouterApp
 from balanceroute.proxy.client_transport import CLIENT_CONNECTION, ClientConnection, HeadAndBody, Watches
 from balanceroute.proxy.ledger import RETRY_AFTER_S
-from balanceroute.proxy.responses import send_error
+from balanceroute.proxy.responses import error_body, send_error
 from balanceroute.proxy.services import Services
 
 log = logging.getLogger(__name__)
@@ -86,6 +86,13 @@ class ClientProtocol(HttpToolsProtocol):
         super().on_headers_complete()
         extensions: dict[str, Any] = {CLIENT_CONNECTION: ClientConnection(self.cycle, self._watches)}
         self.cycle.scope["extensions"] = extensions
+
+    def send_400_response(self, msg: str) -> None:
+        """Bytes that are no HTTP: an OpenAI error like every other, where uvicorn has plain text."""
+        body = error_body(400, msg)
+        head = b"HTTP/1.1 400 Bad Request\r\ncontent-type: application/json\r\nconnection: close\r\n"
+        self.transport.write(head + b"content-length: %d\r\n\r\n%s" % (len(body), body))
+        self.transport.close()
 
     def _expect_head(self) -> None:
         self._late = self.loop.call_later(self.header_timeout_s, self._give_up)

@@ -1,9 +1,10 @@
 """The storm: hundreds of clients, a cluster that keeps breaking, and a check of every single answer.
 
-    scripts/chaos [--short | --seconds N] [--seed N] [--clients N] [--scenario storm|busy-decoder] [--keep DIR]
+    scripts/chaos [--short | --seconds N] [--seed N] [--clients N] [--scenario NAME] [--keep DIR]
 
 `storm`: everything that `faults.py` can do, while `operations.py` takes workers out and in. `busy-decoder`: four decode
-ranks, one of which answers 503 to everything, patient clients and no other fault; not one request may fail.
+ranks, one of which answers 503 to everything, patient clients and no other fault; not one request may fail. `shutdown`:
+the storm, and SIGTERM to the router in the middle of it.
 
 The seed fixes the requests and the faults, in their order; how they meet depends on the machine. So each failure is
 told with the request id, and the router's log of it can be kept (--keep).
@@ -13,6 +14,7 @@ import argparse
 import asyncio
 import platform
 import shutil
+import signal
 import sys
 import tempfile
 import time
@@ -40,7 +42,7 @@ from scripts.chaos_run.faults import Saboteur, Schedule
 from scripts.chaos_run.operations import Operator
 from scripts.chaos_run.stack import HOST, OUTPUT_LENGTHS, Shape, Stack
 from scripts.chaos_run.verdict import FAULTS, Kind, Verdict, judge
-from scripts.chaos_run.wire import GRACE_S, Answer, Client
+from scripts.chaos_run.wire import GRACE_S, Answer, Client, Ended
 
 SHOWN_FAILURES = 15
 SAMPLE_S = 0.5
@@ -156,6 +158,7 @@ class Run:
         self._saboteur = Saboteur(stack.control_urls, Schedule(plan.seed, plan.shape.prefillers, plan.shape.decoders))
         self._operator = Operator(stack.url, plan.shape, stack.base_port, plan.seed)
         self._started_s = time.monotonic()
+        self._stopping = False
         self.tally, self.memory, self.findings = Tally(), Memory(), Findings()
 
     async def storm(self) -> None:
@@ -165,9 +168,11 @@ class Run:
             await self._saboteur.inject("d1", {"kind": FaultKind.STATUS, "status": 503, "count": None})
         async with asyncio.TaskGroup() as side:
             sampling = side.create_task(self._sample_memory())
-            storming = plan.scenario == "storm"
-            attacks = [self._saboteur.run(), self._operator.run()] if storming else []
-            tasks = [sampling, *map(side.create_task, attacks)]
+            attacks = {
+                "storm": [self._saboteur.run, self._operator.run],
+                "shutdown": [self._saboteur.run, self._shut_down],
+            }.get(plan.scenario, [])
+            tasks = [sampling, *(side.create_task(attack()) for attack in attacks)]
             async with asyncio.TaskGroup() as clients:
                 for index in range(plan.clients):
                     clients.create_task(self._drive(index))
@@ -180,6 +185,9 @@ class Run:
         """What is left when all is over."""
         findings, tally, stack = self.findings, self.tally, self._stack
         await self._saboteur.heal_all()
+        if not stack.router.alive:  # as it should be after a shutdown; what it knew of orphans went with it
+            await self._inspect_workers(None)
+            return
         async with httpx.AsyncClient(trust_env=False, timeout=10.0) as client:
             held = await router_settles(client, stack.url)
             findings.check(not held, f"router holds {held or 'nothing'}")
@@ -199,7 +207,7 @@ class Run:
         flat, line = self.memory.flat()
         findings.check(flat, line)
 
-    async def _inspect_workers(self, orphans: int) -> None:
+    async def _inspect_workers(self, orphans: int | None) -> None:
         """Workers hold nothing but KV whose drain was impossible, and that only until its lease ends."""
         findings = self.findings
         state = await self._saboteur.state()
@@ -211,7 +219,8 @@ class Run:
         }
         findings.check(not busy, f"workers run {busy or 'nothing'}")
         findings.check(
-            pinned <= orphans, f"prompts pinned on prefillers {pinned}, known to the router as undrainable {orphans}"
+            orphans is None or pinned <= orphans,
+            f"prompts pinned on prefillers {pinned}, known to the router as undrainable {orphans or 0}",
         )
         wait_s = 0.0
         while held_by_workers(state) and wait_s < self._plan.shape.lease_s + 5:
@@ -230,11 +239,21 @@ class Run:
         await asyncio.sleep(index / self._plan.clients)  # no thundering start
         while self._elapsed() < self._plan.seconds and self._stack.router.alive:
             ask = self._asker.next()
-            lag_s = self.tally.lag_s
+            lag_s, too_late = self.tally.lag_s, self._stopping
             answer = await self._client.send(ask)
+            if too_late and not answer.status and answer.ended in (Ended.CUT, Ended.REFUSED):
+                self.tally.kinds["after the end"] += 1  # sent to a port that was closed, or just about to be
+                await asyncio.sleep(0.2)
+                continue
             self.tally.add(ask, answer, judge(ask, answer), self._elapsed(), self.tally.lag_s - lag_s)
             if answer.status in (429, 503):
                 await asyncio.sleep(0.2)  # a fraction of Retry-After: the router stays under pressure
+
+    async def _shut_down(self) -> None:
+        """SIGTERM in mid-storm; the clients go on until the process has ended."""
+        await asyncio.sleep(self._plan.seconds / 2)
+        self._stopping = True
+        self._stack.router.signal(signal.SIGTERM)
 
     async def _sample_memory(self) -> None:
         while True:
@@ -275,6 +294,7 @@ class Run:
             "",
             f"  {'requests':<12}{total:>9}  ({tally.tokens} right tokens, {tally.kinds['malformed']} malformed)",
             *(f"  {kind:<12}{tally.kinds[kind]:>9}" for kind in Kind),
+            *([f"  not sent    {late:>9}  (after the end)"] if (late := tally.kinds["after the end"]) else []),
             f"  status       {'  '.join(f'{status}: {n}' for status, n in sorted(tally.statuses.items()))}",
             f"  faults       {', '.join(f'{kind} {n}' for kind, n in self._saboteur.played.most_common())}",
             f"  operations   {', '.join(f'{what} {n}' for what, n in self._operator.done.most_common()) or 'none'}",
@@ -297,7 +317,7 @@ async def run(plan: Plan, folder: Path) -> bool:
     async with stack:
         this = Run(plan, stack)
         await this.storm()
-        if stack.router.alive:
+        if stack.router.alive or plan.scenario == "shutdown":
             await this.inspect()
         this.judge_all(await stack.router.stop())
         code = await stack.emulator.stop()  # killed and -9 if requests of the storm keep it from ending
@@ -313,7 +333,7 @@ def main() -> None:
     parser.add_argument("--short", action="store_true", help="60 seconds")
     parser.add_argument("--seed", type=int, default=1, help="of requests and faults (1)")
     parser.add_argument("--clients", type=int, default=250, help="at once (250)")
-    parser.add_argument("--scenario", choices=["storm", "busy-decoder"], default="storm")
+    parser.add_argument("--scenario", choices=["storm", "busy-decoder", "shutdown"], default="storm")
     parser.add_argument("--keep", type=Path, help="folder for logs and configuration; else they go")
     arguments = parser.parse_args()
     folder = arguments.keep or Path(tempfile.mkdtemp(prefix="balanceroute-chaos-"))

@@ -168,13 +168,13 @@ class Client:
         if connection is not None:
             answer = await connection.exchange(ask, request)
             if answer.ended is not Ended.CUT or connection.replied:
-                return self._put_back(connection, answer)
+                return self._put_back(connection, ask, answer)
         loop = asyncio.get_running_loop()
         try:
             _, connection = await loop.create_connection(lambda: Connection(loop), self._host, self._port)
         except OSError as error:
             return Answer(Ended.REFUSED, reason=str(error))
-        return self._put_back(connection, await connection.exchange(ask, request))
+        return self._put_back(connection, ask, await connection.exchange(ask, request))
 
     def close(self) -> None:
         """Drop the kept connections."""
@@ -189,9 +189,11 @@ class Client:
                 return connection
         return None
 
-    def _put_back(self, connection: Connection, answer: Answer) -> Answer:
-        if answer.ended is Ended.WHOLE and connection.usable:
+    def _put_back(self, connection: Connection, ask: Ask, answer: Answer) -> Answer:
+        if answer.ended is Ended.WHOLE and connection.usable and not ask.behaviour.half_sent:
             self._idle.append(connection)
+        else:
+            connection.close()
         return answer
 
 

@@ -56,6 +56,26 @@ async def test_usage_comes_even_when_the_worker_closes_between_the_last_token_an
         await router.settled()
 
 
+@pytest.mark.parametrize("stream", [True, False])
+@pytest.mark.parametrize("fault", ["stall", "error_event", "half_event", "reset"])
+async def test_an_answer_that_has_finished_is_whole_whatever_its_worker_does_before_it_says_done(
+    fault: str, stream: bool
+) -> None:
+    async with running(PAIR, limits={"idle_timeout_s": 0.4}, **QUICK) as router:
+        await inject_everywhere(router, "d", fault, after_events=80)  # in place of the usage
+        body = completion(max_tokens=80, stream=stream)
+        if stream:
+            body["stream_options"] = {"include_usage": True}
+        reply = await router.client.post("/v1/completions", json=body)
+        parts = [part for part in events(reply.text) if part != "[DONE]"] if stream else [reply.json()]
+        finishes = [c["finish_reason"] for part in parts for c in part["choices"] if c["finish_reason"]]
+        assert finishes == ["length"]
+        assert "".join(texts(parts)) == decode(continuation(PROMPT, 80))
+        assert parts[-1]["usage"]["completion_tokens"] == 80
+        assert router.cluster.prefill[0].counters["requests"] + router.cluster.prefill[1].counters["requests"] == 1
+        await router.settled()
+
+
 @pytest.mark.parametrize("after", [0, 7])
 @pytest.mark.parametrize("fault", ["recompute", "no_finish", "reset", "close", "half_event", "error_event"])
 async def test_a_stream_that_breaks_anywhere_goes_on_token_by_token(fault: str, after: int) -> None:

@@ -76,3 +76,15 @@ async def test_above_the_bound_of_connections_health_and_metrics_can_still_be_re
             writer.close()
 
     await with_server(2, test)
+
+
+async def test_bytes_that_are_no_http_get_an_openai_error_too() -> None:
+    async def test(connect: Open) -> None:
+        reader, writer = await connect()
+        writer.write(b"\x16\x03\x01 this is no request\r\n\r\n")
+        head, _, body = (await reader.read()).partition(b"\r\n\r\n")
+        assert head.startswith(b"HTTP/1.1 400 ") and b"content-length: %d" % len(body) in head
+        assert json.loads(body)["error"]["code"] == 400
+        writer.close()
+
+    await with_server(2, test)
