@@ -2,7 +2,8 @@
 
     socket readable -> data_received -> httptools -> _Pump.chunk -> EventScanner.feed
                                                           |-> on_tokens(n)
-                                                          '-> send(...), driven on the spot -> socket write
+                                                          '-> _Flusher, at the end of the loop's turn:
+                                                              send(...) driven on the spot -> socket write
 
 An ASGI `send` is a coroutine, but a server's only waits when the client's socket is full; otherwise its
 first step is also its last. So the pump steps it by hand outside of any task (`coroutine.send(None)`),
@@ -21,6 +22,7 @@ and `asyncio.timeout` do); Starlette's own wrappers do not.
 """
 
 import asyncio
+import weakref
 from collections.abc import Awaitable, Callable, Coroutine, Generator, MutableMapping
 from typing import Any
 
@@ -83,6 +85,7 @@ class _Pump:
         "_blocked",
         "_counted",
         "_ends_response",
+        "_flusher",
         "_on_tokens",
         "_reply",
         "_scanner",
@@ -108,6 +111,7 @@ class _Pump:
         self._send = send
         self._on_tokens = on_tokens
         self._write_part = write
+        self._flusher = _flusher(reply.loop)
         self._ends_response = ends_response
         self._counted = scanner.tokens
         self._blocked: _HalfRun | None = None
@@ -135,12 +139,22 @@ class _Pump:
             self._on_tokens(tokens - self._counted)
             self._counted = tokens
         if out:
-            if self._blocked is None:
-                self._write(out)
-            else:
-                self._backlog.append(out)
+            backlog = self._backlog
+            if not backlog and self._blocked is None:
+                self._flusher.add(self)
+            backlog.append(out)
         if scanner.end is not None:
             self._end()
+
+    def flush(self) -> None:
+        """Write what has come since the last write, in one piece."""
+        backlog = self._backlog
+        if self._blocked is None and backlog:
+            out = backlog[0] if len(backlog) == 1 else b"".join(backlog)
+            backlog.clear()
+            self._write(out)
+            if self._scanner.end is not None:
+                self._end()
 
     def ended(self, error: UpstreamError | None) -> None:
         self.error = error
@@ -199,13 +213,55 @@ class _Pump:
             self._reply.resume()
 
     def stop(self) -> bool:
-        """Send nothing more; whether something was counted that the client will not get."""
+        """Write what still waits for this turn's flush; whether something was counted that the client will not get.
+
+        A cancelled relay may have read events after it was cancelled: they count as generated, so they must go out.
+        """
+        if self._blocked is None and self._backlog and self.failure is None:
+            out = b"".join(self._backlog)
+            self._backlog.clear()
+            self._write(out)
         lost = self._blocked is not None or bool(self._backlog)
         if self._blocked is not None:
             self._blocked.close()
             self._blocked = None
         self._backlog.clear()
         return lost
+
+
+class _Flusher:
+    """Writes for all pumps of one event loop once per turn, after all that was readable has been read.
+
+    Measured with 64 streams of 50 events/s on two quiet cores: writing from within the read callback costs a tenth
+    more CPU per event, because each write wakes its client while the neighbours wait to be read.
+    """
+
+    __slots__ = ("_due", "_loop")
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._loop = loop
+        self._due: list[_Pump] = []
+
+    def add(self, pump: _Pump) -> None:
+        if not self._due:
+            self._loop.call_soon(self._flush)
+        self._due.append(pump)
+
+    def _flush(self) -> None:
+        due = self._due
+        self._due = []
+        for pump in due:
+            pump.flush()
+
+
+_flushers: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, _Flusher] = weakref.WeakKeyDictionary()
+
+
+def _flusher(loop: asyncio.AbstractEventLoop) -> _Flusher:
+    flusher = _flushers.get(loop)
+    if flusher is None:
+        flusher = _flushers[loop] = _Flusher(loop)
+    return flusher
 
 
 class _HalfRun:
