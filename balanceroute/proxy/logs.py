@@ -8,6 +8,7 @@ import asyncio
 import logging
 import sys
 import time
+from contextlib import suppress
 from datetime import UTC, datetime
 from typing import Final, Protocol, TextIO
 
@@ -69,10 +70,11 @@ class LineHandler(logging.Handler):
     def flush(self) -> None:
         """Write what waits."""
         with self.lock:  # type: ignore[union-attr]
-            if self._waiting:
-                self._stream.write("\n".join([*self._waiting, ""]))
-                self._stream.flush()
-                self._waiting.clear()
+            lines, self._waiting = self._waiting, []
+            with suppress(OSError, ValueError):  # nobody takes the log any more; requests are served all the same
+                if lines:
+                    self._stream.write("\n".join([*lines, ""]))
+                    self._stream.flush()
 
 
 def log_request(fields: dict[str, object]) -> None:

@@ -82,3 +82,11 @@ def test_lines_wait_for_each_other_but_never_behind_a_warning() -> None:
     logging.getLogger().handlers[0].flush()  # what `logging` does at the end of the process
     events = [json.loads(line)["event"] for line in out.getvalue().splitlines()]
     assert events == ["one", "request", "three", "four", "five"]
+
+
+def test_a_log_that_nobody_takes_any_more_fails_no_request() -> None:
+    out = io.StringIO()
+    configure("info", "json", out)
+    out.close()
+    log_request({"request": "r1"})
+    logging.getLogger("a.b").warning("lost")
