@@ -145,6 +145,9 @@ class _UncleanEnds(logging.Filter):
         return "without completing response" not in str(record.msg)
 
 
+_unclean_ends: Final = _UncleanEnds()  # one, so that a reload doesn't add another
+
+
 def configure(level: str, style: str, stream: TextIO | None = None) -> None:
     """Set up the root logger. `style`: json, plain, or auto (plain on a terminal)."""
     out = stream or sys.stderr
@@ -157,6 +160,6 @@ def configure(level: str, style: str, stream: TextIO | None = None) -> None:
     # ("Optimization" in the logging HOWTO of the Python documentation).
     logging.logThreads = logging.logProcesses = logging.logMultiprocessing = False
     logging._srcfile = None
-    logging.getLogger("uvicorn.error").addFilter(_UncleanEnds())
+    logging.getLogger("uvicorn.error").addFilter(_unclean_ends)
     for chatty in ("httpx", "httpcore", "asyncio"):
         logging.getLogger(chatty).setLevel(logging.WARNING)

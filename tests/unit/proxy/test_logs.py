@@ -90,3 +90,11 @@ def test_a_log_that_nobody_takes_any_more_fails_no_request() -> None:
     out.close()
     log_request({"request": "r1"})
     logging.getLogger("a.b").warning("lost")
+
+
+def test_a_reload_sets_the_logs_up_again_without_leaving_anything_of_the_last_time() -> None:
+    configure("info", "json", io.StringIO())
+    before = len(logging.getLogger("uvicorn.error").filters)
+    configure("info", "plain", io.StringIO())
+    assert len(logging.getLogger("uvicorn.error").filters) == before == 1
+    assert len(logging.getLogger().handlers) == 1
