@@ -108,11 +108,15 @@ class Admin:
 
     async def metrics(self, request: Request) -> Response:
         """The Prometheus text format."""
-        return Response(self._services().metrics.exposition(), headers={"content-type": CONTENT_TYPE_LATEST})
+        services = self._services()
+        services.ledger.settle()
+        return Response(services.metrics.exposition(), headers={"content-type": CONTENT_TYPE_LATEST})
 
     async def state(self, request: Request) -> Response:
         """The snapshot and the policy that decides on it: the input of `balanceroute explain`."""
-        return json_response(state(self._services()))
+        services = self._services()
+        services.ledger.settle()
+        return json_response(state(services))
 
     # -- the set of workers
 

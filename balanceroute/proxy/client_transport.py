@@ -7,16 +7,18 @@ packets and was woken twice. That second system call was the most expensive sing
 CPU (py-spy, 32 connections, whole answers of 16 tokens).
 
 `ClientConnection` is what a request may ask of the connection it came by beyond ASGI; an application finds it in its
-scope's extensions under `CLIENT_CONNECTION`. Both things save what an event or a short request pays most for: an ASGI
-`send` is a coroutine, a message and a dozen checks, which cost more than the write itself, and waiting for the
-disconnect message takes two coroutines, an event and a future.
+scope's extensions under `CLIENT_CONNECTION`. All of it saves what an event or a short request pays most for: an ASGI
+`send` is a coroutine, a message and a dozen checks, which cost more than the write itself, `receive` is no less, and
+waiting for the disconnect message takes two coroutines, an event and a future.
 """
 
 import asyncio
 from collections.abc import Callable
-from typing import Any, Final
+from typing import Final, cast
 
-from uvicorn.protocols.http.httptools_impl import RequestResponseCycle
+from uvicorn.protocols.http.httptools_impl import STATUS_LINE, RequestResponseCycle
+
+from balanceroute.proxy.responses import Headers
 
 CLIENT_CONNECTION: Final = "balanceroute.client_connection"
 
@@ -24,13 +26,14 @@ Watches = dict["ClientConnection", Callable[[], None]]
 
 
 class ClientConnection:
-    """The connection of one request: parts of its streamed body at once, and word of the client's leaving."""
+    """The connection of one request: its body, its response or parts of one at once, word of the client's leaving."""
 
     __slots__ = ("_cycle", "_flow", "_transport", "_watches")
 
     def __init__(self, cycle: RequestResponseCycle, watches: Watches) -> None:
         """`watches` are those of all requests of the connection; its protocol calls them when it is lost."""
-        self._cycle, self._flow, self._transport, self._watches = cycle, cycle.flow, cycle.transport, watches
+        self._cycle, self._flow, self._watches = cycle, cycle.flow, watches
+        self._transport = cast(HeadAndBody, cycle.transport)  # our protocol gave it
 
     def write(self, body: bytes) -> bool:
         """Write a part (never empty, neither first nor last) of the chunked body now, as `send` would.
@@ -40,8 +43,37 @@ class ClientConnection:
         cycle = self._cycle
         if self._flow.write_paused or cycle.disconnected or not cycle.chunked_encoding or cycle.response_complete:
             return False
-        self._transport.write(b"%x\r\n%b\r\n" % (len(body), body))
+        transport, part = self._transport, b"%x\r\n%b\r\n" % (len(body), body)
+        if transport.head:
+            transport.write(part)
+        else:
+            transport.send(part)
         return True
+
+    def respond(self, status: int, headers: Headers, body: bytes) -> bool:
+        """Write a whole response now, as two `send`s would; `headers` have its length, and are well-formed.
+
+        Returns whether it was written; if not, nothing has happened and `send` is to be used.
+        """
+        cycle = self._cycle
+        if self._flow.write_paused or cycle.disconnected or cycle.response_started:
+            return False
+        fields = b"".join([b"%b: %b\r\n" % field for field in [*cycle.default_headers, *headers]])
+        close = b"" if cycle.keep_alive else b"connection: close\r\n"
+        cycle.response_started = cycle.response_complete = True
+        self._transport.send(b"%b%b%b\r\n%b" % (STATUS_LINE[status], fields, close, body))
+        if not cycle.keep_alive:
+            self._transport.close()
+        cycle.on_response()
+        return True
+
+    def body(self) -> bytes | None:
+        """The request's body if all of it has come, for once; if not, `receive` is to be used."""
+        cycle = self._cycle
+        if cycle.more_body or cycle.disconnected:
+            return None
+        body, cycle.body = bytes(cycle.body), bytearray()
+        return body
 
     def watch(self, on_gone: Callable[[], None]) -> None:
         """Have `on_gone` called when the client disconnects. For when the request's body has been read."""
@@ -62,21 +94,35 @@ class HeadAndBody:
     What is kept back is told by the bytes alone; taking others for a head does no harm, as all leaves within the turn.
     """
 
-    __slots__ = ("_head", "_loop", "_transport")
+    __slots__ = (
+        "_loop",
+        "_transport",
+        "get_extra_info",
+        "head",
+        "is_closing",
+        "pause_reading",
+        "resume_reading",
+        "send",
+    )
 
     def __init__(self, transport: asyncio.Transport, loop: asyncio.AbstractEventLoop) -> None:
         self._transport, self._loop = transport, loop
-        self._head = b""
+        self.head = b""  # what is kept back
+        self.send = transport.write  # for who has seen that no head waits
+        # The rest of what uvicorn's protocol asks a transport for. As attributes: a `__getattr__` would make every
+        # other access slow too.
+        self.is_closing, self.get_extra_info = transport.is_closing, transport.get_extra_info
+        self.pause_reading, self.resume_reading = transport.pause_reading, transport.resume_reading
 
     def write(self, data: bytes) -> None:
         """Write, together with a head that waits."""
-        if self._head:
-            data, self._head = self._head + data, b""
+        if self.head:
+            data, self.head = self.head + data, b""
         elif data.startswith(b"HTTP/1.1 ") and data.endswith(b"\r\n\r\n"):
-            self._head = data
+            self.head = data
             self._loop.call_soon(self._flush)
             return
-        self._transport.write(data)
+        self.send(data)
 
     def close(self) -> None:
         """Close once everything is written."""
@@ -84,9 +130,6 @@ class HeadAndBody:
         self._transport.close()
 
     def _flush(self) -> None:
-        if self._head:
-            self._transport.write(self._head)
-            self._head = b""
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._transport, name)
+        if self.head:
+            self.send(self.head)
+            self.head = b""

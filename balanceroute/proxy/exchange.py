@@ -23,7 +23,7 @@ from balanceroute.errors import (
 from balanceroute.proxy import fanout
 from balanceroute.proxy.client_transport import CLIENT_CONNECTION, ClientConnection
 from balanceroute.proxy.fanout import PartAnswer, PartStream, StreamHead
-from balanceroute.proxy.intake import ClientGone, Head, Receive, read_body, read_head
+from balanceroute.proxy.intake import ClientGone, Head, Receive, read_body, read_head, within
 from balanceroute.proxy.layerwise import LayerwiseLeg
 from balanceroute.proxy.ledger import rejection
 from balanceroute.proxy.lifecycle import ClientStalled, Leg, Outlet
@@ -31,6 +31,7 @@ from balanceroute.proxy.logs import log_request
 from balanceroute.proxy.payloads import ClientRequest, Endpoint, parse
 from balanceroute.proxy.relay import DisconnectWatch, Write
 from balanceroute.proxy.responses import (
+    JSON_TYPE,
     SSE_HEADERS,
     Headers,
     Send,
@@ -118,7 +119,7 @@ class Exchange:
         """Answer the request, one way or the other."""
         try:
             request = await self._read(scope, receive)
-            self._task = asyncio.current_task()
+            self._task = asyncio.current_task(self._s.loop)  # finding the loop takes a system call before Python 3.12
             unwatch = self._watch(receive)
             try:
                 await self._answer(request)
@@ -162,8 +163,16 @@ class Exchange:
         )
         if self._s.ledger.scheduler.draining:
             raise rejection(RejectReason.DRAINING)
-        body = await read_body(receive, limits.max_body_bytes, limits.client_header_timeout_s, head.content_length)
-        return parse(self._endpoint, body)
+        body = None if self._client is None else self._client.body()
+        if body is None:
+            body = await read_body(receive, limits.max_body_bytes, limits.client_header_timeout_s, head.content_length)
+        return parse(self._endpoint, within(limits.max_body_bytes, body))
+
+    async def _respond(self, status: int, body: bytes, headers: Headers) -> None:
+        """A whole JSON response."""
+        head = [JSON_TYPE, (b"content-length", b"%d" % len(body)), *headers]
+        if self._client is None or not self._client.respond(status, head, body):
+            await send_json(self._send, status, body, headers)
 
     async def _answer(self, request: ClientRequest) -> None:
         """One prompt, one answer: nearly every request."""
@@ -187,7 +196,7 @@ class Exchange:
             return
         self._outcome, self._status = Outcome.FINISHED, 200
         if isinstance(outlet, PartAnswer):
-            await send_json(self._send, 200, outlet.answer(leg), [id_header])
+            await self._respond(200, outlet.answer(leg), [id_header])
         elif leg.scanner.end is not StreamEnd.DONE:
             await self._send({"type": "http.response.body", "body": b"", "more_body": False})
 
@@ -222,7 +231,7 @@ class Exchange:
             await self._send({"type": "http.response.body", "body": end, "more_body": False})
         else:
             body = fanout.merged_answer(request, head.request_id, self._legs, answers)
-            await send_json(self._send, 200, body, [id_header])
+            await self._respond(200, body, [id_header])
 
     def _leg_for(self, request_id: str, request: ClientRequest, outlet: Outlet, options: dict[str, Any] | None) -> Leg:
         head, services = self._head, self._s

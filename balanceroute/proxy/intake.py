@@ -82,14 +82,19 @@ async def read_body(receive: Receive, limit: int, timeout_s: float, content_leng
         raise ClientGone
     body: bytes = message.get("body", b"")
     if not message.get("more_body", False):
-        if len(body) > limit:
-            raise _too_large(limit)
-        return body
+        return within(limit, body)
     try:
         async with asyncio.timeout(timeout_s):
             return await _read_rest(receive, [body], limit)
     except TimeoutError:
         raise InvalidRequest(f"The body was not sent within {timeout_s:g} s.", status=408) from None
+
+
+def within(limit: int, body: bytes) -> bytes:
+    """The body. Raises: InvalidRequest: it is larger than `limit` bytes."""
+    if len(body) > limit:
+        raise _too_large(limit)
+    return body
 
 
 async def _read_rest(receive: Receive, parts: list[bytes], limit: int) -> bytes:

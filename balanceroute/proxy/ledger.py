@@ -4,7 +4,7 @@
     await ticket.prefiller()              which prefiller gets the probe
     ticket.prefilled(n) | .prefill_failed()
     await ticket.admission()              which decode worker, when the policy has decided
-    ticket.progress(n)                    per read of the worker's stream
+    ticket.progress(n)                    per read of the worker's stream; taken down here, told to the scheduler later
     ticket.put_back()                     the decode worker went out before it was asked: decide again
     ticket.requeue()                      decode ended early: once more from the prefill on
     ticket.finish(outcome)                leaves, from any phase, once
@@ -15,6 +15,10 @@ lifecycle never sees the scheduler, so relays can move into processes of their o
 Decode first (layerwise), a ticket is pooled at once, and between admission and the first token:
 
     ticket.request_prefill(), await ticket.prefiller(), ticket.pushed(n) | .push_failed()
+
+**Tokens are told in sums.** They come thousands of times per second and matter when somebody looks: so a ticket only
+adds them up, and `settle` tells the scheduler what has come since, before every decision, before a request leaves its
+worker, and several times per second besides. Whoever reads loads at another time calls it first.
 
 The ledger also owns the events that the dispatchers sleep on. It sets them where the state changes; the dispatchers
 clear them where they have looked.
@@ -53,17 +57,31 @@ def rejection(reason: RejectReason) -> Rejected:
 class Ticket:
     """One request's place in the scheduler, from `submit` to its single `finish`.
 
-    `left` is its Release once it has left, by its own `finish` or because it expired.
+    `left` is its Release once it has left, by its own `finish` or because it expired. `untold` are the tokens that the
+    scheduler hasn't heard of; `last_token_s` is when the last ones came, 0 before.
     """
 
-    __slots__ = ("_answer", "_ledger", "_waiter", "arrived_s", "id", "left", "pooled_s")
+    __slots__ = (
+        "_answer",
+        "_behind",
+        "_ledger",
+        "_now",
+        "_waiter",
+        "arrived_s",
+        "id",
+        "last_token_s",
+        "left",
+        "pooled_s",
+        "untold",
+    )
 
     def __init__(self, ledger: "Ledger", request_id: str, now: float) -> None:
         self.id = request_id
         self.left: Release | None = None
         self.arrived_s = now
-        self.pooled_s = 0.0
-        self._ledger = ledger
+        self.pooled_s = self.last_token_s = 0.0
+        self.untold = 0
+        self._ledger, self._now, self._behind = ledger, ledger.now, ledger.behind
         self._answer: str | BalanceRouteError | None = None
         self._waiter: asyncio.Future[None] | None = None
 
@@ -120,9 +138,18 @@ class Ticket:
         self._ledger.scheduler.push_failed(self.id, self._ledger.now())
         self._ledger.prefill_capacity_changed()
 
-    def progress(self, tokens: int, now: float) -> None:
-        """So many more tokens have been generated. O(1)."""
-        self._ledger.scheduler.progress(self.id, tokens, now)
+    def progress(self, tokens: int) -> None:
+        """So many more tokens have been generated. The relay's path."""
+        self.last_token_s = self._now()
+        if not self.untold:
+            self._behind.append(self)
+        self.untold += tokens
+
+    def settle(self) -> None:
+        """Tell the scheduler the tokens that it hasn't heard of. Raises InvariantError when not decoding."""
+        tokens, self.untold = self.untold, 0
+        if tokens:
+            self._ledger.scheduler.progress(self.id, tokens, self._now())
 
     def put_back(self) -> None:
         """The decode worker will not be asked after all: wait for another in the pool."""
@@ -133,6 +160,7 @@ class Ticket:
     def requeue(self) -> Release:
         """The decode ended early, or the pinned KV was lost: queue for a prefill again."""
         ledger = self._ledger
+        self.settle()
         self._answer = None  # decode first, a prefiller may have been told to a prefill that has ended since
         release = ledger.scheduler.requeue(self.id, ledger.now())
         ledger.released(release)
@@ -143,6 +171,7 @@ class Ticket:
     def finish(self, outcome: Outcome, reason: str = "") -> Release:
         """Leave. `reason` is the engine's finish reason, for the predictor. Raises InvariantError when gone."""
         ledger = self._ledger
+        self.settle()
         tracker = ledger.scheduler.snapshot.requests.get(self.id)
         if ledger.forecasts is not None and tracker is not None:
             ledger.forecasts.finished(tracker, reason or outcome.value)
@@ -187,6 +216,7 @@ class Ledger:
         self._stage_clock = stage_clock or StageClock()  # hears the policy's stages; told here when they begin
         self.now = loop.time
         self.tickets: dict[str, Ticket] = {}
+        self.behind: list[Ticket] = []  # those that may have untold tokens; always this one list
         self.prefill_event = asyncio.Event()  # a queued request may now find a prefiller
         self.pool_not_empty = asyncio.Event()
         self.slot_freed = asyncio.Event()  # a decision could turn out differently than the last one
@@ -214,8 +244,15 @@ class Ledger:
             self.tickets[prefill.request].answer(prefill.worker)
         return prefills
 
+    def settle(self) -> None:
+        """Tell the scheduler every token that has come. O(requests that have generated any since the last time)."""
+        for ticket in self.behind:
+            ticket.settle()
+        self.behind.clear()
+
     def admit(self) -> list[Admit]:
         """One decision over the pool, with what the predictor says now."""
+        self.settle()
         scheduler, now = self.scheduler, self.now()
         if self.forecasts is not None:
             self.forecasts.renew(scheduler)
@@ -255,6 +292,7 @@ class Ledger:
 
     def set_worker_state(self, worker_id: str, state: WorkerState) -> None:
         """A worker may do more or less than before."""
+        self.settle()
         self.scheduler.set_worker_state(worker_id, state, self.now())
         self.capacity_changed()
 

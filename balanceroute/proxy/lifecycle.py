@@ -28,8 +28,8 @@ parameters only its reply tells, and a decoder that has not handed the request t
 telling the prefiller; both then hold the KV until the connector's timeout, minutes later. So `abandon` lets a probe
 run for `PROBE_GRACE_S` more and a decode, until its first event, for `DECODE_GRACE_S`, and hangs up then.
 
-Timeouts cost nothing per event: the leg keeps two deadlines as plain numbers, and the reaper, which looks at all legs
-a few times per second, interrupts those that are late (`interrupt`).
+Timeouts cost nothing per event: the leg keeps its deadlines as plain numbers, its ticket the time of the last token,
+and the reaper, which looks at all legs a few times per second, interrupts those that are late (`interrupt`).
 """
 
 import asyncio
@@ -133,6 +133,7 @@ class Leg:
         "_failures",
         "_grace_s",
         "_headers",
+        "_idle_s",
         "_interruption",
         "_key",
         "_original",
@@ -149,9 +150,9 @@ class Leg:
         "cached_tokens",
         "deadline_s",
         "decode_wait_s",
+        "decoder",
         "first_token_s",
         "id",
-        "last_token_s",
         "outcome",
         "prefill_wait_s",
         "prefiller",
@@ -183,12 +184,14 @@ class Leg:
         self._scanner_options = scanner_options or {}
         self.outcome = Outcome.FAILED
         self.prefiller = self.worker = ""
+        self.decoder: Worker | None = None  # whose answer is under way
         self.waits_for = ("", "")  # the worker, and the stage, that the leg waits for or waited for last
         self.prompt_tokens, self.recomputes = 0, 0
         self.cached_tokens: int | None = None
         self.prefill_wait_s = self.decode_wait_s = 0.0
-        self.first_token_s = self.last_token_s = 0.0
+        self.first_token_s = 0.0
         self.stage_deadline_s = self.stalled_since_s = math.inf
+        self._idle_s = -math.inf  # longest pause between two tokens, once there has been one
         self._s, self._outlet, self._headers, self._key = services, outlet, headers, prompt_key
         self._original = request
         self._ticket: Ticket | None = None
@@ -275,6 +278,15 @@ class Leg:
             and self.request.streams_upstream
             and not self._reply.paused
         )
+
+    @property
+    def last_token_s(self) -> float:
+        """When the last token came, on whatever worker; 0 before."""
+        return 0.0 if self._ticket is None else self._ticket.last_token_s
+
+    def late(self, now: float) -> bool:
+        """Whether the worker should have given its answer, its first byte or its next token by now."""
+        return now > max(self.stage_deadline_s, self.last_token_s + self._idle_s)
 
     @property
     def started(self) -> bool:
@@ -440,6 +452,7 @@ class Leg:
         now = self._s.ledger.now()
         if worker.in_use == 0:
             worker.busy_since_s = now
+        self.decoder = worker
         worker.in_use += 1
         worker.circuit.used()
         if self.request.streams_upstream:  # else nothing comes before the whole answer
@@ -497,22 +510,13 @@ class Leg:
                 self._s.drainer.orphan()  # the worker was told, but gave no sign of having pulled the KV
             self._grace_s = 0.0
             self.stage_deadline_s = self.stalled_since_s = math.inf
+            self._idle_s = -math.inf
+            self.decoder = None
             worker.in_use -= 1
 
     async def _stream(self, ticket: Ticket, worker: Worker, reply: Reply) -> bool:
         scanner, outlet = self.scanner, self._outlet
         counted = scanner.tokens
-        idle_s = self._s.config.limits.idle_timeout_s
-        now = self._s.ledger.now
-        progress = ticket.progress
-
-        def on_tokens(tokens: int) -> None:
-            at = self.last_token_s = worker.progress_s = now()
-            if not self.first_token_s:
-                self.first_token_s = at
-            self.stage_deadline_s = at + idle_s
-            progress(tokens, at)
-
         out = b""
         while not out and scanner.end is None:
             chunk = await reply.next_chunk()
@@ -523,10 +527,9 @@ class Leg:
                 break
             out = scanner.feed(chunk)
             if scanner.tokens > counted:
-                on_tokens(scanner.tokens - counted)
+                ticket.progress(scanner.tokens - counted)
                 counted = scanner.tokens
-                self._failures["decode"] = self._failures["fruitless"] = self._failures["refused"] = 0
-                self._refusal = None
+                self._has_begun(ticket, worker)
         if scanner.end is not StreamEnd.ERROR and scanner.events:
             worker.circuit.success()
         broken: UpstreamError | None = None
@@ -537,7 +540,7 @@ class Leg:
                 reply,
                 scanner,
                 outlet.send,
-                on_tokens,
+                ticket.progress,
                 first=out,
                 write=outlet.write,
                 ends_response=outlet.ends_response,
@@ -545,6 +548,17 @@ class Leg:
         if scanner.finish_reason is not None and scanner.end is not StreamEnd.DONE:
             await self._close_finished()
         return self._ended(worker, broken)
+
+    def _has_begun(self, ticket: Ticket, worker: Worker) -> None:
+        """The first tokens are here: from now on the next one is waited for, and what failed before is forgotten."""
+        ticket.settle()  # the prefiller's KV has been pulled
+        at = worker.progress_s = ticket.last_token_s
+        if not self.first_token_s:
+            self.first_token_s = at
+        self._idle_s = self._s.config.limits.idle_timeout_s
+        self.stage_deadline_s = at + self._idle_s
+        self._failures["decode"] = self._failures["fruitless"] = self._failures["refused"] = 0
+        self._refusal = None
 
     async def _close_finished(self) -> None:
         """The answer has finished, and whatever the worker does before its [DONE] takes nothing from it.
@@ -579,10 +593,9 @@ class Leg:
         worker.circuit.success()
         if answer.recomputed or answer.finish_reason is None:
             return False  # nothing of it has reached the client: once more from its own prompt
-        now = self.last_token_s = worker.progress_s = self._s.ledger.now()
-        self.first_token_s = now
         if answer.tokens:
-            ticket.progress(answer.tokens, now)
+            ticket.progress(answer.tokens)
+        self.first_token_s = worker.progress_s = self._s.ledger.now()
         self.scanner.tokens, self.scanner.finish_reason = answer.tokens, answer.finish_reason
         self.scanner.end = StreamEnd.DONE
         await self._outlet.whole(answer.body)

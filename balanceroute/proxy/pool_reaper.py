@@ -6,7 +6,8 @@
     altogether                  the request's own deadline: 504, or an error event
     leaving workers             forgotten once they hold nothing
 
-A few looks per second at two numbers per request replace a timer per request and stage.
+A few looks per second at a few numbers per request replace a timer per request and stage. What has been generated since
+the last look is told to the scheduler, and for what worker it speaks to the fleet, so neither is ever far behind.
 """
 
 import asyncio
@@ -33,6 +34,7 @@ class PoolReaper:
 
     def look(self) -> None:
         """One look at everything that waits."""
+        self._s.ledger.settle()
         self._s.ledger.expire()
         self._s.fleet.sweep()
         now = self._s.looked_s = self._s.ledger.now()
@@ -40,6 +42,8 @@ class PoolReaper:
             self._look_at(leg, now)
 
     def _look_at(self, leg: Leg, now: float) -> None:
+        if leg.decoder is not None:
+            leg.decoder.progress_s = max(leg.decoder.progress_s, leg.last_token_s)
         if now > leg.deadline_s:
             leg.interrupt(DeadlineExceeded("the request took too long", worker=leg.waits_for[0], stage=""))
         elif leg.blocked_by_client:
@@ -48,7 +52,7 @@ class PoolReaper:
             leg.stalled_since_s = min(leg.stalled_since_s, now)
             if now - leg.stalled_since_s > self._s.config.limits.client_stall_timeout_s:
                 leg.interrupt(ClientStalled("the client has stopped reading"))
-        elif now > leg.stage_deadline_s:
+        elif leg.late(now):
             worker, stage = leg.waits_for
             leg.interrupt(UpstreamTimeout("no answer in time", worker=worker, stage=stage))
         else:

@@ -81,12 +81,12 @@ class _Pump:
     """The sink of one relay; see the module's theory."""
 
     __slots__ = (
-        "_backlog",
         "_blocked",
         "_counted",
         "_ends_response",
         "_flusher",
         "_on_tokens",
+        "_out",
         "_reply",
         "_scanner",
         "_send",
@@ -115,7 +115,7 @@ class _Pump:
         self._ends_response = ends_response
         self._counted = scanner.tokens
         self._blocked: _HalfRun | None = None
-        self._backlog: list[bytes] = []
+        self._out = b""  # what the client has not been sent yet
         self._waiter: asyncio.Future[None] | None = None
         self.over = False  # nothing more will be sent by this pump
         self.error: UpstreamError | None = None  # of the worker
@@ -134,27 +134,31 @@ class _Pump:
     def chunk(self, data: bytes) -> None:
         scanner = self._scanner
         out = scanner.feed(data)
-        tokens = scanner.tokens
-        if tokens != self._counted:
-            self._on_tokens(tokens - self._counted)
-            self._counted = tokens
+        tokens = scanner.tokens - self._counted
+        if tokens:
+            self._counted += tokens
+            self._on_tokens(tokens)
         if out:
-            backlog = self._backlog
-            if not backlog and self._blocked is None:
-                self._flusher.add(self)
-            backlog.append(out)
+            if self._out:
+                self._out += out
+            else:
+                self._out = out
+                if self._blocked is None:
+                    self._flusher.add(self)
         if scanner.end is not None:
             self._end()
 
     def flush(self) -> None:
         """Write what has come since the last write, in one piece."""
-        backlog = self._backlog
-        if self._blocked is None and backlog:
-            out = backlog[0] if len(backlog) == 1 else b"".join(backlog)
-            backlog.clear()
-            self._write(out)
-            if self._scanner.end is not None:
-                self._end()
+        out = self._out
+        if not out or self._blocked is not None:
+            return
+        self._out = b""
+        if self._scanner.end is None and self._write_part is not None and self._write_part(out):
+            return
+        self._write(out)
+        if self._scanner.end is not None:
+            self._end()
 
     def ended(self, error: UpstreamError | None) -> None:
         self.error = error
@@ -163,8 +167,7 @@ class _Pump:
 
     def _write(self, out: bytes) -> None:
         more_body = not (self._ends_response and self._scanner.end is StreamEnd.DONE)
-        write = self._write_part
-        if more_body and write is not None and write(out):
+        if more_body and self._write_part is not None and self._write_part(out):
             return
         message = {"type": "http.response.body", "body": out, "more_body": more_body}
         sending: Coroutine[Any, Any, None] = self._send(message)  # type: ignore[assignment]
@@ -181,7 +184,7 @@ class _Pump:
         self._wake()
 
     def _end(self) -> None:
-        if self._blocked is None and not self._backlog:
+        if self._blocked is None and not self._out:
             self.over = True
         self._wake()
 
@@ -200,13 +203,10 @@ class _Pump:
             self._waiter = None
         while self._blocked is not None:
             await self._blocked
-            if self._backlog:
-                out = b"".join(self._backlog)
-                self._backlog.clear()
-                self._blocked = None
+            self._blocked = None
+            out, self._out = self._out, b""
+            if out:
                 self._write(out)
-            else:
-                self._blocked = None
         if self._scanner.end is not None:
             self.over = True
         else:
@@ -217,15 +217,14 @@ class _Pump:
 
         A cancelled relay may have read events after it was cancelled: they count as generated, so they must go out.
         """
-        if self._blocked is None and self._backlog and self.failure is None:
-            out = b"".join(self._backlog)
-            self._backlog.clear()
+        out, self._out = self._out, b""
+        if out and self._blocked is None and self.failure is None:
             self._write(out)
-        lost = self._blocked is not None or bool(self._backlog)
+            out = b""
+        lost = self._blocked is not None or bool(out)
         if self._blocked is not None:
             self._blocked.close()
             self._blocked = None
-        self._backlog.clear()
         return lost
 
 

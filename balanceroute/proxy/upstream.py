@@ -224,19 +224,22 @@ class Upstream:
 
 def unchunked(data: bytes) -> bytes | None:
     """The body in `data` if that is nothing but whole chunks, none of them the last; else None."""
-    parts = []
-    start, length = 0, len(data)
-    while start < length:
-        line_end = data.find(b"\r\n", start, start + 10)
+    end = len(data) - 2
+    parts: list[bytes] = []
+    start = 0
+    while True:
         try:
+            line_end = data.index(b"\r\n", start, start + 10)
             stop = line_end + 2 + int(data[start:line_end], 16)
         except ValueError:
             return None
-        if stop <= line_end + 2 or data[stop : stop + 2] != b"\r\n":
+        if stop <= line_end + 2 or not data.startswith(b"\r\n", stop):
             return None
+        if stop == end:
+            part = data[line_end + 2 : stop]
+            return b"".join([*parts, part]) if parts else part
         parts.append(data[line_end + 2 : stop])
         start = stop + 2
-    return parts[0] if len(parts) == 1 else b"".join(parts)
 
 
 class _Discard:
@@ -524,7 +527,11 @@ class _Connection(asyncio.Protocol):
         if self._between_chunks:
             body = unchunked(data)
             if body is not None:
-                self._hand_on(reply, body)
+                sink = reply._sink
+                if sink is not None:
+                    sink.chunk(body)
+                else:
+                    reply._keep(body)
                 return
         self.heard = True
         parser = self._parser
@@ -540,21 +547,16 @@ class _Connection(asyncio.Protocol):
         if buffered:
             body = buffered[0] if len(buffered) == 1 else b"".join(buffered)
             buffered.clear()
-            self._hand_on(reply, body)
+            if reply._sink is not None:
+                reply._sink.chunk(body)
+            else:
+                reply._keep(body)
         elif not reply.started and self._head_bytes > MAX_HEAD_BYTES:
             self._fail(self.failure(BadUpstreamReply, f"the reply's head is longer than {MAX_HEAD_BYTES} bytes"))
             return
         self._between_chunks = self._chunk_ended and data.endswith(b"\r\n")
         if self._parser is None and self._reply is reply:
             self._complete(reply)
-
-    @staticmethod
-    def _hand_on(reply: Reply, body: bytes) -> None:
-        sink = reply._sink
-        if sink is not None:
-            sink.chunk(body)
-        else:
-            reply._keep(body)
 
     def connection_lost(self, exc: Exception | None) -> None:
         reply = self._reply

@@ -26,6 +26,12 @@ class Socket:
     def is_closing(self) -> bool:
         return bool(self.seen) and self.seen[-1] == b"<closed>"
 
+    def pause_reading(self) -> None: ...
+
+    def resume_reading(self) -> None: ...
+
+    def get_extra_info(self, name: str) -> None: ...
+
 
 def a_transport() -> tuple[Socket, HeadAndBody]:
     socket = Socket()
@@ -70,17 +76,30 @@ async def test_what_is_no_head_is_written_at_once(data: bytes) -> None:
 
 
 def a_client(watches: Watches | None = None, **state: bool) -> tuple[Socket, ClientConnection]:
-    socket = Socket()
+    socket, transport = a_transport()
     flow = SimpleNamespace(write_paused=state.pop("write_paused", False), resume_reading=lambda: None)
-    usual = {"disconnected": False, "chunked_encoding": True, "response_complete": False}
-    cycle: Any = SimpleNamespace(transport=socket, flow=flow, **usual | state)
+    usual = {"disconnected": False, "chunked_encoding": True, "response_started": True, "response_complete": False}
+    cycle: Any = SimpleNamespace(transport=transport, flow=flow, **usual | state)
     return socket, ClientConnection(cycle, {} if watches is None else watches)
 
 
-def test_a_part_of_a_stream_is_written_as_one_chunk() -> None:
+@pytest.mark.anyio
+async def test_a_part_of_a_stream_is_written_as_one_chunk() -> None:
     socket, client = a_client()
     assert client.write(b"data: {}\n\n" * 2)
     assert socket.seen == [b"14\r\n" + b"data: {}\n\n" * 2 + b"\r\n"]
+
+
+@pytest.mark.anyio
+async def test_the_first_part_of_a_stream_takes_the_head_along() -> None:
+    transport, socket = a_transport()[::-1]
+    flow = SimpleNamespace(write_paused=False)
+    usual = {"disconnected": False, "chunked_encoding": True, "response_complete": False}
+    client = ClientConnection(SimpleNamespace(transport=transport, flow=flow, **usual), {})  # type: ignore[arg-type]
+    transport.write(HEAD)
+    assert client.write(b"data: {}\n\n") and client.write(b"data: 1\n\n")
+    await asyncio.sleep(0)
+    assert socket.seen == [HEAD + b"a\r\ndata: {}\n\n\r\n", b"9\r\ndata: 1\n\n\r\n"]
 
 
 @pytest.mark.parametrize(
@@ -88,13 +107,15 @@ def test_a_part_of_a_stream_is_written_as_one_chunk() -> None:
     [{"write_paused": True}, {"disconnected": True}, {"chunked_encoding": False}, {"response_complete": True}],
     ids=lambda state: next(iter(state)),
 )
-def test_what_send_would_not_simply_write_is_left_to_send(state: dict[str, bool]) -> None:
+@pytest.mark.anyio
+async def test_what_send_would_not_simply_write_is_left_to_send(state: dict[str, bool]) -> None:
     socket, client = a_client(**state)
     assert not client.write(b"data: {}\n\n")
     assert socket.seen == []
 
 
-def test_a_client_that_left_before_the_watch_is_told_at_once_and_a_watch_that_ended_never() -> None:
+@pytest.mark.anyio
+async def test_a_client_that_left_before_the_watch_is_told_at_once_and_a_watch_that_ended_never() -> None:
     gone: list[str] = []
     watches: Watches = {}
     a_client(watches, disconnected=True)[1].watch(lambda: gone.append("early"))
@@ -105,3 +126,55 @@ def test_a_client_that_left_before_the_watch_is_told_at_once_and_a_watch_that_en
     late.unwatch()
     late.unwatch()
     assert not watches
+
+
+def an_answering_client(**state: Any) -> tuple[Socket, ClientConnection, Any]:
+    socket, transport = a_transport()
+    flow = SimpleNamespace(write_paused=state.pop("write_paused", False))
+    usual = {"disconnected": False, "response_started": False, "response_complete": False, "keep_alive": True}
+    cycle: Any = SimpleNamespace(
+        transport=transport, flow=flow, default_headers=[(b"date", b"today")], more_body=False, ended=0, **usual | state
+    )
+
+    def on_response() -> None:
+        cycle.ended += 1
+
+    cycle.on_response = on_response
+    return socket, ClientConnection(cycle, {}), cycle
+
+
+@pytest.mark.anyio
+async def test_a_whole_response_is_one_write_and_ends_the_cycle() -> None:
+    socket, client, cycle = an_answering_client()
+    assert client.respond(200, [(b"content-length", b"2")], b"ok")
+    assert socket.seen == [b"HTTP/1.1 200 OK\r\ndate: today\r\ncontent-length: 2\r\n\r\nok"]
+    assert cycle.response_started and cycle.response_complete and cycle.ended == 1
+    assert not client.respond(200, [(b"content-length", b"2")], b"ok")
+    assert len(socket.seen) == 1
+
+
+@pytest.mark.anyio
+async def test_a_response_on_a_connection_that_is_not_kept_says_so_and_closes_it() -> None:
+    socket, client, _ = an_answering_client(keep_alive=False)
+    assert client.respond(503, [(b"content-length", b"0")], b"")
+    head = b"HTTP/1.1 503 Service Unavailable\r\ndate: today\r\ncontent-length: 0\r\nconnection: close\r\n\r\n"
+    assert socket.seen == [head, b"<closed>"]
+
+
+@pytest.mark.anyio
+@pytest.mark.parametrize("state", [{"write_paused": True}, {"disconnected": True}], ids=lambda state: next(iter(state)))
+async def test_a_response_that_send_would_not_simply_write_is_left_to_send(state: dict[str, bool]) -> None:
+    socket, client, cycle = an_answering_client(**state)
+    assert not client.respond(200, [], b"ok")
+    assert socket.seen == [] and not cycle.response_started
+
+
+@pytest.mark.anyio
+async def test_a_body_that_has_come_is_taken_at_once_and_only_then() -> None:
+    _, client, _ = an_answering_client(body=bytearray(b"{}"))
+    assert (client.body(), client.body()) == (b"{}", b"")
+    _, late, _ = an_answering_client(body=bytearray(b"{"), disconnected=True)
+    assert late.body() is None
+    _, _, cycle = an_answering_client(body=bytearray(b"{"))
+    cycle.more_body = True
+    assert ClientConnection(cycle, {}).body() is None

@@ -196,7 +196,7 @@ def test_what_expires_in_the_pool_after_it_has_generated_something_is_recorded_a
         recomputed, new = (ledger.submit(RequestSpec(name, 100, prompt_key="k")) for name in ("recomputed", "new"))
         recomputed.prefilled(100)
         ledger.admit()
-        recomputed.progress(3, ledger.now())
+        recomputed.progress(3)
         recomputed.requeue()
         ledger.dispatch()
         recomputed.prefilled(103)

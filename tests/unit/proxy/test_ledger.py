@@ -11,7 +11,7 @@ from balanceroute.core.types import Admit, Outcome, Phase, RequestSpec, Role, Wo
 from balanceroute.errors import Draining, InvariantError, NoHealthyWorkers, QueueFull, QueueTimeout
 from balanceroute.proxy.decode_dispatcher import DecodeDispatcher
 from balanceroute.proxy.instruments import Histogram
-from balanceroute.proxy.ledger import Ledger
+from balanceroute.proxy.ledger import Ledger, Ticket
 from balanceroute.proxy.prefill_dispatcher import PrefillDispatcher
 
 
@@ -79,10 +79,62 @@ def test_a_freed_slot_wakes_the_decode_dispatcher() -> None:
         assert await first.admission() == "d0"
         await turns()
         assert len(ledger.scheduler.snapshot.pool) == 1 and not ledger.slot_freed.is_set()
-        first.progress(3, ledger.now())
+        first.progress(3)
         first.finish(Outcome.FINISHED)
         assert await second.admission() == "d0"
         task.cancel()
+
+    running(test)
+
+
+async def decoding(ledger: Ledger, *names: str) -> list[Ticket]:
+    tickets = [ledger.submit(RequestSpec(name, 10)) for name in names]
+    ledger.dispatch()
+    for ticket in tickets:
+        await ticket.prefiller()
+        ticket.prefilled(10)
+    ledger.admit()
+    return tickets
+
+
+def load(ledger: Ledger) -> int:
+    return ledger.scheduler.snapshot.workers[0].load
+
+
+def test_tokens_are_told_in_sums_and_before_every_decision() -> None:
+    async def test() -> None:
+        ledger = a_ledger(slots=4)
+        first, second = await decoding(ledger, "a", "b")
+        for _ in range(3):
+            first.progress(2)
+        second.progress(1)
+        assert (load(ledger), first.untold, second.untold) == (20, 6, 1)
+        ledger.admit()
+        assert (load(ledger), first.untold, second.untold, ledger.behind) == (27, 0, 0, [])
+        first.progress(1)
+        ledger.settle()
+        ledger.settle()
+        assert load(ledger) == 28
+
+    running(test)
+
+
+@pytest.mark.parametrize("leave", ["finish", "requeue"])
+def test_a_request_leaves_its_worker_with_every_token_told(leave: str) -> None:
+    async def test() -> None:
+        ledger = a_ledger(slots=4)
+        first, second = await decoding(ledger, "a", "b")
+        told: list[int] = []
+        progress = ledger.scheduler.progress
+        ledger.scheduler.progress = lambda request, tokens, now: (told.append(tokens), progress(request, tokens, now))  # type: ignore[assignment, func-returns-value]
+        first.progress(3)
+        second.progress(1)
+        first.progress(4)
+        first.finish(Outcome.FINISHED) if leave == "finish" else first.requeue()
+        assert told == [7] and load(ledger) == 10
+        ledger.settle()  # it may be in the list still
+        assert told == [7, 1] and load(ledger) == 11
+        ledger.scheduler.snapshot.check_invariants()
 
     running(test)
 
