@@ -126,12 +126,12 @@ class Room:
 
     def __init__(self, snapshot: ClusterSnapshot) -> None:
         self.workers = snapshot.open_workers()
-        self.free = sum(worker.free_slots for worker in self.workers)
+        self.free = sum([worker.spec.slots - len(worker.active) for worker in self.workers])
 
     def take(self, worker: DecodeInstanceState) -> None:
         """Take in an admission that was just made."""
         self.free -= 1
-        if not worker.free_slots:
+        if len(worker.active) >= worker.spec.slots:
             self.workers.remove(worker)
 
     def most_free(self) -> list[DecodeInstanceState]:

@@ -16,7 +16,7 @@ StageTimer = Callable[[str], None]
 """Told the name of each stage as it ends; a driver with a clock measures with it (`prepare`, `stage1`, `stage2`)."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Choice:
     """Admit this request to this worker; see `Admit` for stage and score."""
 

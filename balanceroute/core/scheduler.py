@@ -476,10 +476,10 @@ class Scheduler:
     def _unbind(self, tracker: RequestTracker) -> None:
         worker = self._worker_of(tracker)
         self._project(tracker, worker, -1)
-        worker.load -= tracker.kv_tokens
+        tracker.counted = generated = tracker.generated
+        worker.load -= tracker.prompt_tokens + generated
         worker.running -= tracker.running
         del worker.active[tracker.id]
-        tracker.counted = tracker.generated
         tracker.running, tracker.worker, tracker.refresh_due_at = False, None, math.inf
 
     def _unpin(self, tracker: RequestTracker) -> None:
@@ -492,7 +492,7 @@ class Scheduler:
     def _project(self, tracker: RequestTracker, worker: DecodeInstanceState, sign: int) -> None:
         remaining = tracker.remaining(self.snapshot.horizon_steps)
         change = self.snapshot.projection.add if sign > 0 else self.snapshot.projection.remove
-        change(worker.index, tracker.kv_tokens, remaining, tracker.running)
+        change(worker.index, tracker.prompt_tokens + tracker.generated, remaining, tracker.running)
 
     def _schedule_refresh(self, tracker: RequestTracker) -> None:
         every = self.config.refresh_every_tokens

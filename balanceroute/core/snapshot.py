@@ -246,6 +246,14 @@ class ClusterSnapshot:
         """Slots free on all workers that take new requests. O(G)."""
         return sum(worker.free_slots for worker in self.open_workers())
 
+    @property
+    def has_free_slot(self) -> bool:
+        """Whether any worker that takes new requests has room. O(G), O(1) where the first has."""
+        for worker in self.workers:
+            if len(worker.active) < worker.spec.slots and worker.state is WorkerState.UP:
+                return True
+        return False
+
     def open_workers(self) -> list[DecodeInstanceState]:
         """Workers with a free slot, by index. O(G)."""
         up = WorkerState.UP

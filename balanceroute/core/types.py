@@ -1,6 +1,9 @@
 """The nouns that the core and its drivers share: workers, requests, phases, and the actions a driver must carry out.
 
 Times are float seconds of any monotonic origin (`_s`), loads are KV tokens, `horizon` counts decode steps.
+
+Nobody changes any of them once made. What is made per request is not frozen all the same: that would make its making
+several times slower.
 """
 
 from dataclasses import dataclass
@@ -66,7 +69,7 @@ class WorkerSpec:
     speed: float = 1.0
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class RequestSpec:
     """A client request as the scheduler sees it; `prompt_tokens` is an estimate until its prefill is done.
 
@@ -81,7 +84,7 @@ class RequestSpec:
     max_new_tokens: int | None = None
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Prefill:
     """Send the request's probe to this prefiller."""
 
@@ -89,7 +92,7 @@ class Prefill:
     worker: str
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Admit:
     """Send the request to this decode worker, for its lifetime.
 
@@ -111,7 +114,7 @@ class Reject:
     reason: RejectReason
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Release:
     """The request has left (or, with outcome None, queues again). `prefiller` names where its KV is still pinned.
 

@@ -35,7 +35,7 @@ class TwoStage(NamedTuple):
     mean_if_finished: FloatArray
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class FinishedRequest:
     """One request that left a decode worker, as a predictor learns from it.
 

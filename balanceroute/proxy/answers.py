@@ -205,7 +205,7 @@ def _is_text(value: Any) -> bool:
     return isinstance(value, list) and all(isinstance(piece, str) for piece in value)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class CorrectedAnswer:
     """An unstreamed answer as the client gets it, and what it says about progress."""
 

@@ -52,7 +52,10 @@ class HistogramFamily:
 
     def child(self, value: str = "") -> Histogram:
         """The histogram of a label value, made on first use; keep it, don't look it up per observation."""
-        return self._children.setdefault(value, Histogram(self._bounds))
+        child = self._children.get(value)
+        if child is None:
+            child = self._children[value] = Histogram(self._bounds)
+        return child
 
     def family(self) -> HistogramMetricFamily:
         """For the exposition."""

@@ -30,7 +30,7 @@ class ClientGone(Exception):
     """The client disconnected before its request was complete."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Head:
     """The headers that the router reads; `forwarded` go to the workers."""
 

@@ -306,7 +306,7 @@ class Ledger:
     @property
     def decision_possible(self) -> bool:
         """Whether the policy could admit something: there is a free slot, or it doesn't wait for one."""
-        return not self._waits_for_slots or self.scheduler.snapshot.free_slots > 0
+        return not self._waits_for_slots or self.scheduler.snapshot.has_free_slot
 
     def pool_filled(self) -> None:
         """A request has come into the pool."""

@@ -82,6 +82,7 @@ class EventScanner:
         "_life",
         "_max_event_bytes",
         "_mid",
+        "_n_head",
         "_n_tail",
         "_parts",
         "_parts_bytes",
@@ -278,20 +279,21 @@ class EventScanner:
     def _forget_template(self) -> None:
         self._head = b"\n\n\n"  # more than an event can start with: matches nothing
         self._head_out = self._mid = self._tail = self._end_out = b""
+        self._n_head = len(self._head)
         self._n_tail = 0
         self._same_head = True
 
     def _match(self, raw: bytes) -> bytes | None:
         """Count and rewrite `raw` if it is one event of the template, else None and nothing has changed."""
-        head = self._head
-        if not raw.startswith(head):
+        if not raw.startswith(self._head):
             return None
-        mid = self._mid
-        n_head = len(head)
+        n_head, mid = self._n_head, self._mid
         at = raw.find(b'"', n_head)  # where the text ends
-        if not raw.startswith(mid, at) or not raw.endswith(self._tail) or raw.find(b"\n") != len(raw) - 2:
+        if not raw.startswith(mid, at) or not raw.endswith(self._tail):
             return None
-        ids = raw[at + len(mid) : len(raw) - self._n_tail]
+        before, ids = raw[:at], raw[at + len(mid) : -self._n_tail]
+        if b"\n" in before:
+            return None
         try:
             if ids.isdigit():
                 self.ids.append(int(ids))
@@ -310,13 +312,13 @@ class EventScanner:
         if self._want_ids:
             return raw if self._same_head else self._head_out + raw[n_head:]
         if self._same_head:
-            return raw[:at] + self._end_out
-        return self._head_out + raw[n_head:at] + self._end_out
+            return before + self._end_out
+        return self._head_out + before[n_head:] + self._end_out
 
     def _learn(self, raw: bytes, out: bytes) -> None:
         """Make a template of an ordinary event: `raw` as it came, `out` as the client got it."""
-        if b'"prompt_token_ids":[' in raw:
-            return  # comes once, and would have to be taken out of every match
+        if b'"prompt_token_ids":[' in raw or raw.find(b"\n") != len(raw) - 2:
+            return  # ids that come once would have to be taken out of every match; one line is all that is looked at
         ids_at = raw.rfind(_IDS_KEY)
         for key in _TEXT_KEYS:
             if ids_at > 0 and raw.count(key) == 1 and out.count(key) == 1:
@@ -325,7 +327,7 @@ class EventScanner:
                 before = raw[start - len(key) - 1 : start - len(key)]
                 if before not in (b",", b"{") or not start <= stop < ids_at:
                     return
-                self._head = raw[:start]
+                self._head, self._n_head = raw[:start], start
                 self._mid = raw[stop : ids_at + len(_IDS_KEY)]
                 self._tail = raw[raw.index(b"]", ids_at) :]
                 self._n_tail = len(self._tail)

@@ -27,14 +27,16 @@ error: the bytes first, then the error.
 is `BadUpstreamReply`: a truncated answer never looks complete. `abort()` closes the socket at once; a vLLM
 notices and frees the request.
 
-**Chunks.** A read of a stream is nearly always one whole chunk. Such a read would leave the parser where it was,
-between two chunks, so it is taken apart here (`unchunked`) and the parser never sees it; all others are its business.
+**Short ways.** A read of a stream is nearly always one whole chunk. Such a read would leave the parser where it was,
+between two chunks, so it is taken apart here (`unchunked`) and the parser never sees it. A short answer is nearly
+always one read from status to end; it never gets a parser (`plain_reply`). All else is the parser's business.
 
 Errors of the network leave this module as `ConnectFailed`, `UpstreamTimeout` or `BadUpstreamReply`. The
 environment (`http_proxy`) is not consulted; `accept-encoding` is `identity` and a body is passed on as it is.
 """
 
 import asyncio
+import re
 import ssl
 from collections.abc import Sequence
 from typing import Final, Protocol, cast
@@ -50,6 +52,12 @@ HIGH_WATER_BYTES: Final = 256 * 1024
 CONNECT_TIMEOUT_S: Final = 5.0
 MAX_HEAD_BYTES: Final = 64 * 1024
 _MAX_STARTS: Final = 16  # request lines kept ready: the router asks a worker for a handful of paths
+_SIZE_LINE: Final = 10  # of a chunk, at most: eight digits and the line's end
+_OTHER_FIELD: Final = rb"(?!content-length|transfer-encoding|connection|upgrade|trailer)[\w-]+:[^\r\n]*\r\n"
+_PLAIN: Final = re.compile(
+    rb"HTTP/1\.1 200 [^\r\n]*\r\n((?:%b)*content-length: (\d{1,12})\r\n(?:%b)*)\r\n" % (_OTHER_FIELD, _OTHER_FIELD),
+    re.IGNORECASE | re.ASCII,
+)
 _BODILESS: Final = frozenset(("GET", "HEAD", "DELETE"))
 
 Headers = Sequence[tuple[bytes, bytes]]
@@ -224,22 +232,29 @@ class Upstream:
 
 def unchunked(data: bytes) -> bytes | None:
     """The body in `data` if that is nothing but whole chunks, none of them the last; else None."""
-    end = len(data) - 2
     parts: list[bytes] = []
-    start = 0
-    while True:
-        try:
-            line_end = data.index(b"\r\n", start, start + 10)
-            stop = line_end + 2 + int(data[start:line_end], 16)
-        except ValueError:
-            return None
-        if stop <= line_end + 2 or not data.startswith(b"\r\n", stop):
-            return None
-        if stop == end:
-            part = data[line_end + 2 : stop]
-            return b"".join([*parts, part]) if parts else part
-        parts.append(data[line_end + 2 : stop])
-        start = stop + 2
+    at = 0
+    try:
+        while True:
+            start = data.index(b"\r\n", at, at + _SIZE_LINE) + 2
+            stop = start + int(data[at : start - 2], 16)
+            if stop <= start or not data.startswith(b"\r\n", stop):
+                return None
+            at = stop + 2
+            if at == len(data):
+                part = data[start:stop]
+                return b"".join([*parts, part]) if parts else part
+            parts.append(data[start:stop])
+    except ValueError:
+        return None
+
+
+def plain_reply(data: bytes) -> tuple[bytes, bytes] | None:
+    """Header lines and body of `data` if that is one 200 of known length, whole and kept alive; else None."""
+    plain = _PLAIN.match(data)
+    if plain is None or plain.end() + int(plain[2]) != len(data):
+        return None
+    return plain[1], data[plain.end() :]
 
 
 class _Discard:
@@ -256,19 +271,20 @@ _DISCARD: Final = _Discard()
 
 
 class Reply:
-    """A worker's answer: `status`, `headers` (names in lower case), then its body, once, for one consumer."""
+    """A worker's answer: `status`, its headers, then its body, once, for one consumer."""
 
     __slots__ = (
         "_connection",
         "_ended",
         "_error",
+        "_headers",
+        "_lines",
         "_parts",
         "_parts_bytes",
         "_paused",
         "_sink",
         "_waiter",
         "head",
-        "headers",
         "loop",
         "started",
         "status",
@@ -277,7 +293,8 @@ class Reply:
 
     def __init__(self, connection: "_Connection") -> None:
         self.status = 0
-        self.headers: list[tuple[bytes, bytes]] = []
+        self._headers: list[tuple[bytes, bytes]] = []
+        self._lines = b""  # headers that nobody has asked for yet
         self.loop = connection.loop  # asking for the running one takes a system call, on every Python before 3.12
         self.head: asyncio.Future[None] = self.loop.create_future()
         self.started = False  # the head is complete
@@ -291,8 +308,19 @@ class Reply:
         self._error: UpstreamError | None = None
         self._paused = False
 
+    @property
+    def headers(self) -> list[tuple[bytes, bytes]]:
+        """Names, in lower case, and values."""
+        if self._lines:
+            fields = [line.partition(b":") for line in self._lines.split(b"\r\n")[:-1]]
+            self._headers = [(name.lower(), value.strip(b" \t")) for name, _, value in fields]
+            self._lines = b""
+        return self._headers
+
     def header(self, name: bytes) -> bytes | None:
         """The first value of a header; `name` in lower case."""
+        if self._lines and name not in self._lines.lower():
+            return None
         for key, value in self.headers:
             if key == name:
                 return value
@@ -330,6 +358,8 @@ class Reply:
 
         Raises: BadUpstreamReply: it broke off, or is longer than `limit` bytes; the connection is closed.
         """
+        if self._ended and self._error is None and self._parts_bytes <= limit:
+            return self._take()
         parts = []
         total = 0
         try:
@@ -446,6 +476,7 @@ class _Connection(asyncio.Protocol):
         "_framed",
         "_head_bytes",
         "_keep_alive",
+        "_over",
         "_owner",
         "_parser",
         "_reply",
@@ -459,7 +490,8 @@ class _Connection(asyncio.Protocol):
         self._owner = owner
         self.loop = loop
         self._transport: asyncio.Transport | None = None
-        self._parser: httptools.HttpResponseParser | None = None
+        self._parser: httptools.HttpResponseParser | None = None  # made when the reply needs one
+        self._over = False  # the parser has seen the reply's end
         self._reply: Reply | None = None
         self._buffered: list[bytes] = []
         self._chunk_ended = False  # the last that the parser saw was the end of a chunk's data
@@ -487,9 +519,9 @@ class _Connection(asyncio.Protocol):
     def send(self, message: bytes) -> Reply:
         """Write a request; its reply will fill the returned object."""
         assert self._transport is not None
-        self._parser = httptools.HttpResponseParser(self)
+        self._parser = None
         self._head_bytes = 0
-        self.heard = self._chunk_ended = self._between_chunks = False
+        self.heard = self._chunk_ended = self._between_chunks = self._over = False
         reply = self._reply = Reply(self)
         self._transport.write(message)
         return reply
@@ -535,7 +567,12 @@ class _Connection(asyncio.Protocol):
                 return
         self.heard = True
         parser = self._parser
-        assert parser is not None
+        if parser is None:
+            plain = plain_reply(data)
+            if plain is not None:
+                self._take(reply, *plain)
+                return
+            parser = self._parser = httptools.HttpResponseParser(self)
         if not reply.started:
             self._head_bytes += len(data)
         try:
@@ -555,8 +592,18 @@ class _Connection(asyncio.Protocol):
             self._fail(self.failure(BadUpstreamReply, f"the reply's head is longer than {MAX_HEAD_BYTES} bytes"))
             return
         self._between_chunks = self._chunk_ended and data.endswith(b"\r\n")
-        if self._parser is None and self._reply is reply:
+        if self._over and self._reply is reply:
             self._complete(reply)
+
+    def _take(self, reply: Reply, lines: bytes, body: bytes) -> None:
+        """The whole of a plain reply."""
+        reply.status, reply._lines, reply.started = 200, lines, True
+        self._keep_alive = True
+        if not reply.head.done():
+            reply.head.set_result(None)
+        if body:
+            reply._keep(body)
+        self._complete(reply)
 
     def connection_lost(self, exc: Exception | None) -> None:
         reply = self._reply
@@ -605,7 +652,7 @@ class _Connection(asyncio.Protocol):
 
     def on_headers_complete(self) -> None:
         reply, parser = self._reply, self._parser
-        if reply is None or parser is None:
+        if reply is None or parser is None or self._over:
             return
         status = parser.get_status_code()
         if 100 <= status < 200:
@@ -622,20 +669,20 @@ class _Connection(asyncio.Protocol):
             reply.head.set_result(None)
 
     def on_message_begin(self) -> None:
-        if self._parser is None:  # bytes after the reply: whose could they be?
+        if self._over:  # bytes after the reply: whose could they be?
             self._keep_alive = False
 
     def on_chunk_header(self) -> None:
         self._chunk_ended = False
 
     def on_chunk_complete(self) -> None:
-        self._chunk_ended = self._parser is not None
+        self._chunk_ended = not self._over
 
     def on_body(self, body: bytes) -> None:
-        if self._parser is not None:
+        if not self._over:
             self._buffered.append(body)
 
     def on_message_complete(self) -> None:
         reply = self._reply
         if reply is not None and reply.started:
-            self._parser = None  # read by data_received, once the last bytes are handed on
+            self._over = True  # read by data_received, once the last bytes are handed on

@@ -2,6 +2,7 @@
 
 import asyncio
 from typing import Any
+from unittest.mock import patch
 
 import httptools
 from hypothesis import example, given
@@ -109,3 +110,64 @@ def test_unchunked_takes_whole_chunks_or_nothing(data: bytes) -> None:
         except httptools.HttpParserError:
             return  # a size that int() reads and HTTP doesn't, such as +5: no harm in an answer that fits it exactly
         assert body == oracle.data and not oracle.complete
+
+
+def seen(data: bytes) -> tuple[int, list[tuple[bytes, bytes]], bytes | None, bool, bool]:
+    """Status, headers and body (None: not whole) after one read, whether the connection is kept, whether it is closed.
+
+    A reply that broke is all the same, whatever was understood of it.
+    """
+
+    async def test() -> tuple[int, list[tuple[bytes, bytes]], bytes | None, bool, bool]:
+        upstream = Upstream("http://127.0.0.1:1")
+        connection = _Connection(upstream, asyncio.get_running_loop())
+        closed: list[bool] = []
+        transport: Any = Transport()
+        transport.abort = lambda: closed.append(True)
+        connection.connection_made(transport)
+        reply = connection.send(b"")
+        connection.data_received(data)
+        body = None
+        if reply._ended and reply._error is not None:
+            return 0, [], None, False, bool(closed)
+        if reply._ended:
+            body = await reply.read(10_000)
+        return reply.status, reply.headers, body, upstream.idle_connections == 1, bool(closed)
+
+    return asyncio.run(test())
+
+
+lines = st.sampled_from(
+    [
+        b"content-length: 5",
+        b"Content-Length: 5",
+        b"content-length:5",
+        b"content-length: 7",
+        b"content-length: 05",
+        b"content-length: x",
+        b"content-type: application/json",
+        b"X-Request-Id:  a b ",
+        b"connection: close",
+        b"Connection: keep-alive",
+        b"transfer-encoding: chunked",
+        b"date: Sat, 21 Nov 2026 18:00:00 GMT",
+        b"empty:",
+        b"empty: ",
+        b"a b: c",
+        b" folded",
+        b"",
+    ]
+)
+starts = st.sampled_from(
+    [b"HTTP/1.1 200 OK", b"HTTP/1.1 200 ", b"HTTP/1.1 200", b"HTTP/1.0 200 OK", b"HTTP/1.1 503 Busy", b"HTTP/1.1 100 C"]
+)
+
+
+@given(starts, st.lists(lines, max_size=5), st.binary(max_size=12) | st.just(b"hello"))
+@example(b"HTTP/1.1 200 OK", [b"content-type: application/json", b"Content-Length: 5"], b"hello")
+@example(b"HTTP/1.1 200 OK", [b"content-length: 5"], b"hello!")
+def test_a_reply_without_a_parser_is_what_it_is_with_one(start: bytes, head: list[bytes], body: bytes) -> None:
+    data = b"\r\n".join([start, *head, b"", body])
+    with patch("balanceroute.proxy.upstream.plain_reply", lambda data: None):
+        parsed = seen(data)
+    assert seen(data) == parsed
