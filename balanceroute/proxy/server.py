@@ -9,6 +9,7 @@ SIGHUP              reload what may change (`reload.py`)
 import asyncio
 import gc
 import logging
+import math
 import signal
 import sys
 from collections.abc import Callable
@@ -45,10 +46,14 @@ class ClientProtocol(HttpToolsProtocol):
     The timer runs from the connection, or from the first byte of a later request, to the end of its headers; where
     these come in one read, as they do, no timer is made.
 
+    A connection that waits for its next request has no timer either: the server looks at all of them once per second
+    (`close_if_idle`), where uvicorn makes and cancels one per request.
+
     Above `max_connections` everything but GET is refused; an operator and a liveness probe still see the router.
     """
 
     header_timeout_s = 30.0
+    keep_alive_s = 75.0
     max_connections = 10_000
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
@@ -56,6 +61,7 @@ class ClientProtocol(HttpToolsProtocol):
         super().connection_made(cast(asyncio.Transport, HeadAndBody(transport, self.loop)))
         self._watches: Watches = {}
         self._in_head = True
+        self._idle_since_s = math.inf
         self._late: asyncio.TimerHandle | None = None
         self._expect_head()
 
@@ -76,6 +82,7 @@ class ClientProtocol(HttpToolsProtocol):
     def on_message_begin(self) -> None:
         """A request begins."""
         self._in_head = True
+        self._idle_since_s = math.inf
         super().on_message_begin()
 
     def on_headers_complete(self) -> None:
@@ -86,6 +93,22 @@ class ClientProtocol(HttpToolsProtocol):
         super().on_headers_complete()
         extensions: dict[str, Any] = {CLIENT_CONNECTION: ClientConnection(self.cycle, self._watches)}
         self.cycle.scope["extensions"] = extensions
+
+    def on_response_complete(self) -> None:
+        """The next request, if it is here already; else the client has `keep_alive_s` for it."""
+        self.server_state.total_requests += 1
+        if self.transport.is_closing():
+            return
+        self.flow.resume_reading()
+        if self.pipeline:
+            self._start_asgi_task(*self.pipeline.pop())
+        else:
+            self._idle_since_s = self.loop.time()
+
+    def close_if_idle(self, now: float) -> None:
+        """Close the connection if no request has begun for `keep_alive_s` after the last."""
+        if now - self._idle_since_s > self.keep_alive_s:
+            self._give_up()
 
     def send_400_response(self, msg: str) -> None:
         """Bytes that are no HTTP: an OpenAI error like every other, where uvicorn has plain text."""
@@ -113,7 +136,11 @@ class Server(uvicorn.Server):
 
     def __init__(self, app: RouterApp, config: Config, on_reload: Callable[[Services], None] | None = None) -> None:
         listen, limits = config.listen, config.limits
-        bounds = {"header_timeout_s": limits.client_header_timeout_s, "max_connections": limits.max_connections}
+        bounds = {
+            "header_timeout_s": limits.client_header_timeout_s,
+            "keep_alive_s": limits.client_keep_alive_s,
+            "max_connections": limits.max_connections,
+        }
         super().__init__(
             uvicorn.Config(
                 app,
@@ -128,12 +155,19 @@ class Server(uvicorn.Server):
                 proxy_headers=False,
                 server_header=False,
                 backlog=4096,
-                timeout_keep_alive=int(limits.client_keep_alive_s),
                 timeout_graceful_shutdown=5,
             )
         )
         self._app, self._router_config, self._on_reload = app, config, on_reload
         self._drain: asyncio.Task[None] | None = None
+
+    async def on_tick(self, counter: int) -> bool:
+        """uvicorn's ten looks per second; every tenth is for connections that nobody uses."""
+        if counter % 10 == 0:
+            now = asyncio.get_running_loop().time()
+            for connection in list(self.server_state.connections):
+                cast(ClientProtocol, connection).close_if_idle(now)
+        return await super().on_tick(counter)
 
     def handle_exit(self, sig: int, frame: object) -> None:
         """The first signal drains, the second ends."""

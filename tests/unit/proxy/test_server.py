@@ -9,7 +9,7 @@ import pytest
 import uvicorn
 from starlette.types import Receive, Scope, Send
 
-from balanceroute.proxy.server import ClientProtocol
+from balanceroute.proxy.server import ClientProtocol, Server
 
 pytestmark = pytest.mark.anyio
 Open = Callable[[], Awaitable[tuple[asyncio.StreamReader, asyncio.StreamWriter]]]
@@ -20,12 +20,21 @@ async def greet(scope: Scope, receive: Receive, send: Send) -> None:
     await send({"type": "http.response.body", "body": b"hi"})
 
 
-async def with_server(max_connections: int, test: Callable[[Open], Awaitable[None]]) -> None:
-    protocol = type("Protocol", (ClientProtocol,), {"max_connections": max_connections})
-    config = uvicorn.Config(
-        greet, port=0, http=protocol, ws="none", lifespan="off", log_config=None, server_header=False
-    )
-    server = uvicorn.Server(config)
+class Listening(Server):
+    """The server without the router behind it."""
+
+    def __init__(self, bounds: dict[str, float]) -> None:
+        protocol = type("Protocol", (ClientProtocol,), bounds)
+        config = uvicorn.Config(
+            greet, port=0, http=protocol, ws="none", lifespan="off", log_config=None, server_header=False
+        )
+        uvicorn.Server.__init__(self, config)
+
+    startup = uvicorn.Server.startup  # ours sets up the whole process
+
+
+async def with_server(max_connections: int, test: Callable[[Open], Awaitable[None]], **bounds: float) -> None:
+    server = Listening({"max_connections": max_connections, **bounds})
     task = asyncio.get_running_loop().create_task(server._serve())
     while not server.started:  # noqa: ASYNC110
         await asyncio.sleep(0.005)
@@ -88,3 +97,21 @@ async def test_bytes_that_are_no_http_get_an_openai_error_too() -> None:
         writer.close()
 
     await with_server(2, test)
+
+
+async def test_a_connection_without_requests_is_closed_after_its_time_and_one_in_use_is_not() -> None:
+    async def test(connect: Open) -> None:
+        idle, used = await connect(), await connect()
+        assert (await ask(idle, "POST"))[0] == b"HTTP/1.1 200 OK"
+        loop = asyncio.get_running_loop()
+        waited_s = -loop.time()
+        ended = loop.create_task(idle[0].read())
+        while not ended.done():
+            assert (await ask(used, "POST"))[0] == b"HTTP/1.1 200 OK"
+            await asyncio.sleep(0.05)
+        assert ended.result() == b"" and waited_s + loop.time() > 0.5
+        assert (await ask(used, "POST"))[0] == b"HTTP/1.1 200 OK"
+        for _, writer in (idle, used):
+            writer.close()
+
+    await with_server(9, test, keep_alive_s=0.5)
