@@ -36,12 +36,11 @@ class ClientConnection:
         self._transport = cast(HeadAndBody, cycle.transport)  # our protocol gave it
 
     def write(self, body: bytes) -> bool:
-        """Write a part (never empty, neither first nor last) of the chunked body now, as `send` would.
+        """Write a part of a body without a length now, as `send` would; never empty, after the head, not the last.
 
         Returns whether it was written; if not, nothing has happened and `send` is to be used.
         """
-        cycle = self._cycle
-        if self._flow.write_paused or cycle.disconnected or not cycle.chunked_encoding or cycle.response_complete:
+        if self._flow.write_paused or self._cycle.disconnected:
             return False
         transport, part = self._transport, b"%x\r\n%b\r\n" % (len(body), body)
         if transport.head:

@@ -168,7 +168,7 @@ class LayerwiseLeg(Leg):
         self._pushed = True
         ticket.pushed(result.prompt_tokens)
         worker.progress_s = now
-        if self.request.streams_upstream and not self.scanner.events:
+        if self.request.streams_upstream and not self.scanner.begun:
             self.stage_deadline_s = now + self._s.config.limits.first_byte_timeout_s.decode
         if not self.prompt_tokens:
             self._result = result

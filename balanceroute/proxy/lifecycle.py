@@ -530,7 +530,7 @@ class Leg:
                 ticket.progress(scanner.tokens - counted)
                 counted = scanner.tokens
                 self._has_begun(ticket, worker)
-        if scanner.end is not StreamEnd.ERROR and scanner.events:
+        if scanner.end is not StreamEnd.ERROR and scanner.begun:
             worker.circuit.success()
         broken: UpstreamError | None = None
         if out:

@@ -133,7 +133,9 @@ class _Pump:
 
     def chunk(self, data: bytes) -> None:
         scanner = self._scanner
-        out = scanner.feed(data)
+        out = scanner.match(data)  # nearly always; `feed` would find out the same
+        if out is None:
+            out = scanner.feed(data)
         tokens = scanner.tokens - self._counted
         if tokens:
             self._counted += tokens
@@ -144,7 +146,10 @@ class _Pump:
             else:
                 self._out = out
                 if self._blocked is None:
-                    self._flusher.add(self)
+                    flusher = self._flusher
+                    if not flusher.due:
+                        flusher.arm()
+                    flusher.due.append(self)
         if scanner.end is not None:
             self._end()
 
@@ -235,20 +240,18 @@ class _Flusher:
     more CPU per event, because each write wakes its client while the neighbours wait to be read.
     """
 
-    __slots__ = ("_due", "_loop")
+    __slots__ = ("_loop", "due")
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self._loop = loop
-        self._due: list[_Pump] = []
+        self.due: list[_Pump] = []
 
-    def add(self, pump: _Pump) -> None:
-        if not self._due:
-            self._loop.call_soon(self._flush)
-        self._due.append(pump)
+    def arm(self) -> None:
+        """Before the first pump of a turn becomes due."""
+        self._loop.call_soon(self._flush)
 
     def _flush(self) -> None:
-        due = self._due
-        self._due = []
+        due, self.due = self.due, []
         for pump in due:
             pump.flush()
 

@@ -65,7 +65,7 @@ class EventScanner:
         tokens: tokens generated so far. ids: those tokens, in order. ids_exact: `ids` holds all of
         `tokens`. prompt_ids: the prompt's ids as the first worker told them, else None. end: None while the
         stream runs. error: the JSON of the error event. finish_reason: the last one seen. usage: the final
-        usage, as sent. events: data events seen in this life. public_id, created: what the client sees in
+        usage, as sent. begun: whether this life has seen a data event. public_id, created: what the client sees in
         every event.
     """
 
@@ -94,10 +94,10 @@ class EventScanner:
         "_want_continuous",
         "_want_ids",
         "_want_usage",
+        "begun",
         "created",
         "end",
         "error",
-        "events",
         "finish_reason",
         "ids",
         "ids_exact",
@@ -136,7 +136,7 @@ class EventScanner:
         self.error: bytes | None = None
         self.finish_reason: str | None = None
         self.usage: dict[str, Any] | None = None
-        self.events = 0
+        self.begun = False
         self.public_id = public_id
         self.created = created
         self._want_ids = want_token_ids
@@ -176,7 +176,7 @@ class EventScanner:
         self.end = None
         self.error = None
         self.finish_reason = None
-        self.events = 0
+        self.begun = False
         self._life += 1
         self._base = self.tokens
         self._ids_in_life = False
@@ -193,15 +193,14 @@ class EventScanner:
         """
         if self.end is not None:
             return b""
+        relayed = self.match(data)
+        if relayed is not None:
+            return relayed
         if self._parts:
             whole = self._join(data)
             if whole is None:
                 return b""
             data = whole
-        else:
-            relayed = self._match(data)
-            if relayed is not None:
-                return relayed
         return self._events_of(data)
 
     def close(self) -> StreamEnd:
@@ -267,7 +266,7 @@ class EventScanner:
                 break
             raw = data[start:stop]
             start = stop
-            relayed = self._match(raw)
+            relayed = self.match(raw)
             if relayed is None:
                 relayed = self._judge(raw)
             if relayed:
@@ -283,9 +282,9 @@ class EventScanner:
         self._n_tail = 0
         self._same_head = True
 
-    def _match(self, raw: bytes) -> bytes | None:
-        """Count and rewrite `raw` if it is one event of the template, else None and nothing has changed."""
-        if not raw.startswith(self._head):
+    def match(self, raw: bytes) -> bytes | None:
+        """As `feed`, at once, if `raw` is one event of the template; else None, and nothing has changed."""
+        if not raw.startswith(self._head) or self._parts or self.end is not None:
             return None
         n_head, mid = self._n_head, self._mid
         at = raw.find(b'"', n_head)  # where the text ends
@@ -306,7 +305,6 @@ class EventScanner:
                 self.tokens += len(several)
         except OverflowError:
             return None
-        self.events += 1
         if at > n_head:
             self._printed = self.tokens
         if self._want_ids:
@@ -352,7 +350,7 @@ class EventScanner:
             return raw
         if not isinstance(event, dict):
             return raw
-        self.events += 1
+        self.begun = True
         if event.get("error") or event.get("object") == "error":
             self.error = payload
             self.end = StreamEnd.ERROR

@@ -232,21 +232,28 @@ class Upstream:
 
 def unchunked(data: bytes) -> bytes | None:
     """The body in `data` if that is nothing but whole chunks, none of them the last; else None."""
-    parts: list[bytes] = []
-    at = 0
     try:
-        while True:
-            start = data.index(b"\r\n", at, at + _SIZE_LINE) + 2
-            stop = start + int(data[at : start - 2], 16)
-            if stop <= start or not data.startswith(b"\r\n", stop):
-                return None
-            at = stop + 2
-            if at == len(data):
-                part = data[start:stop]
-                return b"".join([*parts, part]) if parts else part
-            parts.append(data[start:stop])
+        start = data.index(b"\r\n", 0, _SIZE_LINE) + 2
+        stop = start + int(data[: start - 2], 16)
+        if stop + 2 < len(data):
+            return _several_unchunked(data)
     except ValueError:
         return None
+    return data[start:stop] if start < stop and data.startswith(b"\r\n", stop) else None
+
+
+def _several_unchunked(data: bytes) -> bytes | None:
+    """As `unchunked`, for any number of chunks. Raises: ValueError: where one begins is no size."""
+    parts = []
+    at = 0
+    while at < len(data):
+        start = data.index(b"\r\n", at, at + _SIZE_LINE) + 2
+        stop = start + int(data[at : start - 2], 16)
+        if stop <= start or not data.startswith(b"\r\n", stop):
+            return None
+        parts.append(data[start:stop])
+        at = stop + 2
+    return b"".join(parts)
 
 
 def plain_reply(data: bytes) -> tuple[bytes, bytes] | None:

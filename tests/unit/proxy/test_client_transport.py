@@ -104,7 +104,7 @@ async def test_the_first_part_of_a_stream_takes_the_head_along() -> None:
 
 @pytest.mark.parametrize(
     "state",
-    [{"write_paused": True}, {"disconnected": True}, {"chunked_encoding": False}, {"response_complete": True}],
+    [{"write_paused": True}, {"disconnected": True}],
     ids=lambda state: next(iter(state)),
 )
 @pytest.mark.anyio
