@@ -276,23 +276,21 @@ class EventScanner:
     # -------------------------------------------------------------------------------------------- template
 
     def _forget_template(self) -> None:
-        self._head = b"\n\n\n"  # more than an event can start with: matches nothing
-        self._head_out = self._mid = self._tail = self._end_out = b""
+        self._mid, self._head = b"\n", b"\n"  # what comes before the first of these never starts with one
+        self._head_out = self._tail = self._end_out = b""
         self._n_head = len(self._head)
         self._n_tail = 0
         self._same_head = True
 
     def match(self, raw: bytes) -> bytes | None:
         """As `feed`, at once, if `raw` is one event of the template; else None, and nothing has changed."""
-        if not raw.startswith(self._head) or self._parts or self.end is not None:
+        before, _, rest = raw.partition(self._mid)
+        if not before.startswith(self._head) or self._parts or self.end is not None:
             return None
-        n_head, mid = self._n_head, self._mid
-        at = raw.find(b'"', n_head)  # where the text ends
-        if not raw.startswith(mid, at) or not raw.endswith(self._tail):
+        text = before[self._n_head :]
+        if b'"' in text or b"\n" in text or not rest.endswith(self._tail):
             return None
-        before, ids = raw[:at], raw[at + len(mid) : -self._n_tail]
-        if b"\n" in before:
-            return None
+        ids = rest[: -self._n_tail]
         try:
             if ids.isdigit():
                 self.ids.append(int(ids))
@@ -305,13 +303,13 @@ class EventScanner:
                 self.tokens += len(several)
         except OverflowError:
             return None
-        if at > n_head:
+        if text:
             self._printed = self.tokens
         if self._want_ids:
-            return raw if self._same_head else self._head_out + raw[n_head:]
+            return raw if self._same_head else self._head_out + raw[self._n_head :]
         if self._same_head:
             return before + self._end_out
-        return self._head_out + before[n_head:] + self._end_out
+        return self._head_out + text + self._end_out
 
     def _learn(self, raw: bytes, out: bytes) -> None:
         """Make a template of an ordinary event: `raw` as it came, `out` as the client got it."""
