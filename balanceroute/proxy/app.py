@@ -105,7 +105,7 @@ def build_services(
     ledger = Ledger(scheduler, loop, forecasts, stage_clock)
     metrics = Metrics(scheduler.snapshot, config.routing.policy, stage_clock)
     if forecasts is not None:
-        metrics.registry.register(forecasts.metrics)
+        metrics.include(forecasts.metrics)
     circuit = CircuitConfig(config.health.failure_threshold, config.health.open_for_s)
     fleet = Fleet(ledger, FleetConfig(circuit, config.limits.client_buffer_bytes), metrics.forget_worker)
     for spec in worker_specs(config):

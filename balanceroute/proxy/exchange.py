@@ -340,14 +340,27 @@ class Exchange:
         if head is not None and head.client_id:
             fields["client_request"] = head.client_id
         if legs:
+            one = legs[0] if len(legs) == 1 else _Together(legs)
             fields |= {
-                "prefiller": ",".join([leg.prefiller for leg in legs]),
-                "worker": ",".join([leg.worker for leg in legs]),
-                "prefill_wait_s": round(max([leg.prefill_wait_s for leg in legs]), 4),
-                "decode_wait_s": round(max([leg.decode_wait_s for leg in legs]), 4),
+                "prefiller": one.prefiller,
+                "worker": one.worker,
+                "prefill_wait_s": round(one.prefill_wait_s, 4),
+                "decode_wait_s": round(one.decode_wait_s, 4),
                 "ttft_s": None if ttft_s is None else round(ttft_s, 4),
-                "prompt_tokens": sum([leg.prompt_tokens for leg in legs]),
+                "prompt_tokens": one.prompt_tokens,
                 "tokens": tokens,
-                "recomputes": sum([leg.recomputes for leg in legs]),
+                "recomputes": one.recomputes,
             }
         log_request(fields)
+
+
+class _Together:
+    """What the log says of several legs: their workers in order, the longest waits, the sums."""
+
+    def __init__(self, legs: list[Leg]) -> None:
+        self.prefiller = ",".join(leg.prefiller for leg in legs)
+        self.worker = ",".join(leg.worker for leg in legs)
+        self.prefill_wait_s = max(leg.prefill_wait_s for leg in legs)
+        self.decode_wait_s = max(leg.decode_wait_s for leg in legs)
+        self.prompt_tokens = sum(leg.prompt_tokens for leg in legs)
+        self.recomputes = sum(leg.recomputes for leg in legs)

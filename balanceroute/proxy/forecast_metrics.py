@@ -18,12 +18,12 @@ class ForecastMetrics(Collector):
     def __init__(self, history: History, forecaster: Forecaster | None = None) -> None:
         self._history, self._forecaster = history, forecaster
         self.refitter: Refitter[Any] | None = None
-        self._errors = HistogramFamily(
+        self.errors = HistogramFamily(
             "balanceroute_predictor_error_tokens",
             "Expected remaining tokens that a request still had when it finished; H where it was not seen coming.",
             _TOKENS,
         )
-        self.error_tokens = self._errors.child()
+        self.error_tokens = self.errors.child()
 
     def describe(self) -> Iterable[Metric]:
         """Names and helps, for documentation tests."""
@@ -66,7 +66,7 @@ class ForecastMetrics(Collector):
         keys.add_metric(["hit"], forecaster.key_hits)
         keys.add_metric(["miss"], forecaster.key_misses)
         yield keys
-        yield self._errors.family()
+        yield self.errors.family()
 
     def _of_refits(self, refitter: Refitter[Any]) -> Iterator[Metric]:
         yield GaugeMetricFamily(

@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import Any, Final, Protocol
 
 import numpy as np
-from prometheus_client.registry import Collector
 
 from balanceroute.config import Config
 from balanceroute.core.scheduler import Scheduler
@@ -71,7 +70,7 @@ class Forecasts(Protocol):
         ...
 
     @property
-    def metrics(self) -> Collector:
+    def metrics(self) -> ForecastMetrics:
         """The series of a metrics page."""
         ...
 
@@ -113,7 +112,7 @@ class HistoryOnly:
         return None
 
     @property
-    def metrics(self) -> Collector:
+    def metrics(self) -> ForecastMetrics:
         """The history's series."""
         return ForecastMetrics(self.history)
 
@@ -250,7 +249,7 @@ class LiveForecasts(HistoryOnly):
         return refitter.run
 
     @property
-    def metrics(self) -> Collector:
+    def metrics(self) -> ForecastMetrics:
         """The history's and the predictor's series."""
         return self._metrics
 

@@ -5,28 +5,58 @@ more than the whole routing decision. All writers here are on one event loop, so
 """
 
 from bisect import bisect_left
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from time import perf_counter
+from typing import Final
 
+import numpy as np
 from prometheus_client.core import CounterMetricFamily, HistogramMetricFamily
 
+_WORTH_AN_ARRAY: Final = 32  # values; below, numpy's calls cost more than the loop
 DECISION_SECONDS = (1e-5, 2.5e-5, 5e-5, 1e-4, 2.5e-4, 5e-4, 1e-3, 2.5e-3, 5e-3, 1e-2, 2.5e-2, 1e-1)
 
 
 class Histogram:
-    """Observations in fixed buckets (upper bounds, ascending; +Inf is implied)."""
+    """Observations in fixed buckets (upper bounds, ascending; +Inf is implied).
 
-    __slots__ = ("bounds", "counts", "total")
+    `observe(value)` only takes the value down, which is a list's append and no function of ours; all reading counts
+    what has been taken down, and somebody must call `fold` now and then where nobody reads.
+    """
+
+    __slots__ = ("_counts", "_taken_down", "_total", "bounds", "observe")
 
     def __init__(self, bounds: Sequence[float]) -> None:
         self.bounds = list(bounds)
-        self.counts = [0] * (len(self.bounds) + 1)
-        self.total = 0.0
+        self._counts = [0] * (len(self.bounds) + 1)
+        self._total = 0.0
+        self._taken_down: list[float] = []
+        self.observe = self._taken_down.append
 
-    def observe(self, value: float) -> None:
-        """Take in one value; O(log buckets)."""
-        self.counts[bisect_left(self.bounds, value)] += 1
-        self.total += value
+    def fold(self, at_least: int = 1) -> None:
+        """Count what has been taken down, if that is so many values; O(values * log buckets)."""
+        values = self._taken_down
+        if len(values) < at_least:
+            return
+        if len(values) < _WORTH_AN_ARRAY:
+            for value in values:
+                self._counts[bisect_left(self.bounds, value)] += 1
+        else:
+            found = np.bincount(np.searchsorted(self.bounds, values), minlength=len(self._counts))
+            self._counts = [count + more for count, more in zip(self._counts, found.tolist(), strict=True)]
+        self._total += sum(values)
+        values.clear()
+
+    @property
+    def counts(self) -> list[int]:
+        """How many values fell in each bucket."""
+        self.fold()
+        return self._counts
+
+    @property
+    def total(self) -> float:
+        """The sum of all values."""
+        self.fold()
+        return self._total
 
     @property
     def count(self) -> int:
@@ -57,6 +87,11 @@ class HistogramFamily:
             child = self._children[value] = Histogram(self._bounds)
         return child
 
+    def fold(self, at_least: int) -> None:
+        """Count what each histogram has taken down, where that is so many values."""
+        for child in self._children.values():
+            child.fold(at_least)
+
     def family(self) -> HistogramMetricFamily:
         """For the exposition."""
         labels = None if self._label is None else [self._label]
@@ -76,6 +111,7 @@ class StageClock:
             DECISION_SECONDS,
             "stage",
         )
+        self._observe: dict[str, Callable[[float], None]] = {}
         self._since = 0.0
 
     def begin(self) -> None:
@@ -85,7 +121,10 @@ class StageClock:
     def __call__(self, stage: str) -> None:
         """The stage has ended; the next one begins."""
         now = perf_counter()
-        self.stages.child(stage).observe(now - self._since)
+        observe = self._observe.get(stage)
+        if observe is None:
+            observe = self._observe[stage] = self.stages.child(stage).observe
+        observe(now - self._since)
         self._since = now
 
 

@@ -14,11 +14,13 @@ from prometheus_client.registry import Collector
 from balanceroute import __version__
 from balanceroute.core.snapshot import ClusterSnapshot
 from balanceroute.core.types import Outcome, WorkerState
+from balanceroute.proxy.forecast_metrics import ForecastMetrics
 from balanceroute.proxy.instruments import DECISION_SECONDS, CounterFamily, HistogramFamily, StageClock
 from balanceroute.proxy.watchdog import Watchdog
 
 _SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 25.0, 50.0, 100.0, 250.0)
 _TOKEN_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.03, 0.04, 0.05, 0.075, 0.1, 0.15, 0.25, 0.5, 1.0, 2.5)
+_MANY = 1024  # values of a histogram
 _STATES = {WorkerState.DOWN: 0.0, WorkerState.DRAINING: 1.0, WorkerState.UP: 2.0}
 
 
@@ -68,6 +70,11 @@ class Metrics(Collector):
         self.ttft, self.tpot = self._ttft.child(), self._tpot.child()
         self.duration, self.admit_duration = self._duration.child(), self._admit.child()
         self.prefill_wait, self.decode_wait = self._waits.child("prefill"), self._waits.child("decode")
+        self._histograms = [
+            *(self._ttft, self._tpot, self._duration, self._waits, self._admit),
+            self._stage_clock.stages,
+        ]
+        self._others: list[HistogramFamily] = []
         for outcome in Outcome:
             self.requests.inc(outcome.value, by=0)
         self.orphaned_kv = 0
@@ -80,6 +87,16 @@ class Metrics(Collector):
         for family in (self.admissions, self.upstream_errors, self.scrapes_failed):
             family.forget(worker_id)
         self.watchdog.forget(worker_id)
+
+    def include(self, forecasts: ForecastMetrics) -> None:
+        """Show the predictor's series too."""
+        self.registry.register(forecasts)
+        self._others.append(forecasts.errors)
+
+    def fold(self) -> None:
+        """Count what histograms have taken down, so that it doesn't pile up while nobody scrapes."""
+        for histogram in (*self._histograms, *self._others):
+            histogram.fold(_MANY)
 
     def exposition(self) -> bytes:
         """The text format of all metrics."""
@@ -104,7 +121,7 @@ class Metrics(Collector):
             self.tasks_failed,
         ):
             yield counter.family()
-        for histogram in (self._ttft, self._tpot, self._duration, self._waits, self._admit, self._stage_clock.stages):
+        for histogram in self._histograms:
             yield histogram.family()
         yield from self._snapshot_gauges()
         yield _gauge(

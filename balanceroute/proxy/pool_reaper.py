@@ -37,6 +37,7 @@ class PoolReaper:
         self._s.ledger.settle()
         self._s.ledger.expire()
         self._s.fleet.sweep()
+        self._s.metrics.fold()
         now = self._s.looked_s = self._s.ledger.now()
         for leg in list(self._s.legs):
             self._look_at(leg, now)

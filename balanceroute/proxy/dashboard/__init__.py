@@ -50,6 +50,7 @@ class Dashboard:
 
 def overview(services: Services) -> dict[str, Any]:
     """A few numbers per worker, and the router's counters; no request is named. O(workers + running requests)."""
+    services.ledger.settle()
     snapshot, metrics = services.ledger.scheduler.snapshot, services.metrics
     running_tokens = sum(tracker.age_tokens for tracker in snapshot.decoding())
     return {

@@ -28,6 +28,25 @@ def test_a_histogram_counts_as_the_client_library_does(values: list[float]) -> N
     assert ours.count == len(values)
 
 
+@given(st.lists(st.floats(0, 20) | st.sampled_from([1.0, 2.0, 5.0]), min_size=100, max_size=200))
+def test_many_values_are_counted_at_once_as_one_by_one(values: list[float]) -> None:
+    together, apart = Histogram((1.0, 2.0, 5.0)), Histogram((1.0, 2.0, 5.0))
+    for value in values:
+        together.observe(value)
+        apart.observe(value)
+        apart.fold()
+    together.fold(len(values) + 1)
+    assert together.cumulative() == apart.cumulative() and math.isclose(together.total, apart.total)
+
+
+def test_what_nobody_scrapes_does_not_pile_up() -> None:
+    metrics = Metrics(ClusterSnapshot(), "br_0")
+    for _ in range(5000):
+        metrics.ttft.observe(0.3)
+        metrics.fold()
+    assert len(metrics.ttft._taken_down) < 1100 and metrics.ttft.count == 5000
+
+
 def test_counters_keep_their_labels_apart_and_forget_a_worker_s() -> None:
     counters = CounterFamily("errors", "x", ["worker", "kind"])
     counters.inc("d0", "a")
