@@ -26,6 +26,7 @@ predictor.
 """
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from heapq import heappop, heappush
 
@@ -370,9 +371,7 @@ class Scheduler:
         if self.draining:
             return RejectReason.DRAINING
         snapshot = self.snapshot
-        if not any(p.state is not WorkerState.DOWN for p in snapshot.prefillers) or not any(
-            w.state is not WorkerState.DOWN for w in snapshot.workers
-        ):
+        if _all_down(snapshot.prefillers) or _all_down(snapshot.workers):
             return RejectReason.NO_WORKERS
         if self.config.max_queued is not None and len(snapshot.queued) >= self.config.max_queued:
             return RejectReason.QUEUE_FULL
@@ -531,3 +530,10 @@ class Scheduler:
             found = "not here" if tracker is None else tracker.phase.value
             raise InvariantError(f"{request_id} is {found}, expected {phase.value}")
         return tracker
+
+
+def _all_down(members: Sequence[PrefillerBudget | DecodeInstanceState]) -> bool:
+    for member in members:
+        if member.state is not WorkerState.DOWN:
+            return False
+    return True

@@ -60,7 +60,7 @@ class ClientConnection:
         fields = b"".join([b"%b: %b\r\n" % field for field in [*cycle.default_headers, *headers]])
         close = b"" if cycle.keep_alive else b"connection: close\r\n"
         cycle.response_started = cycle.response_complete = True
-        self._transport.send(b"%b%b%b\r\n%b" % (STATUS_LINE[status], fields, close, body))
+        self._transport.write(b"%b%b%b\r\n%b" % (STATUS_LINE[status], fields, close, body))
         if not cycle.keep_alive:
             self._transport.close()
         cycle.on_response()

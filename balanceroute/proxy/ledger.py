@@ -261,7 +261,7 @@ class Ledger:
         for admission in admissions:
             self.tickets[admission.request].answer(admission.worker)
         if admissions:
-            self.prefill_event.set()  # the pool has room again
+            self.prefill_capacity_changed()  # the pool has room again
         return admissions
 
     def expire(self) -> list[Ticket]:

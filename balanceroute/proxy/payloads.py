@@ -47,11 +47,13 @@ PROBE_KV_PARAMS: Final[dict[str, Any]] = {
     "remote_host": None,
     "remote_port": None,
 }
+_PROBE_KV_PARAMS: Final = orjson.dumps(PROBE_KV_PARAMS)
 # vLLM >= 0.27 knows this key; a vllm-ascend with its recompute patch "_vllm_ascend_recompute_token_ids".
 RESUME_IDS_KEY: Final = "prompt_token_ids"
 ASCEND_RESUME_IDS_KEY: Final = "_vllm_ascend_recompute_token_ids"
 
 _INTERNAL_FIELDS = ("kv_transfer_params", "ec_transfer_params", "request_id")
+_CARRIERS: Final = frozenset((*_INTERNAL_FIELDS, "vllm_xargs"))
 _NOT_FOR_ONE_TOKEN = ("stream_options", "n", "logprobs", "top_logprobs", "echo", "prompt_logprobs", "best_of")
 # Fields whose effect on a streamed answer `answers.py` can turn into the non-stream answer without loss.
 ASSEMBLED_FIELDS: Final = frozenset(
@@ -153,14 +155,13 @@ def parse(endpoint: Endpoint, body: bytes) -> ClientRequest:
     if not isinstance(data, dict):
         raise InvalidRequest(f"The body must be a JSON object, not {_kind(data)}.")
     request_id = data.get("request_id")
-    for name in _INTERNAL_FIELDS:
-        data.pop(name, None)
-    _clean_xargs(data)
+    if not _CARRIERS.isdisjoint(data):
+        _clean(data)
     prompt_json, tokens, prompts = _take_prompt(data) if endpoint == "completions" else _take_messages(data)
     stream = _boolean(data, "stream")
     include_usage, continuous = _stream_options(data, stream)
     limit_field, limit = _limit(data)
-    min_tokens = _integer(data, "min_tokens", least=0) or 0
+    min_tokens = (_integer(data, "min_tokens", least=0) or 0) if "min_tokens" in data else 0
     if limit is not None and min_tokens > limit:
         raise InvalidRequest(
             f"min_tokens must be less than or equal to max_tokens={limit}, got {min_tokens}.",
@@ -183,13 +184,13 @@ def parse(endpoint: Endpoint, body: bytes) -> ClientRequest:
         include_usage=include_usage,
         continuous_usage=continuous,
         return_token_ids=_boolean(data, "return_token_ids"),
-        n=_count(data),
+        n=_count(data) if "n" in data else 1,
         prompts=prompts,
         limit_field=limit_field,
         limit=limit,
         min_tokens=min_tokens,
         model=model,
-        priority=_integer(data, "priority", least=None) or 0,
+        priority=(_integer(data, "priority", least=None) or 0) if "priority" in data else 0,
         request_id=request_id if isinstance(request_id, str) else None,
     )
 
@@ -266,14 +267,12 @@ def remaining_limit(request: ClientRequest, generated_tokens: int) -> int | None
 # ------------------------------------------------------------------------------------------------ request ->
 
 
-def probe_body(request: ClientRequest, connector_params: dict[str, Any] | None = None) -> bytes:
+def probe_body(request: ClientRequest) -> bytes:
     """The body for the prefiller: one token, no stream, its KV pinned for a remote decode.
 
-    `min_tokens` 1 keeps the one token from being a stop, which would pin nothing. `connector_params`
-    overrides or adds to the six keys that every pulling connector takes.
+    `min_tokens` 1 keeps the one token from being a stop, which would pin nothing.
     """
-    params = PROBE_KV_PARAMS if connector_params is None else {**PROBE_KV_PARAMS, **connector_params}
-    return _dump(request, _one_token(request, min_tokens=1), _with_resume_ids(request, orjson.dumps(params)))
+    return _dump(request, _one_token(request, min_tokens=1), _with_resume_ids(request, _PROBE_KV_PARAMS))
 
 
 def push_body(request: ClientRequest, kv_transfer_params: bytes) -> bytes:
@@ -388,9 +387,11 @@ def _take_messages(data: dict[str, Any]) -> tuple[bytes, int, int]:
     messages = data.pop("messages", None)
     if not isinstance(messages, list) or not messages:
         raise InvalidRequest("messages must be a non-empty list.", param="messages")
-    if not all(isinstance(message, dict) for message in messages):
-        raise InvalidRequest("Each message must be an object.", param="messages")
-    text_bytes = sum(_text_bytes(message.get("content")) for message in messages)
+    text_bytes = 0
+    for message in messages:
+        if not isinstance(message, dict):
+            raise InvalidRequest("Each message must be an object.", param="messages")
+        text_bytes += _text_bytes(message.get("content"))
     return orjson.dumps(messages), text_bytes // 4 + 4 * len(messages), 1
 
 
@@ -448,8 +449,13 @@ def _count(data: dict[str, Any]) -> int:
     return 1 if n is None else n
 
 
-def _clean_xargs(data: dict[str, Any]) -> None:
-    """`vllm_xargs` become the sampling parameters' extra_args, the same place that carries KV parameters."""
+def _clean(data: dict[str, Any]) -> None:
+    """Take out what only a router may say.
+
+    `vllm_xargs` become the sampling parameters' extra_args, the same place that carries KV parameters.
+    """
+    for name in _INTERNAL_FIELDS:
+        data.pop(name, None)
     xargs = data.get("vllm_xargs")
     if isinstance(xargs, dict):
         for name in _INTERNAL_FIELDS:

@@ -434,6 +434,16 @@ class Reply:
         if connection is not None and not self._paused and self._parts_bytes > connection.high_water_bytes:
             self.pause()
 
+    def _fill(self, lines: bytes, body: bytes) -> None:
+        """All of it has come at once, and is a 200."""
+        self.status, self._lines, self.started = 200, lines, True
+        self._ended, self._connection = True, None
+        if body:
+            self._parts.append(body)
+            self._parts_bytes = len(body)
+        if not self.head.done():
+            self.head.set_result(None)
+
     def _finish(self, error: UpstreamError | None) -> None:
         """The reply is over, well or not; the first call counts."""
         if self._ended:
@@ -604,13 +614,10 @@ class _Connection(asyncio.Protocol):
 
     def _take(self, reply: Reply, lines: bytes, body: bytes) -> None:
         """The whole of a plain reply."""
-        reply.status, reply._lines, reply.started = 200, lines, True
-        self._keep_alive = True
-        if not reply.head.done():
-            reply.head.set_result(None)
-        if body:
-            reply._keep(body)
-        self._complete(reply)
+        self._reply = None
+        self.idle_since = self.loop.time()
+        self._owner._release(self, reusable=self.usable)
+        reply._fill(lines, body)
 
     def connection_lost(self, exc: Exception | None) -> None:
         reply = self._reply

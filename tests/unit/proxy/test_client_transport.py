@@ -154,6 +154,15 @@ async def test_a_whole_response_is_one_write_and_ends_the_cycle() -> None:
 
 
 @pytest.mark.anyio
+async def test_a_response_follows_a_100_continue_that_is_still_kept_back() -> None:
+    socket, client, cycle = an_answering_client()
+    cycle.transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
+    assert client.respond(200, [(b"content-length", b"2")], b"ok")
+    await asyncio.sleep(0)
+    assert b"".join(socket.seen).startswith(b"HTTP/1.1 100 Continue\r\n\r\nHTTP/1.1 200 OK\r\n")
+
+
+@pytest.mark.anyio
 async def test_a_response_on_a_connection_that_is_not_kept_says_so_and_closes_it() -> None:
     socket, client, _ = an_answering_client(keep_alive=False)
     assert client.respond(503, [(b"content-length", b"0")], b"")

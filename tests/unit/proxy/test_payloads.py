@@ -182,11 +182,6 @@ def test_the_probe_has_no_max_completion_tokens_unless_the_client_sent_it() -> N
     assert "max_completion_tokens" not in load(payloads.probe_body(a_request(max_tokens=5)))
 
 
-def test_a_connector_adds_its_own_parameters_to_the_probe() -> None:
-    params = load(payloads.probe_body(a_request(), {"transfer_id": "x"}))["kv_transfer_params"]
-    assert params == PROBE_KV_PARAMS | {"transfer_id": "x"}
-
-
 @pytest.mark.parametrize("name", ["kv_transfer_params", "ec_transfer_params"])
 def test_transfer_parameters_of_a_client_never_reach_a_worker(name: str) -> None:
     request = a_request(**{name: {"evil": 1}, "vllm_xargs": {"kv_transfer_params": {"evil": 1}, "ok": 2}})
