@@ -88,6 +88,7 @@ class ClientProtocol(HttpToolsProtocol):
     def on_headers_complete(self) -> None:
         """Its headers have come."""
         self._headers_are_here()
+        self._idle_since_s = math.inf  # it may have begun while the last answer was under way, which ended since
         refused = len(self.connections) > self.max_connections and self.parser.get_method() != b"GET"
         self.app = too_many_connections if refused else self.config.loaded_app
         super().on_headers_complete()

@@ -16,6 +16,7 @@ Open = Callable[[], Awaitable[tuple[asyncio.StreamReader, asyncio.StreamWriter]]
 
 
 async def greet(scope: Scope, receive: Receive, send: Send) -> None:
+    await asyncio.sleep(float(scope["query_string"] or 0))
     await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"2")]})
     await send({"type": "http.response.body", "body": b"hi"})
 
@@ -113,5 +114,18 @@ async def test_a_connection_without_requests_is_closed_after_its_time_and_one_in
         assert (await ask(used, "POST"))[0] == b"HTTP/1.1 200 OK"
         for _, writer in (idle, used):
             writer.close()
+
+    await with_server(9, test, keep_alive_s=0.5)
+
+
+async def test_a_connection_whose_next_request_began_during_the_last_answer_is_not_idle() -> None:
+    async def test(connect: Open) -> None:
+        reader, writer = await connect()
+        writer.write(b"GET /?0.1 HTTP/1.1\r\nhost: x\r\n\r\nGET /?2 HT")
+        assert (await reader.readuntil(b"\r\n\r\nhi")).startswith(b"HTTP/1.1 200 ")
+        writer.write(b"TP/1.1\r\nhost: x\r\n\r\n")
+        assert (await reader.readuntil(b"\r\n\r\nhi")).startswith(b"HTTP/1.1 200 ")
+        assert await reader.read() == b""
+        writer.close()
 
     await with_server(9, test, keep_alive_s=0.5)
