@@ -184,7 +184,7 @@ class Leg:
         self._scanner_options = scanner_options or {}
         self.outcome = Outcome.FAILED
         self.prefiller = self.worker = ""
-        self.decoder: Worker | None = None  # whose answer is under way
+        self.decoder: Worker | None = None  # whose tokens come
         self.waits_for = ("", "")  # the worker, and the stage, that the leg waits for or waited for last
         self.prompt_tokens, self.recomputes = 0, 0
         self.cached_tokens: int | None = None
@@ -452,7 +452,6 @@ class Leg:
         now = self._s.ledger.now()
         if worker.in_use == 0:
             worker.busy_since_s = now
-        self.decoder = worker
         worker.in_use += 1
         worker.circuit.used()
         if self.request.streams_upstream:  # else nothing comes before the whole answer
@@ -516,7 +515,7 @@ class Leg:
 
     async def _stream(self, ticket: Ticket, worker: Worker, reply: Reply) -> bool:
         scanner, outlet = self.scanner, self._outlet
-        counted = scanner.tokens
+        before = counted = scanner.tokens
         out = b""
         while not out and scanner.end is None:
             chunk = await reply.next_chunk()
@@ -541,6 +540,8 @@ class Leg:
                 scanner,
                 outlet.send,
                 ticket.progress,
+                # a chat's role may come before its first token
+                on_first=None if counted > before else lambda: self._has_begun(ticket, worker),
                 first=out,
                 write=outlet.write,
                 ends_response=outlet.ends_response,
@@ -553,6 +554,7 @@ class Leg:
         """The first tokens are here: from now on the next one is waited for, and what failed before is forgotten."""
         ticket.settle()  # the prefiller's KV has been pulled
         at = worker.progress_s = ticket.last_token_s
+        self.decoder = worker
         if not self.first_token_s:
             self.first_token_s = at
         self._idle_s = self._s.config.limits.idle_timeout_s

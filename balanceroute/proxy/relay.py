@@ -44,6 +44,7 @@ async def relay(
     send: Send,
     on_tokens: Callable[[int], None],
     *,
+    on_first: Callable[[], None] | None = None,
     first: bytes = b"",
     write: Write | None = None,
     ends_response: bool = True,
@@ -59,9 +60,18 @@ async def relay(
     Args: first: bytes that `scanner` gave for what was read of the reply before this call, sent first.
         on_tokens: called with the number of new tokens, from within the event loop's read callback; tokens
         counted before this call are not reported again.
+        on_first: called once, after the first call of `on_tokens`.
         write: tried before `send` for what is not the last of the body.
     """
     pump = _Pump(reply, scanner, send, on_tokens, write, ends_response)
+    if on_first is not None:
+
+        def first_tokens(tokens: int) -> None:
+            pump.on_tokens = on_tokens
+            on_tokens(tokens)
+            on_first()
+
+        pump.on_tokens = first_tokens
     try:
         pump.start(first)
         while not pump.over:
@@ -85,7 +95,6 @@ class _Pump:
         "_counted",
         "_ends_response",
         "_flusher",
-        "_on_tokens",
         "_out",
         "_reply",
         "_scanner",
@@ -94,6 +103,7 @@ class _Pump:
         "_write_part",
         "error",
         "failure",
+        "on_tokens",
         "over",
     )
 
@@ -109,7 +119,7 @@ class _Pump:
         self._reply = reply
         self._scanner = scanner
         self._send = send
-        self._on_tokens = on_tokens
+        self.on_tokens = on_tokens
         self._write_part = write
         self._flusher = _flusher(reply.loop)
         self._ends_response = ends_response
@@ -139,7 +149,7 @@ class _Pump:
         tokens = scanner.tokens - self._counted
         if tokens:
             self._counted += tokens
-            self._on_tokens(tokens)
+            self.on_tokens(tokens)
         if out:
             if self._out:
                 self._out += out
