@@ -301,7 +301,7 @@ class EventScanner:
                     return None
                 self.ids.extend(array("I", map(int, several)))
                 self.tokens += len(several)
-        except OverflowError:
+        except (OverflowError, ValueError):  # ValueError: thousands of digits
             return None
         if text:
             self._printed = self.tokens

@@ -279,6 +279,16 @@ def test_what_no_client_could_read_is_not_passed_on_and_costs_no_token(garbage: 
     assert scanner.tokens == 1
 
 
+@pytest.mark.parametrize("ids", [b"9" * 5000, b"9" * 5000 + b",1"], ids=["one", "several"])
+def test_an_id_of_more_digits_than_python_reads_does_not_raise(ids: bytes) -> None:
+    scanner = EventScanner()
+    for token in (1, 2):
+        scanner.feed(event(completion("a", [token])))
+    scanner.feed(event(completion("b", [3])).replace(b"[3]", b"[%b]" % ids))
+    scanner.feed(event(completion("c", [4])))
+    assert scanner.end is None and scanner.ids[-1] == 4
+
+
 def test_comments_and_events_that_are_not_json_pass_unchanged() -> None:
     wire = b": ping\n\ndata: not json\n\nevent: x\ndata: 5\n\n"
     assert EventScanner().feed(wire) == wire
