@@ -295,8 +295,8 @@ class Leg:
 
     @property
     def blocked_by_client(self) -> bool:
-        """Whether the worker isn't read at the moment because the client doesn't read."""
-        return self._reply is not None and self._reply.paused
+        """Whether the worker isn't read at the moment because the client doesn't read, or has nothing left to say."""
+        return self._reply is not None and (self._reply.paused or self._reply.over)
 
     # -- the phases
 

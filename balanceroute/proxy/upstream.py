@@ -343,6 +343,11 @@ class Reply:
         """Whether the socket is not read at the moment, because the consumer can't take more."""
         return self._paused
 
+    @property
+    def over(self) -> bool:
+        """Whether all that the worker will send has come."""
+        return self._ended
+
     async def next_chunk(self) -> bytes | None:
         """All body bytes since the last call, as soon as there are any; None at the end.
 
