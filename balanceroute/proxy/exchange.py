@@ -31,11 +31,11 @@ from balanceroute.proxy.logs import log_request
 from balanceroute.proxy.payloads import ClientRequest, Endpoint, parse
 from balanceroute.proxy.relay import DisconnectWatch, Write
 from balanceroute.proxy.responses import (
-    JSON_TYPE,
     SSE_HEADERS,
     Headers,
     Send,
     error_event,
+    json_headers,
     send_error,
     send_json,
     status_of,
@@ -164,14 +164,14 @@ class Exchange:
         if self._s.ledger.scheduler.draining:
             raise rejection(RejectReason.DRAINING)
         body = None if self._client is None else self._client.body()
-        if body is None:
-            body = await read_body(receive, limits.max_body_bytes, limits.client_header_timeout_s, head.content_length)
-        return parse(self._endpoint, within(limits.max_body_bytes, body))
+        if body is not None:
+            return parse(self._endpoint, within(limits.max_body_bytes, body))
+        body = await read_body(receive, limits.max_body_bytes, limits.client_header_timeout_s, head.content_length)
+        return parse(self._endpoint, body)
 
     async def _respond(self, status: int, body: bytes, headers: Headers) -> None:
         """A whole JSON response."""
-        head = [JSON_TYPE, (b"content-length", b"%d" % len(body)), *headers]
-        if self._client is None or not self._client.respond(status, head, body):
+        if self._client is None or not self._client.respond(status, json_headers(body, headers), body):
             await send_json(self._send, status, body, headers)
 
     async def _answer(self, request: ClientRequest) -> None:

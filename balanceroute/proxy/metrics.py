@@ -70,10 +70,8 @@ class Metrics(Collector):
         self.ttft, self.tpot = self._ttft.child(), self._tpot.child()
         self.duration, self.admit_duration = self._duration.child(), self._admit.child()
         self.prefill_wait, self.decode_wait = self._waits.child("prefill"), self._waits.child("decode")
-        self._histograms = [
-            *(self._ttft, self._tpot, self._duration, self._waits, self._admit),
-            self._stage_clock.stages,
-        ]
+        stages = self._stage_clock.stages
+        self._histograms = [self._ttft, self._tpot, self._duration, self._waits, self._admit, stages]
         self._others: list[HistogramFamily] = []
         for outcome in Outcome:
             self.requests.inc(outcome.value, by=0)

@@ -1,9 +1,9 @@
 """The hot path: a worker's events to a client, counted, without a task waking up per event.
 
-    socket readable -> data_received -> httptools -> _Pump.chunk -> EventScanner.feed
-                                                          |-> on_tokens(n)
-                                                          '-> _Flusher, at the end of the loop's turn:
-                                                              send(...) driven on the spot -> socket write
+    socket readable -> data_received -> _Pump.chunk -> EventScanner.match, else feed
+                                             |-> on_tokens(n)
+                                             '-> _Flusher, at the end of the loop's turn:
+                                                 write(...), else send(...) driven on the spot -> socket write
 
 An ASGI `send` is a coroutine, but a server's only waits when the client's socket is full; otherwise its
 first step is also its last. So the pump steps it by hand outside of any task (`coroutine.send(None)`),

@@ -74,10 +74,14 @@ def extra_headers(error: BalanceRouteError) -> Headers:
     return []
 
 
+def json_headers(body: bytes, more: Headers | None = None) -> Headers:
+    """The headers of a whole JSON response."""
+    return [JSON_TYPE, (b"content-length", b"%d" % len(body)), *(more or ())]
+
+
 async def send_json(send: Send, status: int, body: bytes, headers: Headers | None = None) -> None:
     """A whole JSON response."""
-    head = [JSON_TYPE, (b"content-length", b"%d" % len(body)), *(headers or ())]
-    await send({"type": "http.response.start", "status": status, "headers": head})
+    await send({"type": "http.response.start", "status": status, "headers": json_headers(body, headers)})
     await send({"type": "http.response.body", "body": body, "more_body": False})
 
 
