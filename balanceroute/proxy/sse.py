@@ -5,17 +5,8 @@ Events end at a blank line (LF or CRLF). Each event takes one of two ways:
 
 * **JSON**: parsed once with orjson, counted, judged (finish, `recomputed`, error, usage) and either passed on
   as the bytes that came, edited by slicing out ids, or written anew.
-* **Template**: nearly all events of a stream differ from the one before in two places only, the text and the
-  token ids. An ordinary event (one choice, nothing finished, nothing special) that went the JSON way leaves a
-  template behind: `head`, then a text, then `mid`, then ids, then `tail`. A later event is taken apart by it
-  without parsing, and only if the match is exact: `head` at its start, `tail` at its end, no quote and no
-  newline between `head` and `mid`, nothing but digits and commas between `mid` and `tail`.
-
-Why an exact match proves the meaning. Inside a JSON string every quote is escaped, so a text without any
-quote is all inside the string that `head` opened and that `mid` (which begins with a quote) closes. (A text
-ending in a backslash would escape that quote; then the next bytes of `mid`, a comma or brace and a bare
-key, could not follow, and the event was no JSON to begin with.) So the event is the template's event with
-another text and other ids: every key that was judged ordinary then is byte for byte the same now.
+* **Template** (`hotpath`): an ordinary event (one choice, nothing finished, nothing special) that went the JSON way
+  leaves a template behind, by which nearly all later events are taken apart without parsing.
 
 Why a key is found by its bytes. In valid JSON the bytes `,"token_ids":` or `{"token_ids":` are always that
 key. Their first quote follows a comma or brace, not a backslash, so it opens or closes a string. Did it
@@ -38,6 +29,8 @@ from typing import Any, Final, TypeGuard
 
 import orjson
 
+from balanceroute.proxy.hotpath import EventMatcher
+
 MAX_EVENT_BYTES: Final = 32 * 1024 * 1024  # the ids of a prompt of 4 million tokens; more is no event
 
 _BLANK_LINE = re.compile(rb"\n\r?\n")
@@ -58,7 +51,7 @@ class StreamEnd(Enum):
     OVERSIZED = "oversized"  # an event above the limit
 
 
-class EventScanner:
+class EventScanner(EventMatcher):
     """Counts one answer's tokens and rewrites its events for the client; never raises on any input.
 
     Attributes that callers read (all over every life of the answer, see `resume`):
@@ -74,38 +67,26 @@ class EventScanner:
         "_cached_tokens",
         "_closing_events",
         "_edge",
-        "_end_out",
-        "_head",
-        "_head_out",
         "_ids_in_life",
         "_index",
         "_life",
         "_max_event_bytes",
-        "_mid",
-        "_n_head",
-        "_n_tail",
-        "_parts",
         "_parts_bytes",
-        "_printed",
         "_prompt_tokens",
         "_role_sent",
-        "_same_head",
-        "_tail",
         "_want_continuous",
-        "_want_ids",
         "_want_usage",
         "begun",
         "created",
-        "end",
         "error",
         "finish_reason",
-        "ids",
         "ids_exact",
         "prompt_ids",
         "public_id",
-        "tokens",
         "usage",
     )
+
+    end: StreamEnd | None
 
     def __init__(
         self,
@@ -128,18 +109,15 @@ class EventScanner:
         worker says, and `closing_events` False keeps usage and [DONE] back: both for an answer made of
         several streams.
         """
-        self.tokens = 0
-        self.ids = array("I")
+        super().__init__(want_token_ids)
         self.ids_exact = True
         self.prompt_ids: array[int] | None = None
-        self.end: StreamEnd | None = None
         self.error: bytes | None = None
         self.finish_reason: str | None = None
         self.usage: dict[str, Any] | None = None
         self.begun = False
         self.public_id = public_id
         self.created = created
-        self._want_ids = want_token_ids
         self._want_usage = want_usage
         self._want_continuous = want_usage and want_continuous_usage
         self._prompt_tokens = prompt_tokens
@@ -149,13 +127,10 @@ class EventScanner:
         self._max_event_bytes = max_event_bytes
         self._life = 0
         self._base = 0  # tokens of earlier lives
-        self._printed = 0  # tokens whose text the client has
         self._ids_in_life = False
         self._role_sent = False
-        self._parts: list[bytes] = []  # of an event that has not ended
         self._parts_bytes = 0
-        self._edge = b""  # the last bytes of `_parts`, where a blank line may straddle
-        self._forget_template()
+        self._edge = b""  # the last bytes of `parts`, where a blank line may straddle
 
     def prefilled(self, prompt_tokens: int, cached_tokens: int | None) -> None:
         """The prefiller's figures, where they come when the decoder's stream is open already."""
@@ -169,10 +144,10 @@ class EventScanner:
     def resume(self) -> int:
         """Begin another life of the same answer; returns how many tokens were given back to be made again."""
         dropped = 0
-        if self.ids_exact and not self._want_ids:
-            dropped = self.tokens - self._printed
-            del self.ids[self._printed :]
-            self.tokens = self._printed
+        if self.ids_exact and not self.want_ids:
+            dropped = self.tokens - self.printed
+            del self.ids[self.printed :]
+            self.tokens = self.printed
         self.end = None
         self.error = None
         self.finish_reason = None
@@ -180,10 +155,10 @@ class EventScanner:
         self._life += 1
         self._base = self.tokens
         self._ids_in_life = False
-        self._parts.clear()
+        self.parts.clear()
         self._parts_bytes = 0
         self._edge = b""
-        self._forget_template()
+        self.forget()
         return dropped
 
     def feed(self, data: bytes) -> bytes:
@@ -196,7 +171,7 @@ class EventScanner:
         relayed = self.match(data)
         if relayed is not None:
             return relayed
-        if self._parts:
+        if self.parts:
             whole = self._join(data)
             if whole is None:
                 return b""
@@ -207,7 +182,7 @@ class EventScanner:
         """The worker's bytes have ended; returns how. Half an event is dropped."""
         if self.end is None:
             self.end = StreamEnd.UNFINISHED if self.finish_reason is None else StreamEnd.NO_DONE
-        self._parts.clear()
+        self.parts.clear()
         return self.end
 
     def owed_usage(self, model: str | None, *, chat: bool) -> bytes:
@@ -232,8 +207,8 @@ class EventScanner:
         """All bytes since the last blank line if `data` completes an event, else None and they are kept."""
         seam = self._edge + data
         if b"\n\n" in seam or b"\n\r\n" in seam:
-            whole = b"".join((*self._parts, data))
-            self._parts.clear()
+            whole = b"".join((*self.parts, data))
+            self.parts.clear()
             self._parts_bytes = 0
             self._edge = b""
             return whole
@@ -241,12 +216,12 @@ class EventScanner:
         return None
 
     def _keep(self, data: bytes, seam: bytes) -> None:
-        self._parts.append(data)
+        self.parts.append(data)
         self._parts_bytes += len(data)
         self._edge = seam[-2:]
         if self._parts_bytes > self._max_event_bytes:
             self.end = StreamEnd.OVERSIZED
-            self._parts.clear()
+            self.parts.clear()
 
     def _events_of(self, data: bytes) -> bytes:
         out = []
@@ -275,43 +250,7 @@ class EventScanner:
 
     # -------------------------------------------------------------------------------------------- template
 
-    def _forget_template(self) -> None:
-        self._mid, self._head = b"\n", b"\n"  # what comes before the first of these never starts with one
-        self._head_out = self._tail = self._end_out = b""
-        self._n_head = len(self._head)
-        self._n_tail = 0
-        self._same_head = True
-
-    def match(self, raw: bytes) -> bytes | None:
-        """As `feed`, at once, if `raw` is one event of the template; else None, and nothing has changed."""
-        before, _, rest = raw.partition(self._mid)
-        if not before.startswith(self._head) or self._parts or self.end is not None:
-            return None
-        text = before[self._n_head :]
-        if b'"' in text or b"\n" in text or not rest.endswith(self._tail):
-            return None
-        ids = rest[: -self._n_tail]
-        try:
-            if ids.isdigit():
-                self.ids.append(int(ids))
-                self.tokens += 1
-            elif ids:
-                several = ids.split(b",")
-                if not all(map(bytes.isdigit, several)):
-                    return None
-                self.ids.extend(array("I", map(int, several)))
-                self.tokens += len(several)
-        except (OverflowError, ValueError):  # ValueError: thousands of digits
-            return None
-        if text:
-            self._printed = self.tokens
-        if self._want_ids:
-            return raw if self._same_head else self._head_out + raw[self._n_head :]
-        if self._same_head:
-            return before + self._end_out
-        return self._head_out + text + self._end_out
-
-    def _learn(self, raw: bytes, out: bytes) -> None:
+    def _make_template(self, raw: bytes, out: bytes) -> None:
         """Make a template of an ordinary event: `raw` as it came, `out` as the client got it."""
         if b'"prompt_token_ids":[' in raw or raw.find(b"\n") != len(raw) - 2:
             return  # ids that come once would have to be taken out of every match; one line is all that is looked at
@@ -323,13 +262,10 @@ class EventScanner:
                 before = raw[start - len(key) - 1 : start - len(key)]
                 if before not in (b",", b"{") or not start <= stop < ids_at:
                     return
-                self._head, self._n_head = raw[:start], start
-                self._mid = raw[stop : ids_at + len(_IDS_KEY)]
-                self._tail = raw[raw.index(b"]", ids_at) :]
-                self._n_tail = len(self._tail)
-                self._head_out = out[: out.index(key) + len(key)]
-                self._same_head = self._head_out == self._head
-                self._end_out = self._mid[:-1] + b"null" + self._tail[1:]
+                mid = raw[stop : ids_at + len(_IDS_KEY)]
+                tail = raw[raw.index(b"]", ids_at) :]
+                head_out = out[: out.index(key) + len(key)]
+                self.learn(raw[:start], mid, tail, head_out, mid[:-1] + b"null" + tail[1:])
                 return
 
     # -------------------------------------------------------------------------------------------- JSON
@@ -391,7 +327,7 @@ class EventScanner:
             blanked += self._take_ids(choice, "prompt_token_ids", prompt=True)
             if _has_text(choice):
                 carries = True
-                self._printed = self.tokens
+                self.printed = self.tokens
             if choice.get("stop_reason") == "recomputed":
                 recomputed = changed = True
                 choice["finish_reason"] = None
@@ -426,7 +362,7 @@ class EventScanner:
         else:
             out = raw
         if ordinary and choices[0].get("logprobs") is None:
-            self._learn(raw, out)
+            self._make_template(raw, out)
         return out
 
     def _take_ids(self, holder: dict[str, Any], name: str, *, prompt: bool = False) -> int:
@@ -448,7 +384,7 @@ class EventScanner:
                 self.ids_exact = False
             else:
                 self.ids.extend(taken)
-        if self._want_ids and not (prompt and self._life):
+        if self.want_ids and not (prompt and self._life):
             return 0
         holder[name] = None
         return 1
@@ -513,7 +449,7 @@ class EventScanner:
 
     def _says_nothing(self, choices: list[dict[str, Any]], role_dropped: bool) -> bool:
         """Whether the event exists only because we asked for ids, or held only a role that was dropped."""
-        if self._want_ids and not role_dropped:
+        if self.want_ids and not role_dropped:
             return False
         for choice in choices:
             delta = choice.get("delta")

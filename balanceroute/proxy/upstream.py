@@ -28,8 +28,8 @@ is `BadUpstreamReply`: a truncated answer never looks complete. `abort()` closes
 notices and frees the request.
 
 **Short ways.** A read of a stream is nearly always one whole chunk. Such a read would leave the parser where it was,
-between two chunks, so it is taken apart here (`unchunked`) and the parser never sees it. A short answer is nearly
-always one read from status to end; it never gets a parser (`plain_reply`). All else is the parser's business.
+between two chunks, so the parser never sees it (`hotpath.unchunked`). A short answer is nearly always one read from
+status to end; it never gets a parser (`plain_reply`). All else is the parser's business.
 
 Errors of the network leave this module as `ConnectFailed`, `UpstreamTimeout` or `BadUpstreamReply`. The
 environment (`http_proxy`) is not consulted; `accept-encoding` is `identity` and a body is passed on as it is.
@@ -45,6 +45,7 @@ from urllib.parse import urlsplit
 import httptools
 
 from balanceroute.errors import BadUpstreamReply, ConnectFailed, UpstreamError, UpstreamTimeout
+from balanceroute.proxy.hotpath import unchunked
 
 KEEPALIVE_S: Final = 4.0  # below the 5 s after which uvicorn closes an idle connection
 FRESH_S: Final = 1.0  # idle time up to which a request that can't be repeated may use a connection
@@ -52,7 +53,6 @@ HIGH_WATER_BYTES: Final = 256 * 1024
 CONNECT_TIMEOUT_S: Final = 5.0
 MAX_HEAD_BYTES: Final = 64 * 1024
 _MAX_STARTS: Final = 16  # request lines kept ready: the router asks a worker for a handful of paths
-_SIZE_LINE: Final = 10  # of a chunk, at most: eight digits and the line's end
 _OTHER_FIELD: Final = rb"(?!content-length|transfer-encoding|connection|upgrade|trailer)[\w-]+:[^\r\n]*\r\n"
 _PLAIN: Final = re.compile(
     rb"HTTP/1\.1 200 [^\r\n]*\r\n((?:%b)*content-length: (\d{1,12})\r\n(?:%b)*)\r\n" % (_OTHER_FIELD, _OTHER_FIELD),
@@ -228,32 +228,6 @@ class Upstream:
             self._idle.append(connection)
         else:
             connection.abort()
-
-
-def unchunked(data: bytes) -> bytes | None:
-    """The body in `data` if that is nothing but whole chunks, none of them the last; else None."""
-    try:
-        start = data.index(b"\r\n", 0, _SIZE_LINE) + 2
-        stop = start + int(data[: start - 2], 16)
-        if stop + 2 < len(data):
-            return _several_unchunked(data)
-    except ValueError:
-        return None
-    return data[start:stop] if start < stop and data.startswith(b"\r\n", stop) else None
-
-
-def _several_unchunked(data: bytes) -> bytes | None:
-    """As `unchunked`, for any number of chunks. Raises: ValueError: where one begins is no size."""
-    parts = []
-    at = 0
-    while at < len(data):
-        start = data.index(b"\r\n", at, at + _SIZE_LINE) + 2
-        stop = start + int(data[at : start - 2], 16)
-        if stop <= start or not data.startswith(b"\r\n", stop):
-            return None
-        parts.append(data[start:stop])
-        at = stop + 2
-    return b"".join(parts)
 
 
 def plain_reply(data: bytes) -> tuple[bytes, bytes] | None:

@@ -9,7 +9,8 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from balanceroute.errors import UpstreamError
-from balanceroute.proxy.upstream import Upstream, _Connection, unchunked
+from balanceroute.proxy.hotpath import unchunked
+from balanceroute.proxy.upstream import Upstream, _Connection
 
 HEAD = b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n"
 chunks = st.lists(st.binary(min_size=1, max_size=40) | st.sampled_from([b"\r\n", b"0\r\n\r\n", b"5\r\nhello\r\n"]))
@@ -105,10 +106,7 @@ def test_unchunked_takes_whole_chunks_or_nothing(data: bytes) -> None:
         oracle = Body()
         parser = httptools.HttpResponseParser(oracle)
         parser.feed_data(HEAD)
-        try:
-            parser.feed_data(data)
-        except httptools.HttpParserError:
-            return  # a size that int() reads and HTTP doesn't, such as +5: no harm in an answer that fits it exactly
+        parser.feed_data(data)
         assert body == oracle.data and not oracle.complete
 
 

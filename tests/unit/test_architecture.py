@@ -90,7 +90,9 @@ def test_pure_layers_use_no_clock_socket_task_logger_or_global_random_state(fold
 def test_wire_modules_know_nothing_of_the_rest_of_the_proxy(name: str) -> None:
     path = PACKAGE / "proxy" / f"{name}.py"
     if path.exists():
-        assert package_layers(path) <= {"errors"}
+        inner = {name for name in imports_of(path) if name.startswith("balanceroute.proxy.")}
+        assert package_layers(path) <= {"errors", "proxy"}
+        assert all(name.startswith("balanceroute.proxy.hotpath.") for name in inner)
 
 
 def test_only_the_oracle_reads_true_output_lengths_in_the_simulator() -> None:

@@ -1,0 +1,119 @@
+r"""The hot path in Python: what `compiled.pyx` must agree with, on any input (a property test).
+
+**Events by template.** Nearly all events of a stream differ from the one before in two places only, the text and the
+token ids. An ordinary event leaves a template behind: `head`, then a text, then `mid`, then ids, then `tail`. A later
+event is taken apart by it without parsing, and only if the match is exact: `head` at its start, `tail` at its end, no
+quote and no newline between `head` and `mid`, nothing but digits and commas between `mid` and `tail`.
+
+Why an exact match proves the meaning. Inside a JSON string every quote is escaped, so a text without any quote is all
+inside the string that `head` opened and that `mid` (which begins with a quote) closes. (A text ending in a backslash
+would escape that quote; then the next bytes of `mid`, a comma or brace and a bare key, could not follow, and the event
+was no JSON to begin with.) So the event is the template's event with another text and other ids: every key that was
+judged ordinary then is byte for byte the same now.
+
+**Chunks.** A read of a stream is nearly always one whole chunk, or several; such a read needs no HTTP parser.
+"""
+
+from array import array
+from typing import Final
+
+_SIZE_DIGITS: Final = 8  # of a chunk, at most
+_ID_DIGITS: Final = 10  # of a token id, at most: ids are kept in 32 bits
+_HEX: Final = b"0123456789abcdefABCDEF"
+
+
+def unchunked(data: bytes) -> bytes | None:
+    """The body in `data` if that is nothing but whole chunks, none of them the last; else None."""
+    parts = []
+    at = 0
+    while at < len(data):
+        size, end, _ = data[at : at + _SIZE_DIGITS + 2].partition(b"\r\n")
+        if not end or not size or size.strip(_HEX):
+            return None
+        start = at + len(size) + 2
+        stop = start + int(size, 16)
+        if stop == start or not data.startswith(b"\r\n", stop):
+            return None
+        parts.append(data[start:stop])
+        at = stop + 2
+    return b"".join(parts) if parts else None
+
+
+class EventMatcher:
+    """Takes apart the events that a template fits, and counts their tokens.
+
+    Attributes: `tokens`, generated so far. `ids`, those tokens. `printed`, how many tokens have had their text seen.
+    `end`, why nothing more can come, and `parts`, of an event that has not ended: while there is either, nothing fits.
+    `want_ids`, whether events keep their token ids. All are the owner's to change.
+    """
+
+    __slots__ = (
+        "_end_out",
+        "_head",
+        "_head_out",
+        "_mid",
+        "_n_head",
+        "_n_mid",
+        "_n_tail",
+        "_same_head",
+        "_tail",
+        "end",
+        "ids",
+        "parts",
+        "printed",
+        "tokens",
+        "want_ids",
+    )
+
+    def __init__(self, want_ids: bool) -> None:
+        """Nothing fits yet."""
+        self.tokens = 0
+        self.ids = array("I")
+        self.printed = 0
+        self.end: object = None
+        self.parts: list[bytes] = []
+        self.want_ids = want_ids
+        self.forget()
+
+    def learn(self, head: bytes, mid: bytes, tail: bytes, head_out: bytes, end_out: bytes) -> None:
+        """Events are now `head`, text, `mid`, ids, `tail`; `mid` begins with a quote.
+
+        They leave as `head_out`, text, `end_out`, or with everything from the text on as it came if ids are wanted.
+        """
+        self._head, self._mid, self._tail = head, mid, tail
+        self._n_head, self._n_mid, self._n_tail = len(head), len(mid), len(tail)
+        self._head_out, self._end_out = head_out, end_out
+        self._same_head = head_out == head
+
+    def forget(self) -> None:
+        """Nothing fits any more."""
+        self.learn(b"", b"\n", b"", b"", b"")  # at the quote that ends a text there is no line end
+
+    def match(self, raw: bytes) -> bytes | None:
+        """What `raw` leaves as, if it is one event that fits; else None, and nothing has changed."""
+        if self.end is not None or self.parts or not raw.startswith(self._head):
+            return None
+        stop = raw.find(b'"', self._n_head)
+        ids_at, ids_end = stop + self._n_mid, len(raw) - self._n_tail
+        if stop < 0 or ids_at > ids_end or not raw.startswith(self._mid, stop) or not raw.endswith(self._tail):
+            return None
+        text, ids = raw[self._n_head : stop], raw[ids_at:ids_end]
+        if b"\n" in text:
+            return None
+        try:
+            if len(ids) <= _ID_DIGITS and ids.isdigit():
+                self.ids.append(int(ids))
+                self.tokens += 1
+            elif ids:
+                several = ids.split(b",")
+                if not all(one.isdigit() and len(one) <= _ID_DIGITS for one in several):
+                    return None
+                self.ids.extend(array("I", map(int, several)))
+                self.tokens += len(several)
+        except OverflowError:
+            return None
+        if text:
+            self.printed = self.tokens
+        if not self.want_ids:
+            return self._head_out + text + self._end_out
+        return raw if self._same_head else self._head_out + raw[self._n_head :]
