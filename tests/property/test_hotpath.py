@@ -16,8 +16,8 @@ HEAD, MID, TAIL = b'data: {"a":1,"text":"', b'","token_ids":[', b'],"z":null}\n\
 TEMPLATES = [
     (HEAD, MID, TAIL, HEAD, b'","token_ids":null,"z":null}\n\n'),
     (HEAD, MID, TAIL, b'data: {"a":2,"text":"', b'","token_ids":null,"z":null}\n\n'),
-    (b'x"', b'",', b"\n\n", b"y", b"z"),
-    (b"", b'"', b"", b"", b""),
+    (b'x"', b'",', b"]", b"y", b"z"),
+    (b"", b'"', b"]\n", b"", b""),
 ]
 ids = st.lists(st.integers(0, 2**33) | st.just(0), max_size=4).map(lambda each: b",".join(b"%d" % one for one in each))
 odd_ids = st.text("0123456789,,+ ]x", max_size=14).map(str.encode)
@@ -29,7 +29,7 @@ def reads(draw: st.DrawFn) -> tuple[tuple[bytes, ...], bytes]:
     """A template, and bytes that fit it, nearly do or don't at all."""
     template = draw(st.sampled_from(TEMPLATES))
     head, mid, tail = template[:3]
-    raw = head + draw(texts) + mid + draw(ids | odd_ids) + tail
+    raw = b"".join(head + draw(texts) + mid + draw(ids | odd_ids) + tail for _ in range(draw(st.integers(1, 3))))
     cut = draw(st.integers(0, len(raw)))
     return template, draw(st.sampled_from([raw, raw[:cut], raw[cut:], raw + raw, raw[:cut] + b"!" + raw[cut:]]))
 
@@ -60,11 +60,15 @@ def test_both_matchers_take_the_same_events_and_count_the_same(
 
 
 @pytest.mark.parametrize("module", [reference, compiled])
-def test_an_event_that_fits_is_counted_and_leaves_without_its_ids(module: Any) -> None:
+def test_events_that_fit_are_counted_and_leave_without_their_ids(module: Any) -> None:
     matcher = module.EventMatcher(False)
     matcher.learn(*TEMPLATES[0])
-    assert outcome(matcher, HEAD + b"hi" + MID + b"7,8" + TAIL) == (HEAD + b"hi" + TEMPLATES[0][4], 2, [7, 8], 2)
-    assert outcome(matcher, HEAD + MID + b"9" + TAIL) == (HEAD + TEMPLATES[0][4], 3, [7, 8, 9], 2)
+    one, other = HEAD + b"hi" + MID + b"7,8" + TAIL, HEAD + MID + b"9" + TAIL
+    one_out, other_out = HEAD + b"hi" + TEMPLATES[0][4], HEAD + TEMPLATES[0][4]
+    assert outcome(matcher, one) == (one_out, 2, [7, 8], 2)
+    assert outcome(matcher, other) == (other_out, 3, [7, 8, 9], 2)
+    assert outcome(matcher, one + other + one[:-1]) == (None, 3, [7, 8, 9], 2)
+    assert outcome(matcher, one + other) == (one_out + other_out, 6, [7, 8, 9, 7, 8, 9], 5)
 
 
 @pytest.mark.parametrize("module", [reference, compiled])

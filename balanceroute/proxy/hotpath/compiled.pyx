@@ -54,6 +54,10 @@ def unchunked(bytes data not None):
     return body
 
 
+cdef struct Event:
+    Py_ssize_t text, stop, ids, ids_end, end  # where each begins, but for the ends
+
+
 cdef bint next_id(const char* data, Py_ssize_t* at, Py_ssize_t end, unsigned long long* value) noexcept:
     """Read the id at `at`, which moves behind it and its comma; False if there is none, or a comma without a next."""
     cdef Py_ssize_t first = at[0], i = at[0]
@@ -67,11 +71,14 @@ cdef bint next_id(const char* data, Py_ssize_t* at, Py_ssize_t end, unsigned lon
     return i == end or (data[i] == c',' and i + 1 < end)
 
 
+cdef inline bint is_at(const char* data, Py_ssize_t size, Py_ssize_t at, bytes what) noexcept:
+    return size - at >= PyBytes_GET_SIZE(what) and memcmp(data + at, PyBytes_AS_STRING(what), PyBytes_GET_SIZE(what)) == 0
+
+
 cdef class EventMatcher:
     cdef public object tokens, printed, ids, end
     cdef public list parts
     cdef public bint want_ids
-    cdef bint same_head
     cdef bytes head, mid, tail, head_out, end_out
 
     def __init__(self, bint want_ids):
@@ -92,48 +99,79 @@ cdef class EventMatcher:
     ):
         self.head, self.mid, self.tail = head, mid, tail
         self.head_out, self.end_out = head_out, end_out
-        self.same_head = head_out == head
 
     def forget(self):
-        self.learn(b"", b"\n", b"", b"", b"")
+        self.learn(b"", b"\n", b"]", b"", b"")
+
+    cdef Py_ssize_t fit(self, const char* data, Py_ssize_t size, Py_ssize_t at, Event* event) noexcept:
+        """Take apart the event at `at`: how many ids it has, or -1 if it does not fit."""
+        cdef unsigned long long value
+        cdef Py_ssize_t ids = 0, i
+        if not is_at(data, size, at, self.head):
+            return -1
+        event.text = i = at + PyBytes_GET_SIZE(self.head)
+        while i < size and data[i] != c'"':
+            if data[i] == c'\n':
+                return -1
+            i += 1
+        event.stop = i
+        if not is_at(data, size, i, self.mid):
+            return -1
+        event.ids = i = i + PyBytes_GET_SIZE(self.mid)
+        while i < size and (c'0' <= data[i] <= c'9' or data[i] == c','):
+            i += 1
+        event.ids_end = i
+        event.end = i + PyBytes_GET_SIZE(self.tail)
+        if not is_at(data, size, i, self.tail):
+            return -1
+        i = event.ids
+        while i < event.ids_end:
+            if not next_id(data, &i, event.ids_end, &value):
+                return -1
+            ids += 1
+        return ids
+
+    cdef take_ids(self, const char* data, Event* event):
+        cdef unsigned long long value
+        cdef Py_ssize_t i = event.ids
+        while i < event.ids_end:
+            next_id(data, &i, event.ids_end, &value)
+            self.ids.append(value)
 
     def match(self, bytes raw not None):
-        if self.end is not None or self.parts:
-            return None
         cdef const char* data = PyBytes_AS_STRING(raw)
-        cdef Py_ssize_t n_head = PyBytes_GET_SIZE(self.head), n_mid = PyBytes_GET_SIZE(self.mid)
-        cdef Py_ssize_t n_tail = PyBytes_GET_SIZE(self.tail), ids_end = PyBytes_GET_SIZE(raw) - n_tail
-        if ids_end < n_head + n_mid or memcmp(data, PyBytes_AS_STRING(self.head), n_head) != 0:
+        cdef Py_ssize_t size = PyBytes_GET_SIZE(raw), at = 0, total = 0, ids = 0, printed = -1, events = 0, n
+        cdef Py_ssize_t n_head = PyBytes_GET_SIZE(self.head_out), n_end = PyBytes_GET_SIZE(self.end_out)
+        cdef Event event
+        if size == 0 or self.end is not None or self.parts:
             return None
-        cdef Py_ssize_t stop = n_head
-        while data[stop] != c'"':
-            if data[stop] == c'\n' or stop + n_mid == ids_end:
+        while at < size:
+            n = self.fit(data, size, at, &event)
+            if n < 0:
                 return None
-            stop += 1
-        cdef Py_ssize_t ids_at = stop + n_mid
-        if ids_at > ids_end or memcmp(data + stop, PyBytes_AS_STRING(self.mid), n_mid) != 0:
-            return None
-        if memcmp(data + ids_end, PyBytes_AS_STRING(self.tail), n_tail) != 0:
-            return None
-        cdef Py_ssize_t at = ids_at, found = 0
-        cdef unsigned long long value
-        while at < ids_end:
-            if not next_id(data, &at, ids_end, &value):
-                return None
-            found += 1
-        at = ids_at
-        while at < ids_end:
-            next_id(data, &at, ids_end, &value)
-            self.ids.append(value)
-        self.tokens += found
-        if stop > n_head:
-            self.printed = self.tokens
-        if self.want_ids:
-            return raw if self.same_head else self.head_out + raw[n_head:]
-        cdef Py_ssize_t n_out = PyBytes_GET_SIZE(self.head_out), n_end = PyBytes_GET_SIZE(self.end_out)
-        cdef bytes relayed = PyBytes_FromStringAndSize(NULL, n_out + stop - n_head + n_end)
+            events += 1
+            ids += n
+            if event.stop > event.text:
+                printed = ids
+            total += n_head + (event.end - event.text if self.want_ids else event.stop - event.text + n_end)
+            at = event.end
+        cdef bytes relayed = PyBytes_FromStringAndSize(NULL, total)
         cdef char* out = PyBytes_AS_STRING(relayed)
-        memcpy(out, PyBytes_AS_STRING(self.head_out), n_out)
-        memcpy(out + n_out, data + n_head, stop - n_head)
-        memcpy(out + n_out + stop - n_head, PyBytes_AS_STRING(self.end_out), n_end)
+        at = 0
+        while at < size:
+            if events > 1:  # else it is what `event` holds
+                self.fit(data, size, at, &event)
+            self.take_ids(data, &event)
+            memcpy(out, PyBytes_AS_STRING(self.head_out), n_head)
+            out += n_head
+            n = (event.end if self.want_ids else event.stop) - event.text
+            memcpy(out, data + event.text, n)
+            out += n
+            if not self.want_ids:
+                memcpy(out, PyBytes_AS_STRING(self.end_out), n_end)
+                out += n_end
+            at = event.end
+        if printed >= 0:
+            self.printed = self.tokens + printed
+        self.tokens += ids
         return relayed

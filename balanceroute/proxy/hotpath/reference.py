@@ -18,7 +18,8 @@ from array import array
 from typing import Final
 
 _SIZE_DIGITS: Final = 8  # of a chunk, at most
-_ID_DIGITS: Final = 10  # of a token id, at most: ids are kept in 32 bits
+_ID_DIGITS: Final = 10  # of a token id, at most
+_MAX_ID: Final = 2**32 - 1  # ids are kept in 32 bits
 _HEX: Final = b"0123456789abcdefABCDEF"
 
 
@@ -55,7 +56,6 @@ class EventMatcher:
         "_n_head",
         "_n_mid",
         "_n_tail",
-        "_same_head",
         "_tail",
         "end",
         "ids",
@@ -76,44 +76,52 @@ class EventMatcher:
         self.forget()
 
     def learn(self, head: bytes, mid: bytes, tail: bytes, head_out: bytes, end_out: bytes) -> None:
-        """Events are now `head`, text, `mid`, ids, `tail`; `mid` begins with a quote.
+        """Events are now `head`, text, `mid`, ids, `tail`; `mid` begins with a quote and `tail` with a bracket.
 
         They leave as `head_out`, text, `end_out`, or with everything from the text on as it came if ids are wanted.
         """
         self._head, self._mid, self._tail = head, mid, tail
         self._n_head, self._n_mid, self._n_tail = len(head), len(mid), len(tail)
         self._head_out, self._end_out = head_out, end_out
-        self._same_head = head_out == head
 
     def forget(self) -> None:
         """Nothing fits any more."""
-        self.learn(b"", b"\n", b"", b"", b"")  # at the quote that ends a text there is no line end
+        self.learn(b"", b"\n", b"]", b"", b"")  # at the quote that ends a text there is no line end
 
     def match(self, raw: bytes) -> bytes | None:
-        """What `raw` leaves as, if it is one event that fits; else None, and nothing has changed."""
-        if self.end is not None or self.parts or not raw.startswith(self._head):
+        """What `raw` leaves as, if it is nothing but events that fit; else None, and nothing has changed."""
+        if not raw or self.end is not None or self.parts:
             return None
-        stop = raw.find(b'"', self._n_head)
-        ids_at, ids_end = stop + self._n_mid, len(raw) - self._n_tail
-        if stop < 0 or ids_at > ids_end or not raw.startswith(self._mid, stop) or not raw.endswith(self._tail):
-            return None
-        text, ids = raw[self._n_head : stop], raw[ids_at:ids_end]
-        if b"\n" in text:
-            return None
-        try:
-            if len(ids) <= _ID_DIGITS and ids.isdigit():
-                self.ids.append(int(ids))
-                self.tokens += 1
-            elif ids:
-                several = ids.split(b",")
-                if not all(one.isdigit() and len(one) <= _ID_DIGITS for one in several):
-                    return None
-                self.ids.extend(array("I", map(int, several)))
-                self.tokens += len(several)
-        except OverflowError:
-            return None
-        if text:
-            self.printed = self.tokens
-        if not self.want_ids:
-            return self._head_out + text + self._end_out
-        return raw if self._same_head else self._head_out + raw[self._n_head :]
+        out: list[bytes] = []
+        ids = array("I")
+        printed = self.printed
+        at = 0
+        while at < len(raw):
+            text_at = at + self._n_head
+            stop = raw.find(b'"', text_at)
+            ids_at = stop + self._n_mid
+            ids_end = raw.find(self._tail, ids_at)
+            text = raw[text_at:stop]
+            if not raw.startswith(self._head, at) or stop < 0 or not raw.startswith(self._mid, stop) or b"\n" in text:
+                return None
+            if ids_end < 0 or not _take_ids(raw[ids_at:ids_end], ids):
+                return None
+            at = ids_end + self._n_tail
+            out += (self._head_out, raw[text_at:at]) if self.want_ids else (self._head_out, text, self._end_out)
+            if text:
+                printed = self.tokens + len(ids)
+        self.ids.extend(ids)
+        self.tokens += len(ids)
+        self.printed = printed
+        return b"".join(out)
+
+
+def _take_ids(listed: bytes, ids: "array[int]") -> bool:
+    """Append the ids of a list to `ids`; False if it is no such list, and then some may have been appended."""
+    if not listed:
+        return True
+    for one in listed.split(b","):
+        if not one.isdigit() or len(one) > _ID_DIGITS or int(one) > _MAX_ID:
+            return False
+        ids.append(int(one))
+    return True
