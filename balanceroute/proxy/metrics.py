@@ -15,6 +15,7 @@ from balanceroute import __version__
 from balanceroute.core.snapshot import ClusterSnapshot
 from balanceroute.core.types import Outcome, WorkerState
 from balanceroute.proxy.forecast_metrics import ForecastMetrics
+from balanceroute.proxy.hotpath import COMPILED
 from balanceroute.proxy.instruments import DECISION_SECONDS, CounterFamily, HistogramFamily, StageClock
 from balanceroute.proxy.watchdog import Watchdog
 
@@ -137,7 +138,8 @@ class Metrics(Collector):
             divergence.add_metric([worker_id], self.watchdog.divergence(worker_id))
         yield divergence
         build = InfoMetricFamily("balanceroute_build", "What runs.")
-        build.add_metric([], {"version": __version__, "policy": self._policy})
+        hot_path = "compiled" if COMPILED else "python"
+        build.add_metric([], {"version": __version__, "policy": self._policy, "hot_path": hot_path})
         yield build
 
     def _snapshot_gauges(self) -> Iterator[Metric]:

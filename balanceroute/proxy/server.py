@@ -23,6 +23,7 @@ from balanceroute.config import Config
 from balanceroute.errors import ConfigError, Rejected
 from balanceroute.proxy.app import RouterApp
 from balanceroute.proxy.client_transport import CLIENT_CONNECTION, ClientConnection, HeadAndBody, Watches
+from balanceroute.proxy.hotpath import COMPILED
 from balanceroute.proxy.ledger import RETRY_AFTER_S
 from balanceroute.proxy.responses import error_body, send_error
 from balanceroute.proxy.services import Services
@@ -209,7 +210,7 @@ class Server(uvicorn.Server):
             # call, and an event takes several: gaps of 8 ms were seen.
             sys.setswitchinterval(SWITCH_INTERVAL_S)
             sock = self.servers[0].sockets[0].getsockname()
-            log.info("listening", extra={"host": sock[0], "port": sock[1]})
+            log.info("listening", extra={"host": sock[0], "port": sock[1], "hot_path_compiled": COMPILED})
             if self._on_reload is not None:
                 asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, self._reload)
 
