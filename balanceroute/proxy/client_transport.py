@@ -14,10 +14,11 @@ waiting for the disconnect message takes two coroutines, an event and a future.
 
 import asyncio
 from collections.abc import Callable
-from typing import Final, cast
+from typing import Final
 
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, RequestResponseCycle
 
+from balanceroute.proxy.hotpath import PartWriter
 from balanceroute.proxy.responses import Headers
 
 CLIENT_CONNECTION: Final = "balanceroute.client_connection"
@@ -25,50 +26,36 @@ CLIENT_CONNECTION: Final = "balanceroute.client_connection"
 Watches = dict["ClientConnection", Callable[[], None]]
 
 
-class ClientConnection:
+class ClientConnection(PartWriter):
     """The connection of one request: its body, its response or parts of one at once, word of the client's leaving."""
 
-    __slots__ = ("_cycle", "_flow", "_transport", "_watches")
+    __slots__ = ("_watches",)
 
     def __init__(self, cycle: RequestResponseCycle, watches: Watches) -> None:
         """`watches` are those of all requests of the connection; its protocol calls them when it is lost."""
-        self._cycle, self._flow, self._watches = cycle, cycle.flow, watches
-        self._transport = cast(HeadAndBody, cycle.transport)  # our protocol gave it
-
-    def write(self, body: bytes) -> bool:
-        """Write a part of a body without a length now, as `send` would; never empty, after the head, not the last.
-
-        Returns whether it was written; if not, nothing has happened and `send` is to be used.
-        """
-        if self._flow.write_paused or self._cycle.disconnected:
-            return False
-        transport, part = self._transport, b"%x\r\n%b\r\n" % (len(body), body)
-        if transport.head:
-            transport.write(part)
-        else:
-            transport.send(part)
-        return True
+        super().__init__(cycle)
+        self._watches = watches
 
     def respond(self, status: int, headers: Headers, body: bytes) -> bool:
         """Write a whole response now, as two `send`s would; `headers` have its length, and are well-formed.
 
         Returns whether it was written; if not, nothing has happened and `send` is to be used.
         """
-        cycle = self._cycle
-        if self._flow.write_paused or cycle.disconnected or cycle.response_started:
+        cycle = self.cycle
+        if self.flow.write_paused or cycle.disconnected or cycle.response_started:
             return False
         fields = b"".join([b"%b: %b\r\n" % field for field in [*cycle.default_headers, *headers]])
         close = b"" if cycle.keep_alive else b"connection: close\r\n"
         cycle.response_started = cycle.response_complete = True
-        self._transport.write(b"%b%b%b\r\n%b" % (STATUS_LINE[status], fields, close, body))
+        self.transport.write(b"%b%b%b\r\n%b" % (STATUS_LINE[status], fields, close, body))
         if not cycle.keep_alive:
-            self._transport.close()
+            self.transport.close()
         cycle.on_response()
         return True
 
     def body(self) -> bytes | None:
         """The request's body if all of it has come, for once; if not, `receive` is to be used."""
-        cycle = self._cycle
+        cycle = self.cycle
         if cycle.more_body or cycle.disconnected:
             return None
         body, cycle.body = bytes(cycle.body), bytearray()
@@ -76,10 +63,10 @@ class ClientConnection:
 
     def watch(self, on_gone: Callable[[], None]) -> None:
         """Have `on_gone` called when the client disconnects. For when the request's body has been read."""
-        if self._cycle.disconnected:
+        if self.cycle.disconnected:
             on_gone()
             return
-        self._flow.resume_reading()  # a large body may have paused it, and who doesn't read doesn't see the end
+        self.flow.resume_reading()  # a large body may have paused it, and who doesn't read doesn't see the end
         self._watches[self] = on_gone
 
     def unwatch(self) -> None:

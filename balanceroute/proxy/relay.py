@@ -2,8 +2,10 @@
 
     socket readable -> data_received -> _Pump.chunk -> EventScanner.match, else feed
                                              |-> on_tokens(n)
-                                             '-> _Flusher, at the end of the loop's turn:
+                                             '-> Flusher, at the end of the loop's turn:
                                                  write(...), else send(...) driven on the spot -> socket write
+
+Nearly all of that, for nearly all events, is in `hotpath`, which may be compiled.
 
 An ASGI `send` is a coroutine, but a server's only waits when the client's socket is full; otherwise its
 first step is also its last. So the pump steps it by hand outside of any task (`coroutine.send(None)`),
@@ -27,6 +29,7 @@ from collections.abc import Awaitable, Callable, Coroutine, Generator, MutableMa
 from typing import Any
 
 from balanceroute.errors import UpstreamError
+from balanceroute.proxy.hotpath import EventPump, Flusher
 from balanceroute.proxy.sse import EventScanner, StreamEnd
 from balanceroute.proxy.upstream import Reply
 
@@ -87,23 +90,19 @@ async def relay(
             reply.abort()
 
 
-class _Pump:
-    """The sink of one relay; see the module's theory."""
+class _Pump(EventPump):
+    """The sink of one relay; see the module's theory. What the plain case takes is in `EventPump`."""
+
+    scanner: EventScanner
+    blocked: "_HalfRun | None"
 
     __slots__ = (
-        "_blocked",
-        "_counted",
         "_ends_response",
-        "_flusher",
-        "_out",
         "_reply",
-        "_scanner",
         "_send",
         "_waiter",
-        "_write_part",
         "error",
         "failure",
-        "on_tokens",
         "over",
     )
 
@@ -117,15 +116,9 @@ class _Pump:
         ends_response: bool,
     ) -> None:
         self._reply = reply
-        self._scanner = scanner
+        super().__init__(scanner, on_tokens, _flusher(reply.loop), write)
         self._send = send
-        self.on_tokens = on_tokens
-        self._write_part = write
-        self._flusher = _flusher(reply.loop)
         self._ends_response = ends_response
-        self._counted = scanner.tokens
-        self._blocked: _HalfRun | None = None
-        self._out = b""  # what the client has not been sent yet
         self._waiter: asyncio.Future[None] | None = None
         self.over = False  # nothing more will be sent by this pump
         self.error: UpstreamError | None = None  # of the worker
@@ -134,55 +127,32 @@ class _Pump:
     def start(self, first: bytes) -> None:
         if first:
             self._write(first)
-        if self._scanner.end is None:
+        if self.scanner.end is None:
             self._reply.attach(self)
-        elif self._blocked is None:
+        elif self.blocked is None:
             self.over = True
 
     # -------------------------------------------------------------------------------- from the read callback
 
-    def chunk(self, data: bytes) -> None:
-        scanner = self._scanner
-        out = scanner.match(data)  # nearly always; `feed` would find out the same
-        if out is None:
-            out = scanner.feed(data)
-        tokens = scanner.tokens - self._counted
-        if tokens:
-            self._counted += tokens
-            self.on_tokens(tokens)
-        if out:
-            if self._out:
-                self._out += out
-            else:
-                self._out = out
-                if self._blocked is None:
-                    flusher = self._flusher
-                    if not flusher.due:
-                        flusher.arm()
-                    flusher.due.append(self)
-        if scanner.end is not None:
+    def feed(self, data: bytes) -> None:
+        self.take(self.scanner.feed(data))
+        if self.scanner.end is not None:
             self._end()
 
-    def flush(self) -> None:
-        """Write what has come since the last write, in one piece."""
-        out = self._out
-        if not out or self._blocked is not None:
-            return
-        self._out = b""
-        if self._scanner.end is None and self._write_part is not None and self._write_part(out):
-            return
+    def send(self) -> None:
+        out, self.out = self.out, b""
         self._write(out)
-        if self._scanner.end is not None:
+        if self.scanner.end is not None:
             self._end()
 
     def ended(self, error: UpstreamError | None) -> None:
         self.error = error
-        self._scanner.close()
+        self.scanner.close()
         self._end()
 
     def _write(self, out: bytes) -> None:
-        more_body = not (self._ends_response and self._scanner.end is StreamEnd.DONE)
-        if more_body and self._write_part is not None and self._write_part(out):
+        more_body = not (self._ends_response and self.scanner.end is StreamEnd.DONE)
+        if more_body and self.write_part is not None and self.write_part(out):
             return
         message = {"type": "http.response.body", "body": out, "more_body": more_body}
         sending: Coroutine[Any, Any, None] = self._send(message)  # type: ignore[assignment]
@@ -194,12 +164,12 @@ class _Pump:
             self.failure = exc
             self._end()
             return
-        self._blocked = _HalfRun(sending, waits_for)
+        self.blocked = _HalfRun(sending, waits_for)
         self._reply.pause()
         self._wake()
 
     def _end(self) -> None:
-        if self._blocked is None and not self._out:
+        if self.blocked is None and not self.out:
             self.over = True
         self._wake()
 
@@ -212,17 +182,17 @@ class _Pump:
 
     async def wait(self) -> None:
         """Wait until the pump is over or blocked, and unblock it."""
-        if self._blocked is None:
+        if self.blocked is None:
             self._waiter = self._reply.loop.create_future()
             await self._waiter
             self._waiter = None
-        while self._blocked is not None:
-            await self._blocked
-            self._blocked = None
-            out, self._out = self._out, b""
+        while self.blocked is not None:
+            await self.blocked
+            self.blocked = None
+            out, self.out = self.out, b""
             if out:
                 self._write(out)
-        if self._scanner.end is not None:
+        if self.scanner.end is not None:
             self.over = True
         else:
             self._reply.resume()
@@ -232,47 +202,24 @@ class _Pump:
 
         A cancelled relay may have read events after it was cancelled: they count as generated, so they must go out.
         """
-        out, self._out = self._out, b""
-        if out and self._blocked is None and self.failure is None:
+        out, self.out = self.out, b""
+        if out and self.blocked is None and self.failure is None:
             self._write(out)
             out = b""
-        lost = self._blocked is not None or bool(out)
-        if self._blocked is not None:
-            self._blocked.close()
-            self._blocked = None
+        lost = self.blocked is not None or bool(out)
+        if self.blocked is not None:
+            self.blocked.close()
+            self.blocked = None
         return lost
 
 
-class _Flusher:
-    """Writes for all pumps of one event loop once per turn, after all that was readable has been read.
-
-    Measured with 64 streams of 50 events/s on two quiet cores: writing from within the read callback costs a tenth
-    more CPU per event, because each write wakes its client while the neighbours wait to be read.
-    """
-
-    __slots__ = ("_loop", "due")
-
-    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
-        self._loop = loop
-        self.due: list[_Pump] = []
-
-    def arm(self) -> None:
-        """Before the first pump of a turn becomes due."""
-        self._loop.call_soon(self._flush)
-
-    def _flush(self) -> None:
-        due, self.due = self.due, []
-        for pump in due:
-            pump.flush()
+_flushers: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, Flusher] = weakref.WeakKeyDictionary()
 
 
-_flushers: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, _Flusher] = weakref.WeakKeyDictionary()
-
-
-def _flusher(loop: asyncio.AbstractEventLoop) -> _Flusher:
+def _flusher(loop: asyncio.AbstractEventLoop) -> Flusher:
     flusher = _flushers.get(loop)
     if flusher is None:
-        flusher = _flushers[loop] = _Flusher(loop)
+        flusher = _flushers[loop] = Flusher(loop)
     return flusher
 
 

@@ -45,7 +45,7 @@ from urllib.parse import urlsplit
 import httptools
 
 from balanceroute.errors import BadUpstreamReply, ConnectFailed, UpstreamError, UpstreamTimeout
-from balanceroute.proxy.hotpath import unchunked
+from balanceroute.proxy.hotpath import ChunkReader
 
 KEEPALIVE_S: Final = 4.0  # below the 5 s after which uvicorn closes an idle connection
 FRESH_S: Final = 1.0  # idle time up to which a request that can't be repeated may use a connection
@@ -263,7 +263,7 @@ class Reply:
         "_parts",
         "_parts_bytes",
         "_paused",
-        "_sink",
+        "sink",
         "_waiter",
         "head",
         "loop",
@@ -281,7 +281,7 @@ class Reply:
         self.started = False  # the head is complete
         self.undelivered = False  # a relay dropped events that it had counted
         self._connection: _Connection | None = connection
-        self._sink: Sink | None = None
+        self.sink: Sink | None = None
         self._parts: list[bytes] = []
         self._parts_bytes = 0
         self._waiter: asyncio.Future[None] | None = None
@@ -361,7 +361,7 @@ class Reply:
 
     def attach(self, sink: Sink) -> None:
         """Give the body to `sink` from now on, first what has come already (all within this call)."""
-        self._sink = sink
+        self.sink = sink
         if self._parts:
             sink.chunk(self._take())
         if self._ended:
@@ -384,7 +384,7 @@ class Reply:
         connection = self._connection
         if connection is not None:
             self._connection = None
-            self._sink = None
+            self.sink = None
             self._finish(self._failure_of(connection, "the request was aborted by the router"))
             connection.give_up()
 
@@ -395,7 +395,7 @@ class Reply:
         """
         if self._connection is None:
             return
-        self._sink = _DISCARD
+        self.sink = _DISCARD
         self._parts.clear()
         self._parts_bytes = 0
         self.resume()
@@ -403,7 +403,7 @@ class Reply:
 
     # ------------------------------------------------------------------------------------ connection's side
 
-    def _keep(self, data: bytes) -> None:
+    def keep(self, data: bytes) -> None:
         self._parts.append(data)
         self._parts_bytes += len(data)
         waiter = self._waiter
@@ -439,8 +439,8 @@ class Reply:
         waiter = self._waiter
         if waiter is not None and not waiter.done():
             waiter.set_result(None)
-        if self._sink is not None:
-            self._sink.ended(error)
+        if self.sink is not None:
+            self.sink.ended(error)
 
     def _take(self) -> bytes:
         parts = self._parts
@@ -462,11 +462,12 @@ class Reply:
         return connection.failure(ConnectFailed, text)
 
 
-class _Connection(asyncio.Protocol):
+class _Connection(ChunkReader, asyncio.Protocol):
     """One transport to the worker; owns the parser of the reply under way."""
 
+    reply: Reply | None
+
     __slots__ = (
-        "_between_chunks",
         "_buffered",
         "_chunk_ended",
         "_framed",
@@ -475,7 +476,6 @@ class _Connection(asyncio.Protocol):
         "_over",
         "_owner",
         "_parser",
-        "_reply",
         "_transport",
         "heard",
         "idle_since",
@@ -483,15 +483,14 @@ class _Connection(asyncio.Protocol):
     )
 
     def __init__(self, owner: Upstream, loop: asyncio.AbstractEventLoop) -> None:
+        super().__init__()
         self._owner = owner
         self.loop = loop
         self._transport: asyncio.Transport | None = None
         self._parser: httptools.HttpResponseParser | None = None  # made when the reply needs one
         self._over = False  # the parser has seen the reply's end
-        self._reply: Reply | None = None
         self._buffered: list[bytes] = []
         self._chunk_ended = False  # the last that the parser saw was the end of a chunk's data
-        self._between_chunks = False  # ... and of its line: the next byte begins another chunk
         self._framed = False  # the body's end is known from its framing, not from the close
         self._keep_alive = False  # the reply allows another request
         self._head_bytes = 0
@@ -517,8 +516,8 @@ class _Connection(asyncio.Protocol):
         assert self._transport is not None
         self._parser = None
         self._head_bytes = 0
-        self.heard = self._chunk_ended = self._between_chunks = self._over = False
-        reply = self._reply = Reply(self)
+        self.heard = self._chunk_ended = self.between_chunks = self._over = False
+        reply = self.reply = Reply(self)
         self._transport.write(message)
         return reply
 
@@ -539,7 +538,7 @@ class _Connection(asyncio.Protocol):
 
     def give_up(self) -> None:
         """The reply is unwanted: close, out of turn."""
-        self._reply = None
+        self.reply = None
         self._owner._release(self, reusable=False)
 
     # ------------------------------------------------------------------------------------ transport
@@ -547,20 +546,11 @@ class _Connection(asyncio.Protocol):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast(asyncio.Transport, transport)
 
-    def data_received(self, data: bytes) -> None:
-        reply = self._reply
+    def parse(self, data: bytes) -> None:
+        reply = self.reply
         if reply is None:  # idle: nobody asked, so nobody can say what this is
             self.abort()
             return
-        if self._between_chunks:
-            body = unchunked(data)
-            if body is not None:
-                sink = reply._sink
-                if sink is not None:
-                    sink.chunk(body)
-                else:
-                    reply._keep(body)
-                return
         self.heard = True
         parser = self._parser
         if parser is None:
@@ -580,26 +570,26 @@ class _Connection(asyncio.Protocol):
         if buffered:
             body = buffered[0] if len(buffered) == 1 else b"".join(buffered)
             buffered.clear()
-            if reply._sink is not None:
-                reply._sink.chunk(body)
+            if reply.sink is not None:
+                reply.sink.chunk(body)
             else:
-                reply._keep(body)
+                reply.keep(body)
         elif not reply.started and self._head_bytes > MAX_HEAD_BYTES:
             self._fail(self.failure(BadUpstreamReply, f"the reply's head is longer than {MAX_HEAD_BYTES} bytes"))
             return
-        self._between_chunks = self._chunk_ended and data.endswith(b"\r\n")
-        if self._over and self._reply is reply:
+        self.between_chunks = self._chunk_ended and data.endswith(b"\r\n")
+        if self._over and self.reply is reply:
             self._complete(reply)
 
     def _take(self, reply: Reply, lines: bytes, body: bytes) -> None:
         """The whole of a plain reply."""
-        self._reply = None
+        self.reply = None
         self.idle_since = self.loop.time()
         self._owner._release(self, reusable=self.usable)
         reply._fill(lines, body)
 
     def connection_lost(self, exc: Exception | None) -> None:
-        reply = self._reply
+        reply = self.reply
         self._transport = None
         if reply is None:
             return
@@ -612,14 +602,14 @@ class _Connection(asyncio.Protocol):
         elif exc is not None:
             error = self.failure(BadUpstreamReply, f"the connection broke: {exc}")
         else:
-            self._reply = None
+            self.reply = None
             self._owner._release(self, reusable=False)
             reply._finish(None)
             return
         self._fail(error)
 
     def _complete(self, reply: Reply) -> None:
-        self._reply = None
+        self.reply = None
         transport = self._transport
         reusable = self._keep_alive and transport is not None and not transport.is_closing()
         if reusable and reply._paused:
@@ -629,8 +619,8 @@ class _Connection(asyncio.Protocol):
         reply._finish(None)
 
     def _fail(self, error: UpstreamError) -> None:
-        reply = self._reply
-        self._reply = None
+        reply = self.reply
+        self.reply = None
         self._buffered.clear()
         self._owner._release(self, reusable=False)
         if reply is not None:
@@ -639,12 +629,12 @@ class _Connection(asyncio.Protocol):
     # ------------------------------------------------------------------------------------ parser
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        reply = self._reply
+        reply = self.reply
         if reply is not None and not reply.started:
             reply.headers.append((name.lower(), value))
 
     def on_headers_complete(self) -> None:
-        reply, parser = self._reply, self._parser
+        reply, parser = self.reply, self._parser
         if reply is None or parser is None or self._over:
             return
         status = parser.get_status_code()
@@ -676,6 +666,6 @@ class _Connection(asyncio.Protocol):
             self._buffered.append(body)
 
     def on_message_complete(self) -> None:
-        reply = self._reply
+        reply = self.reply
         if reply is not None and reply.started:
             self._over = True  # read by data_received, once the last bytes are handed on

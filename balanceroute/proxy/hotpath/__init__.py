@@ -8,14 +8,35 @@ there. `BALANCEROUTE_PURE_PYTHON=1` in the environment keeps to Python.
 import os
 from typing import TYPE_CHECKING, Final
 
-__all__ = ["COMPILED", "EventMatcher", "unchunked"]
+__all__ = ["COMPILED", "ChunkReader", "EventMatcher", "EventPump", "Flusher", "PartWriter", "unchunked"]
 
 if TYPE_CHECKING or os.environ.get("BALANCEROUTE_PURE_PYTHON"):
-    from balanceroute.proxy.hotpath.reference import EventMatcher, unchunked
+    from balanceroute.proxy.hotpath.reference import (
+        ChunkReader,
+        EventMatcher,
+        EventPump,
+        Flusher,
+        PartWriter,
+        unchunked,
+    )
 else:
     try:
-        from balanceroute.proxy.hotpath.compiled import EventMatcher, unchunked
+        from balanceroute.proxy.hotpath.compiled import (
+            ChunkReader,
+            EventMatcher,
+            EventPump,
+            Flusher,
+            PartWriter,
+            unchunked,
+        )
     except ImportError:
-        from balanceroute.proxy.hotpath.reference import EventMatcher, unchunked
+        from balanceroute.proxy.hotpath.reference import (
+            ChunkReader,
+            EventMatcher,
+            EventPump,
+            Flusher,
+            PartWriter,
+            unchunked,
+        )
 
 COMPILED: Final = EventMatcher.__module__.endswith("compiled")

@@ -1,5 +1,8 @@
 # cython: language_level=3, boundscheck=False, wraparound=False
-"""The twin of `reference.py`, name by name; what is done and why is said there."""
+"""The twin of `reference.py`, name by name; what is done and why is said there.
+
+What is called from within this file has a `cdef` method behind its public one: a call of C instead of Python's.
+"""
 
 from array import array
 
@@ -139,6 +142,9 @@ cdef class EventMatcher:
             self.ids.append(value)
 
     def match(self, bytes raw not None):
+        return self.relayed(raw)
+
+    cdef bytes relayed(self, bytes raw):
         cdef const char* data = PyBytes_AS_STRING(raw)
         cdef Py_ssize_t size = PyBytes_GET_SIZE(raw), at = 0, total = 0, ids = 0, printed = -1, events = 0, n
         cdef Py_ssize_t n_head = PyBytes_GET_SIZE(self.head_out), n_end = PyBytes_GET_SIZE(self.end_out)
@@ -155,8 +161,8 @@ cdef class EventMatcher:
                 printed = ids
             total += n_head + (event.end - event.text if self.want_ids else event.stop - event.text + n_end)
             at = event.end
-        cdef bytes relayed = PyBytes_FromStringAndSize(NULL, total)
-        cdef char* out = PyBytes_AS_STRING(relayed)
+        cdef bytes whole = PyBytes_FromStringAndSize(NULL, total)
+        cdef char* out = PyBytes_AS_STRING(whole)
         at = 0
         while at < size:
             if events > 1:  # else it is what `event` holds
@@ -174,4 +180,131 @@ cdef class EventMatcher:
         if printed >= 0:
             self.printed = self.tokens + printed
         self.tokens += ids
-        return relayed
+        return whole
+
+
+cdef class ChunkReader:
+    cdef public bint between_chunks
+    cdef public object reply
+
+    def __init__(self):
+        self.reply = None
+        self.between_chunks = False
+
+    def data_received(self, bytes data not None):
+        reply = self.reply
+        if reply is not None and self.between_chunks:
+            body = unchunked(data)
+            if body is not None:
+                sink = reply.sink
+                if isinstance(sink, EventPump):
+                    (<EventPump>sink).read(body)
+                elif sink is not None:
+                    sink.chunk(body)
+                else:
+                    reply.keep(body)
+                return
+        self.parse(data)
+
+    def parse(self, data):
+        raise NotImplementedError
+
+
+cdef class EventPump:
+    cdef public EventMatcher scanner
+    cdef public object on_tokens, write_part, blocked
+    cdef public bytes out
+    cdef object counted
+    cdef Flusher flusher
+
+    def __init__(self, EventMatcher scanner not None, on_tokens, Flusher flusher not None, write_part):
+        self.scanner = scanner
+        self.on_tokens = on_tokens
+        self.flusher = flusher
+        self.write_part = write_part
+        self.counted = scanner.tokens
+        self.blocked = None
+        self.out = b""
+
+    def chunk(self, bytes data not None):
+        self.read(data)
+
+    def take(self, bytes out not None):
+        self.keep(out)
+
+    def flush(self):
+        self.write()
+
+    cdef read(self, bytes data):
+        cdef bytes out = self.scanner.relayed(data)
+        if out is None:
+            self.feed(data)
+        else:
+            self.keep(out)
+
+    cdef keep(self, bytes out):
+        tokens = self.scanner.tokens - self.counted
+        if tokens:
+            self.counted += tokens
+            self.on_tokens(tokens)
+        if not out:
+            return
+        if self.out:
+            self.out += out
+        else:
+            self.out = out
+            if self.blocked is None:
+                self.flusher.add(self)
+
+    cdef write(self):
+        cdef bytes out = self.out
+        if not out or self.blocked is not None:
+            return
+        if self.scanner.end is None and self.write_part is not None and self.write_part(out):
+            self.out = b""
+        else:
+            self.send()
+
+    def feed(self, data):
+        raise NotImplementedError
+
+    def send(self):
+        raise NotImplementedError
+
+
+cdef class Flusher:
+    cdef list due
+    cdef object loop
+    cdef object __weakref__
+
+    def __init__(self, loop):
+        self.loop = loop
+        self.due = []
+
+    cdef add(self, EventPump pump):
+        if not self.due:
+            self.loop.call_soon(self.flush)
+        self.due.append(pump)
+
+    def flush(self):
+        cdef EventPump pump
+        due, self.due = self.due, []
+        for pump in due:
+            pump.write()
+
+
+cdef class PartWriter:
+    cdef public object cycle, flow, transport
+
+    def __init__(self, cycle):
+        self.cycle, self.flow, self.transport = cycle, cycle.flow, cycle.transport
+
+    def write(self, bytes body not None):
+        if self.flow.write_paused or self.cycle.disconnected:
+            return False
+        part = b"%x\r\n%b\r\n" % (len(body), body)
+        if self.transport.head:
+            self.transport.write(part)
+        else:
+            self.transport.send(part)
+        return True

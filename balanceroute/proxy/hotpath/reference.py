@@ -12,10 +12,16 @@ was no JSON to begin with.) So the event is the template's event with another te
 judged ordinary then is byte for byte the same now.
 
 **Chunks.** A read of a stream is nearly always one whole chunk, or several; such a read needs no HTTP parser.
+
+**The way of an event**: `ChunkReader.data_received`, `EventPump.chunk`, `EventMatcher.match`; then, at the end of the
+loop's turn, `Flusher.flush`, `EventPump.flush`, `PartWriter.write`. The classes are bases: whatever is not the plain
+case is the business of those who inherit (`upstream.py`, `relay.py`, `sse.py`, `client_transport.py`).
 """
 
+import asyncio
 from array import array
-from typing import Final
+from collections.abc import Callable
+from typing import Any, Final
 
 _SIZE_DIGITS: Final = 8  # of a chunk, at most
 _ID_DIGITS: Final = 10  # of a token id, at most
@@ -125,3 +131,158 @@ def _take_ids(listed: bytes, ids: "array[int]") -> bool:
             return False
         ids.append(int(one))
     return True
+
+
+class ChunkReader:
+    """A connection to a worker, as far as it takes chunks past the parser to who reads the reply.
+
+    Attributes: `reply`, the one under way, whose `sink` gets the body, or else its `keep`. `between_chunks`, whether
+    the next byte begins a chunk of it.
+    """
+
+    __slots__ = ("between_chunks", "reply")
+
+    def __init__(self) -> None:
+        """Nothing is under way."""
+        self.reply: Any = None
+        self.between_chunks = False
+
+    def data_received(self, data: bytes) -> None:
+        """Bytes of the worker."""
+        reply = self.reply
+        if reply is not None and self.between_chunks:
+            body = unchunked(data)
+            if body is not None:
+                sink = reply.sink
+                if sink is not None:
+                    sink.chunk(body)
+                else:
+                    reply.keep(body)
+                return
+        self.parse(data)
+
+    def parse(self, data: bytes) -> None:
+        """Take bytes that are not whole chunks in the middle of a body."""
+        raise NotImplementedError
+
+
+class EventPump:
+    """Takes a stream's bytes through `scanner` and keeps what the client gets for them until it is flushed.
+
+    Attributes: `on_tokens`, told how many tokens have come. `write_part`, which writes a part of the body now or says
+    that it can't, or None. `blocked`, what holds writing up, if anything. `out`, what the client has not been sent yet.
+    """
+
+    __slots__ = ("_counted", "_flusher", "blocked", "on_tokens", "out", "scanner", "write_part")
+
+    def __init__(
+        self,
+        scanner: EventMatcher,
+        on_tokens: Callable[[int], None],
+        flusher: "Flusher",
+        write_part: Callable[[bytes], bool] | None,
+    ) -> None:
+        """Tokens counted before now are not told."""
+        self.scanner = scanner
+        self.on_tokens = on_tokens
+        self._flusher = flusher
+        self.write_part = write_part
+        self._counted = scanner.tokens
+        self.blocked: Any = None
+        self.out = b""
+
+    def chunk(self, data: bytes) -> None:
+        """Bytes of the worker have come."""
+        out = self.scanner.match(data)
+        if out is None:
+            self.feed(data)
+        else:
+            self.take(out)
+
+    def take(self, out: bytes) -> None:
+        """Tell what `scanner` has counted, and have `out` written at the end of the turn."""
+        tokens = self.scanner.tokens - self._counted
+        if tokens:
+            self._counted += tokens
+            self.on_tokens(tokens)
+        if not out:
+            return
+        if self.out:
+            self.out += out
+        else:
+            self.out = out
+            if self.blocked is None:
+                self._flusher.add(self)
+
+    def flush(self) -> None:
+        """Write what has come since the last write, in one piece."""
+        out = self.out
+        if not out or self.blocked is not None:
+            return
+        if self.scanner.end is None and self.write_part is not None and self.write_part(out):
+            self.out = b""
+        else:
+            self.send()
+
+    def feed(self, data: bytes) -> None:
+        """Take bytes that are not just events that fit."""
+        raise NotImplementedError
+
+    def send(self) -> None:
+        """Send `out`, which is the last of the stream or can't be written at once."""
+        raise NotImplementedError
+
+
+class Flusher:
+    """Writes for all pumps of one event loop once per turn, after all that was readable has been read.
+
+    Measured with 64 streams of 50 events/s on two quiet cores: writing from within the read callback costs a tenth
+    more CPU per event, because each write wakes its client while the neighbours wait to be read.
+    """
+
+    __slots__ = ("__weakref__", "_due", "_loop")
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        """Of `loop`."""
+        self._loop = loop
+        self._due: list[EventPump] = []
+
+    def add(self, pump: EventPump) -> None:
+        """Have `pump` flushed at the end of this turn."""
+        if not self._due:
+            self._loop.call_soon(self.flush)
+        self._due.append(pump)
+
+    def flush(self) -> None:
+        """Flush whoever is due."""
+        due, self._due = self._due, []
+        for pump in due:
+            pump.flush()
+
+
+class PartWriter:
+    """A client's connection, as far as it takes parts of a body.
+
+    Attributes: `cycle` and `flow`, uvicorn's of the request and of the connection; `transport`, whose `head` is what of
+    the response has not been written yet, and whose `send` writes past it.
+    """
+
+    __slots__ = ("cycle", "flow", "transport")
+
+    def __init__(self, cycle: Any) -> None:
+        """Of the request of `cycle`."""
+        self.cycle, self.flow, self.transport = cycle, cycle.flow, cycle.transport
+
+    def write(self, body: bytes) -> bool:
+        """Write a part of a body without a length now, as ASGI's `send` would; after the head, not the last, not empty.
+
+        Returns whether it was written; if not, nothing has happened and `send` is to be used.
+        """
+        if self.flow.write_paused or self.cycle.disconnected:
+            return False
+        part = b"%x\r\n%b\r\n" % (len(body), body)
+        if self.transport.head:
+            self.transport.write(part)
+        else:
+            self.transport.send(part)
+        return True
