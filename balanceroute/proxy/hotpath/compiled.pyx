@@ -260,10 +260,12 @@ cdef class EventPump:
         cdef bytes out = self.out
         if not out or self.blocked is not None:
             return
-        if self.scanner.end is None and self.write_part is not None and self.write_part(out):
+        if self.scanner.end is None and self.write_part is not None:
             self.out = b""
-        else:
-            self.send()
+            if self.write_part(out):
+                return
+            self.out = out
+        self.send()
 
     def feed(self, data):
         raise NotImplementedError
