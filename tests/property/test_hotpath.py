@@ -94,6 +94,8 @@ framed = st.binary(min_size=1, max_size=40).map(lambda body: b"%x\r\n%b\r\n" % (
 @example(b"00000001\r\na\r\n")
 @example(b"000000001\r\na\r\n")
 @example(b"ffffffff\r\na\r\n")
+@example(b"fffffffe\r\n3\r\nabc\r\n")
+@example(b"fffffff\r\na\r\n")
 @example(b"+1\r\na\r\n")
 @example(b"1\r\na\r\n0\r\n\r\n")
 def test_both_take_the_same_reads_for_whole_chunks(data: bytes) -> None:

@@ -10,7 +10,7 @@ from cpython.bytes cimport PyBytes_AS_STRING, PyBytes_FromStringAndSize, PyBytes
 from libc.string cimport memcmp, memcpy
 
 cdef enum:
-    SIZE_DIGITS = 8
+    SIZE_DIGITS = 7
     ID_DIGITS = 10
     MAX_ID = 0xFFFFFFFF
 

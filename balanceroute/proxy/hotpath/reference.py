@@ -23,7 +23,7 @@ from array import array
 from collections.abc import Callable
 from typing import Any, Final
 
-_SIZE_DIGITS: Final = 8  # of a chunk, at most
+_SIZE_DIGITS: Final = 7  # of a chunk, at most: its size fits 32 bits
 _ID_DIGITS: Final = 10  # of a token id, at most
 _MAX_ID: Final = 2**32 - 1  # ids are kept in 32 bits
 _HEX: Final = b"0123456789abcdefABCDEF"
