@@ -668,4 +668,4 @@ class _Connection(ChunkReader, asyncio.Protocol):
     def on_message_complete(self) -> None:
         reply = self.reply
         if reply is not None and reply.started:
-            self._over = True  # read by data_received, once the last bytes are handed on
+            self._over = True  # read by parse, once the last bytes are handed on

@@ -1,4 +1,4 @@
-"""The compiled hot path does what the Python one does, on any input."""
+"""The compiled hot path matches events and joins chunks as the Python one does, on any input."""
 
 from typing import Any
 

@@ -1,4 +1,6 @@
-r"""The hot path in Python: what `compiled.pyx` must agree with, on any input (a property test).
+r"""The hot path in Python: what `compiled.pyx` must agree with.
+
+For matching and chunks a property test compares the two on any input; for the rest CI runs the proxy's tests on each.
 
 **Events by template.** Nearly all events of a stream differ from the one before in two places only, the text and the
 token ids. An ordinary event leaves a template behind: `head`, then a text, then `mid`, then ids, then `tail`. A later
