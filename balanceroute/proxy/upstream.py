@@ -631,7 +631,7 @@ class _Connection(ChunkReader, asyncio.Protocol):
     def on_header(self, name: bytes, value: bytes) -> None:
         reply = self.reply
         if reply is not None and not reply.started:
-            reply.headers.append((name.lower(), value))
+            reply.headers.append((name.lower(), value.rstrip(b" \t")))  # the parser leaves what follows a value
 
     def on_headers_complete(self) -> None:
         reply, parser = self.reply, self._parser

@@ -164,6 +164,7 @@ starts = st.sampled_from(
 @given(starts, st.lists(lines, max_size=5), st.binary(max_size=12) | st.just(b"hello"))
 @example(b"HTTP/1.1 200 OK", [b"content-type: application/json", b"Content-Length: 5"], b"hello")
 @example(b"HTTP/1.1 200 OK", [b"content-length: 5"], b"hello!")
+@example(b"HTTP/1.1 200 OK", [b"content-length: 5", b"X-Request-Id:  a b "], b"hello")
 def test_a_reply_without_a_parser_is_what_it_is_with_one(start: bytes, head: list[bytes], body: bytes) -> None:
     data = b"\r\n".join([start, *head, b"", body])
     with patch("balanceroute.proxy.upstream.plain_reply", lambda data: None):
