@@ -25,6 +25,9 @@ from balanceroute.core.projection import Projection
 from balanceroute.core.types import Phase, Role, WorkerSpec, WorkerState
 from balanceroute.errors import InvariantError
 
+PROMPT_WEIGHT, WAIT_WEIGHT = 0.02, 0.01  # of a new value in the running means
+START_PROMPTS = 50  # whose mean the EWMA of prompt sizes starts from
+
 
 @dataclass(slots=True, eq=False)
 class RequestTracker:
@@ -135,23 +138,28 @@ class PrefillerBudget:
 class WorkloadMeans:
     """Running means that patience and TargetFit's ageing are measured by.
 
-    The prompt mean is a plain mean of the first 50 arrivals, then an EWMA (0.02); waits at admission are an EWMA
-    (0.01), in seconds.
+    The prompt mean is an EWMA (0.02) over all arrivals whose start value is the mean of the first 50; until the 50th
+    has arrived that start is refined, with the weight that it still has. Waits at admission are an EWMA (0.01), in
+    seconds.
     """
 
     prompt_tokens: float = 0.0
+    start_tokens: float = 0.0
     wait_s: float = 0.0
     prompts: int = 0
 
     def see_prompt(self, tokens: int) -> None:
         """Take in the prompt size of a request that became ready."""
         self.prompts += 1
-        weight = 1.0 / self.prompts if self.prompts <= 50 else 0.02
-        self.prompt_tokens += weight * (tokens - self.prompt_tokens)
+        self.prompt_tokens += PROMPT_WEIGHT * (tokens - self.prompt_tokens)
+        if self.prompts <= START_PROMPTS:
+            shift = (tokens - self.start_tokens) / self.prompts
+            self.start_tokens += shift
+            self.prompt_tokens += (1.0 - PROMPT_WEIGHT) ** self.prompts * shift
 
     def see_wait(self, wait_s: float) -> None:
         """Take in the wait of a request at its admission."""
-        self.wait_s += 0.01 * (wait_s - self.wait_s)
+        self.wait_s += WAIT_WEIGHT * (wait_s - self.wait_s)
 
     def patience_factor(self, prompt_tokens: int) -> float:
         """How much longer than most a prompt of this size may wait: 1 to 6 (6 from 50 times the mean on)."""

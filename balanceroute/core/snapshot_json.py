@@ -33,6 +33,7 @@ def snapshot_to_dict(snapshot: ClusterSnapshot, now: float) -> dict[str, Any]:
         "prefillers": [_prefiller(prefiller) for prefiller in snapshot.prefillers],
         "means": {
             "prompt_tokens": snapshot.means.prompt_tokens,
+            "start_tokens": snapshot.means.start_tokens,
             "wait_s": snapshot.means.wait_s,
             "prompts": snapshot.means.prompts,
         },
@@ -179,6 +180,7 @@ def _read_means(snapshot: ClusterSnapshot, means: Any) -> None:
         return
     means = _object(means, "means")
     snapshot.means.prompt_tokens = _number(means, "prompt_tokens", "means")
+    snapshot.means.start_tokens = _number(means, "start_tokens", "means", default=snapshot.means.prompt_tokens)
     snapshot.means.wait_s = _number(means, "wait_s", "means", default=0.0)
     snapshot.means.prompts = _whole(means, "prompts", "means", default=50)
 

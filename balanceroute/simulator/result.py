@@ -1,8 +1,8 @@
 """What a simulation yields: the record of its steps and requests, and the figures over its steady window.
 
-The window runs from the first step at which 30 % of the requests have been admitted to the step at which the last but
-one has: before, the cluster fills; after, it drains. Means of loads and step time and the throughput are taken over it;
-times per token and waits over all requests.
+The window begins with the first step at which 30 % of the requests have been admitted and ends before the step at which
+the last but one is: before, the cluster fills; after, it drains. Means of loads and step time and the throughput are
+taken over it; times per token and waits over all requests.
 """
 
 from array import array
@@ -106,7 +106,7 @@ class Recorder:
             np.array(column, dtype=np.float64)
             for column in (self.most, self.least, self.total, self.workers, self.tokens, self.duration_s)
         )
-        window = slice(self.window_start, max(self.window_end, self.window_start) + 1)
+        window = slice(self.window_start, max(self.window_end, self.window_start + 1))
         finished, admitted, ready = (np.array(x) for x in (self.finished_s, self.admitted_s, self.ready_s))
         wait, tpot = admitted - ready, (finished - admitted) / generated
         throughput = float(tokens[window].sum() / duration[window].sum())
