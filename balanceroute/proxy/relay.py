@@ -145,6 +145,10 @@ class _Pump(EventPump):
         if self.scanner.end is not None:
             self._end()
 
+    def failed(self, error: Exception) -> None:
+        self.failure = error
+        self._end()
+
     def ended(self, error: UpstreamError | None) -> None:
         self.error = error
         self.scanner.close()
@@ -152,17 +156,16 @@ class _Pump(EventPump):
 
     def _write(self, out: bytes) -> None:
         more_body = not (self._ends_response and self.scanner.end is StreamEnd.DONE)
-        if more_body and self.write_part is not None and self.write_part(out):
-            return
         message = {"type": "http.response.body", "body": out, "more_body": more_body}
-        sending: Coroutine[Any, Any, None] = self._send(message)  # type: ignore[assignment]
         try:
+            if more_body and self.write_part is not None and self.write_part(out):
+                return
+            sending: Coroutine[Any, Any, None] = self._send(message)  # type: ignore[assignment]
             waits_for = sending.send(None)
         except StopIteration:
             return
-        except Exception as exc:
-            self.failure = exc
-            self._end()
+        except Exception as error:
+            self.failed(error)
             return
         self.blocked = _HalfRun(sending, waits_for)
         self._reply.pause()

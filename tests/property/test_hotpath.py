@@ -1,5 +1,6 @@
 """The compiled hot path matches events and joins chunks as the Python one does, on any input."""
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -115,3 +116,26 @@ def test_whole_chunks_are_joined_and_anything_else_is_left_to_the_parser(module:
         b" 5\r\nhello\r\n",
     ):
         assert module.unchunked(other) is None
+
+
+@pytest.mark.parametrize("module", [reference, compiled])
+def test_a_pump_that_cannot_write_keeps_no_other_waiting(module: Any) -> None:
+    said: list[bytes | str] = []
+
+    class Pump(module.EventPump):  # type: ignore[misc]
+        def failed(self, error: Exception) -> None:
+            said.append(str(error))
+
+    def write(part: bytes) -> bool:
+        if part == b"2":
+            raise OSError("gone")
+        said.append(part)
+        return True
+
+    turn: list[Any] = []
+    flusher = module.Flusher(SimpleNamespace(call_soon=turn.append))
+    for part in (b"1", b"2", b"3"):
+        Pump(module.EventMatcher(False), lambda tokens: None, flusher, write).take(part)
+    (flush,) = turn
+    flush()
+    assert said == [b"1", "gone", b"3"]

@@ -273,6 +273,9 @@ cdef class EventPump:
     def send(self):
         raise NotImplementedError
 
+    def failed(self, error):
+        raise NotImplementedError
+
 
 cdef class Flusher:
     cdef list due
@@ -292,7 +295,10 @@ cdef class Flusher:
         cdef EventPump pump
         due, self.due = self.due, []
         for pump in due:
-            pump.write()
+            try:
+                pump.write()
+            except Exception as error:
+                pump.failed(error)
 
 
 cdef class PartWriter:

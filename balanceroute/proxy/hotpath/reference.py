@@ -236,6 +236,10 @@ class EventPump:
         """Send `out`, which is the last of the stream or can't be written at once."""
         raise NotImplementedError
 
+    def failed(self, error: Exception) -> None:
+        """Nothing more can be written, because of `error`."""
+        raise NotImplementedError
+
 
 class Flusher:
     """Writes for all pumps of one event loop once per turn, after all that was readable has been read.
@@ -258,10 +262,13 @@ class Flusher:
         self._due.append(pump)
 
     def flush(self) -> None:
-        """Flush whoever is due."""
+        """Flush whoever is due; one that fails keeps none of the others waiting."""
         due, self._due = self._due, []
         for pump in due:
-            pump.flush()
+            try:
+                pump.flush()
+            except Exception as error:
+                pump.failed(error)
 
 
 class PartWriter:

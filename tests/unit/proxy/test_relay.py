@@ -221,6 +221,36 @@ def test_a_send_that_fails_fails_the_relay(run: Run) -> None:
     run(test)
 
 
+def test_a_write_that_fails_fails_its_relay_and_no_other(run: Run) -> None:
+    async def test() -> None:
+        def write(part: bytes) -> bool:
+            raise OSError("client")
+
+        async def script(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            await read_request(reader)
+            writer.write(CHUNKED_HEAD)
+            for part in [*EVENTS[:20], LAST, DONE]:
+                writer.write(chunked(part, last=False))
+                await asyncio.sleep(0.005)
+            writer.write(b"0\r\n\r\n")
+            await reader.read()
+
+        async def fails(upstream: Upstream) -> None:
+            reply = await upstream.request("POST", "/", b"{}")
+            with pytest.raises(OSError, match="client"):
+                await relay(reply, EventScanner(), Client().send, lambda n: None, write=write)
+
+        async with worker(script) as server:
+            upstream = Upstream(server.url)
+            others = [Relayed() for _ in range(4)]
+            await asyncio.gather(*(task for other in others for task in (fails(upstream), other.run(upstream))))
+            assert [other.tokens for other in others] == [21] * 4
+            assert all(other.scanner.end is StreamEnd.DONE for other in others)
+            upstream.close()
+
+    run(test)
+
+
 def test_a_disconnect_is_told_once_and_other_messages_are_skipped(run: Run) -> None:
     async def test() -> None:
         queue: asyncio.Queue[MutableMapping[str, Any]] = asyncio.Queue()
