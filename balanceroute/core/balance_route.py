@@ -250,7 +250,14 @@ class BalanceRoute:
 
 
 def best_single(snapshot: ClusterSnapshot, score: Score) -> tuple[RequestTracker, float]:
-    """The waiting request with the largest F({i}); tie: first in waiting order. Two probes, O(log n)."""
+    """The waiting request with the largest F({i}); tie: first in waiting order.
+
+    Two probes, O(log n), unless F is level below its peak, where many may tie: then O(n).
+    """
+    if score.level_from < score.peak:
+        level = snapshot.pool.first_between(score.level_from, score.peak)
+        if level is not None:
+            return level, score(level.prompt_tokens)
     below = snapshot.pool.largest_at_most(score.peak)
     above = snapshot.pool.smallest_above(score.peak)
     if above is None or below is None:

@@ -7,7 +7,8 @@ Tokens that fit below the envelope M count once; tokens above it move the barrie
 admitted set only through its total D, and are concave and piecewise linear in D with a kink at every margin m_h: the
 slope starts at alpha * W and falls by beta * d_h when D passes m_h. Up to the `peak`, the smallest margin at which the
 slope turns negative, F does not fall; after it, F does not rise. Hence among any set of totals the best is the largest
-one at or below the peak or the smallest one above it, and two evaluations find it.
+one at or below the peak or the smallest one above it, and two evaluations find it. Where the slope before the peak is
+nothing (beta = alpha, say), all totals from `level_from` up to the peak are as good as it.
 """
 
 import math
@@ -20,19 +21,23 @@ from numpy.typing import NDArray
 
 IntArray = NDArray[np.int64]
 
+ROUNDING = 1e-12  # relative: discounts that are summed in another order differ by less
+
 
 @dataclass(frozen=True, slots=True)
 class Score:
     """F of one worker as a function of the admitted tokens, as its line segments.
 
     `margins` ascend (K of them, tokens, non-negative). Beyond the first k of them
-    F(D) = (gain - fallen[k]) * D + offsets[k]; these two have K + 1 entries.
+    F(D) = (gain - fallen[k]) * D + offsets[k]; these two have K + 1 entries. F rises up to `level_from` and
+    falls beyond `peak`; either may be infinite.
     """
 
     gain: float
     margins: Sequence[float]
     fallen: Sequence[float]
     offsets: Sequence[float]
+    level_from: float
     peak: float
 
     def __call__(self, tokens: float) -> float:
@@ -43,7 +48,7 @@ class Score:
 
 def present_score(margin: float, alpha: float, beta: float) -> Score:
     """F of BR-0 for a worker with this margin (tokens): the horizon score with H = 0."""
-    return Score(alpha, (margin,), (0.0, beta), (0.0, beta * margin), margin if beta > alpha else math.inf)
+    return _score(alpha, (margin,), (0.0, beta), (0.0, beta * margin))
 
 
 class HorizonWeights:
@@ -65,6 +70,18 @@ class HorizonWeights:
         kinks = ascending.tolist()
         fallen = [0.0, *np.add.accumulate(weights).tolist()]
         offsets = [0.0, *np.add.accumulate(weights * ascending).tolist()]
-        beyond = bisect_right(fallen, self.gain)  # the first segment on which F falls
-        peak = kinks[beyond - 1] if beyond < len(fallen) else math.inf
-        return Score(self.gain, kinks, fallen, offsets, peak)
+        return _score(self.gain, kinks, fallen, offsets)
+
+
+def _score(gain: float, margins: Sequence[float], fallen: Sequence[float], offsets: Sequence[float]) -> Score:
+    """The segments, and the totals between which F is highest."""
+    level = bisect_left(fallen, gain * (1.0 - ROUNDING))
+    falling = bisect_right(fallen, gain * (1.0 + ROUNDING))
+    return Score(gain, margins, fallen, offsets, _begin(level, margins), _begin(falling, margins))
+
+
+def _begin(segment: int, margins: Sequence[float]) -> float:
+    """Where the k-th of the K + 1 segments begins; infinity for what comes after them."""
+    if segment == 0:
+        return 0.0
+    return margins[segment - 1] if segment <= len(margins) else math.inf

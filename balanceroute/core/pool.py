@@ -95,6 +95,10 @@ class PromptPool:
         after = bisect_left(self._by_size, (tokens, math.inf))
         return self._by_size[after][3] if after < len(self._by_size) else None
 
+    def first_between(self, low_tokens: float, high_tokens: float) -> "RequestTracker | None":
+        """The first in waiting order with a prompt of these sizes, both included; O(n)."""
+        return next((each for each in self._trackers if low_tokens <= each.prompt_tokens <= high_tokens), None)
+
     def by_size(self, count: int, *, descending: bool) -> list["RequestTracker"]:
         """The `count` smallest (or largest) prompts; equal ones in waiting order."""
         if not descending:

@@ -95,7 +95,7 @@ def test_br_h_without_a_horizon_decides_as_br_0(
 
 
 @MANY
-@given(sizes, st.integers(0, 4_000), st.integers(2, 9))
+@given(sizes, st.integers(0, 4_000), st.integers(1, 9))
 def test_stage_1_finds_the_best_request_of_the_whole_pool(waiting: list[int], margin: int, workers: int) -> None:
     snapshot = a_cluster([[]], waiting).snapshot
     score = present_score(margin, 1.0, float(workers))
@@ -103,6 +103,18 @@ def test_stage_1_finds_the_best_request_of_the_whole_pool(waiting: list[int], ma
     scores = [score(size) for size in waiting]
     assert value == max(scores)
     assert best.id == f"w{scores.index(max(scores))}", "ties go to the first in waiting order"
+
+
+@MANY
+@given(sizes, st.lists(st.integers(0, 4_000), min_size=1, max_size=9), st.floats(0.1, 1))
+def test_requests_above_every_margin_tie_where_beta_is_alpha(
+    waiting: list[int], margins: list[int], gamma: float
+) -> None:
+    snapshot = a_cluster([[]], waiting).snapshot
+    score = HorizonWeights(len(margins) - 1, 1.0, 1.0, gamma).score(np.array(margins))
+    tied = [size for size in waiting if size >= max(margins)]
+    best, _ = best_single(snapshot, score)
+    assert best.prompt_tokens == (tied[0] if tied else max(waiting))
 
 
 def naive_target_fit(loads: list[list[int]], waiting: list[int]) -> list[tuple[str, str]]:
