@@ -21,7 +21,10 @@ WINDOW_STARTS_AT = 0.3  # of the requests admitted
 
 @dataclass(frozen=True, slots=True)
 class Figures:
-    """The figures of one simulation; the names are the keys of `replay --json`."""
+    """The figures of one simulation; the names are the keys of `replay --json`.
+
+    Where workers differ in speed, loads count times the speed: equal ones take equal time.
+    """
 
     load_spread_mean: float
     excess_mean: float
@@ -67,7 +70,7 @@ class Recorder:
         self.setting = setting
         self.prompt_tokens = prompt_tokens
         self.with_loads = with_loads
-        self.most, self.least, self.total = array("q"), array("q"), array("q")
+        self.most, self.least, self.total, self.level = array("d"), array("d"), array("d"), array("d")
         self.workers, self.tokens = array("q"), array("q")
         self.start_s, self.duration_s = array("d"), array("d")
         self.loads = array("q")
@@ -90,11 +93,14 @@ class Recorder:
         if self.admitted == max(1, n - 1):
             self.window_end = step
 
-    def step(self, loads: list[int], running: int, start_s: float, duration_s: float) -> None:
-        """One step: loads of the workers at the barrier, and how long it took."""
+    def step(
+        self, loads: list[int] | list[float], level: float, running: int, start_s: float, duration_s: float
+    ) -> None:
+        """One step: loads of the workers at the barrier, which of all would be the same, and how long it took."""
         self.most.append(max(loads))
         self.least.append(min(loads))
         self.total.append(sum(loads))
+        self.level.append(level)
         self.workers.append(len(loads))
         self.tokens.append(running)
         self.start_s.append(start_s)
@@ -102,9 +108,9 @@ class Recorder:
 
     def outcome(self, generated: FloatArray, makespan_s: float) -> Outcome:
         """Everything, once all requests have finished."""
-        most, least, total, workers, tokens, duration = (
+        most, least, total, level, workers, tokens, duration = (
             np.array(column, dtype=np.float64)
-            for column in (self.most, self.least, self.total, self.workers, self.tokens, self.duration_s)
+            for column in (self.most, self.least, self.total, self.level, self.workers, self.tokens, self.duration_s)
         )
         window = slice(self.window_start, max(self.window_end, self.window_start + 1))
         finished, admitted, ready = (np.array(x) for x in (self.finished_s, self.admitted_s, self.ready_s))
@@ -126,7 +132,7 @@ class Recorder:
             makespan_s=makespan_s,
             balance=report.balance(
                 throughput,
-                float(mean[window].mean()),
+                float(level[window].mean()),
                 n_workers=self.setting.n_workers,
                 slots=self.setting.slots,
                 step_cost_s=self.setting.step_cost_s,

@@ -75,15 +75,21 @@ class Simulation:
         self.prefill_free_s: dict[str, float] = {}
         self.prefill_done: list[tuple[float, int, str]] = []  # (when, sequence, request)
         self.prefills = 0
+        self.room_since_s = 0.0  # when the last requests left the waiting area
         self.scheduler = self.new_scheduler()
 
     def planned_changes(self) -> list[tuple[float, int, WorkerState]]:
-        """Failures and recoveries in order of time."""
-        changes = [(failure.start_s, failure.worker, WorkerState.DOWN) for failure in self.setting.failures]
+        """Failures and recoveries in order of time; failures of one worker that overlap are one."""
+        outages: dict[int, list[tuple[float, float]]] = {}
+        for failure in sorted(self.setting.failures, key=lambda failure: failure.start_s):
+            start, end = failure.start_s, NEVER if failure.end_s is None else failure.end_s
+            spans = outages.setdefault(failure.worker, [])
+            if spans and start <= spans[-1][1]:
+                start, end = spans[-1][0], max(spans.pop()[1], end)
+            spans.append((start, end))
+        changes = [(start, worker, WorkerState.DOWN) for worker, spans in outages.items() for start, _ in spans]
         changes += [
-            (failure.end_s, failure.worker, WorkerState.UP)
-            for failure in self.setting.failures
-            if failure.end_s is not None
+            (end, worker, WorkerState.UP) for worker, spans in outages.items() for _, end in spans if end < NEVER
         ]
         return sorted(changes, key=lambda change: change[0])
 
@@ -129,9 +135,10 @@ class Simulation:
 
     def arrive(self) -> None:
         """Let in what has arrived and, with a prefill tier, what has been prefilled by now."""
-        if self.prefill_free_s:
+        if self.setting.prefillers:
             self.arrive_through_prefill()
             return
+        self.dispatch(self.t)  # what is to be prefilled again, which takes no time without a tier
         scheduler = self.scheduler
         while self.next_arrival < len(self.arrival_s) and self.arrival_s[self.next_arrival] <= self.t:
             if self.waiting >= self.setting.pool:
@@ -142,10 +149,16 @@ class Simulation:
             scheduler.submit_prefilled(self.spec(request), self.t, self.expected(request))
 
     def arrive_through_prefill(self) -> None:
-        """Arrivals and ends of prefills up to now, in order of time; each may let the next prefill begin."""
+        """Arrivals and ends of prefills up to now, in order of time; each may let the next prefill begin.
+
+        What arrived while nothing more was let in enters when that ended, which was with the step before.
+        """
         while True:
-            arrival = self.arrival_s[self.next_arrival] if self.next_arrival < len(self.arrival_s) else NEVER
-            done = self.prefill_done[0][0] if self.prefill_done else NEVER
+            arrival = done = NEVER
+            if self.next_arrival < len(self.arrival_s) and self.waiting < self.setting.pool:
+                arrival = max(self.arrival_s[self.next_arrival], self.room_since_s)
+            if self.prefill_done:
+                done = self.prefill_done[0][0]
             now = min(arrival, done)
             if now > self.t:
                 break
@@ -158,9 +171,7 @@ class Simulation:
         self.dispatch(self.t)
 
     def dispatch(self, now: float) -> None:
-        """Start prefills, unless too many requests are queued at workers already."""
-        if self.ranks.queued >= self.setting.pool:
-            return
+        """Start the prefills that the router asks for."""
         for prefill in self.scheduler.dispatch(now):
             tokens = self.scheduler.snapshot.requests[prefill.request].prompt_tokens
             done = max(now, self.prefill_free_s[prefill.worker]) + tokens / self.prefill_rate
@@ -188,8 +199,9 @@ class Simulation:
 
     @property
     def waiting(self) -> int:
-        """Requests that wait for a slot, in the pool or at workers."""
-        return len(self.scheduler.snapshot.pool) + self.ranks.queued
+        """Requests that wait for a slot, in the pool or at workers, or are prefilled or about to be."""
+        snapshot = self.scheduler.snapshot
+        return len(snapshot.pool) + self.ranks.queued + len(snapshot.queued) + len(self.prefill_done)
 
     # -- decisions --------------------------------------------------------------------------------------------
 
@@ -208,6 +220,7 @@ class Simulation:
 
     def fill(self) -> None:
         """The engine takes what was sent to it, as far as slots and memory go."""
+        self.room_since_s = self.t
         evicted = self.ranks.overfull(self.steps)
         for request in evicted:
             self.recorder.recomputed += 1
@@ -224,16 +237,14 @@ class Simulation:
     def step(self) -> None:
         """One barrier-to-barrier step of all workers."""
         ranks, setting = self.ranks, self.setting
-        loads = ranks.loads
+        loads: list[int] | list[float] = ranks.loads
+        if setting.speeds:
+            loads = [load * speed for load, speed in zip(loads, setting.speeds, strict=True)]
+        duration = setting.step_cost_s * max(loads) + setting.step_overhead_s
+        level = sum(ranks.loads) / self.up_capacity()
         if setting.failures:
             loads = [load for load, rank in zip(loads, ranks.ranks, strict=True) if rank.up]
-        slowest = max(ranks.loads)
-        if setting.speeds:
-            slowest_scaled = max(load * speed for load, speed in zip(ranks.loads, setting.speeds, strict=True))
-            duration = setting.step_cost_s * slowest_scaled + setting.step_overhead_s
-        else:
-            duration = setting.step_cost_s * slowest + setting.step_overhead_s
-        self.recorder.step(loads, sum(ranks.counts), self.t, duration)
+        self.recorder.step(loads, level, sum(ranks.counts), self.t, duration)
         if self.recorder.with_loads:
             self.recorder.loads.extend(ranks.loads)
         self.t += duration
@@ -248,6 +259,14 @@ class Simulation:
         self.telling = []
         while len(self.told) > setting.telemetry_lag_steps:
             self.hear(*self.told.popleft())
+
+    def up_capacity(self) -> float:
+        """What the workers that are up can carry per token of the common level: each the inverse of its speed."""
+        setting = self.setting
+        if not setting.speeds and not setting.failures:
+            return setting.n_workers
+        speeds = setting.speeds or (1.0,) * setting.n_workers
+        return sum(1.0 / speed for speed, rank in zip(speeds, self.ranks.ranks, strict=True) if rank.up)
 
     def jump(self) -> None:
         """Nothing runs: go to the next moment at which something happens."""

@@ -12,7 +12,7 @@ from balanceroute.core.policies import PolicySettings, make_policy
 from balanceroute.errors import InputError
 from balanceroute.prediction import Forecaster, build_predictor
 from balanceroute.simulator import Failure, Figures, Outcome, Replay, Setting, parse_params
-from balanceroute.simulator.oracle import OracleForecast, PredictorForecast, TrueLengths
+from balanceroute.simulator.oracle import NoForecast, OracleForecast, PredictorForecast, TrueLengths
 from balanceroute.simulator.simulation import Simulation
 from balanceroute.traces import Trace, generate_trace
 
@@ -209,6 +209,45 @@ def test_what_a_lost_worker_held_is_done_elsewhere_and_it_comes_back_empty() -> 
     assert outcome.loads[5, 0] == 105 + 105  # both on the survivor, with the tokens they had
     assert outcome.loads[-1].tolist() == [5, 5]
     assert (outcome.tpot_s > 0).all()
+
+
+@pytest.mark.parametrize("policy", ["join_shortest_queue", "least_kv", "pool_fifo", "br_0", "target_fit"])
+@pytest.mark.parametrize("option", [{"kv_capacity_tokens": 10**9}, {"failures": (Failure(0, 1e9),)}])
+def test_an_option_that_never_matters_changes_no_figure(policy: str, option: dict[str, object]) -> None:
+    trace = generate_trace("capped", rows=400, seed=1).with_lengths(0.1, 0.1)
+    setting = Setting(n_workers=2, slots=4, pool=8)
+    assert figures_of(run(trace, replace(setting, **option), policy)) == figures_of(run(trace, setting, policy))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("policy", ["join_shortest_queue", "pool_fifo"])
+def test_no_more_wait_than_may_whether_prefilled_or_not(policy: str) -> None:
+    trace = generate_trace("capped", rows=400, seed=1).with_lengths(0.1, 0.1)
+    setting = Setting(n_workers=2, slots=4, pool=8, prefillers=2, prefill_tokens_per_s=1e5)
+    most = 0
+
+    class Watched(Simulation):
+        def fill(self) -> None:
+            nonlocal most
+            super().fill()
+            most = max(most, self.waiting)
+
+    lengths = TrueLengths(trace)
+    Watched(trace, setting, make_policy(PolicySettings(policy=policy)), lengths, NoForecast()).run()
+    assert most == 8
+
+
+def test_failures_of_one_worker_that_overlap_are_one() -> None:
+    trace = a_trace([(0.0, 100, 40)] * 4)
+    apart = run(trace, a_setting(failures=(Failure(1, 5.0, 12.0), Failure(1, 8.0, 20.0))))
+    assert figures_of(apart) == figures_of(run(trace, a_setting(failures=(Failure(1, 5.0, 20.0),))))
+
+
+def test_where_workers_differ_in_speed_loads_count_in_time() -> None:
+    # the fast worker holds 200 tokens, the slow one 100: both take as long, and no router could do better
+    outcome = run(a_trace([(0.0, 200, 3), (0.0, 100, 3)]), a_setting(slots=1, speeds=(0.5, 1.0)), "target_fit")
+    assert outcome.loads[0].tolist() == [200, 100]
+    assert outcome.figures.load_spread_mean == outcome.figures.excess_mean == 0
+    assert outcome.figures.balance == pytest.approx(1.0)
 
 
 def test_a_late_ledger_frees_slots_late() -> None:
