@@ -74,3 +74,13 @@ def test_bad_options_leave_the_output_file_as_it_is(
     assert run(monkeypatch, "trace", "generate", "capped", "--rows", "20", "--out", str(out), *options) == 2
     assert capsys.readouterr().err.count("\n") == 1
     assert out.read_text() == "yesterday's"
+
+
+@pytest.mark.parametrize("group", [(), ("trace",), ("predictor",)], ids=["balanceroute", "trace", "predictor"])
+def test_a_group_without_a_command_prints_its_help_and_no_empty_error(
+    group: tuple[str, ...], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(monkeypatch, *group) == 2
+    printed = capsys.readouterr()
+    assert "Usage:" in printed.out + printed.err
+    assert "balanceroute: \n" not in printed.err
