@@ -68,8 +68,9 @@ def main() -> None:
         print(f"balanceroute: {error}", file=sys.stderr)
         sys.exit(2)
     except USAGE_ERROR as error:  # typer's own report is a box of many lines
-        text = error.format_message()  # one line, or the help when nothing was asked for
-        print(text if "\n" in text else f"balanceroute: {text}", file=sys.stderr)
+        text = error.format_message()  # one line; when nothing was asked for the help, or nothing once that is printed
+        if text:
+            print(text if "\n" in text else f"balanceroute: {text}", file=sys.stderr)
         sys.exit(2)
     except typer.Abort:
         sys.exit(130)

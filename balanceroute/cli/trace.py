@@ -1,25 +1,32 @@
 """`balanceroute trace generate | convert | describe`."""
 
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
+
+if TYPE_CHECKING:
+    from balanceroute.traces import Trace
 
 app = typer.Typer(no_args_is_help=True, help="Make, convert and look at request traces.")
 
 JsonFlag = Annotated[bool, typer.Option("--json", help="Print the summary as JSON.")]
-OutFile = Annotated[Path, typer.Option("--out", "-o", help="CSV to write; gzipped where the name ends in .gz.")]
+OutFile = Annotated[
+    Path, typer.Option("--out", "-o", help="CSV to write; compressed where the name ends in .gz or .xz.")
+]
 
 
 @app.command()
 def generate(
     preset: Annotated[str, typer.Argument(help="heavy_tailed or capped.")],
     out: OutFile,
-    rows: Annotated[int, typer.Option(min=1, help="Requests to draw.")] = 8000,
+    rows: Annotated[int, typer.Option(min=1, max=10_000_000, help="Requests to draw.")] = 8000,
     seed: Annotated[int, typer.Option(min=0, help="Equal seeds give equal bytes.")] = 0,
     load: Annotated[float, typer.Option(help="Arrival rate as a fraction of the cluster's ideal capacity.")] = 1.15,
-    workers: Annotated[int, typer.Option(min=1, help="Decode workers of the cluster that --load refers to.")] = 8,
-    slots: Annotated[int, typer.Option(min=1, help="Slots per worker.")] = 64,
+    workers: Annotated[
+        int, typer.Option(min=1, max=1_000_000, help="Decode workers of the cluster that --load refers to.")
+    ] = 8,
+    slots: Annotated[int, typer.Option(min=1, max=1_000_000, help="Slots per worker.")] = 64,
     step_cost: Annotated[float, typer.Option(help="Seconds per KV token of the fullest worker.")] = 1.2e-7,
     step_overhead: Annotated[float, typer.Option(help="Seconds per step whatever the load.")] = 0.025,
     json: JsonFlag = False,
@@ -33,7 +40,7 @@ def generate(
     setting = ReferenceSetting(workers, slots, step_cost, step_overhead)
     trace = generate_trace(preset, rows=rows, seed=seed, load=load, setting=setting)
     write_trace(trace, out)
-    show(out, json=json)
+    show(trace, out, json=json)
 
 
 @app.command()
@@ -58,26 +65,29 @@ def convert(
     write_trace(result.trace, out)
     if result.without_output:
         typer.echo(f"left out {result.without_output:,} requests that generated nothing", err=True)
-    show(out, json=json)
+    show(result.trace, out, json=json)
 
 
 @app.command()
-def describe(trace: Annotated[Path, typer.Argument(help="Trace CSV, possibly .gz.")], json: JsonFlag = False) -> None:
+def describe(
+    trace: Annotated[Path, typer.Argument(help="Trace CSV, possibly .gz or .xz.")], json: JsonFlag = False
+) -> None:
     """Print rates, moments and quantiles of a trace.
 
     Example: balanceroute trace describe day.csv.gz
     """
-    show(trace, json=json)
+    from balanceroute.traces import read_trace
+
+    show(read_trace(trace), trace, json=json)
 
 
-def show(path: Path, *, json: bool) -> None:
+def show(trace: "Trace", path: Path, *, json: bool) -> None:
     """Print what is in a trace file, and the load it means for the reference cluster."""
     from dataclasses import asdict
 
     from balanceroute.cli.output import print_fields, print_json
-    from balanceroute.traces import describe_trace, ideal_capacity, read_trace
+    from balanceroute.traces import describe_trace, ideal_capacity
 
-    trace = read_trace(path)
     summary = asdict(describe_trace(trace))
     capacity = ideal_capacity(trace)
     summary |= {"reference_capacity_per_s": capacity, "reference_load": summary["rate_per_s"] / capacity}

@@ -6,10 +6,12 @@ output tokens holds s + j tokens on its j-th step, so the mean over all active s
 long outputs are seen more often.
 """
 
+import math
 from dataclasses import dataclass
 
 import numpy as np
 
+from balanceroute.errors import InputError
 from balanceroute.traces.trace import Trace
 
 
@@ -25,6 +27,18 @@ class ReferenceSetting:
     slots: int = 64
     step_cost_s: float = 1.2e-7  # a: seconds per KV token of the fullest worker
     step_overhead_s: float = 0.025  # b: seconds per step whatever the load
+
+    def checked(self) -> "ReferenceSetting":
+        """The setting itself. Raises: InputError that names the first value which makes no sense."""
+        for name, count in (("workers", self.n_workers), ("slots", self.slots)):
+            if count < 1:
+                raise InputError(f"{name} must be at least 1, not {count}")
+        for name, seconds in (("step cost", self.step_cost_s), ("step overhead", self.step_overhead_s)):
+            if not 0 <= seconds < math.inf:
+                raise InputError(f"{name} must be a finite number >= 0, not {seconds:g}")
+        if self.step_cost_s == self.step_overhead_s == 0:
+            raise InputError("a step must take some time: step cost and step overhead are both 0")
+        return self
 
 
 def mean_kv_tokens(trace: Trace) -> float:

@@ -8,11 +8,8 @@ Any of them may be compressed (.gz, .xz). Requests that generated nothing (faile
 counted.
 """
 
-import csv
-import gzip
 import hashlib
 import json
-import lzma
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -23,7 +20,7 @@ from typing import Any
 import numpy as np
 
 from balanceroute.errors import InputError
-from balanceroute.traces.trace import Trace, finite, text_lines, trace_of, whole
+from balanceroute.traces.trace import MAX_TIME, Trace, csv_rows, finite, text_lines, token_count, trace_of
 
 Row = tuple[int, float, int, int, str]  # line number, seconds, prompt tokens, output tokens, key
 
@@ -54,6 +51,8 @@ def convert_trace(
     `jitter_s` adds a seeded uniform delay below it to each arrival: Mooncake's stamps sit on steps of about
     3 s. Raises: InputError with the file, the line and the reason.
     """
+    if not 0 <= jitter_s <= MAX_TIME:
+        raise InputError(f"jitter must be 0 to {MAX_TIME:g} seconds, not {jitter_s:g}")
     kind = guess_format(path) if format is TraceFormat.AUTO else format
     arrivals, prompts, outputs, keys = list[float](), list[int](), list[int](), list[str]()
     without_output = 0
@@ -61,7 +60,7 @@ def convert_trace(
         if output == 0:
             without_output += 1
             continue
-        if prompt < 1 or output < 0:
+        if prompt < 1:
             raise InputError(f"{path}: line {line}: {prompt} prompt and {output} output tokens")
         arrivals.append(arrival)
         prompts.append(prompt)
@@ -75,59 +74,49 @@ def in_order(trace: Trace, jitter_s: float, seed: int) -> Trace:
     arrivals = trace.arrival_s - trace.arrival_s.min()
     if jitter_s > 0:
         arrivals = arrivals + np.random.default_rng(seed).uniform(0.0, jitter_s, len(trace))
+    arrivals = np.round(arrivals, 6)  # whole microseconds, so that a written trace reads back as itself
     order = np.argsort(arrivals, kind="stable")
     return Trace(arrivals[order], trace.prompt_tokens[order], trace.output_tokens[order], trace.prompt_key[order])
 
 
-def opener_of(path: Path) -> Callable[..., Any]:
-    """How to open a file, by its suffix."""
-    openers: dict[str, Callable[..., Any]] = {".gz": gzip.open, ".xz": lzma.open}
-    return openers.get(path.suffix, open)
-
-
-def lines_of(path: Path) -> Iterator[str]:
-    """Text lines of a possibly compressed file."""
-    try:
-        yield from text_lines(path, opener_of(path))
-    except lzma.LZMAError as error:
-        raise InputError(f"{path}: cannot be read: {error}") from error
-
-
 def guess_format(path: Path) -> TraceFormat:
     """Tell the formats apart by the first line."""
-    first = next(lines_of(path), "").lstrip("\ufeff")
-    if first.startswith("{"):
+    line, first = next(text_lines(path), (1, ""))
+    if first.lstrip().startswith("{"):
         return TraceFormat.MOONCAKE
     if "ContextTokens" in first:
         return TraceFormat.AZURE
     if "Request tokens" in first:
         return TraceFormat.BURSTGPT
-    raise InputError(f"{path}: line 1: not one of {', '.join(sorted(READERS))}; say which with --format")
+    raise InputError(f"{path}: line {line}: not one of {', '.join(sorted(READERS))}; say which with --format")
 
 
-def csv_rows(path: Path, columns: tuple[str, ...]) -> Iterator[tuple[int, list[str]]]:
+def columns_of(path: Path, columns: tuple[str, ...]) -> Iterator[tuple[int, list[str]]]:
     """(line number, the wanted columns) of each CSV row."""
-    reader = csv.reader(lines_of(path))
-    try:
-        header = [name.strip().lstrip("\ufeff") for name in next(reader, [])]
-        missing = [name for name in columns if name not in header]
-        if missing:
-            raise InputError(f"{path}: line 1: no column {', '.join(missing)}")
-        places = [header.index(name) for name in columns]
-        for row in reader:
-            if row and len(row) < len(header):
-                raise InputError(f"{path}: line {reader.line_num}: {len(row)} fields, the header has {len(header)}")
-            if row:
-                yield reader.line_num, [row[place] for place in places]
-    except csv.Error as error:
-        raise InputError(f"{path}: line {reader.line_num}: {error}") from error
+    rows = csv_rows(path)
+    line, names = next(rows, (1, []))
+    header = [name.strip() for name in names]
+    missing = [name for name in columns if name not in header]
+    if missing:
+        raise InputError(f"{path}: line {line}: no column {', '.join(missing)}")
+    places = [header.index(name) for name in columns]
+    for line, row in rows:
+        if len(row) < len(header):
+            raise InputError(f"{path}: line {line}: {len(row)} fields, the header has {len(header)}")
+        yield line, [row[place] for place in places]
 
 
 def read_azure(path: Path) -> Iterator[Row]:
     """Rows of an Azure trace; the stamps have seven decimals in 2023 and a zone in 2024."""
-    for line, (stamp, prompt, output) in csv_rows(path, ("TIMESTAMP", "ContextTokens", "GeneratedTokens")):
+    for line, (stamp, prompt, output) in columns_of(path, ("TIMESTAMP", "ContextTokens", "GeneratedTokens")):
         try:
-            yield line, stamp_s(stamp), whole(prompt, "ContextTokens"), whole(output, "GeneratedTokens"), ""
+            yield (
+                line,
+                stamp_s(stamp),
+                token_count(prompt, "ContextTokens", least=0),
+                token_count(output, "GeneratedTokens", least=0),
+                "",
+            )
         except ValueError as error:
             raise InputError(f"{path}: line {line}: {error}") from error
 
@@ -137,19 +126,19 @@ def stamp_s(stamp: str) -> float:
     try:
         moment = datetime.fromisoformat(stamp.strip())
     except ValueError:
-        raise ValueError(f"TIMESTAMP {stamp!r} is not a date and time") from None
+        raise ValueError(f"TIMESTAMP {stamp!r:.60} is not a date and time") from None
     return (moment if moment.tzinfo else moment.replace(tzinfo=UTC)).timestamp()
 
 
 def read_burstgpt(path: Path) -> Iterator[Row]:
     """Rows of a BurstGPT trace."""
-    for line, (stamp, prompt, output) in csv_rows(path, ("Timestamp", "Request tokens", "Response tokens")):
+    for line, (stamp, prompt, output) in columns_of(path, ("Timestamp", "Request tokens", "Response tokens")):
         try:
             yield (
                 line,
                 finite(stamp, "Timestamp"),
-                whole(prompt, "Request tokens"),
-                whole(output, "Response tokens"),
+                token_count(prompt, "Request tokens", least=0),
+                token_count(output, "Response tokens", least=0),
                 "",
             )
         except ValueError as error:
@@ -158,28 +147,48 @@ def read_burstgpt(path: Path) -> Iterator[Row]:
 
 def read_mooncake(path: Path) -> Iterator[Row]:
     """Rows of a Mooncake trace; the key is a digest of all block hashes, so equal keys are equal prompts."""
-    for line, text in enumerate(lines_of(path), start=1):
-        if not text.strip():
-            continue
+    for line, text in text_lines(path):
         try:
-            row = json.loads(text)
-            blocks = row["hash_ids"]
+            row = json_object(text)
             yield (
                 line,
-                finite(str(row["timestamp"]), "timestamp") / 1000.0,
-                whole(str(row["input_length"]), "input_length"),
-                whole(str(row["output_length"]), "output_length"),
-                digest(blocks) if blocks else "",
+                finite(field_of(row, "timestamp"), "timestamp") / 1000.0,
+                token_count(field_of(row, "input_length"), "input_length", least=0),
+                token_count(field_of(row, "output_length"), "output_length", least=0),
+                digest(row["hash_ids"]),
             )
         except KeyError as error:
             raise InputError(f"{path}: line {line}: no field {error}") from error
-        except (ValueError, TypeError) as error:
+        except ValueError as error:
             raise InputError(f"{path}: line {line}: {error}") from error
+        except RecursionError as error:
+            raise InputError(f"{path}: line {line}: JSON nested too deeply") from error
 
 
-def digest(blocks: list[int]) -> str:
-    """Sixteen hex digits that stand for a list of block hashes."""
-    return hashlib.blake2b(",".join(map(str, blocks)).encode(), digest_size=8).hexdigest()
+def json_object(text: str) -> dict[str, Any]:
+    """A JSON object, or ValueError that says what the text is instead."""
+    try:
+        row = json.loads(text)
+    except json.JSONDecodeError as error:
+        raise ValueError(f"not JSON: {error.msg}, at character {error.pos + 1}") from None
+    except ValueError:  # the limit on digits that int() has
+        raise ValueError("a number of too many digits") from None
+    if not isinstance(row, dict):
+        raise ValueError(f"expected a JSON object, found {json.dumps(row):.60}")
+    return row
+
+
+def field_of(row: dict[str, Any], name: str) -> str:
+    """A field's value as text: a string as it is, all else as JSON."""
+    value = row[name]
+    return value if isinstance(value, str) else json.dumps(value)
+
+
+def digest(blocks: Any) -> str:
+    """Sixteen hex digits that stand for a list of block hashes; nothing for none. ValueError for anything else."""
+    if not isinstance(blocks, list) or not all(isinstance(block, int) for block in blocks):
+        raise ValueError(f"hash_ids: expected a list of integers, found {json.dumps(blocks):.60}")
+    return hashlib.blake2b(",".join(map(str, blocks)).encode(), digest_size=8).hexdigest() if blocks else ""
 
 
 READERS: dict[TraceFormat, Callable[[Path], Iterator[Row]]] = {

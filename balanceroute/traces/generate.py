@@ -10,6 +10,7 @@ cluster, so load 1.0 is what perfect balance could just carry. All seeds share o
 prompts: a trace of another seed is a history for the predictors that knows the same prompts.
 """
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,6 +22,8 @@ from balanceroute.errors import InputError
 from balanceroute.traces.capacity import ReferenceSetting, ideal_capacity
 from balanceroute.traces.trace import Trace, read_trace
 
+# bounds of the arrival rate: stamps of whole microseconds must tell requests apart, and count up to years at most
+MIN_RATE_PER_S, MAX_RATE_PER_S = 1e-6, 1e5
 DEFAULT_LOAD = 1.15  # of ideal capacity: the load at which the reference figures were taken
 KEY_TABLE_SEED = 20_260_506  # one table of recurring prompts for all seeds
 RECURRING_KEYS = 400
@@ -111,19 +114,28 @@ def generate_trace(
     """Draw a synthetic trace; equal arguments give equal traces.
 
     `load` is the arrival rate as a fraction of the ideal capacity of `setting`. Raises: InputError on
-    unknown presets and on counts or loads that are not positive.
+    unknown presets and on numbers from which no trace can be drawn.
     """
+    cluster = (setting or ReferenceSetting()).checked()
     if preset not in PRESETS:
         raise InputError(f"unknown preset {preset!r}; one of {', '.join(sorted(PRESETS))}")
-    if rows < 1 or not load > 0:
+    if rows < 1 or not 0 < load < math.inf:
         raise InputError(f"a trace needs at least one row and a positive load, not {rows} rows at load {load:g}")
+    if seed < 0:
+        raise InputError(f"seed must be at least 0, not {seed}")
     lengths_rng, arrivals_rng = (np.random.default_rng(s) for s in np.random.SeedSequence(seed).spawn(2))
     prompts, outputs, keys = PRESETS[preset](rows, lengths_rng)
     names = np.array(["", *(f"k{key}" for key in range(RECURRING_KEYS))])[keys + 1]
     arrivals = np.cumsum(arrivals_rng.exponential(1.0, rows))
     unscaled = Trace(arrivals, prompts, outputs, names)
+    rate_per_s = load * ideal_capacity(unscaled, cluster)
+    if not MIN_RATE_PER_S <= rate_per_s <= MAX_RATE_PER_S:
+        raise InputError(
+            f"load {load:g} of this cluster is {rate_per_s:.3g} requests per second, "
+            f"not {MIN_RATE_PER_S:g} to {MAX_RATE_PER_S:g}"
+        )
     # the load holds exactly for the drawn rows (rows / last arrival), not just on average over seeds
-    scaled = unscaled.scaled(rows / (load * ideal_capacity(unscaled, setting)) / float(arrivals[-1]))
+    scaled = unscaled.scaled(rows / rate_per_s / float(arrivals[-1]))
     # whole microseconds, so that a written trace reads back as itself
     return Trace(np.round(scaled.arrival_s, 6), prompts, outputs, names)
 
@@ -131,8 +143,8 @@ def generate_trace(
 def load_trace(name: str, *, seed: int = 0, rows: int | None = None) -> Trace:
     """A trace by file name, or a generated one by the name of a preset.
 
-    The first `rows` of a file, or that many generated rows.
+    The first `rows` of it: of a preset, of the 8,000 requests that it draws without a limit.
     """
     if name in PRESETS and not Path(name).exists():
-        return generate_trace(name, seed=seed, rows=rows or 8000)
+        return generate_trace(name, seed=seed).head(rows)
     return read_trace(Path(name)).head(rows)

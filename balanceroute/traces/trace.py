@@ -3,22 +3,24 @@
 import csv
 import gzip
 import io
+import lzma
 import math
+import zlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from balanceroute.errors import InputError
 
-if TYPE_CHECKING:
-    import _csv
-
 COLUMNS = ("arrival_s", "prompt_tokens", "output_tokens", "prompt_key")
 REQUIRED = COLUMNS[:3]  # a trace without keys is a trace
+MAX_TOKENS = 2**31 - 1  # of one prompt or output: sums over millions of requests still fit 64 bits
+MAX_TIME = 1e15  # seconds or milliseconds; sums and squares of what is larger would leave the range of a float
+OPENERS: dict[str, Callable[..., Any]] = {".gz": gzip.open, ".xz": lzma.open}  # by suffix
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,41 +117,32 @@ def describe_trace(trace: Trace) -> TraceSummary:
 
 
 def read_trace(path: Path) -> Trace:
-    """Read a trace CSV, gzipped or not.
+    """Read a trace CSV, possibly compressed (.gz, .xz).
 
     Raises: InputError with the file, the line and the reason, on the first row that cannot be used.
     """
-    rows = csv.reader(text_lines(path, gzip.open if path.suffix == ".gz" else open))
-    try:
-        return parse_rows(path, rows)
-    except csv.Error as error:
-        raise InputError(f"{path}: line {rows.line_num}: {error}") from error
-
-
-def parse_rows(path: Path, rows: "_csv.Reader") -> Trace:
-    """Check and collect the rows of a trace CSV, header first."""
-    header = [name.strip() for name in next(rows, [])]
+    rows = csv_rows(path)
+    line, names = next(rows, (1, []))
+    header = [name.strip() for name in names]
     missing = [name for name in REQUIRED if name not in header]
     if missing:
-        raise InputError(f"{path}: line 1: no column {', '.join(missing)}; expected {','.join(COLUMNS)}")
+        raise InputError(f"{path}: line {line}: no column {', '.join(missing)}; expected {','.join(COLUMNS)}")
     at_arrival, at_prompt, at_output = (header.index(name) for name in REQUIRED)
     at_key = header.index("prompt_key") if "prompt_key" in header else -1
     arrivals, prompts, outputs, keys = list[float](), list[int](), list[int](), list[str]()
-    for row in rows:
-        if not row:
-            continue
+    for line, row in rows:
         try:
             if len(row) != len(header):
                 raise ValueError(f"{len(row)} fields, the header has {len(header)}")
             arrival = finite(row[at_arrival], "arrival_s")
             if arrivals and arrival < arrivals[-1]:
                 raise ValueError(f"arrival_s {arrival:g} is before the row above ({arrivals[-1]:g})")
-            prompts.append(positive(row[at_prompt], "prompt_tokens"))
-            outputs.append(positive(row[at_output], "output_tokens"))
+            prompts.append(token_count(row[at_prompt], "prompt_tokens", least=1))
+            outputs.append(token_count(row[at_output], "output_tokens", least=1))
             arrivals.append(arrival)
             keys.append(row[at_key] if at_key >= 0 else "")
         except ValueError as error:
-            raise InputError(f"{path}: line {rows.line_num}: {error}") from error
+            raise InputError(f"{path}: line {line}: {error}") from error
     return trace_of(path, arrivals, prompts, outputs, keys)
 
 
@@ -168,50 +161,70 @@ def trace_of(
 
 
 def finite(text: str, name: str) -> float:
-    """A non-negative finite number, or ValueError that names the column."""
+    """A number from 0 to `MAX_TIME`, or ValueError that names the column."""
     try:
         value = float(text)
     except ValueError:
-        raise ValueError(f"{name} {text!r} is not a number") from None
+        raise ValueError(f"{name} {text!r:.60} is not a number") from None
     if not math.isfinite(value) or value < 0:
-        raise ValueError(f"{name} {text!r} is not a finite number >= 0")
+        raise ValueError(f"{name} {text!r:.60} is not a finite number >= 0")
+    if value > MAX_TIME:
+        raise ValueError(f"{name} {text!r:.60} is too large: more than {MAX_TIME:g}")
     return value
 
 
-def positive(text: str, name: str) -> int:
-    """A whole number of at least 1, or ValueError that names the column."""
-    value = whole(text, name)
-    if value < 1:
-        raise ValueError(f"{name} {text!r} is below 1")
-    return value
-
-
-def whole(text: str, name: str) -> int:
-    """A whole number that a 64-bit column can hold, or ValueError that names the column."""
+def token_count(text: str, name: str, *, least: int) -> int:
+    """A whole number from `least` to `MAX_TOKENS`, or ValueError that names the column."""
     try:
         value = int(text)
     except ValueError:
-        raise ValueError(f"{name} {text!r} is not a whole number") from None
-    if abs(value) >= 1 << 53:
-        raise ValueError(f"{name} {text!r} is too large")
+        raise ValueError(f"{name} {text!r:.60} is not a whole number") from None
+    if value < least:
+        raise ValueError(f"{name} {text!r:.60} is below {least}")
+    if value > MAX_TOKENS:
+        raise ValueError(f"{name} {text!r:.60} is too large: more than {MAX_TOKENS}")
     return value
 
 
-def text_lines(path: Path, opener: Callable[..., io.IOBase]) -> Iterator[str]:
-    """Lines of a text file; what goes wrong while reading becomes an InputError that names the file."""
+def csv_rows(path: Path) -> Iterator[tuple[int, list[str]]]:
+    """(line number, fields) of each row of a CSV, its header first.
+
+    Every line is parsed by itself: across lines, a quote that is never closed would swallow the rest of the file.
+    """
+    for line, text in text_lines(path):
+        try:
+            fields = next(csv.reader([text], strict=True))
+        except csv.Error as error:
+            reason = "a quote is not closed on its line" if text.count('"') % 2 else error
+            raise InputError(f"{path}: line {line}: {reason}") from error
+        yield line, fields
+
+
+def text_lines(path: Path) -> Iterator[tuple[int, str]]:
+    """(line number, text) of each line that is not blank, of a text file that may be compressed (.gz, .xz).
+
+    Raises: InputError that names the file, and the line of bytes that are not UTF-8.
+    """
+    line = 0
     try:
-        with opener(path, "rt", encoding="utf-8", newline="") as file:
-            yield from file  # type: ignore[misc]  # text mode yields str
+        # what is not UTF-8 comes through as surrogates: a decoder that stops at it reads ahead of the line
+        with OPENERS.get(path.suffix, open)(
+            path, "rt", encoding="utf-8-sig", errors="surrogateescape", newline=""
+        ) as file:
+            for line, text in enumerate(file, start=1):
+                text.encode()
+                if text.strip():
+                    yield line, text
     except FileNotFoundError as error:
         raise InputError(f"{path}: no such file") from error
-    except UnicodeDecodeError as error:
-        raise InputError(f"{path}: not UTF-8 text (byte {error.start})") from error
-    except (OSError, EOFError) as error:
+    except UnicodeEncodeError as error:
+        raise InputError(f"{path}: line {line}: not UTF-8 text") from error
+    except (OSError, EOFError, zlib.error, lzma.LZMAError) as error:
         raise InputError(f"{path}: cannot be read: {error}") from error
 
 
 def write_trace(trace: Trace, path: Path) -> None:
-    """Write a trace as CSV, gzipped where the name ends in .gz; equal traces give equal bytes."""
+    """Write a trace as CSV, compressed where the name ends in .gz or .xz; equal traces give equal bytes."""
     text = io.StringIO(newline="")
     writer = csv.writer(text, lineterminator="\n")
     writer.writerow(COLUMNS)
@@ -226,8 +239,11 @@ def write_trace(trace: Trace, path: Path) -> None:
         )
     )
     data = text.getvalue().encode()
+    if path.suffix == ".gz":
+        data = gzip.compress(data, mtime=0)  # the time of writing would make equal traces differ
+    elif path.suffix == ".xz":
+        data = lzma.compress(data)
     try:
-        # mtime 0: the time of writing would make equal traces differ
-        path.write_bytes(gzip.compress(data, mtime=0) if path.suffix == ".gz" else data)
+        path.write_bytes(data)
     except OSError as error:
         raise InputError(f"{path}: cannot be written: {error.strerror}") from error

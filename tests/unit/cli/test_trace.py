@@ -44,11 +44,43 @@ def test_converting_writes_the_table_and_says_what_was_left_out(
         ("describe", "nowhere.csv"),
         ("generate", "nothing", "--out", "x.csv"),
         ("convert", "nowhere", "--out", "x"),
+        ("generate", "capped", "--rows", "1000000000000", "--out", "x.csv"),
     ],
-    ids=["missing file", "unknown preset", "missing source"],
+    ids=["missing file", "unknown preset", "missing source", "more rows than fit in memory"],
 )
 def test_bad_input_is_one_line_and_exit_code_2(
     arguments: tuple[str, ...], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert run(monkeypatch, "trace", *arguments) == 2
     assert capsys.readouterr().err.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        ("--step-cost", "0", "--step-overhead", "0"),
+        ("--step-cost", "inf"),
+        ("--step-overhead", "-5"),
+        ("--load", "nan"),
+        ("--seed", "-1"),
+    ],
+    ids=" ".join,
+)
+def test_bad_options_leave_the_output_file_as_it_is(
+    options: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "t.csv"
+    out.write_text("yesterday's")
+    assert run(monkeypatch, "trace", "generate", "capped", "--rows", "20", "--out", str(out), *options) == 2
+    assert capsys.readouterr().err.count("\n") == 1
+    assert out.read_text() == "yesterday's"
+
+
+@pytest.mark.parametrize("group", [(), ("trace",), ("predictor",)], ids=["balanceroute", "trace", "predictor"])
+def test_a_group_without_a_command_prints_its_help_and_no_empty_error(
+    group: tuple[str, ...], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(monkeypatch, *group) == 2
+    printed = capsys.readouterr()
+    assert "Usage:" in printed.out + printed.err
+    assert "balanceroute: \n" not in printed.err

@@ -91,7 +91,25 @@ def test_jitter_is_seeded_and_spreads_equal_stamps(tmp_path: Path) -> None:
             1,
             "no field 'hash_ids'",
         ),
-        (TraceFormat.MOONCAKE, "[]", 1, "list indices"),
+        (TraceFormat.MOONCAKE, "[]", 1, "expected a JSON object, found []"),
+        (TraceFormat.MOONCAKE, "[" * 100_000, 1, "JSON nested too deeply"),
+        (TraceFormat.MOONCAKE, "9" * 5000, 1, "a number of too many digits"),
+        (
+            TraceFormat.MOONCAKE,
+            '{"timestamp": null, "input_length": 1, "output_length": 1, "hash_ids": []}',
+            1,
+            "timestamp 'null' is not a number",
+        ),
+        (
+            TraceFormat.MOONCAKE,
+            '{"timestamp": 0, "input_length": 1, "output_length": 1, "hash_ids": 5}',
+            1,
+            "hash_ids: expected a list of integers, found 5",
+        ),
+        (TraceFormat.MOONCAKE, mooncake_line(0, [], prompt=2**31), 1, "input_length '2147483648' is too large"),
+        (TraceFormat.BURSTGPT, BURSTGPT + "1e300,m,1,1,2,l\n", 5, "Timestamp '1e300' is too large"),
+        (TraceFormat.BURSTGPT, BURSTGPT + "123,m,1,-1,0,l\n", 5, "Response tokens '-1' is below 0"),
+        (TraceFormat.AZURE, AZURE_2023 + '"2023-11-16 18:15:46,1,5\n' * 9, 4, "a quote is not closed on its line"),
         (TraceFormat.AUTO, "what,ever\n", 1, "say which with --format"),
     ],
 )
@@ -103,6 +121,19 @@ def test_a_bad_row_is_refused_with_its_line(
         convert_trace(path, format)
     assert f"line {line}: " in str(refused.value)
     assert reason in str(refused.value)
+
+
+@pytest.mark.parametrize("text", [AZURE_2023, BURSTGPT, mooncake_line(0, [1])], ids=["azure", "burstgpt", "mooncake"])
+def test_a_byte_order_mark_and_leading_blank_lines_do_not_hide_the_format(tmp_path: Path, text: str) -> None:
+    (tmp_path / "t").write_text("\n \n" + text, encoding="utf-8-sig")
+    assert len(convert_trace(tmp_path / "t").trace) > 0
+
+
+@pytest.mark.parametrize("jitter_s", [float("inf"), float("nan"), -1.0])
+def test_jitter_that_is_no_span_of_time_is_refused(tmp_path: Path, jitter_s: float) -> None:
+    path = written(tmp_path / "m.jsonl", mooncake_line(0, [1]))
+    with pytest.raises(InputError, match="jitter must be 0 to"):
+        convert_trace(path, jitter_s=jitter_s)
 
 
 def test_a_damaged_xz_is_refused(tmp_path: Path) -> None:

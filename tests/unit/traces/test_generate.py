@@ -89,6 +89,15 @@ def test_load_is_the_arrival_rate_over_ideal_capacity(load: float, workers: int)
         ({"preset": "uniform"}, "unknown preset 'uniform'; one of capped, heavy_tailed"),
         ({"preset": "capped", "rows": 0}, "at least one row"),
         ({"preset": "capped", "load": 0.0}, "positive load"),
+        ({"preset": "capped", "load": float("nan")}, "positive load"),
+        ({"preset": "capped", "load": float("inf")}, "positive load"),
+        ({"preset": "capped", "load": 1e-300}, "requests per second, not 1e-06 to 100000"),
+        ({"preset": "capped", "seed": -1}, "seed must be at least 0, not -1"),
+        ({"preset": "capped", "setting": ReferenceSetting(slots=0)}, "slots must be at least 1"),
+        ({"preset": "capped", "setting": ReferenceSetting(step_cost_s=-1)}, "step cost must be"),
+        ({"preset": "capped", "setting": ReferenceSetting(step_cost_s=float("inf"))}, "step cost must be"),
+        ({"preset": "capped", "setting": ReferenceSetting(step_overhead_s=float("nan"))}, "step overhead must be"),
+        ({"preset": "capped", "setting": ReferenceSetting(step_cost_s=0, step_overhead_s=0)}, "are both 0"),
     ],
 )
 def test_impossible_requests_are_refused(arguments: dict[str, object], reason: str) -> None:
@@ -100,3 +109,9 @@ def test_a_preset_name_stands_for_a_generated_trace(tmp_path: Path) -> None:
     assert len(load_trace("capped", rows=20)) == 20
     write_trace(generate_trace("capped", rows=20), tmp_path / "t.csv")
     assert len(load_trace(str(tmp_path / "t.csv"), rows=5)) == 5
+
+
+def test_the_first_rows_of_a_preset_are_those_of_its_whole_trace() -> None:
+    first, whole = load_trace("heavy_tailed", seed=3, rows=20), load_trace("heavy_tailed", seed=3)
+    for field in ("arrival_s", "prompt_tokens", "output_tokens", "prompt_key"):
+        assert getattr(first, field).tolist() == getattr(whole, field)[:20].tolist()

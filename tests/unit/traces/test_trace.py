@@ -1,6 +1,8 @@
 """The trace table: reading, writing, refusing."""
 
 import gzip
+import lzma
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -34,7 +36,7 @@ def a_trace(
     )
 
 
-@pytest.mark.parametrize("name", ["t.csv", "t.csv.gz"])
+@pytest.mark.parametrize("name", ["t.csv", "t.csv.gz", "t.csv.xz"])
 def test_a_written_trace_reads_back_as_itself(tmp_path: Path, name: str) -> None:
     trace = a_trace()
     write_trace(trace, tmp_path / name)
@@ -58,12 +60,17 @@ def test_equal_traces_are_written_as_equal_bytes(tmp_path: Path) -> None:
         (HEADER + "0,5,5.5,\n", 2, "output_tokens '5.5' is not a whole number"),
         (HEADER + "0,0,5,\n", 2, "prompt_tokens '0' is below 1"),
         (HEADER + "0,5,-3,\n", 2, "output_tokens '-3' is below 1"),
+        (HEADER + "0,2147483648,5,\n", 2, "prompt_tokens '2147483648' is too large: more than 2147483647"),
         (HEADER + "0,5,99999999999999999999,\n", 2, "too large"),
+        (HEADER + "0,5,5,\n1e300,5,5,\n", 3, "arrival_s '1e300' is too large: more than 1e+15"),
         (HEADER + "nan,5,5,\n", 2, "arrival_s 'nan' is not a finite number"),
         (HEADER + "inf,5,5,\n", 2, "arrival_s 'inf' is not a finite number"),
         (HEADER + "-1,5,5,\n", 2, "arrival_s '-1' is not a finite number"),
         (HEADER + "2,5,5,\n1,5,5,\n", 3, "arrival_s 1 is before the row above (2)"),
         (HEADER + "0,5\n", 2, "2 fields, the header has 4"),
+        (HEADER + '0,5,5,"abc\n' + "1,5,5,\n" * 500, 2, "a quote is not closed on its line"),
+        (HEADER + '0,5,5,\n1,5,5,"a\nb"\n', 3, "a quote is not closed on its line"),
+        (HEADER + '0,5,5,"a"b\n', 2, "',' expected after"),
     ],
 )
 def test_a_bad_row_is_refused_with_its_line_and_the_reason(tmp_path: Path, text: str, line: int, reason: str) -> None:
@@ -73,6 +80,25 @@ def test_a_bad_row_is_refused_with_its_line_and_the_reason(tmp_path: Path, text:
         read_trace(path)
     assert f"{path}: line {line}: " in str(refused.value)
     assert reason in str(refused.value)
+
+
+def test_a_row_of_bytes_that_are_not_utf8_is_refused_with_its_line(tmp_path: Path) -> None:
+    path = tmp_path / "t.csv"
+    path.write_bytes(HEADER.encode() + b"0,5,5,\n" * 30_000 + b"1,5,5,\xe9\n" + b"2,5,5,\n" * 30_000)
+    with pytest.raises(InputError, match=r"t\.csv: line 30002: not UTF-8 text$"):
+        read_trace(path)
+
+
+def test_a_number_of_thousands_of_digits_is_not_repeated_whole(tmp_path: Path) -> None:
+    (tmp_path / "t.csv").write_text(HEADER + f"0,{'9' * 5000},5,\n")
+    with pytest.raises(InputError) as refused:
+        read_trace(tmp_path / "t.csv")
+    assert len(str(refused.value)) < len(str(tmp_path)) + 150
+
+
+def test_a_byte_order_mark_and_blank_lines_are_no_part_of_the_table(tmp_path: Path) -> None:
+    (tmp_path / "t.csv").write_text("\n" + HEADER + "\n0,5,7,k\n", encoding="utf-8-sig")
+    assert read_trace(tmp_path / "t.csv").output_tokens.tolist() == [7]
 
 
 @pytest.mark.parametrize(
@@ -89,12 +115,21 @@ def test_a_file_that_is_no_trace_is_refused(tmp_path: Path, content: bytes, reas
 
 
 @pytest.mark.parametrize(
-    "damage", [lambda data: b"plain text", lambda data: data[: len(data) // 2]], ids=["not gzip", "cut short"]
+    "damage",
+    [
+        lambda data: b"plain text",
+        lambda data: data[: len(data) // 2],
+        lambda data: data[:10] + b"\xff" * 20 + data[30:],
+    ],
+    ids=["not compressed", "cut short", "bytes overwritten"],
 )
-def test_a_damaged_gzip_is_refused_with_the_file_name(tmp_path: Path, damage: object) -> None:
-    path = tmp_path / "t.csv.gz"
-    path.write_bytes(damage(gzip.compress((HEADER + "0,5,5,\n" * 500).encode())))  # type: ignore[operator]
-    with pytest.raises(InputError, match=r"t\.csv\.gz: cannot be read"):
+@pytest.mark.parametrize(("suffix", "compress"), [(".gz", gzip.compress), (".xz", lzma.compress)])
+def test_a_damaged_compressed_file_is_refused_with_its_name(
+    tmp_path: Path, suffix: str, compress: Callable[[bytes], bytes], damage: Callable[[bytes], bytes]
+) -> None:
+    path = tmp_path / f"t.csv{suffix}"
+    path.write_bytes(damage(compress((HEADER + "0,5,5,\n" * 500).encode())))
+    with pytest.raises(InputError, match=rf"t\.csv\{suffix}: cannot be read"):
         read_trace(path)
 
 
