@@ -23,6 +23,9 @@ def reproduce(
 
     Example: balanceroute reproduce main scaling --quick --out /tmp/reproduction
     """
+    import signal
+    import sys
+
     from balanceroute.cli.output import print_json, progress_bar
     from balanceroute.experiments import Scope, figures
     from balanceroute.experiments import reproduce as run
@@ -31,6 +34,8 @@ def reproduce(
     if trace is not None:
         read_trace(Path(trace))  # a bad file is named before anything runs
     figures.pyplot()  # and so is a missing extra
+    # as an exception, so that the processes of the simulation end with this one
+    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
     with progress_bar("simulating") as tell:
         text = run(experiments or [], Scope.of(quick=quick, trace=trace), out, n_processes=jobs, on_progress=tell)
     if json:
