@@ -143,6 +143,12 @@ class JobResult:
     times: StageTimes | None = None
 
 
+@lru_cache(maxsize=1)
+def whole_trace(path: str) -> Trace:
+    """The user's trace, read once."""
+    return read_trace(Path(path))
+
+
 @lru_cache(maxsize=4)
 def replayed(workload: Workload, n_workers: int) -> tuple[Trace, Trace]:
     """The trace to replay and the history before it, at the workload's load for that many workers."""
@@ -155,8 +161,8 @@ def replayed(workload: Workload, n_workers: int) -> tuple[Trace, Trace]:
             for offset in (0, TRAIN_SEED_OFFSET)
         )
         return trace, train
-    whole = read_trace(Path(workload.source))
-    cut = int(TRAIN_RATIO * len(whole))
+    whole = whole_trace(workload.source)
+    cut = min(max(1, int(TRAIN_RATIO * len(whole))), len(whole) - 1)
     rest = Trace(
         whole.arrival_s[cut:] - whole.arrival_s[cut],
         whole.prompt_tokens[cut:],
