@@ -14,7 +14,7 @@ def reproduce(
     quick: Annotated[
         bool, typer.Option("--quick", help="Fewer seeds, rows and widths: minutes, not half an hour.")
     ] = False,
-    out: Annotated[Path, typer.Option(help="Folder for REPORT.md, CSV, PNG and SVG.")] = Path("reproduction"),
+    out: Annotated[str, typer.Option(metavar="PATH", help="Folder for REPORT.md, CSV, PNG and SVG.")] = "reproduction",
     trace: Annotated[str | None, typer.Option(help="Run on this trace CSV, not on the synthetic ones.")] = None,
     jobs: Annotated[int | None, typer.Option(min=1, help="Processes; as many as cores if left out.")] = None,
     json: Annotated[bool, typer.Option("--json", help="Print the names of what was written, not the report.")] = False,
@@ -23,17 +23,26 @@ def reproduce(
 
     Example: balanceroute reproduce main scaling --quick --out /tmp/reproduction
     """
+    import signal
+    import sys
+
     from balanceroute.cli.output import print_json, progress_bar
-    from balanceroute.experiments import Scope, figures
+    from balanceroute.errors import InputError
+    from balanceroute.experiments import Scope, figures, files_of
     from balanceroute.experiments import reproduce as run
     from balanceroute.traces import read_trace
 
+    if not out:
+        raise InputError("--out: an empty name; the folder for the report, . for this one")
     if trace is not None:
         read_trace(Path(trace))  # a bad file is named before anything runs
     figures.pyplot()  # and so is a missing extra
+    scope, folder = Scope.of(quick=quick, trace=trace), Path(out)
+    # as an exception, so that the processes of the simulation end with this one
+    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
     with progress_bar("simulating") as tell:
-        text = run(experiments or [], Scope.of(quick=quick, trace=trace), out, n_processes=jobs, on_progress=tell)
+        text = run(experiments or [], scope, folder, n_processes=jobs, on_progress=tell)
     if json:
-        print_json({"written": sorted(str(path) for path in out.iterdir())})
+        print_json({"written": [str(folder / file) for file in files_of(experiments or [], scope)]})
     else:
         typer.echo(text)

@@ -29,9 +29,29 @@ def plan(scope: Scope) -> list[Job]:
     """The main table's runs, the product's defaults, and the load sweep."""
     defaults = [job for source in scope.sources for method in DEFAULTS for job in jobs_of(scope, source, method)]
     sweep = [
-        sweep_job(scope, source, method, load) for source in scope.sources for method in SWEPT for load in scope.loads
+        sweep_job(scope, source, method, load)
+        for source in scope.sources
+        if can_sweep(scope, source)
+        for method in SWEPT
+        for load in scope.loads
     ]
     return main_results.plan(scope) + defaults + sweep
+
+
+def can_sweep(scope: Scope, source: str) -> bool:
+    """Whether loads differ at all: requests that arrive at one time cannot come faster or slower."""
+    return not scope.at_once(source, scope.sweep_rows)
+
+
+def files(scope: Scope) -> list[str]:
+    """What the report writes."""
+    written = []
+    for source in scope.sources:
+        name = scope.workload(source).name
+        written += [f"waits_{name}.csv", *figures.files(f"wait_{name}")]
+        if can_sweep(scope, source):
+            written += [f"sweep_{name}.csv", *figures.files(f"sweep_{name}")]
+    return written
 
 
 def report(scope: Scope, results: Results, out: Path) -> Section:
@@ -57,7 +77,11 @@ def report(scope: Scope, results: Results, out: Path) -> Section:
             for variant in (variants(method) if method in MAIN else [method])
         ]
         section.figure(figures.wait_versus_balance(points, name, out / f"wait_{name}"), f"Wait versus balance, {name}")
-        section.text(f"Load sweep on {name}, one seed, {scope.sweep_rows:,} requests: load spread in tokens.")
+        if not can_sweep(scope, source):
+            section.text(f"No load sweep on {name}: its requests arrive at one time, so that every load is the same.")
+            continue
+        rows = scope.replayed_rows(source, scope.sweep_rows)
+        section.text(f"Load sweep on {name}, one seed, {rows:,} requests: load spread in tokens.")
         section.table(sweep_table(scope, results, source, name))
         lines = {
             method.label: [results[sweep_job(scope, source, method, load)].figures for load in scope.loads]

@@ -61,6 +61,11 @@ def save(figure: "Figure", stem: Path) -> Path:
     return path
 
 
+def files(stem: str) -> list[str]:
+    """The names that `save` writes."""
+    return [f"{stem}.png", f"{stem}.svg"]
+
+
 def style(index: int) -> dict[str, Any]:
     """Colour, marker and dashes of the index-th line."""
     return {

@@ -5,12 +5,17 @@ kept there, so nothing large is ever pickled, and results come back as the few n
 """
 
 import os
-from collections.abc import Callable, Iterable
+import signal
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor, as_completed
+from concurrent.futures.process import BrokenProcessPool
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import lru_cache
-from multiprocessing import get_context
+from multiprocessing import active_children, get_context
+from multiprocessing.connection import Connection, wait
 from pathlib import Path
+from threading import Thread
 from time import perf_counter
 from typing import Any, Protocol
 
@@ -18,6 +23,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from balanceroute import report
+from balanceroute.errors import BalanceRouteError
 from balanceroute.experiments.methods import Method
 from balanceroute.prediction import Evaluation, evaluate
 from balanceroute.report import SizeClassWait
@@ -137,6 +143,12 @@ class JobResult:
     times: StageTimes | None = None
 
 
+@lru_cache(maxsize=1)
+def whole_trace(path: str) -> Trace:
+    """The user's trace, read once."""
+    return read_trace(Path(path))
+
+
 @lru_cache(maxsize=4)
 def replayed(workload: Workload, n_workers: int) -> tuple[Trace, Trace]:
     """The trace to replay and the history before it, at the workload's load for that many workers."""
@@ -149,8 +161,8 @@ def replayed(workload: Workload, n_workers: int) -> tuple[Trace, Trace]:
             for offset in (0, TRAIN_SEED_OFFSET)
         )
         return trace, train
-    whole = read_trace(Path(workload.source))
-    cut = int(TRAIN_RATIO * len(whole))
+    whole = whole_trace(workload.source)
+    cut = min(max(1, int(TRAIN_RATIO * len(whole))), len(whole) - 1)
     rest = Trace(
         whole.arrival_s[cut:] - whole.arrival_s[cut],
         whole.prompt_tokens[cut:],
@@ -202,6 +214,48 @@ def run_task(task: Task) -> Any:
     return task.run()
 
 
+@contextmanager
+def worker_processes(count: int) -> Iterator[ProcessPoolExecutor]:
+    """A pool whose processes end at once when the block is left by an exception, or when this process dies.
+
+    Leaving an executor waits for all that is queued and cannot interrupt what runs: so they are terminated. For the
+    case that this process has no time to do so, every worker watches a pipe of which only we hold the writing end.
+    """
+    context = get_context("spawn")  # not forked: the parent has threads (the progress bar)
+    others = active_children()
+    watched, held = context.Pipe(duplex=False)
+    with watched, held, ProcessPoolExecutor(count, context, initializer=watch, initargs=(watched,)) as pool:
+        try:
+            yield pool
+        except BaseException as error:
+            for process in active_children():
+                if process not in others:
+                    process.terminate()
+            if isinstance(error, BrokenProcessPool):
+                raise BalanceRouteError("a process of the simulation was killed (out of memory?)") from error
+            raise
+
+
+def watch(parent: "Connection[Any, Any]") -> None:
+    """End this process, whatever it is doing, as soon as the parent's end of the pipe closes."""
+
+    def exit_with_parent() -> None:
+        wait([parent])
+        os._exit(1)
+
+    Thread(target=exit_with_parent, daemon=True).start()
+
+
+@contextmanager
+def interrupts_blocked() -> Iterator[None]:
+    """Hold Ctrl-C back; processes started meanwhile never see it, from their first instruction on."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
 def run_jobs(
     jobs: Iterable[Task], n_processes: int | None = None, on_done: Callable[[int, int], None] | None = None
 ) -> Results:
@@ -224,9 +278,9 @@ def run_jobs(
         for job in parallel:
             keep(job, job.run())
     else:
-        # spawned, not forked: the parent has threads (the progress bar)
-        with ProcessPoolExecutor(workers, mp_context=get_context("spawn")) as pool:
-            futures = {pool.submit(run_task, job): job for job in parallel}
+        with worker_processes(workers) as pool:
+            with interrupts_blocked():  # an executor starts its processes as it is given work
+                futures = {pool.submit(run_task, job): job for job in parallel}
             for future in as_completed(futures):
                 keep(futures[future], future.result())
     for job in alone:

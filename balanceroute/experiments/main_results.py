@@ -42,6 +42,12 @@ def plan(scope: Scope) -> list[Job]:
     ]
 
 
+def files(scope: Scope) -> list[str]:
+    """What the report writes."""
+    names = [scope.workload(source).name for source in scope.sources]
+    return [file for name in names for file in (f"main_{name}.csv", *figures.files(f"loads_{name}"))]
+
+
 def mean_of(results: Results, jobs: Sequence[Job], name: str) -> float:
     """Mean over seeds of one figure."""
     return fmean(getattr(results[job].figures, name) for job in jobs)

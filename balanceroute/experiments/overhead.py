@@ -40,6 +40,11 @@ def plan(scope: Scope) -> list[Job]:
     return [job_of(scope, method, width) for method, width in rows_of(scope)]
 
 
+def files(scope: Scope) -> list[str]:
+    """What the report writes."""
+    return ["overhead.csv", *figures.files("overhead")]
+
+
 def report(scope: Scope, results: Results, out: Path) -> Section:
     """A table by stage and the fan of percentiles."""
     section = Section("Dispatch overhead")

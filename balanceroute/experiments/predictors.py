@@ -22,11 +22,16 @@ def job_of(scope: Scope, source: str, kind: str) -> PredictorJob:
     return PredictorJob(scope.workload(source), kind, HORIZON_STEPS)
 
 
+def files(scope: Scope) -> list[str]:
+    """What the report writes."""
+    return ["predictors.csv"]
+
+
 def report(scope: Scope, results: Results, out: Path) -> Section:
     """One table over workloads and predictors."""
     section = Section("Predictor accuracy")
     section.text(
-        f"Trained on a disjoint draw, judged at ages 0, H/2, H, ... (H = {HORIZON_STEPS}). Stage 1: ROC-AUC of"
+        f"{training(scope)}, judged at ages 0, H/2, H, ... (H = {HORIZON_STEPS}). Stage 1: ROC-AUC of"
         ' "finishes within H"; stage 2: mean absolute error of the remaining tokens where it does. `gate open` is'
         " how often p ≥ 0.5, that is, how often the router uses the prediction at all."
     )
@@ -50,12 +55,25 @@ def report(scope: Scope, results: Results, out: Path) -> Section:
                 judged.gate_open_rate,
             )
     section.table(table)
+    if "learned" not in kinds_here():
+        section.text("`learned` is left out: it needs scikit-learn (`pip install 'balanceroute[learned]'`).")
+    if scope.trace:
+        return section
     section.text(
         "On heavy tails the survival predictor is hardly ever confident, so most of what BR-H gains with it there"
         " comes from beta, not from prediction; near a cap it helps. ExactMatch knows the recurring half of"
         " `heavy_tailed` and nothing of the rest, hence between the paper's two rows."
     )
     return section
+
+
+def training(scope: Scope) -> str:
+    """On what the predictors were trained."""
+    return (
+        f"Your trace: {scope.split(scope.trace)}. Trained on the history"
+        if scope.trace
+        else "Trained on a disjoint draw"
+    )
 
 
 def kinds_here() -> tuple[str, ...]:

@@ -1,8 +1,10 @@
 """Runs experiments and writes their report: Markdown, CSV, PNG and SVG in one folder."""
 
+import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from tempfile import TemporaryFile
 
 from balanceroute.errors import InputError
 from balanceroute.experiments import fairness, main_results, overhead, predictors, scaling, sensitivity
@@ -12,19 +14,20 @@ from balanceroute.experiments.scope import Scope, Section
 
 @dataclass(frozen=True, slots=True)
 class Experiment:
-    """Which simulations it needs, and what it makes of them."""
+    """Which simulations it needs, what it makes of them, and the names of the files that it writes."""
 
     plan: Callable[[Scope], Sequence[Task]]
     report: Callable[[Scope, Results, Path], Section]
+    files: Callable[[Scope], list[str]]
 
 
 EXPERIMENTS = {
-    "main": Experiment(main_results.plan, main_results.report),
-    "scaling": Experiment(scaling.plan, scaling.report),
-    "sensitivity": Experiment(sensitivity.plan, sensitivity.report),
-    "overhead": Experiment(overhead.plan, overhead.report),
-    "predictors": Experiment(predictors.plan, predictors.report),
-    "fairness": Experiment(fairness.plan, fairness.report),
+    "main": Experiment(main_results.plan, main_results.report, main_results.files),
+    "scaling": Experiment(scaling.plan, scaling.report, scaling.files),
+    "sensitivity": Experiment(sensitivity.plan, sensitivity.report, sensitivity.files),
+    "overhead": Experiment(overhead.plan, overhead.report, overhead.files),
+    "predictors": Experiment(predictors.plan, predictors.report, predictors.files),
+    "fairness": Experiment(fairness.plan, fairness.report, fairness.files),
 }
 
 PREFACE = """# The paper's experiments, simulated
@@ -40,6 +43,9 @@ imbalance. No row of either is a real request."""
 
 YOURS = "The workload is the given trace, its arrivals stretched to the stated load of each simulated cluster."
 
+AT_ONCE = """The workload is the given trace. What is replayed of it arrives at one time, which cannot be stretched to a
+load: wherever one is stated, everything came at the start."""
+
 
 def reproduce(
     names: Sequence[str],
@@ -51,24 +57,54 @@ def reproduce(
 ) -> str:
     """Run the named experiments (all for none) and write the report; its Markdown is returned too.
 
-    Raises: InputError for an unknown name or a folder that cannot be made.
+    Raises: InputError for an unknown name, and, before anything runs, for a folder that cannot be written.
     """
+    experiments = chosen(names)
+    check_writable(out, files_of(names, scope))
+    jobs = [job for experiment in experiments for job in experiment.plan(scope)]
+    results = run_jobs(jobs, n_processes, on_progress)
+    try:
+        sections = [experiment.report(scope, results, out) for experiment in experiments]
+        for section in sections:
+            for table in section.tables:
+                table.write_csv(out)
+        text = "\n\n".join([preface(scope), *(section.markdown() for section in sections)]) + "\n"
+        (out / "REPORT.md").write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise InputError(f"{error.filename or out}: cannot be written: {error.strerror}") from error
+    return text
+
+
+def chosen(names: Sequence[str]) -> list[Experiment]:
+    """The named experiments in their own order, all for none. Raises: InputError for an unknown name."""
     unknown = [name for name in names if name not in EXPERIMENTS]
     if unknown:
         raise InputError(f"unknown experiment {unknown[0]!r}; one of {', '.join(EXPERIMENTS)}")
-    chosen = [EXPERIMENTS[name] for name in EXPERIMENTS if name in names or not names]
+    return [EXPERIMENTS[name] for name in EXPERIMENTS if name in names or not names]
+
+
+def files_of(names: Sequence[str], scope: Scope) -> list[str]:
+    """The names of all that `reproduce` writes."""
+    return sorted(["REPORT.md", *(file for experiment in chosen(names) for file in experiment.files(scope))])
+
+
+def check_writable(out: Path, files: Sequence[str]) -> None:
+    """Make the folder. Raises: InputError where it cannot hold the files."""
     try:
         out.mkdir(parents=True, exist_ok=True)
+        with TemporaryFile(dir=out):
+            pass
     except OSError as error:
-        raise InputError(f"{out}: cannot be made: {error.strerror}") from error
-    jobs = [job for experiment in chosen for job in experiment.plan(scope)]
-    results = run_jobs(jobs, n_processes, on_progress)
-    sections = [experiment.report(scope, results, out) for experiment in chosen]
-    for section in sections:
-        for table in section.tables:
-            table.write_csv(out)
-    title, paragraph = PREFACE.format(workloads=YOURS if scope.trace else SYNTHETIC).split("\n\n")
-    preface = " ".join(paragraph.split())
-    text = "\n\n".join([title, preface, *(section.markdown() for section in sections)]) + "\n"
-    (out / "REPORT.md").write_text(text, encoding="utf-8")
-    return text
+        raise InputError(f"{out}: cannot be written: {error.strerror}") from error
+    for path in (out / file for file in files):
+        if path.is_dir():
+            raise InputError(f"{path}: is a folder, and a file of this name is to be written")
+        if path.exists() and not os.access(path, os.W_OK):
+            raise InputError(f"{path}: cannot be written")
+
+
+def preface(scope: Scope) -> str:
+    """The title, and what the figures are."""
+    yours = AT_ONCE if scope.at_once(scope.sources[0]) else YOURS
+    title, paragraph = PREFACE.format(workloads=yours if scope.trace else SYNTHETIC).split("\n\n")
+    return f"{title}\n\n{' '.join(paragraph.split())}"

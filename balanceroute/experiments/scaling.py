@@ -34,6 +34,23 @@ def plan(scope: Scope) -> list[Job]:
     return [job_of(scope, method, width) for width in scope.widths for method in METHODS]
 
 
+def files(scope: Scope) -> list[str]:
+    """What the report writes."""
+    return ["scaling.csv", *figures.files("scaling")]
+
+
+def per_worker(scope: Scope) -> str:
+    """What grows with the width; a user's trace may be too short for it."""
+    if not scope.trace:
+        return "with as many requests and as much pool per worker as at G = 8"
+    rows = ((width, scope.replayed_rows(scope.trace, scope.rows_at(width))) for width in scope.widths)
+    replays = ", ".join(f"{count:,} at G = {width}" for width, count in rows)
+    return (
+        "with as much pool per worker as at G = 8. Requests replayed, as many per worker as at G = 8 as far as the"
+        f" trace has them: {replays}"
+    )
+
+
 def not_reproduced(scope: Scope, results: Results) -> list[str]:
     """Routers and widths whose imbalance ratio to JSQ is far from the paper's."""
     found = []
@@ -53,8 +70,8 @@ def report(scope: Scope, results: Results, out: Path) -> Section:
     """One table over all widths, and the figure."""
     section = Section("Scaling with the number of decode workers")
     section.text(
-        f"Workload {scope.title(source_of(scope))}, one seed, load 1.15 of each width's ideal capacity, with as many"
-        " requests and as much pool per worker as at G = 8. Widths above 16 are not in the paper. The paper's G = 16"
+        f"Workload {scope.title(source_of(scope), scope.rows_at(max(scope.widths)))}, one seed, load 1.15 of each"
+        f" width's ideal capacity, {per_worker(scope)}. Widths above 16 are not in the paper. The paper's G = 16"
         " ran with fewer prefillers per worker, so its absolute figures mix in prefill; compare the ratios to JSQ of"
         " the same width. Routers as printed, no wait cap, but for TargetFit, which has one."
     )

@@ -1,9 +1,10 @@
 """How much to run: the paper's experiments in full, or a quick look at each."""
 
+import os
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from balanceroute.experiments.jobs import Workload
+from balanceroute.experiments.jobs import Workload, replayed, whole_trace
 from balanceroute.experiments.tables import Table
 
 PRESET_NAMES = ("heavy_tailed", "capped")
@@ -30,6 +31,8 @@ class Scope:
     def of(cls, *, quick: bool, trace: str | None) -> "Scope":
         """The full or the quick scope."""
         seeds = (0,) if trace else (0, 1, 2, 3, 4)
+        if trace:
+            trace = os.path.abspath(trace)  # a file may bear the name of a preset
         if not quick:
             return cls(trace=trace, seeds=seeds)
         return cls(
@@ -55,9 +58,32 @@ class Scope:
         """Requests for a cluster of that width: as many per worker as with eight."""
         return self.rows * n_workers // 8
 
-    def title(self, source: str) -> str:
-        """What a workload is, said honestly."""
-        return TITLES.get(source, f"{Workload(source).name} (your trace: its first 30 % is history, the rest replayed)")
+    def replayed_rows(self, source: str, rows: int | None = None) -> int:
+        """How many requests are replayed where `rows` are wanted: a user's trace may have fewer."""
+        workload = self.workload(source, rows=rows)
+        return workload.rows if workload.synthetic else len(replayed(workload, 8)[0])
+
+    def at_once(self, source: str, rows: int | None = None) -> bool:
+        """Whether all that is replayed arrives at one time, so that no load can be set."""
+        workload = self.workload(source, rows=rows)
+        if workload.synthetic:
+            return False
+        arrivals = replayed(workload, 8)[0].arrival_s
+        return bool(arrivals[0] == arrivals[-1])
+
+    def title(self, source: str, rows: int | None = None) -> str:
+        """What a workload is, said honestly; `rows` as for `workload`."""
+        return (
+            TITLES[source] if source in TITLES else f"{Workload(source).name} (your trace: {self.split(source, rows)})"
+        )
+
+    def split(self, source: str, rows: int | None = None) -> str:
+        """Which part of a user's trace is history, and which is replayed."""
+        total, history = len(whole_trace(source)), len(replayed(self.workload(source, rows=rows), 8)[1])
+        if total == 1:
+            return "its one request is both history and replayed"
+        replays = self.replayed_rows(source, rows)
+        return f"of its {total:,} requests the first {history:,} are history, the next {replays:,} are replayed"
 
 
 @dataclass(slots=True)

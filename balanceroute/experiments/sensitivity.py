@@ -34,6 +34,11 @@ def plan(scope: Scope) -> list[Job]:
     ]
 
 
+def files(scope: Scope) -> list[str]:
+    """What the report writes."""
+    return [*(f"sensitivity_g{width}.csv" for width in scope.sensitivity_widths), *figures.files("sensitivity")]
+
+
 def not_reproduced(scope: Scope, results: Results, width: int) -> list[str]:
     """Operating points whose imbalance ratio to JSQ is far from the paper's."""
     base = results[baseline_of(scope, width)].figures.load_spread_mean
@@ -49,8 +54,9 @@ def not_reproduced(scope: Scope, results: Results, width: int) -> list[str]:
 def report(scope: Scope, results: Results, out: Path) -> Section:
     """A table and a figure per width."""
     section = Section("Sensitivity to (beta, gamma)")
+    workload = scope.title(scope.sources[0], scope.rows_at(max(scope.sensitivity_widths)))
     section.text(
-        f"BR-H with an oracle, H = 80, as printed (no wait cap); workload {scope.title(scope.sources[0])}, one seed:"
+        f"BR-H with an oracle, H = 80, as printed (no wait cap); workload {workload}, one seed:"
         " single figures move by about ±20 % with the seed. Ratios are to JSQ on the same trace."
     )
     for width in scope.sensitivity_widths:
@@ -74,7 +80,8 @@ def report(scope: Scope, results: Results, out: Path) -> Section:
                 ours.balance,
                 ours.wait_p99_s,
             )
-        section.text(f"### G = {width} (* the paper's operating points)")
+        rows = f", {scope.replayed_rows(scope.trace, scope.rows_at(width)):,} requests" if scope.trace else ""
+        section.text(f"### G = {width}{rows} (* the paper's operating points)")
         section.table(table)
         if printed and jsq:
             section.text(paper.verdict(not_reproduced(scope, results, width)))

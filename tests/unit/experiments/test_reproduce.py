@@ -11,11 +11,12 @@ import pytest
 
 from balanceroute.cli import main
 from balanceroute.errors import InputError
-from balanceroute.experiments import EXPERIMENTS, Scope, methods, paper, reproduce
+from balanceroute.experiments import EXPERIMENTS, Scope, files_of, methods, paper, reproduce
 from balanceroute.experiments.jobs import Job, Workload, replayed, run_job, run_jobs
 from balanceroute.experiments.methods import MAIN
 from balanceroute.experiments.tables import Table
-from balanceroute.traces import generate_trace, write_trace
+from balanceroute.traces import Trace, generate_trace, write_trace
+from balanceroute.traces.trace import COLUMNS
 
 TINY = replace(Scope.of(quick=True, trace=None), seeds=(0, 1), rows=60, widths=(2, 4), loads=(0.5, 1.1), sweep_rows=40)
 
@@ -102,9 +103,95 @@ def test_a_users_trace_is_replayed_after_its_own_history(tmp_path: Path) -> None
     assert "synthetic" not in text
 
 
+def test_the_report_says_how_much_of_a_users_trace_is_replayed(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    scope = replace(TINY, trace=a_short_trace(tmp_path / "t.csv"), seeds=(0,), rows=40, widths=(2, 16))
+    text = reproduce(["scaling", "fairness"], replace(scope, sweep_rows=30), tmp_path / "out", n_processes=1)
+    assert "of its 80 requests the first 24 are history, the next 40 are replayed" in text
+    assert "as far as the trace has them: 10 at G = 2, 56 at G = 16" in text
+    assert "Load sweep on t, one seed, 30 requests" in text
+    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == files_of(["scaling", "fairness"], scope)
+
+
+def test_requests_that_arrive_at_one_time_have_no_load_sweep(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    drawn = generate_trace("heavy_tailed", rows=40).with_lengths(0.05, 0.03)
+    write_trace(Trace(0 * drawn.arrival_s, *(getattr(drawn, name) for name in COLUMNS[1:])), tmp_path / "t.csv")
+    scope = replace(TINY, trace=str(tmp_path / "t.csv"), seeds=(0,))
+    text = reproduce(["fairness"], scope, tmp_path / "out", n_processes=1)
+    assert "No load sweep on t: its requests arrive at one time" in text
+    assert "load 0.5" not in text
+    assert "stretched to the stated load" not in text
+    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == files_of(["fairness"], scope)
+
+
+def test_predictors_on_a_users_trace_say_nothing_of_the_synthetic_ones(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    a_short_trace(tmp_path / "heavy_tailed")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setitem(sys.modules, "sklearn", None)
+    text = reproduce(["predictors"], Scope.of(quick=True, trace="heavy_tailed"), tmp_path / "out", n_processes=1)
+    assert "the first 24 are history, the next 56 are replayed. Trained on the history, judged" in text
+    assert "disjoint draw" not in text
+    assert "recurring half" not in text
+    row = next(line for line in text.splitlines() if line.startswith("| heavy_tailed | survival |"))
+    assert row.split("|")[4].strip() == "–"  # the paper judged no such file
+
+
+def test_a_predictor_that_needs_an_extra_is_left_out_with_a_word(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "sklearn", None)
+    text = reproduce(["predictors"], replace(TINY, rows=40), tmp_path, n_processes=1)
+    assert "`learned` is left out: it needs scikit-learn (`pip install 'balanceroute[learned]'`)." in text
+
+
 def test_unknown_experiments_are_refused(tmp_path: Path) -> None:
     with pytest.raises(InputError, match=f"unknown experiment 'magic'; one of {', '.join(EXPERIMENTS)}"):
         reproduce(["magic"], TINY, tmp_path)
+
+
+def never(*_: object) -> None:
+    raise AssertionError("nothing may run")
+
+
+@pytest.mark.parametrize("name", ["REPORT.md", "scaling.csv", "scaling.png", "scaling.svg"])
+def test_a_folder_in_place_of_a_file_is_refused_before_anything_runs(name: str, tmp_path: Path) -> None:
+    (tmp_path / name).mkdir()
+    with pytest.raises(InputError, match=f"{name}: is a folder"):
+        reproduce(["scaling"], TINY, tmp_path, n_processes=1, on_progress=never)
+
+
+@pytest.mark.skipif(not Path("/proc/self").exists(), reason="a folder that even root cannot write is needed")
+def test_a_folder_that_cannot_be_written_is_refused_before_anything_runs() -> None:
+    with pytest.raises(InputError, match="/proc/self: cannot be written"):
+        reproduce(["predictors"], TINY, Path("/proc/self"), n_processes=1, on_progress=never)
+
+
+def test_a_report_that_cannot_be_written_in_the_end_is_one_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "sklearn", None)
+    report = tmp_path / "out" / "REPORT.md"
+    with pytest.raises(InputError, match=r"REPORT\.md: cannot be written: Is a directory"):
+        reproduce(
+            ["predictors"],
+            replace(TINY, rows=40),
+            report.parent,
+            n_processes=1,
+            on_progress=lambda *_: report.mkdir(exist_ok=True),
+        )
+
+
+def test_an_empty_name_of_the_folder_is_refused(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["balanceroute", "reproduce", "main", "--out", ""])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    assert ended.value.code == 2
+    assert capsys.readouterr().err.startswith("balanceroute: --out: an empty name")
 
 
 def test_a_bad_trace_is_one_line_and_exit_code_2(
@@ -124,6 +211,8 @@ def test_the_command_lists_what_it_wrote(
 ) -> None:
     pytest.importorskip("matplotlib")
     write_trace(generate_trace("capped", rows=40), tmp_path / "t.csv")
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "notes.txt").write_text("not of this command")
     arguments = ["reproduce", "main", "--quick", "--jobs", "1", "--json", "--trace", str(tmp_path / "t.csv")]
     monkeypatch.setattr(sys, "argv", ["balanceroute", *arguments, "--out", str(tmp_path / "out")])
     with pytest.raises(SystemExit) as ended:

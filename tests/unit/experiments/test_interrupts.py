@@ -1,0 +1,112 @@
+"""`reproduce` with several processes: it ends when told to, and leaves none of them behind."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from balanceroute.errors import BalanceRouteError
+from balanceroute.experiments.jobs import run_jobs
+
+STARTED_WITHIN_S, ENDED_WITHIN_S = 120.0, 60.0  # bounds for a busy machine; it takes about one second
+pytestmark = [
+    pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="processes are counted in /proc"),
+    pytest.mark.timeout(300),
+]
+
+
+@dataclass(frozen=True, slots=True)
+class Killed:
+    """A task whose process dies as one that the kernel kills for want of memory."""
+
+    cost: float = 1.0
+    timed: bool = False
+
+    def run(self) -> None:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def processes_of(session: int) -> list[str]:
+    """Command lines of a session's living processes; zombies have none."""
+    found = []
+    for folder in Path("/proc").glob("[0-9]*"):
+        try:
+            if os.getsid(int(folder.name)) == session and (line := (folder / "cmdline").read_text()):
+                found.append(line)
+        except (ProcessLookupError, FileNotFoundError):
+            continue  # ended while we looked
+    return found
+
+
+def simulating(session: int) -> int:
+    """How many of them are workers of a pool."""
+    return sum("spawn_main" in line for line in processes_of(session))
+
+
+def wait_until(reached: Callable[[], bool], within_s: float) -> bool:
+    """Whether it came true in time."""
+    end = time.monotonic() + within_s
+    while not (done := reached()) and time.monotonic() < end:
+        time.sleep(0.05)
+    return done
+
+
+@pytest.fixture
+def running(tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
+    """A `reproduce` of many simulations on two processes, in a session of its own."""
+    pytest.importorskip("matplotlib")
+    command = [sys.executable, "-m", "balanceroute", "reproduce", "main", "--quick", "--jobs", "2", "--out", "out"]
+    path = os.pathsep.join([str(Path(__file__).parents[3]), os.environ.get("PYTHONPATH", "")])
+    process = subprocess.Popen(
+        command,
+        cwd=tmp_path,
+        env=os.environ | {"PYTHONPATH": path},
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    try:
+        assert wait_until(lambda: simulating(process.pid) == 2, STARTED_WITHIN_S)
+        yield process
+    finally:
+        if processes_of(process.pid):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.communicate()
+
+
+@pytest.mark.parametrize(
+    ("send", "number", "code", "pause_s"),
+    [
+        (os.killpg, signal.SIGINT, 130, 0.0),
+        (os.killpg, signal.SIGINT, 130, 3.0),
+        (os.kill, signal.SIGINT, 130, 3.0),
+        (os.kill, signal.SIGTERM, 143, 3.0),
+        (os.kill, signal.SIGKILL, -signal.SIGKILL, 3.0),
+    ],
+    ids=["ctrl-c-as-it-starts", "ctrl-c-as-it-simulates", "interrupted-alone", "terminated", "killed"],
+)
+def test_a_run_on_several_processes_ends_at_once_and_leaves_none(
+    running: subprocess.Popen[str],
+    send: Callable[[int, int], None],
+    number: signal.Signals,
+    code: int,
+    pause_s: float,
+) -> None:
+    time.sleep(pause_s)
+    send(running.pid, number)
+    _, said = running.communicate(timeout=ENDED_WITHIN_S)
+    assert running.returncode == code
+    assert "Traceback" not in said
+    assert wait_until(lambda: not processes_of(running.pid), ENDED_WITHIN_S)
+
+
+def test_a_process_that_is_killed_is_an_error_not_an_endless_wait() -> None:
+    with pytest.raises(BalanceRouteError, match="was killed"):
+        run_jobs([Killed(1.0), Killed(2.0)], 2)
