@@ -3,6 +3,9 @@
 Commands import what they need inside their function, so that `--help` and a typo cost no heavy import.
 """
 
+import errno
+import io
+import os
 import sys
 from typing import Annotated, Any
 
@@ -23,6 +26,8 @@ from balanceroute.errors import BalanceRouteError
 # what typer raises for a flag it cannot use; newer versions bring a click of their own, so that it has no
 # public name
 USAGE_ERROR: Any = typer.BadParameter.__base__
+# what a write fails with; a pipe whose reader is gone (EPIPE) ends the command in silence, which typer sees to
+UNWRITABLE = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EBADF}
 
 app = typer.Typer(
     name="balanceroute",
@@ -61,7 +66,9 @@ def root(
 
 
 def main() -> None:
-    """Run the command line; a deliberate error is one clear line and exit code 2."""
+    """Run the command line; a deliberate error is one clear line and exit code 2, output that cannot be written 1."""
+    if sys.stdout is None:  # closed by the caller: let whoever prints hear of it, and no file be opened in its place
+        sys.stdout = open(os.devnull)
     try:
         status = app(spread_lists(sys.argv[1:]), standalone_mode=False)
     except BalanceRouteError as error:
@@ -72,6 +79,13 @@ def main() -> None:
         if text:
             print(text if "\n" in text else f"balanceroute: {text}", file=sys.stderr)
         sys.exit(2)
+    except OSError as error:
+        if error.errno not in UNWRITABLE and not isinstance(error, io.UnsupportedOperation):
+            raise
+        print(f"balanceroute: the output cannot be written: {error.strerror or error}", file=sys.stderr)
+        # what is left in the buffer would fail once more when the interpreter ends
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(1)
     except typer.Abort:
         sys.exit(130)
     sys.exit(status or 0)

@@ -8,6 +8,12 @@ import typer
 if TYPE_CHECKING:
     from balanceroute.simulator import Failure, Outcome
 
+WORKERS_HELP = (
+    "Decode workers (G). heavy_tailed and capped arrive as fast as suits 8: for more or fewer draw a trace with "
+    "`balanceroute trace generate --workers`."
+)
+SPEED_AWARE_HELP = "Whether the router knows the speeds. Only target_fit looks at them; other policies decide alike."
+
 
 def replay(
     trace: Annotated[
@@ -20,12 +26,12 @@ def replay(
     policy: Annotated[str, typer.Option(help="br_0, br_h, target_fit, join_shortest_queue, ...")] = "br_h",
     predictor: Annotated[str, typer.Option(help="none, oracle, survival, exact_match or learned.")] = "none",
     param: Annotated[list[str] | None, typer.Option(help="A knob of the policy: name=value; repeatable.")] = None,
-    workers: Annotated[int, typer.Option(help="Decode workers (G).")] = 8,
+    workers: Annotated[int, typer.Option(help=WORKERS_HELP)] = 8,
     slots: Annotated[int, typer.Option(help="Slots per worker (B).")] = 64,
     pool: Annotated[int, typer.Option(help="Requests that may wait (W).")] = 128,
     step_cost: Annotated[float, typer.Option(help="Seconds per KV token of the fullest worker (a).")] = 1.2e-7,
     step_overhead: Annotated[float, typer.Option(help="Seconds per step whatever the load (b).")] = 0.025,
-    seed: Annotated[int, typer.Option(help="Seed of random policies and of a generated trace.")] = 0,
+    seed: Annotated[int, typer.Option(min=0, help="Seed of random policies and of a generated trace.")] = 0,
     max_requests: Annotated[int | None, typer.Option(min=1, help="Replay only the first N requests.")] = None,
     prefillers: Annotated[int, typer.Option(min=0, help="Simulate a prefill tier of this many workers.")] = 0,
     prefill_rate: Annotated[float, typer.Option(help="Prompt tokens per second of one prefiller.")] = 20_000.0,
@@ -33,7 +39,7 @@ def replay(
     telemetry_lag: Annotated[int, typer.Option(min=0, help="Steps by which the router hears late.")] = 0,
     kv_capacity: Annotated[int | None, typer.Option(help="KV tokens that fit a worker; beyond: recompute.")] = None,
     speeds: Annotated[str | None, typer.Option(help="Seconds per token by worker, relative: 1,1,1,1.3")] = None,
-    speed_aware: Annotated[bool, typer.Option(help="Whether the router knows the speeds.")] = True,
+    speed_aware: Annotated[bool, typer.Option(help=SPEED_AWARE_HELP)] = True,
     fail: Annotated[list[str] | None, typer.Option(help="WORKER@START[-END] in seconds; repeatable.")] = None,
     series: Annotated[Path | None, typer.Option(help="Write loads by step and worker to this CSV (.gz).")] = None,
     json: Annotated[bool, typer.Option("--json", help="Print the figures as JSON.")] = False,

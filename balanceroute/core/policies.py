@@ -92,14 +92,27 @@ CHOICES = {
     "slack_placement": ("free_slots", "load"),
     "guard": ("pool", "head"),
 }
-BOUNDS = {"horizon_steps": (0, 4096), "r_max": (1, 64), "gamma": (0.0, 1.0)}
-ANY_SIZE = (0, 2**63 - 1)  # the bounds of every other number
+# the least and the most of every number: those of the configuration's `routing` section
+BOUNDS = {
+    "horizon_steps": (0, 4096),
+    "alpha": (0, 1_000_000),
+    "beta": (0, 1_000_000),
+    "gamma": (0, 1),
+    "s_greedy": (0, 65_536),
+    "r_max": (1, 64),
+    "max_wait_s": (0, 86_400),
+    "hold_s": (0, 86_400),
+    "bypass_margin": (0, 4096),
+    "seed": (0, 2**63 - 1),
+}
+ABOVE_LEAST = ("alpha", "gamma")  # their least itself is not accepted
+ENDLESS = ("max_wait_s", "hold_s")  # accepted beyond their most: infinity, which is null in JSON
+DEFAULTS = asdict(PolicySettings())
 
 
 def settings_to_dict(settings: PolicySettings) -> dict[str, Any]:
-    """The policy's name and its `params`, JSON-ready; null is beta None, and a `max_wait_s` without limit."""
-    params = asdict(settings)
-    params["max_wait_s"] = settings.max_wait_s if settings.max_wait_s < math.inf else None
+    """The policy's name and its `params`, JSON-ready; null is beta None, and a time without limit."""
+    params = {key: None if value == math.inf else value for key, value in asdict(settings).items()}
     return {"policy": params.pop("policy"), "params": params}
 
 
@@ -110,32 +123,39 @@ def settings_from_dict(data: dict[str, Any]) -> PolicySettings:
         raise InputError(f"policy: {name!r:.60}; accepted: {', '.join(sorted(POLICIES))}")
     if not isinstance(params, dict):
         raise InputError(f"params: expected an object, found {params!r:.60}")
-    defaults = asdict(PolicySettings())
-    del defaults["policy"]
-    params = dict(params)
-    if "max_wait_s" in params and params["max_wait_s"] is None:
-        params["max_wait_s"] = math.inf
+    known = [key for key in DEFAULTS if key != "policy"]
+    params = {key: math.inf if value is None and key in ENDLESS else value for key, value in params.items()}
     for key, value in params.items():
-        if key not in defaults:
-            raise InputError(f"params.{key}: unknown; accepted: {', '.join(defaults)}")
-        expected = _mismatch(key, value, defaults[key])
-        if expected is not None:
-            raise InputError(f"params.{key}: expected {expected}, found {value!r:.60}")
+        if key not in known:
+            raise InputError(f"params.{key}: unknown; accepted: {', '.join(known)}")
+        if not is_accepted(key, value):
+            raise InputError(f"params.{key}: expected {accepted(key)}, found {value!r:.60}")
     return PolicySettings(policy=name, **params)
 
 
-def _mismatch(key: str, value: object, default: object) -> str | None:
-    """What the value should have been, or None if it can stand in for the default."""
+def is_accepted(key: str, value: object) -> bool:
+    """Whether the knob `key` may have this value."""
+    default = DEFAULTS[key]
     if key in CHOICES:
-        return None if value in CHOICES[key] else " or ".join(CHOICES[key])
-    if isinstance(default, bool):
-        return None if isinstance(value, bool) else "true or false"
-    if default is None and value is None:
-        return None
-    if key == "max_wait_s" and value == math.inf:
-        return None
-    least, most = BOUNDS.get(key, ANY_SIZE)
-    kinds = (int,) if isinstance(default, int) else (int, float)
-    if isinstance(value, kinds) and not isinstance(value, bool) and least <= value <= most:
-        return None
-    return f"a {'whole number' if kinds == (int,) else 'number'} from {least} to {most}"
+        return value in CHOICES[key]
+    if isinstance(default, bool) or isinstance(value, bool):
+        return isinstance(default, bool) and isinstance(value, bool)
+    if value is None:
+        return default is None
+    if not isinstance(value, int if isinstance(default, int) else int | float):
+        return False
+    least, most = BOUNDS[key]
+    within = least < value <= most if key in ABOVE_LEAST else least <= value <= most
+    return within or (key in ENDLESS and value == math.inf)
+
+
+def accepted(key: str) -> str:
+    """What the knob `key` may be, in words."""
+    if key in CHOICES:
+        return " or ".join(CHOICES[key])
+    if isinstance(DEFAULTS[key], bool):
+        return "true or false"
+    least, most = BOUNDS[key]
+    kind = "whole number" if isinstance(DEFAULTS[key], int) else "number"
+    bounds = f"above {least} and at most {most}" if key in ABOVE_LEAST else f"from {least} to {most}"
+    return f"a {kind} {bounds}" + (", or inf" if key in ENDLESS else ", or null" if DEFAULTS[key] is None else "")

@@ -1,9 +1,9 @@
 """One replay from its parameters: trace, cluster, policy, predictor, seed. Picklable, so that many run in parallel."""
 
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
-from balanceroute.core.policies import PolicySettings, make_policy
+from balanceroute.core.policies import DEFAULTS, PolicySettings, accepted, is_accepted, make_policy
 from balanceroute.core.policy import StageTimer
 from balanceroute.errors import InputError
 from balanceroute.prediction import Forecaster, build_predictor
@@ -15,6 +15,7 @@ from balanceroute.simulator.simulation import Progress, Simulation
 from balanceroute.traces import Trace
 
 PREDICTORS = ("none", "oracle", "survival", "exact_match", "learned")
+OPTIONS = ("policy", "seed")  # what the command line sets by an option of its own, for other things too
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,23 +70,29 @@ class Replay:
 
 def parse_params(settings: PolicySettings, params: list[str]) -> PolicySettings:
     """Settings with `name=value` texts applied. Raises: InputError that names what is accepted."""
-    known = {entry.name: entry for entry in fields(PolicySettings) if entry.name != "policy"}
+    known = [name for name in DEFAULTS if name not in OPTIONS]
     changes: dict[str, Any] = {}
     for param in params:
         name, equals, text = param.partition("=")
+        if name in OPTIONS:
+            raise InputError(f"--param {param}: the {name} has an option of its own, --{name}")
         if not equals or name not in known:
-            raise InputError(f"--param {param}: name=value with a name of {', '.join(known)}")
-        changes[name] = parsed(param, text, str(known[name].type))
+            raise InputError(f"--param {param}: accepted is name=value with a name of {', '.join(known)}")
+        changes[name] = parsed(text, DEFAULTS[name])
+        if not is_accepted(name, changes[name]):
+            raise InputError(f"--param {param}: accepted is {accepted(name)}")
     return replace(settings, **changes)
 
 
-def parsed(param: str, text: str, kind: str) -> Any:
-    """The text as the type of its field."""
+def parsed(text: str, default: Any) -> Any:
+    """The text as a value of the default's kind, or as it stands when it is none."""
+    if default is None and text == "null":
+        return None
     try:
-        if "bool" in kind:
+        if isinstance(default, bool):
             return {"true": True, "false": False}[text.lower()]
-        if "int" in kind:
-            return int(text)
-        return float(text) if "float" in kind else text
+        if isinstance(default, str):
+            return text
+        return int(text) if isinstance(default, int) else float(text)
     except (KeyError, ValueError):
-        raise InputError(f"--param {param}: {text!r} is not a {kind}") from None
+        return text

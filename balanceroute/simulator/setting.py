@@ -1,9 +1,25 @@
 """What is simulated: the cluster, what a step costs, and the options that the reference setting leaves out."""
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from balanceroute.errors import InputError
 from balanceroute.traces import ReferenceSetting
+
+# the least and the most of each number, far beyond any cluster: a typing error is refused before it fills the memory
+BOUNDS = {
+    "n_workers": ("workers", 1, 4096),
+    "slots": ("slots", 1, 65_536),
+    "pool": ("pool", 1, 1_000_000),
+    "step_cost_s": ("step cost", 0, 1),
+    "step_overhead_s": ("step overhead", 0, 1_000_000),
+    "prefillers": ("prefillers", 0, 4096),
+    "prefill_tokens_per_s": ("prefill rate", 1, 1_000_000_000),
+    "transfer_steps": ("transfer steps", 0, 10_000),
+    "telemetry_lag_steps": ("telemetry lag", 0, 10_000),
+}
+MOST_SPEED = 100.0  # as in the configuration's decode.workers
+SHORTEST_STEP_S = 1e-9
+LATEST_FAILURE_S = 1e9
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,22 +77,34 @@ class Setting:
 
     def checked(self) -> "Setting":
         """The setting itself. Raises: InputError that names the first value which makes no sense."""
-        positive = {"workers": self.n_workers, "slots": self.slots, "pool": self.pool}
-        for name, value in positive.items():
-            if value < 1:
-                raise InputError(f"{name} must be at least 1, not {value}")
-        if self.speeds and (len(self.speeds) != self.n_workers or not min(self.speeds) > 0):
-            raise InputError(f"speeds: {self.n_workers} positive numbers, one per worker")
-        for name, number in (("step cost", self.step_cost_s), ("step overhead", self.step_overhead_s)):
-            if not number >= 0:
-                raise InputError(f"{name} must not be negative")
-        if not self.step_cost_s + self.step_overhead_s > 0:
-            raise InputError("a step must take some time: step cost and step overhead are both 0")
-        if self.prefillers and not self.prefill_tokens_per_s > 0:
-            raise InputError("prefill tokens per second must be above 0")
+        for name, (label, least, most) in BOUNDS.items():
+            if not least <= getattr(self, name) <= most:
+                raise InputError(f"{label} {getattr(self, name)}: accepted is a number from {least} to {most}")
+        if self.step_cost_s + self.step_overhead_s < SHORTEST_STEP_S:
+            raise InputError(
+                f"step cost {self.step_cost_s} and step overhead {self.step_overhead_s}: a step must take some time, "
+                f"{SHORTEST_STEP_S:g} s or more"
+            )
+        self.check_speeds()
         for failure in self.failures:
-            if not 0 <= failure.worker < self.n_workers:
-                raise InputError(f"failure of worker {failure.worker}: there are workers 0 to {self.n_workers - 1}")
-            if failure.end_s is not None and not failure.end_s > failure.start_s:
-                raise InputError(f"failure of worker {failure.worker} ends before it starts")
-        return replace(self)
+            self.check_failure(failure)
+        return self
+
+    def check_speeds(self) -> None:
+        """Raises: InputError where they are not one sensible number per worker."""
+        if self.speeds and len(self.speeds) != self.n_workers:
+            raise InputError(f"speeds: {len(self.speeds)} numbers for {self.n_workers} workers")
+        for speed in self.speeds:
+            if not 0 < speed <= MOST_SPEED:
+                raise InputError(f"speed {speed}: accepted is a number above 0 and at most {MOST_SPEED:g}")
+
+    def check_failure(self, failure: Failure) -> None:
+        """Raises: InputError where it names no worker of the cluster, or no span of time."""
+        of = f"failure of worker {failure.worker}"
+        if not 0 <= failure.worker < self.n_workers:
+            raise InputError(f"{of}: there are workers 0 to {self.n_workers - 1}")
+        for moment in (failure.start_s, failure.end_s):
+            if moment is not None and not 0 <= moment <= LATEST_FAILURE_S:
+                raise InputError(f"{of} at {moment} s: accepted is a number from 0 to {LATEST_FAILURE_S:.0f}")
+        if failure.end_s is not None and failure.end_s <= failure.start_s:
+            raise InputError(f"{of} ends before it starts")

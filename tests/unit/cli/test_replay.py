@@ -62,7 +62,12 @@ def test_the_series_has_one_row_per_step_and_one_column_per_worker(
         (["--param", "bta=1"], "--param bta=1"),
         (["--speeds", "1,x"], "--speeds 1,x"),
         (["--fail", "soon"], "--fail soon"),
-        (["--workers", "0"], "workers must be at least 1"),
+        (["--workers", "0"], "workers 0: accepted is a number from 1"),
+        (["--workers", "99999999999"], "workers 99999999999: accepted is a number from 1"),
+        (["--step-cost", "nan"], "step cost nan: accepted is a number"),
+        (["--param", "horizon_steps=-1"], "--param horizon_steps=-1: accepted is a whole number from 0"),
+        (["--seed", "5", "--param", "seed=6"], "--param seed=6: the seed has an option of its own, --seed"),
+        (["--seed", "-1"], "'--seed'"),
     ],
 )
 def test_bad_input_is_one_line_and_exit_code_2(

@@ -1,8 +1,21 @@
 """What each policy picks in small situations whose answer can be checked by hand."""
 
-import pytest
+import math
 
-from balanceroute.core.policies import POLICIES, PolicySettings, make_policy
+import pytest
+from pydantic import ValidationError
+
+from balanceroute.config.models import Routing
+from balanceroute.core.policies import (
+    BOUNDS,
+    CHOICES,
+    POLICIES,
+    PolicySettings,
+    is_accepted,
+    make_policy,
+    settings_from_dict,
+    settings_to_dict,
+)
 from balanceroute.core.scheduler import SchedulerConfig
 from balanceroute.core.types import Outcome, WorkerState
 from balanceroute.errors import ConfigError
@@ -14,6 +27,30 @@ ASSIGNING = ["random", "round_robin", "power_of_two", "join_shortest_queue", "le
 def test_unknown_policies_are_refused_with_the_names_that_exist() -> None:
     with pytest.raises(ConfigError, match="'magic' is unknown; accepted: .*br_0, br_h"):
         make_policy(PolicySettings(policy="magic"))
+
+
+def configuration_accepts(name: str, value: object) -> bool:
+    try:
+        Routing.model_validate({name: value})
+    except ValidationError:
+        return False
+    return True
+
+
+@pytest.mark.parametrize("name", [*BOUNDS, *CHOICES, "pool_bypass"])
+def test_a_knob_has_the_values_that_the_configuration_accepts(name: str) -> None:
+    least, most = BOUNDS.get(name, (0, 1))
+    values = [least - 1, least, least + 1, most, most + 1, 0.25, -0.25, math.nan, -math.inf, True, "head", [], {}]
+    values += CHOICES.get(name, ())
+    assert [is_accepted(name, value) for value in values] == [configuration_accepts(name, value) for value in values]
+
+
+@pytest.mark.parametrize("name", ["max_wait_s", "hold_s"])
+def test_a_time_without_limit_is_a_setting_and_survives_json(name: str) -> None:
+    settings = PolicySettings(policy="target_fit", **{name: math.inf})  # type: ignore[arg-type]
+    assert is_accepted(name, math.inf)
+    assert settings_to_dict(settings)["params"][name] is None
+    assert settings_from_dict(settings_to_dict(settings)) == settings
 
 
 @pytest.mark.parametrize("policy", ASSIGNING)

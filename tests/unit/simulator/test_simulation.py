@@ -1,6 +1,7 @@
 """The step simulator: by hand, against a plain implementation of its semantics, and option by option."""
 
 import math
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -283,23 +284,6 @@ def test_every_request_is_served_with_every_option_at_once(policy: str, predicto
 
 
 @pytest.mark.parametrize(
-    ("changes", "reason"),
-    [
-        ({"slots": 0}, "slots must be at least 1"),
-        ({"speeds": (1.0,)}, "speeds: 2 positive numbers"),
-        ({"step_cost_s": -1.0}, "step cost must not be negative"),
-        ({"step_cost_s": 0.0, "step_overhead_s": 0.0}, "a step must take some time"),
-        ({"failures": (Failure(2, 0.0),)}, "there are workers 0 to 1"),
-        ({"failures": (Failure(0, 5.0, 5.0),)}, "ends before it starts"),
-        ({"prefillers": 1, "prefill_tokens_per_s": 0.0}, "prefill tokens per second"),
-    ],
-)
-def test_settings_that_make_no_sense_are_refused(changes: dict[str, object], reason: str) -> None:
-    with pytest.raises(InputError, match=reason):
-        run(a_trace([(0.0, 1, 1)]), a_setting(**changes))
-
-
-@pytest.mark.parametrize(
     ("predictor", "reason"), [("learned", "needs a trace of the past"), ("crystal", "predictor 'crystal': one of")]
 )
 def test_a_predictor_that_cannot_work_is_refused(predictor: str, reason: str) -> None:
@@ -356,14 +340,42 @@ def test_an_oracle_projects_the_loads_that_will_be_at_every_step_up_to_the_last_
 
 
 def test_params_become_knobs_of_their_types() -> None:
-    knobs = parse_params(PolicySettings(), ["beta=43", "s_greedy=0", "pool_bypass=true", "guard=head"])
+    texts = ["beta=43", "s_greedy=0", "pool_bypass=true", "guard=head", "max_wait_s=inf", "hold_s=0"]
+    knobs = parse_params(PolicySettings(), texts)
     assert (knobs.beta, knobs.s_greedy, knobs.pool_bypass, knobs.guard) == (43.0, 0, True, "head")
+    assert (knobs.max_wait_s, knobs.hold_s) == (math.inf, 0.0)
+    assert parse_params(knobs, ["beta=null"]).beta is None
 
 
-@pytest.mark.parametrize("param", ["beta", "nothing=1", "s_greedy=many", "pool_bypass=perhaps", "policy=br_0"])
-def test_a_param_that_is_none_is_refused(param: str) -> None:
-    with pytest.raises(InputError, match=f"--param {param}"):
+@pytest.mark.parametrize(
+    ("param", "accepted"),
+    [
+        ("beta", "name=value with a name of horizon_steps, alpha"),
+        ("nothing=1", "name=value with a name of horizon_steps, alpha"),
+        ("s_greedy=many", "a whole number from 0 to 65536"),
+        ("r_max=1e400", "a whole number from 1 to 64"),
+        ("horizon_steps=-1", "a whole number from 0 to 4096"),
+        ("horizon_steps=100000000", "a whole number from 0 to 4096"),
+        ("pool_bypass=perhaps", "true or false"),
+        ("bypass_margin=-1000", "a whole number from 0 to 4096"),
+        ("guard=haed", "pool or head"),
+        ("candidate_order=foo", "fifo or ascending or descending"),
+        ("beta=inf", "a number from 0 to 1000000, or null"),
+        ("alpha=nan", "a number above 0 and at most 1000000"),
+        ("gamma=5", "a number above 0 and at most 1"),
+        ("max_wait_s=nan", "a number from 0 to 86400, or inf"),
+        ("hold_s=-1", "a number from 0 to 86400, or inf"),
+    ],
+)
+def test_a_param_that_no_policy_can_have_is_refused_with_what_is_accepted(param: str, accepted: str) -> None:
+    with pytest.raises(InputError, match=f"^--param {re.escape(param)}: accepted is {accepted}"):
         parse_params(PolicySettings(), [param])
+
+
+@pytest.mark.parametrize("name", ["policy", "seed"])
+def test_what_has_an_option_of_its_own_is_no_param(name: str) -> None:
+    with pytest.raises(InputError, match=f"--param {name}=6: the {name} has an option of its own, --{name}"):
+        parse_params(PolicySettings(seed=5), [f"{name}=6"])
 
 
 def test_only_the_oracle_reads_how_long_answers_become() -> None:
