@@ -57,6 +57,11 @@ def wait_until(reached: Callable[[], bool], within_s: float) -> bool:
     return done
 
 
+def heed_interrupts() -> None:
+    """Undo what a shell does to a test run in its background, whose processes ignore SIGINT."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
 @pytest.fixture
 def running(tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
     """A `reproduce` of many simulations on two processes, in a session of its own."""
@@ -71,6 +76,7 @@ def running(tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
         stderr=subprocess.PIPE,
         text=True,
         start_new_session=True,
+        preexec_fn=heed_interrupts,
     )
     try:
         assert wait_until(lambda: simulating(process.pid) == 2, STARTED_WITHIN_S)
