@@ -96,7 +96,7 @@ class Recorder:
     def step(
         self, loads: list[int] | list[float], level: float, running: int, start_s: float, duration_s: float
     ) -> None:
-        """One step: loads of the workers at the barrier, which of all would be the same, and how long it took."""
+        """One step: loads of the workers at the barrier, the one that all would have if level, and how long it took."""
         self.most.append(max(loads))
         self.least.append(min(loads))
         self.total.append(sum(loads))

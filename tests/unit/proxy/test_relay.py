@@ -88,18 +88,24 @@ def test_every_event_is_relayed_counted_and_ended_in_one_response(run: Run) -> N
     run(test)
 
 
-def test_events_that_come_one_by_one_leave_one_by_one(run: Run) -> None:
+def one_by_one(parts: list[bytes]) -> Script:
+    """A worker that sends each part in a chunk and a packet of its own."""
+
     async def script(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         await read_request(reader)
         writer.write(CHUNKED_HEAD)
-        for part in [*EVENTS[:5], LAST, DONE]:
+        for part in parts:
             writer.write(chunked(part, last=False))
             await asyncio.sleep(0.01)
         writer.write(b"0\r\n\r\n")
         await reader.read()
 
+    return script
+
+
+def test_events_that_come_one_by_one_leave_one_by_one(run: Run) -> None:
     async def test() -> None:
-        async with worker(script) as server:
+        async with worker(one_by_one([*EVENTS[:5], LAST, DONE])) as server:
             upstream = Upstream(server.url)
             done = Relayed()
             await done.run(upstream)
@@ -226,21 +232,12 @@ def test_a_write_that_fails_fails_its_relay_and_no_other(run: Run) -> None:
         def write(part: bytes) -> bool:
             raise OSError("client")
 
-        async def script(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-            await read_request(reader)
-            writer.write(CHUNKED_HEAD)
-            for part in [*EVENTS[:20], LAST, DONE]:
-                writer.write(chunked(part, last=False))
-                await asyncio.sleep(0.005)
-            writer.write(b"0\r\n\r\n")
-            await reader.read()
-
         async def fails(upstream: Upstream) -> None:
             reply = await upstream.request("POST", "/", b"{}")
             with pytest.raises(OSError, match="client"):
                 await relay(reply, EventScanner(), Client().send, lambda n: None, write=write)
 
-        async with worker(script) as server:
+        async with worker(one_by_one([*EVENTS[:20], LAST, DONE])) as server:
             upstream = Upstream(server.url)
             others = [Relayed() for _ in range(4)]
             await asyncio.gather(*(task for other in others for task in (fails(upstream), other.run(upstream))))
