@@ -155,7 +155,7 @@ def read_mooncake(path: Path) -> Iterator[Row]:
                 finite(field_of(row, "timestamp"), "timestamp") / 1000.0,
                 token_count(field_of(row, "input_length"), "input_length", least=0),
                 token_count(field_of(row, "output_length"), "output_length", least=0),
-                digest(row["hash_ids"]),
+                digest(row["hash_ids"] or []),  # null, too, is no key
             )
         except KeyError as error:
             raise InputError(f"{path}: line {line}: no field {error}") from error

@@ -156,3 +156,9 @@ def test_public_originals_convert_to_the_reference_tables(original: str, referen
     assert ours.output_tokens.tolist() == theirs.output_tokens.tolist()
     assert ours.arrival_s == pytest.approx(theirs.arrival_s, abs=2e-6)
     assert len(set(ours.prompt_key.tolist())) == len(set(theirs.prompt_key.tolist()))
+
+
+def test_a_mooncake_request_without_hashes_has_no_key(tmp_path: Path) -> None:
+    path = tmp_path / "trace.jsonl"
+    path.write_text('{"timestamp": 0, "input_length": 9, "output_length": 7, "hash_ids": null}\n')
+    assert convert_trace(path).trace.prompt_key.tolist() == [""]
