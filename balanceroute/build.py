@@ -32,9 +32,13 @@ def policy_settings(config: Config) -> PolicySettings:
     )
 
 
+def predicts(config: Config) -> bool:
+    """Whether the policy asks a predictor, and there is one."""
+    return config.routing.policy == "br_h" and config.predictor.kind != "none"
+
+
 def scheduler_config(config: Config) -> SchedulerConfig:
     """Bounds and cadences of the live scheduler."""
-    predicts = config.routing.policy == "br_h" and config.predictor.kind != "none"
     return SchedulerConfig(
         max_queued=config.queue.max_queued,
         max_pooled=config.pool.max_entries,
@@ -42,7 +46,7 @@ def scheduler_config(config: Config) -> SchedulerConfig:
         queue_deadline_s=config.queue.deadline_s,
         kv_usage_limit=config.prefill.kv_usage_limit,
         max_prefill_inflight=config.prefill.max_inflight,
-        refresh_every_tokens=config.refresh_period_steps if predicts else None,
+        refresh_every_tokens=config.refresh_period_steps if predicts(config) else None,
         decode_first=config.connector == "mooncake_layerwise",
     )
 
@@ -51,7 +55,15 @@ def worker_specs(config: Config) -> list[WorkerSpec]:
     """Every worker of the configuration, prefillers first."""
     prefillers = [WorkerSpec(w.worker_id, Role.PREFILL, w.url, w.dp_rank) for w in config.prefill.workers]
     decoders = [
-        WorkerSpec(w.worker_id, Role.DECODE, w.url, w.dp_rank, config.decode.slots_of(w), w.speed)
+        WorkerSpec(
+            w.worker_id,
+            Role.DECODE,
+            w.url,
+            w.dp_rank,
+            config.decode.slots_of(w),
+            w.speed,
+            config.decode.barrier_group_of(w),
+        )
         for w in config.decode.workers
     ]
     return prefillers + decoders
@@ -66,7 +78,7 @@ def build_scheduler(
     """
     settings, bounds = policy_settings(config), scheduler_config(config)
     if journal is None:
-        scheduler = Scheduler(make_policy(settings, stage_timer), bounds)
+        scheduler = Scheduler(make_policy(settings, stage_timer), bounds, stage_timer)
     else:
         scheduler = RecordingScheduler(settings, bounds, journal, stage_timer)
     for spec in worker_specs(config):

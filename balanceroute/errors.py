@@ -4,19 +4,24 @@
     ├── ConfigError              key path, value, what would be accepted; the CLI exits 2
     ├── InputError               a file the user gave is wrong (trace, snapshot, journal); the CLI exits 2
     ├── InvalidRequest           400, or 413 for a body over the limit
+    │   └── AccessDenied         401 without a valid credential, 403 where none would help, 415
     ├── Rejected                 no worker was used, safe to retry
     │   ├── QueueFull            429
+    │   ├── KeyLimit             429
     │   ├── QueueTimeout         503
     │   ├── NoHealthyWorkers     503
     │   └── Draining             503
     ├── UpstreamError            .worker .stage
     │   ├── ConnectFailed        502
     │   ├── UpstreamTimeout      504
-    │   ├── BadUpstreamReply     502
+    │   ├── BadUpstreamReply     502; ForeignReply where it answers another request
+    │   │   └── ConnectionLost   the connection ended inside the reply
+    │   ├── DecodersLost         502, not to be tried again
+    │   ├── NotResumable         502
     │   └── UpstreamStatus       the worker's own status and body
     └── InvariantError           our bug: counted, logged with a snapshot, fatal in tests and simulation
 
-Foreign exceptions are translated where they enter (`proxy/upstream.py` for the network); nothing else is caught
+Foreign exceptions are translated where they enter (`proxy/workers/upstream.py` for the network); nothing else is caught
 wholesale. The core never raises anything of this list but `InvariantError`: it refuses with a `Reject` action.
 """
 
@@ -49,6 +54,15 @@ class InvalidRequest(BalanceRouteError):
         self.param = param
 
 
+class AccessDenied(InvalidRequest):
+    """Who asks may not have this; `code` is OpenAI's word for it, `reason` ours for metrics and the log."""
+
+    def __init__(self, message: str, *, status: int, reason: str, code: str | None = None) -> None:
+        super().__init__(message, status=status)
+        self.reason = reason
+        self.code = code
+
+
 class Rejected(BalanceRouteError):
     """Refused before any worker was used, so the client may retry."""
 
@@ -64,6 +78,13 @@ class QueueFull(Rejected):
     """The arrival queue is at its bound: capacity exists but is busy."""
 
     status_hint = 429
+
+
+class KeyLimit(Rejected):
+    """A client key has used up what it may have; `reason` as for `AccessDenied`."""
+
+    status_hint = 429
+    reason = "key_limit"
 
 
 class QueueTimeout(Rejected):
@@ -104,6 +125,26 @@ class UpstreamTimeout(UpstreamError):
 
 class BadUpstreamReply(UpstreamError):
     """The worker answered something that the contract does not allow."""
+
+
+class ConnectionLost(BadUpstreamReply):
+    """The connection ended inside the reply: the worker has died, or what is between us and it."""
+
+
+class DecodersLost(UpstreamError):
+    """Decode workers died under this request again and again before its first token: it is likely to be the cause."""
+
+    retryable = False
+
+
+class NotResumable(UpstreamError):
+    """An answer that has begun was cut off, and what its engine knew of it beside tokens is gone."""
+
+    retryable = False
+
+
+class ForeignReply(BadUpstreamReply):
+    """The worker answered with another request's answer."""
 
 
 class UpstreamStatus(UpstreamError):

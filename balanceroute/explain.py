@@ -21,7 +21,10 @@ from balanceroute.core.types import Admit, WorkerState
 
 @dataclass(frozen=True, slots=True)
 class WorkerView:
-    """A decode worker before the decision; `margins` over h = 0..H in tokens, empty when it is down."""
+    """A decode worker before the decision; `margins` over h = 0..H in tokens, empty when it is down.
+
+    `load_tokens` and `active` count what others hold there, too, as the decision does.
+    """
 
     id: str
     state: str
@@ -105,15 +108,15 @@ def explain(state: Any) -> Explanation:
 
 def worker_views(snapshot: ClusterSnapshot) -> list[WorkerView]:
     """Loads, free slots and margins of the decode workers."""
-    loads = snapshot.projection.loads()
+    loads = snapshot.projected_loads()
     standing = [worker.index for worker in snapshot.workers if worker.state is not WorkerState.DOWN]
     envelope = loads[standing].max(axis=0) if standing else None
     return [
         WorkerView(
             id=worker.spec.id,
             state=worker.state.value,
-            load_tokens=worker.load,
-            active=len(worker.active),
+            load_tokens=worker.total_load,
+            active=worker.occupied,
             free_slots=worker.free_slots,
             margins=tuple((envelope - loads[worker.index]).tolist())
             if envelope is not None and worker.state is not WorkerState.DOWN

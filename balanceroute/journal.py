@@ -29,6 +29,7 @@ import orjson
 from balanceroute import __version__
 from balanceroute.core.policies import PolicySettings, make_policy, settings_from_dict, settings_to_dict
 from balanceroute.core.policy import StageTimer
+from balanceroute.core.prefill import PREFILL_POLICIES
 from balanceroute.core.scheduler import Scheduler, SchedulerConfig
 from balanceroute.core.types import (
     Admit,
@@ -91,8 +92,7 @@ class RecordingScheduler(Scheduler):
     def __init__(
         self, settings: PolicySettings, config: SchedulerConfig, path: Path, stage_timer: StageTimer | None = None
     ) -> None:
-        self._stops_new = False
-        super().__init__(make_policy(settings, stage_timer), config)
+        super().__init__(make_policy(settings, stage_timer), config, stage_timer)
         self._writer = JournalWriter(path, settings, config)
         self._counts: dict[str, int] = {}
         self._now = 0.0
@@ -114,20 +114,14 @@ class RecordingScheduler(Scheduler):
         counts[request_id] = counts.get(request_id, 0) + tokens
         self._now = now
 
-    @property
-    def draining(self) -> bool:
-        """An attribute of the base class that drivers set; here setting it is a call like the others."""
-        return self._stops_new
-
-    @draining.setter
-    def draining(self, value: bool) -> None:
-        if value != self._stops_new:
-            self._stops_new = value
-            self._write_counts()
-            self._write("draining", self._now, {"value": value}, {"answer": None})
+    def set_draining(self, draining: bool, now: float) -> None:
+        self._record(super().set_draining, now, draining=draining)
 
     def configure(self, config: SchedulerConfig, now: float) -> None:
         self._record(super().configure, now, config=config)
+
+    def reroute(self, settings: PolicySettings, now: float) -> None:
+        self._record(super().reroute, now, settings=settings)
 
     def add_worker(self, spec: WorkerSpec, now: float) -> None:
         self._record(super().add_worker, now, spec=spec)
@@ -138,8 +132,26 @@ class RecordingScheduler(Scheduler):
     def set_worker_state(self, worker_id: str, state: WorkerState, now: float) -> None:
         self._record(super().set_worker_state, now, worker_id=worker_id, state=state)
 
-    def report_prefiller(self, worker_id: str, kv_usage: float, now: float) -> None:
+    def report_prefiller(self, worker_id: str, kv_usage: float | None, now: float) -> None:
         self._record(super().report_prefiller, now, worker_id=worker_id, kv_usage=kv_usage)
+
+    def report_prefix_cache(self, worker_id: str, capacity_tokens: int | None, now: float) -> None:
+        self._record(super().report_prefix_cache, now, worker_id=worker_id, capacity_tokens=capacity_tokens)
+
+    def forget_prefixes(self, worker_id: str, now: float) -> None:
+        self._record(super().forget_prefixes, now, worker_id=worker_id)
+
+    def report_decoder(
+        self, worker_id: str, foreign_requests: int, foreign_tokens: int, least_own_slots: int, now: float
+    ) -> None:
+        self._record(
+            super().report_decoder,
+            now,
+            worker_id=worker_id,
+            foreign_requests=foreign_requests,
+            foreign_tokens=foreign_tokens,
+            least_own_slots=least_own_slots,
+        )
 
     def submit(self, spec: RequestSpec, now: float) -> Reject | None:
         return self._record(super().submit, now, spec=spec)
@@ -151,7 +163,12 @@ class RecordingScheduler(Scheduler):
         return self._record(super().dispatch, now)
 
     def prefilled(
-        self, request_id: str, prompt_tokens: int, now: float, expected_remaining: float | None = None
+        self,
+        request_id: str,
+        prompt_tokens: int,
+        now: float,
+        expected_remaining: float | None = None,
+        cached_tokens: int | None = None,
     ) -> None:
         self._record(
             super().prefilled,
@@ -159,6 +176,7 @@ class RecordingScheduler(Scheduler):
             request_id=request_id,
             prompt_tokens=prompt_tokens,
             expected_remaining=expected_remaining,
+            cached_tokens=cached_tokens,
         )
 
     def prefill_failed(self, request_id: str, now: float) -> None:
@@ -179,8 +197,10 @@ class RecordingScheduler(Scheduler):
     def request_prefill(self, request_id: str, now: float) -> None:
         self._record(super().request_prefill, now, request_id=request_id)
 
-    def pushed(self, request_id: str, prompt_tokens: int, now: float) -> None:
-        self._record(super().pushed, now, request_id=request_id, prompt_tokens=prompt_tokens)
+    def pushed(self, request_id: str, prompt_tokens: int, now: float, cached_tokens: int | None = None) -> None:
+        self._record(
+            super().pushed, now, request_id=request_id, prompt_tokens=prompt_tokens, cached_tokens=cached_tokens
+        )
 
     def push_failed(self, request_id: str, now: float) -> None:
         self._record(super().push_failed, now, request_id=request_id)
@@ -308,15 +328,17 @@ def _read_header(path: Path, line: bytes) -> tuple[str, PolicySettings, Schedule
 
 
 def _read_config(entry: dict[str, Any]) -> SchedulerConfig:
-    """Bounds from their JSON values. Raises: TypeError, AttributeError: they are none."""
+    """Bounds from their JSON values. Raises: TypeError, ValueError, AttributeError: they are none."""
     bounds: dict[str, Any] = {k: math.inf if v is None and k in ENDLESS else v for k, v in entry.items()}
+    if bounds.get("prefill_policy", "least_tokens") not in PREFILL_POLICIES:
+        raise ValueError(f"prefill_policy {bounds['prefill_policy']!r:.60}")
     return SchedulerConfig(**bounds)
 
 
 ENDLESS = {field.name for field in fields(SchedulerConfig) if field.default == math.inf}
 """Bounds whose null means infinite."""
 
-METHODS = {name for name in vars(RecordingScheduler) if not name.startswith("_")} - {"close", "draining"}
+METHODS = {name for name in vars(RecordingScheduler) if not name.startswith("_")} - {"close"}
 """The calls that are a method of the scheduler."""
 
 
@@ -326,9 +348,6 @@ def _perform(scheduler: Scheduler, call: str, args: dict[str, Any], now: float) 
         if call == "tokens":
             for request_id, count in args["counts"].items():
                 scheduler.progress(request_id, count, now)
-            return {"answer": None}
-        if call == "draining":
-            scheduler.draining = bool(args["value"])
             return {"answer": None}
         if call not in METHODS:
             raise ValueError(f"unknown call {call!r}")
@@ -348,6 +367,9 @@ def _typed(call: str, args: dict[str, Any]) -> dict[str, Any]:
         typed["spec"] = RequestSpec(**args["spec"])
     if "config" in args:
         typed["config"] = _read_config(args["config"])
+    if "settings" in args:
+        policy, params = args["settings"]["policy"], {k: v for k, v in args["settings"].items() if k != "policy"}
+        typed["settings"] = settings_from_dict({"policy": policy, "params": params})
     if "state" in args:
         typed["state"] = WorkerState(args["state"])
     if "outcome" in args:

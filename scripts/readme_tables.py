@@ -27,17 +27,18 @@ def metrics_table() -> str:
     """One row per metric of a router that predicts, which has all of them."""
     from balanceroute.config import Config
     from balanceroute.core.snapshot import ClusterSnapshot
-    from balanceroute.proxy.forecasts import LiveForecasts
-    from balanceroute.proxy.metrics import Metrics
+    from balanceroute.core.view import view_cluster
+    from balanceroute.proxy.admission.forecasts import LiveForecasts
+    from balanceroute.proxy.telemetry.metrics import Metrics
 
     worker = [{"url": "http://worker"}]
     config = Config.model_validate(
         {"prefill": {"workers": [{"url": "http://prefiller"}]}, "decode": {"workers": worker}}
-        | {"predictor": {"kind": "exact_match"}}
+        | {"routing": {"policy": "br_h"}, "predictor": {"kind": "exact_match"}}
     )
     snapshot, forecasts = ClusterSnapshot(), LiveForecasts(config)
     forecasts.runner(snapshot)
-    families = [*Metrics(snapshot, "br_h").collect(), *forecasts.metrics.collect()]
+    families = [*Metrics(lambda: view_cluster(snapshot), "br_h").collect(), *forecasts.metrics.collect()]
     forecasts.close()
     rows = ["| metric | type | meaning |", "|---|---|---|"]
     for family in sorted(families, key=lambda family: family.name):

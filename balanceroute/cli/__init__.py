@@ -17,6 +17,7 @@ from balanceroute.cli.check_config import check_config
 from balanceroute.cli.demo import demo
 from balanceroute.cli.emulate import emulate
 from balanceroute.cli.explain import explain
+from balanceroute.cli.key import key
 from balanceroute.cli.load import load
 from balanceroute.cli.replay import replay
 from balanceroute.cli.reproduce import reproduce
@@ -46,6 +47,7 @@ app.add_typer(trace.app, name="trace")
 app.add_typer(predictor.app, name="predictor")
 app.command()(explain)
 app.command("check-config")(check_config)
+app.command()(key)
 
 
 def show_version(wanted: bool) -> None:

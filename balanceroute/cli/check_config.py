@@ -17,14 +17,18 @@ def check_config(
     """Print the effective configuration of FILE, as `serve` would use it in this environment.
 
     Defaults are filled in, BALANCEROUTE_SECTION__KEY variables applied, secrets masked. A file that cannot be
-    used ends in one line on standard error, with the key path and what is accepted, and exit code 2.
+    used, be it this one or one that it names (client keys, certificates), ends in one line on standard error, with
+    the key path and what is accepted, and exit code 2.
 
     Example: balanceroute check-config configs/4p1d.yaml --set routing.policy=br_0
     """
-    import json
     import os
 
-    from balanceroute.config import effective, effective_yaml, load, parse_assignment
+    from balanceroute.config import effective_json, effective_yaml, load, parse_assignment
+    from balanceroute.proxy.perimeter.gate import Perimeter
+    from balanceroute.proxy.perimeter.tls import Tls
 
     config = load(file, os.environ, dict(parse_assignment(text) for text in assignments or []))
-    typer.echo(json.dumps(effective(config), indent=2) if as_json else effective_yaml(config), nl=as_json)
+    Perimeter(config)
+    Tls(config)
+    typer.echo(effective_json(config) if as_json else effective_yaml(config), nl=as_json)

@@ -9,6 +9,9 @@ if TYPE_CHECKING:
     from balanceroute.demo import DemoScale, PolicyRun
 
 
+SHOWN = ("br_0", "br_h", "level_fit")  # the paper's two, and the default
+
+
 def demo(
     seconds: Annotated[float, typer.Option(min=5, help="How long requests arrive, for each router.")] = 28.0,
     load: Annotated[
@@ -16,11 +19,13 @@ def demo(
     ] = 1.15,
     slots: Annotated[int, typer.Option(min=1, help="Slots of each of the 8 decode ranks.")] = 16,
     against: Annotated[str, typer.Option(help="The policy that is compared with.")] = "join_shortest_queue",
-    policy: Annotated[str, typer.Option(help="The policy that is shown.")] = "br_h",
+    policy: Annotated[
+        list[str] | None, typer.Option(help="A policy that is shown; repeatable. br_0, br_h and level_fit if left out.")
+    ] = None,
     seed: Annotated[int, typer.Option(help="Seed of the trace.")] = 1,
     json: Annotated[bool, typer.Option("--json", help="Print the result as JSON.")] = False,
 ) -> None:
-    """Show what the router is worth: an emulated cluster, the same trace through two policies, side by side.
+    """Show what the router is worth: an emulated cluster, the same trace through several policies, side by side.
 
     Example: balanceroute demo --seconds 30 --against least_kv
     """
@@ -31,7 +36,7 @@ def demo(
     if not json:
         announce(scale)
     runs = []
-    for name in (against, policy):
+    for name in (against, *(policy or SHOWN)):
         with progress_bar(f"{name:<20}") as tell:
             runs.append(run_demo(scale, name, tell))
     if json:
@@ -58,7 +63,7 @@ def announce(scale: "DemoScale") -> None:
 
 
 def show(runs: "list[PolicyRun]") -> None:
-    """The table, one column per policy, and the change from the first to the second."""
+    """The table, one column per policy, and the change from the first to the last."""
     from rich.console import Console
     from rich.table import Table
 
@@ -78,9 +83,9 @@ def show(runs: "list[PolicyRun]") -> None:
     for column in table.columns[1:]:
         column.justify = "right"
     for name, figure, form in rows:
-        before, after = (figure(run) for run in runs)
-        change = f"{after / before - 1:+.0%}" if before else ""
-        table.add_row(name, format(before, form), format(after, form), change)
+        values = [figure(run) for run in runs]
+        change = f"{values[-1] / values[0] - 1:+.0%}" if values[0] else ""
+        table.add_row(name, *(format(value, form) for value in values), change)
     table.add_row("answers complete", *(f"{run.report.completed} of {run.report.requests}" for run in runs), "")
     console = Console()
     console.print(table)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 import typer
 
 if TYPE_CHECKING:
-    from balanceroute.emulator import ClusterShape, EmulatedCluster
+    from balanceroute.emulator import ClusterShape, EmulatedCluster, ProcessCluster
 
 DECODE_PORT_OFFSET = 100
 Member = TypeVar("Member", bound=StrEnum)
@@ -46,6 +46,14 @@ def emulate(
     ] = "max_tokens",
     stream_interval: Annotated[int, typer.Option(min=1, help="Tokens per stream chunk.")] = 1,
     ranks_per_url: Annotated[int, typer.Option(min=1, help="Decode ranks behind one URL.")] = 1,
+    processes: Annotated[
+        int,
+        typer.Option(
+            min=0,
+            help="Cut the decode ranks into so many processes of equal size, each with a barrier of its own, beside a"
+            " process per prefiller; as many as ranks makes them independent. 0: one process, one barrier.",
+        ),
+    ] = 0,
     max_model_len: Annotated[int, typer.Option(min=2, help="Longest context, tokens.")] = 32_768,
     model: Annotated[str, typer.Option(help="Model name that is served.")] = "emulated",
     seed: Annotated[int, typer.Option(help="Seed of the output lengths.")] = 0,
@@ -53,7 +61,8 @@ def emulate(
 ) -> None:
     """Run prefillers and decode ranks that speak vLLM's HTTP, until SIGTERM or SIGINT.
 
-    GET /_emulator/state of any of them tells what every worker holds; POST /_emulator/fault breaks things.
+    GET /_emulator/state of any of them tells what every worker holds; POST /_emulator/fault breaks things. With
+    --processes they are on the port below --base-port, and sigstop, sigcont, sigkill and respawn are faults, too.
 
     Example: balanceroute emulate --prefill 2 --decode 8 --base-port 9000 --write-config cluster.yaml
     """
@@ -79,7 +88,7 @@ def emulate(
         stream_interval=stream_interval,
         time_scale=time_scale,
     )
-    run(shape, host, base_port, write_config, listen_port)
+    run(shape, host, base_port, write_config, listen_port, processes)
 
 
 def named(kind: type[Member], text: str, flag: str) -> Member:
@@ -92,22 +101,27 @@ def named(kind: type[Member], text: str, flag: str) -> Member:
         raise ConfigError(f"{flag} {text!r}: accepted is {', '.join(kind)}") from error
 
 
-def run(shape: "ClusterShape", host: str, base_port: int, write_config: Path | None, listen_port: int) -> None:
+def run(
+    shape: "ClusterShape", host: str, base_port: int, write_config: Path | None, listen_port: int, processes: int = 0
+) -> None:
     """Serve the cluster until a signal comes; the configuration is written before the ready line."""
     import asyncio
 
     import uvloop
 
-    from balanceroute.emulator import EmulatedCluster
+    from balanceroute.emulator import EmulatedCluster, ProcessCluster
+    from balanceroute.emulator.processes import members_of
 
     urls = shape.decoders // shape.ranks_per_url
     first_decode = base_port + DECODE_PORT_OFFSET
-    cluster = EmulatedCluster(
-        shape,
-        host=host,
-        prefill_ports=range(base_port, base_port + shape.prefillers),
-        decode_ports=range(first_decode, first_decode + urls),
-    )
+    prefill_ports = range(base_port, base_port + shape.prefillers)
+    decode_ports = range(first_decode, first_decode + urls)
+    cluster: EmulatedCluster | ProcessCluster
+    if processes:
+        members = members_of(shape, processes, host, prefill_ports, decode_ports)
+        cluster = ProcessCluster(shape, members, host, base_port - 1)
+    else:
+        cluster = EmulatedCluster(shape, host=host, prefill_ports=prefill_ports, decode_ports=decode_ports)
 
     async def serve() -> None:
         async with running(cluster) as stopped:
@@ -124,7 +138,7 @@ def run(shape: "ClusterShape", host: str, base_port: int, write_config: Path | N
 
 
 @contextlib.asynccontextmanager
-async def running(cluster: "EmulatedCluster") -> AsyncIterator[Any]:
+async def running(cluster: "EmulatedCluster | ProcessCluster") -> AsyncIterator[Any]:
     """The cluster, and an event that SIGTERM and SIGINT set."""
     import asyncio
     import signal
@@ -137,19 +151,24 @@ async def running(cluster: "EmulatedCluster") -> AsyncIterator[Any]:
         yield stopped
 
 
-def configuration(cluster: "EmulatedCluster", listen_port: int = 8000) -> dict[str, Any]:
+def configuration(cluster: "EmulatedCluster | ProcessCluster", listen_port: int = 8000) -> dict[str, Any]:
     """What `serve` needs to stand in front of the cluster."""
     shape = cluster.shape
     ranks = range(shape.ranks_per_url)
     decode_workers: list[dict[str, Any]] = [
         {"url": url} | ({"dp_rank": rank} if len(ranks) > 1 else {}) for url in cluster.decode_urls for rank in ranks
     ]
+    groups = getattr(cluster, "groups", 1)
+    if 1 < groups < shape.decoders:
+        size = shape.decoders // groups
+        decode_workers = [entry | {"barrier_group": f"g{i // size}"} for i, entry in enumerate(decode_workers)]
+    independent = {"shared_barrier": False} if groups == shape.decoders > 1 else {}
     tree: dict[str, Any] = {
         "listen": {"host": "127.0.0.1", "port": listen_port},
         "connector": str(shape.connector),
         "prefill": {"workers": [{"url": url} for url in cluster.prefill_urls]},
-        "decode": {"workers": decode_workers, "max_num_seqs": shape.max_num_seqs},
-        "routing": {"policy": "br_h"},
+        "decode": {"workers": decode_workers, "max_num_seqs": shape.max_num_seqs} | independent,
+        "routing": {"policy": "level_fit"},
         "predictor": {"kind": "none"},
     }
     if shape.lease_s is not None or shape.time_scale < 1:

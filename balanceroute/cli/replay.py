@@ -6,13 +6,25 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 if TYPE_CHECKING:
-    from balanceroute.simulator import Failure, Outcome
+    from balanceroute.simulator import Failure, Outcome, Replay
 
 WORKERS_HELP = (
     "Decode workers (G). heavy_tailed and capped arrive as fast as suits 8: for more or fewer draw a trace with "
     "`balanceroute trace generate --workers`."
 )
-SPEED_AWARE_HELP = "Whether the router knows the speeds. Only target_fit looks at them; other policies decide alike."
+LOAD_HELP = (
+    "Stretch or squeeze the arrivals to this fraction of ideal capacity: what level, always full workers would finish."
+)
+COMPARE_HELP = (
+    "Replay it through every policy and print one table, --policy first. Each with its defaults; "
+    "--param and --predictor are for --policy alone."
+)
+SPEED_AWARE_HELP = "Whether the router knows the speeds. Only level_fit and target_fit look at them."
+
+PREFIX_CACHE_HELP = (
+    "Tokens that the prefix cache of one prefiller holds. The trace must say which prompts begin alike: "
+    "`balanceroute trace convert` keeps the hash_ids of Mooncake's."
+)
 
 
 def replay(
@@ -23,7 +35,9 @@ def replay(
         str | None,
         typer.Option(help="Past trace that the predictor is fitted on; without it it learns during the run."),
     ] = None,
-    policy: Annotated[str, typer.Option(help="br_0, br_h, target_fit, join_shortest_queue, ...")] = "br_h",
+    policy: Annotated[
+        str, typer.Option(help="level_fit, br_0, br_h, target_fit, join_shortest_queue, ...")
+    ] = "level_fit",
     predictor: Annotated[str, typer.Option(help="none, oracle, survival, exact_match or learned.")] = "none",
     param: Annotated[list[str] | None, typer.Option(help="A knob of the policy: name=value; repeatable.")] = None,
     workers: Annotated[int, typer.Option(help=WORKERS_HELP)] = 8,
@@ -32,9 +46,14 @@ def replay(
     step_cost: Annotated[float, typer.Option(help="Seconds per KV token of the fullest worker (a).")] = 1.2e-7,
     step_overhead: Annotated[float, typer.Option(help="Seconds per step whatever the load (b).")] = 0.025,
     seed: Annotated[int, typer.Option(min=0, help="Seed of random policies and of a generated trace.")] = 0,
+    load: Annotated[float | None, typer.Option(help=LOAD_HELP)] = None,
     max_requests: Annotated[int | None, typer.Option(min=1, help="Replay only the first N requests.")] = None,
     prefillers: Annotated[int, typer.Option(min=0, help="Simulate a prefill tier of this many workers.")] = 0,
     prefill_rate: Annotated[float, typer.Option(help="Prompt tokens per second of one prefiller.")] = 20_000.0,
+    prefill_policy: Annotated[
+        str, typer.Option(help="least_tokens, prefix_affinity or round_robin: which prefiller computes a prompt.")
+    ] = "least_tokens",
+    prefix_cache: Annotated[int, typer.Option(help=PREFIX_CACHE_HELP)] = 0,
     transfer_steps: Annotated[int, typer.Option(min=0, help="Steps that a KV transfer takes.")] = 0,
     telemetry_lag: Annotated[int, typer.Option(min=0, help="Steps by which the router hears late.")] = 0,
     kv_capacity: Annotated[int | None, typer.Option(help="KV tokens that fit a worker; beyond: recompute.")] = None,
@@ -42,6 +61,7 @@ def replay(
     speed_aware: Annotated[bool, typer.Option(help=SPEED_AWARE_HELP)] = True,
     fail: Annotated[list[str] | None, typer.Option(help="WORKER@START[-END] in seconds; repeatable.")] = None,
     series: Annotated[Path | None, typer.Option(help="Write loads by step and worker to this CSV (.gz).")] = None,
+    compare: Annotated[bool, typer.Option("--compare", help=COMPARE_HELP)] = False,
     json: Annotated[bool, typer.Option("--json", help="Print the figures as JSON.")] = False,
 ) -> None:
     """Replay a trace through a policy on the step simulator: seconds for a whole trace, no cluster.
@@ -52,7 +72,8 @@ def replay(
 
     from balanceroute.cli.output import print_fields, print_json, progress_bar
     from balanceroute.core.policies import PolicySettings
-    from balanceroute.simulator import Replay, Setting, parse_params
+    from balanceroute.errors import InputError
+    from balanceroute.simulator import Replay, Setting, at_load, parse_params
     from balanceroute.traces import load_trace
 
     setting = Setting(
@@ -63,6 +84,8 @@ def replay(
         step_overhead_s=step_overhead,
         prefillers=prefillers,
         prefill_tokens_per_s=prefill_rate,
+        prefill_policy=prefill_policy,
+        prefix_cache_tokens=prefix_cache,
         transfer_steps=transfer_steps,
         telemetry_lag_steps=telemetry_lag,
         kv_capacity_tokens=kv_capacity,
@@ -70,8 +93,9 @@ def replay(
         speed_aware=speed_aware,
         failures=tuple(parse_failure(text) for text in fail or []),
     )
+    requests = load_trace(trace, seed=seed, rows=max_requests)
     job = Replay(
-        trace=load_trace(trace, seed=seed, rows=max_requests),
+        trace=requests if load is None else at_load(requests, load, setting.checked()),
         policy=parse_params(PolicySettings(policy=policy, seed=seed), param or []),
         setting=setting,
         predictor=predictor,
@@ -79,6 +103,11 @@ def replay(
         train=load_trace(train, seed=seed + 1) if train else None,
         with_loads=series is not None,
     )
+    if compare:
+        if series is not None:
+            raise InputError("--series: the loads of one policy; not together with --compare")
+        compare_policies(job, trace, as_json=json)
+        return
     with progress_bar("replaying") as tell:
         outcome = job.run(tell)
     if series is not None:
@@ -88,6 +117,44 @@ def replay(
         print_json(figures)
     else:
         print_fields(f"{trace}: {policy}, predictor {predictor}", figures)
+
+
+def compare_policies(job: "Replay", title: str, *, as_json: bool) -> None:
+    """Replay the job's requests through every policy, its own first, and print what each comes to."""
+    from dataclasses import asdict, replace
+
+    from rich.console import Console
+    from rich.table import Table
+
+    from balanceroute.cli.output import print_json, progress_bar
+    from balanceroute.core.policies import POLICIES, PolicySettings
+
+    others = [name for name in sorted(POLICIES) if name != job.policy.policy]
+    jobs = [job]
+    for name in others:
+        settings = PolicySettings(policy=name, seed=job.policy.seed)
+        jobs.append(replace(job, policy=settings, predictor="survival" if name == "br_h" else "none"))
+    found = {}
+    for each in jobs:
+        with progress_bar(f"{each.policy.policy:<20}") as tell:
+            found[each.policy.policy] = each.run(tell).figures
+    if as_json:
+        print_json({name: asdict(figures) for name, figures in found.items()})
+        return
+    columns = ("policy", "load spread", "balance", "tokens/s", "TPOT p95 ms", "wait p50 s", "wait p99 s", "wait max s")
+    table = Table(columns[0], title=f"{title}: {len(job.trace):,} requests through every policy")
+    for column in columns[1:]:
+        table.add_column(column, justify="right")
+    for name, f in found.items():
+        waits = (f"{wait:,.1f}" for wait in (f.wait_p50_s, f.wait_p99_s, f.wait_max_s))
+        cells = (
+            f"{f.load_spread_mean:,.0f}",
+            f"{f.balance:.3f}",
+            f"{f.throughput_tok_s:,.0f}",
+            f"{1e3 * f.tpot_p95_s:.1f}",
+        )
+        table.add_row(name, *cells, *waits)
+    Console().print(table)
 
 
 def parse_speeds(text: str | None) -> tuple[float, ...]:

@@ -9,7 +9,11 @@ import typer
 def reproduce(
     experiments: Annotated[
         list[str] | None,
-        typer.Argument(help="main, scaling, sensitivity, overhead, predictors, fairness; all if left out."),
+        typer.Argument(
+            help="main, scaling, sensitivity, subsets, overhead, predictors, fairness, bound; these if left out. "
+            "prefix: the prefill tier and its caches. grid: many hours, minutes with --quick; goes on where it was "
+            "stopped."
+        ),
     ] = None,
     quick: Annotated[
         bool, typer.Option("--quick", help="Fewer seeds, rows and widths: minutes, not half an hour.")

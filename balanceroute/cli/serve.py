@@ -15,7 +15,7 @@ def serve(
         typer.Option("--set", metavar="KEY=VALUE", help="Override one setting, such as pool.max_entries=64."),
     ] = None,
     policy: Annotated[str | None, typer.Option(help="routing.policy.")] = None,
-    host: Annotated[str | None, typer.Option(help="listen.host.")] = None,
+    host: Annotated[str | None, typer.Option(help="listen.host; 0.0.0.0 to be reached from other machines.")] = None,
     port: Annotated[int | None, typer.Option(help="listen.port; 0 lets the system choose.")] = None,
     prefiller_hosts: Annotated[list[str] | None, typer.Option(help="Host of each prefiller.")] = None,
     prefiller_ports: Annotated[list[int] | None, typer.Option(help="Port of each prefiller.")] = None,
@@ -28,7 +28,9 @@ def serve(
     max_waiting_retries: Annotated[int | None, typer.Option(help="Readiness checks of an added worker.")] = None,
     waiting_retry_interval: Annotated[float | None, typer.Option(help="Seconds between those.")] = None,
     workers: Annotated[int | None, typer.Option(help="Processes; only 1 is possible.")] = None,
-    journal: Annotated[Path | None, typer.Option(metavar="FILE", help="Write every decision for `replay`.")] = None,
+    journal: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Write every decision, for `explain --journal`.")
+    ] = None,
     log_level: Annotated[str | None, typer.Option(help="debug, info, warning, error or critical.")] = None,
 ) -> None:
     """Route OpenAI requests over prefillers and decode workers, until SIGTERM.
@@ -37,15 +39,17 @@ def serve(
 
     Example: balanceroute serve --config configs/4p1d.yaml --policy br_h
     """
+    import logging
     import os
 
     from balanceroute.config import from_example_flags, load, parse_assignment
+    from balanceroute.proxy.admission.forecasts import build_forecasts
     from balanceroute.proxy.app import create_app
-    from balanceroute.proxy.forecasts import build_forecasts
-    from balanceroute.proxy.logs import configure
-    from balanceroute.proxy.reload import apply
+    from balanceroute.proxy.perimeter.gate import exposures
+    from balanceroute.proxy.reload import reload
     from balanceroute.proxy.server import serve as run
     from balanceroute.proxy.services import Services
+    from balanceroute.proxy.telemetry.logs import configure
 
     overrides: dict[str, object] = dict(parse_assignment(text) for text in assignments or [])
     overrides |= from_example_flags(
@@ -71,15 +75,17 @@ def serve(
             overrides[key] = value
     config = load(config_file, os.environ, overrides)
     configure(config.log.level, config.log.format)
+    for text in exposures(config):
+        logging.getLogger(__name__).warning(text)
 
-    def reload(services: Services) -> None:
+    async def on_reload(services: Services) -> None:
         new = load(config_file, os.environ, overrides)
-        apply(services, new)
+        await reload(services, new)
         configure(new.log.level, new.log.format)
 
     # read before there is a loop: a model file that does not fit is one line, and a long history holds up nobody
     forecasts = build_forecasts(config)
-    run(create_app(config, journal=journal, forecasts=forecasts), config, reload)
+    run(create_app(config, journal=journal, forecasts=forecasts), config, on_reload)
 
 
 def spread_lists(arguments: list[str]) -> list[str]:

@@ -1,23 +1,33 @@
 """The configuration: defaults < YAML < `BALANCEROUTE_SECTION__KEY` environment < command line."""
 
-from balanceroute.config.describe import Setting, describe_settings, effective, effective_yaml
+from balanceroute.config.addresses import is_loopback
+from balanceroute.config.client_keys import KeyEntry, digest_of, new_key, read_client_keys
+from balanceroute.config.describe import Setting, describe_settings, effective, effective_json, effective_yaml
 from balanceroute.config.example_flags import from_example_flags, worker_url
 from balanceroute.config.loading import load, parse_assignment, read_yaml, validate
-from balanceroute.config.models import Config, DecodeWorker, PolicyName, Worker, normalised_url
+from balanceroute.config.models import Config, DecodeWorker, PolicyName, PriorityBounds, Worker
+from balanceroute.config.urls import normalised_url
 
 __all__ = [
     "Config",
     "DecodeWorker",
+    "KeyEntry",
     "PolicyName",
+    "PriorityBounds",
     "Setting",
     "Worker",
     "describe_settings",
+    "digest_of",
     "effective",
+    "effective_json",
     "effective_yaml",
     "from_example_flags",
+    "is_loopback",
     "load",
+    "new_key",
     "normalised_url",
     "parse_assignment",
+    "read_client_keys",
     "read_yaml",
     "validate",
     "worker_url",

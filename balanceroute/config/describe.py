@@ -1,5 +1,7 @@
 """What the settings are, read off the models: rows of the README's table, and what errors say is accepted."""
 
+import json
+import math
 import types
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -10,7 +12,7 @@ import yaml
 from pydantic import BaseModel, SecretStr
 from pydantic.fields import FieldInfo
 
-from balanceroute.config.models import Config
+from balanceroute.config.models import Auth, Config, Endless
 
 MASK = "********"
 
@@ -125,6 +127,8 @@ def _bounds(constraints: list[Any]) -> str:
             low = f"more than {_number(bound.gt)}"
         elif isinstance(bound, annotated_types.Le):
             high, between = f"at most {_number(bound.le)}", [*between, bound.le]
+        elif isinstance(bound, Endless):
+            return f"0 to {_number(bound.most_s)}, or .inf"
         elif isinstance(bound, annotated_types.MinLen) and bound.min_length == 1:
             low = "not empty"
     if len(between) == 2:
@@ -137,11 +141,14 @@ def _number(value: Any) -> str:
 
 
 def effective(config: Config) -> dict[str, Any]:
-    """The configuration as plain data: what follows from other settings filled in, secrets masked."""
+    """The configuration as plain data: what follows from other settings filled in, secrets masked.
+
+    Times without limit are infinite, which JSON lacks: see `effective_json`.
+    """
     data = config.model_dump(mode="json")
     data["pool"]["ttl_s"] = config.pool_ttl_s
     data["prefill"]["kv_pin_s"] = config.kv_pin_s
-    data["routing"]["max_wait_s"] = config.max_wait_s
+    data["routing"] |= {"max_wait_s": config.max_wait_s, "hold_s": config.routing.hold_s}  # infinity is no JSON
     data["routing"]["beta"] = config.beta if config.beta is not None else float(len(config.decode.workers))
     data["predictor"]["period_steps"] = config.refresh_period_steps
     for rows, workers in (
@@ -152,9 +159,17 @@ def effective(config: Config) -> dict[str, Any]:
             row["id"] = worker.worker_id
     for row, decoder in zip(data["decode"]["workers"], config.decode.workers, strict=True):
         row["max_num_seqs"] = config.decode.slots_of(decoder)
-    for name, value in data["auth"].items():
-        data["auth"][name] = None if value is None else MASK
+    for name, field in Auth.model_fields.items():
+        if is_secret(field) and data["auth"][name] is not None:
+            data["auth"][name] = MASK
     return data
+
+
+def effective_json(config: Config) -> str:
+    """`effective` as JSON, with "inf" for infinity, which the settings accept too."""
+    data = effective(config)
+    data["routing"] = {key: "inf" if value == math.inf else value for key, value in data["routing"].items()}
+    return json.dumps(data, indent=2, allow_nan=False)
 
 
 def effective_yaml(config: Config) -> str:

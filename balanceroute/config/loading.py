@@ -25,6 +25,7 @@ from balanceroute.config.models import Config
 from balanceroute.errors import ConfigError
 
 ENV_PREFIX = "BALANCEROUTE_"
+WORKER_KEY_VARIABLE = "OPENAI_API_KEY"  # as the example proxies read it
 Tree = dict[str, Any]
 
 
@@ -47,7 +48,15 @@ def load(
     for key, value in (overrides or {}).items():
         sources[key] = "command line"
         _put(tree, key, value, "command line")
+    _put_worker_key(tree, (environ or {}).get(WORKER_KEY_VARIABLE, ""), sources)
     return validate(tree, str(path) if path is not None else "", sources)
+
+
+def _put_worker_key(tree: Tree, value: str, sources: dict[str, str]) -> None:
+    """The example proxies' variable, below all other sources; a null in any of those is a word, too."""
+    if value.strip() and "worker_api_key" not in (tree.get("auth") or {}):
+        sources["auth.worker_api_key"] = WORKER_KEY_VARIABLE
+        _put(tree, "auth.worker_api_key", value, WORKER_KEY_VARIABLE)
 
 
 def validate(tree: Tree, origin: str = "", sources: Mapping[str, str] | None = None) -> Config:
@@ -144,6 +153,24 @@ _Loader.add_implicit_resolver(
 
 def read_yaml(path: Path) -> Tree:
     """Read a configuration file into plain data. Raises: ConfigError with the line of a syntax error."""
+    return read_mapping(path, "at least prefill.workers and decode.workers", ", ".join(Config.model_fields))
+
+
+def read_mapping(path: Path, needed: str, keys: str = "") -> Tree:
+    """Read a YAML file that holds a mapping; `needed` and `keys` say in errors what belongs into it.
+
+    Raises: ConfigError: it can't be read, is no YAML, or no mapping.
+    """
+    tree = read_document(path)
+    if tree is None:
+        raise ConfigError(f"{path}: is empty; accepted is a mapping with {needed}")
+    if not isinstance(tree, dict):
+        raise ConfigError(f"{path}: is a {type(tree).__name__}; accepted is a mapping with the keys {keys or needed}")
+    return tree
+
+
+def read_document(path: Path) -> object:
+    """Read a YAML file, whatever it holds; None if nothing. Raises: ConfigError: it can't be read, or is no YAML."""
     try:
         text = path.read_text(encoding="utf-8")
     except OSError as error:
@@ -151,19 +178,13 @@ def read_yaml(path: Path) -> Tree:
     except UnicodeDecodeError as error:
         raise ConfigError(f"{path}: is not UTF-8 text (byte {error.start})") from None
     try:
-        tree = yaml.load(text, Loader=_Loader)
+        tree: object = yaml.load(text, Loader=_Loader)
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
         where = "" if mark is None else f" line {mark.line + 1}, column {mark.column + 1}:"
         raise ConfigError(f"{path}:{where} not valid YAML: {_one_line(error.problem or error.context)}") from None
     except (yaml.YAMLError, ValueError, RecursionError) as error:
         raise ConfigError(f"{path}: not valid YAML: {_one_line(str(error))}") from None
-    if tree is None:
-        raise ConfigError(f"{path}: is empty; accepted is a mapping with at least prefill.workers and decode.workers")
-    if not isinstance(tree, dict):
-        raise ConfigError(
-            f"{path}: is a {type(tree).__name__}; accepted is a mapping with the keys {', '.join(Config.model_fields)}"
-        )
     return tree
 
 

@@ -8,13 +8,26 @@ None means unset: the value then follows from another setting, and the descripti
 """
 
 import ipaddress
+import math
 import re
 from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 from typing import Annotated, Literal, Self
 from urllib.parse import urlsplit
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, SecretStr, model_validator
+from pydantic import (
+    AfterValidator,
+    AllowInfNan,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    SecretStr,
+    model_validator,
+)
 
+from balanceroute.config.addresses import is_loopback
+from balanceroute.config.urls import normalised_url
 from balanceroute.errors import ConfigError
 
 Connector = Literal["mooncake_v1", "nixl", "mooncake_layerwise"]
@@ -22,6 +35,7 @@ PolicyName = Literal[
     "br_0",
     "br_h",
     "target_fit",
+    "level_fit",
     "join_shortest_queue",
     "power_of_two",
     "round_robin",
@@ -42,27 +56,7 @@ KV_PIN_S: dict[str, tuple[float | None, float]] = {
     "mooncake_layerwise": (None, 1.0),
 }
 UNPINNED_TTL_S = 240.0
-
-
-def normalised_url(text: str) -> str:
-    """Check a worker's base URL and write it in one way: lower-case host, no trailing slash, bracketed IPv6.
-
-    Raises: ValueError with what is accepted.
-    """
-    accepted = "accepted is http://HOST:PORT or https://HOST:PORT, an IPv6 HOST in brackets"
-    try:
-        parts = urlsplit(text.strip())
-        port = parts.port
-    except ValueError as error:
-        raise ValueError(f"{accepted} ({error})") from None
-    if parts.scheme not in ("http", "https") or not parts.hostname or any(c.isspace() for c in parts.netloc):
-        raise ValueError(accepted)
-    if "@" in parts.netloc:
-        raise ValueError(f"{accepted}, without user and password")
-    if parts.query or parts.fragment:
-        raise ValueError(f"{accepted}, without query and fragment")
-    host = f"[{parts.hostname}]" if ":" in parts.hostname else parts.hostname
-    return f"{parts.scheme}://{host}{'' if port is None else f':{port}'}{parts.path.rstrip('/')}"
+SHARED_BARRIER = "decode"  # the group of all decode workers that name none
 
 
 def _host(text: str) -> str:
@@ -73,6 +67,20 @@ def _host(text: str) -> str:
             ipaddress.IPv6Address(text)
         except ValueError:
             raise ValueError("accepted is a host name or an IP address; the port has its own key") from None
+    return text
+
+
+def split_host_and_port(text: str) -> tuple[str, int]:
+    """HOST:PORT, an IPv6 HOST in brackets. Raises: ValueError."""
+    host, _, port = text.rpartition(":")
+    bare = host[1:-1] if host.startswith("[") and host.endswith("]") else host
+    if not re.fullmatch(r"[0-9]{1,5}", port) or int(port) > 65535 or (":" in host and bare == host):
+        raise ValueError("accepted is HOST:PORT, such as 127.0.0.1:8001, an IPv6 HOST in brackets")
+    return _host(bare), int(port)
+
+
+def _host_and_port(text: str) -> str:
+    split_host_and_port(text)
     return text
 
 
@@ -96,15 +104,50 @@ def _is_wildcard(host: str) -> bool:
         return False
 
 
+def _secret(value: SecretStr) -> SecretStr:
+    """A secret as it goes into a header; files and variables like to end in a line break, which does not belong to it.
+
+    Raises: ValueError.
+    """
+    text = value.get_secret_value().strip()
+    if not re.fullmatch(r"[!-~]+", text):
+        raise ValueError("accepted are printable ASCII characters without spaces, at least one")
+    return SecretStr(text)
+
+
 def _lower(value: object) -> object:
     return value.lower() if isinstance(value, str) else value
 
 
+@dataclass(frozen=True, slots=True)
+class Endless:
+    """Marks a time that may be infinite: `.inf` in YAML, `inf` where characters are given; else it is `most_s`."""
+
+    most_s: float
+
+
+ENDLESS = Endless(86_400)
+
+
+def _infinite(value: object) -> object:
+    return math.inf if value == "inf" else value
+
+
+def _a_day_or_endless(value: float) -> float:
+    if not 0 <= value <= ENDLESS.most_s and value != math.inf:
+        raise ValueError(f"accepted is a number, 0 to {ENDLESS.most_s:g}, or .inf")
+    return value
+
+
+Secret = Annotated[SecretStr, AfterValidator(_secret)]
 Url = Annotated[str, AfterValidator(normalised_url)]
 WorkerId = Annotated[str, AfterValidator(_worker_id)]
 HeaderName = Annotated[str, AfterValidator(_header_name)]
 Seconds = Annotated[float, Field(gt=0, le=86_400)]
 SecondsOrZero = Annotated[float, Field(ge=0, le=86_400)]
+SecondsOrEndless = Annotated[
+    float, AllowInfNan(), AfterValidator(_a_day_or_endless), BeforeValidator(_infinite), ENDLESS
+]
 
 
 class Section(BaseModel):
@@ -116,8 +159,20 @@ class Section(BaseModel):
 class Listen(Section):
     """Where clients reach the router."""
 
-    host: Annotated[str, AfterValidator(_host)] = Field("0.0.0.0", description="Address to listen on; :: for IPv6.")
+    host: Annotated[str, AfterValidator(_host)] = Field(
+        "127.0.0.1", description="Address to listen on; 0.0.0.0, or :: for IPv6, to be reached from other machines."
+    )
     port: int = Field(8000, ge=0, le=65535, description="TCP port; 0 lets the system choose one.")
+    admin: Annotated[str, AfterValidator(_host_and_port)] | None = Field(
+        None,
+        description="HOST:PORT of a listener of its own for the admin routes; they are 404 on the clients' then. "
+        "Unset: all routes on one listener.",
+    )
+
+    @property
+    def admin_address(self) -> tuple[str, int] | None:
+        """Host and port of `admin`."""
+        return None if self.admin is None else split_host_and_port(self.admin)
 
 
 class Worker(Section):
@@ -165,6 +220,11 @@ class DecodeWorker(Worker):
         le=100,
         description="Relative seconds per KV token: 1.3 for a worker that is 1.3 times slower than the others.",
     )
+    barrier_group: WorkerId | None = Field(
+        None,
+        description="Name of the data-parallel group whose ranks wait for each other in every step, where there is "
+        "more than one. Unset: decode.shared_barrier says.",
+    )
 
 
 class Prefill(Section):
@@ -178,7 +238,8 @@ class Prefill(Section):
     )
     poll_interval_s: Seconds = Field(
         1.0,
-        description="How often a prefiller's /metrics is read for its KV usage; a failed read counts as full.",
+        description="How often a prefiller's /metrics is read for its KV usage. One that can't be reached counts "
+        "as full; one that doesn't tell (404, no gauge) gets a few prefills at a time.",
     )
     max_inflight: int | None = Field(
         None,
@@ -202,7 +263,7 @@ class Decode(Section):
     workers: tuple[DecodeWorker, ...] = Field(
         min_length=1,
         strict=False,
-        description="The decode workers: a list of {url, id, dp_rank, max_num_seqs, speed}.",
+        description="The decode workers: a list of {url, id, dp_rank, max_num_seqs, speed, barrier_group}.",
     )
     max_num_seqs: int = Field(
         64,
@@ -210,18 +271,30 @@ class Decode(Section):
         le=65536,
         description="Decode slots per worker (B): the engine's own --max-num-seqs, per DP rank.",
     )
+    shared_barrier: bool = Field(
+        True,
+        description="Whether the decode workers without a barrier_group are one data-parallel group, as the ranks of a "
+        "mixture-of-experts model are; false for independent servers, such as the ranks of a dense model. When most of "
+        "a group falls silent at once, its requests are not moved: one frozen rank silences them all.",
+    )
 
     def slots_of(self, worker: DecodeWorker) -> int:
         """Decode slots of one worker."""
         return self.max_num_seqs if worker.max_num_seqs is None else worker.max_num_seqs
+
+    def barrier_group_of(self, worker: DecodeWorker) -> str:
+        """The group whose step barrier the worker shares; "" for none."""
+        if worker.barrier_group is not None:
+            return worker.barrier_group
+        return SHARED_BARRIER if self.shared_barrier else ""
 
 
 class Routing(Section):
     """Which request goes to which decode worker, and when."""
 
     policy: PolicyName = Field(
-        "br_h",
-        description="br_0 and br_h are the paper's; target_fit goes beyond it; the others are baselines.",
+        "level_fit",
+        description="br_0 and br_h are the paper's; level_fit and target_fit go beyond it; the others are baselines.",
     )
     horizon_steps: int = Field(
         80,
@@ -265,16 +338,17 @@ class Routing(Section):
         "pool, or of the "
         "candidates only (as printed).",
     )
-    max_wait_s: SecondsOrZero | None = Field(
+    max_wait_s: SecondsOrEndless | None = Field(
         None,
-        description="Pool wait after which a request goes before all younger ones; up to 6 times that "
-        "for prompts far "
-        "above the mean. Unset: 60, or half of pool.ttl_s where that is less. A value above pool.ttl_s "
-        "never applies.",
+        description="Pool wait after which a request goes before all younger ones of its priority; up to 6 times that "
+        "for prompts far above the mean (2.1 times with level_fit), and for br_0 and br_h never more than three "
+        "quarters of pool.ttl_s. Unset: 60, or half of pool.ttl_s where that is less. .inf: nobody goes first for "
+        "having waited, until pool.ttl_s.",
     )
-    hold_s: SecondsOrZero = Field(
+    hold_s: SecondsOrEndless = Field(
         0.5,
-        description="How long target_fit may hold a request back in slack when it would raise the envelope; 0 = never.",
+        description="How long level_fit and target_fit may hold a request back in slack when it would raise the "
+        "envelope; 0 = never, .inf = as long as it would.",
     )
     pool_bypass: bool = Field(
         False,
@@ -368,6 +442,11 @@ class Queue(Section):
         120.0,
         description="Longest wait for a prefiller, and for the first token while workers answer 429 or 503; then 503.",
     )
+    no_worker_grace_s: SecondsOrZero = Field(
+        5.0,
+        description="When all prefillers or all decoders are down, new requests get 503 at once, and those that wait "
+        "for one after this.",
+    )
 
 
 class FirstByte(Section):
@@ -380,6 +459,34 @@ class FirstByte(Section):
     decode: Seconds = Field(120.0, description="Until a decoder's first event: KV transfer plus one step.")
 
 
+class PriorityBounds(Section):
+    """What `priority` may be in the router's own order, where lower goes first; the engines get the client's value."""
+
+    min: int = Field(
+        -10,
+        ge=-(2**31),
+        le=2**31 - 1,
+        description="Least priority of a request in the router's own order; a lower one counts as this. Engines get "
+        "the client's value.",
+    )
+    max: int = Field(
+        10,
+        ge=-(2**31),
+        le=2**31 - 1,
+        description="Greatest priority of a request in the router's own order; a higher one counts as this.",
+    )
+
+    @model_validator(mode="after")
+    def _ordered(self) -> Self:
+        if self.min > self.max:
+            raise ValueError(f"accepted is a min that is not above max, not {self.min} and {self.max}")
+        return self
+
+    def clamped(self, priority: int) -> int:
+        """The nearest priority within the bounds."""
+        return min(max(priority, self.min), self.max)
+
+
 class Limits(Section):
     """Bounds on what one client, one request and one worker may take."""
 
@@ -389,6 +496,19 @@ class Limits(Section):
         le=2**31,
         description="Largest request body; above it 413. 200,000 token ids take 1.4 MB, images far more.",
     )
+    max_incoming_bytes: int = Field(
+        2**30,
+        ge=2**20,
+        le=2**40,
+        description="Bytes of all request bodies together that have not come whole; above it 503.",
+    )
+    max_held_bytes: int = Field(
+        2 * 2**30,
+        ge=2**20,
+        le=2**40,
+        description="Bytes of all request bodies together that are coming or being served; above it 503 for those that "
+        "come. Serving one takes up to three times its bytes.",
+    )
     max_choices: int = Field(
         128,
         ge=1,
@@ -396,8 +516,16 @@ class Limits(Section):
         description="Most answers per request, n times the number of prompts; each is a request of its own to the "
         "workers. Above it 400.",
     )
+    priority: PriorityBounds = Field(
+        default_factory=lambda: PriorityBounds.model_validate({}),
+        description="What a request's `priority` may be in the router's own order.",
+    )
     max_connections: int = Field(
-        10_000, ge=1, le=1_000_000, description="Most client connections at once; above it 503."
+        10_000,
+        ge=1,
+        le=1_000_000,
+        description="Most client connections at once. Above it one that waits for a request, the longest first, is "
+        "closed; where all of them are busy, 503.",
     )
     request_timeout_s: Seconds = Field(
         3600.0,
@@ -410,7 +538,16 @@ class Limits(Section):
     )
     idle_timeout_s: Seconds = Field(60.0, description="Longest gap between two events of a decode stream.")
     client_header_timeout_s: Seconds = Field(
-        30.0, description="Longest time a client may take to send its request's headers and body."
+        30.0,
+        description="Longest time a client may take to send its request, from the first byte of the headers to the "
+        "last of the body; a large body has more, at client_min_rate_bytes_per_s. Above it 408.",
+    )
+    client_min_rate_bytes_per_s: int = Field(
+        512,
+        ge=1,
+        le=2**30,
+        description="Slowest that a client may send a body that takes longer than client_header_timeout_s, and read "
+        "an answer that waits for it.",
     )
     client_keep_alive_s: Seconds = Field(
         75.0,
@@ -424,7 +561,9 @@ class Limits(Section):
         "not read either.",
     )
     client_stall_timeout_s: Seconds = Field(
-        60.0, description="A client that reads nothing for this long while its buffer is full is cut off."
+        60.0,
+        description="A client whose buffer is full, or whose answer is written, must have read "
+        "client_min_rate_bytes_per_s over this long; else it is cut off.",
     )
 
 
@@ -448,6 +587,11 @@ class Retry(Section):
         "otherwise the client "
         "gets an error event.",
     )
+    resume_after_silence_s: SecondsOrZero = Field(
+        5.0,
+        description="How long a stream stays on a decoder that was judged down because it is silent, and not because "
+        "the connection broke: it may only have paused. Requests without a token leave it at once.",
+    )
 
 
 class Health(Section):
@@ -463,6 +607,16 @@ class Health(Section):
         30.0,
         description="A decoder with running requests and no token for this long counts as down, whatever "
         "its /health says.",
+    )
+    silence_window_s: Seconds = Field(
+        5.0,
+        description="Workers that fall silent within this time of each other did so together: if they are most of a "
+        "barrier_group, or of all workers, nothing is moved, and /ready names them.",
+    )
+    group_wait_s: SecondsOrZero = Field(
+        60.0,
+        description="How long requests wait for a group that fell silent together, beyond limits.idle_timeout_s and "
+        "limits.first_byte_timeout_s.",
     )
 
 
@@ -483,17 +637,45 @@ class Lifecycle(Section):
 class Auth(Section):
     """Secrets; they are masked wherever the configuration is shown."""
 
-    worker_api_key: SecretStr | None = Field(
+    worker_api_key: Secret | None = Field(
         None,
-        min_length=1,
-        description="Sent to workers as Authorization: Bearer when the client sent no Authorization header.",
+        description="Sent to workers as Authorization: Bearer, in place of the client's own. Unset: OPENAI_API_KEY of "
+        "the environment; without that the client's Authorization as it came, or none with auth.client_keys.",
     )
-    admin_token: SecretStr | None = Field(
+    client_keys: str | None = Field(
         None,
         min_length=1,
-        description="Bearer token that the routes which change the set of workers ask for. Unset: they "
-        "are open, as on the "
-        "example proxy.",
+        description="File of client keys as SHA-256 hashes (`balanceroute key` makes entries); then requests of "
+        "clients need one. Unset: whoever can connect may use the cluster.",
+    )
+    admin_token: Secret | None = Field(
+        None,
+        description="Bearer token of the admin routes (/instances, /state, /dashboard, /reset_prefix_cache, "
+        "profiling). Unset: they are open to the router's own machine only.",
+    )
+
+
+class TlsFiles(Section):
+    """Certificates, as PEM files; read again when they change and on SIGHUP."""
+
+    cert_file: str | None = Field(
+        None, min_length=1, description="Certificate (chain) that clients see. Unset: plain HTTP."
+    )
+    key_file: str | None = Field(None, min_length=1, description="Its private key. Unset: it is in cert_file.")
+    client_ca_file: str | None = Field(
+        None,
+        min_length=1,
+        description="CA of the clients' certificates: every client must show one, of every route. Unset: none is asked "
+        "for.",
+    )
+    worker_ca_file: str | None = Field(
+        None, min_length=1, description="CA of the workers' certificates (https URLs). Unset: the system's."
+    )
+    worker_cert_file: str | None = Field(
+        None, min_length=1, description="Certificate that the router shows to https workers. Unset: none."
+    )
+    worker_key_file: str | None = Field(
+        None, min_length=1, description="Its private key. Unset: it is in worker_cert_file."
     )
 
 
@@ -505,6 +687,12 @@ class Layerwise(Section):
         description="Base URL under which decode workers reach the router to ask for a prefill (they POST to "
         "/v1/metaserver there). Unset: http://HOST:PORT of listen, which must then be an address that they can reach.",
     )
+
+
+class MetricsPage(Section):
+    """Who may read `/metrics`."""
+
+    public: bool = Field(True, description="false: /metrics is an admin route (auth.admin_token).")
 
 
 class Log(Section):
@@ -540,6 +728,8 @@ class Config(Section):
     health: Health = Health.model_validate({})
     lifecycle: Lifecycle = Lifecycle.model_validate({})
     auth: Auth = Auth.model_validate({})
+    tls: TlsFiles = TlsFiles.model_validate({})
+    metrics: MetricsPage = MetricsPage.model_validate({})
     log: Log = Log.model_validate({})
     layerwise: Layerwise = Layerwise.model_validate({})
 
@@ -549,9 +739,11 @@ class Config(Section):
         if self.layerwise.callback_url is not None:
             return self.layerwise.callback_url
         host, port = self.listen.host, self.listen.port
-        if port == 0 or _is_wildcard(host):
+        elsewhere = not all(is_loopback(urlsplit(worker.url).hostname) for worker in self.decode.workers)
+        if port == 0 or _is_wildcard(host) or (elsewhere and is_loopback(host)):
             return ""
-        return normalised_url(f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}")
+        scheme = "http" if self.tls.cert_file is None else "https"
+        return normalised_url(f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}")
 
     @property
     def kv_pin_s(self) -> float | None:
@@ -594,6 +786,9 @@ class Config(Section):
 
     def _problems(self) -> Iterator[str]:
         yield from self._worker_problems()
+        yield from self._tls_problems()
+        if self.listen.admin_address is not None and self.listen.admin_address[1] == self.listen.port != 0:
+            yield f"listen.admin = {self.listen.admin!r}: accepted is another port than listen.port"
         yield from self._predictor_problems()
         if self.routing.pool_bypass and self.routing.policy != "br_0":
             yield (
@@ -641,6 +836,16 @@ class Config(Section):
             )
         if chosen.model is not None and chosen.kind == "none":
             yield f"predictor.model = {chosen.model!r}: accepted only with a predictor.kind other than none"
+
+    def _tls_problems(self) -> Iterator[str]:
+        for key, needed in (
+            ("key_file", "cert_file"),
+            ("client_ca_file", "cert_file"),
+            ("worker_key_file", "worker_cert_file"),
+        ):
+            value = getattr(self.tls, key)
+            if value is not None and getattr(self.tls, needed) is None:
+                yield f"tls.{key} = {value!r}: accepted only with tls.{needed}"
 
     def _worker_problems(self) -> Iterator[str]:
         by_server: dict[tuple[str, int | None], str] = {}

@@ -1,10 +1,12 @@
 """BR-0 and BR-H: the paper's two-stage admission (Algorithms 1 and 2), with every knob that the paper leaves open.
 
-Requests that have waited beyond their patience come first, each to the worker where its F-score is highest. Then,
-stage 1 (abundant capacity): while more than `s_greedy` slots are free, the worker with the most free slots (tie:
-smallest load) takes the single request of the whole pool with the largest F. Stage 2 (scarce): the worker with the
-largest (free slots, least margin over the horizon) takes the best subset of the first `r_max` candidates; when nothing
-scores above zero, the single best request goes anyway, so that no slot idles beside a waiting request.
+Classes of priority are served one after the other, each by the two stages with the class alone for a pool ("the whole
+pool" below). In a class requests that have waited beyond their patience come first, each to the worker where its
+F-score is highest. Then, stage 1 (abundant capacity): while more than `s_greedy` slots are free, the worker with the
+most free slots (tie: smallest load) takes the single request of the whole pool with the largest F. Stage 2 (scarce):
+the worker with the largest (free slots, least margin over the horizon) takes the best subset of the first `r_max`
+candidates; when nothing scores above zero, the single best request goes anyway, so that no slot idles beside a waiting
+request.
 
 Where everything that waits fits into the free slots, choosing workers by free slots balances requests instead of load;
 `slack_placement: load` then gives the largest prompt to the lightest worker until the pool is empty.
@@ -16,22 +18,25 @@ or a row of H + 1.
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import Protocol
 
 import numpy as np
 
 from balanceroute.core.fscore import HorizonWeights, Score, present_score
 from balanceroute.core.policy import Choice, StageTimer
+from balanceroute.core.pool import WaitingClass
 from balanceroute.core.projection import IntArray
-from balanceroute.core.snapshot import ClusterSnapshot, DecodeInstanceState, RequestTracker
+from balanceroute.core.snapshot import ClusterSnapshot
 from balanceroute.core.subset import best_subset
+from balanceroute.core.tracker import DecodeInstanceState, RequestTracker
 
 
 @dataclass(frozen=True, slots=True)
 class BalanceRouteParams:
     """The knobs; `PolicySettings` has their defaults.
 
-    `beta` None means G, the number of decode workers (BR-0's own penalty). `horizon_steps` 0 is BR-0.
+    `beta` None means G, the number of decode workers in the barrier (BR-0's own penalty). `horizon_steps` 0 is BR-0.
     """
 
     horizon_steps: int
@@ -68,17 +73,17 @@ class PresentField:
     def __init__(self, snapshot: ClusterSnapshot, params: BalanceRouteParams) -> None:
         self._snapshot = snapshot
         self._alpha = params.alpha
-        self._beta = params.beta if params.beta is not None else float(len(snapshot.workers))
+        self._beta = params.beta if params.beta is not None else float(snapshot.n_in_barrier)
         self._envelope = snapshot.envelope
 
     def score(self, worker: DecodeInstanceState) -> Score:
         return present_score(self.least_margin(worker), self._alpha, self._beta)
 
     def least_margin(self, worker: DecodeInstanceState) -> float:
-        return self._envelope - worker.load
+        return self._envelope - worker.total_load
 
     def admit(self, choice: RequestTracker, worker: DecodeInstanceState) -> None:
-        self._envelope = max(self._envelope, worker.load)
+        self._envelope = max(self._envelope, worker.total_load)
 
 
 class HorizonField:
@@ -95,7 +100,7 @@ class HorizonField:
         self._envelope: IntArray
 
     def _project(self) -> IntArray:
-        loads = self._loads = self._snapshot.projection.loads()
+        loads = self._loads = self._snapshot.projected_loads()
         down = self._snapshot.down_workers()
         standing = np.delete(loads, down, axis=0) if down else loads
         self._envelope = np.maximum.reduce(standing)
@@ -126,12 +131,12 @@ class Room:
 
     def __init__(self, snapshot: ClusterSnapshot) -> None:
         self.workers = snapshot.open_workers()
-        self.free = sum([worker.spec.slots - len(worker.active) for worker in self.workers])
+        self.free = sum([worker.own_slots - len(worker.active) for worker in self.workers])
 
     def take(self, worker: DecodeInstanceState) -> None:
         """Take in an admission that was just made."""
         self.free -= 1
-        if len(worker.active) >= worker.spec.slots:
+        if len(worker.active) >= worker.own_slots:
             self.workers.remove(worker)
 
     def most_free(self) -> list[DecodeInstanceState]:
@@ -152,7 +157,7 @@ class BalanceRoute:
         self.params = params
         self.horizon_steps = params.horizon_steps
         self.stage_timer = stage_timer
-        self._weights: tuple[int, HorizonWeights] | None = None  # for G workers
+        self._weights: tuple[float, HorizonWeights] | None = None  # and the beta that they are made with
 
     def patience_s(self, prompt_tokens: int, snapshot: ClusterSnapshot) -> float:
         return self.params.max_wait_s * snapshot.means.patience_factor(prompt_tokens)
@@ -163,7 +168,8 @@ class BalanceRoute:
 
     def decide(self, snapshot: ClusterSnapshot, now: float) -> Iterator[Choice]:
         """Yield admissions. O(G*H) to read the loads, O(H log H + log W) per admission, and subset searches."""
-        if not len(snapshot.pool):
+        pool = snapshot.pool
+        if not len(pool):
             return
         room = Room(snapshot)
         if not room.free:
@@ -172,69 +178,71 @@ class BalanceRoute:
         field = self.field(snapshot)
         if timer:
             timer("prepare")
-        for stage in (self._overdue, self._slack, self._greedy):
-            for choice in stage(snapshot, field, room, now):
+        while room.free and len(pool):
+            waiting = pool.front
+            for choice in chain(
+                self._overdue(waiting, field, room, now),
+                self._slack(waiting, room),
+                self._greedy(waiting, field, room),
+            ):
                 yield choice
                 room.take(choice.worker)
                 if room.free:
                     field.admit(choice.request, choice.worker)
-        if timer:
-            timer("stage1")
-        for choice in self._refined(snapshot, field, room):
-            yield choice
-            room.take(choice.worker)
-            if room.free:
-                field.admit(choice.request, choice.worker)
-        if timer:
-            timer("stage2")
+            if timer:
+                timer("stage1")
+            for choice in self._refined(waiting, field, room):
+                yield choice
+                room.take(choice.worker)
+                if room.free:
+                    field.admit(choice.request, choice.worker)
+            if timer:
+                timer("stage2")
 
     def field(self, snapshot: ClusterSnapshot) -> Field:
         """The margins for one decision: present ones for H = 0, else the projected."""
         if self.horizon_steps == 0:
             return PresentField(snapshot, self.params)
-        n_workers = len(snapshot.workers)
-        if self._weights is None or self._weights[0] != n_workers:
-            beta = self.params.beta if self.params.beta is not None else float(n_workers)
-            self._weights = (
-                n_workers,
-                HorizonWeights(self.horizon_steps, self.params.alpha, beta, self.params.gamma),
-            )
+        beta = self.params.beta if self.params.beta is not None else float(snapshot.n_in_barrier)
+        if self._weights is None or self._weights[0] != beta:
+            weights = HorizonWeights(self.horizon_steps, self.params.alpha, beta, self.params.gamma)
+            self._weights = (beta, weights)
         return HorizonField(snapshot, self._weights[1])
 
-    def _overdue(self, snapshot: ClusterSnapshot, field: Field, room: Room, now: float) -> Iterator[Choice]:
+    def _overdue(self, waiting: WaitingClass, field: Field, room: Room, now: float) -> Iterator[Choice]:
         """Requests beyond their patience, each to the worker where F is largest (tie: smallest load)."""
-        while room.free and (request := snapshot.pool.most_overdue(now)):
+        while room.free and (request := waiting.most_overdue(now)):
             scores = [field.score(worker)(request.prompt_tokens) for worker in room.workers]
-            best = max(range(len(scores)), key=lambda index: (scores[index], -room.workers[index].load))
+            best = max(range(len(scores)), key=lambda index: (scores[index], -room.workers[index].total_load))
             yield Choice(request, room.workers[best], 0, scores[best])
 
-    def _slack(self, snapshot: ClusterSnapshot, field: Field, room: Room, now: float) -> Iterator[Choice]:
+    def _slack(self, waiting: WaitingClass, room: Room) -> Iterator[Choice]:
         """Everything fits: the largest prompt to the lightest worker, again and again."""
-        if self.params.slack_placement != "load" or len(snapshot.pool) > room.free:
+        if self.params.slack_placement != "load" or len(waiting) > room.free:
             return
-        while request := snapshot.pool.largest_at_most(math.inf):
-            worker = min(room.workers, key=lambda candidate: candidate.load)
+        while request := waiting.largest_at_most(math.inf):
+            worker = min(room.workers, key=lambda candidate: candidate.total_load)
             yield Choice(request, worker, 1, float(request.prompt_tokens))
 
-    def _greedy(self, snapshot: ClusterSnapshot, field: Field, room: Room, now: float) -> Iterator[Choice]:
+    def _greedy(self, waiting: WaitingClass, field: Field, room: Room) -> Iterator[Choice]:
         """Stage 1: most free slots (tie: smallest load), best single request of the whole pool."""
-        while room.free > self.params.s_greedy and len(snapshot.pool):
-            worker = min(room.most_free(), key=lambda candidate: candidate.load)
-            request, score = best_single(snapshot, field.score(worker))
+        while room.free > self.params.s_greedy and len(waiting):
+            worker = min(room.most_free(), key=lambda candidate: candidate.total_load)
+            request, score = best_single(waiting, field.score(worker))
             yield Choice(request, worker, 1, score)
 
-    def _refined(self, snapshot: ClusterSnapshot, field: Field, room: Room) -> Iterator[Choice]:
+    def _refined(self, waiting: WaitingClass, field: Field, room: Room) -> Iterator[Choice]:
         """Stage 2: the worker with most room takes the best subset of the first candidates."""
-        while room.free and len(snapshot.pool):
+        while room.free and len(waiting):
             tied = room.most_free()
             worker = tied[0] if len(tied) == 1 else max(tied, key=field.least_margin)
             score = field.score(worker)
-            candidates = self._candidates(snapshot)
+            candidates = self._candidates(waiting)
             sizes = [candidate.prompt_tokens for candidate in candidates]
             picked, total = best_subset(sizes, min(worker.free_slots, self.params.r_max), score.peak, score)
             chosen: Sequence[RequestTracker] = [candidates[index] for index in picked]
             if total <= 0 and self.params.guard == "pool":
-                single, total = best_single(snapshot, score)
+                single, total = best_single(waiting, score)
                 chosen = [single]
             elif total <= 0:
                 single = max(candidates, key=lambda candidate: score(candidate.prompt_tokens))
@@ -242,29 +250,29 @@ class BalanceRoute:
             for request in chosen:
                 yield Choice(request, worker, 2, total)
 
-    def _candidates(self, snapshot: ClusterSnapshot) -> list[RequestTracker]:
+    def _candidates(self, waiting: WaitingClass) -> list[RequestTracker]:
         """The first `r_max` of the pool in the configured order of its head."""
         if self.params.candidate_order == "fifo":
-            return snapshot.pool.head(self.params.r_max)
-        return snapshot.pool.by_size(self.params.r_max, descending=self.params.candidate_order == "descending")
+            return waiting.head(self.params.r_max)
+        return waiting.by_size(self.params.r_max, descending=self.params.candidate_order == "descending")
 
 
-def best_single(snapshot: ClusterSnapshot, score: Score) -> tuple[RequestTracker, float]:
+def best_single(waiting: WaitingClass, score: Score) -> tuple[RequestTracker, float]:
     """The waiting request with the largest F({i}); tie: first in waiting order.
 
     Two probes, O(log n), unless F is level below its peak, where many may tie: then O(n).
     """
     if score.level_from < score.peak:
-        level = snapshot.pool.first_between(score.level_from, score.peak)
+        level = waiting.first_between(score.level_from, score.peak)
         if level is not None:
             return level, score(level.prompt_tokens)
-    below = snapshot.pool.largest_at_most(score.peak)
-    above = snapshot.pool.smallest_above(score.peak)
+    below = waiting.largest_at_most(score.peak)
+    above = waiting.smallest_above(score.peak)
     if above is None or below is None:
         only = below or above
-        assert only is not None, "the pool is not empty"
+        assert only is not None, "somebody waits"
         return only, score(only.prompt_tokens)
     low, high = score(below.prompt_tokens), score(above.prompt_tokens)
-    if high > low or (high == low and (above.priority, above.order) < (below.priority, below.order)):
+    if high > low or (high == low and above.order < below.order):
         return above, high
     return below, low

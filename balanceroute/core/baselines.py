@@ -10,7 +10,8 @@ from collections.abc import Iterator
 from random import Random
 
 from balanceroute.core.policy import Choice
-from balanceroute.core.snapshot import ClusterSnapshot, DecodeInstanceState, RequestTracker
+from balanceroute.core.snapshot import ClusterSnapshot
+from balanceroute.core.tracker import DecodeInstanceState, RequestTracker
 from balanceroute.core.types import WorkerState
 
 
@@ -36,9 +37,9 @@ class AssignAtOnce:
             workers = [worker for worker in snapshot.workers if worker.state is WorkerState.UP]
             if not workers:
                 return
-            request = snapshot.pool[0]
+            request = snapshot.pool.front[0]
             worker = self.pick(workers, request, snapshot)
-            yield Choice(request, worker, 3, float(-worker.load))
+            yield Choice(request, worker, 3, float(-worker.total_load))
 
     def pick(
         self, workers: list[DecodeInstanceState], request: RequestTracker, snapshot: ClusterSnapshot
@@ -108,7 +109,7 @@ class LeastKv(AssignAtOnce):
     def pick(
         self, workers: list[DecodeInstanceState], request: RequestTracker, snapshot: ClusterSnapshot
     ) -> DecodeInstanceState:
-        return min(workers, key=lambda worker: worker.load)
+        return min(workers, key=lambda worker: worker.total_load)
 
 
 class PoolFifo:
@@ -130,13 +131,13 @@ class PoolFifo:
             open_workers = [worker for worker in snapshot.workers if worker.free_slots]
             if not open_workers:
                 return
-            worker = min(open_workers, key=lambda candidate: candidate.load)
-            yield Choice(snapshot.pool[0], worker, 1, float(-worker.load))
+            worker = min(open_workers, key=lambda candidate: candidate.total_load)
+            yield Choice(snapshot.pool.front[0], worker, 1, float(-worker.total_load))
 
 
 def occupancy(worker: DecodeInstanceState) -> float:
     """Requests running plus queued, over the slots."""
-    return len(worker.active) / worker.spec.slots
+    return worker.occupied / worker.spec.slots
 
 
 ASSIGN_AT_ONCE: dict[str, type[AssignAtOnce]] = {

@@ -9,7 +9,7 @@ from balanceroute.core.balance_route import BalanceRoute, BalanceRouteParams
 from balanceroute.core.baselines import ASSIGN_AT_ONCE, PoolFifo
 from balanceroute.core.policy import AdmissionPolicy, StageTimer
 from balanceroute.core.pool_bypass import PoolBypass
-from balanceroute.core.target_fit import TargetFit, TargetFitParams
+from balanceroute.core.target_fit import LEVEL_FIT, TARGET_FIT, TargetFit, TargetFitParams
 from balanceroute.errors import ConfigError, InputError
 
 BR_H_BETA = 43.0  # with gamma 0.86 the paper's own operating point, and the best here on both synthetic workloads
@@ -23,7 +23,7 @@ class PolicySettings:
     configuration's `routing` section are the same.
     """
 
-    policy: str = "br_h"
+    policy: str = "level_fit"
     horizon_steps: int = 80
     alpha: float = 1.0
     beta: float | None = None
@@ -63,7 +63,8 @@ def _balance_route(settings: PolicySettings, stage_timer: StageTimer | None) -> 
 
 
 def _target_fit(settings: PolicySettings, stage_timer: StageTimer | None) -> AdmissionPolicy:
-    return TargetFit(TargetFitParams(settings.max_wait_s, settings.hold_s), stage_timer)
+    rules = {"target_fit": TARGET_FIT, "level_fit": LEVEL_FIT}[settings.policy]
+    return TargetFit(settings.policy, TargetFitParams(settings.max_wait_s, settings.hold_s), rules, stage_timer)
 
 
 Maker = Callable[[PolicySettings, StageTimer | None], AdmissionPolicy]
@@ -72,6 +73,7 @@ POLICIES: dict[str, Maker] = {
     "br_0": _balance_route,
     "br_h": _balance_route,
     "target_fit": _target_fit,
+    "level_fit": _target_fit,
     "pool_fifo": lambda settings, stage_timer: PoolFifo(),
     **{
         name: lambda settings, stage_timer, policy=policy: policy(settings.seed)  # type: ignore[misc]

@@ -10,7 +10,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Protocol
 
-from balanceroute.core.snapshot import ClusterSnapshot, DecodeInstanceState, RequestTracker
+from balanceroute.core.snapshot import ClusterSnapshot
+from balanceroute.core.tracker import DecodeInstanceState, RequestTracker
 
 StageTimer = Callable[[str], None]
 """Told the name of each stage as it ends; a driver with a clock measures with it (`prepare`, `stage1`, `stage2`)."""

@@ -1,9 +1,13 @@
-"""`PromptPool`: prefilled requests that wait for a decode slot (R_wait).
+"""`PromptPool`: prefilled requests that wait for a decode slot (R_wait), class by class.
 
-Three orders over the same entries, each kept by insertion so that a decision never sorts:
-waiting order (priority, then arrival), prompt size (for the best single request of the whole pool), and the time at
-which an entry has waited too long. Insertion and removal cost two binary searches and a memmove of at most the pool's
-size (a few hundred entries).
+A class is one `priority`; lower goes first, as in vLLM. Policies look at `front`, the lowest class that waits, and come
+to the next one when it is empty: so no request is admitted while one of a lower class waits, and within a class each
+policy balances as if there were no other. What bounds the wait of a class that others precede is the scheduler's
+business (`Scheduler`, "Priority").
+
+A class keeps three orders over its entries, each by insertion, so that a decision never sorts: waiting order (arrival),
+prompt size (for the best single request of the class), and the time at which an entry has waited too long. Insertion
+and removal cost two binary searches and a memmove of at most the pool's size (a few hundred entries).
 """
 
 import math
@@ -11,69 +15,62 @@ from array import array
 from bisect import bisect_left, insort
 from collections.abc import Iterator
 from heapq import heappop, heappush
-from typing import TYPE_CHECKING
+from itertools import chain
 
 import numpy as np
 from numpy.typing import NDArray
 
+from balanceroute.core.tracker import RequestTracker
 from balanceroute.errors import InvariantError
 
-if TYPE_CHECKING:
-    from balanceroute.core.snapshot import RequestTracker
 
-
-class PromptPool:
-    """Waiting requests in priority and arrival order, with their sizes and waiting times as arrays."""
+class WaitingClass:
+    """Waiting requests of one priority in arrival order, with their sizes and waiting times as arrays."""
 
     def __init__(self) -> None:
-        self._keys: list[tuple[int, int]] = []
+        self._orders: list[int] = []
         self._trackers: list[RequestTracker] = []
         self._prompt_tokens = array("d")
         self._ready_s = array("d")
-        self._by_size: list[tuple[int, int, int, RequestTracker]] = []
+        self._by_size: list[tuple[int, int, RequestTracker]] = []
         self._overdue: list[tuple[float, int, RequestTracker]] = []
-        self.tokens = 0  # sum of the prompt tokens waiting
 
     def __len__(self) -> int:
         return len(self._trackers)
 
-    def __iter__(self) -> Iterator["RequestTracker"]:
+    def __iter__(self) -> Iterator[RequestTracker]:
         return iter(self._trackers)
 
-    def __contains__(self, tracker: "RequestTracker") -> bool:
-        position = bisect_left(self._keys, (tracker.priority, tracker.order))
-        return position < len(self._keys) and self._trackers[position] is tracker
+    def __contains__(self, tracker: RequestTracker) -> bool:
+        position = bisect_left(self._orders, tracker.order)
+        return position < len(self._orders) and self._trackers[position] is tracker
 
-    def __getitem__(self, position: int) -> "RequestTracker":
+    def __getitem__(self, position: int) -> RequestTracker:
         return self._trackers[position]
 
-    def head(self, count: int) -> list["RequestTracker"]:
+    def head(self, count: int) -> list[RequestTracker]:
         """The first `count` entries in waiting order."""
         return self._trackers[:count]
 
-    def add(self, tracker: "RequestTracker") -> None:
-        """Take in an entry whose prompt size, priority, ready time and overdue time are set and stay so."""
-        key = (tracker.priority, tracker.order)
-        position = bisect_left(self._keys, key)
-        self._keys.insert(position, key)
+    def add(self, tracker: RequestTracker) -> None:
+        """Take in an entry."""
+        position = bisect_left(self._orders, tracker.order)
+        self._orders.insert(position, tracker.order)
         self._trackers.insert(position, tracker)
         self._prompt_tokens.insert(position, tracker.prompt_tokens)
         self._ready_s.insert(position, tracker.ready_s)
-        insort(self._by_size, (tracker.prompt_tokens, *key, tracker))
+        insort(self._by_size, (tracker.prompt_tokens, tracker.order, tracker))
         if tracker.overdue_s < math.inf:
             heappush(self._overdue, (tracker.overdue_s, tracker.order, tracker))
-        self.tokens += tracker.prompt_tokens
 
-    def remove(self, tracker: "RequestTracker") -> None:
-        """Take out an entry. Raises InvariantError when it is not in the pool."""
-        key = (tracker.priority, tracker.order)
-        position = bisect_left(self._keys, key)
-        if position == len(self._keys) or self._trackers[position] is not tracker:
+    def remove(self, tracker: RequestTracker) -> None:
+        """Take out an entry. Raises InvariantError when it is not here."""
+        position = bisect_left(self._orders, tracker.order)
+        if position == len(self._orders) or self._trackers[position] is not tracker:
             raise InvariantError(f"{tracker.id} is not in the pool")
-        del self._keys[position], self._trackers[position]
+        del self._orders[position], self._trackers[position]
         del self._prompt_tokens[position], self._ready_s[position]
-        del self._by_size[bisect_left(self._by_size, (tracker.prompt_tokens, *key))]
-        self.tokens -= tracker.prompt_tokens
+        del self._by_size[bisect_left(self._by_size, (tracker.prompt_tokens, tracker.order))]
 
     def prompt_tokens(self) -> NDArray[np.float64]:
         """Prompt sizes in waiting order, shape (len,), tokens; a copy."""
@@ -83,29 +80,33 @@ class PromptPool:
         """When each entry became ready, in waiting order, shape (len,), seconds; a copy."""
         return np.frombuffer(self._ready_s, dtype=np.float64).copy() if self._trackers else np.empty(0)
 
-    def largest_at_most(self, tokens: float) -> "RequestTracker | None":
+    def longest_waiting(self) -> RequestTracker:
+        """The entry that became ready first; O(n). The class is not empty."""
+        return self._trackers[self._ready_s.index(min(self._ready_s))]
+
+    def largest_at_most(self, tokens: float) -> RequestTracker | None:
         """The first in waiting order among the largest prompts of at most `tokens`; O(log n)."""
         after = bisect_left(self._by_size, (tokens, math.inf))
         if after == 0:
             return None
-        return self._by_size[bisect_left(self._by_size, (self._by_size[after - 1][0],))][3]
+        return self._by_size[bisect_left(self._by_size, (self._by_size[after - 1][0],))][2]
 
-    def smallest_above(self, tokens: float) -> "RequestTracker | None":
+    def smallest_above(self, tokens: float) -> RequestTracker | None:
         """The first in waiting order among the smallest prompts of more than `tokens`; O(log n)."""
         after = bisect_left(self._by_size, (tokens, math.inf))
-        return self._by_size[after][3] if after < len(self._by_size) else None
+        return self._by_size[after][2] if after < len(self._by_size) else None
 
-    def first_between(self, low_tokens: float, high_tokens: float) -> "RequestTracker | None":
+    def first_between(self, low_tokens: float, high_tokens: float) -> RequestTracker | None:
         """The first in waiting order with a prompt of these sizes, both included; O(n)."""
         return next((each for each in self._trackers if low_tokens <= each.prompt_tokens <= high_tokens), None)
 
-    def by_size(self, count: int, *, descending: bool) -> list["RequestTracker"]:
+    def by_size(self, count: int, *, descending: bool) -> list[RequestTracker]:
         """The `count` smallest (or largest) prompts; equal ones in waiting order."""
         if not descending:
-            return [entry[3] for entry in self._by_size[:count]]
+            return [entry[2] for entry in self._by_size[:count]]
         return sorted(self._trackers, key=lambda tracker: -tracker.prompt_tokens)[:count]
 
-    def most_overdue(self, now: float) -> "RequestTracker | None":
+    def most_overdue(self, now: float) -> RequestTracker | None:
         """The entry that passed its patience first, if any has; amortised O(log n)."""
         while self._overdue:
             overdue_s, _, tracker = self._overdue[0]
@@ -113,3 +114,55 @@ class PromptPool:
                 return tracker if overdue_s <= now else None
             heappop(self._overdue)
         return None
+
+
+class PromptPool:
+    """All waiting requests; iterates in waiting order: by priority, then by arrival."""
+
+    def __init__(self) -> None:
+        self._classes: dict[int, WaitingClass] = {}  # those that hold something
+        self._priorities: list[int] = []  # theirs, ascending
+        self._size = 0
+        self.tokens = 0  # sum of the prompt tokens waiting
+
+    def __len__(self) -> int:
+        return self._size
+
+    def __iter__(self) -> Iterator[RequestTracker]:
+        return chain.from_iterable([self._classes[priority] for priority in self._priorities])
+
+    def __contains__(self, tracker: RequestTracker) -> bool:
+        waiting = self._classes.get(tracker.priority)
+        return waiting is not None and tracker in waiting
+
+    @property
+    def front(self) -> WaitingClass:
+        """The class that is served now: the lowest priority that waits. The pool is not empty."""
+        return self._classes[self._priorities[0]]
+
+    @property
+    def behind(self) -> list[WaitingClass]:
+        """The classes that wait for the front one, in the order in which they will be served."""
+        return [self._classes[priority] for priority in self._priorities[1:]]
+
+    def add(self, tracker: RequestTracker) -> None:
+        """Take in an entry whose prompt size, priority, ready time and overdue time are set and stay so."""
+        waiting = self._classes.get(tracker.priority)
+        if waiting is None:
+            waiting = self._classes[tracker.priority] = WaitingClass()
+            insort(self._priorities, tracker.priority)
+        waiting.add(tracker)
+        self._size += 1
+        self.tokens += tracker.prompt_tokens
+
+    def remove(self, tracker: RequestTracker) -> None:
+        """Take out an entry. Raises InvariantError when it is not in the pool."""
+        waiting = self._classes.get(tracker.priority)
+        if waiting is None:
+            raise InvariantError(f"{tracker.id} is not in the pool")
+        waiting.remove(tracker)
+        if not waiting:
+            del self._classes[tracker.priority]
+            self._priorities.remove(tracker.priority)
+        self._size -= 1
+        self.tokens -= tracker.prompt_tokens

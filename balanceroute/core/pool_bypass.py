@@ -17,7 +17,8 @@ from collections.abc import Iterator
 
 from balanceroute.core.fscore import present_score
 from balanceroute.core.policy import Choice
-from balanceroute.core.snapshot import ClusterSnapshot, DecodeInstanceState
+from balanceroute.core.snapshot import ClusterSnapshot
+from balanceroute.core.tracker import DecodeInstanceState
 from balanceroute.core.types import WorkerState
 
 
@@ -43,16 +44,16 @@ class PoolBypass:
 
     def decide(self, snapshot: ClusterSnapshot, now: float) -> Iterator[Choice]:
         """Yield an admission for each request, in waiting order, while a worker is below its cap. O(G) each."""
-        beta = self.beta if self.beta is not None else float(len(snapshot.workers))
+        beta = self.beta if self.beta is not None else float(snapshot.n_in_barrier)
         while len(snapshot.pool):
-            request = snapshot.pool[0]
+            request = snapshot.pool.front[0]
             envelope = snapshot.envelope
             best: tuple[float, int, DecodeInstanceState] | None = None
             for worker in snapshot.workers:
-                if worker.state is WorkerState.UP and len(worker.active) < worker.spec.slots + self.margin:
-                    score = present_score(envelope - worker.load, self.alpha, beta)(request.prompt_tokens)
-                    if best is None or (score, -worker.load) > (best[0], -best[1]):
-                        best = (score, worker.load, worker)
+                if worker.state is WorkerState.UP and len(worker.active) < worker.own_slots + self.margin:
+                    score = present_score(envelope - worker.total_load, self.alpha, beta)(request.prompt_tokens)
+                    if best is None or (score, -worker.total_load) > (best[0], -best[1]):
+                        best = (score, worker.total_load, worker)
             if best is None:
                 return
             yield Choice(request, best[2], 3, best[0])

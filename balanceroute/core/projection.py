@@ -1,7 +1,17 @@
 """Projected loads over the horizon, kept incrementally (paper, appendix C.1, eq. wprofile; `L_g(k+h)`).
 
-An active request with s + a KV tokens and in-window contribution c contributes s + a + h at step k+h for h <= c and
-nothing after, h = 0..H; c = H is the anchor "does not finish in the window". Summed over a worker's requests,
+**What remains of a request** is kept everywhere in the core as c, the last step ahead on which it counts: it adds s + a
++ h to step k+h for h = 0..c and nothing after. Step k itself is h = 0, so with r steps to go, the present one included,
+c = r - 1; and c = H is the anchor "does not finish in the window" (r > H). c falls by one per generated token, to 0 on
+the last step; the anchor stays until it is renewed. Whoever says c says the same one:
+
+    oracle       c = min(r - 1, H)                                  (`simulator.oracle`)
+    predictors   p = P(r <= H) and mu = E[r | r <= H] speak of r; `prediction.refresh.gated` alone makes c of them
+    documents    `expected_remaining` of a state document is c
+
+The paper (eq. wprofile) counts steps ahead from 1 where we count from 0: its c-hat is r.
+
+Summed over a worker's requests,
 
     L_g(k+h) = S_g(h) + h * N_g(h),   S_g(h) = sum of (s+a) over c >= h,   N_g(h) = their number,
 
@@ -80,10 +90,9 @@ class Projection:
         """Every running request on every worker has generated one token (lock-step drivers)."""
         sums, horizon = self._sums, self.horizon_steps
         self._tokens += self._counts
-        if horizon > 2:  # all but the anchors (column 0), the floor (c = 1) and c = 0 move down a bucket
-            floor = horizon - 1
-            sums[:, :, floor] += sums[:, :, floor - 1]
-            sums[:, :, 2:floor] = sums[:, :, 1 : floor - 1]
+        if horizon > 1:  # all but the anchors (column 0) and those on their last step (c = 0) move down a bucket
+            sums[:, :, horizon] += sums[:, :, horizon - 1]
+            sums[:, :, 2:horizon] = sums[:, :, 1 : horizon - 1]
             sums[:, :, 1] = 0
 
     def loads(self) -> IntArray:

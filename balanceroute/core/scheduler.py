@@ -20,8 +20,14 @@ slot beside it and releases it by `pushed`, `push_failed`, `requeue` or `finish`
 
 `finish` is legal in every phase and releases what that phase holds, once; a second one raises InvariantError.
 
+**Priority.** Lower classes go first wherever requests wait: for a prefiller (queue and asking requests) and for a slot.
+No class ages into another by itself, so a flood of one class could keep the next one waiting until it expires. What the
+prefilled lose then is their prefill; so one that has waited `PATIENCE_SHARE` of the pool's TTL behind another class
+joins the class in front, but no more than one in `PROMOTION_PERIOD` admissions: the rest of the slots stay with those
+that were meant to go first. Without a TTL classes are strict.
+
 Predictions enter as values: the driver asks `due_refreshes()` which requests need one (every `refresh_every_tokens`
-generated tokens, and at once when c-hat would fall below 1) and passes the results to `refresh`, so a replay needs no
+generated tokens, and at once when c-hat has come down to 0) and passes the results to `refresh`, so a replay needs no
 predictor.
 """
 
@@ -29,10 +35,13 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from heapq import heappop, heappush
+from operator import attrgetter
 
-from balanceroute.core.policy import AdmissionPolicy, Choice
-from balanceroute.core.prefill import choose_prefiller
-from balanceroute.core.snapshot import ClusterSnapshot, DecodeInstanceState, PrefillerBudget, RequestTracker
+from balanceroute.core.policies import PolicySettings, make_policy
+from balanceroute.core.policy import AdmissionPolicy, Choice, StageTimer
+from balanceroute.core.prefill import PREFILL_POLICIES, PrefillPolicy, ready_prefillers
+from balanceroute.core.snapshot import ClusterSnapshot
+from balanceroute.core.tracker import DecodeInstanceState, PrefillerBudget, RequestTracker
 from balanceroute.core.types import (
     Admit,
     Outcome,
@@ -48,6 +57,7 @@ from balanceroute.core.types import (
 from balanceroute.errors import InvariantError
 
 PATIENCE_SHARE = 0.75  # of the pool's TTL: the rest is for a slot to free and the transfer to begin
+PROMOTION_PERIOD = 16  # admissions: 6 % of the slots, about what Linux keeps free of realtime tasks for all others
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +71,7 @@ class SchedulerConfig:
         queue_deadline_s: how long an arrival may wait for a prefiller before it expires.
         kv_usage_limit: KV usage (ratio) of a prefiller above which it gets no new probe.
         max_prefill_inflight: probes under way on one prefiller; None for no bound.
+        prefill_policy: which prefiller takes a probe, of `core.prefill.PREFILL_POLICIES`.
         refresh_every_tokens: dT, generated tokens between predictor refreshes (H/2); None without a predictor.
         decode_first: whether a decode worker is chosen before the prefill; `max_pooled` then refuses arrivals.
         lock_step: whether the driver steps the engine itself (`start`, `step`) instead of reporting `progress`.
@@ -75,19 +86,26 @@ class SchedulerConfig:
     refresh_every_tokens: int | None = None
     lock_step: bool = False
     decode_first: bool = False
+    prefill_policy: str = "least_tokens"
 
 
 class Scheduler:
     """Keeps the snapshot of one cluster and lets a policy decide on it."""
 
-    def __init__(self, policy: AdmissionPolicy, config: SchedulerConfig | None = None) -> None:
+    def __init__(
+        self, policy: AdmissionPolicy, config: SchedulerConfig | None = None, stage_timer: StageTimer | None = None
+    ) -> None:
+        """`stage_timer`: the policy's own, for those that come after it."""
         self.policy = policy
         self.config = config or SchedulerConfig()
+        self.prefill_policy: PrefillPolicy = PREFILL_POLICIES[self.config.prefill_policy]
+        self._stage_timer = stage_timer
         self.snapshot = ClusterSnapshot(policy.horizon_steps)
         self.draining = False
         self._arrivals = 0
         self._dispatches = 0
         self._steps = 0
+        self._since_promotion = 0  # admissions
         self._prefilling = 0
         self._queue: list[tuple[int, int, RequestTracker]] = []
         self._due: list[RequestTracker] = []
@@ -96,6 +114,33 @@ class Scheduler:
     def configure(self, config: SchedulerConfig, now: float) -> None:
         """Other bounds and times from now on."""
         self.config = config
+        self.prefill_policy = PREFILL_POLICIES[config.prefill_policy]
+
+    def set_draining(self, draining: bool, now: float) -> None:
+        """Refuse every new request from now on, or no longer; those that are here are served."""
+        self.draining = draining
+
+    def reroute(self, settings: PolicySettings, now: float) -> None:
+        """Another policy from now on. What is bound stays where it is, what waits is decided on by the new one.
+
+        Nothing of the old policy is kept but the snapshot: patience counts anew from when a request became ready,
+        loads are projected over the new horizon, and c-hat, which counts within a horizon, is forgotten: each request
+        counts as staying until its forecast is renewed, which is due at once (and for waiting ones the driver's to do).
+        """
+        self.policy = make_policy(settings, self._stage_timer)
+        snapshot = self.snapshot
+        for tracker in snapshot.requests.values():
+            tracker.refreshed_remaining, tracker.refreshed_at, tracker.refresh_due_at = math.inf, 0, math.inf
+        snapshot.set_horizon(self.policy.horizon_steps)
+        waiting = list(snapshot.pool)
+        for tracker in waiting:
+            snapshot.pool.remove(tracker)
+        for tracker in waiting:
+            tracker.overdue_s = tracker.ready_s + self._patience_s(tracker)
+            snapshot.pool.add(tracker)
+        self._due = [tracker for tracker in snapshot.decoding() if tracker.running]
+        if self.config.refresh_every_tokens is None:
+            self._due = []
 
     # -- workers ----------------------------------------------------------------------------------------------
 
@@ -113,11 +158,35 @@ class Scheduler:
             if worker.spec.id == worker_id:
                 worker.state = state
                 return
-        self.snapshot.prefiller(worker_id).state = state
+        prefiller = self.snapshot.prefiller(worker_id)
+        prefiller.state = state
+        if state is WorkerState.DOWN:
+            prefiller.cache.clear()  # whatever took it down, it may come back with an empty cache
 
-    def report_prefiller(self, worker_id: str, kv_usage: float, now: float) -> None:
-        """A fresh sample of a prefiller's KV usage (ratio); 1.0 when the scrape failed."""
+    def report_prefiller(self, worker_id: str, kv_usage: float | None, now: float) -> None:
+        """A fresh sample of a prefiller's KV usage (ratio): 1.0 when it can't be reached, None when it doesn't tell."""
         self.snapshot.prefiller(worker_id).kv_usage = kv_usage
+
+    def report_prefix_cache(self, worker_id: str, capacity_tokens: int | None, now: float) -> None:
+        """How many tokens a prefiller's prefix cache holds: 0 where it is off, None where that is not known."""
+        self.snapshot.prefiller(worker_id).cache.resize(capacity_tokens)
+
+    def forget_prefixes(self, worker_id: str, now: float) -> None:
+        """A prefiller's prefix cache is empty: it was reset, or restarted."""
+        self.snapshot.prefiller(worker_id).cache.clear()
+
+    def report_decoder(
+        self, worker_id: str, foreign_requests: int, foreign_tokens: int, least_own_slots: int, now: float
+    ) -> None:
+        """What others than us are known to run on a decode worker: it takes slots and counts as load in decisions.
+
+        `least_own_slots` may be used whatever others hold, so that they can't shut us out.
+        """
+        self.snapshot.worker(worker_id).set_foreign(foreign_requests, foreign_tokens, least_own_slots)
+
+    def show_report(self, worker_id: str, samples: dict[str, float]) -> None:
+        """What a decode worker says of itself, to be shown beside our own ledger: no decision reads it."""
+        self.snapshot.worker(worker_id).reported = samples
 
     # -- prefill ----------------------------------------------------------------------------------------------
 
@@ -144,8 +213,8 @@ class Scheduler:
         """
         prefills: list[Prefill] = []
         bound = math.inf if self.config.max_pooled is None else self.config.max_pooled
-        for tracker in list(self.snapshot.asking.values()):
-            prefiller = self._choose_prefiller()
+        for tracker in sorted(self.snapshot.asking.values(), key=attrgetter("priority")):
+            prefiller = self._choose_prefiller(tracker)
             if prefiller is None:
                 return prefills
             del self.snapshot.asking[tracker.id]
@@ -157,7 +226,7 @@ class Scheduler:
             if tracker.phase is not Phase.QUEUED:
                 heappop(self._queue)
                 continue
-            prefiller = self._choose_prefiller()
+            prefiller = self._choose_prefiller(tracker)
             if prefiller is None:
                 break
             heappop(self._queue)
@@ -168,12 +237,21 @@ class Scheduler:
         return prefills
 
     def prefilled(
-        self, request_id: str, prompt_tokens: int, now: float, expected_remaining: float | None = None
+        self,
+        request_id: str,
+        prompt_tokens: int,
+        now: float,
+        expected_remaining: float | None = None,
+        cached_tokens: int | None = None,
     ) -> None:
-        """The probe was answered: the exact prompt size is known, the KV is pinned, the request waits for a slot."""
+        """The probe was answered: the exact prompt size is known, the KV is pinned, the request waits for a slot.
+
+        `cached_tokens`: what of the prompt the prefiller says it had; None where it doesn't say.
+        """
         tracker = self._find(request_id, Phase.PREFILLING)
         prefiller = tracker.prefiller
         assert prefiller is not None
+        self._correct_prefix(tracker, prompt_tokens, cached_tokens)
         self._end_prefill(tracker)
         prefiller.pinned += 1
         prefiller.pinned_tokens += prompt_tokens
@@ -183,6 +261,7 @@ class Scheduler:
     def prefill_failed(self, request_id: str, now: float) -> None:
         """The probe failed without pinning anything: the request queues again in its old place."""
         tracker = self._find(request_id, Phase.PREFILLING)
+        self._withdraw_prefix(tracker)
         self._end_prefill(tracker)
         self._enqueue(tracker)
 
@@ -195,9 +274,10 @@ class Scheduler:
             raise InvariantError(f"{request_id} has a prefill already")
         self.snapshot.asking[request_id] = tracker
 
-    def pushed(self, request_id: str, prompt_tokens: int, now: float) -> None:
+    def pushed(self, request_id: str, prompt_tokens: int, now: float, cached_tokens: int | None = None) -> None:
         """The prefiller has written the KV to the decode worker: the exact prompt size is known."""
         tracker = self._find_pushing(request_id)
+        self._correct_prefix(tracker, prompt_tokens, cached_tokens)
         self._end_push(tracker)
         worker = self._worker_of(tracker)
         self._project(tracker, worker, -1)
@@ -208,6 +288,7 @@ class Scheduler:
     def push_failed(self, request_id: str, now: float) -> None:
         """The prefiller has not seen the request, so that another may: it waits for a prefiller again."""
         tracker = self._find_pushing(request_id)
+        self._withdraw_prefix(tracker)
         self._end_push(tracker)
         self.snapshot.asking[request_id] = tracker
 
@@ -216,16 +297,18 @@ class Scheduler:
     def admit(self, now: float) -> list[Admit]:
         """Let the policy bind waiting requests to decode workers, and charge each at once."""
         admissions: list[Admit] = []
+        self._promote(now)
         for choice in self.policy.decide(self.snapshot, now):
             self._bind(choice, now)
             admissions.append(Admit(choice.request.id, choice.worker.spec.id, choice.stage, choice.score))
+        self._since_promotion += len(admissions)
         return admissions
 
     def recheck_s(self, now: float) -> float:
-        """When to call `admit` again even if nothing happens until then; infinite for all policies but one that holds.
+        """When to call `admit` again even if nothing happens until then; infinite for policies that never hold.
 
-        `target_fit` in slack may hold a request back beside a free slot, for `hold_s`; a driver without steps of its
-        own must then ask again at this time.
+        `target_fit` and `level_fit` in slack may hold a request back beside a free slot, for `hold_s`; a driver without
+        steps of its own must then ask again at this time.
         """
         return self.policy.recheck_s(self.snapshot, now)
 
@@ -256,13 +339,12 @@ class Scheduler:
             generated = tracker.generated
             before = tracker.refreshed_remaining + tracker.refreshed_at - generated
             after = before - tokens
-            least = 1 if tracker.refreshed_remaining > 0.0 else 0
             snapshot.projection.move(
                 worker.index,
                 tracker.prompt_tokens + generated,
                 tokens,
-                int(before) if before > 1.0 else least,
-                int(after) if after > 1.0 else least,
+                int(before) if before > 0.0 else 0,
+                int(after) if after > 0.0 else 0,
             )
         tracker.counted += tokens
         worker.load += tokens
@@ -347,6 +429,8 @@ class Scheduler:
         if tracker is None:
             raise InvariantError(f"{request_id} is not here: released twice, or never submitted")
         phase, pinned_at = tracker.phase, self._let_go(tracker)
+        if outcome is Outcome.FINISHED:
+            self.snapshot.means.see_answer(tracker.age_tokens)
         tracker.phase = Phase.GONE
         del self.snapshot.requests[request_id]
         return Release(request_id, outcome, phase, pinned_at)
@@ -392,6 +476,8 @@ class Scheduler:
             prompt_key=spec.prompt_key,
             max_new_tokens=spec.max_new_tokens,
             arrived_s=now,
+            prefix=spec.prefix,
+            block_tokens=spec.block_tokens,
         )
         self.snapshot.requests[spec.id] = tracker
         return tracker
@@ -401,24 +487,53 @@ class Scheduler:
         self.snapshot.queued[tracker.id] = tracker
         heappush(self._queue, (tracker.priority, tracker.order, tracker))
 
-    def _choose_prefiller(self) -> PrefillerBudget | None:
+    def _choose_prefiller(self, tracker: RequestTracker) -> PrefillerBudget | None:
         config = self.config
-        return choose_prefiller(self.snapshot.prefillers, config.kv_usage_limit, config.max_prefill_inflight)
+        ready = ready_prefillers(self.snapshot.prefillers, config.kv_usage_limit, config.max_prefill_inflight)
+        if not ready:
+            return None
+        if tracker.prefix:
+            tracker.shared_blocks = self.snapshot.shared_blocks(tracker.prefix)
+        return self.prefill_policy(ready, tracker)
 
     def _begin_prefill(self, tracker: RequestTracker, prefiller: PrefillerBudget) -> Prefill:
         self._dispatches += 1
         tracker.prefiller, tracker.pinned_tokens = prefiller, tracker.prompt_tokens
+        tracker.uncached_tokens = tracker.uncached_on(prefiller)
+        if tracker.prefix:
+            tracker.prefix_use = prefiller.cache.use(tracker.prefix, tracker.block_tokens)
+            self.snapshot.prefilling_blocks.update(tracker.prefix)
         prefiller.inflight += 1
         prefiller.inflight_tokens += tracker.prompt_tokens
+        prefiller.inflight_uncached_tokens += tracker.uncached_tokens
         prefiller.last_used = self._dispatches
         return Prefill(tracker.id, prefiller.spec.id)
+
+    def _correct_prefix(self, tracker: RequestTracker, prompt_tokens: int, cached_tokens: int | None) -> None:
+        use, prefiller = tracker.prefix_use, tracker.prefiller
+        if use is None or prefiller is None or cached_tokens is None or not tracker.prompt_tokens:
+            return
+        block_tokens = tracker.block_tokens * prompt_tokens / tracker.prompt_tokens  # now that the size is exact
+        prefiller.cache.correct(use, int(cached_tokens / block_tokens) if block_tokens else 0)
+
+    def _withdraw_prefix(self, tracker: RequestTracker) -> None:
+        if tracker.prefix_use is not None and tracker.prefiller is not None:
+            tracker.prefiller.cache.withdraw(tracker.prefix, tracker.prefix_use)
 
     def _free_prefiller(self, tracker: RequestTracker) -> None:
         prefiller = tracker.prefiller
         assert prefiller is not None
         prefiller.inflight -= 1
         prefiller.inflight_tokens -= tracker.pinned_tokens
+        prefiller.inflight_uncached_tokens -= tracker.uncached_tokens
         tracker.prefiller, tracker.pinned_tokens = None, 0
+        tracker.uncached_tokens, tracker.prefix_use = 0, None
+        blocks = self.snapshot.prefilling_blocks
+        for block in tracker.prefix:
+            if blocks[block] == 1:
+                del blocks[block]
+            else:
+                blocks[block] -= 1
 
     def _end_prefill(self, tracker: RequestTracker) -> None:
         self._free_prefiller(tracker)
@@ -435,11 +550,28 @@ class Scheduler:
         tracker.refreshed_remaining = math.inf if expected_remaining is None else expected_remaining
         tracker.refreshed_at = 0
         snapshot.means.see_prompt(prompt_tokens)
-        patience_s = self.policy.patience_s(prompt_tokens, snapshot)
+        tracker.overdue_s = now + self._patience_s(tracker)
+        snapshot.pool.add(tracker)
+
+    def _patience_s(self, tracker: RequestTracker) -> float:
+        patience_s = self.policy.patience_s(tracker.prompt_tokens, self.snapshot)
         if patience_s < math.inf:  # a large prompt's longer patience must not outlast its pinned KV
             patience_s = min(patience_s, PATIENCE_SHARE * self.config.pool_ttl_s)
-        tracker.overdue_s = now + patience_s
-        snapshot.pool.add(tracker)
+        return patience_s
+
+    def _promote(self, now: float) -> None:
+        """Let the request that has waited longest behind another class join the one in front, if it is time."""
+        pool = self.snapshot.pool
+        if self._since_promotion < PROMOTION_PERIOD or not len(pool):
+            return
+        starving_s = now - PATIENCE_SHARE * self.config.pool_ttl_s
+        longest = [waiting.longest_waiting() for waiting in pool.behind]
+        starving = min((t for t in longest if t.ready_s <= starving_s), key=attrgetter("ready_s"), default=None)
+        if starving is not None:
+            pool.remove(starving)
+            starving.priority = pool.front[0].priority
+            pool.add(starving)
+            self._since_promotion = 0
 
     def _bind(self, choice: Choice, now: float) -> None:
         tracker, worker = choice.request, choice.worker
@@ -500,11 +632,11 @@ class Scheduler:
         generated = tracker.generated
         ahead = float(every)
         if tracker.refreshed_remaining < self.snapshot.horizon_steps:
-            # c-hat falls to its floor of 1 after c-1 tokens: that is when it is renewed, if not before
-            ahead = min(ahead, max(1.0, math.ceil(tracker.refreshed_remaining - 1.0)))
+            # after c tokens its last step begins: that is when c-hat is renewed, if not before
+            ahead = min(ahead, max(1.0, math.ceil(tracker.refreshed_remaining)))
         elif tracker.max_new_tokens is not None:
-            # fewer than H tokens from the client's limit it is certain to leave within the window: no anchor any more
-            until_certain = tracker.max_new_tokens - tracker.age_tokens - self.snapshot.horizon_steps + 1
+            # H tokens from the client's limit it is certain to leave within the window: no anchor any more
+            until_certain = tracker.max_new_tokens - tracker.age_tokens - self.snapshot.horizon_steps
             ahead = min(ahead, until_certain) if until_certain > 0 else ahead
         tracker.refresh_due_at = generated + ahead
         if self.config.lock_step:

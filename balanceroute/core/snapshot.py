@@ -16,122 +16,21 @@ L_g counts prompt and generated tokens of A_g and is an integer kept by addition
 `check_invariants()` recounts everything from the trackers.
 """
 
-import math
-from collections.abc import Iterator
-from dataclasses import dataclass, field
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
 
 from balanceroute.core.pool import PromptPool
-from balanceroute.core.projection import Projection
+from balanceroute.core.prefix import leading
+from balanceroute.core.projection import IntArray, Projection
+from balanceroute.core.tracker import DecodeInstanceState, PrefillerBudget, RequestTracker
 from balanceroute.core.types import Phase, Role, WorkerSpec, WorkerState
 from balanceroute.errors import InvariantError
 
-PROMPT_WEIGHT, WAIT_WEIGHT = 0.02, 0.01  # of a new value in the running means
+PROMPT_WEIGHT, WAIT_WEIGHT, ANSWER_WEIGHT = 0.02, 0.01, 0.01  # of a new value in the running means
 START_PROMPTS = 50  # whose mean the EWMA of prompt sizes starts from
-
-
-@dataclass(slots=True, eq=False)
-class RequestTracker:
-    """One request from its arrival to its finish.
-
-    `order` is its arrival number and breaks every tie. `counted` tokens were reported one by one; a lock-step driver
-    adds the steps its worker has taken since `joined_step` (see `generated`). `expected_remaining` at any time follows
-    from the last refresh by `remaining()`, so nothing is decremented per token. A requeue turns what was generated into
-    prompt, which is right for loads; `earlier_tokens` remembers it for the predictor, which asks for the whole age.
-    """
-
-    id: str
-    prompt_tokens: int
-    order: int
-    priority: int = 0
-    prompt_key: str = ""
-    max_new_tokens: int | None = None
-    arrived_s: float = 0.0
-    phase: Phase = Phase.QUEUED
-    prefiller: "PrefillerBudget | None" = None
-    pinned_tokens: int = 0
-    worker: "DecodeInstanceState | None" = None
-    running: bool = False
-    ready_s: float = 0.0
-    overdue_s: float = math.inf
-    admitted_s: float = 0.0
-    counted: int = 0
-    joined_step: int = 0
-    refreshed_remaining: float = math.inf
-    refreshed_at: int = 0
-    refresh_due_at: float = math.inf
-    requeues: int = 0
-    pushing: bool = False  # decode-first: its prefiller is computing the prompt for the decode worker that holds it
-    earlier_tokens: int = 0
-
-    @property
-    def generated(self) -> int:
-        """Tokens generated so far (a_i) in its present decode; 0 again after a requeue."""
-        if self.running and self.worker is not None:
-            return self.counted + self.worker.steps - self.joined_step
-        return self.counted
-
-    @property
-    def age_tokens(self) -> int:
-        """Tokens generated for the client so far, over all lives of the request."""
-        return self.earlier_tokens + self.generated
-
-    @property
-    def kv_tokens(self) -> int:
-        """KV tokens that it occupies on its decode worker (s_i + a_i)."""
-        return self.prompt_tokens + self.generated
-
-    def remaining(self, horizon_steps: int) -> float:
-        """c-hat now, in [0, H]: decremented per token since its refresh down to 1, but for the anchor H, which stays.
-
-        So does 0, which only an oracle says: the request leaves with this step. A prediction is never that sure, and an
-        active request counts for one step more at least.
-        """
-        if self.refreshed_remaining >= horizon_steps:
-            return float(horizon_steps)
-        if self.refreshed_remaining <= 0.0:
-            return 0.0
-        return max(1.0, self.refreshed_remaining - (self.generated - self.refreshed_at))
-
-
-@dataclass(slots=True, eq=False)
-class DecodeInstanceState:
-    """A decode worker as the router knows it: its active requests, L_g and cap_g.
-
-    `active` holds every request that was admitted and has not left, in admission order, whether the engine runs it
-    already or not. `steps` counts the lock-steps a step-driven engine has taken (0 on a live cluster).
-    """
-
-    spec: WorkerSpec
-    index: int
-    state: WorkerState = WorkerState.UP
-    active: dict[str, RequestTracker] = field(default_factory=dict)
-    load: int = 0
-    running: int = 0
-    steps: int = 0
-    reported: dict[str, float] = field(default_factory=dict)
-
-    @property
-    def free_slots(self) -> int:
-        """cap_g: room for more active requests; 0 unless the worker is up."""
-        return max(0, self.spec.slots - len(self.active)) if self.state is WorkerState.UP else 0
-
-
-@dataclass(slots=True, eq=False)
-class PrefillerBudget:
-    """A prefiller: the latest sample of its KV usage, and what we have sent there and not seen released.
-
-    `kv_usage` is a ratio; 1.0 where the last scrape failed, so that an unreachable prefiller is never preferred.
-    """
-
-    spec: WorkerSpec
-    index: int
-    state: WorkerState = WorkerState.UP
-    kv_usage: float = 0.0
-    inflight: int = 0
-    inflight_tokens: int = 0
-    pinned: int = 0
-    pinned_tokens: int = 0
-    last_used: int = 0
 
 
 @dataclass(slots=True)
@@ -140,13 +39,15 @@ class WorkloadMeans:
 
     The prompt mean is an EWMA (0.02) over all arrivals whose start value is the mean of the first 50; until the 50th
     has arrived that start is refined, with the weight that it still has. Waits at admission are an EWMA (0.01), in
-    seconds.
+    seconds. Answers are an EWMA (0.01) of the tokens of finished requests, and the plain mean of the first hundred.
     """
 
     prompt_tokens: float = 0.0
     start_tokens: float = 0.0
     wait_s: float = 0.0
+    answer_tokens: float = 0.0
     prompts: int = 0
+    answers: int = 0
 
     def see_prompt(self, tokens: int) -> None:
         """Take in the prompt size of a request that became ready."""
@@ -160,6 +61,11 @@ class WorkloadMeans:
     def see_wait(self, wait_s: float) -> None:
         """Take in the wait of a request at its admission."""
         self.wait_s += WAIT_WEIGHT * (wait_s - self.wait_s)
+
+    def see_answer(self, tokens: int) -> None:
+        """Take in the length of an answer that is complete."""
+        self.answers += 1
+        self.answer_tokens += max(ANSWER_WEIGHT, 1.0 / self.answers) * (tokens - self.answer_tokens)
 
     def patience_factor(self, prompt_tokens: int) -> float:
         """How much longer than most a prompt of this size may wait: 1 to 6 (6 from 50 times the mean on)."""
@@ -180,6 +86,7 @@ class ClusterSnapshot:
         self.requests: dict[str, RequestTracker] = {}
         self.workers: list[DecodeInstanceState] = []
         self.prefillers: list[PrefillerBudget] = []
+        self.prefilling_blocks: Counter[int] = Counter()  # blocks of the prompts that are being prefilled
         self.queued: dict[str, RequestTracker] = {}
         self.asking: dict[str, RequestTracker] = {}  # decode-first: decoding, and no prefiller may take them yet
         self.pushing_tokens = 0
@@ -239,6 +146,11 @@ class ClusterSnapshot:
         self.speeds = [worker.spec.speed for worker in self.workers]
         self.projection = self.recount_projection()
 
+    def set_horizon(self, horizon_steps: int) -> None:
+        """Project over another horizon from now on."""
+        self.horizon_steps = horizon_steps
+        self.projection = self.recount_projection()
+
     def recount_projection(self) -> Projection:
         """The projection from scratch, from the trackers alone."""
         projection = Projection(len(self.workers), self.horizon_steps)
@@ -258,14 +170,14 @@ class ClusterSnapshot:
     def has_free_slot(self) -> bool:
         """Whether any worker that takes new requests has room. O(G), O(1) where the first has."""
         for worker in self.workers:
-            if len(worker.active) < worker.spec.slots and worker.state is WorkerState.UP:
+            if len(worker.active) < worker.own_slots and worker.state is WorkerState.UP:
                 return True
         return False
 
     def open_workers(self) -> list[DecodeInstanceState]:
         """Workers with a free slot, by index. O(G)."""
         up = WorkerState.UP
-        return [worker for worker in self.workers if len(worker.active) < worker.spec.slots and worker.state is up]
+        return [worker for worker in self.workers if len(worker.active) < worker.own_slots and worker.state is up]
 
     def down_workers(self) -> list[int]:
         """Indices of the workers outside the barrier. O(G)."""
@@ -273,9 +185,24 @@ class ClusterSnapshot:
         return [worker.index for worker in self.workers if worker.state is down]
 
     @property
+    def n_in_barrier(self) -> int:
+        """G: the workers that wait for each other at the end of a step, which are those that are not down. O(G)."""
+        return len(self.workers) - len(self.down_workers())
+
+    @property
     def envelope(self) -> int:
         """M: the largest load of a worker that is not down; 0 without workers."""
-        return max((worker.load for worker in self.workers if worker.state is not WorkerState.DOWN), default=0)
+        return max((worker.total_load for worker in self.workers if worker.state is not WorkerState.DOWN), default=0)
+
+    def projected_loads(self) -> IntArray:
+        """L_g(k+h), shape (G, H+1), tokens: our requests as projected, those of others as if they stayed. O(G*H)."""
+        loads = self.projection.loads()
+        foreign = [worker for worker in self.workers if worker.foreign_requests]
+        if foreign:
+            ahead = np.arange(self.horizon_steps + 1)
+            for worker in foreign:
+                loads[worker.index] += worker.foreign_tokens + worker.foreign_requests * ahead
+        return loads
 
     @property
     def promised_tokens(self) -> int:
@@ -314,6 +241,8 @@ class ClusterSnapshot:
             self._check_worker(worker)
         for prefiller in self.prefillers:
             self._check_prefiller(prefiller)
+        blocks = Counter(block for t in self.requests.values() if t.prefix_use is not None for block in t.prefix)
+        self._expect("blocks being prefilled", self.prefilling_blocks, blocks)
         if not self.projection.equals(self.recount_projection()):
             raise InvariantError("the projection differs from its recount")
 
@@ -327,6 +256,10 @@ class ClusterSnapshot:
             if tracker.generated < 0:
                 raise InvariantError(f"{tracker.id} has generated {tracker.generated} tokens")
 
+    def shared_blocks(self, prefix: Sequence[int]) -> int:
+        """How many leading blocks of a prompt belong to prompts that are being prefilled. O(log n)."""
+        return leading(prefix, self.prefilling_blocks)
+
     def _check_prefiller(self, prefiller: PrefillerBudget) -> None:
         name = prefiller.spec.id
         here = [tracker for tracker in self.requests.values() if tracker.prefiller is prefiller]
@@ -334,6 +267,8 @@ class ClusterSnapshot:
         pinned = [t for t in here if t.phase in (Phase.POOLED, Phase.DECODING) and not t.pushing]
         self._expect(f"{name} inflight", prefiller.inflight, len(busy))
         self._expect(f"{name} inflight tokens", prefiller.inflight_tokens, sum(t.pinned_tokens for t in busy))
+        uncached = sum(t.uncached_tokens for t in busy)
+        self._expect(f"{name} inflight uncached tokens", prefiller.inflight_uncached_tokens, uncached)
         self._expect(f"{name} pinned", prefiller.pinned, len(pinned))
         self._expect(f"{name} pinned tokens", prefiller.pinned_tokens, sum(t.pinned_tokens for t in pinned))
 

@@ -8,7 +8,8 @@ import math
 from collections.abc import Callable
 from typing import Any
 
-from balanceroute.core.snapshot import ClusterSnapshot, DecodeInstanceState, PrefillerBudget, RequestTracker
+from balanceroute.core.snapshot import ClusterSnapshot
+from balanceroute.core.tracker import DecodeInstanceState, PrefillerBudget, RequestTracker
 from balanceroute.core.types import Phase, Role, WorkerSpec, WorkerState
 from balanceroute.errors import InputError
 
@@ -35,7 +36,9 @@ def snapshot_to_dict(snapshot: ClusterSnapshot, now: float) -> dict[str, Any]:
             "prompt_tokens": snapshot.means.prompt_tokens,
             "start_tokens": snapshot.means.start_tokens,
             "wait_s": snapshot.means.wait_s,
+            "answer_tokens": snapshot.means.answer_tokens,
             "prompts": snapshot.means.prompts,
+            "answers": snapshot.means.answers,
         },
         "draws": snapshot.draws,
     }
@@ -49,6 +52,11 @@ def _worker(worker: DecodeInstanceState, horizon_steps: int) -> dict[str, Any]:
         "speed": worker.spec.speed,
         "load_tokens": worker.load,
         "reported": worker.reported,
+        "foreign": {
+            "requests": worker.foreign_requests,
+            "tokens": worker.foreign_tokens,
+            "least_own_slots": worker.least_own_slots,
+        },
         "active": [
             {
                 "id": tracker.id,
@@ -94,8 +102,9 @@ def snapshot_from_dict(
 ) -> tuple[ClusterSnapshot, float]:
     """Read a snapshot back, and the time it was taken at (0.0 where it says none).
 
-    Absent fields mean: worker up with speed 1, every request running, `expected_remaining` H, no wait, waiting order
-    as listed, means taken over the requests that are there, `overdue_s` the ready time plus the policy's patience.
+    Absent fields mean: worker up with speed 1 and used by nobody else, every request running, `expected_remaining` H,
+    no wait, waiting order as listed, means taken over the requests that are there, `overdue_s` the ready time plus the
+    policy's patience.
     Only workers, pool and means are read: what a policy looks at. Raises InputError that names the field.
     """
     data = _object(data, "snapshot")
@@ -133,6 +142,12 @@ def _read_worker(snapshot: ClusterSnapshot, entry: Any, path: str) -> None:
     if entry.get("state", "up") not in accepted:
         raise InputError(f"{path}.state: {entry['state']!r:.60}; accepted: {', '.join(accepted)}")
     worker.state = WorkerState(entry.get("state", "up"))
+    foreign = _object(entry.get("foreign", {}), f"{path}.foreign")
+    worker.set_foreign(
+        _whole(foreign, "requests", f"{path}.foreign", default=0),
+        _whole(foreign, "tokens", f"{path}.foreign", default=0),
+        _whole(foreign, "least_own_slots", f"{path}.foreign", default=0),
+    )
     for index, active in enumerate(_list(entry, "active", path, default=[])):
         where = f"{path}.active[{index}]"
         tracker = _read_tracker(_object(active, where), len(snapshot.requests), where)
@@ -182,7 +197,9 @@ def _read_means(snapshot: ClusterSnapshot, means: Any) -> None:
     snapshot.means.prompt_tokens = _number(means, "prompt_tokens", "means")
     snapshot.means.start_tokens = _number(means, "start_tokens", "means", default=snapshot.means.prompt_tokens)
     snapshot.means.wait_s = _number(means, "wait_s", "means", default=0.0)
+    snapshot.means.answer_tokens = _number(means, "answer_tokens", "means", default=0.0)
     snapshot.means.prompts = _whole(means, "prompts", "means", default=50)
+    snapshot.means.answers = _whole(means, "answers", "means", default=0)
 
 
 def _object(value: Any, path: str) -> dict[str, Any]:

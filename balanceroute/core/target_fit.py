@@ -1,8 +1,8 @@
-"""TargetFit: fit every worker to the mean load, from the whole pool, with soft ageing. Beyond the paper.
+"""TargetFit and LevelFit: fill every worker to a level, from the whole pool, with soft ageing. Beyond the paper.
 
 The F-score fills holes up to the envelope, so it takes the largest request that fits and uses up the sizes that later
-holes need. TargetFit aims at the mean load instead and pays for the distance on either side, and more above the
-envelope, where every worker waits. Three parts:
+holes need. These policies aim at a level T near the mean load instead and pay for the distance on either side, and more
+above the envelope, where every worker waits. Three parts:
 
 *Slack* (everything that waits fits into free slots): place by load, the largest prompt on the lightest worker. A
 request that would raise the envelope may be held back for `hold_s`: a lighter worker is often one departure away.
@@ -10,17 +10,33 @@ request that would raise the envelope may be held back for `hold_s`: a lighter w
 *Scarce*: as many rounds as slots are free. The emptiest worker (requests over slots; tie: least load) takes the request
 with the least cost
 
-    |x - mean L| + 7 max(0, x - max L) - bonus,      x = L_g + speed_g s_i
+    |x - T| + penalty * max(0, x - max L) - bonus,      x = L_g + speed_g s_i
 
 and when two or more were chosen, each is taken out and chosen again, twice, given all the others: the first choices
 were made before it was known what the last slots would get.
 
-*Ageing*: with u = wait / cap the bonus is u^2 (2 s + 32 mean prompt), so that nothing waits long for its perfect hole;
+*Ageing*: with u = wait / cap the bonus is u^2 (A s + B mean prompt), so that nothing waits long for its perfect hole;
 past its cap (u > 1) a request precedes every younger one, because 1e13 u exceeds any load. The cap is `max_wait_s`, or
-five times the mean wait where that is more, and up to six times as long for prompts far above the mean.
+five times the mean wait where that is more, and longer for prompts far above the mean.
 
-Loads are scaled by the workers' relative speed: equal loads mean equal step times. The constants 7, 2, 32 and 5 are the
-operating point of the reference simulations (six seeds each of two synthetic traces).
+TargetFit takes the mean for the level: T = mean L. LevelFit (`LEVEL_FIT`) differs in two things.
+
+*A level that lasts.* What leaves a worker is a prompt and its answer, what replaces it a prompt alone. Between two
+departures a worker grows by one token per request and step, by the mean answer o in all. Loads that all come back to
+the mean would rise by that much from one departure to the next; only large prompts could keep it up, and the pool would
+run out of them. So LevelFit comes back to where the worker stood after its last departure. The others are, on average,
+in the midst of their growth, and relative to the mean that is T = mean L - (1 - 1/G) o. What remains of the error shows
+in the stock: where the prompts that wait are smaller than those that arrive, too many large ones were taken, and T
+falls by `stock_share` times the difference. A small pool says little of that, so the correction is no more than the
+growth itself.
+
+*Ageing by size.* No departure but that of another large prompt leaves a hole for one, so a large prompt waits for such
+a hole as long as it may. With A above 1 + penalty its bonus outgrows what it costs as a tower on the least loaded
+worker shortly before its cap; until then the holes go to those that waited longest. So the cap of large prompts can be
+a third of TargetFit's at no more load spread.
+
+Loads are scaled by the workers' relative speed: equal loads mean equal step times. The constants are operating
+points of the simulator on the two synthetic workloads.
 """
 
 import math
@@ -33,15 +49,37 @@ import numpy as np
 from numpy.typing import NDArray
 
 from balanceroute.core.policy import Choice, StageTimer
-from balanceroute.core.snapshot import ClusterSnapshot, RequestTracker
+from balanceroute.core.snapshot import ClusterSnapshot
+from balanceroute.core.tracker import RequestTracker
 
 FloatArray = NDArray[np.float64]
 
-OVERFLOW_PENALTY = 7.0
 SWAP_PASSES = 2
 OVERDUE_BONUS = 1e13
 MIN_ACTIVE_TO_HOLD = 4  # with fewer requests on some worker the envelope says little: nothing is held back
 MIN_CAP_S = 1e-3  # keeps u finite when max_wait_s is 0, which makes the order first come, first served
+LARGE = 5.0  # mean prompts: a larger one counts for no more in the stock, where it waits for its hole
+
+
+@dataclass(frozen=True, slots=True)
+class FitRules:
+    """The constants of one policy of this family.
+
+    `overflow_penalty`: what a token above the envelope costs beside its distance. `size_bonus` and `mean_bonus`: A and
+    B of the ageing. `most_patience`: how much longer than most a large prompt may wait, at most, added to 1.
+    `growth_share`, `stock_share`: how far T is below the mean, of (1 - 1/G) o, and of what the stock lacks.
+    """
+
+    overflow_penalty: float
+    size_bonus: float
+    mean_bonus: float
+    most_patience: float
+    growth_share: float
+    stock_share: float
+
+
+TARGET_FIT = FitRules(7.0, 2.0, 32.0, 5.0, 0.0, 0.0)
+LEVEL_FIT = FitRules(6.0, 8.0, 20.0, 1.1, 1.0, 2.0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +87,7 @@ class TargetFitParams:
     """The knobs of TargetFit; `PolicySettings` has the defaults of those that can be set.
 
     `max_wait_s`: age at which a request precedes younger ones. `hold_s`: longest hold in slack, 0 for never.
-    `window`: how many of the pool, in waiting order, a scarce decision chooses from.
+    `window`: how many of a class, in waiting order, a scarce decision chooses from.
     """
 
     max_wait_s: float
@@ -58,14 +96,17 @@ class TargetFitParams:
 
 
 class TargetFit:
-    """The policy `target_fit`."""
+    """The policies `target_fit` and `level_fit`, by their rules."""
 
-    name = "target_fit"
     waits_for_slots = True
     horizon_steps = 0
 
-    def __init__(self, params: TargetFitParams, stage_timer: StageTimer | None = None) -> None:
+    def __init__(
+        self, name: str, params: TargetFitParams, rules: FitRules, stage_timer: StageTimer | None = None
+    ) -> None:
+        self.name = name
         self.params = params
+        self.rules = rules
         self.stage_timer = stage_timer
 
     def patience_s(self, prompt_tokens: int, snapshot: ClusterSnapshot) -> float:
@@ -79,14 +120,17 @@ class TargetFit:
             loads = Loads(snapshot)
             if not loads.free:
                 return
-            if len(snapshot.pool) <= loads.free:
+            if len(snapshot.pool.front) <= loads.free:
                 if timer:
                     timer("prepare")
-                yield from self._slack(snapshot, loads, now)
+                others_wait = bool(snapshot.pool.behind)
+                yield from self._slack(snapshot, loads, now, may_hold=not others_wait)
                 if timer:
                     timer("stage1")
+                if others_wait:
+                    continue
                 return
-            window = Window(snapshot, now, self.params)
+            window = Window(snapshot, now, self.params, self.rules)
             if timer:
                 timer("prepare")
             fits = choose_scarce(loads, window, min(loads.free, len(window.trackers)))
@@ -108,17 +152,18 @@ class TargetFit:
         """Until when a request may be held back beside a free slot."""
         return request.ready_s + self.params.hold_s * snapshot.means.patience_factor(request.prompt_tokens)
 
-    def _slack(self, snapshot: ClusterSnapshot, loads: "Loads", now: float) -> Iterator[Choice]:
+    def _slack(self, snapshot: ClusterSnapshot, loads: "Loads", now: float, may_hold: bool) -> Iterator[Choice]:
         _, envelope = loads.mean_and_envelope()
         lightest = [(loads.scaled[worker], worker) for worker in loads.open]
         heapify(lightest)
-        for request in snapshot.pool.by_size(len(snapshot.pool), descending=True):
+        waiting = snapshot.pool.front
+        for request in waiting.by_size(len(waiting), descending=True):
             load, worker = lightest[0]
             load += loads.speeds[worker] * request.prompt_tokens
-            if load > envelope and now < self.held_until_s(request, snapshot) and loads.may_hold():
+            if may_hold and load > envelope and now < self.held_until_s(request, snapshot) and loads.may_hold():
                 continue
             loads.occupy(worker)
-            if loads.active[worker] < snapshot.workers[worker].spec.slots:
+            if loads.active[worker] < loads.most[worker]:
                 heapreplace(lightest, (load, worker))
             else:
                 heappop(lightest)
@@ -129,17 +174,18 @@ class TargetFit:
 class Loads:
     """The workers while a decision is made; those without a free slot at its start do not change and are summed once.
 
-    Attributes: `scaled`, speed times KV tokens by worker (L_g); `active`, requests of each worker that had a free slot
-    (n_g); `open`, the workers with a free slot; `free`, their free slots.
+    Attributes: `scaled`, speed times KV tokens by worker (L_g); `active`, requests on each worker that had a free slot
+    (n_g), and `most`, how many there may be; `open`, the workers with a free slot; `free`, their free slots.
     """
 
     def __init__(self, snapshot: ClusterSnapshot) -> None:
         self.workers = snapshot.workers
         self.speeds = snapshot.speeds
-        self.scaled: list[float] = list(map(mul, self.speeds, map(attrgetter("load"), self.workers)))
+        self.scaled: list[float] = list(map(mul, self.speeds, map(attrgetter("total_load"), self.workers)))
         self.open = [worker.index for worker in snapshot.open_workers()]
-        self.active = {worker: len(self.workers[worker].active) for worker in self.open}
-        self.free = sum(self.workers[worker].spec.slots - active for worker, active in self.active.items())
+        self.active = {worker: self.workers[worker].occupied for worker in self.open}
+        self.most = {g: self.workers[g].own_slots + self.workers[g].foreign_requests for g in self.open}
+        self.free = sum([self.most[worker] - active for worker, active in self.active.items()])
         self._down = snapshot.down_workers()
         apart = {*self.open, *self._down}
         fixed = [load for worker, load in enumerate(self.scaled) if worker not in apart]
@@ -153,7 +199,7 @@ class Loads:
 
     def may_hold(self) -> bool:
         """Whether every worker in the barrier is busy enough for its load to say where requests should go."""
-        return all(len(w.active) >= MIN_ACTIVE_TO_HOLD for w in self.workers if w.index not in self._down)
+        return all(w.occupied >= MIN_ACTIVE_TO_HOLD for w in self.workers if w.index not in self._down)
 
     def emptiest(self) -> int:
         """The open worker with the fewest requests over slots; ties: least load, then lowest index."""
@@ -164,52 +210,60 @@ class Loads:
     def occupy(self, worker: int) -> None:
         """One slot less on the worker."""
         self.active[worker] += 1
-        if self.active[worker] >= self.workers[worker].spec.slots:
+        if self.active[worker] >= self.most[worker]:
             self.open.remove(worker)
 
 
 class Window:
-    """The requests that a scarce decision chooses from, and what their ageing is worth.
+    """The requests that a scarce decision chooses from, all of one class, and what their ageing is worth.
 
-    Attributes: `trackers`, in waiting order; `age`, u = wait / cap, shape (W,).
+    Attributes: `trackers`, in waiting order; `age`, u = wait / cap, shape (W,); `drop`, how far below the mean load the
+    level is, tokens.
     """
 
-    def __init__(self, snapshot: ClusterSnapshot, now: float, params: TargetFitParams) -> None:
-        means, pool = snapshot.means, snapshot.pool
+    def __init__(self, snapshot: ClusterSnapshot, now: float, params: TargetFitParams, rules: FitRules) -> None:
+        means, waiting = snapshot.means, snapshot.pool.front
         mean_prompt = means.prompt_tokens or 1.0
-        self.trackers = pool.head(params.window)
-        self._sizes: FloatArray = pool.prompt_tokens()[: params.window]
-        ready_s = pool.ready_s()[: params.window]
+        self.rules = rules
+        self.trackers = waiting.head(params.window)
+        self._sizes: FloatArray = waiting.prompt_tokens()[: params.window]
+        wait_s = waiting.ready_s()[: params.window]
+        np.subtract(now, wait_s, out=wait_s)
         cap_s = self._sizes * (0.1 / mean_prompt)
-        np.minimum(cap_s, 5.0, out=cap_s)
+        np.minimum(cap_s, rules.most_patience, out=cap_s)
         cap_s += 1.0
         cap_s *= max(params.max_wait_s, 5.0 * means.wait_s, MIN_CAP_S)
-        self.age: FloatArray = (now - ready_s) / cap_s
-        self._bonus: FloatArray = self._sizes * 2.0
-        self._bonus += 32.0 * mean_prompt
+        self.age: FloatArray = wait_s / cap_s
+        self._bonus: FloatArray = self._sizes * rules.size_bonus
+        self._bonus += rules.mean_bonus * mean_prompt
         self._bonus *= self.age * self.age
         if self.age.max() > 1.0:
             self._bonus += np.where(self.age > 1.0, OVERDUE_BONUS * self.age, 0.0)
+        self.drop = growth = rules.growth_share * means.answer_tokens * (1.0 - 1.0 / snapshot.n_in_barrier)
+        if growth:
+            stock = float(np.minimum(self._sizes, LARGE * mean_prompt).mean())
+            self.drop += min(growth, max(-growth, rules.stock_share * (mean_prompt - stock)))
         self._available = self._bonus.copy()  # -inf where the request is used
-        self._scaled: dict[float, tuple[FloatArray, FloatArray]] = {}  # speed -> sizes, and 8 times as much
+        self._scaled: dict[float, tuple[FloatArray, FloatArray]] = {}  # speed -> sizes, and 1 + penalty times as much
         self._cost = np.empty_like(self._sizes)
         self._above = np.empty_like(self._sizes)
 
-    def take(self, load: float, speed: float, mean: float, envelope: float) -> tuple[int, float]:
+    def take(self, load: float, speed: float, level: float, envelope: float) -> tuple[int, float]:
         """Use the request with the least cost on a worker of this load and speed: its position, and that cost.
 
-        `mean` and `envelope`: of the loads in the barrier. Ties go to the first in waiting order.
+        `level`: T, at most `envelope`, the largest load in the barrier. Ties go to the first in waiting order.
 
-        With y = x - mean L and c = max L - mean L >= 0 the distance |y| + 7 max(0, y - c) is max(|y|, 8 y - 7 c).
+        With y = x - T and c = max L - T >= 0 the distance |y| + p max(0, y - c) is max(|y|, (1 + p) y - p c).
         """
+        steepness = 1.0 + self.rules.overflow_penalty
         if speed not in self._scaled:
-            self._scaled[speed] = (self._sizes * speed, self._sizes * (speed * (1.0 + OVERFLOW_PENALTY)))
+            self._scaled[speed] = (self._sizes * speed, self._sizes * (speed * steepness))
         sizes, steep_sizes = self._scaled[speed]
         cost, above = self._cost, self._above
-        offset = load - mean
+        offset = load - level
         np.add(sizes, offset, out=cost)
         np.abs(cost, out=cost)
-        np.add(steep_sizes, (1.0 + OVERFLOW_PENALTY) * offset - OVERFLOW_PENALTY * (envelope - mean), out=above)
+        np.add(steep_sizes, steepness * offset - self.rules.overflow_penalty * (envelope - level), out=above)
         np.maximum(cost, above, out=cost)
         np.subtract(cost, self._available, out=cost)
         position = int(cost.argmin())
@@ -254,7 +308,9 @@ def choose_scarce(loads: Loads, window: Window, rounds: int) -> list[Fit]:
 
 
 def _fit(worker: int, loads: Loads, window: Window) -> Fit:
-    speed = loads.speeds[worker]
-    position, cost = window.take(loads.scaled[worker], speed, *loads.mean_and_envelope())
+    load, speed = loads.scaled[worker], loads.speeds[worker]
+    mean, envelope = loads.mean_and_envelope()
+    level = min(envelope, mean - speed * window.drop)
+    position, cost = window.take(load, speed, level, envelope)
     loads.scaled[worker] += window.scaled_size(position, speed)
     return Fit(worker, position, cost)

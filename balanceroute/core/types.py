@@ -6,6 +6,7 @@ Nobody changes any of them once made. What is made per request is not frozen all
 several times slower.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -58,7 +59,8 @@ class WorkerSpec:
     """One schedulable (url, DP rank) pair.
 
     `slots` is B, the engine's max_num_seqs (decode workers only); `speed` is this worker's seconds per KV token
-    relative to the others (1.0 unless measured), which scales its load.
+    relative to the others (1.0 unless measured), which scales its load. `barrier_group` names the decode workers whose
+    steps wait for each other; "" stands for none.
     """
 
     id: str
@@ -67,14 +69,16 @@ class WorkerSpec:
     dp_rank: int | None = None
     slots: int = 64
     speed: float = 1.0
+    barrier_group: str = ""
 
 
 @dataclass(slots=True)
 class RequestSpec:
     """A client request as the scheduler sees it; `prompt_tokens` is an estimate until its prefill is done.
 
-    Lower `priority` goes first, as in vLLM. `prompt_key` is the predictor's key, never the text. `max_new_tokens` is
-    the client's limit on generated tokens, over all lives of the request; None where it set none.
+    Lower `priority` goes first, as in vLLM; it is the router's own, within its bounds. `prompt_key` is the predictor's
+    key, never the text. `max_new_tokens` is the client's limit on generated tokens, over all lives of the request; None
+    where it set none. `prefix`: chained hashes of the prompt's full blocks of `block_tokens` each (`core.prefix`).
     """
 
     id: str
@@ -82,6 +86,8 @@ class RequestSpec:
     priority: int = 0
     prompt_key: str = ""
     max_new_tokens: int | None = None
+    prefix: Sequence[int] = ()
+    block_tokens: int = 0
 
 
 @dataclass(slots=True)

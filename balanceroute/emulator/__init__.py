@@ -13,7 +13,8 @@ check them token by token. Shares no code with the router.
 from balanceroute.emulator.cluster import EmulatedCluster
 from balanceroute.emulator.connectors import Connector
 from balanceroute.emulator.faults import Fault, FaultKind
+from balanceroute.emulator.processes import ProcessCluster
 from balanceroute.emulator.shape import ClusterShape
 from balanceroute.emulator.transport import StreamingTransport
 
-__all__ = ["ClusterShape", "Connector", "EmulatedCluster", "Fault", "FaultKind", "StreamingTransport"]
+__all__ = ["ClusterShape", "Connector", "EmulatedCluster", "Fault", "FaultKind", "ProcessCluster", "StreamingTransport"]

@@ -3,7 +3,7 @@
 import asyncio
 import contextlib
 import uuid
-from collections.abc import Awaitable, Callable, MutableMapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, MutableMapping, Sequence
 from typing import Any, Protocol
 
 import orjson
@@ -45,6 +45,9 @@ class Control(Protocol):
 
     async def inject(self, worker: str, fault: Fault) -> None:
         """Put a fault on a worker."""
+
+    def kv(self, what: str, body: Mapping[str, Any]) -> dict[str, Any]:
+        """Answer a decode rank of another process (`remote.py`)."""
 
 
 class Site:
@@ -262,6 +265,7 @@ def create_app(site: Site) -> Starlette:
             post("/reset_prefix_cache", routes.reset_prefix_cache),
             get("/_emulator/state", routes.state),
             post("/_emulator/fault", routes.fault),
+            post("/_emulator/kv/{what:str}", routes.kv),
         ],
         exception_handlers={HTTPException: _http_error, ApiError: _api_error},
     )
@@ -347,6 +351,13 @@ class _SideRoutes:
 
     async def state(self, _: Request) -> Response:
         return _json(self._site.control.state())
+
+    async def kv(self, request: Request) -> Response:
+        body = parse_body(await request.body(), request.headers.get("content-type"))
+        try:
+            return _json(self._site.control.kv(request.path_params["what"], body))
+        except KeyError as error:
+            raise ApiError(f"KV exchange: no {error}") from error
 
     async def fault(self, request: Request) -> Response:
         body = parse_body(await request.body(), request.headers.get("content-type"))

@@ -1,10 +1,11 @@
-"""A whole emulated cluster in one event loop: prefillers, decode ranks at one barrier, their servers and
-their faults.
+"""An emulated cluster in one event loop: prefillers, decode ranks at one barrier, their servers and their faults;
+all of it, or the part that a process of its own runs (`processes.py`).
 """
 
 import asyncio
 import logging
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, Self
 
@@ -15,6 +16,7 @@ from balanceroute.emulator.clock import EmulatedClock
 from balanceroute.emulator.connectors import KvExchange
 from balanceroute.emulator.errors import ApiError
 from balanceroute.emulator.faults import WORKER_KINDS, Fault, FaultKind
+from balanceroute.emulator.remote import SIDE_CHANNEL_PORT, PrefillSide, RemoteKv
 from balanceroute.emulator.server import HttpServer
 from balanceroute.emulator.shape import ClusterShape
 from balanceroute.emulator.transport import App, StreamingTransport
@@ -23,8 +25,16 @@ from balanceroute.errors import ConfigError
 
 logger = logging.getLogger(__name__)
 
-SIDE_CHANNEL_PORT = 5600  # NIXL's default; only a name here, nothing listens on it
 HOST = "127.0.0.1"
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """The workers of a cluster that one process runs, by number; `prefill_urls` are those of the others' prefillers."""
+
+    prefillers: range
+    decoders: range
+    prefill_urls: tuple[str, ...] = ()
 
 
 class EmulatedCluster:
@@ -42,13 +52,15 @@ class EmulatedCluster:
         host: str = HOST,
         prefill_ports: Sequence[int] | None = None,
         decode_ports: Sequence[int] | None = None,
+        part: Part | None = None,
     ) -> None:
         self.shape = shape or ClusterShape()
+        self.part = part or Part(range(self.shape.prefillers), range(self.shape.decoders))
         self._listen = listen
         self._host = host
-        urls = self.shape.decoders // self.shape.ranks_per_url
-        self._ports = [*(prefill_ports or [0] * self.shape.prefillers), *(decode_ports or [0] * urls)]
-        if len(self._ports) != self.shape.prefillers + urls:
+        prefillers, urls = len(self.part.prefillers), len(self.part.decoders) // self.shape.ranks_per_url
+        self._ports = [*(prefill_ports or [0] * prefillers), *(decode_ports or [0] * urls)]
+        if len(self._ports) != prefillers + urls:
             raise ConfigError("emulated cluster: as many ports as URLs are needed")
         self.prefill: list[PrefillWorker] = []
         self.decode: list[DecodeWorker] = []
@@ -60,6 +72,7 @@ class EmulatedCluster:
         self._tasks: list[asyncio.Task[None]] = []
         self._client: httpx.AsyncClient | None = None
         self._runner: DecodeGroupRunner | None = None
+        self._exchange: KvExchange | None = None
 
     async def __aenter__(self) -> Self:
         self._build()
@@ -71,7 +84,8 @@ class EmulatedCluster:
         loop = asyncio.get_running_loop()
         assert self._runner is not None
         self._tasks = [loop.create_task(worker.run()) for worker in self.prefill]
-        self._tasks.append(loop.create_task(self._runner.run()))
+        if self.decode:
+            self._tasks.append(loop.create_task(self._runner.run()))
         for task in self._tasks:
             task.add_done_callback(self._ended)
         return self
@@ -89,6 +103,8 @@ class EmulatedCluster:
         await asyncio.gather(*(server.stop() for server in self._servers))
         if self._client is not None:
             await self._client.aclose()
+        if isinstance(self._exchange, RemoteKv):
+            await self._exchange.aclose()
         for result in results:
             if isinstance(result, Exception):
                 raise result
@@ -115,16 +131,21 @@ class EmulatedCluster:
 
     def state(self) -> dict[str, Any]:
         """What every worker holds, and what went wrong."""
-        assert self._runner is not None and self._runner.group is not None
+        assert self._runner is not None
         workers = [worker.state() for worker in self.workers.values()]
         return {
             "workers": {state["name"]: state for state in workers},
-            "steps": self._runner.group.steps,
+            "steps": self._runner.group.steps if self._runner.group is not None else 0,
             "step_totals": self._runner.totals.to_dict(),
             "late_s": self._runner.late_s,
             "barrier_stopped": self._runner.stopped,
             "violations": sum(sum(state["violations"].values()) for state in workers),
         }
+
+    def kv(self, what: str, body: Mapping[str, Any]) -> dict[str, Any]:
+        """What a decode rank in another process asks of the prefillers here. Raises: KeyError."""
+        assert self._exchange is not None
+        return PrefillSide(self._exchange, self.shape.connector).answer(what, body)
 
     def violations(self) -> dict[str, int]:
         """What the router did wrong, by kind, over all workers."""
@@ -213,20 +234,22 @@ class EmulatedCluster:
 
     def _build(self) -> None:
         shape = self.shape
-        clock, exchange, wake = EmulatedClock(shape.time_scale), KvExchange(), asyncio.Event()
+        clock, wake = EmulatedClock(shape.time_scale), asyncio.Event()
+        exchange = self._exchange = RemoteKv(self.part.prefill_urls) if self.part.prefill_urls else KvExchange()
         self._runner = DecodeGroupRunner(shape, clock, wake)
         self.prefill = [
             PrefillWorker(f"p{index}", shape, clock, exchange, SIDE_CHANNEL_PORT + index)
-            for index in range(shape.prefillers)
+            for index in self.part.prefillers
         ]
         self.decode = [
-            DecodeWorker(f"d{index}", shape, clock, exchange, wake, self._post_json) for index in range(shape.decoders)
+            DecodeWorker(f"d{index}", shape, clock, exchange, wake, self._post_json) for index in self.part.decoders
         ]
-        self._runner.attach(self.decode)
+        if self.decode:
+            self._runner.attach(self.decode)
         self._sites = [Site([worker], shape, self) for worker in self.prefill]
         size = shape.ranks_per_url
         self._sites += [
-            Site(self.decode[first : first + size], shape, self) for first in range(0, shape.decoders, size)
+            Site(self.decode[first : first + size], shape, self) for first in range(0, len(self.decode), size)
         ]
 
     async def _open(self) -> None:
@@ -240,8 +263,8 @@ class EmulatedCluster:
             ports = [port or SIDE_CHANNEL_PORT + 100 + index for index, port in enumerate(self._ports)]
         name = HOST if self._host == "0.0.0.0" else self._host
         urls = [f"http://{name}:{port}" for port in ports]
-        self.prefill_urls = urls[: self.shape.prefillers]
-        self.decode_urls = urls[self.shape.prefillers :]
+        self.prefill_urls = urls[: len(self.prefill)]
+        self.decode_urls = urls[len(self.prefill) :]
         self._apps.update({url.removeprefix("http://"): app for url, app in zip(urls, apps, strict=True)})
 
     async def _post_json(self, url: str, body: Mapping[str, Any]) -> None:

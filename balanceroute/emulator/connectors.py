@@ -198,6 +198,15 @@ def plan_pull(
     params: Mapping[str, Any] | None, prompt: tuple[int, ...], connector: Connector, exchange: KvExchange
 ) -> PullPlan:
     """Decide what a decoder does with a request that carries `params`."""
+    plan = plan_from_params(params, connector)
+    if plan is not None:
+        return plan
+    assert params is not None
+    return plan_from_source(params, prompt_digest(prompt), exchange)
+
+
+def plan_from_params(params: Mapping[str, Any] | None, connector: Connector) -> PullPlan | None:
+    """What the parameters decide without a look at the prefiller; None when they name its KV."""
     if not params or not params.get("do_remote_prefill"):
         return PullPlan(Reaction.LOCAL, "decoder_prefilled")
     if params.get("do_virtual"):
@@ -212,10 +221,11 @@ def plan_pull(
     required = (*_REQUIRED, "tp_size") if connector is Connector.NIXL else _REQUIRED
     if any(params.get(name) is None for name in required):
         return PullPlan(Reaction.HANG, "malformed_params")
-    return _plan_from_source(params, prompt, exchange)
+    return None
 
 
-def _plan_from_source(params: Mapping[str, Any], prompt: tuple[int, ...], exchange: KvExchange) -> PullPlan:
+def plan_from_source(params: Mapping[str, Any], digest: int, exchange: KvExchange) -> PullPlan:
+    """What the prefiller's pins make of the parameters; `digest` is that of the decoder's prompt."""
     engine_id = params["remote_engine_id"]
     source = exchange.find(engine_id)
     if source is None:
@@ -235,7 +245,7 @@ def _plan_from_source(params: Mapping[str, Any], prompt: tuple[int, ...], exchan
         return PullPlan(Reaction.ENGINE_DIES, "malformed_params")
     if blocks != pin.block_ids:
         return PullPlan(Reaction.WRONG_TOKENS, "params_modified", source, pin)
-    if pin.digest != prompt_digest(prompt):
+    if pin.digest != digest:
         return PullPlan(Reaction.WRONG_TOKENS, "wrong_prompt", source, pin)
     return PullPlan(Reaction.PULL, None, source, pin)
 

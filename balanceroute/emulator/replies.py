@@ -17,6 +17,7 @@ import orjson
 from balanceroute.emulator.errors import INTERNAL
 from balanceroute.emulator.requests import GenerationRequest
 from balanceroute.emulator.sse import SseWriter
+from balanceroute.emulator.structure import Part, Plan
 from balanceroute.engine.tokens import LEAD_ID, TOKEN_BYTES, decode
 
 FINGERPRINT = "vllm-emulated"
@@ -36,10 +37,13 @@ class Choice:
         "finish_reason",
         "ids",
         "index",
+        "offset",
+        "plan",
         "prompt",
         "sent",
         "stop_reason",
         "text",
+        "told",
     )
 
     def __init__(self, index: int, prompt: tuple[int, ...], request: GenerationRequest) -> None:
@@ -54,6 +58,9 @@ class Choice:
         self._decoder = _decoder("replace")
         if prompt and prompt[-1] == LEAD_ID:  # vLLM's detokenizer starts with the prompt's last ids, for this very case
             self._decoder.decode(TOKEN_BYTES[LEAD_ID])
+        self.plan = None if request.structure is None else Plan(request.structure, prompt)
+        self.told: dict[Part, str] = {}  # all text so far by part, where there is a plan
+        self.offset = 0  # characters of the tokens whose logprobs are on the wire
         self._held = ""  # may be the beginning of a stop string
 
     def feed(self, token: int, ends: str | None) -> None:
@@ -68,7 +75,34 @@ class Choice:
         if self._request.stop:
             text, ends = self._stop(text, ends)
         self.text += text
+        if self.plan is not None:
+            self.told[self.part] = self.told.get(self.part, "") + text
+            if ends == "stop" and Part.CALL in self.told and self.stop_reason is None:
+                ends = "tool_calls"
         self.finish_reason = ends
+
+    @property
+    def part(self) -> Part:
+        """Where the last token goes."""
+        assert self.plan is not None
+        return self.plan.part(len(self.ids) - 1)
+
+    def calls(self, arguments: str, *, first: bool) -> list[dict[str, Any]]:
+        """The one tool call, or a piece of it that is not the first."""
+        assert self.plan is not None
+        call: dict[str, Any] = {"index": 0, "function": {"arguments": arguments}}
+        if first:
+            function = {"name": self.plan.structure.calls, "arguments": arguments}
+            call |= {"id": f"call_{self.index}", "type": "function", "function": function}
+        return [call]
+
+    def delta(self) -> dict[str, Any]:
+        """What a chunk of a chat shows of the text that is cleared to be sent."""
+        if self.plan is None or self.part is Part.CONTENT:
+            return {"content": self.text}
+        if self.part is Part.REASONING:
+            return {"reasoning": self.text}
+        return {"tool_calls": self.calls(self.text, first=self.told[Part.CALL] == self.text)}
 
     def give_up(self) -> None:
         """Popped by the recompute scheduler: a finish like any other, so what may begin a stop string is sent too."""
@@ -169,7 +203,8 @@ class JsonCall(Call):
         }
         if chat:
             ids = list(self.request.prompts[0]) if self.request.return_token_ids else None
-            head |= {"prompt_logprobs": None, "prompt_token_ids": ids, "prompt_text": None}
+            told = self._prompt_logprobs(self.choices[0])
+            head |= {"prompt_logprobs": told, "prompt_token_ids": ids, "prompt_text": None}
         return head | {
             "kv_transfer_params": self.kv_transfer_params,
             "ec_transfer_params": None,
@@ -180,18 +215,37 @@ class JsonCall(Call):
         wants_ids = self.request.return_token_ids
         return {
             "index": choice.index,
-            "text": (decode(choice.prompt) if self.request.echo else "") + choice.text,
-            "logprobs": text_logprobs(choice.ids) if self.request.logprobs is not None else None,
+            "text": self._echoed(choice) + ("" if self.request.echo_only else choice.text),
+            "logprobs": self._logprobs(choice) if self.request.logprobs is not None else None,
             "finish_reason": choice.finish_reason,
             "stop_reason": choice.stop_reason,
             "token_ids": choice.ids if wants_ids else None,
-            "prompt_logprobs": None,
+            "prompt_logprobs": self._prompt_logprobs(choice),
             "prompt_token_ids": list(choice.prompt) if wants_ids else None,
             "routed_experts": None,
         }
 
+    def _echoed(self, choice: Choice) -> str:
+        """vLLM leaves the prompt's text out where token ids are wanted."""
+        return decode(choice.prompt) if self.request.echo and not self.request.return_token_ids else ""
+
+    def _logprobs(self, choice: Choice) -> dict[str, Any]:
+        if not self.request.echo:
+            return text_logprobs(choice.ids)
+        told = text_logprobs([*choice.prompt, *([] if self.request.echo_only else choice.ids)])
+        told["token_logprobs"][0] = told["top_logprobs"][0] = None  # nothing comes before the first token
+        return told
+
+    def _prompt_logprobs(self, choice: Choice) -> list[Any] | None:
+        if self.request.prompt_logprobs is None:
+            return None
+        told = [
+            {str(token): {"logprob": LOGPROB, "rank": 1, "decoded_token": decode([token])}} for token in choice.prompt
+        ]
+        return [None, *told[1:]]
+
     def _chat_choice(self, choice: Choice) -> dict[str, Any]:
-        message = {
+        message: dict[str, Any] = {
             "role": "assistant",
             "content": choice.text,
             "refusal": None,
@@ -200,6 +254,11 @@ class JsonCall(Call):
             "function_call": None,
             "reasoning": None,
         }
+        if choice.plan is not None:
+            message |= {"content": choice.told.get(Part.CONTENT), "reasoning": choice.told.get(Part.REASONING)}
+            if Part.CALL in choice.told:
+                calls = choice.calls(choice.told[Part.CALL], first=True)
+                message["tool_calls"] = [{k: v for k, v in call.items() if k != "index"} for call in calls]
         return {
             "index": choice.index,
             "message": message,
@@ -229,7 +288,7 @@ class StreamCall(Call):
             self._role(choice)
         choice.feed(token, ends)
         unsent = len(choice.ids) - choice.sent
-        if unsent >= self._interval or choice.finish_reason or not choice.sent:
+        if unsent >= self._interval or choice.finish_reason or not choice.sent or choice.plan is not None:
             self.sse.event(self._chunk(choice))
             choice.sent, choice.text = len(choice.ids), ""
         if choice.finish_reason:
@@ -279,14 +338,18 @@ class StreamCall(Call):
         tail = b"}\n\n"
         if choice.finish_reason and not request.include_usage:
             tail = b',"system_fingerprint":"%b"}\n\n' % FINGERPRINT.encode()
-        text = orjson.dumps(choice.text)
         if request.chat:
             logprobs = orjson.dumps(chat_logprobs(ids)) if request.logprobs is not None else b"null"
             stop = b',"stop_reason":' + stop if choice.finish_reason else b""
-            body = b'{"index":%d,"delta":{"content":%b},"logprobs":%b,"finish_reason":%b%b,"token_ids":%b}]'
-            parts = body % (choice.index, text, logprobs, finish, stop, token_ids)
+            delta = orjson.dumps(choice.delta())
+            body = b'{"index":%d,"delta":%b,"logprobs":%b,"finish_reason":%b%b,"token_ids":%b}]'
+            parts = body % (choice.index, delta, logprobs, finish, stop, token_ids)
         else:
-            logprobs = orjson.dumps(text_logprobs(ids)) if request.logprobs is not None else b"null"
+            logprobs = b"null"
+            if request.logprobs is not None:
+                told = text_logprobs(ids, choice.offset)
+                logprobs = orjson.dumps(told)
+                choice.offset += sum(map(len, told["tokens"]))
             prompt = b"null"
             if request.return_token_ids and not choice.sent:
                 prompt = orjson.dumps(choice.prompt)
@@ -294,6 +357,10 @@ class StreamCall(Call):
                 b'{"index":%d,"text":%b,"logprobs":%b,"finish_reason":%b,"stop_reason":%b,'
                 b'"prompt_token_ids":%b,"token_ids":%b}]'
             )
+            shown = "" if request.echo_only else choice.text
+            if request.echo and not choice.sent and not request.return_token_ids:
+                shown = decode(choice.prompt) + shown
+            text = orjson.dumps(shown)
             parts = body % (choice.index, text, logprobs, finish, stop, prompt, token_ids)
         return self._head + parts + self._usage(choice) + tail
 
@@ -310,10 +377,10 @@ class StreamCall(Call):
         )
 
 
-def text_logprobs(ids: list[int]) -> dict[str, Any]:
-    """Minimal `logprobs` of completions."""
+def text_logprobs(ids: list[int], start: int = 0) -> dict[str, Any]:
+    """Minimal `logprobs` of completions, whose first token begins at character `start` of the answer."""
     tokens = [decode([token]) for token in ids]
-    offsets = [sum(map(len, tokens[:index])) for index in range(len(tokens))]
+    offsets = [start + sum(map(len, tokens[:index])) for index in range(len(tokens))]
     return {
         "text_offset": offsets,
         "token_logprobs": [LOGPROB] * len(ids),

@@ -7,8 +7,10 @@ from typing import Any
 import orjson
 
 from balanceroute.emulator.errors import ApiError, bad_type, bad_value
+from balanceroute.emulator.structure import Structure, structure_of
 from balanceroute.engine.tokens import EOS_ID, TURN_ID, VOCAB_SIZE, encode
 
+KILLS_DECODER = "kill_decoder"  # in `vllm_xargs`: a request that no decoder survives
 COMPLETION_DEFAULT_MAX_TOKENS = 16  # vLLM's, seen in the captures; chat has none
 
 
@@ -34,6 +36,14 @@ class GenerationRequest:
     stop_token_ids: frozenset[int]
     request_id: str | None
     kv_transfer_params: Mapping[str, Any] | None
+    prompt_logprobs: int | None = None
+    structure: Structure | None = None
+    kills_decoder: bool = False
+
+    @property
+    def echo_only(self) -> bool:
+        """Whether the answer is the prompt; one token is generated all the same, and not shown."""
+        return self.echo and self.max_tokens == 0
 
     @property
     def is_probe(self) -> bool:
@@ -115,6 +125,9 @@ def parse_generation(body: dict[str, Any], *, chat: bool, model: str, max_model_
         stop_token_ids=frozenset(_id_list(body.get("stop_token_ids") or (), "stop_token_ids")),
         request_id=fields.text("request_id"),
         kv_transfer_params=params,
+        prompt_logprobs=_prompt_logprobs(fields, chat, stream),
+        structure=structure_of(body, chat=chat),
+        kills_decoder=bool((fields.mapping("vllm_xargs") or {}).get(KILLS_DECODER)),
     )
 
 
@@ -175,6 +188,8 @@ class _Fields:
 def _limit(fields: _Fields, chat: bool, max_model_len: int) -> int | None:
     name = "max_tokens"
     value = fields.integer("max_tokens")
+    if value == 0 and not chat and fields.flag("echo"):
+        return 0
     if chat and (newer := fields.integer("max_completion_tokens")) is not None:
         name, value = "max_completion_tokens", newer
     if value is not None and value < 1:
@@ -191,7 +206,7 @@ def _limit(fields: _Fields, chat: bool, max_model_len: int) -> int | None:
 def _check_sampling(fields: _Fields, min_tokens: int, max_tokens: int | None) -> None:
     if min_tokens < 0:
         raise bad_value(f"min_tokens must be greater than or equal to 0, got {min_tokens}.", "min_tokens", min_tokens)
-    if max_tokens is not None and min_tokens > max_tokens:
+    if max_tokens and min_tokens > max_tokens:
         raise ApiError(f"min_tokens must be less than or equal to max_tokens={max_tokens}, got {min_tokens}.")
     temperature = fields.number("temperature")
     if temperature is not None and temperature < 0:
@@ -212,6 +227,16 @@ def _logprobs(fields: _Fields, chat: bool) -> int | None:
     if not chat:
         return fields.integer("logprobs")
     return (fields.integer("top_logprobs") or 0) if fields.flag("logprobs") else None
+
+
+def _prompt_logprobs(fields: _Fields, chat: bool, stream: bool) -> int | None:
+    wanted = fields.integer("prompt_logprobs")
+    if wanted and stream:
+        text = "`prompt_logprobs` are not available when `stream=True`. (parameter=prompt_logprobs)"
+        raise ApiError(text, param="prompt_logprobs")
+    if wanted is None and not chat and fields.flag("echo"):
+        return fields.integer("logprobs")
+    return wanted
 
 
 def _stops(stop: object) -> tuple[str, ...]:

@@ -29,9 +29,12 @@ from balanceroute.emulator.connectors import (
 )
 from balanceroute.emulator.errors import ENGINE_DEAD, INTERNAL
 from balanceroute.emulator.faults import Fault, FaultBox, FaultKind
+from balanceroute.emulator.remote import RemoteKv, RemotePins
 from balanceroute.emulator.replies import Call, Choice
+from balanceroute.emulator.requests import GenerationRequest
 from balanceroute.emulator.shape import ClusterShape
 from balanceroute.emulator.step_totals import StepTotals
+from balanceroute.emulator.structure import PlannedStream
 from balanceroute.engine import (
     DecodeGroup,
     DecodeRank,
@@ -61,7 +64,7 @@ class Generation(EngineRequest):
     choice: Choice | None = None
     plan: PullPlan | None = None
     ends_with_eos: bool = False
-    stream: TokenStream | None = None
+    stream: TokenStream | PlannedStream | None = None
     recompute_after: int | None = None
 
 
@@ -74,6 +77,22 @@ class Prompt(PrefillJob):
     output_tokens: int = 1
     ends_with_eos: bool = False
     null_params: bool = False
+
+
+def _length(choice: Choice, request: GenerationRequest, shape: ClusterShape) -> tuple[int, bool]:
+    """(output tokens, whether the last one is the end of text); what a grammar forces ends by itself."""
+    limit = request.limit_for(len(choice.prompt), shape.context_tokens)
+    planned = choice.plan.length if choice.plan is not None else None
+    if planned is not None:
+        return plan_length(planned, limit, ignore_eos=False, min_tokens=0)
+    natural = TokenStream(choice.prompt, shape.lengths).remaining
+    return plan_length(natural, limit, ignore_eos=request.ignore_eos, min_tokens=request.min_tokens)
+
+
+def _stream(choice: Choice, corruption: bytes = b"") -> TokenStream | PlannedStream:
+    if choice.plan is not None:
+        return choice.plan.stream(corruption)
+    return TokenStream(choice.prompt, corruption=corruption)
 
 
 class Worker(ABC):
@@ -203,11 +222,7 @@ class PrefillWorker(Worker):
         now = self.clock.now()
         self.counters["requests"] += 1
         for choice in call.choices:
-            stream = TokenStream(choice.prompt, self.shape.lengths)
-            limit = request.limit_for(len(choice.prompt), self.shape.context_tokens)
-            count, ends = plan_length(
-                stream.remaining, limit, ignore_eos=request.ignore_eos, min_tokens=request.min_tokens
-            )
+            count, ends = _length(choice, request, self.shape)
             job = Prompt(
                 f"{call.external_id(choice)}-{next(_sequence_numbers):08x}",
                 len(choice.prompt),
@@ -252,6 +267,13 @@ class PrefillWorker(Worker):
     def unhold(self, request_id: str) -> None:
         """The heartbeats stop without a pull: a last lease begins."""
         self.prefiller.set_expiry(request_id, self.clock.now() + self.shape.pin_lease_s)
+        self._wake.set()
+
+    def end_leases(self) -> None:
+        """The lease of all pinned KV runs out now."""
+        now = self.clock.now()
+        for request_id in self.prefiller.pinned:
+            self.prefiller.set_expiry(request_id, now)
         self._wake.set()
 
     def fail_all(self, message: str) -> None:
@@ -301,7 +323,7 @@ class PrefillWorker(Worker):
             "probe_stream": request.stream,
             "probe_n": request.n > 1,
             "probe_batch": len(request.prompts) > 1,
-            "probe_max_tokens": request.max_tokens != 1,
+            "probe_max_tokens": request.max_tokens != 1 and not request.echo_only,
         }
         for kind, wrong in shapes.items():
             if wrong:
@@ -317,14 +339,14 @@ class PrefillWorker(Worker):
             self._tasks.add(task)
             task.add_done_callback(self._tasks.discard)
             return
-        stream = TokenStream(choice.prompt)
+        stream = _stream(choice)
         self._last_token(job, stream.next(eos=job.ends_with_eos))
 
     async def _decode(self, job: Prompt) -> None:
         """Write the tokens of a request that is served here from prompt to end, as a plain server would."""
         call, choice = job.call, job.choice
         assert call is not None and choice is not None
-        stream = TokenStream(choice.prompt)
+        stream = _stream(choice)
         for _ in range(job.output_tokens - 1):
             self.counters["generation_tokens"] += 1
             call.token(choice, stream.next(), None)
@@ -402,6 +424,7 @@ class DecodeWorker(Worker):
         self._tasks: set[asyncio.Task[None]] = set()
         self._generations: dict[str, Generation] = {}  # everything on the rank, and what was just popped
         self._to_recompute: dict[str, Generation] = {}
+        self._planning: dict[Call, asyncio.Task[None]] = {}  # whose KV another process is asked about
         exchange.register_sink(self.engine_id, self.kv_pushed)
 
     @property
@@ -414,10 +437,32 @@ class DecodeWorker(Worker):
         """Plan where each choice's KV comes from and queue it."""
         request = call.request
         self.counters["requests"] += 1
+        if request.kills_decoder or request.prompt_logprobs is not None:  # its KV comes from elsewhere: no logits
+            self.counters["killed_by_request"] += 1
+            call.fail(ENGINE_DEAD)
+            self.kill_engine()
+            return
+        if isinstance(self.exchange, RemoteKv):
+            self._planning[call] = self._spawn(self._submit_remote(call, self.exchange, fault))
+            return
         plans = [
             plan_pull(request.kv_transfer_params, choice.prompt, self.shape.connector, self.exchange)
             for choice in call.choices
         ]
+        self._submit(call, plans, fault)
+
+    async def _submit_remote(self, call: Call, exchange: RemoteKv, fault: Fault | None) -> None:
+        """Ask the prefillers' processes; a call that has gone meanwhile lets go of what was claimed for it."""
+        params = call.request.kv_transfer_params
+        plans = [await exchange.plan(params, choice.prompt, self.shape.connector) for choice in call.choices]
+        if self._planning.pop(call, None) is not None:
+            self._submit(call, plans, fault)
+            return
+        for plan in plans:
+            if plan.source and plan.pin:
+                plan.source.pull(plan.pin.request_id)
+
+    def _submit(self, call: Call, plans: list[PullPlan], fault: Fault | None) -> None:
         for plan in plans:
             if plan.violation:
                 self.violate(plan.violation, call.id)
@@ -436,9 +481,7 @@ class DecodeWorker(Worker):
     def _enqueue(self, call: Call, choice: Choice, plan: PullPlan, fault: Fault | None) -> None:
         request = call.request
         tokens = len(choice.prompt)
-        natural = TokenStream(choice.prompt, self.shape.lengths).remaining
-        limit = request.limit_for(tokens, self.shape.context_tokens)
-        count, ends = plan_length(natural, limit, ignore_eos=request.ignore_eos, min_tokens=request.min_tokens)
+        count, ends = _length(choice, request, self.shape)
         generation = Generation(
             f"{call.external_id(choice)}-{next(_sequence_numbers):08x}",
             tokens,
@@ -460,7 +503,7 @@ class DecodeWorker(Worker):
         self.rank.submit(generation)
 
     def _transfer_s(self, plan: PullPlan, tokens: int) -> float:
-        if plan.reaction in (Reaction.HANG, Reaction.PUSHED):
+        if plan.reaction in (Reaction.HANG, Reaction.PUSHED) or isinstance(plan.source, RemotePins):
             return math.inf
         if plan.reaction is Reaction.LOCAL:
             return tokens / self.shape.prefill_tokens_per_s
@@ -468,6 +511,7 @@ class DecodeWorker(Worker):
 
     def abort(self, call: Call) -> None:
         """Free what the call holds here, and its KV on the prefiller if that was not pulled yet."""
+        self._planning.pop(call, None)
         for generation in [g for g in self._generations.values() if g.call is call]:
             self._forget(generation)
             self._let_go(generation)
@@ -491,6 +535,10 @@ class DecodeWorker(Worker):
                     plan.source.unhold(plan.pin.request_id)
         self._generations.clear()
         self._to_recompute.clear()
+        planning = list(self._planning)
+        self._planning.clear()
+        for call in planning:
+            call.fail(message)
         for generation in lost:
             if generation.call:
                 generation.call.fail(message)
@@ -528,9 +576,22 @@ class DecodeWorker(Worker):
     def admitted(self, generation: Generation) -> None:
         """It has its slot and blocks; the layerwise connector now asks for the prefill."""
         if generation.plan and generation.plan.reaction is Reaction.PUSHED and not generation.preemptions:
-            task = asyncio.get_running_loop().create_task(self._call_metaserver(generation))
-            self._tasks.add(task)
-            task.add_done_callback(self._tasks.discard)
+            self._spawn(self._call_metaserver(generation))
+        elif generation.plan and isinstance(generation.plan.source, RemotePins) and not generation.preemptions:
+            self._spawn(self._fetch(generation, generation.plan.source))
+
+    async def _fetch(self, generation: Generation, source: RemotePins) -> None:
+        """Read the KV from the prefiller's process; the request starts when it has been transferred."""
+        await source.fetch()
+        if generation.id in self.rank.transferring:
+            self.rank.kv_arrived(generation.id, self.clock.now() + self.shape.transfer_for(generation.prompt_tokens))
+            self._wake.set()
+
+    def _spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        task = asyncio.get_running_loop().create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return task
 
     def started(self, generation: Generation) -> None:
         """Its KV is here: read it, whatever it is, and let the prefiller free it."""
@@ -550,7 +611,7 @@ class DecodeWorker(Worker):
             self.violate("params_expired", call.id)
             wrong = True
         self.counters["prompt_tokens"] += generation.prompt_tokens
-        generation.stream = TokenStream(choice.prompt, corruption=CORRUPT if wrong else b"")
+        generation.stream = _stream(choice, CORRUPT if wrong else b"")
 
     def _transfer_failed(self, generation: Generation) -> None:
         assert generation.call is not None

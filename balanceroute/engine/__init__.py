@@ -1,11 +1,11 @@
-"""A pure model of the serving engine: step time, slots, KV blocks, the barrier.
+"""A pure model of the serving engine: step time, slots, KV blocks, the barrier, the prefix cache.
 
 No clock, no tasks, no sockets: times are arguments in seconds on any monotonic axis. The step simulator and
 the emulated cluster drive the same objects.
 
 - `StepTimeModel`: what a step costs; `DecodeGroup` of `DecodeRank`s: the barrier, slots, queue, preemption.
 - `Prefiller`: prompt time, and KV that stays pinned until a decoder pulls it or a lease passes.
-- `KvBlocks`: the memory of both.
+- `KvBlocks`: the memory of both; `PrefixCache`: which prompts a prefiller need not compute again.
 - `tokens`: a reversible tokenizer and a deterministic model, so that every answer can be checked.
 """
 
@@ -20,6 +20,7 @@ from balanceroute.engine.decode import (
 )
 from balanceroute.engine.kv_blocks import KvBlocks
 from balanceroute.engine.prefill import Prefiller, PrefillJob
+from balanceroute.engine.prefix_cache import PrefixCache
 from balanceroute.engine.step_time import StepTimeModel
 from balanceroute.engine.tokens import OutputLengths, TokenStream, continuation, decode, encode
 
@@ -33,6 +34,7 @@ __all__ = [
     "Preemption",
     "PrefillJob",
     "Prefiller",
+    "PrefixCache",
     "StepOutcome",
     "StepPlan",
     "StepTimeModel",

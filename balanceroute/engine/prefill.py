@@ -90,7 +90,7 @@ class Prefiller(Generic[J]):
             if not due:
                 return finished
             for job in sorted(due, key=lambda job: job.done_s):
-                self._finish(job)
+                self._finish(job, now)
             finished.extend(due)
 
     def next_event_s(self) -> float:
@@ -146,10 +146,11 @@ class Prefiller(Generic[J]):
             job.done_s = now + self.prefill_s(job.prompt_tokens)
             self.running[job.id] = job
 
-    def _finish(self, job: J) -> None:
+    def _finish(self, job: J, now: float) -> None:
         del self.running[job.id]
         if job.pin:
-            job.expires_s = job.done_s + self.lease_s
+            # not from `done_s`: a driver that stood still answers only now, and must not name KV that is gone already
+            job.expires_s = now + self.lease_s
             self.pinned[job.id] = job
         else:
             self.kv.release(job.id)

@@ -17,6 +17,7 @@ SWEPT = (
     methods.BR_0_DEFAULT,
     methods.BR_H_DEFAULT,
     methods.TARGET_FIT,
+    methods.LEVEL_FIT,
 )
 
 
@@ -69,7 +70,7 @@ def report(scope: Scope, results: Results, out: Path) -> Section:
         points = [
             (
                 variant.label,
-                variant is not method or method is methods.TARGET_FIT or method in DEFAULTS,
+                variant is not method or method in (methods.TARGET_FIT, methods.LEVEL_FIT) or method in DEFAULTS,
                 mean_of(results, jobs_of(scope, source, variant), "wait_p99_s"),
                 mean_of(results, jobs_of(scope, source, variant), "balance"),
             )

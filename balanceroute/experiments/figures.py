@@ -55,6 +55,8 @@ def pyplot() -> Any:
 def save(figure: "Figure", stem: Path) -> Path:
     """Write PNG and SVG; the PNG's path."""
     path = stem.with_suffix(".png")
+    figure.draw_without_rendering()
+    figure.set_layout_engine("none")  # the layout is found; each format would search for it again
     figure.savefig(path, dpi=DPI, metadata={"Software": "balanceroute"})
     figure.savefig(stem.with_suffix(".svg"), metadata={"Date": None, "Creator": "balanceroute"})
     pyplot().close(figure)
@@ -87,12 +89,17 @@ def plain_ticks(axis: "Axis", candidates: Sequence[float]) -> None:
 def load_panels(panels: Sequence[tuple[str, NDArray[np.int64]]], workload: str, stem: Path) -> Path:
     """KV load of every worker over a segment of steps, one panel per router, one scale for all."""
     plt = pyplot()
-    columns = 2
+    columns = 2 if len(panels) <= 6 else 3
     rows = -(-len(panels) // columns)
-    figure, axes = plt.subplots(rows, columns, figsize=(9, 2.3 * rows), sharex=True, sharey=True, squeeze=False)
+    size = (9, 2.3 * rows) if columns == 2 else (11, 1.8 * rows)
+    figure, axes = plt.subplots(rows, columns, figsize=size, sharex=True, sharey=True, squeeze=False)
     for axis, (label, loads) in zip(axes.flat, panels, strict=False):
         for worker in range(loads.shape[1]):
-            axis.plot(loads[:, worker] / 1000, linewidth=0.8, color=COLOURS[worker % len(COLOURS)])
+            axis.plot(
+                loads[:, worker] / 1000,
+                linewidth=0.8 if loads.shape[1] <= 16 else 0.3,
+                color=COLOURS[worker % len(COLOURS)],
+            )
         spread = (loads.max(axis=1) - loads.min(axis=1)).mean() if len(loads) else float("nan")
         axis.set_title(f"{label}: spread {spread / 1000:,.0f}k here", fontsize=9)
     for axis in axes[:, 0]:
@@ -240,6 +247,27 @@ def wait_versus_balance(points: Sequence[tuple[str, bool, float, float]], worklo
     axis.set_ylabel("balance (1 = bound)")
     axis.set_title(f"Waiting and balance on {workload}", fontsize=10)
     figure.legend(loc="outside right center", fontsize=8)
+    return save(figure, stem)
+
+
+def regret(losses: Mapping[str, Sequence[float]], stem: Path) -> Path:
+    """What each policy gives away of the best tokens/s of a cell: one dot per cell, and a bar at the mean."""
+    plt = pyplot()
+    figure, axis = plt.subplots(figsize=(9, 0.5 * len(losses) + 1.4))
+    for row, (_, lost) in enumerate(losses.items()):
+        values = 100 * np.array(lost)
+        # dots of equal regret stand one above the other: spread by rank, the same on every run
+        heights = row + 0.5 * (np.argsort(np.argsort(values)) % 7 / 6.0 - 0.5)
+        axis.scatter(values, heights, s=18, color=COLOURS[row % len(COLOURS)], alpha=0.6, linewidths=0)
+        if len(values):
+            axis.plot([values.mean()] * 2, [row - 0.38, row + 0.38], color="black", linewidth=1.5)
+    axis.set_yticks(range(len(losses)), list(losses))
+    axis.invert_yaxis()
+    axis.set_xscale("symlog", linthresh=1)
+    axis.set_xlim(left=-0.1)
+    plain_ticks(axis.xaxis, (0, 0.5, 1, 2, 5, 10, 20, 50))
+    axis.set_xlabel("tokens/s given away against the best policy of the cell, % (logarithmic above 1; bar: mean)")
+    figure.suptitle("Regret over the busy cells of the grid, simulated")
     return save(figure, stem)
 
 

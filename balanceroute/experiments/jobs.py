@@ -168,6 +168,7 @@ def replayed(workload: Workload, n_workers: int) -> tuple[Trace, Trace]:
         whole.prompt_tokens[cut:],
         whole.output_tokens[cut:],
         whole.prompt_key[cut:],
+        whole.prefix[cut:],
     ).head(workload.rows)
     return rest.at_rate(workload.load * ideal_capacity(rest, setting)), whole.head(max(1, cut))
 
@@ -256,20 +257,38 @@ def interrupts_blocked() -> Iterator[None]:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
+class FinishedRuns(Protocol):
+    """Results of earlier runs by the key of the job, and where new ones go."""
+
+    known: dict[str, Any]
+
+    def keep(self, job: Any, result: Any) -> None:
+        """Remember a result."""
+        ...
+
+
 def run_jobs(
-    jobs: Iterable[Task], n_processes: int | None = None, on_done: Callable[[int, int], None] | None = None
+    jobs: Iterable[Task],
+    n_processes: int | None = None,
+    on_done: Callable[[int, int], None] | None = None,
+    store: FinishedRuns | None = None,
 ) -> Results:
     """Run every different job, the longest first, on all cores.
 
     Timed ones run at last and one at a time, so that no neighbour disturbs them. The results do not depend on the
-    number of processes (but for measured times).
+    number of processes (but for measured times). Jobs with a `key` that `store` knows are not run again.
     """
     ordered = sorted(dict.fromkeys(jobs), key=lambda job: -job.cost)
     parallel, alone = [job for job in ordered if not job.timed], [job for job in ordered if job.timed]
     results: Results = {}
+    if store is not None:
+        results |= {job: store.known[job.key] for job in ordered if getattr(job, "key", None) in store.known}  # type: ignore[attr-defined]
+        parallel = [job for job in parallel if job not in results]
 
     def keep(job: Task, result: Any) -> None:
         results[job] = result
+        if store is not None and hasattr(job, "key"):
+            store.keep(job, result)
         if on_done is not None:
             on_done(len(results), len(ordered))
 

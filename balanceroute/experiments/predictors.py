@@ -9,6 +9,7 @@ from balanceroute.experiments.tables import Table
 from balanceroute.prediction import Evaluation
 
 HORIZON_STEPS = 80
+FAR_OFF_AUC = 0.05
 KINDS = ("survival", "exact_match", "learned")
 
 
@@ -59,12 +60,27 @@ def report(scope: Scope, results: Results, out: Path) -> Section:
         section.text("`learned` is left out: it needs scikit-learn (`pip install 'balanceroute[learned]'`).")
     if scope.trace:
         return section
+    section.text(paper.verdict(not_reproduced(scope, results), "figures", "paper's (AUC: 0.05)"))
     section.text(
         "On heavy tails the survival predictor is hardly ever confident, so most of what BR-H gains with it there"
         " comes from beta, not from prediction; near a cap it helps. ExactMatch knows the recurring half of"
         " `heavy_tailed` and nothing of the rest, hence between the paper's two rows."
     )
     return section
+
+
+def not_reproduced(scope: Scope, results: Results) -> list[str]:
+    """Accuracies that are far from the paper's: an AUC by more than 0.05, an error by more than the common factor."""
+    found = []
+    for source in scope.sources:
+        for kind, (auc, error) in paper.PREDICTORS.get(source, {}).items():
+            judged: Evaluation = results[job_of(scope, source, kind)]
+            name = f"{kind} on {scope.workload(source).name}"
+            if judged.auc is not None and abs(judged.auc - auc) > FAR_OFF_AUC:
+                found.append(f"{name}: AUC {judged.auc:.3f} here, {auc:.3f} in the paper")
+            if judged.conditional_mae is not None and paper.far_off(judged.conditional_mae, error):
+                found.append(f"{name}: MAE {judged.conditional_mae:.1f} tokens here, {error:.1f} in the paper")
+    return found
 
 
 def training(scope: Scope) -> str:

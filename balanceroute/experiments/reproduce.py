@@ -7,7 +7,19 @@ from pathlib import Path
 from tempfile import TemporaryFile
 
 from balanceroute.errors import InputError
-from balanceroute.experiments import fairness, main_results, overhead, predictors, scaling, sensitivity
+from balanceroute.experiments import (
+    bound,
+    fairness,
+    grid,
+    main_results,
+    overhead,
+    paper,
+    predictors,
+    prefix,
+    scaling,
+    sensitivity,
+    subsets,
+)
 from balanceroute.experiments.jobs import Results, Task, run_jobs
 from balanceroute.experiments.scope import Scope, Section
 
@@ -19,15 +31,20 @@ class Experiment:
     plan: Callable[[Scope], Sequence[Task]]
     report: Callable[[Scope, Results, Path], Section]
     files: Callable[[Scope], list[str]]
+    only_by_name: bool = False  # too long to be part of "all"
 
 
 EXPERIMENTS = {
     "main": Experiment(main_results.plan, main_results.report, main_results.files),
     "scaling": Experiment(scaling.plan, scaling.report, scaling.files),
     "sensitivity": Experiment(sensitivity.plan, sensitivity.report, sensitivity.files),
+    "subsets": Experiment(subsets.plan, subsets.report, subsets.files),
     "overhead": Experiment(overhead.plan, overhead.report, overhead.files),
     "predictors": Experiment(predictors.plan, predictors.report, predictors.files),
     "fairness": Experiment(fairness.plan, fairness.report, fairness.files),
+    "bound": Experiment(bound.plan, bound.report, bound.files),
+    "prefix": Experiment(prefix.plan, prefix.report, prefix.files, only_by_name=True),
+    "grid": Experiment(grid.plan, grid.report, grid.files, only_by_name=True),
 }
 
 PREFACE = """# The paper's experiments, simulated
@@ -62,13 +79,15 @@ def reproduce(
     experiments = chosen(names)
     check_writable(out, files_of(names, scope))
     jobs = [job for experiment in experiments for job in experiment.plan(scope)]
-    results = run_jobs(jobs, n_processes, on_progress)
+    store = grid.Store(out / grid.STORE) if "grid" in names else None
+    results = run_jobs(jobs, n_processes, on_progress, store)
     try:
         sections = [experiment.report(scope, results, out) for experiment in experiments]
         for section in sections:
             for table in section.tables:
                 table.write_csv(out)
-        text = "\n\n".join([preface(scope), *(section.markdown() for section in sections)]) + "\n"
+        parts = [preface(scope), *(section.markdown() for section in sections)]
+        text = "\n\n".join(parts if scope.trace else [*parts, not_done()]) + "\n"
         (out / "REPORT.md").write_text(text, encoding="utf-8")
     except OSError as error:
         raise InputError(f"{error.filename or out}: cannot be written: {error.strerror}") from error
@@ -76,11 +95,14 @@ def reproduce(
 
 
 def chosen(names: Sequence[str]) -> list[Experiment]:
-    """The named experiments in their own order, all for none. Raises: InputError for an unknown name."""
+    """The named experiments in their own order; for none all but those that only run by name.
+
+    Raises: InputError for an unknown name.
+    """
     unknown = [name for name in names if name not in EXPERIMENTS]
     if unknown:
         raise InputError(f"unknown experiment {unknown[0]!r}; one of {', '.join(EXPERIMENTS)}")
-    return [EXPERIMENTS[name] for name in EXPERIMENTS if name in names or not names]
+    return [e for name, e in EXPERIMENTS.items() if name in names or not (names or e.only_by_name)]
 
 
 def files_of(names: Sequence[str], scope: Scope) -> list[str]:
@@ -101,6 +123,11 @@ def check_writable(out: Path, files: Sequence[str]) -> None:
             raise InputError(f"{path}: is a folder, and a file of this name is to be written")
         if path.exists() and not os.access(path, os.W_OK):
             raise InputError(f"{path}: cannot be written")
+
+
+def not_done() -> str:
+    """What of the paper is not done, said once at the end of every report."""
+    return "\n".join(["## What of the paper is not done here", "", *(f"- {item}" for item in paper.NOT_DONE)])
 
 
 def preface(scope: Scope) -> str:

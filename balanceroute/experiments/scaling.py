@@ -14,6 +14,7 @@ METHODS = (
     methods.JSQ,
     methods.LEAST_KV,
     methods.BR_0,
+    methods.BR_H_ORACLE,
     methods.BR_H_ORACLE_14,
     methods.TARGET_FIT,
 )
@@ -26,7 +27,7 @@ def source_of(scope: Scope) -> str:
 
 def job_of(scope: Scope, method: methods.Method, width: int) -> Job:
     """One router at one width."""
-    return Job(scope.workload(source_of(scope), rows=scope.rows_at(width)), method, width)
+    return Job(scope.workload(source_of(scope), rows=scope.rows_at(width)), method, width, panel=True)
 
 
 def plan(scope: Scope) -> list[Job]:
@@ -36,7 +37,8 @@ def plan(scope: Scope) -> list[Job]:
 
 def files(scope: Scope) -> list[str]:
     """What the report writes."""
-    return ["scaling.csv", *figures.files("scaling")]
+    panels = [file for width in scope.widths for file in figures.files(f"loads_scaling_g{width}")]
+    return ["scaling.csv", *figures.files("scaling"), *panels]
 
 
 def per_worker(scope: Scope) -> str:
@@ -104,4 +106,8 @@ def report(scope: Scope, results: Results, out: Path) -> Section:
     }
     name = scope.workload(source_of(scope)).name
     section.figure(figures.scaling(scope.widths, lines, name, out / "scaling"), "Scaling")
+    for width in scope.widths:
+        panels = [(method.label, results[job_of(scope, method, width)].panel) for method in METHODS]
+        figure = figures.load_panels(panels, f"{name}, G = {width}", out / f"loads_scaling_g{width}")
+        section.figure(figure, f"KV load of every worker, G = {width}")
     return section

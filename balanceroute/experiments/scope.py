@@ -10,7 +10,8 @@ from balanceroute.experiments.tables import Table
 PRESET_NAMES = ("heavy_tailed", "capped")
 TITLES = {
     "heavy_tailed": "heavy_tailed (synthetic, the moments of the paper's proprietary trace)",
-    "capped": "capped (synthetic stand-in for Azure-2024 above 1,000 output tokens)",
+    "capped": "capped (synthetic stand-in for Azure-2024 above 1,000 output tokens; the spread of its prompts, which"
+    " the paper does not give, was fitted to the paper's JSQ imbalance)",
 }
 
 

@@ -14,12 +14,12 @@ DEPLOYED = ((43.0, 0.86), (14.67, 0.64))
 def job_of(scope: Scope, beta: float, gamma: float, width: int) -> Job:
     """BR-H with an oracle at one operating point."""
     workload = scope.workload(scope.sources[0], rows=scope.rows_at(width))
-    return Job(workload, methods.at_point(beta, gamma), width)
+    return Job(workload, methods.at_point(beta, gamma), width, panel=True)
 
 
 def baseline_of(scope: Scope, width: int) -> Job:
     """JSQ on the same trace."""
-    return Job(scope.workload(scope.sources[0], rows=scope.rows_at(width)), methods.JSQ, width)
+    return Job(scope.workload(scope.sources[0], rows=scope.rows_at(width)), methods.JSQ, width, panel=True)
 
 
 def plan(scope: Scope) -> list[Job]:
@@ -36,7 +36,9 @@ def plan(scope: Scope) -> list[Job]:
 
 def files(scope: Scope) -> list[str]:
     """What the report writes."""
-    return [*(f"sensitivity_g{width}.csv" for width in scope.sensitivity_widths), *figures.files("sensitivity")]
+    widths = scope.sensitivity_widths
+    panels = [file for width in widths for file in figures.files(f"loads_sensitivity_g{width}")]
+    return [*(f"sensitivity_g{width}.csv" for width in widths), *figures.files("sensitivity"), *panels]
 
 
 def not_reproduced(scope: Scope, results: Results, width: int) -> list[str]:
@@ -91,4 +93,11 @@ def report(scope: Scope, results: Results, out: Path) -> Section:
     }
     name = scope.workload(scope.sources[0]).name
     section.figure(figures.sensitivity(points, DEPLOYED, name, out / "sensitivity"), "Sensitivity")
+    for width in scope.sensitivity_widths:
+        panels = [
+            (f"beta {beta:g}, gamma {gamma:g}", results[job_of(scope, beta, gamma, width)].panel)
+            for beta, gamma in SWEPT + DEPLOYED
+        ]
+        figure = figures.load_panels(panels, f"{name}, G = {width}, BR-H oracle", out / f"loads_sensitivity_g{width}")
+        section.figure(figure, f"KV load of every worker over the sweep, G = {width}")
     return section

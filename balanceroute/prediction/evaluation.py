@@ -131,7 +131,7 @@ def evaluate(
     stages = _predict(predictor, rows, samples, online)
     batched_us = (time.perf_counter() - began) / len(samples.age) * 1e6
     finished = samples.remaining <= horizon_steps
-    truth = np.minimum(samples.remaining, horizon_steps)
+    truth = np.minimum(samples.remaining - 1, horizon_steps)  # c-hat is the last step, see `core.projection`
     c_hat = gated_batch(stages, horizon_steps)
     bins = calibration_bins(stages.p_finish, finished)
     return Evaluation(

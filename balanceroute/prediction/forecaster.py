@@ -142,7 +142,7 @@ class Forecaster:
     def answer(self, questions: Questions) -> Answers:
         """Ask the predictor; any thread, and nothing of the forecaster changes."""
         stages = self.predictor.predict(questions.ages, questions.prompt_tokens, questions.keys)
-        opened = np.count_nonzero((stages.p_finish >= GATE) | (questions.left_tokens < self._horizon))
+        opened = np.count_nonzero((stages.p_finish >= GATE) | (questions.left_tokens <= self._horizon))
         return Answers(gated_batch(stages, self._horizon, questions.left_tokens), int(opened))
 
     def count(self, answers: Answers) -> None:
@@ -154,8 +154,8 @@ class Forecaster:
     def finished(self, tracker: Tracked, finish_reason: str, now: float) -> FinishedRequest:
         """Learn from a request that leaves its worker, and return the row for the history.
 
-        A finish has nothing remaining, so the c_hat that the scheduler still holds is its absolute error in
-        tokens; what was cut short says nothing about that error.
+        A finish has no step to come, so the c_hat that the scheduler still holds is its absolute error in tokens;
+        what was cut short says nothing about that error.
         """
         row = finished_row(tracker, finish_reason, now)
         if not row.censored:
@@ -167,7 +167,7 @@ class Forecaster:
     def _one(self, age: int, prompt_tokens: int, prompt_key: str, max_new_tokens: int | None) -> float:
         p_finish, mean = self.predictor.predict_one(age, prompt_tokens, prompt_key)
         left = math.inf if max_new_tokens is None else max_new_tokens - age
-        if p_finish >= GATE or left < self._horizon:
+        if p_finish >= GATE or left <= self._horizon:
             self.gate_open += 1
         else:
             self.gate_closed += 1

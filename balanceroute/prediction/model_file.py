@@ -19,11 +19,9 @@ import numpy.typing as npt
 from balanceroute.errors import InputError
 
 from .contract import FinishedRequest
-from .features import NAMES
-from .learned import LearnedFit
+from .learned import NAMES, LearnedFit, Trees
 from .observations import Observations
 from .survival import SurvivalCurve
-from .trees import Trees
 
 FORMAT = "balanceroute-predictor"
 VERSION = 1

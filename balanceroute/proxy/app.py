@@ -1,13 +1,10 @@
-"""The application: routes and lifespan, nothing else.
-
-The two hot routes are looked up before Starlette's middleware, whose wrappers around `send` would cost every event of
-every stream two more coroutines.
-"""
+"""The application: routes and lifespan, nothing else."""
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping
 from contextlib import asynccontextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,48 +12,66 @@ from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.types import Receive, Scope, Send
 
-from balanceroute.build import build_scheduler, worker_specs
+from balanceroute.build import worker_specs
 from balanceroute.config import Config
 from balanceroute.core.types import Admit
-from balanceroute.journal import RecordingScheduler
-from balanceroute.proxy.admin import Admin, http_error, state
-from balanceroute.proxy.circuit import CircuitConfig
-from balanceroute.proxy.connectors import connector_for
-from balanceroute.proxy.dashboard import Dashboard
-from balanceroute.proxy.decode_dispatcher import DecodeDispatcher
-from balanceroute.proxy.drainer import Drainer
-from balanceroute.proxy.exchange import CompletionsRoute
-from balanceroute.proxy.fleet import Fleet, FleetConfig
-from balanceroute.proxy.forecasts import Forecasts, build_forecasts
-from balanceroute.proxy.forwarding import Forwarding
-from balanceroute.proxy.health import HealthMonitor
-from balanceroute.proxy.instruments import StageClock
-from balanceroute.proxy.layerwise import Metaserver
-from balanceroute.proxy.ledger import Ledger
-from balanceroute.proxy.metrics import Metrics
-from balanceroute.proxy.metrics_poller import MetricsPoller
-from balanceroute.proxy.pool_reaper import PoolReaper
-from balanceroute.proxy.prefill_dispatcher import PrefillDispatcher
+from balanceroute.proxy.admission.decode_dispatcher import DecodeDispatcher
+from balanceroute.proxy.admission.forecasts import Forecasts, build_forecasts
+from balanceroute.proxy.admission.ledger import open_ledger
+from balanceroute.proxy.admission.prefill_dispatcher import PrefillDispatcher
+from balanceroute.proxy.client.edge import Handler
+from balanceroute.proxy.client.exchange import Exchange
+from balanceroute.proxy.client.head import Request
+from balanceroute.proxy.client.messages import MessagesExchange
+from balanceroute.proxy.client.response import Response
+from balanceroute.proxy.life.layerwise import Metaserver
+from balanceroute.proxy.life.pool_reaper import PoolReaper
+from balanceroute.proxy.ops.admin import Admin, http_error, internal_error, state
+from balanceroute.proxy.ops.dashboard import DASHBOARD_PATH, SIGN_IN, Dashboard
+from balanceroute.proxy.ops.forwarding import Forwarding
+from balanceroute.proxy.ops.guard import guarded, with_message_errors, with_request_id
+from balanceroute.proxy.perimeter.gate import Perimeter
+from balanceroute.proxy.perimeter.tls import Tls
 from balanceroute.proxy.services import Services
+from balanceroute.proxy.telemetry.instruments import StageClock
+from balanceroute.proxy.telemetry.metrics import Metrics
+from balanceroute.proxy.wire.connectors import connector_for
+from balanceroute.proxy.wire.message_errors import MESSAGES_PATH, is_messages_path, message_refusal
+from balanceroute.proxy.workers.circuit import CircuitConfig
+from balanceroute.proxy.workers.drainer import Drainer
+from balanceroute.proxy.workers.fleet import Fleet, FleetConfig
+from balanceroute.proxy.workers.health import HealthMonitor
+from balanceroute.proxy.workers.metrics_poller import MetricsPoller
 
 log = logging.getLogger(__name__)
 
 _RESTART_S = 0.1
+_LARGE = ("/v1/", "/tokenize", "/detokenize")
+_SMALL_BYTES = 2**20  # of a body: the URLs of ten thousand workers
 
 
 class RouterApp(Starlette):
-    """Starlette, with the hot routes in front of it; `services` exist between startup and shutdown."""
+    """Starlette, and beside it the hot routes, which take no ASGI: a `Site` of the edge.
 
+    `config` is what it was made from. `services` exist, and `hot` is filled, between startup and shutdown.
+    """
+
+    config: Config
     services: Services
-    hot: dict[str, CompletionsRoute]
+    tls: Tls
+    hot: Mapping[str, Callable[[Request, Response], Handler]]
+
+    def gate(self, request: Request) -> None:
+        """Only prompts, and what decode workers send of them, may be large."""
+        if not request.path.startswith(_LARGE):
+            request.body_limit_bytes = _SMALL_BYTES
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve one connection event."""
-        if scope["type"] == "http" and scope["method"] == "POST":
-            route = self.hot.get(scope["path"])
-            if route is not None:
-                await route(scope, receive, send)
-                return
+        if scope["type"] == "http":
+            send = with_request_id(scope, send)
+            if is_messages_path(scope["path"]):
+                send = with_message_errors(scope, send)
         await super().__call__(scope, receive, send)
 
 
@@ -67,28 +82,50 @@ def create_app(
 
     Args: forecasts: the predictor; None for the configuration's. journal: a file for every decision. strict: our own
     bugs end the application (tests).
+
+    Raises: ConfigError: a file that the configuration names is wrong.
     """
 
     @asynccontextmanager
     async def lifespan(app: Starlette) -> AsyncIterator[None]:
         assert isinstance(app, RouterApp)
         predictor = forecasts or build_forecasts(config)
-        services = app.services = build_services(config, asyncio.get_running_loop(), predictor, strict, journal)
+        loop = asyncio.get_running_loop()
+        services = app.services = build_services(config, loop, predictor, strict, journal, perimeter, app.tls)
+
+        def messages(request: Request, response: Response) -> Handler:
+            response.refusal = message_refusal
+            return MessagesExchange(services, "chat", request, response)
+
         app.hot = {
-            "/v1/completions": CompletionsRoute(services, "completions"),
-            "/v1/chat/completions": CompletionsRoute(services, "chat"),
+            "/v1/completions": partial(Exchange, services, "completions"),
+            "/v1/chat/completions": partial(Exchange, services, "chat"),
+            MESSAGES_PATH: messages,
         }
-        tasks = start(services)
+        start(services)
         try:
             yield
         finally:
-            await stop(services, tasks)
+            await stop(services)
 
-    routes = [part for kind in (Admin, Forwarding, Dashboard) for part in kind(lambda: app.services).routes()]
+    perimeter, tls = Perimeter(config), Tls(config)
+    parts: list[type[Admin | Forwarding | Dashboard | Metaserver]] = [Admin, Forwarding, Dashboard]
     if config.connector == "mooncake_layerwise":
-        routes += Metaserver(lambda: app.services).routes()
-    app = RouterApp(routes=routes, lifespan=lifespan, exception_handlers={HTTPException: http_error})
-    app.hot = {}
+        parts.append(Metaserver)
+    routes = [
+        guarded(
+            route,
+            lambda: app.services.perimeter,
+            lambda: app.services.metrics.refusals,
+            SIGN_IN if route.path == DASHBOARD_PATH else None,
+        )
+        for part in parts
+        for route in part(lambda: app.services).routes()
+    ]
+    handlers: dict[Any, Callable[..., Any]] = {HTTPException: http_error, Exception: internal_error}
+    app = RouterApp(routes=routes, lifespan=lifespan, exception_handlers=handlers)
+    app.config, app.hot, app.tls = config, {}, tls
+    app.router.redirect_slashes = False  # to the Host that the client named; `http_error` does that
     return app
 
 
@@ -98,24 +135,63 @@ def build_services(
     forecasts: Forecasts | None,
     strict: bool,
     journal: Path | None = None,
+    perimeter: Perimeter | None = None,
+    tls: Tls | None = None,
 ) -> Services:
     """Put the parts together; nothing runs yet."""
     stage_clock = StageClock()
-    scheduler = build_scheduler(config, loop.time(), stage_clock, journal)
-    ledger = Ledger(scheduler, loop, forecasts, stage_clock)
-    metrics = Metrics(scheduler.snapshot, config.routing.policy, stage_clock)
+    ledger = open_ledger(config, loop, forecasts, stage_clock, journal)
+    metrics = Metrics(ledger.view, config.routing.policy, stage_clock)
     if forecasts is not None:
         metrics.include(forecasts.metrics)
     circuit = CircuitConfig(config.health.failure_threshold, config.health.open_for_s)
-    fleet = Fleet(ledger, FleetConfig(circuit, config.limits.client_buffer_bytes), metrics.forget_worker)
+    tls = tls or Tls(config)
+    to_workers = FleetConfig(circuit, config.limits.client_buffer_bytes, tls.for_workers)
+    fleet = Fleet(ledger, to_workers, metrics.forget_worker)
     for spec in worker_specs(config):
         fleet.connect(spec)
     connector = connector_for(config)
     drainer = Drainer(fleet, ledger, metrics, connector, config.kv_pin_s)
-    return Services(config, ledger, fleet, metrics, drainer, connector, forecasts, strict=strict)
+    perimeter = perimeter or Perimeter(config)
+    return Services(
+        config=config,
+        ledger=ledger,
+        fleet=fleet,
+        metrics=metrics,
+        drainer=drainer,
+        connector=connector,
+        perimeter=perimeter,
+        tls=tls,
+        forecasts=forecasts,
+        strict=strict,
+    )
 
 
-def start(services: Services) -> list[asyncio.Task[None]]:
+def health_monitor(services: Services) -> HealthMonitor:
+    """The monitor of a router's workers."""
+    return HealthMonitor(
+        services.fleet,
+        services.loop,
+        lambda: services.config,
+        services.attention,
+        lambda worker_id: any(leg.expects_tokens_from(worker_id) for leg in services.legs),
+        services.internal_error,
+    )
+
+
+def metrics_poller(services: Services) -> MetricsPoller:
+    """The poller of a router's workers."""
+    return MetricsPoller(
+        services.fleet,
+        services.ledger,
+        services.metrics,
+        services.drainer,
+        lambda: services.config,
+        services.internal_error,
+    )
+
+
+def start(services: Services) -> None:
     """Start the coroutines."""
 
     def admitted(admission: Admit) -> None:
@@ -124,19 +200,30 @@ def start(services: Services) -> list[asyncio.Task[None]]:
     coroutines: dict[str, Callable[[], Awaitable[None]]] = {
         "prefill_dispatcher": PrefillDispatcher(services.ledger).run,
         "decode_dispatcher": DecodeDispatcher(services.ledger, services.metrics.admit_duration, admitted).run,
-        "metrics_poller": MetricsPoller(services).run,
+        "metrics_poller": metrics_poller(services).run,
         "pool_reaper": PoolReaper(services).run,
-        "health": HealthMonitor(services).run,
+        "health": health_monitor(services).run,
+        "certificates": lambda: services.tls.watch(lambda: services.config),
     }
-    if services.forecasts is not None:
-        refits = services.forecasts.runner(services.ledger.scheduler.snapshot)
-        if refits is not None:
-            coroutines["refits"] = refits
-    return [services.loop.create_task(_supervised(services, name, run), name=name) for name, run in coroutines.items()]
+    for name, run in coroutines.items():
+        services.tasks[name] = services.loop.create_task(_supervised(services, name, run), name=name)
+    start_refits(services)
 
 
-async def stop(services: Services, tasks: list[asyncio.Task[None]]) -> None:
+def start_refits(services: Services) -> None:
+    """Keep the present predictor fresh, in place of the one before."""
+    before = services.tasks.pop("refits", None)
+    if before is not None:
+        before.cancel()
+    refits = services.ledger.refits()
+    if refits is not None:
+        run = _supervised(services, "refits", refits)
+        services.tasks["refits"] = services.loop.create_task(run, name="refits")
+
+
+async def stop(services: Services) -> None:
     """End everything; what still runs is cut off."""
+    tasks = list(services.tasks.values())
     for task in tasks:
         task.cancel()
     results = await asyncio.gather(*tasks, return_exceptions=True)
@@ -144,8 +231,7 @@ async def stop(services: Services, tasks: list[asyncio.Task[None]]) -> None:
     services.fleet.close()
     if services.forecasts is not None:
         services.forecasts.close()
-    if isinstance(services.ledger.scheduler, RecordingScheduler):
-        services.ledger.scheduler.close()
+    services.ledger.close()
     for result in results:
         if isinstance(result, Exception):
             raise result

@@ -1,44 +1,125 @@
 """A new configuration for a running router: what may change does, what may not is named.
 
-May change: the sets of workers, retry, limits, health, lifecycle, auth, log, queue and pool bounds, the prefillers' KV
-limit and poll interval. Everything else shapes objects that live requests depend on (the policy and its projection, the
-connector and its callback address, the predictor, the listening socket) and needs a restart.
+May not, and needs a restart: the listening sockets, the connector and its callback address, and the slots, speed or URL
+of a worker that is in use. Everything else changes under the requests that are there: none of them is lost.
+
+Another policy or predictor is made from the snapshot: what is bound to a worker stays there, what waits is decided on
+anew, and all forecasts are renewed. What a predictor has learned comes out of its history file or, where there is none,
+out of its memory; `exact_match` then knows the lengths that it saw, but not whose they were.
 """
 
+import asyncio
 import logging
+from dataclasses import dataclass
+from threading import Thread
 from typing import Final
 
-from balanceroute.build import scheduler_config, worker_specs
+from balanceroute.build import policy_settings, predicts, scheduler_config, worker_specs
 from balanceroute.config import Config
 from balanceroute.errors import ConfigError
+from balanceroute.proxy.admission.forecasts import Forecasts, Past, build_forecasts
+from balanceroute.proxy.app import start_refits
+from balanceroute.proxy.perimeter.gate import Perimeter
 from balanceroute.proxy.services import Services
+from balanceroute.proxy.workers.connector_check import shortened
 
 log = logging.getLogger(__name__)
 
-FIXED: Final = ("listen", "connector", "layerwise", "routing", "predictor")
+FIXED: Final = ("listen", "connector", "layerwise")
 
 
-def apply(services: Services, new: Config) -> list[str]:
-    """Switch to `new`; returns what changed, for the log. Raises: ConfigError: it needs a restart; nothing changed."""
+@dataclass(frozen=True, slots=True)
+class Successor:
+    """The predictor that takes over, if the configuration has one."""
+
+    forecasts: Forecasts | None
+
+
+async def reload(services: Services, new: Config) -> list[str]:
+    """Switch to `new`; a history is read beside the loop. As `apply`."""
+    check(services, new)
+    successor = None
+    before = services.forecasts
+    if asks_another_predictor(services.config, new):
+        past = None if before is None else before.past()
+        successor = Successor(await asyncio.to_thread(build_forecasts, new, past))
+    return apply(services, new, successor)
+
+
+def apply(services: Services, new: Config, successor: Successor | None = None) -> list[str]:
+    """Switch to `new`; returns what changed, for the log.
+
+    `successor`: where the predictor changes; made here if it is not given. Raises: ConfigError: it needs a restart, or
+    a file that it names is wrong; InputError: a model file is; nothing changed.
+    """
+    try:
+        check(services, new)
+        perimeter = Perimeter(new)
+        if successor is None and asks_another_predictor(services.config, new):
+            past: Past | None = None if services.forecasts is None else services.forecasts.past()
+            successor = Successor(build_forecasts(new, past))
+        services.tls.reload(new)  # the last that may refuse
+    except BaseException:
+        if successor is not None and successor.forecasts is not None:
+            successor.forecasts.close()
+        raise
     old = services.config
-    for name in FIXED:
-        if getattr(old, name) != getattr(new, name):
-            raise ConfigError(f"{name}: cannot change while the router runs; restart it")
     changed = [name for name in type(new).model_fields if getattr(old, name) != getattr(new, name)]
+    perimeter.inherit(services.perimeter)
+    new = shortened(new, [worker.kv_connector for worker in services.fleet])
+    services.perimeter = perimeter
+    services.configure(new)
+    if successor is not None or policy_settings(old) != policy_settings(new):
+        reroute(services, new, successor)
+    change_workers(services, old, new)
+    services.ledger.capacity_changed()
+    log.info("configuration reloaded", extra={"changed": changed})
+    return changed
+
+
+def check(services: Services, new: Config) -> None:
+    """Raises: ConfigError: `new` needs a restart."""
+    for name in FIXED:
+        if getattr(services.config, name) != getattr(new, name):
+            raise ConfigError(f"{name}: cannot change while the router runs; restart it")
     wanted = {spec.id: spec for spec in worker_specs(new)}
     for worker in services.fleet:
         spec = wanted.get(worker.id)
         if spec is not None and spec != worker.spec:
             raise ConfigError(f"worker {worker.id}: its settings cannot change while it is in use; remove it first")
-    services.config = new
-    services.ledger.configure(scheduler_config(new))
+
+
+def asks_another_predictor(old: Config, new: Config) -> bool:
+    """Whether what the predictor is made from has changed."""
+    horizons = [config.routing.horizon_steps if predicts(config) else None for config in (old, new)]
+    return horizons[0] != horizons[1] or old.predictor != new.predictor
+
+
+def reroute(services: Services, new: Config, successor: Successor | None) -> None:
+    """Another policy, and with `successor` another predictor."""
+    before = services.forecasts
+    if successor is not None:
+        services.forecasts = successor.forecasts
+    services.ledger.reroute(policy_settings(new), scheduler_config(new), services.forecasts)
+    services.metrics.policy = new.routing.policy
+    if successor is None:
+        return
+    if before is not None:
+        services.metrics.leave_out(before.metrics)
+        Thread(target=before.close, name="prediction-close").start()  # waits for a disk
+    if services.forecasts is not None:
+        services.metrics.include(services.forecasts.metrics)
+    if services.tasks:
+        start_refits(services)
+
+
+def change_workers(services: Services, old: Config, new: Config) -> None:
+    """Those of the old file that the new one does not name leave, new ones come; those added by hand stay."""
+    wanted = {spec.id: spec for spec in worker_specs(new)}
     of_old_file = {spec.id for spec in worker_specs(old)}
     for worker in services.fleet:
-        if worker.id in of_old_file and worker.id not in wanted:  # those added by hand stay
+        if worker.id in of_old_file and worker.id not in wanted:
             services.fleet.leave(worker)
     for spec in wanted.values():
         if spec.id not in services.fleet or services.fleet[spec.id].leaving:
             services.fleet.add(spec, new.lifecycle.join_attempts)
-    services.ledger.capacity_changed()
-    log.info("configuration reloaded", extra={"changed": changed})
-    return changed

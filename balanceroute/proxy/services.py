@@ -1,43 +1,33 @@
-"""What every request of one router shares, made once by `app.create_app`'s lifespan."""
+"""The parts of a running router, made once by `app.create_app`'s lifespan.
+
+Each rung of the ladder declares what it needs: `LifeServices`, and on it `ClientServices` for the rungs above. This is
+all of it, for those who put it together.
+"""
 
 import asyncio
-import math
+import logging
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
-from balanceroute.config import Config
 from balanceroute.errors import Draining
-from balanceroute.proxy.connectors import Connector
-from balanceroute.proxy.drainer import Drainer
-from balanceroute.proxy.fleet import Fleet
-from balanceroute.proxy.forecasts import Forecasts
-from balanceroute.proxy.ledger import Ledger
-from balanceroute.proxy.metrics import Metrics
+from balanceroute.proxy.client.services import ClientServices
+from balanceroute.proxy.perimeter.tls import Tls
 
-if TYPE_CHECKING:
-    from balanceroute.proxy.lifecycle import Leg
+log = logging.getLogger(__name__)
 
 
-@dataclass(slots=True, eq=False)
-class Services:
-    """The parts of a running router; `config` is replaced by a reload, the rest stays."""
+@dataclass(slots=True, eq=False, kw_only=True)
+class Services(ClientServices):
+    """Everything, and what runs."""
 
-    config: Config
-    ledger: Ledger
-    fleet: Fleet
-    metrics: Metrics
-    drainer: Drainer
-    connector: Connector
-    forecasts: Forecasts | None = None
-    legs: "set[Leg]" = field(default_factory=set)
-    exchanges: int = 0  # client requests under way
-    looked_s: float = -math.inf  # when the reaper looked last: our loop was not stalled then
-    strict: bool = False  # tests: our own bugs are fatal
+    tls: Tls
+    tasks: dict[str, asyncio.Task[None]] = field(default_factory=dict)  # the coroutines, once they run, by name
 
-    @property
-    def loop(self) -> asyncio.AbstractEventLoop:
-        """The one event loop."""
-        return self.ledger.loop
+    def internal_error(self, where: str, error: Exception, worker: str) -> None:
+        """A bug of ours: counted and logged with its traceback. Raises: `error`, where bugs are fatal."""
+        self.metrics.tasks_failed.inc(where)
+        log.error("internal error", exc_info=error, extra={"where": where, "worker": worker})
+        if self.strict:
+            raise error
 
     def abort_all(self) -> None:
         """End every request now: the clients get a 503, or an error event and an unclean end."""

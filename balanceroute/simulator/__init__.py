@@ -1,7 +1,20 @@
 """The step simulator: replays a trace through the live router's scheduler and policies in seconds."""
 
+from balanceroute.simulator.prefill_tier import PrefillFigures, PrefillTier, replay_prefill
 from balanceroute.simulator.replay import PREDICTORS, Replay, parse_params
 from balanceroute.simulator.result import Figures, Outcome
-from balanceroute.simulator.setting import Failure, Setting
+from balanceroute.simulator.setting import Failure, Setting, at_load
 
-__all__ = ["PREDICTORS", "Failure", "Figures", "Outcome", "Replay", "Setting", "parse_params"]
+__all__ = [
+    "PREDICTORS",
+    "Failure",
+    "Figures",
+    "Outcome",
+    "PrefillFigures",
+    "PrefillTier",
+    "Replay",
+    "Setting",
+    "at_load",
+    "parse_params",
+    "replay_prefill",
+]

@@ -1,7 +1,7 @@
 """The only module of the simulator that reads how long answers really become.
 
 Two things need it: the engine, which must know when a request is done (`TrueLengths`), and the oracle of the paper's
-reference rows (`OracleForecast`), which tells the router min(r, H) exactly. Everything that a policy sees otherwise
+reference rows (`OracleForecast`), which tells the router exactly what remains. Everything that a policy sees otherwise
 comes from predictors that were fitted on another trace. A test keeps the column's name out of the other modules.
 """
 
@@ -9,7 +9,7 @@ from collections import defaultdict
 from typing import Protocol
 
 from balanceroute.core.scheduler import Scheduler
-from balanceroute.core.snapshot import RequestTracker
+from balanceroute.core.tracker import RequestTracker
 from balanceroute.core.types import Phase
 from balanceroute.prediction import Forecaster, refit_on_growth
 from balanceroute.prediction.refit import Refittable
@@ -110,11 +110,10 @@ class PredictorForecast:
 
 
 class OracleForecast:
-    """What is true of each request at every step: with r tokens to go it has load at h < r, so c-hat = min(r-1, H).
+    """What is true of each request at every step: with r steps to go c-hat = min(r-1, H) (`core.projection`).
 
-    A finite c-hat is counted down to 1 by the scheduler and stays exact, so each request needs two refreshes: on the
-    step on which its last load comes within the horizon, and on its last step, for which c-hat is 0. That no prediction
-    is that sure costs: with 1 on the last step, too, the loads right ahead are wrong by what is about to leave.
+    The scheduler counts it down and it stays exact, so a request needs one refresh, on the step on which its last load
+    comes within the horizon.
     """
 
     refresh_every_tokens: int | None = None
@@ -122,8 +121,8 @@ class OracleForecast:
     def __init__(self, lengths: TrueLengths, horizon_steps: int) -> None:
         self.lengths = lengths
         self.horizon_steps = horizon_steps
-        self.changing: defaultdict[int, list[tuple[int, int, float]]] = defaultdict(list)
-        """By step: request, the step on which it started, its c-hat from then on."""
+        self.changing: defaultdict[int, list[tuple[int, int]]] = defaultdict(list)
+        """By step: requests that come within the horizon of their end, and the steps on which they started."""
         self.started_at: dict[int, int] = {}
 
     def initial(self, request: int, prompt_tokens: int, prompt_key: str, age_tokens: int = 0) -> float | None:
@@ -131,21 +130,19 @@ class OracleForecast:
         return float(min(self.lengths.tokens[request] - age_tokens - 1, self.horizon_steps))
 
     def started(self, request: int, step: int, left: int) -> None:
-        """Note when it comes within the horizon of its end, and its last step."""
+        """Note when it comes within the horizon of its end."""
         self.started_at[request] = step
         if left > self.horizon_steps > 0:
-            self.changing[step + left - self.horizon_steps].append((request, step, self.horizon_steps - 1.0))
-        if left > 1 < self.horizon_steps:
-            self.changing[step + left - 1].append((request, step, 0.0))
+            self.changing[step + left - self.horizon_steps].append((request, step))
 
     def renew(self, scheduler: Scheduler, step: int, now: float) -> None:
         """Tell the true remainder of the requests for which counting down is not enough."""
-        for request, started_at, remaining in self.changing.pop(step, ()):
+        for request, started_at in self.changing.pop(step, ()):
             tracker = scheduler.snapshot.requests.get(str(request))
             if tracker is None or tracker.phase is not Phase.DECODING:
                 continue
             if self.started_at[request] == started_at:  # else it was taken off since, and has more to go
-                scheduler.refresh(tracker.id, remaining, now)
+                scheduler.refresh(tracker.id, self.horizon_steps - 1.0, now)
 
     def finished(self, scheduler: Scheduler, tracker: RequestTracker, now: float) -> None:
         """It was known before."""

@@ -23,7 +23,8 @@ WINDOW_STARTS_AT = 0.3  # of the requests admitted
 class Figures:
     """The figures of one simulation; the names are the keys of `replay --json`.
 
-    Where workers differ in speed, loads count times the speed: equal ones take equal time.
+    Where workers differ in speed, loads count times the speed: equal ones take equal time. Prefill latencies are from
+    arrival to the end of the prefill; `prefill_computed_ratio` is the share of prompt tokens that no prefix cache had.
     """
 
     load_spread_mean: float
@@ -41,6 +42,9 @@ class Figures:
     steps: int
     admitted: int
     recomputed: int
+    prefill_p50_s: float
+    prefill_p99_s: float
+    prefill_computed_ratio: float
     decision_p50_us: float
     decision_p99_us: float
 
@@ -106,7 +110,9 @@ class Recorder:
         self.start_s.append(start_s)
         self.duration_s.append(duration_s)
 
-    def outcome(self, generated: FloatArray, makespan_s: float) -> Outcome:
+    def outcome(
+        self, generated: FloatArray, makespan_s: float, prefill_s: FloatArray, prefill_computed_ratio: float
+    ) -> Outcome:
         """Everything, once all requests have finished."""
         most, least, total, level, workers, tokens, duration = (
             np.array(column, dtype=np.float64)
@@ -141,6 +147,9 @@ class Recorder:
             steps=len(self.most),
             admitted=self.admitted,
             recomputed=self.recomputed,
+            prefill_p50_s=report.percentile(prefill_s, 50),
+            prefill_p99_s=report.percentile(prefill_s, 99),
+            prefill_computed_ratio=prefill_computed_ratio,
             decision_p50_us=report.percentile(decisions, 50),
             decision_p99_us=report.percentile(decisions, 99),
         )

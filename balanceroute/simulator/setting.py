@@ -2,8 +2,9 @@
 
 from dataclasses import dataclass
 
+from balanceroute.core.prefill import PREFILL_POLICIES
 from balanceroute.errors import InputError
-from balanceroute.traces import ReferenceSetting
+from balanceroute.traces import ReferenceSetting, Trace, ideal_capacity
 
 # the least and the most of each number, far beyond any cluster: a typing error is refused before it fills the memory
 BOUNDS = {
@@ -14,12 +15,14 @@ BOUNDS = {
     "step_overhead_s": ("step overhead", 0, 1_000_000),
     "prefillers": ("prefillers", 0, 4096),
     "prefill_tokens_per_s": ("prefill rate", 1, 1_000_000_000),
+    "prefix_cache_tokens": ("prefix cache", 0, 1_000_000_000),
     "transfer_steps": ("transfer steps", 0, 10_000),
     "telemetry_lag_steps": ("telemetry lag", 0, 10_000),
 }
 MOST_SPEED = 100.0  # as in the configuration's decode.workers
 SHORTEST_STEP_S = 1e-9
 LATEST_FAILURE_S = 1e9
+LOADS = (0.001, 1000.0)  # the least and the most of a fraction of ideal capacity
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +46,8 @@ class Setting:
         step_overhead_s: seconds per step whatever the load (b).
         prefillers: prefill workers, each computing one prompt at a time; 0: prompts are ready as they arrive.
         prefill_tokens_per_s: rate of one prefiller.
+        prefill_policy: which prefiller computes a prompt (`core.prefill`).
+        prefix_cache_tokens: what the prefix cache of one prefiller holds; 0: none.
         transfer_steps: steps for which an admitted request holds its slot before it runs.
         telemetry_lag_steps: steps by which the router hears of starts, tokens and departures too late.
         kv_capacity_tokens: KV tokens that fit one worker; beyond, the last running request is recomputed.
@@ -58,6 +63,8 @@ class Setting:
     step_overhead_s: float = 0.025
     prefillers: int = 0
     prefill_tokens_per_s: float = 20_000.0
+    prefill_policy: str = "least_tokens"
+    prefix_cache_tokens: int = 0
     transfer_steps: int = 0
     telemetry_lag_steps: int = 0
     kv_capacity_tokens: int | None = None
@@ -85,6 +92,8 @@ class Setting:
                 f"step cost {self.step_cost_s} and step overhead {self.step_overhead_s}: a step must take some time, "
                 f"{SHORTEST_STEP_S:g} s or more"
             )
+        if self.prefill_policy not in PREFILL_POLICIES:
+            raise InputError(f"prefill policy {self.prefill_policy!r:.60}: one of {', '.join(PREFILL_POLICIES)}")
         self.check_speeds()
         for failure in self.failures:
             self.check_failure(failure)
@@ -108,3 +117,18 @@ class Setting:
                 raise InputError(f"{of} at {moment} s: accepted is a number from 0 to {LATEST_FAILURE_S:.0f}")
         if failure.end_s is not None and failure.end_s <= failure.start_s:
             raise InputError(f"{of} ends before it starts")
+
+
+def at_load(trace: Trace, load: float, setting: Setting) -> Trace:
+    """The same requests at a rate that is this fraction of the setting's ideal capacity (`traces.capacity`).
+
+    Capacity counts workers, slots and step time, not what a setting adds to them: with slower or lost workers, a
+    transfer that holds slots or too few prefillers, less than the ideal can be carried.
+
+    Raises: InputError for a load that is none, or a trace whose requests all arrive at one time.
+    """
+    if not LOADS[0] <= load <= LOADS[1]:
+        raise InputError(f"load {load:g}: accepted is a fraction of capacity from {LOADS[0]:g} to {LOADS[1]:g}")
+    if len(trace) < 2 or trace.arrival_s[0] == trace.arrival_s[-1]:
+        raise InputError(f"load {load:g}: all requests of the trace arrive at one time, so it can be given no load")
+    return trace.at_rate(load * ideal_capacity(trace, setting.reference))

@@ -25,10 +25,11 @@ from balanceroute.core.types import Outcome as RequestOutcome
 from balanceroute.core.types import RequestSpec, Role, WorkerSpec, WorkerState
 from balanceroute.errors import InputError, InvariantError
 from balanceroute.simulator.oracle import Forecast, TrueLengths
+from balanceroute.simulator.prefill_tier import PrefillTier
 from balanceroute.simulator.ranks import Ranks
 from balanceroute.simulator.result import Outcome, Recorder
 from balanceroute.simulator.setting import Setting
-from balanceroute.traces import Trace
+from balanceroute.traces import BLOCK_TOKENS, Trace
 
 Progress = Callable[[int, int], None]  # finished requests, all requests
 NEVER = float("inf")
@@ -71,8 +72,14 @@ class Simulation:
         # each batch is what one step tells the router; the oldest is heard when the lag is over
         self.told: deque[tuple[int, list[Callable[[], object]]]] = deque()
         self.telling: list[Callable[[], object]] = []
-        self.prefill_rate = setting.prefill_tokens_per_s if setting.prefillers else NEVER
-        self.prefill_free_s: dict[str, float] = {}
+        self.trace = trace
+        # what must be prefilled again needs a prefiller: one that takes no time, unless a tier is simulated
+        self.tier = PrefillTier(
+            setting.prefillers or int(setting.requeues),
+            setting.prefill_tokens_per_s if setting.prefillers else NEVER,
+            setting.prefix_cache_tokens,
+        )
+        self.cached_tokens: dict[str, int] = {}  # of the prompts that are being prefilled
         self.prefill_done: list[tuple[float, int, str]] = []  # (when, sequence, request)
         self.prefills = 0
         self.room_since_s = 0.0  # when the last requests left the waiting area
@@ -100,12 +107,12 @@ class Simulation:
             max_pooled=setting.pool,
             refresh_every_tokens=self.forecast.refresh_every_tokens,
             lock_step=True,
+            prefill_policy=setting.prefill_policy,
         )
         scheduler = Scheduler(self.policy, config)
-        # what must be prefilled again needs a prefiller: one that takes no time, unless a tier is simulated
-        for index in range(setting.prefillers or int(setting.requeues)):
-            scheduler.add_worker(WorkerSpec(f"p{index}", Role.PREFILL), 0.0)
-            self.prefill_free_s[f"p{index}"] = 0.0
+        for name in self.tier.names:
+            scheduler.add_worker(WorkerSpec(name, Role.PREFILL), 0.0)
+            scheduler.report_prefix_cache(name, setting.prefix_cache_tokens, 0.0)
         for index in range(setting.n_workers):
             speed = setting.speeds[index] if setting.speeds and setting.speed_aware else 1.0
             scheduler.add_worker(WorkerSpec(f"d{index}", Role.DECODE, slots=setting.slots, speed=speed), 0.0)
@@ -129,7 +136,10 @@ class Simulation:
                 on_progress(self.finished, n)
         if on_progress is not None:
             on_progress(n, n)
-        return self.recorder.outcome(np.array(self.lengths.tokens, dtype=np.float64), self.t)
+        latency_s = np.array(self.recorder.ready_s) - np.array(self.arrival_s)
+        return self.recorder.outcome(
+            np.array(self.lengths.tokens, dtype=np.float64), self.t, latency_s, self.tier.computed_ratio
+        )
 
     # -- arrivals and prefill ---------------------------------------------------------------------------------
 
@@ -173,9 +183,9 @@ class Simulation:
     def dispatch(self, now: float) -> None:
         """Start the prefills that the router asks for."""
         for prefill in self.scheduler.dispatch(now):
-            tokens = self.scheduler.snapshot.requests[prefill.request].prompt_tokens
-            done = max(now, self.prefill_free_s[prefill.worker]) + tokens / self.prefill_rate
-            self.prefill_free_s[prefill.worker] = done
+            tracker = self.scheduler.snapshot.requests[prefill.request]
+            done, cached = self.tier.compute(prefill.worker, tracker.prefix, tracker.prompt_tokens, now)
+            self.cached_tokens[prefill.request] = cached
             self.prefills += 1
             if done <= now:
                 self.prefilled(prefill.request, now)
@@ -189,10 +199,17 @@ class Simulation:
             self.recorder.ready_s[request] = now
         tokens = self.scheduler.snapshot.requests[request_id].prompt_tokens
         age = self.scheduler.snapshot.requests[request_id].earlier_tokens
-        self.scheduler.prefilled(request_id, tokens, now, self.expected(request, age))
+        cached = self.cached_tokens.pop(request_id)
+        self.scheduler.prefilled(request_id, tokens, now, self.expected(request, age), cached)
 
     def spec(self, request: int) -> RequestSpec:
-        return RequestSpec(str(request), self.prompt_tokens[request], prompt_key=self.keys[request])
+        return RequestSpec(
+            str(request),
+            self.prompt_tokens[request],
+            prompt_key=self.keys[request],
+            prefix=self.trace.full_blocks(request),
+            block_tokens=BLOCK_TOKENS,
+        )
 
     def expected(self, request: int, age_tokens: int = 0) -> float | None:
         return self.forecast.initial(request, self.prompt_tokens[request], self.keys[request], age_tokens)

@@ -20,9 +20,19 @@ from typing import Any
 import numpy as np
 
 from balanceroute.errors import InputError
-from balanceroute.traces.trace import MAX_TIME, Trace, csv_rows, finite, text_lines, token_count, trace_of
+from balanceroute.traces.trace import (
+    MAX_TIME,
+    Trace,
+    checked_blocks,
+    csv_rows,
+    finite,
+    text_lines,
+    token_count,
+    trace_of,
+)
 
-Row = tuple[int, float, int, int, str]  # line number, seconds, prompt tokens, output tokens, key
+# line number, seconds, prompt tokens, output tokens, key, names of the prompt's blocks
+Row = tuple[int, float, int, int, str, tuple[int, ...]]
 
 
 class TraceFormat(StrEnum):
@@ -55,8 +65,9 @@ def convert_trace(
         raise InputError(f"jitter must be 0 to {MAX_TIME:g} seconds, not {jitter_s:g}")
     kind = guess_format(path) if format is TraceFormat.AUTO else format
     arrivals, prompts, outputs, keys = list[float](), list[int](), list[int](), list[str]()
+    prefix: list[tuple[int, ...]] = []
     without_output = 0
-    for line, arrival, prompt, output, key in READERS[kind](path):
+    for line, arrival, prompt, output, key, blocks in READERS[kind](path):
         if output == 0:
             without_output += 1
             continue
@@ -66,7 +77,9 @@ def convert_trace(
         prompts.append(prompt)
         outputs.append(output)
         keys.append(key)
-    return Conversion(in_order(trace_of(path, arrivals, prompts, outputs, keys), jitter_s, seed), kind, without_output)
+        prefix.append(blocks)
+    trace = trace_of(path, arrivals, prompts, outputs, keys, prefix)
+    return Conversion(in_order(trace, jitter_s, seed), kind, without_output)
 
 
 def in_order(trace: Trace, jitter_s: float, seed: int) -> Trace:
@@ -76,7 +89,13 @@ def in_order(trace: Trace, jitter_s: float, seed: int) -> Trace:
         arrivals = arrivals + np.random.default_rng(seed).uniform(0.0, jitter_s, len(trace))
     arrivals = np.round(arrivals, 6)  # whole microseconds, so that a written trace reads back as itself
     order = np.argsort(arrivals, kind="stable")
-    return Trace(arrivals[order], trace.prompt_tokens[order], trace.output_tokens[order], trace.prompt_key[order])
+    return Trace(
+        arrivals[order],
+        trace.prompt_tokens[order],
+        trace.output_tokens[order],
+        trace.prompt_key[order],
+        tuple(trace.prefix[row] for row in order.tolist()) if trace.prefix else (),
+    )
 
 
 def guess_format(path: Path) -> TraceFormat:
@@ -116,6 +135,7 @@ def read_azure(path: Path) -> Iterator[Row]:
                 token_count(prompt, "ContextTokens", least=0),
                 token_count(output, "GeneratedTokens", least=0),
                 "",
+                (),
             )
         except ValueError as error:
             raise InputError(f"{path}: line {line}: {error}") from error
@@ -140,6 +160,7 @@ def read_burstgpt(path: Path) -> Iterator[Row]:
                 token_count(prompt, "Request tokens", least=0),
                 token_count(output, "Response tokens", least=0),
                 "",
+                (),
             )
         except ValueError as error:
             raise InputError(f"{path}: line {line}: {error}") from error
@@ -150,12 +171,14 @@ def read_mooncake(path: Path) -> Iterator[Row]:
     for line, text in text_lines(path):
         try:
             row = json_object(text)
+            prompt = token_count(field_of(row, "input_length"), "input_length", least=0)
             yield (
                 line,
                 finite(field_of(row, "timestamp"), "timestamp") / 1000.0,
-                token_count(field_of(row, "input_length"), "input_length", least=0),
+                prompt,
                 token_count(field_of(row, "output_length"), "output_length", least=0),
                 digest(row["hash_ids"] or []),  # null, too, is no key
+                checked_blocks(tuple(row["hash_ids"] or ()), prompt, "hash_ids"),
             )
         except KeyError as error:
             raise InputError(f"{path}: line {line}: no field {error}") from error

@@ -7,7 +7,7 @@ import lzma
 import math
 import zlib
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,9 @@ from balanceroute.errors import InputError
 
 COLUMNS = ("arrival_s", "prompt_tokens", "output_tokens", "prompt_key")
 REQUIRED = COLUMNS[:3]  # a trace without keys is a trace
+PREFIX_COLUMN = "prefix_blocks"  # written where it is known
+BLOCK_TOKENS = 512  # of prefix blocks, as in Mooncake's traces
+MAX_BLOCK = 2**63 - 1  # of a block's name
 MAX_TOKENS = 2**31 - 1  # of one prompt or output: sums over millions of requests still fit 64 bits
 MAX_TIME = 1e15  # seconds or milliseconds; sums and squares of what is larger would leave the range of a float
 OPENERS: dict[str, Callable[..., Any]] = {".gz": gzip.open, ".xz": lzma.open}  # by suffix
@@ -28,16 +31,23 @@ class Trace:
     """Requests in order of arrival; all arrays have one entry per request.
 
     `arrival_s` float64 seconds since the start, non-decreasing; `prompt_tokens` and `output_tokens` int64,
-    at least 1; `prompt_key` strings, empty where the prompt is not known to recur.
+    at least 1; `prompt_key` strings, empty where the prompt is not known to recur. `prefix` names the blocks of
+    `BLOCK_TOKENS` of each prompt, the last of which may not be full; a name stands for the prompt up to the block's
+    end, so equal names mean equal beginnings. It is empty where nothing is known of any prompt.
     """
 
     arrival_s: NDArray[np.float64]
     prompt_tokens: NDArray[np.int64]
     output_tokens: NDArray[np.int64]
     prompt_key: NDArray[np.str_]
+    prefix: tuple[tuple[int, ...], ...] = ()
 
     def __len__(self) -> int:
         return len(self.arrival_s)
+
+    def full_blocks(self, request: int) -> tuple[int, ...]:
+        """The names of the blocks that one prompt fills: what an engine caches."""
+        return self.prefix[request][: int(self.prompt_tokens[request]) // BLOCK_TOKENS] if self.prefix else ()
 
     def head(self, rows: int | None) -> "Trace":
         """The first `rows` requests; all of them for `None`."""
@@ -46,6 +56,7 @@ class Trace:
             self.prompt_tokens[:rows],
             self.output_tokens[:rows],
             self.prompt_key[:rows],
+            self.prefix[:rows],
         )
 
     def at_rate(self, requests_per_s: float) -> "Trace":
@@ -57,14 +68,14 @@ class Trace:
         return self.scaled(factor)
 
     def with_lengths(self, prompt_scale: float, output_scale: float) -> "Trace":
-        """The same arrivals with lengths multiplied, rounded, and kept at 1 or more."""
+        """The same arrivals with lengths multiplied, rounded, and kept at 1 or more; their blocks are other ones."""
         prompts = np.maximum(1, np.rint(self.prompt_tokens * prompt_scale)).astype(np.int64)
         outputs = np.maximum(1, np.rint(self.output_tokens * output_scale)).astype(np.int64)
         return Trace(self.arrival_s, prompts, outputs, self.prompt_key)
 
     def scaled(self, factor: float) -> "Trace":
         """The same requests with every arrival time multiplied by `factor`."""
-        return Trace(self.arrival_s * factor, self.prompt_tokens, self.output_tokens, self.prompt_key)
+        return replace(self, arrival_s=self.arrival_s * factor)
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,7 +140,9 @@ def read_trace(path: Path) -> Trace:
         raise InputError(f"{path}: line {line}: no column {', '.join(missing)}; expected {','.join(COLUMNS)}")
     at_arrival, at_prompt, at_output = (header.index(name) for name in REQUIRED)
     at_key = header.index("prompt_key") if "prompt_key" in header else -1
+    at_prefix = header.index(PREFIX_COLUMN) if PREFIX_COLUMN in header else -1
     arrivals, prompts, outputs, keys = list[float](), list[int](), list[int](), list[str]()
+    prefix: list[tuple[int, ...]] = []
     for line, row in rows:
         try:
             if len(row) != len(header):
@@ -141,13 +154,40 @@ def read_trace(path: Path) -> Trace:
             outputs.append(token_count(row[at_output], "output_tokens", least=1))
             arrivals.append(arrival)
             keys.append(row[at_key] if at_key >= 0 else "")
+            if at_prefix >= 0:
+                prefix.append(block_names(row[at_prefix], prompts[-1]))
         except ValueError as error:
             raise InputError(f"{path}: line {line}: {error}") from error
-    return trace_of(path, arrivals, prompts, outputs, keys)
+    return trace_of(path, arrivals, prompts, outputs, keys, prefix)
+
+
+def block_names(text: str, prompt_tokens: int) -> tuple[int, ...]:
+    """The names of a prompt's blocks, separated by blanks, or ValueError that says what is wrong with them."""
+    try:
+        names = tuple(int(name) for name in text.split())
+    except ValueError:
+        raise ValueError(f"{PREFIX_COLUMN} {text!r:.60}: expected whole numbers separated by blanks") from None
+    return checked_blocks(names, prompt_tokens, PREFIX_COLUMN)
+
+
+def checked_blocks(names: tuple[int, ...], prompt_tokens: int, column: str) -> tuple[int, ...]:
+    """The names themselves, or ValueError where one is out of range or the prompt has no room for so many blocks."""
+    if any(not -MAX_BLOCK <= name <= MAX_BLOCK for name in names):
+        raise ValueError(f"{column}: a number is out of range")
+    if len(names) > -(-prompt_tokens // BLOCK_TOKENS):
+        raise ValueError(
+            f"{column}: {len(names)} blocks of {BLOCK_TOKENS} tokens in a prompt of {prompt_tokens} tokens"
+        )
+    return names
 
 
 def trace_of(
-    path: Path, arrivals: Sequence[float], prompts: Sequence[int], outputs: Sequence[int], keys: Sequence[str]
+    path: Path,
+    arrivals: Sequence[float],
+    prompts: Sequence[int],
+    outputs: Sequence[int],
+    keys: Sequence[str],
+    prefix: Sequence[tuple[int, ...]] = (),
 ) -> Trace:
     """Arrays from columns; a trace without a single request is refused."""
     if not arrivals:
@@ -157,6 +197,7 @@ def trace_of(
         np.asarray(prompts, dtype=np.int64),
         np.asarray(outputs, dtype=np.int64),
         np.asarray(keys, dtype=np.str_),
+        tuple(prefix) if any(prefix) else (),
     )
 
 
@@ -227,17 +268,19 @@ def write_trace(trace: Trace, path: Path) -> None:
     """Write a trace as CSV, compressed where the name ends in .gz or .xz; equal traces give equal bytes."""
     text = io.StringIO(newline="")
     writer = csv.writer(text, lineterminator="\n")
-    writer.writerow(COLUMNS)
-    writer.writerows(
-        (f"{arrival:.6f}", prompt, output, key)
-        for arrival, prompt, output, key in zip(
-            trace.arrival_s.tolist(),
-            trace.prompt_tokens.tolist(),
-            trace.output_tokens.tolist(),
-            trace.prompt_key.tolist(),
-            strict=True,
-        )
+    writer.writerow([*COLUMNS, PREFIX_COLUMN] if trace.prefix else COLUMNS)
+    columns = zip(
+        trace.arrival_s.tolist(),
+        trace.prompt_tokens.tolist(),
+        trace.output_tokens.tolist(),
+        trace.prompt_key.tolist(),
+        strict=True,
     )
+    for request, (arrival, prompt, output, key) in enumerate(columns):
+        row = [f"{arrival:.6f}", prompt, output, key]
+        if trace.prefix:
+            row.append(" ".join(map(str, trace.prefix[request])))
+        writer.writerow(row)
     data = text.getvalue().encode()
     if path.suffix == ".gz":
         data = gzip.compress(data, mtime=0)  # the time of writing would make equal traces differ

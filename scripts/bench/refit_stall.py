@@ -28,7 +28,7 @@ from balanceroute.core.scheduler import Scheduler
 from balanceroute.core.types import RequestSpec, Role, WorkerSpec
 from balanceroute.prediction import AnchorPredictor, FinishedRequest, Refitter, build_predictor
 from balanceroute.prediction.build import BuiltPredictor
-from balanceroute.proxy.forecasts import running_requests
+from balanceroute.proxy.admission.forecasts import running_requests
 from balanceroute.proxy.server import SWITCH_INTERVAL_S
 
 WORKERS, SLOTS = 144, 64

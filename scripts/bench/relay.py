@@ -4,9 +4,12 @@
     scripts/bench_relay --rounds 5 --target 'other=other-router --port {port} --prefill {prefill1} --decode {decode1}'
 
 In the command of a target, {port} is where it must listen and {prefill1}, {prefill2}, {decode1} .. {decode4} are the
-workers' URLs ({decode1_port} the port alone). All targets run at the same time and are loaded in turn, a few seconds
-each, round after round, so what else the machine does hits all alike; the table shows medians over the rounds, and in
-brackets the median of the same round's ratio to the bare relay. CPU is user and system time of the target's processes.
+workers' URLs ({decode1_port} the port alone); {config} is our own configuration file, for another version of us:
+`--target 'before=/there/bin/balanceroute serve --config {config} --port {port}'`. All targets run at the same time and
+are loaded in turn, a few seconds each, round after round, so what else the machine does hits all alike. The table shows
+medians over the rounds, and in brackets the median of the same round's ratio to the bare relay. A second table divides
+our figure by each other's, round by round: the median of these ratios with its 95 % bootstrap interval. CPU is user and
+system time of the target's processes.
 
     unary    32 connections, whole answers of 16 tokens, 1 kB prompt: CPU us per request
     stream   64 streams, an event per 20 ms each, 200 events: CPU us per event, opening the stream included, and the
@@ -23,6 +26,7 @@ import argparse
 import json
 import os
 import platform
+import random
 import shlex
 import signal
 import socket
@@ -122,8 +126,9 @@ class Bench:
 
     def _words(self, port: int) -> Mapping[str, str]:
         urls = {f"prefill{i}": f"http://127.0.0.1:{worker}" for i, worker in enumerate(self.prefill, 1)}
+        urls["config"] = str(self.folder / "router.yaml")
         urls |= {f"decode{i}": f"http://127.0.0.1:{worker}" for i, worker in enumerate(self.decode, 1)}
-        ports = {f"{name}_port": url.rpartition(":")[2] for name, url in urls.items()}
+        ports = {f"{name}_port": url.rpartition(":")[2] for name, url in urls.items() if name != "config"}
         return urls | ports | {"port": str(port)}
 
     def _ours(self, port: int) -> Target:
@@ -195,6 +200,17 @@ class Bench:
             rows.append(f"| {target.name} | {' | '.join(cells)} |")
         return "\n".join(rows)
 
+    def ratios(self) -> str:
+        """Ours divided by each other target."""
+        ours = next(target for target in self.targets if target.name == OURS)
+        names = [column[0] for column in COLUMNS]
+        rows = [f"| {OURS} / ... | {' | '.join(names)} |", "|---" * (len(names) + 1) + "|"]
+        for other in self.targets:
+            if other is not ours and other.process is not None:
+                cells = [interval(ours.values(load, key), other.values(load, key)) for _, load, key in COLUMNS]
+                rows.append(f"| {other.name} | {' | '.join(cells)} |")
+        return "\n".join(rows)
+
     @staticmethod
     def _cell(target: Target, reference: Target, load: str, key: str) -> str:
         values = target.values(load, key)
@@ -205,6 +221,15 @@ class Bench:
             return f"{middle:.2f}"
         ratios = [value / base for value, base in zip(values, reference.values(load, key), strict=True)]
         return f"{middle:.1f} ({statistics.median(ratios):.2f}x)"
+
+
+def interval(ours: list[float], others: list[float], draws: int = 2000) -> str:
+    """The median of the rounds' ratios, and the 95 % bootstrap interval of that median."""
+    ratios = [mine / other for mine, other in zip(ours, others, strict=True)]
+    source = random.Random(0)
+    medians = sorted(statistics.median(source.choices(ratios, k=len(ratios))) for _ in range(draws))
+    low, high = medians[int(0.025 * draws)], medians[int(0.975 * draws)]
+    return f"{statistics.median(ratios):.2f} ({low:.2f} to {high:.2f})"
 
 
 def conditions() -> str:
@@ -241,7 +266,7 @@ def main() -> None:
                 bench.hold()
         finally:
             bench.stop()
-    print(bench.table())
+    print(f"{bench.table()}\n\n{bench.ratios()}")
     loads = f"load average {load_before:.1f} before, {os.getloadavg()[0]:.1f} after"
     print(f"\n{conditions()}; {arguments.rounds} rounds of {arguments.seconds:g} s; {loads}")
     if arguments.out:

@@ -32,6 +32,7 @@ def held_by_router(state: dict[str, Any]) -> dict[str, int]:
         "queued": len(state["queued"]),
         "exchanges": state.get("exchanges", 0),
         "drains": state.get("drains_pending", 0),
+        "keys": sum(state.get("keys", {}).values()),
         "active": sum(len(worker["active"]) for worker in state["workers"]),
         "load_tokens": sum(worker["load_tokens"] for worker in state["workers"]),
         "inflight": sum(prefiller["inflight"] for prefiller in state["prefillers"]),

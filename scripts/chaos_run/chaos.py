@@ -4,7 +4,9 @@
 
 `storm`: everything that `faults.py` can do, while `operations.py` takes workers out and in. `busy-decoder`: four decode
 ranks, one of which answers 503 to everything, patient clients and no other fault; not one request may fail. `shutdown`:
-the storm, and SIGTERM to the router in the middle of it.
+the storm, and SIGTERM to the router in the middle of it. `frozen`: the storm over independent ranks and prefillers in
+processes of their own, which are stopped (SIGSTOP) and continued, killed and started. `frozen-group`: one process with
+all ranks at one barrier; the process, or only its barrier, stands still from time to time.
 
 The seed fixes the requests and the faults, in their order; how they meet depends on the machine. So each failure is
 told with the request id, and the router's log of it can be kept (--keep).
@@ -57,6 +59,14 @@ WARM_SHARE = 0.25
 FLAT_BYTES = 8 * 2**20
 WARM_UP_S = 120.0
 WARM_UP_BYTES = 32 * 2**20
+SCENARIOS = ("storm", "busy-decoder", "shutdown", "frozen", "frozen-group")
+# silence is judged by health checks before any request is late
+PATIENT = {
+    "health": {"failure_threshold": 2, "silence_window_s": 2.0, "group_wait_s": 10.0},
+    "limits": {"idle_timeout_s": 20.0, "first_byte_timeout_s": {"prefill": 20.0, "decode": 20.0}},
+    "retry": {"resume_after_silence_s": 1.0},
+    "queue": {"no_worker_grace_s": 3.0},
+}
 
 
 @dataclass(slots=True)
@@ -145,6 +155,10 @@ def plan_of(arguments: argparse.Namespace) -> Plan:
     if arguments.scenario == "busy-decoder":
         shape = replace(shape, decoders=4, kv_blocks=4096, prefill_kv_blocks=8192)
         mix = replace(mix, leave_share=0.0, malformed_share=0.0, hurried_share=0.0, pausing_share=0.0)
+    elif arguments.scenario == "frozen":
+        shape = replace(shape, decoders=6, processes=6)
+    elif arguments.scenario == "frozen-group":
+        shape = replace(shape, processes=1)
     return Plan(seconds, arguments.seed, arguments.clients, arguments.scenario, shape, mix)
 
 
@@ -155,7 +169,15 @@ class Run:
         self._plan, self._stack = plan, stack
         self._asker = Asker(plan.seed, plan.mix, OutputLengths.parse(OUTPUT_LENGTHS, plan.shape.seed))
         self._client = Client(HOST, stack.port)
-        self._saboteur = Saboteur(stack.control_urls, Schedule(plan.seed, plan.shape.prefillers, plan.shape.decoders))
+        group = plan.scenario == "frozen-group"
+        schedule = Schedule(
+            plan.seed,
+            plan.shape.prefillers,
+            plan.shape.decoders,
+            own_processes=plan.scenario == "frozen",
+            lasting=not group,
+        )
+        self._saboteur = Saboteur(stack.control_urls, schedule)
         self._operator = Operator(stack.url, plan.shape, stack.base_port, plan.seed)
         self._started_s = time.monotonic()
         self._stopping = False
@@ -171,6 +193,8 @@ class Run:
             attacks = {
                 "storm": [self._saboteur.run, self._operator.run],
                 "shutdown": [self._saboteur.run, self._shut_down],
+                "frozen": [self._saboteur.run, self._operator.run],
+                "frozen-group": [self._saboteur.run, self._saboteur.freeze_group],
             }.get(plan.scenario, [])
             tasks = [sampling, *(side.create_task(attack()) for attack in attacks)]
             async with asyncio.TaskGroup() as clients:
@@ -198,7 +222,7 @@ class Run:
             check_outcomes(findings, outcomes(exposition), tally.counted, tally.unseen, tally.kinds[Kind.RIGHT], left)
             errors = sample(exposition, "balanceroute_internal_errors_total")
             findings.check(errors == 0, f"internal errors of the router {int(errors)}")
-            for name in ("retries", "recomputes", "kv_drains"):
+            for name in ("retries", "recomputes", "moves", "kv_drains"):
                 findings.lines.append(f"{name} {int(sample(exposition, f'balanceroute_{name}_total'))}")
             orphans = sample(exposition, "balanceroute_kv_orphans")
             await self._inspect_workers(int(orphans))
@@ -313,7 +337,7 @@ class Run:
 
 async def run(plan: Plan, folder: Path) -> bool:
     """One whole run; True when every bar is met."""
-    stack = Stack(plan.shape, folder)
+    stack = Stack(plan.shape, folder, overrides=PATIENT if plan.shape.processes else None)
     async with stack:
         this = Run(plan, stack)
         await this.storm()
@@ -333,7 +357,7 @@ def main() -> None:
     parser.add_argument("--short", action="store_true", help="60 seconds")
     parser.add_argument("--seed", type=int, default=1, help="of requests and faults (1)")
     parser.add_argument("--clients", type=int, default=250, help="at once (250)")
-    parser.add_argument("--scenario", choices=["storm", "busy-decoder", "shutdown"], default="storm")
+    parser.add_argument("--scenario", choices=SCENARIOS, default="storm")
     parser.add_argument("--keep", type=Path, help="folder for logs and configuration; else they go")
     arguments = parser.parse_args()
     folder = arguments.keep or Path(tempfile.mkdtemp(prefix="balanceroute-chaos-"))

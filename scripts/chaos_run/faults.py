@@ -2,6 +2,8 @@
 
 Whatever lasts is healed after a while, and at most half of the decode ranks and one prefiller are down or frozen at a
 time, so that there is always somebody left who could serve.
+
+Where workers are processes of their own, they are stopped, killed and started as processes (SIGSTOP, SIGCONT, SIGKILL).
 """
 
 import asyncio
@@ -16,6 +18,10 @@ import httpx
 from balanceroute.emulator.faults import FaultKind
 
 MEAN_GAP_S = 0.6  # between two faults
+FROZEN_SHARE = 0.12  # of the steps, where ranks are processes
+MOST_FROZEN_S = 15.0  # with the wait in the pool less than a lease: a thawed decoder may still pull what it was sent
+GROUP_GAP_S = (4.0, 15.0)  # from one freeze of a whole group to the next
+GROUP_FROZEN_S = (0.5, 12.0)
 STREAM_FAULTS = (
     FaultKind.RESET,
     FaultKind.CLOSE,
@@ -41,7 +47,7 @@ class Step:
 
     worker: str
     fault: dict[str, Any]
-    heal_kind: FaultKind | None = None
+    heal_kind: str | None = None
     heal_s: float = 0.0
 
     def __str__(self) -> str:
@@ -50,12 +56,23 @@ class Step:
 
 
 class Schedule:
-    """Draws the steps; the same seed gives the same ones."""
+    """Draws the steps; the same seed gives the same ones.
 
-    def __init__(self, seed: int, prefillers: int, decoders: int) -> None:
+    Args: own_processes: every worker is a process. lasting: whether anything but requests is struck.
+    """
+
+    def __init__(
+        self, seed: int, prefillers: int, decoders: int, *, own_processes: bool = False, lasting: bool = True
+    ) -> None:
         self._random = random.Random(seed)
+        self._own_processes, self._lasting = own_processes, lasting
         self._prefill = [f"p{index}" for index in range(prefillers)]
         self._decode = [f"d{index}" for index in range(decoders)]
+
+    @property
+    def random(self) -> random.Random:
+        """Where all draws come from."""
+        return self._random
 
     def gap_s(self) -> float:
         """Seconds until the next step."""
@@ -64,10 +81,13 @@ class Schedule:
     def next(self, out: Sequence[str]) -> Step:
         """The next step; `out` are the workers that are down or frozen already."""
         draw = self._random
-        lasting_allowed = sum(name in self._decode for name in out) < len(self._decode) // 2
+        lasting_allowed = self._lasting and sum(name in self._decode for name in out) < len(self._decode) // 2
+        if self._own_processes and lasting_allowed and draw.random() < FROZEN_SHARE:
+            return self._frozen(draw.choice([name for name in self._decode if name not in out]))
         if draw.random() < 0.25:
             worker = draw.choice(self._prefill)
-            return self._on_prefiller(worker, lasting_allowed=not any(name in self._prefill for name in out))
+            nobody_out = not any(name in self._prefill for name in out)
+            return self._on_prefiller(worker, lasting_allowed=self._lasting and nobody_out)
         worker = draw.choice(self._decode)
         return self._on_decoder(worker, lasting_allowed=lasting_allowed and worker not in out)
 
@@ -75,7 +95,7 @@ class Schedule:
         draw = self._random
         kind = draw.random()
         if kind < 0.15 and lasting_allowed:
-            return self._down(worker)
+            return self._frozen(worker) if self._own_processes and draw.random() < 0.5 else self._down(worker)
         if kind < 0.3:
             return self._busy(worker)
         if kind < 0.45:
@@ -99,7 +119,7 @@ class Schedule:
             return Step(worker, {"kind": FaultKind.KILL_ENGINE}, FaultKind.START, draw.uniform(2.0, 8.0))
         if kind < 0.21 and lasting_allowed:
             return Step(worker, {"kind": FaultKind.FREEZE}, FaultKind.UNFREEZE, draw.uniform(1.0, 20.0))
-        if kind < 0.23:
+        if kind < 0.23 and self._lasting:
             return Step(worker, {"kind": FaultKind.STOP_BARRIER}, FaultKind.START_BARRIER, draw.uniform(0.5, 2.0))
         if kind < 0.33:
             return self._busy(worker)
@@ -119,7 +139,15 @@ class Schedule:
         }
         return Step(worker, fault)
 
+    def _frozen(self, worker: str) -> Step:
+        """SIGSTOP: mostly for longer than health checks take to judge, at times only for a pause."""
+        draw = self._random
+        pause_s = draw.uniform(0.2, 3.0) if draw.random() < 0.4 else draw.uniform(5.0, MOST_FROZEN_S)
+        return Step(worker, {"kind": "sigstop"}, "sigcont", pause_s)
+
     def _down(self, worker: str) -> Step:
+        if self._own_processes:
+            return Step(worker, {"kind": "sigkill"}, "respawn", self._random.uniform(0.5, 8.0))
         return Step(worker, {"kind": FaultKind.STOP}, FaultKind.START, self._random.uniform(0.5, 8.0))
 
     def _busy(self, worker: str) -> Step:
@@ -174,8 +202,24 @@ class Saboteur:
             return state
         raise ConnectionError("no emulated worker answers")
 
+    async def freeze_group(self) -> None:
+        """Until cancelled: the decode ranks' one process stands still, or its barrier does, from time to time."""
+        draw = self._schedule.random
+        while True:
+            await asyncio.sleep(draw.uniform(*GROUP_GAP_S))
+            kind, heal = draw.choice([("sigstop", "sigcont"), (FaultKind.STOP_BARRIER, FaultKind.START_BARRIER)])
+            await self.inject("d0", {"kind": kind})
+            self.played[f"group {kind}"] += 1
+            try:
+                await asyncio.sleep(draw.uniform(*GROUP_FROZEN_S))
+            finally:
+                await asyncio.shield(self.inject("d0", {"kind": heal}))
+
     async def heal_all(self) -> None:
         """Everybody is up, thawed and without faults."""
+        for name in (await self.state()).get("processes", {}):
+            await self.inject(name, {"kind": "sigcont"})
+            await self.inject(name, {"kind": "respawn"})
         await self.inject("d0", {"kind": FaultKind.START_BARRIER})
         for name, worker in (await self.state())["workers"].items():
             if worker["dead"] or not worker["up"]:
@@ -197,7 +241,7 @@ class Saboteur:
                 self._out[step.worker] += 1
             healing.create_task(self._heal(step, step.heal_kind))
 
-    async def _heal(self, step: Step, kind: FaultKind) -> None:
+    async def _heal(self, step: Step, kind: str) -> None:
         await asyncio.sleep(step.heal_s)
         await self.inject(step.worker, {"kind": kind})
         self._out[step.worker] -= 1

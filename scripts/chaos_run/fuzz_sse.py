@@ -26,8 +26,8 @@ from typing import Any, Final
 import orjson
 
 from balanceroute.errors import BadUpstreamReply, InvalidRequest
-from balanceroute.proxy.answers import AnswerAssembler, correct_answer
-from balanceroute.proxy.payloads import (
+from balanceroute.proxy.wire.answers import AnswerAssembler, correct_answer
+from balanceroute.proxy.wire.payloads import (
     ClientRequest,
     Endpoint,
     decode_body,
@@ -37,7 +37,7 @@ from balanceroute.proxy.payloads import (
     probe_body,
     split,
 )
-from balanceroute.proxy.sse import EventScanner
+from balanceroute.proxy.wire.sse import EventScanner
 
 BATCH: Final = 2000  # inputs per seed of a worker process
 SMALL_EVENT_LIMIT: Final = 400  # bytes, so that oversized events are met as well
@@ -233,9 +233,10 @@ def _as_client_body(draw: random.Random, body: bytes) -> None:
         request = parse(endpoint, body)
         if request.n * request.prompts > 1000:
             return  # the router bounds the number of choices itself
+        parts = split(request)
     except InvalidRequest:
         return
-    for part in split(request):
+    for part in parts:
         for built in (probe_body(part), decode_body(part, _PARAMS), drain_body(part, _PARAMS)):
             orjson.loads(built)
 

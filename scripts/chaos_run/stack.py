@@ -16,7 +16,7 @@ import httpx
 import yaml
 
 HOST = "127.0.0.1"
-START_TIMEOUT_S = 30.0
+START_TIMEOUT_S = 90.0  # a process per worker, on two cores
 STOP_TIMEOUT_S = 60.0
 DECODE_PORT_OFFSET = 100  # of `balanceroute emulate`
 OUTPUT_LENGTHS = "lognormal:40,0.8"
@@ -36,6 +36,7 @@ class Shape:
     step_overhead_s: float = 0.02
     lease_s: float = 30.0
     seed: int = 0
+    processes: int = 0
 
     def flags(self, base_port: int, config: Path) -> list[str]:
         """Arguments of `balanceroute emulate`."""
@@ -52,6 +53,7 @@ class Shape:
             "lease": self.lease_s,
             "output-lengths": OUTPUT_LENGTHS,
             "seed": self.seed,
+            "processes": self.processes,
             "write-config": config,
         }
         return [part for name, value in values.items() for part in (f"--{name}", str(value))]
@@ -99,6 +101,15 @@ class Process:
             return 0.0
         return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
+    def connections_to(self, port: int) -> int:
+        """Established connections to a port that it listens on; 0 when it has ended."""
+        try:
+            lines = Path(f"/proc/{self._process.pid}/net/tcp").read_text().splitlines()[1:]
+        except OSError:
+            return 0
+        rows = [line.split() for line in lines]
+        return sum(int(local.rpartition(":")[2], 16) == port and state == "01" for _, local, _, state, *_ in rows)
+
     def signal(self, number: signal.Signals) -> None:
         """Send a signal, if it still runs."""
         if self.alive:
@@ -128,6 +139,8 @@ class Stack:
     @property
     def control_urls(self) -> list[str]:
         """Where the emulator's own routes are."""
+        if self.shape.processes:
+            return [f"http://{HOST}:{self.base_port - 1}"]
         return self.shape.urls(self.base_port)
 
     @property
@@ -207,7 +220,8 @@ def free_ports(shape: Shape) -> tuple[int, int]:
     draw = random.SystemRandom()
     for _ in range(200):
         base = draw.randrange(27_000, 31_000)
-        wanted = [int(url.rpartition(":")[2]) for url in shape.urls(base)] + [base + 2 * DECODE_PORT_OFFSET]
+        wanted = [int(url.rpartition(":")[2]) for url in shape.urls(base)]
+        wanted += [base - 1, base + 2 * DECODE_PORT_OFFSET]
         if all(map(_free, wanted)):
             return base, wanted[-1]
     raise RuntimeError("no free range of ports")

@@ -8,8 +8,12 @@ listens on 127.0.0.1 and is ended by pid. Not part of the test suite: it needs v
     bench           `vllm bench serve` sends 200 requests without an error
     cancel          clients that leave in every phase: the prefiller's KV is free within seconds, not after its lease
     params          no kv_transfer_params is used twice: as many pulls as prefills
+    features        every feature of scripts/e2e/features.py beside one plain server: equal, or listed with the reason
+    poison          prompts' logprobs reach no decoder: both live on after 40 such requests at once
     kill_decoder    kill -9 of a decoder mid-stream: every stream is complete, with the tokens of an undisturbed run
     kill_prefiller  kill -9 of the prefiller after a probe: a clear error or a whole answer, and nothing is held
+    freeze_decoder  SIGSTOP of a decoder with 8 streams and 8 fresh requests: all complete with the right tokens
+    direct_clients  two clients go to one decoder directly: the router sees it, and sends its own to the other
 """
 
 import argparse
@@ -18,6 +22,7 @@ import os
 import random
 import re
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -31,6 +36,8 @@ from typing import Any
 
 import httpx
 import openai
+
+from scripts.e2e.features import DIFFERS, differences, features
 
 PREFILL, DECODE, ROUTER = 8100, (8200, 8201), 8300
 SIDE_CHANNEL = {PREFILL: 5600, DECODE[0]: 5700, DECODE[1]: 5710}
@@ -76,17 +83,20 @@ class Servers:
         config.write_text(
             f"listen: {{host: 127.0.0.1, port: {ROUTER}}}\nconnector: nixl\n"
             f"prefill:\n  workers:\n    - url: http://127.0.0.1:{PREFILL}\n"
-            f"decode:\n  max_num_seqs: 64\n  workers:\n{decoders}\n"
+            f"decode:\n  max_num_seqs: 64\n  shared_barrier: false\n  workers:\n{decoders}\n"
             "predictor: {kind: survival}\nhealth: {interval_s: 1.0}\n"
         )
         command = [sys.executable, "-m", "balanceroute", "serve", "--config", str(config)]
         self._spawn(ROUTER, command, dict(os.environ))
 
     def _spawn(self, port: int, command: list[str], env: dict[str, str]) -> None:
+        with socket.socket() as probe:
+            if probe.connect_ex(("127.0.0.1", port)) == 0:
+                raise SystemExit(f"port {port} is in use: what listens there would be checked instead")
         log = (self.logs / f"{port}.log").open("ab")
         self.processes[port] = subprocess.Popen(command, env=env, stdout=log, stderr=log, start_new_session=True)
 
-    def wait_ready(self, port: int, timeout_s: float = 240.0) -> None:
+    def wait_ready(self, port: int, timeout_s: float = 480.0) -> None:
         """Wait until the server's /health says 200."""
         deadline = time.monotonic() + timeout_s
         while time.monotonic() < deadline:
@@ -105,6 +115,10 @@ class Servers:
         process = self.processes.pop(port)
         os.killpg(process.pid, signal.SIGKILL)
         process.wait()
+
+    def send(self, port: int, number: signal.Signals) -> None:
+        """A signal to a server and its engine processes."""
+        os.killpg(self.processes[port].pid, number)
 
     def restart(self, port: int) -> None:
         """Bring a killed vLLM server back."""
@@ -289,6 +303,33 @@ def check_params(servers: Servers) -> str:
     return f"40 requests: {probes:.0f} probes and {sum(decodes):.0f} decodes"
 
 
+def check_features(servers: Servers) -> str:
+    """What clients may ask for, beside the same decoder asked directly."""
+    told, equal, different = features(), 0, []
+    for name, route, body in told:
+        found = differences(BASE, f"http://127.0.0.1:{DECODE[0]}", route, body)
+        if found and name not in DIFFERS:
+            different.append(f"{name}: {found[:3]}")
+            print(f"  differs: {different[-1]}", flush=True)
+        equal += not found
+    assert not different, f"{len(different)} of {len(told)} differ:\n  " + "\n  ".join(different)
+    return f"{equal} of {len(told)} features equal, the other {len(told) - equal} as listed"
+
+
+def check_poison(servers: Servers) -> str:
+    """Requests that today's decoders die of if they are forwarded."""
+    kinds = [{"prompt_logprobs": 1}, {"echo": True, "logprobs": 1}, {"echo": True, "logprobs": 1, "max_tokens": 0}]
+    with ThreadPoolExecutor(8) as pool:
+        bodies = [a_body(seed, max_tokens=8) | kinds[seed % 3] for seed in range(40)]
+        replies = list(pool.map(lambda body: httpx.post(f"{BASE}/v1/completions", json=body, timeout=120), bodies))
+    statuses = {reply.status_code for reply in replies}
+    assert statuses == {200}, statuses
+    for port in DECODE:
+        assert httpx.get(f"http://127.0.0.1:{port}/health", trust_env=False).status_code == 200
+    wait_for("the router holds nothing", nothing_held, 20)
+    return "40 requests for their prompts' logprobs answered, both decoders alive"
+
+
 def check_kill_decoder(servers: Servers) -> str:
     """All streams survive the death of one decoder with the right tokens."""
     bodies = [a_body(seed, max_tokens=400) for seed in range(3000, 3012)]
@@ -328,6 +369,71 @@ def check_kill_prefiller(servers: Servers) -> str:
     return f"outcomes {counts}, then {refused} while it was gone, complete once it was back"
 
 
+def check_freeze_decoder(servers: Servers) -> str:
+    """A decoder that stands still: connections stay open, and nothing comes any more."""
+    bodies = [a_body(seed, max_tokens=600) for seed in range(5000, 5016)]
+    own = [completion_ids(DECODE[1], body) for body in bodies]
+    begun: set[int] = set()
+
+    def one(index: int) -> tuple[list[int], str | None]:
+        return streamed_ids(bodies[index], lambda tokens: begun.add(index) if tokens > 20 else None)
+
+    def ends(index: int) -> float:
+        assert one(index) == (own[index], "length"), f"request {index} is not what an undisturbed run gives"
+        return time.monotonic()
+
+    with ThreadPoolExecutor(len(bodies)) as pool:
+        streams = [pool.submit(ends, index) for index in range(8)]
+        wait_for("streams have begun", lambda: len(begun) == 8, 60)
+        on_it = sum(len(w["active"]) for w in router_state()["workers"] if w["id"].endswith(str(DECODE[0])))
+        servers.send(DECODE[0], signal.SIGSTOP)
+        frozen_s = time.monotonic()
+        try:
+            fresh = [pool.submit(ends, index) for index in range(8, 16)]
+            fresh_s = max(each.result() for each in fresh) - frozen_s
+            streams_s = max(each.result() for each in streams) - frozen_s
+            moved = metric(ROUTER, "balanceroute_moves_total")
+        finally:
+            servers.send(DECODE[0], signal.SIGCONT)
+    assert on_it and moved, f"{on_it} streams were on the frozen decoder, {moved:.0f} requests moved"
+    wait_for("the router uses the decoder again", lambda: workers_up() == 2, 60)
+    wait_for("the router holds nothing", nothing_held, 30)
+    for port in DECODE:
+        wait_for("decoders are empty", lambda port=port: metric(port, "vllm:num_requests_running") == 0, 30)  # type: ignore[misc]
+    return (
+        f"{on_it} of 8 streams on it, {moved:.0f} requests moved; fresh ones done after {fresh_s:.1f} s,"
+        f" streams after {streams_s:.1f} s"
+    )
+
+
+def check_direct_clients(servers: Servers) -> str:
+    """64 requests that the router knows nothing of take the 64 slots of one decoder."""
+    ended = threading.Event()
+
+    def direct(seed: int) -> None:
+        while not ended.is_set():
+            completion_ids(DECODE[0], a_body(seed, max_tokens=400))
+
+    def foreign() -> int:
+        return int(router_state()["workers"][0]["foreign"]["requests"])
+
+    with ThreadPoolExecutor(80) as pool:
+        clients = [pool.submit(direct, seed) for seed in range(6000, 6064)]
+        try:
+            seen_s = wait_for("the router sees the direct clients", lambda: foreign() >= 48, 60)
+            before = metric(DECODE[1], "vllm:request_success_total")
+            asked = list(pool.map(lambda seed: completion_ids(ROUTER, a_body(seed)), range(7000, 7012)))
+            other = metric(DECODE[1], "vllm:request_success_total") - before
+        finally:
+            ended.set()
+        for client in clients:
+            client.result()
+    gone_s = wait_for("the foreign load is gone", lambda: foreign() == 0, 60)
+    share = f"{other:.0f} of {len(asked)} requests went to the other decoder"
+    assert other >= len(asked) - 1, share
+    return f"seen after {seen_s:.1f} s, {share}, gone {gone_s:.1f} s after the clients"
+
+
 def outcome_of(body: dict[str, Any]) -> str:
     """complete, a status, or what broke the stream."""
     try:
@@ -341,9 +447,15 @@ def outcome_of(body: dict[str, Any]) -> str:
     return "complete" if reason == "length" and len(ids) == body["max_tokens"] else "truncated"
 
 
+def router_state() -> dict[str, Any]:
+    """What the router says of itself."""
+    state: dict[str, Any] = httpx.get(f"{BASE}/state", trust_env=False).json()
+    return state
+
+
 def workers_up() -> int:
     """Decode workers that the router takes as up."""
-    return sum(worker["state"] == "up" for worker in httpx.get(f"{BASE}/state", trust_env=False).json()["workers"])
+    return sum(worker["state"] == "up" for worker in router_state()["workers"])
 
 
 CHECKS: dict[str, Callable[[Servers], str]] = {
@@ -352,8 +464,12 @@ CHECKS: dict[str, Callable[[Servers], str]] = {
     "bench": check_bench,
     "cancel": check_cancel,
     "params": check_params,
+    "features": check_features,
+    "poison": check_poison,
     "kill_decoder": check_kill_decoder,
     "kill_prefiller": check_kill_prefiller,
+    "freeze_decoder": check_freeze_decoder,
+    "direct_clients": check_direct_clients,
 }
 
 

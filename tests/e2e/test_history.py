@@ -46,7 +46,7 @@ class Served:
         assert found is not None, page
         return float(found[1])
 
-    def recorded(self, rows: float, timeout_s: float = 5.0) -> None:
+    def recorded(self, rows: float, timeout_s: float = 60.0) -> None:
         """Wait until so many rows are in the file."""
         deadline = time.monotonic() + timeout_s
         while self.metric(ROWS) < rows:

@@ -49,7 +49,7 @@ def process(*arguments: str, log: Path) -> Iterator[subprocess.Popen[bytes]]:
 
 
 def wait_for(url: str, log: Path, running: subprocess.Popen[bytes]) -> None:
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + 60  # a process starts slowly on a busy machine
     while time.monotonic() < deadline:
         if running.poll() is not None:
             break
@@ -93,7 +93,7 @@ def deployment(emulator: tuple[str, Path], tmp_path: Path) -> Iterator[Deploymen
 
 
 def listening_port(log: Path, router: subprocess.Popen[bytes]) -> int:
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + 60  # a process starts slowly on a busy machine
     while time.monotonic() < deadline and router.poll() is None:
         found = re.search(r'"event":"listening".*"port":(\d+)', log.read_text())
         if found:
@@ -168,7 +168,7 @@ def test_sigterm_lets_running_streams_finish_and_refuses_new_ones(deployment: De
             next(lines)
             os.kill(deployment.router.pid, signal.SIGTERM)
             with httpx.Client(base_url=deployment.url, trust_env=False) as other:
-                deadline = time.monotonic() + 5
+                deadline = time.monotonic() + 60
                 while other.get("/ready").status_code != 503:
                     assert time.monotonic() < deadline
                 refused = other.post("/v1/completions", json={**body, "stream": False})
@@ -220,7 +220,7 @@ def test_sighup_reloads_the_file_and_keeps_serving_when_it_is_wrong(emulator: tu
         ):
             config.write_text(text + change)
             os.kill(router.pid, signal.SIGHUP)
-            deadline = time.monotonic() + 5
+            deadline = time.monotonic() + 60
             while told not in log.read_text():
                 assert time.monotonic() < deadline, log.read_text()
                 time.sleep(0.05)
@@ -234,7 +234,7 @@ def test_a_client_that_sends_no_headers_is_hung_up_on(emulator: tuple[str, Path]
     flags = ["--host", "127.0.0.1", "--port", "0", "--set", "limits.client_header_timeout_s=0.3"]
     with process("serve", "--config", str(cluster), *flags, log=log) as router:
         port = listening_port(log, router)
-        for start in (b"", b"POST /v1/completions HTTP/1.1\r\nhost: x"):
+        for start, told in ((b"", b""), (b"POST /v1/completions HTTP/1.1\r\nhost: x", b"HTTP/1.1 408 ")):
             with socket.create_connection(("127.0.0.1", port), timeout=5) as slow:
                 slow.sendall(start)
-                assert slow.recv(100) == b""
+                assert slow.recv(100).startswith(told) and (told or not slow.recv(100))

@@ -132,13 +132,13 @@ def test_a_prefiller_that_dies_before_the_pull_fails_the_decode_and_is_nobodys_f
 
 def test_nixl_heartbeats_keep_the_lease_of_a_queued_decode() -> None:
     async def test() -> None:
-        async with a_cluster(connector="nixl", lease_s=2.0, max_num_seqs=1, decoders=1) as (cluster, client):
-            busy = asyncio.ensure_future(decode_ids(cluster, client, [300], max_tokens=200))
+        async with a_cluster(connector="nixl", lease_s=20.0, max_num_seqs=1, decoders=1) as (cluster, client):
+            busy = asyncio.ensure_future(decode_ids(cluster, client, [300], max_tokens=2000))
             await until(lambda: bool(cluster.decode[0].rank.running))
             params = await probe(cluster, client, PROMPT)
             ids = await decode_ids(cluster, client, PROMPT, max_tokens=5, kv_transfer_params=params)
             assert ids == continuation(PROMPT, 5)
-            assert await busy == continuation([300], 200)
+            assert await busy == continuation([300], 2000)
             assert cluster.prefill[0].prefiller.expired == 0
 
     run(test)
@@ -146,14 +146,15 @@ def test_nixl_heartbeats_keep_the_lease_of_a_queued_decode() -> None:
 
 def test_a_prefiller_full_of_orphans_waits_for_their_lease() -> None:
     async def test() -> None:
-        async with a_cluster(prefill_blocks=4, decode_blocks=4, block_size=100, lease_s=3.0) as (cluster, client):
+        async with a_cluster(prefill_blocks=4, decode_blocks=4, block_size=100) as (cluster, client):
             for _ in range(2):
                 await probe(cluster, client, PROMPT)
             assert cluster.prefill[0].kv.usage_ratio == 1.0
             third = asyncio.ensure_future(probe(cluster, client, PROMPT))
             await until(lambda: len(cluster.prefill[0].prefiller.queued) == 1)
+            cluster.prefill[0].end_leases()
             await third
-            assert cluster.prefill[0].prefiller.expired >= 1
+            assert cluster.prefill[0].prefiller.expired == 2
 
     run(test)
 

@@ -8,7 +8,7 @@ import pytest
 
 from balanceroute.emulator import ClusterShape
 from balanceroute.engine.tokens import continuation, decode
-from balanceroute.proxy.fanout import StreamHead, summed_details
+from balanceroute.proxy.client.fanout import summed_details
 from tests.integration.router import FAST, Router, running
 from tests.integration.test_proxy_answers import PROMPT, PROMPTS, chat, completion, events, texts
 
@@ -146,28 +146,6 @@ async def test_a_request_that_the_queue_has_no_room_for_is_refused_as_a_whole() 
         reply = await router.client.post("/v1/completions", json=completion(n=6))
         assert reply.status_code == 429 and "retry-after" in reply.headers
         await router.settled()
-
-
-async def test_no_choice_s_events_overtake_the_head_of_the_response() -> None:
-    sent: list[str] = []
-    gate = asyncio.Event()
-
-    async def send(message: Any) -> None:
-        if message["type"] == "http.response.start":
-            await gate.wait()
-        sent.append(message["type"])
-
-    head = StreamHead(send, [], None)
-
-    async def speak() -> None:
-        await head.start()
-        await send({"type": "http.response.body"})
-
-    speaking = asyncio.gather(speak(), speak())
-    await asyncio.sleep(0)
-    gate.set()
-    await speaking
-    assert sent == ["http.response.start", "http.response.body", "http.response.body"]
 
 
 def test_details_are_summed_figure_by_figure() -> None:

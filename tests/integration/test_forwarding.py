@@ -3,10 +3,12 @@
 import asyncio
 from typing import Any
 
+import httpx
 import pytest
 
 from tests.integration.router import FAST, Router, running
 from tests.integration.test_proxy_answers import PROMPT, completion, events
+from tests.security.evil_worker import attacked, reply
 
 pytestmark = pytest.mark.anyio
 
@@ -52,12 +54,63 @@ async def test_when_nobody_answers_the_client_gets_503_with_the_reasons() -> Non
         assert reply.status_code == 503 and "cannot connect" in reply.json()["error"]["message"]
 
 
-async def test_the_path_goes_on_as_the_client_wrote_it() -> None:
+async def test_the_path_is_written_anew_and_holds_a_models_name_at_most() -> None:
     async with running() as router:
         seen = watched(router)
-        for path in ("/v1/models/a%20HTTP%2F1.1", "/v1/models/org%2Fmodel?x=%20y", "/v1/models/a%0d%0aHost:%20evil"):
+        for path in ("/v1/models/a%20HTTP%2F1.1", "/v1/models/org%2Fmodel?x=%20y", "/v1/models?x=1", "/version?x=1"):
             assert (await router.client.get(path)).status_code in (200, 404)
-        assert [path for _, path, _ in seen] == ["/v1/models/a%20HTTP%2F1.1", "/v1/models/org%2Fmodel?x=%20y"]
+        told = ["/v1/models/a%20HTTP/1.1", "/v1/models/org/model", "/v1/models", "/version"]
+        assert [path for _, path, _ in seen] == told
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "..%2f..%2freset_prefix_cache",
+        "a/%2e%2e/b",
+        "a%2f%2fb",
+        "a%0d%0aHost:%20evil",
+        "a%5c..%5cb",
+        "a%00",
+        "a" * 600,
+    ],
+)
+async def test_a_name_that_could_be_another_path_reaches_no_worker(name: str) -> None:
+    async with running() as router:
+        seen = watched(router)
+        reply = await router.client.get(httpx.URL(router.url).copy_with(raw_path=b"/v1/models/" + name.encode()))
+        assert reply.status_code in (400, 404)
+        assert [path for _, path, _ in seen if path != "/v1/models"] == []
+
+
+async def test_a_call_to_all_workers_keeps_plain_flags_only() -> None:
+    async with running() as router:
+        seen = watched(router)
+        post = router.client.post
+        assert (await post("/reset_prefix_cache?reset_running_requests=true", json={})).status_code in (200, 500)
+        told = {path for _, path, _ in seen}
+        assert told == {"/reset_prefix_cache?reset_running_requests=true"}
+        for query in ("a=%0d%0a", "a=b%26c", "a", "&".join(f"a{n}=1" for n in range(20)), "a=../x"):
+            assert (await post(f"/reset_prefix_cache?{query}", json={})).status_code == 400
+        assert {path for _, path, _ in seen} == told
+
+
+PAGES = {
+    "a web page": reply(b"<script>alert(1)</script>", kind="text/html"),
+    "a web page that says it is JSON": reply(b"<script>alert(1)</script>"),
+    "a redirect": reply(b"{}", status="302 Found", headers=("location: http://evil/",)),
+}
+
+
+@pytest.mark.parametrize("said", PAGES.values(), ids=PAGES.keys())
+async def test_a_page_of_a_worker_is_never_one_of_the_routers(said: bytes) -> None:
+    async with attacked() as router:
+        router.prefiller.others = router.decoder.others = lambda asked: (
+            said if asked.target == "/version" else reply({})
+        )
+        answer = await router.client.get("/version")
+        assert answer.status_code == 503 and "script>" not in answer.text and "location" not in answer.headers
+        assert answer.headers["content-type"] == "application/json"
 
 
 async def test_bytes_that_would_end_the_request_line_are_refused() -> None:
@@ -70,12 +123,12 @@ async def test_bytes_that_would_end_the_request_line_are_refused() -> None:
         await writer.wait_closed()
 
 
-async def test_the_router_s_key_is_sent_for_clients_without_one() -> None:
+async def test_the_router_s_key_is_sent_in_place_of_the_clients_own() -> None:
     async with running(auth={"worker_api_key": "k"}) as router:
         seen = watched(router)
         await router.client.get("/v1/models")
         await router.client.get("/v1/models", headers={"Authorization": "Bearer mine", "X-data-parallel-rank": "3"})
-        assert [headers["authorization"] for _, _, headers in seen] == ["Bearer k", "Bearer mine"]
+        assert [headers["authorization"] for _, _, headers in seen] == ["Bearer k", "Bearer k"]
         assert all("x-data-parallel-rank" not in headers for _, _, headers in seen)
 
 
@@ -84,6 +137,15 @@ async def test_a_body_above_the_limit_is_refused_before_any_worker_is_asked() ->
         seen = watched(router)
         reply = await router.client.post("/tokenize", json={"prompt": "a" * 4000})
         assert reply.status_code == 413 and seen == []
+
+
+@pytest.mark.parametrize("path", ["/start_profile", "/stop_profile"])
+async def test_profiling_is_asked_of_every_server_once(path: str) -> None:
+    async with running(FAST) as router:
+        seen = watched(router)
+        reply = await router.client.post(path)
+        assert [(method, there) for method, there, _ in seen] == [("POST", path)] * 6
+        assert reply.status_code == 500 and len(reply.json()["failed"]) == 6  # emulated engines have no profiler
 
 
 async def test_resetting_the_prefix_cache_asks_every_worker_and_names_those_that_failed() -> None:
@@ -98,14 +160,12 @@ async def test_resetting_the_prefix_cache_asks_every_worker_and_names_those_that
         )
 
 
-@pytest.mark.parametrize(
-    "path", ["/v1/responses", "/v1/responses/resp_1/cancel", "/v1/messages", "/v1/messages/count_tokens"]
-)
+@pytest.mark.parametrize("path", ["/v1/responses", "/v1/responses/resp_1/cancel"])
 async def test_what_cannot_be_served_right_says_so(path: str) -> None:
     async with running() as router:
         reply = await router.client.post(path, json={"input": "a"})
         error = reply.json()["error"]
-        assert reply.status_code == 501 and error["code"] == 501 and "/v1/chat/completions" in error["message"]
+        assert reply.status_code == 404 and error["code"] == 404 and "/v1/chat/completions" in error["message"]
 
 
 @pytest.mark.parametrize("stream", [False, True])

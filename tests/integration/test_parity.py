@@ -26,7 +26,7 @@ from balanceroute.simulator.oracle import PredictorForecast, TrueLengths
 from balanceroute.simulator.setting import Setting
 from balanceroute.simulator.simulation import Simulation
 from balanceroute.traces import Trace, generate_trace
-from tests.integration.router import configuration, served
+from tests.integration.router import configuration, patient, served
 
 SHAPE = ClusterShape(prefillers=2, decoders=4, max_num_seqs=3, time_scale=0.02, max_model_len=4096)
 
@@ -40,7 +40,7 @@ def live_run(policy: str, journal: Path) -> list[dict[str, Any]]:
     """Serve the trace; the lines of the journal."""
 
     async def run() -> Config:
-        async with EmulatedCluster(SHAPE) as cluster:
+        async with EmulatedCluster(patient(SHAPE)) as cluster:
             config = configuration(cluster, routing={"policy": policy})
             app = create_app(config, journal=journal, strict=True)
             async with served(app) as url, httpx.AsyncClient(base_url=url, trust_env=False):

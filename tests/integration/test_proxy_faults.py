@@ -10,17 +10,15 @@ import pytest
 
 from balanceroute.emulator import ClusterShape
 from balanceroute.engine.tokens import continuation, decode
-from balanceroute.proxy.drainer import Drain
-from balanceroute.proxy.payloads import parse
+from balanceroute.proxy.wire.payloads import parse
+from balanceroute.proxy.workers.drainer import Drain
 from tests.integration.router import Router, running
 from tests.integration.test_proxy_answers import PROMPT, chat, completion, events, texts
 
 pytestmark = pytest.mark.anyio
 
-LEASE_S = 30.0  # modelled: KV that a failed decoder may have pulled is not drained but expires
-PAIR = ClusterShape(prefillers=2, decoders=2, max_num_seqs=8, time_scale=0.02, lease_s=LEASE_S)
-PATIENT = ClusterShape(prefillers=2, decoders=2, max_num_seqs=8, time_scale=0.02)  # with the connector's own lease
-FOUR = ClusterShape(prefillers=4, decoders=4, max_num_seqs=8, time_scale=0.02, lease_s=LEASE_S)
+PAIR = ClusterShape(prefillers=2, decoders=2, max_num_seqs=8, time_scale=0.02)
+FOUR = ClusterShape(prefillers=4, decoders=4, max_num_seqs=8, time_scale=0.02)
 QUICK = {"retry": {"base_delay_s": 0.001, "max_delay_s": 0.01}}
 
 
@@ -184,7 +182,7 @@ async def test_when_every_worker_fails_before_the_first_byte_the_client_gets_a_s
 @pytest.mark.parametrize("status", [429, 503])
 @pytest.mark.parametrize("role", ["p", "d"])
 async def test_requests_wait_while_every_worker_pushes_back_and_none_fails(role: str, status: int) -> None:
-    async with running(PATIENT, retry={**QUICK["retry"], "max_attempts": 1}) as router:
+    async with running(PAIR, retry={**QUICK["retry"], "max_attempts": 1}) as router:
         await inject_everywhere(router, role, "status", status=status, count=None)
         bodies = [completion(max_tokens=24, stream=n % 2 == 0) for n in range(12)]
         asks = asyncio.gather(*(router.client.post("/v1/completions", json=body) for body in bodies))
@@ -203,7 +201,7 @@ async def test_requests_wait_while_every_worker_pushes_back_and_none_fails(role:
 async def test_when_workers_push_back_for_ever_the_client_gets_503_at_the_deadline_of_the_queue(
     role: str, stream: bool
 ) -> None:
-    async with running(PATIENT, queue={"deadline_s": 1.0}, **QUICK) as router:
+    async with running(PAIR, queue={"deadline_s": 1.0}, **QUICK) as router:
         await inject_everywhere(router, role, "status", status=429, count=None)
         began_s = asyncio.get_running_loop().time()
         reply = await router.client.post("/v1/completions", json=completion(stream=stream))
@@ -229,7 +227,7 @@ async def test_a_worker_that_pushed_back_is_tried_by_one_request_at_a_time() -> 
 
 
 async def test_an_answer_that_has_begun_waits_beyond_the_deadline_of_the_queue() -> None:
-    async with running(PATIENT, queue={"deadline_s": 0.5}, **QUICK) as router:
+    async with running(PAIR, queue={"deadline_s": 0.5}, **QUICK) as router:
         await inject_everywhere(router, "d", "recompute", after_events=4)
         body = completion(max_tokens=24, stream=True, stream_options={"include_usage": True})
         async with router.client.stream("POST", "/v1/completions", json=body) as reply:

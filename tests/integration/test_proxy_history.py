@@ -12,7 +12,7 @@ import pytest
 from balanceroute.emulator import ClusterShape
 from balanceroute.prediction import FinishedRequest, History, LearnedPredictor
 from balanceroute.prediction.history import read_rows
-from balanceroute.proxy.forecasts import LiveForecasts
+from balanceroute.proxy.admission.forecasts import LiveForecasts
 from tests.integration.router import running
 from tests.integration.test_proxy_answers import PROMPT, chat, completion
 from tests.integration.test_proxy_faults import PAIR, QUICK, inject_everywhere

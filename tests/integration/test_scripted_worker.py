@@ -2,7 +2,7 @@
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, MutableMapping
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -10,6 +10,7 @@ import httpx
 import pytest
 
 from balanceroute.config import validate
+from balanceroute.core.types import Reject, RequestSpec
 from balanceroute.proxy.app import RouterApp, create_app
 from tests.integration.router import served
 from tests.unit.proxy.servers import CHUNKED_HEAD, Script, chunked, plain, read_request, worker
@@ -29,21 +30,24 @@ def event(ids: list[int], finish: str | None = None, **delta: str) -> bytes:
     return b"data: %s\n\n" % json.dumps({"id": "a", "created": 1, "choices": [choice]}).encode()
 
 
-def streaming(tokens: int, interval_s: float) -> Script:
-    """A worker that tells the role at once and then a token per interval; as a prefiller it pins."""
+def streaming(tokens: int, interval_s: float, bodies: list[dict[str, Any]] | None = None, *, text: str = "x") -> Script:
+    """A worker that tells the role at once and then a token per interval; as a prefiller it pins. Keeps `bodies`."""
 
     async def script(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         while True:
             head, body = await read_request(reader)
             if not head.startswith(b"POST /v1/"):
                 writer.write(plain(METRICS))
-            elif not json.loads(body).get("stream"):
+                continue
+            if bodies is not None:
+                bodies.append(json.loads(body))
+            if not json.loads(body).get("stream"):
                 writer.write(plain(json.dumps(PROBED).encode()))
             else:
                 writer.write(CHUNKED_HEAD + chunked(event([], role="assistant", content=""), last=False))
                 for token in range(tokens):
                     await asyncio.sleep(interval_s)
-                    writer.write(chunked(event([token], content="x"), last=False))
+                    writer.write(chunked(event([token], content=text), last=False))
                 writer.write(chunked(event([], "length", content=""), b"data: [DONE]\n\n"))
 
     return script
@@ -59,7 +63,8 @@ async def routing(script: Script, **limits: Any) -> AsyncIterator[tuple[RouterAp
             "predictor": {"kind": "none"},
             "limits": limits,
         }
-        app = create_app(validate(tree), strict=True)
+        config = validate(tree)
+        app = create_app(config, strict=True)
         async with served(app) as url, httpx.AsyncClient(base_url=url, trust_env=False) as client:
             yield app, client
 
@@ -75,24 +80,44 @@ async def test_a_chat_may_run_longer_than_its_first_event_may_take_and_is_measur
         assert "balanceroute_generated_tokens_total 20.0" in metrics
 
 
-async def test_a_client_that_is_slow_to_take_the_end_of_an_answer_has_the_time_of_clients_not_of_workers() -> None:
-    async with routing(streaming(5, 0.01), idle_timeout_s=0.3, client_stall_timeout_s=30.0) as (app, client):
+async def test_a_client_that_reads_late_has_the_time_of_clients_not_of_workers() -> None:
+    long = "x" * 2**18
+    limits = {"idle_timeout_s": 0.3, "client_stall_timeout_s": 30.0}
+    async with routing(streaming(40, 0.001, text=long), **limits) as (app, client):
         await client.get("/ready")
-        messages: list[MutableMapping[str, Any]] = []
+        url = client.base_url
+        reader, writer = await asyncio.open_connection(url.host, url.port, limit=2**16)
         body = json.dumps(CHAT).encode()
+        head = b"POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\ncontent-length: %d\r\nconnection: close\r\n\r\n"
+        writer.write(head % len(body) + body)
+        while not any(leg.blocked_by_client for leg in app.services.legs):  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+        await asyncio.sleep(1.2)
+        answer = await reader.read(-1)
+        writer.close()
+        assert answer.count(b"x" * 2**18) == 40 and answer.endswith(b"data: [DONE]\n\n\r\n0\r\n\r\n")
+        assert app.services.metrics.requests.value("finished") == 1
 
-        async def receive() -> MutableMapping[str, Any]:
-            if body_taken.is_set():
-                await asyncio.Event().wait()
-            body_taken.set()
-            return {"type": "http.request", "body": body, "more_body": False}
 
-        async def send(message: MutableMapping[str, Any]) -> None:
-            if not message.get("more_body", True):
-                await asyncio.sleep(1.2)
-            messages.append(message)
+async def test_a_priority_beyond_its_bounds_is_clamped_in_our_own_order_and_reaches_the_engines_as_it_is(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    bodies: list[dict[str, Any]] = []
+    caplog.set_level("INFO")
+    orders = []
+    async with routing(streaming(1, 0.0, bodies), priority={"min": -2, "max": 5}) as (app, client):
+        scheduler = app.services.ledger.scheduler
+        submit = scheduler.submit
 
-        body_taken = asyncio.Event()
-        scope = {"type": "http", "method": "POST", "path": "/v1/chat/completions", "headers": [], "query_string": b""}
-        await app(scope, receive, send)
-        assert messages[-1]["body"].endswith(b"data: [DONE]\n\n") and not messages[-1]["more_body"]
+        def noting(spec: RequestSpec, now: float) -> Reject | None:
+            orders.append(spec.priority)
+            return submit(spec, now)
+
+        scheduler.submit = noting  # type: ignore[method-assign]
+        for asked in ({"priority": -100}, {"priority": 3}, {"priority": 100}, {}):
+            assert (await client.post("/v1/chat/completions", json={**CHAT, **asked})).status_code == 200
+    assert orders == [-2, 3, 5, 0]
+    assert [body.get("priority") for body in bodies] == [-100, -100, 3, 3, 100, 100, None, None]
+    lines = [vars(record) for record in caplog.records if record.message == "priority clamped"]
+    assert [(line["asked"], line["priority"]) for line in lines] == [(-100, -2), (100, 5)]
+    assert all(line["request"] for line in lines)

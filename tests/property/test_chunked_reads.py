@@ -9,8 +9,8 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from balanceroute.errors import UpstreamError
-from balanceroute.proxy.hotpath import unchunked
-from balanceroute.proxy.upstream import Upstream, _Connection
+from balanceroute.proxy.hotpath.events import unchunked
+from balanceroute.proxy.workers.upstream import Upstream, _Connection
 
 HEAD = b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n"
 chunks = st.lists(st.binary(min_size=1, max_size=40) | st.sampled_from([b"\r\n", b"0\r\n\r\n", b"5\r\nhello\r\n"]))
@@ -167,6 +167,6 @@ starts = st.sampled_from(
 @example(b"HTTP/1.1 200 OK", [b"content-length: 5", b"X-Request-Id:  a b "], b"hello")
 def test_a_reply_without_a_parser_is_what_it_is_with_one(start: bytes, head: list[bytes], body: bytes) -> None:
     data = b"\r\n".join([start, *head, b"", body])
-    with patch("balanceroute.proxy.upstream.plain_reply", lambda data: None):
+    with patch("balanceroute.proxy.workers.upstream.plain_reply", lambda data: None):
         parsed = seen(data)
     assert seen(data) == parsed

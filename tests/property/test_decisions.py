@@ -31,7 +31,7 @@ def a_cluster(loads: list[list[int]], waiting: list[int], policy: BalanceRoute |
         scheduler.add_worker(WorkerSpec(f"d{worker}", Role.DECODE, slots=4), 0.0)
         for index, size in enumerate(held):
             scheduler.submit_prefilled(RequestSpec(f"d{worker}.{index}", size), 0.0, 2.0 if size % 3 == 0 else None)
-            scheduler._bind(Choice(scheduler.snapshot.pool[0], scheduler.snapshot.workers[worker], 0, 0.0), 0.0)
+            scheduler._bind(Choice(scheduler.snapshot.pool.front[0], scheduler.snapshot.workers[worker], 0, 0.0), 0.0)
     for index, size in enumerate(waiting):
         scheduler.submit_prefilled(RequestSpec(f"w{index}", size), 0.0)
     return scheduler
@@ -99,7 +99,7 @@ def test_br_h_without_a_horizon_decides_as_br_0(
 def test_stage_1_finds_the_best_request_of_the_whole_pool(waiting: list[int], margin: int, workers: int) -> None:
     snapshot = a_cluster([[]], waiting).snapshot
     score = present_score(margin, 1.0, float(workers))
-    best, value = best_single(snapshot, score)
+    best, value = best_single(snapshot.pool.front, score)
     scores = [score(size) for size in waiting]
     assert value == max(scores)
     assert best.id == f"w{scores.index(max(scores))}", "ties go to the first in waiting order"
@@ -113,11 +113,11 @@ def test_requests_above_every_margin_tie_where_beta_is_alpha(
     snapshot = a_cluster([[]], waiting).snapshot
     score = HorizonWeights(len(margins) - 1, 1.0, 1.0, gamma).score(np.array(margins))
     tied = [size for size in waiting if size >= max(margins)]
-    best, _ = best_single(snapshot, score)
+    best, _ = best_single(snapshot.pool.front, score)
     assert best.prompt_tokens == (tied[0] if tied else max(waiting))
 
 
-def naive_target_fit(loads: list[list[int]], waiting: list[int]) -> list[tuple[str, str]]:
+def naive_fit(loads: list[list[int]], waiting: list[int], penalty: int, drop: float) -> list[tuple[str, str]]:
     """The scarce branch as it is specified, request by request, for waits of zero and equal speeds."""
     load, active = [sum(held) for held in loads], [len(held) for held in loads]
     chosen: list[tuple[int, int]] = []
@@ -126,7 +126,8 @@ def naive_target_fit(loads: list[list[int]], waiting: list[int]) -> list[tuple[s
         mean, envelope = sum(load) / len(load), max(load)
         unused = [i for i in range(len(waiting)) if i not in {i for _, i in chosen}]
         totals = {i: load[worker] + waiting[i] for i in unused}
-        return min(unused, key=lambda i: abs(totals[i] - mean) + 7 * max(0.0, totals[i] - envelope))
+        level = min(envelope, mean - drop)
+        return min(unused, key=lambda i: abs(totals[i] - level) + penalty * max(0.0, totals[i] - envelope))
 
     for _ in range(sum(4 - n for n in active)):
         worker = min((g for g in range(len(load)) if active[g] < 4), key=lambda g: (active[g], load[g]))
@@ -154,5 +155,29 @@ def test_target_fit_chooses_as_specified_when_slots_are_scarce(loads: list[list[
     scheduler = a_cluster(loads, waiting)
     scheduler.policy = make_policy(PolicySettings(policy="target_fit"))
     admissions = scheduler.admit(0.0)
-    assert [(action.request, action.worker) for action in admissions] == naive_target_fit(loads, waiting)
+    assert [(action.request, action.worker) for action in admissions] == naive_fit(loads, waiting, 7, 0.0)
     assert all(math.isfinite(action.score) for action in admissions)
+
+
+@settings(max_examples=500, deadline=None)
+@given(
+    st.one_of([st.lists(full, min_size=n, max_size=n) for n in (1, 2, 4)]),
+    st.integers(0, 1_000),
+    st.data(),
+)
+def test_level_fit_is_target_fit_below_the_mean(loads: list[list[int]], output: int, data: st.DataObject) -> None:
+    """By (1 - 1/G) of the mean answer, and twice what the stock is smaller than the prompts that arrive, up to as much.
+
+    Sizes are multiples of the pool's, so that the stock's mean is exact, and no prompt is large.
+    """
+    free = sum(4 - len(held) for held in loads)
+    size = 8 if free < 8 else 16
+    waiting = data.draw(st.lists(st.integers(1, 3_000).map(lambda n: n * 16), min_size=size, max_size=size))
+    mean_prompt = data.draw(st.integers(max(waiting) // 5 + 1, max(waiting)))
+    scheduler = a_cluster(loads, waiting)
+    scheduler.policy = make_policy(PolicySettings(policy="level_fit"))
+    scheduler.snapshot.means.prompt_tokens, scheduler.snapshot.means.answer_tokens = mean_prompt, output * 16
+    growth = output * 16 * (1 - 1 / len(loads))
+    drop = growth + min(growth, max(-growth, 2 * (mean_prompt - sum(waiting) / size)))
+    admissions = scheduler.admit(0.0)
+    assert [(action.request, action.worker) for action in admissions] == naive_fit(loads, waiting, 6, drop)

@@ -1,5 +1,13 @@
-"""The compiled hot path matches events and joins chunks as the Python one does, on any input."""
+"""The hot path matches events and joins chunks as its rules say, on any input, compiled and as it is."""
 
+import contextlib
+import hashlib
+import importlib
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -7,11 +15,12 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from balanceroute.proxy.hotpath import reference
+from balanceroute.proxy.hotpath import events
 
-compiled: Any = pytest.importorskip(
-    "balanceroute.proxy.hotpath.compiled", reason="no C compiler when this was installed"
-)
+FORMS: dict[str, Any] = {"python": events}
+with contextlib.suppress(ImportError):  # without a C compiler there is the one form only
+    FORMS["compiled"] = importlib.import_module("balanceroute.proxy.hotpath.compiled")
+both = pytest.mark.parametrize("module", FORMS.values(), ids=FORMS)
 
 HEAD, MID, TAIL = b'data: {"a":1,"text":"', b'","token_ids":[', b'],"z":null}\n\n'
 TEMPLATES = [
@@ -39,6 +48,45 @@ def outcome(matcher: Any, raw: bytes) -> tuple[object, ...]:
     return matcher.match(raw), matcher.tokens, matcher.ids.tolist(), matcher.printed
 
 
+class Oracle:
+    """What a matcher is to do, by regular expressions."""
+
+    def __init__(self, want_ids: bool) -> None:
+        self.tokens, self.ids, self.printed = 0, [], 0  # type: ignore[var-annotated]
+        self.want_ids, self.template = want_ids, None
+
+    def learn(self, *template: Any) -> None:
+        self.template = template  # type: ignore[assignment]
+
+    def match(self, raw: bytes) -> bytes | None:
+        if self.template is None or not raw:
+            return None
+        head, mid, tail, head_out, end_out = self.template
+        ids_of = rb"((?:[0-9]{1,10}(?:,[0-9]{1,10})*)?)"
+        event = re.compile(re.escape(head) + rb'([^"\n]*)(' + re.escape(mid) + ids_of + re.escape(tail) + rb")")
+        found: list[tuple[bytes, bytes, list[int]]] = []
+        at = 0
+        while at < len(raw):
+            one = event.match(raw, at)
+            if one is None:
+                return None
+            listed = [int(each) for each in one[3].split(b",") if each]
+            if any(each >= 2**32 for each in listed):
+                return None
+            found.append((one[1], one[2], listed))
+            at = one.end()
+        for text, _, listed in found:
+            self.ids += listed
+            self.tokens += len(listed)
+            self.printed = self.tokens if text else self.printed
+        return b"".join(head_out + text + (rest if self.want_ids else end_out) for text, rest, _ in found)
+
+
+def expected(oracle: Oracle, raw: bytes) -> tuple[object, ...]:
+    return oracle.match(raw), oracle.tokens, oracle.ids, oracle.printed
+
+
+@both
 @given(st.lists(reads(), min_size=1, max_size=4), st.booleans())
 @example([(TEMPLATES[0], HEAD + b"a" + MID + b"4294967295,0" + TAIL)], False)
 @example([(TEMPLATES[0], HEAD + b"a" + MID + b"1,4294967296" + TAIL)], False)
@@ -46,21 +94,24 @@ def outcome(matcher: Any, raw: bytes) -> tuple[object, ...]:
 @example([(TEMPLATES[0], HEAD + MID + b"00000000001" + TAIL)], True)
 @example([(TEMPLATES[0], HEAD + MID + b"1," + TAIL)], False)
 @example([(TEMPLATES[0], HEAD + MID[:-1] + TAIL)], False)
-def test_both_matchers_take_the_same_events_and_count_the_same(
-    given_reads: list[tuple[tuple[bytes, ...], bytes]], want_ids: bool
+@example([(TEMPLATES[0], HEAD + b"a" * 64 + MID + b"1" + TAIL)], False)
+@example([(TEMPLATES[0], HEAD + b"a" * 200 + MID + b"1" + TAIL + HEAD + b"a" * 90)], False)
+@example([(TEMPLATES[0], HEAD + b"a" * 100 + b"\n" + MID + b"1" + TAIL)], False)
+def test_a_matcher_takes_exactly_the_events_that_fit(
+    module: Any, given_reads: list[tuple[tuple[bytes, ...], bytes]], want_ids: bool
 ) -> None:
-    python, cython = reference.EventMatcher(want_ids), compiled.EventMatcher(want_ids)
+    matcher, oracle = module.EventMatcher(want_ids), Oracle(want_ids)
     for template, raw in given_reads:
-        assert outcome(cython, raw) == outcome(python, raw)
-        python.learn(*template)
-        cython.learn(*template)
-        assert outcome(cython, raw) == outcome(python, raw)
-    python.forget()
-    cython.forget()
-    assert outcome(cython, given_reads[-1][1]) == outcome(python, given_reads[-1][1])
+        assert outcome(matcher, raw) == expected(oracle, raw)
+        matcher.learn(*template)
+        oracle.learn(*template)
+        assert outcome(matcher, raw) == expected(oracle, raw)
+    matcher.forget()
+    oracle.template = None
+    assert outcome(matcher, given_reads[-1][1]) == expected(oracle, given_reads[-1][1])
 
 
-@pytest.mark.parametrize("module", [reference, compiled])
+@both
 def test_events_that_fit_are_counted_and_leave_without_their_ids(module: Any) -> None:
     matcher = module.EventMatcher(False)
     matcher.learn(*TEMPLATES[0])
@@ -72,17 +123,14 @@ def test_events_that_fit_are_counted_and_leave_without_their_ids(module: Any) ->
     assert outcome(matcher, one + other) == (one_out + other_out, 6, [7, 8, 9, 7, 8, 9], 5)
 
 
-@pytest.mark.parametrize("module", [reference, compiled])
-def test_nothing_fits_while_an_event_is_incomplete_or_the_stream_has_ended(module: Any) -> None:
+@both
+def test_nothing_fits_within_an_event(module: Any) -> None:
     matcher = module.EventMatcher(False)
     matcher.learn(*TEMPLATES[0])
     whole = HEAD + b"hi" + MID + b"7" + TAIL
-    matcher.parts.append(b"data: ")
+    matcher.between_events = False
     assert matcher.match(whole) is None
-    matcher.parts.clear()
-    matcher.end = "ended"
-    assert matcher.match(whole) is None
-    matcher.end = None
+    matcher.between_events = True
     assert matcher.match(whole)
 
 
@@ -91,6 +139,7 @@ chunks = st.tuples(sizes, st.sampled_from([b"\r\n", b"\n", b""]), st.binary(max_
 framed = st.binary(min_size=1, max_size=40).map(lambda body: b"%x\r\n%b\r\n" % (len(body), body))
 
 
+@both
 @given(st.binary(max_size=60) | st.lists(framed | chunks, max_size=4).map(b"".join))
 @example(b"00000001\r\na\r\n")
 @example(b"000000001\r\na\r\n")
@@ -99,11 +148,19 @@ framed = st.binary(min_size=1, max_size=40).map(lambda body: b"%x\r\n%b\r\n" % (
 @example(b"fffffff\r\na\r\n")
 @example(b"+1\r\na\r\n")
 @example(b"1\r\na\r\n0\r\n\r\n")
-def test_both_take_the_same_reads_for_whole_chunks(data: bytes) -> None:
-    assert compiled.unchunked(data) == reference.unchunked(data)
+def test_exactly_whole_chunks_are_joined(module: Any, data: bytes) -> None:
+    body, rest = b"", data
+    while rest:
+        size = re.match(rb"([0-9a-fA-F]{1,7})\r\n", rest)
+        length = int(size[1], 16) if size else 0
+        if size is None or not length or rest[size.end() + length :][:2] != b"\r\n":
+            break
+        body += rest[size.end() : size.end() + length]
+        rest = rest[size.end() + length + 2 :]
+    assert module.unchunked(data) == (body if body and not rest else None)
 
 
-@pytest.mark.parametrize("module", [reference, compiled])
+@both
 def test_whole_chunks_are_joined_and_anything_else_is_left_to_the_parser(module: Any) -> None:
     assert module.unchunked(b"5\r\nhello\r\n") == b"hello"
     assert module.unchunked(b"5\r\nhello\r\nB\r\n to you all\r\n") == b"hello to you all"
@@ -118,24 +175,72 @@ def test_whole_chunks_are_joined_and_anything_else_is_left_to_the_parser(module:
         assert module.unchunked(other) is None
 
 
-@pytest.mark.parametrize("module", [reference, compiled])
-def test_a_pump_that_cannot_write_keeps_no_other_waiting(module: Any) -> None:
-    said: list[bytes | str] = []
+class Scanner:
+    """Events that all fit."""
 
-    class Pump(module.EventPump):  # type: ignore[misc]
-        def failed(self, error: Exception) -> None:
-            said.append(str(error))
+    end: object = None
+
+    def __init__(self, module: Any) -> None:
+        self.matcher = module.EventMatcher(False)
+        self.matcher.learn(*TEMPLATES[0])
+
+
+@both
+def test_a_pump_that_cannot_write_keeps_no_other_waiting(module: Any) -> None:
+    said: list[bytes] = []
 
     def write(part: bytes) -> bool:
-        if part == b"2":
+        if b"2" in part:
             raise OSError("gone")
         said.append(part)
         return True
 
     turn: list[Any] = []
-    flusher = module.Flusher(SimpleNamespace(call_soon=turn.append))
-    for part in (b"1", b"2", b"3"):
-        Pump(module.EventMatcher(False), lambda tokens: None, flusher, write).take(part)
+    flusher = module.Flusher(turn.append)
+    pumps = []
+    for text in (b"1", b"2", b"3"):
+        client = SimpleNamespace(write=write)
+        pumps.append(module.Pump(None, Scanner(module), client, lambda tokens: None, flusher, "done"))
+        pumps[-1].chunk(HEAD + text + MID + b"7" + TAIL)
     (flush,) = turn
     flush()
-    assert said == [b"1", "gone", b"3"]
+    assert said == [HEAD + b"1" + TEMPLATES[0][4], HEAD + b"3" + TEMPLATES[0][4]]
+    assert [str(pump.failure) for pump in pumps] == ["None", "gone", "None"]
+    assert [pump.over for pump in pumps] == [False, True, False]
+
+
+@both
+@given(st.lists(st.binary(min_size=1, max_size=3000), min_size=1, max_size=4), st.booleans())
+def test_parts_are_written_as_chunks_and_the_first_with_the_head(
+    module: Any, parts: list[bytes], chunked: bool
+) -> None:
+    sent: list[bytes] = []
+    refused: list[bytes] = []
+    writer = module.PartWriter(sent.append, lambda part: bool(refused.append(part)))
+    assert not writer.write(parts[0]) and (sent, refused) == ([], parts[:1])
+    writer.open, writer.chunked, writer.head = True, chunked, b"head"
+    assert all([writer.write(part) for part in parts])
+    framed = [b"%x\r\n%b\r\n" % (len(part), part) if chunked else part for part in parts]
+    assert sent == [b"head" + framed[0], *framed[1:]]
+
+
+def test_the_sources_bear_their_own_digest_so_that_a_module_compiled_of_others_is_known() -> None:
+    folder = Path(events.__file__).parent
+    source = (folder / "events.py").read_text().replace(events.SOURCE, "", 1)
+    digest = hashlib.blake2b((source + (folder / "compiled.pxd").read_text()).encode(), digest_size=8).hexdigest()
+    assert events.SOURCE == digest, f'write SOURCE: Final = "{digest}" into events.py'
+
+
+def test_a_module_compiled_of_other_sources_is_left_alone() -> None:
+    script = """
+import sys, types
+old = types.ModuleType("balanceroute.proxy.hotpath.compiled")
+old.SOURCE = "of another version"
+sys.modules[old.__name__] = old
+import balanceroute.proxy
+import balanceroute.proxy.hotpath as hotpath
+print(hotpath.STALE, hotpath.COMPILED, hotpath.Pump.__module__)
+"""
+    environment = {name: value for name, value in os.environ.items() if name != "BALANCEROUTE_PURE_PYTHON"}
+    run = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True, env=environment)
+    assert run.stdout.split() == ["True", "False", "balanceroute.proxy.hotpath.events"]

@@ -1,6 +1,7 @@
 """The kept projection against the definition: each request adds s + a + h at every h it is expected to see."""
 
 import numpy as np
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -9,7 +10,7 @@ from balanceroute.core.projection import Projection
 HORIZON = st.sampled_from([0, 1, 2, 3, 7])
 EVENTS = st.lists(
     st.tuples(
-        st.sampled_from(["add", "add", "remove", "step", "step", "refresh", "grow", "start"]),
+        st.sampled_from(["add", "add", "remove", "step", "step", "refresh", "grow", "start", "generate", "generate"]),
         st.integers(0, 50),
         st.integers(0, 500),
         st.floats(0, 9),
@@ -28,12 +29,16 @@ class Model:
 
     def expect(self, remaining: float) -> None:
         self.anchored = remaining >= self.horizon
-        self.remaining = float(self.horizon) if self.anchored else max(1.0, remaining) if remaining > 0 else 0.0
+        self.remaining = float(self.horizon) if self.anchored else remaining
 
     def generate(self) -> None:
         self.tokens += 1
         if not self.anchored:
-            self.remaining = max(min(1.0, self.remaining), self.remaining - 1.0)
+            self.remaining = max(0.0, self.remaining - 1.0)
+
+    @property
+    def bucket(self) -> int:
+        return int(self.remaining)
 
     def load_at(self, h: int) -> int:
         return self.tokens + h if h <= self.remaining or not self.running else 0
@@ -60,6 +65,13 @@ def test_projected_loads_follow_the_definition_after_any_events(
                 kept.grow(model.worker, tokens)
                 model.tokens += tokens
                 continue
+            if event == "generate":
+                if model.running and not model.anchored:
+                    before, held = model.bucket, model.tokens
+                    for _ in range(tokens % 5):
+                        model.generate()
+                    kept.move(model.worker, held, model.tokens - held, before, model.bucket)
+                continue
             kept.remove(model.worker, model.tokens, model.remaining, model.running)
             if event == "remove":
                 models.remove(model)
@@ -73,3 +85,21 @@ def test_projected_loads_follow_the_definition_after_any_events(
         [sum(model.load_at(h) for model in models if model.worker == g) for h in range(horizon + 1)] for g in range(3)
     ]
     assert np.array_equal(kept.loads(), expected)
+    afresh = Projection(3, horizon)
+    for model in models:
+        afresh.add(model.worker, model.tokens, model.remaining, model.running)
+    assert kept.equals(afresh)
+
+
+@pytest.mark.parametrize("running", [True, False])
+@pytest.mark.parametrize(("kv_tokens", "remaining"), [(10, 2.0), (11, 1.0), (0, 2.0)])
+def test_projections_that_differ_in_one_request_are_not_equal(kv_tokens: int, remaining: float, running: bool) -> None:
+    one, other = Projection(2, 3), Projection(2, 3)
+    for projection in (one, other):
+        projection.add(0, 10, 1.0)
+        projection.add(1, 10, 1.0, running=False)
+    assert one.equals(other)
+    other.add(1, kv_tokens, remaining, running)
+    assert not one.equals(other)
+    other.remove(1, kv_tokens, remaining, running)
+    assert one.equals(other)

@@ -149,7 +149,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             assert min(free.values(), default=0) >= 0, "INV-2: no more requests than slots"
             idle = len(self.scheduler.snapshot.pool) and self.scheduler.snapshot.free_slots
             assert not idle or self.scheduler.recheck_s(self.now) > self.now, "INV-8: idle slots need a reason"
-            assert not idle or self.settings.policy == "target_fit"
+            assert not idle or self.settings.policy in ("target_fit", "level_fit")
         if self.lock_step:
             for action in admissions:
                 self.scheduler.start(action.request, self.now)
@@ -208,13 +208,17 @@ class SchedulerMachine(RuleBasedStateMachine):
         workers = self.scheduler.snapshot.prefillers if prefill else self.scheduler.snapshot.workers
         self.scheduler.set_worker_state(workers[pick % len(workers)].spec.id, state, self.now)
 
+    @rule(requests=st.integers(0, 6), tokens=st.integers(0, 5_000), least=st.integers(0, 2))
+    def report_decoder(self, requests: int, tokens: int, least: int) -> None:
+        self.scheduler.report_decoder("d0", requests, tokens, least, self.now)
+
     @rule(usage=st.sampled_from([0.1, 1.0]))
     def report_prefiller(self, usage: float) -> None:
         self.scheduler.report_prefiller("p0", usage, self.now)
 
     @rule(stops=st.booleans())
     def drain(self, stops: bool) -> None:
-        self.scheduler.draining = stops
+        self.scheduler.set_draining(stops, self.now)
 
     @rule()
     def replace_an_empty_worker(self) -> None:

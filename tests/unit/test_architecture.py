@@ -86,13 +86,45 @@ def test_pure_layers_use_no_clock_socket_task_logger_or_global_random_state(fold
         assert not roots & PURE_STDLIB_BANS, path
 
 
-@pytest.mark.parametrize("name", ["payloads", "sse"])
-def test_wire_modules_know_nothing_of_the_rest_of_the_proxy(name: str) -> None:
-    path = PACKAGE / "proxy" / f"{name}.py"
-    if path.exists():
-        inner = {name for name in imports_of(path) if name.startswith("balanceroute.proxy.")}
-        assert package_layers(path) <= {"errors", "proxy"}
-        assert all(name.startswith("balanceroute.proxy.hotpath.") for name in inner)
+# the ladder of proxy/: each rung imports only rungs below it; the modules beside the rungs compose them
+RUNGS = ("wire", "telemetry", "perimeter", "admission", "workers", "life", "client", "ops")
+
+
+@pytest.mark.parametrize(
+    "path", sorted((PACKAGE / "proxy").glob("*/**/*.py")), ids=lambda p: str(p.relative_to(PACKAGE))
+)
+def test_rung_of_the_proxy_imports_only_rungs_below_it(path: Path) -> None:
+    rung = path.relative_to(PACKAGE / "proxy").parts[0]
+    inner = {name.split(".")[2] for name in imports_of(path) if name.startswith("balanceroute.proxy.")}
+    below = {"hotpath", *RUNGS[: RUNGS.index(rung) + 1]} if rung in RUNGS else {"hotpath"}
+    assert inner <= below
+
+
+SCHEDULERS_OWN = {"scheduler", "snapshot", "snapshot_json", "tracker", "pool", "projection"}  # modules of `core`
+BEHIND_THE_WAIST = {"scheduler", "_scheduler", "snapshot", "_snapshot", "tracker"}
+"""Names under which the state, or a part of it that is alive, could come across."""
+
+
+@pytest.mark.parametrize(
+    "path", sorted((PACKAGE / "proxy").rglob("*.py")), ids=lambda p: str(p.relative_to(PACKAGE / "proxy"))
+)
+def test_nobody_outside_admission_touches_the_scheduler_or_its_state(path: Path) -> None:
+    if path.relative_to(PACKAGE / "proxy").parts[0] == "admission":
+        return
+    imported = {name.split(".")[2] for name in imports_of(path) if name.startswith("balanceroute.core.")}
+    assert not imported & SCHEDULERS_OWN
+    assert not {"balanceroute.build.build_scheduler"} & imports_of(path)
+    assert not any(name.startswith("balanceroute.journal") for name in imports_of(path))
+    tree = ast.walk(ast.parse(path.read_text()))
+    touched = {node.attr for node in tree if isinstance(node, ast.Attribute)} & BEHIND_THE_WAIST
+    assert not touched, "ask the ledger: its calls and views carry plain data"
+
+
+@pytest.mark.parametrize("folder", ["core", "proxy"])
+def test_no_import_for_types_alone_hides_a_circle(folder: str) -> None:
+    # the hot path names its Python twin for the type checker and imports the compiled one
+    guarded = {path for path in (PACKAGE / folder).rglob("*.py") if "typing.TYPE_CHECKING" in imports_of(path)}
+    assert guarded <= {PACKAGE / "proxy/hotpath/__init__.py"}
 
 
 def test_only_the_oracle_reads_true_output_lengths_in_the_simulator() -> None:

@@ -11,7 +11,7 @@ REPO = Path(__file__).parents[2]
 def test_the_benchmark_prints_every_stage_of_a_point() -> None:
     command = [sys.executable, "scripts/bench/decision.py", "--workers", "8", "--waiting", "16", "--r-max", "4"]
     run = subprocess.run(
-        [*command, "--ticks", "5"],
+        [*command, "--freed", "1", "4", "--where", "one", "--policies", "br_h", "target_fit", "--ticks", "20"],
         cwd=REPO,
         env={**os.environ, "PYTHONPATH": str(REPO)},
         capture_output=True,
@@ -20,7 +20,13 @@ def test_the_benchmark_prints_every_stage_of_a_point() -> None:
         timeout=100,
     )
     rows = [line.split() for line in run.stdout.splitlines()]
-    stages = {(row[0], row[5]) for row in rows if len(row) == 10 and row[1] == "8"}
-    wanted = {"prepare", "stage1", "stage2", "total"}
-    assert {("br_h", stage) for stage in wanted} | {("target_fit", "total")} <= stages
+    found = {(row[0], row[4], row[6], row[7]): int(row[8]) for row in rows if len(row) == 13 and row[1] == "8"}
+    assert {found["br_h", "1", "single", stage] for stage in ("prepare", "stage1", "stage2", "total")} == {20}
+    searched = {
+        method: found.get(("br_h", "4", method, "total"), 0) for method in ("all-fit", "enumerated", "bit-sets")
+    }
+    assert sum(searched.values()) == 20 and searched["enumerated"] > 0, (
+        "four slots on one worker are a subset to search"
+    )
+    assert found["target_fit", "4", "scarce", "total"] == 20
     assert "progress() per token" in run.stdout

@@ -25,3 +25,6 @@ def test_the_benchmark_prints_a_row_per_target_without_failures() -> None:
     assert table["bare relay"][0].endswith("(1.00x)")
     assert float(table["balanceroute"][1].split()[0]) > 0
     assert [table[name][-1] for name in ("bare relay", "balanceroute", "other")] == ["0", "0", "0"]
+    ratios = {row[0]: row[1:] for row in rows if len(row) == 5}
+    assert list(ratios)[2:] == ["bare relay", "other"]
+    assert all(" to " in cell for cell in ratios["other"])

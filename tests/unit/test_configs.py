@@ -1,5 +1,6 @@
 """The example configurations load, and are what their names say."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -7,6 +8,7 @@ import pytest
 from balanceroute.build import policy_settings
 from balanceroute.config import load, validate
 from balanceroute.core.policies import BR_H_BETA, PolicySettings
+from balanceroute.experiments.methods import BR_H_EXACT
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 
@@ -22,10 +24,16 @@ def test_a_topology_has_the_papers_size(name: str, prefill_machines: int, n_work
     config = load(CONFIGS / f"{name}.yaml", {})
     hosts = {worker.url.rsplit(":", 1)[0] for worker in config.prefill.workers}
     assert (len(hosts), len(config.decode.workers)) == (prefill_machines, n_workers)
-    assert config.routing.policy == "br_h"
+    assert config.routing.policy == "level_fit"
 
 
-@pytest.mark.parametrize("name", ["br_0", "br_h", "target_fit"])
+def test_the_configuration_as_printed_routes_as_the_papers_rows_of_the_tables_do() -> None:
+    config = load(CONFIGS / "as_printed.yaml", {})
+    assert policy_settings(config) == replace(BR_H_EXACT.policy, guard="head")
+    assert (config.predictor.kind, config.refresh_period_steps) == (BR_H_EXACT.predictor, 40)
+
+
+@pytest.mark.parametrize("name", ["br_0", "br_h", "target_fit", "level_fit"])
 def test_a_policy_configuration_uses_its_policy(name: str) -> None:
     assert load(CONFIGS / f"{name}.yaml", {}).routing.policy == name
 

@@ -8,8 +8,9 @@ from typing import Any
 import pytest
 
 from balanceroute.core.snapshot import ClusterSnapshot
-from balanceroute.proxy.instruments import CounterFamily
-from balanceroute.proxy.metrics import Metrics
+from balanceroute.core.view import view_cluster
+from balanceroute.proxy.telemetry.instruments import CounterFamily
+from balanceroute.proxy.telemetry.metrics import Metrics
 
 BOARD: dict[str, Any] = json.loads((Path(__file__).parents[2] / "deploy/grafana/balanceroute.json").read_text())
 PANELS = [panel for panel in BOARD["panels"] if panel["type"] != "row"]
@@ -20,7 +21,7 @@ SUFFIXES = {"counter": ("_total",), "histogram": ("_bucket", "_sum", "_count"), 
 
 
 def exported() -> set[str]:
-    metrics = Metrics(ClusterSnapshot(), "br_h")
+    metrics = Metrics(lambda: view_cluster(ClusterSnapshot()), "br_h")
     return {f"{family.name}{suffix}" for family in metrics.collect() for suffix in SUFFIXES[family.type]}
 
 
@@ -32,7 +33,7 @@ def test_every_metric_of_an_expression_is_exported(expression: str) -> None:
 
 @pytest.mark.parametrize("expression", EXPRESSIONS)
 def test_every_label_of_an_expression_is_one_that_its_metric_has(expression: str) -> None:
-    metrics = Metrics(ClusterSnapshot(), "br_h")
+    metrics = Metrics(lambda: view_cluster(ClusterSnapshot()), "br_h")
     counters = {c.name + "_total": set(c._labels) for c in vars(metrics).values() if isinstance(c, CounterFamily)}
     gauges = {family.name: set(getattr(family, "_labelnames", ())) for family in metrics.collect()}
     known = {"le", "job"}

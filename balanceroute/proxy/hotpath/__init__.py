@@ -1,42 +1,28 @@
-"""What is done to the bytes of every single event of a stream, twice: in Python and compiled.
+"""What is done to the bytes of every single event of a stream: `events.py`, which may be compiled (see pyproject.toml).
 
-`reference.py` says what is done; `compiled.pyx` does the same in about a fifth of the time, and is what runs if the
-installation could build it (Cython, so a C compiler: see pyproject.toml). Nothing else depends on which of the two is
-there. `BALANCEROUTE_PURE_PYTHON=1` in the environment keeps to Python.
+Nothing else depends on whether it is. `BALANCEROUTE_PURE_PYTHON=1` in the environment keeps to Python, and so does a
+compiled module of other sources than these (`STALE`), as it is left by a new checkout until it is installed again.
 """
 
 import os
 from typing import TYPE_CHECKING, Final
 
-__all__ = ["COMPILED", "ChunkReader", "EventMatcher", "EventPump", "Flusher", "PartWriter", "unchunked"]
+from balanceroute.proxy.hotpath import events
 
-if TYPE_CHECKING or os.environ.get("BALANCEROUTE_PURE_PYTHON"):
-    from balanceroute.proxy.hotpath.reference import (
-        ChunkReader,
-        EventMatcher,
-        EventPump,
-        Flusher,
-        PartWriter,
-        unchunked,
-    )
-else:
+__all__ = ["COMPILED", "STALE", "ChunkReader", "EventMatcher", "Flusher", "PartWriter", "Pump"]
+
+_form = events
+if not TYPE_CHECKING and not os.environ.get("BALANCEROUTE_PURE_PYTHON"):
     try:
-        from balanceroute.proxy.hotpath.compiled import (
-            ChunkReader,
-            EventMatcher,
-            EventPump,
-            Flusher,
-            PartWriter,
-            unchunked,
-        )
+        from balanceroute.proxy.hotpath import compiled as _form
     except ImportError:
-        from balanceroute.proxy.hotpath.reference import (
-            ChunkReader,
-            EventMatcher,
-            EventPump,
-            Flusher,
-            PartWriter,
-            unchunked,
-        )
+        _form = events
+
+STALE: Final = getattr(_form, "SOURCE", "") != events.SOURCE
+
+if TYPE_CHECKING or STALE or _form is events:
+    from balanceroute.proxy.hotpath.events import ChunkReader, EventMatcher, Flusher, PartWriter, Pump
+else:
+    from balanceroute.proxy.hotpath.compiled import ChunkReader, EventMatcher, Flusher, PartWriter, Pump
 
 COMPILED: Final = EventMatcher.__module__.endswith("compiled")

@@ -53,3 +53,14 @@ def test_check_config_ends_with_one_line_and_code_2(
     assert said.out == ""
     assert said.err.startswith(f"balanceroute: {file}: ")
     assert said.err.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    "setting", ["auth.client_keys=/nowhere.yaml", "tls.cert_file=/nowhere.pem", "tls.worker_ca_file=/nowhere.pem"]
+)
+def test_check_config_reads_the_files_that_the_configuration_names(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], file: str, setting: str
+) -> None:
+    assert run(monkeypatch, file, "--set", setting) == 2
+    captured = capsys.readouterr()
+    assert setting.partition("=")[2] in captured.err and captured.err.count("\n") == 1 and not captured.out

@@ -34,7 +34,7 @@ def test_the_written_configuration_is_one_that_serve_takes(
     write_yaml(file, a_configuration(prefillers=2, decoders=4, ranks_per_url=2, connector=connector, lease_s=lease_s))
     config = load(file, {})
     assert [worker.dp_rank for worker in config.decode.workers] == [0, 1, 0, 1]
-    assert (len(config.prefill.workers), config.routing.policy, config.decode.max_num_seqs) == (2, "br_h", 8)
+    assert (len(config.prefill.workers), config.routing.policy, config.decode.max_num_seqs) == (2, "level_fit", 8)
     assert lease_s is None or config.pool_ttl_s == 3.0
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from balanceroute.cli import main
+from balanceroute.core.policies import POLICIES
 
 KEYS = """load_spread_mean excess_mean imbalance_mean step_time_mean_s tpot_p50_s tpot_p95_s throughput_tok_s
 wait_p50_s wait_p99_s wait_max_s makespan_s balance steps admitted decision_p50_us decision_p99_us""".split()
@@ -41,6 +42,35 @@ def test_every_figure_of_the_contract_is_in_the_json(
     assert figures["admitted"] == 60
 
 
+def test_every_policy_stands_in_one_table(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(monkeypatch, *SMALL, "--policy", "br_0", "--compare", "--json") == 0
+    found = json.loads(capsys.readouterr().out)
+    assert list(found) == ["br_0", *sorted(set(POLICIES) - {"br_0"})]
+    assert all(figures["admitted"] == 60 for figures in found.values())
+    assert run(monkeypatch, *SMALL, "--policy", "br_0", "--json") == 0
+    alone = json.loads(capsys.readouterr().out)
+    timed = ("decision_p50_us", "decision_p99_us")
+    assert {k: v for k, v in alone.items() if k not in timed} == {
+        k: v for k, v in found["br_0"].items() if k not in timed
+    }
+    monkeypatch.setenv("COLUMNS", "200")
+    assert run(monkeypatch, *SMALL, "--compare") == 0
+    printed = capsys.readouterr().out
+    assert all(name in printed for name in POLICIES)
+
+
+def test_a_load_sets_the_arrivals_against_what_the_cluster_can_carry(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The makespan of an idle cluster is that of the arrivals: half at twice the load."""
+    spans = []
+    for load in ("0.05", "0.1"):
+        arguments = ["--trace", "capped", "--max-requests", "200", "--workers", "2", "--load", load]
+        assert run(monkeypatch, *arguments, "--policy", "least_kv", "--json") == 0
+        spans.append(json.loads(capsys.readouterr().out)["makespan_s"])
+    assert spans[0] == pytest.approx(2 * spans[1], rel=0.1)
+
+
 @pytest.mark.parametrize("name", ["series.csv", "series.csv.gz"])
 def test_the_series_has_one_row_per_step_and_one_column_per_worker(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
@@ -58,6 +88,10 @@ def test_the_series_has_one_row_per_step_and_one_column_per_worker(
     [
         (["--trace", "nowhere.csv"], "no such file"),
         (["--policy", "magic"], "magic"),
+        (["--compare", "--series", "loads.csv"], "not together with --compare"),
+        (["--load", "0"], "load 0: accepted is"),
+        (["--load", "nan"], "load nan: accepted is"),
+        (["--load", "1", "--max-requests", "1"], "arrive at one time"),
         (["--predictor", "learned"], "--train"),
         (["--param", "bta=1"], "--param bta=1"),
         (["--speeds", "1,x"], "--speeds 1,x"),

@@ -1,10 +1,12 @@
 """Where a value comes from, and the one line that says what is wrong with it."""
 
+import math
 from pathlib import Path
 
 import pytest
 
-from balanceroute.config import Config, load, parse_assignment
+from balanceroute.build import policy_settings
+from balanceroute.config import Config, effective_json, effective_yaml, load, parse_assignment
 from balanceroute.errors import ConfigError
 
 WORKERS = "prefill: {workers: [{url: http://p:1}]}\ndecode: {workers: [{url: http://d:1}, {url: http://d:2}]}\n"
@@ -24,7 +26,7 @@ def refusal(tmp_path: Path, text: str, **environ: str) -> str:
 
 def test_a_list_of_workers_is_all_that_must_be_said(tmp_path: Path) -> None:
     config = from_yaml(tmp_path, WORKERS)
-    assert config.routing.policy == "br_h"
+    assert config.routing.policy == "level_fit"
     assert [worker.worker_id for worker in config.decode.workers] == ["d:1", "d:2"]
 
 
@@ -107,7 +109,7 @@ WRONG = [
     ("routing: {horizon_step: 80}", "routing.horizon_step: unknown key; did you mean routing.horizon_steps?"),
     ("horizon_steps: 80", "horizon_steps: unknown key; did you mean routing.horizon_steps?"),
     ("rooting: {}", "rooting: unknown key; did you mean routing?"),
-    ("routing: {policy: br_1}", "routing.policy = 'br_1': accepted is one of br_0, br_h, target_fit, join_"),
+    ("routing: {policy: br_1}", "routing.policy = 'br_1': accepted is one of br_0, br_h, target_fit, level_fit,"),
     ("routing: {gamma: 1.5}", "routing.gamma = 1.5: accepted is a number, more than 0 and at most 1"),
     ("routing: {gamma: .nan}", "routing.gamma = nan: accepted is a number"),
     ("routing: {alpha: .inf}", "routing.alpha = inf: accepted is a number"),
@@ -148,7 +150,7 @@ WRONG = [
     ),
     (
         "routing: {pool_bypass: true}",
-        "routing.pool_bypass = true: accepted only with routing.policy br_0, not br_h",
+        "routing.pool_bypass = true: accepted only with routing.policy br_0, not level_fit",
     ),
     ("pool: {ttl_s: 480}", "pool.ttl_s = 480: accepted is less than the 480 s after which a mooncake_v1"),
     (
@@ -170,7 +172,7 @@ def test_a_wrong_value_is_one_line_with_key_path_and_what_is_accepted(tmp_path: 
 
 
 WRONG_WORKERS = [
-    ("[]", "decode.workers = []: accepted is a list of {url, id, dp_rank, max_num_seqs, speed}"),
+    ("[]", "decode.workers = []: accepted is a list of {url, id, dp_rank, max_num_seqs, speed, barrier_group}"),
     ("http://d:1", "decode.workers = 'http://d:1': accepted is a list of {url"),
     ("[http://d:1]", "decode.workers[0] = 'http://d:1': accepted is a"),
     ("[{id: a}]", "decode.workers[0].url: required and missing"),
@@ -301,3 +303,30 @@ def test_a_wrong_flag_is_named_as_the_source(tmp_path: Path) -> None:
 def test_several_problems_are_still_one_line(tmp_path: Path) -> None:
     message = refusal(tmp_path, WORKERS + "routing: {r_max: 0, gamma: 9, policy: x}\n")
     assert message.endswith("(and 2 more)")
+
+
+@pytest.mark.parametrize("name", ["max_wait_s", "hold_s"])
+@pytest.mark.parametrize("written", [".inf", "inf", ".Inf", '"inf"'])
+def test_a_time_without_limit_is_accepted_and_shown_in_a_form_that_reads_back(
+    tmp_path: Path, name: str, written: str
+) -> None:
+    config = from_yaml(tmp_path, WORKERS + f"routing: {{{name}: {written}}}\n")
+    assert getattr(policy_settings(config), name) == math.inf
+    for shown in (effective_yaml(config), effective_json(config)):
+        assert getattr(from_yaml(tmp_path, shown).routing, name) == math.inf
+
+
+@pytest.mark.parametrize("written", ["inf", ".inf"])
+def test_a_time_without_limit_can_be_set_by_characters(tmp_path: Path, written: str) -> None:
+    assert from_yaml(tmp_path, WORKERS, BALANCEROUTE_ROUTING__MAX_WAIT_S=written).max_wait_s == math.inf
+
+
+@pytest.mark.parametrize("written", ["-.inf", ".nan", "86401", "-1", "forever"])
+def test_another_time_is_refused_with_what_is_accepted(tmp_path: Path, written: str) -> None:
+    said = refusal(tmp_path, WORKERS + f"routing: {{max_wait_s: {written}}}\n")
+    assert "routing.max_wait_s = " in said and "accepted is a number, 0 to 86400, or .inf" in said
+
+
+def test_bounds_of_priority_that_cross_are_refused(tmp_path: Path) -> None:
+    said = refusal(tmp_path, WORKERS + "limits: {priority: {min: 3, max: 2}}\n")
+    assert "limits.priority" in said and "accepted is a min that is not above max, not 3 and 2" in said

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from balanceroute.config import Config, effective, effective_yaml, normalised_url, validate
+from balanceroute.config import Config, effective, effective_yaml, validate
 from balanceroute.config.models import DecodeWorker
 from balanceroute.errors import ConfigError
 
@@ -81,20 +81,6 @@ def test_pool_bypass_goes_with_br_0() -> None:
 def test_a_configuration_cannot_be_changed() -> None:
     with pytest.raises(ValueError, match="frozen"):
         a_config().listen.port = 1  # type: ignore[misc]
-
-
-@pytest.mark.parametrize(
-    ("given", "url"),
-    [
-        ("http://10.0.1.1:9000", "http://10.0.1.1:9000"),
-        ("http://Host.Example:9000/", "http://host.example:9000"),
-        ("https://h", "https://h"),
-        ("http://[FE80::1]:9000", "http://[fe80::1]:9000"),
-        ("http://h:1/base/", "http://h:1/base"),
-    ],
-)
-def test_a_url_has_one_spelling(given: str, url: str) -> None:
-    assert normalised_url(given) == url
 
 
 @pytest.mark.parametrize(

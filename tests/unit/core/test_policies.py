@@ -1,11 +1,13 @@
 """What each policy picks in small situations whose answer can be checked by hand."""
 
 import math
+from dataclasses import replace
 
 import pytest
 from pydantic import ValidationError
 
 from balanceroute.config.models import Routing
+from balanceroute.core.balance_route import BalanceRoute, BalanceRouteParams
 from balanceroute.core.policies import (
     BOUNDS,
     CHOICES,
@@ -16,6 +18,7 @@ from balanceroute.core.policies import (
     settings_from_dict,
     settings_to_dict,
 )
+from balanceroute.core.pool_bypass import PoolBypass
 from balanceroute.core.scheduler import SchedulerConfig
 from balanceroute.core.types import Outcome, WorkerState
 from balanceroute.errors import ConfigError
@@ -40,7 +43,22 @@ def configuration_accepts(name: str, value: object) -> bool:
 @pytest.mark.parametrize("name", [*BOUNDS, *CHOICES, "pool_bypass"])
 def test_a_knob_has_the_values_that_the_configuration_accepts(name: str) -> None:
     least, most = BOUNDS.get(name, (0, 1))
-    values = [least - 1, least, least + 1, most, most + 1, 0.25, -0.25, math.nan, -math.inf, True, "head", [], {}]
+    values = [
+        least - 1,
+        least,
+        least + 1,
+        most,
+        most + 1,
+        0.25,
+        -0.25,
+        math.nan,
+        math.inf,
+        -math.inf,
+        True,
+        "head",
+        [],
+        {},
+    ]
     values += CHOICES.get(name, ())
     assert [is_accepted(name, value) for value in values] == [configuration_accepts(name, value) for value in values]
 
@@ -227,3 +245,32 @@ def test_br_h_without_lookahead_is_br_0() -> None:
         runs.append(taken)
     assert runs[0] == runs[1]
     assert len(runs[0]) > 20
+
+
+@pytest.mark.parametrize(("policy", "settings"), [("br_0", {}), ("br_h", {"horizon_steps": 1, "gamma": 1e-9})])
+@pytest.mark.parametrize("state", [WorkerState.UP, WorkerState.DRAINING, WorkerState.DOWN])
+def test_the_penalty_of_br_0_counts_the_workers_in_the_barrier(
+    policy: str, settings: dict[str, float], state: WorkerState
+) -> None:
+    """On d1, with a margin of 100 tokens, 200 tokens score 200 - G * 100."""
+    knobs = BalanceRouteParams(0, 1.0, None, 0.86, 0, 4, "fifo", "free_slots", "pool", math.inf)
+    knobs = replace(knobs, **settings)  # type: ignore[arg-type]
+    scheduler = with_loads("br_0", [1000, 900, 500], slots=2)
+    scheduler.snapshot.horizon_steps = knobs.horizon_steps
+    scheduler.snapshot.projection = scheduler.snapshot.recount_projection()
+    scheduler.policy = BalanceRoute(policy, knobs)
+    scheduler.set_worker_state("d0", WorkerState.UP, 0.0)
+    scheduler.set_worker_state("d2", state, 0.0)
+    in_barrier = 2 if state is WorkerState.DOWN else 3
+    field = scheduler.policy.field(scheduler.snapshot)
+    assert field.score(scheduler.snapshot.workers[1])(200) == pytest.approx(200 - in_barrier * 100, abs=1e-3)
+
+
+def test_the_penalty_of_the_bypass_counts_the_workers_in_the_barrier() -> None:
+    scheduler = with_loads("br_0", [1000, 900, 500], slots=2)
+    scheduler.policy = PoolBypass()
+    scheduler.set_worker_state("d0", WorkerState.DRAINING, 0.0)
+    scheduler.set_worker_state("d2", WorkerState.DOWN, 0.0)
+    pool_all(scheduler, {"r": 200})
+    (admission,) = scheduler.admit(0.0)
+    assert (admission.worker, admission.score) == ("d1", 200 - 2 * 100)

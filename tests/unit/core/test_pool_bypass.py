@@ -1,6 +1,8 @@
 """BR-0 without a pool: at once, by score, up to a cap."""
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from balanceroute.core.policies import PolicySettings, make_policy
 from balanceroute.core.types import Outcome, WorkerState
@@ -41,3 +43,35 @@ def test_only_workers_that_are_up_take_requests() -> None:
 def test_br_h_refuses_to_bypass_the_pool() -> None:
     with pytest.raises(ConfigError, match="pool_bypass works with br_0 only"):
         make_policy(PolicySettings(policy="br_h", pool_bypass=True))
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    loads=st.lists(st.integers(1, 60), min_size=1, max_size=5),
+    prompt_tokens=st.integers(1, 80),
+    alpha=st.sampled_from([0.5, 1.0, 3.0]),
+    beta=st.none() | st.sampled_from([0.0, 1.0, 2.5, 43.0]),
+)
+def test_a_request_goes_where_an_exhaustive_search_puts_it(
+    loads: list[int], prompt_tokens: int, alpha: float, beta: float | None
+) -> None:
+    scheduler = a_scheduler("br_0", workers=len(loads), slots=1, pool_bypass=True, bypass_margin=1)
+    for index, load in enumerate(loads):  # only this worker is up, so that the request lands there
+        for other in range(len(loads)):
+            state = WorkerState.UP if other == index else WorkerState.DRAINING
+            scheduler.set_worker_state(f"d{other}", state, 0.0)
+        pool_all(scheduler, {f"there{index}": load})
+        assert admitted(scheduler) == [(f"there{index}", f"d{index}")]
+    for index in range(len(loads)):
+        scheduler.set_worker_state(f"d{index}", WorkerState.UP, 0.0)
+    scheduler.policy = make_policy(
+        PolicySettings(policy="br_0", pool_bypass=True, bypass_margin=1, alpha=alpha, beta=beta)
+    )
+    penalty = len(loads) if beta is None else beta
+    scores = [alpha * prompt_tokens - penalty * max(0, prompt_tokens - (max(loads) - load)) for load in loads]
+    best = max(range(len(loads)), key=lambda index: (scores[index], -loads[index], -index))
+    pool_all(scheduler, {"r": prompt_tokens})
+    (admission,) = scheduler.admit(0.0)
+    assert (admission.worker, admission.stage, admission.score) == (f"d{best}", 3, scores[best])
+    pool_all(scheduler, {"next": prompt_tokens})
+    assert {action.worker for action in scheduler.admit(0.0)}.isdisjoint({f"d{best}"}), "one slot and a margin of one"

@@ -152,7 +152,7 @@ def test_arrivals_are_refused_when_the_queue_is_full_nothing_can_serve_or_the_ro
     scheduler.set_worker_state("d0", WorkerState.DOWN, 0.0)
     assert scheduler.submit(a_request("b"), 0.0) == Reject("b", RejectReason.NO_WORKERS)
     scheduler.set_worker_state("d0", WorkerState.UP, 0.0)
-    scheduler.draining = True
+    scheduler.set_draining(True, 0.0)
     assert scheduler.submit(a_request("b"), 0.0) == Reject("b", RejectReason.DRAINING)
     assert list(scheduler.snapshot.requests) == ["a"]
 
@@ -231,10 +231,10 @@ def test_predictions_fall_due_every_period_and_when_they_reach_their_floor(lock_
             scheduler.progress("r", 1, 0.0)
         for tracker in scheduler.due_refreshes():
             due_at.append(generated)
-            # an anchor first (next in 4), then c = 3 (reaches 1 in 2 tokens), then an anchor again
+            # an anchor first (next in 4), then c = 3 (reaches 0 in 3 tokens), then an anchor again
             scheduler.refresh(tracker.id, 3.0 if len(due_at) == 1 else 8.0, 0.0)
         scheduler.snapshot.check_invariants()
-    assert due_at == [4, 6, 10]
+    assert due_at == [4, 7, 11]
 
 
 def test_an_anchored_prediction_falls_due_when_the_clients_limit_comes_within_the_horizon() -> None:
@@ -247,7 +247,7 @@ def test_an_anchored_prediction_falls_due_when_the_clients_limit_comes_within_th
         for tracker in scheduler.due_refreshes():
             due_at.append(generated)
             scheduler.refresh(tracker.id, 8.0, 0.0)
-    assert due_at == [4, 7, 11]  # at 7 of 14 the limit leaves 7 tokens, less than H
+    assert due_at == [4, 6, 10]  # at 6 of 14 the limit leaves 8 tokens, which is H
 
 
 def test_a_requeued_request_keeps_its_age_and_its_limit() -> None:

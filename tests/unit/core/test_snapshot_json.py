@@ -25,7 +25,7 @@ def test_a_hand_made_snapshot_needs_only_the_fields_of_the_example() -> None:
     snapshot, now = snapshot_from_dict(BY_HAND, 80)
     snapshot.check_invariants()
     assert (snapshot.workers[0].load, snapshot.workers[0].free_slots, now) == (912, 63, 0.0)
-    assert snapshot.pool[0].ready_s == -0.4
+    assert snapshot.pool.front[0].ready_s == -0.4
 
 
 def test_what_is_written_reads_back_the_same() -> None:

@@ -7,9 +7,16 @@ from balanceroute.core.types import RequestSpec, Role, WorkerSpec, WorkerState
 from tests.unit.core.builders import a_scheduler, admitted, pool_all
 
 
-def occupied(loads: list[list[int]], *, slots: int, speeds: list[float] | None = None, **settings: object) -> Scheduler:
+def occupied(
+    loads: list[list[int]],
+    *,
+    slots: int,
+    policy: str = "target_fit",
+    speeds: list[float] | None = None,
+    **settings: object,
+) -> Scheduler:
     """Workers that hold requests of these sizes."""
-    scheduler = a_scheduler("target_fit", workers=0, **settings)
+    scheduler = a_scheduler(policy, workers=0, **settings)
     for index in range(len(loads)):
         speed = speeds[index] if speeds else 1.0
         scheduler.add_worker(WorkerSpec(f"d{index}", Role.DECODE, slots=slots, speed=speed), 0.0)
@@ -86,3 +93,50 @@ def test_more_free_slots_than_the_window_are_filled_in_rounds() -> None:
     scheduler = a_scheduler("target_fit", workers=3, slots=200)
     pool_all(scheduler, {f"r{index}": 10 + index for index in range(700)})
     assert len(admitted(scheduler)) == 600
+
+
+def level_fitting(loads: list[list[int]], *, slots: int, mean_prompt: float, mean_output: float = 0.0) -> Scheduler:
+    """`occupied` workers under level_fit, with the means of a workload that has run for long."""
+    scheduler = occupied(loads, slots=slots, policy="level_fit")
+    means = scheduler.snapshot.means
+    means.prompts, means.prompt_tokens = 1000, mean_prompt
+    means.answers, means.answer_tokens = 1000, mean_output
+    return scheduler
+
+
+def see_means(scheduler: Scheduler, mean_prompt: float, wait_s: float) -> None:
+    """The running means, whatever the requests of the test have made of them."""
+    scheduler.snapshot.means.prompt_tokens, scheduler.snapshot.means.wait_s = mean_prompt, wait_s
+
+
+def test_the_level_is_below_the_mean_by_what_a_worker_grows_between_departures() -> None:
+    """The mean is 700 and the growth to come (1 - 1/2) * 400: d1 comes back to 500, for which 100 fits best."""
+    scheduler = level_fitting([[500, 500], [400]], slots=2, mean_prompt=200, mean_output=400)
+    pool_all(scheduler, {"a": 600, "b": 300, "c": 100})
+    see_means(scheduler, 1000 / 3, 0.0)
+    assert admitted(scheduler) == [("c", "d1")]
+
+
+def test_a_stock_of_small_prompts_lowers_the_level() -> None:
+    """The growth of 75 would let 300 stay the best; the prompts that wait are 100 below those that arrive.
+
+    The level falls by 75 for the growth and, as twice 100 is more, by 75 again: to 550, for which 105 fits best.
+    """
+    scheduler = level_fitting([[500, 500], [400]], slots=2, mean_prompt=200, mean_output=150)
+    pool_all(scheduler, {"a": 600, "b": 300, "c": 105})
+    see_means(scheduler, 335 + 100, 0.0)
+    assert admitted(scheduler) == [("c", "d1")]
+
+
+def test_a_large_prompt_raises_the_envelope_before_its_cap_and_not_long_before() -> None:
+    """Its cap is 60 s and 1.1 times that more, for a prompt 50 times the mean."""
+
+    def at(age_s: float) -> list[tuple[str, str]]:
+        scheduler = level_fitting([[1000, 1000], [900]], slots=2, mean_prompt=100)
+        scheduler.submit_prefilled(RequestSpec("large", 5000), 1000.0 - age_s)
+        pool_all(scheduler, {"a": 1000, "b": 100}, now=1000.0)
+        see_means(scheduler, 100, 0.0)
+        return admitted(scheduler, 1000.0)
+
+    assert at(80.0) == [("a", "d1")]
+    assert at(125.0) == [("large", "d1")]

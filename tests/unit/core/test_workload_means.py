@@ -5,6 +5,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from balanceroute.core.snapshot import WorkloadMeans
+from balanceroute.core.types import Outcome
+from tests.unit.core.builders import a_scheduler, pool_all
 
 sizes = st.lists(st.integers(1, 200_000), min_size=1, max_size=120)
 
@@ -26,3 +28,24 @@ def test_the_prompt_mean_stays_between_the_smallest_and_the_largest_prompt(promp
     for tokens in prompts:
         means.see_prompt(tokens)
         assert min(prompts) * 0.999 <= means.prompt_tokens <= max(prompts) * 1.001
+
+
+def test_answers_are_averaged_plainly_at_first_and_then_with_a_short_memory() -> None:
+    means = WorkloadMeans()
+    for tokens in (10, 20, 60):
+        means.see_answer(tokens)
+    assert means.answer_tokens == pytest.approx(30.0)
+    for _ in range(2000):
+        means.see_answer(500)
+    assert means.answer_tokens == pytest.approx(500.0, rel=1e-3)
+
+
+def test_only_answers_that_are_complete_are_seen() -> None:
+    scheduler = a_scheduler("pool_fifo", workers=1, slots=4)
+    pool_all(scheduler, {"a": 10, "b": 10, "c": 10})
+    scheduler.admit(0.0)
+    for request, tokens in (("a", 7), ("b", 90)):
+        scheduler.progress(request, tokens, 1.0)
+    scheduler.finish("a", Outcome.FINISHED, 2.0)
+    scheduler.finish("b", Outcome.CANCELLED, 2.0)
+    assert (scheduler.snapshot.means.answer_tokens, scheduler.snapshot.means.answers) == (7.0, 1)

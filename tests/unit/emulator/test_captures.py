@@ -1,13 +1,12 @@
 """Replies of the emulated engine have the keys of a real vLLM's, and its status and text for what it refuses."""
 
 import re
-from pathlib import Path
 from typing import Any
 
 import orjson
 import pytest
 
-from tests.shared_material import shared_path
+from tests.recorded import captures
 from tests.unit.emulator.conversation import a_cluster, run
 
 # random weights answer these differently, or the emulator says less on purpose
@@ -16,7 +15,7 @@ OPAQUE = {"kv_transfer_params", "logprobs", "prompt_logprobs", "token_ids", "pro
 
 def exchange(name: str) -> tuple[str, dict[str, str], bytes, int, bytes]:
     """(path, headers, body, status, reply body without chunk framing) of a capture."""
-    path: Path = shared_path(f"captures/{name}.req")
+    path = captures() / f"{name}.req"
     head, body = path.read_bytes().split(b"\r\n\r\n", 1)
     lines = head.decode().split("\r\n")
     headers = {key.lower(): value for key, value in (line.split(": ", 1) for line in lines[1:])}

@@ -3,6 +3,7 @@
 import hashlib
 import json
 import sys
+from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 
@@ -10,8 +11,10 @@ import numpy as np
 import pytest
 
 from balanceroute.cli import main
+from balanceroute.core.scheduler import Scheduler
+from balanceroute.core.types import Admit
 from balanceroute.errors import InputError
-from balanceroute.experiments import EXPERIMENTS, Scope, files_of, methods, paper, reproduce
+from balanceroute.experiments import EXPERIMENTS, Scope, files_of, main_results, methods, paper, reproduce, subsets
 from balanceroute.experiments.jobs import Job, Workload, replayed, run_job, run_jobs
 from balanceroute.experiments.methods import MAIN
 from balanceroute.experiments.tables import Table
@@ -37,7 +40,8 @@ def test_equal_seeds_give_equal_bytes_whatever_the_number_of_processes(tmp_path:
     folders = [tmp_path / "one", tmp_path / "other"]
     scope = replace(TINY, trace=a_short_trace(tmp_path / "t.csv"), seeds=(0,))
     for folder, processes in zip(folders, (1, 2), strict=True):
-        reproduce(["main", "scaling", "sensitivity", "fairness"], scope, folder, n_processes=processes)
+        reproduce(["main", "sensitivity"], scope, folder, n_processes=processes)
+        assert sorted(path.name for path in folder.iterdir()) == files_of(["main", "sensitivity"], scope)
     one, other = map(digests, folders)
     assert one == other
     assert {".md", ".csv", ".png", ".svg"} == {Path(file).suffix for file in one}
@@ -52,6 +56,42 @@ def test_the_report_stands_the_papers_ratios_beside_ours_and_says_what_is_synthe
     br_0 = next(line for line in text.splitlines() if line.startswith("| BR-0 |"))
     assert br_0.split("|")[5].strip() == "4.1"  # the paper's 215,110 / 51,927
     assert "BR-0, capped" in text
+    assert "| BR-0, both stages, R_max 4 |" in text and "| BR-H survival, both stages, R_max 8 |" in text
+    assert "fitted to the paper's JSQ imbalance" in text
+    assert "## What of the paper is not done here" in text and all(item in text for item in paper.NOT_DONE)
+
+
+@pytest.mark.parametrize(
+    ("method", "both"), [(methods.BR_0, False), (methods.BR_0_BOTH_4, True), (methods.BR_H_BOTH_8, True)]
+)
+def test_both_stages_run_in_the_rows_that_say_so(
+    method: methods.Method, both: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stages: Counter[int] = Counter()
+    admit = Scheduler.admit
+
+    def counting(scheduler: Scheduler, now: float) -> list[Admit]:
+        admissions = admit(scheduler, now)
+        stages.update(admission.stage for admission in admissions)
+        return admissions
+
+    monkeypatch.setattr(Scheduler, "admit", counting)
+    run_job(Job(Workload("heavy_tailed", rows=900), method, 2))
+    assert stages[1] > 0 and (stages[2] > 0) is both
+
+
+def test_the_worth_of_the_subset_search_is_told_by_its_candidates(tmp_path: Path) -> None:
+    scope = replace(TINY, rows=30, seeds=(0,))
+    text = reproduce(["subsets"], scope, tmp_path, n_processes=1)
+    assert all(f"| BR-0, our defaults | {r_max} |" in text for r_max in subsets.R_MAX)
+    assert sorted(path.name for path in tmp_path.iterdir()) == files_of(["subsets"], scope)
+
+
+def test_every_load_panel_of_the_paper_is_drawn() -> None:
+    files = files_of([], Scope.of(quick=False, trace=None))
+    assert {f"loads_{name}.png" for name in ("heavy_tailed", "capped")} <= set(files)
+    assert {f"loads_scaling_g{width}.png" for width in paper.SCALING} <= set(files)
+    assert {f"loads_sensitivity_g{width}.png" for width in paper.SENSITIVITY} <= set(files)
 
 
 def test_overhead_is_measured_by_stage() -> None:
@@ -66,6 +106,7 @@ def test_the_predictors_are_judged_on_a_draw_they_have_not_seen(tmp_path: Path) 
     pytest.importorskip("sklearn")
     text = reproduce(["predictors"], replace(TINY, rows=400), tmp_path, n_processes=1)
     assert "| heavy_tailed | exact_match |" in text
+    assert "Not reproduced (figures not within" in text and "exact_match on heavy_tailed: MAE" in text
     trace, train = replayed(Workload("heavy_tailed", rows=400), 8)
     assert trace.output_tokens.tolist() != train.output_tokens.tolist()
 
@@ -78,10 +119,15 @@ def test_jobs_that_are_needed_twice_run_once() -> None:
     assert told == [(1, 1)]
 
 
-def test_every_row_of_the_main_table_has_a_variant_with_the_common_wait_cap_if_it_has_a_pool() -> None:
+def test_the_main_table_runs_every_router_with_a_pool_under_the_common_wait_cap_too() -> None:
+    planned = {job.method for job in main_results.plan(replace(TINY, seeds=(7,)))}
+    assert {method.seeded(7) for method in MAIN} <= planned
     for method in MAIN:
+        rows = [row.policy.max_wait_s for row in planned if row.label == method.label]
         if method.pooled:
-            assert method.capped().policy.max_wait_s == methods.WAIT_CAP_S
+            assert methods.WAIT_CAP_S in rows, method.label
+        else:
+            assert len(rows) == 1, method.label
 
 
 def test_every_row_that_names_the_paper_is_in_its_tables() -> None:

@@ -155,10 +155,24 @@ def test_an_error_of_ours_ends_the_log_with_one_warning_and_the_engine_goes_on(
     assert [record.levelname for record in caplog.records] == ["WARNING"]
 
 
+def a_vllm(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """An importable vLLM with an engine core of the emulated kind, which is returned."""
+    core_module = ModuleType("vllm.v1.engine.core")
+    kind = core_module.EngineCore = an_engine_core()  # type: ignore[attr-defined]
+    for name in ("vllm", "vllm.v1", "vllm.v1.engine"):
+        monkeypatch.setitem(sys.modules, name, ModuleType(name))
+    monkeypatch.setitem(sys.modules, "vllm.v1.engine.core", core_module)
+    return kind
+
+
 def test_without_the_variable_vllm_is_not_touched(monkeypatch: pytest.MonkeyPatch) -> None:
+    kind = a_vllm(monkeypatch)
+    as_it_was = dict(vars(kind))
     monkeypatch.delenv(plugin.VARIABLE, raising=False)
-    monkeypatch.setitem(sys.modules, "vllm", None)  # importing it would be an error
     plugin.register()
+    monkeypatch.setenv(plugin.VARIABLE, "")
+    plugin.register()
+    assert dict(vars(kind)) == as_it_was
 
 
 def test_a_vllm_that_looks_otherwise_costs_one_warning(
@@ -172,12 +186,7 @@ def test_a_vllm_that_looks_otherwise_costs_one_warning(
 
 
 def test_registering_twice_wraps_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    kind = an_engine_core()
-    core_module = ModuleType("vllm.v1.engine.core")
-    core_module.EngineCore = kind  # type: ignore[attr-defined]
-    for name in ("vllm", "vllm.v1", "vllm.v1.engine"):
-        monkeypatch.setitem(sys.modules, name, ModuleType(name))
-    monkeypatch.setitem(sys.modules, "vllm.v1.engine.core", core_module)
+    kind = a_vllm(monkeypatch)
     monkeypatch.setenv(plugin.VARIABLE, str(tmp_path))
     plugin.register()
     plugin.register()

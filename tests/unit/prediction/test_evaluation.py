@@ -84,7 +84,7 @@ def test_the_anchor_is_judged_as_knowing_nothing() -> None:
 
     assert (found.auc, found.brier, found.gate_open_rate) == (0.5, pytest.approx(2 / 3), 0.0)
     assert found.conditional_mae == pytest.approx(80 - (80 + 40) / 2)
-    assert found.c_hat_mae == pytest.approx((0 + 0 + 40) / 3)
+    assert found.c_hat_mae == pytest.approx((0 + 1 + 41) / 3)
 
 
 def test_figures_without_a_class_are_null_and_the_result_is_json() -> None:

@@ -14,7 +14,7 @@ def a_forecaster() -> Forecaster:
 
 
 def test_a_waiting_request_is_forecast_at_age_zero() -> None:
-    assert a_forecaster().initial(100) == pytest.approx(0.1 * 80 + 0.9 * 60)
+    assert a_forecaster().initial(100) == 61.0  # 0.1 * 80 + 0.9 * 60 = 62 steps, the last of them 61 ahead
 
 
 @pytest.mark.parametrize("n", [1, 100], ids=["few, one by one", "many, one batch"])
@@ -23,7 +23,7 @@ def test_a_refresh_answers_every_tracker_in_order(n: int) -> None:
 
     values = forecaster.refresh([ATracker(age_tokens=age) for age in (0, 50, 500) * n])
 
-    assert values == pytest.approx([62.0, 0.1 * 80 + 0.9 * 10, 80.0] * n)
+    assert values == [61.0, 16.0, 80.0] * n
     assert (forecaster.refreshes, forecaster.gate_open, forecaster.gate_closed) == (3 * n, 2 * n, n)
 
 
@@ -48,8 +48,8 @@ def test_a_requeued_request_is_learned_and_forecast_as_the_client_saw_it() -> No
     tracker = ATracker(age_tokens=55, earlier_tokens=50, prompt_tokens=150, prompt_key="k")
     forecaster = a_forecaster()
 
-    assert forecaster.refresh([tracker]) == pytest.approx([0.1 * 80 + 0.9 * 5])
-    assert forecaster.initial(100, "k", age_tokens=50) == pytest.approx(0.1 * 80 + 0.9 * 10)
+    assert forecaster.refresh([tracker]) == [12.0]  # 0.1 * 80 + 0.9 * 5 = 12.5 steps, the last of them 12 ahead
+    assert forecaster.initial(100, "k", age_tokens=50) == 16.0  # 0.1 * 80 + 0.9 * 10 = 17 steps
     row = forecaster.finished(tracker, "length", now=3.0)
     assert (row.prompt_tokens, row.output_tokens, row.prompt_key) == (100, 55, "k")
 
@@ -60,15 +60,15 @@ def test_what_the_clients_limit_leaves_bounds_the_forecast_even_where_the_gate_i
     trackers = [
         ATracker(age_tokens=0, max_new_tokens=40),  # 60 would be likely, but 40 is the end
         ATracker(age_tokens=500, max_new_tokens=530),  # gate closed: nobody finishes here but for the limit
-        ATracker(age_tokens=500, max_new_tokens=580),  # the limit is no nearer than the horizon
+        ATracker(age_tokens=500, max_new_tokens=581),  # the limit is beyond the horizon
         ATracker(age_tokens=30, max_new_tokens=100),  # 30 more are likely (p = 0.9), 70 at most
         ATracker(age_tokens=99, max_new_tokens=99),  # the last token is out, the end not yet heard
     ]
 
-    expected = [40.0, 30.0, 80.0, 0.1 * 70 + 0.9 * 30, 1.0]
-    assert forecaster.refresh(trackers * n) == pytest.approx(expected * n)
+    expected = [39.0, 29.0, 80.0, 33.0, 0.0]  # one less than the steps to go: 40, 30, any, 0.1 * 70 + 0.9 * 30, 1
+    assert forecaster.refresh(trackers * n) == expected * n
     assert (forecaster.gate_open, forecaster.gate_closed) == (4 * n, n)
-    assert forecaster.initial(100, max_new_tokens=40) == pytest.approx(40.0)
+    assert forecaster.initial(100, max_new_tokens=40) == 39.0
 
 
 def test_a_cancelled_request_has_no_error_but_is_learned_as_cut_short() -> None:

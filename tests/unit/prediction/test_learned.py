@@ -21,10 +21,10 @@ from balanceroute.prediction import (
     save_model,
 )
 from balanceroute.prediction.evaluation import STEP_S, time_split
-from balanceroute.prediction.features import NAMES, KeyMemory, training_set
-from balanceroute.prediction.learned import _calibrate
+from balanceroute.prediction.learned.features import NAMES, KeyMemory, training_set
+from balanceroute.prediction.learned.predictor import _calibrate
+from balanceroute.prediction.learned.trees import Trees
 from balanceroute.prediction.observations import Observations, key_id
-from balanceroute.prediction.trees import Trees
 
 from .builders import a_finish, finishes
 
@@ -78,7 +78,7 @@ def test_answers_stay_inside_the_contract(grown: LearnedPredictor) -> None:
 
 def test_the_arrays_answer_as_scikit_learn_does() -> None:
     ensemble = pytest.importorskip("sklearn.ensemble")
-    from balanceroute.prediction.trees import flatten
+    from balanceroute.prediction.learned.trees import flatten
 
     rng = np.random.default_rng(0)
     features = rng.normal(size=(len(NAMES), 600)).astype(np.float32)

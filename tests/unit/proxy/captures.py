@@ -1,13 +1,13 @@
-"""Recorded exchanges with a real vLLM, taken apart; the README of the captures says what each shows."""
+"""Recorded exchanges with a real vLLM, taken apart; the README of `tests/data` says what each shows."""
 
 from pathlib import Path
 
-from tests.shared_material import shared_path
+from tests.recorded import captures
 
 
 def capture_files(pattern: str) -> list[Path]:
     """Paths of the recorded replies whose path under the captures matches."""
-    return sorted(shared_path("captures").glob(pattern))
+    return sorted(captures().glob(pattern))
 
 
 def body_of(path: Path) -> tuple[bytes, bytes]:

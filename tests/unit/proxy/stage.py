@@ -19,6 +19,9 @@ Answer = int | BalanceRouteError | asyncio.Event | None
 """A status, what is raised, an event to wait for (then 200), or None for silence."""
 
 
+THREADS_S = 10.0  # real time for what runs in an executor; nothing on the stage takes longer
+
+
 class _Jump(selectors.SelectSelector):
     """Instead of waiting for a timer, moves the clock to it."""
 
@@ -26,14 +29,16 @@ class _Jump(selectors.SelectSelector):
 
     def select(self, timeout: float | None = None) -> list[Any]:
         ready = super().select(0)
-        if not ready:
-            assert timeout is not None, "everybody waits, and nothing will ever happen"
-            self.now_s += timeout
+        if not ready and timeout is None:
+            ready = super().select(THREADS_S)  # a thread that ends wakes the loop
+            assert ready, "everybody waits, and nothing will ever happen"
+        elif not ready:
+            self.now_s += timeout or 0.0
         return ready
 
 
 class VirtualTimeLoop(asyncio.SelectorEventLoop):
-    """Hours pass in milliseconds. Without sockets and threads."""
+    """Hours pass in milliseconds. Without sockets; of threads it waits for the last ones only."""
 
     def __init__(self) -> None:
         self._jump = _Jump()

@@ -1,14 +1,20 @@
 """A reload changes what may change, all of it or nothing."""
 
 import asyncio
+import json
+import math
 from pathlib import Path
 
 import pytest
 
+from balanceroute.build import policy_settings
 from balanceroute.config import Config
-from balanceroute.core.types import RequestSpec, Role, WorkerSpec
-from balanceroute.errors import ConfigError, QueueFull
+from balanceroute.core.scheduler import Scheduler
+from balanceroute.core.state import state_from_dict, state_to_dict
+from balanceroute.core.types import Outcome, RequestSpec, Role, WorkerSpec
+from balanceroute.errors import ConfigError, InputError, QueueFull
 from balanceroute.journal import RecordingScheduler, replay
+from balanceroute.proxy.admission.forecasts import LiveForecasts, build_forecasts
 from balanceroute.proxy.app import build_services
 from balanceroute.proxy.reload import apply
 from tests.unit.proxy.stage import a_config, a_router, on_stage
@@ -60,11 +66,11 @@ def test_a_worker_that_is_leaving_stays_when_the_file_names_it_again() -> None:
 @pytest.mark.parametrize(
     ("new", "named"),
     [
-        (a_config(routing={"policy": "random"}, queue={"max_queued": 1}), "routing"),
+        (a_config(queue={"max_queued": 1}).model_copy(update={"connector": "nixl"}), "connector"),
         (a_config(listen={"port": 1}, queue={"max_queued": 1}), "listen"),
         (a_config(decode={"max_num_seqs": 7}, queue={"max_queued": 1}), "worker d0"),
     ],
-    ids=["routing", "listen", "slots of a worker in use"],
+    ids=["connector", "listen", "slots of a worker in use"],
 )
 def test_what_needs_a_restart_is_named_and_nothing_of_the_rest_is_taken_over(new: Config, named: str) -> None:
     async def test() -> None:
@@ -83,10 +89,110 @@ def test_a_journal_that_runs_over_a_reload_replays_to_the_same(tmp_path: Path) -
         services = build_services(a_config(), asyncio.get_running_loop(), None, True, path)
         scheduler = services.ledger.scheduler
         assert isinstance(scheduler, RecordingScheduler)
+        for index in range(6):
+            scheduler.submit_prefilled(RequestSpec(f"r{index}", 100 + index), 1.0, 3.0)
+        scheduler.admit(1.0)
         apply(services, a_config(queue={"max_queued": 0}))
         with pytest.raises(QueueFull):
             services.ledger.submit(RequestSpec("r", 1))
+        for policy in ("br_0", "br_h", "target_fit", "join_shortest_queue"):
+            apply(services, a_config(queue={"max_queued": 0}, routing={"policy": policy, "max_wait_s": math.inf}))
+            scheduler.submit_prefilled(RequestSpec(policy, 77), 2.0, 2.0)
+            assert scheduler.admit(2.0)
         scheduler.close()
         assert replay(path).difference is None
+
+    on_stage(test)
+
+
+POLICIES = ("br_0", "br_h", "target_fit", "pool_fifo", "join_shortest_queue", "least_kv")
+
+
+@pytest.mark.parametrize("before", POLICIES)
+@pytest.mark.parametrize("after", POLICIES)
+def test_another_policy_keeps_what_is_bound_and_decides_on_what_waits(before: str, after: str) -> None:
+    async def test() -> None:
+        services = a_router(a_config(routing={"policy": before}, decode={"max_num_seqs": 2}))
+        scheduler = services.ledger.scheduler
+        for index in range(9):
+            scheduler.submit_prefilled(RequestSpec(f"r{index}", 100 + 50 * index), services.loop.time())
+        scheduler.admit(services.loop.time())
+        bound = {tracker.id: tracker.worker for tracker in scheduler.snapshot.decoding()}
+        apply(services, a_config(routing={"policy": after, "horizon_steps": 5}, decode={"max_num_seqs": 2}))
+        snapshot = scheduler.snapshot
+        snapshot.check_invariants()
+        assert scheduler.policy.name == after and snapshot.horizon_steps == (5 if after == "br_h" else 0)
+        assert {tracker.id: tracker.worker for tracker in snapshot.decoding()} == bound
+        assert len(snapshot.requests) == 9
+        for tracker in list(snapshot.decoding()):
+            scheduler.finish(tracker.id, Outcome.FINISHED, services.loop.time())
+        document = state_to_dict(policy_settings(services.config), snapshot, services.loop.time())
+        policy, written, _ = state_from_dict(json.loads(json.dumps(document)))
+        fresh = Scheduler(policy)
+        fresh.snapshot = written
+        assert scheduler.admit(services.loop.time()) == fresh.admit(services.loop.time())
+
+    on_stage(test)
+
+
+def test_another_predictor_takes_over_what_the_last_one_has_learned() -> None:
+    async def test() -> None:
+        services = a_router(a_config(routing={"policy": "br_h"}, predictor={"kind": "survival"}))
+        services.forecasts = services.ledger.forecasts = build_forecasts(services.config)
+        services.metrics.include(services.forecasts.metrics)
+        scheduler = services.ledger.scheduler
+        for index in range(20):
+            scheduler.submit_prefilled(RequestSpec(f"r{index}", 100), 0.0)
+        scheduler.admit(0.0)
+        running = [tracker.id for tracker in scheduler.snapshot.decoding()]
+        for request in running[1:]:
+            scheduler.progress(request, 30, 0.0)
+            services.forecasts.finished(scheduler.snapshot.requests[request], "stop")
+            scheduler.finish(request, Outcome.FINISHED, 0.0)
+        changed = apply(
+            services, a_config(predictor={"kind": "exact_match"}, routing={"policy": "br_h", "horizon_steps": 40})
+        )
+        assert changed == ["routing", "predictor"]
+        assert isinstance(services.forecasts, LiveForecasts) and services.ledger.forecasts is services.forecasts
+        tracker = scheduler.snapshot.requests[running[0]]
+        assert tracker.remaining(40) == 40
+        services.forecasts.renew(scheduler)
+        assert tracker.remaining(40) == 29  # 30 tokens to go, the last of them 29 ahead
+        scheduler.snapshot.check_invariants()
+        assert b"predictor_gate" in services.metrics.exposition()
+        apply(services, a_config(routing={"policy": "br_0"}))
+        assert services.forecasts is None and services.ledger.forecasts is None
+        assert b"predictor_gate" not in services.metrics.exposition()
+
+    on_stage(test)
+
+
+def test_a_predictor_that_cannot_be_made_changes_nothing(tmp_path: Path) -> None:
+    async def test() -> None:
+        services = a_router()
+        before, policy = services.config, services.ledger.scheduler.policy
+        with pytest.raises(InputError):
+            apply(
+                services,
+                a_config(
+                    predictor={"kind": "survival", "model": str(tmp_path / "none.npz")},
+                    routing={"policy": "br_h"},
+                    queue={"max_queued": 1},
+                ),
+            )
+        assert services.config is before and services.ledger.scheduler.policy is policy
+
+    on_stage(test)
+
+
+def test_a_time_to_live_that_shortens_the_patience_counts_for_what_waits() -> None:
+    async def test() -> None:
+        services = a_router()
+        scheduler, now = services.ledger.scheduler, services.loop.time()
+        scheduler.submit_prefilled(RequestSpec("r", 100), now)
+        (tracker,) = scheduler.snapshot.pool
+        assert tracker.overdue_s == pytest.approx(now + 60 * 1.1)  # the mean prompt waits a tenth longer
+        apply(services, a_config(pool={"ttl_s": 20.0}))
+        assert tracker.overdue_s == pytest.approx(now + 10 * 1.1)
 
     on_stage(test)

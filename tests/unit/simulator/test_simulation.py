@@ -13,7 +13,8 @@ from balanceroute.core.policies import PolicySettings, make_policy
 from balanceroute.errors import InputError
 from balanceroute.prediction import Forecaster, build_predictor
 from balanceroute.simulator import Failure, Figures, Outcome, Replay, Setting, parse_params
-from balanceroute.simulator.oracle import NoForecast, OracleForecast, PredictorForecast, TrueLengths
+from balanceroute.simulator.history import fitted
+from balanceroute.simulator.oracle import Forecast, NoForecast, OracleForecast, PredictorForecast, TrueLengths
 from balanceroute.simulator.simulation import Simulation
 from balanceroute.traces import Trace, generate_trace
 
@@ -306,7 +307,28 @@ def test_without_a_past_a_predictor_learns_what_finishes_also_what_was_recompute
     seen = forecaster.predictor.ring.take()  # type: ignore[attr-defined]
     assert set(zip(seen.prompt_tokens.tolist(), seen.output_tokens.tolist(), strict=True)) == {(100, 30)}
     assert len(seen) == 60
-    assert forecaster.initial(100, age_tokens=15) == 15.0
+    assert forecaster.initial(100, age_tokens=15) == 14.0  # 15 steps to go, the last of them 14 ahead
+
+
+class Looking(Simulation):
+    """Compares, as every step begins, the loads that the router projects with those that there will be."""
+
+    def __init__(self, trace: Trace, setting: Setting, horizon: int, forecast: Forecast) -> None:
+        policy = make_policy(PolicySettings(policy="br_h", horizon_steps=horizon))
+        super().__init__(trace, setting, policy, TrueLengths(trace), forecast, check_invariants=True)
+        self.steps_ahead = np.arange(horizon + 1)
+        self.looks = 0
+
+    def arrive(self) -> None:
+        expected = np.zeros((len(self.scheduler.snapshot.workers), len(self.steps_ahead)), dtype=int)
+        for worker in self.scheduler.snapshot.workers:
+            for tracker in worker.active.values():
+                # one that has no room on its worker yet has no known end
+                to_go = self.lengths.tokens[int(tracker.id)] - tracker.age_tokens if tracker.running else math.inf
+                expected[worker.index] += np.where(self.steps_ahead < to_go, tracker.kv_tokens + self.steps_ahead, 0)
+        assert self.scheduler.snapshot.projection.loads().tolist() == expected.tolist()
+        self.looks += 1
+        super().arrive()
 
 
 @pytest.mark.parametrize("horizon", [1, 2, 3, 20])
@@ -314,29 +336,34 @@ def test_an_oracle_projects_the_loads_that_will_be_at_every_step_up_to_the_last_
     rng = np.random.default_rng(3)
     trace = a_trace([(0.3 * n, 100 + n, int(o)) for n, o in enumerate(rng.integers(1, 50, 60))])
     setting = a_setting(n_workers=2, slots=4, pool=8, kv_capacity_tokens=700, failures=(Failure(0, 9.0, 12.0),))
-    lengths = TrueLengths(trace)
-    policy = make_policy(PolicySettings(policy="br_h", horizon_steps=horizon))
-    looked = []
+    looking = Looking(trace, setting, horizon, OracleForecast(TrueLengths(trace), horizon))
 
-    class Looking(Simulation):
-        def arrive(self) -> None:
-            """Every step begins here; what runs will be there until it is done."""
-            steps = np.arange(horizon + 1)
-            expected = np.zeros((2, horizon + 1), dtype=int)
-            for worker in self.scheduler.snapshot.workers:
-                for tracker in worker.active.values():
-                    # one that has no room on its worker yet has no known end
-                    to_go = lengths.tokens[int(tracker.id)] - tracker.age_tokens if tracker.running else math.inf
-                    expected[worker.index] += np.where(steps < to_go, tracker.kv_tokens + steps, 0)
-            looked.append((self.scheduler.snapshot.projection.loads().tolist(), expected.tolist()))
-            super().arrive()
+    assert looking.run().figures.recomputed > 0
+    assert looking.looks > 100
 
-    outcome = Looking(trace, setting, policy, lengths, OracleForecast(lengths, horizon), check_invariants=True).run()
 
-    assert outcome.figures.recomputed > 0
-    assert len(looked) > 100
-    for projected, expected in looked:
-        assert projected == expected
+@pytest.mark.parametrize("kind", ["survival", "exact_match"])
+@pytest.mark.parametrize("tokens", [1, 5, 20, 30])
+def test_a_predictor_projects_them_too_where_all_outputs_are_equal(kind: str, tokens: int) -> None:
+    """H = 20; where outputs are longer a request is anchored up to its refresh at age 10, when 20 steps are to go."""
+    trace, horizon = a_trace([(0.3 * n, 100 + n, tokens) for n in range(60)]), 20
+    forecast = PredictorForecast(Forecaster(fitted(kind, trace, horizon), horizon))
+    looking = Looking(trace, a_setting(n_workers=2, slots=4, pool=8), horizon, forecast)
+
+    looking.run()
+    assert looking.looks > 10
+
+
+@pytest.mark.parametrize("kind", ["survival", "exact_match"])
+@pytest.mark.parametrize("horizon", [0, 1, 4, 20])
+def test_oracle_and_predictor_say_the_same_of_outputs_that_are_all_equal(kind: str, horizon: int) -> None:
+    trace = a_trace([(0.0, 100, 5)] * 30)
+    predictor = PredictorForecast(Forecaster(fitted(kind, trace, horizon), horizon))
+    oracle = OracleForecast(TrueLengths(trace), horizon)
+
+    said = [predictor.initial(0, 100, trace.prompt_key[0], age) for age in range(5)]
+    assert said == [oracle.initial(0, 100, trace.prompt_key[0], age) for age in range(5)]
+    assert said == [min(4 - age, horizon) for age in range(5)]
 
 
 def test_params_become_knobs_of_their_types() -> None:

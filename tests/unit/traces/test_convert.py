@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from balanceroute.errors import InputError
-from balanceroute.traces import TraceFormat, convert_trace, read_trace
-from tests.shared_material import shared_path
+from balanceroute.traces import TraceFormat, convert_trace, read_trace, write_trace
+from tests.recorded import TRACES
 
 AZURE_2023 = """TIMESTAMP,ContextTokens,GeneratedTokens
 2023-11-16 18:15:46.6805900,374,44
@@ -145,13 +145,13 @@ def test_a_damaged_xz_is_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("original", "reference"),
     [
-        ("AzureLLMInferenceTrace_conv.csv.gz", "azure2023_conv.csv.gz"),
-        ("mooncake_conversation_trace.jsonl.xz", "mooncake_conversation.csv.gz"),
+        ("azure2023_conv_original.csv.gz", "azure2023_conv.csv.gz"),
+        ("mooncake_conversation_original.jsonl.xz", "mooncake_conversation.csv.gz"),
     ],
 )
 def test_public_originals_convert_to_the_reference_tables(original: str, reference: str) -> None:
-    ours = convert_trace(shared_path(f"data/{original}")).trace
-    theirs = read_trace(shared_path(f"data/{reference}"))
+    ours = convert_trace(TRACES / original).trace
+    theirs = read_trace(TRACES / reference)
     assert ours.prompt_tokens.tolist() == theirs.prompt_tokens.tolist()
     assert ours.output_tokens.tolist() == theirs.output_tokens.tolist()
     assert ours.arrival_s == pytest.approx(theirs.arrival_s, abs=2e-6)
@@ -162,3 +162,34 @@ def test_a_mooncake_request_without_hashes_has_no_key(tmp_path: Path) -> None:
     path = tmp_path / "trace.jsonl"
     path.write_text('{"timestamp": 0, "input_length": 9, "output_length": 7, "hash_ids": null}\n')
     assert convert_trace(path).trace.prompt_key.tolist() == [""]
+
+
+def test_mooncakes_block_hashes_are_kept_in_the_order_of_arrival_and_written_and_read_back(tmp_path: Path) -> None:
+    path, csv = tmp_path / "trace.jsonl", tmp_path / "trace.csv"
+    path.write_text("\n".join([mooncake_line(3000, [0, 7]), mooncake_line(0, [0, 5]), mooncake_line(1000, [])]) + "\n")
+    trace = convert_trace(path).trace
+    assert trace.prefix == ((0, 5), (), (0, 7))
+    write_trace(trace, csv)
+    assert read_trace(csv).prefix == trace.prefix
+    assert read_trace(csv).head(1).prefix == ((0, 5),)
+    assert [trace.full_blocks(row) for row in range(3)] == [(0,), (), (0,)]  # of 1,000 tokens
+
+
+def test_more_blocks_than_a_prompt_has_room_for_are_refused(tmp_path: Path) -> None:
+    path = tmp_path / "trace.jsonl"
+    path.write_text(mooncake_line(0, [1, 2, 3], prompt=1000) + "\n")
+    with pytest.raises(InputError, match="line 1: hash_ids: 3 blocks of 512 tokens in a prompt of 1000 tokens"):
+        convert_trace(path)
+
+
+@pytest.mark.parametrize(
+    ("blocks", "message"),
+    [("1 x", "expected whole numbers"), ("1 2 3", "3 blocks of 512"), (str(2**63), "out of range")],
+)
+def test_blocks_of_a_csv_that_make_no_sense_are_named_with_their_line(
+    tmp_path: Path, blocks: str, message: str
+) -> None:
+    path = tmp_path / "trace.csv"
+    path.write_text(f"arrival_s,prompt_tokens,output_tokens,prefix_blocks\n0,600,5,1\n1,600,5,{blocks}\n")
+    with pytest.raises(InputError, match=f"line 3: prefix_blocks.*{message}"):
+        read_trace(path)

@@ -17,7 +17,7 @@ from balanceroute.traces import (
     read_trace,
     write_trace,
 )
-from tests.shared_material import shared_path
+from tests.recorded import TRACES
 
 HEADER = "arrival_s,prompt_tokens,output_tokens,prompt_key\n"
 
@@ -167,5 +167,5 @@ def test_ideal_capacity_is_slots_over_step_time_and_output_length() -> None:
 
 @pytest.mark.parametrize("name", ["heavy_tailed", "capped"])
 def test_the_published_traces_arrive_at_115_percent_of_ideal_capacity(name: str) -> None:
-    trace = read_trace(shared_path(f"data/{name}.csv.gz"))
+    trace = read_trace(TRACES / f"{name}.csv.gz")
     assert len(trace) / trace.arrival_s[-1] / ideal_capacity(trace) == pytest.approx(1.15, abs=1e-4)

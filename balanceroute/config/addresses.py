@@ -1,0 +1,15 @@
+"""Which addresses are this machine itself."""
+
+import ipaddress
+
+
+def is_loopback(host: str | None) -> bool:
+    """Whether a host, as an IP address or `localhost`, is reached from this machine alone; no name is looked up."""
+    if host == "localhost":
+        return True
+    try:
+        ip = ipaddress.ip_address(host or "")
+    except ValueError:
+        return False
+    mapped = ip.ipv4_mapped if isinstance(ip, ipaddress.IPv6Address) else None
+    return (mapped or ip).is_loopback

@@ -1,0 +1,86 @@
+"""The file of client keys (`auth.client_keys`): a name, a SHA-256 hash and limits per key, never a key itself.
+
+    - name: search-team
+      sha256: 3f5c...             # 64 hex digits; `balanceroute key NAME >> FILE` makes a key and adds its entry
+      priority: {min: 0, max: 10} # of the key's requests, in place of limits.priority
+      max_in_flight: 32
+      requests_per_minute: 600
+      tokens_per_minute: 2000000
+
+The list may stand under `keys:`.
+
+A key is 256 random bits, so a plain hash of it can't be guessed backwards as one of a password could.
+"""
+
+import hashlib
+import re
+import secrets
+from pathlib import Path
+from typing import Annotated, Final
+
+from pydantic import AfterValidator, Field, ValidationError
+
+from balanceroute.config.loading import read_document, read_mapping
+from balanceroute.config.models import PriorityBounds, Section
+from balanceroute.errors import ConfigError
+
+KEY_PREFIX: Final = "sk-br-"
+
+
+def _digest(text: str) -> str:
+    if not re.fullmatch(r"[0-9a-fA-F]{64}", text):
+        raise ValueError("accepted are the 64 hex digits of a key's SHA-256 hash")
+    return text.lower()
+
+
+def _key_name(text: str) -> str:
+    if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._@-]{0,63}", text):
+        raise ValueError("accepted are 1 to 64 letters, digits and . _ @ -")
+    return text
+
+
+class KeyEntry(Section):
+    """One client key."""
+
+    name: Annotated[str, AfterValidator(_key_name)]
+    sha256: Annotated[str, AfterValidator(_digest)]
+    priority: PriorityBounds | None = None
+    max_in_flight: int | None = Field(None, ge=1, le=1_000_000)
+    requests_per_minute: int | None = Field(None, ge=1, le=10_000_000)
+    tokens_per_minute: int | None = Field(None, ge=1, le=10**12)
+
+
+class _File(Section):
+    keys: tuple[KeyEntry, ...] = Field(strict=False)
+
+
+def read_client_keys(path: Path) -> tuple[KeyEntry, ...]:
+    """The entries of a file. Raises: ConfigError: one line with the file and what is wrong in it."""
+    content = read_document(path)
+    tree = {"keys": content} if isinstance(content, list) else read_mapping(path, "keys")
+    try:
+        entries = _File.model_validate(tree).keys
+    except ValidationError as error:
+        first = error.errors(include_url=False, include_input=False)[0]
+        where = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in first["loc"]).lstrip(".")
+        text = str(first["ctx"]["error"]) if first["type"] == "value_error" else first["msg"]
+        raise ConfigError(f"{path}: {where}: {text}") from None
+    for field in ("name", "sha256"):
+        seen: dict[str, int] = {}
+        for index, entry in enumerate(entries):
+            value = getattr(entry, field)
+            if value in seen:
+                raise ConfigError(f"{path}: keys[{index}].{field}: the same as that of keys[{seen[value]}]")
+            seen[value] = index
+    return entries
+
+
+def digest_of(key: bytes) -> bytes:
+    """What stands for a key: its SHA-256 hash."""
+    return hashlib.sha256(key).digest()
+
+
+def new_key() -> tuple[str, str]:
+    """A new key and the hash for its entry."""
+    key = KEY_PREFIX + secrets.token_urlsafe(32)
+    return key, digest_of(key.encode()).hex()

@@ -1,0 +1,155 @@
+"""Requests and the workers that hold them: what `Scheduler` writes, one object each.
+
+A request knows its workers and a decode worker its requests, so the three are one module. What a request holds in which
+phase is told in `snapshot.py`, whose `ClusterSnapshot` is where they live.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from balanceroute.core.prefix import PrefixIndex, PrefixUse
+from balanceroute.core.types import Phase, WorkerSpec, WorkerState
+
+
+@dataclass(slots=True, eq=False)
+class RequestTracker:
+    """One request from its arrival to its finish.
+
+    `order` is its arrival number and breaks every tie. `counted` tokens were reported one by one; a lock-step driver
+    adds the steps its worker has taken since `joined_step` (see `generated`). `expected_remaining` at any time follows
+    from the last refresh by `remaining()`, so nothing is decremented per token. A requeue turns what was generated into
+    prompt, which is right for loads; `earlier_tokens` remembers it for the predictor, which asks for the whole age.
+    """
+
+    id: str
+    prompt_tokens: int
+    order: int
+    priority: int = 0
+    prompt_key: str = ""
+    max_new_tokens: int | None = None
+    arrived_s: float = 0.0
+    phase: Phase = Phase.QUEUED
+    prefiller: "PrefillerBudget | None" = None
+    pinned_tokens: int = 0
+    worker: "DecodeInstanceState | None" = None
+    running: bool = False
+    ready_s: float = 0.0
+    overdue_s: float = math.inf
+    admitted_s: float = 0.0
+    counted: int = 0
+    joined_step: int = 0
+    refreshed_remaining: float = math.inf
+    refreshed_at: int = 0
+    refresh_due_at: float = math.inf
+    requeues: int = 0
+    pushing: bool = False  # decode-first: its prefiller is computing the prompt for the decode worker that holds it
+    earlier_tokens: int = 0
+    prefix: Sequence[int] = ()
+    block_tokens: int = 0
+    prefix_use: PrefixUse | None = None  # while it is prefilled: what its prefiller was thought to hold of it
+    uncached_tokens: int = 0  # while it is prefilled: what its prefiller was thought to have to compute
+    shared_blocks: int = 0  # when it was last sent: its leading blocks that were being prefilled for others too
+
+    def uncached_on(self, prefiller: "PrefillerBudget") -> int:
+        """Tokens of its prompt that this prefiller would have to compute; an engine computes one at least."""
+        if not self.prefix:
+            return self.prompt_tokens
+        return max(1, self.prompt_tokens - prefiller.cache.matched(self.prefix) * self.block_tokens)
+
+    @property
+    def generated(self) -> int:
+        """Tokens generated so far (a_i) in its present decode; 0 again after a requeue."""
+        if self.running and self.worker is not None:
+            return self.counted + self.worker.steps - self.joined_step
+        return self.counted
+
+    @property
+    def age_tokens(self) -> int:
+        """Tokens generated for the client so far, over all lives of the request."""
+        return self.earlier_tokens + self.generated
+
+    @property
+    def kv_tokens(self) -> int:
+        """KV tokens that it occupies on its decode worker (s_i + a_i)."""
+        return self.prompt_tokens + self.generated
+
+    def remaining(self, horizon_steps: int) -> float:
+        """c-hat now, in [0, H]: the last step ahead on which it counts (`core.projection`).
+
+        Counted down per token since its refresh, to 0: an active request takes part in the present step, whatever was
+        predicted. The anchor H stays.
+        """
+        if self.refreshed_remaining >= horizon_steps:
+            return float(horizon_steps)
+        return max(0.0, self.refreshed_remaining - (self.generated - self.refreshed_at))
+
+
+@dataclass(slots=True, eq=False)
+class DecodeInstanceState:
+    """A decode worker as the router knows it: its active requests, L_g and cap_g.
+
+    `active` holds every request that was admitted and has not left, in admission order, whether the engine runs it
+    already or not. `steps` counts the lock-steps a step-driven engine has taken (0 on a live cluster).
+
+    `active` and `load` are our own ledger. What others run on the worker (a second router, direct clients) stands apart
+    as `foreign_requests` and `foreign_tokens`; decisions weigh both: `free_slots`, `occupied`, `total_load`.
+    """
+
+    spec: WorkerSpec
+    index: int
+    state: WorkerState = WorkerState.UP
+    active: dict[str, RequestTracker] = field(default_factory=dict)
+    load: int = 0
+    running: int = 0
+    steps: int = 0
+    reported: dict[str, float] = field(default_factory=dict)
+    foreign_requests: int = 0
+    foreign_tokens: int = 0
+    least_own_slots: int = 0
+    own_slots: int = field(init=False)  # B less what others hold: how many of ours may be active
+
+    def __post_init__(self) -> None:
+        self.own_slots = self.spec.slots
+
+    def set_foreign(self, requests: int, tokens: int, least_own_slots: int) -> None:
+        """Others hold so many requests, of so many KV tokens; `least_own_slots` are ours whatever they hold."""
+        self.foreign_requests, self.foreign_tokens, self.least_own_slots = requests, tokens, least_own_slots
+        self.own_slots = max(self.spec.slots - requests, min(least_own_slots, self.spec.slots))
+
+    @property
+    def free_slots(self) -> int:
+        """cap_g: room for more active requests; 0 unless the worker is up."""
+        return max(0, self.own_slots - len(self.active)) if self.state is WorkerState.UP else 0
+
+    @property
+    def occupied(self) -> int:
+        """Requests on the worker, whoever sent them."""
+        return len(self.active) + self.foreign_requests
+
+    @property
+    def total_load(self) -> int:
+        """KV tokens on the worker, whoever sent them: what a decision takes for L_g."""
+        return self.load + self.foreign_tokens
+
+
+@dataclass(slots=True, eq=False)
+class PrefillerBudget:
+    """A prefiller: the latest sample of its KV usage, and what we have sent there and not seen released.
+
+    `kv_usage` is a ratio; 1.0 where its metrics can't be reached, so that it is never preferred, and None where they
+    don't tell, so that only our own ledger bounds what it gets. `inflight_uncached_tokens` are those in flight that its
+    prefix cache was thought not to hold when they were sent.
+    """
+
+    spec: WorkerSpec
+    index: int
+    state: WorkerState = WorkerState.UP
+    kv_usage: float | None = 0.0
+    inflight: int = 0
+    inflight_tokens: int = 0
+    inflight_uncached_tokens: int = 0
+    pinned: int = 0
+    pinned_tokens: int = 0
+    cache: PrefixIndex = field(default_factory=PrefixIndex)
+    last_used: int = 0

@@ -1,0 +1,135 @@
+"""What the snapshot looks like from outside: plain frozen data, which nobody can write through.
+
+Whoever shows, measures or watches the cluster gets these, never the snapshot itself. A view is true when it is made and
+does not follow what happens later.
+"""
+
+from dataclasses import dataclass
+
+from balanceroute.core.snapshot import ClusterSnapshot
+from balanceroute.core.tracker import DecodeInstanceState, PrefillerBudget
+from balanceroute.core.types import Phase, WorkerState
+
+
+@dataclass(frozen=True, slots=True)
+class DecoderView:
+    """A decode worker.
+
+    Args: active, load_tokens: our own ledger. foreign_requests, foreign_tokens: what others run there. free_slots: 0
+    unless it is up. mean_request_tokens: KV tokens of one of our requests there; of a mean prompt where there is none.
+    engine_waiting: requests in the engine's own queue, by its last report.
+    """
+
+    id: str
+    state: WorkerState
+    slots: int
+    free_slots: int
+    active: int
+    load_tokens: int
+    foreign_requests: int
+    foreign_tokens: int
+    mean_request_tokens: float
+    engine_waiting: int
+
+
+@dataclass(frozen=True, slots=True)
+class PrefillerView:
+    """A prefiller; `kv_usage` is a ratio, None where it does not tell."""
+
+    id: str
+    state: WorkerState
+    kv_usage: float | None
+    inflight: int
+    pinned: int
+    pinned_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class RequestView:
+    """A request that is here.
+
+    Args: order: its arrival number. decoder: the decode worker that it is bound to. asking, pushing: decode-first, it
+    waits for a prefiller, or one computes its prompt.
+    """
+
+    id: str
+    phase: Phase
+    order: int
+    decoder: str | None
+    asking: bool
+    pushing: bool
+
+
+@dataclass(frozen=True, slots=True)
+class ClusterView:
+    """All workers, and how many requests wait in which phase."""
+
+    decoders: tuple[DecoderView, ...]
+    prefillers: tuple[PrefillerView, ...]
+    queued: int
+    asking: int
+    pooled: int
+    pooled_tokens: int
+    draining: bool
+
+    @property
+    def prefilling(self) -> int:
+        """Probes under way on all prefillers."""
+        return sum(prefiller.inflight for prefiller in self.prefillers)
+
+
+def view_cluster(snapshot: ClusterSnapshot, draining: bool = False) -> ClusterView:
+    """O(workers)."""
+    return ClusterView(
+        decoders=tuple([view_decoder(snapshot, worker) for worker in snapshot.workers]),
+        prefillers=tuple([view_prefiller(prefiller) for prefiller in snapshot.prefillers]),
+        queued=len(snapshot.queued),
+        asking=len(snapshot.asking),
+        pooled=len(snapshot.pool),
+        pooled_tokens=snapshot.pool.tokens,
+        draining=draining,
+    )
+
+
+def view_decoder(snapshot: ClusterSnapshot, worker: DecodeInstanceState) -> DecoderView:
+    """O(1)."""
+    active = len(worker.active)
+    return DecoderView(
+        id=worker.spec.id,
+        state=worker.state,
+        slots=worker.spec.slots,
+        free_slots=worker.free_slots,
+        active=active,
+        load_tokens=worker.load,
+        foreign_requests=worker.foreign_requests,
+        foreign_tokens=worker.foreign_tokens,
+        mean_request_tokens=worker.load / active if active else snapshot.means.prompt_tokens,
+        engine_waiting=int(worker.reported.get("num_requests_waiting", 0.0)),
+    )
+
+
+def view_prefiller(prefiller: PrefillerBudget) -> PrefillerView:
+    """O(1)."""
+    return PrefillerView(
+        id=prefiller.spec.id,
+        state=prefiller.state,
+        kv_usage=prefiller.kv_usage,
+        inflight=prefiller.inflight,
+        pinned=prefiller.pinned,
+        pinned_tokens=prefiller.pinned_tokens,
+    )
+
+
+def view_request(snapshot: ClusterSnapshot, request_id: str) -> RequestView | None:
+    """None when it is not here (any more). O(1)."""
+    tracker = snapshot.requests.get(request_id)
+    if tracker is None:
+        return None
+    return RequestView(
+        id=request_id,
+        phase=tracker.phase,
+        order=tracker.order,
+        decoder=None if tracker.worker is None else tracker.worker.spec.id,
+        asking=request_id in snapshot.asking,
+        pushing=tracker.pushing,
+    )

@@ -1,0 +1,169 @@
+"""The cells of the grid: one workload on one cluster with one thing out of the ordinary.
+
+A cell is small and hashable; the requests and the setting are made from it where it is run. One factor at a time is
+changed around three base cells, and further cells draw every factor at random, so that what only happens where two
+meet has a chance to show.
+"""
+
+import random
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, replace
+from functools import lru_cache
+from pathlib import Path
+
+import numpy as np
+
+from balanceroute.experiments.methods import Method
+from balanceroute.simulator import Failure, Figures, Replay, Setting, at_load
+from balanceroute.traces import Trace, generate_trace, mean_kv_tokens, read_trace
+from balanceroute.traces.capacity import ideal_capacity
+
+SHAPES = ("heavy_tailed", "capped", "short", "bursts")
+LOADS = (0.5, 0.8, 0.95, 1.05, 1.2)
+WIDTHS = (4, 8, 16, 64, 144)
+FACTORS = (
+    "none",
+    "transfer 5",
+    "transfer 20",
+    "transfer 60",
+    "lag 1",
+    "lag 5",
+    "slow worker",
+    "lost worker",
+    "little memory",
+    "small pool",
+)
+SHORT = (
+    0.64,
+    0.024,
+)  # prompts and answers of heavy_tailed times these: means 2,040 and 28, as code completion
+BURST_PERIOD_S, BURST_SHARE = 60.0, 0.4  # all that arrives in a minute arrives in its first 24 seconds
+SLOW = 1.3
+LITTLE_MEMORY = 1.1  # KV capacity of a worker in the mean tokens of a full one
+HISTORY_SEED_OFFSET = 1000
+
+
+@dataclass(frozen=True, slots=True)
+class Cell:
+    """A workload (`shape`: one of SHAPES, or the path of a trace), its load, the width G, a factor, and a seed."""
+
+    shape: str
+    load: float = 1.05
+    n_workers: int = 8
+    factor: str = "none"
+    seed: int = 0
+    rows: int = 10_240
+
+    @property
+    def name(self) -> str:
+        """All but the seed, for tables."""
+        factor = "" if self.factor == "none" else f", {self.factor}"
+        return f"{self.shape.rsplit('/', 1)[-1]}, load {self.load:g}, G {self.n_workers}{factor}"
+
+    def setting(self, trace: Trace) -> Setting:
+        """The cluster of the cell."""
+        setting = Setting(n_workers=self.n_workers, pool=16 * self.n_workers)
+        kind, _, number = self.factor.partition(" ")
+        if kind == "transfer":
+            return replace(setting, transfer_steps=int(number))
+        if kind == "lag":
+            return replace(setting, telemetry_lag_steps=int(number))
+        if self.factor == "slow worker":
+            return replace(setting, speeds=(1.0,) * (self.n_workers - 1) + (SLOW,))
+        if self.factor == "lost worker":
+            span = len(trace) / (self.load * ideal_capacity(trace, setting.reference))
+            return replace(setting, failures=(Failure(0, 0.4 * span, 0.6 * span),))
+        if self.factor == "little memory":
+            largest = int((trace.prompt_tokens + trace.output_tokens).max()) + setting.slots
+            room = int(LITTLE_MEMORY * setting.slots * mean_kv_tokens(trace))
+            return replace(setting, kv_capacity_tokens=max(room, largest))
+        if self.factor == "small pool":
+            return replace(setting, pool=4 * self.n_workers)
+        return setting
+
+
+def one_factor_cells(
+    shapes: tuple[str, ...],
+    loads: tuple[float, ...],
+    widths: tuple[int, ...],
+    factors: tuple[str, ...],
+    rows_per_slot: int,
+) -> Iterator[Cell]:
+    """The base cell of each shape, and each with one thing changed."""
+    for shape in shapes:
+        base = Cell(shape, rows=8 * 64 * rows_per_slot)
+        yield base
+        yield from (replace(base, load=load) for load in loads if load != base.load)
+        yield from (replace(base, n_workers=g, rows=g * 64 * rows_per_slot) for g in widths if g != base.n_workers)
+        yield from (replace(base, factor=factor) for factor in factors if factor != base.factor)
+
+
+def random_cells(count: int, shapes: tuple[str, ...], rows_per_slot: int) -> Iterator[Cell]:
+    """Cells with everything drawn, always the same ones; the widest clusters are rare, because they take long."""
+    draw = random.Random(20_260_513)
+    for _ in range(count):
+        width = draw.choices(WIDTHS, weights=(4, 6, 4, 1, 0))[0]
+        yield Cell(
+            draw.choice(shapes),
+            draw.choice(LOADS),
+            width,
+            draw.choice(FACTORS),
+            rows=width * 64 * rows_per_slot,
+        )
+
+
+@lru_cache(maxsize=2)
+def requests_of(shape: str, seed: int, rows: int) -> Trace:
+    """The requests of a shape; a user's trace has no seeds and may have fewer rows."""
+    if shape not in SHAPES:
+        return read_trace_once(shape).head(rows)
+    if shape == "short":
+        return generate_trace("heavy_tailed", rows=rows, seed=seed).with_lengths(*SHORT)
+    if shape == "bursts":
+        return generate_trace("heavy_tailed", rows=rows, seed=seed)
+    return generate_trace(shape, rows=rows, seed=seed)
+
+
+@lru_cache(maxsize=1)
+def read_trace_once(path: str) -> Trace:
+    """The user's trace."""
+    return read_trace(Path(path))
+
+
+def in_bursts(trace: Trace) -> Trace:
+    """The same requests, those of each period squeezed into its first part."""
+    minute, within = np.divmod(trace.arrival_s, BURST_PERIOD_S)
+    arrival_s = minute * BURST_PERIOD_S + within * BURST_SHARE
+    return replace(trace, arrival_s=arrival_s)
+
+
+@dataclass(frozen=True, slots=True)
+class CellJob:
+    """One policy in one cell."""
+
+    cell: Cell
+    method: Method
+    timed: bool = False
+
+    @property
+    def key(self) -> str:
+        """What names the result in the file of finished runs: cell and every knob of the policy."""
+        return f"{self.cell!r} {self.method.policy!r} {self.method.predictor}"
+
+    @property
+    def cost(self) -> float:
+        """A guess at how long it takes."""
+        return self.cell.rows * (4 + self.cell.n_workers) * (3.0 if self.method.predictor != "none" else 1.0)
+
+    def run(self) -> dict[str, float]:
+        """Simulate in this process; the figures by name."""
+        cell = self.cell
+        requests = requests_of(cell.shape, cell.seed, cell.rows)
+        setting = cell.setting(requests)
+        trace = at_load(requests, cell.load, setting)
+        if cell.shape == "bursts":
+            trace = in_bursts(trace)
+        figures: Figures = (
+            Replay(trace, self.method.seeded(cell.seed).policy, setting, self.method.predictor).run().figures
+        )
+        return asdict(figures)

@@ -1,0 +1,248 @@
+"""Which policy never loses: every policy in every cell, and how far each is from the best of the cell.
+
+Regret is what a policy gives away against the best one of the same cell, averaged over its seeds: tokens per second in
+per cent of the best; TPOT p95 likewise; and the p99 wait against the best among the policies within 1 % of the best
+tokens per second, because who serves less can wait less. Cells that are not busy (utilisation up to 0.7) are listed and
+not judged: there every policy serves what arrives.
+
+Finished runs are kept in `grid.jsonl` in the folder of the report, so a run that was stopped goes on where it was.
+"""
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from hashlib import sha256
+from pathlib import Path
+from statistics import fmean, stdev
+
+import balanceroute
+from balanceroute.errors import InputError
+from balanceroute.experiments import figures, methods
+from balanceroute.experiments.cells import FACTORS, LOADS, WIDTHS, Cell, CellJob, one_factor_cells, random_cells
+from balanceroute.experiments.jobs import Results
+from balanceroute.experiments.methods import Method
+from balanceroute.experiments.scope import Scope, Section
+from balanceroute.experiments.tables import Table
+
+POLICIES = (
+    methods.JSQ,
+    methods.LEAST_KV,
+    methods.POOL_FIFO,
+    methods.BR_0_DEFAULT,
+    methods.BR_H_DEFAULT,
+    methods.TARGET_FIT,
+    methods.LEVEL_FIT,
+)
+BUSY = 0.7  # of the slots in use
+NEAR = 0.01  # of the best tokens/s: who is that close is compared by waits
+STORE = "grid.jsonl"
+BASES = ("heavy_tailed", "capped", "short")
+QUICK_FACTORS = ("none", "transfer 20", "lag 5", "slow worker", "lost worker")
+
+
+def cells(scope: Scope) -> list[Cell]:
+    """The cells of a scope, without seeds."""
+    shapes = scope.sources if scope.trace else BASES
+    if scope.quick:
+        return list(one_factor_cells(shapes, (0.8, 1.05), (8,), QUICK_FACTORS, 8))
+    drawn = shapes if scope.trace else (*BASES, "bursts")
+    found = [*one_factor_cells(shapes, LOADS, WIDTHS, FACTORS, 20), *random_cells(60, drawn, 20)]
+    if not scope.trace:
+        found += one_factor_cells(("bursts",), (), (), (), 20)
+    return list(dict.fromkeys(found))
+
+
+def jobs_of(scope: Scope, cell: Cell, method: Method) -> list[CellJob]:
+    """One policy in one cell, a job per seed; the widest clusters have so many requests that one seed does."""
+    seeds = scope.seeds if cell.n_workers <= 16 else scope.seeds[:1]
+    return [CellJob(replace(cell, seed=seed), method) for seed in seeds]
+
+
+def plan(scope: Scope) -> list[CellJob]:
+    """Every policy in every cell."""
+    return [job for cell in cells(scope) for method in POLICIES for job in jobs_of(scope, cell, method)]
+
+
+def files(scope: Scope) -> list[str]:
+    """What the report writes."""
+    return ["grid.csv", "regret.csv", STORE, *figures.files("regret")]
+
+
+def code_digest() -> str:
+    """What tells apart versions of the code that a result depends on."""
+    digest = sha256()
+    for folder in ("core", "prediction", "simulator", "traces"):
+        for path in sorted((Path(balanceroute.__file__).parent / folder).rglob("*.py")):
+            digest.update(path.read_bytes())
+    return digest.hexdigest()[:16]
+
+
+class Store:
+    """Finished runs in a file, one a line, so that none is run twice.
+
+    Runs of other code are passed over: each carries a digest of what decides and simulates.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.known: dict[str, dict[str, float]] = {}
+        self.code = code_digest()
+        if path.is_file():
+            for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1):
+                try:
+                    entry = json.loads(line)
+                    if entry["code"] == self.code:
+                        self.known[entry["key"]] = entry["figures"]
+                except (ValueError, KeyError, TypeError):
+                    raise InputError(f"{path}: line {number}: no finished run; delete the file to start anew") from None
+
+    def keep(self, job: CellJob, figures_: dict[str, float]) -> None:
+        """Remember a run that has just ended."""
+        with self.path.open("a", encoding="utf-8") as file:
+            file.write(json.dumps({"code": self.code, "key": job.key, "figures": figures_}) + "\n")
+
+
+@dataclass(frozen=True, slots=True)
+class Standing:
+    """One policy in one cell: means over the seeds, and what it gives away against the best (ratios; 0 is the best)."""
+
+    cell: Cell
+    method: Method
+    tokens_s: float
+    tokens_s_deviation: float | None
+    tpot_p95_s: float
+    wait_p99_s: float
+    wait_max_s: float
+    load_spread: float
+    balance: float
+    utilisation: float
+    lost_tokens: float = 0.0
+    lost_tpot: float = 0.0
+    lost_wait: float | None = None  # None where it is not within NEAR of the best tokens/s
+
+
+def standings(scope: Scope, results: Results, cell: Cell) -> list[Standing]:
+    """All policies in one cell."""
+    found = []
+    for method in POLICIES:
+        runs = [results[job] for job in jobs_of(scope, cell, method)]
+
+        def mean(name: str, runs: list[dict[str, float]] = runs) -> float:
+            return fmean(run[name] for run in runs)
+
+        rates = [run["throughput_tok_s"] for run in runs]
+        slots = cell.n_workers * 64
+        found.append(
+            Standing(
+                cell,
+                method,
+                fmean(rates),
+                stdev(rates) if len(rates) > 1 else None,
+                mean("tpot_p95_s"),
+                mean("wait_p99_s"),
+                mean("wait_max_s"),
+                mean("load_spread_mean"),
+                mean("balance"),
+                fmean(run["throughput_tok_s"] * run["step_time_mean_s"] / slots for run in runs),
+            )
+        )
+    best_rate = max(s.tokens_s for s in found)
+    best_tpot = min(s.tpot_p95_s for s in found)
+    least_wait = min(s.wait_p99_s for s in found if s.tokens_s >= (1 - NEAR) * best_rate)
+    return [
+        replace(
+            s,
+            lost_tokens=1 - s.tokens_s / best_rate,
+            lost_tpot=s.tpot_p95_s / best_tpot - 1,
+            # a second more is nobody's regret where nobody waits
+            lost_wait=max(0.0, s.wait_p99_s - 1.0) / max(least_wait, 1.0) - 1
+            if s.tokens_s >= (1 - NEAR) * best_rate
+            else None,
+        )
+        for s in found
+    ]
+
+
+def report(scope: Scope, results: Results, out: Path) -> Section:
+    """The table of regrets, the cells where the default is not the best, and the figure."""
+    section = Section("The grid: which policy never loses")
+    rows = [standings(scope, results, cell) for cell in cells(scope)]
+    busy = [row for row in rows if fmean(s.utilisation for s in row) > BUSY]
+    section.text(
+        f"{len(rows)} cells, {len(busy)} of them busy (more than {BUSY:.0%} of the slots in use), {len(scope.seeds)}"
+        " seed(s). Lost tokens/s and TPOT p95 are against the best policy of the same cell; the wait is the p99 against"
+        f" the best of those within {NEAR:.0%} of the best tokens/s. Tokens/s are of a window: who lets large prompts"
+        " wait serves more of the small ones meanwhile, and gains up to 1 %."
+    )
+    section.table(regret_table(busy))
+    losing = [
+        s for row in busy for s in row if s.method is methods.LEVEL_FIT and (s.lost_tokens > 0.01 or s.lost_tpot > 0.05)
+    ]
+    section.text(
+        "LevelFit gives away more than 1 % of tokens/s or 5 % of TPOT p95 in: "
+        + ("; ".join(f"{s.cell.name} ({s.lost_tokens:.1%}, {s.lost_tpot:.1%})" for s in losing) or "no cell")
+        + "."
+    )
+    section.table(cell_table(rows))
+    section.figure(
+        figures.regret(
+            {m.label: [s.lost_tokens for row in busy for s in row if s.method is m] for m in POLICIES}, out / "regret"
+        ),
+        "Regret of each policy, one dot per busy cell",
+    )
+    return section
+
+
+def regret_table(busy: Sequence[Sequence[Standing]]) -> Table:
+    """One row per policy over all busy cells."""
+    columns = ["router", "lost tok/s mean %", "worst %", "cells within 1 %", "lost TPOT p95 mean %", "worst TPOT %",
+               "cells within 5 %", "within 1 % and 10 % of the wait"]  # fmt: skip
+    table = Table("regret", columns, digits=dict.fromkeys([c for c in columns if c.endswith("%")], 2))
+    for index, method in enumerate(POLICIES):
+        own = [row[index] for row in busy]
+        table.add(
+            method.label,
+            100 * fmean(s.lost_tokens for s in own) if own else None,
+            100 * max((s.lost_tokens for s in own), default=0.0),
+            sum(s.lost_tokens <= NEAR for s in own),
+            100 * fmean(s.lost_tpot for s in own) if own else None,
+            100 * max((s.lost_tpot for s in own), default=0.0),
+            sum(s.lost_tpot <= 0.05 for s in own),
+            sum(s.lost_wait is not None and s.lost_wait <= 0.1 for s in own),
+        )
+    return table
+
+
+def cell_table(rows: Sequence[Sequence[Standing]]) -> Table:
+    """Every policy in every cell."""
+    table = Table(
+        "grid",
+        [
+            "cell",
+            "router",
+            "tok/s",
+            "±",
+            "TPOT p95 ms",
+            "load spread",
+            "balance",
+            "wait p99 s",
+            "wait max s",
+            "slots used",
+        ],
+        digits={"TPOT p95 ms": 1, "balance": 3, "wait p99 s": 1, "slots used": 2},
+    )
+    for row in rows:
+        for s in row:
+            table.add(
+                s.cell.name,
+                s.method.label,
+                s.tokens_s,
+                s.tokens_s_deviation,
+                1000 * s.tpot_p95_s,
+                s.load_spread,
+                s.balance,
+                s.wait_p99_s,
+                s.wait_max_s,
+                s.utilisation,
+            )
+    return table

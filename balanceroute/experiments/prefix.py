@@ -1,0 +1,178 @@
+"""What a prefill tier gains by knowing its caches: our prefill policies beside what other routers do.
+
+Eight prefillers of 6,000 tokens/s, each with a prefix cache of 2M or 512k tokens, and nothing else: a request leaves
+when its prefill has ended. The rivals are our own versions, by what their documentation says of them:
+
+    random, round robin   caches are ignored
+    consistent hash       of the prompt's first blocks, where one session's prompts differ from another's
+    longest match         the most cached blocks, whatever waits there
+    match, load gate      the longest match if it is at least 0.3 of the prompt, unless the loads differ too much
+    exact knowledge       prefix_affinity that looks into the caches themselves, as no router can
+"""
+
+import hashlib
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from balanceroute.core.prefill import PrefillPolicy, least_tokens, work
+from balanceroute.core.tracker import PrefillerBudget, RequestTracker
+from balanceroute.errors import InputError
+from balanceroute.experiments.jobs import Results, whole_trace
+from balanceroute.experiments.scope import Scope, Section
+from balanceroute.experiments.tables import Table
+from balanceroute.simulator import PrefillFigures, PrefillTier, replay_prefill
+from balanceroute.traces import Trace, generate_conversations
+
+PREFILLERS = 8
+TOKENS_PER_S = 6000.0
+CACHES = (2_000_000, 512_000)  # tokens of one prefiller's prefix cache
+ROWS = 12_000  # of the synthetic conversations
+SESSION_BLOCKS = 4  # hashed by the consistent hash of a session: past most system prompts
+MATCH_RATIO = 0.3  # of the prompt: a shorter match is left to the loads
+GATE_RATIO, GATE_TOKENS = 1.5, 65_536  # the loads differ too much: by this factor and by so many tokens
+
+
+def random_choice(tier: PrefillTier) -> PrefillPolicy:
+    """Any of them, seeded."""
+    rng = random.Random(0)
+    return lambda ready, request: rng.choice(ready)
+
+
+def consistent_hash(blocks: int) -> Callable[[PrefillTier], PrefillPolicy]:
+    """The one with the highest hash together with the prompt's first blocks (rendezvous hashing)."""
+
+    def choose(ready: Sequence[PrefillerBudget], request: RequestTracker) -> PrefillerBudget:
+        first = request.prefix[min(blocks, len(request.prefix)) - 1] if request.prefix else request.id
+        return max(ready, key=lambda p: hashlib.blake2b(f"{first}/{p.spec.id}".encode(), digest_size=8).digest())
+
+    return lambda tier: choose
+
+
+def longest_match(tier: PrefillTier) -> PrefillPolicy:
+    """The most cached blocks; of equal ones the fewest tokens in flight."""
+    return lambda ready, request: min(
+        ready, key=lambda p: (-p.cache.matched(request.prefix), p.inflight_tokens, p.last_used)
+    )
+
+
+def gated_match(tier: PrefillTier) -> PrefillPolicy:
+    """The longest match where it is long and the loads are level; else the fewest tokens in flight."""
+    match = longest_match(tier)
+
+    def choose(ready: Sequence[PrefillerBudget], request: RequestTracker) -> PrefillerBudget:
+        loads = [prefiller.inflight_tokens for prefiller in ready]
+        uneven = max(loads) > GATE_RATIO * min(loads) and max(loads) - min(loads) > GATE_TOKENS
+        best = match(ready, request)
+        short = best.cache.matched(request.prefix) < MATCH_RATIO * len(request.prefix)
+        return least_tokens(ready, request) if uneven or short else best
+
+    return choose
+
+
+def exact_knowledge(tier: PrefillTier) -> PrefillPolicy:
+    """`prefix_affinity` on the true caches."""
+
+    def cost(prefiller: PrefillerBudget, request: RequestTracker) -> tuple[int, int]:
+        uncached = tier.uncached(prefiller.spec.id, request.prefix, request.prompt_tokens)
+        lone_tokens = request.prompt_tokens - request.shared_blocks * request.block_tokens
+        return work(prefiller.inflight_uncached_tokens, uncached, lone_tokens), prefiller.last_used
+
+    return lambda ready, request: min(ready, key=lambda prefiller: cost(prefiller, request))
+
+
+RIVALS: dict[str, str | Callable[[PrefillTier], PrefillPolicy]] = {
+    "least_tokens": "least_tokens",
+    "round_robin": "round_robin",
+    "random": random_choice,
+    "consistent hash, first block": consistent_hash(1),
+    "consistent hash, session": consistent_hash(SESSION_BLOCKS),
+    "longest match": longest_match,
+    "match, load gate": gated_match,
+    "prefix_affinity": "prefix_affinity",
+    "exact knowledge": exact_knowledge,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class PrefixJob:
+    """One policy on one size of cache; `source`: a trace file, or None for synthetic conversations."""
+
+    source: str | None
+    rows: int
+    policy: str
+    cache_tokens: int
+    timed: bool = False
+
+    @property
+    def cost(self) -> float:
+        """All take about as long."""
+        return 5.0 * self.rows
+
+    def run(self) -> PrefillFigures:
+        """Simulate in this process."""
+        return replay_prefill(
+            workload(self.source, self.rows), RIVALS[self.policy], PREFILLERS, TOKENS_PER_S, self.cache_tokens
+        )
+
+
+def workload(source: str | None, rows: int) -> Trace:
+    """The user's trace at its own rate, or synthetic conversations. Raises: InputError where prefixes are unknown."""
+    if source is None:
+        return generate_conversations(rows)
+    trace = whole_trace(source).head(rows)
+    if not trace.prefix:
+        raise InputError(f"{source}: no column prefix_blocks; convert a trace that has hash_ids, one of Mooncake's")
+    return trace
+
+
+def plan(scope: Scope) -> list[PrefixJob]:
+    """Every policy on every cache."""
+    rows = rows_of(scope)
+    workload(scope.trace, 1)
+    return [PrefixJob(scope.trace, rows, policy, cache) for cache in CACHES for policy in RIVALS]
+
+
+def rows_of(scope: Scope) -> int:
+    """Fewer in a quick look."""
+    return min(ROWS, scope.rows) // 4 if scope.quick else ROWS + 1000
+
+
+def files(scope: Scope) -> list[str]:
+    """What the report writes."""
+    return [f"prefix_{cache // 1000}k.csv" for cache in CACHES]
+
+
+def report(scope: Scope, results: Results, out: Path) -> Section:
+    """One table per size of cache."""
+    section = Section("The prefill tier: what knowing its caches is worth")
+    source = f"the trace {Path(scope.trace).name}" if scope.trace else "synthetic conversations"
+    section.text(
+        f"{PREFILLERS} prefillers of {TOKENS_PER_S:,.0f} tokens/s, {source} at its own rate. `computed`: share of"
+        " prompt tokens that no cache had. Latency is from arrival to the end of the prefill; `p50 saved`: against"
+        " least_tokens. `busiest`: tokens computed by the busiest prefiller over the mean. Rivals are our own versions."
+    )
+    for cache in CACHES:
+        section.text(f"### Caches of {cache:,} tokens")
+        section.table(cache_table(scope, results, cache))
+    return section
+
+
+def cache_table(scope: Scope, results: Results, cache: int) -> Table:
+    """Every policy on one size of cache."""
+    table = Table(
+        f"prefix_{cache // 1000}k",
+        ["policy", "computed", "p50 s", "p50 saved %", "p99 s", "busiest", "hits predicted", "hits real"],
+        digits={"computed": 3, "p50 s": 2, "p50 saved %": 1, "p99 s": 1, "busiest": 2, "hits predicted": 3,
+                "hits real": 3},
+    )  # fmt: skip
+    found: dict[str, PrefillFigures] = {
+        policy: results[PrefixJob(scope.trace, rows_of(scope), policy, cache)] for policy in RIVALS
+    }
+    base = found["least_tokens"].latency_p50_s
+    for policy, f in found.items():
+        saved = 100.0 * (1.0 - f.latency_p50_s / base)
+        table.add(policy, f.computed_ratio, f.latency_p50_s, saved, f.latency_p99_s, f.busiest_ratio,
+                  f.predicted_hit_ratio, f.hit_ratio)  # fmt: skip
+    return table

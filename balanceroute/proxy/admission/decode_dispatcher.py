@@ -1,0 +1,63 @@
+"""The second coroutine: from the prompt pool to the decode workers, by the policy.
+
+It sleeps on two events, `pool_not_empty` and `slot_freed`, and runs once both are set. The event loop calls it only
+after every socket that was ready has been read, so prefills that finish together and slots that free together are one
+decision over all of them, not several greedy ones.
+
+After a decision, whatever is left in the pool waits for the next change: a slot, an arrival, a worker. Where the
+policy holds something back although a slot is free (target_fit does, to keep the envelope), loads change with every
+token, so it is asked again after `HOLD_S`.
+"""
+
+import logging
+from collections.abc import Callable
+from time import perf_counter
+from typing import Final
+
+from balanceroute.core.types import Admit
+from balanceroute.proxy.admission.ledger import Ledger
+from balanceroute.proxy.telemetry.instruments import Histogram
+
+log = logging.getLogger(__name__)
+
+HOLD_S: Final = 0.02  # about one decode step: the loads a held request waits for don't change faster
+
+
+class DecodeDispatcher:
+    """Sleeps on `ledger.pool_not_empty` and `ledger.slot_freed`; `on_admit` is told each admission."""
+
+    def __init__(self, ledger: Ledger, duration: Histogram, on_admit: Callable[[Admit], None]) -> None:
+        self._ledger, self._duration, self._on_admit = ledger, duration, on_admit
+
+    async def run(self) -> None:
+        """Until cancelled."""
+        ledger = self._ledger
+        while True:
+            await ledger.pool_not_empty.wait()
+            await ledger.slot_freed.wait()
+            self.step()
+
+    def step(self) -> None:
+        """One decision; sets up what the next one waits for."""
+        ledger = self._ledger
+        started = perf_counter()
+        admissions = ledger.admit()
+        self._duration.observe(perf_counter() - started)
+        for admission in admissions:
+            self._on_admit(admission)
+        if log.isEnabledFor(logging.DEBUG):
+            for admission in admissions:
+                log.debug(
+                    "admit",
+                    extra={
+                        "request": admission.request,
+                        "worker": admission.worker,
+                        "stage": admission.stage,
+                        "score": admission.score,
+                    },
+                )
+        ledger.slot_freed.clear()
+        if not ledger.scheduler.snapshot.pool:
+            ledger.pool_not_empty.clear()
+        elif ledger.decision_possible:
+            ledger.loop.call_later(HOLD_S, ledger.slot_freed.set)

@@ -1,0 +1,331 @@
+"""The seam between the proxy and the predictors: what the live router asks, and when it tells what it has seen.
+
+The scheduler gets plain numbers. Which predictor they come from, its history on disk and its re-fits beside the loop
+are known here alone. Before each decision the forecasts that are due are renewed, all in one batch: on the loop where
+that takes microseconds, in a thread for boosted trees, whose answers are then in time for the next decision.
+
+A batch that fails costs no decision: its requests count as staying for the whole horizon (the anchor), which is what
+`kind: none` says of everyone, and are asked for again when their next period is over.
+"""
+
+import asyncio
+import logging
+import time
+from collections.abc import Awaitable, Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final, Protocol
+
+import numpy as np
+
+from balanceroute.build import predicts
+from balanceroute.config import Config
+from balanceroute.core.scheduler import Scheduler
+from balanceroute.core.snapshot import ClusterSnapshot
+from balanceroute.core.tracker import RequestTracker
+from balanceroute.core.types import Phase
+from balanceroute.errors import ConfigError
+from balanceroute.prediction import (
+    FinishedRequest,
+    Forecaster,
+    History,
+    LearnedPredictor,
+    PromptKeyer,
+    Refitter,
+    build_predictor,
+    finished_row,
+)
+from balanceroute.prediction.contract import AnchorPredictor, IntArray
+from balanceroute.prediction.forecaster import Answers
+from balanceroute.prediction.learned import NEEDS_SCIKIT_LEARN, can_grow
+from balanceroute.prediction.observations import Recent
+from balanceroute.prediction.refresh import decremented
+from balanceroute.proxy.telemetry.forecast_metrics import ForecastMetrics
+
+log = logging.getLogger(__name__)
+
+# What a fit is made from; the file may hold more. 50,000 lengths know a probability to 0.2 %, and no step of a fit then
+# holds the interpreter lock for more than 2 ms (with 200,000 it was up to 6)
+ROWS_IN_MEMORY: Final = 50_000
+LISTED_AT_ONCE: Final = 128  # 0.1 to 0.3 ms of the loop; 144 x 64 requests at once took 10
+
+
+@dataclass(frozen=True, slots=True)
+class Past:
+    """What one predictor hands on to the next: the salt of its keys, and what it knows that is in no file."""
+
+    salt: bytes
+    seen: Recent | None
+
+    def finished_requests(self) -> list[FinishedRequest]:
+        """The rows, oldest first; whose they were is not known any more. Any thread."""
+        if self.seen is None:
+            return []
+        rows = self.seen.joined()
+        columns = (rows.prompt_tokens, rows.output_tokens, rows.censored, rows.finished_s)
+        return [
+            FinishedRequest("", prompt, output, "cancelled" if censored else "stop", finished_s)
+            for prompt, output, censored, finished_s in zip(*(column.tolist() for column in columns), strict=True)
+        ]
+
+
+class Forecasts(Protocol):
+    """Expected remaining steps, clipped to [0, H], for requests of one router."""
+
+    def key(self, prompt: bytes, header: str) -> str:
+        """The predictor's key of a prompt (its JSON) or of the configured header; "" where it uses none."""
+        ...
+
+    def initial(self, tracker: RequestTracker, prompt_tokens: int) -> float | None:
+        """c-hat of a request that was just prefilled, with this prompt; None where nothing is predicted."""
+        ...
+
+    def renew(self, scheduler: Scheduler) -> None:
+        """Tell the scheduler c-hat of the requests for which it is due."""
+        ...
+
+    def finished(self, tracker: RequestTracker, reason: str) -> None:
+        """A request leaves, for `reason`: the engine's word, or the router's outcome."""
+        ...
+
+    def runner(self, snapshot: ClusterSnapshot) -> Callable[[], Awaitable[None]] | None:
+        """What keeps the predictor fresh beside the loop, if anything."""
+        ...
+
+    @property
+    def metrics(self) -> ForecastMetrics:
+        """The series of a metrics page."""
+        ...
+
+    def past(self) -> "Past":
+        """What the predictor that takes over starts from."""
+        ...
+
+    def close(self) -> None:
+        """Write what is to be kept."""
+        ...
+
+
+class HistoryOnly:
+    """No predictor: what finishes is recorded for a later day."""
+
+    def __init__(self, config: Config, past: Past | None = None) -> None:
+        chosen = config.predictor
+        self.history = History(chosen.history, max_rows=chosen.max_rows, max_age_s=chosen.max_age_s)
+        if past is not None and self.history.path is None:
+            self.history.salt = past.salt
+        keyed = chosen.history is not None or chosen.kind in ("exact_match", "learned")
+        self._keyer = PromptKeyer(self.history.salt) if keyed else None
+        self._by_header = chosen.key_header is not None
+
+    def key(self, prompt: bytes, header: str) -> str:
+        """A salted hash of what tells this kind of request from others; of the prompt where the header is missing."""
+        if self._keyer is None:
+            return ""
+        return self._keyer.of_header(header) if self._by_header and header else self._keyer.of_json(prompt)
+
+    def initial(self, tracker: RequestTracker, prompt_tokens: int) -> float | None:
+        """Nothing is predicted."""
+        return None
+
+    def renew(self, scheduler: Scheduler) -> None:
+        """Nothing is due, ever."""
+
+    def finished(self, tracker: RequestTracker, reason: str) -> None:
+        """Record a request that has generated something."""
+        if tracker.age_tokens:
+            self.history.add(finished_row(tracker, reason, time.time()))
+
+    def runner(self, snapshot: ClusterSnapshot) -> Callable[[], Awaitable[None]] | None:
+        """Nothing to keep fresh."""
+        return None
+
+    def past(self) -> Past:
+        """Nothing but the salt: rows are in the file, if anywhere."""
+        return Past(self.history.salt, None)
+
+    @property
+    def metrics(self) -> ForecastMetrics:
+        """The history's series."""
+        return ForecastMetrics(self.history)
+
+    def close(self) -> None:
+        """Write the rows that are queued."""
+        self.history.close()
+
+
+class LiveForecasts(HistoryOnly):
+    """A predictor of this package with its history."""
+
+    def __init__(self, config: Config, past: Past | None = None) -> None:
+        chosen, self._horizon = config.predictor, config.routing.horizon_steps
+        self._refits = chosen.kind != "learned" or can_grow()
+        if not self._refits:
+            if chosen.model is None:
+                raise ConfigError(NEEDS_SCIKIT_LEARN)
+            log.warning("the model stays as it is: %s", NEEDS_SCIKIT_LEARN)
+        super().__init__(config, past)
+        in_memory = past if self.history.path is None else None
+        try:
+            self._predictor = build_predictor(
+                chosen.kind,
+                self._horizon,
+                rows=self.history.load() if in_memory is None else in_memory.finished_requests(),
+                model=None if chosen.model is None else Path(chosen.model),
+                max_rows=min(chosen.max_rows, ROWS_IN_MEMORY),
+                max_age_s=chosen.max_age_s,
+                size_buckets=chosen.size_buckets,
+            )
+        except BaseException:
+            self.history.close()
+            raise
+        self.forecaster = Forecaster(self._predictor, self._horizon)
+        self.refitter: Refitter[Any] | None = None
+        self._refit_interval_s = chosen.refit_interval_s
+        self._asker: ThreadPoolExecutor | None = None
+        if isinstance(self._predictor, LearnedPredictor):
+            self._asker = ThreadPoolExecutor(1, thread_name_prefix="prediction")
+        self._due: list[RequestTracker] = []
+        self._asking = self._failing = self._closed = False
+        self._metrics = ForecastMetrics(self.history, self.forecaster)
+
+    def initial(self, tracker: RequestTracker, prompt_tokens: int) -> float | None:
+        """c-hat of a request that waits for its admission."""
+        return self.forecaster.initial(
+            prompt_tokens - tracker.earlier_tokens,
+            tracker.prompt_key,
+            age_tokens=tracker.age_tokens,
+            max_new_tokens=tracker.max_new_tokens,
+        )
+
+    def renew(self, scheduler: Scheduler) -> None:
+        """Renew what is due: here and now, or by starting a batch in the thread."""
+        due = scheduler.due_refreshes()
+        if self._asker is not None:
+            self._due += due
+            self._ask(scheduler, self._asker)
+        elif due:
+            now = asyncio.get_running_loop().time()
+            try:
+                renewed = self.forecaster.refresh(due)
+                self._failing = False
+            except Exception as error:  # whatever it is, decisions go on without a forecast
+                self._failed(error)
+                renewed = self._anchors(len(due))
+            for tracker, expected in zip(due, renewed, strict=True):
+                scheduler.refresh(tracker.id, expected, now)
+
+    def _ask(self, scheduler: Scheduler, asker: ThreadPoolExecutor) -> None:
+        """One batch at a time; what falls due meanwhile goes into the next."""
+        if self._asking or not self._due:
+            return
+        trackers, self._due = [tracker for tracker in self._due if tracker.phase is Phase.DECODING], []
+        lives = [tracker.requeues for tracker in trackers]
+        questions = self.forecaster.questions(trackers)
+        loop = asyncio.get_running_loop()
+
+        def renewed(values: list[float]) -> None:
+            self._asking = False
+            now = loop.time()
+            for tracker, life, age, expected in zip(trackers, lives, questions.ages.tolist(), values, strict=True):
+                if tracker.phase is Phase.DECODING and tracker.requeues == life:
+                    # tokens have come since: what they used up of c-hat is gone, and at the floor it is due at once
+                    left = decremented(expected, tracker.age_tokens - age, self._horizon)
+                    scheduler.refresh(tracker.id, left, now)
+
+        def answered(future: "asyncio.Future[Answers]") -> None:
+            if future.cancelled() or self._closed:  # nothing is decided any more, or by another predictor
+                return
+            error = future.exception()
+            if error is None:
+                self._failing = False
+                self.forecaster.count(future.result())
+                renewed(future.result().c_hat.tolist())
+            else:
+                self._failed(error)
+                renewed(self._anchors(len(trackers)))
+            self._ask(scheduler, asker)
+
+        self._asking = True
+        try:
+            loop.run_in_executor(asker, self.forecaster.answer, questions).add_done_callback(answered)
+        except RuntimeError as error:  # no thread to be had
+            self._failed(error)
+            renewed(self._anchors(len(trackers)))
+
+    def _anchors(self, n: int) -> list[float]:
+        return [float(self._horizon)] * n
+
+    def _failed(self, error: BaseException) -> None:
+        """Count a batch without an answer, and tell the first of a run of them."""
+        self.forecaster.failures += 1
+        if not self._failing:
+            self._failing = True
+            log.warning("forecasts fail, requests count as staying: %r", error, exc_info=error)
+
+    def finished(self, tracker: RequestTracker, reason: str) -> None:
+        """Learn from a request that has generated something, and record it."""
+        if tracker.age_tokens:
+            row = self.forecaster.finished(tracker, reason, time.time())
+            self.history.add(row)
+            if not row.censored:
+                self._metrics.error_tokens.observe(tracker.remaining(self._horizon))
+
+    def runner(self, snapshot: ClusterSnapshot) -> Callable[[], Awaitable[None]] | None:
+        """The re-fits."""
+        if isinstance(self._predictor, AnchorPredictor) or not self._refits:
+            return None
+
+        refitter: Refitter[Any] = Refitter(
+            self._predictor, interval_s=self._refit_interval_s, running=lambda: running_requests(snapshot)
+        )
+        self._metrics.refitter = self.refitter = refitter
+        return refitter.run
+
+    @property
+    def metrics(self) -> ForecastMetrics:
+        """The history's and the predictor's series."""
+        return self._metrics
+
+    def past(self) -> Past:
+        """What has been learned and is in no file; the copy that takes long is not made here."""
+        learns = self.history.path is None and not isinstance(self._predictor, AnchorPredictor)
+        return Past(self.history.salt, self._predictor.ring.freeze() if learns else None)  # type: ignore[union-attr]
+
+    def close(self) -> None:
+        """End the thread, write the rows that are queued."""
+        self._closed = True
+        if self._asker is not None:
+            self._asker.shutdown(wait=False, cancel_futures=True)
+        super().close()
+
+
+async def running_requests(snapshot: ClusterSnapshot) -> IntArray:
+    """Age and prompt tokens of every request on a decode worker, as their clients see them; shape (n, 2).
+
+    Pauses after every `LISTED_AT_ONCE` of them: who leaves meanwhile is left out.
+    """
+    trackers = list(snapshot.decoding())
+    parts = [np.empty((0, 2), dtype=np.int64)]
+    for at in range(0, len(trackers), LISTED_AT_ONCE):
+        listed = [
+            (tracker.age_tokens, tracker.prompt_tokens - tracker.earlier_tokens)
+            for tracker in trackers[at : at + LISTED_AT_ONCE]
+            if tracker.phase is Phase.DECODING
+        ]
+        parts.append(np.array(listed, dtype=np.int64).reshape(-1, 2))
+        await asyncio.sleep(0)
+    return np.concatenate(parts)
+
+
+def build_forecasts(config: Config, past: Past | None = None) -> Forecasts | None:
+    """The predictor of a configuration; None where the policy asks for none and no history is wanted.
+
+    Reads the history, which for hundreds of thousands of rows takes seconds: not on a loop that has requests to serve.
+    `past`: what another predictor of this process has learned. Raises: ConfigError, InputError: for a model file that
+    does not fit.
+    """
+    if predicts(config):
+        return LiveForecasts(config, past)
+    return HistoryOnly(config, past) if config.predictor.history is not None else None

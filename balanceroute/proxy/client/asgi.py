@@ -1,0 +1,118 @@
+"""Every route but the hot ones: one request as an ASGI conversation."""
+
+import asyncio
+from collections.abc import Callable, Mapping
+from typing import Any, Final
+
+from starlette.requests import ClientDisconnect
+from starlette.types import ASGIApp, Message
+
+from balanceroute.errors import BalanceRouteError, InvariantError
+from balanceroute.proxy.client.head import Request
+from balanceroute.proxy.client.intake import read_head
+from balanceroute.proxy.client.response import Response, check_headers
+from balanceroute.proxy.wire.message_errors import is_messages_path, message_refusal
+
+REQUEST_ID: Final = "balanceroute.request_id"  # in the scope: what the response's X-Request-Id says
+
+
+class AsgiHandler:
+    """Calls the application as soon as the head is known, so that it may refuse a request before its body is read.
+
+    The body reaches the application whole. `go_on` tells a client that waits to be told to send it.
+    """
+
+    __slots__ = ("_app", "_app_state", "_come", "_go_on", "_lost", "_name", "_request", "_response", "_told")
+
+    def __init__(
+        self,
+        app: ASGIApp,
+        app_state: Mapping[str, Any],
+        request: Request,
+        response: Response,
+        go_on: Callable[[], None],
+    ) -> None:
+        self._app, self._app_state = app, app_state
+        self._name = read_head(request.headers, None).told_id
+        self._request, self._response, self._go_on = request, response, go_on
+        self._come: asyncio.Event | None = None  # set when the body has come, or won't
+        self._told = False
+        self._lost = False
+        if is_messages_path(request.path):
+            response.refusal = message_refusal
+
+    def check(self) -> None:
+        """The application judges for itself."""
+
+    def refuse(self, error: BalanceRouteError) -> None:
+        """As everywhere; the application would have said the id."""
+        self.abandoned()
+        if not self._response.started:
+            self._response.refuse(error, [(b"x-request-id", self._name)])
+
+    def abandoned(self) -> None:
+        """The body won't come."""
+        self._lost = True
+        self.body_has_come()
+
+    def body_has_come(self) -> None:
+        """All of it."""
+        if self._come is not None:
+            self._come.set()
+
+    async def run(self) -> None:
+        """One call of the application."""
+        try:
+            await self._app(self._scope(), self._receive, self._send)
+        except ClientDisconnect:
+            if not self._lost:
+                raise
+
+    def _scope(self) -> dict[str, Any]:
+        request = self._request
+        return {
+            "type": "http",
+            "asgi": {"version": "3.0", "spec_version": "2.3"},
+            "http_version": "1.0" if request.http_1_0 else "1.1",
+            "method": request.method,
+            "scheme": request.scheme,
+            "path": request.path,
+            "raw_path": request.raw_path,
+            "query_string": request.query,
+            "root_path": "",
+            "headers": request.headers,
+            "client": request.peer,
+            "server": request.local,
+            "state": dict(self._app_state),
+            REQUEST_ID: self._name.decode(),
+        }
+
+    async def _receive(self) -> Message:
+        if self._told:
+            await self._response.over()
+        elif not self._request.complete and not self._lost:
+            self._go_on()
+            self._come = asyncio.Event()
+            await self._come.wait()
+        if self._told or self._lost:
+            return {"type": "http.disconnect"}
+        self._told = True
+        return {"type": "http.request", "body": self._request.body, "more_body": False}
+
+    async def _send(self, message: Message) -> None:
+        response = self._response
+        if self._lost:
+            return  # it has been answered, or nobody is there
+        if message["type"] == "http.response.start":
+            headers = [(bytes(name).lower(), bytes(value)) for name, value in message.get("headers", ())]
+            check_headers(headers)
+            response.start(message["status"], headers)
+        elif message["type"] == "http.response.body":
+            body = message.get("body", b"")
+            if not message.get("more_body", False):
+                response.end(body)
+                return
+            while body and not response.write(body):
+                await response.drained()
+        else:
+            raise InvariantError(f"an ASGI message of type {message['type']}")

@@ -1,0 +1,166 @@
+"""A request's body as it comes in: counted, bounded, and told from what follows it.
+
+A body of known length is a number of bytes. A chunked one (RFC 9112 section 7.1) is read by the letter: sizes of at
+most `MAX_SIZE_DIGITS` hexadecimal digits, extensions and trailers bounded and dropped. A trailer never becomes a
+header: no worker and no route sees it.
+"""
+
+import re
+from typing import Final
+
+from balanceroute.errors import InvalidRequest
+
+MAX_SIZE_DIGITS: Final = 15
+MAX_LINE_BYTES: Final = 512  # a size with its extensions
+MAX_EXTENSION_BYTES: Final = 16 * 1024  # of all chunks of a body together
+MAX_TRAILER_BYTES: Final = 8 * 1024
+_SIZE: Final = re.compile(rb"([0-9A-Fa-f]{1,%d})([ \t]*;[\t\x20-\x7e\x80-\xff]*)?\r\n" % MAX_SIZE_DIGITS)
+_TRAILER: Final = re.compile(rb"[!#$%&'*+.^_`|~0-9A-Za-z-]+:[\t\x20-\x7e\x80-\xff]*\r\n")
+_CRLF: Final = b"\r\n"
+_HEX: Final = b"0123456789abcdefABCDEF"
+
+
+class Body:
+    """A body under way.
+
+    Attributes: `size`, bytes so far, `complete`.
+    """
+
+    __slots__ = ("_limit", "_parts", "complete", "size")
+
+    def __init__(self, limit: int) -> None:
+        """At most `limit` bytes."""
+        self._limit = limit
+        self._parts: list[bytes] = []
+        self.size = 0
+        self.complete = False
+
+    def feed(self, data: bytes) -> bytes:
+        """Take what belongs to the body; returns the rest. Raises: InvalidRequest: it is malformed, or too large."""
+        raise NotImplementedError
+
+    def whole(self) -> bytes:
+        """All of it, once it is complete."""
+        return self._parts[0] if len(self._parts) == 1 else b"".join(self._parts)
+
+    def _keep(self, part: bytes) -> None:
+        self.size += len(part)
+        if self.size > self._limit:
+            raise too_large(self._limit)
+        if part:
+            self._parts.append(part)
+
+
+class SizedBody(Body):
+    """A body of known length."""
+
+    __slots__ = ("_left",)
+
+    def __init__(self, length: int, limit: int) -> None:
+        """Raises: InvalidRequest: the length is above the limit."""
+        super().__init__(limit)
+        if length > limit:
+            raise too_large(limit)
+        self._left = length
+
+    def feed(self, data: bytes) -> bytes:
+        """Take up to the bytes that are missing."""
+        part, rest = (data, b"") if len(data) <= self._left else (data[: self._left], data[self._left :])
+        self._left -= len(part)
+        self._keep(part)
+        self.complete = not self._left
+        return rest
+
+
+class ChunkedBody(Body):
+    """A chunked body; `_step` is what comes next."""
+
+    __slots__ = ("_chunk_left", "_extension_bytes", "_raw", "_joined", "_step", "_trailer_bytes")
+
+    def __init__(self, limit: int) -> None:
+        super().__init__(limit)
+        self._raw = b""  # of a line that has not ended
+        self._chunk_left = self._extension_bytes = self._trailer_bytes = 0
+        self._joined = bytearray()  # chunks are joined as they come: a million of one byte are no million objects
+        self._step = self._size_line
+
+    def feed(self, data: bytes) -> bytes:
+        """Take whole lines and parts of chunks."""
+        raw, self._raw = self._raw + data if self._raw else data, b""
+        at = 0
+        while not self.complete:
+            taken = self._step(raw, at)
+            if taken < 0:  # not without more bytes
+                self._raw = raw[at:]
+                return b""
+            at = taken
+        return raw[at:]
+
+    def whole(self) -> bytes:
+        """All of it."""
+        return bytes(self._joined)
+
+    def _keep(self, part: bytes) -> None:
+        self.size += len(part)
+        if self.size > self._limit:
+            raise too_large(self._limit)
+        self._joined += part
+
+    def _size_line(self, raw: bytes, at: int) -> int:
+        end = raw.find(_CRLF, at, at + MAX_LINE_BYTES)
+        if end < 0:
+            if len(raw) - at >= MAX_LINE_BYTES or raw[at : at + 1].strip(_HEX) or raw.find(b"\n", at) >= 0:
+                raise _malformed()
+            return -1
+        line = _SIZE.fullmatch(raw, at, end + 2)
+        if line is None:
+            raise _malformed()
+        self._extension_bytes += len(line[2] or b"")
+        if self._extension_bytes > MAX_EXTENSION_BYTES:
+            raise InvalidRequest("The chunks' extensions are too large.")
+        self._chunk_left = int(line[1], 16)
+        if self.size + self._chunk_left > self._limit:
+            raise too_large(self._limit)
+        self._step = self._data if self._chunk_left else self._trailer
+        return end + 2
+
+    def _data(self, raw: bytes, at: int) -> int:
+        part = raw[at : at + self._chunk_left]
+        if not part:
+            return -1
+        self._chunk_left -= len(part)
+        self._keep(part)
+        if not self._chunk_left:
+            self._step = self._data_end
+        return at + len(part)
+
+    def _data_end(self, raw: bytes, at: int) -> int:
+        if not _CRLF.startswith(raw[at : at + 2]):
+            raise _malformed()
+        if len(raw) - at < 2:
+            return -1
+        self._step = self._size_line
+        return at + 2
+
+    def _trailer(self, raw: bytes, at: int) -> int:
+        end = raw.find(_CRLF, at)
+        line_bytes = (len(raw) if end < 0 else end + 2) - at
+        if self._trailer_bytes + line_bytes > MAX_TRAILER_BYTES:
+            raise InvalidRequest(f"The trailers are larger than {MAX_TRAILER_BYTES} bytes.", status=431)
+        if end < 0:
+            return -1
+        self._trailer_bytes += line_bytes
+        if end == at:
+            self.complete = True
+        elif not _TRAILER.fullmatch(raw, at, end + 2):
+            raise _malformed()
+        return end + 2
+
+
+def too_large(limit: int) -> InvalidRequest:
+    """The refusal of a body above the limit."""
+    return InvalidRequest(f"The body is larger than {limit} bytes.", status=413)
+
+
+def _malformed() -> InvalidRequest:
+    return InvalidRequest("The chunked body is malformed.")

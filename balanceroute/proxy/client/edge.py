@@ -1,0 +1,174 @@
+"""What all client connections of a listener share: who serves, the limits, and one look per period at each of them.
+
+No connection has a timer. Each keeps the moment until which it may stay as it is, and `Edge` looks at all of them a few
+times per second; so a deadline is kept to within `period_s`.
+
+**Places.** Above `max_connections` the connection that has waited longest for a request to begin or to become complete
+makes room; who sends slowly, or nothing, keeps nobody out. Where all of them are busy the new one is refused with 503,
+but for GET and HEAD, so that an operator and a liveness probe still see the router; `RESERVE` above the limit,
+connections are closed unheard.
+"""
+
+import asyncio
+import logging
+from collections.abc import Callable, Coroutine, Mapping
+from dataclasses import dataclass
+from email.utils import formatdate
+from typing import Any, Final, Protocol
+
+from starlette.types import Receive, Scope, Send
+
+from balanceroute.config import Config
+from balanceroute.errors import BalanceRouteError
+from balanceroute.proxy.client.head import Request
+from balanceroute.proxy.client.response import Response
+
+log = logging.getLogger(__name__)
+
+RESERVE: Final = 64
+
+
+class Handler(Protocol):
+    """Serves one request. Its body has come whole before `run` is called."""
+
+    def check(self) -> None:
+        """Judge the request by its head, before its body is read. Raises: BalanceRouteError: it is refused."""
+
+    def refuse(self, error: BalanceRouteError) -> None:
+        """Answer with an error, and account for it: `check` has refused, or the body was not what it may be."""
+
+    def abandoned(self) -> None:
+        """The client has gone before its body was complete."""
+
+    def run(self) -> Coroutine[Any, Any, None]:
+        """Answer. A response that is not complete on return ends uncleanly."""
+
+
+class Site(Protocol):
+    """What is served.
+
+    `hot` are the routes that are served without ASGI, by path, for POST. `gate` sees every request as soon as its head
+    is known, before a byte of its body is read: it is where who may do what is decided.
+    """
+
+    @property
+    def hot(self) -> Mapping[str, Callable[[Request, Response], Handler]]:
+        """Makes the handler of one request."""
+
+    def gate(self, request: Request) -> None:
+        """Raises: BalanceRouteError: the request is refused with it."""
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Serve any other route, as ASGI."""
+
+
+class Connection(Protocol):
+    """A client connection, as far as it is one of many."""
+
+    def look(self, now: float) -> None:
+        """See whether the client has been too slow; `now` is the loop's time."""
+
+    def give_way(self) -> None:
+        """Close, for another client."""
+
+    def abort(self) -> None:
+        """Close at once."""
+
+
+@dataclass(frozen=True, slots=True)
+class ClientLimits:
+    """Bounds on what one connection may take, in seconds and bytes; the settings of `limits` say what each is for."""
+
+    max_connections: int = 10_000
+    receive_timeout_s: float = 30.0
+    min_rate_bytes_per_s: int = 512
+    keep_alive_s: float = 75.0
+    stall_timeout_s: float = 60.0
+    max_body_bytes: int = 32 * 2**20
+    max_incoming_bytes: int = 2**30
+    max_held_bytes: int = 2 * 2**30
+
+    @classmethod
+    def of(cls, config: Config) -> "ClientLimits":
+        """Those of a configuration."""
+        limits = config.limits
+        return cls(
+            limits.max_connections,
+            limits.client_header_timeout_s,
+            limits.client_min_rate_bytes_per_s,
+            limits.client_keep_alive_s,
+            limits.client_stall_timeout_s,
+            limits.max_body_bytes,
+            limits.max_incoming_bytes,
+            limits.max_held_bytes,
+        )
+
+
+class Edge:
+    """The connections, and what they share.
+
+    Attributes: `waiting`, those without a complete request, the one that has waited longest first. `incoming_bytes`, of
+    all bodies that are not complete, `served_bytes`, of those whose answers are not.
+    `date_line`, the Date field. `tasks`, of requests under way, and `connections`,
+    both the server's own sets.
+    """
+
+    def __init__(
+        self,
+        site: Site,
+        limits: ClientLimits,
+        loop: asyncio.AbstractEventLoop,
+        connections: "set[Any]",
+        tasks: "set[asyncio.Task[None]]",
+        app_state: Mapping[str, Any],
+    ) -> None:
+        self.site, self.limits, self.loop = site, limits, loop
+        self.connections: set[Connection] = connections
+        self.tasks, self.app_state = tasks, app_state
+        self.waiting: dict[Connection, None] = {}
+        self.incoming_bytes = self.served_bytes = 0
+        self.date_line = b""
+        shortest_s = min(limits.receive_timeout_s, limits.keep_alive_s, limits.stall_timeout_s)
+        self.period_s = min(1.0, max(0.05, shortest_s / 4))
+        self._looking: asyncio.TimerHandle | None = None
+
+    @property
+    def full(self) -> bool:
+        """Whether there are more connections than there may be."""
+        return len(self.connections) > self.limits.max_connections
+
+    def laden(self, complete: bool) -> bool:
+        """Whether there are more bytes of bodies than there may be, for one that is `complete`, or still coming."""
+        limits, incoming = self.limits, self.incoming_bytes
+        full = incoming > limits.max_incoming_bytes and not complete
+        return full or incoming + self.served_bytes > limits.max_held_bytes
+
+    def join(self, connection: Connection) -> bool:
+        """Take in a new connection; False if there is no room even to refuse it."""
+        self.connections.add(connection)
+        if self.full and self.waiting:
+            longest = next(iter(self.waiting))
+            longest.give_way()
+            self.leave(longest)  # its place is free now, not when its socket has closed
+        if len(self.connections) > self.limits.max_connections + RESERVE:
+            return False
+        self.waiting[connection] = None
+        if self._looking is None:
+            self._look()
+        return True
+
+    def leave(self, connection: Connection) -> None:
+        """A connection is lost."""
+        self.connections.discard(connection)
+        self.waiting.pop(connection, None)
+
+    def _look(self) -> None:
+        now = self.loop.time()
+        self.date_line = f"date: {formatdate(usegmt=True)}\r\n".encode()
+        for connection in list(self.connections):
+            try:
+                connection.look(now)
+            except Exception:
+                log.exception("internal error", extra={"where": "client connections"})
+                connection.abort()
+        self._looking = self.loop.call_later(self.period_s, self._look) if self.connections else None

@@ -1,0 +1,403 @@
+"""The client's side of a request: its body in, its answer or its error out, and what is told about it at the end.
+
+The handler of the two hot routes: the connection (`protocol.py`) gives it a request whose body has come, and the leg
+(`lifecycle.py`) runs in the task that the connection made for it. A client that goes away cancels that task.
+"""
+
+import asyncio
+import logging
+import math
+from dataclasses import replace
+from typing import Any
+
+from balanceroute.core.types import Outcome, RejectReason
+from balanceroute.errors import (
+    AccessDenied,
+    BalanceRouteError,
+    InvalidRequest,
+    InvariantError,
+    KeyLimit,
+    QueueTimeout,
+    Rejected,
+    UpstreamStatus,
+)
+from balanceroute.proxy.admission.ledger import rejection
+from balanceroute.proxy.client import fanout
+from balanceroute.proxy.client.fanout import PartAnswer, PartStream, StreamHead
+from balanceroute.proxy.client.head import Request
+from balanceroute.proxy.client.intake import Head, read_head
+from balanceroute.proxy.client.response import Response
+from balanceroute.proxy.client.services import ClientServices
+from balanceroute.proxy.life.layerwise import LayerwiseLeg
+from balanceroute.proxy.life.lifecycle import ClientGone, ClientStalled, Leg, Outlet
+from balanceroute.proxy.life.relay import write_part
+from balanceroute.proxy.life.scoring import ScoringLeg
+from balanceroute.proxy.life.suspicion import Choices
+from balanceroute.proxy.perimeter.keys import ClientKey
+from balanceroute.proxy.perimeter.routes import Access
+from balanceroute.proxy.telemetry.logs import log_request
+from balanceroute.proxy.wire.payloads import ClientRequest, Endpoint, parse
+from balanceroute.proxy.wire.responses import SSE_HEADERS, Headers, error_event, json_headers, status_of
+from balanceroute.proxy.wire.sse import StreamEnd
+
+log = logging.getLogger("balanceroute.requests")
+
+
+class StreamOutlet:
+    """A leg's answer as the client's own stream."""
+
+    __slots__ = ("_headers", "_response", "drained", "end", "ends_response", "started", "write")
+
+    def __init__(self, response: Response, headers: Headers) -> None:
+        self._response, self._headers = response, headers
+        self.write, self.end, self.drained = response.write, response.end, response.drained
+        self.started = False
+        self.ends_response = True
+
+    def start(self) -> None:
+        """The 200: a decoder has said its first word."""
+        self.started = True
+        self._response.start(200, self._headers)
+
+    def whole(self, body: bytes) -> None:
+        """A stream never comes in one piece."""
+        raise InvariantError("an unstreamed answer for a client that streams")
+
+    def forget(self) -> bool:
+        """Nothing is kept: what has come has been sent."""
+        return not self.started
+
+
+class Exchange:
+    """One client request: from its head to the line in the log. A `Handler` of the edge."""
+
+    __slots__ = (
+        "_arrived_s",
+        "_endpoint",
+        "_gone",
+        "_head",
+        "_key",
+        "_legs",
+        "_outcome",
+        "_request",
+        "_response",
+        "_s",
+        "_status",
+        "_task",
+    )
+
+    def __init__(self, services: ClientServices, endpoint: Endpoint, request: Request, response: Response) -> None:
+        self._s, self._endpoint, self._request, self._response = services, endpoint, request, response
+        self._arrived_s = services.loop.time()
+        self._head: Head | None = None
+        self._key: ClientKey | None = None
+        self._legs: list[Leg] = []
+        self._outcome = Outcome.FAILED
+        self._status = 0
+        self._gone = False
+        self._task: asyncio.Task[Any] | None = None
+
+    def check(self) -> None:
+        """Read the head. Raises: AccessDenied, KeyLimit; InvalidRequest: a header is wrong; Rejected: a drain."""
+        perimeter, key_header = self._s.perimeter, self._s.config.predictor.key_header
+        headers = self._request.headers
+        head = self._head = read_head(
+            headers,
+            None if key_header is None else key_header.lower().encode(),
+            perimeter.authorization_for(headers),
+        )
+        local = self._request.local
+        perimeter.check_listener(Access.CLIENT, local[1] if local else None)
+        self._key = perimeter.client(headers, self._arrived_s)
+        head.check()
+        if self._s.ledger.draining:
+            raise rejection(RejectReason.DRAINING)
+
+    def refuse(self, error: BalanceRouteError) -> None:
+        """The request never came whole, or may not be served."""
+        if self._head is None:  # refused before it was checked
+            self._head = read_head(self._request.headers, None)
+        self._fail(error)
+        self._account()
+
+    def abandoned(self) -> None:
+        """The client has gone before its request was complete."""
+        self._outcome = Outcome.CANCELLED
+        self._account()
+
+    async def run(self) -> None:
+        """Answer the request, one way or the other."""
+        self._s.exchanges += 1
+        try:
+            await self._serve()
+        finally:
+            self._s.exchanges -= 1
+            self._account()
+
+    async def _serve(self) -> None:
+        response = self._response
+        try:
+            if response.gone:
+                raise ClientGone
+            if self._s.ledger.draining:  # since the head came
+                raise rejection(RejectReason.DRAINING)
+            assert self._head is not None
+            request = self._in_class(self._parsed(), self._head.request_id)
+            self._task = asyncio.current_task(self._s.loop)  # finding the loop takes a system call before Python 3.12
+            response.on_gone = self._on_gone
+            try:
+                await self._answer(request)
+            finally:
+                response.on_gone = None
+        except ClientGone:
+            self._outcome = Outcome.CANCELLED
+        except InvariantError as error:
+            self._fail_by_bug(error)
+        except BalanceRouteError as error:
+            self._fail(error)
+        except Exception as error:
+            # a bug of ours must not take the connection's other requests, or the accounting, with it
+            self._fail_by_bug(error)
+        except asyncio.CancelledError:
+            if self._outcome is not Outcome.FINISHED:
+                self._outcome = Outcome.CANCELLED
+            # the cancellation was ours alone: the server's task ends as if the request were over, which it is
+            if not self._gone or (self._task is not None and self._task.uncancel() > 0):
+                raise
+
+    def _parsed(self) -> ClientRequest:
+        """What the client asks for. Raises: InvalidRequest."""
+        return parse(self._endpoint, self._request.body)
+
+    def _outlet_for(self, request: ClientRequest) -> Outlet:
+        """Where the one answer goes."""
+        if request.stream:
+            return StreamOutlet(self._response, [*SSE_HEADERS, *self._id_headers()])
+        return PartAnswer(request)
+
+    def _whole(self, answer: bytes) -> bytes:
+        """An unstreamed answer as the client gets it."""
+        return answer
+
+    def _in_class(self, request: ClientRequest, request_id: str) -> ClientRequest:
+        """The request with the priority that it has in our own order; the engines get its body, with the client's."""
+        entry = None if self._key is None else self._key.entry
+        bounds = self._s.config.limits.priority if entry is None or entry.priority is None else entry.priority
+        priority = bounds.clamped(request.priority)
+        if priority == request.priority:
+            return request
+        if request.priority:  # 0 is also what a client means that says nothing
+            fields = {"request": request_id, "asked": request.priority, "priority": priority}
+            log.info("priority clamped", extra=fields)
+        return replace(request, priority=priority)
+
+    async def _answer(self, request: ClientRequest) -> None:
+        """One prompt, one answer: nearly every request."""
+        if not request.single:
+            await self._answer_many(request)
+            return
+        head = self._head
+        assert head is not None
+        outlet = self._outlet_for(request)
+        leg = self._leg_for(head.request_id, request, outlet)
+        self._legs = [leg]
+        try:
+            await leg.run(self._task)
+        except BalanceRouteError as error:
+            if not outlet.started:
+                raise
+            await self._fail_started(error)
+            return
+        self._outcome, self._status = Outcome.FINISHED, 200
+        if isinstance(outlet, PartAnswer):
+            body = self._whole(outlet.answer(leg))
+            self._response.respond(200, json_headers(body, self._id_headers()), body)
+        elif leg.scanner.end is not StreamEnd.DONE:
+            self._response.end()
+
+    async def _answer_many(self, request: ClientRequest) -> None:
+        """Several prompts or answers: a leg for each choice, merged."""
+        head = self._head
+        assert head is not None
+        id_header = (b"x-request-id", head.told_id)
+        created = fanout.created_now()
+        shared = StreamHead(self._response, [id_header], request.model)
+        answers: list[PartAnswer] = []
+        choices = Choices()
+        parts = fanout.parts_of(request, self._s.config.limits.max_choices, len(self._request.body))
+        for index, part in enumerate(parts):
+            outlet: Outlet
+            if request.stream:
+                outlet = PartStream(shared)
+            else:
+                outlet = PartAnswer(part)
+                answers.append(outlet)
+            options = fanout.scanner_options(request, head.request_id, index, created)
+            self._legs.append(self._leg_for(f"{head.request_id}-{index}", part, outlet, options, choices))
+        try:
+            await fanout.run_all(self._legs)
+        except BalanceRouteError as error:
+            if not shared.started:
+                raise
+            await self._fail_started(error)
+            return
+        self._outcome, self._status = Outcome.FINISHED, 200
+        if request.stream:
+            shared.start()
+            shared.end(fanout.closing_events(request, head.request_id, created, shared.model, self._legs))
+        else:
+            body = fanout.merged_answer(request, head.request_id, self._legs, answers)
+            self._response.respond(200, json_headers(body, [id_header]), body)
+
+    def _leg_for(
+        self,
+        request_id: str,
+        request: ClientRequest,
+        outlet: Outlet,
+        options: dict[str, Any] | None = None,
+        choices: Choices | None = None,
+    ) -> Leg:
+        head, services = self._head, self._s
+        assert head is not None
+        forecasts = services.forecasts
+        kind: type[Leg] = LayerwiseLeg if services.connector.decode_first else Leg
+        if request.scores_only:
+            kind = ScoringLeg
+        return kind(
+            services,
+            request_id,
+            request,
+            outlet,
+            head.forwarded,
+            prompt_key="" if forecasts is None else forecasts.key(request.prompt_key, head.key),
+            deadline_s=self._arrived_s + min(head.timeout_s, services.config.limits.request_timeout_s),
+            scanner_options=options,
+            choices=choices,
+        )
+
+    def _fail(self, error: BalanceRouteError) -> None:
+        """Before the first byte: a status and an error body."""
+        self._status = status_of(error)
+        self._note(error)
+        self._response.refuse(error, self._id_headers())
+
+    def _id_headers(self) -> Headers:
+        return [] if self._head is None else [(b"x-request-id", self._head.told_id)]
+
+    def _fail_by_bug(self, error: Exception) -> None:
+        self._outcome, self._status = Outcome.FAILED, 500
+        self._s.metrics.tasks_failed.inc("request")
+        request_id = self._head.request_id if self._head is not None else ""
+        log.error("internal error", exc_info=error, extra={"request": request_id})
+        if self._s.strict:
+            raise error
+        if not self._response.started:
+            error = InvariantError("Internal error of the router; see its log.")
+            self._response.refuse(error, self._id_headers())
+
+    async def _fail_started(self, error: BalanceRouteError) -> None:
+        """After the first byte: an event that says so and, by returning without a last message, an unclean end."""
+        if isinstance(error, InvariantError):
+            raise error
+        self._status = 200
+        self._note(error)
+        if isinstance(error, ClientStalled):
+            return
+        await write_part(self._response, self._error_event(error))
+
+    def _error_event(self, error: BalanceRouteError) -> bytes:
+        return error_event(error)
+
+    def _note(self, error: BalanceRouteError) -> None:
+        if isinstance(error, AccessDenied | KeyLimit):
+            self._s.metrics.refusals.inc(error.reason)
+        if isinstance(error, QueueTimeout):
+            self._outcome = Outcome.EXPIRED
+        elif isinstance(error, ClientStalled):
+            self._outcome = Outcome.CANCELLED
+        elif isinstance(error, Rejected | InvalidRequest) or self._refused(error):
+            self._outcome = Outcome.REJECTED
+        else:
+            self._outcome = Outcome.FAILED
+
+    @staticmethod
+    def _refused(error: BalanceRouteError) -> bool:
+        return isinstance(error, UpstreamStatus) and error.status < 500 and error.status != 429
+
+    def _on_gone(self) -> None:
+        legs = self._legs
+        if legs and all(leg.scanner.end is StreamEnd.DONE for leg in legs):
+            return  # servers say so after the last byte as well
+        self._gone = True
+        for leg in legs:
+            leg.abandon()
+        if not legs and self._task is not None:
+            self._task.cancel()
+
+    def _account(self) -> None:
+        """The request is over: its counters, its histograms and its one line."""
+        metrics, now = self._s.metrics, self._s.loop.time()
+        if self._key is not None:
+            self._key.leave(now, sum(leg.prompt_tokens + leg.scanner.tokens for leg in self._legs))
+        metrics.requests.inc(self._outcome.value)
+        duration_s = now - self._arrived_s
+        first_token_s = math.inf
+        tokens = 0
+        for leg in self._legs:
+            if not leg.prompt_tokens:
+                continue
+            tokens += leg.scanner.tokens
+            metrics.prefill_wait.observe(leg.prefill_wait_s)
+            if leg.worker:
+                metrics.decode_wait.observe(leg.decode_wait_s)
+            if leg.first_token_s:
+                first_token_s = min(first_token_s, leg.first_token_s)
+                if leg.scanner.tokens > 1 and leg.last_token_s > leg.first_token_s:
+                    metrics.tpot.observe((leg.last_token_s - leg.first_token_s) / (leg.scanner.tokens - 1))
+        if tokens:
+            metrics.tokens.inc(by=tokens)
+        ttft_s = None if first_token_s == math.inf else first_token_s - self._arrived_s
+        if ttft_s is not None:
+            metrics.ttft.observe(ttft_s)
+        if self._outcome is Outcome.FINISHED:
+            metrics.duration.observe(duration_s)
+        if log.isEnabledFor(logging.INFO):
+            self._log(tokens, ttft_s, duration_s)
+
+    def _log(self, tokens: int, ttft_s: float | None, duration_s: float) -> None:
+        head, legs = self._head, self._legs
+        fields: dict[str, Any] = {
+            "request": head.request_id if head is not None else "",
+            "outcome": self._outcome.value,
+            "status": self._status,
+            "duration_s": round(duration_s, 4),
+        }
+        if head is not None and head.client_id:
+            fields["client_request"] = head.client_id
+        if self._key is not None:
+            fields["key"] = self._key.name
+        if legs:
+            one = legs[0] if len(legs) == 1 else _Together(legs)
+            fields |= {
+                "prefiller": one.prefiller,
+                "worker": one.worker,
+                "prefill_wait_s": round(one.prefill_wait_s, 4),
+                "decode_wait_s": round(one.decode_wait_s, 4),
+                "ttft_s": None if ttft_s is None else round(ttft_s, 4),
+                "prompt_tokens": one.prompt_tokens,
+                "tokens": tokens,
+                "recomputes": one.recomputes,
+            }
+        log_request(fields)
+
+
+class _Together:
+    """What the log says of several legs: their workers in order, the longest waits, the sums."""
+
+    def __init__(self, legs: list[Leg]) -> None:
+        self.prefiller = ",".join(leg.prefiller for leg in legs)
+        self.worker = ",".join(leg.worker for leg in legs)
+        self.prefill_wait_s = max(leg.prefill_wait_s for leg in legs)
+        self.decode_wait_s = max(leg.decode_wait_s for leg in legs)
+        self.prompt_tokens = sum(leg.prompt_tokens for leg in legs)
+        self.recomputes = sum(leg.recomputes for leg in legs)

@@ -1,0 +1,279 @@
+"""One client request with several answers: `n` > 1, or a list of prompts.
+
+A KV transfer carries one prompt and one answer, so such a request becomes as many legs as it has choices, each with its
+own prefill, its own place in the pool and its own decode worker. Their answers meet again here:
+
+    stream        the legs' events as they come, every choice under its index, one id; then one usage, one [DONE]
+    otherwise     one object with all choices in order, usage summed
+
+A prompt counts once in the usage however many answers it got, as on vLLM. When one leg fails, the others are abandoned
+and the whole request fails: half of the choices is not what was asked for.
+"""
+
+import asyncio
+import time
+from collections.abc import Sequence
+from typing import Any, Final
+
+import orjson
+
+from balanceroute.errors import InvalidRequest, InvariantError
+from balanceroute.proxy.client.response import Response
+from balanceroute.proxy.life.lifecycle import ClientGone, Leg
+from balanceroute.proxy.wire.answers import AnswerAssembler
+from balanceroute.proxy.wire.payloads import ClientRequest, split
+from balanceroute.proxy.wire.prompt_part import with_prompt
+from balanceroute.proxy.wire.responses import SSE_HEADERS, Headers
+from balanceroute.proxy.wire.sse import payloads_of
+
+MAX_COPIED_BYTES: Final = 256 * 2**20  # each choice sends its prompt, and all but the prompt, once more
+
+
+def parts_of(request: ClientRequest, max_choices: int, body_bytes: int) -> list[ClientRequest]:
+    """The single requests of a request whose body has `body_bytes`.
+
+    Raises: InvalidRequest: more than `max_choices`, or together more than `MAX_COPIED_BYTES`.
+    """
+    choices = request.n * request.prompts
+    if choices > max_choices:
+        raise InvalidRequest(
+            f"At most {max_choices} choices per request (n times prompts), not {choices}.",
+            param="n" if request.n > 1 else "prompt",
+        )
+    prompt_bytes = len(request.prompt_json)
+    copied_bytes = request.n * prompt_bytes + choices * max(0, body_bytes - prompt_bytes)
+    if copied_bytes > MAX_COPIED_BYTES:
+        raise InvalidRequest(
+            f"All choices together make {copied_bytes} bytes of requests to the workers, at most {MAX_COPIED_BYTES}.",
+            param="n" if request.n > 1 else "prompt",
+        )
+    return split(request)
+
+
+def public_id(request: ClientRequest, request_id: str) -> str:
+    """The id of an answer, as vLLM makes it from a request id."""
+    return f"{'chatcmpl' if request.endpoint == 'chat' else 'cmpl'}-{request_id}"
+
+
+class StreamHead:
+    """The client's response that several legs share: whoever has something first starts it.
+
+    `model` is what the workers call the model, from the first event; clients may leave it out.
+    """
+
+    __slots__ = ("_headers", "_response", "model", "started")
+
+    def __init__(self, response: Response, headers: Headers, model: str | None = None) -> None:
+        self._response, self.model = response, model
+        self._headers = [*SSE_HEADERS, *headers]
+        self.started = False
+
+    def start(self) -> None:
+        """The 200, once."""
+        if not self.started:
+            self.started = True
+            self._response.start(200, self._headers)
+
+    def write(self, body: bytes) -> bool:
+        """Some leg's events; the very first ones are looked into."""
+        if self.model is None:
+            self.model = _model_of(body)
+        return self._response.write(body)
+
+    def end(self, body: bytes) -> None:
+        """The end of all legs."""
+        self._response.end(body)
+
+    async def drained(self) -> None:
+        """Wait for the client."""
+        await self._response.drained()
+
+
+class PartStream:
+    """One leg's share of the stream."""
+
+    __slots__ = ("_head", "drained", "ends_response", "started", "write")
+
+    def __init__(self, head: StreamHead) -> None:
+        self._head = head
+        self.write, self.drained = head.write, head.drained
+        self.started = self.ends_response = False
+
+    def start(self) -> None:
+        """This leg's first bytes."""
+        self.started = True
+        self._head.start()
+
+    def end(self, body: bytes) -> None:
+        """A leg never ends the response of all."""
+        raise InvariantError("one of several answers ends the response")
+
+    def whole(self, body: bytes) -> None:
+        """A stream never comes in one piece."""
+        raise InvariantError("an unstreamed answer for a client that streams")
+
+    def forget(self) -> bool:
+        """Nothing is kept: what has come has been sent."""
+        return not self.started
+
+
+class PartAnswer:
+    """One leg's answer, kept."""
+
+    __slots__ = ("_assembler", "_body", "_request", "ends_response", "started")
+
+    def __init__(self, request: ClientRequest) -> None:
+        self._request = request
+        self._assembler = AnswerAssembler(request)
+        self._body: bytes | None = None
+        self.started = self.ends_response = False
+
+    def start(self) -> None:
+        """Nothing goes to the client yet."""
+
+    def write(self, body: bytes) -> bool:
+        """Take in events."""
+        self._assembler.feed(body)
+        return True
+
+    def end(self, body: bytes) -> None:
+        """Take in the last events."""
+        self._assembler.feed(body)
+
+    async def drained(self) -> None:
+        """There is always room."""
+
+    def whole(self, body: bytes) -> None:
+        """The answer came unstreamed."""
+        self._body = body
+
+    def forget(self) -> bool:
+        """All of it: the client gets nothing before the end."""
+        self._assembler = AnswerAssembler(self._request)
+        return True
+
+    def answer(self, leg: Leg) -> bytes:
+        """The complete answer, with what the prefiller said of the prompt."""
+        body = self._body if self._body is not None else self._assembler.answer(leg.scanner)
+        if leg.prompt_reply is None or self._request.scores_only:
+            return body
+        return with_prompt(self._request, body, leg.prompt_reply)
+
+
+async def run_all(legs: Sequence[Leg]) -> None:
+    """Run legs side by side; the first failure abandons the others and is raised when all have left."""
+    failure = await _failure_of(legs)
+    if failure is not None:
+        try:
+            raise failure
+        finally:  # its traceback keeps this frame, which would keep it, with all that it knows
+            del failure
+
+
+async def _failure_of(legs: Sequence[Leg]) -> BaseException | None:
+    """Run legs; why the first of them failed. That the client has gone counts only if nothing else has happened."""
+    loop = asyncio.get_running_loop()
+    tasks = [loop.create_task(leg.run()) for leg in legs]
+    try:
+        _, pending = await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
+        if pending:
+            for leg in legs:
+                leg.abandon()
+            await asyncio.wait(pending)
+    except asyncio.CancelledError:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        raise
+    failures = [ClientGone() if task.cancelled() else task.exception() for task in tasks]
+    told = [failure for failure in failures if failure is not None]
+    return next((failure for failure in told if not isinstance(failure, ClientGone)), told[0] if told else None)
+
+
+def scanner_options(request: ClientRequest, request_id: str, index: int, created: int) -> dict[str, Any]:
+    """What makes a leg's events those of a choice of the whole."""
+    return {
+        "public_id": public_id(request, request_id),
+        "created": created,
+        "index": index,
+        "closing_events": False,
+    }
+
+
+def created_now() -> int:
+    """The `created` of an answer: Unix seconds."""
+    return int(time.time())
+
+
+def merged_usage(request: ClientRequest, legs: Sequence[Leg]) -> dict[str, Any]:
+    """The usage of all legs together."""
+    of_prompts = legs[:: request.n]
+    prompt_tokens = sum(leg.prompt_tokens for leg in of_prompts)
+    completion_tokens = sum(leg.scanner.tokens for leg in legs)
+    usage: dict[str, Any] = {
+        "prompt_tokens": prompt_tokens,
+        "total_tokens": prompt_tokens + completion_tokens,
+        "completion_tokens": completion_tokens,
+    }
+    cached = [leg.cached_tokens for leg in of_prompts]
+    if any(count is not None for count in cached):
+        usage["prompt_tokens_details"] = {"cached_tokens": sum(count or 0 for count in cached)}
+    return usage
+
+
+def summed_details(usages: Sequence[dict[str, Any] | None]) -> dict[str, int]:
+    """`completion_tokens_details` of several answers, such as reasoning tokens, each figure summed."""
+    total: dict[str, int] = {}
+    for usage in usages:
+        details = (usage or {}).get("completion_tokens_details")
+        for name, value in (details if isinstance(details, dict) else {}).items():
+            if isinstance(value, int):
+                total[name] = total.get(name, 0) + value
+    return total
+
+
+def _model_of(events: bytes) -> str | None:
+    for payload in payloads_of(events):
+        try:
+            model = orjson.loads(payload)["model"]
+        except (ValueError, TypeError, KeyError):
+            continue
+        if isinstance(model, str):
+            return model
+    return None
+
+
+def closing_events(
+    request: ClientRequest, request_id: str, created: int, model: str | None, legs: Sequence[Leg]
+) -> bytes:
+    """The end of a merged stream: usage, if asked for, and [DONE]; every leg has seen its own."""
+    done = b"data: [DONE]\n\n"
+    if not request.include_usage:
+        return done
+    usage = merged_usage(request, legs)
+    if details := summed_details([leg.scanner.usage for leg in legs]):
+        usage["completion_tokens_details"] = details
+    event: dict[str, Any] = {
+        "id": public_id(request, request_id),
+        "object": "chat.completion.chunk" if request.endpoint == "chat" else "text_completion",
+        "created": created,
+        "model": model,
+        "choices": [],
+        "usage": usage,
+    }
+    return b"data: %s\n\n%s" % (orjson.dumps(event), done)
+
+
+def merged_answer(request: ClientRequest, request_id: str, legs: Sequence[Leg], outlets: Sequence[PartAnswer]) -> bytes:
+    """One object with all choices."""
+    answers = [orjson.loads(outlet.answer(leg)) for leg, outlet in zip(legs, outlets, strict=True)]
+    whole = answers[0]
+    whole["id"] = public_id(request, request_id)
+    whole["choices"] = [{**answer["choices"][0], "index": index} for index, answer in enumerate(answers)]
+    details = summed_details([answer.get("usage") for answer in answers])
+    whole["usage"] = {
+        **(whole.get("usage") or {}),
+        **merged_usage(request, legs),
+        "completion_tokens_details": details or None,
+    }
+    return orjson.dumps(whole)

@@ -1,0 +1,228 @@
+"""A request's head, from bytes to meaning, or the refusal that it deserves.
+
+`httptools` judges the syntax; what it lets pass in one version and not in another, and what two parsers might read
+differently, is settled here, so that no worker and no proxy before us can see another message than we do:
+
+    400  a control character, a CR or LF of its own, a folded line, a name or a host that is none, spaces around the
+         parts of the request line, no Host or two, a Content-Length that is not one plain number, one beside a
+         Transfer-Encoding, a Transfer-Encoding other than chunked, or in HTTP/1.0
+    414  a request line above `MAX_LINE_BYTES`
+    431  a head above `MAX_HEAD_BYTES`, or with more than `MAX_FIELDS` fields
+    417  an expectation other than 100-continue
+    405  a method that nobody has heard of, CONNECT
+    505  a version other than HTTP/1.0 and HTTP/1.1
+
+RFC 9110 and 9112 suggest 501 for a method and a coding that are not implemented; clients of the OpenAI API send a
+request again after any 5xx, and these would never be served.
+
+An offer to upgrade (h2c, websocket) is passed over, as RFC 9110 section 7.8 allows. A target in absolute form gives the
+host in place of the Host field (RFC 9112 section 3.2.2).
+"""
+
+import re
+from typing import Final
+from urllib.parse import unquote
+
+import httptools
+
+from balanceroute.errors import InvalidRequest
+from balanceroute.proxy.wire.responses import Headers
+
+MAX_LINE_BYTES: Final = 8 * 1024
+MAX_HEAD_BYTES: Final = 64 * 1024
+MAX_FIELDS: Final = 128
+
+_TOKEN: Final = rb"[!#$%&'*+.^_`|~0-9A-Za-z-]"
+_REQUEST_LINE: Final = re.compile(rb"(%b{1,64}) ([!\"$-~]+) HTTP/([0-9])\.([0-9])\r\n" % _TOKEN)
+_BEGINNING: Final = re.compile(rb"\r?\Z|%b{1,64}(?: [!-~]*(?: [HTP/0-9.]*)?)?\r?\Z" % _TOKEN)  # of a request line
+_LONE_LF: Final = re.compile(rb"(?<!\r)\n")
+_NO_ESCAPE: Final = re.compile(rb"%(?![0-9A-Fa-f]{2})")
+_ABSOLUTE: Final = re.compile(rb"https?://([^/?]*)(.*)", re.IGNORECASE)
+_HOST: Final = re.compile(rb"(?:[A-Za-z0-9._~!$&'()*+,;=%-]*|\[[0-9A-Fa-f:.]{2,45}\])(?::[0-9]{0,5})?")
+_LENGTH: Final = re.compile(rb"[0-9]{1,18}")
+_ORDINARY: Final = bytes([0x09, *range(0x20, 0x7F), *range(0x80, 0x100)])  # what a line may hold beside its end
+
+
+class Request:
+    """One request: its head, and its body once that is `complete`.
+
+    Attributes: `path` without its query, decoded; `headers`, names in lower case. `length`, that of the body, None
+    where it is chunked; `body_limit_bytes`, a bound below the general one, for who knows the route to set. `peer` and
+    `local`, the connection's two addresses, host and port; `scheme`, http or https.
+    """
+
+    __slots__ = (
+        "body",
+        "body_limit_bytes",
+        "complete",
+        "expects_continue",
+        "headers",
+        "http_1_0",
+        "keep_alive",
+        "length",
+        "local",
+        "method",
+        "path",
+        "peer",
+        "query",
+        "raw_path",
+        "scheme",
+    )
+
+    def __init__(self, method: str, target: bytes, headers: Headers, *, http_1_0: bool) -> None:
+        self.method, self.headers, self.http_1_0 = method, headers, http_1_0
+        self.raw_path, _, self.query = target.partition(b"?")
+        path = self.raw_path.decode("ascii")
+        self.path = unquote(path) if "%" in path else path
+        self.length: int | None = 0
+        self.keep_alive = not http_1_0
+        self.expects_continue = False
+        self.body, self.complete = b"", False
+        self.body_limit_bytes: int | None = None
+        self.peer: tuple[str, int] | None = None
+        self.local: tuple[str, int] | None = None
+        self.scheme = "http"
+
+    def header(self, name: bytes) -> bytes | None:
+        """The first value of a field; `name` in lower case."""
+        return next((value for field, value in self.headers if field == name), None)
+
+
+class _Fields:
+    """What the parser calls back."""
+
+    def __init__(self) -> None:
+        self.headers: Headers = []
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        self.headers.append((name.lower(), value.strip(b" \t")))
+
+
+def check_beginning(raw: bytes, scanned: int) -> None:
+    """Refuse a head that is not complete yet as soon as it can't become one; `raw` was looked at up to `scanned`.
+
+    Raises: InvalidRequest.
+    """
+    line_end = raw.find(b"\r\n", 0, MAX_LINE_BYTES + 2)
+    if line_end < 0 and len(raw) > MAX_LINE_BYTES:
+        raise _line_too_long()
+    if len(raw) > MAX_HEAD_BYTES:
+        raise _head_too_large()
+    if _LONE_LF.search(raw, scanned) or (line_end < 0 and not _BEGINNING.match(raw)):
+        raise InvalidRequest("These bytes are no HTTP request.")
+
+
+def parse_head(raw: bytes) -> Request:
+    """The request whose head is `raw`, the empty line at its end included.
+
+    Raises: InvalidRequest: with the status that says why.
+    """
+    if len(raw) > MAX_HEAD_BYTES:
+        raise _head_too_large()
+    line = _REQUEST_LINE.match(raw)
+    if raw.find(b"\r\n") > MAX_LINE_BYTES:
+        raise _line_too_long()
+    line_ends = raw.translate(None, _ORDINARY)
+    n_lines = raw.count(b"\r\n")
+    if line is None or len(line_ends) != 2 * n_lines or b"\n " in raw or b"\n\t" in raw:
+        raise InvalidRequest("These bytes are no HTTP request.")
+    if n_lines - 2 > MAX_FIELDS:
+        raise InvalidRequest(f"The request has more than {MAX_FIELDS} header fields.", status=431)
+    method, target, major, minor = line.groups()
+    if major != b"1" or minor not in b"01":
+        raise InvalidRequest("The router speaks HTTP/1.1 and HTTP/1.0.", status=505)
+    if method == b"CONNECT":
+        raise InvalidRequest("The router is no tunnel: CONNECT is not served.", status=405)
+    headers = _parsed(raw)
+    request = Request(method.decode(), *_targeted(target, headers, required=minor == b"1"), http_1_0=minor == b"0")
+    _read_fields(request)
+    return request
+
+
+def _parsed(raw: bytes) -> Headers:
+    fields = _Fields()
+    try:
+        httptools.HttpRequestParser(fields).feed_data(raw)
+    except httptools.HttpParserUpgrade:
+        pass  # an offer that is not taken up; the head has been read
+    except httptools.HttpParserInvalidMethodError:
+        raise InvalidRequest("The method is not served.", status=405) from None
+    except httptools.HttpParserError as error:
+        raise InvalidRequest(f"These bytes are no HTTP request: {error}.") from None
+    if any(not name or b" " in name for name, _ in fields.headers):  # older parsers let them pass
+        raise InvalidRequest("The request has a field whose name is none.")
+    return fields.headers
+
+
+def _targeted(target: bytes, headers: Headers, *, required: bool) -> tuple[bytes, Headers]:
+    """The target in origin form, and the fields with the host that the target names, if it does."""
+    absolute = None
+    if not target.startswith(b"/"):
+        absolute = _ABSOLUTE.fullmatch(target)
+        if absolute is None and target != b"*":
+            raise InvalidRequest("The request's target is neither a path nor an http URL.")
+    if absolute is not None:
+        host, target = absolute.groups()
+        if not host or b"@" in host:
+            raise InvalidRequest("The request's target has no valid host.")
+        target = target if target.startswith(b"/") else b"/" + target
+        _check_host(headers, required=required)
+        headers = [(b"host", host), *((name, value) for name, value in headers if name != b"host")]
+    if _NO_ESCAPE.search(target):
+        raise InvalidRequest("The request's target holds a % that begins no escape.")
+    return target, headers
+
+
+def _check_host(headers: Headers, *, required: bool) -> None:
+    hosts = [value for name, value in headers if name == b"host"]
+    if len(hosts) > 1 or (required and not hosts):
+        raise InvalidRequest("A request has one Host field.")
+    if hosts and not _HOST.fullmatch(hosts[0]):
+        raise InvalidRequest("The Host field holds no host.")
+
+
+def _read_fields(request: Request) -> None:
+    """What the fields say of framing and connection."""
+    lengths, codings = [], []
+    hosts = 0
+    options: bytes = b""
+    for name, value in request.headers:
+        if name == b"host":
+            hosts += 1
+        elif name == b"content-length":
+            lengths.append(value)
+        elif name == b"transfer-encoding":
+            codings.append(value)
+        elif name == b"connection":
+            options += b"," + value
+        elif name == b"expect" and not request.http_1_0:
+            if value.lower() != b"100-continue":
+                raise InvalidRequest("The only expectation that can be met is 100-continue.", status=417)
+            request.expects_continue = True
+    _check_host(request.headers, required=not request.http_1_0)
+    if options:
+        told = [option.strip(b" \t").lower() for option in options.split(b",")]
+        request.keep_alive = request.keep_alive and b"close" not in told
+    if codings:
+        _check_codings(request, codings, lengths)
+        request.length = None
+    elif lengths:
+        if len(lengths) > 1 or not _LENGTH.fullmatch(lengths[0]):
+            raise InvalidRequest("Content-Length is not one plain number.")
+        request.length = int(lengths[0])
+
+
+def _check_codings(request: Request, codings: list[bytes], lengths: list[bytes]) -> None:
+    if lengths or request.http_1_0 or len(codings) > 1:
+        raise InvalidRequest("A body has a Content-Length, or in HTTP/1.1 one Transfer-Encoding, never both.")
+    coding = codings[0].lower()
+    if coding != b"chunked":
+        raise InvalidRequest("The only transfer coding that the router takes is chunked.")
+
+
+def _line_too_long() -> InvalidRequest:
+    return InvalidRequest(f"The request line is longer than {MAX_LINE_BYTES} bytes.", status=414)
+
+
+def _head_too_large() -> InvalidRequest:
+    return InvalidRequest(f"The request's head is larger than {MAX_HEAD_BYTES} bytes.", status=431)

@@ -1,0 +1,82 @@
+"""What a request's headers mean to the router, read before anything is decided."""
+
+import math
+import random
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Final
+
+from balanceroute.errors import InvalidRequest
+
+# identity and tracing: what a worker may need, and nothing that frames or routes a message
+FORWARDED: Final = frozenset(
+    [b"authorization", b"traceparent", b"tracestate", b"baggage", b"b3"]
+    + [b"x-b3-traceid", b"x-b3-spanid", b"x-b3-parentspanid", b"x-b3-sampled", b"x-b3-flags"]
+    + [b"openai-organization", b"openai-project", b"user-agent", b"accept-language"]
+)
+_ID_CHARACTERS: Final = frozenset(b"abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789-_.:")
+_MAX_ID: Final = 96
+_ids: Final = random.Random()  # names, no secrets: seeded once by the system, instead of a system call per request
+
+
+@dataclass(slots=True)
+class Head:
+    """The headers that the router reads; `forwarded` go to the workers."""
+
+    request_id: str
+    client_id: str | None
+    forwarded: list[tuple[bytes, bytes]]
+    timeout_s: float
+    key: str
+
+    @property
+    def told_id(self) -> bytes:
+        """The X-Request-Id of the response: the client's own where it sent one."""
+        return (self.client_id or self.request_id).encode()
+
+    def check(self) -> None:
+        """Raises: InvalidRequest: X-Request-Timeout is no positive number."""
+        if math.isnan(self.timeout_s):
+            raise InvalidRequest("X-Request-Timeout must be a positive number of seconds.", param="X-Request-Timeout")
+
+
+def read_head(
+    headers: Iterable[tuple[bytes, bytes]], key_header: bytes | None, authorization: bytes | None = None
+) -> Head:
+    """One pass over the headers.
+
+    `authorization` goes to the workers in place of the client's own: empty for none, None for the client's as it came.
+    """
+    forwarded = []
+    client_id: bytes | None = None
+    timeout_s, key = math.inf, ""
+    for name, value in headers:
+        if name in FORWARDED:
+            if authorization is None or name != b"authorization":
+                forwarded.append((name, value))
+        elif name == b"x-request-id":
+            client_id = value
+        elif name == b"x-request-timeout":
+            timeout_s = _timeout(value)
+        if name == key_header:
+            key = value.decode("latin-1")
+    if authorization:
+        forwarded.append((b"authorization", authorization))
+    known = None if client_id is None else _clean(client_id)
+    unique = f"{_ids.getrandbits(64):016x}"
+    request_id = f"{known}-{unique[:8]}" if known else unique
+    return Head(request_id, known, forwarded, timeout_s, key)
+
+
+def _timeout(value: bytes) -> float:
+    """Seconds; not a number for anything but a positive one (`Head.check`)."""
+    try:
+        seconds = float(value)
+    except ValueError:
+        return math.nan
+    return seconds if 0 < seconds < math.inf else math.nan
+
+
+def _clean(client_id: bytes) -> str:
+    """A client's id as far as it may appear in headers, logs and metrics of others."""
+    return bytes(c for c in client_id[:_MAX_ID] if c in _ID_CHARACTERS).decode("ascii")

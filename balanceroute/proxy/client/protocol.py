@@ -1,0 +1,469 @@
+"""One client connection: bytes in, requests one after the other, their answers out.
+
+    data_received -> head.parse_head -> Site.gate, Handler.check -> body.Body -> Handler.run -> Response
+                         one request at a time; what comes after it waits unparsed
+
+**Who serves.** The two hot routes by their own handler, all else by ASGI (`edge.Site`). A completion is served when its
+body has come whole; an ASGI application is called at once, and gets the body when it is whole. To refuse a request by
+its head alone, before a byte of its body is read (an API key, a drain), raise from `Site.gate` or `Handler.check`, or
+answer from an ASGI application that has not asked for the body: what the client sends then is dropped.
+
+**Bounds.** The head (`head.py`), the body and its trailers (`body.py`), the time for both together, the bytes that wait
+behind the request under way (then the socket is not read; behind a completion they are dropped, and its answer is the
+connection's last), the time in which a client must take a part of what is written to it. All deadlines are looked at by
+`Edge`, a few times per second.
+
+**Ends.** A refusal before the body was read ends the connection, but not at once: what the client still sends is read
+and dropped for `LINGER_S`, else the answer could be lost to a reset (RFC 9112 section 9.6). The end of a client's
+stream during a completion is a client that has left, which is how every SDK cancels; any other route still answers.
+"""
+
+import asyncio
+import logging
+import math
+import re
+from typing import Any, Final, cast
+
+from balanceroute.errors import BalanceRouteError, InvalidRequest, InvariantError, Rejected
+from balanceroute.proxy.client.asgi import AsgiHandler
+from balanceroute.proxy.client.body import Body, ChunkedBody, SizedBody
+from balanceroute.proxy.client.edge import Edge, Handler
+from balanceroute.proxy.client.head import Request, check_beginning, parse_head
+from balanceroute.proxy.client.intake import read_head
+from balanceroute.proxy.client.response import Response
+
+log = logging.getLogger(__name__)
+
+LINGER_S: Final = 2.0
+RETRY_AFTER_S: Final = 1.0
+MAX_WAITING_BYTES: Final = 64 * 1024  # behind the request under way; then the socket is not read
+_SLICE_BYTES: Final = 8 * 1024  # of a chunked body per turn of the loop: a chunk may be as small as a byte
+_BLANK_LINES: Final = re.compile(rb"(?:\r\n)+")
+_CONTINUE: Final = b"HTTP/1.1 100 Continue\r\n\r\n"
+
+
+class ClientProtocol(asyncio.Protocol):
+    """One connection. At any time it waits for a request, receives one, serves one, or lingers."""
+
+    __slots__ = (
+        "_advancing",
+        "_body",
+        "_deadline_s",
+        "_drained",
+        "_ended",
+        "_handler",
+        "_hot",
+        "_lingering",
+        "_local",
+        "_mark",
+        "_peer",
+        "_raw",
+        "_reading_paused",
+        "_receiving_since_s",
+        "_request",
+        "_response",
+        "_scanned",
+        "_scheme",
+        "_served_bytes",
+        "edge",
+        "loop",
+        "transport",
+        "write_paused",
+    )
+
+    def __init__(self, edge: Edge) -> None:
+        self.edge, self.loop = edge, edge.loop
+        self.transport: asyncio.Transport = cast(Any, None)
+        self.write_paused = False
+        self._drained: asyncio.Event | None = None
+        self._raw = b""  # not looked at yet, or not complete
+        self._scanned = 0  # bytes of an incomplete head that hold no end of it
+        self._request: Request | None = None
+        self._response: Response | None = None
+        self._handler: Handler | None = None
+        self._body: Body | None = None  # while it is not complete
+        self._hot = self._advancing = self._lingering = self._ended = self._reading_paused = False
+        self._served_bytes = 0  # of the body whose answer is not complete
+        self._receiving_since_s = math.inf  # the first byte of an incomplete request
+        self._deadline_s = math.inf
+        self._mark: tuple[float, int] | None = None  # when how many bytes waited for the client to read
+
+    @property
+    def date_line(self) -> bytes:
+        """The Date field of a response that is made now."""
+        return self.edge.date_line
+
+    @property
+    def receiving(self) -> bool:
+        """Whether the request under way has not come whole."""
+        return self._request is not None
+
+    # -- the transport
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        """A client has connected: its first request must come."""
+        self.transport = cast(asyncio.Transport, transport)
+        self._peer = _address(transport.get_extra_info("peername"))
+        self._local = _address(transport.get_extra_info("sockname"))
+        self._scheme = "https" if transport.get_extra_info("sslcontext") is not None else "http"
+        self._deadline_s = self.loop.time() + self.edge.limits.receive_timeout_s
+        if not self.edge.join(self):
+            self.abort()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """The client is gone."""
+        self.edge.leave(self)
+        incomplete = self._request is not None
+        response, handler = self._response, self._handler
+        self._forget_request()
+        self._response, self._raw = None, b""
+        self._served()
+        self._wake_writers()
+        if response is not None:
+            response.lost()
+        if incomplete and handler is not None:
+            handler.abandoned()
+
+    def eof_received(self) -> bool:
+        """The client sends no more; returns whether it may still be told something."""
+        self._ended = True
+        if self._lingering or (self._hot and self._response is not None and self._request is None):
+            return False
+        self._advance()
+        return self._scheme == "http" and not self.transport.is_closing()
+
+    def data_received(self, data: bytes) -> None:
+        """Bytes of the client."""
+        if not self._lingering:
+            self._raw = self._raw + data if self._raw else data
+            self._advance()
+
+    def pause_writing(self) -> None:
+        """The client reads too slowly."""
+        self.write_paused = True
+        self._drained = asyncio.Event()
+        if self._response is not None:
+            self._response.forbid()
+
+    def resume_writing(self) -> None:
+        """It has caught up."""
+        self._mark = None
+        self._wake_writers()
+        if self._response is not None:
+            self._response.allow()
+        else:
+            self._advance()
+
+    async def drained(self) -> None:
+        """Wait until more may be written, or the connection is lost."""
+        if self._drained is not None:
+            await self._drained.wait()
+
+    def _wake_writers(self) -> None:
+        self.write_paused = False
+        if self._drained is not None:
+            self._drained.set()
+            self._drained = None
+
+    # -- a request comes in
+
+    def _advance(self) -> None:
+        """Take what has come as far as it goes: to the end of one request, whose answer comes first then."""
+        if self._advancing or self._lingering or self.transport.is_closing():
+            return
+        self._advancing = True
+        try:
+            while self._raw:
+                try:
+                    if not self._take():
+                        break
+                except BalanceRouteError as error:
+                    self._refuse(error)
+        finally:
+            self._advancing = False
+        if not self.transport.is_closing():
+            self._await_the_rest()
+
+    def _await_the_rest(self) -> None:
+        receiving = self._request is not None
+        if self._response is None and not self.write_paused:
+            receiving = bool(self._raw)
+            if self._ended and not self._lingering:
+                if receiving:
+                    self._cut_short()
+                else:
+                    self.close()
+                return
+        elif receiving and self._ended:
+            self._cut_short()
+            return
+        if receiving and self._receiving_since_s == math.inf:
+            self._receiving_since_s = self.loop.time()
+            self._deadline_s = self._receiving_since_s + self.edge.limits.receive_timeout_s
+        if len(self._raw) > MAX_WAITING_BYTES:
+            if self._hot and self._response is not None and not self.receiving:
+                # Who is not read can't be seen to leave, and a decode slot is too dear for that.
+                self._response.keep_alive = False
+                self._lingering, self._raw = True, b""
+            elif not self._reading_paused:
+                self._reading_paused = True
+                self.transport.pause_reading()
+        elif self._reading_paused:
+            self._reading_paused = False
+            self.transport.resume_reading()
+
+    def _take(self) -> bool:
+        """One step; whether another one may follow at once. Raises: BalanceRouteError."""
+        if self._request is not None:
+            return self._take_body(self._request)
+        if self._response is not None or self.write_paused:
+            return False
+        return self._take_head()
+
+    def _take_head(self) -> bool:
+        raw = self._raw
+        if not self._scanned and (blank := _BLANK_LINES.match(raw)):
+            raw = self._raw = raw[blank.end() :]  # some clients send one after a body (RFC 9112 section 2.2)
+        end = raw.find(b"\r\n\r\n", self._scanned) + 4
+        if end < 4:
+            check_beginning(raw, self._scanned)
+            self._scanned = max(0, len(raw) - 3)
+            return False
+        request = parse_head(raw[:end])
+        self._raw, self._scanned = raw[end:], 0
+        self._open(request)
+        return True
+
+    def _open(self, request: Request) -> None:
+        """A head is here: who serves it, and may it be served? Raises: BalanceRouteError."""
+        edge = self.edge
+        request.peer, request.local, request.scheme = self._peer, self._local, self._scheme
+        response = Response(
+            self,
+            head_only=request.method == "HEAD",
+            http_1_0=request.http_1_0,
+            keep_alive=request.keep_alive,
+        )
+        route = edge.site.hot.get(request.path) if request.method == "POST" else None
+        self._hot = route is not None
+        handler: Handler
+        if route is not None:
+            handler = route(request, response)
+        else:
+            handler = AsgiHandler(edge.site, edge.app_state, request, response, self._go_on)
+        self._request, self._response, self._handler = request, response, handler
+        if edge.full and request.method not in ("GET", "HEAD"):
+            response.keep_alive = False
+            text = "The router has as many client connections as it may have; try again shortly."
+            raise Rejected(text, retry_after_s=RETRY_AFTER_S)
+        edge.site.gate(request)
+        handler.check()
+        length, limit = request.length, edge.limits.max_body_bytes
+        if request.body_limit_bytes is not None:
+            limit = min(limit, request.body_limit_bytes)
+        if length != 0:
+            self._body = ChunkedBody(limit) if length is None else SizedBody(length, limit)
+        if not self._hot:
+            self._serve(handler, response)
+        if length == 0:
+            self._complete(request)
+        elif self._hot and not self._raw:
+            self._go_on()
+
+    def _go_on(self) -> None:
+        """Tell a client that waits for it to send its body."""
+        if self._request is not None and self._request.expects_continue:
+            self._request.expects_continue = False
+            if not self._body or not self._body.size:
+                self.transport.write(_CONTINUE)
+
+    def _take_body(self, request: Request) -> bool:
+        body, edge = self._body, self.edge
+        assert body is not None
+        before = body.size
+        try:
+            if request.length is None and len(self._raw) > _SLICE_BYTES:
+                rest = body.feed(self._raw[:_SLICE_BYTES])
+                self._raw = rest + self._raw[_SLICE_BYTES:]
+                self.loop.call_soon(self._advance)
+            else:
+                self._raw = body.feed(self._raw)
+        finally:  # what it kept before it refused will be taken off, too
+            edge.incoming_bytes += body.size - before
+        if edge.laden(body.complete):
+            text = "The router holds as many bytes of requests as it may; try again shortly."
+            raise Rejected(text, retry_after_s=RETRY_AFTER_S)
+        if body.complete:
+            request.body = body.whole()
+            self._served_bytes = body.size
+            edge.served_bytes += body.size
+            self._complete(request)
+        return False
+
+    # -- and is served
+
+    def _complete(self, request: Request) -> None:
+        """The request is complete."""
+        handler, response = self._handler, self._response
+        assert handler is not None and response is not None
+        request.complete = True
+        self._forget_request()
+        self._deadline_s = math.inf
+        self.edge.waiting.pop(self, None)
+        if isinstance(handler, AsgiHandler):
+            handler.body_has_come()
+        else:
+            self._serve(handler, response)
+
+    def _serve(self, handler: Handler, response: Response) -> None:
+        task = self.loop.create_task(handler.run())
+        self.edge.tasks.add(task)
+        task.add_done_callback(lambda task: self._ran(task, response))
+
+    def _forget_request(self) -> None:
+        """It is received, or will not be."""
+        if self._body is not None:
+            self.edge.incoming_bytes -= self._body.size
+        self._request = self._handler = self._body = None
+        self._receiving_since_s = math.inf
+
+    def _served(self) -> None:
+        """Nobody needs the body any more."""
+        self.edge.served_bytes -= self._served_bytes
+        self._served_bytes = 0
+
+    def _ran(self, task: "asyncio.Task[None]", response: Response) -> None:
+        self.edge.tasks.discard(task)
+        failed = not task.cancelled() and task.exception() is not None
+        if failed:
+            log.error("internal error", exc_info=task.exception(), extra={"where": "client request"})
+        if response.complete or response.gone:
+            return
+        if response.started or task.cancelled():
+            response.break_off()
+        else:
+            response.keep_alive = False
+            response.refuse(InvariantError("Internal error of the router; see its log."))
+
+    def response_done(self, keep_alive: bool) -> None:
+        """An answer is complete: the next request, if the connection may have one."""
+        self._response = None
+        self._served()
+        self._forget_request()  # an application may refuse one before it has come
+        if not keep_alive:
+            self._linger()
+            return
+        self._deadline_s = self.loop.time() + self.edge.limits.keep_alive_s
+        self.edge.waiting[self] = None
+        if self._raw or self._ended:
+            self._advance()
+
+    def _refuse(self, error: BalanceRouteError) -> None:
+        """Answer bytes that are no request, or a request that may not be served, with an error.
+
+        Where the whole body is here already the connection serves on; else nobody could tell where the next one begins.
+        """
+        handler, response, request = self._handler, self._response, self._request
+        if response is None:
+            response = self._response = Response(self, head_only=False, http_1_0=False, keep_alive=False)
+        length = None if request is None or self._body is not None else request.length
+        if length is not None and len(self._raw) >= length:
+            self._raw = self._raw[length:]
+        else:
+            response.keep_alive = False
+        self._forget_request()
+        self.edge.waiting.pop(self, None)
+        if handler is not None:
+            handler.refuse(error)
+        elif not response.started:
+            name = read_head(() if request is None else request.headers, None).told_id
+            fields = {"request": name.decode(), "peer": self._peer[0] if self._peer else "", "error": str(error)}
+            log.info("no request", extra=fields)
+            response.refuse(error, [(b"x-request-id", name)])
+        if not response.complete:
+            response.break_off()
+
+    def _cut_short(self) -> None:
+        """The client's stream has ended inside a request: it has left, or else it is told why there is no answer."""
+        handler, self._handler = self._handler, None
+        if handler is not None:
+            handler.abandoned()
+        self._refuse(InvalidRequest("The connection ended inside the request."))
+
+    # -- ends
+
+    def look(self, now: float) -> None:
+        """See whether the client has been too slow, to send or to read; called by `Edge`."""
+        if now >= self._deadline_s:
+            self._late(now)
+        waiting = self.transport.get_write_buffer_size()
+        if not waiting or (self._response is not None and not self.write_paused):
+            self._mark = None  # nothing to read, or a stream whose events it may take when they come
+            return
+        if self._mark is None:
+            self._mark = (now, waiting)
+        since_s, before = self._mark
+        limits = self.edge.limits
+        if now - since_s >= limits.stall_timeout_s:
+            if before - waiting < limits.min_rate_bytes_per_s * (now - since_s):
+                self.abort()
+            self._mark = (now, waiting)
+
+    def _late(self, now: float) -> None:
+        if self._lingering:
+            self.abort()
+        elif self._receiving_since_s == math.inf:
+            self.close()
+        else:
+            limits = self.edge.limits
+            received = 0 if self._body is None else self._body.size
+            patience_s = limits.receive_timeout_s + received / limits.min_rate_bytes_per_s
+            self._deadline_s = self._receiving_since_s + patience_s
+            if now >= self._deadline_s:
+                self._refuse(InvalidRequest(f"The request was not sent within {patience_s:.3g} s.", status=408))
+
+    def give_way(self) -> None:
+        """Another client needs the place of this one, which has no complete request."""
+        self.edge.waiting.pop(self, None)
+        if self._lingering or self.transport.get_write_buffer_size():
+            self.abort()
+        else:
+            self.close()
+
+    def shutdown(self) -> None:
+        """The server stops: what is under way is the last."""
+        if self._response is None:
+            self.close()
+        else:
+            self._response.keep_alive = False
+
+    def close(self) -> None:
+        """Close once everything is written."""
+        self.edge.waiting.pop(self, None)
+        self._deadline_s = math.inf
+        self.transport.close()
+
+    def abort(self) -> None:
+        """Close at once."""
+        self.edge.waiting.pop(self, None)
+        self._deadline_s = math.inf
+        self.transport.abort()
+
+    def _linger(self) -> None:
+        """The last answer is written: let the client read it before the connection closes."""
+        if self._ended or self.transport.is_closing():
+            self.close()
+            return
+        self._lingering, self._raw = True, b""
+        self._deadline_s = self.loop.time() + LINGER_S
+        self.edge.waiting[self] = None
+        if self._reading_paused:
+            self._reading_paused = False
+            self.transport.resume_reading()
+        if self.transport.can_write_eof():
+            self.transport.write_eof()
+
+
+def _address(name: object) -> tuple[str, int] | None:
+    """Host and port of a socket's address; None where it has none."""
+    return (str(name[0]), int(name[1])) if isinstance(name, tuple) and len(name) >= 2 else None

@@ -1,0 +1,42 @@
+"""What our client protocol takes from uvicorn, which is this and nothing else.
+
+uvicorn serves with any `asyncio.Protocol` class that it is given as `http=` (its settings page, "HTTP protocol
+implementation"). What it expects of such a class is written down nowhere, so it is assumed here, once, and tested
+(`tests/unit/proxy/client/test_uvicorn_protocol.py`) with the lowest and the newest version that pyproject.toml allows:
+
+    the class is called with the keywords config, server_state, app_state and _loop, once per connection
+    server_state.connections is a set that a connection joins while it is open: the stop waits for it to be empty
+    server_state.tasks is a set of the tasks of requests under way: the stop waits for them, then cancels them
+    a connection has `shutdown()`, called when the server stops: it ends when its last answer is complete
+"""
+
+import asyncio
+from typing import Any
+
+from balanceroute.proxy.client.edge import ClientLimits, Edge, Site
+from balanceroute.proxy.client.protocol import ClientProtocol
+
+
+def protocol_class(site: Site, limits: ClientLimits) -> type[asyncio.Protocol]:
+    """What to give to one `uvicorn.Config` as `http`: connections that serve this site within these limits."""
+    edge: Edge | None = None
+
+    class UvicornProtocol(ClientProtocol):
+        """A connection of one server."""
+
+        __slots__ = ()
+
+        def __init__(
+            self,
+            config: Any,
+            server_state: Any,
+            app_state: dict[str, Any],
+            _loop: asyncio.AbstractEventLoop | None = None,
+        ) -> None:
+            nonlocal edge
+            if edge is None:
+                loop = _loop or asyncio.get_running_loop()
+                edge = Edge(site, limits, loop, server_state.connections, server_state.tasks, app_state)
+            super().__init__(edge)
+
+    return UvicornProtocol

@@ -1,0 +1,189 @@
+"""Takes requests off workers that were judged down because they are silent, and leaves them where that would not help.
+
+The reaper looks several times per second. Who is silent, and whether a whole group is, is decided in
+`workers/silence.py`; who leaves and how many at a time in `moves.py`. Here is what they need to know, and what follows:
+
+    a worker is out, alone       what has no token there leaves at once, streams after `retry.resume_after_silence_s`,
+                                 as fast as the prefill tier takes them again
+    a group is frozen            nothing of it moves; /ready names it. What is late by `health.group_wait_s` beyond its
+                                 own limit leaves after all, as fast as the prefill tier takes it
+    we have looked away          nothing is judged until what lay in the sockets is read
+    all workers of a role down   what waits for one is refused after `queue.no_worker_grace_s`, as new requests are
+"""
+
+import logging
+import math
+from collections.abc import Callable, Sequence
+
+from balanceroute.config import Config
+from balanceroute.core.types import Phase, Role, WorkerState
+from balanceroute.core.view import DecoderView, PrefillerView, RequestView
+from balanceroute.proxy.admission.ledger import Ledger
+from balanceroute.proxy.life.lifecycle import Leg
+from balanceroute.proxy.life.moves import Stuck, choose, room
+from balanceroute.proxy.telemetry.metrics import Metrics
+from balanceroute.proxy.workers.fleet import Fleet, Worker
+from balanceroute.proxy.workers.silence import ALL_WORKERS, Attention, FrozenGroup, Vitals, frozen_groups
+
+log = logging.getLogger(__name__)
+
+
+class Mover:
+    """Looks with the reaper."""
+
+    def __init__(
+        self,
+        ledger: Ledger,
+        fleet: Fleet,
+        metrics: Metrics,
+        legs: set[Leg],
+        attention: Attention,
+        frozen: list[FrozenGroup],
+        config: Callable[[], Config],
+    ) -> None:
+        """`frozen` is kept up to date here; `config` is called anew, so a reload counts."""
+        self._ledger, self._fleet, self._metrics, self._legs = ledger, fleet, metrics, legs
+        self._attention, self._frozen, self._config = attention, frozen, config
+        self._out_since_s: dict[str, float] = {}
+        self._moving: dict[str, str] = {}  # who has left which worker, and is not prefilled again yet
+        self._none_up_since_s: dict[Role, float] = {}
+        self._attentive = True
+        self._movable = False  # somebody could take what leaves a silent worker, now or soon
+
+    def look(self, now: float, period_s: float) -> None:
+        """One look; `period_s` is the time between two."""
+        self._attentive = self._attention.look(now, period_s)
+        if not self._attentive:
+            return
+        self._note_out(now)
+        self._note_frozen(now)
+        if self._out_since_s or self._frozen:
+            self._move(now)
+        self._refuse_waiting(now)
+
+    def waits_for(self, leg: Leg, now: float) -> bool:
+        """Whether a leg that is late at its worker is left there: the silence may be ours, or it waits for its move."""
+        if not self._attentive:
+            return True
+        worker = self._worker_of(leg)
+        if worker is None or not leg.may_move:
+            return False
+        wait_s = self._config().health.group_wait_s
+        if self._is_frozen(worker):
+            return not leg.late(now - (2 * wait_s if self._movable else wait_s))
+        return self._movable and worker.id in self._out_since_s and not leg.late(now - wait_s)
+
+    # -- what is seen
+
+    def _note_out(self, now: float) -> None:
+        out = {worker.id for worker in self._fleet if worker.out}
+        self._out_since_s = {name: self._out_since_s.get(name, now) for name in out}
+
+    def _note_frozen(self, now: float) -> None:
+        window_s = self._config().health.silence_window_s
+        expecting = {leg.worker for leg in self._legs if leg.worker and leg.expects_tokens_from(leg.worker)}
+        vitals = [_vitals(worker, worker.id in expecting, now, window_s) for worker in self._fleet]
+        before = {group.name for group in self._frozen}
+        self._frozen[:] = frozen_groups(vitals, now, window_s)
+        for group in self._frozen:
+            if group.name not in before:
+                log.warning("workers fell silent together", extra={"group": group.name, "workers": group.workers})
+        for name in before - {group.name for group in self._frozen}:
+            log.warning("workers are no longer silent together", extra={"group": name})
+
+    def _is_frozen(self, worker: Worker) -> bool:
+        return any(group.name in (worker.spec.barrier_group, ALL_WORKERS) for group in self._frozen)
+
+    def _worker_of(self, leg: Leg) -> Worker | None:
+        """The worker that the leg is at; decode first, the prefiller that works for it, if that one is out."""
+        name, request = leg.at, self._ledger.request(leg.id)
+        if request is not None and request.pushing and leg.prefiller in self._out_since_s:
+            name = leg.prefiller
+        return self._fleet[name] if name in self._fleet else None
+
+    # -- what follows
+
+    def _move(self, now: float) -> None:
+        view, bounds, config = self._ledger.view(), self._ledger.bounds, self._config()
+        self._movable = _any_up(view.decoders) and _any_up(view.prefillers)
+        self._moving = {name: worker for name, worker in self._moving.items() if self._is_moving(name, worker)}
+        pool_room = (bounds.max_pooled or 2**31) - view.pooled - view.prefilling
+        free = room(view.prefillers, bounds.kv_usage_limit, bounds.max_prefill_inflight, pool_room, len(self._moving))
+        if not free or not self._movable:
+            return
+        stuck = {leg.id: leg for leg in self._legs if self._is_stuck(leg, now)}
+        found = [self._stuck(leg, now) for leg in stuck.values()]
+        for name in choose(found, free, config.retry.resume_after_silence_s):
+            worker = self._worker_of(stuck[name])
+            assert worker is not None
+            self._moving[name] = worker.id
+            self._metrics.moves.inc(worker.spec.role.value)
+            log.debug("request moved", extra={"request": name, "worker": worker.id})
+            stuck[name].move(worker.id, worker.spec.role.value)
+
+    def _is_stuck(self, leg: Leg, now: float) -> bool:
+        worker = self._worker_of(leg)
+        if worker is None or leg.blocked_by_client or not leg.may_move:
+            return False
+        if self._is_frozen(worker):
+            return leg.late(now - self._config().health.group_wait_s)
+        since_s = self._out_since_s.get(worker.id)
+        return since_s is not None and leg.last_token_s <= since_s
+
+    def _stuck(self, leg: Leg, now: float) -> Stuck:
+        worker, request = self._worker_of(leg), self._ledger.request(leg.id)
+        assert worker is not None and request is not None
+        waited_s = math.inf if self._is_frozen(worker) else now - self._out_since_s[worker.id]
+        return Stuck(leg.id, leg.decoder is not None, request.order, waited_s)
+
+    def _is_moving(self, request_id: str, left: str) -> bool:
+        """Whether it still needs its prefill: bound to the worker that it leaves, or waiting for a prefiller."""
+        request = self._ledger.request(request_id)
+        if request is None:
+            return False
+        if request.phase is Phase.DECODING:
+            return request.decoder == left
+        return request.phase is not Phase.POOLED or self._ledger.bounds.decode_first
+
+    def _refuse_waiting(self, now: float) -> None:
+        """End what waits for a prefiller or for a decoder while there is none, as a new request would be refused."""
+        view = self._ledger.view()
+        for role, members in ((Role.PREFILL, view.prefillers), (Role.DECODE, view.decoders)):
+            if any(member.state is not WorkerState.DOWN for member in members):
+                self._none_up_since_s.pop(role, None)
+                continue
+            since_s = self._none_up_since_s.setdefault(role, now)
+            if now - since_s < self._config().queue.no_worker_grace_s:
+                continue
+            for leg in list(self._legs):
+                request = self._ledger.request(leg.id)
+                if request is not None and self._needs(role, leg, request):
+                    leg.interrupt(self._ledger.no_workers())
+
+    def _needs(self, role: Role, leg: Leg, request: RequestView) -> bool:
+        """Whether it waits for a worker of that role, or for the answer of a prefiller that is out."""
+        if role is Role.DECODE:
+            return request.phase is Phase.POOLED
+        if request.phase is Phase.QUEUED or request.asking:
+            return True
+        at_prefiller = request.pushing or request.phase is Phase.PREFILLING
+        return at_prefiller and leg.prefiller in self._out_since_s
+
+
+def _any_up(workers: Sequence[DecoderView] | Sequence[PrefillerView]) -> bool:
+    return any(worker.state is WorkerState.UP for worker in workers)
+
+
+def _vitals(worker: Worker, expects_tokens: bool, now: float, window_s: float) -> Vitals:
+    """What the last signs of life say; see `silence.py`."""
+    mute = False
+    since_s: float | None = None
+    if expects_tokens:
+        since_s = max(worker.progress_s, worker.busy_since_s)
+        mute = worker.progress_s < worker.busy_since_s
+    elif worker.checks_failed:
+        since_s = max(worker.progress_s, worker.answered_s)
+    if since_s is not None and now - since_s < window_s:
+        since_s = None
+    votes = worker.in_use > 0 or not worker.out
+    return Vitals(worker.id, worker.spec.barrier_group, since_s, mute, votes)

@@ -1,0 +1,72 @@
+"""The fourth coroutine: whatever has waited too long.
+
+    in the queue or the pool    expired by the scheduler; the client gets a 503, pinned KV is drained
+    at a worker                 the first byte, or the next token, is late: that try has failed
+    at a silent worker          moved elsewhere, or left there because its whole group is silent (`mover.py`)
+    at the client               it has stopped reading with a full buffer: cut off
+    altogether                  the request's own deadline: 504, or an error event
+    leaving workers             forgotten once they hold nothing
+
+A few looks per second at a few numbers per request replace a timer per request and stage. What has been generated since
+the last look is told to the scheduler, and for what worker it speaks to the fleet, so neither is ever far behind.
+"""
+
+import asyncio
+from typing import Final
+
+from balanceroute.errors import UpstreamTimeout
+from balanceroute.proxy.life.lifecycle import ClientStalled, DeadlineExceeded, Leg, LifeServices
+from balanceroute.proxy.life.mover import Mover
+
+PERIOD_S: Final = 0.25
+
+
+class PoolReaper:
+    """Looks every `PERIOD_S`."""
+
+    def __init__(self, services: LifeServices) -> None:
+        self._s = services
+        self._mover = Mover(
+            services.ledger,
+            services.fleet,
+            services.metrics,
+            services.legs,
+            services.attention,
+            services.frozen,
+            lambda: services.config,
+        )
+
+    async def run(self) -> None:
+        """Until cancelled."""
+        while True:
+            await asyncio.sleep(PERIOD_S)
+            self.look()
+
+    def look(self) -> None:
+        """One look at everything that waits."""
+        self._s.ledger.settle()
+        self._s.ledger.expire()
+        self._s.fleet.sweep()
+        self._s.metrics.fold()
+        now = self._s.looked_s = self._s.ledger.now()
+        for leg in self._s.legs:
+            if leg.decoder is not None:
+                leg.decoder.progress_s = max(leg.decoder.progress_s, leg.last_token_s)
+        self._mover.look(now, PERIOD_S)
+        for leg in list(self._s.legs):
+            self._look_at(leg, now)
+
+    def _look_at(self, leg: Leg, now: float) -> None:
+        if now > leg.deadline_s:
+            leg.interrupt(DeadlineExceeded("the request took too long", worker=leg.waits_for[0], stage=""))
+        elif leg.blocked_by_client:
+            # the worker isn't read, so its silence proves nothing
+            leg.stage_deadline_s = now + self._s.config.limits.idle_timeout_s
+            leg.stalled_since_s = min(leg.stalled_since_s, now)
+            if now - leg.stalled_since_s > self._s.config.limits.client_stall_timeout_s:
+                leg.interrupt(ClientStalled("the client has stopped reading"))
+        elif leg.late(now) and not self._mover.waits_for(leg, now):
+            worker, stage = leg.waits_for
+            leg.interrupt(UpstreamTimeout("no answer in time", worker=worker, stage=stage))
+        else:
+            leg.stalled_since_s = float("inf")

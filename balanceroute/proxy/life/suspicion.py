@@ -1,0 +1,193 @@
+"""Requests that kill the decode worker they are sent to, and how they are told from those that were only there.
+
+An engine that dies takes every request on it along. Nearly always one more try elsewhere is right; but where a request
+itself was the cause, each try costs the cluster a worker. So a worker that is lost before a request's first token is
+evidence against that request, and two such losses are enough: it goes to no third one (`DecodersLost`, 502).
+
+Two things keep innocent requests from being taken for guilty ones:
+
+* **By turns.** While a request with one loss waits for its first token on a worker, no other such request is sent
+  there (`Suspicions.turn`): if that worker dies as well, one of them is known to have been alone with it.
+* **Explained losses.** When a request is given up, the workers that it was on when they died are accounted for. Those
+  losses are evidence against nobody else from then on, and count as no failed try of theirs.
+
+A loss is one death of one worker, shared by all requests that were on it. A request that gets its first token has
+cleared itself.
+
+What kills a worker need not do so at once: a grammar may break it at the hundredth token, on every worker that goes on
+from there. So deaths under an answer that has begun are counted, too (`lost_midway`). They are weaker evidence, as many
+long answers see one when workers are restarted: three are needed, and one does not count once the answer has gone on
+elsewhere for `PROBATION_S`.
+
+The choices of one request (`n`, a list of prompts) are sent side by side, so each would take two workers along before
+any of them is known. Until one of them has its first token they go to decode workers one at a time, and what they lose
+is evidence against them all (`Choices`).
+"""
+
+import asyncio
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Final
+
+from balanceroute.errors import ConnectFailed, ConnectionLost, UpstreamError, UpstreamStatus
+
+MAX_LOSSES: Final = 2
+MAX_LOSSES_MIDWAY: Final = 3  # of workers that had given a token of the answer
+PROBATION_S: Final = 30.0
+# Longer than a pull and a step take. A worker that is merely full must not hold up all others that were unlucky once.
+TURN_S: Final = 5.0
+SAME_DEATH_S: Final = 2.0  # all requests of a worker hear of its death within this time
+_ENGINE_DEAD: Final = (b"EngineCore", b"EngineDead")  # vLLM's error when its engine process has died
+
+
+class Sign(Enum):
+    """What a failure says about whether the worker, or the engine behind it, has died."""
+
+    NONE = "none"
+    MAYBE = "maybe"  # a connection broke: its /health will tell
+    DEATH = "death"
+
+
+def sign_of(error: UpstreamError) -> Sign:
+    """What a decode worker's failure says.
+
+    A connection that could not be opened never carried the request, and an error of a living engine (such as KV that
+    could not be pulled) is no death: neither is evidence.
+    """
+    if isinstance(error, UpstreamStatus):
+        dead = error.status >= 500 and any(words in error.body for words in _ENGINE_DEAD)
+        return Sign.DEATH if dead else Sign.NONE
+    broke = isinstance(error, ConnectionLost) or (isinstance(error, ConnectFailed) and error.sent)
+    return Sign.MAYBE if broke else Sign.NONE
+
+
+@dataclass(slots=True, eq=False)
+class Loss:
+    """One death of a worker; `explained` once the request that caused it is known."""
+
+    worker: str
+    at_s: float
+    explained: bool = False
+
+
+@dataclass(slots=True, eq=False)
+class Suspect:
+    """The evidence against one request: workers lost before its first token there, and after (`midway`)."""
+
+    losses: list[Loss] = field(default_factory=list)
+    midway: list[Loss] = field(default_factory=list)
+
+    @property
+    def explained(self) -> int:
+        """Losses before its first token that another request has been found to have caused."""
+        return sum(loss.explained for loss in self.losses)
+
+    @property
+    def guilty(self) -> bool:
+        """Whether the request goes to no further decode worker."""
+        lost_midway = sum(not loss.explained for loss in self.midway)
+        return len(self.losses) - self.explained >= MAX_LOSSES or lost_midway >= MAX_LOSSES_MIDWAY
+
+    @property
+    def workers(self) -> list[str]:
+        """The ids of the workers that were lost under it."""
+        return [loss.worker for loss in self.midway + self.losses]
+
+
+class Choices:
+    """The choices of one request. One that is at a decode worker without a token keeps the others from going there."""
+
+    def __init__(self) -> None:
+        """None has gone yet."""
+        self.suspect = Suspect()  # of all of them, until one has its first token
+        self.cleared = False
+        self._ahead: object | None = None
+        self._moved = asyncio.Event()
+
+    async def turn(self, choice: object) -> None:
+        """Wait until this choice may go; for `TURN_S` at most, because a worker may just be slow."""
+        while not self.cleared and self._ahead not in (None, choice):
+            try:
+                async with asyncio.timeout(TURN_S):
+                    await self._moved.wait()
+            except TimeoutError:
+                return
+        self._ahead = choice
+
+    def back(self, choice: object) -> None:
+        """The choice has left its worker. Idempotent."""
+        if self._ahead is choice:
+            self._ahead = None
+            self._wake()
+
+    def clear(self) -> None:
+        """A choice has its first token: no worker dies of this request at once."""
+        if not self.cleared:
+            self.cleared = True
+            self._wake()
+
+    def _wake(self) -> None:
+        moved, self._moved = self._moved, asyncio.Event()
+        moved.set()
+
+
+class Suspicions:
+    """All requests of a router that have lost a worker before their first token."""
+
+    def __init__(self) -> None:
+        """Nobody is suspected."""
+        self._losses: dict[str, Loss] = {}  # the last one of each worker
+        self._trials: dict[str, tuple[Suspect, asyncio.Event]] = {}  # who is alone with a worker, and when that ends
+
+    def lost(self, suspect: Suspect, worker_id: str, now: float) -> bool:
+        """The worker died under this request before its first token; returns whether the request is guilty now.
+
+        If so, its losses are explained.
+        """
+        suspect.losses.append(self._loss(worker_id, now, suspect.losses))
+        return self._explain(suspect)
+
+    def lost_midway(self, suspect: Suspect, worker_id: str, now: float, lived_s: float) -> bool:
+        """As `lost`, of a worker that had given tokens of the answer for `lived_s`."""
+        if lived_s >= PROBATION_S:
+            suspect.midway.clear()
+        suspect.midway.append(self._loss(worker_id, now, suspect.midway))
+        return self._explain(suspect)
+
+    def _loss(self, worker_id: str, now: float, known: list[Loss]) -> Loss:
+        """The death that others may have reported already, or a new one."""
+        loss = self._losses.get(worker_id)
+        if loss is None or now - loss.at_s > SAME_DEATH_S or loss in known:
+            loss = self._losses[worker_id] = Loss(worker_id, now)
+        return loss
+
+    @staticmethod
+    def _explain(suspect: Suspect) -> bool:
+        if not suspect.guilty:
+            return False
+        for each in suspect.losses + suspect.midway:
+            each.explained = True
+        return True
+
+    def cleared(self, suspect: Suspect) -> None:
+        """The request has got its first token: it is no suspect."""
+        suspect.losses.clear()
+        self.end_turn(suspect)
+
+    async def turn(self, suspect: Suspect, worker_id: str) -> None:
+        """Wait, for `TURN_S` at most, until no other suspect is without its first token on this worker."""
+        self.end_turn(suspect)  # of a worker that it was not sent to after all
+        try:
+            async with asyncio.timeout(TURN_S):
+                while (trial := self._trials.get(worker_id)) is not None:
+                    await trial[1].wait()
+        except TimeoutError:
+            return
+        self._trials[worker_id] = (suspect, asyncio.Event())
+
+    def end_turn(self, suspect: Suspect) -> None:
+        """The request has its first token, or has left its worker. Idempotent."""
+        for worker_id, (who, over) in list(self._trials.items()):
+            if who is suspect:
+                del self._trials[worker_id]
+                over.set()

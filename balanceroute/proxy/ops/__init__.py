@@ -1,0 +1,1 @@
+"""What operators see and do: admin routes, forwarded routes, the dashboard."""

@@ -1,0 +1,194 @@
+"""Routes that any one worker can answer: models, versions, tokens; and those that nobody can answer well.
+
+    /v1/models, /v1/models/{id}, /version      the first worker that answers, prefillers before decoders
+    /tokenize, /detokenize                     the same: every worker has the tokenizer
+    /reset_prefix_cache, /start_profile,       every worker, once per URL; 500 with the list of those that failed
+    /stop_profile
+    /v1/messages/count_tokens                  the same, as /tokenize of the chat that it would become
+    /v1/responses                              404
+
+Nothing else of a client's URL reaches a worker: paths are those of this list, written anew, and only the calls to every
+worker have a query. Answers are JSON or none.
+
+A worker that can't be reached, is late, or answers 5xx is passed over for the next; its last word is the client's only
+when nobody had a better one. Responses would go through a decoder whose recomputed requests look complete on that
+route, so that answers would be cut short silently; 404, because OpenAI's clients try every 5xx again.
+"""
+
+import asyncio
+import re
+from collections.abc import Callable
+from typing import Any, Final
+from urllib.parse import parse_qsl, quote, urlencode
+
+import orjson
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from balanceroute.core.types import WorkerState
+from balanceroute.errors import BadUpstreamReply, BalanceRouteError, InvalidRequest, NoHealthyWorkers, UpstreamError
+from balanceroute.proxy.client.intake import read_head
+from balanceroute.proxy.client.services import ClientServices
+from balanceroute.proxy.ops.guard import error_response
+from balanceroute.proxy.perimeter.gate import Perimeter
+from balanceroute.proxy.wire.bounds import token_count
+from balanceroute.proxy.wire.messages import tokenize_body
+from balanceroute.proxy.wire.responses import error_body
+from balanceroute.proxy.workers.fleet import Worker
+
+TIMEOUT_S: Final = 30.0
+GET_TIMEOUT_S: Final = 3.0  # per worker, as on the example proxy
+_LIMIT: Final = 64 * 2**20
+_MAX_NAME: Final = 512  # characters of a model's name
+_FLAG: Final = re.compile(r"[A-Za-z0-9_-]{1,64}")
+
+
+class Forwarding:
+    """The handlers; `services` is called per request, because they exist only while the application runs."""
+
+    def __init__(self, services: Callable[[], ClientServices]) -> None:
+        self._services = services
+
+    def routes(self) -> list[Route]:
+        """All of them."""
+        return [
+            Route("/v1/models", self.forward, methods=["GET"]),
+            Route("/v1/models/{model:path}", self.forward, methods=["GET"]),
+            Route("/version", self.forward, methods=["GET"]),
+            Route("/tokenize", self.forward, methods=["POST"]),
+            Route("/detokenize", self.forward, methods=["POST"]),
+            Route("/reset_prefix_cache", self.to_all, methods=["POST"]),
+            Route("/start_profile", self.to_all, methods=["POST"]),
+            Route("/stop_profile", self.to_all, methods=["POST"]),
+            Route("/v1/responses", self.not_served, methods=["POST"]),
+            Route("/v1/responses/{rest:path}", self.not_served, methods=["GET", "POST", "DELETE"]),
+            Route("/v1/messages/count_tokens", self.count_tokens, methods=["POST"]),
+            Route("/v1/messages/{rest:path}", self.not_served, methods=["POST"]),
+        ]
+
+    async def forward(self, request: Request) -> Response:
+        """Pass the request to the first worker that has an answer."""
+        try:
+            path, headers = _target(request), _headers(request, self._services().perimeter)
+        except BalanceRouteError as error:
+            return error_response(error)
+        # HEAD as GET: our client of workers waits for the body that a length announces, and HEAD has none
+        method = "GET" if request.method == "HEAD" else request.method
+        return await self._first_answer(method, path, await request.body(), headers)
+
+    async def count_tokens(self, request: Request) -> Response:
+        """Anthropic's count of a prompt's tokens, by the engines' own tokenizer and chat template."""
+        try:
+            headers = _headers(request, self._services().perimeter)
+            body = tokenize_body(await request.body())
+        except BalanceRouteError as error:
+            return error_response(error)
+        answer = await self._first_answer("POST", "/tokenize", body, headers)
+        if answer.status_code != 200:
+            return answer
+        try:
+            count = token_count(orjson.loads(answer.body)["count"], "count")
+        except (ValueError, TypeError, KeyError) as error:
+            text = f"its answer is no count of tokens ({error})"
+            return error_response(BadUpstreamReply(text, worker="", stage="tokenize"))
+        return Response(orjson.dumps({"input_tokens": count}), media_type="application/json")
+
+    async def _first_answer(self, method: str, path: str, body: bytes, headers: list[tuple[bytes, bytes]]) -> Response:
+        failed, last = [], None
+        for worker in sorted(self._services().fleet, key=lambda worker: worker.state is WorkerState.DOWN):
+            try:
+                last = _checked(await _ask(worker, method, path, body, headers), worker)
+            except (UpstreamError, TimeoutError) as error:
+                failed.append(f"{worker.id}: {error or 'no answer in time'}")
+            else:
+                if last.status_code < 500:
+                    return last
+        return last or error_response(NoHealthyWorkers(f"No worker answered ({'; '.join(failed)})."))
+
+    async def to_all(self, request: Request) -> Response:
+        """Every worker, side by side."""
+        try:
+            path = _target(request) + _flags(request)
+            headers = _headers(request, self._services().perimeter)
+        except BalanceRouteError as error:
+            return error_response(error)
+        first_of = {worker.spec.url: worker for worker in self._services().fleet}
+
+        async def one(worker: Worker) -> str | None:
+            try:
+                response = await _ask(worker, "POST", path, b"", headers)
+            except (UpstreamError, TimeoutError) as error:
+                return f"{worker.id}: {error or 'no answer in time'}"
+            return None if response.status_code == 200 else f"{worker.id}: status {response.status_code}"
+
+        failed = [text for text in await asyncio.gather(*map(one, first_of.values())) if text is not None]
+        answer: dict[str, Any] = {"failed": failed} if failed else {"status": "ok"}
+        return Response(orjson.dumps(answer), 500 if failed else 200, media_type="application/json")
+
+    async def not_served(self, request: Request) -> Response:
+        """Not through prefill and decode."""
+        path = request.scope["route"].path.partition("/{")[0]
+        text = f"{path} is not served through prefill/decode disaggregation; use /v1/chat/completions."
+        return Response(error_body(404, text), 404, media_type="application/json")
+
+
+def _headers(request: Request, perimeter: Perimeter) -> list[tuple[bytes, bytes]]:
+    head = read_head(request.headers.raw, None, perimeter.authorization_for(request.headers.raw))
+    content_type = request.headers.get("content-type")
+    if content_type is None and request.method == "POST":
+        content_type = "application/json"  # vLLM refuses a body that is not declared
+    return head.forwarded + ([] if content_type is None else [(b"content-type", content_type.encode("latin-1"))])
+
+
+def _target(request: Request) -> str:
+    """The path for the workers, written anew: the route's own, with its model's name if it has one, and no query.
+
+    Raises: InvalidRequest: a name that a server on the way may take for another path.
+    """
+    route: str = request.scope["route"].path
+    stem, _, rest = route.partition("{")
+    if not rest:
+        return route
+    name: str = request.path_params["model"]
+    parts = name.split("/")
+    odd = any(part in ("", ".", "..") for part in parts) or "\\" in name or not name.isprintable()
+    if odd or len(name) > _MAX_NAME:
+        raise InvalidRequest("This is no name of a model.", status=404, param="model")
+    return stem + quote(name, safe="/")
+
+
+def _flags(request: Request) -> str:
+    """The query of a call to all workers, written anew. Raises: InvalidRequest."""
+    query: bytes = request.scope["query_string"]
+    if not query:
+        return ""
+    try:
+        fields = parse_qsl(query.decode("ascii"), strict_parsing=True, max_num_fields=16)
+    except ValueError:
+        raise InvalidRequest("The query must be NAME=VALUE, percent-encoded.") from None
+    if not all(_FLAG.fullmatch(part) for field in fields for part in field):
+        raise InvalidRequest("Names and values of the query are letters, digits, - and _.")
+    return "?" + urlencode(fields)
+
+
+async def _ask(worker: Worker, method: str, path: str, body: bytes, headers: list[tuple[bytes, bytes]]) -> Response:
+    async with asyncio.timeout(GET_TIMEOUT_S if method == "GET" else TIMEOUT_S):
+        reply = await worker.upstream.request(method, path, body, headers)
+        answer = await reply.read(_LIMIT)
+    return Response(answer, reply.status, media_type="application/json")
+
+
+def _checked(answer: Response, worker: Worker) -> Response:
+    """A worker's answer as far as a client may see it: JSON, whatever it says that it is.
+
+    Raises: BadUpstreamReply: a page or a redirect, which a browser would take for the router's own.
+    """
+    try:
+        if 300 <= answer.status_code < 400:
+            raise ValueError(f"status {answer.status_code}")
+        orjson.loads(answer.body)
+    except ValueError as error:
+        text = f"its answer is no JSON ({error})"
+        raise BadUpstreamReply(text, worker=worker.id, stage=worker.spec.role.value) from None
+    return answer

@@ -1,0 +1,191 @@
+"""What stands between a route and its handler: the class of the route, who asks, and a line in the log.
+
+    open      no question, no line
+    client    a client key where keys are set; a line
+    decoder   the handler itself knows the token that it gave out
+    admin     `perimeter.access`; a line with who asked, by what, and for what
+
+The hot routes ask the same `Perimeter` on their own way (`client/exchange.py`).
+"""
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable
+from typing import Any, Final
+
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from balanceroute.errors import AccessDenied, BalanceRouteError, InvalidRequest, KeyLimit
+from balanceroute.proxy.client.asgi import REQUEST_ID
+from balanceroute.proxy.client.intake import read_head
+from balanceroute.proxy.perimeter.access import Visit
+from balanceroute.proxy.perimeter.gate import Perimeter
+from balanceroute.proxy.perimeter.keys import ClientKey
+from balanceroute.proxy.perimeter.routes import Access, access_of
+from balanceroute.proxy.telemetry.instruments import CounterFamily
+from balanceroute.proxy.wire.message_errors import message_error_body
+from balanceroute.proxy.wire.responses import body_of, extra_headers, json_headers, status_of
+
+log = logging.getLogger(__name__)
+
+TOLD: Final = "told"  # where in `request.state` a handler puts fields for the line of its call
+_CLOSED: Final = {"cache-control": "no-store", "x-content-type-options": "nosniff", "x-frame-options": "DENY"}
+
+
+def error_response(error: BalanceRouteError) -> Response:
+    """An error as its status and an OpenAI error body."""
+    headers = {name.decode(): value.decode() for name, value in extra_headers(error)}
+    return Response(body_of(error), status_of(error), headers, media_type="application/json")
+
+
+def guarded(
+    route: Route,
+    perimeter: Callable[[], Perimeter],
+    refusals: Callable[[], CounterFamily],
+    sign_in: Response | None = None,
+) -> Route:
+    """The route behind its class; perimeter and counter are asked for per request, as they exist while the router runs.
+
+    Args: sign_in: what a browser without the admin token gets to see.
+    Raises: KeyError: the table of classes does not have the route.
+    """
+    access_of(route.path)
+    return Route(route.path, _Guard(route, perimeter, refusals, sign_in), methods=sorted(route.methods or ()))
+
+
+class _Guard:
+    """One route's guard, an ASGI application."""
+
+    def __init__(
+        self,
+        route: Route,
+        perimeter: Callable[[], Perimeter],
+        refusals: Callable[[], CounterFamily],
+        sign_in: Response | None,
+    ) -> None:
+        self._path, self._sign_in = route.path, sign_in
+        self._perimeter, self._refusals = perimeter, refusals
+        self._app: ASGIApp = route.app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Ask, serve or refuse, and say so."""
+        perimeter, loop = self._perimeter(), asyncio.get_running_loop()
+        access = access_of(self._path, public_metrics=perimeter.public_metrics)
+        server = scope.get("server")
+        try:
+            perimeter.check_listener(access, server[1] if server else None)
+        except InvalidRequest as error:
+            await error_response(error)(scope, receive, send)
+            return
+        if access is Access.OPEN or access is Access.DECODER:
+            await self._app(scope, receive, send)
+            return
+        call = _Call(scope, send)
+        key: ClientKey | None = None
+        try:
+            if access is Access.CLIENT:
+                key = perimeter.client(scope["headers"], loop.time())
+                call.fields |= {} if key is None else {"key": key.name}
+            else:
+                call.fields["by"] = perimeter.admin.admit(call.visit, time.time())
+            await self._app(scope, receive, call.send)
+        except (AccessDenied, KeyLimit) as error:
+            call.fields["refused"] = error.reason
+            self._refusals().inc(error.reason)
+            await self._refuse(error)(scope, receive, call.send)
+        finally:
+            if key is not None:
+                key.leave(loop.time())
+            log.info("%s call", access.value, extra=call.told())
+
+    def _refuse(self, error: AccessDenied | KeyLimit) -> Response:
+        if self._sign_in is not None and status_of(error) == 401:
+            return self._sign_in
+        return error_response(error)
+
+
+class _Call:
+    """One call of a guarded route, for its decision and its line."""
+
+    def __init__(self, scope: Scope, send: Send) -> None:
+        self._scope, self._send = scope, send
+        peer = scope.get("client")
+        self.visit = Visit(scope["method"], scope["headers"], peer[0] if peer else None)
+        self.status = 0
+        self.fields: dict[str, Any] = {}
+
+    async def send(self, message: Message) -> None:
+        """Pass on; the status is noted."""
+        if message["type"] == "http.response.start":
+            self.status = message["status"]
+        await self._send(message)
+
+    def told(self) -> dict[str, Any]:
+        """The fields of the line. The query is left out: people put secrets there."""
+        state = self._scope.get("state", {})
+        return {
+            "request": self._scope.get(REQUEST_ID, ""),
+            "peer": self.visit.peer or "",
+            "method": self.visit.method,
+            "path": self._scope["path"],
+            "status": self.status,
+            **self.fields,
+            **state.get(TOLD, {}),
+        }
+
+
+def with_request_id(scope: Scope, send: Send) -> Send:
+    """A `send` whose response carries X-Request-Id, the client's own where there is one."""
+    if REQUEST_ID not in scope:  # another server than ours
+        scope[REQUEST_ID] = read_head(scope["headers"], None).told_id.decode()
+    header = (b"x-request-id", scope[REQUEST_ID].encode())
+
+    async def named(message: Message) -> None:
+        if message["type"] == "http.response.start":
+            headers = [field for field in message.get("headers", ()) if field[0].lower() != b"x-request-id"]
+            message = {**message, "headers": [*headers, header]}
+        await send(message)
+
+    return named
+
+
+def with_message_errors(scope: Scope, send: Send) -> Send:
+    """A `send` for Anthropic's clients: errors, whoever makes them, in the form that these know, and `request-id`.
+
+    `with_request_id` comes first. Errors here are small, and come in one piece.
+    """
+    request_id: str = scope[REQUEST_ID]
+    refused: Message | None = None
+
+    async def translated(message: Message) -> None:
+        nonlocal refused
+        if message["type"] == "http.response.start":
+            headers = [*message.get("headers", ()), (b"request-id", request_id.encode())]
+            message = {**message, "headers": headers}
+            if message["status"] >= 400:
+                refused = message
+                return
+        elif refused is not None and message["type"] == "http.response.body":
+            start, refused = refused, None
+            body = message_error_body(start["status"], message.get("body", b""), request_id)
+            kept = [field for field in start["headers"] if field[0].lower() not in (b"content-length", b"content-type")]
+            await send({**start, "headers": [*json_headers(body), *kept]})
+            message = {**message, "body": body, "more_body": False}
+        await send(message)
+
+    return translated
+
+
+def tell(request: Request, **fields: Any) -> None:
+    """Add fields to the line of a call."""
+    told: dict[str, Any] = request.scope.setdefault("state", {}).setdefault(TOLD, {})
+    told.update(fields)
+
+
+def closed_headers() -> dict[str, str]:
+    """Headers of what only operators see: kept by no cache, shown in no other page."""
+    return dict(_CLOSED)

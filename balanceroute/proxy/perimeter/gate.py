@@ -1,0 +1,82 @@
+"""The perimeter of one router: its keys, its admin token, and the credential that goes to the workers."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+from balanceroute.config import Config, is_loopback, read_client_keys
+from balanceroute.errors import InvalidRequest
+from balanceroute.proxy.perimeter.access import AdminGate
+from balanceroute.proxy.perimeter.keys import ClientKey, ClientKeys, Headers
+from balanceroute.proxy.perimeter.routes import Access
+
+
+class Perimeter:
+    """Made from a configuration; a reload makes a new one.
+
+    `admin_port` is where admin routes are served alone, None if everywhere.
+    """
+
+    __slots__ = ("admin", "admin_port", "keys", "public_metrics", "_worker_authorization")
+
+    def __init__(self, config: Config) -> None:
+        """Raises: ConfigError: the file of keys is wrong."""
+        auth = config.auth
+        self.keys = None if auth.client_keys is None else ClientKeys(read_client_keys(Path(auth.client_keys)))
+        token = auth.admin_token
+        self.admin = AdminGate(None if token is None else token.get_secret_value())
+        self.public_metrics = config.metrics.public
+        address = config.listen.admin_address
+        self.admin_port = None if address is None else address[1]  # the server says which where that is 0
+        key = auth.worker_api_key
+        if key is not None:
+            self._worker_authorization: bytes | None = b"Bearer " + key.get_secret_value().encode()
+        else:
+            self._worker_authorization = None if self.keys is None else b""
+
+    def inherit(self, before: "Perimeter") -> None:
+        """Take the place of another one: what its keys have used stays used."""
+        self.admin_port = before.admin_port
+        if self.keys is not None and before.keys is not None:
+            self.keys.inherit(before.keys)
+
+    def check_listener(self, access: Access, port: int | None) -> None:
+        """Whether a route of this class is served on this port. Raises: InvalidRequest: 404, as if there were none."""
+        if self.admin_port is None or access is Access.OPEN:
+            return
+        if (access is Access.ADMIN) is not (port == self.admin_port):
+            raise InvalidRequest("There is no such route on this listener.", status=404)
+
+    def authorization_for(self, headers: Headers) -> bytes | None:
+        """The Authorization that workers get with a request: None is its own as it came, empty is none.
+
+        The admin token is nobody's business but ours, whatever route it was sent to.
+        """
+        if self._worker_authorization is None and self.admin.is_shown(headers):
+            return b""
+        return self._worker_authorization
+
+    def client(self, headers: Headers, now: float) -> ClientKey | None:
+        """Let a client's request in; its key must be told when it leaves. None: there are no keys.
+
+        Raises: AccessDenied: 401. KeyLimit: 429.
+        """
+        if self.keys is None:
+            return None
+        key = self.keys.of(headers)
+        key.enter(now)
+        return key
+
+
+def exposures(config: Config) -> Iterator[str]:
+    """What an operator should know who starts a router with this configuration, a line each."""
+    listen, auth = config.listen, config.auth
+    if auth.client_keys is not None or config.tls.client_ca_file is not None:
+        return
+    if auth.worker_api_key is not None:
+        yield (
+            "the workers' key is lent to whoever can connect: auth.worker_api_key (or OPENAI_API_KEY) is set without "
+            "auth.client_keys"
+        )
+    if not is_loopback(listen.host):
+        host = f"[{listen.host}]" if ":" in listen.host else listen.host
+        yield f"whoever reaches {host}:{listen.port} may use the cluster: auth.client_keys is not set"

@@ -1,0 +1,60 @@
+"""Which class each route is in: the one table. A route that is not in it is not served (`ops/guard.py`).
+
+open      says only that the router lives and what it counts; names no client and no prompt
+client    spends the cluster's time; a client key where keys are set
+decoder   called by decode workers, with the token that they were sent for one request
+admin     changes or shows the router itself
+"""
+
+from enum import StrEnum
+from typing import Final
+
+
+class Access(StrEnum):
+    """Who may use a route."""
+
+    OPEN = "open"
+    CLIENT = "client"
+    DECODER = "decoder"
+    ADMIN = "admin"
+
+
+ACCESS: Final[dict[str, Access]] = {
+    "/health": Access.OPEN,
+    "/healthcheck": Access.OPEN,
+    "/metrics": Access.OPEN,  # admin with `metrics.public: false`
+    "/ping": Access.OPEN,
+    "/ready": Access.OPEN,
+    "/version": Access.OPEN,
+    "/detokenize": Access.CLIENT,
+    "/tokenize": Access.CLIENT,
+    "/v1/chat/completions": Access.CLIENT,
+    "/v1/completions": Access.CLIENT,
+    "/v1/messages": Access.CLIENT,
+    "/v1/messages/count_tokens": Access.CLIENT,
+    "/v1/messages/{rest:path}": Access.CLIENT,
+    "/v1/models": Access.CLIENT,
+    "/v1/models/{model:path}": Access.CLIENT,
+    "/v1/responses": Access.CLIENT,
+    "/v1/responses/{rest:path}": Access.CLIENT,
+    "/v1/metaserver": Access.DECODER,
+    "/v1/metaserver/{token}": Access.DECODER,
+    "/dashboard": Access.ADMIN,
+    "/dashboard/data": Access.ADMIN,
+    "/dashboard/session": Access.ADMIN,
+    "/instances/add": Access.ADMIN,
+    "/instances/drain": Access.ADMIN,
+    "/instances/remove": Access.ADMIN,
+    "/instances/undrain": Access.ADMIN,
+    "/reset_prefix_cache": Access.ADMIN,
+    "/start_profile": Access.ADMIN,
+    "/state": Access.ADMIN,
+    "/stop_profile": Access.ADMIN,
+}
+
+
+def access_of(path: str, *, public_metrics: bool = True) -> Access:
+    """The class of a route by its path as declared. Raises: KeyError: the table does not have it."""
+    if path == "/metrics" and not public_metrics:
+        return Access.ADMIN
+    return ACCESS[path]

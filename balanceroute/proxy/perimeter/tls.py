@@ -1,0 +1,136 @@
+"""Certificates: ours towards clients, theirs if they must show one, and both sides' towards workers.
+
+A listener's context can't be exchanged while it listens. So every handshake is handed to the context of the day by the
+callback for the server's name, which OpenSSL calls before it chooses a certificate, named or not. Whether clients must
+show a certificate is settled before that callback and so stays until a restart; against which CA is not.
+
+Files are read again on SIGHUP, and when they have changed; connections that stand go on under the old ones. No session
+is resumed: a client whose CA has gone must not come back by what it was given before.
+"""
+
+import asyncio
+import logging
+import ssl
+from collections.abc import Callable
+from pathlib import Path
+from typing import Final
+
+from balanceroute.config import Config
+from balanceroute.config.models import TlsFiles
+from balanceroute.errors import ConfigError
+
+log = logging.getLogger(__name__)
+
+LOOK_S: Final = 60.0
+
+Stamp = tuple[tuple[str, int], ...]
+
+
+class Tls:
+    """The contexts of one router; `server` is for its listeners, None for plain HTTP."""
+
+    def __init__(self, config: Config) -> None:
+        """Raises: ConfigError: a file cannot be used; nothing is half done."""
+        self.server: ssl.SSLContext | None = None
+        self._settings, self._stamp = config.tls, _stamp(config.tls)
+        self._of_the_day = _server_context(config.tls)
+        self._workers = _worker_context(config.tls)
+        if self._of_the_day is not None:
+            self.server = _server_context(config.tls)
+            assert self.server is not None
+            self.server.sni_callback = self._hand_over
+
+    def for_workers(self) -> ssl.SSLContext:
+        """For the next connection to an https worker."""
+        if self._workers is None:
+            self._workers = ssl.create_default_context()  # takes time and memory, which plain HTTP should not cost
+        return self._workers
+
+    def reload(self, config: Config) -> None:
+        """Use what the files hold now. Raises: ConfigError: one is of no use, or needs a restart; nothing changed."""
+        settings = config.tls
+        for name in ("cert_file", "client_ca_file"):
+            if (getattr(settings, name) is None) is not (getattr(self._settings, name) is None):
+                raise ConfigError(f"tls.{name}: cannot be set or unset while the router runs; restart it")
+        stamp = _stamp(settings)
+        server, workers = _server_context(settings), _worker_context(settings)
+        self._settings, self._stamp, self._of_the_day, self._workers = settings, stamp, server, workers
+
+    async def watch(self, config: Callable[[], Config], period_s: float = LOOK_S) -> None:
+        """Until cancelled, read files again that have changed, as those are that are renewed by themselves."""
+        while True:
+            await asyncio.sleep(period_s)
+            stamp = _stamp(self._settings)
+            if stamp == self._stamp:
+                continue
+            try:
+                self.reload(config())
+            except ConfigError as error:
+                self._stamp = stamp  # said once; the next change is another try
+                log.warning("certificates not reloaded", extra={"error": str(error)})
+            else:
+                log.info("certificates reloaded")
+
+    def _hand_over(self, connection: ssl.SSLObject | ssl.SSLSocket, name: str | None, context: ssl.SSLContext) -> None:
+        if self._of_the_day is not None:
+            connection.context = self._of_the_day
+
+
+def _server_context(settings: TlsFiles) -> ssl.SSLContext | None:
+    if settings.cert_file is None:
+        return None
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.minimum_version = ssl.TLSVersion.TLSv1_2
+    context.options |= ssl.OP_NO_TICKET
+    context.num_tickets = 0
+    context.set_alpn_protocols(["http/1.1"])
+    _load_chain(context, "tls.cert_file", settings.cert_file, settings.key_file)
+    if settings.client_ca_file is not None:
+        _load_ca(context, "tls.client_ca_file", settings.client_ca_file)
+        context.verify_mode = ssl.CERT_REQUIRED
+    return context
+
+
+def _worker_context(settings: TlsFiles) -> ssl.SSLContext | None:
+    """None: that of the system will do."""
+    if settings.worker_ca_file is None and settings.worker_cert_file is None:
+        return None
+    if settings.worker_ca_file is None:
+        context = ssl.create_default_context()
+    else:
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)  # this CA alone
+        _load_ca(context, "tls.worker_ca_file", settings.worker_ca_file)
+    context.minimum_version = ssl.TLSVersion.TLSv1_2
+    if settings.worker_cert_file is not None:
+        _load_chain(context, "tls.worker_cert_file", settings.worker_cert_file, settings.worker_key_file)
+    return context
+
+
+def _load_chain(context: ssl.SSLContext, key: str, certificate: str, private_key: str | None) -> None:
+    try:
+        context.load_cert_chain(certificate, private_key, password=_no_password)
+    except (OSError, ssl.SSLError) as error:
+        files = certificate if private_key is None else f"{certificate} with {private_key}"
+        raise ConfigError(f"{key}: {files} cannot be used: {_told(error)}") from None
+
+
+def _load_ca(context: ssl.SSLContext, key: str, file: str) -> None:
+    try:
+        context.load_verify_locations(file)
+    except (OSError, ssl.SSLError) as error:
+        raise ConfigError(f"{key}: {file} cannot be used: {_told(error)}") from None
+
+
+def _no_password() -> str:
+    """Without this OpenSSL would ask on the terminal. Raises: OSError."""
+    raise OSError("the private key is encrypted; accepted is one without a password")
+
+
+def _told(error: OSError) -> str:
+    return getattr(error, "reason", None) or error.strerror or str(error)
+
+
+def _stamp(settings: TlsFiles) -> Stamp:
+    """When each file was changed last; a missing one has a stamp, too."""
+    files = [file for file in settings.model_dump().values() if file is not None]
+    return tuple((file, Path(file).stat().st_mtime_ns if Path(file).exists() else 0) for file in files)

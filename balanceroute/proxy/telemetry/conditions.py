@@ -1,0 +1,55 @@
+"""What is wrong although requests are served: one log line when it begins and one when it ends, `/ready`.
+
+A condition is a diagnosis and stops nothing by itself: an operator reads of it, and may act.
+"""
+
+import logging
+from collections import defaultdict
+from typing import Final
+
+log = logging.getLogger(__name__)
+
+CONNECTOR: Final = "connector"
+METRICS: Final = "metrics"
+KINDS: Final = (CONNECTOR, METRICS)
+_NAMED: Final = 4  # workers of one reason that are named; the rest is counted
+
+
+class Conditions:
+    """At most one condition of each kind per worker."""
+
+    def __init__(self) -> None:
+        self._held: dict[tuple[str, str], str] = {}
+
+    def hold(self, kind: str, worker_id: str, reason: str) -> None:
+        """From now on; told once, however often it is said again, and whatever the reason becomes."""
+        if (kind, worker_id) not in self._held:
+            log.warning("degraded", extra={"worker": worker_id, "kind": kind, "reason": reason})
+        self._held[kind, worker_id] = reason
+
+    def clear(self, kind: str, worker_id: str) -> None:
+        """No longer, if ever."""
+        if self._held.pop((kind, worker_id), None) is not None:
+            log.info("no longer degraded", extra={"worker": worker_id, "kind": kind})
+
+    def forget(self, worker_id: str) -> None:
+        """The worker has left."""
+        for kind in KINDS:
+            self._held.pop((kind, worker_id), None)
+
+    def count(self, kind: str) -> int:
+        """How many workers are under a condition of this kind."""
+        return sum(held == kind for held, _ in self._held)
+
+    @property
+    def reasons(self) -> list[str]:
+        """What is wrong, and where; workers with the same reason together."""
+        where: dict[str, list[str]] = defaultdict(list)
+        for (_, worker_id), reason in self._held.items():
+            where[reason].append(worker_id)
+        return [f"{_names(workers)}: {reason}" for reason, workers in where.items()]
+
+
+def _names(workers: list[str]) -> str:
+    more = len(workers) - _NAMED
+    return ", ".join(workers[:_NAMED]) + (f" and {more} more" if more > 0 else "")

@@ -1,0 +1,251 @@
+"""What `/metrics` shows, in a registry of its own.
+
+Per request: a handful of counters and histograms, bound once (`instruments.py`). Per token: nothing. Everything that
+is a state (loads, slots, waiting requests) is read from the ledger at the moment of the scrape, so it can't drift
+and a worker's series go when the worker goes.
+"""
+
+import math
+from collections.abc import Callable, Iterable, Iterator
+
+from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client.core import GaugeMetricFamily, InfoMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from balanceroute import __version__
+from balanceroute.core.types import Outcome, WorkerState
+from balanceroute.core.view import ClusterView
+from balanceroute.proxy.hotpath import COMPILED
+from balanceroute.proxy.telemetry.conditions import KINDS, Conditions
+from balanceroute.proxy.telemetry.forecast_metrics import ForecastMetrics
+from balanceroute.proxy.telemetry.instruments import DECISION_SECONDS, CounterFamily, HistogramFamily, StageClock
+from balanceroute.proxy.telemetry.watchdog import Watchdog
+
+_SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 25.0, 50.0, 100.0, 250.0)
+_TOKEN_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.03, 0.04, 0.05, 0.075, 0.1, 0.15, 0.25, 0.5, 1.0, 2.5)
+_MANY = 1024  # values of a histogram
+_STATES = {WorkerState.DOWN: 0.0, WorkerState.DRAINING: 1.0, WorkerState.UP: 2.0}
+
+
+class Metrics(Collector):
+    """Every metric of one router; `registry` is what the exposition is made from."""
+
+    def __init__(self, view: Callable[[], ClusterView], policy: str, stage_clock: StageClock | None = None) -> None:
+        """`view`: the cluster at the moment of a scrape."""
+        self._view, self.policy = view, policy
+        self._stage_clock = stage_clock or StageClock()
+        self.requests = CounterFamily("balanceroute_requests", "Client requests that ended.", ["outcome"])
+        self.tokens = CounterFamily("balanceroute_generated_tokens", "Tokens generated for clients.")
+        self.admissions = CounterFamily(
+            "balanceroute_admissions",
+            "Requests bound to a decode worker, by stage of the decision.",
+            ["worker", "kind"],
+        )
+        self.upstream_errors = CounterFamily(
+            "balanceroute_upstream_errors", "Failures of workers, by stage and kind.", ["worker", "stage", "kind"]
+        )
+        self.retries = CounterFamily("balanceroute_retries", "Second and later tries, by stage.", ["stage"])
+        self.recomputes = CounterFamily(
+            "balanceroute_recomputes", "Requests sent back through prefill with what they had generated.", ["kind"]
+        )
+        self.resumes = CounterFamily(
+            "balanceroute_resumes",
+            "Answers cut off after their first token: continued exactly, with adjusted limits or approximately "
+            "(state of the engine begins anew, such as penalties); restarted unseen; ended with an error.",
+            ["fidelity"],
+        )
+        self.poison_requests = CounterFamily(
+            "balanceroute_poison_requests",
+            "Requests given up because decode workers died under them: two before their first token, or three after.",
+        )
+        self.moves = CounterFamily(
+            "balanceroute_moves", "Requests taken off a worker that had fallen silent, by its stage.", ["stage"]
+        )
+        self.drains = CounterFamily(
+            "balanceroute_kv_drains", "Pinned prefill KV pulled and dropped for requests that left.", ["outcome"]
+        )
+        self.scrapes_failed = CounterFamily(
+            "balanceroute_scrape_failures", "Reads of a worker's /metrics that failed.", ["worker"]
+        )
+        self.callbacks = CounterFamily(
+            "balanceroute_metaserver_callbacks", "Decode workers that asked for a prefill (layerwise).", ["outcome"]
+        )
+        self.refusals = CounterFamily(
+            "balanceroute_refusals", "Requests refused for who asked: no key, a wrong one, a key's limit.", ["reason"]
+        )
+        self.tasks_failed = CounterFamily(
+            "balanceroute_internal_errors", "Bugs of ours: logged with a state snapshot.", ["where"]
+        )
+        self._ttft = HistogramFamily("balanceroute_request_ttft_seconds", "Arrival to first token.", _SECONDS)
+        self._tpot = HistogramFamily(
+            "balanceroute_request_tpot_seconds", "(last token - first token) / (tokens - 1).", _TOKEN_SECONDS
+        )
+        self._duration = HistogramFamily("balanceroute_request_duration_seconds", "Arrival to end.", _SECONDS)
+        self._waits = HistogramFamily(
+            "balanceroute_wait_seconds", "Waits in the router: for a prefiller, for a slot.", _SECONDS, "stage"
+        )
+        self._admit = HistogramFamily(
+            "balanceroute_admit_duration_seconds", "One decision over the whole pool.", DECISION_SECONDS
+        )
+        self._prompt_estimates = HistogramFamily(
+            "balanceroute_prompt_estimate_error_ratio",
+            "Prompts by how far their estimated tokens were from those that a prefiller counted, as a share of these.",
+            (0.02, 0.05, 0.1, 0.15, 0.25, 0.5, 1.0),
+        )
+        self.prompt_estimate_error = self._prompt_estimates.child()
+        self.ttft, self.tpot = self._ttft.child(), self._tpot.child()
+        self.duration, self.admit_duration = self._duration.child(), self._admit.child()
+        self.prefill_wait, self.decode_wait = self._waits.child("prefill"), self._waits.child("decode")
+        stages = self._stage_clock.stages
+        self._histograms = [
+            self._ttft,
+            self._tpot,
+            self._duration,
+            self._waits,
+            self._admit,
+            stages,
+            self._prompt_estimates,
+        ]
+        self._others: list[HistogramFamily] = []
+        for outcome in Outcome:
+            self.requests.inc(outcome.value, by=0)
+        self.orphaned_kv = 0
+        self.watchdog = Watchdog()
+        self.conditions = Conditions()
+        self.registry = CollectorRegistry(auto_describe=False)
+        self.registry.register(self)
+
+    def forget_worker(self, worker_id: str) -> None:
+        """A worker has left: its series end."""
+        for family in (self.admissions, self.upstream_errors, self.scrapes_failed):
+            family.forget(worker_id)
+        self.watchdog.forget(worker_id)
+        self.conditions.forget(worker_id)
+
+    def orphan(self, requests: int) -> None:
+        """So many requests' pinned KV has been given up; negative: its prefiller has dropped it by now."""
+        self.orphaned_kv += requests
+
+    def include(self, forecasts: ForecastMetrics) -> None:
+        """Show the predictor's series too."""
+        self.registry.register(forecasts)
+        self._others.append(forecasts.errors)
+
+    def leave_out(self, forecasts: ForecastMetrics) -> None:
+        """The predictor is another one now."""
+        self.registry.unregister(forecasts)
+        self._others.remove(forecasts.errors)
+
+    def fold(self) -> None:
+        """Count what histograms have taken down, so that it doesn't pile up while nobody scrapes."""
+        for histogram in (*self._histograms, *self._others):
+            histogram.fold(_MANY)
+
+    def exposition(self) -> bytes:
+        """The text format of all metrics."""
+        return generate_latest(self.registry)
+
+    def describe(self) -> Iterable[Metric]:
+        """Names and helps, for documentation tests."""
+        return self.collect()
+
+    def collect(self) -> Iterator[Metric]:
+        """Everything, as it is now."""
+        for counter in (
+            self.requests,
+            self.tokens,
+            self.admissions,
+            self.upstream_errors,
+            self.retries,
+            self.recomputes,
+            self.resumes,
+            self.poison_requests,
+            self.moves,
+            self.drains,
+            self.scrapes_failed,
+            self.callbacks,
+            self.refusals,
+            self.tasks_failed,
+        ):
+            yield counter.family()
+        for histogram in self._histograms:
+            yield histogram.family()
+        yield from self._cluster_gauges()
+        yield _gauge(
+            "balanceroute_kv_orphans",
+            "Undrainable prefill KV that no decoder is known to have pulled: pinned at worst until the timeout.",
+            self.orphaned_kv,
+        )
+        divergence = GaugeMetricFamily(
+            "balanceroute_ledger_divergence",
+            "What a worker reports beyond our ledger in every one of the last polls: requests of a decoder, KV usage "
+            "(ratio) of a prefiller that holds nothing for us. 0 is well.",
+            labels=["worker"],
+        )
+        for worker_id in self.watchdog.workers():
+            divergence.add_metric([worker_id], self.watchdog.divergence(worker_id))
+        yield divergence
+        degraded = GaugeMetricFamily(
+            "balanceroute_degraded_workers",
+            "Workers with something wrong although requests are served; /ready says what.",
+            labels=["kind"],
+        )
+        for kind in KINDS:
+            degraded.add_metric([kind], self.conditions.count(kind))
+        yield degraded
+        build = InfoMetricFamily("balanceroute_build", "What runs.")
+        hot_path = "compiled" if COMPILED else "python"
+        build.add_metric([], {"version": __version__, "policy": self.policy, "hot_path": hot_path})
+        yield build
+
+    def _cluster_gauges(self) -> Iterator[Metric]:
+        view = self._view()
+        load = GaugeMetricFamily("balanceroute_decode_load_tokens", "L_g: KV tokens on a worker.", labels=["worker"])
+        active = GaugeMetricFamily("balanceroute_decode_active_requests", "Requests on a worker.", labels=["worker"])
+        foreign = GaugeMetricFamily(
+            "balanceroute_decode_foreign_requests", "Requests on a worker that others sent there.", labels=["worker"]
+        )
+        foreign_load = GaugeMetricFamily(
+            "balanceroute_decode_foreign_tokens", "KV tokens on a worker of what others sent there.", labels=["worker"]
+        )
+        states = GaugeMetricFamily(
+            "balanceroute_worker_state", "2 up, 1 draining or resting, 0 down.", labels=["worker", "stage"]
+        )
+        usage = GaugeMetricFamily(
+            "balanceroute_prefill_kv_usage_ratio",
+            "KV usage of a prefiller; 1 if its metrics can't be reached, NaN if they don't tell.",
+            labels=["worker"],
+        )
+        pinned = GaugeMetricFamily(
+            "balanceroute_prefill_pinned_tokens", "KV tokens pinned on a prefiller for us.", labels=["worker"]
+        )
+        for worker in view.decoders:
+            load.add_metric([worker.id], worker.load_tokens)
+            active.add_metric([worker.id], worker.active)
+            foreign.add_metric([worker.id], worker.foreign_requests)
+            foreign_load.add_metric([worker.id], worker.foreign_tokens)
+            states.add_metric([worker.id, "decode"], _STATES[worker.state])
+        for prefiller in view.prefillers:
+            usage.add_metric([prefiller.id], math.nan if prefiller.kv_usage is None else prefiller.kv_usage)
+            pinned.add_metric([prefiller.id], prefiller.pinned_tokens)
+            states.add_metric([prefiller.id, "prefill"], _STATES[prefiller.state])
+        yield from (load, active, foreign, foreign_load, states, usage, pinned)
+        loads = [worker.load_tokens for worker in view.decoders if worker.state is not WorkerState.DOWN]
+        envelope = max(loads, default=0)
+        yield _gauge("balanceroute_decode_envelope_tokens", "M: the largest load.", envelope)
+        yield _gauge("balanceroute_decode_imbalance_tokens", "I = G * M - sum(L).", len(loads) * envelope - sum(loads))
+        waiting = GaugeMetricFamily(
+            "balanceroute_waiting_requests", "Requests that wait in the router.", labels=["stage"]
+        )
+        for stage, count in (
+            ("queued", view.queued),
+            ("prefilling", view.prefilling),
+            ("pooled", view.pooled),
+            ("asking", view.asking),  # layerwise: at a decode worker, and no prefiller may take them
+        ):
+            waiting.add_metric([stage], count)
+        yield waiting
+
+
+def _gauge(name: str, help_text: str, value: float) -> Metric:
+    return GaugeMetricFamily(name, help_text, value=value)

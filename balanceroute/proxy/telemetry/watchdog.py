@@ -1,0 +1,69 @@
+"""Compares our ledger with what the workers say of themselves, and says so loudly when they differ for long.
+
+Both views are right at different moments, so one difference means nothing. A surplus of theirs that has lasted over
+`WINDOW` polls does: requests that a decoder runs and we know nothing of (another router in front of it, an abort that
+was not noticed), or KV on a prefiller for which we hold nothing. A decoder that reports less than we have there is no
+finding: what was sent last is not in its report yet, and under load there is always something that was sent last.
+"""
+
+import logging
+from collections import defaultdict, deque
+from typing import Final
+
+from balanceroute.core.types import Role
+
+log = logging.getLogger(__name__)
+
+WINDOW: Final = 10  # polls; at the default interval ten seconds, longer than any decode worker's metrics are old
+IDLE_USAGE: Final = 0.005  # KV usage below this is nothing: vLLM keeps one block of its own
+
+
+class Watchdog:
+    """Differences per worker over the last `WINDOW` polls."""
+
+    def __init__(self) -> None:
+        self._seen: dict[str, deque[float]] = defaultdict(lambda: deque(maxlen=WINDOW))
+        self._told: set[str] = set()
+
+    def see(self, worker_id: str, role: Role, samples: dict[str, float], *, held: int, orphans: int) -> None:
+        """Take in one poll.
+
+        Args: held: requests that we have on this worker (a prefiller's: in flight or pinned). orphans: pinned KV
+        anywhere that waits for its timeout, which explains any prefiller's usage.
+        """
+        if role is Role.DECODE:
+            running = samples.get("num_requests_running")
+            if running is None:
+                return
+            difference = max(0.0, running + samples.get("num_requests_waiting", 0.0) - held)
+        else:
+            usage = samples.get("kv_cache_usage_perc", 0.0)
+            difference = usage if held == 0 and orphans == 0 and usage > IDLE_USAGE else 0.0
+        self._seen[worker_id].append(difference)
+        self._tell(worker_id, role)
+
+    def divergence(self, worker_id: str) -> float:
+        """What has been different in every one of the last polls: the smallest of them, 0 when any agreed."""
+        seen = self._seen.get(worker_id)
+        if seen is None or len(seen) < WINDOW:
+            return 0.0
+        return min(seen)
+
+    def forget(self, worker_id: str) -> None:
+        """The worker has left."""
+        self._seen.pop(worker_id, None)
+        self._told.discard(worker_id)
+
+    def workers(self) -> list[str]:
+        """Whom it has seen."""
+        return list(self._seen)
+
+    def _tell(self, worker_id: str, role: Role) -> None:
+        divergence = self.divergence(worker_id)
+        if divergence and worker_id not in self._told:
+            self._told.add(worker_id)
+            what = "requests" if role is Role.DECODE else "KV usage that nothing of ours explains"
+            log.warning("worker and ledger disagree", extra={"worker": worker_id, "by": divergence, "what": what})
+        elif not divergence and worker_id in self._told:
+            self._told.discard(worker_id)
+            log.info("worker and ledger agree again", extra={"worker": worker_id})

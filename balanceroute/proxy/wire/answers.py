@@ -1,0 +1,272 @@
+"""Non-stream answers: built from a worker's stream, or corrected on the way through.
+
+Most non-stream requests are streamed between router and worker (`ClientRequest.assembled`), so that their
+progress is known token by token and a recompute continues instead of starting over. `AnswerAssembler` turns
+the scanner's events into the one JSON object that the worker would have sent, in the worker's shape.
+
+What it cannot rebuild (echo, prompt_logprobs, fields unknown to `payloads.ASSEMBLED_FIELDS`) and what is
+short stays unstreamed: `correct_answer` counts it at the end. Nothing of such an answer reaches the client
+before it is whole, so one that was recomputed is asked for again from the client's own prompt.
+"""
+
+from array import array
+from dataclasses import dataclass
+from typing import Any
+
+import orjson
+
+from balanceroute.errors import BadUpstreamReply
+from balanceroute.proxy.wire.bounds import checked_choice, checked_usage, token_count
+from balanceroute.proxy.wire.payloads import ClientRequest
+from balanceroute.proxy.wire.sse import EventScanner, payloads_of
+
+
+class UnreadableEvent(BadUpstreamReply):
+    """An event that an answer can't be built from; its tokens are counted already, so there is no going on."""
+
+    retryable = False
+
+
+class AnswerAssembler:
+    """Collects what an `EventScanner` (made with `want_usage=True`) relays, over every life of the answer."""
+
+    def __init__(self, request: ClientRequest) -> None:
+        """Start an answer to `request`."""
+        self._chat = request.endpoint == "chat"
+        self._want_ids = request.return_token_ids
+        self._top: dict[str, Any] = {}
+        self._choices: dict[int, _Choice] = {}
+
+    def feed(self, events: bytes) -> None:
+        """Take what `EventScanner.feed` returned: whole events. Raises: UnreadableEvent."""
+        for payload in payloads_of(events):
+            try:
+                event = orjson.loads(payload)
+            except ValueError:
+                continue  # the scanner passes on what it cannot read; there is no place for it in one object
+            if not isinstance(event, dict):
+                continue
+            try:
+                self._add(event)
+            except (TypeError, AttributeError, ValueError) as exc:
+                raise UnreadableEvent(f"an event is no part of an answer ({exc})", worker="", stage="decode") from exc
+
+    def _add(self, event: dict[str, Any]) -> None:
+        for name, value in event.items():
+            if name != "choices" and (value is not None or name not in self._top):
+                self._top[name] = value
+        for part in event.get("choices") or ():
+            checked_choice(part)
+            index = part.get("index", 0)
+            self._choices.setdefault(index, _Choice()).add(part)
+
+    def answer(self, scanner: EventScanner) -> bytes:
+        """The complete answer; call it once the scanner's stream is `StreamEnd.DONE`. Raises: UnreadableEvent."""
+        prompt_ids = scanner.prompt_ids.tolist() if self._want_ids and scanner.prompt_ids else None
+        usage = scanner.usage or {"completion_tokens": scanner.tokens}
+        choices = [
+            choice.chat(index, self._want_ids) if self._chat else choice.text(index, self._want_ids, prompt_ids)
+            for index, choice in sorted(self._choices.items())
+        ]
+        whole: dict[str, Any] = {
+            "id": self._top.get("id"),
+            "object": "chat.completion" if self._chat else "text_completion",
+            "created": self._top.get("created"),
+            "model": self._top.get("model"),
+            "choices": choices,
+            "service_tier": self._top.get("service_tier"),
+            "system_fingerprint": self._top.get("system_fingerprint"),
+            "usage": {"prompt_tokens_details": None, "completion_tokens_details": None, **usage},
+        }
+        if self._chat:
+            whole["prompt_logprobs"] = None
+            whole["prompt_token_ids"] = prompt_ids
+        whole["kv_transfer_params"] = None
+        try:
+            return orjson.dumps(whole)
+        except TypeError as exc:  # orjson reads deeper than it writes
+            raise UnreadableEvent(f"the answer can't be written ({exc})", worker="", stage="decode") from exc
+
+
+class _Choice:
+    """One choice as its deltas have built it; texts are kept in pieces, so a long answer stays linear."""
+
+    __slots__ = ("calls", "fields", "finish_reason", "logprobs", "role", "stop_reason", "token_ids")
+
+    def __init__(self) -> None:
+        self.role = "assistant"
+        self.fields: dict[str, Any] = {}  # a list of str for what came as text, else the last value
+        self.logprobs: dict[str, Any] | None = None
+        self.finish_reason: str | None = None
+        self.stop_reason: Any = None
+        self.token_ids: list[int] = []
+        self.calls: dict[int, dict[str, Any]] = {}
+
+    def add(self, part: dict[str, Any]) -> None:
+        """Take one event's part of this choice."""
+        delta = part.get("delta")
+        if delta is None:
+            delta = {"text": part.get("text") or ""}
+        for name, value in delta.items():
+            if name == "tool_calls":
+                for call in value or ():
+                    self._add_call(call)
+            elif name == "role":
+                self.role = value
+            else:
+                _append(self.fields, name, value)
+        if part.get("logprobs") is not None:
+            self._add_logprobs(part["logprobs"])
+        self.token_ids += part.get("token_ids") or ()
+        if part.get("finish_reason") is not None:
+            self.finish_reason = part["finish_reason"]
+            self.stop_reason = part.get("stop_reason")
+
+    def _add_logprobs(self, more: dict[str, Any]) -> None:
+        if self.logprobs is None:
+            self.logprobs = more
+            return
+        for name, value in more.items():
+            known = self.logprobs.get(name)
+            if isinstance(known, list) and isinstance(value, list):
+                known.extend(value)
+            elif value is not None:
+                self.logprobs[name] = value
+
+    def _add_call(self, call: dict[str, Any]) -> None:
+        index = call.get("index", len(self.calls))
+        if not isinstance(index, int):
+            raise TypeError(f"index {index!r} of a tool call")
+        known = self.calls.setdefault(index, {"function": {}})
+        for name, value in call.items():
+            if name == "function" and value is not None:
+                for key, text in value.items():
+                    if key == "arguments":
+                        _append(known["function"], key, text)
+                    elif text is not None:
+                        known["function"][key] = text
+            elif name != "index" and value is not None:
+                known[name] = value
+
+    def text(self, index: int, want_ids: bool, prompt_ids: list[int] | None) -> dict[str, Any]:
+        """As a choice of /v1/completions."""
+        return {
+            "index": index,
+            "text": _joined(self.fields).get("text", ""),
+            "logprobs": self.logprobs,
+            "finish_reason": self.finish_reason,
+            "stop_reason": self.stop_reason,
+            "token_ids": self.token_ids if want_ids else None,
+            "prompt_logprobs": None,
+            "prompt_token_ids": prompt_ids,
+        }
+
+    def chat(self, index: int, want_ids: bool) -> dict[str, Any]:
+        """As a choice of /v1/chat/completions."""
+        message: dict[str, Any] = {
+            "role": self.role,
+            "content": None,
+            "refusal": None,
+            "annotations": None,
+            "audio": None,
+            "function_call": None,
+            "reasoning": None,
+            **_joined(self.fields),
+        }
+        if self.calls:
+            message["tool_calls"] = [
+                {**call, "function": _joined(call["function"])} for _, call in sorted(self.calls.items())
+            ]
+        if self.calls or message["reasoning"]:
+            message["content"] = message["content"] or None
+        return {
+            "index": index,
+            "message": message,
+            "logprobs": self.logprobs,
+            "finish_reason": self.finish_reason,
+            "stop_reason": self.stop_reason,
+            "token_ids": self.token_ids if want_ids else None,
+        }
+
+
+def _append(fields: dict[str, Any], name: str, value: Any) -> None:
+    known = fields.get(name)
+    if isinstance(value, str):
+        if isinstance(known, list):
+            known.append(value)
+        else:
+            fields[name] = [value]
+    elif value is not None or known is None:
+        fields[name] = value
+
+
+def _joined(fields: dict[str, Any]) -> dict[str, Any]:
+    return {name: "".join(value) if _is_text(value) else value for name, value in fields.items()}
+
+
+def _is_text(value: Any) -> bool:
+    return isinstance(value, list) and all(isinstance(piece, str) for piece in value)
+
+
+@dataclass(slots=True)
+class CorrectedAnswer:
+    """An unstreamed answer as the client gets it, and what it says about progress."""
+
+    body: bytes
+    tokens: int
+    ids: "array[int] | None"
+    recomputed: bool
+    finish_reason: str | None
+    reply_id: object = None
+
+
+def correct_answer(
+    request: ClientRequest, body: bytes, *, worker: str, cached_tokens: int | None = None
+) -> CorrectedAnswer:
+    """Count a decode worker's unstreamed 200 and take out what the client did not ask for.
+
+    Raises: BadUpstreamReply: not a completion.
+    """
+    try:
+        answer = orjson.loads(body)
+        choice = checked_choice(answer["choices"][0])
+        ids = choice.get("token_ids")
+        usage = checked_usage(answer.get("usage"))
+        tokens = token_count(len(ids), "token_ids") if ids is not None else usage.get("completion_tokens") or 0
+        taken = array("I", ids) if ids is not None else None
+        corrected = _as_asked(request, answer, choice, usage, cached_tokens)
+    except (ValueError, TypeError, KeyError, IndexError, AttributeError, OverflowError) as exc:
+        raise BadUpstreamReply(
+            f"the decoder's reply is not a completion ({type(exc).__name__}: {exc})",
+            worker=worker,
+            stage="decode",
+        ) from exc
+    return CorrectedAnswer(
+        body=corrected,
+        tokens=tokens,
+        ids=taken,
+        recomputed=choice.get("stop_reason") == "recomputed",
+        finish_reason=choice.get("finish_reason"),
+        reply_id=answer.get("id"),
+    )
+
+
+def _as_asked(
+    request: ClientRequest,
+    answer: dict[str, Any],
+    choice: dict[str, Any],
+    usage: dict[str, Any],
+    cached_tokens: int | None,
+) -> bytes:
+    """The answer without what only the router asked for. Raises: TypeError: nested deeper than can be written."""
+    if not request.return_token_ids:
+        choice["token_ids"] = None
+        for holder in (choice, answer):
+            if holder.get("prompt_token_ids") is not None:
+                holder["prompt_token_ids"] = None
+    if answer.get("kv_transfer_params") is not None:
+        answer["kv_transfer_params"] = None
+    known = usage.get("prompt_tokens_details") or {}
+    if cached_tokens is not None or known.get("cached_tokens"):
+        usage["prompt_tokens_details"] = {**known, "cached_tokens": cached_tokens or 0}
+    return orjson.dumps(answer)

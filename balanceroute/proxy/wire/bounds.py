@@ -1,0 +1,90 @@
+"""What a worker may claim: the shapes and numbers that are taken from an answer, each with its bound.
+
+A worker may be broken, or be something else than it was thought to be. What no engine can mean makes its answer a bad
+one (`BadUpstreamReply`, or `StreamEnd.MALFORMED` of a stream), before it reaches the ledger, `/state` or a client.
+"""
+
+from typing import Any, Final
+
+import orjson
+
+MAX_TOKENS: Final = 2**24  # of a prompt or an answer; the longest published context windows hold 10 million
+MAX_RETRY_AFTER_S: Final = 3600.0
+MAX_PARAMS_BYTES: Final = 16 * 2**20  # of kv_transfer_params: the block ids of a prompt of millions of tokens
+_MAX_NAME: Final = 64  # characters of a finish reason
+_COUNTS: Final = ("prompt_tokens", "completion_tokens", "total_tokens")
+_DETAILS: Final = ("prompt_tokens_details", "completion_tokens_details")
+
+
+def token_count(value: object, name: str) -> int:
+    """A number of tokens. Raises: ValueError: it is none."""
+    if isinstance(value, int) and not isinstance(value, bool) and 0 <= value <= MAX_TOKENS:
+        return value
+    raise ValueError(f"{name} is {_shown(value)}, no number of tokens")
+
+
+def checked_usage(usage: object) -> dict[str, Any]:
+    """A `usage` whose every count can be meant; empty where there is none. Raises: ValueError."""
+    if usage is None:
+        return {}
+    if not isinstance(usage, dict):
+        raise ValueError(f"usage is {_shown(usage)}")
+    for name in _COUNTS:
+        if usage.get(name) is not None:
+            token_count(usage[name], f"usage.{name}")
+    for name in _DETAILS:
+        details = usage.get(name)
+        if details is None:
+            continue
+        if not isinstance(details, dict):
+            raise ValueError(f"usage.{name} is {_shown(details)}")
+        for part, value in details.items():
+            if value is not None:
+                token_count(value, f"usage.{name}.{part[:_MAX_NAME]}")
+    return usage
+
+
+def checked_choice(choice: object) -> dict[str, Any]:
+    """One choice, of an event or of a whole answer, whose fields can be looked into. Raises: ValueError."""
+    if not isinstance(choice, dict):
+        raise ValueError(f"a choice is {_shown(choice)}")
+    reason, index = choice.get("finish_reason"), choice.get("index", 0)
+    if reason is not None and not (isinstance(reason, str) and len(reason) <= _MAX_NAME):
+        raise ValueError(f"finish_reason is {_shown(reason)}")
+    if not isinstance(index, int):
+        raise ValueError(f"index is {_shown(index)}")
+    for name in ("delta", "message", "logprobs"):
+        if not isinstance(choice.get(name), dict | None):
+            raise ValueError(f"{name} is {_shown(choice[name])}")
+    if not isinstance(choice.get("text"), str | None):
+        raise ValueError(f"text is {_shown(choice['text'])}")
+    if not isinstance(choice.get("token_ids"), list | None):
+        raise ValueError(f"token_ids is {_shown(choice['token_ids'])}")
+    return choice
+
+
+def answers(told: object, upstream_id: str) -> bool:
+    """Whether an answer's `id` is the one that an engine makes of our X-Request-Id: `cmpl-ID` or `chatcmpl-ID`."""
+    return isinstance(told, str) and told.endswith(upstream_id)
+
+
+def retry_after_s(header: bytes | None) -> float:
+    """The pause that a worker asks for, seconds, at most `MAX_RETRY_AFTER_S`; 0 for none, or for a date."""
+    if header is None or not header.isdigit():
+        return 0.0
+    return MAX_RETRY_AFTER_S if len(header.lstrip(b"0")) > 5 else min(MAX_RETRY_AFTER_S, float(header))
+
+
+def error_object(body: bytes) -> bytes | None:
+    """A worker's own error as one line of JSON; None unless it is a JSON object."""
+    try:
+        data = orjson.loads(body)
+        return orjson.dumps(data) if isinstance(data, dict) else None
+    except (ValueError, TypeError):  # TypeError: nested deeper than orjson writes
+        return None
+
+
+def _shown(value: object) -> str:
+    if isinstance(value, int | float):
+        return str(value)[:_MAX_NAME]
+    return {dict: "an object", list: "a list", str: "a text", type(None): "null"}[type(value)]

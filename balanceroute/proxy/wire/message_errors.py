@@ -1,0 +1,76 @@
+"""Errors as Anthropic's clients know them, made from those that everybody else gets.
+
+    {"type": "error", "error": {"type": "overloaded_error", "message": "..."}, "request_id": "..."}
+
+The status is the same as on any other route; by it, `retry-after` and `x-should-retry` Anthropic's clients choose their
+exception and whether to try again. Source: https://docs.anthropic.com/en/api/errors
+"""
+
+from typing import Final
+
+import orjson
+
+from balanceroute.errors import BalanceRouteError
+from balanceroute.proxy.wire.responses import Headers, body_of, extra_headers, json_headers, status_of
+
+MESSAGES_PATH: Final = "/v1/messages"
+_TYPES: Final = {
+    401: "authentication_error",
+    402: "billing_error",
+    403: "permission_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    503: "overloaded_error",
+    504: "timeout_error",
+    529: "overloaded_error",
+}
+
+
+def is_messages_path(path: str) -> bool:
+    """Whether errors of this path are told as Anthropic tells them."""
+    return path == MESSAGES_PATH or path.startswith(MESSAGES_PATH + "/")
+
+
+def message_error_body(status: int, body: bytes, request_id: str) -> bytes:
+    """Anthropic's error object that says what an OpenAI one, or an engine's own, says."""
+    kind = _TYPES.get(status, "api_error" if status >= 500 else "invalid_request_error")
+    error = {"type": kind, "message": _text_of(body)}
+    return orjson.dumps({"type": "error", "error": error, "request_id": request_id})
+
+
+def message_error_event(error: BalanceRouteError, request_id: str) -> bytes:
+    """An SSE event that tells an error after the first byte."""
+    body = message_error_body(status_of(error), body_of(error), request_id)
+    return b"event: error\ndata: %b\n\n" % body
+
+
+def message_refusal(error: BalanceRouteError, headers: Headers) -> tuple[int, Headers, bytes]:
+    """Status, headers and body of an error; `headers` may name the request, and then do so as Anthropic does too."""
+    request_id = next((value for name, value in headers if name == b"x-request-id"), b"")
+    status = status_of(error)
+    body = message_error_body(status, body_of(error), request_id.decode())
+    return status, json_headers(body, [*extra_headers(error), *with_message_id(headers)]), body
+
+
+def with_message_id(headers: Headers) -> Headers:
+    """The headers of an answer, with the id of the request under Anthropic's name for it as well."""
+    ids = [(b"request-id", value) for name, value in headers if name == b"x-request-id"]
+    return [*(field for field in headers if field[0] != b"request-id"), *ids]
+
+
+def _text_of(body: bytes) -> str:
+    """The message in a JSON error object, wherever engines put it; else the body as text."""
+    try:
+        told = orjson.loads(body)
+    except ValueError:
+        told = None
+    if isinstance(told, dict):
+        error = told.get("error")
+        for holder in (error if isinstance(error, dict) else {}, told):
+            for name in ("message", "detail"):
+                if isinstance(holder.get(name), str):
+                    return str(holder[name])
+        if isinstance(error, str):
+            return error
+    return body.decode("utf-8", "replace")

@@ -1,0 +1,623 @@
+"""Request bodies: what a client asked for, and what each worker is asked for in its name.
+
+One client body becomes up to five bodies on the wire:
+
+    client body --parse()--> ClientRequest --probe_body()---> prefiller (one token, no stream, KV pinned)
+                                           --decode_body()--> decoder    (the client's wishes + the pulled KV)
+                                           --drain_body()---> decoder    (pull the KV, one token, thrown away)
+                                           --score_body()---> prefiller  (nothing but what the prompt is worth)
+                             resume() ---> ClientRequest                 (prompt + generated ids, lower limit)
+
+A resumed request is an ordinary `ClientRequest` again, so its probe and decode bodies need no code of their
+own.
+
+The prompt is the only large part. It is parsed once and serialised once (`prompt_json`); every body splices
+those bytes in as they are (`orjson.Fragment`), so a 1 MB prompt costs one copy per body and nothing else.
+The parsed prompt is dropped at once: a list of token ids is several times larger in Python than on the
+wire. Splicing into the client's own bytes would save that one dump, but leaves duplicate keys wherever the
+client already sent a field that has to change, and parsers disagree about those.
+
+`kv_transfer_params` (and what else could smuggle them in) never pass from a client to a worker. What a
+prefiller returned is spliced whole into exactly one decode or drain body; using it once is the caller's
+duty.
+
+A non-stream client is served from a stream as well (`ClientRequest.assembled`), because only a stream tells
+the router how far a request has come. Two kinds go through unstreamed: bodies with a field whose answer
+`answers.py` cannot rebuild, and answers of at most `FOLLOWED_ABOVE_TOKENS`, whose whole growth is less than a
+KV block or two: their worker's load is off by no more than that, until they end and are counted.
+"""
+
+from array import array
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Final, Literal
+
+import orjson
+
+from balanceroute.errors import BadUpstreamReply, InvalidRequest
+from balanceroute.proxy.wire.bounds import MAX_PARAMS_BYTES, checked_choice, checked_usage, token_count
+from balanceroute.proxy.wire.json_size import check_size
+
+Endpoint = Literal["completions", "chat"]
+
+DEFAULT_COMPLETION_LIMIT: Final = 16  # vLLM's default of max_tokens on completions; chat fills the context
+FOLLOWED_ABOVE_TOKENS: Final = 64  # an event costs about 20 us of CPU, a whole short answer about 50
+PROBE_KV_PARAMS: Final[dict[str, Any]] = {
+    "do_remote_decode": True,
+    "do_remote_prefill": False,
+    "remote_engine_id": None,
+    "remote_block_ids": None,
+    "remote_host": None,
+    "remote_port": None,
+}
+_PROBE_KV_PARAMS: Final = orjson.dumps(PROBE_KV_PARAMS)
+# vLLM >= 0.27 knows this key; a vllm-ascend with its recompute patch "_vllm_ascend_recompute_token_ids".
+RESUME_IDS_KEY: Final = "prompt_token_ids"
+ASCEND_RESUME_IDS_KEY: Final = "_vllm_ascend_recompute_token_ids"
+
+MAX_DEPTH: Final = 250  # orjson reads 1024 levels and writes 254
+MIN_SEED: Final = -(2**63)  # vLLM's bounds of `seed`
+MAX_SEED: Final = 2**63 - 1
+
+_INTERNAL_FIELDS = ("kv_transfer_params", "ec_transfer_params", "request_id")
+_CARRIERS: Final = frozenset((*_INTERNAL_FIELDS, "vllm_xargs"))
+_NOT_FOR_ONE_TOKEN = ("stream_options", "n", "logprobs", "top_logprobs", "echo", "best_of")
+_PROMPT_FIELDS: Final = frozenset(("echo", "prompt_logprobs"))
+_MAX_INTEGER: Final = 2**63 - 1
+# Fields whose effect on a streamed answer `answers.py` can turn into the non-stream answer without loss.
+ASSEMBLED_FIELDS: Final = frozenset(
+    """model prompt messages stream stream_options max_tokens max_completion_tokens min_tokens temperature
+    top_p top_k min_p n stop stop_token_ids ignore_eos seed user priority presence_penalty frequency_penalty
+    repetition_penalty length_penalty logit_bias logprobs top_logprobs skip_special_tokens
+    spaces_between_special_tokens truncate_prompt_tokens add_special_tokens include_stop_str_in_output
+    bad_words allowed_token_ids logits_processors response_format structured_outputs guided_json
+    guided_regex guided_choice guided_grammar tools tool_choice parallel_tool_calls reasoning_effort
+    thinking_token_budget include_reasoning chat_template chat_template_kwargs add_generation_prompt
+    continue_final_message documents mm_processor_kwargs media_io_kwargs cache_salt store metadata
+    service_tier safety_identifier prompt_cache_key verbosity return_token_ids return_tokens_as_token_ids
+    request_id vllm_xargs stream_interval""".split()
+)
+
+
+@dataclass(frozen=True, slots=True)
+class PromptWishes:
+    """What the client wants to have said about its prompt; only a prefiller, which computes the prompt, can say it.
+
+    A decoder that pulls KV skips that computation: asked for a prompt's logprobs, today's engines die. So these
+    fields are taken out of what workers get, and the prefiller's probe asks for them (`prompt_part.py` merges them).
+    `logprobs` is how many the client wants per token, of the prompt too when it is echoed.
+    """
+
+    echo: bool = False
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
+
+
+@dataclass(slots=True)
+class ClientRequest:
+    """What one client asked for, parsed once; nobody changes one, `replace` makes others.
+
+    `prompt_json` is the prompt (completions) or the messages (chat) as JSON; `rest` is every other field
+    that may reach a worker. `limit` is what the client wrote into `limit_field`, both None if it set none.
+    `prompt_tokens` is exact for token ids, else an estimate of one token per 4 bytes of text.
+    """
+
+    endpoint: Endpoint
+    rest: dict[str, Any]
+    prompt_json: bytes
+    prompt_tokens: int
+    stream: bool
+    assembled: bool = False  # a non-stream answer is to be built from a worker's stream (the module's theory)
+    include_usage: bool = False
+    continuous_usage: bool = False
+    return_token_ids: bool = False
+    n: int = 1
+    prompts: int = 1
+    limit_field: Literal["max_tokens", "max_completion_tokens"] | None = None
+    limit: int | None = None
+    min_tokens: int = 0
+    model: str | None = None
+    priority: int = 0
+    request_id: str | None = None
+    prompt_wishes: PromptWishes | None = None
+    scores_only: bool = False  # echo without an answer: a prefiller alone serves it
+    resume_ids: bytes = field(default=b"", repr=False)  # chat only: the ids to go on from, as a JSON list
+    resume_key: str = RESUME_IDS_KEY
+
+    @property
+    def path(self) -> str:
+        """The route of the workers that serves this request."""
+        return "/v1/completions" if self.endpoint == "completions" else "/v1/chat/completions"
+
+    @property
+    def prompt_key(self) -> bytes:
+        """Bytes that are equal for equal prompts, whatever the whitespace; the predictors hash them."""
+        return self.prompt_json
+
+    @property
+    def effective_limit(self) -> int | None:
+        """The most tokens that the request may generate; None is "as many as the context holds"."""
+        if self.limit is None and self.endpoint == "completions":
+            return DEFAULT_COMPLETION_LIMIT
+        return self.limit
+
+    @property
+    def single(self) -> bool:
+        """Whether this is one prompt with one answer, the only shape that a KV transfer can carry."""
+        return self.n == 1 and self.prompts == 1
+
+    @property
+    def streams_upstream(self) -> bool:
+        """Whether the decode worker is asked for a stream."""
+        return self.stream or self.assembled
+
+
+@dataclass(slots=True)
+class PrefillResult:
+    """What a prefiller answered to a probe; `kv_transfer_params` is raw JSON, None if it pinned nothing.
+
+    `reply_id` is the answer's own `id`, whatever the worker put there.
+    """
+
+    kv_transfer_params: bytes | None
+    prompt_tokens: int
+    cached_tokens: int | None
+    prompt_token_ids: "array[int] | None"
+    reply_id: object = None
+    reply: dict[str, Any] | None = None  # the whole of it, where the client has `PromptWishes`
+
+
+# ------------------------------------------------------------------------------------------------ client -> r
+
+
+def parse(endpoint: Endpoint, body: bytes) -> ClientRequest:
+    """Parse a client's body.
+
+    Only what the router itself reads is checked, and what a decoder would refuse after the prefill has
+    pinned KV (a limit below 1, `min_tokens` above it); the workers judge the rest.
+
+    Raises: InvalidRequest: with the message and parameter of an OpenAI error.
+    """
+    return request_of(endpoint, read_object(body))
+
+
+def read_object(body: bytes) -> dict[str, Any]:
+    """The JSON object of a body. Raises: InvalidRequest: it is none, too large, or too deep to be written."""
+    check_size(body)
+    try:
+        data = orjson.loads(body)
+    except orjson.JSONDecodeError as exc:
+        raise InvalidRequest(f"The body is not valid JSON: {exc}") from exc
+    if not isinstance(data, dict):
+        raise InvalidRequest(f"The body must be a JSON object, not {_kind(data)}.")
+    check_depth(body, data)
+    return data
+
+
+def request_of(endpoint: Endpoint, data: dict[str, Any]) -> ClientRequest:
+    """The request of a body that has been read, and becomes part of it. Raises: InvalidRequest."""
+    request_id = data.get("request_id")
+    if not _CARRIERS.isdisjoint(data):
+        _clean(data)
+    prompt_json, tokens, prompts = _take_prompt(data) if endpoint == "completions" else _take_messages(data)
+    stream = _boolean(data, "stream")
+    include_usage, continuous = _stream_options(data, stream)
+    assembled = not stream and ASSEMBLED_FIELDS.issuperset(data)
+    wishes = None if _PROMPT_FIELDS.isdisjoint(data) else _prompt_wishes(endpoint, data, stream)
+    scores_only = wishes is not None and wishes.echo and data.get("max_tokens") == 0
+    limit_field, limit = (None, None) if scores_only else _limit(data)
+    min_tokens = (_integer(data, "min_tokens", least=0) or 0) if "min_tokens" in data else 0
+    if limit is not None and min_tokens > limit:
+        raise InvalidRequest(
+            f"min_tokens must be less than or equal to max_tokens={limit}, got {min_tokens}.",
+            param="min_tokens",
+        )
+    if data.get("use_beam_search"):
+        raise InvalidRequest(
+            "use_beam_search cannot be served: its requests carry no KV transfer.", param="use_beam_search"
+        )
+    model = data.get("model")
+    if model is not None and not isinstance(model, str):
+        raise InvalidRequest(f"model must be a string, not {_kind(model)}.", param="model")
+    return ClientRequest(
+        endpoint=endpoint,
+        rest=data,
+        prompt_json=prompt_json,
+        prompt_tokens=max(1, tokens),
+        stream=stream,
+        assembled=assembled and _followed(endpoint, limit),
+        include_usage=include_usage,
+        continuous_usage=continuous,
+        return_token_ids=_boolean(data, "return_token_ids"),
+        n=_count(data) if "n" in data else 1,
+        prompts=prompts,
+        limit_field=limit_field,
+        limit=limit,
+        min_tokens=min_tokens,
+        model=model,
+        priority=(_integer(data, "priority", least=None) or 0) if "priority" in data else 0,
+        request_id=request_id if isinstance(request_id, str) else None,
+        prompt_wishes=wishes,
+        scores_only=scores_only,
+    )
+
+
+def split(request: ClientRequest) -> list[ClientRequest]:
+    """One single-prompt, single-answer request per choice, in the order of the choices' indices.
+
+    Choices of one prompt differ in their seed exactly as vLLM's own children of an `n` request do (seed + i).
+
+    Raises: InvalidRequest: the seed is out of vLLM's range, or would get there.
+    """
+    if request.single:
+        return [request]
+    seed = request.rest.get("seed")
+    if isinstance(seed, int) and not MIN_SEED <= seed <= MAX_SEED - (request.n - 1):
+        raise InvalidRequest(f"seed must be from {MIN_SEED} to {MAX_SEED} for every choice.", param="seed")
+    loaded = orjson.loads(request.prompt_json) if request.prompts > 1 or request.endpoint == "completions" else None
+    prompts = loaded if _is_batch(loaded) else None
+    parts = []
+    for i in range(request.prompts):
+        prompt_json = _as_json(prompts[i]) if prompts is not None else request.prompt_json
+        tokens = _prompt_tokens(prompts[i]) if prompts is not None else request.prompt_tokens
+        for k in range(request.n):
+            rest = {name: value for name, value in request.rest.items() if name != "n"}
+            if isinstance(rest.get("seed"), int):
+                rest["seed"] = _checked("seed", rest["seed"] + k, least=None)
+            parts.append(
+                replace(request, rest=rest, prompt_json=prompt_json, prompt_tokens=max(1, tokens), n=1, prompts=1)
+            )
+    return parts
+
+
+def resume(
+    request: ClientRequest,
+    prompt_ids: Sequence[int],
+    generated: Sequence[int],
+    *,
+    resume_key: str = RESUME_IDS_KEY,
+) -> ClientRequest:
+    """The request that goes on where a recomputed or lost one stopped.
+
+    `prompt_ids` are the ids of the client's own prompt and `generated` every id that this request has
+    generated so far, over all its lives; `request` is the client's original. Completions send all ids as
+    the prompt; chat keeps the messages (tools and parsers need them) and hands the ids over in
+    `kv_transfer_params[resume_key]`.
+
+    Raises: ValueError: nothing is left to generate; the caller ends the answer with "length" instead.
+    """
+    left = remaining_limit(request, len(generated))
+    if left is not None and left < 1:
+        raise ValueError(f"the limit of {request.effective_limit} tokens is used up")
+    ids = orjson.dumps([*prompt_ids, *generated])
+    rest = {name: value for name, value in request.rest.items() if name != "echo"}  # chat's: said already
+    limit_field = request.limit_field
+    if left is not None:
+        limit_field = limit_field or "max_tokens"
+        rest[limit_field] = left
+        if limit_field == "max_completion_tokens":
+            rest.pop("max_tokens", None)  # the worker ignores it beside the other, and it is not reduced
+    min_tokens = max(0, request.min_tokens - len(generated))
+    if "min_tokens" in rest:
+        rest["min_tokens"] = min_tokens
+    tokens = len(prompt_ids) + len(generated)
+    changed = replace(
+        request,
+        rest=rest,
+        limit_field=limit_field,
+        limit=left,
+        min_tokens=min_tokens,
+        prompt_tokens=tokens,
+        prompt_wishes=None,
+    )
+    rest.pop("truncate_prompt_tokens", None)  # the ids are what was left after the truncation
+    if request.endpoint == "completions":
+        return replace(changed, prompt_json=ids)
+    return replace(changed, resume_ids=ids, resume_key=resume_key)
+
+
+def remaining_limit(request: ClientRequest, generated_tokens: int) -> int | None:
+    """Tokens that the client's limit still allows after `generated_tokens`; None where it set no limit."""
+    limit = request.effective_limit
+    return None if limit is None else limit - generated_tokens
+
+
+# ------------------------------------------------------------------------------------------------ request ->
+
+
+def probe_body(request: ClientRequest) -> bytes:
+    """The body for the prefiller: one token, no stream, its KV pinned for a remote decode.
+
+    `min_tokens` 1 keeps the one token from being a stop, which would pin nothing.
+    """
+    return _dump(request, _prefill_fields(request), _with_resume_ids(request, _PROBE_KV_PARAMS))
+
+
+def score_body(request: ClientRequest) -> bytes:
+    """The body for the prefiller that answers a request for the prompt alone: what the client sent, unstreamed."""
+    rest = {name: value for name, value in request.rest.items() if name not in ("stream", "stream_options")}
+    return _dump(request, rest | _wishes_of(request) | {"max_tokens": 0}, None)
+
+
+def push_body(request: ClientRequest, kv_transfer_params: bytes) -> bytes:
+    """The body for a prefiller that pushes: one token, and what the decode worker said of where its blocks are."""
+    return _dump(request, _prefill_fields(request), _with_resume_ids(request, kv_transfer_params))
+
+
+def _prefill_fields(request: ClientRequest) -> dict[str, Any]:
+    """One token, and the client's wishes about its prompt.
+
+    With `echo`, `max_tokens` 0 makes an engine generate one token all the same (so its KV is pinned) and answer with
+    the prompt alone: its text, its tokens and their logprobs. `return_token_ids` would leave the text out.
+    """
+    rest = _one_token(request, min_tokens=1)
+    wishes = request.prompt_wishes
+    if wishes is not None:
+        rest |= _wishes_of(request)
+        if wishes.echo:
+            rest |= {"max_tokens": 0, "return_token_ids": request.return_token_ids}
+    return rest
+
+
+def _wishes_of(request: ClientRequest) -> dict[str, Any]:
+    wishes = request.prompt_wishes
+    assert wishes is not None
+    asked = {"prompt_logprobs": wishes.prompt_logprobs}
+    if wishes.echo:
+        asked |= {"echo": True, "logprobs": wishes.logprobs}
+    return {name: value for name, value in asked.items() if value is not None}
+
+
+def decode_body(request: ClientRequest, kv_transfer_params: bytes) -> bytes:
+    """The body for the decode worker: the client's wishes, the KV to pull, and token ids for the exact count.
+
+    A chat with `include_reasoning: false` may be answered without token ids, so there the cumulative usage
+    of every event is asked for too.
+    """
+    rest = dict(request.rest)
+    rest["return_token_ids"] = True
+    if request.assembled:
+        rest["stream"] = True
+        rest["stream_options"] = {"include_usage": True}
+    if request.streams_upstream and rest.get("include_reasoning") is False:
+        options = rest.get("stream_options") or {}
+        rest["stream_options"] = {**options, "include_usage": True, "continuous_usage_stats": True}
+    return _dump(request, rest, _with_resume_ids(request, kv_transfer_params))
+
+
+def drain_body(request: ClientRequest, kv_transfer_params: bytes) -> bytes:
+    """The body that makes a decoder pull (and so free) KV that nobody waits for any more."""
+    return _dump(request, _one_token(request, min_tokens=0), _with_resume_ids(request, kv_transfer_params))
+
+
+def _one_token(request: ClientRequest, *, min_tokens: int) -> dict[str, Any]:
+    rest = {name: value for name, value in request.rest.items() if name not in _NOT_FOR_ONE_TOKEN}
+    rest["stream"] = False
+    rest["max_tokens"] = 1
+    rest["min_tokens"] = min_tokens
+    if "max_completion_tokens" in rest:
+        rest["max_completion_tokens"] = 1
+    rest["return_token_ids"] = True  # the prompt's ids are what a resume starts from
+    return rest
+
+
+def _with_resume_ids(request: ClientRequest, kv_transfer_params: bytes) -> bytes:
+    if not request.resume_ids:
+        return kv_transfer_params
+    head = kv_transfer_params.rstrip()[:-1]
+    comma = b"" if head.rstrip().endswith(b"{") else b","
+    # an engine looks for one of the two and passes the other by
+    keys = (RESUME_IDS_KEY, ASCEND_RESUME_IDS_KEY) if request.resume_key == RESUME_IDS_KEY else (request.resume_key,)
+    ids = b",".join(orjson.dumps(key) + b":" + request.resume_ids for key in keys)
+    return b"".join((head, comma, ids, b"}"))
+
+
+def _dump(request: ClientRequest, rest: dict[str, Any], kv_transfer_params: bytes | None) -> bytes:
+    if request.prompt_json:
+        name = "prompt" if request.endpoint == "completions" else "messages"
+        rest[name] = orjson.Fragment(request.prompt_json)
+    if kv_transfer_params is not None:
+        rest["kv_transfer_params"] = orjson.Fragment(kv_transfer_params)
+    return orjson.dumps(rest)
+
+
+# ------------------------------------------------------------------------------------------------ worker -> r
+
+
+def parse_probe_reply(body: bytes, *, worker: str, keep: bool = False) -> PrefillResult:
+    """Read a prefiller's 200; `keep` it whole in the result, for what it says about the prompt.
+
+    Raises: BadUpstreamReply: not a completion. Null `kv_transfer_params` are no error here: the caller
+    retries.
+    """
+    try:
+        reply = orjson.loads(body)
+        usage = checked_usage(reply.get("usage"))
+        params = reply.get("kv_transfer_params")
+        choice = checked_choice(reply["choices"][0])
+        ids = choice.get("prompt_token_ids") or reply.get("prompt_token_ids")
+        prompt_tokens = usage.get("prompt_tokens")
+        if prompt_tokens is None:
+            prompt_tokens = token_count(len(ids) if ids else 0, "prompt_token_ids")
+        pinned = orjson.dumps(params) if isinstance(params, dict) and params else None
+        if pinned is not None and len(pinned) > MAX_PARAMS_BYTES:
+            raise ValueError(f"kv_transfer_params are larger than {MAX_PARAMS_BYTES} bytes")
+        return PrefillResult(
+            kv_transfer_params=pinned,
+            prompt_tokens=prompt_tokens,
+            cached_tokens=(usage.get("prompt_tokens_details") or {}).get("cached_tokens"),
+            prompt_token_ids=array("I", ids) if ids else None,
+            reply=reply if keep else None,
+            reply_id=reply.get("id"),
+        )
+    except (ValueError, TypeError, KeyError, IndexError, AttributeError, OverflowError) as exc:
+        raise BadUpstreamReply(
+            f"the prefiller's reply is not a completion ({type(exc).__name__}: {exc})",
+            worker=worker,
+            stage="prefill",
+        ) from exc
+
+
+# ------------------------------------------------------------------------------------------------ fields
+
+
+def _take_prompt(data: dict[str, Any]) -> tuple[bytes, int, int]:
+    """Remove the prompt from `data`: its JSON, its tokens, how many prompts it holds."""
+    prompt = data.pop("prompt", None)
+    if prompt is None and data.get("prompt_embeds"):
+        return b"", len(str(data["prompt_embeds"])) // 4096, 1  # one token is an embedding of some KiB
+    if prompt is None or prompt == [] or prompt == "":
+        raise InvalidRequest("Either prompt or prompt_embeds must be provided and non-empty.", param="prompt")
+    if _is_batch(prompt):
+        if not all(_is_one_prompt(part) for part in prompt):
+            raise InvalidRequest("Each prompt must be a string or a list of token ids.", param="prompt")
+        return _as_json(prompt), sum(map(_prompt_tokens, prompt)), len(prompt)
+    if not _is_one_prompt(prompt):
+        raise InvalidRequest("prompt must be a string, a list of token ids, or a list of either.", param="prompt")
+    return _as_json(prompt), _prompt_tokens(prompt), 1
+
+
+def _take_messages(data: dict[str, Any]) -> tuple[bytes, int, int]:
+    messages = data.pop("messages", None)
+    if not isinstance(messages, list) or not messages:
+        raise InvalidRequest("messages must be a non-empty list.", param="messages")
+    text_bytes = 0
+    for message in messages:
+        if not isinstance(message, dict):
+            raise InvalidRequest("Each message must be an object.", param="messages")
+        text_bytes += _text_bytes(message.get("content"))
+    return _as_json(messages), text_bytes // 4 + 4 * len(messages), 1
+
+
+def _as_json(value: object) -> bytes:
+    """A part of a client's body as JSON again. Raises: InvalidRequest: nested deeper than `MAX_DEPTH`."""
+    try:
+        return orjson.dumps(value)
+    except orjson.JSONEncodeError:
+        raise InvalidRequest(f"The body is nested too deeply; accepted are about {MAX_DEPTH} levels.") from None
+
+
+def _text_bytes(content: object) -> int:
+    if isinstance(content, str):
+        return len(content) if content.isascii() else len(content.encode("utf-8", "replace"))
+    if isinstance(content, list):
+        return sum(_text_bytes(part.get("text")) for part in content if isinstance(part, dict))
+    return 0
+
+
+def _is_batch(prompt: object) -> bool:
+    return isinstance(prompt, list) and bool(prompt) and isinstance(prompt[0], (str, list))
+
+
+def _is_one_prompt(prompt: object) -> bool:
+    if isinstance(prompt, str):
+        return True
+    return isinstance(prompt, list) and bool(prompt) and set(map(type, prompt)) == {int}
+
+
+def _prompt_tokens(prompt: str | list[int]) -> int:
+    return _text_bytes(prompt) // 4 if isinstance(prompt, str) else len(prompt)
+
+
+def _stream_options(data: dict[str, Any], stream: bool) -> tuple[bool, bool]:
+    options = data.get("stream_options")
+    if options is None:
+        return False, False
+    if not isinstance(options, dict):
+        raise InvalidRequest(f"stream_options must be an object, not {_kind(options)}.", param="stream_options")
+    if not stream:
+        raise InvalidRequest("Stream options can only be defined when `stream=True`.", param="stream_options")
+    include = _boolean(options, "include_usage")
+    return include, include and _boolean(options, "continuous_usage_stats")
+
+
+def _limit(data: dict[str, Any]) -> tuple[Literal["max_tokens", "max_completion_tokens"] | None, int | None]:
+    total = _integer(data, "max_tokens", least=1)
+    completion = _integer(data, "max_completion_tokens", least=1)
+    if completion is not None:
+        return "max_completion_tokens", completion
+    return ("max_tokens", total) if total is not None else (None, None)
+
+
+def _followed(endpoint: Endpoint, limit: int | None) -> bool:
+    """Whether an unstreamed answer may become long enough to be worth an event per token."""
+    if limit is None:
+        return endpoint == "chat"
+    return limit > FOLLOWED_ABOVE_TOKENS
+
+
+def _count(data: dict[str, Any]) -> int:
+    n = _integer(data, "n", least=1)
+    return 1 if n is None else n
+
+
+def _clean(data: dict[str, Any]) -> None:
+    """Take out what only a router may say.
+
+    `vllm_xargs` become the sampling parameters' extra_args, the same place that carries KV parameters.
+    """
+    for name in _INTERNAL_FIELDS:
+        data.pop(name, None)
+    xargs = data.get("vllm_xargs")
+    if isinstance(xargs, dict):
+        for name in _INTERNAL_FIELDS:
+            xargs.pop(name, None)
+
+
+def _prompt_wishes(endpoint: Endpoint, data: dict[str, Any], stream: bool) -> PromptWishes | None:
+    """Take out of `data` what the client wants to know of its prompt; None if that is nothing.
+
+    Raises: InvalidRequest: logprobs of a prompt in a stream, as on vLLM; with `echo`, too: a stream's first event
+    cannot wait for them.
+    """
+    wanted = _integer(data, "prompt_logprobs", least=-1)
+    data.pop("prompt_logprobs", None)
+    if stream and wanted is not None:
+        if wanted != 0:
+            raise InvalidRequest("prompt_logprobs are not available when stream=True.", param="prompt_logprobs")
+        wanted = None  # vLLM takes it, and streams none
+    echo, logprobs = False, None
+    if endpoint == "completions":  # a chat's echo concerns its last message, and is the workers' business
+        echo = _boolean(data, "echo")
+        data.pop("echo", None)
+        logprobs = _integer(data, "logprobs", least=None)
+    if echo and stream and logprobs is not None:
+        text = "echo with logprobs is not available when stream=True: the prompt's logprobs come from a prefiller."
+        raise InvalidRequest(text, param="echo")
+    return PromptWishes(echo, logprobs, wanted) if echo or wanted is not None else None
+
+
+def check_depth(body: bytes, data: dict[str, Any]) -> None:
+    """Refuse now, before anybody has worked for it, what can't be written again. Raises: InvalidRequest."""
+    if body.count(b"[") + body.count(b"{") > MAX_DEPTH:
+        _as_json(data)
+
+
+def _boolean(data: dict[str, Any], name: str) -> bool:
+    value = data.get(name)
+    if value is None or isinstance(value, bool):
+        return bool(value)
+    raise InvalidRequest(f"{name} must be true or false, not {_kind(value)}.", param=name)
+
+
+def _integer(data: dict[str, Any], name: str, *, least: int | None) -> int | None:
+    value = data.get(name)
+    if value is None:
+        return None
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise InvalidRequest(f"{name} must be an integer, not {_kind(value)}.", param=name)
+    return _checked(name, value, least=least)
+
+
+def _checked(name: str, value: int, *, least: int | None) -> int:
+    """An integer that engines can hold. Raises: InvalidRequest."""
+    if not -_MAX_INTEGER <= value <= _MAX_INTEGER:
+        raise InvalidRequest(f"{name} must be an integer of 64 bits, not {value}.", param=name)
+    if least is not None and value < least:
+        raise InvalidRequest(f"{name} must be at least {least}, got {value}.", param=name)
+    return value
+
+
+def _kind(value: object) -> str:
+    names = {dict: "an object", list: "a list", str: "a string", bool: "a boolean", type(None): "null"}
+    return names.get(type(value), "a number")

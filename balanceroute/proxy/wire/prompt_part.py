@@ -1,0 +1,98 @@
+"""What an answer says about its prompt: `echo`, and the logprobs of prompt tokens.
+
+The prefiller says it in its reply to the probe (`payloads.PromptWishes`), the decoder writes the rest, and one plain
+server would have sent both in one object: here they become one.
+
+    completions, echo              choice.text = prompt + answer
+    completions, echo + logprobs   choice.logprobs: the prompt's lists, then the answer's, text offsets going on
+    prompt_logprobs                of the choice (completions) or of the answer (chat)
+
+A request with `echo` and `max_tokens: 0` has no answer: the prefiller's reply is all there is (`scored_answer`, or
+`scored_events` for a client that streams).
+"""
+
+from typing import Any
+
+import orjson
+
+from balanceroute.errors import BadUpstreamReply
+from balanceroute.proxy.wire.payloads import ClientRequest
+
+_SHAPE_ERRORS = (TypeError, KeyError, IndexError, AttributeError, ValueError)
+
+
+def prompt_text(request: ClientRequest, reply: dict[str, Any]) -> str:
+    """What a stream's first text begins with, as told by the prefiller; "" where nothing is echoed.
+
+    An engine that is asked for token ids leaves the prompt's text out of an echo, so that client gets none either.
+    """
+    wishes = request.prompt_wishes
+    if wishes is None or not wishes.echo or request.return_token_ids:
+        return ""
+    text = reply["choices"][0].get("text")
+    return text if isinstance(text, str) else ""
+
+
+def with_prompt(request: ClientRequest, answer: bytes, reply: dict[str, Any]) -> bytes:
+    """The decoder's whole answer to one prompt, with what the prefiller said of it.
+
+    Raises: BadUpstreamReply: the two do not fit together.
+    """
+    wishes = request.prompt_wishes
+    assert wishes is not None
+    try:
+        whole = orjson.loads(answer)
+        choice, told = whole["choices"][0], reply["choices"][0]
+        if wishes.echo:
+            choice["text"] = prompt_text(request, reply) + (choice.get("text") or "")
+            if wishes.logprobs is not None:
+                choice["logprobs"] = _joined(told["logprobs"], choice["logprobs"])
+        if request.endpoint == "chat":
+            whole["prompt_logprobs"] = reply.get("prompt_logprobs")
+        else:
+            choice["prompt_logprobs"] = told.get("prompt_logprobs")
+        return orjson.dumps(whole)
+    except _SHAPE_ERRORS as exc:
+        text = f"the prefiller's word on the prompt does not fit the answer ({type(exc).__name__}: {exc})"
+        raise BadUpstreamReply(text, worker="", stage="prefill") from exc
+
+
+def _joined(prompt: dict[str, Any], answer: dict[str, Any]) -> dict[str, Any]:
+    """Logprobs of completions: four lists in step; offsets are characters into the whole text."""
+    start = prompt["text_offset"][-1] + len(prompt["tokens"][-1])
+    shifted = {**answer, "text_offset": [start + offset for offset in answer["text_offset"]]}
+    return {name: [*values, *shifted[name]] if isinstance(values, list) else values for name, values in prompt.items()}
+
+
+def scored_answer(reply: dict[str, Any]) -> bytes:
+    """The whole answer to a request for its prompt alone."""
+    return orjson.dumps({**reply, "kv_transfer_params": None})
+
+
+def scored_events(
+    request: ClientRequest,
+    reply: dict[str, Any],
+    *,
+    public_id: str | None = None,
+    created: int | None = None,
+    index: int = 0,
+    closing_events: bool = True,
+) -> bytes:
+    """The same as a stream: one event with everything, then the usage if asked for, and [DONE].
+
+    The options are those of a part of several answers, as of `EventScanner`.
+    """
+    choice = reply["choices"][0]
+    head = {
+        "id": public_id or reply.get("id"),
+        "object": "text_completion",
+        "created": created or reply.get("created"),
+        "model": reply.get("model"),
+    }
+    shown = ("text", "logprobs", "finish_reason", "stop_reason", "prompt_token_ids", "token_ids")
+    told = {"index": index} | {name: choice.get(name) for name in shown}
+    events: list[dict[str, Any]] = [{**head, "choices": [told]}]
+    if request.include_usage and closing_events:
+        events.append({**head, "choices": [], "usage": reply.get("usage")})
+    text = b"".join(b"data: %s\n\n" % orjson.dumps(event) for event in events)
+    return text + b"data: [DONE]\n\n" if closing_events else text

@@ -1,0 +1,193 @@
+"""How large a prompt is, before any engine has counted its tokens.
+
+Tokenizers cut text into runs of one kind (words, digits, marks, blanks, characters of a script) and the runs into
+pieces. So a prompt is taken as counts of such runs and of their bytes, `TRAITS`, and its tokens as a weighted sum of
+them: the weights differ from model to model, the traits do not. `admission/prompt_sizes.py` learns the weights.
+
+Everything that a chat template writes is counted: messages with their roles, tool calls and results, `tools`,
+`documents`. JSON stands for what the template makes of it: its names and brackets are marks and words too, and a
+model's own share of them is in the weights. Media count by number and by what is known of an image's size, never by
+the bytes that they take.
+
+Of texts longer than `SAMPLED_BYTES` only evenly spread pieces are looked at, so the cost is bounded (10 us of CPU for a
+short prompt, 50 us for 4 kB).
+"""
+
+import base64
+import binascii
+import math
+import struct
+from typing import Any, Final
+
+import numpy as np
+import numpy.typing as npt
+import orjson
+
+from balanceroute.proxy.wire.payloads import ClientRequest
+
+Traits = npt.NDArray[np.float64]
+
+# Counts of, in this order. A run is bytes of one class in a row.
+TRAITS: Final = (
+    "prompts", "messages", "words", "letters", "capitals", "digit_runs", "digits", "mark_runs", "marks", "newline_runs",
+    "indents", "wide", "letters_2", "letters_3", "letters_4", "media", "patches",
+)  # fmt: skip
+SAMPLED_BYTES: Final = 2**14
+_PIECE_BYTES: Final = 2**9
+_PATCH: Final = 28  # pixels per side of what Qwen's vision models make one token of; others are learned from there
+_MAX_PATCHES: Final = 16384
+_UNKNOWN_PATCHES: Final = 1000  # of an image behind a URL
+_HEAD: Final = 2**12  # base64 characters of an image in which its size is looked for
+_TEMPLATE_FIELDS: Final = ("tools", "functions", "documents")
+_MEDIA: Final = (b'"image', b'"video', b'"audio', b'"input_audio', b'"file')
+
+LETTER, CAPITAL, DIGIT, MARK, BLANK, NEWLINE, INSIDE, LEAD_2, LEAD_3, WIDE, LEAD_4 = range(11)
+_CLASSES: Final = 11
+
+
+def _class_table() -> bytes:
+    table = bytearray([MARK]) * 256
+    for first, last, kind in (
+        ("a", "z", LETTER), ("A", "Z", CAPITAL), ("0", "9", DIGIT), (" ", " ", BLANK), ("\t", "\t", BLANK),
+        ("\n", "\n", NEWLINE), ("\r", "\r", NEWLINE), ("\x80", "\xbf", INSIDE), ("\xc0", "\xdf", LEAD_2),
+        ("\xe0", "\xef", LEAD_3), ("\xe3", "\xed", WIDE), ("\xf0", "\xff", LEAD_4),
+    ):  # fmt: skip
+        table[ord(first) : ord(last) + 1] = bytes([kind]) * (ord(last) - ord(first) + 1)
+    return bytes(table)
+
+
+def _traits_of_pairs() -> npt.NDArray[np.float64]:
+    """How often each trait is in a pair of neighbouring bytes, by their classes; shape (traits, classes ** 2)."""
+    letters = (LETTER, CAPITAL)
+    rules: dict[str, tuple[tuple[int, ...], tuple[int, ...]]] = {  # (what comes, what must not come before it)
+        "words": (letters, letters),
+        "letters": (letters, ()),
+        "capitals": ((CAPITAL,), (CAPITAL,)),
+        "digit_runs": ((DIGIT,), (DIGIT,)),
+        "digits": ((DIGIT,), ()),
+        "mark_runs": ((MARK,), (MARK,)),
+        "marks": ((MARK,), ()),
+        "newline_runs": ((NEWLINE,), (NEWLINE,)),
+        "indents": ((BLANK,), tuple(kind for kind in range(_CLASSES) if kind != NEWLINE)),
+        "wide": ((WIDE,), ()),
+        "letters_2": ((LEAD_2,), ()),
+        "letters_3": ((LEAD_3,), ()),
+        "letters_4": ((LEAD_4,), ()),
+    }
+    table = np.zeros((len(TRAITS), _CLASSES, _CLASSES))
+    for name, (comes, not_after) in rules.items():
+        for before in set(range(_CLASSES)) - set(not_after):
+            table[TRAITS.index(name), before, list(comes)] = 1.0
+    return table.reshape(len(TRAITS), -1)
+
+
+_CLASS_OF: Final = _class_table()
+_TRAITS_OF_PAIR: Final = _traits_of_pairs()
+
+
+def traits_of(request: ClientRequest) -> Traits:
+    """The traits of a request's prompt, shape (len(TRAITS),); of one given as token ids they are not needed."""
+    text, media, patches = request.prompt_json, 0, 0
+    messages = 0
+    if request.endpoint == "chat":
+        if b'"type":' in text and any(name in text for name in _MEDIA):
+            text, media, patches = _without_media(text)
+        messages = text.count(b'"role":')
+        written = [_written(request.rest[name]) for name in _TEMPLATE_FIELDS if request.rest.get(name)]
+        if written:
+            text = b"".join((text, *written))
+    traits = traits_of_text(text)
+    traits[0], traits[1], traits[-2], traits[-1] = 1, messages, media, patches
+    return traits
+
+
+def _written(value: Any) -> bytes:
+    try:
+        return orjson.dumps(value)
+    except TypeError:  # nested deeper than JSON is written; to refuse it is not the business of an estimate
+        return b""
+
+
+def traits_of_text(text: bytes) -> Traits:
+    """The traits of UTF-8 text, escaped as in JSON."""
+    size = len(text)
+    if size > SAMPLED_BYTES:
+        step = size * _PIECE_BYTES // SAMPLED_BYTES
+        text = b"".join(text[start : start + _PIECE_BYTES] for start in range(0, size - _PIECE_BYTES, step))
+    share = size / len(text) if text else 1.0
+    if b"\\" in text:
+        text = text.replace(b"\\n", b"\n").replace(b'\\"', b'"').replace(b"\\t", b"\t")
+    classes = np.frombuffer((b"\n" + text).translate(_CLASS_OF), np.uint8)
+    pairs = np.bincount(classes[:-1] * _CLASSES + classes[1:], minlength=_CLASSES**2)
+    traits: Traits = _TRAITS_OF_PAIR @ pairs
+    return traits * share if share != 1.0 else traits
+
+
+def _without_media(messages_json: bytes) -> tuple[bytes, int, int]:
+    """Messages without their media, how many there were, and how many patches their images have."""
+    messages = orjson.loads(messages_json)
+    media = patches = 0
+    for message in messages:
+        content = message.get("content")
+        if not isinstance(content, list):
+            continue
+        kept = []
+        for part in content:
+            if isinstance(part, dict) and not isinstance(part.get("text"), str):
+                media += 1
+                patches += _patches_of(part)
+            else:
+                kept.append(part)
+        message["content"] = kept
+    return orjson.dumps(messages), media, patches
+
+
+def _patches_of(part: dict[str, Any]) -> int:
+    told = part.get("image_url")
+    if isinstance(told, dict):
+        told = told.get("url")
+    if not isinstance(told, str):
+        return 0
+    size = image_size(told)
+    if size is None:
+        return _UNKNOWN_PATCHES
+    width, height = size
+    return min(_MAX_PATCHES, math.ceil(width / _PATCH) * math.ceil(height / _PATCH))
+
+
+def image_size(url: str) -> tuple[int, int] | None:
+    """Width and height, pixels, of a PNG, GIF, JPEG or WebP in a data URL; None where they can't be told."""
+    head, comma, data = url[: _HEAD + 64].partition(",")
+    if not comma or not head.startswith("data:image/") or not head.endswith(";base64"):
+        return None
+    data = data[:_HEAD]
+    try:
+        raw = base64.b64decode(data[: len(data) // 4 * 4], validate=True)
+        return _size_in(raw)
+    except (binascii.Error, ValueError, struct.error, IndexError):
+        return None
+
+
+def _size_in(raw: bytes) -> tuple[int, int] | None:
+    if raw.startswith(b"\x89PNG"):
+        width, height = struct.unpack(">II", raw[16:24])
+    elif raw.startswith(b"GIF8"):
+        width, height = struct.unpack("<HH", raw[6:10])
+    elif raw.startswith(b"RIFF") and raw[12:16] == b"VP8X":
+        width, height = (1 + int.from_bytes(raw[at : at + 3], "little") for at in (24, 27))
+    elif raw.startswith(b"\xff\xd8"):
+        return _jpeg_size(raw)
+    else:
+        return None
+    return width, height
+
+
+def _jpeg_size(raw: bytes) -> tuple[int, int] | None:
+    at = 2
+    while at + 9 < len(raw) and raw[at] == 0xFF:
+        marker, length = raw[at + 1], int.from_bytes(raw[at + 2 : at + 4], "big")
+        if 0xC0 <= marker <= 0xCF and marker not in (0xC4, 0xC8, 0xCC):
+            height, width = struct.unpack(">HH", raw[at + 5 : at + 9])
+            return width, height
+        at += 2 + length
+    return None

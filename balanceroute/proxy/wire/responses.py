@@ -1,0 +1,103 @@
+"""What the router itself says to a client: OpenAI error bodies, with the status that fits, and plain JSON."""
+
+from typing import Final
+
+import orjson
+
+from balanceroute.errors import (
+    AccessDenied,
+    BalanceRouteError,
+    DecodersLost,
+    InvalidRequest,
+    Rejected,
+    UpstreamError,
+    UpstreamStatus,
+)
+from balanceroute.proxy.wire.bounds import error_object
+
+Headers = list[tuple[bytes, bytes]]
+
+JSON_TYPE: Final = (b"content-type", b"application/json")
+SSE_HEADERS: Final[Headers] = [
+    (b"content-type", b"text/event-stream; charset=utf-8"),
+    (b"cache-control", b"no-cache"),
+    (b"x-accel-buffering", b"no"),  # nginx would hold events back
+]
+_TYPES: Final = {
+    400: "BadRequestError",
+    401: "AuthenticationError",
+    403: "PermissionDeniedError",
+    404: "NotFoundError",
+    405: "MethodNotAllowed",
+    408: "RequestTimeout",
+    413: "RequestEntityTooLarge",
+    414: "RequestURITooLong",
+    415: "UnsupportedMediaType",
+    417: "ExpectationFailed",
+    422: "UnprocessableEntityError",
+    429: "RateLimitError",
+    431: "RequestHeaderFieldsTooLarge",
+    500: "InternalServerError",
+    502: "BadGateway",
+    503: "ServiceUnavailableError",
+    504: "GatewayTimeout",
+    505: "HTTPVersionNotSupported",
+}
+
+
+def error_body(status: int, message: str, param: str | None = None) -> bytes:
+    """An OpenAI error object as JSON."""
+    kind = _TYPES.get(status, "APIError")
+    return orjson.dumps({"error": {"message": message, "type": kind, "param": param, "code": status}})
+
+
+def status_of(error: BalanceRouteError) -> int:
+    """The status that a client should see for an error."""
+    if isinstance(error, InvalidRequest | UpstreamStatus):
+        return error.status
+    return error.status_hint
+
+
+def body_of(error: BalanceRouteError) -> bytes:
+    """The JSON body for an error: a worker's own where it sent one, else ours."""
+    if isinstance(error, UpstreamStatus) and (own := error_object(error.body)) is not None:
+        return own
+    if isinstance(error, AccessDenied) and error.status == 401:  # as OpenAI's own
+        told = {"message": str(error), "type": "invalid_request_error", "param": None, "code": error.code}
+        return orjson.dumps({"error": told})
+    param = error.param if isinstance(error, InvalidRequest) else None
+    text = str(error)
+    if isinstance(error, UpstreamStatus):
+        text = f"{error.stage} worker answered {error.status}: {error.body[:500].decode('utf-8', 'replace')}"
+    elif isinstance(error, UpstreamError):
+        text = f"{error.stage or 'upstream'} worker: {text}"
+    return error_body(status_of(error), text, param)
+
+
+def error_event(error: BalanceRouteError) -> bytes:
+    """An SSE event that tells an error after the first byte."""
+    return b"data: " + body_of(error) + b"\n\n"
+
+
+def refusal(error: BalanceRouteError, headers: Headers) -> tuple[int, Headers, bytes]:
+    """Status, headers and body of an error; `headers` are what the response says beside it."""
+    body = body_of(error)
+    return status_of(error), json_headers(body, [*extra_headers(error), *headers]), body
+
+
+def extra_headers(error: BalanceRouteError) -> Headers:
+    """Headers that belong to an error: when to come back, with what, or not to (OpenAI's clients obey the last)."""
+    if isinstance(error, DecodersLost):
+        return [(b"x-should-retry", b"false")]
+    if isinstance(error, AccessDenied) and error.status == 401:
+        return [(b"www-authenticate", b"Bearer")]
+    if isinstance(error, UpstreamStatus) and error.retry_after_s:
+        return [(b"retry-after", b"%d" % max(1, round(error.retry_after_s)))]
+    if isinstance(error, Rejected) and error.retry_after_s is not None:
+        return [(b"retry-after", b"%d" % max(1, round(error.retry_after_s)))]
+    return []
+
+
+def json_headers(body: bytes, more: Headers | None = None) -> Headers:
+    """The headers of a whole JSON response."""
+    return [JSON_TYPE, (b"content-length", b"%d" % len(body)), *(more or ())]

@@ -1,0 +1,667 @@
+r"""One upstream SSE stream: bytes in, whatever the chunking; bytes for the client and an exact token count
+out.
+
+Events end at a blank line (LF or CRLF). Each event takes one of two ways:
+
+* **JSON**: parsed once with orjson, counted, judged (finish, `recomputed`, error, usage) and either passed on
+  as the bytes that came, edited by slicing out ids, or written anew.
+* **Template** (`hotpath.EventMatcher`): an ordinary event (one choice, nothing finished, nothing special) that went
+  the JSON way leaves a template behind, by which nearly all later events are taken apart without parsing.
+
+Why a key is found by its bytes. In valid JSON the bytes `,"token_ids":` or `{"token_ids":` are always that
+key. Their first quote follows a comma or brace, not a backslash, so it opens or closes a string. Did it
+close one, the next byte outside a string would be a letter, which is no JSON. So it opens one, and the
+second quote, which follows a letter, closes it before a colon: a key. A model that writes `"token_ids":[1]`
+reaches the wire as `\"token_ids\":[1]`, which does not contain these bytes.
+
+A scanner lives as long as the client's answer. `resume()` tells it that the next bytes are a new worker's
+stream for the same answer: ids, `created` and the role stay those of the first, usage is that of the whole.
+Text that a worker held back (half of a character) dies with it, so `resume()` gives back the ids whose text
+was never seen and they are generated again. With stop strings a worker holds back more than the last ids
+show; a `recomputed` marker flushes that text, a lost connection loses it.
+"""
+
+import re
+from array import array
+from collections.abc import Iterator
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any, Final, TypeGuard
+
+import orjson
+
+from balanceroute.proxy.hotpath import EventMatcher
+from balanceroute.proxy.wire.bounds import answers, checked_choice, checked_usage
+
+MAX_EVENT_BYTES: Final = 32 * 1024 * 1024  # the ids of a prompt of 4 million tokens; more is no event
+
+_BLANK_LINE = re.compile(rb"\n\r?\n")
+_IDS_LIST = re.compile(rb'([,{]"(?:prompt_)?token_ids":)\[[0-9,]*\]')
+_TEXT_KEYS = (b'"text":"', b'"content":"', b'"reasoning":"', b'"reasoning_content":"')
+_IDS_KEY = b',"token_ids":['
+_LINE_STARTS = (b"data:", b"event:", b"id:", b"retry:", b":")
+
+
+class StreamEnd(Enum):
+    """How one worker's stream ended, once it has."""
+
+    DONE = "done"  # a finish reason, then [DONE]
+    RECOMPUTED = "recomputed"  # the engine gave the request back: prefill prompt + generated ids again
+    UNFINISHED = "unfinished"  # [DONE] or the end of the bytes without a finish reason: same remedy
+    NO_DONE = "no_done"  # finished, but the bytes end without [DONE]
+    ERROR = "error"  # an error event; see `EventScanner.error`
+    OVERSIZED = "oversized"  # an event above the limit
+    MISPARSED = "misparsed"  # a second life's first text is of another kind than the last one before it
+    MALFORMED = "malformed"  # an event that no engine can mean; see `EventScanner.fault`
+    FOREIGN = "foreign"  # an event of another request's answer; see `EventScanner.fault`
+
+
+TEXT, REASONING, TOOL_CALLS = "text", "reasoning", "tool_calls"  # what an event may carry, in this order
+_KIND_OF_DELTA: Final = {"reasoning": REASONING, "reasoning_content": REASONING, "tool_calls": TOOL_CALLS}
+
+
+@dataclass(frozen=True, slots=True)
+class Cut:
+    """Where an answer was cut off: what of it the client, or whoever collects it, has been given.
+
+    `kinds` of what has come over all lives. `tokens_in_life` of the worker that it was cut off at. `flushed` is the
+    text of the event with the `recomputed` marker, which has all that its engine had held back; None without a marker.
+    """
+
+    kinds: frozenset[str]
+    tokens_in_life: int
+    flushed: str | None
+    misparsed: bool
+
+
+class EventScanner:
+    """Counts one answer's tokens and rewrites its events for the client; never raises on any input.
+
+    Attributes that callers read (all over every life of the answer, see `resume`):
+        tokens: tokens generated so far. ids: those tokens, in order. ids_exact: `ids` holds all of
+        `tokens`. prompt_ids: the prompt's ids as the first worker told them, else None. end: None while the
+        stream runs. error: the JSON of the error event. fault: what is wrong with a MALFORMED or FOREIGN stream.
+        echoed: whether the present worker's events carry the id that they should (`expect`). finish_reason: the last
+        one seen. usage: the final usage, as sent. begun: whether this life has seen a data event. public_id, created:
+        what the client sees in every event. matcher: takes the events that fit the template, and keeps the counts.
+    """
+
+    __slots__ = (
+        "_base",
+        "_cached_tokens",
+        "_closing_events",
+        "_edge",
+        "_expected_id",
+        "_ids_checked",
+        "_ids_in_life",
+        "_first_offset",
+        "_index",
+        "_last_kind",
+        "_life",
+        "_max_event_bytes",
+        "_flushed",
+        "_kind",
+        "_kinds",
+        "_offset",
+        "_parts",
+        "_parts_bytes",
+        "_prefix",
+        "_prompt_tokens",
+        "_role_sent",
+        "_want_continuous",
+        "_want_ids",
+        "_want_usage",
+        "begun",
+        "created",
+        "echoed",
+        "end",
+        "error",
+        "fault",
+        "finish_reason",
+        "ids_exact",
+        "matcher",
+        "prompt_ids",
+        "public_id",
+        "usage",
+    )
+
+    def __init__(
+        self,
+        *,
+        want_token_ids: bool = False,
+        want_usage: bool = False,
+        want_continuous_usage: bool = False,
+        prompt_tokens: int | None = None,
+        cached_tokens: int | None = None,
+        public_id: str | None = None,
+        created: int | None = None,
+        index: int | None = None,
+        closing_events: bool = True,
+        prefix: str = "",
+        max_event_bytes: int = MAX_EVENT_BYTES,
+    ) -> None:
+        """Start on the first worker's stream.
+
+        `want_*` is what the client asked for. `prompt_tokens` and `cached_tokens` are the prefiller's
+        figures: a decoder counts pulled KV as cached. `public_id`, `created` and `index` override what the
+        worker says, and `closing_events` False keeps usage and [DONE] back: both for an answer made of
+        several streams. `prefix` is what the first text begins with: an echoed prompt.
+        """
+        self.matcher = EventMatcher(want_token_ids)
+        self.end: StreamEnd | None = None
+        self.ids_exact = True
+        self.prompt_ids: array[int] | None = None
+        self.error: bytes | None = None
+        self.fault = ""
+        self.echoed = False
+        self._expected_id = ""
+        self._ids_checked = False
+        self.finish_reason: str | None = None
+        self.usage: dict[str, Any] | None = None
+        self.begun = False
+        self.public_id = public_id
+        self.created = created
+        self._want_ids = want_token_ids
+        self._want_usage = want_usage
+        self._want_continuous = want_usage and want_continuous_usage
+        self._prompt_tokens = prompt_tokens
+        self._cached_tokens = cached_tokens
+        self._index = index
+        self._closing_events = closing_events
+        self._max_event_bytes = max_event_bytes
+        self._life = 0
+        self._base = 0  # tokens of earlier lives
+        self._ids_in_life = False
+        self._role_sent = False
+        self._parts: list[bytes] = []  # of an event that has not ended
+        self._parts_bytes = 0
+        self._edge = b""  # the last bytes of `_parts`, where a blank line may straddle
+        self._prefix = prefix
+        self._kinds: set[str] = set()
+        self._kind: str | None = None  # of the last text that came in this life
+        self._last_kind: str | None = None  # of the last text that came in earlier lives
+        self._flushed: str | None = None
+        self._offset = 0  # characters of all tokens whose logprobs have come: where those of the next life begin
+        self._first_offset = 0
+
+    def prefilled(self, prompt_tokens: int, cached_tokens: int | None) -> None:
+        """The prefiller's figures, where they come when the decoder's stream is open already."""
+        self._prompt_tokens, self._cached_tokens = prompt_tokens, cached_tokens
+
+    def expect(self, upstream_id: str, *, checked: bool) -> None:
+        """The next worker's events answer the request that was sent with this X-Request-Id.
+
+        `checked` says that this worker is known to put it into its answers; else the first event decides whether it
+        does. Every later event must agree, by its parsed `id` or by the template's bytes, which hold it.
+        """
+        self._expected_id, self._ids_checked, self.echoed = upstream_id, checked, False
+
+    @property
+    def tokens(self) -> int:
+        """Tokens generated so far."""
+        return self.matcher.tokens
+
+    @tokens.setter
+    def tokens(self, tokens: int) -> None:
+        self.matcher.tokens = tokens
+
+    @property
+    def ids(self) -> "array[int]":
+        """The ids of those tokens."""
+        return self.matcher.ids
+
+    @property
+    def tokens_in_life(self) -> int:
+        """Tokens that the present worker has generated."""
+        return self.tokens - self._base
+
+    def resume(self) -> int:
+        """Begin another life of the same answer; returns how many tokens were given back to be made again."""
+        dropped = 0
+        if not self._want_ids and (self.ids_exact or not self.matcher.printed):
+            dropped = self.tokens - self.matcher.printed
+            del self.ids[self.matcher.printed :]
+            self.tokens = self.matcher.printed
+            self.ids_exact = True
+        self._last_kind = self._kind or self._last_kind
+        self._kind = self._flushed = None
+        self._first_offset = self._offset
+        self.end = None
+        self.error = None
+        self.finish_reason = None
+        self.begun = False
+        self._life += 1
+        self._base = self.tokens
+        self._ids_in_life = False
+        self._parts.clear()
+        self._parts_bytes = 0
+        self._edge = b""
+        self.matcher.forget()
+        self.matcher.between_events = True
+        return dropped
+
+    def cut(self) -> Cut:
+        """Where the present life has ended; to be asked before `resume`."""
+        misparsed = self.end is StreamEnd.MISPARSED
+        return Cut(frozenset(self._kinds), self.tokens_in_life, self._flushed, misparsed)
+
+    def feed(self, data: bytes) -> bytes:
+        """Take the next bytes of the worker; return what the client gets for them, whole events or nothing.
+
+        O(len(data)) over the life of the stream, whatever the chunking.
+        """
+        if self.end is not None:
+            return b""
+        relayed = self.matcher.match(data)
+        if relayed is None:
+            relayed = self._events_of(data)
+            self.matcher.between_events = not self._parts and self.end is None
+        return relayed
+
+    def close(self) -> StreamEnd:
+        """The worker's bytes have ended; returns how. Half an event is dropped."""
+        if self.end is None:
+            self.end = StreamEnd.UNFINISHED if self.finish_reason is None else StreamEnd.NO_DONE
+        self._parts.clear()
+        self.matcher.between_events = False
+        return self.end
+
+    def owed_usage(self, model: str | None, *, chat: bool) -> bytes:
+        """The final usage event of an answer whose worker ended without one, from our own count; else nothing."""
+        if self.usage is not None or self.finish_reason is None or self._prompt_tokens is None:
+            return b""
+        counts = (self._prompt_tokens, self.tokens)
+        usage = {"prompt_tokens": counts[0], "completion_tokens": counts[1], "total_tokens": sum(counts)}
+        event: dict[str, Any] = {
+            "id": self.public_id,
+            "object": "chat.completion.chunk" if chat else "text_completion",
+            "created": self.created,
+            "model": model,
+            "choices": [],
+            "usage": usage,
+        }
+        return self._final_usage(event, b"data: %s\n\n" % orjson.dumps(event))
+
+    # -------------------------------------------------------------------------------------------- framing
+
+    def _join(self, data: bytes) -> bytes | None:
+        """All bytes since the last blank line if `data` completes an event, else None and they are kept."""
+        seam = self._edge + data
+        if b"\n\n" in seam or b"\n\r\n" in seam:
+            whole = b"".join((*self._parts, data))
+            self._parts.clear()
+            self.matcher.between_events = True
+            self._parts_bytes = 0
+            self._edge = b""
+            return whole
+        self._keep(data, seam)
+        return None
+
+    def _keep(self, data: bytes, seam: bytes) -> None:
+        self._parts.append(data)
+        self._parts_bytes += len(data)
+        self._edge = seam[-2:]
+        if self._parts_bytes > self._max_event_bytes:
+            self.end = StreamEnd.OVERSIZED
+            self._parts.clear()
+
+    def _events_of(self, data: bytes) -> bytes:
+        if self._parts:
+            whole = self._join(data)
+            if whole is None:
+                return b""
+            data = whole
+        out = []
+        start = 0
+        crlf = b"\r" in data  # strings escape it, so it can only be part of a line end
+        while self.end is None:
+            if crlf:
+                match = _BLANK_LINE.search(data, start)
+                stop = match.end() if match else -1
+            else:
+                found = data.find(b"\n\n", start)
+                stop = found + 2 if found >= 0 else -1
+            if stop < 0:
+                if start < len(data):
+                    rest = data[start:]
+                    self._keep(rest, rest)
+                break
+            raw = data[start:stop]
+            start = stop
+            relayed = self.matcher.match(raw)
+            if relayed is None:
+                relayed = self._judge(raw)
+            if relayed:
+                out.append(relayed)
+        return out[0] if len(out) == 1 else b"".join(out)
+
+    # -------------------------------------------------------------------------------------------- template
+
+    def _make_template(self, raw: bytes, out: bytes) -> None:
+        """Make a template of an ordinary event: `raw` as it came, `out` as the client got it."""
+        if b'"prompt_token_ids":[' in raw or raw.find(b"\n") != len(raw) - 2:
+            return  # ids that come once would have to be taken out of every match; one line is all that is looked at
+        ids_at = raw.rfind(_IDS_KEY)
+        for key in _TEXT_KEYS:
+            if ids_at > 0 and raw.count(key) == 1 and out.count(key) == 1:
+                start = raw.index(key) + len(key)
+                stop = raw.find(b'"', start)
+                before = raw[start - len(key) - 1 : start - len(key)]
+                if before not in (b",", b"{") or not start <= stop < ids_at:
+                    return
+                mid = raw[stop : ids_at + len(_IDS_KEY)]
+                tail = raw[raw.index(b"]", ids_at) :]
+                head_out = out[: out.index(key) + len(key)]
+                self.matcher.learn(raw[:start], mid, tail, head_out, mid[:-1] + b"null" + tail[1:])
+                return
+
+    # -------------------------------------------------------------------------------------------- JSON
+
+    def _judge(self, raw: bytes) -> bytes:
+        """Take one event the slow way; returns what the client gets for it."""
+        raw = _known_lines(raw)
+        payload = _payload(raw)
+        if payload is None:
+            return raw if raw.strip() else b""
+        if payload == b"[DONE]":
+            return self._done(raw)
+        try:
+            event = orjson.loads(payload)
+        except ValueError:
+            return raw
+        if not isinstance(event, dict):
+            return raw
+        self.begun = True
+        if event.get("error") or event.get("object") == "error":
+            self.error = payload
+            self.end = StreamEnd.ERROR
+            return b""
+        choices = event.get("choices")
+        if choices is None:
+            return raw
+        try:
+            if not isinstance(choices, list):
+                raise ValueError("choices are no list")
+            for choice in choices:
+                checked_choice(choice)
+            checked_usage(event.get("usage"))
+        except ValueError as error:
+            return self._refuse(StreamEnd.MALFORMED, f"an event is no part of an answer: {error}")
+        if self._expected_id and not self._is_ours(event.get("id")):
+            return self._refuse(StreamEnd.FOREIGN, "an event carries the id of another request's answer")
+        if not choices:
+            return self._final_usage(event, raw)
+        return self._tokens(event, choices, raw)
+
+    def _is_ours(self, told: object) -> bool:
+        echoed = answers(told, self._expected_id)
+        if echoed:
+            self.echoed = self._ids_checked = True
+        return echoed or not self._ids_checked
+
+    def _refuse(self, end: StreamEnd, fault: str) -> bytes:
+        self.end, self.fault = end, fault
+        return b""
+
+    def _done(self, raw: bytes) -> bytes:
+        if self.finish_reason is None:
+            self.end = StreamEnd.UNFINISHED
+            return b""
+        self.end = StreamEnd.DONE
+        return raw if self._closing_events else b""
+
+    def _final_usage(self, event: dict[str, Any], raw: bytes) -> bytes:
+        usage = event.get("usage")
+        if not isinstance(usage, dict):
+            return raw
+        self._count_by_usage(usage)
+        if self.finish_reason is None:  # of a life that will go on elsewhere; the last one tells the whole
+            return b""
+        changed = self._rewrite_usage(usage) | self._rewrite_identity(event)
+        self.usage = usage
+        if not (self._want_usage and self._closing_events):
+            return b""
+        return _write(event, raw) if changed else raw
+
+    def _tokens(self, event: dict[str, Any], choices: list[Any], raw: bytes) -> bytes:
+        """An event with choices: the general case."""
+        blanked = self._take_ids(event, "prompt_token_ids", prompt=True)
+        changed = recomputed = carries = finishes = False
+        for choice in choices:
+            blanked += self._take_ids(choice, "token_ids")
+            blanked += self._take_ids(choice, "prompt_token_ids", prompt=True)
+            if kinds := _kinds_of(choice):
+                if self._life and self._kind is None and not _continues(self._last_kind, kinds[0]):
+                    self.end = StreamEnd.MISPARSED
+                    return b""
+                carries = True
+                self.matcher.printed = self.tokens
+                self._kinds.update(kinds)
+                self._kind = kinds[-1]
+            if choice.get("stop_reason") == "recomputed":
+                recomputed = changed = True
+                self._flushed = _text_of(choice)
+                choice["finish_reason"] = None
+                choice["stop_reason"] = None
+            elif isinstance(choice.get("finish_reason"), str):
+                self.finish_reason = choice["finish_reason"]
+                finishes = True
+            if self._index is not None and choice.get("index") != self._index:
+                choice["index"] = self._index
+                changed = True
+            if choice.get("logprobs") is not None:
+                self.matcher.printed = self.tokens  # told to the client, text or not
+                changed |= self._go_on_with_offsets(choice["logprobs"])
+        usage = event.get("usage")
+        ordinary = not (recomputed or finishes or usage) and len(choices) == 1
+        if isinstance(usage, dict):
+            self._count_by_usage(usage)
+            if self._want_continuous:
+                changed |= self._rewrite_usage(usage)
+            else:
+                del event["usage"]
+                changed = True
+        if recomputed:
+            self.end = StreamEnd.RECOMPUTED
+            if not carries:
+                return b""
+        role = self._rewrite_role(choices)
+        changed |= role | self._rewrite_identity(event)
+        if not (carries or finishes) and self._says_nothing(choices, role):
+            return b""
+        if self._prefix and "text" in choices[0]:
+            choices[0]["text"] = self._prefix + (choices[0]["text"] or "")
+            self._prefix = ""
+            changed, ordinary = True, False
+        if changed:
+            out = _write(event, raw)
+        elif blanked:
+            out = _blank_ids(event, raw, blanked)
+        else:
+            out = raw
+        if ordinary and choices[0].get("logprobs") is None:
+            self._make_template(raw, out)
+        return out
+
+    def _take_ids(self, holder: dict[str, Any], name: str, *, prompt: bool = False) -> int:
+        """Record a list of ids; null it in the event unless the client wants it. Returns lists nulled."""
+        ids = holder.get(name)
+        if not isinstance(ids, list):
+            return 0
+        try:
+            taken = array("I", ids)
+        except (TypeError, OverflowError):
+            taken = None
+        if prompt:
+            if self.prompt_ids is None:
+                self.prompt_ids = taken
+        else:
+            self._ids_in_life = True
+            self.tokens += len(ids)
+            if taken is None:
+                self.ids_exact = False
+            else:
+                self.ids.extend(taken)
+        if self._want_ids and not (prompt and self._life):
+            return 0
+        holder[name] = None
+        return 1
+
+    def _go_on_with_offsets(self, logprobs: Any) -> bool:
+        """Completions say at which character of the answer a token begins: a second life's begin anew at 0."""
+        offsets = logprobs.get("text_offset") if isinstance(logprobs, dict) else None
+        tokens = logprobs.get("tokens") if isinstance(logprobs, dict) else None
+        if not isinstance(offsets, list) or not isinstance(tokens, list) or not offsets or len(offsets) != len(tokens):
+            return False
+        if not all(map(_is_count, offsets)) or not isinstance(tokens[-1], str):
+            return False
+        if self._first_offset:
+            offsets = logprobs["text_offset"] = [self._first_offset + offset for offset in offsets]
+        self._offset = offsets[-1] + len(tokens[-1])
+        return bool(self._first_offset)
+
+    def _count_by_usage(self, usage: dict[str, Any]) -> None:
+        """Where a worker sends no ids, its cumulative usage counts."""
+        generated = usage.get("completion_tokens")
+        if self._ids_in_life or not _is_count(generated):
+            return
+        if self._base + generated > self.tokens:
+            self.tokens = self._base + generated
+            self.ids_exact = False
+
+    def _rewrite_usage(self, usage: dict[str, Any]) -> bool:
+        """Make a usage that of the whole answer, with the prefiller's word on cached tokens."""
+        changed = False
+        details = usage.get("prompt_tokens_details")
+        if self._cached_tokens is not None or (isinstance(details, dict) and details.get("cached_tokens")):
+            wanted = dict(details) if isinstance(details, dict) else {}
+            wanted["cached_tokens"] = self._cached_tokens or 0
+            if wanted != details:
+                usage["prompt_tokens_details"] = wanted
+                changed = True
+        if self._life:
+            prompt_tokens = self._prompt_tokens
+            if prompt_tokens is None:
+                told = usage.get("prompt_tokens")
+                prompt_tokens = max(0, told - self._base) if _is_count(told) else 0
+            usage["prompt_tokens"] = prompt_tokens
+            usage["completion_tokens"] = self.tokens
+            usage["total_tokens"] = prompt_tokens + self.tokens
+            changed = True
+        return changed
+
+    def _rewrite_identity(self, event: dict[str, Any]) -> bool:
+        """Keep `id` and `created` those of the answer's first event."""
+        changed = False
+        if self.public_id is None and isinstance(event.get("id"), str):
+            self.public_id = event["id"]
+        elif "id" in event and event["id"] != self.public_id:
+            event["id"] = self.public_id
+            changed = True
+        if self.created is None and _is_count(event.get("created")):
+            self.created = event["created"]
+        elif "created" in event and event["created"] != self.created:
+            event["created"] = self.created
+            changed = True
+        return changed
+
+    def _rewrite_role(self, choices: list[dict[str, Any]]) -> bool:
+        """Drop the role from a delta when the client already has it."""
+        changed = False
+        for choice in choices:
+            delta = choice.get("delta")
+            if isinstance(delta, dict) and "role" in delta:
+                if self._life and self._role_sent:
+                    del delta["role"]
+                    changed = True
+                else:
+                    self._role_sent = True
+        return changed
+
+    def _says_nothing(self, choices: list[dict[str, Any]], role_dropped: bool) -> bool:
+        """Whether the event exists only because we asked for ids, or held only a role that was dropped."""
+        if self._want_ids and not role_dropped:
+            return False
+        for choice in choices:
+            delta = choice.get("delta")
+            if not isinstance(delta, dict) or choice.get("logprobs") is not None or choice.get("token_ids"):
+                return False
+            if any(value is not None and not (role_dropped and value == "") for value in delta.values()):
+                return False
+        return True
+
+
+# ------------------------------------------------------------------------------------------------ helpers
+
+
+def payloads_of(events: bytes) -> Iterator[bytes]:
+    """The data of each of some whole events, whatever their line ends and whatever else they hold."""
+    for block in _BLANK_LINE.split(events) if b"\r" in events else events.split(b"\n\n"):
+        payload = block[6:] if block.startswith(b"data: ") and b"\n" not in block else _payload(block)
+        if payload is not None:
+            yield payload
+
+
+def _payload(raw: bytes) -> bytes | None:
+    """The data of an event, its lines joined by LF; None if it has none (a comment, a bare blank line)."""
+    if raw.startswith(b"data: ") and raw.find(b"\n") == len(raw) - 2:
+        return raw[6:-2]
+    lines = [line.rstrip(b"\r") for line in raw.split(b"\n")]
+    data = [line[5:].removeprefix(b" ") for line in lines if line.startswith(b"data:")]
+    return b"\n".join(data) if data else None
+
+
+def _known_lines(raw: bytes) -> bytes:
+    """`raw` without what no client could read: lines that are not UTF-8 or no field of an event stream."""
+    if raw.isascii() and raw.startswith(b"data: ") and raw.find(b"\n") == len(raw) - 2:
+        return raw
+    lines = raw.split(b"\n")
+    kept = [line for line in lines if line in (b"", b"\r") or (line.startswith(_LINE_STARTS) and _is_text(line))]
+    return raw if len(kept) == len(lines) else b"\n".join(kept)
+
+
+def _is_text(data: bytes) -> bool:
+    try:
+        data.decode()
+    except UnicodeDecodeError:
+        return False
+    return True
+
+
+def _kinds_of(choice: dict[str, Any]) -> list[str]:
+    """What a choice's part of an event carries for the client, in order; nothing for a role or an empty part."""
+    if choice.get("text"):
+        return [TEXT]
+    delta = choice.get("delta")
+    if not isinstance(delta, dict):
+        return []
+    found = {_KIND_OF_DELTA.get(name, TEXT) for name, value in delta.items() if value and name != "role"}
+    return [kind for kind in (REASONING, TEXT, TOOL_CALLS) if kind in found]
+
+
+def _continues(before: str | None, after: str) -> bool:
+    """Whether an answer cut off within text of one kind may go on with another: an answer may turn to a tool call."""
+    return before is None or after == before or (before == TEXT and after == TOOL_CALLS)
+
+
+def _text_of(choice: dict[str, Any]) -> str:
+    delta = choice.get("delta")
+    text = choice.get("text") if not isinstance(delta, dict) else delta.get("content") or delta.get("reasoning")
+    return text if isinstance(text, str) else ""
+
+
+def _is_count(value: object) -> TypeGuard[int]:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _blank_ids(event: dict[str, Any], raw: bytes, lists: int) -> bytes:
+    """`raw` with its lists of ids replaced by null, by slicing if the bytes show exactly those lists."""
+    out, found = _IDS_LIST.subn(rb"\1null", raw)
+    return out if found == lists else _write(event, raw)
+
+
+def _write(event: dict[str, Any], raw: bytes) -> bytes:
+    try:
+        return b"data: " + orjson.dumps(event) + b"\n\n"
+    except TypeError:  # nested deeper than orjson writes, though it read it: nothing of ours is that deep
+        return raw

@@ -1,0 +1,157 @@
+"""Frees prefill KV that nobody waits for any more.
+
+A prefiller keeps the KV of an answered probe until a decoder has pulled it or the connector's timeout strikes (480 s
+for Mooncake, 30 s for NIXL); no request to the prefiller itself frees it. So the KV of a request that was cancelled or
+expired after its prefill goes through a decode worker once: one token, thrown away.
+
+Drains are nobody's hurry: at most `MAX_CONCURRENT` run at once, on the decode worker with the most free slots. Only a
+worker that surely hasn't taken the request (no connection, 429, 503) leaves it to the next one, because
+kv_transfer_params may be used only once; while no worker takes it, it waits, as long as its KV may still be pulled.
+What can't be drained is counted as orphaned until the connector has dropped it.
+"""
+
+import asyncio
+import logging
+from collections import deque
+from dataclasses import dataclass
+from typing import Final
+
+from balanceroute.core.types import Role, WorkerState
+from balanceroute.errors import ConnectFailed, UpstreamError
+from balanceroute.proxy.admission.ledger import Ledger
+from balanceroute.proxy.telemetry.metrics import Metrics
+from balanceroute.proxy.wire.connectors import Connector
+from balanceroute.proxy.wire.payloads import ClientRequest
+from balanceroute.proxy.wire.responses import JSON_TYPE
+from balanceroute.proxy.workers.fleet import Fleet, Worker
+
+log = logging.getLogger(__name__)
+
+MAX_CONCURRENT: Final = 4
+TIMEOUT_S: Final = 20.0  # a pull and one step, behind a full decoder's queue; less than any lease
+PAUSE_S: Final = 0.5  # after a first round over workers that all refuse; twice as long after every further one
+MAX_PAUSE_S: Final = 4.0
+SAFE_SHARE: Final = 0.8  # of the connector's timeout: the rest is for the transfer, and for clocks that differ
+_REPLY_LIMIT: Final = 64 * 2**20  # a reply repeats the prompt's ids
+
+
+@dataclass(frozen=True, slots=True)
+class Drain:
+    """Pinned KV to be freed: whose, where, and the parameters that nobody has used."""
+
+    request_id: str
+    request: ClientRequest
+    kv_transfer_params: bytes
+    headers: tuple[tuple[bytes, bytes], ...]
+    pinned_s: float  # since when it has been pinned at most, on the loop's clock
+
+
+class Drainer:
+    """The queue of drains and the tasks that work on it; `pin_s` is the connector's own timeout."""
+
+    def __init__(
+        self, fleet: Fleet, ledger: Ledger, metrics: Metrics, connector: Connector, pin_s: float | None
+    ) -> None:
+        self._fleet, self._ledger, self._metrics = fleet, ledger, metrics
+        self._connector, self.pin_s = connector, pin_s
+        self._queue: deque[Drain] = deque()
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    @property
+    def pending(self) -> int:
+        """Drains queued or under way."""
+        return len(self._queue) + len(self._tasks)
+
+    def drain(self, job: Drain) -> None:
+        """Free this KV soon."""
+        self._queue.append(job)
+        if len(self._tasks) < MAX_CONCURRENT:
+            task = self._ledger.loop.create_task(self._work())
+            self._tasks.add(task)
+            task.add_done_callback(self._tasks.discard)
+
+    def orphan(self) -> None:
+        """Pinned KV that can't be drained: counted until the prefiller drops it by itself."""
+        if self.pin_s is not None:
+            self._metrics.orphan(1)
+            self._ledger.loop.call_later(self.pin_s, self._dropped)
+
+    def too_old(self, pinned_s: float) -> bool:
+        """Whether KV pinned at that time may be gone before a worker that is sent its parameters now has pulled it."""
+        return self.pin_s is not None and self._ledger.now() - pinned_s > self.pin_s * SAFE_SHARE
+
+    async def close(self) -> None:
+        """Give up what is left."""
+        self._queue.clear()
+        for task in list(self._tasks):
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    def _dropped(self) -> None:
+        self._metrics.orphan(-1)
+
+    async def _work(self) -> None:
+        while self._queue:
+            job = self._queue.popleft()
+            try:
+                drained = await self._pull_anywhere(job)
+            except Exception as error:  # a bug of ours must not take the drains behind it with it
+                self._metrics.tasks_failed.inc("drainer")
+                log.error("internal error", exc_info=error, extra={"where": "drainer", "request": job.request_id})
+                drained = False
+            self._metrics.drains.inc("drained" if drained else "orphaned")
+            if not drained:
+                self.orphan()
+
+    async def _pull_anywhere(self, job: Drain) -> bool:
+        """Whether the KV was pulled. A worker that surely hasn't seen the parameters leaves them for another one."""
+        tried: set[str] = set()
+        pause_s = PAUSE_S
+        while (left_s := self._left_s(job)) > 0:
+            worker = self._choose(tried)
+            if worker is None:  # all are down or refuse
+                await asyncio.sleep(min(pause_s, left_s))
+                pause_s = min(MAX_PAUSE_S, 2 * pause_s)
+                tried.clear()
+                continue
+            tried.add(worker.id)
+            pulled = await self._pull(job, worker, min(TIMEOUT_S, left_s))
+            if pulled is not None:
+                return pulled
+        return False
+
+    def _left_s(self, job: Drain) -> float:
+        """How long the KV may still be pulled: after the connector's timeout its blocks are another request's."""
+        pin_s = TIMEOUT_S if self.pin_s is None else self.pin_s * SAFE_SHARE
+        return pin_s - (self._ledger.now() - job.pinned_s)
+
+    def _choose(self, tried: set[str]) -> Worker | None:
+        """The untried decode worker with the most free slots; one that rests after a failure only if no other is up."""
+        workers = self._ledger.view().decoders
+        left = [w for w in workers if w.state is not WorkerState.DOWN and w.id not in tried]
+        if not left:
+            return None
+        best = max(left, key=lambda worker: (worker.state is WorkerState.UP, worker.free_slots, -worker.load_tokens))
+        return self._fleet[best.id]
+
+    async def _pull(self, job: Drain, worker: Worker, left_s: float) -> bool | None:
+        """Whether the worker pulled the KV; None when it refused before its engine saw the request."""
+        own = (JSON_TYPE, (b"x-request-id", f"{job.request_id}-drain".encode()))
+        headers = [*own, *job.headers, *worker.rank_header]
+        worker.in_use += 1
+        try:
+            async with asyncio.timeout(left_s):
+                reply = await worker.upstream.request(
+                    "POST",
+                    job.request.path,
+                    self._connector.drain(job.request, job.kv_transfer_params),
+                    headers,
+                    retry_stale=False,  # the worker may have pulled the KV before the connection broke
+                )
+                await reply.read(_REPLY_LIMIT)
+            return None if reply.status in (429, 503) else reply.status == 200
+        except (UpstreamError, TimeoutError) as error:
+            self._metrics.upstream_errors.inc(worker.id, Role.DECODE.value, f"drain_{type(error).__name__}")
+            return None if isinstance(error, ConnectFailed) and not error.sent else False
+        finally:
+            worker.in_use -= 1

@@ -1,0 +1,235 @@
+"""The workers as the proxy reaches them: connections, circuit, and what an operator or a health check said of each.
+
+The scheduler knows a worker by its state alone (up, draining, down). That state is derived here, in one place, from
+three sources that don't know each other:
+
+    operator   draining, until removed or undrained
+    health     draining while /health is not answered, down once that is so several times or nothing progresses
+    circuit    resting -> draining; open -> down (`circuit.py`)
+"""
+
+import asyncio
+import logging
+import math
+import ssl
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+from balanceroute.core.types import Role, WorkerSpec, WorkerState
+from balanceroute.errors import InvalidRequest
+from balanceroute.proxy.admission.ledger import Ledger
+from balanceroute.proxy.workers.circuit import Circuit, CircuitConfig, CircuitState
+from balanceroute.proxy.workers.foreign import ForeignLoad
+from balanceroute.proxy.workers.upstream import Upstream
+
+log = logging.getLogger(__name__)
+
+_CIRCUIT_SAYS = {
+    CircuitState.CLOSED: WorkerState.UP,
+    CircuitState.HALF_OPEN: WorkerState.UP,
+    CircuitState.RESTING: WorkerState.DRAINING,
+    CircuitState.TRIAL: WorkerState.DRAINING,
+    CircuitState.OPEN: WorkerState.DOWN,
+}
+
+
+class Worker:
+    """One schedulable (url, dp_rank) pair as the proxy reaches it.
+
+    `progress_s` is when it last gave proof of life that counts, a token or an answered probe, `answered_s` when it last
+    answered a health check well; `busy_since_s` is when
+    it got its first request after idleness. `peak_in_use` are the most requests under way since `take_peak`.
+    """
+
+    __slots__ = (
+        "_in_use",
+        "answered_s",
+        "busy_since_s",
+        "checks_failed",
+        "circuit",
+        "doubted",
+        "drained",
+        "echoes_ids",
+        "foreign",
+        "healthy",
+        "joining",
+        "kv_connector",
+        "leaving",
+        "peak_in_use",
+        "progress_s",
+        "rank_header",
+        "seen_healthy",
+        "spec",
+        "stalled",
+        "state",
+        "upstream",
+    )
+
+    def __init__(self, spec: WorkerSpec, upstream: Upstream, circuit: Circuit) -> None:
+        self.spec, self.upstream, self.circuit = spec, upstream, circuit
+        self.rank_header = () if spec.dp_rank is None else ((b"x-data-parallel-rank", b"%d" % spec.dp_rank),)
+        self.healthy = True
+        self.seen_healthy = False
+        self.checks_failed = 0
+        self.doubted = False  # the last check had no answer: nothing new goes there until the next one tells
+        self.stalled = False
+        self.joining: tuple[int, float] | None = None  # attempts left and when the next one counts
+        self.drained = False
+        self.leaving = False
+        self._in_use = self.peak_in_use = 0
+        self.foreign = ForeignLoad()
+        self.kv_connector: str | None = None  # whose kv_transfer_params it gives, "" where they don't tell
+        self.echoes_ids: bool | None = None  # X-Request-Id, as its answers' id; None: it has not answered yet
+        self.progress_s = self.answered_s = -math.inf
+        self.busy_since_s = -math.inf
+        self.state = WorkerState.UP
+
+    @property
+    def id(self) -> str:
+        """Its name in metrics, logs and /state."""
+        return self.spec.id
+
+    @property
+    def in_use(self) -> int:
+        """Upstream requests under way: probes, decodes, drains."""
+        return self._in_use
+
+    @in_use.setter
+    def in_use(self, count: int) -> None:
+        self._in_use = count
+        if count > self.peak_in_use:
+            self.peak_in_use = count
+
+    def take_peak(self) -> int:
+        """The most requests under way since the last call."""
+        peak, self.peak_in_use = self.peak_in_use, self._in_use
+        return peak
+
+    @property
+    def out(self) -> bool:
+        """Whether health checks have judged it down: it doesn't answer, or gives no tokens."""
+        return not self.healthy or self.stalled
+
+    def wanted_state(self) -> WorkerState:
+        """What operator, health and circuit allow together."""
+        circuit = _CIRCUIT_SAYS[self.circuit.state]
+        if self.out or circuit is WorkerState.DOWN:
+            return WorkerState.DOWN
+        return WorkerState.DRAINING if self.drained or self.leaving or self.doubted else circuit
+
+
+@dataclass(frozen=True, slots=True)
+class FleetConfig:
+    """How workers are connected to and judged."""
+
+    circuit: CircuitConfig = CircuitConfig()
+    high_water_bytes: int = 256 * 1024
+    ssl_context: Callable[[], ssl.SSLContext] | None = None  # None: the system's CAs
+
+
+class Fleet:
+    """All workers by id; tells the scheduler their states."""
+
+    def __init__(self, ledger: Ledger, config: FleetConfig, on_leave: Callable[[str], None] = lambda _: None) -> None:
+        self._ledger, self._config, self._on_leave = ledger, config, on_leave
+        self._loop: asyncio.AbstractEventLoop = ledger.loop
+        self._workers: dict[str, Worker] = {}
+
+    def __getitem__(self, worker_id: str) -> Worker:
+        return self._workers[worker_id]
+
+    def __iter__(self) -> Iterator[Worker]:
+        return iter(list(self._workers.values()))
+
+    def __contains__(self, worker_id: str) -> bool:
+        return worker_id in self._workers
+
+    def of(self, role: Role) -> list[Worker]:
+        """The workers of one role, in the order they joined."""
+        return [worker for worker in self._workers.values() if worker.spec.role is role]
+
+    def connect(self, spec: WorkerSpec) -> Worker:
+        """Make the connections to a worker that the scheduler knows already."""
+        upstream = Upstream(
+            spec.url,
+            worker=spec.id,
+            stage=spec.role.value,
+            ssl_context=self._config.ssl_context,
+            high_water_bytes=self._config.high_water_bytes,
+        )
+
+        def changed(wake_in_s: float | None) -> None:
+            self.update(worker)
+            if wake_in_s is not None:
+                self._loop.call_later(wake_in_s, self._tick, worker)
+
+        worker = Worker(spec, upstream, Circuit(self._config.circuit, changed))
+        self._workers[spec.id] = worker
+        return worker
+
+    def add(self, spec: WorkerSpec, join_attempts: int) -> Worker:
+        """A worker joins at run time; it gets requests once a health check succeeds.
+
+        Raises: InvalidRequest: its id is taken.
+        """
+        known = self._workers.get(spec.id)
+        if known is not None and known.leaving and known.spec == spec:
+            known.leaving = False
+            self.update(known)
+            return known
+        if known is not None:
+            raise InvalidRequest(f"worker {spec.id} is here already", param="instances")
+        self._ledger.add_worker(spec)
+        worker = self.connect(spec)
+        worker.joining = (join_attempts, 0.0)
+        self.set_healthy(worker, False)
+        return worker
+
+    def update(self, worker: Worker) -> None:
+        """Let the scheduler know what the worker may do now."""
+        state = worker.wanted_state()
+        if state is worker.state or worker.spec.id not in self._workers:
+            return
+        before, worker.state = worker.state, state
+        if WorkerState.DOWN in (before, state):
+            log.warning("worker state", extra={"worker": worker.id, "state": state.value, "before": before.value})
+        self._ledger.set_worker_state(worker.id, state)
+
+    def set_healthy(self, worker: Worker, healthy: bool) -> None:
+        """A health check's verdict."""
+        worker.healthy = healthy
+        if not healthy:
+            worker.echoes_ids = worker.kv_connector = None  # it may come back as another version
+        if healthy and not worker.stalled:
+            worker.circuit.reachable()
+        self.update(worker)
+
+    def drain(self, worker: Worker, drained: bool = True) -> None:
+        """An operator's word: nothing new to this worker."""
+        worker.drained = drained
+        self.update(worker)
+
+    def leave(self, worker: Worker) -> None:
+        """Remove the worker as soon as it holds nothing."""
+        worker.leaving = True
+        self.update(worker)
+
+    def sweep(self) -> list[str]:
+        """Forget the leaving workers that hold nothing any more; returns their ids."""
+        gone = []
+        for worker in self:
+            if worker.leaving and worker.in_use == 0 and self._ledger.remove_if_idle(worker.id):
+                del self._workers[worker.id]
+                worker.upstream.close()
+                self._on_leave(worker.id)
+                gone.append(worker.id)
+                log.info("worker left", extra={"worker": worker.id})
+        return gone
+
+    def close(self) -> None:
+        """Close every connection."""
+        for worker in self:
+            worker.upstream.close()
+
+    def _tick(self, worker: Worker) -> None:
+        worker.circuit.tick(self._loop.time())

@@ -1,0 +1,158 @@
+"""Which workers are alive, and which only say so.
+
+Every URL's `/health` is asked every `health.interval_s`. A worker is taken out after `failure_threshold` failures in a
+row, at once when it answers 503 (vLLM's word for a dead engine) or when it has never been seen healthy, so a router
+that starts before its workers waits for them instead of sending them requests. One good answer brings it back.
+
+Silence is weaker evidence than a refusal. A check that runs out of time counts for nothing when the worker gave other
+proof of life within `interval_s` and `timeout_s` (a token, an answered probe: an overloaded API server answers
+`/health` last), or when our own loop was too late to have seen the answer. A worker that gave no proof of life since a
+check was sent gets nothing new, and is asked again at once, until it answers or is out.
+
+`/health` is 200 on a decoder whose ranks hang in a collective, so progress counts more: a decoder with running streams
+and no token for `stall_after_s` is out until it produces one, or has nothing left to produce.
+
+A worker added at run time is asked `join_attempts` times, `join_interval_s` apart, and dropped if it never answers.
+"""
+
+import asyncio
+import logging
+from collections.abc import Callable
+
+from balanceroute.config import Config
+from balanceroute.core.types import Role
+from balanceroute.errors import UpstreamError
+from balanceroute.proxy.workers.fleet import Fleet, Worker
+from balanceroute.proxy.workers.rounds import Rounds
+from balanceroute.proxy.workers.silence import Attention
+
+log = logging.getLogger(__name__)
+
+_LIMIT = 2**16
+_LATE_S = 0.5  # our own loop was stalled when a timeout fires this much after its time
+
+
+class Silent(Exception):
+    """No answer in time; `ours` says that we may not have looked in time either."""
+
+    def __init__(self, ours: bool) -> None:
+        super().__init__()
+        self.ours = ours
+
+
+class HealthMonitor:
+    """Looks at every worker every `health.interval_s`."""
+
+    def __init__(
+        self,
+        fleet: Fleet,
+        loop: asyncio.AbstractEventLoop,
+        config: Callable[[], Config],
+        attention: Attention,
+        expects_tokens: Callable[[str], bool],
+        on_bug: Callable[[str, Exception, str], None],
+    ) -> None:
+        """`config` is called anew, so a reload counts; `expects_tokens`: whether a stream waits for that worker's next
+        token; `on_bug`: where, what, and whose check it was.
+        """
+        self._fleet, self._loop, self._config, self._attention = fleet, loop, config, attention
+        self._expects_tokens, self._on_bug = expects_tokens, on_bug
+        self._rounds = Rounds(fleet, self._look, self._uncheckable)
+
+    async def run(self) -> None:
+        """Until cancelled."""
+        await self._rounds.run(lambda: self._config().health.interval_s)
+
+    async def _look(self, workers: list[Worker]) -> None:
+        """Ask one URL and judge the workers behind it; anew as long as that leaves doubts."""
+        while await self._leaves_doubts(workers):
+            pass
+
+    async def _leaves_doubts(self, workers: list[Worker]) -> bool:
+        silent, asked_s = False, self._loop.time()
+        try:
+            status = await self._ask(workers[0])
+        except Silent as silence:
+            if silence.ours:
+                return False
+            silent, status = True, None
+        present = [worker for worker in workers if worker.id in self._fleet]
+        for worker in present:
+            worker.doubted = silent and worker.progress_s < asked_s
+            if silent and self._makes_progress(worker):
+                self._fleet.update(worker)
+            else:
+                self._judge(worker, status)
+        return any(worker.doubted and worker.healthy for worker in present)
+
+    def _uncheckable(self, workers: list[Worker], error: Exception) -> None:
+        """A worker that can't even be asked is no better than one that doesn't answer."""
+        for worker in workers:
+            if worker.id in self._fleet:
+                self._judge(worker, None)
+        self._on_bug("health", error, workers[0].id)
+
+    async def _ask(self, worker: Worker) -> int | None:
+        """The status of /health; None when the connection is refused or breaks. Raises: Silent."""
+        timeout_s = self._config().health.timeout_s
+        deadline_s = self._loop.time() + timeout_s
+        try:
+            async with asyncio.timeout_at(deadline_s):
+                reply = await worker.upstream.request("GET", "/health", connect_timeout_s=2 * timeout_s)
+                await reply.read(_LIMIT)
+            return reply.status
+        except UpstreamError:
+            return None
+        except TimeoutError:
+            raise Silent(self._loop.time() - deadline_s > _LATE_S) from None
+
+    def _judge(self, worker: Worker, status: int | None) -> None:
+        config = self._config().health
+        if status is not None and 200 <= status < 300:
+            worker.checks_failed, worker.seen_healthy, worker.joining = 0, True, None
+            worker.answered_s = self._loop.time()
+        else:
+            worker.checks_failed += 1
+            out = status == 503 or not worker.seen_healthy or worker.checks_failed >= config.failure_threshold
+            if out and worker.healthy:
+                log.warning("worker unhealthy", extra={"worker": worker.id, "status": status or "no answer"})
+            if worker.joining is not None:
+                self._join(worker)
+            if out:
+                self._fleet.set_healthy(worker, False)
+            else:
+                self._fleet.update(worker)
+            return
+        stalled = self._is_stalled(worker)
+        if stalled and not worker.stalled:
+            log.warning("worker makes no progress", extra={"worker": worker.id})
+            worker.circuit.open(self._loop.time())
+        worker.stalled = stalled
+        self._fleet.set_healthy(worker, True)
+
+    def _makes_progress(self, worker: Worker) -> bool:
+        """Whether it is too busy to answer, but not to work."""
+        health = self._config().health
+        return self._loop.time() - worker.progress_s < health.interval_s + health.timeout_s
+
+    def _is_stalled(self, worker: Worker) -> bool:
+        """Whether streams run on this decoder, their clients read, and yet no token has come for too long."""
+        if worker.spec.role is not Role.DECODE or not worker.in_use:
+            return False
+        since_s = max(worker.progress_s, worker.busy_since_s, self._attention.since_s)
+        if self._loop.time() - since_s < self._config().health.stall_after_s:
+            return False
+        return self._expects_tokens(worker.id)
+
+    def _join(self, worker: Worker) -> None:
+        lifecycle, now = self._config().lifecycle, self._loop.time()
+        assert worker.joining is not None
+        attempts, next_s = worker.joining
+        if now < next_s:
+            return
+        attempts -= 1
+        worker.joining = (attempts, now + lifecycle.join_interval_s)
+        if attempts <= 0:
+            log.warning("worker not ready, dropped", extra={"worker": worker.id})
+            worker.joining = None
+            self._fleet.leave(worker)

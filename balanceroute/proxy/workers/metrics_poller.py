@@ -1,0 +1,236 @@
+"""The third coroutine: what the workers say of themselves.
+
+Prefillers are asked for their KV usage, the back-pressure of the prefill dispatcher. What if they don't tell:
+
+    page                                        prefiller counts as
+    can't be reached (refused, broken, late)    full, so that one that nobody can reach is never preferred
+    the same of all that are up, for long       usage unknown: what is left is the word of /health, which is good
+    answers without the gauge (404, 500, ...)   usage unknown: at once, the engine may run with --disable-log-stats
+    answers what can't be read (malformed, huge)  the same
+
+Unknown usage bounds nothing but the probes under way at once (`core/prefill.py`): our own ledger serves on. Only health
+checks and failed requests take a worker out. Each of these is a condition (`conditions.py`): one log line, `/ready`.
+
+Decoders are asked too, but what they report is only compared
+with our own ledger (`reported` in /state), never put in its place: ours is exact and theirs is old. What they
+have beyond it for longer than their reports lag is somebody else's load (`foreign.py`), which decisions count.
+
+Pages are read by our own client and reader, because the loop that relays streams reads them: 100 kB take httpx and
+prometheus-client's parser 2.4 ms and, in one go, 50 ms; ours 0.06 and 0.1, 3 % of a core for 144 workers
+(`scripts/bench/polls.py`).
+
+Workers of one URL share one read; their ranks are told apart by the `engine` label.
+"""
+
+import asyncio
+import re
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Final
+
+from balanceroute.config import Config
+from balanceroute.core.types import Role, WorkerState
+from balanceroute.core.view import DecoderView
+from balanceroute.errors import BadUpstreamReply, UpstreamError
+from balanceroute.proxy.admission.ledger import Ledger
+from balanceroute.proxy.telemetry.conditions import METRICS
+from balanceroute.proxy.telemetry.metrics import Metrics
+from balanceroute.proxy.workers.drainer import Drainer
+from balanceroute.proxy.workers.fleet import Fleet, Worker
+from balanceroute.proxy.workers.foreign import Occupancy, least_own_slots
+from balanceroute.proxy.workers.rounds import Rounds
+
+_LIMIT: Final = 4 * 2**20  # a page of one engine has about 100 kB
+_MAX_REQUESTS: Final = 1e6  # of one engine
+_GAUGES: Final = (b"kv_cache_usage_perc", b"num_requests_running", b"num_requests_waiting")
+_SAMPLE = re.compile(rb"vllm:\w+\{([^}]*)\} (\S+)")
+_CACHE = re.compile(rb"vllm:cache_config_info\{([^}]*)\}")
+_CACHE_SIZE = re.compile(rb'(block_size|kv_cache_size_tokens|num_gpu_blocks)="(\d{1,12})"')
+_ENGINE = re.compile(rb'engine="([^"]*)"')
+FULL: Final = 1.0
+_UP: Final = WorkerState.UP
+
+
+@dataclass(frozen=True, slots=True)
+class Page:
+    """What a read of /metrics has brought; `problem` is empty if all went well, `reached` whether anything answered."""
+
+    engines: dict[str, dict[str, float]]
+    problem: str = ""
+    reached: bool = True
+
+
+def read_samples(text: bytes) -> dict[str, dict[str, float]]:
+    """KV usage, running and waiting requests per engine (DP rank as text); others are skipped unparsed.
+
+    So is what can't be meant: a usage that is no ratio, a number of requests that is none.
+    `kv_capacity_tokens` and `kv_block_tokens` come from the labels of `cache_config_info`, where it has them.
+    """
+    engines: dict[str, dict[str, float]] = defaultdict(dict)
+    text = b"\n" + text
+    for name in _GAUGES:
+        for line in _lines(text, name):
+            match = _SAMPLE.match(line)
+            value = None if match is None else _number(match[2])
+            if (
+                match is not None
+                and value is not None
+                and 0.0 <= value <= (1.0 if name == _GAUGES[0] else _MAX_REQUESTS)
+            ):
+                engines[_engine(match[1])][name.decode()] = value
+    for line in _lines(text, b"cache_config_info"):
+        if (labels := _CACHE.match(line)) is not None:
+            size = {name: int(value) for name, value in _CACHE_SIZE.findall(labels[1])}
+            block = size.get(b"block_size", 0)
+            engines[_engine(labels[1])] |= {
+                "kv_block_tokens": block,
+                "kv_capacity_tokens": size.get(b"kv_cache_size_tokens", block * size.get(b"num_gpu_blocks", 0)),
+            }
+    return dict(engines)
+
+
+def _lines(text: bytes, name: bytes) -> Iterator[bytes]:
+    """The samples of one metric. A search for each name reads a page ten times as fast as one pattern for all lines."""
+    start = b"\nvllm:" + name + b"{"
+    at = text.find(start)
+    while at >= 0:
+        end = text.find(b"\n", at + 1)
+        yield text[at + 1 : end if end >= 0 else None]
+        at = text.find(start, end) if end >= 0 else -1
+
+
+def _number(text: bytes) -> float | None:
+    try:
+        return float(text)
+    except ValueError:
+        return None
+
+
+def _engine(labels: bytes) -> str:
+    engine = _ENGINE.search(labels)
+    return engine[1].decode("latin-1") if engine else "0"
+
+
+def of_worker(engines: dict[str, dict[str, float]], dp_rank: int | None) -> dict[str, float] | None:
+    """The samples of one worker: its rank's, or where it has none those of the only engine; None when unknown.
+
+    Several engines behind one URL without ranks are seen as their maximum: as full as the fullest.
+    """
+    if dp_rank is not None and str(dp_rank) in engines:
+        return engines[str(dp_rank)]
+    if dp_rank is not None and len(engines) > 1:
+        return None
+    merged: dict[str, float] = {}
+    for samples in engines.values():
+        for name, value in samples.items():
+            merged[name] = max(merged.get(name, value), value)
+    return merged or None
+
+
+class MetricsPoller:
+    """Reads every URL's /metrics once per `prefill.poll_interval_s`."""
+
+    def __init__(
+        self,
+        fleet: Fleet,
+        ledger: Ledger,
+        metrics: Metrics,
+        drainer: Drainer,
+        config: Callable[[], Config],
+        on_bug: Callable[[str, Exception, str], None],
+    ) -> None:
+        """`config` is called anew, so a reload counts; `on_bug`: where, what, and whose page it was."""
+        self._fleet, self._ledger, self._metrics, self._drainer = fleet, ledger, metrics, drainer
+        self._config, self._on_bug = config, on_bug
+        self._watchdog, self._conditions = metrics.watchdog, metrics.conditions
+        self._unreached: dict[str, int] = defaultdict(int)  # reads in a row, by prefiller
+        self._rounds = Rounds(fleet, self._read, self._unreadable)
+
+    async def run(self) -> None:
+        """Until cancelled."""
+        await self._rounds.run(lambda: self._config().prefill.poll_interval_s)
+
+    async def _read(self, workers: list[Worker]) -> None:
+        page = await self._page(workers[0])
+        for worker in workers:
+            if worker.id in self._fleet:
+                self._report(worker, page)
+
+    async def _page(self, worker: Worker) -> Page:
+        timeout_s = self._config().health.timeout_s
+        try:
+            async with asyncio.timeout(timeout_s):
+                reply = await worker.upstream.request("GET", "/metrics")
+                text = await reply.read(_LIMIT)
+        except BadUpstreamReply as error:
+            return Page({}, f"its /metrics can't be read: {error}")
+        except UpstreamError as error:
+            return Page({}, f"its /metrics can't be reached: {error}", reached=False)
+        except TimeoutError:
+            return Page({}, f"its /metrics did not answer within {timeout_s:g} s", reached=False)
+        if reply.status != 200:
+            return Page({}, f"its /metrics answered with status {reply.status}")
+        return Page(read_samples(text))
+
+    def _unreadable(self, workers: list[Worker], error: Exception) -> None:
+        self._on_bug("metrics_poller", error, workers[0].id)
+
+    def _report(self, worker: Worker, page: Page) -> None:
+        samples = of_worker(page.engines, worker.spec.dp_rank)
+        problem = page.problem or ("" if _tells(worker, samples) else "its /metrics do not tell its load")
+        if problem:
+            self._metrics.scrapes_failed.inc(worker.id)
+        if problem and worker.healthy:
+            self._conditions.hold(METRICS, worker.id, problem)
+        else:
+            self._conditions.clear(METRICS, worker.id)  # of a worker that is down, that is no news
+        if worker.spec.role is Role.PREFILL:
+            self._unreached[worker.id] = 0 if page.reached else self._unreached[worker.id] + 1
+            usage = None if samples is None else samples.get("kv_cache_usage_perc")
+            self._ledger.report_prefiller(worker.id, usage if page.reached or self._all_unreached() else FULL)
+        else:
+            self._ledger.show_report(worker.id, samples or {})
+            self._report_foreign(worker, samples)
+        if samples is not None:
+            orphans = self._metrics.orphaned_kv
+            self._watchdog.see(worker.id, worker.spec.role, samples, held=self._held(worker), orphans=orphans)
+
+    def _all_unreached(self) -> bool:
+        """Whether no prefiller that is up can be asked for its usage, and not for the first time."""
+        up = [worker for worker in self._fleet.of(Role.PREFILL) if worker.healthy and not worker.leaving]
+        patience = self._config().health.failure_threshold
+        return all(self._unreached[worker.id] > patience for worker in up)
+
+    def _report_foreign(self, worker: Worker, samples: dict[str, float] | None) -> None:
+        """Tell the scheduler what others run on a decode worker."""
+        ledger = self._ledger
+        ledger.settle()
+        own = ledger.decoder(worker.id)
+        assert own is not None  # the ledger forgets no worker that the fleet knows
+        foreign = worker.foreign.see(samples, worker.take_peak(), own.load_tokens, own.mean_request_tokens)
+        least = 0
+        if foreign.requests:
+            view = ledger.view()
+            others = [_occupancy(other) for other in view.decoders if other.id != own.id and other.state is _UP]
+            least = least_own_slots(_occupancy(own, foreign.requests), others, view.pooled)
+        ledger.report_decoder(worker.id, foreign.requests, foreign.tokens, least)
+
+    def _held(self, worker: Worker) -> int:
+        if worker.spec.role is Role.DECODE:
+            return worker.in_use
+        prefiller = self._ledger.prefiller(worker.id)
+        assert prefiller is not None
+        return prefiller.inflight + prefiller.pinned + self._drainer.pending
+
+
+def _tells(worker: Worker, samples: dict[str, float] | None) -> bool:
+    if worker.spec.role is Role.PREFILL:
+        return samples is not None and "kv_cache_usage_perc" in samples
+    return samples is not None
+
+
+def _occupancy(worker: DecoderView, foreign: int | None = None) -> Occupancy:
+    """How full a decode worker is; `foreign` where that is newer than what the ledger knows."""
+    held = worker.foreign_requests if foreign is None else foreign
+    return Occupancy(worker.slots, worker.active, held, worker.engine_waiting)

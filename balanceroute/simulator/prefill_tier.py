@@ -1,0 +1,127 @@
+"""The simulated prefill tier, and a replay through it alone.
+
+A prefiller computes one prompt at a time, in the order in which they were sent to it, and skips the leading blocks that
+its prefix cache holds. So what a prompt finds cached is what those sent there before it have left, and its end is known
+when it is sent.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from heapq import heappop, heappush
+
+import numpy as np
+
+from balanceroute import report
+from balanceroute.core.policies import PolicySettings, make_policy
+from balanceroute.core.prefill import PREFILL_POLICIES, PrefillPolicy
+from balanceroute.core.scheduler import Scheduler, SchedulerConfig
+from balanceroute.core.types import Outcome, RequestSpec, Role, WorkerSpec
+from balanceroute.engine import PrefixCache
+from balanceroute.errors import InputError
+from balanceroute.traces import BLOCK_TOKENS, Trace
+
+
+class PrefillTier:
+    """The prefillers: when each is free, and what its cache holds.
+
+    Args: tokens_per_s: of one prefiller; cache_tokens: size of one prefix cache, 0 for none.
+    """
+
+    def __init__(self, n_prefillers: int, tokens_per_s: float, cache_tokens: int) -> None:
+        self.tokens_per_s = tokens_per_s
+        self.names = [f"p{index}" for index in range(n_prefillers)]
+        self.free_s = dict.fromkeys(self.names, 0.0)
+        self.caches = {name: PrefixCache(cache_tokens // BLOCK_TOKENS) for name in self.names}
+        self.computed = dict.fromkeys(self.names, 0)  # tokens
+        self.prompt_tokens = 0
+
+    def uncached(self, name: str, prefix: Sequence[int], prompt_tokens: int) -> int:
+        """Tokens that this prefiller would compute of a prompt sent to it now; one at least."""
+        return max(1, prompt_tokens - self.caches[name].found(prefix) * BLOCK_TOKENS)
+
+    def compute(self, name: str, prefix: Sequence[int], prompt_tokens: int, now: float) -> tuple[float, int]:
+        """Send a prompt: (when its prefill ends, how many of its tokens were cached)."""
+        tokens = self.uncached(name, prefix, prompt_tokens)
+        self.caches[name].compute(prefix)
+        done = self.free_s[name] = max(now, self.free_s[name]) + tokens / self.tokens_per_s
+        self.computed[name] += tokens
+        self.prompt_tokens += prompt_tokens
+        return done, prompt_tokens - tokens
+
+    @property
+    def computed_ratio(self) -> float:
+        """Share of the prompt tokens that were computed, not found cached."""
+        return sum(self.computed.values()) / self.prompt_tokens if self.prompt_tokens else 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class PrefillFigures:
+    """What a replay through the prefill tier yields.
+
+    `computed_ratio`: share of prompt tokens computed; latencies from arrival to the end of the prefill, seconds;
+    `busiest_ratio`: tokens computed by the busiest prefiller over the mean; `predicted_hit_ratio`, `hit_ratio`: shares
+    of prompt tokens that the router thought cached and that were.
+    """
+
+    computed_ratio: float
+    latency_p50_s: float
+    latency_p99_s: float
+    busiest_ratio: float
+    predicted_hit_ratio: float
+    hit_ratio: float
+
+
+Chooser = Callable[[PrefillTier], PrefillPolicy]
+"""Makes a policy that may look at the true caches, as no router can."""
+
+
+def replay_prefill(
+    trace: Trace, policy: str | Chooser, n_prefillers: int, tokens_per_s: float, cache_tokens: int
+) -> PrefillFigures:
+    """Send a trace through the scheduler's prefill dispatch; a request leaves when its prefill has ended.
+
+    Raises: InputError for a trace that says nothing of prefixes.
+    """
+    if not trace.prefix:
+        raise InputError("the trace has no prefix_blocks: convert one that has hash_ids, of Mooncake")
+    tier = PrefillTier(n_prefillers, tokens_per_s, cache_tokens)
+    scheduler = Scheduler(
+        make_policy(PolicySettings(policy="pool_fifo")),
+        SchedulerConfig(prefill_policy=policy if isinstance(policy, str) else "least_tokens"),
+    )
+    scheduler.prefill_policy = PREFILL_POLICIES[policy] if isinstance(policy, str) else policy(tier)
+    for name in tier.names:
+        scheduler.add_worker(WorkerSpec(name, Role.PREFILL), 0.0)
+        scheduler.report_prefix_cache(name, cache_tokens, 0.0)
+    scheduler.add_worker(WorkerSpec("d0", Role.DECODE), 0.0)
+    arrivals, prompts = trace.arrival_s.tolist(), trace.prompt_tokens.tolist()
+    latency_s = np.zeros(len(trace))
+    predicted = 0
+    running: list[tuple[float, int, int]] = []  # (when its prefill ends, request, cached tokens)
+
+    def end_until(now: float) -> None:
+        while running and running[0][0] <= now:
+            done, request, cached = heappop(running)
+            scheduler.prefilled(str(request), prompts[request], done, None, cached)
+            scheduler.finish(str(request), Outcome.FINISHED, done)
+
+    for request, (now, tokens) in enumerate(zip(arrivals, prompts, strict=True)):
+        end_until(now)
+        prefix = trace.full_blocks(request)
+        scheduler.submit(RequestSpec(str(request), tokens, prefix=prefix, block_tokens=BLOCK_TOKENS), now)
+        for prefill in scheduler.dispatch(now):
+            predicted += tokens - scheduler.snapshot.requests[prefill.request].uncached_tokens
+            done, cached = tier.compute(prefill.worker, prefix, tokens, now)
+            latency_s[request] = done - now
+            heappush(running, (done, request, cached))
+    end_until(float("inf"))
+    scheduler.snapshot.check_invariants()
+    computed = list(tier.computed.values())
+    return PrefillFigures(
+        computed_ratio=tier.computed_ratio,
+        latency_p50_s=report.percentile(latency_s, 50),
+        latency_p99_s=report.percentile(latency_s, 99),
+        busiest_ratio=max(computed) * len(computed) / sum(computed),
+        predicted_hit_ratio=predicted / tier.prompt_tokens,
+        hit_ratio=1.0 - tier.computed_ratio,
+    )

@@ -1,0 +1,154 @@
+"""Instructions that the router executes per event of a stream, counted by valgrind: the same on a busy machine.
+
+    .venv/bin/python scripts/count_instructions.py                      # the hot path as it is installed
+    BALANCEROUTE_PURE_PYTHON=1 .venv/bin/python scripts/count_instructions.py
+
+Sixteen streams on a real uvloop: what stands for their workers writes one event to each per turn, and each goes through
+worker connection, scanner, token count and client response to a socket. Two runs of different length are subtracted,
+so imports and requests do not count. What the kernel does is not counted; the script's own share, mostly the sixteen
+writes of a turn, is.
+"""
+
+import argparse
+import asyncio
+import os
+import re
+import socket
+import subprocess
+import sys
+import tempfile
+from typing import Any
+
+STREAMS = 16
+TURNS = (40, 140)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--events-per-read", type=int, default=1, help="events that come in one read")
+    parser.add_argument("--python", default="", help="classes of the hot path, by commas, that run uncompiled")
+    parser.add_argument("--turns", type=int, help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.turns is not None:
+        import uvloop
+
+        from balanceroute.proxy import hotpath
+        from balanceroute.proxy.hotpath import events
+
+        for name in filter(None, options.python.split(",")):
+            setattr(hotpath, name, getattr(events, name))
+        with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+            runner.run(_relay_events(options.turns, options.events_per_read))
+        return
+    short, long = (_instructions(turns, options.events_per_read, options.python) for turns in TURNS)
+    per_event = (long - short) / ((TURNS[1] - TURNS[0]) * STREAMS * options.events_per_read)
+    print(f"{per_event:,.0f} instructions per event, {options.events_per_read} events per read")
+
+
+def _instructions(turns: int, events_per_read: int, python: str) -> int:
+    with tempfile.NamedTemporaryFile() as out:
+        command = ["valgrind", "--tool=callgrind", f"--callgrind-out-file={out.name}", sys.executable, __file__]
+        command += ["--turns", str(turns), "--events-per-read", str(events_per_read), "--python", python]
+        environ = {**os.environ, "PYTHONHASHSEED": "0", "PYTHONPATH": os.getcwd()}
+        ran = subprocess.run(command, env=environ, capture_output=True, text=True)
+    collected = re.search(r"Collected : (\d+)", ran.stderr)
+    if ran.returncode or collected is None:
+        sys.exit(ran.stderr)
+    return int(collected[1])
+
+
+class _Ticket:
+    """Counts as `admission.ledger.Ticket` does."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop, behind: list["_Ticket"]) -> None:
+        self._now, self._behind = loop.time, behind
+        self.last_token_s, self.untold = 0.0, 0
+
+    def progress(self, tokens: int) -> None:
+        self.last_token_s = self._now()
+        if not self.untold:
+            self._behind.append(self)
+        self.untold += tokens
+
+
+class _Client(asyncio.Protocol):
+    """A connection of a client, as far as a response knows it."""
+
+    write_paused = receiving = False
+    date_line = b""
+
+    def connection_made(self, transport: Any) -> None:
+        self.transport, self.loop = transport, asyncio.get_running_loop()
+
+    async def drained(self) -> None:
+        raise AssertionError("the client's socket is full")
+
+    def response_done(self, keep_alive: bool) -> None:
+        pass
+
+    def close(self) -> None:
+        self.transport.close()
+
+
+def _event(token: int) -> bytes:
+    return (
+        b'data: {"id":"cmpl-3f2a91c07b5e4d1e9a6c","object":"text_completion","created":1780000000,"model":"deepseek",'
+        b'"choices":[{"index":0,"text":" token","logprobs":null,"finish_reason":null,"stop_reason":null,'
+        b'"token_ids":[%d],"prompt_logprobs":null,"prompt_token_ids":null}],"usage":null}\n\n' % token
+    )
+
+
+async def _relay_events(turns: int, events_per_read: int) -> None:
+    from balanceroute.proxy.client.response import Response
+    from balanceroute.proxy.life.relay import relay
+    from balanceroute.proxy.wire.sse import EventScanner
+    from balanceroute.proxy.workers.upstream import Upstream
+
+    loop = asyncio.get_running_loop()
+    behind: list[_Ticket] = []
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        upstream = Upstream(f"http://127.0.0.1:{listener.getsockname()[1]}")
+        workers, clients, scanners, relays = [], [], [], []
+        for _ in range(STREAMS):
+            asking = loop.create_task(upstream.request("POST", "/v1/completions", b"{}"))
+            while not upstream.busy_connections > len(workers):  # noqa: ASYNC110 - the pool has no event to wait for
+                await asyncio.sleep(0)
+            worker, _ = listener.accept()
+            worker.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            worker.send(b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n")
+            reply = await asking
+            ours, theirs = socket.socketpair()
+            theirs.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1 << 20)
+            ours.setblocking(False)
+            _, client = await loop.create_connection(_Client, sock=ours)
+            response = Response(client, head_only=False, http_1_0=False, keep_alive=True)
+            response.start(200, [])
+            scanner = EventScanner()
+            relays.append(loop.create_task(relay(reply, scanner, response, _Ticket(loop, behind).progress)))
+            workers.append(worker)
+            clients.append(theirs)
+            scanners.append(scanner)
+        events = _event(48_213) * events_per_read
+        read = b"%x\r\n%b\r\n" % (len(events), events)
+        for turn in range(turns):
+            for worker in workers:
+                worker.send(read)
+            counted = (turn + 1) * events_per_read
+            while scanners[-1].tokens < counted or scanners[0].tokens < counted:  # noqa: ASYNC110
+                await asyncio.sleep(0)
+            for ticket in behind:
+                ticket.untold = 0
+            behind.clear()
+            if turn % 20 == 19:
+                await asyncio.sleep(0)
+                for theirs in clients:
+                    theirs.recv(1 << 20)
+        assert all(scanner.ids_exact and scanner.tokens == turns * events_per_read for scanner in scanners)
+        for task in relays:
+            task.cancel()
+        await asyncio.gather(*relays, return_exceptions=True)
+        upstream.close()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,191 @@
+"""TLS towards clients and the listener for operators, on the process that `balanceroute serve` starts."""
+
+import os
+import re
+import signal
+import ssl
+import subprocess
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import httpx
+import pytest
+import trustme
+import yaml
+
+from tests.e2e.test_serve import listening_port, process
+
+pytestmark = pytest.mark.e2e
+
+WORKERS = {
+    "prefill": {"workers": [{"url": "http://127.0.0.1:1"}]},
+    "decode": {"workers": [{"url": "http://127.0.0.1:2"}]},
+    "predictor": {"kind": "none"},
+}
+
+
+class Authority:
+    """A CA and what it has signed, as files."""
+
+    def __init__(self, folder: Path, name: str) -> None:
+        self._ca, self._folder = trustme.CA(), folder
+        self.file = folder / f"{name}-ca.pem"
+        self._ca.cert_pem.write_to_path(str(self.file))
+
+    def write_chain(self, file: Path) -> Path:
+        """Certificate and key for 127.0.0.1 in one file."""
+        self._ca.issue_cert("127.0.0.1").private_key_and_cert_chain_pem.write_to_path(str(file))
+        return file
+
+    def client(self, chain: Path | None = None) -> ssl.SSLContext:
+        """A client that trusts this CA alone, with a certificate of its own or without."""
+        context = ssl.create_default_context(cafile=str(self.file))
+        if chain is not None:
+            context.load_cert_chain(chain)
+        return context
+
+
+@dataclass(frozen=True, slots=True)
+class Served:
+    """A router's process, its ports and its log."""
+
+    running: subprocess.Popen[bytes]
+    port: int
+    log: Path
+
+    def status(self, context: ssl.SSLContext, path: str = "/health") -> int:
+        """What a new connection gets."""
+        return httpx.get(f"https://127.0.0.1:{self.port}{path}", verify=context, trust_env=False).status_code
+
+    def refuses(self, context: ssl.SSLContext) -> bool:
+        """Whether no request gets through; in TLS 1.3 a client hears of it only after its own part is done."""
+        try:
+            self.status(context)
+        except httpx.TransportError:
+            return True
+        return False
+
+    def hang_up_and_wait_for(self, told: str) -> None:
+        """SIGHUP, and what the log says to it."""
+        before = self.log.read_text().count(told)
+        os.kill(self.running.pid, signal.SIGHUP)
+        deadline = time.monotonic() + 60
+        while self.log.read_text().count(told) == before:
+            assert time.monotonic() < deadline, self.log.read_text()
+            time.sleep(0.02)
+
+
+@contextmanager
+def serving(folder: Path, *flags: str, **sections: dict[str, str]) -> Iterator[Served]:
+    config, log = folder / "router.yaml", folder / "router.log"
+    config.write_text(yaml.safe_dump(WORKERS | sections))
+    with process("serve", "--config", str(config), "--port", "0", *flags, log=log) as running:
+        yield Served(running, listening_port(log, running), log)
+
+
+def test_clients_are_served_over_tls_alone_and_a_new_certificate_needs_no_restart(tmp_path: Path) -> None:
+    old, new = Authority(tmp_path, "old"), Authority(tmp_path, "new")
+    chain = old.write_chain(tmp_path / "chain.pem")
+    with serving(tmp_path, tls={"cert_file": str(chain)}) as router:
+        assert router.status(old.client()) == 200
+        assert router.refuses(new.client())
+        with pytest.raises(httpx.TransportError):
+            httpx.get(f"http://127.0.0.1:{router.port}/health", trust_env=False)
+        new.write_chain(chain)
+        router.hang_up_and_wait_for('"event":"configuration reloaded"')
+        assert router.status(new.client()) == 200 and router.refuses(old.client())
+        chain.write_text("no certificate")
+        router.hang_up_and_wait_for('"event":"reload refused"')
+        assert "tls.cert_file" in router.log.read_text()
+        assert router.status(new.client()) == 200
+
+
+def test_where_clients_must_show_a_certificate_a_new_ca_of_theirs_counts_from_the_reload_on(tmp_path: Path) -> None:
+    server, first, second = (Authority(tmp_path, name) for name in ("server", "first", "second"))
+    ca = tmp_path / "clients.pem"
+    ca.write_bytes(first.file.read_bytes())
+    tls = {"cert_file": str(server.write_chain(tmp_path / "chain.pem")), "client_ca_file": str(ca)}
+    known = server.client(first.write_chain(tmp_path / "first.pem"))
+    unknown = server.client(second.write_chain(tmp_path / "second.pem"))
+    with serving(tmp_path, tls=tls) as router:
+        assert router.status(known) == 200
+        assert router.refuses(unknown) and router.refuses(server.client())
+        ca.write_bytes(second.file.read_bytes())
+        router.hang_up_and_wait_for('"event":"configuration reloaded"')
+        assert router.status(unknown) == 200
+        assert router.refuses(known) and router.refuses(server.client())
+
+
+@pytest.mark.parametrize("over_tls", [False, True], ids=["plain", "tls"])
+def test_admin_routes_have_a_listener_of_their_own_where_one_is_set(tmp_path: Path, over_tls: bool) -> None:
+    authority = Authority(tmp_path, "server")
+    tls = {"cert_file": str(authority.write_chain(tmp_path / "chain.pem"))} if over_tls else {}
+    with serving(tmp_path, listen={"admin": "127.0.0.1:0"}, tls=tls) as router:
+        found = re.search(r'"admin_port":(\d+)', router.log.read_text())
+        assert found
+        scheme, verify = ("https", authority.client()) if over_tls else ("http", True)
+
+        def status(port: int, method: str, path: str) -> int:
+            url = f"{scheme}://127.0.0.1:{port}{path}"
+            return httpx.request(method, url, verify=verify, trust_env=False).status_code
+
+        clients, operators = router.port, int(found[1])
+        for method, path, there, here in (
+            ("GET", "/state", 404, 200),
+            ("GET", "/dashboard", 404, 200),
+            ("POST", "/instances/add", 404, 400),
+            ("GET", "/health", 200, 200),
+            ("GET", "/metrics", 200, 200),
+            ("GET", "/v1/models", 503, 404),
+            ("POST", "/v1/completions", 400, 404),
+            ("POST", "/v1/chat/completions", 400, 404),
+        ):
+            assert (status(clients, method, path), status(operators, method, path)) == (there, here), path
+
+
+def test_an_admin_address_that_is_taken_is_one_line_and_exit_code_2(tmp_path: Path) -> None:
+    with serving(tmp_path) as other:
+        config, log = tmp_path / "second.yaml", tmp_path / "second.log"
+        config.write_text(yaml.safe_dump(WORKERS | {"listen": {"admin": f"127.0.0.1:{other.port}"}}))
+        with process("serve", "--config", str(config), "--port", "0", log=log) as running:
+            assert running.wait(60) == 2
+        assert f"listen.admin: cannot listen on 127.0.0.1:{other.port}" in log.read_text()
+        assert "Traceback" not in log.read_text()
+
+
+@pytest.mark.parametrize(
+    ("tls", "told"),
+    [
+        ({"cert_file": "/nowhere.pem"}, "tls.cert_file: /nowhere.pem cannot be used"),
+        ({"key_file": "/nowhere.pem"}, "tls.key_file = '/nowhere.pem': accepted only with tls.cert_file"),
+        ({"worker_ca_file": "/nowhere.pem"}, "tls.worker_ca_file: /nowhere.pem cannot be used"),
+    ],
+)
+def test_files_that_cannot_be_used_are_one_line(tmp_path: Path, tls: dict[str, str], told: str) -> None:
+    config, log = tmp_path / "router.yaml", tmp_path / "router.log"
+    config.write_text(yaml.safe_dump(WORKERS | {"tls": tls}))
+    with process("serve", "--config", str(config), "--port", "0", log=log) as running:
+        assert running.wait(60) == 2
+    assert told in log.read_text() and log.read_text().count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("flags", "environ", "told"),
+    [
+        (["--host", "0.0.0.0"], {}, ["may use the cluster"]),
+        (["--host", "0.0.0.0"], {"OPENAI_API_KEY": "sk-w"}, ["lent to whoever", "may use the cluster"]),
+        ([], {}, []),
+    ],
+)
+def test_serve_says_who_may_use_the_cluster(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, flags: list[str], environ: dict[str, str], told: list[str]
+) -> None:
+    for name, value in environ.items():
+        monkeypatch.setenv(name, value)
+    with serving(tmp_path, *flags) as router:
+        lines = [line for line in router.log.read_text().splitlines() if "auth.client_keys" in line]
+        assert len(lines) == len(told)
+        assert all(text in line for text, line in zip(told, lines, strict=True))

@@ -1,0 +1,111 @@
+"""Emulated workers in processes of their own: KV goes between them, and one of them can stand still."""
+
+import asyncio
+import json
+import socket
+from typing import Any
+
+import httpx
+import pytest
+
+from balanceroute.cli.emulate import configuration
+from balanceroute.config import validate
+from balanceroute.emulator import ClusterShape, ProcessCluster
+from balanceroute.emulator.processes import members_of
+from balanceroute.engine.tokens import continuation, decode
+from balanceroute.errors import ConfigError
+from tests.integration.test_proxy_answers import PROMPT, completion
+
+pytestmark = pytest.mark.anyio
+
+HOST = "127.0.0.1"
+SHAPE = ClusterShape(prefillers=1, decoders=2, lease_s=30.0)
+PROBE = {"do_remote_decode": True, "do_remote_prefill": False}
+
+
+def free_ports(count: int) -> list[int]:
+    sockets = [socket.socket() for _ in range(count)]
+    for each in sockets:
+        each.bind((HOST, 0))
+    ports = [each.getsockname()[1] for each in sockets]
+    for each in sockets:
+        each.close()
+    return ports
+
+
+def a_cluster(shape: ClusterShape, groups: int) -> ProcessCluster:
+    ports = free_ports(shape.prefillers + shape.decoders + 1)
+    members = members_of(shape, groups, HOST, ports[: shape.prefillers], ports[shape.prefillers : -1])
+    return ProcessCluster(shape, members, HOST, ports[-1])
+
+
+async def prefilled(client: httpx.AsyncClient, cluster: ProcessCluster) -> dict[str, Any]:
+    body = completion(max_tokens=1, stream=False) | {"min_tokens": 1, "kv_transfer_params": PROBE}
+    reply = await client.post(f"{cluster.prefill_urls[0]}/v1/completions", json=body)
+    params: dict[str, Any] = reply.json()["kv_transfer_params"]
+    return params
+
+
+async def decoded(client: httpx.AsyncClient, url: str, params: dict[str, Any], tokens: int = 5) -> str:
+    body = completion(max_tokens=tokens, stream=False) | {"kv_transfer_params": params}
+    reply = await client.post(f"{url}/v1/completions", json=body)
+    text: str = reply.json()["choices"][0]["text"]
+    return text
+
+
+async def test_kv_goes_between_processes_once_and_a_rank_that_stands_still_leaves_the_other_alone() -> None:
+    async with a_cluster(SHAPE, 2) as cluster, httpx.AsyncClient(trust_env=False, timeout=60.0) as client:
+        first, second = cluster.decode_urls
+        right = decode(continuation(PROMPT, 5))
+        params = await prefilled(client, cluster)
+        assert await decoded(client, first, params) == right
+        assert await decoded(client, first, params) != right  # its KV is gone
+        state = (await client.get(f"{cluster.control_url}/_emulator/state")).json()
+        assert state["violations"] == 1 and state["workers"]["d0"]["violations"] == {"params_reused": 1}
+        assert state["workers"]["p0"]["pinned"] == 0
+
+        async def strike(worker: str, kind: str) -> int:
+            url = f"{cluster.control_url}/_emulator/fault"
+            return (await client.post(url, json={"worker": worker, "kind": kind})).status_code
+
+        assert await strike("d0", "sigstop") == 200
+        waits = asyncio.get_running_loop().create_task(decoded(client, first, await prefilled(client, cluster)))
+        assert await decoded(client, second, await prefilled(client, cluster)) == right
+        assert not waits.done()
+        state = (await client.get(f"{cluster.control_url}/_emulator/state")).json()
+        assert state["processes"] == {"p0": "up", "d0": "stopped", "d1": "up"}
+        assert await strike("d0", "sigcont") == 200
+        assert await waits == right
+
+        assert await strike("d1", "sigkill") == 200
+        with pytest.raises(httpx.ConnectError):
+            await client.get(f"{second}/health")
+        assert await strike("d1", "respawn") == 200
+        assert await decoded(client, second, await prefilled(client, cluster)) == right
+        assert await strike("d7", "sigstop") == 400
+        await strike("d0", "sigstop")  # and the whole cluster ends all the same
+
+
+def test_the_written_configuration_names_the_groups() -> None:
+    shape = ClusterShape(prefillers=1, decoders=4)
+    tree = configuration(a_cluster(shape, 2))
+    assert [worker["barrier_group"] for worker in tree["decode"]["workers"]] == ["g0", "g0", "g1", "g1"]
+    assert configuration(a_cluster(shape, 4))["decode"]["shared_barrier"] is False
+    one = configuration(a_cluster(shape, 1))
+    assert "shared_barrier" not in one["decode"] and "barrier_group" not in json.dumps(one)
+    config = validate(tree)
+    assert [config.decode.barrier_group_of(worker) for worker in config.decode.workers] == ["g0", "g0", "g1", "g1"]
+
+
+@pytest.mark.parametrize(
+    ("shape", "groups", "told"),
+    [
+        (ClusterShape(decoders=4), 3, "--processes 3: 4 decode ranks can't be cut into so many equal groups"),
+        (ClusterShape(decoders=4, ranks_per_url=2), 4, "--processes 4"),
+        (ClusterShape(connector="mooncake_layerwise"), 1, "--processes: not with mooncake_layerwise"),  # type: ignore[arg-type]
+    ],
+    ids=["uneven", "through a URL", "layerwise"],
+)
+def test_a_cluster_that_cannot_be_cut_up_like_that_is_refused(shape: ClusterShape, groups: int, told: str) -> None:
+    with pytest.raises(ConfigError, match=told):
+        a_cluster(shape, groups)

@@ -1,0 +1,101 @@
+"""Load on the decode workers that is not ours: clients that go there directly, and a second router."""
+
+import asyncio
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import httpx
+import pytest
+
+from balanceroute.emulator import ClusterShape, EmulatedCluster
+from balanceroute.proxy.app import RouterApp, create_app
+from tests.integration.router import configuration, patient, running, served
+from tests.integration.test_proxy_answers import completion
+
+pytestmark = pytest.mark.anyio
+
+SHAPE = ClusterShape(prefillers=2, decoders=2, max_num_seqs=4, time_scale=0.02)
+OFTEN = {"prefill": {"poll_interval_s": 0.1}}
+
+
+async def until(condition: Callable[[], bool], timeout_s: float = 120.0) -> None:
+    async with asyncio.timeout(timeout_s):
+        while not condition():  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+
+
+def foreign(app: RouterApp) -> list[int]:
+    return [worker.foreign_requests for worker in app.services.ledger.scheduler.snapshot.workers]
+
+
+@pytest.mark.parametrize("policy", ["br_h", "target_fit", "join_shortest_queue"])
+async def test_direct_clients_on_a_decoder_turn_ours_away_from_it_until_they_are_gone(policy: str) -> None:
+    async with running(SHAPE, routing={"policy": policy}, **OFTEN) as router:
+        busy, quiet = router.cluster.decode
+        async with httpx.AsyncClient(trust_env=False, timeout=None) as direct:
+            body = completion(max_tokens=20_000, stream=False)
+            tasks = [
+                asyncio.get_running_loop().create_task(
+                    direct.post(f"{router.cluster.decode_urls[0]}/v1/completions", json=body)
+                )
+                for _ in range(8)
+            ]
+            await until(lambda: foreign(router.app)[0] == 8)
+            data = (await router.client.get("/dashboard/data")).json()
+            assert [worker["foreign_requests"] for worker in data["workers"]] == [8, 0]
+            assert data["workers"][0]["foreign_tokens"] > 0 == data["workers"][1]["foreign_tokens"]
+            before = busy.counters["requests"]
+            replies = await asyncio.gather(
+                *(router.client.post("/v1/completions", json=completion(max_tokens=5)) for _ in range(6))
+            )
+            assert all(reply.status_code == 200 for reply in replies)
+            assert (busy.counters["requests"] - before, quiet.counters["requests"]) == (0, 6)
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+            await until(lambda: foreign(router.app) == [0, 0])
+        replies = await asyncio.gather(
+            *(router.client.post("/v1/completions", json=completion(max_tokens=50)) for _ in range(8))
+        )
+        assert busy.counters["requests"] > before
+        await router.settled()
+
+
+async def test_two_routers_over_one_cluster_share_it_without_queues_at_the_engines() -> None:
+    async with EmulatedCluster(patient(SHAPE)) as cluster:
+        apps = [create_app(configuration(cluster, **OFTEN), strict=True) for _ in range(2)]
+        async with (
+            served(apps[0]) as first,
+            served(apps[1]) as second,
+            httpx.AsyncClient(trust_env=False, timeout=120.0) as client,
+        ):
+            done: Counter[str] = Counter()
+            ended = asyncio.Event()
+
+            async def drive(url: str, tokens: int) -> None:
+                while not ended.is_set():
+                    reply = await client.post(f"{url}/v1/completions", json=completion(max_tokens=tokens, stream=False))
+                    assert reply.status_code == 200
+                    done[url] += 1
+
+            def queued() -> int:
+                return sum(len(worker.rank.waiting) for worker in cluster.decode)
+
+            async with asyncio.TaskGroup() as crowd:
+                for number in range(16):  # each router alone could fill the cluster twice over
+                    for url in (first, second):
+                        crowd.create_task(drive(url, 600 + 40 * number))
+                await until(lambda: queued() >= 6)  # both have filled it, and neither has seen the other yet
+                await until(lambda: queued() == 0)
+                served_before, queues = Counter(done), []
+                await until(lambda: _look(queues, queued()) and sum((done - served_before).values()) >= 50)
+                ended.set()
+            shares = done - served_before
+            assert sum(queues) / len(queues) < 4, queues  # unaware it is 8: as many again as there are slots
+            assert min(shares.values()) > 0.2 * sum(shares.values()), shares
+
+
+def _look(queues: list[Any], queue: int) -> bool:
+    queues.append(queue)
+    return True

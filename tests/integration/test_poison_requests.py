@@ -1,0 +1,269 @@
+"""Requests that no decoder survives: few decoders meet them, and nobody else pays."""
+
+import asyncio
+import contextlib
+import io
+import logging
+from typing import Any
+
+import httpx
+import pytest
+
+from balanceroute.emulator import ClusterShape
+from balanceroute.engine.tokens import continuation, decode
+from tests.integration.router import Router, running
+from tests.integration.test_proxy_answers import PROMPT, chat, completion, events, texts
+
+pytestmark = pytest.mark.anyio
+
+SIX = ClusterShape(prefillers=2, decoders=6, max_num_seqs=8, time_scale=0.02)
+LAYERWISE = ClusterShape(
+    prefillers=2,
+    decoders=6,
+    max_num_seqs=8,
+    time_scale=0.02,
+    connector="mooncake_layerwise",  # type: ignore[arg-type]
+)
+QUICK = {"retry": {"base_delay_s": 0.001, "max_delay_s": 0.01}}
+POISON = {"vllm_xargs": {"kill_decoder": True}}
+
+
+def dead(router: Router) -> list[str]:
+    return [worker.name for worker in router.cluster.decode if worker.dead]
+
+
+@pytest.mark.parametrize("shape", [SIX, LAYERWISE], ids=["pull", "layerwise"])
+@pytest.mark.parametrize("stream", [True, False])
+async def test_a_request_that_kills_decoders_reaches_two_of_them_and_no_third(
+    shape: ClusterShape, stream: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with running(shape, **QUICK) as router:
+        with caplog.at_level(logging.WARNING):
+            reply = await router.client.post(
+                "/v1/completions", json=completion(stream=stream, max_tokens=100, **POISON)
+            )
+        assert reply.status_code == 502
+        assert "2 decode workers" in reply.json()["error"]["message"]
+        assert reply.headers["x-should-retry"] == "false"
+        assert len(dead(router)) == 2
+        assert router.app.services.metrics.poison_requests.value() == 1
+        told = [record for record in caplog.records if "given up" in record.getMessage()]
+        assert [sorted(record.workers) for record in told] and all(record.request for record in told)  # type: ignore[attr-defined]
+        good = await router.client.post("/v1/completions", json=completion())
+        assert good.json()["choices"][0]["text"] == decode(continuation(PROMPT, 12))
+        await router.settled()
+
+
+async def test_requests_beside_a_poison_request_all_get_their_answers() -> None:
+    async with running(SIX, routing={"policy": "join_shortest_queue"}, **QUICK) as router:
+
+        async def one(n: int) -> Any:
+            body = completion([*PROMPT, 300 + n], max_tokens=20 + n, stream=n % 2 == 0)
+            return await router.client.post("/v1/completions", json=body)
+
+        asked = [asyncio.ensure_future(one(n)) for n in range(20)]
+        poison = asyncio.ensure_future(router.client.post("/v1/completions", json=completion(**POISON)))
+        asked += [asyncio.ensure_future(one(n)) for n in range(20, 40)]
+        replies = await asyncio.gather(*asked)
+        assert (await poison).status_code == 502
+        assert [reply.status_code for reply in replies] == [200] * 40
+        for n, reply in enumerate(replies):
+            parts = events(reply.text) if n % 2 == 0 else [reply.json()]
+            assert "".join(texts(parts)) == decode(continuation([*PROMPT, 300 + n], 20 + n))
+        assert len(dead(router)) == 2
+        assert router.app.services.metrics.poison_requests.value() == 1
+        await router.settled()
+
+
+async def test_a_poison_request_whose_client_leaves_is_not_drained_through_a_third_decoder() -> None:
+    async with running(SIX, **QUICK) as router:
+        ask = asyncio.ensure_future(router.client.post("/v1/completions", json=completion(**POISON)))
+        async with asyncio.timeout(5):
+            while not dead(router):  # noqa: ASYNC110
+                await asyncio.sleep(0.001)
+        ask.cancel()
+        await asyncio.wait([ask])
+        await router.settled()
+        assert sum(worker.counters["killed_by_request"] for worker in router.cluster.decode) <= 2
+
+
+@pytest.mark.parametrize("fault", ["reset_before_reply", "close"])
+async def test_a_connection_that_breaks_at_a_decoder_that_lives_is_no_evidence(fault: str) -> None:
+    async with running(SIX, retry={"max_attempts": 4, "base_delay_s": 0.001, "max_delay_s": 0.01}) as router:
+        for name in ("d0", "d1", "d2", "d3", "d4", "d5"):
+            await router.cluster.inject(name, fault)
+        for worker in router.cluster.decode[3:]:
+            worker.faults.clear()
+        reply = await router.client.post("/v1/completions", json=completion(stream=True))
+        assert "".join(texts(events(reply.text))) == decode(continuation(PROMPT, 12))
+        assert router.app.services.metrics.poison_requests.value() == 0
+        await router.settled()
+
+
+# -- prompt logprobs: poison to the decoders of today's engines
+
+
+@pytest.mark.parametrize("shape", [SIX, LAYERWISE], ids=["pull", "layerwise"])
+@pytest.mark.parametrize("limit", [1, 12, 100])
+async def test_prompt_logprobs_come_from_the_prefiller_and_no_decoder_is_asked(shape: ClusterShape, limit: int) -> None:
+    async with running(shape) as router:
+        body = completion(prompt_logprobs=0, max_tokens=limit, logprobs=1)
+        told = (await router.client.post("/v1/completions", json=body)).json()["choices"][0]
+        assert told["prompt_logprobs"][0] is None
+        assert [next(iter(each)) for each in told["prompt_logprobs"][1:]] == [str(token) for token in PROMPT[1:]]
+        assert len(told["logprobs"]["tokens"]) == limit
+        reply = await router.client.post("/v1/chat/completions", json=chat(prompt_logprobs=2))
+        assert len(reply.json()["prompt_logprobs"]) == reply.json()["usage"]["prompt_tokens"]
+        assert dead(router) == []
+        await router.settled()
+
+
+@pytest.mark.parametrize("shape", [SIX, LAYERWISE], ids=["pull", "layerwise"])
+@pytest.mark.parametrize("prompt", ["the quick brown fox", PROMPT], ids=["text", "ids"])
+@pytest.mark.parametrize("fields", [{}, {"logprobs": 1}, {"logprobs": 1, "n": 2}, {"return_token_ids": True}])
+async def test_an_echo_is_that_of_one_plain_server(shape: ClusterShape, prompt: Any, fields: dict[str, Any]) -> None:
+    async with running(shape) as router:
+        body = completion(prompt, echo=True, **fields)
+        ours = (await router.client.post("/v1/completions", json=body)).json()
+        plain = (await router.client.post(f"{router.cluster.prefill_urls[0]}/v1/completions", json=body)).json()
+        assert ours["choices"] == plain["choices"]
+        assert ours["usage"] == plain["usage"]
+        assert dead(router) == []
+        await router.settled()
+
+
+@pytest.mark.parametrize("shape", [SIX, LAYERWISE], ids=["pull", "layerwise"])
+async def test_a_stream_begins_with_the_echo(shape: ClusterShape) -> None:
+    async with running(shape) as router:
+        body = completion("the quick brown fox", echo=True, stream=True)
+        parts = events((await router.client.post("/v1/completions", json=body)).text)
+        url = f"{router.cluster.prefill_urls[0]}/v1/completions"
+        plain = events((await router.client.post(url, json=body)).text)
+        assert "".join(texts(parts)) == "".join(texts(plain))
+        assert "".join(texts(parts)).startswith("the quick brown fox")
+        await router.settled()
+
+
+async def test_an_echoing_stream_that_is_cut_echoes_once() -> None:
+    async with running(SIX, **QUICK) as router:
+        for after in (0, 5):
+            for worker in router.cluster.decode:
+                await router.cluster.inject(worker.name, "recompute", after_events=after)
+            body = completion("the quick brown fox", echo=True, stream=True, max_tokens=30)
+            text = "".join(texts(events((await router.client.post("/v1/completions", json=body)).text)))
+            url = f"{router.cluster.prefill_urls[0]}/v1/completions"
+            plain = "".join(texts(events((await router.client.post(url, json=body)).text)))
+            assert text == plain
+            for worker in router.cluster.decode:
+                worker.faults.clear()
+        await router.settled()
+
+
+@pytest.mark.parametrize("shape", [SIX, LAYERWISE], ids=["pull", "layerwise"])
+@pytest.mark.parametrize("fields", [{}, {"logprobs": 2}, {"n": 2}, {"logprobs": 0, "prompt": ["abc def", "ghi"]}])
+async def test_a_prompt_is_scored_without_any_decoder(shape: ClusterShape, fields: dict[str, Any]) -> None:
+    async with running(shape) as router:
+        body = completion("the quick brown fox", echo=True) | {"max_tokens": 0} | fields
+        ours = await router.client.post("/v1/completions", json=body)
+        plain = await router.client.post(f"{router.cluster.prefill_urls[0]}/v1/completions", json=body)
+        assert ours.status_code == plain.status_code == 200
+        assert ours.json()["choices"] == plain.json()["choices"]
+        if "n" not in fields:  # vLLM counts the prompt's one token per answer
+            assert ours.json()["usage"] == plain.json()["usage"]
+        assert sum(worker.counters["requests"] for worker in router.cluster.decode) == 0
+        if "logprobs" not in fields:
+            streamed = await router.client.post("/v1/completions", json=body | {"stream": True})
+            parts = events(streamed.text)
+            whole = [choice["text"] for choice in ours.json()["choices"]]
+            assert sorted(texts(parts)) == sorted(whole) and parts[-1] == "[DONE]"
+        await router.settled()
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"prompt_logprobs": 1, "stream": True},
+        {"prompt_logprobs": -1, "stream": True},
+        {"echo": True, "logprobs": 1, "stream": True},
+        {"max_tokens": 0},
+    ],
+    ids=["stream", "stream-all", "stream-echo", "no-echo"],
+)
+async def test_what_cannot_be_said_of_a_prompt_is_refused_with_the_reason(fields: dict[str, Any]) -> None:
+    async with running(SIX) as router:
+        reply = await router.client.post("/v1/completions", json=completion(**{"max_tokens": 12} | fields))
+        assert reply.status_code == 400
+        assert reply.json()["error"]["param"] in ("prompt_logprobs", "echo", "max_tokens")
+        assert sum(worker.counters["requests"] for worker in router.cluster.prefill) == 0
+
+
+@pytest.mark.parametrize("shape", [SIX, LAYERWISE], ids=["pull", "layerwise"])
+@pytest.mark.parametrize("stream", [True, False])
+@pytest.mark.parametrize("many", [{"n": 4}, {"prompt": ["a b", "c d", "e f"]}], ids=["n", "prompts"])
+async def test_the_choices_of_a_poison_request_together_reach_two_decoders(
+    shape: ClusterShape, stream: bool, many: dict[str, Any]
+) -> None:
+    async with running(shape, **QUICK) as router:
+        body = completion(stream=stream) | POISON | many
+        reply = await router.client.post("/v1/completions", json=body)
+        assert reply.status_code == 502
+        assert len(dead(router)) == 2
+        assert router.app.services.metrics.poison_requests.value() == 1
+        await router.settled()
+
+
+async def test_more_choices_than_slots_are_answered_though_a_decoder_dies_under_the_first() -> None:
+    shape = ClusterShape(prefillers=1, decoders=2, max_num_seqs=2, time_scale=0.02, lease_s=300.0)
+    async with running(shape, **QUICK) as router:
+        decoders = {
+            url.removeprefix("http://"): worker
+            for url, worker in zip(router.cluster.decode_urls, router.cluster.decode, strict=True)
+        }
+        for name in ("d0", "d1"):
+            await router.cluster.inject(name, "freeze")
+        ask = asyncio.ensure_future(router.client.post("/v1/completions", json=completion(n=9)))
+        at: list[str] = []
+        async with asyncio.timeout(10):
+            while not at:
+                at = [leg.at for leg in router.app.services.legs if leg.at in decoders]
+                await asyncio.sleep(0.001)
+        assert len(at) == 1
+        for name, worker in decoders.items():
+            worker.rank.stalled = False
+            if name in at:
+                worker.kill_engine()
+        reply = await ask
+        assert reply.status_code == 200, reply.text
+        assert [choice["text"] for choice in reply.json()["choices"]] == [decode(continuation(PROMPT, 12))] * 9
+        await router.settled()
+
+
+@pytest.mark.parametrize("shape", [SIX, LAYERWISE], ids=["pull", "layerwise"])
+@pytest.mark.parametrize("stream", [True, False])
+async def test_an_answer_under_which_decoder_after_decoder_dies_is_ended_at_the_third(
+    shape: ClusterShape, stream: bool
+) -> None:
+    async with running(shape, **QUICK) as router:
+        body = completion(stream=stream, max_tokens=2000)
+        got = io.StringIO()
+
+        async def asked() -> int:
+            async with router.client.stream("POST", "/v1/completions", json=body) as reply:
+                with contextlib.suppress(httpx.RemoteProtocolError):  # an answer that is broken off ends so
+                    async for text in reply.aiter_text():
+                        got.write(text)
+                return reply.status_code
+
+        ask = asyncio.ensure_future(asked())
+        async with asyncio.timeout(20):
+            while not ask.done():
+                for worker in router.cluster.decode:
+                    tokens = sum(leg.scanner.tokens_in_life for leg in router.app.services.legs if leg.decoder)
+                    if worker.rank.running and tokens and not worker.dead:
+                        worker.kill_engine()
+                await asyncio.sleep(0.001)
+        assert await ask == (200 if stream else 502)
+        assert len(dead(router)) == 3
+        assert "3 decode workers" in got.getvalue()
+        assert router.app.services.metrics.poison_requests.value() == 1
+        await router.settled()

@@ -1,0 +1,175 @@
+"""Workers that fall silent without a broken connection: alone, as a group, and the only one of its kind."""
+
+import asyncio
+import json
+import time
+from collections.abc import Callable
+from typing import Any
+
+import httpx
+import pytest
+
+from balanceroute.emulator import ClusterShape
+from balanceroute.engine.tokens import continuation, decode
+from tests.integration.router import Router, running
+from tests.integration.test_proxy_answers import PROMPT, completion
+
+pytestmark = pytest.mark.anyio
+
+SHAPE = ClusterShape(prefillers=2, decoders=3, max_num_seqs=8, time_scale=0.05)
+# limits far above what is waited for here: whatever ends in time was moved, and was not just late
+SETTINGS: dict[str, Any] = {
+    "health": {
+        "interval_s": 0.5,
+        "timeout_s": 1.0,
+        "failure_threshold": 2,
+        "stall_after_s": 4.0,
+        "silence_window_s": 2.0,
+    },
+    "retry": {"base_delay_s": 0.001, "max_delay_s": 0.01, "resume_after_silence_s": 0.3},
+    "queue": {"no_worker_grace_s": 0.5},
+    "limits": {"idle_timeout_s": 600.0, "first_byte_timeout_s": {"prefill": 600.0, "decode": 600.0}},
+}
+ROUTES = ("/health", "/metrics", "/v1/completions")
+
+
+async def freeze(router: Router, name: str) -> None:
+    """As SIGSTOP: streams stand still, connections stay open, and nothing is answered any more."""
+    for path in ROUTES:
+        await router.cluster.inject(name, "stall", path=path, count=None)
+    if name.startswith("d"):
+        await router.cluster.inject(name, "freeze")
+
+
+async def until(condition: Callable[[], bool], timeout_s: float = 120.0) -> None:
+    async with asyncio.timeout(timeout_s):
+        while not condition():  # noqa: ASYNC110
+            await asyncio.sleep(0.02)
+
+
+def ask(router: Router, tokens: int) -> "asyncio.Task[httpx.Response]":
+    body = completion(max_tokens=tokens, stream=True)
+    return asyncio.get_running_loop().create_task(router.client.post("/v1/completions", json=body, timeout=300.0))
+
+
+def text_of(reply: httpx.Response) -> str:
+    assert reply.status_code == 200, reply.text
+    assert reply.text.endswith("data: [DONE]\n\n")
+    parts = [json.loads(line[6:]) for line in reply.text.splitlines() if line.startswith("data: {")]
+    return "".join(choice["text"] for part in parts for choice in part["choices"])
+
+
+def moves(router: Router, stage: str = "decode") -> float:
+    return router.app.services.metrics.moves.value(stage)
+
+
+def streams_on_every_decoder(router: Router) -> bool:
+    begun = {leg.worker for leg in router.app.services.legs if leg.decoder is not None}
+    return len(begun) == len(router.cluster.decode)
+
+
+@pytest.mark.parametrize("connector", ["mooncake_v1", "mooncake_layerwise"])
+async def test_streams_and_fresh_requests_of_a_frozen_decoder_are_answered_by_the_others(connector: str) -> None:
+    shape = ClusterShape(prefillers=2, decoders=3, max_num_seqs=8, time_scale=0.05, connector=connector)  # type: ignore[arg-type]
+    async with running(shape, **SETTINGS) as router:
+        streams = [ask(router, 6000) for _ in range(6)]
+        await until(lambda: streams_on_every_decoder(router))
+        frozen = router.cluster.decode[0]
+        await freeze(router, frozen.name)
+        fresh = [ask(router, 20) for _ in range(6)]
+        assert {text_of(await task) for task in fresh} == {decode(continuation(PROMPT, 20))}
+        assert {text_of(await task) for task in streams} == {decode(continuation(PROMPT, 6000))}
+        assert moves(router) >= 2
+        assert not any(router.app.services.fleet[w].in_use for w in _ids(router)[:1])
+        await router.cluster.inject(frozen.name, "clear")  # what it still sends goes nowhere, and it serves again
+        await until(lambda: router.app.services.fleet[_ids(router)[0]].state == "up")
+        assert text_of(await ask(router, 20)) == decode(continuation(PROMPT, 20))
+        await router.cluster.inject(frozen.name, "clear")
+        await router.settled(60.0)
+
+
+def _ids(router: Router) -> list[str]:
+    return [worker.spec.id for worker in router.app.services.ledger.scheduler.snapshot.workers]
+
+
+async def test_a_stream_that_cannot_go_on_elsewhere_stays_on_its_frozen_decoder_and_ends_there() -> None:
+    async with running(SHAPE, **SETTINGS) as router:
+        services = router.app.services
+        schema = {"type": "json_schema", "json_schema": {"name": "n", "schema": {"type": "object"}}}
+        body = completion(max_tokens=800, stream=True, response_format=schema)
+        task = asyncio.get_running_loop().create_task(router.client.post("/v1/completions", json=body, timeout=300.0))
+        await until(lambda: any(leg.decoder is not None for leg in services.legs))
+        worker = next(leg.worker for leg in services.legs)
+        frozen = f"d{_ids(router).index(worker)}"
+        await freeze(router, frozen)
+        await until(lambda: services.fleet[worker].out)
+        await asyncio.sleep(1.0)  # several looks, and longer than resume_after_silence_s
+        assert moves(router) == 0 and not task.done()
+        await router.cluster.inject(frozen, "clear")
+        assert (await task).text.endswith("data: [DONE]\n\n")
+        await router.settled(60.0)
+
+
+async def test_a_frozen_barrier_moves_nothing_is_named_by_ready_and_goes_on_where_it_stopped() -> None:
+    async with running(SHAPE, **SETTINGS) as router:
+        services = router.app.services
+        streams = [ask(router, 1500) for _ in range(6)]
+        await until(lambda: streams_on_every_decoder(router))
+        probes = sum(worker.counters["probes"] for worker in router.cluster.prefill)
+        await router.cluster.inject("d0", "stop_barrier")
+        # as one frozen rank does it: its own /health is silent, too
+        await router.cluster.inject("d0", "stall", path="/health", count=None)
+        await until(lambda: all(worker.out for worker in services.fleet if worker.spec.role == "decode"))
+        told = (await router.client.get("/ready")).json()
+        assert told["silent_groups"] == {"decode": sorted(_ids(router))}
+        await asyncio.sleep(2.0)  # several looks, and longer than resume_after_silence_s
+        assert moves(router) == 0
+        await router.cluster.inject("d0", "clear")
+        await router.cluster.inject("d0", "start_barrier")
+        assert {text_of(await task) for task in streams} == {decode(continuation(PROMPT, 1500))}
+        assert sum(worker.counters["probes"] for worker in router.cluster.prefill) == probes
+        await until(lambda: not services.frozen)
+        assert "silent_groups" not in (await router.client.get("/ready")).json()
+        await router.settled(60.0)
+
+
+async def test_a_pause_of_our_own_process_is_no_silence_of_the_workers() -> None:
+    limits = {"idle_timeout_s": 1.0, "first_byte_timeout_s": {"prefill": 600.0, "decode": 600.0}}
+    async with running(SHAPE, **SETTINGS | {"limits": limits}) as router:
+        metrics = router.app.services.metrics
+        streams = [ask(router, 1200) for _ in range(3)]
+        await until(lambda: streams_on_every_decoder(router))
+        tried = metrics.retries.value("decode")
+        await router.cluster.inject("d0", "stop_barrier")
+        await asyncio.sleep(0.3)  # what was under way has been read
+        time.sleep(2.0)  # noqa: ASYNC251 - the loop stands still, as after SIGSTOP, and every stream is late by then
+        await router.cluster.inject("d0", "start_barrier")
+        await asyncio.sleep(1.2)
+        assert metrics.retries.value("decode") == tried and moves(router) == 0
+        assert {text_of(await task) for task in streams} == {decode(continuation(PROMPT, 1200))}
+        await router.settled(60.0)
+
+
+async def test_probes_of_a_frozen_prefiller_are_answered_by_the_other_one() -> None:
+    async with running(SHAPE, **SETTINGS) as router:
+        await freeze(router, "p0")
+        asked = [ask(router, 20) for _ in range(6)]
+        assert {text_of(await task) for task in asked} == {decode(continuation(PROMPT, 20))}
+        assert moves(router, "prefill") >= 1
+        await router.cluster.inject("p0", "clear")
+        await router.settled(60.0)
+
+
+async def test_requests_whose_only_prefiller_is_dead_get_the_503_of_new_ones_after_a_grace() -> None:
+    shape = ClusterShape(prefillers=1, decoders=2, max_num_seqs=8, time_scale=0.05)
+    async with running(shape, **SETTINGS) as router:
+        await freeze(router, "p0")
+        for reply in await asyncio.gather(*(ask(router, 20) for _ in range(4))):
+            assert reply.status_code == 503 and reply.headers["retry-after"]
+            assert "none of 1 prefillers is up (1 down)" in reply.text
+        reply = await ask(router, 20)
+        assert reply.status_code == 503 and "none of 1 prefillers is up (1 down)" in reply.text
+        await router.cluster.inject("p0", "clear")
+        await until(lambda: router.app.services.ledger.scheduler.snapshot.prefillers[0].state == "up")
+        assert text_of(await ask(router, 20)) == decode(continuation(PROMPT, 20))
+        await router.settled(60.0)

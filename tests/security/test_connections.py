@@ -1,0 +1,80 @@
+"""Too many connections: the limit holds, an operator still sees the router, and who says nothing gives way."""
+
+import pytest
+
+from tests.security.conftest import LIMITS
+from tests.security.deployment import HOLD, Edge, until
+from tests.security.wire import Connection, completion, request
+
+pytestmark = pytest.mark.e2e
+
+MOST = LIMITS["narrow"]["max_connections"]
+
+
+def busy(edge: Edge) -> list[Connection]:
+    """As many connections as there may be, each with a stream under way."""
+    connections = [edge.connect(source=f"127.0.0.{2 + number % 3}") for number in range(MOST)]
+    for connection in connections:
+        connection.send(completion(HOLD, stream=True))
+        assert connection.head()[0] == 200
+    return connections
+
+
+def test_where_all_are_busy_another_request_is_a_503_that_says_when_to_come_back(narrow: Edge) -> None:
+    kept = busy(narrow)
+    answer = narrow.ask(completion("one too many"))
+    assert answer.status == 503 and int(answer.headers["retry-after"]) >= 1
+    assert answer.error() and answer.closes
+    assert not narrow.workers.of("one too many")
+    assert not any(connection.hears_end() for connection in kept)
+    for connection in kept:
+        connection.close()
+    until(narrow.serves, "the limit stays although the clients have gone")
+
+
+def test_where_all_are_busy_an_operator_still_sees_the_router(narrow: Edge) -> None:
+    kept = busy(narrow)
+    for target in ("/health", "/ready", "/metrics"):
+        assert narrow.get(target).status == 200
+    for connection in kept:
+        connection.close()
+
+
+def test_where_all_are_busy_a_body_is_not_taken(narrow: Edge) -> None:
+    kept = busy(narrow)
+    with narrow.connect() as connection:
+        connection.send(request("POST", "/v1/completions", f"Content-Length: {2**20}"))
+        assert connection.answer("POST").status == 503
+        assert connection.has_ended()
+    for connection in kept:
+        connection.close()
+
+
+def test_connections_that_wait_between_requests_make_room_for_new_ones(narrow: Edge) -> None:
+    for _ in range(3 * MOST):
+        connection = narrow.connect()
+        connection.send(request("GET", "/health"))
+        assert connection.answer().status == 200
+        assert narrow.serves()
+
+
+def test_connections_that_say_nothing_keep_nobody_out(narrow: Edge) -> None:
+    """Three times as many as fit, from several addresses, some with half a request."""
+    silent = [narrow.connect(source=f"127.0.0.{2 + number % 5}") for number in range(3 * MOST)]
+    for connection in silent[::2]:
+        connection.send(completion()[:50])
+    for _ in range(MOST):
+        assert narrow.serves()
+    for connection in silent:
+        connection.rest()
+        connection.close()
+
+
+def test_many_times_the_limit_of_connections_does_no_harm(narrow: Edge) -> None:
+    for _ in range(10):
+        crowd = [narrow.connect() for _ in range(5 * MOST)]
+        assert narrow.get("/health").status == 200
+        for number, connection in enumerate(crowd):
+            (connection.reset if number % 2 else connection.close)()
+    until(lambda: narrow.clients() == 0, "connections are kept")
+    until(narrow.serves, "the limit stays although the clients have gone")

@@ -1,0 +1,108 @@
+"""Clients that leave, in every way and at every point: nothing stays behind, and nothing is logged about it."""
+
+import pytest
+
+from tests.security.deployment import HOLD, Edge, until
+from tests.security.wire import Connection, body, completion, request
+
+pytestmark = pytest.mark.e2e
+
+LEAVE = {"close": Connection.close, "reset": Connection.reset}
+
+
+@pytest.mark.parametrize(
+    "data", [request("GET", "/metrics"), request("POST", "/tokenize", body=body())], ids=["get", "post"]
+)
+def test_a_client_that_half_closes_after_its_request_gets_the_whole_answer(edge: Edge, data: bytes) -> None:
+    with edge.connect() as connection:
+        connection.send(data)
+        connection.half_close()
+        assert connection.answer("POST").status == 200
+        assert connection.has_ended()
+
+
+def test_a_client_that_half_closes_behind_pipelined_requests_gets_all_answers(edge: Edge) -> None:
+    with edge.connect() as connection:
+        connection.send(request("GET", "/health") * 50)
+        connection.half_close()
+        assert [answer.status for answer in connection.answers(50)] == [200] * 50
+        assert connection.has_ended()
+
+
+def test_the_end_of_what_a_client_sends_cancels_its_completion(edge: Edge) -> None:
+    """It is all that is seen of an SDK that gives up; a slot is too dear to find out by writing to nobody."""
+    edge.new_log_lines()
+    with edge.connect() as connection:
+        connection.send(completion(HOLD, stream=True))
+        assert connection.head()[0] == 200
+        connection.half_close()
+        until(lambda: edge.workers.left == 1, "the worker's stream goes on")
+        assert b"[DONE]" not in connection.rest()
+    assert edge.new_log_lines() == []
+
+
+@pytest.mark.parametrize("half", [completion()[:30], completion()[:-5]], ids=["head", "body"])
+def test_a_client_that_half_closes_within_its_request_is_hung_up_on(edge: Edge, half: bytes) -> None:
+    with edge.connect() as connection:
+        connection.send(half)
+        connection.half_close()
+        rest = connection.rest()
+        assert rest == b"" or rest.startswith(b"HTTP/1.1 400 ")
+
+
+@pytest.mark.parametrize("leave", LEAVE.values(), ids=LEAVE)
+@pytest.mark.parametrize("sent", [0, 1, 30, -5], ids=["nothing", "a-byte", "half-a-head", "half-a-body"])
+def test_a_client_that_leaves_within_its_request_is_forgotten(edge: Edge, sent: int, leave: object) -> None:
+    edge.new_log_lines()
+    for _ in range(20):
+        connection = edge.connect()
+        connection.send(completion("unsaid")[:sent])
+        leave(connection)  # type: ignore[operator]
+    until(lambda: edge.clients() == 0, "connections are kept")
+    assert not edge.workers.of("unsaid") and edge.new_log_lines() == []
+
+
+@pytest.mark.parametrize("leave", LEAVE.values(), ids=LEAVE)
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
+def test_a_client_that_leaves_before_its_answer_is_forgotten(edge: Edge, stream: bool, leave: object) -> None:
+    edge.new_log_lines()
+    for _ in range(20):
+        connection = edge.connect()
+        connection.send(completion("unheard", stream=stream))
+        leave(connection)  # type: ignore[operator]
+    until(lambda: not edge.held(), "requests outlive their clients")
+    assert edge.new_log_lines() == []
+
+
+@pytest.mark.parametrize("leave", LEAVE.values(), ids=LEAVE)
+def test_a_client_that_leaves_its_stream_frees_the_worker(edge: Edge, leave: object) -> None:
+    edge.new_log_lines()
+    connections = [edge.connect() for _ in range(10)]
+    for connection in connections:
+        connection.send(completion(HOLD, stream=True))
+        assert connection.head()[0] == 200
+    for connection in connections:
+        leave(connection)  # type: ignore[operator]
+    until(lambda: edge.workers.left == 10, "workers' streams go on")
+    assert edge.new_log_lines() == []
+
+
+def test_two_hundred_clients_that_come_and_go_leave_no_socket_and_no_memory(edge: Edge) -> None:
+    for _ in range(50):
+        edge.connect().reset()
+    before = edge.rss_bytes()
+    for number in range(200):
+        connection = edge.connect()
+        connection.send(completion("churn", stream=bool(number % 2))[: None if number % 3 else 50])
+        (connection.reset if number % 5 else connection.close)()
+    until(lambda: edge.clients() == 0, "connections are kept")
+    until(lambda: not edge.held(), "requests outlive their clients")
+    assert edge.rss_bytes() - before < 16 * 2**20
+
+
+def test_bytes_after_a_half_answered_refusal_harm_nobody(edge: Edge) -> None:
+    with edge.connect() as connection:
+        connection.send(request("POST", "/v1/completions", f"Content-Length: {2**30}"))
+        assert connection.answer("POST").status == 413
+        connection.send(body("late") * 1000)
+    assert edge.serves() and not edge.workers.of("late")

@@ -1,0 +1,229 @@
+"""Clients that send slowly: a request has one deadline, from its first byte to its last; and clients that read slowly.
+
+The times are short ones (`conftest.py`); what is slower than that is met by order, not by a watch: who began first has
+to be turned out first, however little is still missing.
+"""
+
+import time
+
+import pytest
+
+from tests.security.conftest import SHORT_S
+from tests.security.deployment import FLOOD, Edge, until
+from tests.security.wire import Connection, Ended, body, completion, request
+
+pytestmark = pytest.mark.e2e
+
+DRIP_S = SHORT_S / 10
+ROUTES = ("/v1/completions", "/v1/chat/completions", "/tokenize", "/instances/add", "/health", "/nowhere")
+LATE = b"x" * 100  # of such a rest, at one byte per `DRIP_S`, little has come when the time is up
+
+
+def head_of(target: str, length: int = 100, *headers: str) -> bytes:
+    """A head that promises a body."""
+    return request(
+        "GET" if target == "/health" else "POST",
+        target,
+        "Content-Type: application/json",
+        f"Content-Length: {length}",
+        *headers,
+    )
+
+
+def turned_out(connection: Connection) -> None:
+    """The client is told 408 and hung up on."""
+    answer = connection.answer("POST")
+    assert answer.status == 408, answer
+    assert answer.error() and answer.closes
+    assert connection.has_ended()
+
+
+def test_a_connection_that_says_nothing_is_closed(hasty: Edge) -> None:
+    with hasty.connect() as connection:
+        rest = connection.rest()
+        assert rest == b"" or rest.startswith(b"HTTP/1.1 408 ")
+
+
+def test_a_connection_that_says_nothing_after_an_answer_is_closed_without_a_word(hasty: Edge) -> None:
+    with hasty.connect() as connection:
+        connection.send(request("GET", "/health"))
+        assert connection.answer().status == 200
+        assert connection.has_ended()
+
+
+@pytest.mark.parametrize("target", ROUTES)
+def test_a_body_that_never_comes_is_a_408_on_every_route(hasty: Edge, target: str) -> None:
+    """Where the route needs the body to answer; where it does not, an answer may come at once, and then the end."""
+    with hasty.connect() as connection:
+        connection.send(head_of(target))
+        answer = connection.answer("POST")
+        assert answer.status == 408 or target in ("/health", "/nowhere", "/instances/add"), answer
+        assert connection.has_ended()
+
+
+def test_a_chunked_body_that_never_comes_is_a_408(hasty: Edge) -> None:
+    with hasty.connect() as connection:
+        connection.send(request("POST", "/v1/completions", "Transfer-Encoding: chunked"))
+        turned_out(connection)
+
+
+def test_a_head_that_stops_is_a_408(hasty: Edge) -> None:
+    with hasty.connect() as connection:
+        connection.send(completion()[:40])
+        turned_out(connection)
+
+
+def test_a_head_that_drips_is_a_408(hasty: Edge) -> None:
+    with hasty.connect() as connection:
+        assert connection.send_until_answered(b"GET /health?" + LATE, DRIP_S)
+        turned_out(connection)
+
+
+def test_a_body_that_drips_is_a_408(hasty: Edge) -> None:
+    with hasty.connect() as connection:
+        connection.send(head_of("/v1/completions"))
+        assert connection.send_until_answered(LATE, DRIP_S)
+        turned_out(connection)
+
+
+def test_chunks_that_drip_are_a_408(hasty: Edge) -> None:
+    with hasty.connect() as connection:
+        connection.send(request("POST", "/v1/completions", "Transfer-Encoding: chunked"))
+        assert connection.send_until_answered(b"1\r\nx\r\n" * 20, DRIP_S)
+        turned_out(connection)
+
+
+def test_a_chunk_of_18_exabytes_is_not_waited_for(hasty: Edge) -> None:
+    with hasty.connect() as connection:
+        connection.send(request("POST", "/v1/completions", "Transfer-Encoding: chunked") + b"f" * 16 + b"\r\nxx")
+        assert connection.answer("POST").status in (400, 408, 413)
+        assert connection.has_ended()
+
+
+def test_trailers_that_drip_are_a_408(hasty: Edge) -> None:
+    with hasty.connect() as connection:
+        connection.send(request("POST", "/v1/completions", "Transfer-Encoding: chunked") + b"2\r\n{}\r\n0\r\n")
+        assert connection.send_until_answered(b"x: y\r\n" * 20, DRIP_S)
+        turned_out(connection)
+
+
+def test_blank_lines_that_drip_are_no_sign_of_life(hasty: Edge) -> None:
+    with hasty.connect() as connection:
+        assert connection.send_until_answered(b"\r\n" * 50, DRIP_S)
+        rest = connection.rest()
+        assert rest == b"" or rest.startswith(b"HTTP/1.1 4"), rest
+
+
+@pytest.mark.parametrize("target", ["/v1/completions", "/tokenize"])
+def test_head_and_body_share_one_deadline_from_the_first_byte(hasty: Edge, target: str) -> None:
+    """Two clients wait for the same time. The elder's head took most of it; its body gets no time of its own."""
+    with hasty.connect() as elder, hasty.connect() as younger:
+        head = head_of(target)
+        assert not elder.send_until_answered(head[:6], DRIP_S)  # some 0.6 of the time
+        elder.send(head[6:])
+        assert hasty.get("/health").status == 200  # the elder's head has been read
+        younger.send(head_of(target))
+        turned_out(elder)
+        assert not younger.hears_something()
+        turned_out(younger)
+
+
+def test_a_later_request_of_a_connection_has_a_deadline_too(hasty: Edge) -> None:
+    with hasty.connect() as connection:
+        connection.send(request("GET", "/health"))
+        assert connection.answer().status == 200
+        assert connection.send_until_answered(b"GET /health?" + LATE, DRIP_S)
+        turned_out(connection)
+
+
+def test_a_pipelined_request_that_stops_has_a_deadline_too(hasty: Edge) -> None:
+    with hasty.connect() as connection:
+        connection.send(request("GET", "/health") + completion()[:-5])
+        assert connection.answer().status == 200
+        turned_out(connection)
+
+
+def test_a_body_that_expects_a_100_and_never_comes_is_a_408(hasty: Edge) -> None:
+    with hasty.connect() as connection:
+        connection.send(head_of("/v1/completions", 100, "Expect: 100-continue"))
+        turned_out(connection)
+
+
+def test_slow_bodies_take_no_place_from_honest_clients(hasty: Edge) -> None:
+    """230 heads without a body once held every place of the router for ever."""
+    attackers = [hasty.connect() for _ in range(230)]
+    for attacker in attackers:
+        attacker.send(head_of("/v1/completions", 1000))
+    for _ in range(5):
+        assert hasty.serves()
+    for attacker in attackers:
+        turned_out(attacker)
+        attacker.close()
+
+
+def test_an_honest_client_that_thinks_between_its_requests_is_not_turned_out(hasty: Edge) -> None:
+    with hasty.connect() as connection:
+        for _ in range(3):
+            time.sleep(SHORT_S / 4)
+            connection.send(completion())
+            assert connection.answer("POST").status == 200
+
+
+def test_an_answer_may_take_longer_than_a_request(hasty: Edge) -> None:
+    """The deadline ends with the request's last byte."""
+    with hasty.connect() as connection:
+        connection.send(completion("hold", stream=True))
+        assert connection.head()[0] == 200
+        time.sleep(SHORT_S * 1.5)
+        assert not connection.hears_end()
+
+
+# -- clients that read slowly
+
+
+def flood(edge: Edge, receive_buffer_bytes: int = 4096) -> Connection:
+    """A connection by which 400 MB are asked for."""
+    connection = edge.connect(receive_buffer_bytes=receive_buffer_bytes)
+    connection.send(completion(FLOOD, stream=True, max_tokens=100_000))
+    return connection
+
+
+def test_a_client_that_reads_nothing_is_cut_off(hasty: Edge) -> None:
+    with flood(hasty):
+        until(lambda: hasty.workers.left, "the worker's stream goes on")
+        until(lambda: not hasty.held(), "the request is held")
+
+
+def test_a_client_that_reads_a_byte_now_and_then_is_cut_off(hasty: Edge) -> None:
+    """Any byte is no progress: such a client would hold its decode slot for years."""
+    with flood(hasty) as connection:
+        until(lambda: connection.reads_a_byte(DRIP_S) and hasty.workers.left, "the worker's stream goes on")
+
+
+def test_whole_answers_that_nobody_reads_are_cut_off(hasty: Edge) -> None:
+    """Of a route that streams nothing: as many as the sockets' buffers do not take."""
+    with hasty.connect(receive_buffer_bytes=4096) as connection:
+        connection.send_until_stuck(request("GET", "/metrics"), 8 * 2**20)
+        until(lambda: hasty.clients() == 0, "the connection is kept")
+        with pytest.raises(Ended):
+            while True:
+                connection.answer()
+
+
+def test_a_client_that_reads_steadily_gets_all_of_a_long_answer(hasty: Edge) -> None:
+    tokens = 2000
+    with hasty.connect() as connection:
+        connection.send(completion(FLOOD, stream=True, max_tokens=tokens))
+        assert connection.head()[0] == 200
+        text = b"".join(connection.events())
+    assert text.endswith(b"data: [DONE]\n\n") and text.count(b"data: ") == tokens + 1
+
+
+def test_a_body_that_comes_in_pieces_in_time_is_served(hasty: Edge) -> None:
+    content = body("pieces" * 100)
+    with hasty.connect() as connection:
+        connection.send(head_of("/v1/completions", len(content)))
+        for at in range(0, len(content), 100):
+            connection.send(content[at : at + 100])
+            time.sleep(0.005)
+        assert connection.answer("POST").status == 200

@@ -1,0 +1,93 @@
+"""The file of client keys, and the one line that says what is wrong with it."""
+
+from pathlib import Path
+
+import pytest
+
+from balanceroute.config import digest_of, load, new_key, read_client_keys
+from balanceroute.errors import ConfigError
+
+HASH = "ab" * 32
+WORKERS = "prefill: {workers: [{url: http://p:1}]}\ndecode: {workers: [{url: http://d:1}]}\n"
+
+
+def written(tmp_path: Path, text: str) -> Path:
+    path = tmp_path / "keys.yaml"
+    path.write_text(text)
+    return path
+
+
+def test_an_entry_has_a_name_a_hash_and_what_it_may_use(tmp_path: Path) -> None:
+    text = f"keys:\n- {{name: a, sha256: '{HASH.upper()}', priority: {{min: 1, max: 3}}, max_in_flight: 4}}\n"
+    (entry,) = read_client_keys(written(tmp_path, text))
+    assert (entry.name, entry.sha256, entry.max_in_flight, entry.tokens_per_minute) == ("a", HASH, 4, None)
+    assert entry.priority is not None and (entry.priority.min, entry.priority.max) == (1, 3)
+
+
+def test_an_empty_list_lets_nobody_in_and_is_accepted(tmp_path: Path) -> None:
+    assert read_client_keys(written(tmp_path, "keys: []\n")) == ()
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        ("", "is empty"),
+        ("- a\n", "keys[0]: Input should be"),
+        ("keys: {}\n", "keys"),
+        ("keys: [{name: a}]\n", "keys[0].sha256: Field required"),
+        ("keys: [{name: a, sha256: sk-br-secret}]\n", "keys[0].sha256: accepted are the 64 hex digits"),
+        (f"keys: [{{name: 'a b', sha256: '{HASH}'}}]\n", "keys[0].name: accepted are"),
+        (f"keys: [{{name: a, sha256: '{HASH}', key: sk-br-secret}}]\n", "keys[0].key"),
+        (f"keys: [{{name: a, sha256: '{HASH}', max_in_flight: 0}}]\n", "keys[0].max_in_flight"),
+        (f"keys: [{{name: a, sha256: '{HASH}', priority: {{min: 2, max: 1}}}}]\n", "a min that is not above max"),
+        (f"keys: [{{name: a, sha256: '{HASH}'}}, {{name: b, sha256: '{HASH}'}}]\n", "keys[1].sha256: the same as"),
+        (f"keys: [{{name: a, sha256: '{HASH}'}}, {{name: a, sha256: '{HASH[::-1]}'}}]\n", "keys[1].name: the same"),
+    ],
+)
+def test_a_wrong_file_is_one_line_that_repeats_no_secret(tmp_path: Path, text: str, told: str) -> None:
+    path = written(tmp_path, text)
+    with pytest.raises(ConfigError) as caught:
+        read_client_keys(path)
+    line = str(caught.value)
+    assert line.startswith(f"{path}: ") and told in line and "\n" not in line and "sk-br-secret" not in line
+
+
+def test_a_missing_file_is_one_line() -> None:
+    with pytest.raises(ConfigError, match=r"/nowhere\.yaml: cannot be read"):
+        read_client_keys(Path("/nowhere.yaml"))
+
+
+def test_no_two_keys_are_alike_and_a_hash_is_that_of_its_key() -> None:
+    keys = [new_key() for _ in range(100)]
+    assert len({key for key, _ in keys}) == 100 and all(len(key) > 40 for key, _ in keys)
+    assert all(digest_of(key.encode()).hex() == digest for key, digest in keys)
+
+
+@pytest.mark.parametrize(
+    ("section", "variable", "key"),
+    [
+        ("", "sk-env\n", "sk-env"),
+        ("auth: {worker_api_key: sk-file}\n", "sk-env", "sk-file"),
+        ("auth: {worker_api_key: null}\n", "sk-env", None),
+        ("auth:\n", "sk-env", "sk-env"),
+        ("", " ", None),
+    ],
+    ids=["variable", "file-above-it", "null-is-a-word", "empty-section", "blank"],
+)
+def test_openai_api_key_is_the_workers_key_where_nothing_else_says_one(
+    tmp_path: Path, section: str, variable: str, key: str | None
+) -> None:
+    path = written(tmp_path, WORKERS + section)
+    given = load(path, {"OPENAI_API_KEY": variable}).auth.worker_api_key
+    assert (None if given is None else given.get_secret_value()) == key
+
+
+@pytest.mark.parametrize("secret", ["", "two words", "caf\u00e9", "a\nb"])
+@pytest.mark.parametrize("name", ["admin_token", "worker_api_key"])
+def test_a_secret_that_no_header_can_carry_is_refused_without_showing_it(
+    tmp_path: Path, name: str, secret: str
+) -> None:
+    path = written(tmp_path, WORKERS)
+    with pytest.raises(ConfigError, match=rf"auth\.{name} = \*+: accepted are printable") as caught:
+        load(path, {}, {f"auth.{name}": secret})
+    assert not secret or secret not in str(caught.value)

@@ -1,0 +1,79 @@
+"""Which prefiller takes the next probe."""
+
+import pytest
+
+from balanceroute.core.prefill import PREFILL_POLICIES, ready_prefillers
+from balanceroute.core.tracker import PrefillerBudget, RequestTracker
+from balanceroute.core.types import Role, WorkerSpec, WorkerState
+
+
+def a_prefiller(name: str, **values: object) -> PrefillerBudget:
+    return PrefillerBudget(WorkerSpec(name, Role.PREFILL), 0, **values)  # type: ignore[arg-type]
+
+
+def chosen(
+    *prefillers: PrefillerBudget,
+    kv_usage_limit: float = 0.9,
+    max_inflight: int | None = None,
+    policy: str = "least_tokens",
+    request: RequestTracker | None = None,
+) -> str | None:
+    ready = ready_prefillers(prefillers, kv_usage_limit, max_inflight)
+    return PREFILL_POLICIES[policy](ready, request or RequestTracker("r", 100, 0)).spec.id if ready else None
+
+
+def test_the_one_with_the_fewest_prompt_tokens_in_flight_is_taken() -> None:
+    assert (
+        chosen(a_prefiller("a", inflight_tokens=5, inflight=1), a_prefiller("b", inflight_tokens=4, inflight=9)) == "b"
+    )
+
+
+def test_of_equal_ones_the_one_used_longest_ago_is_taken() -> None:
+    assert chosen(a_prefiller("a", last_used=7), a_prefiller("b", last_used=3), a_prefiller("c", last_used=9)) == "b"
+
+
+@pytest.mark.parametrize(("inflight", "expected"), [(1, "a"), (2, None), (3, None)])
+def test_no_more_probes_than_allowed_go_to_one(inflight: int, expected: str | None) -> None:
+    assert chosen(a_prefiller("a", inflight=inflight), max_inflight=2) == expected
+
+
+@pytest.mark.parametrize(("kv_usage", "expected"), [(0.9, "a"), (0.9001, None)])
+def test_one_whose_kv_is_used_above_the_limit_rests(kv_usage: float, expected: str | None) -> None:
+    assert chosen(a_prefiller("a", kv_usage=kv_usage), kv_usage_limit=0.9) == expected
+
+
+@pytest.mark.parametrize("state", [WorkerState.DRAINING, WorkerState.DOWN])
+def test_one_that_is_not_up_is_never_asked(state: WorkerState) -> None:
+    assert chosen(a_prefiller("a", state=state), a_prefiller("b", inflight_tokens=1000)) == "b"
+
+
+def a_prompt(prefix: tuple[int, ...], prompt_tokens: int = 1000, block_tokens: int = 100) -> RequestTracker:
+    return RequestTracker("r", prompt_tokens, 0, prefix=prefix, block_tokens=block_tokens)
+
+
+@pytest.mark.parametrize(("busy", "expected"), [(599, "a"), (600, "b"), (601, "b")])
+def test_affinity_waits_for_a_holder_no_longer_than_twice_what_computing_it_again_takes(
+    busy: int, expected: str
+) -> None:
+    holder = a_prefiller("a", inflight_uncached_tokens=busy, last_used=2)
+    holder.cache.use((1, 2, 3), 100)
+    assert chosen(holder, a_prefiller("b", last_used=1), policy="prefix_affinity", request=a_prompt((1, 2, 3, 4))) == (
+        expected
+    )
+
+
+def test_affinity_keeps_off_a_holder_whose_kv_is_full() -> None:
+    holder = a_prefiller("a", kv_usage=0.95)
+    holder.cache.use((1, 2, 3), 100)
+    assert chosen(holder, a_prefiller("b"), policy="prefix_affinity", request=a_prompt((1, 2, 3))) == "b"
+
+
+def test_a_prompt_that_is_held_whole_still_costs_a_token() -> None:
+    holder = a_prefiller("a")
+    holder.cache.use((1, 2), 100)
+    assert a_prompt((1, 2), prompt_tokens=200).uncached_on(holder) == 1
+
+
+def test_round_robin_takes_the_one_used_longest_ago_whatever_is_in_flight() -> None:
+    busy, idle = a_prefiller("a", inflight_tokens=900, last_used=1), a_prefiller("b", last_used=2)
+    assert chosen(busy, idle, policy="round_robin") == "a"

@@ -1,0 +1,222 @@
+"""What the router believes of prefix caches: the index against a plain LRU, and the policy that uses it."""
+
+import random
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from balanceroute.core import prefix as prefix_module
+from balanceroute.core.prefix import PrefixIndex
+from balanceroute.core.scheduler import Scheduler, SchedulerConfig
+from balanceroute.core.types import Outcome, RequestSpec, WorkerState
+from tests.unit.core.builders import a_scheduler
+
+BLOCK = 100
+
+
+def chained(blocks: list[int]) -> tuple[int, ...]:
+    """A hash for each block that stands for all blocks up to it."""
+    return tuple(hash(tuple(blocks[: index + 1])) for index in range(len(blocks)))
+
+
+prompts = st.lists(st.integers(0, 2), max_size=6).map(chained)
+
+
+class PlainLru:
+    """A list, the block used longest ago first; what does not fit goes from its head."""
+
+    def __init__(self, blocks: int) -> None:
+        self.blocks, self.held = blocks, list[int]()
+
+    def use(self, prompt: tuple[int, ...]) -> int:
+        matched = self.matched(prompt)
+        self.held = [block for block in self.held if block not in prompt] + list(reversed(prompt))
+        self.held = self.held[max(0, len(self.held) - self.blocks) :]
+        return matched
+
+    def matched(self, prompt: tuple[int, ...]) -> int:
+        for count, block in enumerate(prompt):
+            if block not in self.held:
+                return count
+        return len(prompt)
+
+
+@given(st.integers(0, 12), st.lists(prompts, max_size=40))
+def test_the_index_holds_what_a_plain_lru_of_its_size_holds(size: int, sent: list[tuple[int, ...]]) -> None:
+    index, plain = PrefixIndex(size * BLOCK), PlainLru(size)
+    for prompt in sent:
+        assert index.matched(prompt) == plain.matched(prompt)
+        assert index.use(prompt, BLOCK).matched == plain.use(prompt)
+        assert (len(index), index.tokens) == (len(plain.held), len(plain.held) * BLOCK)
+
+
+def held_by(index: PrefixIndex, prompt: tuple[int, ...]) -> list[bool]:
+    return [index.matched((block,)) == 1 for block in prompt]
+
+
+steps = st.tuples(st.sampled_from(["use", "fail", "correct", "shrink", "clear"]), prompts, st.integers(0, 6))
+
+
+@given(st.lists(steps, max_size=30))
+def test_whatever_happens_the_held_blocks_of_a_prompt_are_its_first_ones(happened: list[tuple]) -> None:  # type: ignore[type-arg]
+    index, sent = PrefixIndex(10 * BLOCK), set[tuple[int, ...]]()
+    pending = []
+    for what, prompt, number in happened:
+        sent.add(prompt)
+        if what == "use":
+            pending.append((prompt, index.use(prompt, BLOCK)))
+        elif what == "fail" and pending:
+            index.withdraw(*pending.pop(number % len(pending)))
+        elif what == "correct" and pending:
+            index.correct(pending.pop(number % len(pending))[1], number)
+        elif what == "shrink":
+            index.resize(number * BLOCK)
+        elif what == "clear":
+            index.clear()
+        for seen in sent:
+            held = held_by(index, seen)
+            assert held == sorted(held, reverse=True)
+            assert index.matched(seen) == sum(held)
+        assert index.tokens == len(index) * BLOCK
+
+
+def test_a_prefill_that_failed_leaves_the_index_as_it_was_but_for_what_others_used_since() -> None:
+    index = PrefixIndex()
+    index.use((1, 2), BLOCK)
+    failed = index.use((1, 2, 3, 4), BLOCK)
+    index.use((1, 2, 3, 5), BLOCK)
+    index.withdraw((1, 2, 3, 4), failed)
+    assert index.matched((1, 2, 3, 5)) == 4
+    assert index.matched((1, 2, 3, 4)) == 3
+
+
+def test_a_block_that_the_engine_no_longer_had_takes_along_all_that_was_used_before_it() -> None:
+    index = PrefixIndex()
+    for prompt in ((1,), (2, 3), (4,)):
+        index.use(prompt, BLOCK)
+    index.correct(index.use((2, 3), BLOCK), 0)
+    assert [index.matched(prompt) for prompt in ((1,), (2, 3), (4,))] == [0, 2, 1]
+
+
+def test_one_block_less_than_thought_is_rounding() -> None:
+    index = PrefixIndex()
+    index.use((9,), BLOCK)
+    index.use((1, 2, 3), BLOCK)
+    index.correct(index.use((1, 2, 3), BLOCK), 2)
+    assert index.matched((9,)) == 1
+
+
+def test_memory_is_bounded_where_the_engines_size_is_not_known(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(prefix_module, "MAX_BLOCKS", 5)
+    index = PrefixIndex()
+    for block in range(20):
+        index.use((block,), BLOCK)
+    assert (len(index), index.tokens) == (5, 5 * BLOCK)
+    assert index.matched((19,)) == 1
+
+
+# -- the policy, through the scheduler
+
+
+def with_policy(policy: str, prefillers: int = 4, **bounds: object) -> Scheduler:
+    return a_scheduler(prefillers=prefillers, config=replace(SchedulerConfig(prefill_policy=policy), **bounds))  # type: ignore[arg-type]
+
+
+def a_prompt(name: str, prefix: tuple[int, ...], prompt_tokens: int) -> RequestSpec:
+    return RequestSpec(name, prompt_tokens, prefix=prefix, block_tokens=BLOCK)
+
+
+arrivals = st.lists(st.tuples(st.integers(1, 2000), st.booleans()), max_size=40)
+
+
+@settings(max_examples=50)
+@given(arrivals, st.sampled_from([None, 2]))
+def test_with_nothing_shared_affinity_decides_as_least_tokens_does(
+    sizes: list[tuple[int, bool]], max_inflight: int | None
+) -> None:
+    decisions = []
+    for policy in ("least_tokens", "prefix_affinity"):
+        scheduler = with_policy(policy, max_prefill_inflight=max_inflight)
+        taken, busy = [], list[str]()
+        for number, (tokens, one_ends) in enumerate(sizes):
+            own = tuple(10_000 * (number + 1) + block for block in range(tokens // BLOCK))
+            scheduler.submit(a_prompt(f"r{number}", own, tokens), 0.0)
+            if one_ends and busy:
+                scheduler.finish(busy.pop(0), Outcome.CANCELLED, 0.0)
+            prefills = scheduler.dispatch(0.0)
+            busy += [prefill.request for prefill in prefills]
+            taken.append([(prefill.request, prefill.worker) for prefill in prefills])
+            scheduler.snapshot.check_invariants()
+        decisions.append(taken)
+    assert decisions[0] == decisions[1]
+
+
+def test_one_system_prompt_shared_by_all_does_not_collapse_onto_one_prefiller() -> None:
+    scheduler, rng = with_policy("prefix_affinity", prefillers=8), random.Random(7)
+    system = chained(list(range(80)))  # 8,000 tokens
+    work, busy = dict.fromkeys((f"p{index}" for index in range(8)), 0), list[str]()
+    for number in range(2000):
+        own = rng.randint(200, 2000)
+        scheduler.submit(a_prompt(f"r{number}", system, 8000 + own), 0.0)
+        (prefill,) = scheduler.dispatch(0.0)
+        work[prefill.worker] += scheduler.snapshot.requests[prefill.request].uncached_tokens
+        busy.append(prefill.request)
+        if len(busy) == 24:
+            scheduler.finish(busy.pop(0), Outcome.FINISHED, 0.0)
+    assert max(work.values()) < 1.1 * min(work.values())
+
+
+conversations = st.lists(
+    st.tuples(prompts, st.sampled_from(["answered", "failed", "cancelled"]), st.integers(0, 600)), max_size=30
+)
+
+
+@given(conversations, st.sampled_from(["least_tokens", "prefix_affinity", "round_robin"]))
+def test_budgets_stay_exact_and_end_at_zero_whatever_becomes_of_probes(
+    requests: list[tuple[tuple[int, ...], str, int]], policy: str
+) -> None:
+    scheduler = with_policy(policy, prefillers=2)
+    for number, (prefix, end, cached) in enumerate(requests):
+        name = f"r{number}"
+        scheduler.submit(a_prompt(name, prefix, len(prefix) * BLOCK + 1), 0.0)
+        scheduler.dispatch(0.0)
+        scheduler.snapshot.check_invariants()
+        if end == "failed":
+            scheduler.prefill_failed(name, 0.0)
+        elif end == "answered":
+            scheduler.prefilled(name, len(prefix) * BLOCK + 1, 0.0, None, cached)
+        scheduler.snapshot.check_invariants()
+        if end != "answered":
+            scheduler.finish(name, Outcome.CANCELLED, 0.0)
+    for name in list(scheduler.snapshot.requests):
+        scheduler.finish(name, Outcome.CANCELLED, 0.0)
+    scheduler.snapshot.check_invariants()
+    assert [p.inflight_uncached_tokens for p in scheduler.snapshot.prefillers] == [0, 0]
+
+
+def test_a_conversation_returns_to_its_prefiller_until_that_one_was_down() -> None:
+    scheduler = with_policy("prefix_affinity", prefillers=2)
+
+    def turn(name: str, blocks: int) -> str:
+        scheduler.submit(a_prompt(name, chained(list(range(blocks))), blocks * BLOCK + 1), 0.0)
+        (prefill,) = scheduler.dispatch(0.0)
+        scheduler.finish(name, Outcome.FINISHED, 0.0)
+        return prefill.worker
+
+    assert [turn("a", 2), turn("b", 4), turn("c", 6)] == ["p0", "p0", "p0"]
+    scheduler.set_worker_state("p0", WorkerState.DOWN, 0.0)
+    scheduler.set_worker_state("p0", WorkerState.UP, 0.0)
+    assert turn("d", 8) == "p1"  # nobody has it: the one used longest ago
+
+
+def test_an_engine_that_caches_nothing_attracts_nobody() -> None:
+    scheduler = with_policy("prefix_affinity", prefillers=2)
+    scheduler.report_prefix_cache("p0", 0, 0.0)
+    workers = []
+    for name in ("a", "b"):
+        scheduler.submit(a_prompt(name, (1, 2), 2 * BLOCK), 0.0)
+        workers += [prefill.worker for prefill in scheduler.dispatch(0.0)]
+        scheduler.finish(name, Outcome.FINISHED, 0.0)
+    assert workers == ["p0", "p1"]

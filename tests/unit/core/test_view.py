@@ -1,0 +1,72 @@
+"""What others see of the snapshot: true when it is made, and nothing to write through."""
+
+from dataclasses import FrozenInstanceError, fields
+
+import pytest
+
+from balanceroute.core.policies import PolicySettings, make_policy
+from balanceroute.core.scheduler import Scheduler
+from balanceroute.core.types import Outcome, Phase, RequestSpec, Role, WorkerSpec, WorkerState
+from balanceroute.core.view import ClusterView, DecoderView, PrefillerView, view_cluster, view_request
+
+
+@pytest.fixture
+def scheduler() -> Scheduler:
+    """`a` decodes on d0, `b` is pooled, `c` is being prefilled, `d` is queued behind a full pool."""
+    scheduler = Scheduler(make_policy(PolicySettings(policy="br_0")))
+    scheduler.add_worker(WorkerSpec("p0", Role.PREFILL), 0.0)
+    scheduler.add_worker(WorkerSpec("d0", Role.DECODE, slots=1), 0.0)
+    for name in "abc":
+        scheduler.submit(RequestSpec(name, 100), 0.0)
+    scheduler.dispatch(0.0)
+    for name in "ab":
+        scheduler.prefilled(name, 110, 1.0)
+    scheduler.admit(1.0)
+    scheduler.progress("a", 5, 2.0)
+    scheduler.submit(RequestSpec("d", 100), 2.0)
+    scheduler.report_decoder("d0", 2, 300, 0, 2.0)
+    scheduler.show_report("d0", {"num_requests_waiting": 3.0})
+    return scheduler
+
+
+def test_a_view_says_what_every_worker_holds_and_who_waits(scheduler: Scheduler) -> None:
+    view = view_cluster(scheduler.snapshot)
+    assert view == ClusterView(
+        decoders=(DecoderView("d0", WorkerState.UP, 1, 0, 1, 115, 2, 300, 115.0, 3),),
+        prefillers=(PrefillerView("p0", WorkerState.UP, 0.0, 1, 1, 110),),
+        queued=1,
+        asking=0,
+        pooled=1,
+        pooled_tokens=110,
+        draining=False,
+    )
+    assert view.prefilling == 1
+
+
+def test_a_request_is_seen_in_its_phase_until_it_is_gone(scheduler: Scheduler) -> None:
+    seen = {name: view_request(scheduler.snapshot, name) for name in "abcd"}
+    assert {name: one and (one.phase, one.decoder) for name, one in seen.items()} == {
+        "a": (Phase.DECODING, "d0"),
+        "b": (Phase.POOLED, None),
+        "c": (Phase.PREFILLING, None),
+        "d": (Phase.QUEUED, None),
+    }
+    scheduler.finish("a", Outcome.FINISHED, 3.0)
+    assert view_request(scheduler.snapshot, "a") is None
+
+
+def test_a_view_stays_as_it_was_and_cannot_be_written(scheduler: Scheduler) -> None:
+    view = view_cluster(scheduler.snapshot)
+    scheduler.finish("a", Outcome.FINISHED, 3.0)
+    assert view.decoders[0].active == 1 and view_cluster(scheduler.snapshot).decoders[0].active == 0
+    for part in (view, *view.decoders, *view.prefillers):
+        for field in fields(part):
+            with pytest.raises(FrozenInstanceError):
+                setattr(part, field.name, 0)
+
+
+def test_where_none_of_ours_runs_the_mean_request_is_a_mean_prompt(scheduler: Scheduler) -> None:
+    scheduler.finish("a", Outcome.FINISHED, 3.0)
+    assert (
+        view_cluster(scheduler.snapshot).decoders[0].mean_request_tokens == scheduler.snapshot.means.prompt_tokens > 0
+    )

@@ -1,0 +1,116 @@
+"""The grid and the bound: cells, regrets, and going on where a run was stopped."""
+
+import math
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from balanceroute.errors import InputError
+from balanceroute.experiments import Scope, bound, grid, methods, reproduce
+from balanceroute.experiments.cells import Cell, CellJob, in_bursts, random_cells, requests_of
+from balanceroute.experiments.jobs import run_jobs
+from balanceroute.experiments.methods import Method
+
+TINY = replace(Scope.of(quick=True, trace=None), seeds=(0,), rows=60)
+CELLS = [Cell("capped", n_workers=2, rows=80), Cell("short", load=0.8, n_workers=2, factor="transfer 5", rows=80)]
+
+
+@pytest.mark.parametrize("factor", ["none", "transfer 20", "lag 5", "slow worker", "lost worker", "little memory"])
+def test_every_cell_can_be_run(factor: str) -> None:
+    figures = CellJob(Cell("capped", n_workers=2, factor=factor, rows=150), methods.LEVEL_FIT).run()
+    assert figures["admitted"] == 150
+
+
+def test_the_cells_change_one_factor_at_a_time_around_their_bases() -> None:
+    cells = grid.cells(Scope.of(quick=False, trace=None))
+    drawn = set(random_cells(60, (*grid.BASES, "bursts"), 20))
+    for cell in set(cells) - drawn:
+        base = Cell(cell.shape)
+        changed = [name for name in ("load", "n_workers", "factor") if getattr(cell, name) != getattr(base, name)]
+        assert len(changed) <= 1, cell.name
+    assert len(drawn) >= 55, "60 draws, of which some may fall on one cell"
+    assert all(cell.rows >= 20 * 64 * cell.n_workers for cell in cells), "at least 20 rows per slot"
+
+
+def test_bursts_bring_the_same_requests_in_part_of_each_minute() -> None:
+    trace = requests_of("bursts", 0, 2000)
+    burst = in_bursts(trace)
+    assert (np.diff(burst.arrival_s) >= 0).all()
+    assert (burst.arrival_s % 60.0 <= 24.0 + 1e-6).all()
+    assert (burst.arrival_s // 60.0 == trace.arrival_s // 60.0).all()
+
+
+def test_a_run_that_was_stopped_goes_on_where_it_was(tmp_path: Path) -> None:
+    jobs = [CellJob(cell, methods.LEVEL_FIT) for cell in CELLS]
+    first = run_jobs(jobs[:1], 1, store=grid.Store(tmp_path / grid.STORE))
+    ran: list[tuple[int, int]] = []
+    again = run_jobs(jobs, 1, lambda *done: ran.append(done), grid.Store(tmp_path / grid.STORE))
+    assert again[jobs[0]] == first[jobs[0]]
+    assert ran == [(2, 2)], "only the second was left to run"
+    assert run_jobs(jobs, 1, lambda *_: pytest.fail("nothing is left"), grid.Store(tmp_path / grid.STORE)) == again
+
+
+def test_results_of_other_code_are_run_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    job = CellJob(CELLS[0], methods.LEVEL_FIT)
+    run_jobs([job], 1, store=grid.Store(tmp_path / grid.STORE))
+    assert job.key in grid.Store(tmp_path / grid.STORE).known
+    monkeypatch.setattr(grid, "code_digest", lambda: "other")
+    assert grid.Store(tmp_path / grid.STORE).known == {}
+
+
+def test_a_store_that_is_none_is_named(tmp_path: Path) -> None:
+    (tmp_path / grid.STORE).write_text('{"key": 1}\n')
+    with pytest.raises(InputError, match="line 1: no finished run"):
+        grid.Store(tmp_path / grid.STORE)
+
+
+def made_up(method: Method, tokens_s: float, tpot_s: float, wait_s: float) -> dict[str, float]:
+    names = ("load_spread_mean", "balance", "wait_max_s", "step_time_mean_s")
+    return {
+        **dict.fromkeys(names, 0.05),
+        "throughput_tok_s": tokens_s,
+        "tpot_p95_s": tpot_s,
+        "wait_p99_s": wait_s,
+        "method": hash(method.key),
+    }
+
+
+def test_regret_is_against_the_best_and_waits_only_among_those_that_serve_as_much() -> None:
+    cell = CELLS[0]
+    results = {}
+    for index, method in enumerate(grid.POLICIES):
+        (job,) = grid.jobs_of(TINY, cell, method)
+        results[job] = made_up(method, 1000.0 - 100 * index, 0.060 + 0.003 * index, 30.0 - 4 * index)
+    (near,) = grid.jobs_of(TINY, cell, grid.POLICIES[1])
+    results[near] = made_up(grid.POLICIES[1], 995.0, 0.063, 20.0)
+    best, second, third, *_ = grid.standings(TINY, results, cell)
+    assert (best.lost_tokens, best.lost_tpot) == (0.0, 0.0)
+    assert second.lost_tokens == pytest.approx(0.005)
+    assert second.lost_tpot == pytest.approx(0.05)
+    assert best.lost_wait == pytest.approx(29.0 / 20.0 - 1)
+    assert third.lost_wait is None, "it serves 20 % less, so its short wait says nothing"
+
+
+def test_the_grid_is_reported_with_every_policy_in_every_cell(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("matplotlib")
+    monkeypatch.setattr(grid, "cells", lambda scope: CELLS)
+    text = reproduce(["grid"], TINY, tmp_path, n_processes=1)
+    assert sorted(path.name for path in tmp_path.iterdir()) == sorted(["REPORT.md", *grid.files(TINY)])
+    for cell in CELLS:
+        for method in grid.POLICIES:
+            assert f"| {cell.name} | {method.label} |" in text
+
+
+def test_the_bound_stands_every_policy_beside_hindsight_and_perfect_balance(tmp_path: Path) -> None:
+    text = reproduce(["bound"], TINY, tmp_path, n_processes=1)
+    assert "| Perfect balance | 0 | 0.00 | 1.000 |" in text
+    for method in (*bound.ROUTERS, *bound.HINDSIGHT):
+        assert f"| {method.label} |" in text
+
+
+def test_the_spread_without_foresight_is_that_of_the_extremes_of_exponentials() -> None:
+    draws = np.random.default_rng(3).exponential(500.0, size=(200_000, 8))
+    assert bound.without_foresight(500.0, 8) == pytest.approx(float(np.ptp(draws, axis=1).mean()), rel=0.01)
+    assert math.isclose(bound.without_foresight(500.0, 1), 0.0)

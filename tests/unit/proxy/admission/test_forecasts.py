@@ -1,0 +1,361 @@
+"""What the live router asks a predictor and tells it, against a real scheduler and without any HTTP."""
+
+import asyncio
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from prometheus_client import CollectorRegistry, generate_latest
+
+from balanceroute.config import Config, validate
+from balanceroute.core.policies import PolicySettings, make_policy
+from balanceroute.core.scheduler import Scheduler, SchedulerConfig
+from balanceroute.core.types import Outcome, RequestSpec, Role, WorkerSpec
+from balanceroute.errors import ConfigError, InputError
+from balanceroute.prediction import FinishedRequest, History, LearnedPredictor, Model, TwoStage, save_model
+from balanceroute.prediction.history import read_rows
+from balanceroute.proxy.admission.forecasts import HistoryOnly, LiveForecasts, build_forecasts
+from balanceroute.proxy.admission.ledger import Ledger
+
+H = 8
+
+
+def a_config(policy: str = "br_h", **predictor: Any) -> Config:
+    return validate(
+        {
+            "prefill": {"workers": [{"url": "http://127.0.0.1:1"}]},
+            "decode": {"workers": [{"url": "http://127.0.0.1:2"}]},
+            "routing": {"policy": policy, "horizon_steps": H},
+            "predictor": predictor,
+        }
+    )
+
+
+def a_scheduler() -> Scheduler:
+    settings = PolicySettings(policy="br_h", horizon_steps=H)
+    scheduler = Scheduler(make_policy(settings), SchedulerConfig(refresh_every_tokens=H // 2))
+    scheduler.add_worker(WorkerSpec("p", Role.PREFILL), 0.0)
+    scheduler.add_worker(WorkerSpec("d", Role.DECODE, slots=64), 0.0)
+    return scheduler
+
+
+def decoding(scheduler: Scheduler, request_id: str, *, prompt_tokens: int = 100, limit: int | None = None) -> None:
+    scheduler.submit(RequestSpec(request_id, prompt_tokens, prompt_key="k", max_new_tokens=limit), 0.0)
+    again(scheduler, request_id, prompt_tokens)
+
+
+def again(scheduler: Scheduler, request_id: str, prompt_tokens: int) -> None:
+    scheduler.dispatch(0.0)
+    scheduler.prefilled(request_id, prompt_tokens, 0.0)
+    scheduler.admit(0.0)
+
+
+def held(scheduler: Scheduler, request_id: str) -> float:
+    return scheduler.snapshot.requests[request_id].remaining(H)
+
+
+def remembered(path: Path, *outputs: int) -> None:
+    history = History(path)
+    for output in outputs:
+        history.add(FinishedRequest("k", 100, output, "stop", time.time()))
+    history.close()
+
+
+def test_a_restart_predicts_from_what_was_recorded_before(tmp_path: Path) -> None:
+    path = tmp_path / "history.sqlite3"
+    remembered(path, *[6] * 20)
+    scheduler, forecasts = a_scheduler(), LiveForecasts(a_config(kind="survival", history=str(path)))
+
+    async def scenario() -> None:
+        decoding(scheduler, "r")
+        assert (
+            forecasts.initial(scheduler.snapshot.requests["r"], 100) == 5.0
+        )  # 6 steps to go, the last of them 5 ahead
+        scheduler.progress("r", 4, 0.0)
+        forecasts.renew(scheduler)
+        assert held(scheduler, "r") == 1.0
+
+    asyncio.run(scenario())
+    forecasts.close()
+
+
+def test_a_requeued_request_is_asked_for_at_its_whole_age_and_recorded_as_the_client_saw_it(tmp_path: Path) -> None:
+    path = tmp_path / "history.sqlite3"
+    remembered(path, *[6] * 20)
+    scheduler, forecasts = a_scheduler(), LiveForecasts(a_config(kind="exact_match", history=str(path)))
+    decoding(scheduler, "r", prompt_tokens=100)
+    scheduler.progress("r", 4, 0.0)
+    scheduler.requeue("r", 0.0)
+    again(scheduler, "r", 104)
+    tracker = scheduler.snapshot.requests["r"]
+
+    assert forecasts.initial(tracker, 104) == 1.0
+    scheduler.progress("r", 2, 0.0)
+    forecasts.finished(tracker, "length")
+    forecasts.close()
+    row = read_rows(path)[-1]
+    assert (row.prompt_tokens, row.output_tokens, row.finish_reason, row.prompt_key) == (100, 6, "length", "k")
+
+
+def test_a_cancelled_request_is_recorded_as_cut_short_and_one_without_a_token_not_at_all(tmp_path: Path) -> None:
+    path = tmp_path / "history.sqlite3"
+    scheduler, forecasts = a_scheduler(), LiveForecasts(a_config(history=str(path)))
+    decoding(scheduler, "r")
+    decoding(scheduler, "nothing yet")
+    scheduler.progress("r", 3, 0.0)
+    for tracker in scheduler.snapshot.requests.values():
+        forecasts.finished(tracker, "cancelled")
+    forecasts.close()
+
+    assert [(row.output_tokens, row.censored) for row in read_rows(path)] == [(3, True)]
+    assert forecasts.forecaster.finished_count == 0
+
+
+def test_the_clients_limit_is_known_before_any_history_is() -> None:
+    scheduler, forecasts = a_scheduler(), LiveForecasts(a_config())
+
+    async def scenario() -> None:
+        decoding(scheduler, "r", limit=9)
+        assert forecasts.initial(scheduler.snapshot.requests["r"], 100) == H
+        for _ in range(2):
+            scheduler.progress("r", 1, 0.0)
+            forecasts.renew(scheduler)
+        assert held(scheduler, "r") == 9 - 2 - 1  # the first token within H of the limit asked for it at once
+        scheduler.progress("r", 3, 0.0)
+        assert held(scheduler, "r") == 9 - 5 - 1
+
+    asyncio.run(scenario())
+    forecasts.close()
+
+
+class Slow(LearnedPredictor):
+    """Answers 6 tokens from the start, once `may_answer` is set."""
+
+    def __init__(self) -> None:
+        super().__init__(H)
+        self.may_answer = threading.Event()
+        self.threads: list[int] = []
+
+    def predict(self, ages: Any, prompt_tokens: Any, keys: Any) -> TwoStage:
+        self.threads.append(threading.get_ident())
+        assert self.may_answer.wait(10)
+        return TwoStage(ages * 0.0 + 1.0, 6.0 - ages)
+
+
+def test_trees_are_asked_off_the_loop_and_their_answers_reach_only_who_still_waits_for_them(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    slow = Slow()
+    monkeypatch.setattr("balanceroute.proxy.admission.forecasts.build_predictor", lambda *_, **__: slow)
+    config = a_config(kind="learned", history=str(tmp_path / "history.sqlite3"))
+    scheduler, forecasts = a_scheduler(), LiveForecasts(config)
+
+    async def until(count: int) -> None:
+        async with asyncio.timeout(10):
+            while forecasts.forecaster.refreshes < count:  # noqa: ASYNC110
+                await asyncio.sleep(0.001)
+
+    async def scenario() -> None:
+        for name in ("stays", "passes", "leaves", "requeued"):
+            decoding(scheduler, name)
+            scheduler.progress(name, 4, 0.0)
+        forecasts.renew(scheduler)
+        decoding(scheduler, "later")
+        scheduler.progress("later", 4, 0.0)
+        forecasts.renew(scheduler)
+        assert held(scheduler, "stays") == H  # nothing waited for the answer
+        scheduler.progress("stays", 1, 0.0)
+        scheduler.progress("passes", 3, 0.0)  # beyond what is about to be predicted
+        scheduler.finish("leaves", Outcome.FINISHED, 0.0)
+        scheduler.requeue("requeued", 0.0)
+        again(scheduler, "requeued", 104)
+        slow.may_answer.set()
+        await until(5)
+        assert held(scheduler, "stays") == 0.0
+        assert held(scheduler, "passes") == 0.0
+        assert held(scheduler, "later") == 1.0
+        assert held(scheduler, "requeued") == H
+        scheduler.progress("passes", 1, 0.0)
+        assert [tracker.id for tracker in scheduler.due_refreshes()] == ["passes"]  # at the floor: at once
+        scheduler.snapshot.check_invariants()
+
+    asyncio.run(scenario())
+    forecasts.close()
+    assert len(slow.threads) == 2  # one batch at a time
+    assert threading.get_ident() not in slow.threads
+
+
+def test_what_expires_in_the_pool_after_it_has_generated_something_is_recorded_as_cut_short(tmp_path: Path) -> None:
+    path = tmp_path / "history.sqlite3"
+    forecasts = LiveForecasts(a_config(kind="exact_match", history=str(path)))
+
+    async def scenario() -> None:
+        ledger = Ledger(a_scheduler(), asyncio.get_running_loop(), forecasts)
+        recomputed, new = (ledger.submit(RequestSpec(name, 100, prompt_key="k")) for name in ("recomputed", "new"))
+        recomputed.prefilled(100)
+        ledger.admit()
+        recomputed.progress(3)
+        recomputed.requeue()
+        ledger.dispatch()
+        recomputed.prefilled(103)
+        new.prefilled(100)
+        ledger.configure(SchedulerConfig(pool_ttl_s=0.0))
+        await asyncio.sleep(0.001)
+        assert ledger.expire() == [recomputed, new]
+
+    asyncio.run(scenario())
+    forecasts.close()
+    assert [(r.prompt_tokens, r.output_tokens, r.finish_reason, r.censored) for r in read_rows(path)] == [
+        (100, 3, "expired", True)
+    ]
+
+
+class Failing(LearnedPredictor):
+    """Fails in every answer to a batch while `fails`, and else answers 6 tokens from the start."""
+
+    def __init__(self) -> None:
+        super().__init__(H)
+        self.fails = True
+
+    def predict(self, ages: Any, prompt_tokens: Any, keys: Any) -> TwoStage:
+        if self.fails:
+            raise FloatingPointError("no answer")
+        return TwoStage(ages * 0.0 + 1.0, 6.0 - ages)
+
+
+@pytest.mark.parametrize("kind", ["learned", "survival"], ids=["in the thread", "on the loop"])
+def test_requests_of_a_failed_batch_count_as_staying_and_are_asked_for_again(
+    kind: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    failing = Failing()
+    failing.predict_one = lambda *asked: (1.0, 6.0)  # type: ignore[method-assign]
+    predictor = (
+        failing if kind == "learned" else type("OnTheLoop", (), {"__getattr__": lambda _, n: getattr(failing, n)})()
+    )
+    monkeypatch.setattr("balanceroute.proxy.admission.forecasts.build_predictor", lambda *_, **__: predictor)
+    scheduler = a_scheduler()
+    forecasts = LiveForecasts(a_config(kind=kind, history=str(tmp_path / "history.sqlite3")))
+    counters = forecasts.forecaster
+    names = [f"r{at}" for at in range(10)]
+
+    async def until(done: Callable[[], bool]) -> None:
+        async with asyncio.timeout(10):
+            while not done():  # noqa: ASYNC110
+                await asyncio.sleep(0.001)
+
+    async def scenario() -> None:
+        for name in names:
+            decoding(scheduler, name)
+            scheduler.refresh(name, 6.0, 0.0)
+            scheduler.progress(name, 4, 0.0)
+        for failures in (1, 2):
+            forecasts.renew(scheduler)
+            await until(lambda n=failures: counters.failures == n)  # type: ignore[misc]
+            assert {held(scheduler, name) for name in names} == {H}
+            assert scheduler.due_refreshes() == []  # not at once: what fails now fails in a millisecond too
+            for name in names:
+                scheduler.progress(name, H // 2, 0.0)
+        failing.fails = False
+        forecasts.renew(scheduler)
+        await until(lambda: counters.refreshes == len(names))
+        assert {held(scheduler, name) for name in names} == {0.0}
+        scheduler.snapshot.check_invariants()
+
+    asyncio.run(scenario())
+    forecasts.close()
+    assert caplog.text.count("forecasts fail") == 1 and "no answer" in caplog.text
+
+
+def test_the_key_is_the_header_where_there_is_one_and_else_the_prompt() -> None:
+    by_header, by_prompt = LiveForecasts(a_config(kind="exact_match", key_header="X-Task")), None
+    try:
+        assert by_header.key(b'"a"', "summary") == by_header.key(b'"b"', "summary") != by_header.key(b'"a"', "")
+        assert by_header.key(b'"a"', "") != by_header.key(b'"b"', "") != ""
+        by_prompt = LiveForecasts(a_config(kind="exact_match"))
+        assert by_prompt.key(b'"a"', "summary") == by_prompt.key(b'"a"', "")
+    finally:
+        by_header.close()
+        if by_prompt is not None:
+            by_prompt.close()
+
+
+def test_nobody_hashes_prompts_for_a_predictor_and_a_history_that_do_not_exist() -> None:
+    forecasts = LiveForecasts(a_config(kind="survival"))
+    assert forecasts.key(b'"a"', "") == ""
+    forecasts.close()
+
+
+@pytest.mark.parametrize(("policy", "kind"), [("br_0", "survival"), ("br_h", "none")])
+def test_without_a_predictor_a_wanted_history_is_recorded_all_the_same(policy: str, kind: str, tmp_path: Path) -> None:
+    assert build_forecasts(a_config(policy, kind=kind)) is None
+    path = tmp_path / "history.sqlite3"
+    forecasts = build_forecasts(a_config(policy, kind=kind, history=str(path)))
+    assert isinstance(forecasts, HistoryOnly) and not isinstance(forecasts, LiveForecasts)
+    scheduler = a_scheduler()
+    decoding(scheduler, "r")
+    scheduler.progress("r", 3, 0.0)
+    tracker = scheduler.snapshot.requests["r"]
+
+    assert forecasts.initial(tracker, 100) is None
+    assert forecasts.runner(scheduler.snapshot) is None
+    forecasts.finished(tracker, "stop")
+    forecasts.close()
+    assert [row.output_tokens for row in read_rows(path)] == [3]
+
+
+def test_a_model_that_does_not_fit_is_refused_before_anything_runs(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match=r"m\.npz"):
+        build_forecasts(a_config(kind="survival", model=str(tmp_path / "m.npz")))
+
+
+def test_without_scikit_learn_a_learned_predictor_is_refused_and_a_fitted_model_stays_as_it_is(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setitem(sys.modules, "sklearn", None)
+    history, model = str(tmp_path / "history.sqlite3"), tmp_path / "m.npz"
+    with pytest.raises(ConfigError, match=r"pip install 'balanceroute\[learned\]'"):
+        build_forecasts(a_config(kind="learned", history=history))
+    assert not Path(history).exists()
+
+    save_model(model, Model("learned", H, [FinishedRequest("k", 100, 6, "stop", 1.0)]))
+    forecasts = build_forecasts(a_config(kind="learned", model=str(model)))
+    assert forecasts is not None and forecasts.runner(a_scheduler().snapshot) is None
+    forecasts.close()
+    assert [record.levelname for record in caplog.records] == ["WARNING"]
+    assert "stays as it is" in caplog.text and "Traceback" not in caplog.text
+
+
+def test_the_metrics_page_tells_how_the_predictor_does(tmp_path: Path) -> None:
+    path = tmp_path / "history.sqlite3"
+    remembered(path, *[6] * 20)
+    scheduler, forecasts = a_scheduler(), LiveForecasts(a_config(kind="exact_match", history=str(path)))
+    registry = CollectorRegistry(auto_describe=False)
+    registry.register(forecasts.metrics)
+    assert forecasts.runner(scheduler.snapshot) is not None
+
+    async def scenario() -> None:
+        decoding(scheduler, "r")
+        forecasts.initial(scheduler.snapshot.requests["r"], 100)
+        scheduler.progress("r", 4, 0.0)
+        forecasts.renew(scheduler)
+        forecasts.finished(scheduler.snapshot.requests["r"], "stop")
+
+    asyncio.run(scenario())
+    forecasts.close()
+    page = generate_latest(registry).decode()
+    for line in (
+        "balanceroute_predictor_history_rows 21.0",
+        "balanceroute_predictor_refreshes_total 1.0",
+        "balanceroute_predictor_failures_total 0.0",
+        'balanceroute_predictor_gate_total{kind="open"} 2.0',
+        'balanceroute_predictor_keys_total{kind="hit"} 2.0',
+        'balanceroute_predictor_error_tokens_bucket{le="0.0"} 0.0',
+        'balanceroute_predictor_error_tokens_bucket{le="1.0"} 1.0',
+        'balanceroute_predictor_fits_total{outcome="adopted"} 0.0',
+        "balanceroute_predictor_fit_age_seconds",
+    ):
+        assert line in page, page

@@ -1,0 +1,187 @@
+"""Prompt sizes before the prefill, against what real tokenizers count (scripts/measure_prompts.py)."""
+
+import gzip
+import json
+import math
+import random
+import struct
+from base64 import b64encode
+from pathlib import Path
+from typing import Any
+
+import orjson
+import pytest
+
+from balanceroute.errors import InvalidRequest
+from balanceroute.proxy.admission.prompt_sizes import MAX_MODELS, PromptSizes, traits_to_estimate
+from balanceroute.proxy.wire.payloads import ClientRequest, parse
+from balanceroute.proxy.wire.prompt_size import SAMPLED_BYTES, image_size, traits_of, traits_of_text
+
+MEASURED = Path(__file__).parents[3] / "data" / "prompts" / "measured.jsonl.gz"
+KINDS = ("english", "chinese", "code", "tools")
+TOKENIZERS = ("qwen", "cl100k", "deepseek")
+
+
+def a_request(body: dict[str, Any], model: str = "m") -> ClientRequest:
+    endpoint = "chat" if "messages" in body else "completions"
+    return parse(endpoint, orjson.dumps(body | {"model": model}))  # type: ignore[arg-type]
+
+
+def measured() -> list[dict[str, Any]]:
+    return [json.loads(line) for line in gzip.open(MEASURED, "rt")]
+
+
+def p95_errors(tokenizer: str, *, learned_from: int, seed: int = 3) -> dict[str, float]:
+    """Per kind the 95th percentile of the relative error, on prompts that have not been learned from."""
+    rows = measured()
+    random.Random(seed).shuffle(rows)
+    sizes = PromptSizes()
+    errors: dict[str, list[float]] = {kind: [] for kind in KINDS}
+    for number, row in enumerate(rows):
+        request, tokens = a_request(row["body"]), row["tokens"][tokenizer]
+        traits = traits_of(request)
+        if number >= learned_from:
+            errors[row["kind"]].append(abs(sizes.estimate(request, traits) - tokens) / tokens)
+        if learned_from:
+            sizes.learn(request, traits, tokens)
+    return {kind: sorted(each)[math.ceil(0.95 * len(each)) - 1] for kind, each in errors.items()}
+
+
+@pytest.mark.parametrize("tokenizer", TOKENIZERS)
+@pytest.mark.parametrize("seed", range(5))
+def test_after_some_dozen_answers_p95_is_within_a_quarter_for_every_kind_and_tokenizer(
+    tokenizer: str, seed: int
+) -> None:
+    errors = p95_errors(tokenizer, learned_from=48, seed=seed)
+    assert all(error <= 0.25 for error in errors.values()), errors
+
+
+@pytest.mark.parametrize("tokenizer", TOKENIZERS)
+def test_before_anything_is_learned_only_chinese_is_further_off(tokenizer: str) -> None:
+    errors = p95_errors(tokenizer, learned_from=0)
+    assert errors.pop("chinese") <= 0.5
+    assert all(error <= 0.25 for error in errors.values()), errors
+
+
+def test_models_are_learned_apart_and_the_oldest_is_forgotten() -> None:
+    sizes = PromptSizes()
+    rows = [row for row in measured() if row["kind"] == "chinese"]
+    for row in rows[:20] * 3:
+        for model, tokenizer in (("a", "cl100k"), ("b", "deepseek")):
+            request = a_request(row["body"], model)
+            sizes.learn(request, traits_of(request), row["tokens"][tokenizer])
+    for row in rows[20:]:
+        a, b = (a_request(row["body"], model) for model in "ab")
+        assert abs(sizes.estimate(a, traits_of(a)) / row["tokens"]["cl100k"] - 1) < 0.3
+        assert abs(sizes.estimate(b, traits_of(b)) / row["tokens"]["deepseek"] - 1) < 0.3
+    before = sizes.estimate(a, traits_of(a))
+    for number in range(MAX_MODELS):
+        request = a_request({"prompt": "some text"}, f"other-{number}")
+        sizes.learn(request, traits_of(request), 2)
+    assert sizes.estimate(a, traits_of(a)) != before
+
+
+def test_tools_calls_system_prompts_and_documents_count() -> None:
+    sizes = PromptSizes()
+
+    def tokens(body: dict[str, Any]) -> int:
+        request = a_request(body)
+        return sizes.estimate(request, traits_of(request))
+
+    asked = [{"role": "user", "content": "What is the weather in Hangzhou?"}]
+    tool = {"type": "function", "function": {"name": "get_weather", "parameters": {"type": "object"}}}
+    call = {
+        "id": "call_1",
+        "type": "function",
+        "function": {"name": "get_weather", "arguments": '{"city": "Hangzhou"}'},
+    }
+    plain = tokens({"messages": asked})
+    assert 10 <= plain <= 25
+    assert tokens({"messages": asked, "tools": [tool] * 9}) > plain + 9 * 15
+    assert tokens({"messages": [*asked, {"role": "assistant", "content": None, "tool_calls": [call]}]}) > plain + 20
+    assert tokens({"messages": [{"role": "system", "content": "be brief. " * 50}, *asked]}) > plain + 100
+    assert tokens({"messages": asked, "documents": [{"title": "a", "text": "word " * 100}]}) > plain + 80
+
+
+def png(width: int, height: int) -> str:
+    head = b"\x89PNG\r\n\x1a\n" + struct.pack(">I4sII", 13, b"IHDR", width, height) + bytes(100_000)
+    return "data:image/png;base64," + b64encode(head).decode()
+
+
+def jpeg(width: int, height: int) -> str:
+    app = b"\xff\xe0" + struct.pack(">H", 16) + bytes(14)
+    frame = b"\xff\xc0" + struct.pack(">HBHH", 17, 8, height, width) + bytes(30)
+    return "data:image/jpeg;base64," + b64encode(b"\xff\xd8" + app + frame).decode()
+
+
+def test_an_image_counts_by_its_size_not_by_its_bytes_and_its_model_s_share_is_learned() -> None:
+    assert image_size(png(640, 480)) == (640, 480) and image_size(jpeg(640, 480)) == (640, 480)
+    assert image_size("https://example.com/cat.png") is None and image_size("data:image/png;base64,!!") is None
+
+    def a_question(width: int, height: int) -> ClientRequest:
+        parts = [
+            {"type": "text", "text": "what is it?"},
+            {"type": "image_url", "image_url": {"url": png(width, height)}},
+        ]
+        return a_request({"messages": [{"role": "user", "content": parts}]})
+
+    sizes = PromptSizes()
+    small, large = a_question(280, 280), a_question(1400, 1400)
+    assert 90 < sizes.estimate(small, traits_of(small)) < 200
+    assert 2300 < sizes.estimate(large, traits_of(large)) < 2800
+    for _ in range(30):  # a model with a quarter of the tokens per image
+        for side in (280, 560, 840):
+            request = a_question(side, side)
+            sizes.learn(request, traits_of(request), 30 + (side // 56) ** 2)
+    assert abs(sizes.estimate(large, traits_of(large)) / (30 + 625) - 1) < 0.25
+
+
+def test_ids_and_embeddings_are_not_estimated() -> None:
+    assert traits_to_estimate(a_request({"prompt": [1, 2, 3]})) is None
+    assert traits_to_estimate(a_request({"prompt": "abc"})) is not None
+
+
+def test_a_huge_prompt_is_sampled_and_still_met() -> None:
+    text = "\n\n".join(json.dumps(row["body"]) for row in measured()).encode()
+    assert len(text) > SAMPLED_BYTES
+    sampled, whole = (
+        traits_of_text(text),
+        sum(traits_of_text(text[at : at + 60_000]) for at in range(0, len(text), 60_000)),
+    )
+    assert abs(sampled.sum() / whole.sum() - 1) < 0.05
+
+
+@pytest.mark.parametrize("text", [b"", b"a", b'""', b"\xff\xfe", b"\\", b"  ", "\U0001f600".encode() * 50])
+def test_any_text_has_a_size(text: bytes) -> None:
+    request = a_request({"prompt": "x"})
+    assert PromptSizes().estimate(request, traits_of_text(text)) >= 1
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        b'"tools":' + b"[" * 500 + b"]" * 500,
+        b'"tools":5,"documents":{"a":1}',
+        b'"messages":[{"role":"user","content":[{"type":"image_url","image_url":{"url":7}},5,{"text":null}]}]',
+    ],
+    ids=["deep", "no-list", "odd-parts"],
+)
+def test_no_body_that_is_taken_is_too_odd_for_an_estimate(fields: bytes) -> None:
+    body = b'{"model":"m","messages":[{"role":"user","content":"a"}],' + fields + b"}"
+    try:
+        request = parse("chat", body)
+    except InvalidRequest:
+        return  # refused before it is estimated
+    assert PromptSizes().estimate(request, traits_of(request)) >= 1
+
+
+def test_one_absurd_answer_does_not_spoil_the_estimates() -> None:
+    sizes = PromptSizes()
+    rows = measured()
+    for row in rows[:100]:
+        request = a_request(row["body"])
+        sizes.learn(request, traits_of(request), row["tokens"]["qwen"])
+    request = a_request(rows[120]["body"])
+    before = sizes.estimate(request, traits_of(request))
+    sizes.learn(request, traits_of(request), 10 * before)
+    assert sizes.estimate(request, traits_of(request)) < 2 * before

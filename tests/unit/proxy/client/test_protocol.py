@@ -1,0 +1,442 @@
+"""The client protocol on a real socket: what is served, what is refused, what is bounded."""
+
+import asyncio
+import logging
+import socket
+
+import pytest
+
+from tests.unit.proxy.client.listening import Client, Listening, listening
+
+pytestmark = pytest.mark.anyio
+
+
+async def until(true: object) -> None:
+    """Wait for a condition, which is called."""
+    while not true():  # type: ignore[operator]  # noqa: ASYNC110
+        await asyncio.sleep(0.005)
+
+
+async def served(server: Listening) -> None:
+    """Another client is served as ever."""
+    client = await server.connect()
+    client.post(b"well?")
+    assert (await client.answer())[2] == b"well?"
+    client.writer.close()
+
+
+async def test_requests_of_one_connection_are_answered_one_after_the_other() -> None:
+    async with listening() as server:
+        client = await server.connect()
+        for body in (b"", b"one", b"x" * 300_000):
+            client.post(body)
+            status, headers, answer = await client.answer()
+            assert (status, answer) == (200, body) and "date" in headers
+
+
+@pytest.mark.parametrize("step", [1, 7, 50])
+async def test_a_request_in_pieces_is_the_same_request(step: int) -> None:
+    async with listening() as server:
+        client = await server.connect()
+        chunked = b"POST /hot HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked\r\n\r\n3\r\nabc\r\n1\r\nd\r\n0\r\n\r\n"
+        whole = b"POST /hot HTTP/1.1\r\nhost: x\r\ncontent-length: 4\r\n\r\nabcd\r\n" + chunked
+        for at in range(0, len(whole), step):
+            client.send(whole[at : at + step])
+            await client.writer.drain()
+            await asyncio.sleep(0)
+        for _ in range(2):
+            assert (await client.answer())[2] == b"abcd"
+
+
+async def test_pipelined_requests_are_answered_in_order_whoever_serves_them() -> None:
+    async with listening() as server:
+        client = await server.connect()
+        client.send(b"GET /?0.05 HTTP/1.1\r\nhost: x\r\n\r\n")
+        client.post(b"first")
+        client.post(b"", b"authorization: Bearer wrong")
+        client.post(b"third", b"x-do: stream")
+        answers = [await client.answer() for _ in range(4)]
+        assert [status for status, _, _ in answers] == [200, 200, 401, 200]
+        assert [answers[0][2], answers[1][2], answers[3][2]] == [b"hi", b"first", b"third" * 3 + b"end"]
+
+
+async def test_many_requests_pipelined_behind_a_completion_are_dropped_and_its_answer_is_the_last() -> None:
+    async with listening() as server:
+        client = await server.connect()
+        client.post(b"", b"x-do: wait")
+        await until(lambda: server.site.served)
+        client.send(b"GET / HTTP/1.1\r\nhost: x\r\n\r\n" * 100_000)
+        (connection,) = server.connections
+        await until(lambda: client.writer.transport.get_write_buffer_size() == 0)
+        assert connection._raw == b""
+        await served(server)
+        client.writer.close()
+        await until(lambda: not server.connections)  # although it had sent so much more
+
+
+async def test_every_answer_of_a_long_pipeline_comes() -> None:
+    async with listening() as server:
+        client = await server.connect()
+        client.send(b"GET / HTTP/1.1\r\nhost: x\r\n\r\n" * 2000)
+        for _ in range(2000):
+            assert (await client.answer())[2] == b"hi"
+
+
+async def test_asgi_routes_get_the_request_as_asgi_says() -> None:
+    async with listening() as server:
+        client = await server.connect()
+        client.send(b"PUT /a%20b?0 HTTP/1.1\r\nHost: x\r\nX-A: b\r\ncontent-length: 3\r\n\r\nabc")
+        assert (await client.answer())[2] == b"abc"
+        (scope,) = server.site.scopes
+        assert (scope["method"], scope["path"], scope["raw_path"], scope["query_string"]) == (
+            "PUT",
+            "/a b",
+            b"/a%20b",
+            b"0",
+        )
+        assert scope["headers"] == [(b"host", b"x"), (b"x-a", b"b"), (b"content-length", b"3")]
+        assert scope["client"][0] == "127.0.0.1" and scope["server"][1] == server._port
+        client.send(b"GET /parts HTTP/1.1\r\nhost: x\r\n\r\n")
+        assert (await client.answer())[2] == b"ab"
+
+
+async def test_head_is_answered_at_once_and_without_a_body() -> None:
+    async with listening() as server:
+        client = await server.connect()
+        client.send(b"HEAD / HTTP/1.1\r\nhost: x\r\n\r\nHEAD /parts HTTP/1.1\r\nhost: x\r\n\r\n")
+        for _ in range(2):
+            assert (await client.answer(bodiless=True))[0] == 200
+        client.post(b"after")
+        assert (await client.answer())[2] == b"after"
+
+
+async def test_http_1_0_gets_no_chunks_and_a_close() -> None:
+    async with listening() as server:
+        for path, body in ((b"POST /hot", b"aaaend"), (b"GET /parts", b"ab")):
+            client = await server.connect()
+            client.send(path + b" HTTP/1.0\r\nx-do: stream\r\ncontent-length: 1\r\n\r\na")
+            head, _, rest = (await client.reader.read()).partition(b"\r\n\r\n")
+            assert b"chunked" not in head.lower() and b"connection: close" in head and rest == body
+
+
+async def test_a_client_that_waits_to_be_told_is_told_to_go_on() -> None:
+    async with listening() as server:
+        client = await server.connect()
+        client.send(b"POST /hot HTTP/1.1\r\nhost: x\r\ncontent-length: 4\r\nexpect: 100-continue\r\n\r\n")
+        assert await client.reader.readuntil(b"\r\n\r\n") == b"HTTP/1.1 100 Continue\r\n\r\n"
+        client.send(b"body")
+        assert (await client.answer())[2] == b"body"
+
+
+@pytest.mark.parametrize("line", [b"x-do: refuse", b"authorization: Bearer wrong"], ids=["handler", "gate"])
+async def test_a_request_is_refused_by_its_head_before_its_body_is_read(line: bytes) -> None:
+    async with listening() as server:
+        client = await server.connect()
+        client.send(
+            b"POST /hot HTTP/1.1\r\nhost: x\r\ncontent-length: 9\r\nexpect: 100-continue\r\n", line, b"\r\n\r\n"
+        )
+        assert await client.error() == 401
+        assert await client.closed() and server.site.served == 0
+        assert [str(error) for error in server.site.refused] in (["no"], ["who are you?"])
+
+
+async def test_a_refused_request_that_is_here_whole_leaves_the_connection_in_use() -> None:
+    async with listening() as server:
+        client = await server.connect()
+        client.post(b"secret", b"x-do: refuse")
+        assert await client.error() == 401
+        client.post(b"public")
+        assert (await client.answer())[2] == b"public"
+
+
+@pytest.mark.parametrize(
+    ("request_", "status"),
+    [
+        (b"\x16\x03\x01\x02", 400),
+        (b"GET / HTTP/1.1\nhost: x\n\n", 400),
+        (b"GET / HTTP/1.1\r\n\r\n", 400),
+        (b"GET /" + b"a" * 9000 + b" HTTP/1.1\r\nhost: x\r\n\r\n", 414),
+        (b"GET / HTTP/1.1\r\nhost: x\r\n" + b"a: b\r\n" * 200 + b"\r\n", 431),
+        (b"GET / HTTP/1.1\r\nhost: x\r\na: " + b"b" * 70_000, 431),
+        (b"POST /hot HTTP/1.1\r\nhost: x\r\ncontent-length: 1000001\r\n\r\n", 413),
+        (b"POST /any HTTP/1.1\r\nhost: x\r\ncontent-length: 1000001\r\n\r\n", 413),
+        (b"POST /hot HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked\r\n\r\nfffff\r\n", 413),
+        (b"POST /hot HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked\r\n\r\nz\r\n", 400),
+        (b"BREW / HTTP/1.1\r\nhost: x\r\n\r\n", 405),
+        (b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n", 505),
+    ],
+    ids=lambda value: repr(value[:20]) if isinstance(value, bytes) else str(value),
+)
+async def test_what_is_refused_gets_an_openai_error_and_the_connection_ends(request_: bytes, status: int) -> None:
+    async with listening(max_body_bytes=1_000_000) as server:
+        client = await server.connect()
+        client.send(request_)
+        assert await client.error() == status
+        assert await client.closed()
+        await served(server)
+
+
+async def test_a_client_that_still_sends_can_read_why_it_was_refused() -> None:
+    async with listening(max_body_bytes=1000) as server:
+        client = await server.connect()
+        client.post(b"x" * 3_000_000)
+        assert await client.error() == 413
+        assert await client.closed()
+
+
+async def test_trailers_are_dropped() -> None:
+    async with listening() as server:
+        client = await server.connect()
+        client.send(
+            b"POST /asgi HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked\r\ntrailer: x-evil\r\n\r\n",
+            b"1\r\na\r\n0\r\nx-evil: 1\r\nauthorization: Bearer stolen\r\n\r\n",
+        )
+        assert (await client.answer())[2] == b"a"
+        assert {name for name, _ in server.site.scopes[0]["headers"]} == {b"host", b"transfer-encoding", b"trailer"}
+
+
+# -- time
+
+
+@pytest.mark.parametrize(
+    ("sent", "told"),
+    [
+        (b"", b""),
+        (b"POST /hot HT", b"408"),
+        (b"POST /hot HTTP/1.1\r\nhost: x\r\ncontent-length: 5\r\n\r\n", b"408"),
+        (b"POST /any HTTP/1.1\r\nhost: x\r\ncontent-length: 5\r\n\r\nab", b"408"),
+        (b"POST /hot HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked\r\n\r\n3\r\nab", b"408"),
+    ],
+    ids=["nothing", "half-a-head", "head", "half-a-body", "half-a-chunk"],
+)
+async def test_a_request_that_does_not_come_in_its_time_is_given_up(sent: bytes, told: bytes) -> None:
+    async with listening(receive_timeout_s=0.2) as server:
+        client = await server.connect()
+        client.send(sent)
+        answer = await client.reader.read()
+        assert answer[9:12] == told and server.site.served == 0
+        assert not server.connections or server.edge.incoming_bytes == 0
+
+
+async def test_a_body_that_trickles_is_given_up_and_one_that_flows_has_its_time() -> None:
+    async with listening(receive_timeout_s=0.3, min_rate_bytes_per_s=1000) as server:
+        slow, steady = await server.connect(), await server.connect()
+        for client in (slow, steady):
+            client.send(b"POST /hot HTTP/1.1\r\nhost: x\r\ncontent-length: 10000\r\n\r\n")
+
+        async def trickle() -> int:
+            while slow.reader._buffer == b"":
+                slow.send(b"x")
+                await asyncio.sleep(0.02)
+            return await slow.error()
+
+        async def flow() -> int:
+            for _ in range(10):
+                steady.send(b"x" * 1000)
+                await asyncio.sleep(0.1)
+            return (await steady.answer())[0]
+
+        assert await asyncio.gather(trickle(), flow()) == [408, 200]
+
+
+async def test_a_connection_without_requests_is_closed_after_its_time_and_one_in_use_is_not() -> None:
+    async with listening(keep_alive_s=0.4) as server:
+        idle, used = await server.connect(), await server.connect()
+        idle.post()
+        assert (await idle.answer())[0] == 200
+        ended = asyncio.ensure_future(idle.closed())
+        while not ended.done():
+            used.post()
+            assert (await used.answer())[0] == 200
+            await asyncio.sleep(0.02)
+        used.post()
+        assert (await used.answer())[0] == 200
+
+
+async def test_a_request_that_began_during_the_last_answer_has_its_whole_time() -> None:
+    async with listening(keep_alive_s=0.2, receive_timeout_s=5.0) as server:
+        client = await server.connect()
+        client.send(b"GET /?0.1 HTTP/1.1\r\nhost: x\r\n\r\nGET /?1 HT")
+        assert (await client.answer())[2] == b"hi"
+        await asyncio.sleep(0.5)
+        client.send(b"TP/1.1\r\nhost: x\r\n\r\n")
+        assert (await client.answer())[2] == b"hi"
+        assert await client.closed()
+
+
+@pytest.mark.parametrize("path", [b"/hot", b"/large"])
+async def test_a_client_that_reads_nothing_is_cut_off(path: bytes) -> None:
+    async with listening(stall_timeout_s=0.4) as server:
+        client = await server.connect()
+        client.writer.transport.pause_reading()  # type: ignore[attr-defined]
+        client.post(b"x", b"x-do: flood", path=path)
+        await until(lambda: server.connections)
+        await until(lambda: not server.connections)
+        await served(server)
+
+
+async def test_a_client_that_reads_a_byte_now_and_then_is_cut_off_too() -> None:
+    async with listening(stall_timeout_s=0.5, min_rate_bytes_per_s=100_000) as server:
+        with socket.create_connection(("127.0.0.1", server._port)) as reader:
+            reader.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+            reader.setblocking(False)
+            reader.send(b"GET /large HTTP/1.1\r\nhost: x\r\n\r\n")
+            await until(lambda: server.connections)
+            while server.connections:
+                try:
+                    reader.recv(1)
+                except BlockingIOError:
+                    pass
+                await asyncio.sleep(0.02)
+
+
+# -- who leaves
+
+
+async def test_a_client_that_leaves_is_noticed_while_it_is_served() -> None:
+    async with listening() as server:
+        client = await server.connect()
+        client.post(b"", b"x-do: wait")
+        await until(lambda: server.site.served)
+        client.writer.close()
+        await until(lambda: server.site.abandoned)
+
+
+async def test_a_client_that_leaves_before_its_body_was_complete_is_accounted_for() -> None:
+    async with listening() as server:
+        client = await server.connect()
+        client.send(b"POST /hot HTTP/1.1\r\nhost: x\r\ncontent-length: 5\r\n\r\nab")
+        await until(lambda: server.connections and server.edge.incoming_bytes == 2)
+        edge = server.edge
+        client.writer.transport.abort()
+        await until(lambda: server.site.abandoned)
+        assert server.site.served == 0 and edge.incoming_bytes == 0 and not edge.waiting
+
+
+@pytest.mark.parametrize("hot", [False, True], ids=["asgi", "hot"])
+async def test_a_client_that_sends_no_more_is_answered_but_for_completions(hot: bool) -> None:
+    async with listening() as server:
+        client = await server.connect()
+        if hot:
+            client.post(b"", b"x-do: wait")
+            await until(lambda: server.site.served)
+        else:
+            client.send(b"GET /?0.1 HTTP/1.1\r\nhost: x\r\n\r\n" * 2)
+        client.writer.write_eof()
+        if hot:
+            await until(lambda: server.site.abandoned)
+        else:
+            assert [(await client.answer())[2] for _ in range(2)] == [b"hi", b"hi"]
+        assert await client.closed()
+
+
+async def test_a_connection_that_ends_inside_a_request_is_told_so() -> None:
+    async with listening() as server:
+        for part in (b"GET / HT", b"POST /hot HTTP/1.1\r\nhost: x\r\ncontent-length: 5\r\n\r\nab"):
+            client = await server.connect()
+            client.send(part)
+            client.writer.write_eof()
+            assert await client.error() == 400
+            assert await client.closed()
+
+
+async def test_clients_that_leave_between_requests_log_nothing(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+    async with listening() as server:
+        caplog.clear()
+        for n in range(30):
+            client = await server.connect()
+            client.post(b"x")
+            client.send(b"GET / HTTP/1.1\r\nhost: x\r\n\r\n" * n)
+            if n % 2:
+                await client.answer()
+            client.writer.transport.abort()
+        await until(lambda: not server.connections)
+        assert caplog.records == []
+
+
+# -- what goes wrong behind it
+
+
+async def test_a_bug_behind_the_protocol_is_a_500_and_logged(caplog: pytest.LogCaptureFixture) -> None:
+    async with listening() as server:
+        client = await server.connect()
+        client.post(b"", b"x-do: fail")
+        assert await client.error() == 500
+        assert [record.message for record in caplog.records if record.levelno >= logging.ERROR] == ["internal error"]
+
+
+async def test_an_answer_that_is_not_completed_ends_uncleanly() -> None:
+    async with listening() as server:
+        client = await server.connect()
+        client.post(b"half", b"x-do: break")
+        assert (await client.reader.read()).endswith(b"4\r\nhalf\r\n")
+
+
+# -- places
+
+
+async def test_above_the_bound_the_connection_that_waits_longest_makes_room() -> None:
+    async with listening(max_connections=3) as server:
+        clients: list[Client] = []
+        for sent in (b"", b"POST /hot HTTP/1.1\r\nhost: x\r\ncontent-length: 5\r\n\r\n", b""):
+            clients.append(await server.connect())
+            clients[-1].send(sent)
+            await until(lambda: len(server.connections) == len(clients))
+        clients[2].post(b"mine")
+        assert (await clients[2].answer())[2] == b"mine"
+        for victim in clients[:2]:
+            await served(server)
+            newcomer = await server.connect()
+            newcomer.post(b"", b"x-do: wait")
+            assert await victim.closed()
+
+
+async def test_where_all_are_busy_clients_get_an_openai_error_that_says_when_to_come_back() -> None:
+    async with listening(max_connections=2) as server:
+        for n in range(2):
+            (await server.connect()).post(b"", b"x-do: wait")
+            await until(lambda: server.site.served == n + 1)  # noqa: B023
+        third = await server.connect()
+        third.post(b"x")
+        status, headers, _ = await third.answer()
+        assert status == 503 and int(headers["retry-after"]) >= 1
+        assert await third.closed()
+        probe = await server.connect()
+        probe.send(b"GET / HTTP/1.1\r\nhost: x\r\n\r\n")
+        assert (await probe.answer())[2] == b"hi"
+
+
+async def test_a_body_counts_until_its_answer_is_complete() -> None:
+    async with listening(max_held_bytes=100_000) as server:
+        held = await server.connect()
+        held.post(b"x" * 60_000, b"x-do: wait")
+        await until(lambda: server.site.served)
+        assert (server.edge.incoming_bytes, server.edge.served_bytes) == (0, 60_000)
+        for chunked in (False, True):
+            other = await server.connect()
+            length = b"transfer-encoding: chunked" if chunked else b"content-length: 50000"
+            body = b"c350\r\n%b\r\n0\r\n\r\n" % (b"y" * 50_000) if chunked else b"y" * 50_000
+            other.send(b"POST /hot HTTP/1.1\r\nhost: x\r\n" + length + b"\r\n\r\n" + body)
+            assert await other.error() == 503
+        small = await server.connect()
+        small.post(b"z" * 1000)
+        assert (await small.answer())[0] == 200
+        await until(lambda: server.edge.served_bytes == 60_000)
+        held.writer.transport.abort()
+        await until(lambda: server.edge.served_bytes == 0)
+        small.post(b"z" * 90_000)
+        assert (await small.answer())[0] == 200
+        assert (server.edge.incoming_bytes, server.edge.served_bytes) == (0, 0)
+
+
+async def test_bodies_under_way_have_a_bound_together() -> None:
+    async with listening(max_incoming_bytes=100_000) as server:
+        clients = [await server.connect() for _ in range(3)]
+        for client in clients:
+            client.send(b"POST /hot HTTP/1.1\r\nhost: x\r\ncontent-length: 60000\r\n\r\n" + b"x" * 50_000)
+        answers = [asyncio.ensure_future(client.error()) for client in clients]
+        done, waiting = await asyncio.wait(answers, return_when="FIRST_COMPLETED")
+        assert done.pop().result() == 503 and server.edge.incoming_bytes <= 100_000
+        for answer in waiting:
+            answer.cancel()

@@ -1,0 +1,290 @@
+"""The hot path between a scripted worker and a client that may not read."""
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import pytest
+import uvloop
+
+from balanceroute.errors import BadUpstreamReply, UpstreamError
+from balanceroute.proxy.life.relay import relay
+from balanceroute.proxy.wire.sse import EventScanner, StreamEnd
+from balanceroute.proxy.workers.upstream import Upstream
+from tests.unit.proxy.servers import CHUNKED_HEAD, Script, answering, chunked, read_request, worker
+from tests.unit.proxy.wire.test_sse import DONE, completion, event, texts
+
+Run = Callable[[Callable[[], Awaitable[None]]], None]
+EVENTS = [event(completion(f"{i} ", [i])) for i in range(200)]
+LAST = event(completion("end", [999], finish_reason="length"))
+
+
+@pytest.fixture(params=[asyncio.new_event_loop, uvloop.new_event_loop], ids=["asyncio", "uvloop"])
+def run(request: pytest.FixtureRequest) -> Run:
+    """Runs a test's coroutine on the loop under test, within 10 s."""
+
+    def runner(test: Callable[[], Awaitable[None]]) -> None:
+        with asyncio.Runner(loop_factory=request.param) as loop:
+            loop.run(asyncio.wait_for(test(), 10))
+
+    return runner
+
+
+class Client:
+    """A client's response that takes parts while `open` is set."""
+
+    def __init__(self) -> None:
+        self.open = asyncio.Event()
+        self.open.set()
+        self.parts: list[bytes] = []
+        self.ended = False
+
+    def write(self, body: bytes) -> bool:
+        assert body and not self.ended
+        if self.open.is_set():
+            self.parts.append(body)
+        return self.open.is_set()
+
+    def end(self, body: bytes) -> None:
+        assert not self.ended
+        self.parts.append(body)
+        self.ended = True
+
+    async def drained(self) -> None:
+        await self.open.wait()
+
+    @property
+    def body(self) -> bytes:
+        return b"".join(self.parts)
+
+
+class Leaving(Client):
+    """A client to whom nothing can be written."""
+
+    def write(self, body: bytes) -> bool:
+        raise OSError("client")
+
+
+class Relayed:
+    """What one relay did."""
+
+    def __init__(self) -> None:
+        self.client = Client()
+        self.scanner = EventScanner()
+        self.tokens = 0
+        self.error: UpstreamError | None = None
+
+    def count(self, tokens: int) -> None:
+        self.tokens += tokens
+
+    async def run(self, upstream: Upstream) -> None:
+        reply = await upstream.request("POST", "/", b"{}")
+        chunk = await reply.next_chunk()
+        assert chunk is not None
+        first = self.scanner.feed(chunk)
+        self.count(self.scanner.tokens)
+        self.error = await relay(reply, self.scanner, self.client, self.count, first=first)
+
+
+def test_every_event_is_relayed_counted_and_ended_in_one_response(run: Run) -> None:
+    async def test() -> None:
+        async with worker(answering(CHUNKED_HEAD + chunked(*EVENTS, LAST, DONE))) as server:
+            upstream = Upstream(server.url)
+            for _ in range(2):
+                done = Relayed()
+                await done.run(upstream)
+                assert done.tokens == len(done.scanner.ids) == 201
+                assert texts(done.client.body) == "".join(f"{i} " for i in range(200)) + "end"
+                assert done.client.body.endswith(DONE)
+                assert done.client.ended
+                while upstream.busy_connections:  # noqa: ASYNC110 - the pool has no event to wait for
+                    await asyncio.sleep(0.001)
+            assert server.connections == 1
+            upstream.close()
+
+    run(test)
+
+
+def one_by_one(parts: list[bytes]) -> Script:
+    """A worker that sends each part in a chunk and a packet of its own."""
+
+    async def script(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await read_request(reader)
+        writer.write(CHUNKED_HEAD)
+        for part in parts:
+            writer.write(chunked(part, last=False))
+            await asyncio.sleep(0.01)
+        writer.write(b"0\r\n\r\n")
+        await reader.read()
+
+    return script
+
+
+def test_events_that_come_one_by_one_leave_one_by_one(run: Run) -> None:
+    async def test() -> None:
+        async with worker(one_by_one([*EVENTS[:5], LAST, DONE])) as server:
+            upstream = Upstream(server.url)
+            done = Relayed()
+            await done.run(upstream)
+            assert len(done.client.parts) == 7
+            assert done.scanner.end is StreamEnd.DONE
+            upstream.close()
+
+    run(test)
+
+
+def endless(sent: list[int]) -> Script:
+    """A worker that streams until the connection closes; `sent[0]` counts its events."""
+
+    async def script(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await read_request(reader)
+        writer.write(CHUNKED_HEAD)
+        while True:
+            writer.write(chunked(event(completion("x" * 20_000, [1])), last=False))
+            await writer.drain()
+            sent[0] += 1
+
+    return script
+
+
+def test_a_client_that_stops_reading_stops_its_worker_only(run: Run) -> None:
+    async def test() -> None:
+        sent = [0]
+        async with (
+            worker(endless(sent)) as server,
+            worker(answering(CHUNKED_HEAD + chunked(LAST, DONE))) as other,
+        ):
+            slow = Relayed()
+            stuck = Upstream(server.url)
+            relaying = asyncio.ensure_future(slow.run(stuck))
+            while not slow.tokens:  # noqa: ASYNC110
+                await asyncio.sleep(0.001)
+            slow.client.open.clear()
+            before = -1
+            while sent[0] != before:  # until the worker is stuck
+                before = sent[0]
+                await asyncio.sleep(0.05)
+            quick = Relayed()
+            await quick.run(Upstream(other.url))
+            assert quick.scanner.end is StreamEnd.DONE
+            slow.client.open.set()
+            while sent[0] < before + 200:  # noqa: ASYNC110
+                await asyncio.sleep(0.001)
+            relaying.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await relaying
+            await server.closed.wait()
+            assert stuck.busy_connections == 0
+            assert texts(slow.client.body) == "x" * len(texts(slow.client.body))
+
+    run(test)
+
+
+def test_a_client_that_pauses_gets_every_event_in_order(run: Run) -> None:
+    async def test() -> None:
+        async with worker(one_by_one([*EVENTS[:20], LAST, DONE])) as server:
+            done = Relayed()
+            done.client.open.clear()
+            relaying = asyncio.ensure_future(done.run(Upstream(server.url)))
+            await asyncio.sleep(0.05)
+            assert done.client.parts == []
+            done.client.open.set()
+            await relaying
+            assert texts(done.client.body) == "".join(f"{i} " for i in range(20)) + "end"
+            assert done.client.ended
+
+    run(test)
+
+
+def test_a_worker_that_breaks_off_leaves_the_response_open_and_says_why(run: Run) -> None:
+    async def script(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await read_request(reader)
+        writer.write(CHUNKED_HEAD + chunked(*EVENTS[:3], last=False) + b"ff\r\ndata: {")
+
+    async def test() -> None:
+        async with worker(script) as server:
+            done = Relayed()
+            await done.run(Upstream(server.url))
+            assert isinstance(done.error, BadUpstreamReply)
+            assert done.scanner.end is StreamEnd.UNFINISHED
+            assert done.tokens == 3
+            assert texts(done.client.body) == "0 1 2 "
+            assert not done.client.ended
+
+    run(test)
+
+
+def test_a_recomputed_stream_ends_the_relay_with_the_response_open(run: Run) -> None:
+    marker = event(completion("", [], finish_reason="stop", stop_reason="recomputed"))
+
+    async def test() -> None:
+        async with worker(answering(CHUNKED_HEAD + chunked(*EVENTS[:3], marker, DONE))) as server:
+            done = Relayed()
+            await done.run(Upstream(server.url))
+            assert done.error is None
+            assert done.scanner.end is StreamEnd.RECOMPUTED
+            assert done.scanner.ids.tolist() == [0, 1, 2]
+            assert not done.client.ended
+
+    run(test)
+
+
+def test_a_write_that_fails_fails_its_relay_and_no_other(run: Run) -> None:
+    async def test() -> None:
+        async def fails(upstream: Upstream) -> None:
+            reply = await upstream.request("POST", "/", b"{}")
+            with pytest.raises(OSError, match="client"):
+                await relay(reply, EventScanner(), Leaving(), lambda n: None)
+
+        async with worker(one_by_one([*EVENTS[:20], LAST, DONE])) as server:
+            upstream = Upstream(server.url)
+            others = [Relayed() for _ in range(4)]
+            await asyncio.gather(*(task for other in others for task in (fails(upstream), other.run(upstream))))
+            assert [other.tokens for other in others] == [21] * 4
+            assert all(other.scanner.end is StreamEnd.DONE for other in others)
+            upstream.close()
+
+    run(test)
+
+
+class ScriptedReply:
+    """A worker's reply whose bytes the test hands to the relay itself."""
+
+    def __init__(self) -> None:
+        self.sink: Any = None
+        self.undelivered = False
+        self.loop = asyncio.get_running_loop()
+
+    def attach(self, sink: Any) -> None:
+        self.sink = sink
+
+    def pause(self) -> None: ...
+
+    def resume(self) -> None: ...
+
+    def abort(self) -> None: ...
+
+    def discard(self, grace_s: float) -> None: ...
+
+
+@pytest.mark.parametrize("open_client", [True, False], ids=["reading", "not reading"])
+def test_what_is_read_after_a_cancellation_reaches_the_client_or_is_told_to_be_lost(
+    run: Run, open_client: bool
+) -> None:
+    async def test() -> None:
+        done, reply = Relayed(), ScriptedReply()
+        task = asyncio.get_running_loop().create_task(
+            relay(reply, done.scanner, done.client, done.count)  # type: ignore[arg-type]
+        )
+        await asyncio.sleep(0)
+        if not open_client:
+            done.client.open.clear()
+        task.cancel()
+        reply.sink.chunk(EVENTS[0] + LAST)  # in the same turn of the loop, as sockets are read after timers
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        assert done.tokens == 2
+        assert bool(done.client.body) is open_client
+        assert reply.undelivered is not open_client
+
+    run(test)

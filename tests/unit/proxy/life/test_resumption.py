@@ -1,0 +1,72 @@
+"""The class of a continuation, field by field."""
+
+from typing import Any
+
+import orjson
+import pytest
+
+from balanceroute.proxy.life.resumption import Fidelity, resumption
+from balanceroute.proxy.wire.payloads import parse
+from balanceroute.proxy.wire.sse import REASONING, TEXT, TOOL_CALLS, Cut
+
+IMAGE = [{"type": "image_url", "image_url": {"url": "https://example.com/a.png"}}, {"type": "text", "text": "hi"}]
+
+
+def fidelity(fields: dict[str, Any], *kinds: str, flushed: str | None = "", misparsed: bool = False) -> Fidelity:
+    body = {"model": "m", "messages": [{"role": "user", "content": "hi"}], "stream": True} | fields
+    cut = Cut(frozenset(kinds or {TEXT}), 5, flushed, misparsed)
+    return resumption(parse("chat", orjson.dumps(body)), cut).fidelity
+
+
+@pytest.mark.parametrize(
+    ("fields", "expected"),
+    [
+        ({}, Fidelity.EXACT),
+        ({"temperature": 0.7, "top_p": 0.9, "logit_bias": {"5": 1}, "repetition_penalty": 1.2}, Fidelity.EXACT),
+        ({"max_tokens": 50}, Fidelity.ADJUSTED),
+        ({"min_tokens": 5}, Fidelity.ADJUSTED),
+        ({"presence_penalty": 0.1, "max_tokens": 50}, Fidelity.APPROXIMATE),
+        ({"presence_penalty": 0, "frequency_penalty": 0.0}, Fidelity.EXACT),
+        ({"seed": 0}, Fidelity.APPROXIMATE),
+        ({"seed": 7, "temperature": 0}, Fidelity.EXACT),
+        ({"thinking_token_budget": 100}, Fidelity.APPROXIMATE),
+        ({"bad_words": ["x"]}, Fidelity.APPROXIMATE),
+        ({"a_field_of_tomorrow": 1}, Fidelity.APPROXIMATE),
+        ({"response_format": {"type": "text"}}, Fidelity.EXACT),
+        ({"response_format": {"type": "json_object"}}, Fidelity.INVALID),
+        ({"structured_outputs": {"regex": "a+"}}, Fidelity.INVALID),
+        ({"structured_outputs": {"disable_any_whitespace": True}}, Fidelity.EXACT),
+        ({"guided_choice": ["a", "b"]}, Fidelity.INVALID),
+        ({"tool_choice": "required"}, Fidelity.INVALID),
+        ({"tool_choice": {"type": "function", "function": {"name": "f"}}}, Fidelity.INVALID),
+        ({"tool_choice": "auto", "tools": [{"type": "function"}]}, Fidelity.EXACT),
+        ({"messages": [{"role": "user", "content": IMAGE}]}, Fidelity.INVALID),
+        ({"messages": [{"role": "user", "content": IMAGE[1:]}]}, Fidelity.EXACT),
+    ],
+)
+def test_a_field_has_its_class(fields: dict[str, Any], expected: Fidelity) -> None:
+    assert fidelity(fields) is expected
+
+
+def test_state_of_parsers_and_grammars_depends_on_what_has_come() -> None:
+    bound = {"response_format": {"type": "json_object"}}
+    assert fidelity(bound, REASONING) is Fidelity.EXACT
+    assert fidelity(bound, REASONING, TEXT) is Fidelity.INVALID
+    assert fidelity({}, TEXT, TOOL_CALLS) is Fidelity.INVALID
+    assert fidelity({}, REASONING, misparsed=True) is Fidelity.INVALID
+
+
+@pytest.mark.parametrize(
+    ("stop", "flushed", "expected"),
+    [
+        (["END"], "nothing like it", Fidelity.EXACT),
+        (["END"], "so far E", Fidelity.INVALID),
+        ("END", "so far EN", Fidelity.INVALID),
+        (["."], None, Fidelity.EXACT),
+        (["END"], None, Fidelity.INVALID),
+    ],
+)
+def test_a_stop_string_may_lie_across_the_cut(stop: Any, flushed: str | None, expected: Fidelity) -> None:
+    assert fidelity({"stop": stop}, flushed=flushed) is expected
+    included = fidelity({"stop": stop, "include_stop_str_in_output": True}, flushed=flushed)
+    assert included is (Fidelity.EXACT if stop == ["."] else Fidelity.INVALID)

@@ -1,0 +1,88 @@
+"""Who is taken for the cause of a decode worker's death."""
+
+import asyncio
+
+import pytest
+
+from balanceroute.errors import (
+    BadUpstreamReply,
+    ConnectFailed,
+    ConnectionLost,
+    UpstreamError,
+    UpstreamStatus,
+    UpstreamTimeout,
+)
+from balanceroute.proxy.life.suspicion import SAME_DEATH_S, TURN_S, Sign, Suspect, Suspicions, sign_of
+from tests.unit.proxy.stage import on_stage
+
+AT = {"worker": "d0", "stage": "decode"}
+DEAD = b'{"error":{"message":"EngineCore encountered an issue. See stack trace (above) for the root cause."}}'
+
+
+def unsent() -> ConnectFailed:
+    error = ConnectFailed("refused", **AT)
+    error.sent = False
+    return error
+
+
+@pytest.mark.parametrize(
+    ("error", "sign"),
+    [
+        (UpstreamStatus("", **AT, status=500, body=DEAD), Sign.DEATH),
+        (UpstreamStatus("", **AT, status=500, body=b'{"error":{"message":"Internal server error"}}'), Sign.NONE),
+        (ConnectFailed("reset", **AT), Sign.MAYBE),
+        (unsent(), Sign.NONE),
+        (ConnectionLost("closed", **AT), Sign.MAYBE),
+        (BadUpstreamReply("no JSON", **AT), Sign.NONE),
+        (UpstreamTimeout("late", **AT), Sign.NONE),
+    ],
+    ids=["engine", "transfer", "reset", "refused", "mid-stream", "nonsense", "late"],
+)
+def test_only_a_death_is_evidence(error: UpstreamError, sign: Sign) -> None:
+    assert sign_of(error) is sign
+
+
+def test_two_losses_are_enough_and_explain_those_of_everybody_who_was_there() -> None:
+    suspicions, guilty, innocent = Suspicions(), Suspect(), Suspect()
+    assert not suspicions.lost(guilty, "d0", 0.0)
+    assert not suspicions.lost(innocent, "d0", 0.1)
+    assert suspicions.lost(guilty, "d1", 5.0)
+    assert guilty.workers == ["d0", "d1"]
+    assert innocent.explained == 1
+    assert not suspicions.lost(innocent, "d2", 9.0)  # the first one does not count
+    assert suspicions.lost(innocent, "d3", 12.0)
+
+
+def test_a_worker_that_dies_again_has_not_been_explained_by_its_first_death() -> None:
+    suspicions, first, second = Suspicions(), Suspect(), Suspect()
+    suspicions.lost(first, "d0", 0.0)
+    suspicions.lost(first, "d1", 1.0)
+    assert not suspicions.lost(second, "d0", 1.0 + SAME_DEATH_S)
+    assert suspicions.lost(second, "d1", 2.0 + SAME_DEATH_S)
+
+
+def test_a_first_token_clears_a_request() -> None:
+    suspicions, suspect = Suspicions(), Suspect()
+    suspicions.lost(suspect, "d0", 0.0)
+    suspicions.cleared(suspect)
+    assert not suspicions.lost(suspect, "d1", 9.0)
+
+
+def test_suspects_are_alone_with_a_worker_one_after_the_other() -> None:
+    async def story() -> None:
+        loop = asyncio.get_running_loop()
+        suspicions, first, second, third = Suspicions(), Suspect(), Suspect(), Suspect()
+        await suspicions.turn(first, "d0")
+        await suspicions.turn(third, "d1")  # another worker: at once
+        waits = asyncio.ensure_future(suspicions.turn(second, "d0"))
+        await asyncio.sleep(1)
+        assert not waits.done()
+        suspicions.end_turn(first)
+        await waits
+        start_s = loop.time()
+        await suspicions.turn(first, "d0")  # the second one never ends: not for ever
+        assert loop.time() - start_s == pytest.approx(TURN_S)
+        suspicions.end_turn(second)
+        suspicions.end_turn(second)
+
+    on_stage(story)

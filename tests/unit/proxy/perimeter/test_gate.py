@@ -1,0 +1,77 @@
+"""What a configuration opens, and to whom."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from balanceroute.errors import InvalidRequest
+from balanceroute.proxy.perimeter.gate import Perimeter, exposures
+from balanceroute.proxy.perimeter.routes import Access
+from tests.unit.proxy.stage import a_config
+
+EVERYWHERE = {"listen": {"host": "0.0.0.0"}}
+LENT = {"auth": {"worker_api_key": "k"}}
+KEYS = {"client_keys": "keys.yaml"}
+
+
+@pytest.mark.parametrize(
+    ("sections", "told"),
+    [
+        ({}, []),
+        ({"listen": {"host": "localhost"}}, []),
+        ({"listen": {"host": "::1"}}, []),
+        (EVERYWHERE, ["whoever reaches 0.0.0.0:8000"]),
+        ({"listen": {"host": "::"}}, ["whoever reaches [::]:8000"]),
+        ({"listen": {"host": "router.example"}}, ["whoever reaches router.example:8000"]),
+        (LENT, ["lent to whoever can connect"]),
+        (EVERYWHERE | LENT, ["lent to whoever can connect", "whoever reaches 0.0.0.0:8000"]),
+        (EVERYWHERE | {"auth": LENT["auth"] | KEYS}, []),
+        (EVERYWHERE | LENT | {"tls": {"cert_file": "c.pem", "client_ca_file": "ca.pem"}}, []),
+        (EVERYWHERE | {"tls": {"cert_file": "c.pem"}}, ["whoever reaches 0.0.0.0:8000"]),
+    ],
+)
+def test_an_operator_is_told_what_is_open_to_everyone(sections: dict[str, Any], told: list[str]) -> None:
+    lines = list(exposures(a_config(**sections)))
+    assert len(lines) == len(told)
+    assert all(text in line for text, line in zip(told, lines, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("access", "ports"),
+    [
+        (Access.OPEN, {8000, 9000, None}),
+        (Access.CLIENT, {8000, None}),
+        (Access.DECODER, {8000, None}),
+        (Access.ADMIN, {9000}),
+    ],
+)
+def test_a_listener_for_operators_serves_them_alone(access: Access, ports: set[int | None]) -> None:
+    perimeter = Perimeter(a_config(listen={"admin": "127.0.0.1:9000"}))
+    for port in (8000, 9000, None):
+        if port in ports:
+            perimeter.check_listener(access, port)
+        else:
+            with pytest.raises(InvalidRequest) as caught:
+                perimeter.check_listener(access, port)
+            assert caught.value.status == 404
+
+
+@pytest.mark.parametrize("access", Access)
+def test_without_a_listener_for_operators_everything_is_on_one(access: Access) -> None:
+    Perimeter(a_config()).check_listener(access, 8000)
+
+
+def test_what_workers_see_of_a_client(tmp_path: Path) -> None:
+    (tmp_path / "keys.yaml").write_text("keys: []\n")
+    keys = {"client_keys": str(tmp_path / "keys.yaml")}
+    own, admin = [(b"authorization", b"Bearer own")], [(b"authorization", b"bearer  adm")]
+    for auth, of_own, of_admin in (
+        ({}, None, None),
+        ({"admin_token": "adm"}, None, b""),
+        (keys, b"", b""),
+        ({"worker_api_key": "w", "admin_token": "adm"}, b"Bearer w", b"Bearer w"),
+        (keys | {"worker_api_key": "w"}, b"Bearer w", b"Bearer w"),
+    ):
+        perimeter = Perimeter(a_config(auth=auth))
+        assert perimeter.authorization_for(own) == of_own and perimeter.authorization_for(admin) == of_admin

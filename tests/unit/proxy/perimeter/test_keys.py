@@ -1,0 +1,140 @@
+"""Whose key it is, and what it may still use."""
+
+import hashlib
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from balanceroute.config import KeyEntry
+from balanceroute.errors import AccessDenied, KeyLimit
+from balanceroute.proxy.perimeter.keys import ClientKeys
+
+Headers = list[tuple[bytes, bytes]]
+
+
+def entry(name: str, key: str, **limits: Any) -> KeyEntry:
+    return KeyEntry.model_validate({"name": name, "sha256": hashlib.sha256(key.encode()).hexdigest(), **limits})
+
+
+def bearer(key: str) -> Headers:
+    return [(b"authorization", b"Bearer " + key.encode())]
+
+
+@pytest.mark.parametrize(
+    "headers",
+    [
+        bearer("one"),
+        [(b"authorization", b"bearer  one ")],
+        [(b"x-api-key", b"one")],
+        [(b"x-api-key", b"two"), *bearer("one")],
+    ],
+    ids=["bearer", "any-case", "x-api-key", "authorization-first"],
+)
+def test_a_key_is_found_in_either_header(headers: Headers) -> None:
+    assert ClientKeys([entry("a", "one"), entry("b", "two")]).of(headers).name == "a"
+
+
+@pytest.mark.parametrize(
+    ("headers", "code"),
+    [
+        ([], None),
+        (bearer("three"), "invalid_api_key"),
+        (bearer(""), "invalid_api_key"),
+        ([(b"authorization", b"Basic one")], "invalid_api_key"),
+        ([(b"authorization", b"one")], "invalid_api_key"),
+        ([*bearer("one"), *bearer("one")], "invalid_api_key"),
+        ([(b"x-api-key", b"one"), (b"x-api-key", b"two")], "invalid_api_key"),
+        ([(b"x-api-key", b"one"), *bearer("three")], "invalid_api_key"),
+        ([(b"authorization", hashlib.sha256(b"one").hexdigest().encode())], "invalid_api_key"),
+        (bearer(hashlib.sha256(b"one").hexdigest()), "invalid_api_key"),
+    ],
+    ids=["none", "unknown", "empty", "basic", "bare", "twice", "two", "hidden-behind-a-wrong-one", "hash", "its-hash"],
+)
+def test_everything_else_is_401_as_openai_says_it(headers: Headers, code: str | None) -> None:
+    with pytest.raises(AccessDenied) as caught:
+        ClientKeys([entry("a", "one"), entry("b", "two")]).of(headers)
+    assert (caught.value.status, caught.value.code) == (401, code)
+    assert "three" not in str(caught.value)
+
+
+def test_a_key_has_its_requests_in_flight_and_no_more() -> None:
+    (key,) = ClientKeys([entry("a", "one", max_in_flight=2)])
+    key.enter(0.0)
+    key.enter(0.0)
+    with pytest.raises(KeyLimit, match="2 requests in flight"):
+        key.enter(0.0)
+    key.leave(0.0)
+    key.enter(0.0)
+    assert key.in_flight == 2
+
+
+def test_a_minute_s_requests_may_come_at_once_and_then_at_their_pace() -> None:
+    (key,) = ClientKeys([entry("a", "one", requests_per_minute=60)])
+    for _ in range(60):
+        key.enter(100.0)
+    with pytest.raises(KeyLimit) as caught:
+        key.enter(100.0)
+    assert caught.value.retry_after_s == pytest.approx(1.0)
+    key.enter(101.0)
+    with pytest.raises(KeyLimit):
+        key.enter(101.5)
+
+
+def test_tokens_are_charged_at_the_end_and_then_waited_for() -> None:
+    (key,) = ClientKeys([entry("a", "one", tokens_per_minute=600)])
+    key.enter(0.0)
+    key.enter(0.0)
+    key.leave(0.0, tokens=700)
+    key.leave(0.0, tokens=0)
+    with pytest.raises(KeyLimit) as caught:
+        key.enter(0.0)
+    assert caught.value.retry_after_s == pytest.approx(10.0)
+    key.enter(10.1)
+
+
+def test_a_refused_request_uses_nothing() -> None:
+    (key,) = ClientKeys([entry("a", "one", max_in_flight=1, requests_per_minute=2)])
+    key.enter(0.0)
+    for _ in range(5):
+        with pytest.raises(KeyLimit, match="in flight"):
+            key.enter(0.0)
+    key.leave(0.0)
+    key.enter(0.0)
+
+
+def test_a_reload_keeps_what_was_used_under_the_same_name_and_takes_new_keys_and_limits() -> None:
+    before = ClientKeys([entry("a", "one", requests_per_minute=2), entry("gone", "two")])
+    key = before.of(bearer("one"))
+    key.enter(0.0)
+    key.enter(0.0)
+    after = ClientKeys([entry("a", "rotated", requests_per_minute=3)])
+    after.inherit(before)
+    for old in ("one", "two"):
+        with pytest.raises(AccessDenied):
+            after.of(bearer(old))
+    assert after.of(bearer("rotated")) is key and key.in_flight == 2
+    key.enter(0.0)
+    with pytest.raises(KeyLimit):
+        key.enter(0.0)
+
+
+@given(
+    st.integers(1, 50),
+    st.lists(st.floats(0, 30), min_size=1, max_size=200),
+)
+def test_no_minute_ever_sees_more_than_two_allowances(per_minute: int, gaps_s: list[float]) -> None:
+    (key,) = ClientKeys([entry("a", "one", requests_per_minute=per_minute)])
+    now, let_in = 0.0, []
+    for gap_s in gaps_s:
+        now += gap_s
+        try:
+            key.enter(now)
+        except KeyLimit as refusal:
+            assert refusal.retry_after_s is not None and 0 < refusal.retry_after_s <= 60 / per_minute + 1e-6
+        else:
+            let_in.append(now)
+            key.leave(now)
+    for at in let_in:
+        assert sum(at <= other < at + 60 for other in let_in) <= 2 * per_minute

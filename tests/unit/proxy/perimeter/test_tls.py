@@ -1,0 +1,179 @@
+"""Certificates that change while the router runs, and those that workers and the router show each other."""
+
+import asyncio
+import os
+import ssl
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import trustme
+
+from balanceroute.config import Config
+from balanceroute.errors import ConfigError, ConnectFailed
+from balanceroute.proxy.app import build_services
+from balanceroute.proxy.perimeter.tls import Tls
+from balanceroute.proxy.reload import apply
+from balanceroute.proxy.workers.upstream import Upstream
+from tests.unit.proxy.servers import plain, read_request, worker
+from tests.unit.proxy.stage import a_config
+
+pytestmark = pytest.mark.anyio
+
+
+def chain(ca: trustme.CA, file: Path) -> str:
+    ca.issue_cert("127.0.0.1").private_key_and_cert_chain_pem.write_to_path(str(file))
+    return str(file)
+
+
+def ca_file(ca: trustme.CA, file: Path) -> str:
+    ca.cert_pem.write_to_path(str(file))
+    return str(file)
+
+
+def config(**tls: str) -> Config:
+    return a_config(tls=tls)
+
+
+async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    while True:
+        await read_request(reader)
+        writer.write(plain(b"served"))
+
+
+async def asked(url: str, tls: Tls) -> bytes:
+    upstream = Upstream(url.replace("http:", "https:"), ssl_context=tls.for_workers)
+    try:
+        return await (await upstream.request("GET", "/health")).read(100)
+    finally:
+        upstream.close()
+
+
+async def test_a_worker_is_believed_by_its_ca_and_sees_the_router_s_certificate(tmp_path: Path) -> None:
+    theirs, ours, other = trustme.CA(), trustme.CA(), trustme.CA()
+    served = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+    theirs.issue_cert("127.0.0.1").configure_cert(served)
+    ours.configure_trust(served)
+    served.verify_mode = ssl.CERT_REQUIRED
+    trusted = ca_file(theirs, tmp_path / "theirs.pem")
+    known = chain(ours, tmp_path / "ours.pem")
+    async with worker(answer, tls=served) as server:
+        assert await asked(server.url, Tls(config(worker_ca_file=trusted, worker_cert_file=known))) == b"served"
+        unknown = chain(other, tmp_path / "other.pem")
+        for settings in (
+            {"worker_ca_file": trusted},
+            {"worker_ca_file": trusted, "worker_cert_file": unknown},
+            {"worker_ca_file": ca_file(other, tmp_path / "other-ca.pem"), "worker_cert_file": known},
+            {"worker_cert_file": known},
+        ):
+            with pytest.raises(ConnectFailed):
+                await asked(server.url, Tls(config(**settings)))
+
+
+async def test_a_new_ca_of_the_workers_counts_from_the_reload_on(tmp_path: Path) -> None:
+    theirs, other = trustme.CA(), trustme.CA()
+    served = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+    theirs.issue_cert("127.0.0.1").configure_cert(served)
+    settings = config(worker_ca_file=ca_file(other, tmp_path / "ca.pem"))
+    tls = Tls(settings)
+    async with worker(answer, tls=served) as server:
+        with pytest.raises(ConnectFailed):
+            await asked(server.url, tls)
+        ca_file(theirs, tmp_path / "ca.pem")
+        tls.reload(settings)
+        assert await asked(server.url, tls) == b"served"
+
+
+async def test_every_worker_of_the_router_is_asked_with_it_and_after_a_reload_with_the_new_one(tmp_path: Path) -> None:
+    theirs = trustme.CA()
+    served = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+    theirs.issue_cert("127.0.0.1").configure_cert(served)
+    ca = tmp_path / "ca.pem"
+    ca_file(trustme.CA(), ca)
+    async with worker(answer, tls=served) as server:
+        url = server.url.replace("http:", "https:")
+        settings = a_config(tls={"worker_ca_file": str(ca)}, decode={"workers": [{"url": url, "id": "d0"}]})
+        services = build_services(settings, asyncio.get_running_loop(), None, strict=True)
+        upstream = services.fleet["d0"].upstream
+        with pytest.raises(ConnectFailed):
+            await upstream.request("GET", "/health")
+        ca_file(theirs, ca)
+        apply(services, settings)
+        assert await (await upstream.request("GET", "/health")).read(100) == b"served"
+        services.fleet.close()
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    async with asyncio.timeout(10):
+        while not condition():  # noqa: ASYNC110
+            await asyncio.sleep(0.005)
+
+
+async def test_a_certificate_that_was_renewed_is_used_without_a_signal(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    old, new = trustme.CA(), trustme.CA()
+    file = tmp_path / "chain.pem"
+    settings = config(cert_file=chain(old, file))
+    tls = Tls(settings)
+    watching = asyncio.ensure_future(tls.watch(lambda: settings, 0.01))
+    caplog.set_level("INFO")
+
+    def write(content: Callable[[], Any], at_ns: int) -> None:
+        content()
+        os.utime(file, ns=(at_ns, at_ns))
+
+    async with worker(answer, tls=tls.server) as server:
+        port = int(server.url.rsplit(":", 1)[1])
+
+        async def shown_by(ca: trustme.CA) -> bool:
+            trusting = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+            ca.configure_trust(trusting)
+            try:
+                _, writer = await asyncio.open_connection("127.0.0.1", port, ssl=trusting)
+            except ssl.SSLError:
+                return False
+            writer.close()
+            return True
+
+        assert await shown_by(old)
+        write(lambda: file.write_text("half written"), 1)
+        await until(lambda: "certificates not reloaded" in caplog.text)
+        assert await shown_by(old)
+        write(lambda: chain(new, file), 2)
+        await until(lambda: "certificates reloaded" in caplog.text)
+        assert await shown_by(new) and not await shown_by(old)
+        assert caplog.text.count("certificates not reloaded") == 1
+    watching.cancel()
+
+
+async def test_whether_tls_is_spoken_at_all_needs_a_restart(tmp_path: Path) -> None:
+    ca = trustme.CA()
+    cert, client_ca = chain(ca, tmp_path / "chain.pem"), ca_file(ca, tmp_path / "ca.pem")
+    for before, after in (
+        ({}, {"cert_file": cert}),
+        ({"cert_file": cert}, {}),
+        ({"cert_file": cert}, {"cert_file": cert, "client_ca_file": client_ca}),
+        ({"cert_file": cert, "client_ca_file": client_ca}, {"cert_file": cert}),
+    ):
+        with pytest.raises(ConfigError, match="restart"):
+            Tls(config(**before)).reload(config(**after))
+
+
+def test_an_encrypted_key_is_refused_instead_of_asked_for(tmp_path: Path) -> None:
+    from cryptography.hazmat.primitives import serialization
+
+    ca = trustme.CA()
+    issued = ca.issue_cert("127.0.0.1")
+    key = serialization.load_pem_private_key(issued.private_key_pem.bytes(), None)
+    (tmp_path / "key.pem").write_bytes(
+        key.private_bytes(
+            serialization.Encoding.PEM,
+            serialization.PrivateFormat.PKCS8,
+            serialization.BestAvailableEncryption(b"secret"),
+        )
+    )
+    issued.cert_chain_pems[0].write_to_path(str(tmp_path / "cert.pem"))
+    with pytest.raises(ConfigError, match="encrypted"):
+        Tls(config(cert_file=str(tmp_path / "cert.pem"), key_file=str(tmp_path / "key.pem")))

@@ -1,0 +1,113 @@
+"""Log records as lines."""
+
+import asyncio
+import io
+import json
+import logging
+from collections.abc import Iterator
+
+import pytest
+
+from balanceroute.proxy.telemetry.logs import FLUSH_S, configure, log_request
+
+
+@pytest.fixture(autouse=True)
+def restored() -> Iterator[None]:
+    root = logging.getLogger()
+    handlers, level = root.handlers[:], root.level
+    yield
+    root.handlers[:], root.level = handlers, level
+
+
+def lines(style: str) -> list[str]:
+    out = io.StringIO()
+    configure("info", style, out)
+    logging.getLogger("a.b").info("request", extra={"worker": "d0", "tokens": 3})
+    logging.getLogger("a.b").debug("not shown")
+    try:
+        raise ValueError("why")
+    except ValueError:
+        logging.getLogger("a.b").exception("broken")
+    return out.getvalue().splitlines()
+
+
+def test_json_lines_hold_event_and_fields() -> None:
+    first, second = map(json.loads, lines("json"))
+    assert (first["event"], first["level"], first["worker"], first["tokens"]) == ("request", "info", "d0", 3)
+    assert "ValueError: why" in second["exception"]
+
+
+def test_plain_lines_read_as_text_and_auto_is_json_where_nobody_looks() -> None:
+    assert lines("plain")[0].endswith("request worker=d0 tokens=3")
+    assert lines("auto")[0].startswith("{")
+
+
+@pytest.mark.parametrize("odd", ["\n", "\r", "\x1b[2J", "\x9b31m", "\u2028", "\x00", "\x7f", "\u202e"])
+def test_a_value_starts_no_line_of_its_own_and_commands_no_terminal(odd: str) -> None:
+    forged = f"/v1/models/a{odd}09:00:00.000 INFO admin call by=token"
+    for style in ("json", "plain"):
+        out = io.StringIO()
+        configure("info", style, out)
+        log_request({"path": forged})
+        logging.getLogger("a").warning("refused %s", forged, extra={"path": forged, "asked": [forged]})
+        assert len(out.getvalue().splitlines() if style == "plain" else out.getvalue().split("\n")[:-1]) == 2
+        if style == "plain":
+            assert odd not in out.getvalue().replace("\n", "") or odd == "\n"
+
+
+def test_a_request_s_line_is_what_logging_would_have_made_of_it() -> None:
+    for style in ("json", "plain"):
+        out = io.StringIO()
+        configure("info", style, out)
+        log_request({"request": "r1", "tokens": 3})
+        logging.getLogger("balanceroute.requests").info("request", extra={"request": "r1", "tokens": 3})
+        direct, by_record = out.getvalue().splitlines()
+        if style == "json":
+            direct, by_record = (json.dumps({**json.loads(line), "time": ""}) for line in (direct, by_record))
+            assert direct == by_record
+        else:
+            assert direct[13:] == by_record[13:]  # after the time
+
+
+def test_requests_are_logged_by_whatever_handles_the_logs(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO):
+        log_request({"request": "r1"})
+    assert [record.request for record in caplog.records] == ["r1"]  # type: ignore[attr-defined]
+
+
+def test_lines_wait_for_each_other_but_never_behind_a_warning() -> None:
+    out = io.StringIO()
+
+    async def test() -> None:
+        configure("info", "json", out)
+        log = logging.getLogger("a.b")
+        log.info("one")
+        log_request({"request": "two"})
+        assert out.getvalue() == ""
+        log.warning("three")
+        assert len(out.getvalue().splitlines()) == 3
+        log.info("four")
+        await asyncio.sleep(2 * FLUSH_S)
+        assert len(out.getvalue().splitlines()) == 4
+        log.info("five")
+
+    asyncio.run(test())
+    logging.getLogger().handlers[0].flush()  # what `logging` does at the end of the process
+    events = [json.loads(line)["event"] for line in out.getvalue().splitlines()]
+    assert events == ["one", "request", "three", "four", "five"]
+
+
+def test_a_log_that_nobody_takes_any_more_fails_no_request() -> None:
+    out = io.StringIO()
+    configure("info", "json", out)
+    out.close()
+    log_request({"request": "r1"})
+    logging.getLogger("a.b").warning("lost")
+
+
+def test_a_reload_sets_the_logs_up_again_without_leaving_anything_of_the_last_time() -> None:
+    configure("info", "json", io.StringIO())
+    before = len(logging.getLogger("uvicorn.error").filters)
+    configure("info", "plain", io.StringIO())
+    assert len(logging.getLogger("uvicorn.error").filters) == before == 1
+    assert len(logging.getLogger().handlers) == 1

@@ -1,0 +1,73 @@
+"""When worker and ledger disagree for long, and only then."""
+
+from balanceroute.core.types import Role
+from balanceroute.proxy.telemetry.watchdog import WINDOW, Watchdog
+from balanceroute.proxy.workers.metrics_poller import of_worker, read_samples
+
+
+def test_a_difference_counts_once_every_poll_of_the_window_had_it() -> None:
+    watchdog, role = Watchdog(), Role.DECODE
+    for poll in range(WINDOW):
+        assert watchdog.divergence("w") == 0
+        watchdog.see("w", role, {"num_requests_running": 5.0 + poll}, held=2, orphans=0)
+    assert watchdog.divergence("w") == 3
+
+
+def test_one_poll_that_agrees_is_enough_to_be_at_peace() -> None:
+    watchdog, role = Watchdog(), Role.DECODE
+    for poll in range(3 * WINDOW):
+        watchdog.see("w", role, {"num_requests_running": 2.0 if poll % WINDOW == 3 else 9.0}, held=2, orphans=0)
+        assert watchdog.divergence("w") == 0
+
+
+def test_a_decoder_that_reports_less_than_we_have_there_is_no_finding() -> None:
+    watchdog, role = Watchdog(), Role.DECODE
+    for _ in range(WINDOW):
+        watchdog.see("w", role, {"num_requests_running": 0.0}, held=4, orphans=0)
+    assert watchdog.divergence("w") == 0
+
+
+def test_a_prefiller_s_usage_counts_only_when_nothing_of_ours_explains_it() -> None:
+    watchdog, role = Watchdog(), Role.PREFILL
+    for held, orphans in ((1, 0), (0, 1)):
+        for _ in range(WINDOW):
+            watchdog.see("w", role, {"kv_cache_usage_perc": 0.4}, held=held, orphans=orphans)
+        assert watchdog.divergence("w") == 0
+    for _ in range(WINDOW):
+        watchdog.see("w", role, {"kv_cache_usage_perc": 0.4}, held=0, orphans=0)
+    assert watchdog.divergence("w") == 0.4
+    watchdog.forget("w")
+    assert watchdog.workers() == []
+
+
+TEXT = b"""# TYPE vllm:kv_cache_usage_perc gauge
+vllm:kv_cache_usage_perc{engine="0",model_name="m"} 0.25
+vllm:kv_cache_usage_perc{engine="7",model_name="m"} 0.5
+vllm:num_requests_running{engine="0",model_name="m"} 40.0
+vllm:num_requests_waiting_by_reason{engine="0",model_name="m",reason="capacity"} 1.0
+vllm:kv_cache_usage_perc_other{engine="0"} 1.0
+vllm:cache_config_info{block_size="128",cache_dtype="auto",engine="0",num_gpu_blocks="10",swap_space="4"} 1.0
+vllm:cache_config_info{block_size="16",engine="7",kv_cache_size_tokens="4000",num_gpu_blocks="None"} 1.0
+"""
+
+
+def test_samples_are_read_per_engine() -> None:
+    samples = read_samples(TEXT)
+    assert samples == {
+        "0": {
+            "kv_cache_usage_perc": 0.25,
+            "num_requests_running": 40.0,
+            "kv_block_tokens": 128,
+            "kv_capacity_tokens": 1280,
+        },
+        "7": {"kv_cache_usage_perc": 0.5, "kv_block_tokens": 16, "kv_capacity_tokens": 4000},
+    }
+    assert of_worker(samples, 7) == samples["7"]
+    assert of_worker(samples, 3) is None
+    whole = of_worker(samples, None)
+    assert whole is not None and whole["kv_cache_usage_perc"] == 0.5
+    assert of_worker({}, None) is None
+
+
+def test_an_external_rank_s_only_engine_is_its_own_whatever_its_number() -> None:
+    assert of_worker({"5": {"kv_cache_usage_perc": 0.1}}, 0) == {"kv_cache_usage_perc": 0.1}

@@ -1,0 +1,155 @@
+"""Non-stream answers made from a stream, compared with what the worker says unstreamed."""
+
+from typing import Any
+
+import orjson
+import pytest
+
+from balanceroute.errors import BadUpstreamReply
+from balanceroute.proxy.wire import payloads
+from balanceroute.proxy.wire.answers import AnswerAssembler, correct_answer
+from balanceroute.proxy.wire.sse import EventScanner, StreamEnd
+from tests.unit.proxy.captures import body_of, capture_files
+from tests.unit.proxy.wire.test_sse import DONE, chat, completion, event, usage
+
+
+def assemble(endpoint: payloads.Endpoint, wire: bytes, **fields: Any) -> dict[str, Any]:
+    body = {"prompt": "x", "messages": [{"role": "user"}]} | fields
+    request = payloads.parse(endpoint, orjson.dumps(body))
+    scanner = EventScanner(want_token_ids=request.return_token_ids, want_usage=True)
+    assembler = AnswerAssembler(request)
+    for i in range(0, len(wire), 61):
+        assembler.feed(scanner.feed(wire[i : i + 61]))
+    assert scanner.end is StreamEnd.DONE
+    answer: dict[str, Any] = orjson.loads(assembler.answer(scanner))
+    return answer
+
+
+def without_identity(answer: dict[str, Any]) -> dict[str, Any]:
+    """What two runs of one greedy request have in common: all but ids, times and fields that are null."""
+    choice = {k: v for k, v in answer["choices"][0].items() if v is not None}
+    if "message" in choice:
+        choice["message"] = {k: v for k, v in choice["message"].items() if v is not None}
+    counts = {k: v for k, v in answer["usage"].items() if v is not None}
+    return {"object": answer["object"], "model": answer["model"], "choice": choice, "usage": counts}
+
+
+@pytest.mark.parametrize(
+    ("endpoint", "streamed", "unstreamed"),
+    [
+        ("completions", "single/021-compl-stream-usage", "single/010-compl"),
+        ("chat", "single/032-chat-stream-usage", "single/030-chat"),
+        ("chat", "single/033-chat-stream-usage-token_ids", "single/030-chat"),
+        ("completions", "extra/501-stop_token_ids-stream", "extra/502-stop_token_ids"),
+        ("completions", "extra/503-stop_string-stream", "extra/504-stop_string"),
+    ],
+)
+def test_an_assembled_answer_equals_the_workers_unstreamed_one(
+    endpoint: payloads.Endpoint, streamed: str, unstreamed: str
+) -> None:
+    wire = body_of(capture_files(f"{streamed}.resp")[0])[1]
+    whole = orjson.loads(body_of(capture_files(f"{unstreamed}.resp")[0])[1])
+    whole["choices"][0]["token_ids"] = None
+    whole["choices"][0]["prompt_token_ids"] = None
+    assert without_identity(assemble(endpoint, wire)) == without_identity(whole)
+
+
+def test_an_assembled_chat_with_ids_equals_the_workers() -> None:
+    wire = body_of(capture_files("single/033-chat-stream-usage-token_ids.resp")[0])[1]
+    whole = orjson.loads(body_of(capture_files("single/036-chat-token_ids.resp")[0])[1])
+    answer = assemble("chat", wire, return_token_ids=True)
+    assert without_identity(answer) == without_identity(whole)
+    assert answer["prompt_token_ids"] == whole["prompt_token_ids"]
+
+
+def test_tool_calls_and_reasoning_are_merged_from_their_deltas() -> None:
+    deltas: list[dict[str, Any]] = [
+        {"role": "assistant", "content": ""},
+        {"reasoning": "let "},
+        {"reasoning": "me"},
+        {"tool_calls": [{"index": 0, "id": "t0", "type": "function", "function": {"name": "f", "arguments": ""}}]},
+        {"tool_calls": [{"index": 0, "function": {"arguments": '{"a"'}}]},
+        {"tool_calls": [{"index": 0, "function": {"arguments": ":1}"}}]},
+        {"tool_calls": [{"index": 1, "id": "t1", "type": "function", "function": {"name": "g", "arguments": "{}"}}]},
+    ]
+    wire = b"".join(event(chat(delta, [1])) for delta in deltas)
+    wire += event(chat({}, [], finish_reason="tool_calls", stop_reason=None)) + event(usage(3, 7)) + DONE
+    choice = assemble("chat", wire)["choices"][0]
+    assert choice["finish_reason"] == "tool_calls"
+    assert choice["message"]["reasoning"] == "let me"
+    assert choice["message"]["content"] is None
+    assert choice["message"]["tool_calls"] == [
+        {"function": {"name": "f", "arguments": '{"a":1}'}, "id": "t0", "type": "function"},
+        {"function": {"name": "g", "arguments": "{}"}, "id": "t1", "type": "function"},
+    ]
+
+
+def test_logprobs_of_all_events_are_joined() -> None:
+    parts = [{"tokens": [t], "token_logprobs": [-0.5], "text_offset": [i]} for i, t in enumerate("abc")]
+    wire = b"".join(event(completion(t, [1], logprobs=p)) for t, p in zip("abc", parts, strict=True))
+    wire += event(completion("", [], finish_reason="length")) + event(usage(1, 3)) + DONE
+    logprobs = assemble("completions", wire)["choices"][0]["logprobs"]
+    assert logprobs == {"tokens": ["a", "b", "c"], "token_logprobs": [-0.5] * 3, "text_offset": [0, 1, 2]}
+
+
+def test_an_answer_over_two_lives_is_one_answer() -> None:
+    request = payloads.parse("completions", b'{"prompt":"x","max_tokens":100,"return_token_ids":true}')
+    scanner = EventScanner(want_token_ids=True, want_usage=True, prompt_tokens=4)
+    assembler = AnswerAssembler(request)
+    marker = completion("", [], finish_reason="stop", stop_reason="recomputed")
+    assembler.feed(scanner.feed(event(completion("ab", [1, 2])) + event(marker) + DONE))
+    scanner.resume()
+    last = completion("c", [3], finish_reason="length")
+    assembler.feed(scanner.feed(event(last | {"id": "other"}) + event(usage(6, 1)) + DONE))
+    answer = orjson.loads(assembler.answer(scanner))
+    assert (answer["id"], answer["choices"][0]["text"]) == ("cmpl-1", "abc")
+    assert answer["choices"][0]["token_ids"] == [1, 2, 3]
+    assert answer["choices"][0]["finish_reason"] == "length"
+    assert answer["usage"]["completion_tokens"] == 3
+    assert answer["usage"]["prompt_tokens"] == 4
+
+
+@pytest.mark.parametrize(
+    "wire",
+    [
+        b": ping\n" + event(completion("a", [1])) + event(completion("b", [2], finish_reason="stop")) + DONE,
+        b"\xff\xfe\r\n" + event(completion("a", [1])) + event(completion("b", [2], finish_reason="stop")) + DONE,
+        event(completion("a", [1]), newline=b"\r\n")
+        + event(completion("b", [2], finish_reason="stop"), newline=b"\r\n")
+        + DONE,
+    ],
+    ids=["comment in an event", "garbage in an event", "crlf"],
+)
+def test_no_text_is_lost_whatever_else_its_event_holds(wire: bytes) -> None:
+    assert assemble("completions", wire)["choices"][0]["text"] == "ab"
+
+
+@pytest.mark.parametrize(
+    "choice",
+    [
+        *({"token_ids": 5}, {"index": []}, {"index": "0"}, {"delta": 7}),
+        *({"delta": {"tool_calls": [1]}}, {"delta": {"tool_calls": [{"index": None}]}}),
+    ],
+)
+def test_an_event_that_is_no_part_of_an_answer_ends_it_for_good(choice: dict[str, Any]) -> None:
+    assembler = AnswerAssembler(payloads.parse("completions", b'{"prompt":"x"}'))
+    with pytest.raises(BadUpstreamReply) as caught:
+        assembler.feed(event(completion("a", [1], **choice)))
+    assert not caught.value.retryable
+
+
+def test_an_unstreamed_answer_is_counted_and_stripped() -> None:
+    body = body_of(capture_files("single/036-chat-token_ids.resp")[0])[1]
+    corrected = correct_answer(payloads.parse("chat", b'{"messages":[{}]}'), body, worker="d0", cached_tokens=3)
+    answer = orjson.loads(corrected.body)
+    assert (corrected.tokens, corrected.finish_reason, corrected.recomputed) == (8, "length", False)
+    assert corrected.ids is not None
+    assert len(corrected.ids) == 8
+    assert answer["choices"][0]["token_ids"] is answer["prompt_token_ids"] is None
+    assert answer["usage"]["prompt_tokens_details"] == {"cached_tokens": 3}
+
+
+@pytest.mark.parametrize("body", [b"", b"[]", b'{"choices":[]}', b'{"choices":[{"token_ids":5}]}', b'{"choices":[1]}'])
+def test_an_unstreamed_reply_that_is_no_completion_is_a_bad_reply(body: bytes) -> None:
+    with pytest.raises(BadUpstreamReply):
+        correct_answer(payloads.parse("chat", b'{"messages":[{}]}'), body, worker="d0")

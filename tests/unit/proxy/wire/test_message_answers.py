@@ -1,0 +1,283 @@
+"""Chats' answers as Anthropic's messages, against a real engine's own and against the official client's reading."""
+
+import json
+from typing import Any
+
+import orjson
+import pytest
+from anthropic.types import RawMessageStreamEvent
+from hypothesis import given
+from hypothesis import strategies as st
+from pydantic import TypeAdapter
+
+from balanceroute.errors import BadUpstreamReply
+from balanceroute.proxy.wire.answers import UnreadableEvent
+from balanceroute.proxy.wire.message_answers import PING, Counts, MessageStream, message_of
+from balanceroute.proxy.wire.sse import EventScanner
+from tests.unit.proxy.captures import body_of, capture_files
+
+EVENTS: TypeAdapter[Any] = TypeAdapter(RawMessageStreamEvent)
+COUNTS = Counts(9, None, 5)
+
+
+def a_stream(counts: Counts = COUNTS) -> MessageStream:
+    return MessageStream("msg_1", "asked", lambda: counts)
+
+
+def chunk(delta: dict[str, Any], finish: str | None = None, stop: Any = None) -> bytes:
+    choice = {"index": 0, "delta": delta, "logprobs": None, "finish_reason": finish, "token_ids": None}
+    if finish:
+        choice["stop_reason"] = stop
+    return event({"id": "chatcmpl-1", "model": "tiny", "choices": [choice]})
+
+
+def event(data: Any) -> bytes:
+    return b"data: %s\n\n" % orjson.dumps(data)
+
+
+def called(index: int, arguments: str, name: str | None = None) -> dict[str, Any]:
+    function = {"arguments": arguments, **({"name": name} if name else {})}
+    return {"tool_calls": [{"index": index, "function": function, **({"id": f"call_{index}"} if name else {})}]}
+
+
+ROLE = chunk({"role": "assistant", "content": ""})
+USAGE = event(
+    {
+        "choices": [],
+        "usage": {"prompt_tokens": 9, "completion_tokens": 5, "prompt_tokens_details": {"cached_tokens": 4}},
+    }
+)
+DONE = b"data: [DONE]\n\n"
+
+
+def told(out: bytes) -> list[dict[str, Any]]:
+    """The data of named events, each of which says its own name; pings are left out."""
+    parts = []
+    for block in out.split(b"\n\n")[:-1]:
+        name, data = block.split(b"\n")
+        parts.append(json.loads(data.removeprefix(b"data: ")))
+        assert name == b"event: " + parts[-1]["type"].encode()
+    return [part for part in parts if part["type"] != "ping"]
+
+
+def read_by_the_client(parts: list[dict[str, Any]]) -> dict[str, Any]:
+    """The message that the events make; fails on any that the official client's types do not allow."""
+    for part in parts:
+        EVENTS.validate_python(part, strict=True)
+    message: dict[str, Any] = parts[0]["message"]
+    for part in parts[1:]:
+        if part["type"] == "content_block_start":
+            assert part["index"] == len(message["content"])
+            message["content"].append({**part["content_block"], "json": ""})
+        elif part["type"] == "content_block_delta":
+            block = message["content"][part["index"]]
+            for name, value in part["delta"].items():
+                name = "json" if name == "partial_json" else name
+                if name != "type":
+                    block[name] += value
+        elif part["type"] == "message_delta":
+            message |= {**part["delta"], "usage": part["usage"]}
+    for block in message["content"]:
+        if block["type"] == "tool_use":
+            block["input"] = json.loads(block["json"] or "{}")
+    return message
+
+
+def whole(choice: dict[str, Any], **usage: Any) -> dict[str, Any]:
+    usage = {"prompt_tokens": 9, "completion_tokens": 5, **usage}
+    return json.loads(message_of(orjson.dumps({"model": "tiny", "choices": [choice], "usage": usage}), "msg_1"))
+
+
+# -------------------------------------------------------------------------------- the engine's own answers
+
+
+def test_a_captured_answer_is_the_engines_own_message() -> None:
+    """Two requests of one prompt, sampled: what the engine says of its chat is said of the message that it made."""
+    (path,) = capture_files("single/071-messages.resp")
+    own = json.loads(body_of(path)[1])
+    message = {"role": "assistant", "content": own["content"][0]["text"], "reasoning": None}
+    mine = whole({"message": message, "finish_reason": "length", "stop_reason": None})
+    assert own | {"id": "msg_1", "stop_sequence": None} == mine
+
+
+def test_a_captured_stream_is_the_engines_own_events() -> None:
+    (path,) = capture_files("single/072-messages-stream.resp")
+    own = told(b"".join(b.lstrip(b"\n") + b"\n\n" for b in body_of(path)[1].split(b"\n\n") if b.strip()))
+    texts = [part["delta"]["text"] for part in own if part["type"] == "content_block_delta"]
+    chunks = [chunk({"content": text}, "length" if text is texts[-1] else None) for text in texts]
+    usage = event({"choices": [], "usage": {"prompt_tokens": 9, "completion_tokens": 5}})
+    stream = a_stream()
+    mine = told(b"".join(map(stream.feed, [ROLE, *chunks, usage, DONE])))
+    own[0]["message"]["id"] = "msg_1"
+    assert mine == own
+
+
+@pytest.mark.parametrize(
+    "name", ["single/032-chat-stream-usage", "single/033-chat-stream-usage-token_ids", "single/031-chat-stream",
+             "single/038-chat-stream-100-ignore_eos", "extra/507-chat-eos-stream"]
+)  # fmt: skip
+@pytest.mark.parametrize("size", [1, 7, 10**9], ids=["bytes", "pieces", "at-once"])
+def test_a_captured_chat_is_read_by_the_official_client_as_its_whole_text(name: str, size: int) -> None:
+    (path,) = capture_files(f"{name}.resp")
+    wire = body_of(path)[1]
+    scanner = EventScanner(want_usage=True)
+    stream = MessageStream("msg_1", "asked", lambda: Counts(13, None, scanner.tokens))
+    out = [stream.feed(part) for at in range(0, len(wire), size) if (part := scanner.feed(wire[at : at + size]))]
+    message = read_by_the_client(told(b"".join(out)))
+    chats = [json.loads(block[6:]) for block in wire.decode().split("\n\n") if block.startswith("data: {")]
+    text = "".join(part["choices"][0]["delta"].get("content") or "" for part in chats if part["choices"])
+    assert "".join(block["text"] for block in message["content"]) == text
+    finish = next(p["choices"][0]["finish_reason"] for p in chats if p["choices"] and p["choices"][0]["finish_reason"])
+    assert message["stop_reason"] == {"length": "max_tokens", "stop": "end_turn"}[finish]
+
+
+# ------------------------------------------------------------------------------------------------ the whole
+
+
+def test_a_whole_answer_has_its_thoughts_its_words_and_its_calls_in_this_order() -> None:
+    function = {"name": "look_up", "arguments": '{"word": "a"}'}
+    message = {"content": "I look.", "reasoning": "Hm.", "tool_calls": [{"id": "c1", "function": function}]}
+    told = whole({"message": message, "finish_reason": "tool_calls"}, prompt_tokens_details={"cached_tokens": 4})
+    assert told["content"] == [
+        {"type": "thinking", "thinking": "Hm.", "signature": "msg_1"},
+        {"type": "text", "text": "I look."},
+        {"type": "tool_use", "id": "c1", "name": "look_up", "input": {"word": "a"}},
+    ]
+    assert told["stop_reason"] == "tool_use"
+    assert told["usage"] == {"input_tokens": 5, "cache_read_input_tokens": 4, "output_tokens": 5}
+
+
+def test_an_empty_answer_has_one_empty_text() -> None:
+    assert whole({"message": {"content": ""}, "finish_reason": "stop"})["content"] == [{"type": "text", "text": ""}]
+
+
+STOPS = [
+    ("length", None, "max_tokens", None),
+    ("stop", None, "end_turn", None),
+    ("stop", 151643, "end_turn", None),
+    ("stop", "END", "stop_sequence", "END"),
+    ("content_filter", None, "refusal", None),
+    ("abort", None, None, None),
+]
+
+
+@pytest.mark.parametrize(("finish", "stop", "reason", "sequence"), STOPS)
+def test_a_finish_reason_is_a_stop_reason_streamed_or_not(finish: str, stop: Any, reason: Any, sequence: Any) -> None:
+    once = whole({"message": {"content": "a"}, "finish_reason": finish, "stop_reason": stop})
+    parts = told(a_stream().feed(ROLE + chunk({"content": "a"}, finish, stop) + USAGE + DONE))
+    for said in (once, parts[-2]["delta"]):
+        assert (said["stop_reason"], said["stop_sequence"]) == (reason, sequence)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "finish", "stop", "reason"),
+    [
+        ('{"a": 1}', "tool_calls", None, "tool_use"),
+        ('{"a": 1}', "stop", None, "tool_use"),
+        ('{"a": 1}', "stop", "END", "tool_use"),
+        ('{"a": ', "stop", "END", "stop_sequence"),
+        ('{"a": ', "length", None, "max_tokens"),
+        ("", "tool_calls", None, "tool_use"),
+    ],
+)
+def test_a_call_that_was_cut_short_is_not_to_be_run(arguments: str, finish: str, stop: Any, reason: str) -> None:
+    calls = [{"id": "c", "function": {"name": "f", "arguments": arguments}}]
+    once = whole({"message": {"content": None, "tool_calls": calls}, "finish_reason": finish, "stop_reason": stop})
+    out = a_stream().feed(ROLE + chunk(called(0, arguments, "f")) + chunk({}, finish, stop) + USAGE + DONE)
+    assert once["stop_reason"] == told(out)[-2]["delta"]["stop_reason"] == reason
+    assert once["content"][0]["input"] == ({"a": 1} if arguments.endswith("}") else {})
+
+
+@pytest.mark.parametrize("answer", [b"", b"{", b"[]", b'{"choices":[]}', b'{"choices":[{"message":5}]}'])
+def test_what_is_no_chat_completion_is_a_bad_reply(answer: bytes) -> None:
+    with pytest.raises(BadUpstreamReply):
+        message_of(answer, "msg_1")
+
+
+# ----------------------------------------------------------------------------------------------- the stream
+
+
+def test_the_first_event_tells_the_prompts_tokens_before_the_engine_has_counted_them() -> None:
+    out = a_stream(Counts(9, 4, 1)).feed(ROLE)
+    (start,) = told(out)
+    assert start["message"]["usage"] == {"input_tokens": 5, "cache_read_input_tokens": 4, "output_tokens": 0}
+    assert start["message"]["model"] == "tiny" and PING in out
+
+
+def test_thoughts_words_and_parallel_calls_are_blocks_one_after_the_other() -> None:
+    chunks = [ROLE, *(chunk({"reasoning": word}) for word in ("H", "m.")), chunk({"content": "I look."})]
+    chunks += [chunk(called(0, "", "f")), chunk(called(0, '{"a": ')), chunk(called(0, "1}"))]
+    chunks += [chunk(called(1, '{"b"', "g")), chunk(called(1, ": 2}")), chunk({}, "tool_calls"), USAGE, DONE]
+    stream = a_stream()
+    parts = told(b"".join(map(stream.feed, chunks)))
+    message = read_by_the_client(parts)
+    assert [block["type"] for block in message["content"]] == ["thinking", "text", "tool_use", "tool_use"]
+    assert message["content"][0]["thinking"] == "Hm." and message["content"][0]["signature"]
+    assert [block["input"] for block in message["content"][2:]] == [{"a": 1}, {"b": 2}]
+    assert message["stop_reason"] == "tool_use" and message["usage"]["output_tokens"] == 5
+    kinds = [part["type"].removeprefix("content_block_") for part in parts]
+    assert kinds[0] == "message_start" and kinds[-2:] == ["message_delta", "message_stop"]
+    assert [part["index"] for part in parts if part["type"] == "content_block_start"] == [0, 1, 2, 3]
+
+
+def test_words_amid_a_call_are_a_block_after_it() -> None:
+    chunks = [ROLE, chunk(called(0, '{"a"', "f")), chunk({"content": "\n"}), chunk(called(0, ": 1}"))]
+    stream = a_stream()
+    message = read_by_the_client(told(b"".join(map(stream.feed, [*chunks, chunk({}, "tool_calls"), USAGE, DONE]))))
+    assert [block["type"] for block in message["content"]] == ["tool_use", "text"]
+    assert message["content"][0]["input"] == {"a": 1} and message["content"][1]["text"] == "\n"
+
+
+def test_an_end_without_usage_tells_our_own_count() -> None:
+    parts = told(a_stream().feed(ROLE + chunk({"content": "a"}, "stop") + DONE))
+    assert [part["type"] for part in parts[-2:]] == ["message_delta", "message_stop"]
+    assert parts[-2]["usage"] == {"input_tokens": 9, "output_tokens": 5}
+
+
+@pytest.mark.parametrize(
+    "delta",
+    [
+        {"content": 5},
+        {"content": ["a"]},
+        {"tool_calls": [5]},
+        {"tool_calls": [{"function": {"arguments": {}, "name": 1}}]},
+    ],
+)
+def test_an_event_that_is_no_part_of_a_message_ends_it(delta: dict[str, Any]) -> None:
+    with pytest.raises(UnreadableEvent):
+        a_stream().feed(chunk(delta))
+
+
+def test_more_of_a_call_that_has_ended_is_an_error_and_not_lost() -> None:
+    stream = a_stream()
+    stream.feed(ROLE + chunk(called(0, "{", "f")) + chunk(called(1, "{}", "g")))
+    with pytest.raises(UnreadableEvent):
+        stream.feed(chunk(called(0, "}")))
+
+
+WORDS = st.text(max_size=6) | st.sampled_from(['"', "\\", 'a"b', "\n\n", "data: ", '"},"x":"', "\\\\", "é", "\u2028"])
+DELTAS = st.lists(st.tuples(st.sampled_from(["content", "reasoning"]), WORDS), max_size=12)
+
+
+@given(DELTAS, st.data())
+def test_any_words_arrive_whole_and_in_order_however_the_events_are_grouped(
+    deltas: list[tuple[str, str]], data: st.DataObject
+) -> None:
+    events = [ROLE, *(chunk({key: word}) for key, word in deltas), chunk({}, "stop"), USAGE, DONE]
+    stream, out, at = a_stream(), [], 0
+    while at < len(events):
+        many = data.draw(st.integers(1, 4))
+        out.append(stream.feed(b"".join(events[at : at + many])))
+        at += many
+    parts = told(b"".join(out))
+    message = read_by_the_client(parts)
+    heard: list[tuple[str, str]] = []
+    for key, word in deltas:
+        kind = "text" if key == "content" else "thinking"
+        if word and heard and heard[-1][0] == kind:
+            heard[-1] = (kind, heard[-1][1] + word)
+        elif word:
+            heard.append((kind, word))
+    assert [(block["type"], block[block["type"]]) for block in message["content"]] == heard
+    indices = [part["index"] for part in parts if part["type"] == "content_block_start"]
+    assert indices == [part["index"] for part in parts if part["type"] == "content_block_stop"] == [*range(len(heard))]

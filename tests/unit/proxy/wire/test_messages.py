@@ -1,0 +1,310 @@
+"""Anthropic's messages as chats: what each field becomes, and what is refused by its name."""
+
+from typing import Any
+
+import orjson
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from balanceroute.emulator.requests import parse_generation
+from balanceroute.errors import InvalidRequest
+from balanceroute.proxy.wire.messages import chat_of, parse_messages, tokenize_body
+from balanceroute.proxy.wire.payloads import decode_body, parse, probe_body
+
+TOOL = {"name": "look_up", "description": "Looks a word up.", "input_schema": {"properties": {"word": {}}}}
+IMAGE = {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": "AAAA"}}
+IMAGE_PART = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}}
+
+
+def body(*messages: dict[str, Any], **fields: Any) -> dict[str, Any]:
+    return {"model": "m", "max_tokens": 9, "messages": list(messages) or [user("hi")], **fields}
+
+
+def user(content: Any) -> dict[str, Any]:
+    return {"role": "user", "content": content}
+
+
+def assistant(content: Any) -> dict[str, Any]:
+    return {"role": "assistant", "content": content}
+
+
+def text(said: str, **more: Any) -> dict[str, Any]:
+    return {"type": "text", "text": said, **more}
+
+
+def result(of: str, content: Any = None, **more: Any) -> dict[str, Any]:
+    return {"type": "tool_result", "tool_use_id": of, **({} if content is None else {"content": content}), **more}
+
+
+def call(name: str = "look_up", said: str = "t1", **given: Any) -> dict[str, Any]:
+    return {"type": "tool_use", "id": said, "name": name, "input": given}
+
+
+def test_a_plain_message_is_a_chat_with_the_same_words() -> None:
+    assert chat_of(body()) == {"model": "m", "max_tokens": 9, "messages": [user("hi")]}
+
+
+def test_a_stream_is_asked_for_with_its_usage() -> None:
+    chat = chat_of(body(stream=True))
+    assert chat["stream"] is True and chat["stream_options"] == {"include_usage": True}
+    assert "stream" not in chat_of(body(stream=False))
+
+
+def test_system_texts_from_anywhere_become_the_first_message_without_billing_lines() -> None:
+    blocks = [
+        text("x-anthropic-billing-header: cc=1f"),
+        text("Be", cache_control={"type": "ephemeral"}),
+        text(" brief."),
+    ]
+    chat = chat_of(body(user("hi"), {"role": "system", "content": " Now."}, user("go"), system=blocks))
+    assert chat["messages"] == [{"role": "system", "content": "Be brief. Now."}, user("hi"), user("go")]
+    assert chat_of(body(system="Be brief."))["messages"][0] == {"role": "system", "content": "Be brief."}
+
+
+def test_one_text_block_is_a_text_and_several_are_parts() -> None:
+    assert chat_of(body(user([text("a")])))["messages"] == [user("a")]
+    assert chat_of(body(user([text("a"), IMAGE])))["messages"] == [user([text("a"), IMAGE_PART])]
+
+
+def test_an_image_by_its_url_is_passed_on() -> None:
+    block = {"type": "image", "source": {"type": "url", "url": "https://example.org/a.png"}}
+    assert chat_of(body(user([block])))["messages"][0]["content"] == [
+        {"type": "image_url", "image_url": {"url": "https://example.org/a.png"}}
+    ]
+
+
+def test_a_document_of_text_is_its_title_and_text() -> None:
+    block = {"type": "document", "title": "T", "source": {"type": "text", "media_type": "text/plain", "data": "words"}}
+    assert chat_of(body(user([block])))["messages"][0]["content"] == [text("T"), text("words")]
+    block = {"type": "document", "source": {"type": "content", "content": [text("a"), IMAGE]}}
+    assert chat_of(body(user([block])))["messages"][0]["content"] == [text("a"), IMAGE_PART]
+
+
+def test_parallel_results_come_before_what_the_user_says_and_their_images_after_all_of_them() -> None:
+    said = user([result("t1", [text("a"), IMAGE, text("b")]), result("t2", "c"), text("and now?")])
+    assert chat_of(body(said))["messages"] == [
+        {"role": "tool", "tool_call_id": "t1", "content": "a\nb"},
+        {"role": "tool", "tool_call_id": "t2", "content": "c"},
+        user([IMAGE_PART, text("and now?")]),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("block", "told"),
+    [
+        (result("t"), ""),
+        (result("t", []), ""),
+        (result("t", is_error=True), "Error"),
+        (result("t", "No such word.", is_error=True), "No such word."),
+    ],
+    ids=["none", "empty", "failed-without-a-word", "failed"],
+)
+def test_a_result_says_what_the_tool_said(block: dict[str, Any], told: str) -> None:
+    assert chat_of(body(user([block])))["messages"] == [{"role": "tool", "tool_call_id": "t", "content": told}]
+
+
+def test_an_assistants_blocks_become_its_reasoning_its_words_and_its_calls() -> None:
+    thought = {"type": "thinking", "thinking": "Hm.", "signature": "s"}
+    turn = assistant(
+        [thought, {"type": "redacted_thinking", "data": "x"}, text("I look."), call(word="a"), call(said="t2")]
+    )
+    (message,) = chat_of(body(turn))["messages"]
+    assert message["reasoning"] == "Hm." and message["content"] == "I look."
+    assert [one["id"] for one in message["tool_calls"]] == ["t1", "t2"]
+    assert [orjson.loads(one["function"]["arguments"]) for one in message["tool_calls"]] == [{"word": "a"}, {}]
+
+
+def test_a_last_word_of_the_assistant_is_continued_and_a_call_is_not() -> None:
+    chat = chat_of(body(user("hi"), assistant("The answer is (")))
+    assert chat["continue_final_message"] is True and chat["add_generation_prompt"] is False
+    assert "continue_final_message" not in chat_of(body(user("hi"), assistant([call()])))
+    assert "continue_final_message" not in chat_of(body(assistant("a"), user("hi")))
+
+
+@pytest.mark.parametrize(
+    ("choice", "told"),
+    [
+        (None, "auto"),
+        ({"type": "auto"}, "auto"),
+        ({"type": "any"}, "required"),
+        ({"type": "none"}, "none"),
+        ({"type": "tool", "name": "look_up"}, {"type": "function", "function": {"name": "look_up"}}),
+    ],
+)
+def test_tools_are_functions_and_a_choice_is_one_of_theirs(choice: Any, told: Any) -> None:
+    chat = chat_of(body(tools=[TOOL], tool_choice=choice))
+    parameters = {"type": "object", "properties": {"word": {}}}
+    function = {"name": "look_up", "description": "Looks a word up.", "parameters": parameters}
+    assert chat["tools"] == [{"type": "function", "function": function}] and chat["tool_choice"] == told
+    assert "parallel_tool_calls" not in chat
+
+
+def test_parallel_calls_are_forbidden_where_the_client_forbids_them() -> None:
+    chat = chat_of(body(tools=[TOOL], tool_choice={"type": "auto", "disable_parallel_tool_use": True}))
+    assert chat["parallel_tool_calls"] is False
+
+
+def test_thinking_is_switched_and_bounded() -> None:
+    chat = chat_of(body(max_tokens=4096, thinking={"type": "enabled", "budget_tokens": 2048}))
+    assert chat["thinking_token_budget"] == 2048
+    assert chat["chat_template_kwargs"] == {"enable_thinking": True, "thinking": True}
+    off = chat_of(body(thinking={"type": "disabled"}, chat_template_kwargs={"thinking": True, "a": 1}))
+    assert off["chat_template_kwargs"] == {"enable_thinking": False, "thinking": True, "a": 1}
+    assert "chat_template_kwargs" not in chat_of(body(thinking={"type": "adaptive"}))
+
+
+def test_sampling_output_and_the_user_have_their_names_in_a_chat() -> None:
+    chat = chat_of(
+        body(
+            temperature=0.5,
+            top_p=0.9,
+            top_k=5,
+            stop_sequences=["\n\n", "END"],
+            metadata={"user_id": "u1"},
+            output_config={"effort": "low", "format": {"type": "json_schema", "schema": {"type": "object"}}},
+        )
+    )
+    assert (chat["temperature"], chat["top_p"], chat["top_k"]) == (0.5, 0.9, 5)
+    assert chat["stop"] == ["\n\n", "END"] and chat["user"] == "u1" and chat["reasoning_effort"] == "low"
+    assert chat["response_format"]["json_schema"]["schema"] == {"type": "object"}
+
+
+def test_what_concerns_anthropics_service_alone_has_no_effect() -> None:
+    more = {"service_tier": "auto", "cache_control": {"type": "ephemeral"}, "context_management": {"edits": []}}
+    assert chat_of(body(**more)) == chat_of(body())
+
+
+def test_the_routers_own_fields_keep_their_meaning() -> None:
+    assert parse_messages(orjson.dumps(body(priority=-3, min_tokens=2))).priority == -3
+
+
+WRONG = {
+    "model": body(model=None),
+    "max_tokens": body(max_tokens=0),
+    "messages": body() | {"messages": []},
+    "messages.0": body() | {"messages": ["hi"]},
+    "messages.0.role": body({"role": "tool", "content": "a"}),
+    "messages.0.content": body(user(5)),
+    "messages.1.content.0.type": body(user("a"), user([{"type": "search_result"}])),
+    "messages.0.content.0.text": body(user([{"type": "text"}])),
+    "messages.0.content.0.source": body(user([{"type": "image"}])),
+    "messages.0.content.0.source.type": body(user([{"type": "image", "source": {"type": "file", "file_id": "f"}}])),
+    "messages.0.content.0.source.data": body(
+        user([{"type": "image", "source": {"type": "base64", "media_type": "image/png"}}])
+    ),
+    "messages.0.content.0.tool_use_id": body(user([{"type": "tool_result"}])),
+    "messages.0.content.0.content.0.type": body(user([result("t", [{"type": "tool_reference", "tool_name": "a"}])])),
+    "messages.0.content.0.citations": body(
+        user([{"type": "document", "citations": {"enabled": True}, "source": {"type": "text", "data": "a"}}])
+    ),
+    "messages.0.content.0.input": body(assistant([{"type": "tool_use", "id": "a", "name": "b", "input": "c"}])),
+    "system": body(system=5),
+    "system.0.type": body(system=[IMAGE]),
+    "stop_sequences.1": body(stop_sequences=["a", ""]),
+    "temperature": body(temperature=-1),
+    "top_p": body(top_p=1.5),
+    "top_k": body(top_k="many"),
+    "tools": body(tools={}  or "a"),
+    "tools.0.type": body(tools=[{"type": "web_search_20250305", "name": "web_search"}]),
+    "tools.0.input_schema": body(tools=[{"name": "a"}]),
+    "tool_choice": body(tool_choice={"type": "any"}),
+    "tool_choice.type": body(tools=[TOOL], tool_choice={"type": "some"}),
+    "tool_choice.name": body(tools=[TOOL], tool_choice={"type": "tool", "name": "other"}),
+    "thinking.type": body(thinking={"type": "always"}),
+    "thinking.budget_tokens": body(max_tokens=2000, thinking={"type": "enabled", "budget_tokens": 2000}),
+    "output_config.effort": body(output_config={"effort": "huge"}),
+    "output_config.format.type": body(output_config={"format": {"type": "yaml"}}),
+    "metadata.user_id": body(metadata={"user_id": 5}),
+    "stream": body(stream="yes"),
+    "mcp_servers": body(mcp_servers=[{"url": "https://example.org"}]),
+    "container": body(container="c1"),
+    "kv_transfer_params": body(kv_transfer_params={"remote_host": "h"}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("path", WRONG)
+def test_what_cannot_be_translated_is_refused_by_its_name(path: str) -> None:
+    with pytest.raises(InvalidRequest) as told:
+        parse_messages(orjson.dumps(WRONG[path]))
+    assert told.value.param == path and str(told.value).startswith(f"{path}: ") and told.value.status == 400
+
+
+def test_a_schema_that_is_too_deep_for_a_chat_is_refused() -> None:
+    for depth in (248, 249, 250, 251, 252):
+        raw = orjson.dumps(body()).replace(b'"max_tokens"', b'"tools":[{"name":"a","input_schema":%s}],"max_tokens"')
+        try:
+            request = parse_messages(raw % (b'{"a":' * depth + b"{}" + b"}" * depth))
+        except InvalidRequest as error:
+            assert error.status == 400
+        else:
+            assert probe_body(request)
+
+
+def test_tokens_are_counted_of_the_same_conversation_without_a_limit() -> None:
+    told = body(user("hi"), system="Be brief.", tools=[TOOL], temperature=1)
+    del told["max_tokens"]
+    asked = orjson.loads(tokenize_body(orjson.dumps(told)))
+    chat = chat_of({**told, "max_tokens": 1})
+    assert asked == {name: chat[name] for name in ("model", "messages", "tools")}
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers(-3, 3000) | st.floats(0, 2) | st.text(max_size=4),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=3), inner, max_size=3),
+    max_leaves=5,
+)
+TEXTS = st.builds(text, st.text(max_size=5))
+IMAGES = st.sampled_from([IMAGE, {"type": "image", "source": {"type": "url", "url": "u"}}])
+DOCUMENTS = st.builds(lambda t: {"type": "document", "source": {"type": "text", "data": t}}, st.text(max_size=5))
+RESULTS = st.builds(result, st.text(max_size=3), st.none() | st.text(max_size=5) | st.lists(TEXTS | IMAGES, max_size=3))
+SAID = st.lists(TEXTS | IMAGES | DOCUMENTS | RESULTS | JSON, max_size=4) | st.text(max_size=5)
+CALLS = st.builds(lambda given: call(**{"word": given}), JSON)
+THOUGHTS = st.just({"type": "thinking", "thinking": "Hm.", "signature": "s"})
+TOLD = st.lists(TEXTS | CALLS | THOUGHTS, max_size=4) | st.text(max_size=5)
+TURNS = st.lists(st.builds(user, SAID) | st.builds(assistant, TOLD), min_size=1, max_size=4)
+FIELDS = st.fixed_dictionaries(
+    {},
+    optional={
+        "system": st.text(max_size=5) | st.lists(TEXTS, max_size=3),
+        "stream": st.booleans(),
+        "temperature": st.floats(-1, 3) | JSON,
+        "top_p": st.floats(-1, 2),
+        "top_k": st.integers(-2, 9) | JSON,
+        "stop_sequences": st.lists(st.text(max_size=3), max_size=3),
+        "tools": st.lists(st.just(TOOL) | JSON, max_size=2),
+        "tool_choice": st.sampled_from([{"type": kind, "name": "look_up"} for kind in ("auto", "any", "tool", "none")])
+        | JSON,
+        "thinking": st.sampled_from([{"type": "disabled"}, {"type": "enabled", "budget_tokens": 1024}]) | JSON,
+        "output_config": st.just({"effort": "high"}) | JSON,
+        "metadata": st.just({"user_id": "u"}) | JSON,
+        "service_tier": JSON,
+        "chat_template_kwargs": JSON,
+        "min_tokens": JSON,
+        "priority": JSON,
+    },
+)
+
+
+@settings(max_examples=150, deadline=None)
+@given(TURNS, FIELDS, st.integers(-1, 3000) | JSON)
+def test_any_body_is_refused_by_name_or_is_a_chat_that_parser_and_engine_accept(
+    turns: list[Any], fields: dict[str, Any], limit: Any
+) -> None:
+    raw = orjson.dumps(body(*turns, **fields) | {"max_tokens": limit})
+    try:
+        request = parse_messages(raw)
+    except InvalidRequest as error:
+        assert error.status == 400 and error.param
+        return
+    chat = {**request.rest, "messages": orjson.loads(request.prompt_json)}
+    assert parse("chat", orjson.dumps(chat)).rest == request.rest
+    for upstream in (probe_body(request), decode_body(request, b"{}")):
+        parse_generation(orjson.loads(upstream), chat=True, model="m", max_model_len=100_000)
+
+
+@given(st.binary(max_size=40) | st.builds(orjson.dumps, JSON))
+def test_no_body_at_all_is_more_than_a_400(raw: bytes) -> None:
+    for read in (parse_messages, tokenize_body):
+        with pytest.raises(InvalidRequest):
+            read(raw)

@@ -1,0 +1,64 @@
+"""Errors as a client sees them."""
+
+import orjson
+import pytest
+
+from balanceroute.errors import (
+    BadUpstreamReply,
+    BalanceRouteError,
+    ConnectFailed,
+    Draining,
+    InvalidRequest,
+    NoHealthyWorkers,
+    QueueFull,
+    QueueTimeout,
+    UpstreamStatus,
+    UpstreamTimeout,
+)
+from balanceroute.proxy.wire.responses import body_of, error_event, extra_headers, status_of
+
+AT = {"worker": "d0", "stage": "decode"}
+
+
+@pytest.mark.parametrize(
+    ("error", "status"),
+    [
+        (InvalidRequest("x"), 400),
+        (InvalidRequest("x", status=413), 413),
+        (QueueFull("x"), 429),
+        (QueueTimeout("x"), 503),
+        (NoHealthyWorkers("x"), 503),
+        (Draining("x"), 503),
+        (ConnectFailed("x", **AT), 502),
+        (BadUpstreamReply("x", **AT), 502),
+        (UpstreamTimeout("x", **AT), 504),
+        (UpstreamStatus("x", status=418, body=b"teapot", **AT), 418),
+    ],
+    ids=lambda value: type(value).__name__,
+)
+def test_every_error_has_its_status_and_an_openai_body(error: BalanceRouteError, status: int) -> None:
+    assert status_of(error) == status
+    told = orjson.loads(body_of(error))["error"]
+    assert set(told) == {"message", "type", "param", "code"}
+    assert told["code"] == status and told["message"]
+
+
+def test_a_worker_s_own_error_body_passes_as_it_is() -> None:
+    body = b'{"error":{"message":"no such model","code":404}}'
+    assert body_of(UpstreamStatus("x", status=404, body=body, **AT)) == body
+
+
+def test_a_worker_s_html_is_told_inside_an_error_body() -> None:
+    told = orjson.loads(body_of(UpstreamStatus("x", status=502, body=b"<html>\xff", **AT)))
+    assert "<html>" in told["error"]["message"]
+
+
+def test_an_error_event_is_one_line_of_data() -> None:
+    event = error_event(InvalidRequest("two\nlines"))
+    assert event.startswith(b"data: {") and event.endswith(b"}\n\n") and event.count(b"\n") == 2
+
+
+def test_retry_after_is_told_where_it_is_known() -> None:
+    assert extra_headers(QueueFull("x", retry_after_s=2.4)) == [(b"retry-after", b"2")]
+    assert extra_headers(QueueFull("x", retry_after_s=0.1)) == [(b"retry-after", b"1")]
+    assert extra_headers(QueueFull("x")) == []

@@ -1,0 +1,438 @@
+"""The scanner against a naive reference that parses everything, and against what a real vLLM sent."""
+
+import copy
+from typing import Any
+
+import orjson
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from balanceroute.proxy.wire.sse import EventScanner, StreamEnd
+from tests.unit.proxy.captures import body_of, capture_files
+
+DONE = b"data: [DONE]\n\n"
+
+
+def event(body: dict[str, Any], *, spaced: bool = False, newline: bytes = b"\n") -> bytes:
+    if spaced:
+        import json
+
+        return b"data: " + json.dumps(body).encode() + newline * 2
+    return b"data: " + orjson.dumps(body) + newline * 2
+
+
+def completion(text: str, ids: list[int] | None, **choice: Any) -> dict[str, Any]:
+    return {
+        "id": "cmpl-1",
+        "object": "text_completion",
+        "created": 7,
+        "model": "m",
+        "choices": [
+            {
+                "index": 0,
+                "text": text,
+                "logprobs": None,
+                "finish_reason": None,
+                "stop_reason": None,
+                "prompt_token_ids": None,
+                "token_ids": ids,
+            }
+            | choice
+        ],
+    }
+
+
+def chat(delta: dict[str, Any], ids: list[int] | None, *, id: str = "chatcmpl-1", **choice: Any) -> dict[str, Any]:
+    return {
+        "id": id,
+        "object": "chat.completion.chunk",
+        "created": 7,
+        "model": "m",
+        "choices": [{"index": 0, "delta": delta, "logprobs": None, "finish_reason": None, "token_ids": ids} | choice],
+    }
+
+
+def usage(prompt: int, generated: int, **extra: Any) -> dict[str, Any]:
+    counts = {"prompt_tokens": prompt, "total_tokens": prompt + generated, "completion_tokens": generated}
+    return {"id": "cmpl-1", "object": "text_completion", "created": 7, "choices": [], "usage": counts | extra}
+
+
+def parsed(out: bytes) -> list[Any]:
+    blocks = [block.strip() for block in out.replace(b"\r\n", b"\n").split(b"\n\n") if block.strip()]
+    return [orjson.loads(b[6:]) if b.startswith(b"data: {") else b for b in blocks]
+
+
+def texts(out: bytes) -> str:
+    found = ""
+    for body in parsed(out):
+        for choice in body.get("choices", ()) if isinstance(body, dict) else ():
+            found += choice.get("text") or (choice.get("delta") or {}).get("content") or ""
+    return found
+
+
+# ---------------------------------------------------------------------------------------- random streams
+
+TEXTS = st.one_of(
+    st.text(max_size=12),
+    st.sampled_from(
+        [
+            '","token_ids":[1,2,3]',
+            '{"token_ids":[9]}',
+            "\\",
+            '\\"',
+            '"finish_reason":"stop"',
+            "\n\n",
+            "data: x",
+        ]
+    ),
+)
+IDS = st.lists(st.integers(0, 2**32 - 1), max_size=4)
+EVENTS = st.one_of(
+    st.builds(completion, TEXTS, IDS),
+    st.builds(completion, TEXTS, IDS),
+    st.builds(lambda text, ids: chat({"content": text}, ids), TEXTS, IDS),
+    st.builds(lambda text, ids: chat({"reasoning": text}, ids), TEXTS, IDS),
+    st.builds(lambda ids: chat({"role": "assistant", "content": ""}, ids), st.none()),
+    st.builds(lambda ids: chat({}, ids), IDS),
+    st.builds(lambda t, ids: completion(t, ids, logprobs={"tokens": [t], "token_logprobs": [-1e-9]}), TEXTS, IDS),
+    st.builds(lambda t, ids: completion(t, ids, prompt_token_ids=[5, 6]), TEXTS, IDS),
+    st.builds(
+        lambda t, ids: completion(t, ids) | {"usage": {"prompt_tokens": 3, "completion_tokens": 1}},
+        TEXTS,
+        IDS,
+    ),
+)
+STREAMS = st.lists(st.tuples(EVENTS, st.booleans(), st.sampled_from([b"\n", b"\r\n"])), max_size=8)
+
+
+def reference(bodies: list[dict[str, Any]], want_ids: bool) -> tuple[list[int], list[dict[str, Any]]]:
+    """Ids and events for the client by parsing everything, with none of the scanner's code."""
+    ids: list[int] = []
+    out = []
+    for original in bodies:
+        body = copy.deepcopy(original)
+        body.pop("usage", None)
+        choice = body["choices"][0]
+        ids += choice["token_ids"] or []
+        body["id"] = bodies[0]["id"]
+        if not want_ids:
+            if choice.get("delta") == {}:
+                continue
+            choice["token_ids"] = None
+            if "prompt_token_ids" in choice:
+                choice["prompt_token_ids"] = None
+        out.append(body)
+    return ids, out
+
+
+@settings(max_examples=150, deadline=None)
+@given(STREAMS, st.booleans(), st.data())
+def test_scanner_equals_a_full_parse_of_every_event_for_any_chunking(
+    stream: list[tuple[dict[str, Any], bool, bytes]], want_ids: bool, data: st.DataObject
+) -> None:
+    wire = b"".join(event(body, spaced=spaced, newline=newline) for body, spaced, newline in stream)
+    cuts = sorted(data.draw(st.lists(st.integers(0, len(wire)), max_size=6)))
+    scanner = EventScanner(want_token_ids=want_ids)
+    out = b"".join(scanner.feed(wire[a:b]) for a, b in zip([0, *cuts], [*cuts, len(wire)], strict=True))
+    ids, expected = reference([body for body, _, _ in stream], want_ids)
+    assert scanner.ids.tolist() == ids
+    assert scanner.tokens == len(ids)
+    assert parsed(out) == expected
+
+
+@pytest.mark.parametrize("newline", [b"\n", b"\r\n"], ids=["lf", "crlf"])
+def test_an_event_split_at_every_byte_gives_the_same_bytes(newline: bytes) -> None:
+    bodies = [completion("a", [1]), completion('q"\\', [2, 3]), completion("é", [4]), completion("b", [5])]
+    wire = b"".join(event(body, newline=newline) for body in bodies)
+    whole = EventScanner().feed(wire)
+    for cut in range(len(wire)):
+        scanner = EventScanner()
+        assert scanner.feed(wire[:cut]) + scanner.feed(wire[cut:]) == whole
+        assert scanner.ids.tolist() == [1, 2, 3, 4, 5]
+    scanner = EventScanner()
+    assert b"".join(scanner.feed(wire[i : i + 1]) for i in range(len(wire))) == whole
+
+
+@settings(max_examples=300, deadline=None)
+@given(
+    st.lists(
+        st.one_of(
+            st.binary(max_size=30),
+            st.sampled_from(
+                [
+                    b"data: ",
+                    b"\n\n",
+                    b"\r\n\r\n",
+                    b"{",
+                    b'{"choices":',
+                    b'[{"token_ids":[1,-1,"x",2e99]}]}',
+                    b'[{"delta":7,"index":"x","finish_reason":3,"stop_reason":"recomputed"}]}',
+                    b"[null]}\n\n",
+                    b'{"choices":[],"usage":{"completion_tokens":"x","prompt_tokens_details":7}}\n\n',
+                    b'{"choices":[],"usage":{"completion_tokens":-5}}\n\n',
+                    b'{"error":1}\n\n',
+                    b"[" * 500 + b"]" * 500,
+                    event(completion("a", [1])),
+                    event(completion("a", [1])).replace(b"[1]", b"[99999999999]"),
+                    event(completion("a", [1])).replace(b"[1]", b"[1,,2]"),
+                    event(chat({"content": "a"}, [1])),
+                    DONE,
+                ]
+            ),
+        ),
+        max_size=12,
+    ),
+    st.booleans(),
+)
+def test_no_input_raises(pieces: list[bytes], resumed: bool) -> None:
+    scanner = EventScanner(want_usage=True, want_continuous_usage=True)
+    for piece in pieces:
+        assert isinstance(scanner.feed(piece), bytes)
+    scanner.close()
+    if resumed:
+        scanner.resume()
+        for piece in pieces:
+            scanner.feed(piece)
+    assert scanner.tokens >= 0
+    assert scanner.close() in StreamEnd
+
+
+# ---------------------------------------------------------------------------------------- what is stripped
+
+
+def test_unasked_token_ids_become_null_as_a_worker_not_asked_for_them_would_send() -> None:
+    scanner = EventScanner()
+    out = scanner.feed(event(completion("a", [1], prompt_token_ids=[8, 9])) + event(completion("b", [2])))
+    assert out == event(completion("a", None)) + event(completion("b", None))
+    assert scanner.prompt_ids is not None
+    assert scanner.prompt_ids.tolist() == [8, 9]
+
+
+def test_asked_token_ids_pass_byte_for_byte() -> None:
+    wire = event(completion("a", [1], prompt_token_ids=[8, 9])) + event(completion("b", [2])) * 3
+    assert EventScanner(want_token_ids=True).feed(wire) == wire
+
+
+def test_prompt_ids_are_stripped_however_often_they_come() -> None:
+    scanner = EventScanner()
+    out = scanner.feed(event(completion("a", [1], prompt_token_ids=[8, 9])) * 3)
+    assert out == event(completion("a", None)) * 3
+    assert scanner.ids.tolist() == [1, 1, 1]
+
+
+def test_prompt_ids_of_a_resumed_life_are_not_the_clients_prompt() -> None:
+    scanner = EventScanner(want_token_ids=True)
+    scanner.feed(event(completion("a", [1], prompt_token_ids=[8])))
+    scanner.resume()
+    out = scanner.feed(event(completion("b", [2], prompt_token_ids=[8, 1])))
+    assert out == event(completion("b", [2]))
+    assert scanner.prompt_ids is not None
+    assert scanner.prompt_ids.tolist() == [8]
+
+
+def test_text_that_looks_like_token_ids_is_not_counted() -> None:
+    scanner = EventScanner()
+    text = ',"token_ids":[1,2,3]}]}'
+    assert texts(scanner.feed(event(completion("a", [1])) + event(completion(text, [2])))) == "a" + text
+    assert scanner.ids.tolist() == [1, 2]
+
+
+def test_empty_deltas_that_only_carry_ids_are_dropped_but_counted() -> None:
+    scanner = EventScanner()
+    assert scanner.feed(event(chat({}, [1, 2]))) == b""
+    assert scanner.tokens == 2
+
+
+def test_usage_that_was_not_asked_for_is_dropped() -> None:
+    scanner = EventScanner()
+    scanner.feed(event(completion("a", None, finish_reason="length")))
+    assert scanner.feed(event(usage(3, 5))) == b""
+    assert scanner.usage is not None
+    assert scanner.tokens == 5
+
+
+def test_continuous_usage_counts_where_no_ids_come() -> None:
+    scanner = EventScanner()
+    for n in (1, 3, 4):
+        scanner.feed(event(completion("x", None) | {"usage": {"prompt_tokens": 2, "completion_tokens": n}}))
+    assert scanner.tokens == 4
+    assert not scanner.ids_exact
+
+
+def test_cached_tokens_are_the_prefillers() -> None:
+    last = event(completion("a", [1], finish_reason="stop"))
+    final = event(usage(10, 1, prompt_tokens_details={"cached_tokens": 9}))
+    out = EventScanner(want_usage=True, cached_tokens=4).feed(last + final)
+    assert parsed(out)[1]["usage"]["prompt_tokens_details"] == {"cached_tokens": 4}
+    out = EventScanner(want_usage=True).feed(last + final)
+    assert parsed(out)[1]["usage"]["prompt_tokens_details"] == {"cached_tokens": 0}
+
+
+@pytest.mark.parametrize(
+    "garbage", [b"\xff\xfe\x00\r\n: \x80{]\n", b"HTTP/1.1 500\n", b"data: \xff\n\n", b"\x1f\x8b\x08\x00\n\n"]
+)
+def test_what_no_client_could_read_is_not_passed_on_and_costs_no_token(garbage: bytes) -> None:
+    good = event(completion("a", [1]))
+    scanner = EventScanner(want_token_ids=True)
+    assert scanner.feed(garbage + good) == good
+    assert scanner.tokens == 1
+
+
+@pytest.mark.parametrize("ids", [b"9" * 5000, b"9" * 5000 + b",1"], ids=["one", "several"])
+def test_an_id_of_more_digits_than_python_reads_does_not_raise(ids: bytes) -> None:
+    scanner = EventScanner()
+    for token in (1, 2):
+        scanner.feed(event(completion("a", [token])))
+    scanner.feed(event(completion("b", [3])).replace(b"[3]", b"[%b]" % ids))
+    scanner.feed(event(completion("c", [4])))
+    assert scanner.end is None and scanner.ids[-1] == 4
+
+
+def test_comments_and_events_that_are_not_json_pass_unchanged() -> None:
+    wire = b": ping\n\ndata: not json\n\nevent: x\ndata: 5\n\n"
+    assert EventScanner().feed(wire) == wire
+
+
+# ---------------------------------------------------------------------------------------- ends
+
+
+def test_done_after_a_finish_reason_is_passed_on() -> None:
+    scanner = EventScanner()
+    out = scanner.feed(event(completion("a", [1], finish_reason="length")) + DONE)
+    assert out.endswith(DONE)
+    assert scanner.end is StreamEnd.DONE
+    assert scanner.finish_reason == "length"
+
+
+def test_done_without_a_finish_reason_is_held_back() -> None:
+    scanner = EventScanner()
+    assert scanner.feed(DONE) == b""
+    assert scanner.end is StreamEnd.UNFINISHED
+
+
+@pytest.mark.parametrize("reason", ["stop", "tool_calls"])
+def test_a_recomputed_marker_never_reaches_the_client(reason: str) -> None:
+    scanner = EventScanner()
+    marker = event(completion("", [], finish_reason=reason, stop_reason="recomputed"))
+    assert scanner.feed(event(completion("a", [1]))) != b""
+    assert scanner.feed(marker + event(usage(1, 1)) + DONE) == b""
+    assert scanner.end is StreamEnd.RECOMPUTED
+
+
+def test_a_final_usage_without_a_finish_reason_is_held_back_because_the_next_life_has_its_own() -> None:
+    scanner = EventScanner(want_usage=True, prompt_tokens=3)
+    out = scanner.feed(event(completion("a", [1])) + event(usage(3, 1)) + DONE)
+    assert scanner.end is StreamEnd.UNFINISHED
+    scanner.resume()
+    out += scanner.feed(event(completion("b", [2], finish_reason="stop")) + event(usage(4, 1)) + DONE)
+    told = [body["usage"] for body in parsed(out) if isinstance(body, dict) and body.get("usage")]
+    assert [(u["prompt_tokens"], u["completion_tokens"]) for u in told] == [(3, 2)]
+
+
+def test_text_that_came_merged_with_the_marker_is_not_lost() -> None:
+    scanner = EventScanner()
+    out = scanner.feed(event(completion("tail", [4], finish_reason="stop", stop_reason="recomputed")))
+    assert parsed(out) == [completion("tail", None)]
+    assert scanner.end is StreamEnd.RECOMPUTED
+    assert scanner.tokens == 1
+
+
+def test_an_error_event_ends_the_stream_and_is_kept_for_the_caller() -> None:
+    scanner = EventScanner()
+    assert scanner.feed(event({"error": {"message": "boom", "code": 500}}) + DONE) == b""
+    assert scanner.end is StreamEnd.ERROR
+    assert scanner.error is not None
+    assert orjson.loads(scanner.error)["error"]["code"] == 500
+
+
+def test_bytes_that_stop_are_told_apart_by_the_finish_reason() -> None:
+    cut = EventScanner()
+    cut.feed(event(completion("a", [1])) + b'data: {"half')
+    assert cut.close() is StreamEnd.UNFINISHED
+    finished = EventScanner()
+    finished.feed(event(completion("a", [1], finish_reason="stop")))
+    assert finished.close() is StreamEnd.NO_DONE
+
+
+def test_an_event_above_the_limit_ends_the_stream_and_holds_no_memory() -> None:
+    scanner = EventScanner(max_event_bytes=1000)
+    for _ in range(30):
+        scanner.feed(b"x" * 100)
+    assert scanner.end is StreamEnd.OVERSIZED
+    assert scanner.feed(b"y" * 10_000) == b""
+
+
+# ---------------------------------------------------------------------------------------- resume
+
+
+def test_a_resumed_answer_is_one_unbroken_stream() -> None:
+    scanner = EventScanner(want_usage=True, prompt_tokens=10)
+    out = scanner.feed(event(chat({"role": "assistant", "content": ""}, None)))
+    out += scanner.feed(event(chat({"content": "a"}, [1])) + event(chat({"content": "b"}, [2])))
+    scanner.feed(event(chat({"content": ""}, [], finish_reason="stop", stop_reason="recomputed")) + DONE)
+    assert scanner.resume() == 0
+    second = [
+        chat({"role": "assistant", "content": ""}, None, id="other") | {"created": 99},
+        chat({"content": "c"}, [3], id="other") | {"created": 99},
+        chat({"content": "d"}, [4], id="other") | {"created": 99},
+        chat({"content": "e"}, [5], id="other", finish_reason="length", stop_reason=None) | {"created": 99},
+        usage(12, 3) | {"id": "other", "created": 99},
+    ]
+    out += scanner.feed(b"".join(map(event, second)) + DONE)
+    events = parsed(out)
+    assert texts(out) == "abcde"
+    assert [e["id"] for e in events[:-1]] == ["chatcmpl-1"] * 7
+    assert {e["created"] for e in events[:-1]} == {7}
+    assert sum("role" in (c["delta"] or {}) for e in events[:-2] for c in e["choices"]) == 1
+    assert events[-2]["usage"] == {"prompt_tokens": 10, "completion_tokens": 5, "total_tokens": 15}
+    assert events[-1] == b"data: [DONE]"
+    assert scanner.ids.tolist() == [1, 2, 3, 4, 5]
+
+
+def test_resume_gives_back_tokens_whose_text_was_never_seen() -> None:
+    scanner = EventScanner()
+    scanner.feed(event(completion("a", [1])) + event(completion("", [2])) + event(completion("", [3])))
+    assert scanner.resume() == 2
+    assert scanner.ids.tolist() == [1]
+    assert scanner.tokens == 1
+
+
+def test_resume_keeps_every_token_that_the_client_has_seen_as_an_id() -> None:
+    scanner = EventScanner(want_token_ids=True)
+    scanner.feed(event(completion("a", [1])) + event(completion("", [2])))
+    assert scanner.resume() == 0
+    assert scanner.ids.tolist() == [1, 2]
+
+
+def test_one_choice_of_several_gets_its_index_and_the_common_id() -> None:
+    scanner = EventScanner(public_id="cmpl-all", created=1, index=3, closing_events=False)
+    out = scanner.feed(b"".join(event(completion(t, [1])) for t in "abc"))
+    out += scanner.feed(event(completion("d", [1], finish_reason="stop")) + DONE)
+    assert [(e["id"], e["created"], e["choices"][0]["index"]) for e in parsed(out)] == [("cmpl-all", 1, 3)] * 4
+    assert scanner.end is StreamEnd.DONE
+
+
+# ---------------------------------------------------------------------------------------- real vLLM
+
+
+def test_every_recorded_stream_is_counted_exactly() -> None:
+    """Where the recording asked for ids or usage, the count equals the worker's own final usage."""
+    counted = 0
+    for path in capture_files("*/*.resp"):
+        head, body = body_of(path)
+        if b"text/event-stream" not in head:
+            continue
+        scanner = EventScanner(want_usage=True)
+        pieces = b"".join(scanner.feed(body[i : i + 97]) for i in range(0, len(body), 97))
+        scanner.close()
+        once = EventScanner(want_usage=True)
+        assert once.feed(body) == pieces, path
+        assert b'"token_ids":[' not in pieces
+        finals = [e for e in parsed(body) if isinstance(e, dict) and e.get("usage") and not e.get("choices")]
+        if finals:
+            counted += 1
+            assert scanner.tokens == finals[0]["usage"]["completion_tokens"], path
+            assert scanner.end is StreamEnd.DONE, path
+        assert texts(pieces) == texts(body), path
+    assert counted > 30

@@ -1,0 +1,176 @@
+"""Pinned KV is pulled once, by somebody who has room, while it is still there, and counted when it can't be."""
+
+import asyncio
+from typing import cast
+
+import orjson
+import pytest
+
+from balanceroute.core.types import WorkerState
+from balanceroute.errors import BadUpstreamReply, ConnectFailed
+from balanceroute.proxy.services import Services
+from balanceroute.proxy.wire.payloads import parse
+from balanceroute.proxy.workers.drainer import MAX_CONCURRENT, SAFE_SHARE, TIMEOUT_S, Drain
+from tests.unit.proxy.stage import ScriptedUpstream, a_config, a_router, on_stage, script
+
+REQUEST = parse("completions", b'{"model":"m","prompt":"a","max_tokens":50,"stream":true}')
+PARAMS = b'{"remote_request_id":"once"}'
+UNSENT = ConnectFailed("nobody listens", worker="d", stage="decode")
+UNSENT.sent = False
+
+
+def a_job(services: Services, age_s: float = 0.0) -> Drain:
+    return Drain("r", REQUEST, PARAMS, (), services.ledger.now() - age_s)
+
+
+async def drained(services: Services) -> None:
+    while services.drainer.pending:  # noqa: ASYNC110
+        await asyncio.sleep(0.1)
+
+
+def asked(services: Services) -> list[str]:
+    """Which workers were asked, in the order of time."""
+    upstreams = {worker.id: cast(ScriptedUpstream, worker.upstream) for worker in services.fleet}
+    return [name for _, name in sorted((one.number, name) for name, up in upstreams.items() for one in up.asked)]
+
+
+def outcomes(services: Services) -> tuple[float, float, int]:
+    metrics = services.metrics
+    return metrics.drains.value("drained"), metrics.drains.value("orphaned"), metrics.orphaned_kv
+
+
+def test_kv_is_pulled_by_one_worker_with_one_token_and_its_own_parameters() -> None:
+    async def test() -> None:
+        services = a_router()
+        upstream = script(services, "d0")
+        services.drainer.drain(a_job(services))
+        await drained(services)
+        assert asked(services) == ["d0"]
+        body = orjson.loads(upstream.asked[0].body)
+        assert (body["max_tokens"], body["stream"]) == (1, False)
+        assert body["kv_transfer_params"] == orjson.loads(PARAMS)
+        assert outcomes(services) == (1, 0, 0)
+
+    on_stage(test)
+
+
+@pytest.mark.parametrize("refusal", [429, 503, UNSENT], ids=["429", "503", "no connection"])
+def test_a_worker_that_has_surely_not_taken_it_leaves_it_to_the_next(refusal: int | ConnectFailed) -> None:
+    async def test() -> None:
+        services = a_router()
+        script(services, "d0", refusal)
+        script(services, "d1", refusal)
+        services.drainer.drain(a_job(services))
+        await drained(services)
+        assert asked(services) == ["d0", "d1", "d2"]
+        assert outcomes(services) == (1, 0, 0)
+
+    on_stage(test)
+
+
+@pytest.mark.parametrize(
+    "end",
+    [500, BadUpstreamReply("cut", worker="d", stage="decode"), ConnectFailed("cut", worker="d", stage="decode"), None],
+    ids=["500", "cut off", "reset after sending", "silence"],
+)
+def test_a_worker_that_may_have_taken_it_ends_it_because_parameters_are_used_once(
+    end: int | BadUpstreamReply | ConnectFailed | None,
+) -> None:
+    async def test() -> None:
+        services = a_router()
+        script(services, "d0", end)
+        services.drainer.drain(a_job(services))
+        await drained(services)
+        assert asked(services) == ["d0"]
+        assert outcomes(services) == (0, 1, 1)
+        pin_s = services.config.kv_pin_s
+        assert pin_s is not None
+        await asyncio.sleep(pin_s + 1)
+        assert services.metrics.orphaned_kv == 0  # the prefiller has dropped it by itself
+
+    on_stage(test)
+
+
+def test_while_every_worker_refuses_it_waits_and_is_pulled_when_one_takes_it() -> None:
+    async def test() -> None:
+        services = a_router()
+        for name in ("d0", "d1"):
+            script(services, name, 503)
+        services.ledger.set_worker_state("d2", WorkerState.DOWN)
+        services.drainer.drain(a_job(services))
+        await asyncio.sleep(60)
+        assert services.drainer.pending == 1 and outcomes(services) == (0, 0, 0)
+        services.ledger.set_worker_state("d2", WorkerState.UP)
+        await drained(services)
+        assert asked(services)[-1] == "d2" and outcomes(services) == (1, 0, 0)
+        assert len(asked(services)) < 2 * 25  # rounds come ever more rarely
+
+    on_stage(test)
+
+
+def test_kv_that_no_worker_takes_in_time_is_left_to_its_timeout() -> None:
+    async def test() -> None:
+        services = a_router(a_config(prefill={"kv_pin_s": 100.0}, pool={"ttl_s": 50.0}))
+        upstreams = [script(services, name, 503) for name in ("d0", "d1", "d2")]
+        job = a_job(services, age_s=30.0)
+        services.drainer.drain(job)
+        await drained(services)
+        last_s = max(upstream.asked[-1].at_s for upstream in upstreams)
+        assert last_s <= job.pinned_s + 100.0 * SAFE_SHARE
+        assert outcomes(services) == (0, 1, 1)
+
+    on_stage(test)
+
+
+def test_kv_older_than_its_safe_share_is_never_pulled() -> None:
+    async def test() -> None:
+        services = a_router(a_config(prefill={"kv_pin_s": 100.0}, pool={"ttl_s": 50.0}))
+        services.drainer.drain(a_job(services, age_s=81.0))
+        await drained(services)
+        assert asked(services) == [] and outcomes(services) == (0, 1, 1)
+
+    on_stage(test)
+
+
+def test_the_freest_worker_is_asked_first_and_one_that_rests_last() -> None:
+    async def test() -> None:
+        services = a_router()
+        services.ledger.set_worker_state("d0", WorkerState.DRAINING)
+        services.ledger.set_worker_state("d1", WorkerState.DOWN)
+        script(services, "d2", 503)
+        services.drainer.drain(a_job(services))
+        await drained(services)
+        assert asked(services) == ["d2", "d0"]  # d2 said no, so the resting one, and never the one that is down
+        assert outcomes(services) == (1, 0, 0)
+
+    on_stage(test)
+
+
+def test_drains_are_few_at_a_time_and_all_come_to_their_end() -> None:
+    async def test() -> None:
+        services = a_router(a_config(decoders=1))
+        gate = asyncio.Event()
+        upstream = script(services, "d0", gate)
+        for _ in range(3 * MAX_CONCURRENT):
+            services.drainer.drain(a_job(services))
+        await asyncio.sleep(TIMEOUT_S / 2)
+        assert upstream.under_way == services.fleet["d0"].in_use == MAX_CONCURRENT
+        gate.set()
+        await drained(services)
+        assert outcomes(services) == (3 * MAX_CONCURRENT, 0, 0)
+        assert upstream.most_under_way == MAX_CONCURRENT and services.fleet["d0"].in_use == 0
+
+    on_stage(test)
+
+
+def test_closing_gives_up_what_is_left_and_holds_no_worker() -> None:
+    async def test() -> None:
+        services = a_router(a_config(decoders=1))
+        script(services, "d0", None)
+        for _ in range(MAX_CONCURRENT + 1):
+            services.drainer.drain(a_job(services))
+        await asyncio.sleep(1)
+        await services.drainer.close()
+        assert services.drainer.pending == 0 and services.fleet["d0"].in_use == 0
+
+    on_stage(test)

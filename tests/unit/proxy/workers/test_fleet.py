@@ -1,0 +1,164 @@
+"""What operator, health and circuit say of a worker together, and how workers come and go."""
+
+import asyncio
+from typing import cast
+
+import pytest
+
+from balanceroute.core.types import Outcome, RequestSpec, Role, WorkerSpec, WorkerState
+from balanceroute.errors import InvalidRequest
+from balanceroute.proxy.services import Services
+from balanceroute.proxy.workers.circuit import REST_S, CircuitState
+from balanceroute.proxy.workers.fleet import Worker
+from tests.unit.proxy.stage import ScriptedUpstream, a_config, a_router, on_stage
+
+UP, DRAINING, DOWN = WorkerState.UP, WorkerState.DRAINING, WorkerState.DOWN
+NEW = WorkerSpec("new", Role.DECODE, "http://new:1", slots=4)
+
+
+def told(services: Services, worker: Worker) -> WorkerState:
+    """What the scheduler has been told."""
+    snapshot = services.ledger.scheduler.snapshot
+    if worker.spec.role is Role.DECODE:
+        return snapshot.worker(worker.id).state
+    return snapshot.prefiller(worker.id).state
+
+
+def holding(services: Services, worker: Worker) -> str:
+    """Bind a request to that decode worker; its id."""
+    scheduler, now = services.ledger.scheduler, services.ledger.now()
+    for other in services.fleet.of(Role.DECODE):
+        services.fleet.drain(other, other is not worker)
+    services.ledger.submit(RequestSpec("held", 10))
+    services.ledger.dispatch()
+    scheduler.prefilled("held", 10, now)
+    assert [admission.worker for admission in services.ledger.admit()] == [worker.id]
+    return "held"
+
+
+@pytest.mark.parametrize(
+    ("healthy", "stalled", "circuit", "drained", "state"),
+    [
+        (True, False, CircuitState.CLOSED, False, UP),
+        (True, False, CircuitState.HALF_OPEN, False, UP),
+        (True, False, CircuitState.RESTING, False, DRAINING),
+        (True, False, CircuitState.TRIAL, False, DRAINING),
+        (True, False, CircuitState.OPEN, False, DOWN),
+        (True, False, CircuitState.CLOSED, True, DRAINING),
+        (True, False, CircuitState.OPEN, True, DOWN),
+        (False, False, CircuitState.CLOSED, False, DOWN),
+        (False, False, CircuitState.CLOSED, True, DOWN),
+        (True, True, CircuitState.CLOSED, False, DOWN),
+    ],
+)
+def test_the_worst_of_three_voices_counts(
+    healthy: bool, stalled: bool, circuit: CircuitState, drained: bool, state: WorkerState
+) -> None:
+    async def test() -> None:
+        services = a_router()
+        worker = services.fleet["d1"]
+        worker.circuit.state, worker.stalled, worker.drained = circuit, stalled, drained
+        worker.healthy = healthy
+        services.fleet.update(worker)
+        assert worker.state is told(services, worker) is state
+
+    on_stage(test)
+
+
+@pytest.mark.parametrize("name", ["p0", "d0"])
+def test_a_rest_ends_by_itself_and_the_scheduler_hears_of_both_ends(name: str) -> None:
+    async def test() -> None:
+        services = a_router()
+        worker = services.fleet[name]
+        worker.circuit.fault(services.ledger.now())
+        assert told(services, worker) is DRAINING
+        await asyncio.sleep(REST_S * 1.01)
+        assert told(services, worker) is UP
+
+    on_stage(test)
+
+
+def test_a_health_check_answered_brings_the_trial_of_an_open_circuit_forward_unless_the_worker_stalls() -> None:
+    async def test() -> None:
+        services = a_router(a_config(health={"failure_threshold": 1, "open_for_s": 600.0}))
+        worker = services.fleet["d0"]
+        worker.circuit.fault(services.ledger.now())
+        worker.stalled = True
+        services.fleet.set_healthy(worker, True)
+        assert worker.circuit.state is CircuitState.OPEN
+        worker.stalled = False
+        services.fleet.set_healthy(worker, True)
+        assert worker.circuit.state is CircuitState.HALF_OPEN and told(services, worker) is UP
+
+    on_stage(test)
+
+
+def test_a_worker_that_joins_gets_nothing_before_it_has_answered() -> None:
+    async def test() -> None:
+        services = a_router()
+        worker = services.fleet.add(NEW, join_attempts=3)
+        assert told(services, worker) is DOWN
+        services.fleet.set_healthy(worker, True)
+        assert told(services, worker) is UP
+        with pytest.raises(InvalidRequest, match="here already"):
+            services.fleet.add(NEW, join_attempts=3)
+
+    on_stage(test)
+
+
+def test_a_worker_that_leaves_goes_when_it_holds_nothing_and_its_connections_with_it() -> None:
+    async def test() -> None:
+        services = a_router()
+        worker = services.fleet["d1"]
+        upstream = cast(ScriptedUpstream, worker.upstream)
+        held = holding(services, worker)
+        services.fleet.leave(worker)
+        assert told(services, worker) is DRAINING and services.fleet.sweep() == []
+        services.ledger.tickets[held].finish(Outcome.FINISHED)
+        worker.in_use = 1  # a drain is still running there
+        assert services.fleet.sweep() == [] and not upstream.closed
+        worker.in_use = 0
+        assert services.fleet.sweep() == ["d1"]
+        assert upstream.closed and "d1" not in services.fleet
+        assert [state.spec.id for state in services.ledger.scheduler.snapshot.workers] == ["d0", "d2"]
+
+    on_stage(test)
+
+
+def test_a_prefiller_that_leaves_stays_while_it_keeps_kv_for_us() -> None:
+    async def test() -> None:
+        services = a_router(a_config(prefillers=2))
+        ticket = services.ledger.submit(RequestSpec("r", 10))
+        name = await ticket.prefiller()
+        ticket.prefilled(10)
+        services.fleet.leave(services.fleet[name])
+        assert services.fleet.sweep() == []
+        ticket.finish(Outcome.CANCELLED)
+        assert services.fleet.sweep() == [name]
+
+    on_stage(test)
+
+
+def test_a_worker_called_back_while_it_leaves_stays_with_all_it_holds() -> None:
+    async def test() -> None:
+        services = a_router()
+        worker = services.fleet["d1"]
+        holding(services, worker)
+        services.fleet.leave(worker)
+        assert services.fleet.add(worker.spec, join_attempts=3) is worker
+        assert told(services, worker) is UP and services.fleet.sweep() == []
+
+    on_stage(test)
+
+
+def test_verdicts_on_a_worker_that_has_left_reach_nobody() -> None:
+    async def test() -> None:
+        services = a_router()
+        worker = services.fleet["d1"]
+        worker.circuit.fault(services.ledger.now())
+        services.fleet.leave(worker)
+        assert services.fleet.sweep() == ["d1"]
+        await asyncio.sleep(10 * REST_S)  # the end of its rest
+        worker.circuit.fault(services.ledger.now())
+
+    on_stage(test)

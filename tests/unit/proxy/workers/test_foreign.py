@@ -1,0 +1,89 @@
+"""Reports of decode workers against our ledger: what is somebody else's, since when, and what it leaves to us."""
+
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from balanceroute.proxy.workers.foreign import NOBODY, Foreign, ForeignLoad, Occupancy, least_own_slots
+
+CAPACITY = {"kv_capacity_tokens": 100_000.0, "kv_block_tokens": 128.0}
+
+
+def report(running: float, waiting: float = 0.0, **samples: float) -> dict[str, float]:
+    return {"num_requests_running": running, "num_requests_waiting": waiting, **samples}
+
+
+def test_what_two_reports_in_a_row_have_beyond_our_ledger_is_foreign() -> None:
+    load = ForeignLoad()
+    assert load.see(report(30, 34, kv_cache_usage_perc=0.5, **CAPACITY), 2, 1_000, 500.0) == NOBODY
+    found = load.see(report(30, 34, kv_cache_usage_perc=0.4, **CAPACITY), 2, 1_000, 500.0)
+    assert found == Foreign(62, 40_000 - 1_000 - 2 * 128)
+
+
+def test_it_is_gone_with_the_first_report_without_it() -> None:
+    load = ForeignLoad()
+    for _ in range(3):
+        load.see(report(10), 0, 0, 100.0)
+    assert load.see(report(4), 0, 0, 100.0) == Foreign(4, 400)
+    assert load.see(report(0), 0, 0, 100.0) == NOBODY
+
+
+def test_a_report_of_less_than_our_own_says_nothing() -> None:
+    load = ForeignLoad()
+    for _ in range(3):
+        assert load.see(report(3), 8, 4_000, 500.0) == NOBODY
+
+
+def test_without_the_size_of_the_cache_a_foreign_request_is_as_large_as_ours() -> None:
+    load = ForeignLoad()
+    load.see(report(4), 1, 700, 700.0)
+    assert load.see(report(4), 1, 700, 700.0) == Foreign(3, 2_100)
+
+
+def test_one_report_that_cannot_be_read_changes_nothing_and_two_make_it_unknown() -> None:
+    load = ForeignLoad()
+    for _ in range(3):
+        load.see(report(5), 0, 0, 10.0)
+    assert load.see(None, 0, 0, 10.0).requests == 5
+    assert load.see({"kv_cache_usage_perc": 0.5}, 0, 0, 10.0) == NOBODY
+    assert load.see(report(5), 0, 0, 10.0) == NOBODY  # a first one again
+
+
+@settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(st.lists(st.integers(0, 8), min_size=2, max_size=60), st.data())
+def test_our_own_requests_are_never_foreign_however_late_a_report_is_within_its_period(
+    history: list[int], data: st.DataObject
+) -> None:
+    """`history`: our requests at each instant; a report shows any instant since the report before."""
+    load, last = ForeignLoad(), 0
+    while last < len(history) - 1:
+        now = data.draw(st.integers(last + 1, len(history) - 1))
+        shown = data.draw(st.sampled_from(history[last : now + 1]))
+        assert load.see(report(shown), max(history[last : now + 1]), 0, 100.0) == NOBODY
+        last = now
+
+
+def full(active: int, foreign: int, queued: int = 0, slots: int = 8) -> Occupancy:
+    return Occupancy(slots, active, foreign, queued)
+
+
+def test_slots_that_others_hold_stay_theirs_while_any_slot_is_free() -> None:
+    assert least_own_slots(full(0, 8), [full(2, 5)], waiting=9) == 0
+    assert least_own_slots(full(0, 7), [full(0, 8)], waiting=9) == 0
+    assert least_own_slots(full(0, 8), [full(0, 8)], waiting=0) == 0
+    assert least_own_slots(full(8, 0), [full(0, 8)], waiting=9) == 0  # nothing foreign: plain fullness
+
+
+def test_where_others_hold_every_slot_a_router_takes_up_to_half_step_by_step() -> None:
+    active, steps = 0, []
+    while (least := least_own_slots(full(active, 8), [], waiting=9)) > active:
+        steps.append(least - active)
+        active = least
+    assert active == 4 and steps == [1, 1, 1, 1]
+    assert least_own_slots(full(10, 64, slots=64), [], waiting=9) == 14
+
+
+def test_it_queues_at_an_engine_with_others_only_while_it_has_less_than_a_sixteenth_of_all_slots() -> None:
+    assert least_own_slots(full(0, 64, queued=30, slots=64), [], waiting=9) == 4
+    assert least_own_slots(full(4, 64, queued=30, slots=64), [], waiting=9) == 0
+    assert least_own_slots(full(0, 8, queued=4), [full(8, 0)], waiting=9) == 0  # our own slots will free
+    assert least_own_slots(full(0, 8, queued=4), [full(0, 8, queued=4)], waiting=9) == 1

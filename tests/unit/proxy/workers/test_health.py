@@ -1,0 +1,182 @@
+"""Who is taken out, and who is only too busy to answer."""
+
+import asyncio
+
+import pytest
+
+from balanceroute.core.types import WorkerState
+from balanceroute.errors import ConnectFailed
+from balanceroute.proxy.app import health_monitor
+from balanceroute.proxy.services import Services
+from balanceroute.proxy.workers.health import HealthMonitor
+from balanceroute.proxy.workers.rounds import Rounds
+from tests.unit.proxy.stage import Answer, a_config, a_router, on_stage, script
+
+HEALTH = {"interval_s": 2.0, "timeout_s": 3.0, "failure_threshold": 3}
+REFUSED = ConnectFailed("refused", worker="d0", stage="decode")
+
+
+async def seen_healthy(services: Services) -> HealthMonitor:
+    """A monitor after one round in which everybody answered."""
+    monitor = health_monitor(services)
+    await rounds(monitor, services)
+    return monitor
+
+
+async def rounds(monitor: HealthMonitor, services: Services, count: int = 1) -> None:
+    for _ in range(count):
+        await Rounds(services.fleet, monitor._look, monitor._uncheckable).once()
+
+
+@pytest.mark.parametrize("answer", [500, REFUSED], ids=["5xx", "refused"])
+def test_a_worker_without_other_signs_of_life_is_out_after_failures_in_a_row_and_back_after_one_answer(
+    answer: Answer,
+) -> None:
+    async def test() -> None:
+        services = a_router(a_config(health=HEALTH))
+        monitor = await seen_healthy(services)
+        script(services, "d0", answer)
+        await rounds(monitor, services, 2)
+        assert services.fleet["d0"].state is WorkerState.UP
+        await rounds(monitor, services)
+        assert services.fleet["d0"].state is WorkerState.DOWN
+        script(services, "d0", 200)
+        await rounds(monitor, services)
+        assert services.fleet["d0"].state is WorkerState.UP
+
+    on_stage(test)
+
+
+def test_a_silent_worker_gets_nothing_new_after_one_check_and_is_out_when_three_had_no_answer() -> None:
+    async def test() -> None:
+        services = a_router(a_config(health=HEALTH))
+        monitor = await seen_healthy(services)
+        worker = services.fleet["d0"]
+        script(services, "d0", None)
+        began_s = services.ledger.now()
+        looking = asyncio.ensure_future(rounds(monitor, services))
+        await asyncio.sleep(HEALTH["timeout_s"] + 0.1)
+        assert worker.state is WorkerState.DRAINING and worker.healthy
+        await looking
+        assert worker.state is WorkerState.DOWN
+        assert services.ledger.now() - began_s < 3 * HEALTH["timeout_s"] + 0.5
+        script(services, "d0", 200)
+        await rounds(monitor, services)
+        assert worker.state is WorkerState.UP
+
+    on_stage(test)
+
+
+def test_one_answer_ends_the_doubts_about_a_worker() -> None:
+    async def test() -> None:
+        services = a_router(a_config(health=HEALTH))
+        monitor = await seen_healthy(services)
+        script(services, "d0", None, 200)
+        await rounds(monitor, services)
+        assert services.fleet["d0"].state is WorkerState.UP
+        assert services.fleet["d0"].checks_failed == 0
+
+    on_stage(test)
+
+
+def test_a_worker_that_gave_a_token_before_a_silent_check_but_none_since_gets_nothing_new() -> None:
+    async def test() -> None:
+        services = a_router(a_config(health=HEALTH))
+        monitor = await seen_healthy(services)
+        worker = services.fleet["d0"]
+        script(services, "d0", None)
+        worker.progress_s = services.ledger.now() - 0.01
+        looking = asyncio.ensure_future(rounds(monitor, services))
+        await asyncio.sleep(HEALTH["timeout_s"] + 0.1)
+        assert worker.state is WorkerState.DRAINING and worker.checks_failed == 0
+        await looking
+        assert worker.state is WorkerState.DOWN
+
+    on_stage(test)
+
+
+@pytest.mark.parametrize(
+    ("answer", "state"),
+    [(None, WorkerState.UP), (REFUSED, WorkerState.DOWN), (500, WorkerState.DOWN), (503, WorkerState.DOWN)],
+    ids=["silent", "refused", "500", "503"],
+)
+def test_a_worker_that_made_progress_just_now_may_be_silent_but_not_refuse(answer: Answer, state: WorkerState) -> None:
+    async def test() -> None:
+        services = a_router(a_config(health=HEALTH))
+        monitor = await seen_healthy(services)
+        script(services, "d0", answer)
+
+        async def work() -> None:
+            while True:
+                services.fleet["d0"].progress_s = services.ledger.now()
+                await asyncio.sleep(1.0)
+
+        working = asyncio.ensure_future(work())
+        await rounds(monitor, services, 10)
+        working.cancel()
+        assert services.fleet["d0"].state is state
+
+    on_stage(test)
+
+
+def test_a_silent_worker_that_was_given_a_request_but_said_nothing_is_taken_out() -> None:
+    async def test() -> None:
+        services = a_router(a_config(health=HEALTH))
+        monitor = await seen_healthy(services)
+        worker = services.fleet["d0"]
+        script(services, "d0", None)
+        for _ in range(3):
+            worker.in_use, worker.busy_since_s = 1, services.ledger.now()
+            await rounds(monitor, services)
+        assert worker.state is WorkerState.DOWN
+
+    on_stage(test)
+
+
+def test_a_timeout_that_our_own_stalled_loop_saw_too_late_is_no_verdict() -> None:
+    async def test() -> None:
+        services = a_router(a_config(health=HEALTH))
+        monitor = await seen_healthy(services)
+        script(services, "d0", None)
+        jump = services.loop._jump  # type: ignore[attr-defined]
+
+        def stall() -> None:
+            jump.now_s += 30.0  # as if a callback had run for so long
+
+        for _ in range(5):
+            services.loop.call_later(2.0, stall)
+            await rounds(monitor, services)
+        assert services.fleet["d0"].checks_failed == 0
+        await rounds(monitor, services, 3)
+        assert services.fleet["d0"].state is WorkerState.DOWN
+
+    on_stage(test)
+
+
+def test_a_worker_that_was_never_healthy_is_out_at_once() -> None:
+    async def test() -> None:
+        services = a_router(a_config(health=HEALTH))
+        script(services, "d0", REFUSED)
+        await rounds(health_monitor(services), services)
+        assert [worker.state for worker in services.fleet] == [WorkerState.UP, WorkerState.DOWN] + [WorkerState.UP] * 2
+
+    on_stage(test)
+
+
+def test_a_worker_that_joins_and_never_answers_is_dropped_after_its_attempts() -> None:
+    async def test() -> None:
+        lifecycle = {"join_attempts": 2, "join_interval_s": 10.0}
+        services = a_router(a_config(health=HEALTH, lifecycle=lifecycle))
+        monitor = await seen_healthy(services)
+        spec = services.fleet["d0"].spec
+        services.fleet.leave(services.fleet["d0"])
+        assert services.fleet.sweep() == ["d0"]
+        services.fleet.add(spec, join_attempts=2)
+        script(services, "d0", REFUSED)
+        await rounds(monitor, services)
+        assert not services.fleet["d0"].leaving
+        await asyncio.sleep(10.0)
+        await rounds(monitor, services)
+        assert services.fleet.sweep() == ["d0"] and "d0" not in services.fleet
+
+    on_stage(test)

@@ -1,0 +1,86 @@
+"""Polls: one question at a time per URL, and nobody waits for a URL that hangs."""
+
+import asyncio
+from collections import Counter
+from typing import cast
+
+import pytest
+
+from balanceroute.core.types import Role, WorkerSpec
+from balanceroute.proxy.workers.circuit import Circuit, CircuitConfig
+from balanceroute.proxy.workers.fleet import Fleet, Worker
+from balanceroute.proxy.workers.rounds import Rounds
+from balanceroute.proxy.workers.upstream import Upstream
+
+
+def workers(*urls: str) -> Fleet:
+    made = []
+    for rank, url in enumerate(urls):
+        spec = WorkerSpec(f"w{rank}", Role.DECODE, url, rank)
+        made.append(Worker(spec, Upstream(url), Circuit(CircuitConfig(), lambda _: None)))
+    return cast(Fleet, made)
+
+
+def fatal(group: list[Worker], error: Exception) -> None:
+    raise error
+
+
+def test_a_url_that_hangs_is_asked_once_while_the_others_are_asked_every_period() -> None:
+    asked: Counter[str] = Counter()
+
+    async def ask(group: list[Worker]) -> None:
+        asked[group[0].spec.url] += 1
+        if group[0].spec.url == "http://hangs":
+            await asyncio.Event().wait()
+
+    async def test() -> None:
+        rounds = Rounds(workers("http://hangs", "http://answers"), ask, fatal)
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(rounds.run(lambda: 0.001), 0.1)
+
+    asyncio.run(test())
+    assert asked["http://hangs"] == 1
+    assert asked["http://answers"] > 3
+
+
+def test_ranks_of_one_url_share_one_question() -> None:
+    groups: list[list[str]] = []
+
+    async def ask(group: list[Worker]) -> None:
+        groups.append([worker.id for worker in group])
+
+    asyncio.run(Rounds(workers("http://a", "http://a", "http://b"), ask, fatal).once())
+    assert groups == [["w0", "w1"], ["w2"]]
+
+
+def test_a_question_that_breaks_is_told_and_keeps_no_other_from_being_asked() -> None:
+    asked: Counter[str] = Counter()
+    told: list[tuple[str, str]] = []
+
+    async def ask(group: list[Worker]) -> None:
+        asked[group[0].spec.url] += 1
+        if group[0].spec.url == "http://breaks":
+            raise KeyError("x")
+
+    def on_bug(group: list[Worker], error: Exception) -> None:
+        told.append((group[0].id, repr(error)))
+
+    async def test() -> None:
+        rounds = Rounds(workers("http://breaks", "http://answers"), ask, on_bug)
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(rounds.run(lambda: 0.001), 0.1)
+
+    asyncio.run(test())
+    assert asked["http://answers"] > 3 and asked["http://breaks"] > 3
+    assert set(told) == {("w0", "KeyError('x')")}
+
+
+def test_a_bug_ends_the_rounds_where_bugs_are_fatal() -> None:
+    async def ask(group: list[Worker]) -> None:
+        raise KeyError("x")
+
+    async def test() -> None:
+        await Rounds(workers("http://a"), ask, fatal).run(lambda: 0.0)
+
+    with pytest.raises(KeyError):
+        asyncio.run(test())

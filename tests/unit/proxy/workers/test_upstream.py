@@ -1,0 +1,578 @@
+"""The client side of the wire against scripted servers, on asyncio's loop and on uvloop."""
+
+import asyncio
+import shutil
+import socket
+import ssl
+import subprocess
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+
+import pytest
+import uvloop
+
+from balanceroute.errors import BadUpstreamReply, ConnectFailed, UpstreamError, UpstreamTimeout
+from balanceroute.proxy.workers.upstream import Reply, Upstream
+from tests.unit.proxy.servers import CHUNKED_HEAD, answering, chunked, plain, read_request, worker
+
+Run = Callable[[Callable[[], Awaitable[None]]], None]
+
+
+@pytest.fixture(params=[asyncio.new_event_loop, uvloop.new_event_loop], ids=["asyncio", "uvloop"])
+def run(request: pytest.FixtureRequest) -> Run:
+    """Runs a test's coroutine on the loop under test, within 10 s."""
+
+    def runner(test: Callable[[], Awaitable[None]]) -> None:
+        with asyncio.Runner(loop_factory=request.param) as loop:
+            loop.run(asyncio.wait_for(test(), 10))
+
+    return runner
+
+
+async def post(upstream: Upstream, **options: float | bool | None) -> Reply:
+    return await upstream.request("POST", "/v1/x", b"{}", [(b"x-request-id", b"r1")], **options)  # type: ignore[arg-type]
+
+
+def test_a_reply_has_status_headers_and_body(run: Run) -> None:
+    async def test() -> None:
+        async with worker(answering(plain(b"hello", b"404 Not Found"))) as server:
+            upstream = Upstream(server.url, worker="d0")
+            reply = await post(upstream)
+            assert (reply.status, reply.header(b"content-type")) == (404, b"text/plain")
+            assert await reply.read(100) == b"hello"
+            upstream.close()
+
+    run(test)
+
+
+def test_the_request_is_framed_and_carries_the_given_headers(run: Run) -> None:
+    seen: list[tuple[bytes, bytes]] = []
+
+    async def script(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        seen.append(await read_request(reader))
+        writer.write(plain(b""))
+
+    async def test() -> None:
+        async with worker(script) as server:
+            upstream = Upstream(server.url + "/prefix/")
+            await (await post(upstream)).read(10)
+            upstream.close()
+        head, body = seen[0]
+        assert head.startswith(b"POST /prefix/v1/x HTTP/1.1\r\nhost: 127.0.0.1:")
+        assert b"\r\nx-request-id: r1\r\n" in head
+        assert b"\r\naccept-encoding: identity\r\n" in head  # without, any coding is allowed
+        assert body == b"{}"
+
+    run(test)
+
+
+def test_a_header_with_a_line_break_is_refused(run: Run) -> None:
+    async def test() -> None:
+        with pytest.raises(ValueError, match="line break"):
+            await Upstream("http://127.0.0.1:1").request("GET", "/", headers=[(b"a", b"b\r\nc: d")])
+
+    run(test)
+
+
+def test_one_connection_serves_request_after_request(run: Run) -> None:
+    async def test() -> None:
+        async with worker(answering(plain(b"a"), CHUNKED_HEAD + chunked(b"b", b"c"))) as server:
+            upstream = Upstream(server.url)
+            assert [await (await post(upstream)).read(9) for _ in range(4)] == [b"a", b"bc", b"bc", b"bc"]
+            assert server.connections == 1
+            assert (upstream.idle_connections, upstream.busy_connections) == (1, 0)
+            upstream.close()
+
+    run(test)
+
+
+def test_concurrent_requests_use_a_connection_each_and_share_them_later(run: Run) -> None:
+    async def test() -> None:
+        async with worker(answering(plain(b"a"))) as server:
+            upstream = Upstream(server.url)
+            for _ in range(3):
+                replies = await asyncio.gather(*(post(upstream) for _ in range(20)))
+                assert [await reply.read(9) for reply in replies] == [b"a"] * 20
+            assert server.connections <= 20
+            upstream.close()
+
+    run(test)
+
+
+@pytest.mark.parametrize(
+    "head",
+    [b"connection: close\r\ncontent-length: 2\r\n", b"connection: close\r\n", b""],
+    ids=["close-with-length", "close-without-length", "ended-by-close"],
+)
+def test_a_reply_that_forbids_reuse_closes_its_connection(run: Run, head: bytes) -> None:
+    async def script(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await read_request(reader)
+        writer.write(b"HTTP/1.1 200 OK\r\n%s\r\nok" % head)
+
+    async def test() -> None:
+        async with worker(script) as server:
+            upstream = Upstream(server.url)
+            for _ in range(2):
+                assert await (await post(upstream)).read(9) == b"ok"
+            assert server.connections == 2
+            assert upstream.busy_connections == 0
+
+    run(test)
+
+
+def test_interim_responses_are_skipped(run: Run) -> None:
+    async def test() -> None:
+        reply_bytes = b"HTTP/1.1 100 Continue\r\n\r\nHTTP/1.1 103 Early Hints\r\nlink: x\r\n\r\n" + plain(b"ok")
+        async with worker(answering(reply_bytes)) as server:
+            upstream = Upstream(server.url)
+            for _ in range(2):
+                reply = await post(upstream)
+                assert (reply.status, reply.header(b"link"), await reply.read(9)) == (200, None, b"ok")
+            assert server.connections == 1
+            upstream.close()
+
+    run(test)
+
+
+def test_bytes_after_a_reply_are_not_taken_for_the_next_one(run: Run) -> None:
+    async def test() -> None:
+        async with worker(answering(plain(b"ok") + plain(b"evil"))) as server:
+            upstream = Upstream(server.url)
+            for _ in range(2):
+                assert await (await post(upstream)).read(9) == b"ok"
+            assert server.connections == 2
+            upstream.close()
+
+    run(test)
+
+
+def test_a_gzip_body_passes_untouched(run: Run) -> None:
+    async def test() -> None:
+        body = b"\x1f\x8b\x08not really"
+        raw = b"HTTP/1.1 200 OK\r\ncontent-encoding: gzip\r\ncontent-length: %d\r\n\r\n%s" % (len(body), body)
+        async with worker(answering(raw)) as server:
+            upstream = Upstream(server.url)
+            reply = await post(upstream)
+            assert (reply.header(b"content-encoding"), await reply.read(99)) == (b"gzip", body)
+            upstream.close()
+
+    run(test)
+
+
+# ---------------------------------------------------------------------------------------- what breaks
+
+
+@pytest.mark.parametrize(
+    "sent",
+    [
+        CHUNKED_HEAD + chunked(b"abc", last=False),
+        CHUNKED_HEAD + b"5\r\nab",
+        b"HTTP/1.1 200 OK\r\ncontent-length: 10\r\n\r\nabc",
+        CHUNKED_HEAD + chunked(b"abc", last=False) + b"zz\r\n",
+    ],
+    ids=["before-last-chunk", "inside-a-chunk", "short-of-length", "broken-framing"],
+)
+def test_a_truncated_body_is_an_error_after_its_bytes(run: Run, sent: bytes) -> None:
+    async def script(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await read_request(reader)
+        writer.write(sent)
+
+    async def test() -> None:
+        async with worker(script) as server:
+            upstream = Upstream(server.url, worker="d7")
+            reply = await post(upstream)
+            with pytest.raises(BadUpstreamReply) as caught:
+                while await reply.next_chunk() is not None:
+                    pass
+            assert caught.value.worker == "d7"
+            assert (upstream.busy_connections, upstream.idle_connections) == (0, 0)
+
+    run(test)
+
+
+@pytest.mark.parametrize("sent", [b"", b"HTTP/1.1 200 O"], ids=["nothing", "half-a-head"])
+def test_a_close_before_the_reply_on_a_fresh_connection_is_not_retried(run: Run, sent: bytes) -> None:
+    async def script(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await read_request(reader)
+        writer.write(sent)
+
+    async def test() -> None:
+        async with worker(script) as server:
+            with pytest.raises(ConnectFailed):
+                await post(Upstream(server.url))
+            assert server.connections == 1
+
+    run(test)
+
+
+@pytest.mark.parametrize("retry", [True, False])
+def test_a_reused_connection_closed_without_a_byte_is_retried_once_if_allowed(run: Run, retry: bool) -> None:
+    bodies: list[bytes] = []
+
+    async def script(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        bodies.append((await read_request(reader))[1])
+        writer.write(plain(b"ok"))
+        await read_request(reader)  # the second request on this connection is swallowed by the close
+
+    async def test() -> None:
+        async with worker(script) as server:
+            upstream = Upstream(server.url)
+            assert await (await post(upstream)).read(9) == b"ok"
+            if retry:
+                assert await (await post(upstream)).read(9) == b"ok"
+                assert server.connections == 2
+            else:
+                with pytest.raises(ConnectFailed):
+                    await post(upstream, retry_stale=False)
+                assert server.connections == 1
+            upstream.close()
+
+    run(test)
+
+
+def test_a_connection_that_the_server_closed_while_idle_is_not_used(run: Run) -> None:
+    async def script(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await read_request(reader)
+        writer.write(plain(b"ok"))
+
+    async def test() -> None:
+        async with worker(script) as server:
+            upstream = Upstream(server.url)
+            for _ in range(2):
+                assert await (await post(upstream, retry_stale=False)).read(9) == b"ok"
+                await server.closed.wait()
+                await asyncio.sleep(0.02)
+            assert server.connections == 2
+            upstream.close()
+
+    run(test)
+
+
+def test_a_connection_idle_for_too_long_is_not_used(run: Run) -> None:
+    async def test() -> None:
+        async with worker(answering(plain(b"ok"))) as server:
+            upstream = Upstream(server.url, keepalive_s=0.0)
+            for _ in range(3):
+                await (await post(upstream)).read(9)
+                await asyncio.sleep(0.002)
+            assert server.connections == 3
+            upstream.close()
+
+    run(test)
+
+
+def test_a_request_that_cannot_be_repeated_takes_only_a_connection_that_was_used_just_now(
+    run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def test() -> None:
+        async with worker(answering(plain(b"ok"))) as server:
+            upstream = Upstream(server.url)
+            await (await post(upstream)).read(9)
+            await (await post(upstream, retry_stale=False)).read(9)
+            assert server.connections == 1
+            monkeypatch.setattr("balanceroute.proxy.workers.upstream.FRESH_S", 0.0)
+            for expected in (2, 3):
+                await asyncio.sleep(0.005)
+                await (await post(upstream, retry_stale=False)).read(9)
+                assert server.connections == expected
+                assert upstream.idle_connections == 1  # the one that was too old is not kept either
+            await asyncio.sleep(0.005)
+            await (await post(upstream)).read(9)
+            assert server.connections == 3
+            upstream.close()
+
+    run(test)
+
+
+def test_garbage_is_a_bad_reply(run: Run) -> None:
+    async def test() -> None:
+        async with worker(answering(b"SSH-2.0-OpenSSH\r\n")) as server:
+            with pytest.raises(BadUpstreamReply, match="not HTTP"):
+                await post(Upstream(server.url))
+
+    run(test)
+
+
+def test_an_endless_head_is_a_bad_reply(run: Run) -> None:
+    async def test() -> None:
+        async with worker(answering(b"HTTP/1.1 200 OK\r\n" + b"a: " + b"x" * 200_000)) as server:
+            with pytest.raises(BadUpstreamReply):
+                await post(Upstream(server.url))
+
+    run(test)
+
+
+def test_nobody_listening_is_connect_failed(run: Run) -> None:
+    async def test() -> None:
+        with socket.socket() as taken:
+            taken.bind(("127.0.0.1", 0))
+            with pytest.raises(ConnectFailed, match="cannot connect"):
+                await post(Upstream(f"http://127.0.0.1:{taken.getsockname()[1]}"))
+
+    run(test)
+
+
+def test_a_silent_worker_times_out_and_loses_the_connection(run: Run) -> None:
+    async def script(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await read_request(reader)
+        await reader.read()  # until the client gives up
+
+    async def test() -> None:
+        async with worker(script) as server:
+            upstream = Upstream(server.url, stage="prefill")
+            with pytest.raises(UpstreamTimeout) as caught:
+                await post(upstream, first_byte_timeout_s=0.03)
+            assert caught.value.stage == "prefill"
+            await server.closed.wait()
+            assert upstream.busy_connections == 0
+
+    run(test)
+
+
+def test_a_cancelled_request_closes_its_connection(run: Run) -> None:
+    async def script(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await read_request(reader)
+        await reader.read()
+
+    async def test() -> None:
+        async with worker(script) as server:
+            upstream = Upstream(server.url)
+            asking = asyncio.ensure_future(post(upstream))
+            await asyncio.sleep(0.02)
+            asking.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await asking
+            await server.closed.wait()
+            assert upstream.busy_connections == 0
+
+    run(test)
+
+
+def test_a_request_cancelled_at_any_turn_of_the_loop_leaves_no_connection_busy(run: Run) -> None:
+    async def script(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await read_request(reader)
+        writer.write(CHUNKED_HEAD)
+        await reader.read()
+
+    async def test() -> None:
+        async with worker(script) as server:
+            unseen = 0
+            for turns in range(40):
+                upstream = Upstream(server.url)
+                asking = asyncio.ensure_future(post(upstream))
+                for _ in range(turns):
+                    await asyncio.sleep(0)
+                asking.cancel()
+                outcome = (await asyncio.gather(asking, return_exceptions=True))[0]
+                unseen += isinstance(outcome, asyncio.CancelledError)
+                assert upstream.busy_connections == (0 if isinstance(outcome, asyncio.CancelledError) else 1)
+                upstream.close()
+            assert 0 < unseen < 40  # the sweep passed the moment in which the head comes
+
+    run(test)
+
+
+def test_abort_closes_a_stream_at_once_and_is_idempotent(run: Run) -> None:
+    async def script(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await read_request(reader)
+        writer.write(CHUNKED_HEAD + chunked(b"x", last=False))
+        await reader.read()
+
+    async def test() -> None:
+        async with worker(script) as server:
+            upstream = Upstream(server.url)
+            reply = await post(upstream)
+            assert await reply.next_chunk() == b"x"
+            reply.abort()
+            reply.abort()
+            await server.closed.wait()
+            assert (upstream.busy_connections, upstream.idle_connections) == (0, 0)
+
+    run(test)
+
+
+def test_read_refuses_a_body_above_its_limit(run: Run) -> None:
+    async def test() -> None:
+        async with worker(answering(plain(b"x" * 1000))) as server:
+            upstream = Upstream(server.url)
+            with pytest.raises(BadUpstreamReply, match="longer than 999"):
+                await (await post(upstream)).read(999)
+            upstream.close()
+
+    run(test)
+
+
+def test_a_closed_upstream_refuses_requests(run: Run) -> None:
+    async def test() -> None:
+        upstream = Upstream("http://127.0.0.1:1")
+        upstream.close()
+        with pytest.raises(ConnectFailed, match="removed"):
+            await post(upstream)
+
+    run(test)
+
+
+@pytest.mark.parametrize("url", ["127.0.0.1:80", "ftp://x", "http://"])
+def test_a_url_without_scheme_or_host_is_refused(url: str) -> None:
+    with pytest.raises(ValueError, match="URL"):
+        Upstream(url)
+
+
+def test_https_verifies_the_worker_and_works(run: Run, tmp_path: Path) -> None:
+    openssl = shutil.which("openssl")
+    if openssl is None:
+        pytest.skip("needs the openssl command to make a certificate")
+    key, certificate = tmp_path / "key.pem", tmp_path / "cert.pem"
+    command = [
+        openssl,
+        "req",
+        "-x509",
+        "-newkey",
+        "rsa:2048",
+        "-nodes",
+        "-days",
+        "1",
+        "-subj",
+        "/CN=localhost",
+    ]
+    command += ["-addext", "subjectAltName=IP:127.0.0.1", "-keyout", str(key), "-out", str(certificate)]
+    subprocess.run(command, check=True, capture_output=True)
+    served = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+    served.load_cert_chain(certificate, key)
+    trusting = ssl.create_default_context(cafile=str(certificate))
+
+    async def test() -> None:
+        async with worker(answering(CHUNKED_HEAD + chunked(b"secret")), tls=served) as server:
+            url = server.url.replace("http", "https")
+            upstream = Upstream(url, ssl_context=trusting)
+            for _ in range(2):
+                assert await (await post(upstream)).read(9) == b"secret"
+            assert server.connections == 1
+            with pytest.raises(ConnectFailed, match=r"(?i)certificate"):
+                await post(Upstream(url))
+            upstream.close()
+
+    run(test)
+
+
+# ---------------------------------------------------------------------------------------- streams
+
+
+def test_a_consumer_that_lags_stops_the_worker_and_loses_nothing(run: Run) -> None:
+    total = 8 * 1024 * 1024
+    sent = 0
+
+    async def script(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        nonlocal sent
+        await read_request(reader)
+        writer.write(CHUNKED_HEAD)
+        while sent < total:
+            writer.write(chunked(b"y" * 65536, last=False))
+            await writer.drain()
+            sent += 65536
+        writer.write(b"0\r\n\r\n")
+        await reader.read()
+
+    async def test() -> None:
+        async with worker(script) as server:
+            upstream = Upstream(server.url, high_water_bytes=100_000)
+            reply = await post(upstream)
+            before = -1
+            while sent != before:  # until the worker is stuck
+                before = sent
+                await asyncio.sleep(0.05)
+            assert reply.buffered_bytes < 100_000 + 512 * 1024  # the mark and one read of the loop
+            assert sent < total
+            got = 0
+            while (chunk := await reply.next_chunk()) is not None:
+                got += len(chunk)
+            assert got == total
+            assert upstream.idle_connections == 1
+            upstream.close()
+
+    run(test)
+
+
+class Recorder:
+    """A sink that writes down what it was told."""
+
+    def __init__(self) -> None:
+        self.data = b""
+        self.ends: list[UpstreamError | None] = []
+        self.over = asyncio.Event()
+
+    def chunk(self, data: bytes) -> None:
+        assert data
+        self.data += data
+
+    def ended(self, error: UpstreamError | None) -> None:
+        self.ends.append(error)
+        self.over.set()
+
+
+@pytest.mark.parametrize("late", [False, True], ids=["early", "after-the-end"])
+def test_a_sink_gets_every_byte_and_one_end(run: Run, late: bool) -> None:
+    async def test() -> None:
+        async with worker(answering(CHUNKED_HEAD + chunked(*(b"%d," % i for i in range(500))))) as server:
+            upstream = Upstream(server.url)
+            reply = await post(upstream)
+            if late:
+                await asyncio.sleep(0.05)
+            sink = Recorder()
+            reply.attach(sink)
+            await sink.over.wait()
+            assert sink.data == b"".join(b"%d," % i for i in range(500))
+            assert sink.ends == [None]
+            upstream.close()
+
+    run(test)
+
+
+def test_a_discarded_reply_that_ends_gives_its_connection_back(run: Run) -> None:
+    async def test() -> None:
+        async with worker(answering(CHUNKED_HEAD + chunked(b"a" * 100_000))) as server:
+            upstream = Upstream(server.url)
+            reply = await post(upstream)
+            reply.discard(5.0)
+            while upstream.busy_connections:  # noqa: ASYNC110 - the pool has no event to wait for
+                await asyncio.sleep(0.005)
+            assert upstream.idle_connections == 1
+            upstream.close()
+
+    run(test)
+
+
+def test_a_discarded_reply_that_does_not_end_is_closed(run: Run) -> None:
+    async def script(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await read_request(reader)
+        writer.write(CHUNKED_HEAD)
+        await reader.read()
+
+    async def test() -> None:
+        async with worker(script) as server:
+            upstream = Upstream(server.url)
+            (await post(upstream)).discard(0.02)
+            await server.closed.wait()
+            assert upstream.busy_connections == 0
+
+    run(test)
+
+
+def test_small_writes_are_not_delayed_and_ipv6_hosts_work(run: Run) -> None:
+    if not socket.has_ipv6:
+        pytest.skip("this machine has no IPv6")
+
+    async def test() -> None:
+        try:
+            async with worker(answering(plain(b"ok")), host="::1") as server:
+                upstream = Upstream(server.url)
+                assert await (await post(upstream)).read(9) == b"ok"
+                connection = upstream._idle[0]
+                assert connection._transport is not None
+                sock = connection._transport.get_extra_info("socket")
+                assert sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
+                upstream.close()
+        except OSError as exc:
+            pytest.skip(f"no IPv6 loopback: {exc}")
+
+    run(test)
