@@ -1,12 +1,13 @@
 """`balanceroute replay`."""
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 if TYPE_CHECKING:
-    from balanceroute.simulator import Failure, Outcome, Replay
+    from balanceroute.simulator import Failure, Figures, Outcome, Replay
 
 WORKERS_HELP = (
     "Decode workers (G). heavy_tailed and capped arrive as fast as suits 8: for more or fewer draw a trace with "
@@ -70,7 +71,13 @@ def replay(
     """
     from dataclasses import asdict
 
-    from balanceroute.cli.output import print_fields, print_json, progress_bar
+    from balanceroute.cli.output import (
+        INTERRUPTED,
+        print_fields,
+        print_json,
+        progress_bar,
+        stopped_by_signals,
+    )
     from balanceroute.core.policies import PolicySettings
     from balanceroute.errors import InputError
     from balanceroute.simulator import Replay, Setting, at_load, parse_params
@@ -108,8 +115,8 @@ def replay(
             raise InputError("--series: the loads of one policy; not together with --compare")
         compare_policies(job, trace, as_json=json)
         return
-    with progress_bar("replaying") as tell:
-        outcome = job.run(tell)
+    with progress_bar("replaying") as tell, stopped_by_signals() as stopped:
+        outcome = job.run(until(stopped, tell))
     if series is not None:
         write_series(outcome, series)
     figures = asdict(outcome.figures)
@@ -117,16 +124,29 @@ def replay(
         print_json(figures)
     else:
         print_fields(f"{trace}: {policy}, predictor {predictor}", figures)
+    if stopped():
+        typer.echo(f"balanceroute: interrupted with {outcome.finished:,} of {len(requests):,} finished", err=True)
+        raise typer.Exit(INTERRUPTED)
+
+
+def until(stopped: Callable[[], bool], tell: Callable[[int, int], None]) -> Callable[[int, int], None]:
+    """Progress that ends the replay once `stopped` says so."""
+
+    def told(done: int, total: int) -> None:
+        from balanceroute.simulator import Stopped
+
+        tell(done, total)
+        if stopped():
+            raise Stopped
+
+    return told
 
 
 def compare_policies(job: "Replay", title: str, *, as_json: bool) -> None:
     """Replay the job's requests through every policy, its own first, and print what each comes to."""
     from dataclasses import asdict, replace
 
-    from rich.console import Console
-    from rich.table import Table
-
-    from balanceroute.cli.output import print_json, progress_bar
+    from balanceroute.cli.output import INTERRUPTED, print_json, progress_bar, stopped_by_signals
     from balanceroute.core.policies import POLICIES, PolicySettings
 
     others = [name for name in sorted(POLICIES) if name != job.policy.policy]
@@ -135,14 +155,30 @@ def compare_policies(job: "Replay", title: str, *, as_json: bool) -> None:
         settings = PolicySettings(policy=name, seed=job.policy.seed)
         jobs.append(replace(job, policy=settings, predictor="survival" if name == "br_h" else "none"))
     found = {}
-    for each in jobs:
-        with progress_bar(f"{each.policy.policy:<20}") as tell:
-            found[each.policy.policy] = each.run(tell).figures
+    with stopped_by_signals() as stopped:
+        for each in jobs:
+            with progress_bar(f"{each.policy.policy:<20}") as tell:
+                figures = each.run(until(stopped, tell)).figures
+            if stopped():
+                break
+            found[each.policy.policy] = figures
     if as_json:
         print_json({name: asdict(figures) for name, figures in found.items()})
-        return
+    elif found:
+        show_comparison(found, f"{title}: {len(job.trace):,} requests through every policy")
+    if stopped():
+        typer.echo(f"balanceroute: interrupted after {len(found)} of {len(jobs)} policies", err=True)
+        raise typer.Exit(INTERRUPTED)
+
+
+def show_comparison(found: "dict[str, Figures]", title: str) -> None:
+    """A table, a row per policy."""
+    from rich.table import Table
+
+    from balanceroute.cli.output import print_table
+
     columns = ("policy", "load spread", "balance", "tokens/s", "TPOT p95 ms", "wait p50 s", "wait p99 s", "wait max s")
-    table = Table(columns[0], title=f"{title}: {len(job.trace):,} requests through every policy")
+    table = Table(columns[0], title=title)
     for column in columns[1:]:
         table.add_column(column, justify="right")
     for name, f in found.items():
@@ -154,7 +190,7 @@ def compare_policies(job: "Replay", title: str, *, as_json: bool) -> None:
             f"{1e3 * f.tpot_p95_s:.1f}",
         )
         table.add_row(name, *cells, *waits)
-    Console().print(table)
+    print_table(table)
 
 
 def parse_speeds(text: str | None) -> tuple[float, ...]:

@@ -3,9 +3,18 @@
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from balanceroute.core.policies import DEFAULTS, PolicySettings, accepted, is_accepted, make_policy
+from balanceroute.core.policies import (
+    DEFAULTS,
+    KNOBS,
+    POLICIES,
+    PolicySettings,
+    accepted,
+    is_accepted,
+    make_policy,
+    unknown_policy,
+)
 from balanceroute.core.policy import StageTimer
-from balanceroute.errors import InputError
+from balanceroute.errors import ConfigError, InputError
 from balanceroute.prediction import Forecaster, build_predictor
 from balanceroute.simulator.history import fitted
 from balanceroute.simulator.oracle import Forecast, NoForecast, OracleForecast, PredictorForecast, TrueLengths
@@ -70,6 +79,8 @@ class Replay:
 
 def parse_params(settings: PolicySettings, params: list[str]) -> PolicySettings:
     """Settings with `name=value` texts applied. Raises: InputError that names what is accepted."""
+    if settings.policy not in POLICIES:
+        raise ConfigError(unknown_policy(settings.policy))
     known = [name for name in DEFAULTS if name not in OPTIONS]
     changes: dict[str, Any] = {}
     for param in params:
@@ -81,6 +92,9 @@ def parse_params(settings: PolicySettings, params: list[str]) -> PolicySettings:
         changes[name] = parsed(text, DEFAULTS[name])
         if not is_accepted(name, changes[name]):
             raise InputError(f"--param {param}: accepted is {accepted(name)}")
+        if name not in KNOBS[settings.policy]:
+            own = ", ".join(knob for knob in KNOBS[settings.policy] if knob not in OPTIONS) or "none"
+            raise InputError(f"--param {param}: {settings.policy} does not have this knob; its own: {own}")
     return replace(settings, **changes)
 
 
