@@ -141,7 +141,14 @@ def _a_day_or_endless(value: float) -> float:
     return value
 
 
+def _origin(text: str) -> str:
+    if not re.fullmatch(r"\*|null|[a-z][a-z0-9+.-]*://[a-z0-9._~\[\]:-]+", text.lower()):
+        raise ValueError("accepted is * or SCHEME://HOST[:PORT] without a path, such as https://chat.example.com")
+    return text.lower()
+
+
 Secret = Annotated[SecretStr, AfterValidator(_secret)]
+Origin = Annotated[str, AfterValidator(_origin)]
 Url = Annotated[str, AfterValidator(normalised_url)]
 WorkerId = Annotated[str, AfterValidator(_worker_id)]
 HeaderName = Annotated[str, AfterValidator(_header_name)]
@@ -657,6 +664,12 @@ class Auth(Section):
         min_length=1,
         description="File of client keys as SHA-256 hashes (`balanceroute key` makes entries); then requests of "
         "clients need one. Unset: whoever can connect may use the cluster.",
+    )
+    allowed_origins: tuple[Origin, ...] = Field(
+        (),
+        strict=False,
+        description="Origins whose web pages may use the client routes (CORS), such as https://chat.example.com; `*` "
+        "is every page, as with vLLM. Empty: pages of other sites are refused.",
     )
     admin_token: Secret | None = Field(
         None,

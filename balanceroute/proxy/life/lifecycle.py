@@ -662,7 +662,7 @@ class Leg:
         scanner, outlet = self.scanner, self._outlet
         before = counted = scanner.tokens
         _check_is_stream(reply, worker)
-        scanner.expect(self.upstream_id, checked=bool(worker.echoes_ids))
+        scanner.expect(self.upstream_id, checked=bool(worker.echoes_ids), request_id=self.id)
         out = b""
         while not (out and scanner.begun) and scanner.end is None:
             chunk = await reply.next_chunk()
@@ -753,7 +753,14 @@ class Leg:
 
     async def _unstreamed(self, ticket: Ticket, worker: Worker, reply: Reply, result: PrefillResult) -> bool:
         body = await reply.read(REPLY_LIMIT)
-        answer = correct_answer(self.request, body, worker=worker.id, cached_tokens=self.cached_tokens)
+        answer = correct_answer(
+            self.request,
+            body,
+            worker=worker.id,
+            cached_tokens=self.cached_tokens,
+            upstream_id=self.upstream_id,
+            request_id=self.id,
+        )
         self._check_id(worker, "decode", answer.reply_id)
         worker.circuit.success()
         if answer.recomputed or answer.finish_reason is None:
