@@ -23,6 +23,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from balanceroute.core.pool import PromptPool
+from balanceroute.core.prefill_work import FIRST_S_PER_TOKEN
 from balanceroute.core.prefix import leading
 from balanceroute.core.projection import LoadArray, Projection
 from balanceroute.core.tracker import DecodeInstanceState, PrefillerBudget, RequestTracker
@@ -39,15 +40,18 @@ class WorkloadMeans:
 
     The prompt mean is an EWMA (0.02) over all arrivals whose start value is the mean of the first 50; until the 50th
     has arrived that start is refined, with the weight that it still has. Waits at admission are an EWMA (0.01), in
-    seconds. Answers are an EWMA (0.01) of the tokens of finished requests, and the plain mean of the first hundred.
+    seconds. Answers are an EWMA (0.01) of the tokens of finished requests, and the plain mean of the first hundred;
+    `prefill_tokens` the same of the work of prompts (`core.prefill_work`).
     """
 
     prompt_tokens: float = 0.0
     start_tokens: float = 0.0
     wait_s: float = 0.0
     answer_tokens: float = 0.0
+    prefill_tokens: float = 0.0
     prompts: int = 0
     answers: int = 0
+    prefills: int = 0
 
     def see_prompt(self, tokens: int) -> None:
         """Take in the prompt size of a request that became ready."""
@@ -66,6 +70,11 @@ class WorkloadMeans:
         """Take in the length of an answer that is complete."""
         self.answers += 1
         self.answer_tokens += max(ANSWER_WEIGHT, 1.0 / self.answers) * (tokens - self.answer_tokens)
+
+    def see_prefill(self, work: float) -> None:
+        """Take in the work of a prompt that is sent to a prefiller, tokens."""
+        self.prefills += 1
+        self.prefill_tokens += max(ANSWER_WEIGHT, 1.0 / self.prefills) * (work - self.prefill_tokens)
 
     def patience_factor(self, prompt_tokens: int) -> float:
         """How much longer than most a prompt of this size may wait: 1 to 6 (6 from 50 times the mean on)."""
@@ -173,6 +182,13 @@ class ClusterSnapshot:
             if len(worker.active) < worker.own_slots and worker.state is WorkerState.UP:
                 return True
         return False
+
+    @property
+    def prefill_s_per_token(self) -> float:
+        """Seconds per token of work of a prefiller, over all of them. O(prefillers)."""
+        if not self.prefillers:
+            return FIRST_S_PER_TOKEN
+        return sum([prefiller.pace.s_per_token for prefiller in self.prefillers]) / len(self.prefillers)
 
     def open_workers(self) -> list[DecodeInstanceState]:
         """Workers with a free slot, by index. O(G)."""

@@ -31,6 +31,7 @@ def snapshot_to_dict(snapshot: ClusterSnapshot, now: float) -> dict[str, Any]:
             {"id": tracker.id, "prompt_tokens": tracker.prompt_tokens, "wait_s": now - tracker.arrived_s}
             for tracker in snapshot.queued.values()
         ],
+        "prefilling": [_prefilling(tracker) for tracker in snapshot.requests.values() if tracker.offers is not None],
         "prefillers": [_prefiller(prefiller) for prefiller in snapshot.prefillers],
         "means": {
             "prompt_tokens": snapshot.means.prompt_tokens,
@@ -86,13 +87,42 @@ def _waiting(tracker: RequestTracker, now: float, horizon_steps: int) -> dict[st
     return entry
 
 
+def _prefilling(tracker: RequestTracker) -> dict[str, Any]:
+    """Where it is prefilled and why: what each prefiller that might have taken it would have cost, in tokens."""
+    assert tracker.offers is not None and tracker.prefiller is not None
+    return {
+        "id": tracker.id,
+        "prefiller": tracker.prefiller.spec.id,
+        "prompt_tokens": tracker.pinned_tokens,
+        "uncached_tokens": tracker.uncached_tokens,
+        "shared_tokens": tracker.shared_blocks * tracker.block_tokens,
+        "costs": {ready.spec.id: cost for ready, cost in zip(*tracker.offers, strict=True)},
+    }
+
+
 def _prefiller(prefiller: PrefillerBudget) -> dict[str, Any]:
+    cache, hits = prefiller.cache, prefiller.hits
     return {
         "id": prefiller.spec.id,
         "state": prefiller.state.value,
         "kv_usage": prefiller.kv_usage,
         "inflight": prefiller.inflight,
         "inflight_tokens": prefiller.inflight_tokens,
+        "inflight_uncached_tokens": prefiller.inflight_uncached_tokens,
+        "inflight_s": prefiller.inflight_s,
+        "s_per_token": prefiller.pace.s_per_token,
+        "prefix_cache": {
+            "blocks": len(cache),
+            "tokens": cache.tokens,
+            "capacity_tokens": cache.capacity_tokens,
+            "limit_tokens": None if cache.limit_tokens == math.inf else cache.limit_tokens,
+        },
+        "prefix_hits": {
+            "prompt_tokens": hits.prompt_tokens,
+            "predicted_tokens": hits.predicted_tokens,
+            "real_tokens": hits.real_tokens,
+            "missed_tokens": hits.missed_tokens,
+        },
         "pinned": prefiller.pinned,
         "pinned_tokens": prefiller.pinned_tokens,
     }

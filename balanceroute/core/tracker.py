@@ -8,7 +8,8 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from balanceroute.core.prefix import PrefixIndex, PrefixUse
+from balanceroute.core.prefill_work import Pace, work_tokens
+from balanceroute.core.prefix import PrefixHits, PrefixIndex, PrefixUse
 from balanceroute.core.types import Phase, WorkerSpec, WorkerState
 
 
@@ -50,6 +51,8 @@ class RequestTracker:
     prefix_use: PrefixUse | None = None  # while it is prefilled: what its prefiller was thought to hold of it
     uncached_tokens: int = 0  # while it is prefilled: what its prefiller was thought to have to compute
     shared_blocks: int = 0  # when it was last sent: its leading blocks that were being prefilled for others too
+    queue_s: float | None = None  # where it stands in the queue for a prefiller, once it has been in it
+    offers: "tuple[Sequence[PrefillerBudget], Sequence[float]] | None" = None  # while it is prefilled: who at what cost
 
     def uncached_on(self, prefiller: "PrefillerBudget") -> int:
         """Tokens of its prompt that this prefiller would have to compute; an engine computes one at least."""
@@ -158,4 +161,11 @@ class PrefillerBudget:
     pinned: int = 0
     pinned_tokens: int = 0
     cache: PrefixIndex = field(default_factory=PrefixIndex)
+    hits: PrefixHits = field(default_factory=PrefixHits)
+    pace: Pace = field(default_factory=Pace)
     last_used: int = 0
+
+    @property
+    def inflight_s(self) -> float:
+        """Expected seconds of the prefills under way, done one after the other."""
+        return work_tokens(self.inflight_tokens, self.inflight_uncached_tokens) * self.pace.s_per_token
