@@ -64,6 +64,7 @@ def worker_specs(config: Config) -> list[WorkerSpec]:
             config.decode.slots_of(w),
             w.speed,
             config.decode.barrier_group_of(w),
+            config.decode.request_tokens,
         )
         for w in config.decode.workers
     ]

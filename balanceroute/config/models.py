@@ -288,6 +288,13 @@ class Decode(Section):
         le=65536,
         description="Decode slots per worker (B): the engine's own --max-num-seqs, per DP rank.",
     )
+    request_tokens: int = Field(
+        0,
+        ge=0,
+        le=10_000_000,
+        description="c: a request of a batch costs as much time as so many KV tokens, beside its own. "
+        "`balanceroute steps` finds it; equal full slots make it the same everywhere.",
+    )
     shared_barrier: bool = Field(
         True,
         description="Whether the decode workers without a barrier_group are one data-parallel group, as the ranks of a "

@@ -51,6 +51,7 @@ def _worker(worker: DecodeInstanceState, horizon_steps: int) -> dict[str, Any]:
         "state": worker.state.value,
         "slots": worker.spec.slots,
         "speed": worker.spec.speed,
+        "request_tokens": worker.spec.request_tokens,
         "load_tokens": worker.load,
         "reported": worker.reported,
         "foreign": {
@@ -132,9 +133,9 @@ def snapshot_from_dict(
 ) -> tuple[ClusterSnapshot, float]:
     """Read a snapshot back, and the time it was taken at (0.0 where it says none).
 
-    Absent fields mean: worker up with speed 1 and used by nobody else, every request running, `expected_remaining` H,
-    no wait, waiting order as listed, means taken over the requests that are there, `overdue_s` the ready time plus the
-    policy's patience.
+    Absent fields mean: worker up with speed 1, no tokens per request and used by nobody else, every request running,
+    `expected_remaining` H, no wait, waiting order as listed, means taken over the requests that are there, `overdue_s`
+    the ready time plus the policy's patience.
     Only workers, pool and means are read: what a policy looks at. Raises InputError that names the field.
     """
     data = _object(data, "snapshot")
@@ -163,6 +164,7 @@ def _read_worker(snapshot: ClusterSnapshot, entry: Any, path: str) -> None:
         role=Role.DECODE,
         slots=_whole(entry, "slots", path, least=1),
         speed=_number(entry, "speed", path, default=1.0),
+        request_tokens=_whole(entry, "request_tokens", path, default=0),
     )
     if any(worker.spec.id == spec.id for worker in snapshot.workers):
         raise InputError(f"{path}.id: {spec.id!r} is there twice")

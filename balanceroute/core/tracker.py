@@ -96,7 +96,7 @@ class DecodeInstanceState:
     already or not. `steps` counts the lock-steps a step-driven engine has taken (0 on a live cluster).
 
     `active` and `load` are our own ledger. What others run on the worker (a second router, direct clients) stands apart
-    as `foreign_requests` and `foreign_tokens`; decisions weigh both: `free_slots`, `occupied`, `total_load`.
+    as `foreign_requests` and `foreign_tokens`; decisions weigh both: `free_slots`, `occupied`, `step_load`.
     """
 
     spec: WorkerSpec
@@ -132,8 +132,14 @@ class DecodeInstanceState:
 
     @property
     def total_load(self) -> int:
-        """KV tokens on the worker, whoever sent them: what a decision takes for L_g."""
+        """KV tokens on the worker, whoever sent them."""
         return self.load + self.foreign_tokens
+
+    @property
+    def step_load(self) -> float:
+        """What its step costs, in KV tokens of a worker of speed 1: what a decision takes for L_g."""
+        spec = self.spec
+        return spec.speed * (self.load + self.foreign_tokens + spec.request_tokens * self.occupied)
 
 
 @dataclass(slots=True, eq=False)
