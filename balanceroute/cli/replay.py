@@ -19,7 +19,8 @@ COMPARE_HELP = (
     "Replay it through every policy and print one table, --policy first. Each with its defaults; "
     "--param and --predictor are for --policy alone."
 )
-SPEED_AWARE_HELP = "Whether the router knows the speeds. Only level_fit and target_fit look at them."
+SPEED_AWARE_HELP = "Whether the router knows --speeds and --request-tokens."
+REQUEST_TOKENS_HELP = "KV tokens that every request of the fullest worker costs like, beside its own (c)."
 
 PREFIX_CACHE_HELP = (
     "Tokens that the prefix cache of one prefiller holds. The trace must say which prompts begin alike: "
@@ -57,6 +58,7 @@ def replay(
     transfer_steps: Annotated[int, typer.Option(min=0, help="Steps that a KV transfer takes.")] = 0,
     telemetry_lag: Annotated[int, typer.Option(min=0, help="Steps by which the router hears late.")] = 0,
     kv_capacity: Annotated[int | None, typer.Option(help="KV tokens that fit a worker; beyond: recompute.")] = None,
+    request_tokens: Annotated[int, typer.Option(min=0, help=REQUEST_TOKENS_HELP)] = 0,
     speeds: Annotated[str | None, typer.Option(help="Seconds per token by worker, relative: 1,1,1,1.3")] = None,
     speed_aware: Annotated[bool, typer.Option(help=SPEED_AWARE_HELP)] = True,
     fail: Annotated[list[str] | None, typer.Option(help="WORKER@START[-END] in seconds; repeatable.")] = None,
@@ -89,6 +91,7 @@ def replay(
         transfer_steps=transfer_steps,
         telemetry_lag_steps=telemetry_lag,
         kv_capacity_tokens=kv_capacity,
+        request_tokens=request_tokens,
         speeds=parse_speeds(speeds),
         speed_aware=speed_aware,
         failures=tuple(parse_failure(text) for text in fail or []),

@@ -35,7 +35,7 @@ class MessagesExchange(Exchange):
     def _outlet_for(self, request: ClientRequest) -> Outlet:
         if not request.stream:
             return PartAnswer(request)
-        headers = [*SSE_HEADERS, *self._id_headers()]
+        headers = [*SSE_HEADERS, *self._own_headers()]
         return PingedOutlet(self._response, headers, self._printed, self._s.loop)
 
     def _leg_for(
@@ -56,8 +56,8 @@ class MessagesExchange(Exchange):
     def _error_event(self, error: BalanceRouteError) -> bytes:
         return message_error_event(error, self._told_id)
 
-    def _id_headers(self) -> Headers:
-        return with_message_id(super()._id_headers())
+    def _own_headers(self) -> Headers:
+        return with_message_id(super()._own_headers())
 
     def _counts(self) -> Counts:
         leg = self._legs[0]
