@@ -22,6 +22,7 @@ from balanceroute.cli.load import load
 from balanceroute.cli.replay import replay
 from balanceroute.cli.reproduce import reproduce
 from balanceroute.cli.serve import serve, spread_lists
+from balanceroute.cli.steps import steps
 from balanceroute.errors import BalanceRouteError
 
 # what typer raises for a flag it cannot use; newer versions bring a click of their own, so that it has no
@@ -42,6 +43,7 @@ for command in (serve, demo, emulate, replay, reproduce, load):
     helping.add(app, command)
 app.add_typer(trace.app, name="trace", short_help=trace.SUMMARY)
 app.add_typer(predictor.app, name="predictor", short_help=predictor.SUMMARY)
+helping.add(app, steps)
 helping.add(app, explain)
 helping.add(app, check_config, "check-config")
 helping.add(app, key)

@@ -129,7 +129,8 @@ def unused_variables(environ: Mapping[str, str]) -> Iterator[str]:
             if not (variable == "BALANCEROUTE_PORT" and environ[variable].isdigit()):
                 continue
         meant = [path for path in _all_paths(Config) if path.replace(".", "_") == name or path.endswith(f".{name}")]
-        hint = f"; did you mean {ENV_PREFIX}{meant[0].upper().replace('.', '__')}?" if meant else ""
+        names = [ENV_PREFIX + path.upper().replace(".", "__") for path in meant]
+        hint = f"; did you mean {' or '.join(names)}?" if names else ""
         yield f"{variable}: is no setting and changes nothing{hint}"
 
 

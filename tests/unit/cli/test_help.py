@@ -9,7 +9,7 @@ import pytest
 
 from balanceroute.cli import main
 
-COMMANDS = "serve demo emulate replay reproduce load explain check-config key".split()
+COMMANDS = "serve demo emulate replay reproduce load steps explain check-config key".split()
 COMMANDS += ["trace generate", "trace convert", "trace describe", "predictor fit", "predictor evaluate"]
 
 
