@@ -44,6 +44,8 @@ PolicyName = Literal[
     "pool_fifo",
 ]
 
+PrefillPolicyName = Literal["least_tokens", "prefix_affinity", "round_robin"]
+
 BR_H_BETA = 43.0  # with gamma 0.86: the operating point that is best on both synthetic traces
 MAX_WAIT_S = 60.0  # the age at which a request precedes younger ones, where the pool's TTL leaves room for it
 
@@ -240,6 +242,12 @@ class Prefill(Section):
     workers: tuple[Worker, ...] = Field(
         min_length=1, strict=False, description="The prefillers: a list of {url, id, dp_rank}."
     )
+    policy: PrefillPolicyName = Field(
+        "least_tokens",
+        description="Which prefiller computes a prompt: least_tokens, the one with the fewest prompt tokens under way; "
+        "prefix_affinity, the one with the least to compute, knowing what it still has of earlier prompts; "
+        "round_robin.",
+    )
     kv_usage_limit: float = Field(
         0.9, gt=0, le=1, description="No new prefill goes to a prefiller whose KV cache is fuller than this."
     )
@@ -252,7 +260,9 @@ class Prefill(Section):
         None,
         ge=1,
         le=65536,
-        description="Most prefills under way at once per prefiller. Unset: KV usage alone decides.",
+        description="Most prefills under way at once per prefiller, and no more expected seconds of them than so many "
+        "mean prompts take: a huge prompt counts as several. The rest waits in the router, short prompts first. Unset: "
+        "KV usage alone decides.",
     )
     kv_pin_s: Seconds | None = Field(
         None,
@@ -277,6 +287,13 @@ class Decode(Section):
         ge=1,
         le=65536,
         description="Decode slots per worker (B): the engine's own --max-num-seqs, per DP rank.",
+    )
+    request_tokens: int = Field(
+        0,
+        ge=0,
+        le=10_000_000,
+        description="c: a request of a batch costs as much time as so many KV tokens, beside its own. "
+        "`balanceroute steps` finds it; equal full slots make it the same everywhere.",
     )
     shared_barrier: bool = Field(
         True,

@@ -7,6 +7,7 @@ The handler of the two hot routes: the connection (`protocol.py`) gives it a req
 import asyncio
 import logging
 import math
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -50,7 +51,8 @@ class StreamOutlet:
 
     def __init__(self, response: Response, headers: Headers) -> None:
         self._response, self._headers = response, headers
-        self.write, self.end, self.drained = response.write, response.end, response.drained
+        self.write, self.drained = response.write, response.drained
+        self.end: Callable[[bytes], None] = response.end
         self.started = False
         self.ends_response = True
 

@@ -44,7 +44,7 @@ cdef class EventMatcher:
     cdef public object ids
     cdef public bint between_events
     cdef object _add_id
-    cdef bint _want_ids
+    cdef bint _want_ids, _drops_empty
     cdef bytes _head, _mid, _tail, _head_out, _end_out
 
     @cython.locals(tokens=Py_ssize_t, printed=Py_ssize_t, kept=Py_ssize_t, out=list, at=Py_ssize_t, end=Py_ssize_t)

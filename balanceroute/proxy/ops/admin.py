@@ -191,6 +191,7 @@ class Admin:
                     decode.slots_of(decoder),
                     decoder.speed,
                     decode.barrier_group_of(decoder),
+                    decode.request_tokens,
                 )
             else:
                 worker = WorkerConfig.model_validate({**entry, "url": url})
