@@ -7,6 +7,7 @@ The handler of the two hot routes: the connection (`protocol.py`) gives it a req
 import asyncio
 import logging
 import math
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -50,7 +51,8 @@ class StreamOutlet:
 
     def __init__(self, response: Response, headers: Headers) -> None:
         self._response, self._headers = response, headers
-        self.write, self.end, self.drained = response.write, response.end, response.drained
+        self.write, self.drained = response.write, response.drained
+        self.end: Callable[[bytes], None] = response.end
         self.started = False
         self.ends_response = True
 
@@ -109,6 +111,8 @@ class Exchange:
         local = self._request.local
         perimeter.check_listener(Access.CLIENT, local[1] if local else None)
         self._key = perimeter.client(headers, self._arrived_s)
+        if self._key is not None:
+            self._request.holder = f"key {self._key.name}"
         head.check()
         if self._s.ledger.draining:
             raise rejection(RejectReason.DRAINING)

@@ -259,7 +259,7 @@ class Leg:
     ) -> None:
         """`headers` go to the workers as they are.
 
-        `scanner_options` and `choices` are for an answer made of several legs.
+        `scanner_options` are for an answer in another form, or made of several legs, as `choices` are.
         """
         self._traits = traits_to_estimate(request)
         self._thought_tokens = request.prompt_tokens
