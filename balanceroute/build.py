@@ -16,6 +16,7 @@ def policy_settings(config: Config) -> PolicySettings:
     return PolicySettings(
         policy=routing.policy,
         horizon_steps=routing.horizon_steps,
+        horizon_auto=routing.horizon_auto,
         alpha=routing.alpha,
         beta=config.beta,
         gamma=routing.gamma,
@@ -49,6 +50,7 @@ def scheduler_config(config: Config) -> SchedulerConfig:
         queue_deadline_s=config.queue.deadline_s,
         kv_usage_limit=config.prefill.kv_usage_limit,
         max_prefill_inflight=config.prefill.max_inflight,
+        prefill_policy=config.prefill.policy,
         refresh_every_tokens=config.refresh_period_steps if predicts(config) else None,
         decode_first=config.connector == "mooncake_layerwise",
     )
@@ -66,6 +68,7 @@ def worker_specs(config: Config) -> list[WorkerSpec]:
             config.decode.slots_of(w),
             w.speed,
             config.decode.barrier_group_of(w),
+            config.decode.request_tokens,
         )
         for w in config.decode.workers
     ]

@@ -1,6 +1,7 @@
 """Instructions that the router executes per event of a stream, counted by valgrind: the same on a busy machine.
 
     .venv/bin/python scripts/count_instructions.py                      # the hot path as it is installed
+    .venv/bin/python scripts/count_instructions.py --route messages     # or chat; completions if none is named
     BALANCEROUTE_PURE_PYTHON=1 .venv/bin/python scripts/count_instructions.py
 
 Sixteen streams on a real uvloop: what stands for their workers writes one event to each per turn, and each goes through
@@ -27,6 +28,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--events-per-read", type=int, default=1, help="events that come in one read")
     parser.add_argument("--python", default="", help="classes of the hot path, by commas, that run uncompiled")
+    parser.add_argument("--route", choices=("completions", "chat", "messages"), default="completions")
     parser.add_argument("--turns", type=int, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.turns is not None:
@@ -38,17 +40,18 @@ def main() -> None:
         for name in filter(None, options.python.split(",")):
             setattr(hotpath, name, getattr(events, name))
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-            runner.run(_relay_events(options.turns, options.events_per_read))
+            runner.run(_relay_events(options.turns, options.events_per_read, options.route))
         return
-    short, long = (_instructions(turns, options.events_per_read, options.python) for turns in TURNS)
+    short, long = (_instructions(turns, options) for turns in TURNS)
     per_event = (long - short) / ((TURNS[1] - TURNS[0]) * STREAMS * options.events_per_read)
-    print(f"{per_event:,.0f} instructions per event, {options.events_per_read} events per read")
+    print(f"{per_event:,.0f} instructions per event of {options.route}, {options.events_per_read} events per read")
 
 
-def _instructions(turns: int, events_per_read: int, python: str) -> int:
+def _instructions(turns: int, options: argparse.Namespace) -> int:
     with tempfile.NamedTemporaryFile() as out:
         command = ["valgrind", "--tool=callgrind", f"--callgrind-out-file={out.name}", sys.executable, __file__]
-        command += ["--turns", str(turns), "--events-per-read", str(events_per_read), "--python", python]
+        command += ["--turns", str(turns), "--events-per-read", str(options.events_per_read)]
+        command += ["--python", options.python, "--route", options.route]
         environ = {**os.environ, "PYTHONHASHSEED": "0", "PYTHONPATH": os.getcwd()}
         ran = subprocess.run(command, env=environ, capture_output=True, text=True)
     collected = re.search(r"Collected : (\d+)", ran.stderr)
@@ -90,7 +93,13 @@ class _Client(asyncio.Protocol):
         self.transport.close()
 
 
-def _event(token: int) -> bytes:
+def _event(route: str, token: int) -> bytes:
+    if route != "completions":
+        return (
+            b'data: {"id":"chatcmpl-3f2a91c07b5e4d1e9a6c","object":"chat.completion.chunk","created":1780000000,'
+            b'"model":"deepseek","choices":[{"index":0,"delta":{"content":" token"},"logprobs":null,'
+            b'"finish_reason":null,"token_ids":[%d]}],"usage":null}\n\n' % token
+        )
     return (
         b'data: {"id":"cmpl-3f2a91c07b5e4d1e9a6c","object":"text_completion","created":1780000000,"model":"deepseek",'
         b'"choices":[{"index":0,"text":" token","logprobs":null,"finish_reason":null,"stop_reason":null,'
@@ -98,10 +107,19 @@ def _event(token: int) -> bytes:
     )
 
 
-async def _relay_events(turns: int, events_per_read: int) -> None:
+def _scanner(route: str) -> Any:
+    from balanceroute.proxy.wire.message_answers import Counts, MessageStream
+    from balanceroute.proxy.wire.sse import EventScanner
+
+    def translation() -> MessageStream:
+        return MessageStream("msg_1", "deepseek", lambda: Counts(900, None, 0))
+
+    return EventScanner(translation=translation if route == "messages" else None)
+
+
+async def _relay_events(turns: int, events_per_read: int, route: str) -> None:
     from balanceroute.proxy.client.response import Response
     from balanceroute.proxy.life.relay import relay
-    from balanceroute.proxy.wire.sse import EventScanner
     from balanceroute.proxy.workers.upstream import Upstream
 
     loop = asyncio.get_running_loop()
@@ -123,12 +141,12 @@ async def _relay_events(turns: int, events_per_read: int) -> None:
             _, client = await loop.create_connection(_Client, sock=ours)
             response = Response(client, head_only=False, http_1_0=False, keep_alive=True)
             response.start(200, [])
-            scanner = EventScanner()
+            scanner = _scanner(route)
             relays.append(loop.create_task(relay(reply, scanner, response, _Ticket(loop, behind).progress)))
             workers.append(worker)
             clients.append(theirs)
             scanners.append(scanner)
-        events = _event(48_213) * events_per_read
+        events = _event(route, 48_213) * events_per_read
         read = b"%x\r\n%b\r\n" % (len(events), events)
         for turn in range(turns):
             for worker in workers:

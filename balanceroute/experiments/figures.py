@@ -51,6 +51,19 @@ STYLES: dict[str, tuple[str, str, Dashes]] = {
     "LevelFit (ours)": (VERMILION, "*", "-"),
 }
 """Colour, marker and dashes by a method's label."""
+LABELS = {
+    "random": "Random",
+    "round_robin": "Round-Robin",
+    "power_of_two": "Power-of-Two-Choices",
+    "join_shortest_queue": "Join-Shortest-Queue",
+    "least_kv": "Least KV tokens",
+    "pool_fifo": "Pool, FIFO, to the least KV",
+    "br_0": "BR-0",
+    "br_h": "BR-H survival",
+    "target_fit": "TargetFit (beyond the paper)",
+    "level_fit": "LevelFit (ours)",
+}
+"""The method that a policy's name stands for, where a figure shows policies by name."""
 OTHERS_MARKERS = "h8pHP^"  # of policies that are not ours, all purple
 DPI = 160
 HOW_TO_GET_FIGURES = (
@@ -118,7 +131,7 @@ def files(stem: str) -> list[str]:
 def look(label: str) -> tuple[str, str, Dashes]:
     """Colour, marker and dashes of a method; one that is not ours has the same in every figure, too."""
     other = (PURPLE, OTHERS_MARKERS[sum(label.encode()) % len(OTHERS_MARKERS)], "-")
-    return STYLES.get(label.removesuffix(", capped"), other)
+    return STYLES.get(LABELS.get(label, label).removesuffix(", capped"), other)
 
 
 def style(label: str) -> dict[str, Any]:
@@ -360,6 +373,28 @@ def regret(losses: Mapping[str, Sequence[float]], stem: Path) -> Path:
     plain_ticks(axis.xaxis, (0, 0.5, 1, 2, 5, 10, 20, 50))
     axis.set_xlabel("tokens/s given away against the best policy of the cell, % (logarithmic above 1; bar: mean)")
     figure.suptitle("Regret over the busy cells of the grid, simulated")
+    return save(figure, stem)
+
+
+def comparison(found: Mapping[str, Figures], title: str, stem: Path) -> Path:
+    """What every policy makes of the same requests: load spread, TPOT p95 and p99 wait, one bar each."""
+    plt = pyplot()
+    figure, axes = plt.subplots(1, 3, figsize=(11, 0.32 * len(found) + 1.4), sharey=True)
+    columns = (
+        ("load spread, 1,000 tokens", [1e-3 * f.load_spread_mean for f in found.values()]),
+        ("TPOT p95, ms", [1e3 * f.tpot_p95_s for f in found.values()]),
+        ("wait p99, s", [f.wait_p99_s for f in found.values()]),
+    )
+    for axis, (label, values) in zip(axes, columns, strict=True):
+        bars = axis.barh(
+            range(len(values)), values, color=[look(name)[0] for name in found], edgecolor=BLACK, linewidth=0.5
+        )
+        axis.bar_label(bars, fmt="%.3g", padding=2, fontsize=8)
+        axis.margins(x=0.15)
+        axis.set_xlabel(label)
+    axes[0].set_yticks(range(len(found)), list(found))
+    axes[0].invert_yaxis()
+    figure.suptitle(f"{title}, simulated")
     return save(figure, stem)
 
 

@@ -211,7 +211,7 @@ class LayerwiseLeg(Leg):
             return
         now = self._s.ledger.now()
         self._pushed = True
-        ticket.pushed(result.prompt_tokens)
+        ticket.pushed(result.prompt_tokens, result.cached_tokens)
         worker.progress_s = now
         if self.request.streams_upstream and not self.scanner.begun:
             self.stage_deadline_s = now + self._s.config.limits.first_byte_timeout_s.decode

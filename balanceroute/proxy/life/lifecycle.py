@@ -69,6 +69,7 @@ from balanceroute.proxy.wire.answers import correct_answer
 from balanceroute.proxy.wire.bounds import answers, retry_after_s
 from balanceroute.proxy.wire.connectors import Connector
 from balanceroute.proxy.wire.payloads import ClientRequest, PrefillResult, parse_probe_reply, resume, score_body
+from balanceroute.proxy.wire.prompt_blocks import PromptBlocks
 from balanceroute.proxy.wire.prompt_part import prompt_text
 from balanceroute.proxy.wire.sse import EventScanner, StreamEnd
 from balanceroute.proxy.workers.connector_check import check_connector, pinned_nothing, shortened
@@ -171,10 +172,16 @@ class LifeServices:
     connector: Connector
     legs: "set[Leg]" = field(default_factory=set)
     prompt_sizes: PromptSizes = field(default_factory=PromptSizes)
+    prompt_blocks: PromptBlocks = field(default_factory=PromptBlocks)
     suspicions: Suspicions = field(default_factory=Suspicions)
     looked_s: float = -math.inf  # when the reaper looked last: our loop was not stalled then
     attention: Attention = field(default_factory=Attention)
     frozen: list[FrozenGroup] = field(default_factory=list)  # groups of workers that fell silent together
+
+    @property
+    def knows_prefixes(self) -> bool:
+        """Whether the choice of a prefiller asks what a prompt begins with."""
+        return self.config.prefill.policy == "prefix_affinity"
 
     @property
     def loop(self) -> asyncio.AbstractEventLoop:
@@ -252,7 +259,7 @@ class Leg:
     ) -> None:
         """`headers` go to the workers as they are.
 
-        `scanner_options` and `choices` are for an answer made of several legs.
+        `scanner_options` are for an answer in another form, or made of several legs, as `choices` are.
         """
         self._traits = traits_to_estimate(request)
         self._thought_tokens = request.prompt_tokens
@@ -303,9 +310,11 @@ class Leg:
             raise ClientGone
         services = self._s
         request = self.request
-        ticket = self._ticket = services.ledger.submit(
-            RequestSpec(self.id, self._thought_tokens, request.priority, self._key, request.effective_limit)
-        )
+        tokens = self._thought_tokens
+        spec = RequestSpec(self.id, tokens, request.priority, self._key, request.effective_limit)
+        if services.knows_prefixes:
+            spec.prefix, spec.block_tokens = services.prompt_blocks.of(request, tokens)
+        ticket = self._ticket = services.ledger.submit(spec)
         self._task = task or asyncio.current_task()
         services.legs.add(self)
         try:
@@ -409,7 +418,7 @@ class Leg:
     async def _serve(self, ticket: Ticket) -> None:
         while True:
             result = await self._prefill(ticket)
-            ticket.prefilled(result.prompt_tokens)
+            ticket.prefilled(result.prompt_tokens, result.cached_tokens)
             worker = await self._admission(ticket)
             self.decode_wait_s += self._s.ledger.now() - ticket.pooled_s
             if self._s.drainer.too_old(self._pinned_s):
@@ -653,7 +662,7 @@ class Leg:
         scanner, outlet = self.scanner, self._outlet
         before = counted = scanner.tokens
         _check_is_stream(reply, worker)
-        scanner.expect(self.upstream_id, checked=bool(worker.echoes_ids))
+        scanner.expect(self.upstream_id, checked=bool(worker.echoes_ids), request_id=self.id)
         out = b""
         while not (out and scanner.begun) and scanner.end is None:
             chunk = await reply.next_chunk()
@@ -744,7 +753,14 @@ class Leg:
 
     async def _unstreamed(self, ticket: Ticket, worker: Worker, reply: Reply, result: PrefillResult) -> bool:
         body = await reply.read(REPLY_LIMIT)
-        answer = correct_answer(self.request, body, worker=worker.id, cached_tokens=self.cached_tokens)
+        answer = correct_answer(
+            self.request,
+            body,
+            worker=worker.id,
+            cached_tokens=self.cached_tokens,
+            upstream_id=self.upstream_id,
+            request_id=self.id,
+        )
         self._check_id(worker, "decode", answer.reply_id)
         worker.circuit.success()
         if answer.recomputed or answer.finish_reason is None:

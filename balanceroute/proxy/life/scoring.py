@@ -16,6 +16,7 @@ from balanceroute.errors import InvariantError, NoHealthyWorkers, UpstreamError
 from balanceroute.proxy.admission.ledger import RETRY_AFTER_S, Ticket
 from balanceroute.proxy.life.lifecycle import Leg
 from balanceroute.proxy.life.relay import write_part
+from balanceroute.proxy.wire.bounds import shown_id
 from balanceroute.proxy.wire.payloads import PrefillResult
 from balanceroute.proxy.wire.prompt_part import scored_answer, scored_events
 from balanceroute.proxy.wire.sse import StreamEnd
@@ -37,6 +38,7 @@ class ScoringLeg(Leg):
             self.scanner.end, self.scanner.finish_reason = StreamEnd.DONE, "length"
             # the engine generates one token, and counts it, though it shows none
             self.scanner.tokens = (reply.get("usage") or {}).get("completion_tokens") or 0
+        reply = {**reply, "id": shown_id(reply.get("id"), self.upstream_id, self.id)}
         outlet = self._outlet
         if not self.request.stream:
             outlet.whole(scored_answer(reply))
