@@ -106,7 +106,7 @@ def unused_knobs(config: "Config") -> list[str]:
     own = KNOBS.get(config.routing.policy)
     if own is None:  # a policy of the user's
         return []
-    given = sorted(config.routing.model_fields_set & set(DEFAULTS) - {"policy", *own})
+    given = sorted(config.routing.model_fields_set & set(DEFAULTS) - {"policy", "options", *own})
     return [f"routing.{name}: {config.routing.policy} does not have this knob; it changes nothing" for name in given]
 
 

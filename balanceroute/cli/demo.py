@@ -30,14 +30,12 @@ def demo(
     Example: balanceroute demo --seconds 30 --against least_kv
     """
     from balanceroute.cli.output import print_json, progress_bar
-    from balanceroute.core.policies import POLICIES, unknown_policy
     from balanceroute.demo import DemoScale, as_tree, ended_by_signals, run_demo
-    from balanceroute.errors import ConfigError
+    from balanceroute.plugins import learn_policy
 
     names = list(dict.fromkeys((against, *(policy or SHOWN))))
     for name in names:
-        if name not in POLICIES:
-            raise ConfigError(unknown_policy(name))
+        learn_policy(name)
     scale = DemoScale(seconds=seconds, load=load, slots=slots, seed=seed)
     scale.checked()
     warn_if_busy()
