@@ -13,7 +13,7 @@ from balanceroute.errors import BalanceRouteError, InvariantError
 from balanceroute.proxy.client.exchange import Exchange
 from balanceroute.proxy.client.fanout import PartAnswer
 from balanceroute.proxy.client.response import Response
-from balanceroute.proxy.life.lifecycle import Outlet
+from balanceroute.proxy.life.outlet import Outlet
 from balanceroute.proxy.wire.message_answers import PING, Counts, MessageStream, message_of
 from balanceroute.proxy.wire.message_errors import message_error_event, with_message_id
 from balanceroute.proxy.wire.messages import parse_messages
@@ -48,8 +48,8 @@ class MessagesExchange(Exchange):
         return with_message_id(super()._id_headers())
 
     def _counts(self) -> Counts:
-        leg = self._legs[0]
-        return Counts(leg.prompt_tokens, leg.cached_tokens, leg.scanner.tokens)
+        answer = self._legs[0].answer
+        return Counts(answer.prompt_tokens, answer.cached_tokens, answer.scanner.tokens)
 
     @property
     def _message_id(self) -> str:
