@@ -46,6 +46,7 @@ def scheduler_config(config: Config) -> SchedulerConfig:
         queue_deadline_s=config.queue.deadline_s,
         kv_usage_limit=config.prefill.kv_usage_limit,
         max_prefill_inflight=config.prefill.max_inflight,
+        prefill_policy=config.prefill.policy,
         refresh_every_tokens=config.refresh_period_steps if predicts(config) else None,
         decode_first=config.connector == "mooncake_layerwise",
     )
@@ -63,6 +64,7 @@ def worker_specs(config: Config) -> list[WorkerSpec]:
             config.decode.slots_of(w),
             w.speed,
             config.decode.barrier_group_of(w),
+            config.decode.request_tokens,
         )
         for w in config.decode.workers
     ]

@@ -14,13 +14,18 @@ it comes per token: counts are summed up in memory (one dictionary update per to
 before the next other call. The snapshot after a sum is the one after its summands, so decisions do not notice. JSON
 has no infinity: bounds that are infinite are written as null.
 
+The hashes of a prompt's blocks never leave the router: in their place stand keyed hashes of them, whose key is made
+for this journal and written nowhere, so that a replay can tell which prompts begin alike, and nobody anything else.
+
 The file is buffered and flushed once per second of the calls' own time, so a killed process loses about a second and
 may leave half a line, which the replay forgives at the very end of the file.
 """
 
 import math
+import secrets
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
+from hashlib import blake2b
 from pathlib import Path
 from typing import Any, BinaryIO, TypeVar
 
@@ -97,6 +102,7 @@ class RecordingScheduler(Scheduler):
         self._counts: dict[str, int] = {}
         self._now = 0.0
         self._inside = False  # a call that another call makes is not the driver's
+        self._key = secrets.token_bytes(16)
 
     def close(self) -> None:
         """Write what is still in memory and close the file."""
@@ -135,8 +141,25 @@ class RecordingScheduler(Scheduler):
     def report_prefiller(self, worker_id: str, kv_usage: float | None, now: float) -> None:
         self._record(super().report_prefiller, now, worker_id=worker_id, kv_usage=kv_usage)
 
-    def report_prefix_cache(self, worker_id: str, capacity_tokens: int | None, now: float) -> None:
-        self._record(super().report_prefix_cache, now, worker_id=worker_id, capacity_tokens=capacity_tokens)
+    def report_prefix_cache(
+        self, worker_id: str, capacity_tokens: int | None, now: float, engine_block_tokens: int = 0
+    ) -> None:
+        self._record(
+            super().report_prefix_cache,
+            now,
+            worker_id=worker_id,
+            capacity_tokens=capacity_tokens,
+            engine_block_tokens=engine_block_tokens,
+        )
+
+    def report_prefix_hits(self, worker_id: str, queried_tokens: float, hit_tokens: float, now: float) -> None:
+        self._record(
+            super().report_prefix_hits,
+            now,
+            worker_id=worker_id,
+            queried_tokens=queried_tokens,
+            hit_tokens=hit_tokens,
+        )
 
     def forget_prefixes(self, worker_id: str, now: float) -> None:
         self._record(super().forget_prefixes, now, worker_id=worker_id)
@@ -154,10 +177,10 @@ class RecordingScheduler(Scheduler):
         )
 
     def submit(self, spec: RequestSpec, now: float) -> Reject | None:
-        return self._record(super().submit, now, spec=spec)
+        return self._record(super().submit, now, spec=self._disguised(spec))
 
     def submit_prefilled(self, spec: RequestSpec, now: float, expected_remaining: float | None = None) -> None:
-        self._record(super().submit_prefilled, now, spec=spec, expected_remaining=expected_remaining)
+        self._record(super().submit_prefilled, now, spec=self._disguised(spec), expected_remaining=expected_remaining)
 
     def dispatch(self, now: float) -> list[Prefill]:
         return self._record(super().dispatch, now)
@@ -216,6 +239,13 @@ class RecordingScheduler(Scheduler):
 
     def expire(self, now: float) -> list[Release]:
         return self._record(super().expire, now)
+
+    def _disguised(self, spec: RequestSpec) -> RequestSpec:
+        """The request with other names for its blocks, the same for the same block."""
+        return replace(spec, prefix=[self._name(block) for block in spec.prefix]) if spec.prefix else spec
+
+    def _name(self, block: int) -> int:
+        return int.from_bytes(blake2b(block.to_bytes(8, "little"), digest_size=8, key=self._key).digest(), "little")
 
     def _record(self, method: Callable[..., Answer], now: float, **args: Any) -> Answer:
         if self._inside:

@@ -22,6 +22,7 @@ from balanceroute.cli.load import load
 from balanceroute.cli.replay import replay
 from balanceroute.cli.reproduce import reproduce
 from balanceroute.cli.serve import serve, spread_lists
+from balanceroute.cli.steps import steps
 from balanceroute.errors import BalanceRouteError
 
 # what typer raises for a flag it cannot use; newer versions bring a click of their own, so that it has no
@@ -45,6 +46,7 @@ app.command()(reproduce)
 app.command()(load)
 app.add_typer(trace.app, name="trace")
 app.add_typer(predictor.app, name="predictor")
+app.command()(steps)
 app.command()(explain)
 app.command("check-config")(check_config)
 app.command()(key)

@@ -45,6 +45,10 @@ def emulate(
         typer.Option(help="max_tokens, fixed:N, uniform:LOW,HIGH, geometric:MEAN or lognormal:MEDIAN,SIGMA."),
     ] = "max_tokens",
     stream_interval: Annotated[int, typer.Option(min=1, help="Tokens per stream chunk.")] = 1,
+    prefix_caching: Annotated[bool, typer.Option(help="Whether prefillers skip what they have of a prompt.")] = False,
+    prompt_tokens_details: Annotated[
+        bool, typer.Option(help="Whether a prefiller's answers say how many tokens of the prompt it had.")
+    ] = False,
     ranks_per_url: Annotated[int, typer.Option(min=1, help="Decode ranks behind one URL.")] = 1,
     processes: Annotated[
         int,
@@ -86,6 +90,8 @@ def emulate(
         preemption=named(Preemption, preemption, "--preemption"),
         lengths=OutputLengths.parse(output_lengths, seed),
         stream_interval=stream_interval,
+        prefix_caching=prefix_caching,
+        prompt_tokens_details=prompt_tokens_details,
         time_scale=time_scale,
     )
     run(shape, host, base_port, write_config, listen_port, processes)

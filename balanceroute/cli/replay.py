@@ -6,8 +6,12 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 if TYPE_CHECKING:
-    from balanceroute.simulator import Failure, Outcome, Replay
+    from balanceroute.simulator import Failure, Figures, Outcome, Replay
 
+TRACE_HELP = (
+    "Trace CSV, heavy_tailed or capped for a generated one, or whatever `balanceroute trace convert` reads: a public "
+    "trace, this router's JSON log, vLLM's request log."
+)
 WORKERS_HELP = (
     "Decode workers (G). heavy_tailed and capped arrive as fast as suits 8: for more or fewer draw a trace with "
     "`balanceroute trace generate --workers`."
@@ -19,7 +23,8 @@ COMPARE_HELP = (
     "Replay it through every policy and print one table, --policy first. Each with its defaults; "
     "--param and --predictor are for --policy alone."
 )
-SPEED_AWARE_HELP = "Whether the router knows the speeds. Only level_fit and target_fit look at them."
+SPEED_AWARE_HELP = "Whether the router knows --speeds and --request-tokens."
+REQUEST_TOKENS_HELP = "KV tokens that every request of the fullest worker costs like, beside its own (c)."
 
 PREFIX_CACHE_HELP = (
     "Tokens that the prefix cache of one prefiller holds. The trace must say which prompts begin alike: "
@@ -28,9 +33,7 @@ PREFIX_CACHE_HELP = (
 
 
 def replay(
-    trace: Annotated[
-        str, typer.Option(help="Trace CSV, or heavy_tailed or capped for a generated one.")
-    ] = "heavy_tailed",
+    trace: Annotated[str, typer.Option(help=TRACE_HELP)] = "heavy_tailed",
     train: Annotated[
         str | None,
         typer.Option(help="Past trace that the predictor is fitted on; without it it learns during the run."),
@@ -57,11 +60,13 @@ def replay(
     transfer_steps: Annotated[int, typer.Option(min=0, help="Steps that a KV transfer takes.")] = 0,
     telemetry_lag: Annotated[int, typer.Option(min=0, help="Steps by which the router hears late.")] = 0,
     kv_capacity: Annotated[int | None, typer.Option(help="KV tokens that fit a worker; beyond: recompute.")] = None,
+    request_tokens: Annotated[int, typer.Option(min=0, help=REQUEST_TOKENS_HELP)] = 0,
     speeds: Annotated[str | None, typer.Option(help="Seconds per token by worker, relative: 1,1,1,1.3")] = None,
     speed_aware: Annotated[bool, typer.Option(help=SPEED_AWARE_HELP)] = True,
     fail: Annotated[list[str] | None, typer.Option(help="WORKER@START[-END] in seconds; repeatable.")] = None,
     series: Annotated[Path | None, typer.Option(help="Write loads by step and worker to this CSV (.gz).")] = None,
     compare: Annotated[bool, typer.Option("--compare", help=COMPARE_HELP)] = False,
+    figure: Annotated[Path | None, typer.Option(help="With --compare: draw it, to FILE.png and FILE.svg.")] = None,
     json: Annotated[bool, typer.Option("--json", help="Print the figures as JSON.")] = False,
 ) -> None:
     """Replay a trace through a policy on the step simulator: seconds for a whole trace, no cluster.
@@ -89,6 +94,7 @@ def replay(
         transfer_steps=transfer_steps,
         telemetry_lag_steps=telemetry_lag,
         kv_capacity_tokens=kv_capacity,
+        request_tokens=request_tokens,
         speeds=parse_speeds(speeds),
         speed_aware=speed_aware,
         failures=tuple(parse_failure(text) for text in fail or []),
@@ -106,8 +112,10 @@ def replay(
     if compare:
         if series is not None:
             raise InputError("--series: the loads of one policy; not together with --compare")
-        compare_policies(job, trace, as_json=json)
+        compare_policies(job, trace, as_json=json, figure=figure)
         return
+    if figure is not None:
+        raise InputError("--figure: of --compare alone")
     with progress_bar("replaying") as tell:
         outcome = job.run(tell)
     if series is not None:
@@ -119,8 +127,8 @@ def replay(
         print_fields(f"{trace}: {policy}, predictor {predictor}", figures)
 
 
-def compare_policies(job: "Replay", title: str, *, as_json: bool) -> None:
-    """Replay the job's requests through every policy, its own first, and print what each comes to."""
+def compare_policies(job: "Replay", title: str, *, as_json: bool, figure: Path | None) -> None:
+    """Replay the job's requests through every policy, its own first, and print and draw what each comes to."""
     from dataclasses import asdict, replace
 
     from rich.console import Console
@@ -129,6 +137,10 @@ def compare_policies(job: "Replay", title: str, *, as_json: bool) -> None:
     from balanceroute.cli.output import print_json, progress_bar
     from balanceroute.core.policies import POLICIES, PolicySettings
 
+    if figure is not None:
+        from balanceroute.experiments import figures
+
+        figures.pyplot()  # which may be missing: said before anything is replayed
     others = [name for name in sorted(POLICIES) if name != job.policy.policy]
     jobs = [job]
     for name in others:
@@ -138,6 +150,8 @@ def compare_policies(job: "Replay", title: str, *, as_json: bool) -> None:
     for each in jobs:
         with progress_bar(f"{each.policy.policy:<20}") as tell:
             found[each.policy.policy] = each.run(tell).figures
+    if figure is not None:
+        draw_comparison(found, title, figure)
     if as_json:
         print_json({name: asdict(figures) for name, figures in found.items()})
         return
@@ -155,6 +169,18 @@ def compare_policies(job: "Replay", title: str, *, as_json: bool) -> None:
         )
         table.add_row(name, *cells, *waits)
     Console().print(table)
+
+
+def draw_comparison(found: "dict[str, Figures]", title: str, path: Path) -> None:
+    """The comparison as a figure."""
+    from balanceroute.errors import InputError
+    from balanceroute.experiments import figures
+
+    try:
+        drawn = figures.comparison(found, f"Every policy on {Path(title).name}", path.with_suffix(""))
+    except OSError as error:
+        raise InputError(f"{path}: cannot be written: {error.strerror}") from error
+    typer.echo(f"figure: {drawn}", err=True)
 
 
 def parse_speeds(text: str | None) -> tuple[float, ...]:

@@ -47,14 +47,14 @@ def generate(
 def convert(
     source: Annotated[Path, typer.Argument(help="Original file, possibly .gz or .xz.")],
     out: OutFile,
-    format: Annotated[str, typer.Option(help="auto, azure, mooncake or burstgpt.")] = "auto",
+    format: Annotated[str, typer.Option(help="auto, azure, mooncake, burstgpt, router or vllm.")] = "auto",
     jitter: Annotated[float, typer.Option(min=0, help="Seconds; spreads stamps that sit on steps.")] = 0.0,
     seed: Annotated[int, typer.Option(min=0, help="Seed of the jitter.")] = 0,
     json: JsonFlag = False,
 ) -> None:
-    """Convert an Azure 2023/2024, Mooncake or BurstGPT trace.
+    """Convert an Azure 2023/2024, Mooncake or BurstGPT trace, this router's JSON log or vLLM's request log.
 
-    Example: balanceroute trace convert mooncake_trace.jsonl --jitter 3 --out mooncake.csv.gz
+    Example: balanceroute trace convert router.log --out day.csv.gz && balanceroute replay --trace day.csv.gz --compare
     """
     from balanceroute.errors import InputError
     from balanceroute.traces import TraceFormat, convert_trace, write_trace
@@ -65,6 +65,10 @@ def convert(
     write_trace(result.trace, out)
     if result.without_output:
         typer.echo(f"left out {result.without_output:,} requests that generated nothing", err=True)
+    if result.estimated:
+        typer.echo(
+            f"estimated the lengths of {result.estimated:,} requests whose tokens the log does not list", err=True
+        )
     show(result.trace, out, json=json)
 
 

@@ -50,6 +50,8 @@ def _default_text(field: FieldInfo) -> str:
         return "unset"
     if isinstance(value, bool):
         return str(value).lower()
+    if value == ():
+        return "[]"
     return f"{value:g}" if isinstance(value, float) and abs(value) < 1e6 else str(value)
 
 
@@ -107,6 +109,8 @@ def accepts(field: FieldInfo) -> str:
     if nested is not None:
         keys = ", ".join(nested.model_fields)
         return f"a list of {{{keys}}}" if many else f"a mapping with the keys {keys}"
+    if many:
+        return "a list of texts"
     found, constraints, optional = members(field.annotation)
     kind = found[0]
     if get_origin(kind) is Literal:

@@ -44,6 +44,8 @@ PolicyName = Literal[
     "pool_fifo",
 ]
 
+PrefillPolicyName = Literal["least_tokens", "prefix_affinity", "round_robin"]
+
 BR_H_BETA = 43.0  # with gamma 0.86: the operating point that is best on both synthetic traces
 MAX_WAIT_S = 60.0  # the age at which a request precedes younger ones, where the pool's TTL leaves room for it
 
@@ -139,7 +141,14 @@ def _a_day_or_endless(value: float) -> float:
     return value
 
 
+def _origin(text: str) -> str:
+    if not re.fullmatch(r"\*|null|[a-z][a-z0-9+.-]*://[a-z0-9._~\[\]:-]+", text.lower()):
+        raise ValueError("accepted is * or SCHEME://HOST[:PORT] without a path, such as https://chat.example.com")
+    return text.lower()
+
+
 Secret = Annotated[SecretStr, AfterValidator(_secret)]
+Origin = Annotated[str, AfterValidator(_origin)]
 Url = Annotated[str, AfterValidator(normalised_url)]
 WorkerId = Annotated[str, AfterValidator(_worker_id)]
 HeaderName = Annotated[str, AfterValidator(_header_name)]
@@ -233,6 +242,12 @@ class Prefill(Section):
     workers: tuple[Worker, ...] = Field(
         min_length=1, strict=False, description="The prefillers: a list of {url, id, dp_rank}."
     )
+    policy: PrefillPolicyName = Field(
+        "least_tokens",
+        description="Which prefiller computes a prompt: least_tokens, the one with the fewest prompt tokens under way; "
+        "prefix_affinity, the one with the least to compute, knowing what it still has of earlier prompts; "
+        "round_robin.",
+    )
     kv_usage_limit: float = Field(
         0.9, gt=0, le=1, description="No new prefill goes to a prefiller whose KV cache is fuller than this."
     )
@@ -245,7 +260,9 @@ class Prefill(Section):
         None,
         ge=1,
         le=65536,
-        description="Most prefills under way at once per prefiller. Unset: KV usage alone decides.",
+        description="Most prefills under way at once per prefiller, and no more expected seconds of them than so many "
+        "mean prompts take: a huge prompt counts as several. The rest waits in the router, short prompts first. Unset: "
+        "KV usage alone decides.",
     )
     kv_pin_s: Seconds | None = Field(
         None,
@@ -270,6 +287,13 @@ class Decode(Section):
         ge=1,
         le=65536,
         description="Decode slots per worker (B): the engine's own --max-num-seqs, per DP rank.",
+    )
+    request_tokens: int = Field(
+        0,
+        ge=0,
+        le=10_000_000,
+        description="c: a request of a batch costs as much time as so many KV tokens, beside its own. "
+        "`balanceroute steps` finds it; equal full slots make it the same everywhere.",
     )
     shared_barrier: bool = Field(
         True,
@@ -647,6 +671,12 @@ class Auth(Section):
         min_length=1,
         description="File of client keys as SHA-256 hashes (`balanceroute key` makes entries); then requests of "
         "clients need one. Unset: whoever can connect may use the cluster.",
+    )
+    allowed_origins: tuple[Origin, ...] = Field(
+        (),
+        strict=False,
+        description="Origins whose web pages may use the client routes (CORS), such as https://chat.example.com; `*` "
+        "is every page, as with vLLM. Empty: pages of other sites are refused.",
     )
     admin_token: Secret | None = Field(
         None,

@@ -11,6 +11,10 @@ request.
 Where everything that waits fits into the free slots, choosing workers by free slots balances requests instead of load;
 `slack_placement: load` then gives the largest prompt to the lightest worker until the pool is empty.
 
+Where workers differ in speed, loads are in tokens of a worker of speed 1, and so is what rises above the envelope; a
+worker's margins are divided by its speed, and the score speaks of the tokens that it is given. Where a request costs c
+tokens beside its own, each counts c more.
+
 BR-0 is BR-H with H = 0, alpha = 1, beta = G. The two share this code; only the margins differ: one number per worker,
 or a row of H + 1.
 """
@@ -26,7 +30,7 @@ import numpy as np
 from balanceroute.core.fscore import HorizonWeights, Score, present_score
 from balanceroute.core.policy import Choice, StageTimer
 from balanceroute.core.pool import WaitingClass
-from balanceroute.core.projection import IntArray
+from balanceroute.core.projection import LoadArray
 from balanceroute.core.snapshot import ClusterSnapshot
 from balanceroute.core.subset import best_subset
 from balanceroute.core.tracker import DecodeInstanceState, RequestTracker
@@ -55,7 +59,7 @@ class Field(Protocol):
     """The loads during one decision: what each worker's margins are as admissions are made."""
 
     def score(self, worker: DecodeInstanceState) -> Score:
-        """F of the worker as a function of the admitted tokens."""
+        """F of the worker as a function of the admitted tokens, c per request included."""
         ...
 
     def least_margin(self, worker: DecodeInstanceState) -> float:
@@ -77,13 +81,14 @@ class PresentField:
         self._envelope = snapshot.envelope
 
     def score(self, worker: DecodeInstanceState) -> Score:
-        return present_score(self.least_margin(worker), self._alpha, self._beta)
+        speed = worker.spec.speed
+        return present_score(self.least_margin(worker) / speed, self._alpha, self._beta * speed)
 
     def least_margin(self, worker: DecodeInstanceState) -> float:
-        return self._envelope - worker.total_load
+        return self._envelope - worker.step_load
 
     def admit(self, choice: RequestTracker, worker: DecodeInstanceState) -> None:
-        self._envelope = max(self._envelope, worker.total_load)
+        self._envelope = max(self._envelope, worker.step_load)
 
 
 class HorizonField:
@@ -96,23 +101,24 @@ class HorizonField:
     def __init__(self, snapshot: ClusterSnapshot, weights: HorizonWeights) -> None:
         self._snapshot, self._weights = snapshot, weights
         self._horizon = weights.horizon_steps
-        self._loads: IntArray | None = None
-        self._envelope: IntArray
+        self._loads: LoadArray | None = None
+        self._envelope: LoadArray
 
-    def _project(self) -> IntArray:
+    def _project(self) -> LoadArray:
         loads = self._loads = self._snapshot.projected_loads()
         down = self._snapshot.down_workers()
         standing = np.delete(loads, down, axis=0) if down else loads
         self._envelope = np.maximum.reduce(standing)
         return loads
 
-    def _margin(self, worker: DecodeInstanceState) -> IntArray:
+    def _margin(self, worker: DecodeInstanceState) -> LoadArray:
         loads = self._project() if self._loads is None else self._loads
-        margin: IntArray = self._envelope - loads[worker.index]
+        margin: LoadArray = self._envelope - loads[worker.index]
         return margin
 
     def score(self, worker: DecodeInstanceState) -> Score:
-        return self._weights.score(self._margin(worker))
+        speed, margin = worker.spec.speed, self._margin(worker)
+        return self._weights.score(margin) if speed == 1.0 else self._weights.score(margin / speed, speed)
 
     def least_margin(self, worker: DecodeInstanceState) -> float:
         return float(self._margin(worker).min())
@@ -122,7 +128,11 @@ class HorizonField:
             return  # the scheduler has charged it to the snapshot, which is what will be projected
         row = self._loads[worker.index]
         within = int(choice.remaining(self._horizon)) + 1
-        row[:within] += np.arange(choice.prompt_tokens, choice.prompt_tokens + within)
+        first = choice.prompt_tokens + worker.spec.request_tokens
+        if worker.spec.speed == 1.0:
+            row[:within] += np.arange(first, first + within)
+        else:
+            row[:within] += worker.spec.speed * np.arange(first, first + within)
         np.maximum(self._envelope, row, out=self._envelope)
 
 
@@ -212,8 +222,9 @@ class BalanceRoute:
     def _overdue(self, waiting: WaitingClass, field: Field, room: Room, now: float) -> Iterator[Choice]:
         """Requests beyond their patience, each to the worker where F is largest (tie: smallest load)."""
         while room.free and (request := waiting.most_overdue(now)):
-            scores = [field.score(worker)(request.prompt_tokens) for worker in room.workers]
-            best = max(range(len(scores)), key=lambda index: (scores[index], -room.workers[index].total_load))
+            tokens = request.prompt_tokens
+            scores = [field.score(worker)(tokens + worker.spec.request_tokens) for worker in room.workers]
+            best = max(range(len(scores)), key=lambda index: (scores[index], -room.workers[index].step_load))
             yield Choice(request, room.workers[best], 0, scores[best])
 
     def _slack(self, waiting: WaitingClass, room: Room) -> Iterator[Choice]:
@@ -221,14 +232,14 @@ class BalanceRoute:
         if self.params.slack_placement != "load" or len(waiting) > room.free:
             return
         while request := waiting.largest_at_most(math.inf):
-            worker = min(room.workers, key=lambda candidate: candidate.total_load)
+            worker = min(room.workers, key=lambda candidate: candidate.step_load)
             yield Choice(request, worker, 1, float(request.prompt_tokens))
 
     def _greedy(self, waiting: WaitingClass, field: Field, room: Room) -> Iterator[Choice]:
         """Stage 1: most free slots (tie: smallest load), best single request of the whole pool."""
         while room.free > self.params.s_greedy and len(waiting):
-            worker = min(room.most_free(), key=lambda candidate: candidate.total_load)
-            request, score = best_single(waiting, field.score(worker))
+            worker = min(room.most_free(), key=lambda candidate: candidate.step_load)
+            request, score = best_single(waiting, field.score(worker), worker.spec.request_tokens)
             yield Choice(request, worker, 1, score)
 
     def _refined(self, waiting: WaitingClass, field: Field, room: Room) -> Iterator[Choice]:
@@ -238,15 +249,16 @@ class BalanceRoute:
             worker = tied[0] if len(tied) == 1 else max(tied, key=field.least_margin)
             score = field.score(worker)
             candidates = self._candidates(waiting)
-            sizes = [candidate.prompt_tokens for candidate in candidates]
+            each = worker.spec.request_tokens
+            sizes = [candidate.prompt_tokens + each for candidate in candidates]
             picked, total = best_subset(sizes, min(worker.free_slots, self.params.r_max), score.peak, score)
             chosen: Sequence[RequestTracker] = [candidates[index] for index in picked]
             if total <= 0 and self.params.guard == "pool":
-                single, total = best_single(waiting, score)
+                single, total = best_single(waiting, score, each)
                 chosen = [single]
             elif total <= 0:
-                single = max(candidates, key=lambda candidate: score(candidate.prompt_tokens))
-                chosen, total = [single], score(single.prompt_tokens)
+                single = max(candidates, key=lambda candidate: score(candidate.prompt_tokens + each))
+                chosen, total = [single], score(single.prompt_tokens + each)
             for request in chosen:
                 yield Choice(request, worker, 2, total)
 
@@ -257,22 +269,22 @@ class BalanceRoute:
         return waiting.by_size(self.params.r_max, descending=self.params.candidate_order == "descending")
 
 
-def best_single(waiting: WaitingClass, score: Score) -> tuple[RequestTracker, float]:
-    """The waiting request with the largest F({i}); tie: first in waiting order.
+def best_single(waiting: WaitingClass, score: Score, request_tokens: int = 0) -> tuple[RequestTracker, float]:
+    """The waiting request with the largest F({i}), each counting `request_tokens` more; tie: first in waiting order.
 
     Two probes, O(log n), unless F is level below its peak, where many may tie: then O(n).
     """
     if score.level_from < score.peak:
-        level = waiting.first_between(score.level_from, score.peak)
+        level = waiting.first_between(score.level_from - request_tokens, score.peak - request_tokens)
         if level is not None:
-            return level, score(level.prompt_tokens)
-    below = waiting.largest_at_most(score.peak)
-    above = waiting.smallest_above(score.peak)
+            return level, score(level.prompt_tokens + request_tokens)
+    below = waiting.largest_at_most(score.peak - request_tokens)
+    above = waiting.smallest_above(score.peak - request_tokens)
     if above is None or below is None:
         only = below or above
         assert only is not None, "somebody waits"
-        return only, score(only.prompt_tokens)
-    low, high = score(below.prompt_tokens), score(above.prompt_tokens)
+        return only, score(only.prompt_tokens + request_tokens)
+    low, high = score(below.prompt_tokens + request_tokens), score(above.prompt_tokens + request_tokens)
     if high > low or (high == low and above.order < below.order):
         return above, high
     return below, low

@@ -39,7 +39,7 @@ class AssignAtOnce:
                 return
             request = snapshot.pool.front[0]
             worker = self.pick(workers, request, snapshot)
-            yield Choice(request, worker, 3, float(-worker.total_load))
+            yield Choice(request, worker, 3, float(-worker.step_load))
 
     def pick(
         self, workers: list[DecodeInstanceState], request: RequestTracker, snapshot: ClusterSnapshot
@@ -109,7 +109,7 @@ class LeastKv(AssignAtOnce):
     def pick(
         self, workers: list[DecodeInstanceState], request: RequestTracker, snapshot: ClusterSnapshot
     ) -> DecodeInstanceState:
-        return min(workers, key=lambda worker: worker.total_load)
+        return min(workers, key=lambda worker: worker.step_load)
 
 
 class PoolFifo:
@@ -131,13 +131,13 @@ class PoolFifo:
             open_workers = [worker for worker in snapshot.workers if worker.free_slots]
             if not open_workers:
                 return
-            worker = min(open_workers, key=lambda candidate: candidate.total_load)
-            yield Choice(snapshot.pool.front[0], worker, 1, float(-worker.total_load))
+            worker = min(open_workers, key=lambda candidate: candidate.step_load)
+            yield Choice(snapshot.pool.front[0], worker, 1, float(-worker.step_load))
 
 
 def occupancy(worker: DecodeInstanceState) -> float:
-    """Requests running plus queued, over the slots."""
-    return worker.occupied / worker.spec.slots
+    """Requests running plus queued, over the slots; each counts for as many as the worker is slower."""
+    return worker.spec.speed * worker.occupied / worker.spec.slots
 
 
 ASSIGN_AT_ONCE: dict[str, type[AssignAtOnce]] = {

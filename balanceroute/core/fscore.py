@@ -19,7 +19,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-IntArray = NDArray[np.int64]
+Margins = NDArray[np.int64] | NDArray[np.float64]
 
 ROUNDING = 1e-12  # relative: discounts that are summed in another order differ by less
 
@@ -63,10 +63,12 @@ class HorizonWeights:
         self.gain = float(alpha * discounts.cumsum()[-1])
         self._weights = beta * discounts
 
-    def score(self, margins: IntArray) -> Score:
-        """F for a worker with these margins at h = 0..H, tokens, non-negative. O(H log H)."""
+    def score(self, margins: Margins, speed: float = 1.0) -> Score:
+        """F for a worker of this speed, with these margins in its own tokens at h = 0..H, non-negative. O(H log H)."""
         order = margins.argsort()
         ascending, weights = margins[order], self._weights[order]
+        if speed != 1.0:
+            weights = weights * speed
         kinks = ascending.tolist()
         fallen = [0.0, *np.add.accumulate(weights).tolist()]
         offsets = [0.0, *np.add.accumulate(weights * ascending).tolist()]

@@ -48,12 +48,14 @@ class PoolBypass:
         while len(snapshot.pool):
             request = snapshot.pool.front[0]
             envelope = snapshot.envelope
-            best: tuple[float, int, DecodeInstanceState] | None = None
+            best: tuple[float, float, DecodeInstanceState] | None = None
             for worker in snapshot.workers:
                 if worker.state is WorkerState.UP and len(worker.active) < worker.own_slots + self.margin:
-                    score = present_score(envelope - worker.total_load, self.alpha, beta)(request.prompt_tokens)
-                    if best is None or (score, -worker.total_load) > (best[0], -best[1]):
-                        best = (score, worker.total_load, worker)
+                    load = worker.step_load
+                    speed, added = worker.spec.speed, request.prompt_tokens + worker.spec.request_tokens
+                    score = present_score((envelope - load) / speed, self.alpha, beta * speed)(added)
+                    if best is None or (score, -load) > (best[0], -best[1]):
+                        best = (score, load, worker)
             if best is None:
                 return
             yield Choice(request, best[2], 3, best[0])

@@ -8,7 +8,7 @@
                       nothing shared it is least_tokens.
     round_robin       the one used longest ago
 
-Ties go to the one used longest ago.
+Ties go to the one used longest ago. A policy says what each prefiller would cost, so that the choice can be explained.
 """
 
 import math
@@ -27,25 +27,21 @@ LONE_WEIGHT: Final = 2
 those who come after it. On Mooncake's conversations the time alone (1) leaves 2 to 3 % more to compute. A prefix that
 others are asking for at the same time pays for its second copy, and counts once."""
 
-PrefillPolicy = Callable[[Sequence[PrefillerBudget], RequestTracker], PrefillerBudget]
-"""Chooses for a request among prefillers that may take it, of which there is at least one."""
+PrefillPolicy = Callable[[Sequence[PrefillerBudget], RequestTracker], Sequence[float]]
+"""What a request would cost on each of these prefillers, which may all take it; the cheapest gets it."""
 
 
-def least_tokens(ready: Sequence[PrefillerBudget], request: RequestTracker) -> PrefillerBudget:
-    """The fewest prompt tokens in flight."""
-    return min(ready, key=lambda prefiller: (prefiller.inflight_tokens, prefiller.last_used))
+def least_tokens(ready: Sequence[PrefillerBudget], request: RequestTracker) -> list[int]:
+    """Prompt tokens in flight."""
+    return [prefiller.inflight_tokens for prefiller in ready]
 
 
-def prefix_affinity(ready: Sequence[PrefillerBudget], request: RequestTracker) -> PrefillerBudget:
-    """The least work, in flight and of this request."""
-    lone_tokens = request.prompt_tokens - request.shared_blocks * request.block_tokens
-    return min(
-        ready,
-        key=lambda prefiller: (
-            work(prefiller.inflight_uncached_tokens, request.uncached_on(prefiller), lone_tokens),
-            prefiller.last_used,
-        ),
-    )
+def prefix_affinity(ready: Sequence[PrefillerBudget], request: RequestTracker) -> list[int]:
+    """Tokens of work, in flight and of this request."""
+    lone_tokens = max(0, request.prompt_tokens - request.shared_blocks * request.block_tokens)
+    return [
+        work(prefiller.inflight_uncached_tokens, request.uncached_on(prefiller), lone_tokens) for prefiller in ready
+    ]
 
 
 def work(inflight_tokens: int, uncached_tokens: int, lone_tokens: int) -> int:
@@ -53,9 +49,14 @@ def work(inflight_tokens: int, uncached_tokens: int, lone_tokens: int) -> int:
     return inflight_tokens + uncached_tokens + (LONE_WEIGHT - 1) * min(uncached_tokens, lone_tokens)
 
 
-def round_robin(ready: Sequence[PrefillerBudget], request: RequestTracker) -> PrefillerBudget:
-    """The one used longest ago."""
-    return min(ready, key=lambda prefiller: prefiller.last_used)
+def round_robin(ready: Sequence[PrefillerBudget], request: RequestTracker) -> list[int]:
+    """Nothing: only how long ago each was used tells them apart."""
+    return [0] * len(ready)
+
+
+def cheapest(ready: Sequence[PrefillerBudget], costs: Sequence[float]) -> PrefillerBudget:
+    """The one with the least cost; of equal ones the one used longest ago."""
+    return min(zip(costs, ready, strict=True), key=lambda offer: (offer[0], offer[1].last_used))[1]
 
 
 PREFILL_POLICIES: Final[dict[str, PrefillPolicy]] = {
@@ -71,20 +72,26 @@ def usage_allows(kv_usage: float | None, kv_usage_limit: float) -> bool:
 
 
 def ready_prefillers(
-    prefillers: Sequence[PrefillerBudget], kv_usage_limit: float, max_inflight: int | None = None
+    prefillers: Sequence[PrefillerBudget],
+    kv_usage_limit: float,
+    max_inflight: int | None = None,
+    prompt_s: float = math.inf,
 ) -> list[PrefillerBudget]:
     """The prefillers that may take a probe now; none: all must rest.
 
     One whose KV usage is above `kv_usage_limit` (ratio) is skipped: pinned KV that no decoder has pulled yet would
-    block it (paper, section "In-band telemetry"), and so is one with `max_inflight` probes under way; where that is
-    None, one that does not tell its usage has a bound of its own.
+    block it (paper, section "In-band telemetry"), and so is one with `max_inflight` probes under way, or with as many
+    expected seconds as so many mean prompts of `prompt_s` take; where that is None, one that does not tell its usage
+    has a bound of its own.
     """
+    most_s = math.inf if max_inflight is None else max_inflight * prompt_s
     return [
         prefiller
         for prefiller in prefillers
         if prefiller.state is WorkerState.UP
         and usage_allows(prefiller.kv_usage, kv_usage_limit)
         and prefiller.inflight < _most_inflight(prefiller, max_inflight)
+        and (most_s == math.inf or not prefiller.inflight or prefiller.inflight_s < most_s)
     ]
 
 

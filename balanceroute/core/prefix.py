@@ -11,9 +11,11 @@ are its first ones, and how many they are is found by bisection.
 
 It is a belief: the engine evicts what others use, restarts, or caches nothing at all. `correct` takes in what the
 engine says of a request. A block that should have been there and was not has been evicted, and then so has everything
-used before it.
+used before it. Where an engine says nothing of single requests, its counters are compared with what was predicted
+(`PrefixHits`): if far less is found, the index remembers less, as if the cache were smaller.
 """
 
+import math
 from collections import OrderedDict
 from collections.abc import Container, Sequence
 from dataclasses import dataclass
@@ -47,16 +49,85 @@ def leading(prefix: Sequence[int], blocks: Container[int]) -> int:
     return low
 
 
+JUDGED_TOKENS: Final = 32_768
+"""Predicted hits that are compared with an engine's counters at a time: enough for chance not to decide."""
+
+LEAST_FOUND: Final = 0.75
+"""Share of the predicted hits below which an index remembers too much. Counters run a little ahead of answers."""
+
+
+@dataclass(slots=True)
+class PrefixHits:
+    """What one prefiller was predicted to have cached, and had: tokens, since it joined.
+
+    `real_tokens` are by the engine's counters, where it has any, and else by what answers told; `missed_tokens` are
+    those predicted since any were found last, where it is known that none were.
+    """
+
+    prompt_tokens: int = 0
+    predicted_tokens: int = 0
+    told_tokens: int = 0  # by answers
+    counted_tokens: int = 0  # by counters
+    missed_tokens: int = 0
+    _counters: tuple[float, float] | None = None
+    _judged: tuple[int, int] = (0, 0)  # predicted and counted, up to the last judgement
+    _unchecked: int = 0  # predicted since the last look at the counters
+
+    @property
+    def real_tokens(self) -> int | None:
+        """None: neither counters nor answers have told any."""
+        if self._counters is not None:
+            return self.counted_tokens
+        return self.told_tokens or None
+
+    def answered(self, prompt_tokens: int, predicted_tokens: int, cached_tokens: int | None) -> None:
+        """A prompt was prefilled; `cached_tokens`: as the answer says, None where it doesn't."""
+        self.prompt_tokens += prompt_tokens
+        self.predicted_tokens += predicted_tokens
+        self._unchecked += predicted_tokens
+        if cached_tokens is not None:
+            self.told_tokens += cached_tokens
+            self._found(cached_tokens, predicted_tokens)
+
+    def count(self, queried_tokens: float, hit_tokens: float) -> bool:
+        """The engine's counters now; whether they began anew, and with them the engine."""
+        before, self._counters = self._counters, (queried_tokens, hit_tokens)
+        unchecked, self._unchecked = self._unchecked, 0
+        if before is None or queried_tokens < before[0] or hit_tokens < before[1]:
+            self._judged = (self.predicted_tokens, self.counted_tokens)
+            return before is not None
+        found = round(hit_tokens - before[1])
+        self.counted_tokens += found
+        self._found(found, unchecked)
+        return False
+
+    def found_ratio(self) -> float | None:
+        """Share of the predicted hits that the counters confirm; None until there is enough to judge anew."""
+        predicted, counted = self.predicted_tokens - self._judged[0], self.counted_tokens - self._judged[1]
+        if max(predicted, counted) < JUDGED_TOKENS:
+            return None
+        self._judged = (self.predicted_tokens, self.counted_tokens)
+        return counted / max(1, predicted)
+
+    def _found(self, found: int, predicted: int) -> None:
+        self.missed_tokens = 0 if found else self.missed_tokens + predicted
+
+
 class PrefixIndex:
     """The blocks of one prefiller's cache, the one used longest ago first.
 
     Args: capacity_tokens: what the engine's cache holds; None: not known, bounded by `MAX_BLOCKS` alone.
+
+    `engine_block_tokens`: size of the engine's own blocks, 0 where that is not known; it caches no part of one.
+    `limit_tokens`: what it seems to hold of ours, by its hits.
     """
 
-    __slots__ = ("_blocks", "_clock", "capacity_tokens", "tokens")
+    __slots__ = ("_blocks", "_clock", "capacity_tokens", "engine_block_tokens", "limit_tokens", "tokens")
 
     def __init__(self, capacity_tokens: int | None = None) -> None:
         self.capacity_tokens = capacity_tokens
+        self.engine_block_tokens = 0
+        self.limit_tokens = math.inf
         self.tokens = 0
         self._blocks: OrderedDict[int, tuple[int, int]] = OrderedDict()  # hash -> (tokens, when it was last used)
         self._clock = 0
@@ -95,7 +166,7 @@ class PrefixIndex:
     def correct(self, use: PrefixUse, found: int) -> None:
         """The engine held the prompt's first `found` blocks: if clearly fewer than was thought, forget what is older.
 
-        One block is rounding, unless nothing at all was found.
+        One block is rounding, unless nothing at all was found. O(blocks forgotten).
         """
         if found >= use.matched or (found and found >= use.matched - max(1.0, TOLERANCE * use.matched)):
             return
@@ -111,14 +182,26 @@ class PrefixIndex:
         self.capacity_tokens = capacity_tokens
         self._evict()
 
+    def trust(self, found_ratio: float) -> None:
+        """So much of what was predicted was found: remember less, or more again."""
+        if found_ratio < LEAST_FOUND:
+            self.limit_tokens = self.tokens * max(found_ratio, 0.5)
+            self._evict()
+        elif self.limit_tokens < math.inf:
+            self.limit_tokens = max(2.0 * self.limit_tokens, JUDGED_TOKENS)
+            if self.limit_tokens >= (self.capacity_tokens or MAX_BLOCKS * 512):
+                self.limit_tokens = math.inf
+
     def clear(self) -> None:
         """The engine has lost its cache."""
         self._blocks.clear()
         self.tokens = 0
 
     def _evict(self) -> None:
-        blocks, most = self._blocks, self.capacity_tokens
-        while len(blocks) > MAX_BLOCKS or (most is not None and self.tokens > most):
+        blocks, most = self._blocks, self.limit_tokens
+        if self.capacity_tokens is not None:
+            most = min(most, self.capacity_tokens)
+        while len(blocks) > MAX_BLOCKS or self.tokens > most:
             self.tokens -= blocks.popitem(last=False)[1][0]
 
     def _drop(self, block: int) -> None:

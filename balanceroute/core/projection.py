@@ -24,10 +24,13 @@ Requests that a step-driven engine does not run yet keep their place at h = 0 an
 (`idle`), so that a lock-step moves the running ones alone.
 """
 
+from collections.abc import Sequence
+
 import numpy as np
 from numpy.typing import NDArray
 
 IntArray = NDArray[np.int64]
+LoadArray = NDArray[np.int64] | NDArray[np.float64]
 
 
 class Projection:
@@ -95,15 +98,18 @@ class Projection:
             sums[:, :, 2:horizon] = sums[:, :, 1 : horizon - 1]
             sums[:, :, 1] = 0
 
-    def loads(self) -> IntArray:
-        """L_g(k+h), shape (G, H+1), tokens; a new array. O(G*H)."""
+    def loads(self, request_tokens: Sequence[int] | None = None) -> IntArray:
+        """L_g(k+h), shape (G, H+1), tokens; a new array. O(G*H).
+
+        `request_tokens`: c of each worker, added for every request while it is there; None for 0.
+        """
         sums = self._sums.cumsum(axis=2)
         loads: IntArray = sums[0]
         counts: IntArray = sums[1]
         if self._idle:
             loads += self._idle_tokens
             counts += self._idle_counts
-        counts *= self._steps
+        counts *= self._steps if request_tokens is None else self._steps + np.array(request_tokens)[:, None]
         loads += counts
         return loads[:, ::-1]
 

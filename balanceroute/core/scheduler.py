@@ -20,6 +20,9 @@ slot beside it and releases it by `pushed`, `push_failed`, `requeue` or `finish`
 
 `finish` is legal in every phase and releases what that phase holds, once; a second one raises InvariantError.
 
+**Who waits for a prefiller** goes by its class and then by its arrival plus `AGEING` times the seconds that its prefill
+is expected to take: a short prompt passes long ones that came shortly before, and a long one waits in proportion.
+
 **Priority.** Lower classes go first wherever requests wait: for a prefiller (queue and asking requests) and for a slot.
 No class ages into another by itself, so a flood of one class could keep the next one waiting until it expires. What the
 prefilled lose then is their prefill; so one that has waited `PATIENCE_SHARE` of the pool's TTL behind another class
@@ -39,7 +42,8 @@ from operator import attrgetter
 
 from balanceroute.core.policies import PolicySettings, make_policy
 from balanceroute.core.policy import AdmissionPolicy, Choice, StageTimer
-from balanceroute.core.prefill import PREFILL_POLICIES, PrefillPolicy, ready_prefillers
+from balanceroute.core.prefill import PREFILL_POLICIES, PrefillPolicy, cheapest, ready_prefillers
+from balanceroute.core.prefill_work import work_tokens
 from balanceroute.core.snapshot import ClusterSnapshot
 from balanceroute.core.tracker import DecodeInstanceState, PrefillerBudget, RequestTracker
 from balanceroute.core.types import (
@@ -57,6 +61,8 @@ from balanceroute.core.types import (
 from balanceroute.errors import InvariantError
 
 PATIENCE_SHARE = 0.75  # of the pool's TTL: the rest is for a slot to free and the transfer to begin
+AGEING = 2.0  # seconds of waiting per second of its own prefill; docs/prefix.md has the measurement
+MOST_AGEING = 0.5  # of the queue's deadline: nobody expires for being long
 PROMOTION_PERIOD = 16  # admissions: 6 % of the slots, about what Linux keeps free of realtime tasks for all others
 
 
@@ -70,7 +76,7 @@ class SchedulerConfig:
         pool_ttl_s: how long an entry may wait in the pool before it expires.
         queue_deadline_s: how long an arrival may wait for a prefiller before it expires.
         kv_usage_limit: KV usage (ratio) of a prefiller above which it gets no new probe.
-        max_prefill_inflight: probes under way on one prefiller; None for no bound.
+        max_prefill_inflight: probes under way on one prefiller, and their seconds in mean prompts; None for no bound.
         prefill_policy: which prefiller takes a probe, of `core.prefill.PREFILL_POLICIES`.
         refresh_every_tokens: dT, generated tokens between predictor refreshes (H/2); None without a predictor.
         decode_first: whether a decode worker is chosen before the prefill; `max_pooled` then refuses arrivals.
@@ -107,12 +113,15 @@ class Scheduler:
         self._steps = 0
         self._since_promotion = 0  # admissions
         self._prefilling = 0
-        self._queue: list[tuple[int, int, RequestTracker]] = []
+        self._queue: list[tuple[int, float, int, RequestTracker]] = []
         self._due: list[RequestTracker] = []
         self._refresh_at_step: list[tuple[int, int, float, RequestTracker]] = []
 
     def configure(self, config: SchedulerConfig, now: float) -> None:
         """Other bounds and times from now on."""
+        if config.prefill_policy != self.config.prefill_policy:
+            for prefiller in self.snapshot.prefillers:
+                prefiller.cache.clear()  # what is sent under a policy that knows no prefixes is not taken down
         self.config = config
         self.prefill_policy = PREFILL_POLICIES[config.prefill_policy]
 
@@ -167,9 +176,26 @@ class Scheduler:
         """A fresh sample of a prefiller's KV usage (ratio): 1.0 when it can't be reached, None when it doesn't tell."""
         self.snapshot.prefiller(worker_id).kv_usage = kv_usage
 
-    def report_prefix_cache(self, worker_id: str, capacity_tokens: int | None, now: float) -> None:
-        """How many tokens a prefiller's prefix cache holds: 0 where it is off, None where that is not known."""
-        self.snapshot.prefiller(worker_id).cache.resize(capacity_tokens)
+    def report_prefix_cache(
+        self, worker_id: str, capacity_tokens: int | None, now: float, engine_block_tokens: int = 0
+    ) -> None:
+        """How many tokens a prefiller's prefix cache holds: 0 where it is off, None where that is not known.
+
+        `engine_block_tokens`: of one of its blocks, less than which it never caches; 0 where that is not known.
+        """
+        cache = self.snapshot.prefiller(worker_id).cache
+        cache.engine_block_tokens = engine_block_tokens
+        cache.resize(capacity_tokens)
+
+    def report_prefix_hits(self, worker_id: str, queried_tokens: float, hit_tokens: float, now: float) -> None:
+        """A prefiller's own counters of what it looked up in its prefix cache, and found there."""
+        prefiller = self.snapshot.prefiller(worker_id)
+        if prefiller.hits.count(queried_tokens, hit_tokens):
+            prefiller.cache.clear()
+            return
+        ratio = prefiller.hits.found_ratio()
+        if ratio is not None:
+            prefiller.cache.trust(ratio)
 
     def forget_prefixes(self, worker_id: str, now: float) -> None:
         """A prefiller's prefix cache is empty: it was reset, or restarted."""
@@ -220,9 +246,9 @@ class Scheduler:
             del self.snapshot.asking[tracker.id]
             tracker.pushing = True
             self.snapshot.pushing_tokens += tracker.prompt_tokens
-            prefills.append(self._begin_prefill(tracker, prefiller))
+            prefills.append(self._begin_prefill(tracker, prefiller, now))
         while self._queue and self._prefilling + len(self.snapshot.pool) < bound:
-            tracker = self._queue[0][2]
+            tracker = self._queue[0][-1]
             if tracker.phase is not Phase.QUEUED:
                 heappop(self._queue)
                 continue
@@ -233,7 +259,7 @@ class Scheduler:
             del self.snapshot.queued[tracker.id]
             tracker.phase = Phase.PREFILLING
             self._prefilling += 1
-            prefills.append(self._begin_prefill(tracker, prefiller))
+            prefills.append(self._begin_prefill(tracker, prefiller, now))
         return prefills
 
     def prefilled(
@@ -251,8 +277,8 @@ class Scheduler:
         tracker = self._find(request_id, Phase.PREFILLING)
         prefiller = tracker.prefiller
         assert prefiller is not None
-        self._correct_prefix(tracker, prompt_tokens, cached_tokens)
-        self._end_prefill(tracker)
+        self._learn_prefix(tracker, prompt_tokens, cached_tokens)
+        self._end_prefill(tracker, now, done=True)
         prefiller.pinned += 1
         prefiller.pinned_tokens += prompt_tokens
         tracker.prefiller, tracker.pinned_tokens = prefiller, prompt_tokens
@@ -262,7 +288,7 @@ class Scheduler:
         """The probe failed without pinning anything: the request queues again in its old place."""
         tracker = self._find(request_id, Phase.PREFILLING)
         self._withdraw_prefix(tracker)
-        self._end_prefill(tracker)
+        self._end_prefill(tracker, now)
         self._enqueue(tracker)
 
     # -- decode first -----------------------------------------------------------------------------------------
@@ -277,8 +303,8 @@ class Scheduler:
     def pushed(self, request_id: str, prompt_tokens: int, now: float, cached_tokens: int | None = None) -> None:
         """The prefiller has written the KV to the decode worker: the exact prompt size is known."""
         tracker = self._find_pushing(request_id)
-        self._correct_prefix(tracker, prompt_tokens, cached_tokens)
-        self._end_push(tracker)
+        self._learn_prefix(tracker, prompt_tokens, cached_tokens)
+        self._end_push(tracker, now, done=True)
         worker = self._worker_of(tracker)
         self._project(tracker, worker, -1)
         worker.load += prompt_tokens - tracker.prompt_tokens
@@ -289,7 +315,7 @@ class Scheduler:
         """The prefiller has not seen the request, so that another may: it waits for a prefiller again."""
         tracker = self._find_pushing(request_id)
         self._withdraw_prefix(tracker)
-        self._end_push(tracker)
+        self._end_push(tracker, now)
         self.snapshot.asking[request_id] = tracker
 
     # -- decode -----------------------------------------------------------------------------------------------
@@ -410,7 +436,7 @@ class Scheduler:
         tracker = self.snapshot.requests.get(request_id)
         if tracker is None or tracker.phase not in (Phase.DECODING, Phase.POOLED):
             raise InvariantError(f"{request_id} is neither decoding nor pooled")
-        phase, pinned_at = tracker.phase, self._let_go(tracker)
+        phase, pinned_at = tracker.phase, self._let_go(tracker, now)
         tracker.prompt_tokens += tracker.counted
         tracker.earlier_tokens += tracker.counted
         tracker.counted = 0
@@ -428,7 +454,7 @@ class Scheduler:
         tracker = self.snapshot.requests.get(request_id)
         if tracker is None:
             raise InvariantError(f"{request_id} is not here: released twice, or never submitted")
-        phase, pinned_at = tracker.phase, self._let_go(tracker)
+        phase, pinned_at = tracker.phase, self._let_go(tracker, now)
         if outcome is Outcome.FINISHED:
             self.snapshot.means.see_answer(tracker.age_tokens)
         tracker.phase = Phase.GONE
@@ -485,19 +511,34 @@ class Scheduler:
     def _enqueue(self, tracker: RequestTracker) -> None:
         tracker.phase = Phase.QUEUED
         self.snapshot.queued[tracker.id] = tracker
-        heappush(self._queue, (tracker.priority, tracker.order, tracker))
+        if tracker.queue_s is None:
+            ahead_s = AGEING * self._expected_prefill_s(tracker)
+            tracker.queue_s = tracker.arrived_s + min(ahead_s, MOST_AGEING * self.config.queue_deadline_s)
+        heappush(self._queue, (tracker.priority, tracker.queue_s, tracker.order, tracker))
+
+    def _expected_prefill_s(self, tracker: RequestTracker) -> float:
+        """Seconds of its prefill where most of it is cached, at the prefillers' mean pace."""
+        uncached = tracker.prompt_tokens
+        if tracker.prefix:
+            uncached = min(map(tracker.uncached_on, self.snapshot.prefillers), default=uncached)
+        return work_tokens(tracker.prompt_tokens, uncached) * self.snapshot.prefill_s_per_token
 
     def _choose_prefiller(self, tracker: RequestTracker) -> PrefillerBudget | None:
         config = self.config
-        ready = ready_prefillers(self.snapshot.prefillers, config.kv_usage_limit, config.max_prefill_inflight)
+        snapshot, most = self.snapshot, config.max_prefill_inflight
+        prompt_s = math.inf if most is None else snapshot.means.prefill_tokens * snapshot.prefill_s_per_token
+        ready = ready_prefillers(snapshot.prefillers, config.kv_usage_limit, most, prompt_s)
         if not ready:
             return None
         if tracker.prefix:
-            tracker.shared_blocks = self.snapshot.shared_blocks(tracker.prefix)
-        return self.prefill_policy(ready, tracker)
+            tracker.shared_blocks = snapshot.shared_blocks(tracker.prefix)
+        costs = self.prefill_policy(ready, tracker)
+        tracker.offers = (ready, costs)
+        return cheapest(ready, costs)
 
-    def _begin_prefill(self, tracker: RequestTracker, prefiller: PrefillerBudget) -> Prefill:
+    def _begin_prefill(self, tracker: RequestTracker, prefiller: PrefillerBudget, now: float) -> Prefill:
         self._dispatches += 1
+        prefiller.pace.pass_time(now, prefiller.inflight > 0)
         tracker.prefiller, tracker.pinned_tokens = prefiller, tracker.prompt_tokens
         tracker.uncached_tokens = tracker.uncached_on(prefiller)
         if tracker.prefix:
@@ -507,27 +548,38 @@ class Scheduler:
         prefiller.inflight_tokens += tracker.prompt_tokens
         prefiller.inflight_uncached_tokens += tracker.uncached_tokens
         prefiller.last_used = self._dispatches
+        self.snapshot.means.see_prefill(work_tokens(tracker.prompt_tokens, tracker.uncached_tokens))
         return Prefill(tracker.id, prefiller.spec.id)
 
-    def _correct_prefix(self, tracker: RequestTracker, prompt_tokens: int, cached_tokens: int | None) -> None:
+    def _learn_prefix(self, tracker: RequestTracker, prompt_tokens: int, cached_tokens: int | None) -> None:
         use, prefiller = tracker.prefix_use, tracker.prefiller
-        if use is None or prefiller is None or cached_tokens is None or not tracker.prompt_tokens:
+        assert prefiller is not None
+        predicted = tracker.pinned_tokens - tracker.uncached_tokens if tracker.prefix else 0
+        prefiller.hits.answered(prompt_tokens, predicted, cached_tokens)
+        if use is None or cached_tokens is None or not tracker.prompt_tokens:
             return
         block_tokens = tracker.block_tokens * prompt_tokens / tracker.prompt_tokens  # now that the size is exact
-        prefiller.cache.correct(use, int(cached_tokens / block_tokens) if block_tokens else 0)
+        if not block_tokens or use.matched * block_tokens < prefiller.cache.engine_block_tokens:
+            return  # not one block of the engine's: it may have all of that and skip nothing
+        prefiller.cache.correct(use, max(cached_tokens > 0, int(cached_tokens / block_tokens)))
 
     def _withdraw_prefix(self, tracker: RequestTracker) -> None:
         if tracker.prefix_use is not None and tracker.prefiller is not None:
             tracker.prefiller.cache.withdraw(tracker.prefix, tracker.prefix_use)
 
-    def _free_prefiller(self, tracker: RequestTracker) -> None:
+    def _free_prefiller(self, tracker: RequestTracker, now: float, done: bool) -> None:
         prefiller = tracker.prefiller
         assert prefiller is not None
+        prefiller.pace.pass_time(now, True)
+        if done:
+            prefiller.pace.done(work_tokens(tracker.pinned_tokens, tracker.uncached_tokens))
+        else:
+            prefiller.pace.failed()
         prefiller.inflight -= 1
         prefiller.inflight_tokens -= tracker.pinned_tokens
         prefiller.inflight_uncached_tokens -= tracker.uncached_tokens
         tracker.prefiller, tracker.pinned_tokens = None, 0
-        tracker.uncached_tokens, tracker.prefix_use = 0, None
+        tracker.uncached_tokens, tracker.prefix_use, tracker.offers = 0, None, None
         blocks = self.snapshot.prefilling_blocks
         for block in tracker.prefix:
             if blocks[block] == 1:
@@ -535,14 +587,14 @@ class Scheduler:
             else:
                 blocks[block] -= 1
 
-    def _end_prefill(self, tracker: RequestTracker) -> None:
-        self._free_prefiller(tracker)
+    def _end_prefill(self, tracker: RequestTracker, now: float, done: bool = False) -> None:
+        self._free_prefiller(tracker, now, done)
         self._prefilling -= 1
 
-    def _end_push(self, tracker: RequestTracker) -> None:
+    def _end_push(self, tracker: RequestTracker, now: float, done: bool = False) -> None:
         self.snapshot.pushing_tokens -= tracker.pinned_tokens
         tracker.pushing = False
-        self._free_prefiller(tracker)
+        self._free_prefiller(tracker, now, done)
 
     def _pool(self, tracker: RequestTracker, prompt_tokens: int, now: float, expected_remaining: float | None) -> None:
         snapshot = self.snapshot
@@ -587,18 +639,18 @@ class Scheduler:
         if tracker.running:
             self._schedule_refresh(tracker)
 
-    def _let_go(self, tracker: RequestTracker) -> str | None:
+    def _let_go(self, tracker: RequestTracker, now: float) -> str | None:
         """Release whatever the tracker's phase holds; the prefiller whose pinned KV must be drained, if any."""
         if tracker.phase is Phase.QUEUED:
             del self.snapshot.queued[tracker.id]
         elif tracker.phase is Phase.PREFILLING:
-            self._end_prefill(tracker)
+            self._end_prefill(tracker, now)
         elif tracker.phase is Phase.POOLED:
             self.snapshot.pool.remove(tracker)
         elif tracker.phase is Phase.DECODING:
             self.snapshot.asking.pop(tracker.id, None)
             if tracker.pushing:
-                self._end_push(tracker)
+                self._end_push(tracker, now)
             self._unbind(tracker)
         pinned_at = tracker.prefiller.spec.id if tracker.prefiller is not None else None
         self._unpin(tracker)

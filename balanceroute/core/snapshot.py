@@ -23,8 +23,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from balanceroute.core.pool import PromptPool
+from balanceroute.core.prefill_work import FIRST_S_PER_TOKEN
 from balanceroute.core.prefix import leading
-from balanceroute.core.projection import IntArray, Projection
+from balanceroute.core.projection import LoadArray, Projection
 from balanceroute.core.tracker import DecodeInstanceState, PrefillerBudget, RequestTracker
 from balanceroute.core.types import Phase, Role, WorkerSpec, WorkerState
 from balanceroute.errors import InvariantError
@@ -39,15 +40,18 @@ class WorkloadMeans:
 
     The prompt mean is an EWMA (0.02) over all arrivals whose start value is the mean of the first 50; until the 50th
     has arrived that start is refined, with the weight that it still has. Waits at admission are an EWMA (0.01), in
-    seconds. Answers are an EWMA (0.01) of the tokens of finished requests, and the plain mean of the first hundred.
+    seconds. Answers are an EWMA (0.01) of the tokens of finished requests, and the plain mean of the first hundred;
+    `prefill_tokens` the same of the work of prompts (`core.prefill_work`).
     """
 
     prompt_tokens: float = 0.0
     start_tokens: float = 0.0
     wait_s: float = 0.0
     answer_tokens: float = 0.0
+    prefill_tokens: float = 0.0
     prompts: int = 0
     answers: int = 0
+    prefills: int = 0
 
     def see_prompt(self, tokens: int) -> None:
         """Take in the prompt size of a request that became ready."""
@@ -66,6 +70,11 @@ class WorkloadMeans:
         """Take in the length of an answer that is complete."""
         self.answers += 1
         self.answer_tokens += max(ANSWER_WEIGHT, 1.0 / self.answers) * (tokens - self.answer_tokens)
+
+    def see_prefill(self, work: float) -> None:
+        """Take in the work of a prompt that is sent to a prefiller, tokens."""
+        self.prefills += 1
+        self.prefill_tokens += max(ANSWER_WEIGHT, 1.0 / self.prefills) * (work - self.prefill_tokens)
 
     def patience_factor(self, prompt_tokens: int) -> float:
         """How much longer than most a prompt of this size may wait: 1 to 6 (6 from 50 times the mean on)."""
@@ -93,7 +102,7 @@ class ClusterSnapshot:
         self.pool = PromptPool()
         self.means = WorkloadMeans()
         self.projection = Projection(0, horizon_steps)
-        self.speeds: list[float] = []  # relative seconds per KV token, by worker
+        self.alike = True  # whether every worker has speed 1 and charges nothing per request, so that tokens are cost
         self.draws = 0  # random decisions taken so far: with the seed, the whole state of a random policy
 
     # -- membership -------------------------------------------------------------------------------------------
@@ -143,7 +152,7 @@ class ClusterSnapshot:
 
     def _rebuild_projection(self) -> None:
         """A worker came or went: rare, so the rows are recounted."""
-        self.speeds = [worker.spec.speed for worker in self.workers]
+        self.alike = all(worker.spec.speed == 1.0 and not worker.spec.request_tokens for worker in self.workers)
         self.projection = self.recount_projection()
 
     def set_horizon(self, horizon_steps: int) -> None:
@@ -174,6 +183,13 @@ class ClusterSnapshot:
                 return True
         return False
 
+    @property
+    def prefill_s_per_token(self) -> float:
+        """Seconds per token of work of a prefiller, over all of them. O(prefillers)."""
+        if not self.prefillers:
+            return FIRST_S_PER_TOKEN
+        return sum([prefiller.pace.s_per_token for prefiller in self.prefillers]) / len(self.prefillers)
+
     def open_workers(self) -> list[DecodeInstanceState]:
         """Workers with a free slot, by index. O(G)."""
         up = WorkerState.UP
@@ -190,19 +206,24 @@ class ClusterSnapshot:
         return len(self.workers) - len(self.down_workers())
 
     @property
-    def envelope(self) -> int:
+    def envelope(self) -> float:
         """M: the largest load of a worker that is not down; 0 without workers."""
-        return max((worker.total_load for worker in self.workers if worker.state is not WorkerState.DOWN), default=0)
+        return max((worker.step_load for worker in self.workers if worker.state is not WorkerState.DOWN), default=0.0)
 
-    def projected_loads(self) -> IntArray:
-        """L_g(k+h), shape (G, H+1), tokens: our requests as projected, those of others as if they stayed. O(G*H)."""
-        loads = self.projection.loads()
+    def projected_loads(self) -> LoadArray:
+        """L_g(k+h), shape (G, H+1): our requests as projected, those of others as if they stayed. O(G*H).
+
+        In tokens of a worker of speed 1, as `step_load`; integers where all workers are alike.
+        """
+        per_request = None if self.alike else [worker.spec.request_tokens for worker in self.workers]
+        loads = self.projection.loads(per_request)
         foreign = [worker for worker in self.workers if worker.foreign_requests]
         if foreign:
             ahead = np.arange(self.horizon_steps + 1)
             for worker in foreign:
-                loads[worker.index] += worker.foreign_tokens + worker.foreign_requests * ahead
-        return loads
+                each = ahead + worker.spec.request_tokens
+                loads[worker.index] += worker.foreign_tokens + worker.foreign_requests * each
+        return loads if self.alike else loads * np.array([[worker.spec.speed] for worker in self.workers])
 
     @property
     def promised_tokens(self) -> int:

@@ -31,6 +31,7 @@ def snapshot_to_dict(snapshot: ClusterSnapshot, now: float) -> dict[str, Any]:
             {"id": tracker.id, "prompt_tokens": tracker.prompt_tokens, "wait_s": now - tracker.arrived_s}
             for tracker in snapshot.queued.values()
         ],
+        "prefilling": [_prefilling(tracker) for tracker in snapshot.requests.values() if tracker.offers is not None],
         "prefillers": [_prefiller(prefiller) for prefiller in snapshot.prefillers],
         "means": {
             "prompt_tokens": snapshot.means.prompt_tokens,
@@ -50,6 +51,7 @@ def _worker(worker: DecodeInstanceState, horizon_steps: int) -> dict[str, Any]:
         "state": worker.state.value,
         "slots": worker.spec.slots,
         "speed": worker.spec.speed,
+        "request_tokens": worker.spec.request_tokens,
         "load_tokens": worker.load,
         "reported": worker.reported,
         "foreign": {
@@ -85,13 +87,42 @@ def _waiting(tracker: RequestTracker, now: float, horizon_steps: int) -> dict[st
     return entry
 
 
+def _prefilling(tracker: RequestTracker) -> dict[str, Any]:
+    """Where it is prefilled and why: what each prefiller that might have taken it would have cost, in tokens."""
+    assert tracker.offers is not None and tracker.prefiller is not None
+    return {
+        "id": tracker.id,
+        "prefiller": tracker.prefiller.spec.id,
+        "prompt_tokens": tracker.pinned_tokens,
+        "uncached_tokens": tracker.uncached_tokens,
+        "shared_tokens": tracker.shared_blocks * tracker.block_tokens,
+        "costs": {ready.spec.id: cost for ready, cost in zip(*tracker.offers, strict=True)},
+    }
+
+
 def _prefiller(prefiller: PrefillerBudget) -> dict[str, Any]:
+    cache, hits = prefiller.cache, prefiller.hits
     return {
         "id": prefiller.spec.id,
         "state": prefiller.state.value,
         "kv_usage": prefiller.kv_usage,
         "inflight": prefiller.inflight,
         "inflight_tokens": prefiller.inflight_tokens,
+        "inflight_uncached_tokens": prefiller.inflight_uncached_tokens,
+        "inflight_s": prefiller.inflight_s,
+        "s_per_token": prefiller.pace.s_per_token,
+        "prefix_cache": {
+            "blocks": len(cache),
+            "tokens": cache.tokens,
+            "capacity_tokens": cache.capacity_tokens,
+            "limit_tokens": None if cache.limit_tokens == math.inf else cache.limit_tokens,
+        },
+        "prefix_hits": {
+            "prompt_tokens": hits.prompt_tokens,
+            "predicted_tokens": hits.predicted_tokens,
+            "real_tokens": hits.real_tokens,
+            "missed_tokens": hits.missed_tokens,
+        },
         "pinned": prefiller.pinned,
         "pinned_tokens": prefiller.pinned_tokens,
     }
@@ -102,9 +133,9 @@ def snapshot_from_dict(
 ) -> tuple[ClusterSnapshot, float]:
     """Read a snapshot back, and the time it was taken at (0.0 where it says none).
 
-    Absent fields mean: worker up with speed 1 and used by nobody else, every request running, `expected_remaining` H,
-    no wait, waiting order as listed, means taken over the requests that are there, `overdue_s` the ready time plus the
-    policy's patience.
+    Absent fields mean: worker up with speed 1, no tokens per request and used by nobody else, every request running,
+    `expected_remaining` H, no wait, waiting order as listed, means taken over the requests that are there, `overdue_s`
+    the ready time plus the policy's patience.
     Only workers, pool and means are read: what a policy looks at. Raises InputError that names the field.
     """
     data = _object(data, "snapshot")
@@ -133,6 +164,7 @@ def _read_worker(snapshot: ClusterSnapshot, entry: Any, path: str) -> None:
         role=Role.DECODE,
         slots=_whole(entry, "slots", path, least=1),
         speed=_number(entry, "speed", path, default=1.0),
+        request_tokens=_whole(entry, "request_tokens", path, default=0),
     )
     if any(worker.spec.id == spec.id for worker in snapshot.workers):
         raise InputError(f"{path}.id: {spec.id!r} is there twice")

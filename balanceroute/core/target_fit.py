@@ -10,7 +10,7 @@ request that would raise the envelope may be held back for `hold_s`: a lighter w
 *Scarce*: as many rounds as slots are free. The emptiest worker (requests over slots; tie: least load) takes the request
 with the least cost
 
-    |x - T| + penalty * max(0, x - max L) - bonus,      x = L_g + speed_g s_i
+    |x - T| + penalty * max(0, x - max L) - bonus,      x = L_g + speed_g (s_i + c_g)
 
 and when two or more were chosen, each is taken out and chosen again, twice, given all the others: the first choices
 were made before it was known what the last slots would get.
@@ -35,7 +35,8 @@ a hole as long as it may. With A above 1 + penalty its bonus outgrows what it co
 worker shortly before its cap; until then the holes go to those that waited longest. So the cap of large prompts can be
 a third of TargetFit's at no more load spread.
 
-Loads are scaled by the workers' relative speed: equal loads mean equal step times. The constants are operating
+A load is what a step costs (`DecodeInstanceState.step_load`): tokens and c for each request, times the worker's
+relative speed, so that equal loads mean equal step times. The constants are operating
 points of the simulator on the two synthetic workloads.
 """
 
@@ -43,7 +44,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from heapq import heapify, heappop, heapreplace
-from operator import attrgetter, mul
+from operator import attrgetter
 
 import numpy as np
 from numpy.typing import NDArray
@@ -51,6 +52,7 @@ from numpy.typing import NDArray
 from balanceroute.core.policy import Choice, StageTimer
 from balanceroute.core.snapshot import ClusterSnapshot
 from balanceroute.core.tracker import RequestTracker
+from balanceroute.core.types import WorkerSpec
 
 FloatArray = NDArray[np.float64]
 
@@ -159,7 +161,7 @@ class TargetFit:
         waiting = snapshot.pool.front
         for request in waiting.by_size(len(waiting), descending=True):
             load, worker = lightest[0]
-            load += loads.speeds[worker] * request.prompt_tokens
+            load += loads.cost(worker, request.prompt_tokens)
             if may_hold and load > envelope and now < self.held_until_s(request, snapshot) and loads.may_hold():
                 continue
             loads.occupy(worker)
@@ -174,14 +176,13 @@ class TargetFit:
 class Loads:
     """The workers while a decision is made; those without a free slot at its start do not change and are summed once.
 
-    Attributes: `scaled`, speed times KV tokens by worker (L_g); `active`, requests on each worker that had a free slot
+    Attributes: `scaled`, what a step costs by worker (L_g); `active`, requests on each worker that had a free slot
     (n_g), and `most`, how many there may be; `open`, the workers with a free slot; `free`, their free slots.
     """
 
     def __init__(self, snapshot: ClusterSnapshot) -> None:
         self.workers = snapshot.workers
-        self.speeds = snapshot.speeds
-        self.scaled: list[float] = list(map(mul, self.speeds, map(attrgetter("total_load"), self.workers)))
+        self.scaled: list[float] = list(map(attrgetter("step_load"), self.workers))
         self.open = [worker.index for worker in snapshot.open_workers()]
         self.active = {worker: self.workers[worker].occupied for worker in self.open}
         self.most = {g: self.workers[g].own_slots + self.workers[g].foreign_requests for g in self.open}
@@ -190,6 +191,11 @@ class Loads:
         apart = {*self.open, *self._down}
         fixed = [load for worker, load in enumerate(self.scaled) if worker not in apart]
         self._fixed_count, self._fixed_sum, self._fixed_max = len(fixed), sum(fixed), max(fixed, default=0.0)
+
+    def cost(self, worker: int, prompt_tokens: float) -> float:
+        """What a request of this prompt adds to the worker's load."""
+        spec = self.workers[worker].spec
+        return spec.speed * (prompt_tokens + spec.request_tokens)
 
     def mean_and_envelope(self) -> tuple[float, float]:
         """Mean and largest load of the workers that share the barrier. O(workers that had a free slot)."""
@@ -244,21 +250,24 @@ class Window:
             stock = float(np.minimum(self._sizes, LARGE * mean_prompt).mean())
             self.drop += min(growth, max(-growth, rules.stock_share * (mean_prompt - stock)))
         self._available = self._bonus.copy()  # -inf where the request is used
-        self._scaled: dict[float, tuple[FloatArray, FloatArray]] = {}  # speed -> sizes, and 1 + penalty times as much
+        # (speed, c) -> what each adds to a load, and 1 + penalty times as much
+        self._scaled: dict[tuple[float, int], tuple[FloatArray, FloatArray]] = {}
         self._cost = np.empty_like(self._sizes)
         self._above = np.empty_like(self._sizes)
 
-    def take(self, load: float, speed: float, level: float, envelope: float) -> tuple[int, float]:
-        """Use the request with the least cost on a worker of this load and speed: its position, and that cost.
+    def take(self, load: float, spec: WorkerSpec, level: float, envelope: float) -> tuple[int, float]:
+        """Use the request with the least cost on this worker, of that load: its position, and that cost.
 
         `level`: T, at most `envelope`, the largest load in the barrier. Ties go to the first in waiting order.
 
         With y = x - T and c = max L - T >= 0 the distance |y| + p max(0, y - c) is max(|y|, (1 + p) y - p c).
         """
         steepness = 1.0 + self.rules.overflow_penalty
-        if speed not in self._scaled:
-            self._scaled[speed] = (self._sizes * speed, self._sizes * (speed * steepness))
-        sizes, steep_sizes = self._scaled[speed]
+        kind = (spec.speed, spec.request_tokens)
+        if kind not in self._scaled:
+            scaled = (self._sizes + spec.request_tokens) * spec.speed
+            self._scaled[kind] = (scaled, scaled * steepness)
+        sizes, steep_sizes = self._scaled[kind]
         cost, above = self._cost, self._above
         offset = load - level
         np.add(sizes, offset, out=cost)
@@ -270,9 +279,9 @@ class Window:
         self._available[position] = -math.inf
         return position, float(cost[position])
 
-    def scaled_size(self, position: int, speed: float) -> float:
-        """The load that the request adds to a worker of this speed."""
-        return float(self._sizes[position]) * speed
+    def size(self, position: int) -> float:
+        """Prompt tokens of the request."""
+        return float(self._sizes[position])
 
     def put_back(self, position: int) -> None:
         """The request is not used after all."""
@@ -299,7 +308,7 @@ def choose_scarce(loads: Loads, window: Window, rounds: int) -> list[Fit]:
         for _ in range(SWAP_PASSES):
             before = [fit.position for fit in fits]
             for index, fit in enumerate(fits):
-                loads.scaled[fit.worker] -= window.scaled_size(fit.position, loads.speeds[fit.worker])
+                loads.scaled[fit.worker] -= loads.cost(fit.worker, window.size(fit.position))
                 window.put_back(fit.position)
                 fits[index] = _fit(fit.worker, loads, window)
             if before == [fit.position for fit in fits]:
@@ -308,9 +317,9 @@ def choose_scarce(loads: Loads, window: Window, rounds: int) -> list[Fit]:
 
 
 def _fit(worker: int, loads: Loads, window: Window) -> Fit:
-    load, speed = loads.scaled[worker], loads.speeds[worker]
+    spec = loads.workers[worker].spec
     mean, envelope = loads.mean_and_envelope()
-    level = min(envelope, mean - speed * window.drop)
-    position, cost = window.take(load, speed, level, envelope)
-    loads.scaled[worker] += window.scaled_size(position, speed)
+    level = min(envelope, mean - spec.speed * window.drop)
+    position, cost = window.take(loads.scaled[worker], spec, level, envelope)
+    loads.scaled[worker] += loads.cost(worker, window.size(position))
     return Fit(worker, position, cost)

@@ -8,7 +8,8 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from balanceroute.core.prefix import PrefixIndex, PrefixUse
+from balanceroute.core.prefill_work import Pace, work_tokens
+from balanceroute.core.prefix import PrefixHits, PrefixIndex, PrefixUse
 from balanceroute.core.types import Phase, WorkerSpec, WorkerState
 
 
@@ -50,6 +51,8 @@ class RequestTracker:
     prefix_use: PrefixUse | None = None  # while it is prefilled: what its prefiller was thought to hold of it
     uncached_tokens: int = 0  # while it is prefilled: what its prefiller was thought to have to compute
     shared_blocks: int = 0  # when it was last sent: its leading blocks that were being prefilled for others too
+    queue_s: float | None = None  # where it stands in the queue for a prefiller, once it has been in it
+    offers: "tuple[Sequence[PrefillerBudget], Sequence[float]] | None" = None  # while it is prefilled: who at what cost
 
     def uncached_on(self, prefiller: "PrefillerBudget") -> int:
         """Tokens of its prompt that this prefiller would have to compute; an engine computes one at least."""
@@ -93,7 +96,7 @@ class DecodeInstanceState:
     already or not. `steps` counts the lock-steps a step-driven engine has taken (0 on a live cluster).
 
     `active` and `load` are our own ledger. What others run on the worker (a second router, direct clients) stands apart
-    as `foreign_requests` and `foreign_tokens`; decisions weigh both: `free_slots`, `occupied`, `total_load`.
+    as `foreign_requests` and `foreign_tokens`; decisions weigh both: `free_slots`, `occupied`, `step_load`.
     """
 
     spec: WorkerSpec
@@ -129,8 +132,14 @@ class DecodeInstanceState:
 
     @property
     def total_load(self) -> int:
-        """KV tokens on the worker, whoever sent them: what a decision takes for L_g."""
+        """KV tokens on the worker, whoever sent them."""
         return self.load + self.foreign_tokens
+
+    @property
+    def step_load(self) -> float:
+        """What its step costs, in KV tokens of a worker of speed 1: what a decision takes for L_g."""
+        spec = self.spec
+        return spec.speed * (self.load + self.foreign_tokens + spec.request_tokens * self.occupied)
 
 
 @dataclass(slots=True, eq=False)
@@ -152,4 +161,11 @@ class PrefillerBudget:
     pinned: int = 0
     pinned_tokens: int = 0
     cache: PrefixIndex = field(default_factory=PrefixIndex)
+    hits: PrefixHits = field(default_factory=PrefixHits)
+    pace: Pace = field(default_factory=Pace)
     last_used: int = 0
+
+    @property
+    def inflight_s(self) -> float:
+        """Expected seconds of the prefills under way, done one after the other."""
+        return work_tokens(self.inflight_tokens, self.inflight_uncached_tokens) * self.pace.s_per_token

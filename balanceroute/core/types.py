@@ -58,9 +58,9 @@ class RejectReason(StrEnum):
 class WorkerSpec:
     """One schedulable (url, DP rank) pair.
 
-    `slots` is B, the engine's max_num_seqs (decode workers only); `speed` is this worker's seconds per KV token
-    relative to the others (1.0 unless measured), which scales its load. `barrier_group` names the decode workers whose
-    steps wait for each other; "" stands for none.
+    `slots` is B, the engine's max_num_seqs (decode workers only). `speed` and `request_tokens` (c) say what a step
+    costs there, in KV tokens of a worker of speed 1: speed * (tokens + c * requests). `barrier_group` names the decode
+    workers whose steps wait for each other; "" stands for none.
     """
 
     id: str
@@ -70,6 +70,7 @@ class WorkerSpec:
     slots: int = 64
     speed: float = 1.0
     barrier_group: str = ""
+    request_tokens: int = 0
 
 
 @dataclass(slots=True)

@@ -34,7 +34,13 @@ class DecoderView:
 
 @dataclass(frozen=True, slots=True)
 class PrefillerView:
-    """A prefiller; `kv_usage` is a ratio, None where it does not tell."""
+    """A prefiller; `kv_usage` is a ratio, None where it does not tell.
+
+    Args: inflight_s: expected seconds of the prefills under way. prompt_tokens, predicted_tokens, hit_tokens: of the
+    prompts that it has prefilled for us since it joined, all, those that it was thought to have cached, and those that
+    it had; None where it does not tell. missed_tokens: predicted since any were found last, where none are known to be.
+    cache_tokens: what it is thought to have cached now. cache_known: its `capacity_tokens` and block size as reported.
+    """
 
     id: str
     state: WorkerState
@@ -42,6 +48,13 @@ class PrefillerView:
     inflight: int
     pinned: int
     pinned_tokens: int
+    inflight_s: float = 0.0
+    prompt_tokens: int = 0
+    predicted_tokens: int = 0
+    hit_tokens: int | None = None
+    missed_tokens: int = 0
+    cache_tokens: int = 0
+    cache_known: tuple[int | None, int] = (None, 0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,6 +130,13 @@ def view_prefiller(prefiller: PrefillerBudget) -> PrefillerView:
         inflight=prefiller.inflight,
         pinned=prefiller.pinned,
         pinned_tokens=prefiller.pinned_tokens,
+        inflight_s=prefiller.inflight_s,
+        prompt_tokens=prefiller.hits.prompt_tokens,
+        predicted_tokens=prefiller.hits.predicted_tokens,
+        hit_tokens=prefiller.hits.real_tokens,
+        missed_tokens=prefiller.hits.missed_tokens,
+        cache_tokens=prefiller.cache.tokens,
+        cache_known=(prefiller.cache.capacity_tokens, prefiller.cache.engine_block_tokens),
     )
 
 

@@ -26,7 +26,7 @@ from balanceroute.emulator.requests import (
 )
 from balanceroute.emulator.shape import ClusterShape
 from balanceroute.emulator.sse import Connection
-from balanceroute.emulator.worker import Worker
+from balanceroute.emulator.worker import PrefillWorker, Worker
 from balanceroute.engine.tokens import decode
 
 Scope = MutableMapping[str, Any]
@@ -347,6 +347,9 @@ class _SideRoutes:
         return _json({"prompt": decode(text_prompts(body.get("tokens"))[0])})
 
     async def reset_prefix_cache(self, _: Request) -> Response:
+        for worker in self._site.workers:
+            if isinstance(worker, PrefillWorker):
+                worker.reset_prefix_cache()
         return Response(status_code=200)
 
     async def state(self, _: Request) -> Response:

@@ -40,9 +40,13 @@ def _lines(name: str, index: int, worker: Worker) -> Iterable[str]:
         "kv_cache_usage_perc": worker.kv.usage_ratio,
         "num_preemptions_total": worker.state().get("preemptions", 0),
         "prompt_tokens_total": worker.counters["prompt_tokens"],
+        "prefix_cache_queries_total": worker.counters["prompt_tokens"],
+        "prefix_cache_hits_total": worker.counters["prefix_hits"],
         "generation_tokens_total": worker.counters["generation_tokens"],
         "nixl_num_kv_expired_reqs_total": worker.prefiller.expired if isinstance(worker, PrefillWorker) else 0,
     }
+    if name.startswith("prefix_cache") and not worker.shape.prefix_caching:
+        return
     if name.startswith("nixl") and worker.shape.connector is not Connector.NIXL:
         return
     yield f"vllm:{name}{{{engine},{model}}} {float(values[name])}"
@@ -52,7 +56,7 @@ def _cache_config(index: int, worker: Worker) -> str:
     labels = {
         "block_size": worker.kv.block_size,
         "cache_dtype": "auto",
-        "enable_prefix_caching": "False",
+        "enable_prefix_caching": str(worker.shape.prefix_caching),
         "engine": index,
         "kv_cache_size_tokens": worker.kv.capacity_tokens,
         "num_gpu_blocks": worker.kv.num_blocks,
@@ -72,6 +76,8 @@ _FAMILIES = (
     ("kv_cache_usage_perc", "gauge", "KV-cache usage. 1 means 100 percent usage."),
     ("num_preemptions_total", "counter", "Cumulative number of preemption from the engine."),
     ("prompt_tokens_total", "counter", "Number of prefill tokens processed."),
+    ("prefix_cache_queries_total", "counter", "Prefix cache queries, in terms of number of queried tokens."),
+    ("prefix_cache_hits_total", "counter", "Prefix cache hits, in terms of number of cached tokens."),
     ("generation_tokens_total", "counter", "Number of generation tokens processed."),
     ("request_success_total", "counter", "Count of successfully processed requests."),
     ("nixl_num_kv_expired_reqs_total", "counter", "Number of requests that had their KV expire."),

@@ -134,6 +134,7 @@ class Call(ABC):
             for copy in range(request.n)
         ]
         self.kv_transfer_params: dict[str, Any] | None = None
+        self.cached_tokens: int | None = None  # of the prompts; None where the server doesn't say
         self.open = len(self.choices)
 
     def external_id(self, choice: Choice) -> str:
@@ -199,7 +200,7 @@ class JsonCall(Call):
             "choices": [self._chat_choice(c) if chat else self._text_choice(c) for c in self.choices],
             "service_tier": None,
             "system_fingerprint": FINGERPRINT,
-            "usage": self.usage() | {"prompt_tokens_details": None, "completion_tokens_details": None},
+            "usage": self.usage() | {"prompt_tokens_details": self._details(), "completion_tokens_details": None},
         }
         if chat:
             ids = list(self.request.prompts[0]) if self.request.return_token_ids else None
@@ -210,6 +211,9 @@ class JsonCall(Call):
             "ec_transfer_params": None,
             "metrics": None,
         }
+
+    def _details(self) -> dict[str, int] | None:
+        return None if self.cached_tokens is None else {"cached_tokens": self.cached_tokens}
 
     def _text_choice(self, choice: Choice) -> dict[str, Any]:
         wants_ids = self.request.return_token_ids

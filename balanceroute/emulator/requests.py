@@ -39,6 +39,7 @@ class GenerationRequest:
     prompt_logprobs: int | None = None
     structure: Structure | None = None
     kills_decoder: bool = False
+    cache_salt: str | None = None
 
     @property
     def echo_only(self) -> bool:
@@ -127,6 +128,7 @@ def parse_generation(body: dict[str, Any], *, chat: bool, model: str, max_model_
         kv_transfer_params=params,
         prompt_logprobs=_prompt_logprobs(fields, chat, stream),
         structure=structure_of(body, chat=chat),
+        cache_salt=fields.text("cache_salt"),
         kills_decoder=bool((fields.mapping("vllm_xargs") or {}).get(KILLS_DECODER)),
     )
 

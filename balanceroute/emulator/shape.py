@@ -13,6 +13,8 @@ class ClusterShape:
 
     A URL has `ranks_per_url` decode ranks behind it (1: one server per rank, what vllm-ascend recommends);
     all decode ranks share one barrier. time_scale: real seconds per modelled second.
+    prefix_caching: whether prefillers skip the blocks that they have; prompt_tokens_details: whether answers say how
+    many tokens that were.
     """
 
     prefillers: int = 1
@@ -35,6 +37,8 @@ class ClusterShape:
     preemption: Preemption = Preemption.POP_LAST
     lengths: OutputLengths = field(default_factory=OutputLengths)
     stream_interval: int = 1
+    prefix_caching: bool = False
+    prompt_tokens_details: bool = False
     time_scale: float = 1.0
 
     def __post_init__(self) -> None:

@@ -43,7 +43,9 @@ from balanceroute.engine import (
     Place,
     Prefiller,
     PrefillJob,
+    PrefixCache,
     TokenStream,
+    block_names,
 )
 from balanceroute.engine.tokens import EOS_ID, plan_length, prompt_digest
 
@@ -199,6 +201,7 @@ class PrefillWorker(Worker):
             overhead_s=shape.prefill_overhead_s,
             lanes=shape.prefill_lanes,
             lease_s=shape.pin_lease_s,
+            cache=PrefixCache(shape.prefill_blocks) if shape.prefix_caching else None,
         )
         self._wake = asyncio.Event()
         self._tasks: set[asyncio.Task[None]] = set()
@@ -227,6 +230,7 @@ class PrefillWorker(Worker):
                 f"{call.external_id(choice)}-{next(_sequence_numbers):08x}",
                 len(choice.prompt),
                 pin=request.is_probe and self.shape.connector is not Connector.MOONCAKE_LAYERWISE,
+                prefix=self._blocks_of(choice, request),
                 call=call,
                 choice=choice,
                 output_tokens=count,
@@ -235,6 +239,17 @@ class PrefillWorker(Worker):
             )
             self.prefiller.submit(job, now)
         self._wake.set()
+
+    def _blocks_of(self, choice: Choice, request: GenerationRequest) -> list[int]:
+        """None where a prompt is computed whole: caching is off, or its logprobs are wanted."""
+        if self.prefiller.cache is None or request.prompt_logprobs is not None:
+            return []
+        return block_names(choice.prompt, self.kv.block_size, request.cache_salt)
+
+    def reset_prefix_cache(self) -> None:
+        """Forget every cached block."""
+        if self.prefiller.cache is not None:
+            self.prefiller.cache.clear()
 
     def abort(self, call: Call) -> None:
         """Drop what has not been prefilled; pinned KV stays, as on the real engine."""
@@ -291,6 +306,8 @@ class PrefillWorker(Worker):
         """Start again under a new engine id."""
         super().come_back()
         self.pins = PinBook()
+        for name in ("prompt_tokens", "prefix_hits"):
+            self.counters[name] = 0
         self.prefiller.slowdown = 1.0
         self.exchange.register(self)
 
@@ -333,6 +350,9 @@ class PrefillWorker(Worker):
         call, choice = job.call, job.choice
         assert call is not None and choice is not None
         self.counters["prompt_tokens"] += job.prompt_tokens
+        self.counters["prefix_hits"] += job.cached_tokens
+        if self.shape.prompt_tokens_details:
+            call.cached_tokens = (call.cached_tokens or 0) + job.cached_tokens
         if job.output_tokens > 1:
             self._decoding[job.id] = job
             task = asyncio.get_running_loop().create_task(self._decode(job))

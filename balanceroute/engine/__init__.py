@@ -20,7 +20,7 @@ from balanceroute.engine.decode import (
 )
 from balanceroute.engine.kv_blocks import KvBlocks
 from balanceroute.engine.prefill import Prefiller, PrefillJob
-from balanceroute.engine.prefix_cache import PrefixCache
+from balanceroute.engine.prefix_cache import PrefixCache, block_names
 from balanceroute.engine.step_time import StepTimeModel
 from balanceroute.engine.tokens import OutputLengths, TokenStream, continuation, decode, encode
 
@@ -39,6 +39,7 @@ __all__ = [
     "StepPlan",
     "StepTimeModel",
     "TokenStream",
+    "block_names",
     "continuation",
     "decode",
     "encode",

@@ -3,6 +3,9 @@
     queued --(a lane and blocks are free)--> running --(prompt done)--> pinned --> pulled | expired
                                                                  \\--> gone, when nobody asked for the KV
 
+With a prefix cache, the leading blocks of a prompt that the cache holds when it starts are not computed; its own full
+blocks are there once it is done.
+
 "Delayed free": after a probe the blocks stay pinned until a decoder has pulled them or the lease passes. A
 prefiller whose blocks are all pinned computes nothing: the queue waits, exactly what a router's
 back-pressure must prevent. Nothing here knows the time: `now` (seconds) is an argument, and `next_event_s`
@@ -10,20 +13,28 @@ says when to call `advance` again.
 """
 
 import math
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
 from balanceroute.engine.kv_blocks import KvBlocks
+from balanceroute.engine.prefix_cache import PrefixCache
 from balanceroute.errors import ConfigError, InvariantError
 
 
 @dataclass(slots=True, eq=False)
 class PrefillJob:
-    """One prompt on a prefiller; drivers may subclass it. `pin`: keep the KV for a decoder (a probe)."""
+    """One prompt on a prefiller; drivers may subclass it.
+
+    `pin`: keep the KV for a decoder (a probe). `prefix`: names of its full blocks (`block_names`), where it may share
+    them. `cached_tokens`: of those that were not computed, once it has started.
+    """
 
     id: str
     prompt_tokens: int
     pin: bool = True
+    prefix: Sequence[Hashable] = ()
+    cached_tokens: int = 0
     start_s: float = math.inf
     done_s: float = math.inf
     expires_s: float = math.inf
@@ -36,7 +47,7 @@ class Prefiller(Generic[J]):
     """Computes `lanes` prompts at a time, each at `tokens_per_s`, first come first served.
 
     overhead_s: per prompt. lease_s: how long pinned KV waits for a decoder. slowdown: 1.0 is healthy, 10
-    ten times slower.
+    ten times slower. cache: None: prefix caching is off.
     """
 
     def __init__(
@@ -47,6 +58,7 @@ class Prefiller(Generic[J]):
         overhead_s: float = 0.0,
         lanes: int = 1,
         lease_s: float = 480.0,
+        cache: PrefixCache | None = None,
     ) -> None:
         if not tokens_per_s > 0 or lanes < 1 or not lease_s > 0 or overhead_s < 0:
             raise ConfigError(
@@ -58,6 +70,7 @@ class Prefiller(Generic[J]):
         self.overhead_s = overhead_s
         self.lanes = lanes
         self.lease_s = lease_s
+        self.cache = cache
         self.slowdown = 1.0
         self.expired = 0  # pins that ran into the lease so far
         self.queued: dict[str, J] = {}
@@ -130,6 +143,8 @@ class Prefiller(Generic[J]):
         for job_id in [*self.running, *self.pinned]:
             self.kv.release(job_id)
         self.queued, self.running, self.pinned = {}, {}, {}
+        if self.cache is not None:
+            self.cache.clear()
         return lost
 
     def prefill_s(self, prompt_tokens: int) -> float:
@@ -143,11 +158,16 @@ class Prefiller(Generic[J]):
                 return
             del self.queued[job.id]
             job.start_s = now
-            job.done_s = now + self.prefill_s(job.prompt_tokens)
+            if self.cache is not None:  # the last token is always computed
+                found = self.cache.found(job.prefix) * self.kv.block_size
+                job.cached_tokens = min(found, (job.prompt_tokens - 1) // self.kv.block_size * self.kv.block_size)
+            job.done_s = now + self.prefill_s(job.prompt_tokens - job.cached_tokens)
             self.running[job.id] = job
 
     def _finish(self, job: J, now: float) -> None:
         del self.running[job.id]
+        if self.cache is not None:
+            self.cache.compute(job.prefix)
         if job.pin:
             # not from `done_s`: a driver that stood still answers only now, and must not name KV that is gone already
             job.expires_s = now + self.lease_s

@@ -8,6 +8,15 @@ from collections import OrderedDict
 from collections.abc import Hashable, Sequence
 
 
+def block_names(ids: Sequence[int], block_size: int, salt: Hashable = None) -> list[int]:
+    """Names of a prompt's full blocks, each for all ids up to its end; other salts give other names."""
+    names, before = [], hash(salt)
+    for start in range(0, len(ids) - block_size + 1, block_size):
+        before = hash((before, tuple(ids[start : start + block_size])))
+        names.append(before)
+    return names
+
+
 class PrefixCache:
     """Blocks by name. Args: capacity_blocks: how many fit; 0: nothing is cached."""
 

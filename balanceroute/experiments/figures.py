@@ -271,6 +271,26 @@ def regret(losses: Mapping[str, Sequence[float]], stem: Path) -> Path:
     return save(figure, stem)
 
 
+def comparison(found: Mapping[str, Figures], title: str, stem: Path) -> Path:
+    """What every policy makes of the same requests: load spread, TPOT p95 and p99 wait, one bar each."""
+    plt = pyplot()
+    figure, axes = plt.subplots(1, 3, figsize=(11, 0.32 * len(found) + 1.4), sharey=True)
+    columns = (
+        ("load spread, 1,000 tokens", [1e-3 * f.load_spread_mean for f in found.values()]),
+        ("TPOT p95, ms", [1e3 * f.tpot_p95_s for f in found.values()]),
+        ("wait p99, s", [f.wait_p99_s for f in found.values()]),
+    )
+    for axis, (label, values) in zip(axes, columns, strict=True):
+        bars = axis.barh(range(len(values)), values, color=[COLOURS[0], *[COLOURS[1]] * (len(values) - 1)])
+        axis.bar_label(bars, fmt="%.3g", padding=2, fontsize=8)
+        axis.margins(x=0.15)
+        axis.set_xlabel(label)
+    axes[0].set_yticks(range(len(found)), list(found))
+    axes[0].invert_yaxis()
+    figure.suptitle(f"{title}, simulated")
+    return save(figure, stem)
+
+
 def load_sweep(loads: Sequence[float], lines: Mapping[str, Sequence[Figures]], workload: str, stem: Path) -> Path:
     """Load spread and p99 wait against the offered load."""
     plt = pyplot()

@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from balanceroute.core.prefill import PrefillPolicy, least_tokens, work
+from balanceroute.core.prefill import PrefillPolicy, cheapest, least_tokens, work
 from balanceroute.core.tracker import PrefillerBudget, RequestTracker
 from balanceroute.errors import InputError
 from balanceroute.experiments.jobs import Results, whole_trace
@@ -34,10 +34,24 @@ MATCH_RATIO = 0.3  # of the prompt: a shorter match is left to the loads
 GATE_RATIO, GATE_TOKENS = 1.5, 65_536  # the loads differ too much: by this factor and by so many tokens
 
 
+Choose = Callable[[Sequence[PrefillerBudget], RequestTracker], PrefillerBudget]
+"""A policy that says whom it takes, and not what the others would cost."""
+
+
+def by_choice(choose: Choose) -> PrefillPolicy:
+    """The one that is taken costs nothing, every other the same."""
+
+    def costs(ready: Sequence[PrefillerBudget], request: RequestTracker) -> list[int]:
+        chosen = choose(ready, request)
+        return [prefiller is not chosen for prefiller in ready]
+
+    return costs
+
+
 def random_choice(tier: PrefillTier) -> PrefillPolicy:
     """Any of them, seeded."""
     rng = random.Random(0)
-    return lambda ready, request: rng.choice(ready)
+    return by_choice(lambda ready, request: rng.choice(ready))
 
 
 def consistent_hash(blocks: int) -> Callable[[PrefillTier], PrefillPolicy]:
@@ -47,39 +61,47 @@ def consistent_hash(blocks: int) -> Callable[[PrefillTier], PrefillPolicy]:
         first = request.prefix[min(blocks, len(request.prefix)) - 1] if request.prefix else request.id
         return max(ready, key=lambda p: hashlib.blake2b(f"{first}/{p.spec.id}".encode(), digest_size=8).digest())
 
-    return lambda tier: choose
+    return lambda tier: by_choice(choose)
+
+
+def best_match(ready: Sequence[PrefillerBudget], request: RequestTracker) -> PrefillerBudget:
+    """The most cached blocks; of equal ones the fewest tokens in flight."""
+    return min(ready, key=lambda p: (-p.cache.matched(request.prefix), p.inflight_tokens, p.last_used))
 
 
 def longest_match(tier: PrefillTier) -> PrefillPolicy:
-    """The most cached blocks; of equal ones the fewest tokens in flight."""
-    return lambda ready, request: min(
-        ready, key=lambda p: (-p.cache.matched(request.prefix), p.inflight_tokens, p.last_used)
-    )
+    """The most cached blocks, whatever waits there."""
+    return by_choice(best_match)
 
 
 def gated_match(tier: PrefillTier) -> PrefillPolicy:
     """The longest match where it is long and the loads are level; else the fewest tokens in flight."""
-    match = longest_match(tier)
 
     def choose(ready: Sequence[PrefillerBudget], request: RequestTracker) -> PrefillerBudget:
         loads = [prefiller.inflight_tokens for prefiller in ready]
         uneven = max(loads) > GATE_RATIO * min(loads) and max(loads) - min(loads) > GATE_TOKENS
-        best = match(ready, request)
+        best = best_match(ready, request)
         short = best.cache.matched(request.prefix) < MATCH_RATIO * len(request.prefix)
-        return least_tokens(ready, request) if uneven or short else best
+        return cheapest(ready, least_tokens(ready, request)) if uneven or short else best
 
-    return choose
+    return by_choice(choose)
 
 
 def exact_knowledge(tier: PrefillTier) -> PrefillPolicy:
     """`prefix_affinity` on the true caches."""
 
-    def cost(prefiller: PrefillerBudget, request: RequestTracker) -> tuple[int, int]:
-        uncached = tier.uncached(prefiller.spec.id, request.prefix, request.prompt_tokens)
+    def costs(ready: Sequence[PrefillerBudget], request: RequestTracker) -> list[int]:
         lone_tokens = request.prompt_tokens - request.shared_blocks * request.block_tokens
-        return work(prefiller.inflight_uncached_tokens, uncached, lone_tokens), prefiller.last_used
+        return [
+            work(
+                prefiller.inflight_uncached_tokens,
+                tier.uncached(prefiller.spec.id, request.prefix, request.prompt_tokens),
+                lone_tokens,
+            )
+            for prefiller in ready
+        ]
 
-    return lambda ready, request: min(ready, key=lambda prefiller: cost(prefiller, request))
+    return costs
 
 
 RIVALS: dict[str, str | Callable[[PrefillTier], PrefillPolicy]] = {

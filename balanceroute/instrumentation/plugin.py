@@ -71,7 +71,7 @@ class Recorder:
             return
         try:
             self._pid = os.getpid()
-            self._log = StepLog(self._folder, dp_rank(core))
+            self._log = StepLog(self._folder, dp_rank(core), prefills=only_prefills(core))
             if core.scheduler is not self._watched:
                 self._watched = core.scheduler
                 core.scheduler.schedule = self._recorded_schedule(core.scheduler)
@@ -145,6 +145,12 @@ def dp_rank(core: Any) -> str:
             return str(value)
     named = re.search(r"DP(\d+)", multiprocessing.current_process().name)
     return named[1] if named else _rank_argument(sys.argv)
+
+
+def only_prefills(core: Any) -> bool:
+    """Whether the engine is the producer of a prefill-decode pair."""
+    transfer = getattr(getattr(core, "vllm_config", None), "kv_transfer_config", None)
+    return getattr(transfer, "kv_role", None) == "kv_producer"
 
 
 def _rank_argument(arguments: Sequence[str]) -> str:

@@ -1,24 +1,48 @@
-"""What step logs say: how far apart the ranks' loads were, and what a step costs per token of load.
+"""What step logs say: how far apart the ranks' loads were, and what a step costs per token and per request.
 
-Each file is one rank. A rank's load at a time is that of its last step before it, so ranks are compared at the ends of
-all steps, over the span that all files cover. `load_spread` is max - min over the ranks; its mean is weighted by the
-time until the next step's end. The fit is least squares of step_ms = a * L + b over the decode steps: those with a
-request in them and none that has just joined, whose prompt or transfer they would count. L is the rank's own load, and
-with several files also the largest load of all ranks at that time, which is what a barrier waits for.
+Each file is one rank. Which ranks wait for each other is found in the files: the steps of one barrier end together, so
+the ends of one rank's steps fall on one phase of the other's; the steps of separate servers drift through all phases.
+Two files of one rank number are separate servers in any case, and too few steps to tell count as one barrier. A
+prefiller is not a decode rank: the plugin names its file so, and a file in which no request stays for a second step,
+and a token costs what it costs to compute, is one, too. It is listed and left out of all else.
+
+A rank's load at a time is that of its last step before it, so the ranks of a barrier are compared at the ends of all
+their steps, over the span that all of them cover. `load_spread` is max - min over the ranks, in KV tokens; its mean is
+weighted by the time until the next step's end.
+
+The fit is least squares of step_ms = a * (L + c * n) + b over the decode steps: those with a request in them and none
+that has just joined, whose prompt or transfer they would count. L and n are the rank's own KV tokens and requests;
+behind a barrier they are those of the rank with the largest L + c * n, for which the others wait (c from the fit
+before, until it stays). Steps far off the line (pauses of the engine) are dropped once. A c that is no larger than its
+error is 0. `doubt` says when the fit means nothing.
+
+Behind a barrier every rank's steps take as long as the slowest one's, so its ranks have one speed. Ranks and groups
+that step independently have the a of their own fits: relative to the middle one, that is their speed.
 """
 
 import csv
+import re
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from balanceroute.instrumentation.step_log import COLUMNS
+from balanceroute.instrumentation.step_log import COLUMNS, PREFILL_NAME
 
 Floats = NDArray[np.float64]
+
+ENOUGH_STEPS = 30  # fewer say little: of a slope, of a common barrier, or of what kind of engine it was
+LEAST_R2 = 0.2  # share of the variance below which a fit is no use for predicting a step
+LEAST_T = 4.0  # errors that a coefficient must be away from 0: one in 15,000 by chance
+FAR_OFF = 8.0  # median absolute deviations: a step further off the line is a pause, not a step
+TOGETHER = 0.7  # mean resultant length of the phases: 1 in lock-step, near 0 for steps that drift past each other
+COMPUTED_US = 5.0  # per token: no engine reads a token's KV that slowly, and none computes a prompt as fast
+SAME_SPEED = 0.05  # slopes that differ by less are the same engine's on two days
+ROUNDS = 8  # of c; it settles in two or three
 
 
 class BadStepLog(ValueError):
@@ -27,12 +51,18 @@ class BadStepLog(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class Fit:
-    """step_ms = a_us_per_token * L / 1000 + b_ms; `r2` is the share of the variance that it explains."""
+    """step_ms = a_us_per_token * (L + c_tokens * n) / 1000 + b_ms.
+
+    `r2` is the share of the variance that it explains; `doubt` is why it means nothing, None where it does mean
+    something.
+    """
 
     a_us_per_token: float
     b_ms: float
     r2: float
     steps: int
+    c_tokens: float = 0.0
+    doubt: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,23 +78,51 @@ class RankSummary:
     mean_tokens: float
     max_waiting: int
     max_kv_cache_usage: float
+    prefiller: bool
     fit: Fit | None
 
 
 @dataclass(frozen=True, slots=True)
-class Summary:
-    """All files together; the spread is None with fewer than two that overlap."""
+class Group:
+    """Decode ranks that step together, or one alone; the spread is None for one alone.
 
-    ranks: list[RankSummary]
+    `speed`: seconds per token relative to the other groups, None where the fits do not say.
+    """
+
+    files: tuple[str, ...]
     overlap_s: float
     load_spread_mean: float | None
     load_spread_p99: float | None
     load_spread_of_mean_ratio: float | None
-    envelope_fit: Fit | None
+    fit: Fit | None
+    speed: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Summary:
+    """All files together; what is said of the ranks of one barrier is None unless there is exactly one."""
+
+    ranks: list[RankSummary]
+    groups: list[Group]
+    overlap_s: float
+    load_spread_mean: float | None = None
+    load_spread_p99: float | None = None
+    load_spread_of_mean_ratio: float | None = None
+    envelope_fit: Fit | None = None
+
+    @property
+    def usable(self) -> list[Fit]:
+        """The groups' fits that mean something."""
+        return [group.fit for group in self.groups if group.fit is not None and group.fit.doubt is None]
+
+    @property
+    def request_tokens(self) -> int | None:
+        """c for the configuration: the middle one of the groups'; None where no fit means anything."""
+        return round(median(fit.c_tokens for fit in self.usable)) if self.usable else None
 
     def as_dict(self) -> dict[str, Any]:
         """For JSON."""
-        return asdict(self)
+        return {**asdict(self), "request_tokens": self.request_tokens}
 
 
 def read(path: Path) -> Floats:
@@ -85,7 +143,7 @@ def read(path: Path) -> Floats:
                 values = [float(value) for value in row]
             except ValueError:
                 values = []
-            if len(values) == len(COLUMNS):
+            if len(values) == len(COLUMNS) and np.isfinite(values).all():
                 rows.append(values)
             else:
                 broken = number
@@ -96,36 +154,144 @@ def summarise(paths: Sequence[Path]) -> Summary:
     """Read and compare. Raises: BadStepLog; OSError."""
     logs = [(path, read(path)) for path in paths]
     ranks = [_rank(path, steps) for path, steps in logs]
-    filled = [steps for _, steps in logs if len(steps)]
-    start = max((steps[0, 0] for steps in filled), default=0.0)
-    stop = min((steps[-1, 0] for steps in filled), default=0.0)
-    if len(filled) < 2 or stop <= start:
-        return Summary(ranks, max(0.0, stop - start), None, None, None, None)
-    times = np.unique(np.concatenate([steps[:, 0] for steps in filled]))
+    decoding = [log for log, rank in zip(logs, ranks, strict=True) if len(log[1]) and not rank.prefiller]
+    groups = with_speeds([_group(members) for members in in_groups(decoding)])
+    several = [group for group in groups if len(group.files) > 1]
+    if len(groups) > 1 or not several:
+        return Summary(ranks, groups, max((group.overlap_s for group in groups), default=0.0))
+    (group,) = several
+    return Summary(
+        ranks,
+        groups,
+        group.overlap_s,
+        group.load_spread_mean,
+        group.load_spread_p99,
+        group.load_spread_of_mean_ratio,
+        group.fit,
+    )
+
+
+Log = tuple[Path, Floats]
+
+
+def in_groups(logs: Sequence[Log]) -> list[list[Log]]:
+    """The ranks that step together, in the order of the files."""
+    groups: list[list[Log]] = []
+    for log in logs:
+        home = next((group for group in groups if all(step_together(log, member) for member in group)), None)
+        if home is None:
+            groups.append([log])
+        else:
+            home.append(log)
+    return groups
+
+
+def step_together(one: Log, other: Log) -> bool:
+    """Whether two ranks share a barrier, as far as their files tell."""
+    if rank_number(one[0]) is not None and rank_number(one[0]) == rank_number(other[0]):
+        return False
+    start, stop = max(one[1][0, 0], other[1][0, 0]), min(one[1][-1, 0], other[1][-1, 0])
+    if stop <= start:
+        return False
+    ends, others = (np.unique(log[1][:, 0]) for log in (one, other))
+    ends = ends[(ends > others[0]) & (ends < others[-1])]
+    after = np.searchsorted(others, ends, side="right")
+    before, period = others[after - 1], others[after] - others[after - 1] if len(ends) else np.empty(0)
+    stepping = period < 5 * np.median(np.diff(others)) if len(ends) else np.empty(0, dtype=np.bool_)
+    if np.count_nonzero(stepping) < ENOUGH_STEPS:
+        return True
+    phases = np.exp(2j * np.pi * ((ends - before) / period)[stepping])
+    return bool(abs(phases.mean()) >= TOGETHER)
+
+
+def rank_number(path: Path) -> str | None:
+    """The DP rank that the file's name says."""
+    named = re.search(r"dp(\d+)", path.name)
+    return named[1] if named else None
+
+
+@dataclass(frozen=True, slots=True)
+class Observed:
+    """The decode steps of the ranks of one barrier: tokens and requests, shape (ranks, steps), and what each cost."""
+
+    loads: Floats
+    requests: Floats
+    step_ms: Floats
+
+    @classmethod
+    def of(cls, logs: Sequence[Floats], start: float, stop: float) -> "Observed":
+        """The steps that end from `start` to `stop`, every rank's, with what all ranks had then."""
+        within = [steps[_decodes(steps) & (steps[:, 0] >= start) & (steps[:, 0] <= stop)] for steps in logs]
+        together = np.concatenate(within)
+        present = np.stack([_at(steps, together[:, 0]) for steps in logs])
+        return cls(present[:, :, 3], present[:, :, 2], together[:, 1])
+
+    def fit(self) -> Fit | None:
+        """What the slowest rank of each step costs."""
+        columns = np.arange(len(self.step_ms))
+        found, c_tokens = None, 0.0
+        for _ in range(ROUNDS):
+            slowest = (self.loads + c_tokens * self.requests).argmax(axis=0)
+            found = _fit(self.loads[slowest, columns], self.requests[slowest, columns], self.step_ms)
+            if found is None or found.doubt is not None or found.c_tokens == c_tokens:
+                break
+            c_tokens = found.c_tokens
+        return found
+
+    def slope_with(self, c_tokens: float) -> float:
+        """a where c is given, us per token; nan where there is none."""
+        load = (self.loads + c_tokens * self.requests).max(axis=0)
+        found = _fit(load, np.zeros_like(load), self.step_ms)
+        return np.nan if found is None or found.doubt is not None else found.a_us_per_token
+
+
+def _group(members: Sequence[Log]) -> tuple[Group, Observed]:
+    files, logs = tuple(path.name for path, _ in members), [steps for _, steps in members]
+    start, stop = max(steps[0, 0] for steps in logs), min(steps[-1, 0] for steps in logs)
+    observed = Observed.of(logs, start, stop)
+    if len(members) == 1:
+        return Group(files, float(stop - start), None, None, None, observed.fit()), observed
+    times = np.unique(np.concatenate([steps[:, 0] for steps in logs]))
     times = times[(times >= start) & (times <= stop)]
-    loads = np.stack([_at(steps, times) for steps in filled])
+    loads = np.stack([_at(steps, times)[:, 3] for steps in logs])
     spread = loads.max(axis=0) - loads.min(axis=0)
     weights = np.diff(times, append=times[-1])
     mean = float(np.average(spread, weights=weights)) if weights.sum() else float(spread.mean())
     mean_load = float(np.average(loads.mean(axis=0), weights=weights)) if weights.sum() else float(loads.mean())
-    within = [steps[_decodes(steps) & (steps[:, 0] >= start) & (steps[:, 0] <= stop)] for steps in filled]
-    together = np.concatenate(within)
-    envelope = np.max([_at(steps, together[:, 0]) for steps in filled], axis=0)
-    return Summary(
-        ranks=ranks,
+    group = Group(
+        files=files,
         overlap_s=float(stop - start),
         load_spread_mean=mean,
         load_spread_p99=float(np.percentile(spread, 99)),
         load_spread_of_mean_ratio=mean / mean_load if mean_load else None,
-        envelope_fit=_fit(envelope, together[:, 1]),
+        fit=observed.fit(),
     )
+    return group, observed
+
+
+def with_speeds(found: Sequence[tuple[Group, Observed]]) -> list[Group]:
+    """The groups with their speeds, where there are several and each one's fit means something.
+
+    All are fitted anew with one c, the middle one: where requests bring their tokens, a slope trades with its c.
+    """
+    groups = [group for group, _ in found]
+    fits = [group.fit for group in groups if group.fit is not None and group.fit.doubt is None]
+    if len(groups) < 2 or len(fits) < len(groups):
+        return groups
+    c_tokens = median(fit.c_tokens for fit in fits)
+    slopes = np.array([observed.slope_with(c_tokens) for _, observed in found])
+    if not np.isfinite(slopes).all():
+        return groups
+    speeds = (slopes / np.median(slopes)).round(2)
+    speeds[np.abs(speeds - 1.0) < SAME_SPEED] = 1.0
+    return [replace(group, speed=speed) for group, speed in zip(groups, speeds.tolist(), strict=True)]
 
 
 def _at(steps: Floats, times: Floats) -> Floats:
-    """A rank's load at each of some times: that of its last step not after it."""
+    """A rank's steps at each of some times: the last one not after it."""
     last = np.clip(np.searchsorted(steps[:, 0], times, side="right") - 1, 0, None)
-    loads: Floats = steps[last, 3]
-    return loads
+    found: Floats = steps[last]
+    return found
 
 
 def _decodes(steps: Floats) -> NDArray[np.bool_]:
@@ -136,9 +302,9 @@ def _decodes(steps: Floats) -> NDArray[np.bool_]:
 
 
 def _rank(path: Path, steps: Floats) -> RankSummary:
+    named = path.name.startswith(PREFILL_NAME)
     if not len(steps):
-        return RankSummary(path.name, 0, 0.0, 0.0, 0.0, 0.0, 0.0, 0, 0.0, None)
-    busy = steps[_decodes(steps)]
+        return RankSummary(path.name, 0, 0.0, 0.0, 0.0, 0.0, 0.0, 0, 0.0, named, None)
     return RankSummary(
         file=path.name,
         steps=len(steps),
@@ -149,16 +315,101 @@ def _rank(path: Path, steps: Floats) -> RankSummary:
         mean_tokens=float(steps[:, 3].mean()),
         max_waiting=int(steps[:, 4].max()),
         max_kv_cache_usage=float(steps[:, 5].max()),
-        fit=_fit(busy[:, 3], busy[:, 1]),
+        prefiller=named or only_prefills(steps),
+        fit=_fit_of(steps),
     )
 
 
-def _fit(load: Floats, step_ms: Floats) -> Fit | None:
+def only_prefills(steps: Floats) -> bool:
+    """Whether no request stays for a second step, and tokens cost what it costs to compute them."""
+    busy = steps[steps[:, 2] > 0]
+    if len(busy) < ENOUGH_STEPS:
+        return False
+    running, change = busy[1:, 2], np.diff(busy[:, 3])
+    same = running == busy[:-1, 2]
+    stayed = same & (change > 0) & (change <= 8 * running)  # a token each, or a few where the engine speculates
+    jumps = float(np.median(np.abs(change))) > 16 * float(np.median(running))
+    fit = _fit(busy[:, 3], busy[:, 2], busy[:, 1])
+    computes = fit is not None and fit.a_us_per_token >= COMPUTED_US and fit.b_ms < 0.5 * float(busy[:, 1].mean())
+    return bool(stayed.mean() < 0.01 and jumps and computes)
+
+
+# -- the fit -------------------------------------------------------------------------------------------------
+
+
+def _fit_of(steps: Floats) -> Fit | None:
+    busy = steps[_decodes(steps)]
+    return _fit(busy[:, 3], busy[:, 2], busy[:, 1])
+
+
+def _fit(load: Floats, requests: Floats, step_ms: Floats) -> Fit | None:
     """None where there is nothing to tell a slope from: fewer than three steps, or all with one load."""
     if len(load) < 3 or float(np.ptp(load)) == 0.0:
         return None
-    slope, base = np.polyfit(load, step_ms, 1)
-    rest = step_ms - (slope * load + base)
-    total = float(((step_ms - step_ms.mean()) ** 2).sum())
-    r2 = 1.0 - float((rest**2).sum()) / total if total else 1.0
-    return Fit(float(slope) * 1e3, float(base), r2, len(load))
+    first = _Line.through(load, requests, step_ms)
+    near = first.near(step_ms)
+    if near.all() or near.sum() < 3 or float(np.ptp(load[near])) == 0.0:
+        return first.fit()
+    return _Line.through(load[near], requests[near], step_ms[near]).fit()
+
+
+@dataclass(frozen=True, slots=True)
+class _Line:
+    """A least-squares solution: coefficients of tokens, requests (0 where they say nothing) and 1, ms."""
+
+    per_token: float
+    per_request: float
+    base: float
+    token_t: float
+    rest: Floats
+    r2: float
+
+    @classmethod
+    def through(cls, load: Floats, requests: Floats, step_ms: Floats) -> "_Line":
+        if len(load) >= ENOUGH_STEPS and float(np.ptp(requests)) > 0:
+            (token, request, base), errors, rest, r2 = _least_squares(step_ms, load, requests)
+            if request > LEAST_T * errors[1]:
+                return cls(token, request, base, token / errors[0] if errors[0] else np.inf, rest, r2)
+        (token, base), errors, rest, r2 = _least_squares(step_ms, load)
+        return cls(token, 0.0, base, token / errors[0] if errors[0] else np.inf, rest, r2)
+
+    def near(self, step_ms: Floats) -> NDArray[np.bool_]:
+        """Which steps are not far off the line."""
+        off = np.abs(self.rest - np.median(self.rest))
+        limit = max(FAR_OFF * 1.4826 * float(np.median(off)), 1e-6 * float(np.abs(step_ms).max()))
+        return off <= limit
+
+    def fit(self) -> Fit:
+        c_tokens = self.per_request / self.per_token if self.per_token > 0 else 0.0
+        return Fit(self.per_token * 1e3, self.base, self.r2, len(self.rest), c_tokens, self.doubt())
+
+    def doubt(self) -> str | None:
+        """Why the fit means nothing."""
+        if self.per_token <= 0:
+            return "the slope is not above zero: time does not follow the KV tokens"
+        if self.token_t < LEAST_T:
+            return "the slope is no larger than its error"
+        if self.r2 < LEAST_R2:
+            return f"it explains {self.r2:.0%} of the variance of step times"
+        if len(self.rest) < ENOUGH_STEPS:
+            return f"{len(self.rest)} steps are too few"
+        return None
+
+
+def _least_squares(step_ms: Floats, *columns: Floats) -> tuple[list[float], list[float], Floats, float]:
+    """Coefficients (the last is that of 1), their standard errors, what is left over, and R^2."""
+    scales = [float(np.abs(column).max()) or 1.0 for column in columns] + [1.0]
+    matrix = np.stack([*(c / s for c, s in zip(columns, scales, strict=False)), np.ones(len(step_ms))], axis=1)
+    solution = np.linalg.lstsq(matrix, step_ms, rcond=None)[0]
+    rest: Floats = step_ms - matrix @ solution
+    total, left = float(((step_ms - step_ms.mean()) ** 2).sum()), float((rest**2).sum())
+    free = max(1, len(step_ms) - matrix.shape[1])
+    variances = np.diag(np.linalg.pinv(matrix.T @ matrix)) * left / free
+    errors = np.sqrt(np.clip(variances, 0.0, None))
+    r2 = 1.0 - left / total if total else 1.0
+    return (
+        [float(value / scale) for value, scale in zip(solution, scales, strict=True)],
+        [float(value / scale) for value, scale in zip(errors, scales, strict=True)],
+        rest,
+        r2,
+    )

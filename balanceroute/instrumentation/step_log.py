@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import TextIO
 
 COLUMNS = ("time", "step_cost_ms", "running_reqs", "total_tokens", "waiting_reqs", "kv_cache_usage")
+PREFILL_NAME = "steps-prefill-"  # what the name of a prefiller's file begins with
 FLUSH_EVERY_S = 1.0  # a killed engine loses about that much
 
 
@@ -35,7 +36,8 @@ class Batch:
 class StepLog:
     """The file of one DP rank; opened at the first step, so in the process that steps.
 
-    Args: folder: created if missing. rank: of the name. clock: monotonic seconds; wall: Unix seconds.
+    Args: folder: created if missing. rank: of the name. clock: monotonic seconds; wall: Unix seconds. prefills: whether
+    the engine computes prompts for others to decode.
     """
 
     def __init__(
@@ -44,16 +46,19 @@ class StepLog:
         rank: str,
         clock: Callable[[], float] = time.perf_counter,
         wall: Callable[[], float] = time.time,
+        *,
+        prefills: bool = False,
     ) -> None:
         self._folder, self._rank, self._clock, self._wall = folder, rank, clock, wall
+        self._name = PREFILL_NAME if prefills else "steps-"
         self._file: TextIO | None = None
         self._under_way: deque[tuple[float, Batch]] = deque()
         self._ended = self._flushed = float("-inf")
 
     @property
     def path(self) -> Path:
-        """Rank and process: a prefiller and a decoder of one machine may both be rank 0."""
-        return self._folder / f"steps-dp{self._rank}-{os.getpid()}.csv"
+        """Kind, rank and process: servers of one machine may both have a rank 0."""
+        return self._folder / f"{self._name}dp{self._rank}-{os.getpid()}.csv"
 
     def scheduled(self, batch: Batch, began: float) -> None:
         """A batch was put together by a call that began at `began` (of `clock`)."""

@@ -13,7 +13,7 @@ import numpy as np
 
 from balanceroute import report
 from balanceroute.core.policies import PolicySettings, make_policy
-from balanceroute.core.prefill import PREFILL_POLICIES, PrefillPolicy
+from balanceroute.core.prefill import PrefillPolicy
 from balanceroute.core.scheduler import Scheduler, SchedulerConfig
 from balanceroute.core.types import Outcome, RequestSpec, Role, WorkerSpec
 from balanceroute.engine import PrefixCache
@@ -89,7 +89,8 @@ def replay_prefill(
         make_policy(PolicySettings(policy="pool_fifo")),
         SchedulerConfig(prefill_policy=policy if isinstance(policy, str) else "least_tokens"),
     )
-    scheduler.prefill_policy = PREFILL_POLICIES[policy] if isinstance(policy, str) else policy(tier)
+    if not isinstance(policy, str):
+        scheduler.prefill_policy = policy(tier)
     for name in tier.names:
         scheduler.add_worker(WorkerSpec(name, Role.PREFILL), 0.0)
         scheduler.report_prefix_cache(name, cache_tokens, 0.0)

@@ -13,6 +13,7 @@ BOUNDS = {
     "pool": ("pool", 1, 1_000_000),
     "step_cost_s": ("step cost", 0, 1),
     "step_overhead_s": ("step overhead", 0, 1_000_000),
+    "request_tokens": ("request tokens", 0, 10_000_000),  # as in the configuration
     "prefillers": ("prefillers", 0, 4096),
     "prefill_tokens_per_s": ("prefill rate", 1, 1_000_000_000),
     "prefix_cache_tokens": ("prefix cache", 0, 1_000_000_000),
@@ -51,8 +52,9 @@ class Setting:
         transfer_steps: steps for which an admitted request holds its slot before it runs.
         telemetry_lag_steps: steps by which the router hears of starts, tokens and departures too late.
         kv_capacity_tokens: KV tokens that fit one worker; beyond, the last running request is recomputed.
+        request_tokens: KV tokens that every request of the fullest worker costs like, beside its own (c).
         speeds: seconds per token of each worker relative to the others; empty: all 1.
-        speed_aware: whether the router knows `speeds`.
+        speed_aware: whether the router knows `speeds` and `request_tokens`.
         failures: workers that are lost, and when.
     """
 
@@ -68,6 +70,7 @@ class Setting:
     transfer_steps: int = 0
     telemetry_lag_steps: int = 0
     kv_capacity_tokens: int | None = None
+    request_tokens: int = 0
     speeds: tuple[float, ...] = ()
     speed_aware: bool = True
     failures: tuple[Failure, ...] = ()
@@ -79,8 +82,9 @@ class Setting:
 
     @property
     def reference(self) -> ReferenceSetting:
-        """The part of the setting that ideal capacity depends on."""
-        return ReferenceSetting(self.n_workers, self.slots, self.step_cost_s, self.step_overhead_s)
+        """The part of the setting that ideal capacity depends on: with full slots, c is part of every step."""
+        requests_s = self.step_cost_s * self.request_tokens * self.slots
+        return ReferenceSetting(self.n_workers, self.slots, self.step_cost_s, self.step_overhead_s + requests_s)
 
     def checked(self) -> "Setting":
         """The setting itself. Raises: InputError that names the first value which makes no sense."""

@@ -115,7 +115,9 @@ class Simulation:
             scheduler.report_prefix_cache(name, setting.prefix_cache_tokens, 0.0)
         for index in range(setting.n_workers):
             speed = setting.speeds[index] if setting.speeds and setting.speed_aware else 1.0
-            scheduler.add_worker(WorkerSpec(f"d{index}", Role.DECODE, slots=setting.slots, speed=speed), 0.0)
+            each = setting.request_tokens if setting.speed_aware else 0
+            spec = WorkerSpec(f"d{index}", Role.DECODE, slots=setting.slots, speed=speed, request_tokens=each)
+            scheduler.add_worker(spec, 0.0)
         return scheduler
 
     def run(self, on_progress: Progress | None = None) -> Outcome:
@@ -255,10 +257,13 @@ class Simulation:
         """One barrier-to-barrier step of all workers."""
         ranks, setting = self.ranks, self.setting
         loads: list[int] | list[float] = ranks.loads
+        if setting.request_tokens:
+            loads = [load + setting.request_tokens * count for load, count in zip(loads, ranks.counts, strict=True)]
+        total = sum(loads)
         if setting.speeds:
             loads = [load * speed for load, speed in zip(loads, setting.speeds, strict=True)]
         duration = setting.step_cost_s * max(loads) + setting.step_overhead_s
-        level = sum(ranks.loads) / self.up_capacity()
+        level = total / self.up_capacity()
         if setting.failures:
             loads = [load for load, rank in zip(loads, ranks.ranks, strict=True) if rank.up]
         self.recorder.step(loads, level, sum(ranks.counts), self.t, duration)

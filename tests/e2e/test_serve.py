@@ -10,7 +10,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -18,22 +18,15 @@ import httpx
 import openai
 import pytest
 
+from balanceroute.cli.emulate import DECODE_PORT_OFFSET
 from balanceroute.engine.tokens import FIRST_TRIPLE_ID, continuation, decode
+from tests.ports import free_base_port
 
 pytestmark = pytest.mark.e2e
 
 
-def free_base_port() -> int:
-    """A port below the ephemeral range, free together with the ones that the emulator opens from it."""
-    for base in random.SystemRandom().sample(range(11_000, 31_000, 200), 50):
-        with ExitStack() as stack:
-            try:
-                for port in (base, base + 1, *range(base + 100, base + 104)):
-                    stack.enter_context(socket.socket()).bind(("127.0.0.1", port))
-            except OSError:
-                continue
-            return base
-    pytest.skip("no free ports")
+# a prefiller or two, and up to four decode ranks
+PORTS = (0, 1, *range(DECODE_PORT_OFFSET, DECODE_PORT_OFFSET + 4))
 
 
 @contextmanager
@@ -74,7 +67,7 @@ class Deployment:
 def emulator(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, Path]]:
     """A running cluster: a worker's URL and the configuration for it."""
     folder = tmp_path_factory.mktemp("emulate")
-    base, config, log = free_base_port(), folder / "cluster.yaml", folder / "emulate.log"
+    base, config, log = free_base_port(PORTS), folder / "cluster.yaml", folder / "emulate.log"
     flags = ["--prefill", "2", "--decode", "4", "--max-num-seqs", "16", "--time-scale", "0.05"]
     with process("emulate", *flags, "--base-port", str(base), "--write-config", str(config), log=log) as running:
         wait_for(f"http://127.0.0.1:{base}/health", log, running)

@@ -2,7 +2,6 @@
 
 import asyncio
 import json
-import socket
 from typing import Any
 
 import httpx
@@ -15,26 +14,18 @@ from balanceroute.emulator.processes import members_of
 from balanceroute.engine.tokens import continuation, decode
 from balanceroute.errors import ConfigError
 from tests.integration.test_proxy_answers import PROMPT, completion
+from tests.ports import HOST, free_base_port
 
 pytestmark = pytest.mark.anyio
 
-HOST = "127.0.0.1"
 SHAPE = ClusterShape(prefillers=1, decoders=2, lease_s=30.0)
 PROBE = {"do_remote_decode": True, "do_remote_prefill": False}
 
 
-def free_ports(count: int) -> list[int]:
-    sockets = [socket.socket() for _ in range(count)]
-    for each in sockets:
-        each.bind((HOST, 0))
-    ports = [each.getsockname()[1] for each in sockets]
-    for each in sockets:
-        each.close()
-    return ports
-
-
 def a_cluster(shape: ClusterShape, groups: int) -> ProcessCluster:
-    ports = free_ports(shape.prefillers + shape.decoders + 1)
+    count = shape.prefillers + shape.decoders + 1
+    base = free_base_port(range(count))
+    ports = list(range(base, base + count))
     members = members_of(shape, groups, HOST, ports[: shape.prefillers], ports[shape.prefillers : -1])
     return ProcessCluster(shape, members, HOST, ports[-1])
 

@@ -160,11 +160,14 @@ class Attacked:
     prefiller: Evil
     decoder: Evil
 
-    async def complete(self, *, chat: bool = False, **fields: Any) -> httpx.Response:
+    async def complete(
+        self, *, chat: bool = False, headers: dict[str, str] | None = None, **fields: Any
+    ) -> httpx.Response:
         """One completion, whatever its answer."""
         path = "/v1/chat/completions" if chat else "/v1/completions"
         prompt: dict[str, Any] = {"messages": [{"role": "user", "content": "hi"}]} if chat else {"prompt": "hi"}
-        return await self.client.post(path, json={"model": "m", **prompt, "max_tokens": 2, **fields})
+        body = {"model": "m", **prompt, "max_tokens": 2, **fields}
+        return await self.client.post(path, json=body, headers=headers)
 
     async def metrics(self) -> str:
         """What the router counts."""

@@ -6,6 +6,7 @@ then the id gives them away, because vLLM puts X-Request-Id into the `id` of eve
 
 import asyncio
 import logging
+import re
 from collections.abc import AsyncIterator, Callable
 from typing import Any
 
@@ -184,3 +185,42 @@ async def test_a_worker_that_was_down_is_known_afresh() -> None:
         router.decoder.answer = lambda asked: reply({**answered(asked), "id": "own"})
         await eventually(lambda: fleet["d0"].healthy)
         assert (await router.complete()).status_code == 200
+
+
+SHAPES: dict[str, dict[str, Any]] = {
+    "whole": {},
+    "assembled": {"max_tokens": 200},
+    "stream": {"stream": True},
+    "whole n": {"n": 2},
+    "stream n": {"n": 2, "stream": True},
+    "scored": {"echo": True, "logprobs": 1, "max_tokens": 0},
+    "scored stream": {"echo": True, "max_tokens": 0, "stream": True},
+}
+
+
+@pytest.mark.parametrize("stage", ["prefill", "decode"])
+@pytest.mark.parametrize("shape", SHAPES)
+async def test_a_client_sees_the_same_id_however_many_tries_its_answer_took(
+    router: Attacked, shape: str, stage: str
+) -> None:
+    """Every try has an X-Request-Id of its own, and engines make their `id` of it."""
+    scored = shape.startswith("scored")
+    if scored and stage == "decode":
+        pytest.skip("no decoder is asked")
+
+    def failed(asked: Asked) -> bytes:
+        return reply({"error": {"message": "no", "code": 500}}, status="500 Internal Server Error")
+
+    if scored:
+        router.prefiller.answer = once(failed, lambda asked: reply(probed(asked, kv_transfer_params=None)))
+    elif stage == "prefill":
+        router.prefiller.answer = once(failed, well_prefilled)
+    else:
+        router.decoder.answer = once(failed, well_decoded)
+    said = await router.complete(**SHAPES[shape], headers={"X-Request-Id": "mine"})
+    assert said.status_code == 200
+    ids = set(re.findall(r'"id":"([^"]*)"', said.text))
+    assert len(ids) == 1, ids
+    assert re.fullmatch(r"cmpl-mine-[0-9a-f]{8}", ids.pop())
+    asked = [one.id for one in (*router.prefiller.asked, *router.decoder.asked)]
+    assert any(re.fullmatch(r"mine-[0-9a-f]{8}(-\d)?-2", one) for one in asked), asked

@@ -198,3 +198,25 @@ def test_a_journal_of_an_unknown_prefill_policy_is_refused(path: Path) -> None:
     path.write_text(text.replace('"prefill_policy":"least_tokens"', '"prefill_policy":"psychic"'))
     with pytest.raises(InputError, match="line 1: .*psychic"):
         replay(path)
+
+
+def test_the_hashes_of_prompts_stay_in_the_router_and_the_journal_replays_all_the_same(tmp_path: Path) -> None:
+    path, hashes = tmp_path / "journal", [2**64 - 1 - block for block in range(5)]
+    scheduler = RecordingScheduler(
+        PolicySettings(policy="br_0"), SchedulerConfig(prefill_policy="prefix_affinity"), path
+    )
+    for name in ("p0", "p1"):
+        scheduler.add_worker(WorkerSpec(name, Role.PREFILL), 0.0)
+    scheduler.add_worker(WorkerSpec("d0", Role.DECODE), 0.0)
+    chosen = []
+    for turn in range(1, 6):
+        scheduler.submit(RequestSpec(f"r{turn}", 100 * turn, prefix=hashes[:turn], block_tokens=100), 1.0 * turn)
+        chosen += scheduler.dispatch(1.0 * turn)
+        scheduler.prefilled(f"r{turn}", 100 * turn, turn + 0.5, cached_tokens=100 * (turn - 1))
+    scheduler.close()
+    assert {prefill.worker for prefill in chosen} == {"p0"}  # all turns where the first one went
+    text = path.read_text()
+    assert not any(str(block) in text for block in hashes)
+    specs = [json.loads(line)["args"]["spec"] for line in text.splitlines()[1:] if '"submit"' in line]
+    assert specs[4]["prefix"][:2] == specs[1]["prefix"]
+    assert replay(path).difference is None

@@ -2,7 +2,7 @@
 
     ticket = ledger.submit(spec)          arrival; raises Rejected
     await ticket.prefiller()              which prefiller gets the probe
-    ticket.prefilled(n) | .prefill_failed()
+    ticket.prefilled(n, cached) | .prefill_failed()
     await ticket.admission()              which decode worker, when the policy has decided
     ticket.progress(n)                    per read of the worker's stream; taken down here, told to the scheduler later
     ticket.put_back()                     the decode worker went out before it was asked: decide again
@@ -128,14 +128,14 @@ class Ticket:
         """Wait for the decode worker. Raises: QueueTimeout."""
         return await self._wait()
 
-    def prefilled(self, prompt_tokens: int) -> None:
-        """The probe was answered: the request waits in the pool."""
+    def prefilled(self, prompt_tokens: int, cached_tokens: int | None = None) -> None:
+        """The probe was answered: the request waits in the pool. `cached_tokens`: as in `Scheduler.prefilled`."""
         ledger = self._ledger
         now = self.pooled_s = ledger.now()
         expected: float | None = None
         if ledger.forecasts is not None:
             expected = ledger.forecasts.initial(ledger.scheduler.snapshot.requests[self.id], prompt_tokens)
-        ledger.scheduler.prefilled(self.id, prompt_tokens, now, expected)
+        ledger.scheduler.prefilled(self.id, prompt_tokens, now, expected, cached_tokens)
         ledger.pool_filled()
 
     def pooled(self) -> None:
@@ -163,9 +163,9 @@ class Ticket:
         else:
             ledger.prefill_event.set()
 
-    def pushed(self, prompt_tokens: int) -> None:
+    def pushed(self, prompt_tokens: int, cached_tokens: int | None = None) -> None:
         """Decode first: the prefiller has delivered the KV."""
-        self._ledger.scheduler.pushed(self.id, prompt_tokens, self._ledger.now())
+        self._ledger.scheduler.pushed(self.id, prompt_tokens, self._ledger.now(), cached_tokens)
         self._ledger.prefill_capacity_changed()
 
     def push_failed(self) -> None:
@@ -394,6 +394,24 @@ class Ledger:
         """A sample of a prefiller's KV usage; None where it doesn't tell."""
         self.scheduler.report_prefiller(worker_id, kv_usage, self.now())
         self.prefill_capacity_changed()
+
+    def report_prefix_cache(
+        self, worker_id: str, capacity_tokens: int | None, block_tokens: int, counters: tuple[float, float] | None
+    ) -> None:
+        """What a prefiller says of its prefix cache; told only when it is new.
+
+        Args: capacity_tokens: 0 where it is off, None where that is not known. block_tokens: of its blocks. counters:
+        tokens looked up and found so far, None where it doesn't tell.
+        """
+        prefiller, now = self.prefiller(worker_id), self.now()
+        if prefiller is not None and prefiller.cache_known != (capacity_tokens, block_tokens):
+            self.scheduler.report_prefix_cache(worker_id, capacity_tokens, now, block_tokens)
+        if counters is not None:
+            self.scheduler.report_prefix_hits(worker_id, *counters, now)
+
+    def forget_prefixes(self, worker_id: str) -> None:
+        """A prefiller's prefix cache has been emptied."""
+        self.scheduler.forget_prefixes(worker_id, self.now())
 
     def report_decoder(self, worker_id: str, foreign_requests: int, foreign_tokens: int, least_own_slots: int) -> None:
         """What others run on a decode worker, and how many slots are ours all the same; told only when it is new."""

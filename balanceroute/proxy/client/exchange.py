@@ -176,7 +176,7 @@ class Exchange:
     def _outlet_for(self, request: ClientRequest) -> Outlet:
         """Where the one answer goes."""
         if request.stream:
-            return StreamOutlet(self._response, [*SSE_HEADERS, *self._id_headers()])
+            return StreamOutlet(self._response, [*SSE_HEADERS, *self._own_headers()])
         return PartAnswer(request)
 
     def _whole(self, answer: bytes) -> bytes:
@@ -215,7 +215,7 @@ class Exchange:
         self._outcome, self._status = Outcome.FINISHED, 200
         if isinstance(outlet, PartAnswer):
             body = self._whole(outlet.answer(leg))
-            self._response.respond(200, json_headers(body, self._id_headers()), body)
+            self._response.respond(200, json_headers(body, self._own_headers()), body)
         elif leg.answer.scanner.end is not StreamEnd.DONE:
             self._response.end()
 
@@ -223,9 +223,8 @@ class Exchange:
         """Several prompts or answers: a leg for each choice, merged."""
         head = self._head
         assert head is not None
-        id_header = (b"x-request-id", head.told_id)
         created = fanout.created_now()
-        shared = StreamHead(self._response, [id_header], request.model)
+        shared = StreamHead(self._response, self._own_headers(), request.model)
         answers: list[PartAnswer] = []
         choices = Choices()
         parts = fanout.parts_of(request, self._s.config.limits.max_choices, len(self._request.body))
@@ -251,7 +250,7 @@ class Exchange:
             shared.end(fanout.closing_events(request, head.request_id, created, shared.model, self._legs))
         else:
             body = fanout.merged_answer(request, head.request_id, self._legs, answers)
-            self._response.respond(200, json_headers(body, [id_header]), body)
+            self._response.respond(200, json_headers(body, self._own_headers()), body)
 
     def _leg_for(
         self,
@@ -284,10 +283,17 @@ class Exchange:
         """Before the first byte: a status and an error body."""
         self._status = status_of(error)
         self._note(error)
-        self._response.refuse(error, self._id_headers())
+        self._response.refuse(error, self._own_headers())
 
-    def _id_headers(self) -> Headers:
-        return [] if self._head is None else [(b"x-request-id", self._head.told_id)]
+    def _own_headers(self) -> Headers:
+        """What every answer to this request says."""
+        if self._head is None:
+            return []
+        headers = [(b"x-request-id", self._head.told_id)]
+        pages = self._s.perimeter.pages
+        if pages.some:
+            headers += pages.answer_headers(self._request.header(b"origin"))
+        return headers
 
     def _fail_by_bug(self, error: Exception) -> None:
         self._outcome, self._status = Outcome.FAILED, 500
@@ -298,7 +304,7 @@ class Exchange:
             raise error
         if not self._response.started:
             error = InvariantError("Internal error of the router; see its log.")
-            self._response.refuse(error, self._id_headers())
+            self._response.refuse(error, self._own_headers())
 
     async def _fail_started(self, error: BalanceRouteError) -> None:
         """After the first byte: an event that says so and, by returning without a last message, an unclean end."""

@@ -35,7 +35,7 @@ class MessagesExchange(Exchange):
         if not request.stream:
             return PartAnswer(request)
         stream = MessageStream(self._message_id, request.model, self._counts)
-        headers = [*SSE_HEADERS, *self._id_headers()]
+        headers = [*SSE_HEADERS, *self._own_headers()]
         return MessageOutlet(self._response, headers, stream, self._s.loop)
 
     def _whole(self, answer: bytes) -> bytes:
@@ -44,8 +44,8 @@ class MessagesExchange(Exchange):
     def _error_event(self, error: BalanceRouteError) -> bytes:
         return message_error_event(error, self._told_id)
 
-    def _id_headers(self) -> Headers:
-        return with_message_id(super()._id_headers())
+    def _own_headers(self) -> Headers:
+        return with_message_id(super()._own_headers())
 
     def _counts(self) -> Counts:
         answer = self._legs[0].answer

@@ -106,7 +106,7 @@ async def _stream(leg: Leg, worker: Worker, reply: Reply) -> bool:
     scanner, outlet = answer.scanner, answer.outlet
     before = counted = scanner.tokens
     _check_is_stream(reply, worker)
-    scanner.expect(leg.upstream_id, checked=bool(worker.echoes_ids))
+    scanner.expect(leg.upstream_id, checked=bool(worker.echoes_ids), request_id=leg.id)
     out = b""
     while not (out and scanner.begun) and scanner.end is None:
         chunk = await reply.next_chunk()
@@ -184,7 +184,14 @@ async def _whole(leg: Leg, worker: Worker, reply: Reply) -> bool:
     """An answer in one piece; False when it was given back, and nothing of it has reached the client."""
     answer, scanner = leg.answer, leg.answer.scanner
     body = await reply.read(REPLY_LIMIT)
-    told = correct_answer(answer.request, body, worker=worker.id, cached_tokens=answer.cached_tokens)
+    told = correct_answer(
+        answer.request,
+        body,
+        worker=worker.id,
+        cached_tokens=answer.cached_tokens,
+        upstream_id=leg.upstream_id,
+        request_id=leg.id,
+    )
     check_id(worker, "decode", told.reply_id, leg.upstream_id)
     worker.circuit.success()
     if told.recomputed or told.finish_reason is None:

@@ -204,7 +204,7 @@ class Layerwise:
             return
         now = self._s.ledger.now()
         leg.kv_due = False
-        leg.ticket.pushed(result.prompt_tokens)
+        leg.ticket.pushed(result.prompt_tokens, result.cached_tokens)
         worker.progress_s = now
         if answer.request.streams_upstream and not answer.scanner.begun:
             leg.stage_deadline_s = now + self._s.config.limits.first_byte_timeout_s.decode

@@ -195,9 +195,11 @@ class Leg:
             raise ClientGone
         services, answer = self.services, self.answer
         request = answer.request
-        self.ticket = services.ledger.submit(
-            RequestSpec(self.id, answer.estimated_tokens, request.priority, self._key, request.effective_limit)
-        )
+        tokens = answer.estimated_tokens
+        spec = RequestSpec(self.id, tokens, request.priority, self._key, request.effective_limit)
+        if services.knows_prefixes:
+            spec.prefix, spec.block_tokens = services.prompt_blocks.of(request, tokens)
+        self.ticket = services.ledger.submit(spec)
         self._task = task or asyncio.current_task()
         services.legs.add(self)
         try:

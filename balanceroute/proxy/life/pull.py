@@ -65,7 +65,7 @@ class Pull:
             leg.answer.prompt_counted(result)
             leg.answer.begin(result)
         self._result = result
-        leg.ticket.prefilled(result.prompt_tokens)
+        leg.ticket.prefilled(result.prompt_tokens, result.cached_tokens)
         return Event.PREFILLED
 
     async def pooled(self) -> Event:

@@ -18,6 +18,7 @@ from balanceroute.proxy.life.answer import NOTHING_YET
 from balanceroute.proxy.life.leg import Event, Leg, Transitions
 from balanceroute.proxy.life.prefilling import next_prefiller, try_probe
 from balanceroute.proxy.life.relay import write_part
+from balanceroute.proxy.wire.bounds import shown_id
 from balanceroute.proxy.wire.prompt_part import scored_answer, scored_events
 from balanceroute.proxy.wire.sse import StreamEnd
 from balanceroute.proxy.workers.fleet import Worker
@@ -72,6 +73,7 @@ class Scoring:
             scanner.end, scanner.finish_reason = StreamEnd.DONE, "length"
             # the engine generates one token, and counts it, though it shows none
             scanner.tokens = (reply.get("usage") or {}).get("completion_tokens") or 0
+        reply = {**reply, "id": shown_id(reply.get("id"), self._leg.upstream_id, self._leg.id)}
         if not answer.request.stream:
             outlet.whole(scored_answer(reply))
             return

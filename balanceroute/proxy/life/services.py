@@ -10,6 +10,7 @@ from balanceroute.proxy.admission.prompt_sizes import PromptSizes
 from balanceroute.proxy.life.suspicion import Suspicions
 from balanceroute.proxy.telemetry.metrics import Metrics
 from balanceroute.proxy.wire.connectors import Connector
+from balanceroute.proxy.wire.prompt_blocks import PromptBlocks
 from balanceroute.proxy.workers.connector_check import check_connector, shortened
 from balanceroute.proxy.workers.drainer import Drainer
 from balanceroute.proxy.workers.fleet import Fleet, Worker
@@ -26,8 +27,14 @@ class TryServices:
     drainer: Drainer
     connector: Connector
     prompt_sizes: PromptSizes = field(default_factory=PromptSizes)
+    prompt_blocks: PromptBlocks = field(default_factory=PromptBlocks)
     suspicions: Suspicions = field(default_factory=Suspicions)
     last_look_s: float = -math.inf  # when the reaper looked last: our loop was not stalled then
+
+    @property
+    def knows_prefixes(self) -> bool:
+        """Whether the choice of a prefiller asks what a prompt begins with."""
+        return self.config.prefill.policy == "prefix_affinity"
 
     def configure(self, config: Config) -> None:
         """Other settings from now on, for all that reads them as it goes."""

@@ -19,7 +19,7 @@ from balanceroute.build import policy_settings
 from balanceroute.config import DecodeWorker, normalised_url
 from balanceroute.config import Worker as WorkerConfig
 from balanceroute.core.types import Role, WorkerSpec, WorkerState
-from balanceroute.errors import BalanceRouteError, InvalidRequest
+from balanceroute.errors import BalanceRouteError, InvalidRequest, InvariantError
 from balanceroute.proxy.client.services import ClientServices
 from balanceroute.proxy.ops.guard import error_response, tell
 from balanceroute.proxy.perimeter.routes import ACCESS
@@ -54,9 +54,9 @@ async def internal_error(request: Request, error: Exception) -> Response:
     return Response(error_body(500, text), 500, media_type="application/json")
 
 
-async def post_only(request: Request) -> Response:
+async def hot(request: Request) -> Response:
     """Stands for the hot routes, whose POSTs never come here."""
-    raise HTTPException(405, headers={"allow": "POST"})
+    raise InvariantError("a POST to a hot route came by ASGI")
 
 
 class Admin:
@@ -68,9 +68,9 @@ class Admin:
     def routes(self) -> list[Route]:
         """All routes but the hot ones."""
         return [
-            Route("/v1/completions", post_only),
-            Route("/v1/chat/completions", post_only),
-            Route("/v1/messages", post_only),
+            Route("/v1/completions", hot, methods=["POST"]),
+            Route("/v1/chat/completions", hot, methods=["POST"]),
+            Route("/v1/messages", hot, methods=["POST"]),
             Route("/health", self.health, methods=["GET"]),
             Route("/ping", self.health, methods=["GET", "POST"]),
             Route("/ready", self.ready, methods=["GET"]),
@@ -191,6 +191,7 @@ class Admin:
                     decode.slots_of(decoder),
                     decoder.speed,
                     decode.barrier_group_of(decoder),
+                    decode.request_tokens,
                 )
             else:
                 worker = WorkerConfig.model_validate({**entry, "url": url})

@@ -26,7 +26,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from balanceroute.core.types import WorkerState
+from balanceroute.core.types import Role, WorkerState
 from balanceroute.errors import BadUpstreamReply, BalanceRouteError, InvalidRequest, NoHealthyWorkers, UpstreamError
 from balanceroute.proxy.client.intake import read_head
 from balanceroute.proxy.client.services import ClientServices
@@ -39,6 +39,7 @@ from balanceroute.proxy.workers.fleet import Worker
 
 TIMEOUT_S: Final = 30.0
 GET_TIMEOUT_S: Final = 3.0  # per worker, as on the example proxy
+RESET_PREFIX_CACHE: Final = "/reset_prefix_cache"
 _LIMIT: Final = 64 * 2**20
 _MAX_NAME: Final = 512  # characters of a model's name
 _FLAG: Final = re.compile(r"[A-Za-z0-9_-]{1,64}")
@@ -58,7 +59,7 @@ class Forwarding:
             Route("/version", self.forward, methods=["GET"]),
             Route("/tokenize", self.forward, methods=["POST"]),
             Route("/detokenize", self.forward, methods=["POST"]),
-            Route("/reset_prefix_cache", self.to_all, methods=["POST"]),
+            Route(RESET_PREFIX_CACHE, self.to_all, methods=["POST"]),
             Route("/start_profile", self.to_all, methods=["POST"]),
             Route("/stop_profile", self.to_all, methods=["POST"]),
             Route("/v1/responses", self.not_served, methods=["POST"]),
@@ -114,15 +115,23 @@ class Forwarding:
         except BalanceRouteError as error:
             return error_response(error)
         first_of = {worker.spec.url: worker for worker in self._services().fleet}
+        reset: set[str] = set()
 
         async def one(worker: Worker) -> str | None:
             try:
                 response = await _ask(worker, "POST", path, b"", headers)
             except (UpstreamError, TimeoutError) as error:
                 return f"{worker.id}: {error or 'no answer in time'}"
-            return None if response.status_code == 200 else f"{worker.id}: status {response.status_code}"
+            if response.status_code != 200:
+                return f"{worker.id}: status {response.status_code}"
+            reset.add(worker.spec.url)
+            return None
 
         failed = [text for text in await asyncio.gather(*map(one, first_of.values())) if text is not None]
+        if request.scope["route"].path == RESET_PREFIX_CACHE:
+            for worker in self._services().fleet.of(Role.PREFILL):
+                if worker.spec.url in reset:
+                    self._services().ledger.forget_prefixes(worker.id)
         answer: dict[str, Any] = {"failed": failed} if failed else {"status": "ok"}
         return Response(orjson.dumps(answer), 500 if failed else 200, media_type="application/json")
 

@@ -11,7 +11,7 @@ The hot routes ask the same `Perimeter` on their own way (`client/exchange.py`).
 import asyncio
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, Final
 
 from starlette.requests import Request
@@ -28,7 +28,7 @@ from balanceroute.proxy.perimeter.keys import ClientKey
 from balanceroute.proxy.perimeter.routes import Access, access_of
 from balanceroute.proxy.telemetry.instruments import CounterFamily
 from balanceroute.proxy.wire.message_errors import message_error_body
-from balanceroute.proxy.wire.responses import body_of, extra_headers, json_headers, status_of
+from balanceroute.proxy.wire.responses import Headers, body_of, extra_headers, json_headers, status_of
 
 log = logging.getLogger(__name__)
 
@@ -38,8 +38,12 @@ _CLOSED: Final = {"cache-control": "no-store", "x-content-type-options": "nosnif
 
 def error_response(error: BalanceRouteError) -> Response:
     """An error as its status and an OpenAI error body."""
-    headers = {name.decode(): value.decode() for name, value in extra_headers(error)}
+    headers = dict(_texts(extra_headers(error)))
     return Response(body_of(error), status_of(error), headers, media_type="application/json")
+
+
+def _texts(headers: Headers) -> Iterator[tuple[str, str]]:
+    return ((name.decode(), value.decode("latin-1")) for name, value in headers)
 
 
 def guarded(
@@ -54,7 +58,29 @@ def guarded(
     Raises: KeyError: the table of classes does not have the route.
     """
     access_of(route.path)
-    return Route(route.path, _Guard(route, perimeter, refusals, sign_in), methods=sorted(route.methods or ()))
+    return _GuardedRoute(route, _Guard(route, perimeter, refusals, sign_in), perimeter)
+
+
+class _GuardedRoute(Route):
+    """A route that is not there on another class's listener, whatever the method, and answers browsers' preflights."""
+
+    def __init__(self, route: Route, guard: "_Guard", perimeter: Callable[[], Perimeter]) -> None:
+        super().__init__(route.path, guard, methods=sorted(route.methods or ()))
+        self._perimeter = perimeter
+
+    async def handle(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """A request for this path, with one of its methods or not."""
+        perimeter, server = self._perimeter(), scope.get("server")
+        access = access_of(self.path, public_metrics=perimeter.public_metrics)
+        try:
+            perimeter.check_listener(access, server[1] if server else None)
+        except InvalidRequest as error:
+            await error_response(error)(scope, receive, send)
+            return
+        if scope["method"] == "OPTIONS" and access is Access.CLIENT and perimeter.pages.some:
+            await self.app(scope, receive, send)
+        else:
+            await super().handle(scope, receive, send)
 
 
 class _Guard:
@@ -67,7 +93,7 @@ class _Guard:
         refusals: Callable[[], CounterFamily],
         sign_in: Response | None,
     ) -> None:
-        self._path, self._sign_in = route.path, sign_in
+        self._path, self._methods, self._sign_in = route.path, sorted(route.methods or ()), sign_in
         self._perimeter, self._refusals = perimeter, refusals
         self._app: ASGIApp = route.app
 
@@ -75,19 +101,18 @@ class _Guard:
         """Ask, serve or refuse, and say so."""
         perimeter, loop = self._perimeter(), asyncio.get_running_loop()
         access = access_of(self._path, public_metrics=perimeter.public_metrics)
-        server = scope.get("server")
-        try:
-            perimeter.check_listener(access, server[1] if server else None)
-        except InvalidRequest as error:
-            await error_response(error)(scope, receive, send)
-            return
         if access is Access.OPEN or access is Access.DECODER:
             await self._app(scope, receive, send)
             return
         call = _Call(scope, send)
         key: ClientKey | None = None
         try:
+            if access is Access.CLIENT and scope["method"] == "OPTIONS":
+                told = perimeter.pages.preflight(scope["headers"], self._methods)
+                await Response(None, 204, dict(_texts(told)))(scope, receive, call.send)
+                return
             if access is Access.CLIENT:
+                call.headers = perimeter.pages.answer_headers(dict(scope["headers"]).get(b"origin"))
                 key = perimeter.client(scope["headers"], loop.time())
                 call.fields |= {} if key is None else {"key": key.name}
             else:
@@ -116,12 +141,14 @@ class _Call:
         peer = scope.get("client")
         self.visit = Visit(scope["method"], scope["headers"], peer[0] if peer else None)
         self.status = 0
+        self.headers: Headers = []  # of every answer to it, besides its own
         self.fields: dict[str, Any] = {}
 
     async def send(self, message: Message) -> None:
         """Pass on; the status is noted."""
         if message["type"] == "http.response.start":
             self.status = message["status"]
+            message = {**message, "headers": [*message.get("headers", ()), *self.headers]}
         await self._send(message)
 
     def told(self) -> dict[str, Any]:

@@ -102,12 +102,22 @@ def _check_local(visit: Visit) -> None:
 
 def _check_origin(visit: Visit) -> None:
     """Raises: AccessDenied: 403, when a page of another site made the browser ask."""
-    host = _host(visit.headers)
+    foreign = foreign_origin(visit.headers) is not None
     for name, value in visit.headers:
-        if name == b"origin" and (not host or _authority(value) != host):
-            raise AccessDenied("Pages of other sites may not use this route.", status=403, reason="foreign_origin")
         if name == b"sec-fetch-site" and visit.method not in READS and value not in (b"same-origin", b"none"):
-            raise AccessDenied("Pages of other sites may not use this route.", status=403, reason="foreign_origin")
+            foreign = True
+    if foreign:
+        raise AccessDenied("Pages of other sites may not use this route.", status=403, reason="foreign_origin")
+
+
+def foreign_origin(headers: Headers) -> bytes | None:
+    """The Origin of a request that a page of another site made; None where there is none, or it is our own."""
+    for name, value in headers:
+        if name == b"origin":
+            host = _host(headers)
+            if not host or _authority(value) != host:
+                return value
+    return None
 
 
 def _check_content_type(visit: Visit) -> None:

@@ -7,6 +7,7 @@ from balanceroute.config import Config, is_loopback, read_client_keys
 from balanceroute.errors import InvalidRequest
 from balanceroute.proxy.perimeter.access import AdminGate
 from balanceroute.proxy.perimeter.keys import ClientKey, ClientKeys, Headers
+from balanceroute.proxy.perimeter.pages import Pages
 from balanceroute.proxy.perimeter.routes import Access
 
 
@@ -16,7 +17,7 @@ class Perimeter:
     `admin_port` is where admin routes are served alone, None if everywhere.
     """
 
-    __slots__ = ("admin", "admin_port", "keys", "public_metrics", "_worker_authorization")
+    __slots__ = ("admin", "admin_port", "keys", "pages", "public_metrics", "_worker_authorization")
 
     def __init__(self, config: Config) -> None:
         """Raises: ConfigError: the file of keys is wrong."""
@@ -24,6 +25,7 @@ class Perimeter:
         self.keys = None if auth.client_keys is None else ClientKeys(read_client_keys(Path(auth.client_keys)))
         token = auth.admin_token
         self.admin = AdminGate(None if token is None else token.get_secret_value())
+        self.pages = Pages(auth.allowed_origins)
         self.public_metrics = config.metrics.public
         address = config.listen.admin_address
         self.admin_port = None if address is None else address[1]  # the server says which where that is 0
@@ -58,9 +60,10 @@ class Perimeter:
     def client(self, headers: Headers, now: float) -> ClientKey | None:
         """Let a client's request in; its key must be told when it leaves. None: there are no keys.
 
-        Raises: AccessDenied: 401. KeyLimit: 429.
+        Raises: AccessDenied: 401, or 403 to a page of another site. KeyLimit: 429.
         """
         if self.keys is None:
+            self.pages.check(headers)
             return None
         key = self.keys.of(headers)
         key.enter(now)

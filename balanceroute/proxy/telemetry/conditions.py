@@ -11,7 +11,8 @@ log = logging.getLogger(__name__)
 
 CONNECTOR: Final = "connector"
 METRICS: Final = "metrics"
-KINDS: Final = (CONNECTOR, METRICS)
+PREFIX_CACHE: Final = "prefix_cache"
+KINDS: Final = (CONNECTOR, METRICS, PREFIX_CACHE)
 _NAMED: Final = 4  # workers of one reason that are named; the rest is counted
 
 

@@ -9,7 +9,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator
 
 from prometheus_client import CollectorRegistry, generate_latest
-from prometheus_client.core import GaugeMetricFamily, InfoMetricFamily, Metric
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, InfoMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from balanceroute import __version__
@@ -219,6 +219,27 @@ class Metrics(Collector):
         pinned = GaugeMetricFamily(
             "balanceroute_prefill_pinned_tokens", "KV tokens pinned on a prefiller for us.", labels=["worker"]
         )
+        prefill_s = GaugeMetricFamily(
+            "balanceroute_prefill_inflight_seconds", "Expected seconds of the prefills under way.", labels=["worker"]
+        )
+        cached = GaugeMetricFamily(
+            "balanceroute_prefix_cache_tokens", "Prompt tokens that a prefiller is thought to have cached.",
+            labels=["worker"],
+        )  # fmt: skip
+        prompts = CounterMetricFamily(
+            "balanceroute_prefill_prompt_tokens", "Prompt tokens of the prefills that are done.", labels=["worker"]
+        )
+        predicted = CounterMetricFamily(
+            "balanceroute_prefix_predicted_tokens",
+            "Prompt tokens that the prefiller was thought to have cached when it was chosen.",
+            labels=["worker"],
+        )
+        hits = CounterMetricFamily(
+            "balanceroute_prefix_hit_tokens",
+            "Prompt tokens that the prefiller had cached, by its own counters or else by its answers; no series where "
+            "it tells neither.",
+            labels=["worker"],
+        )
         for worker in view.decoders:
             load.add_metric([worker.id], worker.load_tokens)
             active.add_metric([worker.id], worker.active)
@@ -229,7 +250,14 @@ class Metrics(Collector):
             usage.add_metric([prefiller.id], math.nan if prefiller.kv_usage is None else prefiller.kv_usage)
             pinned.add_metric([prefiller.id], prefiller.pinned_tokens)
             states.add_metric([prefiller.id, "prefill"], _STATES[prefiller.state])
-        yield from (load, active, foreign, foreign_load, states, usage, pinned)
+            prefill_s.add_metric([prefiller.id], prefiller.inflight_s)
+            cached.add_metric([prefiller.id], prefiller.cache_tokens)
+            prompts.add_metric([prefiller.id], prefiller.prompt_tokens)
+            predicted.add_metric([prefiller.id], prefiller.predicted_tokens)
+            if prefiller.hit_tokens is not None:
+                hits.add_metric([prefiller.id], prefiller.hit_tokens)
+        yield from (load, active, foreign, foreign_load, states, usage, pinned, prefill_s, cached)
+        yield from (prompts, predicted, hits)
         loads = [worker.load_tokens for worker in view.decoders if worker.state is not WorkerState.DOWN]
         envelope = max(loads, default=0)
         yield _gauge("balanceroute_decode_envelope_tokens", "M: the largest load.", envelope)

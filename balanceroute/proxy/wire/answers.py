@@ -16,7 +16,7 @@ from typing import Any
 import orjson
 
 from balanceroute.errors import BadUpstreamReply
-from balanceroute.proxy.wire.bounds import checked_choice, checked_usage, token_count
+from balanceroute.proxy.wire.bounds import checked_choice, checked_usage, shown_id, token_count
 from balanceroute.proxy.wire.payloads import ClientRequest
 from balanceroute.proxy.wire.sse import EventScanner, payloads_of
 
@@ -221,9 +221,17 @@ class CorrectedAnswer:
 
 
 def correct_answer(
-    request: ClientRequest, body: bytes, *, worker: str, cached_tokens: int | None = None
+    request: ClientRequest,
+    body: bytes,
+    *,
+    worker: str,
+    cached_tokens: int | None = None,
+    upstream_id: str = "",
+    request_id: str = "",
 ) -> CorrectedAnswer:
     """Count a decode worker's unstreamed 200 and take out what the client did not ask for.
+
+    `upstream_id` is the X-Request-Id of this try, and clients see `request_id` in its place.
 
     Raises: BadUpstreamReply: not a completion.
     """
@@ -234,6 +242,9 @@ def correct_answer(
         usage = checked_usage(answer.get("usage"))
         tokens = token_count(len(ids), "token_ids") if ids is not None else usage.get("completion_tokens") or 0
         taken = array("I", ids) if ids is not None else None
+        told = answer.get("id")
+        if upstream_id != request_id:
+            answer["id"] = shown_id(told, upstream_id, request_id)
         corrected = _as_asked(request, answer, choice, usage, cached_tokens)
     except (ValueError, TypeError, KeyError, IndexError, AttributeError, OverflowError) as exc:
         raise BadUpstreamReply(
@@ -247,7 +258,7 @@ def correct_answer(
         ids=taken,
         recomputed=choice.get("stop_reason") == "recomputed",
         finish_reason=choice.get("finish_reason"),
-        reply_id=answer.get("id"),
+        reply_id=told,
     )
 
 

@@ -68,6 +68,13 @@ def answers(told: object, upstream_id: str) -> bool:
     return isinstance(told, str) and told.endswith(upstream_id)
 
 
+def shown_id(told: object, upstream_id: str, request_id: str) -> object:
+    """The `id` that a client sees: the engine's, without what tells one try of a request from another."""
+    if upstream_id == request_id or not isinstance(told, str) or not told.endswith(upstream_id):
+        return told
+    return told.removesuffix(upstream_id) + request_id
+
+
 def retry_after_s(header: bytes | None) -> float:
     """The pause that a worker asks for, seconds, at most `MAX_RETRY_AFTER_S`; 0 for none, or for a date."""
     if header is None or not header.isdigit():

@@ -31,7 +31,7 @@ from typing import Any, Final, TypeGuard
 import orjson
 
 from balanceroute.proxy.hotpath import EventMatcher
-from balanceroute.proxy.wire.bounds import answers, checked_choice, checked_usage
+from balanceroute.proxy.wire.bounds import answers, checked_choice, checked_usage, shown_id
 
 MAX_EVENT_BYTES: Final = 32 * 1024 * 1024  # the ids of a prompt of 4 million tokens; more is no event
 
@@ -107,6 +107,7 @@ class EventScanner:
         "_parts_bytes",
         "_prefix",
         "_prompt_tokens",
+        "_request_id",
         "_role_sent",
         "_want_continuous",
         "_want_ids",
@@ -154,7 +155,7 @@ class EventScanner:
         self.error: bytes | None = None
         self.fault = ""
         self.echoed = False
-        self._expected_id = ""
+        self._expected_id = self._request_id = ""
         self._ids_checked = False
         self.finish_reason: str | None = None
         self.usage: dict[str, Any] | None = None
@@ -188,13 +189,16 @@ class EventScanner:
         """The prefiller's figures, where they come when the decoder's stream is open already."""
         self._prompt_tokens, self._cached_tokens = prompt_tokens, cached_tokens
 
-    def expect(self, upstream_id: str, *, checked: bool) -> None:
+    def expect(self, upstream_id: str, *, checked: bool, request_id: str = "") -> None:
         """The next worker's events answer the request that was sent with this X-Request-Id.
+
+        It is that of one try; clients see `request_id` in its place, that of all of them.
 
         `checked` says that this worker is known to put it into its answers; else the first event decides whether it
         does. Every later event must agree, by its parsed `id` or by the template's bytes, which hold it.
         """
         self._expected_id, self._ids_checked, self.echoed = upstream_id, checked, False
+        self._request_id = request_id or upstream_id
 
     @property
     def tokens(self) -> int:
@@ -553,9 +557,9 @@ class EventScanner:
     def _rewrite_identity(self, event: dict[str, Any]) -> bool:
         """Keep `id` and `created` those of the answer's first event."""
         changed = False
-        if self.public_id is None and isinstance(event.get("id"), str):
-            self.public_id = event["id"]
-        elif "id" in event and event["id"] != self.public_id:
+        if self.public_id is None and isinstance(told := event.get("id"), str):
+            self.public_id = str(shown_id(told, self._expected_id, self._request_id))
+        if "id" in event and event["id"] != self.public_id:
             event["id"] = self.public_id
             changed = True
         if self.created is None and _is_count(event.get("created")):

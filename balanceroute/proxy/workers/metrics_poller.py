@@ -11,6 +11,10 @@ Prefillers are asked for their KV usage, the back-pressure of the prefill dispat
 Unknown usage bounds nothing but the probes under way at once (`core/prefill.py`): our own ledger serves on. Only health
 checks and failed requests take a worker out. Each of these is a condition (`conditions.py`): one log line, `/ready`.
 
+Of its prefix cache a prefiller tells the size (`cache_config_info`) and the tokens that it looked up and found there so
+far. Where prompts are placed by what is cached, one that caches nothing is a condition, too: every prompt is computed
+whole, wherever it is sent.
+
 Decoders are asked too, but what they report is only compared
 with our own ledger (`reported` in /state), never put in its place: ours is exact and theirs is old. What they
 have beyond it for longer than their reports lag is somebody else's load (`foreign.py`), which decisions count.
@@ -30,11 +34,12 @@ from dataclasses import dataclass
 from typing import Final
 
 from balanceroute.config import Config
+from balanceroute.core.prefix import JUDGED_TOKENS
 from balanceroute.core.types import Role, WorkerState
 from balanceroute.core.view import DecoderView
 from balanceroute.errors import BadUpstreamReply, UpstreamError
 from balanceroute.proxy.admission.ledger import Ledger
-from balanceroute.proxy.telemetry.conditions import METRICS
+from balanceroute.proxy.telemetry.conditions import METRICS, PREFIX_CACHE
 from balanceroute.proxy.telemetry.metrics import Metrics
 from balanceroute.proxy.workers.drainer import Drainer
 from balanceroute.proxy.workers.fleet import Fleet, Worker
@@ -44,6 +49,9 @@ from balanceroute.proxy.workers.rounds import Rounds
 _LIMIT: Final = 4 * 2**20  # a page of one engine has about 100 kB
 _MAX_REQUESTS: Final = 1e6  # of one engine
 _GAUGES: Final = (b"kv_cache_usage_perc", b"num_requests_running", b"num_requests_waiting")
+_COUNTERS: Final = (b"prefix_cache_queries_total", b"prefix_cache_hits_total")
+_MOST_TOKENS: Final = 1e18
+_OFF: Final = b'enable_prefix_caching="False"'
 _SAMPLE = re.compile(rb"vllm:\w+\{([^}]*)\} (\S+)")
 _CACHE = re.compile(rb"vllm:cache_config_info\{([^}]*)\}")
 _CACHE_SIZE = re.compile(rb'(block_size|kv_cache_size_tokens|num_gpu_blocks)="(\d{1,12})"')
@@ -65,19 +73,16 @@ def read_samples(text: bytes) -> dict[str, dict[str, float]]:
     """KV usage, running and waiting requests per engine (DP rank as text); others are skipped unparsed.
 
     So is what can't be meant: a usage that is no ratio, a number of requests that is none.
-    `kv_capacity_tokens` and `kv_block_tokens` come from the labels of `cache_config_info`, where it has them.
+    `kv_capacity_tokens` and `kv_block_tokens` come from the labels of `cache_config_info`, where it has them, and so
+    does `prefix_caching`, 0 or 1; `prefix_cache_queries_total` and `..._hits_total` are tokens.
     """
     engines: dict[str, dict[str, float]] = defaultdict(dict)
     text = b"\n" + text
-    for name in _GAUGES:
+    for name in (*_GAUGES, *_COUNTERS):
         for line in _lines(text, name):
             match = _SAMPLE.match(line)
             value = None if match is None else _number(match[2])
-            if (
-                match is not None
-                and value is not None
-                and 0.0 <= value <= (1.0 if name == _GAUGES[0] else _MAX_REQUESTS)
-            ):
+            if match is not None and value is not None and 0.0 <= value <= _most(name):
                 engines[_engine(match[1])][name.decode()] = value
     for line in _lines(text, b"cache_config_info"):
         if (labels := _CACHE.match(line)) is not None:
@@ -86,8 +91,16 @@ def read_samples(text: bytes) -> dict[str, dict[str, float]]:
             engines[_engine(labels[1])] |= {
                 "kv_block_tokens": block,
                 "kv_capacity_tokens": size.get(b"kv_cache_size_tokens", block * size.get(b"num_gpu_blocks", 0)),
+                "prefix_caching": float(_OFF not in labels[1]),
             }
     return dict(engines)
+
+
+def _most(name: bytes) -> float:
+    """Above what a sample of that name can't be meant."""
+    if name in _COUNTERS:
+        return _MOST_TOKENS
+    return 1.0 if name == _GAUGES[0] else _MAX_REQUESTS
 
 
 def _lines(text: bytes, name: bytes) -> Iterator[bytes]:
@@ -189,12 +202,34 @@ class MetricsPoller:
             self._unreached[worker.id] = 0 if page.reached else self._unreached[worker.id] + 1
             usage = None if samples is None else samples.get("kv_cache_usage_perc")
             self._ledger.report_prefiller(worker.id, usage if page.reached or self._all_unreached() else FULL)
+            if samples is not None:
+                self._report_prefix_cache(worker, samples)
         else:
             self._ledger.show_report(worker.id, samples or {})
             self._report_foreign(worker, samples)
         if samples is not None:
             orphans = self._metrics.orphaned_kv
             self._watchdog.see(worker.id, worker.spec.role, samples, held=self._held(worker), orphans=orphans)
+
+    def _report_prefix_cache(self, worker: Worker, samples: dict[str, float]) -> None:
+        """Tell the scheduler what a prefiller can have cached, and the operator if that is nothing."""
+        capacity = int(samples.get("kv_capacity_tokens", 0)) or None
+        off = samples.get("prefix_caching") == 0
+        queried, hits = (samples.get(name.decode()) for name in _COUNTERS)
+        counters = None if queried is None or hits is None else (queried, hits)
+        block = int(samples.get("kv_block_tokens", 0))
+        self._ledger.report_prefix_cache(worker.id, 0 if off else capacity, block, counters)
+        known = self._ledger.prefiller(worker.id)
+        assert known is not None  # the ledger forgets no worker that the fleet knows
+        wanted = self._config().prefill.policy == "prefix_affinity" and worker.healthy
+        if wanted and off:
+            reason = "prefix caching is off in the engine: start it with --enable-prefix-caching"
+        elif wanted and known.missed_tokens >= JUDGED_TOKENS:
+            reason = f"of the last {known.missed_tokens} prompt tokens that it should have cached it had none"
+        else:
+            self._conditions.clear(PREFIX_CACHE, worker.id)
+            return
+        self._conditions.hold(PREFIX_CACHE, worker.id, f"{reason}; every prompt is computed whole (docs/prefix.md)")
 
     def _all_unreached(self) -> bool:
         """Whether no prefiller that is up can be asked for its usage, and not for the first time."""

@@ -3,7 +3,6 @@
 import asyncio
 import os
 import signal
-import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -15,6 +14,7 @@ import pytest
 from balanceroute.cli.emulate import DECODE_PORT_OFFSET, configuration, write_yaml
 from balanceroute.config import load
 from balanceroute.emulator import ClusterShape, EmulatedCluster
+from tests.ports import free_base_port
 
 
 def a_configuration(**shape: Any) -> dict[str, Any]:
@@ -55,28 +55,19 @@ def test_a_bad_flag_ends_in_one_line_and_exit_code_2(flags: list[str], words: st
     assert words in done.stderr
 
 
-def free_base_port() -> int:
-    """A port that is free together with the one for the first decode rank."""
-    while True:
-        with socket.socket() as low, socket.socket() as high:
-            low.bind(("127.0.0.1", 0))
-            port = low.getsockname()[1]
-            if port + DECODE_PORT_OFFSET < 65_536 and high.connect_ex(("127.0.0.1", port + DECODE_PORT_OFFSET)):
-                return int(port)
-
-
 @pytest.mark.e2e
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT], ids=["SIGTERM", "SIGINT"])
 def test_the_command_serves_until_a_signal_and_ends_cleanly_with_a_stream_open(
     tmp_path: Path, number: signal.Signals
 ) -> None:
-    port, file = free_base_port(), tmp_path / "cluster.yaml"
+    port, file = free_base_port((0, DECODE_PORT_OFFSET)), tmp_path / "cluster.yaml"
     command = [sys.executable, "-m", "balanceroute", "emulate", "--prefill", "1", "--decode", "1"]
     command += ["--base-port", str(port), "--write-config", str(file)]
     environ = os.environ | {"PYTHONUNBUFFERED": "1"}
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environ) as process:
         assert process.stdout is not None and process.stderr is not None
-        assert "emulating 1 prefillers" in process.stdout.readline()
+        first_line = process.stdout.readline()
+        assert "emulating 1 prefillers" in first_line, process.stderr.read()
         body = {"prompt": "hello", "max_tokens": 5000, "stream": True}
         with (
             httpx.Client(trust_env=False) as client,

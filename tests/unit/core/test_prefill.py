@@ -2,7 +2,7 @@
 
 import pytest
 
-from balanceroute.core.prefill import PREFILL_POLICIES, ready_prefillers
+from balanceroute.core.prefill import PREFILL_POLICIES, cheapest, ready_prefillers
 from balanceroute.core.tracker import PrefillerBudget, RequestTracker
 from balanceroute.core.types import Role, WorkerSpec, WorkerState
 
@@ -19,7 +19,8 @@ def chosen(
     request: RequestTracker | None = None,
 ) -> str | None:
     ready = ready_prefillers(prefillers, kv_usage_limit, max_inflight)
-    return PREFILL_POLICIES[policy](ready, request or RequestTracker("r", 100, 0)).spec.id if ready else None
+    costs = PREFILL_POLICIES[policy](ready, request or RequestTracker("r", 100, 0))
+    return cheapest(ready, costs).spec.id if ready else None
 
 
 def test_the_one_with_the_fewest_prompt_tokens_in_flight_is_taken() -> None:

@@ -33,7 +33,18 @@ def test_a_view_says_what_every_worker_holds_and_who_waits(scheduler: Scheduler)
     view = view_cluster(scheduler.snapshot)
     assert view == ClusterView(
         decoders=(DecoderView("d0", WorkerState.UP, 1, 0, 1, 115, 2, 300, 115.0, 3),),
-        prefillers=(PrefillerView("p0", WorkerState.UP, 0.0, 1, 1, 110),),
+        prefillers=(
+            PrefillerView(
+                "p0",
+                WorkerState.UP,
+                0.0,
+                1,
+                1,
+                110,
+                inflight_s=scheduler.snapshot.prefillers[0].inflight_s,
+                prompt_tokens=220,  # of the two that are done
+            ),
+        ),
         queued=1,
         asking=0,
         pooled=1,

@@ -3,8 +3,11 @@
 import json
 from pathlib import Path
 
+import numpy as np
 import pytest
 
+from balanceroute.cli.steps import steps
+from balanceroute.errors import InputError
 from balanceroute.instrumentation.__main__ import main
 from balanceroute.instrumentation.reading import BadStepLog, read, summarise
 from balanceroute.instrumentation.step_log import COLUMNS
@@ -113,3 +116,105 @@ def test_what_is_no_step_log_is_one_line_and_exit_code_2(
         path.write_text(content)
     assert main([str(path)]) == 2
     assert capsys.readouterr().err.count("\n") == 1
+
+
+def engines(
+    folder: Path,
+    ranks: int,
+    *,
+    barrier: bool,
+    speeds: tuple[float, ...] = (),
+    us_per_token: float = 0.12,
+    c_tokens: float = 2000.0,
+    noise: float = 0.02,
+    name: str = "steps",
+) -> list[Path]:
+    """Decode ranks with requests that come and go, as the plugin writes them; each rank's own steps, or one barrier."""
+    rng = np.random.default_rng(ranks)
+    speeds = speeds or (1.0,) * ranks
+    held: list[list[list[int]]] = [[] for _ in range(ranks)]
+    now = np.full(ranks, 1e9) if barrier else 1e9 + rng.random(ranks)
+    lines = [[HEADER] for _ in range(ranks)]
+    for step in range(1200):
+        for g, requests in enumerate(held):
+            room = 25 + 15 * np.sin(step / 90 + 2 * g) - len(requests)
+            requests += [[int(rng.lognormal(7.5, 1)), 1 + int(rng.exponential(150))] for _ in range(int(room))]
+        loads = [(sum(kv for kv, _ in requests), len(requests)) for requests in held]
+        ms = np.array(
+            [s * us_per_token / 1e3 * (kv + c_tokens * n) + 25 for s, (kv, n) in zip(speeds, loads, strict=True)]
+        )
+        ms = (np.full(ranks, ms.max()) if barrier else ms) * (1 + noise * rng.standard_normal(1 if barrier else ranks))
+        now = now + ms / 1e3
+        for g, (kv, n) in enumerate(loads):
+            lines[g].append(f"{now[g]:.6f},{ms[g]:.4f},{n},{kv},0,0.5\n")
+            held[g] = [[tokens + 1, left - 1] for tokens, left in held[g] if left > 1]
+    files = [folder / f"{name}-dp{g}-7.csv" for g in range(ranks)]
+    for file, text in zip(files, lines, strict=True):
+        file.write_text("".join(text))
+    return files
+
+
+def a_prefiller(path: Path) -> Path:
+    """One prompt per step, 50 us per token."""
+    rng = np.random.default_rng(1)
+    lines, now = [HEADER], 1e9
+    for tokens in rng.lognormal(8, 1, 200).astype(int):
+        now += (5 + 0.05 * tokens) / 1e3
+        lines.append(f"{now:.6f},{5 + 0.05 * tokens:.4f},1,{tokens},0,0.1\n")
+    path.write_text("".join(lines))
+    return path
+
+
+def test_behind_a_barrier_the_fit_finds_the_cost_of_a_request_too(tmp_path: Path) -> None:
+    (group,) = summarise(engines(tmp_path, 4, barrier=True)).groups
+    assert len(group.files) == 4 and group.fit is not None and group.fit.doubt is None
+    assert group.fit.a_us_per_token == pytest.approx(0.12, rel=0.05)
+    assert group.fit.c_tokens == pytest.approx(2000, rel=0.1)
+    assert group.fit.b_ms == pytest.approx(25, rel=0.05)
+    assert group.speed is None, "all wait for the slowest"
+
+
+def test_servers_that_step_independently_are_told_apart_and_have_speeds(tmp_path: Path) -> None:
+    summary = summarise(engines(tmp_path, 3, barrier=False, speeds=(1.0, 1.3, 1.0)))
+    assert [len(group.files) for group in summary.groups] == [1, 1, 1]
+    assert [group.speed for group in summary.groups] == pytest.approx([1.0, 1.3, 1.0], abs=0.05)
+    assert summary.load_spread_mean is None, "no barrier, no spread"
+    assert summary.request_tokens == pytest.approx(2000, rel=0.1)
+
+
+def test_two_ranks_of_one_number_are_two_servers(tmp_path: Path) -> None:
+    one, two = tmp_path / "steps-dp0-1.csv", tmp_path / "steps-dp0-2.csv"
+    assert len(summarise([a_log(one, [1000, 2000, 4000]), a_log(two, [1000, 2000, 4000])]).groups) == 2
+
+
+def test_two_groups_beside_each_other_are_two_groups(tmp_path: Path) -> None:
+    first = engines(tmp_path, 3, barrier=True)
+    second = engines(tmp_path, 2, barrier=True, name="other")
+    found = summarise([second[0], *first, second[1]]).groups
+    assert sorted(len(group.files) for group in found) == [2, 3]
+    assert all(len({file.split("-")[0] for file in group.files}) == 1 for group in found)
+
+
+def test_noise_is_said_to_mean_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    files = engines(tmp_path, 1, barrier=False, us_per_token=0.0, noise=0.3)
+    assert main([str(file) for file in files]) == 0
+    text = capsys.readouterr().out
+    assert "this fit means nothing" in text and "no fit means anything" in text
+    assert summarise(files).request_tokens is None
+
+
+def test_a_prefiller_is_left_out_whatever_its_name(tmp_path: Path) -> None:
+    decoders = engines(tmp_path, 2, barrier=True)
+    summary = summarise([*decoders, a_prefiller(tmp_path / "steps-dp0-9.csv")])
+    assert [rank.prefiller for rank in summary.ranks] == [False, False, True]
+    assert [len(group.files) for group in summary.groups] == [2]
+    named = a_log(tmp_path / "steps-prefill-dp0-1.csv", [1000, 2000])
+    assert summarise([named]).groups == []
+
+
+def test_the_command_line_prints_what_to_configure(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    steps(engines(tmp_path, 2, barrier=True), json=False)
+    text = capsys.readouterr().out
+    assert "request_tokens: " in text and "--step-cost 1.2" in text and "# speed: 1 for all" in text
+    with pytest.raises(InputError, match="nothing.csv: cannot be read"):
+        steps([tmp_path / "nothing.csv"])

@@ -217,3 +217,15 @@ def test_the_rank_is_found_in_the_engine_or_its_launch_arguments(
 def test_the_rank_is_found_in_the_process_s_name(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(plugin.multiprocessing, "current_process", lambda: SimpleNamespace(name="EngineCore_DP11"))
     assert plugin.dp_rank(SimpleNamespace()) == "11"
+
+
+@pytest.mark.parametrize(("role", "name"), [("kv_producer", "steps-prefill-dp3-"), ("kv_consumer", "steps-dp3-")])
+def test_the_file_of_a_prefiller_says_so(tmp_path: Path, role: str, name: str) -> None:
+    core_class = an_engine_core()
+    plugin.instrument(core_class, tmp_path)
+    core = core_class()
+    core.vllm_config.kv_transfer_config = SimpleNamespace(kv_role=role)
+    core.execute_dummy_batch()
+    core.shutdown()
+    (file,) = tmp_path.iterdir()
+    assert file.name.startswith(name)

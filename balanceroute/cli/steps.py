@@ -1,0 +1,31 @@
+"""`balanceroute steps`."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+
+def steps(
+    files: Annotated[list[Path], typer.Argument(help="Step logs of the engine, one per DP rank.", show_default=False)],
+    json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """Find what an engine's step costs per KV token and per request, and each worker's speed, from its step logs.
+
+    Example: BALANCEROUTE_STEP_LOG=logs vllm serve ...; balanceroute steps logs/steps-dp*.csv
+    """
+    from balanceroute.cli.output import print_json
+    from balanceroute.errors import InputError
+    from balanceroute.instrumentation.reading import BadStepLog, summarise
+    from balanceroute.instrumentation.text import text_of
+
+    try:
+        summary = summarise(files)
+    except BadStepLog as error:
+        raise InputError(str(error)) from error
+    except OSError as error:
+        raise InputError(f"{error.filename}: cannot be read: {error.strerror}") from error
+    if json:
+        print_json(summary.as_dict())
+    else:
+        typer.echo(text_of(summary))

@@ -1,0 +1,187 @@
+"""Prompts go where most of them is cached: the router in front of emulated prefillers with prefix caches."""
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from balanceroute.emulator import ClusterShape
+from balanceroute.proxy.reload import reload
+from tests.integration.router import Router, running
+
+SHAPE = ClusterShape(
+    prefillers=2, decoders=2, max_num_seqs=16, time_scale=0.02, block_size=16, prefill_blocks=2_000, prefix_caching=True
+)
+AFFINITY = {"policy": "prefix_affinity"}
+
+
+def text(seed: str, size: int = 1100) -> str:
+    return " ".join(f"{seed}{number}" for number in range(size))[:size]
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    async with asyncio.timeout(60):
+        while True:
+            if condition():
+                return
+            await asyncio.sleep(0.02)
+
+
+async def ask(router: Router, content: str, **more: Any) -> dict[str, Any]:
+    body = {"messages": [{"role": "user", "content": content}], "max_tokens": 2, **more}
+    answer = await router.client.post("/v1/chat/completions", json=body)
+    assert answer.status_code == 200, answer.text
+    return answer.json()
+
+
+class Conversation:
+    """Each turn's prompt is all that was said before."""
+
+    def __init__(self, router: Router, name: str) -> None:
+        self.router, self.name = router, name
+        self.messages: list[dict[str, str]] = []
+
+    async def turn(self) -> None:
+        self.messages.append({"role": "user", "content": text(f"{self.name}{len(self.messages)}-")})
+        answer = await self.router.client.post(
+            "/v1/chat/completions", json={"messages": self.messages, "max_tokens": 4, "ignore_eos": True}
+        )
+        assert answer.status_code == 200, answer.text
+        self.messages.append({"role": "assistant", "content": answer.json()["choices"][0]["message"]["content"]})
+
+
+async def converse(router: Router, name: str, turns: int) -> None:
+    conversation = Conversation(router, name)
+    for _ in range(turns):
+        await conversation.turn()
+
+
+def computed(router: Router) -> tuple[int, int]:
+    """Prompt tokens that came, and those that some prefiller had."""
+    counters = [worker.counters for worker in router.cluster.prefill]
+    return sum(c["prompt_tokens"] for c in counters), sum(c["prefix_hits"] for c in counters)
+
+
+async def hit_ratio(policy: str, prefillers: int = 2) -> float:
+    shape = replace(SHAPE, prefillers=prefillers)
+    async with running(shape, prefill={"policy": policy}) as router:
+        conversations = [Conversation(router, name) for name in ("ant", "bee", "cat", "dog", "elk")]
+        for _ in range(5):
+            for conversation in conversations:
+                await conversation.turn()
+        await router.settled()
+        prompt, hits = computed(router)
+        return hits / prompt
+
+
+def test_conversations_find_nearly_as_much_cached_on_two_prefillers_as_on_one() -> None:
+    one = asyncio.run(hit_ratio("least_tokens", prefillers=1))
+    two = asyncio.run(hit_ratio("prefix_affinity"))
+    spread = asyncio.run(hit_ratio("round_robin"))
+    assert two >= 0.9 * one > 0.5
+    assert spread < two
+
+
+@pytest.mark.parametrize("details", [False, True], ids=["by the counters", "by the answers"])
+def test_what_was_predicted_is_what_the_engines_found(details: bool) -> None:
+    async def run() -> None:
+        shape = replace(SHAPE, prompt_tokens_details=details)
+        async with running(shape, prefill=AFFINITY) as router:
+            for name in ("ant", "bee", "cat"):
+                await converse(router, name, 4)
+            await router.settled()
+            found = computed(router)[1]
+            assert found > 0
+            while True:  # the counters are polled
+                hits = [prefiller["prefix_hits"] for prefiller in (await router.state())["prefillers"]]
+                if sum(entry["real_tokens"] or 0 for entry in hits) == found:
+                    break
+                await asyncio.sleep(0.02)
+            predicted = sum(entry["predicted_tokens"] for entry in hits)
+            assert 0.7 * found <= predicted <= 1.3 * found
+            assert [entry["missed_tokens"] for entry in hits] == [0, 0]
+            page = (await router.client.get("/metrics")).text
+            assert "balanceroute_prefix_hit_tokens_total{" in page
+
+    asyncio.run(run())
+
+
+def test_a_prefiller_that_caches_nothing_is_named_and_no_prompt_waits_for_it() -> None:
+    async def run() -> None:
+        async with running(replace(SHAPE, prefix_caching=False), prefill=AFFINITY) as router:
+            while True:
+                ready = (await router.client.get("/ready")).json()
+                if "prefix caching is off" in str(ready.get("reasons")):
+                    break
+                await asyncio.sleep(0.02)
+            await converse(router, "ant", 4)
+            state = await router.state()
+            assert [prefiller["prefix_cache"]["blocks"] for prefiller in state["prefillers"]] == [0, 0]
+            assert all(worker.counters["requests"] == 2 for worker in router.cluster.prefill)
+
+    asyncio.run(run())
+
+
+def test_an_emptied_cache_is_forgotten() -> None:
+    async def run() -> None:
+        async with running(SHAPE, prefill=AFFINITY) as router:
+            await converse(router, "ant", 2)
+            cached = [prefiller["prefix_cache"]["tokens"] for prefiller in (await router.state())["prefillers"]]
+            assert sum(cached) > 0
+            assert (await router.client.post("/reset_prefix_cache")).status_code == 200
+            cached = [prefiller["prefix_cache"]["tokens"] for prefiller in (await router.state())["prefillers"]]
+            assert cached == [0, 0]
+
+    asyncio.run(run())
+
+
+def test_a_restarted_prefiller_is_known_to_be_cold_by_its_counters() -> None:
+    async def run() -> None:
+        async with running(SHAPE, prefill=AFFINITY, health={"interval_s": 60.0}) as router:
+            ledger = router.app.services.ledger
+            await converse(router, "ant", 3)
+            warm = next(p for p in ledger.view().prefillers if p.cache_tokens)
+            await until(lambda: bool(ledger.prefiller(warm.id).hit_tokens))  # type: ignore[union-attr]
+            index = [prefiller.id for prefiller in ledger.view().prefillers].index(warm.id)
+            await router.cluster.inject(f"p{index}", "stop")
+            await router.cluster.inject(f"p{index}", "start")
+            await until(lambda: ledger.prefiller(warm.id).cache_tokens == 0)  # type: ignore[union-attr]
+
+    asyncio.run(run())
+
+
+def test_the_policy_changes_while_requests_are_under_way() -> None:
+    async def run() -> None:
+        async with running(SHAPE, prefill=AFFINITY) as router:
+            services = router.app.services
+            tree = services.config
+            load = asyncio.gather(*(converse(router, name, 4) for name in ("ant", "bee", "cat", "dog", "elk")))
+            for policy in ("least_tokens", "prefix_affinity", "round_robin", "prefix_affinity") * 3:
+                await asyncio.sleep(0.01)
+                changed = tree.prefill.model_copy(update={"policy": policy})
+                await reload(services, tree.model_copy(update={"prefill": changed}))
+            await load
+            await router.settled()
+            await converse(router, "fox", 3)
+            assert sum(prefiller["prefix_cache"]["tokens"] for prefiller in (await router.state())["prefillers"]) > 0
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize(
+    ("first", "second"),
+    [({"cache_salt": "a"}, {"cache_salt": "b"}), ({}, {"tools": [{"type": "function", "function": {"name": "f"}}]})],
+    ids=["cache_salt", "tools"],
+)
+def test_what_an_engine_caches_apart_is_predicted_apart(first: dict[str, Any], second: dict[str, Any]) -> None:
+    async def run() -> None:
+        async with running(SHAPE, prefill=AFFINITY) as router:
+            await ask(router, text("same", 3000), **first)
+            await ask(router, text("same", 3000), **second)
+            await router.settled()
+            hits = [prefiller["prefix_hits"]["predicted_tokens"] for prefiller in (await router.state())["prefillers"]]
+            assert hits == [0, 0]
+
+    asyncio.run(run())

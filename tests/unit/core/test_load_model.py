@@ -1,0 +1,82 @@
+"""The load that decisions balance is the engine's: speed * (tokens + c * requests), for every policy."""
+
+from dataclasses import replace
+
+import pytest
+
+from balanceroute.core.policies import PolicySettings
+from balanceroute.core.scheduler import Scheduler
+from balanceroute.core.types import Role, WorkerSpec, WorkerState
+from balanceroute.simulator import Replay, Setting
+from balanceroute.traces import generate_trace
+from tests.unit.core.builders import a_scheduler, admitted, pool_all
+
+BY_LOAD = ["br_0", "br_h", "target_fit", "level_fit", "pool_fifo", "least_kv"]
+WAITING = {"a": 900, "b": 150, "c": 2400, "d": 40, "e": 700, "f": 1300}
+
+
+def loaded(
+    policy: str, held: list[list[int]], *, each: int = 0, speeds: tuple[float, ...] = (), **settings: object
+) -> Scheduler:
+    """Workers of six slots that hold requests of these sizes; `each` is c."""
+    scheduler = a_scheduler(policy, workers=0, **settings)  # type: ignore[arg-type]
+    for index in range(len(held)):
+        speed = speeds[index] if speeds else 1.0
+        scheduler.add_worker(WorkerSpec(f"d{index}", Role.DECODE, slots=6, speed=speed, request_tokens=each), 0.0)
+    for index, sizes in enumerate(held):
+        for other in range(len(held)):
+            scheduler.set_worker_state(f"d{other}", WorkerState.UP if other == index else WorkerState.DRAINING, 0.0)
+        pool_all(scheduler, {f"d{index}.{number}": size for number, size in enumerate(sizes)})
+        assert len(scheduler.admit(0.0)) == len(sizes)
+    for index in range(len(held)):
+        scheduler.set_worker_state(f"d{index}", WorkerState.UP, 0.0)
+    return scheduler
+
+
+HELD = [[500] * 4, [100] * 5, [3000, 20, 10, 400]]
+
+
+@pytest.mark.parametrize("bypass", [False, True])
+@pytest.mark.parametrize("policy", [name for name in BY_LOAD if name != "level_fit"])
+def test_c_tokens_per_request_decide_as_prompts_that_are_c_tokens_longer(policy: str, bypass: bool) -> None:
+    if bypass and policy != "br_0":
+        pytest.skip("a way of br_0 alone")
+    each = 5000
+    charged = loaded(policy, HELD, each=each, pool_bypass=bypass)
+    longer = loaded(policy, [[size + each for size in sizes] for sizes in HELD], pool_bypass=bypass)
+    free = loaded(policy, HELD, pool_bypass=bypass)
+    pool_all(charged, WAITING)
+    pool_all(free, WAITING)
+    pool_all(longer, {name: size + each for name, size in WAITING.items()})
+    decided = admitted(charged)
+    assert decided == admitted(longer)
+    assert decided != admitted(free), "c matters in this situation"
+
+
+@pytest.mark.parametrize("policy", [*BY_LOAD, "join_shortest_queue", "power_of_two"])
+def test_a_slower_worker_gets_less(policy: str) -> None:
+    """Two workers with the same requests; the first takes twice the time for each token."""
+    scheduler = loaded(policy, [[500, 500], [500, 500]], speeds=(2.0, 1.0))
+    pool_all(scheduler, {"a": 300})
+    assert admitted(scheduler) == [("a", "d1")]
+
+
+@pytest.mark.parametrize("policy", ["least_kv", "br_0", "br_h", "target_fit", "level_fit"])
+def test_a_known_speed_levels_the_time_of_the_steps(policy: str) -> None:
+    trace = generate_trace("capped", rows=400, seed=3).with_lengths(1.0, 0.1)
+    setting = Setting(n_workers=4, slots=16, pool=32, speeds=(1.0, 1.0, 1.0, 2.0))
+    aware, unaware = (
+        Replay(trace, PolicySettings(policy=policy), replace(setting, speed_aware=known)).run().figures.load_spread_mean
+        for known in (True, False)
+    )
+    assert aware < 0.7 * unaware
+
+
+def test_requests_that_cost_time_are_part_of_the_step() -> None:
+    trace = generate_trace("capped", rows=4).with_lengths(0.01, 0.01)
+    free = Replay(trace, PolicySettings(), Setting(n_workers=1, step_cost_s=0.001, step_overhead_s=1.0)).run()
+    charged = Replay(
+        trace, PolicySettings(), Setting(n_workers=1, step_cost_s=0.001, step_overhead_s=1.0, request_tokens=1000)
+    ).run()
+    assert charged.figures.step_time_mean_s >= free.figures.step_time_mean_s + 0.9
+    assert charged.figures.load_spread_mean == 0
