@@ -1,6 +1,5 @@
 """Several answers to one request: what the client sees when they come together, and when one of them fails."""
 
-import asyncio
 from typing import Any
 
 import httpx
