@@ -1,6 +1,7 @@
 """Instructions that the router executes per event of a stream, or per request: the same on a busy machine.
 
     .venv/bin/python scripts/count_instructions.py                      # the hot path as it is installed
+    .venv/bin/python scripts/count_instructions.py --route messages     # or chat; completions if none is named
     BALANCEROUTE_PURE_PYTHON=1 .venv/bin/python scripts/count_instructions.py
     .venv/bin/python scripts/count_instructions.py --requests
 
@@ -36,19 +37,20 @@ def main() -> None:
     parser.add_argument("--requests", action="store_true", help="count per request instead of per event")
     parser.add_argument("--events-per-read", type=int, default=1, help="events that come in one read")
     parser.add_argument("--python", default="", help="classes of the hot path, by commas, that run uncompiled")
+    parser.add_argument("--route", choices=("completions", "chat", "messages"), default="completions")
     parser.add_argument("--times", type=int, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.times is not None:
         _run(options)
         return
-    given = ["--events-per-read", str(options.events_per_read), "--python", options.python]
+    given = ["--events-per-read", str(options.events_per_read), "--python", options.python, "--route", options.route]
     if options.requests:
         short, long = (_instructions(times, [*given, "--requests"]) for times in REQUESTS)
         print(f"{(long - short) / (REQUESTS[1] - REQUESTS[0]):,.0f} instructions per request")
         return
     short, long = (_instructions(times, given) for times in TURNS)
     per_event = (long - short) / ((TURNS[1] - TURNS[0]) * STREAMS * options.events_per_read)
-    print(f"{per_event:,.0f} instructions per event, {options.events_per_read} events per read")
+    print(f"{per_event:,.0f} instructions per event of {options.route}, {options.events_per_read} events per read")
 
 
 def _run(options: argparse.Namespace) -> None:
@@ -64,7 +66,7 @@ def _run(options: argparse.Namespace) -> None:
         if options.requests:
             runner.run(_serve_requests(options.times))
         else:
-            runner.run(_relay_events(options.times, options.events_per_read))
+            runner.run(_relay_events(options.times, options.events_per_read, options.route))
 
 
 def _instructions(times: int, given: list[str]) -> int:
@@ -111,7 +113,13 @@ class _Client(asyncio.Protocol):
         self.transport.close()
 
 
-def _event(token: int) -> bytes:
+def _event(route: str, token: int) -> bytes:
+    if route != "completions":
+        return (
+            b'data: {"id":"chatcmpl-3f2a91c07b5e4d1e9a6c","object":"chat.completion.chunk","created":1780000000,'
+            b'"model":"deepseek","choices":[{"index":0,"delta":{"content":" token"},"logprobs":null,'
+            b'"finish_reason":null,"token_ids":[%d]}],"usage":null}\n\n' % token
+        )
     return (
         b'data: {"id":"cmpl-3f2a91c07b5e4d1e9a6c","object":"text_completion","created":1780000000,"model":"deepseek",'
         b'"choices":[{"index":0,"text":" token","logprobs":null,"finish_reason":null,"stop_reason":null,'
@@ -119,10 +127,19 @@ def _event(token: int) -> bytes:
     )
 
 
-async def _relay_events(turns: int, events_per_read: int) -> None:
+def _scanner(route: str) -> Any:
+    from balanceroute.proxy.wire.message_answers import Counts, MessageStream
+    from balanceroute.proxy.wire.sse import EventScanner
+
+    def translation() -> MessageStream:
+        return MessageStream("msg_1", "deepseek", lambda: Counts(900, None, 0))
+
+    return EventScanner(translation=translation if route == "messages" else None)
+
+
+async def _relay_events(turns: int, events_per_read: int, route: str) -> None:
     from balanceroute.proxy.client.response import Response
     from balanceroute.proxy.life.relay import relay
-    from balanceroute.proxy.wire.sse import EventScanner
     from balanceroute.proxy.workers.upstream import Upstream
 
     loop = asyncio.get_running_loop()
@@ -144,12 +161,12 @@ async def _relay_events(turns: int, events_per_read: int) -> None:
             _, client = await loop.create_connection(_Client, sock=ours)
             response = Response(client, head_only=False, http_1_0=False, keep_alive=True)
             response.start(200, [])
-            scanner = EventScanner()
+            scanner = _scanner(route)
             relays.append(loop.create_task(relay(reply, scanner, response, _Ticket(loop, behind).progress)))
             workers.append(worker)
             clients.append(theirs)
             scanners.append(scanner)
-        events = _event(48_213) * events_per_read
+        events = _event(route, 48_213) * events_per_read
         read = b"%x\r\n%b\r\n" % (len(events), events)
         for turn in range(turns):
             for worker in workers:
@@ -190,7 +207,7 @@ class _Worker(asyncio.Protocol):
         elif b'do_remote_decode":true' in body:
             self._answer(_PROBE_REPLY % named[1])
         else:
-            event = _event(48_213).replace(b"3f2a91c07b5e4d1e9a6c", named[1])
+            event = _event("completions", 48_213).replace(b"3f2a91c07b5e4d1e9a6c", named[1])
             finished = event.replace(b'"finish_reason":null', b'"finish_reason":"length"')
             told = finished + b"data: [DONE]\n\n"
             self.transport.write(b"%b%x\r\n%b\r\n0\r\n\r\n" % (_STREAM_HEAD, len(told), told))

@@ -54,7 +54,8 @@ class StreamOutlet:
 
     def __init__(self, response: Response, headers: Headers) -> None:
         self._response, self._headers = response, headers
-        self.write, self.end, self.drained = response.write, response.end, response.drained
+        self.write, self.drained = response.write, response.drained
+        self.end: Callable[[bytes], None] = response.end
         self.started = False
         self.ends_response = True
 
@@ -113,6 +114,8 @@ class Exchange:
         local = self._request.local
         perimeter.check_listener(Access.CLIENT, local[1] if local else None)
         self._key = perimeter.client(headers, self._arrived_s)
+        if self._key is not None:
+            self._request.holder = f"key {self._key.name}"
         head.check()
         if self._s.ledger.draining:
             raise rejection(RejectReason.DRAINING)

@@ -51,7 +51,7 @@ class Answer:
     def __init__(
         self, services: TryServices, request: ClientRequest, outlet: Outlet, scanner_options: dict[str, Any] | None
     ) -> None:
-        """`scanner_options` are for an answer that is one of several."""
+        """`scanner_options` are for an answer in another form, or one of several."""
         self._s, self.outlet = services, outlet
         self.request = self._original = request
         self.scanner_options = scanner_options or {}

@@ -154,7 +154,7 @@ class Leg:
     ) -> None:
         """`headers` go to the workers as they are.
 
-        `scanner_options` and `choices` are for an answer made of several legs.
+        `scanner_options` are for an answer in another form, or made of several legs, as `choices` are.
         """
         self.id, self.services, self._strategy = request_id, services, strategy
         self.answer = Answer(services, request, outlet, scanner_options)
