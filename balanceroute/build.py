@@ -16,6 +16,7 @@ def policy_settings(config: Config) -> PolicySettings:
     return PolicySettings(
         policy=routing.policy,
         horizon_steps=routing.horizon_steps,
+        horizon_auto=routing.horizon_auto,
         alpha=routing.alpha,
         beta=config.beta,
         gamma=routing.gamma,

@@ -10,6 +10,7 @@
     │   ├── KeyLimit             429
     │   ├── QueueTimeout         503
     │   ├── NoHealthyWorkers     503
+    │   ├── EdgeFull             503
     │   └── Draining             503
     ├── UpstreamError            .worker .stage
     │   ├── ConnectFailed        502
@@ -93,6 +94,10 @@ class QueueTimeout(Rejected):
 
 class NoHealthyWorkers(Rejected):
     """No worker of a needed role can serve."""
+
+
+class EdgeFull(Rejected):
+    """The router has as many client connections, or holds as many bytes of requests, as it may."""
 
 
 class Draining(Rejected):

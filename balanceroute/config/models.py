@@ -324,7 +324,13 @@ class Routing(Section):
         80,
         ge=0,
         le=4096,
-        description="H, the lookahead of br_h in decode steps; 0 looks at the current step only.",
+        description="H, the lookahead of br_h in decode steps; 0 looks at the current step only. `auto`: 80 with "
+        "horizon_auto.",
+    )
+    horizon_auto: bool = Field(
+        False,
+        description="Whether br_h looks ahead a sixth of the mean answer's length, and horizon_steps at most: short "
+        "answers want a short look.",
     )
     alpha: float = Field(1.0, gt=0, le=1e6, description="Reward per token of admitted load.")
     beta: float | None = Field(
@@ -387,6 +393,14 @@ class Routing(Section):
         description="With pool_bypass, requests in flight per worker beyond its decode slots.",
     )
     seed: int = Field(0, ge=0, le=2**63 - 1, description="Seed of the policies that draw at random or break ties so.")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _auto_horizon(cls, given: object) -> object:
+        """`horizon_steps: auto` in full."""
+        if isinstance(given, dict) and given.get("horizon_steps") == "auto":
+            return {"horizon_auto": True, **{key: value for key, value in given.items() if key != "horizon_steps"}}
+        return given
 
 
 class Predictor(Section):

@@ -25,6 +25,7 @@ class PolicySettings:
 
     policy: str = "level_fit"
     horizon_steps: int = 80
+    horizon_auto: bool = False
     alpha: float = 1.0
     beta: float | None = None
     gamma: float = 0.86
@@ -49,6 +50,7 @@ def _balance_route(settings: PolicySettings, stage_timer: StageTimer | None) -> 
     beta = settings.beta if settings.beta is not None or not looks_ahead else BR_H_BETA
     params = BalanceRouteParams(
         horizon_steps=settings.horizon_steps if looks_ahead else 0,
+        horizon_auto=settings.horizon_auto,
         alpha=settings.alpha,
         beta=beta,
         gamma=settings.gamma,

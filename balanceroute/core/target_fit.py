@@ -17,7 +17,8 @@ were made before it was known what the last slots would get.
 
 *Ageing*: with u = wait / cap the bonus is u^2 (A s + B mean prompt), so that nothing waits long for its perfect hole;
 past its cap (u > 1) a request precedes every younger one, because 1e13 u exceeds any load. The cap is `max_wait_s`, or
-five times the mean wait where that is more, and longer for prompts far above the mean.
+five times the mean wait where that is more, and longer for prompts far above the mean; but none leaves the
+pool unserved for it (`ClusterSnapshot.longest_wait_s`), unless `max_wait_s` is infinite.
 
 TargetFit takes the mean for the level: T = mean L. LevelFit (`LEVEL_FIT`) differs in two things.
 
@@ -239,6 +240,8 @@ class Window:
         np.minimum(cap_s, rules.most_patience, out=cap_s)
         cap_s += 1.0
         cap_s *= max(params.max_wait_s, 5.0 * means.wait_s, MIN_CAP_S)
+        if params.max_wait_s < math.inf:
+            np.minimum(cap_s, max(snapshot.longest_wait_s, MIN_CAP_S), out=cap_s)
         self.age: FloatArray = wait_s / cap_s
         self._bonus: FloatArray = self._sizes * rules.size_bonus
         self._bonus += rules.mean_bonus * mean_prompt

@@ -66,6 +66,10 @@ class RouterApp(Starlette):
         if not request.path.startswith(_LARGE):
             request.body_limit_bytes = _SMALL_BYTES
 
+    def refused(self, reason: str) -> None:
+        """Count what the edge refuses by itself."""
+        self.services.metrics.edge_refusals.inc(reason)
+
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve one connection event."""
         if scope["type"] == "http":

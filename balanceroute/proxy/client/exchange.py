@@ -111,6 +111,8 @@ class Exchange:
         local = self._request.local
         perimeter.check_listener(Access.CLIENT, local[1] if local else None)
         self._key = perimeter.client(headers, self._arrived_s)
+        if self._key is not None:
+            self._request.holder = f"key {self._key.name}"
         head.check()
         if self._s.ledger.draining:
             raise rejection(RejectReason.DRAINING)

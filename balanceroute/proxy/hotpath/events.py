@@ -36,10 +36,11 @@ from typing import Any, Final
 
 from balanceroute.errors import UpstreamError
 
-SOURCE: Final = "eabf8bdec33f64d2"  # digest of this file and compiled.pxd; a test says the new one
+SOURCE: Final = "d0212175f2c9c712"  # digest of this file and compiled.pxd; a test says the new one
 _SIZE_DIGITS: Final = 7  # of a chunk, at most: its size fits 32 bits
 _ID_DIGITS: Final = 10  # of a token id, at most
 _MAX_ID: Final = 2**32 - 1  # ids are kept in 32 bits
+_MAX_OUT_BYTES: Final = 256 * 1024  # kept until the end of a turn
 _SHORT_TEXT: Final = 64  # bytes of a text in which its end is looked for byte by byte
 _SIZE_LINES: Final = [
     b"%x\r\n" % size for size in range(2048)
@@ -187,6 +188,8 @@ class Pump:
         if out:
             if self.out:
                 self.out += out
+                if len(self.out) > _MAX_OUT_BYTES:
+                    self.flush()  # one turn of the loop may read far more than a client that does not read may have
             else:
                 self.out = out
                 if not self.blocked:

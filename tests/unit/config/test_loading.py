@@ -330,3 +330,10 @@ def test_another_time_is_refused_with_what_is_accepted(tmp_path: Path, written: 
 def test_bounds_of_priority_that_cross_are_refused(tmp_path: Path) -> None:
     said = refusal(tmp_path, WORKERS + "limits: {priority: {min: 3, max: 2}}\n")
     assert "limits.priority" in said and "accepted is a min that is not above max, not 3 and 2" in said
+
+
+def test_a_horizon_of_auto_follows_the_answers(tmp_path: Path) -> None:
+    routing = from_yaml(tmp_path, WORKERS + "routing: {policy: br_h, horizon_steps: auto}\n").routing
+    assert (routing.horizon_steps, routing.horizon_auto) == (80, True)
+    with pytest.raises(ConfigError, match=r"routing\.horizon_steps"):
+        from_yaml(tmp_path, WORKERS + "routing: {horizon_steps: long}\n")
