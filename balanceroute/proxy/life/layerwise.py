@@ -141,7 +141,7 @@ class Layerwise:
             leg.check_abandoned(worker)
             lost = error
             if error.stage != "prefill":
-                await verdicts.suspect_loss(error, worker, midway=bool(scanner.tokens_in_life))
+                await leg.suspect_loss(error, worker)
                 await asyncio.sleep(verdicts.judge(error, worker, "decode", begun=bool(scanner.tokens)))
             elif not isinstance(error, WorkerSilent):  # a silent one may have written half of the KV
                 raise  # judged where it happened, and it was the last try

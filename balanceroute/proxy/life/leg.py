@@ -42,7 +42,7 @@ from enum import StrEnum
 from typing import Any, Final, Protocol
 
 from balanceroute.core.types import Outcome, Phase, RequestSpec, WorkerState
-from balanceroute.errors import BalanceRouteError, QueueTimeout
+from balanceroute.errors import BalanceRouteError, QueueTimeout, UpstreamError
 from balanceroute.proxy.admission.ledger import Ticket
 from balanceroute.proxy.life.answer import Answer
 from balanceroute.proxy.life.errors import ClientGone, ClientStalled, WorkerSilent
@@ -359,6 +359,16 @@ class Leg:
             verdicts.left_worker()
             verdicts.left_tier()
             ticket.put_back()
+
+    async def suspect_loss(self, error: UpstreamError, worker: Worker) -> None:
+        """Take down that the decode worker died under this request, if it did. Raises: DecodersLost: once too often."""
+
+        def alone() -> bool:
+            others = (leg for leg in self.services.legs if leg is not self and leg.worker == worker.id)
+            return all(leg.answer.scanner.tokens_in_life for leg in others)
+
+        midway = bool(self.answer.scanner.tokens_in_life)
+        await self.verdicts.suspect_loss(error, worker, midway=midway, alone=alone)
 
     def free_kv(self) -> None:
         """Have pinned KV pulled that the request leaves behind, unless a decoder may have been told to already.

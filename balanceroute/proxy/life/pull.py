@@ -93,7 +93,7 @@ class Pull:
         except UpstreamError as error:
             leg.check_abandoned(worker)
             lost = error
-            await verdicts.suspect_loss(error, worker, midway=bool(scanner.tokens_in_life))
+            await leg.suspect_loss(error, worker)
             await asyncio.sleep(verdicts.judge(error, worker, "decode", begun=bool(scanner.tokens)))
         return await go_on(leg, self._result, lost)
 

@@ -155,10 +155,10 @@ def test_a_request_under_which_decode_workers_die_goes_to_no_further_one() -> No
         services, verdicts = some_verdicts()
         dead = UpstreamStatus("dead", worker="d0", stage="decode", status=500, body=b"EngineDeadError")
         for n in range(MAX_LOSSES - 1):
-            await verdicts.suspect_loss(dead, services.fleet[f"d{n}"], midway=False)
+            await verdicts.suspect_loss(dead, services.fleet[f"d{n}"], midway=False, alone=lambda: False)
         assert verdicts.has_losses
         with pytest.raises(DecodersLost):
-            await verdicts.suspect_loss(dead, services.fleet["d2"], midway=False)
+            await verdicts.suspect_loss(dead, services.fleet["d2"], midway=False, alone=lambda: False)
 
     on_stage(judged)
 
@@ -168,7 +168,10 @@ def test_a_connection_that_could_not_be_opened_is_no_evidence() -> None:
         services, verdicts = some_verdicts()
         for _ in range(5):
             await verdicts.suspect_loss(
-                ConnectFailed("no", worker="d0", stage="decode"), services.fleet["d0"], midway=False
+                ConnectFailed("no", worker="d0", stage="decode"),
+                services.fleet["d0"],
+                midway=False,
+                alone=lambda: False,
             )
         assert not verdicts.has_losses
 
@@ -181,7 +184,7 @@ def test_what_one_choice_has_lost_counts_against_all_until_one_has_a_token() -> 
         services, one = some_verdicts(choices)
         other = Verdicts(services, "r-1", choices)
         dead = UpstreamStatus("dead", worker="d0", stage="decode", status=500, body=b"EngineDeadError")
-        await one.suspect_loss(dead, services.fleet["d0"], midway=False)
+        await one.suspect_loss(dead, services.fleet["d0"], midway=False, alone=lambda: False)
         assert other.has_losses
         choices.clear()
         await other.turn(services.fleet["d1"])
