@@ -9,6 +9,11 @@ if TYPE_CHECKING:
     from balanceroute.explain import Explanation
     from balanceroute.journal import ReplayReport
 
+POLICY_HELP = (
+    "Decide by this policy instead, with its defaults: what would it do now? A module:Class of your own that the file "
+    "names must be named here, too."
+)
+
 
 def explain(
     snapshot: Annotated[
@@ -23,6 +28,7 @@ def explain(
             help="Replay this journal (serve --journal) instead and compare every action.", show_default=False
         ),
     ] = None,
+    policy: Annotated[str | None, typer.Option(help=POLICY_HELP, show_default=False)] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the result as JSON.")] = False,
 ) -> None:
     """Print which requests the policy admits to which workers in a given state, and why.
@@ -38,14 +44,17 @@ def explain(
         raise InputError("explain takes a SNAPSHOT file (or -), or --journal FILE")
     if journal is not None:
         from balanceroute.journal import replay
+        from balanceroute.plugins import learn_policy
 
+        if policy is not None:
+            learn_policy(policy)
         report = replay(journal)
         show_replay(journal, report, as_json=as_json)
         raise typer.Exit(1 if report.difference else 0)
     from balanceroute.explain import explain as explain_state
 
     assert snapshot is not None
-    result = explain_state(read_json(snapshot))
+    result = explain_state(read_json(snapshot), policy)
     if as_json:
         from balanceroute.cli.output import print_json
 

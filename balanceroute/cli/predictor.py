@@ -117,7 +117,7 @@ def draw_reliability(found: "Evaluation", title: str, path: Path) -> None:
     try:
         from matplotlib.figure import Figure
     except ImportError as error:
-        raise ConfigError("--plot needs matplotlib: pip install 'balanceroute[plots]'") from error
+        raise ConfigError("--plot needs matplotlib: scripts/install plots, or pip install matplotlib") from error
     figure = Figure(figsize=(5.0, 6.0), layout="constrained")
     curve, counts = figure.subplots(2, 1, sharex=True, height_ratios=[3, 1])
     said = [row.mean_p_finish for row in found.calibration]

@@ -33,6 +33,7 @@ from balanceroute.traces import BLOCK_TOKENS, Trace
 
 Progress = Callable[[int, int], None]  # finished requests, all requests
 NEVER = float("inf")
+SHORTEST_WAIT_S = 1e-6  # by which time goes on where a policy asks to be asked again at once
 
 
 class Simulation:
@@ -300,6 +301,9 @@ class Simulation:
         if self.next_arrival < len(self.arrival_s):
             moments.append(self.arrival_s[self.next_arrival])
         later = [moment for moment in moments if moment > self.t]
+        if not later and self.waiting:  # all that is left is held back by the policy, which says until when
+            at = self.scheduler.recheck_s(self.t)
+            later = [max(at, self.t + SHORTEST_WAIT_S)] if at < NEVER else []
         if not later:
             raise InvariantError(f"at {self.t:.3f} s nothing runs and {self.waiting} requests wait for ever")
         self.t = min(later)

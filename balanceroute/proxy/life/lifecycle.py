@@ -854,7 +854,9 @@ class Leg:
         if self.scanner.tokens_in_life:
             guilty = self._s.suspicions.lost_midway(suspect, worker.id, now, now - self._begun_s)
         else:
-            guilty = self._s.suspicions.lost(suspect, worker.id, now)
+            there = (leg for leg in self._s.legs if leg is not self and leg.worker == worker.id)
+            alone = all(leg.scanner.tokens_in_life for leg in there)
+            guilty = self._s.suspicions.lost(suspect, worker.id, now, alone=alone)
         if not guilty:
             return
         worker.circuit.fault(now)
