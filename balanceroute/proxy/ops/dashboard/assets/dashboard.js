@@ -409,7 +409,7 @@ function compare(found) {
     ["why no more", each => each.reason],
     ["first admissions", each => each.admissions.slice(0, 8).map(a => a.request + " → " + a.worker).join("\n") || "none"],
   ];
-  table(byId("outlook"), "What the policies would do", [["", "text"], ...all.map(each => [each.policy, "text"])], lines.map(([name, get]) => {
+  table(byId("outlook"), "What the policies would do", [["policy", "text"], ...all.map(each => [each.policy, "text"])], lines.map(([name, get]) => {
     const head = cell(name, "text", "th");
     head.scope = "row";
     return row([head, ...all.map(each => { const found_ = cell(get(each), "text"); found_.style.whiteSpace = "pre-line"; return found_; })]);
