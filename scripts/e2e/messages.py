@@ -11,7 +11,8 @@ import anthropic
 
 MODEL = "tiny"
 USER = {"role": "user", "content": "tell me about foxes"}
-PLAIN: dict[str, Any] = {"model": MODEL, "max_tokens": 40, "temperature": 0, "messages": [USER]}
+GREEDY = {"extra_body": {"temperature": 0}}  # newer versions of the client have no argument for it
+PLAIN: dict[str, Any] = {"model": MODEL, "max_tokens": 40, "messages": [USER], **GREEDY}
 SCHEMA = {
     "type": "object",
     "properties": {"city": {"enum": ["Paris", "Lima"]}},
@@ -27,7 +28,7 @@ ASKED: dict[str, dict[str, Any]] = {
     "unicode": {"messages": [{"role": "user", "content": '狐狸 🦊 é \u2028 \\ "'}]},
     "tool": {"tools": [TOOL], "tool_choice": {"type": "tool", "name": "weather"}, "max_tokens": 250},
     "tools": {"tools": [TOOL], "tool_choice": {"type": "any"}, "max_tokens": 250},
-    "metadata": {"metadata": {"user_id": "someone"}, "top_k": 5, "top_p": 0.9},
+    "metadata": {"metadata": {"user_id": "someone"}, "extra_body": {"temperature": 0, "top_k": 5, "top_p": 0.9}},
     "turns": {"messages": [USER, {"role": "assistant", "content": "so the"}, USER]},
 }
 
