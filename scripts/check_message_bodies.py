@@ -3,7 +3,7 @@
     .venv/bin/python -m scripts.check_message_bodies --vllm VENV/bin/python [--examples 3000]
 
 The bodies are those of the property test of `wire/messages.py`, which holds them to the emulator's checks. Here each
-that is accepted goes, as a prefiller and as a decode worker get it, through `ChatCompletionRequest` of the vLLM of VENV,
+that is accepted goes, as prefillers and decode workers get it, through `ChatCompletionRequest` of the vLLM of VENV,
 and as `/tokenize` gets it through `TokenizeChatRequest`.
 """
 
