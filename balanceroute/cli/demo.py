@@ -22,6 +22,9 @@ def demo(
     policy: Annotated[
         list[str] | None, typer.Option(help="A policy that is shown; repeatable. br_0, br_h and level_fit if left out.")
     ] = None,
+    prefix: Annotated[
+        bool, typer.Option("--prefix", help="Show the prefill tier instead: conversations through prefill policies.")
+    ] = False,
     seed: Annotated[int, typer.Option(help="Seed of the trace.")] = 1,
     json: Annotated[bool, typer.Option("--json", help="Print the result as JSON.")] = False,
 ) -> None:
@@ -32,6 +35,11 @@ def demo(
     from balanceroute.cli.output import print_json, progress_bar
     from balanceroute.demo import DemoScale, as_tree, run_demo
 
+    if prefix:
+        from balanceroute.cli.prefix_demo import prefix_demo
+
+        prefix_demo(seconds, seed, json)
+        return
     scale = DemoScale(seconds=seconds, load=load, slots=slots, seed=seed)
     if not json:
         announce(scale)
