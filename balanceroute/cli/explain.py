@@ -102,8 +102,8 @@ def show_explanation(result: "Explanation") -> None:
         prefills.add_column("work there and elsewhere")
         for prefill in result.prefills:
             costs = ", ".join(f"{name} {cost:,.0f}" for name, cost in prefill.costs.items())
-            cells = (f"{prefill.prompt_tokens:,}", f"{prefill.uncached_tokens:,}", costs)
-            prefills.add_row(prefill.request, prefill.prefiller, *cells)
+            tokens = (f"{prefill.prompt_tokens:,}", f"{prefill.uncached_tokens:,}")
+            prefills.add_row(prefill.request, prefill.prefiller, *tokens, costs)
         console.print(prefills)
     console.print(f"{len(result.admissions)} admitted, {result.left_waiting} left waiting: {result.reason}")
 

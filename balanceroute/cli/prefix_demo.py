@@ -41,20 +41,20 @@ def announce(scale: "PrefixScale") -> None:
 
 
 def show(runs: "list[PrefixRun]") -> None:
-    """The table, one column per policy, and the change from the second to the last."""
+    """The table, one column per policy, and the change from least_tokens to the last."""
     from rich.console import Console
     from rich.table import Table
 
     rows: list[tuple[str, Callable[[PrefixRun], float], str]] = [
-        ("prompt tokens computed, %", lambda run: run.computed_ratio * 100, ".1f"),
-        ("cached as predicted, %", lambda run: run.predicted_ratio * 100, ".1f"),
-        ("cached as found, %", lambda run: run.hit_ratio * 100, ".1f"),
-        ("busiest prefiller / mean", lambda run: run.busiest_ratio, ".2f"),
+        ("computed, %", lambda run: run.computed_ratio * 100, ".1f"),
+        ("thought cached, %", lambda run: run.predicted_ratio * 100, ".1f"),
+        ("found cached, %", lambda run: run.hit_ratio * 100, ".1f"),
+        ("busiest / mean", lambda run: run.busiest_ratio, ".2f"),
         ("TTFT p50, ms", lambda run: run.report.ttft_s.p50 * 1e3, ",.0f"),
         ("TTFT p95, ms", lambda run: run.report.ttft_s.p95 * 1e3, ",.0f"),
         ("TTFT p99, ms", lambda run: run.report.ttft_s.p99 * 1e3, ",.0f"),
     ]
-    table = Table("", *(run.policy for run in runs), "against least_tokens", title=None)
+    table = Table("", *(run.policy for run in runs), "change", title=None)
     for column in table.columns[1:]:
         column.justify = "right"
     for name, figure, form in rows:

@@ -169,8 +169,8 @@ class QueueJob:
         arrivals = np.cumsum(rng.exponential(1.0 / rate, self.rows))
         config = SchedulerConfig(max_prefill_inflight=1, ageing=self.ageing)
         wait_s = replay_queue(arrivals.tolist(), tokens.tolist(), config, PREFILLERS, TOKENS_PER_S)
-        short, long = (np.percentile(wait_s[of], (50, 99)).tolist() for of in (~huge, huge))
-        return QueueFigures(*short, *long, mean_s=float(wait_s.mean()))
+        (short_p50, short_p99), (huge_p50, huge_p99) = (np.percentile(wait_s[of], (50, 99)) for of in (~huge, huge))
+        return QueueFigures(float(short_p50), float(short_p99), float(huge_p50), float(huge_p99), float(wait_s.mean()))
 
 
 @dataclass(frozen=True, slots=True)

@@ -36,6 +36,7 @@ ALLOWED: dict[str, set[str]] = {
     "proxy": {"core", "prediction", "config", "build", "journal", "errors"},
     "emulator": {"engine", "errors"},
     "demo": {"loadgen", "traces", "report", "errors"},
+    "prefix_demo": {"demo", "loadgen", "traces", "report", "errors"},
     "instrumentation": set(),
 }
 PURE_STDLIB_BANS = {"asyncio", "socket", "time", "logging", "random", "threading", "datetime", "os", "io"}
