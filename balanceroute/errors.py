@@ -10,6 +10,7 @@
     │   ├── KeyLimit             429
     │   ├── QueueTimeout         503
     │   ├── NoHealthyWorkers     503
+    │   ├── EdgeFull             503
     │   └── Draining             503
     ├── UpstreamError            .worker .stage
     │   ├── ConnectFailed        502
@@ -36,7 +37,15 @@ class BalanceRouteError(Exception):
 
 
 class ConfigError(BalanceRouteError):
-    """A configuration value is unknown, malformed or contradicts another; the text names the key path."""
+    """A configuration value is unknown, malformed or contradicts another; the text names the key path.
+
+    `problems` are all that are wrong, one line each; the error's own text is the first, and how many more there are.
+    """
+
+    def __init__(self, *problems: str) -> None:
+        more = f" (and {len(problems) - 1} more)" if len(problems) > 1 else ""
+        super().__init__("".join(problems[:1]) + more)
+        self.problems = problems
 
 
 class InputError(BalanceRouteError):
@@ -93,6 +102,10 @@ class QueueTimeout(Rejected):
 
 class NoHealthyWorkers(Rejected):
     """No worker of a needed role can serve."""
+
+
+class EdgeFull(Rejected):
+    """The router has as many client connections, or holds as many bytes of requests, as it may."""
 
 
 class Draining(Rejected):

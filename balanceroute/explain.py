@@ -19,6 +19,7 @@ from balanceroute.core.snapshot_json import snapshot_to_dict
 from balanceroute.core.state import state_from_dict
 from balanceroute.core.types import Admit, WorkerState
 from balanceroute.errors import InputError
+from balanceroute.plugins import learn_installed, learn_policy
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,8 +106,18 @@ def _admission(admit: Admit) -> dict[str, Any]:
     return {"request": admit.request, "worker": admit.worker, "stage": admit.stage, "score": admit.score}
 
 
-def explain(state: Any) -> Explanation:
-    """Decide on a state document and say why. Raises InputError that names the field when it cannot be read."""
+def explain(state: Any, policy_name: str | None = None) -> Explanation:
+    """Decide on a state document and say why.
+
+    `policy_name`: decide by this policy with its own defaults, not by the document's; one of your own, if the document
+    names it, too. Raises: InputError that names the field when it cannot be read, ConfigError for an unknown policy.
+    """
+    if policy_name is not None:
+        learn_policy(policy_name)
+        if isinstance(state, dict) and state.get("policy") != policy_name:
+            state = {**state, "policy": policy_name, "params": {}}
+    elif isinstance(state, dict):
+        learn_installed(state.get("policy"))
     policy, snapshot, now = state_from_dict(state)
     workers = tuple(worker_views(snapshot))
     # everything spelt out (means, overdue times), so that the situations below differ in what they are meant to only

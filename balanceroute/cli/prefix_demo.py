@@ -14,6 +14,7 @@ SHOWN = ("round_robin", "least_tokens", "prefix_affinity")
 def prefix_demo(seconds: float, seed: int, json: bool) -> None:
     """Show what knowing the prefillers' caches is worth: the same conversations through every prefill policy."""
     from balanceroute.cli.output import print_json, progress_bar
+    from balanceroute.demo import ended_by_signals
     from balanceroute.prefix_demo import PrefixScale, as_tree, run_prefix_demo
 
     scale = PrefixScale(seconds=seconds, seed=seed)
@@ -21,7 +22,7 @@ def prefix_demo(seconds: float, seed: int, json: bool) -> None:
         announce(scale)
     runs = []
     for name in SHOWN:
-        with progress_bar(f"{name:<20}") as tell:
+        with progress_bar(f"{name:<20}") as tell, ended_by_signals():
             runs.append(run_prefix_demo(scale, name, tell))
     if json:
         print_json(as_tree(scale, runs))
@@ -42,8 +43,9 @@ def announce(scale: "PrefixScale") -> None:
 
 def show(runs: "list[PrefixRun]") -> None:
     """The table, one column per policy, and the change from least_tokens to the last."""
-    from rich.console import Console
     from rich.table import Table
+
+    from balanceroute.cli.output import print_table
 
     rows: list[tuple[str, Callable[[PrefixRun], float], str]] = [
         ("computed, %", lambda run: run.computed_ratio * 100, ".1f"),
@@ -62,4 +64,4 @@ def show(runs: "list[PrefixRun]") -> None:
         change = f"{values[-1] / values[-2] - 1:+.0%}" if values[-2] else ""
         table.add_row(name, *(format(value, form) for value in values), change)
     table.add_row("answers complete", *(f"{run.report.completed} of {run.report.requests}" for run in runs), "")
-    Console().print(table)
+    print_table(table)

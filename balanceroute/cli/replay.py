@@ -1,13 +1,18 @@
 """`balanceroute replay`."""
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 if TYPE_CHECKING:
-    from balanceroute.simulator import Failure, Outcome, Replay
+    from balanceroute.simulator import Failure, Figures, Outcome, Replay
 
+TRACE_HELP = (
+    "Trace CSV, heavy_tailed or capped for a generated one, or whatever `balanceroute trace convert` reads: a public "
+    "trace, this router's JSON log, vLLM's request log."
+)
 WORKERS_HELP = (
     "Decode workers (G). heavy_tailed and capped arrive as fast as suits 8: for more or fewer draw a trace with "
     "`balanceroute trace generate --workers`."
@@ -29,9 +34,7 @@ PREFIX_CACHE_HELP = (
 
 
 def replay(
-    trace: Annotated[
-        str, typer.Option(help="Trace CSV, or heavy_tailed or capped for a generated one.")
-    ] = "heavy_tailed",
+    trace: Annotated[str, typer.Option(help=TRACE_HELP)] = "heavy_tailed",
     train: Annotated[
         str | None,
         typer.Option(help="Past trace that the predictor is fitted on; without it it learns during the run."),
@@ -64,6 +67,7 @@ def replay(
     fail: Annotated[list[str] | None, typer.Option(help="WORKER@START[-END] in seconds; repeatable.")] = None,
     series: Annotated[Path | None, typer.Option(help="Write loads by step and worker to this CSV (.gz).")] = None,
     compare: Annotated[bool, typer.Option("--compare", help=COMPARE_HELP)] = False,
+    figure: Annotated[Path | None, typer.Option(help="With --compare: draw it, to FILE.png and FILE.svg.")] = None,
     json: Annotated[bool, typer.Option("--json", help="Print the figures as JSON.")] = False,
 ) -> None:
     """Replay a trace through a policy on the step simulator: seconds for a whole trace, no cluster.
@@ -72,7 +76,13 @@ def replay(
     """
     from dataclasses import asdict
 
-    from balanceroute.cli.output import print_fields, print_json, progress_bar
+    from balanceroute.cli.output import (
+        INTERRUPTED,
+        print_fields,
+        print_json,
+        progress_bar,
+        stopped_by_signals,
+    )
     from balanceroute.core.policies import PolicySettings
     from balanceroute.errors import InputError
     from balanceroute.simulator import Replay, Setting, at_load, parse_params
@@ -109,10 +119,12 @@ def replay(
     if compare:
         if series is not None:
             raise InputError("--series: the loads of one policy; not together with --compare")
-        compare_policies(job, trace, as_json=json)
+        compare_policies(job, trace, as_json=json, figure=figure)
         return
-    with progress_bar("replaying") as tell:
-        outcome = job.run(tell)
+    if figure is not None:
+        raise InputError("--figure: of --compare alone")
+    with progress_bar("replaying") as tell, stopped_by_signals() as stopped:
+        outcome = job.run(until(stopped, tell))
     if series is not None:
         write_series(outcome, series)
     figures = asdict(outcome.figures)
@@ -120,32 +132,67 @@ def replay(
         print_json(figures)
     else:
         print_fields(f"{trace}: {policy}, predictor {predictor}", figures)
+    if stopped():
+        typer.echo(f"balanceroute: interrupted with {outcome.finished:,} of {len(requests):,} finished", err=True)
+        raise typer.Exit(INTERRUPTED)
 
 
-def compare_policies(job: "Replay", title: str, *, as_json: bool) -> None:
-    """Replay the job's requests through every policy, its own first, and print what each comes to."""
+def until(stopped: Callable[[], bool], tell: Callable[[int, int], None]) -> Callable[[int, int], None]:
+    """Progress that ends the replay once `stopped` says so."""
+
+    def told(done: int, total: int) -> None:
+        from balanceroute.simulator import Stopped
+
+        tell(done, total)
+        if stopped():
+            raise Stopped
+
+    return told
+
+
+def compare_policies(job: "Replay", title: str, *, as_json: bool, figure: Path | None) -> None:
+    """Replay the job's requests through every policy, its own first, and print and draw what each comes to."""
     from dataclasses import asdict, replace
 
-    from rich.console import Console
-    from rich.table import Table
-
-    from balanceroute.cli.output import print_json, progress_bar
+    from balanceroute.cli.output import INTERRUPTED, print_json, progress_bar, stopped_by_signals
     from balanceroute.core.policies import POLICIES, PolicySettings
 
+    if figure is not None:
+        from balanceroute.experiments import figures
+
+        figures.pyplot()  # which may be missing: said before anything is replayed
     others = [name for name in sorted(POLICIES) if name != job.policy.policy]
     jobs = [job]
     for name in others:
         settings = PolicySettings(policy=name, seed=job.policy.seed)
         jobs.append(replace(job, policy=settings, predictor="survival" if name == "br_h" else "none"))
     found = {}
-    for each in jobs:
-        with progress_bar(f"{each.policy.policy:<20}") as tell:
-            found[each.policy.policy] = each.run(tell).figures
+    with stopped_by_signals() as stopped:
+        for each in jobs:
+            with progress_bar(f"{each.policy.policy:<20}") as tell:
+                outcome = each.run(until(stopped, tell))
+            if stopped():
+                break
+            found[each.policy.policy] = outcome.figures
+    if figure is not None and found:
+        draw_comparison(found, title, figure)
     if as_json:
         print_json({name: asdict(figures) for name, figures in found.items()})
-        return
+    elif found:
+        show_comparison(found, f"{title}: {len(job.trace):,} requests through every policy")
+    if stopped():
+        typer.echo(f"balanceroute: interrupted after {len(found)} of {len(jobs)} policies", err=True)
+        raise typer.Exit(INTERRUPTED)
+
+
+def show_comparison(found: "dict[str, Figures]", title: str) -> None:
+    """A table, a row per policy."""
+    from rich.table import Table
+
+    from balanceroute.cli.output import print_table
+
     columns = ("policy", "load spread", "balance", "tokens/s", "TPOT p95 ms", "wait p50 s", "wait p99 s", "wait max s")
-    table = Table(columns[0], title=f"{title}: {len(job.trace):,} requests through every policy")
+    table = Table(columns[0], title=title)
     for column in columns[1:]:
         table.add_column(column, justify="right")
     for name, f in found.items():
@@ -157,7 +204,19 @@ def compare_policies(job: "Replay", title: str, *, as_json: bool) -> None:
             f"{1e3 * f.tpot_p95_s:.1f}",
         )
         table.add_row(name, *cells, *waits)
-    Console().print(table)
+    print_table(table)
+
+
+def draw_comparison(found: "dict[str, Figures]", title: str, path: Path) -> None:
+    """The comparison as a figure."""
+    from balanceroute.errors import InputError
+    from balanceroute.experiments import figures
+
+    try:
+        drawn = figures.comparison(found, f"Every policy on {Path(title).name}", path.with_suffix(""))
+    except OSError as error:
+        raise InputError(f"{path}: cannot be written: {error.strerror}") from error
+    typer.echo(f"figure: {drawn}", err=True)
 
 
 def parse_speeds(text: str | None) -> tuple[float, ...]:

@@ -5,10 +5,13 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from balanceroute.cli import helping
+
 if TYPE_CHECKING:
     from balanceroute.traces import Trace
 
-app = typer.Typer(no_args_is_help=True, help="Make, convert and look at request traces.")
+SUMMARY = "Make, convert and look at request traces."
+app = typer.Typer(no_args_is_help=True, help=SUMMARY, rich_markup_mode=None)
 
 JsonFlag = Annotated[bool, typer.Option("--json", help="Print the summary as JSON.")]
 OutFile = Annotated[
@@ -16,7 +19,6 @@ OutFile = Annotated[
 ]
 
 
-@app.command()
 def generate(
     preset: Annotated[str, typer.Argument(help="heavy_tailed or capped.")],
     out: OutFile,
@@ -43,18 +45,17 @@ def generate(
     show(trace, out, json=json)
 
 
-@app.command()
 def convert(
     source: Annotated[Path, typer.Argument(help="Original file, possibly .gz or .xz.")],
     out: OutFile,
-    format: Annotated[str, typer.Option(help="auto, azure, mooncake or burstgpt.")] = "auto",
+    format: Annotated[str, typer.Option(help="auto, azure, mooncake, burstgpt, router or vllm.")] = "auto",
     jitter: Annotated[float, typer.Option(min=0, help="Seconds; spreads stamps that sit on steps.")] = 0.0,
     seed: Annotated[int, typer.Option(min=0, help="Seed of the jitter.")] = 0,
     json: JsonFlag = False,
 ) -> None:
-    """Convert an Azure 2023/2024, Mooncake or BurstGPT trace.
+    """Convert an Azure 2023/2024, Mooncake or BurstGPT trace, this router's JSON log or vLLM's request log.
 
-    Example: balanceroute trace convert mooncake_trace.jsonl --jitter 3 --out mooncake.csv.gz
+    Example: balanceroute trace convert router.log --out day.csv.gz && balanceroute replay --trace day.csv.gz --compare
     """
     from balanceroute.errors import InputError
     from balanceroute.traces import TraceFormat, convert_trace, write_trace
@@ -65,10 +66,13 @@ def convert(
     write_trace(result.trace, out)
     if result.without_output:
         typer.echo(f"left out {result.without_output:,} requests that generated nothing", err=True)
+    if result.estimated:
+        typer.echo(
+            f"estimated the lengths of {result.estimated:,} requests whose tokens the log does not list", err=True
+        )
     show(result.trace, out, json=json)
 
 
-@app.command()
 def describe(
     trace: Annotated[Path, typer.Argument(help="Trace CSV, possibly .gz or .xz.")], json: JsonFlag = False
 ) -> None:
@@ -95,3 +99,7 @@ def show(trace: "Trace", path: Path, *, json: bool) -> None:
         print_json(summary)
     else:
         print_fields(str(path), summary)
+
+
+for command in (generate, convert, describe):
+    helping.add(app, command)

@@ -35,12 +35,15 @@ from balanceroute.core.snapshot import ClusterSnapshot
 from balanceroute.core.subset import best_subset
 from balanceroute.core.tracker import DecodeInstanceState, RequestTracker
 
+HORIZON_SHARE = 1 / 6  # of the mean answer: 5 steps for answers of 28 tokens, 80 from 480 on
+
 
 @dataclass(frozen=True, slots=True)
 class BalanceRouteParams:
     """The knobs; `PolicySettings` has their defaults.
 
-    `beta` None means G, the number of decode workers in the barrier (BR-0's own penalty). `horizon_steps` 0 is BR-0.
+    `beta` None means G, the number of decode workers in the barrier (BR-0's own penalty). `horizon_steps` 0 is BR-0;
+    with `horizon_auto` it is the most steps that are looked ahead, and answers decide how many are (`horizon_of`).
     """
 
     horizon_steps: int
@@ -53,6 +56,7 @@ class BalanceRouteParams:
     slack_placement: str
     guard: str
     max_wait_s: float
+    horizon_auto: bool = False
 
 
 class Field(Protocol):
@@ -105,7 +109,7 @@ class HorizonField:
         self._envelope: LoadArray
 
     def _project(self) -> LoadArray:
-        loads = self._loads = self._snapshot.projected_loads()
+        loads = self._loads = self._snapshot.projected_loads()[:, : self._horizon + 1]
         down = self._snapshot.down_workers()
         standing = np.delete(loads, down, axis=0) if down else loads
         self._envelope = np.maximum.reduce(standing)
@@ -167,7 +171,7 @@ class BalanceRoute:
         self.params = params
         self.horizon_steps = params.horizon_steps
         self.stage_timer = stage_timer
-        self._weights: tuple[float, HorizonWeights] | None = None  # and the beta that they are made with
+        self._weights: tuple[float, HorizonWeights] | None = None  # and the beta that they are made with, of some H
 
     def patience_s(self, prompt_tokens: int, snapshot: ClusterSnapshot) -> float:
         return self.params.max_wait_s * snapshot.means.patience_factor(prompt_tokens)
@@ -214,10 +218,20 @@ class BalanceRoute:
         if self.horizon_steps == 0:
             return PresentField(snapshot, self.params)
         beta = self.params.beta if self.params.beta is not None else float(snapshot.n_in_barrier)
-        if self._weights is None or self._weights[0] != beta:
-            weights = HorizonWeights(self.horizon_steps, self.params.alpha, beta, self.params.gamma)
-            self._weights = (beta, weights)
+        horizon = self.horizon_of(snapshot)
+        if self._weights is None or self._weights[0] != beta or self._weights[1].horizon_steps != horizon:
+            self._weights = (beta, HorizonWeights(horizon, self.params.alpha, beta, self.params.gamma))
         return HorizonField(snapshot, self._weights[1])
+
+    def horizon_of(self, snapshot: ClusterSnapshot) -> int:
+        """How many steps ahead are looked at now: H or, where it follows the answers, a share of their mean length.
+
+        What is admitted stays for an answer's length. A horizon as long as that sees departures that the requests of
+        many decisions to come will have replaced.
+        """
+        if not self.params.horizon_auto or not snapshot.means.answers:
+            return self.horizon_steps
+        return min(self.horizon_steps, max(1, round(HORIZON_SHARE * snapshot.means.answer_tokens)))
 
     def _overdue(self, waiting: WaitingClass, field: Field, room: Room, now: float) -> Iterator[Choice]:
         """Requests beyond their patience, each to the worker where F is largest (tie: smallest load)."""

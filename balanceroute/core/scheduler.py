@@ -109,6 +109,7 @@ class Scheduler:
         self.prefill_policy: PrefillPolicy = PREFILL_POLICIES[self.config.prefill_policy]
         self._stage_timer = stage_timer
         self.snapshot = ClusterSnapshot(policy.horizon_steps)
+        self.snapshot.longest_wait_s = PATIENCE_SHARE * self.config.pool_ttl_s
         self.draining = False
         self._arrivals = 0
         self._dispatches = 0
@@ -126,6 +127,7 @@ class Scheduler:
             for prefiller in self.snapshot.prefillers:
                 prefiller.cache.clear()  # what is sent under a policy that knows no prefixes is not taken down
         self.config = config
+        self.snapshot.longest_wait_s = PATIENCE_SHARE * config.pool_ttl_s
         self.prefill_policy = PREFILL_POLICIES[config.prefill_policy]
 
     def set_draining(self, draining: bool, now: float) -> None:

@@ -16,6 +16,7 @@ L_g counts prompt and generated tokens of A_g and is an integer kept by addition
 `check_invariants()` recounts everything from the trackers.
 """
 
+import math
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -103,6 +104,7 @@ class ClusterSnapshot:
         self.means = WorkloadMeans()
         self.projection = Projection(0, horizon_steps)
         self.alike = True  # whether every worker has speed 1 and charges nothing per request, so that tokens are cost
+        self.longest_wait_s = math.inf  # what may wait longer would leave the pool unserved
         self.draws = 0  # random decisions taken so far: with the seed, the whole state of a random policy
 
     # -- membership -------------------------------------------------------------------------------------------
@@ -189,6 +191,12 @@ class ClusterSnapshot:
         if not self.prefillers:
             return FIRST_S_PER_TOKEN
         return sum([prefiller.pace.s_per_token for prefiller in self.prefillers]) / len(self.prefillers)
+
+    def step_loads(self) -> list[float]:
+        """`step_load` of every worker, by index. O(G)."""
+        if self.alike:
+            return [worker.load + worker.foreign_tokens for worker in self.workers]
+        return [worker.step_load for worker in self.workers]
 
     def open_workers(self) -> list[DecodeInstanceState]:
         """Workers with a free slot, by index. O(G)."""

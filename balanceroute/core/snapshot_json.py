@@ -42,6 +42,7 @@ def snapshot_to_dict(snapshot: ClusterSnapshot, now: float) -> dict[str, Any]:
             "answers": snapshot.means.answers,
         },
         "draws": snapshot.draws,
+        "longest_wait_s": None if snapshot.longest_wait_s == math.inf else snapshot.longest_wait_s,
     }
 
 
@@ -154,6 +155,8 @@ def snapshot_from_dict(
             tracker.overdue_s = tracker.ready_s + patience_s(tracker.prompt_tokens, snapshot)
         snapshot.pool.add(tracker)
     snapshot.draws = _whole(data, "draws", "", default=0)
+    if data.get("longest_wait_s") is not None:
+        snapshot.longest_wait_s = _number(data, "longest_wait_s", "")
     return snapshot, now
 
 

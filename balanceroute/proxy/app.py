@@ -24,12 +24,12 @@ from balanceroute.proxy.client.exchange import Exchange
 from balanceroute.proxy.client.head import Request
 from balanceroute.proxy.client.messages import MessagesExchange
 from balanceroute.proxy.client.response import Response
-from balanceroute.proxy.life.layerwise import Metaserver
 from balanceroute.proxy.life.pool_reaper import PoolReaper
 from balanceroute.proxy.ops.admin import Admin, http_error, internal_error, state
 from balanceroute.proxy.ops.dashboard import DASHBOARD_PATH, SIGN_IN, Dashboard
 from balanceroute.proxy.ops.forwarding import Forwarding
 from balanceroute.proxy.ops.guard import guarded, with_message_errors, with_request_id
+from balanceroute.proxy.ops.metaserver import Metaserver
 from balanceroute.proxy.perimeter.gate import Perimeter
 from balanceroute.proxy.perimeter.tls import Tls
 from balanceroute.proxy.services import Services
@@ -65,6 +65,10 @@ class RouterApp(Starlette):
         """Only prompts, and what decode workers send of them, may be large."""
         if not request.path.startswith(_LARGE):
             request.body_limit_bytes = _SMALL_BYTES
+
+    def refused(self, reason: str) -> None:
+        """Count what the edge refuses by itself."""
+        self.services.metrics.edge_refusals.inc(reason)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve one connection event."""

@@ -4,6 +4,7 @@ from balanceroute.simulator.prefill_tier import PrefillFigures, PrefillTier, rep
 from balanceroute.simulator.replay import PREDICTORS, Replay, parse_params
 from balanceroute.simulator.result import Figures, Outcome
 from balanceroute.simulator.setting import Failure, Setting, at_load
+from balanceroute.simulator.simulation import Stopped
 
 __all__ = [
     "PREDICTORS",
@@ -14,6 +15,7 @@ __all__ = [
     "PrefillTier",
     "Replay",
     "Setting",
+    "Stopped",
     "at_load",
     "parse_params",
     "replay_prefill",

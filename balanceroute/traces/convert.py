@@ -1,8 +1,10 @@
-"""Public traces in their original files, read into the one table.
+"""Public traces in their original files and servers' logs, read into the one table.
 
     azure      Azure LLM inference traces of 2023 and 2024: TIMESTAMP,ContextTokens,GeneratedTokens
     mooncake   Mooncake JSONL: timestamp (ms), input_length, output_length, hash_ids (one per 512-token block)
     burstgpt   BurstGPT CSV: Timestamp (s),Model,Request tokens,Response tokens,Total tokens,Log Type
+    router     this router's JSON log (`traces.logs`)
+    vllm       vLLM's request log (`traces.logs`)
 
 Any of them may be compressed (.gz, .xz). Requests that generated nothing (failed ones) are left out and
 counted.
@@ -12,14 +14,16 @@ import hashlib
 import json
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from datetime import UTC, datetime
 from enum import StrEnum
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from balanceroute.errors import InputError
+from balanceroute.traces.logs import STAMP, VllmLog, read_router
+from balanceroute.traces.rows import Row, field_of, json_object, stamp_s
 from balanceroute.traces.trace import (
     MAX_TIME,
     Trace,
@@ -31,30 +35,35 @@ from balanceroute.traces.trace import (
     trace_of,
 )
 
-# line number, seconds, prompt tokens, output tokens, key, names of the prompt's blocks
-Row = tuple[int, float, int, int, str, tuple[int, ...]]
+LOG_LINES = 200  # of a log's beginning that are looked at: a server prints its banner first
 
 
 class TraceFormat(StrEnum):
-    """Which public trace a file is; AUTO looks at its first line."""
+    """What a file is; AUTO looks at its first line."""
 
     AUTO = "auto"
     AZURE = "azure"
     MOONCAKE = "mooncake"
     BURSTGPT = "burstgpt"
+    ROUTER = "router"
+    VLLM = "vllm"
 
 
 @dataclass(frozen=True, slots=True)
 class Conversion:
-    """The converted trace, and how many requests were left out because nothing was generated."""
+    """The converted trace, and how many requests were left out because nothing was generated.
+
+    `estimated`: of how many a length was not counted but estimated.
+    """
 
     trace: Trace
     format: TraceFormat
     without_output: int
+    estimated: int = 0
 
 
 def convert_trace(
-    path: Path, format: TraceFormat = TraceFormat.AUTO, *, jitter_s: float = 0.0, seed: int = 0
+    path: str | Path, format: TraceFormat = TraceFormat.AUTO, *, jitter_s: float = 0.0, seed: int = 0
 ) -> Conversion:
     """Read a public trace; arrivals start at 0 and are sorted.
 
@@ -63,11 +72,14 @@ def convert_trace(
     """
     if not 0 <= jitter_s <= MAX_TIME:
         raise InputError(f"jitter must be 0 to {MAX_TIME:g} seconds, not {jitter_s:g}")
+    path = Path(path)
     kind = guess_format(path) if format is TraceFormat.AUTO else format
     arrivals, prompts, outputs, keys = list[float](), list[int](), list[int](), list[str]()
     prefix: list[tuple[int, ...]] = []
     without_output = 0
-    for line, arrival, prompt, output, key, blocks in READERS[kind](path):
+    vllm_log = VllmLog()
+    rows = vllm_log.rows(path) if kind is TraceFormat.VLLM else READERS[kind](path)
+    for line, arrival, prompt, output, key, blocks in rows:
         if output == 0:
             without_output += 1
             continue
@@ -79,7 +91,7 @@ def convert_trace(
         keys.append(key)
         prefix.append(blocks)
     trace = trace_of(path, arrivals, prompts, outputs, keys, prefix)
-    return Conversion(in_order(trace, jitter_s, seed), kind, without_output)
+    return Conversion(in_order(trace, jitter_s, seed), kind, without_output, vllm_log.estimated)
 
 
 def in_order(trace: Trace, jitter_s: float, seed: int) -> Trace:
@@ -98,20 +110,33 @@ def in_order(trace: Trace, jitter_s: float, seed: int) -> Trace:
     )
 
 
+def is_foreign(path: Path) -> bool:
+    """Whether the file is known to be in a form that has to be converted."""
+    try:
+        guess_format(path)
+    except InputError:
+        return False
+    return True
+
+
 def guess_format(path: Path) -> TraceFormat:
     """Tell the formats apart by the first line."""
     line, first = next(text_lines(path), (1, ""))
     if first.lstrip().startswith("{"):
-        return TraceFormat.MOONCAKE
+        return TraceFormat.ROUTER if '"event"' in first else TraceFormat.MOONCAKE
     if "ContextTokens" in first:
         return TraceFormat.AZURE
     if "Request tokens" in first:
         return TraceFormat.BURSTGPT
-    raise InputError(f"{path}: line {line}: not one of {', '.join(sorted(READERS))}; say which with --format")
+    if any(STAMP.search(text) for _, text in islice(text_lines(path), LOG_LINES)):
+        return TraceFormat.VLLM
+    accepted = ", ".join(sorted(set(TraceFormat) - {TraceFormat.AUTO}))
+    raise InputError(f"{path}: line {line}: not one of {accepted}; say which with --format")
 
 
 def columns_of(path: Path, columns: tuple[str, ...]) -> Iterator[tuple[int, list[str]]]:
     """(line number, the wanted columns) of each CSV row."""
+    path = Path(path)
     rows = csv_rows(path)
     line, names = next(rows, (1, []))
     header = [name.strip() for name in names]
@@ -139,15 +164,6 @@ def read_azure(path: Path) -> Iterator[Row]:
             )
         except ValueError as error:
             raise InputError(f"{path}: line {line}: {error}") from error
-
-
-def stamp_s(stamp: str) -> float:
-    """Seconds since the epoch of an ISO stamp with up to nine decimals; without a zone it is UTC."""
-    try:
-        moment = datetime.fromisoformat(stamp.strip())
-    except ValueError:
-        raise ValueError(f"TIMESTAMP {stamp!r:.60} is not a date and time") from None
-    return (moment if moment.tzinfo else moment.replace(tzinfo=UTC)).timestamp()
 
 
 def read_burstgpt(path: Path) -> Iterator[Row]:
@@ -188,25 +204,6 @@ def read_mooncake(path: Path) -> Iterator[Row]:
             raise InputError(f"{path}: line {line}: JSON nested too deeply") from error
 
 
-def json_object(text: str) -> dict[str, Any]:
-    """A JSON object, or ValueError that says what the text is instead."""
-    try:
-        row = json.loads(text)
-    except json.JSONDecodeError as error:
-        raise ValueError(f"not JSON: {error.msg}, at character {error.pos + 1}") from None
-    except ValueError:  # the limit on digits that int() has
-        raise ValueError("a number of too many digits") from None
-    if not isinstance(row, dict):
-        raise ValueError(f"expected a JSON object, found {json.dumps(row):.60}")
-    return row
-
-
-def field_of(row: dict[str, Any], name: str) -> str:
-    """A field's value as text: a string as it is, all else as JSON."""
-    value = row[name]
-    return value if isinstance(value, str) else json.dumps(value)
-
-
 def digest(blocks: Any) -> str:
     """Sixteen hex digits that stand for a list of block hashes; nothing for none. ValueError for anything else."""
     if not isinstance(blocks, list) or not all(isinstance(block, int) for block in blocks):
@@ -218,4 +215,5 @@ READERS: dict[TraceFormat, Callable[[Path], Iterator[Row]]] = {
     TraceFormat.AZURE: read_azure,
     TraceFormat.MOONCAKE: read_mooncake,
     TraceFormat.BURSTGPT: read_burstgpt,
+    TraceFormat.ROUTER: read_router,
 }

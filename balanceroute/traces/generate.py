@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 
 from balanceroute.errors import InputError
 from balanceroute.traces.capacity import ReferenceSetting, ideal_capacity
+from balanceroute.traces.convert import convert_trace, is_foreign
 from balanceroute.traces.trace import Trace, read_trace
 
 # bounds of the arrival rate: stamps of whole microseconds must tell requests apart, and count up to years at most
@@ -141,10 +142,11 @@ def generate_trace(
 
 
 def load_trace(name: str, *, seed: int = 0, rows: int | None = None) -> Trace:
-    """A trace by file name, or a generated one by the name of a preset.
+    """A trace by file name, or a generated one by the name of a preset; a file in another form is converted.
 
     The first `rows` of it: of a preset, of the 8,000 requests that it draws without a limit.
     """
     if name in PRESETS and not Path(name).exists():
         return generate_trace(name, seed=seed).head(rows)
-    return read_trace(Path(name)).head(rows)
+    path = Path(name)
+    return (convert_trace(path).trace if is_foreign(path) else read_trace(path)).head(rows)

@@ -129,11 +129,12 @@ def describe_trace(trace: Trace) -> TraceSummary:
     )
 
 
-def read_trace(path: Path) -> Trace:
+def read_trace(path: str | Path) -> Trace:
     """Read a trace CSV, possibly compressed (.gz, .xz).
 
     Raises: InputError with the file, the line and the reason, on the first row that cannot be used.
     """
+    path = Path(path)
     rows = csv_rows(path)
     line, names = next(rows, (1, []))
     header = [name.strip() for name in names]
@@ -266,8 +267,9 @@ def text_lines(path: Path) -> Iterator[tuple[int, str]]:
         raise InputError(f"{path}: cannot be read: {error}") from error
 
 
-def write_trace(trace: Trace, path: Path) -> None:
+def write_trace(trace: Trace, path: str | Path) -> None:
     """Write a trace as CSV, compressed where the name ends in .gz or .xz; equal traces give equal bytes."""
+    path = Path(path)
     text = io.StringIO(newline="")
     writer = csv.writer(text, lineterminator="\n")
     writer.writerow([*COLUMNS, PREFIX_COLUMN] if trace.prefix else COLUMNS)

@@ -137,6 +137,9 @@ class Stage:
     def gate(self, request: Request) -> None:
         """Nobody is turned away."""
 
+    def refused(self, reason: str) -> None:
+        """What the edge refuses is seen in its answers."""
+
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         """Every other route."""
         message = await receive()

@@ -13,6 +13,9 @@ listens on 127.0.0.1 and is ended by pid. Not part of the test suite: it needs v
     kill_decoder    kill -9 of a decoder mid-stream: every stream is complete, with the tokens of an undisturbed run
     kill_prefiller  kill -9 of the prefiller after a probe: a clear error or a whole answer, and nothing is held
     freeze_decoder  SIGSTOP of a decoder with 8 streams and 8 fresh requests: all complete with the right tokens
+    grammar         kill -9 of a decoder under answers with a grammar: valid, or an error event that says so
+    wrong_connector a router that takes the pair for mooncake_v1: it serves, and its log and /ready say what is wrong
+    no_log_stats    a prefiller with --disable-log-stats: the router serves, and /ready says "degraded"
     direct_clients  two clients go to one decoder directly: the router sees it, and sends its own to the other
     prefix_affinity 20 conversations of 6 turns on two prefillers find nearly as much cached as on one; equal answers
 """
@@ -55,14 +58,14 @@ class Servers:
         self.logs = logs
         self.processes: dict[int, subprocess.Popen[bytes]] = {}
 
-    def start_vllm(self, port: int) -> None:
+    def start_vllm(self, port: int, *options: str) -> None:
         """Start one vLLM server without waiting for it."""
         venv, model = os.environ["VLLM_VENV"], os.environ["VLLM_MODEL"]
         role = "kv_consumer" if port in DECODE else "kv_producer"
         transfer = {"kv_connector": "NixlConnector", "kv_role": role, "kv_buffer_device": "cpu"}
         command = [f"{venv}/bin/vllm", "serve", model, "--served-model-name", MODEL, "--host", "127.0.0.1"]
         command += ["--port", str(port), "--max-model-len", "2048", "--max-num-seqs", "64", "--enforce-eager"]
-        command += ["--block-size", "32", "--kv-transfer-config", json.dumps(transfer)]
+        command += ["--block-size", "32", "--kv-transfer-config", json.dumps(transfer), *options]
         env = os.environ | {
             "VLLM_CPU_KVCACHE_SPACE": "1",
             "VLLM_CPU_OMP_THREADS_BIND": "nobind",
@@ -78,20 +81,26 @@ class Servers:
         }
         self._spawn(port, command, env)
 
-    def start_router(self, prefillers: tuple[int, ...] = (PREFILL,), policy: str = "least_tokens") -> None:
+    def start_router(
+        self,
+        port: int = ROUTER,
+        connector: str = "nixl",
+        prefillers: tuple[int, ...] = (PREFILL,),
+        policy: str = "least_tokens",
+    ) -> None:
         """Start `balanceroute serve` in front of these prefillers and the decoders."""
-        config = self.logs / "router.yaml"
+        config = self.logs / f"router-{port}.yaml"
         decoders, listed = (
-            "\n".join(f"    - url: http://127.0.0.1:{port}" for port in ports) for ports in (DECODE, prefillers)
+            "\n".join(f"    - url: http://127.0.0.1:{each}" for each in ports) for ports in (DECODE, prefillers)
         )
         config.write_text(
-            f"listen: {{host: 127.0.0.1, port: {ROUTER}}}\nconnector: nixl\n"
+            f"listen: {{host: 127.0.0.1, port: {port}}}\nconnector: {connector}\n"
             f"prefill:\n  policy: {policy}\n  workers:\n{listed}\n"
             f"decode:\n  max_num_seqs: 64\n  shared_barrier: false\n  workers:\n{decoders}\n"
             "predictor: {kind: survival}\nhealth: {interval_s: 1.0}\n"
         )
         command = [sys.executable, "-m", "balanceroute", "serve", "--config", str(config)]
-        self._spawn(ROUTER, command, dict(os.environ))
+        self._spawn(port, command, dict(os.environ))
 
     def _spawn(self, port: int, command: list[str], env: dict[str, str]) -> None:
         with socket.socket() as probe:
@@ -133,12 +142,12 @@ class Servers:
     def replace_router(self, prefillers: tuple[int, ...], policy: str) -> None:
         """End the router and start another."""
         self.end(ROUTER)
-        self.start_router(prefillers, policy)
+        self.start_router(prefillers=prefillers, policy=policy)
         self.wait_ready(ROUTER, 30)
 
-    def restart(self, port: int) -> None:
+    def restart(self, port: int, *options: str) -> None:
         """Bring a killed vLLM server back."""
-        self.start_vllm(port)
+        self.start_vllm(port, *options)
         self.wait_ready(port)
 
     def stop(self) -> None:
@@ -400,7 +409,7 @@ def check_freeze_decoder(servers: Servers) -> str:
 
     with ThreadPoolExecutor(len(bodies)) as pool:
         streams = [pool.submit(ends, index) for index in range(8)]
-        wait_for("streams have begun", lambda: len(begun) == 8, 60)
+        wait_for("streams have begun", lambda: len(begun) == 8, 240)
         on_it = sum(len(w["active"]) for w in router_state()["workers"] if w["id"].endswith(str(DECODE[0])))
         servers.send(DECODE[0], signal.SIGSTOP)
         frozen_s = time.monotonic()
@@ -420,6 +429,77 @@ def check_freeze_decoder(servers: Servers) -> str:
         f"{on_it} of 8 streams on it, {moved:.0f} requests moved; fresh ones done after {fresh_s:.1f} s,"
         f" streams after {streams_s:.1f} s"
     )
+
+
+def check_grammar(servers: Servers) -> str:
+    """What a decoder knows of a grammar beside tokens dies with it: no answer that breaks it ends as complete."""
+    grammar = re.compile("([a-f]{7}-){60}")
+    asked = {"structured_outputs": {"regex": grammar.pattern}, "ignore_eos": False, "temperature": 1.0}
+    bodies = [a_body(seed, max_tokens=900, seed=seed) | asked for seed in range(8000, 8012)]
+    begun: set[int] = set()
+
+    def streamed(index: int) -> str:
+        text, _, told = streamed_text(bodies[index], lambda: begun.add(index))
+        return text if told is None else told
+
+    def whole(index: int) -> str:
+        reply = httpx.post(f"{BASE}/v1/completions", json=bodies[index], timeout=300, trust_env=False)
+        reply.raise_for_status()
+        return str(reply.json()["choices"][0]["text"])
+
+    with ThreadPoolExecutor(len(bodies)) as pool:
+        streams = [pool.submit(streamed, index) for index in range(8)]
+        answers = [pool.submit(whole, index) for index in range(8, 12)]
+        wait_for("streams have begun", lambda: len(begun) == 8, 240)
+        servers.kill(DECODE[0])
+        texts = [each.result() for each in streams]
+        wholes = [each.result() for each in answers]
+    cut = [text for text in texts if "state that another decode worker does not have" in text]
+    wrong = [text[:200] for text in texts + wholes if text not in cut and not grammar.fullmatch(text)]
+    assert not wrong, f"{len(wrong)} answers break their grammar: {wrong[0]}"
+    wait_for("the router holds nothing", nothing_held, 30)
+    servers.restart(DECODE[0])
+    wait_for("the router uses the decoder again", lambda: workers_up() == 2, 60)
+    assert cut, "no stream was on the decoder that was killed"
+    return (
+        f"{len(cut)} of 8 streams ended by an error event, 4 unstreamed answers and the rest valid to the last letter"
+    )
+
+
+def check_wrong_connector(servers: Servers) -> str:
+    """The README's command without `connector: nixl`, over a pair that speaks it."""
+    port = ROUTER + 1
+    servers.start_router(port, connector="mooncake_v1")
+    try:
+        servers.wait_ready(port, 30)
+        assert ready(port)["status"] == "ready"
+        ids = [completion_ids(port, a_body(seed)) for seed in range(9000, 9004)]
+        assert ids == [completion_ids(DECODE[1], a_body(seed)) for seed in range(9000, 9004)]
+        told = ready(port)
+        assert told["status"] == "degraded" and "set connector: nixl" in told["reasons"][0], told
+        log = (servers.logs / f"{port}.log").read_text()
+        assert log.count('"event":"degraded"') == 1, "not one line in the log"
+    finally:
+        servers.kill(port)
+    return f"4 requests served; /ready 200: {told['reasons'][0]}"
+
+
+def check_no_log_stats(servers: Servers) -> str:
+    """An engine that tells nothing of its KV use, as the example proxies never ask for it."""
+    servers.kill(PREFILL)
+    servers.restart(PREFILL, "--disable-log-stats")
+    try:
+        wait_for("requests work again", lambda: outcome_of(a_body(1)) == "complete", 120)
+        told = ready(ROUTER)
+        assert told["status"] == "degraded", told
+        with ThreadPoolExecutor(16) as pool:
+            outcomes = list(pool.map(lambda seed: outcome_of(a_body(seed)), range(9100, 9140)))
+        assert set(outcomes) == {"complete"}, outcomes
+    finally:
+        servers.kill(PREFILL)
+        servers.restart(PREFILL)
+    wait_for("no longer degraded", lambda: ready(ROUTER)["status"] == "ready", 60)
+    return f"40 requests served; /ready 200: {told['reasons'][0]}"
 
 
 def check_direct_clients(servers: Servers) -> str:
@@ -511,6 +591,31 @@ def check_prefix_affinity(servers: Servers) -> str:
     return f"{told}; {predicted:.0f} cached tokens predicted, {found:.0f} found; answers equal"
 
 
+def streamed_text(body: dict[str, Any], on_event: Callable[[], None]) -> tuple[str, str | None, str | None]:
+    """Text and finish reason of a streamed completion through the router, and the text of its error event."""
+    text, reason = "", None
+    with httpx.stream("POST", f"{BASE}/v1/completions", json=body | {"stream": True}, timeout=300) as reply:
+        reply.raise_for_status()
+        for line in reply.iter_lines():
+            if line.startswith("data: {"):
+                event = json.loads(line[6:])
+                if "error" in event:
+                    return text, reason, str(event["error"]["message"])
+                for choice in event["choices"]:
+                    text += choice["text"] or ""
+                    reason = choice.get("finish_reason") or reason
+                on_event()
+    return text, reason, None
+
+
+def ready(port: int) -> dict[str, Any]:
+    """What the router on this port says of its readiness, with 200."""
+    reply = httpx.get(f"http://127.0.0.1:{port}/ready", trust_env=False)
+    reply.raise_for_status()
+    answer: dict[str, Any] = reply.json()
+    return answer
+
+
 def outcome_of(body: dict[str, Any]) -> str:
     """complete, a status, or what broke the stream."""
     try:
@@ -547,6 +652,9 @@ CHECKS: dict[str, Callable[[Servers], str]] = {
     "kill_prefiller": check_kill_prefiller,
     "freeze_decoder": check_freeze_decoder,
     "direct_clients": check_direct_clients,
+    "grammar": check_grammar,
+    "wrong_connector": check_wrong_connector,
+    "no_log_stats": check_no_log_stats,
     "prefix_affinity": check_prefix_affinity,
 }
 

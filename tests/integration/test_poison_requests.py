@@ -9,10 +9,14 @@ from typing import Any
 import httpx
 import pytest
 
+from balanceroute.config import validate
 from balanceroute.emulator import ClusterShape
 from balanceroute.engine.tokens import continuation, decode
-from tests.integration.router import Router, running
+from balanceroute.proxy.app import create_app
+from tests.integration.router import Router, running, served
 from tests.integration.test_proxy_answers import PROMPT, chat, completion, events, texts
+from tests.security.evil_worker import Asked, Evil, eventually, reply, well_decoded, well_prefilled
+from tests.unit.proxy.servers import worker
 
 pytestmark = pytest.mark.anyio
 
@@ -73,6 +77,50 @@ async def test_requests_beside_a_poison_request_all_get_their_answers() -> None:
         assert len(dead(router)) == 2
         assert router.app.services.metrics.poison_requests.value() == 1
         await router.settled()
+
+
+async def test_poison_requests_that_share_their_first_decoder_reach_one_more_each() -> None:
+    """What the first of them has lost is no evidence against the second, but its own second loss is."""
+    both_there = asyncio.Event()
+
+    async def dies(asked: Asked, writer: asyncio.StreamWriter) -> None:
+        await both_there.wait()
+        dead = {"error": {"message": "EngineCore encountered an issue.", "code": 500}}
+        writer.write(reply(dead, status="500 Internal Server Error"))
+
+    prefiller = Evil(well_prefilled)
+    decoders = {f"d{n}": Evil(well_decoded, say=dies) for n in range(5)}
+    async with contextlib.AsyncExitStack() as stack:
+        urls = {name: (await stack.enter_async_context(worker(one.script))).url for name, one in decoders.items()}
+        source = await stack.enter_async_context(worker(prefiller.script))
+        tree = {
+            "prefill": {"workers": [{"url": source.url}]},
+            "decode": {"workers": [{"url": url, "id": name} for name, url in urls.items()], "max_num_seqs": 8},
+            "routing": {"policy": "round_robin"},
+            "predictor": {"kind": "none"},
+            **QUICK,
+        }
+        app = create_app(validate(tree))
+        url = await stack.enter_async_context(served(app))
+        client = await stack.enter_async_context(httpx.AsyncClient(base_url=url, trust_env=False, timeout=30))
+        fleet = app.services.fleet
+        for name in ("d1", "d2", "d3", "d4"):
+            fleet.drain(fleet[name])
+        asked = [
+            asyncio.ensure_future(
+                client.post("/v1/completions", json={"prompt": "hi"}, headers={"X-Request-Id": f"poison{n}"})
+            )
+            for n in range(2)
+        ]
+        await eventually(lambda: len(decoders["d0"].asked) == 2)
+        for name in ("d1", "d2", "d3", "d4"):
+            fleet.drain(fleet[name], drained=False)
+        both_there.set()
+        assert [answer.status_code for answer in await asyncio.gather(*asked)] == [502, 502]
+        for n in range(2):
+            met = [name for name, one in decoders.items() if any(a.id.startswith(f"poison{n}-") for a in one.asked)]
+            assert len(met) == 2, met
+        assert app.services.metrics.poison_requests.value() == 2
 
 
 async def test_a_poison_request_whose_client_leaves_is_not_drained_through_a_third_decoder() -> None:
@@ -258,7 +306,7 @@ async def test_an_answer_under_which_decoder_after_decoder_dies_is_ended_at_the_
         async with asyncio.timeout(20):
             while not ask.done():
                 for worker in router.cluster.decode:
-                    tokens = sum(leg.scanner.tokens_in_life for leg in router.app.services.legs if leg.decoder)
+                    tokens = sum(leg.answer.scanner.tokens_in_life for leg in router.app.services.legs if leg.decoder)
                     if worker.rank.running and tokens and not worker.dead:
                         worker.kill_engine()
                 await asyncio.sleep(0.001)

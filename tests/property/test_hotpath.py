@@ -210,6 +210,33 @@ def test_a_pump_that_cannot_write_keeps_no_other_waiting(module: Any) -> None:
 
 
 @both
+def test_a_pump_stops_the_worker_before_a_turn_has_read_more_than_a_client_that_does_not_read_may_have(
+    module: Any,
+) -> None:
+    """One turn of the loop may read tens of MiB of one socket."""
+    paused: list[bool] = []
+    written: list[bytes] = []
+    turn: list[Any] = []
+    kept = 0
+
+    def write(part: bytes) -> bool:  # as a socket: full once it holds something
+        full = bool(written)
+        if not full:
+            written.append(part)
+        return not full
+
+    reply, client = SimpleNamespace(pause=lambda: paused.append(True)), SimpleNamespace(write=write)
+    pump = module.Pump(reply, Scanner(module), client, lambda tokens: None, module.Flusher(turn.append), "done")
+    while not paused and kept < 2**26:
+        pump.chunk(HEAD + b"x" * 10_000 + MID + b"7" + TAIL)
+        kept = sum(map(len, written)) + len(pump.out)
+    assert kept < 2**20 and paused == [True]
+    for flush in turn:
+        flush()
+    assert paused == [True] and len(pump.out) < kept
+
+
+@both
 @given(st.lists(st.binary(min_size=1, max_size=3000), min_size=1, max_size=4), st.booleans())
 def test_parts_are_written_as_chunks_and_the_first_with_the_head(
     module: Any, parts: list[bytes], chunked: bool

@@ -58,6 +58,9 @@ class Site(Protocol):
     def gate(self, request: Request) -> None:
         """Raises: BalanceRouteError: the request is refused with it."""
 
+    def refused(self, reason: str) -> None:
+        """The edge has refused a request for this reason, one of a handful of words."""
+
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve any other route, as ASGI."""
 
@@ -108,7 +111,7 @@ class Edge:
     """The connections, and what they share.
 
     Attributes: `waiting`, those without a complete request, the one that has waited longest first. `incoming_bytes`, of
-    all bodies that are not complete, `served_bytes`, of those whose answers are not.
+    all bodies that are not complete, `served_bytes`, of those whose answers are not. `held`, by whom, of large ones.
     `date_line`, the Date field. `tasks`, of requests under way, and `connections`,
     both the server's own sets.
     """
@@ -127,6 +130,7 @@ class Edge:
         self.tasks, self.app_state = tasks, app_state
         self.waiting: dict[Connection, None] = {}
         self.incoming_bytes = self.served_bytes = 0
+        self.held: dict[str, int] = {}
         self.date_line = b""
         shortest_s = min(limits.receive_timeout_s, limits.keep_alive_s, limits.stall_timeout_s)
         self.period_s = min(1.0, max(0.05, shortest_s / 4))
@@ -137,11 +141,21 @@ class Edge:
         """Whether there are more connections than there may be."""
         return len(self.connections) > self.limits.max_connections
 
-    def laden(self, complete: bool) -> bool:
-        """Whether there are more bytes of bodies than there may be, for one that is `complete`, or still coming."""
+    def laden(self, complete: bool, holder: str) -> bool:
+        """Whether there are more bytes of bodies than there may be, for one that is `complete`, or still coming.
+
+        One holder may have half of them, so that there is room for others.
+        """
         limits, incoming = self.limits, self.incoming_bytes
         full = incoming > limits.max_incoming_bytes and not complete
-        return full or incoming + self.served_bytes > limits.max_held_bytes
+        greedy = 2 * self.held.get(holder, 0) > limits.max_held_bytes
+        return full or greedy or incoming + self.served_bytes > limits.max_held_bytes
+
+    def hold(self, holder: str, size: int) -> None:
+        """So many more bytes of a large body are held for `holder`; less where it is negative."""
+        held = self.held.pop(holder, 0) + size
+        if held:
+            self.held[holder] = held
 
     def join(self, connection: Connection) -> bool:
         """Take in a new connection; False if there is no room even to refuse it."""

@@ -48,7 +48,8 @@ class Request:
 
     Attributes: `path` without its query, decoded; `headers`, names in lower case. `length`, that of the body, None
     where it is chunked; `body_limit_bytes`, a bound below the general one, for who knows the route to set. `peer` and
-    `local`, the connection's two addresses, host and port; `scheme`, http or https.
+    `local`, the connection's two addresses, host and port; `scheme`, http or https. `holder`, whose share of the memory
+    for bodies it takes, for who knows the client to set; empty: the peer's.
     """
 
     __slots__ = (
@@ -57,6 +58,7 @@ class Request:
         "complete",
         "expects_continue",
         "headers",
+        "holder",
         "http_1_0",
         "keep_alive",
         "length",
@@ -82,6 +84,7 @@ class Request:
         self.peer: tuple[str, int] | None = None
         self.local: tuple[str, int] | None = None
         self.scheme = "http"
+        self.holder = ""
 
     def header(self, name: bytes) -> bytes | None:
         """The first value of a field; `name` in lower case."""
@@ -110,6 +113,12 @@ def check_beginning(raw: bytes, scanned: int) -> None:
         raise _head_too_large()
     if _LONE_LF.search(raw, scanned) or (line_end < 0 and not _BEGINNING.match(raw)):
         raise InvalidRequest("These bytes are no HTTP request.")
+
+
+def path_asked(raw: bytes) -> str:
+    """The path in the first line of what may be a request; empty where there is none. For the form of a refusal."""
+    words = raw[:MAX_LINE_BYTES].split(b"\r\n", 1)[0].split(b" ")
+    return words[1].partition(b"?")[0].decode("latin-1") if len(words) > 1 else ""
 
 
 def parse_head(raw: bytes) -> Request:

@@ -1,19 +1,21 @@
 """Anthropic's `/v1/messages`: a chat like any other between the two translations of `wire/messages.py` and its answers.
 
-    body -> chat -> Leg -> the chat's events -> MessageOutlet -> the message's events -> client
+    body -> chat -> Leg, whose scanner has a MessageStream for its translation -> the message's events -> client
 
 A stream that says nothing for `PING_S` gets a ping, so that neither the client nor what is between takes it for dead.
 """
 
 import asyncio
 from collections.abc import Callable
-from typing import Final
+from typing import Any, Final
 
-from balanceroute.errors import BalanceRouteError, InvariantError
-from balanceroute.proxy.client.exchange import Exchange
+from balanceroute.errors import BalanceRouteError
+from balanceroute.proxy.client.exchange import Exchange, StreamOutlet
 from balanceroute.proxy.client.fanout import PartAnswer
 from balanceroute.proxy.client.response import Response
-from balanceroute.proxy.life.lifecycle import Outlet
+from balanceroute.proxy.life.leg import Leg
+from balanceroute.proxy.life.outlet import Outlet
+from balanceroute.proxy.life.suspicion import Choices
 from balanceroute.proxy.wire.message_answers import PING, Counts, MessageStream, message_of
 from balanceroute.proxy.wire.message_errors import message_error_event, with_message_id
 from balanceroute.proxy.wire.messages import parse_messages
@@ -34,9 +36,20 @@ class MessagesExchange(Exchange):
     def _outlet_for(self, request: ClientRequest) -> Outlet:
         if not request.stream:
             return PartAnswer(request)
-        stream = MessageStream(self._message_id, request.model, self._counts)
         headers = [*SSE_HEADERS, *self._own_headers()]
-        return MessageOutlet(self._response, headers, stream, self._s.loop)
+        return PingedOutlet(self._response, headers, self._printed, self._s.loop)
+
+    def _leg_for(
+        self,
+        request_id: str,
+        request: ClientRequest,
+        outlet: Outlet,
+        options: dict[str, Any] | None = None,
+        choices: Choices | None = None,
+    ) -> Leg:
+        if request.stream:
+            options = {"translation": lambda: MessageStream(self._message_id, request.model, self._counts)}
+        return super()._leg_for(request_id, request, outlet, options, choices)
 
     def _whole(self, answer: bytes) -> bytes:
         return message_of(answer, self._message_id)
@@ -48,8 +61,11 @@ class MessagesExchange(Exchange):
         return with_message_id(super()._own_headers())
 
     def _counts(self) -> Counts:
-        leg = self._legs[0]
-        return Counts(leg.prompt_tokens, leg.cached_tokens, leg.scanner.tokens)
+        answer = self._legs[0].answer
+        return Counts(answer.prompt_tokens, answer.cached_tokens, answer.scanner.tokens)
+
+    def _printed(self) -> int:
+        return self._legs[0].answer.scanner.matcher.printed
 
     @property
     def _message_id(self) -> str:
@@ -61,65 +77,36 @@ class MessagesExchange(Exchange):
         return "" if self._head is None else self._head.told_id.decode()
 
 
-class MessageOutlet:
-    """A leg's answer as a stream of a message's events; events are translated only when the client takes them."""
+class PingedOutlet(StreamOutlet):
+    """A leg's answer as the client's own stream, with a ping whenever nothing has been said for `PING_S`."""
 
-    __slots__ = (
-        "_headers",
-        "_loop",
-        "_quiet",
-        "_response",
-        "_timer",
-        "_translate",
-        "drained",
-        "ends_response",
-        "started",
-    )
+    __slots__ = ("_last", "_loop", "_printed", "_timer")
 
     def __init__(
-        self, response: Response, headers: Headers, stream: MessageStream, loop: asyncio.AbstractEventLoop
+        self, response: Response, headers: Headers, printed: Callable[[], int], loop: asyncio.AbstractEventLoop
     ) -> None:
-        self._response, self._headers, self._loop = response, headers, loop
-        self._translate: Callable[[bytes], bytes] = stream.feed
+        """`printed` tells how many tokens have had their text seen."""
+        super().__init__(response, headers)
+        self._printed, self._loop = printed, loop
+        self._last = -1  # what it told last
         self._timer: asyncio.TimerHandle | None = None
-        self._quiet = False  # nothing was written since the timer was set
-        self.drained = response.drained
-        self.started = False
-        self.ends_response = True
+        self.end = self._end
 
     def start(self) -> None:
         """The 200: a decoder has said its first word."""
-        self.started = True
-        self._response.start(200, self._headers)
-        self._timer = self._loop.call_later(PING_S, self._look)
+        super().start()
+        self._look()
 
-    def write(self, body: bytes, /) -> bool:
-        """Translate and send, unless the client's socket is full."""
-        if self._response.full:
-            return False
-        out = self._translate(body)
-        self._quiet = False
-        return not out or self._response.write(out)
-
-    def end(self, body: bytes, /) -> None:
-        """The last events."""
+    def _end(self, body: bytes, /) -> None:
         if self._timer is not None:
             self._timer.cancel()
-        self._response.end(self._translate(body))
-
-    def whole(self, body: bytes) -> None:
-        """A stream never comes in one piece."""
-        raise InvariantError("an unstreamed answer for a client that streams")
-
-    def forget(self) -> bool:
-        """Nothing is kept: what has come has been sent."""
-        return not self.started
+        self._response.end(body)
 
     def _look(self) -> None:
         response = self._response
         if response.complete or response.gone:
             return
-        if self._quiet and not response.full:
+        if (printed := self._printed()) == self._last and not response.full:
             response.write(PING)
-        self._quiet = True
+        self._last = printed
         self._timer = self._loop.call_later(PING_S, self._look)

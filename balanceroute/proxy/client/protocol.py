@@ -14,7 +14,8 @@ connection's last), the time in which a client must take a part of what is writt
 `Edge`, a few times per second.
 
 **Ends.** A refusal before the body was read ends the connection, but not at once: what the client still sends is read
-and dropped for `LINGER_S`, else the answer could be lost to a reset (RFC 9112 section 9.6). The end of a client's
+and dropped for `LINGER_S` and up to `MAX_DROPPED_BYTES`, else the answer could be lost to a reset (RFC 9112 section
+9.6). The end of a client's
 stream during a completion is a client that has left, which is how every SDK cancels; any other route still answers.
 """
 
@@ -24,18 +25,21 @@ import math
 import re
 from typing import Any, Final, cast
 
-from balanceroute.errors import BalanceRouteError, InvalidRequest, InvariantError, Rejected
+from balanceroute.errors import BalanceRouteError, EdgeFull, InvalidRequest, InvariantError
 from balanceroute.proxy.client.asgi import AsgiHandler
 from balanceroute.proxy.client.body import Body, ChunkedBody, SizedBody
 from balanceroute.proxy.client.edge import Edge, Handler
-from balanceroute.proxy.client.head import Request, check_beginning, parse_head
-from balanceroute.proxy.client.intake import read_head
+from balanceroute.proxy.client.head import Request, check_beginning, parse_head, path_asked
+from balanceroute.proxy.client.refusals import holder_of, id_of, reason_of
 from balanceroute.proxy.client.response import Response
+from balanceroute.proxy.wire.message_errors import is_messages_path, message_refusal
 
 log = logging.getLogger(__name__)
 
 LINGER_S: Final = 2.0
 RETRY_AFTER_S: Final = 1.0
+MAX_DROPPED_BYTES: Final = 64 * 2**20  # that nobody wants any more; twice the largest body by default
+LARGE_BODY_BYTES: Final = 64 * 1024  # below, nobody keeps count of who sends them
 MAX_WAITING_BYTES: Final = 64 * 1024  # behind the request under way; then the socket is not read
 _SLICE_BYTES: Final = 8 * 1024  # of a chunked body per turn of the loop: a chunk may be as small as a byte
 _BLANK_LINES: Final = re.compile(rb"(?:\r\n)+")
@@ -50,8 +54,11 @@ class ClientProtocol(asyncio.Protocol):
         "_body",
         "_deadline_s",
         "_drained",
+        "_dropped_bytes",
         "_ended",
         "_handler",
+        "_held_bytes",
+        "_holder",
         "_hot",
         "_lingering",
         "_local",
@@ -84,6 +91,8 @@ class ClientProtocol(asyncio.Protocol):
         self._body: Body | None = None  # while it is not complete
         self._hot = self._advancing = self._lingering = self._ended = self._reading_paused = False
         self._served_bytes = 0  # of the body whose answer is not complete
+        self._held_bytes, self._holder = 0, ""  # of a large body, and for whom
+        self._dropped_bytes = 0  # that came while lingering
         self._receiving_since_s = math.inf  # the first byte of an incomplete request
         self._deadline_s = math.inf
         self._mark: tuple[float, int] | None = None  # when how many bytes waited for the client to read
@@ -137,6 +146,10 @@ class ClientProtocol(asyncio.Protocol):
         if not self._lingering:
             self._raw = self._raw + data if self._raw else data
             self._advance()
+            return
+        self._dropped_bytes += len(data)
+        if self._dropped_bytes > MAX_DROPPED_BYTES:
+            self.abort()
 
     def pause_writing(self) -> None:
         """The client reads too slowly."""
@@ -255,7 +268,7 @@ class ClientProtocol(asyncio.Protocol):
         if edge.full and request.method not in ("GET", "HEAD"):
             response.keep_alive = False
             text = "The router has as many client connections as it may have; try again shortly."
-            raise Rejected(text, retry_after_s=RETRY_AFTER_S)
+            raise EdgeFull(text, retry_after_s=RETRY_AFTER_S)
         edge.site.gate(request)
         handler.check()
         length, limit = request.length, edge.limits.max_body_bytes
@@ -290,9 +303,11 @@ class ClientProtocol(asyncio.Protocol):
                 self._raw = body.feed(self._raw)
         finally:  # what it kept before it refused will be taken off, too
             edge.incoming_bytes += body.size - before
-        if edge.laden(body.complete):
+            if body.size > LARGE_BODY_BYTES:
+                self._hold(body.size, request)
+        if edge.laden(body.complete, self._holder):
             text = "The router holds as many bytes of requests as it may; try again shortly."
-            raise Rejected(text, retry_after_s=RETRY_AFTER_S)
+            raise EdgeFull(text, retry_after_s=RETRY_AFTER_S)
         if body.complete:
             request.body = body.whole()
             self._served_bytes = body.size
@@ -331,6 +346,14 @@ class ClientProtocol(asyncio.Protocol):
         """Nobody needs the body any more."""
         self.edge.served_bytes -= self._served_bytes
         self._served_bytes = 0
+        if self._held_bytes:
+            self.edge.hold(self._holder, -self._held_bytes)
+            self._held_bytes, self._holder = 0, ""
+
+    def _hold(self, size: int, request: Request) -> None:
+        self._holder = self._holder or request.holder or holder_of(self._peer[0] if self._peer else "")
+        self.edge.hold(self._holder, size - self._held_bytes)
+        self._held_bytes = size
 
     def _ran(self, task: "asyncio.Task[None]", response: Response) -> None:
         self.edge.tasks.discard(task)
@@ -358,14 +381,18 @@ class ClientProtocol(asyncio.Protocol):
         if self._raw or self._ended:
             self._advance()
 
-    def _refuse(self, error: BalanceRouteError) -> None:
+    def _refuse(self, error: BalanceRouteError, counted: bool = True) -> None:
         """Answer bytes that are no request, or a request that may not be served, with an error.
 
         Where the whole body is here already the connection serves on; else nobody could tell where the next one begins.
         """
         handler, response, request = self._handler, self._response, self._request
+        if counted and (reason := reason_of(error)):
+            self.edge.site.refused(reason)
         if response is None:
             response = self._response = Response(self, head_only=False, http_1_0=False, keep_alive=False)
+            if is_messages_path(path_asked(self._raw)):
+                response.refusal = message_refusal
         length = None if request is None or self._body is not None else request.length
         if length is not None and len(self._raw) >= length:
             self._raw = self._raw[length:]
@@ -376,7 +403,7 @@ class ClientProtocol(asyncio.Protocol):
         if handler is not None:
             handler.refuse(error)
         elif not response.started:
-            name = read_head(() if request is None else request.headers, None).told_id
+            name = id_of(request, self._raw)
             fields = {"request": name.decode(), "peer": self._peer[0] if self._peer else "", "error": str(error)}
             log.info("no request", extra=fields)
             response.refuse(error, [(b"x-request-id", name)])
@@ -388,7 +415,7 @@ class ClientProtocol(asyncio.Protocol):
         handler, self._handler = self._handler, None
         if handler is not None:
             handler.abandoned()
-        self._refuse(InvalidRequest("The connection ended inside the request."))
+        self._refuse(InvalidRequest("The connection ended inside the request."), counted=False)
 
     # -- ends
 

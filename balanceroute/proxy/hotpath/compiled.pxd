@@ -1,7 +1,7 @@
 # The C types of what `events.py` names, for Cython, which compiles it as `compiled`.
 cimport cython
 
-cdef Py_ssize_t _SIZE_DIGITS, _ID_DIGITS, _MAX_ID, _SHORT_TEXT
+cdef Py_ssize_t _SIZE_DIGITS, _ID_DIGITS, _MAX_ID, _MAX_OUT_BYTES, _SHORT_TEXT
 cdef list _SIZE_LINES
 
 
@@ -44,7 +44,7 @@ cdef class EventMatcher:
     cdef public object ids
     cdef public bint between_events
     cdef object _add_id
-    cdef bint _want_ids
+    cdef bint _want_ids, _drops_empty
     cdef bytes _head, _mid, _tail, _head_out, _end_out
 
     @cython.locals(tokens=Py_ssize_t, printed=Py_ssize_t, kept=Py_ssize_t, out=list, at=Py_ssize_t, end=Py_ssize_t)

@@ -70,6 +70,11 @@ class Metrics(Collector):
         self.callbacks = CounterFamily(
             "balanceroute_metaserver_callbacks", "Decode workers that asked for a prefill (layerwise).", ["outcome"]
         )
+        self.edge_refusals = CounterFamily(
+            "balanceroute_edge_refusals",
+            "Requests refused for what they are: malformed, too large, too slow, or one too many.",
+            ["reason"],
+        )
         self.refusals = CounterFamily(
             "balanceroute_refusals", "Requests refused for who asked: no key, a wrong one, a key's limit.", ["reason"]
         )
@@ -164,6 +169,7 @@ class Metrics(Collector):
             self.drains,
             self.scrapes_failed,
             self.callbacks,
+            self.edge_refusals,
             self.refusals,
             self.tasks_failed,
         ):

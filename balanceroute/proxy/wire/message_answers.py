@@ -8,9 +8,7 @@ r"""The answer to a chat as Anthropic's message: whole, or as named events while
 Only one block is open at a time. Text that comes amid a tool's arguments is kept until they are complete, and is then a
 block of its own. A block of thinking ends with a signature; it proves nothing here, but clients expect one.
 
-**Events by template**, as in `hotpath`: an ordinary event differs from the one before in its text only. What is before
-and behind the text of one that was parsed is remembered; where both are as they were and there is neither quote,
-line end nor last backslash in between, what is in between is the text, as JSON already, and is passed on as it is.
+Most events never come here: the scanner matches them, and writes their text into the `frame` of the open block.
 
 Source: https://docs.anthropic.com/en/api/messages-streaming; fields as vLLM 0.32 fills them on its own `/v1/messages`.
 """
@@ -22,16 +20,13 @@ from typing import Any, Final, Literal
 import orjson
 
 from balanceroute.errors import BadUpstreamReply
-from balanceroute.proxy.wire.answers import UnreadableEvent
-from balanceroute.proxy.wire.sse import payloads_of
 
 PING: Final = b'event: ping\ndata: {"type":"ping"}\n\n'
 _STOP_REASONS: Final = {"length": "max_tokens", "content_filter": "refusal"}
 _DELTA_END: Final = b'"}}\n\n'
-_DATA: Final = b"data: "
-_KEYS: Final = {"content": "text", "reasoning": "thinking", "reasoning_content": "thinking"}
 
 Kind = Literal["text", "thinking", "tool_use"]
+_KINDS: Final[dict[str, Kind]] = {"reasoning": "thinking", "reasoning_content": "thinking", "content": "text"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,7 +126,7 @@ def _call_id(message_id: str, place: int) -> str:
 
 
 class MessageStream:
-    """Turns the events of one chat into those of one message; `feed` takes whole events, as many as have come."""
+    """Tells the events of one chat as those of one message: the `Translation` of a scanner."""
 
     __slots__ = (
         "_arguments",
@@ -140,17 +135,13 @@ class MessageStream:
         "_choice",
         "_counts",
         "_delta_sent",
-        "_head",
-        "_head_out",
         "_id",
         "_index",
         "_kept",
         "_kind",
         "_model",
-        "_n_head",
-        "_n_tail",
+        "_said",
         "_started",
-        "_tail",
         "_used",
     )
 
@@ -165,56 +156,55 @@ class MessageStream:
         self._arguments: list[str] = []  # of the last call
         self._kept: list[str] = []  # text that came amid a call
         self._choice: dict[str, Any] = {}  # the one that finished
-        self._forget()
+        self._said: list[str] = []  # what the last event had something under
 
-    def feed(self, events: bytes) -> bytes:
-        """What the client gets for some events; may be nothing. Raises: UnreadableEvent: they are no chat's."""
-        if self._head and events.startswith(self._head) and events.endswith(self._tail):
-            text = events[self._n_head : -self._n_tail]
-            if text and b'"' not in text and b"\n" not in text and text[-1] != 0x5C:
-                return self._head_out + text + _DELTA_END
-        if events.count(b"\n\n") > 1:
-            return b"".join([self.feed(event + b"\n\n") for event in events.split(b"\n\n") if event])
+    def check(self, choices: list[dict[str, Any]]) -> None:
+        """Raises: ValueError: an event of these choices is no part of a message."""
+        for choice in choices:
+            delta = choice.get("delta") or {}
+            for key in _KINDS:
+                _check_text(delta.get(key), key)
+            calls = delta.get("tool_calls") or []
+            if not isinstance(calls, list):
+                raise ValueError("tool_calls are no list")
+            for call in calls:
+                self._check_call(call)
+
+    def event(self, event: dict[str, Any]) -> bytes:
+        """What the client gets for an event of the chat."""
         out: list[bytes] = []
-        for payload in payloads_of(events):
-            self._take(payload, out)
-        return b"".join(out)
-
-    def _take(self, payload: bytes, out: list[bytes]) -> None:
-        if payload == b"[DONE]":
-            self._end(self._counts(), out)
-            out.append(_named("message_stop", {}))
-            return
-        try:
-            event = orjson.loads(payload)
-        except ValueError:
-            return  # no client of a chat could have read it either
-        if not isinstance(event, dict) or "choices" not in event:
-            return
-        try:
-            self._event(event, payload, out)
-        except (TypeError, AttributeError, KeyError, IndexError, ValueError) as exc:
-            raise UnreadableEvent(f"an event is no part of a message ({exc})", worker="", stage="decode") from exc
-
-    def _event(self, event: dict[str, Any], payload: bytes, out: list[bytes]) -> None:
         if not self._started:
             self._start(event.get("model"), out)
-        if not event["choices"]:
-            if isinstance(event.get("usage"), dict):
-                self._end(_counts_of(event["usage"]), out)
-            return
-        choice = event["choices"][0]
-        delta = choice.get("delta") or {}
-        for key, kind in _KEYS.items():
-            text = delta.get(key)
-            if text:
-                self._text("thinking" if kind == "thinking" else "text", _checked(text), out)
-        for call in delta.get("tool_calls") or ():
-            self._tool_call(call, out)
-        if choice.get("finish_reason") is not None:
-            self._choice = choice
-        elif self._kind in ("text", "thinking") and not delta.get("tool_calls"):
-            self._learn(payload, delta)
+        if event["choices"]:
+            self._take(event["choices"][0], out)
+        elif isinstance(event.get("usage"), dict):
+            self._end(_counts_of(event["usage"]), out)
+        return b"".join(out)
+
+    def end(self) -> bytes:
+        """What it gets at the chat's end."""
+        out: list[bytes] = []
+        self._end(self._counts(), out)
+        return b"".join((*out, _named("message_stop", {})))
+
+    def frame(self, key: str) -> tuple[bytes, bytes] | None:
+        """Between what a text under `key` is told, if it belongs to the open block."""
+        kind = self._kind
+        if kind is None or _KINDS.get(key) != kind or self._said not in ([], [key]):
+            return None
+        empty = self._delta({"type": f"{kind}_delta", kind: ""})
+        return empty[: -len(_DELTA_END)], _DELTA_END
+
+    def _check_call(self, call: object) -> None:
+        if not isinstance(call, dict) or not isinstance(call.get("function") or {}, dict):
+            raise ValueError("a tool call is no object")
+        function, index = call.get("function") or {}, call.get("index") or 0
+        if not isinstance(index, int):
+            raise ValueError("the index of a tool call is no number")
+        for name, value in (("id", call.get("id")), *((name, function.get(name)) for name in ("name", "arguments"))):
+            _check_text(value, f"the {name} of a tool call")
+        if function.get("arguments") and index in self._calls_ended:
+            raise ValueError(f"more of tool call {index}, which had ended")
 
     def _start(self, model: object, out: list[bytes]) -> None:
         self._started = True
@@ -230,6 +220,20 @@ class MessageStream:
         }
         out += (_named("message_start", {"message": message}), PING)
 
+    def _take(self, choice: dict[str, Any], out: list[bytes]) -> None:
+        if self._delta_sent:
+            return  # nothing can follow it
+        delta = choice.get("delta") or {}
+        self._said = [key for key in (*_KINDS, "tool_calls") if delta.get(key)]
+        if reasoning := delta.get("reasoning") or delta.get("reasoning_content"):  # there are engines that send both
+            self._text("thinking", reasoning, out)
+        if delta.get("content"):
+            self._text("text", delta["content"], out)
+        for call in delta.get("tool_calls") or ():
+            self._tool_call(call, out)
+        if choice.get("finish_reason") is not None:
+            self._choice = choice
+
     def _text(self, kind: Kind, text: str, out: list[bytes]) -> None:
         if self._kind == "tool_use" and kind == "text":
             self._kept.append(text)
@@ -242,14 +246,12 @@ class MessageStream:
 
     def _tool_call(self, call: dict[str, Any], out: list[bytes]) -> None:
         function = call.get("function") or {}
-        index, arguments = call.get("index", 0), _checked(function.get("arguments") or "")
+        index, arguments = call.get("index") or 0, function.get("arguments")
         if self._kind != "tool_use" or self._call != index:
             if index in self._calls_ended:
-                if arguments:
-                    raise ValueError(f"arguments of tool call {index}, which had ended")
-                return
+                return  # nothing more of it
             self._close(out)
-            name, call_id = _checked(function.get("name") or ""), call.get("id") or _call_id(self._id, index)
+            name, call_id = function.get("name") or "", call.get("id") or _call_id(self._id, index)
             self._used, self._call, self._arguments = True, index, []
             self._open("tool_use", {"type": "tool_use", "id": call_id, "name": name, "input": {}}, out)
         if arguments:
@@ -265,7 +267,6 @@ class MessageStream:
         kind, self._kind = self._kind, None
         if kind is None:
             return
-        self._forget()
         if kind == "thinking":
             out.append(self._delta({"type": "signature_delta", "signature": self._id}))
         out.append(_named("content_block_stop", {"index": self._index}))
@@ -293,35 +294,10 @@ class MessageStream:
     def _delta(self, delta: dict[str, Any]) -> bytes:
         return _named("content_block_delta", {"index": self._index, "delta": delta})
 
-    # ------------------------------------------------------------------------------------------------ template
 
-    def _learn(self, payload: bytes, delta: dict[str, Any]) -> None:
-        """Make a template of an event that says nothing but a text of the open block."""
-        self._forget()
-        carried = [key for key, value in delta.items() if value]
-        if len(carried) != 1 or _KEYS.get(carried[0]) != self._kind:
-            return
-        key = b'"%b":"' % carried[0].encode()
-        start = payload.find(key) + len(key)
-        stop = payload.find(b'"', start)
-        before = payload[start - len(key) - 1 : start - len(key)]
-        if payload.count(key) != 1 or before not in (b",", b"{") or b"\\" in payload[start:stop] or b"\n" in payload:
-            return
-        self._head = _DATA + payload[:start]
-        self._tail = payload[stop:] + b"\n\n"
-        self._n_head, self._n_tail = len(self._head), len(self._tail)
-        head = self._delta({"type": f"{self._kind}_delta", str(self._kind): ""})
-        self._head_out = head[: -len(_DELTA_END)]
-
-    def _forget(self) -> None:
-        self._head = self._tail = self._head_out = b""
-        self._n_head = self._n_tail = 0
-
-
-def _checked(text: object) -> str:
-    if not isinstance(text, str):
-        raise TypeError(f"{type(text).__name__} in place of a text")
-    return text
+def _check_text(text: object, name: str) -> None:
+    if text is not None and not isinstance(text, str):
+        raise ValueError(f"{name} is no text")
 
 
 def _named(name: str, fields: dict[str, Any]) -> bytes:

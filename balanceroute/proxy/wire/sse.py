@@ -23,10 +23,10 @@ show; a `recomputed` marker flushes that text, a lost connection loses it.
 
 import re
 from array import array
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from enum import Enum
-from typing import Any, Final, TypeGuard
+from typing import Any, Final, Protocol, TypeGuard
 
 import orjson
 
@@ -74,6 +74,26 @@ class Cut:
     misparsed: bool
 
 
+class Translation(Protocol):
+    """Another form in which a client is told a chat's events. A scanner makes one, and tells it each event once."""
+
+    def check(self, choices: list[dict[str, Any]]) -> None:
+        """Judge an event before anything of it counts. Raises: ValueError: it can't be told."""
+        ...
+
+    def event(self, event: dict[str, Any]) -> bytes:
+        """What the client gets for an event that has passed `check`; may be nothing."""
+        ...
+
+    def end(self) -> bytes:
+        """What it gets for [DONE]."""
+        ...
+
+    def frame(self, key: str) -> tuple[bytes, bytes] | None:
+        """Between what the text under `key` was told, JSON as it came, if the last event held nothing else."""
+        ...
+
+
 class EventScanner:
     """Counts one answer's tokens and rewrites its events for the client; never raises on any input.
 
@@ -109,6 +129,7 @@ class EventScanner:
         "_prompt_tokens",
         "_request_id",
         "_role_sent",
+        "_translation",
         "_want_continuous",
         "_want_ids",
         "_want_usage",
@@ -139,6 +160,7 @@ class EventScanner:
         index: int | None = None,
         closing_events: bool = True,
         prefix: str = "",
+        translation: Callable[[], Translation] | None = None,
         max_event_bytes: int = MAX_EVENT_BYTES,
     ) -> None:
         """Start on the first worker's stream.
@@ -146,9 +168,11 @@ class EventScanner:
         `want_*` is what the client asked for. `prompt_tokens` and `cached_tokens` are the prefiller's
         figures: a decoder counts pulled KV as cached. `public_id`, `created` and `index` override what the
         worker says, and `closing_events` False keeps usage and [DONE] back: both for an answer made of
-        several streams. `prefix` is what the first text begins with: an echoed prompt.
+        several streams. `prefix` is what the first text begins with: an echoed prompt. `translation` makes the form
+        that the events leave in, if not their own.
         """
-        self.matcher = EventMatcher(want_token_ids)
+        self._translation = None if translation is None else translation()
+        self.matcher = EventMatcher(want_token_ids, self._translation is not None)
         self.end: StreamEnd | None = None
         self.ids_exact = True
         self.prompt_ids: array[int] | None = None
@@ -347,17 +371,25 @@ class EventScanner:
             return  # ids that come once would have to be taken out of every match; one line is all that is looked at
         ids_at = raw.rfind(_IDS_KEY)
         for key in _TEXT_KEYS:
-            if ids_at > 0 and raw.count(key) == 1 and out.count(key) == 1:
+            if ids_at > 0 and raw.count(key) == 1:
                 start = raw.index(key) + len(key)
                 stop = raw.find(b'"', start)
                 before = raw[start - len(key) - 1 : start - len(key)]
-                if before not in (b",", b"{") or not start <= stop < ids_at:
+                escaped = raw[stop - 1 : stop] == b"\\"  # then the quote may be one of the text
+                if before not in (b",", b"{") or escaped or not start <= stop < ids_at:
                     return
                 mid = raw[stop : ids_at + len(_IDS_KEY)]
                 tail = raw[raw.index(b"]", ids_at) :]
-                head_out = out[: out.index(key) + len(key)]
-                self.matcher.learn(raw[:start], mid, tail, head_out, mid[:-1] + b"null" + tail[1:])
+                frame = self._frame(key, out, mid[:-1] + b"null" + tail[1:])
+                if frame is not None:
+                    self.matcher.learn(raw[:start], mid, tail, *frame)
                 return
+
+    def _frame(self, key: bytes, out: bytes, end_out: bytes) -> tuple[bytes, bytes] | None:
+        """Between what the text stands in what the client gets."""
+        if self._translation is not None:
+            return self._translation.frame(key[1:-3].decode())
+        return (out[: out.index(key) + len(key)], end_out) if out.count(key) == 1 else None
 
     # -------------------------------------------------------------------------------------------- JSON
 
@@ -365,16 +397,17 @@ class EventScanner:
         """Take one event the slow way; returns what the client gets for it."""
         raw = _known_lines(raw)
         payload = _payload(raw)
+        unread = raw if self._translation is None and raw.strip() else b""
         if payload is None:
-            return raw if raw.strip() else b""
+            return unread
         if payload == b"[DONE]":
             return self._done(raw)
         try:
             event = orjson.loads(payload)
         except ValueError:
-            return raw
+            return unread
         if not isinstance(event, dict):
-            return raw
+            return unread
         self.begun = True
         if event.get("error") or event.get("object") == "error":
             self.error = payload
@@ -382,13 +415,15 @@ class EventScanner:
             return b""
         choices = event.get("choices")
         if choices is None:
-            return raw
+            return unread
         try:
             if not isinstance(choices, list):
                 raise ValueError("choices are no list")
             for choice in choices:
                 checked_choice(choice)
             checked_usage(event.get("usage"))
+            if self._translation is not None:
+                self._translation.check(choices)
         except ValueError as error:
             return self._refuse(StreamEnd.MALFORMED, f"an event is no part of an answer: {error}")
         if self._expected_id and not self._is_ours(event.get("id")):
@@ -412,6 +447,8 @@ class EventScanner:
             self.end = StreamEnd.UNFINISHED
             return b""
         self.end = StreamEnd.DONE
+        if self._translation is not None:
+            return self._translation.end()
         return raw if self._closing_events else b""
 
     def _final_usage(self, event: dict[str, Any], raw: bytes) -> bytes:
@@ -425,6 +462,8 @@ class EventScanner:
         self.usage = usage
         if not (self._want_usage and self._closing_events):
             return b""
+        if self._translation is not None:
+            return self._translated(event, self._translation)
         return _write(event, raw) if changed else raw
 
     def _tokens(self, event: dict[str, Any], choices: list[Any], raw: bytes) -> bytes:
@@ -477,7 +516,9 @@ class EventScanner:
             choices[0]["text"] = self._prefix + (choices[0]["text"] or "")
             self._prefix = ""
             changed, ordinary = True, False
-        if changed:
+        if self._translation is not None:
+            out = self._translated(event, self._translation)
+        elif changed:
             out = _write(event, raw)
         elif blanked:
             out = _blank_ids(event, raw, blanked)
@@ -486,6 +527,10 @@ class EventScanner:
         if ordinary and choices[0].get("logprobs") is None:
             self._make_template(raw, out)
         return out
+
+    def _translated(self, event: dict[str, Any], translation: Translation) -> bytes:
+        self.matcher.forget()  # what a text stands in may have ended
+        return translation.event(event)
 
     def _take_ids(self, holder: dict[str, Any], name: str, *, prompt: bool = False) -> int:
         """Record a list of ids; null it in the event unless the client wants it. Returns lists nulled."""

@@ -9,6 +9,13 @@ proof of life within `interval_s` and `timeout_s` (a token, an answered probe: a
 `/health` last), or when our own loop was too late to have seen the answer. A worker that gave no proof of life since a
 check was sent gets nothing new, and is asked again at once, until it answers or is out.
 
+So a frozen worker gets nothing new after `interval_s + timeout_s` (5 s) at the latest. It is out, and what is on it
+may leave, after `failure_threshold` checks that count, `timeout_s` each: the first is sent up to `interval_s` after
+the freeze, and one that ends within `interval_s + timeout_s` of the last token does not count. By default that is 9
+to 11 s, or 12 to 14 s where tokens came until the freeze. It is so long because a false verdict costs the prefill of
+everything that the worker held, and API servers that are only overloaded were seen to leave /health unanswered for
+several seconds. `health.timeout_s: 1` makes it 3 to 6 s, for workers whose machines are never that busy.
+
 `/health` is 200 on a decoder whose ranks hang in a collective, so progress counts more: a decoder with running streams
 and no token for `stall_after_s` is out until it produces one, or has nothing left to produce.
 

@@ -59,6 +59,33 @@ def test_every_policy_stands_in_one_table(monkeypatch: pytest.MonkeyPatch, capsy
     assert all(name in printed for name in POLICIES)
 
 
+def test_an_access_log_alone_is_compared_and_drawn(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    log = tmp_path / "router.log"
+    log.write_text(
+        "".join(
+            json.dumps(
+                {
+                    "time": f"2026-01-01T00:00:{number // 2:02d}.{500 * (number % 2):03d}+00:00",
+                    "event": "request",
+                    "duration_s": 0.25,
+                    "prompt_tokens": 500 + 37 * number,
+                    "tokens": 5 + number % 7,
+                }
+            )
+            + "\n"
+            for number in range(40)
+        )
+    )
+    arguments = ["--trace", str(log), "--workers", "2", "--slots", "4", "--compare"]
+    assert run(monkeypatch, *arguments, "--figure", str(tmp_path / "mine.png"), "--json") == 0
+    found = json.loads(capsys.readouterr().out)
+    assert {figures["admitted"] for figures in found.values()} == {40}
+    assert (tmp_path / "mine.png").read_bytes().startswith(b"\x89PNG")
+    assert run(monkeypatch, "--trace", str(log), "--figure", str(tmp_path / "mine.png")) == 2
+
+
 def test_a_load_sets_the_arrivals_against_what_the_cluster_can_carry(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

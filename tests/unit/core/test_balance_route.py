@@ -50,3 +50,27 @@ def test_the_guard_fills_the_slot_when_nothing_scores(guard: str, taken: str) ->
     for name, size in {"large": 800, "larger": 900, "tiny": 5}.items():
         scheduler.submit_prefilled(RequestSpec(name, size), 0.0)
     assert admitted(scheduler) == [(taken, "d0")]
+
+
+def test_a_horizon_that_follows_the_answers_is_a_sixth_of_their_mean() -> None:
+    scheduler = a_scheduler("br_h", horizon_auto=True)
+    horizon_of = scheduler.policy.horizon_of  # type: ignore[attr-defined]
+    assert horizon_of(scheduler.snapshot) == 80, "nothing is known yet"
+    for tokens, steps in ((28.0, 5), (2.0, 1), (300.0, 50), (5000.0, 80)):
+        scheduler.snapshot.means.answers, scheduler.snapshot.means.answer_tokens = 9, tokens
+        assert horizon_of(scheduler.snapshot) == steps
+
+
+@pytest.mark.parametrize("steps", [1, 7, 30])
+def test_a_shorter_look_at_a_long_projection_decides_as_a_short_one(steps: int) -> None:
+    """Where nothing is predicted, all that is read of the projection is its first H + 1 steps."""
+    waiting = {f"w{n}": size for n, size in enumerate((900, 40, 2500, 700, 130, 60))}
+    decided = []
+    for settings in ({"horizon_auto": True}, {"horizon_steps": steps}):
+        scheduler = a_scheduler("br_h", workers=3, slots=2, **settings)
+        scheduler.snapshot.means.answers, scheduler.snapshot.means.answer_tokens = 9, 6.0 * steps
+        pool_all(scheduler, {"a": 1000, "b": 300, "c": 20})
+        admitted(scheduler)
+        pool_all(scheduler, waiting)
+        decided.append(admitted(scheduler))
+    assert decided[0] == decided[1] and len(decided[0]) == 3

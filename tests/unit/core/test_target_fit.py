@@ -2,7 +2,8 @@
 
 import math
 
-from balanceroute.core.scheduler import Scheduler
+from balanceroute.core.scheduler import Scheduler, SchedulerConfig
+from balanceroute.core.snapshot_json import snapshot_from_dict, snapshot_to_dict
 from balanceroute.core.types import RequestSpec, Role, WorkerSpec, WorkerState
 from tests.unit.core.builders import a_scheduler, admitted, pool_all
 
@@ -140,3 +141,19 @@ def test_a_large_prompt_raises_the_envelope_before_its_cap_and_not_long_before()
 
     assert at(80.0) == [("a", "d1")]
     assert at(125.0) == [("large", "d1")]
+
+
+def test_no_prompt_may_wait_until_the_pool_gives_it_up() -> None:
+    """Behind long waits a large prompt would go first after 5 * 40 * 2.1 s; the pool keeps it for 100."""
+    for pool_ttl_s, expected in ((math.inf, "young"), (100.0, "old")):
+        scheduler = occupied([[500, 500], [400]], slots=2, policy="level_fit")
+        scheduler.configure(SchedulerConfig(pool_ttl_s=pool_ttl_s), 0.0)
+        scheduler.submit_prefilled(RequestSpec("old", 9_000), 0.0)
+        pool_all(scheduler, {"young": 300, "other": 310}, now=80.0)
+        see_means(scheduler, 500.0, wait_s=40.0)
+        document = snapshot_to_dict(scheduler.snapshot, 80.0)
+        ((request, _),) = admitted(scheduler, 80.0)
+        assert request == expected
+        again = Scheduler(scheduler.policy)
+        again.snapshot, _ = snapshot_from_dict(document, 0)
+        assert again.admit(80.0)[0].request == expected, "a document decides alike"

@@ -193,3 +193,94 @@ def test_blocks_of_a_csv_that_make_no_sense_are_named_with_their_line(
     path.write_text(f"arrival_s,prompt_tokens,output_tokens,prefix_blocks\n0,600,5,1\n1,600,5,{blocks}\n")
     with pytest.raises(InputError, match=f"line 3: prefix_blocks.*{message}"):
         read_trace(path)
+
+
+ROUTER = """{"time": "2026-01-01T00:00:00.000+00:00", "level": "info", "logger": "balanceroute", "event": "listening"}
+{"time": "2026-01-01T00:00:12.500+00:00", "event": "request", "duration_s": 2.0, "prompt_tokens": 900, "tokens": 31}
+{"time": "2026-01-01T00:00:11.000+00:00", "event": "request", "duration_s": 1.0, "prompt_tokens": 400, "tokens": 8}
+{"time": "2026-01-01T00:00:13.000+00:00", "event": "request", "outcome": "rejected", "duration_s": 0.1}
+"""
+
+
+def test_this_routers_log_says_when_requests_came_and_how_long_they_were(tmp_path: Path) -> None:
+    result = convert_trace(written(tmp_path / "router.log.gz", ROUTER))
+    assert (result.format, result.without_output, result.estimated) == (TraceFormat.ROUTER, 1, 0)
+    assert result.trace.arrival_s == pytest.approx([0.0, 0.5])
+    assert result.trace.prompt_tokens.tolist() == [400, 900]
+    assert result.trace.output_tokens.tolist() == [8, 31]
+
+
+def test_a_request_line_without_a_field_is_named(tmp_path: Path) -> None:
+    text = '{"event": "request", "time": "2026-01-01T00:00:00+00:00"}\n'
+    with pytest.raises(InputError, match="line 1: no field 'duration_s'"):
+        convert_trace(written(tmp_path / "r.log", text))
+
+
+NAMED = "(APIServer pid=7) {level} {stamp} [request_logger.py:60] {text}\n"
+
+
+def vllm_log(*lines: tuple[str, str]) -> str:
+    """(stamp, text) of each line, after a server's banner."""
+    banner = "\n".join(["  vLLM banner", "model loaded"]) + "\n"
+    return banner + "".join(NAMED.format(level="INFO", stamp=stamp, text=text) for stamp, text in lines)
+
+
+def test_vllms_log_of_token_ids_is_counted_exactly(tmp_path: Path) -> None:
+    text = vllm_log(
+        ("12-31 23:59:58", "Request chatcmpl-a details: prompt: 'x, y', prompt_token_ids: [1, 2, 3], shape: None."),
+        (
+            "12-31 23:59:58",
+            "Received request chatcmpl-a: params: SamplingParams(n=1, max_tokens=64), lora_request: None.",
+        ),
+        ("12-31 23:59:58", "Request chatcmpl-a details: prompt: 'x, y', prompt_token_ids: [1, 2, 3], shape: None."),
+        ("12-31 23:59:59", "Generated response chatcmpl-a (streaming delta) details: output_token_ids: [5, 6]"),
+        ("12-31 23:59:59", "Generated response chatcmpl-a (streaming delta): output: 'it is', finish_reason: None"),
+        ("01-01 00:00:00", "Generated response chatcmpl-a (streaming delta) details: output_token_ids: [7]"),
+        ("01-01 00:00:00", "Generated response chatcmpl-a (streaming complete): output: 'it is so', finish_reason: x"),
+        # the older form, all in one line, and numbered choices
+        (
+            "01-01 00:00:03",
+            "Received request cmpl-b-0: prompt: 'it\\'s', params: SamplingParams(max_tokens=9), "
+            "prompt_token_ids: [4, 5], prompt_embeds shape: None, lora_request: None.",
+        ),
+        (
+            "01-01 00:00:04",
+            "Generated response cmpl-b: output: 'ok', output_token_ids: [8, 9, 9, 9], finish_reason: stop",
+        ),
+    )
+    result = convert_trace(written(tmp_path / "vllm.log", text))
+    assert (result.format, result.estimated) == (TraceFormat.VLLM, 0)
+    assert result.trace.arrival_s.tolist() == [0.0, 5.0], "a year has passed in between, not minus one"
+    assert result.trace.prompt_tokens.tolist() == [3, 2]
+    assert result.trace.output_tokens.tolist() == [3, 4]
+
+
+def test_what_vllms_log_does_not_count_is_estimated_and_said_so(tmp_path: Path) -> None:
+    text = vllm_log(
+        ("01-01 00:00:00", f"Received request a: prompt: '{'word' * 50}', params: SamplingParams(max_tokens=16)."),
+        ("01-01 00:00:01", f"Received request b: prompt: '{'word' * 10}', params: SamplingParams(max_tokens=99)."),
+        (
+            "01-01 00:00:02",
+            f"Generated response b: output: '{'word' * 7}', output_token_ids: None, finish_reason: stop",
+        ),
+        ("01-01 00:00:02", "Received request c: prompt: 'x', params: SamplingParams(max_tokens=99)."),
+        ("01-01 00:00:03", "Generated response c: output: '', output_token_ids: None, finish_reason: abort"),
+    )
+    result = convert_trace(written(tmp_path / "vllm.log", text))
+    assert result.trace.prompt_tokens.tolist() == [50, 10]
+    assert result.trace.output_tokens.tolist() == [16, 7]
+    assert (result.estimated, result.without_output) == (2, 1)
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        ("INFO 01-01 00:00:00 [a.py:1] started\n", "no line 'Received request'"),
+        ("INFO 01-01 00:00:00 [a.py:1] Received request a: params: SamplingParams(max_tokens=9)\n", "no prompt of any"),
+        ("INFO 13-41 00:00:00 [a.py:1] Received request a: params\n", "line 1: '13-41 00:00:00' is no date"),
+    ],
+    ids=["no requests", "no prompts", "no date"],
+)
+def test_a_vllm_log_that_says_too_little_is_refused_in_one_line(tmp_path: Path, text: str, reason: str) -> None:
+    with pytest.raises(InputError, match=reason):
+        convert_trace(written(tmp_path / "vllm.log", text))

@@ -27,7 +27,7 @@ class Echo:
             raise InvalidRequest("no", status=401)
 
     def refuse(self, error: BalanceRouteError) -> None:
-        self.site.refused.append(error)
+        self.site.errors.append(error)
         self.response.refuse(error)
 
     def abandoned(self) -> None:
@@ -70,13 +70,17 @@ class EchoSite:
     def __init__(self) -> None:
         self.hot: Mapping[str, Any] = {"/hot": lambda request, response: Echo(self, request, response)}
         self.served = self.abandoned = self.full = 0
-        self.refused: list[BalanceRouteError] = []
+        self.errors: list[BalanceRouteError] = []
+        self.reasons: list[str] = []
         self.scopes: list[Scope] = []
         self.edges: list[Edge] = []
 
     def gate(self, request: Request) -> None:
         if request.header(b"authorization") == b"Bearer wrong":
             raise InvalidRequest("who are you?", status=401)
+
+    def refused(self, reason: str) -> None:
+        self.reasons.append(reason)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         self.scopes.append(scope)
@@ -153,8 +157,8 @@ class Listening:
         edge: Edge = next(iter(self.connections)).edge
         return edge
 
-    async def connect(self) -> Client:
-        reader, writer = await asyncio.open_connection("127.0.0.1", self._port)
+    async def connect(self, source: str = "127.0.0.1") -> Client:
+        reader, writer = await asyncio.open_connection("127.0.0.1", self._port, local_addr=(source, 0))
         self._writers.append(writer)
         return Client(reader, writer)
 

@@ -137,7 +137,7 @@ async def test_a_request_is_refused_by_its_head_before_its_body_is_read(line: by
         )
         assert await client.error() == 401
         assert await client.closed() and server.site.served == 0
-        assert [str(error) for error in server.site.refused] in (["no"], ["who are you?"])
+        assert [str(error) for error in server.site.errors] in (["no"], ["who are you?"])
 
 
 async def test_a_refused_request_that_is_here_whole_leaves_the_connection_in_use() -> None:
@@ -425,9 +425,33 @@ async def test_a_body_counts_until_its_answer_is_complete() -> None:
         await until(lambda: server.edge.served_bytes == 60_000)
         held.writer.transport.abort()
         await until(lambda: server.edge.served_bytes == 0)
-        small.post(b"z" * 90_000)
+        small.post(b"z" * 60_000)
         assert (await small.answer())[0] == 200
         assert (server.edge.incoming_bytes, server.edge.served_bytes) == (0, 0)
+
+
+async def test_one_client_s_bodies_leave_half_of_the_room_to_others() -> None:
+    async with listening(max_held_bytes=400_000) as server:
+        greedy = [await server.connect() for _ in range(3)]
+        for client in greedy[:2]:
+            client.post(b"x" * 90_000, b"x-do: wait")
+        await until(lambda: server.site.served == 2)
+        greedy[2].post(b"x" * 90_000)
+        assert await greedy[2].error() == 503
+        incoming = await server.connect()
+        incoming.send(b"POST /hot HTTP/1.1\r\nhost: x\r\ncontent-length: 90000\r\n\r\n" + b"x" * 80_000)
+        assert await incoming.error() == 503
+        other = await server.connect("127.0.0.2")
+        other.post(b"y" * 90_000)
+        assert (await other.answer())[0] == 200
+        for client in greedy[:2]:
+            client.writer.transport.abort()
+        await until(lambda: not server.edge.held)
+        again = await server.connect()
+        again.post(b"x" * 90_000)
+        assert (await again.answer())[0] == 200
+        await until(lambda: not server.edge.held)
+        assert set(server.site.reasons) == {"overload"}
 
 
 async def test_bodies_under_way_have_a_bound_together() -> None:

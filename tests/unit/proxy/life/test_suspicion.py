@@ -53,6 +53,21 @@ def test_two_losses_are_enough_and_explain_those_of_everybody_who_was_there() ->
     assert suspicions.lost(innocent, "d3", 12.0)
 
 
+def test_a_request_that_was_alone_with_its_second_worker_needs_no_third() -> None:
+    suspicions, first, second = Suspicions(), Suspect(), Suspect()
+    suspicions.lost(first, "d0", 0.0, alone=False)
+    suspicions.lost(second, "d0", 0.1, alone=False)
+    assert suspicions.lost(first, "d1", 5.0, alone=True)
+    assert second.explained == 1
+    assert suspicions.lost(second, "d2", 9.0, alone=True)
+    assert second.workers == ["d0", "d2"]
+
+
+def test_a_first_loss_is_no_proof_however_alone_the_request_was() -> None:
+    suspicions, suspect = Suspicions(), Suspect()
+    assert not suspicions.lost(suspect, "d0", 0.0, alone=True)
+
+
 def test_a_worker_that_dies_again_has_not_been_explained_by_its_first_death() -> None:
     suspicions, first, second = Suspicions(), Suspect(), Suspect()
     suspicions.lost(first, "d0", 0.0)

@@ -11,21 +11,20 @@ from hypothesis import strategies as st
 from pydantic import TypeAdapter
 
 from balanceroute.errors import BadUpstreamReply
-from balanceroute.proxy.wire.answers import UnreadableEvent
 from balanceroute.proxy.wire.message_answers import PING, Counts, MessageStream, message_of
-from balanceroute.proxy.wire.sse import EventScanner
+from balanceroute.proxy.wire.sse import EventScanner, StreamEnd
 from tests.unit.proxy.captures import body_of, capture_files
 
 EVENTS: TypeAdapter[Any] = TypeAdapter(RawMessageStreamEvent)
 COUNTS = Counts(9, None, 5)
 
 
-def a_stream(counts: Counts = COUNTS) -> MessageStream:
-    return MessageStream("msg_1", "asked", lambda: counts)
+def a_stream(counts: Counts = COUNTS) -> EventScanner:
+    return EventScanner(want_usage=True, translation=lambda: MessageStream("msg_1", "asked", lambda: counts))
 
 
 def chunk(delta: dict[str, Any], finish: str | None = None, stop: Any = None) -> bytes:
-    choice = {"index": 0, "delta": delta, "logprobs": None, "finish_reason": finish, "token_ids": None}
+    choice = {"index": 0, "delta": delta, "logprobs": None, "finish_reason": finish, "token_ids": [7]}
     if finish:
         choice["stop_reason"] = stop
     return event({"id": "chatcmpl-1", "model": "tiny", "choices": [choice]})
@@ -120,9 +119,8 @@ def test_a_captured_stream_is_the_engines_own_events() -> None:
 def test_a_captured_chat_is_read_by_the_official_client_as_its_whole_text(name: str, size: int) -> None:
     (path,) = capture_files(f"{name}.resp")
     wire = body_of(path)[1]
-    scanner = EventScanner(want_usage=True)
-    stream = MessageStream("msg_1", "asked", lambda: Counts(13, None, scanner.tokens))
-    out = [stream.feed(part) for at in range(0, len(wire), size) if (part := scanner.feed(wire[at : at + size]))]
+    stream = a_stream()
+    out = [stream.feed(wire[at : at + size]) for at in range(0, len(wire), size)]
     message = read_by_the_client(told(b"".join(out)))
     chats = [json.loads(block[6:]) for block in wire.decode().split("\n\n") if block.startswith("data: {")]
     text = "".join(part["choices"][0]["delta"].get("content") or "" for part in chats if part["choices"])
@@ -244,31 +242,65 @@ def test_an_end_without_usage_tells_our_own_count() -> None:
     ],
 )
 def test_an_event_that_is_no_part_of_a_message_ends_it(delta: dict[str, Any]) -> None:
-    with pytest.raises(UnreadableEvent):
-        a_stream().feed(chunk(delta))
+    stream = a_stream()
+    assert not stream.feed(chunk(delta)) and stream.end is StreamEnd.MALFORMED and stream.tokens == 0
+
+
+def test_an_event_with_more_than_its_text_is_no_pattern_for_those_after_it() -> None:
+    both, calls = {"reasoning": "a", "content": "b"}, {"content": "d", **called(0, "{}", "f")}
+    deltas = [{"content": "a"}, both, *[{**both, "content": "c"}] * 2, {"content": ""}, calls, {"content": "f"}]
+    events = [ROLE, *map(chunk, deltas), chunk({"content": "e"}), chunk({}, "stop"), USAGE, DONE]
+    stream = a_stream()
+    message = read_by_the_client(told(b"".join(map(stream.feed, events))))
+    said = [(block["type"], block.get("thinking") or block.get("text")) for block in message["content"]]
+    assert said[:3] == [("text", "a"), ("thinking", "a"), ("text", "b")]
+    assert [kind for kind, _ in said].count("thinking") == 3 and said[-3:] == [
+        ("text", "cd"),
+        ("tool_use", None),
+        ("text", "fe"),
+    ]
+
+
+def test_nothing_follows_the_message_delta() -> None:
+    out = a_stream().feed(ROLE + chunk({"content": "a"}) + chunk({}, "stop") + USAGE + chunk({"content": "b"}) + DONE)
+    assert [part["type"] for part in told(out)][-2:] == ["message_delta", "message_stop"]
+
+
+def test_tokens_without_text_are_counted_and_not_told() -> None:
+    stream = a_stream()
+    stream.feed(ROLE + chunk({"content": "a"}))
+    assert stream.feed(chunk({"content": ""}) * 3) == b"" and stream.tokens == 5
+    assert told(stream.feed(chunk({"content": "b"})))[0]["delta"]["text"] == "b"
 
 
 def test_more_of_a_call_that_has_ended_is_an_error_and_not_lost() -> None:
     stream = a_stream()
     stream.feed(ROLE + chunk(called(0, "{", "f")) + chunk(called(1, "{}", "g")))
-    with pytest.raises(UnreadableEvent):
-        stream.feed(chunk(called(0, "}")))
+    assert not stream.feed(chunk(called(0, "}"))) and stream.end is StreamEnd.MALFORMED
 
 
 WORDS = st.text(max_size=6) | st.sampled_from(['"', "\\", 'a"b', "\n\n", "data: ", '"},"x":"', "\\\\", "é", "\u2028"])
 DELTAS = st.lists(st.tuples(st.sampled_from(["content", "reasoning"]), WORDS), max_size=12)
 
 
+def parsed_each(events: list[bytes]) -> bytes:
+    """What the events are told as where every one of them is parsed."""
+    stream = MessageStream("msg_1", "asked", lambda: COUNTS)
+    return b"".join(stream.event(orjson.loads(data[6:])) if b"{" in data else stream.end() for data in events)
+
+
 @given(DELTAS, st.data())
 def test_any_words_arrive_whole_and_in_order_however_the_events_are_grouped(
     deltas: list[tuple[str, str]], data: st.DataObject
 ) -> None:
-    events = [ROLE, *(chunk({key: word}) for key, word in deltas), chunk({}, "stop"), USAGE, DONE]
+    usage = event({"choices": [], "usage": {"prompt_tokens": 9, "completion_tokens": 5}})
+    events = [ROLE, *(chunk({key: word}) for key, word in deltas), chunk({}, "stop"), usage, DONE]
     stream, out, at = a_stream(), [], 0
     while at < len(events):
         many = data.draw(st.integers(1, 4))
         out.append(stream.feed(b"".join(events[at : at + many])))
         at += many
+    assert b"".join(out) == parsed_each(events)  # to the byte, whether an event was matched or parsed
     parts = told(b"".join(out))
     message = read_by_the_client(parts)
     heard: list[tuple[str, str]] = []

@@ -1,0 +1,187 @@
+"""Requests out of servers' own logs: this router's, and vLLM's request log.
+
+    router   this router's JSON lines, one "request" event per request at its end: when it ended and how long it took,
+             its prompt tokens and the tokens that were generated
+    vllm     the text log of `vllm serve --enable-log-requests --enable-log-outputs`: a line "Received request ID" (and,
+             at log level DEBUG, "Request ID details" with the prompt's token ids), then "Generated response ID"
+
+vLLM's stamps are whole seconds without a year; `--jitter 1` spreads them. What it says of lengths depends on its
+version, level and flags. Token ids are counted; where only the text is there, four characters count as a token; an
+answer of which nothing is said counts as the request's `max_tokens`. What was not counted is `estimated`. Lists and
+texts that vLLM cut short (`--max-log-len`) look like short ones.
+"""
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+
+from balanceroute.errors import InputError
+from balanceroute.traces.rows import Row, field_of, json_object, stamp_s
+from balanceroute.traces.trace import finite, text_lines, token_count
+
+CHARACTERS_PER_TOKEN = 4.0  # of English, in the tokenizers of the day
+STAMP = re.compile(r"\b(?:DEBUG|INFO|WARNING|ERROR) (\d\d-\d\d \d\d:\d\d:\d\d)(?:\.\d+)? ")
+RECEIVED = re.compile(r"Received request (?P<id>[^\s:]+): (?P<rest>.*)")
+DETAILS = re.compile(r"Request (?P<id>[^\s:]+) details: (?P<rest>.*)")
+RESPONSE = re.compile(
+    r"Generated response (?P<id>[^\s:]+)(?: \(streaming (?P<part>delta|complete)\))?(?: details)?: (?P<rest>.*)"
+)
+IDS = r"{}: \[(?P<ids>[\d, ]*)\]"
+PROMPT_IDS, OUTPUT_IDS = re.compile(IDS.format("prompt_token_ids")), re.compile(IDS.format("output_token_ids"))
+MAX_TOKENS = re.compile(r"\bmax_tokens=(\d+)")
+TEXT = r"{}: (?P<quote>['\"])(?P<text>(?:\\.|(?!(?P=quote)).)*)(?P=quote)"  # as repr() writes it
+PROMPT_TEXT, OUTPUT_TEXT = re.compile(TEXT.format("prompt")), re.compile(TEXT.format("output"))
+STREAMED = re.compile(r"<streaming_complete: (\d+) tokens>")
+CHOICE = re.compile(r"-\d+$")  # completions are numbered within their request: cmpl-ID-0
+
+
+def read_router(path: Path) -> Iterator[Row]:
+    """Rows of this router's JSON log; lines of other events are passed over, requests without a prompt left out."""
+    for line, text in text_lines(path):
+        try:
+            entry = json_object(text)
+            if entry.get("event") != "request":
+                continue
+            ended_s, took_s = (
+                stamp_s(field_of(entry, "time"), "time"),
+                finite(field_of(entry, "duration_s"), "duration_s"),
+            )
+            if not entry.get("prompt_tokens"):
+                yield line, ended_s - took_s, 0, 0, "", ()  # refused, or failed before its prompt was known
+                continue
+            prompt = token_count(field_of(entry, "prompt_tokens"), "prompt_tokens", least=1)
+            tokens = token_count(field_of(entry, "tokens"), "tokens", least=0)
+            yield line, ended_s - took_s, prompt, tokens, "", ()
+        except KeyError as error:
+            raise InputError(f"{path}: line {line}: no field {error}") from error
+        except ValueError as error:
+            raise InputError(f"{path}: line {line}: {error}") from error
+        except RecursionError as error:
+            raise InputError(f"{path}: line {line}: JSON nested too deeply") from error
+
+
+@dataclass(slots=True)
+class Logged:
+    """What a vLLM log has said of one request so far; None for what it has not."""
+
+    line: int
+    arrival_s: float
+    prompt_tokens: int | None = None
+    prompt_guess: int | None = None
+    limit: int | None = None
+    output_tokens: int = 0
+    output_guess: int = 0
+    deltas_guess: int = 0
+    answered: bool = False
+
+    def see_prompt(self, text: str) -> None:
+        """Take in a line about the prompt."""
+        ids, quoted, limit = PROMPT_IDS.search(text), PROMPT_TEXT.search(text), MAX_TOKENS.search(text)
+        if ids:
+            self.prompt_tokens = count_ids(ids["ids"])
+        if quoted:
+            self.prompt_guess = guess(quoted["text"])
+        if limit:
+            self.limit = int(limit[1])
+
+    def see_answer(self, text: str, part: str | None) -> None:
+        """Take in a line about the answer: a part of a stream, all of it, or one of several choices."""
+        self.answered = True
+        ids, quoted, streamed = OUTPUT_IDS.search(text), OUTPUT_TEXT.search(text), STREAMED.search(text)
+        if part == "complete":
+            if streamed and not self.output_tokens:
+                self.output_tokens = int(streamed[1])
+            elif quoted:
+                self.output_guess += guess(quoted["text"])
+            return
+        if ids:
+            self.output_tokens += count_ids(ids["ids"])
+        if quoted and part == "delta":
+            self.deltas_guess += len(quoted["text"])
+        elif quoted:
+            self.output_guess += guess(quoted["text"])
+
+    @property
+    def prompt(self) -> tuple[int, bool] | None:
+        """Its prompt's tokens and whether they are estimated; None where nothing is known."""
+        if self.prompt_tokens is not None:
+            return self.prompt_tokens, False
+        return None if self.prompt_guess is None else (self.prompt_guess, True)
+
+    @property
+    def output(self) -> tuple[int, bool] | None:
+        """Its answer's tokens and whether they are estimated; None where nothing is known."""
+        if self.output_tokens:
+            return self.output_tokens, False
+        guessed = self.output_guess or round(self.deltas_guess / CHARACTERS_PER_TOKEN)
+        if self.answered:
+            return guessed, True
+        return None if self.limit is None else (self.limit, True)
+
+
+def count_ids(ids: str) -> int:
+    """How many numbers a printed list holds."""
+    return ids.count(",") + 1 if ids.strip() else 0
+
+
+def guess(text: str) -> int:
+    """Tokens of a text."""
+    return max(1, round(len(text) / CHARACTERS_PER_TOKEN)) if text else 0
+
+
+@dataclass(slots=True)
+class VllmLog:
+    """Reads a vLLM log; `estimated` is the number of its requests whose prompt or answer was not counted."""
+
+    estimated: int = 0
+
+    def rows(self, path: Path) -> Iterator[Row]:
+        """Its requests in order of arrival. Raises InputError where it holds none, or none with a prompt."""
+        requests: dict[str, Logged] = {}
+        when: datetime | None = None
+        for line, text in text_lines(path):
+            stamp = STAMP.search(text)
+            if not stamp:
+                continue
+            when = following(stamp[1], when, path, line)
+            if received := RECEIVED.search(text, stamp.end()):
+                requests[received["id"]] = entry = Logged(line, when.timestamp())
+                entry.see_prompt(received["rest"])
+            elif (details := DETAILS.search(text, stamp.end())) and (known := find(requests, details["id"])):
+                known.see_prompt(details["rest"])
+            elif (response := RESPONSE.search(text, stamp.end())) and (known := find(requests, response["id"])):
+                known.see_answer(response["rest"], response["part"])
+        if not requests:
+            raise InputError(f"{path}: no line 'Received request': start vllm serve with --enable-log-requests")
+        if all(entry.prompt is None for entry in requests.values()):
+            raise InputError(f"{path}: no prompt of any request: start vllm serve with VLLM_LOGGING_LEVEL=DEBUG, too")
+        for entry in requests.values():
+            prompt, output = entry.prompt, entry.output
+            if prompt is None or output is None:
+                yield entry.line, entry.arrival_s, 0, 0, "", ()
+                continue
+            self.estimated += (prompt[1] or output[1]) and bool(output[0])
+            yield entry.line, entry.arrival_s, max(1, prompt[0]), output[0], "", ()
+
+
+def find(requests: dict[str, Logged], request_id: str) -> Logged | None:
+    """The request of that id, or the one whose id is numbered less or more (a completion and its choices)."""
+    for name in (request_id, CHOICE.sub("", request_id), f"{request_id}-0"):
+        if name in requests:
+            return requests[name]
+    return None
+
+
+def following(stamp: str, before: datetime | None, path: Path, line: int) -> datetime:
+    """The time of a stamp without a year: that of the line before, or the next one where it would be months earlier."""
+    year = before.year if before is not None else 2000  # a leap year, so that every day can be read
+    try:
+        month_day, clock = stamp.split(" ")
+        when = datetime.fromisoformat(f"{year}-{month_day}T{clock}").replace(tzinfo=UTC)
+        if before is not None and before - when > timedelta(days=180):
+            when = datetime.fromisoformat(f"{year + 1}-{month_day}T{clock}").replace(tzinfo=UTC)
+    except ValueError:
+        raise InputError(f"{path}: line {line}: {stamp!r:.60} is no date and time") from None
+    return when
