@@ -50,5 +50,5 @@ def test_every_rival_sends_all_prompts(policy: str) -> None:
 
 def test_short_prompts_wait_less_behind_huge_ones_where_size_counts_in_the_queue() -> None:
     fifo, ours = QueueJob(0.0, 3000).run(), QueueJob(1.0, 3000).run()
-    assert ours.short_p99_s < 0.7 * fifo.short_p99_s
-    assert ours.mean_s < fifo.mean_s
+    assert ours.short_p99_s < fifo.short_p99_s
+    assert ours.mean_s < 0.6 * fifo.mean_s
