@@ -13,7 +13,7 @@ import re
 from collections.abc import Mapping
 from importlib.metadata import EntryPoint, entry_points
 
-from balanceroute.core.policies import POLICIES, Option, PolicySettings, make_policy
+from balanceroute.core.policies import POLICIES, Option, PolicySettings, make_policy, unknown_policy
 from balanceroute.core.policy import AdmissionPolicy, StageTimer
 from balanceroute.errors import ConfigError
 
@@ -37,8 +37,7 @@ def learn_policy(name: str) -> None:
     is_class = CLASS_NAME.fullmatch(name) is not None
     point = EntryPoint(name, name, GROUP) if is_class else installed().get(name)
     if point is None:
-        names = ", ".join([*sorted(POLICIES), *sorted(installed())])
-        raise ConfigError(f"policy {name!r:.80} is unknown; accepted: {names}, or module:Class for one of your own")
+        raise ConfigError(f"{unknown_policy(name, installed())}, or module:Class for one of your own")
     try:
         made = point.load()
     except (ImportError, AttributeError) as error:

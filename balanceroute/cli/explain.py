@@ -81,18 +81,18 @@ def read_json(path: Path) -> object:
 
 def show_explanation(result: "Explanation") -> None:
     """Print the workers before the decision, and each admission with what came second."""
-    from rich.console import Console
     from rich.table import Table
 
-    console = Console()
-    console.print(f"policy [bold]{result.policy}[/bold], {len(result.workers)} workers")
+    from balanceroute.cli.output import print_table
+
+    print_table(f"policy {result.policy}, {len(result.workers)} workers")
     workers = Table("worker", "state", title="Before the decision (tokens)", title_justify="left")
     for name in ("load", "margin now", "least ahead", "active", "free slots"):
         workers.add_column(name, justify="right")
     for worker in result.workers:
         cells = (worker.load_tokens, worker.margin, worker.least_margin, worker.active, worker.free_slots)
         workers.add_row(worker.id, worker.state, *("-" if cell is None else f"{cell:,}" for cell in cells))
-    console.print(workers)
+    print_table(workers)
     if result.admissions:
         admissions = Table("request", "worker", "stage", title="Admissions", title_justify="left")
         admissions.add_column("score", justify="right")
@@ -103,8 +103,18 @@ def show_explanation(result: "Explanation") -> None:
             )
             stage = f"{admit.stage} {STAGES[admit.stage]}"
             admissions.add_row(admit.request, admit.worker, stage, f"{admit.score:,.1f}", otherwise)
-        console.print(admissions)
-    console.print(f"{len(result.admissions)} admitted, {result.left_waiting} left waiting: {result.reason}")
+        print_table(admissions)
+    if result.prefills:
+        prefills = Table("request", "prefiller", title="Being prefilled (tokens)", title_justify="left")
+        for name in ("prompt", "to compute"):
+            prefills.add_column(name, justify="right")
+        prefills.add_column("work there and elsewhere")
+        for prefill in result.prefills:
+            costs = ", ".join(f"{name} {cost:,.0f}" for name, cost in prefill.costs.items())
+            tokens = (f"{prefill.prompt_tokens:,}", f"{prefill.uncached_tokens:,}")
+            prefills.add_row(prefill.request, prefill.prefiller, *tokens, costs)
+        print_table(prefills)
+    print_table(f"{len(result.admissions)} admitted, {result.left_waiting} left waiting: {result.reason}")
 
 
 STAGES = {0: "overdue", 1: "abundant", 2: "scarce", 3: "at once"}

@@ -860,8 +860,8 @@ class Config(Section):
 
     @model_validator(mode="after")
     def _rules_between_settings(self) -> Self:
-        for problem in self._problems():
-            raise ConfigError(problem)
+        if problems := list(self._problems()):
+            raise ConfigError(*problems)
         return self
 
     def _problems(self) -> Iterator[str]:

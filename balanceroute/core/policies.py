@@ -1,7 +1,8 @@
 """Policies by name: the one place that knows them all."""
 
+import difflib
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -91,13 +92,33 @@ BUILT_IN = frozenset(POLICIES)
 """The names above; `balanceroute.plugins` adds those of others."""
 
 
+_OF_BALANCE_ROUTE = ("alpha", "beta", "s_greedy", "r_max", "candidate_order", "slack_placement", "guard", "max_wait_s")
+KNOBS: dict[str, tuple[str, ...]] = {
+    "br_0": (*_OF_BALANCE_ROUTE, "pool_bypass", "bypass_margin"),
+    "br_h": (*_OF_BALANCE_ROUTE, "horizon_steps", "gamma"),
+    "target_fit": ("max_wait_s", "hold_s"),
+    "level_fit": ("max_wait_s", "hold_s"),
+    "pool_fifo": (),
+    **dict.fromkeys(ASSIGN_AT_ONCE, ("seed",)),
+}
+"""What each policy reads of `PolicySettings`; anything else given to it would change nothing."""
+
+
 def make_policy(settings: PolicySettings, stage_timer: StageTimer | None = None) -> AdmissionPolicy:
     """The policy of that name with its knobs. Raises ConfigError for an unknown name."""
     if settings.policy not in POLICIES:
-        raise ConfigError(f"policy {settings.policy!r} is unknown; accepted: {', '.join(sorted(POLICIES))}")
+        raise ConfigError(unknown_policy(settings.policy))
     if settings.options and settings.policy in BUILT_IN:
         raise ConfigError(f"policy {settings.policy} takes no options; they are for a policy of your own")
     return POLICIES[settings.policy](settings, stage_timer)
+
+
+def unknown_policy(name: str, others: Iterable[str] = ()) -> str:
+    """What is said of a name that is none, with the one that was probably meant; `others` are known elsewhere."""
+    names = [*sorted(POLICIES), *sorted(others)]
+    close = difflib.get_close_matches(name, names, n=1, cutoff=0.5)
+    hint = f"did you mean {close[0]}? " if close else ""
+    return f"policy {name!r:.60} is unknown; {hint}accepted: {', '.join(names)}"
 
 
 CHOICES = {

@@ -3,7 +3,16 @@
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from balanceroute.core.policies import BUILT_IN, DEFAULTS, Option, PolicySettings, accepted, is_accepted, make_policy
+from balanceroute.core.policies import (
+    BUILT_IN,
+    DEFAULTS,
+    KNOBS,
+    Option,
+    PolicySettings,
+    accepted,
+    is_accepted,
+    make_policy,
+)
 from balanceroute.core.policy import AdmissionPolicy, StageTimer
 from balanceroute.errors import InputError
 from balanceroute.plugins import learn_policy
@@ -75,6 +84,7 @@ class Replay:
 
 def parse_params(settings: PolicySettings, params: list[str]) -> PolicySettings:
     """Settings with `name=value` texts applied. Raises: InputError that names what is accepted."""
+    learn_policy(settings.policy)
     known = [name for name in DEFAULTS if name not in OPTIONS]
     changes: dict[str, Any] = {}
     options: dict[str, Option] = {}
@@ -90,6 +100,9 @@ def parse_params(settings: PolicySettings, params: list[str]) -> PolicySettings:
         changes[name] = parsed(text, DEFAULTS[name])
         if not is_accepted(name, changes[name]):
             raise InputError(f"--param {param}: accepted is {accepted(name)}")
+        if name not in KNOBS[settings.policy]:
+            own = ", ".join(knob for knob in KNOBS[settings.policy] if knob not in OPTIONS) or "none"
+            raise InputError(f"--param {param}: {settings.policy} does not have this knob; its own: {own}")
     return replace(settings, **changes, options=tuple(options.items()))
 
 
