@@ -9,6 +9,7 @@ listens on 127.0.0.1 and is ended by pid. Not part of the test suite: it needs v
     cancel          clients that leave in every phase: the prefiller's KV is free within seconds, not after its lease
     params          no kv_transfer_params is used twice: as many pulls as prefills
     features        every feature of scripts/e2e/features.py beside one plain server: equal, or listed with the reason
+    messages        Anthropic's client gets the messages that one server's own /v1/messages gives
     poison          prompts' logprobs reach no decoder: both live on after 40 such requests at once
     kill_decoder    kill -9 of a decoder mid-stream: every stream is complete, with the tokens of an undisturbed run
     kill_prefiller  kill -9 of the prefiller after a probe: a clear error or a whole answer, and nothing is held
@@ -41,6 +42,7 @@ from typing import Any
 import httpx
 import openai
 
+from scripts.e2e import messages
 from scripts.e2e.features import DIFFERS, differences, features
 
 PREFILL, DECODE, ROUTER = 8100, (8200, 8201), 8300
@@ -65,6 +67,7 @@ class Servers:
         transfer = {"kv_connector": "NixlConnector", "kv_role": role, "kv_buffer_device": "cpu"}
         command = [f"{venv}/bin/vllm", "serve", model, "--served-model-name", MODEL, "--host", "127.0.0.1"]
         command += ["--port", str(port), "--max-model-len", "2048", "--max-num-seqs", "64", "--enforce-eager"]
+        command += ["--enable-auto-tool-choice", "--tool-call-parser", "hermes"]
         command += ["--block-size", "32", "--kv-transfer-config", json.dumps(transfer), *options]
         env = os.environ | {
             "VLLM_CPU_KVCACHE_SPACE": "1",
@@ -339,6 +342,13 @@ def check_features(servers: Servers) -> str:
         equal += not found
     assert not different, f"{len(different)} of {len(told)} differ:\n  " + "\n  ".join(different)
     return f"{equal} of {len(told)} features equal, the other {len(told) - equal} as listed"
+
+
+def check_messages(servers: Servers) -> str:
+    """Anthropic's client, sync and async, whole and streamed, with tools."""
+    return messages.compare(
+        BASE, f"http://127.0.0.1:{DECODE[1]}", lambda: wait_for("the router holds nothing", nothing_held, 30)
+    )
 
 
 def check_poison(servers: Servers) -> str:
@@ -647,6 +657,7 @@ CHECKS: dict[str, Callable[[Servers], str]] = {
     "cancel": check_cancel,
     "params": check_params,
     "features": check_features,
+    "messages": check_messages,
     "poison": check_poison,
     "kill_decoder": check_kill_decoder,
     "kill_prefiller": check_kill_prefiller,
