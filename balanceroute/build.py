@@ -30,12 +30,15 @@ def policy_settings(config: Config) -> PolicySettings:
         pool_bypass=routing.pool_bypass,
         bypass_margin=routing.bypass_margin,
         seed=routing.seed,
+        options=tuple(routing.options.items()),
     )
 
 
 def predicts(config: Config) -> bool:
     """Whether the policy asks a predictor, and there is one."""
-    return config.routing.policy == "br_h" and config.predictor.kind != "none"
+    return config.predictor.kind != "none" and (
+        config.routing.policy == "br_h" or make_policy(policy_settings(config)).horizon_steps > 0
+    )
 
 
 def scheduler_config(config: Config) -> SchedulerConfig:

@@ -5,12 +5,16 @@ horizon and slots' worth of steps shrink by k, and the cost of a KV token grows 
 share of a step as in the reference setting (8 workers of 64 slots, 1.2e-7 s per token, 25 ms a step). What the barrier
 does to an uneven placement is then what it does at full size.
 
-The cluster runs in a process of its own, and so does each router; this one plays the trace over HTTP. Loads come from
+The cluster runs in a process of its own, and so does each router, and neither outlives this one, however that ends;
+this one plays the trace over HTTP. Loads come from
 the emulated engines (summed over every step), latencies from what the client saw, the cost of a decision from the
 router's own /metrics.
 """
 
 import asyncio
+import ctypes
+import math
+import os
 import re
 import signal
 import socket
@@ -35,7 +39,11 @@ from balanceroute.traces.capacity import ReferenceSetting, ideal_capacity, mean_
 from balanceroute.traces.generate import generate_trace
 
 REFERENCE = ReferenceSetting()
-READY_TIMEOUT_S = 20.0
+READY_TIMEOUT_S = 60.0  # of a machine that has other things to do
+PR_SET_PDEATHSIG = 1  # linux/prctl.h
+BUSY = 0.5  # processes per core before the demo begins, from which on its figures are the machine's, not the routers'
+LATE_S = 0.1  # of a request, by which its client could not keep up
+LEAST_REQUESTS = 20  # of a trace, to measure anything
 SAMPLE_S = 0.25
 WARM_UP_RATIO = 0.3  # of the requests sent before the figures of the loads begin, as in the simulator
 
@@ -75,6 +83,19 @@ class DemoScale:
         share = REFERENCE.step_cost_s * full_load / REFERENCE.step_overhead_s
         step_cost_s = share * self.step_overhead_s / (self.slots * mean_kv_tokens(trace))
         return ReferenceSetting(self.workers, self.slots, step_cost_s, self.step_overhead_s)
+
+    def checked(self) -> Trace:
+        """The trace, if the demo can be run with these numbers. Raises: DemoFailed that names what is wrong."""
+        for name in ("seconds", "load"):
+            if not math.isfinite(getattr(self, name)):
+                raise DemoFailed(f"--{name} {getattr(self, name)}: accepted is a finite number")
+        trace = self.trace()
+        if len(trace) < LEAST_REQUESTS:
+            raise DemoFailed(
+                f"{len(trace)} requests in {self.seconds:g} s are too few to measure, {LEAST_REQUESTS} are not: give it"
+                " more --seconds, --load or --slots"
+            )
+        return trace
 
     @property
     def horizon_steps(self) -> int:
@@ -175,7 +196,7 @@ def decision_cost(metrics: str) -> tuple[float, int]:
 def emulated_cluster(scale: DemoScale, setting: ReferenceSetting, logs: Path) -> Iterator[tuple[Path, str]]:
     """A running cluster: the configuration for `serve`, and the URL of a worker that tells the cluster's state."""
     config, log = logs / "cluster.yaml", logs / "cluster.log"
-    base_port = free_port_range(scale)
+    base_port = free_port_range(scale.prefillers, scale.workers)
     flags = ["--prefill", str(scale.prefillers), "--decode", str(scale.workers), "--base-port", str(base_port)]
     flags += ["--max-num-seqs", str(scale.slots), "--write-config", str(config)]
     flags += ["--step-cost", repr(setting.step_cost_s), "--step-overhead", repr(setting.step_overhead_s)]
@@ -190,7 +211,9 @@ def process(arguments: list[str], log: Path) -> Iterator["subprocess.Popen[bytes
     """A `balanceroute` command in the background, ended on the way out."""
     with log.open("wb") as output:
         command = [sys.executable, "-m", "balanceroute", *arguments]
-        child = subprocess.Popen(command, stdout=output, stderr=output, start_new_session=True)
+        child = subprocess.Popen(
+            command, stdout=output, stderr=output, start_new_session=True, preexec_fn=die_with_parent(os.getpid())
+        )
         try:
             yield child
         finally:
@@ -200,6 +223,54 @@ def process(arguments: list[str], log: Path) -> Iterator["subprocess.Popen[bytes
             except subprocess.TimeoutExpired:
                 child.kill()
                 child.wait()
+
+
+def die_with_parent(parent: int) -> Callable[[], None] | None:
+    """What a child does before it becomes a command: ask the kernel to kill it once its parent is gone (Linux alone).
+
+    A parent that is killed by SIGKILL can't end its children itself.
+    """
+    if not sys.platform.startswith("linux"):
+        return None
+    prctl = ctypes.CDLL(None, use_errno=True).prctl
+
+    def ask() -> None:
+        prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+        if os.getppid() != parent:  # it was gone before we could ask
+            os._exit(1)
+
+    return ask
+
+
+@contextmanager
+def ended_by_signals() -> Iterator[None]:
+    """Let SIGTERM and SIGHUP unwind what runs, as Ctrl-C does, so that nothing is left behind. Raises: SystemExit."""
+    came: list[int] = []
+
+    def end(number: int, frame: object) -> None:
+        came.append(number)
+        try:
+            loop = asyncio.get_running_loop()
+        except RuntimeError:
+            raise SystemExit(128 + number) from None
+        for task in asyncio.all_tasks(loop):
+            loop.call_soon_threadsafe(task.cancel)
+
+    before = {number: signal.signal(number, end) for number in (signal.SIGTERM, signal.SIGHUP)}
+    try:
+        yield
+    except asyncio.CancelledError:
+        if came:
+            raise SystemExit(128 + came[0]) from None
+        raise
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def busy_with() -> float:
+    """How many processes ran or wanted to run on each core over the last minute: 0 on an idle machine."""
+    return os.getloadavg()[0] / (os.cpu_count() or 1)
 
 
 def wait_ready(url: str, child: "subprocess.Popen[bytes]", log: Path) -> None:
@@ -225,11 +296,11 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-def free_port_range(scale: DemoScale) -> int:
+def free_port_range(prefillers: int, workers: int) -> int:
     """A base port such that all ports of the cluster (prefillers from it, decode ranks from 100 above) are free."""
     for base in range(21_000, 60_000, 500):
-        ports = [base + index for index in range(scale.prefillers)]
-        ports += [base + 100 + index for index in range(scale.workers)]
+        ports = [base + index for index in range(prefillers)]
+        ports += [base + 100 + index for index in range(workers)]
         if all(is_free(port) for port in ports):
             return base
     raise DemoFailed("no free range of loopback ports between 21000 and 60000")

@@ -37,7 +37,15 @@ class BalanceRouteError(Exception):
 
 
 class ConfigError(BalanceRouteError):
-    """A configuration value is unknown, malformed or contradicts another; the text names the key path."""
+    """A configuration value is unknown, malformed or contradicts another; the text names the key path.
+
+    `problems` are all that are wrong, one line each; the error's own text is the first, and how many more there are.
+    """
+
+    def __init__(self, *problems: str) -> None:
+        more = f" (and {len(problems) - 1} more)" if len(problems) > 1 else ""
+        super().__init__("".join(problems[:1]) + more)
+        self.problems = problems
 
 
 class InputError(BalanceRouteError):

@@ -8,7 +8,8 @@ makes in the same situation (the earlier admissions made) without the request; f
 at once, without the worker.
 """
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from operator import itemgetter
 from typing import Any
 
 from balanceroute.core.policy import AdmissionPolicy
@@ -17,6 +18,8 @@ from balanceroute.core.snapshot import ClusterSnapshot
 from balanceroute.core.snapshot_json import snapshot_to_dict
 from balanceroute.core.state import state_from_dict
 from balanceroute.core.types import Admit, WorkerState
+from balanceroute.errors import InputError
+from balanceroute.plugins import learn_installed, learn_policy
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,8 +48,22 @@ class WorkerView:
 
 
 @dataclass(frozen=True, slots=True)
+class PrefillView:
+    """A prompt that is being prefilled and why there: what each prefiller would have cost, tokens, the least first."""
+
+    request: str
+    prefiller: str
+    prompt_tokens: int
+    uncached_tokens: int
+    costs: dict[str, float]
+
+
+@dataclass(frozen=True, slots=True)
 class Explanation:
-    """A decision and what it rests on; `runners_up[i]` belongs to `admissions[i]`."""
+    """A decision and what it rests on; `runners_up[i]` belongs to `admissions[i]`.
+
+    `prefills`: the choices of prefillers that were made before, as far as their prompts are still there.
+    """
 
     policy: str
     params: dict[str, Any]
@@ -55,6 +72,7 @@ class Explanation:
     runners_up: tuple[Admit | None, ...]
     left_waiting: int
     reason: str
+    prefills: tuple[PrefillView, ...] = ()
 
     def to_dict(self) -> dict[str, Any]:
         """As JSON-ready values: `admissions`, `margins` by worker, `workers`, what is left waiting and why."""
@@ -80,6 +98,7 @@ class Explanation:
             ],
             "left_waiting": self.left_waiting,
             "reason": self.reason,
+            "prefills": [asdict(prefill) for prefill in self.prefills],
         }
 
 
@@ -87,8 +106,18 @@ def _admission(admit: Admit) -> dict[str, Any]:
     return {"request": admit.request, "worker": admit.worker, "stage": admit.stage, "score": admit.score}
 
 
-def explain(state: Any) -> Explanation:
-    """Decide on a state document and say why. Raises InputError that names the field when it cannot be read."""
+def explain(state: Any, policy_name: str | None = None) -> Explanation:
+    """Decide on a state document and say why.
+
+    `policy_name`: decide by this policy with its own defaults, not by the document's; one of your own, if the document
+    names it, too. Raises: InputError that names the field when it cannot be read, ConfigError for an unknown policy.
+    """
+    if policy_name is not None:
+        learn_policy(policy_name)
+        if isinstance(state, dict) and state.get("policy") != policy_name:
+            state = {**state, "policy": policy_name, "params": {}}
+    elif isinstance(state, dict):
+        learn_installed(state.get("policy"))
     policy, snapshot, now = state_from_dict(state)
     workers = tuple(worker_views(snapshot))
     # everything spelt out (means, overdue times), so that the situations below differ in what they are meant to only
@@ -103,7 +132,27 @@ def explain(state: Any) -> Explanation:
         runners_up=tuple(runners_up),
         left_waiting=len(snapshot.pool),
         reason=_why_no_more(policy, snapshot),
+        prefills=tuple(prefill_views(state)),
     )
+
+
+def prefill_views(state: dict[str, Any]) -> list[PrefillView]:
+    """What the state document says of prompts under way. Raises InputError: that is no such list."""
+    try:
+        return [
+            PrefillView(
+                request=str(entry["id"]),
+                prefiller=str(entry["prefiller"]),
+                prompt_tokens=int(entry["prompt_tokens"]),
+                uncached_tokens=int(entry["uncached_tokens"]),
+                costs={str(name): float(cost) for name, cost in sorted(entry["costs"].items(), key=itemgetter(1))},
+            )
+            for entry in state.get("prefilling", [])
+        ]
+    except (TypeError, KeyError, ValueError, AttributeError, OverflowError) as error:
+        raise InputError(
+            f"prefilling: expected a list of objects as GET /state returns it ({type(error).__name__}: {error})"
+        ) from error
 
 
 def worker_views(snapshot: ClusterSnapshot) -> list[WorkerView]:

@@ -48,6 +48,7 @@ from balanceroute.core.types import (
     WorkerState,
 )
 from balanceroute.errors import InputError, InvariantError
+from balanceroute.plugins import learn_installed
 
 FORMAT = 1
 FLUSH_EVERY_S = 1.0
@@ -350,6 +351,7 @@ def _read_header(path: Path, line: bytes) -> tuple[str, PolicySettings, Schedule
         header = orjson.loads(line)
         if header["journal"] != FORMAT:
             raise InputError(f"{path}, line 1: journal format {header['journal']}; this version reads {FORMAT}")
+        learn_installed(header.get("policy"))
         return str(header["version"]), settings_from_dict(header), _read_config(header["config"])
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise InputError(f"{path}, line 1: not the header of a journal ({error})") from error
@@ -398,6 +400,7 @@ def _typed(call: str, args: dict[str, Any]) -> dict[str, Any]:
     if "config" in args:
         typed["config"] = _read_config(args["config"])
     if "settings" in args:
+        learn_installed(args["settings"]["policy"])
         policy, params = args["settings"]["policy"], {k: v for k, v in args["settings"].items() if k != "policy"}
         typed["settings"] = settings_from_dict({"policy": policy, "params": params})
     if "state" in args:

@@ -1,13 +1,20 @@
-"""Instructions that the router executes per event of a stream, counted by valgrind: the same on a busy machine.
+"""Instructions that the router executes per event of a stream, or per request: the same on a busy machine.
 
     .venv/bin/python scripts/count_instructions.py                      # the hot path as it is installed
     .venv/bin/python scripts/count_instructions.py --route messages     # or chat; completions if none is named
     BALANCEROUTE_PURE_PYTHON=1 .venv/bin/python scripts/count_instructions.py
+    .venv/bin/python scripts/count_instructions.py --requests
 
-Sixteen streams on a real uvloop: what stands for their workers writes one event to each per turn, and each goes through
-worker connection, scanner, token count and client response to a socket. Two runs of different length are subtracted,
-so imports and requests do not count. What the kernel does is not counted; the script's own share, mostly the sixteen
-writes of a turn, is.
+Valgrind counts. Two runs of different length are subtracted, so imports and the start do not count. What the kernel
+does is not counted; the script's own share is.
+
+**Events**: sixteen streams on a real uvloop. What stands for their workers writes one event to each per turn, and each
+goes through worker connection, scanner, token count and client response to a socket. The script's share is mostly the
+sixteen writes of a turn.
+
+**Requests**: the whole router, as `serve` runs it, serves streams of one token one after the other, from a client's
+socket through prefill probe, policy and decode. Its prefiller and its decode worker are a few lines in the same
+process and count, too.
 """
 
 import argparse
@@ -22,38 +29,51 @@ from typing import Any
 
 STREAMS = 16
 TURNS = (40, 140)
+REQUESTS = (30, 80)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--requests", action="store_true", help="count per request instead of per event")
     parser.add_argument("--events-per-read", type=int, default=1, help="events that come in one read")
     parser.add_argument("--python", default="", help="classes of the hot path, by commas, that run uncompiled")
     parser.add_argument("--route", choices=("completions", "chat", "messages"), default="completions")
-    parser.add_argument("--turns", type=int, help=argparse.SUPPRESS)
+    parser.add_argument("--times", type=int, help=argparse.SUPPRESS)
     options = parser.parse_args()
-    if options.turns is not None:
-        import uvloop
-
-        from balanceroute.proxy import hotpath
-        from balanceroute.proxy.hotpath import events
-
-        for name in filter(None, options.python.split(",")):
-            setattr(hotpath, name, getattr(events, name))
-        with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-            runner.run(_relay_events(options.turns, options.events_per_read, options.route))
+    if options.times is not None:
+        _run(options)
         return
-    short, long = (_instructions(turns, options) for turns in TURNS)
+    given = ["--events-per-read", str(options.events_per_read), "--python", options.python, "--route", options.route]
+    if options.requests:
+        short, long = (_instructions(times, [*given, "--requests"]) for times in REQUESTS)
+        print(f"{(long - short) / (REQUESTS[1] - REQUESTS[0]):,.0f} instructions per request")
+        return
+    short, long = (_instructions(times, given) for times in TURNS)
     per_event = (long - short) / ((TURNS[1] - TURNS[0]) * STREAMS * options.events_per_read)
     print(f"{per_event:,.0f} instructions per event of {options.route}, {options.events_per_read} events per read")
 
 
-def _instructions(turns: int, options: argparse.Namespace) -> int:
+def _run(options: argparse.Namespace) -> None:
+    """What is counted."""
+    import uvloop
+
+    from balanceroute.proxy import hotpath
+    from balanceroute.proxy.hotpath import events
+
+    for name in filter(None, options.python.split(",")):
+        setattr(hotpath, name, getattr(events, name))
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        if options.requests:
+            runner.run(_serve_requests(options.times))
+        else:
+            runner.run(_relay_events(options.times, options.events_per_read, options.route))
+
+
+def _instructions(times: int, given: list[str]) -> int:
     with tempfile.NamedTemporaryFile() as out:
         command = ["valgrind", "--tool=callgrind", f"--callgrind-out-file={out.name}", sys.executable, __file__]
-        command += ["--turns", str(turns), "--events-per-read", str(options.events_per_read)]
-        command += ["--python", options.python, "--route", options.route]
         environ = {**os.environ, "PYTHONHASHSEED": "0", "PYTHONPATH": os.getcwd()}
-        ran = subprocess.run(command, env=environ, capture_output=True, text=True)
+        ran = subprocess.run([*command, "--times", str(times), *given], env=environ, capture_output=True, text=True)
     collected = re.search(r"Collected : (\d+)", ran.stderr)
     if ran.returncode or collected is None:
         sys.exit(ran.stderr)
@@ -166,6 +186,81 @@ async def _relay_events(turns: int, events_per_read: int, route: str) -> None:
             task.cancel()
         await asyncio.gather(*relays, return_exceptions=True)
         upstream.close()
+
+
+class _Worker(asyncio.Protocol):
+    """A worker's connection: answers a probe with parameters, anything else with a stream of one token."""
+
+    def connection_made(self, transport: Any) -> None:
+        self.transport, self.received = transport, b""
+
+    def data_received(self, data: bytes) -> None:
+        self.received += data
+        head, found, body = self.received.partition(b"\r\n\r\n")
+        length = re.search(rb"content-length: (\d+)", head, re.IGNORECASE)
+        if not found or (length is not None and len(body) < int(length[1])):
+            return
+        self.received = b""
+        named = re.search(rb"x-request-id: (\S+)", head, re.IGNORECASE)
+        if named is None:
+            self._answer(b"{}")
+        elif b'do_remote_decode":true' in body:
+            self._answer(_PROBE_REPLY % named[1])
+        else:
+            event = _event("completions", 48_213).replace(b"3f2a91c07b5e4d1e9a6c", named[1])
+            finished = event.replace(b'"finish_reason":null', b'"finish_reason":"length"')
+            told = finished + b"data: [DONE]\n\n"
+            self.transport.write(b"%b%x\r\n%b\r\n0\r\n\r\n" % (_STREAM_HEAD, len(told), told))
+
+    def _answer(self, body: bytes) -> None:
+        self.transport.write(b"HTTP/1.1 200 OK\r\ncontent-length: %d\r\n\r\n%b" % (len(body), body))
+
+
+_STREAM_HEAD = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n\r\n"
+_PROBE_REPLY = (
+    b'{"id":"cmpl-%b","object":"text_completion","created":1780000000,"model":"deepseek","choices":[{"index":0,'
+    b'"text":" a","logprobs":null,"finish_reason":"length","token_ids":[48213]}],"usage":{"prompt_tokens":9,'
+    b'"total_tokens":10,"completion_tokens":1},"kv_transfer_params":{"do_remote_prefill":true,"do_remote_decode":false,'
+    b'"remote_engine_id":"engine","remote_block_ids":[1],"remote_host":"127.0.0.1","remote_port":5600}}'
+)
+
+
+async def _serve_requests(times: int) -> None:
+    from balanceroute.config import validate
+    from balanceroute.proxy.app import create_app
+    from balanceroute.proxy.life import pool_reaper
+    from balanceroute.proxy.server import Server
+
+    pool_reaper.PERIOD_S = 3600.0  # type: ignore[misc]  # it looks the more often, the slower this runs
+    loop = asyncio.get_running_loop()
+    workers = [await loop.create_server(_Worker, "127.0.0.1", 0) for _ in range(2)]
+    prefiller, decoder = (f"http://127.0.0.1:{worker.sockets[0].getsockname()[1]}" for worker in workers)
+    config = validate(
+        {
+            "listen": {"port": 0},
+            "prefill": {"workers": [{"url": prefiller}], "poll_interval_s": 3600},
+            "decode": {"workers": [{"url": decoder}]},
+            "health": {"interval_s": 3600},
+        }
+    )
+    server = Server(create_app(config), config)
+    serving = loop.create_task(server.serve())
+    while not server.started:  # noqa: ASYNC110 - uvicorn tells nobody
+        await asyncio.sleep(0.01)
+    reader, writer = await asyncio.open_connection(*server.servers[0].sockets[0].getsockname())
+    body = b'{"model":"deepseek","prompt":"one two three","max_tokens":1,"stream":true}'
+    head = (
+        b"POST /v1/completions HTTP/1.1\r\nhost: router\r\ncontent-type: application/json\r\ncontent-length: %d\r\n\r\n"
+    )
+    for _ in range(times):
+        writer.write(head % len(body) + body)
+        answer = await reader.readuntil(b"\r\n0\r\n\r\n")
+        assert answer.startswith(b"HTTP/1.1 200") and b"[DONE]" in answer, answer
+    writer.close()
+    server.should_exit = True
+    await serving
+    for worker in workers:
+        worker.close()
 
 
 if __name__ == "__main__":

@@ -12,7 +12,7 @@ from typing import Annotated, Any
 import typer
 
 from balanceroute import __version__
-from balanceroute.cli import predictor, trace
+from balanceroute.cli import helping, predictor, trace
 from balanceroute.cli.check_config import check_config
 from balanceroute.cli.demo import demo
 from balanceroute.cli.emulate import emulate
@@ -34,22 +34,19 @@ UNWRITABLE = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EBADF}
 app = typer.Typer(
     name="balanceroute",
     help="A load-balancing router for disaggregated LLM serving.",
+    epilog=helping.EXIT_CODES,
     no_args_is_help=True,
     pretty_exceptions_enable=False,
-    add_completion=False,
+    rich_markup_mode=None,
 )
-app.command()(serve)
-app.command()(demo)
-app.command()(emulate)
-app.command()(replay)
-app.command()(reproduce)
-app.command()(load)
-app.add_typer(trace.app, name="trace")
-app.add_typer(predictor.app, name="predictor")
-app.command()(steps)
-app.command()(explain)
-app.command("check-config")(check_config)
-app.command()(key)
+for command in (serve, demo, emulate, replay, reproduce, load):
+    helping.add(app, command)
+app.add_typer(trace.app, name="trace", short_help=trace.SUMMARY)
+app.add_typer(predictor.app, name="predictor", short_help=predictor.SUMMARY)
+helping.add(app, steps)
+helping.add(app, explain)
+helping.add(app, check_config, "check-config")
+helping.add(app, key)
 
 
 def show_version(wanted: bool) -> None:

@@ -1,9 +1,14 @@
-"""`balanceroute check-config`: what a configuration file amounts to, or what is wrong with it."""
+"""`balanceroute check-config`: what a configuration file amounts to, or all that is wrong with it."""
 
+from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
+
+if TYPE_CHECKING:
+    from balanceroute.cli.probe import Answer
+    from balanceroute.config import Config
 
 
 def check_config(
@@ -12,23 +17,135 @@ def check_config(
         list[str] | None,
         typer.Option("--set", metavar="KEY=VALUE", help="Override one setting, such as routing.policy=br_0."),
     ] = None,
+    ask: Annotated[
+        bool,
+        typer.Option(
+            "--probe", help="Ask every worker for its health, models, metrics, role and slots; compute nothing."
+        ),
+    ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of YAML.")] = False,
 ) -> None:
     """Print the effective configuration of FILE, as `serve` would use it in this environment.
 
-    Defaults are filled in, BALANCEROUTE_SECTION__KEY variables applied, secrets masked. A file that cannot be
-    used, be it this one or one that it names (client keys, certificates), ends in one line on standard error, with
-    the key path and what is accepted, and exit code 2.
+    Defaults are filled in, BALANCEROUTE_SECTION__KEY variables applied, secrets masked. All that is wrong is said at
+    once on standard error, a line each with the key path and what is accepted, and ends in exit code 2: in the file,
+    the variables, and the files that it names (client keys, certificates, predictor.model). Nothing is written.
+
+    With --probe what the workers say is printed instead; exit code 1 if anything is wrong with one.
 
     Example: balanceroute check-config configs/4p1d.yaml --set routing.policy=br_0
     """
     import os
 
-    from balanceroute.config import effective_json, effective_yaml, load, parse_assignment
+    from balanceroute.config import effective_json, effective_yaml, load, parse_assignment, unused_variables
+    from balanceroute.errors import ConfigError
+
+    for text in unused_variables(os.environ):
+        typer.echo(f"warning: {text}", err=True)
+    try:
+        config = load(file, os.environ, dict(parse_assignment(text) for text in assignments or []))
+        for text in unused_knobs(config):
+            typer.echo(f"warning: {file}: {text}", err=True)
+        check_files(config)
+    except ConfigError as error:
+        for problem in error.problems:
+            typer.echo(f"balanceroute: {problem}", err=True)
+        raise typer.Exit(2) from None
+    if ask:
+        show_probe(config, as_json=as_json)
+    else:
+        typer.echo(effective_json(config) if as_json else effective_yaml(config), nl=as_json)
+
+
+def check_files(config: "Config") -> None:
+    """Look at every file that the configuration names. Raises: ConfigError with all that is wrong."""
+    from balanceroute.errors import ConfigError, InputError
     from balanceroute.proxy.perimeter.gate import Perimeter
     from balanceroute.proxy.perimeter.tls import Tls
 
-    config = load(file, os.environ, dict(parse_assignment(text) for text in assignments or []))
-    Perimeter(config)
-    Tls(config)
-    typer.echo(effective_json(config) if as_json else effective_yaml(config), nl=as_json)
+    problems: list[str] = []
+    checks: tuple[Callable[[Config], object], ...] = (Perimeter, Tls, check_paths, check_model)
+    for check in checks:
+        try:
+            check(config)
+        except ConfigError as error:
+            problems += error.problems
+        except InputError as error:
+            problems.append(str(error))
+    if problems:
+        raise ConfigError(*problems)
+
+
+def check_paths(config: "Config") -> None:
+    """The predictor's model is there, and its history has a folder. Raises: ConfigError."""
+    from balanceroute.errors import ConfigError
+
+    problems: list[str] = []
+    model, history = config.predictor.model, config.predictor.history
+    if model is not None and not Path(model).is_file():
+        problems.append(f"predictor.model = {model!r}: there is no such file")
+    if history is not None and not Path(history).parent.is_dir():
+        problems.append(f"predictor.history = {history!r}: its folder does not exist; make it first")
+    if problems:
+        raise ConfigError(*problems)
+
+
+def check_model(config: "Config") -> None:
+    """The predictor's model can be read, and is of its kind and horizon. Raises: ConfigError, InputError."""
+    from balanceroute.prediction import build_predictor
+
+    model = config.predictor.model
+    if model is not None and Path(model).is_file():
+        build_predictor(config.predictor.kind, config.routing.horizon_steps, model=model)
+
+
+def unused_knobs(config: "Config") -> list[str]:
+    """Settings of `routing` that the file or a flag gives and the policy does not have."""
+    from balanceroute.core.policies import DEFAULTS, KNOBS
+
+    own = KNOBS.get(config.routing.policy)
+    if own is None:  # a policy of the user's
+        return []
+    given = sorted(config.routing.model_fields_set & set(DEFAULTS) - {"policy", "options", *own})
+    return [f"routing.{name}: {config.routing.policy} does not have this knob; it changes nothing" for name in given]
+
+
+def show_probe(config: "Config", *, as_json: bool) -> None:
+    """Ask the workers and print what they say; exit code 1 if something is wrong."""
+    import asyncio
+    from dataclasses import asdict
+
+    from balanceroute.cli.output import print_json
+    from balanceroute.cli.probe import probe
+
+    answers = asyncio.run(probe(config))
+    wrong = [f"{answer.worker}: {text}" for answer in answers for text in answer.problems]
+    if as_json:
+        print_json({"workers": [asdict(answer) for answer in answers], "ok": not wrong})
+    else:
+        show_answers(answers)
+        for text in wrong:
+            typer.echo(text)
+        typer.echo(f"{len(answers)} workers asked, {len(wrong)} problems" if wrong else f"all {len(answers)} are well")
+    if wrong:
+        raise typer.Exit(1)
+
+
+def show_answers(answers: "list[Answer]") -> None:
+    """A table, a row per worker."""
+    from rich.table import Table
+
+    from balanceroute.cli.output import print_table
+
+    def said(value: object) -> str:
+        if isinstance(value, bool):
+            return "yes" if value else "no"
+        return "unknown" if value is None else str(value)
+
+    names = ("worker", "tier", "healthy", "models", "tells load", "prefix caching", "max_num_seqs", "kv_role")
+    table = Table(*names)
+    for a in answers:
+        models = ", ".join(a.models) or None
+        cells = (a.healthy, models, a.tells_load, a.prefix_caching, a.max_num_seqs, a.kv_role)
+        table.add_row(a.worker, a.role, *map(said, cells))
+    print_table(table)

@@ -22,6 +22,9 @@ def demo(
     policy: Annotated[
         list[str] | None, typer.Option(help="A policy that is shown; repeatable. br_0, br_h and level_fit if left out.")
     ] = None,
+    prefix: Annotated[
+        bool, typer.Option("--prefix", help="Show the prefill tier instead: conversations through prefill policies.")
+    ] = False,
     seed: Annotated[int, typer.Option(help="Seed of the trace.")] = 1,
     json: Annotated[bool, typer.Option("--json", help="Print the result as JSON.")] = False,
 ) -> None:
@@ -30,19 +33,59 @@ def demo(
     Example: balanceroute demo --seconds 30 --against least_kv
     """
     from balanceroute.cli.output import print_json, progress_bar
-    from balanceroute.demo import DemoScale, as_tree, run_demo
+    from balanceroute.demo import DemoScale, as_tree, ended_by_signals, run_demo
+    from balanceroute.plugins import learn_policy
 
+    if prefix:
+        from balanceroute.cli.prefix_demo import prefix_demo
+
+        prefix_demo(seconds, seed, json)
+        return
+    names = list(dict.fromkeys((against, *(policy or SHOWN))))
+    for name in names:
+        learn_policy(name)
     scale = DemoScale(seconds=seconds, load=load, slots=slots, seed=seed)
+    scale.checked()
+    warn_if_busy()
     if not json:
         announce(scale)
     runs = []
-    for name in (against, *(policy or SHOWN)):
-        with progress_bar(f"{name:<20}") as tell:
+    for name in names:
+        with progress_bar(f"{name:<20}") as tell, ended_by_signals():
             runs.append(run_demo(scale, name, tell))
+    warn_if_late(runs)
     if json:
         print_json(as_tree(scale, runs))
     else:
         show(runs)
+
+
+def warn_if_busy() -> None:
+    """Say so when the machine has other things to do than the demo."""
+    import os
+
+    from balanceroute.demo import BUSY, busy_with
+
+    if busy_with() > BUSY:
+        typer.echo(
+            f"warning: the machine is busy ({os.getloadavg()[0]:.1f} processes wanted its {os.cpu_count()} cores over"
+            " the last minute): loads and times below will show that, and little of the policies",
+            err=True,
+        )
+
+
+def warn_if_late(runs: "list[PolicyRun]") -> None:
+    """Say so when the client could not send in time, so that the figures mean little."""
+    from balanceroute.demo import LATE_S
+
+    late = [run for run in runs if run.report.late_s.p95 > LATE_S]
+    if late:
+        told = ", ".join(f"{run.policy} {run.report.late_s.p95 * 1e3:.0f} ms" for run in late)
+        typer.echo(
+            f"warning: the machine was too busy to send requests in time (late by p95: {told}); run it again on an idle"
+            " one, or with less --load, before you believe the figures",
+            err=True,
+        )
 
 
 def announce(scale: "DemoScale") -> None:
@@ -64,8 +107,9 @@ def announce(scale: "DemoScale") -> None:
 
 def show(runs: "list[PolicyRun]") -> None:
     """The table, one column per policy, and the change from the first to the last."""
-    from rich.console import Console
     from rich.table import Table
+
+    from balanceroute.cli.output import print_table
 
     rows: list[tuple[str, Callable[[PolicyRun], float], str]] = [
         ("load spread, tokens (max - min)", lambda run: run.load_spread_tokens, ",.0f"),
@@ -87,9 +131,6 @@ def show(runs: "list[PolicyRun]") -> None:
         change = f"{values[-1] / values[0] - 1:+.0%}" if values[0] else ""
         table.add_row(name, *(format(value, form) for value in values), change)
     table.add_row("answers complete", *(f"{run.report.completed} of {run.report.requests}" for run in runs), "")
-    console = Console()
-    console.print(table)
-    console.print(
-        "Loads, step time and tokens/s: every engine step from 30 % of the requests sent to the last one sent.",
-        style="dim",
+    print_table(
+        table, "Loads, step time and tokens/s: every engine step from 30 % of the requests sent to the last one sent."
     )

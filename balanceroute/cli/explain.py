@@ -9,6 +9,11 @@ if TYPE_CHECKING:
     from balanceroute.explain import Explanation
     from balanceroute.journal import ReplayReport
 
+POLICY_HELP = (
+    "Decide by this policy instead, with its defaults: what would it do now? A module:Class of your own that the file "
+    "names must be named here, too."
+)
+
 
 def explain(
     snapshot: Annotated[
@@ -23,6 +28,7 @@ def explain(
             help="Replay this journal (serve --journal) instead and compare every action.", show_default=False
         ),
     ] = None,
+    policy: Annotated[str | None, typer.Option(help=POLICY_HELP, show_default=False)] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the result as JSON.")] = False,
 ) -> None:
     """Print which requests the policy admits to which workers in a given state, and why.
@@ -38,14 +44,17 @@ def explain(
         raise InputError("explain takes a SNAPSHOT file (or -), or --journal FILE")
     if journal is not None:
         from balanceroute.journal import replay
+        from balanceroute.plugins import learn_policy
 
+        if policy is not None:
+            learn_policy(policy)
         report = replay(journal)
         show_replay(journal, report, as_json=as_json)
         raise typer.Exit(1 if report.difference else 0)
     from balanceroute.explain import explain as explain_state
 
     assert snapshot is not None
-    result = explain_state(read_json(snapshot))
+    result = explain_state(read_json(snapshot), policy)
     if as_json:
         from balanceroute.cli.output import print_json
 
@@ -72,18 +81,18 @@ def read_json(path: Path) -> object:
 
 def show_explanation(result: "Explanation") -> None:
     """Print the workers before the decision, and each admission with what came second."""
-    from rich.console import Console
     from rich.table import Table
 
-    console = Console()
-    console.print(f"policy [bold]{result.policy}[/bold], {len(result.workers)} workers")
+    from balanceroute.cli.output import print_table
+
+    print_table(f"policy {result.policy}, {len(result.workers)} workers")
     workers = Table("worker", "state", title="Before the decision (tokens)", title_justify="left")
     for name in ("load", "margin now", "least ahead", "active", "free slots"):
         workers.add_column(name, justify="right")
     for worker in result.workers:
         cells = (worker.load_tokens, worker.margin, worker.least_margin, worker.active, worker.free_slots)
         workers.add_row(worker.id, worker.state, *("-" if cell is None else f"{cell:,}" for cell in cells))
-    console.print(workers)
+    print_table(workers)
     if result.admissions:
         admissions = Table("request", "worker", "stage", title="Admissions", title_justify="left")
         admissions.add_column("score", justify="right")
@@ -94,8 +103,18 @@ def show_explanation(result: "Explanation") -> None:
             )
             stage = f"{admit.stage} {STAGES[admit.stage]}"
             admissions.add_row(admit.request, admit.worker, stage, f"{admit.score:,.1f}", otherwise)
-        console.print(admissions)
-    console.print(f"{len(result.admissions)} admitted, {result.left_waiting} left waiting: {result.reason}")
+        print_table(admissions)
+    if result.prefills:
+        prefills = Table("request", "prefiller", title="Being prefilled (tokens)", title_justify="left")
+        for name in ("prompt", "to compute"):
+            prefills.add_column(name, justify="right")
+        prefills.add_column("work there and elsewhere")
+        for prefill in result.prefills:
+            costs = ", ".join(f"{name} {cost:,.0f}" for name, cost in prefill.costs.items())
+            tokens = (f"{prefill.prompt_tokens:,}", f"{prefill.uncached_tokens:,}")
+            prefills.add_row(prefill.request, prefill.prefiller, *tokens, costs)
+        print_table(prefills)
+    print_table(f"{len(result.admissions)} admitted, {result.left_waiting} left waiting: {result.reason}")
 
 
 STAGES = {0: "overdue", 1: "abundant", 2: "scarce", 3: "at once"}

@@ -25,18 +25,19 @@ def load(
 ) -> None:
     """Replay a trace over HTTP against any OpenAI endpoint and measure what a client sees.
 
-    Exit code 1 when any answer was not complete.
+    Exit code 1 when any answer was not complete. Ctrl-C ends it with what there is until then, and exit code 130.
 
     Example: balanceroute load http://127.0.0.1:8000 --trace heavy_tailed --max-requests 200 --rate 8
     """
     import asyncio
+    import signal
     from dataclasses import asdict
 
     import uvloop
 
-    from balanceroute.cli.output import print_json, progress_bar
+    from balanceroute.cli.output import INTERRUPTED, print_json, progress_bar
     from balanceroute.errors import InputError
-    from balanceroute.loadgen import LoadOptions, run_load
+    from balanceroute.loadgen import LoadOptions, LoadReport, run_load
     from balanceroute.traces import load_trace
 
     if not (prompt_scale > 0 and output_scale > 0 and (rate is None or rate > 0)):
@@ -46,12 +47,22 @@ def load(
         requests = requests.at_rate(rate)
     options = LoadOptions(url, model, api_key, time_scale, timeout, seed)
     total = len(requests)
+    stop = asyncio.Event()
+
+    async def measure() -> LoadReport:
+        for number in (signal.SIGINT, signal.SIGTERM):
+            asyncio.get_running_loop().add_signal_handler(number, stop.set)
+        return await run_load(requests, options, lambda sent, ended: tell(ended, total), stop)
+
     with progress_bar("answers") as tell, asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        report = runner.run(run_load(requests, options, lambda sent, ended: tell(ended, total)))
+        report = runner.run(measure())
     if json:
         print_json(asdict(report))
     else:
         print_report(asdict(report))
+    if stop.is_set():
+        typer.echo(f"balanceroute: interrupted after {report.requests:,} of {total:,} requests were sent", err=True)
+        raise typer.Exit(INTERRUPTED)
     if report.completed < report.requests:
         raise typer.Exit(1)
 

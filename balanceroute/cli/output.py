@@ -2,11 +2,18 @@
 
 import json
 import math
+import signal
+import sys
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import typer
+
+INTERRUPTED = 130  # exit code of what a signal cut short
+LINE_EVERY_S = 15.0  # between two lines of progress
+WIDEST = 10_000  # characters of a table
 
 
 def print_json(result: Any) -> None:
@@ -42,15 +49,79 @@ def figure(value: Any) -> str:
     return f"{value:.4g}"
 
 
+def print_table(*parts: Any) -> None:
+    """Print tables of `rich` and texts, with no cell cut off: part of a name names nothing.
+
+    On a terminal that is too narrow cells take several lines; elsewhere lines are as long as they need to be.
+    """
+    from rich.console import Console
+    from rich.measure import Measurement
+
+    plain: dict[str, Any] = {
+        "markup": False,
+        "emoji": False,
+        "highlight": False,
+    }  # names are names, whatever is in them
+    console = Console(**plain)
+    for part in parts:
+        if isinstance(part, str):
+            console.print(part, soft_wrap=True)
+            continue
+        for column in part.columns:
+            column.overflow = "fold"
+        needed = Measurement.get(console, console.options.update(max_width=WIDEST), part)
+        Console(width=console.width if console.is_terminal else needed.maximum, **plain).print(part)
+
+
 @contextmanager
 def progress_bar(description: str) -> Iterator[Callable[[int, int], None]]:
-    """A bar on stderr, told (done, total); nothing where stderr is no terminal."""
+    """Progress on stderr, told (done, total): a bar on a terminal, elsewhere a line every `LINE_EVERY_S`."""
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
     console = Console(stderr=True)
+    if not console.is_terminal:
+        yield ProgressLines(description.strip())
+        return
     columns = (TextColumn(description), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    shown = console.is_terminal
-    with Progress(*columns, console=console, transient=True, disable=not shown, refresh_per_second=4) as progress:
+    with Progress(*columns, console=console, transient=True, refresh_per_second=4) as progress:
         task = progress.add_task(description, total=None)
         yield lambda done, total: progress.update(task, completed=done, total=total)
+
+
+class ProgressLines:
+    """A line now and then, for a log; a command that is done sooner has none."""
+
+    def __init__(self, description: str, clock: Callable[[], float] = time.monotonic) -> None:
+        self._description, self._clock = description, clock
+        self._next_s = clock() + LINE_EVERY_S
+
+    def __call__(self, done: int, total: int) -> None:
+        """So much is done."""
+        now = self._clock()
+        if now >= self._next_s:
+            self._next_s = now + LINE_EVERY_S
+            print(f"{self._description}: {done:,} of {total:,}", file=sys.stderr, flush=True)
+
+
+@contextmanager
+def stopped_by_signals() -> Iterator[Callable[[], bool]]:
+    """Tells whether SIGINT or SIGTERM has come, so that a command can end with what it has; the next one ends it."""
+    came: list[int] = []
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    handlers = {number: handler for number, handler in handlers.items() if handler is not signal.SIG_IGN}
+
+    def note(number: int, frame: object) -> None:
+        came.append(number)
+        restore()
+
+    def restore() -> None:
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+
+    for number in handlers:
+        signal.signal(number, note)
+    try:
+        yield lambda: bool(came)
+    finally:
+        restore()

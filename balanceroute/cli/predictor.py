@@ -5,11 +5,14 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from balanceroute.cli import helping
+
 if TYPE_CHECKING:
     from balanceroute.prediction import Evaluation, FinishedRequest
     from balanceroute.prediction.build import BuiltPredictor
 
-app = typer.Typer(no_args_is_help=True, help="Fit predictors of the remaining output, and measure how good they are.")
+SUMMARY = "Fit predictors of the remaining output, and measure how good they are."
+app = typer.Typer(no_args_is_help=True, help=SUMMARY, rich_markup_mode=None)
 
 KindOption = Annotated[str, typer.Option(help="survival, exact_match or learned.")]
 HorizonOption = Annotated[int, typer.Option(min=1, help="H, decode steps; routing.horizon_steps of the router.")]
@@ -19,7 +22,6 @@ BucketsOption = Annotated[
 ]
 
 
-@app.command()
 def fit(
     out: Annotated[Path, typer.Option("--out", "-o", help="Model file to write (for predictor.model).")],
     trace: Annotated[Path | None, typer.Option(help="Trace CSV to learn from, possibly .gz.")] = None,
@@ -54,7 +56,6 @@ def fit(
         print_fields("fitted", result)
 
 
-@app.command()
 def evaluate(
     trace: Annotated[Path, typer.Option(help="Trace CSV to judge on, possibly .gz.")],
     model: Annotated[Path | None, typer.Option(help="Model file to judge.")] = None,
@@ -117,7 +118,7 @@ def draw_reliability(found: "Evaluation", title: str, path: Path) -> None:
     try:
         from matplotlib.figure import Figure
     except ImportError as error:
-        raise ConfigError("--plot needs matplotlib: pip install 'balanceroute[plots]'") from error
+        raise ConfigError("--plot needs matplotlib: scripts/install plots, or pip install matplotlib") from error
     figure = Figure(figsize=(5.0, 6.0), layout="constrained")
     curve, counts = figure.subplots(2, 1, sharex=True, height_ratios=[3, 1])
     said = [row.mean_p_finish for row in found.calibration]
@@ -172,3 +173,7 @@ def _from_history(path: Path) -> "list[FinishedRequest]":
     if not rows:
         raise InputError(f"{path}: no finished requests in it")
     return rows
+
+
+for command in (fit, evaluate):
+    helping.add(app, command)

@@ -1,5 +1,6 @@
 """`balanceroute replay`."""
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -75,7 +76,13 @@ def replay(
     """
     from dataclasses import asdict
 
-    from balanceroute.cli.output import print_fields, print_json, progress_bar
+    from balanceroute.cli.output import (
+        INTERRUPTED,
+        print_fields,
+        print_json,
+        progress_bar,
+        stopped_by_signals,
+    )
     from balanceroute.core.policies import PolicySettings
     from balanceroute.errors import InputError
     from balanceroute.simulator import Replay, Setting, at_load, parse_params
@@ -116,8 +123,8 @@ def replay(
         return
     if figure is not None:
         raise InputError("--figure: of --compare alone")
-    with progress_bar("replaying") as tell:
-        outcome = job.run(tell)
+    with progress_bar("replaying") as tell, stopped_by_signals() as stopped:
+        outcome = job.run(until(stopped, tell))
     if series is not None:
         write_series(outcome, series)
     figures = asdict(outcome.figures)
@@ -125,16 +132,29 @@ def replay(
         print_json(figures)
     else:
         print_fields(f"{trace}: {policy}, predictor {predictor}", figures)
+    if stopped():
+        typer.echo(f"balanceroute: interrupted with {outcome.finished:,} of {len(requests):,} finished", err=True)
+        raise typer.Exit(INTERRUPTED)
+
+
+def until(stopped: Callable[[], bool], tell: Callable[[int, int], None]) -> Callable[[int, int], None]:
+    """Progress that ends the replay once `stopped` says so."""
+
+    def told(done: int, total: int) -> None:
+        from balanceroute.simulator import Stopped
+
+        tell(done, total)
+        if stopped():
+            raise Stopped
+
+    return told
 
 
 def compare_policies(job: "Replay", title: str, *, as_json: bool, figure: Path | None) -> None:
     """Replay the job's requests through every policy, its own first, and print and draw what each comes to."""
     from dataclasses import asdict, replace
 
-    from rich.console import Console
-    from rich.table import Table
-
-    from balanceroute.cli.output import print_json, progress_bar
+    from balanceroute.cli.output import INTERRUPTED, print_json, progress_bar, stopped_by_signals
     from balanceroute.core.policies import POLICIES, PolicySettings
 
     if figure is not None:
@@ -147,16 +167,32 @@ def compare_policies(job: "Replay", title: str, *, as_json: bool, figure: Path |
         settings = PolicySettings(policy=name, seed=job.policy.seed)
         jobs.append(replace(job, policy=settings, predictor="survival" if name == "br_h" else "none"))
     found = {}
-    for each in jobs:
-        with progress_bar(f"{each.policy.policy:<20}") as tell:
-            found[each.policy.policy] = each.run(tell).figures
-    if figure is not None:
+    with stopped_by_signals() as stopped:
+        for each in jobs:
+            with progress_bar(f"{each.policy.policy:<20}") as tell:
+                outcome = each.run(until(stopped, tell))
+            if stopped():
+                break
+            found[each.policy.policy] = outcome.figures
+    if figure is not None and found:
         draw_comparison(found, title, figure)
     if as_json:
         print_json({name: asdict(figures) for name, figures in found.items()})
-        return
+    elif found:
+        show_comparison(found, f"{title}: {len(job.trace):,} requests through every policy")
+    if stopped():
+        typer.echo(f"balanceroute: interrupted after {len(found)} of {len(jobs)} policies", err=True)
+        raise typer.Exit(INTERRUPTED)
+
+
+def show_comparison(found: "dict[str, Figures]", title: str) -> None:
+    """A table, a row per policy."""
+    from rich.table import Table
+
+    from balanceroute.cli.output import print_table
+
     columns = ("policy", "load spread", "balance", "tokens/s", "TPOT p95 ms", "wait p50 s", "wait p99 s", "wait max s")
-    table = Table(columns[0], title=f"{title}: {len(job.trace):,} requests through every policy")
+    table = Table(columns[0], title=title)
     for column in columns[1:]:
         table.add_column(column, justify="right")
     for name, f in found.items():
@@ -168,7 +204,7 @@ def compare_policies(job: "Replay", title: str, *, as_json: bool, figure: Path |
             f"{1e3 * f.tpot_p95_s:.1f}",
         )
         table.add_row(name, *cells, *waits)
-    Console().print(table)
+    print_table(table)
 
 
 def draw_comparison(found: "dict[str, Figures]", title: str, path: Path) -> None:

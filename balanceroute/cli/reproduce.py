@@ -20,6 +20,10 @@ def reproduce(
     ] = False,
     out: Annotated[str, typer.Option(metavar="PATH", help="Folder for REPORT.md, CSV, PNG and SVG.")] = "reproduction",
     trace: Annotated[str | None, typer.Option(help="Run on this trace CSV, not on the synthetic ones.")] = None,
+    policy: Annotated[
+        list[str] | None,
+        typer.Option(help="Add a policy of your own to the main table: module:Class, or an installed one; repeatable."),
+    ] = None,
     jobs: Annotated[int | None, typer.Option(min=1, help="Processes; as many as cores if left out.")] = None,
     json: Annotated[bool, typer.Option("--json", help="Print the names of what was written, not the report.")] = False,
 ) -> None:
@@ -40,8 +44,7 @@ def reproduce(
         raise InputError("--out: an empty name; the folder for the report, . for this one")
     if trace is not None:
         read_trace(Path(trace))  # a bad file is named before anything runs
-    figures.pyplot()  # and so is a missing extra
-    scope, folder = Scope.of(quick=quick, trace=trace), Path(out)
+    scope, folder = Scope.of(quick=quick, trace=trace, policies=tuple(policy or ())), Path(out)
     # as an exception, so that the processes of the simulation end with this one
     signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
     with progress_bar("simulating") as tell:
@@ -50,3 +53,5 @@ def reproduce(
         print_json({"written": [str(folder / file) for file in files_of(experiments or [], scope)]})
     else:
         typer.echo(text)
+    if not figures.available():
+        print(f"balanceroute: {figures.HOW_TO_GET_FIGURES}", file=sys.stderr)

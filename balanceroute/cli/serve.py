@@ -42,7 +42,8 @@ def serve(
     import logging
     import os
 
-    from balanceroute.config import from_example_flags, load, parse_assignment
+    from balanceroute.cli.check_config import check_paths
+    from balanceroute.config import from_example_flags, load, parse_assignment, unused_variables
     from balanceroute.proxy.admission.forecasts import build_forecasts
     from balanceroute.proxy.app import create_app
     from balanceroute.proxy.perimeter.gate import exposures
@@ -74,8 +75,9 @@ def serve(
         if value is not None:
             overrides[key] = value
     config = load(config_file, os.environ, overrides)
+    check_paths(config)
     configure(config.log.level, config.log.format)
-    for text in exposures(config):
+    for text in (*unused_variables(os.environ), *exposures(config)):
         logging.getLogger(__name__).warning(text)
 
     async def on_reload(services: Services) -> None:

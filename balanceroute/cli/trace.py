@@ -5,10 +5,13 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from balanceroute.cli import helping
+
 if TYPE_CHECKING:
     from balanceroute.traces import Trace
 
-app = typer.Typer(no_args_is_help=True, help="Make, convert and look at request traces.")
+SUMMARY = "Make, convert and look at request traces."
+app = typer.Typer(no_args_is_help=True, help=SUMMARY, rich_markup_mode=None)
 
 JsonFlag = Annotated[bool, typer.Option("--json", help="Print the summary as JSON.")]
 OutFile = Annotated[
@@ -16,7 +19,6 @@ OutFile = Annotated[
 ]
 
 
-@app.command()
 def generate(
     preset: Annotated[str, typer.Argument(help="heavy_tailed or capped.")],
     out: OutFile,
@@ -43,7 +45,6 @@ def generate(
     show(trace, out, json=json)
 
 
-@app.command()
 def convert(
     source: Annotated[Path, typer.Argument(help="Original file, possibly .gz or .xz.")],
     out: OutFile,
@@ -72,7 +73,6 @@ def convert(
     show(result.trace, out, json=json)
 
 
-@app.command()
 def describe(
     trace: Annotated[Path, typer.Argument(help="Trace CSV, possibly .gz or .xz.")], json: JsonFlag = False
 ) -> None:
@@ -99,3 +99,7 @@ def show(trace: "Trace", path: Path, *, json: bool) -> None:
         print_json(summary)
     else:
         print_fields(str(path), summary)
+
+
+for command in (generate, convert, describe):
+    helping.add(app, command)

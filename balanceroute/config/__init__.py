@@ -4,7 +4,7 @@ from balanceroute.config.addresses import is_loopback
 from balanceroute.config.client_keys import KeyEntry, digest_of, new_key, read_client_keys
 from balanceroute.config.describe import Setting, describe_settings, effective, effective_json, effective_yaml
 from balanceroute.config.example_flags import from_example_flags, worker_url
-from balanceroute.config.loading import load, parse_assignment, read_yaml, validate
+from balanceroute.config.loading import load, parse_assignment, read_yaml, unused_variables, validate
 from balanceroute.config.models import Config, DecodeWorker, PolicyName, PriorityBounds, Worker
 from balanceroute.config.urls import normalised_url
 
@@ -29,6 +29,7 @@ __all__ = [
     "parse_assignment",
     "read_client_keys",
     "read_yaml",
+    "unused_variables",
     "validate",
     "worker_url",
 ]

@@ -12,7 +12,7 @@ import yaml
 from pydantic import BaseModel, SecretStr
 from pydantic.fields import FieldInfo
 
-from balanceroute.config.models import Auth, Config, Endless
+from balanceroute.config.models import Auth, Config, Endless, OneOf
 
 MASK = "********"
 
@@ -50,6 +50,8 @@ def _default_text(field: FieldInfo) -> str:
         return "unset"
     if isinstance(value, bool):
         return str(value).lower()
+    if value == {}:
+        return "none"
     if value == ():
         return "[]"
     return f"{value:g}" if isinstance(value, float) and abs(value) < 1e6 else str(value)
@@ -115,6 +117,10 @@ def accepts(field: FieldInfo) -> str:
     kind = found[0]
     if get_origin(kind) is Literal:
         text = "one of " + ", ".join(map(str, get_args(kind)))
+    elif named := [bound for bound in (*constraints, *field.metadata) if isinstance(bound, OneOf)]:
+        text = f"one of {', '.join(named[0].names)}, or {named[0].other}"
+    elif get_origin(kind) is dict:
+        text = "a mapping of names to plain values"
     else:
         noun = {int: "an integer", float: "a number", bool: "true or false"}.get(kind, "text")
         text = ", ".join(filter(None, [noun, _bounds([*constraints, *field.metadata])]))

@@ -26,6 +26,10 @@ from balanceroute.errors import ConfigError
 
 ENV_PREFIX = "BALANCEROUTE_"
 WORKER_KEY_VARIABLE = "OPENAI_API_KEY"  # as the example proxies read it
+OTHER_VARIABLES = {"BALANCEROUTE_PURE_PYTHON", "BALANCEROUTE_STEP_LOG"}
+_OF_KUBERNETES = re.compile(
+    "BALANCEROUTE_(SERVICE_HOST|SERVICE_PORT(_[A-Z0-9_]+)?|PORT(_[0-9]+_(TCP|UDP|SCTP)(_(PROTO|PORT|ADDR))?)?)"
+)
 Tree = dict[str, Any]
 
 
@@ -42,14 +46,25 @@ def load(
     """
     tree = {} if path is None else read_yaml(Path(path))
     sources: dict[str, str] = {}
-    for variable, key, value in environment_settings(environ or {}):
-        sources[key] = variable
-        _put(tree, key, value, variable)
+    problems: list[str] = []
+    for variable in sorted(environ or {}):
+        try:
+            for key, value in _setting_of(variable, (environ or {})[variable]):
+                sources[key] = variable
+                _put(tree, key, value, variable)
+        except ConfigError as error:
+            problems += error.problems
     for key, value in (overrides or {}).items():
         sources[key] = "command line"
         _put(tree, key, value, "command line")
     _put_worker_key(tree, (environ or {}).get(WORKER_KEY_VARIABLE, ""), sources)
-    return validate(tree, str(path) if path is not None else "", sources)
+    try:
+        config = validate(tree, str(path) if path is not None else "", sources)
+    except ConfigError as error:
+        problems += error.problems
+    if problems:
+        raise ConfigError(*problems)
+    return config
 
 
 def _put_worker_key(tree: Tree, value: str, sources: dict[str, str]) -> None:
@@ -67,9 +82,16 @@ def validate(tree: Tree, origin: str = "", sources: Mapping[str, str] | None = N
     try:
         return Config.model_validate(filled)
     except ValidationError as error:
-        raise ConfigError(_first_problem(error, origin, sources or {})) from None
+        found = error.errors(include_url=False)
+        inner = [each["loc"] for each in found]  # a list whose items are wrong is not wrong for itself
+        problems = [
+            _problem(each, origin, sources or {})
+            for each in found
+            if not any(loc[: len(each["loc"])] == each["loc"] != loc for loc in inner)
+        ]
     except ConfigError as error:
-        raise ConfigError(_prefixed(str(error), str(error), origin, sources or {})) from None
+        problems = [_prefixed(text, text, origin, sources or {}) for text in error.problems]
+    raise ConfigError(*problems)
 
 
 def parse_assignment(text: str) -> tuple[str, object]:
@@ -94,18 +116,35 @@ def parse_value(key: str, text: str, source: str) -> object:
         raise ConfigError(f"{source}: {key} = {_shown(text, field)}: {taken}") from None
 
 
-def environment_settings(environ: Mapping[str, str]) -> Iterator[tuple[str, str, object]]:
-    """The settings among the variables: (variable, key path, value), sorted by variable."""
+def unused_variables(environ: Mapping[str, str]) -> Iterator[str]:
+    """Variables that look like settings and are none, a line each with the setting that was probably meant.
+
+    Those that Kubernetes makes for a service called balanceroute are left out, and those of our other programs.
+    """
     for variable in sorted(environ):
-        if not variable.startswith(ENV_PREFIX):
-            continue
         name = variable.removeprefix(ENV_PREFIX).lower()
-        field = Config.model_fields.get(name)
-        if field is not None and nested_model(field)[0] is not None:
-            raise ConfigError(f"{variable}: {name} is a section; accepted is {variable}__KEY for one of its keys")
-        if "__" in name or field is not None:
-            key = name.replace("__", ".")
-            yield variable, key, parse_value(key, environ[variable], variable)
+        if not variable.startswith(ENV_PREFIX) or "__" in name or name in Config.model_fields:
+            continue
+        if variable in OTHER_VARIABLES or _OF_KUBERNETES.fullmatch(variable):
+            if not (variable == "BALANCEROUTE_PORT" and environ[variable].isdigit()):
+                continue
+        meant = [path for path in _all_paths(Config) if path.replace(".", "_") == name or path.endswith(f".{name}")]
+        names = [ENV_PREFIX + path.upper().replace(".", "__") for path in meant]
+        hint = f"; did you mean {' or '.join(names)}?" if names else ""
+        yield f"{variable}: is no setting and changes nothing{hint}"
+
+
+def _setting_of(variable: str, text: str) -> Iterator[tuple[str, object]]:
+    """The key path and value that a variable sets, if it is a setting. Raises: ConfigError."""
+    if not variable.startswith(ENV_PREFIX):
+        return
+    name = variable.removeprefix(ENV_PREFIX).lower()
+    field = Config.model_fields.get(name)
+    if field is not None and nested_model(field)[0] is not None:
+        raise ConfigError(f"{variable}: {name} is a section; accepted is {variable}__KEY for one of its keys")
+    if "__" in name or field is not None:
+        key = name.replace("__", ".")
+        yield key, parse_value(key, text, variable)
 
 
 def field_at(path: tuple[str | int, ...]) -> FieldInfo | None:
@@ -203,23 +242,20 @@ def _put(tree: Tree, key: str, value: object, source: str) -> None:
     tree[last] = value
 
 
-def _first_problem(error: ValidationError, origin: str, sources: Mapping[str, str]) -> str:
-    problems = error.errors(include_url=False)
-    first = problems[0]
-    loc = first["loc"]
+def _problem(found: Mapping[str, Any], origin: str, sources: Mapping[str, str]) -> str:
+    loc = found["loc"]
     path = _dotted(loc)
     field = field_at(loc)
-    value = _shown(first["input"], field)
-    if first["type"] == "extra_forbidden":
+    value = _shown(found["input"], field)
+    if found["type"] == "extra_forbidden":
         text = f"{path}: unknown key; {_nearest(loc)}"
-    elif first["type"] == "missing":
+    elif found["type"] == "missing":
         text = f"{path}: required and missing; {_missing_hint(loc, field)}"
-    elif first["type"] == "value_error":
-        text = f"{path} = {value}: {first['ctx']['error']}"
+    elif found["type"] == "value_error":
+        text = f"{path} = {value}: {found['ctx']['error']}"
     else:
-        text = f"{path} = {value}: accepted is {accepts(field) if field is not None else first['msg']}"
-    more = f" (and {len(problems) - 1} more)" if len(problems) > 1 else ""
-    return _prefixed(_one_line(text) + more, path, origin, sources)
+        text = f"{path} = {value}: accepted is {accepts(field) if field is not None else found['msg']}"
+    return _prefixed(_one_line(text), path, origin, sources)
 
 
 def _prefixed(text: str, path: str, origin: str, sources: Mapping[str, str]) -> str:

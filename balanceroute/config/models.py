@@ -12,7 +12,7 @@ import math
 import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import Annotated, Literal, Self
+from typing import Annotated, Any, Literal, Self
 from urllib.parse import urlsplit
 
 from pydantic import (
@@ -29,9 +29,10 @@ from pydantic import (
 from balanceroute.config.addresses import is_loopback
 from balanceroute.config.urls import normalised_url
 from balanceroute.errors import ConfigError
+from balanceroute.plugins import installed, learn_policy, try_policy
 
 Connector = Literal["mooncake_v1", "nixl", "mooncake_layerwise"]
-PolicyName = Literal[
+POLICY_NAMES = (
     "br_0",
     "br_h",
     "target_fit",
@@ -42,7 +43,7 @@ PolicyName = Literal[
     "random",
     "least_kv",
     "pool_fifo",
-]
+)
 
 PrefillPolicyName = Literal["least_tokens", "prefix_affinity", "round_robin"]
 
@@ -128,7 +129,38 @@ class Endless:
     most_s: float
 
 
+@dataclass(frozen=True, slots=True)
+class OneOf:
+    """Marks a text that is one of `names`, or what `other` describes."""
+
+    names: tuple[str, ...]
+    other: str
+
+
 ENDLESS = Endless(86_400)
+
+
+OWN_POLICY = "module:Class of your own"
+
+
+def _policy_name(text: str) -> str:
+    if text not in POLICY_NAMES:
+        if ":" not in text and text not in installed():
+            raise ValueError(f"accepted is one of {', '.join([*POLICY_NAMES, *sorted(installed())])}, or {OWN_POLICY}")
+        try:
+            learn_policy(text)
+        except ConfigError as error:
+            raise ValueError(str(error)) from error
+    return text
+
+
+PolicyName = Annotated[str, AfterValidator(_policy_name), OneOf(POLICY_NAMES, OWN_POLICY)]
+
+
+def _options(value: dict[str, Any]) -> dict[str, Any]:
+    if not all(isinstance(option, bool | int | float | str) for option in value.values()):
+        raise ValueError("accepted is a mapping of names to true, false, numbers or texts")
+    return value
 
 
 def _infinite(value: object) -> object:
@@ -318,7 +350,8 @@ class Routing(Section):
 
     policy: PolicyName = Field(
         "level_fit",
-        description="br_0 and br_h are the paper's; level_fit and target_fit go beyond it; the others are baselines.",
+        description="br_0 and br_h are the paper's; level_fit and target_fit go beyond it; the others are baselines. "
+        "One of your own is module:Class, or what a package offers in the entry point group balanceroute.policies.",
     )
     horizon_steps: int = Field(
         80,
@@ -393,6 +426,9 @@ class Routing(Section):
         description="With pool_bypass, requests in flight per worker beyond its decode slots.",
     )
     seed: int = Field(0, ge=0, le=2**63 - 1, description="Seed of the policies that draw at random or break ties so.")
+    options: Annotated[dict[str, Any], AfterValidator(_options)] = Field(
+        default_factory=dict, description="Keyword arguments of a policy of your own; the others take none."
+    )
 
     @model_validator(mode="before")
     @classmethod
@@ -824,8 +860,8 @@ class Config(Section):
 
     @model_validator(mode="after")
     def _rules_between_settings(self) -> Self:
-        for problem in self._problems():
-            raise ConfigError(problem)
+        if problems := list(self._problems()):
+            raise ConfigError(*problems)
         return self
 
     def _problems(self) -> Iterator[str]:
@@ -834,6 +870,10 @@ class Config(Section):
         if self.listen.admin_address is not None and self.listen.admin_address[1] == self.listen.port != 0:
             yield f"listen.admin = {self.listen.admin!r}: accepted is another port than listen.port"
         yield from self._predictor_problems()
+        if self.routing.options and self.routing.policy in POLICY_NAMES:
+            yield f"routing.options: {self.routing.policy} takes none; its knobs are the other keys of routing"
+        if self.routing.policy not in POLICY_NAMES:
+            try_policy(self.routing.policy, self.routing.horizon_steps, self.routing.options)
         if self.routing.pool_bypass and self.routing.policy != "br_0":
             yield (
                 f"routing.pool_bypass = true: accepted only with routing.policy br_0, not "

@@ -5,32 +5,23 @@ the surplus queues at the worker. Random choices are drawn from the seed and the
 snapshot, so a policy object has no hidden state.
 """
 
-import math
 from collections.abc import Iterator
 from random import Random
 
-from balanceroute.core.policy import Choice
+from balanceroute.core.policy import AdmissionPolicy, Choice
 from balanceroute.core.snapshot import ClusterSnapshot
 from balanceroute.core.tracker import DecodeInstanceState, RequestTracker
 from balanceroute.core.types import WorkerState
 
 
-class AssignAtOnce:
+class AssignAtOnce(AdmissionPolicy):
     """Base of the policies that do not wait for a slot: subclasses pick a worker for one request."""
 
     name = ""
     waits_for_slots = False
-    horizon_steps = 0
 
     def __init__(self, seed: int = 0) -> None:
         self.seed = seed
-
-    def patience_s(self, prompt_tokens: int, snapshot: ClusterSnapshot) -> float:
-        return math.inf
-
-    def recheck_s(self, snapshot: ClusterSnapshot, now: float) -> float:
-        """Never: nothing is held back beside a free slot."""
-        return math.inf
 
     def decide(self, snapshot: ClusterSnapshot, now: float) -> Iterator[Choice]:
         while len(snapshot.pool):
@@ -112,19 +103,10 @@ class LeastKv(AssignAtOnce):
         return min(workers, key=lambda worker: worker.step_load)
 
 
-class PoolFifo:
+class PoolFifo(AdmissionPolicy):
     """From the pool, oldest first, to the worker with a free slot and the least KV."""
 
     name = "pool_fifo"
-    waits_for_slots = True
-    horizon_steps = 0
-
-    def patience_s(self, prompt_tokens: int, snapshot: ClusterSnapshot) -> float:
-        return math.inf
-
-    def recheck_s(self, snapshot: ClusterSnapshot, now: float) -> float:
-        """Never: nothing is held back beside a free slot."""
-        return math.inf
 
     def decide(self, snapshot: ClusterSnapshot, now: float) -> Iterator[Choice]:
         while len(snapshot.pool):

@@ -1,7 +1,8 @@
 """Policies by name: the one place that knows them all."""
 
+import difflib
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -13,6 +14,9 @@ from balanceroute.core.target_fit import LEVEL_FIT, TARGET_FIT, TargetFit, Targe
 from balanceroute.errors import ConfigError, InputError
 
 BR_H_BETA = 43.0  # with gamma 0.86 the paper's own operating point, and the best here on both synthetic workloads
+
+
+Option = bool | int | float | str
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +43,8 @@ class PolicySettings:
     pool_bypass: bool = False
     bypass_margin: int = 4
     seed: int = 0
+    options: tuple[tuple[str, Option], ...] = ()
+    """Names and values that the class of a policy of one's own is called with; none for the others."""
 
 
 def _balance_route(settings: PolicySettings, stage_timer: StageTimer | None) -> AdmissionPolicy:
@@ -82,13 +88,37 @@ POLICIES: dict[str, Maker] = {
         for name, policy in ASSIGN_AT_ONCE.items()
     },
 }
+BUILT_IN = frozenset(POLICIES)
+"""The names above; `balanceroute.plugins` adds those of others."""
+
+
+_OF_BALANCE_ROUTE = ("alpha", "beta", "s_greedy", "r_max", "candidate_order", "slack_placement", "guard", "max_wait_s")
+KNOBS: dict[str, tuple[str, ...]] = {
+    "br_0": (*_OF_BALANCE_ROUTE, "pool_bypass", "bypass_margin"),
+    "br_h": (*_OF_BALANCE_ROUTE, "horizon_steps", "gamma"),
+    "target_fit": ("max_wait_s", "hold_s"),
+    "level_fit": ("max_wait_s", "hold_s"),
+    "pool_fifo": (),
+    **dict.fromkeys(ASSIGN_AT_ONCE, ("seed",)),
+}
+"""What each policy reads of `PolicySettings`; anything else given to it would change nothing."""
 
 
 def make_policy(settings: PolicySettings, stage_timer: StageTimer | None = None) -> AdmissionPolicy:
     """The policy of that name with its knobs. Raises ConfigError for an unknown name."""
     if settings.policy not in POLICIES:
-        raise ConfigError(f"policy {settings.policy!r} is unknown; accepted: {', '.join(sorted(POLICIES))}")
+        raise ConfigError(unknown_policy(settings.policy))
+    if settings.options and settings.policy in BUILT_IN:
+        raise ConfigError(f"policy {settings.policy} takes no options; they are for a policy of your own")
     return POLICIES[settings.policy](settings, stage_timer)
+
+
+def unknown_policy(name: str, others: Iterable[str] = ()) -> str:
+    """What is said of a name that is none, with the one that was probably meant; `others` are known elsewhere."""
+    names = [*sorted(POLICIES), *sorted(others)]
+    close = difflib.get_close_matches(name, names, n=1, cutoff=0.5)
+    hint = f"did you mean {close[0]}? " if close else ""
+    return f"policy {name!r:.60} is unknown; {hint}accepted: {', '.join(names)}"
 
 
 CHOICES = {
@@ -111,12 +141,15 @@ BOUNDS = {
 }
 ABOVE_LEAST = ("alpha", "gamma")  # their least itself is not accepted
 ENDLESS = ("max_wait_s", "hold_s")  # accepted beyond their most: infinity, which is null in JSON
-DEFAULTS = asdict(PolicySettings())
+DEFAULTS = {name: value for name, value in asdict(PolicySettings()).items() if name != "options"}
 
 
 def settings_to_dict(settings: PolicySettings) -> dict[str, Any]:
     """The policy's name and its `params`, JSON-ready; null is beta None, and a time without limit."""
-    params = {key: None if value == math.inf else value for key, value in asdict(settings).items()}
+    params: dict[str, Any] = {key: getattr(settings, key) for key in DEFAULTS}
+    params = {key: None if value == math.inf else value for key, value in params.items()}
+    if settings.options:
+        params["options"] = dict(settings.options)
     return {"policy": params.pop("policy"), "params": params}
 
 
@@ -129,12 +162,24 @@ def settings_from_dict(data: dict[str, Any]) -> PolicySettings:
         raise InputError(f"params: expected an object, found {params!r:.60}")
     known = [key for key in DEFAULTS if key != "policy"]
     params = {key: math.inf if value is None and key in ENDLESS else value for key, value in params.items()}
+    options = options_from(params.pop("options", {}))
     for key, value in params.items():
         if key not in known:
             raise InputError(f"params.{key}: unknown; accepted: {', '.join(known)}")
         if not is_accepted(key, value):
             raise InputError(f"params.{key}: expected {accepted(key)}, found {value!r:.60}")
-    return PolicySettings(policy=name, **params)
+    return PolicySettings(policy=name, options=options, **params)
+
+
+def options_from(given: object) -> tuple[tuple[str, Option], ...]:
+    """Options as settings hold them, from a JSON object (or pairs). Raises: InputError."""
+    try:
+        options = dict(given)  # type: ignore[call-overload]
+    except (TypeError, ValueError):
+        options = {"": None}
+    if not all(isinstance(key, str) and isinstance(value, Option) for key, value in options.items()):
+        raise InputError(f"params.options: expected names with plain values, found {given!r:.60}")
+    return tuple(options.items())
 
 
 def is_accepted(key: str, value: object) -> bool:

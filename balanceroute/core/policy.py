@@ -6,6 +6,7 @@ its own beyond its parameters: whatever it remembers (running means, the number 
 a written snapshot reproduces its decision.
 """
 
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Protocol
@@ -28,12 +29,15 @@ class Choice:
 
 
 class AdmissionPolicy(Protocol):
-    """Decides which waiting requests go to which decode workers."""
+    """Decides which waiting requests go to which decode workers.
+
+    A class that inherits from it needs a name and `decide`, and has the simplest of the rest.
+    """
 
     name: str
-    waits_for_slots: bool
+    waits_for_slots: bool = True
     """Whether it admits only into free slots, from the pool; else it assigns as soon as a prefill is done."""
-    horizon_steps: int
+    horizon_steps: int = 0
     """H of the projection it reads; 0 when the present load is all it needs."""
 
     def decide(self, snapshot: ClusterSnapshot, now: float) -> Iterator[Choice]:
@@ -42,8 +46,8 @@ class AdmissionPolicy(Protocol):
 
     def patience_s(self, prompt_tokens: int, snapshot: ClusterSnapshot) -> float:
         """How long a prompt of this size may wait in the pool before it goes first; infinite for no limit."""
-        ...
+        return math.inf
 
     def recheck_s(self, snapshot: ClusterSnapshot, now: float) -> float:
         """When to decide again although nothing happened; infinite unless it holds requests back beside free slots."""
-        ...
+        return math.inf

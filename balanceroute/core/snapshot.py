@@ -192,6 +192,12 @@ class ClusterSnapshot:
             return FIRST_S_PER_TOKEN
         return sum([prefiller.pace.s_per_token for prefiller in self.prefillers]) / len(self.prefillers)
 
+    def step_loads(self) -> list[float]:
+        """`step_load` of every worker, by index. O(G)."""
+        if self.alike:
+            return [worker.load + worker.foreign_tokens for worker in self.workers]
+        return [worker.step_load for worker in self.workers]
+
     def open_workers(self) -> list[DecodeInstanceState]:
         """Workers with a free slot, by index. O(G)."""
         up = WorkerState.UP

@@ -45,7 +45,6 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from heapq import heapify, heappop, heapreplace
-from operator import attrgetter
 
 import numpy as np
 from numpy.typing import NDArray
@@ -53,7 +52,7 @@ from numpy.typing import NDArray
 from balanceroute.core.policy import Choice, StageTimer
 from balanceroute.core.snapshot import ClusterSnapshot
 from balanceroute.core.tracker import RequestTracker
-from balanceroute.core.types import WorkerSpec
+from balanceroute.core.types import WorkerSpec, WorkerState
 
 FloatArray = NDArray[np.float64]
 
@@ -183,14 +182,25 @@ class Loads:
 
     def __init__(self, snapshot: ClusterSnapshot) -> None:
         self.workers = snapshot.workers
-        self.scaled: list[float] = list(map(attrgetter("step_load"), self.workers))
-        self.open = [worker.index for worker in snapshot.open_workers()]
-        self.active = {worker: self.workers[worker].occupied for worker in self.open}
-        self.most = {g: self.workers[g].own_slots + self.workers[g].foreign_requests for g in self.open}
-        self.free = sum([self.most[worker] - active for worker, active in self.active.items()])
-        self._down = snapshot.down_workers()
-        apart = {*self.open, *self._down}
-        fixed = [load for worker, load in enumerate(self.scaled) if worker not in apart]
+        self.scaled: list[float] = snapshot.step_loads()
+        self.open: list[int] = []
+        self.active: dict[int, int] = {}
+        self.most: dict[int, int] = {}
+        self.free = 0
+        self._down: set[int] = set()
+        fixed: list[float] = []
+        up, down = WorkerState.UP, WorkerState.DOWN
+        for worker, load in zip(self.workers, self.scaled, strict=True):
+            held, slots = len(worker.active), worker.own_slots
+            if worker.state is down:
+                self._down.add(worker.index)
+            elif held < slots and worker.state is up:
+                self.open.append(worker.index)
+                self.active[worker.index] = held + worker.foreign_requests
+                self.most[worker.index] = slots + worker.foreign_requests
+                self.free += slots - held
+            else:
+                fixed.append(load)
         self._fixed_count, self._fixed_sum, self._fixed_max = len(fixed), sum(fixed), max(fixed, default=0.0)
 
     def cost(self, worker: int, prompt_tokens: float) -> float:
@@ -246,11 +256,11 @@ class Window:
         self._bonus: FloatArray = self._sizes * rules.size_bonus
         self._bonus += rules.mean_bonus * mean_prompt
         self._bonus *= self.age * self.age
-        if self.age.max() > 1.0:
+        if np.maximum.reduce(self.age) > 1.0:
             self._bonus += np.where(self.age > 1.0, OVERDUE_BONUS * self.age, 0.0)
         self.drop = growth = rules.growth_share * means.answer_tokens * (1.0 - 1.0 / snapshot.n_in_barrier)
         if growth:
-            stock = float(np.minimum(self._sizes, LARGE * mean_prompt).mean())
+            stock = float(np.add.reduce(np.minimum(self._sizes, LARGE * mean_prompt))) / len(self._sizes)
             self.drop += min(growth, max(-growth, rules.stock_share * (mean_prompt - stock)))
         self._available = self._bonus.copy()  # -inf where the request is used
         # (speed, c) -> what each adds to a load, and 1 + penalty times as much
@@ -307,15 +317,15 @@ def choose_scarce(loads: Loads, window: Window, rounds: int) -> list[Fit]:
         worker = loads.emptiest()
         fits.append(_fit(worker, loads, window))
         loads.occupy(worker)
-    if len(fits) > 1:
-        for _ in range(SWAP_PASSES):
-            before = [fit.position for fit in fits]
-            for index, fit in enumerate(fits):
-                loads.scaled[fit.worker] -= loads.cost(fit.worker, window.size(fit.position))
-                window.put_back(fit.position)
-                fits[index] = _fit(fit.worker, loads, window)
-            if before == [fit.position for fit in fits]:
-                break  # so would every further pass
+    settled = 1  # choices in a row that were made, or stood, given all the others as they are: the last was
+    for index in list(range(len(fits))) * SWAP_PASSES:
+        if settled == len(fits):
+            break  # so would every further choice
+        fit = fits[index]
+        loads.scaled[fit.worker] -= loads.cost(fit.worker, window.size(fit.position))
+        window.put_back(fit.position)
+        fits[index] = _fit(fit.worker, loads, window)
+        settled = settled + 1 if fits[index].position == fit.position else 1
     return fits
 
 

@@ -32,7 +32,9 @@ FACTORS = (
     "lost worker",
     "little memory",
     "small pool",
+    "request cost",
 )
+REQUEST_TOKENS = 13_400  # c of the published H200 decode steps: 0.269 ms per request over 2.01e-5 ms per token
 SHORT = (
     0.64,
     0.024,
@@ -77,6 +79,8 @@ class Cell:
             largest = int((trace.prompt_tokens + trace.output_tokens).max()) + setting.slots
             room = int(LITTLE_MEMORY * setting.slots * mean_kv_tokens(trace))
             return replace(setting, kv_capacity_tokens=max(room, largest))
+        if self.factor == "request cost":
+            return replace(setting, request_tokens=REQUEST_TOKENS)
         if self.factor == "small pool":
             return replace(setting, pool=4 * self.n_workers)
         return setting

@@ -1,13 +1,16 @@
 """The figures: PNG and SVG, readable in print and for the colour-blind.
 
-Colours are the palette of Okabe and Ito with a darker grey; lines also differ in markers and dashes, so that they can
-be told apart in grey. Every figure says on which workload it is, so that it can stand alone. Equal data give equal
-bytes: nothing with a date or a random id is written.
+Colours are the palette of Okabe and Ito with a darker grey; a method has its colour, marker and dashes in every
+figure (`STYLES`), and no two have the same, so that they can be told apart in grey. What the paper printed is hollow.
+Without matplotlib every figure is None, and the tables stand alone. Every figure says on which workload it is, so
+that it can stand alone. Equal data give equal bytes: nothing with a date or a random id is written.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import wraps
+from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ParamSpec, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,11 +23,68 @@ if TYPE_CHECKING:
     from matplotlib.axis import Axis
     from matplotlib.figure import Figure
 
-COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000", "#6E6E6E")
-MARKERS = "osD^vPX*"
-DASHES = ("-", "--", "-.", (0, (1, 1)))
+P = ParamSpec("P")
+Dashes = str | tuple[int, tuple[int, int]]
+BLUE, VERMILION, GREEN, PURPLE, ORANGE, SKY, BLACK, GREY = COLOURS = (
+    "#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000", "#6E6E6E"
+)  # fmt: skip
+DOTTED: Dashes = (0, (1, 1))
+STYLES: dict[str, tuple[str, str, Dashes]] = {
+    "Random": (GREY, "x", DOTTED),
+    "Round-Robin": (GREY, "+", "--"),
+    "Power-of-Two-Choices": (GREY, "2", "-."),
+    "Join-Shortest-Queue": (BLACK, "s", "-"),
+    "Least KV tokens": (ORANGE, "D", "--"),
+    "Pool, FIFO, to the least KV": (ORANGE, "v", DOTTED),
+    "BR-0": (SKY, "o", "-"),
+    "BR-0, both stages, R_max 4": (SKY, "<", "--"),
+    "BR-0, both stages, R_max 8": (SKY, ">", "-."),
+    "BR-0, our defaults": (SKY, "P", DOTTED),
+    "BR-H oracle (43, 0.86)": (BLUE, "o", "-"),
+    "BR-H oracle (14.67, 0.64)": (BLUE, "^", "--"),
+    "BR-H survival": (BLUE, "s", "-."),
+    "BR-H ExactMatch": (BLUE, "X", DOTTED),
+    "BR-H survival, both stages, R_max 4": (BLUE, "<", "--"),
+    "BR-H survival, both stages, R_max 8": (BLUE, ">", "-."),
+    "BR-H survival, our defaults": (BLUE, "P", DOTTED),
+    "TargetFit (beyond the paper)": (GREEN, "d", "--"),
+    "LevelFit (ours)": (VERMILION, "*", "-"),
+}
+"""Colour, marker and dashes by a method's label."""
+LABELS = {
+    "random": "Random",
+    "round_robin": "Round-Robin",
+    "power_of_two": "Power-of-Two-Choices",
+    "join_shortest_queue": "Join-Shortest-Queue",
+    "least_kv": "Least KV tokens",
+    "pool_fifo": "Pool, FIFO, to the least KV",
+    "br_0": "BR-0",
+    "br_h": "BR-H survival",
+    "target_fit": "TargetFit (beyond the paper)",
+    "level_fit": "LevelFit (ours)",
+}
+"""The method that a policy's name stands for, where a figure shows policies by name."""
+OTHERS_MARKERS = "h8pHP^"  # of policies that are not ours, all purple
 DPI = 160
+HOW_TO_GET_FIGURES = (
+    "matplotlib is not installed, so no figures were drawn: scripts/install plots, or pip install matplotlib"
+)
 BALANCES = (0.5, 0.6, 0.7, 0.8, 0.85, 0.9, 0.95, 0.97, 0.98, 0.99, 0.995, 0.998)  # ticks
+
+
+def available() -> bool:
+    """Whether figures can be drawn."""
+    return find_spec("matplotlib") is not None
+
+
+def drawn(draw: Callable[P, Path]) -> Callable[P, Path | None]:
+    """The figure, or None where matplotlib is not installed."""
+
+    @wraps(draw)
+    def draw_if_possible(*args: P.args, **kwargs: P.kwargs) -> Path | None:
+        return draw(*args, **kwargs) if available() else None
+
+    return draw_if_possible
 
 
 def pyplot() -> Any:
@@ -32,7 +92,7 @@ def pyplot() -> Any:
     try:
         import matplotlib
     except ImportError:
-        raise InputError("figures need matplotlib: pip install 'balanceroute[plots]'") from None
+        raise InputError(HOW_TO_GET_FIGURES) from None
     matplotlib.use("Agg")
     from matplotlib import pyplot as plt
 
@@ -65,17 +125,19 @@ def save(figure: "Figure", stem: Path) -> Path:
 
 def files(stem: str) -> list[str]:
     """The names that `save` writes."""
-    return [f"{stem}.png", f"{stem}.svg"]
+    return [f"{stem}.png", f"{stem}.svg"] if available() else []
 
 
-def style(index: int) -> dict[str, Any]:
-    """Colour, marker and dashes of the index-th line."""
-    return {
-        "color": COLOURS[index % len(COLOURS)],
-        "marker": MARKERS[index % len(MARKERS)],
-        "markersize": 5,
-        "linestyle": DASHES[index % len(DASHES)],
-    }
+def look(label: str) -> tuple[str, str, Dashes]:
+    """Colour, marker and dashes of a method; one that is not ours has the same in every figure, too."""
+    other = (PURPLE, OTHERS_MARKERS[sum(label.encode()) % len(OTHERS_MARKERS)], "-")
+    return STYLES.get(LABELS.get(label, label).removesuffix(", capped"), other)
+
+
+def style(label: str) -> dict[str, Any]:
+    """The same as matplotlib's arguments of a line."""
+    colour, marker, dashes = look(label)
+    return {"color": colour, "marker": marker, "markersize": 7 if marker == "*" else 5, "linestyle": dashes}
 
 
 def plain_ticks(axis: "Axis", candidates: Sequence[float]) -> None:
@@ -86,7 +148,13 @@ def plain_ticks(axis: "Axis", candidates: Sequence[float]) -> None:
     axis.set_minor_locator(pyplot().NullLocator())
 
 
+@drawn
 def load_panels(panels: Sequence[tuple[str, NDArray[np.int64]]], workload: str, stem: Path) -> Path:
+    """`draw_load_panels`, written."""
+    return save(draw_load_panels(panels, workload), stem)
+
+
+def draw_load_panels(panels: Sequence[tuple[str, NDArray[np.int64]]], workload: str) -> "Figure":
     """KV load of every worker over a segment of steps, one panel per router, one scale for all."""
     plt = pyplot()
     columns = 2 if len(panels) <= 6 else 3
@@ -109,19 +177,29 @@ def load_panels(panels: Sequence[tuple[str, NDArray[np.int64]]], workload: str, 
     for axis in list(axes.flat)[len(panels) :]:
         axis.set_visible(False)
     figure.suptitle(f"KV load on {workload}, one line per decode worker; the same number of steps in every panel")
-    return save(figure, stem)
+    return cast("Figure", figure)
 
 
 def lines_over(
     axis: "Axes", x: Sequence[float], lines: Mapping[str, Sequence[Figures]], name: str, factor: float = 1.0
 ) -> None:
     """One line per router of one figure."""
-    for index, (label, figures) in enumerate(lines.items()):
-        axis.plot(x, [getattr(entry, name) * factor for entry in figures], label=label, **style(index))
+    for label, figures in lines.items():
+        axis.plot(x, [getattr(entry, name) * factor for entry in figures], label=label, **style(label))
 
 
-def scaling(widths: Sequence[int], lines: Mapping[str, Sequence[Figures]], workload: str, stem: Path) -> Path:
-    """Load spread, TPOT p95 and balance against the number of workers."""
+@drawn
+def scaling(
+    widths: Sequence[int],
+    lines: Mapping[str, Sequence[Figures]],
+    printed: Mapping[str, Mapping[str, Sequence[tuple[int, float]]]],
+    workload: str,
+    stem: Path,
+) -> Path:
+    """Load spread, TPOT p95 and balance against the number of workers.
+
+    `printed`: the paper's points (width, value in the axis's unit) by figure and label.
+    """
     plt = pyplot()
     figure, axes = plt.subplots(1, 3, figsize=(11, 3.8))
     for axis, (name, factor, label) in zip(
@@ -134,6 +212,10 @@ def scaling(widths: Sequence[int], lines: Mapping[str, Sequence[Figures]], workl
         strict=True,
     ):
         lines_over(axis, widths, lines, name, factor)
+        for method, points in printed.get(name, {}).items():
+            colour, marker, _ = look(method)
+            hollow = {"edgecolors": colour, "facecolors": "none"} if marker not in "x+2" else {"color": colour}
+            axis.scatter(*zip(*points, strict=True), s=60, marker=marker, linewidths=0.8, **hollow)
         axis.set_xscale("log", base=2)
         axis.set_xticks(list(widths), [str(width) for width in widths])
         axis.minorticks_off()
@@ -141,18 +223,24 @@ def scaling(widths: Sequence[int], lines: Mapping[str, Sequence[Figures]], workl
         axis.set_ylabel(label)
     axes[0].set_yscale("log")
     plain_ticks(axes[0].yaxis, (2, 5, 10, 20, 50, 100, 200, 500, 1000))
-    figure.suptitle(f"Scaling on {workload}")
+    overlaid = "; points without a line: the paper's own, measured on NPUs with another trace" if printed else ""
+    figure.suptitle(f"Scaling on {workload}{overlaid}")
     figure.legend(*axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=4, handlelength=3)
     return save(figure, stem)
 
 
+@drawn
 def sensitivity(
     points: Mapping[int, Mapping[tuple[float, float], float]],
+    printed: Mapping[int, Mapping[tuple[float, float], float]],
     deployed: Sequence[tuple[float, float]],
     workload: str,
     stem: Path,
 ) -> Path:
-    """Load spread over the (beta, gamma) plane, one panel per width; stars are the paper's operating points."""
+    """Load spread over the (beta, gamma) plane, one panel per width; stars are the paper's operating points.
+
+    `printed`: the paper's load spread, written beside ours.
+    """
     plt = pyplot()
     figure, axes = plt.subplots(1, len(points), figsize=(4.6 * len(points), 3.8), squeeze=False)
     for axis, (width, spreads) in zip(axes[0], points.items(), strict=True):
@@ -172,8 +260,9 @@ def sensitivity(
             )
         for (beta, gamma), value in spreads.items():
             above = (beta, gamma) not in deployed
+            theirs = printed.get(width, {}).get((beta, gamma))
             axis.annotate(
-                f"{value / 1000:.0f}k",
+                f"{value / 1000:.0f}k" + (f" ({theirs / 1000:.0f}k)" if theirs else ""),
                 (beta, gamma),
                 xytext=(7, 7) if above else (-9, -14),
                 textcoords="offset points",
@@ -188,15 +277,29 @@ def sensitivity(
         axis.set_ylabel("gamma")
         axis.set_title(f"G = {width}", fontsize=9)
         figure.colorbar(dots, ax=axis, label="load spread, 1,000 tokens")
-    figure.suptitle(f"BR-H with an oracle on {workload}")
+    figure.suptitle(f"BR-H with an oracle on {workload}" + (" (in brackets: the paper's)" if printed else ""))
     figure.legend(*axes[0][0].get_legend_handles_labels(), loc="outside lower center", ncols=2)
     return save(figure, stem)
 
 
-def overhead(fans: Sequence[tuple[str, NDArray[np.float64]]], budget_ms: float, workload: str, stem: Path) -> Path:
-    """A fan of percentiles per stage: to p50, to p95, to p99, to the maximum; the tick is the mean."""
+@drawn
+def overhead(
+    fans: Sequence[tuple[str, NDArray[np.float64]]],
+    printed: Mapping[str, tuple[float, float, float]],
+    budget_ms: float,
+    workload: str,
+    stem: Path,
+) -> Path:
+    """A fan of percentiles per stage: to p50, to p95, to p99, to the maximum; the tick is the mean.
+
+    `printed`: the paper's p50, mean and p99 of a whole dispatch, microseconds, by model; hollow bars below ours.
+    """
     plt = pyplot()
-    figure, axis = plt.subplots(figsize=(9, 0.38 * len(fans) + 1.4))
+    count = len(fans) + len(printed)
+    figure, axis = plt.subplots(figsize=(9, 0.38 * count + 1.4))
+    for row, (p50, mean, p99) in enumerate(printed.values(), start=len(fans)):
+        axis.barh(row, p99 - p50, left=p50, facecolor="none", edgecolor=BLACK, height=0.7)
+        axis.plot([mean] * 2, [row - 0.35, row + 0.35], color="black", linewidth=1.5)
     for row, (_, values) in enumerate(fans):
         low, p50, p95, p99, top = np.percentile(values, (0, 50, 95, 99, 100))
         low = min(max(low, 1.0), p50)
@@ -205,14 +308,17 @@ def overhead(fans: Sequence[tuple[str, NDArray[np.float64]]], budget_ms: float, 
         axis.plot([values.mean()] * 2, [row - 0.35, row + 0.35], color="black", linewidth=1.5)
     axis.axvspan(budget_ms * 900, budget_ms * 1100, color=COLOURS[4], alpha=0.4)
     axis.text(budget_ms * 850, -0.9, "one engine step", ha="right", va="center", fontsize=8)
-    axis.set_yticks(range(len(fans)), [label for label, _ in fans])
-    axis.set_ylim(len(fans) - 0.4, -1.4)
+    axis.set_yticks(
+        range(count), [*(label for label, _ in fans), *(f"the paper, {model} (p50 to p99)" for model in printed)]
+    )
+    axis.set_ylim(count - 0.4, -1.4)
     axis.set_xscale("log")
     axis.set_xlabel("microseconds per decision (bars to p50, p95, p99, max, ever lighter; tick: mean)")
     figure.suptitle(f"What a decision costs on {workload}, G = 8")
     return save(figure, stem)
 
 
+@drawn
 def wait_versus_balance(points: Sequence[tuple[str, bool, float, float]], workload: str, stem: Path) -> Path:
     """p99 wait against balance: up and to the left is better. Filled: waiting is capped.
 
@@ -220,18 +326,15 @@ def wait_versus_balance(points: Sequence[tuple[str, bool, float, float]], worklo
     """
     plt = pyplot()
     figure, axis = plt.subplots(figsize=(9, 4.6))
-    labels = list(dict.fromkeys(label for label, *_ in points))
-    places = {label: index for index, label in enumerate(labels)}
     for label, capped, wait, value in points:
-        index = places[label]
-        colour = COLOURS[index % len(COLOURS)]
+        colour, marker, _ = look(label)
+        paint = {"edgecolors": colour, "facecolors": colour if capped else "none"}
         axis.scatter(
             wait,
             max(1.0 - value, 1e-3),
-            marker=MARKERS[(index + index // len(COLOURS)) % len(MARKERS)],
+            marker=marker,
             s=55,
-            facecolors=colour if capped else "none",
-            edgecolors=colour,
+            **(paint if marker not in "x+2" else {"color": colour}),  # those are lines, which have no inside
             linewidths=1.4,
             label=f"{label}{', wait capped' if capped else ''}",
         )
@@ -250,15 +353,17 @@ def wait_versus_balance(points: Sequence[tuple[str, bool, float, float]], worklo
     return save(figure, stem)
 
 
+@drawn
 def regret(losses: Mapping[str, Sequence[float]], stem: Path) -> Path:
     """What each policy gives away of the best tokens/s of a cell: one dot per cell, and a bar at the mean."""
     plt = pyplot()
     figure, axis = plt.subplots(figsize=(9, 0.5 * len(losses) + 1.4))
-    for row, (_, lost) in enumerate(losses.items()):
+    for row, (label, lost) in enumerate(losses.items()):
         values = 100 * np.array(lost)
         # dots of equal regret stand one above the other: spread by rank, the same on every run
         heights = row + 0.5 * (np.argsort(np.argsort(values)) % 7 / 6.0 - 0.5)
-        axis.scatter(values, heights, s=18, color=COLOURS[row % len(COLOURS)], alpha=0.6, linewidths=0)
+        colour, marker, _ = look(label)
+        axis.scatter(values, heights, s=18, color=colour, marker=marker, alpha=0.6, linewidths=1)
         if len(values):
             axis.plot([values.mean()] * 2, [row - 0.38, row + 0.38], color="black", linewidth=1.5)
     axis.set_yticks(range(len(losses)), list(losses))
@@ -281,7 +386,9 @@ def comparison(found: Mapping[str, Figures], title: str, stem: Path) -> Path:
         ("wait p99, s", [f.wait_p99_s for f in found.values()]),
     )
     for axis, (label, values) in zip(axes, columns, strict=True):
-        bars = axis.barh(range(len(values)), values, color=[COLOURS[0], *[COLOURS[1]] * (len(values) - 1)])
+        bars = axis.barh(
+            range(len(values)), values, color=[look(name)[0] for name in found], edgecolor=BLACK, linewidth=0.5
+        )
         axis.bar_label(bars, fmt="%.3g", padding=2, fontsize=8)
         axis.margins(x=0.15)
         axis.set_xlabel(label)
@@ -291,6 +398,7 @@ def comparison(found: Mapping[str, Figures], title: str, stem: Path) -> Path:
     return save(figure, stem)
 
 
+@drawn
 def load_sweep(loads: Sequence[float], lines: Mapping[str, Sequence[Figures]], workload: str, stem: Path) -> Path:
     """Load spread and p99 wait against the offered load."""
     plt = pyplot()

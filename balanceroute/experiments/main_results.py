@@ -24,12 +24,17 @@ def variants(method: Method) -> list[Method]:
     return [method, capped] if method.pooled and capped != method else [method]
 
 
+def rows(scope: Scope) -> list[Method]:
+    """Our methods, and the policies of others that were asked for."""
+    return [*MAIN, *map(methods.own, scope.policies)]
+
+
 def plan(scope: Scope) -> list[Job]:
     """Every row on every workload."""
     return [
         job
         for source in scope.sources
-        for method in MAIN
+        for method in rows(scope)
         for variant in variants(method)
         for job in jobs_of(scope, source, variant)
     ]
@@ -70,7 +75,7 @@ def report(scope: Scope, results: Results, out: Path) -> Section:
         section.table(main_table(scope, results, source, name))
         if source in paper.MAIN:
             section.text(paper.verdict(not_reproduced(scope, results, source)))
-        panels = [(method.label, results[jobs_of(scope, source, method)[0]].panel) for method in MAIN]
+        panels = [(method.label, results[jobs_of(scope, source, method)[0]].panel) for method in rows(scope)]
         section.figure(figures.load_panels(panels, name, out / f"loads_{name}"), f"KV load of every worker, {name}")
     return section
 
@@ -87,7 +92,7 @@ def main_table(scope: Scope, results: Results, source: str, name: str) -> Table:
     base = jobs_of(scope, source, JSQ)
     base_spread, base_rate = (mean_of(results, base, n) for n in ("load_spread_mean", "throughput_tok_s"))
     printed = paper.MAIN.get(source, {})
-    for method in MAIN:
+    for method in rows(scope):
         for variant in variants(method):
             jobs = jobs_of(scope, source, variant)
             ours = {n: mean_of(results, jobs, n) for n in methods_figures()}

@@ -3,7 +3,8 @@
 import math
 from dataclasses import dataclass, replace
 
-from balanceroute.core.policies import PolicySettings
+from balanceroute.core.policies import PolicySettings, make_policy
+from balanceroute.plugins import learn_policy
 
 WAIT_CAP_S = 60.0  # the same for every row that has one; up to six times as long for prompts far above the mean
 
@@ -92,6 +93,14 @@ MAIN = (
     LEVEL_FIT,
 )
 """Rows of the main table, in its order."""
+
+
+def own(name: str) -> Method:
+    """A policy of one's own, without options; what looks ahead is told by the survival predictor."""
+    learn_policy(name)
+    settings = PolicySettings(policy=name)
+    predictor = "survival" if make_policy(settings).horizon_steps else "none"
+    return Method(f"own_{name}", name, settings, predictor, pooled=False)
 
 
 def at_point(beta: float, gamma: float) -> Method:

@@ -75,5 +75,7 @@ def report(scope: Scope, results: Results, out: Path) -> Section:
                 fans.append((f"{method.label}: {stage}", values))
     section.table(table)
     name = scope.workload(scope.sources[0]).name
-    section.figure(figures.overhead(fans, STEP_BUDGET_MS, name, out / "overhead"), "Dispatch overhead")
+    section.figure(
+        figures.overhead(fans, paper.OVERHEAD_US, STEP_BUDGET_MS, name, out / "overhead"), "Dispatch overhead"
+    )
     return section

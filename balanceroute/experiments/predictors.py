@@ -57,7 +57,7 @@ def report(scope: Scope, results: Results, out: Path) -> Section:
             )
     section.table(table)
     if "learned" not in kinds_here():
-        section.text("`learned` is left out: it needs scikit-learn (`pip install 'balanceroute[learned]'`).")
+        section.text("`learned` is left out: it needs scikit-learn (`scripts/install learned`).")
     if scope.trace:
         return section
     section.text(paper.verdict(not_reproduced(scope, results), "figures", "paper's (AUC: 0.05)"))

@@ -10,6 +10,7 @@ from balanceroute.errors import InputError
 from balanceroute.experiments import (
     bound,
     fairness,
+    figures,
     grid,
     main_results,
     overhead,
@@ -87,6 +88,8 @@ def reproduce(
             for table in section.tables:
                 table.write_csv(out)
         parts = [preface(scope), *(section.markdown() for section in sections)]
+        if not figures.available():
+            parts.insert(1, f"({figures.HOW_TO_GET_FIGURES}.)")
         text = "\n\n".join(parts if scope.trace else [*parts, not_done()]) + "\n"
         (out / "REPORT.md").write_text(text, encoding="utf-8")
     except OSError as error:

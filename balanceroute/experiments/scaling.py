@@ -68,6 +68,18 @@ def not_reproduced(scope: Scope, results: Results) -> list[str]:
     return found
 
 
+def printed_points(scope: Scope) -> dict[str, dict[str, list[tuple[int, float]]]]:
+    """The paper's points by figure and router, in the units of the axes; none beside a user's trace."""
+    points: dict[str, dict[str, list[tuple[int, float]]]] = {"load_spread_mean": {}, "tpot_p95_s": {}}
+    for method in METHODS:
+        for width in scope.widths:
+            theirs = paper.SCALING.get(width, {}).get(method.paper)
+            if theirs is not None and not scope.trace:
+                points["load_spread_mean"].setdefault(method.label, []).append((width, theirs.imbalance / 1000))
+                points["tpot_p95_s"].setdefault(method.label, []).append((width, theirs.tpot_p95_ms))
+    return points if any(points.values()) else {}
+
+
 def report(scope: Scope, results: Results, out: Path) -> Section:
     """One table over all widths, and the figure."""
     section = Section("Scaling with the number of decode workers")
@@ -105,7 +117,7 @@ def report(scope: Scope, results: Results, out: Path) -> Section:
         method.label: [results[job_of(scope, method, width)].figures for width in scope.widths] for method in METHODS
     }
     name = scope.workload(source_of(scope)).name
-    section.figure(figures.scaling(scope.widths, lines, name, out / "scaling"), "Scaling")
+    section.figure(figures.scaling(scope.widths, lines, printed_points(scope), name, out / "scaling"), "Scaling")
     for width in scope.widths:
         panels = [(method.label, results[job_of(scope, method, width)].panel) for method in METHODS]
         figure = figures.load_panels(panels, f"{name}, G = {width}", out / f"loads_scaling_g{width}")

@@ -25,20 +25,22 @@ class Scope:
     rows: int = 8000
     widths: tuple[int, ...] = (4, 8, 16, 32, 64, 144)
     sensitivity_widths: tuple[int, ...] = (8, 16)
+    policies: tuple[str, ...] = ()  # rows of the main table beside ours: policies of one's own, by name
     loads: tuple[float, ...] = (0.5, 0.6, 0.7, 0.8, 0.9, 1.0, 1.1, 1.2)
     sweep_rows: int = 6000
 
     @classmethod
-    def of(cls, *, quick: bool, trace: str | None) -> "Scope":
+    def of(cls, *, quick: bool, trace: str | None, policies: tuple[str, ...] = ()) -> "Scope":
         """The full or the quick scope."""
         seeds = (0,) if trace else (0, 1, 2, 3, 4)
         if trace:
             trace = os.path.abspath(trace)  # a file may bear the name of a preset
         if not quick:
-            return cls(trace=trace, seeds=seeds)
+            return cls(trace=trace, seeds=seeds, policies=policies)
         return cls(
             quick=True,
             trace=trace,
+            policies=policies,
             seeds=seeds[:1],
             widths=(4, 8, 16),
             sensitivity_widths=(8,),
@@ -105,8 +107,10 @@ class Section:
         self.tables.append(table)
         self.blocks.append(table.markdown())
 
-    def figure(self, path: Path, caption: str) -> None:
-        """Append a figure that was saved as PNG and SVG beside the report."""
+    def figure(self, path: Path | None, caption: str) -> None:
+        """Append a figure that was saved as PNG and SVG beside the report; None: it could not be drawn."""
+        if path is None:
+            return
         self.figures.append(path)
         self.blocks.append(f"![{caption}]({path.name})")
 

@@ -53,6 +53,12 @@ def not_reproduced(scope: Scope, results: Results, width: int) -> list[str]:
     return found
 
 
+def theirs_at(scope: Scope) -> dict[int, dict[tuple[float, float], float]]:
+    """The paper's load spread by width and point; none beside a user's trace."""
+    printed = {} if scope.trace else paper.SENSITIVITY
+    return {width: {point: theirs.imbalance for point, theirs in points.items()} for width, points in printed.items()}
+
+
 def report(scope: Scope, results: Results, out: Path) -> Section:
     """A table and a figure per width."""
     section = Section("Sensitivity to (beta, gamma)")
@@ -92,7 +98,7 @@ def report(scope: Scope, results: Results, out: Path) -> Section:
         for width in scope.sensitivity_widths
     }
     name = scope.workload(scope.sources[0]).name
-    section.figure(figures.sensitivity(points, DEPLOYED, name, out / "sensitivity"), "Sensitivity")
+    section.figure(figures.sensitivity(points, theirs_at(scope), DEPLOYED, name, out / "sensitivity"), "Sensitivity")
     for width in scope.sensitivity_widths:
         panels = [
             (f"beta {beta:g}, gamma {gamma:g}", results[job_of(scope, beta, gamma, width)].panel)

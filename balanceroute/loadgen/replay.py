@@ -10,7 +10,7 @@ cannot keep up say nothing about the server.
 import asyncio
 import collections
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -21,7 +21,7 @@ from balanceroute.errors import InputError
 from balanceroute.loadgen.client import Client, ExchangeFailed, Reply, checked
 from balanceroute.loadgen.prompts import PromptText
 from balanceroute.report import Distribution
-from balanceroute.traces import Trace
+from balanceroute.traces import BLOCK_TOKENS, Trace
 
 END_MARKER = b"[DONE]"
 Progress = Callable[[int, int], None]  # requests sent so far, requests ended so far
@@ -38,6 +38,7 @@ class LoadOptions:
     timeout_s: float | None = None  # longest time for one answer
     seed: int = 0  # of the prompts
     extra_body: dict[str, Any] = field(default_factory=dict)
+    block_tokens: int = BLOCK_TOKENS  # that each name of a prompt's blocks stands for, where the trace has them
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,19 +73,42 @@ class LoadReport:
     late_s: Distribution
 
 
-async def run_load(trace: Trace, options: LoadOptions, on_progress: Progress | None = None) -> LoadReport:
-    """Replay a trace and report. Raises: InputError when the endpoint cannot be used at all."""
+async def run_load(
+    trace: Trace, options: LoadOptions, on_progress: Progress | None = None, stop: asyncio.Event | None = None
+) -> LoadReport:
+    """Replay a trace and report. With `stop` set the report is of what was sent until then, at once.
+
+    Raises: InputError when the endpoint cannot be used at all.
+    """
     checked(options.base_url)
     if not options.time_scale > 0:
         raise InputError(f"time scale {options.time_scale:g} is not above 0")
     headers = {"Authorization": f"Bearer {options.api_key}"} if options.api_key else {}
     client = Client(options.base_url, headers)
-    try:
+    results: dict[int, RequestResult] = {}
+
+    async def play() -> None:
         model = options.model or await first_model(client)
-        results = await Replay(trace, options, client, model, on_progress).run()
+        await Replay(trace, options, client, model, results, on_progress).run()
+
+    try:
+        await _unless(stop or asyncio.Event(), play())
     finally:
         client.close()
-    return summarise(results)
+    return summarise([results[row] for row in sorted(results)])
+
+
+async def _unless(stop: asyncio.Event, work: Coroutine[None, None, None]) -> None:
+    """Do the work, to its end or until the event is set."""
+    working, stopping = asyncio.ensure_future(work), asyncio.ensure_future(stop.wait())
+    try:
+        await asyncio.wait((working, stopping), return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        stopping.cancel()
+        working.cancel()
+        await asyncio.wait((working,))
+    if not working.cancelled():
+        working.result()
 
 
 async def first_model(client: Client) -> str:
@@ -103,8 +127,16 @@ class Replay:
     """One replay under way."""
 
     def __init__(
-        self, trace: Trace, options: LoadOptions, client: Client, model: str, on_progress: Progress | None
+        self,
+        trace: Trace,
+        options: LoadOptions,
+        client: Client,
+        model: str,
+        results: dict[int, RequestResult],
+        on_progress: Progress | None,
     ) -> None:
+        """`results`: where each request's result goes, by its row."""
+        self.results = results
         self.trace = trace
         self.options = options
         self.client = client
@@ -124,18 +156,16 @@ class Replay:
         self.sent = 0
         self.ended = 0
 
-    async def run(self) -> list[RequestResult]:
-        """Send everything on time and wait for all answers."""
+    async def run(self) -> None:
+        """Send everything on time and wait for all answers; what is cut short by a cancellation is `interrupted`."""
         self.start_s = self.loop.time()
         due = (self.trace.arrival_s - self.trace.arrival_s[0]) * self.options.time_scale
-        tasks: list[asyncio.Task[RequestResult]] = []
         async with asyncio.TaskGroup() as group:
             for row, due_s in enumerate(due.tolist()):
                 await asyncio.sleep(max(0.0, self.start_s + due_s - self.loop.time()))
-                tasks.append(group.create_task(self.one(row, due_s)))
+                group.create_task(self.one(row, due_s))
                 self.sent += 1
                 self.tell()
-        return [task.result() for task in tasks]
 
     def tell(self) -> None:
         if self.on_progress is not None:
@@ -143,30 +173,34 @@ class Replay:
 
     def body_of(self, row: int) -> bytes:
         """The request body of one row; rows without a key have a prompt of their own."""
-        key = str(self.trace.prompt_key[row]) or f"row {row}"
-        prompt = self.prompts.prompt(key, int(self.trace.prompt_tokens[row]))
+        key, tokens = str(self.trace.prompt_key[row]) or f"row {row}", int(self.trace.prompt_tokens[row])
+        if self.trace.prefix:
+            prompt = self.prompts.of_blocks(self.trace.prefix[row], self.options.block_tokens, f"row {row}", tokens)
+        else:
+            prompt = self.prompts.prompt(key, tokens)
         return b'%b, "max_tokens": %d, "prompt": %b}' % (
             self.body_head,
             int(self.trace.output_tokens[row]),
             prompt,
         )
 
-    async def one(self, row: int, due_s: float) -> RequestResult:
+    async def one(self, row: int, due_s: float) -> None:
         """One request, from sending it to its result."""
         body = self.body_of(row)
         sent = self.loop.time()
         sent_s, late_s = sent - self.start_s, sent - self.start_s - due_s
+        self.results[row] = RequestResult(sent_s, late_s, "interrupted")
         try:
             async with asyncio.timeout(self.options.timeout_s):
                 reply = await self.client.post("/v1/completions", body)
+            self.results[row] = result_of(reply, sent, sent_s, late_s, int(self.trace.output_tokens[row]))
         except ExchangeFailed as error:
-            return RequestResult(sent_s, late_s, str(error))
+            self.results[row] = RequestResult(sent_s, late_s, str(error))
         except TimeoutError:
-            return RequestResult(sent_s, late_s, "timed out")
+            self.results[row] = RequestResult(sent_s, late_s, "timed out")
         finally:
             self.ended += 1
             self.tell()
-        return result_of(reply, sent, sent_s, late_s, int(self.trace.output_tokens[row]))
 
 
 def result_of(reply: Reply, sent: float, sent_s: float, late_s: float, wanted_tokens: int) -> RequestResult:

@@ -198,7 +198,6 @@ class History:
 
         Raises: _Unusable, sqlite3.DatabaseError, OSError.
         """
-        path.parent.mkdir(parents=True, exist_ok=True)
         connection = sqlite3.connect(path, timeout=LOCK_WAIT_S)
         try:
             _check_ours(connection)

@@ -24,12 +24,12 @@ from balanceroute.proxy.client.exchange import Exchange
 from balanceroute.proxy.client.head import Request
 from balanceroute.proxy.client.messages import MessagesExchange
 from balanceroute.proxy.client.response import Response
-from balanceroute.proxy.life.layerwise import Metaserver
 from balanceroute.proxy.life.pool_reaper import PoolReaper
 from balanceroute.proxy.ops.admin import Admin, http_error, internal_error, state
 from balanceroute.proxy.ops.dashboard import DASHBOARD_PATH, SIGN_IN, Dashboard
 from balanceroute.proxy.ops.forwarding import Forwarding
 from balanceroute.proxy.ops.guard import guarded, with_message_errors, with_request_id
+from balanceroute.proxy.ops.metaserver import Metaserver
 from balanceroute.proxy.perimeter.gate import Perimeter
 from balanceroute.proxy.perimeter.tls import Tls
 from balanceroute.proxy.services import Services

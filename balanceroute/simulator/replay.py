@@ -3,10 +3,20 @@
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from balanceroute.core.policies import DEFAULTS, PolicySettings, accepted, is_accepted, make_policy
-from balanceroute.core.policy import StageTimer
+from balanceroute.core.policies import (
+    BUILT_IN,
+    DEFAULTS,
+    KNOBS,
+    Option,
+    PolicySettings,
+    accepted,
+    is_accepted,
+    make_policy,
+)
+from balanceroute.core.policy import AdmissionPolicy, StageTimer
 from balanceroute.errors import InputError
-from balanceroute.prediction import Forecaster, build_predictor
+from balanceroute.plugins import learn_policy
+from balanceroute.prediction import Forecaster, Predictor, build_predictor
 from balanceroute.simulator.history import fitted
 from balanceroute.simulator.oracle import Forecast, NoForecast, OracleForecast, PredictorForecast, TrueLengths
 from balanceroute.simulator.result import Outcome
@@ -20,7 +30,7 @@ OPTIONS = ("policy", "seed")  # what the command line sets by an option of its o
 
 @dataclass(frozen=True, slots=True)
 class Replay:
-    """What to simulate.
+    """What to simulate. `own_policy`: the policy itself, in place of the one that `policy` makes.
 
     `train` is the history that survival, exact_match and learned predictors are fitted on, once and for all. Without
     it survival and exact_match start cold and learn from what finishes during the run.
@@ -29,21 +39,23 @@ class Replay:
     trace: Trace
     policy: PolicySettings
     setting: Setting = field(default_factory=Setting)
-    predictor: str = "none"
+    predictor: str | Predictor = "none"
     train: Trace | None = None
     with_loads: bool = False
     check_invariants: bool = False
+    own_policy: AdmissionPolicy | None = None
 
     def run(self, on_progress: Progress | None = None, stage_timer: StageTimer | None = None) -> Outcome:
         """Simulate; `stage_timer` is told "begin" before each decision, then each stage by the policy.
 
         Raises: InputError for a predictor that lacks its history, or settings that make no sense.
         """
+        learn_policy(self.policy.policy)  # as this may be another process than the one that named it
         lengths = TrueLengths(self.trace)
         simulation = Simulation(
             self.trace,
             self.setting,
-            make_policy(self.policy, stage_timer),
+            self.own_policy or make_policy(self.policy, stage_timer),
             lengths,
             self.forecast(lengths),
             with_loads=self.with_loads,
@@ -55,6 +67,8 @@ class Replay:
     def forecast(self, lengths: TrueLengths) -> Forecast:
         """The source of c-hat that `predictor` names."""
         horizon = self.policy.horizon_steps
+        if not isinstance(self.predictor, str):
+            return PredictorForecast(Forecaster(self.predictor, horizon), learns=True)
         if self.predictor not in PREDICTORS:
             raise InputError(f"predictor {self.predictor!r}: one of {', '.join(PREDICTORS)}")
         if self.predictor == "none":
@@ -70,18 +84,38 @@ class Replay:
 
 def parse_params(settings: PolicySettings, params: list[str]) -> PolicySettings:
     """Settings with `name=value` texts applied. Raises: InputError that names what is accepted."""
+    learn_policy(settings.policy)
     known = [name for name in DEFAULTS if name not in OPTIONS]
     changes: dict[str, Any] = {}
+    options: dict[str, Option] = {}
     for param in params:
         name, equals, text = param.partition("=")
         if name in OPTIONS:
             raise InputError(f"--param {param}: the {name} has an option of its own, --{name}")
+        if equals and settings.policy not in BUILT_IN and name.isidentifier():
+            options[name] = plain_value(text)
+            continue
         if not equals or name not in known:
             raise InputError(f"--param {param}: accepted is name=value with a name of {', '.join(known)}")
         changes[name] = parsed(text, DEFAULTS[name])
         if not is_accepted(name, changes[name]):
             raise InputError(f"--param {param}: accepted is {accepted(name)}")
-    return replace(settings, **changes)
+        if name not in KNOBS[settings.policy]:
+            own = ", ".join(knob for knob in KNOBS[settings.policy] if knob not in OPTIONS) or "none"
+            raise InputError(f"--param {param}: {settings.policy} does not have this knob; its own: {own}")
+    return replace(settings, **changes, options=tuple(options.items()))
+
+
+def plain_value(text: str) -> Option:
+    """What the text says: true, false, a number, or itself."""
+    if text in ("true", "false"):
+        return text == "true"
+    for kind in (int, float):
+        try:
+            return kind(text)
+        except ValueError:
+            pass
+    return text
 
 
 def parsed(text: str, default: Any) -> Any:

@@ -66,6 +66,11 @@ class Outcome:
     window: slice
     decision_us: FloatArray
 
+    @property
+    def finished(self) -> int:
+        """Requests that have finished: all of them, unless the replay was stopped."""
+        return int(np.count_nonzero(~np.isnan(self.tpot_s)))
+
 
 class Recorder:
     """Collects what happens, step by step; appending to flat arrays keeps a step cheap."""
@@ -113,14 +118,21 @@ class Recorder:
     def outcome(
         self, generated: FloatArray, makespan_s: float, prefill_s: FloatArray, prefill_computed_ratio: float
     ) -> Outcome:
-        """Everything, once all requests have finished."""
+        """Everything, once all requests have finished; before, the figures of those that have, and of the steps so far.
+
+        Per-request arrays hold NaN for what has not happened.
+        """
         most, least, total, level, workers, tokens, duration = (
             np.array(column, dtype=np.float64)
             for column in (self.most, self.least, self.total, self.level, self.workers, self.tokens, self.duration_s)
         )
-        window = slice(self.window_start, max(self.window_end, self.window_start + 1))
-        finished, admitted, ready = (np.array(x) for x in (self.finished_s, self.admitted_s, self.ready_s))
+        start = max(0, self.window_start)
+        window = slice(start, max(self.window_end, start + 1) if self.window_end >= 0 else len(self.most))
+        finished, admitted, ready = (
+            np.where(np.array(times) < 0, np.nan, times) for times in (self.finished_s, self.admitted_s, self.ready_s)
+        )
         wait, tpot = admitted - ready, (finished - admitted) / generated
+        waits, tpots, prefills = (x[~np.isnan(x)] for x in (wait, tpot, np.where(np.isnan(ready), np.nan, prefill_s)))
         throughput = float(tokens[window].sum() / duration[window].sum())
         mean = total / workers
         decisions = np.array(self.decision_us)
@@ -129,12 +141,12 @@ class Recorder:
             excess_mean=float((most - mean)[window].mean()),
             imbalance_mean=float((workers * most - total)[window].mean()),
             step_time_mean_s=float(duration[window].mean()),
-            tpot_p50_s=report.percentile(tpot, 50),
-            tpot_p95_s=report.percentile(tpot, 95),
+            tpot_p50_s=report.percentile(tpots, 50),
+            tpot_p95_s=report.percentile(tpots, 95),
             throughput_tok_s=throughput,
-            wait_p50_s=report.percentile(wait, 50),
-            wait_p99_s=report.percentile(wait, 99),
-            wait_max_s=float(wait.max()),
+            wait_p50_s=report.percentile(waits, 50),
+            wait_p99_s=report.percentile(waits, 99),
+            wait_max_s=float(waits.max(initial=0.0)),
             makespan_s=makespan_s,
             balance=report.balance(
                 throughput,
@@ -147,8 +159,8 @@ class Recorder:
             steps=len(self.most),
             admitted=self.admitted,
             recomputed=self.recomputed,
-            prefill_p50_s=report.percentile(prefill_s, 50),
-            prefill_p99_s=report.percentile(prefill_s, 99),
+            prefill_p50_s=report.percentile(prefills, 50),
+            prefill_p99_s=report.percentile(prefills, 99),
             prefill_computed_ratio=prefill_computed_ratio,
             decision_p50_us=report.percentile(decisions, 50),
             decision_p99_us=report.percentile(decisions, 99),

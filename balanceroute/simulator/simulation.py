@@ -14,6 +14,7 @@ telemetry lag it hears late. The loop never looks at the router's ledger to move
 
 from collections import deque
 from collections.abc import Callable
+from contextlib import suppress
 from heapq import heappop, heappush
 from time import perf_counter
 
@@ -31,8 +32,14 @@ from balanceroute.simulator.result import Outcome, Recorder
 from balanceroute.simulator.setting import Setting
 from balanceroute.traces import BLOCK_TOKENS, Trace
 
-Progress = Callable[[int, int], None]  # finished requests, all requests
+Progress = Callable[[int, int], None]
+"""Told the finished requests and all requests; may raise `Stopped`."""
 NEVER = float("inf")
+SHORTEST_WAIT_S = 1e-6  # by which time goes on where a policy asks to be asked again at once
+
+
+class Stopped(Exception):
+    """Whoever watches a replay has enough of it: the outcome is that of the steps until now."""
 
 
 class Simulation:
@@ -121,7 +128,16 @@ class Simulation:
         return scheduler
 
     def run(self, on_progress: Progress | None = None) -> Outcome:
-        """Replay the whole trace."""
+        """Replay the whole trace, or until `on_progress` stops it."""
+        with suppress(Stopped):
+            self.play(on_progress)
+        latency_s = np.array(self.recorder.ready_s) - np.array(self.arrival_s)
+        return self.recorder.outcome(
+            np.array(self.lengths.tokens, dtype=np.float64), self.t, latency_s, self.tier.computed_ratio
+        )
+
+    def play(self, on_progress: Progress | None) -> None:
+        """Step after step until all requests have finished."""
         n = len(self.arrival_s)
         while self.finished < n:
             self.change_workers()
@@ -138,10 +154,6 @@ class Simulation:
                 on_progress(self.finished, n)
         if on_progress is not None:
             on_progress(n, n)
-        latency_s = np.array(self.recorder.ready_s) - np.array(self.arrival_s)
-        return self.recorder.outcome(
-            np.array(self.lengths.tokens, dtype=np.float64), self.t, latency_s, self.tier.computed_ratio
-        )
 
     # -- arrivals and prefill ---------------------------------------------------------------------------------
 
@@ -300,6 +312,9 @@ class Simulation:
         if self.next_arrival < len(self.arrival_s):
             moments.append(self.arrival_s[self.next_arrival])
         later = [moment for moment in moments if moment > self.t]
+        if not later and self.waiting:  # all that is left is held back by the policy, which says until when
+            at = self.scheduler.recheck_s(self.t)
+            later = [max(at, self.t + SHORTEST_WAIT_S)] if at < NEVER else []
         if not later:
             raise InvariantError(f"at {self.t:.3f} s nothing runs and {self.waiting} requests wait for ever")
         self.t = min(later)

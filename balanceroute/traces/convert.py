@@ -63,7 +63,7 @@ class Conversion:
 
 
 def convert_trace(
-    path: Path, format: TraceFormat = TraceFormat.AUTO, *, jitter_s: float = 0.0, seed: int = 0
+    path: str | Path, format: TraceFormat = TraceFormat.AUTO, *, jitter_s: float = 0.0, seed: int = 0
 ) -> Conversion:
     """Read a public trace; arrivals start at 0 and are sorted.
 
@@ -72,6 +72,7 @@ def convert_trace(
     """
     if not 0 <= jitter_s <= MAX_TIME:
         raise InputError(f"jitter must be 0 to {MAX_TIME:g} seconds, not {jitter_s:g}")
+    path = Path(path)
     kind = guess_format(path) if format is TraceFormat.AUTO else format
     arrivals, prompts, outputs, keys = list[float](), list[int](), list[int](), list[str]()
     prefix: list[tuple[int, ...]] = []
@@ -135,6 +136,7 @@ def guess_format(path: Path) -> TraceFormat:
 
 def columns_of(path: Path, columns: tuple[str, ...]) -> Iterator[tuple[int, list[str]]]:
     """(line number, the wanted columns) of each CSV row."""
+    path = Path(path)
     rows = csv_rows(path)
     line, names = next(rows, (1, []))
     header = [name.strip() for name in names]

@@ -69,6 +69,8 @@ class Trace:
 
     def with_lengths(self, prompt_scale: float, output_scale: float) -> "Trace":
         """The same arrivals with lengths multiplied, rounded, and kept at 1 or more; their blocks are other ones."""
+        if prompt_scale == output_scale == 1.0:
+            return self
         prompts = np.maximum(1, np.rint(self.prompt_tokens * prompt_scale)).astype(np.int64)
         outputs = np.maximum(1, np.rint(self.output_tokens * output_scale)).astype(np.int64)
         return Trace(self.arrival_s, prompts, outputs, self.prompt_key)
@@ -127,11 +129,12 @@ def describe_trace(trace: Trace) -> TraceSummary:
     )
 
 
-def read_trace(path: Path) -> Trace:
+def read_trace(path: str | Path) -> Trace:
     """Read a trace CSV, possibly compressed (.gz, .xz).
 
     Raises: InputError with the file, the line and the reason, on the first row that cannot be used.
     """
+    path = Path(path)
     rows = csv_rows(path)
     line, names = next(rows, (1, []))
     header = [name.strip() for name in names]
@@ -264,8 +267,9 @@ def text_lines(path: Path) -> Iterator[tuple[int, str]]:
         raise InputError(f"{path}: cannot be read: {error}") from error
 
 
-def write_trace(trace: Trace, path: Path) -> None:
+def write_trace(trace: Trace, path: str | Path) -> None:
     """Write a trace as CSV, compressed where the name ends in .gz or .xz; equal traces give equal bytes."""
+    path = Path(path)
     text = io.StringIO(newline="")
     writer = csv.writer(text, lineterminator="\n")
     writer.writerow([*COLUMNS, PREFIX_COLUMN] if trace.prefix else COLUMNS)

@@ -10,14 +10,14 @@ a c-hat in [1, H) with probability 0.3 and the anchor H otherwise, refreshed eve
 Timed is `Scheduler.admit()` alone, which is the policy and the charging of its choices, in one process. The stages come
 from the policy's stage timer, the same that feeds the live proxy's histograms (about 0.1 us per stage):
 
-    prepare   reading the margins off the kept projection (br), loads and the pool's ages (target_fit)
+    prepare   reading the margins off the kept projection (br), loads and ages in the pool (level_fit)
     stage1    overdue requests, slack and greedy fill, with charging what they admit
     stage2    refined allocation, with charging what it admits
     total     the whole call
 
 Decisions are told apart by the most that stage 2 had to do in them: `nothing` (stage 1 has filled all slots), `single`
 (the best single request for one slot), `all fit` (the largest stay below the peak: no search), `enumerated` (all
-subsets of the candidates) or `bit-sets` (reachable sums). target_fit has `slack` and `scarce`.
+subsets of the candidates) or `bit-sets` (reachable sums). level_fit and target_fit have `slack` and `scarce`.
 
 Not timed: the predictor, HTTP, and the garbage collector, which runs between the timed sections. The last table times
 `Scheduler.progress()`, what the relay calls per token, in blocks of 1,000 calls.
@@ -71,6 +71,8 @@ QUICK = [
     *(Point("br_h", 8, 128, 4, freed, "one") for freed in (2, 4, 8)),
     *(Point("br_h", 8, 128, r_max, 4, "one") for r_max in (8, 16, 32)),
     Point("br_h", 144, 512, 8, 8, "spread"),
+    *(Point("level_fit", 8, 128, 0, freed, "spread") for freed in (1, 2, 8)),
+    Point("level_fit", 144, 512, 0, 8, "spread"),
     Point("target_fit", 8, 128, 0, 1, "spread"),
     Point("target_fit", 8, 128, 0, 8, "spread"),
     Point("target_fit", 144, 512, 0, 8, "spread"),
@@ -249,7 +251,7 @@ def header() -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--policies", nargs="+", default=["br_h", "br_0", "target_fit"])
+    parser.add_argument("--policies", nargs="+", default=["br_h", "br_0", "level_fit", "target_fit"])
     parser.add_argument("--workers", nargs="+", type=int, default=[8, 16, 32, 64, 144], help="G")
     parser.add_argument("--waiting", nargs="+", type=int, default=[16, 128, 512])
     parser.add_argument("--r-max", nargs="+", type=int, default=[4, 8, 16])

@@ -6,7 +6,7 @@ import gc
 import pytest
 
 from balanceroute.proxy.client.exchange import Exchange
-from balanceroute.proxy.life.lifecycle import Leg
+from balanceroute.proxy.life.leg import Leg
 from tests.integration.router import running
 
 pytestmark = [pytest.mark.e2e, pytest.mark.anyio]

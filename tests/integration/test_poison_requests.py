@@ -306,7 +306,7 @@ async def test_an_answer_under_which_decoder_after_decoder_dies_is_ended_at_the_
         async with asyncio.timeout(20):
             while not ask.done():
                 for worker in router.cluster.decode:
-                    tokens = sum(leg.scanner.tokens_in_life for leg in router.app.services.legs if leg.decoder)
+                    tokens = sum(leg.answer.scanner.tokens_in_life for leg in router.app.services.legs if leg.decoder)
                     if worker.rank.running and tokens and not worker.dead:
                         worker.kill_engine()
                 await asyncio.sleep(0.001)

@@ -470,17 +470,17 @@ async def test_text_held_back_for_a_stop_string_is_never_lost_silently(fault: st
 
 async def test_kv_that_became_too_old_while_our_own_process_slept_is_prefilled_anew_and_never_sent() -> None:
     shape = ClusterShape(prefillers=1, decoders=1, max_num_seqs=1, time_scale=0.02)
-    async with running(shape, prefill={"kv_pin_s": 9.0}, pool={"ttl_s": 8.0}) as router:
+    async with running(shape, prefill={"kv_pin_s": 100.0}, pool={"ttl_s": 90.0}) as router:
         services = router.app.services
         first = asyncio.ensure_future(router.client.post("/v1/completions", json=completion(max_tokens=1500)))
         second = asyncio.ensure_future(router.client.post("/v1/completions", json=completion(max_tokens=24)))
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(60):
             while len(services.ledger.scheduler.snapshot.pool) != 1:  # noqa: ASYNC110
                 await asyncio.sleep(0.001)
         waiting = next(
             leg for leg in services.legs if leg.id in services.ledger.scheduler.snapshot.requests and not leg.worker
         )
-        waiting._pinned_s -= 8.5  # as if the process had been stopped for so long
+        waiting.pinned_s -= 85.0  # as if the process had been stopped for so long
         assert (await second).json()["choices"][0]["text"] == decode(continuation(PROMPT, 24))
         assert (await first).status_code == 200
         assert router.cluster.prefill[0].counters["requests"] == 3

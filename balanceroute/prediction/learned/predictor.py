@@ -35,7 +35,7 @@ MAX_SAMPLES = 200_000  # a fit of this size takes about 5 s on one core
 HELD_OUT = 0.15
 CALIBRATION_LIMIT = 0.03
 DEFAULT_KEYS = 20_000
-NEEDS_SCIKIT_LEARN = "predictor.kind: 'learned' needs scikit-learn to be fitted: pip install 'balanceroute[learned]'"
+NEEDS_SCIKIT_LEARN = "predictor.kind: 'learned' needs scikit-learn to be fitted: scripts/install learned"
 
 
 def can_grow() -> bool:

@@ -1,7 +1,7 @@
 """The client's side of a request: its body in, its answer or its error out, and what is told about it at the end.
 
 The handler of the two hot routes: the connection (`protocol.py`) gives it a request whose body has come, and the leg
-(`lifecycle.py`) runs in the task that the connection made for it. A client that goes away cancels that task.
+(`life/leg.py`) runs in the task that the connection made for it. A client that goes away cancels that task.
 """
 
 import asyncio
@@ -29,10 +29,13 @@ from balanceroute.proxy.client.head import Request
 from balanceroute.proxy.client.intake import Head, read_head
 from balanceroute.proxy.client.response import Response
 from balanceroute.proxy.client.services import ClientServices
-from balanceroute.proxy.life.layerwise import LayerwiseLeg
-from balanceroute.proxy.life.lifecycle import ClientGone, ClientStalled, Leg, Outlet
+from balanceroute.proxy.life.errors import ClientGone, ClientStalled
+from balanceroute.proxy.life.layerwise import Layerwise
+from balanceroute.proxy.life.leg import Leg, Strategy
+from balanceroute.proxy.life.outlet import Outlet
+from balanceroute.proxy.life.pull import Pull
 from balanceroute.proxy.life.relay import write_part
-from balanceroute.proxy.life.scoring import ScoringLeg
+from balanceroute.proxy.life.scoring import Scoring
 from balanceroute.proxy.life.suspicion import Choices
 from balanceroute.proxy.perimeter.keys import ClientKey
 from balanceroute.proxy.perimeter.routes import Access
@@ -216,7 +219,7 @@ class Exchange:
         if isinstance(outlet, PartAnswer):
             body = self._whole(outlet.answer(leg))
             self._response.respond(200, json_headers(body, self._own_headers()), body)
-        elif leg.scanner.end is not StreamEnd.DONE:
+        elif leg.answer.scanner.end is not StreamEnd.DONE:
             self._response.end()
 
     async def _answer_many(self, request: ClientRequest) -> None:
@@ -263,15 +266,16 @@ class Exchange:
         head, services = self._head, self._s
         assert head is not None
         forecasts = services.forecasts
-        kind: type[Leg] = LayerwiseLeg if services.connector.decode_first else Leg
+        strategy: Callable[[Leg], Strategy] = Layerwise if services.connector.decode_first else Pull
         if request.scores_only:
-            kind = ScoringLeg
-        return kind(
+            strategy = Scoring
+        return Leg(
             services,
             request_id,
             request,
             outlet,
             head.forwarded,
+            strategy,
             prompt_key="" if forecasts is None else forecasts.key(request.prompt_key, head.key),
             deadline_s=self._arrived_s + min(head.timeout_s, services.config.limits.request_timeout_s),
             scanner_options=options,
@@ -336,7 +340,7 @@ class Exchange:
 
     def _on_gone(self) -> None:
         legs = self._legs
-        if legs and all(leg.scanner.end is StreamEnd.DONE for leg in legs):
+        if legs and all(leg.answer.scanner.end is StreamEnd.DONE for leg in legs):
             return  # servers say so after the last byte as well
         self._gone = True
         for leg in legs:
@@ -348,22 +352,22 @@ class Exchange:
         """The request is over: its counters, its histograms and its one line."""
         metrics, now = self._s.metrics, self._s.loop.time()
         if self._key is not None:
-            self._key.leave(now, sum(leg.prompt_tokens + leg.scanner.tokens for leg in self._legs))
+            self._key.leave(now, sum(leg.answer.prompt_tokens + leg.answer.scanner.tokens for leg in self._legs))
         metrics.requests.inc(self._outcome.value)
         duration_s = now - self._arrived_s
         first_token_s = math.inf
         tokens = 0
         for leg in self._legs:
-            if not leg.prompt_tokens:
+            if not leg.answer.prompt_tokens:
                 continue
-            tokens += leg.scanner.tokens
+            tokens += leg.answer.scanner.tokens
             metrics.prefill_wait.observe(leg.prefill_wait_s)
             if leg.worker:
                 metrics.decode_wait.observe(leg.decode_wait_s)
             if leg.first_token_s:
                 first_token_s = min(first_token_s, leg.first_token_s)
-                if leg.scanner.tokens > 1 and leg.last_token_s > leg.first_token_s:
-                    metrics.tpot.observe((leg.last_token_s - leg.first_token_s) / (leg.scanner.tokens - 1))
+                if leg.answer.scanner.tokens > 1 and leg.last_token_s > leg.first_token_s:
+                    metrics.tpot.observe((leg.last_token_s - leg.first_token_s) / (leg.answer.scanner.tokens - 1))
         if tokens:
             metrics.tokens.inc(by=tokens)
         ttft_s = None if first_token_s == math.inf else first_token_s - self._arrived_s
@@ -394,7 +398,7 @@ class Exchange:
                 "prefill_wait_s": round(one.prefill_wait_s, 4),
                 "decode_wait_s": round(one.decode_wait_s, 4),
                 "ttft_s": None if ttft_s is None else round(ttft_s, 4),
-                "prompt_tokens": one.prompt_tokens,
+                "prompt_tokens": sum(leg.answer.prompt_tokens for leg in legs),
                 "tokens": tokens,
                 "recomputes": one.recomputes,
             }
@@ -409,5 +413,4 @@ class _Together:
         self.worker = ",".join(leg.worker for leg in legs)
         self.prefill_wait_s = max(leg.prefill_wait_s for leg in legs)
         self.decode_wait_s = max(leg.decode_wait_s for leg in legs)
-        self.prompt_tokens = sum(leg.prompt_tokens for leg in legs)
         self.recomputes = sum(leg.recomputes for leg in legs)

@@ -19,7 +19,8 @@ import orjson
 
 from balanceroute.errors import InvalidRequest, InvariantError
 from balanceroute.proxy.client.response import Response
-from balanceroute.proxy.life.lifecycle import ClientGone, Leg
+from balanceroute.proxy.life.errors import ClientGone
+from balanceroute.proxy.life.leg import Leg
 from balanceroute.proxy.wire.answers import AnswerAssembler
 from balanceroute.proxy.wire.payloads import ClientRequest, split
 from balanceroute.proxy.wire.prompt_part import with_prompt
@@ -154,10 +155,10 @@ class PartAnswer:
 
     def answer(self, leg: Leg) -> bytes:
         """The complete answer, with what the prefiller said of the prompt."""
-        body = self._body if self._body is not None else self._assembler.answer(leg.scanner)
-        if leg.prompt_reply is None or self._request.scores_only:
+        body = self._body if self._body is not None else self._assembler.answer(leg.answer.scanner)
+        if leg.answer.prompt_reply is None or self._request.scores_only:
             return body
-        return with_prompt(self._request, body, leg.prompt_reply)
+        return with_prompt(self._request, body, leg.answer.prompt_reply)
 
 
 async def run_all(legs: Sequence[Leg]) -> None:
@@ -208,14 +209,14 @@ def created_now() -> int:
 def merged_usage(request: ClientRequest, legs: Sequence[Leg]) -> dict[str, Any]:
     """The usage of all legs together."""
     of_prompts = legs[:: request.n]
-    prompt_tokens = sum(leg.prompt_tokens for leg in of_prompts)
-    completion_tokens = sum(leg.scanner.tokens for leg in legs)
+    prompt_tokens = sum(leg.answer.prompt_tokens for leg in of_prompts)
+    completion_tokens = sum(leg.answer.scanner.tokens for leg in legs)
     usage: dict[str, Any] = {
         "prompt_tokens": prompt_tokens,
         "total_tokens": prompt_tokens + completion_tokens,
         "completion_tokens": completion_tokens,
     }
-    cached = [leg.cached_tokens for leg in of_prompts]
+    cached = [leg.answer.cached_tokens for leg in of_prompts]
     if any(count is not None for count in cached):
         usage["prompt_tokens_details"] = {"cached_tokens": sum(count or 0 for count in cached)}
     return usage
@@ -251,7 +252,7 @@ def closing_events(
     if not request.include_usage:
         return done
     usage = merged_usage(request, legs)
-    if details := summed_details([leg.scanner.usage for leg in legs]):
+    if details := summed_details([leg.answer.scanner.usage for leg in legs]):
         usage["completion_tokens_details"] = details
     event: dict[str, Any] = {
         "id": public_id(request, request_id),

@@ -115,6 +115,12 @@ def check_beginning(raw: bytes, scanned: int) -> None:
         raise InvalidRequest("These bytes are no HTTP request.")
 
 
+def path_asked(raw: bytes) -> str:
+    """The path in the first line of what may be a request; empty where there is none. For the form of a refusal."""
+    words = raw[:MAX_LINE_BYTES].split(b"\r\n", 1)[0].split(b" ")
+    return words[1].partition(b"?")[0].decode("latin-1") if len(words) > 1 else ""
+
+
 def parse_head(raw: bytes) -> Request:
     """The request whose head is `raw`, the empty line at its end included.
 

@@ -13,7 +13,8 @@ from balanceroute.errors import BalanceRouteError
 from balanceroute.proxy.client.exchange import Exchange, StreamOutlet
 from balanceroute.proxy.client.fanout import PartAnswer
 from balanceroute.proxy.client.response import Response
-from balanceroute.proxy.life.lifecycle import Leg, Outlet
+from balanceroute.proxy.life.leg import Leg
+from balanceroute.proxy.life.outlet import Outlet
 from balanceroute.proxy.life.suspicion import Choices
 from balanceroute.proxy.wire.message_answers import PING, Counts, MessageStream, message_of
 from balanceroute.proxy.wire.message_errors import message_error_event, with_message_id
@@ -60,11 +61,11 @@ class MessagesExchange(Exchange):
         return with_message_id(super()._own_headers())
 
     def _counts(self) -> Counts:
-        leg = self._legs[0]
-        return Counts(leg.prompt_tokens, leg.cached_tokens, leg.scanner.tokens)
+        answer = self._legs[0].answer
+        return Counts(answer.prompt_tokens, answer.cached_tokens, answer.scanner.tokens)
 
     def _printed(self) -> int:
-        return self._legs[0].scanner.matcher.printed
+        return self._legs[0].answer.scanner.matcher.printed
 
     @property
     def _message_id(self) -> str:

@@ -29,9 +29,10 @@ from balanceroute.errors import BalanceRouteError, EdgeFull, InvalidRequest, Inv
 from balanceroute.proxy.client.asgi import AsgiHandler
 from balanceroute.proxy.client.body import Body, ChunkedBody, SizedBody
 from balanceroute.proxy.client.edge import Edge, Handler
-from balanceroute.proxy.client.head import Request, check_beginning, parse_head
+from balanceroute.proxy.client.head import Request, check_beginning, parse_head, path_asked
 from balanceroute.proxy.client.refusals import holder_of, id_of, reason_of
 from balanceroute.proxy.client.response import Response
+from balanceroute.proxy.wire.message_errors import is_messages_path, message_refusal
 
 log = logging.getLogger(__name__)
 
@@ -390,6 +391,8 @@ class ClientProtocol(asyncio.Protocol):
             self.edge.site.refused(reason)
         if response is None:
             response = self._response = Response(self, head_only=False, http_1_0=False, keep_alive=False)
+            if is_messages_path(path_asked(self._raw)):
+                response.refusal = message_refusal
         length = None if request is None or self._body is not None else request.length
         if length is not None and len(self._raw) >= length:
             self._raw = self._raw[length:]

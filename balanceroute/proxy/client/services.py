@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from balanceroute.proxy.admission.forecasts import Forecasts
-from balanceroute.proxy.life.lifecycle import LifeServices
+from balanceroute.proxy.life.leg import LifeServices
 from balanceroute.proxy.perimeter.gate import Perimeter
 
 

@@ -26,21 +26,20 @@ What can go wrong, and what is done:
 * D never asks: its engine has another connector, or can't reach the URL. Nothing else would say so before the first
   byte is late, so after `CALLBACK_S` it is a line in the log and in /ready, until D asks.
 * The client goes, or D fails: P is hung up on at once. Nothing is pinned, so nothing is drained.
+
+A requeued request is pooled again at once (`Ticket.requeue`), so the leg has two phases, and the prefill runs beside
+the second one. The table `Layerwise.follows` is what runs.
 """
 
 import asyncio
 import logging
 import math
 import secrets
-from collections.abc import Callable
 from typing import Any, Final
 
 import orjson
-from starlette.requests import Request
-from starlette.responses import Response
-from starlette.routing import Route
 
-from balanceroute.core.types import WorkerState
+from balanceroute.core.types import Phase, WorkerState
 from balanceroute.errors import (
     BalanceRouteError,
     ConnectFailed,
@@ -49,14 +48,18 @@ from balanceroute.errors import (
     UpstreamError,
     UpstreamTimeout,
 )
-from balanceroute.proxy.admission.ledger import RETRY_AFTER_S, Ticket
-from balanceroute.proxy.life.lifecycle import ERROR_LIMIT, REPLY_LIMIT, Leg, LifeServices, pushes_back, status_error
+from balanceroute.proxy.admission.ledger import RETRY_AFTER_S
+from balanceroute.proxy.life.decoding import decode
+from balanceroute.proxy.life.errors import WorkerSilent
+from balanceroute.proxy.life.leg import ERROR_LIMIT, REPLY_LIMIT, Event, Leg, Transitions
+from balanceroute.proxy.life.pull import go_on
+from balanceroute.proxy.life.verdicts import pushes_back, status_error
 from balanceroute.proxy.telemetry.conditions import CONNECTOR
-from balanceroute.proxy.wire.connectors import METASERVER_PATH, LayerwiseConnector
+from balanceroute.proxy.wire.connectors import LayerwiseConnector
 from balanceroute.proxy.wire.payloads import ClientRequest, PrefillResult, parse_probe_reply
-from balanceroute.proxy.wire.responses import error_body
 from balanceroute.proxy.wire.sse import StreamEnd
 from balanceroute.proxy.workers.fleet import Worker
+from balanceroute.proxy.workers.identity import check_id
 
 log = logging.getLogger(__name__)
 
@@ -92,87 +95,76 @@ class PushFailed(BalanceRouteError):
         self.error, self.delay_s = error, delay_s
 
 
-class LayerwiseLeg(Leg):
-    """A leg whose decode worker is chosen first; the prefill runs beside the decode, in a task of its own."""
+class Layerwise:
+    """The strategy whose decode worker is chosen first; the prefill runs beside the decode, in a task of its own."""
 
-    __slots__ = ("_push", "_pushed", "_result")
+    __slots__ = ("_connector", "_leg", "_push", "_result", "_s", "_worker")
 
-    def __init__(self, *args: Any, **options: Any) -> None:
-        """As `Leg`."""
-        super().__init__(*args, **options)
-        self._push: asyncio.Task[None] | None = None
-        self._pushed = False
-        self._result = PrefillResult(None, self._thought_tokens, None, None, reply=own_echo(self.request))
+    first: Phase = Phase.POOLED
+    follows: Transitions = {
+        Phase.POOLED: {Event.ADMITTED: Phase.DECODING},
+        Phase.DECODING: {Event.COMPLETE: Phase.GONE, Event.CUT_OFF: Phase.POOLED},
+    }
 
-    def abandon(self) -> None:
-        """The client is gone: nothing is pinned by name, so both workers are hung up on at once."""
-        self._grace_s = 0.0
-        super().abandon()
-
-    def move(self, worker_id: str, stage: str) -> None:
-        """A prefiller that is left may have written half of the KV, so the decode worker is left with it."""
-        error = UpstreamTimeout("the worker has fallen silent", worker=worker_id, stage=stage)
-        self.interrupt(PushFailed(error, 0.0) if stage == "prefill" else error)
-
-    def expects_tokens_from(self, worker_id: str) -> bool:
-        """Only once the KV is there."""
-        return self._pushed and super().expects_tokens_from(worker_id)
-
-    # -- the phases
-
-    async def _serve(self, ticket: Ticket) -> None:
-        self.scanner = self._new_scanner(self._result)
-        while True:
-            worker = await self._admission(ticket)
-            self.decode_wait_s += self._s.ledger.now() - ticket.pooled_s
-            self.worker = worker.id
-            lost: UpstreamError | None = None
-            tokens = self.scanner.tokens
-            try:
-                if await self._attempt(ticket, worker):
-                    return
-                worker.circuit.no_verdict()
-                if self.scanner.tokens == tokens:
-                    await asyncio.sleep(self._fruitless(worker))
-            except PushFailed as failure:
-                self._check_abandoned(worker)
-                lost = failure.error
-                await asyncio.sleep(failure.delay_s)
-            except UpstreamError as error:
-                self._check_abandoned(worker)
-                if error.stage == "prefill":
-                    raise  # judged where it happened, and it was the last try
-                lost = error
-                await self._suspect_loss(error, worker)
-                await asyncio.sleep(self._judge(error, worker, "decode"))
-            if lost is None or not pushes_back(lost):
-                self._s.metrics.recomputes.inc("recomputed" if lost is None else "worker_lost")
-            if not self.prompt_tokens and self.scanner.prompt_ids is not None:
-                self.prompt_tokens = len(self.scanner.prompt_ids)
-            if not self._prepare_resume(self._result, lost):
-                await self._end_by_length()
-                return
-            self.recomputes += 1
-            self._unspent = None
-            ticket.requeue()
-
-    async def _attempt(self, ticket: Ticket, worker: Worker) -> bool:
-        connector = self._s.connector
+    def __init__(self, leg: Leg) -> None:
+        connector = leg.services.connector
         assert isinstance(connector, LayerwiseConnector)
-        self._tries += 1
-        self._pushed = False
+        self._leg, self._s, self._connector = leg, leg.services, connector
+        self._worker: Worker
+        self._push: asyncio.Task[None] | None = None
+        answer = leg.answer
+        self._result = PrefillResult(None, answer.estimated_tokens, None, None, reply=own_echo(answer.request))
+        answer.begin(self._result)
+
+    async def pooled(self) -> Event:
+        """Wait for a slot at a decode worker."""
+        self._worker = await self._leg.admission()
+        return Event.ADMITTED
+
+    async def decoding(self) -> Event:
+        """Have the decode worker ask for the KV and generate the answer, from wherever it is."""
+        leg, worker = self._leg, self._worker
+        answer, scanner, verdicts = leg.answer, leg.answer.scanner, leg.verdicts
+        tokens = scanner.tokens
+        lost: UpstreamError | None = None
+        try:
+            if await self._attempt(worker):
+                return Event.COMPLETE
+            worker.circuit.no_verdict()
+            if scanner.tokens == tokens:
+                await asyncio.sleep(verdicts.fruitless(worker))
+        except PushFailed as failure:
+            leg.check_abandoned(worker)
+            lost = failure.error
+            await asyncio.sleep(failure.delay_s)
+        except UpstreamError as error:
+            leg.check_abandoned(worker)
+            lost = error
+            if error.stage != "prefill":
+                await leg.suspect_loss(error, worker)
+                await asyncio.sleep(verdicts.judge(error, worker, "decode", begun=bool(scanner.tokens)))
+            elif not isinstance(error, WorkerSilent):  # a silent one may have written half of the KV
+                raise  # judged where it happened, and it was the last try
+        if not answer.prompt_tokens and scanner.prompt_ids is not None:
+            answer.prompt_tokens = len(scanner.prompt_ids)
+        return await go_on(leg, self._result, lost)
+
+    async def _attempt(self, worker: Worker) -> bool:
+        leg, connector = self._leg, self._connector
+        leg.new_try()
+        leg.kv_due = True
         token = secrets.token_urlsafe(TOKEN_BYTES)
-        self._unspent = connector.params(token)
+        leg.unspent = connector.params(token)
 
         def called_back(asked: bytes) -> None:
-            self._called_back(ticket, worker, connector.push(self.request, asked))
+            self._called_back(worker, connector.push(leg.answer.request, asked))
 
-        connector.expect(token, external_id(self.request, self.upstream_id), called_back)
+        connector.expect(token, external_id(leg.answer.request, leg.upstream_id), called_back)
         silence = None
         if worker.kv_connector is None:
             silence = self._s.loop.call_later(CALLBACK_S, self._never_asked, worker)
         try:
-            done = await self._decode(ticket, worker, self._result)
+            done = await decode(leg, worker, grace_s=0.0)  # nothing is pinned by name
             if done and self._push is not None:
                 await asyncio.wait({self._push}, timeout=LAST_WORD_S)
             return done
@@ -180,7 +172,7 @@ class LayerwiseLeg(Leg):
             connector.forget(token)
             if silence is not None:
                 silence.cancel()
-            self._unspent = None
+            leg.unspent = None
             push, self._push = self._push, None
             if push is not None:
                 push.cancel()  # what it holds in the scheduler goes with the request's own release
@@ -192,63 +184,69 @@ class LayerwiseLeg(Leg):
             reason = "it has asked for no prefill yet: its connector is not mooncake_layerwise, or it can't reach us"
             self._s.metrics.conditions.hold(CONNECTOR, worker.id, f"{reason} (layerwise.callback_url)")
 
-    def _called_back(self, ticket: Ticket, worker: Worker, body: bytes) -> None:
+    def _called_back(self, worker: Worker, body: bytes) -> None:
         if worker.kv_connector is None:
-            worker.kv_connector = self._s.connector.name
+            worker.kv_connector = self._connector.name
             self._s.metrics.conditions.clear(CONNECTOR, worker.id)
-        self.stage_deadline_s = math.inf  # from here on it is us whom the decode worker waits for
+        self._leg.stage_deadline_s = math.inf  # from here on it is us whom the decode worker waits for
         worker.progress_s = self._s.ledger.now()
-        ticket.request_prefill()
-        self._push = self._s.loop.create_task(self._run_push(ticket, worker, body))
+        self._leg.ticket.request_prefill()
+        self._push = self._s.loop.create_task(self._run_push(worker, body))
 
-    async def _run_push(self, ticket: Ticket, worker: Worker, body: bytes) -> None:
+    async def _run_push(self, worker: Worker, body: bytes) -> None:
+        leg, answer = self._leg, self._leg.answer
         try:
-            result = await self._prefill_for(ticket, body)
-            self._check_resumed(self._s.fleet[self.prefiller], result)
+            result = await self._prefill_for(body)
+            answer.check_prefill(self._s.fleet[leg.prefiller], result)
         except BalanceRouteError as error:
-            if self.scanner.end is not StreamEnd.DONE:
-                self.interrupt(error)
+            if answer.scanner.end is not StreamEnd.DONE:
+                leg.interrupt(error)
             return
         now = self._s.ledger.now()
-        self._pushed = True
-        ticket.pushed(result.prompt_tokens, result.cached_tokens)
+        leg.kv_due = False
+        leg.ticket.pushed(result.prompt_tokens, result.cached_tokens)
         worker.progress_s = now
-        if self.request.streams_upstream and not self.scanner.begun:
-            self.stage_deadline_s = now + self._s.config.limits.first_byte_timeout_s.decode
-        if not self.prompt_tokens:
-            self._result, self.prompt_reply = result, result.reply
-            self._learn_size(result.prompt_tokens)
-            self.prompt_tokens, self.cached_tokens = result.prompt_tokens, result.cached_tokens
-            self.scanner.prefilled(result.prompt_tokens, result.cached_tokens)
+        if answer.request.streams_upstream and not answer.scanner.begun:
+            leg.stage_deadline_s = now + self._s.config.limits.first_byte_timeout_s.decode
+        if not answer.prompt_tokens:
+            self._result = result
+            answer.prompt_counted(result)
+            answer.scanner.prefilled(result.prompt_tokens, result.cached_tokens)
 
-    async def _prefill_for(self, ticket: Ticket, body: bytes) -> PrefillResult:
+    async def _prefill_for(self, body: bytes) -> PrefillResult:
         """Have a prefiller push. Raises: QueueTimeout; PushFailed; UpstreamError of the last try."""
-        now = self._s.ledger.now
-        deadline_s = now() + self._s.config.queue.deadline_s
+        leg = self._leg
+        deadline_s = self._s.ledger.now() + self._s.config.queue.deadline_s
+        while True:
+            prefiller = await self._next_prefiller(deadline_s)
+            try:
+                return await self._probe_for(prefiller, body)
+            except UpstreamError as error:
+                delay_s = leg.verdicts.judge(error, prefiller, "prefill", begun=bool(leg.answer.scanner.tokens))
+                if not _unseen(error):
+                    raise PushFailed(error, delay_s) from error
+                await asyncio.sleep(delay_s)
+                leg.ticket.push_failed()
+
+    async def _next_prefiller(self, deadline_s: float) -> Worker:
+        """Wait for the prefiller that is to push. Raises: QueueTimeout."""
+        leg, now = self._leg, self._s.ledger.now
         while True:
             waiting_since_s = now()
             try:
                 async with asyncio.timeout_at(deadline_s):
-                    prefiller = self._s.fleet[await ticket.prefiller()]
+                    prefiller = self._s.fleet[await leg.ticket.prefiller()]
             except TimeoutError:
                 text = "The request waited too long for a prefiller."
                 raise QueueTimeout(text, retry_after_s=RETRY_AFTER_S) from None
-            if prefiller.state is not WorkerState.UP:
-                ticket.push_failed()
-                continue
-            self.prefill_wait_s += now() - waiting_since_s
-            self.prefiller = prefiller.id
-            try:
-                return await self._probe_for(prefiller, body)
-            except UpstreamError as error:
-                delay_s = self._judge(error, prefiller, "prefill")
-                if not _unseen(error):
-                    raise PushFailed(error, delay_s) from error
-                await asyncio.sleep(delay_s)
-                ticket.push_failed()
+            if prefiller.state is WorkerState.UP:
+                leg.prefill_wait_s += now() - waiting_since_s
+                leg.prefiller = prefiller.id
+                return prefiller
+            leg.ticket.push_failed()
 
     async def _probe_for(self, prefiller: Worker, body: bytes) -> PrefillResult:
-        limits = self._s.config.limits
+        leg, limits, request = self._leg, self._s.config.limits, self._leg.answer.request
         patience_s = limits.first_byte_timeout_s.prefill
         prefiller.in_use += 1
         prefiller.circuit.used()
@@ -256,20 +254,21 @@ class LayerwiseLeg(Leg):
             async with asyncio.timeout(patience_s):
                 reply = await prefiller.upstream.request(
                     "POST",
-                    self.request.path,
+                    request.path,
                     body,
-                    self._headers_for(prefiller),
+                    leg.headers_for(prefiller),
                     connect_timeout_s=limits.connect_timeout_s,
                 )
                 answer = await reply.read(REPLY_LIMIT if reply.status == 200 else ERROR_LIMIT)
             if reply.status != 200:
                 raise status_error(reply, answer, prefiller, "prefill")
-            result = parse_probe_reply(answer, worker=prefiller.id, keep=self.request.prompt_wishes is not None)
-            self._check_id(prefiller, "prefill", result.reply_id)
+            result = parse_probe_reply(answer, worker=prefiller.id, keep=request.prompt_wishes is not None)
+            check_id(prefiller, "prefill", result.reply_id, leg.upstream_id)
             if result.kv_transfer_params is not None and prefiller.kv_connector is None:
-                self._check_connector(prefiller, result.kv_transfer_params)
+                self._s.check_connector(prefiller, result.kv_transfer_params)
             prefiller.circuit.success()
             prefiller.progress_s = self._s.ledger.now()
+            leg.verdicts.prefilled()
             return result
         except TimeoutError:
             text = f"no answer within {patience_s:g} s"
@@ -284,45 +283,3 @@ class LayerwiseLeg(Leg):
 def _unseen(error: UpstreamError) -> bool:
     """Whether the prefiller has surely not begun: another one may push to the same place."""
     return pushes_back(error) or (isinstance(error, ConnectFailed) and not error.sent)
-
-
-class Metaserver:
-    """`POST /v1/metaserver/TOKEN`: decode workers ask for prefills; `services` is called per request."""
-
-    def __init__(self, services: Callable[[], LifeServices]) -> None:
-        self._services = services
-
-    def routes(self) -> list[Route]:
-        """The one route, and the one of the example proxy, where nobody shows a token."""
-        return [
-            Route(METASERVER_PATH, self.callback, methods=["POST"]),
-            Route(METASERVER_PATH + "/{token}", self.callback, methods=["POST"]),
-        ]
-
-    async def callback(self, request: Request) -> Response:
-        """Answered before the prefill begins: the connector has 32 threads per engine for all its callbacks."""
-        services = self._services()
-        connector = services.connector
-        assert isinstance(connector, LayerwiseConnector)
-        token = request.path_params.get("token", "")
-        if not connector.expects(token):
-            services.metrics.callbacks.inc("refused")
-            log.info("callback refused", extra={"peer": request.client.host if request.client else ""})
-            text = "Only the decode worker of a request under way may ask for its prefill, at the URL that it was sent."
-            return Response(error_body(403, text), 403, media_type="application/json")
-        try:
-            asked = orjson.loads(await request.body())
-            known_as = asked["request_id"]
-            if not isinstance(known_as, str):
-                raise TypeError("request_id")
-            params = orjson.dumps(asked)
-        except (ValueError, KeyError, TypeError):
-            services.metrics.callbacks.inc("malformed")
-            text = "The body must be a JSON object with a request_id."
-            return Response(error_body(400, text, "request_id"), 400, media_type="application/json")
-        outcome = connector.called_back(token, known_as, params)
-        services.metrics.callbacks.inc(outcome)
-        if outcome == "unknown":
-            text = "This is not the request that the URL was made for."
-            return Response(error_body(404, text, "request_id"), 404, media_type="application/json")
-        return Response(orjson.dumps({"status": "ok"}), media_type="application/json")

@@ -19,7 +19,7 @@ from balanceroute.config import Config
 from balanceroute.core.types import Phase, Role, WorkerState
 from balanceroute.core.view import DecoderView, PrefillerView, RequestView
 from balanceroute.proxy.admission.ledger import Ledger
-from balanceroute.proxy.life.lifecycle import Leg
+from balanceroute.proxy.life.leg import Leg
 from balanceroute.proxy.life.moves import Stuck, choose, room
 from balanceroute.proxy.telemetry.metrics import Metrics
 from balanceroute.proxy.workers.fleet import Fleet, Worker
@@ -66,7 +66,7 @@ class Mover:
         if not self._attentive:
             return True
         worker = self._worker_of(leg)
-        if worker is None or not leg.may_move:
+        if worker is None or not leg.answer.may_move:
             return False
         wait_s = self._config().health.group_wait_s
         if self._is_frozen(worker):
@@ -123,7 +123,7 @@ class Mover:
 
     def _is_stuck(self, leg: Leg, now: float) -> bool:
         worker = self._worker_of(leg)
-        if worker is None or leg.blocked_by_client or not leg.may_move:
+        if worker is None or leg.blocked_by_client or not leg.answer.may_move:
             return False
         if self._is_frozen(worker):
             return leg.late(now - self._config().health.group_wait_s)

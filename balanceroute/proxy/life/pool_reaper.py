@@ -15,7 +15,8 @@ import asyncio
 from typing import Final
 
 from balanceroute.errors import UpstreamTimeout
-from balanceroute.proxy.life.lifecycle import ClientStalled, DeadlineExceeded, Leg, LifeServices
+from balanceroute.proxy.life.errors import ClientStalled, DeadlineExceeded
+from balanceroute.proxy.life.leg import Leg, LifeServices
 from balanceroute.proxy.life.mover import Mover
 
 PERIOD_S: Final = 0.25
@@ -48,7 +49,7 @@ class PoolReaper:
         self._s.ledger.expire()
         self._s.fleet.sweep()
         self._s.metrics.fold()
-        now = self._s.looked_s = self._s.ledger.now()
+        now = self._s.last_look_s = self._s.ledger.now()
         for leg in self._s.legs:
             if leg.decoder is not None:
                 leg.decoder.progress_s = max(leg.decoder.progress_s, leg.last_token_s)

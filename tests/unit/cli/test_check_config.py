@@ -44,15 +44,38 @@ def test_check_config_prints_json_when_asked(
     assert json.loads(capsys.readouterr().out)["decode"]["workers"][0]["id"] == "d:1"
 
 
-def test_check_config_ends_with_one_line_and_code_2(
+def test_all_that_is_wrong_is_said_at_once_a_line_each_with_code_2(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], file: str
 ) -> None:
-    Path(file).write_text("routing: {policy: best}\n")
+    Path(file).write_text("routing: {policy: best}\npool: {max_entries: -1}\n")
     assert run(monkeypatch, file) == 2
     said = capsys.readouterr()
     assert said.out == ""
-    assert said.err.startswith(f"balanceroute: {file}: ")
-    assert said.err.count("\n") == 1
+    lines = said.err.splitlines()
+    assert all(line.startswith(f"balanceroute: {file}: ") for line in lines)
+    for key in ("prefill.workers", "decode.workers", "routing.policy", "pool.max_entries"):
+        assert sum(f": {key}" in line for line in lines) == 1
+
+
+def test_missing_files_are_named_together_and_nothing_is_made(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], file: str, tmp_path: Path
+) -> None:
+    model, history, keys = tmp_path / "m.npz", tmp_path / "no" / "h.sqlite3", tmp_path / "keys.yaml"
+    settings = [f"predictor.model={model}", f"predictor.history={history}", f"auth.client_keys={keys}"]
+    assert run(monkeypatch, file, *(part for text in settings for part in ("--set", text))) == 2
+    said = capsys.readouterr().err
+    assert all(str(path) in said for path in (model, history, keys)) and said.count("\n") == 3
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["c.yaml"]
+
+
+def test_knobs_and_variables_that_change_nothing_are_warnings(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], file: str
+) -> None:
+    monkeypatch.setenv("BALANCEROUTE_POLICY", "br_0")
+    assert run(monkeypatch, file, "--set", "routing.r_max=3") == 0
+    said = capsys.readouterr().err.splitlines()
+    assert "did you mean BALANCEROUTE_" in said[0] and "BALANCEROUTE_ROUTING__POLICY" in said[0]
+    assert "routing.r_max: level_fit does not have this knob" in said[1] and len(said) == 2
 
 
 @pytest.mark.parametrize(

@@ -5,6 +5,9 @@ import sys
 from pathlib import Path
 
 import pytest
+from rich.table import Table
+
+from balanceroute.cli.output import ProgressLines, print_table
 
 BALANCEROUTE = f"exec {sys.executable} -m balanceroute"
 FULL = Path("/dev/full")
@@ -23,3 +26,28 @@ def test_a_full_standard_output_is_one_line_and_exit_code_1(arguments: str, unbu
 def test_a_closed_standard_output_is_one_line_and_exit_code_1() -> None:
     done = subprocess.run(["sh", "-c", f"{BALANCEROUTE} --version >&-"], stderr=subprocess.PIPE, text=True)
     assert (done.returncode, done.stderr) == (1, "balanceroute: the output cannot be written: not writable\n")
+
+
+def test_names_in_tables_are_whole_in_a_pipe_and_on_a_narrow_terminal(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    name = "decode-worker-with-a-long-name.cluster.local:9100[bold]"
+    table = Table("worker", "state", "free slots")
+    table.add_row(name, "up", "4")
+    print_table(table)
+    assert f"│ {name} │" in capsys.readouterr().out
+    monkeypatch.setenv("FORCE_COLOR", "1")  # rich takes it for a terminal
+    monkeypatch.setenv("COLUMNS", "40")
+    print_table(table)
+    printed = capsys.readouterr().out
+    cells = [line.split("│")[1].strip() for line in printed.splitlines() if line.count("│") == 4]
+    assert "".join(cells) == name
+
+
+def test_progress_in_a_log_is_a_line_now_and_then(capsys: pytest.CaptureFixture[str]) -> None:
+    now = [0.0]
+    tell = ProgressLines("answers", lambda: now[0])
+    for second in range(61):
+        now[0] = float(second)
+        tell(second, 60)
+    assert capsys.readouterr().err.splitlines() == [f"answers: {n} of 60" for n in (15, 30, 45, 60)]

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from balanceroute.build import policy_settings
-from balanceroute.config import Config, effective_json, effective_yaml, load, parse_assignment
+from balanceroute.config import Config, effective_json, effective_yaml, load, parse_assignment, unused_variables
 from balanceroute.errors import ConfigError
 
 WORKERS = "prefill: {workers: [{url: http://p:1}]}\ndecode: {workers: [{url: http://d:1}, {url: http://d:2}]}\n"
@@ -303,6 +303,53 @@ def test_a_wrong_flag_is_named_as_the_source(tmp_path: Path) -> None:
 def test_several_problems_are_still_one_line(tmp_path: Path) -> None:
     message = refusal(tmp_path, WORKERS + "routing: {r_max: 0, gamma: 9, policy: x}\n")
     assert message.endswith("(and 2 more)")
+
+
+def test_every_problem_of_file_and_variables_is_there_for_who_asks(tmp_path: Path) -> None:
+    path = tmp_path / "c.yaml"
+    path.write_text("prefill: {workers: [{url: http://p/v1}]}\ndecode: {workers: [{url: http://d}]}\npool: {ttl: 3}\n")
+    environ = {"BALANCEROUTE_DECODE": "x", "BALANCEROUTE_ROUTING__R_MAX": "99"}
+    with pytest.raises(ConfigError) as caught:
+        load(path, environ)
+    told = [problem.split(":")[0] + ":" + problem.split(":")[1] for problem in caught.value.problems]
+    assert {text.partition(" =")[0] for text in told} == {
+        "BALANCEROUTE_DECODE: decode is a section; accepted is BALANCEROUTE_DECODE__KEY for one of its keys",
+        "BALANCEROUTE_ROUTING__R_MAX: routing.r_max",
+        f"{path}: pool.ttl",
+        f"{path}: prefill.workers[0].url",
+    }
+
+
+def test_rules_between_settings_that_are_broken_are_all_told(tmp_path: Path) -> None:
+    path = tmp_path / "c.yaml"
+    path.write_text(WORKERS + "pool: {ttl_s: 1000}\nretry: {max_delay_s: 0.01}\n")
+    with pytest.raises(ConfigError) as caught:
+        load(path, {})
+    assert [problem.split(" = ")[0] for problem in caught.value.problems] == [
+        f"{path}: pool.ttl_s",
+        f"{path}: retry.max_delay_s",
+    ]
+
+
+def test_variables_that_look_like_settings_are_named_and_those_of_kubernetes_are_not() -> None:
+    environ = {
+        "BALANCEROUTE_POLICY": "br_0",
+        "BALANCEROUTE_PORT": "tcp://10.0.0.1:8000",
+        "BALANCEROUTE_PORT_8000_TCP_ADDR": "10.0.0.1",
+        "BALANCEROUTE_SERVICE_HOST": "10.0.0.1",
+        "BALANCEROUTE_SERVICE_PORT_HTTP": "8000",
+        "BALANCEROUTE_STEP_LOG": "/x",
+        "BALANCEROUTE_ROUTING__R_MAX": "4",
+        "BALANCEROUTE_CONNECTOR": "nixl",
+        "BALANCEROUTE_NONSENSE": "1",
+        "HOME": "/root",
+    }
+    assert [text.split(": ")[0] for text in unused_variables(environ)] == [
+        "BALANCEROUTE_NONSENSE",
+        "BALANCEROUTE_POLICY",
+    ]
+    (text,) = unused_variables({"BALANCEROUTE_PORT": "8123"})
+    assert text.endswith("did you mean BALANCEROUTE_LISTEN__PORT?")
 
 
 @pytest.mark.parametrize("name", ["max_wait_s", "hold_s"])

@@ -14,7 +14,20 @@ from balanceroute.cli import main
 from balanceroute.core.scheduler import Scheduler
 from balanceroute.core.types import Admit
 from balanceroute.errors import InputError
-from balanceroute.experiments import EXPERIMENTS, Scope, files_of, main_results, methods, paper, reproduce, subsets
+from balanceroute.experiments import (
+    EXPERIMENTS,
+    Scope,
+    fairness,
+    figures,
+    files_of,
+    grid,
+    main_results,
+    methods,
+    paper,
+    reproduce,
+    scaling,
+    subsets,
+)
 from balanceroute.experiments.jobs import Job, Workload, replayed, run_job, run_jobs
 from balanceroute.experiments.methods import MAIN
 from balanceroute.experiments.tables import Table
@@ -190,7 +203,7 @@ def test_a_predictor_that_needs_an_extra_is_left_out_with_a_word(
 ) -> None:
     monkeypatch.setitem(sys.modules, "sklearn", None)
     text = reproduce(["predictors"], replace(TINY, rows=40), tmp_path, n_processes=1)
-    assert "`learned` is left out: it needs scikit-learn (`pip install 'balanceroute[learned]'`)." in text
+    assert "`learned` is left out: it needs scikit-learn (`scripts/install learned`)." in text
 
 
 def test_unknown_experiments_are_refused(tmp_path: Path) -> None:
@@ -274,3 +287,27 @@ def test_tables_render_gaps_and_thousands_and_keep_digits_in_csv(tmp_path: Path)
     table.add("b", None, float(np.nan))
     assert table.markdown().splitlines()[2:] == ["| a | 12,345 | 1,234.57 |", "| b | – | – |"]
     assert table.write_csv(tmp_path).read_text() == "name,n,x\na,12345,1234.57\nb,,nan\n"
+
+
+def test_without_matplotlib_the_tables_are_written_and_the_report_says_how_to_get_figures(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(figures, "available", lambda: False)
+    text = reproduce(["sensitivity"], TINY, tmp_path, n_processes=1)
+    assert "scripts/install plots" in text
+    assert sorted(path.name for path in tmp_path.iterdir()) == files_of(["sensitivity"], TINY)
+    assert not [name for name in files_of(["sensitivity"], TINY) if name.endswith((".png", ".svg"))]
+
+
+def test_a_policy_of_ones_own_is_a_row_of_the_main_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(Path(__file__).parents[3] / "examples"))
+    scope = replace(TINY, policies=("own_policy:FirstFit",))
+    text = reproduce(["main"], scope, tmp_path, n_processes=2)
+    assert text.count("| own_policy:FirstFit |") == len(scope.sources)
+
+
+def test_every_method_has_a_look_of_its_own_in_every_figure() -> None:
+    shown = {method.label for method in (*MAIN, *fairness.DEFAULTS, *scaling.METHODS, *fairness.SWEPT, *grid.POLICIES)}
+    assert shown <= set(figures.STYLES)
+    looks = [look[:2] for look in figures.STYLES.values()]
+    assert len(set(looks)) == len(looks)

@@ -6,6 +6,7 @@ import json
 import sys
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -207,6 +208,23 @@ def test_progress_is_told_until_everything_ended() -> None:
 
     asyncio.run(run())
     assert told[-1] == (2, 2)
+
+
+def test_a_replay_that_is_stopped_reports_what_was_sent_and_names_what_was_cut_off() -> None:
+    async def run() -> LoadReport:
+        stop = asyncio.Event()
+
+        def told(sent: int, ended: int) -> None:
+            if ended == 3:
+                stop.set()
+
+        async with serving(whole_answer) as url:
+            trace = a_trace([1, 1, 1, 1, 1])
+            trace = replace(trace, arrival_s=np.array([0.0, 0.0, 0.0, 1e6, 2e6]))
+            return await run_load(trace, LoadOptions(url), told, stop)
+
+    report = asyncio.run(run())
+    assert (report.requests, report.completed, report.errors) == (3, 3, {})
 
 
 @pytest.mark.parametrize("url", ["127.0.0.1:80", "ftp://x", "http://", "http://x:notaport"])

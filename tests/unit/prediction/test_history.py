@@ -41,7 +41,7 @@ def loaded(path: Path, **options: float) -> list[FinishedRequest]:
 
 @pytest.fixture
 def path(tmp_path: Path) -> Path:
-    return tmp_path / "deep" / "history.sqlite3"
+    return tmp_path / "history.sqlite3"
 
 
 def test_a_restart_finds_every_row_and_the_same_salt(path: Path) -> None:
@@ -133,7 +133,6 @@ while True:
 
 
 def test_kill_9_loses_at_most_what_was_not_flushed_and_never_the_file(path: Path) -> None:
-    path.parent.mkdir()
     for _ in range(2):
         before = len(loaded(path)) if path.exists() else 0
         with subprocess.Popen([sys.executable, "-c", WRITER, str(path)], stdout=subprocess.PIPE) as child:
@@ -167,7 +166,6 @@ def test_a_damaged_file_is_moved_aside_and_a_new_one_begun(
 
 
 def test_two_files_damaged_in_one_second_are_both_kept(path: Path) -> None:
-    path.parent.mkdir()
     for content in (b"x" * 5000, b"y" * 5000):
         path.write_bytes(content)
         assert loaded(path) == []
@@ -196,7 +194,6 @@ def test_a_file_of_a_newer_version_is_left_alone(path: Path, caplog: pytest.LogC
 
 
 def test_somebody_elses_database_is_left_alone(path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    path.parent.mkdir()
     with closing(sqlite3.connect(path)) as writer, writer:
         writer.execute("CREATE TABLE precious (x)")
     content = path.read_bytes()
@@ -217,7 +214,6 @@ def test_a_path_that_cannot_be_opened_is_one_line_and_no_crash(
 def test_a_damaged_file_that_cannot_be_moved_is_one_line_and_no_crash(
     path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    path.parent.mkdir()
     path.write_bytes(b"x" * 5000)
 
     def refuse(self: Path, target: Path) -> None:
@@ -284,7 +280,6 @@ def test_a_history_can_be_read_while_a_router_writes_it(path: Path) -> None:
 
 @pytest.mark.parametrize("content", [None, b"not a database"], ids=["missing", "damaged"])
 def test_reading_what_is_no_history_is_one_clear_error_and_changes_nothing(path: Path, content: bytes | None) -> None:
-    path.parent.mkdir()
     if content is not None:
         path.write_bytes(content)
 

@@ -2,17 +2,18 @@
 
 import math
 import re
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 import balanceroute.simulator
-from balanceroute.core.policies import PolicySettings, make_policy
-from balanceroute.errors import InputError
+from balanceroute.core.policies import DEFAULTS, KNOBS, POLICIES, PolicySettings, make_policy
+from balanceroute.core.policy import AdmissionPolicy
+from balanceroute.errors import ConfigError, InputError
 from balanceroute.prediction import Forecaster, build_predictor
-from balanceroute.simulator import Failure, Figures, Outcome, Replay, Setting, parse_params
+from balanceroute.simulator import Failure, Figures, Outcome, Replay, Setting, Stopped, parse_params
 from balanceroute.simulator.history import fitted
 from balanceroute.simulator.oracle import Forecast, NoForecast, OracleForecast, PredictorForecast, TrueLengths
 from balanceroute.simulator.simulation import Simulation
@@ -367,11 +368,40 @@ def test_oracle_and_predictor_say_the_same_of_outputs_that_are_all_equal(kind: s
 
 
 def test_params_become_knobs_of_their_types() -> None:
-    texts = ["beta=43", "s_greedy=0", "pool_bypass=true", "guard=head", "max_wait_s=inf", "hold_s=0"]
-    knobs = parse_params(PolicySettings(), texts)
+    texts = ["beta=43", "s_greedy=0", "pool_bypass=true", "guard=head", "max_wait_s=inf"]
+    knobs = parse_params(PolicySettings(policy="br_0"), texts)
     assert (knobs.beta, knobs.s_greedy, knobs.pool_bypass, knobs.guard) == (43.0, 0, True, "head")
-    assert (knobs.max_wait_s, knobs.hold_s) == (math.inf, 0.0)
+    assert (knobs.max_wait_s, parse_params(PolicySettings(), ["hold_s=0"]).hold_s) == (math.inf, 0.0)
     assert parse_params(knobs, ["beta=null"]).beta is None
+
+
+@pytest.mark.parametrize("policy", sorted(POLICIES))
+def test_a_policy_has_exactly_the_knobs_that_change_what_it_is(policy: str) -> None:
+    other: dict[str, object] = {n: value * 2 + 1 for n, value in DEFAULTS.items() if type(value) in (int, float)}
+    other |= {"gamma": 0.5, "beta": 7.0, "candidate_order": "ascending", "slack_placement": "free_slots"}
+    other |= {"guard": "head", "pool_bypass": True}
+    made = {name: made_with(policy, name, value) for name, value in other.items()}
+    before = inside(make_policy(PolicySettings(policy=policy)))
+    if policy == "br_0":  # the first step is never discounted; the margin is for the bypass alone
+        made["gamma"] = before
+        bypass = PolicySettings(policy=policy, pool_bypass=True)
+        assert inside(make_policy(bypass)) != inside(make_policy(replace(bypass, bypass_margin=9)))
+        made["bypass_margin"] = []
+    assert {name for name, found in made.items() if found != before} == set(KNOBS[policy])
+    for name in set(other) - {"seed", *KNOBS[policy]}:
+        with pytest.raises(InputError, match=f"{policy} does not have this knob"):
+            parse_params(PolicySettings(policy=policy), [f"{name}={str(other[name]).lower()}"])
+
+
+def made_with(policy: str, name: str, value: object) -> list[str]:
+    try:
+        return inside(make_policy(replace(PolicySettings(policy=policy), **{name: value})))
+    except ConfigError:  # the same as without the knob: br_h has no bypass
+        return inside(make_policy(PolicySettings(policy=policy)))
+
+
+def inside(policy: AdmissionPolicy) -> list[str]:
+    return [type(policy).__name__, *(f"{name} {value}" for name, value in sorted(vars(policy).items()))]
 
 
 @pytest.mark.parametrize(
@@ -403,6 +433,24 @@ def test_a_param_that_no_policy_can_have_is_refused_with_what_is_accepted(param:
 def test_what_has_an_option_of_its_own_is_no_param(name: str) -> None:
     with pytest.raises(InputError, match=f"--param {name}=6: the {name} has an option of its own, --{name}"):
         parse_params(PolicySettings(seed=5), [f"{name}=6"])
+
+
+def test_a_replay_that_is_stopped_tells_what_it_had_come_to() -> None:
+    trace = generate_trace("capped", rows=400, seed=1)
+    told: list[tuple[int, int]] = []
+
+    def tell(done: int, total: int) -> None:
+        told.append((done, total))
+        if done >= 100:
+            raise Stopped
+
+    whole = Replay(trace, PolicySettings(policy="least_kv"), a_setting())
+    part, full = whole.run(tell), whole.run()
+    assert 100 <= part.finished == told[-1][0] < 400 == full.finished
+    assert np.array_equal(part.step_start_s, full.step_start_s[: part.figures.steps])
+    ended = ~np.isnan(part.tpot_s)
+    assert np.array_equal(part.tpot_s[ended], full.tpot_s[ended])
+    assert not any(math.isnan(value) for value in asdict(part.figures).values())
 
 
 def test_only_the_oracle_reads_how_long_answers_become() -> None:

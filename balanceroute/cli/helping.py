@@ -1,0 +1,57 @@
+"""What `--help` shows of our commands: types in words, and summaries that are not cut off."""
+
+import inspect
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, TypeVar, get_args, get_type_hints
+
+import typer
+from typer.models import ArgumentInfo, OptionInfo
+
+Function = TypeVar("Function", bound=Callable[..., Any])
+
+WORDS = {int: "N", float: "NUMBER", Path: "FILE", str: "TEXT"}
+
+EXIT_CODES = """Exit codes: 0 done; 1 done, and the answer is no (an answer that was not complete, a worker that is not
+as it should be, a journal that differs), or the output cannot be written; 2 the command line, a setting or a file is
+wrong, as standard error says; 130 interrupted, what there was until then is printed."""
+
+
+def add(app: typer.Typer, function: Function, name: str | None = None) -> Function:
+    """Make the function a command of the app, its help readable."""
+    name_values(function)
+    return app.command(name, help=long_help(function), short_help=summary(function))(function)
+
+
+def name_values(function: Callable[..., Any]) -> None:
+    """Give each option and argument that has none a word for its value, in place of the name of a Python type."""
+    for name, annotation in get_type_hints(function, include_extras=True).items():
+        kind, *described = get_args(annotation) or (annotation,)
+        for info in described:
+            if isinstance(info, ArgumentInfo) and info.metavar is None:
+                info.metavar = name.upper()
+            elif isinstance(info, OptionInfo) and info.metavar is None:
+                info.metavar = value_word(kind)
+
+
+def value_word(kind: Any) -> str | None:
+    """The word for a value of this type, of a list or an optional one of it; None for a flag."""
+    candidates = [kind, *get_args(kind), *(inner for part in get_args(kind) for inner in get_args(part))]
+    return next((WORDS[each] for each in candidates if each in WORDS), None)
+
+
+def long_help(function: Callable[..., Any]) -> str:
+    """What the function says of itself, its examples in one line each, to be copied."""
+    return "\n\n".join(
+        f"\b\n{paragraph}" if paragraph.startswith("Example:") else paragraph for paragraph in paragraphs(function)
+    )
+
+
+def summary(function: Callable[..., Any]) -> str:
+    """The first paragraph of that, whole."""
+    return paragraphs(function)[0]
+
+
+def paragraphs(function: Callable[..., Any]) -> list[str]:
+    """The docstring, a line per paragraph."""
+    return [" ".join(paragraph.split()) for paragraph in (inspect.getdoc(function) or "").split("\n\n")]

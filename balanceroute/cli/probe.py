@@ -1,0 +1,151 @@
+"""`balanceroute check-config --probe`: what the workers of a configuration say of themselves, and what of it is wrong.
+
+Every URL is asked once, all at the same time, by GET alone: nothing is computed, nothing pinned.
+
+    /health        must be 200
+    /v1/models     must be a list; all workers serve the same names
+    /metrics       vLLM's gauges: back-pressure reads them; `cache_config_info` tells prefix caching
+    /server_info   max_num_seqs, KV connector and role; vLLM has it in development mode only (VLLM_SERVER_DEV_MODE=1),
+                   so elsewhere these are unknown
+"""
+
+import asyncio
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import httpx
+
+from balanceroute.config import Config, DecodeWorker, Worker
+from balanceroute.proxy.perimeter.tls import Tls
+from balanceroute.proxy.workers.metrics_poller import read_samples
+
+ROLES = {"prefill": ("kv_producer", "kv_both"), "decode": ("kv_consumer", "kv_both")}
+CONNECTORS = {"Layerwise": "mooncake_layerwise", "Nixl": "nixl", "Mooncake": "mooncake_v1"}  # the first that is in it
+_PREFIX_CACHING = re.compile(rb'vllm:cache_config_info\{[^}]*enable_prefix_caching="(True|False)"')
+
+
+@dataclass(slots=True)
+class Answer:
+    """What one worker says; None and empty: it does not tell. `problems` are what is wrong, one line each."""
+
+    worker: str
+    role: str
+    healthy: bool = False
+    models: tuple[str, ...] = ()
+    tells_load: bool | None = None
+    prefix_caching: bool | None = None
+    max_num_seqs: int | None = None
+    connector: str | None = None
+    kv_role: str | None = None
+    problems: list[str] = field(default_factory=list)
+
+
+async def probe(config: Config) -> list[Answer]:
+    """Ask every worker. Raises: ConfigError: a certificate file cannot be used."""
+    key = config.auth.worker_api_key
+    headers = {} if key is None else {"authorization": f"Bearer {key.get_secret_value()}"}
+    encrypted = any(w.url.startswith("https") for w in (*config.prefill.workers, *config.decode.workers))
+    verify = Tls(config).for_workers() if encrypted else False
+    limits = httpx.Limits(max_connections=256)
+    async with httpx.AsyncClient(
+        headers=headers, verify=verify, timeout=config.health.timeout_s, trust_env=False, limits=limits
+    ) as client:
+        tiers = [(worker, "prefill") for worker in config.prefill.workers]
+        tiers += [(worker, "decode") for worker in config.decode.workers]
+        answers = await asyncio.gather(*(_ask(client, config, worker, role) for worker, role in tiers))
+    _compare_models(answers)
+    return answers
+
+
+async def _ask(client: httpx.AsyncClient, config: Config, worker: Worker, role: str) -> Answer:
+    answer = Answer(worker.worker_id, role)
+    try:
+        reply = await client.get(f"{worker.url}/health")
+    except httpx.HTTPError as error:
+        answer.problems.append(f"{worker.url} can't be reached: {str(error) or type(error).__name__}")
+        return answer
+    answer.healthy = reply.status_code == 200
+    if not answer.healthy:
+        answer.problems.append(f"/health answers {reply.status_code}")
+    try:
+        answer.problems += _read_models(answer, await client.get(f"{worker.url}/v1/models"))
+        answer.problems += _read_metrics(answer, config, await client.get(f"{worker.url}/metrics"))
+        reply = await client.get(f"{worker.url}/server_info", params={"config_format": "json"})
+        if reply.status_code == 200:
+            answer.problems += _read_server_info(answer, config, worker, _json(reply))
+    except httpx.HTTPError as error:
+        answer.problems.append(f"stopped answering: {str(error) or type(error).__name__}")
+    return answer
+
+
+def _json(reply: httpx.Response) -> dict[str, Any]:
+    try:
+        body = reply.json()
+    except ValueError:
+        return {}
+    return body if isinstance(body, dict) else {}
+
+
+def _read_models(answer: Answer, reply: httpx.Response) -> Iterator[str]:
+    if reply.status_code == 401:
+        yield "/v1/models answers 401: auth.worker_api_key (or OPENAI_API_KEY) is not its key"
+        return
+    rows = _json(reply).get("data")
+    names = [str(row["id"]) for row in rows if "id" in row] if isinstance(rows, list) else []
+    answer.models = tuple(sorted(names))
+    if not names:
+        yield f"/v1/models (status {reply.status_code}) names no model: is this an OpenAI server?"
+
+
+def _read_metrics(answer: Answer, config: Config, reply: httpx.Response) -> Iterator[str]:
+    samples = read_samples(reply.content) if reply.status_code == 200 else {}
+    answer.tells_load = any("kv_cache_usage_perc" in engine for engine in samples.values())
+    if not answer.tells_load:
+        yield f"/metrics (status {reply.status_code}) does not tell its load: is it started with --disable-log-stats?"
+    told = _PREFIX_CACHING.search(reply.content)
+    if told is not None:
+        answer.prefix_caching = told[1] == b"True"
+    if answer.prefix_caching is False and _wants_prefixes(config) and answer.role == "prefill":
+        yield "prefix caching is off there, and prefill.policy is prefix_affinity"
+
+
+def _wants_prefixes(config: Config) -> bool:
+    return getattr(config.prefill, "policy", "") == "prefix_affinity"
+
+
+def _read_server_info(answer: Answer, config: Config, worker: Worker, body: Mapping[str, Any]) -> Iterator[str]:
+    settings = body.get("vllm_config")
+    if not isinstance(settings, dict):
+        return
+    scheduler, transfer = settings.get("scheduler_config") or {}, settings.get("kv_transfer_config") or {}
+    answer.max_num_seqs, answer.kv_role = scheduler.get("max_num_seqs"), transfer.get("kv_role")
+    answer.connector = transfer.get("kv_connector")
+    if isinstance(worker, DecodeWorker) and answer.max_num_seqs is not None:
+        ours = config.decode.slots_of(worker)
+        if answer.max_num_seqs < ours:
+            yield (
+                f"max_num_seqs is {answer.max_num_seqs} there and {ours} here: requests would queue in the engine,"
+                " where nobody balances them"
+            )
+        elif answer.max_num_seqs > ours:
+            yield f"max_num_seqs is {answer.max_num_seqs} there and {ours} here: the slots above stay empty"
+    if not transfer:
+        yield "has no KV connector (--kv-transfer-config): it takes part in no disaggregated serving"
+    elif answer.kv_role not in ROLES[answer.role]:
+        yield f"its kv_role is {answer.kv_role}: a {answer.role} worker is a {' or '.join(ROLES[answer.role])}"
+    named = next((name for part, name in CONNECTORS.items() if part in str(answer.connector)), None)
+    if named is not None and named != config.connector:
+        yield f"its connector is {answer.connector}: set connector: {named}, not {config.connector}"
+
+
+def _compare_models(answers: list[Answer]) -> None:
+    """Workers whose models differ from those that most serve are told so."""
+    served = [answer.models for answer in answers if answer.models]
+    if not served:
+        return
+    usual = max(set(served), key=served.count)
+    for answer in answers:
+        if answer.models and answer.models != usual:
+            answer.problems.append(f"serves {', '.join(answer.models)}, where most serve {', '.join(usual)}")

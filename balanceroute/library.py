@@ -1,0 +1,119 @@
+"""What `import balanceroute` offers beside the classes themselves: a simulation in one call, with its picture.
+
+    >>> import balanceroute
+    >>> run = balanceroute.simulate("heavy_tailed", policy="level_fit", max_requests=400)
+    >>> run.figures.admitted
+    400
+
+`simulate` drives the scheduler and policies of the live router on the clock of a simulated engine, as
+`balanceroute replay` does, and takes what the command line cannot give: a policy or a predictor as an object.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from balanceroute.core.policies import BUILT_IN, Option, PolicySettings, settings_from_dict
+from balanceroute.core.policy import AdmissionPolicy
+from balanceroute.errors import InputError
+from balanceroute.experiments import figures
+from balanceroute.plugins import learn_policy
+from balanceroute.prediction import Predictor
+from balanceroute.simulator import Figures, Outcome, Replay, Setting, at_load
+from balanceroute.traces import Trace, load_trace
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+PLOTTED_STEPS = 1500  # from the beginning of the steady window, as the load panels of `reproduce`
+
+
+@dataclass(frozen=True, slots=True)
+class SimulationResult:
+    """What a simulation came to.
+
+    Args:
+        label: the policy's name, as figures show it.
+        trace: what was simulated; its arrivals are stretched where a load was asked for.
+        setting: the simulated cluster.
+        outcome: figures, and per-request and per-step arrays (`Outcome` has their shapes).
+    """
+
+    label: str
+    trace: Trace = field(repr=False)
+    setting: Setting
+    outcome: Outcome = field(repr=False)
+
+    @property
+    def figures(self) -> Figures:
+        """Means and percentiles: load spread, balance, throughput, TPOT, waits."""
+        return self.outcome.figures
+
+    def plot(self, path: str | Path | None = None, *others: "SimulationResult") -> "Figure":
+        """The KV load of every worker over the first 1,500 steps of the steady window, `others` beside it.
+
+        Args: path: where to write it too, as PNG and SVG; the suffix is replaced. Returns matplotlib's figure.
+        Raises: InputError where matplotlib is not installed.
+        """
+        panels = [(run.label, run.outcome.loads[run.outcome.window][:PLOTTED_STEPS]) for run in (self, *others)]
+        figure = figures.draw_load_panels(panels, f"{len(self.trace):,} requests, {self.setting.n_workers} workers")
+        if path is not None:
+            figures.save(figure, Path(path))
+        return figure
+
+
+def simulate(
+    trace: Trace | str | Path = "heavy_tailed",
+    policy: str | PolicySettings | AdmissionPolicy = "level_fit",
+    *,
+    predictor: str | Predictor | None = None,
+    params: Mapping[str, Option | None] | None = None,
+    setting: Setting | None = None,
+    load: float | None = None,
+    train: Trace | str | Path | None = None,
+    max_requests: int | None = None,
+    seed: int = 0,
+) -> SimulationResult:
+    """Simulate a trace under a policy on a data-parallel decode tier.
+
+    Args:
+        trace: a `Trace`, a CSV's path, or heavy_tailed or capped for a generated one.
+        policy: a name (also of your own: `module:Class`), settings, or a policy object. An object is used for this run
+            alone.
+        predictor: none, oracle, survival, exact_match or learned, or an object (`balanceroute.Predictor`) for the
+            policy's horizon. None: survival for br_h, which is of no use without one, and none for all others.
+        params: knobs of a policy that is named, as in the YAML's `routing` section; of your own class, its arguments.
+        setting: the cluster; 8 workers of 64 slots by default.
+        load: stretch the arrivals to this fraction of ideal capacity (`at_load`).
+        train: what a predictor by name has learned from before; without it survival and exact_match learn as they go.
+        max_requests: the first so many requests.
+        seed: of a generated trace and of policies that draw at random.
+
+    Raises: InputError or ConfigError, in one line that says what is accepted.
+    """
+    cluster = setting or Setting()
+    requests = (trace if isinstance(trace, Trace) else load_trace(str(trace), seed=seed)).head(max_requests)
+    if load is not None:
+        requests = at_load(requests, load, cluster.checked())
+    past = load_trace(str(train), seed=seed + 1) if isinstance(train, str | Path) else train
+    settings, own = settings_of(policy, params or {}, seed)
+    if predictor is None:
+        predictor = "survival" if settings.policy == "br_h" else "none"
+    job = Replay(requests, settings, cluster, predictor, past, with_loads=True, own_policy=own)
+    return SimulationResult(own.name if own else settings.policy, requests, cluster, job.run())
+
+
+def settings_of(
+    policy: str | PolicySettings | AdmissionPolicy, params: Mapping[str, Option | None], seed: int
+) -> tuple[PolicySettings, AdmissionPolicy | None]:
+    """The settings, and the policy itself where it is given as an object."""
+    if isinstance(policy, str):
+        learn_policy(policy)
+        knobs = {"seed": seed, **params} if policy in BUILT_IN else {"options": dict(params)}
+        return settings_from_dict({"policy": policy, "params": knobs}), None
+    if params:
+        raise InputError("params: knobs of a policy that is named; settings and objects have theirs")
+    if isinstance(policy, PolicySettings):
+        return replace(policy, seed=seed) if seed else policy, None
+    return PolicySettings(horizon_steps=policy.horizon_steps), policy

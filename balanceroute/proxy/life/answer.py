@@ -1,0 +1,202 @@
+"""The answer to one prompt as far as it has come, and how it goes on when its decode worker is lost.
+
+A decode that ends early, because the engine gave it back or because the worker died, becomes a new request: prompt and
+answer so far as token ids, the limit less what has been generated. The client sees one unbroken stream. Where that
+would give a wrong answer (`resumption.py`), or the ids are not known, it starts again from the original prompt, which
+needs a client that has seen nothing of it; else it ends with an error.
+"""
+
+from typing import Any, Final
+
+import orjson
+
+from balanceroute.errors import BadUpstreamReply, NotResumable, UpstreamError
+from balanceroute.proxy.admission.prompt_sizes import traits_to_estimate
+from balanceroute.proxy.life.outlet import Outlet
+from balanceroute.proxy.life.relay import write_part
+from balanceroute.proxy.life.resumption import Fidelity, resumption
+from balanceroute.proxy.life.services import TryServices
+from balanceroute.proxy.life.verdicts import pushes_back
+from balanceroute.proxy.wire.payloads import ClientRequest, PrefillResult, resume
+from balanceroute.proxy.wire.prompt_part import prompt_text
+from balanceroute.proxy.wire.sse import EventScanner, StreamEnd
+from balanceroute.proxy.workers.fleet import Worker
+
+MAX_RESTARTS: Final = 8  # of an answer that can't be resumed: each one is lost work
+NOTHING_YET: Final = EventScanner()  # stands for the scanner until the first prefill is done
+
+
+class Answer:
+    """What was asked, what has come, and where it goes.
+
+    `request` is what workers are asked next: the client's, or one that goes on where the last worker ended.
+    `estimated_tokens` is the prompt's size before a prefiller has counted it, `prompt_tokens` after, 0 before.
+    """
+
+    __slots__ = (
+        "_original",
+        "_restarts",
+        "_s",
+        "_traits",
+        "cached_tokens",
+        "estimated_tokens",
+        "outlet",
+        "prompt_reply",
+        "prompt_tokens",
+        "request",
+        "scanner",
+        "scanner_options",
+    )
+
+    def __init__(
+        self, services: TryServices, request: ClientRequest, outlet: Outlet, scanner_options: dict[str, Any] | None
+    ) -> None:
+        """`scanner_options` are for an answer in another form, or one of several."""
+        self._s, self.outlet = services, outlet
+        self.request = self._original = request
+        self.scanner_options = scanner_options or {}
+        self.scanner = NOTHING_YET
+        self._traits = traits_to_estimate(request)
+        self.estimated_tokens = request.prompt_tokens
+        if self._traits is not None:
+            self.estimated_tokens = services.prompt_sizes.estimate(request, self._traits)
+        self.prompt_tokens = self._restarts = 0
+        self.cached_tokens: int | None = None
+        self.prompt_reply: dict[str, Any] | None = None  # a prefiller's, where the client wishes to know of its prompt
+
+    # -- what a prefiller says of the prompt
+
+    def prompt_counted(self, result: PrefillResult) -> None:
+        """A prefiller has counted the client's own prompt."""
+        self.prompt_tokens, self.cached_tokens = result.prompt_tokens, result.cached_tokens
+        self.prompt_reply = result.reply
+        if self._traits is not None:
+            error = abs(self.estimated_tokens - result.prompt_tokens) / max(1, result.prompt_tokens)
+            self._s.metrics.prompt_estimate_error.observe(error)
+            self._s.prompt_sizes.learn(self._original, self._traits, result.prompt_tokens)
+
+    def check_prefill(self, worker: Worker, result: PrefillResult) -> None:
+        """An engine too old to take token ids for a chat would start the answer over: better an error than that.
+
+        Raises: BadUpstreamReply: the prefill was of another prompt than prompt and answer so far.
+        """
+        expected = self.request.prompt_tokens
+        if self.request is not self._original and result.prompt_tokens != expected:
+            raise BadUpstreamReply(
+                f"it can't go on from token ids: prefilled {result.prompt_tokens} tokens, not {expected}",
+                worker=worker.id,
+                stage="prefill",
+            )
+
+    def begin(self, result: PrefillResult) -> None:
+        """Nothing has come yet; the prompt is as `result` says."""
+        request = self.request
+        prefix = prompt_text(request, result.reply) if result.reply is not None and request.stream else ""
+        self.scanner = EventScanner(
+            prefix=prefix,
+            want_token_ids=request.return_token_ids,
+            want_usage=request.include_usage or request.assembled,
+            want_continuous_usage=request.continuous_usage,
+            prompt_tokens=result.prompt_tokens,
+            cached_tokens=result.cached_tokens,
+            **self.scanner_options,
+        )
+
+    # -- when the decode ends early
+
+    @property
+    def may_move(self) -> bool:
+        """Whether it can go on elsewhere; one that can't is left where it is, until it is late."""
+        scanner = self.scanner
+        if not scanner.tokens or not self.outlet.started:
+            return True
+        resumable = resumption(self._original, scanner.cut()).fidelity is not Fidelity.INVALID
+        return self._s.config.retry.resume_on_worker_loss and resumable and scanner.ids_exact
+
+    def resume(self, result: PrefillResult, error: UpstreamError | None, worker_id: str) -> bool:
+        """Make the request that goes on where this worker ended; False when its limit leaves nothing to generate.
+
+        Args: error: how the worker was lost; None: it gave the request back.
+
+        Raises: `error`, or BadUpstreamReply, when it can't be resumed.
+        """
+        scanner = self.scanner
+        lost = error or BadUpstreamReply("the answer can't be resumed", worker=worker_id, stage="decode")
+        is_lost = error is not None and not pushes_back(error)
+        if self.outlet.started and is_lost and not self._s.config.retry.resume_on_worker_loss:
+            raise lost
+        cut = scanner.cut()
+        scanner.resume()
+        if scanner.tokens == 0:
+            self.request = self._original
+            return True
+        how = resumption(self._original, cut)
+        if how.fidelity is Fidelity.INVALID:
+            text = f"the answer was cut off, and {how.because} is state that another decode worker does not have"
+            lost = NotResumable(text, worker=worker_id, stage="decode")
+        prompt_ids = scanner.prompt_ids or result.prompt_token_ids
+        if how.fidelity is Fidelity.INVALID or not scanner.ids_exact or prompt_ids is None:
+            self._start_again(result, lost)
+            return True
+        self._s.metrics.resumes.inc(how.fidelity.name.lower())
+        try:
+            self.request = resume(
+                self._original,
+                prompt_ids[: self.prompt_tokens],
+                scanner.ids,
+                resume_key=self._s.connector.resume_key,
+            )
+        except ValueError:
+            return False
+        return True
+
+    def _start_again(self, result: PrefillResult, lost: UpstreamError) -> None:
+        """From the original prompt, which needs a client that has seen nothing. Raises: `lost`, where it has."""
+        self._restarts += 1
+        if self._restarts > MAX_RESTARTS or not self.outlet.forget():
+            self._s.metrics.resumes.inc("ended")
+            raise lost
+        self._s.metrics.resumes.inc("restarted")
+        self.request = self._original
+        self.begin(result)
+
+    # -- ends that no worker has written
+
+    async def end_by_length(self) -> None:
+        """The limit was reached when the worker was lost: say so as a worker would have."""
+        outlet = self.outlet
+        out = self.scanner.feed(_closing_events(self._original, self.prompt_tokens, self.scanner.tokens_in_life))
+        if not outlet.started:
+            outlet.start()
+        if outlet.ends_response:
+            outlet.end(out)
+        else:
+            await write_part(outlet, out)
+
+    async def close_finished(self) -> None:
+        """The answer has finished, and whatever the worker does before its [DONE] takes nothing from it.
+
+        Going on from here would generate beyond its end; it only lacks the usage, if any, and the closing event, and
+        that one is not made up.
+        """
+        scanner = self.scanner
+        scanner.end = StreamEnd.NO_DONE
+        owed = scanner.owed_usage(self.request.model, chat=self.request.endpoint == "chat")
+        if owed:
+            await write_part(self.outlet, owed)
+
+
+def _closing_events(request: ClientRequest, prompt_tokens: int, tokens: int) -> bytes:
+    """As from a worker that has generated so many tokens itself; the scanner adds those of workers before it."""
+    chat = request.endpoint == "chat"
+    head = {
+        "id": "",
+        "object": "chat.completion.chunk" if chat else "text_completion",
+        "created": 0,
+        "model": request.model,
+    }
+    part: dict[str, Any] = {"delta": {}} if chat else {"text": ""}
+    choice = {"index": 0, **part, "logprobs": None, "finish_reason": "length", "stop_reason": None}
+    usage = {"prompt_tokens": prompt_tokens, "completion_tokens": tokens, "total_tokens": prompt_tokens + tokens}
+    events: tuple[dict[str, Any], ...] = ({**head, "choices": [choice]}, {**head, "choices": [], "usage": usage})
+    return b"".join(b"data: %s\n\n" % orjson.dumps(event) for event in events) + b"data: [DONE]\n\n"

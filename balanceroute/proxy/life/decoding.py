@@ -1,0 +1,214 @@
+"""One try at a decode worker: the request with its KV's parameters, its stream to the client, and how it ended.
+
+How the stream ends, and what that means:
+
+| the worker's stream | this try |
+|---|---|
+| [DONE] after a finish reason | complete |
+| broken off after a finish reason | complete, without a [DONE] of ours |
+| [DONE] without one, or `stop_reason: "recomputed"` | the request was given back: the answer goes on elsewhere |
+| broken off, an error event, no JSON, another request's | an error, which `verdicts.py` judges |
+"""
+
+import asyncio
+import math
+
+from balanceroute.errors import BadUpstreamReply, BalanceRouteError, ConnectFailed, UpstreamError, UpstreamStatus
+from balanceroute.proxy.life.errors import ClientStalled
+from balanceroute.proxy.life.leg import ERROR_LIMIT, REPLY_LIMIT, Leg
+from balanceroute.proxy.life.relay import relay
+from balanceroute.proxy.life.verdicts import event_error, status_error
+from balanceroute.proxy.wire.answers import correct_answer
+from balanceroute.proxy.wire.sse import StreamEnd
+from balanceroute.proxy.workers.fleet import Worker
+from balanceroute.proxy.workers.identity import check_id, foreign_reply, learn_id
+from balanceroute.proxy.workers.upstream import Reply
+
+_NO_ANSWER = frozenset((StreamEnd.ERROR, StreamEnd.MALFORMED, StreamEnd.FOREIGN))
+
+
+async def decode(leg: Leg, worker: Worker, grace_s: float) -> bool:
+    """Let the worker decode; True when the answer is complete, False when it was given back.
+
+    Uses up `leg.unspent`, unless the worker has surely not seen it.
+
+    Args: grace_s: how long to wait for its first event when the client goes.
+
+    Raises: UpstreamError; ClientStalled.
+    """
+    services, answer, params = leg.services, leg.answer, leg.unspent
+    assert params is not None
+    limits, now = services.config.limits, services.ledger.now()
+    leg.worker = worker.id
+    if worker.in_use == 0:
+        worker.busy_since_s = now
+    streams = answer.request.streams_upstream  # else nothing comes before the whole answer
+    leg.enter(worker, "decode", now + limits.first_byte_timeout_s.decode if streams else math.inf, grace_s)
+    tokens, answered = answer.scanner.tokens, False
+    try:
+        body = services.connector.decode(answer.request, params)
+        leg.unspent = None
+        reply = leg.reply = await worker.upstream.request(
+            "POST",
+            answer.request.path,
+            body,
+            leg.headers_for(worker),
+            connect_timeout_s=limits.connect_timeout_s,
+            retry_stale=False,  # a worker that took the request and died looks the same: the KV may be pulled
+        )
+        if reply.status != 200:
+            error = status_error(reply, await reply.read(ERROR_LIMIT), worker, "decode")
+            if isinstance(error, UpstreamStatus) and (error.status < 500 or error.status == 503 or streams):
+                leg.unspent = params  # refused before the engine saw it: its KV is still pinned
+            raise error
+        if reply.header(b"content-encoding") not in (None, b"identity"):
+            raise BadUpstreamReply("it compressed its reply unasked", worker=worker.id, stage="decode")
+        complete = await (_stream(leg, worker, reply) if streams else _whole(leg, worker, reply))
+        answered = True
+        return complete
+    except ConnectFailed as error:
+        if not error.sent:
+            leg.unspent = params
+        raise
+    except asyncio.CancelledError:
+        worker.circuit.no_verdict()
+        interruption = leg.interruption()
+        if interruption is None:
+            raise
+        return await _interrupted(leg, interruption)
+    finally:
+        if leg.reply is not None and answer.scanner.end is not StreamEnd.DONE:
+            leg.reply.abort()
+        leg.reply = leg.decoder = None
+        if not answered and leg.unspent is None and answer.scanner.tokens == tokens:
+            services.drainer.orphan()  # the worker was told, but gave no sign of having pulled the KV
+        leg.stalled_since_s = math.inf
+        leg.idle_s = -math.inf
+        leg.verdicts.left_worker()
+        leg.leave(worker)
+
+
+async def _interrupted(leg: Leg, error: BalanceRouteError) -> bool:
+    """End a try that was interrupted; True when its answer is complete all the same. Raises: `error`; ClientStalled."""
+    answer = leg.answer
+    if leg.reply is not None and leg.reply.undelivered:
+        raise ClientStalled("the client had not taken all events when the request was ended") from None
+    if answer.scanner.end is StreamEnd.DONE:
+        return True
+    if answer.scanner.finish_reason is not None and not isinstance(error, ClientStalled):
+        await answer.close_finished()
+        return True
+    raise error from None
+
+
+async def _stream(leg: Leg, worker: Worker, reply: Reply) -> bool:
+    answer, ticket = leg.answer, leg.ticket
+    scanner, outlet = answer.scanner, answer.outlet
+    before = counted = scanner.tokens
+    _check_is_stream(reply, worker)
+    scanner.expect(leg.upstream_id, checked=bool(worker.echoes_ids), request_id=leg.id)
+    out = b""
+    while not (out and scanner.begun) and scanner.end is None:
+        chunk = await reply.next_chunk()
+        leg.heard(worker)
+        if chunk is None:
+            scanner.close()
+            break
+        out += scanner.feed(chunk)
+        if len(out) > ERROR_LIMIT and not scanner.begun:
+            break
+        if scanner.tokens > counted:
+            ticket.progress(scanner.tokens - counted)
+            counted = scanner.tokens
+            _has_begun(leg, worker)
+    if not scanner.begun:  # [DONE] alone is a request that was given back at once
+        if chunk is None or scanner.end is None:
+            raise BadUpstreamReply("its stream holds no event of an answer", worker=worker.id, stage="decode")
+        out = b""
+    elif scanner.end not in _NO_ANSWER:
+        learn_id(worker, scanner.echoed)
+        worker.circuit.success()
+    broken: UpstreamError | None = None
+    if out:
+        if not outlet.started:
+            outlet.start()
+        broken = await relay(
+            reply,
+            scanner,
+            outlet,
+            ticket.progress,
+            # a chat's role may come before its first token
+            on_first=None if counted > before else lambda: _has_begun(leg, worker),
+            first=out,
+            ends_response=outlet.ends_response,
+        )
+    if scanner.finish_reason is not None and scanner.end is not StreamEnd.DONE:
+        await answer.close_finished()
+    return _ended(leg, worker, broken)
+
+
+def _has_begun(leg: Leg, worker: Worker) -> None:
+    """The first tokens are here: from now on the next one is waited for, and what failed before is forgotten."""
+    leg.ticket.settle()  # the prefiller's KV has been pulled
+    at = worker.progress_s = leg.ticket.last_token_s
+    leg.decoder = worker
+    if not leg.first_token_s:
+        leg.first_token_s = at
+    leg.idle_s = leg.services.config.limits.idle_timeout_s
+    leg.stage_deadline_s = at + leg.idle_s
+    leg.verdicts.begun(at)
+
+
+def _ended(leg: Leg, worker: Worker, broken: UpstreamError | None) -> bool:
+    """Judge how the worker's stream ended: True complete, False given back. Raises: UpstreamError."""
+    scanner = leg.answer.scanner
+    end = scanner.end
+    if end is StreamEnd.DONE:
+        return True
+    if end is StreamEnd.ERROR:
+        raise event_error(scanner.error or b"{}", worker)
+    if end is StreamEnd.NO_DONE:
+        return True
+    if broken is not None:
+        raise broken
+    if end is StreamEnd.MALFORMED:
+        raise BadUpstreamReply(scanner.fault, worker=worker.id, stage="decode")
+    if end is StreamEnd.FOREIGN:
+        raise foreign_reply(worker, "decode", scanner.fault)
+    if end is StreamEnd.OVERSIZED:
+        raise BadUpstreamReply("an event is larger than any answer", worker=worker.id, stage="decode")
+    return False
+
+
+async def _whole(leg: Leg, worker: Worker, reply: Reply) -> bool:
+    """An answer in one piece; False when it was given back, and nothing of it has reached the client."""
+    answer, scanner = leg.answer, leg.answer.scanner
+    body = await reply.read(REPLY_LIMIT)
+    told = correct_answer(
+        answer.request,
+        body,
+        worker=worker.id,
+        cached_tokens=answer.cached_tokens,
+        upstream_id=leg.upstream_id,
+        request_id=leg.id,
+    )
+    check_id(worker, "decode", told.reply_id, leg.upstream_id)
+    worker.circuit.success()
+    if told.recomputed or told.finish_reason is None:
+        return False  # once more from its own prompt
+    if told.tokens:
+        leg.ticket.progress(told.tokens)
+    leg.first_token_s = worker.progress_s = leg.services.ledger.now()
+    scanner.tokens, scanner.finish_reason = told.tokens, told.finish_reason
+    scanner.end = StreamEnd.DONE
+    leg.verdicts.clear_choices()
+    answer.outlet.whole(told.body)
+    return True
+
+
+def _check_is_stream(reply: Reply, worker: Worker) -> None:
+    """Raises: BadUpstreamReply: the answer says that it is something else than the stream that was asked for."""
+    kind = reply.header(b"content-type")
+    if kind is not None and not kind.lower().startswith(b"text/event-stream"):
+        told = kind[:80].decode("latin-1")
+        raise BadUpstreamReply(f"it answered with {told}, not a stream of events", worker=worker.id, stage="decode")

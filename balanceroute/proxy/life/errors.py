@@ -1,0 +1,25 @@
+"""How a leg ends or a try fails, as far as nobody below it knows."""
+
+from balanceroute.errors import BadUpstreamReply, BalanceRouteError, UpstreamTimeout
+
+
+class NothingPinned(BadUpstreamReply):
+    """The prefiller answered without kv_transfer_params: sent on, a decoder would prefill by itself."""
+
+
+class WorkerSilent(UpstreamTimeout):
+    """The worker has fallen silent, and the request leaves it (`mover.py`)."""
+
+
+class DeadlineExceeded(UpstreamTimeout):
+    """The request as a whole took too long."""
+
+    retryable = False
+
+
+class ClientGone(Exception):
+    """The client disconnected: nobody is there to be answered."""
+
+
+class ClientStalled(BalanceRouteError):
+    """The client has stopped reading."""

@@ -1,0 +1,393 @@
+"""One request from its arrival to its single finish.
+
+A `Leg` is one prompt with one answer, the only shape that a KV transfer can carry. It runs inside the task of whoever
+serves the client. It keeps what the request holds and where it stands; what it does in a phase, and which phase follows
+which, is its strategy's: `pull.py`, `layerwise.py` or `scoring.py`.
+
+| module | what it does for a leg |
+|---|---|
+| `pull.py`, `layerwise.py`, `scoring.py` | the phases in their order, each with a table of what follows what |
+| `prefilling.py`, `decoding.py` | one try at a prefiller, one at a decode worker |
+| `answer.py` | what has come of the answer, and how it goes on when a worker is lost |
+| `verdicts.py` | what a failed try means, and how long to wait before the next |
+
+Four rules:
+
+**Once.** `finish` is called in one `finally`, whatever happened; everything else that the leg holds (connections,
+circuit verdicts) is released in the scope that took it. Releasing never awaits, so it can't be cancelled half-way.
+
+**Status before bytes.** The decoder's stream is read until there is something for the client or the stream has ended;
+only then `Outlet.start` is called. Up to that point a failure is another try or a status.
+
+**Parameters once.** `unspent` holds the prefiller's kv_transfer_params from its answer until a decoder may have seen
+them. If the request leaves while it still holds them, the KV is drained. They are not sent any more once the prefiller
+may soon drop the KV, as after a pause of our whole process: a decoder would read what is there by then, unnoticed.
+
+**A client that goes away is not always a reason to hang up at once.** A prefiller that has just finished pins KV whose
+parameters only its reply tells, and a decoder that has not handed the request to its engine yet forgets it without
+telling the prefiller; both then hold the KV until the connector's timeout, minutes later. So `abandon` lets a try run
+on for as long as it was given (`enter`), and hangs up then.
+
+Timeouts cost nothing per event: the leg keeps its deadlines as plain numbers, its ticket the time of the last token,
+and the reaper, which looks at all legs a few times per second, interrupts those that are late (`interrupt`).
+"""
+
+import asyncio
+import math
+import sys
+import traceback
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Any, Final, Protocol
+
+from balanceroute.core.types import Outcome, Phase, RequestSpec, WorkerState
+from balanceroute.errors import BalanceRouteError, QueueTimeout, UpstreamError
+from balanceroute.proxy.admission.ledger import Ticket
+from balanceroute.proxy.life.answer import Answer
+from balanceroute.proxy.life.errors import ClientGone, ClientStalled, WorkerSilent
+from balanceroute.proxy.life.outlet import Outlet
+from balanceroute.proxy.life.services import TryServices
+from balanceroute.proxy.life.suspicion import Choices
+from balanceroute.proxy.life.verdicts import Verdicts
+from balanceroute.proxy.wire.payloads import ClientRequest
+from balanceroute.proxy.wire.responses import JSON_TYPE
+from balanceroute.proxy.wire.sse import StreamEnd
+from balanceroute.proxy.workers.drainer import Drain
+from balanceroute.proxy.workers.fleet import Worker
+from balanceroute.proxy.workers.silence import Attention, FrozenGroup
+from balanceroute.proxy.workers.upstream import Reply
+
+REPLY_LIMIT: Final = 256 * 2**20  # an unstreamed answer with logprobs and the prompt's ids; more is a fault
+ERROR_LIMIT: Final = 2**20
+
+
+class Event(StrEnum):
+    """How a phase of a leg has ended, unless by an error, which ends the leg."""
+
+    TAKEN = "taken"  # a prefiller takes the request
+    PREFILLED = "prefilled"
+    PREFILL_FAILED = "prefill failed"  # and may be tried again
+    ADMITTED = "admitted"  # a decode worker takes the request
+    KV_AGED = "KV aged"  # the prefiller may drop it before a decode worker has pulled it
+    CUT_OFF = "cut off"  # the decode worker was lost, or gave the request back: the answer goes on from where it was
+    COMPLETE = "complete"
+
+
+Transitions = Mapping[Phase, Mapping[Event, Phase]]
+
+
+class Strategy(Protocol):
+    """In which order a leg's phases come. For each phase in `follows` it has a coroutine of the phase's name.
+
+    The phases are the scheduler's, which may be ahead: it has chosen a worker before the leg has heard of it.
+    """
+
+    first: Phase
+    follows: Transitions
+
+
+@dataclass(slots=True, eq=False, kw_only=True)
+class LifeServices(TryServices):
+    """What all legs of one router share."""
+
+    legs: "set[Leg]" = field(default_factory=set)
+    attention: Attention = field(default_factory=Attention)
+    frozen: list[FrozenGroup] = field(default_factory=list)  # groups of workers that fell silent together
+
+    @property
+    def loop(self) -> asyncio.AbstractEventLoop:
+        """The one event loop."""
+        return self.ledger.loop
+
+
+class Leg:
+    """One single-prompt, single-answer request; `run` is its whole life."""
+
+    __slots__ = (
+        "_abandoned",
+        "_grace_s",
+        "_headers",
+        "_interruption",
+        "_key",
+        "_strategy",
+        "_task",
+        "_tries",
+        "answer",
+        "at",
+        "deadline_s",
+        "decode_wait_s",
+        "decoder",
+        "first_token_s",
+        "id",
+        "idle_s",
+        "kv_due",
+        "outcome",
+        "pinned_s",
+        "prefill_wait_s",
+        "prefiller",
+        "recomputes",
+        "reply",
+        "services",
+        "stage_deadline_s",
+        "stalled_since_s",
+        "ticket",
+        "unspent",
+        "verdicts",
+        "waits_for",
+        "worker",
+    )
+
+    def __init__(
+        self,
+        services: LifeServices,
+        request_id: str,
+        request: ClientRequest,
+        outlet: Outlet,
+        headers: list[tuple[bytes, bytes]],
+        strategy: "Callable[[Leg], Strategy]",
+        *,
+        prompt_key: str = "",
+        deadline_s: float = math.inf,
+        scanner_options: dict[str, Any] | None = None,
+        choices: Choices | None = None,
+    ) -> None:
+        """`headers` go to the workers as they are.
+
+        `scanner_options` are for an answer in another form, or made of several legs, as `choices` are.
+        """
+        self.id, self.services, self._strategy = request_id, services, strategy
+        self.answer = Answer(services, request, outlet, scanner_options)
+        self.verdicts = Verdicts(services, request_id, choices)
+        self._headers, self._key = headers, prompt_key
+        self.deadline_s = deadline_s
+        self.outcome = Outcome.FAILED
+        self.prefiller = self.worker = ""  # the last ones that were asked
+        self.recomputes = self._tries = 0
+        self.prefill_wait_s = self.decode_wait_s = self.first_token_s = 0.0
+        # what it holds
+        self.ticket: Ticket
+        self.unspent: bytes | None = None  # kv_transfer_params that no decode worker has seen
+        self.pinned_s = 0.0  # since when their KV has been pinned at most
+        # where it is
+        self._task: asyncio.Task[Any] | None = None
+        self.at = ""  # the worker that a request of ours is under way at
+        self.waits_for = ("", "")  # the worker, and its role, that the leg waits for or waited for last
+        self.decoder: Worker | None = None  # whose tokens come
+        self.reply: Reply | None = None  # the decode worker's, while it is read
+        self.kv_due = False  # its decode worker waits for KV that is being computed: no token can come
+        # until when
+        self._grace_s = 0.0  # how long the try under way goes on when the client goes
+        self.stage_deadline_s = self.stalled_since_s = math.inf
+        self.idle_s = -math.inf  # longest pause between two tokens, once there has been one
+        self._abandoned = False
+        self._interruption: BalanceRouteError | None = None
+
+    async def run(self, task: asyncio.Task[Any] | None = None) -> None:
+        """Serve the request: returns when its answer is complete.
+
+        Args: task: the one that runs this, where the caller has asked already.
+
+        Raises: Rejected, UpstreamError: what the client is to be told; `started` says whether as a status or as an
+        event.
+        """
+        if self._abandoned:
+            raise ClientGone
+        services, answer = self.services, self.answer
+        request = answer.request
+        tokens = answer.estimated_tokens
+        spec = RequestSpec(self.id, tokens, request.priority, self._key, request.effective_limit)
+        if services.knows_prefixes:
+            spec.prefix, spec.block_tokens = services.prompt_blocks.of(request, tokens)
+        self.ticket = services.ledger.submit(spec)
+        self._task = task or asyncio.current_task()
+        services.legs.add(self)
+        try:
+            strategy = self._strategy(self)
+            phase = strategy.first
+            while phase is not Phase.GONE:
+                run_phase: Callable[[], Awaitable[Event]] = getattr(strategy, phase)
+                phase = strategy.follows[phase][await run_phase()]
+            self.outcome = Outcome.FINISHED
+        except QueueTimeout:
+            self.outcome = Outcome.EXPIRED
+            raise
+        except (ClientStalled, ClientGone):
+            self.outcome = Outcome.CANCELLED
+            raise
+        except asyncio.CancelledError:
+            error = self.interruption()
+            if error is None:
+                self.outcome = Outcome.FINISHED if answer.scanner.end is StreamEnd.DONE else Outcome.CANCELLED
+                raise
+            raise error from None
+        finally:
+            services.legs.discard(self)
+            self.verdicts.close()
+            if self.outcome is Outcome.FINISHED:
+                self.verdicts.clear_choices()  # on a failure the others are abandoned: none of them may go now
+            if self.ticket.left is None:
+                self.ticket.finish(self.outcome, answer.scanner.finish_reason or "")
+            self.free_kv()
+            # Errors keep the frames that they came through, these keep the leg with its bodies, and the leg the errors:
+            # a ring that is freed only when all garbage is looked for, which may take very long.
+            self._task = None
+            _clear_frames(sys.exc_info()[1])
+
+    # -- what others may do to it
+
+    def abandon(self) -> None:
+        """The client is gone: end the request, at once or as soon as nothing leaks by it."""
+        if self._abandoned:
+            return
+        self._abandoned = True
+        if self._task is None:
+            return  # it will find out as soon as it runs
+        if self._grace_s:
+            self.services.loop.call_later(self._grace_s, self._hang_up)
+        else:
+            self._task.cancel()
+
+    def _hang_up(self) -> None:
+        if self in self.services.legs and self._task is not None:
+            self._task.cancel()
+
+    def check_abandoned(self, worker: Worker) -> None:
+        """Raises: ClientGone: nobody waits for what this worker has said."""
+        if self._abandoned:
+            worker.circuit.no_verdict()
+            raise ClientGone
+
+    def interrupt(self, error: BalanceRouteError) -> None:
+        """End what it does now with this error: the reaper found it late."""
+        if self._interruption is None and self._task is not None:
+            self._interruption = error
+            self._task.cancel()
+
+    def move(self, worker_id: str, role: str) -> None:
+        """Leave a worker that has fallen silent: that try has failed, and whatever it still sends is not read."""
+        self.interrupt(WorkerSilent("the worker has fallen silent", worker=worker_id, stage=role))
+
+    def interruption(self) -> BalanceRouteError | None:
+        """Why it was interrupted, once; None where the CancelledError under way is somebody else's, or his as well."""
+        error, self._interruption = self._interruption, None
+        if error is None or self._task is None or self._task.uncancel() > 0:
+            return None
+        return error
+
+    # -- what others may know
+
+    @property
+    def started(self) -> bool:
+        """Whether the client has seen something of this leg."""
+        return self.answer.outlet.started
+
+    @property
+    def last_token_s(self) -> float:
+        """When the last token came, on whatever worker; 0 before."""
+        return self.ticket.last_token_s
+
+    def late(self, now: float) -> bool:
+        """Whether the worker should have given its answer, its first byte or its next token by now."""
+        return now > max(self.stage_deadline_s, self.last_token_s + self.idle_s)
+
+    @property
+    def blocked_by_client(self) -> bool:
+        """Whether the worker isn't read at the moment because the client doesn't read, or has nothing left to say."""
+        return self.reply is not None and (self.reply.paused or self.reply.over)
+
+    def expects_tokens_from(self, worker_id: str) -> bool:
+        """Whether a stream from that worker is open whose client reads, and tokens may come."""
+        return (
+            self.worker == worker_id
+            and self.reply is not None
+            and self.answer.request.streams_upstream
+            and not self.reply.paused
+            and not self.kv_due
+        )
+
+    # -- for its strategy
+
+    @property
+    def upstream_id(self) -> str:
+        """X-Request-Id at the workers; every try has its own."""
+        return self.id if self._tries == 1 else f"{self.id}-{self._tries}"
+
+    def new_try(self) -> None:
+        """What is sent from now on is another request to the workers."""
+        self._tries += 1
+
+    def headers_for(self, worker: Worker) -> list[tuple[bytes, bytes]]:
+        """Those of a request of this try to a worker."""
+        return [JSON_TYPE, (b"x-request-id", self.upstream_id.encode()), *self._headers, *worker.rank_header]
+
+    def enter(self, worker: Worker, role: str, deadline_s: float, grace_s: float) -> None:
+        """A request to this worker is about to be sent, which the next `leave` ends.
+
+        Args: deadline_s: when its first byte is late. grace_s: how long it goes on when the client goes.
+        """
+        worker.in_use += 1
+        worker.circuit.used()
+        self.stage_deadline_s, self._grace_s = deadline_s, grace_s
+        self.at = worker.id
+        self.waits_for = (worker.id, role)
+
+    def heard(self, worker: Worker) -> None:
+        """The worker has the request: a client that goes is now reason enough to hang up. Raises: ClientGone."""
+        self._grace_s = 0.0
+        self.check_abandoned(worker)
+
+    def leave(self, worker: Worker) -> None:
+        """The request to this worker is over."""
+        self._grace_s = 0.0
+        self.stage_deadline_s = math.inf
+        self.at = ""
+        worker.in_use -= 1
+
+    async def admission(self) -> Worker:
+        """Wait for the decode worker. Raises: QueueTimeout.
+
+        One that has gone out between the decision and now, be it for another request's trial, is not asked.
+        """
+        ticket, verdicts, fleet = self.ticket, self.verdicts, self.services.fleet
+        while True:
+            worker = fleet[await verdicts.patiently(ticket, ticket.admission())]
+            await verdicts.turn(worker)
+            if worker.state is WorkerState.UP:
+                self.decode_wait_s += self.services.ledger.now() - ticket.pooled_s
+                return worker
+            verdicts.left_worker()
+            verdicts.left_tier()
+            ticket.put_back()
+
+    async def suspect_loss(self, error: UpstreamError, worker: Worker) -> None:
+        """Take down that the decode worker died under this request, if it did. Raises: DecodersLost: once too often."""
+
+        def alone() -> bool:
+            others = (leg for leg in self.services.legs if leg is not self and leg.worker == worker.id)
+            return all(leg.answer.scanner.tokens_in_life for leg in others)
+
+        midway = bool(self.answer.scanner.tokens_in_life)
+        await self.verdicts.suspect_loss(error, worker, midway=midway, alone=alone)
+
+    def free_kv(self) -> None:
+        """Have pinned KV pulled that the request leaves behind, unless a decoder may have been told to already.
+
+        A decoder that failed before its first token may or may not have pulled: its parameters must not be used
+        again, so that KV is only counted (`decoding.py`).
+        """
+        params, self.unspent = self.unspent, None
+        if params is None:
+            return
+        drainer = self.services.drainer
+        if self.verdicts.has_losses:
+            drainer.orphan()  # a drain is the same request once more, at yet another decode worker
+        else:
+            drainer.drain(Drain(self.id, self.answer.request, params, tuple(self._headers), self.pinned_s))
+
+
+def _clear_frames(error: BaseException | None) -> None:
+    """Drop the variables of the frames that an error, and what led to it, has left."""
+    while error is not None:
+        traceback.clear_frames(error.__traceback__)
+        error = error.__context__

@@ -1,0 +1,90 @@
+"""One try at a prefiller: the probe, which has it compute the prompt and keep the KV.
+
+The body is the connector's (`wire/connectors.py`). A client that goes meanwhile does not end it at once: see `leg.py`.
+"""
+
+import asyncio
+from typing import Final
+
+from balanceroute.core.types import WorkerState
+from balanceroute.errors import ForeignReply, UpstreamError
+from balanceroute.proxy.life.errors import NothingPinned
+from balanceroute.proxy.life.leg import ERROR_LIMIT, REPLY_LIMIT, Leg
+from balanceroute.proxy.life.verdicts import status_error
+from balanceroute.proxy.wire.payloads import PrefillResult, parse_probe_reply, score_body
+from balanceroute.proxy.workers.connector_check import pinned_nothing
+from balanceroute.proxy.workers.fleet import Worker
+from balanceroute.proxy.workers.identity import check_id
+
+# Hanging up costs (chance to hit the window) x (480 s of pinned KV), going on costs half of what the prefill takes:
+# with a window of 20 ms between engine and reply (a busy machine) both are equal for a prefill of 4.4 s.
+PROBE_GRACE_S: Final = 5.0
+
+
+async def next_prefiller(leg: Leg) -> Worker:
+    """Wait for the prefiller that takes the request. Raises: QueueTimeout."""
+    services, ticket = leg.services, leg.ticket
+    waiting_since_s = services.ledger.now()
+    while True:
+        worker = services.fleet[await leg.verdicts.patiently(ticket, ticket.prefiller())]
+        if worker.state is WorkerState.UP:
+            leg.prefill_wait_s += services.ledger.now() - waiting_since_s
+            leg.prefiller = worker.id
+            return worker
+        ticket.prefill_failed()
+
+
+async def try_probe(leg: Leg, worker: Worker) -> PrefillResult | None:
+    """The prefiller's answer; None when it failed and, the wait being over, another try may be made.
+
+    Raises: ClientGone; UpstreamError: it was the last try.
+    """
+    try:
+        result = await probe(leg, worker)
+    except UpstreamError as error:
+        leg.check_abandoned(worker)
+        await asyncio.sleep(leg.verdicts.judge(error, worker, "prefill", begun=bool(leg.answer.scanner.tokens)))
+        return None
+    return result
+
+
+async def probe(leg: Leg, worker: Worker) -> PrefillResult:
+    """Ask the prefiller once. Raises: UpstreamError."""
+    services, request = leg.services, leg.answer.request
+    limits, ledger = services.config.limits, services.ledger
+    leg.new_try()
+    leg.enter(worker, "prefill", ledger.now() + limits.first_byte_timeout_s.prefill, PROBE_GRACE_S)
+    try:
+        reply = await worker.upstream.request(
+            "POST",
+            request.path,
+            score_body(request) if request.scores_only else services.connector.probe(request),
+            leg.headers_for(worker),
+            connect_timeout_s=limits.connect_timeout_s,
+        )
+        body = await reply.read(REPLY_LIMIT if reply.status == 200 else ERROR_LIMIT)
+        if reply.status != 200:
+            raise status_error(reply, body, worker, "prefill")
+        result = parse_probe_reply(body, worker=worker.id, keep=request.prompt_wishes is not None)
+        check_id(worker, "prefill", result.reply_id, leg.upstream_id)
+        if result.kv_transfer_params is None and not request.scores_only:
+            pinned_nothing(worker, services.connector, services.metrics.conditions)
+            raise NothingPinned("it returned no kv_transfer_params", worker=worker.id, stage="prefill")
+        if result.kv_transfer_params is not None and worker.kv_connector is None:
+            services.check_connector(worker, result.kv_transfer_params)
+        worker.circuit.success()
+        worker.progress_s = ledger.now()
+        leg.verdicts.prefilled()
+        return result
+    except ForeignReply:
+        services.drainer.orphan()  # what it has pinned for us, if anything, nobody will ever be told
+        raise
+    except asyncio.CancelledError:
+        worker.circuit.no_verdict()
+        services.drainer.orphan()  # it may finish, or have finished, all the same
+        error = leg.interruption()
+        if error is None:
+            raise
+        raise error from None
+    finally:
+        leg.leave(worker)

@@ -1,0 +1,117 @@
+"""Prefill first: a decode worker is chosen for a request whose KV waits at a prefiller, and pulls it.
+
+    submit -> QUEUED -> PREFILLING -> POOLED -> DECODING -> GONE
+                ^---------'                       |
+                '---------------------------------' cut off: prompt and answer so far are the next prompt
+
+The table `Pull.follows` is what runs.
+"""
+
+import asyncio
+from typing import Final
+
+from balanceroute.core.types import Phase
+from balanceroute.errors import UpstreamError
+from balanceroute.proxy.life.answer import NOTHING_YET
+from balanceroute.proxy.life.decoding import decode
+from balanceroute.proxy.life.leg import Event, Leg, Transitions
+from balanceroute.proxy.life.prefilling import next_prefiller, try_probe
+from balanceroute.proxy.life.verdicts import pushes_back
+from balanceroute.proxy.wire.payloads import PrefillResult
+from balanceroute.proxy.workers.fleet import Worker
+
+# From a decoder's socket to its engine, tokenisation included. An idle one needs milliseconds and its first event ends
+# the wait; a real vLLM on an overloaded machine had not done it after 0.5 s, and its prefiller kept the KV.
+DECODE_GRACE_S: Final = 5.0
+
+
+class Pull:
+    """The strategy of connectors whose decode worker pulls: mooncake_v1, nixl."""
+
+    __slots__ = ("_leg", "_prefiller", "_result", "_worker")
+
+    first: Phase = Phase.QUEUED
+    follows: Transitions = {
+        Phase.QUEUED: {Event.TAKEN: Phase.PREFILLING},
+        Phase.PREFILLING: {Event.PREFILLED: Phase.POOLED, Event.PREFILL_FAILED: Phase.QUEUED},
+        Phase.POOLED: {Event.ADMITTED: Phase.DECODING, Event.KV_AGED: Phase.QUEUED},
+        Phase.DECODING: {Event.COMPLETE: Phase.GONE, Event.CUT_OFF: Phase.QUEUED},
+    }
+
+    def __init__(self, leg: Leg) -> None:
+        self._leg = leg
+        self._prefiller: Worker
+        self._worker: Worker
+        self._result: PrefillResult
+
+    async def queued(self) -> Event:
+        """Wait for a prefiller."""
+        self._prefiller = await next_prefiller(self._leg)
+        return Event.TAKEN
+
+    async def prefilling(self) -> Event:
+        """Have the prompt computed."""
+        leg, services, worker = self._leg, self._leg.services, self._prefiller
+        sent_s = services.ledger.now()
+        result = await try_probe(leg, worker)
+        if result is None:
+            leg.ticket.prefill_failed()
+            return Event.PREFILL_FAILED
+        # the answer may have lain there since our loop turned last
+        leg.unspent, leg.pinned_s = result.kv_transfer_params, max(sent_s, services.last_look_s)
+        leg.check_abandoned(worker)
+        leg.answer.check_prefill(worker, result)
+        if leg.answer.scanner is NOTHING_YET:
+            leg.answer.prompt_counted(result)
+            leg.answer.begin(result)
+        self._result = result
+        leg.ticket.prefilled(result.prompt_tokens, result.cached_tokens)
+        return Event.PREFILLED
+
+    async def pooled(self) -> Event:
+        """Wait for a slot at a decode worker."""
+        leg = self._leg
+        self._worker = await leg.admission()
+        if not leg.services.drainer.too_old(leg.pinned_s):
+            return Event.ADMITTED
+        leg.ticket.requeue()
+        leg.free_kv()
+        return Event.KV_AGED
+
+    async def decoding(self) -> Event:
+        """Have the answer generated, from wherever it is."""
+        leg, worker = self._leg, self._worker
+        scanner, verdicts = leg.answer.scanner, leg.verdicts
+        tokens = scanner.tokens
+        lost: UpstreamError | None = None
+        try:
+            if await decode(leg, worker, DECODE_GRACE_S):
+                return Event.COMPLETE
+            worker.circuit.no_verdict()
+            if scanner.tokens == tokens:
+                await asyncio.sleep(verdicts.fruitless(worker))
+        except UpstreamError as error:
+            leg.check_abandoned(worker)
+            lost = error
+            await leg.suspect_loss(error, worker)
+            await asyncio.sleep(verdicts.judge(error, worker, "decode", begun=bool(scanner.tokens)))
+        return await go_on(leg, self._result, lost)
+
+
+async def go_on(leg: Leg, result: PrefillResult, lost: UpstreamError | None) -> Event:
+    """After a decode that ended early, queue again for what is left of the answer, if anything.
+
+    Args: result: what the last prefill said. lost: how the worker was lost; None: it gave the request back.
+
+    Raises: UpstreamError: the answer can't go on.
+    """
+    if lost is None or not pushes_back(lost):
+        leg.services.metrics.recomputes.inc("recomputed" if lost is None else "worker_lost")
+    leg.verdicts.left_tier()
+    if not leg.answer.resume(result, lost, leg.worker):
+        await leg.answer.end_by_length()
+        return Event.COMPLETE
+    leg.recomputes += 1
+    leg.ticket.requeue()
+    leg.free_kv()
+    return Event.CUT_OFF

@@ -1,0 +1,49 @@
+"""What every try at a worker needs of the router."""
+
+import math
+from dataclasses import dataclass, field
+
+from balanceroute.build import scheduler_config
+from balanceroute.config import Config
+from balanceroute.proxy.admission.ledger import Ledger
+from balanceroute.proxy.admission.prompt_sizes import PromptSizes
+from balanceroute.proxy.life.suspicion import Suspicions
+from balanceroute.proxy.telemetry.metrics import Metrics
+from balanceroute.proxy.wire.connectors import Connector
+from balanceroute.proxy.wire.prompt_blocks import PromptBlocks
+from balanceroute.proxy.workers.connector_check import check_connector, shortened
+from balanceroute.proxy.workers.drainer import Drainer
+from balanceroute.proxy.workers.fleet import Fleet, Worker
+
+
+@dataclass(slots=True, eq=False, kw_only=True)
+class TryServices:
+    """Shared by all requests of one router; `config` is replaced by a reload, the rest stays."""
+
+    config: Config
+    ledger: Ledger
+    fleet: Fleet
+    metrics: Metrics
+    drainer: Drainer
+    connector: Connector
+    prompt_sizes: PromptSizes = field(default_factory=PromptSizes)
+    prompt_blocks: PromptBlocks = field(default_factory=PromptBlocks)
+    suspicions: Suspicions = field(default_factory=Suspicions)
+    last_look_s: float = -math.inf  # when the reaper looked last: our loop was not stalled then
+
+    @property
+    def knows_prefixes(self) -> bool:
+        """Whether the choice of a prefiller asks what a prompt begins with."""
+        return self.config.prefill.policy == "prefix_affinity"
+
+    def configure(self, config: Config) -> None:
+        """Other settings from now on, for all that reads them as it goes."""
+        self.config = config
+        self.ledger.configure(scheduler_config(config))
+        self.drainer.pin_s = config.kv_pin_s
+
+    def check_connector(self, worker: Worker, kv_transfer_params: bytes) -> None:
+        """Learn from a prefiller's parameters which connector it runs. Raises: WrongConnector."""
+        found = check_connector(worker, kv_transfer_params, self.connector, self.metrics.conditions)
+        if found is not None:
+            self.configure(shortened(self.config, [found]))

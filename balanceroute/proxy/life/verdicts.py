@@ -1,0 +1,264 @@
+"""What failed tries say of a request and of its workers, and how long to wait before the next one.
+
+| what happened | the worker | the request |
+|---|---|---|
+| 4xx except 429 | nothing | ends: the error is the client's |
+| 429, 503 | rests (`circuit.busy`) | goes round again, counted as no failure; ends at the queue's deadline |
+| given back without a token | nothing | goes round again, `MAX_FRUITLESS` times in a row |
+| the whole took too long | nothing | ends |
+| anything else | a failure (`circuit.fault`) | tries again, `retry.max_attempts` times in a row |
+| it died | a failure | tries again, or ends when it is the likely cause (`suspicion.py`) |
+
+**Back-pressure is no failure.** A 429 or 503 is a worker's way to say "later". While every worker rests, the request
+waits as it would for a slot, and gets a 503 with Retry-After when it has waited `queue.deadline_s` for its first token.
+"""
+
+import asyncio
+import logging
+import math
+import random
+from collections.abc import Awaitable, Callable
+from typing import Final
+
+import orjson
+
+from balanceroute.errors import (
+    BadUpstreamReply,
+    ConnectFailed,
+    DecodersLost,
+    ForeignReply,
+    QueueTimeout,
+    UpstreamError,
+    UpstreamStatus,
+    UpstreamTimeout,
+)
+from balanceroute.proxy.admission.ledger import RETRY_AFTER_S, Ticket
+from balanceroute.proxy.life.errors import DeadlineExceeded, NothingPinned
+from balanceroute.proxy.life.services import TryServices
+from balanceroute.proxy.life.suspicion import Choices, Sign, Suspect, sign_of
+from balanceroute.proxy.wire.bounds import retry_after_s
+from balanceroute.proxy.workers.fleet import Worker
+from balanceroute.proxy.workers.probing import is_alive
+from balanceroute.proxy.workers.upstream import Reply
+
+log = logging.getLogger(__name__)
+
+MAX_FRUITLESS: Final = 8  # a full engine may pop a request more than once before its first token
+_draws = random.Random()  # jitter of backoffs: no decision depends on it
+
+
+class Verdicts:
+    """Of one leg: its failures in a row, the last refusal, what it is suspected of, and its turn among its choices."""
+
+    __slots__ = (
+        "_begun_s",
+        "_choices",
+        "_decode_failures",
+        "_fruitless",
+        "_prefill_failures",
+        "_refusal",
+        "_refused",
+        "_request_id",
+        "_s",
+        "_suspect",
+    )
+
+    def __init__(self, services: TryServices, request_id: str, choices: Choices | None) -> None:
+        """`choices`: those of the same client request, for an answer made of several legs."""
+        self._s, self._request_id, self._choices = services, request_id, choices
+        self._suspect: Suspect | None = None if choices is None else choices.suspect
+        self._prefill_failures = self._decode_failures = self._fruitless = self._refused = 0  # in a row
+        self._refusal: UpstreamStatus | None = None  # the last 429 or 503 before the first token
+        self._begun_s = math.inf  # when the first token came on its present decode worker
+
+    # -- judging
+
+    def judge(self, error: UpstreamError, worker: Worker, stage: str, *, begun: bool) -> float:
+        """Take note of a failed try; returns how long to wait before the next, in seconds.
+
+        Args: begun: the answer has tokens already, from whichever worker.
+
+        Raises: `error`, when it was the last try.
+        """
+        services, circuit = self._s, worker.circuit
+        if isinstance(error, DeadlineExceeded):
+            circuit.no_verdict()
+            raise error
+        if isinstance(error, UpstreamStatus) and error.status < 500 and error.status != 429:
+            circuit.no_verdict()
+            raise error
+        services.metrics.upstream_errors.inc(worker.id, stage, kind_of(error))
+        fields = {"request": self._request_id, "worker": worker.id, "stage": stage, "error": str(error)}
+        log.debug("try failed", extra=fields)
+        now = services.ledger.now()
+        if isinstance(error, UpstreamStatus) and pushes_back(error):
+            circuit.busy(now, error.retry_after_s)
+            self._refusal = None if begun else error  # an answer that has begun has its own deadline
+            self._refused += 1
+            services.metrics.retries.inc(stage)
+            return self._backoff_s(self._refused)
+        circuit.fault(now)
+        failures = self._failed(stage)
+        last = failures >= services.config.retry.max_attempts or not error.retryable
+        if last or (isinstance(error, NothingPinned) and failures > 1):
+            raise error
+        services.metrics.retries.inc(stage)
+        return self._backoff_s(max(1, failures))
+
+    def _failed(self, stage: str) -> int:
+        """One more failure; returns how many in a row count."""
+        if stage == "prefill":
+            self._prefill_failures += 1
+            return self._prefill_failures
+        self._decode_failures += 1
+        return self._decode_failures - (0 if self._suspect is None else self._suspect.explained)
+
+    def fruitless(self, worker: Worker) -> float:
+        """A decode was given back without a token: no fault, but no reason to go round for ever either.
+
+        Returns how long to wait. Raises: BadUpstreamReply: it has happened `MAX_FRUITLESS` times in a row.
+        """
+        self._fruitless += 1
+        if self._fruitless >= MAX_FRUITLESS:
+            raise BadUpstreamReply("it gives the request back again and again", worker=worker.id, stage="decode")
+        return self._backoff_s(self._fruitless)
+
+    async def suspect_loss(
+        self, error: UpstreamError, worker: Worker, *, midway: bool, alone: Callable[[], bool]
+    ) -> None:
+        """Take down that the worker died under this request, if it did.
+
+        Args: midway: it had given tokens of the answer. alone: tells whether no other request was there without its
+        first token.
+
+        Raises: DecodersLost: once too often.
+        """
+        sign = sign_of(error)
+        if sign is Sign.NONE:
+            return
+        services = self._s
+        if sign is Sign.MAYBE and await is_alive(worker, services.config.health.timeout_s):
+            return
+        suspect = self._suspect = self._suspect or Suspect()
+        now = services.ledger.now()
+        if midway:
+            guilty = services.suspicions.lost_midway(suspect, worker.id, now, now - self._begun_s)
+        else:
+            guilty = services.suspicions.lost(suspect, worker.id, now, alone=alone())
+        if not guilty:
+            return
+        worker.circuit.fault(now)
+        services.metrics.upstream_errors.inc(worker.id, "decode", kind_of(error))
+        services.metrics.poison_requests.inc()
+        fields = {"request": self._request_id, "workers": suspect.workers}
+        log.warning("request given up: decode workers die under it", extra=fields)
+        where = "under this request's answer" if suspect.midway else "before this request's first token"
+        text = f"{len(suspect.workers)} decode workers were lost {where}; it goes to no other"
+        raise DecodersLost(text, worker=worker.id, stage="decode") from error
+
+    @property
+    def has_losses(self) -> bool:
+        """Whether a decode worker has died under it before its first token there."""
+        return self._suspect is not None and bool(self._suspect.losses)
+
+    # -- waiting
+
+    async def patiently(self, ticket: Ticket, answer: Awaitable[str]) -> str:
+        """Wait for a worker; once refused by one, until the queue's deadline only. Raises: QueueTimeout."""
+        refusal = self._refusal
+        if refusal is None:
+            return await answer
+        try:
+            async with asyncio.timeout_at(ticket.arrived_s + self._s.config.queue.deadline_s):
+                return await answer
+        except TimeoutError:
+            text = f"No worker has taken the request; the last one, for {refusal.stage}, answered {refusal.status}."
+            raise QueueTimeout(text, retry_after_s=max(RETRY_AFTER_S, refusal.retry_after_s)) from refusal
+
+    async def turn(self, worker: Worker) -> None:
+        """Wait until this request may go to that decode worker; see `suspicion.py`."""
+        choices = self._choices
+        if choices is not None:
+            await choices.turn(self)
+            if choices.cleared and self._suspect is choices.suspect:
+                self._suspect = None
+        if self._suspect is not None and self._suspect.losses:
+            await self._s.suspicions.turn(self._suspect, worker.id)
+
+    def left_worker(self) -> None:
+        """It is at no decode worker: another suspect may go to the one that it was at."""
+        if self._suspect is not None:
+            self._s.suspicions.end_turn(self._suspect)
+
+    def left_tier(self) -> None:
+        """It waits for a decode worker anew: another choice of the same request may go."""
+        if self._choices is not None:
+            self._choices.back(self)
+
+    def _backoff_s(self, failures: int) -> float:
+        """Exponential with full jitter."""
+        retry = self._s.config.retry
+        return _draws.uniform(0.0, min(retry.max_delay_s, retry.base_delay_s * 2.0 ** (failures - 1)))
+
+    # -- acquittal
+
+    def prefilled(self) -> None:
+        """A probe was answered."""
+        self._prefill_failures = 0
+
+    def begun(self, now: float) -> None:
+        """The first tokens are here: what failed before is forgotten."""
+        self._decode_failures = self._fruitless = self._refused = 0
+        self._refusal = None
+        self._begun_s = now
+        if self._suspect is not None and self._suspect.losses:
+            self._s.suspicions.cleared(self._suspect)
+        self.clear_choices()
+
+    def clear_choices(self) -> None:
+        """This choice has an answer: the others need not wait for their turns."""
+        if self._choices is not None:
+            self._choices.clear()
+
+    def close(self) -> None:
+        """The request is over."""
+        self._refusal = None  # it keeps the frames that it came through
+        self.left_worker()
+
+
+def pushes_back(error: UpstreamError) -> bool:
+    """Whether a worker says that it can't take more now: back-pressure, no fault, and its engine has seen nothing."""
+    return isinstance(error, UpstreamStatus) and error.status in (429, 503)
+
+
+def status_error(reply: Reply, body: bytes, worker: Worker, stage: str) -> UpstreamError:
+    """A worker's answer that is no 200: an error of its own, or one that no completion has."""
+    if reply.status < 400:
+        return BadUpstreamReply(f"it answered with status {reply.status}", worker=worker.id, stage=stage)
+    error = UpstreamStatus(f"status {reply.status}", worker=worker.id, stage=stage, status=reply.status, body=body)
+    error.retry_after_s = retry_after_s(reply.header(b"retry-after"))
+    return error
+
+
+def event_error(payload: bytes, worker: Worker) -> UpstreamStatus:
+    """An error event as the error that it would have been as a status."""
+    try:
+        told = orjson.loads(payload).get("error")
+        code = told.get("code") if isinstance(told, dict) else None
+    except (ValueError, AttributeError):
+        code = None
+    status = code if isinstance(code, int) and 400 <= code <= 599 else 502
+    return UpstreamStatus("error event", worker=worker.id, stage="decode", status=status, body=payload)
+
+
+def kind_of(error: UpstreamError) -> str:
+    """The metrics' label of an error."""
+    if isinstance(error, UpstreamStatus):
+        return f"status_{error.status // 100}xx"
+    names: dict[type[UpstreamError], str] = {
+        ConnectFailed: "connect",
+        UpstreamTimeout: "timeout",
+        ForeignReply: "foreign_reply",
+        BadUpstreamReply: "bad_reply",
+    }
+    return next((name for kind, name in names.items() if isinstance(error, kind)), "other")

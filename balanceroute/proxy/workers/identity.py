@@ -1,0 +1,35 @@
+"""Whose answer it is: vLLM puts our X-Request-Id into an answer's `id`, so one that was meant for another is found out.
+
+A worker that has ever echoed the id always does; one that never has goes unchecked, and the log says so once.
+"""
+
+import logging
+
+from balanceroute.errors import ForeignReply
+from balanceroute.proxy.wire.bounds import answers
+from balanceroute.proxy.workers.fleet import Worker
+
+log = logging.getLogger(__name__)
+
+
+def check_id(worker: Worker, stage: str, told: object, sent_id: str) -> None:
+    """Raises: ForeignReply: the answer's `id` is not the one that was sent, and this worker's always were."""
+    echoed = answers(told, sent_id)
+    if worker.echoes_ids and not echoed:
+        raise foreign_reply(worker, stage, "the answer carries the id of another request")
+    learn_id(worker, echoed)
+
+
+def learn_id(worker: Worker, echoed: bool) -> None:
+    """Remember what an answer says of its worker."""
+    if echoed:
+        worker.echoes_ids = True
+    elif worker.echoes_ids is None:
+        worker.echoes_ids = False
+        log.info("worker does not echo X-Request-Id, its answers go unchecked", extra={"worker": worker.id})
+
+
+def foreign_reply(worker: Worker, stage: str, text: str) -> ForeignReply:
+    """The error of an answer that is another request's; no idle connection of that worker is used again."""
+    worker.upstream.drop_idle()  # the answer that is missing may still come on one of them
+    return ForeignReply(text, worker=worker.id, stage=stage)

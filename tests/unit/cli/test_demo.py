@@ -1,0 +1,65 @@
+"""`balanceroute demo`: what it refuses before anything runs, and that it leaves nothing behind."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from balanceroute.cli import main
+
+LINUX = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="the kernel's word for a parent's death")
+PARENT = """
+import sys, time
+from pathlib import Path
+from balanceroute.demo import process
+with process(sys.argv[2:], Path(sys.argv[1])) as child:
+    print(child.pid, flush=True)
+    time.sleep(600)
+"""
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        (["--against", "joinshortestqueue"], "did you mean join_shortest_queue?"),
+        (["--policy", "best"], "policy 'best' is unknown"),
+        (["--load", "0.05", "--seconds", "5"], "are too few to measure"),
+        (["--seconds", "inf"], "--seconds inf: accepted is a finite number"),
+    ],
+)
+def test_arguments_are_checked_before_anything_starts(
+    arguments: list[str], text: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(subprocess, "Popen", lambda *args, **kwargs: pytest.fail("something was started"))
+    monkeypatch.setattr(sys, "argv", ["balanceroute", "demo", *arguments])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    assert ended.value.code == 2
+    assert text in capsys.readouterr().err
+
+
+@LINUX
+def test_a_child_does_not_outlive_a_parent_that_is_killed(tmp_path: Path) -> None:
+    command = [sys.executable, "-c", PARENT, str(tmp_path / "log"), "emulate", "--base-port", "23790", "--decode", "1"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as parent:
+        assert parent.stdout is not None
+        child = int(parent.stdout.readline())
+        assert is_running(child)
+        parent.send_signal(signal.SIGKILL)
+    end = time.monotonic() + 60
+    while is_running(child) and time.monotonic() < end:
+        time.sleep(0.05)
+    assert not is_running(child)
+
+
+def is_running(pid: int) -> bool:
+    """Whether it lives; one that has ended and that nobody has waited for does not."""
+    try:
+        os.kill(pid, 0)
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except (ProcessLookupError, FileNotFoundError):
+        return False

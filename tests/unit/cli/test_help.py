@@ -1,0 +1,61 @@
+"""What a new user meets first: help, mistyped commands, completion."""
+
+import os
+import re
+import subprocess
+import sys
+
+import pytest
+
+from balanceroute.cli import main
+
+COMMANDS = "serve demo emulate replay reproduce load steps explain check-config key".split()
+COMMANDS += ["trace generate", "trace convert", "trace describe", "predictor fit", "predictor evaluate"]
+
+
+def said_by(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+    monkeypatch.setattr(sys, "argv", ["balanceroute", *arguments])
+    with pytest.raises(SystemExit):
+        main()
+    captured = capsys.readouterr()
+    return captured.out + captured.err
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_values_of_options_are_words_and_nothing_is_cut_off(
+    command: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    text = said_by(monkeypatch, capsys, *command.split(), "--help")
+    options = text.partition("Options:")[2]
+    assert options and not re.search(r"<(str|int|float|path|bool|list)", options)
+    assert "…" not in text
+    assert re.search(rf"^  Example: .*balanceroute {command}", text, re.M)
+
+
+def test_the_list_of_commands_is_whole_and_says_the_exit_codes(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    text = said_by(monkeypatch, capsys, "--help")
+    assert "..." not in text.partition("Commands:")[2] and "…" not in text
+    assert all(re.search(rf"{number} \w", text.partition("Exit codes:")[2]) for number in (0, 1, 2, 130))
+
+
+@pytest.mark.parametrize(
+    ("typed", "meant"), [("reply", "replay"), ("check_config", "check-config"), ("trace genrate", "generate")]
+)
+def test_a_mistyped_command_is_told_what_was_meant(
+    typed: str, meant: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert f"Did you mean '{meant}'?" in said_by(monkeypatch, capsys, *typed.split())
+
+
+def test_the_shell_can_complete_commands() -> None:
+    environ = {
+        **os.environ,
+        "_BALANCEROUTE_COMPLETE": "complete_bash",
+        "COMP_WORDS": "balanceroute re",
+        "COMP_CWORD": "1",
+    }
+    command = "import sys; sys.argv[0] = 'balanceroute'; from balanceroute.cli import main; main()"
+    done = subprocess.run([sys.executable, "-c", command], env=environ, capture_output=True, text=True)
+    assert done.stdout.split() == ["replay", "reproduce"]

@@ -1,0 +1,212 @@
+"""What a failed try means for the request and for its worker."""
+
+import pytest
+
+from balanceroute.core.types import RequestSpec
+from balanceroute.errors import (
+    BadUpstreamReply,
+    ConnectFailed,
+    ConnectionLost,
+    DecodersLost,
+    QueueTimeout,
+    UpstreamError,
+    UpstreamStatus,
+    UpstreamTimeout,
+)
+from balanceroute.proxy.life.errors import DeadlineExceeded, NothingPinned
+from balanceroute.proxy.life.suspicion import MAX_LOSSES, Choices
+from balanceroute.proxy.life.verdicts import MAX_FRUITLESS, Verdicts, event_error, kind_of, pushes_back
+from balanceroute.proxy.services import Services
+from tests.unit.proxy.stage import a_config, a_router, on_stage
+
+RETRY = {"max_attempts": 3, "base_delay_s": 1.0, "max_delay_s": 4.0}
+
+
+def a_status(status: int, retry_after_s: float = 0.0, stage: str = "decode") -> UpstreamStatus:
+    error = UpstreamStatus(f"status {status}", worker="d0", stage=stage, status=status, body=b"")
+    error.retry_after_s = retry_after_s
+    return error
+
+
+def lost() -> UpstreamError:
+    return ConnectionLost("reset", worker="d0", stage="decode")
+
+
+def some_verdicts(choices: Choices | None = None) -> tuple[Services, Verdicts]:
+    services = a_router(a_config(retry=RETRY))
+    return services, Verdicts(services, "r", choices)
+
+
+@pytest.mark.parametrize("status", [400, 404, 422])
+def test_an_error_of_the_clients_is_his_and_says_nothing_of_the_worker(status: int) -> None:
+    async def judged() -> None:
+        services, verdicts = some_verdicts()
+        worker = services.fleet["d0"]
+        with pytest.raises(UpstreamStatus):
+            verdicts.judge(a_status(status), worker, "decode", begun=False)
+        assert not worker.out
+
+    on_stage(judged)
+
+
+@pytest.mark.parametrize("status", [429, 503])
+def test_back_pressure_is_never_the_last_try(status: int) -> None:
+    async def judged() -> None:
+        services, verdicts = some_verdicts()
+        waits = [
+            verdicts.judge(a_status(status), services.fleet["d0"], "decode", begun=False)
+            for _ in range(10 * RETRY["max_attempts"])  # type: ignore[call-overload]
+        ]
+        assert all(0.0 <= wait_s <= RETRY["max_delay_s"] for wait_s in waits)
+        assert pushes_back(a_status(status))
+
+    on_stage(judged)
+
+
+@pytest.mark.parametrize(
+    "error", [lost(), a_status(500), UpstreamTimeout("late", worker="d0", stage="decode")], ids=kind_of
+)
+def test_a_failure_may_be_tried_again_until_the_last_of_them_is_raised(error: UpstreamError) -> None:
+    async def judged() -> None:
+        services, verdicts = some_verdicts()
+        worker = services.fleet["d0"]
+        for _ in range(2):
+            assert 0.0 <= verdicts.judge(error, worker, "decode", begun=False) <= RETRY["max_delay_s"]
+        with pytest.raises(type(error)):
+            verdicts.judge(error, worker, "decode", begun=False)
+
+    on_stage(judged)
+
+
+def test_failures_of_prefill_and_decode_count_apart_and_the_first_token_forgets_those_of_decode() -> None:
+    async def judged() -> None:
+        services, verdicts = some_verdicts()
+        prefiller, decoder = services.fleet["p0"], services.fleet["d0"]
+        for _ in range(2):
+            verdicts.judge(lost(), prefiller, "prefill", begun=False)
+            verdicts.judge(lost(), decoder, "decode", begun=False)
+        verdicts.begun(services.ledger.now())
+        verdicts.judge(lost(), decoder, "decode", begun=True)
+        with pytest.raises(ConnectionLost):
+            verdicts.judge(lost(), prefiller, "prefill", begun=True)
+
+    on_stage(judged)
+
+
+def test_an_answered_probe_forgets_the_failures_of_prefill() -> None:
+    async def judged() -> None:
+        services, verdicts = some_verdicts()
+        for _ in range(2):
+            verdicts.judge(lost(), services.fleet["p0"], "prefill", begun=False)
+        verdicts.prefilled()
+        verdicts.judge(lost(), services.fleet["p0"], "prefill", begun=False)
+
+    on_stage(judged)
+
+
+def test_a_prefiller_that_pins_nothing_is_asked_once_more_only() -> None:
+    async def judged() -> None:
+        services, verdicts = some_verdicts()
+        error = NothingPinned("none", worker="p0", stage="prefill")
+        verdicts.judge(error, services.fleet["p0"], "prefill", begun=False)
+        with pytest.raises(NothingPinned):
+            verdicts.judge(error, services.fleet["p0"], "prefill", begun=False)
+
+    on_stage(judged)
+
+
+def test_a_request_that_took_too_long_ends_without_a_verdict_on_its_worker() -> None:
+    async def judged() -> None:
+        services, verdicts = some_verdicts()
+        with pytest.raises(DeadlineExceeded):
+            verdicts.judge(DeadlineExceeded("late", worker="d0", stage=""), services.fleet["d0"], "decode", begun=True)
+        assert not services.fleet["d0"].out
+
+    on_stage(judged)
+
+
+def test_a_request_that_is_given_back_without_a_token_again_and_again_ends() -> None:
+    async def judged() -> None:
+        services, verdicts = some_verdicts()
+        for _ in range(MAX_FRUITLESS - 1):
+            verdicts.fruitless(services.fleet["d0"])
+        with pytest.raises(BadUpstreamReply):
+            verdicts.fruitless(services.fleet["d0"])
+
+    on_stage(judged)
+
+
+def test_a_refused_request_waits_until_the_queues_deadline_and_learns_who_refused_it() -> None:
+    async def judged() -> None:
+        services, verdicts = some_verdicts()
+        ticket = services.ledger.submit(RequestSpec("r", 10))
+        await ticket.prefiller()
+        verdicts.judge(a_status(503, 7.0), services.fleet["d0"], "decode", begun=False)
+        with pytest.raises(QueueTimeout, match="answered 503") as refused:
+            await verdicts.patiently(ticket, ticket.admission())
+        assert refused.value.retry_after_s == 7.0
+        assert services.ledger.now() == ticket.arrived_s + services.config.queue.deadline_s
+
+    on_stage(judged)
+
+
+def test_a_request_under_which_decode_workers_die_goes_to_no_further_one() -> None:
+    async def judged() -> None:
+        services, verdicts = some_verdicts()
+        dead = UpstreamStatus("dead", worker="d0", stage="decode", status=500, body=b"EngineDeadError")
+        for n in range(MAX_LOSSES - 1):
+            await verdicts.suspect_loss(dead, services.fleet[f"d{n}"], midway=False, alone=lambda: False)
+        assert verdicts.has_losses
+        with pytest.raises(DecodersLost):
+            await verdicts.suspect_loss(dead, services.fleet["d2"], midway=False, alone=lambda: False)
+
+    on_stage(judged)
+
+
+def test_a_connection_that_could_not_be_opened_is_no_evidence() -> None:
+    async def judged() -> None:
+        services, verdicts = some_verdicts()
+        for _ in range(5):
+            await verdicts.suspect_loss(
+                ConnectFailed("no", worker="d0", stage="decode"),
+                services.fleet["d0"],
+                midway=False,
+                alone=lambda: False,
+            )
+        assert not verdicts.has_losses
+
+    on_stage(judged)
+
+
+def test_what_one_choice_has_lost_counts_against_all_until_one_has_a_token() -> None:
+    async def judged() -> None:
+        choices = Choices()
+        services, one = some_verdicts(choices)
+        other = Verdicts(services, "r-1", choices)
+        dead = UpstreamStatus("dead", worker="d0", stage="decode", status=500, body=b"EngineDeadError")
+        await one.suspect_loss(dead, services.fleet["d0"], midway=False, alone=lambda: False)
+        assert other.has_losses
+        choices.clear()
+        await other.turn(services.fleet["d1"])
+        assert not other.has_losses
+
+    on_stage(judged)
+
+
+@pytest.mark.parametrize(
+    ("payload", "status"),
+    [
+        (b'{"error":{"code":400}}', 400),
+        (b'{"error":{"code":503}}', 503),
+        (b'{"error":{"code":"x"}}', 502),
+        (b'{"error":{"code":200}}', 502),
+        (b"[]", 502),
+        (b"no json", 502),
+    ],
+)
+def test_an_error_event_is_the_error_that_it_would_have_been_as_a_status(payload: bytes, status: int) -> None:
+    async def told() -> None:
+        services, _ = some_verdicts()
+        assert event_error(payload, services.fleet["d0"]).status == status
+
+    on_stage(told)

@@ -1,0 +1,262 @@
+"""What `import balanceroute` offers, and policies of one's own wherever a policy is named."""
+
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import balanceroute
+from balanceroute.build import build_scheduler
+from balanceroute.cli import main
+from balanceroute.config import validate
+from balanceroute.core.policies import BUILT_IN, POLICIES
+from balanceroute.errors import ConfigError, InputError
+from balanceroute.explain import explain
+from balanceroute.testing import PolicyError, check_policy
+from balanceroute.testing import main as conformance
+
+ROOT = Path(__file__).parents[2]
+WORKERS = {"prefill": {"workers": [{"url": "http://p:1"}]}, "decode": {"workers": [{"url": "http://d:1"}]}}
+OWN = "own_policy:FirstFit"
+
+
+@pytest.fixture(autouse=True)
+def _the_examples_can_be_imported(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.syspath_prepend(str(ROOT / "examples"))
+    yield
+    for name in set(POLICIES) - BUILT_IN:
+        del POLICIES[name]
+
+
+def run_command(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, *arguments: str
+) -> tuple[str, str]:
+    """What `balanceroute ARGUMENTS` prints; its exit code must be 0."""
+    monkeypatch.setattr(sys, "argv", ["balanceroute", *arguments])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    out, err = capsys.readouterr()
+    assert not ended.value.code, err
+    return out, err
+
+
+# -- the library
+
+
+def test_every_public_name_is_there() -> None:
+    assert len(set(balanceroute.__all__)) == len(balanceroute.__all__)
+    assert [name for name in balanceroute.__all__ if getattr(balanceroute, name, None) is None] == []
+    assert set(dir(balanceroute)) == set(balanceroute.__all__)
+
+
+def test_importing_the_package_imports_nothing_heavy() -> None:
+    code = "import balanceroute, sys; print([m for m in sys.modules if m.split('.')[0] in ('numpy', 'pydantic')])"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout.strip() == "[]"
+
+
+def test_paths_may_be_text(tmp_path: Path) -> None:
+    trace = balanceroute.generate_trace("capped", rows=50)
+    balanceroute.write_trace(trace, str(tmp_path / "t.csv.gz"))
+    read = balanceroute.read_trace(str(tmp_path / "t.csv.gz"))
+    assert (read.arrival_s == trace.arrival_s).all()
+    (tmp_path / "m.jsonl").write_text('{"timestamp": 0, "input_length": 7, "output_length": 3, "hash_ids": [1]}\n')
+    assert len(balanceroute.convert_trace(str(tmp_path / "m.jsonl")).trace) == 1
+
+
+def test_a_simulation_takes_one_call_and_draws_itself(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    run = balanceroute.simulate("capped", "br_0", params={"s_greedy": 0}, max_requests=60)
+    assert run.figures.admitted == len(run.trace) == 60
+    assert run.outcome.loads.shape == (run.figures.steps, 8)
+    run.plot(str(tmp_path / "loads"), balanceroute.simulate(run.trace, "level_fit"))
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["loads.png", "loads.svg"]
+
+
+def test_a_simulation_is_that_of_replay(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    out, _ = run_command(capsys, monkeypatch, "replay", "--max-requests", "150", "--policy", "br_h", "--json")
+    run = balanceroute.simulate(max_requests=150, policy="br_h", predictor="none")
+    assert json.loads(out)["load_spread_mean"] == run.figures.load_spread_mean
+
+
+@pytest.mark.parametrize(
+    ("arguments", "problem"),
+    [
+        ({"policy": "br_1"}, "policy 'br_1' is unknown; accepted: br_0"),
+        ({"policy": "br_0", "params": {"r_max": 0}}, "params.r_max: expected a whole number from 1 to 64"),
+        ({"predictor": "magic"}, "predictor 'magic': one of none, oracle"),
+        ({"trace": "no_such_file.csv"}, "no_such_file.csv"),
+        ({"policy": balanceroute.PolicySettings(), "params": {"r_max": 4}}, "params: knobs of a policy that is named"),
+    ],
+    ids=["policy", "knob", "predictor", "file", "params-twice"],
+)
+def test_a_wrong_argument_is_one_line_that_says_what_is_accepted(arguments: dict[str, object], problem: str) -> None:
+    with pytest.raises((ConfigError, InputError), match="^[^\n]*$") as refused:
+        balanceroute.simulate(**{"max_requests": 5, **arguments})  # type: ignore[arg-type]
+    assert problem in str(refused.value)
+
+
+# -- a policy of one's own
+
+
+def test_an_own_policy_and_its_options_come_from_the_configuration() -> None:
+    config = validate(WORKERS | {"routing": {"policy": OWN, "options": {"patience_s": 3}}})
+    assert build_scheduler(config, 0.0).policy.patience == 3  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize(
+    ("routing", "problem"),
+    [
+        (
+            {"policy": "no_module_of_ours:X"},
+            "No module named 'no_module_of_ours' (is its folder installed, or on PYTHON",
+        ),
+        ({"policy": "own_policy:Missing"}, "has no attribute 'Missing'"),
+        ({"policy": "json:JSONDecodeError"}, "JSONDecodeError with options {}:"),
+        ({"policy": "json:JSONDecoder"}, "lacks name, waits_for_slots, horizon_steps"),
+        ({"policy": OWN, "options": {"patience_s": -1}}, "patience_s must be at least 0, not -1"),
+        ({"policy": OWN, "options": {"patience": 1}}, "unexpected keyword argument 'patience'"),
+        ({"policy": OWN, "options": {"patience_s": [1]}}, "accepted is a mapping of names to true, false, numbers"),
+        ({"policy": "br_0", "options": {"r_max": 1}}, "routing.options: br_0 takes none"),
+        ({"policy": "magic"}, "routing.policy = 'magic': accepted is one of br_0, br_h"),
+    ],
+    ids=["module", "class", "signature", "shape", "value", "name", "list", "built-in", "unknown"],
+)
+def test_an_own_policy_that_cannot_be_made_is_one_line(routing: dict[str, object], problem: str) -> None:
+    with pytest.raises(ConfigError, match="^[^\n]*$") as refused:
+        validate(WORKERS | {"routing": routing})
+    assert problem in str(refused.value)
+
+
+def test_replay_and_explain_take_an_own_policy(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    replay = ("replay", "--policy", OWN, "--param", "patience_s=2.5", "--max-requests", "100", "--json")
+    assert json.loads(run_command(capsys, monkeypatch, *replay)[0])["admitted"] == 100
+    state = tmp_path / "state.json"
+    state.write_text((ROOT / "tests/data/explain_example.json").read_text())
+    out, _ = run_command(capsys, monkeypatch, "explain", str(state), "--policy", OWN, "--json")
+    assert json.loads(out)["policy"] == "first_fit"
+    assert [admission["request"] for admission in json.loads(out)["admissions"]] == ["small"]
+
+
+def test_a_document_names_no_class_that_the_operator_did_not_name() -> None:
+    state = {"policy": OWN, "workers": [{"id": "d", "slots": 1, "active": []}], "waiting": []}
+    with pytest.raises(ConfigError, match="imported only with --policy own_policy:FirstFit"):
+        explain(state)
+    assert explain(state, OWN).policy == "first_fit"
+
+
+def test_a_package_offers_its_policies_by_an_entry_point(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    metadata = tmp_path / "first_fit-1.0.dist-info"
+    metadata.mkdir()
+    (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: first-fit\nVersion: 1.0\n")
+    (metadata / "entry_points.txt").write_text("[balanceroute.policies]\nfirst_fit = own_policy:FirstFit\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    assert validate(WORKERS | {"routing": {"policy": "first_fit"}}).routing.policy == "first_fit"
+    state = {"policy": "first_fit", "workers": [{"id": "d", "slots": 1, "active": []}], "waiting": []}
+    assert explain(state).policy == "first_fit"
+
+
+def test_an_own_policy_that_looks_ahead_is_told_by_the_predictor() -> None:
+    from balanceroute.build import predicts
+
+    routing = {"policy": "tests.unit.test_library:LooksAhead", "horizon_steps": 40}
+    assert predicts(validate(WORKERS | {"routing": routing}))
+    with pytest.raises(ConfigError, match="looks 40 steps ahead, and horizon_steps is 80"):
+        validate(WORKERS | {"routing": {"policy": "tests.unit.test_library:LooksAhead"}})
+
+
+# -- the conformance kit
+
+
+def test_every_policy_of_ours_and_the_example_keep_the_rules() -> None:
+    for name in sorted(BUILT_IN):
+        check_policy(lambda name=name: balanceroute.make_policy(balanceroute.PolicySettings(policy=name)), rounds=4)
+    assert conformance([OWN, "patience_s=2"]) == 0
+
+
+class Broken(balanceroute.AdmissionPolicy):
+    """Right but for what each subclass does."""
+
+    name = "broken"
+
+    def decide(self, snapshot: balanceroute.ClusterSnapshot, now: float) -> Iterator[balanceroute.Choice]:
+        while len(snapshot.pool) and (workers := [worker for worker in snapshot.workers if worker.free_slots]):
+            yield balanceroute.Choice(snapshot.pool.front[0], self.worker_of(snapshot, workers), 1, 0.0)
+
+    def worker_of(self, snapshot, workers):  # type: ignore[no-untyped-def]
+        return workers[0]
+
+
+class LooksAhead(Broken):
+    horizon_steps = 40
+
+
+class OverFull(Broken):
+    def worker_of(self, snapshot, workers):  # type: ignore[no-untyped-def]
+        return snapshot.workers[0]
+
+
+class Remembers(Broken):
+    turn = 0
+
+    def worker_of(self, snapshot, workers):  # type: ignore[no-untyped-def]
+        type(self).turn += 1
+        return workers[self.turn % len(workers)]
+
+
+class Meddles(Broken):
+    def worker_of(self, snapshot, workers):  # type: ignore[no-untyped-def]
+        workers[0].load += 1
+        return workers[0]
+
+
+class Idle(Broken):
+    def decide(self, snapshot, now):  # type: ignore[no-untyped-def]
+        yield from ()
+
+
+class LastClassFirst(Broken):
+    def decide(self, snapshot, now):  # type: ignore[no-untyped-def]
+        while len(snapshot.pool) and (workers := [worker for worker in snapshot.workers if worker.free_slots]):
+            yield balanceroute.Choice(list(snapshot.pool)[-1], workers[0], 1, 0.0)
+
+
+@pytest.mark.parametrize(
+    ("policy", "rule"),
+    [(OverFull, 2), (Remembers, "[34]"), (Meddles, 5), (Idle, 6), (LastClassFirst, 2), (object, 1)],
+)
+def test_the_kit_names_the_rule_that_a_policy_breaks(policy: type, rule: object) -> None:
+    with pytest.raises(PolicyError, match=f"rule {rule}: "):
+        check_policy(policy)
+
+
+def test_the_kit_is_a_command_with_exit_codes(capsys: pytest.CaptureFixture[str]) -> None:
+    assert conformance(["tests.unit.test_library:Idle"]) == 1
+    assert "rule 6: it leaves requests waiting" in capsys.readouterr().out
+    assert conformance(["no_module_of_ours:X"]) == 2
+    assert conformance([]) == 2
+
+
+# -- the examples
+
+
+@pytest.mark.parametrize("name", ["own_predictor", "own_trace"])
+def test_an_example_runs_and_prints_its_table(name: str) -> None:
+    done = subprocess.run([sys.executable, ROOT / f"examples/{name}.py"], capture_output=True, text=True, cwd=ROOT)
+    assert done.returncode == 0, done.stderr
+    assert len(done.stdout.splitlines()) >= 3
+
+
+def test_the_notebook_runs() -> None:
+    pytest.importorskip("matplotlib")
+    cells = json.loads((ROOT / "examples/two_policies.ipynb").read_text())["cells"]
+    names: dict[str, object] = {}
+    for cell in cells:
+        if cell["cell_type"] == "code":
+            exec("".join(cell["source"]), names)
+    by_count, by_level = names["by_count"], names["by_level"]
+    assert by_level.figures.load_spread_mean < by_count.figures.load_spread_mean  # type: ignore[attr-defined]
