@@ -16,6 +16,7 @@ from starlette.routing import Route
 from balanceroute.emulator import metrics
 from balanceroute.emulator.errors import ENGINE_DEAD, ApiError
 from balanceroute.emulator.faults import WORKER_KINDS, Fault, FaultKind, sse_writer
+from balanceroute.emulator.prefill import PrefillWorker
 from balanceroute.emulator.replies import Call, JsonCall, StreamCall
 from balanceroute.emulator.requests import (
     GenerationRequest,
@@ -26,7 +27,7 @@ from balanceroute.emulator.requests import (
 )
 from balanceroute.emulator.shape import ClusterShape
 from balanceroute.emulator.sse import Connection
-from balanceroute.emulator.worker import PrefillWorker, Worker
+from balanceroute.emulator.worker import Worker
 from balanceroute.engine.tokens import decode
 
 Scope = MutableMapping[str, Any]

@@ -14,13 +14,16 @@ import httpx
 from balanceroute.emulator.app import Site, create_app
 from balanceroute.emulator.clock import EmulatedClock
 from balanceroute.emulator.connectors import KvExchange
+from balanceroute.emulator.decode import DecodeWorker
+from balanceroute.emulator.decode_group import DecodeGroupRunner
 from balanceroute.emulator.errors import ApiError
 from balanceroute.emulator.faults import WORKER_KINDS, Fault, FaultKind
+from balanceroute.emulator.prefill import PrefillWorker
 from balanceroute.emulator.remote import SIDE_CHANNEL_PORT, PrefillSide, RemoteKv
 from balanceroute.emulator.server import HttpServer
 from balanceroute.emulator.shape import ClusterShape
 from balanceroute.emulator.transport import App, StreamingTransport
-from balanceroute.emulator.worker import DecodeGroupRunner, DecodeWorker, PrefillWorker, Worker
+from balanceroute.emulator.worker import Worker
 from balanceroute.errors import ConfigError
 
 logger = logging.getLogger(__name__)

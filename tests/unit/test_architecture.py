@@ -40,6 +40,7 @@ ALLOWED: dict[str, set[str]] = {
     "library": {"core", "plugins", "prediction", "simulator", "experiments", "traces", "errors"},
     "testing": {"core", "plugins", "simulator", "errors"},
     "demo": {"loadgen", "traces", "report", "errors"},
+    "prefix_demo": {"demo", "loadgen", "traces", "report", "errors"},
     "instrumentation": set(),
 }
 PURE_STDLIB_BANS = {"asyncio", "socket", "time", "logging", "random", "threading", "datetime", "os", "io"}
