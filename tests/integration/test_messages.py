@@ -289,6 +289,16 @@ async def test_a_stream_that_is_silent_for_long_is_pinged(monkeypatch: pytest.Mo
         assert pings == 4
 
 
+async def test_a_slash_too_many_leads_to_the_route_and_other_paths_name_it() -> None:
+    async with running() as router:
+        reply = await router.client.post("/v1/messages/?beta=true", json=ASKED)
+        assert (reply.status_code, reply.headers["location"]) == (307, "/v1/messages?beta=true")
+        other = await router.client.post("/v1/messages/batches", json={})
+        assert other.status_code == 404
+        assert other.json()["error"]["message"].startswith("/v1/messages/batches is not served")
+        assert other.json()["error"]["message"].endswith("use /v1/messages.")
+
+
 async def test_fifty_at_once_get_each_their_own_answer() -> None:
     async with running(FAST, decode={"max_num_seqs": 4}) as router, client_of(router) as client:
 

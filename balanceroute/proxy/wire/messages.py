@@ -63,7 +63,8 @@ def tokenize_body(body: bytes) -> bytes:
 def chat_of(data: dict[str, Any]) -> dict[str, Any]:
     """The body of a chat that asks for what this body of a message asks for. Raises: InvalidRequest."""
     for name, value in data.items():
-        if value is not None and name not in _OURS and name not in _WITHOUT_EFFECT and name not in _OF_CHAT:
+        said = value is not None and value != [] and value != {}
+        if said and name not in _OURS and name not in _WITHOUT_EFFECT and name not in _OF_CHAT:
             raise _wrong(name, "This field cannot be translated into a chat.")
     chat: dict[str, Any] = {
         name: read(data[name], name) for name, read in _OF_CHAT.items() if data.get(name) is not None

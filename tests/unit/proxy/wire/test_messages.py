@@ -62,6 +62,10 @@ def test_system_texts_from_anywhere_become_the_first_message_without_billing_lin
     assert chat_of(body(system="Be brief."))["messages"][0] == {"role": "system", "content": "Be brief."}
 
 
+def test_a_field_that_says_nothing_is_no_reason_to_refuse() -> None:
+    assert chat_of(body(mcp_servers=[], container=None, thinking=None, metadata={}, min_p=None)) == chat_of(body())
+
+
 def test_one_text_block_is_a_text_and_several_are_parts() -> None:
     assert chat_of(body(user([text("a")])))["messages"] == [user("a")]
     assert chat_of(body(user([text("a"), IMAGE])))["messages"] == [user([text("a"), IMAGE_PART])]
