@@ -92,8 +92,8 @@ def no_healthy_workers(states: Mapping[str, Sequence[WorkerState]]) -> NoHealthy
 class Ticket:
     """One request's place in the scheduler, from `submit` to its single `finish`.
 
-    `left` is its Release once it has left, by its own `finish` or because it expired. `unreported_tokens`: those that the
-    scheduler hasn't heard of; `last_token_s` is when the last ones came, 0 before.
+    `left` is its Release once it has left, by its own `finish` or because it expired. `unreported_tokens` have come,
+    and the scheduler hasn't heard of them; `last_token_s` is when the last ones came, 0 before.
     """
 
     __slots__ = (
