@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from balanceroute.config import describe_settings
 from balanceroute.proxy.perimeter.routes import ACCESS
 from scripts.metric_advice import ADVICE
 from scripts.readme_tables import PAGES, generated, metrics_table, rewritten
@@ -59,6 +60,17 @@ def test_every_file_that_a_page_links_to_exists(page: Path) -> None:
 def test_every_script_file_and_folder_that_a_page_names_exists(page: Path) -> None:
     named = re.findall(r"`((?:scripts|deploy|configs|examples)/[\w./-]*\w)[^`]*`", page.read_text())
     assert [name for name in named if not (ROOT / name).exists()] == []
+
+
+@pytest.mark.parametrize("page", [README, *DOCS], ids=lambda page: page.name)
+def test_every_setting_and_metric_that_a_page_names_exists(page: Path) -> None:
+    keys = {setting.path.replace("[]", "") for setting in describe_settings()}
+    known = keys | {key.rpartition(".")[0] for key in keys}
+    sections = {key.split(".")[0] for key in keys if "." in key}
+    named = {name.replace("[]", "") for name in re.findall(r"`((?:\w+(?:\[\])?\.)+\w+)", page.read_text())}
+    assert {name for name in named if name.split(".")[0] in sections} - known == set()
+    metrics = {re.sub("_(total|info)$", "", name) for name in re.findall(r"`balanceroute_(\w+)`", page.read_text())}
+    assert metrics - set(ADVICE) == set()
 
 
 def test_the_api_page_has_every_route() -> None:
