@@ -196,7 +196,7 @@ def decision_cost(metrics: str) -> tuple[float, int]:
 def emulated_cluster(scale: DemoScale, setting: ReferenceSetting, logs: Path) -> Iterator[tuple[Path, str]]:
     """A running cluster: the configuration for `serve`, and the URL of a worker that tells the cluster's state."""
     config, log = logs / "cluster.yaml", logs / "cluster.log"
-    base_port = free_port_range(scale)
+    base_port = free_port_range(scale.prefillers, scale.workers)
     flags = ["--prefill", str(scale.prefillers), "--decode", str(scale.workers), "--base-port", str(base_port)]
     flags += ["--max-num-seqs", str(scale.slots), "--write-config", str(config)]
     flags += ["--step-cost", repr(setting.step_cost_s), "--step-overhead", repr(setting.step_overhead_s)]
@@ -296,11 +296,11 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-def free_port_range(scale: DemoScale) -> int:
+def free_port_range(prefillers: int, workers: int) -> int:
     """A base port such that all ports of the cluster (prefillers from it, decode ranks from 100 above) are free."""
     for base in range(21_000, 60_000, 500):
-        ports = [base + index for index in range(scale.prefillers)]
-        ports += [base + 100 + index for index in range(scale.workers)]
+        ports = [base + index for index in range(prefillers)]
+        ports += [base + 100 + index for index in range(workers)]
         if all(is_free(port) for port in ports):
             return base
     raise DemoFailed("no free range of loopback ports between 21000 and 60000")

@@ -8,7 +8,8 @@ makes in the same situation (the earlier admissions made) without the request; f
 at once, without the worker.
 """
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from operator import itemgetter
 from typing import Any
 
 from balanceroute.core.policy import AdmissionPolicy
@@ -17,6 +18,7 @@ from balanceroute.core.snapshot import ClusterSnapshot
 from balanceroute.core.snapshot_json import snapshot_to_dict
 from balanceroute.core.state import state_from_dict
 from balanceroute.core.types import Admit, WorkerState
+from balanceroute.errors import InputError
 from balanceroute.plugins import learn_installed, learn_policy
 
 
@@ -46,8 +48,22 @@ class WorkerView:
 
 
 @dataclass(frozen=True, slots=True)
+class PrefillView:
+    """A prompt that is being prefilled and why there: what each prefiller would have cost, tokens, the least first."""
+
+    request: str
+    prefiller: str
+    prompt_tokens: int
+    uncached_tokens: int
+    costs: dict[str, float]
+
+
+@dataclass(frozen=True, slots=True)
 class Explanation:
-    """A decision and what it rests on; `runners_up[i]` belongs to `admissions[i]`."""
+    """A decision and what it rests on; `runners_up[i]` belongs to `admissions[i]`.
+
+    `prefills`: the choices of prefillers that were made before, as far as their prompts are still there.
+    """
 
     policy: str
     params: dict[str, Any]
@@ -56,6 +72,7 @@ class Explanation:
     runners_up: tuple[Admit | None, ...]
     left_waiting: int
     reason: str
+    prefills: tuple[PrefillView, ...] = ()
 
     def to_dict(self) -> dict[str, Any]:
         """As JSON-ready values: `admissions`, `margins` by worker, `workers`, what is left waiting and why."""
@@ -81,6 +98,7 @@ class Explanation:
             ],
             "left_waiting": self.left_waiting,
             "reason": self.reason,
+            "prefills": [asdict(prefill) for prefill in self.prefills],
         }
 
 
@@ -114,6 +132,7 @@ def explain(state: Any, policy_name: str | None = None) -> Explanation:
         runners_up=tuple(runners_up),
         left_waiting=len(snapshot.pool),
         reason=_why_no_more(policy, snapshot),
+        prefills=tuple(prefill_views(state)),
     )
 
 
@@ -150,6 +169,25 @@ def outlook(state: Any, policy_name: str) -> Outlook:
         max_load_tokens=max(loads, default=0),
         mean_load_tokens=sum(loads) / len(loads) if loads else 0.0,
     )
+
+
+def prefill_views(state: dict[str, Any]) -> list[PrefillView]:
+    """What the state document says of prompts under way. Raises InputError: that is no such list."""
+    try:
+        return [
+            PrefillView(
+                request=str(entry["id"]),
+                prefiller=str(entry["prefiller"]),
+                prompt_tokens=int(entry["prompt_tokens"]),
+                uncached_tokens=int(entry["uncached_tokens"]),
+                costs={str(name): float(cost) for name, cost in sorted(entry["costs"].items(), key=itemgetter(1))},
+            )
+            for entry in state.get("prefilling", [])
+        ]
+    except (TypeError, KeyError, ValueError, AttributeError, OverflowError) as error:
+        raise InputError(
+            f"prefilling: expected a list of objects as GET /state returns it ({type(error).__name__}: {error})"
+        ) from error
 
 
 def worker_views(snapshot: ClusterSnapshot) -> list[WorkerView]:

@@ -1,18 +1,23 @@
-"""Writes the settings and metrics tables and the explained decision into README.md, from the code that defines them.
+"""Writes the generated parts of README.md and docs/: settings, metrics, the explained decision, the table of results.
 
-python -m scripts.readme_tables           rewrites README.md
-python -m scripts.readme_tables --check   exit code 1 when README.md is out of date
+python -m scripts.readme_tables           rewrites the files
+python -m scripts.readme_tables --check   exit code 1 when one is out of date
+
+The results are those of docs/figures/results.json, which `python -m scripts.docs_figures` writes.
 """
 
+import json
 import re
 import subprocess
 import sys
 from pathlib import Path
 
 from balanceroute.config import describe_settings
+from scripts.metric_advice import ADVICE
 
 ROOT = Path(__file__).parents[1]
-README = ROOT / "README.md"
+PAGES = (ROOT / "README.md", *(ROOT / "docs" / name for name in ("settings.md", "metrics.md", "how.md")))
+RESULTS = ROOT / "docs" / "figures" / "results.json"
 EXAMPLE = ROOT / "tests" / "data" / "explain_example.json"
 
 
@@ -40,10 +45,27 @@ def metrics_table() -> str:
     forecasts.runner(snapshot)
     families = [*Metrics(lambda: view_cluster(snapshot), "br_h").collect(), *forecasts.metrics.collect()]
     forecasts.close()
-    rows = ["| metric | type | meaning |", "|---|---|---|"]
+    rows = ["| metric | type | labels | meaning | when it moves |", "|---|---|---|---|---|"]
     for family in sorted(families, key=lambda family: family.name):
         suffix = {"counter": "_total", "info": "_info"}.get(family.type, "")
-        rows.append(f"| `{family.name}{suffix}` | {family.type} | {family.documentation} |")
+        labels, advice = ADVICE[family.name.removeprefix("balanceroute_")]
+        rows.append(f"| `{family.name}{suffix}` | {family.type} | {labels} | {family.documentation} | {advice} |")
+    return "\n".join(rows)
+
+
+def results_table() -> str:
+    """One row per policy, in the order of the file."""
+    rows = [
+        "| policy | load spread, tokens | tokens/s | TPOT p95 ms | balance | wait p50 s | p99 s | longest s |",
+        "|---|--:|--:|--:|--:|--:|--:|--:|",
+    ]
+    for name, found in json.loads(RESULTS.read_text()).items():
+        shown = f"**`{name}`**" if name == "level_fit" else f"`{name}`"
+        rows.append(
+            f"| {shown} | {found['load_spread_mean']:,.0f} | {found['throughput_tok_s']:,.0f} |"
+            f" {1000 * found['tpot_p95_s']:.1f} | {found['balance']:.3f} | {found['wait_p50_s']:.1f} |"
+            f" {found['wait_p99_s']:.0f} | {found['wait_max_s']:.0f} |"
+        )
     return "\n".join(rows)
 
 
@@ -56,9 +78,9 @@ def explained() -> str:
     return f"```\n$ cat state.json\n{state}\n$ balanceroute explain state.json\n{printed.strip()}\n```"
 
 
-def rewritten(text: str) -> str:
-    """README.md with its generated parts as they should be."""
-    for name, part in (("settings", settings_table()), ("metrics", metrics_table()), ("explain", explained())):
+def rewritten(text: str, parts: dict[str, str]) -> str:
+    """A page with its generated parts as they should be."""
+    for name, part in parts.items():
         text = re.sub(
             rf"(<!-- begin {name} -->\n).*?(<!-- end {name} -->)",
             lambda found, part=part: f"{found[1]}{part}\n{found[2]}",  # type: ignore[misc]
@@ -68,13 +90,24 @@ def rewritten(text: str) -> str:
     return text
 
 
+def generated() -> dict[str, str]:
+    """All parts, by name."""
+    return {
+        "settings": settings_table(),
+        "metrics": metrics_table(),
+        "explain": explained(),
+        "results": results_table(),
+    }
+
+
 def main() -> int:
     """Rewrite or check."""
-    old = README.read_text()
-    new = rewritten(old)
+    parts = generated()
+    outdated = [page for page in PAGES if page.read_text() != rewritten(page.read_text(), parts)]
     if "--check" in sys.argv:
-        return int(old != new)
-    README.write_text(new)
+        return int(bool(outdated))
+    for page in outdated:
+        page.write_text(rewritten(page.read_text(), parts))
     return 0
 
 

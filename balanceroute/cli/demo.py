@@ -22,6 +22,9 @@ def demo(
     policy: Annotated[
         list[str] | None, typer.Option(help="A policy that is shown; repeatable. br_0, br_h and level_fit if left out.")
     ] = None,
+    prefix: Annotated[
+        bool, typer.Option("--prefix", help="Show the prefill tier instead: conversations through prefill policies.")
+    ] = False,
     seed: Annotated[int, typer.Option(help="Seed of the trace.")] = 1,
     json: Annotated[bool, typer.Option("--json", help="Print the result as JSON.")] = False,
 ) -> None:
@@ -33,6 +36,11 @@ def demo(
     from balanceroute.demo import DemoScale, as_tree, ended_by_signals, run_demo
     from balanceroute.plugins import learn_policy
 
+    if prefix:
+        from balanceroute.cli.prefix_demo import prefix_demo
+
+        prefix_demo(seconds, seed, json)
+        return
     names = list(dict.fromkeys((against, *(policy or SHOWN))))
     for name in names:
         learn_policy(name)

@@ -104,6 +104,16 @@ def show_explanation(result: "Explanation") -> None:
             stage = f"{admit.stage} {STAGES[admit.stage]}"
             admissions.add_row(admit.request, admit.worker, stage, f"{admit.score:,.1f}", otherwise)
         print_table(admissions)
+    if result.prefills:
+        prefills = Table("request", "prefiller", title="Being prefilled (tokens)", title_justify="left")
+        for name in ("prompt", "to compute"):
+            prefills.add_column(name, justify="right")
+        prefills.add_column("work there and elsewhere")
+        for prefill in result.prefills:
+            costs = ", ".join(f"{name} {cost:,.0f}" for name, cost in prefill.costs.items())
+            tokens = (f"{prefill.prompt_tokens:,}", f"{prefill.uncached_tokens:,}")
+            prefills.add_row(prefill.request, prefill.prefiller, *tokens, costs)
+        print_table(prefills)
     print_table(f"{len(result.admissions)} admitted, {result.left_waiting} left waiting: {result.reason}")
 
 

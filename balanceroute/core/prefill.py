@@ -38,9 +38,15 @@ def least_tokens(ready: Sequence[PrefillerBudget], request: RequestTracker) -> l
 
 def prefix_affinity(ready: Sequence[PrefillerBudget], request: RequestTracker) -> list[int]:
     """Tokens of work, in flight and of this request."""
-    lone_tokens = max(0, request.prompt_tokens - request.shared_blocks * request.block_tokens)
+    tokens = request.prompt_tokens
+    lone_tokens = max(0, tokens - request.shared_blocks * request.block_tokens)
+    unknown = work(0, tokens, lone_tokens)
+    first = request.prefix[0] if request.prefix else None
     return [
-        work(prefiller.inflight_uncached_tokens, request.uncached_on(prefiller), lone_tokens) for prefiller in ready
+        work(prefiller.inflight_uncached_tokens, request.uncached_on(prefiller), lone_tokens)
+        if first in prefiller.cache.blocks
+        else prefiller.inflight_uncached_tokens + unknown  # most prefillers have nothing of most prompts
+        for prefiller in ready
     ]
 
 

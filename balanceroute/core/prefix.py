@@ -40,6 +40,8 @@ class PrefixUse:
 def leading(prefix: Sequence[int], blocks: Container[int]) -> int:
     """How many leading blocks of a prompt are among these, which hold no block without those before it. O(log n)."""
     low, high = 0, len(prefix)
+    if not high or prefix[0] not in blocks:
+        return 0
     while low < high:
         middle = (low + high) // 2
         if prefix[middle] in blocks:
@@ -118,30 +120,31 @@ class PrefixIndex:
 
     Args: capacity_tokens: what the engine's cache holds; None: not known, bounded by `MAX_BLOCKS` alone.
 
-    `engine_block_tokens`: size of the engine's own blocks, 0 where that is not known; it caches no part of one.
-    `limit_tokens`: what it seems to hold of ours, by its hits.
+    `blocks`: by hash, (tokens, when it was last used), for looking only. `engine_block_tokens`: size of the engine's
+    own blocks, 0 where that is not known; it caches no part of one. `limit_tokens`: what it seems to hold of ours, by
+    its hits.
     """
 
-    __slots__ = ("_blocks", "_clock", "capacity_tokens", "engine_block_tokens", "limit_tokens", "tokens")
+    __slots__ = ("_clock", "blocks", "capacity_tokens", "engine_block_tokens", "limit_tokens", "tokens")
 
     def __init__(self, capacity_tokens: int | None = None) -> None:
         self.capacity_tokens = capacity_tokens
         self.engine_block_tokens = 0
         self.limit_tokens = math.inf
         self.tokens = 0
-        self._blocks: OrderedDict[int, tuple[int, int]] = OrderedDict()  # hash -> (tokens, when it was last used)
+        self.blocks: OrderedDict[int, tuple[int, int]] = OrderedDict()  # hash -> (tokens, when it was last used)
         self._clock = 0
 
     def __len__(self) -> int:
-        return len(self._blocks)
+        return len(self.blocks)
 
     def matched(self, prefix: Sequence[int]) -> int:
         """How many leading blocks of a prompt are held. O(log n)."""
-        return leading(prefix, self._blocks)
+        return leading(prefix, self.blocks)
 
     def use(self, prefix: Sequence[int], block_tokens: int) -> PrefixUse:
         """The prompt is computed here: all of its blocks are held from now on, as far as they fit. O(n)."""
-        blocks, matched = self._blocks, self.matched(prefix)
+        blocks, matched = self.blocks, self.matched(prefix)
         use = PrefixUse(matched, [blocks[block][1] for block in prefix[:matched]], self._clock)
         for block in reversed(prefix):
             self._clock += 1
@@ -159,7 +162,7 @@ class PrefixIndex:
         """
         last = use.began + len(prefix)
         for block in prefix[use.matched :]:
-            held = self._blocks.get(block)
+            held = self.blocks.get(block)
             if held is not None and use.began < held[1] <= last:
                 self._drop(block)
 
@@ -171,8 +174,8 @@ class PrefixIndex:
         if found >= use.matched or (found and found >= use.matched - max(1.0, TOLERANCE * use.matched)):
             return
         gone = use.stamps[found]
-        while self._blocks:
-            block, (_, stamp) = next(iter(self._blocks.items()))
+        while self.blocks:
+            block, (_, stamp) = next(iter(self.blocks.items()))
             if stamp > gone:
                 break
             self._drop(block)
@@ -194,15 +197,15 @@ class PrefixIndex:
 
     def clear(self) -> None:
         """The engine has lost its cache."""
-        self._blocks.clear()
+        self.blocks.clear()
         self.tokens = 0
 
     def _evict(self) -> None:
-        blocks, most = self._blocks, self.limit_tokens
+        blocks, most = self.blocks, self.limit_tokens
         if self.capacity_tokens is not None:
             most = min(most, self.capacity_tokens)
         while len(blocks) > MAX_BLOCKS or self.tokens > most:
             self.tokens -= blocks.popitem(last=False)[1][0]
 
     def _drop(self, block: int) -> None:
-        self.tokens -= self._blocks.pop(block)[0]
+        self.tokens -= self.blocks.pop(block)[0]

@@ -20,7 +20,7 @@ slot beside it and releases it by `pushed`, `push_failed`, `requeue` or `finish`
 
 `finish` is legal in every phase and releases what that phase holds, once; a second one raises InvariantError.
 
-**Who waits for a prefiller** goes by its class and then by its arrival plus `AGEING` times the seconds that its prefill
+**Who waits for a prefiller** goes by its class and then by its arrival plus `ageing` times the seconds that its prefill
 is expected to take: a short prompt passes long ones that came shortly before, and a long one waits in proportion.
 
 **Priority.** Lower classes go first wherever requests wait: for a prefiller (queue and asking requests) and for a slot.
@@ -61,7 +61,7 @@ from balanceroute.core.types import (
 from balanceroute.errors import InvariantError
 
 PATIENCE_SHARE = 0.75  # of the pool's TTL: the rest is for a slot to free and the transfer to begin
-AGEING = 2.0  # seconds of waiting per second of its own prefill; docs/prefix.md has the measurement
+AGEING = 1.0  # `reproduce prefix` measures it
 MOST_AGEING = 0.5  # of the queue's deadline: nobody expires for being long
 PROMOTION_PERIOD = 16  # admissions: 6 % of the slots, about what Linux keeps free of realtime tasks for all others
 
@@ -79,6 +79,7 @@ class SchedulerConfig:
         max_prefill_inflight: probes under way on one prefiller, and their seconds in mean prompts; None for no bound.
         prefill_policy: which prefiller takes a probe, of `core.prefill.PREFILL_POLICIES`.
         refresh_every_tokens: dT, generated tokens between predictor refreshes (H/2); None without a predictor.
+        ageing: seconds of waiting for a prefiller that weigh as one of the own prefill; 0: first come first served.
         decode_first: whether a decode worker is chosen before the prefill; `max_pooled` then refuses arrivals.
         lock_step: whether the driver steps the engine itself (`start`, `step`) instead of reporting `progress`.
     """
@@ -93,6 +94,7 @@ class SchedulerConfig:
     lock_step: bool = False
     decode_first: bool = False
     prefill_policy: str = "least_tokens"
+    ageing: float = AGEING
 
 
 class Scheduler:
@@ -114,6 +116,7 @@ class Scheduler:
         self._steps = 0
         self._since_promotion = 0  # admissions
         self._prefilling = 0
+        self._incoming: list[RequestTracker] = []  # queued, and nobody has had to wait for them or they for anybody
         self._queue: list[tuple[int, float, int, RequestTracker]] = []
         self._due: list[RequestTracker] = []
         self._refresh_at_step: list[tuple[int, int, float, RequestTracker]] = []
@@ -249,15 +252,13 @@ class Scheduler:
             tracker.pushing = True
             self.snapshot.pushing_tokens += tracker.prompt_tokens
             prefills.append(self._begin_prefill(tracker, prefiller, now))
-        while self._queue and self._prefilling + len(self.snapshot.pool) < bound:
-            tracker = self._queue[0][-1]
-            if tracker.phase is not Phase.QUEUED:
-                heappop(self._queue)
-                continue
-            prefiller = self._choose_prefiller(tracker)
-            if prefiller is None:
+        while self._prefilling + len(self.snapshot.pool) < bound:
+            head = self._head_of_queue()
+            prefiller = None if head is None else self._choose_prefiller(head)
+            if head is None or prefiller is None:
                 break
-            heappop(self._queue)
+            tracker = head
+            self._leave_queue()
             del self.snapshot.queued[tracker.id]
             tracker.phase = Phase.PREFILLING
             self._prefilling += 1
@@ -513,8 +514,33 @@ class Scheduler:
     def _enqueue(self, tracker: RequestTracker) -> None:
         tracker.phase = Phase.QUEUED
         self.snapshot.queued[tracker.id] = tracker
+        self._incoming.append(tracker)
+
+    def _head_of_queue(self) -> RequestTracker | None:
+        """Who gets a prefiller next. Where more than one waits they are put in order, which takes a look at each."""
+        incoming, queue = self._incoming, self._queue
+        if incoming and (queue or len(incoming) > 1):
+            for tracker in incoming:
+                self._put_in_order(tracker)
+            incoming.clear()
+        while queue and queue[0][-1].phase is not Phase.QUEUED:
+            heappop(queue)
+        if queue:
+            return queue[0][-1]
+        if incoming and incoming[0].phase is not Phase.QUEUED:
+            incoming.clear()
+        return incoming[0] if incoming else None
+
+    def _leave_queue(self) -> None:
+        """The head of the queue is no longer in it."""
+        if self._incoming:
+            self._incoming.clear()
+        else:
+            heappop(self._queue)
+
+    def _put_in_order(self, tracker: RequestTracker) -> None:
         if tracker.queue_s is None:
-            ahead_s = AGEING * self._expected_prefill_s(tracker)
+            ahead_s = self.config.ageing * self._expected_prefill_s(tracker)
             tracker.queue_s = tracker.arrived_s + min(ahead_s, MOST_AGEING * self.config.queue_deadline_s)
         heappush(self._queue, (tracker.priority, tracker.queue_s, tracker.order, tracker))
 
@@ -545,7 +571,9 @@ class Scheduler:
         tracker.uncached_tokens = tracker.uncached_on(prefiller)
         if tracker.prefix:
             tracker.prefix_use = prefiller.cache.use(tracker.prefix, tracker.block_tokens)
-            self.snapshot.prefilling_blocks.update(tracker.prefix)
+            blocks = self.snapshot.prefilling_blocks
+            for block in tracker.prefix:
+                blocks[block] += 1
         prefiller.inflight += 1
         prefiller.inflight_tokens += tracker.prompt_tokens
         prefiller.inflight_uncached_tokens += tracker.uncached_tokens

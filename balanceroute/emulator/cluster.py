@@ -14,13 +14,16 @@ import httpx
 from balanceroute.emulator.app import Site, create_app
 from balanceroute.emulator.clock import EmulatedClock
 from balanceroute.emulator.connectors import KvExchange
+from balanceroute.emulator.decode import DecodeWorker
+from balanceroute.emulator.decode_group import DecodeGroupRunner
 from balanceroute.emulator.errors import ApiError
 from balanceroute.emulator.faults import WORKER_KINDS, Fault, FaultKind
+from balanceroute.emulator.prefill import PrefillWorker
 from balanceroute.emulator.remote import SIDE_CHANNEL_PORT, PrefillSide, RemoteKv
 from balanceroute.emulator.server import HttpServer
 from balanceroute.emulator.shape import ClusterShape
 from balanceroute.emulator.transport import App, StreamingTransport
-from balanceroute.emulator.worker import DecodeGroupRunner, DecodeWorker, PrefillWorker, Worker
+from balanceroute.emulator.worker import Worker
 from balanceroute.errors import ConfigError
 
 logger = logging.getLogger(__name__)
@@ -194,6 +197,12 @@ class EmulatedCluster:
             case FaultKind.FREEZE | FaultKind.UNFREEZE if isinstance(worker, DecodeWorker):
                 worker.rank.stalled = fault.kind is FaultKind.FREEZE
                 self._runner.wake()
+            case FaultKind.PAUSE if isinstance(worker, DecodeWorker):
+                if worker.rank.running:
+                    worker.rank.pause(next(iter(worker.rank.running)))
+            case FaultKind.RESUME if isinstance(worker, DecodeWorker):
+                worker.rank.resume()
+                self._runner.wake()
             case FaultKind.RECOMPUTE_NOW if isinstance(worker, DecodeWorker):
                 worker.pop_last()
             case _:
@@ -204,6 +213,7 @@ class EmulatedCluster:
             worker.prefiller.slowdown = 1.0
         elif isinstance(worker, DecodeWorker):
             worker.rank.stalled = False
+            worker.rank.resume()
         assert self._runner is not None
         self._runner.wake()
 

@@ -3,7 +3,8 @@
 from collections.abc import Iterable, Sequence
 
 from balanceroute.emulator.connectors import Connector
-from balanceroute.emulator.worker import PrefillWorker, Worker
+from balanceroute.emulator.prefill import PrefillWorker
+from balanceroute.emulator.worker import Worker
 
 CONTENT_TYPE = "text/plain; version=1.0.0; charset=utf-8"
 FINISH_REASONS = ("stop", "length", "abort", "error", "repetition")

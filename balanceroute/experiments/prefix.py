@@ -8,6 +8,8 @@ when its prefill has ended. The rivals are our own versions, by what their docum
     longest match         the most cached blocks, whatever waits there
     match, load gate      the longest match if it is at least 0.3 of the prompt, unless the loads differ too much
     exact knowledge       prefix_affinity that looks into the caches themselves, as no router can
+
+And who waits for whom: short prompts and a few huge ones, by how much a request's own prefill counts in the queue.
 """
 
 import hashlib
@@ -16,13 +18,16 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
+
 from balanceroute.core.prefill import PrefillPolicy, cheapest, least_tokens, work
+from balanceroute.core.scheduler import SchedulerConfig
 from balanceroute.core.tracker import PrefillerBudget, RequestTracker
 from balanceroute.errors import InputError
 from balanceroute.experiments.jobs import Results, whole_trace
 from balanceroute.experiments.scope import Scope, Section
 from balanceroute.experiments.tables import Table
-from balanceroute.simulator import PrefillFigures, PrefillTier, replay_prefill
+from balanceroute.simulator import PrefillFigures, PrefillTier, replay_prefill, replay_queue
 from balanceroute.traces import Trace, generate_conversations
 
 PREFILLERS = 8
@@ -30,6 +35,9 @@ TOKENS_PER_S = 6000.0
 CACHES = (2_000_000, 512_000)  # tokens of one prefiller's prefix cache
 ROWS = 12_000  # of the synthetic conversations
 SESSION_BLOCKS = 4  # hashed by the consistent hash of a session: past most system prompts
+HUGE_TOKENS, HUGE_SHARE, SHORT_TOKENS = 200_000, 1 / 200, 1_500
+QUEUE_LOAD = 0.8
+AGEINGS = (0.0, 0.5, 1.0, 2.0, 4.0, 8.0)
 MATCH_RATIO = 0.3  # of the prompt: a shorter match is left to the loads
 GATE_RATIO, GATE_TOKENS = 1.5, 65_536  # the loads differ too much: by this factor and by so many tokens
 
@@ -139,6 +147,43 @@ class PrefixJob:
         )
 
 
+@dataclass(frozen=True, slots=True)
+class QueueJob:
+    """Short and huge prompts through prefillers that take one at a time; `ageing`: of the scheduler."""
+
+    ageing: float
+    rows: int
+    timed: bool = False
+
+    @property
+    def cost(self) -> float:
+        """Seconds of a simulation are all alike."""
+        return 5.0 * self.rows
+
+    def run(self) -> "QueueFigures":
+        """Simulate in this process."""
+        rng = np.random.default_rng(0)
+        huge = rng.random(self.rows) < HUGE_SHARE
+        tokens = np.where(huge, HUGE_TOKENS, np.maximum(1, rng.exponential(SHORT_TOKENS, self.rows))).astype(int)
+        rate = QUEUE_LOAD * PREFILLERS * TOKENS_PER_S / tokens.mean()
+        arrivals = np.cumsum(rng.exponential(1.0 / rate, self.rows))
+        config = SchedulerConfig(max_prefill_inflight=1, ageing=self.ageing)
+        wait_s = replay_queue(arrivals.tolist(), tokens.tolist(), config, PREFILLERS, TOKENS_PER_S)
+        (short_p50, short_p99), (huge_p50, huge_p99) = (np.percentile(wait_s[of], (50, 99)) for of in (~huge, huge))
+        return QueueFigures(float(short_p50), float(short_p99), float(huge_p50), float(huge_p99), float(wait_s.mean()))
+
+
+@dataclass(frozen=True, slots=True)
+class QueueFigures:
+    """Waits for a prefiller, seconds."""
+
+    short_p50_s: float
+    short_p99_s: float
+    huge_p50_s: float
+    huge_p99_s: float
+    mean_s: float
+
+
 def workload(source: str | None, rows: int) -> Trace:
     """The user's trace at its own rate, or synthetic conversations. Raises: InputError where prefixes are unknown."""
     if source is None:
@@ -149,11 +194,14 @@ def workload(source: str | None, rows: int) -> Trace:
     return trace
 
 
-def plan(scope: Scope) -> list[PrefixJob]:
+def plan(scope: Scope) -> list[PrefixJob | QueueJob]:
     """Every policy on every cache."""
     rows = rows_of(scope)
     workload(scope.trace, 1)
-    return [PrefixJob(scope.trace, rows, policy, cache) for cache in CACHES for policy in RIVALS]
+    jobs: list[PrefixJob | QueueJob] = [
+        PrefixJob(scope.trace, rows, policy, cache) for cache in CACHES for policy in RIVALS
+    ]
+    return jobs + [QueueJob(ageing, rows) for ageing in AGEINGS]
 
 
 def rows_of(scope: Scope) -> int:
@@ -163,7 +211,7 @@ def rows_of(scope: Scope) -> int:
 
 def files(scope: Scope) -> list[str]:
     """What the report writes."""
-    return [f"prefix_{cache // 1000}k.csv" for cache in CACHES]
+    return [*(f"prefix_{cache // 1000}k.csv" for cache in CACHES), "prefix_queue.csv"]
 
 
 def report(scope: Scope, results: Results, out: Path) -> Section:
@@ -178,7 +226,24 @@ def report(scope: Scope, results: Results, out: Path) -> Section:
     for cache in CACHES:
         section.text(f"### Caches of {cache:,} tokens")
         section.table(cache_table(scope, results, cache))
+    section.text("### A huge prompt among short ones")
+    section.text(
+        f"One in {1 / HUGE_SHARE:.0f} prompts has {HUGE_TOKENS:,} tokens, the others {SHORT_TOKENS:,} on average;"
+        f" {PREFILLERS} prefillers that take one at a time are {QUEUE_LOAD:.0%} busy. Waits in the router, seconds;"
+        " ageing 0 is first come first served."
+    )
+    section.table(queue_table(scope, results))
     return section
+
+
+def queue_table(scope: Scope, results: Results) -> Table:
+    """Waits by ageing."""
+    columns = ["ageing", "short p50 s", "short p99 s", "huge p50 s", "huge p99 s", "mean s"]
+    table = Table("prefix_queue", columns, digits=dict.fromkeys(columns, 2))
+    for ageing in AGEINGS:
+        f: QueueFigures = results[QueueJob(ageing, rows_of(scope))]
+        table.add(ageing, f.short_p50_s, f.short_p99_s, f.huge_p50_s, f.huge_p99_s, f.mean_s)
+    return table
 
 
 def cache_table(scope: Scope, results: Results, cache: int) -> Table:

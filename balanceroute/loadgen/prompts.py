@@ -2,11 +2,13 @@
 
 A prompt is a run of eight token ids that only its key has, then a stretch of one long random text; so
 prompts of different keys share no prefix (a server's prefix cache finds nothing), and equal keys give equal
-prompts. All ids have three digits: any vocabulary of a thousand tokens has them, and a stretch is a slice
+prompts. Where a trace names the blocks of its prompts, equal names give equal blocks, and the last, unfinished one is
+the row's own. All ids have three digits: any vocabulary of a thousand tokens has them, and a stretch is a slice
 of bytes.
 """
 
 import hashlib
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -32,6 +34,14 @@ class PromptText:
         offset = int.from_bytes(digest[-4:], "little") % TEXT_IDS
         ids = (own + self.stretch(offset, max(0, tokens - OWN_IDS)))[: tokens * ID_BYTES]
         return b"[" + ids[:-1] + b"]"
+
+    def of_blocks(self, names: Sequence[int], block_tokens: int, key: str, tokens: int) -> bytes:
+        """A JSON array of exactly `tokens` ids: a block for each name, as far as they go, then ids of the key alone."""
+        blocks = [self.prompt(f"block {name}", block_tokens)[1:-1] for name in names[: tokens // block_tokens]]
+        rest = tokens - len(blocks) * block_tokens
+        if rest:
+            blocks.append(self.prompt(key, rest)[1:-1])
+        return b"[" + b",".join(blocks) + b"]"
 
     def stretch(self, offset: int, tokens: int) -> bytes:
         """That many ids of the text from an offset on, starting over at its end."""

@@ -21,7 +21,7 @@ from balanceroute.errors import InputError
 from balanceroute.loadgen.client import Client, ExchangeFailed, Reply, checked
 from balanceroute.loadgen.prompts import PromptText
 from balanceroute.report import Distribution
-from balanceroute.traces import Trace
+from balanceroute.traces import BLOCK_TOKENS, Trace
 
 END_MARKER = b"[DONE]"
 Progress = Callable[[int, int], None]  # requests sent so far, requests ended so far
@@ -38,6 +38,7 @@ class LoadOptions:
     timeout_s: float | None = None  # longest time for one answer
     seed: int = 0  # of the prompts
     extra_body: dict[str, Any] = field(default_factory=dict)
+    block_tokens: int = BLOCK_TOKENS  # that each name of a prompt's blocks stands for, where the trace has them
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,8 +173,11 @@ class Replay:
 
     def body_of(self, row: int) -> bytes:
         """The request body of one row; rows without a key have a prompt of their own."""
-        key = str(self.trace.prompt_key[row]) or f"row {row}"
-        prompt = self.prompts.prompt(key, int(self.trace.prompt_tokens[row]))
+        key, tokens = str(self.trace.prompt_key[row]) or f"row {row}", int(self.trace.prompt_tokens[row])
+        if self.trace.prefix:
+            prompt = self.prompts.of_blocks(self.trace.prefix[row], self.options.block_tokens, f"row {row}", tokens)
+        else:
+            prompt = self.prompts.prompt(key, tokens)
         return b'%b, "max_tokens": %d, "prompt": %b}' % (
             self.body_head,
             int(self.trace.output_tokens[row]),

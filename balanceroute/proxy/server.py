@@ -44,7 +44,7 @@ class Server(uvicorn.Server):
                 host=listen.host,
                 port=listen.port,
                 loop="uvloop",
-                http=protocol_class(app, ClientLimits.of(config)),
+                http=protocol_class(app, ClientLimits.of(config), lambda: app.tls.server),
                 ws="none",
                 lifespan="on",
                 access_log=False,
@@ -55,9 +55,6 @@ class Server(uvicorn.Server):
                 timeout_graceful_shutdown=5,
             )
         )
-        if app.tls.server is not None:
-            self.config.load()
-            self.config.ssl = app.tls.server
         self._app, self._router_config = app, config
         self._drain: asyncio.Task[None] | None = None
 
@@ -93,7 +90,7 @@ class Server(uvicorn.Server):
         await super().startup(sockets=sockets)  # type: ignore[arg-type]
         if self.started:
             sock = self.servers[0].sockets[0].getsockname()
-            told: dict[str, object] = {"host": sock[0], "port": sock[1], "tls": self.config.ssl is not None}
+            told: dict[str, object] = {"host": sock[0], "port": sock[1], "tls": self._app.tls.server is not None}
             address = self._router_config.listen.admin_address
             if address is not None:
                 told["admin_port"] = self._app.services.perimeter.admin_port = await self._listen_for_operators(address)
@@ -111,7 +108,7 @@ class Server(uvicorn.Server):
             return protocol
 
         try:
-            server = await loop.create_server(connected, *address, ssl=config.ssl, backlog=config.backlog)
+            server = await loop.create_server(connected, *address, backlog=config.backlog)
         except OSError as error:
             await self.lifespan.shutdown()
             raise ConfigError(f"listen.admin: cannot listen on {address[0]}:{address[1]}: {error.strerror}") from None

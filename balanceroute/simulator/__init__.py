@@ -1,6 +1,6 @@
 """The step simulator: replays a trace through the live router's scheduler and policies in seconds."""
 
-from balanceroute.simulator.prefill_tier import PrefillFigures, PrefillTier, replay_prefill
+from balanceroute.simulator.prefill_tier import PrefillFigures, PrefillTier, replay_prefill, replay_queue
 from balanceroute.simulator.replay import PREDICTORS, Replay, parse_params
 from balanceroute.simulator.result import Figures, Outcome
 from balanceroute.simulator.setting import Failure, Setting, at_load
@@ -19,4 +19,5 @@ __all__ = [
     "at_load",
     "parse_params",
     "replay_prefill",
+    "replay_queue",
 ]

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from heapq import heappop, heappush
 
 import numpy as np
+from numpy.typing import NDArray
 
 from balanceroute import report
 from balanceroute.core.policies import PolicySettings, make_policy
@@ -126,3 +127,35 @@ def replay_prefill(
         predicted_hit_ratio=predicted / tier.prompt_tokens,
         hit_ratio=1.0 - tier.computed_ratio,
     )
+
+
+def replay_queue(
+    arrival_s: Sequence[float],
+    prompt_tokens: Sequence[int],
+    config: SchedulerConfig,
+    n_prefillers: int,
+    tokens_per_s: float,
+) -> NDArray[np.float64]:
+    """How long each prompt waits in the router for a prefiller, seconds; nothing is cached."""
+    tier = PrefillTier(n_prefillers, tokens_per_s, 0)
+    scheduler = Scheduler(make_policy(PolicySettings(policy="pool_fifo")), config)
+    for name in tier.names:
+        scheduler.add_worker(WorkerSpec(name, Role.PREFILL), 0.0)
+    scheduler.add_worker(WorkerSpec("d0", Role.DECODE), 0.0)
+    wait_s = np.zeros(len(arrival_s))
+    running: list[tuple[float, int]] = []  # (when its prefill ends, request)
+    coming = list(zip(arrival_s, range(len(arrival_s)), strict=True))[::-1]
+    while coming or running:
+        if running and (not coming or running[0][0] <= coming[-1][0]):
+            now, request = heappop(running)
+            scheduler.prefilled(str(request), prompt_tokens[request], now)
+            scheduler.finish(str(request), Outcome.FINISHED, now)
+        else:
+            now, request = coming.pop()
+            scheduler.submit(RequestSpec(str(request), prompt_tokens[request]), now)
+        for prefill in scheduler.dispatch(now):
+            begun = int(prefill.request)
+            done, _ = tier.compute(prefill.worker, (), prompt_tokens[begun], now)
+            wait_s[begun] = now - arrival_s[begun]
+            heappush(running, (done, begun))
+    return wait_s

@@ -69,6 +69,8 @@ class Trace:
 
     def with_lengths(self, prompt_scale: float, output_scale: float) -> "Trace":
         """The same arrivals with lengths multiplied, rounded, and kept at 1 or more; their blocks are other ones."""
+        if prompt_scale == output_scale == 1.0:
+            return self
         prompts = np.maximum(1, np.rint(self.prompt_tokens * prompt_scale)).astype(np.int64)
         outputs = np.maximum(1, np.rint(self.output_tokens * output_scale)).astype(np.int64)
         return Trace(self.arrival_s, prompts, outputs, self.prompt_key)

@@ -7,8 +7,8 @@
 #   INDEX     which of the topology's prefill or decode machines this is, from 0
 #
 # Set before: MODEL (path of the weights), NIC (interface that the machines reach each other by).
-# May be set: SERVED_NAME, LOG_DIR, MAX_NUM_SEQS, MAX_MODEL_LEN, KV_PIN_S, PREFILL_EXTRA, DECODE_EXTRA (further flags),
-# DECODE_ADDITIONAL_CONFIG. Run it on the decode machines and the prefill machines at about the same time; it ends, and
+# May be set: SERVED_NAME, LOG_DIR, MAX_NUM_SEQS, MAX_MODEL_LEN, KV_PIN_S, PREFIX_CACHING (of the prefillers, on or off),
+# PREFILL_EXTRA, DECODE_EXTRA (further flags), DECODE_ADDITIONAL_CONFIG. Run it on the decode machines and the prefill machines at about the same time; it ends, and
 # stops the servers of this machine, when one of them ends or on Ctrl-C. --dry-run prints the commands instead.
 set -euo pipefail
 
@@ -36,6 +36,11 @@ served_name=${SERVED_NAME:-deepseek_v3}
 log_dir=${LOG_DIR:-./logs}
 max_num_seqs=${MAX_NUM_SEQS:-64}     # decode.max_num_seqs in the router's YAML
 max_model_len=${MAX_MODEL_LEN:-40000}
+case ${PREFIX_CACHING:-on} in
+  on) prefill_caching=--enable-prefix-caching ;;
+  off) prefill_caching=--no-enable-prefix-caching ;;
+  *) fail "PREFIX_CACHING is ${PREFIX_CACHING}; it may be on or off" ;;
+esac
 kv_pin_s=${KV_PIN_S:-480}            # prefill.kv_pin_s in the router's YAML
 rpc_port=12321
 # On a machine with 16 NPUs the Ascend transport takes random ports from 20000 to 35999: stay above. A server listens
@@ -101,7 +106,6 @@ common=(
   --tensor-parallel-size "$tp"
   --enable-expert-parallel
   --max-model-len "$max_model_len"
-  --no-enable-prefix-caching
   --kv-transfer-config "$kv_transfer_config"
 )
 if [[ $role == prefill ]]; then
@@ -112,7 +116,8 @@ if [[ $role == prefill ]]; then
     --max-num-seqs 8
     --gpu-memory-utilization 0.9
     --enforce-eager
-    --enable-prompt-tokens-details
+    --enable-prompt-tokens-details # the router learns what was cached
+    "$prefill_caching"
   )
 else
   environment+=("HCCL_BUFFSIZE=600")
@@ -123,6 +128,7 @@ else
   common+=(
     --max-num-batched-tokens 256
     --max-num-seqs "$max_num_seqs"
+    --no-enable-prefix-caching # a decoder computes no prompts
     --gpu-memory-utilization 0.94
     --compilation-config '{"cudagraph_mode": "FULL_DECODE_ONLY"}'
     --additional-config "$additional"

@@ -9,6 +9,7 @@ listens on 127.0.0.1 and is ended by pid. Not part of the test suite: it needs v
     cancel          clients that leave in every phase: the prefiller's KV is free within seconds, not after its lease
     params          no kv_transfer_params is used twice: as many pulls as prefills
     features        every feature of scripts/e2e/features.py beside one plain server: equal, or listed with the reason
+    messages        Anthropic's client gets the messages that one server's own /v1/messages gives
     poison          prompts' logprobs reach no decoder: both live on after 40 such requests at once
     kill_decoder    kill -9 of a decoder mid-stream: every stream is complete, with the tokens of an undisturbed run
     kill_prefiller  kill -9 of the prefiller after a probe: a clear error or a whole answer, and nothing is held
@@ -17,6 +18,7 @@ listens on 127.0.0.1 and is ended by pid. Not part of the test suite: it needs v
     wrong_connector a router that takes the pair for mooncake_v1: it serves, and its log and /ready say what is wrong
     no_log_stats    a prefiller with --disable-log-stats: the router serves, and /ready says "degraded"
     direct_clients  two clients go to one decoder directly: the router sees it, and sends its own to the other
+    prefix_affinity 20 conversations of 6 turns on two prefillers find nearly as much cached as on one; equal answers
 """
 
 import argparse
@@ -40,10 +42,12 @@ from typing import Any
 import httpx
 import openai
 
+from scripts.e2e import messages
 from scripts.e2e.features import DIFFERS, differences, features
 
 PREFILL, DECODE, ROUTER = 8100, (8200, 8201), 8300
-SIDE_CHANNEL = {PREFILL: 5600, DECODE[0]: 5700, DECODE[1]: 5710}
+SECOND_PREFILL = 8101  # started by the check that needs it
+SIDE_CHANNEL = {PREFILL: 5600, SECOND_PREFILL: 5610, DECODE[0]: 5700, DECODE[1]: 5710}
 MODEL = "tiny"
 LEASE_S = 30
 BASE = f"http://127.0.0.1:{ROUTER}"
@@ -59,10 +63,11 @@ class Servers:
     def start_vllm(self, port: int, *options: str) -> None:
         """Start one vLLM server without waiting for it."""
         venv, model = os.environ["VLLM_VENV"], os.environ["VLLM_MODEL"]
-        role = "kv_producer" if port == PREFILL else "kv_consumer"
+        role = "kv_consumer" if port in DECODE else "kv_producer"
         transfer = {"kv_connector": "NixlConnector", "kv_role": role, "kv_buffer_device": "cpu"}
         command = [f"{venv}/bin/vllm", "serve", model, "--served-model-name", MODEL, "--host", "127.0.0.1"]
         command += ["--port", str(port), "--max-model-len", "2048", "--max-num-seqs", "64", "--enforce-eager"]
+        command += ["--enable-auto-tool-choice", "--tool-call-parser", "hermes"]
         command += ["--block-size", "32", "--kv-transfer-config", json.dumps(transfer), *options]
         env = os.environ | {
             "VLLM_CPU_KVCACHE_SPACE": "1",
@@ -79,13 +84,21 @@ class Servers:
         }
         self._spawn(port, command, env)
 
-    def start_router(self, port: int = ROUTER, connector: str = "nixl") -> None:
-        """Start `balanceroute serve` in front of the three."""
+    def start_router(
+        self,
+        port: int = ROUTER,
+        connector: str = "nixl",
+        prefillers: tuple[int, ...] = (PREFILL,),
+        policy: str = "least_tokens",
+    ) -> None:
+        """Start `balanceroute serve` in front of these prefillers and the decoders."""
         config = self.logs / f"router-{port}.yaml"
-        decoders = "\n".join(f"    - url: http://127.0.0.1:{port}" for port in DECODE)
+        decoders, listed = (
+            "\n".join(f"    - url: http://127.0.0.1:{each}" for each in ports) for ports in (DECODE, prefillers)
+        )
         config.write_text(
             f"listen: {{host: 127.0.0.1, port: {port}}}\nconnector: {connector}\n"
-            f"prefill:\n  workers:\n    - url: http://127.0.0.1:{PREFILL}\n"
+            f"prefill:\n  policy: {policy}\n  workers:\n{listed}\n"
             f"decode:\n  max_num_seqs: 64\n  shared_barrier: false\n  workers:\n{decoders}\n"
             "predictor: {kind: survival}\nhealth: {interval_s: 1.0}\n"
         )
@@ -122,6 +135,18 @@ class Servers:
     def send(self, port: int, number: signal.Signals) -> None:
         """A signal to a server and its engine processes."""
         os.killpg(self.processes[port].pid, number)
+
+    def end(self, port: int) -> None:
+        """End a server in peace."""
+        process = self.processes.pop(port)
+        process.terminate()
+        process.wait(30)
+
+    def replace_router(self, prefillers: tuple[int, ...], policy: str) -> None:
+        """End the router and start another."""
+        self.end(ROUTER)
+        self.start_router(prefillers=prefillers, policy=policy)
+        self.wait_ready(ROUTER, 30)
 
     def restart(self, port: int, *options: str) -> None:
         """Bring a killed vLLM server back."""
@@ -319,6 +344,13 @@ def check_features(servers: Servers) -> str:
     return f"{equal} of {len(told)} features equal, the other {len(told) - equal} as listed"
 
 
+def check_messages(servers: Servers) -> str:
+    """Anthropic's client, sync and async, whole and streamed, with tools."""
+    return messages.compare(
+        BASE, f"http://127.0.0.1:{DECODE[1]}", lambda: wait_for("the router holds nothing", nothing_held, 30)
+    )
+
+
 def check_poison(servers: Servers) -> str:
     """Requests that today's decoders die of if they are forwarded."""
     kinds = [{"prompt_logprobs": 1}, {"echo": True, "logprobs": 1}, {"echo": True, "logprobs": 1, "max_tokens": 0}]
@@ -413,7 +445,7 @@ def check_grammar(servers: Servers) -> str:
     """What a decoder knows of a grammar beside tokens dies with it: no answer that breaks it ends as complete."""
     grammar = re.compile("([a-f]{7}-){60}")
     asked = {"structured_outputs": {"regex": grammar.pattern}, "ignore_eos": False, "temperature": 1.0}
-    bodies = [a_body(seed, max_tokens=900, seed=seed) | asked for seed in range(8000, 8012)]
+    bodies = [a_body(seed, max_tokens=900) | {"seed": seed} | asked for seed in range(8000, 8012)]
     begun: set[int] = set()
 
     def streamed(index: int) -> str:
@@ -454,7 +486,9 @@ def check_wrong_connector(servers: Servers) -> str:
         ids = [completion_ids(port, a_body(seed)) for seed in range(9000, 9004)]
         assert ids == [completion_ids(DECODE[1], a_body(seed)) for seed in range(9000, 9004)]
         told = ready(port)
-        assert told["status"] == "degraded" and "set connector: nixl" in told["reasons"][0], told
+        assert told["code"] == 200 and told["status"] == "degraded" and "set connector: nixl" in told["reasons"][0], (
+            told
+        )
         log = (servers.logs / f"{port}.log").read_text()
         assert log.count('"event":"degraded"') == 1, "not one line in the log"
     finally:
@@ -469,7 +503,7 @@ def check_no_log_stats(servers: Servers) -> str:
     try:
         wait_for("requests work again", lambda: outcome_of(a_body(1)) == "complete", 120)
         told = ready(ROUTER)
-        assert told["status"] == "degraded", told
+        assert (told["code"], told["status"]) == (200, "degraded"), told
         with ThreadPoolExecutor(16) as pool:
             outcomes = list(pool.map(lambda seed: outcome_of(a_body(seed)), range(9100, 9140)))
         assert set(outcomes) == {"complete"}, outcomes
@@ -508,6 +542,67 @@ def check_direct_clients(servers: Servers) -> str:
     return f"seen after {seen_s:.1f} s, {share}, gone {gone_s:.1f} s after the clients"
 
 
+WORDS = (
+    "the of and to in is you that it he was for on are as with his they at be this have from or one had by word but "
+    "not what all were we when your can said there use an each which she do how their if will up other about out many"
+).split()
+
+
+def a_text(seed: int, size: int) -> str:
+    """So many characters of words that depend on the seed alone."""
+    return " ".join(random.Random(seed).choices(WORDS, k=size // 3))[:size]
+
+
+def converse(seed: int, salt: str) -> list[str]:
+    """The answers of a conversation of 6 turns; `salt` keeps its KV apart from that of others."""
+    messages: list[dict[str, str]] = []
+    answers = []
+    for turn in range(6):
+        messages.append({"role": "user", "content": a_text(100 * seed + turn, 300 if turn else 1000)})
+        body = {"model": MODEL, "messages": messages, "max_tokens": 16, "temperature": 0, "ignore_eos": True}
+        body |= {"min_tokens": 16, "cache_salt": salt}
+        reply = httpx.post(f"{BASE}/v1/chat/completions", json=body, timeout=300, trust_env=False)
+        reply.raise_for_status()
+        answers.append(reply.json()["choices"][0]["message"]["content"])
+        messages.append({"role": "assistant", "content": answers[-1]})
+    return answers
+
+
+def converse_all(servers: Servers, prefillers: tuple[int, ...], policy: str) -> tuple[float, list[list[str]]]:
+    """Share of the prompt tokens that the prefillers had cached, by their own metrics, and all answers."""
+    servers.replace_router(prefillers, policy)
+    names = ("vllm:prefix_cache_hits_total", "vllm:prefix_cache_queries_total")
+    before = [sum(metric(port, name) for port in prefillers) for name in names]
+    with ThreadPoolExecutor(4) as pool:
+        salt = f"{policy} on {len(prefillers)}"
+        answers = list(pool.map(lambda seed: converse(seed, salt), range(20)))
+    hits, queried = (
+        sum(metric(port, name) for port in prefillers) - old for name, old in zip(names, before, strict=True)
+    )
+    return hits / queried, answers
+
+
+def check_prefix_affinity(servers: Servers) -> str:
+    """The same conversations through one prefiller, through two by affinity, and by the fewest tokens."""
+    both = (PREFILL, SECOND_PREFILL)
+    servers.start_vllm(SECOND_PREFILL)
+    servers.wait_ready(SECOND_PREFILL)
+    try:
+        one, expected = converse_all(servers, (PREFILL,), "least_tokens")
+        affine, answers = converse_all(servers, both, "prefix_affinity")
+        predicted = metric(ROUTER, "balanceroute_prefix_predicted_tokens_total")
+        found = metric(ROUTER, "balanceroute_prefix_hit_tokens_total")
+        spread, others = converse_all(servers, both, "least_tokens")
+    finally:
+        servers.replace_router((PREFILL,), "least_tokens")
+        servers.end(SECOND_PREFILL)
+    told = f"hit ratio {one:.3f} on one prefiller, {affine:.3f} on two by affinity, {spread:.3f} by least_tokens"
+    different = sum(got != wanted for got, wanted in zip(answers + others, expected + expected, strict=True))
+    assert not different, f"{different} of 40 conversations have other answers than on one prefiller"
+    assert affine >= 0.9 * one, told
+    return f"{told}; {predicted:.0f} cached tokens predicted, {found:.0f} found; answers equal"
+
+
 def streamed_text(body: dict[str, Any], on_event: Callable[[], None]) -> tuple[str, str | None, str | None]:
     """Text and finish reason of a streamed completion through the router, and the text of its error event."""
     text, reason = "", None
@@ -526,11 +621,9 @@ def streamed_text(body: dict[str, Any], on_event: Callable[[], None]) -> tuple[s
 
 
 def ready(port: int) -> dict[str, Any]:
-    """What the router on this port says of its readiness, with 200."""
+    """What the router on this port says of its readiness; its status code as `code`."""
     reply = httpx.get(f"http://127.0.0.1:{port}/ready", trust_env=False)
-    reply.raise_for_status()
-    answer: dict[str, Any] = reply.json()
-    return answer
+    return {**reply.json(), "code": reply.status_code}
 
 
 def outcome_of(body: dict[str, Any]) -> str:
@@ -564,6 +657,7 @@ CHECKS: dict[str, Callable[[Servers], str]] = {
     "cancel": check_cancel,
     "params": check_params,
     "features": check_features,
+    "messages": check_messages,
     "poison": check_poison,
     "kill_decoder": check_kill_decoder,
     "kill_prefiller": check_kill_prefiller,
@@ -572,6 +666,7 @@ CHECKS: dict[str, Callable[[Servers], str]] = {
     "grammar": check_grammar,
     "wrong_connector": check_wrong_connector,
     "no_log_stats": check_no_log_stats,
+    "prefix_affinity": check_prefix_affinity,
 }
 
 

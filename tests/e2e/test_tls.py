@@ -3,11 +3,14 @@
 import os
 import re
 import signal
+import socket
 import ssl
 import subprocess
+import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -194,3 +197,65 @@ def test_serve_says_who_may_use_the_cluster(
         lines = [line for line in router.log.read_text().splitlines() if "auth.client_keys" in line]
         assert len(lines) == len(told)
         assert all(text in line for text, line in zip(told, lines, strict=True))
+
+
+def test_handshakes_that_never_end_keep_nobody_out_and_are_closed_in_time(tmp_path: Path) -> None:
+    authority = Authority(tmp_path, "server")
+    tls = {"cert_file": str(authority.write_chain(tmp_path / "chain.pem"))}
+    limits = {"max_connections": 8, "client_header_timeout_s": 1.0}
+    with serving(tmp_path, tls=tls, limits=limits) as router, ExitStack() as stack:
+        idle = [stack.enter_context(socket.create_connection(("127.0.0.1", router.port), 60)) for _ in range(200)]
+        half_a_hello = b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03"
+        for number, one in enumerate(idle):
+            with suppress(OSError):  # the first of them have made room for the last
+                one.sendall(half_a_hello if number % 2 else b"GET / HTTP/1.1\r\n\r\n")
+        for _ in range(5):
+            assert router.status(authority.client()) == 200
+        for one in idle:
+            assert ended(one)
+        assert "Traceback" not in router.log.read_text() and '"level":"error"' not in router.log.read_text()
+
+
+def ended(one: socket.socket) -> bool:
+    """Whether the other side hangs up, after an alert of TLS at most."""
+    try:
+        while one.recv(4096):
+            pass
+    except ConnectionError:
+        return True
+    except TimeoutError:
+        return False
+    return True
+
+
+def test_certificates_are_exchanged_under_load_without_a_failed_request(tmp_path: Path) -> None:
+    first, second = (Authority(tmp_path, name) for name in ("first", "second"))
+    chain = first.write_chain(tmp_path / "chain.pem")
+    both = ssl.create_default_context(cafile=str(first.file))
+    both.load_verify_locations(second.file)
+    over = threading.Event()
+    with serving(tmp_path, tls={"cert_file": str(chain)}) as router, ThreadPoolExecutor(4) as pool:
+
+        def ask() -> int:
+            asked = 0
+            with httpx.Client(verify=both, trust_env=False, timeout=60) as standing:
+                while not over.is_set():
+                    assert standing.get(f"https://127.0.0.1:{router.port}/health").status_code == 200
+                    assert router.status(both) == 200  # a handshake of its own
+                    asked += 1
+            return asked
+
+        clients = [pool.submit(ask) for _ in range(4)]
+        try:
+            for turn in range(6):
+                (second, first)[turn % 2].write_chain(chain)
+                reloads = router.log.read_text().count('"event":"configuration reloaded"')
+                os.kill(router.running.pid, signal.SIGHUP)
+                deadline = time.monotonic() + 60
+                while router.log.read_text().count('"event":"configuration reloaded"') == reloads:
+                    assert time.monotonic() < deadline
+                    time.sleep(0.02)
+        finally:
+            over.set()
+        assert all(client.result() for client in clients)
+        assert router.status(first.client()) == 200 and router.refuses(second.client())

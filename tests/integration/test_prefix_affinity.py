@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from balanceroute.emulator import ClusterShape
+from balanceroute.emulator import ClusterShape, Connector
 from balanceroute.proxy.reload import reload
 from tests.integration.router import Router, running
 
@@ -27,6 +27,11 @@ async def until(condition: Callable[[], bool]) -> None:
             if condition():
                 return
             await asyncio.sleep(0.02)
+
+
+async def polled(router: Router) -> None:
+    """Wait until every prefiller's counters have been read: hits are counted from then on."""
+    await until(lambda: all(p.cache_known != (None, 0) for p in router.app.services.ledger.view().prefillers))
 
 
 async def ask(router: Router, content: str, **more: Any) -> dict[str, Any]:
@@ -89,6 +94,7 @@ def test_what_was_predicted_is_what_the_engines_found(details: bool) -> None:
     async def run() -> None:
         shape = replace(SHAPE, prompt_tokens_details=details)
         async with running(shape, prefill=AFFINITY) as router:
+            await polled(router)
             for name in ("ant", "bee", "cat"):
                 await converse(router, name, 4)
             await router.settled()
@@ -141,6 +147,7 @@ def test_a_restarted_prefiller_is_known_to_be_cold_by_its_counters() -> None:
     async def run() -> None:
         async with running(SHAPE, prefill=AFFINITY, health={"interval_s": 60.0}) as router:
             ledger = router.app.services.ledger
+            await polled(router)
             await converse(router, "ant", 3)
             warm = next(p for p in ledger.view().prefillers if p.cache_tokens)
             await until(lambda: bool(ledger.prefiller(warm.id).hit_tokens))  # type: ignore[union-attr]
@@ -183,5 +190,57 @@ def test_what_an_engine_caches_apart_is_predicted_apart(first: dict[str, Any], s
             await router.settled()
             hits = [prefiller["prefix_hits"]["predicted_tokens"] for prefiller in (await router.state())["prefillers"]]
             assert hits == [0, 0]
+
+    asyncio.run(run())
+
+
+async def sent(router: Router, path: str, body: dict[str, Any]) -> None:
+    answer = await router.client.post(path, json=body)
+    assert answer.status_code == 200, answer.text
+
+
+@pytest.mark.parametrize("way", ["messages", "token ids", "layerwise"])
+def test_every_kind_of_prompt_goes_back_to_where_its_beginning_is(way: str) -> None:
+    connector = Connector.MOONCAKE_LAYERWISE if way == "layerwise" else Connector.MOONCAKE_V1
+
+    async def run() -> None:
+        async with running(replace(SHAPE, connector=connector), prefill=AFFINITY) as router:
+            for turn in range(1, 5):
+                if way == "messages":
+                    told = [{"role": "user", "content": text("said", 1200 * turn)}]
+                    await sent(router, "/v1/messages", {"model": "emulated", "max_tokens": 2, "messages": told})
+                elif way == "token ids":
+                    ids = [50 + number % 97 for number in range(700 * turn)]
+                    await sent(router, "/v1/completions", {"prompt": ids, "max_tokens": 2})
+                else:
+                    await sent(router, "/v1/completions", {"prompt": text("said", 1200 * turn), "max_tokens": 2})
+            await router.settled()
+            counts = sorted(worker.counters["requests"] for worker in router.cluster.prefill)
+            assert counts == [0, 4]
+            prompt, hits = computed(router)
+            assert hits > 0.5 * prompt
+
+    asyncio.run(run())
+
+
+def test_a_huge_prompt_does_not_keep_short_ones_waiting_behind_it() -> None:
+    async def run() -> None:
+        shape = replace(SHAPE, prefill_blocks=4_000, max_model_len=60_000)
+        async with running(shape, prefill={**AFFINITY, "max_inflight": 4}) as router:
+            services = router.app.services
+            for number in range(8):
+                await ask(router, text(f"mean{number}-", 1500))
+            for name in ("p0", "p1"):  # it is still there when the last short one is done
+                await router.cluster.inject(name, "slow_prefill", factor=1e6)
+            huge = asyncio.ensure_future(ask(router, text("huge", 50_000)))
+            await until(lambda: any(worker.prefiller.running for worker in router.cluster.prefill))
+            for name in ("p0", "p1"):
+                await router.cluster.inject(name, "slow_prefill", factor=1.0)
+            before = [worker.counters["requests"] for worker in router.cluster.prefill]
+            await asyncio.gather(*(ask(router, text(f"short{number}-", 200)) for number in range(6)))
+            after = [worker.counters["requests"] for worker in router.cluster.prefill]
+            busy = [bool(prefiller.inflight) for prefiller in services.ledger.view().prefillers]
+            assert [now - then for now, then in zip(after, before, strict=True)] == [0 if b else 6 for b in busy]
+            huge.cancel()
 
     asyncio.run(run())

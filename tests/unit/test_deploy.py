@@ -206,3 +206,10 @@ def test_stopping_leaves_time_to_drain() -> None:
 def test_the_image_runs_as_a_user_of_its_own() -> None:
     lines = (ROOT / "deploy" / "Dockerfile").read_text().splitlines()
     assert lines.index("USER balanceroute") < next(i for i, line in enumerate(lines) if line.startswith("ENTRYPOINT"))
+
+
+def test_prefillers_cache_prefixes_unless_told_not_to_and_decoders_never_do() -> None:
+    off = "--no-enable-prefix-caching"
+    assert all("--enable-prefix-caching" in command for command in dry_run("2p1d", "prefill", 0))
+    assert all(off in command for command in dry_run("2p1d", "prefill", 0, PREFIX_CACHING="off"))
+    assert all(off in command for command in dry_run("2p1d", "decode", 0))

@@ -1,26 +1,143 @@
-"""The README's generated parts say what the code says."""
+"""README and docs: what is generated is current, what is linked exists, and what says that it runs, runs."""
 
+import json
+import os
 import re
+import subprocess
+import sys
+from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
 
-from scripts.readme_tables import README, rewritten
+from balanceroute.config import describe_settings
+from balanceroute.proxy.perimeter.routes import ACCESS
+from scripts.metric_advice import ADVICE
+from scripts.readme_tables import PAGES, generated, metrics_table, rewritten
+from tests.ports import free_base_port
 
 ROOT = Path(__file__).parents[2]
+README = ROOT / "README.md"
+DOCS = sorted((ROOT / "docs").rglob("*.md"))
+RUNNABLE = re.compile(r"^<!-- run -->\n```(\w+)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
+ROUTER, EMULATOR, DECODERS = 8000, 9000, 9100  # ports that the pages name
 
 
-def test_the_tables_of_the_readme_are_those_of_the_code() -> None:
+def blocks() -> list[tuple[str, str, str]]:
+    """(name, language, text) of every block that is to run."""
+    return [
+        (f"{page.relative_to(ROOT)}:{number}", language, text)
+        for page in (README, *DOCS)
+        for number, (language, text) in enumerate(RUNNABLE.findall(page.read_text()), start=1)
+    ]
+
+
+def test_the_generated_parts_are_those_of_the_code() -> None:
     """`python -m scripts.readme_tables` rewrites them."""
-    assert README.read_text() == rewritten(README.read_text())
+    parts = generated()
+    for page in PAGES:
+        assert page.read_text() == rewritten(page.read_text(), parts), page
+    shown = {name for page in PAGES for name in re.findall(r"<!-- begin (\w+) -->", page.read_text())}
+    assert shown == set(parts)
 
 
-def test_every_file_that_the_readme_links_to_exists() -> None:
-    links = re.findall(r"\]\((?!http)([^)#]+)\)", README.read_text())
-    assert links
-    assert [link for link in links if not (ROOT / link).exists()] == []
+def test_the_readme_is_short() -> None:
+    assert len(README.read_text().splitlines()) <= 200
 
 
-@pytest.mark.parametrize("name", re.findall(r"`(scripts/[a-z_0-9]+)", README.read_text()))
-def test_every_script_that_the_readme_names_exists(name: str) -> None:
-    assert (ROOT / name).exists()
+def test_every_metric_has_advice_and_no_advice_is_left_over() -> None:
+    described = set(re.findall(r"^\| `balanceroute_(\w+?)(?:_total|_info)?` \|", metrics_table(), re.MULTILINE))
+    assert described == set(ADVICE)
+
+
+@pytest.mark.parametrize("page", [README, ROOT / "CONTRIBUTING.md", *DOCS], ids=lambda page: page.name)
+def test_every_file_that_a_page_links_to_exists(page: Path) -> None:
+    links = re.findall(r"\]\((?!https?:|#)([^)#\s]+)", page.read_text())
+    assert [link for link in links if not (page.parent / link).exists()] == []
+
+
+@pytest.mark.parametrize("page", [README, ROOT / "CONTRIBUTING.md", *DOCS], ids=lambda page: page.name)
+def test_every_script_file_and_folder_that_a_page_names_exists(page: Path) -> None:
+    named = re.findall(r"`((?:scripts|deploy|configs|examples)/[\w./-]*\w)[^`]*`", page.read_text())
+    assert [name for name in named if not (ROOT / name).exists()] == []
+
+
+@pytest.mark.parametrize("page", [README, *DOCS], ids=lambda page: page.name)
+def test_every_setting_and_metric_that_a_page_names_exists(page: Path) -> None:
+    keys = {setting.path.replace("[]", "") for setting in describe_settings()}
+    known = keys | {key.rpartition(".")[0] for key in keys}
+    sections = {key.split(".")[0] for key in keys if "." in key}
+    named = {name.replace("[]", "") for name in re.findall(r"`((?:\w+(?:\[\])?\.)+\w+)", page.read_text())}
+    assert {name for name in named if name.split(".")[0] in sections} - known == set()
+    metrics = {re.sub("_(total|info)$", "", name) for name in re.findall(r"`balanceroute_(\w+)`", page.read_text())}
+    assert metrics - set(ADVICE) == set()
+
+
+def test_the_api_page_has_every_route() -> None:
+    text = (ROOT / "docs/http.md").read_text()
+    declared = {route.replace("{rest:path}", "{rest}").replace("{model:path}", "{model}") for route in ACCESS}
+    assert declared == set(re.findall(r"(/[\w/{}]+)(?=`)", " ".join(re.findall(r"^\| `.*?` \|", text, re.MULTILINE))))
+
+
+def test_nothing_tells_to_install_a_package_that_is_on_no_index() -> None:
+    files = [
+        README,
+        ROOT / "CONTRIBUTING.md",
+        *DOCS,
+        *(ROOT / "deploy").rglob("*"),
+        *(ROOT / "balanceroute").rglob("*.py"),
+    ]
+    wrong = [path for path in files if path.is_file() and re.search(r"pip install '?balanceroute", path.read_text())]
+    assert wrong == []
+
+
+@pytest.mark.parametrize(("language", "text"), [block[1:] for block in blocks()], ids=[name for name, *_ in blocks()])
+@pytest.mark.slow
+def test_a_block_that_says_it_runs_does(language: str, text: str, tmp_path: Path) -> None:
+    """As pasted into a shell at the top of a checkout, in an environment where balanceroute is installed."""
+    for name in ("examples", "tests", "configs"):
+        (tmp_path / name).symlink_to(ROOT / name)
+    base = free_base_port([0, 1, 50, *range(100, 104)])
+    for named, free in ((ROUTER, base + 50), (EMULATOR, base), (DECODERS, base + 100)):
+        text = re.sub(rf"\b{named}\b", str(free), text)
+    environment = {**os.environ, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}", "COLUMNS": "120"}
+    shell = ["bash", "-e"] if language == "sh" else [sys.executable]
+    done = subprocess.run(
+        [*shell, "-"], input=text, capture_output=True, text=True, cwd=tmp_path, env=environment, timeout=500
+    )
+    assert done.returncode in (0, 143), done.stderr  # `wait` tells that it was our SIGTERM that ended the last one
+    assert done.stdout.strip(), "nothing is printed"
+    assert "Traceback" not in done.stderr
+    for answer in re.findall(r"^\{.*\}$", done.stdout, re.MULTILINE):
+        assert "error" not in json.loads(answer), answer
+
+
+class Loads(HTMLParser):
+    """What a page makes a browser fetch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: list[str] = []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        given = dict(attrs)
+        if tag == "link" and given.get("rel") not in ("canonical", "prev", "next", "alternate"):
+            self.found.append(given.get("href") or "")
+        elif tag != "a":
+            self.found += [given.get(name) or "" for name in ("src", "srcset", "data", "poster")]
+
+
+def test_the_site_builds_without_a_broken_link_and_loads_nothing_from_outside(tmp_path: Path) -> None:
+    pytest.importorskip("mkdocs")
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(tmp_path)]
+    environment = {**os.environ, "NO_MKDOCS_2_WARNING": "1"}
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=environment)
+    assert done.returncode == 0, done.stderr
+    pages = sorted(tmp_path.rglob("*.html"))
+    assert len(pages) > len(DOCS) - 1
+    for page in pages:
+        loads = Loads()
+        loads.feed(page.read_text())
+        assert [url for url in loads.found if re.match(r"(https?:)?//", url)] == [], page
+    for style in tmp_path.rglob("*.css"):
+        assert not re.search(r"url\(['\"]?(https?:)?//|@import", style.read_text()), style

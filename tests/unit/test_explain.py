@@ -6,10 +6,14 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import orjson
 import pytest
 
 from balanceroute.cli import main
-from balanceroute.core.policies import POLICIES
+from balanceroute.core.policies import POLICIES, PolicySettings, make_policy
+from balanceroute.core.scheduler import Scheduler, SchedulerConfig
+from balanceroute.core.state import state_to_dict
+from balanceroute.core.types import RequestSpec, Role, WorkerSpec
 from balanceroute.errors import InputError
 from balanceroute.explain import explain
 
@@ -160,3 +164,27 @@ def test_a_bad_file_is_one_line_and_exit_code_2(
     captured = capsys.readouterr()
     assert captured.out == ""
     assert captured.err.startswith("balanceroute: ") and captured.err.count("\n") == 1
+
+
+def test_a_prompt_that_is_being_prefilled_is_explained_by_what_each_prefiller_would_have_cost() -> None:
+    scheduler = Scheduler(make_policy(PolicySettings(policy="br_0")), SchedulerConfig(prefill_policy="prefix_affinity"))
+    for name in ("p0", "p1"):
+        scheduler.add_worker(WorkerSpec(name, Role.PREFILL), 0.0)
+    scheduler.add_worker(WorkerSpec("d0", Role.DECODE), 0.0)
+    for turn, blocks in enumerate(((1, 2, 3), (1, 2, 3, 4))):
+        scheduler.submit(RequestSpec(f"t{turn}", 100 * len(blocks), prefix=blocks, block_tokens=100), 0.0)
+        scheduler.dispatch(0.0)
+        if not turn:
+            scheduler.prefilled("t0", 300, 0.0)
+    document = orjson.loads(orjson.dumps(state_to_dict(PolicySettings(policy="br_0"), scheduler.snapshot, 0.0)))
+    (prefill,) = explain(document).prefills
+    assert (prefill.request, prefill.prefiller, prefill.uncached_tokens) == ("t1", "p0", 100)
+    assert prefill.costs == {"p0": 200.0, "p1": 800.0}  # what nobody else asks for counts twice
+    assert list(prefill.costs) == ["p0", "p1"]
+
+
+@pytest.mark.parametrize("entry", [[1], [{"id": "a"}], {"id": 1}, 7, [{"id": "a", "prefiller": "p", "costs": 1}]])
+def test_prefills_that_cannot_be_read_are_refused_in_one_line(entry: object) -> None:
+    document = {"policy": "br_0", "workers": [{"id": "d0", "slots": 1, "active": []}], "waiting": []}
+    with pytest.raises(InputError, match="prefilling"):
+        explain({**document, "prefilling": entry})

@@ -11,15 +11,30 @@ implementation"). What it expects of such a class is written down nowhere, so it
 """
 
 import asyncio
+import ssl
+from collections.abc import Callable
 from typing import Any
 
 from balanceroute.proxy.client.edge import ClientLimits, Edge, Site
+from balanceroute.proxy.client.handshake import Handshake
 from balanceroute.proxy.client.protocol import ClientProtocol
 
 
-def protocol_class(site: Site, limits: ClientLimits) -> type[asyncio.Protocol]:
-    """What to give to one `uvicorn.Config` as `http`: connections that serve this site within these limits."""
+def protocol_class(
+    site: Site, limits: ClientLimits, tls: Callable[[], ssl.SSLContext | None] = lambda: None
+) -> type[asyncio.Protocol]:
+    """What to give to one `uvicorn.Config` as `http`: connections that serve this site within these limits.
+
+    `tls` is asked for each connection: the context that it is encrypted under, None for plain HTTP.
+    """
     edge: Edge | None = None
+
+    def shared(server_state: Any, app_state: dict[str, Any], loop: asyncio.AbstractEventLoop | None) -> Edge:
+        nonlocal edge
+        if edge is None:
+            loop = loop or asyncio.get_running_loop()
+            edge = Edge(site, limits, loop, server_state.connections, server_state.tasks, app_state)
+        return edge
 
     class UvicornProtocol(ClientProtocol):
         """A connection of one server."""
@@ -33,10 +48,21 @@ def protocol_class(site: Site, limits: ClientLimits) -> type[asyncio.Protocol]:
             app_state: dict[str, Any],
             _loop: asyncio.AbstractEventLoop | None = None,
         ) -> None:
-            nonlocal edge
-            if edge is None:
-                loop = _loop or asyncio.get_running_loop()
-                edge = Edge(site, limits, loop, server_state.connections, server_state.tasks, app_state)
-            super().__init__(edge)
+            super().__init__(shared(server_state, app_state, _loop))
 
-    return UvicornProtocol
+    class UvicornHandshake(Handshake):
+        """A connection of one server that is to be encrypted."""
+
+        def __init__(
+            self,
+            config: Any,
+            server_state: Any,
+            app_state: dict[str, Any],
+            _loop: asyncio.AbstractEventLoop | None = None,
+        ) -> None:
+            context = tls()
+            assert context is not None
+            common = shared(server_state, app_state, _loop)
+            super().__init__(common, context, lambda: ClientProtocol(common))
+
+    return UvicornProtocol if tls() is None else UvicornHandshake

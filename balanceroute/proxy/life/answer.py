@@ -165,7 +165,7 @@ class Answer:
     async def end_by_length(self) -> None:
         """The limit was reached when the worker was lost: say so as a worker would have."""
         outlet = self.outlet
-        out = self.scanner.feed(_closing_events(self._original, self.prompt_tokens, self.scanner.tokens))
+        out = self.scanner.feed(_closing_events(self._original, self.prompt_tokens, self.scanner.tokens_in_life))
         if not outlet.started:
             outlet.start()
         if outlet.ends_response:
@@ -187,6 +187,7 @@ class Answer:
 
 
 def _closing_events(request: ClientRequest, prompt_tokens: int, tokens: int) -> bytes:
+    """As from a worker that has generated so many tokens itself; the scanner adds those of workers before it."""
     chat = request.endpoint == "chat"
     head = {
         "id": "",

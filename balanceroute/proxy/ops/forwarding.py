@@ -22,6 +22,7 @@ from typing import Any, Final
 from urllib.parse import parse_qsl, quote, urlencode
 
 import orjson
+from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
@@ -33,6 +34,7 @@ from balanceroute.proxy.client.services import ClientServices
 from balanceroute.proxy.ops.guard import error_response
 from balanceroute.proxy.perimeter.gate import Perimeter
 from balanceroute.proxy.wire.bounds import token_count
+from balanceroute.proxy.wire.message_errors import MESSAGES_PATH
 from balanceroute.proxy.wire.messages import tokenize_body
 from balanceroute.proxy.wire.responses import error_body
 from balanceroute.proxy.workers.fleet import Worker
@@ -137,8 +139,12 @@ class Forwarding:
 
     async def not_served(self, request: Request) -> Response:
         """Not through prefill and decode."""
-        path = request.scope["route"].path.partition("/{")[0]
-        text = f"{path} is not served through prefill/decode disaggregation; use /v1/chat/completions."
+        path: str = request.scope["path"]
+        if path.removesuffix("/") == MESSAGES_PATH:
+            raise HTTPException(404)  # a slash too many
+        asked = request.scope["route"].path.partition("/{")[0]
+        asked, other = (path, MESSAGES_PATH) if asked == MESSAGES_PATH else (asked, "/v1/chat/completions")
+        text = f"{asked} is not served through prefill/decode disaggregation; use {other}."
         return Response(error_body(404, text), 404, media_type="application/json")
 
 

@@ -1,8 +1,7 @@
 """Certificates: ours towards clients, theirs if they must show one, and both sides' towards workers.
 
-A listener's context can't be exchanged while it listens. So every handshake is handed to the context of the day by the
-callback for the server's name, which OpenSSL calls before it chooses a certificate, named or not. Whether clients must
-show a certificate is settled before that callback and so stays until a restart; against which CA is not.
+Every handshake is made under the context of the moment (`client/handshake.py`). Whether there is TLS at all, and
+whether clients must show a certificate, stays until a restart, so that no change of a file opens a router.
 
 Files are read again on SIGHUP, and when they have changed; connections that stand go on under the old ones. No session
 is resumed: a client whose CA has gone must not come back by what it was given before.
@@ -27,18 +26,13 @@ Stamp = tuple[tuple[str, int], ...]
 
 
 class Tls:
-    """The contexts of one router; `server` is for its listeners, None for plain HTTP."""
+    """The contexts of one router; `server` is for the next connection of a client, None for plain HTTP."""
 
     def __init__(self, config: Config) -> None:
         """Raises: ConfigError: a file cannot be used; nothing is half done."""
-        self.server: ssl.SSLContext | None = None
         self._settings, self._stamp = config.tls, _stamp(config.tls)
-        self._of_the_day = _server_context(config.tls)
+        self.server = _server_context(config.tls)
         self._workers = _worker_context(config.tls)
-        if self._of_the_day is not None:
-            self.server = _server_context(config.tls)
-            assert self.server is not None
-            self.server.sni_callback = self._hand_over
 
     def for_workers(self) -> ssl.SSLContext:
         """For the next connection to an https worker."""
@@ -54,7 +48,7 @@ class Tls:
                 raise ConfigError(f"tls.{name}: cannot be set or unset while the router runs; restart it")
         stamp = _stamp(settings)
         server, workers = _server_context(settings), _worker_context(settings)
-        self._settings, self._stamp, self._of_the_day, self._workers = settings, stamp, server, workers
+        self._settings, self._stamp, self.server, self._workers = settings, stamp, server, workers
 
     async def watch(self, config: Callable[[], Config], period_s: float = LOOK_S) -> None:
         """Until cancelled, read files again that have changed, as those are that are renewed by themselves."""
@@ -70,10 +64,6 @@ class Tls:
                 log.warning("certificates not reloaded", extra={"error": str(error)})
             else:
                 log.info("certificates reloaded")
-
-    def _hand_over(self, connection: ssl.SSLObject | ssl.SSLSocket, name: str | None, context: ssl.SSLContext) -> None:
-        if self._of_the_day is not None:
-            connection.context = self._of_the_day
 
 
 def _server_context(settings: TlsFiles) -> ssl.SSLContext | None:

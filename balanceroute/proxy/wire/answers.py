@@ -11,7 +11,7 @@ before it is whole, so one that was recomputed is asked for again from the clien
 
 from array import array
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Final
 
 import orjson
 
@@ -19,6 +19,8 @@ from balanceroute.errors import BadUpstreamReply
 from balanceroute.proxy.wire.bounds import checked_choice, checked_usage, shown_id, token_count
 from balanceroute.proxy.wire.payloads import ClientRequest
 from balanceroute.proxy.wire.sse import EventScanner, payloads_of
+
+MAX_ANSWER_BYTES: Final = 256 * 2**20  # of events; an answer of 128k tokens with 20 logprobs each has half of that
 
 
 class UnreadableEvent(BadUpstreamReply):
@@ -36,9 +38,13 @@ class AnswerAssembler:
         self._want_ids = request.return_token_ids
         self._top: dict[str, Any] = {}
         self._choices: dict[int, _Choice] = {}
+        self._fed_bytes = 0
 
     def feed(self, events: bytes) -> None:
-        """Take what `EventScanner.feed` returned: whole events. Raises: UnreadableEvent."""
+        """Take what `EventScanner.feed` returned: whole events. Raises: UnreadableEvent: also where they don't end."""
+        self._fed_bytes += len(events)
+        if self._fed_bytes > MAX_ANSWER_BYTES:
+            raise UnreadableEvent(f"the answer is larger than {MAX_ANSWER_BYTES} bytes", worker="", stage="decode")
         for payload in payloads_of(events):
             try:
                 event = orjson.loads(payload)

@@ -21,6 +21,7 @@ have one, and cannot be translated, is refused by its name.
 Source: https://docs.anthropic.com/en/api/messages; vLLM's `entrypoints/anthropic`.
 """
 
+from collections.abc import Callable
 from typing import Any, Final
 
 import orjson
@@ -30,11 +31,6 @@ from balanceroute.proxy.wire.payloads import ClientRequest, check_depth, read_ob
 
 _WITHOUT_EFFECT: Final = frozenset(
     ("service_tier", "cache_control", "context_management", "diagnostics", "speed", "user_profile_id", "workspace_id")
-)
-# engines' and the router's own, under the names that they have in a chat
-_OF_CHAT: Final = frozenset(
-    """priority cache_salt chat_template_kwargs ignore_eos min_tokens min_p seed presence_penalty frequency_penalty
-    repetition_penalty skip_special_tokens stop_token_ids vllm_xargs""".split()
 )
 _OURS: Final = frozenset(
     """model messages max_tokens stream system stop_sequences temperature top_p top_k tools tool_choice thinking
@@ -67,10 +63,12 @@ def tokenize_body(body: bytes) -> bytes:
 def chat_of(data: dict[str, Any]) -> dict[str, Any]:
     """The body of a chat that asks for what this body of a message asks for. Raises: InvalidRequest."""
     for name, value in data.items():
-        if value is not None and name not in _OURS and name not in _WITHOUT_EFFECT and name not in _OF_CHAT:
+        said = value is not None and value != [] and value != {}
+        if said and name not in _OURS and name not in _WITHOUT_EFFECT and name not in _OF_CHAT:
             raise _wrong(name, "This field cannot be translated into a chat.")
-    chat: dict[str, Any] = {name: data[name] for name in _OF_CHAT if data.get(name) is not None}
-    _object(chat.get("chat_template_kwargs", {}), "chat_template_kwargs")
+    chat: dict[str, Any] = {
+        name: read(data[name], name) for name, read in _OF_CHAT.items() if data.get(name) is not None
+    }
     chat["model"] = _text(data.get("model"), "model")
     chat["max_tokens"] = _integer(data.get("max_tokens"), "max_tokens", least=1)
     _put_messages(chat, data)
@@ -274,8 +272,7 @@ def _put_sampling(chat: dict[str, Any], data: dict[str, Any]) -> None:
         value = data.get(name)
         if value is None:
             continue
-        if isinstance(value, bool) or not isinstance(value, int | float):
-            raise _wrong(name, "This must be a number.")
+        _number(value, name)
         if value < 0 or (value == 0 and not least_is_in) or value > most:
             raise _wrong(name, f"{value} is out of range.")
         chat[name] = value
@@ -380,10 +377,16 @@ def _text(value: object, path: str, *, empty: bool = False) -> str:
     return value
 
 
-def _integer(value: object, path: str, *, least: int) -> int:
+def _number(value: object, path: str) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise _wrong(path, "This must be a number.")
+    return value
+
+
+def _integer(value: object, path: str, *, least: int | None = None) -> int:
     if isinstance(value, bool) or not isinstance(value, int):
         raise _wrong(path, "This must be an integer." if value is not None else "Field required")
-    if value < least:
+    if least is not None and value < least:
         raise _wrong(path, f"This must be at least {least}, got {value}.")
     return value
 
@@ -392,6 +395,33 @@ def _flag(value: object, path: str) -> bool:
     if value is None or isinstance(value, bool):
         return bool(value)
     raise _wrong(path, "This must be true or false.")
+
+
+def _token_ids(value: object, path: str) -> list[int]:
+    if not isinstance(value, list):
+        raise _wrong(path, "This must be a list of token ids.")
+    return [_integer(token, f"{path}.{place}", least=0) for place, token in enumerate(value)]
+
+
+def _engine_arguments(value: object, path: str) -> dict[str, Any]:
+    """Of `vllm_xargs`: texts, numbers and lists of them."""
+    arguments = _object(value, path)
+    for name, given in arguments.items():
+        if not all(isinstance(each, str | int | float) for each in (given if isinstance(given, list) else [given])):
+            raise _wrong(f"{path}.{name}", "This must be a text, a number or a list of them.")
+    return arguments
+
+
+# engines' and the router's own, under the names that they have in a chat
+_OF_CHAT: Final[dict[str, Callable[[object, str], object]]] = {
+    **dict.fromkeys(("min_p", "presence_penalty", "frequency_penalty", "repetition_penalty"), _number),
+    **dict.fromkeys(("priority", "min_tokens", "seed"), _integer),
+    **dict.fromkeys(("ignore_eos", "skip_special_tokens"), _flag),
+    "cache_salt": _text,
+    "chat_template_kwargs": _object,
+    "stop_token_ids": _token_ids,
+    "vllm_xargs": _engine_arguments,
+}
 
 
 def _untranslatable(kind: object, path: str) -> InvalidRequest:

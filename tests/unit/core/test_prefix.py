@@ -220,3 +220,97 @@ def test_an_engine_that_caches_nothing_attracts_nobody() -> None:
         workers += [prefill.worker for prefill in scheduler.dispatch(0.0)]
         scheduler.finish(name, Outcome.FINISHED, 0.0)
     assert workers == ["p0", "p1"]
+
+
+# -- corrected by the truth
+
+
+def converse(scheduler: Scheduler, turns: int, tell: int | None = None, first: int = 0) -> None:
+    """One conversation on one prefiller, 1,000 tokens more each turn; `tell`: what each answer says was cached."""
+    for turn in range(first, first + turns):
+        blocks = 10 * (turn + 1)
+        scheduler.submit(a_prompt(f"t{turn}", chained(list(range(blocks))), blocks * BLOCK), 0.0)
+        scheduler.dispatch(0.0)
+        scheduler.prefilled(f"t{turn}", blocks * BLOCK, 0.0, None, tell)
+        scheduler.finish(f"t{turn}", Outcome.FINISHED, 0.0)
+
+
+def test_counters_that_confirm_the_predictions_leave_the_index_alone() -> None:
+    scheduler = with_policy("prefix_affinity", prefillers=1)
+    prefiller = scheduler.snapshot.prefillers[0]
+    scheduler.report_prefix_hits("p0", 0, 0, 0.0)
+    converse(scheduler, 10)
+    scheduler.report_prefix_hits("p0", 55_000, 45_000, 0.0)
+    assert prefiller.hits.predicted_tokens == prefiller.hits.real_tokens == 45_000
+    assert prefiller.hits.missed_tokens == 0
+    assert prefiller.cache.tokens == 10_000
+
+
+def test_counters_that_find_far_less_shrink_the_index_until_they_find_it_again() -> None:
+    scheduler = with_policy("prefix_affinity", prefillers=1)
+    cache = scheduler.snapshot.prefillers[0].cache
+    scheduler.report_prefix_hits("p0", 0, 0, 0.0)
+    converse(scheduler, 10)
+    scheduler.report_prefix_hits("p0", 55_000, 22_500, 0.0)
+    assert cache.tokens == 5_000
+    converse(scheduler, 1, first=10)
+    assert cache.tokens == 5_000
+    for found in range(1, 9):
+        scheduler.report_prefix_hits("p0", 55_000 + 40_000 * found, 22_500 + 40_000 * found, 0.0)
+    converse(scheduler, 1, first=11)
+    assert cache.tokens == 12_000
+
+
+def test_no_hits_where_some_were_predicted_are_counted_as_missed_and_unknown_ones_are_not() -> None:
+    told, silent = with_policy("prefix_affinity", prefillers=1), with_policy("prefix_affinity", prefillers=1)
+    told.report_prefix_hits("p0", 0, 0, 0.0)
+    for scheduler in (told, silent):
+        converse(scheduler, 10)
+    told.report_prefix_hits("p0", 55_000, 0, 0.0)
+    assert told.snapshot.prefillers[0].hits.missed_tokens == 45_000
+    assert silent.snapshot.prefillers[0].hits.missed_tokens == 0
+    assert silent.snapshot.prefillers[0].hits.real_tokens is None
+    told.report_prefix_hits("p0", 60_000, 1, 0.0)
+    assert told.snapshot.prefillers[0].hits.missed_tokens == 0
+
+
+def test_counters_that_begin_anew_are_those_of_an_engine_with_an_empty_cache() -> None:
+    scheduler = with_policy("prefix_affinity", prefillers=1)
+    scheduler.report_prefix_hits("p0", 900_000, 800_000, 0.0)
+    converse(scheduler, 3)
+    scheduler.report_prefix_hits("p0", 10, 0, 0.0)
+    assert len(scheduler.snapshot.prefillers[0].cache) == 0
+    assert scheduler.snapshot.prefillers[0].hits.counted_tokens == 0
+
+
+def test_an_answer_that_says_nothing_was_cached_is_believed() -> None:
+    scheduler = with_policy("prefix_affinity", prefillers=1)
+    converse(scheduler, 2)
+    assert scheduler.snapshot.prefillers[0].cache.tokens == 2_000
+    other = tuple(range(900, 905))
+    scheduler.submit(a_prompt("other", other, 500), 0.0)
+    scheduler.dispatch(0.0)
+    scheduler.prefilled("other", 500, 0.0, None, 0)
+    converse(scheduler, 1, tell=0, first=2)  # of its 3,000 tokens 2,000 were thought cached
+    assert scheduler.snapshot.prefillers[0].cache.matched(other) == 5  # used later than what is gone
+    assert scheduler.snapshot.prefillers[0].hits.missed_tokens == 2_000
+
+
+def test_nothing_cached_of_less_than_one_block_of_the_engine_says_nothing() -> None:
+    scheduler = with_policy("prefix_affinity", prefillers=1)
+    scheduler.report_prefix_cache("p0", 100_000, 0.0, engine_block_tokens=512)
+    scheduler.submit(a_prompt("old", (7,), BLOCK), 0.0)
+    scheduler.dispatch(0.0)
+    for name in ("a", "b"):
+        scheduler.submit(a_prompt(name, (1, 2), 2 * BLOCK), 0.0)
+        scheduler.dispatch(0.0)
+        scheduler.prefilled(name, 2 * BLOCK, 0.0, None, 0)
+    assert scheduler.snapshot.prefillers[0].cache.matched((7,)) == 1
+
+
+def test_another_policy_begins_with_empty_indexes() -> None:
+    scheduler = with_policy("prefix_affinity", prefillers=1)
+    converse(scheduler, 2)
+    for policy in ("least_tokens", "prefix_affinity"):
+        scheduler.configure(replace(scheduler.config, prefill_policy=policy), 0.0)
+    assert len(scheduler.snapshot.prefillers[0].cache) == 0

@@ -17,7 +17,9 @@ TINY = replace(Scope.of(quick=True, trace=None), seeds=(0,), rows=60)
 CELLS = [Cell("capped", n_workers=2, rows=80), Cell("short", load=0.8, n_workers=2, factor="transfer 5", rows=80)]
 
 
-@pytest.mark.parametrize("factor", ["none", "transfer 20", "lag 5", "slow worker", "lost worker", "little memory"])
+@pytest.mark.parametrize(
+    "factor", ["none", "transfer 20", "lag 5", "slow worker", "lost worker", "little memory", "request cost"]
+)
 def test_every_cell_can_be_run(factor: str) -> None:
     figures = CellJob(Cell("capped", n_workers=2, factor=factor, rows=150), methods.LEVEL_FIT).run()
     assert figures["admitted"] == 150
@@ -114,3 +116,19 @@ def test_the_spread_without_foresight_is_that_of_the_extremes_of_exponentials() 
     draws = np.random.default_rng(3).exponential(500.0, size=(200_000, 8))
     assert bound.without_foresight(500.0, 8) == pytest.approx(float(np.ptp(draws, axis=1).mean()), rel=0.01)
     assert math.isclose(bound.without_foresight(500.0, 1), 0.0)
+
+
+def test_the_verdict_names_every_cell_in_which_a_bar_does_not_hold() -> None:
+    results = {}
+    for cell, default_rate in ((CELLS[0], 1000.0), (CELLS[1], 900.0)):
+        for method in grid.POLICIES:
+            (job,) = grid.jobs_of(TINY, cell, method)
+            rate = default_rate if method is methods.LEVEL_FIT else 999.0
+            results[job] = made_up(method, rate, 0.06, 20.0)
+    rows = [grid.standings(TINY, results, cell) for cell in CELLS[:2]]
+    tokens, tpot, wait, baselines = grid.verdict_table(rows, rows).rows
+    lost = f"{CELLS[1].name} (9.9%)"
+    assert tokens[1:] == ["no", 1, 2, lost]
+    assert tpot[1:] == ["yes", 2, 2, "-"]
+    assert wait[1:] == ["yes", 1, 1, "-"], "who serves less is not judged by waits"
+    assert baselines[1:] == ["no", 1, 2, lost]

@@ -7,7 +7,7 @@ import pytest
 
 from balanceroute.errors import InputError
 from balanceroute.experiments import Scope, files_of, prefix, reproduce
-from balanceroute.experiments.prefix import RIVALS
+from balanceroute.experiments.prefix import AGEINGS, RIVALS, QueueJob
 from balanceroute.simulator import replay_prefill
 from balanceroute.traces import generate_conversations, generate_trace, write_trace
 
@@ -19,11 +19,14 @@ def test_the_report_has_every_rival_on_every_cache(tmp_path: Path, monkeypatch: 
     monkeypatch.setattr(prefix, "PREFILLERS", 2)
     scope = Scope.of(quick=True, trace=str(trace))
     text = reproduce(["prefix"], scope, tmp_path / "out", n_processes=1)
-    for file in files_of(["prefix"], scope)[1:]:
+    *caches, queue = files_of(["prefix"], scope)[1:]
+    for file in caches:
         rows = list(csv.DictReader((tmp_path / "out" / file).read_text().splitlines()))
         assert [row["policy"] for row in rows] == list(RIVALS)
         assert rows[0]["p50 saved %"] == "0"
     assert "talk.csv at its own rate" in text
+    rows = list(csv.DictReader((tmp_path / "out" / queue).read_text().splitlines()))
+    assert [float(row["ageing"]) for row in rows] == list(AGEINGS)
 
 
 def test_a_trace_that_says_nothing_of_prefixes_is_refused_before_anything_runs(tmp_path: Path) -> None:
@@ -43,3 +46,9 @@ def test_what_the_index_believes_is_as_good_as_knowing_the_caches() -> None:
 def test_every_rival_sends_all_prompts(policy: str) -> None:
     trace = generate_conversations(40)
     assert 0 < replay_prefill(trace, RIVALS[policy], 3, 6000.0, 100_000).computed_ratio <= 1
+
+
+def test_short_prompts_wait_less_behind_huge_ones_where_size_counts_in_the_queue() -> None:
+    fifo, ours = QueueJob(0.0, 3000).run(), QueueJob(1.0, 3000).run()
+    assert ours.short_p99_s < fifo.short_p99_s
+    assert ours.mean_s < 0.6 * fifo.mean_s

@@ -124,12 +124,12 @@ async def test_a_certificate_that_was_renewed_is_used_without_a_signal(
         content()
         os.utime(file, ns=(at_ns, at_ns))
 
-    async with worker(answer, tls=tls.server) as server:
-        port = int(server.url.rsplit(":", 1)[1])
-
-        async def shown_by(ca: trustme.CA) -> bool:
-            trusting = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
-            ca.configure_trust(trusting)
+    async def shown_by(ca: trustme.CA) -> bool:
+        """Whether the next connection of a client would see a certificate of this CA."""
+        trusting = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+        ca.configure_trust(trusting)
+        async with worker(answer, tls=tls.server) as server:
+            port = int(server.url.rsplit(":", 1)[1])
             try:
                 _, writer = await asyncio.open_connection("127.0.0.1", port, ssl=trusting)
             except ssl.SSLError:
@@ -137,14 +137,14 @@ async def test_a_certificate_that_was_renewed_is_used_without_a_signal(
             writer.close()
             return True
 
-        assert await shown_by(old)
-        write(lambda: file.write_text("half written"), 1)
-        await until(lambda: "certificates not reloaded" in caplog.text)
-        assert await shown_by(old)
-        write(lambda: chain(new, file), 2)
-        await until(lambda: "certificates reloaded" in caplog.text)
-        assert await shown_by(new) and not await shown_by(old)
-        assert caplog.text.count("certificates not reloaded") == 1
+    assert await shown_by(old)
+    write(lambda: file.write_text("half written"), 1)
+    await until(lambda: "certificates not reloaded" in caplog.text)
+    assert await shown_by(old)
+    write(lambda: chain(new, file), 2)
+    await until(lambda: "certificates reloaded" in caplog.text)
+    assert await shown_by(new) and not await shown_by(old)
+    assert caplog.text.count("certificates not reloaded") == 1
     watching.cancel()
 
 

@@ -62,6 +62,10 @@ def test_system_texts_from_anywhere_become_the_first_message_without_billing_lin
     assert chat_of(body(system="Be brief."))["messages"][0] == {"role": "system", "content": "Be brief."}
 
 
+def test_a_field_that_says_nothing_is_no_reason_to_refuse() -> None:
+    assert chat_of(body(mcp_servers=[], container=None, thinking=None, metadata={}, min_p=None)) == chat_of(body())
+
+
 def test_one_text_block_is_a_text_and_several_are_parts() -> None:
     assert chat_of(body(user([text("a")])))["messages"] == [user("a")]
     assert chat_of(body(user([text("a"), IMAGE])))["messages"] == [user([text("a"), IMAGE_PART])]
@@ -279,15 +283,22 @@ FIELDS = st.fixed_dictionaries(
         "output_config": st.just({"effort": "high"}) | JSON,
         "metadata": st.just({"user_id": "u"}) | JSON,
         "service_tier": JSON,
-        "chat_template_kwargs": JSON,
-        "min_tokens": JSON,
-        "priority": JSON,
+        "chat_template_kwargs": st.just({"a": 1}) | JSON,
+        "vllm_xargs": st.just({"a": 1, "b": ["c"]}) | JSON,
+        "cache_salt": st.text(max_size=5) | JSON,
+        "ignore_eos": st.booleans() | JSON,
+        "skip_special_tokens": st.booleans() | JSON,
+        "stop_token_ids": st.lists(st.integers(0, 9), max_size=3) | JSON,
+        **{name: st.integers(0, 5) | JSON for name in ("min_tokens", "priority", "seed")},
+        **{name: st.floats(-3, 3) | JSON for name in ("min_p", "presence_penalty", "frequency_penalty")},
+        "repetition_penalty": st.floats(0.5, 2) | JSON,
     },
 )
+LIMITS = st.integers(-1, 3000) | st.integers(1, 3000) | JSON
 
 
 @settings(max_examples=150, deadline=None)
-@given(TURNS, FIELDS, st.integers(-1, 3000) | JSON)
+@given(TURNS, FIELDS, LIMITS)
 def test_any_body_is_refused_by_name_or_is_a_chat_that_parser_and_engine_accept(
     turns: list[Any], fields: dict[str, Any], limit: Any
 ) -> None:

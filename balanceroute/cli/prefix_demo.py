@@ -1,0 +1,67 @@
+"""`balanceroute demo --prefix`."""
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+import typer
+
+if TYPE_CHECKING:
+    from balanceroute.prefix_demo import PrefixRun, PrefixScale
+
+SHOWN = ("round_robin", "least_tokens", "prefix_affinity")
+
+
+def prefix_demo(seconds: float, seed: int, json: bool) -> None:
+    """Show what knowing the prefillers' caches is worth: the same conversations through every prefill policy."""
+    from balanceroute.cli.output import print_json, progress_bar
+    from balanceroute.demo import ended_by_signals
+    from balanceroute.prefix_demo import PrefixScale, as_tree, run_prefix_demo
+
+    scale = PrefixScale(seconds=seconds, seed=seed)
+    if not json:
+        announce(scale)
+    runs = []
+    for name in SHOWN:
+        with progress_bar(f"{name:<20}") as tell, ended_by_signals():
+            runs.append(run_prefix_demo(scale, name, tell))
+    if json:
+        print_json(as_tree(scale, runs))
+    else:
+        show(runs)
+
+
+def announce(scale: "PrefixScale") -> None:
+    """Say what runs, and how it was scaled."""
+    trace = scale.trace()
+    typer.echo(
+        f"{len(trace)} turns of conversations in {scale.seconds:g} s through {scale.prefillers} emulated prefillers"
+        f" with a prefix cache each.\nScaled to two cores: prompts 1/{scale.factor}"
+        f" (mean {trace.prompt_tokens.mean():.0f} tokens), time {scale.speed:g} times as fast,"
+        f" {scale.tokens_per_s:,.0f} tokens/s per prefiller.\n"
+    )
+
+
+def show(runs: "list[PrefixRun]") -> None:
+    """The table, one column per policy, and the change from least_tokens to the last."""
+    from rich.table import Table
+
+    from balanceroute.cli.output import print_table
+
+    rows: list[tuple[str, Callable[[PrefixRun], float], str]] = [
+        ("computed, %", lambda run: run.computed_ratio * 100, ".1f"),
+        ("thought cached, %", lambda run: run.predicted_ratio * 100, ".1f"),
+        ("found cached, %", lambda run: run.hit_ratio * 100, ".1f"),
+        ("busiest / mean", lambda run: run.busiest_ratio, ".2f"),
+        ("TTFT p50, ms", lambda run: run.report.ttft_s.p50 * 1e3, ",.0f"),
+        ("TTFT p95, ms", lambda run: run.report.ttft_s.p95 * 1e3, ",.0f"),
+        ("TTFT p99, ms", lambda run: run.report.ttft_s.p99 * 1e3, ",.0f"),
+    ]
+    table = Table("", *(run.policy for run in runs), "change", title=None)
+    for column in table.columns[1:]:
+        column.justify = "right"
+    for name, figure, form in rows:
+        values = [figure(run) for run in runs]
+        change = f"{values[-1] / values[-2] - 1:+.0%}" if values[-2] else ""
+        table.add_row(name, *(format(value, form) for value in values), change)
+    table.add_row("answers complete", *(f"{run.report.completed} of {run.report.requests}" for run in runs), "")
+    print_table(table)

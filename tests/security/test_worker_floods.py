@@ -1,0 +1,64 @@
+"""Workers whose answers do not end: what each kind costs is bounded, and the client is told."""
+
+import asyncio
+import json
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from balanceroute.proxy.wire import answers, sse
+from tests.security.evil_worker import ANYIO, Asked, attacked, token
+
+pytestmark = pytest.mark.anyio
+
+LIMIT = 2**18
+FLOOD_BYTES = 2**27  # what a worker would send if nobody stopped it
+DEFAULTS = sse.EventScanner.__init__.__kwdefaults__
+HEAD = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n\r\n"
+
+
+@pytest.fixture(scope="module")
+def anyio_backend() -> tuple[str, dict[str, bool]]:
+    return ANYIO
+
+
+def event(data: dict[str, Any]) -> bytes:
+    return b"data: " + json.dumps(data).encode() + b"\n\n"
+
+
+Make = Callable[[Asked, int], bytes]
+KINDS: dict[str, Make] = {
+    "tokens": lambda asked, n: event(token(asked, "x" * 4000)),
+    "text without ids": lambda asked, n: event(token(asked, "x" * 4000, token_ids=None)),
+    "one choice more each": lambda asked, n: event(token(asked, "x" * 4000, index=n)),
+    "fields of their own": lambda asked, n: event({**token(asked), f"field{n}": "x" * 4000}),
+    "ids of the prompt": lambda asked, n: event(token(asked, prompt_token_ids=[1] * 1000)),
+    "one event that does not end": lambda asked, n: b"data: " if n == 0 else b"x" * 4000,
+    "one line that says nothing": lambda asked, n: b":" * 4000,
+}
+
+
+@pytest.mark.parametrize("make", KINDS.values(), ids=KINDS)
+async def test_an_unstreamed_answer_that_does_not_end_is_a_502(monkeypatch: pytest.MonkeyPatch, make: Make) -> None:
+    """It is put together of a stream, so what has come of it is kept."""
+    monkeypatch.setattr(answers, "MAX_ANSWER_BYTES", LIMIT)
+    monkeypatch.setattr(sse.EventScanner.__init__, "__kwdefaults__", {**DEFAULTS, "max_event_bytes": LIMIT})
+    sent = 0
+
+    async def flood(asked: Asked, writer: asyncio.StreamWriter) -> None:
+        nonlocal sent
+        writer.write(HEAD)
+        for n in range(FLOOD_BYTES // 4000):
+            part = make(asked, n)
+            writer.write(b"%x\r\n%b\r\n" % (len(part), part))
+            sent += len(part)
+            await writer.drain()
+
+    async with attacked(retry={"max_attempts": 1}) as router:
+        router.decoder.say = flood
+        said = await router.complete(max_tokens=500)
+        assert said.status_code == 502, said.text
+        assert said.json()["error"]["message"].startswith("decode worker: ")
+        assert sent < FLOOD_BYTES // 4
+        await router.unharmed()

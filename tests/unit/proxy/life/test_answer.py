@@ -1,0 +1,151 @@
+"""What follows when a decode worker is lost: go on from its last token, start again, or end."""
+
+from typing import Any
+
+import orjson
+import pytest
+
+from balanceroute.errors import ConnectionLost, NotResumable, UpstreamError
+from balanceroute.proxy.client.fanout import PartAnswer
+from balanceroute.proxy.life.answer import MAX_RESTARTS, Answer
+from balanceroute.proxy.wire.payloads import ClientRequest, PrefillResult, parse
+from tests.unit.proxy.stage import a_config, a_router, on_stage
+
+PROMPT_IDS = [5, 6, 7]
+PREFILLED = PrefillResult(b"{}", len(PROMPT_IDS), None, PROMPT_IDS)
+
+
+class Client:
+    """A stream's outlet that keeps what it gets."""
+
+    ends_response = True
+
+    def __init__(self) -> None:
+        self.got, self.ended, self.started = b"", False, False
+
+    def start(self) -> None:
+        self.started = True
+
+    def write(self, body: bytes, /) -> bool:
+        self.got += body
+        return True
+
+    def end(self, body: bytes, /) -> None:
+        self.got, self.ended = self.got + body, True
+
+    async def drained(self) -> None:
+        raise AssertionError("this client takes everything")
+
+    def whole(self, body: bytes) -> None:
+        raise AssertionError("a stream")
+
+    def forget(self) -> bool:
+        return not self.started
+
+
+def a_request(**fields: Any) -> ClientRequest:
+    body = {"model": "m", "prompt": "a b c", "max_tokens": 10, "stream": True} | fields
+    return parse("completions", orjson.dumps(body))
+
+
+def an_answer(client: Any, resume_on_worker_loss: bool = True, **fields: Any) -> Answer:
+    services = a_router(a_config(retry={"resume_on_worker_loss": resume_on_worker_loss}))
+    answer = Answer(services, a_request(**fields), client, None)
+    answer.prompt_counted(PREFILLED)
+    answer.begin(PREFILLED)
+    return answer
+
+
+def give(answer: Answer, *ids: int) -> None:
+    """Tokens come from the worker and go to the client."""
+    for token in ids:
+        choice = {"index": 0, "text": f" {token}", "finish_reason": None, "token_ids": [token]}
+        event = {"id": "cmpl-r", "object": "text_completion", "created": 1, "model": "m", "choices": [choice]}
+        out = answer.scanner.feed(b"data: %s\n\n" % orjson.dumps(event))
+        if not answer.outlet.started:
+            answer.outlet.start()
+        answer.outlet.write(out)
+
+
+def lost() -> UpstreamError:
+    return ConnectionLost("reset", worker="d0", stage="decode")
+
+
+def test_it_goes_on_from_prompt_and_tokens_so_far_with_what_is_left_of_its_limit() -> None:
+    async def cut_off() -> None:
+        answer = an_answer(Client())
+        give(answer, *range(20, 24))
+        assert answer.resume(PREFILLED, lost(), "d0")
+        asked = orjson.loads(answer._s.connector.probe(answer.request))
+        assert asked["prompt"] == [*PROMPT_IDS, 20, 21, 22, 23]
+        assert orjson.loads(answer._s.connector.decode(answer.request, b"{}"))["max_tokens"] == 6
+
+    on_stage(cut_off)
+
+
+def test_one_without_a_token_starts_with_the_clients_own_words() -> None:
+    async def cut_off() -> None:
+        answer = an_answer(Client())
+        original = answer.request
+        assert answer.resume(PREFILLED, lost(), "d0") and answer.request is original
+
+    on_stage(cut_off)
+
+
+def test_one_whose_limit_is_reached_ends_as_a_worker_would_have_ended_it() -> None:
+    async def cut_off() -> None:
+        client = Client()
+        answer = an_answer(client, max_tokens=2, stream_options={"include_usage": True})
+        give(answer, 20, 21)
+        assert not answer.resume(PREFILLED, lost(), "d0")
+        await answer.end_by_length()
+        assert client.ended and client.got.endswith(b"data: [DONE]\n\n")
+        assert b'"finish_reason":"length"' in client.got and b'"completion_tokens":2' in client.got
+
+    on_stage(cut_off)
+
+
+def test_one_that_another_worker_would_go_on_with_wrongly_ends_with_the_reason() -> None:
+    async def cut_off() -> None:
+        answer = an_answer(Client(), response_format={"type": "json_object"})
+        give(answer, 20)
+        with pytest.raises(NotResumable, match="response_format"):
+            answer.resume(PREFILLED, lost(), "d0")
+
+    on_stage(cut_off)
+
+
+def test_the_same_starts_again_for_a_client_that_has_seen_nothing_but_not_for_ever() -> None:
+    async def cut_off() -> None:
+        request = a_request(response_format={"type": "json_object"}, stream=False)
+        answer = Answer(a_router(), request, PartAnswer(request), None)
+        answer.begin(PREFILLED)
+        for _ in range(MAX_RESTARTS):
+            give(answer, 20)
+            assert answer.resume(PREFILLED, lost(), "d0")
+            assert answer.request is request and answer.scanner.tokens == 0
+        give(answer, 20)
+        with pytest.raises(NotResumable):
+            answer.resume(PREFILLED, lost(), "d0")
+
+    on_stage(cut_off)
+
+
+def test_where_the_operator_wants_no_resumption_a_begun_answer_ends_with_the_loss() -> None:
+    async def cut_off() -> None:
+        answer = an_answer(Client(), resume_on_worker_loss=False)
+        give(answer, 20)
+        assert not answer.may_move
+        with pytest.raises(ConnectionLost):
+            answer.resume(PREFILLED, lost(), "d0")
+
+    on_stage(cut_off)
+
+
+def test_what_an_engine_gave_back_goes_on_even_then() -> None:
+    async def cut_off() -> None:
+        answer = an_answer(Client(), resume_on_worker_loss=False)
+        give(answer, 20)
+        assert answer.resume(PREFILLED, None, "d0")
+
+    on_stage(cut_off)

@@ -1,0 +1,99 @@
+"""What a worker may claim, and what no engine can mean."""
+
+from typing import Any
+
+import pytest
+
+from balanceroute.proxy.wire.bounds import (
+    MAX_RETRY_AFTER_S,
+    MAX_TOKENS,
+    answers,
+    checked_choice,
+    checked_usage,
+    error_object,
+    retry_after_s,
+    shown_id,
+    token_count,
+)
+
+
+@pytest.mark.parametrize("value", [0, 1, MAX_TOKENS])
+def test_a_number_of_tokens_is_taken(value: int) -> None:
+    assert token_count(value, "n") == value
+
+
+@pytest.mark.parametrize("value", [-1, MAX_TOKENS + 1, True, 1.5, "7", None, [], {}])
+def test_what_is_no_number_of_tokens_is_refused_by_its_name(value: Any) -> None:
+    with pytest.raises(ValueError, match="usage.prompt_tokens"):
+        token_count(value, "usage.prompt_tokens")
+
+
+@pytest.mark.parametrize(
+    "usage", [None, {}, {"prompt_tokens": 3, "prompt_tokens_details": {"cached_tokens": 1, "other": None}}]
+)
+def test_a_usage_may_lack_anything(usage: Any) -> None:
+    assert checked_usage(usage) == (usage or {})
+
+
+@pytest.mark.parametrize(
+    "usage", [[], {"completion_tokens": -1}, {"prompt_tokens_details": 3}, {"prompt_tokens_details": {"cached": "x"}}]
+)
+def test_a_usage_that_cannot_be_meant_is_refused(usage: Any) -> None:
+    with pytest.raises(ValueError):
+        checked_usage(usage)
+
+
+@pytest.mark.parametrize(
+    "choice",
+    [
+        "x",
+        {"finish_reason": 3},
+        {"finish_reason": "x" * 65},
+        {"index": "0"},
+        {"delta": "x"},
+        {"text": 3},
+        {"token_ids": 3},
+        {"logprobs": []},
+    ],
+)
+def test_a_choice_of_another_shape_is_refused(choice: Any) -> None:
+    with pytest.raises(ValueError):
+        checked_choice(choice)
+
+
+def test_a_choice_may_hold_what_we_do_not_know() -> None:
+    choice = {"index": 0, "text": "a", "finish_reason": None, "a_field_of_tomorrow": 1}
+    assert checked_choice(choice) is choice
+
+
+@pytest.mark.parametrize(
+    ("header", "seconds"),
+    [(None, 0.0), (b"", 0.0), (b"7", 7.0), (b"Wed, 21 Oct 2026 07:28:00 GMT", 0.0), (b"-3", 0.0), (b"1.5", 0.0)],
+)
+def test_a_pause_is_whole_seconds(header: bytes | None, seconds: float) -> None:
+    assert retry_after_s(header) == seconds
+
+
+@pytest.mark.parametrize("header", [b"3601", b"9" * 5000, b"0" * 5000 + b"99999"])
+def test_no_pause_is_longer_than_an_hour(header: bytes) -> None:
+    assert retry_after_s(header) == MAX_RETRY_AFTER_S
+
+
+def test_an_answer_is_known_by_the_end_of_its_id() -> None:
+    assert answers("cmpl-r-2", "r-2") and answers("chatcmpl-r-2", "r-2")
+    assert not answers("cmpl-r", "r-2") and not answers(None, "r-2") and not answers(7, "r-2")
+
+
+def test_a_client_sees_one_id_over_all_tries() -> None:
+    assert shown_id("cmpl-r-2", "r-2", "r") == "cmpl-r"
+    assert shown_id("cmpl-r", "r", "r") == "cmpl-r"
+    assert shown_id("engine's own", "r-2", "r") == "engine's own"
+
+
+@pytest.mark.parametrize("body", [b"", b"no json", b"[1]", b"7", b'{"a":' * 2000 + b"1" + b"}" * 2000])
+def test_an_error_that_is_no_object_is_not_passed_on(body: bytes) -> None:
+    assert error_object(body) is None
+
+
+def test_an_error_is_passed_on_in_one_line() -> None:
+    assert error_object(b'{"error":\n {"message": "x"}}') == b'{"error":{"message":"x"}}'

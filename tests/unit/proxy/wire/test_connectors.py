@@ -1,0 +1,68 @@
+"""What differs between connectors: bodies, who is first, and who waits for which callback."""
+
+import orjson
+import pytest
+
+from balanceroute.proxy.wire.connectors import LayerwiseConnector, PullConnector, connector_for, connector_of
+from balanceroute.proxy.wire.payloads import parse
+from tests.unit.proxy.stage import a_config
+
+REQUEST = parse("completions", orjson.dumps({"model": "m", "prompt": "one two", "max_tokens": 5, "stream": True}))
+
+
+@pytest.mark.parametrize(("name", "decode_first"), [("mooncake_v1", False), ("nixl", False)])
+def test_a_pulling_connector_probes_with_one_token_and_sends_its_parameters_on(name: str, decode_first: bool) -> None:
+    connector = PullConnector(name)
+    assert connector.decode_first is decode_first
+    probe = orjson.loads(connector.probe(REQUEST))
+    assert probe["max_tokens"] == 1 and probe["stream"] is False
+    assert probe["kv_transfer_params"]["do_remote_decode"] is True
+    params = {"remote_engine_id": "e", "remote_block_ids": [1, 2], "a_key_of_tomorrow": {"x": [None]}}
+    decode = orjson.loads(connector.decode(REQUEST, orjson.dumps(params)))
+    assert decode["kv_transfer_params"] == params and decode["max_tokens"] == 5
+    drain = orjson.loads(connector.drain(REQUEST, orjson.dumps(params)))
+    assert drain["kv_transfer_params"] == params and drain["max_tokens"] == 1
+
+
+@pytest.mark.parametrize(
+    ("params", "name"),
+    [
+        ({"remote_engine_id": "e", "tp_size": 4}, "nixl"),
+        ({"remote_engine_id": "e", "remote_ptp_size": 4}, "mooncake_v1"),
+        ({"remote_engine_id": "e"}, None),
+        ({"tp_size": 4, "remote_ptp_size": 4}, None),
+    ],
+)
+def test_a_prefillers_parameters_tell_its_connector(params: dict[str, object], name: str | None) -> None:
+    assert connector_of(orjson.dumps(params)) == name
+
+
+def test_a_callback_is_taken_once_and_only_with_token_and_id_of_its_attempt() -> None:
+    connector, taken = LayerwiseConnector("http://router"), list[bytes]()
+    connector.expect("token", "cmpl-r-0", taken.append)
+    assert connector.expects("token") and not connector.expects("another")
+    assert connector.called_back("another", "cmpl-r-0", b"a") == "unknown"
+    assert connector.called_back("token", "cmpl-x-0", b"b") == "unknown"
+    assert connector.called_back("token", "cmpl-r-0", b"c") == "accepted"
+    assert connector.called_back("token", "cmpl-r-0", b"d") == "repeated"
+    connector.forget("token")
+    assert connector.called_back("token", "cmpl-r-0", b"e") == "unknown"
+    assert taken == [b"c"]
+
+
+def test_a_decode_worker_is_told_where_to_ask_with_its_own_token() -> None:
+    params = orjson.loads(LayerwiseConnector("http://router:8000").params("token"))
+    assert params["metaserver"] == "http://router:8000/v1/metaserver/token"
+    assert params["do_remote_prefill"] is True and params["do_remote_decode"] is False
+
+
+def test_what_a_decode_worker_says_of_its_blocks_goes_to_the_prefiller_with_one_token() -> None:
+    asked = {"request_id": "cmpl-r-0", "do_remote_decode": True, "remote_block_ids": [[4]]}
+    push = orjson.loads(LayerwiseConnector("http://router").push(REQUEST, orjson.dumps(asked)))
+    assert push["kv_transfer_params"] == asked and push["max_tokens"] == 1
+
+
+@pytest.mark.parametrize("name", ["mooncake_v1", "nixl", "mooncake_layerwise"])
+def test_a_configuration_has_its_connector(name: str) -> None:
+    connector = connector_for(a_config().model_copy(update={"connector": name}))
+    assert connector.name == name and connector.decode_first is (name == "mooncake_layerwise")

@@ -1,0 +1,77 @@
+"""What an answer says about its prompt, put together from a prefiller's reply and a decoder's answer."""
+
+from typing import Any
+
+import orjson
+import pytest
+
+from balanceroute.errors import BadUpstreamReply
+from balanceroute.proxy.wire.payloads import ClientRequest, parse
+from balanceroute.proxy.wire.prompt_part import prompt_text, scored_answer, scored_events, with_prompt
+
+PROMPT_LOGPROBS = {
+    "tokens": ["one", " two"],
+    "token_logprobs": [None, -1.0],
+    "top_logprobs": [None, {}],
+    "text_offset": [0, 3],
+}
+ANSWER_LOGPROBS = {"tokens": [" x"], "token_logprobs": [-2.0], "top_logprobs": [{}], "text_offset": [0]}
+
+
+def a_request(**fields: Any) -> ClientRequest:
+    body = {"model": "m", "prompt": "one two", "max_tokens": 5, "echo": True} | fields
+    return parse("completions", orjson.dumps(body))
+
+
+def a_reply(**choice: Any) -> dict[str, Any]:
+    return {"id": "cmpl-r", "created": 7, "model": "m", "choices": [{"index": 0, "text": "one two"} | choice]}
+
+
+def an_answer(**choice: Any) -> bytes:
+    return orjson.dumps({"id": "cmpl-r", "choices": [{"index": 0, "text": " x", "logprobs": None} | choice]})
+
+
+def test_an_echo_is_the_prompt_before_the_answer() -> None:
+    whole = orjson.loads(with_prompt(a_request(), an_answer(), a_reply()))
+    assert whole["choices"][0]["text"] == "one two x"
+
+
+def test_nothing_is_echoed_to_a_client_that_wants_token_ids() -> None:
+    assert prompt_text(a_request(return_token_ids=True), a_reply()) == ""
+    assert prompt_text(a_request(), a_reply(text=None)) == ""
+
+
+def test_logprobs_of_prompt_and_answer_are_one_list_whose_offsets_go_on() -> None:
+    answer = with_prompt(a_request(logprobs=1), an_answer(logprobs=ANSWER_LOGPROBS), a_reply(logprobs=PROMPT_LOGPROBS))
+    logprobs = orjson.loads(answer)["choices"][0]["logprobs"]
+    assert logprobs["tokens"] == ["one", " two", " x"]
+    assert logprobs["text_offset"] == [0, 3, 7]
+    assert logprobs["token_logprobs"] == [None, -1.0, -2.0]
+
+
+@pytest.mark.parametrize("reply", [{"choices": []}, a_reply(logprobs=None), a_reply(logprobs={"tokens": []})])
+def test_what_does_not_fit_together_is_a_bad_reply_of_the_prefiller(reply: dict[str, Any]) -> None:
+    with pytest.raises(BadUpstreamReply) as bad:
+        with_prompt(a_request(logprobs=1), an_answer(logprobs=ANSWER_LOGPROBS), reply)
+    assert bad.value.stage == "prefill"
+
+
+def test_a_prompts_worth_alone_comes_without_the_parameters_of_its_kv() -> None:
+    reply = a_reply() | {"kv_transfer_params": {"remote_engine_id": "secret"}}
+    assert orjson.loads(scored_answer(reply))["kv_transfer_params"] is None
+
+
+def test_a_prompts_worth_alone_is_one_event_then_usage_then_done() -> None:
+    request = a_request(max_tokens=0, stream=True, stream_options={"include_usage": True})
+    events = scored_events(request, a_reply() | {"usage": {"prompt_tokens": 2}}).split(b"\n\n")
+    assert orjson.loads(events[0].removeprefix(b"data: "))["choices"][0]["text"] == "one two"
+    assert orjson.loads(events[1].removeprefix(b"data: "))["usage"] == {"prompt_tokens": 2}
+    assert events[2:] == [b"data: [DONE]", b""]
+
+
+def test_as_one_of_several_answers_it_has_their_id_and_its_index_and_no_end() -> None:
+    request = a_request(max_tokens=0, stream=True)
+    event = scored_events(request, a_reply(), public_id="cmpl-all", created=9, index=3, closing_events=False)
+    told = orjson.loads(event.removeprefix(b"data: "))
+    assert (told["id"], told["created"], told["choices"][0]["index"]) == ("cmpl-all", 9, 3)
+    assert event.count(b"data:") == 1

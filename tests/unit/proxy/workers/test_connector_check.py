@@ -1,0 +1,81 @@
+"""What a prefiller's first parameters say of the configured connector."""
+
+import orjson
+import pytest
+
+from balanceroute.proxy.telemetry.conditions import CONNECTOR, Conditions
+from balanceroute.proxy.wire.connectors import LayerwiseConnector, PullConnector
+from balanceroute.proxy.workers.connector_check import WrongConnector, check_connector, pinned_nothing, shortened
+from balanceroute.proxy.workers.fleet import Worker
+from tests.unit.proxy.stage import a_config, a_router, on_stage
+
+OF_NIXL = orjson.dumps({"remote_engine_id": "e", "tp_size": 4})
+OF_NOBODY = orjson.dumps({"remote_engine_id": "e"})
+
+
+def a_prefiller() -> tuple[Worker, Conditions]:
+    services = a_router()
+    return services.fleet["p0"], services.metrics.conditions
+
+
+def test_the_named_connector_is_learned_and_its_condition_cleared() -> None:
+    async def checked() -> None:
+        worker, conditions = a_prefiller()
+        conditions.hold(CONNECTOR, worker.id, "before")
+        assert check_connector(worker, OF_NIXL, PullConnector("nixl"), conditions) is None
+        assert worker.kv_connector == "nixl" and conditions.reasons == []
+
+    on_stage(checked)
+
+
+def test_another_pulling_connector_is_told_and_served_on() -> None:
+    async def checked() -> None:
+        worker, conditions = a_prefiller()
+        assert check_connector(worker, OF_NIXL, PullConnector("mooncake_v1"), conditions) == "nixl"
+        assert any("connector: nixl" in reason for reason in conditions.reasons)
+
+    on_stage(checked)
+
+
+def test_a_pulling_prefiller_is_refused_where_the_decode_worker_is_chosen_first() -> None:
+    async def checked() -> None:
+        worker, conditions = a_prefiller()
+        for _ in range(2):  # and the next one too
+            with pytest.raises(WrongConnector):
+                check_connector(worker, OF_NIXL, LayerwiseConnector("http://router"), conditions)
+
+    on_stage(checked)
+
+
+def test_parameters_that_do_not_tell_change_nothing() -> None:
+    async def checked() -> None:
+        worker, conditions = a_prefiller()
+        assert check_connector(worker, OF_NOBODY, PullConnector("mooncake_v1"), conditions) is None
+        assert conditions.reasons == []
+
+    on_stage(checked)
+
+
+def test_a_prefiller_that_never_pinned_anything_is_told_one_that_has_is_not() -> None:
+    async def checked() -> None:
+        worker, conditions = a_prefiller()
+        pinned_nothing(worker, PullConnector("nixl"), conditions)
+        assert any("kv_producer" in reason for reason in conditions.reasons)
+        check_connector(worker, OF_NIXL, PullConnector("nixl"), conditions)
+        pinned_nothing(worker, PullConnector("nixl"), conditions)
+        assert conditions.reasons == []
+
+    on_stage(checked)
+
+
+def test_kv_is_believed_for_no_longer_than_the_engines_connector_keeps_it() -> None:
+    config = a_config()
+    short = shortened(config, ["nixl"])
+    assert short.kv_pin_s is not None and config.kv_pin_s is not None and short.kv_pin_s < config.kv_pin_s
+    assert short.pool_ttl_s <= short.kv_pin_s
+    assert shortened(config, [None, "mooncake_v1"]) is config
+
+
+def test_the_operators_word_on_it_stays() -> None:
+    config = a_config(prefill={"kv_pin_s": 400.0})
+    assert shortened(config, ["nixl"]) is config

@@ -1,0 +1,65 @@
+"""Whose answer it is, and what is done where that is somebody else's."""
+
+import logging
+
+import pytest
+
+from balanceroute.errors import ForeignReply
+from balanceroute.proxy.workers.fleet import Worker
+from balanceroute.proxy.workers.identity import check_id, learn_id
+from tests.unit.proxy.stage import a_router, on_stage
+
+
+class Connections:
+    """Of a worker; counts how often the idle ones were dropped."""
+
+    dropped = 0
+
+    def drop_idle(self) -> None:
+        self.dropped += 1
+
+    def close(self) -> None:
+        pass
+
+
+def a_worker() -> tuple[Worker, Connections]:
+    worker, connections = a_router().fleet["d0"], Connections()
+    worker.upstream = connections  # type: ignore[assignment]
+    return worker, connections
+
+
+def test_a_worker_that_has_echoed_once_must_always() -> None:
+    async def asked() -> None:
+        worker, connections = a_worker()
+        check_id(worker, "decode", "cmpl-r1", "r1")
+        with pytest.raises(ForeignReply) as foreign:
+            check_id(worker, "decode", "cmpl-r2", "r1")
+        assert (foreign.value.worker, foreign.value.stage) == ("d0", "decode")
+        assert connections.dropped == 1
+
+    on_stage(asked)
+
+
+def test_a_worker_that_never_echoes_goes_unchecked_and_the_log_says_so_once(caplog: pytest.LogCaptureFixture) -> None:
+    async def asked() -> None:
+        worker, connections = a_worker()
+        for told in ("own-1", "own-2", None):
+            check_id(worker, "prefill", told, "r1")
+        assert connections.dropped == 0
+
+    with caplog.at_level(logging.INFO, "balanceroute.proxy.workers.identity"):
+        on_stage(asked)
+    assert [record.message for record in caplog.records] == [
+        "worker does not echo X-Request-Id, its answers go unchecked"
+    ]
+
+
+def test_a_worker_that_begins_to_echo_is_checked_from_then_on() -> None:
+    async def asked() -> None:
+        worker, _ = a_worker()
+        learn_id(worker, False)
+        check_id(worker, "decode", "cmpl-r1", "r1")
+        with pytest.raises(ForeignReply):
+            check_id(worker, "decode", "own", "r1")
+
+    on_stage(asked)
