@@ -27,6 +27,9 @@ COMPARE_HELP = (
 SPEED_AWARE_HELP = "Whether the router knows --speeds and --request-tokens."
 REQUEST_TOKENS_HELP = "KV tokens that every request of the fullest worker costs like, beside its own (c)."
 
+ENGINE_BALANCER_HELP = (
+    "Threshold, in KV blocks, of a balancer inside the engine that pauses requests (vllm-ascend's DyntraLB has 5)."
+)
 PREFIX_CACHE_HELP = (
     "Tokens that the prefix cache of one prefiller holds. The trace must say which prompts begin alike: "
     "`balanceroute trace convert` keeps the hash_ids of Mooncake's."
@@ -65,6 +68,7 @@ def replay(
     speeds: Annotated[str | None, typer.Option(help="Seconds per token by worker, relative: 1,1,1,1.3")] = None,
     speed_aware: Annotated[bool, typer.Option(help=SPEED_AWARE_HELP)] = True,
     fail: Annotated[list[str] | None, typer.Option(help="WORKER@START[-END] in seconds; repeatable.")] = None,
+    engine_balancer: Annotated[float | None, typer.Option(help=ENGINE_BALANCER_HELP)] = None,
     series: Annotated[Path | None, typer.Option(help="Write loads by step and worker to this CSV (.gz).")] = None,
     compare: Annotated[bool, typer.Option("--compare", help=COMPARE_HELP)] = False,
     figure: Annotated[Path | None, typer.Option(help="With --compare: draw it, to FILE.png and FILE.svg.")] = None,
@@ -104,6 +108,7 @@ def replay(
         request_tokens=request_tokens,
         speeds=parse_speeds(speeds),
         speed_aware=speed_aware,
+        engine_balancer_blocks=engine_balancer,
         failures=tuple(parse_failure(text) for text in fail or []),
     )
     requests = load_trace(trace, seed=seed, rows=max_requests)

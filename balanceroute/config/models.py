@@ -360,11 +360,6 @@ class Routing(Section):
         description="H, the lookahead of br_h in decode steps; 0 looks at the current step only. `auto`: 80 with "
         "horizon_auto.",
     )
-    horizon_auto: bool = Field(
-        False,
-        description="Whether br_h looks ahead a sixth of the mean answer's length, and horizon_steps at most: short "
-        "answers want a short look.",
-    )
     alpha: float = Field(1.0, gt=0, le=1e6, description="Reward per token of admitted load.")
     beta: float | None = Field(
         None,
@@ -424,6 +419,11 @@ class Routing(Section):
         ge=0,
         le=4096,
         description="With pool_bypass, requests in flight per worker beyond its decode slots.",
+    )
+    horizon_auto: bool = Field(
+        False,
+        description="Whether br_h looks ahead a sixth of the mean answer's length, and horizon_steps at most: short "
+        "answers want a short look.",
     )
     seed: int = Field(0, ge=0, le=2**63 - 1, description="Seed of the policies that draw at random or break ties so.")
     options: Annotated[dict[str, Any], AfterValidator(_options)] = Field(

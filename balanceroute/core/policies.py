@@ -29,7 +29,6 @@ class PolicySettings:
 
     policy: str = "level_fit"
     horizon_steps: int = 80
-    horizon_auto: bool = False
     alpha: float = 1.0
     beta: float | None = None
     gamma: float = 0.86
@@ -42,6 +41,7 @@ class PolicySettings:
     hold_s: float = 0.5
     pool_bypass: bool = False
     bypass_margin: int = 4
+    horizon_auto: bool = False
     seed: int = 0
     options: tuple[tuple[str, Option], ...] = ()
     """Names and values that the class of a policy of one's own is called with; none for the others."""

@@ -10,8 +10,10 @@ from dataclasses import dataclass, fields, replace
 from enum import StrEnum
 from typing import Any
 
+from starlette.types import Send
+
 from balanceroute.emulator.errors import ApiError, error_body
-from balanceroute.emulator.sse import DONE, Connection, GzipSseWriter, Send, SseWriter
+from balanceroute.emulator.sse import DONE, Connection, GzipSseWriter, SseWriter
 
 
 class FaultKind(StrEnum):

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import numpy as np
 
+from balanceroute.engine.dp_balancer import THRESHOLD_BLOCKS
 from balanceroute.experiments.methods import Method
 from balanceroute.simulator import Failure, Figures, Replay, Setting, at_load
 from balanceroute.traces import Trace, generate_trace, mean_kv_tokens, read_trace
@@ -79,6 +80,8 @@ class Cell:
             largest = int((trace.prompt_tokens + trace.output_tokens).max()) + setting.slots
             room = int(LITTLE_MEMORY * setting.slots * mean_kv_tokens(trace))
             return replace(setting, kv_capacity_tokens=max(room, largest))
+        if self.factor == "engine balancer":
+            return replace(setting, engine_balancer_blocks=THRESHOLD_BLOCKS)
         if self.factor == "request cost":
             return replace(setting, request_tokens=REQUEST_TOKENS)
         if self.factor == "small pool":

@@ -9,6 +9,7 @@ from tempfile import TemporaryFile
 from balanceroute.errors import InputError
 from balanceroute.experiments import (
     bound,
+    engine_balancer,
     fairness,
     figures,
     grid,
@@ -44,6 +45,9 @@ EXPERIMENTS = {
     "predictors": Experiment(predictors.plan, predictors.report, predictors.files),
     "fairness": Experiment(fairness.plan, fairness.report, fairness.files),
     "bound": Experiment(bound.plan, bound.report, bound.files),
+    "engine_balancer": Experiment(
+        engine_balancer.plan, engine_balancer.report, engine_balancer.files, only_by_name=True
+    ),
     "prefix": Experiment(prefix.plan, prefix.report, prefix.files, only_by_name=True),
     "grid": Experiment(grid.plan, grid.report, grid.files, only_by_name=True),
 }

@@ -8,6 +8,7 @@ addition; a step costs O(G) plus the requests that end on it, not the number tha
 from collections import defaultdict, deque
 from dataclasses import dataclass, field
 
+from balanceroute.engine import DpBalancer, Held, RankBatch, StepTimeModel, blocks_of
 from balanceroute.simulator.setting import Setting
 
 
@@ -41,6 +42,12 @@ class Ranks:
         self.ending: defaultdict[int, list[int]] = defaultdict(list)  # step -> requests that may end before it
         self.ends_at = [-1] * len(prompt_tokens)  # the step that counts: -1 while not running
         self.queued = 0
+        self.paused: set[int] = set()  # by the engine's balancer; they stand in their rank's queue
+        self.balancer: DpBalancer | None = None
+        self.planned: list[set[int]] = [set() for _ in self.ranks]  # what the balancer lets each rank run next
+        if setting.engine_balancer_blocks is not None:
+            step_time = StepTimeModel(setting.step_cost_s, setting.step_overhead_s)
+            self.balancer = DpBalancer(setting.slots, step_time, setting.engine_balancer_blocks)
 
     def bind(self, request: int, rank: int) -> None:
         """The router sent the request to this worker."""
@@ -65,6 +72,42 @@ class Ranks:
                     self.run(request, rank, step)
                     started.append(request)
         return seated, started
+
+    def follow_plan(self, step: int) -> tuple[list[int], list[int], list[int]]:
+        """Run what the balancer planned after the last step, and let it plan: (got a slot, resumed, paused).
+
+        While nothing runs anywhere nobody waits for anybody: every rank takes the first of its queue.
+        """
+        assert self.balancer is not None
+        seated: list[int] = []
+        resumed: list[int] = []
+        paused: list[int] = []
+        idle = not any(rank.running for rank in self.ranks)
+        for rank, planned in zip(self.ranks, self.planned, strict=True):
+            for request in [request for request in rank.running if request not in planned]:
+                self.take_off(request, rank, step)
+                self.paused.add(request)
+                rank.queue.append(request)
+                paused.append(request)
+            wanted = set(list(rank.queue)[: self.setting.slots]) if idle else planned
+            starting = [request for request in rank.queue if request in wanted]
+            for request in starting:
+                rank.queue.remove(request)
+                self.run(request, rank, step)
+                if request in self.paused:
+                    self.paused.discard(request)
+                    resumed.append(request)
+                else:
+                    self.queued -= 1
+                    seated.append(request)
+        self.planned = self.balancer.plan([self.batch(rank, step) for rank in self.ranks])
+        return seated, resumed, paused
+
+    def batch(self, rank: Rank, step: int) -> RankBatch:
+        """What the ranks tell each other after this step: the KV blocks of every request."""
+        running = [Held(blocks_of(self.kv[r] + step + 1 - began), r) for r, began in rank.running.items()]
+        lasting = [held for held in running if self.ends_at[held.request] > step + 1]
+        return RankBatch(lasting, [Held(blocks_of(self.kv[request]), request) for request in rank.queue])
 
     def fits(self, rank: Rank, request: int) -> bool:
         """Whether its KV, with the one token that every request is about to add, fits beside the rest."""

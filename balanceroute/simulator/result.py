@@ -9,13 +9,11 @@ from array import array
 from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import NDArray
 
 from balanceroute import report
+from balanceroute.arrays import FloatArray, IntArray
 from balanceroute.simulator.setting import Setting
 
-FloatArray = NDArray[np.float64]
-IntArray = NDArray[np.int64]
 WINDOW_STARTS_AT = 0.3  # of the requests admitted
 
 
@@ -25,6 +23,7 @@ class Figures:
 
     Where workers differ in speed, loads count times the speed: equal ones take equal time. Prefill latencies are from
     arrival to the end of the prefill; `prefill_computed_ratio` is the share of prompt tokens that no prefix cache had.
+    Pauses are those of a balancer inside the engine: seconds without a token.
     """
 
     load_spread_mean: float
@@ -42,6 +41,9 @@ class Figures:
     steps: int
     admitted: int
     recomputed: int
+    pauses: int
+    pause_p99_s: float
+    pause_max_s: float
     prefill_p50_s: float
     prefill_p99_s: float
     prefill_computed_ratio: float
@@ -88,6 +90,8 @@ class Recorder:
         self.admitted = 0
         self.window_start, self.window_end = -1, -1
         self.recomputed = 0
+        self.paused_at_s: dict[int, float] = {}
+        self.pause_s = array("d")
         self.decision_us = array("d")
 
     def admit(self, request: int, step: int, now: float) -> None:
@@ -101,6 +105,14 @@ class Recorder:
             self.window_start = step
         if self.admitted == max(1, n - 1):
             self.window_end = step
+
+    def pause(self, request: int, now: float) -> None:
+        """The engine lets the request stand still."""
+        self.paused_at_s[request] = now
+
+    def resume(self, request: int, now: float) -> None:
+        """It runs again."""
+        self.pause_s.append(now - self.paused_at_s.pop(request))
 
     def step(
         self, loads: list[int] | list[float], level: float, running: int, start_s: float, duration_s: float
@@ -159,6 +171,9 @@ class Recorder:
             steps=len(self.most),
             admitted=self.admitted,
             recomputed=self.recomputed,
+            pauses=len(self.pause_s),
+            pause_p99_s=report.percentile(np.array(self.pause_s), 99) if self.pause_s else 0.0,
+            pause_max_s=max(self.pause_s, default=0.0),
             prefill_p50_s=report.percentile(prefills, 50),
             prefill_p99_s=report.percentile(prefills, 99),
             prefill_computed_ratio=prefill_computed_ratio,

@@ -20,6 +20,7 @@ BOUNDS = {
     "transfer_steps": ("transfer steps", 0, 10_000),
     "telemetry_lag_steps": ("telemetry lag", 0, 10_000),
 }
+MOST_BLOCKS = 1_000_000
 MOST_SPEED = 100.0  # as in the configuration's decode.workers
 SHORTEST_STEP_S = 1e-9
 LATEST_FAILURE_S = 1e9
@@ -56,6 +57,8 @@ class Setting:
         speeds: seconds per token of each worker relative to the others; empty: all 1.
         speed_aware: whether the router knows `speeds` and `request_tokens`.
         failures: workers that are lost, and when.
+        engine_balancer_blocks: threshold of a balancer inside the engine, which pauses requests (`engine.dp_balancer`);
+            None: the engine runs what it has.
     """
 
     n_workers: int = 8
@@ -74,6 +77,7 @@ class Setting:
     speeds: tuple[float, ...] = ()
     speed_aware: bool = True
     failures: tuple[Failure, ...] = ()
+    engine_balancer_blocks: float | None = None
 
     @property
     def requeues(self) -> bool:
@@ -99,6 +103,7 @@ class Setting:
         if self.prefill_policy not in PREFILL_POLICIES:
             raise InputError(f"prefill policy {self.prefill_policy!r:.60}: one of {', '.join(PREFILL_POLICIES)}")
         self.check_speeds()
+        self.check_engine_balancer()
         for failure in self.failures:
             self.check_failure(failure)
         return self
@@ -110,6 +115,17 @@ class Setting:
         for speed in self.speeds:
             if not 0 < speed <= MOST_SPEED:
                 raise InputError(f"speed {speed}: accepted is a number above 0 and at most {MOST_SPEED:g}")
+
+    def check_engine_balancer(self) -> None:
+        """Raises: InputError for a threshold that is none, or options that it is not modelled with."""
+        blocks = self.engine_balancer_blocks
+        if blocks is None:
+            return
+        if not 0 < blocks <= MOST_BLOCKS:
+            raise InputError(f"engine balancer {blocks}: accepted is a number above 0 and at most {MOST_BLOCKS}")
+        for name in ("prefillers", "transfer_steps", "telemetry_lag_steps", "kv_capacity_tokens", "failures"):
+            if getattr(self, name):
+                raise InputError(f"engine balancer: it is not modelled together with {name.replace('_', ' ')}")
 
     def check_failure(self, failure: Failure) -> None:
         """Raises: InputError where it names no worker of the cluster, or no span of time."""

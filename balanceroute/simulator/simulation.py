@@ -113,7 +113,7 @@ class Simulation:
         config = SchedulerConfig(
             max_pooled=setting.pool,
             refresh_every_tokens=self.forecast.refresh_every_tokens,
-            lock_step=True,
+            lock_step=self.ranks.balancer is None,  # else a running request may stand still: tokens are told one by one
             prefill_policy=setting.prefill_policy,
         )
         scheduler = Scheduler(self.policy, config)
@@ -256,12 +256,26 @@ class Simulation:
         for request in evicted:
             self.recorder.recomputed += 1
             self.tell_requeue(request)
+        if self.ranks.balancer is not None:
+            self.follow_plan()
+            return
         seated, started = self.ranks.fill(self.steps)
         for request in seated:
             self.recorder.admit(request, self.steps, self.t)
         for request in started:
             self.forecast.started(request, self.steps, self.ranks.left[request])
             self.tell_start(request)
+
+    def follow_plan(self) -> None:
+        """The engine runs what its balancer planned."""
+        seated, resumed, paused = self.ranks.follow_plan(self.steps)
+        for request in seated:
+            self.recorder.admit(request, self.steps, self.t)
+            self.forecast.started(request, self.steps, self.ranks.left[request])
+        for request in paused:
+            self.recorder.pause(request, self.t)
+        for request in resumed:
+            self.recorder.resume(request, self.t)
 
     # -- the engine's step ------------------------------------------------------------------------------------
 
@@ -284,7 +298,10 @@ class Simulation:
         self.t += duration
         self.steps += 1
         ranks.grow()
-        self.telling.append(lambda: self.scheduler.step(self.t))
+        if ranks.balancer is None:
+            self.telling.append(lambda: self.scheduler.step(self.t))
+        else:
+            self.tell_tokens([request for rank in ranks.ranks for request in rank.running])
         for request in ranks.finished(self.steps):
             self.recorder.finished_s[request] = self.t
             self.finished += 1
@@ -320,6 +337,13 @@ class Simulation:
         self.t = min(later)
 
     # -- what the router hears --------------------------------------------------------------------------------
+
+    def tell_tokens(self, requests: list[int]) -> None:
+        def progress() -> None:
+            for request in requests:
+                self.scheduler.progress(str(request), 1, self.t)
+
+        self.telling.append(progress)
 
     def tell_start(self, request: int) -> None:
         self.telling.append(lambda: self.scheduler.start(str(request), self.t))

@@ -12,7 +12,8 @@ pytestmark = pytest.mark.e2e
 LIMIT = 2**20  # `conftest.LIMITS`
 DEPTH = 200_000
 HOT = ("/v1/completions", "/v1/chat/completions")
-PARSED = (*HOT, "/instances/add", "/instances/remove")
+MESSAGES = ("/v1/messages", "/v1/messages/count_tokens")
+PARSED = (*HOT, *MESSAGES, "/instances/add", "/instances/remove")
 ROUTES = (*PARSED, "/tokenize", "/detokenize")  # those two pass on what they get, within its bounds
 
 
@@ -65,7 +66,7 @@ def test_nested_without_end_is_a_400(edge: Edge, target: str, shape: str) -> Non
 def test_a_field_nested_deeply_is_served_or_a_400(edge: Edge, field: str, depth: int) -> None:
     """At any depth: the parser's own limit, and that of what writes it again, may differ."""
     nested = "[" * depth + "]" * depth
-    for target in HOT:
+    for target in (*HOT, *MESSAGES):
         fields = {"prompt": '"a"', "messages": '[{"role": "user", "content": "a"}]', "max_tokens": "1", field: nested}
         content = "{" + ", ".join(f'"{name}": {value}' for name, value in fields.items()) + "}"
         assert edge.ask(request("POST", target, body=content.encode())).status in (200, 400)
@@ -83,9 +84,23 @@ COSTLY = {
 @pytest.mark.parametrize("fields", COSTLY.values(), ids=COSTLY)
 def test_a_body_of_values_without_number_is_refused_before_it_is_read(edge: Edge, fields: str) -> None:
     """32 MiB of them took a gigabyte, and stopped everybody's stream for seconds."""
-    content = f'{{"prompt": "a", "max_tokens": 1, {fields}}}'
-    answer = edge.ask(request("POST", "/v1/completions", body=content.encode()))
-    assert answer.status == 400 and "holds more than" in answer.error()
+    content = f'{{"prompt": "a", "messages": [{{"role": "user", "content": "a"}}], "max_tokens": 1, {fields}}}'
+    for target in (*HOT, *MESSAGES):
+        answer = edge.ask(request("POST", target, body=content.encode()))
+        assert answer.status == 400 and "holds more than" in answer.error(), target
+
+
+@pytest.mark.parametrize(
+    "value", ["-1", "0", "1.5", "1e999", "9" * 400, "18446744073709551615", '"7"', "[]", "{}", "true"]
+)
+def test_an_odd_number_of_a_message_is_served_or_a_400(edge: Edge, value: str) -> None:
+    names = ("max_tokens", "temperature", "top_p", "top_k", "stop_sequences", "stream", "thinking", "tools", "system")
+    for name in names:
+        fields = {"messages": '[{"role": "user", "content": "odd"}]', "max_tokens": "1", name: value}
+        content = "{" + ", ".join(f'"{field}": {told}' for field, told in fields.items()) + "}"
+        for target in MESSAGES:
+            answer = edge.ask(request("POST", target, body=content.encode()))
+            assert answer.status in (200, 400), (target, content, answer)
 
 
 def test_text_that_only_looks_like_values_is_served(edge: Edge) -> None:

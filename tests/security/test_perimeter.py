@@ -14,6 +14,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from balanceroute.emulator import ClusterShape
+from balanceroute.errors import ConfigError
 from balanceroute.proxy.ops.guard import guarded
 from balanceroute.proxy.perimeter.routes import ACCESS, Access, access_of
 from balanceroute.proxy.reload import apply
@@ -123,6 +124,26 @@ async def test_no_get_changes_anything() -> None:
     async with running(SMALL) as router:
         reads = {path for method, path, access in calls(router) if method == "GET" and access is Access.ADMIN}
         assert reads == {"/state", "/dashboard", "/dashboard/data"}
+
+
+@pytest.mark.parametrize(
+    ("peer", "status"),
+    [
+        ("::1", 200),
+        ("::ffff:127.0.0.1", 200),
+        ("::ffff:203.0.113.9", 403),
+        ("::127.0.0.1", 403),
+        ("::", 403),
+        ("2001:db8::1", 403),
+        ("fe80::1%lo", 403),
+        ("", 403),
+    ],
+)
+async def test_by_ipv6_too_only_this_machine_is_this_machine(peer: str, status: int) -> None:
+    async with running(SMALL) as router, asking(router, peer) as client:
+        assert (await client.get("/state")).status_code == status
+        assert (await client.get("/state", headers={"Host": "[::1]:8000"})).status_code == status
+        assert (await client.get("/state", headers={"Host": "[2001:db8::1]:8000"})).status_code == 403
 
 
 # -- attacks
@@ -291,6 +312,38 @@ async def test_a_reload_takes_a_key_back_and_a_broken_file_changes_nothing(tmp_p
 
 
 # -- what operators see
+
+
+async def test_keys_that_are_exchanged_under_load_refuse_nobody_who_keeps_one(tmp_path: Path) -> None:
+    kept, lent = entry("kept", CLIENT), entry("lent", "sk-lent")
+    keys = key_file(tmp_path, kept, lent)
+    async with running(SMALL, auth={"client_keys": str(keys)}) as router:
+        services, over = router.app.services, False
+
+        async def ask(key: str) -> set[int]:
+            seen = set()
+            while not over:
+                body = completion(max_tokens=2)
+                reply = await router.client.post("/v1/completions", json=body, headers=bearer(key))
+                seen.add(reply.status_code)
+            return seen
+
+        asking_on = [asyncio.ensure_future(ask(key)) for key in (CLIENT, CLIENT, "sk-lent", "sk-lent")]
+        for turn in range(20):
+            key_file(tmp_path, *((kept, lent), (kept,))[turn % 2])
+            apply(services, services.config)
+            await asyncio.sleep(0.01)
+            (tmp_path / "keys.yaml").write_text("keys: [half")
+            with pytest.raises(ConfigError):
+                apply(services, services.config)
+        over = True
+        seen = await asyncio.gather(*asking_on)
+        assert seen[0] == seen[1] == {200} and seen[2] | seen[3] <= {200, 401}
+        await router.settled()
+        assert [(key.name, key.in_flight) for key in services.perimeter.keys or ()] == [("kept", 0)]
+        key_file(tmp_path, kept, lent)
+        apply(services, services.config)
+        assert [key.in_flight for key in services.perimeter.keys or ()] == [0, 0]
 
 
 async def test_the_dashboard_asks_for_the_token_once_and_its_cookie_opens_nothing_else() -> None:

@@ -37,9 +37,13 @@ class Answer:
         return json.loads(self.body)
 
     def error(self) -> str:
-        """The message of the OpenAI error that the body must be."""
+        """The message of the error that the body must be, in OpenAI's form or, of its routes, in Anthropic's."""
         assert self.headers["content-type"].startswith("application/json"), self
-        error = self.json()["error"]
+        whole = self.json()
+        error = whole["error"]
+        if whole.get("type") == "error":
+            assert self.status >= 400 and isinstance(error["type"], str), self
+            return str(error["message"])
         assert error["code"] == self.status, self
         assert isinstance(error["type"], str) and "param" in error
         return str(error["message"])

@@ -49,3 +49,11 @@ def test_the_bounds_leave_room_for_large_and_slow_clusters() -> None:
     slow = Setting(step_cost_s=1.0, step_overhead_s=1e6, failures=(Failure(0, 0.0, 1e9),))
     assert large.checked() is large
     assert slow.checked() is slow
+
+
+@pytest.mark.parametrize("change", [{"transfer_steps": 2}, {"kv_capacity_tokens": 10**6}, {"prefillers": 1}])
+def test_the_engine_balancer_stands_alone(change: dict[str, int]) -> None:
+    with pytest.raises(InputError, match="engine balancer: it is not modelled together with"):
+        Setting(engine_balancer_blocks=5.0, **change).checked()  # type: ignore[arg-type]
+    with pytest.raises(InputError, match="engine balancer nan"):
+        Setting(engine_balancer_blocks=math.nan).checked()

@@ -464,3 +464,23 @@ def test_the_window_excludes_filling_and_draining() -> None:
     # one slot, ten requests of three tokens: the third is admitted on step 6, the ninth on step 24
     outcome = run(a_trace([(0.0, 10, 3)] * 10), a_setting(n_workers=1, slots=1, pool=10))
     assert (outcome.window.start, outcome.window.stop) == (6, 24)
+
+
+def test_what_the_engine_pauses_stands_still_and_still_gets_all_its_tokens() -> None:
+    trace = generate_trace("heavy_tailed", rows=120, seed=4).with_lengths(1.0, 0.05)
+    setting = Setting(n_workers=3, slots=6, pool=24, engine_balancer_blocks=5.0)
+    for policy in ("join_shortest_queue", "level_fit"):
+        outcome = Replay(trace, PolicySettings(policy=policy), setting, check_invariants=True).run()
+        assert outcome.figures.admitted == 120
+        assert np.isfinite(outcome.tpot_s).all()
+        assert outcome.figures.pauses > 0
+        assert 0 < outcome.figures.pause_p99_s <= outcome.figures.pause_max_s
+
+
+def test_an_engine_balancer_that_never_finds_a_bubble_costs_one_step_before_a_request_starts() -> None:
+    trace = a_trace([(0.0, 10, 5), (0.0, 10, 5), (2.0, 10, 5)])
+    setting = a_setting(n_workers=2, slots=4)
+    plain = run(trace, setting)
+    planned = run(trace, replace(setting, engine_balancer_blocks=1000.0))
+    assert planned.figures.pauses == 0
+    assert (planned.wait_s - plain.wait_s).tolist() == pytest.approx([0.0, 0.0, 1.03], abs=0.1)
