@@ -1,5 +1,6 @@
 """Composition root: configuration in, scheduler out, the same for the proxy and for whoever drives it without one."""
 
+from dataclasses import fields
 from pathlib import Path
 
 from balanceroute.config import Config
@@ -11,27 +12,11 @@ from balanceroute.journal import RecordingScheduler
 
 
 def policy_settings(config: Config) -> PolicySettings:
-    """The `routing` section with what it leaves unset filled in."""
+    """The `routing` section with what it leaves unset filled in: a field there is a knob of the same name here."""
     routing = config.routing
-    return PolicySettings(
-        policy=routing.policy,
-        horizon_steps=routing.horizon_steps,
-        horizon_auto=routing.horizon_auto,
-        alpha=routing.alpha,
-        beta=config.beta,
-        gamma=routing.gamma,
-        s_greedy=routing.s_greedy,
-        r_max=routing.r_max,
-        candidate_order=routing.candidate_order,
-        slack_placement=routing.slack_placement,
-        guard=routing.guard,
-        max_wait_s=config.max_wait_s,
-        hold_s=routing.hold_s,
-        pool_bypass=routing.pool_bypass,
-        bypass_margin=routing.bypass_margin,
-        seed=routing.seed,
-        options=tuple(routing.options.items()),
-    )
+    knobs = {knob.name: getattr(routing, knob.name) for knob in fields(PolicySettings)}
+    options = tuple(routing.options.items())
+    return PolicySettings(**{**knobs, "beta": config.beta, "max_wait_s": config.max_wait_s, "options": options})
 
 
 def predicts(config: Config) -> bool:

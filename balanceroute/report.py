@@ -20,9 +20,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import ArrayLike, NDArray
+from numpy.typing import ArrayLike
 
-FloatArray = NDArray[np.float64]
+from balanceroute.arrays import FloatArray
 
 
 def ttft_s(sent_s: float, first_token_s: float) -> float:

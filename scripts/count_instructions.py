@@ -85,13 +85,13 @@ class _Ticket:
 
     def __init__(self, loop: asyncio.AbstractEventLoop, behind: list["_Ticket"]) -> None:
         self._now, self._behind = loop.time, behind
-        self.last_token_s, self.untold = 0.0, 0
+        self.last_token_s, self.unreported_tokens = 0.0, 0
 
     def progress(self, tokens: int) -> None:
         self.last_token_s = self._now()
-        if not self.untold:
+        if not self.unreported_tokens:
             self._behind.append(self)
-        self.untold += tokens
+        self.unreported_tokens += tokens
 
 
 class _Client(asyncio.Protocol):
@@ -175,7 +175,7 @@ async def _relay_events(turns: int, events_per_read: int, route: str) -> None:
             while scanners[-1].tokens < counted or scanners[0].tokens < counted:  # noqa: ASYNC110
                 await asyncio.sleep(0)
             for ticket in behind:
-                ticket.untold = 0
+                ticket.unreported_tokens = 0
             behind.clear()
             if turn % 20 == 19:
                 await asyncio.sleep(0)

@@ -29,7 +29,8 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-IntArray = NDArray[np.int64]
+from balanceroute.arrays import IntArray
+
 LoadArray = NDArray[np.int64] | NDArray[np.float64]
 
 

@@ -47,14 +47,12 @@ from dataclasses import dataclass
 from heapq import heapify, heappop, heapreplace
 
 import numpy as np
-from numpy.typing import NDArray
 
+from balanceroute.arrays import FloatArray
 from balanceroute.core.policy import Choice, StageTimer
 from balanceroute.core.snapshot import ClusterSnapshot
 from balanceroute.core.tracker import RequestTracker
 from balanceroute.core.types import WorkerSpec, WorkerState
-
-FloatArray = NDArray[np.float64]
 
 SWAP_PASSES = 2
 OVERDUE_BONUS = 1e13

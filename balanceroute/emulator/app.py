@@ -3,7 +3,7 @@
 import asyncio
 import contextlib
 import uuid
-from collections.abc import Awaitable, Callable, Mapping, MutableMapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 import orjson
@@ -12,6 +12,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
+from starlette.types import Receive, Scope, Send
 
 from balanceroute.emulator import metrics
 from balanceroute.emulator.errors import ENGINE_DEAD, ApiError
@@ -29,10 +30,6 @@ from balanceroute.emulator.shape import ClusterShape
 from balanceroute.emulator.sse import Connection
 from balanceroute.emulator.worker import Worker
 from balanceroute.engine.tokens import decode
-
-Scope = MutableMapping[str, Any]
-Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
-Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
 
 CONNECTION = "balanceroute.connection"  # ASGI extension: the transport under the exchange, see `sse.Connection`
 VERSION = "0.32.0"  # of the vLLM whose captures this follows

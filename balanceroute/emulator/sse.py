@@ -8,13 +8,12 @@ own output collector does.
 
 import asyncio
 import zlib
-from collections.abc import Awaitable, Callable, Coroutine, Generator, MutableMapping
+from collections.abc import Coroutine, Generator
 from typing import Any, Protocol
 
-from balanceroute.errors import InvariantError
+from starlette.types import Send
 
-Message = MutableMapping[str, Any]
-Send = Callable[[Message], Awaitable[None]]
+from balanceroute.errors import InvariantError
 
 DONE = b"data: [DONE]\n\n"
 

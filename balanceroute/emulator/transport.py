@@ -11,10 +11,10 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Mutable
 from typing import Any
 
 import httpx
+from starlette.types import Message
 
 from balanceroute.emulator.app import CONNECTION
 
-Message = MutableMapping[str, Any]
 App = Callable[
     [MutableMapping[str, Any], Callable[[], Awaitable[Message]], Callable[[Message], Awaitable[None]]],
     Awaitable[None],

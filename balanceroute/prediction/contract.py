@@ -20,10 +20,8 @@ from dataclasses import dataclass
 from typing import NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
-import numpy.typing as npt
 
-IntArray = npt.NDArray[np.int64]
-FloatArray = npt.NDArray[np.float64]
+from balanceroute.arrays import FloatArray, IntArray
 
 CENSORED_REASONS = frozenset({"cancelled", "aborted", "abort", "failed", "error", "expired", "rejected"})
 

@@ -17,8 +17,9 @@ from typing import Any
 
 import numpy as np
 
-from .contract import FinishedRequest, FloatArray, IntArray, Predictor, TwoStage
-from .observations import BoolArray
+from balanceroute.arrays import BoolArray, FloatArray, IntArray
+
+from .contract import FinishedRequest, Predictor, TwoStage
 from .refit import Refittable, refit_on_growth
 from .refresh import GATE, gated_batch, refresh_interval_tokens
 

@@ -25,8 +25,10 @@ from itertools import repeat
 
 import numpy as np
 
-from .contract import FinishedRequest, IntArray, TwoStage
-from .observations import DEFAULT_ROWS, BoolArray, ObservationRing, Observations
+from balanceroute.arrays import BoolArray, IntArray
+
+from .contract import FinishedRequest, TwoStage
+from .observations import DEFAULT_ROWS, ObservationRing, Observations
 from .sizes import SizedCurves, SizedFitter
 
 SAMPLES = 32  # newest lengths kept per key: a batch of 512 then gathers 64 KB, which stays in the L2 cache

@@ -13,7 +13,9 @@ from typing import Protocol
 
 import numpy as np
 
-from .contract import FinishedRequest, FloatArray, IntArray, Memory, Predictor
+from balanceroute.arrays import FloatArray, IntArray
+
+from .contract import FinishedRequest, Memory, Predictor
 from .refresh import GATE, gated, gated_batch
 
 # below this many due requests the scalar path costs less than the array one (measured with survival: about 8)

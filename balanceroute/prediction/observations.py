@@ -12,11 +12,10 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
-import numpy.typing as npt
 
-from .contract import FinishedRequest, FloatArray, IntArray
+from balanceroute.arrays import BoolArray, FloatArray, IntArray
 
-BoolArray = npt.NDArray[np.bool_]
+from .contract import FinishedRequest
 
 DEFAULT_ROWS = 100_000
 CHUNK = 2048  # rows

@@ -26,9 +26,9 @@ from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 from typing import Generic, Protocol, TypeVar, runtime_checkable
 
+from balanceroute.arrays import IntArray
 from balanceroute.errors import BalanceRouteError
 
-from .contract import IntArray
 from .observations import ObservationRing, Observations, Recent
 
 log = logging.getLogger(__name__)

@@ -20,7 +20,9 @@ import math
 
 import numpy as np
 
-from .contract import FloatArray, TwoStage
+from balanceroute.arrays import FloatArray
+
+from .contract import TwoStage
 
 GATE = 0.5  # paper, appendix C: the natural decision boundary of stage 1
 ROUNDING = 1e-6  # tokens: a mean over equal lengths that weights have made a little larger is still their length

@@ -8,8 +8,10 @@ from bisect import bisect_right
 
 import numpy as np
 
-from .contract import IntArray, TwoStage
-from .observations import BoolArray, Observations
+from balanceroute.arrays import BoolArray, IntArray
+
+from .contract import TwoStage
+from .observations import Observations
 from .survival import SurvivalCurve
 
 MIN_ROWS = 50  # a bucket with fewer answers from all requests

@@ -28,7 +28,9 @@ from collections.abc import Callable, Iterable, Sequence
 
 import numpy as np
 
-from .contract import FinishedRequest, FloatArray, IntArray, TwoStage
+from balanceroute.arrays import FloatArray, IntArray
+
+from .contract import FinishedRequest, TwoStage
 from .observations import DEFAULT_ROWS, ObservationRing, Observations
 
 _LONGEST_IN_TABLE = 2**17  # tokens, 1 MB: lengths beyond are rare, and then a batch searches too

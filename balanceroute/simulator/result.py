@@ -9,13 +9,11 @@ from array import array
 from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import NDArray
 
 from balanceroute import report
+from balanceroute.arrays import FloatArray, IntArray
 from balanceroute.simulator.setting import Setting
 
-FloatArray = NDArray[np.float64]
-IntArray = NDArray[np.int64]
 WINDOW_STARTS_AT = 0.3  # of the requests admitted
 
 

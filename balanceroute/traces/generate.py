@@ -18,6 +18,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
+from balanceroute.arrays import FloatArray
 from balanceroute.errors import InputError
 from balanceroute.traces.capacity import ReferenceSetting, ideal_capacity
 from balanceroute.traces.convert import convert_trace, is_foreign
@@ -31,8 +32,6 @@ RECURRING_KEYS = 400
 RECURRING_RATIO = 0.5
 POPULARITY_EXPONENT = 0.6  # Zipf exponent of the recurring prompts; the most frequent one is about 2 % of all rows
 OUTPUT_NOISE = 0.01  # relative spread of the outputs of one recurring prompt
-
-FloatArray = NDArray[np.float64]
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,8 +16,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ..contract import FloatArray, IntArray
-from ..observations import BoolArray, Observations
+from balanceroute.arrays import BoolArray, FloatArray, IntArray
+
+from ..observations import Observations
 from ..refresh import refresh_interval_tokens
 
 NAMES = (

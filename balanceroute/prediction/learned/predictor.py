@@ -19,9 +19,10 @@ from typing import Any
 
 import numpy as np
 
+from balanceroute.arrays import FloatArray, IntArray
 from balanceroute.errors import ConfigError
 
-from ..contract import FinishedRequest, FloatArray, IntArray, TwoStage
+from ..contract import FinishedRequest, TwoStage
 from ..evaluation import calibration_bins
 from ..observations import DEFAULT_ROWS, ObservationRing, Observations, key_id
 from ..survival import SurvivalCurve

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from ..contract import FloatArray
+from balanceroute.arrays import FloatArray
 
 DEPTH = 3
 N_NODES = 2**DEPTH - 1

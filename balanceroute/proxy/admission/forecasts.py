@@ -19,6 +19,7 @@ from typing import Any, Final, Protocol
 
 import numpy as np
 
+from balanceroute.arrays import IntArray
 from balanceroute.build import predicts
 from balanceroute.config import Config
 from balanceroute.core.scheduler import Scheduler
@@ -36,7 +37,7 @@ from balanceroute.prediction import (
     build_predictor,
     finished_row,
 )
-from balanceroute.prediction.contract import AnchorPredictor, IntArray
+from balanceroute.prediction.contract import AnchorPredictor
 from balanceroute.prediction.forecaster import Answers
 from balanceroute.prediction.learned import NEEDS_SCIKIT_LEARN, can_grow
 from balanceroute.prediction.observations import Recent

@@ -92,8 +92,8 @@ def no_healthy_workers(states: Mapping[str, Sequence[WorkerState]]) -> NoHealthy
 class Ticket:
     """One request's place in the scheduler, from `submit` to its single `finish`.
 
-    `left` is its Release once it has left, by its own `finish` or because it expired. `untold` are the tokens that the
-    scheduler hasn't heard of; `last_token_s` is when the last ones came, 0 before.
+    `left` is its Release once it has left, by its own `finish` or because it expired. `unreported_tokens` have come,
+    and the scheduler hasn't heard of them; `last_token_s` is when the last ones came, 0 before.
     """
 
     __slots__ = (
@@ -107,7 +107,7 @@ class Ticket:
         "last_token_s",
         "left",
         "pooled_s",
-        "untold",
+        "unreported_tokens",
     )
 
     def __init__(self, ledger: "Ledger", request_id: str, now: float) -> None:
@@ -115,7 +115,7 @@ class Ticket:
         self.left: Release | None = None
         self.arrived_s = now
         self.pooled_s = self.last_token_s = 0.0
-        self.untold = 0
+        self.unreported_tokens = 0
         self._ledger, self._now, self._behind = ledger, ledger.now, ledger.behind
         self._answer: str | BalanceRouteError | None = None
         self._waiter: asyncio.Future[None] | None = None
@@ -176,13 +176,13 @@ class Ticket:
     def progress(self, tokens: int) -> None:
         """So many more tokens have been generated. The relay's path."""
         self.last_token_s = self._now()
-        if not self.untold:
+        if not self.unreported_tokens:
             self._behind.append(self)
-        self.untold += tokens
+        self.unreported_tokens += tokens
 
     def settle(self) -> None:
         """Tell the scheduler the tokens that it hasn't heard of. Raises InvariantError when not decoding."""
-        tokens, self.untold = self.untold, 0
+        tokens, self.unreported_tokens = self.unreported_tokens, 0
         if tokens:
             self._ledger.scheduler.progress(self.id, tokens, self._now())
 
@@ -251,7 +251,7 @@ class Ledger:
         self._stage_clock = stage_clock or StageClock()  # hears the policy's stages; told here when they begin
         self.now = loop.time
         self.tickets: dict[str, Ticket] = {}
-        self.behind: list[Ticket] = []  # those that may have untold tokens; always this one list
+        self.behind: list[Ticket] = []  # those that may have unreported tokens; always this one list
         self.prefill_event = asyncio.Event()  # a queued request may now find a prefiller
         self.pool_not_empty = asyncio.Event()
         self.slot_freed = asyncio.Event()  # a decision could turn out differently than the last one

@@ -95,7 +95,7 @@ class _Fields:
     """What the parser calls back."""
 
     def __init__(self) -> None:
-        self.headers: Headers = []
+        self.headers: list[tuple[bytes, bytes]] = []
 
     def on_header(self, name: bytes, value: bytes) -> None:
         self.headers.append((name.lower(), value.strip(b" \t")))

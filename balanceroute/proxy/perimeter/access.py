@@ -22,7 +22,8 @@ from urllib.parse import urlsplit
 
 from balanceroute.config import is_loopback
 from balanceroute.errors import AccessDenied
-from balanceroute.proxy.perimeter.keys import Headers, bearer
+from balanceroute.proxy.perimeter.keys import bearer
+from balanceroute.proxy.wire.responses import Headers
 
 READS: Final = frozenset(("GET", "HEAD"))
 SESSION_COOKIE: Final = "balanceroute_session"

@@ -6,9 +6,10 @@ from pathlib import Path
 from balanceroute.config import Config, is_loopback, read_client_keys
 from balanceroute.errors import InvalidRequest
 from balanceroute.proxy.perimeter.access import AdminGate
-from balanceroute.proxy.perimeter.keys import ClientKey, ClientKeys, Headers
+from balanceroute.proxy.perimeter.keys import ClientKey, ClientKeys
 from balanceroute.proxy.perimeter.pages import Pages
 from balanceroute.proxy.perimeter.routes import Access
+from balanceroute.proxy.wire.responses import Headers
 
 
 class Perimeter:

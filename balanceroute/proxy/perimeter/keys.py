@@ -6,14 +6,13 @@ bucket below zero, new requests wait outside.
 """
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from hmac import compare_digest
 
 from balanceroute.config import KeyEntry, digest_of
 from balanceroute.errors import AccessDenied, KeyLimit
-
-Headers = Sequence[tuple[bytes, bytes]]
+from balanceroute.proxy.wire.responses import Headers
 
 _BUSY_RETRY_S = 1.0  # when one of a key's requests ends can't be known
 

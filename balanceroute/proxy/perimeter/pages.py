@@ -15,7 +15,7 @@ from typing import Final
 
 from balanceroute.errors import AccessDenied
 from balanceroute.proxy.perimeter.access import foreign_origin
-from balanceroute.proxy.perimeter.keys import Headers
+from balanceroute.proxy.wire.responses import Headers
 
 MAX_AGE_S: Final = 600  # for which a browser need not ask again
 _NAMES: Final = re.compile(rb"[A-Za-z0-9!#$%&'*+.^_`|~, -]{0,1024}")

@@ -1,5 +1,6 @@
 """What the router itself says to a client: OpenAI error bodies, with the status that fits, and plain JSON."""
 
+from collections.abc import Sequence
 from typing import Final
 
 import orjson
@@ -15,7 +16,7 @@ from balanceroute.errors import (
 )
 from balanceroute.proxy.wire.bounds import error_object
 
-Headers = list[tuple[bytes, bytes]]
+Headers = Sequence[tuple[bytes, bytes]]
 
 JSON_TYPE: Final = (b"content-type", b"application/json")
 SSE_HEADERS: Final[Headers] = [

@@ -100,12 +100,12 @@ class Attention:
     """When we looked, and whether we had looked away: `since_s` is the end of our last pause, with what it left."""
 
     def __init__(self) -> None:
-        self._looked_s: float | None = None
+        self._last_look_s: float | None = None
         self.since_s = float("-inf")
 
     def look(self, now: float, period_s: float) -> bool:
         """A look, one per period; whether what is seen now may be judged."""
-        if self._looked_s is not None and now - self._looked_s > period_s + LATE_LOOK_S:
+        if self._last_look_s is not None and now - self._last_look_s > period_s + LATE_LOOK_S:
             self.since_s = now
-        self._looked_s = now
+        self._last_look_s = now
         return now - self.since_s >= SETTLE_S

@@ -38,7 +38,7 @@ environment (`http_proxy`) is not consulted; `accept-encoding` is `identity` and
 import asyncio
 import re
 import ssl
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Final, Protocol, cast
 from urllib.parse import urlsplit
 
@@ -46,6 +46,7 @@ import httptools
 
 from balanceroute.errors import BadUpstreamReply, ConnectFailed, ConnectionLost, UpstreamError, UpstreamTimeout
 from balanceroute.proxy.hotpath import ChunkReader
+from balanceroute.proxy.wire.responses import Headers
 
 KEEPALIVE_S: Final = 4.0  # below the 5 s after which uvicorn closes an idle connection
 FRESH_S: Final = 1.0  # idle time up to which a request that can't be repeated may use a connection
@@ -59,8 +60,6 @@ _PLAIN: Final = re.compile(
     re.IGNORECASE | re.ASCII,
 )
 _BODILESS: Final = frozenset(("GET", "HEAD", "DELETE"))
-
-Headers = Sequence[tuple[bytes, bytes]]
 
 
 class Sink(Protocol):

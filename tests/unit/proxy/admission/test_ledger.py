@@ -108,9 +108,9 @@ def test_tokens_are_told_in_sums_and_before_every_decision() -> None:
         for _ in range(3):
             first.progress(2)
         second.progress(1)
-        assert (load(ledger), first.untold, second.untold) == (20, 6, 1)
+        assert (load(ledger), first.unreported_tokens, second.unreported_tokens) == (20, 6, 1)
         ledger.admit()
-        assert (load(ledger), first.untold, second.untold, ledger.behind) == (27, 0, 0, [])
+        assert (load(ledger), first.unreported_tokens, second.unreported_tokens, ledger.behind) == (27, 0, 0, [])
         first.progress(1)
         ledger.settle()
         ledger.settle()
