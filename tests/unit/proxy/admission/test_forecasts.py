@@ -317,7 +317,7 @@ def test_without_scikit_learn_a_learned_predictor_is_refused_and_a_fitted_model_
 ) -> None:
     monkeypatch.setitem(sys.modules, "sklearn", None)
     history, model = str(tmp_path / "history.sqlite3"), tmp_path / "m.npz"
-    with pytest.raises(ConfigError, match=r"pip install 'balanceroute\[learned\]'"):
+    with pytest.raises(ConfigError, match=r"scripts/install learned"):
         build_forecasts(a_config(kind="learned", history=history))
     assert not Path(history).exists()
 
