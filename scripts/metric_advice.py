@@ -56,7 +56,10 @@ ADVICE: dict[str, tuple[str, str]] = {
     "prefill_pinned_tokens": ("worker", "Grows with the pool: lower `pool.max_entries` if prefillers run out of KV."),
     "prefill_prompt_tokens": ("worker", "Base of the two prefix ratios below."),
     "prefix_cache_tokens": ("worker", "What we believe that a prefiller has cached."),
-    "prefix_hit_tokens": ("worker", "Over `prefill_prompt_tokens`: the share that caches had. See [prefix caching](prefix.md)."),
+    "prefix_hit_tokens": (
+        "worker",
+        "Its share of prompt tokens is what caches saved. See [prefix caching](prefix.md).",
+    ),
     "prefix_predicted_tokens": ("worker", "Far above the hits: engines evict earlier than we believe."),
     "prompt_estimate_error_ratio": ("", "Wide: chat templates of an unknown model; it learns from answers."),
     "recomputes": ("kind", "Rising: decoders run out of KV blocks; lower `max_num_seqs` or add decoders."),
