@@ -136,6 +136,41 @@ def explain(state: Any, policy_name: str | None = None) -> Explanation:
     )
 
 
+@dataclass(frozen=True, slots=True)
+class Outlook:
+    """What a policy would do now: its admissions, and the largest and mean load (tokens) of the workers in the barrier
+    once they are made.
+    """
+
+    policy: str
+    admissions: tuple[Admit, ...]
+    left_waiting: int
+    reason: str
+    max_load_tokens: int
+    mean_load_tokens: float
+
+
+def outlook(state: Any, policy_name: str) -> Outlook:
+    """Decide on a state document by another policy with its defaults, without runners-up: one decision.
+
+    Raises: as `explain`.
+    """
+    learn_policy(policy_name)
+    if state.get("policy") != policy_name:
+        state = {**state, "policy": policy_name, "params": {}}
+    policy, snapshot, now = state_from_dict(state)
+    admissions = _decide(policy, snapshot, now)
+    loads = [worker.total_load for worker in snapshot.workers if worker.state is not WorkerState.DOWN]
+    return Outlook(
+        policy=policy_name,
+        admissions=tuple(admissions),
+        left_waiting=len(snapshot.pool),
+        reason=_why_no_more(policy, snapshot),
+        max_load_tokens=max(loads, default=0),
+        mean_load_tokens=sum(loads) / len(loads) if loads else 0.0,
+    )
+
+
 def prefill_views(state: dict[str, Any]) -> list[PrefillView]:
     """What the state document says of prompts under way. Raises InputError: that is no such list."""
     try:

@@ -75,7 +75,9 @@ class RequestView:
 
 @dataclass(frozen=True, slots=True)
 class ClusterView:
-    """All workers, and how many requests wait in which phase."""
+    """All workers, and how many requests wait in which phase; `oldest_ready_s`: when the oldest in the pool came there,
+    None where it is empty.
+    """
 
     decoders: tuple[DecoderView, ...]
     prefillers: tuple[PrefillerView, ...]
@@ -84,6 +86,7 @@ class ClusterView:
     pooled: int
     pooled_tokens: int
     draining: bool
+    oldest_ready_s: float | None = None
 
     @property
     def prefilling(self) -> int:
@@ -92,7 +95,7 @@ class ClusterView:
 
 
 def view_cluster(snapshot: ClusterSnapshot, draining: bool = False) -> ClusterView:
-    """O(workers)."""
+    """O(workers + requests in the pool)."""
     return ClusterView(
         decoders=tuple([view_decoder(snapshot, worker) for worker in snapshot.workers]),
         prefillers=tuple([view_prefiller(prefiller) for prefiller in snapshot.prefillers]),
@@ -101,6 +104,7 @@ def view_cluster(snapshot: ClusterSnapshot, draining: bool = False) -> ClusterVi
         pooled=len(snapshot.pool),
         pooled_tokens=snapshot.pool.tokens,
         draining=draining,
+        oldest_ready_s=min((tracker.ready_s for tracker in snapshot.pool), default=None),
     )
 
 

@@ -197,6 +197,12 @@ class EmulatedCluster:
             case FaultKind.FREEZE | FaultKind.UNFREEZE if isinstance(worker, DecodeWorker):
                 worker.rank.stalled = fault.kind is FaultKind.FREEZE
                 self._runner.wake()
+            case FaultKind.PAUSE if isinstance(worker, DecodeWorker):
+                if worker.rank.running:
+                    worker.rank.pause(next(iter(worker.rank.running)))
+            case FaultKind.RESUME if isinstance(worker, DecodeWorker):
+                worker.rank.resume()
+                self._runner.wake()
             case FaultKind.RECOMPUTE_NOW if isinstance(worker, DecodeWorker):
                 worker.pop_last()
             case _:
@@ -207,6 +213,7 @@ class EmulatedCluster:
             worker.prefiller.slowdown = 1.0
         elif isinstance(worker, DecodeWorker):
             worker.rank.stalled = False
+            worker.rank.resume()
         assert self._runner is not None
         self._runner.wake()
 

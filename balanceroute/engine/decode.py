@@ -7,6 +7,9 @@ A request on a rank is in one of three places, in this order:
       no blocks             its blocks; its KV        `load` counts it
                             is on the way             (preempted: back to the front of waiting)
 
+A balancer inside the engine may let a running request stand still (`pause`, `resume`): it keeps its slot and its KV, is
+no load and gets no token.
+
 `transferring` lasts until `ready_s`. The driver may set `ready_s` to infinity when it does not know when
 the KV comes (or never does) and call `kv_arrived` later. A step is two calls, so that a driver with a clock
 can wait in between: `begin_step` moves requests forward, makes room for one more token per running request
@@ -46,6 +49,7 @@ class Place(StrEnum):
     WAITING = "waiting"
     TRANSFERRING = "transferring"
     RUNNING = "running"
+    PAUSED = "paused"
 
 
 @dataclass(slots=True, eq=False)
@@ -128,22 +132,24 @@ class DecodeRank(Generic[R]):
         self.waiting: dict[str, R] = {}
         self.transferring: dict[str, R] = {}
         self.running: dict[str, R] = {}
+        self.paused: dict[str, R] = {}
         self.popped: list[R] = []  # told in the next `end_step`
         self._preempted: list[R] = []
 
     @property
     def free_slots(self) -> int:
-        """Slots that neither a running nor a transferring request holds."""
-        return self.slots - len(self.running) - len(self.transferring)
+        """Slots that no running, paused or transferring request holds."""
+        return self.slots - len(self.running) - len(self.paused) - len(self.transferring)
 
     @property
     def busy(self) -> bool:
         """Whether any request is here."""
-        return bool(self.running or self.transferring or self.waiting)
+        return bool(self.running or self.paused or self.transferring or self.waiting)
 
     def find(self, request_id: str) -> R | None:
         """The request of that id, wherever on this rank it is."""
-        return self.running.get(request_id) or self.transferring.get(request_id) or self.waiting.get(request_id)
+        places = (self.running, self.paused, self.transferring, self.waiting)
+        return next((place[request_id] for place in places if request_id in place), None)
 
     def submit(self, request: R) -> None:
         """Queue a request. Raises: ConfigError when its KV can never fit this rank."""
@@ -192,6 +198,21 @@ class DecodeRank(Generic[R]):
             self.load += request.kv_tokens
         return started
 
+    def pause(self, request_id: str) -> None:
+        """Let a running request stand still."""
+        request = self.running.pop(request_id)
+        request.place = Place.PAUSED
+        self.load -= request.kv_tokens
+        self.paused[request_id] = request
+
+    def resume(self) -> None:
+        """Let all that stand still go on, behind those that run."""
+        for request in self.paused.values():
+            request.place = Place.RUNNING
+            self.load += request.kv_tokens
+            self.running[request.id] = request
+        self.paused.clear()
+
     def make_room(self) -> None:
         """Secure one more KV token for every running request, taking it from the last ones when memory is
         out.
@@ -224,7 +245,7 @@ class DecodeRank(Generic[R]):
         """Take a request off the rank with all it holds (finish, abort); raises InvariantError when it is
         not here.
         """
-        for place in (self.running, self.transferring, self.waiting):
+        for place in (self.running, self.paused, self.transferring, self.waiting):
             request = place.pop(request_id, None)
             if request is not None:
                 break
@@ -239,7 +260,11 @@ class DecodeRank(Generic[R]):
 
     def fail(self) -> list[R]:
         """Lose everything at once, as a worker that dies does; returns what was lost."""
-        lost = [*self.running.values(), *self.transferring.values(), *self.waiting.values()]
+        lost = [
+            request
+            for place in (self.running, self.paused, self.transferring, self.waiting)
+            for request in place.values()
+        ]
         for request in lost:
             self.remove(request.id)
         lost += self.popped
@@ -254,6 +279,7 @@ class DecodeRank(Generic[R]):
             raise InvariantError("decode rank: more requests than slots")
         for place, members in (
             (Place.RUNNING, self.running),
+            (Place.PAUSED, self.paused),
             (Place.TRANSFERRING, self.transferring),
             (Place.WAITING, self.waiting),
         ):

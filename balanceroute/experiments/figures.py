@@ -144,7 +144,8 @@ def plain_ticks(axis: "Axis", candidates: Sequence[float]) -> None:
     """Numbers as people write them on a logarithmic axis."""
     low, high = sorted(axis.get_view_interval())
     ticks = [tick for tick in candidates if low <= tick <= high]
-    axis.set_ticks(ticks, [f"{tick:g}" for tick in ticks])
+    ticks = ticks if len(ticks) > 1 else [low, high]
+    axis.set_ticks(ticks, [f"{tick:.3g}" for tick in ticks])
     axis.set_minor_locator(pyplot().NullLocator())
 
 
@@ -242,7 +243,7 @@ def sensitivity(
     `printed`: the paper's load spread, written beside ours.
     """
     plt = pyplot()
-    figure, axes = plt.subplots(1, len(points), figsize=(4.6 * len(points), 3.8), squeeze=False)
+    figure, axes = plt.subplots(1, len(points), figsize=(4.8 * len(points), 5.2), squeeze=False)
     for axis, (width, spreads) in zip(axes[0], points.items(), strict=True):
         values = [value / 1000 for value in spreads.values()]
         for marker, chosen in (("o", [p for p in spreads if p not in deployed]), ("*", list(deployed))):
@@ -250,7 +251,7 @@ def sensitivity(
                 [beta for beta, _ in chosen],
                 [gamma for _, gamma in chosen],
                 c=[spreads[point] / 1000 for point in chosen],
-                s=160 if marker == "o" else 320,
+                s=110 if marker == "o" else 260,
                 marker=marker,
                 cmap="cividis_r",
                 vmin=min(values),
@@ -262,17 +263,18 @@ def sensitivity(
             above = (beta, gamma) not in deployed
             theirs = printed.get(width, {}).get((beta, gamma))
             axis.annotate(
-                f"{value / 1000:.0f}k" + (f" ({theirs / 1000:.0f}k)" if theirs else ""),
+                f"{value / 1000:.0f}k" + (f"\n({theirs / 1000:.0f}k)" if theirs else ""),
                 (beta, gamma),
-                xytext=(7, 7) if above else (-9, -14),
+                xytext=(0, 8) if above else (-9, -14),
                 textcoords="offset points",
-                ha="left" if above else "right",
+                ha="center" if above else "right",
+                fontsize=8,
             )
         axis.set_xscale("symlog", linthresh=1)
         axis.set_xticks([1, 15, 24, 48, 96], ["1", "15", "24", "48", "96"])
         axis.minorticks_off()
         axis.set_xlim(0.6, 200)
-        axis.set_ylim(0.42, 1.08)
+        axis.set_ylim(0.42, 1.12)
         axis.set_xlabel("beta")
         axis.set_ylabel("gamma")
         axis.set_title(f"G = {width}", fontsize=9)
@@ -345,7 +347,7 @@ def wait_versus_balance(points: Sequence[tuple[str, bool, float, float]], worklo
     axis.set_yscale("log")
     axis.invert_yaxis()
     plain_ticks(axis.yaxis, [1.0 - value for value in BALANCES])
-    axis.set_yticklabels([f"{1.0 - tick:g}" for tick in axis.get_yticks()])
+    axis.set_yticklabels([f"{1.0 - tick:.3g}" for tick in axis.get_yticks()])
     axis.set_xlabel("wait p99, s" + (" (logarithmic above 1)" if least < 1 else ""))
     axis.set_ylabel("balance (1 = bound)")
     axis.set_title(f"Waiting and balance on {workload}", fontsize=10)

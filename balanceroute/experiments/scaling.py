@@ -17,6 +17,7 @@ METHODS = (
     methods.BR_H_ORACLE,
     methods.BR_H_ORACLE_14,
     methods.TARGET_FIT,
+    methods.LEVEL_FIT,
 )
 
 
@@ -87,7 +88,7 @@ def report(scope: Scope, results: Results, out: Path) -> Section:
         f"Workload {scope.title(source_of(scope), scope.rows_at(max(scope.widths)))}, one seed, load 1.15 of each"
         f" width's ideal capacity, {per_worker(scope)}. Widths above 16 are not in the paper. The paper's G = 16"
         " ran with fewer prefillers per worker, so its absolute figures mix in prefill; compare the ratios to JSQ of"
-        " the same width. Routers as printed, no wait cap, but for TargetFit, which has one."
+        " the same width. Routers as printed, no wait cap, but for TargetFit and LevelFit, which have one."
     )
     table = Table(
         "scaling",

@@ -15,6 +15,7 @@ from starlette.types import Receive, Scope, Send
 from balanceroute.build import worker_specs
 from balanceroute.config import Config
 from balanceroute.core.types import Admit
+from balanceroute.proxy.admission.decision_log import DecisionLog
 from balanceroute.proxy.admission.decode_dispatcher import DecodeDispatcher
 from balanceroute.proxy.admission.forecasts import Forecasts, build_forecasts
 from balanceroute.proxy.admission.ledger import open_ledger
@@ -27,9 +28,11 @@ from balanceroute.proxy.client.response import Response
 from balanceroute.proxy.life.pool_reaper import PoolReaper
 from balanceroute.proxy.ops.admin import Admin, http_error, internal_error, state
 from balanceroute.proxy.ops.dashboard import DASHBOARD_PATH, SIGN_IN, Dashboard
+from balanceroute.proxy.ops.dashboard.recorder import Recorder
 from balanceroute.proxy.ops.forwarding import Forwarding
 from balanceroute.proxy.ops.guard import guarded, with_message_errors, with_request_id
 from balanceroute.proxy.ops.metaserver import Metaserver
+from balanceroute.proxy.ops.steering import Steering
 from balanceroute.proxy.perimeter.gate import Perimeter
 from balanceroute.proxy.perimeter.tls import Tls
 from balanceroute.proxy.services import Services
@@ -106,16 +109,27 @@ def create_app(
             "/v1/chat/completions": partial(Exchange, services, "chat"),
             MESSAGES_PATH: messages,
         }
-        start(services)
+        start(services, dashboard.recorder)
         try:
             yield
         finally:
             await stop(services)
 
+    async def switch(new: Config) -> list[str]:
+        from balanceroute.proxy.reload import reload  # which puts together what is here
+
+        return await reload(app.services, new)
+
     perimeter, tls = Perimeter(config), Tls(config)
-    parts: list[type[Admin | Forwarding | Dashboard | Metaserver]] = [Admin, Forwarding, Dashboard]
+    dashboard = Dashboard(lambda: app.services)
+    parts: list[Admin | Forwarding | Dashboard | Metaserver | Steering] = [
+        Admin(lambda: app.services),
+        Forwarding(lambda: app.services),
+        dashboard,
+        Steering(lambda: app.services, switch),
+    ]
     if config.connector == "mooncake_layerwise":
-        parts.append(Metaserver)
+        parts.append(Metaserver(lambda: app.services))
     routes = [
         guarded(
             route,
@@ -124,7 +138,7 @@ def create_app(
             SIGN_IN if route.path == DASHBOARD_PATH else None,
         )
         for part in parts
-        for route in part(lambda: app.services).routes()
+        for route in part.routes()
     ]
     handlers: dict[Any, Callable[..., Any]] = {HTTPException: http_error, Exception: internal_error}
     app = RouterApp(routes=routes, lifespan=lifespan, exception_handlers=handlers)
@@ -195,18 +209,22 @@ def metrics_poller(services: Services) -> MetricsPoller:
     )
 
 
-def start(services: Services) -> None:
+def start(services: Services, recorder: Recorder) -> None:
     """Start the coroutines."""
+    decisions = recorder.decisions = DecisionLog(services.ledger)
 
     def admitted(admission: Admit) -> None:
         services.metrics.admissions.inc(admission.worker, f"stage_{admission.stage}")
 
     coroutines: dict[str, Callable[[], Awaitable[None]]] = {
         "prefill_dispatcher": PrefillDispatcher(services.ledger).run,
-        "decode_dispatcher": DecodeDispatcher(services.ledger, services.metrics.admit_duration, admitted).run,
+        "decode_dispatcher": DecodeDispatcher(
+            services.ledger, services.metrics.admit_duration, admitted, decisions
+        ).run,
         "metrics_poller": metrics_poller(services).run,
         "pool_reaper": PoolReaper(services).run,
         "health": health_monitor(services).run,
+        "recorder": recorder.run,
         "certificates": lambda: services.tls.watch(lambda: services.config),
     }
     for name, run in coroutines.items():

@@ -185,6 +185,13 @@ def completion_ids(port: int, body: dict[str, Any]) -> list[int]:
     return ids
 
 
+def completion_text(port: int, body: dict[str, Any]) -> str:
+    """Text of a non-streamed completion."""
+    reply = httpx.post(f"http://127.0.0.1:{port}/v1/completions", json=body, timeout=300, trust_env=False)
+    reply.raise_for_status()
+    return str(reply.json()["choices"][0]["text"])
+
+
 def streamed_ids(body: dict[str, Any], on_event: Callable[[int], None] | None = None) -> tuple[list[int], str | None]:
     """Token ids of a streamed completion through the router, and its finish reason (None: it ended unfinished)."""
     ids: list[int] = []
@@ -442,25 +449,27 @@ def check_freeze_decoder(servers: Servers) -> str:
 
 
 def check_grammar(servers: Servers) -> str:
-    """What a decoder knows of a grammar beside tokens dies with it: no answer that breaks it ends as complete."""
-    grammar = re.compile("([a-f]{7}-){60}")
+    """What a decoder knows of a grammar beside tokens dies with it: no answer that breaks it ends as complete.
+
+    vLLM 0.32 on CPU ignores the grammar of some seeds, asked directly too: those are left out.
+    """
+    grammar = re.compile("([a-f]{7}-){150}")
     asked = {"structured_outputs": {"regex": grammar.pattern}, "ignore_eos": False, "temperature": 1.0}
-    bodies = [a_body(seed, max_tokens=900) | {"seed": seed} | asked for seed in range(8000, 8012)]
+    candidates = [a_body(seed, max_tokens=1900) | {"seed": seed} | asked for seed in range(8000, 8024)]
+    with ThreadPoolExecutor(12) as pool:
+        undisturbed = list(pool.map(lambda body: completion_text(DECODE[1], body), candidates))
+    bodies = [body for body, text in zip(candidates, undisturbed, strict=True) if grammar.fullmatch(text)][:12]
+    assert len(bodies) == 12, f"the engine itself keeps to its grammar in {len(bodies)} of {len(candidates)} answers"
     begun: set[int] = set()
 
     def streamed(index: int) -> str:
         text, _, told = streamed_text(bodies[index], lambda: begun.add(index))
         return text if told is None else told
 
-    def whole(index: int) -> str:
-        reply = httpx.post(f"{BASE}/v1/completions", json=bodies[index], timeout=300, trust_env=False)
-        reply.raise_for_status()
-        return str(reply.json()["choices"][0]["text"])
-
     with ThreadPoolExecutor(len(bodies)) as pool:
         streams = [pool.submit(streamed, index) for index in range(8)]
-        answers = [pool.submit(whole, index) for index in range(8, 12)]
-        wait_for("streams have begun", lambda: len(begun) == 8, 240)
+        answers = [pool.submit(completion_text, ROUTER, bodies[index]) for index in range(8, 12)]
+        wait_for("streams have begun", lambda: len(begun) >= 6, 240)
         servers.kill(DECODE[0])
         texts = [each.result() for each in streams]
         wholes = [each.result() for each in answers]

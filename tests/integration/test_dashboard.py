@@ -1,12 +1,16 @@
 """The page of the cluster and the numbers that it draws."""
 
 import asyncio
+import json
 import re
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 
+from balanceroute.core.types import Role
 from balanceroute.emulator import ClusterShape
-from tests.integration.router import running
+from tests.integration.router import Router, running
 from tests.integration.test_proxy_answers import completion
 
 pytestmark = pytest.mark.anyio
@@ -16,9 +20,128 @@ async def test_the_page_needs_nothing_from_elsewhere() -> None:
     async with running() as router:
         reply = await router.client.get("/dashboard")
         assert reply.status_code == 200 and reply.headers["content-type"].startswith("text/html")
-        assert "default-src 'none'" in reply.headers["content-security-policy"]
-        assert not re.findall(r"""(?:src|href)\s*=|https?://|@import|url\(""", reply.text)
-        assert "innerHTML" not in reply.text  # a worker's name is text, whatever is in it
+        policy = reply.headers["content-security-policy"]
+        assert "default-src 'none'" in policy and "script-src 'self'" in policy and "unsafe" not in policy
+        paths = re.findall(r"""(?:src|href)="([^"]+)""" + '"', reply.text)
+        assert len(paths) == 5 and all(path.startswith("/dashboard/assets/") for path in paths if path != "data:,")
+        for path in paths[1:]:
+            asset = await router.client.get(path)
+            assert asset.status_code == 200 and asset.headers["x-content-type-options"] == "nosniff"
+            if "uPlot" not in path:
+                assert not re.findall(r"""https?://(?!www\.w3\.org/2000/svg)|@import|url\(""", asset.text)
+                assert "innerHTML" not in asset.text  # a worker's name is text, whatever is in it
+        assert (await router.client.get("/dashboard/assets/page.html")).status_code == 404
+        assert (await router.client.get("/dashboard/assets/..%2fpage.html")).status_code == 404
+
+
+async def test_the_address_alone_leads_to_the_dashboard() -> None:
+    async with running() as router:
+        reply = await router.client.get("/", follow_redirects=False)
+        assert (reply.status_code, reply.headers["location"]) == (307, "/dashboard")
+
+
+async def news_until(router: Router, found: Callable[[dict[str, Any]], bool], within_s: float = 60) -> dict[str, Any]:
+    """The first news of the stream that the test waits for."""
+    async with asyncio.timeout(within_s):
+        headers = {"accept": "text/event-stream"}
+        async with router.client.stream("GET", "/dashboard/stream", headers=headers, timeout=None) as reply:
+            assert reply.headers["content-type"].startswith("text/event-stream")
+            async for line in reply.aiter_lines():
+                if line.startswith("data: ") and found(news := json.loads(line.removeprefix("data: "))):
+                    return news
+    raise AssertionError("the stream ended")
+
+
+async def test_a_page_that_is_opened_later_sees_the_past_and_the_stream_goes_on_from_there() -> None:
+    async with running() as router:
+        news = await news_until(router, lambda news: router.app.services.tasks["recorder"] and news["sample"])
+        past = (await router.client.get("/dashboard/data")).json()["past"]
+        assert past["at"][0] <= news["sample"]["at"] and len(past["at"]) == len(past["series"]["load_max"])
+        assert set(past["loads"]) == {worker["id"] for worker in news["workers"]}
+        assert past["series"]["ttft_p50_s"][-1] is None  # of no request, and not 0
+        assert (await router.client.get("/dashboard/stream")).json()["sample"]["at"] >= news["sample"]["at"]
+
+
+async def test_a_dead_worker_is_named_with_since_when_and_why_and_its_load_is_unknown() -> None:
+    async with running(health={"interval_s": 0.05, "failure_threshold": 2}) as router:
+        worker = router.cluster.decode[0]
+        worker_id = router.app.services.fleet.of(Role.DECODE)[0].id
+        await news_until(router, lambda news: news["sample"] is not None)
+        worker.kill_engine()
+        news = await news_until(router, lambda news: any(w["state"] == "down" and w["since"] for w in news["workers"]))
+        (down,) = [w for w in news["workers"] if w["state"] == "down"]
+        assert down["id"] == worker_id and down["why"] == "it does not answer /health"
+        data = (await router.client.get("/dashboard/data")).json()
+        assert data["past"]["loads"][worker_id][-1] is None
+        assert [event["text"] for event in data["events"] if event["kind"] == "down"] == [
+            f"{worker_id} is down: it does not answer /health"
+        ]
+
+
+async def test_a_drain_and_another_policy_are_events_and_the_knobs_are_those_of_the_policy() -> None:
+    async with running() as router:
+        await news_until(router, lambda news: news["sample"] is not None)
+        url = router.cluster.decode_urls[0]
+        drained = await router.client.post("/instances/drain", json={"type": "decode", "instances": [url]})
+        switched = await router.client.post("/routing/policy", json={"policy": "least_kv"})
+        assert (drained.status_code, switched.json()["before"]) == (200, "br_0")
+        news = await news_until(router, lambda news: news["policy"] == "least_kv" and len(news["events"]) > 1)
+        texts = [event["text"] for event in (await router.client.get("/dashboard/data")).json()["events"]]
+        assert any(text.endswith("is drained") for text in texts) and "policy br_0 → least_kv" in texts
+        assert news["knobs"].keys() == {"seed"}
+        reply = await router.client.post("/v1/completions", json=completion())
+        assert reply.status_code == 200
+        assert router.app.services.ledger.scheduler.policy.name == "least_kv"
+        await router.settled()
+
+
+@pytest.mark.parametrize("body", [b"{}", b"no", b'{"policy": "os:system"}', b'{"policy": 3}', b"[]"])
+async def test_a_policy_that_is_none_is_refused_and_nothing_is_imported(body: bytes) -> None:
+    async with running() as router:
+        headers = {"content-type": "application/json"}
+        reply = await router.client.post("/routing/policy", content=body, headers=headers)
+        assert reply.status_code == 400 and "level_fit" in reply.json()["error"]["message"]
+        assert (await router.client.get("/dashboard/what_if?policy=os:system")).status_code == 400
+        assert (await router.client.get("/dashboard/what_if")).status_code == 400
+        assert (await router.client.get("/dashboard/what_if?" + "policy=br_0&" * 5)).status_code == 400
+
+
+async def test_what_other_policies_would_do_now_stands_side_by_side_and_changes_nothing() -> None:
+    shape = ClusterShape(prefillers=1, decoders=2, max_num_seqs=1)
+    async with running(shape) as router:
+        body = completion(max_tokens=300)
+        jobs = [asyncio.ensure_future(router.client.post("/v1/completions", json=body)) for _ in range(6)]
+        await news_until(router, lambda news: news["waiting"]["pooled"] >= 4)
+        reply = await router.client.get("/dashboard/what_if?policy=level_fit&policy=join_shortest_queue")
+        found = reply.json()
+        assert [each["policy"] for each in found["policies"]] == ["level_fit", "join_shortest_queue"]
+        level, jsq = found["policies"]
+        assert level["admitted"] == 0 and level["reason"] == "no slot is left free"
+        assert jsq["admitted"] == found["waiting"] >= 1  # it queues them at the workers
+        assert all(reply.status_code == 200 for reply in await asyncio.gather(*jobs))
+        await router.settled()
+
+
+async def test_decisions_are_listed_with_what_would_have_been_done_instead() -> None:
+    shape = ClusterShape(prefillers=1, decoders=2, max_num_seqs=2, time_scale=0.1)
+    async with running(shape) as router:
+        await news_until(router, lambda news: news["sample"] is not None)  # somebody watches
+        requests = asyncio.ensure_future(keep_asking(router))
+        news = await news_until(router, lambda news: any(row["runner_up"] for row in news["decisions"]))
+        requests.cancel()
+        row = news["decisions"][0]
+        assert row["worker"] in {worker["id"] for worker in news["workers"]} and row["policy"] == "br_0"
+        assert [each["number"] for each in news["decisions"]] == sorted(
+            (each["number"] for each in news["decisions"]), reverse=True
+        )
+        await asyncio.wait([requests])
+        await router.settled()
+
+
+async def keep_asking(router: Router) -> None:
+    while True:
+        replies = [router.client.post("/v1/completions", json=completion(max_tokens=20)) for _ in range(4)]
+        await asyncio.gather(*replies)
 
 
 async def test_the_numbers_of_an_idle_cluster_are_there_and_zero() -> None:

@@ -289,6 +289,15 @@ async def test_a_stream_that_is_silent_for_long_is_pinged(monkeypatch: pytest.Mo
         assert pings == 4
 
 
+async def test_a_finished_answer_has_its_last_event_though_the_worker_sends_no_done() -> None:
+    async with running() as router, client_of(router) as client:
+        for decoder in ("d0", "d1", "d2", "d3"):
+            await router.cluster.inject(decoder, "no_done")
+        kinds = [e.type async for e in await client.messages.create(**ASKED, stream=True, extra_body=ENDLESS)]
+        assert kinds[-2:] == ["message_delta", "message_stop"] and kinds.count("message_stop") == 1
+        await router.settled()
+
+
 async def test_a_slash_too_many_leads_to_the_route_and_other_paths_name_it() -> None:
     async with running() as router:
         reply = await router.client.post("/v1/messages/?beta=true", json=ASKED)

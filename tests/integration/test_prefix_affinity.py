@@ -29,6 +29,11 @@ async def until(condition: Callable[[], bool]) -> None:
             await asyncio.sleep(0.02)
 
 
+async def polled(router: Router) -> None:
+    """Wait until every prefiller's counters have been read: hits are counted from then on."""
+    await until(lambda: all(p.cache_known != (None, 0) for p in router.app.services.ledger.view().prefillers))
+
+
 async def ask(router: Router, content: str, **more: Any) -> dict[str, Any]:
     body = {"messages": [{"role": "user", "content": content}], "max_tokens": 2, **more}
     answer = await router.client.post("/v1/chat/completions", json=body)
@@ -89,6 +94,7 @@ def test_what_was_predicted_is_what_the_engines_found(details: bool) -> None:
     async def run() -> None:
         shape = replace(SHAPE, prompt_tokens_details=details)
         async with running(shape, prefill=AFFINITY) as router:
+            await polled(router)
             for name in ("ant", "bee", "cat"):
                 await converse(router, name, 4)
             await router.settled()
@@ -141,6 +147,7 @@ def test_a_restarted_prefiller_is_known_to_be_cold_by_its_counters() -> None:
     async def run() -> None:
         async with running(SHAPE, prefill=AFFINITY, health={"interval_s": 60.0}) as router:
             ledger = router.app.services.ledger
+            await polled(router)
             await converse(router, "ant", 3)
             warm = next(p for p in ledger.view().prefillers if p.cache_tokens)
             await until(lambda: bool(ledger.prefiller(warm.id).hit_tokens))  # type: ignore[union-attr]

@@ -173,3 +173,21 @@ async def test_requests_whose_only_prefiller_is_dead_get_the_503_of_new_ones_aft
         await until(lambda: router.app.services.ledger.scheduler.snapshot.prefillers[0].state == "up")
         assert text_of(await ask(router, 20)) == decode(continuation(PROMPT, 20))
         await router.settled(60.0)
+
+
+async def test_a_stream_that_the_engine_pauses_is_not_lost() -> None:
+    """As vllm-ascend's DyntraLB does it: one request stands still beside others that run, longer than any silence."""
+    async with running(SHAPE, **SETTINGS) as router:
+        streams = [ask(router, 6000) for _ in range(6)]
+        decoders = router.cluster.decode
+        await until(lambda: sum(len(worker.rank.running) for worker in decoders) == 6)
+        index = next(i for i, worker in enumerate(decoders) if len(worker.rank.running) > 1)
+        await router.cluster.inject(decoders[index].name, "pause")
+        (name,) = decoders[index].rank.paused
+        await asyncio.sleep(1.0)  # several looks, and longer than resume_after_silence_s
+        assert name in decoders[index].rank.paused
+        assert router.app.services.fleet[_ids(router)[index]].state == "up"
+        await router.cluster.inject(decoders[index].name, "resume")
+        assert {text_of(await task) for task in streams} == {decode(continuation(PROMPT, 6000))}
+        assert moves(router) == 0
+        await router.settled(60.0)

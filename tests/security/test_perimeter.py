@@ -64,6 +64,7 @@ def calls(router: Router) -> Iterator[tuple[str, str, Access]]:
     for route in router.app.routes:
         assert isinstance(route, Route)
         path = route.path.replace("{model:path}", "m").replace("{rest:path}", "r").replace("{token}", "t")
+        path = path.replace("{name}", "dashboard.js")
         for method in sorted((route.methods or set()) - {"HEAD"}):
             yield method, path, access_of(route.path)
 
@@ -123,7 +124,8 @@ def test_a_route_that_the_table_does_not_have_is_not_served() -> None:
 async def test_no_get_changes_anything() -> None:
     async with running(SMALL) as router:
         reads = {path for method, path, access in calls(router) if method == "GET" and access is Access.ADMIN}
-        assert reads == {"/state", "/dashboard", "/dashboard/data"}
+        of_page = {f"/dashboard/{name}" for name in ("assets/dashboard.js", "data", "stream", "what_if")}
+        assert reads == {"/state", "/dashboard", *of_page}
 
 
 @pytest.mark.parametrize(
@@ -363,6 +365,9 @@ async def test_the_dashboard_asks_for_the_token_once_and_its_cookie_opens_nothin
         everywhere = {"Cookie": f"balanceroute_session={value}"}
         assert (await laptop.post("/instances/drain", json=PREFILLER, headers=everywhere)).status_code == 401
         assert (await laptop.post("/reset_prefix_cache", headers=everywhere)).status_code == 401
+        assert (await laptop.post("/routing/policy", json={"policy": "random"}, headers=everywhere)).status_code == 401
+        for path in ("/dashboard/assets/dashboard.js", "/dashboard/stream", "/dashboard/what_if?policy=br_0"):
+            assert (await laptop.get(path)).status_code == 200
 
 
 async def test_over_tls_the_cookie_stays_on_tls() -> None:

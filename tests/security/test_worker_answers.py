@@ -101,6 +101,12 @@ STATUSES: dict[str, Answer] = {
     ),
     "a length without bound": raw(b"HTTP/1.1 200 OK\r\ncontent-length: " + b"9" * 40 + b"\r\n\r\n{}"),
     "not HTTP": raw(b"SSH-2.0-OpenSSH_9.6\r\n"),
+    "the preface of HTTP/2": raw(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"),
+    "HTTP/0.9": raw(b"<html>hello</html>"),
+    "lines of LF alone": raw(b"HTTP/1.1 200 OK\ncontent-length: 2\n\n{}"),
+    "a coding that is not chunked": raw(b"HTTP/1.1 200 OK\r\ntransfer-encoding: gzip, chunked\r\n\r\n0\r\n\r\n"),
+    "a chunk of -5 bytes": raw(b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n-5\r\nhello\r\n"),
+    "early hints without end": raw(b"HTTP/1.1 103 Early Hints\r\nx: y\r\n\r\n" * 10_000),
 }
 
 
@@ -132,6 +138,9 @@ PROBES: dict[str, Answer] = {
         reply_body(probed(asked, kv_transfer_params="DEEP")).replace(b'"DEEP"', b'{"a":' + DEEP + b"}")
     ),
     "an abyss": spliced(probed, ABYSS),
+    "parameters of 20 MB": lambda asked: reply(probed(asked, kv_transfer_params={"x": "y" * 20_000_000})),
+    "parameters that are a text": lambda asked: reply(probed(asked, kv_transfer_params="x")),
+    "parameters that are a list": lambda asked: reply(probed(asked, kv_transfer_params=[1])),
     "not JSON": lambda asked: reply(b"<html>hello</html>", kind="text/html"),
     "a list": lambda asked: reply(b"[]"),
     "compressed": lambda asked: reply(b"\x1f\x8b\x08\x00", headers=("content-encoding: gzip",)),

@@ -36,7 +36,7 @@ ALLOWED: dict[str, set[str]] = {
         "errors",
     },
     "loadgen": {"traces", "report", "errors"},
-    "proxy": {"core", "prediction", "config", "build", "journal", "errors"},
+    "proxy": {"core", "plugins", "prediction", "config", "build", "journal", "explain", "errors"},
     "emulator": {"engine", "errors"},
     "library": {"core", "plugins", "prediction", "simulator", "experiments", "traces", "errors"},
     "testing": {"core", "plugins", "simulator", "errors"},

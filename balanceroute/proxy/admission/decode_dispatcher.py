@@ -15,6 +15,7 @@ from time import perf_counter
 from typing import Final
 
 from balanceroute.core.types import Admit
+from balanceroute.proxy.admission.decision_log import DecisionLog
 from balanceroute.proxy.admission.ledger import Ledger
 from balanceroute.proxy.telemetry.instruments import Histogram
 
@@ -26,8 +27,15 @@ HOLD_S: Final = 0.02  # about one decode step: the loads a held request waits fo
 class DecodeDispatcher:
     """Sleeps on `ledger.pool_not_empty` and `ledger.slot_freed`; `on_admit` is told each admission."""
 
-    def __init__(self, ledger: Ledger, duration: Histogram, on_admit: Callable[[Admit], None]) -> None:
+    def __init__(
+        self,
+        ledger: Ledger,
+        duration: Histogram,
+        on_admit: Callable[[Admit], None],
+        decisions: DecisionLog | None = None,
+    ) -> None:
         self._ledger, self._duration, self._on_admit = ledger, duration, on_admit
+        self._decisions = decisions or DecisionLog(ledger)
 
     async def run(self) -> None:
         """Until cancelled."""
@@ -40,9 +48,11 @@ class DecodeDispatcher:
     def step(self) -> None:
         """One decision; sets up what the next one waits for."""
         ledger = self._ledger
+        self._decisions.before()
         started = perf_counter()
         admissions = ledger.admit()
         self._duration.observe(perf_counter() - started)
+        self._decisions.after(admissions)
         for admission in admissions:
             self._on_admit(admission)
         if log.isEnabledFor(logging.DEBUG):

@@ -220,7 +220,7 @@ class Exchange:
             body = self._whole(outlet.answer(leg))
             self._response.respond(200, json_headers(body, self._own_headers()), body)
         elif leg.answer.scanner.end is not StreamEnd.DONE:
-            self._response.end()
+            self._response.end(leg.answer.scanner.last_words())
 
     async def _answer_many(self, request: ClientRequest) -> None:
         """Several prompts or answers: a leg for each choice, merged."""

@@ -204,18 +204,22 @@ class Admin:
 
 def state(services: ClientServices) -> dict[str, Any]:
     """What `GET /state` returns."""
-    settings = policy_settings(services.config)
-    params = {name: getattr(settings, name) for name in type(settings).__slots__ if name != "policy"}
     ledger, keys = services.ledger, services.perimeter.keys
     return {
-        "policy": settings.policy,
-        "params": params,
+        **deciding(services),
         **ledger.state(),
         "draining": ledger.draining,
         "exchanges": services.exchanges,
         "keys": {key.name: key.in_flight for key in keys or ()},
         "drains_pending": services.drainer.pending,
     }
+
+
+def deciding(services: ClientServices) -> dict[str, Any]:
+    """The policy that decides, and its knobs, as a state document has them."""
+    settings = policy_settings(services.config)
+    params = {name: getattr(settings, name) for name in type(settings).__slots__ if name != "policy"}
+    return {"policy": settings.policy, "params": params}
 
 
 def _instances(body: bytes) -> tuple[Role, list[tuple[str, dict[str, Any]]]]:

@@ -20,6 +20,7 @@ class Access(StrEnum):
 
 
 ACCESS: Final[dict[str, Access]] = {
+    "/": Access.OPEN,  # leads to the dashboard
     "/health": Access.OPEN,
     "/healthcheck": Access.OPEN,
     "/metrics": Access.OPEN,  # admin with `metrics.public: false`
@@ -40,14 +41,18 @@ ACCESS: Final[dict[str, Access]] = {
     "/v1/metaserver": Access.DECODER,
     "/v1/metaserver/{token}": Access.DECODER,
     "/dashboard": Access.ADMIN,
+    "/dashboard/assets/{name}": Access.ADMIN,
     "/dashboard/data": Access.ADMIN,
     "/dashboard/session": Access.ADMIN,
+    "/dashboard/stream": Access.ADMIN,
+    "/dashboard/what_if": Access.ADMIN,
     "/instances/add": Access.ADMIN,
     "/instances/drain": Access.ADMIN,
     "/instances/remove": Access.ADMIN,
     "/instances/undrain": Access.ADMIN,
     "/reset_prefix_cache": Access.ADMIN,
     "/start_profile": Access.ADMIN,
+    "/routing/policy": Access.ADMIN,
     "/state": Access.ADMIN,
     "/stop_profile": Access.ADMIN,
 }

@@ -310,6 +310,10 @@ class EventScanner:
         }
         return self._final_usage(event, b"data: %s\n\n" % orjson.dumps(event))
 
+    def last_words(self) -> bytes:
+        """What ends a finished answer whose worker sends no [DONE]: that is not made up; other forms have an end."""
+        return b"" if self._translation is None else self._translation.end()
+
     # -------------------------------------------------------------------------------------------- framing
 
     def _join(self, data: bytes) -> bytes | None:

@@ -91,8 +91,9 @@ def read_samples(text: bytes) -> dict[str, dict[str, float]]:
             engines[_engine(labels[1])] |= {
                 "kv_block_tokens": block,
                 "kv_capacity_tokens": size.get(b"kv_cache_size_tokens", block * size.get(b"num_gpu_blocks", 0)),
-                "prefix_caching": float(_OFF not in labels[1]),
             }
+            if b"enable_prefix_caching=" in labels[1]:
+                engines[_engine(labels[1])]["prefix_caching"] = float(_OFF not in labels[1])
     return dict(engines)
 
 

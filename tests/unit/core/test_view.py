@@ -50,6 +50,7 @@ def test_a_view_says_what_every_worker_holds_and_who_waits(scheduler: Scheduler)
         pooled=1,
         pooled_tokens=110,
         draining=False,
+        oldest_ready_s=1.0,
     )
     assert view.prefilling == 1
 

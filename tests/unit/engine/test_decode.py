@@ -193,3 +193,23 @@ def test_blocks_are_conserved_slots_respected_and_every_request_ends_once(
     assert sorted(ended) == sorted(request.id for request in requests)
     assert first_slot == sorted(first_slot, key=int)
     assert rank.kv is not None and rank.kv.free == blocks
+
+
+def test_a_paused_request_keeps_slot_and_blocks_and_gets_no_token_until_it_goes_on() -> None:
+    rank = Rank(slots=2, kv=KvBlocks(10, 16))
+    for name in ("a", "b"):
+        rank.submit(EngineRequest(name, 10, 5))
+    rank.admit(0.0)
+    rank.start_ready(0.0)
+    rank.pause("a")
+    rank.check_invariants()
+    assert (rank.free_slots, rank.load, rank.busy) == (0, 10, True)
+    assert [request.id for request in rank.end_step().stepped] == ["b"]
+    held = rank.find("a")
+    assert held is not None and held.generated == 0 and rank.kv is not None and rank.kv.holds("a")
+    rank.resume()
+    rank.check_invariants()
+    assert [request.id for request in rank.end_step().stepped] == ["b", "a"]
+    rank.pause("a")
+    assert rank.remove("a").place is Place.GONE
+    rank.check_invariants()

@@ -1,44 +1,69 @@
 """`GET /dashboard`: the cluster at a glance, in one page without any asset from elsewhere.
 
-The page polls `GET /dashboard/data`, which is `/state` without its lists of requests: a few numbers per worker. Rates
-and quantiles are made in the browser from differences of counters, so the router keeps no history for it; the page's
-own history is as long as it has been open, three minutes at most.
+    /dashboard             the page; /dashboard/assets/* its script, style and uPlot
+    /dashboard/data        now and the last 15 minutes (`recorder`), which a page reads once
+    /dashboard/stream      then every second: now, the newest sample, new events, the last decisions, as server-sent
+                           events; one of them alone to who does not ask for `text/event-stream`
+    /dashboard/what_if     what other policies would do on the state of this moment
+
+`/dashboard/data` names no request; decisions do, as `/state` does.
 
 Where an admin token is set, a browser without it gets a page that asks for the token and posts it, as the bearer token
-of `/dashboard/session`, for a cookie that shows the dashboard for a week and opens nothing else.
+of `/dashboard/session`, for a cookie that shows the dashboard for a week and opens nothing else: what changes something
+(drain, another policy) is asked for with the token itself.
 """
 
+import asyncio
 import time
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
 from importlib.resources import files
 from typing import Any, Final
 
 import orjson
 from starlette.requests import Request
-from starlette.responses import Response
+from starlette.responses import RedirectResponse, Response, StreamingResponse
 from starlette.routing import Route
 
 from balanceroute import __version__
-from balanceroute.core.types import Outcome
+from balanceroute.build import policy_settings
+from balanceroute.core.policies import KNOBS, POLICIES
+from balanceroute.core.types import Outcome, WorkerState
+from balanceroute.errors import BalanceRouteError, ConfigError, InputError, InvalidRequest
+from balanceroute.explain import Outlook, outlook
 from balanceroute.proxy.client.services import ClientServices
-from balanceroute.proxy.ops.guard import closed_headers
+from balanceroute.proxy.ops.admin import state
+from balanceroute.proxy.ops.dashboard.recorder import Recorder
+from balanceroute.proxy.ops.dashboard.workers import why_not_up
+from balanceroute.proxy.ops.guard import closed_headers, error_response
 from balanceroute.proxy.perimeter.access import SESSION_COOKIE, SESSION_S
 from balanceroute.proxy.telemetry.instruments import Histogram
 
 # nothing from elsewhere may run or be shown in the page, whatever a worker's name is
+_OF_PAGES: Final = "form-action 'none'; frame-ancestors 'none'; base-uri 'none'"
 _POLICY: Final = (
-    "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; connect-src 'self'; "
-    "form-action 'none'; frame-ancestors 'none'; base-uri 'none'"
+    f"default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; img-src data:; {_OF_PAGES}"
+)
+_SIGN_IN_POLICY: Final = (
+    f"default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; connect-src 'self'; {_OF_PAGES}"
 )
 DASHBOARD_PATH: Final = "/dashboard"
+_ASSETS: Final = {
+    "dashboard.css": "text/css; charset=utf-8",
+    "dashboard.js": "text/javascript; charset=utf-8",
+    "uPlot.min.css": "text/css; charset=utf-8",
+    "uPlot.iife.min.js": "text/javascript; charset=utf-8",
+}
+_WRITE: Final = orjson.OPT_SERIALIZE_NUMPY
+_MOST_POLICIES: Final = 4
+_SHOWN: Final = 20  # admissions of a policy, and decisions in the log
 
 
-def _page(name: str, status: int = 200) -> Response:
-    headers = {**closed_headers(), "content-security-policy": _POLICY, "referrer-policy": "no-referrer"}
+def _page(name: str, policy: str, status: int = 200) -> Response:
+    headers = {**closed_headers(), "content-security-policy": policy, "referrer-policy": "no-referrer"}
     return Response((files(__name__) / name).read_bytes(), status, headers, media_type="text/html; charset=utf-8")
 
 
-SIGN_IN: Final = _page("sign_in.html", 401)
+SIGN_IN: Final = _page("sign_in.html", _SIGN_IN_POLICY, 401)
 
 
 class Dashboard:
@@ -46,24 +71,89 @@ class Dashboard:
 
     def __init__(self, services: Callable[[], ClientServices]) -> None:
         self._services = services
-        self._page = _page("page.html")
+        self._page = _page("page.html", _POLICY)
+        self.recorder = Recorder(services)
+        self._asking = asyncio.Lock()  # one question about policies at a time
 
     def routes(self) -> list[Route]:
         """Page and data."""
         return [
+            Route("/", self.front, methods=["GET"]),
             Route(DASHBOARD_PATH, self.page, methods=["GET"]),
+            Route(f"{DASHBOARD_PATH}/assets/{{name}}", self.asset, methods=["GET"]),
             Route(f"{DASHBOARD_PATH}/data", self.data, methods=["GET"]),
+            Route(f"{DASHBOARD_PATH}/stream", self.stream, methods=["GET"]),
+            Route(f"{DASHBOARD_PATH}/what_if", self.what_if, methods=["GET"]),
             Route(f"{DASHBOARD_PATH}/session", self.session, methods=["POST"]),
         ]
+
+    async def front(self, request: Request) -> Response:
+        """Where a browser lands that was given the address alone."""
+        return RedirectResponse(DASHBOARD_PATH)
 
     async def page(self, request: Request) -> Response:
         """The page."""
         return self._page
 
+    async def asset(self, request: Request) -> Response:
+        """A file of the page."""
+        name = request.path_params["name"]
+        if name not in _ASSETS:
+            return error_response(InvalidRequest("There is no such file.", status=404))
+        body = (files(__name__) / "assets" / name).read_bytes()
+        return Response(body, headers=closed_headers(), media_type=_ASSETS[name])
+
     async def data(self, request: Request) -> Response:
-        """What the page draws."""
-        body = orjson.dumps(overview(self._services()))
-        return Response(body, headers=closed_headers(), media_type="application/json")
+        """What the page draws at first."""
+        recorder, services = self.recorder, self._services()
+        whole = {**overview(services, recorder), "past": recorder.past(), "events": _events(recorder, 0)}
+        return _json(whole)
+
+    async def stream(self, request: Request) -> Response:
+        """What is new, every second."""
+        if "text/event-stream" not in request.headers.get("accept", ""):
+            return _json(self._news(0))
+        headers = {**closed_headers(), "x-accel-buffering": "no"}
+        return StreamingResponse(self._events(), headers=headers, media_type="text/event-stream")
+
+    async def _events(self) -> AsyncIterator[bytes]:
+        recorder, services = self.recorder, self._services()
+        seen = recorder.event_count
+        while not (
+            services.ledger.draining and not services.exchanges
+        ):  # then the router ends, and must not wait for us
+            if recorder.decisions is not None:
+                recorder.decisions.watch()
+            news, seen = self._news(seen), recorder.event_count
+            yield b"data: " + orjson.dumps(news, option=_WRITE) + b"\n\n"
+            async with recorder.new_sample:
+                await recorder.new_sample.wait()
+
+    def _news(self, seen_events: int) -> dict[str, Any]:
+        recorder = self.recorder
+        return {
+            **overview(self._services(), recorder),
+            "sample": recorder.newest() if recorder.count else None,
+            "events": _events(recorder, seen_events),
+            "decisions": _decisions(recorder, self._services().ledger.now()),
+        }
+
+    async def what_if(self, request: Request) -> Response:
+        """What each of the policies asked for would do on the state of this moment, side by side."""
+        names = request.query_params.getlist("policy")
+        services = self._services()
+        try:
+            if not 1 <= len(names) <= _MOST_POLICIES or any(name not in POLICIES for name in names):
+                raise InvalidRequest(f"policy must be given 1 to {_MOST_POLICIES} times, each one of {_known()}.")
+            async with self._asking:
+                services.ledger.settle()
+                document = state(services)
+                found = [await asyncio.to_thread(outlook, document, name) for name in names]
+        except (ConfigError, InputError) as error:
+            return error_response(InvalidRequest(str(error)))
+        except BalanceRouteError as error:
+            return error_response(error)
+        return _json({"waiting": len(document["waiting"]), "policies": [_outlook(each) for each in found]})
 
     async def session(self, request: Request) -> Response:
         """For who has shown the admin token: a cookie, so that the browser need not keep the token."""
@@ -80,35 +170,51 @@ class Dashboard:
         return response
 
 
-def overview(services: ClientServices) -> dict[str, Any]:
+def _json(data: dict[str, Any]) -> Response:
+    return Response(orjson.dumps(data, option=_WRITE), headers=closed_headers(), media_type="application/json")
+
+
+def _known() -> str:
+    return ", ".join(sorted(POLICIES))
+
+
+def overview(services: ClientServices, recorder: Recorder) -> dict[str, Any]:
     """A few numbers per worker, and the router's counters; no request is named. O(workers + running requests)."""
     services.ledger.settle()
     view, metrics = services.ledger.view(), services.metrics
+    settings = policy_settings(services.config)
+    knobs = KNOBS.get(settings.policy, ())
     return {
         "version": __version__,
-        "policy": services.config.routing.policy,
+        "policy": settings.policy,
+        "knobs": {name: _shown(getattr(settings, name)) for name in knobs},
+        "policies": sorted(POLICIES),
+        "predictor": services.config.predictor.kind,
+        "prefill_policy": services.config.prefill.policy,
+        "needs_token": services.config.auth.admin_token is not None,
         "now_s": services.ledger.now(),
+        "unix_s": time.time(),
         "degraded_by": services.degraded_by,
         "draining": view.draining,
         "workers": [
             {
-                "id": worker.id,
-                "state": worker.state.value,
                 "load_tokens": worker.load_tokens,
                 "active": worker.active,
                 "foreign_requests": worker.foreign_requests,
                 "foreign_tokens": worker.foreign_tokens,
                 "slots": worker.slots,
+                **_standing(services, recorder, worker.id, worker.state),
             }
             for worker in view.decoders
         ],
         "prefillers": [
             {
-                "id": prefiller.id,
-                "state": prefiller.state.value,
                 "kv_usage": prefiller.kv_usage,
                 "inflight": prefiller.inflight,
                 "pinned_tokens": prefiller.pinned_tokens,
+                "prompt_tokens": prefiller.prompt_tokens,
+                "hit_tokens": prefiller.hit_tokens,
+                **_standing(services, recorder, prefiller.id, prefiller.state),
             }
             for prefiller in view.prefillers
         ],
@@ -125,5 +231,63 @@ def overview(services: ClientServices) -> dict[str, Any]:
     }
 
 
+def _standing(services: ClientServices, recorder: Recorder, worker_id: str, now: WorkerState) -> dict[str, Any]:
+    """Who it is, and if it is not up: why, and since when as far as that is known."""
+    worker = services.fleet[worker_id]
+    seen, since = recorder.states.get(worker_id, (None, None))
+    return {
+        "id": worker_id,
+        "url": worker.spec.url,
+        "state": now.value,
+        "drained": worker.drained,
+        "why": "" if now is WorkerState.UP else why_not_up(worker),
+        "since": since if seen is now else None,
+    }
+
+
+def _shown(value: object) -> object:
+    """A knob as JSON can say it."""
+    return "no limit" if value == float("inf") else "the number of decode workers" if value is None else value
+
+
 def _histogram(histogram: Histogram) -> dict[str, Any]:
     return {"bounds": histogram.bounds, "counts": histogram.counts}
+
+
+def _events(recorder: Recorder, seen: int) -> list[dict[str, Any]]:
+    """Those after the first `seen`."""
+    new = min(len(recorder.events), recorder.event_count - seen)
+    newest = list(recorder.events)[len(recorder.events) - new :]
+    return [{"at": event.at, "kind": event.kind, "text": event.text} for event in newest]
+
+
+def _decisions(recorder: Recorder, now: float) -> list[dict[str, Any]]:
+    rows = [] if recorder.decisions is None else list(recorder.decisions.rows)[-_SHOWN:]
+    return [
+        {
+            "number": row.number,
+            "age_s": now - row.at_s,
+            "policy": row.policy,
+            "request": row.admission.request,
+            "worker": row.admission.worker,
+            "stage": row.admission.stage,
+            "score": row.admission.score,
+            "runner_up": row.runner_up,
+        }
+        for row in reversed(rows)
+    ]
+
+
+def _outlook(found: Outlook) -> dict[str, Any]:
+    return {
+        "policy": found.policy,
+        "admitted": len(found.admissions),
+        "left_waiting": found.left_waiting,
+        "reason": found.reason,
+        "max_load_tokens": found.max_load_tokens,
+        "mean_load_tokens": found.mean_load_tokens,
+        "admissions": [
+            {"request": a.request, "worker": a.worker, "stage": a.stage, "score": a.score}
+            for a in found.admissions[:_SHOWN]
+        ],
+    }

@@ -1,5 +1,7 @@
 """When worker and ledger disagree for long, and only then."""
 
+import pytest
+
 from balanceroute.core.types import Role
 from balanceroute.proxy.telemetry.watchdog import WINDOW, Watchdog
 from balanceroute.proxy.workers.metrics_poller import of_worker, read_samples
@@ -68,6 +70,22 @@ def test_samples_are_read_per_engine() -> None:
     whole = of_worker(samples, None)
     assert whole is not None and whole["kv_cache_usage_perc"] == 0.5
     assert of_worker({}, None) is None
+
+
+@pytest.mark.parametrize(("label", "told"), [("True", 1.0), ("False", 0.0), (None, None)])
+def test_the_state_of_prefix_caching_and_its_counters_are_read_where_they_are_told(
+    label: str | None, told: float | None
+) -> None:
+    config = "" if label is None else f',enable_prefix_caching="{label}"'
+    text = (
+        f'vllm:cache_config_info{{block_size="16"{config},engine="0",num_gpu_blocks="10"}} 1.0\n'
+        'vllm:prefix_cache_queries_total{engine="0",model_name="m"} 862.0\n'
+        'vllm:prefix_cache_queries_created{engine="0",model_name="m"} 1.79e+09\n'
+        'vllm:prefix_cache_hits_total{engine="0",model_name="m"} 256.0\n'
+    )
+    samples = read_samples(text.encode())["0"]
+    assert samples.get("prefix_caching") == told
+    assert (samples["prefix_cache_queries_total"], samples["prefix_cache_hits_total"]) == (862.0, 256.0)
 
 
 def test_an_external_rank_s_only_engine_is_its_own_whatever_its_number() -> None:

@@ -1,0 +1,274 @@
+"""What the dashboard shows of the past: one sample per second, the last `SPAN` of them, in memory of fixed size.
+
+A series is an array of `SPAN` numbers, written round and round. What was not known at a second is NaN there, never 0:
+the load of a worker that is down, a quantile of no request, a KV usage that nobody tells. A second that was missed (the
+loop had no time) has no sample, and the page draws a gap.
+
+Memory: 4 bytes per number, so 3.6 kB per series and worker; 144 workers take half a megabyte.
+"""
+
+import asyncio
+import math
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from balanceroute import __version__
+from balanceroute.core.types import WorkerState
+from balanceroute.core.view import ClusterView
+from balanceroute.errors import ConfigError
+from balanceroute.explain import explain
+from balanceroute.proxy.admission.decision_log import DecisionLog
+from balanceroute.proxy.client.services import ClientServices
+from balanceroute.proxy.ops.admin import deciding
+from balanceroute.proxy.ops.dashboard.workers import why_not_up
+from balanceroute.proxy.telemetry.instruments import Histogram
+
+SPAN: Final = 900  # samples, one per second: 15 minutes
+PERIOD_S: Final = 1.0
+RATE_S: Final = 5  # samples over which rates are taken
+QUANTILE_S: Final = 30  # samples over which quantiles are
+EVENTS: Final = 200
+POINTS: Final = 40_000  # most of them that a page gets of all workers at first
+
+Column = NDArray[np.float32]
+SERIES: Final = (
+    "load_max",
+    "load_mean",
+    "load_min",
+    "idle_ratio",
+    "tokens_per_s",
+    "finished_per_s",
+    "running",
+    "queued",
+    "prefilling",
+    "pooled",
+    "oldest_wait_s",
+    "ttft_p50_s",
+    "ttft_p99_s",
+    "tpot_p50_s",
+    "tpot_p99_s",
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Event:
+    """Something to mark in the charts; `at` in Unix seconds."""
+
+    at: float
+    kind: str  # deploy, down, up, drain, reload, policy
+    text: str
+
+
+def column() -> Column:
+    """A series that knows nothing yet."""
+    return np.full(SPAN, np.nan, dtype=np.float32)
+
+
+def quantile(bounds: list[float], counts: NDArray[np.int64], q: float) -> float:
+    """The q-quantile of values in buckets, linear within one; NaN of none, the last bound where it lies above."""
+    total = int(counts.sum())
+    if total <= 0:
+        return math.nan
+    wanted = q * total
+    below = np.cumsum(counts)
+    bucket = int(np.searchsorted(below, wanted))
+    if bucket >= len(bounds):
+        return bounds[-1]
+    low = bounds[bucket - 1] if bucket else 0.0
+    before = float(below[bucket - 1]) if bucket else 0.0
+    return low + (bounds[bucket] - low) * (wanted - before) / max(1, int(counts[bucket]))
+
+
+class Recorder:
+    """Samples the router once per `PERIOD_S`; pages read it and wait on it."""
+
+    def __init__(self, services: Callable[[], ClientServices], wall: Callable[[], float] = time.time) -> None:
+        self._services, self._wall = services, wall
+        self.count = 0  # samples so far
+        self.at = np.full(SPAN, np.nan)
+        self.series = {name: column() for name in SERIES}
+        self.loads: dict[str, Column] = {}  # by decode worker
+        self.usage: dict[str, Column] = {}  # by prefiller
+        self.events: deque[Event] = deque([Event(wall(), "deploy", f"router {__version__} started")], maxlen=EVENTS)
+        self.event_count = 1
+        self.states: dict[str, tuple[WorkerState, float]] = {}  # state and since when, Unix seconds
+        self.new_sample = asyncio.Condition()
+        self.decisions: DecisionLog | None = None
+        self._drained: set[str] = set()
+        self._config: object = None
+        self._policy = ""
+        self._totals = np.zeros((SPAN, 2))  # tokens and finished requests so far
+        self._counts: dict[str, NDArray[np.int64]] = {}  # of each histogram so far, by sample
+
+    async def run(self) -> None:
+        """Until cancelled."""
+        while True:
+            self.sample()
+            await self._find_runner_up()
+            async with self.new_sample:
+                self.new_sample.notify_all()
+            await asyncio.sleep(PERIOD_S)
+
+    def sample(self) -> None:
+        """Take down how everything is now. O(workers)."""
+        services = self._services()
+        services.ledger.settle()
+        view, row, now = services.ledger.view(), self.count % SPAN, self._wall()
+        self.at[row] = now
+        self._note_events(services, view, now)
+        values = self._values(services, view, row)
+        for name in SERIES:
+            self.series[name][row] = values[name]
+        down = WorkerState.DOWN
+        loads = {w.id: math.nan if w.state is down else w.load_tokens + w.foreign_tokens for w in view.decoders}
+        self.loads = self._write(self.loads, loads, row)
+        usage = {p.id: math.nan if p.kv_usage is None or p.state is down else p.kv_usage for p in view.prefillers}
+        self.usage = self._write(self.usage, usage, row)
+        self.count += 1
+
+    @staticmethod
+    def _write(columns: dict[str, Column], values: dict[str, float], row: int) -> dict[str, Column]:
+        """A value per worker; those that have left take their past with them."""
+        kept = {name: columns.get(name) for name in values}
+        made = {name: column() if found is None else found for name, found in kept.items()}
+        for name, value in values.items():
+            made[name][row] = value
+        return made
+
+    def _values(self, services: ClientServices, view: ClusterView, row: int) -> dict[str, float]:
+        metrics, nan = services.metrics, math.nan
+        standing = [w for w in view.decoders if w.state is not WorkerState.DOWN]
+        loads = [w.load_tokens + w.foreign_tokens for w in standing]
+        most, mean = (max(loads), sum(loads) / len(loads)) if loads else (nan, nan)
+        self._totals[row] = (
+            metrics.tokens.value() + services.ledger.running_tokens(),
+            metrics.requests.value("finished"),
+        )
+        rates = self._rates(row)
+        oldest = view.oldest_ready_s
+        ttft, tpot = self._since(metrics.ttft, "ttft", row), self._since(metrics.tpot, "tpot", row)
+        return {
+            "load_max": most,
+            "load_mean": mean,
+            "load_min": min(loads) if loads else nan,
+            "idle_ratio": 1 - mean / most if loads and most else nan,
+            "tokens_per_s": rates[0],
+            "finished_per_s": rates[1],
+            "running": sum(w.active for w in view.decoders),
+            "queued": view.queued + view.asking,
+            "prefilling": view.prefilling,
+            "pooled": view.pooled,
+            "oldest_wait_s": 0.0 if oldest is None else services.ledger.now() - oldest,
+            "ttft_p50_s": quantile(metrics.ttft.bounds, ttft, 0.5),
+            "ttft_p99_s": quantile(metrics.ttft.bounds, ttft, 0.99),
+            "tpot_p50_s": quantile(metrics.tpot.bounds, tpot, 0.5),
+            "tpot_p99_s": quantile(metrics.tpot.bounds, tpot, 0.99),
+        }
+
+    def _rates(self, row: int) -> NDArray[Any]:
+        back = min(self.count, RATE_S)
+        if not back:
+            return np.full(2, np.nan)
+        before = (self.count - back) % SPAN
+        elapsed_s = self.at[row] - self.at[before]
+        rates: NDArray[Any] = (self._totals[row] - self._totals[before]) / max(float(elapsed_s), 1e-3)
+        return rates.clip(min=0.0)
+
+    def _since(self, histogram: Histogram, name: str, row: int) -> NDArray[np.int64]:
+        """What the histogram has counted over the last `QUANTILE_S` samples."""
+        counts = np.array(histogram.counts, dtype=np.int64)
+        kept = self._counts.setdefault(name, np.zeros((SPAN, len(counts)), dtype=np.int64))
+        kept[row] = counts
+        if self.count < QUANTILE_S:
+            return counts
+        since: NDArray[np.int64] = counts - kept[(self.count - QUANTILE_S) % SPAN]
+        return since
+
+    # -- events
+
+    def _note(self, at: float, kind: str, text: str) -> None:
+        self.events.append(Event(at, kind, text))
+        self.event_count += 1
+
+    def _note_events(self, services: ClientServices, view: ClusterView, now: float) -> None:
+        states = {worker.id: worker.state for worker in view.decoders}
+        states |= {prefiller.id: prefiller.state for prefiller in view.prefillers}
+        for worker_id, state in states.items():
+            before = self.states.get(worker_id)
+            if before is not None and before[0] is state:
+                continue
+            self.states[worker_id] = (state, now)
+            if state is WorkerState.DOWN:
+                self._note(now, "down", f"{worker_id} is down: {why_not_up(services.fleet[worker_id])}")
+            elif before is not None and before[0] is WorkerState.DOWN:
+                self._note(now, "up", f"{worker_id} is back")
+        for worker_id in [worker_id for worker_id in self.states if worker_id not in states]:
+            del self.states[worker_id]
+            self._note(now, "drain", f"{worker_id} has left")
+        drained = {worker.id for worker in services.fleet if worker.drained or worker.leaving}
+        for worker_id in sorted(drained ^ self._drained):
+            if worker_id in states:
+                self._note(
+                    now, "drain", f"{worker_id} {'is drained' if worker_id in drained else 'takes requests again'}"
+                )
+        self._drained = drained
+        policy = services.metrics.policy
+        if self._policy and policy != self._policy:
+            self._note(now, "policy", f"policy {self._policy} → {policy}")
+        elif self._config is not None and self._config is not services.config:
+            self._note(now, "reload", "configuration reloaded")
+        self._policy, self._config = policy, services.config
+
+    # -- decisions
+
+    async def _find_runner_up(self) -> None:
+        """Work out what would have been done instead, for the newest decision whose state was kept."""
+        log = self.decisions
+        if log is None or log.sample is None:
+            return
+        sample, log.sample = log.sample, None
+        try:
+            found = await asyncio.to_thread(explain, {**deciding(self._services()), **sample.state})
+        except ConfigError:
+            return  # a policy of the operator's own, which a document may not name
+        second = dict(zip([admit.request for admit in found.admissions], found.runners_up, strict=True))
+        for decision in sample.decisions:
+            if decision.admission.request in second:
+                other = second[decision.admission.request]
+                decision.runner_up = f"{other.request} to {other.worker} ({other.score:,.0f})" if other else "nothing"
+
+    # -- reading
+
+    def order(self) -> NDArray[np.int64]:
+        """Where the samples are, oldest first."""
+        first = max(0, self.count - SPAN)
+        return np.arange(first, self.count, dtype=np.int64) % SPAN
+
+    def past(self) -> dict[str, Any]:
+        """All of it; `orjson` writes NaN as null. Loads of many workers are thinned out: every `stride`-th sample."""
+        order = self.order()
+        stride = max(1, math.ceil(len(order) * len(self.loads) / POINTS))
+        thin = order[(len(order) - 1) % stride :: stride] if len(order) else order
+        return {
+            "at": np.round(self.at[order], 2),
+            "series": {name: values[order] for name, values in self.series.items()},
+            "stride": stride,
+            "loads": {name: values[thin] for name, values in self.loads.items()},
+            "usage": {name: values[order] for name, values in self.usage.items()},
+        }
+
+    def newest(self) -> dict[str, Any]:
+        """The last sample."""
+        row = (self.count - 1) % SPAN
+        return {
+            "at": round(float(self.at[row]), 2),
+            "series": {name: values[row] for name, values in self.series.items()},
+            "loads": {name: values[row] for name, values in self.loads.items()},
+            "usage": {name: values[row] for name, values in self.usage.items()},
+        }

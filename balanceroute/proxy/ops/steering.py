@@ -1,0 +1,60 @@
+"""`POST /routing/policy`: another policy, until a reload or restart reads the configuration again."""
+
+from collections.abc import Awaitable, Callable
+
+import orjson
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from balanceroute.config import Config, validate
+from balanceroute.core.policies import POLICIES
+from balanceroute.errors import BalanceRouteError, ConfigError, InputError, InvalidRequest
+from balanceroute.proxy.client.services import ClientServices
+from balanceroute.proxy.ops.admin import json_response
+from balanceroute.proxy.ops.guard import error_response, tell
+
+Switch = Callable[[Config], Awaitable[object]]
+
+
+class Steering:
+    """The handler; `switch` makes a configuration the router's."""
+
+    def __init__(self, services: Callable[[], ClientServices], switch: Switch) -> None:
+        self._services, self._switch = services, switch
+
+    def routes(self) -> list[Route]:
+        """The one."""
+        return [Route("/routing/policy", self.policy, methods=["POST"])]
+
+    async def policy(self, request: Request) -> Response:
+        """`{"policy": NAME}`, with the other knobs as they are. What is bound stays; what waits is decided on anew."""
+        before = self._services().config
+        try:
+            name = _wanted(await request.body())
+            tell(request, policy=name)
+            await self._switch(with_policy(before, name))
+        except (ConfigError, InputError) as error:
+            return error_response(InvalidRequest(str(error), param="policy"))
+        except BalanceRouteError as error:
+            return error_response(error)
+        until = "the configuration is read again (SIGHUP or restart)"
+        return json_response({"policy": name, "before": before.routing.policy, "until": until})
+
+
+def _wanted(body: bytes) -> str:
+    """The name that is asked for. Raises: InvalidRequest: a policy that this process does not know."""
+    try:
+        name = orjson.loads(body)["policy"]
+    except (orjson.JSONDecodeError, KeyError, TypeError):
+        name = None
+    if not isinstance(name, str) or name not in POLICIES:
+        raise InvalidRequest(f'The body must be {{"policy": NAME}}, NAME one of {", ".join(sorted(POLICIES))}.')
+    return name
+
+
+def with_policy(config: Config, name: str) -> Config:
+    """The same settings under another policy. Raises: ConfigError: they do not go together."""
+    tree = {field: getattr(config, field) for field in config.model_fields_set}
+    tree["routing"] = config.routing.model_copy(update={"policy": name})
+    return validate(tree)

@@ -1,0 +1,94 @@
+"""The dashboard's memory: quantiles of buckets, and series that go round."""
+
+import math
+
+import numpy as np
+import orjson
+import pytest
+
+from balanceroute.proxy.ops.dashboard.recorder import POINTS, QUANTILE_S, SERIES, SPAN, Recorder, quantile
+from tests.unit.proxy.stage import a_config, a_router
+
+pytestmark = pytest.mark.anyio
+
+
+@pytest.mark.parametrize(
+    ("counts", "q", "expected"),
+    [
+        ([0, 0, 0], 0.5, math.nan),
+        ([4, 0, 0], 0.5, 0.5),
+        ([0, 4, 0], 0.5, 2.0),
+        ([1, 3, 0], 0.25, 1.0),
+        ([0, 0, 5], 0.99, 3.0),  # beyond the last bucket: at least its bound
+    ],
+)
+def test_a_quantile_is_linear_within_its_bucket_and_unknown_of_nothing(
+    counts: list[int], q: float, expected: float
+) -> None:
+    found = quantile([1.0, 3.0], np.array(counts), q)
+    assert found == expected or (math.isnan(found) and math.isnan(expected))
+
+
+async def test_the_past_has_a_bound_and_comes_oldest_first() -> None:
+    now = [1000.0]
+    router = a_router(a_config(decoders=2))
+    recorder = Recorder(lambda: router, lambda: now[0])
+    for _ in range(SPAN + 50):
+        recorder.sample()
+        now[0] += 1.0
+    past = orjson.loads(orjson.dumps(recorder.past(), option=orjson.OPT_SERIALIZE_NUMPY))
+    assert past["at"] == [1000.0 + i for i in range(50, SPAN + 50)]
+    assert all(len(past["series"][name]) == SPAN for name in SERIES)
+    assert past["series"]["tpot_p50_s"][-1] is None and past["series"]["running"][-1] == 0
+    assert past["loads"].keys() == {"d0", "d1"} and past["stride"] == 1
+
+
+async def test_what_is_down_has_no_load_and_who_leaves_takes_the_past_along() -> None:
+    router = a_router(a_config(decoders=2))
+    recorder = Recorder(lambda: router)
+    recorder.sample()
+    router.fleet.set_healthy(router.fleet["d0"], False)
+    recorder.sample()
+    assert recorder.loads["d0"][0] == 0 and math.isnan(recorder.loads["d0"][1])
+    router.fleet.leave(router.fleet["d1"])
+    router.fleet.sweep()
+    recorder.sample()
+    assert recorder.loads.keys() == {"d0"}
+    why = "it has not answered /health since the router started"
+    assert [event.text for event in recorder.events][1:] == [f"d0 is down: {why}", "d1 has left"]
+    router.fleet.set_healthy(router.fleet["d0"], True)
+    recorder.sample()
+    assert recorder.events[-1].text == "d0 is back" and recorder.loads["d0"][3] == 0
+
+
+async def test_rates_are_of_the_last_seconds_and_unknown_at_first() -> None:
+    now = [0.0]
+    router = a_router()
+    recorder = Recorder(lambda: router, lambda: now[0])
+    for second in range(20):
+        now[0] = float(second)
+        router.metrics.tokens.inc(by=100)
+        recorder.sample()
+    rates = recorder.series["tokens_per_s"]
+    assert math.isnan(rates[0]) and all(rate == 100.0 for rate in rates[1:20])
+
+
+async def test_quantiles_forget_what_is_long_ago() -> None:
+    router = a_router()
+    recorder = Recorder(lambda: router)
+    router.metrics.tpot.observe(0.02)
+    for _ in range(QUANTILE_S + 1):
+        recorder.sample()
+    known = ~np.isnan(recorder.series["tpot_p50_s"])
+    assert known[:QUANTILE_S].all() and not known[QUANTILE_S]
+
+
+async def test_the_loads_of_many_workers_are_thinned_out() -> None:
+    router = a_router(a_config(decoders=144))
+    recorder = Recorder(lambda: router)
+    for _ in range(SPAN):
+        recorder.sample()
+    past = recorder.past()
+    assert past["stride"] == 4
+    assert sum(len(values) for values in past["loads"].values()) <= POINTS
+    assert len(past["at"][:: -past["stride"]]) == len(past["loads"]["d0"])
