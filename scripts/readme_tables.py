@@ -12,6 +12,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+from prometheus_client import Metric
+
 from balanceroute.config import describe_settings
 from scripts.metric_advice import ADVICE
 
@@ -28,8 +30,8 @@ def settings_table() -> str:
     return "\n".join(rows)
 
 
-def metrics_table() -> str:
-    """One row per metric of a router that predicts, which has all of them."""
+def metric_families() -> list[Metric]:
+    """The metrics of a router that predicts, which has all of them, by name."""
     from balanceroute.config import Config
     from balanceroute.core.snapshot import ClusterSnapshot
     from balanceroute.core.view import view_cluster
@@ -45,8 +47,13 @@ def metrics_table() -> str:
     forecasts.runner(snapshot)
     families = [*Metrics(lambda: view_cluster(snapshot), "br_h").collect(), *forecasts.metrics.collect()]
     forecasts.close()
+    return sorted(families, key=lambda family: family.name)
+
+
+def metrics_table() -> str:
+    """One row per metric."""
     rows = ["| metric | type | labels | meaning | when it moves |", "|---|---|---|---|---|"]
-    for family in sorted(families, key=lambda family: family.name):
+    for family in metric_families():
         suffix = {"counter": "_total", "info": "_info"}.get(family.type, "")
         labels, advice = ADVICE[family.name.removeprefix("balanceroute_")]
         rows.append(f"| `{family.name}{suffix}` | {family.type} | {labels} | {family.documentation} | {advice} |")

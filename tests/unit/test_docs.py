@@ -17,7 +17,7 @@ import pytest
 from balanceroute.config import describe_settings
 from balanceroute.proxy.perimeter.routes import ACCESS
 from scripts.metric_advice import ADVICE
-from scripts.readme_tables import PAGES, generated, metrics_table, rewritten
+from scripts.readme_tables import PAGES, generated, metric_families, metrics_table, rewritten
 from tests.ports import free_base_port
 
 ROOT = Path(__file__).parents[2]
@@ -52,6 +52,16 @@ def test_the_readme_is_short() -> None:
 def test_every_metric_has_advice_and_no_advice_is_left_over() -> None:
     described = set(re.findall(r"^\| `balanceroute_(\w+?)(?:_total|_info)?` \|", metrics_table(), re.MULTILINE))
     assert described == set(ADVICE)
+
+
+def test_the_labels_on_the_page_are_those_that_are_exposed() -> None:
+    compared = 0
+    for family in metric_families():
+        for sample in family.samples:
+            labels, _ = ADVICE[family.name.removeprefix("balanceroute_")]
+            assert set(sample.labels) - {"le"} == set(filter(None, labels.split(", "))), family.name
+            compared += 1
+    assert compared > 20
 
 
 @pytest.mark.parametrize("page", [README, ROOT / "CONTRIBUTING.md", *DOCS], ids=lambda page: page.name)
