@@ -108,7 +108,7 @@ def test_growing_without_scikit_learn_is_one_clear_error(monkeypatch: pytest.Mon
     predictor = LearnedPredictor(H)
     predictor.start(history(300))
 
-    with pytest.raises(ConfigError, match=r"balanceroute\[learned\]"):
+    with pytest.raises(ConfigError, match="scripts/install learned"):
         predictor.grow()
 
 
