@@ -84,7 +84,7 @@ def test_a_simulation_is_that_of_replay(capsys: pytest.CaptureFixture[str], monk
 @pytest.mark.parametrize(
     ("arguments", "problem"),
     [
-        ({"policy": "br_1"}, "policy 'br_1' is unknown; accepted: br_0"),
+        ({"policy": "br_1"}, "policy 'br_1' is unknown;"),
         ({"policy": "br_0", "params": {"r_max": 0}}, "params.r_max: expected a whole number from 1 to 64"),
         ({"predictor": "magic"}, "predictor 'magic': one of none, oracle"),
         ({"trace": "no_such_file.csv"}, "no_such_file.csv"),

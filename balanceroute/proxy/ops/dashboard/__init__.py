@@ -106,6 +106,7 @@ class Dashboard:
     async def data(self, request: Request) -> Response:
         """What the page draws at first."""
         recorder, services = self.recorder, self._services()
+        recorder.look()
         whole = {**overview(services, recorder), "past": recorder.past(), "events": _events(recorder, 0)}
         return _json(whole)
 
@@ -131,6 +132,7 @@ class Dashboard:
 
     def _news(self, seen_events: int) -> dict[str, Any]:
         recorder = self.recorder
+        recorder.look()
         return {
             **overview(self._services(), recorder),
             "sample": recorder.newest() if recorder.count else None,

@@ -115,6 +115,11 @@ class Recorder:
                 self.new_sample.notify_all()
             await asyncio.sleep(PERIOD_S)
 
+    def look(self) -> None:
+        """Take down what has happened since: whatever a page is shown of workers is an event, too."""
+        services = self._services()
+        self._note_events(services, services.ledger.view(), self._wall())
+
     def sample(self) -> None:
         """Take down how everything is now. O(workers)."""
         services = self._services()

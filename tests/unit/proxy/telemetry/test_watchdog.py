@@ -61,9 +61,8 @@ def test_samples_are_read_per_engine() -> None:
             "num_requests_running": 40.0,
             "kv_block_tokens": 128,
             "kv_capacity_tokens": 1280,
-            "prefix_caching": 1.0,
         },
-        "7": {"kv_cache_usage_perc": 0.5, "kv_block_tokens": 16, "kv_capacity_tokens": 4000, "prefix_caching": 1.0},
+        "7": {"kv_cache_usage_perc": 0.5, "kv_block_tokens": 16, "kv_capacity_tokens": 4000},
     }
     assert of_worker(samples, 7) == samples["7"]
     assert of_worker(samples, 3) is None

@@ -138,7 +138,7 @@ function markEvents(u) {
 function axes(format) {
   const shared = {stroke: () => colour("--dim"), grid: {stroke: () => colour("--grid"), width: 1}, ticks: {show: false}};
   const times = (u, splits, axis, space, step_s) => splits.map(at => clock(at).slice(0, step_s < 60 ? 8 : 5));
-  return [{...shared, values: times, space: 70, size: 30}, {...shared, size: 58, space: 28, values: (u, splits) => splits.map(format)}];
+  return [{...shared, values: times, space: 90, size: 30}, {...shared, size: 58, space: 28, values: (u, splits) => splits.map(format)}];
 }
 function chart(id, lines, format, faint = 0) {
   const holder = byId(id);
