@@ -399,8 +399,8 @@ class Routing(Section):
     max_wait_s: SecondsOrEndless | None = Field(
         None,
         description="Pool wait after which a request goes before all younger ones of its priority; up to 6 times that "
-        "for prompts far above the mean (2.1 times with level_fit), and for br_0 and br_h never more than three "
-        "quarters of pool.ttl_s. Unset: 60, or half of pool.ttl_s where that is less. .inf: nobody goes first for "
+        "for prompts far above the mean (2.1 times with level_fit), and never more than three quarters of "
+        "pool.ttl_s. Unset: 60, or half of pool.ttl_s where that is less. .inf: nobody goes first for "
         "having waited, until pool.ttl_s.",
     )
     hold_s: SecondsOrEndless = Field(

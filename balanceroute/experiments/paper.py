@@ -32,20 +32,28 @@ def verdict(differences: list[str], what: str = "ratios to JSQ", whose: str = "p
 
 
 NOT_DONE = (
-    "Sections 5.1 and 5.2, on the hardware: nothing here ran on NPUs. TPOT and throughput are those of the step model"
-    " whose two constants were inferred from the paper, so only their ratios mean something.",
-    "The two workloads: neither the proprietary trace nor the filter of Azure-2024 is available. `replay` and"
-    " `reproduce --trace` take the public Azure file once it is at hand.",
-    "Section 5.3, the prefill side: topologies 2P1D, 4P1D and 5P1D differ in prefillers per worker, which is why the"
+    "Section 5 and sections 6.1 to 6.4, on the hardware: nothing here ran on NPUs, with DeepSeek-V3 or with Qwen3. TPOT"
+    " and throughput are those of a step model whose two constants were inferred from the paper, so only their ratios"
+    " mean something.",
+    "Section 6.1, the two workloads: the proprietary trace is not public, and Azure-2024 is not in this repository."
+    " `reproduce --trace` takes the public file; its answers above 1,000 tokens are to be picked out before.",
+    "Section 6.2, TPOT P95: no ratio to the paper's stands beside ours, and throughput has one in the main table alone."
+    " Verdicts judge the ratios of imbalance.",
+    "Section 6.3, the prefill side: topologies 2P1D, 4P1D and 5P1D differ in prefillers per worker, which is why the"
     " paper's absolute figures at G = 16 are sublinear. Prompts here are ready when they arrive.",
-    "Appendix, dispatch overhead: measured in the simulator on this machine, not in a proxy on two deployments"
-    " (DeepSeek-V3 and Qwen3); `scripts/bench_decision` tells decisions apart by what stage 2 had to do.",
-    "Appendix, latency budget of the predictors: printed by `balanceroute predictor evaluate`, not here.",
-    "Appendix, the learned predictor and pool bypass: the paper gives no figures for them; ours stand alone"
-    " (`predictors`, and `replay --param pool_bypass=true`).",
-    "Appendix, engine-side step traces: no engine runs here; `balanceroute.instrumentation` records them on one.",
-    "S_greedy, B, the order of candidates by size and the waits are not printed in the paper; what was assumed is in"
-    " `configs/as_printed.yaml`, and waits are reported in every table.",
+    "Appendix C.2, the latency of the predictors, 1 us and 1 ms: `balanceroute predictor evaluate` prints it.",
+    "Appendices C.2 and D.6, the learned predictor and pool bypass: the paper gives no accuracy of the one and no"
+    " benchmark of the other; ours stand alone (`predictors`, and `replay --param pool_bypass=true`).",
+    "Appendix D.5, step traces of the engines: no engine runs here; `balanceroute.instrumentation` records them.",
+    "Appendix D.7, dispatch overhead: measured in the simulator on this machine, not in a proxy on two deployments;"
+    " `scripts/bench_decision` tells decisions apart by what stage 2 had to do.",
+    "Appendices F to H, load panels: which 1,500 steps the paper shows is not printed; ours are of our own runs. All"
+    " panels of a page share one scale, where the paper's sensitivity panels have one each.",
+    "Appendix H, the figure of (beta, gamma): colours show the load spread, beside the paper's; in the paper they show"
+    " throughput, and sizes TPOT P95. Both are in our tables.",
+    "Not printed in the paper and assumed here: S_greedy, B, the offered load, which way candidates are sorted by size,"
+    " (beta, gamma) of the rows with a predictor (`configs/as_printed.yaml`). Waits are not printed either; ours are in"
+    " every table.",
 )
 """What of the paper is not done here, by its sections."""
 

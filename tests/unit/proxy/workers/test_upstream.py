@@ -1,14 +1,13 @@
 """The client side of the wire against scripted servers, on asyncio's loop and on uvloop."""
 
 import asyncio
-import shutil
 import socket
 import ssl
-import subprocess
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 
 import pytest
+import trustme
 import uvloop
 
 from balanceroute.errors import BadUpstreamReply, ConnectFailed, UpstreamError, UpstreamTimeout
@@ -419,26 +418,11 @@ def test_a_url_without_scheme_or_host_is_refused(url: str) -> None:
 
 
 def test_https_verifies_the_worker_and_works(run: Run, tmp_path: Path) -> None:
-    openssl = shutil.which("openssl")
-    if openssl is None:
-        pytest.skip("needs the openssl command to make a certificate")
-    key, certificate = tmp_path / "key.pem", tmp_path / "cert.pem"
-    command = [
-        openssl,
-        "req",
-        "-x509",
-        "-newkey",
-        "rsa:2048",
-        "-nodes",
-        "-days",
-        "1",
-        "-subj",
-        "/CN=localhost",
-    ]
-    command += ["-addext", "subjectAltName=IP:127.0.0.1", "-keyout", str(key), "-out", str(certificate)]
-    subprocess.run(command, check=True, capture_output=True)
+    authority = trustme.CA()
+    certificate = tmp_path / "ca.pem"
+    authority.cert_pem.write_to_path(str(certificate))
     served = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
-    served.load_cert_chain(certificate, key)
+    authority.issue_cert("127.0.0.1").configure_cert(served)
     trusting = ssl.create_default_context(cafile=str(certificate))
 
     async def test() -> None:
@@ -558,21 +542,35 @@ def test_a_discarded_reply_that_does_not_end_is_closed(run: Run) -> None:
     run(test)
 
 
-def test_small_writes_are_not_delayed_and_ipv6_hosts_work(run: Run) -> None:
-    if not socket.has_ipv6:
-        pytest.skip("this machine has no IPv6")
-
+def test_small_writes_are_not_delayed(run: Run) -> None:
     async def test() -> None:
-        try:
-            async with worker(answering(plain(b"ok")), host="::1") as server:
-                upstream = Upstream(server.url)
-                assert await (await post(upstream)).read(9) == b"ok"
-                connection = upstream._idle[0]
-                assert connection._transport is not None
-                sock = connection._transport.get_extra_info("socket")
-                assert sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
-                upstream.close()
-        except OSError as exc:
-            pytest.skip(f"no IPv6 loopback: {exc}")
+        async with worker(answering(plain(b"ok"))) as server:
+            upstream = Upstream(server.url)
+            assert await (await post(upstream)).read(9) == b"ok"
+            connection = upstream._idle[0]
+            assert connection._transport is not None
+            sock = connection._transport.get_extra_info("socket")
+            assert sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
+            upstream.close()
+
+    run(test)
+
+
+def has_ipv6_loopback() -> bool:
+    try:
+        with socket.socket(socket.AF_INET6) as probe:
+            probe.bind(("::1", 0))
+    except OSError:
+        return False
+    return True
+
+
+@pytest.mark.skipif(not has_ipv6_loopback(), reason="this machine has no IPv6")
+def test_ipv6_hosts_work(run: Run) -> None:
+    async def test() -> None:
+        async with worker(answering(plain(b"ok")), host="::1") as server:
+            upstream = Upstream(server.url)
+            assert await (await post(upstream)).read(9) == b"ok"
+            upstream.close()
 
     run(test)
