@@ -114,6 +114,38 @@ async def test_a_tool_loop_goes_round() -> None:
         await router.settled()
 
 
+@pytest.mark.parametrize("stream", [False, True])
+async def test_the_sdks_tool_runner_goes_on_without_a_thread(stream: bool) -> None:
+    looked_up: list[Any] = []
+
+    async def look_up(words: list[str]) -> str:
+        looked_up.append(words)
+        return "found"
+
+    tool = anthropic.beta_async_tool(look_up, description="Looks up.")
+    async with running() as router, client_of(router) as client:
+        runner = client.beta.messages.tool_runner(
+            model="emulated",
+            max_tokens=200,
+            tools=[tool],
+            messages=[{"role": "user", "content": "look it up"}],
+            max_iterations=2,
+            stream=stream,
+        )
+        reasons = [(await turn.get_final_message() if stream else turn).stop_reason async for turn in runner]
+        assert reasons[0] == "tool_use" and len(reasons) == 2 and looked_up
+        await router.settled()
+
+
+async def test_a_thread_is_refused_as_one_that_the_server_does_not_hold() -> None:
+    async with running() as router, client_of(router) as client:
+        thread = client.beta.messages.thread(model="emulated", max_tokens=12)
+        with pytest.raises(anthropic.BadRequestError, match="thread: ") as refused:
+            await thread.send(ASKED["messages"][0])
+        body: Any = refused.value.body
+        assert body["error"]["details"]["error_code"] == "thread_unsupported_request"
+
+
 async def test_thinking_is_a_block_before_the_answer_and_may_be_sent_back() -> None:
     async with running() as router, client_of(router) as client:
         thinking = {"type": "enabled", "budget_tokens": 1024}

@@ -6,11 +6,11 @@ The status is the same as on any other route; by it, `retry-after` and `x-should
 exception and whether to try again. Source: https://docs.anthropic.com/en/api/errors
 """
 
-from typing import Final
+from typing import Any, Final
 
 import orjson
 
-from balanceroute.errors import BalanceRouteError
+from balanceroute.errors import BalanceRouteError, InvalidRequest
 from balanceroute.proxy.wire.responses import Headers, body_of, extra_headers, json_headers, status_of
 
 MESSAGES_PATH: Final = "/v1/messages"
@@ -25,6 +25,8 @@ _TYPES: Final = {
     504: "timeout_error",
     529: "overloaded_error",
 }
+# Of refused fields, what tells SDKs to go on without them: their tool runners ask for a thread unless told not to
+_DETAILS: Final = {"thread": {"error_code": "thread_unsupported_request", "unsupported": ["thread"]}}
 
 
 def is_messages_path(path: str) -> bool:
@@ -32,10 +34,12 @@ def is_messages_path(path: str) -> bool:
     return path == MESSAGES_PATH or path.startswith(MESSAGES_PATH + "/")
 
 
-def message_error_body(status: int, body: bytes, request_id: str) -> bytes:
-    """Anthropic's error object that says what an OpenAI one, or an engine's own, says."""
+def message_error_body(status: int, body: bytes, request_id: str, *, field: str | None = None) -> bytes:
+    """Anthropic's error object that says what an OpenAI one, or an engine's own, says. `field` was refused."""
     kind = _TYPES.get(status, "api_error" if status >= 500 else "invalid_request_error")
-    error = {"type": kind, "message": _text_of(body)}
+    error: dict[str, Any] = {"type": kind, "message": _text_of(body)}
+    if field in _DETAILS:
+        error["details"] = _DETAILS[field]
     return orjson.dumps({"type": "error", "error": error, "request_id": request_id})
 
 
@@ -49,7 +53,8 @@ def message_refusal(error: BalanceRouteError, headers: Headers) -> tuple[int, He
     """Status, headers and body of an error; `headers` may name the request, and then do so as Anthropic does too."""
     request_id = next((value for name, value in headers if name == b"x-request-id"), b"")
     status = status_of(error)
-    body = message_error_body(status, body_of(error), request_id.decode())
+    field = error.param if isinstance(error, InvalidRequest) else None
+    body = message_error_body(status, body_of(error), request_id.decode(), field=field)
     return status, json_headers(body, [*extra_headers(error), *with_message_id(headers)]), body
 
 

@@ -79,6 +79,7 @@ def test_a_second_release_is_an_error_never_a_clamp() -> None:
 
 
 def test_calls_in_the_wrong_phase_are_refused_and_change_nothing() -> None:
+    """INV-10."""
     scheduler = a_scheduler()
     scheduler.submit(a_request(), 0.0)
     for call in (
