@@ -59,7 +59,7 @@ class BalanceRouteParams:
     horizon_auto: bool = False
 
 
-class Field(Protocol):
+class Margins(Protocol):
     """The loads during one decision: what each worker's margins are as admissions are made."""
 
     def score(self, worker: DecodeInstanceState) -> Score:
@@ -75,7 +75,7 @@ class Field(Protocol):
         ...
 
 
-class PresentField:
+class PresentMargins:
     """Margins of the present step alone, read from the snapshot itself: m_g = M - L_g."""
 
     def __init__(self, snapshot: ClusterSnapshot, params: BalanceRouteParams) -> None:
@@ -95,7 +95,7 @@ class PresentField:
         self._envelope = max(self._envelope, worker.step_load)
 
 
-class HorizonField:
+class ProjectedMargins:
     """Margins m_{g,h} = M_h - L_g(k+h) over the horizon; an admission adds to one row.
 
     The loads are projected when the first margin is asked for. In slack none ever is: everything that waits finds a
@@ -189,39 +189,39 @@ class BalanceRoute:
         if not room.free:
             return
         timer = self.stage_timer
-        field = self.field(snapshot)
+        margins = self.margins(snapshot)
         if timer:
             timer("prepare")
         while room.free and len(pool):
             waiting = pool.front
             for choice in chain(
-                self._overdue(waiting, field, room, now),
+                self._overdue(waiting, margins, room, now),
                 self._slack(waiting, room),
-                self._greedy(waiting, field, room),
+                self._greedy(waiting, margins, room),
             ):
                 yield choice
                 room.take(choice.worker)
                 if room.free:
-                    field.admit(choice.request, choice.worker)
+                    margins.admit(choice.request, choice.worker)
             if timer:
                 timer("stage1")
-            for choice in self._refined(waiting, field, room):
+            for choice in self._refined(waiting, margins, room):
                 yield choice
                 room.take(choice.worker)
                 if room.free:
-                    field.admit(choice.request, choice.worker)
+                    margins.admit(choice.request, choice.worker)
             if timer:
                 timer("stage2")
 
-    def field(self, snapshot: ClusterSnapshot) -> Field:
+    def margins(self, snapshot: ClusterSnapshot) -> Margins:
         """The margins for one decision: present ones for H = 0, else the projected."""
         if self.horizon_steps == 0:
-            return PresentField(snapshot, self.params)
+            return PresentMargins(snapshot, self.params)
         beta = self.params.beta if self.params.beta is not None else float(snapshot.n_in_barrier)
         horizon = self.horizon_of(snapshot)
         if self._weights is None or self._weights[0] != beta or self._weights[1].horizon_steps != horizon:
             self._weights = (beta, HorizonWeights(horizon, self.params.alpha, beta, self.params.gamma))
-        return HorizonField(snapshot, self._weights[1])
+        return ProjectedMargins(snapshot, self._weights[1])
 
     def horizon_of(self, snapshot: ClusterSnapshot) -> int:
         """How many steps ahead are looked at now: H or, where it follows the answers, a share of their mean length.
@@ -233,11 +233,11 @@ class BalanceRoute:
             return self.horizon_steps
         return min(self.horizon_steps, max(1, round(HORIZON_SHARE * snapshot.means.answer_tokens)))
 
-    def _overdue(self, waiting: WaitingClass, field: Field, room: Room, now: float) -> Iterator[Choice]:
+    def _overdue(self, waiting: WaitingClass, margins: Margins, room: Room, now: float) -> Iterator[Choice]:
         """Requests beyond their patience, each to the worker where F is largest (tie: smallest load)."""
         while room.free and (request := waiting.most_overdue(now)):
             tokens = request.prompt_tokens
-            scores = [field.score(worker)(tokens + worker.spec.request_tokens) for worker in room.workers]
+            scores = [margins.score(worker)(tokens + worker.spec.request_tokens) for worker in room.workers]
             best = max(range(len(scores)), key=lambda index: (scores[index], -room.workers[index].step_load))
             yield Choice(request, room.workers[best], 0, scores[best])
 
@@ -249,19 +249,19 @@ class BalanceRoute:
             worker = min(room.workers, key=lambda candidate: candidate.step_load)
             yield Choice(request, worker, 1, float(request.prompt_tokens))
 
-    def _greedy(self, waiting: WaitingClass, field: Field, room: Room) -> Iterator[Choice]:
+    def _greedy(self, waiting: WaitingClass, margins: Margins, room: Room) -> Iterator[Choice]:
         """Stage 1: most free slots (tie: smallest load), best single request of the whole pool."""
         while room.free > self.params.s_greedy and len(waiting):
             worker = min(room.most_free(), key=lambda candidate: candidate.step_load)
-            request, score = best_single(waiting, field.score(worker), worker.spec.request_tokens)
+            request, score = best_single(waiting, margins.score(worker), worker.spec.request_tokens)
             yield Choice(request, worker, 1, score)
 
-    def _refined(self, waiting: WaitingClass, field: Field, room: Room) -> Iterator[Choice]:
+    def _refined(self, waiting: WaitingClass, margins: Margins, room: Room) -> Iterator[Choice]:
         """Stage 2: the worker with most room takes the best subset of the first candidates."""
         while room.free and len(waiting):
             tied = room.most_free()
-            worker = tied[0] if len(tied) == 1 else max(tied, key=field.least_margin)
-            score = field.score(worker)
+            worker = tied[0] if len(tied) == 1 else max(tied, key=margins.least_margin)
+            score = margins.score(worker)
             candidates = self._candidates(waiting)
             each = worker.spec.request_tokens
             sizes = [candidate.prompt_tokens + each for candidate in candidates]

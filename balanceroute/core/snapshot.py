@@ -250,7 +250,7 @@ class ClusterSnapshot:
     # -- invariants -------------------------------------------------------------------------------------------
 
     def check_invariants(self) -> None:
-        """Recount everything from the trackers. Raises InvariantError at the first difference."""
+        """Recount everything from the trackers (INV-3: loads). Raises InvariantError at the first difference."""
         by_phase: dict[Phase, set[str]] = {phase: set() for phase in Phase}
         for tracker in self.requests.values():
             by_phase[tracker.phase].add(tracker.id)

@@ -158,15 +158,15 @@ async def test_requests_that_a_worker_runs_for_somebody_else_are_told_as_diverge
         caplog.set_level(logging.WARNING)
         async with httpx.AsyncClient(base_url=router.cluster.decode_urls[0], trust_env=False, timeout=30) as other:
             work = asyncio.ensure_future(other.post("/v1/completions", json=completion(max_tokens=2000)))
-            watchdog = router.app.services.metrics.watchdog
+            divergence = router.app.services.metrics.divergence
             name = router.cluster.decode_urls[0].removeprefix("http://")
-            await until(lambda: watchdog.divergence(name) == 1.0)
+            await until(lambda: divergence.lasting(name) == 1.0)
             text = (await router.client.get("/metrics")).text
             assert f'balanceroute_ledger_divergence{{worker="{name}"}} 1.0' in text
             assert "worker and ledger disagree" in caplog.text
             work.cancel()
             await asyncio.wait([work])
-        await until(lambda: watchdog.divergence(name) == 0.0)
+        await until(lambda: divergence.lasting(name) == 0.0)
 
 
 async def test_a_reload_changes_bounds_and_workers_and_refuses_what_needs_a_restart() -> None:

@@ -15,7 +15,7 @@ from balanceroute.engine.tokens import continuation, decode
 from balanceroute.proxy.app import create_app
 from tests.integration.router import Router, running, served
 from tests.integration.test_proxy_answers import PROMPT, chat, completion, events, texts
-from tests.security.evil_worker import Asked, Evil, eventually, reply, well_decoded, well_prefilled
+from tests.security.evil_worker import Asked, Evil, eventually, other, reply, well_decoded, well_prefilled
 from tests.unit.proxy.servers import worker
 
 pytestmark = pytest.mark.anyio
@@ -121,6 +121,57 @@ async def test_poison_requests_that_share_their_first_decoder_reach_one_more_eac
             met = [name for name, one in decoders.items() if any(a.id.startswith(f"poison{n}-") for a in one.asked)]
             assert len(met) == 2, met
         assert app.services.metrics.poison_requests.value() == 2
+
+
+async def test_a_suspect_that_waits_for_its_turn_hears_of_the_death_before_it_goes() -> None:
+    """Else it would lose a second worker that another request had already killed, and be taken for the cause."""
+    gone: set[str] = set()
+    go_on = {"d0": asyncio.Event(), "d1": asyncio.Event()}
+
+    def an_evil(name: str) -> Evil:
+        async def dies(asked: Asked, writer: asyncio.StreamWriter) -> None:
+            await go_on[name].wait()
+            gone.add(name)
+            writer.transport.abort()
+
+        def health(asked: Asked) -> bytes:
+            return reply({}, status="503 Service Unavailable") if name in gone else other(asked)
+
+        return Evil(well_decoded, others=health, say=dies if name in go_on else None)
+
+    prefiller = Evil(well_prefilled)
+    decoders = {name: an_evil(name) for name in ("d0", "d1", "d2")}
+    async with contextlib.AsyncExitStack() as stack:
+        urls = {name: (await stack.enter_async_context(worker(one.script))).url for name, one in decoders.items()}
+        source = await stack.enter_async_context(worker(prefiller.script))
+        tree = {
+            "prefill": {"workers": [{"url": source.url}]},
+            "decode": {"workers": [{"url": url, "id": name} for name, url in urls.items()], "max_num_seqs": 8},
+            "routing": {"policy": "round_robin"},
+            "predictor": {"kind": "none"},
+            **QUICK,
+        }
+        app = create_app(validate(tree))
+        url = await stack.enter_async_context(served(app))
+        client = await stack.enter_async_context(httpx.AsyncClient(base_url=url, trust_env=False, timeout=30))
+        fleet, ledger = app.services.fleet, app.services.ledger
+
+        def only(wanted: str) -> None:
+            for name in urls:
+                fleet.drain(fleet[name], drained=name != wanted)
+
+        only("d0")
+        asked = [asyncio.ensure_future(client.post("/v1/completions", json={"prompt": "hi"})) for _ in range(2)]
+        await eventually(lambda: len(decoders["d0"].asked) == 2)
+        only("d1")
+        go_on["d0"].set()
+        await eventually(lambda: len(decoders["d1"].asked) == 1 and ledger.decoder("d1").active == 2)  # type: ignore[union-attr]
+        only("d2")
+        fleet.drain(fleet["d1"], drained=False)  # so that nothing but the death keeps the other from going there
+        go_on["d1"].set()
+        assert sorted(answer.status_code for answer in await asyncio.gather(*asked)) == [200, 502]
+        assert len(decoders["d1"].asked) == 1
+        assert app.services.metrics.poison_requests.value() == 1
 
 
 async def test_a_poison_request_whose_client_leaves_is_not_drained_through_a_third_decoder() -> None:

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from balanceroute.core.balance_route import BalanceRoute, BalanceRouteParams, HorizonField, best_single
+from balanceroute.core.balance_route import BalanceRoute, BalanceRouteParams, ProjectedMargins, best_single
 from balanceroute.core.fscore import HorizonWeights, present_score
 from balanceroute.core.policies import PolicySettings, make_policy
 from balanceroute.core.policy import Choice
@@ -78,8 +78,8 @@ def test_the_horizon_score_with_no_horizon_is_the_score_of_br_0(
 class ProjectingBalanceRoute(BalanceRoute):
     """BR-H that reads the projection even when its horizon is the present step."""
 
-    def field(self, snapshot: ClusterSnapshot) -> HorizonField:
-        return HorizonField(snapshot, HorizonWeights(0, 1.0, float(len(snapshot.workers)), self.params.gamma))
+    def margins(self, snapshot: ClusterSnapshot) -> ProjectedMargins:
+        return ProjectedMargins(snapshot, HorizonWeights(0, 1.0, float(len(snapshot.workers)), self.params.gamma))
 
 
 @MANY

@@ -84,7 +84,6 @@ async def decode(leg: Leg, worker: Worker, grace_s: float) -> bool:
             services.drainer.orphan()  # the worker was told, but gave no sign of having pulled the KV
         leg.stalled_since_s = math.inf
         leg.idle_s = -math.inf
-        leg.verdicts.left_worker()
         leg.leave(worker)
 
 

@@ -361,14 +361,17 @@ class Leg:
             ticket.put_back()
 
     async def suspect_loss(self, error: UpstreamError, worker: Worker) -> None:
-        """Take down that the decode worker died under this request, if it did. Raises: DecodersLost: once too often."""
+        """Take down that the decode worker died under this request, if it did. Raises: DecodersLost: once too often.
 
-        def alone() -> bool:
-            others = (leg for leg in self.services.legs if leg is not self and leg.worker == worker.id)
-            return all(leg.answer.scanner.tokens_in_life for leg in others)
-
+        Only then may another suspect go to that worker, and it hears of the death before it goes.
+        """
+        others = (leg for leg in self.services.legs if leg is not self and leg.worker == worker.id)
+        alone = all(leg.answer.scanner.tokens_in_life for leg in others)  # now: they are on their way elsewhere soon
         midway = bool(self.answer.scanner.tokens_in_life)
-        await self.verdicts.suspect_loss(error, worker, midway=midway, alone=alone)
+        try:
+            await self.verdicts.suspect_loss(error, worker, midway=midway, alone=alone)
+        finally:
+            self.verdicts.left_worker()
 
     def free_kv(self) -> None:
         """Have pinned KV pulled that the request leaves behind, unless a decoder may have been told to already.

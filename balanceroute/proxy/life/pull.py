@@ -107,6 +107,7 @@ async def go_on(leg: Leg, result: PrefillResult, lost: UpstreamError | None) -> 
     """
     if lost is None or not pushes_back(lost):
         leg.services.metrics.recomputes.inc("recomputed" if lost is None else "worker_lost")
+    leg.verdicts.left_worker()
     leg.verdicts.left_tier()
     if not leg.answer.resume(result, lost, leg.worker):
         await leg.answer.end_by_length()

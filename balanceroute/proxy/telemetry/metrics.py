@@ -17,9 +17,9 @@ from balanceroute.core.types import Outcome, WorkerState
 from balanceroute.core.view import ClusterView
 from balanceroute.proxy.hotpath import COMPILED
 from balanceroute.proxy.telemetry.conditions import KINDS, Conditions
+from balanceroute.proxy.telemetry.divergence import Divergence
 from balanceroute.proxy.telemetry.forecast_metrics import ForecastMetrics
 from balanceroute.proxy.telemetry.instruments import DECISION_SECONDS, CounterFamily, HistogramFamily, StageClock
-from balanceroute.proxy.telemetry.watchdog import Watchdog
 
 _SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 25.0, 50.0, 100.0, 250.0)
 _TOKEN_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.03, 0.04, 0.05, 0.075, 0.1, 0.15, 0.25, 0.5, 1.0, 2.5)
@@ -115,7 +115,7 @@ class Metrics(Collector):
         for outcome in Outcome:
             self.requests.inc(outcome.value, by=0)
         self.orphaned_kv = 0
-        self.watchdog = Watchdog()
+        self.divergence = Divergence()
         self.conditions = Conditions()
         self.registry = CollectorRegistry(auto_describe=False)
         self.registry.register(self)
@@ -124,7 +124,7 @@ class Metrics(Collector):
         """A worker has left: its series end."""
         for family in (self.admissions, self.upstream_errors, self.scrapes_failed):
             family.forget(worker_id)
-        self.watchdog.forget(worker_id)
+        self.divergence.forget(worker_id)
         self.conditions.forget(worker_id)
 
     def orphan(self, requests: int) -> None:
@@ -188,8 +188,8 @@ class Metrics(Collector):
             "(ratio) of a prefiller that holds nothing for us. 0 is well.",
             labels=["worker"],
         )
-        for worker_id in self.watchdog.workers():
-            divergence.add_metric([worker_id], self.watchdog.divergence(worker_id))
+        for worker_id in self.divergence.workers():
+            divergence.add_metric([worker_id], self.divergence.lasting(worker_id))
         yield divergence
         degraded = GaugeMetricFamily(
             "balanceroute_degraded_workers",

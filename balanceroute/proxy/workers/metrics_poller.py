@@ -157,7 +157,7 @@ class MetricsPoller:
         """`config` is called anew, so a reload counts; `on_bug`: where, what, and whose page it was."""
         self._fleet, self._ledger, self._metrics, self._drainer = fleet, ledger, metrics, drainer
         self._config, self._on_bug = config, on_bug
-        self._watchdog, self._conditions = metrics.watchdog, metrics.conditions
+        self._divergence, self._conditions = metrics.divergence, metrics.conditions
         self._unreached: dict[str, int] = defaultdict(int)  # reads in a row, by prefiller
         self._rounds = Rounds(fleet, self._read, self._unreadable)
 
@@ -210,7 +210,7 @@ class MetricsPoller:
             self._report_foreign(worker, samples)
         if samples is not None:
             orphans = self._metrics.orphaned_kv
-            self._watchdog.see(worker.id, worker.spec.role, samples, held=self._held(worker), orphans=orphans)
+            self._divergence.see(worker.id, worker.spec.role, samples, held=self._held(worker), orphans=orphans)
 
     def _report_prefix_cache(self, worker: Worker, samples: dict[str, float]) -> None:
         """Tell the scheduler what a prefiller can have cached, and the operator if that is nothing."""

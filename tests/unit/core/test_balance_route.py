@@ -2,7 +2,7 @@
 
 import pytest
 
-from balanceroute.core.types import RequestSpec
+from balanceroute.core.types import RequestSpec, Role, WorkerSpec, WorkerState
 from tests.unit.core.builders import a_scheduler, admitted, pool_all
 
 BOTH = pytest.mark.parametrize("policy", ["br_0", "br_h"])
@@ -74,3 +74,39 @@ def test_a_shorter_look_at_a_long_projection_decides_as_a_short_one(steps: int) 
         pool_all(scheduler, waiting)
         decided.append(admitted(scheduler))
     assert decided[0] == decided[1] and len(decided[0]) == 3
+
+
+@BOTH
+def test_a_worker_that_is_down_sets_no_envelope(policy: str) -> None:
+    """Without it d1 has a margin of 600; with it, one of 8,600 that would take the largest prompt."""
+    scheduler = a_scheduler(policy, workers=3, slots=2, s_greedy=0, slack_placement="free_slots", horizon_steps=4)
+    for worker, size in {"d0": 1000, "d1": 400, "d2": 9000}.items():
+        for other in ("d0", "d1", "d2"):
+            scheduler.set_worker_state(other, WorkerState.UP if other == worker else WorkerState.DRAINING, 0.0)
+        pool_all(scheduler, {f"on {worker}": size})
+        assert admitted(scheduler) == [(f"on {worker}", worker)]
+    scheduler.set_worker_state("d2", WorkerState.DOWN, 1.0)
+    scheduler.set_worker_state("d1", WorkerState.UP, 1.0)
+    pool_all(scheduler, {"fits": 550, "huge": 5000, "small": 10}, now=1.0)
+    assert admitted(scheduler, 1.0)[0] == ("fits", "d1")
+
+
+def test_what_rises_above_the_margin_of_a_slow_worker_counts_by_its_speed() -> None:
+    """D tokens are D times the speed of load: F = D - G (speed D - m)."""
+    scheduler = a_scheduler("br_0", workers=0)
+    for name, speed in (("d0", 1.0), ("d1", 2.0)):
+        scheduler.add_worker(WorkerSpec(name, Role.DECODE, slots=2, speed=speed), 0.0)
+    scheduler.set_worker_state("d1", WorkerState.DRAINING, 0.0)
+    pool_all(scheduler, {"x": 1000})
+    admitted(scheduler)
+    field = scheduler.policy.field(scheduler.snapshot)  # type: ignore[attr-defined]
+    score = field.score(scheduler.snapshot.workers[1])
+    assert score(500) == pytest.approx(500.0)
+    assert score(700) == pytest.approx(700.0 - 2 * (2.0 * 700 - 1000))
+
+
+def test_requests_of_others_are_projected_as_they_grow_and_cost() -> None:
+    scheduler = a_scheduler("br_h", workers=0, horizon_steps=3)
+    scheduler.add_worker(WorkerSpec("d0", Role.DECODE, slots=8, request_tokens=100), 0.0)
+    scheduler.report_decoder("d0", 2, 50, 1, 0.0)
+    assert scheduler.snapshot.projected_loads().tolist() == [[250, 252, 254, 256]]

@@ -137,3 +137,13 @@ def test_tokens_of_a_decode_first_prefill_are_not_load_to_come_a_second_time() -
     scheduler = decode_first()
     pushing(scheduler)
     assert scheduler.snapshot.promised_tokens == 0
+
+
+def test_of_those_that_ask_for_their_kv_the_lower_class_goes_first() -> None:
+    scheduler = decode_first()
+    for name, priority in (("later", 1), ("first", 0)):
+        scheduler.submit(a_request(name, 100, priority), 0.0)
+    scheduler.admit(0.0)
+    for name in ("later", "first"):
+        scheduler.request_prefill(name, 0.0)
+    assert [prefill.request for prefill in scheduler.dispatch(0.0)] == ["first", "later"]

@@ -226,8 +226,8 @@ def test_br_h_sees_that_a_load_is_about_to_leave() -> None:
     loads = scheduler.snapshot.projection.loads()
     assert loads[1].tolist() == [900, 901] + [0] * 9
     policy = scheduler.policy
-    field = policy.field(scheduler.snapshot)  # type: ignore[attr-defined]
-    scores = [field.score(worker)(500) for worker in scheduler.snapshot.workers]
+    margins = policy.margins(scheduler.snapshot)  # type: ignore[attr-defined]
+    scores = [margins.score(worker)(500) for worker in scheduler.snapshot.workers]
     assert scores[1] > scores[0] > scores[2]
 
 
@@ -262,8 +262,8 @@ def test_the_penalty_of_br_0_counts_the_workers_in_the_barrier(
     scheduler.set_worker_state("d0", WorkerState.UP, 0.0)
     scheduler.set_worker_state("d2", state, 0.0)
     in_barrier = 2 if state is WorkerState.DOWN else 3
-    field = scheduler.policy.field(scheduler.snapshot)
-    assert field.score(scheduler.snapshot.workers[1])(200) == pytest.approx(200 - in_barrier * 100, abs=1e-3)
+    margins = scheduler.policy.margins(scheduler.snapshot)
+    assert margins.score(scheduler.snapshot.workers[1])(200) == pytest.approx(200 - in_barrier * 100, abs=1e-3)
 
 
 def test_the_penalty_of_the_bypass_counts_the_workers_in_the_barrier() -> None:

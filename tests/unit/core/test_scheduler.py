@@ -2,6 +2,7 @@
 
 import pytest
 
+from balanceroute.core.policies import PolicySettings
 from balanceroute.core.scheduler import Scheduler, SchedulerConfig
 from balanceroute.core.types import Outcome, Phase, Prefill, Reject, RejectReason, Release, RequestSpec, WorkerState
 from balanceroute.errors import InvariantError
@@ -78,6 +79,7 @@ def test_a_second_release_is_an_error_never_a_clamp() -> None:
 
 
 def test_calls_in_the_wrong_phase_are_refused_and_change_nothing() -> None:
+    """INV-10."""
     scheduler = a_scheduler()
     scheduler.submit(a_request(), 0.0)
     for call in (
@@ -285,3 +287,25 @@ def test_a_request_that_has_tokens_cannot_be_put_back() -> None:
     scheduler.progress("r", 1, 2.0)
     with pytest.raises(InvariantError, match="sent to its worker already"):
         scheduler.put_back("r", 3.0)
+
+
+def test_another_policy_counts_patience_from_when_a_request_became_ready() -> None:
+    scheduler = a_scheduler("pool_fifo", workers=1, slots=1)
+    pool_all(scheduler, {"running": 10})
+    admitted(scheduler)
+    pool_all(scheduler, {"old": 5})
+    pool_all(scheduler, {"best": 900, "new": 700}, now=99.0)
+    scheduler.reroute(PolicySettings(policy="br_0", max_wait_s=20.0), 99.0)
+    scheduler.finish("running", Outcome.FINISHED, 100.0)
+    action = scheduler.admit(100.0)[0]
+    assert (action.request, action.stage) == ("old", 0)
+
+
+@pytest.mark.parametrize("every", [None, 4])
+def test_another_policy_asks_for_forecasts_only_where_there_is_a_predictor(every: int | None) -> None:
+    scheduler = a_scheduler("pool_fifo", config=SchedulerConfig(refresh_every_tokens=every))
+    pool_all(scheduler, {"r": 10})
+    admitted(scheduler)
+    scheduler.reroute(PolicySettings(policy="br_h", horizon_steps=8), 1.0)
+    assert [tracker.id for tracker in scheduler.due_refreshes()] == ([] if every is None else ["r"])
+    scheduler.snapshot.check_invariants()

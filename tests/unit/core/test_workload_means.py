@@ -49,3 +49,19 @@ def test_only_answers_that_are_complete_are_seen() -> None:
     scheduler.finish("a", Outcome.FINISHED, 2.0)
     scheduler.finish("b", Outcome.CANCELLED, 2.0)
     assert (scheduler.snapshot.means.answer_tokens, scheduler.snapshot.means.answers) == (7.0, 1)
+
+
+def test_an_early_prompt_weighs_as_one_of_fifty_and_the_fiftieth_too() -> None:
+    """`sizes` above has seldom so many."""
+    means = WorkloadMeans()
+    for tokens in [100] * 49 + [5100]:
+        means.see_prompt(tokens)
+    ewma = 200.0  # the mean of the fifty
+    for tokens in [100] * 49 + [5100]:
+        ewma += 0.02 * (tokens - ewma)
+    assert means.prompt_tokens == pytest.approx(ewma)
+
+
+def test_no_prompt_is_waited_for_more_than_six_times_as_long() -> None:
+    means = WorkloadMeans(prompt_tokens=100.0)
+    assert [means.patience_factor(tokens) for tokens in (0, 1000, 5000, 500_000)] == [1.0, 2.0, 6.0, 6.0]

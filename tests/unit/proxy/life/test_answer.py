@@ -5,7 +5,7 @@ from typing import Any
 import orjson
 import pytest
 
-from balanceroute.errors import ConnectionLost, NotResumable, UpstreamError
+from balanceroute.errors import ConnectionLost, NotResumable, UpstreamError, UpstreamStatus
 from balanceroute.proxy.client.fanout import PartAnswer
 from balanceroute.proxy.life.answer import MAX_RESTARTS, Answer
 from balanceroute.proxy.wire.payloads import ClientRequest, PrefillResult, parse
@@ -147,5 +147,28 @@ def test_what_an_engine_gave_back_goes_on_even_then() -> None:
         answer = an_answer(Client(), resume_on_worker_loss=False)
         give(answer, 20)
         assert answer.resume(PREFILLED, None, "d0")
+
+    on_stage(cut_off)
+
+
+def test_a_worker_that_refuses_the_rest_is_none_that_was_lost() -> None:
+    async def cut_off() -> None:
+        answer = an_answer(Client(), resume_on_worker_loss=False)
+        give(answer, 20)
+        refused = UpstreamStatus("status 503", worker="d0", stage="decode", status=503, body=b"")
+        assert answer.resume(PREFILLED, refused, "d0")
+
+    on_stage(cut_off)
+
+
+def test_a_second_loss_goes_on_from_the_clients_prompt_and_not_from_what_was_prefilled_last() -> None:
+    async def cut_off() -> None:
+        answer = an_answer(Client())
+        give(answer, 20)
+        assert answer.resume(PREFILLED, lost(), "d0")
+        again = PrefillResult(b"{}", len(PROMPT_IDS) + 1, None, [*PROMPT_IDS, 20])
+        give(answer, 21)
+        assert answer.resume(again, lost(), "d1")
+        assert orjson.loads(answer._s.connector.probe(answer.request))["prompt"] == [*PROMPT_IDS, 20, 21]
 
     on_stage(cut_off)

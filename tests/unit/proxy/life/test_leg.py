@@ -1,16 +1,23 @@
-"""What follows what in a request's life: the tables that strategies run by, and their coroutines."""
+"""What follows what in a request's life, by the tables and coroutines of strategies, and what ends it from outside."""
 
 import ast
+import asyncio
 import inspect
+import math
 import textwrap
 
 import pytest
 
-from balanceroute.core.types import Phase
+from balanceroute.core.types import Outcome, Phase
+from balanceroute.errors import UpstreamStatus
+from balanceroute.proxy.client.fanout import PartAnswer
+from balanceroute.proxy.life.errors import WorkerSilent
 from balanceroute.proxy.life.layerwise import Layerwise
-from balanceroute.proxy.life.leg import Event, Strategy
+from balanceroute.proxy.life.leg import Event, Leg, Strategy
 from balanceroute.proxy.life.pull import Pull, go_on
 from balanceroute.proxy.life.scoring import Scoring
+from balanceroute.proxy.wire.payloads import parse
+from tests.unit.proxy.stage import a_router, on_stage
 
 STRATEGIES = pytest.mark.parametrize("strategy", [Pull, Layerwise, Scoring])
 
@@ -60,3 +67,98 @@ def test_a_request_that_was_cut_off_comes_by_a_slot_of_a_decode_worker_again(str
 
 def test_kv_that_a_prefiller_may_drop_is_never_sent_to_a_decode_worker() -> None:
     assert Pull.follows[Phase.POOLED][Event.KV_AGED] is Phase.QUEUED
+
+
+# ---------------------------------------------------------------------------------------- one that runs
+
+
+class Stays:
+    """A strategy that sends one request to d0, which never answers."""
+
+    first = Phase.QUEUED
+    follows = {Phase.QUEUED: {Event.COMPLETE: Phase.GONE}}
+
+    def __init__(self, leg: Leg, grace_s: float, sent: asyncio.Event) -> None:
+        self.leg, self.grace_s, self.sent = leg, grace_s, sent
+
+    async def queued(self) -> Event:
+        worker = self.leg.services.fleet["d0"]
+        self.leg.enter(worker, "decode", math.inf, self.grace_s)
+        self.sent.set()
+        try:
+            await asyncio.Event().wait()
+        finally:
+            self.leg.leave(worker)
+        return Event.COMPLETE
+
+
+async def begun(grace_s: float = 0.0) -> tuple[Leg, asyncio.Task[None]]:
+    """A leg whose request is at d0."""
+    services, sent = a_router(), asyncio.Event()
+    request = parse("completions", b'{"prompt": "a"}')
+    leg = Leg(services, "r", request, PartAnswer(request), [], lambda leg: Stays(leg, grace_s, sent))
+    task = asyncio.get_running_loop().create_task(leg.run())
+    await sent.wait()
+    return leg, task
+
+
+@pytest.mark.parametrize("grace_s", [0.0, 30.0])
+def test_a_client_that_goes_ends_its_request_when_the_grace_of_the_try_is_over(grace_s: float) -> None:
+    async def gone() -> None:
+        leg, task = await begun(grace_s)
+        left_s = leg.services.ledger.now()
+        leg.abandon()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        assert leg.services.ledger.now() - left_s == pytest.approx(grace_s)
+        assert (leg.outcome, leg.services.legs, leg.services.fleet["d0"].in_use) == (Outcome.CANCELLED, set(), 0)
+        leg.services.ledger.scheduler.snapshot.check_invariants()
+
+    on_stage(gone)
+
+
+def test_an_interruption_is_what_the_client_is_told_unless_somebody_else_ends_the_request_too() -> None:
+    async def interrupted() -> None:
+        leg, task = await begun()
+        leg.interrupt(WorkerSilent("silent", worker="d0", stage="decode"))
+        with pytest.raises(WorkerSilent):
+            await task
+        leg, task = await begun()
+        leg.interrupt(WorkerSilent("silent", worker="d0", stage="decode"))
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+
+    on_stage(interrupted)
+
+
+def test_a_worker_is_late_after_its_deadline_or_after_a_pause_between_tokens_that_is_too_long() -> None:
+    async def waiting() -> None:
+        leg, task = await begun()
+        leg.stage_deadline_s = 5.0
+        assert [leg.late(now) for now in (4.0, 6.0)] == [False, True]
+        leg.ticket.last_token_s, leg.idle_s = 10.0, 3.0
+        assert [leg.late(now) for now in (6.0, 12.0, 14.0)] == [False, False, True]
+        task.cancel()
+
+    on_stage(waiting)
+
+
+@pytest.mark.parametrize("lost", [False, True])
+def test_kv_that_is_left_is_pulled_unless_decode_workers_have_died_under_the_request(lost: bool) -> None:
+    """A drain is the same request once more."""
+
+    async def left() -> None:
+        leg, task = await begun()
+        if lost:
+            dead = UpstreamStatus("dead", worker="d1", stage="decode", status=500, body=b"EngineDeadError")
+            await leg.suspect_loss(dead, leg.services.fleet["d1"])
+        leg.unspent, leg.pinned_s = b'{"x": 1}', leg.services.ledger.now()
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        await asyncio.sleep(1.0)
+        asked = [asked for worker in leg.services.fleet for asked in worker.upstream.asked]  # type: ignore[attr-defined]
+        assert len(asked) == (0 if lost else 1)
+
+    on_stage(left)

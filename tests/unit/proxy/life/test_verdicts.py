@@ -1,5 +1,7 @@
 """What a failed try means for the request and for its worker."""
 
+import asyncio
+
 import pytest
 
 from balanceroute.core.types import RequestSpec
@@ -146,6 +148,40 @@ def test_a_refused_request_waits_until_the_queues_deadline_and_learns_who_refuse
             await verdicts.patiently(ticket, ticket.admission())
         assert refused.value.retry_after_s == 7.0
         assert services.ledger.now() == ticket.arrived_s + services.config.queue.deadline_s
+
+    on_stage(judged)
+
+
+def test_an_answer_that_has_begun_waits_beyond_the_queues_deadline() -> None:
+    async def judged() -> None:
+        services, verdicts = some_verdicts()
+        ticket = services.ledger.submit(RequestSpec("r", 10))
+        verdicts.judge(a_status(503), services.fleet["d0"], "decode", begun=True)
+
+        async def freed() -> str:
+            await asyncio.sleep(2 * services.config.queue.deadline_s)
+            return "d1"
+
+        assert await verdicts.patiently(ticket, freed()) == "d1"
+
+    on_stage(judged)
+
+
+def test_a_loss_that_another_request_has_caused_is_no_failed_try() -> None:
+    async def judged() -> None:
+        services, verdicts = some_verdicts()
+        guilty = Verdicts(services, "other", None)
+        dead = UpstreamStatus("dead", worker="d0", stage="decode", status=500, body=b"EngineDeadError")
+        for each in (verdicts, guilty):
+            await each.suspect_loss(dead, services.fleet["d0"], midway=False, alone=lambda: False)
+        verdicts.judge(dead, services.fleet["d0"], "decode", begun=False)
+        with pytest.raises(DecodersLost):
+            for n in range(1, MAX_LOSSES):
+                await guilty.suspect_loss(dead, services.fleet[f"d{n}"], midway=False, alone=lambda: False)
+        for _ in range(2):  # of three tries, two are left
+            verdicts.judge(lost(), services.fleet["d2"], "decode", begun=False)
+        with pytest.raises(ConnectionLost):
+            verdicts.judge(lost(), services.fleet["d2"], "decode", begun=False)
 
     on_stage(judged)
 

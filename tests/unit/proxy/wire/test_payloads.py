@@ -48,10 +48,16 @@ def test_parse_reads_what_the_router_needs() -> None:
     assert (request.model, request.priority, request.request_id) == ("m", -3, "mine")
 
 
+NESTED = ["[" * 300 + "]" * 300, '{"a":' * 300 + "1" + "}" * 300]
+
+
+@pytest.mark.parametrize("nested", NESTED, ids=["lists", "objects"])
 @pytest.mark.parametrize("field", ["prompt", "messages", "tools", "metadata"])
 @pytest.mark.parametrize("endpoint", ["completions", "chat"])
-def test_what_is_nested_deeper_than_can_be_written_again_is_refused_at_once(endpoint: Endpoint, field: str) -> None:
-    fields = {"prompt": '"a"', "messages": '[{"role": "user", "content": "a"}]', field: "[" * 300 + "]" * 300}
+def test_what_is_nested_deeper_than_can_be_written_again_is_refused_at_once(
+    endpoint: Endpoint, field: str, nested: str
+) -> None:
+    fields = {"prompt": '"a"', "messages": '[{"role": "user", "content": "a"}]', field: nested}
     with pytest.raises(InvalidRequest):
         payloads.parse(endpoint, ("{" + ",".join(f'"{name}":{value}' for name, value in fields.items()) + "}").encode())
 
@@ -128,6 +134,12 @@ def test_equal_prompts_have_equal_keys_whatever_their_whitespace_and_other_field
 def test_bad_bodies_are_refused_with_the_reason(endpoint: Endpoint, body: bytes, message: str) -> None:
     with pytest.raises(InvalidRequest, match=message):
         payloads.parse(endpoint, body)
+
+
+@pytest.mark.parametrize("name", ["max_tokens", "max_completion_tokens", "n"])
+def test_nothing_to_generate_is_refused_before_a_prefill(name: str) -> None:
+    with pytest.raises(InvalidRequest, match=f"{name} must be at least 1"):
+        payloads.parse("completions", orjson.dumps({"prompt": "a", name: 0}))
 
 
 @given(st.binary(max_size=60) | st.recursive(st.none() | st.integers() | st.text(), st.lists).map(repr).map(str.encode))
@@ -316,6 +328,12 @@ def test_a_resumed_chat_keeps_its_messages_and_hands_the_ids_over() -> None:
     assert probe["kv_transfer_params"] == PROBE_KV_PARAMS | ids
 
 
+def test_a_resumed_prompt_is_not_truncated_again() -> None:
+    resumed = payloads.resume(a_request(truncate_prompt_tokens=2), [1, 2], [3, 4])
+    for body in (payloads.probe_body(resumed), payloads.decode_body(resumed, KV)):
+        assert "truncate_prompt_tokens" not in load(body)
+
+
 def test_a_chat_without_limit_resumes_without_limit() -> None:
     resumed = payloads.resume(a_request("chat"), [1], list(range(5000)))
     assert "max_tokens" not in load(payloads.decode_body(resumed, KV))
@@ -350,6 +368,16 @@ def test_resume_ids_join_any_transfer_parameters(params: bytes) -> None:
 def test_a_probe_reply_that_is_no_completion_is_a_bad_reply(body: bytes) -> None:
     with pytest.raises(BadUpstreamReply):
         payloads.parse_probe_reply(body, worker="p0")
+
+
+def test_transfer_parameters_without_end_are_a_bad_reply() -> None:
+    reply = {
+        "choices": [{}],
+        "usage": {"prompt_tokens": 3},
+        "kv_transfer_params": {"x": "y" * payloads.MAX_PARAMS_BYTES},
+    }
+    with pytest.raises(BadUpstreamReply, match="larger than"):
+        payloads.parse_probe_reply(orjson.dumps(reply), worker="p0")
 
 
 def test_a_probe_reply_without_transfer_parameters_says_so() -> None:

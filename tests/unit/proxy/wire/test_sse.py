@@ -405,6 +405,53 @@ def test_resume_keeps_every_token_that_the_client_has_seen_as_an_id() -> None:
     assert scanner.ids.tolist() == [1, 2]
 
 
+def test_ids_that_were_never_sent_are_not_known_after_a_resume() -> None:
+    """A worker that tells its count by usage alone: whoever went on from `ids` would leave out what has been told."""
+    scanner = EventScanner()
+    scanner.feed(event(completion("a", None) | {"usage": usage(3, 1)["usage"]}))
+    scanner.feed(event(completion("b", None) | {"usage": usage(3, 2)["usage"]}))
+    assert (scanner.tokens, scanner.ids_exact) == (2, False)
+    scanner.resume()
+    assert not scanner.ids_exact
+
+
+def test_usage_of_a_second_life_without_a_prefillers_count_leaves_out_the_answer_so_far() -> None:
+    scanner = EventScanner(want_usage=True)
+    scanner.feed(event(completion("a", [1])) + event(completion("b", [2])))
+    scanner.resume()
+    out = scanner.feed(event(completion("c", [3], finish_reason="stop")) + event(usage(12, 1)) + DONE)
+    told = [body["usage"] for body in parsed(out) if isinstance(body, dict) and body.get("usage")]
+    assert told == [{"prompt_tokens": 10, "completion_tokens": 3, "total_tokens": 13}]
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "ends"),
+    [
+        ({"reasoning": "so"}, {"content": "x"}, StreamEnd.MISPARSED),
+        ({"content": "x"}, {"reasoning": "so"}, StreamEnd.MISPARSED),
+        ({"content": "x"}, {"tool_calls": [{"index": 0}]}, None),
+        ({"content": "x"}, {"content": "y"}, None),
+    ],
+)
+@pytest.mark.parametrize("lives", [1, 2])
+def test_an_answer_goes_on_with_the_kind_of_text_that_it_was_cut_off_in(
+    before: dict[str, object], after: dict[str, object], ends: StreamEnd | None, lives: int
+) -> None:
+    """Also where a life without any text lies between the two."""
+    scanner = EventScanner()
+    scanner.feed(event(chat(before, [1])))
+    for _ in range(lives):
+        scanner.resume()
+    scanner.feed(event(chat(after, [2])))
+    assert scanner.end is ends
+
+
+def test_without_a_prefillers_count_no_usage_is_made_up() -> None:
+    scanner = EventScanner(want_usage=True)
+    scanner.feed(event(completion("a", [1], finish_reason="stop")))
+    assert scanner.owed_usage("m", chat=False) == b""
+
+
 def test_one_choice_of_several_gets_its_index_and_the_common_id() -> None:
     scanner = EventScanner(public_id="cmpl-all", created=1, index=3, closing_events=False)
     out = scanner.feed(b"".join(event(completion(t, [1])) for t in "abc"))

@@ -18,7 +18,7 @@ WINDOW: Final = 10  # polls; at the default interval ten seconds, longer than an
 IDLE_USAGE: Final = 0.005  # KV usage below this is nothing: vLLM keeps one block of its own
 
 
-class Watchdog:
+class Divergence:
     """Differences per worker over the last `WINDOW` polls."""
 
     def __init__(self) -> None:
@@ -42,7 +42,7 @@ class Watchdog:
         self._seen[worker_id].append(difference)
         self._tell(worker_id, role)
 
-    def divergence(self, worker_id: str) -> float:
+    def lasting(self, worker_id: str) -> float:
         """What has been different in every one of the last polls: the smallest of them, 0 when any agreed."""
         seen = self._seen.get(worker_id)
         if seen is None or len(seen) < WINDOW:
@@ -59,7 +59,7 @@ class Watchdog:
         return list(self._seen)
 
     def _tell(self, worker_id: str, role: Role) -> None:
-        divergence = self.divergence(worker_id)
+        divergence = self.lasting(worker_id)
         if divergence and worker_id not in self._told:
             self._told.add(worker_id)
             what = "requests" if role is Role.DECODE else "KV usage that nothing of ours explains"

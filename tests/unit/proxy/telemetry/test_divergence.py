@@ -3,43 +3,43 @@
 import pytest
 
 from balanceroute.core.types import Role
-from balanceroute.proxy.telemetry.watchdog import WINDOW, Watchdog
+from balanceroute.proxy.telemetry.divergence import WINDOW, Divergence
 from balanceroute.proxy.workers.metrics_poller import of_worker, read_samples
 
 
 def test_a_difference_counts_once_every_poll_of_the_window_had_it() -> None:
-    watchdog, role = Watchdog(), Role.DECODE
+    divergence, role = Divergence(), Role.DECODE
     for poll in range(WINDOW):
-        assert watchdog.divergence("w") == 0
-        watchdog.see("w", role, {"num_requests_running": 5.0 + poll}, held=2, orphans=0)
-    assert watchdog.divergence("w") == 3
+        assert divergence.lasting("w") == 0
+        divergence.see("w", role, {"num_requests_running": 5.0 + poll}, held=2, orphans=0)
+    assert divergence.lasting("w") == 3
 
 
 def test_one_poll_that_agrees_is_enough_to_be_at_peace() -> None:
-    watchdog, role = Watchdog(), Role.DECODE
+    divergence, role = Divergence(), Role.DECODE
     for poll in range(3 * WINDOW):
-        watchdog.see("w", role, {"num_requests_running": 2.0 if poll % WINDOW == 3 else 9.0}, held=2, orphans=0)
-        assert watchdog.divergence("w") == 0
+        divergence.see("w", role, {"num_requests_running": 2.0 if poll % WINDOW == 3 else 9.0}, held=2, orphans=0)
+        assert divergence.lasting("w") == 0
 
 
 def test_a_decoder_that_reports_less_than_we_have_there_is_no_finding() -> None:
-    watchdog, role = Watchdog(), Role.DECODE
+    divergence, role = Divergence(), Role.DECODE
     for _ in range(WINDOW):
-        watchdog.see("w", role, {"num_requests_running": 0.0}, held=4, orphans=0)
-    assert watchdog.divergence("w") == 0
+        divergence.see("w", role, {"num_requests_running": 0.0}, held=4, orphans=0)
+    assert divergence.lasting("w") == 0
 
 
 def test_a_prefiller_s_usage_counts_only_when_nothing_of_ours_explains_it() -> None:
-    watchdog, role = Watchdog(), Role.PREFILL
+    divergence, role = Divergence(), Role.PREFILL
     for held, orphans in ((1, 0), (0, 1)):
         for _ in range(WINDOW):
-            watchdog.see("w", role, {"kv_cache_usage_perc": 0.4}, held=held, orphans=orphans)
-        assert watchdog.divergence("w") == 0
+            divergence.see("w", role, {"kv_cache_usage_perc": 0.4}, held=held, orphans=orphans)
+        assert divergence.lasting("w") == 0
     for _ in range(WINDOW):
-        watchdog.see("w", role, {"kv_cache_usage_perc": 0.4}, held=0, orphans=0)
-    assert watchdog.divergence("w") == 0.4
-    watchdog.forget("w")
-    assert watchdog.workers() == []
+        divergence.see("w", role, {"kv_cache_usage_perc": 0.4}, held=0, orphans=0)
+    assert divergence.lasting("w") == 0.4
+    divergence.forget("w")
+    assert divergence.workers() == []
 
 
 TEXT = b"""# TYPE vllm:kv_cache_usage_perc gauge
