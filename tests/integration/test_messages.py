@@ -205,6 +205,18 @@ async def test_an_engines_own_refusal_is_told_in_anthropics_words() -> None:
             assert "does not exist" in told.value.body["error"]["message"]
 
 
+async def test_a_prompt_that_is_too_long_is_told_in_the_words_that_agents_compact_it_at() -> None:
+    async with running() as router, client_of(router) as client:
+        long: list[Any] = [{"role": "user", "content": "hello " * 20_000}]
+        counted = await client.messages.count_tokens(model="emulated", messages=long)
+        for stream in (False, True):
+            with pytest.raises(anthropic.BadRequestError) as told:
+                await client.messages.create(**{**ASKED, "messages": long, "system": ""}, stream=stream)
+            message = f"prompt is too long: {counted.input_tokens} tokens > 32768 maximum"
+            assert told.value.body["error"] == {"type": "invalid_request_error", "message": message}
+        await router.settled()
+
+
 async def test_a_key_comes_as_x_api_key_and_a_wrong_one_is_an_authentication_error(tmp_path: Path) -> None:
     keys = tmp_path / "keys.yaml"
     keys.write_text(f"keys:\n  - name: one\n    sha256: {digest_of(b'right').hex()}\n")

@@ -3,9 +3,11 @@
     {"type": "error", "error": {"type": "overloaded_error", "message": "..."}, "request_id": "..."}
 
 The status is the same as on any other route; by it, `retry-after` and `x-should-retry` Anthropic's clients choose their
-exception and whether to try again. Source: https://docs.anthropic.com/en/api/errors
+exception and whether to try again. Agents read the words for a prompt that is too long, and then compact it.
+Source: https://docs.anthropic.com/en/api/errors; https://github.com/musistudio/claude-code-router/issues/1799
 """
 
+import re
 from typing import Any, Final
 
 import orjson
@@ -25,6 +27,10 @@ _TYPES: Final = {
     504: "timeout_error",
     529: "overloaded_error",
 }
+_TOO_LONG: Final = re.compile(
+    r"maximum context length is (?P<most>\d+) tokens\. "
+    r"However, your prompt contains (?:at least )?(?P<count>\d+) (?P<unit>input tokens|characters)"
+)
 # Of refused fields, what tells SDKs to go on without them: their tool runners ask for a thread unless told not to
 _DETAILS: Final = {"thread": {"error_code": "thread_unsupported_request", "unsupported": ["thread"]}}
 
@@ -37,7 +43,7 @@ def is_messages_path(path: str) -> bool:
 def message_error_body(status: int, body: bytes, request_id: str, *, field: str | None = None) -> bytes:
     """Anthropic's error object that says what an OpenAI one, or an engine's own, says. `field` was refused."""
     kind = _TYPES.get(status, "api_error" if status >= 500 else "invalid_request_error")
-    error: dict[str, Any] = {"type": kind, "message": _text_of(body)}
+    error: dict[str, Any] = {"type": kind, "message": _in_anthropics_words(_text_of(body))}
     if field in _DETAILS:
         error["details"] = _DETAILS[field]
     return orjson.dumps({"type": "error", "error": error, "request_id": request_id})
@@ -62,6 +68,16 @@ def with_message_id(headers: Headers) -> Headers:
     """The headers of an answer, with the id of the request under Anthropic's name for it as well."""
     ids = [(b"request-id", value) for name, value in headers if name == b"x-request-id"]
     return [*(field for field in headers if field[0] != b"request-id"), *ids]
+
+
+def _in_anthropics_words(text: str) -> str:
+    """vLLM's words for a prompt that the model has no room for, as Anthropic says it; any other text as it is."""
+    told = _TOO_LONG.search(text)
+    if told is None:
+        return text
+    if told["unit"] == "characters":  # so many that vLLM has not counted the tokens
+        return f"prompt is too long: {text}"
+    return f"prompt is too long: {told['count']} tokens > {told['most']} maximum"
 
 
 def _text_of(body: bytes) -> str:

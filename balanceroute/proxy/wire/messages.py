@@ -36,6 +36,11 @@ _OURS: Final = frozenset(
     """model messages max_tokens stream system stop_sequences temperature top_p top_k tools tool_choice thinking
     output_config output_format metadata""".split()
 )
+_OF_TOOLS: Final = frozenset(
+    """type name description input_schema strict
+    cache_control eager_input_streaming defer_loading allowed_callers""".split()  # these have no effect
+)
+_OF_OUTPUT: Final = frozenset(("effort", "format"))
 _TOKENIZED: Final = frozenset(
     "model messages tools chat_template_kwargs add_generation_prompt continue_final_message".split()
 )
@@ -62,10 +67,7 @@ def tokenize_body(body: bytes) -> bytes:
 
 def chat_of(data: dict[str, Any]) -> dict[str, Any]:
     """The body of a chat that asks for what this body of a message asks for. Raises: InvalidRequest."""
-    for name, value in data.items():
-        said = value is not None and value != [] and value != {}
-        if said and name not in _OURS and name not in _WITHOUT_EFFECT and name not in _OF_CHAT:
-            raise _wrong(name, "This field cannot be translated into a chat.")
+    _check_fields(data, _FIELDS)
     chat: dict[str, Any] = {
         name: read(data[name], name) for name, read in _OF_CHAT.items() if data.get(name) is not None
     }
@@ -169,13 +171,13 @@ def _assistant_message(content: object, path: str) -> dict[str, Any]:
         if kind == "text":
             parts += _parts_of(block, at)
         elif kind == "thinking":
-            reasoning.append(_text(block.get("thinking"), f"{at}.thinking"))
+            reasoning.append(_text(block.get("thinking"), f"{at}.thinking", empty=True))
         elif kind == "tool_use":
             calls.append(_call_of(block, at))
         elif kind != "redacted_thinking":
             raise _untranslatable(kind, at)
     message: dict[str, Any] = {"role": "assistant", "content": _content_of(parts) if parts else ""}
-    if reasoning:
+    if any(reasoning):  # Anthropic's API may keep what was thought to itself, and leave the text empty
         message["reasoning"] = "".join(reasoning)
     if calls:
         message["tool_calls"] = calls
@@ -314,6 +316,7 @@ def _function_of(tool: object, path: str) -> Block:
     kind = fields.get("type")
     if kind not in (None, "custom"):
         raise _wrong(f"{path}.type", f"Only tools of type custom can be served, not {_shown(kind)}.")
+    _check_fields(fields, _OF_TOOLS, f"{path}.")
     schema = _object(fields.get("input_schema"), f"{path}.input_schema")
     function: Block = {"name": _text(fields.get("name"), f"{path}.name"), "parameters": {"type": "object", **schema}}
     if fields.get("description") is not None:
@@ -345,6 +348,7 @@ def _put_thinking(chat: dict[str, Any], data: dict[str, Any]) -> None:
 
 def _put_output(chat: dict[str, Any], data: dict[str, Any]) -> None:
     config = _object(data.get("output_config") or {}, "output_config")
+    _check_fields(config, _OF_OUTPUT, "output_config.")
     effort = config.get("effort")
     if effort is not None:
         if effort not in _EFFORTS:
@@ -361,6 +365,14 @@ def _put_output(chat: dict[str, Any], data: dict[str, Any]) -> None:
 
 
 # ------------------------------------------------------------------------------------------------------ values
+
+
+def _check_fields(fields: dict[str, Any], known: frozenset[str], path: str = "") -> None:
+    """Raises: InvalidRequest: another field than the known ones says something. `path` leads to them, with its dot."""
+    for name, value in fields.items():
+        said = value is not None and value != [] and value != {}
+        if said and name not in known:
+            raise _wrong(f"{path}{name}", "This field cannot be translated into a chat.")
 
 
 def _object(value: object, path: str) -> dict[str, Any]:
@@ -422,6 +434,7 @@ _OF_CHAT: Final[dict[str, Callable[[object, str], object]]] = {
     "stop_token_ids": _token_ids,
     "vllm_xargs": _engine_arguments,
 }
+_FIELDS: Final = _OURS | _WITHOUT_EFFECT | frozenset(_OF_CHAT)
 
 
 def _untranslatable(kind: object, path: str) -> InvalidRequest:

@@ -2,6 +2,7 @@
 
 import pytest
 
+from balanceroute.core.policy import Choice
 from balanceroute.core.types import RequestSpec, Role, WorkerSpec, WorkerState
 from tests.unit.core.builders import a_scheduler, admitted, pool_all
 
@@ -99,8 +100,8 @@ def test_what_rises_above_the_margin_of_a_slow_worker_counts_by_its_speed() -> N
     scheduler.set_worker_state("d1", WorkerState.DRAINING, 0.0)
     pool_all(scheduler, {"x": 1000})
     admitted(scheduler)
-    field = scheduler.policy.field(scheduler.snapshot)  # type: ignore[attr-defined]
-    score = field.score(scheduler.snapshot.workers[1])
+    margins = scheduler.policy.margins(scheduler.snapshot)  # type: ignore[attr-defined]
+    score = margins.score(scheduler.snapshot.workers[1])
     assert score(500) == pytest.approx(500.0)
     assert score(700) == pytest.approx(700.0 - 2 * (2.0 * 700 - 1000))
 
@@ -110,3 +111,29 @@ def test_requests_of_others_are_projected_as_they_grow_and_cost() -> None:
     scheduler.add_worker(WorkerSpec("d0", Role.DECODE, slots=8, request_tokens=100), 0.0)
     scheduler.report_decoder("d0", 2, 50, 1, 0.0)
     assert scheduler.snapshot.projected_loads().tolist() == [[250, 252, 254, 256]]
+
+
+@pytest.mark.parametrize("order", [("below", "above"), ("above", "below")])
+def test_of_requests_with_equal_scores_the_first_in_waiting_order_is_taken(order: tuple[str, str]) -> None:
+    """With a margin of 100 and beta 2, 90 tokens score 90 and 110 tokens 110 - 2 * 10."""
+    scheduler = a_scheduler("br_0", workers=2, slots=2, s_greedy=0, slack_placement="free_slots", beta=2.0)
+    pool_all(scheduler, {"x": 100})
+    assert admitted(scheduler) == [("x", "d0")]
+    pool_all(scheduler, {name: {"below": 90, "above": 110}[name] for name in order})
+    assert admitted(scheduler)[0] == (order[0], "d1")
+
+
+@pytest.mark.parametrize("remaining", [None, 0.0, 2.0, 4.0])
+def test_margins_after_an_admission_are_those_of_a_projection_made_anew(remaining: float | None) -> None:
+    scheduler = a_scheduler("br_h", workers=2, slots=2, horizon_steps=4)
+    policy, snapshot = scheduler.policy, scheduler.snapshot
+    scheduler.submit_prefilled(RequestSpec("a", 1000), 0.0, remaining)
+    margins = policy.margins(snapshot)  # type: ignore[attr-defined]
+    assert margins.least_margin(snapshot.workers[0]) == 0.0
+    request = snapshot.pool.front[0]
+    scheduler._bind(Choice(request, snapshot.workers[0], 1, 0.0), 0.0)
+    margins.admit(request, snapshot.workers[0])
+    anew = policy.margins(snapshot)  # type: ignore[attr-defined]
+    for worker in snapshot.workers:
+        for tokens in (1, 500, 1001, 3000):
+            assert margins.score(worker)(tokens) == anew.score(worker)(tokens)

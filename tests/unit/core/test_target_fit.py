@@ -157,3 +157,10 @@ def test_no_prompt_may_wait_until_the_pool_gives_it_up() -> None:
         again = Scheduler(scheduler.policy)
         again.snapshot, _ = snapshot_from_dict(document, 0)
         assert again.admit(80.0)[0].request == expected, "a document decides alike"
+
+
+def test_nothing_is_held_back_while_a_later_class_waits_for_the_same_slots() -> None:
+    scheduler = occupied([[100] * 4, [100] * 4], slots=8)
+    pool_all(scheduler, {"large": 300}, now=10.0)
+    scheduler.submit_prefilled(RequestSpec("later", 10, 1), 10.0)
+    assert [request for request, _ in admitted(scheduler, 10.1)] == ["large", "later"]

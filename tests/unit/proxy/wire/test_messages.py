@@ -119,6 +119,12 @@ def test_an_assistants_blocks_become_its_reasoning_its_words_and_its_calls() -> 
     assert [orjson.loads(one["function"]["arguments"]) for one in message["tool_calls"]] == [{"word": "a"}, {}]
 
 
+def test_thinking_that_anthropics_api_kept_to_itself_is_no_reason_to_refuse() -> None:
+    kept = {"type": "thinking", "thinking": "", "signature": "s"}
+    (message,) = chat_of(body(assistant([kept, text("Yes.")])))["messages"]
+    assert message == {"role": "assistant", "content": "Yes."}
+
+
 def test_a_last_word_of_the_assistant_is_continued_and_a_call_is_not() -> None:
     chat = chat_of(body(user("hi"), assistant("The answer is (")))
     assert chat["continue_final_message"] is True and chat["add_generation_prompt"] is False
@@ -174,6 +180,11 @@ def test_sampling_output_and_the_user_have_their_names_in_a_chat() -> None:
     assert chat["response_format"]["json_schema"]["schema"] == {"type": "object"}
 
 
+def test_what_anthropics_service_alone_reads_of_a_tool_has_no_effect() -> None:
+    more = {"cache_control": {"type": "ephemeral"}, "defer_loading": True, "eager_input_streaming": True}
+    assert chat_of(body(tools=[TOOL | more])) == chat_of(body(tools=[TOOL]))
+
+
 def test_what_concerns_anthropics_service_alone_has_no_effect() -> None:
     more = {"service_tier": "auto", "cache_control": {"type": "ephemeral"}, "context_management": {"edits": []}}
     assert chat_of(body(**more)) == chat_of(body())
@@ -212,12 +223,14 @@ WRONG = {
     "tools": body(tools={}  or "a"),
     "tools.0.type": body(tools=[{"type": "web_search_20250305", "name": "web_search"}]),
     "tools.0.input_schema": body(tools=[{"name": "a"}]),
+    "tools.0.input_examples": body(tools=[TOOL | {"input_examples": [{"word": "a"}]}]),
     "tool_choice": body(tool_choice={"type": "any"}),
     "tool_choice.type": body(tools=[TOOL], tool_choice={"type": "some"}),
     "tool_choice.name": body(tools=[TOOL], tool_choice={"type": "tool", "name": "other"}),
     "thinking.type": body(thinking={"type": "always"}),
     "thinking.budget_tokens": body(max_tokens=2000, thinking={"type": "enabled", "budget_tokens": 2000}),
     "output_config.effort": body(output_config={"effort": "huge"}),
+    "output_config.task_budget": body(output_config={"task_budget": {"type": "tokens", "total": 20000}}),
     "output_config.format.type": body(output_config={"format": {"type": "yaml"}}),
     "metadata.user_id": body(metadata={"user_id": 5}),
     "stream": body(stream="yes"),
