@@ -6,6 +6,7 @@ above the envelope, where every worker waits. Three parts:
 
 *Slack* (everything that waits fits into free slots): place by load, the largest prompt on the lightest worker. A
 request that would raise the envelope may be held back for `hold_s`: a lighter worker is often one departure away.
+LevelFit does so only where half of all slots are in use: below, whatever arrives is served, and a wait wins nothing.
 
 *Scarce*: as many rounds as slots are free. The emptiest worker (requests over slots; tie: least load) takes the request
 with the least cost
@@ -68,6 +69,8 @@ class FitRules:
     `overflow_penalty`: what a token above the envelope costs beside its distance. `size_bonus` and `mean_bonus`: A and
     B of the ageing. `most_patience`: how much longer than most a large prompt may wait, at most, added to 1.
     `growth_share`, `stock_share`: how far T is below the mean, of (1 - 1/G) o, and of what the stock lacks.
+    `hold_from`: the share of its slots that every worker must have in use before a request is held back beside a free
+    one.
     """
 
     overflow_penalty: float
@@ -76,10 +79,11 @@ class FitRules:
     most_patience: float
     growth_share: float
     stock_share: float
+    hold_from: float
 
 
-TARGET_FIT = FitRules(7.0, 2.0, 32.0, 5.0, 0.0, 0.0)
-LEVEL_FIT = FitRules(6.0, 8.0, 20.0, 1.1, 1.0, 2.0)
+TARGET_FIT = FitRules(7.0, 2.0, 32.0, 5.0, 0.0, 0.0, 0.0)
+LEVEL_FIT = FitRules(6.0, 8.0, 20.0, 1.1, 1.0, 2.0, 0.5)
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,6 +157,7 @@ class TargetFit:
         return request.ready_s + self.params.hold_s * snapshot.means.patience_factor(request.prompt_tokens)
 
     def _slack(self, snapshot: ClusterSnapshot, loads: "Loads", now: float, may_hold: bool) -> Iterator[Choice]:
+        share = self.rules.hold_from
         _, envelope = loads.mean_and_envelope()
         lightest = [(loads.scaled[worker], worker) for worker in loads.open]
         heapify(lightest)
@@ -160,7 +165,7 @@ class TargetFit:
         for request in waiting.by_size(len(waiting), descending=True):
             load, worker = lightest[0]
             load += loads.cost(worker, request.prompt_tokens)
-            if may_hold and load > envelope and now < self.held_until_s(request, snapshot) and loads.may_hold():
+            if may_hold and load > envelope and now < self.held_until_s(request, snapshot) and loads.may_hold(share):
                 continue
             loads.occupy(worker)
             if loads.active[worker] < loads.most[worker]:
@@ -212,9 +217,13 @@ class Loads:
         mean = (self._fixed_sum + sum(changing)) / (self._fixed_count + len(changing))
         return mean, max(self._fixed_max, *changing)
 
-    def may_hold(self) -> bool:
-        """Whether every worker in the barrier is busy enough for its load to say where requests should go."""
-        return all(w.occupied >= MIN_ACTIVE_TO_HOLD for w in self.workers if w.index not in self._down)
+    def may_hold(self, share: float) -> bool:
+        """Whether every worker in the barrier is busy enough for its load to say where requests should go.
+
+        Args: share: of its slots, at least.
+        """
+        barrier = (worker for worker in self.workers if worker.index not in self._down)
+        return all(w.occupied >= max(MIN_ACTIVE_TO_HOLD, share * w.spec.slots) for w in barrier)
 
     def emptiest(self) -> int:
         """The open worker with the fewest requests over slots; ties: least load, then lowest index."""

@@ -9,6 +9,7 @@ policy holds something back although a slot is free (target_fit does, to keep th
 token, so it is asked again after `HOLD_S`.
 """
 
+import asyncio
 import logging
 from collections.abc import Callable
 from time import perf_counter
@@ -36,6 +37,7 @@ class DecodeDispatcher:
     ) -> None:
         self._ledger, self._duration, self._on_admit = ledger, duration, on_admit
         self._decisions = decisions or DecisionLog(ledger)
+        self._again: asyncio.TimerHandle | None = None  # one at a time, however many arrive while something is held
 
     async def run(self) -> None:
         """Until cancelled."""
@@ -69,5 +71,9 @@ class DecodeDispatcher:
         ledger.slot_freed.clear()
         if not ledger.scheduler.snapshot.pool:
             ledger.pool_not_empty.clear()
-        elif ledger.decision_possible:
-            ledger.loop.call_later(HOLD_S, ledger.slot_freed.set)
+        elif ledger.decision_possible and self._again is None:
+            self._again = ledger.loop.call_later(HOLD_S, self._ask_again)
+
+    def _ask_again(self) -> None:
+        self._again = None
+        self._ledger.slot_freed.set()

@@ -2,6 +2,8 @@
 
 import math
 
+import pytest
+
 from balanceroute.core.scheduler import Scheduler, SchedulerConfig
 from balanceroute.core.snapshot_json import snapshot_from_dict, snapshot_to_dict
 from balanceroute.core.types import RequestSpec, Role, WorkerSpec, WorkerState
@@ -59,6 +61,13 @@ def test_nothing_is_held_while_some_worker_has_few_requests() -> None:
     scheduler = occupied([[100] * 4, [100] * 3], slots=8)
     pool_all(scheduler, {"large": 500}, now=10.0)
     assert admitted(scheduler, 10.0) == [("large", "d1")]
+
+
+@pytest.mark.parametrize(("slots", "held"), [(8, True), (9, False)])
+def test_level_fit_holds_nothing_while_less_than_half_of_all_slots_are_in_use(slots: int, held: bool) -> None:
+    scheduler = occupied([[100] * 4, [100] * 4], slots=slots, policy="level_fit")
+    pool_all(scheduler, {"large": 500}, now=10.0)
+    assert admitted(scheduler, 10.0) == ([] if held else [("large", "d0")])
 
 
 def test_when_slots_are_scarce_the_worker_is_filled_up_to_the_mean() -> None:

@@ -228,3 +228,31 @@ def test_an_assign_at_once_policy_is_asked_although_no_slot_is_free() -> None:
         task.cancel()
 
     running(test)
+
+
+def test_while_something_is_held_decisions_come_at_one_pace_however_many_have_arrived() -> None:
+    """A timer for each arrival would have a busy router decide thousands of times per second."""
+
+    async def test() -> None:
+        ledger = a_ledger("target_fit", slots=64)
+        await decoding(ledger, "a", "b", "c", "d")
+        dispatcher = DecodeDispatcher(ledger, Histogram((1.0,)), lambda admit: None)
+        timers: list[asyncio.TimerHandle] = []
+        call_later = ledger.loop.call_later
+
+        def counted(delay_s: float, *call: Callable[..., object]) -> asyncio.TimerHandle:
+            timers.append(call_later(delay_s, *call))
+            return timers[-1]
+
+        ledger.loop.call_later = counted  # type: ignore[method-assign, assignment]
+        for n in range(20):
+            ticket = ledger.submit(RequestSpec(f"held{n}", 10))
+            await ticket.prefiller()
+            ticket.prefilled(10)
+            dispatcher.step()
+            assert len(ledger.scheduler.snapshot.pool) == n + 1
+        assert len(timers) == 1
+        for timer in timers:
+            timer.cancel()
+
+    running(test)
