@@ -406,7 +406,7 @@ class Routing(Section):
     hold_s: SecondsOrEndless = Field(
         0.5,
         description="How long level_fit and target_fit may hold a request back in slack when it would raise the "
-        "envelope; 0 = never, .inf = as long as it would.",
+        "envelope, level_fit where half of all slots are in use; 0 = never, .inf = as long as it would.",
     )
     pool_bypass: bool = Field(
         False,
