@@ -32,15 +32,7 @@ WAITING = replace(methods.LEVEL_FIT, key="level_fit_waiting", label="LevelFit, n
                   policy=replace(methods.LEVEL_FIT.policy, max_wait_s=math.inf))  # fmt: skip
 HINDSIGHT = (methods.BR_H_ORACLE, methods.BR_H_ORACLE_14, WAITING, replace(WAITING, key="target_fit_waiting",
              label="TargetFit, no limit to waiting", policy=replace(WAITING.policy, policy="target_fit")))  # fmt: skip
-ROUTERS = (
-    methods.JSQ,
-    methods.LEAST_KV,
-    methods.POOL_FIFO,
-    methods.BR_0_DEFAULT,
-    methods.BR_H_DEFAULT,
-    methods.TARGET_FIT,
-    methods.LEVEL_FIT,
-)
+ROUTERS = methods.AS_SERVED
 
 
 def plan(scope: Scope) -> list[Job]:

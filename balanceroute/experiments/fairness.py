@@ -10,15 +10,7 @@ from balanceroute.experiments.scope import Scope, Section
 from balanceroute.experiments.tables import Table
 
 DEFAULTS = (methods.BR_0_DEFAULT, methods.BR_H_DEFAULT)
-SWEPT = (
-    methods.JSQ,
-    methods.LEAST_KV,
-    methods.POOL_FIFO,
-    methods.BR_0_DEFAULT,
-    methods.BR_H_DEFAULT,
-    methods.TARGET_FIT,
-    methods.LEVEL_FIT,
-)
+SWEPT = methods.AS_SERVED
 
 
 def sweep_job(scope: Scope, source: str, method: Method, load: float) -> Job:

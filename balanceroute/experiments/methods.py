@@ -106,3 +106,7 @@ def own(name: str) -> Method:
 def at_point(beta: float, gamma: float) -> Method:
     """BR-H with an oracle at any (beta, gamma), for the sensitivity sweep."""
     return br_h(f"br_h_{beta:g}_{gamma:g}", f"BR-H oracle ({beta:g}, {gamma:g})", beta, gamma, "oracle")
+
+
+AS_SERVED = (JSQ, LEAST_KV, POOL_FIFO, BR_0_DEFAULT, BR_H_DEFAULT, TARGET_FIT, LEVEL_FIT)
+"""Routers with the knobs that `serve` has by default."""

@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import io
 import logging
+from collections.abc import AsyncIterator
 from typing import Any
 
 import httpx
@@ -12,7 +13,7 @@ import pytest
 from balanceroute.config import validate
 from balanceroute.emulator import ClusterShape
 from balanceroute.engine.tokens import continuation, decode
-from balanceroute.proxy.app import create_app
+from balanceroute.proxy.app import RouterApp, create_app
 from tests.integration.router import Router, running, served
 from tests.integration.test_proxy_answers import PROMPT, chat, completion, events, texts
 from tests.security.evil_worker import Asked, Evil, eventually, other, reply, well_decoded, well_prefilled
@@ -79,17 +80,10 @@ async def test_requests_beside_a_poison_request_all_get_their_answers() -> None:
         await router.settled()
 
 
-async def test_poison_requests_that_share_their_first_decoder_reach_one_more_each() -> None:
-    """What the first of them has lost is no evidence against the second, but its own second loss is."""
-    both_there = asyncio.Event()
-
-    async def dies(asked: Asked, writer: asyncio.StreamWriter) -> None:
-        await both_there.wait()
-        dead = {"error": {"message": "EngineCore encountered an issue.", "code": 500}}
-        writer.write(reply(dead, status="500 Internal Server Error"))
-
+@contextlib.asynccontextmanager
+async def before(decoders: dict[str, Evil]) -> AsyncIterator[tuple[RouterApp, httpx.AsyncClient]]:
+    """A router before these decoders, and a client of it."""
     prefiller = Evil(well_prefilled)
-    decoders = {f"d{n}": Evil(well_decoded, say=dies) for n in range(5)}
     async with contextlib.AsyncExitStack() as stack:
         urls = {name: (await stack.enter_async_context(worker(one.script))).url for name, one in decoders.items()}
         source = await stack.enter_async_context(worker(prefiller.script))
@@ -103,6 +97,20 @@ async def test_poison_requests_that_share_their_first_decoder_reach_one_more_eac
         app = create_app(validate(tree))
         url = await stack.enter_async_context(served(app))
         client = await stack.enter_async_context(httpx.AsyncClient(base_url=url, trust_env=False, timeout=30))
+        yield app, client
+
+
+async def test_poison_requests_that_share_their_first_decoder_reach_one_more_each() -> None:
+    """What the first of them has lost is no evidence against the second, but its own second loss is."""
+    both_there = asyncio.Event()
+
+    async def dies(asked: Asked, writer: asyncio.StreamWriter) -> None:
+        await both_there.wait()
+        dead = {"error": {"message": "EngineCore encountered an issue.", "code": 500}}
+        writer.write(reply(dead, status="500 Internal Server Error"))
+
+    decoders = {f"d{n}": Evil(well_decoded, say=dies) for n in range(5)}
+    async with before(decoders) as (app, client):
         fleet = app.services.fleet
         for name in ("d1", "d2", "d3", "d4"):
             fleet.drain(fleet[name])
@@ -139,25 +147,12 @@ async def test_a_suspect_that_waits_for_its_turn_hears_of_the_death_before_it_go
 
         return Evil(well_decoded, others=health, say=dies if name in go_on else None)
 
-    prefiller = Evil(well_prefilled)
     decoders = {name: an_evil(name) for name in ("d0", "d1", "d2")}
-    async with contextlib.AsyncExitStack() as stack:
-        urls = {name: (await stack.enter_async_context(worker(one.script))).url for name, one in decoders.items()}
-        source = await stack.enter_async_context(worker(prefiller.script))
-        tree = {
-            "prefill": {"workers": [{"url": source.url}]},
-            "decode": {"workers": [{"url": url, "id": name} for name, url in urls.items()], "max_num_seqs": 8},
-            "routing": {"policy": "round_robin"},
-            "predictor": {"kind": "none"},
-            **QUICK,
-        }
-        app = create_app(validate(tree))
-        url = await stack.enter_async_context(served(app))
-        client = await stack.enter_async_context(httpx.AsyncClient(base_url=url, trust_env=False, timeout=30))
+    async with before(decoders) as (app, client):
         fleet, ledger = app.services.fleet, app.services.ledger
 
         def only(wanted: str) -> None:
-            for name in urls:
+            for name in decoders:
                 fleet.drain(fleet[name], drained=name != wanted)
 
         only("d0")
