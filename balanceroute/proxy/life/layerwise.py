@@ -140,7 +140,7 @@ class Layerwise:
         except UpstreamError as error:
             leg.check_abandoned(worker)
             lost = error
-            if error.stage != "prefill":
+            if error.tier != "prefill":
                 await leg.suspect_loss(error, worker)
                 await asyncio.sleep(verdicts.judge(error, worker, "decode", begun=bool(scanner.tokens)))
             elif not isinstance(error, WorkerSilent):  # a silent one may have written half of the KV
@@ -188,7 +188,7 @@ class Layerwise:
         if worker.kv_connector is None:
             worker.kv_connector = self._connector.name
             self._s.metrics.conditions.clear(CONNECTOR, worker.id)
-        self._leg.stage_deadline_s = math.inf  # from here on it is us whom the decode worker waits for
+        self._leg.try_deadline_s = math.inf  # from here on it is us whom the decode worker waits for
         worker.progress_s = self._s.tickets.now()
         self._leg.ticket.request_prefill()
         self._push = self._s.loop.create_task(self._run_push(worker, body))
@@ -207,7 +207,7 @@ class Layerwise:
         leg.ticket.pushed(result.prompt_tokens, result.cached_tokens)
         worker.progress_s = now
         if answer.request.streams_upstream and not answer.scanner.begun:
-            leg.stage_deadline_s = now + self._s.config.limits.first_byte_timeout_s.decode
+            leg.try_deadline_s = now + self._s.config.limits.first_byte_timeout_s.decode
         if not answer.prompt_tokens:
             self._result = result
             answer.prompt_counted(result)
@@ -272,7 +272,7 @@ class Layerwise:
             return result
         except TimeoutError:
             text = f"no answer within {patience_s:g} s"
-            raise UpstreamTimeout(text, worker=prefiller.id, stage="prefill") from None
+            raise UpstreamTimeout(text, worker=prefiller.id, tier="prefill") from None
         except asyncio.CancelledError:
             prefiller.circuit.no_verdict()
             raise

@@ -7,7 +7,7 @@
     altogether                  the request's own deadline: 504, or an error event
     leaving workers             forgotten once they hold nothing
 
-A few looks per second at a few numbers per request replace a timer per request and stage. What has been generated since
+A few looks per second at a few numbers per request replace a timer per request and try. What has been generated since
 the last look is told to the scheduler, and for what worker it speaks to the fleet, so neither is ever far behind.
 """
 
@@ -61,15 +61,15 @@ class PoolReaper:
 
     def _look_at(self, leg: Leg, now: float) -> None:
         if now > leg.deadline_s:
-            leg.interrupt(DeadlineExceeded("the request took too long", worker=leg.waits_for[0], stage=""))
+            leg.interrupt(DeadlineExceeded("the request took too long", worker=leg.waits_for[0], tier=""))
         elif leg.blocked_by_client:
             # the worker isn't read, so its silence proves nothing
-            leg.stage_deadline_s = now + self._s.config.limits.idle_timeout_s
+            leg.try_deadline_s = now + self._s.config.limits.idle_timeout_s
             leg.stalled_since_s = min(leg.stalled_since_s, now)
             if now - leg.stalled_since_s > self._s.config.limits.client_stall_timeout_s:
                 leg.interrupt(ClientStalled("the client has stopped reading"))
         elif leg.late(now) and not self._mover.waits_for(leg, now):
-            worker, stage = leg.waits_for
-            leg.interrupt(UpstreamTimeout("no answer in time", worker=worker, stage=stage))
+            worker, tier = leg.waits_for
+            leg.interrupt(UpstreamTimeout("no answer in time", worker=worker, tier=tier))
         else:
             leg.stalled_since_s = float("inf")

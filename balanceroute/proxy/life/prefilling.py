@@ -69,7 +69,7 @@ async def probe(leg: Leg, worker: Worker) -> PrefillResult:
         check_id(worker, "prefill", result.reply_id, leg.upstream_id)
         if result.kv_transfer_params is None and not request.scores_only:
             pinned_nothing(worker, services.connector, services.metrics.conditions)
-            raise NothingPinned("it returned no kv_transfer_params", worker=worker.id, stage="prefill")
+            raise NothingPinned("it returned no kv_transfer_params", worker=worker.id, tier="prefill")
         if result.kv_transfer_params is not None and worker.kv_connector is None:
             services.check_connector(worker, result.kv_transfer_params)
         worker.circuit.success()
