@@ -94,7 +94,7 @@ class Forwarding:
             count = token_count(orjson.loads(answer.body)["count"], "count")
         except (ValueError, TypeError, KeyError) as error:
             text = f"its answer is no count of tokens ({error})"
-            return error_response(BadUpstreamReply(text, worker="", stage="tokenize"))
+            return error_response(BadUpstreamReply(text, worker="", tier="tokenize"))
         return Response(orjson.dumps({"input_tokens": count}), media_type="application/json")
 
     async def _first_answer(self, method: str, path: str, body: bytes, headers: list[tuple[bytes, bytes]]) -> Response:
@@ -205,5 +205,5 @@ def _checked(answer: Response, worker: Worker) -> Response:
         orjson.loads(answer.body)
     except ValueError as error:
         text = f"its answer is no JSON ({error})"
-        raise BadUpstreamReply(text, worker=worker.id, stage=worker.spec.role.value) from None
+        raise BadUpstreamReply(text, worker=worker.id, tier=worker.spec.role.value) from None
     return answer

@@ -68,7 +68,7 @@ def give(answer: Answer, *ids: int) -> None:
 
 
 def lost() -> UpstreamError:
-    return ConnectionLost("reset", worker="d0", stage="decode")
+    return ConnectionLost("reset", worker="d0", tier="decode")
 
 
 def test_it_goes_on_from_prompt_and_tokens_so_far_with_what_is_left_of_its_limit() -> None:
@@ -155,7 +155,7 @@ def test_a_worker_that_refuses_the_rest_is_none_that_was_lost() -> None:
     async def cut_off() -> None:
         answer = an_answer(Client(), resume_on_worker_loss=False)
         give(answer, 20)
-        refused = UpstreamStatus("status 503", worker="d0", stage="decode", status=503, body=b"")
+        refused = UpstreamStatus("status 503", worker="d0", tier="decode", status=503, body=b"")
         assert answer.resume(PREFILLED, refused, "d0")
 
     on_stage(cut_off)

@@ -120,11 +120,11 @@ def test_a_client_that_goes_ends_its_request_when_the_grace_of_the_try_is_over(g
 def test_an_interruption_is_what_the_client_is_told_unless_somebody_else_ends_the_request_too() -> None:
     async def interrupted() -> None:
         leg, task = await begun()
-        leg.interrupt(WorkerSilent("silent", worker="d0", stage="decode"))
+        leg.interrupt(WorkerSilent("silent", worker="d0", tier="decode"))
         with pytest.raises(WorkerSilent):
             await task
         leg, task = await begun()
-        leg.interrupt(WorkerSilent("silent", worker="d0", stage="decode"))
+        leg.interrupt(WorkerSilent("silent", worker="d0", tier="decode"))
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
             await task
@@ -135,7 +135,7 @@ def test_an_interruption_is_what_the_client_is_told_unless_somebody_else_ends_th
 def test_a_worker_is_late_after_its_deadline_or_after_a_pause_between_tokens_that_is_too_long() -> None:
     async def waiting() -> None:
         leg, task = await begun()
-        leg.stage_deadline_s = 5.0
+        leg.try_deadline_s = 5.0
         assert [leg.late(now) for now in (4.0, 6.0)] == [False, True]
         leg.ticket.last_token_s, leg.idle_s = 10.0, 3.0
         assert [leg.late(now) for now in (6.0, 12.0, 14.0)] == [False, False, True]
@@ -176,7 +176,7 @@ def test_kv_that_is_left_is_pulled_unless_decode_workers_have_died_under_the_req
     async def left() -> None:
         leg, task = await begun()
         if lost:
-            dead = UpstreamStatus("dead", worker="d1", stage="decode", status=500, body=b"EngineDeadError")
+            dead = UpstreamStatus("dead", worker="d1", tier="decode", status=500, body=b"EngineDeadError")
             await leg.suspect_loss(dead, leg.services.fleet["d1"])
         leg.unspent, leg.pinned_s = b'{"x": 1}', leg.services.ledger.now()
         task.cancel()

@@ -15,7 +15,7 @@ from balanceroute.errors import (
 from balanceroute.proxy.life.suspicion import SAME_DEATH_S, TURN_S, Sign, Suspect, Suspicions, sign_of
 from tests.unit.proxy.stage import on_stage
 
-AT = {"worker": "d0", "stage": "decode"}
+AT = {"worker": "d0", "tier": "decode"}
 DEAD = b'{"error":{"message":"EngineCore encountered an issue. See stack trace (above) for the root cause."}}'
 
 

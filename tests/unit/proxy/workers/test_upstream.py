@@ -319,10 +319,10 @@ def test_a_silent_worker_times_out_and_loses_the_connection(run: Run) -> None:
 
     async def test() -> None:
         async with worker(script) as server:
-            upstream = Upstream(server.url, stage="prefill")
+            upstream = Upstream(server.url, tier="prefill")
             with pytest.raises(UpstreamTimeout) as caught:
                 await post(upstream, first_byte_timeout_s=0.03)
-            assert caught.value.stage == "prefill"
+            assert caught.value.tier == "prefill"
             await server.closed.wait()
             assert upstream.busy_connections == 0
 
