@@ -12,6 +12,7 @@ from balanceroute.engine.tokens import continuation, decode
 from tests.integration.router import Router, running
 from tests.integration.test_layerwise import ONE, ask, callbacks, probes
 from tests.integration.test_proxy_answers import PROMPT
+from tests.waiting import until
 
 pytestmark = pytest.mark.anyio
 
@@ -107,3 +108,19 @@ async def test_a_repeated_callback_starts_no_second_prefill() -> None:
 async def test_without_the_layerwise_connector_there_is_no_metaserver() -> None:
     async with running() as router:
         assert (await router.client.post("/v1/metaserver", json={"request_id": "a"})).status_code == 404
+
+
+async def test_no_token_is_expected_of_a_decode_worker_before_the_kv_that_it_waits_for() -> None:
+    """Else a prompt that takes longer than the window of silence would have its worker judged down."""
+    async with running(ONE) as router, intercepted(router) as (client, callback):
+        services = router.app.services
+        work = asyncio.ensure_future(ask(router, max_tokens=400, stream=True))
+        asked = await callback
+        (leg,) = services.legs
+        await until(lambda: leg.reply is not None)  # the head comes before the KV
+        assert leg.kv_due and not leg.expects_tokens_from(leg.worker)
+        assert (await client.post(str(asked.url), content=asked.content)).status_code == 200
+        await until(lambda: leg.decoder is not None)
+        assert not leg.kv_due and leg.expects_tokens_from(leg.worker)
+        assert (await work).status_code == 200
+        await router.settled()

@@ -12,7 +12,7 @@ from tests.unit.proxy.stage import on_stage
 
 def test_the_decode_dispatcher_decides_over_all_that_came_together() -> None:
     async def test() -> None:
-        ledger = a_ledger(slots=8)
+        ledger, tickets = a_ledger(slots=8)
         decisions: list[list[Admit]] = []
         dispatcher = DecodeDispatcher(ledger, Histogram((1.0,)), lambda admit: decisions[-1].append(admit))
         step = dispatcher.step
@@ -23,12 +23,12 @@ def test_the_decode_dispatcher_decides_over_all_that_came_together() -> None:
 
         dispatcher.step = counted  # type: ignore[method-assign]
         task = asyncio.ensure_future(dispatcher.run())
-        tickets = [ledger.submit(RequestSpec(f"r{n}", 10)) for n in range(5)]
+        made = [tickets.submit(RequestSpec(f"r{n}", 10)) for n in range(5)]
         ledger.dispatch()
-        for ticket in tickets:
+        for ticket in made:
             await ticket.prefiller()
             ticket.prefilled(10)
-        assert [await ticket.admission() for ticket in tickets] == ["d0"] * 5
+        assert [await ticket.admission() for ticket in made] == ["d0"] * 5
         assert [len(decision) for decision in decisions] == [5]
         task.cancel()
 
@@ -37,9 +37,9 @@ def test_the_decode_dispatcher_decides_over_all_that_came_together() -> None:
 
 def test_a_freed_slot_wakes_the_decode_dispatcher() -> None:
     async def test() -> None:
-        ledger = a_ledger(slots=1)
+        ledger, tickets = a_ledger(slots=1)
         task = asyncio.ensure_future(DecodeDispatcher(ledger, Histogram((1.0,)), lambda admit: None).run())
-        first, second = ledger.submit(RequestSpec("a", 5)), ledger.submit(RequestSpec("b", 5))
+        first, second = tickets.submit(RequestSpec("a", 5)), tickets.submit(RequestSpec("b", 5))
         ledger.dispatch()
         for ticket in (first, second):
             await ticket.prefiller()
@@ -57,10 +57,10 @@ def test_a_freed_slot_wakes_the_decode_dispatcher() -> None:
 
 def test_an_assign_at_once_policy_is_asked_although_no_slot_is_free() -> None:
     async def test() -> None:
-        ledger = a_ledger("join_shortest_queue", slots=1)
+        ledger, tickets = a_ledger("join_shortest_queue", slots=1)
         task = asyncio.ensure_future(DecodeDispatcher(ledger, Histogram((1.0,)), lambda admit: None).run())
         for n in range(3):
-            ticket = ledger.submit(RequestSpec(f"r{n}", 5))
+            ticket = tickets.submit(RequestSpec(f"r{n}", 5))
             await ticket.prefiller()
             ticket.prefilled(5)
             assert await ticket.admission() == "d0"
@@ -73,8 +73,8 @@ def test_while_something_is_held_decisions_come_at_one_pace_however_many_have_ar
     """A timer for each arrival would have a busy router decide thousands of times per second."""
 
     async def test() -> None:
-        ledger = a_ledger("target_fit", slots=64)
-        await decoding(ledger, "a", "b", "c", "d")
+        ledger, tickets = a_ledger("target_fit", slots=64)
+        await decoding(ledger, tickets, "a", "b", "c", "d")
         dispatcher = DecodeDispatcher(ledger, Histogram((1.0,)), lambda admit: None)
         timers: list[asyncio.TimerHandle] = []
         call_later = ledger.loop.call_later
@@ -85,7 +85,7 @@ def test_while_something_is_held_decisions_come_at_one_pace_however_many_have_ar
 
         ledger.loop.call_later = counted  # type: ignore[method-assign, assignment]
         for n in range(20):
-            ticket = ledger.submit(RequestSpec(f"held{n}", 10))
+            ticket = tickets.submit(RequestSpec(f"held{n}", 10))
             await ticket.prefiller()
             ticket.prefilled(10)
             dispatcher.step()

@@ -1,125 +1,151 @@
-"""The narrow waist with a real scheduler behind it."""
+"""The brain's side of the waist, with a real scheduler behind it: who is woken by what, and when a worker may leave."""
 
 import asyncio
 
 import pytest
 
-from balanceroute.core.types import Outcome, Phase, RequestSpec, WorkerState
-from balanceroute.errors import Draining, InvariantError, NoHealthyWorkers, QueueFull, QueueTimeout
+from balanceroute.core.policies import PolicySettings
+from balanceroute.core.types import Outcome, RequestSpec, Role, WorkerSpec, WorkerState
 from balanceroute.proxy.admission.ledger import Ledger
-from tests.unit.proxy.admission.ledgers import a_ledger, decoding, turns
+from balanceroute.proxy.admission.waist import Answer, Refusal
+from tests.unit.proxy.admission.ledgers import a_ledger, decoding
 from tests.unit.proxy.stage import on_stage
 
 
-def test_an_idle_router_gives_a_prefiller_without_waiting() -> None:
+def answers_of(ledger: Ledger) -> dict[str, Answer]:
+    """What is told from now on, the last answer of each request."""
+    told: dict[str, Answer] = {}
+    ledger.tell = told.__setitem__
+    return told
+
+
+def test_an_arrival_is_answered_at_once_where_a_prefiller_is_free_and_else_by_the_dispatcher() -> None:
     async def test() -> None:
-        ticket = a_ledger().submit(RequestSpec("r", 10))
-        waiting = ticket.prefiller()
-        with pytest.raises(StopIteration) as answered:
-            waiting.send(None)
-        assert answered.value.value == "p0"
-
-    on_stage(test)
-
-
-def load(ledger: Ledger) -> int:
-    return ledger.scheduler.snapshot.workers[0].load
-
-
-def test_tokens_are_told_in_sums_and_before_every_decision() -> None:
-    async def test() -> None:
-        ledger = a_ledger(slots=4)
-        first, second = await decoding(ledger, "a", "b")
-        for _ in range(3):
-            first.progress(2)
-        second.progress(1)
-        assert (load(ledger), first.unreported_tokens, second.unreported_tokens) == (20, 6, 1)
-        ledger.admit()
-        assert (load(ledger), first.unreported_tokens, second.unreported_tokens, ledger.behind) == (27, 0, 0, [])
-        first.progress(1)
-        ledger.settle()
-        ledger.settle()
-        assert load(ledger) == 28
-
-    on_stage(test)
-
-
-@pytest.mark.parametrize("leave", ["finish", "requeue"])
-def test_a_request_leaves_its_worker_with_every_token_told(leave: str) -> None:
-    async def test() -> None:
-        ledger = a_ledger(slots=4)
-        first, second = await decoding(ledger, "a", "b")
-        told: list[int] = []
-        progress = ledger.scheduler.progress
-        ledger.scheduler.progress = lambda request, tokens, now: (told.append(tokens), progress(request, tokens, now))  # type: ignore[assignment, func-returns-value]
-        first.progress(3)
-        second.progress(1)
-        first.progress(4)
-        first.finish(Outcome.FINISHED) if leave == "finish" else first.requeue()
-        assert told == [7] and load(ledger) == 10
-        ledger.settle()  # it may be in the list still
-        assert told == [7, 1] and load(ledger) == 11
-        ledger.scheduler.snapshot.check_invariants()
-
-    on_stage(test)
-
-
-def test_a_ticket_leaves_once() -> None:
-    async def test() -> None:
-        ledger = a_ledger()
-        ticket = ledger.submit(RequestSpec("r", 5))
-        release = ticket.finish(Outcome.CANCELLED)
-        assert release.phase is Phase.PREFILLING and ticket.left is release
-        with pytest.raises(InvariantError):
-            ticket.finish(Outcome.CANCELLED)
-        assert ledger.tickets == {}
-
-    on_stage(test)
-
-
-def test_what_expires_is_told_and_has_left() -> None:
-    async def test() -> None:
-        ledger = a_ledger(queue_deadline_s=0.0)
+        ledger, _ = a_ledger()
+        told = answers_of(ledger)
+        ledger.submit(RequestSpec("a", 10))
+        assert told == {"a": "p0"}
         ledger.report_prefiller("p0", 1.0)
-        ticket = ledger.submit(RequestSpec("r", 5))
-        await asyncio.sleep(0.01)
-        assert ledger.expire() == [ticket]
-        assert ticket.left is not None
-        with pytest.raises(QueueTimeout):
-            await ticket.prefiller()
-
-    on_stage(test)
-
-
-def test_refusals_become_errors_with_a_time_to_come_back() -> None:
-    async def test() -> None:
-        full = a_ledger(max_queued=0)
-        with pytest.raises(QueueFull) as refused:
-            full.submit(RequestSpec("r", 5))
-        assert refused.value.retry_after_s
-        down = a_ledger()
-        down.set_worker_state("d0", WorkerState.DOWN)
-        with pytest.raises(NoHealthyWorkers):
-            down.submit(RequestSpec("r", 5))
-        draining = a_ledger()
-        draining.drain()
-        with pytest.raises(Draining):
-            draining.submit(RequestSpec("r", 5))
-
-    on_stage(test)
-
-
-def test_a_waiter_that_was_cancelled_does_not_disturb_the_dispatcher() -> None:
-    async def test() -> None:
-        ledger = a_ledger()
-        ledger.report_prefiller("p0", 1.0)
-        ticket = ledger.submit(RequestSpec("r", 5))
-        waiting = asyncio.ensure_future(ticket.prefiller())
-        await turns()
-        waiting.cancel()
-        await turns()
+        ledger.submit(RequestSpec("b", 10))
+        assert told == {"a": "p0"}
+        ledger.prefill_event.clear()
         ledger.report_prefiller("p0", 0.0)
+        assert ledger.prefill_event.is_set()
         ledger.dispatch()
-        assert ticket.finish(Outcome.CANCELLED).phase is Phase.PREFILLING
+        assert told == {"a": "p0", "b": "p0"}
+
+    on_stage(test)
+
+
+def test_a_request_that_is_refused_has_left_and_a_refusal_is_plain_data() -> None:
+    async def test() -> None:
+        ledger, _ = a_ledger()
+        told = answers_of(ledger)
+        ledger.set_worker_state("d0", WorkerState.DOWN)
+        ledger.submit(RequestSpec("a", 10))
+        assert isinstance(told["a"], Refusal) and "decode workers" in told["a"].text
+        assert ledger.requests == 0
+
+    on_stage(test)
+
+
+def test_a_decision_is_wanted_when_something_waits_and_a_slot_is_free() -> None:
+    async def test() -> None:
+        ledger, tickets = a_ledger(slots=1)
+        (first,) = await decoding(ledger, tickets, "a")
+        ledger.pool_not_empty.clear()
+        ledger.slot_freed.clear()
+        waits = tickets.submit(RequestSpec("b", 10))
+        await waits.prefiller()
+        waits.prefilled(10)
+        assert ledger.pool_not_empty.is_set() and not ledger.slot_freed.is_set() and not ledger.decision_possible
+        first.finish(Outcome.FINISHED)
+        assert ledger.slot_freed.is_set() and ledger.decision_possible
+
+    on_stage(test)
+
+
+def test_what_has_waited_too_long_is_refused_with_where_it_waited() -> None:
+    async def test() -> None:
+        ledger, tickets = a_ledger(slots=1, queue_deadline_s=5.0, pool_ttl_s=20.0)
+        await decoding(ledger, tickets, "a")
+        told = answers_of(ledger)
+        ledger.submit(RequestSpec("pooled", 10))
+        ledger.prefilled("pooled", 10)
+        ledger.report_prefiller("p0", 1.0)
+        ledger.submit(RequestSpec("queued", 10))
+        await asyncio.sleep(6.0)
+        assert ledger.expire() == ["queued"]
+        await asyncio.sleep(20.0)
+        assert ledger.expire() == ["pooled"]
+        texts = {name: answer.text for name, answer in told.items() if isinstance(answer, Refusal)}
+        assert "a prefiller" in texts["queued"] and "a decode slot" in texts["pooled"]
+        assert ledger.requests == 1
+
+    on_stage(test)
+
+
+@pytest.mark.parametrize("role", [Role.PREFILL, Role.DECODE])
+def test_a_worker_leaves_when_it_holds_nothing_and_no_sooner(role: Role) -> None:
+    async def test() -> None:
+        ledger, tickets = a_ledger()
+        worker = "p0" if role is Role.PREFILL else "d0"
+        ticket = tickets.submit(RequestSpec("a", 10))
+        await ticket.prefiller()
+        if role is Role.PREFILL:
+            assert not ledger.remove_if_idle(worker)
+        ticket.prefilled(10)
+        ledger.admit()
+        assert not ledger.remove_if_idle(worker)
+        ticket.finish(Outcome.FINISHED)
+        assert ledger.remove_if_idle(worker)
+        assert (ledger.prefiller if role is Role.PREFILL else ledger.decoder)(worker) is None
+
+    on_stage(test)
+
+
+def test_a_worker_that_joins_wakes_whoever_waits() -> None:
+    async def test() -> None:
+        ledger, tickets = a_ledger(slots=1)
+        await decoding(ledger, tickets, "a")
+        waits = tickets.submit(RequestSpec("b", 10))
+        await waits.prefiller()
+        waits.prefilled(10)
+        assert ledger.admit() == []
+        ledger.slot_freed.clear()
+        ledger.add_worker(WorkerSpec("d1", Role.DECODE, slots=1))
+        assert ledger.slot_freed.is_set()
+        (admission,) = ledger.admit()
+        assert (admission.request, admission.worker) == ("b", "d1")
+
+    on_stage(test)
+
+
+def test_slots_that_others_give_back_wake_whoever_waits_and_a_report_without_news_nobody() -> None:
+    async def test() -> None:
+        ledger, _ = a_ledger(slots=4)
+        ledger.report_decoder("d0", 3, 300, 1)
+        ledger.slot_freed.clear()
+        ledger.report_decoder("d0", 3, 300, 1)
+        assert not ledger.slot_freed.is_set()
+        ledger.report_decoder("d0", 1, 100, 3)
+        assert ledger.slot_freed.is_set()
+
+    on_stage(test)
+
+
+def test_another_policy_decides_on_what_waits_and_leaves_what_is_bound() -> None:
+    async def test() -> None:
+        ledger, tickets = a_ledger(slots=1)
+        (bound,) = await decoding(ledger, tickets, "a")
+        waits = tickets.submit(RequestSpec("b", 10))
+        await waits.prefiller()
+        waits.prefilled(10)
+        assert ledger.admit() == []
+        ledger.slot_freed.clear()
+        ledger.reroute(PolicySettings(policy="join_shortest_queue"), ledger.bounds, None)
+        assert ledger.slot_freed.is_set() and ledger.decision_possible, "it queues at workers"
+        (admission,) = ledger.admit()
+        assert admission.request == "b" and bound.decoder == "d0"
 
     on_stage(test)

@@ -10,10 +10,10 @@ from tests.unit.proxy.stage import on_stage
 
 def test_kv_usage_that_falls_wakes_the_prefill_dispatcher() -> None:
     async def test() -> None:
-        ledger = a_ledger()
+        ledger, tickets = a_ledger()
         task = asyncio.ensure_future(PrefillDispatcher(ledger).run())
         ledger.report_prefiller("p0", 0.99)
-        ticket = ledger.submit(RequestSpec("r", 5))
+        ticket = tickets.submit(RequestSpec("r", 5))
         waiting = asyncio.ensure_future(ticket.prefiller())
         await turns()
         assert not waiting.done()

@@ -1,19 +1,22 @@
 """Who leaves a silent worker, who stays, and what waits for workers that are all down."""
 
 import asyncio
+import math
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
 
 import pytest
 
-from balanceroute.core.types import Outcome
-from balanceroute.errors import NoHealthyWorkers
-from balanceroute.proxy.life.leg import Leg
+from balanceroute.core.types import Outcome, Phase
+from balanceroute.errors import NoHealthyWorkers, UpstreamTimeout
+from balanceroute.proxy.life.errors import WorkerSilent
+from balanceroute.proxy.life.leg import Event, Leg
 from balanceroute.proxy.life.pool_reaper import PERIOD_S, PoolReaper
 from balanceroute.proxy.services import Services
 from balanceroute.proxy.workers.silence import LATE_LOOK_S, SETTLE_S
 from tests.unit.proxy.life.legs import DONE, PROMPT_IDS, a_leg, dispatching, events, probed
+from tests.unit.proxy.life.test_answer import PREFILLED, Client, a_request, give
 from tests.unit.proxy.stage import Page, VirtualTimeLoop, a_config, a_router, on_stage, script
 from tests.waiting import until
 
@@ -43,7 +46,7 @@ def a_silent_router(together: bool = False, **sections: Any) -> Services:
 async def looking(services: Services) -> AsyncIterator[None]:
     """Dispatchers and reaper run, and the reaper has looked for a while."""
     async with dispatching(services):
-        task = services.loop.create_task(PoolReaper(services).run())
+        task = services.loop.create_task(PoolReaper(services, services.ledger.expire).run())
         await asyncio.sleep(2 * SETTLE_S)
         try:
             yield
@@ -154,3 +157,86 @@ def test_what_waits_for_a_tier_that_is_down_is_refused_after_its_grace_as_a_new_
                 assert isinstance(task.exception(), NoHealthyWorkers)
 
     on_stage(refused)
+
+
+# -- whether it can go on elsewhere decides
+
+MOVABLE: dict[str, Any] = {}
+NOT_MOVABLE: dict[str, Any] = {"response_format": {"type": "json_object"}}  # a grammar would begin anew
+
+
+class Streams:
+    """A strategy whose one request has given a token at d0, and gives no other."""
+
+    first = Phase.QUEUED
+    follows = {Phase.QUEUED: {Event.COMPLETE: Phase.GONE}}
+
+    def __init__(self, leg: Leg, begun: asyncio.Event) -> None:
+        self.leg, self.begun = leg, begun
+
+    async def queued(self) -> Event:
+        leg = self.leg
+        worker = leg.decoder = leg.services.fleet["d0"]
+        leg.enter(worker, "decode", math.inf, 0.0)
+        leg.answer.begin(PREFILLED)
+        give(leg.answer, 20)
+        self.begun.set()
+        try:
+            await asyncio.Event().wait()
+        finally:
+            leg.decoder = None
+            leg.leave(worker)
+        return Event.COMPLETE
+
+
+async def at_a_silent_worker(fields: dict[str, Any]) -> tuple[Leg, asyncio.Task[None], asyncio.Task[None]]:
+    """A leg in the middle of its answer at d0, which health checks have just judged down; and the reaper."""
+    services = a_router(a_config(retry={"resume_after_silence_s": RESUME_S}))
+    begun = asyncio.Event()
+    leg = Leg(services, "r", a_request(**fields), Client(), [], lambda leg: Streams(leg, begun))
+    loop = asyncio.get_running_loop()
+    task = loop.create_task(leg.run())
+    await begun.wait()
+    services.fleet["d0"].healthy = False
+    return leg, task, loop.create_task(PoolReaper(services, services.ledger.expire).run())
+
+
+def test_one_that_can_go_on_elsewhere_leaves_when_the_worker_has_had_its_time() -> None:
+    async def silent() -> None:
+        leg, task, reaper = await at_a_silent_worker(MOVABLE)
+        await asyncio.sleep(RESUME_S - 1)
+        assert not task.done()
+        await asyncio.sleep(2)
+        with pytest.raises(WorkerSilent):
+            await task
+        assert leg.services.metrics.moves.value("decode") == 1
+        reaper.cancel()
+
+    on_stage(silent)
+
+
+def test_one_that_cannot_stays_however_long_the_worker_is_silent() -> None:
+    async def silent() -> None:
+        leg, task, reaper = await at_a_silent_worker(NOT_MOVABLE)
+        await asyncio.sleep(100 * RESUME_S)
+        assert not task.done() and leg.services.metrics.moves.value("decode") == 0
+        reaper.cancel()
+        task.cancel()
+
+    on_stage(silent)
+
+
+def test_one_that_is_late_there_is_left_for_its_move_and_ended_at_once_if_it_has_none() -> None:
+    async def late() -> None:
+        for fields, ended in ((MOVABLE, False), (NOT_MOVABLE, True)):
+            leg, task, reaper = await at_a_silent_worker(fields)
+            leg.try_deadline_s = leg.services.ledger.now() + 1
+            await asyncio.sleep(3)  # before it may move
+            assert task.done() is ended
+            if ended:
+                with pytest.raises(UpstreamTimeout):
+                    await task
+            reaper.cancel()
+            task.cancel()
+
+    on_stage(late)

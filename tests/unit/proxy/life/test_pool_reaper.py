@@ -25,7 +25,7 @@ MUTE = Page(events(20, finish=None), ends=False)
 async def reaped(services: Services) -> AsyncIterator[None]:
     """Dispatchers and reaper run."""
     async with dispatching(services):
-        task = services.loop.create_task(PoolReaper(services).run())
+        task = services.loop.create_task(PoolReaper(services, services.ledger.expire).run())
         try:
             yield
         finally:

@@ -72,7 +72,7 @@ def test_an_unknown_usage_is_no_number_and_never_zero() -> None:
 def test_the_imbalance_leaves_out_workers_that_are_down() -> None:
     async def test() -> None:
         services = a_router()
-        ticket = services.ledger.submit(RequestSpec("a", 100))
+        ticket = services.tickets.submit(RequestSpec("a", 100))
         await ticket.prefiller()
         ticket.prefilled(100)
         (admission,) = services.ledger.admit()
@@ -90,7 +90,7 @@ def test_waiting_requests_are_counted_by_their_phase() -> None:
     async def test() -> None:
         services = a_router()
         for name in ("a", "b"):
-            ticket = services.ledger.submit(RequestSpec(name, 10))
+            ticket = services.tickets.submit(RequestSpec(name, 10))
             await ticket.prefiller()
         ticket.prefilled(10)
         found = samples_of(services.metrics, "balanceroute_waiting_requests")
