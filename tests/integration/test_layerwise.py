@@ -243,6 +243,24 @@ async def test_malformed_callbacks_and_those_for_another_request_do_no_harm(body
         await router.settled()
 
 
+async def test_no_token_is_expected_of_a_decode_worker_before_the_kv_that_it_waits_for() -> None:
+    """Else a prompt that takes longer than the window of silence would have its worker judged down."""
+    async with running(ONE) as router, intercepted(router) as (client, callback):
+        services = router.app.services
+        work = asyncio.ensure_future(ask(router, max_tokens=400, stream=True))
+        asked = await callback
+        (leg,) = services.legs
+        while leg.reply is None:  # noqa: ASYNC110 - the head comes before the KV
+            await asyncio.sleep(0.001)
+        assert leg.kv_due and not leg.expects_tokens_from(leg.worker)
+        assert (await client.post(str(asked.url), content=asked.content)).status_code == 200
+        while leg.decoder is None:  # noqa: ASYNC110
+            await asyncio.sleep(0.001)
+        assert not leg.kv_due and leg.expects_tokens_from(leg.worker)
+        assert (await work).status_code == 200
+        await router.settled()
+
+
 async def test_another_user_s_kv_cannot_be_redirected() -> None:
     async with running(ONE) as router, intercepted(router) as (client, callback):
         work = asyncio.ensure_future(ask(router))

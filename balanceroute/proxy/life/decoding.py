@@ -38,7 +38,7 @@ async def decode(leg: Leg, worker: Worker, grace_s: float) -> bool:
     """
     services, answer, params = leg.services, leg.answer, leg.unspent
     assert params is not None
-    limits, now = services.config.limits, services.ledger.now()
+    limits, now = services.config.limits, services.tickets.now()
     leg.worker = worker.id
     if worker.in_use == 0:
         worker.busy_since_s = now
@@ -197,7 +197,7 @@ async def _whole(leg: Leg, worker: Worker, reply: Reply) -> bool:
         return False  # once more from its own prompt
     if told.tokens:
         leg.ticket.progress(told.tokens)
-    leg.first_token_s = worker.progress_s = leg.services.ledger.now()
+    leg.first_token_s = worker.progress_s = leg.services.tickets.now()
     scanner.tokens, scanner.finish_reason = told.tokens, told.finish_reason
     scanner.end = StreamEnd.DONE
     leg.verdicts.clear_choices()

@@ -43,7 +43,7 @@ from typing import Any, Final, Protocol
 
 from balanceroute.core.types import Outcome, Phase, RequestSpec, WorkerState
 from balanceroute.errors import BalanceRouteError, QueueTimeout, UpstreamError
-from balanceroute.proxy.admission.ledger import Ticket
+from balanceroute.proxy.admission.tickets import Ticket
 from balanceroute.proxy.life.answer import Answer
 from balanceroute.proxy.life.errors import ClientGone, ClientStalled, WorkerSilent
 from balanceroute.proxy.life.outlet import Outlet
@@ -98,7 +98,7 @@ class LifeServices(TryServices):
     @property
     def loop(self) -> asyncio.AbstractEventLoop:
         """The one event loop."""
-        return self.ledger.loop
+        return self.tickets.loop
 
 
 class Leg:
@@ -199,7 +199,7 @@ class Leg:
         spec = RequestSpec(self.id, tokens, request.priority, self._key, request.effective_limit)
         if services.knows_prefixes:
             spec.prefix, spec.block_tokens = services.prompt_blocks.of(request, tokens)
-        self.ticket = services.ledger.submit(spec)
+        self.ticket = services.tickets.submit(spec)
         self._task = task or asyncio.current_task()
         services.legs.add(self)
         try:
@@ -226,7 +226,7 @@ class Leg:
             self.verdicts.close()
             if self.outcome is Outcome.FINISHED:
                 self.verdicts.clear_choices()  # on a failure the others are abandoned: none of them may go now
-            if self.ticket.left is None:
+            if not self.ticket.left:
                 self.ticket.finish(self.outcome, answer.scanner.finish_reason or "")
             self.free_kv()
             # Errors keep the frames that they came through, these keep the leg with its bodies, and the leg the errors:
@@ -354,7 +354,7 @@ class Leg:
             worker = fleet[await verdicts.patiently(ticket, ticket.admission())]
             await verdicts.turn(worker)
             if worker.state is WorkerState.UP:
-                self.decode_wait_s += self.services.ledger.now() - ticket.pooled_s
+                self.decode_wait_s += self.services.tickets.now() - ticket.pooled_s
                 return worker
             verdicts.left_worker()
             verdicts.left_tier()

@@ -12,6 +12,7 @@ the last look is told to the scheduler, and for what worker it speaks to the fle
 """
 
 import asyncio
+from collections.abc import Callable
 from typing import Final
 
 from balanceroute.errors import UpstreamTimeout
@@ -25,10 +26,11 @@ PERIOD_S: Final = 0.25
 class PoolReaper:
     """Looks every `PERIOD_S`."""
 
-    def __init__(self, services: LifeServices) -> None:
-        self._s = services
+    def __init__(self, services: LifeServices, expire: Callable[[], object]) -> None:
+        """`expire` ends what has waited too long before the scheduler."""
+        self._s, self._expire = services, expire
         self._mover = Mover(
-            services.ledger,
+            services.tickets,
             services.fleet,
             services.metrics,
             services.legs,
@@ -45,11 +47,11 @@ class PoolReaper:
 
     def look(self) -> None:
         """One look at everything that waits."""
-        self._s.ledger.settle()
-        self._s.ledger.expire()
+        self._s.tickets.settle()
+        self._expire()
         self._s.fleet.sweep()
         self._s.metrics.fold()
-        now = self._s.last_look_s = self._s.ledger.now()
+        now = self._s.last_look_s = self._s.tickets.now()
         for leg in self._s.legs:
             if leg.decoder is not None:
                 leg.decoder.progress_s = max(leg.decoder.progress_s, leg.last_token_s)

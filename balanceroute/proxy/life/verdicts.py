@@ -32,7 +32,8 @@ from balanceroute.errors import (
     UpstreamStatus,
     UpstreamTimeout,
 )
-from balanceroute.proxy.admission.ledger import RETRY_AFTER_S, Ticket
+from balanceroute.proxy.admission.tickets import Ticket
+from balanceroute.proxy.admission.waist import RETRY_AFTER_S
 from balanceroute.proxy.life.errors import DeadlineExceeded, NothingPinned
 from balanceroute.proxy.life.services import TryServices
 from balanceroute.proxy.life.suspicion import Choices, Sign, Suspect, sign_of
@@ -90,7 +91,7 @@ class Verdicts:
         services.metrics.upstream_errors.inc(worker.id, tier, kind_of(error))
         fields = {"request": self._request_id, "worker": worker.id, "tier": tier, "error": str(error)}
         log.debug("try failed", extra=fields)
-        now = services.ledger.now()
+        now = services.tickets.now()
         if isinstance(error, UpstreamStatus) and pushes_back(error):
             circuit.busy(now, error.retry_after_s)
             self._refusal = None if begun else error  # an answer that has begun has its own deadline
@@ -138,7 +139,7 @@ class Verdicts:
         if sign is Sign.MAYBE and await is_alive(worker, services.config.health.timeout_s):
             return
         suspect = self._suspect = self._suspect or Suspect()
-        now = services.ledger.now()
+        now = services.tickets.now()
         if midway:
             guilty = services.suspicions.lost_midway(suspect, worker.id, now, now - self._begun_s)
         else:

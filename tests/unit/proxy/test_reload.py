@@ -32,7 +32,7 @@ def test_bounds_and_times_count_from_the_reload_on() -> None:
         assert changed == ["queue", "retry"] and services.config.retry.max_attempts == 9
         assert services.ledger.scheduler.config.queue_deadline_s == 5.0
         with pytest.raises(QueueFull):
-            services.ledger.submit(RequestSpec("r", 1))
+            await services.tickets.submit(RequestSpec("r", 1)).prefiller()
 
     on_stage(test)
 
@@ -94,7 +94,7 @@ def test_a_journal_that_runs_over_a_reload_runs_again_to_the_same(tmp_path: Path
         scheduler.admit(1.0)
         apply(services, a_config(queue={"max_queued": 0}))
         with pytest.raises(QueueFull):
-            services.ledger.submit(RequestSpec("r", 1))
+            await services.tickets.submit(RequestSpec("r", 1)).prefiller()
         for policy in ("br_0", "br_h", "target_fit", "join_shortest_queue"):
             apply(services, a_config(queue={"max_queued": 0}, routing={"policy": policy, "max_wait_s": math.inf}))
             scheduler.submit_prefilled(RequestSpec(policy, 77), 2.0, 2.0)

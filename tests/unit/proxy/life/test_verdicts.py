@@ -141,7 +141,7 @@ def test_a_request_that_is_given_back_without_a_token_again_and_again_ends() -> 
 def test_a_refused_request_waits_until_the_queues_deadline_and_learns_who_refused_it() -> None:
     async def judged() -> None:
         services, verdicts = some_verdicts()
-        ticket = services.ledger.submit(RequestSpec("r", 10))
+        ticket = services.tickets.submit(RequestSpec("r", 10))
         await ticket.prefiller()
         verdicts.judge(a_status(503, 7.0), services.fleet["d0"], "decode", begun=False)
         with pytest.raises(QueueTimeout, match="answered 503") as refused:
@@ -155,7 +155,7 @@ def test_a_refused_request_waits_until_the_queues_deadline_and_learns_who_refuse
 def test_an_answer_that_has_begun_waits_beyond_the_queues_deadline() -> None:
     async def judged() -> None:
         services, verdicts = some_verdicts()
-        ticket = services.ledger.submit(RequestSpec("r", 10))
+        ticket = services.tickets.submit(RequestSpec("r", 10))
         verdicts.judge(a_status(503), services.fleet["d0"], "decode", begun=True)
 
         async def freed() -> str:
