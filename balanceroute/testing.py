@@ -27,7 +27,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from random import Random
 
-from balanceroute.core.policies import PolicySettings, make_policy
+from balanceroute.core.knobs import PolicySettings
+from balanceroute.core.policies import make_policy
 from balanceroute.core.policy import AdmissionPolicy, Choice
 from balanceroute.core.scheduler import Scheduler
 from balanceroute.core.snapshot import ClusterSnapshot

@@ -14,7 +14,8 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from balanceroute.core.policies import POLICIES, PolicySettings
+from balanceroute.core.knobs import PolicySettings
+from balanceroute.core.policies import POLICIES
 from balanceroute.core.scheduler import SchedulerConfig
 from balanceroute.core.state import state_to_dict
 from balanceroute.core.types import Outcome, Phase, Reject, RequestSpec, Role, WorkerSpec, WorkerState
