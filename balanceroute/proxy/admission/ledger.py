@@ -4,6 +4,7 @@
     await ticket.prefiller()              which prefiller gets the probe
     ticket.prefilled(n, cached) | .prefill_failed()
     await ticket.admission()              which decode worker, when the policy has decided
+    ticket.began()                        the first tokens have come
     ticket.progress(n)                    per read of the worker's stream; taken down here, told to the scheduler later
     ticket.put_back()                     the decode worker went out before it was asked: decide again
     ticket.requeue()                      decode ended early: once more from the prefill on
@@ -185,6 +186,13 @@ class Ticket:
         tokens, self.unreported_tokens = self.unreported_tokens, 0
         if tokens:
             self._ledger.scheduler.progress(self.id, tokens, self._now())
+
+    def began(self) -> None:
+        """The first tokens have come."""
+        self.settle()
+        scheduler = self._ledger.scheduler
+        if scheduler.config.overlap_requests is None:  # nobody else asks
+            scheduler.began(self.id, self._now())
 
     def put_back(self) -> None:
         """The decode worker will not be asked after all: wait for another in the pool."""
@@ -461,8 +469,8 @@ class Ledger:
 
     @property
     def decision_possible(self) -> bool:
-        """Whether the policy could admit something: there is a free slot, or it doesn't wait for one."""
-        return not self._waits_for_slots or self.scheduler.snapshot.has_free_slot
+        """Whether the policy could admit something: a worker may be sent one, or it doesn't wait for that."""
+        return not self._waits_for_slots or self.scheduler.snapshot.has_room
 
     def pool_filled(self) -> None:
         """A request has come into the pool."""
