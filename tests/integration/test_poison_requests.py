@@ -126,7 +126,9 @@ async def test_poison_requests_that_share_their_first_decoder_reach_one_more_eac
         for name in others:
             fleet.drain(fleet[name], drained=False)
         all_there.set()
-        asked += [ask(f"late{n}") for n in range(2)]  # which are there for the first time where others are for the second
+        asked += [
+            ask(f"late{n}") for n in range(2)
+        ]  # which are there for the first time where others are for the second
         assert {answer.status_code for answer in await asyncio.gather(*asked)} <= {502, 503}
         met = {
             one: [name for name, decoder in decoders.items() if any(a.id.startswith(f"{one}-") for a in decoder.asked)]
