@@ -653,7 +653,7 @@ class Retry(Section):
         3,
         ge=1,
         le=100,
-        description="Failed tries per request and stage; each on another worker if any. A 429 or 503 is none: the "
+        description="Failed tries per request and tier; each on another worker if any. A 429 or 503 is none: the "
         "request waits for a worker, for its first token at most queue.deadline_s.",
     )
     base_delay_s: SecondsOrZero = Field(

@@ -1,6 +1,6 @@
 """`Scheduler`: the only writer of the snapshot. Events come in with their time, actions go out; no clock, no I/O.
 
-The live proxy, the step simulator and the replay of a journal drive the same object. A driver reports what happened
+The live proxy, the step simulator and the rerun of a journal drive the same object. A driver reports what happened
 (`submit`, `prefilled`, `progress`, `finish`, ...) and asks for decisions (`dispatch`, `admit`, `expire`); whatever the
 answer demands (send a probe, open a decode stream, drain pinned KV) is the driver's to do. Calls never await, so
 between reading the state and acting on it nothing else happens.
@@ -30,7 +30,7 @@ joins the class in front, but no more than one in `PROMOTION_PERIOD` admissions:
 that were meant to go first. Without a TTL classes are strict.
 
 Predictions enter as values: the driver asks `due_refreshes()` which requests need one (every `refresh_every_tokens`
-generated tokens, and at once when c-hat has come down to 0) and passes the results to `refresh`, so a replay needs no
+generated tokens, and at once when c-hat has come down to 0) and passes the results to `refresh`, so a rerun needs no
 predictor.
 """
 

@@ -19,9 +19,9 @@ Decoders are asked too, but what they report is only compared
 with our own ledger (`reported` in /state), never put in its place: ours is exact and theirs is old. What they
 have beyond it for longer than their reports lag is somebody else's load (`foreign.py`), which decisions count.
 
-Pages are read by our own client and reader, because the loop that relays streams reads them: 100 kB take httpx and
-prometheus-client's parser 2.4 ms and, in one go, 50 ms; ours 0.06 and 0.1, 3 % of a core for 144 workers
-(`scripts/bench/polls.py`).
+Pages are read by our own client and reader, because the loop that relays streams reads them. 100 kB take httpx 0.6 to
+2.4 ms and prometheus-client's parser 20 to 50 ms in one go, of two machines; ours 0.02 to 0.06 and 0.1, which for 144
+workers is 2 to 3 % of a core instead of three cores and more (`scripts/bench/polls.py`).
 
 Workers of one URL share one read; their ranks are told apart by the `engine` label.
 """
