@@ -62,8 +62,8 @@ def replay(
     prefillers: Annotated[int, typer.Option(min=0, help="Simulate a prefill tier of this many workers.")] = 0,
     prefill_rate: Annotated[float, typer.Option(help="Prompt tokens per second of one prefiller.")] = 20_000.0,
     prefill_policy: Annotated[
-        str, typer.Option(help="least_tokens, prefix_affinity or round_robin: which prefiller computes a prompt.")
-    ] = "least_tokens",
+        str, typer.Option(help="prefix_affinity, least_tokens or round_robin: which prefiller computes a prompt.")
+    ] = "prefix_affinity",
     prefix_cache: Annotated[int, typer.Option(help=PREFIX_CACHE_HELP)] = 0,
     transfer_steps: Annotated[int, typer.Option(min=0, help="Steps that a KV transfer takes.")] = 0,
     telemetry_lag: Annotated[int, typer.Option(min=0, help="Steps by which the router hears late.")] = 0,

@@ -287,10 +287,10 @@ class Prefill(Section):
         min_length=1, strict=False, description="The prefillers: a list of {url, id, dp_rank}."
     )
     policy: PrefillPolicyName = Field(
-        "least_tokens",
-        description="Which prefiller computes a prompt: least_tokens, the one with the fewest prompt tokens under way; "
-        "prefix_affinity, the one with the least to compute, knowing what it still has of earlier prompts; "
-        "round_robin.",
+        "prefix_affinity",
+        description="Which prefiller computes a prompt: prefix_affinity, the one with the least to compute, knowing "
+        "what it still has of earlier prompts; least_tokens, the one with the fewest prompt tokens under way, as "
+        "prefix_affinity does where nothing is shared; round_robin.",
     )
     kv_usage_limit: float = Field(
         0.9, gt=0, le=1, description="No new prefill goes to a prefiller whose KV cache is fuller than this."
@@ -316,6 +316,11 @@ class Prefill(Section):
         "default, 480 for "
         "mooncake_v1, 30 for nixl; mooncake_layerwise pins none.",
     )
+
+    @property
+    def wants_prefix_caches(self) -> bool:
+        """Whether `prefix_affinity` is asked for by name: as the default it calls no prefiller without one degraded."""
+        return self.policy == "prefix_affinity" and "policy" in self.model_fields_set
 
 
 class Decode(Section):
@@ -672,7 +677,7 @@ class Retry(Section):
         3,
         ge=1,
         le=100,
-        description="Failed tries per request and stage; each on another worker if any. A 429 or 503 is none: the "
+        description="Failed tries per request and tier; each on another worker if any. A 429 or 503 is none: the "
         "request waits for a worker, for its first token at most queue.deadline_s.",
     )
     base_delay_s: SecondsOrZero = Field(
