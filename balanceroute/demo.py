@@ -33,7 +33,7 @@ import numpy as np
 
 from balanceroute.errors import BalanceRouteError
 from balanceroute.loadgen import LoadOptions, run_load
-from balanceroute.loadgen.replay import LoadReport
+from balanceroute.loadgen.run import LoadReport
 from balanceroute.traces import Trace
 from balanceroute.traces.capacity import ReferenceSetting, ideal_capacity, mean_kv_tokens
 from balanceroute.traces.generate import generate_trace
@@ -159,7 +159,7 @@ def one_policy(
 async def play(
     trace: Trace, router_url: str, cluster_url: str, on_progress: Progress
 ) -> tuple[LoadReport, dict[str, float]]:
-    """Replay the trace; the report, and the engine's sums over the steps of the steady window."""
+    """Send the trace; the report, and the engine's sums over the steps of the steady window."""
     sent = 0
     samples: list[tuple[int, dict[str, float]]] = []
 
@@ -181,7 +181,7 @@ async def play(
         sampler.cancel()
     steady = [totals for count, totals in samples if WARM_UP_RATIO * len(trace) <= count < len(trace)]
     if len(steady) < 2:
-        raise DemoFailed(f"the replay of {len(trace)} requests was too short to measure: give it more seconds")
+        raise DemoFailed(f"the run of {len(trace)} requests was too short to measure: give it more seconds")
     return report, {name: steady[-1][name] - steady[0][name] for name in steady[0]}
 
 

@@ -12,7 +12,7 @@
     │   ├── NoHealthyWorkers     503
     │   ├── EdgeFull             503
     │   └── Draining             503
-    ├── UpstreamError            .worker .stage
+    ├── UpstreamError            .worker .tier
     │   ├── ConnectFailed        502
     │   ├── UpstreamTimeout      504
     │   ├── BadUpstreamReply     502; ForeignReply where it answers another request
@@ -113,15 +113,15 @@ class Draining(Rejected):
 
 
 class UpstreamError(BalanceRouteError):
-    """A worker failed; `worker` is its id, `stage` is prefill or decode."""
+    """A worker failed; `worker` is its id, `tier` is prefill or decode."""
 
     status_hint = 502
     retryable = True
 
-    def __init__(self, message: str, *, worker: str, stage: str) -> None:
+    def __init__(self, message: str, *, worker: str, tier: str) -> None:
         super().__init__(message)
         self.worker = worker
-        self.stage = stage
+        self.tier = tier
 
 
 class ConnectFailed(UpstreamError):
@@ -168,8 +168,8 @@ class UpstreamStatus(UpstreamError):
 
     retry_after_s = 0.0
 
-    def __init__(self, message: str, *, worker: str, stage: str, status: int, body: bytes) -> None:
-        super().__init__(message, worker=worker, stage=stage)
+    def __init__(self, message: str, *, worker: str, tier: str, status: int, body: bytes) -> None:
+        super().__init__(message, worker=worker, tier=tier)
         self.status = status
         self.body = body
 

@@ -1,8 +1,8 @@
-"""The journal: every call into a scheduler with its time and what it answered, as JSON lines, and their replay.
+"""The journal: every call into a scheduler with its time and what it answered, as JSON lines, and their rerun.
 
-A scheduler has no clock, no randomness and no I/O, so the calls determine the answers: replaying a journal against the
-same version must give the same actions byte for byte (INV-6). A difference means that the code has changed its mind,
-and the line says where first.
+A scheduler has no clock, no randomness and no I/O, so the calls determine the answers: a rerun with the same version
+must give the same actions byte for byte (INV-6). A difference means that the code has changed its mind, and the line
+says where first.
 
     {"journal": 1, "version": "0.1.0", "policy": "br_h", "params": {...}, "config": {...}}
     {"t": 12.25, "call": "submit", "args": {"spec": {"id": "a", "prompt_tokens": 900, ...}}, "answer": null}
@@ -15,10 +15,10 @@ before the next other call. The snapshot after a sum is the one after its summan
 has no infinity: bounds that are infinite are written as null.
 
 The hashes of a prompt's blocks never leave the router: in their place stand keyed hashes of them, whose key is made
-for this journal and written nowhere, so that a replay can tell which prompts begin alike, and nobody anything else.
+for this journal and written nowhere, so that a rerun can tell which prompts begin alike, and nobody anything else.
 
 The file is buffered and flushed once per second of the calls' own time, so a killed process loses about a second and
-may leave half a line, which the replay forgives at the very end of the file.
+may leave half a line, which a rerun forgives at the very end of the file.
 """
 
 import math
@@ -58,7 +58,7 @@ Answer = TypeVar("Answer")
 
 
 class JournalWriter:
-    """Appends calls to a file; the first line says with what policy and bounds they are to be replayed.
+    """Appends calls to a file; the first line says with what policy and bounds they are to be run again.
 
     Raises InputError when the file cannot be opened.
     """
@@ -276,24 +276,24 @@ class RecordingScheduler(Scheduler):
         self._writer.write(call_line(now, call, args, outcome), now)
 
 
-# -- replay ------------------------------------------------------------------------------------------------------------
+# -- rerun ------------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """The first call that answers otherwise than it did; `recorded` and `replayed` are JSON texts."""
+    """The first call that answers otherwise than it did; `recorded` and `rerun` are JSON texts."""
 
     line: int
     at_s: float
     call: str
     args: dict[str, Any]
     recorded: str
-    replayed: str
+    rerun: str
 
 
 @dataclass(frozen=True, slots=True)
-class ReplayReport:
-    """What a replay found.
+class RerunReport:
+    """What a rerun found.
 
     `span_s`: from the first call to the last, seconds of the calls' own time. `cut_short`: half a line ends the file.
     """
@@ -308,19 +308,19 @@ class ReplayReport:
     difference: Difference | None
 
 
-def replay(path: Path) -> ReplayReport:
+def rerun(path: Path) -> RerunReport:
     """Make the journal's calls again and compare the answers, up to the first difference.
 
     Raises: InputError naming the line that cannot be read. O(1) memory in the length of the file.
     """
     try:
         with path.open("rb") as file:
-            return _replay(path, file)
+            return _rerun(path, file)
     except OSError as error:
         raise InputError(f"{path}: {error.strerror}") from error
 
 
-def _replay(path: Path, file: BinaryIO) -> ReplayReport:
+def _rerun(path: Path, file: BinaryIO) -> RerunReport:
     lines = enumerate(file, start=1)
     version, settings, config = _read_header(path, next(lines, (1, b""))[1])
     scheduler = Scheduler(make_policy(settings), config)
@@ -346,7 +346,7 @@ def _replay(path: Path, file: BinaryIO) -> ReplayReport:
             difference = _difference(number, entry, outcome)
             break
     span_s = last_s - first_s if first_s is not None else 0.0
-    return ReplayReport(version, settings, calls, tokens, admissions, span_s, cut_short, difference)
+    return RerunReport(version, settings, calls, tokens, admissions, span_s, cut_short, difference)
 
 
 def _read_header(path: Path, line: bytes) -> tuple[str, PolicySettings, SchedulerConfig]:
@@ -421,5 +421,5 @@ def _difference(number: int, entry: dict[str, Any], outcome: dict[str, Any]) -> 
         call=entry["call"],
         args=entry["args"],
         recorded=orjson.dumps(recorded).decode(),
-        replayed=orjson.dumps(outcome).decode(),
+        rerun=orjson.dumps(outcome).decode(),
     )

@@ -20,7 +20,7 @@ import numpy as np
 
 from balanceroute.demo import Progress, free_port, free_port_range, process, wait_ready
 from balanceroute.loadgen import LoadOptions, run_load
-from balanceroute.loadgen.replay import LoadReport
+from balanceroute.loadgen.run import LoadReport
 from balanceroute.traces import BLOCK_TOKENS, Trace, generate_conversations
 
 TOKENS_PER_S = 6000.0  # of a prefiller at full size

@@ -81,7 +81,7 @@ def _instructions(times: int, given: list[str]) -> int:
 
 
 class _Ticket:
-    """Counts as `admission.ledger.Ticket` does."""
+    """Counts as `admission.tickets.Ticket` does."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop, behind: list["_Ticket"]) -> None:
         self._now, self._behind = loop.time, behind

@@ -1,4 +1,4 @@
-"""`balanceroute explain`: the decision on a written-down state and why, or the replay of a journal."""
+"""`balanceroute explain`: the decision on a written-down state and why, or the rerun of a journal."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -7,7 +7,7 @@ import typer
 
 if TYPE_CHECKING:
     from balanceroute.explain import Explanation
-    from balanceroute.journal import ReplayReport
+    from balanceroute.journal import RerunReport
 
 POLICY_HELP = (
     "Decide by this policy instead, with its defaults: what would it do now? A module:Class of your own that the file "
@@ -25,7 +25,7 @@ def explain(
     journal: Annotated[
         Path | None,
         typer.Option(
-            help="Replay this journal (serve --journal) instead and compare every action.", show_default=False
+            help="Run this journal (serve --journal) again instead and compare every action.", show_default=False
         ),
     ] = None,
     policy: Annotated[str | None, typer.Option(help=POLICY_HELP, show_default=False)] = None,
@@ -43,13 +43,13 @@ def explain(
     if (snapshot is None) == (journal is None):
         raise InputError("explain takes a SNAPSHOT file (or -), or --journal FILE")
     if journal is not None:
-        from balanceroute.journal import replay
+        from balanceroute.journal import rerun
         from balanceroute.plugins import learn_policy
 
         if policy is not None:
             learn_policy(policy)
-        report = replay(journal)
-        show_replay(journal, report, as_json=as_json)
+        report = rerun(journal)
+        show_rerun(journal, report, as_json=as_json)
         raise typer.Exit(1 if report.difference else 0)
     from balanceroute.explain import explain as explain_state
 
@@ -120,8 +120,8 @@ def show_explanation(result: "Explanation") -> None:
 STAGES = {0: "overdue", 1: "abundant", 2: "scarce", 3: "at once"}
 
 
-def show_replay(path: Path, report: "ReplayReport", *, as_json: bool) -> None:
-    """Print what the replay found."""
+def show_rerun(path: Path, report: "RerunReport", *, as_json: bool) -> None:
+    """Print what the rerun found."""
     from dataclasses import asdict
 
     from balanceroute.cli.output import print_json
@@ -141,4 +141,4 @@ def show_replay(path: Path, report: "ReplayReport", *, as_json: bool) -> None:
         return
     typer.echo(f"first difference in line {difference.line}, t={difference.at_s}: {difference.call} {difference.args}")
     typer.echo(f"  recorded  {difference.recorded}")
-    typer.echo(f"  replayed  {difference.replayed}")
+    typer.echo(f"  rerun     {difference.rerun}")

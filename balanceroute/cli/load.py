@@ -23,7 +23,7 @@ def load(
     seed: Annotated[int, typer.Option(help="Seed of the prompts and of a generated trace.")] = 0,
     json: Annotated[bool, typer.Option("--json", help="Print the report as JSON.")] = False,
 ) -> None:
-    """Replay a trace over HTTP against any OpenAI endpoint and measure what a client sees.
+    """Send a trace over HTTP to any OpenAI endpoint and measure what a client sees.
 
     Exit code 1 when any answer was not complete. Ctrl-C ends it with what there is until then, and exit code 130.
 

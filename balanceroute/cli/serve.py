@@ -23,7 +23,7 @@ def serve(
     decoder_ports: Annotated[list[int] | None, typer.Option(help="Port of each decode worker.")] = None,
     connector: Annotated[str | None, typer.Option(help="mooncake_v1, nixl or mooncake_layerwise.")] = None,
     max_num_seqs: Annotated[int | None, typer.Option(help="decode.max_num_seqs.")] = None,
-    max_retries: Annotated[int | None, typer.Option(help="Tries per request and stage.")] = None,
+    max_retries: Annotated[int | None, typer.Option(help="Tries per request and tier.")] = None,
     retry_delay: Annotated[float | None, typer.Option(help="Base of the backoff, seconds.")] = None,
     max_waiting_retries: Annotated[int | None, typer.Option(help="Readiness checks of an added worker.")] = None,
     waiting_retry_interval: Annotated[float | None, typer.Option(help="Seconds between those.")] = None,

@@ -1,7 +1,7 @@
 """The flags of vllm-ascend's example proxy, so that this router starts with the command line of that one.
 
 Only the sides whose flags are given are set; the others come from the YAML. Where a meaning differs, the
-nearest setting of ours is used: `--max-retries` counts tries per stage, `--retry-delay` is the base of the
+nearest setting of ours is used: `--max-retries` counts tries per tier, `--retry-delay` is the base of the
 backoff, and the two waiting flags pace the readiness checks of workers added at run time.
 """
 

@@ -54,7 +54,7 @@ def present_score(margin: float, alpha: float, beta: float) -> Score:
 class HorizonWeights:
     """alpha, beta and the discounts gamma^h, h = 0..H, ready to make a worker's `Score` from its margins.
 
-    Sums and powers are running ones, whose rounding is the same on every machine: a journal replays anywhere.
+    Sums and powers are running ones, whose rounding is the same on every machine: a journal can be run again anywhere.
     """
 
     def __init__(self, horizon_steps: int, alpha: float, beta: float, gamma: float) -> None:

@@ -1,6 +1,6 @@
 """`Scheduler`: the only writer of the snapshot. Events come in with their time, actions go out; no clock, no I/O.
 
-The live proxy, the step simulator and the replay of a journal drive the same object. A driver reports what happened
+The live proxy, the step simulator and the rerun of a journal drive the same object. A driver reports what happened
 (`submit`, `prefilled`, `progress`, `finish`, ...) and asks for decisions (`dispatch`, `admit`, `expire`); whatever the
 answer demands (send a probe, open a decode stream, drain pinned KV) is the driver's to do. Calls never await, so
 between reading the state and acting on it nothing else happens.
@@ -30,7 +30,7 @@ joins the class in front, but no more than one in `PROMOTION_PERIOD` admissions:
 that were meant to go first. Without a TTL classes are strict.
 
 Predictions enter as values: the driver asks `due_refreshes()` which requests need one (every `refresh_every_tokens`
-generated tokens, and at once when c-hat has come down to 0) and passes the results to `refresh`, so a replay needs no
+generated tokens, and at once when c-hat has come down to 0) and passes the results to `refresh`, so a rerun needs no
 predictor.
 """
 
@@ -42,7 +42,7 @@ from operator import attrgetter
 
 from balanceroute.core.policies import PolicySettings, make_policy
 from balanceroute.core.policy import AdmissionPolicy, Choice, StageTimer
-from balanceroute.core.prefill import PREFILL_POLICIES, PrefillPolicy, cheapest, ready_prefillers
+from balanceroute.core.prefill import PREFILL_POLICIES, SHARED_BY, PrefillPolicy, cheapest, ready_prefillers
 from balanceroute.core.prefill_work import work_tokens
 from balanceroute.core.snapshot import ClusterSnapshot
 from balanceroute.core.tracker import DecodeInstanceState, PrefillerBudget, RequestTracker
@@ -129,6 +129,7 @@ class Scheduler:
         if config.prefill_policy != self.config.prefill_policy:
             for prefiller in self.snapshot.prefillers:
                 prefiller.cache.clear()  # what is sent under a policy that knows no prefixes is not taken down
+            self.snapshot.shared_prefixes.clear()
         self.config = config
         self._size_overlap()
         self.snapshot.longest_wait_s = PATIENCE_SHARE * config.pool_ttl_s
@@ -607,7 +608,8 @@ class Scheduler:
         if not ready:
             return None
         if tracker.prefix:
-            tracker.shared_blocks = snapshot.shared_blocks(tracker.prefix)
+            least = SHARED_BY * len(snapshot.prefillers)
+            tracker.shared_blocks = snapshot.shared_prefixes.shared(tracker.prefix, least)
         costs = self.prefill_policy(ready, tracker)
         tracker.offers = (ready, costs)
         return cheapest(ready, costs)
@@ -619,9 +621,7 @@ class Scheduler:
         tracker.uncached_tokens = tracker.uncached_on(prefiller)
         if tracker.prefix:
             tracker.prefix_use = prefiller.cache.use(tracker.prefix, tracker.block_tokens)
-            blocks = self.snapshot.prefilling_blocks
-            for block in tracker.prefix:
-                blocks[block] += 1
+            self.snapshot.shared_prefixes.use(tracker.prefix)
         prefiller.inflight += 1
         prefiller.inflight_tokens += tracker.prompt_tokens
         prefiller.inflight_uncached_tokens += tracker.uncached_tokens
@@ -658,12 +658,6 @@ class Scheduler:
         prefiller.inflight_uncached_tokens -= tracker.uncached_tokens
         tracker.prefiller, tracker.pinned_tokens = None, 0
         tracker.uncached_tokens, tracker.prefix_use, tracker.offers = 0, None, None
-        blocks = self.snapshot.prefilling_blocks
-        for block in tracker.prefix:
-            if blocks[block] == 1:
-                del blocks[block]
-            else:
-                blocks[block] -= 1
 
     def _end_prefill(self, tracker: RequestTracker, now: float, done: bool = False) -> None:
         self._free_prefiller(tracker, now, done)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from balanceroute.core.snapshot import ClusterSnapshot
 from balanceroute.core.tracker import DecodeInstanceState, PrefillerBudget
-from balanceroute.core.types import Phase, WorkerState
+from balanceroute.core.types import WorkerState
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,22 +57,6 @@ class PrefillerView:
     missed_tokens: int = 0
     cache_tokens: int = 0
     cache_known: tuple[int | None, int] = (None, 0)
-
-
-@dataclass(frozen=True, slots=True)
-class RequestView:
-    """A request that is here.
-
-    Args: order: its arrival number. decoder: the decode worker that it is bound to. asking, pushing: decode-first, it
-    waits for a prefiller, or one computes its prompt.
-    """
-
-    id: str
-    phase: Phase
-    order: int
-    decoder: str | None
-    asking: bool
-    pushing: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,19 +128,4 @@ def view_prefiller(prefiller: PrefillerBudget) -> PrefillerView:
         missed_tokens=prefiller.hits.missed_tokens,
         cache_tokens=prefiller.cache.tokens,
         cache_known=(prefiller.cache.capacity_tokens, prefiller.cache.engine_block_tokens),
-    )
-
-
-def view_request(snapshot: ClusterSnapshot, request_id: str) -> RequestView | None:
-    """None when it is not here (any more). O(1)."""
-    tracker = snapshot.requests.get(request_id)
-    if tracker is None:
-        return None
-    return RequestView(
-        id=request_id,
-        phase=tracker.phase,
-        order=tracker.order,
-        decoder=None if tracker.worker is None else tracker.worker.spec.id,
-        asking=request_id in snapshot.asking,
-        pushing=tracker.pushing,
     )

@@ -12,7 +12,7 @@
     limit       not in the paper: the window ends where the client's own limit does. With l <= H tokens left the
                 rules hold for l in place of H, and the anchor l - 1, which is certain then, is decremented
 
-The scheduler keeps c_hat and tells which trackers are due; it takes values only, so a journal replays without
+The scheduler keeps c_hat and tells which trackers are due; it takes values only, so a journal is run again without
 a predictor. With H = 0 there is no window: anchor and floor are both 0.
 """
 

@@ -20,6 +20,7 @@ from balanceroute.proxy.admission.decode_dispatcher import DecodeDispatcher
 from balanceroute.proxy.admission.forecasts import Forecasts, build_forecasts
 from balanceroute.proxy.admission.ledger import open_ledger
 from balanceroute.proxy.admission.prefill_dispatcher import PrefillDispatcher
+from balanceroute.proxy.admission.tickets import Tickets
 from balanceroute.proxy.client.edge import Handler
 from balanceroute.proxy.client.exchange import Exchange
 from balanceroute.proxy.client.head import Request
@@ -169,10 +170,12 @@ def build_services(
     for spec in worker_specs(config):
         fleet.connect(spec)
     connector = connector_for(config)
-    drainer = Drainer(fleet, ledger, metrics, connector, config.kv_pin_s)
+    tickets = Tickets(ledger, loop, connector.decode_first)
+    drainer = Drainer(fleet, tickets, metrics, connector, config.kv_pin_s)
     perimeter = perimeter or Perimeter(config)
     return Services(
         config=config,
+        tickets=tickets,
         ledger=ledger,
         fleet=fleet,
         metrics=metrics,
@@ -222,7 +225,7 @@ def start(services: Services, recorder: Recorder) -> None:
             services.ledger, services.metrics.admit_duration, admitted, decisions
         ).run,
         "metrics_poller": metrics_poller(services).run,
-        "pool_reaper": PoolReaper(services).run,
+        "pool_reaper": PoolReaper(services, services.ledger.expire).run,
         "health": health_monitor(services).run,
         "recorder": recorder.run,
         "certificates": lambda: services.tls.watch(lambda: services.config),

@@ -45,7 +45,7 @@ class Router:
             raise AssertionError(f"still held: {await self.state()} {self.cluster.state()}") from None
         services.ledger.scheduler.snapshot.check_invariants()
         assert services.legs == set()
-        assert services.ledger.tickets == {}
+        assert services.tickets.by_id == {}
         assert all(worker.in_use == 0 for worker in services.fleet)
 
     def _empty(self) -> bool:

@@ -11,7 +11,7 @@ import pytest
 from balanceroute.config import Config, DecodeWorker
 from balanceroute.emulator import ClusterShape, EmulatedCluster
 from balanceroute.errors import ConfigError
-from balanceroute.journal import replay
+from balanceroute.journal import rerun
 from balanceroute.proxy.app import create_app
 from balanceroute.proxy.reload import apply, reload
 from tests.integration.router import Router, configuration, patient, running, served
@@ -207,13 +207,13 @@ async def test_what_any_worker_can_answer_is_passed_on() -> None:
         assert (await router.client.post("/reset_prefix_cache")).status_code in (200, 500)
 
 
-async def test_a_journal_of_live_decisions_replays_to_the_same(tmp_path: Path) -> None:
+async def test_a_journal_of_live_decisions_runs_again_to_the_same(tmp_path: Path) -> None:
     async with EmulatedCluster(patient(SHAPE)) as cluster:
         config = configuration(cluster)
         app = create_app(config, journal=tmp_path / "journal", strict=True)
         async with served(app) as url, httpx.AsyncClient(base_url=url, trust_env=False, timeout=30) as client:
             await asyncio.gather(*(client.post("/v1/completions", json=completion()) for _ in range(10)))
-    report = replay(tmp_path / "journal")
+    report = rerun(tmp_path / "journal")
     assert report.difference is None and report.admissions == 10
 
 

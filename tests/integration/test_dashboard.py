@@ -161,7 +161,7 @@ async def test_loads_tokens_and_quantiles_follow_the_requests_without_naming_the
         loaded = False
         while not all(job.done() for job in jobs):
             reply = await router.client.get("/dashboard/data")
-            assert all(job_id not in reply.text for job_id in router.app.services.ledger.tickets)
+            assert all(job_id not in reply.text for job_id in router.app.services.tickets.by_id)
             data = reply.json()
             loaded = loaded or all(worker["load_tokens"] > 40 and worker["active"] == 2 for worker in data["workers"])
             tokens.append(data["generated_tokens"])

@@ -59,8 +59,8 @@ def text_of(reply: httpx.Response) -> str:
     return "".join(choice["text"] for part in parts for choice in part["choices"])
 
 
-def moves(router: Router, stage: str = "decode") -> float:
-    return router.app.services.metrics.moves.value(stage)
+def moves(router: Router, tier: str = "decode") -> float:
+    return router.app.services.metrics.moves.value(tier)
 
 
 def streams_on_every_decoder(router: Router) -> bool:

@@ -1,7 +1,8 @@
 """The scheduler under random events, for every policy.
 
 After every call the snapshot equals its recount. Before every decision the state goes through JSON and `explain` must
-come to the decision that the scheduler then takes. At the end the journal of the whole run must replay byte for byte.
+come to the decision that the scheduler then takes. At the end a rerun of the whole journal must give the same answers,
+byte for byte.
 """
 
 import json
@@ -18,7 +19,7 @@ from balanceroute.core.scheduler import SchedulerConfig
 from balanceroute.core.state import state_to_dict
 from balanceroute.core.types import Outcome, Phase, Reject, RequestSpec, Role, WorkerSpec, WorkerState
 from balanceroute.explain import explain
-from balanceroute.journal import RecordingScheduler, replay
+from balanceroute.journal import RecordingScheduler, rerun
 
 HORIZON = 6
 prompt_sizes = st.one_of(st.integers(1, 20), st.integers(1, 3_000))
@@ -247,7 +248,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             "INV-5: all counters are back at zero"
         )
         self.scheduler.close()
-        report = replay(self.folder / "journal.jsonl")
+        report = rerun(self.folder / "journal.jsonl")
         shutil.rmtree(self.folder)
         assert report.difference is None, report.difference
 

@@ -181,7 +181,7 @@ class Attacked:
         async with asyncio.timeout(PATIENCE_S):
             while (await self.complete()).status_code != 200:  # noqa: ASYNC110 - its circuit may be open
                 await asyncio.sleep(0.05)
-        await eventually(lambda: not (services.ledger.tickets or services.legs or services.drainer.pending))
+        await eventually(lambda: not (services.tickets.by_id or services.legs or services.drainer.pending))
         await self.sound()
 
     async def sound(self) -> None:

@@ -63,9 +63,9 @@ def once(bad: Callable[[Asked], bytes], good: Callable[[Asked], bytes]) -> Calla
     return lambda asked: next(answers, good)(asked)
 
 
-async def foreign(router: Attacked, worker: str, stage: str) -> float:
+async def foreign(router: Attacked, worker: str, tier: str) -> float:
     """How many answers of other requests were caught."""
-    line = f'balanceroute_upstream_errors_total{{kind="foreign_reply",stage="{stage}",worker="{worker}"}} '
+    line = f'balanceroute_upstream_errors_total{{kind="foreign_reply",tier="{tier}",worker="{worker}"}} '
     return float((await router.metrics()).partition(line)[2].partition("\n")[0] or 0)
 
 
@@ -199,16 +199,11 @@ SHAPES: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize(
-    ("shape", "stage"),
-    [
-        (shape, stage)
-        for shape in SHAPES
-        for stage in ("prefill", "decode")
-        if (shape[:6], stage) != ("scored", "decode")
-    ],
+    ("shape", "tier"),
+    [(shape, tier) for shape in SHAPES for tier in ("prefill", "decode") if (shape[:6], tier) != ("scored", "decode")],
 )
 async def test_a_client_sees_the_same_id_however_many_tries_its_answer_took(
-    router: Attacked, shape: str, stage: str
+    router: Attacked, shape: str, tier: str
 ) -> None:
     """Every try has an X-Request-Id of its own, and engines make their `id` of it."""
     scored = shape.startswith("scored")
@@ -218,7 +213,7 @@ async def test_a_client_sees_the_same_id_however_many_tries_its_answer_took(
 
     if scored:
         router.prefiller.answer = once(failed, lambda asked: reply(probed(asked, kv_transfer_params=None)))
-    elif stage == "prefill":
+    elif tier == "prefill":
         router.prefiller.answer = once(failed, well_prefilled)
     else:
         router.decoder.answer = once(failed, well_decoded)

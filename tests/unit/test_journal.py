@@ -1,4 +1,4 @@
-"""The journal: a recorded run replays to the same answers, and a damaged file is refused with the line."""
+"""The journal: a recorded run runs again to the same answers, and a damaged file is refused with the line."""
 
 import json
 from pathlib import Path
@@ -10,7 +10,7 @@ from balanceroute.core.policies import PolicySettings
 from balanceroute.core.scheduler import Scheduler, SchedulerConfig
 from balanceroute.core.types import Outcome, RequestSpec, Role, WorkerSpec
 from balanceroute.errors import InputError, InvariantError
-from balanceroute.journal import RecordingScheduler, replay
+from balanceroute.journal import RecordingScheduler, rerun
 
 SETTINGS = PolicySettings(policy="br_h", horizon_steps=8)
 
@@ -54,9 +54,9 @@ def rewrite(path: Path, number: int, line: str) -> None:
     path.write_text("\n".join(lines) + "\n")
 
 
-def test_a_recorded_run_replays_to_the_same_answers(path: Path) -> None:
+def test_a_recorded_run_runs_again_to_the_same_answers(path: Path) -> None:
     calls = record(path)
-    report = replay(path)
+    report = rerun(path)
     assert report.difference is None and not report.cut_short
     assert (report.calls, report.tokens, report.admissions, report.span_s) == (len(calls), 9, 2, 9.0)
     assert report.settings == SETTINGS
@@ -91,10 +91,10 @@ def test_a_call_that_raised_is_recorded_and_raises_the_same_again(path: Path) ->
         scheduler.progress("ghost", 1, 2.0)
     scheduler.close()
     assert [entry["raised"][:5] for entry in entries(path)] == ["ghost", "ghost"]
-    assert replay(path).difference is None
+    assert rerun(path).difference is None
 
 
-def test_bounds_that_change_on_the_way_are_recorded_and_replayed(path: Path) -> None:
+def test_bounds_that_change_on_the_way_are_recorded_and_run_again(path: Path) -> None:
     scheduler = RecordingScheduler(SETTINGS, SchedulerConfig(), path)
     scheduler.add_worker(WorkerSpec("p0", Role.PREFILL), 0.0)
     scheduler.add_worker(WorkerSpec("d0", Role.DECODE), 0.0)
@@ -103,10 +103,10 @@ def test_bounds_that_change_on_the_way_are_recorded_and_replayed(path: Path) -> 
     assert scheduler.submit(RequestSpec("b", 1), 2.0) is not None
     assert [release.request for release in scheduler.expire(9.0)] == ["a"]
     scheduler.close()
-    assert replay(path).difference is None
+    assert rerun(path).difference is None
 
 
-def test_a_request_that_is_put_back_is_recorded_and_replayed(path: Path) -> None:
+def test_a_request_that_is_put_back_is_recorded_and_run_again(path: Path) -> None:
     scheduler = RecordingScheduler(SETTINGS, SchedulerConfig(), path)
     scheduler.add_worker(WorkerSpec("p0", Role.PREFILL), 0.0)
     scheduler.add_worker(WorkerSpec("d0", Role.DECODE), 0.0)
@@ -117,7 +117,7 @@ def test_a_request_that_is_put_back_is_recorded_and_replayed(path: Path) -> None
         assert [admission.worker for admission in scheduler.admit(now)] == ["d0"]
         scheduler.put_back("a", now)
     scheduler.close()
-    assert replay(path).difference is None
+    assert rerun(path).difference is None
 
 
 def test_the_first_answer_that_differs_is_reported_with_its_line(path: Path) -> None:
@@ -126,16 +126,16 @@ def test_the_first_answer_that_differs_is_reported_with_its_line(path: Path) -> 
     entry = calls[number - 2]
     entry["answer"][1]["worker"] = "d7"
     rewrite(path, number, json.dumps(entry, separators=(",", ":")))
-    difference = replay(path).difference
+    difference = rerun(path).difference
     assert difference is not None
     assert (difference.line, difference.call) == (number, "admit")
-    assert "d7" in difference.recorded and "d7" not in difference.replayed
+    assert "d7" in difference.recorded and "d7" not in difference.rerun
 
 
 def test_half_a_line_at_the_end_is_forgiven(path: Path) -> None:
     calls = record(path)
     path.write_bytes(path.read_bytes()[:-9])
-    report = replay(path)
+    report = rerun(path)
     assert report.cut_short and report.difference is None and report.calls == len(calls) - 1
 
 
@@ -156,15 +156,15 @@ def test_a_damaged_line_is_named(path: Path, number: int, line: str, message: st
     record(path)
     rewrite(path, number, line)
     with pytest.raises(InputError, match=message):
-        replay(path)
+        rerun(path)
 
 
 def test_an_empty_or_missing_file_is_refused(path: Path) -> None:
     with pytest.raises(InputError, match="No such file"):
-        replay(path)
+        rerun(path)
     path.write_text("")
     with pytest.raises(InputError, match="line 1: not the header"):
-        replay(path)
+        rerun(path)
 
 
 def test_what_a_killed_process_leaves_is_at_most_a_second_short(path: Path) -> None:
@@ -176,7 +176,7 @@ def test_what_a_killed_process_leaves_is_at_most_a_second_short(path: Path) -> N
     assert left_behind.count(b"\n") >= 20
 
 
-def test_choices_by_prefix_replay_from_the_journal_alone(path: Path) -> None:
+def test_choices_by_prefix_run_again_from_the_journal_alone(path: Path) -> None:
     scheduler = RecordingScheduler(SETTINGS, SchedulerConfig(prefill_policy="prefix_affinity"), path)
     for worker in ("p0", "p1"):
         scheduler.add_worker(WorkerSpec(worker, Role.PREFILL), 0.0)
@@ -189,7 +189,7 @@ def test_choices_by_prefix_replay_from_the_journal_alone(path: Path) -> None:
         scheduler.prefilled(str(number), 500 * number + 1, float(number), None, 500 if number == 6 else None)
     scheduler.forget_prefixes("p0", 9.0)
     scheduler.close()
-    assert replay(path).difference is None
+    assert rerun(path).difference is None
 
 
 def test_a_journal_of_an_unknown_prefill_policy_is_refused(path: Path) -> None:
@@ -197,10 +197,10 @@ def test_a_journal_of_an_unknown_prefill_policy_is_refused(path: Path) -> None:
     text = path.read_text()
     path.write_text(text.replace('"prefill_policy":"least_tokens"', '"prefill_policy":"psychic"'))
     with pytest.raises(InputError, match="line 1: .*psychic"):
-        replay(path)
+        rerun(path)
 
 
-def test_the_hashes_of_prompts_stay_in_the_router_and_the_journal_replays_all_the_same(tmp_path: Path) -> None:
+def test_the_hashes_of_prompts_stay_in_the_router_and_the_journal_runs_again_all_the_same(tmp_path: Path) -> None:
     path, hashes = tmp_path / "journal", [2**64 - 1 - block for block in range(5)]
     scheduler = RecordingScheduler(
         PolicySettings(policy="br_0"), SchedulerConfig(prefill_policy="prefix_affinity"), path
@@ -219,4 +219,4 @@ def test_the_hashes_of_prompts_stay_in_the_router_and_the_journal_replays_all_th
     assert not any(str(block) in text for block in hashes)
     specs = [json.loads(line)["args"]["spec"] for line in text.splitlines()[1:] if '"submit"' in line]
     assert specs[4]["prefix"][:2] == specs[1]["prefix"]
-    assert replay(path).difference is None
+    assert rerun(path).difference is None

@@ -6,7 +6,7 @@
                         the mean of the last prompts
     of its key          how often the key was seen, and what its last and its average output would leave at this age
 
-Past means finished before: training replays the history through the very objects that serve (`RecentPast`,
+Past means finished before: training puts the history through the very objects that serve (`RecentPast`,
 `KeyMemory`) and pairs each training sample with their state at the sample's time, so training and serving
 can't drift apart. What was cut short tells neither of them anything.
 """
@@ -155,7 +155,7 @@ def _walked(length: IntArray, censored: BoolArray, horizon_steps: int) -> tuple[
 
 
 def _past_at(outputs: IntArray, prompts: IntArray, finished_s: FloatArray, at_s: FloatArray) -> FloatArray:
-    """Replay the finishes and return what `RecentPast` published before each moment, (N_PAST, n)."""
+    """Go through the finishes and return what `RecentPast` published before each moment, (N_PAST, n)."""
     past = RecentPast()
     published = [past.published]
     for output, prompt in zip(outputs.tolist(), prompts.tolist(), strict=True):
@@ -168,7 +168,7 @@ def _past_at(outputs: IntArray, prompts: IntArray, finished_s: FloatArray, at_s:
 def _key_states_at(
     keys: IntArray, outputs: IntArray, finished_s: FloatArray, asked: IntArray, at_s: FloatArray
 ) -> FloatArray:
-    """Replay the finishes and return what `KeyMemory` held for each asked key at its moment, (3, n)."""
+    """Go through the finishes and return what `KeyMemory` held for each asked key at its moment, (3, n)."""
     memory = KeyMemory(max_keys=len(keys) + 1)
     after = np.empty((len(keys) + 1, 3))
     after[-1] = KeyMemory.UNKNOWN

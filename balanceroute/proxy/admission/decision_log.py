@@ -59,7 +59,7 @@ class DecisionLog:
         """A decision is about to be taken."""
         now = self._ledger.now()
         self._state = None
-        if self._next_s <= now < self._watched_until_s and len(self._ledger.tickets) <= MOST_REQUESTS:
+        if self._next_s <= now < self._watched_until_s and self._ledger.requests <= MOST_REQUESTS:
             self._ledger.settle()
             self._state = self._ledger.state()
 

@@ -1,25 +1,8 @@
-"""The narrow waist: all that a request's lifecycle may ask of the scheduler, and all that it is told.
+"""The deciding side of the waist: what requests tell the scheduler, and what it has decided on them.
 
-    ticket = ledger.submit(spec)          arrival; raises Rejected
-    await ticket.prefiller()              which prefiller gets the probe
-    ticket.prefilled(n, cached) | .prefill_failed()
-    await ticket.admission()              which decode worker, when the policy has decided
-    ticket.began()                        the first tokens have come
-    ticket.progress(n)                    per read of the worker's stream; taken down here, told to the scheduler later
-    ticket.put_back()                     the decode worker went out before it was asked: decide again
-    ticket.requeue()                      decode ended early: once more from the prefill on
-    ticket.finish(outcome)                leaves, from any phase, once
-
-Every call runs to its end without awaiting, so between reading the snapshot and acting on it nothing else happens. A
-lifecycle never sees the scheduler, so relays can move into processes of their own behind these calls.
-
-Decode first (layerwise), a ticket is pooled at once, and between admission and the first token:
-
-    ticket.request_prefill(), await ticket.prefiller(), ticket.pushed(n) | .push_failed()
-
-**Tokens are told in sums.** They come thousands of times per second and matter when somebody looks: so a ticket only
-adds them up, and `settle` tells the scheduler what has come since, before every decision, before a request leaves its
-worker, and several times per second besides. Whoever reads loads at another time calls it first.
+Each call of `waist.Brain` runs to its end without awaiting, so between reading the snapshot and acting on it nothing
+else happens. Answers go out by `tell`, at once. Tokens that have come and were not told yet come in by `collect`,
+before every decision and when `settle` is called; whoever reads loads at another time calls it first.
 
 **What others may know** of the cluster are views (`core/view.py`): frozen data, made when asked for. Nobody outside
 this package touches the scheduler, the snapshot or a tracker.
@@ -29,7 +12,7 @@ clear them where they have looked.
 """
 
 import asyncio
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
@@ -43,7 +26,6 @@ from balanceroute.core.types import (
     Outcome,
     Phase,
     Prefill,
-    RejectReason,
     Release,
     RequestSpec,
     WorkerSpec,
@@ -53,200 +35,26 @@ from balanceroute.core.view import (
     ClusterView,
     DecoderView,
     PrefillerView,
-    RequestView,
     view_cluster,
     view_decoder,
     view_prefiller,
-    view_request,
 )
-from balanceroute.errors import BalanceRouteError, Draining, NoHealthyWorkers, QueueFull, QueueTimeout, Rejected
 from balanceroute.journal import RecordingScheduler
 from balanceroute.proxy.admission.forecasts import Forecasts
+from balanceroute.proxy.admission.waist import Answer, Refusal, RefusalKind, Tell, refusal
 from balanceroute.proxy.telemetry.instruments import StageClock
 
-RETRY_AFTER_S = 1.0
+
+def _nobody(request_id: str, answer: Answer) -> None:
+    """Nobody is told yet."""
 
 
-def rejection(reason: RejectReason) -> Rejected:
-    """The error that a client gets for a refusal of the core."""
-    if reason is RejectReason.QUEUE_FULL:
-        return QueueFull("Too many requests are waiting; try again shortly.", retry_after_s=RETRY_AFTER_S)
-    if reason is RejectReason.DRAINING:
-        return Draining("The router is shutting down.", retry_after_s=RETRY_AFTER_S)
-    return no_healthy_workers({})
-
-
-def no_healthy_workers(states: Mapping[str, Sequence[WorkerState]]) -> NoHealthyWorkers:
-    """What a client is told when a tier has nobody: which, and whether its workers are down or drained.
-
-    Args: states: those of the workers of each tier, by its name.
-    """
-    causes = [
-        f"none of {len(members)} {tier} is up ({members.count(WorkerState.DOWN)} down)"
-        for tier, members in states.items()
-        if WorkerState.UP not in members
-    ]
-    why = f": {', '.join(causes)}; GET /ready says more" if causes else ""
-    return NoHealthyWorkers(f"No healthy worker can serve the request now{why}.", retry_after_s=5.0)
-
-
-class Ticket:
-    """One request's place in the scheduler, from `submit` to its single `finish`.
-
-    `left` is its Release once it has left, by its own `finish` or because it expired. `unreported_tokens` have come,
-    and the scheduler hasn't heard of them; `last_token_s` is when the last ones came, 0 before.
-    """
-
-    __slots__ = (
-        "_answer",
-        "_behind",
-        "_ledger",
-        "_now",
-        "_waiter",
-        "arrived_s",
-        "id",
-        "last_token_s",
-        "left",
-        "pooled_s",
-        "unreported_tokens",
-    )
-
-    def __init__(self, ledger: "Ledger", request_id: str, now: float) -> None:
-        self.id = request_id
-        self.left: Release | None = None
-        self.arrived_s = now
-        self.pooled_s = self.last_token_s = 0.0
-        self.unreported_tokens = 0
-        self._ledger, self._now, self._behind = ledger, ledger.now, ledger.behind
-        self._answer: str | BalanceRouteError | None = None
-        self._waiter: asyncio.Future[None] | None = None
-
-    async def prefiller(self) -> str:
-        """Wait for the prefiller that gets the probe. Raises: QueueTimeout."""
-        return await self._wait()
-
-    async def admission(self) -> str:
-        """Wait for the decode worker. Raises: QueueTimeout."""
-        return await self._wait()
-
-    def prefilled(self, prompt_tokens: int, cached_tokens: int | None = None) -> None:
-        """The probe was answered: the request waits in the pool. `cached_tokens`: as in `Scheduler.prefilled`."""
-        ledger = self._ledger
-        now = self.pooled_s = ledger.now()
-        expected: float | None = None
-        if ledger.forecasts is not None:
-            expected = ledger.forecasts.initial(ledger.scheduler.snapshot.requests[self.id], prompt_tokens)
-        ledger.scheduler.prefilled(self.id, prompt_tokens, now, expected, cached_tokens)
-        ledger.pool_filled()
-
-    def pooled(self) -> None:
-        """Decode first: the request is in the pool at once, with the size that it is thought to have."""
-        ledger = self._ledger
-        now = self.pooled_s = ledger.now()
-        if ledger.forecasts is not None:
-            tracker = ledger.scheduler.snapshot.requests[self.id]
-            expected = ledger.forecasts.initial(tracker, tracker.prompt_tokens)
-            if expected is not None:
-                ledger.scheduler.refresh(self.id, expected, now)
-        ledger.pool_filled()
-
-    def prefill_failed(self) -> None:
-        """The probe failed: the request queues again."""
-        self._ledger.scheduler.prefill_failed(self.id, self._ledger.now())
-        self._ledger.prefill_capacity_changed()
-
-    def request_prefill(self) -> None:
-        """Decode first: the decode worker asks for the KV; `prefiller` says who computes it."""
-        ledger = self._ledger
-        ledger.scheduler.request_prefill(self.id, ledger.now())
-        if len(ledger.scheduler.snapshot.asking) == 1:
-            ledger.dispatch()
-        else:
-            ledger.prefill_event.set()
-
-    def pushed(self, prompt_tokens: int, cached_tokens: int | None = None) -> None:
-        """Decode first: the prefiller has delivered the KV."""
-        self._ledger.scheduler.pushed(self.id, prompt_tokens, self._ledger.now(), cached_tokens)
-        self._ledger.prefill_capacity_changed()
-
-    def push_failed(self) -> None:
-        """Decode first: the prefiller has not begun; ask for another."""
-        self._ledger.scheduler.push_failed(self.id, self._ledger.now())
-        self._ledger.prefill_capacity_changed()
-
-    def progress(self, tokens: int) -> None:
-        """So many more tokens have been generated. The relay's path."""
-        self.last_token_s = self._now()
-        if not self.unreported_tokens:
-            self._behind.append(self)
-        self.unreported_tokens += tokens
-
-    def settle(self) -> None:
-        """Tell the scheduler the tokens that it hasn't heard of. Raises InvariantError when not decoding."""
-        tokens, self.unreported_tokens = self.unreported_tokens, 0
-        if tokens:
-            self._ledger.scheduler.progress(self.id, tokens, self._now())
-
-    def began(self) -> None:
-        """The first tokens have come."""
-        self.settle()
-        scheduler = self._ledger.scheduler
-        if scheduler.config.overlap_requests is None:  # nobody else asks
-            scheduler.began(self.id, self._now())
-
-    def put_back(self) -> None:
-        """The decode worker will not be asked after all: wait for another in the pool."""
-        ledger = self._ledger
-        ledger.scheduler.put_back(self.id, ledger.now())
-        ledger.pool_filled()
-
-    def requeue(self) -> Release:
-        """The decode ended early, or the pinned KV was lost: queue for a prefill again."""
-        ledger = self._ledger
-        self.settle()
-        self._answer = None  # decode first, a prefiller may have been told to a prefill that has ended since
-        release = ledger.scheduler.requeue(self.id, ledger.now())
-        ledger.released(release)
-        if ledger.scheduler.config.decode_first:
-            self.pooled()
-        return release
-
-    def finish(self, outcome: Outcome, reason: str = "") -> Release:
-        """Leave. `reason` is the engine's finish reason, for the predictor. Raises InvariantError when gone."""
-        ledger = self._ledger
-        self.settle()
-        tracker = ledger.scheduler.snapshot.requests.get(self.id)
-        if ledger.forecasts is not None and tracker is not None:
-            ledger.forecasts.finished(tracker, reason or outcome.value)
-        release = self.left = ledger.scheduler.finish(self.id, outcome, ledger.now())
-        del ledger.tickets[self.id]
-        ledger.released(release)
-        return release
-
-    # -- the dispatchers' side
-
-    def answer(self, answer: str | BalanceRouteError) -> None:
-        """Tell the waiting lifecycle: a worker's id, or why there won't be one."""
-        self._answer = answer
-        waiter = self._waiter
-        if waiter is not None and not waiter.done():
-            waiter.set_result(None)
-
-    async def _wait(self) -> str:
-        while self._answer is None:
-            self._waiter = self._ledger.loop.create_future()
-            try:
-                await self._waiter
-            finally:
-                self._waiter = None
-        answer, self._answer = self._answer, None
-        if isinstance(answer, BalanceRouteError):
-            raise answer
-        return answer
+def _nothing() -> None:
+    """No tokens are kept elsewhere."""
 
 
 class Ledger:
-    """All tickets of one scheduler, and the events between lifecycles and dispatchers."""
+    """All that one scheduler is told and has decided, and the events between that and the dispatchers."""
 
     def __init__(
         self,
@@ -258,48 +66,105 @@ class Ledger:
         self.scheduler, self.loop, self.forecasts = scheduler, loop, forecasts
         self._stage_clock = stage_clock or StageClock()  # hears the policy's stages; told here when they begin
         self.now = loop.time
-        self.tickets: dict[str, Ticket] = {}
-        self.behind: list[Ticket] = []  # those that may have unreported tokens; always this one list
+        self.tell: Tell = _nobody
+        self.collect: Callable[[], None] = _nothing
         self.prefill_event = asyncio.Event()  # a queued request may now find a prefiller
         self.pool_not_empty = asyncio.Event()
         self.slot_freed = asyncio.Event()  # a decision could turn out differently than the last one
         self._waits_for_slots = scheduler.policy.waits_for_slots
 
-    def submit(self, spec: RequestSpec) -> Ticket:
-        """A request arrives. Raises: Rejected: QueueFull, NoHealthyWorkers, Draining."""
-        now = self.now()
-        refused = self.scheduler.submit(spec, now)
+    # -- what requests tell: see `waist.Brain`
+
+    def submit(self, spec: RequestSpec) -> None:
+        """A request arrives."""
+        refused = self.scheduler.submit(spec, self.now())
         if refused is not None:
-            raise self.no_workers() if refused.reason is RejectReason.NO_WORKERS else rejection(refused.reason)
-        ticket = self.tickets[spec.id] = Ticket(self, spec.id, now)
-        if self.scheduler.config.decode_first:
-            ticket.pooled()
+            self.tell(spec.id, refusal(refused.reason, self.view))
+        elif self.scheduler.config.decode_first:
+            self._pooled(spec.id)
         elif len(self.scheduler.snapshot.queued) == 1:
             self.dispatch()  # nobody waits before it: prefillers are given out one by one, so there is nothing to batch
         else:
             self.prefill_event.set()
-        return ticket
 
-    def no_workers(self) -> NoHealthyWorkers:
-        """The error of a request that nobody can serve now, with the cause."""
-        snapshot = self.scheduler.snapshot
-        prefillers = [prefiller.state for prefiller in snapshot.prefillers]
-        return no_healthy_workers(
-            {"prefillers": prefillers, "decode workers": [worker.state for worker in snapshot.workers]}
-        )
+    def prefilled(self, request_id: str, prompt_tokens: int, cached_tokens: int | None = None) -> None:
+        """The probe was answered: the request waits in the pool."""
+        expected: float | None = None
+        if self.forecasts is not None:
+            expected = self.forecasts.initial(self.scheduler.snapshot.requests[request_id], prompt_tokens)
+        self.scheduler.prefilled(request_id, prompt_tokens, self.now(), expected, cached_tokens)
+        self.pool_filled()
+
+    def prefill_failed(self, request_id: str) -> None:
+        """The probe failed: the request queues again."""
+        self.scheduler.prefill_failed(request_id, self.now())
+        self.prefill_capacity_changed()
+
+    def request_prefill(self, request_id: str) -> None:
+        """Decode first: the decode worker asks for the KV."""
+        self.scheduler.request_prefill(request_id, self.now())
+        if len(self.scheduler.snapshot.asking) == 1:
+            self.dispatch()
+        else:
+            self.prefill_event.set()
+
+    def pushed(self, request_id: str, prompt_tokens: int, cached_tokens: int | None = None) -> None:
+        """Decode first: the prefiller has delivered the KV."""
+        self.scheduler.pushed(request_id, prompt_tokens, self.now(), cached_tokens)
+        self.prefill_capacity_changed()
+
+    def push_failed(self, request_id: str) -> None:
+        """Decode first: the prefiller has not begun; another is chosen."""
+        self.scheduler.push_failed(request_id, self.now())
+        self.prefill_capacity_changed()
+
+    def progress(self, request_id: str, tokens: int) -> None:
+        """So many more tokens have been generated. Raises InvariantError when not decoding."""
+        self.scheduler.progress(request_id, tokens, self.now())
+
+    def began(self, request_id: str) -> None:
+        """The first tokens have come, just now; only asked for where transfers are measured."""
+        self.scheduler.began(request_id, self.now())
+
+    def put_back(self, request_id: str) -> None:
+        """The decode worker will not be asked after all: the request waits for another in the pool."""
+        self.scheduler.put_back(request_id, self.now())
+        self.pool_filled()
+
+    def requeue(self, request_id: str) -> None:
+        """The decode ended early, or the pinned KV was lost: the request queues for a prefill again."""
+        self.released(self.scheduler.requeue(request_id, self.now()))
+        if self.scheduler.config.decode_first:
+            self._pooled(request_id)
+
+    def finish(self, request_id: str, outcome: Outcome, reason: str = "") -> None:
+        """The request leaves. Raises InvariantError when gone."""
+        tracker = self.scheduler.snapshot.requests.get(request_id)
+        if self.forecasts is not None and tracker is not None:
+            self.forecasts.finished(tracker, reason or outcome.value)
+        self.released(self.scheduler.finish(request_id, outcome, self.now()))
+
+    def _pooled(self, request_id: str) -> None:
+        """Decode first: the request is in the pool at once, with the size that it is thought to have."""
+        if self.forecasts is not None:
+            tracker = self.scheduler.snapshot.requests[request_id]
+            expected = self.forecasts.initial(tracker, tracker.prompt_tokens)
+            if expected is not None:
+                self.scheduler.refresh(request_id, expected, self.now())
+        self.pool_filled()
+
+    # -- decisions
 
     def dispatch(self) -> list[Prefill]:
         """Give queued requests to prefillers, as far as these take them."""
         prefills = self.scheduler.dispatch(self.now())
         for prefill in prefills:
-            self.tickets[prefill.request].answer(prefill.worker)
+            self.tell(prefill.request, prefill.worker)
         return prefills
 
     def settle(self) -> None:
-        """Tell the scheduler every token that has come. O(requests that have generated any since the last time)."""
-        for ticket in self.behind:
-            ticket.settle()
-        self.behind.clear()
+        """Have every token told that has come. O(requests that have generated any since the last time)."""
+        self.collect()
 
     def admit(self) -> list[Admit]:
         """One decision over the pool, with what the predictor says now."""
@@ -310,25 +175,23 @@ class Ledger:
         self._stage_clock.begin()
         admissions = scheduler.admit(now)
         for admission in admissions:
-            self.tickets[admission.request].answer(admission.worker)
+            self.tell(admission.request, admission.worker)
         if admissions:
             self.prefill_capacity_changed()  # the pool has room again
         return admissions
 
-    def expire(self) -> list[Ticket]:
-        """End what has waited too long; the lifecycles are told."""
-        expired, now = [], self.now()
+    def expire(self) -> list[str]:
+        """End what has waited too long, and tell; returns their ids."""
+        now = self.now()
         if self.forecasts is not None:
             for tracker in self.scheduler.late(now):  # what had been generated before a requeue was cut short
                 self.forecasts.finished(tracker, Outcome.EXPIRED.value)
-        for release in self.scheduler.expire(now):
-            ticket = self.tickets.pop(release.request)
-            ticket.left = release
+        expired = self.scheduler.expire(now)
+        for release in expired:
             where = "a decode slot" if release.phase is Phase.POOLED else "a prefiller"
-            ticket.answer(QueueTimeout(f"The request waited too long for {where}.", retry_after_s=RETRY_AFTER_S))
+            self.tell(release.request, Refusal(RefusalKind.EXPIRED, f"The request waited too long for {where}."))
             self.released(release)
-            expired.append(ticket)
-        return expired
+        return [release.request for release in expired]
 
     # -- the whole
 
@@ -453,9 +316,10 @@ class Ledger:
         prefillers = self.scheduler.snapshot.prefillers
         return next((view_prefiller(each) for each in prefillers if each.spec.id == worker_id), None)
 
-    def request(self, request_id: str) -> RequestView | None:
-        """One request; None when it is not here. O(1)."""
-        return view_request(self.scheduler.snapshot, request_id)
+    @property
+    def requests(self) -> int:
+        """How many requests are here."""
+        return len(self.scheduler.snapshot.requests)
 
     def running_tokens(self) -> int:
         """What the requests that are decoding have generated so far. O(requests)."""
@@ -469,7 +333,7 @@ class Ledger:
 
     @property
     def decision_possible(self) -> bool:
-        """Whether the policy could admit something: a worker may be sent one, or it doesn't wait for that."""
+        """Whether the policy could admit something: there is a free slot, or it doesn't wait for one."""
         return not self._waits_for_slots or self.scheduler.snapshot.has_room
 
     def pool_filled(self) -> None:

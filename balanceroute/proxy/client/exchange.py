@@ -22,7 +22,7 @@ from balanceroute.errors import (
     Rejected,
     UpstreamStatus,
 )
-from balanceroute.proxy.admission.ledger import rejection
+from balanceroute.proxy.admission.waist import refusal
 from balanceroute.proxy.client import fanout
 from balanceroute.proxy.client.fanout import PartAnswer, PartStream, StreamHead
 from balanceroute.proxy.client.head import Request
@@ -117,8 +117,8 @@ class Exchange:
         if self._key is not None:
             self._request.holder = f"key {self._key.name}"
         head.check()
-        if self._s.ledger.draining:
-            raise rejection(RejectReason.DRAINING)
+        if self._s.tickets.draining:
+            raise refusal(RejectReason.DRAINING, self._s.tickets.view).error()
 
     def refuse(self, error: BalanceRouteError) -> None:
         """The request never came whole, or may not be served."""
@@ -146,8 +146,8 @@ class Exchange:
         try:
             if response.gone:
                 raise ClientGone
-            if self._s.ledger.draining:  # since the head came
-                raise rejection(RejectReason.DRAINING)
+            if self._s.tickets.draining:  # since the head came
+                raise refusal(RejectReason.DRAINING, self._s.tickets.view).error()
             assert self._head is not None
             request = self._in_class(self._parsed(), self._head.request_id)
             self._task = asyncio.current_task(self._s.loop)  # finding the loop takes a system call before Python 3.12

@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 
 from balanceroute.proxy.admission.forecasts import Forecasts
+from balanceroute.proxy.admission.ledger import Ledger
 from balanceroute.proxy.life.leg import LifeServices
 from balanceroute.proxy.perimeter.gate import Perimeter
 
@@ -11,6 +12,7 @@ from balanceroute.proxy.perimeter.gate import Perimeter
 class ClientServices(LifeServices):
     """Beside what legs need; `perimeter` and `forecasts` are replaced by a reload."""
 
+    ledger: Ledger
     perimeter: Perimeter
     forecasts: Forecasts | None = None
     exchanges: int = 0  # client requests under way

@@ -85,7 +85,7 @@ class Answer:
             raise BadUpstreamReply(
                 f"it can't go on from token ids: prefilled {result.prompt_tokens} tokens, not {expected}",
                 worker=worker.id,
-                stage="prefill",
+                tier="prefill",
             )
 
     def begin(self, result: PrefillResult) -> None:
@@ -121,7 +121,7 @@ class Answer:
         Raises: `error`, or BadUpstreamReply, when it can't be resumed.
         """
         scanner = self.scanner
-        lost = error or BadUpstreamReply("the answer can't be resumed", worker=worker_id, stage="decode")
+        lost = error or BadUpstreamReply("the answer can't be resumed", worker=worker_id, tier="decode")
         is_lost = error is not None and not pushes_back(error)
         if self.outlet.started and is_lost and not self._s.config.retry.resume_on_worker_loss:
             raise lost
@@ -133,7 +133,7 @@ class Answer:
         how = resumption(self._original, cut)
         if how.fidelity is Fidelity.INVALID:
             text = f"the answer was cut off, and {how.because} is state that another decode worker does not have"
-            lost = NotResumable(text, worker=worker_id, stage="decode")
+            lost = NotResumable(text, worker=worker_id, tier="decode")
         prompt_ids = scanner.prompt_ids or result.prompt_token_ids
         if how.fidelity is Fidelity.INVALID or not scanner.ids_exact or prompt_ids is None:
             self._start_again(result, lost)

@@ -38,7 +38,7 @@ async def decode(leg: Leg, worker: Worker, grace_s: float) -> bool:
     """
     services, answer, params = leg.services, leg.answer, leg.unspent
     assert params is not None
-    limits, now = services.config.limits, services.ledger.now()
+    limits, now = services.config.limits, services.tickets.now()
     leg.worker = worker.id
     if worker.in_use == 0:
         worker.busy_since_s = now
@@ -62,7 +62,7 @@ async def decode(leg: Leg, worker: Worker, grace_s: float) -> bool:
                 leg.unspent = params  # refused before the engine saw it: its KV is still pinned
             raise error
         if reply.header(b"content-encoding") not in (None, b"identity"):
-            raise BadUpstreamReply("it compressed its reply unasked", worker=worker.id, stage="decode")
+            raise BadUpstreamReply("it compressed its reply unasked", worker=worker.id, tier="decode")
         complete = await (_stream(leg, worker, reply) if streams else _whole(leg, worker, reply))
         answered = True
         return complete
@@ -122,7 +122,7 @@ async def _stream(leg: Leg, worker: Worker, reply: Reply) -> bool:
             _has_begun(leg, worker)
     if not scanner.begun:  # [DONE] alone is a request that was given back at once
         if chunk is None or scanner.end is None:
-            raise BadUpstreamReply("its stream holds no event of an answer", worker=worker.id, stage="decode")
+            raise BadUpstreamReply("its stream holds no event of an answer", worker=worker.id, tier="decode")
         out = b""
     elif scanner.end not in _NO_ANSWER:
         learn_id(worker, scanner.echoed)
@@ -154,7 +154,7 @@ def _has_begun(leg: Leg, worker: Worker) -> None:
     if not leg.first_token_s:
         leg.first_token_s = at
     leg.idle_s = leg.services.config.limits.idle_timeout_s
-    leg.stage_deadline_s = at + leg.idle_s
+    leg.try_deadline_s = at + leg.idle_s
     leg.verdicts.begun(at)
 
 
@@ -171,11 +171,11 @@ def _ended(leg: Leg, worker: Worker, broken: UpstreamError | None) -> bool:
     if broken is not None:
         raise broken
     if end is StreamEnd.MALFORMED:
-        raise BadUpstreamReply(scanner.fault, worker=worker.id, stage="decode")
+        raise BadUpstreamReply(scanner.fault, worker=worker.id, tier="decode")
     if end is StreamEnd.FOREIGN:
         raise foreign_reply(worker, "decode", scanner.fault)
     if end is StreamEnd.OVERSIZED:
-        raise BadUpstreamReply("an event is larger than any answer", worker=worker.id, stage="decode")
+        raise BadUpstreamReply("an event is larger than any answer", worker=worker.id, tier="decode")
     return False
 
 
@@ -197,7 +197,7 @@ async def _whole(leg: Leg, worker: Worker, reply: Reply) -> bool:
         return False  # once more from its own prompt
     if told.tokens:
         leg.ticket.progress(told.tokens)
-    leg.first_token_s = worker.progress_s = leg.services.ledger.now()
+    leg.first_token_s = worker.progress_s = leg.services.tickets.now()
     scanner.tokens, scanner.finish_reason = told.tokens, told.finish_reason
     scanner.end = StreamEnd.DONE
     leg.verdicts.clear_choices()
@@ -210,4 +210,4 @@ def _check_is_stream(reply: Reply, worker: Worker) -> None:
     kind = reply.header(b"content-type")
     if kind is not None and not kind.lower().startswith(b"text/event-stream"):
         told = kind[:80].decode("latin-1")
-        raise BadUpstreamReply(f"it answered with {told}, not a stream of events", worker=worker.id, stage="decode")
+        raise BadUpstreamReply(f"it answered with {told}, not a stream of events", worker=worker.id, tier="decode")

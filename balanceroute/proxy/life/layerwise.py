@@ -48,7 +48,7 @@ from balanceroute.errors import (
     UpstreamError,
     UpstreamTimeout,
 )
-from balanceroute.proxy.admission.ledger import RETRY_AFTER_S
+from balanceroute.proxy.admission.waist import RETRY_AFTER_S
 from balanceroute.proxy.life.decoding import decode
 from balanceroute.proxy.life.errors import WorkerSilent
 from balanceroute.proxy.life.leg import ERROR_LIMIT, REPLY_LIMIT, Event, Leg, Transitions
@@ -140,7 +140,7 @@ class Layerwise:
         except UpstreamError as error:
             leg.check_abandoned(worker)
             lost = error
-            if error.stage != "prefill":
+            if error.tier != "prefill":
                 await leg.suspect_loss(error, worker)
                 await asyncio.sleep(verdicts.judge(error, worker, "decode", begun=bool(scanner.tokens)))
             elif not isinstance(error, WorkerSilent):  # a silent one may have written half of the KV
@@ -188,8 +188,8 @@ class Layerwise:
         if worker.kv_connector is None:
             worker.kv_connector = self._connector.name
             self._s.metrics.conditions.clear(CONNECTOR, worker.id)
-        self._leg.stage_deadline_s = math.inf  # from here on it is us whom the decode worker waits for
-        worker.progress_s = self._s.ledger.now()
+        self._leg.try_deadline_s = math.inf  # from here on it is us whom the decode worker waits for
+        worker.progress_s = self._s.tickets.now()
         self._leg.ticket.request_prefill()
         self._push = self._s.loop.create_task(self._run_push(worker, body))
 
@@ -202,12 +202,12 @@ class Layerwise:
             if answer.scanner.end is not StreamEnd.DONE:
                 leg.interrupt(error)
             return
-        now = self._s.ledger.now()
+        now = self._s.tickets.now()
         leg.kv_due = False
         leg.ticket.pushed(result.prompt_tokens, result.cached_tokens)
         worker.progress_s = now
         if answer.request.streams_upstream and not answer.scanner.begun:
-            leg.stage_deadline_s = now + self._s.config.limits.first_byte_timeout_s.decode
+            leg.try_deadline_s = now + self._s.config.limits.first_byte_timeout_s.decode
         if not answer.prompt_tokens:
             self._result = result
             answer.prompt_counted(result)
@@ -216,7 +216,7 @@ class Layerwise:
     async def _prefill_for(self, body: bytes) -> PrefillResult:
         """Have a prefiller push. Raises: QueueTimeout; PushFailed; UpstreamError of the last try."""
         leg = self._leg
-        deadline_s = self._s.ledger.now() + self._s.config.queue.deadline_s
+        deadline_s = self._s.tickets.now() + self._s.config.queue.deadline_s
         while True:
             prefiller = await self._next_prefiller(deadline_s)
             try:
@@ -230,7 +230,7 @@ class Layerwise:
 
     async def _next_prefiller(self, deadline_s: float) -> Worker:
         """Wait for the prefiller that is to push. Raises: QueueTimeout."""
-        leg, now = self._leg, self._s.ledger.now
+        leg, now = self._leg, self._s.tickets.now
         while True:
             waiting_since_s = now()
             try:
@@ -267,12 +267,12 @@ class Layerwise:
             if result.kv_transfer_params is not None and prefiller.kv_connector is None:
                 self._s.check_connector(prefiller, result.kv_transfer_params)
             prefiller.circuit.success()
-            prefiller.progress_s = self._s.ledger.now()
+            prefiller.progress_s = self._s.tickets.now()
             leg.verdicts.prefilled()
             return result
         except TimeoutError:
             text = f"no answer within {patience_s:g} s"
-            raise UpstreamTimeout(text, worker=prefiller.id, stage="prefill") from None
+            raise UpstreamTimeout(text, worker=prefiller.id, tier="prefill") from None
         except asyncio.CancelledError:
             prefiller.circuit.no_verdict()
             raise

@@ -43,7 +43,7 @@ from typing import Any, Final, Protocol
 
 from balanceroute.core.types import Outcome, Phase, RequestSpec, WorkerState
 from balanceroute.errors import BalanceRouteError, QueueTimeout, UpstreamError
-from balanceroute.proxy.admission.ledger import Ticket
+from balanceroute.proxy.admission.tickets import Ticket
 from balanceroute.proxy.life.answer import Answer
 from balanceroute.proxy.life.errors import ClientGone, ClientStalled, WorkerSilent
 from balanceroute.proxy.life.outlet import Outlet
@@ -98,7 +98,7 @@ class LifeServices(TryServices):
     @property
     def loop(self) -> asyncio.AbstractEventLoop:
         """The one event loop."""
-        return self.ledger.loop
+        return self.tickets.loop
 
 
 class Leg:
@@ -129,7 +129,7 @@ class Leg:
         "recomputes",
         "reply",
         "services",
-        "stage_deadline_s",
+        "try_deadline_s",
         "stalled_since_s",
         "ticket",
         "unspent",
@@ -178,7 +178,7 @@ class Leg:
         self.kv_due = False  # its decode worker waits for KV that is being computed: no token can come
         # until when
         self._grace_s = 0.0  # how long the try under way goes on when the client goes
-        self.stage_deadline_s = self.stalled_since_s = math.inf
+        self.try_deadline_s = self.stalled_since_s = math.inf
         self.idle_s = -math.inf  # longest pause between two tokens, once there has been one
         self._abandoned = False
         self._interruption: BalanceRouteError | None = None
@@ -199,7 +199,7 @@ class Leg:
         spec = RequestSpec(self.id, tokens, request.priority, self._key, request.effective_limit)
         if services.knows_prefixes:
             spec.prefix, spec.block_tokens = services.prompt_blocks.of(request, tokens)
-        self.ticket = services.ledger.submit(spec)
+        self.ticket = services.tickets.submit(spec)
         self._task = task or asyncio.current_task()
         services.legs.add(self)
         try:
@@ -226,7 +226,7 @@ class Leg:
             self.verdicts.close()
             if self.outcome is Outcome.FINISHED:
                 self.verdicts.clear_choices()  # on a failure the others are abandoned: none of them may go now
-            if self.ticket.left is None:
+            if not self.ticket.left:
                 self.ticket.finish(self.outcome, answer.scanner.finish_reason or "")
             self.free_kv()
             # Errors keep the frames that they came through, these keep the leg with its bodies, and the leg the errors:
@@ -266,7 +266,7 @@ class Leg:
 
     def move(self, worker_id: str, role: str) -> None:
         """Leave a worker that has fallen silent: that try has failed, and whatever it still sends is not read."""
-        self.interrupt(WorkerSilent("the worker has fallen silent", worker=worker_id, stage=role))
+        self.interrupt(WorkerSilent("the worker has fallen silent", worker=worker_id, tier=role))
 
     def interruption(self) -> BalanceRouteError | None:
         """Why it was interrupted, once; None where the CancelledError under way is somebody else's, or his as well."""
@@ -289,7 +289,7 @@ class Leg:
 
     def late(self, now: float) -> bool:
         """Whether the worker should have given its answer, its first byte or its next token by now."""
-        return now > max(self.stage_deadline_s, self.last_token_s + self.idle_s)
+        return now > max(self.try_deadline_s, self.last_token_s + self.idle_s)
 
     @property
     def blocked_by_client(self) -> bool:
@@ -328,7 +328,7 @@ class Leg:
         """
         worker.in_use += 1
         worker.circuit.used()
-        self.stage_deadline_s, self._grace_s = deadline_s, grace_s
+        self.try_deadline_s, self._grace_s = deadline_s, grace_s
         self.at = worker.id
         self.waits_for = (worker.id, role)
 
@@ -340,7 +340,7 @@ class Leg:
     def leave(self, worker: Worker) -> None:
         """The request to this worker is over."""
         self._grace_s = 0.0
-        self.stage_deadline_s = math.inf
+        self.try_deadline_s = math.inf
         self.at = ""
         worker.in_use -= 1
 
@@ -354,7 +354,7 @@ class Leg:
             worker = fleet[await verdicts.patiently(ticket, ticket.admission())]
             await verdicts.turn(worker)
             if worker.state is WorkerState.UP:
-                self.decode_wait_s += self.services.ledger.now() - ticket.pooled_s
+                self.decode_wait_s += self.services.tickets.now() - ticket.pooled_s
                 return worker
             verdicts.left_worker()
             verdicts.left_tier()
@@ -365,11 +365,9 @@ class Leg:
 
         Only then may another suspect go to that worker, and it hears of the death before it goes.
         """
-        others = (leg for leg in self.services.legs if leg is not self and leg.worker == worker.id)
-        alone = all(leg.answer.scanner.tokens_in_life for leg in others)  # now: they are on their way elsewhere soon
         midway = bool(self.answer.scanner.tokens_in_life)
         try:
-            await self.verdicts.suspect_loss(error, worker, midway=midway, alone=alone)
+            await self.verdicts.suspect_loss(error, worker, midway=midway)
         finally:
             self.verdicts.left_worker()
 

@@ -17,8 +17,9 @@ from collections.abc import Callable, Sequence
 
 from balanceroute.config import Config
 from balanceroute.core.types import Phase, Role, WorkerState
-from balanceroute.core.view import DecoderView, PrefillerView, RequestView
-from balanceroute.proxy.admission.ledger import Ledger
+from balanceroute.core.view import DecoderView, PrefillerView
+from balanceroute.proxy.admission.tickets import Ticket, Tickets
+from balanceroute.proxy.admission.waist import no_workers
 from balanceroute.proxy.life.leg import Leg
 from balanceroute.proxy.life.moves import Stuck, choose, room
 from balanceroute.proxy.telemetry.metrics import Metrics
@@ -33,7 +34,7 @@ class Mover:
 
     def __init__(
         self,
-        ledger: Ledger,
+        tickets: Tickets,
         fleet: Fleet,
         metrics: Metrics,
         legs: set[Leg],
@@ -42,7 +43,7 @@ class Mover:
         config: Callable[[], Config],
     ) -> None:
         """`frozen` is kept up to date here; `config` is called anew, so a reload counts."""
-        self._ledger, self._fleet, self._metrics, self._legs = ledger, fleet, metrics, legs
+        self._tickets, self._fleet, self._metrics, self._legs = tickets, fleet, metrics, legs
         self._attention, self._frozen, self._config = attention, frozen, config
         self._out_since_s: dict[str, float] = {}
         self._moving: dict[str, str] = {}  # who has left which worker, and is not prefilled again yet
@@ -96,15 +97,15 @@ class Mover:
 
     def _worker_of(self, leg: Leg) -> Worker | None:
         """The worker that the leg is at; decode first, the prefiller that works for it, if that one is out."""
-        name, request = leg.at, self._ledger.request(leg.id)
-        if request is not None and request.pushing and leg.prefiller in self._out_since_s:
+        name = leg.at
+        if leg.ticket.pushing and leg.prefiller in self._out_since_s:
             name = leg.prefiller
         return self._fleet[name] if name in self._fleet else None
 
     # -- what follows
 
     def _move(self, now: float) -> None:
-        view, bounds, config = self._ledger.view(), self._ledger.bounds, self._config()
+        view, bounds, config = self._tickets.view(), self._tickets.bounds, self._config()
         self._movable = _any_up(view.decoders) and _any_up(view.prefillers)
         self._moving = {name: worker for name, worker in self._moving.items() if self._is_moving(name, worker)}
         pool_room = (bounds.max_pooled or 2**31) - view.pooled - view.prefilling
@@ -131,23 +132,23 @@ class Mover:
         return since_s is not None and leg.last_token_s <= since_s
 
     def _stuck(self, leg: Leg, now: float) -> Stuck:
-        worker, request = self._worker_of(leg), self._ledger.request(leg.id)
-        assert worker is not None and request is not None
+        worker = self._worker_of(leg)
+        assert worker is not None
         waited_s = math.inf if self._is_frozen(worker) else now - self._out_since_s[worker.id]
-        return Stuck(leg.id, leg.decoder is not None, request.order, waited_s)
+        return Stuck(leg.id, leg.decoder is not None, leg.ticket.order, waited_s)
 
     def _is_moving(self, request_id: str, left: str) -> bool:
         """Whether it still needs its prefill: bound to the worker that it leaves, or waiting for a prefiller."""
-        request = self._ledger.request(request_id)
-        if request is None:
+        ticket = self._tickets.by_id.get(request_id)
+        if ticket is None:
             return False
-        if request.phase is Phase.DECODING:
-            return request.decoder == left
-        return request.phase is not Phase.POOLED or self._ledger.bounds.decode_first
+        if ticket.phase is Phase.DECODING:
+            return ticket.decoder == left
+        return ticket.phase is not Phase.POOLED or self._tickets.decode_first
 
     def _refuse_waiting(self, now: float) -> None:
         """End what waits for a prefiller or for a decoder while there is none, as a new request would be refused."""
-        view = self._ledger.view()
+        view = self._tickets.view()
         for role, members in ((Role.PREFILL, view.prefillers), (Role.DECODE, view.decoders)):
             if any(member.state is not WorkerState.DOWN for member in members):
                 self._none_up_since_s.pop(role, None)
@@ -156,17 +157,16 @@ class Mover:
             if now - since_s < self._config().queue.no_worker_grace_s:
                 continue
             for leg in list(self._legs):
-                request = self._ledger.request(leg.id)
-                if request is not None and self._needs(role, leg, request):
-                    leg.interrupt(self._ledger.no_workers())
+                if self._needs(role, leg, leg.ticket):
+                    leg.interrupt(no_workers(view).error())
 
-    def _needs(self, role: Role, leg: Leg, request: RequestView) -> bool:
+    def _needs(self, role: Role, leg: Leg, ticket: Ticket) -> bool:
         """Whether it waits for a worker of that role, or for the answer of a prefiller that is out."""
         if role is Role.DECODE:
-            return request.phase is Phase.POOLED
-        if request.phase is Phase.QUEUED or request.asking:
+            return ticket.phase is Phase.POOLED
+        if ticket.phase is Phase.QUEUED or ticket.asking:
             return True
-        at_prefiller = request.pushing or request.phase is Phase.PREFILLING
+        at_prefiller = ticket.pushing or ticket.phase is Phase.PREFILLING
         return at_prefiller and leg.prefiller in self._out_since_s
 
 

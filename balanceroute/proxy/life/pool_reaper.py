@@ -7,11 +7,12 @@
     altogether                  the request's own deadline: 504, or an error event
     leaving workers             forgotten once they hold nothing
 
-A few looks per second at a few numbers per request replace a timer per request and stage. What has been generated since
+A few looks per second at a few numbers per request replace a timer per request and try. What has been generated since
 the last look is told to the scheduler, and for what worker it speaks to the fleet, so neither is ever far behind.
 """
 
 import asyncio
+from collections.abc import Callable
 from typing import Final
 
 from balanceroute.errors import UpstreamTimeout
@@ -25,10 +26,11 @@ PERIOD_S: Final = 0.25
 class PoolReaper:
     """Looks every `PERIOD_S`."""
 
-    def __init__(self, services: LifeServices) -> None:
-        self._s = services
+    def __init__(self, services: LifeServices, expire: Callable[[], object]) -> None:
+        """`expire` ends what has waited too long before the scheduler."""
+        self._s, self._expire = services, expire
         self._mover = Mover(
-            services.ledger,
+            services.tickets,
             services.fleet,
             services.metrics,
             services.legs,
@@ -45,11 +47,11 @@ class PoolReaper:
 
     def look(self) -> None:
         """One look at everything that waits."""
-        self._s.ledger.settle()
-        self._s.ledger.expire()
+        self._s.tickets.settle()
+        self._expire()
         self._s.fleet.sweep()
         self._s.metrics.fold()
-        now = self._s.last_look_s = self._s.ledger.now()
+        now = self._s.last_look_s = self._s.tickets.now()
         for leg in self._s.legs:
             if leg.decoder is not None:
                 leg.decoder.progress_s = max(leg.decoder.progress_s, leg.last_token_s)
@@ -59,15 +61,15 @@ class PoolReaper:
 
     def _look_at(self, leg: Leg, now: float) -> None:
         if now > leg.deadline_s:
-            leg.interrupt(DeadlineExceeded("the request took too long", worker=leg.waits_for[0], stage=""))
+            leg.interrupt(DeadlineExceeded("the request took too long", worker=leg.waits_for[0], tier=""))
         elif leg.blocked_by_client:
             # the worker isn't read, so its silence proves nothing
-            leg.stage_deadline_s = now + self._s.config.limits.idle_timeout_s
+            leg.try_deadline_s = now + self._s.config.limits.idle_timeout_s
             leg.stalled_since_s = min(leg.stalled_since_s, now)
             if now - leg.stalled_since_s > self._s.config.limits.client_stall_timeout_s:
                 leg.interrupt(ClientStalled("the client has stopped reading"))
         elif leg.late(now) and not self._mover.waits_for(leg, now):
-            worker, stage = leg.waits_for
-            leg.interrupt(UpstreamTimeout("no answer in time", worker=worker, stage=stage))
+            worker, tier = leg.waits_for
+            leg.interrupt(UpstreamTimeout("no answer in time", worker=worker, tier=tier))
         else:
             leg.stalled_since_s = float("inf")

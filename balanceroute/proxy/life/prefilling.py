@@ -24,11 +24,11 @@ PROBE_GRACE_S: Final = 5.0
 async def next_prefiller(leg: Leg) -> Worker:
     """Wait for the prefiller that takes the request. Raises: QueueTimeout."""
     services, ticket = leg.services, leg.ticket
-    waiting_since_s = services.ledger.now()
+    waiting_since_s = services.tickets.now()
     while True:
         worker = services.fleet[await leg.verdicts.patiently(ticket, ticket.prefiller())]
         if worker.state is WorkerState.UP:
-            leg.prefill_wait_s += services.ledger.now() - waiting_since_s
+            leg.prefill_wait_s += services.tickets.now() - waiting_since_s
             leg.prefiller = worker.id
             return worker
         ticket.prefill_failed()
@@ -51,9 +51,9 @@ async def try_probe(leg: Leg, worker: Worker) -> PrefillResult | None:
 async def probe(leg: Leg, worker: Worker) -> PrefillResult:
     """Ask the prefiller once. Raises: UpstreamError."""
     services, request = leg.services, leg.answer.request
-    limits, ledger = services.config.limits, services.ledger
+    limits, now = services.config.limits, services.tickets.now
     leg.new_try()
-    leg.enter(worker, "prefill", ledger.now() + limits.first_byte_timeout_s.prefill, PROBE_GRACE_S)
+    leg.enter(worker, "prefill", now() + limits.first_byte_timeout_s.prefill, PROBE_GRACE_S)
     try:
         reply = await worker.upstream.request(
             "POST",
@@ -69,11 +69,11 @@ async def probe(leg: Leg, worker: Worker) -> PrefillResult:
         check_id(worker, "prefill", result.reply_id, leg.upstream_id)
         if result.kv_transfer_params is None and not request.scores_only:
             pinned_nothing(worker, services.connector, services.metrics.conditions)
-            raise NothingPinned("it returned no kv_transfer_params", worker=worker.id, stage="prefill")
+            raise NothingPinned("it returned no kv_transfer_params", worker=worker.id, tier="prefill")
         if result.kv_transfer_params is not None and worker.kv_connector is None:
             services.check_connector(worker, result.kv_transfer_params)
         worker.circuit.success()
-        worker.progress_s = ledger.now()
+        worker.progress_s = now()
         leg.verdicts.prefilled()
         return result
     except ForeignReply:

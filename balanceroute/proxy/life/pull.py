@@ -52,7 +52,7 @@ class Pull:
     async def prefilling(self) -> Event:
         """Have the prompt computed."""
         leg, services, worker = self._leg, self._leg.services, self._prefiller
-        sent_s = services.ledger.now()
+        sent_s = services.tickets.now()
         result = await try_probe(leg, worker)
         if result is None:
             leg.ticket.prefill_failed()

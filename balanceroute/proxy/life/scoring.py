@@ -13,7 +13,7 @@ from typing import Any
 
 from balanceroute.core.types import Phase, WorkerState
 from balanceroute.errors import InvariantError, NoHealthyWorkers
-from balanceroute.proxy.admission.ledger import RETRY_AFTER_S
+from balanceroute.proxy.admission.waist import RETRY_AFTER_S
 from balanceroute.proxy.life.answer import NOTHING_YET
 from balanceroute.proxy.life.leg import Event, Leg, Transitions
 from balanceroute.proxy.life.prefilling import next_prefiller, try_probe
@@ -42,7 +42,8 @@ class Scoring:
     async def queued(self) -> Event:
         """Wait for a prefiller; decode first, choose one."""
         leg = self._leg
-        if leg.services.ledger.bounds.decode_first:
+        if leg.services.tickets.decode_first:
+            leg.ticket.check()
             self._prefiller = self._least_busy()
             leg.prefiller = self._prefiller.id
         else:
@@ -54,7 +55,7 @@ class Scoring:
         leg, services = self._leg, self._leg.services
         result = await try_probe(leg, self._prefiller)
         if result is None:
-            if not services.ledger.bounds.decode_first:
+            if not services.tickets.decode_first:
                 leg.ticket.prefill_failed()
             return Event.PREFILL_FAILED
         leg.check_abandoned(self._prefiller)
@@ -87,7 +88,7 @@ class Scoring:
     def _least_busy(self) -> Worker:
         """Raises: NoHealthyWorkers."""
         services = self._leg.services
-        up = [p for p in services.ledger.view().prefillers if p.state is WorkerState.UP]
+        up = [p for p in services.tickets.view().prefillers if p.state is WorkerState.UP]
         if not up:
             raise NoHealthyWorkers("No prefiller can serve the request now.", retry_after_s=RETRY_AFTER_S)
         chosen = min(up, key=lambda p: (services.fleet[p.id].in_use, p.kv_usage or 0.0))

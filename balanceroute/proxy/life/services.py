@@ -5,8 +5,8 @@ from dataclasses import dataclass, field
 
 from balanceroute.build import scheduler_config
 from balanceroute.config import Config
-from balanceroute.proxy.admission.ledger import Ledger
 from balanceroute.proxy.admission.prompt_sizes import PromptSizes
+from balanceroute.proxy.admission.tickets import Tickets
 from balanceroute.proxy.life.suspicion import Suspicions
 from balanceroute.proxy.telemetry.metrics import Metrics
 from balanceroute.proxy.wire.connectors import Connector
@@ -21,7 +21,7 @@ class TryServices:
     """Shared by all requests of one router; `config` is replaced by a reload, the rest stays."""
 
     config: Config
-    ledger: Ledger
+    tickets: Tickets
     fleet: Fleet
     metrics: Metrics
     drainer: Drainer
@@ -39,7 +39,7 @@ class TryServices:
     def configure(self, config: Config) -> None:
         """Other settings from now on, for all that reads them as it goes."""
         self.config = config
-        self.ledger.configure(scheduler_config(config))
+        self.tickets.brain.configure(scheduler_config(config))
         self.drainer.pin_s = config.kv_pin_s
 
     def check_connector(self, worker: Worker, kv_transfer_params: bytes) -> None:

@@ -32,7 +32,8 @@ from balanceroute.errors import (
     UpstreamStatus,
     UpstreamTimeout,
 )
-from balanceroute.proxy.admission.ledger import RETRY_AFTER_S, Ticket
+from balanceroute.proxy.admission.tickets import Ticket
+from balanceroute.proxy.admission.waist import RETRY_AFTER_S
 from balanceroute.proxy.life.errors import DeadlineExceeded, NothingPinned
 from balanceroute.proxy.life.services import TryServices
 from balanceroute.proxy.life.suspicion import Choices, Sign, Suspect, sign_of
@@ -73,7 +74,7 @@ class Verdicts:
 
     # -- judging
 
-    def judge(self, error: UpstreamError, worker: Worker, stage: str, *, begun: bool) -> float:
+    def judge(self, error: UpstreamError, worker: Worker, tier: str, *, begun: bool) -> float:
         """Take note of a failed try; returns how long to wait before the next, in seconds.
 
         Args: begun: the answer has tokens already, from whichever worker.
@@ -87,27 +88,27 @@ class Verdicts:
         if isinstance(error, UpstreamStatus) and error.status < 500 and error.status != 429:
             circuit.no_verdict()
             raise error
-        services.metrics.upstream_errors.inc(worker.id, stage, kind_of(error))
-        fields = {"request": self._request_id, "worker": worker.id, "stage": stage, "error": str(error)}
+        services.metrics.upstream_errors.inc(worker.id, tier, kind_of(error))
+        fields = {"request": self._request_id, "worker": worker.id, "tier": tier, "error": str(error)}
         log.debug("try failed", extra=fields)
-        now = services.ledger.now()
+        now = services.tickets.now()
         if isinstance(error, UpstreamStatus) and pushes_back(error):
             circuit.busy(now, error.retry_after_s)
             self._refusal = None if begun else error  # an answer that has begun has its own deadline
             self._refused += 1
-            services.metrics.retries.inc(stage)
+            services.metrics.retries.inc(tier)
             return self._backoff_s(self._refused)
         circuit.fault(now)
-        failures = self._failed(stage)
+        failures = self._failed(tier)
         last = failures >= services.config.retry.max_attempts or not error.retryable
         if last or (isinstance(error, NothingPinned) and failures > 1):
             raise error
-        services.metrics.retries.inc(stage)
+        services.metrics.retries.inc(tier)
         return self._backoff_s(max(1, failures))
 
-    def _failed(self, stage: str) -> int:
+    def _failed(self, tier: str) -> int:
         """One more failure; returns how many in a row count."""
-        if stage == "prefill":
+        if tier == "prefill":
             self._prefill_failures += 1
             return self._prefill_failures
         self._decode_failures += 1
@@ -120,14 +121,13 @@ class Verdicts:
         """
         self._fruitless += 1
         if self._fruitless >= MAX_FRUITLESS:
-            raise BadUpstreamReply("it gives the request back again and again", worker=worker.id, stage="decode")
+            raise BadUpstreamReply("it gives the request back again and again", worker=worker.id, tier="decode")
         return self._backoff_s(self._fruitless)
 
-    async def suspect_loss(self, error: UpstreamError, worker: Worker, *, midway: bool, alone: bool) -> None:
+    async def suspect_loss(self, error: UpstreamError, worker: Worker, *, midway: bool) -> None:
         """Take down that the worker died under this request, if it did.
 
-        Args: midway: it had given tokens of the answer. alone: no other request was there without its first
-        token.
+        Args: midway: it had given tokens of the answer.
 
         Raises: DecodersLost: once too often.
         """
@@ -138,11 +138,11 @@ class Verdicts:
         if sign is Sign.MAYBE and await is_alive(worker, services.config.health.timeout_s):
             return
         suspect = self._suspect = self._suspect or Suspect()
-        now = services.ledger.now()
+        now = services.tickets.now()
         if midway:
             guilty = services.suspicions.lost_midway(suspect, worker.id, now, now - self._begun_s)
         else:
-            guilty = services.suspicions.lost(suspect, worker.id, now, alone=alone)
+            guilty = services.suspicions.lost(suspect, worker.id, now)
         if not guilty:
             return
         worker.circuit.fault(now)
@@ -152,7 +152,7 @@ class Verdicts:
         log.warning("request given up: decode workers die under it", extra=fields)
         where = "under this request's answer" if suspect.midway else "before this request's first token"
         text = f"{len(suspect.workers)} decode workers were lost {where}; it goes to no other"
-        raise DecodersLost(text, worker=worker.id, stage="decode") from error
+        raise DecodersLost(text, worker=worker.id, tier="decode") from error
 
     @property
     def has_losses(self) -> bool:
@@ -170,7 +170,7 @@ class Verdicts:
             async with asyncio.timeout_at(ticket.arrived_s + self._s.config.queue.deadline_s):
                 return await answer
         except TimeoutError:
-            text = f"No worker has taken the request; the last one, for {refusal.stage}, answered {refusal.status}."
+            text = f"No worker has taken the request; the last one, for {refusal.tier}, answered {refusal.status}."
             raise QueueTimeout(text, retry_after_s=max(RETRY_AFTER_S, refusal.retry_after_s)) from refusal
 
     async def turn(self, worker: Worker) -> None:
@@ -229,11 +229,11 @@ def pushes_back(error: UpstreamError) -> bool:
     return isinstance(error, UpstreamStatus) and error.status in (429, 503)
 
 
-def status_error(reply: Reply, body: bytes, worker: Worker, stage: str) -> UpstreamError:
+def status_error(reply: Reply, body: bytes, worker: Worker, tier: str) -> UpstreamError:
     """A worker's answer that is no 200: an error of its own, or one that no completion has."""
     if reply.status < 400:
-        return BadUpstreamReply(f"it answered with status {reply.status}", worker=worker.id, stage=stage)
-    error = UpstreamStatus(f"status {reply.status}", worker=worker.id, stage=stage, status=reply.status, body=body)
+        return BadUpstreamReply(f"it answered with status {reply.status}", worker=worker.id, tier=tier)
+    error = UpstreamStatus(f"status {reply.status}", worker=worker.id, tier=tier, status=reply.status, body=body)
     error.retry_after_s = retry_after_s(reply.header(b"retry-after"))
     return error
 
@@ -246,7 +246,7 @@ def event_error(payload: bytes, worker: Worker) -> UpstreamStatus:
     except (ValueError, AttributeError):
         code = None
     status = code if isinstance(code, int) and 400 <= code <= 599 else 502
-    return UpstreamStatus("error event", worker=worker.id, stage="decode", status=status, body=payload)
+    return UpstreamStatus("error event", worker=worker.id, tier="decode", status=status, body=payload)
 
 
 def kind_of(error: UpstreamError) -> str:

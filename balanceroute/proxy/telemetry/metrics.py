@@ -42,9 +42,9 @@ class Metrics(Collector):
             ["worker", "kind"],
         )
         self.upstream_errors = CounterFamily(
-            "balanceroute_upstream_errors", "Failures of workers, by stage and kind.", ["worker", "stage", "kind"]
+            "balanceroute_upstream_errors", "Failures of workers, by tier and kind.", ["worker", "tier", "kind"]
         )
-        self.retries = CounterFamily("balanceroute_retries", "Second and later tries, by stage.", ["stage"])
+        self.retries = CounterFamily("balanceroute_retries", "Second and later tries, by tier.", ["tier"])
         self.recomputes = CounterFamily(
             "balanceroute_recomputes", "Requests sent back through prefill with what they had generated.", ["kind"]
         )
@@ -59,7 +59,7 @@ class Metrics(Collector):
             "Requests given up because decode workers died under them: two before their first token, or three after.",
         )
         self.moves = CounterFamily(
-            "balanceroute_moves", "Requests taken off a worker that had fallen silent, by its stage.", ["stage"]
+            "balanceroute_moves", "Requests taken off a worker that had fallen silent, by its tier.", ["tier"]
         )
         self.drains = CounterFamily(
             "balanceroute_kv_drains", "Pinned prefill KV pulled and dropped for requests that left.", ["outcome"]
@@ -87,7 +87,7 @@ class Metrics(Collector):
         )
         self._duration = HistogramFamily("balanceroute_request_duration_seconds", "Arrival to end.", _SECONDS)
         self._waits = HistogramFamily(
-            "balanceroute_wait_seconds", "Waits in the router: for a prefiller, for a slot.", _SECONDS, "stage"
+            "balanceroute_wait_seconds", "Waits in the router: for a prefiller, for a slot.", _SECONDS, "tier"
         )
         self._admit = HistogramFamily(
             "balanceroute_admit_duration_seconds", "One decision over the whole pool.", DECISION_SECONDS
@@ -220,7 +220,7 @@ class Metrics(Collector):
             "balanceroute_decode_foreign_tokens", "KV tokens on a worker of what others sent there.", labels=["worker"]
         )
         states = GaugeMetricFamily(
-            "balanceroute_worker_state", "2 up, 1 draining or resting, 0 down.", labels=["worker", "stage"]
+            "balanceroute_worker_state", "2 up, 1 draining or resting, 0 down.", labels=["worker", "tier"]
         )
         usage = GaugeMetricFamily(
             "balanceroute_prefill_kv_usage_ratio",
@@ -275,15 +275,15 @@ class Metrics(Collector):
         yield _gauge("balanceroute_decode_envelope_tokens", "M: the largest load.", envelope)
         yield _gauge("balanceroute_decode_imbalance_tokens", "I = G * M - sum(L).", len(loads) * envelope - sum(loads))
         waiting = GaugeMetricFamily(
-            "balanceroute_waiting_requests", "Requests that wait in the router.", labels=["stage"]
+            "balanceroute_waiting_requests", "Requests that wait in the router.", labels=["phase"]
         )
-        for stage, count in (
+        for phase, count in (
             ("queued", view.queued),
             ("prefilling", view.prefilling),
             ("pooled", view.pooled),
             ("asking", view.asking),  # layerwise: at a decode worker, and no prefiller may take them
         ):
-            waiting.add_metric([stage], count)
+            waiting.add_metric([phase], count)
         yield waiting
 
 

@@ -44,7 +44,7 @@ class AnswerAssembler:
         """Take what `EventScanner.feed` returned: whole events. Raises: UnreadableEvent: also where they don't end."""
         self._fed_bytes += len(events)
         if self._fed_bytes > MAX_ANSWER_BYTES:
-            raise UnreadableEvent(f"the answer is larger than {MAX_ANSWER_BYTES} bytes", worker="", stage="decode")
+            raise UnreadableEvent(f"the answer is larger than {MAX_ANSWER_BYTES} bytes", worker="", tier="decode")
         for payload in payloads_of(events):
             try:
                 event = orjson.loads(payload)
@@ -55,7 +55,7 @@ class AnswerAssembler:
             try:
                 self._add(event)
             except (TypeError, AttributeError, ValueError) as exc:
-                raise UnreadableEvent(f"an event is no part of an answer ({exc})", worker="", stage="decode") from exc
+                raise UnreadableEvent(f"an event is no part of an answer ({exc})", worker="", tier="decode") from exc
 
     def _add(self, event: dict[str, Any]) -> None:
         for name, value in event.items():
@@ -91,7 +91,7 @@ class AnswerAssembler:
         try:
             return orjson.dumps(whole)
         except TypeError as exc:  # orjson reads deeper than it writes
-            raise UnreadableEvent(f"the answer can't be written ({exc})", worker="", stage="decode") from exc
+            raise UnreadableEvent(f"the answer can't be written ({exc})", worker="", tier="decode") from exc
 
 
 class _Choice:
@@ -256,7 +256,7 @@ def correct_answer(
         raise BadUpstreamReply(
             f"the decoder's reply is not a completion ({type(exc).__name__}: {exc})",
             worker=worker,
-            stage="decode",
+            tier="decode",
         ) from exc
     return CorrectedAnswer(
         body=corrected,

@@ -84,7 +84,7 @@ def message_of(answer: bytes, message_id: str) -> bytes:
         )
     except (ValueError, TypeError, KeyError, IndexError, AttributeError) as exc:
         text = f"its answer is no chat completion ({type(exc).__name__}: {exc})"
-        raise BadUpstreamReply(text, worker="", stage="decode") from exc
+        raise BadUpstreamReply(text, worker="", tier="decode") from exc
 
 
 def _input_of(arguments: object) -> tuple[dict[str, Any], bool]:

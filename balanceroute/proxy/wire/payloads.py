@@ -454,7 +454,7 @@ def parse_probe_reply(body: bytes, *, worker: str, keep: bool = False) -> Prefil
         raise BadUpstreamReply(
             f"the prefiller's reply is not a completion ({type(exc).__name__}: {exc})",
             worker=worker,
-            stage="prefill",
+            tier="prefill",
         ) from exc
 
 

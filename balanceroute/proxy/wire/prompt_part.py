@@ -54,7 +54,7 @@ def with_prompt(request: ClientRequest, answer: bytes, reply: dict[str, Any]) ->
         return orjson.dumps(whole)
     except _SHAPE_ERRORS as exc:
         text = f"the prefiller's word on the prompt does not fit the answer ({type(exc).__name__}: {exc})"
-        raise BadUpstreamReply(text, worker="", stage="prefill") from exc
+        raise BadUpstreamReply(text, worker="", tier="prefill") from exc
 
 
 def _joined(prompt: dict[str, Any], answer: dict[str, Any]) -> dict[str, Any]:

@@ -69,9 +69,9 @@ def body_of(error: BalanceRouteError) -> bytes:
     param = error.param if isinstance(error, InvalidRequest) else None
     text = str(error)
     if isinstance(error, UpstreamStatus):
-        text = f"{error.stage} worker answered {error.status}: {error.body[:500].decode('utf-8', 'replace')}"
+        text = f"{error.tier} worker answered {error.status}: {error.body[:500].decode('utf-8', 'replace')}"
     elif isinstance(error, UpstreamError):
-        text = f"{error.stage or 'upstream'} worker: {text}"
+        text = f"{error.tier or 'upstream'} worker: {text}"
     return error_body(status_of(error), text, param)
 
 

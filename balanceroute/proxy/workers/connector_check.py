@@ -36,7 +36,7 @@ def check_connector(worker: Worker, kv_transfer_params: bytes, named: Connector,
     conditions.hold(CONNECTOR, worker.id, reason)
     if named.decode_first:
         worker.kv_connector = None  # the next one is refused too
-        raise WrongConnector(reason, worker=worker.id, stage="prefill")
+        raise WrongConnector(reason, worker=worker.id, tier="prefill")
     return found
 
 

@@ -18,7 +18,7 @@ from typing import Final
 
 from balanceroute.core.types import Role, WorkerState
 from balanceroute.errors import ConnectFailed, UpstreamError
-from balanceroute.proxy.admission.ledger import Ledger
+from balanceroute.proxy.admission.tickets import Tickets
 from balanceroute.proxy.telemetry.metrics import Metrics
 from balanceroute.proxy.wire.connectors import Connector
 from balanceroute.proxy.wire.payloads import ClientRequest
@@ -50,9 +50,9 @@ class Drainer:
     """The queue of drains and the tasks that work on it; `pin_s` is the connector's own timeout."""
 
     def __init__(
-        self, fleet: Fleet, ledger: Ledger, metrics: Metrics, connector: Connector, pin_s: float | None
+        self, fleet: Fleet, tickets: Tickets, metrics: Metrics, connector: Connector, pin_s: float | None
     ) -> None:
-        self._fleet, self._ledger, self._metrics = fleet, ledger, metrics
+        self._fleet, self._tickets, self._metrics = fleet, tickets, metrics
         self._connector, self.pin_s = connector, pin_s
         self._queue: deque[Drain] = deque()
         self._tasks: set[asyncio.Task[None]] = set()
@@ -66,7 +66,7 @@ class Drainer:
         """Free this KV soon."""
         self._queue.append(job)
         if len(self._tasks) < MAX_CONCURRENT:
-            task = self._ledger.loop.create_task(self._work())
+            task = self._tickets.loop.create_task(self._work())
             self._tasks.add(task)
             task.add_done_callback(self._tasks.discard)
 
@@ -74,11 +74,11 @@ class Drainer:
         """Pinned KV that can't be drained: counted until the prefiller drops it by itself."""
         if self.pin_s is not None:
             self._metrics.orphan(1)
-            self._ledger.loop.call_later(self.pin_s, self._dropped)
+            self._tickets.loop.call_later(self.pin_s, self._dropped)
 
     def too_old(self, pinned_s: float) -> bool:
         """Whether KV pinned at that time may be gone before a worker that is sent its parameters now has pulled it."""
-        return self.pin_s is not None and self._ledger.now() - pinned_s > self.pin_s * SAFE_SHARE
+        return self.pin_s is not None and self._tickets.now() - pinned_s > self.pin_s * SAFE_SHARE
 
     async def close(self) -> None:
         """Give up what is left."""
@@ -123,11 +123,11 @@ class Drainer:
     def _left_s(self, job: Drain) -> float:
         """How long the KV may still be pulled: after the connector's timeout its blocks are another request's."""
         pin_s = TIMEOUT_S if self.pin_s is None else self.pin_s * SAFE_SHARE
-        return pin_s - (self._ledger.now() - job.pinned_s)
+        return pin_s - (self._tickets.now() - job.pinned_s)
 
     def _choose(self, tried: set[str]) -> Worker | None:
         """The untried decode worker with the most free slots; one that rests after a failure only if no other is up."""
-        workers = self._ledger.view().decoders
+        workers = self._tickets.view().decoders
         left = [w for w in workers if w.state is not WorkerState.DOWN and w.id not in tried]
         if not left:
             return None

@@ -153,7 +153,7 @@ class Fleet:
         upstream = Upstream(
             spec.url,
             worker=spec.id,
-            stage=spec.role.value,
+            tier=spec.role.value,
             ssl_context=self._config.ssl_context,
             high_water_bytes=self._config.high_water_bytes,
         )

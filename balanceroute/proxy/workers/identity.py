@@ -12,11 +12,11 @@ from balanceroute.proxy.workers.fleet import Worker
 log = logging.getLogger(__name__)
 
 
-def check_id(worker: Worker, stage: str, told: object, sent_id: str) -> None:
+def check_id(worker: Worker, tier: str, told: object, sent_id: str) -> None:
     """Raises: ForeignReply: the answer's `id` is not the one that was sent, and this worker's always were."""
     echoed = answers(told, sent_id)
     if worker.echoes_ids and not echoed:
-        raise foreign_reply(worker, stage, "the answer carries the id of another request")
+        raise foreign_reply(worker, tier, "the answer carries the id of another request")
     learn_id(worker, echoed)
 
 
@@ -29,7 +29,7 @@ def learn_id(worker: Worker, echoed: bool) -> None:
         log.info("worker does not echo X-Request-Id, its answers go unchecked", extra={"worker": worker.id})
 
 
-def foreign_reply(worker: Worker, stage: str, text: str) -> ForeignReply:
+def foreign_reply(worker: Worker, tier: str, text: str) -> ForeignReply:
     """The error of an answer that is another request's; no idle connection of that worker is used again."""
     worker.upstream.drop_idle()  # the answer that is missing may still come on one of them
-    return ForeignReply(text, worker=worker.id, stage=stage)
+    return ForeignReply(text, worker=worker.id, tier=tier)

@@ -73,14 +73,14 @@ class Sink(Protocol):
 
 
 class Upstream:
-    """One worker's connections; `worker` and `stage` name it in errors."""
+    """One worker's connections; `worker` and `tier` name it in errors."""
 
     def __init__(
         self,
         url: str,
         *,
         worker: str = "",
-        stage: str = "decode",
+        tier: str = "decode",
         ssl_context: ssl.SSLContext | Callable[[], ssl.SSLContext] | None = None,
         max_idle: int = 4096,
         keepalive_s: float = KEEPALIVE_S,
@@ -97,7 +97,7 @@ class Upstream:
             raise ValueError(f"{url!r} is not an http or https URL with a host")
         self.url = url
         self.worker = worker or url
-        self.stage = stage
+        self.tier = tier
         self.host = parts.hostname
         self.port = parts.port or (443 if parts.scheme == "https" else 80)
         self.high_water_bytes = high_water_bytes
@@ -157,7 +157,7 @@ class Upstream:
                 delivered = True
             except TimeoutError as exc:
                 raise UpstreamTimeout(
-                    f"no answer within {first_byte_timeout_s:g} s", worker=self.worker, stage=self.stage
+                    f"no answer within {first_byte_timeout_s:g} s", worker=self.worker, tier=self.tier
                 ) from exc
             except ConnectFailed:
                 if reused and retry_stale and not connection.heard:
@@ -216,7 +216,7 @@ class Upstream:
 
     def _unsent(self, text: str) -> ConnectFailed:
         """A failure before the worker can have seen anything of the request."""
-        error = ConnectFailed(text, worker=self.worker, stage=self.stage)
+        error = ConnectFailed(text, worker=self.worker, tier=self.tier)
         error.sent = False
         return error
 
@@ -470,7 +470,7 @@ class Reply:
     def _failure(self, kind: type[UpstreamError], text: str) -> UpstreamError:
         connection = self._connection
         if connection is None:
-            return kind(text, worker="", stage="")
+            return kind(text, worker="", tier="")
         return connection.failure(kind, text)
 
     @staticmethod
@@ -532,7 +532,7 @@ class _Connection(asyncio.Protocol):
 
     def failure(self, kind: type[UpstreamError], text: str) -> UpstreamError:
         """An error that names this connection's worker."""
-        return kind(text, worker=self._owner.worker, stage=self._owner.stage)
+        return kind(text, worker=self._owner.worker, tier=self._owner.tier)
 
     def send(self, message: bytes) -> Reply:
         """Write a request; its reply will fill the returned object."""

@@ -62,19 +62,19 @@ def test_no_prefiller_is_asked_above_its_kv_limit_and_the_request_waits_decoding
     assert scheduler.dispatch(1.0) == [Prefill("r", "p0")]
 
 
-@pytest.mark.parametrize("stage", ["pooled", "decoding", "asking", "pushing", "pushed"])
+@pytest.mark.parametrize("phase", ["pooled", "decoding", "asking", "pushing", "pushed"])
 @pytest.mark.parametrize("leaves", ["finish", "requeue"])
-def test_whatever_the_stage_everything_is_released_once(stage: str, leaves: str) -> None:
+def test_whatever_the_phase_everything_is_released_once(phase: str, leaves: str) -> None:
     scheduler = decode_first()
-    if stage == "pooled":
+    if phase == "pooled":
         scheduler.submit(a_request(), 0.0)
-    elif stage in ("pushing", "pushed"):
+    elif phase in ("pushing", "pushed"):
         pushing(scheduler)
     else:
         decoding(scheduler)
-    if stage == "asking":
+    if phase == "asking":
         scheduler.request_prefill("r", 0.0)
-    elif stage == "pushed":
+    elif phase == "pushed":
         scheduler.pushed("r", 100, 0.0)
     if leaves == "finish":
         release = scheduler.finish("r", Outcome.CANCELLED, 1.0)

@@ -6,8 +6,8 @@ import pytest
 
 from balanceroute.core.policies import PolicySettings, make_policy
 from balanceroute.core.scheduler import Scheduler
-from balanceroute.core.types import Outcome, Phase, RequestSpec, Role, WorkerSpec, WorkerState
-from balanceroute.core.view import ClusterView, DecoderView, PrefillerView, view_cluster, view_request
+from balanceroute.core.types import Outcome, RequestSpec, Role, WorkerSpec, WorkerState
+from balanceroute.core.view import ClusterView, DecoderView, PrefillerView, view_cluster
 
 
 @pytest.fixture
@@ -53,18 +53,6 @@ def test_a_view_says_what_every_worker_holds_and_who_waits(scheduler: Scheduler)
         oldest_ready_s=1.0,
     )
     assert view.prefilling == 1
-
-
-def test_a_request_is_seen_in_its_phase_until_it_is_gone(scheduler: Scheduler) -> None:
-    seen = {name: view_request(scheduler.snapshot, name) for name in "abcd"}
-    assert {name: one and (one.phase, one.decoder) for name, one in seen.items()} == {
-        "a": (Phase.DECODING, "d0"),
-        "b": (Phase.POOLED, None),
-        "c": (Phase.PREFILLING, None),
-        "d": (Phase.QUEUED, None),
-    }
-    scheduler.finish("a", Outcome.FINISHED, 3.0)
-    assert view_request(scheduler.snapshot, "a") is None
 
 
 def test_a_view_stays_as_it_was_and_cannot_be_written(scheduler: Scheduler) -> None:

@@ -85,7 +85,7 @@ async def serving(answer: Answer, bodies: list[Body] | None = None) -> AsyncIter
         await server.wait_closed()
 
 
-def replayed(trace: Trace, answer: Answer, bodies: list[Body] | None = None, **options: object) -> LoadReport:
+def loaded(trace: Trace, answer: Answer, bodies: list[Body] | None = None, **options: object) -> LoadReport:
     async def run() -> LoadReport:
         async with serving(answer, bodies) as url:
             return await run_load(trace, LoadOptions(url, **options))  # type: ignore[arg-type]
@@ -108,7 +108,7 @@ def test_it_works_on_uvloop() -> None:
 
 def test_complete_answers_are_counted_and_timed() -> None:
     bodies: list[Body] = []
-    report = replayed(a_trace([1, 5, 9]), whole_answer, bodies)
+    report = loaded(a_trace([1, 5, 9]), whole_answer, bodies)
     assert (report.requests, report.completed, report.errors) == (3, 3, {})
     assert report.output_tokens == 15
     assert report.ttft_s.n == 3
@@ -121,7 +121,7 @@ def test_complete_answers_are_counted_and_timed() -> None:
 
 @pytest.mark.parametrize("piece", [1, 7, 50, 4096])
 def test_events_are_counted_however_the_bytes_are_cut(piece: int) -> None:
-    report = replayed(a_trace([6]), lambda body, writer: whole_answer(body, writer, piece))
+    report = loaded(a_trace([6]), lambda body, writer: whole_answer(body, writer, piece))
     assert (report.completed, report.itl_s.n) == (1, 5)
 
 
@@ -174,7 +174,7 @@ async def answer_never(body: Body, writer: asyncio.StreamWriter) -> None:
     ],
 )
 def test_what_is_wrong_with_an_answer_is_named(answer: Answer, reason: str) -> None:
-    report = replayed(a_trace([4]), answer, timeout_s=0.3)
+    report = loaded(a_trace([4]), answer, timeout_s=0.3)
     assert report.completed == 0
     assert [kind for kind in report.errors if kind.startswith(reason)], report.errors
 
@@ -190,12 +190,12 @@ def test_connections_are_reused_and_a_stale_one_is_replaced() -> None:
         writer.close()  # keep-alive was not refused, so the client kept the connection
 
     trace = a_trace([2] * 6)
-    report = replayed(trace.scaled(20.0), close_after_answer)
+    report = loaded(trace.scaled(20.0), close_after_answer)
     assert (report.completed, served) == (6, 6)
 
 
 def test_the_time_scale_stretches_the_arrivals() -> None:
-    report = replayed(a_trace([1] * 5), whole_answer, time_scale=20.0)
+    report = loaded(a_trace([1] * 5), whole_answer, time_scale=20.0)
     assert report.duration_s >= 0.08
 
 
@@ -210,7 +210,7 @@ def test_progress_is_told_until_everything_ended() -> None:
     assert told[-1] == (2, 2)
 
 
-def test_a_replay_that_is_stopped_reports_what_was_sent_and_names_what_was_cut_off() -> None:
+def test_a_run_that_is_stopped_reports_what_was_sent_and_names_what_was_cut_off() -> None:
     async def run() -> LoadReport:
         stop = asyncio.Event()
 

@@ -13,7 +13,7 @@ from balanceroute.core.scheduler import Scheduler
 from balanceroute.core.state import state_from_dict, state_to_dict
 from balanceroute.core.types import Outcome, RequestSpec, Role, WorkerSpec
 from balanceroute.errors import ConfigError, InputError, QueueFull
-from balanceroute.journal import RecordingScheduler, replay
+from balanceroute.journal import RecordingScheduler, rerun
 from balanceroute.proxy.admission.forecasts import LiveForecasts, build_forecasts
 from balanceroute.proxy.app import build_services
 from balanceroute.proxy.reload import apply
@@ -32,7 +32,7 @@ def test_bounds_and_times_count_from_the_reload_on() -> None:
         assert changed == ["queue", "retry"] and services.config.retry.max_attempts == 9
         assert services.ledger.scheduler.config.queue_deadline_s == 5.0
         with pytest.raises(QueueFull):
-            services.ledger.submit(RequestSpec("r", 1))
+            await services.tickets.submit(RequestSpec("r", 1)).prefiller()
 
     on_stage(test)
 
@@ -83,7 +83,7 @@ def test_what_needs_a_restart_is_named_and_nothing_of_the_rest_is_taken_over(new
     on_stage(test)
 
 
-def test_a_journal_that_runs_over_a_reload_replays_to_the_same(tmp_path: Path) -> None:
+def test_a_journal_that_runs_over_a_reload_runs_again_to_the_same(tmp_path: Path) -> None:
     async def test() -> None:
         path = tmp_path / "journal"
         services = build_services(a_config(), asyncio.get_running_loop(), None, True, path)
@@ -94,13 +94,13 @@ def test_a_journal_that_runs_over_a_reload_replays_to_the_same(tmp_path: Path) -
         scheduler.admit(1.0)
         apply(services, a_config(queue={"max_queued": 0}))
         with pytest.raises(QueueFull):
-            services.ledger.submit(RequestSpec("r", 1))
+            await services.tickets.submit(RequestSpec("r", 1)).prefiller()
         for policy in ("br_0", "br_h", "target_fit", "join_shortest_queue"):
             apply(services, a_config(queue={"max_queued": 0}, routing={"policy": policy, "max_wait_s": math.inf}))
             scheduler.submit_prefilled(RequestSpec(policy, 77), 2.0, 2.0)
             assert scheduler.admit(2.0)
         scheduler.close()
-        assert replay(path).difference is None
+        assert rerun(path).difference is None
 
     on_stage(test)
 

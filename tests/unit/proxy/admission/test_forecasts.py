@@ -20,6 +20,7 @@ from balanceroute.prediction import FinishedRequest, History, LearnedPredictor, 
 from balanceroute.prediction.history import read_rows
 from balanceroute.proxy.admission.forecasts import HistoryOnly, LiveForecasts, build_forecasts
 from balanceroute.proxy.admission.ledger import Ledger
+from balanceroute.proxy.admission.tickets import Tickets
 
 H = 8
 
@@ -195,7 +196,8 @@ def test_what_expires_in_the_pool_after_it_has_generated_something_is_recorded_a
 
     async def scenario() -> None:
         ledger = Ledger(a_scheduler(), asyncio.get_running_loop(), forecasts)
-        recomputed, new = (ledger.submit(RequestSpec(name, 100, prompt_key="k")) for name in ("recomputed", "new"))
+        tickets = Tickets(ledger, ledger.loop)
+        recomputed, new = (tickets.submit(RequestSpec(name, 100, prompt_key="k")) for name in ("recomputed", "new"))
         recomputed.prefilled(100)
         ledger.admit()
         recomputed.progress(3)
@@ -205,7 +207,7 @@ def test_what_expires_in_the_pool_after_it_has_generated_something_is_recorded_a
         new.prefilled(100)
         ledger.configure(SchedulerConfig(pool_ttl_s=0.0))
         await asyncio.sleep(0.001)
-        assert ledger.expire() == [recomputed, new]
+        assert ledger.expire() == ["recomputed", "new"]
 
     asyncio.run(scenario())
     forecasts.close()

@@ -120,11 +120,11 @@ def test_a_client_that_goes_ends_its_request_when_the_grace_of_the_try_is_over(g
 def test_an_interruption_is_what_the_client_is_told_unless_somebody_else_ends_the_request_too() -> None:
     async def interrupted() -> None:
         leg, task = await begun()
-        leg.interrupt(WorkerSilent("silent", worker="d0", stage="decode"))
+        leg.interrupt(WorkerSilent("silent", worker="d0", tier="decode"))
         with pytest.raises(WorkerSilent):
             await task
         leg, task = await begun()
-        leg.interrupt(WorkerSilent("silent", worker="d0", stage="decode"))
+        leg.interrupt(WorkerSilent("silent", worker="d0", tier="decode"))
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
             await task
@@ -135,11 +135,36 @@ def test_an_interruption_is_what_the_client_is_told_unless_somebody_else_ends_th
 def test_a_worker_is_late_after_its_deadline_or_after_a_pause_between_tokens_that_is_too_long() -> None:
     async def waiting() -> None:
         leg, task = await begun()
-        leg.stage_deadline_s = 5.0
+        leg.try_deadline_s = 5.0
         assert [leg.late(now) for now in (4.0, 6.0)] == [False, True]
         leg.ticket.last_token_s, leg.idle_s = 10.0, 3.0
         assert [leg.late(now) for now in (6.0, 12.0, 14.0)] == [False, False, True]
         task.cancel()
+
+    on_stage(waiting)
+
+
+def test_tokens_are_expected_of_the_worker_of_an_open_stream_but_not_while_its_kv_is_being_computed() -> None:
+    """What waits for a long prefill elsewhere must not have its decode worker taken for a silent one."""
+
+    class Open:
+        """A worker's reply of which the head has come."""
+
+        paused = over = False
+
+    async def waiting() -> None:
+        services, sent = a_router(), asyncio.Event()
+        request = parse("completions", b'{"prompt": "a", "stream": true}')
+        leg = Leg(services, "r", request, PartAnswer(request), [], lambda leg: Stays(leg, 0.0, sent))
+        leg.worker = "d0"
+        assert not leg.expects_tokens_from("d0")  # nothing is open
+        leg.reply = Open()  # type: ignore[assignment]
+        assert leg.expects_tokens_from("d0") and not leg.expects_tokens_from("d1")
+        leg.kv_due = True
+        assert not leg.expects_tokens_from("d0")
+        leg.kv_due = False
+        leg.reply.paused = True  # type: ignore[misc, union-attr]
+        assert not leg.expects_tokens_from("d0")  # its client does not read
 
     on_stage(waiting)
 
@@ -151,7 +176,7 @@ def test_kv_that_is_left_is_pulled_unless_decode_workers_have_died_under_the_req
     async def left() -> None:
         leg, task = await begun()
         if lost:
-            dead = UpstreamStatus("dead", worker="d1", stage="decode", status=500, body=b"EngineDeadError")
+            dead = UpstreamStatus("dead", worker="d1", tier="decode", status=500, body=b"EngineDeadError")
             await leg.suspect_loss(dead, leg.services.fleet["d1"])
         leg.unspent, leg.pinned_s = b'{"x": 1}', leg.services.ledger.now()
         task.cancel()

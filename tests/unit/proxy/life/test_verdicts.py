@@ -24,14 +24,14 @@ from tests.unit.proxy.stage import a_config, a_router, on_stage
 RETRY = {"max_attempts": 3, "base_delay_s": 1.0, "max_delay_s": 4.0}
 
 
-def a_status(status: int, retry_after_s: float = 0.0, stage: str = "decode") -> UpstreamStatus:
-    error = UpstreamStatus(f"status {status}", worker="d0", stage=stage, status=status, body=b"")
+def a_status(status: int, retry_after_s: float = 0.0, tier: str = "decode") -> UpstreamStatus:
+    error = UpstreamStatus(f"status {status}", worker="d0", tier=tier, status=status, body=b"")
     error.retry_after_s = retry_after_s
     return error
 
 
 def lost() -> UpstreamError:
-    return ConnectionLost("reset", worker="d0", stage="decode")
+    return ConnectionLost("reset", worker="d0", tier="decode")
 
 
 def some_verdicts(choices: Choices | None = None) -> tuple[Services, Verdicts]:
@@ -66,7 +66,7 @@ def test_back_pressure_is_never_the_last_try(status: int) -> None:
 
 
 @pytest.mark.parametrize(
-    "error", [lost(), a_status(500), UpstreamTimeout("late", worker="d0", stage="decode")], ids=kind_of
+    "error", [lost(), a_status(500), UpstreamTimeout("late", worker="d0", tier="decode")], ids=kind_of
 )
 def test_a_failure_may_be_tried_again_until_the_last_of_them_is_raised(error: UpstreamError) -> None:
     async def judged() -> None:
@@ -109,7 +109,7 @@ def test_an_answered_probe_forgets_the_failures_of_prefill() -> None:
 def test_a_prefiller_that_pins_nothing_is_asked_once_more_only() -> None:
     async def judged() -> None:
         services, verdicts = some_verdicts()
-        error = NothingPinned("none", worker="p0", stage="prefill")
+        error = NothingPinned("none", worker="p0", tier="prefill")
         verdicts.judge(error, services.fleet["p0"], "prefill", begun=False)
         with pytest.raises(NothingPinned):
             verdicts.judge(error, services.fleet["p0"], "prefill", begun=False)
@@ -121,7 +121,7 @@ def test_a_request_that_took_too_long_ends_without_a_verdict_on_its_worker() -> 
     async def judged() -> None:
         services, verdicts = some_verdicts()
         with pytest.raises(DeadlineExceeded):
-            verdicts.judge(DeadlineExceeded("late", worker="d0", stage=""), services.fleet["d0"], "decode", begun=True)
+            verdicts.judge(DeadlineExceeded("late", worker="d0", tier=""), services.fleet["d0"], "decode", begun=True)
         assert not services.fleet["d0"].out
 
     on_stage(judged)
@@ -141,7 +141,7 @@ def test_a_request_that_is_given_back_without_a_token_again_and_again_ends() -> 
 def test_a_refused_request_waits_until_the_queues_deadline_and_learns_who_refused_it() -> None:
     async def judged() -> None:
         services, verdicts = some_verdicts()
-        ticket = services.ledger.submit(RequestSpec("r", 10))
+        ticket = services.tickets.submit(RequestSpec("r", 10))
         await ticket.prefiller()
         verdicts.judge(a_status(503, 7.0), services.fleet["d0"], "decode", begun=False)
         with pytest.raises(QueueTimeout, match="answered 503") as refused:
@@ -155,7 +155,7 @@ def test_a_refused_request_waits_until_the_queues_deadline_and_learns_who_refuse
 def test_an_answer_that_has_begun_waits_beyond_the_queues_deadline() -> None:
     async def judged() -> None:
         services, verdicts = some_verdicts()
-        ticket = services.ledger.submit(RequestSpec("r", 10))
+        ticket = services.tickets.submit(RequestSpec("r", 10))
         verdicts.judge(a_status(503), services.fleet["d0"], "decode", begun=True)
 
         async def freed() -> str:
@@ -171,13 +171,13 @@ def test_a_loss_that_another_request_has_caused_is_no_failed_try() -> None:
     async def judged() -> None:
         services, verdicts = some_verdicts()
         guilty = Verdicts(services, "other", None)
-        dead = UpstreamStatus("dead", worker="d0", stage="decode", status=500, body=b"EngineDeadError")
+        dead = UpstreamStatus("dead", worker="d0", tier="decode", status=500, body=b"EngineDeadError")
         for each in (verdicts, guilty):
-            await each.suspect_loss(dead, services.fleet["d0"], midway=False, alone=lambda: False)
+            await each.suspect_loss(dead, services.fleet["d0"], midway=False)
         verdicts.judge(dead, services.fleet["d0"], "decode", begun=False)
         with pytest.raises(DecodersLost):
             for n in range(1, MAX_LOSSES):
-                await guilty.suspect_loss(dead, services.fleet[f"d{n}"], midway=False, alone=lambda: False)
+                await guilty.suspect_loss(dead, services.fleet[f"d{n}"], midway=False)
         for _ in range(2):  # of three tries, two are left
             verdicts.judge(lost(), services.fleet["d2"], "decode", begun=False)
         with pytest.raises(ConnectionLost):
@@ -189,12 +189,12 @@ def test_a_loss_that_another_request_has_caused_is_no_failed_try() -> None:
 def test_a_request_under_which_decode_workers_die_goes_to_no_further_one() -> None:
     async def judged() -> None:
         services, verdicts = some_verdicts()
-        dead = UpstreamStatus("dead", worker="d0", stage="decode", status=500, body=b"EngineDeadError")
+        dead = UpstreamStatus("dead", worker="d0", tier="decode", status=500, body=b"EngineDeadError")
         for n in range(MAX_LOSSES - 1):
-            await verdicts.suspect_loss(dead, services.fleet[f"d{n}"], midway=False, alone=lambda: False)
+            await verdicts.suspect_loss(dead, services.fleet[f"d{n}"], midway=False)
         assert verdicts.has_losses
         with pytest.raises(DecodersLost):
-            await verdicts.suspect_loss(dead, services.fleet["d2"], midway=False, alone=lambda: False)
+            await verdicts.suspect_loss(dead, services.fleet["d2"], midway=False)
 
     on_stage(judged)
 
@@ -204,10 +204,9 @@ def test_a_connection_that_could_not_be_opened_is_no_evidence() -> None:
         services, verdicts = some_verdicts()
         for _ in range(5):
             await verdicts.suspect_loss(
-                ConnectFailed("no", worker="d0", stage="decode"),
+                ConnectFailed("no", worker="d0", tier="decode"),
                 services.fleet["d0"],
                 midway=False,
-                alone=lambda: False,
             )
         assert not verdicts.has_losses
 
@@ -219,8 +218,8 @@ def test_what_one_choice_has_lost_counts_against_all_until_one_has_a_token() -> 
         choices = Choices()
         services, one = some_verdicts(choices)
         other = Verdicts(services, "r-1", choices)
-        dead = UpstreamStatus("dead", worker="d0", stage="decode", status=500, body=b"EngineDeadError")
-        await one.suspect_loss(dead, services.fleet["d0"], midway=False, alone=lambda: False)
+        dead = UpstreamStatus("dead", worker="d0", tier="decode", status=500, body=b"EngineDeadError")
+        await one.suspect_loss(dead, services.fleet["d0"], midway=False)
         assert other.has_losses
         choices.clear()
         await other.turn(services.fleet["d1"])

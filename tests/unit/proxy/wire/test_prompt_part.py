@@ -53,7 +53,7 @@ def test_logprobs_of_prompt_and_answer_are_one_list_whose_offsets_go_on() -> Non
 def test_what_does_not_fit_together_is_a_bad_reply_of_the_prefiller(reply: dict[str, Any]) -> None:
     with pytest.raises(BadUpstreamReply) as bad:
         with_prompt(a_request(logprobs=1), an_answer(logprobs=ANSWER_LOGPROBS), reply)
-    assert bad.value.stage == "prefill"
+    assert bad.value.tier == "prefill"
 
 
 def test_a_prompts_worth_alone_comes_without_the_parameters_of_its_kv() -> None:

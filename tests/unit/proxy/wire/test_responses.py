@@ -17,7 +17,7 @@ from balanceroute.errors import (
 )
 from balanceroute.proxy.wire.responses import body_of, error_event, extra_headers, status_of
 
-AT = {"worker": "d0", "stage": "decode"}
+AT = {"worker": "d0", "tier": "decode"}
 
 
 @pytest.mark.parametrize(

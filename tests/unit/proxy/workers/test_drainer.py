@@ -15,7 +15,7 @@ from tests.unit.proxy.stage import ScriptedUpstream, a_config, a_router, on_stag
 
 REQUEST = parse("completions", b'{"model":"m","prompt":"a","max_tokens":50,"stream":true}')
 PARAMS = b'{"remote_request_id":"once"}'
-UNSENT = ConnectFailed("nobody listens", worker="d", stage="decode")
+UNSENT = ConnectFailed("nobody listens", worker="d", tier="decode")
 UNSENT.sent = False
 
 
@@ -70,7 +70,7 @@ def test_a_worker_that_has_surely_not_taken_it_leaves_it_to_the_next(refusal: in
 
 @pytest.mark.parametrize(
     "end",
-    [500, BadUpstreamReply("cut", worker="d", stage="decode"), ConnectFailed("cut", worker="d", stage="decode"), None],
+    [500, BadUpstreamReply("cut", worker="d", tier="decode"), ConnectFailed("cut", worker="d", tier="decode"), None],
     ids=["500", "cut off", "reset after sending", "silence"],
 )
 def test_a_worker_that_may_have_taken_it_ends_it_because_parameters_are_used_once(

@@ -29,7 +29,7 @@ def holding(services: Services, worker: Worker) -> str:
     scheduler, now = services.ledger.scheduler, services.ledger.now()
     for other in services.fleet.of(Role.DECODE):
         services.fleet.drain(other, other is not worker)
-    services.ledger.submit(RequestSpec("held", 10))
+    services.tickets.submit(RequestSpec("held", 10))
     services.ledger.dispatch()
     scheduler.prefilled("held", 10, now)
     assert [admission.worker for admission in services.ledger.admit()] == [worker.id]
@@ -114,7 +114,7 @@ def test_a_worker_that_leaves_goes_when_it_holds_nothing_and_its_connections_wit
         held = holding(services, worker)
         services.fleet.leave(worker)
         assert told(services, worker) is DRAINING and services.fleet.sweep() == []
-        services.ledger.tickets[held].finish(Outcome.FINISHED)
+        services.tickets.by_id[held].finish(Outcome.FINISHED)
         worker.in_use = 1  # a drain is still running there
         assert services.fleet.sweep() == [] and not upstream.closed
         worker.in_use = 0
@@ -128,7 +128,7 @@ def test_a_worker_that_leaves_goes_when_it_holds_nothing_and_its_connections_wit
 def test_a_prefiller_that_leaves_stays_while_it_keeps_kv_for_us() -> None:
     async def test() -> None:
         services = a_router(a_config(prefillers=2))
-        ticket = services.ledger.submit(RequestSpec("r", 10))
+        ticket = services.tickets.submit(RequestSpec("r", 10))
         name = await ticket.prefiller()
         ticket.prefilled(10)
         services.fleet.leave(services.fleet[name])

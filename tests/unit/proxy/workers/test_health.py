@@ -13,7 +13,7 @@ from balanceroute.proxy.workers.rounds import Rounds
 from tests.unit.proxy.stage import Answer, a_config, a_router, on_stage, script
 
 HEALTH = {"interval_s": 2.0, "timeout_s": 3.0, "failure_threshold": 3}
-REFUSED = ConnectFailed("refused", worker="d0", stage="decode")
+REFUSED = ConnectFailed("refused", worker="d0", tier="decode")
 
 
 async def seen_healthy(services: Services) -> HealthMonitor:

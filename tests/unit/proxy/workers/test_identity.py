@@ -34,7 +34,7 @@ def test_a_worker_that_has_echoed_once_must_always() -> None:
         check_id(worker, "decode", "cmpl-r1", "r1")
         with pytest.raises(ForeignReply) as foreign:
             check_id(worker, "decode", "cmpl-r2", "r1")
-        assert (foreign.value.worker, foreign.value.stage) == ("d0", "decode")
+        assert (foreign.value.worker, foreign.value.tier) == ("d0", "decode")
         assert connections.dropped == 1
 
     on_stage(asked)

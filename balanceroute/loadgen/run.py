@@ -43,7 +43,7 @@ class LoadOptions:
 
 @dataclass(frozen=True, slots=True)
 class RequestResult:
-    """One request as the client saw it; times are seconds from the start of the replay."""
+    """One request as the client saw it; times are seconds from the start of the run."""
 
     sent_s: float
     late_s: float
@@ -57,7 +57,7 @@ class RequestResult:
 
 @dataclass(frozen=True, slots=True)
 class LoadReport:
-    """The outcome of a replay; latencies are of complete answers only."""
+    """The outcome of a run; latencies are of complete answers only."""
 
     requests: int
     completed: int
@@ -76,7 +76,7 @@ class LoadReport:
 async def run_load(
     trace: Trace, options: LoadOptions, on_progress: Progress | None = None, stop: asyncio.Event | None = None
 ) -> LoadReport:
-    """Replay a trace and report. With `stop` set the report is of what was sent until then, at once.
+    """Send a trace and report. With `stop` set the report is of what was sent until then, at once.
 
     Raises: InputError when the endpoint cannot be used at all.
     """
@@ -89,7 +89,7 @@ async def run_load(
 
     async def play() -> None:
         model = options.model or await first_model(client)
-        await Replay(trace, options, client, model, results, on_progress).run()
+        await Run(trace, options, client, model, results, on_progress).run()
 
     try:
         await _unless(stop or asyncio.Event(), play())
@@ -123,8 +123,8 @@ async def first_model(client: Client) -> str:
         raise InputError(f"{client.url.geturl()}: no model list (status {reply.status})") from error
 
 
-class Replay:
-    """One replay under way."""
+class Run:
+    """One run under way."""
 
     def __init__(
         self,

@@ -1,0 +1,244 @@
+"""The requests' side of the waist: a ticket for each, and what is known of where it stands.
+
+    ticket = tickets.submit(spec)         arrival
+    await ticket.prefiller()              which prefiller gets the probe; raises Rejected, be it by the arrival
+    ticket.prefilled(n, cached) | .prefill_failed()
+    await ticket.admission()              which decode worker, when the policy has decided
+    ticket.began()                        the first tokens have come
+    ticket.progress(n)                    per read of the worker's stream; taken down here, told later
+    ticket.put_back(), ticket.requeue()   once more from the pool, or from the first phase on
+    ticket.finish(outcome)                leaves, from any phase, once
+
+Decode first (layerwise), a ticket is pooled at once, and between admission and the first token:
+
+    ticket.request_prefill(), await ticket.prefiller(), ticket.pushed(n) | .push_failed()
+
+Every call but the two that wait runs to its end without awaiting, and an answer that is there already costs no turn of
+the loop. A lifecycle sees neither the scheduler nor whether it is in this process (`waist.py`).
+
+**Tokens are told in sums.** They come thousands of times per second and matter when somebody looks: so a ticket only
+adds them up, and `settle` tells what has come since, before every decision, before a request leaves its worker, and
+several times per second besides.
+"""
+
+import asyncio
+
+from balanceroute.core.scheduler import SchedulerConfig
+from balanceroute.core.types import Outcome, Phase, RequestSpec
+from balanceroute.core.view import ClusterView
+from balanceroute.errors import InvariantError
+from balanceroute.proxy.admission.waist import Answer, Brain, Refusal
+
+
+class Ticket:
+    """One request's place before the scheduler, from `submit` to its single `finish`.
+
+    `phase` is the scheduler's, as far as it has been told; `decoder` the worker that it is bound to in it, "" for none.
+    Decode first, `asking`: it waits for a prefiller while it is bound; `pushing`: one computes its prompt.
+
+    `left`: it has left, by its own `finish` or because it was refused. `unreported_tokens` have come, and the
+    scheduler hasn't heard of them; `last_token_s` is when the last ones came, 0 before. `order`: its arrival's number.
+    """
+
+    __slots__ = (
+        "_answer",
+        "_behind",
+        "_brain",
+        "_now",
+        "_tickets",
+        "_waiter",
+        "arrived_s",
+        "asking",
+        "decoder",
+        "id",
+        "last_token_s",
+        "left",
+        "order",
+        "phase",
+        "pooled_s",
+        "pushing",
+        "unreported_tokens",
+    )
+
+    def __init__(self, tickets: "Tickets", request_id: str, order: int) -> None:
+        self.id, self.order = request_id, order
+        self.left = self.asking = self.pushing = False
+        self.decoder = ""
+        self._tickets, self._brain, self._now, self._behind = tickets, tickets.brain, tickets.now, tickets.behind
+        self.arrived_s = now = self._now()
+        self.pooled_s = self.last_token_s = 0.0
+        self.unreported_tokens = 0
+        self._answer: Answer | None = None
+        self._waiter: asyncio.Future[None] | None = None
+        if tickets.decode_first:
+            self.phase, self.pooled_s = Phase.POOLED, now
+        else:
+            self.phase = Phase.QUEUED
+
+    async def prefiller(self) -> str:
+        """Wait for the prefiller that gets the probe. Raises: Rejected: QueueFull, NoHealthyWorkers, Draining,
+        QueueTimeout.
+        """
+        return await self._wait()
+
+    async def admission(self) -> str:
+        """Wait for the decode worker. Raises: as `prefiller`."""
+        return await self._wait()
+
+    def check(self) -> None:
+        """For who waits for no worker. Raises: as `prefiller`, if that has been told."""
+        if isinstance(self._answer, Refusal):
+            raise self._answer.error()
+
+    def prefilled(self, prompt_tokens: int, cached_tokens: int | None = None) -> None:
+        """The probe was answered: the request waits in the pool. `cached_tokens`: as in `Scheduler.prefilled`."""
+        self.phase, self.pooled_s = Phase.POOLED, self._now()
+        self._brain.prefilled(self.id, prompt_tokens, cached_tokens)
+
+    def prefill_failed(self) -> None:
+        """The probe failed: the request queues again."""
+        self.phase = Phase.QUEUED
+        self._brain.prefill_failed(self.id)
+
+    def request_prefill(self) -> None:
+        """Decode first: the decode worker asks for the KV; `prefiller` says who computes it."""
+        self.asking = True
+        self._brain.request_prefill(self.id)
+
+    def pushed(self, prompt_tokens: int, cached_tokens: int | None = None) -> None:
+        """Decode first: the prefiller has delivered the KV."""
+        self.pushing = False
+        self._brain.pushed(self.id, prompt_tokens, cached_tokens)
+
+    def push_failed(self) -> None:
+        """Decode first: the prefiller has not begun; ask for another."""
+        self.asking, self.pushing = True, False
+        self._brain.push_failed(self.id)
+
+    def progress(self, tokens: int) -> None:
+        """So many more tokens have been generated. The relay's path."""
+        self.last_token_s = self._now()
+        if not self.unreported_tokens:
+            self._behind.append(self)
+        self.unreported_tokens += tokens
+
+    def settle(self) -> None:
+        """Tell the tokens that the scheduler hasn't heard of."""
+        tokens, self.unreported_tokens = self.unreported_tokens, 0
+        if tokens:
+            self._brain.progress(self.id, tokens)
+
+    def began(self) -> None:
+        """The first tokens have come, and all that came is told."""
+        self.settle()
+        if self._brain.bounds.overlap_requests is None:
+            self._brain.began(self.id)
+
+    def put_back(self) -> None:
+        """The decode worker will not be asked after all: wait for another in the pool."""
+        self.phase, self.decoder = Phase.POOLED, ""
+        self._brain.put_back(self.id)
+
+    def requeue(self) -> None:
+        """The decode ended early, or the pinned KV was lost: queue for a prefill again."""
+        self.settle()
+        self._answer = None  # decode first, a prefiller may have been told to a prefill that has ended since
+        self.asking = self.pushing = False
+        self.decoder = ""
+        if self._tickets.decode_first:
+            self.phase, self.pooled_s = Phase.POOLED, self._now()
+        else:
+            self.phase = Phase.QUEUED
+        self._brain.requeue(self.id)
+
+    def finish(self, outcome: Outcome, reason: str = "") -> None:
+        """Leave. `reason` is the engine's finish reason, for the predictor. Raises InvariantError when gone."""
+        if self.left:
+            raise InvariantError(f"{self.id} has left already")
+        self.settle()
+        self._leave()
+        self._brain.finish(self.id, outcome, reason)
+
+    # -- the deciding side
+
+    def answer(self, answer: Answer) -> None:
+        """Take what has been decided, and wake who waits for it."""
+        if isinstance(answer, Refusal):
+            self._leave()
+        elif self.phase is Phase.QUEUED:
+            self.phase = Phase.PREFILLING
+        elif self.phase is Phase.POOLED:
+            self.phase, self.decoder = Phase.DECODING, answer
+        else:
+            self.asking, self.pushing = False, True
+        self._answer = answer
+        waiter = self._waiter
+        if waiter is not None and not waiter.done():
+            waiter.set_result(None)
+
+    def _leave(self) -> None:
+        self.left, self.phase, self.decoder = True, Phase.GONE, ""
+        self.asking = self.pushing = False
+        del self._tickets.by_id[self.id]
+
+    async def _wait(self) -> str:
+        while self._answer is None:
+            self._waiter = self._tickets.loop.create_future()
+            try:
+                await self._waiter
+            finally:
+                self._waiter = None
+        answer, self._answer = self._answer, None
+        if isinstance(answer, Refusal):
+            raise answer.error()
+        return answer
+
+
+class Tickets:
+    """All requests of one process, by id; asks `brain`, and is told its answers."""
+
+    def __init__(self, brain: Brain, loop: asyncio.AbstractEventLoop, decode_first: bool = False) -> None:
+        """`decode_first`: as in `SchedulerConfig`."""
+        self.brain, self.loop, self.decode_first = brain, loop, decode_first
+        self.now = loop.time
+        self.by_id: dict[str, Ticket] = {}
+        self.behind: list[Ticket] = []  # those that may have unreported tokens; always this one list
+        self._arrivals = 0
+        brain.tell, brain.collect = self.answer, self.settle
+
+    def submit(self, spec: RequestSpec) -> Ticket:
+        """A request arrives; a refusal is the first thing that its ticket hears."""
+        self._arrivals += 1
+        ticket = self.by_id[spec.id] = Ticket(self, spec.id, self._arrivals)
+        self.brain.submit(spec)
+        return ticket
+
+    def answer(self, request_id: str, answer: Answer) -> None:
+        """What has been decided on a request."""
+        self.by_id[request_id].answer(answer)
+
+    def settle(self) -> None:
+        """Tell every token that has come. O(requests that have generated any since the last time)."""
+        progress = self.brain.progress
+        for ticket in self.behind:
+            tokens = ticket.unreported_tokens
+            if tokens:
+                ticket.unreported_tokens = 0
+                progress(ticket.id, tokens)
+        self.behind.clear()
+
+    # -- what lifecycles may know
+
+    @property
+    def draining(self) -> bool:
+        """Whether every new request is refused."""
+        return self.brain.draining
+
+    @property
+    def bounds(self) -> SchedulerConfig:
+        """The bounds and times that hold now."""
+        return self.brain.bounds
+
+    def view(self) -> ClusterView:
+        """The cluster as it is known now; `settle` first where loads matter."""
+        return self.brain.view()

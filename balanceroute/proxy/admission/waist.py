@@ -1,0 +1,149 @@
+"""The narrow waist between those who hold requests and the one who decides: calls with plain data, by request id.
+
+    submit(spec)                                     arrival
+    prefilled(id, n, cached) | prefill_failed(id)    how the probe went
+    progress(id, n)                                  so many more tokens
+    began(id)                                        the first of them, where transfers are measured
+    put_back(id)                                     the decode worker went out before it was asked: decide again
+    requeue(id)                                      decode ended early: once more from the prefill on
+    finish(id, outcome, reason)                      leaves, from any phase, once
+    request_prefill(id), pushed(id, n, cached) | push_failed(id)    decode first, between admission and first token
+
+A call returns nothing. What is decided is told later, or before the call returns, through `tell`: the id of a worker,
+or a refusal, with which the request has left. One answer is due after `submit`, after `prefilled`, after each call that
+asks again, and after `request_prefill`. Nothing that crosses is alive: no tracker, no exception, no future.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Final, Protocol
+
+from balanceroute.core.scheduler import SchedulerConfig
+from balanceroute.core.types import Outcome, RejectReason, RequestSpec, WorkerState
+from balanceroute.core.view import ClusterView
+from balanceroute.errors import Draining, NoHealthyWorkers, QueueFull, QueueTimeout, Rejected
+
+RETRY_AFTER_S: Final = 1.0
+NO_WORKERS_RETRY_AFTER_S: Final = 5.0
+
+
+class RefusalKind(StrEnum):
+    """Which error a refusal is for the client."""
+
+    QUEUE_FULL = "queue_full"
+    NO_WORKERS = "no_workers"
+    DRAINING = "draining"
+    EXPIRED = "expired"
+
+
+_ERRORS: Final[Mapping[RefusalKind, type[Rejected]]] = {
+    RefusalKind.QUEUE_FULL: QueueFull,
+    RefusalKind.NO_WORKERS: NoHealthyWorkers,
+    RefusalKind.DRAINING: Draining,
+    RefusalKind.EXPIRED: QueueTimeout,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Refusal:
+    """Why no worker will be named; the request has left with it."""
+
+    kind: RefusalKind
+    text: str
+    retry_after_s: float = RETRY_AFTER_S
+
+    def error(self) -> Rejected:
+        """What the client gets."""
+        return _ERRORS[self.kind](self.text, retry_after_s=self.retry_after_s)
+
+
+Answer = str | Refusal
+Tell = Callable[[str, Answer], None]
+
+
+def refusal(reason: RejectReason, view: Callable[[], ClusterView]) -> Refusal:
+    """What the core's refusal is for a client; `view` is asked where its cause lies in the workers."""
+    if reason is RejectReason.QUEUE_FULL:
+        return Refusal(RefusalKind.QUEUE_FULL, "Too many requests are waiting; try again shortly.")
+    if reason is RejectReason.DRAINING:
+        return Refusal(RefusalKind.DRAINING, "The router is shutting down.")
+    return no_workers(view())
+
+
+def no_workers(view: ClusterView) -> Refusal:
+    """The refusal of a request that nobody can serve now, with the cause."""
+    prefillers = [prefiller.state for prefiller in view.prefillers]
+    return no_healthy_workers({"prefillers": prefillers, "decode workers": [worker.state for worker in view.decoders]})
+
+
+def no_healthy_workers(states: Mapping[str, Sequence[WorkerState]]) -> Refusal:
+    """What a client is told when a tier has nobody: which, and whether its workers are down or drained.
+
+    Args: states: those of the workers of each tier, by its name.
+    """
+    causes = [
+        f"none of {len(members)} {tier} is up ({members.count(WorkerState.DOWN)} down)"
+        for tier, members in states.items()
+        if WorkerState.UP not in members
+    ]
+    why = f": {', '.join(causes)}; GET /ready says more" if causes else ""
+    text = f"No healthy worker can serve the request now{why}."
+    return Refusal(RefusalKind.NO_WORKERS, text, NO_WORKERS_RETRY_AFTER_S)
+
+
+class Brain(Protocol):
+    """Who decides, as those who hold requests know him: the ledger itself, or a link to it.
+
+    `tell` is called with each answer; `collect`, before a decision, so that the tokens which have come are told first.
+    """
+
+    tell: Tell
+    collect: Callable[[], None]
+
+    @property
+    def draining(self) -> bool:
+        """Whether every new request is refused."""
+
+    @property
+    def bounds(self) -> SchedulerConfig:
+        """The bounds and times that hold now."""
+
+    def configure(self, config: SchedulerConfig) -> None:
+        """Other bounds and times from now on."""
+
+    def view(self) -> ClusterView:
+        """The cluster as it is known now."""
+
+    def submit(self, spec: RequestSpec) -> None:
+        """A request arrives. Answered: which prefiller gets the probe; decode first, which decode worker it goes to."""
+
+    def prefilled(self, request_id: str, prompt_tokens: int, cached_tokens: int | None = None) -> None:
+        """The probe was answered. `cached_tokens`: as in `Scheduler.prefilled`. Answered: which decode worker."""
+
+    def prefill_failed(self, request_id: str) -> None:
+        """The probe failed: the request queues again. Answered: which prefiller."""
+
+    def request_prefill(self, request_id: str) -> None:
+        """Decode first: the decode worker asks for the KV. Answered: which prefiller computes it."""
+
+    def pushed(self, request_id: str, prompt_tokens: int, cached_tokens: int | None = None) -> None:
+        """Decode first: the prefiller has delivered the KV."""
+
+    def push_failed(self, request_id: str) -> None:
+        """Decode first: the prefiller has not begun. Answered: which other one."""
+
+    def progress(self, request_id: str, tokens: int) -> None:
+        """So many more tokens have been generated."""
+
+    def began(self, request_id: str) -> None:
+        """The first tokens have come, just now: told where `bounds.overlap_requests` is to be measured (None)."""
+
+    def put_back(self, request_id: str) -> None:
+        """The decode worker will not be asked after all: back to the pool. Answered: which other one."""
+
+    def requeue(self, request_id: str) -> None:
+        """The decode ended early, or the pinned KV was lost: from the first phase on again. Answered as `submit`."""
+
+    def finish(self, request_id: str, outcome: Outcome, reason: str = "") -> None:
+        """The request leaves. `reason` is the engine's finish reason, for the predictor."""

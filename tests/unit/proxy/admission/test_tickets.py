@@ -1,0 +1,169 @@
+"""The requests' side of the waist, with a real scheduler behind it."""
+
+import asyncio
+
+import pytest
+
+from balanceroute.core.types import Outcome, Phase, RequestSpec, WorkerState
+from balanceroute.errors import Draining, InvariantError, NoHealthyWorkers, QueueFull, QueueTimeout
+from tests.unit.proxy.admission.ledgers import a_ledger, decoding, load, turns
+from tests.unit.proxy.stage import on_stage
+
+
+def test_a_ticket_leaves_once() -> None:
+    async def test() -> None:
+        ledger, tickets = a_ledger()
+        ticket = tickets.submit(RequestSpec("r", 5))
+        assert ticket.phase is Phase.PREFILLING
+        ticket.finish(Outcome.CANCELLED)
+        assert ticket.left and ticket.phase is Phase.GONE
+        with pytest.raises(InvariantError):
+            ticket.finish(Outcome.CANCELLED)
+        assert tickets.by_id == {} and ledger.requests == 0
+
+    on_stage(test)
+
+
+def test_what_expires_is_told_and_has_left() -> None:
+    async def test() -> None:
+        ledger, tickets = a_ledger(queue_deadline_s=0.0)
+        ledger.report_prefiller("p0", 1.0)
+        ticket = tickets.submit(RequestSpec("r", 5))
+        await asyncio.sleep(0.01)
+        assert ledger.expire() == ["r"]
+        assert ticket.left and tickets.by_id == {}
+        with pytest.raises(QueueTimeout):
+            await ticket.prefiller()
+
+    on_stage(test)
+
+
+def test_refusals_become_errors_with_a_time_to_come_back() -> None:
+    async def test() -> None:
+        _, full = a_ledger(max_queued=0)
+        ticket = full.submit(RequestSpec("r", 5))
+        with pytest.raises(QueueFull) as refused:
+            await ticket.prefiller()
+        assert refused.value.retry_after_s and ticket.left and full.by_id == {}
+        ledger, down = a_ledger()
+        ledger.set_worker_state("d0", WorkerState.DOWN)
+        with pytest.raises(NoHealthyWorkers, match=r"none of 1 decode workers is up \(1 down\)"):
+            await down.submit(RequestSpec("r", 5)).prefiller()
+        ledger, draining = a_ledger()
+        ledger.drain()
+        with pytest.raises(Draining):
+            draining.submit(RequestSpec("r", 5)).check()
+
+    on_stage(test)
+
+
+def test_a_waiter_that_was_cancelled_does_not_disturb_the_dispatcher() -> None:
+    async def test() -> None:
+        ledger, tickets = a_ledger()
+        ledger.report_prefiller("p0", 1.0)
+        ticket = tickets.submit(RequestSpec("r", 5))
+        waiting = asyncio.ensure_future(ticket.prefiller())
+        await turns()
+        waiting.cancel()
+        await turns()
+        ledger.report_prefiller("p0", 0.0)
+        ledger.dispatch()
+        assert ticket.phase is Phase.PREFILLING
+        ticket.finish(Outcome.CANCELLED)
+        assert ledger.requests == 0
+
+    on_stage(test)
+
+
+def test_a_ticket_knows_the_phase_that_the_scheduler_has_told() -> None:
+    async def test() -> None:
+        ledger, tickets = a_ledger()
+        ledger.report_prefiller("p0", 1.0)
+        ticket = tickets.submit(RequestSpec("r", 5))
+        seen = [ticket.phase]
+        ledger.report_prefiller("p0", 0.0)
+        for act in (
+            ledger.dispatch,
+            ticket.prefill_failed,
+            ledger.dispatch,
+            lambda: ticket.prefilled(5),
+            ledger.admit,
+            ticket.put_back,
+            ledger.admit,
+            ticket.requeue,
+        ):
+            act()
+            seen.append(ticket.phase)
+            assert seen[-1] is ledger.scheduler.snapshot.requests["r"].phase
+        assert "queued prefilling queued prefilling pooled decoding pooled decoding queued".split() == seen
+
+    on_stage(test)
+
+
+def test_decode_first_a_ticket_knows_who_works_for_it() -> None:
+    async def test() -> None:
+        ledger, tickets = a_ledger(decode_first=True)
+        ticket = tickets.submit(RequestSpec("r", 5))
+        assert ticket.phase is Phase.POOLED and ticket.pooled_s == ticket.arrived_s
+        ledger.admit()
+        assert (await ticket.admission(), ticket.phase, ticket.decoder) == ("d0", Phase.DECODING, "d0")
+        ledger.report_prefiller("p0", 1.0)
+        ticket.request_prefill()
+        assert (ticket.asking, ticket.pushing) == (True, False)
+        ledger.report_prefiller("p0", 0.0)
+        ledger.dispatch()
+        assert (await ticket.prefiller(), ticket.asking, ticket.pushing) == ("p0", False, True)
+        ticket.requeue()
+        assert (ticket.phase, ticket.decoder, ticket.pushing) == (Phase.POOLED, "", False)
+        ledger.scheduler.snapshot.check_invariants()
+
+    on_stage(test)
+
+
+def test_an_idle_router_gives_a_prefiller_without_waiting() -> None:
+    async def test() -> None:
+        ticket = a_ledger()[1].submit(RequestSpec("r", 10))
+        waiting = ticket.prefiller()
+        with pytest.raises(StopIteration) as answered:
+            waiting.send(None)
+        assert answered.value.value == "p0"
+
+    on_stage(test)
+
+
+def test_tokens_are_told_in_sums_and_before_every_decision() -> None:
+    async def test() -> None:
+        ledger, tickets = a_ledger(slots=4)
+        first, second = await decoding(ledger, tickets, "a", "b")
+        for _ in range(3):
+            first.progress(2)
+        second.progress(1)
+        assert (load(ledger), first.unreported_tokens, second.unreported_tokens) == (20, 6, 1)
+        ledger.admit()
+        assert (load(ledger), first.unreported_tokens, second.unreported_tokens, tickets.behind) == (27, 0, 0, [])
+        first.progress(1)
+        ledger.settle()
+        ledger.settle()
+        assert load(ledger) == 28
+
+    on_stage(test)
+
+
+@pytest.mark.parametrize("leave", ["finish", "requeue"])
+def test_a_request_leaves_its_worker_with_every_token_told(leave: str) -> None:
+    async def test() -> None:
+        ledger, tickets = a_ledger(slots=4)
+        first, second = await decoding(ledger, tickets, "a", "b")
+        told: list[int] = []
+        progress = ledger.scheduler.progress
+        ledger.scheduler.progress = lambda request, tokens, now: (told.append(tokens), progress(request, tokens, now))  # type: ignore[assignment, func-returns-value]
+        first.progress(3)
+        second.progress(1)
+        first.progress(4)
+        first.finish(Outcome.FINISHED) if leave == "finish" else first.requeue()
+        assert told == [7] and load(ledger) == 10
+        ledger.settle()  # it may be in the list still
+        assert told == [7, 1] and load(ledger) == 11
+        ledger.scheduler.snapshot.check_invariants()
+
+    on_stage(test)

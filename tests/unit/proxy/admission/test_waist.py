@@ -1,0 +1,42 @@
+"""What crosses the waist is plain data: refusals, and the errors that clients get for them."""
+
+from dataclasses import asdict
+
+import orjson
+import pytest
+
+from balanceroute.core.types import RejectReason, WorkerState
+from balanceroute.core.view import ClusterView
+from balanceroute.errors import Draining, NoHealthyWorkers, QueueFull, QueueTimeout
+from balanceroute.proxy.admission.waist import Refusal, RefusalKind, no_healthy_workers, refusal
+
+NOBODY = ClusterView((), (), 0, 0, 0, 0, draining=False)
+
+
+@pytest.mark.parametrize(
+    ("kind", "error"),
+    [
+        (RefusalKind.QUEUE_FULL, QueueFull),
+        (RefusalKind.NO_WORKERS, NoHealthyWorkers),
+        (RefusalKind.DRAINING, Draining),
+        (RefusalKind.EXPIRED, QueueTimeout),
+    ],
+)
+def test_a_refusal_survives_being_written_down_and_is_an_error_for_the_client(
+    kind: RefusalKind, error: type[Exception]
+) -> None:
+    told = orjson.loads(orjson.dumps(asdict(Refusal(kind, "why", 2.5))))
+    found = Refusal(RefusalKind(told["kind"]), told["text"], told["retry_after_s"]).error()
+    assert type(found) is error and str(found) == "why" and found.retry_after_s == 2.5
+
+
+def test_each_reason_of_the_core_has_a_refusal_of_its_own() -> None:
+    kinds = [refusal(reason, lambda: NOBODY).kind for reason in RejectReason]
+    assert len(set(kinds)) == len(kinds) and RefusalKind.EXPIRED not in kinds
+
+
+def test_who_is_missing_is_told_and_who_is_not_is_not() -> None:
+    up, down, draining = WorkerState.UP, WorkerState.DOWN, WorkerState.DRAINING
+    told = no_healthy_workers({"prefillers": [up, down], "decode workers": [down, draining]})
+    assert "none of 2 decode workers is up (1 down)" in told.text and "prefillers" not in told.text
+    assert told.retry_after_s == 5.0
