@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from balanceroute.emulator import ClusterShape, EmulatedCluster
-from balanceroute.journal import replay
+from balanceroute.journal import rerun
 from balanceroute.loadgen import LoadOptions, run_load
 from balanceroute.proxy.app import RouterApp, create_app
 from balanceroute.traces import Trace, generate_trace
@@ -62,7 +62,7 @@ def test_long_transfers_are_measured_and_requests_sent_ahead_and_the_journal_rep
     held, ahead = asyncio.run(serve(shape, "auto", journal))
     assert max(ahead) >= 1
     assert SLOTS < max(held) <= 2 * SLOTS
-    report = replay(journal)
+    report = rerun(journal)
     assert report.difference is None
     assert report.admissions == len(a_trace())
     assert b'"call":"began"' in journal.read_bytes()
@@ -73,4 +73,4 @@ def test_without_an_overlap_no_worker_ever_gets_more_than_its_slots_and_nothing_
     held, ahead = asyncio.run(serve(SHAPE, 0, journal))
     assert (max(held), max(ahead)) == (SLOTS, 0)
     assert b'"call":"began"' not in journal.read_bytes()
-    assert replay(journal).difference is None
+    assert rerun(journal).difference is None

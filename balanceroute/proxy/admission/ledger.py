@@ -333,7 +333,7 @@ class Ledger:
 
     @property
     def decision_possible(self) -> bool:
-        """Whether the policy could admit something: there is a free slot, or it doesn't wait for one."""
+        """Whether the policy could admit something: a worker may be sent one, or it does not wait for that."""
         return not self._waits_for_slots or self.scheduler.snapshot.has_room
 
     def pool_filled(self) -> None:
