@@ -12,8 +12,8 @@ Unknown usage bounds nothing but the probes under way at once (`core/prefill.py`
 checks and failed requests take a worker out. Each of these is a condition (`conditions.py`): one log line, `/ready`.
 
 Of its prefix cache a prefiller tells the size (`cache_config_info`) and the tokens that it looked up and found there so
-far. Where prompts are placed by what is cached, one that caches nothing is a condition, too: every prompt is computed
-whole, wherever it is sent.
+far. Where the operator asks for prompts to be placed by what is cached, one that caches nothing is a condition, too:
+every prompt is computed whole, wherever it is sent.
 
 Decoders are asked too, but what they report is only compared
 with our own ledger (`reported` in /state), never put in its place: ours is exact and theirs is old. What they
@@ -222,7 +222,7 @@ class MetricsPoller:
         self._ledger.report_prefix_cache(worker.id, 0 if off else capacity, block, counters)
         known = self._ledger.prefiller(worker.id)
         assert known is not None  # the ledger forgets no worker that the fleet knows
-        wanted = self._config().prefill.policy == "prefix_affinity" and worker.healthy
+        wanted = self._config().prefill.wants_prefix_caches and worker.healthy
         if wanted and off:
             reason = "prefix caching is off in the engine: start it with --enable-prefix-caching"
         elif wanted and known.missed_tokens >= JUDGED_TOKENS:
