@@ -34,6 +34,7 @@ class RefusalKind(StrEnum):
     NO_WORKERS = "no_workers"
     DRAINING = "draining"
     EXPIRED = "expired"
+    LOST = "lost"
 
 
 _ERRORS: Final[Mapping[RefusalKind, type[Rejected]]] = {
@@ -41,6 +42,7 @@ _ERRORS: Final[Mapping[RefusalKind, type[Rejected]]] = {
     RefusalKind.NO_WORKERS: NoHealthyWorkers,
     RefusalKind.DRAINING: Draining,
     RefusalKind.EXPIRED: QueueTimeout,
+    RefusalKind.LOST: NoHealthyWorkers,
 }
 
 
