@@ -107,12 +107,8 @@ def _read_metrics(answer: Answer, config: Config, reply: httpx.Response) -> Iter
     told = _PREFIX_CACHING.search(reply.content)
     if told is not None:
         answer.prefix_caching = told[1] == b"True"
-    if answer.prefix_caching is False and _wants_prefixes(config) and answer.role == "prefill":
+    if answer.prefix_caching is False and config.prefill.wants_prefix_caches and answer.role == "prefill":
         yield "prefix caching is off there, and prefill.policy is prefix_affinity"
-
-
-def _wants_prefixes(config: Config) -> bool:
-    return getattr(config.prefill, "policy", "") == "prefix_affinity"
 
 
 def _read_server_info(answer: Answer, config: Config, worker: Worker, body: Mapping[str, Any]) -> Iterator[str]:

@@ -24,6 +24,7 @@ COMPARE_HELP = (
     "Replay it through every policy and print one table, --policy first. Each with its defaults; "
     "--param and --predictor are for --policy alone."
 )
+PREDICTOR_HELP = "none, oracle, survival, exact_match, learned, or module:Class of your own."
 SPEED_AWARE_HELP = "Whether the router knows --speeds and --request-tokens."
 REQUEST_TOKENS_HELP = "KV tokens that every request of the fullest worker costs like, beside its own (c)."
 
@@ -45,7 +46,10 @@ def replay(
     policy: Annotated[
         str, typer.Option(help="level_fit, br_0, br_h, target_fit, join_shortest_queue, ...")
     ] = "level_fit",
-    predictor: Annotated[str, typer.Option(help="none, oracle, survival, exact_match or learned.")] = "none",
+    predictor: Annotated[str, typer.Option(help=PREDICTOR_HELP)] = "none",
+    predictor_param: Annotated[
+        list[str] | None, typer.Option(help="An option of a predictor of your own: name=value; repeatable.")
+    ] = None,
     param: Annotated[list[str] | None, typer.Option(help="A knob of the policy: name=value; repeatable.")] = None,
     workers: Annotated[int, typer.Option(help=WORKERS_HELP)] = 8,
     slots: Annotated[int, typer.Option(help="Slots per worker (B).")] = 64,
@@ -58,8 +62,8 @@ def replay(
     prefillers: Annotated[int, typer.Option(min=0, help="Simulate a prefill tier of this many workers.")] = 0,
     prefill_rate: Annotated[float, typer.Option(help="Prompt tokens per second of one prefiller.")] = 20_000.0,
     prefill_policy: Annotated[
-        str, typer.Option(help="least_tokens, prefix_affinity or round_robin: which prefiller computes a prompt.")
-    ] = "least_tokens",
+        str, typer.Option(help="prefix_affinity, least_tokens or round_robin: which prefiller computes a prompt.")
+    ] = "prefix_affinity",
     prefix_cache: Annotated[int, typer.Option(help=PREFIX_CACHE_HELP)] = 0,
     transfer_steps: Annotated[int, typer.Option(min=0, help="Steps that a KV transfer takes.")] = 0,
     telemetry_lag: Annotated[int, typer.Option(min=0, help="Steps by which the router hears late.")] = 0,
@@ -89,7 +93,7 @@ def replay(
     )
     from balanceroute.core.policies import PolicySettings
     from balanceroute.errors import InputError
-    from balanceroute.simulator import Replay, Setting, at_load, parse_params
+    from balanceroute.simulator import Replay, Setting, at_load, parse_options, parse_params
     from balanceroute.traces import load_trace
 
     setting = Setting(
@@ -117,6 +121,7 @@ def replay(
         policy=parse_params(PolicySettings(policy=policy, seed=seed), param or []),
         setting=setting,
         predictor=predictor,
+        predictor_options=tuple(parse_options("--predictor-param", predictor_param or []).items()),
         # a generated history has a seed of its own: never the trace that is replayed
         train=load_trace(train, seed=seed + 1) if train else None,
         with_loads=series is not None,
@@ -170,7 +175,8 @@ def compare_policies(job: "Replay", title: str, *, as_json: bool, figure: Path |
     jobs = [job]
     for name in others:
         settings = PolicySettings(policy=name, seed=job.policy.seed)
-        jobs.append(replace(job, policy=settings, predictor="survival" if name == "br_h" else "none"))
+        predictor = "survival" if name == "br_h" else "none"
+        jobs.append(replace(job, policy=settings, predictor=predictor, predictor_options=()))
     found = {}
     with stopped_by_signals() as stopped:
         for each in jobs:

@@ -2,10 +2,10 @@
 
     least_tokens      the fewest prompt tokens in flight
     prefix_affinity   the least work: the tokens in flight there that it does not have cached, and those of this
-                      prompt. Affinity and balance are one number: a prefix that many share spreads to others as soon
-                      as its holder has more to do than computing it again costs. What nobody else is asking for right
-                      now counts `LONE_WEIGHT` times, so that a conversation stays where it is a little longer. With
-                      nothing shared it is least_tokens.
+                      prompt. Affinity and balance are one number: a prefix that many conversations begin with spreads
+                      to others as soon as its holder has more to do than computing it again costs. What is one
+                      conversation's own counts `LONE_WEIGHT` times where caches are known to hit, so that it stays
+                      where it is. With nothing shared it is least_tokens.
     round_robin       the one used longest ago
 
 Ties go to the one used longest ago. A policy says what each prefiller would cost, so that the choice can be explained.
@@ -22,10 +22,13 @@ from balanceroute.core.types import WorkerState
 # steps of 8,192, and little enough to be pinned beside whatever else is there
 UNKNOWN_USAGE_INFLIGHT: Final = 8
 
-LONE_WEIGHT: Final = 2
-"""What computing a token again costs that this request alone will use, in tokens in flight: its own time and that of
-those who come after it. On Mooncake's conversations the time alone (1) leaves 2 to 3 % more to compute. A prefix that
-others are asking for at the same time pays for its second copy, and counts once."""
+LONE_WEIGHT: Final = 32
+"""What computing a token of a conversation's own again costs, in tokens in flight: everybody who comes after waits for
+it, it takes the place of another one in the cache, and nobody will use the second copy. The largest weight at which no
+slow prompt on Mooncake's conversations gets slower than by least_tokens; `reproduce prefix` has others beside it."""
+
+SHARED_BY: Final = 2
+"""Conversations per prefiller that begin with a prefix, from which on a copy on each will be of use: it counts once."""
 
 PrefillPolicy = Callable[[Sequence[PrefillerBudget], RequestTracker], Sequence[float]]
 """What a request would cost on each of these prefillers, which may all take it; the cheapest gets it."""
@@ -37,22 +40,36 @@ def least_tokens(ready: Sequence[PrefillerBudget], request: RequestTracker) -> l
 
 
 def prefix_affinity(ready: Sequence[PrefillerBudget], request: RequestTracker) -> list[int]:
-    """Tokens of work, in flight and of this request."""
+    """Tokens of work, in flight and of this request.
+
+    Where neither answers nor counters have told of a hit yet, a belief in one is no reason to wait longer for it than
+    computing the prompt takes.
+    """
+    return affinity_costs(ready, request, LONE_WEIGHT if any(p.hits.real_tokens for p in ready) else 1)
+
+
+def affinity_costs(ready: Sequence[PrefillerBudget], request: RequestTracker, lone_weight: int) -> list[int]:
+    """Tokens of work where each that is a conversation's own counts so many times."""
     tokens = request.prompt_tokens
-    lone_tokens = max(0, tokens - request.shared_blocks * request.block_tokens)
-    unknown = work(0, tokens, lone_tokens)
+    lone_tokens = lone_tokens_of(request)
+    unknown = work(0, tokens, lone_tokens, lone_weight)
     first = request.prefix[0] if request.prefix else None
     return [
-        work(prefiller.inflight_uncached_tokens, request.uncached_on(prefiller), lone_tokens)
+        work(prefiller.inflight_uncached_tokens, request.uncached_on(prefiller), lone_tokens, lone_weight)
         if first in prefiller.cache.blocks
         else prefiller.inflight_uncached_tokens + unknown  # most prefillers have nothing of most prompts
         for prefiller in ready
     ]
 
 
-def work(inflight_tokens: int, uncached_tokens: int, lone_tokens: int) -> int:
-    """Tokens in flight and to compute, of which the last `lone_tokens` are nobody else's."""
-    return inflight_tokens + uncached_tokens + (LONE_WEIGHT - 1) * min(uncached_tokens, lone_tokens)
+def lone_tokens_of(request: RequestTracker) -> int:
+    """The prompt's last tokens, which few other conversations have."""
+    return max(0, request.prompt_tokens - request.shared_blocks * request.block_tokens)
+
+
+def work(inflight_tokens: int, uncached_tokens: int, lone_tokens: int, lone_weight: int) -> int:
+    """Tokens in flight and to compute, of which the last `lone_tokens` are a conversation's own."""
+    return inflight_tokens + uncached_tokens + (lone_weight - 1) * min(uncached_tokens, lone_tokens)
 
 
 def round_robin(ready: Sequence[PrefillerBudget], request: RequestTracker) -> list[int]:

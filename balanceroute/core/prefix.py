@@ -13,9 +13,12 @@ It is a belief: the engine evicts what others use, restarts, or caches nothing a
 engine says of a request. A block that should have been there and was not has been evicted, and then so has everything
 used before it. Where an engine says nothing of single requests, its counters are compared with what was predicted
 (`PrefixHits`): if far less is found, the index remembers less, as if the cache were smaller.
+
+Beside the indexes, `SharedPrefixes` knows what many conversations begin with, whoever holds it.
 """
 
 import math
+from bisect import bisect_left
 from collections import OrderedDict
 from collections.abc import Container, Sequence
 from dataclasses import dataclass
@@ -49,6 +52,47 @@ def leading(prefix: Sequence[int], blocks: Container[int]) -> int:
         else:
             high = middle
     return low
+
+
+class SharedPrefixes:
+    """How many conversations begin with a block, as far as their prompts were sent; those used longest ago forgotten.
+
+    A prompt that begins with all blocks of the one before, and has more, is the same conversation a turn later. Any
+    other is another conversation: it parts from what is known, or ends where blocks cannot tell it apart.
+    """
+
+    __slots__ = ("_ends", "conversations")
+
+    def __init__(self) -> None:
+        self.conversations: OrderedDict[int, int] = OrderedDict()  # by block; never more than of the block before it
+        self._ends: set[int] = set()  # last blocks of conversations, as far as these are known
+
+    def shared(self, prefix: Sequence[int], least: int) -> int:
+        """With how many of a prompt's leading blocks at least so many conversations begin. O(log n)."""
+        conversations = self.conversations
+        return bisect_left(prefix, True, key=lambda block: conversations.get(block, 0) < least)
+
+    def use(self, prefix: Sequence[int]) -> None:
+        """A prompt is sent. O(n)."""
+        conversations, ends = self.conversations, self._ends
+        known = leading(prefix, conversations)
+        if 0 < known < len(prefix) and prefix[known - 1] in ends:
+            ends.remove(prefix[known - 1])
+        else:
+            for block in prefix[:known]:
+                conversations[block] += 1
+        for block in reversed(prefix):
+            conversations.setdefault(block, 1)
+            conversations.move_to_end(block)
+        if known < len(prefix):
+            ends.add(prefix[-1])
+        while len(conversations) > MAX_BLOCKS:
+            ends.discard(conversations.popitem(last=False)[0])
+
+    def clear(self) -> None:
+        """Forget all."""
+        self.conversations.clear()
+        self._ends.clear()
 
 
 JUDGED_TOKENS: Final = 32_768

@@ -42,7 +42,7 @@ from operator import attrgetter
 
 from balanceroute.core.policies import PolicySettings, make_policy
 from balanceroute.core.policy import AdmissionPolicy, Choice, StageTimer
-from balanceroute.core.prefill import PREFILL_POLICIES, PrefillPolicy, cheapest, ready_prefillers
+from balanceroute.core.prefill import PREFILL_POLICIES, SHARED_BY, PrefillPolicy, cheapest, ready_prefillers
 from balanceroute.core.prefill_work import work_tokens
 from balanceroute.core.snapshot import ClusterSnapshot
 from balanceroute.core.tracker import DecodeInstanceState, PrefillerBudget, RequestTracker
@@ -127,6 +127,7 @@ class Scheduler:
         if config.prefill_policy != self.config.prefill_policy:
             for prefiller in self.snapshot.prefillers:
                 prefiller.cache.clear()  # what is sent under a policy that knows no prefixes is not taken down
+            self.snapshot.shared_prefixes.clear()
         self.config = config
         self.snapshot.longest_wait_s = PATIENCE_SHARE * config.pool_ttl_s
         self.prefill_policy = PREFILL_POLICIES[config.prefill_policy]
@@ -628,7 +629,8 @@ class Scheduler:
         if not ready:
             return None
         if tracker.prefix:
-            tracker.shared_blocks = snapshot.shared_blocks(tracker.prefix)
+            least = SHARED_BY * len(snapshot.prefillers)
+            tracker.shared_blocks = snapshot.shared_prefixes.shared(tracker.prefix, least)
         costs = self.prefill_policy(ready, tracker)
         tracker.offers = (ready, costs)
         return cheapest(ready, costs)
@@ -640,9 +642,7 @@ class Scheduler:
         tracker.uncached_tokens = tracker.uncached_on(prefiller)
         if tracker.prefix:
             tracker.prefix_use = prefiller.cache.use(tracker.prefix, tracker.block_tokens)
-            blocks = self.snapshot.prefilling_blocks
-            for block in tracker.prefix:
-                blocks[block] += 1
+            self.snapshot.shared_prefixes.use(tracker.prefix)
         prefiller.inflight += 1
         prefiller.inflight_tokens += tracker.prompt_tokens
         prefiller.inflight_uncached_tokens += tracker.uncached_tokens
@@ -679,12 +679,6 @@ class Scheduler:
         prefiller.inflight_uncached_tokens -= tracker.uncached_tokens
         tracker.prefiller, tracker.pinned_tokens = None, 0
         tracker.uncached_tokens, tracker.prefix_use, tracker.offers = 0, None, None
-        blocks = self.snapshot.prefilling_blocks
-        for block in tracker.prefix:
-            if blocks[block] == 1:
-                del blocks[block]
-            else:
-                blocks[block] -= 1
 
     def _end_prefill(self, tracker: RequestTracker, now: float, done: bool = False) -> None:
         self._free_prefiller(tracker, now, done)

@@ -17,15 +17,14 @@ L_g counts prompt and generated tokens of A_g and is an integer kept by addition
 """
 
 import math
-from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
 
 from balanceroute.core.pool import PromptPool
 from balanceroute.core.prefill_work import FIRST_S_PER_TOKEN
-from balanceroute.core.prefix import leading
+from balanceroute.core.prefix import SharedPrefixes
 from balanceroute.core.projection import LoadArray, Projection
 from balanceroute.core.tracker import DecodeInstanceState, PrefillerBudget, RequestTracker
 from balanceroute.core.types import Phase, Role, WorkerSpec, WorkerState
@@ -96,7 +95,7 @@ class ClusterSnapshot:
         self.requests: dict[str, RequestTracker] = {}
         self.workers: list[DecodeInstanceState] = []
         self.prefillers: list[PrefillerBudget] = []
-        self.prefilling_blocks: Counter[int] = Counter()  # blocks of the prompts that are being prefilled
+        self.shared_prefixes = SharedPrefixes()
         self.queued: dict[str, RequestTracker] = {}
         self.asking: dict[str, RequestTracker] = {}  # decode-first: decoding, and no prefiller may take them yet
         self.pushing_tokens = 0
@@ -270,8 +269,6 @@ class ClusterSnapshot:
             self._check_worker(worker)
         for prefiller in self.prefillers:
             self._check_prefiller(prefiller)
-        blocks = Counter(block for t in self.requests.values() if t.prefix_use is not None for block in t.prefix)
-        self._expect("blocks being prefilled", self.prefilling_blocks, blocks)
         if not self.projection.equals(self.recount_projection()):
             raise InvariantError("the projection differs from its recount")
 
@@ -284,10 +281,6 @@ class ClusterSnapshot:
             self._expect(f"{tracker.id} worker", tracker.worker, worker)
             if tracker.generated < 0:
                 raise InvariantError(f"{tracker.id} has generated {tracker.generated} tokens")
-
-    def shared_blocks(self, prefix: Sequence[int]) -> int:
-        """How many leading blocks of a prompt belong to prompts that are being prefilled. O(log n)."""
-        return leading(prefix, self.prefilling_blocks)
 
     def _check_prefiller(self, prefiller: PrefillerBudget) -> None:
         name = prefiller.spec.id

@@ -50,7 +50,7 @@ class RequestTracker:
     block_tokens: int = 0
     prefix_use: PrefixUse | None = None  # while it is prefilled: what its prefiller was thought to hold of it
     uncached_tokens: int = 0  # while it is prefilled: what its prefiller was thought to have to compute
-    shared_blocks: int = 0  # when it was last sent: its leading blocks that were being prefilled for others too
+    shared_blocks: int = 0  # when it was last sent: its leading blocks that many conversations begin with
     queue_s: float | None = None  # where it stands in the queue for a prefiller, once it has been in it
     offers: "tuple[Sequence[PrefillerBudget], Sequence[float]] | None" = None  # while it is prefilled: who at what cost
 

@@ -9,6 +9,9 @@ when its prefill has ended. The rivals are our own versions, by what their docum
     match, load gate      the longest match if it is at least 0.3 of the prompt, unless the loads differ too much
     exact knowledge       prefix_affinity that looks into the caches themselves, as no router can
 
+On the user's trace or synthetic conversations, and on synthetic agent loops. Beside them what the weight of a
+conversation's own tokens trades (`core.prefill.LONE_WEIGHT`): tokens computed against waits for those that are cached.
+
 And who waits for whom: short prompts and a few huge ones, by how much a request's own prefill counts in the queue.
 """
 
@@ -20,7 +23,15 @@ from pathlib import Path
 
 import numpy as np
 
-from balanceroute.core.prefill import PrefillPolicy, cheapest, least_tokens, work
+from balanceroute.core.prefill import (
+    LONE_WEIGHT,
+    PrefillPolicy,
+    affinity_costs,
+    cheapest,
+    least_tokens,
+    lone_tokens_of,
+    work,
+)
 from balanceroute.core.scheduler import SchedulerConfig
 from balanceroute.core.tracker import PrefillerBudget, RequestTracker
 from balanceroute.errors import InputError
@@ -28,12 +39,14 @@ from balanceroute.experiments.jobs import Results, whole_trace
 from balanceroute.experiments.scope import Scope, Section
 from balanceroute.experiments.tables import Table
 from balanceroute.simulator import PrefillFigures, PrefillTier, replay_prefill, replay_queue
-from balanceroute.traces import Trace, generate_conversations
+from balanceroute.traces import AGENTS, CHATS, Trace, generate_conversations
 
 PREFILLERS = 8
 TOKENS_PER_S = 6000.0
 CACHES = (2_000_000, 512_000)  # tokens of one prefiller's prefix cache
-ROWS = 12_000  # of the synthetic conversations
+ROWS = 13_000
+SYNTHETIC = {"conversations": CHATS, "agents": AGENTS}
+WEIGHTS = (1, 2, 4, 8, 16, 32, 64)
 SESSION_BLOCKS = 4  # hashed by the consistent hash of a session: past most system prompts
 HUGE_TOKENS, HUGE_SHARE, SHORT_TOKENS = 200_000, 1 / 200, 1_500
 QUEUE_LOAD = 0.8
@@ -99,17 +112,22 @@ def exact_knowledge(tier: PrefillTier) -> PrefillPolicy:
     """`prefix_affinity` on the true caches."""
 
     def costs(ready: Sequence[PrefillerBudget], request: RequestTracker) -> list[int]:
-        lone_tokens = request.prompt_tokens - request.shared_blocks * request.block_tokens
         return [
             work(
                 prefiller.inflight_uncached_tokens,
                 tier.uncached(prefiller.spec.id, request.prefix, request.prompt_tokens),
-                lone_tokens,
+                lone_tokens_of(request),
+                LONE_WEIGHT,
             )
             for prefiller in ready
         ]
 
     return costs
+
+
+def weighted(weight: int) -> Callable[[PrefillTier], PrefillPolicy]:
+    """`prefix_affinity` with another weight of a conversation's own tokens."""
+    return lambda tier: lambda ready, request: affinity_costs(ready, request, weight)
 
 
 RIVALS: dict[str, str | Callable[[PrefillTier], PrefillPolicy]] = {
@@ -123,13 +141,14 @@ RIVALS: dict[str, str | Callable[[PrefillTier], PrefillPolicy]] = {
     "prefix_affinity": "prefix_affinity",
     "exact knowledge": exact_knowledge,
 }
+POLICIES = RIVALS | {f"weight {weight}": weighted(weight) for weight in WEIGHTS}
 
 
 @dataclass(frozen=True, slots=True)
 class PrefixJob:
-    """One policy on one size of cache; `source`: a trace file, or None for synthetic conversations."""
+    """One of `POLICIES` on one size of cache; `source`: a trace file, or one of `SYNTHETIC`."""
 
-    source: str | None
+    source: str
     rows: int
     policy: str
     cache_tokens: int
@@ -143,7 +162,7 @@ class PrefixJob:
     def run(self) -> PrefillFigures:
         """Simulate in this process."""
         return replay_prefill(
-            workload(self.source, self.rows), RIVALS[self.policy], PREFILLERS, TOKENS_PER_S, self.cache_tokens
+            workload(self.source, self.rows), POLICIES[self.policy], PREFILLERS, TOKENS_PER_S, self.cache_tokens
         )
 
 
@@ -184,10 +203,10 @@ class QueueFigures:
     mean_s: float
 
 
-def workload(source: str | None, rows: int) -> Trace:
-    """The user's trace at its own rate, or synthetic conversations. Raises: InputError where prefixes are unknown."""
-    if source is None:
-        return generate_conversations(rows)
+def workload(source: str, rows: int) -> Trace:
+    """The user's trace or a synthetic one, at its own rate. Raises: InputError where prefixes are unknown."""
+    if source in SYNTHETIC:
+        return generate_conversations(rows, shape=SYNTHETIC[source])
     trace = whole_trace(source).head(rows)
     if not trace.prefix:
         raise InputError(f"{source}: no column prefix_blocks; convert a trace that has hash_ids, one of Mooncake's")
@@ -197,35 +216,52 @@ def workload(source: str | None, rows: int) -> Trace:
 def plan(scope: Scope) -> list[PrefixJob | QueueJob]:
     """Every policy on every cache."""
     rows = rows_of(scope)
-    workload(scope.trace, 1)
+    first, agents = sources(scope)
+    workload(first, 1)
     jobs: list[PrefixJob | QueueJob] = [
-        PrefixJob(scope.trace, rows, policy, cache) for cache in CACHES for policy in RIVALS
+        PrefixJob(source, rows, policy, cache)
+        for cache in CACHES
+        for source, policies in ((first, POLICIES), (agents, RIVALS))
+        for policy in policies
     ]
     return jobs + [QueueJob(ageing, rows) for ageing in AGEINGS]
 
 
+def sources(scope: Scope) -> tuple[str, str]:
+    """What is replayed: the user's trace or conversations, and agents."""
+    return scope.trace or "conversations", "agents"
+
+
 def rows_of(scope: Scope) -> int:
     """Fewer in a quick look."""
-    return min(ROWS, scope.rows) // 4 if scope.quick else ROWS + 1000
+    return min(ROWS, scope.rows) // 4 if scope.quick else ROWS
 
 
 def files(scope: Scope) -> list[str]:
     """What the report writes."""
-    return [*(f"prefix_{cache // 1000}k.csv" for cache in CACHES), "prefix_queue.csv"]
+    caches = [table_name(source, cache) for source in sources(scope) for cache in CACHES]
+    return [f"{name}.csv" for name in (*caches, "prefix_weights", "prefix_queue")]
 
 
 def report(scope: Scope, results: Results, out: Path) -> Section:
-    """One table per size of cache."""
+    """One table per workload and size of cache."""
     section = Section("The prefill tier: what knowing its caches is worth")
-    source = f"the trace {Path(scope.trace).name}" if scope.trace else "synthetic conversations"
     section.text(
-        f"{PREFILLERS} prefillers of {TOKENS_PER_S:,.0f} tokens/s, {source} at its own rate. `computed`: share of"
+        f"{PREFILLERS} prefillers of {TOKENS_PER_S:,.0f} tokens/s, each workload at its own rate. `computed`: share of"
         " prompt tokens that no cache had. Latency is from arrival to the end of the prefill; `p50 saved`: against"
         " least_tokens. `busiest`: tokens computed by the busiest prefiller over the mean. Rivals are our own versions."
     )
-    for cache in CACHES:
-        section.text(f"### Caches of {cache:,} tokens")
-        section.table(cache_table(scope, results, cache))
+    for source in sources(scope):
+        title = f"synthetic {source}" if source in SYNTHETIC else f"the trace {Path(source).name}"
+        for cache in CACHES:
+            section.text(f"### {title[0].upper()}{title[1:]}, caches of {cache:,} tokens")
+            section.table(cache_table(scope, results, source, cache))
+    section.text("### The weight of a conversation's own tokens")
+    section.text(
+        "What `prefix_affinity` counts a token as that only one conversation begins with, in tokens in flight"
+        f" ({LONE_WEIGHT} outside of this table): the first workload above."
+    )
+    section.table(weight_table(scope, results))
     section.text("### A huge prompt among short ones")
     section.text(
         f"One in {1 / HUGE_SHARE:.0f} prompts has {HUGE_TOKENS:,} tokens, the others {SHORT_TOKENS:,} on average;"
@@ -246,16 +282,37 @@ def queue_table(scope: Scope, results: Results) -> Table:
     return table
 
 
-def cache_table(scope: Scope, results: Results, cache: int) -> Table:
+def table_name(source: str, cache: int) -> str:
+    """Of a workload's table: the first workload's have only their size."""
+    return f"prefix_agents_{cache // 1000}k" if source == "agents" else f"prefix_{cache // 1000}k"
+
+
+def weight_table(scope: Scope, results: Results) -> Table:
+    """What is computed and how soon, by the weight of a conversation's own tokens."""
+    figures = [
+        (f"computed, {cache // 1000}k", f"p50 s, {cache // 1000}k", f"p99 s, {cache // 1000}k") for cache in CACHES
+    ]
+    digits = {name: digit for names in figures for name, digit in zip(names, (3, 2, 1), strict=True)}
+    table = Table("prefix_weights", ["weight", *digits], digits=digits)
+    for weight in WEIGHTS:
+        row: list[float] = []
+        for cache in CACHES:
+            f = results[PrefixJob(sources(scope)[0], rows_of(scope), f"weight {weight}", cache)]
+            row += [f.computed_ratio, f.latency_p50_s, f.latency_p99_s]
+        table.add(weight, *row)
+    return table
+
+
+def cache_table(scope: Scope, results: Results, source: str, cache: int) -> Table:
     """Every policy on one size of cache."""
     table = Table(
-        f"prefix_{cache // 1000}k",
+        table_name(source, cache),
         ["policy", "computed", "p50 s", "p50 saved %", "p99 s", "busiest", "hits predicted", "hits real"],
         digits={"computed": 3, "p50 s": 2, "p50 saved %": 1, "p99 s": 1, "busiest": 2, "hits predicted": 3,
                 "hits real": 3},
     )  # fmt: skip
     found: dict[str, PrefillFigures] = {
-        policy: results[PrefixJob(scope.trace, rows_of(scope), policy, cache)] for policy in RIVALS
+        policy: results[PrefixJob(source, rows_of(scope), policy, cache)] for policy in RIVALS
     }
     base = found["least_tokens"].latency_p50_s
     for policy, f in found.items():

@@ -68,7 +68,7 @@ class Setting:
     step_overhead_s: float = 0.025
     prefillers: int = 0
     prefill_tokens_per_s: float = 20_000.0
-    prefill_policy: str = "least_tokens"
+    prefill_policy: str = "prefix_affinity"
     prefix_cache_tokens: int = 0
     transfer_steps: int = 0
     telemetry_lag_steps: int = 0

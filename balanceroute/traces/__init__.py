@@ -13,14 +13,17 @@ word *load* refers to.
 """
 
 from balanceroute.traces.capacity import ReferenceSetting, ideal_capacity, mean_kv_tokens
-from balanceroute.traces.conversations import generate_conversations
+from balanceroute.traces.conversations import AGENTS, CHATS, ConversationShape, generate_conversations
 from balanceroute.traces.convert import Conversion, TraceFormat, convert_trace
 from balanceroute.traces.generate import PRESETS, generate_trace, load_trace
 from balanceroute.traces.trace import BLOCK_TOKENS, Trace, TraceSummary, describe_trace, read_trace, write_trace
 
 __all__ = [
+    "AGENTS",
     "BLOCK_TOKENS",
+    "CHATS",
     "PRESETS",
+    "ConversationShape",
     "Conversion",
     "ReferenceSetting",
     "Trace",

@@ -2,12 +2,9 @@
 
 import asyncio
 import random
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 from typing import Any
 
 import httpx
-import orjson
 import pytest
 
 from balanceroute.emulator import ClusterShape
@@ -220,99 +217,6 @@ async def test_a_client_that_vanishes_at_any_moment_leaves_nothing_behind() -> N
         await vanish_at_any_moment(router, 40)
         # a prefiller may finish in the moment in which its decode worker is hung up on
         assert set(router.cluster.violations()) <= {"layerwise_unmatched"}
-
-
-@pytest.mark.parametrize(
-    ("body", "status"),
-    [
-        (b'{"request_id": "cmpl-nobody-0"}', 404),
-        (b"{}", 400),
-        (b"[1]", 400),
-        (b'{"request_id": 7}', 400),
-        (b"{", 400),
-    ],
-)
-async def test_malformed_callbacks_and_those_for_another_request_do_no_harm(body: bytes, status: int) -> None:
-    async with running(ONE) as router, intercepted(router) as (client, callback):
-        work = asyncio.ensure_future(ask(router))
-        asked = await callback
-        reply = await client.post(str(asked.url), content=body)
-        assert reply.status_code == status and reply.json()["error"]["code"] == status
-        assert (await client.post(str(asked.url), content=asked.content)).status_code == 200
-        assert (await work).json()["choices"][0]["text"] == decode(continuation(PROMPT, 12))
-        await router.settled()
-
-
-async def test_another_user_s_kv_cannot_be_redirected() -> None:
-    async with running(ONE) as router, intercepted(router) as (client, callback):
-        work = asyncio.ensure_future(ask(router))
-        asked = await callback
-        token = asked.url.path.rsplit("/", 1)[1]
-        assert len(token) >= 32
-        stolen = orjson.dumps(orjson.loads(asked.content) | {"remote_host": "203.0.113.9", "remote_port": 1})
-        for path in ("", "/", f"/{token[:-1]}", f"/{token}x", f"/{orjson.loads(asked.content)['request_id']}"):
-            for headers in ({}, {"Authorization": f"Bearer {token}"}):
-                reply = await router.client.post(f"/v1/metaserver{path}", content=stolen, headers=headers)
-                assert reply.status_code in (307, 403), path
-        assert probes(router) == 0
-        assert (await client.post(str(asked.url), content=asked.content)).status_code == 200
-        assert (await work).status_code == 200
-        assert (await client.post(str(asked.url), content=stolen)).status_code == 403  # the token was for this request
-        assert (probes(router), callbacks(router, "accepted")) == (1, 1)
-        await router.settled()
-
-
-async def test_every_attempt_has_a_token_of_its_own() -> None:
-    async with running(ONE) as router:
-        client = httpx.AsyncClient(transport=httpx.ASGITransport(router.app), trust_env=False, timeout=None)
-        paths = []
-
-        async def passed_on(request: httpx.Request) -> httpx.Response:
-            paths.append(request.url.path)
-            return await client.post(str(request.url), content=request.content)
-
-        router.cluster.route_metaserver(httpx.AsyncClient(transport=httpx.MockTransport(passed_on)))
-        await router.cluster.inject("d0", "recompute", after_events=1, count=1)
-        assert (await ask(router, stream=True)).status_code == 200
-        await router.settled()
-        assert len(set(paths)) == len(paths) == 2
-        await client.aclose()
-
-
-@asynccontextmanager
-async def intercepted(router: Router) -> AsyncIterator[tuple[httpx.AsyncClient, asyncio.Future[httpx.Request]]]:
-    """A client that reaches the router as decode workers do, and the first callback, which is kept from it."""
-    client = httpx.AsyncClient(transport=httpx.ASGITransport(router.app), trust_env=False, timeout=None)
-    first: asyncio.Future[httpx.Request] = asyncio.get_running_loop().create_future()
-
-    async def keep(request: httpx.Request) -> httpx.Response:
-        first.set_result(request)
-        return httpx.Response(200)
-
-    router.cluster.route_metaserver(httpx.AsyncClient(transport=httpx.MockTransport(keep)))
-    async with client:
-        yield client, first
-
-
-async def test_a_repeated_callback_starts_no_second_prefill() -> None:
-    async with running(ONE) as router:
-        client = httpx.AsyncClient(transport=httpx.ASGITransport(router.app), trust_env=False, timeout=None)
-
-        async def twice(request: httpx.Request) -> httpx.Response:
-            replies = [await client.post(str(request.url), content=request.content) for _ in range(2)]
-            assert [reply.status_code for reply in replies] == [200, 200]
-            return httpx.Response(200)
-
-        router.cluster.route_metaserver(httpx.AsyncClient(transport=httpx.MockTransport(twice)))
-        assert (await ask(router)).json()["choices"][0]["text"] == decode(continuation(PROMPT, 12))
-        await router.settled()
-        assert probes(router) == 1 and callbacks(router, "repeated") == 1
-        await client.aclose()
-
-
-async def test_without_the_layerwise_connector_there_is_no_metaserver() -> None:
-    async with running() as router:
-        assert (await router.client.post("/v1/metaserver", json={"request_id": "a"})).status_code == 404
 
 
 async def test_a_request_that_is_given_back_for_ever_without_a_token_ends_in_502() -> None:

@@ -100,35 +100,42 @@ async def before(decoders: dict[str, Evil]) -> AsyncIterator[tuple[RouterApp, ht
         yield app, client
 
 
-async def test_poison_requests_that_share_their_first_decoder_reach_one_more_each() -> None:
-    """What the first of them has lost is no evidence against the second, but its own second loss is."""
-    both_there = asyncio.Event()
+@pytest.mark.parametrize("n_poison", [2, 5])
+async def test_poison_requests_that_share_their_first_decoder_reach_one_more_each(n_poison: int) -> None:
+    """Whoever else is on the second one, and whatever has been explained by then."""
+    all_there = asyncio.Event()
 
     async def dies(asked: Asked, writer: asyncio.StreamWriter) -> None:
-        await both_there.wait()
+        await all_there.wait()
         dead = {"error": {"message": "EngineCore encountered an issue.", "code": 500}}
         writer.write(reply(dead, status="500 Internal Server Error"))
 
-    decoders = {f"d{n}": Evil(well_decoded, say=dies) for n in range(5)}
+    decoders = {f"d{n}": Evil(well_decoded, say=dies) for n in range(n_poison + 4)}
+    others = [name for name in decoders if name != "d0"]
     async with before(decoders) as (app, client):
         fleet = app.services.fleet
-        for name in ("d1", "d2", "d3", "d4"):
+        for name in others:
             fleet.drain(fleet[name])
-        asked = [
-            asyncio.ensure_future(
-                client.post("/v1/completions", json={"prompt": "hi"}, headers={"X-Request-Id": f"poison{n}"})
-            )
-            for n in range(2)
-        ]
-        await eventually(lambda: len(decoders["d0"].asked) == 2)
-        for name in ("d1", "d2", "d3", "d4"):
+
+        def ask(name: str) -> "asyncio.Future[httpx.Response]":
+            asked = client.post("/v1/completions", json={"prompt": "hi"}, headers={"X-Request-Id": name})
+            return asyncio.ensure_future(asked)
+
+        asked = [ask(f"poison{n}") for n in range(n_poison)]
+        await eventually(lambda: len(decoders["d0"].asked) == n_poison)
+        for name in others:
             fleet.drain(fleet[name], drained=False)
-        both_there.set()
-        assert [answer.status_code for answer in await asyncio.gather(*asked)] == [502, 502]
-        for n in range(2):
-            met = [name for name, one in decoders.items() if any(a.id.startswith(f"poison{n}-") for a in one.asked)]
-            assert len(met) == 2, met
-        assert app.services.metrics.poison_requests.value() == 2
+        all_there.set()
+        asked += [
+            ask(f"late{n}") for n in range(2)
+        ]  # which are there for the first time where others are for the second
+        assert {answer.status_code for answer in await asyncio.gather(*asked)} <= {502, 503}
+        met = {
+            one: [name for name, decoder in decoders.items() if any(a.id.startswith(f"{one}-") for a in decoder.asked)]
+            for one in [f"poison{n}" for n in range(n_poison)] + ["late0", "late1"]
+        }
+        assert all(len(names) <= 2 for names in met.values()), met
+        assert all(len(met[f"poison{n}"]) == 2 for n in range(n_poison)), met
 
 
 async def test_a_suspect_that_waits_for_its_turn_hears_of_the_death_before_it_goes() -> None:

@@ -130,6 +130,24 @@ def test_a_prefiller_that_caches_nothing_is_named_and_no_prompt_waits_for_it() -
     asyncio.run(run())
 
 
+def test_without_being_asked_for_prefixes_are_used_where_they_are_cached_and_nobody_is_called_degraded_elsewhere() -> (
+    None
+):
+    async def run(prefix_caching: bool) -> list[int]:
+        async with running(replace(SHAPE, prefix_caching=prefix_caching)) as router:
+            while True:  # each prefiller has told the size of its cache
+                caches = [prefiller["prefix_cache"] for prefiller in (await router.state())["prefillers"]]
+                if all(cache["capacity_tokens"] is not None for cache in caches):
+                    break
+                await asyncio.sleep(0.02)
+            await converse(router, "ant", 4)
+            assert (await router.client.get("/ready")).json()["status"] == "ready"
+            return sorted(worker.counters["requests"] for worker in router.cluster.prefill)
+
+    assert asyncio.run(run(prefix_caching=False)) == [2, 2]
+    assert asyncio.run(run(prefix_caching=True)) == [0, 4]
+
+
 def test_an_emptied_cache_is_forgotten() -> None:
     async def run() -> None:
         async with running(SHAPE, prefill=AFFINITY) as router:

@@ -3,12 +3,14 @@
 import asyncio
 import json
 import socket
+from dataclasses import replace
 from typing import Any
 
 import httpx
 import pytest
 
 from balanceroute.emulator import ClusterShape
+from balanceroute.emulator.connectors import Connector
 from balanceroute.engine.tokens import continuation, decode
 from balanceroute.proxy.wire.payloads import parse
 from balanceroute.proxy.workers.drainer import Drain
@@ -381,10 +383,11 @@ async def test_a_deadline_ends_a_request_whose_client_does_not_read() -> None:
         writer.close()
 
 
+@pytest.mark.parametrize("connector", [Connector.MOONCAKE_V1, Connector.MOONCAKE_LAYERWISE])
 async def test_a_chat_is_not_started_over_by_an_engine_that_cannot_take_token_ids(
-    monkeypatch: pytest.MonkeyPatch,
+    connector: Connector, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async with running(PAIR, **QUICK) as router:
+    async with running(replace(PAIR, connector=connector), **QUICK) as router:
         monkeypatch.setattr(router.app.services.connector, "resume_key", "a_key_that_no_engine_knows")
         await inject_everywhere(router, "d", "recompute", after_events=4)
         got = b""

@@ -11,6 +11,7 @@ import pytest
 
 from balanceroute.cli import main
 from balanceroute.core.policies import POLICIES, PolicySettings, make_policy
+from balanceroute.core.prefill import LONE_WEIGHT
 from balanceroute.core.scheduler import Scheduler, SchedulerConfig
 from balanceroute.core.state import state_to_dict
 from balanceroute.core.types import RequestSpec, Role, WorkerSpec
@@ -176,10 +177,12 @@ def test_a_prompt_that_is_being_prefilled_is_explained_by_what_each_prefiller_wo
         scheduler.dispatch(0.0)
         if not turn:
             scheduler.prefilled("t0", 300, 0.0)
+            for hit_tokens in (0, 100):
+                scheduler.report_prefix_hits("p0", 1000, hit_tokens, 0.0)
     document = orjson.loads(orjson.dumps(state_to_dict(PolicySettings(policy="br_0"), scheduler.snapshot, 0.0)))
     (prefill,) = explain(document).prefills
     assert (prefill.request, prefill.prefiller, prefill.uncached_tokens) == ("t1", "p0", 100)
-    assert prefill.costs == {"p0": 200.0, "p1": 800.0}  # what nobody else asks for counts twice
+    assert prefill.costs == {"p0": LONE_WEIGHT * 100.0, "p1": LONE_WEIGHT * 400.0}  # no other conversation begins so
     assert list(prefill.costs) == ["p0", "p1"]
 
 

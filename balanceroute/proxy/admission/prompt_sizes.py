@@ -60,11 +60,11 @@ class _Weights:
         return float(self._weights @ traits)
 
     def learn(self, traits: Traits, tokens: int) -> None:
-        relative = traits / tokens
-        error = 1.0 - float(self._weights @ relative)
+        error = 1.0 - self.tokens(traits) / tokens
         self._answers += 1
         if self._answers > _EAGER and abs(error) < _GOOD:
             return
+        relative = traits / tokens
         direction = self._covariance @ relative
         gain = direction / (_NOISE + relative @ direction)
         self._weights += gain * min(_MAX_SURPRISE, max(-_MAX_SURPRISE, error))
@@ -85,8 +85,9 @@ class PromptSizes:
 
     def estimate(self, request: ClientRequest, traits: Traits) -> int:
         """Tokens of the request's prompt, at least 1."""
-        tokens = self._models.get(request.model or "", self._unknown).tokens(traits)
-        if not traits[-2]:  # text: no tokenizer is that far from all others
+        weights = self._models.get(request.model or "", self._unknown)
+        tokens = weights.tokens(traits)
+        if weights is not self._unknown and not traits[-2]:  # text: no tokenizer is that far from all others
             usual = self._unknown.tokens(traits)
             tokens = min(usual * _FARTHEST, max(usual / _FARTHEST, tokens))
         return max(1, round(tokens))

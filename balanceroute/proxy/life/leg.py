@@ -365,11 +365,9 @@ class Leg:
 
         Only then may another suspect go to that worker, and it hears of the death before it goes.
         """
-        others = (leg for leg in self.services.legs if leg is not self and leg.worker == worker.id)
-        alone = all(leg.answer.scanner.tokens_in_life for leg in others)  # now: they are on their way elsewhere soon
         midway = bool(self.answer.scanner.tokens_in_life)
         try:
-            await self.verdicts.suspect_loss(error, worker, midway=midway, alone=alone)
+            await self.verdicts.suspect_loss(error, worker, midway=midway)
         finally:
             self.verdicts.left_worker()
 

@@ -2,17 +2,17 @@
 
 An engine that dies takes every request on it along. Nearly always one more try elsewhere is right; but where a request
 itself was the cause, each try costs the cluster a worker. So a worker that is lost before a request's first token is
-evidence against that request, and two such losses are enough: it goes to no third one (`DecodersLost`, 502).
+evidence against that request, and two such losses are enough: it goes to no third one (`DecodersLost`, 502), whoever
+else was there. A poison request never takes more than two workers along, however many come at once.
 
-Three things tell the innocent from the guilty:
+Two things protect the innocent:
 
 * **By turns.** While a request with one loss waits for its first token on a worker, no other such request is sent
-  there (`Suspicions.turn`): if that worker dies as well, one of them is known to have been alone with it.
+  there (`Suspicions.turn`). So it loses a second worker to a request that is not known yet, or by chance, and seldom.
 * **Explained losses.** When a request is given up, the workers that it was on when they died are accounted for. Those
-  losses are evidence against nobody else from then on, and count as no failed try of theirs.
-* **Caught.** A request that was the only one without a first token on its second worker goes to no third one even where
-  the first loss is explained: it died of nobody else. Else a second such request that has shared a worker with the
-  first would cost two more.
+  losses are evidence against nobody else from then on: they count as no failed try, nor towards the three below. They
+  do count towards the two, because of two poison requests that share their first worker the second one looks just
+  like an innocent one.
 
 A loss is one death of one worker, shared by all requests that were on it. A request that gets its first token has
 cleared itself.
@@ -79,7 +79,6 @@ class Suspect:
 
     losses: list[Loss] = field(default_factory=list)
     midway: list[Loss] = field(default_factory=list)
-    caught: bool = False
 
     @property
     def explained(self) -> int:
@@ -90,7 +89,7 @@ class Suspect:
     def guilty(self) -> bool:
         """Whether the request goes to no further decode worker."""
         lost_midway = sum(not loss.explained for loss in self.midway)
-        return self.caught or len(self.losses) - self.explained >= MAX_LOSSES or lost_midway >= MAX_LOSSES_MIDWAY
+        return len(self.losses) >= MAX_LOSSES or lost_midway >= MAX_LOSSES_MIDWAY
 
     @property
     def workers(self) -> list[str]:
@@ -143,14 +142,12 @@ class Suspicions:
         self._losses: dict[str, Loss] = {}  # the last one of each worker
         self._trials: dict[str, tuple[Suspect, asyncio.Event]] = {}  # who is alone with a worker, and when that ends
 
-    def lost(self, suspect: Suspect, worker_id: str, now: float, *, alone: bool = False) -> bool:
-        """The worker died under this request before its first token; returns whether the request is guilty now.
+    def lost(self, suspect: Suspect, worker_id: str, now: float) -> bool:
+        """The worker died under this request before its first token; returns whether the request is given up.
 
-        If so, its losses are explained. `alone`: no other request was there without its first token.
+        If so, its losses are explained.
         """
-        loss = self._loss(worker_id, now, suspect.losses)
-        suspect.losses.append(loss)
-        suspect.caught = alone and not loss.explained and len(suspect.losses) >= MAX_LOSSES
+        suspect.losses.append(self._loss(worker_id, now, suspect.losses))
         return self._explain(suspect)
 
     def lost_midway(self, suspect: Suspect, worker_id: str, now: float, lived_s: float) -> bool:

@@ -124,11 +124,10 @@ class Verdicts:
             raise BadUpstreamReply("it gives the request back again and again", worker=worker.id, tier="decode")
         return self._backoff_s(self._fruitless)
 
-    async def suspect_loss(self, error: UpstreamError, worker: Worker, *, midway: bool, alone: bool) -> None:
+    async def suspect_loss(self, error: UpstreamError, worker: Worker, *, midway: bool) -> None:
         """Take down that the worker died under this request, if it did.
 
-        Args: midway: it had given tokens of the answer. alone: no other request was there without its first
-        token.
+        Args: midway: it had given tokens of the answer.
 
         Raises: DecodersLost: once too often.
         """
@@ -143,7 +142,7 @@ class Verdicts:
         if midway:
             guilty = services.suspicions.lost_midway(suspect, worker.id, now, now - self._begun_s)
         else:
-            guilty = services.suspicions.lost(suspect, worker.id, now, alone=alone)
+            guilty = services.suspicions.lost(suspect, worker.id, now)
         if not guilty:
             return
         worker.circuit.fault(now)

@@ -31,7 +31,7 @@ from balanceroute.core.types import Role, WorkerState
 from balanceroute.errors import BadUpstreamReply, BalanceRouteError, InvalidRequest, NoHealthyWorkers, UpstreamError
 from balanceroute.proxy.client.intake import read_head
 from balanceroute.proxy.client.services import ClientServices
-from balanceroute.proxy.ops.guard import error_response
+from balanceroute.proxy.ops.guard import error_response, route_of
 from balanceroute.proxy.perimeter.gate import Perimeter
 from balanceroute.proxy.wire.bounds import token_count
 from balanceroute.proxy.wire.message_errors import MESSAGES_PATH
@@ -130,7 +130,7 @@ class Forwarding:
             return None
 
         failed = [text for text in await asyncio.gather(*map(one, first_of.values())) if text is not None]
-        if request.scope["route"].path == RESET_PREFIX_CACHE:
+        if route_of(request) == RESET_PREFIX_CACHE:
             for worker in self._services().fleet.of(Role.PREFILL):
                 if worker.spec.url in reset:
                     self._services().ledger.forget_prefixes(worker.id)
@@ -142,7 +142,7 @@ class Forwarding:
         path: str = request.scope["path"]
         if path.removesuffix("/") == MESSAGES_PATH:
             raise HTTPException(404)  # a slash too many
-        asked = request.scope["route"].path.partition("/{")[0]
+        asked = route_of(request).partition("/{")[0]
         asked, other = (path, MESSAGES_PATH) if asked == MESSAGES_PATH else (asked, "/v1/chat/completions")
         text = f"{asked} is not served through prefill/decode disaggregation; use {other}."
         return Response(error_body(404, text), 404, media_type="application/json")
@@ -161,7 +161,7 @@ def _target(request: Request) -> str:
 
     Raises: InvalidRequest: a name that a server on the way may take for another path.
     """
-    route: str = request.scope["route"].path
+    route = route_of(request)
     stem, _, rest = route.partition("{")
     if not rest:
         return route

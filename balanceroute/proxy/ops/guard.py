@@ -33,6 +33,7 @@ from balanceroute.proxy.wire.responses import Headers, body_of, extra_headers, j
 log = logging.getLogger(__name__)
 
 TOLD: Final = "told"  # where in `request.state` a handler puts fields for the line of its call
+_ROUTE: Final = "balanceroute.route"  # in the scope: of the route that matched, which not every Starlette names
 _CLOSED: Final = {"cache-control": "no-store", "x-content-type-options": "nosniff", "x-frame-options": "DENY"}
 
 
@@ -77,6 +78,7 @@ class _GuardedRoute(Route):
         except InvalidRequest as error:
             await error_response(error)(scope, receive, send)
             return
+        scope[_ROUTE] = self.path
         if scope["method"] == "OPTIONS" and access is Access.CLIENT and perimeter.pages.some:
             await self.app(scope, receive, send)
         else:
@@ -205,6 +207,12 @@ def with_message_errors(scope: Scope, send: Send) -> Send:
         await send(message)
 
     return translated
+
+
+def route_of(request: Request) -> str:
+    """The path of the route that serves this, with the names of its parameters in braces."""
+    path: str = request.scope[_ROUTE]
+    return path
 
 
 def tell(request: Request, **fields: Any) -> None:

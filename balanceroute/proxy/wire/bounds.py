@@ -14,13 +14,15 @@ MAX_PARAMS_BYTES: Final = 16 * 2**20  # of kv_transfer_params: the block ids of 
 _MAX_NAME: Final = 64  # characters of a finish reason
 _COUNTS: Final = ("prompt_tokens", "completion_tokens", "total_tokens")
 _DETAILS: Final = ("prompt_tokens_details", "completion_tokens_details")
+_OBJECTS: Final = ("delta", "message", "logprobs")  # of a choice
 
 
-def token_count(value: object, name: str) -> int:
-    """A number of tokens. Raises: ValueError: it is none."""
-    if isinstance(value, int) and not isinstance(value, bool) and 0 <= value <= MAX_TOKENS:
+def token_count(value: object, name: str, part: str = "") -> int:
+    """A number of tokens; `name` (and `part`) say in an error what it is. Raises: ValueError: it is none."""
+    if type(value) is int and 0 <= value <= MAX_TOKENS:
         return value
-    raise ValueError(f"{name} is {_shown(value)}, no number of tokens")
+    where = f"{name}.{part[:_MAX_NAME]}" if part else name
+    raise ValueError(f"{where} is {_shown(value)}, no number of tokens")
 
 
 def checked_usage(usage: object) -> dict[str, Any]:
@@ -30,8 +32,8 @@ def checked_usage(usage: object) -> dict[str, Any]:
     if not isinstance(usage, dict):
         raise ValueError(f"usage is {_shown(usage)}")
     for name in _COUNTS:
-        if usage.get(name) is not None:
-            token_count(usage[name], f"usage.{name}")
+        if (count := usage.get(name)) is not None:
+            token_count(count, "usage", name)
     for name in _DETAILS:
         details = usage.get(name)
         if details is None:
@@ -40,7 +42,7 @@ def checked_usage(usage: object) -> dict[str, Any]:
             raise ValueError(f"usage.{name} is {_shown(details)}")
         for part, value in details.items():
             if value is not None:
-                token_count(value, f"usage.{name}.{part[:_MAX_NAME]}")
+                token_count(value, f"usage.{name}", part)
     return usage
 
 
@@ -53,13 +55,13 @@ def checked_choice(choice: object) -> dict[str, Any]:
         raise ValueError(f"finish_reason is {_shown(reason)}")
     if not isinstance(index, int):
         raise ValueError(f"index is {_shown(index)}")
-    for name in ("delta", "message", "logprobs"):
-        if not isinstance(choice.get(name), dict | None):
-            raise ValueError(f"{name} is {_shown(choice[name])}")
-    if not isinstance(choice.get("text"), str | None):
-        raise ValueError(f"text is {_shown(choice['text'])}")
-    if not isinstance(choice.get("token_ids"), list | None):
-        raise ValueError(f"token_ids is {_shown(choice['token_ids'])}")
+    for name in _OBJECTS:
+        if (part := choice.get(name)) is not None and not isinstance(part, dict):
+            raise ValueError(f"{name} is {_shown(part)}")
+    if (text := choice.get("text")) is not None and not isinstance(text, str):
+        raise ValueError(f"text is {_shown(text)}")
+    if (ids := choice.get("token_ids")) is not None and not isinstance(ids, list):
+        raise ValueError(f"token_ids is {_shown(ids)}")
     return choice
 
 

@@ -12,16 +12,16 @@ Unknown usage bounds nothing but the probes under way at once (`core/prefill.py`
 checks and failed requests take a worker out. Each of these is a condition (`conditions.py`): one log line, `/ready`.
 
 Of its prefix cache a prefiller tells the size (`cache_config_info`) and the tokens that it looked up and found there so
-far. Where prompts are placed by what is cached, one that caches nothing is a condition, too: every prompt is computed
-whole, wherever it is sent.
+far. Where the operator asks for prompts to be placed by what is cached, one that caches nothing is a condition, too:
+every prompt is computed whole, wherever it is sent.
 
 Decoders are asked too, but what they report is only compared
 with our own ledger (`reported` in /state), never put in its place: ours is exact and theirs is old. What they
 have beyond it for longer than their reports lag is somebody else's load (`foreign.py`), which decisions count.
 
-Pages are read by our own client and reader, because the loop that relays streams reads them: 100 kB take httpx and
-prometheus-client's parser 2.4 ms and, in one go, 50 ms; ours 0.06 and 0.1, 3 % of a core for 144 workers
-(`scripts/bench/polls.py`).
+Pages are read by our own client and reader, because the loop that relays streams reads them. 100 kB take httpx 0.6 to
+2.4 ms and prometheus-client's parser 20 to 50 ms in one go, of two machines; ours 0.02 to 0.06 and 0.1, which for 144
+workers is 2 to 3 % of a core instead of three cores and more (`scripts/bench/polls.py`).
 
 Workers of one URL share one read; their ranks are told apart by the `engine` label.
 """
@@ -222,7 +222,7 @@ class MetricsPoller:
         self._ledger.report_prefix_cache(worker.id, 0 if off else capacity, block, counters)
         known = self._ledger.prefiller(worker.id)
         assert known is not None  # the ledger forgets no worker that the fleet knows
-        wanted = self._config().prefill.policy == "prefix_affinity" and worker.healthy
+        wanted = self._config().prefill.wants_prefix_caches and worker.healthy
         if wanted and off:
             reason = "prefix caching is off in the engine: start it with --enable-prefix-caching"
         elif wanted and known.missed_tokens >= JUDGED_TOKENS:

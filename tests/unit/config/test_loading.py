@@ -142,7 +142,7 @@ WRONG = [
     ),
     (
         "predictor: {kind: none, model: m}",
-        "predictor.model = 'm': accepted only with a predictor.kind other than",
+        "predictor.model = 'm': accepted only with predictor.kind survival, exact_match or learned, not none",
     ),
     (
         "predictor: {kind: exact_match, key_header: 'a b'}",

@@ -2,7 +2,7 @@
 
 import pytest
 
-from balanceroute.core.prefill import PREFILL_POLICIES, cheapest, ready_prefillers
+from balanceroute.core.prefill import LONE_WEIGHT, PREFILL_POLICIES, cheapest, ready_prefillers
 from balanceroute.core.tracker import PrefillerBudget, RequestTracker
 from balanceroute.core.types import Role, WorkerSpec, WorkerState
 
@@ -52,15 +52,21 @@ def a_prompt(prefix: tuple[int, ...], prompt_tokens: int = 1000, block_tokens: i
     return RequestTracker("r", prompt_tokens, 0, prefix=prefix, block_tokens=block_tokens)
 
 
-@pytest.mark.parametrize(("busy", "expected"), [(599, "a"), (600, "b"), (601, "b")])
-def test_affinity_waits_for_a_holder_no_longer_than_twice_what_computing_it_again_takes(
-    busy: int, expected: str
+@pytest.mark.parametrize(("hits_are_known", "shared_blocks", "worth_tokens"),
+                         [(True, 0, LONE_WEIGHT * 300), (True, 2, 200 + LONE_WEIGHT * 100), (True, 4, 300),
+                          (False, 0, 300)],
+                         ids=["own", "partly-shared", "shared", "no-hit-known"])  # fmt: skip
+@pytest.mark.parametrize(("more", "expected"), [(-1, "a"), (0, "b"), (1, "b")])
+def test_affinity_waits_longer_for_what_is_a_conversations_own_where_caches_are_known_to_hit(
+    hits_are_known: bool, shared_blocks: int, worth_tokens: int, more: int, expected: str
 ) -> None:
-    holder = a_prefiller("a", inflight_uncached_tokens=busy, last_used=2)
+    holder = a_prefiller("a", inflight_uncached_tokens=worth_tokens + more, last_used=2)
     holder.cache.use((1, 2, 3), 100)
-    assert chosen(holder, a_prefiller("b", last_used=1), policy="prefix_affinity", request=a_prompt((1, 2, 3, 4))) == (
-        expected
-    )
+    if hits_are_known:
+        holder.hits.answered(100, 100, 100)
+    request = a_prompt((1, 2, 3, 4))
+    request.shared_blocks = shared_blocks
+    assert chosen(holder, a_prefiller("b", last_used=1), policy="prefix_affinity", request=request) == expected
 
 
 def test_affinity_keeps_off_a_holder_whose_kv_is_full() -> None:

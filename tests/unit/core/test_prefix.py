@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from balanceroute.core import prefix as prefix_module
-from balanceroute.core.prefix import PrefixIndex
+from balanceroute.core.prefix import PrefixIndex, SharedPrefixes, leading
 from balanceroute.core.scheduler import Scheduler, SchedulerConfig
 from balanceroute.core.types import Outcome, RequestSpec, WorkerState
 from tests.unit.core.builders import a_scheduler
@@ -117,6 +117,63 @@ def test_memory_is_bounded_where_the_engines_size_is_not_known(monkeypatch: pyte
     assert index.matched((19,)) == 1
 
 
+# -- what many conversations begin with
+
+
+class PlainConversations:
+    """A list of conversations, each as far as it is known, and whether its next turn would be told from another."""
+
+    def __init__(self) -> None:
+        self.known: list[tuple[tuple[int, ...], bool]] = []
+
+    def use(self, prompt: tuple[int, ...]) -> None:
+        blocks = leading(prompt, {block for conversation, _ in self.known for block in conversation})
+        turn_before = (prompt[:blocks], True)
+        if 0 < blocks < len(prompt) and turn_before in self.known:
+            self.known.remove(turn_before)
+        self.known.append((prompt, blocks < len(prompt)))
+
+    def shared(self, prompt: tuple[int, ...], least: int) -> int:
+        counts = [sum(block in conversation for conversation, _ in self.known) for block in prompt]
+        return sum(count >= least for count in counts)
+
+
+@given(st.lists(prompts, max_size=40), prompts, st.integers(1, 8))
+def test_a_longer_prompt_is_the_next_turn_and_any_other_one_more_conversation(
+    sent: list[tuple[int, ...]], asked: tuple[int, ...], least: int
+) -> None:
+    shared, plain = SharedPrefixes(), PlainConversations()
+    for prompt in sent:
+        shared.use(prompt)
+        plain.use(prompt)
+        assert shared.shared(asked, least) == plain.shared(asked, least)
+    shared.clear()
+    assert shared.shared(asked, least) == 0
+
+
+@given(st.lists(prompts, max_size=40), st.integers(1, 5))
+def test_what_is_forgotten_of_conversations_leaves_counts_that_fall_along_every_prompt(
+    sent: list[tuple[int, ...]], most: int
+) -> None:
+    shared = SharedPrefixes()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(prefix_module, "MAX_BLOCKS", most)
+        for prompt in sent:
+            shared.use(prompt)
+            assert len(shared.conversations) <= most
+            for seen in sent:
+                counts = [shared.conversations.get(block, 0) for block in seen]
+                assert counts == sorted(counts, reverse=True)
+
+
+def test_a_system_prompt_is_shared_and_the_turns_of_a_conversation_are_not() -> None:
+    shared = SharedPrefixes()
+    for conversation in range(16):
+        for turn in range(1, 5):
+            shared.use(chained([0, 0, *[100 + conversation] * turn]))
+    assert shared.shared(chained([0, 0, 100, 100]), 16) == 2
+
+
 # -- the policy, through the scheduler
 
 
@@ -139,6 +196,8 @@ def test_with_nothing_shared_affinity_decides_as_least_tokens_does(
     decisions = []
     for policy in ("least_tokens", "prefix_affinity"):
         scheduler = with_policy(policy, max_prefill_inflight=max_inflight)
+        for hit_tokens in (0, 1):  # caches are known to hit
+            scheduler.report_prefix_hits("p0", 1000, hit_tokens, 0.0)
         taken, busy = [], list[str]()
         for number, (tokens, one_ends) in enumerate(sizes):
             own = tuple(10_000 * (number + 1) + block for block in range(tokens // BLOCK))
@@ -156,15 +215,18 @@ def test_with_nothing_shared_affinity_decides_as_least_tokens_does(
 def test_one_system_prompt_shared_by_all_does_not_collapse_onto_one_prefiller() -> None:
     scheduler, rng = with_policy("prefix_affinity", prefillers=8), random.Random(7)
     system = chained(list(range(80)))  # 8,000 tokens
-    work, busy = dict.fromkeys((f"p{index}" for index in range(8)), 0), list[str]()
+    work, busy = dict.fromkeys((f"p{index}" for index in range(8)), 0), list[tuple[str, int, int]]()
     for number in range(2000):
         own = rng.randint(200, 2000)
         scheduler.submit(a_prompt(f"r{number}", system, 8000 + own), 0.0)
         (prefill,) = scheduler.dispatch(0.0)
-        work[prefill.worker] += scheduler.snapshot.requests[prefill.request].uncached_tokens
-        busy.append(prefill.request)
+        tracker = scheduler.snapshot.requests[prefill.request]
+        work[prefill.worker] += tracker.uncached_tokens
+        busy.append((prefill.request, tracker.prompt_tokens, tracker.prompt_tokens - tracker.uncached_tokens))
         if len(busy) == 24:
-            scheduler.finish(busy.pop(0), Outcome.FINISHED, 0.0)
+            name, tokens, cached = busy.pop(0)
+            scheduler.prefilled(name, tokens, 0.0, None, cached)
+            scheduler.finish(name, Outcome.FINISHED, 0.0)
     assert max(work.values()) < 1.1 * min(work.values())
 
 

@@ -7,7 +7,7 @@ import pytest
 
 from balanceroute.errors import InputError
 from balanceroute.experiments import Scope, files_of, prefix, reproduce
-from balanceroute.experiments.prefix import AGEINGS, RIVALS, QueueJob
+from balanceroute.experiments.prefix import AGEINGS, RIVALS, WEIGHTS, QueueJob
 from balanceroute.simulator import replay_prefill
 from balanceroute.traces import generate_conversations, generate_trace, write_trace
 
@@ -19,12 +19,16 @@ def test_the_report_has_every_rival_on_every_cache(tmp_path: Path, monkeypatch: 
     monkeypatch.setattr(prefix, "PREFILLERS", 2)
     scope = Scope.of(quick=True, trace=str(trace))
     text = reproduce(["prefix"], scope, tmp_path / "out", n_processes=1)
-    *caches, queue = files_of(["prefix"], scope)[1:]
+    *caches, queue, weights = files_of(["prefix"], scope)[1:]
+    assert len(caches) == 4
     for file in caches:
         rows = list(csv.DictReader((tmp_path / "out" / file).read_text().splitlines()))
         assert [row["policy"] for row in rows] == list(RIVALS)
         assert rows[0]["p50 saved %"] == "0"
-    assert "talk.csv at its own rate" in text
+    assert "### The trace talk.csv, caches of 512,000 tokens" in text
+    assert "### Synthetic agents, caches of 512,000 tokens" in text
+    rows = list(csv.DictReader((tmp_path / "out" / weights).read_text().splitlines()))
+    assert [int(row["weight"]) for row in rows] == list(WEIGHTS)
     rows = list(csv.DictReader((tmp_path / "out" / queue).read_text().splitlines()))
     assert [float(row["ageing"]) for row in rows] == list(AGEINGS)
 

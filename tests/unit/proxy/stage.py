@@ -11,12 +11,27 @@ from dataclasses import dataclass
 from typing import Any
 
 from balanceroute.config import Config, validate
-from balanceroute.errors import BalanceRouteError
+from balanceroute.errors import BalanceRouteError, UpstreamError
 from balanceroute.proxy.app import build_services
 from balanceroute.proxy.services import Services
 
-Answer = int | BalanceRouteError | asyncio.Event | None
-"""A status, what is raised, an event to wait for (then 200), or None for silence."""
+
+@dataclass(frozen=True, slots=True)
+class Page:
+    """An answer. In `body`, `$ID` stands for the X-Request-Id that was asked with.
+
+    `ends`: whether the body ends; else the worker says nothing more after it. `breaks`: how it breaks off instead.
+    """
+
+    body: bytes = b"{}"
+    status: int = 200
+    headers: tuple[tuple[bytes, bytes], ...] = ()
+    ends: bool = True
+    breaks: UpstreamError | None = None
+
+
+Answer = int | Page | BalanceRouteError | asyncio.Event | None
+"""A status, a page, what is raised, an event to wait for (then 200), or None for silence."""
 
 
 THREADS_S = 10.0  # real time for what runs in an executor; nothing on the stage takes longer
@@ -47,6 +62,10 @@ class VirtualTimeLoop(asyncio.SelectorEventLoop):
     def time(self) -> float:
         return self._jump.now_s
 
+    def stand_still(self, seconds: float) -> None:
+        """As if the process had been stopped for so long: time passes, and nothing runs."""
+        self._jump.now_s += seconds
+
 
 def on_stage(test: Callable[[], Awaitable[None]]) -> None:
     """Run an async test on the virtual clock; an hour of it is too long."""
@@ -60,11 +79,50 @@ def on_stage(test: Callable[[], Awaitable[None]]) -> None:
 
 
 class _Reply:
-    def __init__(self, status: int) -> None:
-        self.status = status
+    """Stands for `Reply`: a body that is here as soon as the reply is."""
+
+    paused = undelivered = aborted = False
+
+    def __init__(self, page: Page, sent_id: bytes = b"") -> None:
+        self.status, self._headers = page.status, dict(page.headers)
+        self._body: bytes | None = page.body.replace(b"$ID", sent_id)
+        self.over, self._error = page.ends, page.breaks
+        self.loop = asyncio.get_running_loop()
+
+    def header(self, name: bytes) -> bytes | None:
+        return self._headers.get(name)
+
+    async def next_chunk(self) -> bytes | None:
+        body, self._body = self._body, None
+        if not body and self._error is not None:
+            raise self._error
+        if not body and not self.over:
+            await asyncio.Event().wait()
+        return body or None
 
     async def read(self, limit: int) -> bytes:
-        return b"{}"
+        body = b""
+        while (part := await self.next_chunk()) is not None:
+            body += part
+        return body
+
+    def attach(self, sink: Any) -> None:
+        if self._body:
+            sink.chunk(self._body)
+        if self.over:
+            sink.ended(self._error)
+
+    def pause(self) -> None:
+        self.paused = True
+
+    def resume(self) -> None:
+        self.paused = False
+
+    def abort(self) -> None:
+        self.aborted = True
+
+    def discard(self, grace_s: float) -> None:
+        pass
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,6 +132,7 @@ class Asked:
     number: int
     at_s: float
     body: bytes
+    path: str = ""
 
 
 _numbers = itertools.count()
@@ -89,22 +148,26 @@ class ScriptedUpstream:
         self.closed = False
 
     async def request(self, method: str, path: str, body: bytes = b"", headers: Any = (), **options: Any) -> _Reply:
-        self.asked.append(Asked(next(_numbers), asyncio.get_running_loop().time(), body))
+        self.asked.append(Asked(next(_numbers), asyncio.get_running_loop().time(), body, path))
         answer = self.answers.pop(0) if len(self.answers) > 1 else self.answers[0]
         self.under_way += 1
         self.most_under_way = max(self.most_under_way, self.under_way)
         try:
             if isinstance(answer, BalanceRouteError):
                 raise answer
-            if isinstance(answer, int):
-                return _Reply(answer)
+            if isinstance(answer, int | Page):
+                page = Page(status=answer) if isinstance(answer, int) else answer
+                return _Reply(page, dict(headers).get(b"x-request-id", b""))
             await (answer or asyncio.Event()).wait()
-            return _Reply(200)
+            return _Reply(Page())
         finally:
             self.under_way -= 1
 
     def close(self) -> None:
         self.closed = True
+
+    def drop_idle(self) -> None:
+        pass
 
 
 def a_config(prefillers: int = 1, decoders: int = 3, **sections: Any) -> Config:

@@ -1,7 +1,6 @@
 """A ledger with one worker of each kind, and the tickets before it."""
 
 import asyncio
-from collections.abc import Awaitable, Callable
 
 from balanceroute.core.policies import PolicySettings, make_policy
 from balanceroute.core.scheduler import Scheduler, SchedulerConfig
@@ -17,10 +16,6 @@ def a_ledger(policy: str = "br_0", slots: int = 1, **config: float) -> tuple[Led
     scheduler.add_worker(WorkerSpec("d0", Role.DECODE, slots=slots), 0.0)
     ledger = Ledger(scheduler, asyncio.get_running_loop())
     return ledger, Tickets(ledger, ledger.loop, bounds.decode_first)
-
-
-def running(test: Callable[[], Awaitable[None]]) -> None:
-    asyncio.run(asyncio.wait_for(test(), 5))
 
 
 async def turns(count: int = 5) -> None:

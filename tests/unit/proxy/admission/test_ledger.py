@@ -1,113 +1,151 @@
-"""The narrow waist with a real scheduler behind it, and the two dispatchers on it."""
+"""The brain's side of the waist, with a real scheduler behind it: who is woken by what, and when a worker may leave."""
 
 import asyncio
-from collections.abc import Callable
 
-from balanceroute.core.types import Admit, Outcome, RequestSpec
-from balanceroute.proxy.admission.decode_dispatcher import DecodeDispatcher
-from balanceroute.proxy.admission.prefill_dispatcher import PrefillDispatcher
-from balanceroute.proxy.telemetry.instruments import Histogram
-from tests.unit.proxy.admission.ledgers import a_ledger, decoding, running, turns
+import pytest
+
+from balanceroute.core.policies import PolicySettings
+from balanceroute.core.types import Outcome, RequestSpec, Role, WorkerSpec, WorkerState
+from balanceroute.proxy.admission.ledger import Ledger
+from balanceroute.proxy.admission.waist import Answer, Refusal
+from tests.unit.proxy.admission.ledgers import a_ledger, decoding
+from tests.unit.proxy.stage import on_stage
 
 
-def test_the_decode_dispatcher_decides_over_all_that_came_together() -> None:
+def answers_of(ledger: Ledger) -> dict[str, Answer]:
+    """What is told from now on, the last answer of each request."""
+    told: dict[str, Answer] = {}
+    ledger.tell = told.__setitem__
+    return told
+
+
+def test_an_arrival_is_answered_at_once_where_a_prefiller_is_free_and_else_by_the_dispatcher() -> None:
     async def test() -> None:
-        ledger, tickets = a_ledger(slots=8)
-        decisions: list[list[Admit]] = []
-        dispatcher = DecodeDispatcher(ledger, Histogram((1.0,)), lambda admit: decisions[-1].append(admit))
-        step = dispatcher.step
-
-        def counted() -> None:
-            decisions.append([])
-            step()
-
-        dispatcher.step = counted  # type: ignore[method-assign]
-        task = asyncio.ensure_future(dispatcher.run())
-        made = [tickets.submit(RequestSpec(f"r{n}", 10)) for n in range(5)]
+        ledger, _ = a_ledger()
+        told = answers_of(ledger)
+        ledger.submit(RequestSpec("a", 10))
+        assert told == {"a": "p0"}
+        ledger.report_prefiller("p0", 1.0)
+        ledger.submit(RequestSpec("b", 10))
+        assert told == {"a": "p0"}
+        ledger.prefill_event.clear()
+        ledger.report_prefiller("p0", 0.0)
+        assert ledger.prefill_event.is_set()
         ledger.dispatch()
-        for ticket in made:
-            await ticket.prefiller()
-            ticket.prefilled(10)
-        assert [await ticket.admission() for ticket in made] == ["d0"] * 5
-        assert [len(decision) for decision in decisions] == [5]
-        task.cancel()
+        assert told == {"a": "p0", "b": "p0"}
 
-    running(test)
+    on_stage(test)
 
 
-def test_a_freed_slot_wakes_the_decode_dispatcher() -> None:
+def test_a_request_that_is_refused_has_left_and_a_refusal_is_plain_data() -> None:
+    async def test() -> None:
+        ledger, _ = a_ledger()
+        told = answers_of(ledger)
+        ledger.set_worker_state("d0", WorkerState.DOWN)
+        ledger.submit(RequestSpec("a", 10))
+        assert isinstance(told["a"], Refusal) and "decode workers" in told["a"].text
+        assert ledger.requests == 0
+
+    on_stage(test)
+
+
+def test_a_decision_is_wanted_when_something_waits_and_a_slot_is_free() -> None:
     async def test() -> None:
         ledger, tickets = a_ledger(slots=1)
-        task = asyncio.ensure_future(DecodeDispatcher(ledger, Histogram((1.0,)), lambda admit: None).run())
-        first, second = tickets.submit(RequestSpec("a", 5)), tickets.submit(RequestSpec("b", 5))
-        ledger.dispatch()
-        for ticket in (first, second):
-            await ticket.prefiller()
-            ticket.prefilled(5)
-        assert await first.admission() == "d0"
-        await turns()
-        assert len(ledger.scheduler.snapshot.pool) == 1 and not ledger.slot_freed.is_set()
-        first.progress(3)
+        (first,) = await decoding(ledger, tickets, "a")
+        ledger.pool_not_empty.clear()
+        ledger.slot_freed.clear()
+        waits = tickets.submit(RequestSpec("b", 10))
+        await waits.prefiller()
+        waits.prefilled(10)
+        assert ledger.pool_not_empty.is_set() and not ledger.slot_freed.is_set() and not ledger.decision_possible
         first.finish(Outcome.FINISHED)
-        assert await second.admission() == "d0"
-        task.cancel()
+        assert ledger.slot_freed.is_set() and ledger.decision_possible
 
-    running(test)
+    on_stage(test)
 
 
-def test_kv_usage_that_falls_wakes_the_prefill_dispatcher() -> None:
+def test_what_has_waited_too_long_is_refused_with_where_it_waited() -> None:
+    async def test() -> None:
+        ledger, tickets = a_ledger(slots=1, queue_deadline_s=5.0, pool_ttl_s=20.0)
+        await decoding(ledger, tickets, "a")
+        told = answers_of(ledger)
+        ledger.submit(RequestSpec("pooled", 10))
+        ledger.prefilled("pooled", 10)
+        ledger.report_prefiller("p0", 1.0)
+        ledger.submit(RequestSpec("queued", 10))
+        await asyncio.sleep(6.0)
+        assert ledger.expire() == ["queued"]
+        await asyncio.sleep(20.0)
+        assert ledger.expire() == ["pooled"]
+        texts = {name: answer.text for name, answer in told.items() if isinstance(answer, Refusal)}
+        assert "a prefiller" in texts["queued"] and "a decode slot" in texts["pooled"]
+        assert ledger.requests == 1
+
+    on_stage(test)
+
+
+@pytest.mark.parametrize("role", [Role.PREFILL, Role.DECODE])
+def test_a_worker_leaves_when_it_holds_nothing_and_no_sooner(role: Role) -> None:
     async def test() -> None:
         ledger, tickets = a_ledger()
-        task = asyncio.ensure_future(PrefillDispatcher(ledger).run())
-        ledger.report_prefiller("p0", 0.99)
-        ticket = tickets.submit(RequestSpec("r", 5))
-        waiting = asyncio.ensure_future(ticket.prefiller())
-        await turns()
-        assert not waiting.done()
-        ledger.report_prefiller("p0", 0.1)
-        assert await waiting == "p0"
-        task.cancel()
+        worker = "p0" if role is Role.PREFILL else "d0"
+        ticket = tickets.submit(RequestSpec("a", 10))
+        await ticket.prefiller()
+        if role is Role.PREFILL:
+            assert not ledger.remove_if_idle(worker)
+        ticket.prefilled(10)
+        ledger.admit()
+        assert not ledger.remove_if_idle(worker)
+        ticket.finish(Outcome.FINISHED)
+        assert ledger.remove_if_idle(worker)
+        assert (ledger.prefiller if role is Role.PREFILL else ledger.decoder)(worker) is None
 
-    running(test)
+    on_stage(test)
 
 
-def test_an_assign_at_once_policy_is_asked_although_no_slot_is_free() -> None:
+def test_a_worker_that_joins_wakes_whoever_waits() -> None:
     async def test() -> None:
-        ledger, tickets = a_ledger("join_shortest_queue", slots=1)
-        task = asyncio.ensure_future(DecodeDispatcher(ledger, Histogram((1.0,)), lambda admit: None).run())
-        for n in range(3):
-            ticket = tickets.submit(RequestSpec(f"r{n}", 5))
-            await ticket.prefiller()
-            ticket.prefilled(5)
-            assert await ticket.admission() == "d0"
-        task.cancel()
+        ledger, tickets = a_ledger(slots=1)
+        await decoding(ledger, tickets, "a")
+        waits = tickets.submit(RequestSpec("b", 10))
+        await waits.prefiller()
+        waits.prefilled(10)
+        assert ledger.admit() == []
+        ledger.slot_freed.clear()
+        ledger.add_worker(WorkerSpec("d1", Role.DECODE, slots=1))
+        assert ledger.slot_freed.is_set()
+        (admission,) = ledger.admit()
+        assert (admission.request, admission.worker) == ("b", "d1")
 
-    running(test)
+    on_stage(test)
 
 
-def test_while_something_is_held_decisions_come_at_one_pace_however_many_have_arrived() -> None:
-    """A timer for each arrival would have a busy router decide thousands of times per second."""
-
+def test_slots_that_others_give_back_wake_whoever_waits_and_a_report_without_news_nobody() -> None:
     async def test() -> None:
-        ledger, tickets = a_ledger("target_fit", slots=64)
-        await decoding(ledger, tickets, "a", "b", "c", "d")
-        dispatcher = DecodeDispatcher(ledger, Histogram((1.0,)), lambda admit: None)
-        timers: list[asyncio.TimerHandle] = []
-        call_later = ledger.loop.call_later
+        ledger, _ = a_ledger(slots=4)
+        ledger.report_decoder("d0", 3, 300, 1)
+        ledger.slot_freed.clear()
+        ledger.report_decoder("d0", 3, 300, 1)
+        assert not ledger.slot_freed.is_set()
+        ledger.report_decoder("d0", 1, 100, 3)
+        assert ledger.slot_freed.is_set()
 
-        def counted(delay_s: float, *call: Callable[..., object]) -> asyncio.TimerHandle:
-            timers.append(call_later(delay_s, *call))
-            return timers[-1]
+    on_stage(test)
 
-        ledger.loop.call_later = counted  # type: ignore[method-assign, assignment]
-        for n in range(20):
-            ticket = tickets.submit(RequestSpec(f"held{n}", 10))
-            await ticket.prefiller()
-            ticket.prefilled(10)
-            dispatcher.step()
-            assert len(ledger.scheduler.snapshot.pool) == n + 1
-        assert len(timers) == 1
-        for timer in timers:
-            timer.cancel()
 
-    running(test)
+def test_another_policy_decides_on_what_waits_and_leaves_what_is_bound() -> None:
+    async def test() -> None:
+        ledger, tickets = a_ledger(slots=1)
+        (bound,) = await decoding(ledger, tickets, "a")
+        waits = tickets.submit(RequestSpec("b", 10))
+        await waits.prefiller()
+        waits.prefilled(10)
+        assert ledger.admit() == []
+        ledger.slot_freed.clear()
+        ledger.reroute(PolicySettings(policy="join_shortest_queue"), ledger.bounds, None)
+        assert ledger.slot_freed.is_set() and ledger.decision_possible, "it queues at workers"
+        (admission,) = ledger.admit()
+        assert admission.request == "b" and bound.decoder == "d0"
+
+    on_stage(test)

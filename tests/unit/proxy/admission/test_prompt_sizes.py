@@ -1,34 +1,19 @@
 """Prompt sizes before the prefill, against what real tokenizers count (scripts/measure_prompts.py)."""
 
-import gzip
-import json
 import math
 import random
-import struct
-from base64 import b64encode
-from pathlib import Path
 from typing import Any
 
-import orjson
 import pytest
 
 from balanceroute.errors import InvalidRequest
 from balanceroute.proxy.admission.prompt_sizes import MAX_MODELS, PromptSizes, traits_to_estimate
 from balanceroute.proxy.wire.payloads import ClientRequest, parse
-from balanceroute.proxy.wire.prompt_size import SAMPLED_BYTES, image_size, traits_of, traits_of_text
+from balanceroute.proxy.wire.prompt_size import image_size, traits_of, traits_of_text
+from tests.unit.proxy.admission.prompts import a_request, jpeg, measured, png
 
-MEASURED = Path(__file__).parents[3] / "data" / "prompts" / "measured.jsonl.gz"
 KINDS = ("english", "chinese", "code", "tools")
 TOKENIZERS = ("qwen", "cl100k", "deepseek")
-
-
-def a_request(body: dict[str, Any], model: str = "m") -> ClientRequest:
-    endpoint = "chat" if "messages" in body else "completions"
-    return parse(endpoint, orjson.dumps(body | {"model": model}))  # type: ignore[arg-type]
-
-
-def measured() -> list[dict[str, Any]]:
-    return [json.loads(line) for line in gzip.open(MEASURED, "rt")]
 
 
 def p95_errors(tokenizer: str, *, learned_from: int, seed: int = 3) -> dict[str, float]:
@@ -103,17 +88,6 @@ def test_tools_calls_system_prompts_and_documents_count() -> None:
     assert tokens({"messages": asked, "documents": [{"title": "a", "text": "word " * 100}]}) > plain + 80
 
 
-def png(width: int, height: int) -> str:
-    head = b"\x89PNG\r\n\x1a\n" + struct.pack(">I4sII", 13, b"IHDR", width, height) + bytes(100_000)
-    return "data:image/png;base64," + b64encode(head).decode()
-
-
-def jpeg(width: int, height: int) -> str:
-    app = b"\xff\xe0" + struct.pack(">H", 16) + bytes(14)
-    frame = b"\xff\xc0" + struct.pack(">HBHH", 17, 8, height, width) + bytes(30)
-    return "data:image/jpeg;base64," + b64encode(b"\xff\xd8" + app + frame).decode()
-
-
 def test_an_image_counts_by_its_size_not_by_its_bytes_and_its_model_s_share_is_learned() -> None:
     assert image_size(png(640, 480)) == (640, 480) and image_size(jpeg(640, 480)) == (640, 480)
     assert image_size("https://example.com/cat.png") is None and image_size("data:image/png;base64,!!") is None
@@ -139,16 +113,6 @@ def test_an_image_counts_by_its_size_not_by_its_bytes_and_its_model_s_share_is_l
 def test_ids_and_embeddings_are_not_estimated() -> None:
     assert traits_to_estimate(a_request({"prompt": [1, 2, 3]})) is None
     assert traits_to_estimate(a_request({"prompt": "abc"})) is not None
-
-
-def test_a_huge_prompt_is_sampled_and_still_met() -> None:
-    text = "\n\n".join(json.dumps(row["body"]) for row in measured()).encode()
-    assert len(text) > SAMPLED_BYTES
-    sampled, whole = (
-        traits_of_text(text),
-        sum(traits_of_text(text[at : at + 60_000]) for at in range(0, len(text), 60_000)),
-    )
-    assert abs(sampled.sum() / whole.sum() - 1) < 0.05
 
 
 @pytest.mark.parametrize("text", [b"", b"a", b'""', b"\xff\xfe", b"\\", b"  ", "\U0001f600".encode() * 50])

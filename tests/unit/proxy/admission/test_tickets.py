@@ -6,7 +6,8 @@ import pytest
 
 from balanceroute.core.types import Outcome, Phase, RequestSpec, WorkerState
 from balanceroute.errors import Draining, InvariantError, NoHealthyWorkers, QueueFull, QueueTimeout
-from tests.unit.proxy.admission.ledgers import a_ledger, decoding, load, running, turns
+from tests.unit.proxy.admission.ledgers import a_ledger, decoding, load, turns
+from tests.unit.proxy.stage import on_stage
 
 
 def test_a_ticket_leaves_once() -> None:
@@ -20,7 +21,7 @@ def test_a_ticket_leaves_once() -> None:
             ticket.finish(Outcome.CANCELLED)
         assert tickets.by_id == {} and ledger.requests == 0
 
-    running(test)
+    on_stage(test)
 
 
 def test_what_expires_is_told_and_has_left() -> None:
@@ -34,7 +35,7 @@ def test_what_expires_is_told_and_has_left() -> None:
         with pytest.raises(QueueTimeout):
             await ticket.prefiller()
 
-    running(test)
+    on_stage(test)
 
 
 def test_refusals_become_errors_with_a_time_to_come_back() -> None:
@@ -53,7 +54,7 @@ def test_refusals_become_errors_with_a_time_to_come_back() -> None:
         with pytest.raises(Draining):
             draining.submit(RequestSpec("r", 5)).check()
 
-    running(test)
+    on_stage(test)
 
 
 def test_a_waiter_that_was_cancelled_does_not_disturb_the_dispatcher() -> None:
@@ -71,7 +72,7 @@ def test_a_waiter_that_was_cancelled_does_not_disturb_the_dispatcher() -> None:
         ticket.finish(Outcome.CANCELLED)
         assert ledger.requests == 0
 
-    running(test)
+    on_stage(test)
 
 
 def test_a_ticket_knows_the_phase_that_the_scheduler_has_told() -> None:
@@ -96,7 +97,7 @@ def test_a_ticket_knows_the_phase_that_the_scheduler_has_told() -> None:
             assert seen[-1] is ledger.scheduler.snapshot.requests["r"].phase
         assert "queued prefilling queued prefilling pooled decoding pooled decoding queued".split() == seen
 
-    running(test)
+    on_stage(test)
 
 
 def test_decode_first_a_ticket_knows_who_works_for_it() -> None:
@@ -116,7 +117,7 @@ def test_decode_first_a_ticket_knows_who_works_for_it() -> None:
         assert (ticket.phase, ticket.decoder, ticket.pushing) == (Phase.POOLED, "", False)
         ledger.scheduler.snapshot.check_invariants()
 
-    running(test)
+    on_stage(test)
 
 
 def test_an_idle_router_gives_a_prefiller_without_waiting() -> None:
@@ -127,7 +128,7 @@ def test_an_idle_router_gives_a_prefiller_without_waiting() -> None:
             waiting.send(None)
         assert answered.value.value == "p0"
 
-    running(test)
+    on_stage(test)
 
 
 def test_tokens_are_told_in_sums_and_before_every_decision() -> None:
@@ -145,7 +146,7 @@ def test_tokens_are_told_in_sums_and_before_every_decision() -> None:
         ledger.settle()
         assert load(ledger) == 28
 
-    running(test)
+    on_stage(test)
 
 
 @pytest.mark.parametrize("leave", ["finish", "requeue"])
@@ -165,4 +166,4 @@ def test_a_request_leaves_its_worker_with_every_token_told(leave: str) -> None:
         assert told == [7, 1] and load(ledger) == 11
         ledger.scheduler.snapshot.check_invariants()
 
-    running(test)
+    on_stage(test)

@@ -192,3 +192,11 @@ async def listening(**limits: Any) -> AsyncIterator[Listening]:
         running.close()
         server.should_exit = True
         await task
+
+
+async def served(server: "Listening") -> None:
+    """Another client is served as ever."""
+    client = await server.connect()
+    client.post(b"well?")
+    assert (await client.answer())[2] == b"well?"
+    client.writer.close()

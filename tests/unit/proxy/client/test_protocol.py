@@ -6,23 +6,10 @@ import socket
 
 import pytest
 
-from tests.unit.proxy.client.listening import Client, Listening, listening
+from tests.unit.proxy.client.listening import listening, served
+from tests.waiting import until
 
 pytestmark = pytest.mark.anyio
-
-
-async def until(true: object) -> None:
-    """Wait for a condition, which is called."""
-    while not true():  # type: ignore[operator]  # noqa: ASYNC110
-        await asyncio.sleep(0.005)
-
-
-async def served(server: Listening) -> None:
-    """Another client is served as ever."""
-    client = await server.connect()
-    client.post(b"well?")
-    assert (await client.answer())[2] == b"well?"
-    client.writer.close()
 
 
 async def test_requests_of_one_connection_are_answered_one_after_the_other() -> None:
@@ -80,43 +67,6 @@ async def test_every_answer_of_a_long_pipeline_comes() -> None:
         client.send(b"GET / HTTP/1.1\r\nhost: x\r\n\r\n" * 2000)
         for _ in range(2000):
             assert (await client.answer())[2] == b"hi"
-
-
-async def test_asgi_routes_get_the_request_as_asgi_says() -> None:
-    async with listening() as server:
-        client = await server.connect()
-        client.send(b"PUT /a%20b?0 HTTP/1.1\r\nHost: x\r\nX-A: b\r\ncontent-length: 3\r\n\r\nabc")
-        assert (await client.answer())[2] == b"abc"
-        (scope,) = server.site.scopes
-        assert (scope["method"], scope["path"], scope["raw_path"], scope["query_string"]) == (
-            "PUT",
-            "/a b",
-            b"/a%20b",
-            b"0",
-        )
-        assert scope["headers"] == [(b"host", b"x"), (b"x-a", b"b"), (b"content-length", b"3")]
-        assert scope["client"][0] == "127.0.0.1" and scope["server"][1] == server._port
-        client.send(b"GET /parts HTTP/1.1\r\nhost: x\r\n\r\n")
-        assert (await client.answer())[2] == b"ab"
-
-
-async def test_head_is_answered_at_once_and_without_a_body() -> None:
-    async with listening() as server:
-        client = await server.connect()
-        client.send(b"HEAD / HTTP/1.1\r\nhost: x\r\n\r\nHEAD /parts HTTP/1.1\r\nhost: x\r\n\r\n")
-        for _ in range(2):
-            assert (await client.answer(bodiless=True))[0] == 200
-        client.post(b"after")
-        assert (await client.answer())[2] == b"after"
-
-
-async def test_http_1_0_gets_no_chunks_and_a_close() -> None:
-    async with listening() as server:
-        for path, body in ((b"POST /hot", b"aaaend"), (b"GET /parts", b"ab")):
-            client = await server.connect()
-            client.send(path + b" HTTP/1.0\r\nx-do: stream\r\ncontent-length: 1\r\n\r\na")
-            head, _, rest = (await client.reader.read()).partition(b"\r\n\r\n")
-            assert b"chunked" not in head.lower() and b"connection: close" in head and rest == body
 
 
 async def test_a_client_that_waits_to_be_told_is_told_to_go_on() -> None:
@@ -364,103 +314,3 @@ async def test_a_bug_behind_the_protocol_is_a_500_and_logged(caplog: pytest.LogC
         client.post(b"", b"x-do: fail")
         assert await client.error() == 500
         assert [record.message for record in caplog.records if record.levelno >= logging.ERROR] == ["internal error"]
-
-
-async def test_an_answer_that_is_not_completed_ends_uncleanly() -> None:
-    async with listening() as server:
-        client = await server.connect()
-        client.post(b"half", b"x-do: break")
-        assert (await client.reader.read()).endswith(b"4\r\nhalf\r\n")
-
-
-# -- places
-
-
-async def test_above_the_bound_the_connection_that_waits_longest_makes_room() -> None:
-    async with listening(max_connections=3) as server:
-        clients: list[Client] = []
-        for sent in (b"", b"POST /hot HTTP/1.1\r\nhost: x\r\ncontent-length: 5\r\n\r\n", b""):
-            clients.append(await server.connect())
-            clients[-1].send(sent)
-            await until(lambda: len(server.connections) == len(clients))
-        clients[2].post(b"mine")
-        assert (await clients[2].answer())[2] == b"mine"
-        for victim in clients[:2]:
-            await served(server)
-            newcomer = await server.connect()
-            newcomer.post(b"", b"x-do: wait")
-            assert await victim.closed()
-
-
-async def test_where_all_are_busy_clients_get_an_openai_error_that_says_when_to_come_back() -> None:
-    async with listening(max_connections=2) as server:
-        for n in range(2):
-            (await server.connect()).post(b"", b"x-do: wait")
-            await until(lambda: server.site.served == n + 1)  # noqa: B023
-        third = await server.connect()
-        third.post(b"x")
-        status, headers, _ = await third.answer()
-        assert status == 503 and int(headers["retry-after"]) >= 1
-        assert await third.closed()
-        probe = await server.connect()
-        probe.send(b"GET / HTTP/1.1\r\nhost: x\r\n\r\n")
-        assert (await probe.answer())[2] == b"hi"
-
-
-async def test_a_body_counts_until_its_answer_is_complete() -> None:
-    async with listening(max_held_bytes=100_000) as server:
-        held = await server.connect()
-        held.post(b"x" * 60_000, b"x-do: wait")
-        await until(lambda: server.site.served)
-        assert (server.edge.incoming_bytes, server.edge.served_bytes) == (0, 60_000)
-        for chunked in (False, True):
-            other = await server.connect()
-            length = b"transfer-encoding: chunked" if chunked else b"content-length: 50000"
-            body = b"c350\r\n%b\r\n0\r\n\r\n" % (b"y" * 50_000) if chunked else b"y" * 50_000
-            other.send(b"POST /hot HTTP/1.1\r\nhost: x\r\n" + length + b"\r\n\r\n" + body)
-            assert await other.error() == 503
-        small = await server.connect()
-        small.post(b"z" * 1000)
-        assert (await small.answer())[0] == 200
-        await until(lambda: server.edge.served_bytes == 60_000)
-        held.writer.transport.abort()
-        await until(lambda: server.edge.served_bytes == 0)
-        small.post(b"z" * 60_000)
-        assert (await small.answer())[0] == 200
-        assert (server.edge.incoming_bytes, server.edge.served_bytes) == (0, 0)
-
-
-async def test_one_client_s_bodies_leave_half_of_the_room_to_others() -> None:
-    async with listening(max_held_bytes=400_000) as server:
-        greedy = [await server.connect() for _ in range(3)]
-        for client in greedy[:2]:
-            client.post(b"x" * 90_000, b"x-do: wait")
-        await until(lambda: server.site.served == 2)
-        greedy[2].post(b"x" * 90_000)
-        assert await greedy[2].error() == 503
-        incoming = await server.connect()
-        incoming.send(b"POST /hot HTTP/1.1\r\nhost: x\r\ncontent-length: 90000\r\n\r\n" + b"x" * 80_000)
-        assert await incoming.error() == 503
-        other = await server.connect("127.0.0.2")
-        other.post(b"y" * 90_000)
-        assert (await other.answer())[0] == 200
-        for client in greedy[:2]:
-            client.writer.transport.abort()
-        await until(lambda: not server.edge.held)
-        again = await server.connect()
-        again.post(b"x" * 90_000)
-        assert (await again.answer())[0] == 200
-        await until(lambda: not server.edge.held)
-        assert set(server.site.reasons) == {"overload"}
-
-
-async def test_bodies_under_way_have_a_bound_together() -> None:
-    async with listening(max_incoming_bytes=100_000) as server:
-        clients = [await server.connect() for _ in range(3)]
-        for client in clients:
-            client.send(b"POST /hot HTTP/1.1\r\nhost: x\r\ncontent-length: 60000\r\n\r\n" + b"x" * 50_000)
-        answers = [asyncio.ensure_future(client.error()) for client in clients]
-        done, waiting = await asyncio.wait(answers, return_when="FIRST_COMPLETED")
-        assert done.pop().result() == 503 and server.edge.incoming_bytes <= 100_000
-        for answer in waiting:
-            answer.cancel()

@@ -11,7 +11,7 @@ from balanceroute.proxy.client.edge import ClientLimits
 from balanceroute.proxy.client.protocol import ClientProtocol
 from balanceroute.proxy.client.uvicorn_protocol import protocol_class
 from tests.unit.proxy.client.listening import EchoSite, listening
-from tests.unit.proxy.client.test_protocol import until
+from tests.waiting import until
 
 pytestmark = pytest.mark.anyio
 

@@ -5,7 +5,7 @@ from typing import Any
 import orjson
 import pytest
 
-from balanceroute.errors import ConnectionLost, NotResumable, UpstreamError, UpstreamStatus
+from balanceroute.errors import BadUpstreamReply, ConnectionLost, NotResumable, UpstreamError, UpstreamStatus
 from balanceroute.proxy.client.fanout import PartAnswer
 from balanceroute.proxy.life.answer import MAX_RESTARTS, Answer
 from balanceroute.proxy.wire.payloads import ClientRequest, PrefillResult, parse
@@ -172,3 +172,57 @@ def test_a_second_loss_goes_on_from_the_clients_prompt_and_not_from_what_was_pre
         assert orjson.loads(answer._s.connector.probe(answer.request))["prompt"] == [*PROMPT_IDS, 20, 21]
 
     on_stage(cut_off)
+
+
+def test_a_prefill_of_another_prompt_than_the_answer_so_far_is_an_error_but_not_one_of_the_clients_own() -> None:
+    """An engine that ignores the token ids of a chat prefills the client's prompt alone, and would begin anew."""
+
+    async def prefilled() -> None:
+        answer = an_answer(Client())
+        worker = answer._s.fleet["p0"]
+        for count in (1, len(PROMPT_IDS), 99):  # the client's own words: only an engine knows how many tokens they are
+            answer.check_prefill(worker, PrefillResult(b"{}", count, None, None))
+        give(answer, 20)
+        assert answer.resume(PREFILLED, lost(), "d0")
+        answer.check_prefill(worker, PrefillResult(b"{}", len(PROMPT_IDS) + 1, None, None))
+        for count in (1, len(PROMPT_IDS), len(PROMPT_IDS) + 2):
+            with pytest.raises(BadUpstreamReply, match=f"prefilled {count} tokens, not 4"):
+                answer.check_prefill(worker, PrefillResult(b"{}", count, None, None))
+
+    on_stage(prefilled)
+
+
+def test_a_stream_may_move_before_its_client_has_seen_anything_and_afterwards_only_with_all_its_token_ids() -> None:
+    async def streaming() -> None:
+        schema = {"response_format": {"type": "json_object"}}  # state that another decode worker does not have
+        answer = an_answer(Client(), **schema)
+        assert answer.may_move
+        answer.outlet.start()
+        assert answer.may_move  # its head alone is no token
+        give(answer, 20)
+        assert not answer.may_move
+        answer = an_answer(Client())
+        give(answer, 20)
+        assert answer.may_move
+        answer = an_answer(Client())
+        answer.outlet.start()
+        choice = {"index": 0, "text": " 20", "finish_reason": None}  # of an engine that gives no ids
+        event = {"id": "cmpl-r", "object": "text_completion", "created": 1, "model": "m", "choices": [choice]}
+        event["usage"] = {"prompt_tokens": 3, "completion_tokens": 1, "total_tokens": 4}
+        answer.scanner.feed(b"data: %s\n\n" % orjson.dumps(event))
+        assert answer.scanner.tokens == 1 and not answer.may_move
+
+    on_stage(streaming)
+
+
+def test_what_the_client_has_not_seen_may_move_whatever_it_is() -> None:
+    async def assembled() -> None:
+        request = a_request(response_format={"type": "json_object"}, stream=False)
+        answer = Answer(a_router(), request, PartAnswer(request), None)
+        answer.begin(PREFILLED)
+        event = {"id": "cmpl-r", "object": "text_completion", "created": 1, "model": "m"}
+        event["choices"] = [{"index": 0, "text": " 20", "finish_reason": None, "token_ids": [20]}]
+        answer.scanner.feed(b"data: %s\n\n" % orjson.dumps(event))
+        assert answer.scanner.tokens == 1 and not answer.outlet.started and answer.may_move
+
+    on_stage(assembled)

@@ -144,6 +144,31 @@ def test_a_worker_is_late_after_its_deadline_or_after_a_pause_between_tokens_tha
     on_stage(waiting)
 
 
+def test_tokens_are_expected_of_the_worker_of_an_open_stream_but_not_while_its_kv_is_being_computed() -> None:
+    """What waits for a long prefill elsewhere must not have its decode worker taken for a silent one."""
+
+    class Open:
+        """A worker's reply of which the head has come."""
+
+        paused = over = False
+
+    async def waiting() -> None:
+        services, sent = a_router(), asyncio.Event()
+        request = parse("completions", b'{"prompt": "a", "stream": true}')
+        leg = Leg(services, "r", request, PartAnswer(request), [], lambda leg: Stays(leg, 0.0, sent))
+        leg.worker = "d0"
+        assert not leg.expects_tokens_from("d0")  # nothing is open
+        leg.reply = Open()  # type: ignore[assignment]
+        assert leg.expects_tokens_from("d0") and not leg.expects_tokens_from("d1")
+        leg.kv_due = True
+        assert not leg.expects_tokens_from("d0")
+        leg.kv_due = False
+        leg.reply.paused = True  # type: ignore[misc, union-attr]
+        assert not leg.expects_tokens_from("d0")  # its client does not read
+
+    on_stage(waiting)
+
+
 @pytest.mark.parametrize("lost", [False, True])
 def test_kv_that_is_left_is_pulled_unless_decode_workers_have_died_under_the_request(lost: bool) -> None:
     """A drain is the same request once more."""

@@ -48,24 +48,16 @@ def test_two_losses_are_enough_and_explain_those_of_everybody_who_was_there() ->
     assert not suspicions.lost(innocent, "d0", 0.1)
     assert suspicions.lost(guilty, "d1", 5.0)
     assert guilty.workers == ["d0", "d1"]
-    assert innocent.explained == 1
-    assert not suspicions.lost(innocent, "d2", 9.0)  # the first one does not count
-    assert suspicions.lost(innocent, "d3", 12.0)
+    assert innocent.explained == 1 and not innocent.guilty
 
 
-def test_a_request_that_was_alone_with_its_second_worker_needs_no_third() -> None:
+def test_two_poison_requests_that_share_a_worker_reach_one_more_each() -> None:
     suspicions, first, second = Suspicions(), Suspect(), Suspect()
-    suspicions.lost(first, "d0", 0.0, alone=False)
-    suspicions.lost(second, "d0", 0.1, alone=False)
-    assert suspicions.lost(first, "d1", 5.0, alone=True)
-    assert second.explained == 1
-    assert suspicions.lost(second, "d2", 9.0, alone=True)
+    suspicions.lost(first, "d0", 0.0)
+    suspicions.lost(second, "d0", 0.1)
+    assert suspicions.lost(first, "d1", 5.0)
+    assert suspicions.lost(second, "d2", 9.0)  # though the first of its losses is explained
     assert second.workers == ["d0", "d2"]
-
-
-def test_a_first_loss_is_no_proof_however_alone_the_request_was() -> None:
-    suspicions, suspect = Suspicions(), Suspect()
-    assert not suspicions.lost(suspect, "d0", 0.0, alone=True)
 
 
 def test_a_worker_that_dies_again_has_not_been_explained_by_its_first_death() -> None:

@@ -173,11 +173,11 @@ def test_a_loss_that_another_request_has_caused_is_no_failed_try() -> None:
         guilty = Verdicts(services, "other", None)
         dead = UpstreamStatus("dead", worker="d0", tier="decode", status=500, body=b"EngineDeadError")
         for each in (verdicts, guilty):
-            await each.suspect_loss(dead, services.fleet["d0"], midway=False, alone=lambda: False)
+            await each.suspect_loss(dead, services.fleet["d0"], midway=False)
         verdicts.judge(dead, services.fleet["d0"], "decode", begun=False)
         with pytest.raises(DecodersLost):
             for n in range(1, MAX_LOSSES):
-                await guilty.suspect_loss(dead, services.fleet[f"d{n}"], midway=False, alone=lambda: False)
+                await guilty.suspect_loss(dead, services.fleet[f"d{n}"], midway=False)
         for _ in range(2):  # of three tries, two are left
             verdicts.judge(lost(), services.fleet["d2"], "decode", begun=False)
         with pytest.raises(ConnectionLost):
@@ -191,10 +191,10 @@ def test_a_request_under_which_decode_workers_die_goes_to_no_further_one() -> No
         services, verdicts = some_verdicts()
         dead = UpstreamStatus("dead", worker="d0", tier="decode", status=500, body=b"EngineDeadError")
         for n in range(MAX_LOSSES - 1):
-            await verdicts.suspect_loss(dead, services.fleet[f"d{n}"], midway=False, alone=lambda: False)
+            await verdicts.suspect_loss(dead, services.fleet[f"d{n}"], midway=False)
         assert verdicts.has_losses
         with pytest.raises(DecodersLost):
-            await verdicts.suspect_loss(dead, services.fleet["d2"], midway=False, alone=lambda: False)
+            await verdicts.suspect_loss(dead, services.fleet["d2"], midway=False)
 
     on_stage(judged)
 
@@ -207,7 +207,6 @@ def test_a_connection_that_could_not_be_opened_is_no_evidence() -> None:
                 ConnectFailed("no", worker="d0", tier="decode"),
                 services.fleet["d0"],
                 midway=False,
-                alone=lambda: False,
             )
         assert not verdicts.has_losses
 
@@ -220,7 +219,7 @@ def test_what_one_choice_has_lost_counts_against_all_until_one_has_a_token() -> 
         services, one = some_verdicts(choices)
         other = Verdicts(services, "r-1", choices)
         dead = UpstreamStatus("dead", worker="d0", tier="decode", status=500, body=b"EngineDeadError")
-        await one.suspect_loss(dead, services.fleet["d0"], midway=False, alone=lambda: False)
+        await one.suspect_loss(dead, services.fleet["d0"], midway=False)
         assert other.has_losses
         choices.clear()
         await other.turn(services.fleet["d1"])

@@ -4,15 +4,10 @@ import math
 
 from hypothesis import given
 from hypothesis import strategies as st
-from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client import CollectorRegistry
 from prometheus_client import Histogram as Reference
-from prometheus_client.parser import text_string_to_metric_families
 
-from balanceroute.core.snapshot import ClusterSnapshot
-from balanceroute.core.types import Role, WorkerSpec
-from balanceroute.core.view import view_cluster
 from balanceroute.proxy.telemetry.instruments import CounterFamily, Histogram, HistogramFamily, StageClock
-from balanceroute.proxy.telemetry.metrics import Metrics
 
 
 @given(st.lists(st.floats(0, 20) | st.sampled_from([1.0, 2.0, 5.0])))
@@ -40,14 +35,6 @@ def test_many_values_are_counted_at_once_as_one_by_one(values: list[float]) -> N
     assert together.cumulative() == apart.cumulative() and math.isclose(together.total, apart.total)
 
 
-def test_what_nobody_scrapes_does_not_pile_up() -> None:
-    metrics = Metrics(lambda: view_cluster(ClusterSnapshot()), "br_0")
-    for _ in range(5000):
-        metrics.ttft.observe(0.3)
-        metrics.fold()
-    assert len(metrics.ttft._taken_down) < 1100 and metrics.ttft.count == 5000
-
-
 def test_counters_keep_their_labels_apart_and_forget_a_worker_s() -> None:
     counters = CounterFamily("errors", "x", ["worker", "kind"])
     counters.inc("d0", "a")
@@ -60,25 +47,6 @@ def test_counters_keep_their_labels_apart_and_forget_a_worker_s() -> None:
 def test_a_family_gives_one_histogram_per_label_value() -> None:
     family = HistogramFamily("waits", "x", (1.0,), "stage")
     assert family.child("a") is family.child("a") is not family.child("b")
-
-
-def test_the_exposition_is_valid_and_holds_a_series_per_worker_that_is_there() -> None:
-    snapshot = ClusterSnapshot()
-    snapshot.add_worker(WorkerSpec("d0", Role.DECODE))
-    snapshot.add_worker(WorkerSpec("p0", Role.PREFILL))
-    metrics = Metrics(lambda: view_cluster(snapshot), "br_0")
-    metrics.ttft.observe(0.3)
-    families = {f.name: f for f in text_string_to_metric_families(metrics.exposition().decode())}
-    assert {s.labels["worker"] for s in families["balanceroute_decode_load_tokens"].samples} == {"d0"}
-    assert families["balanceroute_request_ttft_seconds"].type == "histogram"
-    assert (
-        families["balanceroute_build_info"].samples[0].labels["policy"] == "br_0"
-        if ("balanceroute_build_info" in families)
-        else families["balanceroute_build"].samples[0].labels["policy"] == "br_0"
-    )
-    snapshot.remove_worker("d0")
-    assert b'worker="d0"' not in metrics.exposition()
-    assert generate_latest(metrics.registry) == metrics.exposition()
 
 
 def test_the_stages_of_a_decision_are_timed_apart() -> None:

@@ -5,6 +5,7 @@ import socket
 import ssl
 from collections.abc import Awaitable, Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import trustme
@@ -565,12 +566,33 @@ def has_ipv6_loopback() -> bool:
     return True
 
 
-@pytest.mark.skipif(not has_ipv6_loopback(), reason="this machine has no IPv6")
-def test_ipv6_hosts_work(run: Run) -> None:
+def test_an_ipv6_host_is_connected_to_without_its_brackets_and_named_with_them(
+    run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A machine without IPv6 has the worker on its IPv4 loopback: all but the last hop is the same."""
+    here = "::1" if has_ipv6_loopback() else "127.0.0.1"
+    hosts: list[bytes] = []
+
+    async def script(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        head, _ = await read_request(reader)
+        hosts.append(head.split(b"\r\n")[1])
+        writer.write(plain(b"ok"))
+
     async def test() -> None:
-        async with worker(answering(plain(b"ok")), host="::1") as server:
-            upstream = Upstream(server.url)
-            assert await (await post(upstream)).read(9) == b"ok"
+        loop, asked = asyncio.get_running_loop(), []
+        connect = loop.create_connection
+
+        async def connect_here(factory: Any, host: str, port: int, **options: Any) -> Any:
+            asked.append(host)
+            return await connect(factory, here, port, **options)
+
+        async with worker(script, host=here) as server:
+            port = server.url.rpartition(":")[2]
+            upstream = Upstream(f"http://[::1]:{port}")
+            with monkeypatch.context() as patch:
+                patch.setattr(loop, "create_connection", connect_here)
+                assert await (await post(upstream)).read(9) == b"ok"
+            assert (asked, hosts) == (["::1"], [b"host: [::1]:%b" % port.encode()])
             upstream.close()
 
     run(test)

@@ -1,0 +1,168 @@
+"""What an ASGI application is told of a request, and what becomes of its answer."""
+
+import asyncio
+from typing import Any
+
+import orjson
+import pytest
+import starlette.requests
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from balanceroute.errors import InvalidRequest, InvariantError
+from balanceroute.proxy.client.asgi import AsgiHandler
+from balanceroute.proxy.client.head import Request
+from tests.unit.proxy.client.connections import Connection, a_request
+from tests.unit.proxy.client.listening import listening
+from tests.unit.proxy.stage import on_stage
+
+
+@pytest.mark.anyio
+async def test_asgi_routes_get_the_request_as_asgi_says() -> None:
+    async with listening() as server:
+        client = await server.connect()
+        client.send(b"PUT /a%20b?0 HTTP/1.1\r\nHost: x\r\nX-A: b\r\ncontent-length: 3\r\n\r\nabc")
+        assert (await client.answer())[2] == b"abc"
+        (scope,) = server.site.scopes
+        assert (scope["method"], scope["path"], scope["raw_path"], scope["query_string"]) == (
+            "PUT",
+            "/a b",
+            b"/a%20b",
+            b"0",
+        )
+        assert scope["headers"] == [(b"host", b"x"), (b"x-a", b"b"), (b"content-length", b"3")]
+        assert scope["client"][0] == "127.0.0.1" and scope["server"][1] == server._port
+        client.send(b"GET /parts HTTP/1.1\r\nhost: x\r\n\r\n")
+        assert (await client.answer())[2] == b"ab"
+
+
+@pytest.mark.anyio
+async def test_head_is_answered_at_once_and_without_a_body() -> None:
+    async with listening() as server:
+        client = await server.connect()
+        client.send(b"HEAD / HTTP/1.1\r\nhost: x\r\n\r\nHEAD /parts HTTP/1.1\r\nhost: x\r\n\r\n")
+        for _ in range(2):
+            assert (await client.answer(bodiless=True))[0] == 200
+        client.post(b"after")
+        assert (await client.answer())[2] == b"after"
+
+
+async def called(app: ASGIApp, request: Request, connection: Connection) -> AsgiHandler:
+    handler = AsgiHandler(app, {}, request, connection.response(), lambda: None)
+    handler.check()
+    await handler.run()
+    return handler
+
+
+def test_an_application_hears_of_the_end_of_its_own_answer_as_a_disconnect() -> None:
+    async def test() -> None:
+        heard: list[Any] = []
+
+        async def app(scope: Scope, receive: Receive, send: Send) -> None:
+            heard.append(await receive())
+            await send({"type": "http.response.start", "status": 200, "headers": [(b"Content-Length", b"2")]})
+            await send({"type": "http.response.body", "body": b"hi"})
+            heard.append(await receive())
+
+        connection = Connection()
+        await called(app, a_request(b"abc", b"/any"), connection)
+        assert connection.answer == (200, {"content-length": "2"}, b"hi")
+        assert heard == [
+            {"type": "http.request", "body": b"abc", "more_body": False},
+            {"type": "http.disconnect"},
+        ]
+
+    on_stage(test)
+
+
+def test_an_application_is_asked_before_the_body_has_come_and_told_when_it_has() -> None:
+    async def test() -> None:
+        told_to_go_on: list[bool] = []
+        request, connection = a_request(b"", b"/any"), Connection()
+        request.complete = False
+
+        async def app(scope: Scope, receive: Receive, send: Send) -> None:
+            body = (await receive())["body"]
+            await send({"type": "http.response.start", "status": 200, "headers": []})
+            await send({"type": "http.response.body", "body": body})
+
+        handler = AsgiHandler(app, {}, request, connection.response(), lambda: told_to_go_on.append(True))
+        task = asyncio.ensure_future(handler.run())
+        await asyncio.sleep(1.0)
+        assert told_to_go_on == [True] and not task.done()
+        request.body, request.complete = b"late", True
+        handler.body_has_come()
+        await task
+        assert b"late" in connection.answer[2]
+
+    on_stage(test)
+
+
+def test_an_application_whose_client_goes_before_its_body_was_here_ends_without_an_error() -> None:
+    async def test() -> None:
+        async def app(scope: Scope, receive: Receive, send: Send) -> None:
+            await starlette.requests.Request(scope, receive).body()
+
+        request, connection = a_request(b"", b"/any"), Connection()
+        request.complete = False
+        handler = AsgiHandler(app, {}, request, connection.response(), lambda: None)
+        task = asyncio.ensure_future(handler.run())
+        await asyncio.sleep(1.0)
+        handler.abandoned()
+        await task
+        assert connection.transport.written == b""
+
+    on_stage(test)
+
+
+def test_what_the_edge_refuses_has_the_client_s_id_and_the_application_s_answer_is_dropped() -> None:
+    async def test() -> None:
+        async def app(scope: Scope, receive: Receive, send: Send) -> None:
+            await receive()
+            await send({"type": "http.response.start", "status": 200, "headers": []})
+            await send({"type": "http.response.body", "body": b"late"})
+
+        request, connection = a_request(b"", b"/any", [(b"x-request-id", b"mine")]), Connection()
+        request.complete = False
+        handler = AsgiHandler(app, {}, request, connection.response(), lambda: None)
+        task = asyncio.ensure_future(handler.run())
+        await asyncio.sleep(1.0)
+        handler.refuse(InvalidRequest("too large", status=413))
+        await task
+        status, headers, body = connection.answer
+        assert (status, headers["x-request-id"]) == (413, "mine") and b"late" not in body
+
+    on_stage(test)
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        {"type": "http.response.start", "status": 200, "headers": [(b"x", b"a\r\nset-cookie: y")]},
+        {"type": "websocket.accept"},
+    ],
+    ids=["header", "type"],
+)
+def test_an_application_that_would_break_the_answer_is_a_bug(message: dict[str, Any]) -> None:
+    async def test() -> None:
+        async def app(scope: Scope, receive: Receive, send: Send) -> None:
+            await send(message)
+
+        with pytest.raises(InvariantError):
+            await called(app, a_request(b"", b"/any"), Connection())
+
+    on_stage(test)
+
+
+def test_errors_of_anthropic_s_routes_have_anthropic_s_form() -> None:
+    async def test() -> None:
+        async def app(scope: Scope, receive: Receive, send: Send) -> None:
+            raise AssertionError("never called")
+
+        connection = Connection()
+        handler = AsgiHandler(
+            app, {}, a_request(b"", b"/v1/messages/count_tokens"), connection.response(), lambda: None
+        )
+        handler.refuse(InvalidRequest("no"))
+        assert orjson.loads(connection.answer[2])["type"] == "error"
+
+    on_stage(test)

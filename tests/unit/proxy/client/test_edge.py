@@ -1,0 +1,212 @@
+"""Which connections there is room for, and how much they may hold."""
+
+import asyncio
+from typing import Any
+
+import pytest
+
+from balanceroute.proxy.client.edge import RESERVE, ClientLimits, Edge
+from tests.unit.proxy.client.listening import Client, EchoSite, listening, served
+from tests.unit.proxy.stage import on_stage
+from tests.waiting import until
+
+
+@pytest.mark.anyio
+async def test_above_the_bound_the_connection_that_waits_longest_makes_room() -> None:
+    async with listening(max_connections=3) as server:
+        clients: list[Client] = []
+        for sent in (b"", b"POST /hot HTTP/1.1\r\nhost: x\r\ncontent-length: 5\r\n\r\n", b""):
+            clients.append(await server.connect())
+            clients[-1].send(sent)
+            await until(lambda: len(server.connections) == len(clients))
+        clients[2].post(b"mine")
+        assert (await clients[2].answer())[2] == b"mine"
+        for victim in clients[:2]:
+            await served(server)
+            newcomer = await server.connect()
+            newcomer.post(b"", b"x-do: wait")
+            assert await victim.closed()
+
+
+@pytest.mark.anyio
+async def test_where_all_are_busy_clients_get_an_openai_error_that_says_when_to_come_back() -> None:
+    async with listening(max_connections=2) as server:
+        for n in range(2):
+            (await server.connect()).post(b"", b"x-do: wait")
+            await until(lambda: server.site.served == n + 1)  # noqa: B023
+        third = await server.connect()
+        third.post(b"x")
+        status, headers, _ = await third.answer()
+        assert status == 503 and int(headers["retry-after"]) >= 1
+        assert await third.closed()
+        probe = await server.connect()
+        probe.send(b"GET / HTTP/1.1\r\nhost: x\r\n\r\n")
+        assert (await probe.answer())[2] == b"hi"
+
+
+@pytest.mark.anyio
+async def test_a_body_counts_until_its_answer_is_complete() -> None:
+    async with listening(max_held_bytes=100_000) as server:
+        held = await server.connect()
+        held.post(b"x" * 60_000, b"x-do: wait")
+        await until(lambda: server.site.served)
+        assert (server.edge.incoming_bytes, server.edge.served_bytes) == (0, 60_000)
+        for chunked in (False, True):
+            other = await server.connect()
+            length = b"transfer-encoding: chunked" if chunked else b"content-length: 50000"
+            body = b"c350\r\n%b\r\n0\r\n\r\n" % (b"y" * 50_000) if chunked else b"y" * 50_000
+            other.send(b"POST /hot HTTP/1.1\r\nhost: x\r\n" + length + b"\r\n\r\n" + body)
+            assert await other.error() == 503
+        small = await server.connect()
+        small.post(b"z" * 1000)
+        assert (await small.answer())[0] == 200
+        await until(lambda: server.edge.served_bytes == 60_000)
+        held.writer.transport.abort()
+        await until(lambda: server.edge.served_bytes == 0)
+        small.post(b"z" * 60_000)
+        assert (await small.answer())[0] == 200
+        assert (server.edge.incoming_bytes, server.edge.served_bytes) == (0, 0)
+
+
+@pytest.mark.anyio
+async def test_one_client_s_bodies_leave_half_of_the_room_to_others() -> None:
+    async with listening(max_held_bytes=400_000) as server:
+        greedy = [await server.connect() for _ in range(3)]
+        for client in greedy[:2]:
+            client.post(b"x" * 90_000, b"x-do: wait")
+        await until(lambda: server.site.served == 2)
+        greedy[2].post(b"x" * 90_000)
+        assert await greedy[2].error() == 503
+        incoming = await server.connect()
+        incoming.send(b"POST /hot HTTP/1.1\r\nhost: x\r\ncontent-length: 90000\r\n\r\n" + b"x" * 80_000)
+        assert await incoming.error() == 503
+        other = await server.connect("127.0.0.2")
+        other.post(b"y" * 90_000)
+        assert (await other.answer())[0] == 200
+        for client in greedy[:2]:
+            client.writer.transport.abort()
+        await until(lambda: not server.edge.held)
+        again = await server.connect()
+        again.post(b"x" * 90_000)
+        assert (await again.answer())[0] == 200
+        await until(lambda: not server.edge.held)
+        assert set(server.site.reasons) == {"overload"}
+
+
+@pytest.mark.anyio
+async def test_bodies_under_way_have_a_bound_together() -> None:
+    async with listening(max_incoming_bytes=100_000) as server:
+        clients = [await server.connect() for _ in range(3)]
+        for client in clients:
+            client.send(b"POST /hot HTTP/1.1\r\nhost: x\r\ncontent-length: 60000\r\n\r\n" + b"x" * 50_000)
+        answers = [asyncio.ensure_future(client.error()) for client in clients]
+        done, waiting = await asyncio.wait(answers, return_when="FIRST_COMPLETED")
+        assert done.pop().result() == 503 and server.edge.incoming_bytes <= 100_000
+        for answer in waiting:
+            answer.cancel()
+
+
+class Seat:
+    """A connection, as far as the edge knows it."""
+
+    def __init__(self, fails: bool = False) -> None:
+        self.looks: list[float] = []
+        self.gave_way = self.aborted = False
+        self.fails = fails
+
+    def look(self, now: float) -> None:
+        if self.fails:
+            raise RuntimeError("a bug")
+        self.looks.append(now)
+
+    def give_way(self) -> None:
+        self.gave_way = True
+
+    def abort(self) -> None:
+        self.aborted = True
+
+
+def an_edge(**limits: Any) -> Edge:
+    return Edge(EchoSite(), ClientLimits(**limits), asyncio.get_running_loop(), set(), set(), {})
+
+
+def test_far_above_the_bound_a_connection_is_not_even_heard() -> None:
+    async def test() -> None:
+        edge = an_edge(max_connections=2)
+        busy = [Seat() for _ in range(2 + RESERVE)]
+        for seat in busy:
+            assert edge.join(seat)
+            edge.waiting.pop(seat)
+        assert edge.full and not edge.join(Seat())
+        for seat in busy:
+            edge.leave(seat)
+
+    on_stage(test)
+
+
+def test_who_waits_longest_gives_way_and_its_place_is_free_at_once() -> None:
+    async def test() -> None:
+        edge = an_edge(max_connections=2)
+        seats = [Seat() for _ in range(4)]
+        for seat in seats:
+            assert edge.join(seat) and not edge.full
+        assert [seat.gave_way for seat in seats] == [True, True, False, False]
+        assert list(edge.waiting) == seats[2:]
+
+    on_stage(test)
+
+
+def test_every_connection_is_looked_at_several_times_within_the_shortest_limit() -> None:
+    async def test() -> None:
+        edge, seat = an_edge(receive_timeout_s=2.0, keep_alive_s=75.0), Seat()
+        assert edge.join(seat)
+        await asyncio.sleep(2.1)
+        assert len(seat.looks) >= 4 and edge.date_line.startswith(b"date: ")
+        edge.leave(seat)
+        await asyncio.sleep(1.0)
+        looks = len(seat.looks)
+        await asyncio.sleep(10.0)
+        assert len(seat.looks) == looks, "an edge without connections sleeps"
+        assert edge.join(seat)
+        await asyncio.sleep(1.0)
+        assert len(seat.looks) > looks
+
+    on_stage(test)
+
+
+def test_a_connection_that_breaks_when_looked_at_is_closed_and_the_others_are_looked_at() -> None:
+    async def test() -> None:
+        edge, broken, well = an_edge(), Seat(fails=True), Seat()
+        for seat in (broken, well):
+            edge.join(seat)
+        await asyncio.sleep(2.0)
+        assert broken.aborted and not well.aborted and well.looks
+
+    on_stage(test)
+
+
+@pytest.mark.parametrize(
+    ("incoming", "served", "held", "complete", "laden"),
+    [
+        (900, 0, 0, False, False),
+        (1100, 0, 0, False, True),
+        (1100, 0, 0, True, False),
+        (500, 1600, 0, False, True),
+        (500, 1600, 0, True, True),
+        (0, 0, 900, True, False),
+        (0, 0, 1100, True, True),
+    ],
+    ids=["room", "too much coming", "come whole", "too much held", "whole, too much held", "half", "one holder's"],
+)
+def test_there_is_room_for_bodies_that_come_for_all_that_are_held_and_for_half_of_it_by_one(
+    incoming: int, served: int, held: int, complete: bool, laden: bool
+) -> None:
+    async def test() -> None:
+        edge = an_edge(max_incoming_bytes=1000, max_held_bytes=2000)
+        edge.incoming_bytes, edge.served_bytes = incoming, served
+        edge.hold("client", held)
+        assert edge.laden(complete, "client") is laden
+        edge.hold("client", -held)
+        assert not edge.held
+
+    on_stage(test)

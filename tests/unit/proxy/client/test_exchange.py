@@ -1,0 +1,226 @@
+"""One client request: how it ends, what the client is told, and how it is counted."""
+
+import asyncio
+import logging
+from hashlib import sha256
+from pathlib import Path
+from typing import Any
+
+import orjson
+import pytest
+
+from balanceroute.errors import BadUpstreamReply, BalanceRouteError, InvalidRequest
+from balanceroute.proxy.client.exchange import Exchange
+from balanceroute.proxy.perimeter.gate import Perimeter
+from balanceroute.proxy.services import Services
+from tests.unit.proxy.client.connections import Connection, a_request
+from tests.unit.proxy.life.legs import DONE, dispatching, events, probed, whole
+from tests.unit.proxy.stage import Answer, Page, a_config, a_router, on_stage, script
+from tests.waiting import until
+
+BODY = {"model": "m", "prompt": "a b c", "max_tokens": 10}
+OUTCOMES = ("finished", "rejected", "cancelled", "failed", "expired")
+KEY = b"sk-0123456789abcdef0123456789abcdef"
+WHOLE = Page(events(20, 21) + DONE)
+
+
+def counted(services: Services) -> dict[str, float]:
+    """The requests that ended, by outcome; those of none are left out."""
+    found = {outcome: services.metrics.requests.value(outcome) for outcome in OUTCOMES}
+    return {outcome: count for outcome, count in found.items() if count}
+
+
+async def served(
+    services: Services, connection: Connection, body: Any = BODY, headers: list[tuple[bytes, bytes]] | None = None
+) -> Exchange:
+    """A request as the protocol has it served."""
+    exchange = Exchange(services, "completions", a_request(body, headers=headers or []), connection.response())
+    try:
+        exchange.check()
+    except BalanceRouteError as error:
+        exchange.refuse(error)
+        return exchange
+    async with dispatching(services):
+        await exchange.run()
+    return exchange
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_an_answer_has_the_client_s_own_id_and_counts_as_finished(stream: bool) -> None:
+    async def test() -> None:
+        services, connection = a_router(a_config(1, 1)), Connection()
+        script(services, "p0", probed())
+        script(services, "d0", WHOLE if stream else whole(20, 21))
+        await served(services, connection, BODY | {"stream": stream}, [(b"x-request-id", b"mine")])
+        status, headers, body = connection.answer
+        assert (status, headers["x-request-id"]) == (200, "mine")
+        assert (b"[DONE]" in body) == stream and connection.done == [True]
+        assert counted(services) == {"finished": 1} and services.exchanges == 0
+        assert services.metrics.tokens.value() == 2
+
+    on_stage(test)
+
+
+@pytest.mark.parametrize(
+    ("answer", "status", "outcome"),
+    [
+        (Page(b'{"error": {"message": "too long"}}', 400), 400, "rejected"),
+        (Page(b'{"error": {"message": "broken"}}', 500), 500, "failed"),
+        (BadUpstreamReply("cut", worker="p0", tier="prefill"), 502, "failed"),
+    ],
+    ids=["the client's fault", "the worker's", "broken"],
+)
+def test_a_failure_before_the_first_byte_is_a_status_with_an_openai_error(
+    answer: Answer, status: int, outcome: str
+) -> None:
+    async def test() -> None:
+        services, connection = a_router(a_config(1, 1, retry={"max_attempts": 1})), Connection()
+        script(services, "p0", answer)
+        await served(services, connection, BODY | {"stream": True})
+        told, _, body = connection.answer
+        assert told == status and "message" in orjson.loads(body)["error"]
+        assert counted(services) == {outcome: 1} and not services.legs
+
+    on_stage(test)
+
+
+def test_a_failure_after_the_first_byte_is_an_event_and_the_answer_never_ends() -> None:
+    async def test() -> None:
+        config = a_config(1, 1, retry={"max_attempts": 1, "resume_on_worker_loss": False})
+        services, connection = a_router(config), Connection()
+        script(services, "p0", probed())
+        script(services, "d0", Page(events(20, finish=None), breaks=BadUpstreamReply("cut", worker="", tier="decode")))
+        await served(services, connection, BODY | {"stream": True})
+        status, _, body = connection.answer
+        assert status == 200 and b'"error"' in body and b"[DONE]" not in body
+        assert connection.done == [] and counted(services) == {"failed": 1}
+
+    on_stage(test)
+
+
+@pytest.mark.parametrize(("body", "param"), [(b"no JSON", None), ({"model": "m"}, "prompt"), (BODY | {"n": 1000}, "n")])
+def test_what_a_client_got_wrong_is_a_400_that_no_worker_hears_of(body: Any, param: str | None) -> None:
+    async def test() -> None:
+        services, connection = a_router(a_config(1, 1)), Connection()
+        p0 = script(services, "p0", probed())
+        await served(services, connection, body)
+        status, _, told = connection.answer
+        assert (status, orjson.loads(told)["error"]["param"]) == (400, param)
+        assert counted(services) == {"rejected": 1} and not p0.asked
+
+    on_stage(test)
+
+
+def test_while_the_router_drains_a_request_is_refused_by_its_head() -> None:
+    async def test() -> None:
+        services, connection = a_router(a_config(1, 1)), Connection()
+        services.ledger.drain()
+        await served(services, connection)
+        status, headers, _ = connection.answer
+        assert status == 503 and int(headers["retry-after"]) >= 1 and counted(services) == {"rejected": 1}
+
+    on_stage(test)
+
+
+@pytest.mark.parametrize("begun", [False, True])
+def test_a_client_that_goes_cancels_its_request_and_is_told_nothing_more(begun: bool) -> None:
+    async def test() -> None:
+        services, connection = a_router(a_config(1, 1)), Connection()
+        script(services, "p0", probed())
+        script(services, "d0", Page(events(20, finish=None) if begun else b"", ends=False))
+        response = connection.response()
+        exchange = Exchange(services, "completions", a_request(BODY | {"stream": True}), response)
+        exchange.check()
+        async with dispatching(services):
+            task = services.loop.create_task(exchange.run())
+            await until(lambda: services.fleet["d0"].in_use and response.started == begun)
+            response.lost()
+            await task
+        assert counted(services) == {"cancelled": 1} and not services.legs
+        assert all(worker.in_use == 0 for worker in services.fleet)
+
+    on_stage(test)
+
+
+@pytest.mark.parametrize(("asked", "counts_as"), [(-5, 0), (3, 3), (9, 5)])
+def test_a_priority_counts_within_the_bounds_of_the_operator_and_reaches_the_engine_as_it_was(
+    asked: int, counts_as: int
+) -> None:
+    async def test() -> None:
+        services, connection = a_router(a_config(1, 1, limits={"priority": {"min": 0, "max": 5}})), Connection()
+        p0 = script(services, "p0", probed())
+        script(services, "d0", whole(20, 21))
+        submitted: list[int] = []
+        submit = services.tickets.submit
+
+        def noted(spec: Any) -> Any:
+            submitted.append(spec.priority)
+            return submit(spec)
+
+        services.tickets.submit = noted  # type: ignore[method-assign]
+        await served(services, connection, BODY | {"priority": asked})
+        assert submitted == [counts_as] and orjson.loads(p0.asked[0].body)["priority"] == asked
+
+    on_stage(test)
+
+
+def test_a_key_s_limit_is_a_429_and_a_request_that_ends_gives_its_place_back(tmp_path: Path) -> None:
+    async def test() -> None:
+        keys = tmp_path / "keys.yaml"
+        keys.write_text(f"keys: [{{name: team, sha256: {sha256(KEY).hexdigest()}, max_in_flight: 1}}]")
+        config = a_config(1, 1, auth={"client_keys": str(keys)})
+        services = a_router(config)
+        services.perimeter = Perimeter(config)
+        bearer = [(b"authorization", b"Bearer " + KEY)]
+        p0 = script(services, "p0", None)
+        script(services, "d0", WHOLE)
+        held = Exchange(services, "completions", a_request(BODY, headers=bearer), Connection().response())
+        held.check()
+        async with dispatching(services):
+            task = services.loop.create_task(held.run())
+            await until(lambda: p0.under_way)
+            second = Connection()
+            other = Exchange(services, "completions", a_request(BODY, headers=bearer), second.response())
+            with pytest.raises(BalanceRouteError) as refused:
+                other.check()
+            other.refuse(refused.value)
+            assert second.answer[0] == 429
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+        third = Exchange(services, "completions", a_request(BODY, headers=bearer), Connection().response())
+        third.check()
+
+    on_stage(test)
+
+
+def test_a_bug_of_ours_is_a_500_counted_and_logged_with_its_request(caplog: pytest.LogCaptureFixture) -> None:
+    async def test() -> None:
+        services, connection = a_router(a_config(1, 1)), Connection()
+        services.strict = False
+
+        def broken(spec: Any) -> Any:
+            raise RuntimeError("a bug")
+
+        services.tickets.submit = broken  # type: ignore[method-assign]
+        await served(services, connection, headers=[(b"x-request-id", b"mine")])
+        status, _, body = connection.answer
+        assert status == 500 and b"a bug" not in body
+        assert counted(services) == {"failed": 1} and services.metrics.tasks_failed.value("request") == 1
+
+    on_stage(test)
+    assert any(record.levelno == logging.ERROR and record.exc_info for record in caplog.records)
+
+
+def test_a_request_whose_body_never_came_is_accounted_for() -> None:
+    async def test() -> None:
+        services, connection = a_router(a_config(1, 1)), Connection()
+        exchange = Exchange(services, "completions", a_request(b""), connection.response())
+        exchange.check()
+        exchange.refuse(InvalidRequest("too large", status=413))
+        assert connection.answer[0] == 413 and counted(services) == {"rejected": 1}
+        gone = Exchange(services, "completions", a_request(b""), Connection().response())
+        gone.check()
+        gone.abandoned()
+        assert counted(services) == {"rejected": 1, "cancelled": 1} and services.exchanges == 0
+
+    on_stage(test)

@@ -1,0 +1,129 @@
+"""Connections that are not encrypted yet: their place, their end, and the bytes that come too early or too late."""
+
+import asyncio
+import ssl
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import pytest
+import trustme
+
+from balanceroute.proxy.client.edge import ClientLimits, Edge
+from balanceroute.proxy.client.handshake import MAX_EARLY_BYTES, Handshake
+from tests.unit.proxy.client.connections import Transport
+from tests.unit.proxy.client.listening import EchoSite
+from tests.unit.proxy.stage import on_stage
+from tests.waiting import until
+
+
+class Echo(asyncio.Protocol):
+    """What the connection is handed over to."""
+
+    def connection_made(self, transport: Any) -> None:
+        self.transport = transport
+
+    def data_received(self, data: bytes) -> None:
+        self.transport.write(data.upper())
+
+
+class Listening:
+    """A listener whose connections begin with a handshake."""
+
+    def __init__(self, edge: Edge, port: int, trusted: ssl.SSLContext) -> None:
+        self.edge, self.port, self.trusted = edge, port, trusted
+
+    async def connect(self, tls: bool = True) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+        context = self.trusted if tls else None
+        return await asyncio.open_connection("127.0.0.1", self.port, ssl=context)
+
+
+@asynccontextmanager
+async def listening(**limits: Any) -> AsyncIterator[Listening]:
+    ca = trustme.CA()
+    ours, theirs = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH), ssl.create_default_context()
+    ca.issue_cert("127.0.0.1").configure_cert(ours)
+    ca.configure_trust(theirs)
+    loop = asyncio.get_running_loop()
+    edge = Edge(EchoSite(), ClientLimits(**limits), loop, set(), set(), {})
+    server = await loop.create_server(lambda: Handshake(edge, ours, Echo), "127.0.0.1", 0)
+    try:
+        yield Listening(edge, server.sockets[0].getsockname()[1], theirs)
+    finally:
+        server.close()
+
+
+@pytest.mark.anyio
+async def test_who_shakes_hands_is_served_and_its_place_is_that_of_the_protocol_from_then_on() -> None:
+    async with listening() as server:
+        reader, writer = await server.connect()
+        writer.write(b"hello")
+        assert await reader.readexactly(5) == b"HELLO"
+        assert not server.edge.connections and not server.edge.waiting
+        writer.transport.abort()
+
+
+@pytest.mark.anyio
+@pytest.mark.parametrize("sent", [b"", b"GET / HTTP/1.1\r\n\r\n"], ids=["nothing", "no TLS"])
+async def test_who_does_not_shake_hands_is_closed_and_leaves_its_place(sent: bytes) -> None:
+    async with listening(receive_timeout_s=0.2) as server:
+        reader, writer = await server.connect(tls=False)
+        writer.write(sent)
+        assert b"HTTP" not in await reader.read()
+        await until(lambda: not server.edge.connections)
+        writer.transport.abort()
+
+
+@pytest.mark.anyio
+async def test_one_that_waits_gives_its_place_to_the_next() -> None:
+    async with listening(max_connections=1) as server:
+        waiting, writer = await server.connect(tls=False)
+        await until(lambda: server.edge.waiting)
+        other, second = await server.connect()
+        second.write(b"hello")
+        assert await other.readexactly(5) == b"HELLO"
+        assert await waiting.read() == b""
+        for each in (writer, second):
+            each.transport.abort()
+
+
+class Plain(Transport):
+    """A connection that is not encrypted."""
+
+    aborted = paused = False
+
+    def pause_reading(self) -> None:
+        self.paused = True
+
+    def is_closing(self) -> bool:
+        return self.aborted
+
+    def abort(self) -> None:
+        self.aborted = True
+
+
+def test_bytes_before_the_handshake_have_a_bound() -> None:
+    async def test() -> None:
+        loop = asyncio.get_running_loop()
+        edge = Edge(EchoSite(), ClientLimits(), loop, set(), set(), {})
+        handshake, plain = Handshake(edge, ssl.create_default_context(ssl.Purpose.CLIENT_AUTH), Echo), Plain()
+        handshake.connection_made(plain)
+        assert plain.paused and edge.connections == {handshake}
+        handshake.data_received(b"x" * MAX_EARLY_BYTES)
+        assert not plain.aborted
+        handshake.data_received(b"x")
+        assert plain.aborted and not edge.connections
+
+    on_stage(test)
+
+
+def test_where_there_is_no_room_at_all_no_handshake_begins() -> None:
+    async def test() -> None:
+        loop = asyncio.get_running_loop()
+        edge = Edge(EchoSite(), ClientLimits(), loop, set(), set(), {})
+        edge.join = lambda connection: False  # type: ignore[method-assign]
+        handshake, plain = Handshake(edge, ssl.create_default_context(ssl.Purpose.CLIENT_AUTH), Echo), Plain()
+        handshake.connection_made(plain)
+        assert plain.aborted and not plain.paused
+
+    on_stage(test)

@@ -1,0 +1,145 @@
+"""How an answer is framed, and what may not be written into it."""
+
+import asyncio
+from collections.abc import Callable
+
+import pytest
+
+from balanceroute.errors import InvariantError
+from balanceroute.proxy.client.response import Response, check_headers
+from tests.unit.proxy.client.connections import Connection
+from tests.unit.proxy.client.listening import listening
+from tests.unit.proxy.stage import on_stage
+
+
+@pytest.mark.anyio
+async def test_http_1_0_gets_no_chunks_and_a_close() -> None:
+    async with listening() as server:
+        for path, body in ((b"POST /hot", b"aaaend"), (b"GET /parts", b"ab")):
+            client = await server.connect()
+            client.send(path + b" HTTP/1.0\r\nx-do: stream\r\ncontent-length: 1\r\n\r\na")
+            head, _, rest = (await client.reader.read()).partition(b"\r\n\r\n")
+            assert b"chunked" not in head.lower() and b"connection: close" in head and rest == body
+
+
+@pytest.mark.anyio
+async def test_an_answer_that_is_not_completed_ends_uncleanly() -> None:
+    async with listening() as server:
+        client = await server.connect()
+        client.post(b"half", b"x-do: break")
+        assert (await client.reader.read()).endswith(b"4\r\nhalf\r\n")
+
+
+def test_a_whole_answer_is_one_write_and_the_connection_may_go_on() -> None:
+    async def test() -> None:
+        connection = Connection()
+        response = connection.response()
+        response.respond(200, [(b"content-length", b"2")], b"hi")
+        assert connection.answer == (200, {"content-length": "2"}, b"hi")
+        assert connection.done == [True] and response.complete
+
+    on_stage(test)
+
+
+def test_a_head_goes_out_with_the_first_part_or_alone_when_none_comes_in_this_turn() -> None:
+    async def test() -> None:
+        for waits in (False, True):
+            connection = Connection()
+            response = connection.response()
+            response.start(200, [])
+            assert connection.transport.written == b""
+            if waits:
+                await asyncio.sleep(0)
+                assert connection.transport.written.endswith(b"\r\n\r\n")
+            assert response.write(b"abc")
+            response.end(b"d")
+            assert connection.answer[2] == b"3\r\nabc\r\n1\r\nd\r\n0\r\n\r\n" and connection.done == [True]
+
+    on_stage(test)
+
+
+@pytest.mark.parametrize(
+    "use",
+    [
+        lambda response: response.write(b"x"),
+        lambda response: response.end(),
+        lambda response: (response.respond(200, [], b""), response.respond(200, [], b"")),
+        lambda response: (response.start(200, []), response.start(200, [])),
+        lambda response: (response.start(200, [(b"content-length", b"2")]), response.write(b"abc")),
+        lambda response: (response.start(200, [(b"content-length", b"2")]), response.end(b"a")),
+    ],
+    ids=["write before a head", "end before a head", "two", "two heads", "longer than said", "shorter than said"],
+)
+def test_what_would_break_the_framing_is_a_bug_and_nothing_is_written_for_it(use: Callable[[Response], object]) -> None:
+    async def test() -> None:
+        connection = Connection()
+        with pytest.raises(InvariantError):
+            use(connection.response())
+        assert connection.transport.written.count(b"HTTP/1.1") <= 1 and b"abc" not in connection.transport.written
+
+    on_stage(test)
+
+
+def test_a_client_that_has_gone_gets_nothing_more_and_whoever_serves_it_hears_of_it_once() -> None:
+    async def test() -> None:
+        connection, heard = Connection(), []
+        response = connection.response()
+        response.on_gone = lambda: heard.append("gone")
+        response.start(200, [])
+        response.lost()
+        response.lost()
+        assert response.write(b"x")
+        response.end(b"y")
+        await response.drained()
+        await response.over()
+        assert heard == ["gone"] and connection.transport.written == b"" and connection.done == []
+
+    on_stage(test)
+
+
+def test_a_part_is_refused_while_the_socket_is_full_but_the_end_is_always_taken() -> None:
+    async def test() -> None:
+        connection = Connection()
+        response = connection.response()
+        response.start(200, [])
+        connection.write_paused = True
+        response.forbid()
+        assert response.full and not response.write(b"x")
+        waiting = asyncio.ensure_future(response.drained())
+        await asyncio.sleep(1.0)
+        assert not waiting.done()
+        connection.write_paused = False
+        response.allow()
+        connection.room.set()
+        await waiting
+        assert response.write(b"x")
+        connection.write_paused = True
+        response.end(b"y")
+        assert connection.answer[2] == b"1\r\nx\r\n1\r\ny\r\n0\r\n\r\n"
+
+    on_stage(test)
+
+
+@pytest.mark.parametrize(("status", "head_only"), [(204, False), (304, False), (200, True)])
+def test_an_answer_without_a_body_has_none_whatever_is_written(status: int, head_only: bool) -> None:
+    async def test() -> None:
+        connection = Connection()
+        response = connection.response(head_only=head_only)
+        response.start(status, [])
+        assert response.write(b"x")
+        response.end(b"y")
+        assert connection.transport.written.endswith(b"\r\n\r\n") and connection.done == [True]
+
+    on_stage(test)
+
+
+@pytest.mark.parametrize("name", [b"", b"x y", b"x:", "ä".encode()])
+def test_a_header_s_name_can_end_no_line_and_begin_no_other(name: bytes) -> None:
+    with pytest.raises(InvariantError):
+        check_headers([(name, b"v")])
+
+
+@pytest.mark.parametrize("value", [b"a\r\nset-cookie: x", b"a\n", b"\x00", b"\x7f"])
+def test_a_header_s_value_stays_in_its_line(value: bytes) -> None:
+    with pytest.raises(InvariantError):
+        check_headers([(b"x-name", value)])

@@ -1,0 +1,169 @@
+"""How a decode worker's answer ends, and what that means for the request and for its KV."""
+
+import math
+
+import pytest
+
+from balanceroute.core.types import Phase
+from balanceroute.errors import (
+    BadUpstreamReply,
+    ConnectFailed,
+    ConnectionLost,
+    ForeignReply,
+    UpstreamError,
+    UpstreamStatus,
+)
+from balanceroute.proxy.life.decoding import decode
+from balanceroute.proxy.life.leg import Event, Leg
+from balanceroute.proxy.life.pull import Pull
+from balanceroute.proxy.services import Services
+from tests.unit.proxy.life.legs import DONE, Client, a_leg, dispatching, events, probed
+from tests.unit.proxy.stage import Answer, Page, a_config, a_router, on_stage, script
+from tests.waiting import until
+
+LOST = ConnectionLost("reset", worker="d0", tier="decode")
+PARAMS = b'{"remote_engine_id":"p"}'
+
+
+class Once(Pull):
+    """Pull, whose first decode is its last; `kept` are the parameters that no worker has seen after it."""
+
+    follows = Pull.follows | {Phase.DECODING: {Event.COMPLETE: Phase.GONE}}
+    complete: bool
+    kept: bytes | None
+
+    def __init__(self, leg: Leg) -> None:
+        super().__init__(leg)
+        Once.last = self  # type: ignore[attr-defined]
+
+    async def decoding(self) -> Event:
+        try:
+            self.complete = await decode(self._leg, self._worker, 0.0)
+        finally:
+            self.kept, self._leg.unspent = self._leg.unspent, None
+        return Event.COMPLETE
+
+
+async def decoded(services: Services, client: Client, answer: Answer, **fields: object) -> Once:
+    """One decode of a request whose prefill went well."""
+    script(services, "p0", probed())
+    script(services, "d0", answer)
+    made: list[Once] = []
+
+    def strategy(leg: Leg) -> Once:
+        made.append(Once(leg))
+        return made[0]
+
+    async with dispatching(services):
+        try:
+            await a_leg(services, client, strategy, **fields).run()
+        finally:
+            (once,) = made
+            assert services.fleet["d0"].in_use == 0
+            assert math.isinf(once._leg.try_deadline_s) and once._leg.reply is None
+    return once
+
+
+@pytest.mark.parametrize(
+    ("body", "complete", "ended"),
+    [
+        (events(20, 21) + DONE, True, True),
+        (events(20, 21), True, False),
+        (events(20, 21, finish=None) + DONE, False, False),
+        (events(20, 21, finish="stop", stop_reason="recomputed") + DONE, False, False),
+        (DONE, False, False),
+    ],
+    ids=["whole", "without [DONE]", "without a finish reason", "recomputed", "nothing but [DONE]"],
+)
+def test_the_end_of_a_stream_tells_whether_the_answer_is_complete_or_was_given_back(
+    body: bytes, complete: bool, ended: bool
+) -> None:
+    async def asked() -> None:
+        services, client = a_router(a_config(1, 1)), Client()
+        once = await decoded(services, client, Page(body))
+        assert (once.complete, client.ended) == (complete, ended)
+        assert b"recomputed" not in client.got
+
+    on_stage(asked)
+
+
+@pytest.mark.parametrize(
+    ("answer", "kind"),
+    [
+        (Page(events(20, finish=None), breaks=LOST), ConnectionLost),
+        (Page(events(20, finish=None) + b'data: {"error": {"message": "x", "code": 500}}\n\n'), UpstreamError),
+        (Page(events(20) + DONE, headers=((b"content-encoding", b"gzip"),)), BadUpstreamReply),
+        (Page(events(20) + DONE, headers=((b"content-type", b"application/json"),)), BadUpstreamReply),
+        (Page(b"data: nonsense\n\n"), BadUpstreamReply),
+        (Page(b""), BadUpstreamReply),
+        (Page(events(20).replace(b"$ID", b"another") + DONE), ForeignReply),
+    ],
+    ids=["broken off", "error event", "compressed", "no stream", "no JSON", "nothing", "of another request"],
+)
+def test_a_stream_that_is_none_fails_and_its_kv_is_counted_as_given_up_unless_a_token_came(
+    answer: Page, kind: type[UpstreamError]
+) -> None:
+    async def asked() -> None:
+        services, client = a_router(a_config(1, 1)), Client()
+        services.fleet["d0"].echoes_ids = True
+        with pytest.raises(kind):
+            await decoded(services, client, answer)
+        assert not client.ended
+        assert services.metrics.orphaned_kv == (0 if client.text == " 20" else 1)
+
+    on_stage(asked)
+
+
+@pytest.mark.parametrize(
+    ("answer", "stream", "kept"),
+    [
+        (Page(status=429), True, True),
+        (Page(status=400), True, True),
+        (Page(status=503), False, True),
+        (Page(status=500), True, True),
+        (Page(status=500), False, False),
+        (ConnectFailed("lost", worker="d0", tier="decode"), True, False),
+    ],
+    ids=["429", "400", "503", "500 before a stream", "500 of a whole answer", "sent and lost"],
+)
+def test_parameters_are_used_up_unless_the_engine_has_surely_not_seen_them(
+    answer: Answer, stream: bool, kept: bool
+) -> None:
+    async def asked() -> None:
+        services = a_router(a_config(1, 1))
+        with pytest.raises(UpstreamError) as caught:
+            await decoded(services, Client(), answer, stream=stream)
+        assert isinstance(caught.value, UpstreamStatus | ConnectFailed)
+        assert (Once.last.kept is not None) == kept  # type: ignore[attr-defined]
+        assert services.metrics.orphaned_kv == (0 if kept else 1)
+
+    on_stage(asked)
+
+
+def test_a_request_that_was_never_sent_keeps_its_parameters() -> None:
+    async def asked() -> None:
+        services, unsent = a_router(a_config(1, 1)), ConnectFailed("refused", worker="d0", tier="decode")
+        unsent.sent = False
+        with pytest.raises(ConnectFailed):
+            await decoded(services, Client(), unsent)
+        assert Once.last.kept == PARAMS  # type: ignore[attr-defined]
+
+    on_stage(asked)
+
+
+def test_the_first_token_starts_the_clock_of_the_next_one_and_is_the_worker_s_sign_of_life() -> None:
+    async def asked() -> None:
+        services = a_router(a_config(1, 1, limits={"idle_timeout_s": 7.0}))
+        script(services, "p0", probed())
+        script(services, "d0", Page(events(20, finish=None), ends=False))
+        async with dispatching(services):
+            leg = a_leg(services)
+            task = services.loop.create_task(leg.run())
+            await until(lambda: leg.decoder is not None)
+            worker = services.fleet["d0"]
+            assert leg.idle_s == 7.0 and leg.try_deadline_s == leg.first_token_s + 7.0
+            assert worker.progress_s == leg.first_token_s == leg.last_token_s
+            assert leg.expects_tokens_from("d0") and not leg.expects_tokens_from("d1")
+            task.cancel()
+
+    on_stage(asked)

@@ -1,0 +1,242 @@
+"""Who leaves a silent worker, who stays, and what waits for workers that are all down."""
+
+import asyncio
+import math
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import pytest
+
+from balanceroute.core.types import Outcome, Phase
+from balanceroute.errors import NoHealthyWorkers, UpstreamTimeout
+from balanceroute.proxy.life.errors import WorkerSilent
+from balanceroute.proxy.life.leg import Event, Leg
+from balanceroute.proxy.life.pool_reaper import PERIOD_S, PoolReaper
+from balanceroute.proxy.services import Services
+from balanceroute.proxy.workers.silence import LATE_LOOK_S, SETTLE_S
+from tests.unit.proxy.life.legs import DONE, PROMPT_IDS, a_leg, dispatching, events, probed
+from tests.unit.proxy.life.test_answer import PREFILLED, Client, a_request, give
+from tests.unit.proxy.stage import Page, VirtualTimeLoop, a_config, a_router, on_stage, script
+from tests.waiting import until
+
+RESUME_S = 5.0
+GROUP_WAIT_S = 60.0
+MUTE = Page(events(20, finish=None), ends=False)
+
+
+def a_silent_router(together: bool = False, **sections: Any) -> Services:
+    """Two prefillers and two decode workers; d0 gives one token to each request and falls silent."""
+    config = a_config(
+        2,
+        2,
+        decode={"shared_barrier": together},
+        retry={"resume_after_silence_s": RESUME_S},
+        limits={"idle_timeout_s": 30.0},
+        health={"group_wait_s": GROUP_WAIT_S, "silence_window_s": 2.0},
+        **sections,
+    )
+    services = a_router(config)
+    for name in ("p0", "p1"):
+        script(services, name, probed())
+    return services
+
+
+@asynccontextmanager
+async def looking(services: Services) -> AsyncIterator[None]:
+    """Dispatchers and reaper run, and the reaper has looked for a while."""
+    async with dispatching(services):
+        task = services.loop.create_task(PoolReaper(services, services.ledger.expire).run())
+        await asyncio.sleep(2 * SETTLE_S)
+        try:
+            yield
+        finally:
+            task.cancel()
+
+
+async def begun(services: Services, name: str, request_id: str) -> tuple[Leg, "asyncio.Task[None]"]:
+    """A request that decodes on the worker of that name, the others being drained meanwhile."""
+    others = [worker for worker in services.fleet if worker.id[0] == "d" and worker.id != name]
+    for worker in others:
+        services.fleet.drain(worker)
+    leg = a_leg(services, request_id=request_id)
+    task = services.loop.create_task(leg.run())
+    await until(lambda: leg.decoder is not None or leg.reply is not None)
+    for worker in others:
+        services.fleet.drain(worker, False)
+    return leg, task
+
+
+def silence(services: Services, *names: str) -> None:
+    """What the health monitor finds after its threshold."""
+    for name in names:
+        services.fleet[name].stalled = True
+        services.fleet.update(services.fleet[name])
+
+
+@pytest.mark.parametrize("has_token", [False, True])
+def test_a_request_leaves_a_silent_worker_at_once_and_a_stream_after_a_while(has_token: bool) -> None:
+    async def moved() -> None:
+        services = a_silent_router()
+        script(services, "d0", MUTE if has_token else Page(b"", ends=False))
+        script(services, "d1", Page(events(21) + DONE))
+        async with looking(services):
+            leg, task = await begun(services, "d0", "request-1")
+            for name in ("p0", "p1"):
+                script(services, name, probed(prompt=[*PROMPT_IDS, 20] if has_token else PROMPT_IDS))
+            silent_s = services.ledger.now()
+            silence(services, "d0")
+            await until(lambda: leg.at != "d0")
+            left_after_s = services.ledger.now() - silent_s
+            await task
+        assert (RESUME_S <= left_after_s <= RESUME_S + 1.0) if has_token else left_after_s <= 2 * PERIOD_S
+        assert (leg.worker, leg.outcome) == ("d1", Outcome.FINISHED)
+        assert services.metrics.moves.value("decode") == 1
+
+    on_stage(moved)
+
+
+def test_a_group_that_fell_silent_together_keeps_its_requests_until_they_are_late_beyond_its_grace() -> None:
+    async def stays() -> None:
+        services = a_silent_router(together=True)
+        for name in ("d0", "d1"):
+            script(services, name, MUTE)
+        async with looking(services):
+            legs = [await begun(services, name, f"request-{name}") for name in ("d0", "d1")]
+            await until(lambda: services.frozen)
+            (group,) = services.frozen
+            assert group.workers == ("d0", "d1") and services.degraded_by
+            silence(services, *group.workers)
+            await asyncio.sleep(services.config.limits.idle_timeout_s + GROUP_WAIT_S / 2)
+            assert [leg.at for leg, _ in legs] == ["d0", "d1"] and not services.metrics.moves.value("decode")
+            await asyncio.sleep(GROUP_WAIT_S)
+            assert [leg.at for leg, _ in legs] == ["", ""], "it was too long after all"
+            for _, task in legs:
+                task.cancel()
+
+    on_stage(stays)
+
+
+def test_a_pause_of_our_own_is_no_silence_of_the_workers() -> None:
+    """While the loop stood still nobody's tokens were read, and every deadline has passed."""
+
+    async def stays() -> None:
+        services = a_silent_router()
+        for name in ("d0", "d1"):
+            script(services, name, MUTE)
+        async with looking(services):
+            leg, task = await begun(services, "d0", "request-1")
+            loop = services.loop
+            assert isinstance(loop, VirtualTimeLoop)
+            loop.stand_still(100.0 + LATE_LOOK_S)
+            silence(services, "d0")
+            await asyncio.sleep(2 * PERIOD_S)
+            assert leg.at == "d0" and not services.frozen, "nothing is judged before the sockets are read"
+            await asyncio.sleep(SETTLE_S + RESUME_S)
+            assert leg.at != "d0", "from then on silence counts again"
+            task.cancel()
+
+    on_stage(stays)
+
+
+def test_what_waits_for_a_tier_that_is_down_is_refused_after_its_grace_as_a_new_request_is() -> None:
+    async def refused() -> None:
+        services = a_silent_router(queue={"no_worker_grace_s": 3.0}, prefill={"max_inflight": 1})
+        for name in ("p0", "p1"):
+            script(services, name, None)
+        async with looking(services):
+            loop = services.loop
+            tasks = [loop.create_task(a_leg(services, request_id=f"request-{n}").run()) for n in range(3)]
+            await until(lambda: services.ledger.view().queued == 1)
+            for name in ("p0", "p1"):
+                services.fleet.set_healthy(services.fleet[name], False)
+            await asyncio.sleep(2.0)
+            assert not any(task.done() for task in tasks)
+            await asyncio.sleep(2.0)
+            for task in tasks:
+                assert isinstance(task.exception(), NoHealthyWorkers)
+
+    on_stage(refused)
+
+
+# -- whether it can go on elsewhere decides
+
+MOVABLE: dict[str, Any] = {}
+NOT_MOVABLE: dict[str, Any] = {"response_format": {"type": "json_object"}}  # a grammar would begin anew
+
+
+class Streams:
+    """A strategy whose one request has given a token at d0, and gives no other."""
+
+    first = Phase.QUEUED
+    follows = {Phase.QUEUED: {Event.COMPLETE: Phase.GONE}}
+
+    def __init__(self, leg: Leg, begun: asyncio.Event) -> None:
+        self.leg, self.begun = leg, begun
+
+    async def queued(self) -> Event:
+        leg = self.leg
+        worker = leg.decoder = leg.services.fleet["d0"]
+        leg.enter(worker, "decode", math.inf, 0.0)
+        leg.answer.begin(PREFILLED)
+        give(leg.answer, 20)
+        self.begun.set()
+        try:
+            await asyncio.Event().wait()
+        finally:
+            leg.decoder = None
+            leg.leave(worker)
+        return Event.COMPLETE
+
+
+async def at_a_silent_worker(fields: dict[str, Any]) -> tuple[Leg, asyncio.Task[None], asyncio.Task[None]]:
+    """A leg in the middle of its answer at d0, which health checks have just judged down; and the reaper."""
+    services = a_router(a_config(retry={"resume_after_silence_s": RESUME_S}))
+    begun = asyncio.Event()
+    leg = Leg(services, "r", a_request(**fields), Client(), [], lambda leg: Streams(leg, begun))
+    loop = asyncio.get_running_loop()
+    task = loop.create_task(leg.run())
+    await begun.wait()
+    services.fleet["d0"].healthy = False
+    return leg, task, loop.create_task(PoolReaper(services, services.ledger.expire).run())
+
+
+def test_one_that_can_go_on_elsewhere_leaves_when_the_worker_has_had_its_time() -> None:
+    async def silent() -> None:
+        leg, task, reaper = await at_a_silent_worker(MOVABLE)
+        await asyncio.sleep(RESUME_S - 1)
+        assert not task.done()
+        await asyncio.sleep(2)
+        with pytest.raises(WorkerSilent):
+            await task
+        assert leg.services.metrics.moves.value("decode") == 1
+        reaper.cancel()
+
+    on_stage(silent)
+
+
+def test_one_that_cannot_stays_however_long_the_worker_is_silent() -> None:
+    async def silent() -> None:
+        leg, task, reaper = await at_a_silent_worker(NOT_MOVABLE)
+        await asyncio.sleep(100 * RESUME_S)
+        assert not task.done() and leg.services.metrics.moves.value("decode") == 0
+        reaper.cancel()
+        task.cancel()
+
+    on_stage(silent)
+
+
+def test_one_that_is_late_there_is_left_for_its_move_and_ended_at_once_if_it_has_none() -> None:
+    async def late() -> None:
+        for fields, ended in ((MOVABLE, False), (NOT_MOVABLE, True)):
+            leg, task, reaper = await at_a_silent_worker(fields)
+            leg.try_deadline_s = leg.services.ledger.now() + 1
+            await asyncio.sleep(3)  # before it may move
+            assert task.done() is ended
+            if ended:
+                with pytest.raises(UpstreamTimeout):
+                    await task
+            reaper.cancel()
+            task.cancel()
+
+    on_stage(late)

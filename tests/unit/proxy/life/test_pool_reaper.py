@@ -1,0 +1,180 @@
+"""What has waited too long is ended: by whose limit, and how."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import pytest
+
+from balanceroute.core.types import Outcome
+from balanceroute.errors import QueueTimeout, UpstreamTimeout
+from balanceroute.proxy.life.errors import ClientStalled, DeadlineExceeded
+from balanceroute.proxy.life.leg import Leg
+from balanceroute.proxy.life.pool_reaper import PERIOD_S, PoolReaper
+from balanceroute.proxy.services import Services
+from tests.unit.proxy.life.legs import DONE, a_leg, dispatching, events, idle, probed
+from tests.unit.proxy.stage import Page, a_config, a_router, on_stage, script
+from tests.waiting import until
+
+NEXT_LOOK_S = 2 * PERIOD_S
+MUTE = Page(events(20, finish=None), ends=False)
+
+
+@asynccontextmanager
+async def reaped(services: Services) -> AsyncIterator[None]:
+    """Dispatchers and reaper run."""
+    async with dispatching(services):
+        task = services.loop.create_task(PoolReaper(services, services.ledger.expire).run())
+        try:
+            yield
+        finally:
+            task.cancel()
+
+
+async def ends_after_s(services: Services, leg: Leg, kind: type[BaseException]) -> float:
+    began_s = services.ledger.now()
+    with pytest.raises(kind):
+        await leg.run()
+    return services.ledger.now() - began_s
+
+
+def test_a_prefiller_is_late_with_its_first_byte_and_the_request_tries_again() -> None:
+    async def waiting() -> None:
+        services = a_router(a_config(1, 1, limits={"first_byte_timeout_s": {"prefill": 3.0}}))
+        p0 = script(services, "p0", None, probed())
+        script(services, "d0", Page(events(20) + DONE))
+        async with reaped(services):
+            leg = a_leg(services)
+            await leg.run()
+        first, second = (one.at_s for one in p0.asked if one.path == "/v1/completions")
+        assert 3.0 < second - first and leg.outcome is Outcome.FINISHED
+        assert services.metrics.upstream_errors.value("p0", "prefill", "timeout") == 1
+
+    on_stage(waiting)
+
+
+def test_a_decode_worker_is_late_with_its_next_token() -> None:
+    async def waiting() -> None:
+        limits = {"idle_timeout_s": 5.0}
+        services = a_router(a_config(1, 1, limits=limits, retry={"max_attempts": 1, "resume_on_worker_loss": False}))
+        script(services, "p0", probed())
+        script(services, "d0", MUTE)
+        async with reaped(services):
+            leg = a_leg(services)
+            took_s = await ends_after_s(services, leg, Exception)
+        assert 5.0 < took_s <= 5.0 + NEXT_LOOK_S
+        assert leg.outcome is Outcome.FAILED and idle(services)
+
+    on_stage(waiting)
+
+
+@pytest.mark.parametrize("worker_answers", [False, True])
+def test_the_request_s_own_deadline_ends_it_wherever_it_is(worker_answers: bool) -> None:
+    async def waiting() -> None:
+        services = a_router(a_config(1, 1))
+        script(services, "p0", probed() if worker_answers else None)
+        script(services, "d0", MUTE)
+        async with reaped(services):
+            leg = a_leg(services)
+            leg.deadline_s = services.ledger.now() + 2.0
+            took_s = await ends_after_s(services, leg, DeadlineExceeded)
+        assert 2.0 < took_s <= 2.0 + NEXT_LOOK_S
+        assert all(worker.in_use == 0 for worker in services.fleet)
+
+    on_stage(waiting)
+
+
+def test_what_waits_for_a_prefiller_is_expired_by_the_queue_s_deadline() -> None:
+    async def waiting() -> None:
+        config = a_config(1, 1, prefill={"max_inflight": 1}, queue={"deadline_s": 4.0})
+        services = a_router(config)
+        script(services, "p0", None)
+        async with reaped(services):
+            holds = services.loop.create_task(a_leg(services).run())
+            await until(lambda: services.ledger.view().prefilling)
+            waits = a_leg(services, request_id="request-2")
+            took_s = await ends_after_s(services, waits, QueueTimeout)
+            holds.cancel()
+        assert 4.0 <= took_s <= 4.0 + NEXT_LOOK_S and waits.outcome is Outcome.EXPIRED
+
+    on_stage(waiting)
+
+
+def test_a_client_that_reads_nothing_is_cut_off_and_its_worker_is_not_called_late() -> None:
+    async def waiting() -> None:
+        limits = {"idle_timeout_s": 1.0, "client_stall_timeout_s": 6.0}
+        services = a_router(a_config(1, 1, limits=limits))
+        script(services, "p0", probed())
+        script(services, "d0", MUTE)
+        async with reaped(services):
+            leg = a_leg(services)
+
+            async def stop_reading() -> None:
+                await until(lambda: leg.decoder is not None)
+                reply: Any = leg.reply
+                reply.pause()
+
+            stopping = services.loop.create_task(stop_reading())
+            took_s = await ends_after_s(services, leg, ClientStalled)
+            await stopping
+        assert 6.0 < took_s <= 6.0 + 2 * NEXT_LOOK_S
+        assert leg.outcome is Outcome.CANCELLED
+        assert services.metrics.upstream_errors.value("d0", "decode", "timeout") == 0
+
+    on_stage(waiting)
+
+
+def test_a_worker_that_leaves_is_forgotten_when_it_holds_nothing() -> None:
+    async def waiting() -> None:
+        services = a_router(a_config(1, 2))
+        script(services, "p0", probed())
+        script(services, "d0", MUTE)
+        script(services, "d1", MUTE)
+        async with reaped(services):
+            leg = a_leg(services)
+            task = services.loop.create_task(leg.run())
+            await until(lambda: leg.decoder is not None)
+            for worker in services.fleet:
+                services.fleet.leave(worker)
+            await asyncio.sleep(NEXT_LOOK_S)
+            assert {worker.id for worker in services.fleet} == {leg.worker}
+            task.cancel()
+            await asyncio.sleep(NEXT_LOOK_S)
+            assert not list(services.fleet)
+
+    on_stage(waiting)
+
+
+def test_tokens_are_told_to_the_scheduler_and_count_as_the_worker_s_progress() -> None:
+    async def waiting() -> None:
+        services = a_router(a_config(1, 1))
+        script(services, "p0", probed())
+        script(services, "d0", MUTE)
+        async with reaped(services):
+            leg = a_leg(services)
+            task = services.loop.create_task(leg.run())
+            await until(lambda: leg.decoder is not None)
+            leg.ticket.progress(5)
+            at_s = leg.last_token_s
+            await asyncio.sleep(NEXT_LOOK_S)
+            assert services.ledger.running_tokens() == 6
+            assert services.fleet["d0"].progress_s == at_s
+            task.cancel()
+
+    on_stage(waiting)
+
+
+def test_a_late_worker_is_asked_nothing_more_about_by_the_same_leg() -> None:
+    """A leg is interrupted once, with the first error."""
+
+    async def waiting() -> None:
+        services = a_router(
+            a_config(1, 1, limits={"first_byte_timeout_s": {"prefill": 1.0}}, retry={"max_attempts": 1})
+        )
+        script(services, "p0", None)
+        async with reaped(services):
+            await ends_after_s(services, a_leg(services), UpstreamTimeout)
+        assert services.metrics.upstream_errors.value("p0", "prefill", "timeout") == 1
+
+    on_stage(waiting)

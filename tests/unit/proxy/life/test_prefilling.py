@@ -1,0 +1,134 @@
+"""One try at a prefiller: what its answer is taken for, and what is given up with it."""
+
+import asyncio
+
+import pytest
+
+from balanceroute.core.types import Outcome, Prefill, WorkerState
+from balanceroute.errors import BadUpstreamReply, ForeignReply, UpstreamError, UpstreamStatus
+from balanceroute.proxy.life.errors import NothingPinned
+from balanceroute.proxy.life.leg import Leg
+from balanceroute.proxy.life.prefilling import PROBE_GRACE_S
+from balanceroute.proxy.services import Services
+from balanceroute.proxy.telemetry.conditions import CONNECTOR
+from tests.unit.proxy.life.legs import DONE, a_leg, dispatching, events, idle, probed
+from tests.unit.proxy.stage import Answer, Page, a_config, a_router, on_stage, script
+from tests.waiting import until
+
+ONE_TRY = {"max_attempts": 1}
+
+
+async def failed(services: Services, *answers: Answer) -> UpstreamError:
+    """What a request ends with whose only prefiller answers like this."""
+    script(services, "p0", *answers)
+    d0 = script(services, "d0")
+    async with dispatching(services):
+        with pytest.raises(UpstreamError) as caught:
+            await a_leg(services).run()
+    assert not d0.asked and idle(services)
+    return caught.value
+
+
+@pytest.mark.parametrize(
+    ("page", "kind", "orphans"),
+    [
+        (Page(b"no JSON"), BadUpstreamReply, 0),
+        (Page(status=500, body=b"broken"), UpstreamStatus, 0),
+        (probed(params=None), NothingPinned, 0),
+        (probed(params={}), NothingPinned, 0),
+        (probed(id_="cmpl-another"), ForeignReply, 1),
+    ],
+    ids=["no JSON", "500", "null", "empty", "of another request"],
+)
+def test_an_answer_that_no_decode_worker_could_use_is_a_failure_of_the_prefiller(
+    page: Page, kind: type[UpstreamError], orphans: int
+) -> None:
+    async def asked() -> None:
+        services = a_router(a_config(1, 1, retry=ONE_TRY))
+        services.fleet["p0"].echoes_ids = True
+        error = await failed(services, page)
+        assert type(error) is kind and (error.worker, error.tier) == ("p0", "prefill")
+        assert services.metrics.orphaned_kv == orphans
+
+    on_stage(asked)
+
+
+def test_a_prefiller_that_pins_nothing_is_named_to_the_operator() -> None:
+    async def asked() -> None:
+        services = a_router(a_config(1, 1, retry=ONE_TRY))
+        await failed(services, probed(params=None))
+        assert services.metrics.conditions.count(CONNECTOR) == 1
+
+    on_stage(asked)
+
+
+def test_a_request_waits_for_a_prefiller_that_is_still_up_when_it_comes_to_it() -> None:
+    """Between the scheduler's word and the request's turn the prefiller may go out."""
+
+    async def asked() -> None:
+        services = a_router(a_config(2, 1))
+        scripts = {name: script(services, name, probed()) for name in ("p0", "p1")}
+        script(services, "d0", Page(events(20) + DONE))
+        dispatch = services.ledger.dispatch
+
+        def goes_out() -> list[Prefill]:
+            given = dispatch()
+            services.fleet.set_healthy(services.fleet["p0"], False)
+            return given
+
+        services.ledger.dispatch = goes_out  # type: ignore[method-assign]
+        async with dispatching(services):
+            leg = a_leg(services)
+            await leg.run()
+        assert not scripts["p0"].asked and len(scripts["p1"].asked) == 1
+        assert leg.prefiller == "p1" and services.fleet["p0"].state is WorkerState.DOWN
+
+    on_stage(asked)
+
+
+@pytest.mark.parametrize("answers_in_s", [PROBE_GRACE_S / 2, 2 * PROBE_GRACE_S])
+def test_a_client_that_goes_during_a_probe_leaves_it_time_to_answer_so_that_its_kv_can_be_freed(
+    answers_in_s: float,
+) -> None:
+    async def asked() -> None:
+        services = a_router(a_config(1, 1))
+        p0, d0 = script(services, "p0", None), script(services, "d0")
+        leg = a_leg(services)
+        async with dispatching(services):
+            task = services.loop.create_task(leg.run())
+            await until(lambda: p0.under_way)
+            answered = asyncio.Event()
+            p0.answers = [answered]
+            leg.abandon()
+            await asyncio.sleep(answers_in_s)
+            assert task.done() == (answers_in_s > PROBE_GRACE_S)
+            if not task.done():
+                task.cancel()
+            assert isinstance((await asyncio.gather(task, return_exceptions=True))[0], asyncio.CancelledError)
+        assert leg.outcome is Outcome.CANCELLED and not d0.asked
+        assert services.metrics.orphaned_kv == 1, "the prefiller may finish all the same"
+
+    on_stage(asked)
+
+
+def test_the_try_s_id_is_another_one_each_time_so_that_late_answers_are_told_apart() -> None:
+    async def asked() -> None:
+        services = a_router(a_config(1, 1))
+        sent: list[str] = []
+
+        class Noting(Leg):
+            __slots__ = ()
+
+            def new_try(self) -> None:
+                super().new_try()
+                sent.append(self.upstream_id)
+
+        script(services, "p0", 500, probed())
+        script(services, "d0", Page(events(20) + DONE))
+        async with dispatching(services):
+            plain = a_leg(services)
+            leg = Noting(services, plain.id, plain.answer.request, plain.answer.outlet, [], plain._strategy)
+            await leg.run()
+        assert sent == ["request-1", "request-1-2"]
+
+    on_stage(asked)

@@ -1,0 +1,129 @@
+"""Prefill first: what follows a prefill, and an answer that ends early."""
+
+from typing import Any
+
+import orjson
+import pytest
+
+from balanceroute.core.types import Outcome
+from balanceroute.errors import ConnectFailed, ConnectionLost, UpstreamError
+from tests.unit.proxy.life.legs import DONE, PROMPT_IDS, Client, a_leg, dispatching, events, idle, probed
+from tests.unit.proxy.stage import Page, ScriptedUpstream, a_config, a_router, on_stage, script
+from tests.waiting import until
+
+LOST = ConnectionLost("reset", worker="d0", tier="decode")
+WHOLE = Page(events(20, 21) + DONE)
+
+
+def asked(upstream: ScriptedUpstream) -> list[dict[str, Any]]:
+    return [orjson.loads(one.body) for one in upstream.asked if one.path == "/v1/completions"]
+
+
+def test_a_decode_worker_is_asked_once_with_the_parameters_of_the_prefiller_as_they_came() -> None:
+    async def served() -> None:
+        services, client = a_router(a_config(1, 1)), Client()
+        params = {"remote_engine_id": "e", "remote_block_ids": [3, 1], "unknown": {"kept": True}}
+        p0, d0 = script(services, "p0", probed(params)), script(services, "d0", WHOLE)
+        async with dispatching(services):
+            leg = a_leg(services, client)
+            await leg.run()
+        assert (leg.outcome, leg.worker, leg.prefiller, leg.recomputes) == (Outcome.FINISHED, "d0", "p0", 0)
+        assert client.text == " 20 21" and client.got.endswith(DONE) and client.ended
+        (probe,), (decode,) = asked(p0), asked(d0)
+        assert probe["max_tokens"] == 1 and not probe["stream"] and probe["kv_transfer_params"]["do_remote_decode"]
+        assert decode["kv_transfer_params"] == params and decode["prompt"] == "a b c"
+        assert idle(services)
+
+    on_stage(served)
+
+
+def test_a_prefiller_that_fails_is_followed_by_another_and_no_decode_worker_hears_of_it() -> None:
+    async def served() -> None:
+        services = a_router(a_config(2, 1))
+        refused = ConnectFailed("refused", worker="p", tier="prefill")
+        scripts = [script(services, name, refused, probed()) for name in ("p0", "p1")]
+        d0 = script(services, "d0", WHOLE)
+        async with dispatching(services):
+            leg = a_leg(services)
+            await leg.run()
+        assert leg.outcome is Outcome.FINISHED and len(d0.asked) == 1
+        assert [len(one.asked) for one in scripts] != [2, 0], "the retry goes to the other one while the first rests"
+        assert services.metrics.retries.value("prefill") == len(scripts[0].asked) + len(scripts[1].asked) - 1 >= 1
+        assert idle(services)
+
+    on_stage(served)
+
+
+def test_kv_that_waited_too_long_for_a_slot_is_computed_anew() -> None:
+    async def served() -> None:
+        services = a_router(a_config(1, 1, decode={"max_num_seqs": 1}))
+        assert services.drainer.pin_s is not None
+        p0, d0 = script(services, "p0", probed()), script(services, "d0", Page(events(1, finish=None), ends=False))
+        async with dispatching(services):
+            holds, waits = a_leg(services), a_leg(services, request_id="s")
+            first = services.loop.create_task(holds.run())
+            await until(lambda: holds.decoder is not None)
+            second = services.loop.create_task(waits.run())
+            await until(lambda: waits.unspent is not None)
+            d0.answers = [Page(events(20) + DONE)]
+            services.loop.call_later(services.drainer.pin_s, holds.abandon)
+            await second
+            assert waits.outcome is Outcome.FINISHED and len(p0.asked) == 3
+            assert first.cancelled()
+
+    on_stage(served)
+
+
+@pytest.mark.parametrize("resumes", [True, False])
+def test_an_answer_that_is_cut_off_goes_on_from_its_last_token_where_that_is_allowed(resumes: bool) -> None:
+    async def served() -> None:
+        services = a_router(a_config(1, 1, retry={"resume_on_worker_loss": resumes}))
+        client = Client()
+        p0 = script(services, "p0", probed(), probed(prompt=[*PROMPT_IDS, 20, 21]))
+        d0 = script(services, "d0", Page(events(20, 21, finish=None), breaks=LOST), Page(events(22) + DONE))
+        async with dispatching(services):
+            leg = a_leg(services, client)
+            if not resumes:
+                with pytest.raises(UpstreamError):
+                    await leg.run()
+                assert client.text == " 20 21" and not client.ended
+            else:
+                await leg.run()
+                assert client.text == " 20 21 22" and client.ended
+                assert asked(p0)[1]["prompt"] == [*PROMPT_IDS, 20, 21]
+                assert asked(d0)[1]["max_tokens"] == 8
+                assert leg.recomputes == 1
+        assert idle(services)
+
+    on_stage(served)
+
+
+def test_a_request_that_is_given_back_without_a_token_is_prefilled_again() -> None:
+    async def served() -> None:
+        services, client = a_router(a_config(1, 1)), Client()
+        p0 = script(services, "p0", probed())
+        script(services, "d0", Page(DONE), WHOLE)
+        async with dispatching(services):
+            leg = a_leg(services, client)
+            await leg.run()
+        assert (client.text, leg.recomputes, len(p0.asked)) == (" 20 21", 1, 2)
+        assert services.metrics.recomputes.value("recomputed") == 1
+        assert idle(services)
+
+    on_stage(served)
+
+
+def test_back_pressure_of_a_decode_worker_is_no_recompute() -> None:
+    async def served() -> None:
+        services, client = a_router(a_config(1, 2)), Client()
+        script(services, "p0", probed())
+        for name in ("d0", "d1"):
+            script(services, name, 503, WHOLE)
+        async with dispatching(services):
+            leg = a_leg(services, client)
+            await leg.run()
+        assert client.text == " 20 21" and leg.recomputes >= 1
+        assert services.metrics.recomputes.value("worker_lost") == services.metrics.recomputes.value("recomputed") == 0
+        assert idle(services)
+
+    on_stage(served)

@@ -1,0 +1,70 @@
+"""Requests for a prompt's scores alone: who is asked, and that nothing is left behind."""
+
+import orjson
+import pytest
+
+from balanceroute.core.types import Outcome
+from balanceroute.errors import NoHealthyWorkers
+from balanceroute.proxy.life.scoring import Scoring
+from tests.unit.proxy.life.legs import PROMPT_IDS, Client, a_leg, dispatching, idle, probed
+from tests.unit.proxy.stage import Page, a_config, a_router, on_stage, script
+
+LAYERWISE = {"connector": "mooncake_layerwise", "layerwise": {"callback_url": "http://router"}}
+LOGPROBS = {"tokens": ["a", " b", " c"], "token_logprobs": [None, -1.0, -2.0], "top_logprobs": None, "text_offset": []}
+
+
+def scored() -> Page:
+    """What an engine says of a prompt that is echoed: it generates one token all the same."""
+    return probed(params=None, text="a b c", logprobs=LOGPROBS, prompt_logprobs=[None] * len(PROMPT_IDS))
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("decode_first", [False, True])
+def test_a_prefiller_alone_answers_and_no_decode_worker_is_asked(decode_first: bool, stream: bool) -> None:
+    async def answered() -> None:
+        config = a_config(1, 1)
+        if decode_first:
+            config = config.model_validate(config.model_dump() | LAYERWISE)
+        services, client = a_router(config), Client()
+        p0, d0 = script(services, "p0", scored()), script(services, "d0")
+        async with dispatching(services):
+            wishes = {} if stream else {"logprobs": 1}
+            leg = a_leg(services, client, Scoring, echo=True, max_tokens=0, stream=stream, **wishes)
+            await leg.run()
+        assert leg.outcome is Outcome.FINISHED and client.ended and not d0.asked
+        assert b"kv_transfer_params" not in p0.asked[0].body
+        if not stream:
+            assert orjson.loads(client.got)["choices"][0]["logprobs"]["token_logprobs"] == [None, -1.0, -2.0]
+        assert idle(services)
+
+    on_stage(answered)
+
+
+def test_a_prefiller_that_fails_is_followed_by_another_try() -> None:
+    async def answered() -> None:
+        services, client = a_router(a_config(1, 1)), Client()
+        p0 = script(services, "p0", 500, scored())
+        async with dispatching(services):
+            await a_leg(services, client, Scoring, echo=True, max_tokens=0, logprobs=1, stream=False).run()
+        assert len(p0.asked) == 2 and client.ended and idle(services)
+
+    on_stage(answered)
+
+
+def test_decode_first_the_prefiller_with_the_fewest_requests_is_taken_and_none_is_a_503() -> None:
+    async def answered() -> None:
+        config = a_config(2, 1)
+        services = a_router(config.model_validate(config.model_dump() | LAYERWISE))
+        asked = {name: script(services, name, scored()) for name in ("p0", "p1")}
+        services.fleet["p0"].in_use += 1
+        options = {"echo": True, "max_tokens": 0, "logprobs": 1, "stream": False}
+        await a_leg(services, strategy=Scoring, **options).run()
+        assert not asked["p0"].asked and len(asked["p1"].asked) == 1
+        services.fleet["p0"].in_use -= 1
+        for name in asked:
+            services.fleet.set_healthy(services.fleet[name], False)
+        with pytest.raises(NoHealthyWorkers):
+            await a_leg(services, strategy=Scoring, request_id="s", **options).run()
+        assert idle(services)
+
+    on_stage(answered)

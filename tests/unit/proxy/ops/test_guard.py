@@ -1,0 +1,146 @@
+"""What stands before a route: who is let through, what the others get, and what the log says."""
+
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import httpx
+import orjson
+import pytest
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
+
+from balanceroute.proxy.ops.guard import guarded, tell, with_message_errors, with_request_id
+from balanceroute.proxy.perimeter.gate import Perimeter
+from balanceroute.proxy.telemetry.instruments import CounterFamily
+from tests.unit.proxy.stage import a_config
+
+pytestmark = pytest.mark.anyio
+
+TOKEN = "an-admin-token-of-some-length"
+SEEN = Response("sign in here", 401)
+
+
+async def handler(request: Request) -> Response:
+    tell(request, did="something")
+    return JSONResponse({"path": request.url.path})
+
+
+class Site:
+    """Some guarded routes, as an application has them."""
+
+    def __init__(self, sign_in: Response | None = None, **sections: Any) -> None:
+        self.perimeter = Perimeter(a_config(**sections))
+        self.refusals = CounterFamily("refusals", "x", ["reason"])
+        routes = [
+            guarded(Route(path, handler, methods=methods), lambda: self.perimeter, lambda: self.refusals, sign_in)
+            for path, methods in (
+                ("/health", ["GET"]),
+                ("/tokenize", ["POST"]),
+                ("/state", ["GET"]),
+                ("/routing/policy", ["POST"]),
+            )
+        ]
+        self.app = Starlette(routes=routes)
+
+    async def ask(self, method: str, path: str, peer: str = "127.0.0.1", **more: Any) -> httpx.Response:
+        transport = httpx.ASGITransport(self.app, client=(peer, 1))
+        async with httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1:8000") as client:
+            return await client.request(method, path, **more)
+
+
+async def test_an_open_route_is_served_to_everyone_and_leaves_no_line(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "balanceroute")
+    site = Site(auth={"admin_token": TOKEN})
+    assert (await site.ask("GET", "/health", "203.0.113.9")).status_code == 200
+    assert not [record for record in caplog.records if record.message.endswith(" call")]
+
+
+@pytest.mark.parametrize(
+    ("headers", "status"),
+    [({"authorization": f"Bearer {TOKEN}"}, 200), ({"authorization": "Bearer no"}, 401), ({}, 401)],
+    ids=["token", "wrong", "none"],
+)
+async def test_an_operator_s_route_wants_the_token_and_refusals_are_counted(
+    headers: dict[str, str], status: int
+) -> None:
+    site = Site(auth={"admin_token": TOKEN})
+    reply = await site.ask("GET", "/state", "203.0.113.9", headers=headers)
+    assert reply.status_code == status
+    assert sum(sample.value for sample in site.refusals.family().samples) == (status != 200)
+    assert status == 200 or reply.json()["error"]["message"]
+
+
+async def test_a_browser_without_the_token_gets_the_page_where_it_can_sign_in() -> None:
+    site = Site(sign_in=SEEN, auth={"admin_token": TOKEN})
+    assert (await site.ask("GET", "/state", "203.0.113.9")).text == "sign in here"
+
+
+async def test_a_call_of_a_guarded_route_is_one_line_with_who_and_what(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "balanceroute")
+    site = Site()
+    await site.ask("GET", "/state?token=secret")
+    (record,) = [record for record in caplog.records if record.message == "admin call"]
+    fields = vars(record)
+    assert (fields["method"], fields["path"], fields["status"], fields["did"]) == ("GET", "/state", 200, "something")
+    assert fields["peer"] == "127.0.0.1" and "secret" not in str(fields)
+
+
+async def test_on_a_listener_of_another_class_the_route_is_not_there_whatever_the_method() -> None:
+    site = Site(listen={"admin": "127.0.0.1:9000"})
+    for method in ("GET", "POST", "OPTIONS"):
+        assert (await site.ask(method, "/state")).status_code == 404
+
+
+async def test_a_page_of_an_allowed_origin_is_told_so_before_and_with_the_answer() -> None:
+    origin = "https://chat.example"
+    site = Site(auth={"allowed_origins": [origin]})
+    asks = {"origin": origin, "access-control-request-method": "POST"}
+    preflight = await site.ask("OPTIONS", "/tokenize", headers=asks)
+    assert preflight.status_code == 204 and preflight.headers["access-control-allow-origin"] == origin
+    reply = await site.ask("POST", "/tokenize", headers={"origin": origin}, json={})
+    assert reply.status_code == 200 and reply.headers["access-control-allow-origin"] == origin
+
+
+def test_a_route_that_is_in_no_class_cannot_be_guarded() -> None:
+    with pytest.raises(KeyError):
+        guarded(Route("/new", handler), lambda: Perimeter(a_config()), lambda: CounterFamily("x", "x", []))
+
+
+# -- what is added to answers
+
+
+async def sent(wrap: Callable[[dict[str, Any], Any], Any], scope: dict[str, Any], *messages: dict[str, Any]) -> Any:
+    found: list[Any] = []
+
+    async def send(message: Any) -> None:
+        found.append(message)
+
+    wrapped = wrap(scope, send)
+    for message in messages:
+        await wrapped(message)
+    return found
+
+
+def start(status: int, *headers: tuple[bytes, bytes]) -> dict[str, Any]:
+    return {"type": "http.response.start", "status": status, "headers": list(headers)}
+
+
+async def test_every_answer_has_one_request_id_the_client_s_own_where_it_has_sent_one() -> None:
+    scope: dict[str, Any] = {"headers": [(b"x-request-id", b"mine")]}
+    (answer,) = await sent(with_request_id, scope, start(200, (b"X-Request-Id", b"of the application")))
+    assert [value for name, value in answer["headers"] if name.lower() == b"x-request-id"] == [b"mine"]
+
+
+async def test_an_error_becomes_anthropic_s_for_its_clients_and_an_answer_stays_as_it_is() -> None:
+    scope: dict[str, Any] = {"headers": []}
+    await sent(with_request_id, scope)
+    body = {"type": "http.response.body", "body": b'{"error": {"message": "no"}}'}
+    head, error = await sent(with_message_errors, scope, start(400, (b"content-length", b"28")), body)
+    told = orjson.loads(error["body"])
+    assert (told["type"], told["error"]["message"]) == ("error", "no")
+    assert dict(head["headers"])[b"content-length"] == b"%d" % len(error["body"])
+    head, same = await sent(with_message_errors, scope, start(200), body)
+    assert same == body and b"request-id" in dict(head["headers"])

@@ -1,0 +1,68 @@
+"""Another policy at run time: which may be asked for, and what stays as it is."""
+
+from typing import Any
+
+import httpx
+import orjson
+import pytest
+from starlette.applications import Starlette
+
+from balanceroute.config import Config
+from balanceroute.errors import ConfigError, Draining
+from balanceroute.proxy.ops.steering import Steering, with_policy
+from balanceroute.proxy.services import Services
+from tests.unit.proxy.stage import a_config, a_router
+
+pytestmark = pytest.mark.anyio
+
+
+class Switched:
+    """What the router was switched to; `error` is raised instead."""
+
+    def __init__(self, error: Exception | None = None) -> None:
+        self.to: list[Config] = []
+        self.error = error
+
+    async def __call__(self, config: Config) -> None:
+        if self.error is not None:
+            raise self.error
+        self.to.append(config)
+
+
+async def asked(services: Services, switch: Switched, body: bytes) -> httpx.Response:
+    app = Starlette(routes=Steering(lambda: services, switch).routes())
+    transport = httpx.ASGITransport(app)
+    async with httpx.AsyncClient(transport=transport, base_url="http://router") as client:
+        return await client.post("/routing/policy", content=body)
+
+
+async def test_a_policy_takes_over_with_every_other_setting_as_it_was() -> None:
+    config = a_config(routing={"policy": "br_0", "s_greedy": 2}, queue={"deadline_s": 7.0})
+    services, switch = a_router(config), Switched()
+    reply = await asked(services, switch, b'{"policy": "least_kv"}')
+    told = reply.json()
+    assert (reply.status_code, told["policy"], told["before"]) == (200, "least_kv", "br_0")
+    (new,) = switch.to
+    assert new.routing.policy == "least_kv"
+    assert new == config.model_copy(update={"routing": config.routing.model_copy(update={"policy": "least_kv"})})
+
+
+@pytest.mark.parametrize("body", [b"", b"no", b"[]", b"{}", b'{"policy": 3}', b'{"policy": "os:system"}'])
+async def test_what_names_no_policy_that_is_known_here_is_a_400_that_says_which_are(body: bytes) -> None:
+    switch = Switched()
+    reply = await asked(a_router(), switch, body)
+    assert reply.status_code == 400 and "level_fit" in reply.json()["error"]["message"] and not switch.to
+
+
+@pytest.mark.parametrize(
+    ("error", "status"), [(ConfigError("routing: no"), 400), (Draining("leaving"), 503)], ids=["config", "draining"]
+)
+async def test_a_switch_that_cannot_be_made_is_told_and_nothing_changes(error: Exception, status: int) -> None:
+    reply = await asked(a_router(), Switched(error), orjson.dumps({"policy": "br_0"}))
+    assert reply.status_code == status and str(error) in reply.json()["error"]["message"]
+
+
+async def test_settings_that_do_not_go_with_the_policy_are_refused() -> None:
+    config: Any = a_config(routing={"policy": "br_0", "pool_bypass": True})
+    with pytest.raises(ConfigError, match="pool_bypass"):
+        with_policy(config, "br_h")

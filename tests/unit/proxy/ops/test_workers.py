@@ -1,0 +1,71 @@
+"""What an operator is told of a worker that gets nothing."""
+
+from collections.abc import Callable
+
+import pytest
+
+from balanceroute.core.types import WorkerState
+from balanceroute.proxy.ops.dashboard.workers import why_not_up
+from balanceroute.proxy.services import Services
+from balanceroute.proxy.workers.fleet import Worker
+from tests.unit.proxy.stage import a_router, on_stage
+
+Change = Callable[[Services, Worker], object]
+
+
+def fail(services: Services, worker: Worker, times: int = 1) -> None:
+    for _ in range(times):
+        worker.circuit.fault(services.ledger.now())
+
+
+def go_down(services: Services, worker: Worker) -> None:
+    worker.seen_healthy = True
+    services.fleet.set_healthy(worker, False)
+
+
+def doubt(services: Services, worker: Worker) -> None:
+    worker.doubted = True
+    services.fleet.update(worker)
+
+
+def stall(services: Services, worker: Worker) -> None:
+    worker.stalled = True
+    services.fleet.update(worker)
+
+
+CHANGES: dict[str, tuple[Change, str]] = {
+    "stalled": (stall, "generates no tokens"),
+    "never seen": (lambda services, worker: services.fleet.set_healthy(worker, False), "since the router started"),
+    "gone": (go_down, "it does not answer /health"),
+    "circuit open": (lambda services, worker: fail(services, worker, 3), "requests to it fail"),
+    "leaving": (lambda services, worker: services.fleet.leave(worker), "removed"),
+    "drained": (lambda services, worker: services.fleet.drain(worker), "drained by an operator"),
+    "doubted": (doubt, "last health check had no answer"),
+    "resting": (fail, "gets a pause"),
+}
+
+
+@pytest.mark.parametrize(("change", "told"), CHANGES.values(), ids=CHANGES.keys())
+def test_every_cause_that_keeps_requests_from_a_worker_is_said(change: Change, told: str) -> None:
+    async def test() -> None:
+        services = a_router()
+        worker = services.fleet["d0"]
+        assert why_not_up(worker) == ""
+        change(services, worker)
+        assert worker.state is not WorkerState.UP
+        assert told in why_not_up(worker)
+
+    on_stage(test)
+
+
+def test_of_several_causes_the_one_that_weighs_most_is_said() -> None:
+    async def test() -> None:
+        services = a_router()
+        worker = services.fleet["d0"]
+        services.fleet.drain(worker)
+        fail(services, worker)
+        assert "drained" in why_not_up(worker)
+        go_down(services, worker)
+        assert "/health" in why_not_up(worker)
+
+    on_stage(test)

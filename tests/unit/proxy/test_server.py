@@ -1,0 +1,124 @@
+"""What signals mean: a drain, an end, a reload."""
+
+import asyncio
+import signal
+from typing import Any
+
+import pytest
+
+from balanceroute.errors import ConfigError
+from balanceroute.proxy.app import RouterApp, create_app
+from balanceroute.proxy.server import ProcessServer, Server
+from balanceroute.proxy.services import Services
+from tests.unit.proxy.life.legs import a_leg, dispatching
+from tests.unit.proxy.stage import a_config, a_router, on_stage, script
+from tests.waiting import until
+
+DRAIN_S = 10.0
+
+
+def a_server(services: Services, kind: type[Server] = Server, **more: Any) -> Any:
+    app: RouterApp = create_app(services.config)
+    app.services = services
+    return kind(app, services.config, **more)
+
+
+def a_draining_router() -> Services:
+    return a_router(a_config(1, 1, lifecycle={"drain_timeout_s": DRAIN_S}))
+
+
+def test_the_first_signal_refuses_what_is_new_and_the_server_ends_when_the_last_request_has() -> None:
+    async def test() -> None:
+        services = a_draining_router()
+        server = a_server(services)
+        services.exchanges = 1
+        server.handle_exit(signal.SIGTERM, None)
+        await until(lambda: services.ledger.draining)
+        await asyncio.sleep(DRAIN_S / 2)
+        assert not server.should_exit
+        services.exchanges = 0
+        await asyncio.sleep(1.0)
+        assert server.should_exit and not server.force_exit
+
+    on_stage(test)
+
+
+def test_kv_that_is_still_to_be_freed_keeps_the_server_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def test() -> None:
+        services = a_draining_router()
+        server = a_server(services)
+        held = 1
+        monkeypatch.setattr(type(services.drainer), "pending", property(lambda drainer: held))
+        server.handle_exit(signal.SIGTERM, None)
+        await asyncio.sleep(1.0)
+        assert not server.should_exit
+        held = 0
+        await asyncio.sleep(1.0)
+        assert server.should_exit
+
+    on_stage(test)
+
+
+def test_requests_that_outlast_the_drain_are_aborted_and_the_server_ends_all_the_same() -> None:
+    async def test() -> None:
+        services = a_draining_router()
+        script(services, "p0", None)
+        server = a_server(services)
+        async with dispatching(services):
+            leg = a_leg(services)
+            task = services.loop.create_task(leg.run())
+            await until(lambda: services.legs)
+            services.exchanges = 1
+            began_s = services.ledger.now()
+            server.handle_exit(signal.SIGTERM, None)
+            results = await asyncio.gather(task, return_exceptions=True)
+            assert type(results[0]).__name__ == "Draining"
+            assert services.ledger.now() - began_s == pytest.approx(DRAIN_S, abs=0.2)
+            await until(lambda: server.should_exit)
+            assert services.ledger.now() - began_s < 2 * DRAIN_S, "although the exchange never ended"
+
+    on_stage(test)
+
+
+def test_a_second_signal_ends_at_once() -> None:
+    async def test() -> None:
+        services = a_draining_router()
+        services.exchanges = 1
+        server = a_server(services)
+        server.handle_exit(signal.SIGTERM, None)
+        await until(lambda: services.ledger.draining)
+        server.handle_exit(signal.SIGINT, None)
+        assert server.should_exit and server.force_exit
+
+    on_stage(test)
+
+
+def test_a_signal_before_there_is_anything_to_drain_ends_at_once() -> None:
+    config = a_config()
+    server = Server(create_app(config), config)
+    server.handle_exit(signal.SIGTERM, None)
+    assert server.should_exit
+
+
+def test_reloads_run_one_after_the_other_and_signals_meanwhile_ask_for_one_more() -> None:
+    async def test() -> None:
+        services, running, done = a_router(), [0], []
+
+        async def reload(_: Services) -> None:
+            assert not running[0]
+            running[0] = 1
+            await asyncio.sleep(5.0)
+            running[0] = 0
+            done.append(True)
+            if len(done) == 1:
+                raise ConfigError("the file is wrong")
+
+        server = a_server(services, ProcessServer, on_reload=reload)
+        server._reload()
+        await asyncio.sleep(1.0)
+        for _ in range(3):
+            server._reload()
+        await asyncio.sleep(30.0)
+        assert len(done) == 2
+
+    on_stage(test)

@@ -1,0 +1,60 @@
+"""What is counted of a prompt that no tokenizer has seen."""
+
+import json
+from typing import Any
+
+import pytest
+
+from balanceroute.proxy.wire.prompt_size import SAMPLED_BYTES, TRAITS, image_size, traits_of, traits_of_text
+from tests.unit.proxy.admission.prompts import a_request, jpeg, measured, png
+
+
+def test_a_huge_prompt_is_sampled_and_still_met() -> None:
+    text = "\n\n".join(json.dumps(row["body"]) for row in measured()).encode()
+    assert len(text) > SAMPLED_BYTES
+    sampled, whole = (
+        traits_of_text(text),
+        sum(traits_of_text(text[at : at + 60_000]) for at in range(0, len(text), 60_000)),
+    )
+    assert abs(sampled.sum() / whole.sum() - 1) < 0.05
+
+
+def counts(body: dict[str, Any]) -> dict[str, float]:
+    """What is counted of a request, by its name."""
+    return dict(zip(TRAITS, traits_of(a_request(body)).tolist(), strict=True))
+
+
+def chat(*contents: object) -> dict[str, Any]:
+    return {"messages": [{"role": "user", "content": content} for content in contents]}
+
+
+@pytest.mark.parametrize(
+    ("text", "trait", "count"),
+    [
+        ("three little words", "words", 3),
+        ("in 2026 and 7", "digit_runs", 2),
+        ("in 2026 and 7", "digits", 5),
+        ("x == y;", "mark_runs", 2),
+        ("Big and LARGE words", "capitals", 2),
+    ],
+)
+def test_runs_of_one_kind_and_their_bytes_are_counted(text: str, trait: str, count: float) -> None:
+    before = dict(zip(TRAITS, traits_of_text(b"").tolist(), strict=True))[trait]
+    assert dict(zip(TRAITS, traits_of_text(text.encode()).tolist(), strict=True))[trait] - before == count
+
+
+def test_every_message_counts_beside_its_text() -> None:
+    one, three = counts(chat("a b c")), counts(chat("a", "b", "c"))
+    assert (one["messages"], three["messages"]) == (1, 3)
+
+
+def test_an_image_counts_by_its_patches_and_not_by_its_bytes() -> None:
+    assert image_size(jpeg(56, 28)) == (56, 28)
+    small, large = (counts(chat([{"type": "image_url", "image_url": {"url": png(side, side)}}])) for side in (280, 560))
+    assert small["media"] == large["media"] == 1 and large["patches"] == 4 * small["patches"] > 0
+    assert small["letters"] == large["letters"] < 1000
+
+
+@pytest.mark.parametrize("url", ["https://example.com/cat.png", "data:image/png;base64,!!", "data:,", ""])
+def test_an_image_that_cannot_be_looked_at_has_no_size(url: str) -> None:
+    assert image_size(url) is None

@@ -1,0 +1,167 @@
+"""What workers say of themselves, and what is made of those that don't."""
+
+import pytest
+
+from balanceroute.core.types import Role
+from balanceroute.errors import BadUpstreamReply, ConnectFailed
+from balanceroute.proxy.app import metrics_poller
+from balanceroute.proxy.services import Services
+from balanceroute.proxy.telemetry.conditions import METRICS, PREFIX_CACHE
+from balanceroute.proxy.workers.metrics_poller import FULL, of_worker, read_samples
+from balanceroute.proxy.workers.rounds import Rounds
+from tests.unit.proxy.stage import Answer, Page, a_config, a_router, on_stage, script
+
+TEXT = b"""# TYPE vllm:kv_cache_usage_perc gauge
+vllm:kv_cache_usage_perc{engine="0",model_name="m"} 0.25
+vllm:kv_cache_usage_perc{engine="7",model_name="m"} 0.5
+vllm:num_requests_running{engine="0",model_name="m"} 40.0
+vllm:num_requests_waiting_by_reason{engine="0",model_name="m",reason="capacity"} 1.0
+vllm:kv_cache_usage_perc_other{engine="0"} 1.0
+vllm:cache_config_info{block_size="128",cache_dtype="auto",engine="0",num_gpu_blocks="10",swap_space="4"} 1.0
+vllm:cache_config_info{block_size="16",engine="7",kv_cache_size_tokens="4000",num_gpu_blocks="None"} 1.0
+"""
+
+
+def test_samples_are_read_per_engine() -> None:
+    samples = read_samples(TEXT)
+    assert samples == {
+        "0": {
+            "kv_cache_usage_perc": 0.25,
+            "num_requests_running": 40.0,
+            "kv_block_tokens": 128,
+            "kv_capacity_tokens": 1280,
+        },
+        "7": {"kv_cache_usage_perc": 0.5, "kv_block_tokens": 16, "kv_capacity_tokens": 4000},
+    }
+    assert of_worker(samples, 7) == samples["7"]
+    assert of_worker(samples, 3) is None
+    whole = of_worker(samples, None)
+    assert whole is not None and whole["kv_cache_usage_perc"] == 0.5
+    assert of_worker({}, None) is None
+
+
+@pytest.mark.parametrize(("label", "told"), [("True", 1.0), ("False", 0.0), (None, None)])
+def test_the_state_of_prefix_caching_and_its_counters_are_read_where_they_are_told(
+    label: str | None, told: float | None
+) -> None:
+    config = "" if label is None else f',enable_prefix_caching="{label}"'
+    text = (
+        f'vllm:cache_config_info{{block_size="16"{config},engine="0",num_gpu_blocks="10"}} 1.0\n'
+        'vllm:prefix_cache_queries_total{engine="0",model_name="m"} 862.0\n'
+        'vllm:prefix_cache_queries_created{engine="0",model_name="m"} 1.79e+09\n'
+        'vllm:prefix_cache_hits_total{engine="0",model_name="m"} 256.0\n'
+    )
+    samples = read_samples(text.encode())["0"]
+    assert samples.get("prefix_caching") == told
+    assert (samples["prefix_cache_queries_total"], samples["prefix_cache_hits_total"]) == (862.0, 256.0)
+
+
+def test_an_external_rank_s_only_engine_is_its_own_whatever_its_number() -> None:
+    assert of_worker({"5": {"kv_cache_usage_perc": 0.1}}, 0) == {"kv_cache_usage_perc": 0.1}
+
+
+GAUGE = b'vllm:kv_cache_usage_perc{engine="0"} %s\n'
+REFUSED = ConnectFailed("refused", worker="p0", tier="prefill")
+
+
+async def polled(services: Services, times: int = 1) -> None:
+    poller = metrics_poller(services)
+    for _ in range(times):
+        await Rounds(services.fleet, poller._read, poller._unreadable).once()
+
+
+def usage_of(services: Services, name: str = "p0") -> float | None:
+    known = services.ledger.prefiller(name)
+    assert known is not None
+    return known.kv_usage
+
+
+@pytest.mark.parametrize(
+    ("answer", "usage", "said"),
+    [
+        (Page(GAUGE % b"0.25"), 0.25, False),
+        (Page(GAUGE % b"7"), None, True),
+        (Page(GAUGE % b"NaN"), None, True),
+        (Page(b"python_info 1.0\n"), None, True),
+        (404, None, True),
+        (500, None, True),
+        (Page(b"", breaks=BadUpstreamReply("cut", worker="p0", tier="prefill")), None, True),
+        (REFUSED, FULL, True),
+        (None, FULL, True),
+    ],
+    ids=["told", "no ratio", "NaN", "no gauge", "404", "500", "broken off", "refused", "silent"],
+)
+def test_a_prefiller_that_cannot_be_reached_counts_as_full_and_one_that_does_not_tell_as_unknown(
+    answer: Answer, usage: float | None, said: bool
+) -> None:
+    async def test() -> None:
+        services = a_router(a_config(prefillers=2))
+        script(services, "p0", answer)
+        script(services, "p1", Page(GAUGE % b"0.5"))
+        await polled(services)
+        assert (usage_of(services), usage_of(services, "p1")) == (usage, 0.5)
+        assert services.metrics.conditions.count(METRICS) == (1 if said else 0) + len(services.fleet.of(Role.DECODE))
+        assert services.metrics.scrapes_failed.value("p0") == said
+
+    on_stage(test)
+
+
+def test_prefillers_none_of_which_can_be_asked_for_long_are_no_longer_full() -> None:
+    """The router cannot reach their pages, and /health is all that is left to go by."""
+
+    async def test() -> None:
+        config = a_config(prefillers=2, health={"failure_threshold": 2})
+        services = a_router(config)
+        poller = metrics_poller(services)
+        for name in ("p0", "p1"):
+            script(services, name, REFUSED)
+        found = []
+        for _ in range(4):
+            await Rounds(services.fleet, poller._read, poller._unreadable).once()
+            found.append([usage_of(services, name) for name in ("p0", "p1")])
+        assert found[0] == [FULL, FULL] and found[-1] == [None, None]
+
+    on_stage(test)
+
+
+def test_what_a_worker_that_is_down_does_not_tell_is_no_news() -> None:
+    async def test() -> None:
+        services = a_router(a_config(1, 1))
+        script(services, "p0", REFUSED)
+        services.fleet.set_healthy(services.fleet["p0"], False)
+        script(services, "d0", Page(GAUGE % b"0.1"))
+        await polled(services)
+        assert services.metrics.conditions.count(METRICS) == 0
+
+    on_stage(test)
+
+
+@pytest.mark.parametrize("policy", ["prefix_affinity", "least_tokens"])
+def test_a_prefiller_that_caches_nothing_is_named_where_prompts_are_placed_by_caches(policy: str) -> None:
+    async def test() -> None:
+        services = a_router(a_config(1, 1, prefill={"policy": policy}))
+        off = b'vllm:cache_config_info{block_size="16",enable_prefix_caching="False",engine="0"} 1.0\n'
+        script(services, "p0", Page(GAUGE % b"0.1" + off))
+        await polled(services)
+        assert services.metrics.conditions.count(PREFIX_CACHE) == (policy == "prefix_affinity")
+        script(services, "p0", Page(GAUGE % b"0.1" + off.replace(b"False", b"True")))
+        await polled(services)
+        assert services.metrics.conditions.count(PREFIX_CACHE) == 0
+
+    on_stage(test)
+
+
+def test_what_others_run_on_a_decode_worker_takes_slots_after_two_reports() -> None:
+    async def test() -> None:
+        services = a_router(a_config(1, 1, decode={"max_num_seqs": 8}))
+        running = b'vllm:num_requests_running{engine="0"} 3.0\n'
+        script(services, "d0", Page(running))
+        free = []
+        for _ in range(3):
+            await polled(services)
+            known = services.ledger.decoder("d0")
+            assert known is not None
+            free.append((known.foreign_requests, known.free_slots))
+        assert free[0] == (0, 8) and free[-1] == (3, 5)
+
+    on_stage(test)

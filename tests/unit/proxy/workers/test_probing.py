@@ -1,0 +1,50 @@
+"""Whether a worker lives, by one look."""
+
+import asyncio
+
+import pytest
+
+from balanceroute.errors import BadUpstreamReply, ConnectFailed
+from balanceroute.proxy.workers.probing import is_alive
+from tests.unit.proxy.stage import Answer, Page, a_router, on_stage, script
+
+
+@pytest.mark.parametrize(
+    ("answer", "alive"),
+    [
+        (200, True),
+        (404, True),
+        (500, False),
+        (503, False),
+        (ConnectFailed("refused", worker="d0", tier="decode"), False),
+        (Page(b"", breaks=BadUpstreamReply("cut", worker="d0", tier="decode")), False),
+        (None, False),
+        (Page(b"half", ends=False), False),
+    ],
+    ids=["200", "404", "500", "503", "refused", "broken off", "silent", "never ends"],
+)
+def test_a_worker_lives_that_answers_in_time_and_says_nothing_worse_than_that_it_has_no_such_page(
+    answer: Answer, alive: bool
+) -> None:
+    async def test() -> None:
+        services = a_router()
+        upstream = script(services, "d0", answer)
+        began_s = services.ledger.now()
+        assert await is_alive(services.fleet["d0"], 2.0) is alive
+        assert services.ledger.now() - began_s <= 2.0
+        assert [asked.path for asked in upstream.asked] == ["/health"]
+
+    on_stage(test)
+
+
+def test_whoever_asks_may_stop_asking() -> None:
+    async def test() -> None:
+        services = a_router()
+        script(services, "d0", None)
+        looking = asyncio.ensure_future(is_alive(services.fleet["d0"], 60.0))
+        await asyncio.sleep(1.0)
+        looking.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await looking
+
+    on_stage(test)
