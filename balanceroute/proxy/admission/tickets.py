@@ -22,11 +22,10 @@ several times per second besides.
 
 import asyncio
 
-from balanceroute.core.scheduler import SchedulerConfig
 from balanceroute.core.types import Outcome, Phase, RequestSpec, Standing
 from balanceroute.core.view import ClusterView
 from balanceroute.errors import InvariantError
-from balanceroute.proxy.admission.waist import Answer, Brain, Refusal
+from balanceroute.proxy.admission.waist import Answer, Bounds, Brain, Refusal
 
 
 class Ticket:
@@ -263,7 +262,7 @@ class Tickets:
         return self.brain.draining
 
     @property
-    def bounds(self) -> SchedulerConfig:
+    def bounds(self) -> Bounds:
         """The bounds and times that hold now."""
         return self.brain.bounds
 

@@ -59,6 +59,9 @@ class Refusal:
         return _ERRORS[self.kind](self.text, retry_after_s=self.retry_after_s)
 
 
+Bounds = SchedulerConfig
+"""The bounds and times that hold: plain data, so that it may cross."""
+
 Answer = str | Refusal
 Tell = Callable[[str, Answer], None]
 
@@ -107,10 +110,10 @@ class Brain(Protocol):
         """Whether every new request is refused."""
 
     @property
-    def bounds(self) -> SchedulerConfig:
+    def bounds(self) -> Bounds:
         """The bounds and times that hold now."""
 
-    def configure(self, config: SchedulerConfig) -> None:
+    def configure(self, config: Bounds) -> None:
         """Other bounds and times from now on."""
 
     def view(self) -> ClusterView:

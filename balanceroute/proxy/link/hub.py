@@ -104,6 +104,7 @@ class Hub:
         self._count = 0
         self._seen: ClusterView | None = None
         self._server: asyncio.Server | None = None
+        self._looked_s = loop.time()
         self._timers: dict[str, asyncio.TimerHandle] = {}
         self.settled = asyncio.Event()
         self.stale_messages = 0  # about tickets that are no more: they have crossed a refusal
@@ -209,8 +210,11 @@ class Hub:
     def _look(self) -> None:
         """Tell members what is to be seen, and give up the silent ones."""
         now, view = self._loop.time(), self._ledger.view()
+        paused, self._looked_s = now - self._looked_s > LOOK_S + SILENT_S / 2, now
         for member in list(self.members.values()):
             frames = member.frames
+            if paused:  # it was us who did not listen
+                frames.heard_s = now
             if view != self._seen:
                 frames.say(Seen(view))
             elif now - frames.said_s > BEAT_S:

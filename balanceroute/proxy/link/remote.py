@@ -17,11 +17,10 @@ import os
 from collections.abc import Callable
 from typing import Final
 
-from balanceroute.core.scheduler import SchedulerConfig
 from balanceroute.core.types import Outcome, RequestSpec
 from balanceroute.core.view import ClusterView
 from balanceroute.proxy.admission.tickets import Ticket
-from balanceroute.proxy.admission.waist import Answer, Refusal, RefusalKind, Tell
+from balanceroute.proxy.admission.waist import Answer, Bounds, Refusal, RefusalKind, Tell
 from balanceroute.proxy.link.frames import Frames
 from balanceroute.proxy.link.messages import (
     BEAT_S,
@@ -78,7 +77,7 @@ class RemoteBrain:
         loop: asyncio.AbstractEventLoop,
         path: str,
         relay: str,
-        bounds: SchedulerConfig,
+        bounds: Bounds,
         on_void: Callable[[str], None],
     ) -> None:
         """`path` is the brain's socket, `relay` this relay's name, `on_void` told the id of each void ticket."""
@@ -96,6 +95,7 @@ class RemoteBrain:
         self._count = 0
         self._tokens: dict[int, int] = {}  # not said yet
         self._progress_timer: asyncio.TimerHandle | None = None
+        self._ticked_s = loop.time()
         self._greeted = False  # Hello has been said: what is said after it comes after it
         self._lost = asyncio.Event()
 
@@ -106,7 +106,7 @@ class RemoteBrain:
         """Whether every new request is refused, by the last word of the brain."""
         return self._view.draining
 
-    def configure(self, config: SchedulerConfig) -> None:
+    def configure(self, config: Bounds) -> None:
         """Other bounds from now on, for lifecycles here: the brain has its own."""
         self.bounds = config
 
@@ -191,6 +191,9 @@ class RemoteBrain:
         self.collect()
         self._say_progress()
         now = self._loop.time()
+        if now - self._ticked_s > SILENT_S / 2:  # it was us who did not listen
+            frames.heard_s = now
+        self._ticked_s = now
         if now - frames.said_s > BEAT_S:
             frames.say(Beat())
         if now - frames.heard_s > SILENT_S:

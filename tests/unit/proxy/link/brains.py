@@ -16,6 +16,7 @@ from balanceroute.proxy.admission.tickets import Ticket, Tickets
 from balanceroute.proxy.link.hub import Hub
 from balanceroute.proxy.link.remote import RemoteBrain
 from balanceroute.proxy.telemetry.instruments import Histogram
+from tests.waiting import PATIENCE_S
 
 
 class Brain:
@@ -130,13 +131,7 @@ def on(test: Callable[[Stage], Awaitable[None]]) -> None:
     """Run a test with a stage."""
 
     async def run() -> None:
-        async with asyncio.timeout(60), a_stage() as stage:
+        async with asyncio.timeout(PATIENCE_S), a_stage() as stage:
             await test(stage)
 
     asyncio.run(run())
-
-
-async def until(holds: Callable[[], bool]) -> None:
-    """Wait for it."""
-    while not holds():  # noqa: ASYNC110 - what is waited for has no event
-        await asyncio.sleep(0.005)

@@ -21,7 +21,8 @@ from balanceroute.proxy.link.messages import (
     Welcome,
     read_from_brain,
 )
-from tests.unit.proxy.link.brains import Stage, on, until
+from tests.unit.proxy.link.brains import Stage, on
+from tests.waiting import until
 
 
 class RawRelay:
@@ -67,7 +68,9 @@ def test_what_a_lost_relay_held_is_free_and_the_others_notice_nothing() -> None:
     on(test)
 
 
-def test_no_slot_is_given_away_before_everybody_is_heard() -> None:
+def test_no_slot_is_given_away_before_everybody_is_heard(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hub_module, "GRACE_S", 3600.0)
+
     async def test(stage: Stage) -> None:
         first = await stage.brain(epoch=1, slots=1)
         holder, waiter = stage.relay("holder"), stage.relay("waiter")
@@ -91,17 +94,28 @@ def test_no_slot_is_given_away_before_everybody_is_heard() -> None:
     on(test)
 
 
-def test_a_silent_relay_is_given_up_and_may_come_back(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(hub_module, "SILENT_S", 0.3)
-    monkeypatch.setattr(hub_module, "LOOK_S", 0.05)
+def test_who_does_not_come_is_not_waited_for_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hub_module, "GRACE_S", 0.05)
 
+    async def test(stage: Stage) -> None:
+        brain, relay = await stage.brain(relays=2), stage.relay()
+        ticket = relay.tickets.submit(RequestSpec("a", 1))
+        assert await ticket.prefiller() == "p0" and brain.hub.settled.is_set()
+
+    on(test)
+
+
+def test_a_silent_relay_is_given_up_and_may_come_back(monkeypatch: pytest.MonkeyPatch) -> None:
     async def test(stage: Stage) -> None:
         brain = await stage.brain()
         silent = await RawRelay().connect(stage)
         silent.hello(stream(1, "a", tokens=4))
         await until(lambda: brain.load == 14)
-        await until(lambda: not brain.active)
-        assert not brain.hub.members and not silent.frames.open
+        monkeypatch.setattr(hub_module, "SILENT_S", 0.3)
+        await until(lambda: not silent.frames.open)
+        await until(lambda: not brain.hub.members)
+        assert not brain.active
+        monkeypatch.undo()
         again = await RawRelay().connect(stage)
         again.hello(stream(1, "a", tokens=9))
         await until(lambda: brain.load == 19)

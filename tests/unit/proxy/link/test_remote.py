@@ -19,7 +19,8 @@ from balanceroute.proxy.link.messages import (
     Welcome,
     read_from_relay,
 )
-from tests.unit.proxy.link.brains import Stage, on, until
+from tests.unit.proxy.link.brains import Stage, on
+from tests.waiting import until
 
 
 def test_a_request_goes_its_whole_way_over_the_link() -> None:
