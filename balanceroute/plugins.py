@@ -1,8 +1,10 @@
-"""Policies of one's own: found by name, checked, and from then on known to `core.policies` like the others.
+"""Policies and predictors of one's own: found by name, and checked.
 
-A name is either one that an installed package gives in the entry point group `balanceroute.policies`, or
-`module:Class` of a module that can be imported. The class is called with `PolicySettings.options` as keyword arguments
-and has what `core.policy.AdmissionPolicy` has; `balanceroute.testing` checks that it behaves.
+A name is either one that an installed package gives in an entry point group (`balanceroute.policies`,
+`balanceroute.predictors`), or `module:Class` of a module that can be imported. A policy's class is called with
+`PolicySettings.options` as keyword arguments, has what `core.policy.AdmissionPolicy` has, and is from then on known to
+`core.policies` like the others. A predictor's is called with the horizon (steps) and its options, and has what
+`prediction.contract.Predictor` has. `balanceroute.testing` checks that they behave.
 
 Importing a module runs its code. What is named in a configuration or on the command line is the operator's own word;
 documents that come from elsewhere (states, journals) name installed policies only, unless the operator names the class
@@ -10,21 +12,42 @@ too.
 """
 
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from importlib.metadata import EntryPoint, entry_points
+from typing import Any
 
 from balanceroute.core.policies import POLICIES, Option, PolicySettings, make_policy, unknown_policy
 from balanceroute.core.policy import AdmissionPolicy, StageTimer
 from balanceroute.errors import ConfigError
 
-GROUP = "balanceroute.policies"
+POLICIES_GROUP = "balanceroute.policies"
+PREDICTORS_GROUP = "balanceroute.predictors"
 CLASS_NAME = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*(\.[A-Za-z_]\w*)*", re.ASCII)
 NEEDED = ("name", "waits_for_slots", "horizon_steps", "decide", "patience_s", "recheck_s")
+NEEDED_OF_PREDICTORS = ("predict", "predict_one", "observe")
 
 
-def installed() -> dict[str, EntryPoint]:
-    """The policies that installed packages offer, by name; none of their code is imported."""
-    return {point.name: point for point in entry_points(group=GROUP)}
+def installed(group: str = POLICIES_GROUP) -> dict[str, EntryPoint]:
+    """What installed packages offer in an entry point group, by name; none of their code is imported."""
+    return {point.name: point for point in entry_points(group=group)}
+
+
+def load(name: str, group: str, what: str) -> Callable[..., Any] | None:
+    """The class of this name, imported; None for a name that is neither installed nor `module:Class`.
+
+    `what` it is, for errors. Raises: ConfigError for a class that cannot be imported.
+    """
+    point = EntryPoint(name, name, group) if CLASS_NAME.fullmatch(name) else installed(group).get(name)
+    if point is None:
+        return None
+    try:
+        made: object = point.load()
+    except (ImportError, AttributeError) as error:
+        hint = " (is its folder installed, or on PYTHONPATH?)" if isinstance(error, ModuleNotFoundError) else ""
+        raise ConfigError(f"{what} {name}: {error}{hint}") from error
+    if not callable(made):
+        raise ConfigError(f"{what} {name}: {point.value} is no class")
+    return made
 
 
 def learn_policy(name: str) -> None:
@@ -34,21 +57,13 @@ def learn_policy(name: str) -> None:
     """
     if name in POLICIES:
         return
-    is_class = CLASS_NAME.fullmatch(name) is not None
-    point = EntryPoint(name, name, GROUP) if is_class else installed().get(name)
-    if point is None:
+    of_ones_own = load(name, POLICIES_GROUP, "policy")
+    if of_ones_own is None:
         raise ConfigError(f"{unknown_policy(name, installed())}, or module:Class for one of your own")
-    try:
-        made = point.load()
-    except (ImportError, AttributeError) as error:
-        hint = " (is its folder installed, or on PYTHONPATH?)" if isinstance(error, ModuleNotFoundError) else ""
-        raise ConfigError(f"policy {name}: {error}{hint}") from error
-    if not callable(made):
-        raise ConfigError(f"policy {name}: {point.value} is no class")
 
     def make(settings: PolicySettings, stage_timer: StageTimer | None) -> AdmissionPolicy:
         try:
-            policy = made(**dict(settings.options))
+            policy: AdmissionPolicy = of_ones_own(**dict(settings.options))
         except (TypeError, ValueError) as error:
             raise ConfigError(f"policy {name} with options {dict(settings.options)}: {error}") from error
         return checked(policy, name, settings)
@@ -86,3 +101,30 @@ def checked(policy: AdmissionPolicy, name: str, settings: PolicySettings) -> Adm
             "they must be the same, or its own 0"
         )
     return policy
+
+
+def check_predictor_name(name: str, built_in: tuple[str, ...]) -> None:
+    """Raises: ConfigError unless it is one of ours, or a class that can be imported."""
+    if name not in built_in and load(name, PREDICTORS_GROUP, "predictor") is None:
+        others = sorted(installed(PREDICTORS_GROUP))
+        raise ConfigError(f"{name!r} is none of {', '.join([*built_in, *others])}, or module:Class of your own")
+
+
+def make_predictor(name: str, horizon_steps: int, options: Mapping[str, Option]) -> Any:
+    """A predictor of one's own, with what `prediction.contract.Predictor` has.
+
+    Raises: ConfigError for a name that `check_predictor_name` refuses, options that it does not take, or a method that
+    it lacks.
+    """
+    of_ones_own = load(name, PREDICTORS_GROUP, "predictor")
+    if of_ones_own is None:
+        raise ConfigError(f"predictor {name!r} is unknown; accepted is module:Class, or what a package offers")
+    try:
+        predictor = of_ones_own(horizon_steps, **options)
+    except (TypeError, ValueError) as error:
+        told = f"horizon_steps {horizon_steps} and options {dict(options)}"
+        raise ConfigError(f"predictor {name} with {told}: {error}") from error
+    missing = [needed for needed in NEEDED_OF_PREDICTORS if not callable(getattr(predictor, needed, None))]
+    if missing:
+        raise ConfigError(f"predictor {name}: lacks {', '.join(missing)}; see balanceroute.Predictor")
+    return predictor

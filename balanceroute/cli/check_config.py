@@ -91,12 +91,15 @@ def check_paths(config: "Config") -> None:
 
 
 def check_model(config: "Config") -> None:
-    """The predictor's model can be read, and is of its kind and horizon. Raises: ConfigError, InputError."""
+    """The predictor's model can be read, and is of its kind and horizon; one of one's own can be made.
+
+    Raises: ConfigError, InputError.
+    """
     from balanceroute.prediction import build_predictor
 
-    model = config.predictor.model
-    if model is not None and Path(model).is_file():
-        build_predictor(config.predictor.kind, config.routing.horizon_steps, model=model)
+    chosen, horizon = config.predictor, config.routing.horizon_steps
+    if chosen.of_ones_own or (chosen.model is not None and Path(chosen.model).is_file()):
+        build_predictor(chosen.kind, horizon, model=chosen.model, options=chosen.options)
 
 
 def unused_knobs(config: "Config") -> list[str]:

@@ -8,6 +8,7 @@ import typer
 from balanceroute.cli import helping
 
 if TYPE_CHECKING:
+    from balanceroute.core.policies import Option
     from balanceroute.prediction import Evaluation, FinishedRequest
     from balanceroute.prediction.build import BuiltPredictor
 
@@ -15,6 +16,7 @@ SUMMARY = "Fit predictors of the remaining output, and measure how good they are
 app = typer.Typer(no_args_is_help=True, help=SUMMARY, rich_markup_mode=None)
 
 KindOption = Annotated[str, typer.Option(help="survival, exact_match or learned.")]
+AnyKindOption = Annotated[str, typer.Option(help="survival, exact_match, learned, or module:Class of your own.")]
 HorizonOption = Annotated[int, typer.Option(min=1, help="H, decode steps; routing.horizon_steps of the router.")]
 JsonFlag = Annotated[bool, typer.Option("--json", help="Print the result as JSON.")]
 BucketsOption = Annotated[
@@ -39,8 +41,10 @@ def fit(
     """
     from balanceroute.cli.output import print_fields, print_json
     from balanceroute.errors import ConfigError
-    from balanceroute.prediction import LearnedPredictor, Model, save_model
+    from balanceroute.prediction import KINDS, LearnedPredictor, Model, save_model
 
+    if kind not in KINDS[1:]:
+        raise ConfigError(f"--kind: {kind!r} is none of {', '.join(KINDS[1:])}; others write no model file")
     if (trace is None) == (history is None):
         raise ConfigError("predictor fit: give either --trace or --history")
     rows = _from_history(history) if history is not None else _from_trace(trace)
@@ -59,7 +63,10 @@ def fit(
 def evaluate(
     trace: Annotated[Path, typer.Option(help="Trace CSV to judge on, possibly .gz.")],
     model: Annotated[Path | None, typer.Option(help="Model file to judge.")] = None,
-    kind: KindOption = "survival",
+    kind: AnyKindOption = "survival",
+    param: Annotated[
+        list[str] | None, typer.Option(help="An option of a predictor of your own: name=value; repeatable.")
+    ] = None,
     train: Annotated[
         Path | None, typer.Option(help="Trace to learn from. Without it and --model: the earlier half of --trace.")
     ] = None,
@@ -78,6 +85,7 @@ def evaluate(
     from balanceroute.prediction import build_predictor, load_model
     from balanceroute.prediction import evaluate as judge
     from balanceroute.prediction.evaluation import time_split
+    from balanceroute.simulator import parse_options
 
     if model is not None and train is not None:
         raise ConfigError("predictor evaluate: give --model or --train, not both")
@@ -91,7 +99,7 @@ def evaluate(
         known, tested = (_from_trace(train), rows) if train is not None else time_split(rows)
         n_known = sum(not row.censored for row in known)
         learned_from = str(train) if train is not None else f"the first {n_known} finishes of the trace"
-        predictor = _fitted(kind, horizon, known, size_buckets)
+        predictor = _fitted(kind, horizon, known, size_buckets, parse_options("--param", param or []))
     if not tested:
         raise InputError(f"{trace}: too short to split by time; give --train")
     found = judge(predictor, tested, horizon, online=online)
@@ -138,13 +146,24 @@ def draw_reliability(found: "Evaluation", title: str, path: Path) -> None:
         raise InputError(f"{path}: cannot be written: {error}") from error
 
 
-def _fitted(kind: str, horizon: int, rows: "list[FinishedRequest]", size_buckets: int = 0) -> "BuiltPredictor":
+def _fitted(
+    kind: str,
+    horizon: int,
+    rows: "list[FinishedRequest]",
+    size_buckets: int = 0,
+    options: "dict[str, Option] | None" = None,
+) -> "BuiltPredictor":
     from balanceroute.errors import ConfigError
+    from balanceroute.plugins import check_predictor_name
     from balanceroute.prediction import KINDS, LearnedPredictor, build_predictor
 
-    if kind not in KINDS[1:]:
-        raise ConfigError(f"--kind: {kind!r} is none of {', '.join(KINDS[1:])}")
-    predictor = build_predictor(kind, horizon, rows=rows, max_rows=max(1, len(rows)), size_buckets=size_buckets)
+    try:
+        check_predictor_name(kind, KINDS[1:])
+    except ConfigError as error:
+        raise ConfigError(f"--kind: {error}") from error
+    predictor = build_predictor(
+        kind, horizon, rows=rows, max_rows=max(1, len(rows)), size_buckets=size_buckets, options=options
+    )
     if isinstance(predictor, LearnedPredictor):
         predictor.grow()
     return predictor

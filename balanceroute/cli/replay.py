@@ -24,6 +24,7 @@ COMPARE_HELP = (
     "Replay it through every policy and print one table, --policy first. Each with its defaults; "
     "--param and --predictor are for --policy alone."
 )
+PREDICTOR_HELP = "none, oracle, survival, exact_match, learned, or module:Class of your own."
 SPEED_AWARE_HELP = "Whether the router knows --speeds and --request-tokens."
 REQUEST_TOKENS_HELP = "KV tokens that every request of the fullest worker costs like, beside its own (c)."
 
@@ -35,6 +36,9 @@ PREFIX_CACHE_HELP = (
     "`balanceroute trace convert` keeps the hash_ids of Mooncake's."
 )
 
+BESIDE_FULL_HELP = "Whether workers begin KV transfers while all their slots are in use; vLLM does not."
+OVERLAP_HELP = "Requests sent to each worker beyond its slots (m), or auto: as many as measured transfers need."
+
 
 def replay(
     trace: Annotated[str, typer.Option(help=TRACE_HELP)] = "heavy_tailed",
@@ -45,7 +49,10 @@ def replay(
     policy: Annotated[
         str, typer.Option(help="level_fit, br_0, br_h, target_fit, join_shortest_queue, ...")
     ] = "level_fit",
-    predictor: Annotated[str, typer.Option(help="none, oracle, survival, exact_match or learned.")] = "none",
+    predictor: Annotated[str, typer.Option(help=PREDICTOR_HELP)] = "none",
+    predictor_param: Annotated[
+        list[str] | None, typer.Option(help="An option of a predictor of your own: name=value; repeatable.")
+    ] = None,
     param: Annotated[list[str] | None, typer.Option(help="A knob of the policy: name=value; repeatable.")] = None,
     workers: Annotated[int, typer.Option(help=WORKERS_HELP)] = 8,
     slots: Annotated[int, typer.Option(help="Slots per worker (B).")] = 64,
@@ -62,6 +69,8 @@ def replay(
     ] = "prefix_affinity",
     prefix_cache: Annotated[int, typer.Option(help=PREFIX_CACHE_HELP)] = 0,
     transfer_steps: Annotated[int, typer.Option(min=0, help="Steps that a KV transfer takes.")] = 0,
+    transfers_beside_full: Annotated[bool, typer.Option(help=BESIDE_FULL_HELP)] = False,
+    overlap_requests: Annotated[str, typer.Option(help=OVERLAP_HELP)] = "0",
     telemetry_lag: Annotated[int, typer.Option(min=0, help="Steps by which the router hears late.")] = 0,
     kv_capacity: Annotated[int | None, typer.Option(help="KV tokens that fit a worker; beyond: recompute.")] = None,
     request_tokens: Annotated[int, typer.Option(min=0, help=REQUEST_TOKENS_HELP)] = 0,
@@ -89,7 +98,7 @@ def replay(
     )
     from balanceroute.core.policies import PolicySettings
     from balanceroute.errors import InputError
-    from balanceroute.simulator import Replay, Setting, at_load, parse_params
+    from balanceroute.simulator import Replay, Setting, at_load, parse_options, parse_params
     from balanceroute.traces import load_trace
 
     setting = Setting(
@@ -103,6 +112,8 @@ def replay(
         prefill_policy=prefill_policy,
         prefix_cache_tokens=prefix_cache,
         transfer_steps=transfer_steps,
+        transfers_beside_full=transfers_beside_full,
+        overlap_requests=parse_overlap(overlap_requests),
         telemetry_lag_steps=telemetry_lag,
         kv_capacity_tokens=kv_capacity,
         request_tokens=request_tokens,
@@ -117,6 +128,7 @@ def replay(
         policy=parse_params(PolicySettings(policy=policy, seed=seed), param or []),
         setting=setting,
         predictor=predictor,
+        predictor_options=tuple(parse_options("--predictor-param", predictor_param or []).items()),
         # a generated history has a seed of its own: never the trace that is replayed
         train=load_trace(train, seed=seed + 1) if train else None,
         with_loads=series is not None,
@@ -140,6 +152,17 @@ def replay(
     if stopped():
         typer.echo(f"balanceroute: interrupted with {outcome.finished:,} of {len(requests):,} finished", err=True)
         raise typer.Exit(INTERRUPTED)
+
+
+def parse_overlap(text: str) -> int | None:
+    """The number, or None for `auto`. Raises: InputError."""
+    from balanceroute.errors import InputError
+
+    if text == "auto":
+        return None
+    if not text.isdecimal():
+        raise InputError(f"--overlap-requests {text!r:.60}: accepted is a whole number from 0, or auto")
+    return int(text)
 
 
 def until(stopped: Callable[[], bool], tell: Callable[[int, int], None]) -> Callable[[int, int], None]:
@@ -170,7 +193,8 @@ def compare_policies(job: "Replay", title: str, *, as_json: bool, figure: Path |
     jobs = [job]
     for name in others:
         settings = PolicySettings(policy=name, seed=job.policy.seed)
-        jobs.append(replace(job, policy=settings, predictor="survival" if name == "br_h" else "none"))
+        predictor = "survival" if name == "br_h" else "none"
+        jobs.append(replace(job, policy=settings, predictor=predictor, predictor_options=()))
     found = {}
     with stopped_by_signals() as stopped:
         for each in jobs:

@@ -29,7 +29,7 @@ from pydantic import (
 from balanceroute.config.addresses import is_loopback
 from balanceroute.config.urls import normalised_url
 from balanceroute.errors import ConfigError
-from balanceroute.plugins import installed, learn_policy, try_policy
+from balanceroute.plugins import check_predictor_name, installed, learn_policy, try_policy
 
 Connector = Literal["mooncake_v1", "nixl", "mooncake_layerwise"]
 POLICY_NAMES = (
@@ -140,13 +140,14 @@ class OneOf:
 ENDLESS = Endless(86_400)
 
 
-OWN_POLICY = "module:Class of your own"
+OF_YOUR_OWN = "module:Class of your own"
+PREDICTOR_NAMES = ("none", "survival", "exact_match", "learned")
 
 
 def _policy_name(text: str) -> str:
     if text not in POLICY_NAMES:
         if ":" not in text and text not in installed():
-            raise ValueError(f"accepted is one of {', '.join([*POLICY_NAMES, *sorted(installed())])}, or {OWN_POLICY}")
+            raise ValueError(f"accepted is one of {', '.join([*POLICY_NAMES, *sorted(installed())])}, or {OF_YOUR_OWN}")
         try:
             learn_policy(text)
         except ConfigError as error:
@@ -154,7 +155,18 @@ def _policy_name(text: str) -> str:
     return text
 
 
-PolicyName = Annotated[str, AfterValidator(_policy_name), OneOf(POLICY_NAMES, OWN_POLICY)]
+PolicyName = Annotated[str, AfterValidator(_policy_name), OneOf(POLICY_NAMES, OF_YOUR_OWN)]
+
+
+def _predictor_name(text: str) -> str:
+    try:
+        check_predictor_name(text, PREDICTOR_NAMES)
+    except ConfigError as error:
+        raise ValueError(str(error)) from error
+    return text
+
+
+PredictorName = Annotated[str, AfterValidator(_predictor_name), OneOf(PREDICTOR_NAMES, OF_YOUR_OWN)]
 
 
 def _options(value: dict[str, Any]) -> dict[str, Any]:
@@ -325,6 +337,12 @@ class Decode(Section):
         le=65536,
         description="Decode slots per worker (B): the engine's own --max-num-seqs, per DP rank.",
     )
+    overlap_requests: Annotated[int, Field(ge=0, le=65536)] | Literal["auto"] = Field(
+        0,
+        description="Requests that a policy with a pool sends to each worker beyond its slots, and at most as "
+        "many again as it has, so that their KV moves while others run; `auto`: as many as measured transfers need. "
+        "Worth it where a transfer takes longer than it takes until a slot frees; see [tuning](tuning.md).",
+    )
     request_tokens: int = Field(
         0,
         ge=0,
@@ -447,13 +465,15 @@ class Routing(Section):
 class Predictor(Section):
     """How br_h estimates the remaining output of a request."""
 
-    kind: Literal["none", "survival", "exact_match", "learned"] = Field(
+    kind: PredictorName = Field(
         "survival",
         description="survival: history of output lengths; exact_match: history per prompt; learned: "
-        "gradient-boosted "
-        "trees (extra `learned`; needs predictor.model or predictor.history); none: br_h assumes that "
-        "nothing finishes "
-        "within the horizon.",
+        "gradient-boosted trees (extra `learned`; needs predictor.model or predictor.history); none: br_h assumes that "
+        "nothing finishes within the horizon.",
+    )
+    options: Annotated[dict[str, Any], AfterValidator(_options)] = Field(
+        default_factory=dict,
+        description="Keyword arguments of a predictor of your own, beside the horizon; the others take none.",
     )
     history: str | None = Field(
         None,
@@ -489,6 +509,16 @@ class Predictor(Section):
         description="Request header that names the kind of request, as the key of exact_match and learned. Unset, or "
         "absent from a request: a salted hash of the prompt.",
     )
+
+    @property
+    def of_ones_own(self) -> bool:
+        """Whether `kind` names a predictor that is none of ours."""
+        return self.kind not in PREDICTOR_NAMES
+
+    @property
+    def by_key(self) -> bool:
+        """Whether the predictor tells requests apart by their key."""
+        return self.kind not in ("none", "survival")
 
 
 class Pool(Section):
@@ -891,6 +921,11 @@ class Config(Section):
                 "(mooncake_layerwise) and can't reach it there; set layerwise.callback_url, such as "
                 "http://10.0.0.5:8000, or listen on one address and port"
             )
+        if self.connector == "mooncake_layerwise" and self.decode.overlap_requests != 0:
+            yield (
+                f"decode.overlap_requests = {self.decode.overlap_requests}: accepted only where prefill comes first; "
+                "mooncake_layerwise prefills when a decode worker asks"
+            )
         if self.layerwise.callback_url is not None and self.connector != "mooncake_layerwise":
             yield (
                 f"layerwise.callback_url = {self.layerwise.callback_url!r}: accepted only with connector "
@@ -918,13 +953,18 @@ class Config(Section):
                 "predictor.kind = 'learned': needs predictor.model (from `balanceroute predictor fit`) or "
                 "predictor.history to be fitted from; accepted without them are survival, exact_match, none"
             )
-        if chosen.key_header is not None and chosen.kind not in ("exact_match", "learned") and not chosen.history:
+        if chosen.key_header is not None and not chosen.by_key and not chosen.history:
             yield (
                 f"predictor.key_header = {chosen.key_header!r}: accepted only with predictor.kind exact_match or "
                 f"learned, or with predictor.history, not with {chosen.kind} alone"
             )
-        if chosen.model is not None and chosen.kind == "none":
-            yield f"predictor.model = {chosen.model!r}: accepted only with a predictor.kind other than none"
+        if chosen.model is not None and (chosen.kind == "none" or chosen.of_ones_own):
+            yield (
+                f"predictor.model = {chosen.model!r}: accepted only with predictor.kind survival, exact_match or "
+                f"learned, not {chosen.kind}"
+            )
+        if chosen.options and not chosen.of_ones_own:
+            yield f"predictor.options: {chosen.kind} takes none"
 
     def _tls_problems(self) -> Iterator[str]:
         for key, needed in (

@@ -9,6 +9,7 @@ from .history import History, HistoryStats
 from .keys import PromptKeyer
 from .learned import LearnedPredictor
 from .model_file import Model, load_model, save_model
+from .own import OwnPredictor
 from .refit import Refitter, refit_on_growth
 from .survival import SurvivalCurve, SurvivalPredictor
 
@@ -23,6 +24,7 @@ __all__ = [
     "HistoryStats",
     "LearnedPredictor",
     "Model",
+    "OwnPredictor",
     "Predictor",
     "PromptKeyer",
     "Refitter",

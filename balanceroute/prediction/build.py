@@ -1,21 +1,23 @@
 """From the names of a configuration to a predictor that is ready to answer."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 from balanceroute.errors import ConfigError
+from balanceroute.plugins import check_predictor_name, make_predictor
 
 from .contract import AnchorPredictor, FinishedRequest
 from .exact_match import ExactMatchPredictor
 from .learned import LearnedPredictor
 from .model_file import load_model
 from .observations import DEFAULT_ROWS
+from .own import OwnPredictor
 from .survival import SurvivalPredictor
 
 KINDS = ("none", "survival", "exact_match", "learned")
 MAX_ROWS_IN_MEMORY = 200_000  # a history file may hold more; a curve doesn't get better, only slower to fit
 
-BuiltPredictor = AnchorPredictor | SurvivalPredictor | ExactMatchPredictor | LearnedPredictor
+BuiltPredictor = AnchorPredictor | SurvivalPredictor | ExactMatchPredictor | LearnedPredictor | OwnPredictor
 
 
 def build_predictor(
@@ -27,16 +29,22 @@ def build_predictor(
     max_rows: int = DEFAULT_ROWS,
     max_age_s: float | None = None,
     size_buckets: int = 0,
+    options: Mapping[str, bool | int | float | str] | None = None,
 ) -> BuiltPredictor:
     """Return the predictor named `kind`, warm with a model file and then with `rows` of a history, oldest first.
 
     Starting is quick: a learned predictor takes its trees from the model file, and without one answers from
     the marginal curve until its first re-fit. `size_buckets` (exact_match): on a miss look at requests of
-    like prompt size before the marginal distribution; 0 for the paper's plain fallback. Raises: ConfigError
-    for an unknown kind or a model of another kind or horizon; InputError for a bad model file.
+    like prompt size before the marginal distribution; 0 for the paper's plain fallback. One of your own, by its name,
+    takes `options` and is shown the rows one by one. Raises: ConfigError for an unknown kind or a model of another kind
+    or horizon; InputError for a bad model file.
     """
+    if kind not in KINDS:
+        return _own(kind, horizon_steps, rows, model, options or {})
+    if options:
+        raise ConfigError(f"predictor.options: {kind} takes none")
     max_rows = min(max_rows, MAX_ROWS_IN_MEMORY)
-    predictor: BuiltPredictor
+    predictor: SurvivalPredictor | ExactMatchPredictor | LearnedPredictor
     if kind == "survival":
         predictor = SurvivalPredictor(horizon_steps, max_rows=max_rows, max_age_s=max_age_s)
     elif kind == "exact_match":
@@ -45,10 +53,8 @@ def build_predictor(
         )
     elif kind == "learned":
         predictor = LearnedPredictor(horizon_steps, max_rows=max_rows, max_age_s=max_age_s)
-    elif kind == "none":
-        return AnchorPredictor(horizon_steps)
     else:
-        raise ConfigError(f"predictor.kind: {kind!r} is none of {', '.join(KINDS)}")
+        return AnchorPredictor(horizon_steps)
     if model is None:
         predictor.start(rows)
         return predictor
@@ -64,4 +70,23 @@ def build_predictor(
     if saved.learned is not None and isinstance(predictor, LearnedPredictor):
         predictor.adopt(saved.learned)
         predictor.ring.pending = min(len(since), len(predictor.ring))  # its trees have seen the others
+    return predictor
+
+
+def _own(
+    name: str,
+    horizon_steps: int,
+    rows: Iterable[FinishedRequest],
+    model: Path | str | None,
+    options: Mapping[str, bool | int | float | str],
+) -> OwnPredictor:
+    try:
+        check_predictor_name(name, KINDS)
+    except ConfigError as error:
+        raise ConfigError(f"predictor.kind: {error}") from error
+    if model is not None:
+        raise ConfigError(f"predictor.model: {name} reads its files itself; name them in predictor.options")
+    predictor = OwnPredictor(name, make_predictor(name, horizon_steps, options), horizon_steps)
+    for row in rows:
+        predictor.observe(row)
     return predictor

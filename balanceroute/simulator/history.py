@@ -1,14 +1,15 @@
 """Predictors fitted on a trace of the past, which is never the trace that is replayed."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
+from balanceroute.core.policies import Option
 from balanceroute.prediction import FinishedRequest, LearnedPredictor, Predictor, build_predictor
 from balanceroute.traces import Trace
 
 
-def fitted(kind: str, train: Trace, horizon_steps: int) -> Predictor:
+def fitted(kind: str, train: Trace, horizon_steps: int, options: Mapping[str, Option] | None = None) -> Predictor:
     """A predictor by name, fitted on `train`. Raises: ConfigError for an unknown name or a missing extra."""
-    predictor = build_predictor(kind, horizon_steps, rows=finished_requests(train))
+    predictor = build_predictor(kind, horizon_steps, rows=finished_requests(train), options=options)
     if isinstance(predictor, LearnedPredictor):
         predictor.grow()  # live it grows in the background; here the whole past is there at once
     return predictor

@@ -14,8 +14,8 @@ from balanceroute.core.policies import (
     make_policy,
 )
 from balanceroute.core.policy import AdmissionPolicy, StageTimer
-from balanceroute.errors import InputError
-from balanceroute.plugins import learn_policy
+from balanceroute.errors import ConfigError, InputError
+from balanceroute.plugins import check_predictor_name, learn_policy
 from balanceroute.prediction import Forecaster, Predictor, build_predictor
 from balanceroute.simulator.history import fitted
 from balanceroute.simulator.oracle import Forecast, NoForecast, OracleForecast, PredictorForecast, TrueLengths
@@ -32,8 +32,9 @@ OPTIONS = ("policy", "seed")  # what the command line sets by an option of its o
 class Replay:
     """What to simulate. `own_policy`: the policy itself, in place of the one that `policy` makes.
 
-    `train` is the history that survival, exact_match and learned predictors are fitted on, once and for all. Without
-    it survival and exact_match start cold and learn from what finishes during the run.
+    `predictor`: of `PREDICTORS`, one of your own by name, made with `predictor_options`, or itself. `train` is the
+    history that a predictor by name is fitted on, once and for all. Without it all but learned start cold and learn
+    from what finishes during the run.
     """
 
     trace: Trace
@@ -44,6 +45,7 @@ class Replay:
     with_loads: bool = False
     check_invariants: bool = False
     own_policy: AdmissionPolicy | None = None
+    predictor_options: tuple[tuple[str, Option], ...] = ()
 
     def run(self, on_progress: Progress | None = None, stage_timer: StageTimer | None = None) -> Outcome:
         """Simulate; `stage_timer` is told "begin" before each decision, then each stage by the policy.
@@ -69,17 +71,23 @@ class Replay:
         horizon = self.policy.horizon_steps
         if not isinstance(self.predictor, str):
             return PredictorForecast(Forecaster(self.predictor, horizon), learns=True)
-        if self.predictor not in PREDICTORS:
-            raise InputError(f"predictor {self.predictor!r}: one of {', '.join(PREDICTORS)}")
+        try:
+            check_predictor_name(self.predictor, PREDICTORS)
+        except ConfigError as error:
+            raise InputError(f"predictor: {error}") from error
+        options = dict(self.predictor_options)
+        if options and self.predictor in PREDICTORS:
+            raise InputError(f"predictor {self.predictor}: it takes no options, and {', '.join(options)} are given")
         if self.predictor == "none":
             return NoForecast()
         if self.predictor == "oracle":
             return OracleForecast(lengths, horizon)
-        if self.train is None and self.predictor != "learned":
-            return PredictorForecast(Forecaster(build_predictor(self.predictor, horizon), horizon), learns=True)
-        if self.train is None:
+        if self.train is not None:
+            return PredictorForecast(Forecaster(fitted(self.predictor, self.train, horizon, options), horizon))
+        if self.predictor == "learned":
             raise InputError(f"predictor {self.predictor} needs a trace of the past: --train FILE")
-        return PredictorForecast(Forecaster(fitted(self.predictor, self.train, horizon), horizon))
+        learner = build_predictor(self.predictor, horizon, options=options)
+        return PredictorForecast(Forecaster(learner, horizon), learns=True)
 
 
 def parse_params(settings: PolicySettings, params: list[str]) -> PolicySettings:
@@ -104,6 +112,17 @@ def parse_params(settings: PolicySettings, params: list[str]) -> PolicySettings:
             own = ", ".join(knob for knob in KNOBS[settings.policy] if knob not in OPTIONS) or "none"
             raise InputError(f"--param {param}: {settings.policy} does not have this knob; its own: {own}")
     return replace(settings, **changes, options=tuple(options.items()))
+
+
+def parse_options(flag: str, texts: list[str]) -> dict[str, Option]:
+    """`name=value` texts of a flag as keyword arguments. Raises: InputError for anything else."""
+    options: dict[str, Option] = {}
+    for text in texts:
+        name, equals, value = text.partition("=")
+        if not equals or not name.isidentifier():
+            raise InputError(f"{flag} {text}: accepted is name=value")
+        options[name] = plain_value(value)
+    return options
 
 
 def plain_value(text: str) -> Option:

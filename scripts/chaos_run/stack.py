@@ -6,7 +6,8 @@ import random
 import signal
 import socket
 import sys
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -79,6 +80,28 @@ class Process:
                 sys.executable, "-m", "balanceroute", *arguments, stdout=out, stderr=out
             )
         return cls(process, log)
+
+    @classmethod
+    @asynccontextmanager
+    async def running(cls, arguments: Sequence[str], log: Path, url: str) -> AsyncIterator[Self]:
+        """The same until the block ends, from when on `url` answers 200. Raises: RuntimeError if it never does."""
+        process = await cls.start(arguments, log)
+        try:
+            await process.answers(url)
+            yield process
+        finally:
+            await process.stop()
+
+    async def answers(self, url: str) -> None:
+        """Wait until `url` answers 200. Raises: RuntimeError with the end of the log when it does not in time."""
+        async with httpx.AsyncClient(trust_env=False, timeout=2.0) as client:
+            deadline = asyncio.get_running_loop().time() + START_TIMEOUT_S
+            while asyncio.get_running_loop().time() < deadline and self.alive:
+                with suppress(httpx.TransportError):  # not listening yet
+                    if (await client.get(url)).status_code == 200:
+                        return
+                await asyncio.sleep(0.1)
+        raise RuntimeError(f"no answer from {url}:\n{self.log.read_text()[-2000:]}")
 
     @property
     def alive(self) -> bool:
@@ -172,15 +195,8 @@ class Stack:
     async def _start(self, arguments: list[str], log: str, url: str) -> Process:
         process = await Process.start(arguments, self.folder / log)
         self._processes.append(process)
-        async with httpx.AsyncClient(trust_env=False, timeout=2.0) as client:
-            deadline = asyncio.get_running_loop().time() + START_TIMEOUT_S
-            while asyncio.get_running_loop().time() < deadline and process.alive:
-                try:
-                    if (await client.get(f"{url}/health")).status_code == 200:
-                        return process
-                except httpx.TransportError:
-                    await asyncio.sleep(0.1)
-        raise RuntimeError(f"{arguments[0]} did not start:\n{process.log.read_text()[-2000:]}")
+        await process.answers(f"{url}/health")
+        return process
 
 
 def settings(shape: Shape, port: int) -> dict[str, Any]:

@@ -62,9 +62,19 @@ async function check(name, work) {
 }
 const load = (name, url, ...more) => run(name, "load", url, "--trace", "heavy_tailed", "--prompt-scale", "0.1", "--output-scale", "0.3", ...more);
 
+async function repeat(url, times) {  // a prompt that prefillers have cached from the second time on
+  const body = JSON.stringify({model: "emulated", max_tokens: 2, prompt: "the barrier waits for the fullest worker ".repeat(200)});
+  for (let i = 0; i < times; i++) {
+    const reply = await fetch(`${url}/v1/completions`, {method: "POST", headers: {"content-type": "application/json"}, body});
+    assert.ok(reply.ok, `status ${reply.status}`);
+    await reply.arrayBuffer();
+  }
+}
+
 try {
-  const small = await cluster("cluster", 23000, 8, "--processes", "8", "--max-num-seqs", "8");
-  let serving = await router("router", small);
+  const small = await cluster("cluster", 23000, 8, "--processes", "8", "--max-num-seqs", "8", "--prefix-caching");
+  const ROUTED = ["--set", "prefill.policy=prefix_affinity"];
+  let serving = await router("router", small, ...ROUTED);
   load("load", small.url, "--rate", "6");
   let page = await open(small.url);
 
@@ -74,6 +84,9 @@ try {
     await until("tokens flow", async () => parseFloat(await tile(page, "tokens/s")) > 10, 120);
     await until("decisions are listed", async () => await page.locator("#decisions tbody tr").count() > 3, 60);
     await until("a runner-up is worked out", async () => (await page.locator("#decisions tbody").textContent()).match(/ to 127|nothing/), 60);
+    await repeat(small.url, 12);
+    await until("prefix-cache hits are shown, found beside predicted", async () => await page.evaluate(
+      () => last("hits_found") > 0 && last("hits_predicted") > 0), 60);
     await until("30 s of history", async () => await page.evaluate(() => past.at.length) > 30, 90);
     await axe(page, "light");
     await fits(page, "1280 px");
@@ -141,7 +154,7 @@ try {
     assert.ok(await page.evaluate(() => document.body.classList.contains("stale")));
     await axe(page, "stale");
     await picture(page, "dashboard-router-gone");
-    serving = await router("router-again", small, "--set", `auth.admin_token=${TOKEN}`);
+    serving = await router("router-again", small, ...ROUTED, "--set", `auth.admin_token=${TOKEN}`);
     await until("the browser is asked for the token", async () => await page.locator("input#token[required]").count() === 1, 60);
     await axe(page, "sign in");
     await page.locator("#token").fill(TOKEN);

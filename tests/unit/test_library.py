@@ -15,8 +15,8 @@ from balanceroute.config import validate
 from balanceroute.core.policies import BUILT_IN, POLICIES
 from balanceroute.errors import ConfigError, InputError
 from balanceroute.explain import explain
-from balanceroute.testing import PolicyError, check_policy
-from balanceroute.testing import main as conformance
+from balanceroute.testing import RuleBroken, check_policy
+from balanceroute.testing.__main__ import main as conformance
 
 ROOT = Path(__file__).parents[2]
 WORKERS = {"prefill": {"workers": [{"url": "http://p:1"}]}, "decode": {"workers": [{"url": "http://d:1"}]}}
@@ -86,7 +86,7 @@ def test_a_simulation_is_that_of_replay(capsys: pytest.CaptureFixture[str], monk
     [
         ({"policy": "br_1"}, "policy 'br_1' is unknown;"),
         ({"policy": "br_0", "params": {"r_max": 0}}, "params.r_max: expected a whole number from 1 to 64"),
-        ({"predictor": "magic"}, "predictor 'magic': one of none, oracle"),
+        ({"predictor": "magic"}, "predictor: 'magic' is none of none, oracle"),
         ({"trace": "no_such_file.csv"}, "no_such_file.csv"),
         ({"policy": balanceroute.PolicySettings(), "params": {"r_max": 4}}, "params: knobs of a policy that is named"),
     ],
@@ -230,7 +230,7 @@ class LastClassFirst(Broken):
     [(OverFull, 2), (Remembers, "[34]"), (Meddles, 5), (Idle, 6), (LastClassFirst, 2), (object, 1)],
 )
 def test_the_kit_names_the_rule_that_a_policy_breaks(policy: type, rule: object) -> None:
-    with pytest.raises(PolicyError, match=f"rule {rule}: "):
+    with pytest.raises(RuleBroken, match=f"rule {rule}: "):
         check_policy(policy)
 
 

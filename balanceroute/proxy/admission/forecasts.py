@@ -37,10 +37,10 @@ from balanceroute.prediction import (
     build_predictor,
     finished_row,
 )
-from balanceroute.prediction.contract import AnchorPredictor
 from balanceroute.prediction.forecaster import Answers
 from balanceroute.prediction.learned import NEEDS_SCIKIT_LEARN, can_grow
 from balanceroute.prediction.observations import Recent
+from balanceroute.prediction.refit import Refittable
 from balanceroute.prediction.refresh import decremented
 from balanceroute.proxy.telemetry.forecast_metrics import ForecastMetrics
 
@@ -116,7 +116,7 @@ class HistoryOnly:
         self.history = History(chosen.history, max_rows=chosen.max_rows, max_age_s=chosen.max_age_s)
         if past is not None and self.history.path is None:
             self.history.salt = past.salt
-        keyed = chosen.history is not None or chosen.kind in ("exact_match", "learned")
+        keyed = chosen.history is not None or chosen.by_key
         self._keyer = PromptKeyer(self.history.salt) if keyed else None
         self._by_header = chosen.key_header is not None
 
@@ -157,7 +157,7 @@ class HistoryOnly:
 
 
 class LiveForecasts(HistoryOnly):
-    """A predictor of this package with its history."""
+    """A predictor with its history."""
 
     def __init__(self, config: Config, past: Past | None = None) -> None:
         chosen, self._horizon = config.predictor, config.routing.horizon_steps
@@ -177,6 +177,7 @@ class LiveForecasts(HistoryOnly):
                 max_rows=min(chosen.max_rows, ROWS_IN_MEMORY),
                 max_age_s=chosen.max_age_s,
                 size_buckets=chosen.size_buckets,
+                options=chosen.options,
             )
         except BaseException:
             self.history.close()
@@ -188,17 +189,22 @@ class LiveForecasts(HistoryOnly):
         if isinstance(self._predictor, LearnedPredictor):
             self._asker = ThreadPoolExecutor(1, thread_name_prefix="prediction")
         self._due: list[RequestTracker] = []
-        self._asking = self._failing = self._closed = False
+        self._asking = self._closed = False
+        self._failing: set[str] = set()  # what of it fails now: asked for one, asked for many, told
         self._metrics = ForecastMetrics(self.history, self.forecaster)
 
     def initial(self, tracker: RequestTracker, prompt_tokens: int) -> float | None:
         """c-hat of a request that waits for its admission."""
-        return self.forecaster.initial(
-            prompt_tokens - tracker.earlier_tokens,
-            tracker.prompt_key,
-            age_tokens=tracker.age_tokens,
-            max_new_tokens=tracker.max_new_tokens,
-        )
+        try:
+            return self.forecaster.initial(
+                prompt_tokens - tracker.earlier_tokens,
+                tracker.prompt_key,
+                age_tokens=tracker.age_tokens,
+                max_new_tokens=tracker.max_new_tokens,
+            )
+        except Exception as error:  # of a predictor that is not ours
+            self._failed(error, "first forecast")
+            return float(self._horizon)
 
     def renew(self, scheduler: Scheduler) -> None:
         """Renew what is due: here and now, or by starting a batch in the thread."""
@@ -210,7 +216,7 @@ class LiveForecasts(HistoryOnly):
             now = asyncio.get_running_loop().time()
             try:
                 renewed = self.forecaster.refresh(due)
-                self._failing = False
+                self._failing.discard("forecasts")
             except Exception as error:  # whatever it is, decisions go on without a forecast
                 self._failed(error)
                 renewed = self._anchors(len(due))
@@ -240,7 +246,7 @@ class LiveForecasts(HistoryOnly):
                 return
             error = future.exception()
             if error is None:
-                self._failing = False
+                self._failing.discard("forecasts")
                 self.forecaster.count(future.result())
                 renewed(future.result().c_hat.tolist())
             else:
@@ -258,24 +264,29 @@ class LiveForecasts(HistoryOnly):
     def _anchors(self, n: int) -> list[float]:
         return [float(self._horizon)] * n
 
-    def _failed(self, error: BaseException) -> None:
-        """Count a batch without an answer, and tell the first of a run of them."""
+    def _failed(self, error: BaseException, what: str = "forecasts") -> None:
+        """Count what went without an answer, and tell the first of a run of them."""
         self.forecaster.failures += 1
-        if not self._failing:
-            self._failing = True
-            log.warning("forecasts fail, requests count as staying: %r", error, exc_info=error)
+        if what not in self._failing:
+            self._failing.add(what)
+            log.warning("%s fail, requests count as staying: %r", what, error, exc_info=error)
 
     def finished(self, tracker: RequestTracker, reason: str) -> None:
         """Learn from a request that has generated something, and record it."""
         if tracker.age_tokens:
-            row = self.forecaster.finished(tracker, reason, time.time())
+            now = time.time()
+            try:
+                row = self.forecaster.finished(tracker, reason, now)
+            except Exception as error:  # of a predictor that is not ours; the row is recorded all the same
+                self._failed(error, "observations")
+                row = finished_row(tracker, reason, now)
             self.history.add(row)
             if not row.censored:
                 self._metrics.error_tokens.observe(tracker.remaining(self._horizon))
 
     def runner(self, snapshot: ClusterSnapshot) -> Callable[[], Awaitable[None]] | None:
-        """The re-fits."""
-        if isinstance(self._predictor, AnchorPredictor) or not self._refits:
+        """The re-fits; a predictor of one's own sees to its own."""
+        if not isinstance(self._predictor, Refittable) or not self._refits:
             return None
 
         refitter: Refitter[Any] = Refitter(
@@ -291,8 +302,9 @@ class LiveForecasts(HistoryOnly):
 
     def past(self) -> Past:
         """What has been learned and is in no file; the copy that takes long is not made here."""
-        learns = self.history.path is None and not isinstance(self._predictor, AnchorPredictor)
-        return Past(self.history.salt, self._predictor.ring.freeze() if learns else None)  # type: ignore[union-attr]
+        if self.history.path is None and isinstance(self._predictor, Refittable):
+            return Past(self.history.salt, self._predictor.ring.freeze())
+        return super().past()
 
     def close(self) -> None:
         """End the thread, write the rows that are queued."""

@@ -49,7 +49,7 @@ class ForecastMetrics(Collector):
         )
         yield CounterMetricFamily(
             "balanceroute_predictor_failures",
-            "Batches of forecasts that failed; their requests count as staying until they are asked for again.",
+            "Forecasts that failed, a batch as one; their requests count as staying until they are asked for again.",
             forecaster.failures,
         )
         gate = CounterMetricFamily(

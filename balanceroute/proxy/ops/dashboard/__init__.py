@@ -186,6 +186,7 @@ def overview(services: ClientServices, recorder: Recorder) -> dict[str, Any]:
     view, metrics = services.ledger.view(), services.metrics
     settings = policy_settings(services.config)
     knobs = KNOBS.get(settings.policy, ())
+    predicts_hits = services.config.prefill.policy == "prefix_affinity"
     return {
         "version": __version__,
         "policy": settings.policy,
@@ -216,6 +217,7 @@ def overview(services: ClientServices, recorder: Recorder) -> dict[str, Any]:
                 "pinned_tokens": prefiller.pinned_tokens,
                 "prompt_tokens": prefiller.prompt_tokens,
                 "hit_tokens": prefiller.hit_tokens,
+                "predicted_tokens": prefiller.predicted_tokens if predicts_hits else None,
                 **_standing(services, recorder, prefiller.id, prefiller.state),
             }
             for prefiller in view.prefillers

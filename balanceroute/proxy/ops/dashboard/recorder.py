@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 
 from balanceroute import __version__
 from balanceroute.core.types import WorkerState
-from balanceroute.core.view import ClusterView
+from balanceroute.core.view import ClusterView, PrefillerView
 from balanceroute.errors import ConfigError
 from balanceroute.explain import explain
 from balanceroute.proxy.admission.decision_log import DecisionLog
@@ -53,6 +53,8 @@ SERIES: Final = (
     "ttft_p99_s",
     "tpot_p50_s",
     "tpot_p99_s",
+    "hits_found",
+    "hits_predicted",
 )
 
 
@@ -85,6 +87,14 @@ def quantile(bounds: list[float], counts: NDArray[np.int64], q: float) -> float:
     return low + (bounds[bucket] - low) * (wanted - before) / max(1, int(counts[bucket]))
 
 
+def _hits_since(before: PrefillerView, now: PrefillerView) -> tuple[int, int, int, int]:
+    """Prompt tokens, predicted hits; and prompt tokens and hits, where hits are told."""
+    prompts, predicted = now.prompt_tokens - before.prompt_tokens, now.predicted_tokens - before.predicted_tokens
+    if now.hit_tokens is None:
+        return prompts, predicted, 0, 0
+    return prompts, predicted, prompts, max(0, now.hit_tokens - (before.hit_tokens or 0))
+
+
 class Recorder:
     """Samples the router once per `PERIOD_S`; pages read it and wait on it."""
 
@@ -104,6 +114,10 @@ class Recorder:
         self._config: object = None
         self._policy = ""
         self._totals = np.zeros((SPAN, 2))  # tokens and finished requests so far
+        self._hits = np.zeros(
+            (SPAN, 4)
+        )  # of prompts, tokens so far: all, predicted hits, all where hits are told, hits
+        self._hits_of: dict[str, PrefillerView] = {}  # at the last sample
         self._counts: dict[str, NDArray[np.int64]] = {}  # of each histogram so far, by sample
 
     async def run(self) -> None:
@@ -157,6 +171,7 @@ class Recorder:
         )
         rates = self._rates(row)
         oldest = view.oldest_ready_s
+        found, predicted = self._prefix_hits(services.config.prefill.policy == "prefix_affinity", view, row)
         ttft, tpot = self._since(metrics.ttft, "ttft", row), self._since(metrics.tpot, "tpot", row)
         return {
             "load_max": most,
@@ -174,6 +189,8 @@ class Recorder:
             "ttft_p99_s": quantile(metrics.ttft.bounds, ttft, 0.99),
             "tpot_p50_s": quantile(metrics.tpot.bounds, tpot, 0.5),
             "tpot_p99_s": quantile(metrics.tpot.bounds, tpot, 0.99),
+            "hits_found": found,
+            "hits_predicted": predicted,
         }
 
     def _rates(self, row: int) -> NDArray[Any]:
@@ -184,6 +201,26 @@ class Recorder:
         elapsed_s = self.at[row] - self.at[before]
         rates: NDArray[Any] = (self._totals[row] - self._totals[before]) / max(float(elapsed_s), 1e-3)
         return rates.clip(min=0.0)
+
+    def _prefix_hits(self, asked: bool, view: ClusterView, row: int) -> tuple[float, float]:
+        """Shares of the last `QUANTILE_S` samples' prompt tokens that prefillers had cached, and were thought to have.
+
+        NaN where no prefiller tells, nothing was prefilled, or the policy does not ask (`asked`). An engine's counters
+        run a little ahead of its answers, so a share is cut at 1.
+        """
+        last = (self.count - 1) % SPAN
+        self._hits[row] = self._hits[last] if self.count else 0.0
+        for prefiller in view.prefillers:
+            before = self._hits_of.get(prefiller.id)
+            if before is not None and prefiller.prompt_tokens >= before.prompt_tokens:  # fewer: it has joined anew
+                self._hits[row] += _hits_since(before, prefiller)
+        self._hits_of = {prefiller.id: prefiller for prefiller in view.prefillers}
+        since = self._hits[row] - self._hits[(row - min(self.count, QUANTILE_S)) % SPAN]
+        prompts, predicted, told, found = since.tolist()
+        return (
+            min(1.0, found / told) if told else math.nan,
+            min(1.0, predicted / prompts) if asked and prompts else math.nan,
+        )
 
     def _since(self, histogram: Histogram, name: str, row: int) -> NDArray[np.int64]:
         """What the histogram has counted over the last `QUANTILE_S` samples."""

@@ -92,3 +92,36 @@ async def test_the_loads_of_many_workers_are_thinned_out() -> None:
     assert past["stride"] == 4
     assert sum(len(values) for values in past["loads"].values()) <= POINTS
     assert len(past["at"][:: -past["stride"]]) == len(past["loads"]["d0"])
+
+
+async def test_prefix_hits_are_of_the_last_seconds_found_beside_predicted_and_unknown_where_nobody_tells() -> None:
+    router = a_router(a_config(prefillers=2, prefill={"policy": "prefix_affinity"}))
+    first, second = (prefiller.hits for prefiller in router.ledger.scheduler.snapshot.prefillers)
+    recorder = Recorder(lambda: router)
+
+    def sampled() -> tuple[float, float]:
+        recorder.sample()
+        row = (recorder.count - 1) % SPAN
+        found, predicted = (float(recorder.series[name][row]) for name in ("hits_found", "hits_predicted"))
+        return round(found, 3), round(predicted, 3)
+
+    assert np.isnan(sampled()).all()
+    second.answered(1000, 500, None)  # of an engine that tells no hits
+    found, predicted = sampled()
+    assert math.isnan(found) and predicted == 0.5
+    first.answered(1000, 600, 400)
+    assert sampled() == (0.4, 0.55)
+    first.answered(1000, 1000, 2000)  # counters run ahead
+    assert sampled() == (1.0, 0.7)
+    for _ in range(QUANTILE_S):
+        found, predicted = sampled()
+    assert math.isnan(found) and math.isnan(predicted)
+
+
+async def test_predicted_hits_are_unknown_where_the_prefill_policy_asks_for_none() -> None:
+    router = a_router(a_config(prefillers=1))
+    recorder = Recorder(lambda: router)
+    recorder.sample()
+    router.ledger.scheduler.snapshot.prefillers[0].hits.answered(100, 0, 60)
+    recorder.sample()
+    assert recorder.series["hits_found"][1] == np.float32(0.6) and math.isnan(recorder.series["hits_predicted"][1])

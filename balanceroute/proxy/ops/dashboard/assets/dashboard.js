@@ -187,6 +187,7 @@ function buildCharts() {
     tpot: made("chart-tpot", [["p50", "--blue", [], "tpot_p50_s"], ["p99", "--orange", [6, 4], "tpot_p99_s"]], seconds),
     waiting: made("chart-waiting", [["for a prefiller", "--orange", [], "queued"], ["prefilling", "--ink", [2, 3], "prefilling"],
       ["in the pool", "--blue", [], "pooled"]], short),
+    hits: made("chart-hits", [["found", "--blue", [], "hits_found"], ["predicted", "--orange", [6, 4], "hits_predicted"]], percent),
     age: made("chart-age", [["oldest", "--orange", [], "oldest_wait_s"]], seconds),
   };
 }
@@ -311,13 +312,13 @@ function workers() {
   }));
 }
 function prefillers() {
-  const hits = worker => worker.hit_tokens === null || !worker.prompt_tokens ? UNKNOWN : percent(worker.hit_tokens / worker.prompt_tokens);
-  const heads = [["prefiller", "text"], ["KV cache", "text"], ["KV in use"], ["cache hits"], ["prefills now"], ["pinned tokens"], ["state", "text"], ["action", "text"]];
+  const share = (worker, tokens) => tokens === null || !worker.prompt_tokens ? UNKNOWN : percent(Math.min(1, tokens / worker.prompt_tokens));
+  const heads = [["prefiller", "text"], ["KV cache", "text"], ["KV in use"], ["cache hits"], ["predicted"], ["prefills now"], ["pinned tokens"], ["state", "text"], ["action", "text"]];
   table(byId("prefillers"), "Prefillers", heads, now.prefillers.map(worker => {
     const down = worker.state === "down", usage = down ? null : worker.kv_usage;
     const head = cell(worker.id, "text", "th");
     head.scope = "row";
-    return row([head, bar(usage, null, down), cell(percent(usage)), cell(hits(worker)), cell(worker.inflight),
+    return row([head, bar(usage, null, down), cell(percent(usage)), cell(share(worker, worker.hit_tokens)), cell(share(worker, worker.predicted_tokens)), cell(worker.inflight),
       cell(whole(worker.pinned_tokens)), standing(worker), drainButton(worker, "prefill")]);
   }));
 }

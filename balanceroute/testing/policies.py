@@ -1,15 +1,8 @@
-"""What every admission policy must keep, as a test that its author can run.
+"""The rules of an admission policy, for one of one's own.
 
-    from balanceroute.testing import check_policy
-
-    def test_my_policy_keeps_the_rules() -> None:
-        check_policy(lambda: MyPolicy(patience_s=30.0))
-
-or, without a test file, `python -m balanceroute.testing my_module:MyPolicy`. The policy is driven through the real
-scheduler over random situations of small clusters: workers that drain, die and return, prompts of 1 to 200,000 tokens,
-clocks that jump. A broken rule raises `PolicyError` with the rule, the round and what was found.
-
-The rules:
+The policy is driven through the real scheduler over random situations of small clusters: workers that drain, die and
+return, prompts of 1 to 200,000 tokens, clocks that jump. A broken rule is told with its number, the round and what was
+found.
 
 1. It has the attributes of `AdmissionPolicy`; `horizon_steps` is at least 0, `patience_s` and `recheck_s` above 0.
 2. It admits requests of the class in front (`snapshot.pool.front`), each once, to workers that are up; a policy that
@@ -22,53 +15,41 @@ The rules:
 
 import json
 import math
-import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from random import Random
 
-from balanceroute.core.policies import PolicySettings, make_policy
 from balanceroute.core.policy import AdmissionPolicy, Choice
 from balanceroute.core.scheduler import Scheduler
 from balanceroute.core.snapshot import ClusterSnapshot
 from balanceroute.core.snapshot_json import snapshot_from_dict, snapshot_to_dict
 from balanceroute.core.types import Admit, Outcome, RequestSpec, Role, WorkerSpec, WorkerState
-from balanceroute.errors import BalanceRouteError, InvariantError
-from balanceroute.plugins import NEEDED, learn_policy
-from balanceroute.simulator.replay import parse_params
+from balanceroute.errors import InvariantError
+from balanceroute.plugins import NEEDED
+from balanceroute.testing.rules import RuleBroken, require
 
 LARGEST_PROMPT_TOKENS = 200_000
 MOST_RECHECKS = 10_000
 
 
-class PolicyError(AssertionError):
-    """The policy breaks a rule."""
-
-
 def check_policy(make: Callable[[], AdmissionPolicy], *, rounds: int = 60, seed: int = 0) -> None:
-    """Drive policies that `make` returns through `rounds` random clusters. Raises: PolicyError for a broken rule."""
+    """Drive policies that `make` returns through `rounds` random clusters. Raises: RuleBroken for a broken rule."""
     check_attributes(make())
     for number in range(rounds):
         random = Random(f"{seed}/{number}")
         try:
             _Round(make, random).run()
-        except (PolicyError, InvariantError) as error:
-            raise PolicyError(f"round {number}: {error}") from error
+        except (RuleBroken, InvariantError) as error:
+            raise RuleBroken(f"round {number}: {error}") from error
 
 
 def check_attributes(policy: AdmissionPolicy) -> None:
-    """Rule 1, as far as it needs no snapshot. Raises: PolicyError."""
+    """Rule 1, as far as it needs no snapshot. Raises: RuleBroken."""
     missing = [name for name in NEEDED if not hasattr(policy, name)]
     require(not missing, f"rule 1: it lacks {', '.join(missing)}")
     require(isinstance(policy.name, str) and bool(policy.name), f"rule 1: name is {policy.name!r}, not a text")
     horizon = policy.horizon_steps
     require(type(horizon) is int and horizon >= 0, f"rule 1: horizon_steps is {horizon!r}")
-
-
-def require(holds: bool, text: str) -> None:
-    """Raises: PolicyError with the text."""
-    if not holds:
-        raise PolicyError(text)
 
 
 @dataclass(slots=True)
@@ -208,32 +189,8 @@ class _Round:
                 at = scheduler.recheck_s(self.now)
                 require(math.isfinite(at), "rule 6: it leaves requests waiting on an idle cluster for ever")
                 self.now = max(at, self.now) + 1e-6  # past it, whatever is lost to rounding
-        raise PolicyError("rule 6: requests wait on an idle cluster however often it is asked")
+        raise RuleBroken("rule 6: requests wait on an idle cluster however often it is asked")
 
     def running(self) -> list[str]:
         """The requests on decode workers, by id."""
         return [request for worker in self.schedulers[0].snapshot.workers for request in worker.active]
-
-
-def main(arguments: list[str]) -> int:
-    """`python -m balanceroute.testing MODULE:CLASS [NAME=VALUE ...]`."""
-    if not arguments or arguments[0].startswith("-"):
-        print("usage: python -m balanceroute.testing MODULE:CLASS [NAME=VALUE ...]", file=sys.stderr)
-        return 2
-    name, *params = arguments
-    try:
-        learn_policy(name)
-        settings = parse_params(PolicySettings(policy=name), params)
-        check_policy(lambda: make_policy(settings))
-    except PolicyError as error:
-        print(f"{name}: {error}")
-        return 1
-    except BalanceRouteError as error:
-        print(f"balanceroute.testing: {error}", file=sys.stderr)
-        return 2
-    print(f"{name}: keeps the rules")
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))

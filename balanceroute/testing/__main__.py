@@ -1,0 +1,41 @@
+"""`python -m balanceroute.testing [--predictor] MODULE:CLASS [NAME=VALUE ...]`."""
+
+import sys
+
+from balanceroute.core.policies import PolicySettings, make_policy
+from balanceroute.errors import BalanceRouteError
+from balanceroute.plugins import learn_policy, make_predictor
+from balanceroute.simulator import parse_options, parse_params
+from balanceroute.testing import RuleBroken, check_policy, check_predictor
+
+USAGE = "usage: python -m balanceroute.testing [--predictor] MODULE:CLASS [NAME=VALUE ...]"
+
+
+def main(arguments: list[str]) -> int:
+    """Exit code 0 if it keeps the rules, 1 if not, 2 where it cannot be made."""
+    of_predictor = arguments[:1] == ["--predictor"]
+    named = arguments[1:] if of_predictor else arguments
+    if not named or named[0].startswith("-"):
+        print(USAGE, file=sys.stderr)
+        return 2
+    name, *params = named
+    try:
+        if of_predictor:
+            options = parse_options("option", params)
+            check_predictor(lambda horizon_steps: make_predictor(name, horizon_steps, options))
+        else:
+            learn_policy(name)
+            settings = parse_params(PolicySettings(policy=name), params)
+            check_policy(lambda: make_policy(settings))
+    except RuleBroken as error:
+        print(f"{name}: {error}")
+        return 1
+    except BalanceRouteError as error:
+        print(f"balanceroute.testing: {error}", file=sys.stderr)
+        return 2
+    print(f"{name}: keeps the rules")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,86 @@
+"""docs/clients.md: every block has its client, and what needs no installation runs as scripts/test_clients runs it."""
+
+import json
+import subprocess
+import sys
+from collections.abc import AsyncIterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from scripts.clients.blocks import ADDRESS, CLIENTS, KEY, MODEL, TOKENIZER, blocks
+from scripts.clients.check import Deployment, deployed, problems
+from scripts.clients.environments import Environment, InstallError, make_venv, run, write_tokenizer
+from tests.ports import free_base_port
+
+pytestmark = [pytest.mark.e2e, pytest.mark.anyio]
+
+INSTALLED = ("openai", "openai-async", "anthropic")  # by the extra `dev`
+HERE = Environment(Path(sys.prefix), "python")
+NAMED = {client.name: client for client in CLIENTS}
+
+
+@pytest.fixture(scope="module")
+def anyio_backend() -> tuple[str, dict[str, bool]]:
+    return "asyncio", {"use_uvloop": True}
+
+
+@pytest.fixture(scope="module")
+async def deployment(tmp_path_factory: pytest.TempPathFactory, anyio_backend: object) -> AsyncIterator[Deployment]:
+    base = free_base_port([0, 1, 50, 100, 101])
+    async with deployed(tmp_path_factory.mktemp("clients"), base, base + 50) as running:
+        yield running
+
+
+def test_every_block_of_the_page_is_run_by_the_script() -> None:
+    assert [client.name for client in CLIENTS] == list(blocks())
+
+
+def test_what_a_reader_replaces_is_replaced_and_nothing_else() -> None:
+    values = {ADDRESS: "http://127.0.0.1:9", KEY: "secret", MODEL: "own", TOKENIZER: "/t"}
+    filled = blocks()["vllm-bench"].filled(values)
+    assert "export OPENAI_API_KEY=secret\n" in filled
+    assert "--base-url http://127.0.0.1:9 --model own --tokenizer /t" in filled
+    assert 'base_url="http://127.0.0.1:9/v1", api_key="secret"' in blocks()["openai"].filled(values)
+
+
+@pytest.mark.parametrize("name", INSTALLED)
+async def test_a_block_works_with_the_key_and_fails_with_a_wrong_one(name: str, deployment: Deployment) -> None:
+    assert await problems(NAMED[name], blocks()[name], HERE, deployment) == []
+
+
+async def test_a_block_that_does_otherwise_than_it_should_is_told(deployment: Deployment) -> None:
+    client, block = NAMED["openai"], blocks()["openai"]
+    [told] = await problems(replace(client, tokens=17), block, HERE, deployment)
+    assert "2 requests with 17 tokens expected, the router has counted Counts(finished=2, unfinished=0" in told
+    [told] = await problems(client, replace(block, text="import no_such_client\n"), HERE, deployment)
+    assert told.startswith("exit code 1: ") and "No module named 'no_such_client'" in told
+    careless = "import openai\ntry:\n" + "".join(f"    {line}\n" for line in block.text.splitlines())
+    careless += "except openai.AuthenticationError:\n    pass\n"
+    [told] = await problems(client, replace(block, text=careless), HERE, deployment)
+    assert told.startswith("with a wrong key: exit code 0")
+
+
+def test_nothing_of_another_deployment_reaches_a_client() -> None:
+    given = {"OPENAI_BASE_URL": "http://elsewhere", "PYTHONPATH": "/x", "HOME": "/home/me", "PATH": "/usr/bin"}
+    variables = Environment(Path("/venv"), "python").variables(given)
+    assert {"OPENAI_BASE_URL", "PYTHONPATH"} & set(variables) == set()
+    assert (variables["HOME"], variables["PATH"]) == ("/home/me", "/venv/bin:/usr/bin")
+
+
+def test_an_environment_sees_the_one_below_it_and_a_failed_installation_is_told(tmp_path: Path) -> None:
+    make_venv(tmp_path / "venv", ("pip",), Path(sys.prefix))  # which is there already: nothing is fetched
+    ask = "import openai, json; print(json.dumps(openai.__version__))"
+    python = str(tmp_path / "venv/bin/python")
+    found = subprocess.run([python, "-c", ask], capture_output=True, text=True, env={}, check=True)
+    assert json.loads(found.stdout)
+    with pytest.raises(InstallError, match="no-such-folder"):
+        run(python, "-m", "pip", "install", "./no-such-folder")
+
+
+def test_the_tokenizer_has_a_token_per_character_and_all_are_told_apart(tmp_path: Path) -> None:
+    written = json.loads((write_tokenizer(tmp_path / "t") / "tokenizer.json").read_text())
+    vocabulary = written["model"]["vocab"]
+    assert set(map(len, vocabulary)) == {1} and set("Level loads?\n") <= set(vocabulary)
+    assert sorted(vocabulary.values()) == list(range(len(vocabulary)))
