@@ -38,6 +38,7 @@ def scheduler_config(config: Config) -> SchedulerConfig:
         prefill_policy=config.prefill.policy,
         refresh_every_tokens=config.refresh_period_steps if predicts(config) else None,
         decode_first=config.connector == "mooncake_layerwise",
+        overlap_requests=None if config.decode.overlap_requests == "auto" else config.decode.overlap_requests,
     )
 
 

@@ -219,6 +219,9 @@ class RecordingScheduler(Scheduler):
     def step(self, now: float) -> None:
         self._record(super().step, now)
 
+    def began(self, request_id: str, now: float) -> None:
+        self._record(super().began, now, request_id=request_id)
+
     def refresh(self, request_id: str, expected_remaining: float, now: float) -> None:
         self._record(super().refresh, now, request_id=request_id, expected_remaining=expected_remaining)
 

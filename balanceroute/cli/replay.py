@@ -36,6 +36,9 @@ PREFIX_CACHE_HELP = (
     "`balanceroute trace convert` keeps the hash_ids of Mooncake's."
 )
 
+BESIDE_FULL_HELP = "Whether workers begin KV transfers while all their slots are in use; vLLM does not."
+OVERLAP_HELP = "Requests sent to each worker beyond its slots (m), or auto: as many as measured transfers need."
+
 
 def replay(
     trace: Annotated[str, typer.Option(help=TRACE_HELP)] = "heavy_tailed",
@@ -66,6 +69,8 @@ def replay(
     ] = "prefix_affinity",
     prefix_cache: Annotated[int, typer.Option(help=PREFIX_CACHE_HELP)] = 0,
     transfer_steps: Annotated[int, typer.Option(min=0, help="Steps that a KV transfer takes.")] = 0,
+    transfers_beside_full: Annotated[bool, typer.Option(help=BESIDE_FULL_HELP)] = False,
+    overlap_requests: Annotated[str, typer.Option(help=OVERLAP_HELP)] = "0",
     telemetry_lag: Annotated[int, typer.Option(min=0, help="Steps by which the router hears late.")] = 0,
     kv_capacity: Annotated[int | None, typer.Option(help="KV tokens that fit a worker; beyond: recompute.")] = None,
     request_tokens: Annotated[int, typer.Option(min=0, help=REQUEST_TOKENS_HELP)] = 0,
@@ -107,6 +112,8 @@ def replay(
         prefill_policy=prefill_policy,
         prefix_cache_tokens=prefix_cache,
         transfer_steps=transfer_steps,
+        transfers_beside_full=transfers_beside_full,
+        overlap_requests=parse_overlap(overlap_requests),
         telemetry_lag_steps=telemetry_lag,
         kv_capacity_tokens=kv_capacity,
         request_tokens=request_tokens,
@@ -145,6 +152,17 @@ def replay(
     if stopped():
         typer.echo(f"balanceroute: interrupted with {outcome.finished:,} of {len(requests):,} finished", err=True)
         raise typer.Exit(INTERRUPTED)
+
+
+def parse_overlap(text: str) -> int | None:
+    """The number, or None for `auto`. Raises: InputError."""
+    from balanceroute.errors import InputError
+
+    if text == "auto":
+        return None
+    if not text.isdecimal():
+        raise InputError(f"--overlap-requests {text!r:.60}: accepted is a whole number from 0, or auto")
+    return int(text)
 
 
 def until(stopped: Callable[[], bool], tell: Callable[[int, int], None]) -> Callable[[int, int], None]:

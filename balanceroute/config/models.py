@@ -337,6 +337,12 @@ class Decode(Section):
         le=65536,
         description="Decode slots per worker (B): the engine's own --max-num-seqs, per DP rank.",
     )
+    overlap_requests: Annotated[int, Field(ge=0, le=65536)] | Literal["auto"] = Field(
+        0,
+        description="Requests that a policy with a pool sends to each worker beyond its slots, and at most as "
+        "many again as it has, so that their KV moves while others run; `auto`: as many as measured transfers need. "
+        "Worth it where a transfer takes longer than it takes until a slot frees; see [tuning](tuning.md).",
+    )
     request_tokens: int = Field(
         0,
         ge=0,
@@ -914,6 +920,11 @@ class Config(Section):
                 f"listen = {self.listen.host}:{self.listen.port}: decode workers call the router back "
                 "(mooncake_layerwise) and can't reach it there; set layerwise.callback_url, such as "
                 "http://10.0.0.5:8000, or listen on one address and port"
+            )
+        if self.connector == "mooncake_layerwise" and self.decode.overlap_requests != 0:
+            yield (
+                f"decode.overlap_requests = {self.decode.overlap_requests}: accepted only where prefill comes first; "
+                "mooncake_layerwise prefills when a decode worker asks"
             )
         if self.layerwise.callback_url is not None and self.connector != "mooncake_layerwise":
             yield (

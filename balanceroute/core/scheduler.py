@@ -82,6 +82,8 @@ class SchedulerConfig:
         refresh_every_tokens: dT, generated tokens between predictor refreshes (H/2); None without a predictor.
         ageing: seconds of waiting for a prefiller that weigh as one of the own prefill; 0: first come first served.
         decode_first: whether a decode worker is chosen before the prefill; `max_pooled` then refuses arrivals.
+        overlap_requests: requests that each decode worker is sent beyond its slots (m, `core.overlap`); None: as many
+            as measured transfers need.
         lock_step: whether the driver steps the engine itself (`start`, `step`) instead of reporting `progress`.
     """
 
@@ -96,6 +98,7 @@ class SchedulerConfig:
     decode_first: bool = False
     prefill_policy: str = "least_tokens"
     ageing: float = AGEING
+    overlap_requests: int | None = 0
 
 
 class Scheduler:
@@ -129,6 +132,7 @@ class Scheduler:
                 prefiller.cache.clear()  # what is sent under a policy that knows no prefixes is not taken down
             self.snapshot.shared_prefixes.clear()
         self.config = config
+        self._size_overlap()
         self.snapshot.longest_wait_s = PATIENCE_SHARE * config.pool_ttl_s
         self.prefill_policy = PREFILL_POLICIES[config.prefill_policy]
 
@@ -327,13 +331,46 @@ class Scheduler:
 
     def admit(self, now: float) -> list[Admit]:
         """Let the policy bind waiting requests to decode workers, and charge each at once."""
-        admissions: list[Admit] = []
         self._promote(now)
-        for choice in self.policy.decide(self.snapshot, now):
-            self._bind(choice, now)
-            admissions.append(Admit(choice.request.id, choice.worker.spec.id, choice.stage, choice.score))
+        admissions = self._decide(now)
+        if self.config.overlap_requests != 0 and self.policy.waits_for_slots and len(self.snapshot.pool):
+            admissions += self._send_ahead(now)
         self._since_promotion += len(admissions)
         return admissions
+
+    def _decide(self, now: float, ahead: bool = False) -> list[Admit]:
+        admissions: list[Admit] = []
+        for choice in self.policy.decide(self.snapshot, now):
+            choice.request.sent_ahead = ahead
+            self._bind(choice, now)
+            admissions.append(Admit(choice.request.id, choice.worker.spec.id, choice.stage, choice.score))
+        return admissions
+
+    def _send_ahead(self, now: float) -> list[Admit]:
+        """Let the policy choose for slots that are still to come, once it has filled those that are free.
+
+        It sees workers with m slots more, and the loads of those that run and of those that were sent ahead: every
+        worker has as many departures before the next one starts, so that these loads differ as they will then.
+        """
+        self._size_overlap()
+        snapshot = self.snapshot
+        if snapshot.free_slots or not snapshot.has_room:
+            return []
+        for worker in snapshot.workers:
+            worker.own_slots += worker.ahead
+        try:
+            return self._decide(now, ahead=True)
+        finally:
+            for worker in snapshot.workers:
+                worker.own_slots -= worker.ahead
+
+    def _size_overlap(self) -> None:
+        """Set how many requests each decode worker may be sent ahead of its slots. O(G)."""
+        fixed, snapshot = self.config.overlap_requests, self.snapshot
+        for worker in snapshot.workers:
+            slots = worker.spec.slots
+            measured = snapshot.overlap.requests(slots, snapshot.means.answer_tokens)
+            worker.ahead = measured if fixed is None else min(slots, fixed)
 
     def recheck_s(self, now: float) -> float:
         """When to call `admit` again even if nothing happens until then; infinite for policies that never hold.
@@ -352,9 +389,18 @@ class Scheduler:
         self._project(tracker, worker, -1)
         tracker.running, tracker.joined_step = True, worker.steps
         worker.running += 1
+        self._see_first_token(tracker, now)
         self._project(tracker, worker, 1)
         self._schedule_refresh(tracker)
         self._unpin(tracker)
+
+    def began(self, request_id: str, now: float) -> None:
+        """Its first token came at `now`: what is measured to size the overlap (`SchedulerConfig.overlap_requests`)."""
+        self._see_first_token(self._find(request_id, Phase.DECODING), now)
+
+    def _see_first_token(self, tracker: RequestTracker, now: float) -> None:
+        tracker.began_s = now
+        self.snapshot.overlap.see_first_token(now - tracker.admitted_s, tracker.sent_ahead)
 
     def progress(self, request_id: str, tokens: int, now: float) -> None:
         """The request has generated `tokens` more. The relay's path: O(1), whatever is active."""
@@ -462,6 +508,8 @@ class Scheduler:
         phase, pinned_at = tracker.phase, self._let_go(tracker, now)
         if outcome is Outcome.FINISHED:
             self.snapshot.means.see_answer(tracker.age_tokens)
+            if tracker.began_s < math.inf:
+                self.snapshot.overlap.see_answer(now - tracker.began_s, tracker.counted)
         tracker.phase = Phase.GONE
         del self.snapshot.requests[request_id]
         return Release(request_id, outcome, phase, pinned_at)
@@ -727,6 +775,7 @@ class Scheduler:
     def _seat(self, tracker: RequestTracker, worker: DecodeInstanceState, now: float) -> None:
         tracker.phase, tracker.worker, tracker.admitted_s = Phase.DECODING, worker, now
         tracker.counted, tracker.joined_step = 0, worker.steps
+        tracker.began_s = math.inf
         tracker.running = not self.config.lock_step
         worker.active[tracker.id] = tracker
         worker.load += tracker.prompt_tokens

@@ -123,6 +123,10 @@ class Ledger:
         """So many more tokens have been generated. Raises InvariantError when not decoding."""
         self.scheduler.progress(request_id, tokens, self.now())
 
+    def began(self, request_id: str) -> None:
+        """The first tokens have come, just now; only asked for where transfers are measured."""
+        self.scheduler.began(request_id, self.now())
+
     def put_back(self, request_id: str) -> None:
         """The decode worker will not be asked after all: the request waits for another in the pool."""
         self.scheduler.put_back(request_id, self.now())
@@ -339,8 +343,8 @@ class Ledger:
 
     @property
     def decision_possible(self) -> bool:
-        """Whether the policy could admit something: there is a free slot, or it doesn't wait for one."""
-        return not self._waits_for_slots or self.scheduler.snapshot.has_free_slot
+        """Whether the policy could admit something: a worker may be sent one, or it does not wait for that."""
+        return not self._waits_for_slots or self.scheduler.snapshot.has_room
 
     def pool_filled(self) -> None:
         """A request has come into the pool."""

@@ -4,6 +4,7 @@
     await ticket.prefiller()              which prefiller gets the probe; raises Rejected, be it by the arrival
     ticket.prefilled(n, cached) | .prefill_failed()
     await ticket.admission()              which decode worker, when the policy has decided
+    ticket.began()                        the first tokens have come
     ticket.progress(n)                    per read of the worker's stream; taken down here, told later
     ticket.put_back(), ticket.requeue()   once more from the pool, or from the first phase on
     ticket.finish(outcome)                leaves, from any phase, once
@@ -138,6 +139,12 @@ class Ticket:
         if tokens:
             self.told_tokens += tokens
             self._brain.progress(self.id, tokens)
+
+    def began(self) -> None:
+        """The first tokens have come, and all that came is told."""
+        self.settle()
+        if self._brain.bounds.overlap_requests is None:
+            self._brain.began(self.id)
 
     def put_back(self) -> None:
         """The decode worker will not be asked after all: wait for another in the pool."""

@@ -3,6 +3,7 @@
     submit(spec)                                     arrival
     prefilled(id, n, cached) | prefill_failed(id)    how the probe went
     progress(id, n)                                  so many more tokens
+    began(id)                                        the first of them, where transfers are measured
     put_back(id)                                     the decode worker went out before it was asked: decide again
     requeue(id)                                      decode ended early: once more from the prefill on
     finish(id, outcome, reason)                      leaves, from any phase, once
@@ -139,6 +140,9 @@ class Brain(Protocol):
 
     def progress(self, request_id: str, tokens: int) -> None:
         """So many more tokens have been generated."""
+
+    def began(self, request_id: str) -> None:
+        """The first tokens have come, just now: told where `bounds.overlap_requests` is to be measured (None)."""
 
     def put_back(self, request_id: str) -> None:
         """The decode worker will not be asked after all: back to the pool. Answered: which other one."""
