@@ -10,7 +10,7 @@ from balanceroute.proxy.admission.ledger import Ledger
 from balanceroute.proxy.admission.tickets import Ticket
 from balanceroute.proxy.admission.waist import Answer
 from tests.unit.proxy.admission.ledgers import a_ledger, decoding, load, turns
-from tests.unit.proxy.stage import on_stage
+from tests.unit.proxy.stage import let_pass, on_stage
 
 
 def test_a_ticket_leaves_once() -> None:
@@ -32,7 +32,7 @@ def test_what_expires_is_told_and_has_left() -> None:
         ledger, tickets = a_ledger(queue_deadline_s=0.0)
         ledger.report_prefiller("p0", 1.0)
         ticket = tickets.submit(RequestSpec("r", 5))
-        await asyncio.sleep(0.01)
+        await let_pass(0.01)
         assert ledger.expire() == ["r"]
         assert ticket.left and tickets.by_id == {}
         with pytest.raises(QueueTimeout):
