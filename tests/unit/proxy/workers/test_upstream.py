@@ -14,6 +14,7 @@ import uvloop
 from balanceroute.errors import BadUpstreamReply, ConnectFailed, UpstreamError, UpstreamTimeout
 from balanceroute.proxy.workers.upstream import Reply, Upstream
 from tests.unit.proxy.servers import CHUNKED_HEAD, answering, chunked, plain, read_request, worker
+from tests.waiting import until
 
 Run = Callable[[Callable[[], Awaitable[None]]], None]
 
@@ -241,11 +242,18 @@ def test_a_connection_that_the_server_closed_while_idle_is_not_used(run: Run) ->
             for _ in range(2):
                 assert await (await post(upstream, retry_stale=False)).read(9) == b"ok"
                 await server.closed.wait()
-                await asyncio.sleep(0.02)
+                await until(lambda: not any(connection.usable for connection in upstream._idle))
             assert server.connections == 2
             upstream.close()
 
     run(test)
+
+
+async def clock_moves() -> None:
+    """Wait until the loop's clock, which may count milliseconds, tells another time."""
+    loop = asyncio.get_running_loop()
+    now_s = loop.time()
+    await until(lambda: loop.time() > now_s)
 
 
 def test_a_connection_idle_for_too_long_is_not_used(run: Run) -> None:
@@ -254,7 +262,7 @@ def test_a_connection_idle_for_too_long_is_not_used(run: Run) -> None:
             upstream = Upstream(server.url, keepalive_s=0.0)
             for _ in range(3):
                 await (await post(upstream)).read(9)
-                await asyncio.sleep(0.002)
+                await clock_moves()
             assert server.connections == 3
             upstream.close()
 
@@ -272,11 +280,11 @@ def test_a_request_that_cannot_be_repeated_takes_only_a_connection_that_was_used
             assert server.connections == 1
             monkeypatch.setattr("balanceroute.proxy.workers.upstream.FRESH_S", 0.0)
             for expected in (2, 3):
-                await asyncio.sleep(0.005)
+                await clock_moves()
                 await (await post(upstream, retry_stale=False)).read(9)
                 assert server.connections == expected
                 assert upstream.idle_connections == 1  # the one that was too old is not kept either
-            await asyncio.sleep(0.005)
+            await clock_moves()
             await (await post(upstream)).read(9)
             assert server.connections == 3
             upstream.close()
@@ -338,7 +346,7 @@ def test_a_cancelled_request_closes_its_connection(run: Run) -> None:
         async with worker(script) as server:
             upstream = Upstream(server.url)
             asking = asyncio.ensure_future(post(upstream))
-            await asyncio.sleep(0.02)
+            await until(lambda: server.connections)
             asking.cancel()
             with pytest.raises(asyncio.CancelledError):
                 await asking
@@ -462,10 +470,7 @@ def test_a_consumer_that_lags_stops_the_worker_and_loses_nothing(run: Run) -> No
         async with worker(script) as server:
             upstream = Upstream(server.url, high_water_bytes=100_000)
             reply = await post(upstream)
-            before = -1
-            while sent != before:  # until the worker is stuck
-                before = sent
-                await asyncio.sleep(0.05)
+            await until(lambda: reply.paused)
             assert reply.buffered_bytes < 100_000 + 512 * 1024  # the mark and one read of the loop
             assert sent < total
             got = 0
@@ -502,7 +507,7 @@ def test_a_sink_gets_every_byte_and_one_end(run: Run, late: bool) -> None:
             upstream = Upstream(server.url)
             reply = await post(upstream)
             if late:
-                await asyncio.sleep(0.05)
+                await until(lambda: reply.over)
             sink = Recorder()
             reply.attach(sink)
             await sink.over.wait()
@@ -519,8 +524,7 @@ def test_a_discarded_reply_that_ends_gives_its_connection_back(run: Run) -> None
             upstream = Upstream(server.url)
             reply = await post(upstream)
             reply.discard(5.0)
-            while upstream.busy_connections:  # noqa: ASYNC110 - the pool has no event to wait for
-                await asyncio.sleep(0.005)
+            await until(lambda: not upstream.busy_connections)
             assert upstream.idle_connections == 1
             upstream.close()
 
