@@ -211,11 +211,14 @@ async def test_kv_of_a_request_that_left_the_pool_is_drained_through_a_decoder()
         snapshot = router.app.services.ledger.scheduler.snapshot
         seen: list[dict[str, str]] = []
         _watch_requests(router, seen)
-        first = asyncio.create_task(router.client.post("/v1/completions", json=completion(max_tokens=150)))  # noqa: TID251
+        await router.cluster.inject("d0", "stop_barrier")  # the only slot stays taken until the second one has left
+        first = asyncio.create_task(router.client.post("/v1/completions", json=completion()))  # noqa: TID251
         second = asyncio.create_task(router.client.post("/v1/completions", json=completion()))  # noqa: TID251
         await until(lambda: len(snapshot.pool) == 1)
         second.cancel()
         await asyncio.wait([second])
+        await until(lambda: not snapshot.pool)
+        await router.cluster.inject("d0", "start_barrier")
         assert (await first).status_code == 200
         await router.settled()
         assert router.app.services.metrics.drains.value("drained") == 1
