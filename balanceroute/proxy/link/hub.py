@@ -112,7 +112,7 @@ class Hub:
 
     async def serve(self, path: str) -> None:
         """Listen on this socket, which belongs to our user alone; one that a dead brain has left is replaced."""
-        self._server = await self._loop.create_unix_server(self._connected, path)
+        self._server = await self._loop.create_unix_server(self.connected, path)
         os.chmod(path, 0o600)
         self._timers["grace"] = self._loop.call_later(GRACE_S if self._relays else 0.0, self._settle)
         self._look()
@@ -128,7 +128,8 @@ class Hub:
 
     # -- members
 
-    def _connected(self) -> Frames[FromBrain]:
+    def connected(self) -> Frames[FromBrain]:
+        """The protocol of one more connection."""
         frames: Frames[FromBrain] = Frames(self._loop, self._heard, self._lost)
         self._at[frames] = None
         return frames
