@@ -55,6 +55,7 @@ from balanceroute.core.types import (
     RejectReason,
     Release,
     RequestSpec,
+    Standing,
     WorkerSpec,
     WorkerState,
 )
@@ -527,6 +528,74 @@ class Scheduler:
         late += [t for t in self.snapshot.queued.values() if t.arrived_s < queue_limit and not t.requeues]
         return late
 
+    # -- taking over ------------------------------------------------------------------------------------------
+
+    def adopt(self, standing: Standing, now: float) -> bool:
+        """A request that another scheduler has let in goes on here, where it stands; False: it can't.
+
+        It can't where a worker that it names is not here, or has no room for it: then it is unknown here, and whoever
+        holds it must end it. Nothing is refused for being one too many in a queue. No decision may come between the
+        requests of one predecessor: a slot that is given away before they all are here is one that another holds.
+        """
+        spec, phase = standing.spec, standing.phase
+        prefiller = self._known_prefiller(standing.prefiller)
+        worker = next((w for w in self.snapshot.workers if w.spec.id == standing.decoder), None)
+        waits = self.policy.waits_for_slots
+        needs_prefiller = phase is Phase.PREFILLING or standing.pushing
+        if needs_prefiller and prefiller is None:
+            return False
+        if phase is Phase.DECODING and (worker is None or (waits and len(worker.active) >= worker.spec.slots)):
+            return False
+        tracker = self._register(spec, now - standing.waited_s)
+        tracker.prompt_tokens, tracker.earlier_tokens = standing.prompt_tokens, standing.earlier_tokens
+        tracker.requeues = standing.requeues
+        if phase is Phase.QUEUED:
+            self._enqueue(tracker)
+        elif phase is Phase.PREFILLING:
+            assert prefiller is not None
+            tracker.phase = phase
+            self._prefilling += 1
+            self._begin_prefill(tracker, prefiller, now)
+        elif phase is Phase.POOLED:
+            self._pin(tracker, prefiller)
+            self._pool(tracker, standing.prompt_tokens, now - standing.ready_s, None)
+        else:
+            assert worker is not None
+            self._seat(tracker, worker, now)
+            self._adopt_decoding(tracker, worker, standing, prefiller, now)
+        return True
+
+    def _adopt_decoding(
+        self,
+        tracker: RequestTracker,
+        worker: DecodeInstanceState,
+        standing: Standing,
+        prefiller: PrefillerBudget | None,
+        now: float,
+    ) -> None:
+        if standing.tokens:
+            self.progress(tracker.id, standing.tokens, now)
+        if standing.asking:
+            self.snapshot.asking[tracker.id] = tracker
+        elif standing.pushing and prefiller is not None:
+            tracker.pushing = True
+            self.snapshot.pushing_tokens += tracker.prompt_tokens
+            self._begin_prefill(tracker, prefiller, now)
+        elif not standing.tokens:
+            self._pin(tracker, prefiller)
+        if self.config.refresh_every_tokens is not None and tracker.refresh_due_at < math.inf:
+            tracker.refresh_due_at = math.inf  # nothing is forecast of it here yet
+            self._due.append(tracker)
+
+    def _known_prefiller(self, worker_id: str) -> PrefillerBudget | None:
+        return next((p for p in self.snapshot.prefillers if p.spec.id == worker_id), None)
+
+    def _pin(self, tracker: RequestTracker, prefiller: PrefillerBudget | None) -> None:
+        if prefiller is not None:
+            prefiller.pinned += 1
+            prefiller.pinned_tokens += tracker.prompt_tokens
+            tracker.prefiller, tracker.pinned_tokens = prefiller, tracker.prompt_tokens
+
     # -- the moves between phases -----------------------------------------------------------------------------
 
     def _refusal(self) -> RejectReason | None:
@@ -701,6 +770,9 @@ class Scheduler:
         tracker, worker = choice.request, choice.worker
         self.snapshot.pool.remove(tracker)
         self.snapshot.means.see_wait(now - tracker.ready_s)
+        self._seat(tracker, worker, now)
+
+    def _seat(self, tracker: RequestTracker, worker: DecodeInstanceState, now: float) -> None:
         tracker.phase, tracker.worker, tracker.admitted_s = Phase.DECODING, worker, now
         tracker.counted, tracker.joined_step = 0, worker.steps
         tracker.began_s = math.inf

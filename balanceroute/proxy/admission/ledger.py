@@ -28,6 +28,7 @@ from balanceroute.core.types import (
     Prefill,
     Release,
     RequestSpec,
+    Standing,
     WorkerSpec,
     WorkerState,
 )
@@ -144,8 +145,17 @@ class Ledger:
             self.forecasts.finished(tracker, reason or outcome.value)
         self.released(self.scheduler.finish(request_id, outcome, self.now()))
 
+    def adopt(self, standing: Standing) -> bool:
+        """A request that somebody else has let in goes on where it stands; False: it can't, and is unknown here."""
+        if not self.scheduler.adopt(standing, self.now()):
+            return False
+        if standing.phase is Phase.POOLED:
+            self._pooled(standing.spec.id)
+        self.prefill_capacity_changed()
+        return True
+
     def _pooled(self, request_id: str) -> None:
-        """Decode first: the request is in the pool at once, with the size that it is thought to have."""
+        """The request is in the pool, with the size that it has, or, decode first, is thought to have."""
         if self.forecasts is not None:
             tracker = self.scheduler.snapshot.requests[request_id]
             expected = self.forecasts.initial(tracker, tracker.prompt_tokens)

@@ -23,11 +23,10 @@ several times per second besides.
 
 import asyncio
 
-from balanceroute.core.scheduler import SchedulerConfig
-from balanceroute.core.types import Outcome, Phase, RequestSpec
+from balanceroute.core.types import Outcome, Phase, RequestSpec, Standing
 from balanceroute.core.view import ClusterView
 from balanceroute.errors import InvariantError
-from balanceroute.proxy.admission.waist import Answer, Brain, Refusal
+from balanceroute.proxy.admission.waist import Answer, Bounds, Brain, Refusal
 
 
 class Ticket:
@@ -35,6 +34,10 @@ class Ticket:
 
     `phase` is the scheduler's, as far as it has been told; `decoder` the worker that it is bound to in it, "" for none.
     Decode first, `asking`: it waits for a prefiller while it is bound; `pushing`: one computes its prompt.
+
+    `prefiller_id`: who computes its prompt, or keeps its KV for it; until its first token the latter is so.
+    `prompt_tokens`: of its present life, with the `earlier_tokens` that it has generated in `requeues` others;
+    `told_tokens` of this life the scheduler has heard of.
 
     `left`: it has left, by its own `finish` or because it was refused. `unreported_tokens` have come, and the
     scheduler hasn't heard of them; `last_token_s` is when the last ones came, 0 before. `order`: its arrival's number.
@@ -50,20 +53,28 @@ class Ticket:
         "arrived_s",
         "asking",
         "decoder",
+        "earlier_tokens",
         "id",
         "last_token_s",
         "left",
         "order",
         "phase",
         "pooled_s",
+        "prefiller_id",
+        "prompt_tokens",
         "pushing",
+        "requeues",
+        "spec",
+        "told_tokens",
         "unreported_tokens",
     )
 
-    def __init__(self, tickets: "Tickets", request_id: str, order: int) -> None:
-        self.id, self.order = request_id, order
+    def __init__(self, tickets: "Tickets", spec: RequestSpec, order: int) -> None:
+        self.id, self.spec, self.order = spec.id, spec, order
         self.left = self.asking = self.pushing = False
-        self.decoder = ""
+        self.decoder = self.prefiller_id = ""
+        self.prompt_tokens = spec.prompt_tokens
+        self.told_tokens = self.earlier_tokens = self.requeues = 0
         self._tickets, self._brain, self._now, self._behind = tickets, tickets.brain, tickets.now, tickets.behind
         self.arrived_s = now = self._now()
         self.pooled_s = self.last_token_s = 0.0
@@ -92,12 +103,12 @@ class Ticket:
 
     def prefilled(self, prompt_tokens: int, cached_tokens: int | None = None) -> None:
         """The probe was answered: the request waits in the pool. `cached_tokens`: as in `Scheduler.prefilled`."""
-        self.phase, self.pooled_s = Phase.POOLED, self._now()
+        self.phase, self.pooled_s, self.prompt_tokens = Phase.POOLED, self._now(), prompt_tokens
         self._brain.prefilled(self.id, prompt_tokens, cached_tokens)
 
     def prefill_failed(self) -> None:
         """The probe failed: the request queues again."""
-        self.phase = Phase.QUEUED
+        self.phase, self.prefiller_id = Phase.QUEUED, ""
         self._brain.prefill_failed(self.id)
 
     def request_prefill(self) -> None:
@@ -107,12 +118,12 @@ class Ticket:
 
     def pushed(self, prompt_tokens: int, cached_tokens: int | None = None) -> None:
         """Decode first: the prefiller has delivered the KV."""
-        self.pushing = False
+        self.pushing, self.prefiller_id, self.prompt_tokens = False, "", prompt_tokens
         self._brain.pushed(self.id, prompt_tokens, cached_tokens)
 
     def push_failed(self) -> None:
         """Decode first: the prefiller has not begun; ask for another."""
-        self.asking, self.pushing = True, False
+        self.asking, self.pushing, self.prefiller_id = True, False, ""
         self._brain.push_failed(self.id)
 
     def progress(self, tokens: int) -> None:
@@ -126,6 +137,7 @@ class Ticket:
         """Tell the tokens that the scheduler hasn't heard of."""
         tokens, self.unreported_tokens = self.unreported_tokens, 0
         if tokens:
+            self.told_tokens += tokens
             self._brain.progress(self.id, tokens)
 
     def began(self) -> None:
@@ -144,7 +156,11 @@ class Ticket:
         self.settle()
         self._answer = None  # decode first, a prefiller may have been told to a prefill that has ended since
         self.asking = self.pushing = False
-        self.decoder = ""
+        self.decoder = self.prefiller_id = ""
+        self.prompt_tokens += self.told_tokens
+        self.earlier_tokens += self.told_tokens
+        self.told_tokens = 0
+        self.requeues += 1
         if self._tickets.decode_first:
             self.phase, self.pooled_s = Phase.POOLED, self._now()
         else:
@@ -159,6 +175,23 @@ class Ticket:
         self._leave()
         self._brain.finish(self.id, outcome, reason)
 
+    def standing(self, now: float) -> Standing:
+        """Where it stands, for one who decides from now on; `settle` first."""
+        return Standing(
+            self.spec,
+            self.phase,
+            self.prompt_tokens,
+            waited_s=now - self.arrived_s,
+            ready_s=now - self.pooled_s if self.pooled_s else 0.0,
+            prefiller=self.prefiller_id,
+            decoder=self.decoder,
+            tokens=self.told_tokens,
+            earlier_tokens=self.earlier_tokens,
+            requeues=self.requeues,
+            asking=self.asking,
+            pushing=self.pushing,
+        )
+
     # -- the deciding side
 
     def answer(self, answer: Answer) -> None:
@@ -166,11 +199,11 @@ class Ticket:
         if isinstance(answer, Refusal):
             self._leave()
         elif self.phase is Phase.QUEUED:
-            self.phase = Phase.PREFILLING
+            self.phase, self.prefiller_id = Phase.PREFILLING, answer
         elif self.phase is Phase.POOLED:
             self.phase, self.decoder = Phase.DECODING, answer
         else:
-            self.asking, self.pushing = False, True
+            self.asking, self.pushing, self.prefiller_id = False, True, answer
         self._answer = answer
         waiter = self._waiter
         if waiter is not None and not waiter.done():
@@ -209,7 +242,7 @@ class Tickets:
     def submit(self, spec: RequestSpec) -> Ticket:
         """A request arrives; a refusal is the first thing that its ticket hears."""
         self._arrivals += 1
-        ticket = self.by_id[spec.id] = Ticket(self, spec.id, self._arrivals)
+        ticket = self.by_id[spec.id] = Ticket(self, spec, self._arrivals)
         self.brain.submit(spec)
         return ticket
 
@@ -224,6 +257,7 @@ class Tickets:
             tokens = ticket.unreported_tokens
             if tokens:
                 ticket.unreported_tokens = 0
+                ticket.told_tokens += tokens
                 progress(ticket.id, tokens)
         self.behind.clear()
 
@@ -235,7 +269,7 @@ class Tickets:
         return self.brain.draining
 
     @property
-    def bounds(self) -> SchedulerConfig:
+    def bounds(self) -> Bounds:
         """The bounds and times that hold now."""
         return self.brain.bounds
 

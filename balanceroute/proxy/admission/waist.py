@@ -35,6 +35,7 @@ class RefusalKind(StrEnum):
     NO_WORKERS = "no_workers"
     DRAINING = "draining"
     EXPIRED = "expired"
+    LOST = "lost"
 
 
 _ERRORS: Final[Mapping[RefusalKind, type[Rejected]]] = {
@@ -42,6 +43,7 @@ _ERRORS: Final[Mapping[RefusalKind, type[Rejected]]] = {
     RefusalKind.NO_WORKERS: NoHealthyWorkers,
     RefusalKind.DRAINING: Draining,
     RefusalKind.EXPIRED: QueueTimeout,
+    RefusalKind.LOST: NoHealthyWorkers,
 }
 
 
@@ -57,6 +59,9 @@ class Refusal:
         """What the client gets."""
         return _ERRORS[self.kind](self.text, retry_after_s=self.retry_after_s)
 
+
+Bounds = SchedulerConfig
+"""The bounds and times that hold: plain data, so that it may cross."""
 
 Answer = str | Refusal
 Tell = Callable[[str, Answer], None]
@@ -106,10 +111,10 @@ class Brain(Protocol):
         """Whether every new request is refused."""
 
     @property
-    def bounds(self) -> SchedulerConfig:
+    def bounds(self) -> Bounds:
         """The bounds and times that hold now."""
 
-    def configure(self, config: SchedulerConfig) -> None:
+    def configure(self, config: Bounds) -> None:
         """Other bounds and times from now on."""
 
     def view(self) -> ClusterView:
