@@ -4,7 +4,8 @@ from dataclasses import fields
 from pathlib import Path
 
 from balanceroute.config import Config
-from balanceroute.core.policies import PolicySettings, make_policy
+from balanceroute.core.knobs import PolicySettings
+from balanceroute.core.policies import make_policy
 from balanceroute.core.policy import StageTimer
 from balanceroute.core.scheduler import Scheduler, SchedulerConfig
 from balanceroute.core.types import Role, WorkerSpec

@@ -32,7 +32,8 @@ from typing import Any, BinaryIO, TypeVar
 import orjson
 
 from balanceroute import __version__
-from balanceroute.core.policies import PolicySettings, make_policy, settings_from_dict, settings_to_dict
+from balanceroute.core.knobs import PolicySettings
+from balanceroute.core.policies import make_policy, settings_from_dict, settings_to_dict
 from balanceroute.core.policy import StageTimer
 from balanceroute.core.prefill import PREFILL_POLICIES
 from balanceroute.core.scheduler import Scheduler, SchedulerConfig

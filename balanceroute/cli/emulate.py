@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import typer
 
+from balanceroute.core.knobs import DEFAULTS
+
 if TYPE_CHECKING:
     from balanceroute.emulator import ClusterShape, EmulatedCluster, ProcessCluster
 
@@ -184,7 +186,7 @@ def configuration(cluster: "EmulatedCluster | ProcessCluster", listen_port: int 
         "connector": str(shape.connector),
         "prefill": {"workers": [{"url": url} for url in cluster.prefill_urls]},
         "decode": {"workers": decode_workers, "max_num_seqs": shape.max_num_seqs} | independent,
-        "routing": {"policy": "level_fit"},
+        "routing": {"policy": DEFAULTS["policy"]},
         "predictor": {"kind": "none"},
     }
     if shape.lease_s is not None or shape.time_scale < 1:

@@ -6,6 +6,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from balanceroute.core.knobs import DEFAULTS
+
 if TYPE_CHECKING:
     from balanceroute.simulator import Failure, Figures, Outcome, Replay
 
@@ -46,9 +48,9 @@ def replay(
         str | None,
         typer.Option(help="Past trace that the predictor is fitted on; without it it learns during the run."),
     ] = None,
-    policy: Annotated[
-        str, typer.Option(help="level_fit, br_0, br_h, target_fit, join_shortest_queue, ...")
-    ] = "level_fit",
+    policy: Annotated[str, typer.Option(help="level_fit, br_0, br_h, target_fit, join_shortest_queue, ...")] = DEFAULTS[
+        "policy"
+    ],
     predictor: Annotated[str, typer.Option(help=PREDICTOR_HELP)] = "none",
     predictor_param: Annotated[
         list[str] | None, typer.Option(help="An option of a predictor of your own: name=value; repeatable.")
@@ -96,7 +98,7 @@ def replay(
         progress_bar,
         stopped_by_signals,
     )
-    from balanceroute.core.policies import PolicySettings
+    from balanceroute.core.knobs import PolicySettings
     from balanceroute.errors import InputError
     from balanceroute.simulator import Replay, Setting, at_load, parse_options, parse_params
     from balanceroute.traces import load_trace
@@ -183,7 +185,8 @@ def compare_policies(job: "Replay", title: str, *, as_json: bool, figure: Path |
     from dataclasses import asdict, replace
 
     from balanceroute.cli.output import INTERRUPTED, print_json, progress_bar, stopped_by_signals
-    from balanceroute.core.policies import POLICIES, PolicySettings
+    from balanceroute.core.knobs import PolicySettings
+    from balanceroute.core.policies import POLICIES
 
     if figure is not None:
         from balanceroute.experiments import figures

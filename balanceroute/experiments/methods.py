@@ -3,7 +3,8 @@
 import math
 from dataclasses import dataclass, replace
 
-from balanceroute.core.policies import PolicySettings, make_policy
+from balanceroute.core.knobs import PolicySettings
+from balanceroute.core.policies import make_policy
 from balanceroute.plugins import learn_policy
 
 WAIT_CAP_S = 60.0  # the same for every row that has one; up to six times as long for prompts far above the mean

@@ -18,7 +18,7 @@ from typing import Any
 
 from balanceroute.build import build_scheduler
 from balanceroute.config import Config
-from balanceroute.core.policies import PolicySettings
+from balanceroute.core.knobs import PolicySettings
 from balanceroute.core.scheduler import Scheduler, SchedulerConfig
 from balanceroute.core.snapshot_json import snapshot_to_dict
 from balanceroute.core.types import (

@@ -4,7 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from balanceroute.core.policies import PolicySettings, make_policy
+from balanceroute.core.knobs import PolicySettings
+from balanceroute.core.policies import make_policy
 from balanceroute.core.scheduler import Scheduler, SchedulerConfig
 from balanceroute.core.types import Phase, RequestSpec, Role, Standing, WorkerSpec
 from balanceroute.journal import RecordingScheduler, rerun

@@ -4,8 +4,9 @@ import math
 
 import pytest
 
+from balanceroute.core.knobs import PolicySettings
 from balanceroute.core.overlap import Overlap
-from balanceroute.core.policies import PolicySettings, make_policy
+from balanceroute.core.policies import make_policy
 from balanceroute.core.scheduler import Scheduler, SchedulerConfig
 from balanceroute.core.types import Outcome, RequestSpec, Role, WorkerSpec
 

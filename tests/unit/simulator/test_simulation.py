@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 
 import balanceroute.simulator
-from balanceroute.core.policies import DEFAULTS, KNOBS, POLICIES, PolicySettings, make_policy
+from balanceroute.core.knobs import DEFAULTS, PolicySettings
+from balanceroute.core.policies import KNOBS, POLICIES, make_policy
 from balanceroute.core.policy import AdmissionPolicy
 from balanceroute.errors import ConfigError, InputError
 from balanceroute.prediction import Forecaster, build_predictor

@@ -1,1 +1,0 @@
-"""The waist between processes: relays that hold requests and streams, and the brain that decides on them."""
