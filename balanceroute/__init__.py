@@ -57,7 +57,8 @@ if TYPE_CHECKING:
     from balanceroute.build import build_scheduler
     from balanceroute.config import Config
     from balanceroute.config import load as load_config
-    from balanceroute.core.policies import PolicySettings, make_policy
+    from balanceroute.core.knobs import PolicySettings
+    from balanceroute.core.policies import make_policy
     from balanceroute.core.policy import AdmissionPolicy, Choice
     from balanceroute.core.scheduler import Scheduler, SchedulerConfig
     from balanceroute.core.snapshot import ClusterSnapshot
@@ -86,7 +87,8 @@ if TYPE_CHECKING:
 _HOMES = {
     "build": ("build_scheduler",),
     "config": ("Config", "load_config"),
-    "core.policies": ("PolicySettings", "make_policy"),
+    "core.knobs": ("PolicySettings",),
+    "core.policies": ("make_policy",),
     "core.policy": ("AdmissionPolicy", "Choice"),
     "core.scheduler": ("Scheduler", "SchedulerConfig"),
     "core.snapshot": ("ClusterSnapshot",),

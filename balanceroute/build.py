@@ -4,7 +4,8 @@ from dataclasses import fields
 from pathlib import Path
 
 from balanceroute.config import Config
-from balanceroute.core.policies import PolicySettings, make_policy
+from balanceroute.core.knobs import PolicySettings
+from balanceroute.core.policies import make_policy
 from balanceroute.core.policy import StageTimer
 from balanceroute.core.scheduler import Scheduler, SchedulerConfig
 from balanceroute.core.types import Role, WorkerSpec
@@ -38,6 +39,7 @@ def scheduler_config(config: Config) -> SchedulerConfig:
         prefill_policy=config.prefill.policy,
         refresh_every_tokens=config.refresh_period_steps if predicts(config) else None,
         decode_first=config.connector == "mooncake_layerwise",
+        overlap_requests=None if config.decode.overlap_requests == "auto" else config.decode.overlap_requests,
     )
 
 

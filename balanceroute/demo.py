@@ -31,6 +31,7 @@ from typing import Any
 import httpx
 import numpy as np
 
+from balanceroute.core.knobs import PolicySettings
 from balanceroute.errors import BalanceRouteError
 from balanceroute.loadgen import LoadOptions, run_load
 from balanceroute.loadgen.run import LoadReport
@@ -99,8 +100,8 @@ class DemoScale:
 
     @property
     def horizon_steps(self) -> int:
-        """H = 80 in steps of the shortened outputs."""
-        return max(1, round(80 / self.factor))
+        """The default H in steps of the shortened outputs."""
+        return max(1, round(PolicySettings().horizon_steps / self.factor))
 
 
 @dataclass(frozen=True, slots=True)

@@ -32,18 +32,21 @@ from typing import Any, BinaryIO, TypeVar
 import orjson
 
 from balanceroute import __version__
-from balanceroute.core.policies import PolicySettings, make_policy, settings_from_dict, settings_to_dict
+from balanceroute.core.knobs import PolicySettings
+from balanceroute.core.policies import make_policy, settings_from_dict, settings_to_dict
 from balanceroute.core.policy import StageTimer
 from balanceroute.core.prefill import PREFILL_POLICIES
 from balanceroute.core.scheduler import Scheduler, SchedulerConfig
 from balanceroute.core.types import (
     Admit,
     Outcome,
+    Phase,
     Prefill,
     Reject,
     Release,
     RequestSpec,
     Role,
+    Standing,
     WorkerSpec,
     WorkerState,
 )
@@ -117,6 +120,8 @@ class RecordingScheduler(Scheduler):
             self._write_counts()
             self._write("progress", now, {"request_id": request_id, "tokens": tokens}, {"raised": str(error)})
             raise
+        if self._inside:
+            return
         counts = self._counts
         counts[request_id] = counts.get(request_id, 0) + tokens
         self._now = now
@@ -215,6 +220,9 @@ class RecordingScheduler(Scheduler):
     def step(self, now: float) -> None:
         self._record(super().step, now)
 
+    def began(self, request_id: str, now: float) -> None:
+        self._record(super().began, now, request_id=request_id)
+
     def refresh(self, request_id: str, expected_remaining: float, now: float) -> None:
         self._record(super().refresh, now, request_id=request_id, expected_remaining=expected_remaining)
 
@@ -231,6 +239,9 @@ class RecordingScheduler(Scheduler):
 
     def put_back(self, request_id: str, now: float) -> None:
         self._record(super().put_back, now, request_id=request_id)
+
+    def adopt(self, standing: Standing, now: float) -> bool:
+        return self._record(super().adopt, now, standing=replace(standing, spec=self._disguised(standing.spec)))
 
     def requeue(self, request_id: str, now: float) -> Release:
         return self._record(super().requeue, now, request_id=request_id)
@@ -397,6 +408,9 @@ def _typed(call: str, args: dict[str, Any]) -> dict[str, Any]:
         typed["spec"] = WorkerSpec(**{**args["spec"], "role": Role(args["spec"]["role"])})
     elif "spec" in args:
         typed["spec"] = RequestSpec(**args["spec"])
+    if "standing" in args:
+        told = args["standing"]
+        typed["standing"] = Standing(**{**told, "spec": RequestSpec(**told["spec"]), "phase": Phase(told["phase"])})
     if "config" in args:
         typed["config"] = _read_config(args["config"])
     if "settings" in args:

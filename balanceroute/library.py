@@ -17,7 +17,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
-from balanceroute.core.policies import BUILT_IN, Option, PolicySettings, settings_from_dict
+from balanceroute.core.knobs import DEFAULTS, Option, PolicySettings
+from balanceroute.core.policies import BUILT_IN, settings_from_dict
 from balanceroute.core.policy import AdmissionPolicy
 from balanceroute.errors import InputError
 from balanceroute.experiments import figures
@@ -74,7 +75,7 @@ class SimulationResult:
 
 def simulate(
     trace: Trace | str | Path = "heavy_tailed",
-    policy: str | PolicySettings | AdmissionPolicy = "level_fit",
+    policy: str | PolicySettings | AdmissionPolicy = DEFAULTS["policy"],
     *,
     predictor: str | Predictor | None = None,
     params: Mapping[str, Option | None] | None = None,

@@ -16,7 +16,8 @@ from collections.abc import Callable, Mapping
 from importlib.metadata import EntryPoint, entry_points
 from typing import Any
 
-from balanceroute.core.policies import POLICIES, Option, PolicySettings, make_policy, unknown_policy
+from balanceroute.core.knobs import Option, PolicySettings
+from balanceroute.core.policies import POLICIES, make_policy, unknown_policy
 from balanceroute.core.policy import AdmissionPolicy, StageTimer
 from balanceroute.errors import ConfigError
 

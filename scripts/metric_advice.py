@@ -18,6 +18,10 @@ ADVICE: dict[str, tuple[str, str]] = {
         "Above 0: something else sends to this decoder; find it, it takes slots that are ours.",
     ),
     "decode_foreign_tokens": ("worker", "As above, in KV tokens."),
+    "decode_overlap_requests": (
+        "worker",
+        "m, with `decode.overlap_requests`; at `auto` it rises with the time that KV transfers take.",
+    ),
     "decode_imbalance_tokens": (
         "",
         "The balance that is left to win. Rising at full slots: see the policy and `routing.max_wait_s`.",

@@ -104,7 +104,8 @@ def check_model(config: "Config") -> None:
 
 def unused_knobs(config: "Config") -> list[str]:
     """Settings of `routing` that the file or a flag gives and the policy does not have."""
-    from balanceroute.core.policies import DEFAULTS, KNOBS
+    from balanceroute.core.knobs import DEFAULTS
+    from balanceroute.core.policies import KNOBS
 
     own = KNOBS.get(config.routing.policy)
     if own is None:  # a policy of the user's

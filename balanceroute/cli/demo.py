@@ -5,11 +5,13 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from balanceroute.core.knobs import DEFAULTS
+
 if TYPE_CHECKING:
     from balanceroute.demo import DemoScale, PolicyRun
 
 
-SHOWN = ("br_0", "br_h", "level_fit")  # the paper's two, and the default
+SHOWN = ("br_0", "br_h", DEFAULTS["policy"])  # the paper's two, and the default
 
 
 def demo(

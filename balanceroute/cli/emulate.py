@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import typer
 
+from balanceroute.core.knobs import DEFAULTS
+
 if TYPE_CHECKING:
     from balanceroute.emulator import ClusterShape, EmulatedCluster, ProcessCluster
 
@@ -36,6 +38,13 @@ def emulate(
     prefill_kv_blocks: Annotated[int, typer.Option(min=1, help="KV blocks of a prefiller.")] = 8192,
     block_size: Annotated[int, typer.Option(min=1, help="Tokens per KV block.")] = 128,
     prefill_rate: Annotated[float, typer.Option(help="Prompt tokens per second of a prefiller.")] = 50_000.0,
+    transfer: Annotated[float, typer.Option(min=0, help="Seconds of a KV transfer, whatever its size.")] = 0.005,
+    transfer_per_token: Annotated[
+        float, typer.Option(min=0, help="Seconds of a KV transfer per token besides.")
+    ] = 1e-6,
+    transfers_beside_full: Annotated[
+        bool, typer.Option(help="Whether decode ranks begin transfers while all slots are in use; vLLM does not.")
+    ] = False,
     lease: Annotated[float | None, typer.Option(help="Seconds that unpulled KV stays pinned.")] = None,
     preemption: Annotated[
         str, typer.Option(help="Out of KV blocks: pop_last (recompute scheduler) or recompute_locally.")
@@ -86,6 +95,9 @@ def emulate(
         decode_blocks=kv_blocks,
         prefill_blocks=prefill_kv_blocks,
         prefill_tokens_per_s=prefill_rate,
+        transfer_s=transfer,
+        transfer_s_per_token=transfer_per_token,
+        transfers_beside_full=transfers_beside_full,
         lease_s=lease,
         preemption=named(Preemption, preemption, "--preemption"),
         lengths=OutputLengths.parse(output_lengths, seed),
@@ -174,7 +186,7 @@ def configuration(cluster: "EmulatedCluster | ProcessCluster", listen_port: int 
         "connector": str(shape.connector),
         "prefill": {"workers": [{"url": url} for url in cluster.prefill_urls]},
         "decode": {"workers": decode_workers, "max_num_seqs": shape.max_num_seqs} | independent,
-        "routing": {"policy": "level_fit"},
+        "routing": {"policy": DEFAULTS["policy"]},
         "predictor": {"kind": "none"},
     }
     if shape.lease_s is not None or shape.time_scale < 1:

@@ -6,9 +6,10 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from balanceroute.cli import helping
+from balanceroute.core.knobs import DEFAULTS
 
 if TYPE_CHECKING:
-    from balanceroute.core.policies import Option
+    from balanceroute.core.knobs import Option
     from balanceroute.prediction import Evaluation, FinishedRequest
     from balanceroute.prediction.build import BuiltPredictor
 
@@ -29,7 +30,7 @@ def fit(
     trace: Annotated[Path | None, typer.Option(help="Trace CSV to learn from, possibly .gz.")] = None,
     history: Annotated[Path | None, typer.Option(help="History file of a router (predictor.history) instead.")] = None,
     kind: KindOption = "survival",
-    horizon: HorizonOption = 80,
+    horizon: HorizonOption = DEFAULTS["horizon_steps"],
     json: JsonFlag = False,
 ) -> None:
     """Fit a predictor and write it to a file.
@@ -70,7 +71,7 @@ def evaluate(
     train: Annotated[
         Path | None, typer.Option(help="Trace to learn from. Without it and --model: the earlier half of --trace.")
     ] = None,
-    horizon: HorizonOption = 80,
+    horizon: HorizonOption = DEFAULTS["horizon_steps"],
     online: Annotated[bool, typer.Option("--online", help="Go on learning from each request as it finishes.")] = False,
     size_buckets: BucketsOption = 0,
     plot: Annotated[Path | None, typer.Option(help="Write a reliability diagram (.png, .svg, .pdf).")] = None,

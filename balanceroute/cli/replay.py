@@ -6,6 +6,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from balanceroute.core.knobs import DEFAULTS
+
 if TYPE_CHECKING:
     from balanceroute.simulator import Failure, Figures, Outcome, Replay
 
@@ -36,6 +38,9 @@ PREFIX_CACHE_HELP = (
     "`balanceroute trace convert` keeps the hash_ids of Mooncake's."
 )
 
+BESIDE_FULL_HELP = "Whether workers begin KV transfers while all their slots are in use; vLLM does not."
+OVERLAP_HELP = "Requests sent to each worker beyond its slots (m), or auto: as many as measured transfers need."
+
 
 def replay(
     trace: Annotated[str, typer.Option(help=TRACE_HELP)] = "heavy_tailed",
@@ -43,9 +48,9 @@ def replay(
         str | None,
         typer.Option(help="Past trace that the predictor is fitted on; without it it learns during the run."),
     ] = None,
-    policy: Annotated[
-        str, typer.Option(help="level_fit, br_0, br_h, target_fit, join_shortest_queue, ...")
-    ] = "level_fit",
+    policy: Annotated[str, typer.Option(help="level_fit, br_0, br_h, target_fit, join_shortest_queue, ...")] = DEFAULTS[
+        "policy"
+    ],
     predictor: Annotated[str, typer.Option(help=PREDICTOR_HELP)] = "none",
     predictor_param: Annotated[
         list[str] | None, typer.Option(help="An option of a predictor of your own: name=value; repeatable.")
@@ -66,6 +71,8 @@ def replay(
     ] = "prefix_affinity",
     prefix_cache: Annotated[int, typer.Option(help=PREFIX_CACHE_HELP)] = 0,
     transfer_steps: Annotated[int, typer.Option(min=0, help="Steps that a KV transfer takes.")] = 0,
+    transfers_beside_full: Annotated[bool, typer.Option(help=BESIDE_FULL_HELP)] = False,
+    overlap_requests: Annotated[str, typer.Option(help=OVERLAP_HELP)] = "0",
     telemetry_lag: Annotated[int, typer.Option(min=0, help="Steps by which the router hears late.")] = 0,
     kv_capacity: Annotated[int | None, typer.Option(help="KV tokens that fit a worker; beyond: recompute.")] = None,
     request_tokens: Annotated[int, typer.Option(min=0, help=REQUEST_TOKENS_HELP)] = 0,
@@ -91,7 +98,7 @@ def replay(
         progress_bar,
         stopped_by_signals,
     )
-    from balanceroute.core.policies import PolicySettings
+    from balanceroute.core.knobs import PolicySettings
     from balanceroute.errors import InputError
     from balanceroute.simulator import Replay, Setting, at_load, parse_options, parse_params
     from balanceroute.traces import load_trace
@@ -107,6 +114,8 @@ def replay(
         prefill_policy=prefill_policy,
         prefix_cache_tokens=prefix_cache,
         transfer_steps=transfer_steps,
+        transfers_beside_full=transfers_beside_full,
+        overlap_requests=parse_overlap(overlap_requests),
         telemetry_lag_steps=telemetry_lag,
         kv_capacity_tokens=kv_capacity,
         request_tokens=request_tokens,
@@ -147,6 +156,17 @@ def replay(
         raise typer.Exit(INTERRUPTED)
 
 
+def parse_overlap(text: str) -> int | None:
+    """The number, or None for `auto`. Raises: InputError."""
+    from balanceroute.errors import InputError
+
+    if text == "auto":
+        return None
+    if not text.isdecimal():
+        raise InputError(f"--overlap-requests {text!r:.60}: accepted is a whole number from 0, or auto")
+    return int(text)
+
+
 def until(stopped: Callable[[], bool], tell: Callable[[int, int], None]) -> Callable[[int, int], None]:
     """Progress that ends the replay once `stopped` says so."""
 
@@ -165,7 +185,8 @@ def compare_policies(job: "Replay", title: str, *, as_json: bool, figure: Path |
     from dataclasses import asdict, replace
 
     from balanceroute.cli.output import INTERRUPTED, print_json, progress_bar, stopped_by_signals
-    from balanceroute.core.policies import POLICIES, PolicySettings
+    from balanceroute.core.knobs import PolicySettings
+    from balanceroute.core.policies import POLICIES
 
     if figure is not None:
         from balanceroute.experiments import figures

@@ -123,7 +123,9 @@ def accepts(field: FieldInfo) -> str:
         text = "a mapping of names to plain values"
     else:
         noun = {int: "an integer", float: "a number", bool: "true or false"}.get(kind, "text")
+        words = [str(word) for other in found[1:] if get_origin(other) is Literal for word in get_args(other)]
         text = ", ".join(filter(None, [noun, _bounds([*constraints, *field.metadata])]))
+        text = " or ".join([text, *words])
     return f"{text}, or null" if optional else text
 
 

@@ -28,6 +28,7 @@ from pydantic import (
 
 from balanceroute.config.addresses import is_loopback
 from balanceroute.config.urls import normalised_url
+from balanceroute.core.knobs import ALL, BR_H_BETA, DAY_S, CandidateOrder, Guard, PolicySettings, SlackPlacement
 from balanceroute.errors import ConfigError
 from balanceroute.plugins import check_predictor_name, installed, learn_policy, try_policy
 
@@ -46,9 +47,6 @@ POLICY_NAMES = (
 )
 
 PrefillPolicyName = Literal["least_tokens", "prefix_affinity", "round_robin"]
-
-BR_H_BETA = 43.0  # with gamma 0.86: the operating point that is best on both synthetic traces
-MAX_WAIT_S = 60.0  # the age at which a request precedes younger ones, where the pool's TTL leaves room for it
 
 # connector -> (seconds a prefiller keeps KV that no decoder pulled, share of it that the pool may use up).
 # vLLM's defaults: VLLM_MOONCAKE_ABORT_REQUEST_TIMEOUT 480 s; NIXL's kv_lease_duration 30 s, which a decoder's
@@ -137,7 +135,7 @@ class OneOf:
     other: str
 
 
-ENDLESS = Endless(86_400)
+ENDLESS = Endless(DAY_S)
 
 
 OF_YOUR_OWN = "module:Class of your own"
@@ -337,6 +335,12 @@ class Decode(Section):
         le=65536,
         description="Decode slots per worker (B): the engine's own --max-num-seqs, per DP rank.",
     )
+    overlap_requests: Annotated[int, Field(ge=0, le=65536)] | Literal["auto"] = Field(
+        0,
+        description="Requests that a policy with a pool sends to each worker beyond its slots, and at most as "
+        "many again as it has, so that their KV moves while others run; `auto`: as many as measured transfers need. "
+        "Worth it where a transfer takes longer than it takes until a slot frees; see [tuning](tuning.md).",
+    )
     request_tokens: int = Field(
         0,
         ge=0,
@@ -362,87 +366,46 @@ class Decode(Section):
         return SHARED_BARRIER if self.shared_barrier else ""
 
 
-class Routing(Section):
-    """Which request goes to which decode worker, and when."""
+def _knob(name: str, more: str = "", **unset: None) -> Any:
+    """A knob of the core as a setting: its default and bounds, and what it means, here with `more`.
 
-    policy: PolicyName = Field(
-        "level_fit",
-        description="br_0 and br_h are the paper's; level_fit and target_fit go beyond it; the others are baselines. "
-        "One of your own is module:Class, or what a package offers in the entry point group balanceroute.policies.",
-    )
-    horizon_steps: int = Field(
-        80,
-        ge=0,
-        le=4096,
-        description="H, the lookahead of br_h in decode steps; 0 looks at the current step only. `auto`: 80 with "
-        "horizon_auto.",
-    )
-    alpha: float = Field(1.0, gt=0, le=1e6, description="Reward per token of admitted load.")
-    beta: float | None = Field(
-        None,
-        ge=0,
-        le=1e6,
-        description="Penalty per token above the margin. Unset: the policy's own, 43 for br_h and the "
-        "number of decode "
-        "workers for br_0.",
-    )
-    gamma: float = Field(0.86, gt=0, le=1, description="Discount per step of the horizon (br_h).")
-    s_greedy: int = Field(
-        4,
-        ge=0,
-        le=65536,
-        description="Stage 1 places single requests while more slots than this are free, stage 2 picks "
-        "subsets below. "
-        "0 balances best and lets large prompts wait for minutes.",
-    )
-    r_max: int = Field(8, ge=1, le=64, description="Candidates that stage 2 looks at (the paper: 4).")
-    candidate_order: Literal["fifo", "ascending", "descending"] = Field(
-        "fifo",
-        description="Order in which stage 2 takes its candidates: by arrival or by prompt size. Both "
-        "size orders starve.",
-    )
-    slack_placement: Literal["free_slots", "load"] = Field(
-        "load",
-        description="Where requests go when everything waiting fits: to the lightest worker, or to the "
-        "one with most free "
-        "slots as the paper prints it (imbalance 2 to 3 times that of least_kv at low load).",
-    )
-    guard: Literal["pool", "head"] = Field(
-        "pool",
-        description="When no subset has a positive score, admit the single best request of the whole "
-        "pool, or of the "
-        "candidates only (as printed).",
-    )
-    max_wait_s: SecondsOrEndless | None = Field(
-        None,
-        description="Pool wait after which a request goes before all younger ones of its priority; up to 6 times that "
-        "for prompts far above the mean (2.1 times with level_fit), and never more than three quarters of "
-        "pool.ttl_s. Unset: 60, or half of pool.ttl_s where that is less. .inf: nobody goes first for "
+    `default=None`: what unset means depends on other settings.
+    """
+    knob = ALL[name]
+    default = unset["default"] if unset else knob.default
+    meaning = f"{knob.meaning} {more}".rstrip()
+    if knob.least is None or knob.most is None or knob.endless:  # its type says what it may be
+        return Field(default, description=meaning)
+    number = int if isinstance(knob.default, int) else float
+    least, most = number(knob.least), number(knob.most)
+    over, at_least = (least, None) if knob.above_least else (None, least)
+    return Field(default, gt=over, ge=at_least, le=most, description=meaning)
+
+
+class Routing(Section):
+    """Which request goes to which decode worker, and when: the knobs of `core/knobs.py`."""
+
+    policy: PolicyName = _knob("policy")
+    horizon_steps: int = _knob("horizon_steps", f"`auto`: {ALL['horizon_steps'].default} with horizon_auto.")
+    alpha: float = _knob("alpha")
+    beta: float | None = _knob("beta")
+    gamma: float = _knob("gamma")
+    s_greedy: int = _knob("s_greedy")
+    r_max: int = _knob("r_max")
+    candidate_order: CandidateOrder = _knob("candidate_order")
+    slack_placement: SlackPlacement = _knob("slack_placement")
+    guard: Guard = _knob("guard")
+    max_wait_s: SecondsOrEndless | None = _knob(
+        "max_wait_s",
+        f"Unset: {ALL['max_wait_s'].default:g}, or half of pool.ttl_s where that is less. .inf: nobody goes first for "
         "having waited, until pool.ttl_s.",
+        default=None,
     )
-    hold_s: SecondsOrEndless = Field(
-        0.5,
-        description="How long level_fit and target_fit may hold a request back in slack when it would raise the "
-        "envelope, level_fit where half of all slots are in use; 0 = never, .inf = as long as it would.",
-    )
-    pool_bypass: bool = Field(
-        False,
-        description="Forward to a decoder as soon as the prefill is done, without a pool (br_0 only): an "
-        "earlier KV "
-        "transfer for less choice.",
-    )
-    bypass_margin: int = Field(
-        4,
-        ge=0,
-        le=4096,
-        description="With pool_bypass, requests in flight per worker beyond its decode slots.",
-    )
-    horizon_auto: bool = Field(
-        False,
-        description="Whether br_h looks ahead a sixth of the mean answer's length, and horizon_steps at most: short "
-        "answers want a short look.",
-    )
-    seed: int = Field(0, ge=0, le=2**63 - 1, description="Seed of the policies that draw at random or break ties so.")
+    hold_s: SecondsOrEndless = _knob("hold_s")
+    pool_bypass: bool = _knob("pool_bypass")
+    bypass_margin: int = _knob("bypass_margin")
+    horizon_auto: bool = _knob("horizon_auto")
+    seed: int = _knob("seed")
     options: Annotated[dict[str, Any], AfterValidator(_options)] = Field(
         default_factory=dict, description="Keyword arguments of a policy of your own; the others take none."
     )
@@ -872,7 +835,7 @@ class Config(Section):
     def max_wait_s(self) -> float:
         """Pool wait after which a request goes first, in seconds."""
         given = self.routing.max_wait_s
-        return min(MAX_WAIT_S, self.pool_ttl_s / 2) if given is None else given
+        return min(PolicySettings().max_wait_s, self.pool_ttl_s / 2) if given is None else given
 
     @property
     def beta(self) -> float | None:
@@ -914,6 +877,11 @@ class Config(Section):
                 f"listen = {self.listen.host}:{self.listen.port}: decode workers call the router back "
                 "(mooncake_layerwise) and can't reach it there; set layerwise.callback_url, such as "
                 "http://10.0.0.5:8000, or listen on one address and port"
+            )
+        if self.connector == "mooncake_layerwise" and self.decode.overlap_requests != 0:
+            yield (
+                f"decode.overlap_requests = {self.decode.overlap_requests}: accepted only where prefill comes first; "
+                "mooncake_layerwise prefills when a decode worker asks"
             )
         if self.layerwise.callback_url is not None and self.connector != "mooncake_layerwise":
             yield (

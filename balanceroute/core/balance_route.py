@@ -40,7 +40,7 @@ HORIZON_SHARE = 1 / 6  # of the mean answer: 5 steps for answers of 28 tokens, 8
 
 @dataclass(frozen=True, slots=True)
 class BalanceRouteParams:
-    """The knobs; `PolicySettings` has their defaults.
+    """The knobs; `core/knobs.py` has their defaults.
 
     `beta` None means G, the number of decode workers in the barrier (BR-0's own penalty). `horizon_steps` 0 is BR-0;
     with `horizon_auto` it is the most steps that are looked ahead, and answers decide how many are (`horizon_of`).
@@ -56,7 +56,7 @@ class BalanceRouteParams:
     slack_placement: str
     guard: str
     max_wait_s: float
-    horizon_auto: bool = False
+    horizon_auto: bool
 
 
 class Margins(Protocol):

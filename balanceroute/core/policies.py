@@ -3,48 +3,15 @@
 import difflib
 import math
 from collections.abc import Callable, Iterable
-from dataclasses import asdict, dataclass
 from typing import Any
 
 from balanceroute.core.balance_route import BalanceRoute, BalanceRouteParams
 from balanceroute.core.baselines import ASSIGN_AT_ONCE, PoolFifo
+from balanceroute.core.knobs import ALL, BR_H_BETA, DEFAULTS, Option, PolicySettings, accepted, is_accepted
 from balanceroute.core.policy import AdmissionPolicy, StageTimer
 from balanceroute.core.pool_bypass import PoolBypass
 from balanceroute.core.target_fit import LEVEL_FIT, TARGET_FIT, TargetFit, TargetFitParams
 from balanceroute.errors import ConfigError, InputError
-
-BR_H_BETA = 43.0  # with gamma 0.86 the paper's own operating point, and the best here on both synthetic workloads
-
-
-Option = bool | int | float | str
-
-
-@dataclass(frozen=True, slots=True)
-class PolicySettings:
-    """Every knob of every policy; each policy reads its own. Times in seconds, see `BalanceRouteParams`.
-
-    The defaults are the product's (measured: short waits at about the same imbalance as the paper's), and those of the
-    configuration's `routing` section are the same.
-    """
-
-    policy: str = "level_fit"
-    horizon_steps: int = 80
-    alpha: float = 1.0
-    beta: float | None = None
-    gamma: float = 0.86
-    s_greedy: int = 4
-    r_max: int = 8
-    candidate_order: str = "fifo"
-    slack_placement: str = "load"
-    guard: str = "pool"
-    max_wait_s: float = 60.0
-    hold_s: float = 0.5
-    pool_bypass: bool = False
-    bypass_margin: int = 4
-    horizon_auto: bool = False
-    seed: int = 0
-    options: tuple[tuple[str, Option], ...] = ()
-    """Names and values that the class of a policy of one's own is called with; none for the others."""
 
 
 def _balance_route(settings: PolicySettings, stage_timer: StageTimer | None) -> AdmissionPolicy:
@@ -121,29 +88,6 @@ def unknown_policy(name: str, others: Iterable[str] = ()) -> str:
     return f"policy {name!r:.60} is unknown; {hint}accepted: {', '.join(names)}"
 
 
-CHOICES = {
-    "candidate_order": ("fifo", "ascending", "descending"),
-    "slack_placement": ("free_slots", "load"),
-    "guard": ("pool", "head"),
-}
-# the least and the most of every number: those of the configuration's `routing` section
-BOUNDS = {
-    "horizon_steps": (0, 4096),
-    "alpha": (0, 1_000_000),
-    "beta": (0, 1_000_000),
-    "gamma": (0, 1),
-    "s_greedy": (0, 65_536),
-    "r_max": (1, 64),
-    "max_wait_s": (0, 86_400),
-    "hold_s": (0, 86_400),
-    "bypass_margin": (0, 4096),
-    "seed": (0, 2**63 - 1),
-}
-ABOVE_LEAST = ("alpha", "gamma")  # their least itself is not accepted
-ENDLESS = ("max_wait_s", "hold_s")  # accepted beyond their most: infinity, which is null in JSON
-DEFAULTS = {name: value for name, value in asdict(PolicySettings()).items() if name != "options"}
-
-
 def settings_to_dict(settings: PolicySettings) -> dict[str, Any]:
     """The policy's name and its `params`, JSON-ready; null is beta None, and a time without limit."""
     params: dict[str, Any] = {key: getattr(settings, key) for key in DEFAULTS}
@@ -161,7 +105,8 @@ def settings_from_dict(data: dict[str, Any]) -> PolicySettings:
     if not isinstance(params, dict):
         raise InputError(f"params: expected an object, found {params!r:.60}")
     known = [key for key in DEFAULTS if key != "policy"]
-    params = {key: math.inf if value is None and key in ENDLESS else value for key, value in params.items()}
+    endless = {key for key, knob in ALL.items() if knob.endless}
+    params = {key: math.inf if value is None and key in endless else value for key, value in params.items()}
     options = options_from(params.pop("options", {}))
     for key, value in params.items():
         if key not in known:
@@ -180,31 +125,3 @@ def options_from(given: object) -> tuple[tuple[str, Option], ...]:
     if not all(isinstance(key, str) and isinstance(value, Option) for key, value in options.items()):
         raise InputError(f"params.options: expected names with plain values, found {given!r:.60}")
     return tuple(options.items())
-
-
-def is_accepted(key: str, value: object) -> bool:
-    """Whether the knob `key` may have this value."""
-    default = DEFAULTS[key]
-    if key in CHOICES:
-        return value in CHOICES[key]
-    if isinstance(default, bool) or isinstance(value, bool):
-        return isinstance(default, bool) and isinstance(value, bool)
-    if value is None:
-        return default is None
-    if not isinstance(value, int if isinstance(default, int) else int | float):
-        return False
-    least, most = BOUNDS[key]
-    within = least < value <= most if key in ABOVE_LEAST else least <= value <= most
-    return within or (key in ENDLESS and value == math.inf)
-
-
-def accepted(key: str) -> str:
-    """What the knob `key` may be, in words."""
-    if key in CHOICES:
-        return " or ".join(CHOICES[key])
-    if isinstance(DEFAULTS[key], bool):
-        return "true or false"
-    least, most = BOUNDS[key]
-    kind = "whole number" if isinstance(DEFAULTS[key], int) else "number"
-    bounds = f"above {least} and at most {most}" if key in ABOVE_LEAST else f"from {least} to {most}"
-    return f"a {kind} {bounds}" + (", or inf" if key in ENDLESS else ", or null" if DEFAULTS[key] is None else "")

@@ -29,7 +29,7 @@ class PoolBypass:
     waits_for_slots = False
     horizon_steps = 0
 
-    def __init__(self, alpha: float = 1.0, beta: float | None = None, margin: int = 4) -> None:
+    def __init__(self, alpha: float, beta: float | None, margin: int) -> None:
         self.alpha = alpha
         self.beta = beta
         self.margin = margin

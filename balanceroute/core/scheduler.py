@@ -40,7 +40,8 @@ from dataclasses import dataclass
 from heapq import heappop, heappush
 from operator import attrgetter
 
-from balanceroute.core.policies import PolicySettings, make_policy
+from balanceroute.core.knobs import PolicySettings
+from balanceroute.core.policies import make_policy
 from balanceroute.core.policy import AdmissionPolicy, Choice, StageTimer
 from balanceroute.core.prefill import PREFILL_POLICIES, SHARED_BY, PrefillPolicy, cheapest, ready_prefillers
 from balanceroute.core.prefill_work import work_tokens
@@ -55,6 +56,7 @@ from balanceroute.core.types import (
     RejectReason,
     Release,
     RequestSpec,
+    Standing,
     WorkerSpec,
     WorkerState,
 )
@@ -81,6 +83,8 @@ class SchedulerConfig:
         refresh_every_tokens: dT, generated tokens between predictor refreshes (H/2); None without a predictor.
         ageing: seconds of waiting for a prefiller that weigh as one of the own prefill; 0: first come first served.
         decode_first: whether a decode worker is chosen before the prefill; `max_pooled` then refuses arrivals.
+        overlap_requests: requests that each decode worker is sent beyond its slots (m, `core.overlap`); None: as many
+            as measured transfers need.
         lock_step: whether the driver steps the engine itself (`start`, `step`) instead of reporting `progress`.
     """
 
@@ -95,6 +99,7 @@ class SchedulerConfig:
     decode_first: bool = False
     prefill_policy: str = "least_tokens"
     ageing: float = AGEING
+    overlap_requests: int | None = 0
 
 
 class Scheduler:
@@ -128,6 +133,7 @@ class Scheduler:
                 prefiller.cache.clear()  # what is sent under a policy that knows no prefixes is not taken down
             self.snapshot.shared_prefixes.clear()
         self.config = config
+        self._size_overlap()
         self.snapshot.longest_wait_s = PATIENCE_SHARE * config.pool_ttl_s
         self.prefill_policy = PREFILL_POLICIES[config.prefill_policy]
 
@@ -326,13 +332,46 @@ class Scheduler:
 
     def admit(self, now: float) -> list[Admit]:
         """Let the policy bind waiting requests to decode workers, and charge each at once."""
-        admissions: list[Admit] = []
         self._promote(now)
-        for choice in self.policy.decide(self.snapshot, now):
-            self._bind(choice, now)
-            admissions.append(Admit(choice.request.id, choice.worker.spec.id, choice.stage, choice.score))
+        admissions = self._decide(now)
+        if self.config.overlap_requests != 0 and self.policy.waits_for_slots and len(self.snapshot.pool):
+            admissions += self._send_ahead(now)
         self._since_promotion += len(admissions)
         return admissions
+
+    def _decide(self, now: float, ahead: bool = False) -> list[Admit]:
+        admissions: list[Admit] = []
+        for choice in self.policy.decide(self.snapshot, now):
+            choice.request.sent_ahead = ahead
+            self._bind(choice, now)
+            admissions.append(Admit(choice.request.id, choice.worker.spec.id, choice.stage, choice.score))
+        return admissions
+
+    def _send_ahead(self, now: float) -> list[Admit]:
+        """Let the policy choose for slots that are still to come, once it has filled those that are free.
+
+        It sees workers with m slots more, and the loads of those that run and of those that were sent ahead: every
+        worker has as many departures before the next one starts, so that these loads differ as they will then.
+        """
+        self._size_overlap()
+        snapshot = self.snapshot
+        if snapshot.free_slots or not snapshot.has_room:
+            return []
+        for worker in snapshot.workers:
+            worker.own_slots += worker.ahead
+        try:
+            return self._decide(now, ahead=True)
+        finally:
+            for worker in snapshot.workers:
+                worker.own_slots -= worker.ahead
+
+    def _size_overlap(self) -> None:
+        """Set how many requests each decode worker may be sent ahead of its slots. O(G)."""
+        fixed, snapshot = self.config.overlap_requests, self.snapshot
+        for worker in snapshot.workers:
+            slots = worker.spec.slots
+            measured = snapshot.overlap.requests(slots, snapshot.means.answer_tokens)
+            worker.ahead = measured if fixed is None else min(slots, fixed)
 
     def recheck_s(self, now: float) -> float:
         """When to call `admit` again even if nothing happens until then; infinite for policies that never hold.
@@ -351,9 +390,18 @@ class Scheduler:
         self._project(tracker, worker, -1)
         tracker.running, tracker.joined_step = True, worker.steps
         worker.running += 1
+        self._see_first_token(tracker, now)
         self._project(tracker, worker, 1)
         self._schedule_refresh(tracker)
         self._unpin(tracker)
+
+    def began(self, request_id: str, now: float) -> None:
+        """Its first token came at `now`: what is measured to size the overlap (`SchedulerConfig.overlap_requests`)."""
+        self._see_first_token(self._find(request_id, Phase.DECODING), now)
+
+    def _see_first_token(self, tracker: RequestTracker, now: float) -> None:
+        tracker.began_s = now
+        self.snapshot.overlap.see_first_token(now - tracker.admitted_s, tracker.sent_ahead)
 
     def progress(self, request_id: str, tokens: int, now: float) -> None:
         """The request has generated `tokens` more. The relay's path: O(1), whatever is active."""
@@ -461,6 +509,8 @@ class Scheduler:
         phase, pinned_at = tracker.phase, self._let_go(tracker, now)
         if outcome is Outcome.FINISHED:
             self.snapshot.means.see_answer(tracker.age_tokens)
+            if tracker.began_s < math.inf:
+                self.snapshot.overlap.see_answer(now - tracker.began_s, tracker.counted)
         tracker.phase = Phase.GONE
         del self.snapshot.requests[request_id]
         return Release(request_id, outcome, phase, pinned_at)
@@ -478,6 +528,74 @@ class Scheduler:
         late = [tracker for tracker in self.snapshot.pool if tracker.ready_s < pool_limit]
         late += [t for t in self.snapshot.queued.values() if t.arrived_s < queue_limit and not t.requeues]
         return late
+
+    # -- taking over ------------------------------------------------------------------------------------------
+
+    def adopt(self, standing: Standing, now: float) -> bool:
+        """A request that another scheduler has let in goes on here, where it stands; False: it can't.
+
+        It can't where a worker that it names is not here, or has no room for it: then it is unknown here, and whoever
+        holds it must end it. Nothing is refused for being one too many in a queue. No decision may come between the
+        requests of one predecessor: a slot that is given away before they all are here is one that another holds.
+        """
+        spec, phase = standing.spec, standing.phase
+        prefiller = self._known_prefiller(standing.prefiller)
+        worker = next((w for w in self.snapshot.workers if w.spec.id == standing.decoder), None)
+        waits = self.policy.waits_for_slots
+        needs_prefiller = phase is Phase.PREFILLING or standing.pushing
+        if needs_prefiller and prefiller is None:
+            return False
+        if phase is Phase.DECODING and (worker is None or (waits and len(worker.active) >= worker.spec.slots)):
+            return False
+        tracker = self._register(spec, now - standing.waited_s)
+        tracker.prompt_tokens, tracker.earlier_tokens = standing.prompt_tokens, standing.earlier_tokens
+        tracker.requeues = standing.requeues
+        if phase is Phase.QUEUED:
+            self._enqueue(tracker)
+        elif phase is Phase.PREFILLING:
+            assert prefiller is not None
+            tracker.phase = phase
+            self._prefilling += 1
+            self._begin_prefill(tracker, prefiller, now)
+        elif phase is Phase.POOLED:
+            self._pin(tracker, prefiller)
+            self._pool(tracker, standing.prompt_tokens, now - standing.ready_s, None)
+        else:
+            assert worker is not None
+            self._seat(tracker, worker, now)
+            self._adopt_decoding(tracker, worker, standing, prefiller, now)
+        return True
+
+    def _adopt_decoding(
+        self,
+        tracker: RequestTracker,
+        worker: DecodeInstanceState,
+        standing: Standing,
+        prefiller: PrefillerBudget | None,
+        now: float,
+    ) -> None:
+        if standing.tokens:
+            self.progress(tracker.id, standing.tokens, now)
+        if standing.asking:
+            self.snapshot.asking[tracker.id] = tracker
+        elif standing.pushing and prefiller is not None:
+            tracker.pushing = True
+            self.snapshot.pushing_tokens += tracker.prompt_tokens
+            self._begin_prefill(tracker, prefiller, now)
+        elif not standing.tokens:
+            self._pin(tracker, prefiller)
+        if self.config.refresh_every_tokens is not None and tracker.refresh_due_at < math.inf:
+            tracker.refresh_due_at = math.inf  # nothing is forecast of it here yet
+            self._due.append(tracker)
+
+    def _known_prefiller(self, worker_id: str) -> PrefillerBudget | None:
+        return next((p for p in self.snapshot.prefillers if p.spec.id == worker_id), None)
+
+    def _pin(self, tracker: RequestTracker, prefiller: PrefillerBudget | None) -> None:
+        if prefiller is not None:
+            prefiller.pinned += 1
+            prefiller.pinned_tokens += tracker.prompt_tokens
+            tracker.prefiller, tracker.pinned_tokens = prefiller, tracker.prompt_tokens
 
     # -- the moves between phases -----------------------------------------------------------------------------
 
@@ -653,8 +771,12 @@ class Scheduler:
         tracker, worker = choice.request, choice.worker
         self.snapshot.pool.remove(tracker)
         self.snapshot.means.see_wait(now - tracker.ready_s)
+        self._seat(tracker, worker, now)
+
+    def _seat(self, tracker: RequestTracker, worker: DecodeInstanceState, now: float) -> None:
         tracker.phase, tracker.worker, tracker.admitted_s = Phase.DECODING, worker, now
         tracker.counted, tracker.joined_step = 0, worker.steps
+        tracker.began_s = math.inf
         tracker.running = not self.config.lock_step
         worker.active[tracker.id] = tracker
         worker.load += tracker.prompt_tokens

@@ -22,6 +22,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from balanceroute.core.overlap import Overlap
 from balanceroute.core.pool import PromptPool
 from balanceroute.core.prefill_work import FIRST_S_PER_TOKEN
 from balanceroute.core.prefix import SharedPrefixes
@@ -101,6 +102,7 @@ class ClusterSnapshot:
         self.pushing_tokens = 0
         self.pool = PromptPool()
         self.means = WorkloadMeans()
+        self.overlap = Overlap()
         self.projection = Projection(0, horizon_steps)
         self.alike = True  # whether every worker has speed 1 and charges nothing per request, so that tokens are cost
         self.longest_wait_s = math.inf  # what may wait longer would leave the pool unserved
@@ -177,10 +179,10 @@ class ClusterSnapshot:
         return sum(worker.free_slots for worker in self.open_workers())
 
     @property
-    def has_free_slot(self) -> bool:
-        """Whether any worker that takes new requests has room. O(G), O(1) where the first has."""
+    def has_room(self) -> bool:
+        """Whether any worker may be sent another request, into a slot or ahead of one. O(G)."""
         for worker in self.workers:
-            if len(worker.active) < worker.own_slots and worker.state is WorkerState.UP:
+            if len(worker.active) < worker.own_slots + worker.ahead and worker.state is WorkerState.UP:
                 return True
         return False
 

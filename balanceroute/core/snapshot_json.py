@@ -54,6 +54,7 @@ def _worker(worker: DecodeInstanceState, horizon_steps: int) -> dict[str, Any]:
         "speed": worker.spec.speed,
         "request_tokens": worker.spec.request_tokens,
         "load_tokens": worker.load,
+        "ahead": worker.ahead,
         "reported": worker.reported,
         "foreign": {
             "requests": worker.foreign_requests,

@@ -6,7 +6,8 @@ taken home: the policy made from the document, on the snapshot made from it, dec
 
 from typing import Any
 
-from balanceroute.core.policies import PolicySettings, make_policy, settings_from_dict, settings_to_dict
+from balanceroute.core.knobs import PolicySettings
+from balanceroute.core.policies import make_policy, settings_from_dict, settings_to_dict
 from balanceroute.core.policy import AdmissionPolicy
 from balanceroute.core.snapshot import ClusterSnapshot
 from balanceroute.core.snapshot_json import snapshot_from_dict, snapshot_to_dict

@@ -38,6 +38,8 @@ class RequestTracker:
     ready_s: float = 0.0
     overdue_s: float = math.inf
     admitted_s: float = 0.0
+    sent_ahead: bool = False  # its worker had no slot for it when it was admitted
+    began_s: float = math.inf  # when its first token came, where that is told
     counted: int = 0
     joined_step: int = 0
     refreshed_remaining: float = math.inf
@@ -97,6 +99,9 @@ class DecodeInstanceState:
 
     `active` and `load` are our own ledger. What others run on the worker (a second router, direct clients) stands apart
     as `foreign_requests` and `foreign_tokens`; decisions weigh both: `free_slots`, `occupied`, `step_load`.
+
+    `ahead` (m): how many requests of ours may be there beyond `own_slots`, to have their KV moved while others run
+    (`core.overlap`).
     """
 
     spec: WorkerSpec
@@ -110,6 +115,7 @@ class DecodeInstanceState:
     foreign_requests: int = 0
     foreign_tokens: int = 0
     least_own_slots: int = 0
+    ahead: int = 0
     own_slots: int = field(init=False)  # B less what others hold: how many of ours may be active
 
     def __post_init__(self) -> None:
@@ -124,6 +130,11 @@ class DecodeInstanceState:
     def free_slots(self) -> int:
         """cap_g: room for more active requests; 0 unless the worker is up."""
         return max(0, self.own_slots - len(self.active)) if self.state is WorkerState.UP else 0
+
+    @property
+    def has_room(self) -> bool:
+        """Whether another request may be sent there: into a slot, or ahead of one."""
+        return len(self.active) < self.own_slots + self.ahead and self.state is WorkerState.UP
 
     @property
     def occupied(self) -> int:

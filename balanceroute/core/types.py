@@ -92,6 +92,30 @@ class RequestSpec:
 
 
 @dataclass(slots=True)
+class Standing:
+    """A request that is under way, as one who has not seen its past has to know it: see `Scheduler.adopt`.
+
+    Args: waited_s: since its arrival. ready_s: since it came to the pool last. prompt_tokens: with the tokens of
+    earlier lives (`earlier_tokens`); `tokens`: generated in this one. prefiller: who computes its prompt, or keeps its
+    KV; decoder: which it is bound to; "" for none. asking, pushing: decode first, it waits for a prefiller while it is
+    bound, or one computes its prompt.
+    """
+
+    spec: RequestSpec
+    phase: Phase
+    prompt_tokens: int
+    waited_s: float = 0.0
+    ready_s: float = 0.0
+    prefiller: str = ""
+    decoder: str = ""
+    tokens: int = 0
+    earlier_tokens: int = 0
+    requeues: int = 0
+    asking: bool = False
+    pushing: bool = False
+
+
+@dataclass(slots=True)
 class Prefill:
     """Send the request's probe to this prefiller."""
 

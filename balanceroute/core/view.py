@@ -17,7 +17,8 @@ class DecoderView:
 
     Args: active, load_tokens: our own ledger. foreign_requests, foreign_tokens: what others run there. free_slots: 0
     unless it is up. mean_request_tokens: KV tokens of one of our requests there; of a mean prompt where there is none.
-    engine_waiting: requests in the engine's own queue, by its last report.
+    engine_waiting: requests in the engine's own queue, by its last report. ahead: how many of ours may be
+    there beyond its slots.
     """
 
     id: str
@@ -30,6 +31,7 @@ class DecoderView:
     foreign_tokens: int
     mean_request_tokens: float
     engine_waiting: int
+    ahead: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,6 +108,7 @@ def view_decoder(snapshot: ClusterSnapshot, worker: DecodeInstanceState) -> Deco
         foreign_tokens=worker.foreign_tokens,
         mean_request_tokens=worker.load / active if active else snapshot.means.prompt_tokens,
         engine_waiting=int(worker.reported.get("num_requests_waiting", 0.0)),
+        ahead=worker.ahead,
     )
 
 

@@ -68,6 +68,7 @@ class DecodeWorker(Worker):
             KvBlocks(shape.decode_blocks, shape.block_size),
             preemption=shape.preemption,
             recompute_s_per_token=1.0 / shape.prefill_tokens_per_s,
+            transfers_beside_full=shape.transfers_beside_full,
         )
         self._wake = wake
         self._post_json = post_json
@@ -137,6 +138,7 @@ class DecodeWorker(Worker):
             tokens,
             count,
             transfer_s=self._transfer_s(plan, tokens),
+            local=plan.reaction is Reaction.LOCAL,
             call=call,
             choice=choice,
             plan=plan,
@@ -224,7 +226,7 @@ class DecodeWorker(Worker):
             self._wake.set()
 
     def admitted(self, generation: Generation) -> None:
-        """It has its slot and blocks; the layerwise connector now asks for the prefill."""
+        """It has its blocks; the layerwise connector now asks for the prefill."""
         if generation.plan and generation.plan.reaction is Reaction.PUSHED and not generation.preemptions:
             self._spawn(self._call_metaserver(generation))
         elif generation.plan and isinstance(generation.plan.source, RemotePins) and not generation.preemptions:

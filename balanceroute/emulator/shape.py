@@ -13,6 +13,7 @@ class ClusterShape:
 
     A URL has `ranks_per_url` decode ranks behind it (1: one server per rank, what vllm-ascend recommends);
     all decode ranks share one barrier. time_scale: real seconds per modelled second.
+    transfers_beside_full: whether a decode rank begins a transfer while all its slots are in use, which vLLM does not.
     prefix_caching: whether prefillers skip the blocks that they have; prompt_tokens_details: whether answers say how
     many tokens that were.
     """
@@ -33,6 +34,7 @@ class ClusterShape:
     prefill_lanes: int = 1
     transfer_s: float = 0.005
     transfer_s_per_token: float = 1e-6
+    transfers_beside_full: bool = False
     lease_s: float | None = None
     preemption: Preemption = Preemption.POP_LAST
     lengths: OutputLengths = field(default_factory=OutputLengths)

@@ -3,9 +3,14 @@
 A request on a rank is in one of three places, in this order:
 
     waiting ------------> transferring -----------> running --> finished | recomputed | removed
-      FIFO; no slot,        holds a slot and          one token per step;
-      no blocks             its blocks; its KV        `load` counts it
-                            is on the way             (preempted: back to the front of waiting)
+      FIFO; no slot,        holds its blocks,         holds a slot; one token per step;
+      no blocks             no slot; its KV is        `load` counts it
+                            on the way                (preempted: back to the front of waiting)
+
+Transfers begin as in vLLM (0.32.0, v1/core/sched/scheduler.py, `schedule`): in a step that finds a free slot, those of
+all waiting requests whose blocks fit; requests whose KV has come are taken first. So while all slots are in use nothing
+begins, and a request on the way keeps no other from a slot. `transfers_beside_full` lets them begin at any time. Only
+what the rank computes itself (`local`) holds a slot meanwhile.
 
 A balancer inside the engine may let a running request stand still (`pause`, `resume`): it keeps its slot and its KV, is
 no load and gets no token.
@@ -56,14 +61,15 @@ class Place(StrEnum):
 class EngineRequest:
     """One sequence on a decode rank; drivers may subclass it to carry what is theirs.
 
-    output_tokens: it finishes after so many. transfer_s: from getting its slot and blocks to being able to
-    run.
+    output_tokens: it finishes after so many. transfer_s: from getting its blocks to being able to run. local: the rank
+    computes its KV itself, in the batch.
     """
 
     id: str
     prompt_tokens: int
     output_tokens: int
     transfer_s: float = 0.0
+    local: bool = False
     generated: int = 0
     ready_s: float = math.inf
     place: Place = Place.GONE
@@ -98,7 +104,7 @@ class StepOutcome(Generic[R]):
 
 @dataclass(slots=True)
 class StepPlan(Generic[R]):
-    """What a step begins with: its duration in seconds, who got a slot, and whose KV has arrived."""
+    """What a step begins with: its duration in seconds, whose transfer begins, and who runs from now on."""
 
     duration_s: float
     admitted: list[R] = field(default_factory=list)
@@ -118,6 +124,7 @@ class DecodeRank(Generic[R]):
         preemption: Preemption = Preemption.RECOMPUTE_LOCALLY,
         recompute_s_per_token: float = 0.0,
         speed: float = 1.0,
+        transfers_beside_full: bool = False,
     ) -> None:
         if slots < 1 or not speed > 0:
             raise ConfigError(f"decode rank: slots and speed must be positive, got {slots} and {speed}")
@@ -126,6 +133,7 @@ class DecodeRank(Generic[R]):
         self.preemption = preemption
         self.recompute_s_per_token = recompute_s_per_token
         self.speed = speed
+        self.transfers_beside_full = transfers_beside_full
         self.load = 0  # tokens of the running requests: L_g
         self.stalled = False  # frozen by a fault: keeps what it has, moves nothing
         self.preemptions = 0  # requests sent back to the queue so far
@@ -135,11 +143,12 @@ class DecodeRank(Generic[R]):
         self.paused: dict[str, R] = {}
         self.popped: list[R] = []  # told in the next `end_step`
         self._preempted: list[R] = []
+        self._computing = 0  # local ones among the transferring
 
     @property
     def free_slots(self) -> int:
-        """Slots that no running, paused or transferring request holds."""
-        return self.slots - len(self.running) - len(self.paused) - len(self.transferring)
+        """Slots that no request holds."""
+        return self.slots - len(self.running) - len(self.paused) - self._computing
 
     @property
     def busy(self) -> bool:
@@ -164,12 +173,12 @@ class DecodeRank(Generic[R]):
         self.waiting[request.id] = request
 
     def admit(self, now: float) -> list[R]:
-        """Give slots and blocks to waiting requests, first come first served; returns those whose KV is now
-        on its way.
-        """
+        """Give blocks to waiting requests, first come first served; returns those whose KV is now on its way."""
         admitted: list[R] = []
-        while self.waiting and self.free_slots > 0:
+        while self.waiting:
             request = next(iter(self.waiting.values()))
+            if self.free_slots <= 0 and (request.local or not self.transfers_beside_full):
+                break
             # the first token's KV is part of the claim, so that a fresh request evicts nobody in its first
             # step
             if self.kv and not self.kv.grow(request.id, request.kv_tokens + 1):
@@ -181,6 +190,7 @@ class DecodeRank(Generic[R]):
                 delay = self.recompute_s_per_token * request.kv_tokens
             request.ready_s = now + delay
             self.transferring[request.id] = request
+            self._computing += request.local
             admitted.append(request)
         return admitted
 
@@ -189,14 +199,26 @@ class DecodeRank(Generic[R]):
         self.transferring[request_id].ready_s = now
 
     def start_ready(self, now: float) -> list[R]:
-        """Move requests whose KV has arrived into the batch, in the order in which they got their slots."""
-        started = [request for request in self.transferring.values() if request.ready_s <= now]
-        for request in started:
+        """Move requests whose KV has arrived into the batch, in the order in which they got their blocks."""
+        started: list[R] = []
+        for request in [request for request in self.transferring.values() if request.ready_s <= now]:
+            if self.free_slots <= 0 and not request.local:
+                continue
             del self.transferring[request.id]
+            self._computing -= request.local
             request.place = Place.RUNNING
             self.running[request.id] = request
             self.load += request.kv_tokens
+            started.append(request)
         return started
+
+    def begin_step(self, now: float) -> tuple[list[R], list[R]]:
+        """Fill the batch, begin transfers and make room for a token each: (whose transfer begins, who starts)."""
+        started = self.start_ready(now)
+        admitted = self.admit(now)
+        started += self.start_ready(now)  # where a transfer takes no time
+        self.make_room()
+        return admitted, started
 
     def pause(self, request_id: str) -> None:
         """Let a running request stand still."""
@@ -253,6 +275,8 @@ class DecodeRank(Generic[R]):
             raise InvariantError(f"decode rank: {request_id} is not here")
         if request.place is Place.RUNNING:
             self.load -= request.kv_tokens
+        elif request.place is Place.TRANSFERRING:
+            self._computing -= request.local
         if self.kv and self.kv.holds(request_id):
             self.kv.release(request_id)
         request.place = Place.GONE
@@ -297,6 +321,7 @@ class DecodeRank(Generic[R]):
             raise ConfigError(f"decode rank: one request alone ({last.id}) needs more KV blocks than the rank has")
         self.remove(last.id)
         last.preemptions += 1
+        last.local = True
         last.place = Place.WAITING
         self.preemptions += 1
         self._preempted.append(last)
@@ -335,9 +360,9 @@ class DecodeGroup(Generic[R]):
         plan: StepPlan[R] = StepPlan(0.0)
         for rank in self.ranks:
             if not rank.stalled:
-                plan.admitted += rank.admit(now)
-                plan.started += rank.start_ready(now)
-                rank.make_room()
+                admitted, started = rank.begin_step(now)
+                plan.admitted += admitted
+                plan.started += started
         plan.duration_s = self.duration_s()
         return plan
 

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator, Mapping
 
-from balanceroute.core.policies import Option
+from balanceroute.core.knobs import Option
 from balanceroute.prediction import FinishedRequest, LearnedPredictor, Predictor, build_predictor
 from balanceroute.traces import Trace
 

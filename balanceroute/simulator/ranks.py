@@ -1,8 +1,12 @@
 """The simulated decode workers: what really runs, whatever the router believes.
 
-A request bound to a worker waits in its queue (FIFO) until a slot is free and its KV fits, then holds the slot, spends
-`transfer_steps` on the way, and runs: its KV grows by one token per step until it is done. All sums are kept by
-addition; a step costs O(G) plus the requests that end on it, not the number that run.
+A request bound to a worker waits in its queue (FIFO) until its transfer begins, is on the way for `transfer_steps`, and
+runs once a slot is free: its KV grows by one token per step until it is done. All sums are kept by addition; a step
+costs O(G) plus the requests that end on it, not the number that run.
+
+**When transfers begin** is as in vLLM: in a step that begins with a free slot, for every queued request whose KV fits;
+a request on the way holds its KV and no slot; those whose KV has come start first (`engine.decode` has the source).
+With `transfers_beside_full` they begin as soon as the request is there.
 """
 
 from collections import defaultdict, deque
@@ -23,8 +27,8 @@ class Rank:
     running: dict[int, int] = field(default_factory=dict)  # request -> step on which it started, oldest first
 
     @property
-    def taken(self) -> int:
-        """Slots that are held."""
+    def held(self) -> int:
+        """Requests whose KV is there or on the way."""
         return len(self.moving) + len(self.running)
 
 
@@ -41,7 +45,7 @@ class Ranks:
         self.home = [-1] * len(prompt_tokens)
         self.ending: defaultdict[int, list[int]] = defaultdict(list)  # step -> requests that may end before it
         self.ends_at = [-1] * len(prompt_tokens)  # the step that counts: -1 while not running
-        self.queued = 0
+        self.in_queues = 0  # requests in the queues, without those that a balancer has paused
         self.paused: set[int] = set()  # by the engine's balancer; they stand in their rank's queue
         self.balancer: DpBalancer | None = None
         self.planned: list[set[int]] = [set() for _ in self.ranks]  # what the balancer lets each rank run next
@@ -53,25 +57,41 @@ class Ranks:
         """The router sent the request to this worker."""
         self.home[request] = rank
         self.ranks[rank].queue.append(request)
-        self.queued += 1
+        self.in_queues += 1
 
-    def fill(self, step: int) -> tuple[list[int], list[int]]:
-        """Give free slots to queued requests, and start what has arrived: (got a slot, starts to run)."""
-        seated: list[int] = []
+    def fill(self, step: int) -> list[int]:
+        """Start what has come, as far as slots are free, and begin transfers; the requests that start."""
         started: list[int] = []
         delay, slots = self.setting.transfer_steps, self.setting.slots
         for rank in self.ranks:
-            while rank.queue and rank.up and rank.taken < slots and self.fits(rank, rank.queue[0]):
-                request = rank.queue.popleft()
-                self.queued -= 1
-                seated.append(request)
-                rank.moving[request] = step + delay
             if rank.moving:
-                for request in [request for request, start in rank.moving.items() if start <= step]:
+                come = [request for request, start in rank.moving.items() if start <= step]
+                for request in come[: slots - len(rank.running)]:
                     del rank.moving[request]
                     self.run(request, rank, step)
                     started.append(request)
-        return seated, started
+            while rank.queue and rank.up and self.may_begin(rank) and self.fits(rank, rank.queue[0]):
+                request = rank.queue.popleft()
+                self.in_queues -= 1
+                if delay:
+                    rank.moving[request] = step + delay
+                else:
+                    self.run(request, rank, step)
+                    started.append(request)
+        return started
+
+    def may_begin(self, rank: Rank) -> bool:
+        """Whether the worker begins the transfer of a request that waits there."""
+        early = self.setting.transfers_beside_full and self.setting.transfer_steps > 0
+        return early or len(rank.running) < self.setting.slots
+
+    @property
+    def queued(self) -> int:
+        """Requests at workers that have no slot, nor one kept for them."""
+        if not self.setting.transfer_steps:
+            return self.in_queues
+        slots = self.setting.slots
+        return self.in_queues + sum(max(0, rank.held - slots) for rank in self.ranks)
 
     def follow_plan(self, step: int) -> tuple[list[int], list[int], list[int]]:
         """Run what the balancer planned after the last step, and let it plan: (got a slot, resumed, paused).
@@ -98,7 +118,7 @@ class Ranks:
                     self.paused.discard(request)
                     resumed.append(request)
                 else:
-                    self.queued -= 1
+                    self.in_queues -= 1
                     seated.append(request)
         self.planned = self.balancer.plan([self.batch(rank, step) for rank in self.ranks])
         return seated, resumed, paused
@@ -116,7 +136,7 @@ class Ranks:
             return True
         coming = sum(self.kv[other] for other in rank.moving)
         needed = self.loads[rank.index] + coming + self.kv[request]
-        return needed + rank.taken + 1 <= capacity
+        return needed + rank.held + 1 <= capacity
 
     def run(self, request: int, rank: Rank, step: int) -> None:
         """The request takes part in this step."""
@@ -175,7 +195,7 @@ class Ranks:
             self.take_off(request, rank, step)
             rank.moving[request] = step
         lost = [*rank.moving, *rank.queue]
-        self.queued -= len(rank.queue)
+        self.in_queues -= len(rank.queue)
         rank.moving.clear()
         rank.queue.clear()
         return lost
@@ -183,4 +203,4 @@ class Ranks:
     @property
     def active(self) -> int:
         """Requests that run or are on their way."""
-        return sum(rank.taken for rank in self.ranks)
+        return sum(rank.held for rank in self.ranks)

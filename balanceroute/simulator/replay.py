@@ -3,16 +3,8 @@
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from balanceroute.core.policies import (
-    BUILT_IN,
-    DEFAULTS,
-    KNOBS,
-    Option,
-    PolicySettings,
-    accepted,
-    is_accepted,
-    make_policy,
-)
+from balanceroute.core.knobs import DEFAULTS, Option, PolicySettings, accepted, is_accepted
+from balanceroute.core.policies import BUILT_IN, KNOBS, make_policy
 from balanceroute.core.policy import AdmissionPolicy, StageTimer
 from balanceroute.errors import ConfigError, InputError
 from balanceroute.plugins import check_predictor_name, learn_policy

@@ -21,6 +21,7 @@ WINDOW_STARTS_AT = 0.3  # of the requests admitted
 class Figures:
     """The figures of one simulation; the names are the keys of `replay --json`.
 
+    A wait ends with the step from which the request runs: it includes a KV transfer, and its time per token does not.
     Where workers differ in speed, loads count times the speed: equal ones take equal time. Prefill latencies are from
     arrival to the end of the prefill; `prefill_computed_ratio` is the share of prompt tokens that no prefix cache had.
     Pauses are those of a balancer inside the engine: seconds without a token.
@@ -95,7 +96,7 @@ class Recorder:
         self.decision_us = array("d")
 
     def admit(self, request: int, step: int, now: float) -> None:
-        """The request got a slot; only the first time counts."""
+        """The request runs from this step on; only the first time counts."""
         if self.admitted_s[request] >= 0:
             return
         self.admitted_s[request] = now

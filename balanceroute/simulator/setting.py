@@ -21,6 +21,7 @@ BOUNDS = {
     "telemetry_lag_steps": ("telemetry lag", 0, 10_000),
 }
 MOST_BLOCKS = 1_000_000
+MOST_OVERLAP = 65_536  # as in the configuration
 MOST_SPEED = 100.0  # as in the configuration's decode.workers
 SHORTEST_STEP_S = 1e-9
 LATEST_FAILURE_S = 1e9
@@ -50,7 +51,10 @@ class Setting:
         prefill_tokens_per_s: rate of one prefiller.
         prefill_policy: which prefiller computes a prompt (`core.prefill`).
         prefix_cache_tokens: what the prefix cache of one prefiller holds; 0: none.
-        transfer_steps: steps for which an admitted request holds its slot before it runs.
+        transfer_steps: steps that the KV of a request is on its way to its worker, before it can run.
+        transfers_beside_full: whether a worker whose slots are all in use begins a transfer; vLLM does not
+            (`simulator.ranks`).
+        overlap_requests: requests that the router sends each worker beyond its slots (m); None: as measured.
         telemetry_lag_steps: steps by which the router hears of starts, tokens and departures too late.
         kv_capacity_tokens: KV tokens that fit one worker; beyond, the last running request is recomputed.
         request_tokens: KV tokens that every request of the fullest worker costs like, beside its own (c).
@@ -71,6 +75,8 @@ class Setting:
     prefill_policy: str = "prefix_affinity"
     prefix_cache_tokens: int = 0
     transfer_steps: int = 0
+    transfers_beside_full: bool = False
+    overlap_requests: int | None = 0
     telemetry_lag_steps: int = 0
     kv_capacity_tokens: int | None = None
     request_tokens: int = 0
@@ -102,6 +108,8 @@ class Setting:
             )
         if self.prefill_policy not in PREFILL_POLICIES:
             raise InputError(f"prefill policy {self.prefill_policy!r:.60}: one of {', '.join(PREFILL_POLICIES)}")
+        if self.overlap_requests is not None and not 0 <= self.overlap_requests <= MOST_OVERLAP:
+            raise InputError(f"overlap {self.overlap_requests}: accepted is a whole number from 0 to {MOST_OVERLAP:,}")
         self.check_speeds()
         self.check_engine_balancer()
         for failure in self.failures:
@@ -126,6 +134,8 @@ class Setting:
         for name in ("prefillers", "transfer_steps", "telemetry_lag_steps", "kv_capacity_tokens", "failures"):
             if getattr(self, name):
                 raise InputError(f"engine balancer: it is not modelled together with {name.replace('_', ' ')}")
+        if self.overlap_requests != 0:
+            raise InputError("engine balancer: it is not modelled together with overlap requests")
 
     def check_failure(self, failure: Failure) -> None:
         """Raises: InputError where it names no worker of the cluster, or no span of time."""

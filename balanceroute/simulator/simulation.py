@@ -115,6 +115,7 @@ class Simulation:
             refresh_every_tokens=self.forecast.refresh_every_tokens,
             lock_step=self.ranks.balancer is None,  # else a running request may stand still: tokens are told one by one
             prefill_policy=setting.prefill_policy,
+            overlap_requests=setting.overlap_requests,
         )
         scheduler = Scheduler(self.policy, config)
         for name in self.tier.names:
@@ -239,7 +240,7 @@ class Simulation:
     def decide(self) -> None:
         """Let the policy run where there is something to decide, and bind what it admits."""
         snapshot = self.scheduler.snapshot
-        if not len(snapshot.pool) or (self.policy.waits_for_slots and not snapshot.free_slots):
+        if not len(snapshot.pool) or (self.policy.waits_for_slots and not snapshot.has_room):
             return
         if self.stage_timer is not None:
             self.stage_timer("begin")
@@ -259,10 +260,8 @@ class Simulation:
         if self.ranks.balancer is not None:
             self.follow_plan()
             return
-        seated, started = self.ranks.fill(self.steps)
-        for request in seated:
+        for request in self.ranks.fill(self.steps):
             self.recorder.admit(request, self.steps, self.t)
-        for request in started:
             self.forecast.started(request, self.steps, self.ranks.left[request])
             self.tell_start(request)
 

@@ -2,7 +2,8 @@
 
 import sys
 
-from balanceroute.core.policies import PolicySettings, make_policy
+from balanceroute.core.knobs import PolicySettings
+from balanceroute.core.policies import make_policy
 from balanceroute.errors import BalanceRouteError
 from balanceroute.plugins import learn_policy, make_predictor
 from balanceroute.simulator import parse_options, parse_params

@@ -42,7 +42,8 @@ import numpy
 
 from balanceroute import __version__
 from balanceroute.core import subset
-from balanceroute.core.policies import PolicySettings, make_policy
+from balanceroute.core.knobs import PolicySettings
+from balanceroute.core.policies import make_policy
 from balanceroute.core.scheduler import Scheduler, SchedulerConfig
 from balanceroute.core.types import Admit, Outcome, RequestSpec, Role, WorkerSpec
 

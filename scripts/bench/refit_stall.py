@@ -23,7 +23,8 @@ from typing import Any, BinaryIO
 import numpy as np
 
 from balanceroute import __version__
-from balanceroute.core.policies import PolicySettings, make_policy
+from balanceroute.core.knobs import PolicySettings
+from balanceroute.core.policies import make_policy
 from balanceroute.core.scheduler import Scheduler
 from balanceroute.core.types import RequestSpec, Role, WorkerSpec
 from balanceroute.prediction import AnchorPredictor, FinishedRequest, Refitter, build_predictor

@@ -4,7 +4,6 @@ import re
 import signal
 import sqlite3
 import subprocess
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -15,6 +14,7 @@ import pytest
 
 from tests.e2e.test_serve import PORTS, listening_port, process, wait_for
 from tests.ports import free_base_port
+from tests.waiting import block_until
 
 pytestmark = pytest.mark.e2e
 
@@ -47,12 +47,9 @@ class Served:
         assert found is not None, page
         return float(found[1])
 
-    def recorded(self, rows: float, timeout_s: float = 60.0) -> None:
+    def recorded(self, rows: float) -> None:
         """Wait until so many rows are in the file."""
-        deadline = time.monotonic() + timeout_s
-        while self.metric(ROWS) < rows:
-            assert time.monotonic() < deadline
-            time.sleep(0.05)
+        block_until(lambda: self.metric(ROWS) >= rows)
 
 
 @pytest.fixture(scope="module")

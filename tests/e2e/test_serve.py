@@ -21,6 +21,7 @@ import pytest
 from balanceroute.cli.emulate import DECODE_PORT_OFFSET
 from balanceroute.engine.tokens import FIRST_TRIPLE_ID, continuation, decode
 from tests.ports import free_base_port
+from tests.waiting import block_until
 
 pytestmark = pytest.mark.e2e
 
@@ -42,16 +43,14 @@ def process(*arguments: str, log: Path) -> Iterator[subprocess.Popen[bytes]]:
 
 
 def wait_for(url: str, log: Path, running: subprocess.Popen[bytes]) -> None:
-    deadline = time.monotonic() + 60  # a process starts slowly on a busy machine
-    while time.monotonic() < deadline:
-        if running.poll() is not None:
-            break
+    def answers() -> bool:
+        assert running.poll() is None, log.read_text()
         try:
-            if httpx.get(url, timeout=1, trust_env=False).status_code == 200:
-                return
+            return httpx.get(url, timeout=1, trust_env=False).status_code == 200
         except httpx.TransportError:
-            time.sleep(0.05)
-    raise AssertionError(log.read_text())
+            return False
+
+    block_until(answers)
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,13 +85,11 @@ def deployment(emulator: tuple[str, Path], tmp_path: Path) -> Iterator[Deploymen
 
 
 def listening_port(log: Path, router: subprocess.Popen[bytes]) -> int:
-    deadline = time.monotonic() + 60  # a process starts slowly on a busy machine
-    while time.monotonic() < deadline and router.poll() is None:
-        found = re.search(r'"event":"listening".*"port":(\d+)', log.read_text())
-        if found:
-            return int(found[1])
-        time.sleep(0.05)
-    raise AssertionError(log.read_text())
+    said = r'"event":"listening".*"port":(\d+)'
+    block_until(lambda: re.search(said, log.read_text()) or router.poll() is not None)
+    found = re.search(said, log.read_text())
+    assert found, log.read_text()
+    return int(found[1])
 
 
 async def ask(client: openai.AsyncOpenAI, n: int) -> None:
@@ -178,7 +175,7 @@ def test_a_second_sigterm_ends_the_router_now(deployment: Deployment) -> None:
             lines = stream.iter_lines()  # kept: a generator that is dropped closes the connection
             next(lines)
             os.kill(deployment.router.pid, signal.SIGTERM)
-            time.sleep(0.3)
+            block_until(lambda: httpx.get(f"{deployment.url}/ready", trust_env=False).status_code == 503)
             assert deployment.router.poll() is None
             os.kill(deployment.router.pid, signal.SIGTERM)
             deployment.router.wait(5)
@@ -213,10 +210,7 @@ def test_sighup_reloads_the_file_and_keeps_serving_when_it_is_wrong(emulator: tu
         ):
             config.write_text(text + change)
             os.kill(router.pid, signal.SIGHUP)
-            deadline = time.monotonic() + 60
-            while told not in log.read_text():
-                assert time.monotonic() < deadline, log.read_text()
-                time.sleep(0.05)
+            block_until(lambda told=told: told in log.read_text(), told)
         body = {"model": "emulated", "prompt": "a", "max_tokens": 3}
         assert httpx.post(f"{url}/v1/completions", json=body, trust_env=False).status_code == 200
 

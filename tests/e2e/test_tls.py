@@ -7,7 +7,6 @@ import socket
 import ssl
 import subprocess
 import threading
-import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, suppress
@@ -20,6 +19,7 @@ import trustme
 import yaml
 
 from tests.e2e.test_serve import listening_port, process
+from tests.waiting import block_until
 
 pytestmark = pytest.mark.e2e
 
@@ -75,10 +75,7 @@ class Served:
         """SIGHUP, and what the log says to it."""
         before = self.log.read_text().count(told)
         os.kill(self.running.pid, signal.SIGHUP)
-        deadline = time.monotonic() + 60
-        while self.log.read_text().count(told) == before:
-            assert time.monotonic() < deadline, self.log.read_text()
-            time.sleep(0.02)
+        block_until(lambda: self.log.read_text().count(told) > before, told)
 
 
 @contextmanager
@@ -249,12 +246,7 @@ def test_certificates_are_exchanged_under_load_without_a_failed_request(tmp_path
         try:
             for turn in range(6):
                 (second, first)[turn % 2].write_chain(chain)
-                reloads = router.log.read_text().count('"event":"configuration reloaded"')
-                os.kill(router.running.pid, signal.SIGHUP)
-                deadline = time.monotonic() + 60
-                while router.log.read_text().count('"event":"configuration reloaded"') == reloads:
-                    assert time.monotonic() < deadline
-                    time.sleep(0.02)
+                router.hang_up_and_wait_for('"event":"configuration reloaded"')
         finally:
             over.set()
         assert all(client.result() for client in clients)

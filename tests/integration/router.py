@@ -9,11 +9,14 @@ from typing import Any
 import httpx
 
 from balanceroute.config import Config, validate
+from balanceroute.core.types import Role
 from balanceroute.emulator import ClusterShape, EmulatedCluster
 from balanceroute.emulator.connectors import DEFAULT_LEASE_S
 from balanceroute.proxy.admission.forecasts import Forecasts
 from balanceroute.proxy.app import RouterApp, create_app
 from balanceroute.proxy.server import Server
+from balanceroute.proxy.services import Services
+from tests.waiting import until
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,14 +37,16 @@ class Router:
         Pinned KV that the router has given up, and has counted, is no leak: its leases end here and now.
         """
         services = self.app.services
+
+        def is_settled() -> bool:
+            if self._empty() and self._only_orphans():
+                for worker in self.cluster.prefill:
+                    worker.end_leases()
+            return self._empty() and self.cluster.idle()
+
         try:
-            async with asyncio.timeout(timeout_s):
-                while not (self._empty() and self.cluster.idle()):
-                    if self._empty() and self._only_orphans():
-                        for worker in self.cluster.prefill:
-                            worker.end_leases()
-                    await asyncio.sleep(0.01)
-        except TimeoutError:
+            await until(is_settled, within_s=timeout_s)
+        except AssertionError:
             raise AssertionError(f"still held: {await self.state()} {self.cluster.state()}") from None
         services.ledger.scheduler.snapshot.check_invariants()
         assert services.legs == set()
@@ -92,6 +97,18 @@ def configuration(cluster: EmulatedCluster, **overrides: Any) -> Config:
     return validate(tree)
 
 
+async def looked_on(services: Services, seconds: float) -> None:
+    """Wait until the reaper has looked on for so long: what it moves after that time has moved."""
+    from_s = services.ledger.now()
+    await until(lambda: services.last_look_s >= from_s + seconds)
+
+
+async def pushed_back(router: Router, role: str, times: int = 2) -> None:
+    """Wait until every worker of that role has refused requests so many times in a row; each time it rests longer."""
+    workers = router.app.services.fleet.of(Role(role))
+    await until(lambda: all(worker.circuit.failures >= times for worker in workers))
+
+
 @asynccontextmanager
 async def served(app: RouterApp) -> AsyncIterator[str]:
     """Serve an application on a free loopback port with the server that `serve` ships; yields its URL."""
@@ -99,10 +116,9 @@ async def served(app: RouterApp) -> AsyncIterator[str]:
     server = Server(app, app.config.model_copy(update={"listen": listen}))
     server.config.timeout_graceful_shutdown = 1
     task = asyncio.get_running_loop().create_task(server._serve())
-    while not server.started:
-        if task.done():
-            task.result()
-        await asyncio.sleep(0.005)
+    await until(lambda: server.started or task.done())
+    if task.done():
+        task.result()
     try:
         yield f"http://127.0.0.1:{server.servers[0].sockets[0].getsockname()[1]}"
     finally:

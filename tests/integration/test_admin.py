@@ -3,7 +3,6 @@
 import asyncio
 import logging
 from pathlib import Path
-from typing import Any
 
 import httpx
 import pytest
@@ -16,16 +15,11 @@ from balanceroute.proxy.app import create_app
 from balanceroute.proxy.reload import apply, reload
 from tests.integration.router import Router, configuration, patient, running, served
 from tests.integration.test_proxy_answers import completion
+from tests.waiting import until
 
 pytestmark = pytest.mark.anyio
 
 SHAPE = ClusterShape(prefillers=2, decoders=3, max_num_seqs=8, time_scale=0.02)
-
-
-async def until(condition: Any, timeout_s: float = 60.0) -> None:
-    async with asyncio.timeout(timeout_s):
-        while not condition():  # noqa: ASYNC110
-            await asyncio.sleep(0.01)
 
 
 def states(router: Router) -> dict[str, str]:
@@ -242,9 +236,7 @@ async def test_other_policies_and_predictors_take_over_under_load_and_no_request
             ("br_0", "none", 7),
             ("br_h", "survival", 40),
         ):
-            async with asyncio.timeout(20):
-                while not len(scheduler.snapshot.pool):  # noqa: ASYNC110
-                    await asyncio.sleep(0.001)
+            await until(lambda: len(scheduler.snapshot.pool))
             tree = services.config.model_dump() | {}
             tree["routing"] |= {"policy": policy, "horizon_steps": horizon}
             tree["predictor"] |= {"kind": kind}

@@ -15,6 +15,7 @@ from scripts.chaos_run.asks import Asker, Mix
 from scripts.chaos_run.verdict import FAULTS, judge
 from scripts.chaos_run.wire import Client
 from tests.integration.router import Router, running
+from tests.waiting import pace
 
 LENGTHS = OutputLengths.parse("lognormal:20,0.6")
 SHAPE = ClusterShape(
@@ -92,7 +93,7 @@ async def storm(seed: int, faults: list[tuple[str, FaultKind, dict[str, Any]]]) 
             for _ in range(8):
                 crowd.create_task(drive())
             for worker, kind, values in faults:
-                await asyncio.sleep(0.02)
+                await pace(0.02)
                 if kind is not FaultKind.RESET_BEFORE_REPLY or router.cluster.workers[worker].up:
                     await router.cluster.inject(worker, kind, **values)
         client.close()

@@ -12,7 +12,8 @@ import pytest
 from balanceroute.emulator import ClusterShape, Connector
 from tests.integration.router import running
 from tests.integration.test_proxy_answers import completion
-from tests.security.evil_worker import Asked, attacked, eventually, reply, well_prefilled
+from tests.security.evil_worker import Asked, attacked, reply, well_prefilled
+from tests.waiting import until
 
 pytestmark = pytest.mark.anyio
 
@@ -51,7 +52,7 @@ async def test_a_page_that_does_not_tell_is_said_once_and_requests_are_served(
     async with attacked() as router:
         router.prefiller.others = others
         prefiller = router.app.services.ledger.scheduler.snapshot.prefillers[0]
-        await eventually(lambda: prefiller.kv_usage is None)
+        await until(lambda: prefiller.kv_usage is None)
         for _ in range(3):
             assert (await router.complete()).status_code == 200
         ready = await router.client.get("/ready")
@@ -62,7 +63,7 @@ async def test_a_page_that_does_not_tell_is_said_once_and_requests_are_served(
         assert [record.message for record in caplog.records if record.message == "degraded"] == ["degraded"]
         await router.sound()
         router.prefiller.others = page(GAUGE % b"0.25")
-        await eventually(lambda: prefiller.kv_usage == 0.25)
+        await until(lambda: prefiller.kv_usage == 0.25)
         assert (await router.client.get("/ready")).json()["status"] == "ready"
 
 
@@ -71,7 +72,7 @@ async def test_unknown_usage_bounds_the_probes_under_way() -> None:
     async with attacked() as router:
         router.prefiller.others = UNTELLING["404"]
         snapshot = router.app.services.ledger.scheduler.snapshot
-        await eventually(lambda: snapshot.prefillers[0].kv_usage is None)
+        await until(lambda: snapshot.prefillers[0].kv_usage is None)
         go = asyncio.Event()
 
         async def say(asked: Asked, writer: asyncio.StreamWriter) -> None:
@@ -80,7 +81,7 @@ async def test_unknown_usage_bounds_the_probes_under_way() -> None:
 
         router.prefiller.say = say
         requests = [asyncio.ensure_future(router.complete()) for _ in range(20)]
-        await eventually(lambda: len(router.prefiller.asked) == 8 and len(snapshot.queued) == 12)
+        await until(lambda: len(router.prefiller.asked) == 8 and len(snapshot.queued) == 12)
         go.set()
         assert {reply.status_code for reply in await asyncio.gather(*requests)} == {200}
         assert len(router.prefiller.asked) == 20
@@ -94,24 +95,24 @@ async def test_a_page_that_cannot_be_reached_counts_as_full_while_another_prefil
         )
         await hang_metrics(router.cluster.prefill_urls[0], router.client)
         snapshot = services.ledger.scheduler.snapshot
-        await eventually(lambda: services.metrics.scrapes_failed.value(silent.id) > 5)
+        await until(lambda: services.metrics.scrapes_failed.value(silent.id) > 5)
         assert snapshot.prefiller(silent.id).kv_usage == 1.0
         assert silent.healthy and well.healthy
         assert services.degraded_by == [f"{silent.id}: its /metrics did not answer within 0.2 s"]
         answers = [await router.client.post("/v1/completions", json=completion(max_tokens=2)) for _ in range(4)]
         assert {reply.status_code for reply in answers} == {200}
         await hang_metrics(router.cluster.prefill_urls[1], router.client)
-        await eventually(lambda: snapshot.prefiller(silent.id).kv_usage is None)  # or nobody would be served any more
+        await until(lambda: snapshot.prefiller(silent.id).kv_usage is None)  # or nobody would be served any more
         assert (await router.client.post("/v1/completions", json=completion(max_tokens=2))).status_code == 200
 
 
 async def test_no_healthy_prefiller_is_a_503_at_once_whatever_the_metrics_say() -> None:
     async with attacked() as router:
         router.prefiller.others = lambda asked: reply({}, status="404 Not Found")  # /health too
-        await eventually(lambda: not router.app.services.fleet["p0"].healthy)
+        await until(lambda: not router.app.services.fleet["p0"].healthy)
         said = await router.complete()
         assert said.status_code == 503 and not router.prefiller.asked
-        await eventually(lambda: router.app.services.degraded_by == [])  # that it is down says more
+        await until(lambda: router.app.services.degraded_by == [])  # that it is down says more
 
 
 NIXL = ClusterShape(prefillers=1, decoders=1, max_num_seqs=8, time_scale=0.02, connector=Connector.NIXL)
@@ -186,7 +187,7 @@ async def test_a_decoder_that_never_asks_for_a_prefill_is_named_before_its_reque
     monkeypatch.setattr("balanceroute.proxy.life.layerwise.CALLBACK_S", 0.05)
     async with running(NIXL, connector="mooncake_layerwise") as router:
         asking = asyncio.ensure_future(router.client.post("/v1/completions", json=completion(max_tokens=2)))
-        await eventually(lambda: any(record.message == "degraded" for record in caplog.records))
+        await until(lambda: any(record.message == "degraded" for record in caplog.records))
         ready = await router.client.get("/ready")
         assert ready.status_code == 200 and ready.json()["status"] == "degraded"
         assert "asked for no prefill" in ready.json()["reasons"][0]

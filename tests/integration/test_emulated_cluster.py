@@ -11,7 +11,8 @@ import pytest
 from balanceroute.emulator import EmulatedCluster
 from balanceroute.engine import OutputLengths, StepTimeModel, continuation
 from balanceroute.errors import ConfigError
-from tests.unit.emulator.conversation import PROBE, a_cluster, decode_ids, events, probe, run, until
+from tests.unit.emulator.conversation import PROBE, a_cluster, decode_ids, events, probe, run
+from tests.waiting import until
 
 PROMPT = list(range(300, 500))
 SOCKETS = pytest.mark.parametrize("listen", [False, True], ids=["in process", "sockets"])
@@ -409,7 +410,7 @@ def test_a_stopped_barrier_stops_every_rank_and_goes_on_without_losing_a_token()
         async with a_cluster() as (cluster, client):
             await cluster.inject("d1", "stop_barrier")
             stuck = asyncio.ensure_future(decode_ids(cluster, client, PROMPT, max_tokens=5))
-            await asyncio.sleep(0.05)
+            await until(lambda: cluster.decode[0].rank.busy)
             assert not stuck.done()
             await cluster.inject("d1", "start_barrier")
             assert await stuck == continuation(PROMPT, 5)

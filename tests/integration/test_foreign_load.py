@@ -2,7 +2,6 @@
 
 import asyncio
 from collections import Counter
-from collections.abc import Callable
 from typing import Any
 
 import httpx
@@ -12,17 +11,12 @@ from balanceroute.emulator import ClusterShape, EmulatedCluster
 from balanceroute.proxy.app import RouterApp, create_app
 from tests.integration.router import configuration, patient, running, served
 from tests.integration.test_proxy_answers import completion
+from tests.waiting import until
 
 pytestmark = pytest.mark.anyio
 
 SHAPE = ClusterShape(prefillers=2, decoders=2, max_num_seqs=4, time_scale=0.02)
 OFTEN = {"prefill": {"poll_interval_s": 0.1}}
-
-
-async def until(condition: Callable[[], bool], timeout_s: float = 120.0) -> None:
-    async with asyncio.timeout(timeout_s):
-        while not condition():  # noqa: ASYNC110
-            await asyncio.sleep(0.01)
 
 
 def foreign(app: RouterApp) -> list[int]:

@@ -9,8 +9,9 @@ import pytest
 
 from balanceroute.emulator import ClusterShape
 from balanceroute.engine.tokens import FIRST_TRIPLE_ID, continuation, decode
-from tests.integration.router import Router, running
+from tests.integration.router import Router, pushed_back, running
 from tests.integration.test_proxy_answers import PROMPT, chat, completion, events, texts, vanish_at_any_moment
+from tests.waiting import until
 
 pytestmark = pytest.mark.anyio
 
@@ -56,10 +57,13 @@ async def test_a_chat_s_estimate_is_corrected_by_the_prefiller() -> None:
     async with running(ONE) as router:
         snapshot = router.app.services.ledger.scheduler.snapshot
         request = asyncio.ensure_future(router.client.post("/v1/chat/completions", json=chat("x" * 900, max_tokens=90)))
-        sizes = set()
-        while not request.done():
-            sizes |= {tracker.prompt_tokens for tracker in snapshot.decoding()}
-            await asyncio.sleep(0.001)
+        sizes: set[int] = set()
+
+        def look() -> bool:
+            sizes.update(tracker.prompt_tokens for tracker in snapshot.decoding())
+            return request.done()
+
+        await until(look)
         answer = (await request).json()
         assert answer["usage"]["prompt_tokens"] in sizes and len(sizes) == 2
         await router.settled()
@@ -149,7 +153,7 @@ async def test_requests_wait_while_every_worker_pushes_back_and_none_fails(role:
         for name in (f"{role}0", f"{role}1"):
             await router.cluster.inject(name, "status", status=503, count=None)
         asks = asyncio.gather(*(ask(router, stream=n % 2 == 0) for n in range(12)))
-        await asyncio.sleep(1.5)
+        await pushed_back(router, {"p": "prefill", "d": "decode"}[role])
         assert not asks.done()
         for name in (f"{role}0", f"{role}1"):
             await router.cluster.inject(name, "clear")
@@ -181,14 +185,11 @@ async def test_a_full_prefiller_lets_the_asking_decode_worker_wait() -> None:
     async with running(ONE, prefill={"poll_interval_s": 60.0}) as router:
         ledger = router.app.services.ledger
         prefiller = ledger.scheduler.snapshot.prefillers[0]
-        await asyncio.sleep(0.2)  # the only poll is over
+        await until(lambda: ledger.prefiller(prefiller.spec.id).cache_known != (None, 0))  # the only poll is over
         ledger.report_prefiller(prefiller.spec.id, 0.95)
         work = asyncio.ensure_future(ask(router))
-        async with asyncio.timeout(5):
-            while not ledger.scheduler.snapshot.requests:  # noqa: ASYNC110
-                await asyncio.sleep(0.001)
-        await asyncio.sleep(0.1)
-        assert prefiller.inflight == 0 and not work.done()
+        await until(lambda: ledger.view().asking == 1)
+        assert ledger.dispatch() == [] and prefiller.inflight == 0 and not work.done()
         ledger.report_prefiller(prefiller.spec.id, 0.5)
         assert (await work).status_code == 200
         await router.settled()

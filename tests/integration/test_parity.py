@@ -15,7 +15,8 @@ import httpx
 import pytest
 
 from balanceroute.config import Config
-from balanceroute.core.policies import POLICIES, PolicySettings, make_policy
+from balanceroute.core.knobs import PolicySettings
+from balanceroute.core.policies import POLICIES, make_policy
 from balanceroute.core.scheduler import Scheduler
 from balanceroute.core.types import Outcome, RequestSpec
 from balanceroute.emulator import ClusterShape, EmulatedCluster

@@ -16,8 +16,9 @@ from balanceroute.engine.tokens import continuation, decode
 from balanceroute.proxy.app import RouterApp, create_app
 from tests.integration.router import Router, running, served
 from tests.integration.test_proxy_answers import PROMPT, chat, completion, events, texts
-from tests.security.evil_worker import Asked, Evil, eventually, other, reply, well_decoded, well_prefilled
+from tests.security.evil_worker import Asked, Evil, other, reply, well_decoded, well_prefilled
 from tests.unit.proxy.servers import worker
+from tests.waiting import until
 
 pytestmark = pytest.mark.anyio
 
@@ -122,7 +123,7 @@ async def test_poison_requests_that_share_their_first_decoder_reach_one_more_eac
             return asyncio.ensure_future(asked)
 
         asked = [ask(f"poison{n}") for n in range(n_poison)]
-        await eventually(lambda: len(decoders["d0"].asked) == n_poison)
+        await until(lambda: len(decoders["d0"].asked) == n_poison)
         for name in others:
             fleet.drain(fleet[name], drained=False)
         all_there.set()
@@ -164,10 +165,10 @@ async def test_a_suspect_that_waits_for_its_turn_hears_of_the_death_before_it_go
 
         only("d0")
         asked = [asyncio.ensure_future(client.post("/v1/completions", json={"prompt": "hi"})) for _ in range(2)]
-        await eventually(lambda: len(decoders["d0"].asked) == 2)
+        await until(lambda: len(decoders["d0"].asked) == 2)
         only("d1")
         go_on["d0"].set()
-        await eventually(lambda: len(decoders["d1"].asked) == 1 and ledger.decoder("d1").active == 2)  # type: ignore[union-attr]
+        await until(lambda: len(decoders["d1"].asked) == 1 and ledger.decoder("d1").active == 2)  # type: ignore[union-attr]
         only("d2")
         fleet.drain(fleet["d1"], drained=False)  # so that nothing but the death keeps the other from going there
         go_on["d1"].set()
@@ -179,9 +180,7 @@ async def test_a_suspect_that_waits_for_its_turn_hears_of_the_death_before_it_go
 async def test_a_poison_request_whose_client_leaves_is_not_drained_through_a_third_decoder() -> None:
     async with running(SIX, **QUICK) as router:
         ask = asyncio.ensure_future(router.client.post("/v1/completions", json=completion(**POISON)))
-        async with asyncio.timeout(5):
-            while not dead(router):  # noqa: ASYNC110
-                await asyncio.sleep(0.001)
+        await until(lambda: dead(router))
         ask.cancel()
         await asyncio.wait([ask])
         await router.settled()
@@ -323,11 +322,12 @@ async def test_more_choices_than_slots_are_answered_though_a_decoder_dies_under_
         for name in ("d0", "d1"):
             await router.cluster.inject(name, "freeze")
         ask = asyncio.ensure_future(router.client.post("/v1/completions", json=completion(n=9)))
-        at: list[str] = []
-        async with asyncio.timeout(10):
-            while not at:
-                at = [leg.at for leg in router.app.services.legs if leg.at in decoders]
-                await asyncio.sleep(0.001)
+
+        def waiting_at() -> list[str]:
+            return [leg.at for leg in router.app.services.legs if leg.at in decoders]
+
+        await until(waiting_at)
+        at = waiting_at()
         assert len(at) == 1
         for name, worker in decoders.items():
             worker.rank.stalled = False
@@ -356,13 +356,15 @@ async def test_an_answer_under_which_decoder_after_decoder_dies_is_ended_at_the_
                 return reply.status_code
 
         ask = asyncio.ensure_future(asked())
-        async with asyncio.timeout(20):
-            while not ask.done():
-                for worker in router.cluster.decode:
-                    tokens = sum(leg.answer.scanner.tokens_in_life for leg in router.app.services.legs if leg.decoder)
-                    if worker.rank.running and tokens and not worker.dead:
-                        worker.kill_engine()
-                await asyncio.sleep(0.001)
+
+        def strike() -> bool:
+            for worker in router.cluster.decode:
+                tokens = sum(leg.answer.scanner.tokens_in_life for leg in router.app.services.legs if leg.decoder)
+                if worker.rank.running and tokens and not worker.dead:
+                    worker.kill_engine()
+            return ask.done()
+
+        await until(strike)
         assert await ask == (200 if stream else 502)
         assert len(dead(router)) == 3
         assert "3 decode workers" in got.getvalue()

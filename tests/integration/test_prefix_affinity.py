@@ -1,7 +1,6 @@
 """Prompts go where most of them is cached: the router in front of emulated prefillers with prefix caches."""
 
 import asyncio
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -10,6 +9,7 @@ import pytest
 from balanceroute.emulator import ClusterShape, Connector
 from balanceroute.proxy.reload import reload
 from tests.integration.router import Router, running
+from tests.waiting import until
 
 SHAPE = ClusterShape(
     prefillers=2, decoders=2, max_num_seqs=16, time_scale=0.02, block_size=16, prefill_blocks=2_000, prefix_caching=True
@@ -19,14 +19,6 @@ AFFINITY = {"policy": "prefix_affinity"}
 
 def text(seed: str, size: int = 1100) -> str:
     return " ".join(f"{seed}{number}" for number in range(size))[:size]
-
-
-async def until(condition: Callable[[], bool]) -> None:
-    async with asyncio.timeout(60):
-        while True:
-            if condition():
-                return
-            await asyncio.sleep(0.02)
 
 
 async def polled(router: Router) -> None:
@@ -100,11 +92,15 @@ def test_what_was_predicted_is_what_the_engines_found(details: bool) -> None:
             await router.settled()
             found = computed(router)[1]
             assert found > 0
-            while True:  # the counters are polled
-                hits = [prefiller["prefix_hits"] for prefiller in (await router.state())["prefillers"]]
-                if sum(entry["real_tokens"] or 0 for entry in hits) == found:
-                    break
-                await asyncio.sleep(0.02)
+
+            async def told() -> list[dict[str, int]]:
+                return [prefiller["prefix_hits"] for prefiller in (await router.state())["prefillers"]]
+
+            async def all_told() -> bool:
+                return sum(entry["real_tokens"] or 0 for entry in await told()) == found
+
+            await until(all_told)  # the counters are polled
+            hits = await told()
             predicted = sum(entry["predicted_tokens"] for entry in hits)
             assert 0.7 * found <= predicted <= 1.3 * found
             assert [entry["missed_tokens"] for entry in hits] == [0, 0]
@@ -117,11 +113,12 @@ def test_what_was_predicted_is_what_the_engines_found(details: bool) -> None:
 def test_a_prefiller_that_caches_nothing_is_named_and_no_prompt_waits_for_it() -> None:
     async def run() -> None:
         async with running(replace(SHAPE, prefix_caching=False), prefill=AFFINITY) as router:
-            while True:
+
+            async def is_named() -> bool:
                 ready = (await router.client.get("/ready")).json()
-                if "prefix caching is off" in str(ready.get("reasons")):
-                    break
-                await asyncio.sleep(0.02)
+                return "prefix caching is off" in str(ready.get("reasons"))
+
+            await until(is_named)
             await converse(router, "ant", 4)
             state = await router.state()
             assert [prefiller["prefix_cache"]["blocks"] for prefiller in state["prefillers"]] == [0, 0]
@@ -135,11 +132,12 @@ def test_without_being_asked_for_prefixes_are_used_where_they_are_cached_and_nob
 ):
     async def run(prefix_caching: bool) -> list[int]:
         async with running(replace(SHAPE, prefix_caching=prefix_caching)) as router:
-            while True:  # each prefiller has told the size of its cache
+
+            async def sizes_are_told() -> bool:
                 caches = [prefiller["prefix_cache"] for prefiller in (await router.state())["prefillers"]]
-                if all(cache["capacity_tokens"] is not None for cache in caches):
-                    break
-                await asyncio.sleep(0.02)
+                return all(cache["capacity_tokens"] is not None for cache in caches)
+
+            await until(sizes_are_told)
             await converse(router, "ant", 4)
             assert (await router.client.get("/ready")).json()["status"] == "ready"
             return sorted(worker.counters["requests"] for worker in router.cluster.prefill)
@@ -183,8 +181,8 @@ def test_the_policy_changes_while_requests_are_under_way() -> None:
             services = router.app.services
             tree = services.config
             load = asyncio.gather(*(converse(router, name, 4) for name in ("ant", "bee", "cat", "dog", "elk")))
-            for policy in ("least_tokens", "prefix_affinity", "round_robin", "prefix_affinity") * 3:
-                await asyncio.sleep(0.01)
+            for turn, policy in enumerate(("least_tokens", "prefix_affinity", "round_robin", "prefix_affinity") * 3):
+                await until(lambda turn=turn: load.done() or computed(router)[0] > 100 * turn)
                 changed = tree.prefill.model_copy(update={"policy": policy})
                 await reload(services, tree.model_copy(update={"prefill": changed}))
             await load

@@ -12,6 +12,7 @@ import pytest
 from balanceroute.emulator import ClusterShape
 from balanceroute.engine.tokens import FIRST_TRIPLE_ID, continuation, decode
 from tests.integration.router import FAST, Router, running
+from tests.waiting import until
 
 pytestmark = pytest.mark.anyio
 
@@ -176,13 +177,18 @@ async def vanish_at_any_moment(router: Router, clients: int) -> None:
     """
     draw = random.Random(7)
 
+    def work_done() -> int:
+        """Requests that prefillers have taken, and tokens that have been generated, since the cluster began."""
+        workers = router.cluster.workers.values()
+        return sum(w.counters["requests"] + w.counters["generation_tokens"] for w in workers)
+
     async def vanish(n: int) -> None:
         prompt = list(range(300, 300 + draw.randrange(1, 600)))
         body = json.dumps(completion(prompt, max_tokens=5_000, stream=n % 3 > 0)).encode()
-        stays_s = draw.uniform(0.0, 0.8)
+        leaves_at = draw.randrange(400)
         _, writer = await asyncio.open_connection("127.0.0.1", httpx.URL(router.url).port)
         writer.write(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n%b" % (len(body), body))
-        await asyncio.sleep(stays_s)
+        await until(lambda: work_done() >= leaves_at)
         writer.close()
 
     await asyncio.gather(*map(vanish, range(clients)))
@@ -205,13 +211,14 @@ async def test_kv_of_a_request_that_left_the_pool_is_drained_through_a_decoder()
         snapshot = router.app.services.ledger.scheduler.snapshot
         seen: list[dict[str, str]] = []
         _watch_requests(router, seen)
-        first = asyncio.create_task(router.client.post("/v1/completions", json=completion(max_tokens=150)))  # noqa: TID251
+        await router.cluster.inject("d0", "stop_barrier")  # the only slot stays taken until the second one has left
+        first = asyncio.create_task(router.client.post("/v1/completions", json=completion()))  # noqa: TID251
         second = asyncio.create_task(router.client.post("/v1/completions", json=completion()))  # noqa: TID251
-        async with asyncio.timeout(5):
-            while len(snapshot.pool) != 1:  # noqa: ASYNC110
-                await asyncio.sleep(0.005)
+        await until(lambda: len(snapshot.pool) == 1)
         second.cancel()
         await asyncio.wait([second])
+        await until(lambda: not snapshot.pool)
+        await router.cluster.inject("d0", "start_barrier")
         assert (await first).status_code == 200
         await router.settled()
         assert router.app.services.metrics.drains.value("drained") == 1
@@ -268,18 +275,13 @@ async def test_a_full_prefiller_gets_no_probe_until_its_usage_falls() -> None:
     async with running(prefill={"poll_interval_s": 60.0}) as router:
         ledger = router.app.services.ledger
         snapshot = ledger.scheduler.snapshot
-        async with asyncio.timeout(5):
-            while not all(worker.reported for worker in snapshot.workers):  # noqa: ASYNC110
-                await asyncio.sleep(0.01)
-        await asyncio.sleep(0.1)  # the first poll of the prefillers is over too
+        await until(lambda: all(worker.reported for worker in snapshot.workers))
+        await until(lambda: all(p.cache_known != (None, 0) for p in ledger.view().prefillers))  # polled once
         for prefiller in snapshot.prefillers:
             ledger.report_prefiller(prefiller.spec.id, 0.95)
         ask = asyncio.ensure_future(router.client.post("/v1/completions", json=completion()))
-        async with asyncio.timeout(5):
-            while not snapshot.queued:  # noqa: ASYNC110
-                await asyncio.sleep(0.001)
-        await asyncio.sleep(0.05)
-        assert list(snapshot.queued) and not ask.done()
+        await until(lambda: snapshot.queued)
+        assert ledger.dispatch() == [] and list(snapshot.queued) and not ask.done()
         ledger.report_prefiller(snapshot.prefillers[1].spec.id, 0.5)
         assert (await ask).status_code == 200
         await router.settled()
@@ -289,9 +291,7 @@ async def test_a_prefiller_that_cannot_be_read_counts_as_full() -> None:
     async with running(prefill={"poll_interval_s": 0.02}) as router:
         await router.cluster.inject("p0", "stop")
         snapshot = router.app.services.ledger.scheduler.snapshot
-        async with asyncio.timeout(5):
-            while snapshot.prefillers[0].kv_usage != 1.0:  # noqa: ASYNC110
-                await asyncio.sleep(0.01)
+        await until(lambda: snapshot.prefillers[0].kv_usage == 1.0)
         assert snapshot.prefillers[1].kv_usage < 0.1
 
 
@@ -443,8 +443,6 @@ async def test_priority_is_honoured_while_requests_wait() -> None:
 
         first = asyncio.ensure_future(ask(5))
         snapshot = router.app.services.ledger.scheduler.snapshot
-        async with asyncio.timeout(5):
-            while not snapshot.workers[0].active:  # noqa: ASYNC110
-                await asyncio.sleep(0.002)
+        await until(lambda: snapshot.workers[0].active)
         await asyncio.gather(first, *(ask(priority) for priority in (3, 2, 1)))
         assert order == [5, 1, 2, 3]

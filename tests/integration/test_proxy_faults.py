@@ -13,9 +13,11 @@ from balanceroute.emulator import ClusterShape
 from balanceroute.emulator.connectors import Connector
 from balanceroute.engine.tokens import continuation, decode
 from balanceroute.proxy.wire.payloads import parse
+from balanceroute.proxy.workers.circuit import CircuitState
 from balanceroute.proxy.workers.drainer import Drain
-from tests.integration.router import Router, running
+from tests.integration.router import Router, pushed_back, running
 from tests.integration.test_proxy_answers import PROMPT, chat, completion, events, texts
+from tests.waiting import until
 
 pytestmark = pytest.mark.anyio
 
@@ -188,7 +190,7 @@ async def test_requests_wait_while_every_worker_pushes_back_and_none_fails(role:
         await inject_everywhere(router, role, "status", status=status, count=None)
         bodies = [completion(max_tokens=24, stream=n % 2 == 0) for n in range(12)]
         asks = asyncio.gather(*(router.client.post("/v1/completions", json=body) for body in bodies))
-        await asyncio.sleep(1.5)
+        await pushed_back(router, {"p": "prefill", "d": "decode"}[role])
         assert not asks.done()
         await inject_everywhere(router, role, "clear")
         assert [reply.status_code for reply in await asks] == [200] * 12
@@ -215,19 +217,6 @@ async def test_when_workers_push_back_for_ever_the_client_gets_503_at_the_deadli
         await router.settled(20)
 
 
-async def test_a_worker_that_pushed_back_is_tried_by_one_request_at_a_time() -> None:
-    shape = ClusterShape(prefillers=1, decoders=1, max_num_seqs=8, time_scale=0.02)
-    async with running(shape, queue={"deadline_s": 30.0}, **QUICK) as router:
-        await router.cluster.inject("d0", "status", status=503, count=None)
-        asks = asyncio.gather(*(router.client.post("/v1/completions", json=completion()) for _ in range(40)))
-        retries = router.app.services.metrics.retries
-        await asyncio.sleep(2.0)  # its rests begin at once, after 0.5 s and after 1.5 s
-        assert 0 < retries.value("decode") <= 8 + 2  # its slots once, then a request after each rest that has ended
-        await router.cluster.inject("d0", "clear")
-        assert [reply.status_code for reply in await asks] == [200] * 40
-        await router.settled(20)
-
-
 async def test_an_answer_that_has_begun_waits_beyond_the_deadline_of_the_queue() -> None:
     async with running(PAIR, queue={"deadline_s": 0.5}, **QUICK) as router:
         await inject_everywhere(router, "d", "recompute", after_events=4)
@@ -236,7 +225,7 @@ async def test_an_answer_that_has_begun_waits_beyond_the_deadline_of_the_queue()
             lines = reply.aiter_lines()
             first = await anext(lines)
             await inject_everywhere(router, "d", "status", status=503, count=None)
-            await asyncio.sleep(1.0)
+            await pushed_back(router, "decode")  # twice takes longer than the deadline
             await inject_everywhere(router, "d", "clear")
             parts = events("\n".join([first, *[line async for line in lines]]).rstrip("\n") + "\n\n")
         assert "".join(texts(parts)) == decode(continuation(PROMPT, 24))
@@ -281,9 +270,7 @@ async def test_a_killed_engine_ends_its_streams_nowhere() -> None:
         body = completion(max_tokens=60, stream=True, stream_options={"include_usage": True})
         asks = [asyncio.ensure_future(router.client.post("/v1/completions", json=body)) for _ in range(8)]
         services = router.app.services
-        async with asyncio.timeout(5):
-            while sum(w.running for w in services.ledger.scheduler.snapshot.workers) < 8:  # noqa: ASYNC110
-                await asyncio.sleep(0.002)
+        await until(lambda: not (sum(w.running for w in services.ledger.scheduler.snapshot.workers) < 8))
         await router.cluster.inject("d0", "stop")
         for reply in await asyncio.gather(*asks):
             parts = events(reply.text)
@@ -318,7 +305,7 @@ async def test_what_waits_too_long_in_the_queue_gets_503_and_in_the_pool_is_drai
     shape = ClusterShape(prefillers=1, decoders=1, max_num_seqs=1, time_scale=0.1)
     async with running(shape, pool={"ttl_s": 0.3}, queue={"deadline_s": 0.3}) as router:
         first = asyncio.ensure_future(router.client.post("/v1/completions", json=completion(max_tokens=400)))
-        await asyncio.sleep(0.1)
+        await until(lambda: router.app.services.ledger.scheduler.snapshot.workers[0].active)
         late = await router.client.post("/v1/completions", json=completion())
         assert late.status_code == 503 and late.headers["retry-after"]
         assert (await first).status_code == 200
@@ -358,7 +345,7 @@ async def test_a_client_that_stops_reading_is_cut_off_and_stalls_nobody() -> Non
         reader, writer = await asyncio.open_connection(sock=narrow, limit=1024)
         body = json.dumps(completion(max_tokens=100_000, stream=True)).encode()
         writer.write(b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: %d\r\n\r\n%s" % (len(body), body))
-        await asyncio.sleep(0.3)
+        await until(lambda: any(leg.blocked_by_client for leg in router.app.services.legs))
         other = await router.client.post("/v1/completions", json=completion())
         assert other.status_code == 200
         await router.settled(20)
@@ -377,7 +364,7 @@ async def test_a_deadline_ends_a_request_whose_client_does_not_read() -> None:
         body = json.dumps(completion(max_tokens=400_000, stream=True)).encode()
         head = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\nx-request-timeout: 4\r\ncontent-length: %d\r\n\r\n"
         writer.write(head % len(body) + body)
-        await asyncio.sleep(1.0)
+        await until(lambda: any(leg.blocked_by_client for leg in router.app.services.legs))
         assert router.app.services.exchanges == 1
         await router.settled(20)
         writer.close()
@@ -415,7 +402,7 @@ async def test_a_trial_whose_client_leaves_does_not_keep_its_worker_out() -> Non
         services = router.app.services
         for worker in services.fleet:
             worker.circuit.open(services.ledger.now())
-        await asyncio.sleep(0.2)
+        await until(lambda: all(worker.circuit.state is CircuitState.HALF_OPEN for worker in services.fleet))
         await inject_everywhere(router, "d", "freeze")
         async with httpx.AsyncClient(base_url=router.url, trust_env=False) as client:
             for _ in range(3):
@@ -477,9 +464,7 @@ async def test_kv_that_became_too_old_while_our_own_process_slept_is_prefilled_a
         services = router.app.services
         first = asyncio.ensure_future(router.client.post("/v1/completions", json=completion(max_tokens=1500)))
         second = asyncio.ensure_future(router.client.post("/v1/completions", json=completion(max_tokens=24)))
-        async with asyncio.timeout(60):
-            while len(services.ledger.scheduler.snapshot.pool) != 1:  # noqa: ASYNC110
-                await asyncio.sleep(0.001)
+        await until(lambda: len(services.ledger.scheduler.snapshot.pool) == 1)
         waiting = next(
             leg for leg in services.legs if leg.id in services.ledger.scheduler.snapshot.requests and not leg.worker
         )

@@ -101,7 +101,6 @@ async def test_trees_are_grown_beside_a_running_router_adopted_and_asked(
             while 'fits_total{outcome="adopted"} 0.0' in (await router.client.get("/metrics")).text:
                 assert forecasts.refitter.failures == 0, caplog.text
                 await router.client.post("/v1/completions", json=completion(max_tokens=24))
-                await asyncio.sleep(0.1)
 
         assert "predictor fitted anew" in caplog.text
         assert predictor.fitted.classifier is not None

@@ -12,8 +12,9 @@ import pytest
 from balanceroute.config import validate
 from balanceroute.core.types import Reject, RequestSpec
 from balanceroute.proxy.app import RouterApp, create_app
-from tests.integration.router import served
+from tests.integration.router import looked_on, served
 from tests.unit.proxy.servers import CHUNKED_HEAD, Script, chunked, plain, read_request, worker
+from tests.waiting import pace, until
 
 pytestmark = pytest.mark.anyio
 PROBED = {
@@ -46,7 +47,7 @@ def streaming(tokens: int, interval_s: float, bodies: list[dict[str, Any]] | Non
             else:
                 writer.write(CHUNKED_HEAD + chunked(event([], role="assistant", content=""), last=False))
                 for token in range(tokens):
-                    await asyncio.sleep(interval_s)
+                    await pace(interval_s)
                     writer.write(chunked(event([token], content=text), last=False))
                 writer.write(chunked(event([], "length", content=""), b"data: [DONE]\n\n"))
 
@@ -90,9 +91,8 @@ async def test_a_client_that_reads_late_has_the_time_of_clients_not_of_workers()
         body = json.dumps(CHAT).encode()
         head = b"POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\ncontent-length: %d\r\nconnection: close\r\n\r\n"
         writer.write(head % len(body) + body)
-        while not any(leg.blocked_by_client for leg in app.services.legs):  # noqa: ASYNC110
-            await asyncio.sleep(0.01)
-        await asyncio.sleep(1.2)
+        await until(lambda: any(leg.blocked_by_client for leg in app.services.legs))
+        await looked_on(app.services, 2 * limits["idle_timeout_s"])
         answer = await reader.read(-1)
         writer.close()
         assert answer.count(b"x" * 2**18) == 40 and answer.endswith(b"data: [DONE]\n\n\r\n0\r\n\r\n")

@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 
 from balanceroute.core.balance_route import BalanceRoute, BalanceRouteParams, ProjectedMargins, best_single
 from balanceroute.core.fscore import HorizonWeights, present_score
-from balanceroute.core.policies import PolicySettings, make_policy
+from balanceroute.core.knobs import PolicySettings
+from balanceroute.core.policies import make_policy
 from balanceroute.core.policy import Choice
 from balanceroute.core.scheduler import Scheduler
 from balanceroute.core.snapshot import ClusterSnapshot
@@ -88,7 +89,7 @@ def test_br_h_without_a_horizon_decides_as_br_0(
     loads: list[list[int]], waiting: list[int], s_greedy: int, r_max: int, guard: str
 ) -> None:
     """INV-9, in the decisions."""
-    params = BalanceRouteParams(0, 1.0, None, 0.86, s_greedy, r_max, "fifo", "free_slots", guard, 60.0)
+    params = BalanceRouteParams(0, 1.0, None, 0.86, s_greedy, r_max, "fifo", "free_slots", guard, 60.0, False)
     br_0 = BalanceRoute("br_0", params)
     br_h = ProjectingBalanceRoute("br_h", replace(params, beta=float(len(loads))))
     assert a_cluster(loads, waiting, br_h).admit(1.0) == a_cluster(loads, waiting, br_0).admit(1.0)

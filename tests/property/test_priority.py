@@ -9,7 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from balanceroute.core.policies import PolicySettings, make_policy
+from balanceroute.core.knobs import PolicySettings
+from balanceroute.core.policies import make_policy
 from balanceroute.core.policy import Choice
 from balanceroute.core.scheduler import PATIENCE_SHARE, PROMOTION_PERIOD, Scheduler, SchedulerConfig
 from balanceroute.core.types import Admit, Outcome, RequestSpec, Role, WorkerSpec

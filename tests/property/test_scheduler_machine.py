@@ -9,15 +9,19 @@ import json
 import shutil
 import tempfile
 from pathlib import Path
+from typing import Any
 
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from balanceroute.core.policies import POLICIES, PolicySettings
-from balanceroute.core.scheduler import SchedulerConfig
+from balanceroute.core.knobs import PolicySettings
+from balanceroute.core.policies import POLICIES, make_policy
+from balanceroute.core.scheduler import Scheduler, SchedulerConfig
+from balanceroute.core.snapshot import ClusterSnapshot
 from balanceroute.core.state import state_to_dict
-from balanceroute.core.types import Outcome, Phase, Reject, RequestSpec, Role, WorkerSpec, WorkerState
+from balanceroute.core.tracker import RequestTracker
+from balanceroute.core.types import Outcome, Phase, Reject, RequestSpec, Role, Standing, WorkerSpec, WorkerState
 from balanceroute.explain import explain
 from balanceroute.journal import RecordingScheduler, rerun
 
@@ -46,6 +50,21 @@ def with_bypass(drawn: PolicySettings, bypass: bool) -> PolicySettings:
     if not bypass or drawn.policy != "br_0":
         return drawn
     return PolicySettings(policy="br_0", beta=drawn.beta, pool_bypass=True, bypass_margin=1)
+
+
+def holdings(snapshot: ClusterSnapshot) -> dict[str, Any]:
+    """Who holds what, and how much of it."""
+    return {
+        "workers": {w.spec.id: (dict.fromkeys(sorted(w.active)), w.load) for w in snapshot.workers if w.active},
+        "prefillers": {
+            p.spec.id: (p.inflight, p.inflight_tokens, p.pinned, p.pinned_tokens) for p in snapshot.prefillers
+        },
+        "pool": {tracker.id: (round(tracker.ready_s, 6), tracker.prompt_tokens) for tracker in snapshot.pool},
+        "queued": sorted(snapshot.queued),
+        "asking": sorted(snapshot.asking),
+        "pushing_tokens": snapshot.pushing_tokens,
+        "ages": {tracker.id: tracker.age_tokens for tracker in snapshot.requests.values()},
+    }
 
 
 class SchedulerMachine(RuleBasedStateMachine):
@@ -91,6 +110,40 @@ class SchedulerMachine(RuleBasedStateMachine):
     def burst(self, sizes: list[int]) -> None:
         for size in sizes:
             self.submit_prefilled(size, None)
+
+    @precondition(lambda self: not self.lock_step)
+    @rule()
+    def hand_over(self) -> None:
+        """A successor that is told where each request stands holds what its predecessor holds."""
+        before = self.scheduler.snapshot
+        heir = Scheduler(make_policy(self.settings), self.scheduler.config)
+        for role in (before.prefillers, before.workers):
+            for member in role:
+                heir.add_worker(member.spec, self.now)
+        for tracker in sorted(before.requests.values(), key=lambda tracker: tracker.order):
+            assert heir.adopt(self.standing(tracker), self.now)
+        heir.snapshot.check_invariants()
+        assert holdings(heir.snapshot) == holdings(before)
+        for tracker in before.requests.values():  # and each of them can leave from there
+            heir.finish(tracker.id, Outcome.CANCELLED, self.now)
+        heir.snapshot.check_invariants()
+        assert not any(holdings(heir.snapshot)["workers"].values())
+
+    def standing(self, tracker: RequestTracker) -> Standing:
+        return Standing(
+            RequestSpec(tracker.id, 1, tracker.priority),
+            tracker.phase,
+            tracker.prompt_tokens,
+            waited_s=self.now - tracker.arrived_s,
+            ready_s=self.now - tracker.ready_s,
+            prefiller="" if tracker.prefiller is None else tracker.prefiller.spec.id,
+            decoder="" if tracker.worker is None else tracker.worker.spec.id,
+            tokens=tracker.counted,
+            earlier_tokens=tracker.earlier_tokens,
+            requeues=tracker.requeues,
+            asking=tracker.id in self.scheduler.snapshot.asking,
+            pushing=tracker.pushing,
+        )
 
     @rule()
     def dispatch(self) -> None:

@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 
-from tests.security.deployment import Edge, Workers, serving, serving_workers, until
+from tests.security.deployment import Edge, Workers, serving, serving_workers
+from tests.waiting import block_until
 
 SHORT_S = 1.0
 LIMITS: dict[str, dict[str, Any]] = {
@@ -47,7 +48,7 @@ def _attacked(router: Edge, workers: Workers) -> Iterator[Edge]:
     workers.left = 0
     yield router
     router.disconnect()
-    until(lambda: not router.held(), f"still held: {router.held()}")
+    block_until(lambda: not router.held(), f"still held: {router.held()}")
     assert router.process.poll() is None
     told = router.new_log_lines()
     assert not [line for line in told if "Traceback" in line or '"level":"error"' in line], told

@@ -10,8 +10,7 @@ import re
 import subprocess
 import sys
 import threading
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -23,6 +22,7 @@ import yaml
 from scripts.chaos_run.aftermath import held_by_router
 from tests.security.wire import PATIENCE_S, Answer, Connection, completion, request
 from tests.unit.proxy.servers import CHUNKED_HEAD, chunked, plain, read_request, worker
+from tests.waiting import block_until
 
 HOLD = "hold"  # a prompt whose stream has one event and then no other, until its client leaves
 FLOOD = "flood"  # a prompt whose every event is of `FLOOD_BYTES`
@@ -31,14 +31,6 @@ TEXT = "x"  # all that the workers ever say
 _METRICS = b'vllm:kv_cache_usage_perc{engine="0"} 0.1\n'
 _LOOK_S = 0.02
 _ESTABLISHED, _CLOSE_WAIT = "01", "08"  # in /proc/net/tcp
-
-
-def until(condition: Callable[[], object], what: str) -> None:
-    """Wait for something that must become true."""
-    deadline = time.monotonic() + PATIENCE_S
-    while not condition():
-        assert time.monotonic() < deadline, what
-        time.sleep(_LOOK_S)
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,11 +164,11 @@ class Edge:
     def __init__(self, process: "subprocess.Popen[bytes]", log: Path, workers: Workers) -> None:
         self.process, self._log, self.workers = process, log, workers
         self._opened: list[Connection] = []
-        until(lambda: process.poll() is not None or self._listening(), "no word of listening")
+        block_until(lambda: process.poll() is not None or self._listening(), "no word of listening")
         found = self._listening()
         assert found is not None, self.log()
         self.port = int(found[1])
-        until(lambda: self.get("/ready").status == 200, "not ready")
+        block_until(lambda: self.get("/ready").status == 200, "not ready")
         self._looked = len(self.log())
 
     def _listening(self) -> "re.Match[str] | None":

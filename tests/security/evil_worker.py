@@ -16,6 +16,7 @@ from balanceroute.config import validate
 from balanceroute.proxy.app import RouterApp, create_app
 from tests.integration.router import served
 from tests.unit.proxy.servers import read_request, worker
+from tests.waiting import until
 
 ANYIO = ("asyncio", {"use_uvloop": True})
 PARAMS = {"do_remote_prefill": True, "remote_block_ids": [[1]], "remote_request_id": "r"}
@@ -119,13 +120,6 @@ def other(asked: Asked) -> bytes:
     return reply({})
 
 
-async def eventually(condition: Callable[[], object]) -> None:
-    """Wait for what must become true."""
-    async with asyncio.timeout(PATIENCE_S):
-        while not condition():  # noqa: ASYNC110
-            await asyncio.sleep(0.01)
-
-
 @dataclass(slots=True)
 class Evil:
     """One worker; `answer` may be replaced while it runs. `say` writes by itself what no single reply is."""
@@ -178,10 +172,12 @@ class Attacked:
         self.prefiller.answer, self.decoder.answer = well_prefilled, well_decoded
         self.prefiller.say = self.decoder.say = None
         services = self.app.services
-        async with asyncio.timeout(PATIENCE_S):
-            while (await self.complete()).status_code != 200:  # noqa: ASYNC110 - its circuit may be open
-                await asyncio.sleep(0.05)
-        await eventually(lambda: not (services.tickets.by_id or services.legs or services.drainer.pending))
+
+        async def served() -> bool:
+            return (await self.complete()).status_code == 200
+
+        await until(served)  # its circuit may be open
+        await until(lambda: not (services.tickets.by_id or services.legs or services.drainer.pending))
         await self.sound()
 
     async def sound(self) -> None:

@@ -3,8 +3,9 @@
 import pytest
 
 from tests.security.conftest import LIMITS
-from tests.security.deployment import HOLD, Edge, until
+from tests.security.deployment import HOLD, Edge
 from tests.security.wire import Connection, completion, request
+from tests.waiting import block_until
 
 pytestmark = pytest.mark.e2e
 
@@ -29,7 +30,7 @@ def test_where_all_are_busy_another_request_is_a_503_that_says_when_to_come_back
     assert not any(connection.hears_end() for connection in kept)
     for connection in kept:
         connection.close()
-    until(narrow.serves, "the limit stays although the clients have gone")
+    block_until(narrow.serves, "the limit stays although the clients have gone")
 
 
 def test_where_all_are_busy_an_operator_still_sees_the_router(narrow: Edge) -> None:
@@ -76,5 +77,5 @@ def test_many_times_the_limit_of_connections_does_no_harm(narrow: Edge) -> None:
         assert narrow.get("/health").status == 200
         for number, connection in enumerate(crowd):
             (connection.reset if number % 2 else connection.close)()
-    until(lambda: narrow.clients() == 0, "connections are kept")
-    until(narrow.serves, "the limit stays although the clients have gone")
+    block_until(lambda: narrow.clients() == 0, "connections are kept")
+    block_until(narrow.serves, "the limit stays although the clients have gone")

@@ -9,8 +9,9 @@ from contextlib import suppress
 
 import pytest
 
-from tests.security.deployment import Edge, until
+from tests.security.deployment import Edge
 from tests.security.wire import Ended, body, chunked, completion, request
+from tests.waiting import block_until
 
 pytestmark = pytest.mark.e2e
 
@@ -240,7 +241,7 @@ def test_a_message_cut_off_anywhere_is_no_request(edge: Edge) -> None:
             connection.half_close()
             rest = connection.rest()
             assert rest == b"" or rest.startswith(b"HTTP/1.1 400 "), (length, rest)
-    until(lambda: not edge.held(), "cut requests are held")
+    block_until(lambda: not edge.held(), "cut requests are held")
     assert not edge.workers.of("cut")
 
 

@@ -2,8 +2,9 @@
 
 import pytest
 
-from tests.security.deployment import HOLD, Edge, until
+from tests.security.deployment import HOLD, Edge
 from tests.security.wire import Connection, body, completion, request
+from tests.waiting import block_until
 
 pytestmark = pytest.mark.e2e
 
@@ -36,7 +37,7 @@ def test_the_end_of_what_a_client_sends_cancels_its_completion(edge: Edge) -> No
         connection.send(completion(HOLD, stream=True))
         assert connection.head()[0] == 200
         connection.half_close()
-        until(lambda: edge.workers.left == 1, "the worker's stream goes on")
+        block_until(lambda: edge.workers.left == 1, "the worker's stream goes on")
         assert b"[DONE]" not in connection.rest()
     assert edge.new_log_lines() == []
 
@@ -58,7 +59,7 @@ def test_a_client_that_leaves_within_its_request_is_forgotten(edge: Edge, sent: 
         connection = edge.connect()
         connection.send(completion("unsaid")[:sent])
         leave(connection)  # type: ignore[operator]
-    until(lambda: edge.clients() == 0, "connections are kept")
+    block_until(lambda: edge.clients() == 0, "connections are kept")
     assert not edge.workers.of("unsaid") and edge.new_log_lines() == []
 
 
@@ -70,7 +71,7 @@ def test_a_client_that_leaves_before_its_answer_is_forgotten(edge: Edge, stream:
         connection = edge.connect()
         connection.send(completion("unheard", stream=stream))
         leave(connection)  # type: ignore[operator]
-    until(lambda: not edge.held(), "requests outlive their clients")
+    block_until(lambda: not edge.held(), "requests outlive their clients")
     assert edge.new_log_lines() == []
 
 
@@ -83,7 +84,7 @@ def test_a_client_that_leaves_its_stream_frees_the_worker(edge: Edge, leave: obj
         assert connection.head()[0] == 200
     for connection in connections:
         leave(connection)  # type: ignore[operator]
-    until(lambda: edge.workers.left == 10, "workers' streams go on")
+    block_until(lambda: edge.workers.left == 10, "workers' streams go on")
     assert edge.new_log_lines() == []
 
 
@@ -95,8 +96,8 @@ def test_two_hundred_clients_that_come_and_go_leave_no_socket_and_no_memory(edge
         connection = edge.connect()
         connection.send(completion("churn", stream=bool(number % 2))[: None if number % 3 else 50])
         (connection.reset if number % 5 else connection.close)()
-    until(lambda: edge.clients() == 0, "connections are kept")
-    until(lambda: not edge.held(), "requests outlive their clients")
+    block_until(lambda: edge.clients() == 0, "connections are kept")
+    block_until(lambda: not edge.held(), "requests outlive their clients")
     assert edge.rss_bytes() - before < 16 * 2**20
 
 

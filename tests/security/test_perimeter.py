@@ -22,6 +22,7 @@ from tests.integration.router import Router, running
 from tests.integration.test_proxy_answers import completion
 from tests.security.peers import PeerTransport
 from tests.unit.proxy.perimeter.test_keys import entry
+from tests.waiting import until
 
 pytestmark = pytest.mark.anyio
 
@@ -277,9 +278,11 @@ async def test_a_key_s_limits_are_429_with_the_time_to_come_back(tmp_path: Path)
             return await router.client.post("/v1/completions", json=completion(**body), headers=bearer(key))
 
         admitted = asyncio.ensure_future(ask("sk-n", max_tokens=5_000))
-        async with asyncio.timeout(30):
-            while (await router.state())["keys"]["narrow"] != 1:  # noqa: ASYNC110
-                await asyncio.sleep(0.01)
+
+        async def under_way() -> int:
+            return (await router.state())["keys"]["narrow"]
+
+        await until(under_way)
         refused = [await ask("sk-n") for _ in range(3)]
         assert [reply.status_code for reply in refused] == [429] * 3 and not admitted.done()
         assert all(int(reply.headers["retry-after"]) >= 1 for reply in refused)
@@ -321,6 +324,7 @@ async def test_keys_that_are_exchanged_under_load_refuse_nobody_who_keeps_one(tm
     keys = key_file(tmp_path, kept, lent)
     async with running(SMALL, auth={"client_keys": str(keys)}) as router:
         services, over = router.app.services, False
+        asked: list[str] = []
 
         async def ask(key: str) -> set[int]:
             seen = set()
@@ -328,13 +332,15 @@ async def test_keys_that_are_exchanged_under_load_refuse_nobody_who_keeps_one(tm
                 body = completion(max_tokens=2)
                 reply = await router.client.post("/v1/completions", json=body, headers=bearer(key))
                 seen.add(reply.status_code)
+                asked.append(key)
             return seen
 
         asking_on = [asyncio.ensure_future(ask(key)) for key in (CLIENT, CLIENT, "sk-lent", "sk-lent")]
         for turn in range(20):
             key_file(tmp_path, *((kept, lent), (kept,))[turn % 2])
             apply(services, services.config)
-            await asyncio.sleep(0.01)
+            asked_before = len(asked)
+            await until(lambda before=asked_before: len(asked) > before)
             (tmp_path / "keys.yaml").write_text("keys: [half")
             with pytest.raises(ConfigError):
                 apply(services, services.config)

@@ -2,8 +2,9 @@
 
 import pytest
 
-from tests.security.deployment import HOLD, Edge, until
+from tests.security.deployment import HOLD, Edge
 from tests.security.wire import Ended, completion, request
+from tests.waiting import block_until
 
 pytestmark = pytest.mark.e2e
 
@@ -31,11 +32,11 @@ def test_pipelined_completions_of_one_client_run_one_at_a_time(edge: Edge) -> No
     with edge.connect() as connection:
         connection.send(completion(HOLD, stream=True) + completion("waits") * 50)
         assert connection.head()[0] == 200
-        until(lambda: edge.held(), "the first request runs")
+        block_until(lambda: edge.held(), "the first request runs")
         assert edge.serves()
         assert edge.held()["exchanges"] == 1
         assert not edge.workers.of("waits")
-    until(lambda: not edge.held(), "the first request runs on")
+    block_until(lambda: not edge.held(), "the first request runs on")
     assert edge.serves() and not edge.workers.of("waits")
 
 
@@ -58,7 +59,7 @@ def test_requests_pipelined_without_number_behind_a_completion_take_no_memory(ed
         connection.send_until_stuck(HEALTH * 1000, 64 * MIB)
         assert edge.rss_bytes() - before < 16 * MIB
         assert edge.serves()
-    until(lambda: not edge.held(), "the request outlives its client")
+    block_until(lambda: not edge.held(), "the request outlives its client")
 
 
 def test_a_body_pipelined_while_an_answer_is_under_way_is_not_kept(edge: Edge) -> None:
@@ -89,7 +90,7 @@ def test_a_client_that_leaves_between_pipelined_requests_logs_nothing(edge: Edge
         assert connection.answer().status == 200
         getattr(connection, leave)()
     assert edge.serves()
-    until(lambda: not edge.held(), "requests outlive their client")
+    block_until(lambda: not edge.held(), "requests outlive their client")
     assert edge.new_log_lines() == []
 
 
@@ -98,7 +99,7 @@ def test_a_client_that_leaves_during_a_stream_with_more_requests_behind_it_is_no
     connection.send(completion(HOLD, stream=True) + HEALTH * 100)
     assert connection.head()[0] == 200
     connection.close()
-    until(lambda: edge.workers.left == 1, "the worker's stream goes on")
+    block_until(lambda: edge.workers.left == 1, "the worker's stream goes on")
     assert edge.new_log_lines() == []
 
 

@@ -4,8 +4,9 @@ import re
 
 import pytest
 
-from tests.security.deployment import Edge, until
+from tests.security.deployment import Edge
 from tests.security.wire import completion, request
+from tests.waiting import block_until
 
 pytestmark = pytest.mark.e2e
 
@@ -37,7 +38,7 @@ def test_a_refusal_has_the_clients_own_id_a_line_with_it_and_a_count(edge: Edge,
     assert (answer.status, answer.headers["x-request-id"]) == (status, "mine-7")
     assert answer.error()
     assert counted(edge, reason) == before + 1
-    until(lambda: edge.log().count('"mine-7') > lines, "no line")
+    block_until(lambda: edge.log().count('"mine-7') > lines, "no line")
 
 
 def test_a_request_that_comes_too_slowly_is_counted_and_told_its_id(hasty: Edge) -> None:
@@ -86,4 +87,4 @@ def test_what_nobody_wants_is_not_read_without_bound(edge: Edge, behind: str) ->
         while connection.send(b"x" * 2**20) and sent < 2**29:
             sent += 2**20
         assert sent < 2**28
-    until(lambda: not edge.held(), "the completion is held")
+    block_until(lambda: not edge.held(), "the completion is held")

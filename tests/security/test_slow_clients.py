@@ -4,13 +4,12 @@ The times are short ones (`conftest.py`); what is slower than that is met by ord
 to be turned out first, however little is still missing.
 """
 
-import time
-
 import pytest
 
 from tests.security.conftest import SHORT_S
-from tests.security.deployment import FLOOD, Edge, until
+from tests.security.deployment import FLOOD, Edge
 from tests.security.wire import Connection, Ended, body, completion, request
+from tests.waiting import block_pace, block_until
 
 pytestmark = pytest.mark.e2e
 
@@ -164,17 +163,18 @@ def test_slow_bodies_take_no_place_from_honest_clients(hasty: Edge) -> None:
 def test_an_honest_client_that_thinks_between_its_requests_is_not_turned_out(hasty: Edge) -> None:
     with hasty.connect() as connection:
         for _ in range(3):
-            time.sleep(SHORT_S / 4)
+            block_pace(SHORT_S / 4)
             connection.send(completion())
             assert connection.answer("POST").status == 200
 
 
 def test_an_answer_may_take_longer_than_a_request(hasty: Edge) -> None:
     """The deadline ends with the request's last byte."""
-    with hasty.connect() as connection:
+    with hasty.connect() as connection, hasty.connect() as late:
         connection.send(completion("hold", stream=True))
         assert connection.head()[0] == 200
-        time.sleep(SHORT_S * 1.5)
+        late.send(head_of("/v1/completions", 1000))
+        turned_out(late)  # it came after the other one, and its time is up
         assert not connection.hears_end()
 
 
@@ -190,21 +190,21 @@ def flood(edge: Edge, receive_buffer_bytes: int = 4096) -> Connection:
 
 def test_a_client_that_reads_nothing_is_cut_off(hasty: Edge) -> None:
     with flood(hasty):
-        until(lambda: hasty.workers.left, "the worker's stream goes on")
-        until(lambda: not hasty.held(), "the request is held")
+        block_until(lambda: hasty.workers.left, "the worker's stream goes on")
+        block_until(lambda: not hasty.held(), "the request is held")
 
 
 def test_a_client_that_reads_a_byte_now_and_then_is_cut_off(hasty: Edge) -> None:
     """Any byte is no progress: such a client would hold its decode slot for years."""
     with flood(hasty) as connection:
-        until(lambda: connection.reads_a_byte(DRIP_S) and hasty.workers.left, "the worker's stream goes on")
+        block_until(lambda: connection.reads_a_byte(DRIP_S) and hasty.workers.left, "the worker's stream goes on")
 
 
 def test_whole_answers_that_nobody_reads_are_cut_off(hasty: Edge) -> None:
     """Of a route that streams nothing: as many as the sockets' buffers do not take."""
     with hasty.connect(receive_buffer_bytes=4096) as connection:
         connection.send_until_stuck(request("GET", "/metrics"), 8 * 2**20)
-        until(lambda: hasty.clients() == 0, "the connection is kept")
+        block_until(lambda: hasty.clients() == 0, "the connection is kept")
         with pytest.raises(Ended):
             while True:
                 connection.answer()
@@ -225,5 +225,5 @@ def test_a_body_that_comes_in_pieces_in_time_is_served(hasty: Edge) -> None:
         connection.send(head_of("/v1/completions", len(content)))
         for at in range(0, len(content), 100):
             connection.send(content[at : at + 100])
-            time.sleep(0.005)
+            block_pace(0.005)
         assert connection.answer("POST").status == 200

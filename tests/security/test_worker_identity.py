@@ -19,13 +19,13 @@ from tests.security.evil_worker import (
     answered,
     attacked,
     events,
-    eventually,
     probed,
     reply,
     token,
     well_decoded,
     well_prefilled,
 )
+from tests.waiting import pace, until
 
 pytestmark = pytest.mark.anyio
 POISON = "poison"
@@ -130,7 +130,7 @@ async def test_late_bytes_reach_no_other_request(router: Attacked, worker: str) 
         writer.write(good(asked))
         pause = pauses[len(evil.asked) % len(pauses)]
         if pause:
-            await asyncio.sleep(pause)
+            await pace(pause)
         writer.write(reply(late))
 
     evil.say = say
@@ -148,7 +148,7 @@ async def test_bytes_after_a_complete_answer_close_its_connection(router: Attack
         before = set(upstream._idle)
         said = await router.complete()
         assert said.status_code == 200 and "xx" in said.text
-        await eventually(lambda before=before, upstream=upstream: not upstream.busy_connections)
+        await until(lambda before=before, upstream=upstream: not upstream.busy_connections)
         assert all(connection in before or connection.usable for connection in upstream._idle)
         assert (await router.complete()).status_code == 200
 
@@ -183,7 +183,7 @@ async def test_a_worker_that_was_down_is_known_afresh() -> None:
         fleet = router.app.services.fleet
         fleet.set_healthy(fleet["d0"], False)
         router.decoder.answer = lambda asked: reply({**answered(asked), "id": "own"})
-        await eventually(lambda: fleet["d0"].healthy)
+        await until(lambda: fleet["d0"].healthy)
         assert (await router.complete()).status_code == 200
 
 

@@ -4,8 +4,9 @@ from dataclasses import replace
 
 import pytest
 
-from tests.security.evil_worker import ANYIO, attacked, eventually, other
+from tests.security.evil_worker import ANYIO, attacked, other
 from tests.unit.config.test_urls import ODD
+from tests.waiting import until
 
 pytestmark = pytest.mark.anyio
 
@@ -35,10 +36,10 @@ async def test_a_worker_that_cannot_be_asked_does_not_keep_the_others_from_being
         object.__setattr__(services.fleet["odd"], "spec", replace(spec, url="http://h:1/\u00e9"))
         upstream._prefix = "/\u00e9"
         router.decoder.others = lambda asked: b"" if asked.target == "/health" else other(asked)
-        await eventually(lambda: not services.fleet["d0"].healthy)  # it takes longer to tell than from round to round
+        await until(lambda: not services.fleet["d0"].healthy)  # it takes longer to tell than from round to round
         router.decoder.others = other
-        await eventually(lambda: services.fleet["d0"].healthy)
+        await until(lambda: services.fleet["d0"].healthy)
         before = services.metrics.tasks_failed.value("health")
-        await eventually(lambda: services.metrics.tasks_failed.value("health") > before)
+        await until(lambda: services.metrics.tasks_failed.value("health") > before)
         assert not services.fleet["odd"].healthy
         assert (await router.complete()).status_code == 200

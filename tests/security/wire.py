@@ -3,11 +3,12 @@
 import json
 import socket
 import struct
-import time
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, Self
+
+from tests.waiting import block_pace
 
 PATIENCE_S = 30.0  # for what must happen; long, because the machine may be busy
 _RESET_ON_CLOSE = struct.pack("ii", 1, 0)  # SO_LINGER with no time: close sends RST
@@ -188,7 +189,7 @@ class Connection:
 
     def reads_a_byte(self, after_s: float) -> bool:
         """Read one byte after some time; True, whether there was one or the end."""
-        time.sleep(after_s)
+        block_pace(after_s)
         with suppress(ConnectionResetError):
             self._socket.recv(1)
         return True

@@ -15,7 +15,7 @@ ALLOWED: dict[str, set[str]] = {
     "engine": {"errors"},
     "traces": {"errors"},
     "report": {"errors"},
-    "config": {"errors", "plugins"},
+    "config": {"core", "errors", "plugins"},
     "core": {"errors"},
     "prediction": {"core", "plugins", "errors"},
     "plugins": {"core", "errors"},
@@ -40,7 +40,7 @@ ALLOWED: dict[str, set[str]] = {
     "emulator": {"engine", "errors"},
     "library": {"core", "plugins", "prediction", "simulator", "experiments", "traces", "errors"},
     "testing": {"core", "plugins", "prediction", "simulator", "errors"},
-    "demo": {"loadgen", "traces", "report", "errors"},
+    "demo": {"core", "loadgen", "traces", "report", "errors"},
     "prefix_demo": {"demo", "loadgen", "traces", "report", "errors"},
     "instrumentation": set(),
 }

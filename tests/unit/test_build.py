@@ -1,24 +1,45 @@
 """From a configuration to what the core is made of."""
 
+import ast
 from dataclasses import fields
+from pathlib import Path
 
 import pytest
 
 from balanceroute.build import policy_settings
 from balanceroute.config.models import Routing
-from balanceroute.core.policies import PolicySettings
+from balanceroute.core.knobs import ALL, BR_H_BETA, PolicySettings
 from tests.unit.proxy.stage import a_config
 
-FILLED_IN = {"beta", "max_wait_s", "options"}  # what unset means depends on other settings; options are made hashable
+PACKAGE = Path(__file__).parents[2] / "balanceroute"
 
 
 def test_a_field_of_the_routing_section_is_a_knob_of_the_core_and_the_other_way_round() -> None:
     assert set(Routing.model_fields) == {knob.name for knob in fields(PolicySettings)}
 
 
-@pytest.mark.parametrize("name", sorted(set(Routing.model_fields) - FILLED_IN))
-def test_a_knob_of_the_core_has_the_default_of_the_configuration(name: str) -> None:
-    assert getattr(PolicySettings(), name) == Routing.model_fields[name].get_default(call_default_factory=True)
+@pytest.mark.parametrize("name", sorted(ALL))
+def test_a_setting_has_default_and_meaning_of_its_knob(name: str) -> None:
+    setting, knob = Routing.model_fields[name], ALL[name]
+    assert setting.default == (None if name == "max_wait_s" else knob.default)
+    assert (setting.description or "").startswith(knob.meaning)
+
+
+@pytest.mark.parametrize("layer", ["config", "cli", "library.py", "demo.py", "simulator", "proxy"])
+def test_no_default_of_a_knob_is_written_a_second_time(layer: str) -> None:
+    """A default that is a word or a number of its own kind; 0, 1, true and false are everywhere."""
+    place = PACKAGE / layer
+    telling = {ALL[name].default for name in ("policy", "horizon_steps", "gamma")} | {BR_H_BETA}
+    for path in [place] if place.is_file() else place.rglob("*.py"):
+        tree = ast.parse(path.read_text())
+        for node in ast.walk(tree):
+            written = []
+            if isinstance(node, ast.arguments):
+                written = [*node.defaults, *node.kw_defaults]
+            elif isinstance(node, ast.Assign | ast.AnnAssign):
+                written = [node.value]
+            found = {each.value for each in written if isinstance(each, ast.Constant) and type(each.value) is not bool}
+            assert not found & telling, f"{path}: {found & telling} comes from core/knobs.py"
 
 
 def test_every_knob_that_is_set_reaches_the_core() -> None:

@@ -7,7 +7,7 @@ import pytest
 
 from balanceroute.build import policy_settings
 from balanceroute.config import load, validate
-from balanceroute.core.policies import BR_H_BETA, PolicySettings
+from balanceroute.core.knobs import BR_H_BETA, PolicySettings
 from balanceroute.experiments.methods import BR_H_EXACT
 
 CONFIGS = Path(__file__).parents[2] / "configs"

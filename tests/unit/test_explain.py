@@ -10,7 +10,8 @@ import orjson
 import pytest
 
 from balanceroute.cli import main
-from balanceroute.core.policies import POLICIES, PolicySettings, make_policy
+from balanceroute.core.knobs import PolicySettings
+from balanceroute.core.policies import POLICIES, make_policy
 from balanceroute.core.prefill import LONE_WEIGHT
 from balanceroute.core.scheduler import Scheduler, SchedulerConfig
 from balanceroute.core.state import state_to_dict

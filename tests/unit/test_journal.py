@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from balanceroute.core.policies import PolicySettings
+from balanceroute.core.knobs import PolicySettings
 from balanceroute.core.scheduler import Scheduler, SchedulerConfig
 from balanceroute.core.types import Outcome, RequestSpec, Role, WorkerSpec
 from balanceroute.errors import InputError, InvariantError

@@ -13,7 +13,8 @@ import pytest
 import balanceroute
 from balanceroute.cli import main
 from balanceroute.config import validate
-from balanceroute.core.policies import PolicySettings, make_policy
+from balanceroute.core.knobs import PolicySettings
+from balanceroute.core.policies import make_policy
 from balanceroute.core.scheduler import Scheduler, SchedulerConfig
 from balanceroute.core.types import RequestSpec, Role, WorkerSpec
 from balanceroute.errors import ConfigError

@@ -18,7 +18,7 @@ from typing import Any
 
 from balanceroute.build import build_scheduler
 from balanceroute.config import Config
-from balanceroute.core.policies import PolicySettings
+from balanceroute.core.knobs import PolicySettings
 from balanceroute.core.scheduler import Scheduler, SchedulerConfig
 from balanceroute.core.snapshot_json import snapshot_to_dict
 from balanceroute.core.types import (
@@ -28,6 +28,7 @@ from balanceroute.core.types import (
     Prefill,
     Release,
     RequestSpec,
+    Standing,
     WorkerSpec,
     WorkerState,
 )
@@ -122,6 +123,10 @@ class Ledger:
         """So many more tokens have been generated. Raises InvariantError when not decoding."""
         self.scheduler.progress(request_id, tokens, self.now())
 
+    def began(self, request_id: str) -> None:
+        """The first tokens have come, just now; only asked for where transfers are measured."""
+        self.scheduler.began(request_id, self.now())
+
     def put_back(self, request_id: str) -> None:
         """The decode worker will not be asked after all: the request waits for another in the pool."""
         self.scheduler.put_back(request_id, self.now())
@@ -140,8 +145,17 @@ class Ledger:
             self.forecasts.finished(tracker, reason or outcome.value)
         self.released(self.scheduler.finish(request_id, outcome, self.now()))
 
+    def adopt(self, standing: Standing) -> bool:
+        """A request that somebody else has let in goes on where it stands; False: it can't, and is unknown here."""
+        if not self.scheduler.adopt(standing, self.now()):
+            return False
+        if standing.phase is Phase.POOLED:
+            self._pooled(standing.spec.id)
+        self.prefill_capacity_changed()
+        return True
+
     def _pooled(self, request_id: str) -> None:
-        """Decode first: the request is in the pool at once, with the size that it is thought to have."""
+        """The request is in the pool, with the size that it has, or, decode first, is thought to have."""
         if self.forecasts is not None:
             tracker = self.scheduler.snapshot.requests[request_id]
             expected = self.forecasts.initial(tracker, tracker.prompt_tokens)
@@ -329,8 +343,8 @@ class Ledger:
 
     @property
     def decision_possible(self) -> bool:
-        """Whether the policy could admit something: there is a free slot, or it doesn't wait for one."""
-        return not self._waits_for_slots or self.scheduler.snapshot.has_free_slot
+        """Whether the policy could admit something: a worker may be sent one, or it does not wait for that."""
+        return not self._waits_for_slots or self.scheduler.snapshot.has_room
 
     def pool_filled(self) -> None:
         """A request has come into the pool."""

@@ -4,6 +4,7 @@
     await ticket.prefiller()              which prefiller gets the probe; raises Rejected, be it by the arrival
     ticket.prefilled(n, cached) | .prefill_failed()
     await ticket.admission()              which decode worker, when the policy has decided
+    ticket.began()                        the first tokens have come
     ticket.progress(n)                    per read of the worker's stream; taken down here, told later
     ticket.put_back(), ticket.requeue()   once more from the pool, or from the first phase on
     ticket.finish(outcome)                leaves, from any phase, once
@@ -22,11 +23,19 @@ several times per second besides.
 
 import asyncio
 
-from balanceroute.core.scheduler import SchedulerConfig
-from balanceroute.core.types import Outcome, Phase, RequestSpec
+from balanceroute.core.types import Outcome, Phase, RequestSpec, Standing
 from balanceroute.core.view import ClusterView
 from balanceroute.errors import InvariantError
-from balanceroute.proxy.admission.waist import Answer, Brain, Refusal
+from balanceroute.proxy.admission.waist import Answer, Bounds, Brain, Refusal
+
+# a member of an enum costs ten times a name of the module (Python 3.11)
+_QUEUED, _PREFILLING, _POOLED, _DECODING, _GONE = (
+    Phase.QUEUED,
+    Phase.PREFILLING,
+    Phase.POOLED,
+    Phase.DECODING,
+    Phase.GONE,
+)
 
 
 class Ticket:
@@ -34,6 +43,10 @@ class Ticket:
 
     `phase` is the scheduler's, as far as it has been told; `decoder` the worker that it is bound to in it, "" for none.
     Decode first, `asking`: it waits for a prefiller while it is bound; `pushing`: one computes its prompt.
+
+    `prefiller_id`: who computes its prompt, or keeps its KV for it; until its first token the latter is so.
+    `prompt_tokens`: of its present life, with the `earlier_tokens` that it has generated in `requeues` others;
+    `told_tokens` of this life the scheduler has heard of.
 
     `left`: it has left, by its own `finish` or because it was refused. `unreported_tokens` have come, and the
     scheduler hasn't heard of them; `last_token_s` is when the last ones came, 0 before. `order`: its arrival's number.
@@ -49,20 +62,28 @@ class Ticket:
         "arrived_s",
         "asking",
         "decoder",
+        "earlier_tokens",
         "id",
         "last_token_s",
         "left",
         "order",
         "phase",
         "pooled_s",
+        "prefiller_id",
+        "prompt_tokens",
         "pushing",
+        "requeues",
+        "spec",
+        "told_tokens",
         "unreported_tokens",
     )
 
-    def __init__(self, tickets: "Tickets", request_id: str, order: int) -> None:
-        self.id, self.order = request_id, order
+    def __init__(self, tickets: "Tickets", spec: RequestSpec, order: int) -> None:
+        self.id, self.spec, self.order = spec.id, spec, order
         self.left = self.asking = self.pushing = False
-        self.decoder = ""
+        self.decoder = self.prefiller_id = ""
+        self.prompt_tokens = spec.prompt_tokens
+        self.told_tokens = self.earlier_tokens = self.requeues = 0
         self._tickets, self._brain, self._now, self._behind = tickets, tickets.brain, tickets.now, tickets.behind
         self.arrived_s = now = self._now()
         self.pooled_s = self.last_token_s = 0.0
@@ -70,9 +91,9 @@ class Ticket:
         self._answer: Answer | None = None
         self._waiter: asyncio.Future[None] | None = None
         if tickets.decode_first:
-            self.phase, self.pooled_s = Phase.POOLED, now
+            self.phase, self.pooled_s = _POOLED, now
         else:
-            self.phase = Phase.QUEUED
+            self.phase = _QUEUED
 
     async def prefiller(self) -> str:
         """Wait for the prefiller that gets the probe. Raises: Rejected: QueueFull, NoHealthyWorkers, Draining,
@@ -91,12 +112,12 @@ class Ticket:
 
     def prefilled(self, prompt_tokens: int, cached_tokens: int | None = None) -> None:
         """The probe was answered: the request waits in the pool. `cached_tokens`: as in `Scheduler.prefilled`."""
-        self.phase, self.pooled_s = Phase.POOLED, self._now()
+        self.phase, self.pooled_s, self.prompt_tokens = _POOLED, self._now(), prompt_tokens
         self._brain.prefilled(self.id, prompt_tokens, cached_tokens)
 
     def prefill_failed(self) -> None:
         """The probe failed: the request queues again."""
-        self.phase = Phase.QUEUED
+        self.phase, self.prefiller_id = _QUEUED, ""
         self._brain.prefill_failed(self.id)
 
     def request_prefill(self) -> None:
@@ -106,12 +127,12 @@ class Ticket:
 
     def pushed(self, prompt_tokens: int, cached_tokens: int | None = None) -> None:
         """Decode first: the prefiller has delivered the KV."""
-        self.pushing = False
+        self.pushing, self.prefiller_id, self.prompt_tokens = False, "", prompt_tokens
         self._brain.pushed(self.id, prompt_tokens, cached_tokens)
 
     def push_failed(self) -> None:
         """Decode first: the prefiller has not begun; ask for another."""
-        self.asking, self.pushing = True, False
+        self.asking, self.pushing, self.prefiller_id = True, False, ""
         self._brain.push_failed(self.id)
 
     def progress(self, tokens: int) -> None:
@@ -125,11 +146,18 @@ class Ticket:
         """Tell the tokens that the scheduler hasn't heard of."""
         tokens, self.unreported_tokens = self.unreported_tokens, 0
         if tokens:
+            self.told_tokens += tokens
             self._brain.progress(self.id, tokens)
+
+    def began(self) -> None:
+        """The first tokens have come, and all that came is told."""
+        self.settle()
+        if self._brain.bounds.overlap_requests is None:
+            self._brain.began(self.id)
 
     def put_back(self) -> None:
         """The decode worker will not be asked after all: wait for another in the pool."""
-        self.phase, self.decoder = Phase.POOLED, ""
+        self.phase, self.decoder = _POOLED, ""
         self._brain.put_back(self.id)
 
     def requeue(self) -> None:
@@ -137,11 +165,15 @@ class Ticket:
         self.settle()
         self._answer = None  # decode first, a prefiller may have been told to a prefill that has ended since
         self.asking = self.pushing = False
-        self.decoder = ""
+        self.decoder = self.prefiller_id = ""
+        self.prompt_tokens += self.told_tokens
+        self.earlier_tokens += self.told_tokens
+        self.told_tokens = 0
+        self.requeues += 1
         if self._tickets.decode_first:
-            self.phase, self.pooled_s = Phase.POOLED, self._now()
+            self.phase, self.pooled_s = _POOLED, self._now()
         else:
-            self.phase = Phase.QUEUED
+            self.phase = _QUEUED
         self._brain.requeue(self.id)
 
     def finish(self, outcome: Outcome, reason: str = "") -> None:
@@ -152,25 +184,42 @@ class Ticket:
         self._leave()
         self._brain.finish(self.id, outcome, reason)
 
+    def standing(self, now: float) -> Standing:
+        """Where it stands, for one who decides from now on; `settle` first."""
+        return Standing(
+            self.spec,
+            self.phase,
+            self.prompt_tokens,
+            waited_s=now - self.arrived_s,
+            ready_s=now - self.pooled_s if self.pooled_s else 0.0,
+            prefiller=self.prefiller_id,
+            decoder=self.decoder,
+            tokens=self.told_tokens,
+            earlier_tokens=self.earlier_tokens,
+            requeues=self.requeues,
+            asking=self.asking,
+            pushing=self.pushing,
+        )
+
     # -- the deciding side
 
     def answer(self, answer: Answer) -> None:
         """Take what has been decided, and wake who waits for it."""
         if isinstance(answer, Refusal):
             self._leave()
-        elif self.phase is Phase.QUEUED:
-            self.phase = Phase.PREFILLING
-        elif self.phase is Phase.POOLED:
-            self.phase, self.decoder = Phase.DECODING, answer
+        elif self.phase is _QUEUED:
+            self.phase, self.prefiller_id = _PREFILLING, answer
+        elif self.phase is _POOLED:
+            self.phase, self.decoder = _DECODING, answer
         else:
-            self.asking, self.pushing = False, True
+            self.asking, self.pushing, self.prefiller_id = False, True, answer
         self._answer = answer
         waiter = self._waiter
         if waiter is not None and not waiter.done():
             waiter.set_result(None)
 
     def _leave(self) -> None:
-        self.left, self.phase, self.decoder = True, Phase.GONE, ""
+        self.left, self.phase, self.decoder = True, _GONE, ""
         self.asking = self.pushing = False
         del self._tickets.by_id[self.id]
 
@@ -202,7 +251,7 @@ class Tickets:
     def submit(self, spec: RequestSpec) -> Ticket:
         """A request arrives; a refusal is the first thing that its ticket hears."""
         self._arrivals += 1
-        ticket = self.by_id[spec.id] = Ticket(self, spec.id, self._arrivals)
+        ticket = self.by_id[spec.id] = Ticket(self, spec, self._arrivals)
         self.brain.submit(spec)
         return ticket
 
@@ -217,6 +266,7 @@ class Tickets:
             tokens = ticket.unreported_tokens
             if tokens:
                 ticket.unreported_tokens = 0
+                ticket.told_tokens += tokens
                 progress(ticket.id, tokens)
         self.behind.clear()
 
@@ -228,7 +278,7 @@ class Tickets:
         return self.brain.draining
 
     @property
-    def bounds(self) -> SchedulerConfig:
+    def bounds(self) -> Bounds:
         """The bounds and times that hold now."""
         return self.brain.bounds
 

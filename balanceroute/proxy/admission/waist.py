@@ -3,6 +3,7 @@
     submit(spec)                                     arrival
     prefilled(id, n, cached) | prefill_failed(id)    how the probe went
     progress(id, n)                                  so many more tokens
+    began(id)                                        the first of them, where transfers are measured
     put_back(id)                                     the decode worker went out before it was asked: decide again
     requeue(id)                                      decode ended early: once more from the prefill on
     finish(id, outcome, reason)                      leaves, from any phase, once
@@ -34,6 +35,7 @@ class RefusalKind(StrEnum):
     NO_WORKERS = "no_workers"
     DRAINING = "draining"
     EXPIRED = "expired"
+    LOST = "lost"
 
 
 _ERRORS: Final[Mapping[RefusalKind, type[Rejected]]] = {
@@ -41,6 +43,7 @@ _ERRORS: Final[Mapping[RefusalKind, type[Rejected]]] = {
     RefusalKind.NO_WORKERS: NoHealthyWorkers,
     RefusalKind.DRAINING: Draining,
     RefusalKind.EXPIRED: QueueTimeout,
+    RefusalKind.LOST: NoHealthyWorkers,
 }
 
 
@@ -56,6 +59,9 @@ class Refusal:
         """What the client gets."""
         return _ERRORS[self.kind](self.text, retry_after_s=self.retry_after_s)
 
+
+Bounds = SchedulerConfig
+"""The bounds and times that hold: plain data, so that it may cross."""
 
 Answer = str | Refusal
 Tell = Callable[[str, Answer], None]
@@ -105,10 +111,10 @@ class Brain(Protocol):
         """Whether every new request is refused."""
 
     @property
-    def bounds(self) -> SchedulerConfig:
+    def bounds(self) -> Bounds:
         """The bounds and times that hold now."""
 
-    def configure(self, config: SchedulerConfig) -> None:
+    def configure(self, config: Bounds) -> None:
         """Other bounds and times from now on."""
 
     def view(self) -> ClusterView:
@@ -134,6 +140,9 @@ class Brain(Protocol):
 
     def progress(self, request_id: str, tokens: int) -> None:
         """So many more tokens have been generated."""
+
+    def began(self, request_id: str) -> None:
+        """The first tokens have come, just now: told where `bounds.overlap_requests` is to be measured (None)."""
 
     def put_back(self, request_id: str) -> None:
         """The decode worker will not be asked after all: back to the pool. Answered: which other one."""

@@ -148,7 +148,7 @@ async def _stream(leg: Leg, worker: Worker, reply: Reply) -> bool:
 
 def _has_begun(leg: Leg, worker: Worker) -> None:
     """The first tokens are here: from now on the next one is waited for, and what failed before is forgotten."""
-    leg.ticket.settle()  # the prefiller's KV has been pulled
+    leg.ticket.began()  # the prefiller's KV has been pulled
     at = worker.progress_s = leg.ticket.last_token_s
     leg.decoder = worker
     if not leg.first_token_s:

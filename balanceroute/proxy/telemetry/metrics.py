@@ -208,6 +208,11 @@ class Metrics(Collector):
         view = self._view()
         load = GaugeMetricFamily("balanceroute_decode_load_tokens", "L_g: KV tokens on a worker.", labels=["worker"])
         active = GaugeMetricFamily("balanceroute_decode_active_requests", "Requests on a worker.", labels=["worker"])
+        ahead = GaugeMetricFamily(
+            "balanceroute_decode_overlap_requests",
+            "Requests that a worker may be sent beyond its slots, to have their KV moved meanwhile.",
+            labels=["worker"],
+        )
         foreign = GaugeMetricFamily(
             "balanceroute_decode_foreign_requests", "Requests on a worker that others sent there.", labels=["worker"]
         )
@@ -249,6 +254,7 @@ class Metrics(Collector):
         for worker in view.decoders:
             load.add_metric([worker.id], worker.load_tokens)
             active.add_metric([worker.id], worker.active)
+            ahead.add_metric([worker.id], worker.ahead)
             foreign.add_metric([worker.id], worker.foreign_requests)
             foreign_load.add_metric([worker.id], worker.foreign_tokens)
             states.add_metric([worker.id, "decode"], _STATES[worker.state])
@@ -262,7 +268,7 @@ class Metrics(Collector):
             predicted.add_metric([prefiller.id], prefiller.predicted_tokens)
             if prefiller.hit_tokens is not None:
                 hits.add_metric([prefiller.id], prefiller.hit_tokens)
-        yield from (load, active, foreign, foreign_load, states, usage, pinned, prefill_s, cached)
+        yield from (load, active, ahead, foreign, foreign_load, states, usage, pinned, prefill_s, cached)
         yield from (prompts, predicted, hits)
         loads = [worker.load_tokens for worker in view.decoders if worker.state is not WorkerState.DOWN]
         envelope = max(loads, default=0)

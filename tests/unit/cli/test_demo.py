@@ -4,21 +4,21 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
 
 from balanceroute.cli import main
+from tests.waiting import block_until
 
 LINUX = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="the kernel's word for a parent's death")
 PARENT = """
-import sys, time
+import sys, threading
 from pathlib import Path
 from balanceroute.demo import process
 with process(sys.argv[2:], Path(sys.argv[1])) as child:
     print(child.pid, flush=True)
-    time.sleep(600)
+    threading.Event().wait()
 """
 
 
@@ -50,10 +50,7 @@ def test_a_child_does_not_outlive_a_parent_that_is_killed(tmp_path: Path) -> Non
         child = int(parent.stdout.readline())
         assert is_running(child)
         parent.send_signal(signal.SIGKILL)
-    end = time.monotonic() + 60
-    while is_running(child) and time.monotonic() < end:
-        time.sleep(0.05)
-    assert not is_running(child)
+    block_until(lambda: not is_running(child))
 
 
 def is_running(pid: int) -> bool:

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from balanceroute.build import policy_settings
+from balanceroute.build import policy_settings, scheduler_config
 from balanceroute.config import Config, effective_json, effective_yaml, load, parse_assignment, unused_variables
 from balanceroute.errors import ConfigError
 
@@ -384,3 +384,15 @@ def test_a_horizon_of_auto_follows_the_answers(tmp_path: Path) -> None:
     assert (routing.horizon_steps, routing.horizon_auto) == (80, True)
     with pytest.raises(ConfigError, match=r"routing\.horizon_steps"):
         from_yaml(tmp_path, WORKERS + "routing: {horizon_steps: long}\n")
+
+
+def test_an_overlap_is_a_number_or_auto_and_never_decode_first(tmp_path: Path) -> None:
+    for given, requests in (("3", 3), ("auto", None)):
+        config = from_yaml(tmp_path, WORKERS.replace("decode: {", f"decode: {{overlap_requests: {given}, "))
+        assert scheduler_config(config).overlap_requests == requests
+    for wrong in ("-1", "65537", "some", "1.5"):
+        with pytest.raises(ConfigError, match=r"decode\.overlap_requests"):
+            from_yaml(tmp_path, WORKERS.replace("decode: {", f"decode: {{overlap_requests: {wrong}, "))
+    layerwise = "connector: mooncake_layerwise\nlayerwise: {callback_url: 'http://10.0.0.5:8000'}\n"
+    with pytest.raises(ConfigError, match="only where prefill comes first"):
+        from_yaml(tmp_path, layerwise + WORKERS.replace("decode: {", "decode: {overlap_requests: auto, "))

@@ -1,6 +1,7 @@
 """Small clusters for tests: a scheduler with workers, and requests in a wanted phase."""
 
-from balanceroute.core.policies import PolicySettings, make_policy
+from balanceroute.core.knobs import PolicySettings
+from balanceroute.core.policies import make_policy
 from balanceroute.core.scheduler import Scheduler, SchedulerConfig
 from balanceroute.core.types import RequestSpec, Role, WorkerSpec
 

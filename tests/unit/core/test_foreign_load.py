@@ -67,7 +67,7 @@ def test_a_worker_full_of_others_requests_gets_none_of_ours_and_gets_them_again_
     scheduler.report_decoder("d0", 5, 9_000, 0, 0.0)
     pool_all(scheduler, {name: 100 for name in "abc"})
     assert {worker for _, worker in admitted(scheduler)} == {"d1"}
-    assert len(scheduler.snapshot.pool) == 1 and not scheduler.snapshot.has_free_slot
+    assert len(scheduler.snapshot.pool) == 1 and not scheduler.snapshot.has_room
     assert admitted(scheduler) == []
     scheduler.report_decoder("d0", 0, 0, 0, 1.0)
     assert [worker for _, worker in admitted(scheduler)] == ["d0"]

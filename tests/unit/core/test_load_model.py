@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from balanceroute.core.policies import PolicySettings
+from balanceroute.core.knobs import PolicySettings
 from balanceroute.core.scheduler import Scheduler
 from balanceroute.core.types import Role, WorkerSpec, WorkerState
 from balanceroute.simulator import Replay, Setting

@@ -8,16 +8,8 @@ from pydantic import ValidationError
 
 from balanceroute.config.models import Routing
 from balanceroute.core.balance_route import BalanceRoute, BalanceRouteParams
-from balanceroute.core.policies import (
-    BOUNDS,
-    CHOICES,
-    POLICIES,
-    PolicySettings,
-    is_accepted,
-    make_policy,
-    settings_from_dict,
-    settings_to_dict,
-)
+from balanceroute.core.knobs import ALL, PolicySettings, is_accepted
+from balanceroute.core.policies import POLICIES, make_policy, settings_from_dict, settings_to_dict
 from balanceroute.core.pool_bypass import PoolBypass
 from balanceroute.core.scheduler import SchedulerConfig
 from balanceroute.core.types import Outcome, WorkerState
@@ -40,9 +32,10 @@ def configuration_accepts(name: str, value: object) -> bool:
     return True
 
 
-@pytest.mark.parametrize("name", [*BOUNDS, *CHOICES, "pool_bypass"])
+@pytest.mark.parametrize("name", sorted(ALL.keys() - {"policy"}))
 def test_a_knob_has_the_values_that_the_configuration_accepts(name: str) -> None:
-    least, most = BOUNDS.get(name, (0, 1))
+    knob = ALL[name]
+    least, most = (0, 1) if knob.least is None else (knob.least, knob.most)
     values = [
         least - 1,
         least,
@@ -59,7 +52,7 @@ def test_a_knob_has_the_values_that_the_configuration_accepts(name: str) -> None
         [],
         {},
     ]
-    values += CHOICES.get(name, ())
+    values += knob.choices
     assert [is_accepted(name, value) for value in values] == [configuration_accepts(name, value) for value in values]
 
 
@@ -253,7 +246,7 @@ def test_the_penalty_of_br_0_counts_the_workers_in_the_barrier(
     policy: str, settings: dict[str, float], state: WorkerState
 ) -> None:
     """On d1, with a margin of 100 tokens, 200 tokens score 200 - G * 100."""
-    knobs = BalanceRouteParams(0, 1.0, None, 0.86, 0, 4, "fifo", "free_slots", "pool", math.inf)
+    knobs = BalanceRouteParams(0, 1.0, None, 0.86, 0, 4, "fifo", "free_slots", "pool", math.inf, False)
     knobs = replace(knobs, **settings)  # type: ignore[arg-type]
     scheduler = with_loads("br_0", [1000, 900, 500], slots=2)
     scheduler.snapshot.horizon_steps = knobs.horizon_steps
@@ -268,7 +261,7 @@ def test_the_penalty_of_br_0_counts_the_workers_in_the_barrier(
 
 def test_the_penalty_of_the_bypass_counts_the_workers_in_the_barrier() -> None:
     scheduler = with_loads("br_0", [1000, 900, 500], slots=2)
-    scheduler.policy = PoolBypass()
+    scheduler.policy = PoolBypass(1.0, None, 4)
     scheduler.set_worker_state("d0", WorkerState.DRAINING, 0.0)
     scheduler.set_worker_state("d2", WorkerState.DOWN, 0.0)
     pool_all(scheduler, {"r": 200})

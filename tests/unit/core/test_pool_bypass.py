@@ -4,7 +4,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from balanceroute.core.policies import PolicySettings, make_policy
+from balanceroute.core.knobs import PolicySettings
+from balanceroute.core.policies import make_policy
 from balanceroute.core.types import Outcome, WorkerState
 from balanceroute.errors import ConfigError
 from tests.unit.core.builders import a_scheduler, admitted, pool_all

@@ -2,7 +2,7 @@
 
 import pytest
 
-from balanceroute.core.policies import PolicySettings
+from balanceroute.core.knobs import PolicySettings
 from balanceroute.core.scheduler import Scheduler, SchedulerConfig
 from balanceroute.core.types import Outcome, Phase, Prefill, Reject, RejectReason, Release, RequestSpec, WorkerState
 from balanceroute.errors import InvariantError

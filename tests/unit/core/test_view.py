@@ -4,7 +4,8 @@ from dataclasses import FrozenInstanceError, fields
 
 import pytest
 
-from balanceroute.core.policies import PolicySettings, make_policy
+from balanceroute.core.knobs import PolicySettings
+from balanceroute.core.policies import make_policy
 from balanceroute.core.scheduler import Scheduler
 from balanceroute.core.types import Outcome, RequestSpec, Role, WorkerSpec, WorkerState
 from balanceroute.core.view import ClusterView, DecoderView, PrefillerView, view_cluster

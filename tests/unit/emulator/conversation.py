@@ -53,13 +53,6 @@ async def decode_ids(
     return ids
 
 
-async def until(condition: Callable[[], bool], timeout_s: float = 5.0) -> None:
-    """Wait for something to become true; a timeout fails the test."""
-    async with asyncio.timeout(timeout_s):
-        while not condition():  # noqa: ASYNC110  -- a condition on the far side has no event to offer
-            await asyncio.sleep(0.002)
-
-
 def run(test: Callable[[], Awaitable[None]]) -> None:
     """Run an async test body."""
 

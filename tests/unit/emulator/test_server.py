@@ -10,6 +10,7 @@ import uvloop
 from balanceroute.emulator import server
 from balanceroute.emulator.app import CONNECTION
 from balanceroute.emulator.server import HttpServer
+from tests.waiting import until
 
 
 def test_a_request_that_outlives_its_connection_is_cancelled_when_the_server_stops(
@@ -57,13 +58,11 @@ def test_a_reset_of_a_connection_that_has_gone_is_nobody_s_error(
         await listener.start()
         _, writer = await asyncio.open_connection("127.0.0.1", listener.port)
         writer.write(b"GET / HTTP/1.1\r\nhost: x\r\n\r\n")
-        async with asyncio.timeout(10):
-            while not connections:  # noqa: ASYNC110
-                await asyncio.sleep(0.001)
-            writer.transport.abort()
-            await gone.wait()
-        await asyncio.sleep(0.01)
         try:
+            async with asyncio.timeout(10):
+                await until(lambda: connections)
+                writer.transport.abort()
+                await gone.wait()
             connections[0].reset()
         finally:
             await listener.stop()

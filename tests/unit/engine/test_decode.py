@@ -17,9 +17,7 @@ def a_request(name: str = "r", *, prompt: int = 100, output: int = 5, transfer_s
 
 
 def step(rank: Rank, now: float = 0.0) -> list[str]:
-    rank.admit(now)
-    rank.start_ready(now)
-    rank.make_room()
+    rank.begin_step(now)
     outcome = rank.end_step()
     rank.check_invariants()
     return [request.id for request in outcome.stepped]
@@ -49,11 +47,43 @@ def test_waiting_requests_get_slots_first_come_first_served() -> None:
     assert [step(rank) for _ in range(3)] == [["a"], ["b"], ["c"]]
 
 
-def test_a_request_holds_a_slot_but_does_not_run_while_its_kv_is_on_the_way() -> None:
+def test_a_request_holds_no_slot_while_its_kv_is_on_the_way() -> None:
     rank = Rank(slots=1)
     rank.submit(a_request("a", output=1, transfer_s=1.0))
     rank.submit(a_request("b", output=1))
-    assert [step(rank, now) for now in (0.0, 0.5, 1.0, 1.5)] == [[], [], ["a"], ["b"]]
+    assert [step(rank, now) for now in (0.0, 0.5, 1.0, 1.5)] == [["b"], [], ["a"], []]
+
+
+@pytest.mark.parametrize(("beside_full", "after"), [(False, [[], ["next"]]), (True, [["next"], []])])
+def test_a_transfer_begins_beside_a_full_batch_only_on_an_engine_that_does_so(
+    beside_full: bool, after: list[list[str]]
+) -> None:
+    rank = Rank(slots=1, transfers_beside_full=beside_full)
+    rank.submit(a_request("first", output=2))
+    assert step(rank, 0.0) == ["first"]
+    rank.submit(a_request("next", output=1, transfer_s=1.0))
+    assert step(rank, 1.0) == ["first"]
+    assert [step(rank, now) for now in (2.0, 3.0)] == after
+
+
+def test_a_step_with_a_free_slot_begins_every_transfer_and_later_ones_do_not_wait_for_it() -> None:
+    rank = Rank(slots=2)
+    for name in ("old", "older"):
+        rank.submit(a_request(name, output=2 if name == "older" else 3))
+    step(rank, 0.0)
+    for name in ("a", "b"):
+        rank.submit(a_request(name, output=5, transfer_s=1.0))
+    assert [step(rank, now) for now in (1.0, 2.0)] == [["old", "older"], ["old"]]
+    assert step(rank, 3.0) == ["a", "b"]  # b has no transfer to wait for any more
+
+
+def test_what_a_rank_computes_itself_holds_a_slot_meanwhile() -> None:
+    rank = Rank(slots=1)
+    local = a_request("local", output=1, transfer_s=1.0)
+    local.local = True
+    rank.submit(local)
+    rank.submit(a_request("b", output=1))
+    assert [step(rank, now) for now in (0.0, 0.5, 1.0, 1.5)] == [[], [], ["local"], ["b"]]
 
 
 def test_kv_that_never_comes_is_started_by_its_arrival() -> None:
@@ -152,9 +182,7 @@ def test_a_request_gives_way_to_blocks_that_a_transfer_holds_and_comes_back() ->
     rank.submit(a_request("arriving", prompt=20, output=1, transfer_s=20.0))
     ended = []
     for now in range(40):
-        rank.admit(now)
-        rank.start_ready(now)
-        rank.make_room()
+        rank.begin_step(now)
         ended += [request.id for request in rank.end_step().stepped if request.finished]
         rank.check_invariants()
     assert sorted(ended) == ["arriving", "growing"]
@@ -167,20 +195,24 @@ def test_a_request_gives_way_to_blocks_that_a_transfer_holds_and_comes_back() ->
     policy=st.sampled_from(list(Preemption)),
     sizes=st.lists(st.tuples(st.integers(1, 40), st.integers(1, 15), st.sampled_from([0.0, 2.0])), max_size=12),
     aborts=st.sets(st.integers(0, 11)),
+    beside_full=st.booleans(),
 )
 def test_blocks_are_conserved_slots_respected_and_every_request_ends_once(
-    slots: int, blocks: int, policy: Preemption, sizes: list[tuple[int, int, float]], aborts: set[int]
+    slots: int,
+    blocks: int,
+    policy: Preemption,
+    sizes: list[tuple[int, int, float]],
+    aborts: set[int],
+    beside_full: bool,
 ) -> None:
-    rank = Rank(slots, KvBlocks(blocks, 10), preemption=policy)
+    rank = Rank(slots, KvBlocks(blocks, 10), preemption=policy, transfers_beside_full=beside_full)
     requests = [a_request(str(i), prompt=p, output=o, transfer_s=t) for i, (p, o, t) in enumerate(sizes)]
     for request in requests:
         rank.submit(request)
     ended: list[str] = []
     first_slot: list[str] = []
     for now in range(400):
-        first_slot += [request.id for request in rank.admit(now) if not request.preemptions]
-        rank.start_ready(now)
-        rank.make_room()
+        first_slot += [request.id for request in rank.begin_step(now)[0] if not request.preemptions]
         outcome = rank.end_step()
         rank.check_invariants()
         assert len(outcome.stepped) <= slots

@@ -3,7 +3,6 @@ import signal
 import sqlite3
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from pathlib import Path
@@ -13,6 +12,7 @@ import pytest
 from balanceroute.errors import InputError
 from balanceroute.prediction import FinishedRequest, History
 from balanceroute.prediction.history import SCHEMA_VERSION, read_rows
+from tests.waiting import block_until
 
 from .builders import a_finish, finishes
 
@@ -74,11 +74,7 @@ def test_rows_are_on_disk_once_flushed(path: Path) -> None:
 def test_rows_reach_the_disk_by_themselves_after_the_batch_time(path: Path) -> None:
     with opened(path, batch_s=0.01) as history:
         history.add(a_finish(5))
-        deadline = time.monotonic() + 10
-        while not (rows := read_rows(path)) and time.monotonic() < deadline:
-            time.sleep(0.005)
-
-        assert len(rows) == 1
+        block_until(lambda: len(read_rows(path)) == 1)
 
 
 def test_a_file_that_cannot_shrink_is_said_and_still_written(path: Path, caplog: pytest.LogCaptureFixture) -> None:

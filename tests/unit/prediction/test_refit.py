@@ -13,6 +13,7 @@ from balanceroute.errors import ConfigError
 from balanceroute.prediction import Refitter, SurvivalCurve, SurvivalPredictor, refit_on_growth
 from balanceroute.prediction.observations import ObservationRing, Observations
 from balanceroute.prediction.refit import FIRST_ROWS_IN_PROCESS
+from tests.waiting import until
 
 from .builders import a_finish, finishes
 
@@ -34,11 +35,12 @@ class Gated(SurvivalPredictor):
 
     def __init__(self) -> None:
         super().__init__(10)
-        self.may_end = threading.Event()
+        self.may_end, self.began = threading.Event(), threading.Event()
         self.error: Exception | None = None
 
     def fitter(self) -> Callable[[Observations], SurvivalCurve]:
         def fit(observations: Observations) -> SurvivalCurve:
+            self.began.set()
             assert self.may_end.wait(10)
             if self.error is not None:
                 raise self.error
@@ -116,7 +118,7 @@ def test_the_present_fit_answers_until_the_next_one_is_adopted() -> None:
         observed(predictor, 500)
 
         fit = asyncio.ensure_future(refitter.refit())
-        await asyncio.sleep(0.02)
+        await until(predictor.began.is_set)
         during = predictor.predict_one(0, 100, "")
         observed(predictor, 500, 500)
         predictor.may_end.set()
@@ -263,7 +265,7 @@ def too_little(observations: Observations) -> SurvivalCurve:
 
 
 def never_ends(observations: Observations) -> SurvivalCurve:
-    time.sleep(600)
+    threading.Event().wait()
     return SurvivalCurve(observations)
 
 

@@ -78,6 +78,12 @@ def on_stage(test: Callable[[], Awaitable[None]]) -> None:
         runner.run(bounded())
 
 
+async def let_pass(seconds: float) -> None:
+    """Let virtual time pass; it costs none."""
+    assert isinstance(asyncio.get_running_loop(), VirtualTimeLoop), "real time would pass"
+    await asyncio.sleep(seconds)
+
+
 class _Reply:
     """Stands for `Reply`: a body that is here as soon as the reply is."""
 

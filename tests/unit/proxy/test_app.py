@@ -12,7 +12,7 @@ from balanceroute.proxy.client.head import Request
 from balanceroute.proxy.ops.dashboard.recorder import Recorder
 from balanceroute.proxy.services import Services
 from tests.unit.proxy.client.connections import Connection, a_request
-from tests.unit.proxy.stage import a_config, a_router, on_stage
+from tests.unit.proxy.stage import a_config, a_router, let_pass, on_stage
 from tests.waiting import until
 
 COROUTINES = {
@@ -100,7 +100,7 @@ def test_a_coroutine_that_meets_a_bug_begins_anew_unless_bugs_are_fatal(
 
         services.ledger.expire = broken  # type: ignore[method-assign]
         start(services, a_recorder(services))
-        await asyncio.sleep(5.0)
+        await let_pass(5.0)
         assert services.metrics.tasks_failed.value("pool_reaper") == (1 if strict else 2)
         assert services.tasks["pool_reaper"].done() == strict
         if strict:

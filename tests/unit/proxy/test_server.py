@@ -11,7 +11,7 @@ from balanceroute.proxy.app import RouterApp, create_app
 from balanceroute.proxy.server import ProcessServer, Server
 from balanceroute.proxy.services import Services
 from tests.unit.proxy.life.legs import a_leg, dispatching
-from tests.unit.proxy.stage import a_config, a_router, on_stage, script
+from tests.unit.proxy.stage import a_config, a_router, let_pass, on_stage, script
 from tests.waiting import until
 
 DRAIN_S = 10.0
@@ -34,10 +34,10 @@ def test_the_first_signal_refuses_what_is_new_and_the_server_ends_when_the_last_
         services.exchanges = 1
         server.handle_exit(signal.SIGTERM, None)
         await until(lambda: services.ledger.draining)
-        await asyncio.sleep(DRAIN_S / 2)
+        await let_pass(DRAIN_S / 2)
         assert not server.should_exit
         services.exchanges = 0
-        await asyncio.sleep(1.0)
+        await let_pass(1.0)
         assert server.should_exit and not server.force_exit
 
     on_stage(test)
@@ -50,10 +50,10 @@ def test_kv_that_is_still_to_be_freed_keeps_the_server_too(monkeypatch: pytest.M
         held = 1
         monkeypatch.setattr(type(services.drainer), "pending", property(lambda drainer: held))
         server.handle_exit(signal.SIGTERM, None)
-        await asyncio.sleep(1.0)
+        await let_pass(1.0)
         assert not server.should_exit
         held = 0
-        await asyncio.sleep(1.0)
+        await let_pass(1.0)
         assert server.should_exit
 
     on_stage(test)
@@ -107,7 +107,7 @@ def test_reloads_run_one_after_the_other_and_signals_meanwhile_ask_for_one_more(
         async def reload(_: Services) -> None:
             assert not running[0]
             running[0] = 1
-            await asyncio.sleep(5.0)
+            await let_pass(5.0)
             running[0] = 0
             done.append(True)
             if len(done) == 1:
@@ -115,10 +115,10 @@ def test_reloads_run_one_after_the_other_and_signals_meanwhile_ask_for_one_more(
 
         server = a_server(services, ProcessServer, on_reload=reload)
         server._reload()
-        await asyncio.sleep(1.0)
+        await let_pass(1.0)
         for _ in range(3):
             server._reload()
-        await asyncio.sleep(30.0)
+        await let_pass(30.0)
         assert len(done) == 2
 
     on_stage(test)

@@ -5,7 +5,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from balanceroute.core.policies import PolicySettings
+from balanceroute.core.knobs import PolicySettings
 from balanceroute.errors import InputError
 from balanceroute.simulator import PrefillTier, Replay, Setting, replay_prefill
 from balanceroute.traces import Trace, generate_conversations

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from balanceroute.core.policies import PolicySettings
+from balanceroute.core.knobs import PolicySettings
 from balanceroute.simulator import Outcome, Replay
 from balanceroute.traces import read_trace
 from tests.recorded import DATA, TRACES

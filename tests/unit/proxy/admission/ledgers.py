@@ -2,7 +2,8 @@
 
 import asyncio
 
-from balanceroute.core.policies import PolicySettings, make_policy
+from balanceroute.core.knobs import PolicySettings
+from balanceroute.core.policies import make_policy
 from balanceroute.core.scheduler import Scheduler, SchedulerConfig
 from balanceroute.core.types import RequestSpec, Role, WorkerSpec
 from balanceroute.proxy.admission.ledger import Ledger

@@ -1,13 +1,11 @@
 """What is kept of decisions, for whom, and how much."""
 
-import asyncio
-
 from balanceroute.core.types import RequestSpec
 from balanceroute.proxy.admission.decision_log import EVERY_S, MOST_ADMISSIONS, MOST_REQUESTS, ROWS, DecisionLog
 from balanceroute.proxy.admission.ledger import Ledger
 from balanceroute.proxy.admission.tickets import Tickets
 from tests.unit.proxy.admission.ledgers import a_ledger
-from tests.unit.proxy.stage import on_stage
+from tests.unit.proxy.stage import let_pass, on_stage
 
 
 async def pooled(tickets: Tickets, *names: str) -> None:
@@ -51,12 +49,12 @@ def test_a_state_from_before_the_decision_is_kept_while_somebody_watches_and_not
         await pooled(tickets, "b")
         decide(ledger, log)
         assert log.sample is None, "the next one may be soon enough"
-        await asyncio.sleep(EVERY_S)
+        await let_pass(EVERY_S)
         await pooled(tickets, "c")
         decide(ledger, log)
         assert log.sample is not None
         log.sample = None
-        await asyncio.sleep(60.0)
+        await let_pass(60.0)
         await pooled(tickets, "d")
         decide(ledger, log)
         assert log.sample is None, "the page was closed"

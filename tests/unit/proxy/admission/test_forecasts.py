@@ -4,7 +4,6 @@ import asyncio
 import sys
 import threading
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +11,8 @@ import pytest
 from prometheus_client import CollectorRegistry, generate_latest
 
 from balanceroute.config import Config, validate
-from balanceroute.core.policies import PolicySettings, make_policy
+from balanceroute.core.knobs import PolicySettings
+from balanceroute.core.policies import make_policy
 from balanceroute.core.scheduler import Scheduler, SchedulerConfig
 from balanceroute.core.types import Outcome, RequestSpec, Role, WorkerSpec
 from balanceroute.errors import ConfigError, InputError
@@ -21,6 +21,7 @@ from balanceroute.prediction.history import read_rows
 from balanceroute.proxy.admission.forecasts import HistoryOnly, LiveForecasts, build_forecasts
 from balanceroute.proxy.admission.ledger import Ledger
 from balanceroute.proxy.admission.tickets import Tickets
+from tests.waiting import until
 
 H = 8
 
@@ -155,10 +156,8 @@ def test_trees_are_asked_off_the_loop_and_their_answers_reach_only_who_still_wai
     config = a_config(kind="learned", history=str(tmp_path / "history.sqlite3"))
     scheduler, forecasts = a_scheduler(), LiveForecasts(config)
 
-    async def until(count: int) -> None:
-        async with asyncio.timeout(10):
-            while forecasts.forecaster.refreshes < count:  # noqa: ASYNC110
-                await asyncio.sleep(0.001)
+    async def answered(count: int) -> None:
+        await until(lambda: forecasts.forecaster.refreshes >= count)
 
     async def scenario() -> None:
         for name in ("stays", "passes", "leaves", "requeued"):
@@ -175,7 +174,7 @@ def test_trees_are_asked_off_the_loop_and_their_answers_reach_only_who_still_wai
         scheduler.requeue("requeued", 0.0)
         again(scheduler, "requeued", 104)
         slow.may_answer.set()
-        await until(5)
+        await answered(5)
         assert held(scheduler, "stays") == 0.0
         assert held(scheduler, "passes") == 0.0
         assert held(scheduler, "later") == 1.0
@@ -206,7 +205,8 @@ def test_what_expires_in_the_pool_after_it_has_generated_something_is_recorded_a
         recomputed.prefilled(103)
         new.prefilled(100)
         ledger.configure(SchedulerConfig(pool_ttl_s=0.0))
-        await asyncio.sleep(0.001)
+        now_s = ledger.now()
+        await until(lambda: ledger.now() > now_s)
         assert ledger.expire() == ["recomputed", "new"]
 
     asyncio.run(scenario())
@@ -243,11 +243,6 @@ def test_requests_of_a_failed_batch_count_as_staying_and_are_asked_for_again(
     forecasts = LiveForecasts(a_config(kind=kind, history=str(tmp_path / "history.sqlite3")))
     counters = forecasts.forecaster
     names = [f"r{at}" for at in range(10)]
-
-    async def until(done: Callable[[], bool]) -> None:
-        async with asyncio.timeout(10):
-            while not done():  # noqa: ASYNC110
-                await asyncio.sleep(0.001)
 
     async def scenario() -> None:
         for name in names:

@@ -1,15 +1,13 @@
 """The brain's side of the waist, with a real scheduler behind it: who is woken by what, and when a worker may leave."""
 
-import asyncio
-
 import pytest
 
-from balanceroute.core.policies import PolicySettings
+from balanceroute.core.knobs import PolicySettings
 from balanceroute.core.types import Outcome, RequestSpec, Role, WorkerSpec, WorkerState
 from balanceroute.proxy.admission.ledger import Ledger
 from balanceroute.proxy.admission.waist import Answer, Refusal
 from tests.unit.proxy.admission.ledgers import a_ledger, decoding
-from tests.unit.proxy.stage import on_stage
+from tests.unit.proxy.stage import let_pass, on_stage
 
 
 def answers_of(ledger: Ledger) -> dict[str, Answer]:
@@ -74,9 +72,9 @@ def test_what_has_waited_too_long_is_refused_with_where_it_waited() -> None:
         ledger.prefilled("pooled", 10)
         ledger.report_prefiller("p0", 1.0)
         ledger.submit(RequestSpec("queued", 10))
-        await asyncio.sleep(6.0)
+        await let_pass(6.0)
         assert ledger.expire() == ["queued"]
-        await asyncio.sleep(20.0)
+        await let_pass(20.0)
         assert ledger.expire() == ["pooled"]
         texts = {name: answer.text for name, answer in told.items() if isinstance(answer, Refusal)}
         assert "a prefiller" in texts["queued"] and "a decode slot" in texts["pooled"]

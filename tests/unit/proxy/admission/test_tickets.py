@@ -6,8 +6,11 @@ import pytest
 
 from balanceroute.core.types import Outcome, Phase, RequestSpec, WorkerState
 from balanceroute.errors import Draining, InvariantError, NoHealthyWorkers, QueueFull, QueueTimeout
+from balanceroute.proxy.admission.ledger import Ledger
+from balanceroute.proxy.admission.tickets import Ticket
+from balanceroute.proxy.admission.waist import Answer
 from tests.unit.proxy.admission.ledgers import a_ledger, decoding, load, turns
-from tests.unit.proxy.stage import on_stage
+from tests.unit.proxy.stage import let_pass, on_stage
 
 
 def test_a_ticket_leaves_once() -> None:
@@ -29,7 +32,7 @@ def test_what_expires_is_told_and_has_left() -> None:
         ledger, tickets = a_ledger(queue_deadline_s=0.0)
         ledger.report_prefiller("p0", 1.0)
         ticket = tickets.submit(RequestSpec("r", 5))
-        await asyncio.sleep(0.01)
+        await let_pass(0.01)
         assert ledger.expire() == ["r"]
         assert ticket.left and tickets.by_id == {}
         with pytest.raises(QueueTimeout):
@@ -167,3 +170,56 @@ def test_a_request_leaves_its_worker_with_every_token_told(leave: str) -> None:
         ledger.scheduler.snapshot.check_invariants()
 
     on_stage(test)
+
+
+@pytest.mark.parametrize("decode_first", [False, True], ids=["prefill first", "decode first"])
+def test_another_ledger_takes_over_from_what_tickets_say(decode_first: bool) -> None:
+    """In every phase, with every token, and an answer that was due comes from there."""
+
+    async def test() -> None:
+        ledger, tickets = a_ledger(slots=3, decode_first=decode_first)
+        stream, waiting = tickets.submit(RequestSpec("s", 10)), tickets.submit(RequestSpec("w", 7, priority=1))
+        await until_bound(ledger, stream)
+        stream.progress(3)
+        stream.requeue()
+        await until_bound(ledger, stream)
+        stream.progress(2)
+        ledger.report_prefiller("p0", 1.0)
+        last = tickets.submit(RequestSpec("l", 5))
+        tickets.settle()
+        heir, _ = a_ledger(slots=3, decode_first=decode_first)
+        told: dict[str, Answer] = {}
+        heir.tell = lambda request_id, answer: told.update({request_id: answer})
+        for ticket in (stream, waiting, last):
+            assert heir.adopt(ticket.standing(ledger.now()))
+        heir.scheduler.snapshot.check_invariants()
+        before, after = ledger.scheduler.snapshot, heir.scheduler.snapshot
+        assert after.workers[0].load == before.workers[0].load
+        assert after.prefillers[0].pinned_tokens == before.prefillers[0].pinned_tokens
+        for name, tracker in before.requests.items():
+            found = after.requests[name]
+            assert (found.phase, found.prompt_tokens, found.age_tokens, found.priority) == (
+                tracker.phase,
+                tracker.prompt_tokens,
+                tracker.age_tokens,
+                tracker.priority,
+            )
+        heir.dispatch()
+        heir.admit()
+        assert told["l"] == ("d0" if decode_first else "p0")
+
+    on_stage(test)
+
+
+async def until_bound(ledger: Ledger, ticket: Ticket) -> None:
+    """Bring a ticket to its decode worker, with its prompt computed."""
+    if not ledger.scheduler.config.decode_first:
+        ledger.dispatch()
+        await ticket.prefiller()
+        ticket.prefilled(ticket.prompt_tokens)
+    ledger.admit()
+    assert await ticket.admission() == "d0"
+    if ledger.scheduler.config.decode_first:
+        ticket.request_prefill()
+        assert await ticket.prefiller() == "p0"
+        ticket.pushed(ticket.prompt_tokens)

@@ -20,6 +20,7 @@ NOBODY = ClusterView((), (), 0, 0, 0, 0, draining=False)
         (RefusalKind.NO_WORKERS, NoHealthyWorkers),
         (RefusalKind.DRAINING, Draining),
         (RefusalKind.EXPIRED, QueueTimeout),
+        (RefusalKind.LOST, NoHealthyWorkers),
     ],
 )
 def test_a_refusal_survives_being_written_down_and_is_an_error_for_the_client(
@@ -32,7 +33,7 @@ def test_a_refusal_survives_being_written_down_and_is_an_error_for_the_client(
 
 def test_each_reason_of_the_core_has_a_refusal_of_its_own() -> None:
     kinds = [refusal(reason, lambda: NOBODY).kind for reason in RejectReason]
-    assert len(set(kinds)) == len(kinds) and RefusalKind.EXPIRED not in kinds
+    assert len(set(kinds)) == len(kinds) and not {RefusalKind.EXPIRED, RefusalKind.LOST} & set(kinds)
 
 
 def test_who_is_missing_is_told_and_who_is_not_is_not() -> None:

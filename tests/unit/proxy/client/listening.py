@@ -14,6 +14,7 @@ from balanceroute.proxy.client.edge import ClientLimits, Edge
 from balanceroute.proxy.client.head import Request
 from balanceroute.proxy.client.response import Response
 from balanceroute.proxy.client.uvicorn_protocol import protocol_class
+from tests.waiting import pace, until
 
 
 class Echo:
@@ -65,7 +66,7 @@ class Echo:
 
 
 class EchoSite:
-    """`POST /hot` without ASGI, everything else by ASGI: `?SECONDS` waits first."""
+    """`POST /hot` without ASGI, everything else by ASGI: `?SECONDS` takes so long."""
 
     def __init__(self) -> None:
         self.hot: Mapping[str, Any] = {"/hot": lambda request, response: Echo(self, request, response)}
@@ -84,7 +85,7 @@ class EchoSite:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         self.scopes.append(scope)
-        await asyncio.sleep(float(scope["query_string"] or 0))
+        await pace(float(scope["query_string"] or 0))
         body = (await receive())["body"] or b"hi"
         if scope["path"] == "/large":
             body = b"x" * 2**24
@@ -182,8 +183,7 @@ async def listening(**limits: Any) -> AsyncIterator[Listening]:
     )
     server = uvicorn.Server(config)
     task = asyncio.get_running_loop().create_task(server._serve())
-    while not server.started:  # noqa: ASYNC110
-        await asyncio.sleep(0.005)
+    await until(lambda: server.started)
     running = Listening(site, server)
     try:
         async with asyncio.timeout(20):

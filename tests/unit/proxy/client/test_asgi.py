@@ -13,7 +13,7 @@ from balanceroute.proxy.client.asgi import AsgiHandler
 from balanceroute.proxy.client.head import Request
 from tests.unit.proxy.client.connections import Connection, a_request
 from tests.unit.proxy.client.listening import listening
-from tests.unit.proxy.stage import on_stage
+from tests.unit.proxy.stage import let_pass, on_stage
 
 
 @pytest.mark.anyio
@@ -87,7 +87,7 @@ def test_an_application_is_asked_before_the_body_has_come_and_told_when_it_has()
 
         handler = AsgiHandler(app, {}, request, connection.response(), lambda: told_to_go_on.append(True))
         task = asyncio.ensure_future(handler.run())
-        await asyncio.sleep(1.0)
+        await let_pass(1.0)
         assert told_to_go_on == [True] and not task.done()
         request.body, request.complete = b"late", True
         handler.body_has_come()
@@ -106,7 +106,7 @@ def test_an_application_whose_client_goes_before_its_body_was_here_ends_without_
         request.complete = False
         handler = AsgiHandler(app, {}, request, connection.response(), lambda: None)
         task = asyncio.ensure_future(handler.run())
-        await asyncio.sleep(1.0)
+        await let_pass(1.0)
         handler.abandoned()
         await task
         assert connection.transport.written == b""
@@ -125,7 +125,7 @@ def test_what_the_edge_refuses_has_the_client_s_id_and_the_application_s_answer_
         request.complete = False
         handler = AsgiHandler(app, {}, request, connection.response(), lambda: None)
         task = asyncio.ensure_future(handler.run())
-        await asyncio.sleep(1.0)
+        await let_pass(1.0)
         handler.refuse(InvalidRequest("too large", status=413))
         await task
         status, headers, body = connection.answer

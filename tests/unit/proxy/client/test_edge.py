@@ -7,7 +7,7 @@ import pytest
 
 from balanceroute.proxy.client.edge import RESERVE, ClientLimits, Edge
 from tests.unit.proxy.client.listening import Client, EchoSite, listening, served
-from tests.unit.proxy.stage import on_stage
+from tests.unit.proxy.stage import let_pass, on_stage
 from tests.waiting import until
 
 
@@ -160,15 +160,15 @@ def test_every_connection_is_looked_at_several_times_within_the_shortest_limit()
     async def test() -> None:
         edge, seat = an_edge(receive_timeout_s=2.0, keep_alive_s=75.0), Seat()
         assert edge.join(seat)
-        await asyncio.sleep(2.1)
+        await let_pass(2.1)
         assert len(seat.looks) >= 4 and edge.date_line.startswith(b"date: ")
         edge.leave(seat)
-        await asyncio.sleep(1.0)
+        await let_pass(1.0)
         looks = len(seat.looks)
-        await asyncio.sleep(10.0)
+        await let_pass(10.0)
         assert len(seat.looks) == looks, "an edge without connections sleeps"
         assert edge.join(seat)
-        await asyncio.sleep(1.0)
+        await let_pass(1.0)
         assert len(seat.looks) > looks
 
     on_stage(test)
@@ -179,7 +179,7 @@ def test_a_connection_that_breaks_when_looked_at_is_closed_and_the_others_are_lo
         edge, broken, well = an_edge(), Seat(fails=True), Seat()
         for seat in (broken, well):
             edge.join(seat)
-        await asyncio.sleep(2.0)
+        await let_pass(2.0)
         assert broken.aborted and not well.aborted and well.looks
 
     on_stage(test)

@@ -7,7 +7,7 @@ import socket
 import pytest
 
 from tests.unit.proxy.client.listening import listening, served
-from tests.waiting import until
+from tests.waiting import pace, until
 
 pytestmark = pytest.mark.anyio
 
@@ -177,13 +177,13 @@ async def test_a_body_that_trickles_is_given_up_and_one_that_flows_has_its_time(
         async def trickle() -> int:
             while slow.reader._buffer == b"":
                 slow.send(b"x")
-                await asyncio.sleep(0.02)
+                await pace(0.02)
             return await slow.error()
 
         async def flow() -> int:
             for _ in range(10):
                 steady.send(b"x" * 1000)
-                await asyncio.sleep(0.1)
+                await pace(0.1)
             return (await steady.answer())[0]
 
         assert await asyncio.gather(trickle(), flow()) == [408, 200]
@@ -198,17 +198,19 @@ async def test_a_connection_without_requests_is_closed_after_its_time_and_one_in
         while not ended.done():
             used.post()
             assert (await used.answer())[0] == 200
-            await asyncio.sleep(0.02)
+            await pace(0.02)
         used.post()
         assert (await used.answer())[0] == 200
 
 
 async def test_a_request_that_began_during_the_last_answer_has_its_whole_time() -> None:
     async with listening(keep_alive_s=0.2, receive_timeout_s=5.0) as server:
-        client = await server.connect()
-        client.send(b"GET /?0.1 HTTP/1.1\r\nhost: x\r\n\r\nGET /?1 HT")
+        client, idle = await server.connect(), await server.connect()
+        client.send(b"GET /?0.1 HTTP/1.1\r\nhost: x\r\n\r\nGET /?0.2 HT")
         assert (await client.answer())[2] == b"hi"
-        await asyncio.sleep(0.5)
+        idle.post()
+        assert (await idle.answer())[0] == 200
+        assert await idle.closed()  # the time of connections without a request is over
         client.send(b"TP/1.1\r\nhost: x\r\n\r\n")
         assert (await client.answer())[2] == b"hi"
         assert await client.closed()
@@ -237,7 +239,7 @@ async def test_a_client_that_reads_a_byte_now_and_then_is_cut_off_too() -> None:
                     reader.recv(1)
                 except BlockingIOError:
                     pass
-                await asyncio.sleep(0.02)
+                await pace(0.02)
 
 
 # -- who leaves

@@ -9,7 +9,7 @@ from balanceroute.errors import InvariantError
 from balanceroute.proxy.client.response import Response, check_headers
 from tests.unit.proxy.client.connections import Connection
 from tests.unit.proxy.client.listening import listening
-from tests.unit.proxy.stage import on_stage
+from tests.unit.proxy.stage import let_pass, on_stage
 
 
 @pytest.mark.anyio
@@ -106,7 +106,7 @@ def test_a_part_is_refused_while_the_socket_is_full_but_the_end_is_always_taken(
         response.forbid()
         assert response.full and not response.write(b"x")
         waiting = asyncio.ensure_future(response.drained())
-        await asyncio.sleep(1.0)
+        await let_pass(1.0)
         assert not waiting.done()
         connection.write_paused = False
         response.allow()

@@ -29,7 +29,7 @@ async def test_uvicorn_takes_the_class_and_makes_a_connection_with_it_for_each_c
 async def test_a_stop_closes_idle_connections_and_waits_for_requests_under_way() -> None:
     async with listening() as server:
         idle, busy = await server.connect(), await server.connect()
-        busy.send(b"GET /?0.3 HTTP/1.1\r\nhost: x\r\n\r\n")
+        busy.send(b"GET /?0.25 HTTP/1.1\r\nhost: x\r\n\r\n")
         await until(lambda: server.site.scopes)
         assert len(server._server.server_state.tasks) == 1
         server._server.should_exit = True

@@ -17,7 +17,7 @@ from balanceroute.proxy.life.leg import Event, Leg, Strategy
 from balanceroute.proxy.life.pull import Pull, go_on
 from balanceroute.proxy.life.scoring import Scoring
 from balanceroute.proxy.wire.payloads import parse
-from tests.unit.proxy.stage import a_router, on_stage
+from tests.unit.proxy.stage import a_router, let_pass, on_stage
 
 STRATEGIES = pytest.mark.parametrize("strategy", [Pull, Layerwise, Scoring])
 
@@ -182,7 +182,7 @@ def test_kv_that_is_left_is_pulled_unless_decode_workers_have_died_under_the_req
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
             await task
-        await asyncio.sleep(1.0)
+        await let_pass(1.0)
         asked = [asked for worker in leg.services.fleet for asked in worker.upstream.asked]  # type: ignore[attr-defined]
         assert len(asked) == (0 if lost else 1)
 

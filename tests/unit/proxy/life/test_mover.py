@@ -15,9 +15,9 @@ from balanceroute.proxy.life.leg import Event, Leg
 from balanceroute.proxy.life.pool_reaper import PERIOD_S, PoolReaper
 from balanceroute.proxy.services import Services
 from balanceroute.proxy.workers.silence import LATE_LOOK_S, SETTLE_S
-from tests.unit.proxy.life.legs import DONE, PROMPT_IDS, a_leg, dispatching, events, probed
-from tests.unit.proxy.life.test_answer import PREFILLED, Client, a_request, give
-from tests.unit.proxy.stage import Page, VirtualTimeLoop, a_config, a_router, on_stage, script
+from tests.unit.proxy.life.legs import DONE, PROMPT_IDS, Client, a_leg, a_request, dispatching, events, probed
+from tests.unit.proxy.life.test_answer import PREFILLED, give
+from tests.unit.proxy.stage import Page, VirtualTimeLoop, a_config, a_router, let_pass, on_stage, script
 from tests.waiting import until
 
 RESUME_S = 5.0
@@ -47,7 +47,7 @@ async def looking(services: Services) -> AsyncIterator[None]:
     """Dispatchers and reaper run, and the reaper has looked for a while."""
     async with dispatching(services):
         task = services.loop.create_task(PoolReaper(services, services.ledger.expire).run())
-        await asyncio.sleep(2 * SETTLE_S)
+        await let_pass(2 * SETTLE_S)
         try:
             yield
         finally:
@@ -107,9 +107,9 @@ def test_a_group_that_fell_silent_together_keeps_its_requests_until_they_are_lat
             (group,) = services.frozen
             assert group.workers == ("d0", "d1") and services.degraded_by
             silence(services, *group.workers)
-            await asyncio.sleep(services.config.limits.idle_timeout_s + GROUP_WAIT_S / 2)
+            await let_pass(services.config.limits.idle_timeout_s + GROUP_WAIT_S / 2)
             assert [leg.at for leg, _ in legs] == ["d0", "d1"] and not services.metrics.moves.value("decode")
-            await asyncio.sleep(GROUP_WAIT_S)
+            await let_pass(GROUP_WAIT_S)
             assert [leg.at for leg, _ in legs] == ["", ""], "it was too long after all"
             for _, task in legs:
                 task.cancel()
@@ -130,9 +130,9 @@ def test_a_pause_of_our_own_is_no_silence_of_the_workers() -> None:
             assert isinstance(loop, VirtualTimeLoop)
             loop.stand_still(100.0 + LATE_LOOK_S)
             silence(services, "d0")
-            await asyncio.sleep(2 * PERIOD_S)
+            await let_pass(2 * PERIOD_S)
             assert leg.at == "d0" and not services.frozen, "nothing is judged before the sockets are read"
-            await asyncio.sleep(SETTLE_S + RESUME_S)
+            await let_pass(SETTLE_S + RESUME_S)
             assert leg.at != "d0", "from then on silence counts again"
             task.cancel()
 
@@ -150,9 +150,9 @@ def test_what_waits_for_a_tier_that_is_down_is_refused_after_its_grace_as_a_new_
             await until(lambda: services.ledger.view().queued == 1)
             for name in ("p0", "p1"):
                 services.fleet.set_healthy(services.fleet[name], False)
-            await asyncio.sleep(2.0)
+            await let_pass(2.0)
             assert not any(task.done() for task in tasks)
-            await asyncio.sleep(2.0)
+            await let_pass(2.0)
             for task in tasks:
                 assert isinstance(task.exception(), NoHealthyWorkers)
 
@@ -204,9 +204,9 @@ async def at_a_silent_worker(fields: dict[str, Any]) -> tuple[Leg, asyncio.Task[
 def test_one_that_can_go_on_elsewhere_leaves_when_the_worker_has_had_its_time() -> None:
     async def silent() -> None:
         leg, task, reaper = await at_a_silent_worker(MOVABLE)
-        await asyncio.sleep(RESUME_S - 1)
+        await let_pass(RESUME_S - 1)
         assert not task.done()
-        await asyncio.sleep(2)
+        await let_pass(2)
         with pytest.raises(WorkerSilent):
             await task
         assert leg.services.metrics.moves.value("decode") == 1
@@ -218,7 +218,7 @@ def test_one_that_can_go_on_elsewhere_leaves_when_the_worker_has_had_its_time() 
 def test_one_that_cannot_stays_however_long_the_worker_is_silent() -> None:
     async def silent() -> None:
         leg, task, reaper = await at_a_silent_worker(NOT_MOVABLE)
-        await asyncio.sleep(100 * RESUME_S)
+        await let_pass(100 * RESUME_S)
         assert not task.done() and leg.services.metrics.moves.value("decode") == 0
         reaper.cancel()
         task.cancel()
@@ -231,7 +231,7 @@ def test_one_that_is_late_there_is_left_for_its_move_and_ended_at_once_if_it_has
         for fields, ended in ((MOVABLE, False), (NOT_MOVABLE, True)):
             leg, task, reaper = await at_a_silent_worker(fields)
             leg.try_deadline_s = leg.services.ledger.now() + 1
-            await asyncio.sleep(3)  # before it may move
+            await let_pass(3)  # before it may move
             assert task.done() is ended
             if ended:
                 with pytest.raises(UpstreamTimeout):

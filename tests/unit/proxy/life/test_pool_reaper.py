@@ -1,6 +1,5 @@
 """What has waited too long is ended: by whose limit, and how."""
 
-import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
@@ -14,7 +13,7 @@ from balanceroute.proxy.life.leg import Leg
 from balanceroute.proxy.life.pool_reaper import PERIOD_S, PoolReaper
 from balanceroute.proxy.services import Services
 from tests.unit.proxy.life.legs import DONE, a_leg, dispatching, events, idle, probed
-from tests.unit.proxy.stage import Page, a_config, a_router, on_stage, script
+from tests.unit.proxy.stage import Page, a_config, a_router, let_pass, on_stage, script
 from tests.waiting import until
 
 NEXT_LOOK_S = 2 * PERIOD_S
@@ -137,10 +136,10 @@ def test_a_worker_that_leaves_is_forgotten_when_it_holds_nothing() -> None:
             await until(lambda: leg.decoder is not None)
             for worker in services.fleet:
                 services.fleet.leave(worker)
-            await asyncio.sleep(NEXT_LOOK_S)
+            await let_pass(NEXT_LOOK_S)
             assert {worker.id for worker in services.fleet} == {leg.worker}
             task.cancel()
-            await asyncio.sleep(NEXT_LOOK_S)
+            await let_pass(NEXT_LOOK_S)
             assert not list(services.fleet)
 
     on_stage(waiting)
@@ -157,7 +156,7 @@ def test_tokens_are_told_to_the_scheduler_and_count_as_the_worker_s_progress() -
             await until(lambda: leg.decoder is not None)
             leg.ticket.progress(5)
             at_s = leg.last_token_s
-            await asyncio.sleep(NEXT_LOOK_S)
+            await let_pass(NEXT_LOOK_S)
             assert services.ledger.running_tokens() == 6
             assert services.fleet["d0"].progress_s == at_s
             task.cancel()

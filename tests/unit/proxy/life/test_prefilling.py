@@ -12,7 +12,7 @@ from balanceroute.proxy.life.prefilling import PROBE_GRACE_S
 from balanceroute.proxy.services import Services
 from balanceroute.proxy.telemetry.conditions import CONNECTOR
 from tests.unit.proxy.life.legs import DONE, a_leg, dispatching, events, idle, probed
-from tests.unit.proxy.stage import Answer, Page, a_config, a_router, on_stage, script
+from tests.unit.proxy.stage import Answer, Page, a_config, a_router, let_pass, on_stage, script
 from tests.waiting import until
 
 ONE_TRY = {"max_attempts": 1}
@@ -100,7 +100,7 @@ def test_a_client_that_goes_during_a_probe_leaves_it_time_to_answer_so_that_its_
             answered = asyncio.Event()
             p0.answers = [answered]
             leg.abandon()
-            await asyncio.sleep(answers_in_s)
+            await let_pass(answers_in_s)
             assert task.done() == (answers_in_s > PROBE_GRACE_S)
             if not task.done():
                 task.cancel()

@@ -1,5 +1,6 @@
 """Prefill first: what follows a prefill, and an answer that ends early."""
 
+import asyncio
 from typing import Any
 
 import orjson
@@ -8,7 +9,7 @@ import pytest
 from balanceroute.core.types import Outcome
 from balanceroute.errors import ConnectFailed, ConnectionLost, UpstreamError
 from tests.unit.proxy.life.legs import DONE, PROMPT_IDS, Client, a_leg, dispatching, events, idle, probed
-from tests.unit.proxy.stage import Page, ScriptedUpstream, a_config, a_router, on_stage, script
+from tests.unit.proxy.stage import Page, ScriptedUpstream, a_config, a_router, let_pass, on_stage, script
 from tests.waiting import until
 
 LOST = ConnectionLost("reset", worker="d0", tier="decode")
@@ -108,6 +109,22 @@ def test_a_request_that_is_given_back_without_a_token_is_prefilled_again() -> No
             await leg.run()
         assert (client.text, leg.recomputes, len(p0.asked)) == (" 20 21", 1, 2)
         assert services.metrics.recomputes.value("recomputed") == 1
+        assert idle(services)
+
+    on_stage(served)
+
+
+def test_a_worker_that_pushed_back_is_tried_by_one_request_at_a_time() -> None:
+    async def served() -> None:
+        services, requests = a_router(a_config(1, 1, decode={"max_num_seqs": 8})), 40
+        script(services, "p0", probed())
+        d0 = script(services, "d0", 503)
+        async with dispatching(services):
+            tasks = [services.loop.create_task(a_leg(services, request_id=f"r{n}").run()) for n in range(requests)]
+            await let_pass(2.0)  # its rests begin at once, after 0.5 s and after 1.5 s
+            assert services.metrics.retries.value("decode") == 3
+            d0.answers = [WHOLE]
+            await asyncio.gather(*tasks)
         assert idle(services)
 
     on_stage(served)

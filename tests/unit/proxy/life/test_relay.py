@@ -1,33 +1,20 @@
 """The hot path between a scripted worker and a client that may not read."""
 
 import asyncio
-from collections.abc import Awaitable, Callable
 from typing import Any
 
 import pytest
-import uvloop
 
 from balanceroute.errors import BadUpstreamReply, UpstreamError
 from balanceroute.proxy.life.relay import relay
 from balanceroute.proxy.wire.sse import EventScanner, StreamEnd
-from balanceroute.proxy.workers.upstream import Upstream
-from tests.unit.proxy.servers import CHUNKED_HEAD, Script, answering, chunked, read_request, worker
+from balanceroute.proxy.workers.upstream import Reply, Upstream
+from tests.unit.proxy.servers import CHUNKED_HEAD, Run, Script, answering, chunked, read_request, worker
 from tests.unit.proxy.wire.test_sse import DONE, completion, event, texts
+from tests.waiting import pace, until
 
-Run = Callable[[Callable[[], Awaitable[None]]], None]
 EVENTS = [event(completion(f"{i} ", [i])) for i in range(200)]
 LAST = event(completion("end", [999], finish_reason="length"))
-
-
-@pytest.fixture(params=[asyncio.new_event_loop, uvloop.new_event_loop], ids=["asyncio", "uvloop"])
-def run(request: pytest.FixtureRequest) -> Run:
-    """Runs a test's coroutine on the loop under test, within 10 s."""
-
-    def runner(test: Callable[[], Awaitable[None]]) -> None:
-        with asyncio.Runner(loop_factory=request.param) as loop:
-            loop.run(asyncio.wait_for(test(), 10))
-
-    return runner
 
 
 class Client:
@@ -37,12 +24,13 @@ class Client:
         self.open = asyncio.Event()
         self.open.set()
         self.parts: list[bytes] = []
-        self.ended = False
+        self.ended = self.refused = False
 
     def write(self, body: bytes) -> bool:
         assert body and not self.ended
         if self.open.is_set():
             self.parts.append(body)
+        self.refused = self.refused or not self.open.is_set()
         return self.open.is_set()
 
     def end(self, body: bytes) -> None:
@@ -73,12 +61,13 @@ class Relayed:
         self.scanner = EventScanner()
         self.tokens = 0
         self.error: UpstreamError | None = None
+        self.reply: Reply | None = None
 
     def count(self, tokens: int) -> None:
         self.tokens += tokens
 
     async def run(self, upstream: Upstream) -> None:
-        reply = await upstream.request("POST", "/", b"{}")
+        reply = self.reply = await upstream.request("POST", "/", b"{}")
         chunk = await reply.next_chunk()
         assert chunk is not None
         first = self.scanner.feed(chunk)
@@ -97,8 +86,7 @@ def test_every_event_is_relayed_counted_and_ended_in_one_response(run: Run) -> N
                 assert texts(done.client.body) == "".join(f"{i} " for i in range(200)) + "end"
                 assert done.client.body.endswith(DONE)
                 assert done.client.ended
-                while upstream.busy_connections:  # noqa: ASYNC110 - the pool has no event to wait for
-                    await asyncio.sleep(0.001)
+                await until(lambda: not upstream.busy_connections)
             assert server.connections == 1
             upstream.close()
 
@@ -113,7 +101,7 @@ def one_by_one(parts: list[bytes]) -> Script:
         writer.write(CHUNKED_HEAD)
         for part in parts:
             writer.write(chunked(part, last=False))
-            await asyncio.sleep(0.01)
+            await pace(0.01)
         writer.write(b"0\r\n\r\n")
         await reader.read()
 
@@ -157,19 +145,15 @@ def test_a_client_that_stops_reading_stops_its_worker_only(run: Run) -> None:
             slow = Relayed()
             stuck = Upstream(server.url)
             relaying = asyncio.ensure_future(slow.run(stuck))
-            while not slow.tokens:  # noqa: ASYNC110
-                await asyncio.sleep(0.001)
+            await until(lambda: slow.tokens)
             slow.client.open.clear()
-            before = -1
-            while sent[0] != before:  # until the worker is stuck
-                before = sent[0]
-                await asyncio.sleep(0.05)
+            await until(lambda: slow.reply is not None and slow.reply.paused)
+            before = sent[0]
             quick = Relayed()
             await quick.run(Upstream(other.url))
             assert quick.scanner.end is StreamEnd.DONE
             slow.client.open.set()
-            while sent[0] < before + 200:  # noqa: ASYNC110
-                await asyncio.sleep(0.001)
+            await until(lambda: sent[0] >= before + 200)
             relaying.cancel()
             with pytest.raises(asyncio.CancelledError):
                 await relaying
@@ -186,7 +170,7 @@ def test_a_client_that_pauses_gets_every_event_in_order(run: Run) -> None:
             done = Relayed()
             done.client.open.clear()
             relaying = asyncio.ensure_future(done.run(Upstream(server.url)))
-            await asyncio.sleep(0.05)
+            await until(lambda: done.client.refused)
             assert done.client.parts == []
             done.client.open.set()
             await relaying

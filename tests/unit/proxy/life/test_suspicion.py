@@ -13,7 +13,7 @@ from balanceroute.errors import (
     UpstreamTimeout,
 )
 from balanceroute.proxy.life.suspicion import SAME_DEATH_S, TURN_S, Sign, Suspect, Suspicions, sign_of
-from tests.unit.proxy.stage import on_stage
+from tests.unit.proxy.stage import let_pass, on_stage
 
 AT = {"worker": "d0", "tier": "decode"}
 DEAD = b'{"error":{"message":"EngineCore encountered an issue. See stack trace (above) for the root cause."}}'
@@ -82,7 +82,7 @@ def test_suspects_are_alone_with_a_worker_one_after_the_other() -> None:
         await suspicions.turn(first, "d0")
         await suspicions.turn(third, "d1")  # another worker: at once
         waits = asyncio.ensure_future(suspicions.turn(second, "d0"))
-        await asyncio.sleep(1)
+        await let_pass(1)
         assert not waits.done()
         suspicions.end_turn(first)
         await waits

@@ -1,7 +1,5 @@
 """What a failed try means for the request and for its worker."""
 
-import asyncio
-
 import pytest
 
 from balanceroute.core.types import RequestSpec
@@ -19,7 +17,7 @@ from balanceroute.proxy.life.errors import DeadlineExceeded, NothingPinned
 from balanceroute.proxy.life.suspicion import MAX_LOSSES, Choices
 from balanceroute.proxy.life.verdicts import MAX_FRUITLESS, Verdicts, event_error, kind_of, pushes_back
 from balanceroute.proxy.services import Services
-from tests.unit.proxy.stage import a_config, a_router, on_stage
+from tests.unit.proxy.stage import a_config, a_router, let_pass, on_stage
 
 RETRY = {"max_attempts": 3, "base_delay_s": 1.0, "max_delay_s": 4.0}
 
@@ -159,7 +157,7 @@ def test_an_answer_that_has_begun_waits_beyond_the_queues_deadline() -> None:
         verdicts.judge(a_status(503), services.fleet["d0"], "decode", begun=True)
 
         async def freed() -> str:
-            await asyncio.sleep(2 * services.config.queue.deadline_s)
+            await let_pass(2 * services.config.queue.deadline_s)
             return "d1"
 
         assert await verdicts.patiently(ticket, freed()) == "d1"

@@ -18,6 +18,7 @@ from balanceroute.proxy.reload import apply
 from balanceroute.proxy.workers.upstream import Upstream
 from tests.unit.proxy.servers import plain, read_request, worker
 from tests.unit.proxy.stage import a_config
+from tests.waiting import until
 
 pytestmark = pytest.mark.anyio
 
@@ -102,12 +103,6 @@ async def test_every_worker_of_the_router_is_asked_with_it_and_after_a_reload_wi
         apply(services, settings)
         assert await (await upstream.request("GET", "/health")).read(100) == b"served"
         services.fleet.close()
-
-
-async def until(condition: Callable[[], bool]) -> None:
-    async with asyncio.timeout(10):
-        while not condition():  # noqa: ASYNC110
-            await asyncio.sleep(0.005)
 
 
 async def test_a_certificate_that_was_renewed_is_used_without_a_signal(

@@ -1,6 +1,5 @@
 """Log records as lines."""
 
-import asyncio
 import io
 import json
 import logging
@@ -9,6 +8,7 @@ from collections.abc import Iterator
 import pytest
 
 from balanceroute.proxy.telemetry.logs import FLUSH_S, configure, log_request
+from tests.unit.proxy.stage import let_pass, on_stage
 
 
 @pytest.fixture(autouse=True)
@@ -87,11 +87,11 @@ def test_lines_wait_for_each_other_but_never_behind_a_warning() -> None:
         log.warning("three")
         assert len(out.getvalue().splitlines()) == 3
         log.info("four")
-        await asyncio.sleep(2 * FLUSH_S)
+        await let_pass(2 * FLUSH_S)
         assert len(out.getvalue().splitlines()) == 4
         log.info("five")
 
-    asyncio.run(test())
+    on_stage(test)
     logging.getLogger().handlers[0].flush()  # what `logging` does at the end of the process
     events = [json.loads(line)["event"] for line in out.getvalue().splitlines()]
     assert events == ["one", "request", "three", "four", "five"]

@@ -11,7 +11,8 @@ from balanceroute.errors import BadUpstreamReply, ConnectFailed
 from balanceroute.proxy.services import Services
 from balanceroute.proxy.wire.payloads import parse
 from balanceroute.proxy.workers.drainer import MAX_CONCURRENT, SAFE_SHARE, TIMEOUT_S, Drain
-from tests.unit.proxy.stage import ScriptedUpstream, a_config, a_router, on_stage, script
+from tests.unit.proxy.stage import ScriptedUpstream, a_config, a_router, let_pass, on_stage, script
+from tests.waiting import until
 
 REQUEST = parse("completions", b'{"model":"m","prompt":"a","max_tokens":50,"stream":true}')
 PARAMS = b'{"remote_request_id":"once"}'
@@ -24,8 +25,7 @@ def a_job(services: Services, age_s: float = 0.0) -> Drain:
 
 
 async def drained(services: Services) -> None:
-    while services.drainer.pending:  # noqa: ASYNC110
-        await asyncio.sleep(0.1)
+    await until(lambda: not services.drainer.pending)
 
 
 def asked(services: Services) -> list[str]:
@@ -85,7 +85,7 @@ def test_a_worker_that_may_have_taken_it_ends_it_because_parameters_are_used_onc
         assert outcomes(services) == (0, 1, 1)
         pin_s = services.config.kv_pin_s
         assert pin_s is not None
-        await asyncio.sleep(pin_s + 1)
+        await let_pass(pin_s + 1)
         assert services.metrics.orphaned_kv == 0  # the prefiller has dropped it by itself
 
     on_stage(test)
@@ -98,7 +98,7 @@ def test_while_every_worker_refuses_it_waits_and_is_pulled_when_one_takes_it() -
             script(services, name, 503)
         services.ledger.set_worker_state("d2", WorkerState.DOWN)
         services.drainer.drain(a_job(services))
-        await asyncio.sleep(60)
+        await let_pass(60)
         assert services.drainer.pending == 1 and outcomes(services) == (0, 0, 0)
         services.ledger.set_worker_state("d2", WorkerState.UP)
         await drained(services)
@@ -153,7 +153,7 @@ def test_drains_are_few_at_a_time_and_all_come_to_their_end() -> None:
         upstream = script(services, "d0", gate)
         for _ in range(3 * MAX_CONCURRENT):
             services.drainer.drain(a_job(services))
-        await asyncio.sleep(TIMEOUT_S / 2)
+        await let_pass(TIMEOUT_S / 2)
         assert upstream.under_way == services.fleet["d0"].in_use == MAX_CONCURRENT
         gate.set()
         await drained(services)
@@ -169,7 +169,7 @@ def test_closing_gives_up_what_is_left_and_holds_no_worker() -> None:
         script(services, "d0", None)
         for _ in range(MAX_CONCURRENT + 1):
             services.drainer.drain(a_job(services))
-        await asyncio.sleep(1)
+        await let_pass(1)
         await services.drainer.close()
         assert services.drainer.pending == 0 and services.fleet["d0"].in_use == 0
 

@@ -1,6 +1,5 @@
 """What operator, health and circuit say of a worker together, and how workers come and go."""
 
-import asyncio
 from typing import cast
 
 import pytest
@@ -10,7 +9,7 @@ from balanceroute.errors import InvalidRequest
 from balanceroute.proxy.services import Services
 from balanceroute.proxy.workers.circuit import REST_S, CircuitState
 from balanceroute.proxy.workers.fleet import Worker
-from tests.unit.proxy.stage import ScriptedUpstream, a_config, a_router, on_stage
+from tests.unit.proxy.stage import ScriptedUpstream, a_config, a_router, let_pass, on_stage
 
 UP, DRAINING, DOWN = WorkerState.UP, WorkerState.DRAINING, WorkerState.DOWN
 NEW = WorkerSpec("new", Role.DECODE, "http://new:1", slots=4)
@@ -72,7 +71,7 @@ def test_a_rest_ends_by_itself_and_the_scheduler_hears_of_both_ends(name: str) -
         worker = services.fleet[name]
         worker.circuit.fault(services.ledger.now())
         assert told(services, worker) is DRAINING
-        await asyncio.sleep(REST_S * 1.01)
+        await let_pass(REST_S * 1.01)
         assert told(services, worker) is UP
 
     on_stage(test)
@@ -158,7 +157,7 @@ def test_verdicts_on_a_worker_that_has_left_reach_nobody() -> None:
         worker.circuit.fault(services.ledger.now())
         services.fleet.leave(worker)
         assert services.fleet.sweep() == ["d1"]
-        await asyncio.sleep(10 * REST_S)  # the end of its rest
+        await let_pass(10 * REST_S)  # the end of its rest
         worker.circuit.fault(services.ledger.now())
 
     on_stage(test)

@@ -10,7 +10,7 @@ from balanceroute.proxy.app import health_monitor
 from balanceroute.proxy.services import Services
 from balanceroute.proxy.workers.health import HealthMonitor
 from balanceroute.proxy.workers.rounds import Rounds
-from tests.unit.proxy.stage import Answer, a_config, a_router, on_stage, script
+from tests.unit.proxy.stage import Answer, a_config, a_router, let_pass, on_stage, script
 
 HEALTH = {"interval_s": 2.0, "timeout_s": 3.0, "failure_threshold": 3}
 REFUSED = ConnectFailed("refused", worker="d0", tier="decode")
@@ -55,7 +55,7 @@ def test_a_silent_worker_gets_nothing_new_after_one_check_and_is_out_when_three_
         script(services, "d0", None)
         began_s = services.ledger.now()
         looking = asyncio.ensure_future(rounds(monitor, services))
-        await asyncio.sleep(HEALTH["timeout_s"] + 0.1)
+        await let_pass(HEALTH["timeout_s"] + 0.1)
         assert worker.state is WorkerState.DRAINING and worker.healthy
         await looking
         assert worker.state is WorkerState.DOWN
@@ -87,7 +87,7 @@ def test_a_worker_that_gave_a_token_before_a_silent_check_but_none_since_gets_no
         script(services, "d0", None)
         worker.progress_s = services.ledger.now() - 0.01
         looking = asyncio.ensure_future(rounds(monitor, services))
-        await asyncio.sleep(HEALTH["timeout_s"] + 0.1)
+        await let_pass(HEALTH["timeout_s"] + 0.1)
         assert worker.state is WorkerState.DRAINING and worker.checks_failed == 0
         await looking
         assert worker.state is WorkerState.DOWN
@@ -109,7 +109,7 @@ def test_a_worker_that_made_progress_just_now_may_be_silent_but_not_refuse(answe
         async def work() -> None:
             while True:
                 services.fleet["d0"].progress_s = services.ledger.now()
-                await asyncio.sleep(1.0)
+                await let_pass(1.0)
 
         working = asyncio.ensure_future(work())
         await rounds(monitor, services, 10)
@@ -175,7 +175,7 @@ def test_a_worker_that_joins_and_never_answers_is_dropped_after_its_attempts() -
         script(services, "d0", REFUSED)
         await rounds(monitor, services)
         assert not services.fleet["d0"].leaving
-        await asyncio.sleep(10.0)
+        await let_pass(10.0)
         await rounds(monitor, services)
         assert services.fleet.sweep() == ["d0"] and "d0" not in services.fleet
 

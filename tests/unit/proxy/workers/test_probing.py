@@ -6,7 +6,7 @@ import pytest
 
 from balanceroute.errors import BadUpstreamReply, ConnectFailed
 from balanceroute.proxy.workers.probing import is_alive
-from tests.unit.proxy.stage import Answer, Page, a_router, on_stage, script
+from tests.unit.proxy.stage import Answer, Page, a_router, let_pass, on_stage, script
 
 
 @pytest.mark.parametrize(
@@ -42,7 +42,7 @@ def test_whoever_asks_may_stop_asking() -> None:
         services = a_router()
         script(services, "d0", None)
         looking = asyncio.ensure_future(is_alive(services.fleet["d0"], 60.0))
-        await asyncio.sleep(1.0)
+        await let_pass(1.0)
         looking.cancel()
         with pytest.raises(asyncio.CancelledError):
             await looking

@@ -3,30 +3,16 @@
 import asyncio
 import socket
 import ssl
-from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import trustme
-import uvloop
 
 from balanceroute.errors import BadUpstreamReply, ConnectFailed, UpstreamError, UpstreamTimeout
 from balanceroute.proxy.workers.upstream import Reply, Upstream
-from tests.unit.proxy.servers import CHUNKED_HEAD, answering, chunked, plain, read_request, worker
-
-Run = Callable[[Callable[[], Awaitable[None]]], None]
-
-
-@pytest.fixture(params=[asyncio.new_event_loop, uvloop.new_event_loop], ids=["asyncio", "uvloop"])
-def run(request: pytest.FixtureRequest) -> Run:
-    """Runs a test's coroutine on the loop under test, within 10 s."""
-
-    def runner(test: Callable[[], Awaitable[None]]) -> None:
-        with asyncio.Runner(loop_factory=request.param) as loop:
-            loop.run(asyncio.wait_for(test(), 10))
-
-    return runner
+from tests.unit.proxy.servers import CHUNKED_HEAD, Run, answering, chunked, falling_silent, plain, read_request, worker
+from tests.waiting import until
 
 
 async def post(upstream: Upstream, **options: float | bool | None) -> Reply:
@@ -241,11 +227,18 @@ def test_a_connection_that_the_server_closed_while_idle_is_not_used(run: Run) ->
             for _ in range(2):
                 assert await (await post(upstream, retry_stale=False)).read(9) == b"ok"
                 await server.closed.wait()
-                await asyncio.sleep(0.02)
+                await until(lambda: not any(connection.usable for connection in upstream._idle))
             assert server.connections == 2
             upstream.close()
 
     run(test)
+
+
+async def clock_moves() -> None:
+    """Wait until the loop's clock, which may count milliseconds, tells another time."""
+    loop = asyncio.get_running_loop()
+    now_s = loop.time()
+    await until(lambda: loop.time() > now_s)
 
 
 def test_a_connection_idle_for_too_long_is_not_used(run: Run) -> None:
@@ -254,7 +247,7 @@ def test_a_connection_idle_for_too_long_is_not_used(run: Run) -> None:
             upstream = Upstream(server.url, keepalive_s=0.0)
             for _ in range(3):
                 await (await post(upstream)).read(9)
-                await asyncio.sleep(0.002)
+                await clock_moves()
             assert server.connections == 3
             upstream.close()
 
@@ -272,11 +265,11 @@ def test_a_request_that_cannot_be_repeated_takes_only_a_connection_that_was_used
             assert server.connections == 1
             monkeypatch.setattr("balanceroute.proxy.workers.upstream.FRESH_S", 0.0)
             for expected in (2, 3):
-                await asyncio.sleep(0.005)
+                await clock_moves()
                 await (await post(upstream, retry_stale=False)).read(9)
                 assert server.connections == expected
                 assert upstream.idle_connections == 1  # the one that was too old is not kept either
-            await asyncio.sleep(0.005)
+            await clock_moves()
             await (await post(upstream)).read(9)
             assert server.connections == 3
             upstream.close()
@@ -330,15 +323,11 @@ def test_a_silent_worker_times_out_and_loses_the_connection(run: Run) -> None:
 
 
 def test_a_cancelled_request_closes_its_connection(run: Run) -> None:
-    async def script(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        await read_request(reader)
-        await reader.read()
-
     async def test() -> None:
-        async with worker(script) as server:
+        async with worker(falling_silent()) as server:
             upstream = Upstream(server.url)
             asking = asyncio.ensure_future(post(upstream))
-            await asyncio.sleep(0.02)
+            await until(lambda: server.connections)
             asking.cancel()
             with pytest.raises(asyncio.CancelledError):
                 await asking
@@ -349,13 +338,8 @@ def test_a_cancelled_request_closes_its_connection(run: Run) -> None:
 
 
 def test_a_request_cancelled_at_any_turn_of_the_loop_leaves_no_connection_busy(run: Run) -> None:
-    async def script(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        await read_request(reader)
-        writer.write(CHUNKED_HEAD)
-        await reader.read()
-
     async def test() -> None:
-        async with worker(script) as server:
+        async with worker(falling_silent(CHUNKED_HEAD)) as server:
             unseen = 0
             for turns in range(40):
                 upstream = Upstream(server.url)
@@ -373,13 +357,8 @@ def test_a_request_cancelled_at_any_turn_of_the_loop_leaves_no_connection_busy(r
 
 
 def test_abort_closes_a_stream_at_once_and_is_idempotent(run: Run) -> None:
-    async def script(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        await read_request(reader)
-        writer.write(CHUNKED_HEAD + chunked(b"x", last=False))
-        await reader.read()
-
     async def test() -> None:
-        async with worker(script) as server:
+        async with worker(falling_silent(CHUNKED_HEAD + chunked(b"x", last=False))) as server:
             upstream = Upstream(server.url)
             reply = await post(upstream)
             assert await reply.next_chunk() == b"x"
@@ -462,10 +441,7 @@ def test_a_consumer_that_lags_stops_the_worker_and_loses_nothing(run: Run) -> No
         async with worker(script) as server:
             upstream = Upstream(server.url, high_water_bytes=100_000)
             reply = await post(upstream)
-            before = -1
-            while sent != before:  # until the worker is stuck
-                before = sent
-                await asyncio.sleep(0.05)
+            await until(lambda: reply.paused)
             assert reply.buffered_bytes < 100_000 + 512 * 1024  # the mark and one read of the loop
             assert sent < total
             got = 0
@@ -502,7 +478,7 @@ def test_a_sink_gets_every_byte_and_one_end(run: Run, late: bool) -> None:
             upstream = Upstream(server.url)
             reply = await post(upstream)
             if late:
-                await asyncio.sleep(0.05)
+                await until(lambda: reply.over)
             sink = Recorder()
             reply.attach(sink)
             await sink.over.wait()
@@ -519,8 +495,7 @@ def test_a_discarded_reply_that_ends_gives_its_connection_back(run: Run) -> None
             upstream = Upstream(server.url)
             reply = await post(upstream)
             reply.discard(5.0)
-            while upstream.busy_connections:  # noqa: ASYNC110 - the pool has no event to wait for
-                await asyncio.sleep(0.005)
+            await until(lambda: not upstream.busy_connections)
             assert upstream.idle_connections == 1
             upstream.close()
 
@@ -528,13 +503,8 @@ def test_a_discarded_reply_that_ends_gives_its_connection_back(run: Run) -> None
 
 
 def test_a_discarded_reply_that_does_not_end_is_closed(run: Run) -> None:
-    async def script(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        await read_request(reader)
-        writer.write(CHUNKED_HEAD)
-        await reader.read()
-
     async def test() -> None:
-        async with worker(script) as server:
+        async with worker(falling_silent(CHUNKED_HEAD)) as server:
             upstream = Upstream(server.url)
             (await post(upstream)).discard(0.02)
             await server.closed.wait()

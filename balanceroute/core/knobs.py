@@ -1,0 +1,161 @@
+"""Every knob of every policy, declared once: its name, default, bounds, and what it is for.
+
+All else is taken from here: the configuration's `routing` section with its checks and its lines in the docs, what the
+command line accepts as `--param` and by default, and what is read back from journals and snapshots. Only the standard
+library is imported, so that looking up a default costs the command line nothing.
+"""
+
+import math
+from dataclasses import asdict, dataclass, field, fields
+from typing import Any, Final, Literal, get_args
+
+Option = bool | int | float | str
+CandidateOrder = Literal["fifo", "ascending", "descending"]
+SlackPlacement = Literal["free_slots", "load"]
+Guard = Literal["pool", "head"]
+
+BR_H_BETA: Final = 43.0  # with gamma 0.86 the paper's own operating point, and the best here on both synthetic traces
+DAY_S: Final = 86_400  # the most that a time may be, where it is not endless
+
+
+@dataclass(frozen=True, slots=True)
+class Knob:
+    """What a knob may be.
+
+    Numbers are from `least` to `most`; `above_least`: the least itself is not accepted, `endless`: infinity is, which
+    is null in JSON. Texts are one of `choices`. Neither: true or false, or whatever the knob says itself.
+    """
+
+    default: Any
+    meaning: str
+    least: float | None = None
+    most: float | None = None
+    above_least: bool = False
+    endless: bool = False
+    choices: tuple[str, ...] = ()
+
+
+def _knob(default: Any, meaning: str, least: float | None = None, most: float | None = None, **more: Any) -> Any:
+    return field(default=default, metadata={"knob": Knob(default, meaning, least, most, **more)})
+
+
+def _choice(default: str, meaning: str, among: Any) -> Any:
+    return field(default=default, metadata={"knob": Knob(default, meaning, choices=get_args(among))})
+
+
+@dataclass(frozen=True, slots=True)
+class PolicySettings:
+    """Every knob of every policy; each policy reads its own. Times in seconds, see `BalanceRouteParams`.
+
+    The defaults are measured: short waits at about the same imbalance as the paper's.
+    """
+
+    policy: str = _knob(
+        "level_fit",
+        "br_0 and br_h are the paper's; level_fit and target_fit go beyond it; the others are baselines. "
+        "One of your own is module:Class, or what a package offers in the entry point group balanceroute.policies.",
+    )
+    horizon_steps: int = _knob(
+        80, "H, the lookahead of br_h in decode steps; 0 looks at the current step only.", least=0, most=4096
+    )
+    alpha: float = _knob(1.0, "Reward per token of admitted load.", least=0, most=1_000_000, above_least=True)
+    beta: float | None = _knob(
+        None,
+        f"Penalty per token above the margin. Unset: the policy's own, {BR_H_BETA:g} for br_h and the number of decode "
+        "workers for br_0.",
+        least=0,
+        most=1_000_000,
+    )
+    gamma: float = _knob(0.86, "Discount per step of the horizon (br_h).", least=0, most=1, above_least=True)
+    s_greedy: int = _knob(
+        4,
+        "Stage 1 places single requests while more slots than this are free, stage 2 picks subsets below. "
+        "0 balances best and lets large prompts wait for minutes.",
+        least=0,
+        most=65_536,
+    )
+    r_max: int = _knob(8, "Candidates that stage 2 looks at (the paper: 4).", least=1, most=64)
+    candidate_order: CandidateOrder = _choice(
+        "fifo",
+        "Order in which stage 2 takes its candidates: by arrival or by prompt size. Both size orders starve.",
+        CandidateOrder,
+    )
+    slack_placement: SlackPlacement = _choice(
+        "load",
+        "Where requests go when everything waiting fits: to the lightest worker, or to the one with most free slots as "
+        "the paper prints it (imbalance 2 to 3 times that of least_kv at low load).",
+        SlackPlacement,
+    )
+    guard: Guard = _choice(
+        "pool",
+        "When no subset has a positive score, admit the single best request of the whole pool, or of the candidates "
+        "only (as printed).",
+        Guard,
+    )
+    max_wait_s: float = _knob(
+        60.0,
+        "Pool wait after which a request goes before all younger ones of its priority; up to 6 times that for prompts "
+        "far above the mean (2.1 times with level_fit), and never more than three quarters of pool.ttl_s.",
+        least=0,
+        most=DAY_S,
+        endless=True,
+    )
+    hold_s: float = _knob(
+        0.5,
+        "How long level_fit and target_fit may hold a request back in slack when it would raise the envelope, "
+        "level_fit where half of all slots are in use; 0 = never, .inf = as long as it would.",
+        least=0,
+        most=DAY_S,
+        endless=True,
+    )
+    pool_bypass: bool = _knob(
+        False,
+        "Forward to a decoder as soon as the prefill is done, without a pool (br_0 only): an earlier KV transfer for "
+        "less choice.",
+    )
+    bypass_margin: int = _knob(
+        4, "With pool_bypass, requests in flight per worker beyond its decode slots.", least=0, most=4096
+    )
+    horizon_auto: bool = _knob(
+        False,
+        "Whether br_h looks ahead a sixth of the mean answer's length, and horizon_steps at most: short answers want a "
+        "short look.",
+    )
+    seed: int = _knob(0, "Seed of the policies that draw at random or break ties so.", least=0, most=2**63 - 1)
+    options: tuple[tuple[str, Option], ...] = ()
+    """Names and values that the class of a policy of one's own is called with; none for the others."""
+
+
+ALL: Final[dict[str, Knob]] = {f.name: f.metadata["knob"] for f in fields(PolicySettings) if "knob" in f.metadata}
+"""Every knob by its name; `options` is none of ours."""
+DEFAULTS: Final[dict[str, Any]] = {name: value for name, value in asdict(PolicySettings()).items() if name in ALL}
+
+
+def is_accepted(key: str, value: object) -> bool:
+    """Whether the knob `key` may have this value."""
+    knob = ALL[key]
+    if knob.choices:
+        return value in knob.choices
+    if isinstance(knob.default, bool) or isinstance(value, bool):
+        return isinstance(knob.default, bool) and isinstance(value, bool)
+    if value is None:
+        return knob.default is None
+    if knob.least is None or knob.most is None:
+        return False
+    if not isinstance(value, int if isinstance(knob.default, int) else int | float):
+        return False
+    within = knob.least < value <= knob.most if knob.above_least else knob.least <= value <= knob.most
+    return within or (knob.endless and value == math.inf)
+
+
+def accepted(key: str) -> str:
+    """What the knob `key` may be, in words."""
+    knob = ALL[key]
+    if knob.choices:
+        return " or ".join(knob.choices)
+    if isinstance(knob.default, bool):
+        return "true or false"
+    kind = "whole number" if isinstance(knob.default, int) else "number"
+    above = f"above {knob.least} and at most {knob.most}"
+    bounds = above if knob.above_least else f"from {knob.least} to {knob.most}"
+    return f"a {kind} {bounds}" + (", or inf" if knob.endless else ", or null" if knob.default is None else "")

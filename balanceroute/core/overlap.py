@@ -1,0 +1,53 @@
+"""How many requests a decode worker is sent ahead of its slots, so that their KV moves while others run.
+
+A slot that frees stays empty until the KV of the next request has come. A request holds a slot for as many steps as its
+answer has tokens; so of B slots one frees every t * o / B seconds, with step time t and mean answer o, and by Little's
+law a worker needs
+
+    m = B * transfer_s / (t * o)
+
+requests on their way at any time: d B / o where a transfer takes d steps. Below one half that is 0, and so it is where
+a transfer takes less than half a step, which is as finely as it is known: where transfers are short nothing is sent
+ahead.
+
+All of it is measured. The step time is that between the tokens of a request. `transfer_s` is the time from an admission
+to the first token, less a step, of requests that had a slot waiting for them. One that was sent ahead may have waited
+for its slot instead, so its time is an upper bound, which may lower the estimate and never raises it.
+"""
+
+from dataclasses import dataclass
+
+SHORT_STEPS = 0.5  # a transfer that takes less counts as none
+WEIGHT = 0.02  # of a new value in the running means, whose first 50 are averaged
+
+
+@dataclass(slots=True)
+class Overlap:
+    """Running means of what m is made of, in seconds; 0 until something was seen."""
+
+    transfer_s: float = 0.0
+    step_s: float = 0.0
+    transfers: int = 0
+    answers: int = 0
+
+    def see_first_token(self, delay_s: float, sent_ahead: bool) -> None:
+        """Take in the seconds from an admission to its first token. Counts nothing until a step is known."""
+        transfer_s = delay_s - self.step_s
+        if not self.answers or (sent_ahead and transfer_s >= self.transfer_s):
+            return
+        self.transfers += 1
+        self.transfer_s += max(WEIGHT, 1.0 / self.transfers) * (transfer_s - self.transfer_s)
+
+    def see_answer(self, stay_s: float, tokens: int) -> None:
+        """Take in a finished answer: the seconds from its first token to its last, and how many these were."""
+        if tokens < 2:
+            return
+        self.answers += 1
+        self.step_s += max(WEIGHT, 1.0 / self.answers) * (stay_s / (tokens - 1) - self.step_s)
+
+    def requests(self, slots: int, answer_tokens: float) -> int:
+        """m of a worker with so many slots (B), for answers of so many tokens on average (o): 0 to B."""
+        stay_s = self.step_s * answer_tokens
+        if stay_s <= 0.0 or self.transfer_s < SHORT_STEPS * self.step_s:
+            return 0
+        return min(slots, round(slots * self.transfer_s / stay_s))

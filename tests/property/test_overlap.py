@@ -1,0 +1,121 @@
+"""Requests sent ahead of their slots, on random traces and clusters."""
+
+from collections.abc import Callable
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from balanceroute.core.knobs import PolicySettings
+from balanceroute.core.policies import make_policy
+from balanceroute.core.types import Admit
+from balanceroute.simulator import Setting
+from balanceroute.simulator.oracle import NoForecast, TrueLengths
+from balanceroute.simulator.simulation import Simulation
+from balanceroute.traces import generate_trace
+
+POLICIES = st.sampled_from(["level_fit", "target_fit", "br_0", "br_h", "pool_fifo", "join_shortest_queue"])
+
+
+class Watched(Simulation):
+    """A simulation that keeps every admission, and calls `look` on itself before every step."""
+
+    look: Callable[["Watched"], None] | None = None
+
+    def step(self) -> None:
+        if self.look is not None:
+            self.look(self)
+        super().step()
+
+
+def a_simulation(setting: Setting, policy: str, seed: int, rows: int = 120) -> tuple[Watched, list[Admit]]:
+    """A heavy-tailed trace, shrunk, that arrives faster than it can be served; and where admissions will stand."""
+    trace = generate_trace("heavy_tailed", rows=rows, seed=seed).with_lengths(0.05, 0.02).at_rate(50.0)
+    made = make_policy(PolicySettings(policy=policy, seed=seed))
+    simulation = Watched(trace, setting, made, TrueLengths(trace), NoForecast(), check_invariants=True)
+    admissions: list[Admit] = []
+    admit = simulation.scheduler.admit
+
+    def kept(now: float) -> list[Admit]:
+        found = admit(now)
+        admissions.extend(found)
+        return found
+
+    simulation.scheduler.admit = kept  # type: ignore[method-assign]
+    return simulation, admissions
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    policy=POLICIES,
+    overlap=st.one_of(st.none(), st.integers(0, 20)),
+    transfer_steps=st.integers(0, 12),
+    beside_full=st.booleans(),
+    slots=st.integers(1, 6),
+    seed=st.integers(0, 50),
+)
+def test_never_more_run_than_there_are_slots_nor_more_are_sent_than_were_allowed(
+    policy: str, overlap: int | None, transfer_steps: int, beside_full: bool, slots: int, seed: int
+) -> None:
+    setting = Setting(
+        n_workers=3,
+        slots=slots,
+        pool=16,
+        transfer_steps=transfer_steps,
+        transfers_beside_full=beside_full,
+        overlap_requests=overlap,
+    )
+    most = slots + min(slots if overlap is None else overlap, slots)
+
+    def look(simulation: Watched) -> None:
+        assert all(len(rank.running) <= slots for rank in simulation.ranks.ranks)
+        if simulation.policy.waits_for_slots:
+            assert all(rank.held + len(rank.queue) <= most for rank in simulation.ranks.ranks)
+            assert all(len(worker.active) <= most for worker in simulation.scheduler.snapshot.workers)
+
+    simulation, admissions = a_simulation(setting, policy, seed)
+    simulation.look = look
+    simulation.run()
+    assert simulation.finished == len(admissions) == 120
+
+
+@settings(max_examples=25, deadline=None)
+@given(policy=POLICIES, seed=st.integers(0, 50), slots=st.integers(1, 6))
+def test_where_transfers_take_no_time_an_overlap_that_sizes_itself_decides_as_none(
+    policy: str, seed: int, slots: int
+) -> None:
+    decisions = []
+    for overlap in (0, None):
+        setting = Setting(n_workers=3, slots=slots, pool=16, overlap_requests=overlap)
+        simulation, admissions = a_simulation(setting, policy, seed)
+        simulation.run()
+        decisions.append((admissions, simulation.t))
+    assert decisions[0] == decisions[1]
+
+
+@pytest.mark.parametrize("transfer_steps", [0, 6, 40])
+@pytest.mark.parametrize("beside_full", [False, True])
+def test_the_overlap_is_what_a_transfer_takes_times_what_leaves_per_step(
+    transfer_steps: int, beside_full: bool
+) -> None:
+    """m = d B / o (`core.overlap`), with the mean answer of the trace for o."""
+    slots = 16
+    setting = Setting(
+        n_workers=2,
+        slots=slots,
+        pool=32,
+        transfer_steps=transfer_steps,
+        transfers_beside_full=beside_full,
+        overlap_requests=None,
+    )
+    sized: list[int] = []
+
+    def look(simulation: Watched) -> None:
+        if simulation.finished > 300:
+            sized.append(simulation.scheduler.snapshot.workers[0].ahead)
+
+    simulation, _ = a_simulation(setting, "level_fit", 1, rows=600)
+    simulation.look = look
+    simulation.run()
+    expected = transfer_steps * slots / (sum(simulation.lengths.tokens) / len(simulation.lengths.tokens))
+    assert sum(sized) / len(sized) == pytest.approx(min(slots, expected), rel=0.3, abs=0.5)

@@ -1,0 +1,81 @@
+"""A scheduler that takes over from another; the property machine compares whole states (`hand_over`)."""
+
+from pathlib import Path
+
+import pytest
+
+from balanceroute.core.knobs import PolicySettings
+from balanceroute.core.policies import make_policy
+from balanceroute.core.scheduler import Scheduler, SchedulerConfig
+from balanceroute.core.types import Phase, RequestSpec, Role, Standing, WorkerSpec
+from balanceroute.journal import RecordingScheduler, rerun
+
+SETTINGS = PolicySettings(policy="br_h", horizon_steps=8)
+BOUNDS = SchedulerConfig(refresh_every_tokens=4)
+
+
+def workers(scheduler: Scheduler) -> Scheduler:
+    scheduler.add_worker(WorkerSpec("p0", Role.PREFILL), 0.0)
+    scheduler.add_worker(WorkerSpec("d0", Role.DECODE, slots=1), 0.0)
+    return scheduler
+
+
+@pytest.fixture
+def heir() -> Scheduler:
+    return workers(Scheduler(make_policy(SETTINGS), BOUNDS))
+
+
+def decoding(name: str, **more: object) -> Standing:
+    return Standing(RequestSpec(name, 10), Phase.DECODING, 12, decoder="d0", **more)  # type: ignore[arg-type]
+
+
+def test_a_slot_is_not_given_twice(heir: Scheduler) -> None:
+    assert heir.adopt(decoding("a", tokens=3), 1.0)
+    assert not heir.adopt(decoding("b"), 1.0)
+    assert list(heir.snapshot.requests) == ["a"] and heir.snapshot.workers[0].load == 15
+    heir.snapshot.check_invariants()
+
+
+@pytest.mark.parametrize(
+    "standing",
+    [
+        Standing(RequestSpec("a", 10), Phase.DECODING, 10, decoder="d9"),
+        Standing(RequestSpec("a", 10), Phase.PREFILLING, 10, prefiller="p9"),
+        Standing(RequestSpec("a", 10), Phase.DECODING, 10, decoder="d0", prefiller="p9", pushing=True),
+    ],
+)
+def test_whoever_names_a_worker_that_is_not_here_stays_unknown(heir: Scheduler, standing: Standing) -> None:
+    assert not heir.adopt(standing, 1.0)
+    assert not heir.snapshot.requests and not heir.snapshot.workers[0].active
+
+
+def test_kv_stays_pinned_until_the_first_token(heir: Scheduler) -> None:
+    heir.adopt(decoding("a", prefiller="p0"), 1.0)
+    assert heir.snapshot.prefillers[0].pinned_tokens == 12
+    heir.progress("a", 1, 1.0)
+    assert heir.snapshot.prefillers[0].pinned_tokens == 0
+
+
+def test_a_forecast_is_due_at_once(heir: Scheduler) -> None:
+    heir.adopt(decoding("a", tokens=2), 1.0)
+    assert [tracker.id for tracker in heir.due_refreshes()] == ["a"]
+
+
+def test_waiting_counts_from_the_arrival_at_the_predecessor(heir: Scheduler) -> None:
+    heir.configure(SchedulerConfig(queue_deadline_s=10.0), 20.0)
+    heir.adopt(Standing(RequestSpec("late", 10), Phase.QUEUED, 10, waited_s=11.0), 20.0)
+    heir.adopt(Standing(RequestSpec("again", 10), Phase.QUEUED, 10, waited_s=11.0, requeues=1), 20.0)
+    assert [release.request for release in heir.expire(20.0)] == ["late"]
+
+
+def test_a_journal_of_a_takeover_reruns(tmp_path: Path) -> None:
+    path = tmp_path / "journal"
+    heir = RecordingScheduler(SETTINGS, BOUNDS, path)
+    workers(heir)
+    heir.adopt(decoding("a", tokens=3), 1.0)
+    heir.adopt(decoding("b"), 1.0)
+    heir.adopt(Standing(RequestSpec("c", 10, prefix=[7, 8], block_tokens=4), Phase.POOLED, 10, prefiller="p0"), 1.0)
+    heir.admit(2.0)
+    heir.close()
+    report = rerun(path)
+    assert report.difference is None and report.calls == 6

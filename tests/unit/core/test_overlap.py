@@ -1,0 +1,169 @@
+"""Requests sent ahead of a slot: how many, to whom, and that nothing changes where there are none."""
+
+import math
+
+import pytest
+
+from balanceroute.core.knobs import PolicySettings
+from balanceroute.core.overlap import Overlap
+from balanceroute.core.policies import make_policy
+from balanceroute.core.scheduler import Scheduler, SchedulerConfig
+from balanceroute.core.types import Outcome, RequestSpec, Role, WorkerSpec
+
+POOLED = ["level_fit", "target_fit", "br_0", "br_h", "pool_fifo"]
+
+
+def a_scheduler(overlap_requests: int | None, policy: str = "level_fit", workers: int = 2, slots: int = 2) -> Scheduler:
+    """Empty workers."""
+    config = SchedulerConfig(overlap_requests=overlap_requests)
+    scheduler = Scheduler(make_policy(PolicySettings(policy=policy, hold_s=0.0)), config)
+    for index in range(workers):
+        scheduler.add_worker(WorkerSpec(f"d{index}", Role.DECODE, slots=slots), 0.0)
+    return scheduler
+
+
+def offer(scheduler: Scheduler, *names: str, now: float = 0.0) -> None:
+    """Requests of 100 tokens into the pool."""
+    for name in names:
+        scheduler.submit_prefilled(RequestSpec(name, 100), now)
+
+
+def held(scheduler: Scheduler) -> list[int]:
+    """Requests on each worker."""
+    return [len(worker.active) for worker in scheduler.snapshot.workers]
+
+
+@pytest.mark.parametrize(
+    ("slots", "transfer_s", "answer_tokens", "requests"),
+    [
+        (64, 1.5, 1200.0, 2),
+        (64, 0.1, 1200.0, 0),
+        (64, 0.46, 1200.0, 0),
+        (64, 0.48, 1200.0, 1),
+        (8, 90.0, 20.0, 8),
+        (64, 1.0, 0.0, 0),
+        (64, 0.02, 10.0, 0),  # of a step of 0.05
+        (64, 0.03, 10.0, 4),
+    ],
+)
+def test_as_many_are_sent_ahead_as_leave_during_a_transfer_and_never_more_than_there_are_slots(
+    slots: int, transfer_s: float, answer_tokens: float, requests: int
+) -> None:
+    overlap = Overlap()
+    overlap.see_answer(0.05 * 9, 10)
+    overlap.see_first_token(transfer_s + 0.05, sent_ahead=False)
+    assert overlap.requests(slots, answer_tokens) == requests
+
+
+def test_nothing_is_sent_ahead_before_anything_was_measured() -> None:
+    overlap = Overlap()
+    overlap.see_first_token(5.0, sent_ahead=False)  # how much of it is a step, nobody knows yet
+    assert overlap.requests(64, 100.0) == 0
+    overlap.see_answer(9.0, 1)  # one token says nothing of a step
+    assert overlap.step_s == 0.0
+
+
+def test_what_waited_for_its_slot_never_makes_a_transfer_seem_longer() -> None:
+    overlap = Overlap()
+    overlap.see_answer(1.0, 2)
+    overlap.see_first_token(3.0, sent_ahead=False)
+    overlap.see_first_token(9.0, sent_ahead=True)
+    assert overlap.transfer_s == 2.0
+    overlap.see_first_token(2.0, sent_ahead=True)
+    assert overlap.transfer_s == 1.5
+
+
+@pytest.mark.parametrize("policy", POOLED)
+def test_slots_are_filled_first_and_then_as_many_more_as_were_asked_for(policy: str) -> None:
+    scheduler = a_scheduler(1, policy)
+    offer(scheduler, "a", "b", "c")
+    assert len(scheduler.admit(0.0)) == 3
+    assert sorted(held(scheduler)) == [1, 2]  # a slot is free: nothing goes ahead of one
+    offer(scheduler, *"defgh")
+    assert len(scheduler.admit(1.0)) == 3
+    assert held(scheduler) == [3, 3]
+    assert len(scheduler.snapshot.pool) == 2
+    ahead = sorted(tracker.id for tracker in scheduler.snapshot.decoding() if tracker.sent_ahead)
+    assert len(ahead) == 2
+    assert [(worker.free_slots, worker.own_slots) for worker in scheduler.snapshot.workers] == [(0, 2), (0, 2)]
+    scheduler.snapshot.check_invariants()
+
+
+@pytest.mark.parametrize("policy", ["join_shortest_queue", "least_kv"])
+def test_a_policy_that_assigns_at_once_sends_everything_anyway(policy: str) -> None:
+    scheduler = a_scheduler(1, policy)
+    offer(scheduler, *"abcdefgh")
+    assert len(scheduler.admit(0.0)) == 8
+
+
+def test_a_worker_that_drains_is_sent_nothing_ahead() -> None:
+    scheduler = a_scheduler(1)
+    offer(scheduler, *"abcdef")
+    scheduler.set_worker_state("d0", scheduler.snapshot.workers[0].state.DRAINING, 0.0)
+    scheduler.admit(0.0)
+    assert held(scheduler) == [0, 3]
+
+
+def test_the_overlap_is_sized_from_first_tokens_and_departures() -> None:
+    """Transfers of 3 s, and answers of 10 tokens in 9 s: with two slots m is 2 * 3 / 10."""
+    scheduler = a_scheduler(None, workers=1)
+    now = 0.0
+    for round_ in range(20):
+        offer(scheduler, f"{round_}", now=now)
+        assert len(scheduler.admit(now)) == 1
+        scheduler.began(f"{round_}", now + 4.0)
+        scheduler.progress(f"{round_}", 10, now + 4.0)
+        now += 13.0
+        scheduler.finish(f"{round_}", Outcome.FINISHED, now)
+    overlap = scheduler.snapshot.overlap
+    assert (overlap.step_s, overlap.transfer_s) == (pytest.approx(1.0), pytest.approx(3.0))
+    offer(scheduler, *"abcdef", now=now)
+    assert len(scheduler.admit(now)) == 3
+    assert scheduler.snapshot.workers[0].ahead == 1
+
+
+def test_an_overlap_that_is_turned_off_ends_at_once() -> None:
+    scheduler = a_scheduler(1, workers=1)
+    offer(scheduler, *"abcd")
+    scheduler.admit(0.0)
+    assert held(scheduler) == [3]
+    scheduler.configure(SchedulerConfig(), 1.0)
+    scheduler.finish("a", Outcome.FINISHED, 2.0)
+    assert not scheduler.snapshot.has_room
+    assert scheduler.admit(2.0) == []
+    scheduler.finish("b", Outcome.FINISHED, 3.0)
+    assert [admission.request for admission in scheduler.admit(3.0)] == ["d"]
+
+
+def test_a_policy_that_fails_leaves_the_slots_as_they_were() -> None:
+    scheduler = a_scheduler(1, workers=1)
+    offer(scheduler, *"abcd")
+    decide, calls = scheduler.policy.decide, 0
+
+    def failing(snapshot, now):  # type: ignore[no-untyped-def]
+        nonlocal calls
+        calls += 1
+        if calls == 2:
+            raise ZeroDivisionError
+        yield from decide(snapshot, now)
+
+    scheduler.policy.decide = failing  # type: ignore[method-assign]
+    with pytest.raises(ZeroDivisionError):
+        scheduler.admit(0.0)
+    assert scheduler.snapshot.workers[0].own_slots == 2
+
+
+def test_a_request_that_is_admitted_again_is_measured_anew() -> None:
+    scheduler = a_scheduler(None, workers=1)
+    scheduler.add_worker(WorkerSpec("p", Role.PREFILL), 0.0)
+    scheduler.submit(RequestSpec("a", 100), 0.0)
+    scheduler.dispatch(0.0)
+    scheduler.prefilled("a", 100, 0.0)
+    scheduler.admit(0.0)
+    scheduler.began("a", 1.0)
+    scheduler.progress("a", 1, 1.0)
+    scheduler.requeue("a", 2.0)
+    scheduler.dispatch(2.0)
+    scheduler.prefilled("a", 101, 3.0)
+    scheduler.admit(3.0)
+    assert scheduler.snapshot.requests["a"].began_s == math.inf
