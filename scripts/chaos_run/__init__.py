@@ -10,5 +10,7 @@ whatever happened to the workers meanwhile.
     faults.py    what happens to the workers, and when
     stack.py     the processes: emulated cluster, router; their memory
     aftermath.py what must be zero when all is over
-    chaos.py, soak.py, fuzz_sse.py    the three runs
+    folder.py    where a run writes its logs
+    fuzzing.py   how the fuzzers damage bytes, and their command
+    chaos.py, soak.py, siege.py, fuzz_sse.py, fuzz_http.py    the runs
 """

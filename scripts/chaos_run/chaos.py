@@ -15,10 +15,8 @@ told with the request id, and the router's log of it can be kept (--keep).
 import argparse
 import asyncio
 import platform
-import shutil
 import signal
 import sys
-import tempfile
 import time
 from collections import Counter
 from dataclasses import dataclass, field, replace
@@ -41,6 +39,7 @@ from scripts.chaos_run.aftermath import (
 )
 from scripts.chaos_run.asks import CHAT, COMPLETIONS, Ask, Asker, Mix
 from scripts.chaos_run.faults import Saboteur, Schedule
+from scripts.chaos_run.folder import logs_folder
 from scripts.chaos_run.operations import Operator
 from scripts.chaos_run.stack import HOST, OUTPUT_LENGTHS, Shape, Stack
 from scripts.chaos_run.verdict import FAULTS, Kind, Verdict, judge
@@ -360,12 +359,8 @@ def main() -> None:
     parser.add_argument("--scenario", choices=SCENARIOS, default="storm")
     parser.add_argument("--keep", type=Path, help="folder for logs and configuration; else they go")
     arguments = parser.parse_args()
-    folder = arguments.keep or Path(tempfile.mkdtemp(prefix="balanceroute-chaos-"))
-    try:
+    with logs_folder("chaos", arguments.keep) as folder:
         good = uvloop.run(run(plan_of(arguments), folder))
-    finally:
-        if arguments.keep is None:
-            shutil.rmtree(folder, ignore_errors=True)
     sys.exit(0 if good else 1)
 
 

@@ -14,15 +14,11 @@ half-close or a disconnect. The protocol must
 Reproduce a failure with its seed: `--seed S --inputs 1 --processes 1`.
 """
 
-import argparse
 import asyncio
-import multiprocessing
 import os
 import random
-import sys
-import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Final
 
@@ -30,8 +26,8 @@ import uvloop
 
 from balanceroute.proxy.client.protocol import MAX_WAITING_BYTES
 from scripts.chaos_run.edge_stage import HOT_PATH, Outcome, Stage
+from scripts.chaos_run.fuzzing import Batch, Mutation, cut, double, drop, feed, flip, inserting, reads
 
-BATCH: Final = 2000  # inputs per seed of a worker process
 # of a process after its first batch: its allocator's, 8.2 MiB after 150,000 inputs and 8.6 after 1,000,000
 GROWTH_BYTES: Final = 16 * 2**20
 REFUSALS: Final = frozenset({400, 405, 408, 413, 414, 417, 431, 505})
@@ -164,56 +160,23 @@ def stream(draw: random.Random) -> bytes:
     return data
 
 
-def _place(draw: random.Random, data: bytes) -> int:
-    return draw.randint(0, len(data))
-
-
-def _cut(draw: random.Random, data: bytes) -> bytes:
-    return data[: _place(draw, data)]
-
-
-def _drop(draw: random.Random, data: bytes) -> bytes:
-    start = _place(draw, data)
-    return data[:start] + data[start + draw.choice([1, 1, 2, 8, 60]) :]
-
-
-def _flip(draw: random.Random, data: bytes) -> bytes:
-    if not data:
-        return data
-    at = draw.randrange(len(data))
-    return data[:at] + bytes([data[at] ^ (1 << draw.randrange(8))]) + data[at + 1 :]
-
-
-def _insert(draw: random.Random, data: bytes) -> bytes:
-    at = _place(draw, data)
-    return data[:at] + draw.choice(_PIECES) + data[at:]
-
-
-def _double(draw: random.Random, data: bytes) -> bytes:
-    start, length = _place(draw, data), draw.choice([1, 5, 40, 300])
-    return data[: start + length] + data[start:]
-
-
-_MUTATIONS: Final[tuple[Callable[[random.Random, bytes], bytes], ...]] = (_cut, _drop, _flip, _insert, _double)
+_MUTATIONS: Final[tuple[Mutation, ...]] = (cut, drop, flip, inserting(_PIECES), double)
 
 
 def pieces(draw: random.Random, data: bytes) -> list[bytes]:
-    """`data` as the reads that a socket might give."""
-    if len(data) < 2000 and draw.random() < 0.1:
-        return [data[at : at + 1] for at in range(len(data))]
-    cuts = sorted(_place(draw, data) for _ in range(draw.randint(1, 6)))
-    return [data[a:b] for a, b in zip([0, *cuts], [*cuts, len(data)], strict=True)]
+    """`data` as the reads that a socket might give, two at least."""
+    return reads(draw, data, at_least=1, bytewise_below=2000)
 
 
 async def one_input(stage: Stage, seed: int) -> None:
     """One input, whole and in pieces. Raises what is wrong."""
     draw = random.Random(seed)
     data = stream(draw)
-    cut = pieces(draw, data)
+    in_reads = pieces(draw, data)
     half_close = draw.random() < 0.8
     whole = await stage.connection([data], half_close=half_close)
     check(whole)
-    in_pieces = await stage.connection(cut, half_close=half_close)
+    in_pieces = await stage.connection(in_reads, half_close=half_close)
     check(in_pieces)
     same(whole, in_pieces, ended=half_close, large=len(data) > MAX_WAITING_BYTES)
     if left := stage.left():
@@ -250,7 +213,7 @@ def same(one: Outcome, other: Outcome, *, ended: bool, large: bool) -> None:
         )
 
 
-async def run(first_seed: int, count: int) -> list[str]:
+async def _inputs(first_seed: int, count: int) -> list[str]:
     """`count` inputs from `first_seed` on; the tracebacks by seed."""
     failures = []
     stage = Stage(asyncio.get_running_loop())
@@ -266,45 +229,15 @@ async def run(first_seed: int, count: int) -> list[str]:
 _warm_bytes: int | None = None  # of this process, after its first batch
 
 
-def _batch(arguments: tuple[int, int]) -> tuple[int, list[str], int]:
-    """One batch in a worker process: inputs, failures, growth of the process since its first one."""
+def run(arguments: tuple[int, int]) -> Batch:
+    """So many inputs from a seed on, in a worker process."""
     global _warm_bytes
-    failures = uvloop.run(run(*arguments))
+    failures = uvloop.run(_inputs(*arguments))
     rss_bytes = int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
     if _warm_bytes is None:
         _warm_bytes = rss_bytes
-    return arguments[1], failures, rss_bytes - _warm_bytes
-
-
-def main() -> None:
-    """The command."""
-    parser = argparse.ArgumentParser(prog="scripts/fuzz_http", description=__doc__.splitlines()[0])
-    parser.add_argument("--inputs", type=int, default=1_000_000, help="(1000000)")
-    parser.add_argument("--seed", type=int, default=0, help="of the first input (0)")
-    parser.add_argument("--processes", type=int, default=os.cpu_count() or 1, help="(all cores)")
-    parser.add_argument("--seconds", type=float, default=3600.0, help="stop after this, whatever was done (3600)")
-    arguments = parser.parse_args()
-    end = arguments.seed + arguments.inputs
-    batches = [(first, min(BATCH, end - first)) for first in range(arguments.seed, end, BATCH)]
-    started, done, grown_bytes = time.monotonic(), 0, 0
-    failures: list[str] = []
-    with multiprocessing.Pool(arguments.processes) as pool:
-        for count, found, growth_bytes in pool.imap_unordered(_batch, batches):
-            done += count
-            failures += found
-            grown_bytes = max(grown_bytes, growth_bytes)
-            if time.monotonic() - started > arguments.seconds:
-                pool.terminate()
-                break
-    elapsed_s = time.monotonic() - started
-    print(
-        f"fuzz_http: {done} inputs from seed {arguments.seed} in {elapsed_s:.1f} s ({done / elapsed_s:.0f}/s,"
-        f" {arguments.processes} processes), {len(failures)} failures, memory grew by {grown_bytes / 2**20:.1f} MiB"
-    )
-    for failure in failures[:10]:
-        print(failure)
-    sys.exit(0 if not failures and done == arguments.inputs and grown_bytes <= GROWTH_BYTES else 1)
+    return Batch(arguments[1], failures, rss_bytes - _warm_bytes)
 
 
 if __name__ == "__main__":
-    main()
+    feed("fuzz_http", __doc__, run, seconds=3600.0, growth_bytes=GROWTH_BYTES)

@@ -13,14 +13,8 @@ doubled, cut, flipped, inserted, swapped, events spliced into each other) and cu
 Reproduce a failure with its seed: `--seed S --inputs 1 --processes 1`.
 """
 
-import argparse
-import multiprocessing
-import os
 import random
-import sys
-import time
 import traceback
-from collections.abc import Callable
 from typing import Any, Final
 
 import orjson
@@ -38,8 +32,8 @@ from balanceroute.proxy.wire.payloads import (
     split,
 )
 from balanceroute.proxy.wire.sse import EventScanner
+from scripts.chaos_run.fuzzing import Batch, Mutation, cut, double, drop, feed, flip, inserting, place, reads
 
-BATCH: Final = 2000  # inputs per seed of a worker process
 SMALL_EVENT_LIMIT: Final = 400  # bytes, so that oversized events are met as well
 
 _PARAMS: Final = b'{"remote_block_ids":[[1,2]],"remote_engine_id":"e"}'
@@ -122,39 +116,9 @@ def mutated(draw: random.Random, data: bytes) -> bytes:
     return data
 
 
-def _place(draw: random.Random, data: bytes) -> int:
-    return draw.randint(0, len(data))
-
-
-def _cut(draw: random.Random, data: bytes) -> bytes:
-    return data[: _place(draw, data)]
-
-
-def _drop(draw: random.Random, data: bytes) -> bytes:
-    start = _place(draw, data)
-    return data[:start] + data[start + draw.choice([1, 2, 8, 60]) :]
-
-
-def _flip(draw: random.Random, data: bytes) -> bytes:
-    if not data:
-        return data
-    at = draw.randrange(len(data))
-    return data[:at] + bytes([data[at] ^ (1 << draw.randrange(8))]) + data[at + 1 :]
-
-
-def _insert(draw: random.Random, data: bytes) -> bytes:
-    at = _place(draw, data)
-    return data[:at] + draw.choice(_PIECES) + data[at:]
-
-
-def _double(draw: random.Random, data: bytes) -> bytes:
-    start, length = _place(draw, data), draw.choice([1, 5, 40, 300])
-    return data[: start + length] + data[start:]
-
-
 def _splice(draw: random.Random, data: bytes) -> bytes:
     other = draw.choice(EVENTS)
-    return data[: _place(draw, data)] + other[_place(draw, other) :]
+    return data[: place(draw, data)] + other[place(draw, other) :]
 
 
 def _swap_value(draw: random.Random, data: bytes) -> bytes:
@@ -168,17 +132,9 @@ def _swap_value(draw: random.Random, data: bytes) -> bytes:
     return data[:start] + value + data[stop:]
 
 
-_MUTATIONS: Final[tuple[Callable[[random.Random, bytes], bytes], ...]] = (
-    *(_cut, _drop, _flip, _insert, _double, _splice, _swap_value, _swap_value),
+_MUTATIONS: Final[tuple[Mutation, ...]] = (
+    *(cut, drop, flip, inserting(_PIECES), double, _splice, _swap_value, _swap_value),
 )
-
-
-def reads(draw: random.Random, data: bytes) -> list[bytes]:
-    """`data` as the pieces that a socket might give."""
-    if draw.random() < 0.1:
-        return [data[at : at + 1] for at in range(len(data))]
-    cuts = sorted(_place(draw, data) for _ in range(draw.randint(0, 5)))
-    return [data[a:b] for a, b in zip([0, *cuts], [*cuts, len(data)], strict=True)]
 
 
 def one_input(seed: int) -> None:
@@ -253,48 +209,17 @@ def _as_worker_reply(body: bytes) -> None:
             continue
 
 
-def batch(first_seed: int, count: int) -> tuple[int, list[str]]:
-    """`count` inputs from `first_seed` on: how many, and the tracebacks by seed."""
+def run(arguments: tuple[int, int]) -> Batch:
+    """So many inputs from a seed on."""
+    first_seed, count = arguments
     failures = []
     for seed in range(first_seed, first_seed + count):
         try:
             one_input(seed)
         except Exception:  # that there is none is what is being tested
             failures.append(f"seed {seed}: {traceback.format_exc(limit=-4)}")
-    return count, failures
-
-
-def _batch(arguments: tuple[int, int]) -> tuple[int, list[str]]:
-    return batch(*arguments)
-
-
-def main() -> None:
-    """The command."""
-    parser = argparse.ArgumentParser(prog="scripts/fuzz_sse", description=__doc__.splitlines()[0])
-    parser.add_argument("--inputs", type=int, default=1_000_000, help="(1000000)")
-    parser.add_argument("--seed", type=int, default=0, help="of the first input (0)")
-    parser.add_argument("--processes", type=int, default=os.cpu_count() or 1, help="(all cores)")
-    parser.add_argument("--seconds", type=float, default=1800.0, help="stop after this, whatever was done (1800)")
-    arguments = parser.parse_args()
-    end = arguments.seed + arguments.inputs
-    batches = [(first, min(BATCH, end - first)) for first in range(arguments.seed, end, BATCH)]
-    started, done, failures = time.monotonic(), 0, []
-    with multiprocessing.Pool(arguments.processes) as pool:
-        for count, found in pool.imap_unordered(_batch, batches):
-            done += count
-            failures += found
-            if time.monotonic() - started > arguments.seconds:
-                pool.terminate()
-                break
-    elapsed_s = time.monotonic() - started
-    print(
-        f"fuzz_sse: {done} inputs from seed {arguments.seed} in {elapsed_s:.1f} s ({done / elapsed_s:.0f}/s,"
-        f" {arguments.processes} processes), {len(failures)} exceptions"
-    )
-    for failure in failures[:10]:
-        print(failure)
-    sys.exit(0 if not failures and done == arguments.inputs else 1)
+    return Batch(count, failures)
 
 
 if __name__ == "__main__":
-    main()
+    feed("fuzz_sse", __doc__, run, seconds=1800.0)

@@ -21,9 +21,7 @@ import asyncio
 import json
 import os
 import resource
-import shutil
 import sys
-import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -36,6 +34,7 @@ from balanceroute.engine.tokens import OutputLengths
 from scripts.chaos_run.aftermath import Findings, router_settles
 from scripts.chaos_run.asks import Asker, Mix
 from scripts.chaos_run.besiegers import ATTACKS
+from scripts.chaos_run.folder import logs_folder
 from scripts.chaos_run.stack import HOST, OUTPUT_LENGTHS, Shape, Stack
 from scripts.chaos_run.verdict import Kind, Verdict, judge
 from scripts.chaos_run.wire import Client
@@ -276,13 +275,9 @@ def main() -> None:
     arguments = parser.parse_args()
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))  # for the router, which inherits it
-    folder = arguments.keep or Path(tempfile.mkdtemp(prefix="balanceroute-siege-"))
     core = split_cores()
-    try:
+    with logs_folder("siege", arguments.keep) as folder:
         good = uvloop.run(run(arguments, folder, core))
-    finally:
-        if arguments.keep is None:
-            shutil.rmtree(folder, ignore_errors=True)
     sys.exit(0 if good else 1)
 
 

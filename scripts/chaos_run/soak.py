@@ -8,9 +8,7 @@ memory after the first tenth is what a warm router needs; the bar is 5 % above t
 
 import argparse
 import asyncio
-import shutil
 import sys
-import tempfile
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -22,6 +20,7 @@ from balanceroute.engine.tokens import OutputLengths
 from scripts.chaos_run.aftermath import Findings, router_settles
 from scripts.chaos_run.asks import Asker, Mix
 from scripts.chaos_run.chaos import Tally
+from scripts.chaos_run.folder import logs_folder
 from scripts.chaos_run.stack import HOST, OUTPUT_LENGTHS, Shape, Stack
 from scripts.chaos_run.verdict import FAULTS, Kind, judge
 from scripts.chaos_run.wire import Client
@@ -118,12 +117,8 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=1, help="of the requests (1)")
     parser.add_argument("--keep", type=Path, help="folder for logs and configuration; else they go")
     arguments = parser.parse_args()
-    folder = arguments.keep or Path(tempfile.mkdtemp(prefix="balanceroute-soak-"))
-    try:
+    with logs_folder("soak", arguments.keep) as folder:
         good = uvloop.run(run(arguments, folder))
-    finally:
-        if arguments.keep is None:
-            shutil.rmtree(folder, ignore_errors=True)
     sys.exit(0 if good else 1)
 
 

@@ -6,6 +6,8 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 
 Script = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
+Test = Callable[[], Awaitable[None]]
+Run = Callable[[Test], None]
 
 
 async def read_request(reader: asyncio.StreamReader) -> tuple[bytes, bytes]:
@@ -87,5 +89,16 @@ def answering(*replies: bytes) -> Script:
             await read_request(reader)
             writer.write(left.pop(0) if len(left) > 1 else left[0])
             await writer.drain()
+
+    return script
+
+
+def falling_silent(said: bytes = b"") -> Script:
+    """A script that says this to the first request of a connection, and nothing more until it is closed."""
+
+    async def script(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await read_request(reader)
+        writer.write(said)
+        await reader.read()
 
     return script

@@ -8,44 +8,11 @@ import pytest
 from balanceroute.errors import BadUpstreamReply, ConnectionLost, NotResumable, UpstreamError, UpstreamStatus
 from balanceroute.proxy.client.fanout import PartAnswer
 from balanceroute.proxy.life.answer import MAX_RESTARTS, Answer
-from balanceroute.proxy.wire.payloads import ClientRequest, PrefillResult, parse
+from balanceroute.proxy.wire.payloads import PrefillResult
+from tests.unit.proxy.life.legs import PROMPT_IDS, Client, a_request
 from tests.unit.proxy.stage import a_config, a_router, on_stage
 
-PROMPT_IDS = [5, 6, 7]
 PREFILLED = PrefillResult(b"{}", len(PROMPT_IDS), None, PROMPT_IDS)
-
-
-class Client:
-    """A stream's outlet that keeps what it gets."""
-
-    ends_response = True
-
-    def __init__(self) -> None:
-        self.got, self.ended, self.started = b"", False, False
-
-    def start(self) -> None:
-        self.started = True
-
-    def write(self, body: bytes, /) -> bool:
-        self.got += body
-        return True
-
-    def end(self, body: bytes, /) -> None:
-        self.got, self.ended = self.got + body, True
-
-    async def drained(self) -> None:
-        raise AssertionError("this client takes everything")
-
-    def whole(self, body: bytes) -> None:
-        raise AssertionError("a stream")
-
-    def forget(self) -> bool:
-        return not self.started
-
-
-def a_request(**fields: Any) -> ClientRequest:
-    body = {"model": "m", "prompt": "a b c", "max_tokens": 10, "stream": True} | fields
-    return parse("completions", orjson.dumps(body))
 
 
 def an_answer(client: Any, resume_on_worker_loss: bool = True, **fields: Any) -> Answer:

@@ -15,8 +15,8 @@ from balanceroute.proxy.life.leg import Event, Leg
 from balanceroute.proxy.life.pool_reaper import PERIOD_S, PoolReaper
 from balanceroute.proxy.services import Services
 from balanceroute.proxy.workers.silence import LATE_LOOK_S, SETTLE_S
-from tests.unit.proxy.life.legs import DONE, PROMPT_IDS, a_leg, dispatching, events, probed
-from tests.unit.proxy.life.test_answer import PREFILLED, Client, a_request, give
+from tests.unit.proxy.life.legs import DONE, PROMPT_IDS, Client, a_leg, a_request, dispatching, events, probed
+from tests.unit.proxy.life.test_answer import PREFILLED, give
 from tests.unit.proxy.stage import Page, VirtualTimeLoop, a_config, a_router, let_pass, on_stage, script
 from tests.waiting import until
 

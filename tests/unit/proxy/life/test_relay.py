@@ -1,34 +1,20 @@
 """The hot path between a scripted worker and a client that may not read."""
 
 import asyncio
-from collections.abc import Awaitable, Callable
 from typing import Any
 
 import pytest
-import uvloop
 
 from balanceroute.errors import BadUpstreamReply, UpstreamError
 from balanceroute.proxy.life.relay import relay
 from balanceroute.proxy.wire.sse import EventScanner, StreamEnd
 from balanceroute.proxy.workers.upstream import Reply, Upstream
-from tests.unit.proxy.servers import CHUNKED_HEAD, Script, answering, chunked, read_request, worker
+from tests.unit.proxy.servers import CHUNKED_HEAD, Run, Script, answering, chunked, read_request, worker
 from tests.unit.proxy.wire.test_sse import DONE, completion, event, texts
 from tests.waiting import pace, until
 
-Run = Callable[[Callable[[], Awaitable[None]]], None]
 EVENTS = [event(completion(f"{i} ", [i])) for i in range(200)]
 LAST = event(completion("end", [999], finish_reason="length"))
-
-
-@pytest.fixture(params=[asyncio.new_event_loop, uvloop.new_event_loop], ids=["asyncio", "uvloop"])
-def run(request: pytest.FixtureRequest) -> Run:
-    """Runs a test's coroutine on the loop under test, within 10 s."""
-
-    def runner(test: Callable[[], Awaitable[None]]) -> None:
-        with asyncio.Runner(loop_factory=request.param) as loop:
-            loop.run(asyncio.wait_for(test(), 10))
-
-    return runner
 
 
 class Client:

@@ -3,31 +3,16 @@
 import asyncio
 import socket
 import ssl
-from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import trustme
-import uvloop
 
 from balanceroute.errors import BadUpstreamReply, ConnectFailed, UpstreamError, UpstreamTimeout
 from balanceroute.proxy.workers.upstream import Reply, Upstream
-from tests.unit.proxy.servers import CHUNKED_HEAD, answering, chunked, plain, read_request, worker
+from tests.unit.proxy.servers import CHUNKED_HEAD, Run, answering, chunked, falling_silent, plain, read_request, worker
 from tests.waiting import until
-
-Run = Callable[[Callable[[], Awaitable[None]]], None]
-
-
-@pytest.fixture(params=[asyncio.new_event_loop, uvloop.new_event_loop], ids=["asyncio", "uvloop"])
-def run(request: pytest.FixtureRequest) -> Run:
-    """Runs a test's coroutine on the loop under test, within 10 s."""
-
-    def runner(test: Callable[[], Awaitable[None]]) -> None:
-        with asyncio.Runner(loop_factory=request.param) as loop:
-            loop.run(asyncio.wait_for(test(), 10))
-
-    return runner
 
 
 async def post(upstream: Upstream, **options: float | bool | None) -> Reply:
@@ -338,12 +323,8 @@ def test_a_silent_worker_times_out_and_loses_the_connection(run: Run) -> None:
 
 
 def test_a_cancelled_request_closes_its_connection(run: Run) -> None:
-    async def script(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        await read_request(reader)
-        await reader.read()
-
     async def test() -> None:
-        async with worker(script) as server:
+        async with worker(falling_silent()) as server:
             upstream = Upstream(server.url)
             asking = asyncio.ensure_future(post(upstream))
             await until(lambda: server.connections)
@@ -357,13 +338,8 @@ def test_a_cancelled_request_closes_its_connection(run: Run) -> None:
 
 
 def test_a_request_cancelled_at_any_turn_of_the_loop_leaves_no_connection_busy(run: Run) -> None:
-    async def script(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        await read_request(reader)
-        writer.write(CHUNKED_HEAD)
-        await reader.read()
-
     async def test() -> None:
-        async with worker(script) as server:
+        async with worker(falling_silent(CHUNKED_HEAD)) as server:
             unseen = 0
             for turns in range(40):
                 upstream = Upstream(server.url)
@@ -381,13 +357,8 @@ def test_a_request_cancelled_at_any_turn_of_the_loop_leaves_no_connection_busy(r
 
 
 def test_abort_closes_a_stream_at_once_and_is_idempotent(run: Run) -> None:
-    async def script(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        await read_request(reader)
-        writer.write(CHUNKED_HEAD + chunked(b"x", last=False))
-        await reader.read()
-
     async def test() -> None:
-        async with worker(script) as server:
+        async with worker(falling_silent(CHUNKED_HEAD + chunked(b"x", last=False))) as server:
             upstream = Upstream(server.url)
             reply = await post(upstream)
             assert await reply.next_chunk() == b"x"
@@ -532,13 +503,8 @@ def test_a_discarded_reply_that_ends_gives_its_connection_back(run: Run) -> None
 
 
 def test_a_discarded_reply_that_does_not_end_is_closed(run: Run) -> None:
-    async def script(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        await read_request(reader)
-        writer.write(CHUNKED_HEAD)
-        await reader.read()
-
     async def test() -> None:
-        async with worker(script) as server:
+        async with worker(falling_silent(CHUNKED_HEAD)) as server:
             upstream = Upstream(server.url)
             (await post(upstream)).discard(0.02)
             await server.closed.wait()
