@@ -6,8 +6,9 @@ law a worker needs
 
     m = B * transfer_s / (t * o)
 
-requests on their way at any time: d B / o where a transfer takes d steps. Below one half that is 0: where transfers are
-short nothing is sent ahead.
+requests on their way at any time: d B / o where a transfer takes d steps. Below one half that is 0, and so it is where
+a transfer takes less than half a step, which is as finely as it is known: where transfers are short nothing is sent
+ahead.
 
 All of it is measured. The step time is that between the tokens of a request. `transfer_s` is the time from an admission
 to the first token, less a step, of requests that had a slot waiting for them. One that was sent ahead may have waited
@@ -16,6 +17,7 @@ for its slot instead, so its time is an upper bound, which may lower the estimat
 
 from dataclasses import dataclass
 
+SHORT_STEPS = 0.5  # a transfer that takes less counts as none
 WEIGHT = 0.02  # of a new value in the running means, whose first 50 are averaged
 
 
@@ -46,6 +48,6 @@ class Overlap:
     def requests(self, slots: int, answer_tokens: float) -> int:
         """m of a worker with so many slots (B), for answers of so many tokens on average (o): 0 to B."""
         stay_s = self.step_s * answer_tokens
-        if self.transfer_s <= 0.0 or stay_s <= 0.0:
+        if stay_s <= 0.0 or self.transfer_s < SHORT_STEPS * self.step_s:
             return 0
         return min(slots, round(slots * self.transfer_s / stay_s))

@@ -155,7 +155,7 @@ class CellJob:
     @property
     def key(self) -> str:
         """What names the result in the file of finished runs: cell and every knob of the policy."""
-        return f"{self.cell!r} {self.method.policy!r} {self.method.predictor}"
+        return f"{self.cell!r} {self.method.policy!r} {self.method.predictor} {self.method.overlap_requests}"
 
     @property
     def cost(self) -> float:
@@ -166,7 +166,7 @@ class CellJob:
         """Simulate in this process; the figures by name."""
         cell = self.cell
         requests = requests_of(cell.shape, cell.seed, cell.rows)
-        setting = cell.setting(requests)
+        setting = replace(cell.setting(requests), overlap_requests=self.method.overlap_requests)
         trace = at_load(requests, cell.load, setting)
         if cell.shape == "bursts":
             trace = in_bursts(trace)

@@ -34,6 +34,7 @@ POLICIES = (
     methods.BR_H_DEFAULT,
     methods.TARGET_FIT,
     methods.LEVEL_FIT,
+    methods.LEVEL_FIT_AHEAD,
 )
 BUSY = 0.7  # of the slots in use
 NEAR = 0.01  # of the best tokens/s: who is that close is compared by waits
@@ -43,10 +44,18 @@ QUICK_FACTORS = ("none", "transfer 20", "lag 5", "slow worker", "lost worker")
 
 
 def cells(scope: Scope) -> list[Cell]:
-    """The cells of a scope, without seeds."""
+    """The cells of a scope, without seeds.
+
+    Eight short answers per slot are over in 220 steps, most of which fill the cluster and empty it: those cells get
+    more when quick, too.
+    """
     shapes = scope.sources if scope.trace else BASES
     if scope.quick:
-        return list(one_factor_cells(shapes, (0.8, 1.05), (8,), QUICK_FACTORS, 8))
+        return [
+            cell
+            for shape in shapes
+            for cell in one_factor_cells((shape,), (0.8, 1.05), (8,), QUICK_FACTORS, 20 if shape == "short" else 8)
+        ]
     drawn = shapes if scope.trace else (*BASES, "bursts")
     found = [*one_factor_cells(shapes, LOADS, WIDTHS, FACTORS, 20), *random_cells(60, drawn, 20)]
     if not scope.trace:

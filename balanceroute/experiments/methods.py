@@ -15,7 +15,10 @@ PRINTED = PolicySettings(s_greedy=0, r_max=4, slack_placement="free_slots", max_
 
 @dataclass(frozen=True, slots=True)
 class Method:
-    """One row. `paper` is the key of its figures in `paper.py`, `pooled` whether a wait cap means anything."""
+    """One row. `paper` is the key of its figures in `paper.py`, `pooled` whether a wait cap means anything.
+
+    `overlap_requests`: as in `simulator.Setting`; read by the grid alone.
+    """
 
     key: str
     label: str
@@ -23,6 +26,7 @@ class Method:
     predictor: str = "none"
     paper: str = ""
     pooled: bool = True
+    overlap_requests: int | None = 0
 
     def capped(self) -> "Method":
         """The same router, but nothing waits past the common cap without going first."""
@@ -71,6 +75,9 @@ TARGET_FIT = Method(
     "target_fit", "TargetFit (beyond the paper)", PolicySettings(policy="target_fit", max_wait_s=WAIT_CAP_S)
 )
 LEVEL_FIT = Method("level_fit", "LevelFit (ours)", PolicySettings(policy="level_fit", max_wait_s=WAIT_CAP_S))
+LEVEL_FIT_AHEAD = replace(
+    LEVEL_FIT, key="level_fit_ahead", label="LevelFit, overlap_requests auto", overlap_requests=None
+)
 BR_0_DEFAULT = Method("br_0_default", "BR-0, our defaults", PolicySettings(policy="br_0"))
 BR_H_DEFAULT = Method("br_h_default", "BR-H survival, our defaults", PolicySettings(policy="br_h"), "survival")
 

@@ -17,12 +17,19 @@ _DETAILS: Final = ("prompt_tokens_details", "completion_tokens_details")
 _OBJECTS: Final = ("delta", "message", "logprobs")  # of a choice
 
 
-def token_count(value: object, name: str, part: str = "") -> int:
-    """A number of tokens; `name` (and `part`) say in an error what it is. Raises: ValueError: it is none."""
+def token_count(value: object, name: str) -> int:
+    """A number of tokens; `name` says in an error what it is. Raises: ValueError: it is none."""
     if type(value) is int and 0 <= value <= MAX_TOKENS:
         return value
-    where = f"{name}.{part[:_MAX_NAME]}" if part else name
-    raise ValueError(f"{where} is {_shown(value)}, no number of tokens")
+    raise _no_count(name, value)
+
+
+def _may_be_count(value: object) -> bool:
+    return value is None or (type(value) is int and 0 <= value <= MAX_TOKENS)
+
+
+def _no_count(name: str, value: object) -> ValueError:
+    return ValueError(f"{name} is {_shown(value)}, no number of tokens")
 
 
 def checked_usage(usage: object) -> dict[str, Any]:
@@ -32,17 +39,16 @@ def checked_usage(usage: object) -> dict[str, Any]:
     if not isinstance(usage, dict):
         raise ValueError(f"usage is {_shown(usage)}")
     for name in _COUNTS:
-        if (count := usage.get(name)) is not None:
-            token_count(count, "usage", name)
+        if not _may_be_count(count := usage.get(name)):
+            raise _no_count(f"usage.{name}", count)
     for name in _DETAILS:
-        details = usage.get(name)
-        if details is None:
+        if (details := usage.get(name)) is None:
             continue
         if not isinstance(details, dict):
             raise ValueError(f"usage.{name} is {_shown(details)}")
         for part, value in details.items():
-            if value is not None:
-                token_count(value, f"usage.{name}", part)
+            if not _may_be_count(value):
+                raise _no_count(f"usage.{name}.{part[:_MAX_NAME]}", value)
     return usage
 
 

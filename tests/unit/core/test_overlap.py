@@ -42,6 +42,8 @@ def held(scheduler: Scheduler) -> list[int]:
         (64, 0.48, 1200.0, 1),
         (8, 90.0, 20.0, 8),
         (64, 1.0, 0.0, 0),
+        (64, 0.02, 10.0, 0),  # of a step of 0.05
+        (64, 0.03, 10.0, 4),
     ],
 )
 def test_as_many_are_sent_ahead_as_leave_during_a_transfer_and_never_more_than_there_are_slots(

@@ -119,7 +119,7 @@ async def test_prefix_hits_are_of_the_last_seconds_found_beside_predicted_and_un
 
 
 async def test_predicted_hits_are_unknown_where_the_prefill_policy_asks_for_none() -> None:
-    router = a_router(a_config(prefillers=1))
+    router = a_router(a_config(prefill={"policy": "least_tokens"}))
     recorder = Recorder(lambda: router)
     recorder.sample()
     router.ledger.scheduler.snapshot.prefillers[0].hits.answered(100, 0, 60)
