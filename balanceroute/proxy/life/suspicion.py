@@ -35,6 +35,7 @@ from enum import Enum
 from typing import Final
 
 from balanceroute.errors import ConnectFailed, ConnectionLost, UpstreamError, UpstreamStatus
+from balanceroute.proxy.workers.drainer import DrainGroup
 
 MAX_LOSSES: Final = 2
 MAX_LOSSES_MIDWAY: Final = 3  # of workers that had given a token of the answer
@@ -85,6 +86,7 @@ class Choices:
         """None has gone yet."""
         self.losses: list[Loss] = []
         self.cleared = False
+        self.drains = DrainGroup()
         self._out: set[object] = set()
         self._moved = asyncio.Event()
 

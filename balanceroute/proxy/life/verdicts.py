@@ -38,6 +38,7 @@ from balanceroute.proxy.life.errors import DeadlineExceeded, NothingPinned
 from balanceroute.proxy.life.services import TryServices
 from balanceroute.proxy.life.suspicion import Choices, Sign, Suspect, sign_of
 from balanceroute.proxy.wire.bounds import retry_after_s
+from balanceroute.proxy.workers.drainer import DrainGroup
 from balanceroute.proxy.workers.fleet import Worker
 from balanceroute.proxy.workers.probing import is_alive
 from balanceroute.proxy.workers.upstream import Reply
@@ -159,6 +160,11 @@ class Verdicts:
         """Whether a decode worker has died under it, or another choice, before its first token there."""
         shared = self._choices is not None and bool(self._choices.losses)
         return shared or (self._suspect is not None and bool(self._suspect.losses))
+
+    @property
+    def drains(self) -> DrainGroup:
+        """With which others its pinned KV is drained."""
+        return DrainGroup() if self._choices is None or self._choices.cleared else self._choices.drains
 
     # -- waiting
 
