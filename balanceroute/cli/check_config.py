@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, NoReturn
 
 import typer
 
@@ -37,34 +37,51 @@ def check_config(
     """
     import os
 
-    from balanceroute.config import effective_json, effective_yaml, load, parse_assignment, unused_variables
+    from balanceroute.config import (
+        effective_json,
+        effective_yaml,
+        load,
+        load_sections,
+        parse_assignment,
+        unused_variables,
+    )
     from balanceroute.errors import ConfigError
 
     for text in unused_variables(os.environ):
         typer.echo(f"warning: {text}", err=True)
+    overrides = dict(parse_assignment(text) for text in assignments or [])
     try:
-        config = load(file, os.environ, dict(parse_assignment(text) for text in assignments or []))
-        for text in unused_knobs(config):
-            typer.echo(f"warning: {file}: {text}", err=True)
-        check_files(config)
+        config = load(file, os.environ, overrides)
     except ConfigError as error:
-        for problem in error.problems:
-            typer.echo(f"balanceroute: {problem}", err=True)
-        raise typer.Exit(2) from None
+        beside = load_sections(file, os.environ, overrides, ("listen", "auth", "metrics", "tls", "predictor"))
+        refuse([*error.problems, *file_problems(beside, model_too=False)])
+    for text in unused_knobs(config):
+        typer.echo(f"warning: {file}: {text}", err=True)
+    if wrong := file_problems(config):
+        refuse(wrong)
     if ask:
         show_probe(config, as_json=as_json)
     else:
         typer.echo(effective_json(config) if as_json else effective_yaml(config), nl=as_json)
 
 
-def check_files(config: "Config") -> None:
-    """Look at every file that the configuration names. Raises: ConfigError with all that is wrong."""
+def refuse(problems: list[str]) -> NoReturn:
+    """Say all that is wrong, a line each, and end with exit code 2."""
+    for problem in problems:
+        typer.echo(f"balanceroute: {problem}", err=True)
+    raise typer.Exit(2)
+
+
+def file_problems(config: "Config", *, model_too: bool = True) -> list[str]:
+    """Look at every file that the configuration names, and with `model_too` into the predictor's model."""
     from balanceroute.errors import ConfigError, InputError
     from balanceroute.proxy.perimeter.gate import Perimeter
     from balanceroute.proxy.perimeter.tls import Tls
 
     problems: list[str] = []
-    checks: tuple[Callable[[Config], object], ...] = (Perimeter, Tls, check_paths, check_model)
+    checks: list[Callable[[Config], object]] = [Perimeter, Tls, check_paths]
+    if model_too:
+        checks.append(check_model)
     for check in checks:
         try:
             check(config)
@@ -72,8 +89,7 @@ def check_files(config: "Config") -> None:
             problems += error.problems
         except InputError as error:
             problems.append(str(error))
-    if problems:
-        raise ConfigError(*problems)
+    return problems
 
 
 def check_paths(config: "Config") -> None:

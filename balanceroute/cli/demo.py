@@ -15,6 +15,7 @@ SHOWN = ("br_0", "br_h", DEFAULTS["policy"])  # the paper's two, and the default
 
 
 def demo(
+    context: typer.Context,
     seconds: Annotated[float, typer.Option(min=5, help="How long requests arrive, for each router.")] = 28.0,
     load: Annotated[
         float, typer.Option(min=0.05, max=2, help="Offered load; 1 is what perfect balance carries.")
@@ -41,6 +42,7 @@ def demo(
     if prefix:
         from balanceroute.cli.prefix_demo import prefix_demo
 
+        refuse_beside_prefix(context)
         prefix_demo(seconds, seed, json)
         return
     names = list(dict.fromkeys((against, *(policy or SHOWN))))
@@ -60,6 +62,16 @@ def demo(
         print_json(as_tree(scale, runs))
     else:
         show(runs)
+
+
+def refuse_beside_prefix(context: typer.Context) -> None:
+    """The prefill tier is shown at one scale, through policies of its own. Raises: ConfigError for other options."""
+    from balanceroute.errors import ConfigError
+
+    for name in ("load", "slots", "against", "policy"):
+        source = context.get_parameter_source(name)
+        if source is not None and source.name == "COMMANDLINE":
+            raise ConfigError(f"--{name} is about the decode tier; with --prefix leave it out")
 
 
 def warn_if_busy() -> None:

@@ -4,7 +4,7 @@ from balanceroute.config.addresses import is_loopback
 from balanceroute.config.client_keys import KeyEntry, digest_of, new_key, read_client_keys
 from balanceroute.config.describe import Setting, describe_settings, effective, effective_json, effective_yaml
 from balanceroute.config.example_flags import from_example_flags, worker_url
-from balanceroute.config.loading import load, parse_assignment, read_yaml, unused_variables, validate
+from balanceroute.config.loading import load, load_sections, parse_assignment, read_yaml, unused_variables, validate
 from balanceroute.config.models import Config, DecodeWorker, PolicyName, PriorityBounds, Worker
 from balanceroute.config.urls import normalised_url
 
@@ -24,6 +24,7 @@ __all__ = [
     "from_example_flags",
     "is_loopback",
     "load",
+    "load_sections",
     "new_key",
     "normalised_url",
     "parse_assignment",

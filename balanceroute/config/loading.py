@@ -12,7 +12,7 @@ container of a namespace that has a service called balanceroute.
 
 import difflib
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -44,20 +44,7 @@ def load(
     value, as `from_example_flags` and `parse_assignment` give them.
     Raises: ConfigError.
     """
-    tree = {} if path is None else read_yaml(Path(path))
-    sources: dict[str, str] = {}
-    problems: list[str] = []
-    for variable in sorted(environ or {}):
-        try:
-            for key, value in _setting_of(variable, (environ or {})[variable]):
-                sources[key] = variable
-                _put(tree, key, value, variable)
-        except ConfigError as error:
-            problems += error.problems
-    for key, value in (overrides or {}).items():
-        sources[key] = "command line"
-        _put(tree, key, value, "command line")
-    _put_worker_key(tree, (environ or {}).get(WORKER_KEY_VARIABLE, ""), sources)
+    tree, sources, problems = _layered(path, environ or {}, overrides or {})
     try:
         config = validate(tree, str(path) if path is not None else "", sources)
     except ConfigError as error:
@@ -65,6 +52,47 @@ def load(
     if problems:
         raise ConfigError(*problems)
     return config
+
+
+def load_sections(
+    path: str | Path | None, environ: Mapping[str, str], overrides: Mapping[str, object], names: Iterable[str]
+) -> Config:
+    """These sections of a configuration that is wrong elsewhere, each at its defaults if it is wrong itself.
+
+    For looking at the files that they name; the other sections are not there.
+    Raises: ConfigError: the YAML cannot be read.
+    """
+    tree, _, _ = _layered(path, environ, overrides)
+    sections: dict[str, Any] = {}
+    for name in names:
+        model, _ = nested_model(Config.model_fields[name])
+        assert model is not None, f"{name} is no section"
+        try:
+            sections[name] = model.model_validate(tree.get(name) or {})
+        except (ValidationError, ConfigError):
+            sections[name] = model()
+    return Config.model_construct(**sections)
+
+
+def _layered(
+    path: str | Path | None, environ: Mapping[str, str], overrides: Mapping[str, object]
+) -> tuple[Tree, dict[str, str], list[str]]:
+    """The layers above the defaults as one tree, where its keys come from, and the variables that are wrong."""
+    tree = {} if path is None else read_yaml(Path(path))
+    sources: dict[str, str] = {}
+    problems: list[str] = []
+    for variable in sorted(environ):
+        try:
+            for key, value in _setting_of(variable, environ[variable]):
+                sources[key] = variable
+                _put(tree, key, value, variable)
+        except ConfigError as error:
+            problems += error.problems
+    for key, value in overrides.items():
+        sources[key] = "command line"
+        _put(tree, key, value, "command line")
+    _put_worker_key(tree, environ.get(WORKER_KEY_VARIABLE, ""), sources)
+    return tree, sources, problems
 
 
 def _put_worker_key(tree: Tree, value: str, sources: dict[str, str]) -> None:
@@ -249,6 +277,9 @@ def _problem(found: Mapping[str, Any], origin: str, sources: Mapping[str, str]) 
     value = _shown(found["input"], field)
     if found["type"] == "extra_forbidden":
         text = f"{path}: unknown key; {_nearest(loc)}"
+        inside = [source for key, source in sources.items() if key.startswith(f"{path}.")]
+        if inside:  # a section that there is not, named by a variable or the command line for a key in it
+            return f"{', '.join(dict.fromkeys(inside))}: {_one_line(text)}"
     elif found["type"] == "missing":
         text = f"{path}: required and missing; {_missing_hint(loc, field)}"
     elif found["type"] == "value_error":

@@ -7,6 +7,7 @@ SIGHUP              reload what may change (`reload.py`)
 """
 
 import asyncio
+import contextlib
 import gc
 import logging
 import signal
@@ -98,6 +99,14 @@ class Server(uvicorn.Server):
             log.info("listening", extra={**told, "hot_path_compiled": COMPILED})
             if STALE:
                 log.warning("the compiled hot path is of another version and not used; install balanceroute again")
+
+    async def shutdown(self, sockets: list[object] | None = None) -> None:  # type: ignore[override]
+        """Stop. Where the end is forced uvicorn leaves the application out; it is told, but has little time."""
+        await super().shutdown(sockets=sockets)  # type: ignore[arg-type]
+        if self.force_exit:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(_ABORT_S):
+                    await self.lifespan.shutdown()
 
     async def _listen_for_operators(self, address: tuple[str, int]) -> int:
         """A second listener with the same protocol; returns its port. Raises: ConfigError."""

@@ -461,6 +461,7 @@ def check_grammar(servers: Servers) -> str:
     bodies = [body for body, text in zip(candidates, undisturbed, strict=True) if grammar.fullmatch(text)][:12]
     assert len(bodies) == 12, f"the engine itself keeps to its grammar in {len(bodies)} of {len(candidates)} answers"
     begun: set[int] = set()
+    known = metric(DECODE[0], "vllm:generation_tokens_total")
 
     def streamed(index: int) -> str:
         text, _, told = streamed_text(bodies[index], lambda: begun.add(index))
@@ -470,6 +471,7 @@ def check_grammar(servers: Servers) -> str:
         streams = [pool.submit(streamed, index) for index in range(8)]
         answers = [pool.submit(completion_text, ROUTER, bodies[index]) for index in range(8, 12)]
         wait_for("streams have begun", lambda: len(begun) >= 6, 240)
+        wait_for("it decodes, too", lambda: metric(DECODE[0], "vllm:generation_tokens_total") > known + 50, 60)
         servers.kill(DECODE[0])
         texts = [each.result() for each in streams]
         wholes = [each.result() for each in answers]

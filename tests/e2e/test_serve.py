@@ -168,7 +168,7 @@ def test_sigterm_lets_running_streams_finish_and_refuses_new_ones(deployment: De
     assert deployment.router.wait(10) == 0
 
 
-def test_a_second_sigterm_ends_the_router_now(deployment: Deployment) -> None:
+def test_a_second_sigterm_ends_the_router_now(deployment: Deployment, tmp_path: Path) -> None:
     body = {"model": "emulated", "prompt": "a", "max_tokens": 20_000, "ignore_eos": True, "stream": True}
     with httpx.Client(base_url=deployment.url, trust_env=False, timeout=30) as client:
         with client.stream("POST", "/v1/completions", json=body) as stream:
@@ -178,7 +178,9 @@ def test_a_second_sigterm_ends_the_router_now(deployment: Deployment) -> None:
             block_until(lambda: httpx.get(f"{deployment.url}/ready", trust_env=False).status_code == 503)
             assert deployment.router.poll() is None
             os.kill(deployment.router.pid, signal.SIGTERM)
-            deployment.router.wait(5)
+            assert deployment.router.wait(10) == 0
+    log = (tmp_path / "router.log").read_text()
+    assert "ending now" in log and "Traceback" not in log
 
 
 @pytest.mark.parametrize(

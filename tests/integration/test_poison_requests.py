@@ -312,6 +312,26 @@ async def test_the_choices_of_a_poison_request_together_reach_two_decoders(
         await router.settled()
 
 
+@pytest.mark.parametrize("prompts", [["kills", "good"], ["good", "kills"], ["kills", "good", "good", "good"]])
+async def test_a_prompt_that_kills_reaches_two_decoders_whatever_prompts_are_listed_beside_it(
+    prompts: list[str],
+) -> None:
+    async def dies(asked: Asked, writer: asyncio.StreamWriter) -> None:
+        if b"kills" in asked.body:
+            dead = {"error": {"message": "EngineCore encountered an issue.", "code": 500}}
+            writer.write(reply(dead, status="500 Internal Server Error"))
+        else:
+            writer.write(well_decoded(asked))
+
+    decoders = {f"d{n}": Evil(well_decoded, say=dies) for n in range(6)}
+    async with before(decoders) as (app, client):
+        answer = await client.post("/v1/completions", json={"prompt": prompts})
+        assert answer.status_code == 502
+        met = [name for name, decoder in decoders.items() if any(b"kills" in asked.body for asked in decoder.asked)]
+        assert len(met) == 2
+        assert app.services.metrics.poison_requests.value() == 1
+
+
 async def test_more_choices_than_slots_are_answered_though_a_decoder_dies_under_the_first() -> None:
     shape = ClusterShape(prefillers=1, decoders=2, max_num_seqs=2, time_scale=0.02, lease_s=300.0)
     async with running(shape, **QUICK) as router:

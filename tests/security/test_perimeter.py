@@ -428,16 +428,20 @@ async def test_every_admin_call_is_a_line_with_who_from_and_what(caplog: pytest.
     ],
 )
 @pytest.mark.parametrize("own", [None, "mine-1"], ids=["ours", "theirs"])
-async def test_every_response_of_every_status_carries_a_request_id(
-    method: str, path: str, options: dict[str, Any], status: int, own: str | None
+async def test_every_response_of_every_status_carries_a_request_id_that_the_log_has(
+    method: str, path: str, options: dict[str, Any], status: int, own: str | None, caplog: pytest.LogCaptureFixture
 ) -> None:
+    caplog.set_level(logging.INFO)
     async with running(SMALL, limits={"max_body_bytes": 4096}) as router:
         headers = options.get("headers", {}) | ({} if own is None else {"X-Request-Id": own})
         reply = await router.client.request(method, path, **(options | {"headers": headers}))
         assert reply.status_code == status
         assert reply.headers.get_list("x-request-id") == [own or reply.headers["x-request-id"]]
-        assert reply.headers["x-request-id"]
+        assert (told := reply.headers["x-request-id"])
         await router.settled()
+    if path != "/health":  # what is asked every second by everybody leaves no lines
+        named = [{getattr(line, name, None) for name in ("request", "client_request")} for line in caplog.records]
+        assert any(told in names for names in named), caplog.text
 
 
 async def test_a_bug_of_ours_tells_a_client_nothing_but_the_id_to_ask_for() -> None:

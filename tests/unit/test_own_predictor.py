@@ -128,12 +128,13 @@ def test_a_package_offers_its_predictors_by_an_entry_point(tmp_path: Path, monke
 def run_command(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, *arguments: str
 ) -> tuple[int, str]:
-    """Exit code and output of `balanceroute ARGUMENTS`."""
+    """Exit code of `balanceroute ARGUMENTS`, and its output, or why it failed; on stderr may be progress as well."""
     monkeypatch.setattr(sys, "argv", ["balanceroute", *arguments])
     with pytest.raises(SystemExit) as ended:
         main()
     told = capsys.readouterr()
-    return int(ended.value.code or 0), told.out + told.err
+    code = int(ended.value.code or 0)
+    return code, told.err if code else told.out
 
 
 def test_replay_and_evaluate_take_it_by_name(

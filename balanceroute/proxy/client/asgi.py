@@ -1,6 +1,7 @@
 """Every route but the hot ones: one request as an ASGI conversation."""
 
 import asyncio
+import logging
 from collections.abc import Callable, Mapping
 from typing import Any, Final
 
@@ -12,6 +13,8 @@ from balanceroute.proxy.client.head import Request
 from balanceroute.proxy.client.intake import read_head
 from balanceroute.proxy.client.response import Response, check_headers
 from balanceroute.proxy.wire.message_errors import is_messages_path, message_refusal
+
+log = logging.getLogger(__name__)
 
 REQUEST_ID: Final = "balanceroute.request_id"  # in the scope: what the response's X-Request-Id says
 
@@ -45,9 +48,12 @@ class AsgiHandler:
         """The application judges for itself."""
 
     def refuse(self, error: BalanceRouteError) -> None:
-        """As everywhere; the application would have said the id."""
+        """As everywhere; the application would have said the id, and written the line."""
         self.abandoned()
         if not self._response.started:
+            request = self._request
+            told = {"request": self._name.decode(), "peer": request.peer[0] if request.peer else ""}
+            log.info("refused", extra={**told, "method": request.method, "path": request.path, "error": str(error)})
             self._response.refuse(error, [(b"x-request-id", self._name)])
 
     def abandoned(self) -> None:

@@ -34,6 +34,7 @@ class Answer:
     """
 
     __slots__ = (
+        "_counted",
         "_original",
         "_restarts",
         "_s",
@@ -56,6 +57,7 @@ class Answer:
         self.request = self._original = request
         self.scanner_options = scanner_options or {}
         self.scanner = NOTHING_YET
+        self._counted: PrefillResult | None = None  # what a prefiller said of the client's own prompt
         self._traits = traits_to_estimate(request)
         self.estimated_tokens = request.prompt_tokens
         if self._traits is not None:
@@ -68,6 +70,7 @@ class Answer:
 
     def prompt_counted(self, result: PrefillResult) -> None:
         """A prefiller has counted the client's own prompt."""
+        self._counted = result
         self.prompt_tokens, self.cached_tokens = result.prompt_tokens, result.cached_tokens
         self.prompt_reply = result.reply
         if self._traits is not None:
@@ -158,7 +161,7 @@ class Answer:
             raise lost
         self._s.metrics.resumes.inc("restarted")
         self.request = self._original
-        self.begin(result)
+        self.begin(self._counted or result)  # the last prefill may have been of prompt and answer so far
 
     # -- ends that no worker has written
 

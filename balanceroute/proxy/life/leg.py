@@ -384,7 +384,8 @@ class Leg:
         if self.verdicts.has_losses:
             drainer.orphan()  # a drain is the same request once more, at yet another decode worker
         else:
-            drainer.drain(Drain(self.id, self.answer.request, params, tuple(self._headers), self.pinned_s))
+            drains = self.verdicts.drains
+            drainer.drain(Drain(self.id, self.answer.request, params, tuple(self._headers), self.pinned_s, drains))
 
 
 def _clear_frames(error: BaseException | None) -> None:

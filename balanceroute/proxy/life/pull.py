@@ -74,6 +74,8 @@ class Pull:
         self._worker = await leg.admission()
         if not leg.services.drainer.too_old(leg.pinned_s):
             return Event.ADMITTED
+        leg.verdicts.left_worker()
+        leg.verdicts.left_tier()
         leg.ticket.requeue()
         leg.free_kv()
         return Event.KV_AGED

@@ -24,7 +24,9 @@ elsewhere for `PROBATION_S`.
 
 The choices of one request (`n`, a list of prompts) are sent side by side, so each would take two workers along before
 any of them is known. Until one of them has its first token they go to decode workers one at a time, and what they lose
-is evidence against them all (`Choices`).
+is evidence against them all (`Choices`). Where the first one takes long a second one goes beside it; never are there
+more at workers than may be lost. Once one has its first token each choice is judged by what it has lost itself, before
+and after: so of a list with several prompts that kill, behind one that does not, each may take two workers along.
 """
 
 import asyncio
@@ -33,6 +35,7 @@ from enum import Enum
 from typing import Final
 
 from balanceroute.errors import ConnectFailed, ConnectionLost, UpstreamError, UpstreamStatus
+from balanceroute.proxy.workers.drainer import DrainGroup
 
 MAX_LOSSES: Final = 2
 MAX_LOSSES_MIDWAY: Final = 3  # of workers that had given a token of the answer
@@ -73,12 +76,73 @@ class Loss:
     explained: bool = False
 
 
+class Choices:
+    """The choices of one request: who of them is at a decode worker without a token, which the others wait for.
+
+    `losses`: of all of them, until one has its first token.
+    """
+
+    def __init__(self) -> None:
+        """None has gone yet."""
+        self.losses: list[Loss] = []
+        self.cleared = False
+        self.drains = DrainGroup()
+        self._out: set[object] = set()
+        self._moved = asyncio.Event()
+
+    async def turn(self, choice: object) -> None:
+        """Wait until this choice may go: alone, or after `TURN_S`, as a worker may just be slow, beside another."""
+        try:
+            async with asyncio.timeout(TURN_S):
+                await self._until_beside(choice, 0)
+        except TimeoutError:
+            await self._until_beside(choice, MAX_LOSSES - 1)
+        self._out.add(choice)
+
+    async def _until_beside(self, choice: object, most: int) -> None:
+        """Wait until no choice is out, or at most so many, with the losses that there were."""
+        while not self.cleared and (others := len(self._out - {choice})) and others + len(self.losses) > most:
+            await self._moved.wait()
+
+    def lost(self, loss: Loss) -> None:
+        """A worker died under a choice before its first token."""
+        if not self.cleared and loss not in self.losses:
+            self.losses.append(loss)
+
+    def back(self, choice: object) -> None:
+        """The choice has left its worker. Idempotent."""
+        if choice in self._out:
+            self._out.discard(choice)
+            self._wake()
+
+    def clear(self) -> None:
+        """A choice has its first token: no worker dies of this request at once."""
+        if not self.cleared:
+            self.cleared = True
+            self.losses.clear()
+            self._wake()
+
+    def _wake(self) -> None:
+        moved, self._moved = self._moved, asyncio.Event()
+        moved.set()
+
+
 @dataclass(slots=True, eq=False)
 class Suspect:
-    """The evidence against one request: workers lost before its first token there, and after (`midway`)."""
+    """The evidence against one request: workers lost before its first token there, and after (`midway`).
 
+    `choices`: those that it is one of.
+    """
+
+    choices: Choices | None = None
     losses: list[Loss] = field(default_factory=list)
     midway: list[Loss] = field(default_factory=list)
+
+    @property
+    def all_losses(self) -> list[Loss]:
+        """Its own before its first token, and those of other choices that count against it."""
+        others = [] if self.choices is None else self.choices.losses
+        return [loss for loss in others if loss not in self.losses] + self.losses
 
     @property
     def explained(self) -> int:
@@ -89,49 +153,12 @@ class Suspect:
     def guilty(self) -> bool:
         """Whether the request goes to no further decode worker."""
         lost_midway = sum(not loss.explained for loss in self.midway)
-        return len(self.losses) >= MAX_LOSSES or lost_midway >= MAX_LOSSES_MIDWAY
+        return len(self.all_losses) >= MAX_LOSSES or lost_midway >= MAX_LOSSES_MIDWAY
 
     @property
     def workers(self) -> list[str]:
         """The ids of the workers that were lost under it."""
-        return [loss.worker for loss in self.midway + self.losses]
-
-
-class Choices:
-    """The choices of one request. One that is at a decode worker without a token keeps the others from going there."""
-
-    def __init__(self) -> None:
-        """None has gone yet."""
-        self.suspect = Suspect()  # of all of them, until one has its first token
-        self.cleared = False
-        self._ahead: object | None = None
-        self._moved = asyncio.Event()
-
-    async def turn(self, choice: object) -> None:
-        """Wait until this choice may go; for `TURN_S` at most, because a worker may just be slow."""
-        while not self.cleared and self._ahead not in (None, choice):
-            try:
-                async with asyncio.timeout(TURN_S):
-                    await self._moved.wait()
-            except TimeoutError:
-                return
-        self._ahead = choice
-
-    def back(self, choice: object) -> None:
-        """The choice has left its worker. Idempotent."""
-        if self._ahead is choice:
-            self._ahead = None
-            self._wake()
-
-    def clear(self) -> None:
-        """A choice has its first token: no worker dies of this request at once."""
-        if not self.cleared:
-            self.cleared = True
-            self._wake()
-
-    def _wake(self) -> None:
-        moved, self._moved = self._moved, asyncio.Event()
-        moved.set()
+        return [loss.worker for loss in self.midway + self.all_losses]
 
 
 class Suspicions:
@@ -147,7 +174,10 @@ class Suspicions:
 
         If so, its losses are explained.
         """
-        suspect.losses.append(self._loss(worker_id, now, suspect.losses))
+        loss = self._loss(worker_id, now, suspect.losses)
+        suspect.losses.append(loss)
+        if suspect.choices is not None:
+            suspect.choices.lost(loss)
         return self._explain(suspect)
 
     def lost_midway(self, suspect: Suspect, worker_id: str, now: float, lived_s: float) -> bool:
@@ -168,7 +198,7 @@ class Suspicions:
     def _explain(suspect: Suspect) -> bool:
         if not suspect.guilty:
             return False
-        for each in suspect.losses + suspect.midway:
+        for each in suspect.all_losses + suspect.midway:
             each.explained = True
         return True
 

@@ -38,6 +38,7 @@ from balanceroute.proxy.life.errors import DeadlineExceeded, NothingPinned
 from balanceroute.proxy.life.services import TryServices
 from balanceroute.proxy.life.suspicion import Choices, Sign, Suspect, sign_of
 from balanceroute.proxy.wire.bounds import retry_after_s
+from balanceroute.proxy.workers.drainer import DrainGroup
 from balanceroute.proxy.workers.fleet import Worker
 from balanceroute.proxy.workers.probing import is_alive
 from balanceroute.proxy.workers.upstream import Reply
@@ -67,7 +68,7 @@ class Verdicts:
     def __init__(self, services: TryServices, request_id: str, choices: Choices | None) -> None:
         """`choices`: those of the same client request, for an answer made of several legs."""
         self._s, self._request_id, self._choices = services, request_id, choices
-        self._suspect: Suspect | None = None if choices is None else choices.suspect
+        self._suspect: Suspect | None = None
         self._prefill_failures = self._decode_failures = self._fruitless = self._refused = 0  # in a row
         self._refusal: UpstreamStatus | None = None  # the last 429 or 503 before the first token
         self._begun_s = math.inf  # when the first token came on its present decode worker
@@ -137,7 +138,7 @@ class Verdicts:
         services = self._s
         if sign is Sign.MAYBE and await is_alive(worker, services.config.health.timeout_s):
             return
-        suspect = self._suspect = self._suspect or Suspect()
+        suspect = self._suspect = self._suspect or Suspect(self._choices)
         now = services.tickets.now()
         if midway:
             guilty = services.suspicions.lost_midway(suspect, worker.id, now, now - self._begun_s)
@@ -156,8 +157,14 @@ class Verdicts:
 
     @property
     def has_losses(self) -> bool:
-        """Whether a decode worker has died under it before its first token there."""
-        return self._suspect is not None and bool(self._suspect.losses)
+        """Whether a decode worker has died under it, or another choice, before its first token there."""
+        shared = self._choices is not None and bool(self._choices.losses)
+        return shared or (self._suspect is not None and bool(self._suspect.losses))
+
+    @property
+    def drains(self) -> DrainGroup:
+        """With which others its pinned KV is drained."""
+        return DrainGroup() if self._choices is None or self._choices.cleared else self._choices.drains
 
     # -- waiting
 
@@ -175,12 +182,10 @@ class Verdicts:
 
     async def turn(self, worker: Worker) -> None:
         """Wait until this request may go to that decode worker; see `suspicion.py`."""
-        choices = self._choices
-        if choices is not None:
-            await choices.turn(self)
-            if choices.cleared and self._suspect is choices.suspect:
-                self._suspect = None
-        if self._suspect is not None and self._suspect.losses:
+        if self._choices is not None:
+            await self._choices.turn(self)
+        if self.has_losses:
+            self._suspect = self._suspect or Suspect(self._choices)
             await self._s.suspicions.turn(self._suspect, worker.id)
 
     def left_worker(self) -> None:
@@ -209,7 +214,7 @@ class Verdicts:
         self._decode_failures = self._fruitless = self._refused = 0
         self._refusal = None
         self._begun_s = now
-        if self._suspect is not None and self._suspect.losses:
+        if self._suspect is not None:
             self._s.suspicions.cleared(self._suspect)
         self.clear_choices()
 

@@ -4,6 +4,7 @@
 example proxy's routes keep their keys (`/healthcheck`, `/instances/add`, `/instances/remove`).
 """
 
+import logging
 from collections.abc import Callable
 from typing import Any, Final
 
@@ -20,6 +21,7 @@ from balanceroute.config import DecodeWorker, normalised_url
 from balanceroute.config import Worker as WorkerConfig
 from balanceroute.core.types import Role, WorkerSpec, WorkerState
 from balanceroute.errors import BalanceRouteError, InvalidRequest, InvariantError
+from balanceroute.proxy.client.asgi import REQUEST_ID
 from balanceroute.proxy.client.services import ClientServices
 from balanceroute.proxy.ops.guard import error_response, tell
 from balanceroute.proxy.perimeter.routes import ACCESS
@@ -27,6 +29,8 @@ from balanceroute.proxy.wire.responses import error_body
 from balanceroute.proxy.workers.fleet import Worker
 
 _ROLES: Final = {"prefill": Role.PREFILL, "decode": Role.DECODE}
+
+log = logging.getLogger(__name__)
 
 
 def json_response(data: Any, status: int = 200) -> Response:
@@ -41,6 +45,8 @@ async def http_error(request: Request, error: Exception) -> Response:
     """
     assert isinstance(error, HTTPException)
     path: str = request.scope["path"]
+    told = {"request": request.scope.get(REQUEST_ID, ""), "peer": request.client.host if request.client else ""}
+    log.info("not served", extra={**told, "method": request.method, "path": path, "status": error.status_code})
     if error.status_code == 404 and path.endswith("/") and path[:-1] in ACCESS:
         query = request.scope["query_string"].decode("latin-1")
         return Response(status_code=307, headers={"location": f"{path[:-1]}{'?' * bool(query)}{query}"})

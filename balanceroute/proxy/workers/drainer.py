@@ -7,13 +7,15 @@ expired after its prefill goes through a decode worker once: one token, thrown a
 Drains are nobody's hurry: at most `MAX_CONCURRENT` run at once, on the decode worker with the most free slots. Only a
 worker that surely hasn't taken the request (no connection, 429, 503) leaves it to the next one, because
 kv_transfer_params may be used only once; while no worker takes it, it waits, as long as its KV may still be pulled.
+A drain is a request like any other, so it may be one that kills workers: those of one `DrainGroup`, the choices of one
+client's request, go one after another, and no more of them after one that was not pulled.
 What can't be drained is counted as orphaned until the connector has dropped it.
 """
 
 import asyncio
 import logging
 from collections import deque
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Final
 
 from balanceroute.core.types import Role, WorkerState
@@ -35,6 +37,14 @@ SAFE_SHARE: Final = 0.8  # of the connector's timeout: the rest is for the trans
 _REPLY_LIMIT: Final = 64 * 2**20  # a reply repeats the prompt's ids
 
 
+@dataclass(slots=True, eq=False)
+class DrainGroup:
+    """Drains that have the same to fear; `busy`, one is under way; `failed`, one was not pulled."""
+
+    busy: bool = False
+    failed: bool = False
+
+
 @dataclass(frozen=True, slots=True)
 class Drain:
     """Pinned KV to be freed: whose, where, and the parameters that nobody has used."""
@@ -44,6 +54,7 @@ class Drain:
     kv_transfer_params: bytes
     headers: tuple[tuple[bytes, bytes], ...]
     pinned_s: float  # since when it has been pinned at most, on the loop's clock
+    group: DrainGroup = field(default_factory=DrainGroup)
 
 
 class Drainer:
@@ -91,17 +102,28 @@ class Drainer:
         self._metrics.orphan(-1)
 
     async def _work(self) -> None:
-        while self._queue:
-            job = self._queue.popleft()
+        while (job := self._next()) is not None:
+            job.group.busy = True
             try:
-                drained = await self._pull_anywhere(job)
+                drained = not job.group.failed and await self._pull_anywhere(job)
             except Exception as error:  # a bug of ours must not take the drains behind it with it
                 self._metrics.tasks_failed.inc("drainer")
                 log.error("internal error", exc_info=error, extra={"where": "drainer", "request": job.request_id})
                 drained = False
+            finally:
+                job.group.busy = False
+            job.group.failed = not drained
             self._metrics.drains.inc("drained" if drained else "orphaned")
             if not drained:
                 self.orphan()
+
+    def _next(self) -> Drain | None:
+        """The first in the queue of whose group none is under way; whoever works on that one comes back."""
+        for position, job in enumerate(self._queue):
+            if not job.group.busy:
+                del self._queue[position]
+                return job
+        return None
 
     async def _pull_anywhere(self, job: Drain) -> bool:
         """Whether the KV was pulled. A worker that surely hasn't seen the parameters leaves them for another one."""

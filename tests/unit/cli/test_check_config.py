@@ -68,6 +68,26 @@ def test_missing_files_are_named_together_and_nothing_is_made(
     assert sorted(path.name for path in tmp_path.iterdir()) == ["c.yaml"]
 
 
+def test_missing_files_are_named_beside_what_else_is_wrong(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], file: str, tmp_path: Path
+) -> None:
+    model, keys = tmp_path / "m.npz", tmp_path / "keys.yaml"
+    wrong = ["routing.horizon_steps=-3", "tls.cert_file=/nowhere.pem", "tls.nothing=1", "listen.port=99999"]
+    settings = [*wrong, "predictor.kind=learned", f"predictor.model={model}", f"auth.client_keys={keys}"]
+    assert run(monkeypatch, file, *(part for text in settings for part in ("--set", text))) == 2
+    said = capsys.readouterr().err
+    assert all(text in said for text in (str(model), str(keys), "routing.horizon_steps", "tls.nothing", "listen.port"))
+    assert said.count("\n") == 5  # of a section that is wrong itself no file is looked at
+
+
+def test_a_file_that_is_no_yaml_is_one_line(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], file: str
+) -> None:
+    Path(file).write_text("prefill: [\n")
+    assert run(monkeypatch, file) == 2
+    assert "not valid YAML" in (said := capsys.readouterr().err) and said.count("\n") == 1
+
+
 def test_knobs_and_variables_that_change_nothing_are_warnings(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], file: str
 ) -> None:

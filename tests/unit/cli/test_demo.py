@@ -28,6 +28,8 @@ with process(sys.argv[2:], Path(sys.argv[1])) as child:
         (["--against", "joinshortestqueue"], "did you mean join_shortest_queue?"),
         (["--policy", "best"], "policy 'best' is unknown"),
         (["--load", "0.05", "--seconds", "5"], "are too few to measure"),
+        (["--prefix", "--policy", "br_0"], "--policy is about the decode tier; with --prefix leave it out"),
+        (["--prefix", "--load", "1.15"], "--load is about the decode tier"),
         (["--seconds", "inf"], "--seconds inf: accepted is a finite number"),
     ],
 )

@@ -282,6 +282,11 @@ def test_without_a_file_the_flags_that_would_do_are_named() -> None:
             "BALANCEROUTE_LISTEN__PORT__X: listen.port.x: port is not a section",
         ),
         (
+            "BALANCEROUTE_LISTN__PORT",
+            "1",
+            "BALANCEROUTE_LISTN__PORT: listn: unknown key; did you mean listen?",
+        ),
+        (
             "BALANCEROUTE_POOL__TTL_S",
             "500",
             "BALANCEROUTE_POOL__TTL_S: pool.ttl_s = 500: accepted is less than",

@@ -89,7 +89,7 @@ def running(tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
 
 
 @pytest.mark.parametrize(
-    ("send", "number", "code", "pause_s"),
+    ("send", "number", "code", "simulates"),
     [
         (os.killpg, signal.SIGINT, 130, False),
         (os.killpg, signal.SIGINT, 130, True),

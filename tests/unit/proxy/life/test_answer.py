@@ -98,6 +98,29 @@ def test_the_same_starts_again_for_a_client_that_has_seen_nothing_but_not_for_ev
     on_stage(cut_off)
 
 
+def test_one_that_starts_again_after_it_had_gone_on_says_the_size_of_the_clients_own_prompt() -> None:
+    async def cut_off() -> None:
+        request = a_request(stream=False)
+        client = PartAnswer(request)
+        answer = an_answer(client, stream=False)
+        give(answer, 20, 21)
+        assert answer.resume(PREFILLED, lost(), "d0")
+        answer.scanner.ids_exact = False  # the second worker does not tell its tokens
+        prefilled_last = PrefillResult(b"{}", len(PROMPT_IDS) + 2, 0, [*PROMPT_IDS, 20, 21])
+        assert answer.resume(prefilled_last, lost(), "d1")
+        assert answer.request is answer._original
+        give(answer, 20)
+        assert answer.resume(PREFILLED, lost(), "d2")
+        usage = {"prompt_tokens": len(PROMPT_IDS), "completion_tokens": 1, "total_tokens": len(PROMPT_IDS) + 1}
+        choice = {"index": 0, "text": "x", "finish_reason": "stop", "token_ids": [7]}
+        event = {"id": "cmpl-r", "object": "text_completion", "created": 1, "model": "m", "choices": [choice]}
+        answer.scanner.feed(b"data: %s\n\n" % orjson.dumps(event))
+        answer.scanner.feed(b"data: %s\n\ndata: [DONE]\n\n" % orjson.dumps(event | {"choices": [], "usage": usage}))
+        assert answer.scanner.usage is not None and answer.scanner.usage["prompt_tokens"] == len(PROMPT_IDS)
+
+    on_stage(cut_off)
+
+
 def test_where_the_operator_wants_no_resumption_a_begun_answer_ends_with_the_loss() -> None:
     async def cut_off() -> None:
         answer = an_answer(Client(), resume_on_worker_loss=False)

@@ -12,7 +12,7 @@ from balanceroute.errors import (
     UpstreamStatus,
     UpstreamTimeout,
 )
-from balanceroute.proxy.life.suspicion import SAME_DEATH_S, TURN_S, Sign, Suspect, Suspicions, sign_of
+from balanceroute.proxy.life.suspicion import SAME_DEATH_S, TURN_S, Choices, Sign, Suspect, Suspicions, sign_of
 from tests.unit.proxy.stage import let_pass, on_stage
 
 AT = {"worker": "d0", "tier": "decode"}
@@ -93,3 +93,51 @@ def test_suspects_are_alone_with_a_worker_one_after_the_other() -> None:
         suspicions.end_turn(second)
 
     on_stage(story)
+
+
+def test_of_choices_whose_workers_take_long_no_more_are_out_than_may_be_lost() -> None:
+    async def story() -> None:
+        choices, suspicions = Choices(), Suspicions()
+        went: list[int] = []
+
+        async def one(number: int) -> None:
+            await choices.turn(number)
+            went.append(number)
+
+        tasks = [asyncio.ensure_future(one(number)) for number in range(5)]
+        await let_pass(TURN_S / 2)
+        assert went == [0]
+        await let_pass(10 * TURN_S)
+        assert len(went) == 2
+        assert not suspicions.lost(Suspect(choices), "d0", 0.0)
+        choices.back(0)
+        await let_pass(10 * TURN_S)
+        assert len(went) == 2  # who is out may be the second loss
+        choices.back(went[1])  # unharmed
+        await let_pass(TURN_S)
+        assert len(went) == 3
+        choices.clear()
+        await asyncio.gather(*tasks)
+        assert sorted(went) == [0, 1, 2, 3, 4]
+
+    on_stage(story)
+
+
+def test_a_choice_keeps_what_it_has_lost_itself_when_another_one_has_its_first_token() -> None:
+    choices, suspicions = Choices(), Suspicions()
+    kills, good = Suspect(choices), Suspect(choices)
+    assert not suspicions.lost(kills, "d0", 0.0)
+    suspicions.cleared(good)
+    choices.clear()
+    assert suspicions.lost(kills, "d1", 5.0)
+    assert kills.workers == ["d0", "d1"]
+    assert not suspicions.lost(good, "d2", 9.0)
+
+
+def test_two_choices_that_share_a_worker_have_lost_one() -> None:
+    choices, suspicions = Choices(), Suspicions()
+    assert not suspicions.lost(Suspect(choices), "d0", 0.0)
+    assert not suspicions.lost(Suspect(choices), "d0", 0.1)
+    last = Suspect(choices)
+    assert suspicions.lost(last, "d1", 5.0)
+    assert last.workers == ["d0", "d1"]

@@ -1,6 +1,7 @@
 """Pinned KV is pulled once, by somebody who has room, while it is still there, and counted when it can't be."""
 
 import asyncio
+from dataclasses import replace
 from typing import cast
 
 import orjson
@@ -10,7 +11,7 @@ from balanceroute.core.types import WorkerState
 from balanceroute.errors import BadUpstreamReply, ConnectFailed
 from balanceroute.proxy.services import Services
 from balanceroute.proxy.wire.payloads import parse
-from balanceroute.proxy.workers.drainer import MAX_CONCURRENT, SAFE_SHARE, TIMEOUT_S, Drain
+from balanceroute.proxy.workers.drainer import MAX_CONCURRENT, SAFE_SHARE, TIMEOUT_S, Drain, DrainGroup
 from tests.unit.proxy.stage import ScriptedUpstream, a_config, a_router, let_pass, on_stage, script
 from tests.waiting import until
 
@@ -159,6 +160,32 @@ def test_drains_are_few_at_a_time_and_all_come_to_their_end() -> None:
         await drained(services)
         assert outcomes(services) == (3 * MAX_CONCURRENT, 0, 0)
         assert upstream.most_under_way == MAX_CONCURRENT and services.fleet["d0"].in_use == 0
+
+    on_stage(test)
+
+
+def test_choices_of_one_request_are_drained_one_by_one_and_no_more_after_one_that_a_worker_died_of() -> None:
+    async def test() -> None:
+        services, group = a_router(), DrainGroup()
+        broken = ConnectFailed("reset", worker="d", tier="decode")
+        upstreams = [script(services, f"d{n}", broken) for n in range(3)]
+        for _ in range(MAX_CONCURRENT):
+            services.drainer.drain(replace(a_job(services), group=group))
+        await drained(services)
+        assert sum(len(upstream.asked) for upstream in upstreams) == 1
+        assert outcomes(services) == (0, MAX_CONCURRENT, MAX_CONCURRENT)
+
+    on_stage(test)
+
+
+def test_choices_that_harm_nobody_are_all_drained() -> None:
+    async def test() -> None:
+        services, group = a_router(), DrainGroup()
+        for _ in range(2 * MAX_CONCURRENT):
+            services.drainer.drain(replace(a_job(services), group=group))
+        services.drainer.drain(a_job(services))
+        await drained(services)
+        assert outcomes(services) == (2 * MAX_CONCURRENT + 1, 0, 0)
 
     on_stage(test)
 
