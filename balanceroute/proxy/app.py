@@ -125,7 +125,7 @@ def create_app(
     dashboard = Dashboard(lambda: app.services)
     parts: list[Admin | Forwarding | Dashboard | Metaserver | Steering] = [
         Admin(lambda: app.services),
-        Forwarding(lambda: app.services),
+        Forwarding(lambda: app.services, lambda worker_id: app.services.ledger.forget_prefixes(worker_id)),
         dashboard,
         Steering(lambda: app.services, switch),
     ]
@@ -184,6 +184,7 @@ def build_services(
         perimeter=perimeter,
         tls=tls,
         forecasts=forecasts,
+        keyer=forecasts,
         strict=strict,
     )
 

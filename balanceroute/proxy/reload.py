@@ -99,7 +99,7 @@ def reroute(services: Services, new: Config, successor: Successor | None) -> Non
     """Another policy, and with `successor` another predictor."""
     before = services.forecasts
     if successor is not None:
-        services.forecasts = successor.forecasts
+        services.forecasts = services.keyer = successor.forecasts
     services.ledger.reroute(policy_settings(new), scheduler_config(new), services.forecasts)
     services.metrics.policy = new.routing.policy
     if successor is None:

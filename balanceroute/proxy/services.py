@@ -1,6 +1,7 @@
 """The parts of a running router, made once by `app.create_app`'s lifespan.
 
-Each rung of the ladder declares what it needs: `LifeServices`, and on it `ClientServices` for the rungs above. This is
+Each rung of the ladder declares what it needs: `LifeServices`, on it `ClientServices`, and on
+that `OperatorServices`. This is
 all of it, for those who put it together.
 """
 
@@ -9,17 +10,19 @@ import logging
 from dataclasses import dataclass, field
 
 from balanceroute.errors import Draining
-from balanceroute.proxy.client.services import ClientServices
+from balanceroute.proxy.admission.forecasts import Forecasts
+from balanceroute.proxy.ops.services import OperatorServices
 from balanceroute.proxy.perimeter.tls import Tls
 
 log = logging.getLogger(__name__)
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
-class Services(ClientServices):
+class Services(OperatorServices):
     """Everything, and what runs."""
 
     tls: Tls
+    forecasts: Forecasts | None = None
     tasks: dict[str, asyncio.Task[None]] = field(default_factory=dict)  # the coroutines, once they run, by name
 
     def internal_error(self, where: str, error: Exception, worker: str) -> None:

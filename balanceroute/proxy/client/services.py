@@ -1,20 +1,26 @@
 """What all client requests of one router share."""
 
 from dataclasses import dataclass
+from typing import Protocol
 
-from balanceroute.proxy.admission.forecasts import Forecasts
-from balanceroute.proxy.admission.ledger import Ledger
 from balanceroute.proxy.life.leg import LifeServices
 from balanceroute.proxy.perimeter.gate import Perimeter
 
 
+class Keyer(Protocol):
+    """What tells kinds of prompts apart for a predictor."""
+
+    def key(self, prompt: bytes, header: str) -> str:
+        """As `Forecasts.key`."""
+        ...
+
+
 @dataclass(slots=True, eq=False, kw_only=True)
 class ClientServices(LifeServices):
-    """Beside what legs need; `perimeter` and `forecasts` are replaced by a reload."""
+    """Beside what legs need; `perimeter` and `keyer` are replaced by a reload."""
 
-    ledger: Ledger
     perimeter: Perimeter
-    forecasts: Forecasts | None = None
+    keyer: Keyer | None = None
     exchanges: int = 0  # client requests under way
     strict: bool = False  # tests: our own bugs are fatal
 
