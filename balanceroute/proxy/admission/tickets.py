@@ -48,6 +48,8 @@ class Ticket:
     `prompt_tokens`: of its present life, with the `earlier_tokens` that it has generated in `requeues` others;
     `told_tokens` of this life the scheduler has heard of.
 
+    `pin`: the KV that its prefiller keeps for it, once it is prefilled: raw parameters, model, and since when at most.
+
     `left`: it has left, by its own `finish` or because it was refused. `unreported_tokens` have come, and the
     scheduler hasn't heard of them; `last_token_s` is when the last ones came, 0 before. `order`: its arrival's number.
     """
@@ -68,6 +70,7 @@ class Ticket:
         "left",
         "order",
         "phase",
+        "pin",
         "pooled_s",
         "prefiller_id",
         "prompt_tokens",
@@ -88,6 +91,7 @@ class Ticket:
         self.arrived_s = now = self._now()
         self.pooled_s = self.last_token_s = 0.0
         self.unreported_tokens = 0
+        self.pin: tuple[bytes, str, float] | None = None
         self._answer: Answer | None = None
         self._waiter: asyncio.Future[None] | None = None
         if tickets.decode_first:
@@ -166,6 +170,7 @@ class Ticket:
         self._answer = None  # decode first, a prefiller may have been told to a prefill that has ended since
         self.asking = self.pushing = False
         self.decoder = self.prefiller_id = ""
+        self.pin = None
         self.prompt_tokens += self.told_tokens
         self.earlier_tokens += self.told_tokens
         self.told_tokens = 0

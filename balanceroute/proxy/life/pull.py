@@ -65,6 +65,8 @@ class Pull:
             leg.answer.prompt_counted(result)
             leg.answer.begin(result)
         self._result = result
+        if result.kv_transfer_params is not None:
+            leg.ticket.pin = (result.kv_transfer_params, leg.answer.request.model or "", leg.pinned_s)
         leg.ticket.prefilled(result.prompt_tokens, result.cached_tokens)
         return Event.PREFILLED
 

@@ -8,6 +8,10 @@ joins anew with what it still holds.
 decides nothing: what members call meanwhile waits, and is heard in order once it is `settled`. So no slot is given away
 that a relay holds which has not been heard yet. A ticket that comes later and finds its slot taken is void.
 
+**Pinned KV** waits for the requests in the pool. The keeper of pins is told of each, and has to free what a lost relay
+leaves (`Pins`). So a relay that was given up and comes back under the same leadership, as after a pause of its process,
+has lost what it had in the pool: those tickets are void. What it decodes goes on, where that still fits.
+
 **Who leads.** Hello tells the largest epoch that a relay has seen. One above ours means that another brain leads:
 `on_superseded` is told, and nobody is a member here any more.
 """
@@ -18,7 +22,9 @@ import os
 from collections.abc import Callable
 from typing import Final, Protocol
 
-from balanceroute.core.types import Outcome, RequestSpec, Standing
+import msgspec
+
+from balanceroute.core.types import Outcome, Phase, RequestSpec, Standing
 from balanceroute.core.view import ClusterView
 from balanceroute.errors import InvariantError
 from balanceroute.proxy.admission.waist import Answer, Brain, Refusal
@@ -27,14 +33,18 @@ from balanceroute.proxy.link.messages import (
     BEAT_S,
     SILENT_S,
     VERSION,
+    Activity,
     Beat,
+    Began,
     Chosen,
     Farewell,
     Finish,
     FromBrain,
     FromRelay,
     Hello,
+    Judged,
     LinkError,
+    Pin,
     Prefilled,
     PrefillFailed,
     Progress,
@@ -45,8 +55,12 @@ from balanceroute.proxy.link.messages import (
     RequestPrefill,
     Requeue,
     Seen,
+    Silent,
+    SilentGroup,
     Submit,
     Welcome,
+    Workers,
+    WorkerStanding,
     read_from_relay,
 )
 
@@ -66,13 +80,84 @@ class Decider(Brain, Protocol):
         """Some worker may take a request that it couldn't before."""
 
 
-class _Held:
-    """A member's ticket: its request, and how many answers have been asked for."""
+class Steward(Protocol):
+    """Who judges the workers: `workers/hearsay.py`."""
 
-    __slots__ = ("request_id", "turn")
+    def judged(self, message: Judged) -> None:
+        """A request has told something about a worker."""
+
+    def active(self, relay: str, said: Activity) -> None:
+        """What a relay does."""
+
+    def lost(self, relay: str) -> None:
+        """A relay is gone, and all that it had under way."""
+
+    def standings(self) -> dict[str, WorkerStanding]:
+        """All workers as they are judged now, by id."""
+
+    def silent(self) -> tuple[SilentGroup, ...]:
+        """The groups of workers that fell silent together."""
+
+
+class Pins(Protocol):
+    """Who keeps the record of pinned KV that no decode worker has been told of."""
+
+    def keep(self, request_id: str, pin: Pin) -> None:
+        """This KV is pinned for the request."""
+
+    def drop(self, request_id: str) -> None:
+        """No more, if it was: a decode worker is told, or a relay takes care of it."""
+
+    def free(self, request_id: str, pin: Pin) -> None:
+        """Nobody waits for it any more, and nobody else takes care of it."""
+
+
+class _Unjudged:
+    """No workers are known."""
+
+    def judged(self, message: Judged) -> None:
+        """Of a worker that is unknown."""
+
+    def active(self, relay: str, said: Activity) -> None:
+        """At workers that are unknown."""
+
+    def lost(self, relay: str) -> None:
+        """Nothing is known of it."""
+
+    def standings(self) -> dict[str, WorkerStanding]:
+        """None."""
+        return {}
+
+    def silent(self) -> tuple[SilentGroup, ...]:
+        """None."""
+        return ()
+
+
+class _Unrecorded:
+    """No pins are kept."""
+
+    def keep(self, request_id: str, pin: Pin) -> None:
+        """Nothing."""
+
+    def drop(self, request_id: str) -> None:
+        """Nothing."""
+
+    def free(self, request_id: str, pin: Pin) -> None:
+        """Nothing."""
+
+
+class _Held:
+    """A member's ticket: its request, how many answers have been asked for, and the KV that is pinned for it, until a
+    decode worker is chosen (`bound`).
+    """
+
+    __slots__ = ("bound", "pin", "pinned_s", "request_id", "turn")
 
     def __init__(self, request_id: str, turn: int) -> None:
         self.request_id, self.turn = request_id, turn
+        self.pin: Pin | None = None
+        self.pinned_s = 0.0
+        self.bound = False
 
 
 class Member:
@@ -94,8 +179,17 @@ class Hub:
         epoch: int,
         relays: int,
         on_superseded: Callable[[int], None] = lambda epoch: None,
+        steward: Steward | None = None,
+        pins: Pins | None = None,
+        salt: Callable[[], bytes | None] = lambda: None,
     ) -> None:
-        """`relays`: how many are expected to join; 0: nothing is waited for."""
+        """`relays`: how many are expected to join; 0: nothing is waited for. `salt`: as in `Welcome`."""
+        self._steward: Steward = steward or _Unjudged()
+        self._pins: Pins = pins or _Unrecorded()
+        self._salt = salt
+        self._standings: dict[str, WorkerStanding] = {}  # as members know them
+        self._silent: tuple[str, ...] = ()
+        self._telling = False
         self._ledger, self._loop, self.epoch, self._relays = ledger, loop, epoch, relays
         self._on_superseded = on_superseded
         self.members: dict[str, Member] = {}  # by the name of the relay
@@ -164,17 +258,28 @@ class Hub:
         self._count += 1
         member = self.members[hello.relay] = Member(self._count, hello.relay, frames)
         self._at[frames] = member
+        self.tell_workers()
+        for request_id in hello.ended:
+            self._pins.drop(request_id)
+        given_up = hello.epoch == self.epoch  # it has been a member, and what it had in the pool is freed
         void = []
         for held in sorted(hello.held, key=lambda held: -held.standing.waited_s):
-            request_id = held.standing.spec.id
-            if request_id not in self._owners and self._ledger.adopt(held.standing):
-                member.tickets[held.ticket] = _Held(request_id, held.turn)
-                self._owners[request_id] = (member, held.ticket)
-            else:
+            request_id, standing = held.standing.spec.id, held.standing
+            lost = request_id in self._owners or (given_up and standing.phase is Phase.POOLED)
+            if lost or not self._ledger.adopt(standing):
                 void.append(held.ticket)
-        fields = {"relay": hello.relay, "process": hello.process, "requests": len(hello.held), "void": len(void)}
+                continue
+            entry = member.tickets[held.ticket] = _Held(request_id, held.turn)
+            self._owners[request_id] = (member, held.ticket)
+            if held.pin is not None:
+                self._pinned(entry, held.pin)
+            else:
+                self._pins.drop(request_id)
+        fields = {"relay": hello.relay, "pid": hello.process, "requests": len(hello.held), "void": len(void)}
         log.info("relay joined", extra=fields)
-        frames.say(Welcome(VERSION, self.epoch, member.number, tuple(void)))
+        frames.say(Welcome(VERSION, self.epoch, member.number, tuple(void), self._salt()))
+        frames.say(Workers(tuple(self._standings.values()), ()))
+        frames.say(Silent(self._steward.silent()))
         frames.say(Seen(self._ledger.view()))
         if len(self.members) >= self._relays:
             self._settle()
@@ -200,6 +305,10 @@ class Hub:
             self._release(member)
             del self.members[member.relay]
 
+    def holds(self, request_id: str) -> bool:
+        """Whether a member has that request."""
+        return request_id in self._owners
+
     def _release(self, member: Member) -> None:
         """What it holds is free: its clients are gone with it, or it comes back with what it still has."""
         held, member.tickets = list(member.tickets.values()), {}
@@ -207,10 +316,53 @@ class Hub:
         for each in held:
             del self._owners[each.request_id]
             self._ledger.finish(each.request_id, Outcome.FAILED)
+            if each.pin is not None and not each.bound:
+                pinned_for_s = self._loop.time() - each.pinned_s
+                self._pins.free(each.request_id, msgspec.structs.replace(each.pin, age_s=pinned_for_s))
+        self._steward.lost(member.relay)
+
+    def _pinned(self, held: _Held, pin: Pin) -> None:
+        held.pin, held.bound, held.pinned_s = pin, False, self._loop.time() - pin.age_s
+        self._pins.keep(held.request_id, pin)
+
+    def _unpinned(self, held: _Held) -> None:
+        if held.pin is not None:
+            held.pin = None
+            self._pins.drop(held.request_id)
+
+    # -- workers
+
+    def tell_workers(self) -> None:
+        """Tell members what has changed about workers, now."""
+        standings, known = self._steward.standings(), self._standings
+        changed = tuple(each for name, each in standings.items() if known.get(name) != each)
+        gone = tuple(name for name in known if name not in standings)
+        self._standings = standings
+        if changed or gone:
+            self._tell_all(Workers(changed, gone))
+
+    def workers_changed(self) -> None:
+        """Tell members at the end of this turn of the loop."""
+        if not self._telling:
+            self._telling = True
+            self._loop.call_soon(self._tell_changes)
+
+    def _tell_changes(self) -> None:
+        self._telling = False
+        self.tell_workers()
+
+    def _tell_all(self, message: FromBrain) -> None:
+        for member in self.members.values():
+            member.frames.say(message)
 
     def _look(self) -> None:
         """Tell members what is to be seen, and give up the silent ones."""
         now, view = self._loop.time(), self._ledger.view()
+        self.tell_workers()
+        silent = self._steward.silent()
+        if (names := tuple(group.name for group in silent)) != self._silent:
+            self._silent = names
+            self._tell_all(Silent(silent))
         paused, self._looked_s = now - self._looked_s > LOOK_S + SILENT_S / 2, now
         for member in list(self.members.values()):
             frames = member.frames
@@ -237,6 +389,10 @@ class Hub:
                     held = member.tickets.get(number)
                     if held is not None:
                         self._ledger.progress(held.request_id, tokens)
+            elif isinstance(message, Judged):
+                self._steward.judged(message)
+            elif isinstance(message, Activity):
+                self._steward.active(member.relay, message)
             elif isinstance(message, Farewell):
                 raise LinkError(message.reason)
             elif not isinstance(message, Beat | Hello):
@@ -259,11 +415,15 @@ class Hub:
         self,
         member: Member,
         held: _Held,
-        message: Prefilled | PrefillFailed | RequestPrefill | Pushed | PushFailed | PutBack | Requeue | Finish,
+        message: Prefilled | PrefillFailed | RequestPrefill | Pushed | PushFailed | PutBack | Requeue | Finish | Began,
     ) -> None:
         ledger, request_id = self._ledger, held.request_id
+        if isinstance(message, Began):
+            ledger.began(request_id)
+            return
         if isinstance(message, Finish):
             del member.tickets[message.ticket], self._owners[request_id]
+            self._unpinned(held)
             ledger.finish(request_id, message.outcome, message.reason)
             return
         if isinstance(message, Pushed):
@@ -271,6 +431,8 @@ class Hub:
             return
         held.turn += 1
         if isinstance(message, Prefilled):
+            if message.pin is not None:
+                self._pinned(held, message.pin)
             ledger.prefilled(request_id, message.prompt_tokens, message.cached_tokens)
         elif isinstance(message, PrefillFailed):
             ledger.prefill_failed(request_id)
@@ -279,14 +441,24 @@ class Hub:
         elif isinstance(message, PushFailed):
             ledger.push_failed(request_id)
         elif isinstance(message, PutBack):
+            if held.pin is not None:
+                held.bound = False
+                pinned_for_s = self._loop.time() - held.pinned_s
+                self._pins.keep(request_id, msgspec.structs.replace(held.pin, age_s=pinned_for_s))
             ledger.put_back(request_id)
         else:
+            self._unpinned(held)
             ledger.requeue(request_id)
 
     def _tell(self, request_id: str, answer: Answer) -> None:
         member, number = self._owners[request_id]
+        held = member.tickets[number]
         if isinstance(answer, Refusal):
             del member.tickets[number], self._owners[request_id]
+            self._unpinned(held)
             member.frames.say(Refused(number, answer.kind, answer.text, answer.retry_after_s))
         else:
-            member.frames.say(Chosen(number, member.tickets[number].turn, answer))
+            if held.pin is not None:  # a decode worker: from now on it may be told of the KV
+                held.bound = True
+                self._pins.drop(request_id)
+            member.frames.say(Chosen(number, held.turn, answer))

@@ -9,6 +9,8 @@ number. Both sides collect what they have to say in one turn of their loop and w
       |<-- Welcome(version, epoch, member) --------|   or Farewell(reason), and the connection is closed
       |-- Submit, Prefilled, ..., Progress ------->|
       |<-- Chosen, Refused, Seen ------------------|
+      |-- Judged, Activity ----------------------->|   what requests have found out about workers
+      |<-- Workers, Silent ------------------------|   which there are, and what they may get
       |-- Beat ----------------------------------->|   both ways, so that silence can be told from having nothing to say
       |<-- Beat -----------------------------------|
 
@@ -21,14 +23,21 @@ its Hello says the largest that it has seen, and a brain that leads under a smal
 membership has a number as well (`member`): what a relay that was given up as dead still says on its old connection is
 not read, and it has to say Hello again.
 
+**Pins.** `Prefilled` and `Held` carry the prefill KV that waits at a prefiller (`Pin`), so that the brain can have it
+freed when the relay dies.
+
+**Workers** are judged by the brain: it asks for their health, and relays tell it how their requests fared. Relays only
+hold connections, and hear of every change. The first `Workers` of a membership names all there are.
+
 Times are durations (`_s`, before the message was written): clocks of two machines have nothing in common.
 """
 
+from enum import StrEnum
 from typing import Final
 
 import msgspec
 
-from balanceroute.core.types import Outcome, RequestSpec, Standing
+from balanceroute.core.types import Outcome, RequestSpec, Standing, WorkerSpec, WorkerState
 from balanceroute.core.view import ClusterView
 from balanceroute.errors import BalanceRouteError
 from balanceroute.proxy.admission.waist import RefusalKind
@@ -51,31 +60,55 @@ class Message(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_field
 # -- joining ---------------------------------------------------------------------------------------------------------
 
 
+class Pin(Message, frozen=True):
+    """Prefill KV that waits for a decode worker, for `age_s` by now: all that it takes to have it pulled by one.
+
+    `params` are the prefiller's, raw JSON; `model` is the client's word, "" for none.
+    """
+
+    params: bytes
+    model: str
+    prompt_tokens: int
+    age_s: float
+
+
 class Held(Message, frozen=True):
-    """A request that lives at a relay, where it stands, and how many answers it has asked for."""
+    """A request that lives at a relay, where it stands, and how many answers it has asked for.
+
+    `pin`: what waits for it at a prefiller, where no decode worker has been told of it.
+    """
 
     ticket: int
     turn: int
     standing: Standing
+    pin: Pin | None = None
 
 
 class Hello(Message, frozen=True, tag=0):
-    """A relay joins. `relay` is its name, `process` tells one life of it from the next."""
+    """A relay joins. `relay` is its name, `process` tells one life of it from the next.
+
+    `ended`: requests with pinned KV that have left while there was no brain; the relay takes care of their KV.
+    """
 
     version: int
     relay: str
     process: int
     epoch: int
     held: tuple[Held, ...]
+    ended: tuple[str, ...] = ()
 
 
 class Welcome(Message, frozen=True, tag=1):
-    """The relay is a member; what it told is taken over. `void`: tickets that could not be, and have ended."""
+    """The relay is a member; what it told is taken over. `void`: tickets that could not be, and have ended.
+
+    `salt`: of the keys of prompts, where the brain's predictor asks for them.
+    """
 
     version: int
     epoch: int
     member: int
     void: tuple[int, ...]
+    salt: bytes | None = None
 
 
 class Farewell(Message, frozen=True, tag=2):
@@ -103,6 +136,7 @@ class Prefilled(Message, frozen=True, tag=11):
     ticket: int
     prompt_tokens: int
     cached_tokens: int | None
+    pin: Pin | None = None
 
 
 class PrefillFailed(Message, frozen=True, tag=12):
@@ -144,6 +178,52 @@ class Finish(Message, frozen=True, tag=19):
     reason: str
 
 
+class Began(Message, frozen=True, tag=20):
+    ticket: int
+
+
+# -- what a relay's requests say of workers --------------------------------------------------------------------------
+
+
+class Verdict(StrEnum):
+    """How a request at a worker fared: see `workers/circuit.py`."""
+
+    USED = "used"
+    SUCCESS = "success"
+    NO_VERDICT = "no_verdict"
+    FAULT = "fault"
+    BUSY = "busy"
+
+
+class Judged(Message, frozen=True, tag=40):
+    """A request has told something about a worker; `retry_after_s` is what a busy one asked for."""
+
+    worker: str
+    verdict: Verdict
+    retry_after_s: float = 0.0
+
+
+class Use(Message, frozen=True):
+    """What a relay has at a worker: requests under way, the most since it said so last, whether a client waits for the
+    worker's next token, how long ago the last proof of life came, and the first request after idleness; None: never.
+    """
+
+    worker: str
+    in_use: int
+    peak: int
+    awaits_tokens: bool
+    progress_age_s: float | None
+    busy_age_s: float | None
+
+
+class Activity(Message, frozen=True, tag=41):
+    """What a relay does, a few times per second. `uses`: of workers where there is something new to say."""
+
+    exchanges: int
+    drains: int
+    uses: tuple[Use, ...]
+
+
 # -- the brain's answers ---------------------------------------------------------------------------------------------
 
 
@@ -170,6 +250,37 @@ class Refused(Message, frozen=True, tag=31):
     retry_after_s: float
 
 
+class WorkerStanding(Message, frozen=True):
+    """A worker as the brain judges it: its circuit, whether successes matter to that, and whether it is out."""
+
+    spec: WorkerSpec
+    state: WorkerState
+    circuit: str
+    doubtful: bool
+    out: bool
+
+
+class Workers(Message, frozen=True, tag=33):
+    """Workers that are new or have changed, and those that have left."""
+
+    changed: tuple[WorkerStanding, ...]
+    gone: tuple[str, ...]
+
+
+class SilentGroup(Message, frozen=True):
+    """A group of workers that fell silent together, so long ago."""
+
+    name: str
+    workers: tuple[str, ...]
+    age_s: float
+
+
+class Silent(Message, frozen=True, tag=34):
+    """All such groups."""
+
+    groups: tuple[SilentGroup, ...]
+
+
 FromRelay = (
     Hello
     | Beat
@@ -184,8 +295,11 @@ FromRelay = (
     | PutBack
     | Requeue
     | Finish
+    | Began
+    | Judged
+    | Activity
 )
-FromBrain = Welcome | Farewell | Beat | Chosen | Refused | Seen
+FromBrain = Welcome | Farewell | Beat | Chosen | Refused | Seen | Workers | Silent
 
 _encoder = msgspec.msgpack.Encoder()
 _from_relay = msgspec.msgpack.Decoder(list[FromRelay])
