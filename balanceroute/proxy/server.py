@@ -83,13 +83,13 @@ class Server(uvicorn.Server):
 
     async def _until_drained(self, services: ClientServices) -> None:
         deadline = services.loop.time() + services.config.lifecycle.drain_timeout_s
-        while self.busy(services) and services.loop.time() < deadline:
+        while self.busy(services) and services.loop.time() < deadline:  # noqa: ASYNC110
             await asyncio.sleep(_LOOK_S)
         if services.exchanges:
             log.warning("aborting requests", extra={"requests": services.exchanges})
             services.abort_all()
             deadline = services.loop.time() + _ABORT_S  # their error events go out, what they had pinned is drained
-            while self.busy(services) and services.loop.time() < deadline:
+            while self.busy(services) and services.loop.time() < deadline:  # noqa: ASYNC110
                 await asyncio.sleep(_LOOK_S)
         self.should_exit = True
 
