@@ -47,6 +47,7 @@ from balanceroute.proxy.workers.fleet import Fleet, FleetConfig
 from balanceroute.proxy.workers.health import HealthMonitor
 from balanceroute.proxy.workers.metrics_poller import MetricsPoller
 from balanceroute.proxy.workers.pins import PinRecord
+from balanceroute.proxy.workers.upstream import header_lines
 
 log = logging.getLogger(__name__)
 
@@ -240,9 +241,9 @@ def start(services: Services, recorder: Recorder) -> None:
         services.tasks[name] = services.loop.create_task(_supervised(services, name, run), name=name)
     start_refits(services)
     if services.pins is not None:
-        authorization = services.perimeter.authorization_for(())
-        headers = ((b"authorization", authorization),) if authorization else ()
-        services.drainer.drain_left(services.pins.left, headers)
+        authorization = services.perimeter.authorization_for([])
+        headers = [(b"authorization", authorization)] if authorization else []
+        services.drainer.drain_left(services.pins.left, header_lines(headers))
 
 
 def start_refits(services: Services) -> None:

@@ -26,7 +26,6 @@ from balanceroute.proxy.admission.tickets import Tickets
 from balanceroute.proxy.telemetry.metrics import Metrics
 from balanceroute.proxy.wire.connectors import Connector
 from balanceroute.proxy.wire.payloads import ClientRequest
-from balanceroute.proxy.wire.responses import JSON_TYPE
 from balanceroute.proxy.workers.fleet import Fleet, Worker
 from balanceroute.proxy.workers.pins import Pin, stand_in
 
@@ -55,7 +54,7 @@ class Drain:
     request_id: str
     request: ClientRequest
     kv_transfer_params: bytes
-    headers: tuple[tuple[bytes, bytes], ...]
+    headers: bytes  # lines that the client sent for the workers
     pinned_s: float  # since when it has been pinned at most, on the loop's clock
     group: DrainGroup = field(default_factory=DrainGroup)
     pin: Pin | None = None  # its record, if there is one
@@ -85,7 +84,7 @@ class Drainer:
             self._tasks.add(task)
             task.add_done_callback(self._tasks.discard)
 
-    def drain_left(self, pins: Iterable[Pin], headers: tuple[tuple[bytes, bytes], ...]) -> None:
+    def drain_left(self, pins: Iterable[Pin], headers: bytes) -> None:
         """Free what another router has left behind, as far as it is surely still there."""
         now, unix_s = self._tickets.now(), time.time()
         drains = dropped = 0
@@ -188,8 +187,6 @@ class Drainer:
         return pulled
 
     async def _ask(self, job: Drain, worker: Worker, left_s: float) -> bool | None:
-        own = (JSON_TYPE, (b"x-request-id", f"{job.request_id}-drain".encode()))
-        headers = [*own, *job.headers, *worker.rank_header]
         worker.in_use += 1
         try:
             async with asyncio.timeout(left_s):
@@ -197,7 +194,7 @@ class Drainer:
                     "POST",
                     job.request.path,
                     self._connector.drain(job.request, job.kv_transfer_params),
-                    headers,
+                    worker.headers_of(f"{job.request_id}-drain", job.headers),
                     retry_stale=False,  # the worker may have pulled the KV before the connection broke
                 )
                 await reply.read(_REPLY_LIMIT)

@@ -241,6 +241,7 @@ def _pin(line: bytes, record: PinRecord) -> Pin:
     if not (texts and isinstance(params, dict) and isinstance(at, float | int) and isinstance(number, int)):
         raise TypeError("values of other types")
     pinned = orjson.dumps(params)
-    if number < 1 or tokens < 1 or len(pinned) > MAX_PARAMS_BYTES:
+    is_id = request.isascii() and request.isprintable()  # it becomes a header
+    if not is_id or number < 1 or tokens < 1 or len(pinned) > MAX_PARAMS_BYTES:
         raise ValueError("values out of bounds")
     return Pin(request, prefiller, pinned, tokens, model, at, record, number, line + b"\n")

@@ -24,7 +24,7 @@ UNSENT.sent = False
 
 
 def a_job(services: Services, age_s: float = 0.0) -> Drain:
-    return Drain("r", REQUEST, PARAMS, (), services.ledger.now() - age_s)
+    return Drain("r", REQUEST, PARAMS, b"", services.ledger.now() - age_s)
 
 
 async def drained(services: Services) -> None:
@@ -221,7 +221,7 @@ def test_what_a_killed_router_has_left_is_drained_with_a_prompt_of_its_size(tmp_
     async def test() -> None:
         services, record = a_router(), a_record(tmp_path / "pins", 3.0)
         upstream = script(services, "d0")
-        services.drainer.drain_left(record.left, ((b"authorization", b"Bearer k"),))
+        services.drainer.drain_left(record.left, b"authorization: Bearer k\r\n")
         await drained(services)
         body = orjson.loads(upstream.asked[0].body)
         assert len(body["prompt"]) == 300 and (body["model"], body["max_tokens"], body["stream"]) == ("m", 1, False)
@@ -237,7 +237,7 @@ def test_what_may_be_gone_by_now_is_never_drained(tmp_path: Path) -> None:
         too_old, set_back = 81.0, -3600.0
         records = [a_record(tmp_path / "old", too_old, set_back), a_record(tmp_path / "gone", 1.0, prefiller="p9")]
         for record in records:
-            services.drainer.drain_left(record.left, ())
+            services.drainer.drain_left(record.left, b"")
         await drained(services)
         assert asked(services) == [] and outcomes(services) == (0, 0, 0)
         assert [len(record) for record in records] == [0, 0]
@@ -257,7 +257,7 @@ def test_its_line_goes_before_its_parameters_and_comes_back_when_no_engine_has_s
 
         for worker in services.fleet.of(Role.DECODE):
             worker.upstream = Watching(503)  # type: ignore[assignment]
-        services.drainer.drain_left(record.left, ())
+        services.drainer.drain_left(record.left, b"")
         await let_pass(0.1)
         assert set(held) == {0} and len(record) == 1 and services.drainer.pending == 1
         for worker in services.fleet.of(Role.DECODE):
@@ -273,7 +273,7 @@ def test_what_is_not_drained_when_the_router_ends_is_left_to_the_next_one(tmp_pa
         services, record = a_router(), a_record(tmp_path / "pins", 1.0, 2.0)
         for name in ("d0", "d1", "d2"):
             script(services, name, 503)
-        services.drainer.drain_left(record.left, ())
+        services.drainer.drain_left(record.left, b"")
         await let_pass(1.0)
         await services.drainer.close()
         record.close()
