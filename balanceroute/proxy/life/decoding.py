@@ -52,7 +52,7 @@ async def decode(leg: Leg, worker: Worker, grace_s: float) -> bool:
             "POST",
             answer.request.path,
             body,
-            leg.headers_for(worker),
+            worker.headers_of(leg.upstream_id, leg.headers),
             connect_timeout_s=limits.connect_timeout_s,
             retry_stale=False,  # a worker that took the request and died looks the same: the KV may be pulled
         )

@@ -51,12 +51,11 @@ from balanceroute.proxy.life.services import TryServices
 from balanceroute.proxy.life.suspicion import Choices
 from balanceroute.proxy.life.verdicts import Verdicts
 from balanceroute.proxy.wire.payloads import ClientRequest
-from balanceroute.proxy.wire.responses import JSON_TYPE
 from balanceroute.proxy.wire.sse import StreamEnd
 from balanceroute.proxy.workers.drainer import Drain
 from balanceroute.proxy.workers.fleet import Worker
 from balanceroute.proxy.workers.silence import Attention, FrozenGroup
-from balanceroute.proxy.workers.upstream import Reply
+from balanceroute.proxy.workers.upstream import Reply, header_lines
 
 REPLY_LIMIT: Final = 256 * 2**20  # an unstreamed answer with logprobs and the prompt's ids; more is a fault
 ERROR_LIMIT: Final = 2**20
@@ -107,7 +106,6 @@ class Leg:
     __slots__ = (
         "_abandoned",
         "_grace_s",
-        "_headers",
         "_interruption",
         "_key",
         "_strategy",
@@ -119,6 +117,7 @@ class Leg:
         "decode_wait_s",
         "decoder",
         "first_token_s",
+        "headers",
         "id",
         "idle_s",
         "kv_due",
@@ -133,6 +132,7 @@ class Leg:
         "stalled_since_s",
         "ticket",
         "unspent",
+        "upstream_id",
         "verdicts",
         "waits_for",
         "worker",
@@ -159,11 +159,12 @@ class Leg:
         self.id, self.services, self._strategy = request_id, services, strategy
         self.answer = Answer(services, request, outlet, scanner_options)
         self.verdicts = Verdicts(services, request_id, choices)
-        self._headers, self._key = headers, prompt_key
+        self.headers, self._key = header_lines(headers), prompt_key
         self.deadline_s = deadline_s
         self.outcome = Outcome.FAILED
         self.prefiller = self.worker = ""  # the last ones that were asked
         self.recomputes = self._tries = 0
+        self.upstream_id = request_id  # X-Request-Id at the workers; every try has its own
         self.prefill_wait_s = self.decode_wait_s = self.first_token_s = 0.0
         # what it holds
         self.ticket: Ticket
@@ -308,18 +309,11 @@ class Leg:
 
     # -- for its strategy
 
-    @property
-    def upstream_id(self) -> str:
-        """X-Request-Id at the workers; every try has its own."""
-        return self.id if self._tries == 1 else f"{self.id}-{self._tries}"
-
     def new_try(self) -> None:
         """What is sent from now on is another request to the workers."""
         self._tries += 1
-
-    def headers_for(self, worker: Worker) -> list[tuple[bytes, bytes]]:
-        """Those of a request of this try to a worker."""
-        return [JSON_TYPE, (b"x-request-id", self.upstream_id.encode()), *self._headers, *worker.rank_header]
+        if self._tries > 1:
+            self.upstream_id = f"{self.id}-{self._tries}"
 
     def enter(self, worker: Worker, role: str, deadline_s: float, grace_s: float) -> None:
         """A request to this worker is about to be sent, which the next `leave` ends.
@@ -385,7 +379,7 @@ class Leg:
             drainer.orphan()  # a drain is the same request once more, at yet another decode worker
         else:
             drains = self.verdicts.drains
-            drainer.drain(Drain(self.id, self.answer.request, params, tuple(self._headers), self.pinned_s, drains))
+            drainer.drain(Drain(self.id, self.answer.request, params, self.headers, self.pinned_s, drains))
 
 
 def _clear_frames(error: BaseException | None) -> None:

@@ -24,7 +24,6 @@ from balanceroute.proxy.admission.tickets import Tickets
 from balanceroute.proxy.telemetry.metrics import Metrics
 from balanceroute.proxy.wire.connectors import Connector
 from balanceroute.proxy.wire.payloads import ClientRequest
-from balanceroute.proxy.wire.responses import JSON_TYPE
 from balanceroute.proxy.workers.fleet import Fleet, Worker
 
 log = logging.getLogger(__name__)
@@ -52,7 +51,7 @@ class Drain:
     request_id: str
     request: ClientRequest
     kv_transfer_params: bytes
-    headers: tuple[tuple[bytes, bytes], ...]
+    headers: bytes  # lines that the client sent for the workers
     pinned_s: float  # since when it has been pinned at most, on the loop's clock
     group: DrainGroup = field(default_factory=DrainGroup)
 
@@ -158,8 +157,6 @@ class Drainer:
 
     async def _pull(self, job: Drain, worker: Worker, left_s: float) -> bool | None:
         """Whether the worker pulled the KV; None when it refused before its engine saw the request."""
-        own = (JSON_TYPE, (b"x-request-id", f"{job.request_id}-drain".encode()))
-        headers = [*own, *job.headers, *worker.rank_header]
         worker.in_use += 1
         try:
             async with asyncio.timeout(left_s):
@@ -167,7 +164,7 @@ class Drainer:
                     "POST",
                     job.request.path,
                     self._connector.drain(job.request, job.kv_transfer_params),
-                    headers,
+                    worker.headers_of(f"{job.request_id}-drain", job.headers),
                     retry_stale=False,  # the worker may have pulled the KV before the connection broke
                 )
                 await reply.read(_REPLY_LIMIT)

@@ -22,7 +22,7 @@ UNSENT.sent = False
 
 
 def a_job(services: Services, age_s: float = 0.0) -> Drain:
-    return Drain("r", REQUEST, PARAMS, (), services.ledger.now() - age_s)
+    return Drain("r", REQUEST, PARAMS, b"", services.ledger.now() - age_s)
 
 
 async def drained(services: Services) -> None:
