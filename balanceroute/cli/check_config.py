@@ -57,8 +57,6 @@ def check_config(
             file, os.environ, overrides, ("listen", "auth", "metrics", "tls", "predictor", "lifecycle")
         )
         refuse([*error.problems, *file_problems(beside, model_too=False)])
-    for text in unused_knobs(config):
-        typer.echo(f"warning: {file}: {text}", err=True)
     if wrong := file_problems(config):
         refuse(wrong)
     if ask:
@@ -121,18 +119,6 @@ def check_model(config: "Config") -> None:
     chosen, horizon = config.predictor, config.routing.horizon_steps
     if chosen.of_ones_own or (chosen.model is not None and Path(chosen.model).is_file()):
         build_predictor(chosen.kind, horizon, model=chosen.model, options=chosen.options)
-
-
-def unused_knobs(config: "Config") -> list[str]:
-    """Settings of `routing` that the file or a flag gives and the policy does not have."""
-    from balanceroute.core.knobs import DEFAULTS
-    from balanceroute.core.policies import KNOBS
-
-    own = KNOBS.get(config.routing.policy)
-    if own is None:  # a policy of the user's
-        return []
-    given = sorted(config.routing.model_fields_set & set(DEFAULTS) - {"policy", "options", *own})
-    return [f"routing.{name}: {config.routing.policy} does not have this knob; it changes nothing" for name in given]
 
 
 def show_probe(config: "Config", *, as_json: bool) -> None:
