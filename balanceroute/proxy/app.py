@@ -47,6 +47,8 @@ from balanceroute.proxy.workers.drainer import Drainer
 from balanceroute.proxy.workers.fleet import Fleet, FleetConfig
 from balanceroute.proxy.workers.health import HealthMonitor
 from balanceroute.proxy.workers.metrics_poller import MetricsPoller
+from balanceroute.proxy.workers.pins import PinRecord
+from balanceroute.proxy.workers.upstream import header_lines
 
 log = logging.getLogger(__name__)
 
@@ -106,7 +108,7 @@ def create_app(
         assert isinstance(app, RouterApp)
         predictor = forecasts or build_forecasts(config)
         loop = asyncio.get_running_loop()
-        services = app.services = build_services(config, loop, predictor, strict, journal, perimeter, app.tls)
+        services = app.services = build_services(config, loop, predictor, strict, journal, perimeter, app.tls, pins)
         app.hot = hot_routes(services)
         start(services, dashboard.recorder)
         try:
@@ -115,6 +117,9 @@ def create_app(
             await stop(services)
 
     perimeter, tls = Perimeter(config), Tls(config)
+    pins = None
+    if config.lifecycle.pins_file is not None and config.kv_pin_s is not None:
+        pins = PinRecord(config.lifecycle.pins_file)
     dashboard = Dashboard(lambda: app.services)
     parts = operator_parts(lambda: app.services, dashboard)
     if config.connector == "mooncake_layerwise":
@@ -184,6 +189,7 @@ def build_services(
     journal: Path | None = None,
     perimeter: Perimeter | None = None,
     tls: Tls | None = None,
+    pins: PinRecord | None = None,
 ) -> Services:
     """Put the parts together; nothing runs yet."""
     stage_clock = StageClock()
@@ -209,6 +215,7 @@ def build_services(
         metrics=metrics,
         drainer=drainer,
         connector=connector,
+        pins=pins,
         perimeter=perimeter,
         tls=tls,
         forecasts=forecasts,
@@ -265,6 +272,15 @@ def start(services: Services, recorder: Recorder, settled: asyncio.Event | None 
     for name, run in coroutines.items():
         services.tasks[name] = services.loop.create_task(supervised(services, name, run), name=name)
     start_refits(services)
+    drain_left(services)
+
+
+def drain_left(services: ClientServices) -> None:
+    """Have what a former process has left pinned drained."""
+    if services.pins is not None:
+        authorization = services.perimeter.authorization_for([])
+        headers = [(b"authorization", authorization)] if authorization else []
+        services.drainer.drain_left(services.pins.left, header_lines(headers))
 
 
 def after(event: asyncio.Event | None, run: Callable[[], Awaitable[None]]) -> Callable[[], Awaitable[None]]:
@@ -308,6 +324,8 @@ async def stop_tasks(services: ClientServices) -> None:
     results = await asyncio.gather(*tasks, return_exceptions=True)
     await services.drainer.close()
     services.fleet.close()
+    if services.pins is not None:
+        services.pins.close()
     for result in results:
         if isinstance(result, Exception):
             raise result

@@ -5,7 +5,7 @@ to its application at the other. It leads while it holds the lock of the folder;
 waits for that, and takes over within a fraction of a second once the leader has ended, however that ends. Nothing is
 decided before the relays that are expected have told what they hold.
 
-SIGTERM, SIGINT     drain: relays are told to refuse new requests; it ends when they have left and pinned KV is drained
+SIGTERM, SIGINT     drain: relays are told to refuse new requests; it ends when they have left
 the same again      end now
 SIGHUP              reload what may change (`reload.py`)
 """
@@ -26,7 +26,6 @@ from balanceroute.config import Config
 from balanceroute.proxy.admission.forecasts import Forecasts, build_forecasts
 from balanceroute.proxy.app import HANDLERS, RouterApp, build_services, operator_parts, set_up, start, stop
 from balanceroute.proxy.client.services import ClientServices
-from balanceroute.proxy.life.unclaimed import PinKeeper
 from balanceroute.proxy.link.hub import Hub
 from balanceroute.proxy.link.leadership import Leadership
 from balanceroute.proxy.ops.dashboard import Dashboard
@@ -97,7 +96,6 @@ def create_brain_app(
             services.exchanges = exchanges
 
         hearsay = Hearsay(services.fleet, loop, services.frozen, under_way)
-        keeper = PinKeeper(services, lambda: services.perimeter.authorization_for([]))
         hub = app.hub = Hub(
             services.ledger,
             loop,
@@ -105,32 +103,22 @@ def create_brain_app(
             relays,
             lambda other: app.end(),
             hearsay,
-            keeper,
             lambda: None if services.forecasts is None else services.forecasts.salt,
         )
         services.fleet.on_change = hub.workers_changed
         await hub.serve(str(folder.link))
         start(services, dashboard.recorder, hub.settled)
-        free_unclaimed = loop.create_task(_free_unclaimed(hub, keeper))
         try:
             yield
         finally:
-            free_unclaimed.cancel()
             hub.close()
             await stop(services)
-            keeper.close()
 
     dashboard = Dashboard(lambda: app.services)
     routes = [trusted(route) for part in operator_parts(lambda: app.services, dashboard) for route in part.routes()]
     app = BrainApp(routes=routes, lifespan=lifespan, exception_handlers=HANDLERS)
     set_up(app, config, Tls(config))
     return app
-
-
-async def _free_unclaimed(hub: Hub, keeper: PinKeeper) -> None:
-    """Drain what no relay has said that it still needs: its relay is gone, as after the end of all processes."""
-    await hub.settled.wait()
-    keeper.free_unclaimed(hub.holds)
 
 
 class BrainServer(ProcessServer):

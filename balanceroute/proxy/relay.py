@@ -15,7 +15,7 @@ import signal
 import socket
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Final
 
 from starlette.applications import Starlette
@@ -28,10 +28,10 @@ from balanceroute.config import Config
 from balanceroute.errors import ConfigError, NoHealthyWorkers
 from balanceroute.proxy.admission.forecasts import Keys
 from balanceroute.proxy.admission.tickets import Tickets
-from balanceroute.proxy.app import HANDLERS, ClientApp, hot_routes, set_up, stop_tasks, supervised
+from balanceroute.proxy.app import HANDLERS, ClientApp, drain_left, hot_routes, set_up, stop_tasks, supervised
 from balanceroute.proxy.client.services import ClientServices
 from balanceroute.proxy.life.pool_reaper import PERIOD_S, PoolReaper
-from balanceroute.proxy.link.messages import Activity, Silent
+from balanceroute.proxy.link.messages import Activity, Silent, Workers
 from balanceroute.proxy.link.remote import LOST, NOBODY, RemoteBrain
 from balanceroute.proxy.ops.admin import json_response
 from balanceroute.proxy.ops.dashboard import DASHBOARD_PATH, SIGN_IN
@@ -51,6 +51,7 @@ from balanceroute.proxy.workers.connector_check import shortened
 from balanceroute.proxy.workers.drainer import Drainer
 from balanceroute.proxy.workers.fleet import FleetConfig
 from balanceroute.proxy.workers.following import FollowingFleet
+from balanceroute.proxy.workers.pins import PinRecord
 from balanceroute.proxy.workers.silence import FrozenGroup
 
 log = logging.getLogger(__name__)
@@ -64,17 +65,22 @@ class RelayServices(ClientServices):
 
     brain: RemoteBrain
     following: FollowingFleet
+    known: asyncio.Event = field(default_factory=asyncio.Event)  # a brain has named the workers
 
     def begin_drain(self) -> None:
         """Refuse every new request from now on."""
         self.brain.leaving = True
 
     def void(self, request_id: str) -> None:
-        """The brain has given up its hold on a request: its stream ends, and its KV is the brain's to drain."""
+        """The brain has given up its hold on a request: its stream ends."""
         for leg in list(self.legs):
             if leg.id == request_id:
-                leg.unspent = None
                 leg.interrupt(NoHealthyWorkers(LOST, retry_after_s=1.0))
+
+    def name_workers(self, message: Workers, whole: bool) -> None:
+        """The brain says which workers there are, or what has changed."""
+        self.following.follow(message, whole)
+        self.known.set()
 
     def silence(self, message: Silent) -> None:
         """Groups of workers have fallen silent together, or no longer."""
@@ -135,7 +141,8 @@ def create_relay_app(config: Config, folder: RunFolder, name: str) -> RelayApp:
     @asynccontextmanager
     async def lifespan(app: Starlette) -> AsyncIterator[None]:
         assert isinstance(app, RelayApp)
-        services = app.services = build_relay(config, asyncio.get_running_loop(), folder, name, perimeter, app.tls)
+        loop = asyncio.get_running_loop()
+        services = app.services = build_relay(config, loop, folder, name, perimeter, app.tls, pins)
         app.hot = hot_routes(services)
         coroutines: dict[str, Callable[[], Awaitable[None]]] = {
             "link": services.brain.run,
@@ -145,13 +152,16 @@ def create_relay_app(config: Config, folder: RunFolder, name: str) -> RelayApp:
         }
         for task, run in coroutines.items():
             services.tasks[task] = services.loop.create_task(supervised(services, task, run), name=task)
+        drained = loop.create_task(_drain_left(services))
         try:
             yield
         finally:
+            drained.cancel()
             to_brain.close()
             await stop_tasks(services)
 
     perimeter, to_brain = Perimeter(config), ToBrain(str(folder.operators))
+    pins = None if config.kv_pin_s is None else PinRecord(folder.pins(name))
     app = RelayApp(
         routes=[
             guarded(
@@ -167,6 +177,12 @@ def create_relay_app(config: Config, folder: RunFolder, name: str) -> RelayApp:
     )
     set_up(app, config, Tls(config))
     return app
+
+
+async def _drain_left(services: RelayServices) -> None:
+    """Have what this relay's former life has left pinned drained, once it is known which workers there are."""
+    await services.known.wait()
+    drain_left(services)
 
 
 def _routes(forwarding: Forwarding, to_brain: ToBrain) -> list[Route]:
@@ -189,6 +205,7 @@ def build_relay(
     name: str,
     perimeter: Perimeter,
     tls: Tls,
+    pins: PinRecord | None,
 ) -> RelayServices:
     """Put the parts together; nothing runs yet."""
     brain = RemoteBrain(
@@ -208,12 +225,13 @@ def build_relay(
         metrics=metrics,
         drainer=Drainer(fleet, tickets, metrics, connector, config.kv_pin_s),
         connector=connector,
+        pins=pins,
         perimeter=perimeter,
         tls=tls,
         brain=brain,
         following=fleet,
     )
-    brain.on_workers, brain.on_silent, brain.on_salt = fleet.follow, services.silence, services.salted
+    brain.on_workers, brain.on_silent, brain.on_salt = services.name_workers, services.silence, services.salted
     return services
 
 

@@ -92,6 +92,8 @@ def check_fixed(old: Config, new: Config) -> None:
     for name in FIXED:
         if getattr(old, name) != getattr(new, name):
             raise ConfigError(f"{name}: cannot change while the router runs; restart it")
+    if old.lifecycle.pins_file != new.lifecycle.pins_file:
+        raise ConfigError("lifecycle.pins_file: cannot change while the router runs; restart it")
 
 
 def asks_another_predictor(old: Config, new: Config) -> bool:

@@ -28,10 +28,9 @@ class RunFolder:
         """The file whose lock makes the leader, with the number of its leadership."""
         return self.folder / "lead"
 
-    @property
-    def pins(self) -> Path:
-        """The record of prefill KV that is pinned."""
-        return self.folder / "pins"
+    def pins(self, relay: str) -> Path:
+        """The record of the prefill KV that is pinned for requests of this relay."""
+        return self.folder / f"pins-{relay}"
 
     def make(self) -> None:
         """Make the folder, for our user alone. Raises: ConfigError: it can't be, or it is somebody else's."""

@@ -8,10 +8,6 @@ joins anew with what it still holds.
 decides nothing: what members call meanwhile waits, and is heard in order once it is `settled`. So no slot is given away
 that a relay holds which has not been heard yet. A ticket that comes later and finds its slot taken is void.
 
-**Pinned KV** waits for the requests in the pool. The keeper of pins is told of each, and has to free what a lost relay
-leaves (`Pins`). So a relay that was given up and comes back under the same leadership, as after a pause of its process,
-has lost what it had in the pool: those tickets are void. What it decodes goes on, where that still fits.
-
 **Who leads.** Hello tells the largest epoch that a relay has seen. One above ours means that another brain leads:
 `on_superseded` is told, and nobody is a member here any more.
 """
@@ -22,9 +18,7 @@ import os
 from collections.abc import Callable
 from typing import Final, Protocol
 
-import msgspec
-
-from balanceroute.core.types import Outcome, Phase, RequestSpec, Standing
+from balanceroute.core.types import Outcome, RequestSpec, Standing
 from balanceroute.core.view import ClusterView
 from balanceroute.errors import InvariantError
 from balanceroute.proxy.admission.waist import Answer, Brain, Refusal
@@ -44,7 +38,6 @@ from balanceroute.proxy.link.messages import (
     Hello,
     Judged,
     LinkError,
-    Pin,
     Prefilled,
     PrefillFailed,
     Progress,
@@ -99,19 +92,6 @@ class Steward(Protocol):
         """The groups of workers that fell silent together."""
 
 
-class Pins(Protocol):
-    """Who keeps the record of pinned KV that no decode worker has been told of."""
-
-    def keep(self, request_id: str, pin: Pin) -> None:
-        """This KV is pinned for the request."""
-
-    def drop(self, request_id: str) -> None:
-        """No more, if it was: a decode worker is told, or a relay takes care of it."""
-
-    def free(self, request_id: str, pin: Pin) -> None:
-        """Nobody waits for it any more, and nobody else takes care of it."""
-
-
 class _Unjudged:
     """No workers are known."""
 
@@ -133,31 +113,13 @@ class _Unjudged:
         return ()
 
 
-class _Unrecorded:
-    """No pins are kept."""
-
-    def keep(self, request_id: str, pin: Pin) -> None:
-        """Nothing."""
-
-    def drop(self, request_id: str) -> None:
-        """Nothing."""
-
-    def free(self, request_id: str, pin: Pin) -> None:
-        """Nothing."""
-
-
 class _Held:
-    """A member's ticket: its request, how many answers have been asked for, and the KV that is pinned for it, until a
-    decode worker is chosen (`bound`).
-    """
+    """A member's ticket: its request, and how many answers have been asked for."""
 
-    __slots__ = ("bound", "pin", "pinned_s", "request_id", "turn")
+    __slots__ = ("request_id", "turn")
 
     def __init__(self, request_id: str, turn: int) -> None:
         self.request_id, self.turn = request_id, turn
-        self.pin: Pin | None = None
-        self.pinned_s = 0.0
-        self.bound = False
 
 
 class Member:
@@ -180,12 +142,10 @@ class Hub:
         relays: int,
         on_superseded: Callable[[int], None] = lambda epoch: None,
         steward: Steward | None = None,
-        pins: Pins | None = None,
         salt: Callable[[], bytes | None] = lambda: None,
     ) -> None:
         """`relays`: how many are expected to join; 0: nothing is waited for. `salt`: as in `Welcome`."""
         self._steward: Steward = steward or _Unjudged()
-        self._pins: Pins = pins or _Unrecorded()
         self._salt = salt
         self._standings: dict[str, WorkerStanding] = {}  # as members know them
         self._silent: tuple[str, ...] = ()
@@ -259,22 +219,14 @@ class Hub:
         member = self.members[hello.relay] = Member(self._count, hello.relay, frames)
         self._at[frames] = member
         self.tell_workers()
-        for request_id in hello.ended:
-            self._pins.drop(request_id)
-        given_up = hello.epoch == self.epoch  # it has been a member, and what it had in the pool is freed
         void = []
         for held in sorted(hello.held, key=lambda held: -held.standing.waited_s):
-            request_id, standing = held.standing.spec.id, held.standing
-            lost = request_id in self._owners or (given_up and standing.phase is Phase.POOLED)
-            if lost or not self._ledger.adopt(standing):
-                void.append(held.ticket)
-                continue
-            entry = member.tickets[held.ticket] = _Held(request_id, held.turn)
-            self._owners[request_id] = (member, held.ticket)
-            if held.pin is not None:
-                self._pinned(entry, held.pin)
+            request_id = held.standing.spec.id
+            if request_id not in self._owners and self._ledger.adopt(held.standing):
+                member.tickets[held.ticket] = _Held(request_id, held.turn)
+                self._owners[request_id] = (member, held.ticket)
             else:
-                self._pins.drop(request_id)
+                void.append(held.ticket)
         fields = {"relay": hello.relay, "pid": hello.process, "requests": len(hello.held), "void": len(void)}
         log.info("relay joined", extra=fields)
         frames.say(Welcome(VERSION, self.epoch, member.number, tuple(void), self._salt()))
@@ -305,10 +257,6 @@ class Hub:
             self._release(member)
             del self.members[member.relay]
 
-    def holds(self, request_id: str) -> bool:
-        """Whether a member has that request."""
-        return request_id in self._owners
-
     def _release(self, member: Member) -> None:
         """What it holds is free: its clients are gone with it, or it comes back with what it still has."""
         held, member.tickets = list(member.tickets.values()), {}
@@ -316,19 +264,7 @@ class Hub:
         for each in held:
             del self._owners[each.request_id]
             self._ledger.finish(each.request_id, Outcome.FAILED)
-            if each.pin is not None and not each.bound:
-                pinned_for_s = self._loop.time() - each.pinned_s
-                self._pins.free(each.request_id, msgspec.structs.replace(each.pin, age_s=pinned_for_s))
         self._steward.lost(member.relay)
-
-    def _pinned(self, held: _Held, pin: Pin) -> None:
-        held.pin, held.bound, held.pinned_s = pin, False, self._loop.time() - pin.age_s
-        self._pins.keep(held.request_id, pin)
-
-    def _unpinned(self, held: _Held) -> None:
-        if held.pin is not None:
-            held.pin = None
-            self._pins.drop(held.request_id)
 
     # -- workers
 
@@ -423,7 +359,6 @@ class Hub:
             return
         if isinstance(message, Finish):
             del member.tickets[message.ticket], self._owners[request_id]
-            self._unpinned(held)
             ledger.finish(request_id, message.outcome, message.reason)
             return
         if isinstance(message, Pushed):
@@ -431,8 +366,6 @@ class Hub:
             return
         held.turn += 1
         if isinstance(message, Prefilled):
-            if message.pin is not None:
-                self._pinned(held, message.pin)
             ledger.prefilled(request_id, message.prompt_tokens, message.cached_tokens)
         elif isinstance(message, PrefillFailed):
             ledger.prefill_failed(request_id)
@@ -441,24 +374,14 @@ class Hub:
         elif isinstance(message, PushFailed):
             ledger.push_failed(request_id)
         elif isinstance(message, PutBack):
-            if held.pin is not None:
-                held.bound = False
-                pinned_for_s = self._loop.time() - held.pinned_s
-                self._pins.keep(request_id, msgspec.structs.replace(held.pin, age_s=pinned_for_s))
             ledger.put_back(request_id)
         else:
-            self._unpinned(held)
             ledger.requeue(request_id)
 
     def _tell(self, request_id: str, answer: Answer) -> None:
         member, number = self._owners[request_id]
-        held = member.tickets[number]
         if isinstance(answer, Refusal):
             del member.tickets[number], self._owners[request_id]
-            self._unpinned(held)
             member.frames.say(Refused(number, answer.kind, answer.text, answer.retry_after_s))
         else:
-            if held.pin is not None:  # a decode worker: from now on it may be told of the KV
-                held.bound = True
-                self._pins.drop(request_id)
-            member.frames.say(Chosen(number, held.turn, answer))
+            member.frames.say(Chosen(number, member.tickets[number].turn, answer))

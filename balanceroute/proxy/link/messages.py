@@ -23,9 +23,6 @@ its Hello says the largest that it has seen, and a brain that leads under a smal
 membership has a number as well (`member`): what a relay that was given up as dead still says on its old connection is
 not read, and it has to say Hello again.
 
-**Pins.** `Prefilled` and `Held` carry the prefill KV that waits at a prefiller (`Pin`), so that the brain can have it
-freed when the relay dies.
-
 **Workers** are judged by the brain: it asks for their health, and relays tell it how their requests fared. Relays only
 hold connections, and hear of every change. The first `Workers` of a membership names all there are.
 
@@ -60,42 +57,22 @@ class Message(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_field
 # -- joining ---------------------------------------------------------------------------------------------------------
 
 
-class Pin(Message, frozen=True):
-    """Prefill KV that waits for a decode worker, for `age_s` by now: all that it takes to have it pulled by one.
-
-    `params` are the prefiller's, raw JSON; `model` is the client's word, "" for none.
-    """
-
-    params: bytes
-    model: str
-    prompt_tokens: int
-    age_s: float
-
-
 class Held(Message, frozen=True):
-    """A request that lives at a relay, where it stands, and how many answers it has asked for.
-
-    `pin`: what waits for it at a prefiller, where no decode worker has been told of it.
-    """
+    """A request that lives at a relay, where it stands, and how many answers it has asked for."""
 
     ticket: int
     turn: int
     standing: Standing
-    pin: Pin | None = None
 
 
 class Hello(Message, frozen=True, tag=0):
-    """A relay joins. `relay` is its name, `process` tells one life of it from the next.
-
-    `ended`: requests with pinned KV that have left while there was no brain; the relay takes care of their KV.
-    """
+    """A relay joins. `relay` is its name, `process` tells one life of it from the next."""
 
     version: int
     relay: str
     process: int
     epoch: int
     held: tuple[Held, ...]
-    ended: tuple[str, ...] = ()
 
 
 class Welcome(Message, frozen=True, tag=1):
@@ -136,7 +113,6 @@ class Prefilled(Message, frozen=True, tag=11):
     ticket: int
     prompt_tokens: int
     cached_tokens: int | None
-    pin: Pin | None = None
 
 
 class PrefillFailed(Message, frozen=True, tag=12):

@@ -17,7 +17,7 @@ import os
 from collections.abc import Callable
 from typing import Final
 
-from balanceroute.core.types import Outcome, Phase, RequestSpec
+from balanceroute.core.types import Outcome, RequestSpec
 from balanceroute.core.view import ClusterView
 from balanceroute.proxy.admission.tickets import Ticket
 from balanceroute.proxy.admission.waist import Answer, Bounds, Refusal, RefusalKind, Tell
@@ -38,7 +38,6 @@ from balanceroute.proxy.link.messages import (
     Hello,
     Judged,
     LinkError,
-    Pin,
     Prefilled,
     PrefillFailed,
     Progress,
@@ -106,7 +105,6 @@ class RemoteBrain:
         self._tokens: dict[int, int] = {}  # not said yet
         self._progress_timer: asyncio.TimerHandle | None = None
         self._ticked_s = loop.time()
-        self._ended: list[str] = []  # what has left with pinned KV and no brain has heard of
         self._knows_workers = False
         self._greeted = False  # Hello has been said: what is said after it comes after it
         self._lost = asyncio.Event()
@@ -137,8 +135,7 @@ class RemoteBrain:
 
     def prefilled(self, request_id: str, prompt_tokens: int, cached_tokens: int | None = None) -> None:
         """See `waist.Brain`."""
-        pin = self._pin_of(request_id)
-        self._ask(request_id, lambda number: Prefilled(number, prompt_tokens, cached_tokens, pin))
+        self._ask(request_id, lambda number: Prefilled(number, prompt_tokens, cached_tokens))
 
     def prefill_failed(self, request_id: str) -> None:
         """See `waist.Brain`."""
@@ -176,8 +173,6 @@ class RemoteBrain:
         """See `waist.Brain`."""
         entry = self._open.pop(request_id)
         del self._ids[entry.number]
-        if not self._greeted:
-            self._ended.append(request_id)
         self._say(Finish(entry.number, outcome, reason))
 
     def began(self, request_id: str) -> None:
@@ -189,13 +184,6 @@ class RemoteBrain:
     def report(self, message: Judged | Activity) -> None:
         """What is known here of workers."""
         self._say(message)
-
-    def _pin_of(self, request_id: str) -> Pin | None:
-        ticket = self.tickets.get(request_id)
-        if ticket is None or ticket.pin is None:
-            return None
-        params, model, pinned_s = ticket.pin
-        return Pin(params, model, ticket.prompt_tokens, self._loop.time() - pinned_s)
 
     def _ask(self, request_id: str, message: Callable[[int], FromRelay]) -> None:
         """Say it, if the ticket is not void by now."""
@@ -270,19 +258,9 @@ class RemoteBrain:
         self._tokens = {}  # the standings have them
         now = self._loop.time()
         opened = [(ticket, self._open[ticket.id]) for ticket in self.tickets.values()]
-        held = [
-            Held(
-                entry.number,
-                entry.turn,
-                ticket.standing(now),
-                self._pin_of(ticket.id) if ticket.phase is Phase.POOLED else None,
-            )
-            for ticket, entry in opened
-            if entry.told
-        ]
-        self._frames.say(Hello(VERSION, self._relay, os.getpid(), self.epoch, tuple(held), tuple(self._ended)))
+        held = [Held(entry.number, entry.turn, ticket.standing(now)) for ticket, entry in opened if entry.told]
+        self._frames.say(Hello(VERSION, self._relay, os.getpid(), self.epoch, tuple(held)))
         self._greeted, self._knows_workers = True, False
-        self._ended = []
         for ticket, entry in opened:
             if not entry.told:  # it may be refused still
                 entry.told = True
