@@ -137,4 +137,4 @@ class BrainServer(ProcessServer):
         """Say where."""
         assert isinstance(self._app, BrainApp) and self.config.uds is not None
         os.chmod(self.config.uds, 0o600)
-        return {"socket": self.config.uds, "epoch": self._app.hub.epoch}
+        return {"socket": self.config.uds, "pid": os.getpid(), "epoch": self._app.hub.epoch}

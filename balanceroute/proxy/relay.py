@@ -11,6 +11,7 @@ SIGHUP              read the configuration again: limits, keys, certificates; wo
 
 import asyncio
 import logging
+import os
 import signal
 import socket
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -255,7 +256,7 @@ class RelayServer(ProcessServer):
 
     async def listening(self) -> dict[str, object]:
         """Say where."""
-        told: dict[str, object] = {"relay": self.name, "tls": self._app.tls.server is not None}
+        told: dict[str, object] = {"relay": self.name, "pid": os.getpid(), "tls": self._app.tls.server is not None}
         ports = [server.sockets[0].getsockname() for server in self.servers]
         told |= {"host": ports[0][0], "port": ports[0][1]}
         if len(ports) > 1:
