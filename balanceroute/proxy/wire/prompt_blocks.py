@@ -46,9 +46,8 @@ class PromptBlocks:
         O(bytes), of `MAX_BLOCKS` at most.
         """
         text, rest = request.prompt_json, request.rest
-        first = [orjson.dumps(rest[name]) for name in _FIRST if rest.get(name)]
-        if first:
-            text = b"".join((*first, text))
+        if not rest.keys().isdisjoint(_FIRST):
+            text = b"".join([*(orjson.dumps(rest[name]) for name in _FIRST if rest.get(name)), text])
         size = len(text)
         if size < BLOCK_BYTES or request.prompt_wishes is not None:
             return [], 0

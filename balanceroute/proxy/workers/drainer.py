@@ -157,7 +157,7 @@ class Drainer:
 
     async def _pull(self, job: Drain, worker: Worker, left_s: float) -> bool | None:
         """Whether the worker pulled the KV; None when it refused before its engine saw the request."""
-        worker.in_use += 1
+        worker.take()
         try:
             async with asyncio.timeout(left_s):
                 reply = await worker.upstream.request(
