@@ -1,4 +1,4 @@
-"""What is done to every byte of a stream's events and of prompts: `events.py`, which may be compiled (see pyproject.toml).
+"""What is done to every byte of a stream's events, and of prompts: `events.py`, which may be compiled (pyproject.toml).
 
 Nothing else depends on whether it is. `BALANCEROUTE_PURE_PYTHON=1` in the environment keeps to Python, and so does a
 compiled module of other sources than these (`STALE`), as it is left by a new checkout until it is installed again.
