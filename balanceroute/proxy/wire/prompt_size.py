@@ -9,8 +9,8 @@ Everything that a chat template writes is counted: messages with their roles, to
 model's own share of them is in the weights. Media count by number and by what is known of an image's size, never by
 the bytes that they take.
 
-Of texts longer than `SAMPLED_BYTES` only evenly spread pieces are looked at, so the cost is bounded: 2 us of CPU for 1 kB,
-15 us for a large prompt; twice to four times that where the count is not compiled.
+Of texts longer than `SAMPLED_BYTES` only evenly spread pieces are looked at, so the cost is bounded: 2 us of CPU for 1 kB, 15 us
+for a large prompt; twice to four times that where the count is not compiled.
 """
 
 import base64
