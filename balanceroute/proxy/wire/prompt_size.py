@@ -93,12 +93,20 @@ def traits_of(request: ClientRequest) -> Traits:
         if b'"type":' in text and any(name in text for name in _MEDIA):
             text, media, patches = _without_media(text)
         messages = text.count(b'"role":')
-        written = [_written(request.rest[name]) for name in _TEMPLATE_FIELDS if request.rest.get(name)]
+        written = template_fields(request)
         if written:
             text = b"".join((text, *written))
     traits = traits_of_text(text)
     traits[0], traits[1], traits[-2], traits[-1] = 1, messages, media, patches
     return traits
+
+
+def template_fields(request: ClientRequest) -> list[bytes]:
+    """What a chat template writes beside the messages, each as JSON."""
+    rest = request.rest
+    if rest.keys().isdisjoint(_TEMPLATE_FIELDS):
+        return []
+    return [_written(rest[name]) for name in _TEMPLATE_FIELDS if rest.get(name)]
 
 
 def _written(value: Any) -> bytes:
@@ -119,7 +127,7 @@ def traits_of_text(text: bytes) -> Traits:
         text = text.replace(b"\\n", b"\n").replace(b'\\"', b'"').replace(b"\\t", b"\t")
     classes = np.frombuffer((b"\n" + text).translate(_CLASS_OF), np.uint8)
     pairs = np.bincount(classes[:-1] * _CLASSES + classes[1:], minlength=_CLASSES**2)
-    traits: Traits = _TRAITS_OF_PAIR @ pairs
+    traits: Traits = _TRAITS_OF_PAIR.dot(pairs.astype(np.float64))  # as floats: whole numbers take twice as long
     return traits * share if share != 1.0 else traits
 
 
