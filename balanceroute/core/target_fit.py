@@ -29,8 +29,10 @@ the mean would rise by that much from one departure to the next; only large prom
 run out of them. So LevelFit comes back to where the worker stood after its last departure. The others are, on average,
 in the midst of their growth, and relative to the mean that is T = mean L - (1 - 1/G) o. What remains of the error shows
 in the stock: where the prompts that wait are smaller than those that arrive, too many large ones were taken, and T
-falls by `stock_share` times the difference. A small pool says little of that, so the correction is no more than the
-growth itself.
+falls by `stock_share` times the difference. A small pool says little of that, so the correction is bounded: T is below
+the mean by no more than half a mean prompt, or twice the growth where that is more. Where answers are short the growth
+is little and departures are many; no more than the growth would not keep the stock, and all that was left in it would
+come at once when slots are plenty, as after an outage.
 
 *Ageing by size.* No departure but that of another large prompt leaves a hole for one, so a large prompt waits for such
 a hole as long as it may. With A above 1 + penalty its bonus outgrows what it costs as a tower on the least loaded
@@ -261,7 +263,8 @@ class Window:
         self.drop = growth = rules.growth_share * means.answer_tokens * (1.0 - 1.0 / snapshot.n_in_barrier)
         if growth:
             stock = float(np.add.reduce(np.minimum(self._sizes, LARGE * mean_prompt))) / len(self._sizes)
-            self.drop += min(growth, max(-growth, rules.stock_share * (mean_prompt - stock)))
+            most = max(growth, mean_prompt / 2.0 - growth)
+            self.drop += min(most, max(-most, rules.stock_share * (mean_prompt - stock)))
         self._available = self._bonus.copy()  # -inf where the request is used
         # (speed, c) -> what each adds to a load, and 1 + penalty times as much
         self._scaled: dict[tuple[float, int], tuple[FloatArray, FloatArray]] = {}
