@@ -53,7 +53,9 @@ def check_config(
     try:
         config = load(file, os.environ, overrides)
     except ConfigError as error:
-        beside = load_sections(file, os.environ, overrides, ("listen", "auth", "metrics", "tls", "predictor"))
+        beside = load_sections(
+            file, os.environ, overrides, ("listen", "auth", "metrics", "tls", "predictor", "lifecycle")
+        )
         refuse([*error.problems, *file_problems(beside, model_too=False)])
     if wrong := file_problems(config):
         refuse(wrong)
@@ -91,7 +93,7 @@ def file_problems(config: "Config", *, model_too: bool = True) -> list[str]:
 
 
 def check_paths(config: "Config") -> None:
-    """The predictor's model is there, and its history has a folder. Raises: ConfigError."""
+    """The predictor's model is there, its history and the record of pinned KV have folders. Raises: ConfigError."""
     from balanceroute.errors import ConfigError
 
     problems: list[str] = []
@@ -100,6 +102,9 @@ def check_paths(config: "Config") -> None:
         problems.append(f"predictor.model = {model!r}: there is no such file")
     if history is not None and not Path(history).parent.is_dir():
         problems.append(f"predictor.history = {history!r}: its folder does not exist; make it first")
+    pins = config.lifecycle.pins_file
+    if pins is not None and not Path(pins).parent.is_dir():
+        problems.append(f"lifecycle.pins_file = {pins!r}: its folder does not exist; make it first")
     if problems:
         raise ConfigError(*problems)
 

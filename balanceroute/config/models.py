@@ -698,6 +698,12 @@ class Lifecycle(Section):
     join_attempts: int = Field(
         3, ge=1, le=100_000, description="An added worker that is not ready after so many tries is dropped."
     )
+    pins_file: str | None = Field(
+        None,
+        min_length=1,
+        description="File of the KV that prefillers keep for requests under way; after a kill the next start has it "
+        "drained. One router's own, best in memory: /run/balanceroute/pins. Unset: prefill.kv_pin_s frees it.",
+    )
 
 
 class Auth(Section):

@@ -50,10 +50,11 @@ from balanceroute.proxy.life.outlet import Outlet
 from balanceroute.proxy.life.services import TryServices
 from balanceroute.proxy.life.suspicion import Choices
 from balanceroute.proxy.life.verdicts import Verdicts
-from balanceroute.proxy.wire.payloads import ClientRequest
+from balanceroute.proxy.wire.payloads import ClientRequest, PrefillResult
 from balanceroute.proxy.wire.sse import StreamEnd
 from balanceroute.proxy.workers.drainer import Drain
 from balanceroute.proxy.workers.fleet import Worker
+from balanceroute.proxy.workers.pins import Pin, PinRecord
 from balanceroute.proxy.workers.silence import Attention, FrozenGroup
 from balanceroute.proxy.workers.upstream import Reply, header_lines
 
@@ -122,6 +123,7 @@ class Leg:
         "idle_s",
         "kv_due",
         "outcome",
+        "pin",
         "pinned_s",
         "prefill_wait_s",
         "prefiller",
@@ -170,6 +172,7 @@ class Leg:
         self.ticket: Ticket
         self.unspent: bytes | None = None  # kv_transfer_params that no decode worker has seen
         self.pinned_s = 0.0  # since when their KV has been pinned at most
+        self.pin: Pin | None = None  # the record of it, which has it for as long as they are unspent
         # where it is
         self._task: asyncio.Task[Any] | None = None
         self.at = ""  # the worker that a request of ours is under way at
@@ -320,7 +323,7 @@ class Leg:
 
         Args: deadline_s: when its first byte is late. grace_s: how long it goes on when the client goes.
         """
-        worker.in_use += 1
+        worker.take()
         worker.circuit.used()
         self.try_deadline_s, self._grace_s = deadline_s, grace_s
         self.at = worker.id
@@ -346,7 +349,8 @@ class Leg:
         ticket, verdicts, fleet = self.ticket, self.verdicts, self.services.fleet
         while True:
             worker = fleet[await verdicts.patiently(ticket, ticket.admission())]
-            await verdicts.turn(worker)
+            if verdicts.has_turn:
+                await verdicts.turn(worker)
             if worker.state is WorkerState.UP:
                 self.decode_wait_s += self.services.tickets.now() - ticket.pooled_s
                 return worker
@@ -365,6 +369,23 @@ class Leg:
         finally:
             self.verdicts.left_worker()
 
+    def record(self, pins: PinRecord, result: PrefillResult) -> None:
+        """Take down what a prefiller has pinned, if any prompt may stand in for this one.
+
+        Not where a drain would be one more try of a suspect, nor for embeddings, which are no count of token ids.
+        """
+        self.pin = None
+        params, request, tokens = result.kv_transfer_params, self.answer.request, result.prompt_tokens
+        if params is not None and tokens and request.prompt_json and not self.verdicts.has_losses:
+            age_s = self.services.tickets.now() - self.pinned_s
+            self.pin = pins.pin(self.id, self.prefiller, params, tokens, request.model, age_s)
+
+    def refused(self, params: bytes) -> None:
+        """The decode worker's engine has surely not seen the parameters that it was sent: their KV is still pinned."""
+        self.unspent = params
+        if self.pin is not None:
+            self.pin.hold()
+
     def free_kv(self) -> None:
         """Have pinned KV pulled that the request leaves behind, unless a decoder may have been told to already.
 
@@ -377,9 +398,11 @@ class Leg:
         drainer = self.services.drainer
         if self.verdicts.has_losses:
             drainer.orphan()  # a drain is the same request once more, at yet another decode worker
+            if self.pin is not None:
+                self.pin.release()
         else:
             drains = self.verdicts.drains
-            drainer.drain(Drain(self.id, self.answer.request, params, self.headers, self.pinned_s, drains))
+            drainer.drain(Drain(self.id, self.answer.request, params, self.headers, self.pinned_s, drains, self.pin))
 
 
 def _clear_frames(error: BaseException | None) -> None:

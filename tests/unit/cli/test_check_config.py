@@ -62,10 +62,12 @@ def test_missing_files_are_named_together_and_nothing_is_made(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], file: str, tmp_path: Path
 ) -> None:
     model, history, keys = tmp_path / "m.npz", tmp_path / "no" / "h.sqlite3", tmp_path / "keys.yaml"
+    pins = tmp_path / "none" / "pins"
     settings = [f"predictor.model={model}", f"predictor.history={history}", f"auth.client_keys={keys}"]
+    settings += [f"lifecycle.pins_file={pins}"]
     assert run(monkeypatch, file, *(part for text in settings for part in ("--set", text))) == 2
     said = capsys.readouterr().err
-    assert all(str(path) in said for path in (model, history, keys)) and said.count("\n") == 3
+    assert all(str(path) in said for path in (model, history, keys, pins)) and said.count("\n") == 4
     assert sorted(path.name for path in tmp_path.iterdir()) == ["c.yaml"]
 
 
