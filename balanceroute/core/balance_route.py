@@ -31,7 +31,7 @@ from balanceroute.core.fscore import HorizonWeights, Score, present_score
 from balanceroute.core.policy import Choice, StageTimer
 from balanceroute.core.pool import WaitingClass
 from balanceroute.core.projection import LoadArray
-from balanceroute.core.snapshot import ClusterSnapshot
+from balanceroute.core.snapshot import ClusterSnapshot, free_slots
 from balanceroute.core.subset import best_subset
 from balanceroute.core.tracker import DecodeInstanceState, RequestTracker
 
@@ -110,7 +110,7 @@ class ProjectedMargins:
 
     def _project(self) -> LoadArray:
         loads = self._loads = self._snapshot.projected_loads()[:, : self._horizon + 1]
-        down = self._snapshot.down_workers()
+        down = self._snapshot.down
         standing = np.delete(loads, down, axis=0) if down else loads
         self._envelope = np.maximum.reduce(standing)
         return loads
@@ -145,7 +145,7 @@ class Room:
 
     def __init__(self, snapshot: ClusterSnapshot) -> None:
         self.workers = snapshot.open_workers()
-        self.free = sum([worker.own_slots - len(worker.active) for worker in self.workers])
+        self.free = free_slots(self.workers)
 
     def take(self, worker: DecodeInstanceState) -> None:
         """Take in an admission that was just made."""

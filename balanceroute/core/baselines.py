@@ -11,7 +11,6 @@ from random import Random
 from balanceroute.core.policy import AdmissionPolicy, Choice
 from balanceroute.core.snapshot import ClusterSnapshot
 from balanceroute.core.tracker import DecodeInstanceState, RequestTracker
-from balanceroute.core.types import UP
 
 
 class AssignAtOnce(AdmissionPolicy):
@@ -25,7 +24,7 @@ class AssignAtOnce(AdmissionPolicy):
 
     def decide(self, snapshot: ClusterSnapshot, now: float) -> Iterator[Choice]:
         while len(snapshot.pool):
-            workers = [worker for worker in snapshot.workers if worker.state is UP]
+            workers = snapshot.up
             if not workers:
                 return
             request = snapshot.pool.front[0]

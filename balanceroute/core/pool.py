@@ -7,7 +7,9 @@ business (`Scheduler`, "Priority").
 
 A class keeps three orders over its entries, each by insertion, so that a decision never sorts: waiting order (arrival),
 prompt size (for the best single request of the class), and the time at which an entry has waited too long. Insertion
-and removal cost two binary searches and a memmove of at most the pool's size (a few hundred entries).
+and removal cost two binary searches and a memmove of at most the pool's size (a few hundred entries). The order by
+size, and sizes and times as arrays, are kept from when a policy first asks for them: no policy asks for both, and where
+nothing has to wait for a slot, none for either.
 """
 
 import math
@@ -16,6 +18,7 @@ from bisect import bisect_left, insort
 from collections.abc import Iterator
 from heapq import heappop, heappush
 from itertools import chain
+from operator import attrgetter
 
 import numpy as np
 from numpy.typing import NDArray
@@ -25,15 +28,14 @@ from balanceroute.errors import InvariantError
 
 
 class WaitingClass:
-    """Waiting requests of one priority in arrival order, with their sizes and waiting times as arrays."""
+    """Waiting requests of one priority in arrival order."""
 
     def __init__(self) -> None:
         self._orders: list[int] = []
         self._trackers: list[RequestTracker] = []
-        self._prompt_tokens = array("d")
-        self._ready_s = array("d")
-        self._by_size: list[tuple[int, int, RequestTracker]] = []
         self._overdue: list[tuple[float, int, RequestTracker]] = []
+        self._sizes: list[tuple[int, int, RequestTracker]] | None = None
+        self._arrays: tuple[array[float], array[float]] | None = None  # prompt tokens and when each became ready
 
     def __len__(self) -> int:
         return len(self._trackers)
@@ -57,9 +59,12 @@ class WaitingClass:
         position = bisect_left(self._orders, tracker.order)
         self._orders.insert(position, tracker.order)
         self._trackers.insert(position, tracker)
-        self._prompt_tokens.insert(position, tracker.prompt_tokens)
-        self._ready_s.insert(position, tracker.ready_s)
-        insort(self._by_size, (tracker.prompt_tokens, tracker.order, tracker))
+        if self._sizes is not None:
+            insort(self._sizes, (tracker.prompt_tokens, tracker.order, tracker))
+        if self._arrays is not None:
+            prompt_tokens, ready_s = self._arrays
+            prompt_tokens.insert(position, tracker.prompt_tokens)
+            ready_s.insert(position, tracker.ready_s)
         if tracker.overdue_s < math.inf:
             heappush(self._overdue, (tracker.overdue_s, tracker.order, tracker))
 
@@ -69,32 +74,39 @@ class WaitingClass:
         if position == len(self._orders) or self._trackers[position] is not tracker:
             raise InvariantError(f"{tracker.id} is not in the pool")
         del self._orders[position], self._trackers[position]
-        del self._prompt_tokens[position], self._ready_s[position]
-        del self._by_size[bisect_left(self._by_size, (tracker.prompt_tokens, tracker.order))]
+        if self._sizes is not None:
+            del self._sizes[bisect_left(self._sizes, (tracker.prompt_tokens, tracker.order))]
+        if self._arrays is not None:
+            prompt_tokens, ready_s = self._arrays
+            del prompt_tokens[position], ready_s[position]
 
-    def prompt_tokens(self) -> NDArray[np.float64]:
-        """Prompt sizes in waiting order, shape (len,), tokens; a copy."""
-        return np.frombuffer(self._prompt_tokens, dtype=np.float64).copy() if self._trackers else np.empty(0)
-
-    def ready_s(self) -> NDArray[np.float64]:
-        """When each entry became ready, in waiting order, shape (len,), seconds; a copy."""
-        return np.frombuffer(self._ready_s, dtype=np.float64).copy() if self._trackers else np.empty(0)
+    def arrays(self) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+        """Prompt sizes and when each entry became ready, in waiting order, shape (len,), tokens and seconds; copies."""
+        if not self._trackers:
+            return np.empty(0), np.empty(0)
+        if self._arrays is None:
+            prompt_tokens = array("d", [tracker.prompt_tokens for tracker in self._trackers])
+            self._arrays = prompt_tokens, array("d", [tracker.ready_s for tracker in self._trackers])
+        sizes, times = self._arrays
+        return np.frombuffer(sizes).copy(), np.frombuffer(times).copy()
 
     def longest_waiting(self) -> RequestTracker:
         """The entry that became ready first; O(n). The class is not empty."""
-        return self._trackers[self._ready_s.index(min(self._ready_s))]
+        return min(self._trackers, key=attrgetter("ready_s"))
 
     def largest_at_most(self, tokens: float) -> RequestTracker | None:
         """The first in waiting order among the largest prompts of at most `tokens`; O(log n)."""
-        after = bisect_left(self._by_size, (tokens, math.inf))
+        sizes = self._ascending()
+        after = bisect_left(sizes, (tokens, math.inf))
         if after == 0:
             return None
-        return self._by_size[bisect_left(self._by_size, (self._by_size[after - 1][0],))][2]
+        return sizes[bisect_left(sizes, (sizes[after - 1][0],))][2]
 
     def smallest_above(self, tokens: float) -> RequestTracker | None:
         """The first in waiting order among the smallest prompts of more than `tokens`; O(log n)."""
-        after = bisect_left(self._by_size, (tokens, math.inf))
-        return self._by_size[after][2] if after < len(self._by_size) else None
+        sizes = self._ascending()
+        after = bisect_left(sizes, (tokens, math.inf))
+        return sizes[after][2] if after < len(sizes) else None
 
     def first_between(self, low_tokens: float, high_tokens: float) -> RequestTracker | None:
         """The first in waiting order with a prompt of these sizes, both included; O(n)."""
@@ -103,8 +115,8 @@ class WaitingClass:
     def by_size(self, count: int, *, descending: bool) -> list[RequestTracker]:
         """The `count` smallest (or largest) prompts; equal ones in waiting order."""
         if not descending:
-            return [entry[2] for entry in self._by_size[:count]]
-        return sorted(self._trackers, key=lambda tracker: -tracker.prompt_tokens)[:count]
+            return [entry[2] for entry in self._ascending()[:count]]
+        return sorted(self._trackers, key=attrgetter("prompt_tokens"), reverse=True)[:count]
 
     def most_overdue(self, now: float) -> RequestTracker | None:
         """The entry that passed its patience first, if any has; amortised O(log n)."""
@@ -114,6 +126,12 @@ class WaitingClass:
                 return tracker if overdue_s <= now else None
             heappop(self._overdue)
         return None
+
+    def _ascending(self) -> list[tuple[int, int, RequestTracker]]:
+        """By prompt size, then by arrival."""
+        if self._sizes is None:
+            self._sizes = sorted((tracker.prompt_tokens, tracker.order, tracker) for tracker in self._trackers)
+        return self._sizes
 
 
 class PromptPool:

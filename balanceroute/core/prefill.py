@@ -13,7 +13,6 @@ Ties go to the one used longest ago. A policy says what each prefiller would cos
 
 import math
 from collections.abc import Callable, Sequence
-from operator import attrgetter
 from typing import Final
 
 from balanceroute.core.tracker import PrefillerBudget, RequestTracker
@@ -52,10 +51,11 @@ def prefix_affinity(ready: Sequence[PrefillerBudget], request: RequestTracker) -
 
 def affinity_costs(ready: Sequence[PrefillerBudget], request: RequestTracker, lone_weight: int) -> list[int]:
     """Tokens of work where each that is a conversation's own counts so many times."""
-    tokens = request.prompt_tokens
     lone_tokens = lone_tokens_of(request)
-    unknown = work(0, tokens, lone_tokens, lone_weight)
-    first = request.prefix[0] if request.prefix else None
+    unknown = work(0, request.prompt_tokens, lone_tokens, lone_weight)
+    if not request.prefix:
+        return [prefiller.inflight_uncached_tokens + unknown for prefiller in ready]
+    first = request.prefix[0]
     return [
         work(prefiller.inflight_uncached_tokens, request.uncached_on(prefiller), lone_tokens, lone_weight)
         if first in prefiller.cache.blocks
@@ -81,8 +81,11 @@ def round_robin(ready: Sequence[PrefillerBudget], request: RequestTracker) -> li
 
 def cheapest(ready: Sequence[PrefillerBudget], costs: Sequence[float]) -> PrefillerBudget:
     """The one with the least cost; of equal ones the one used longest ago."""
-    least = min(costs)
-    return min([each for each, cost in zip(ready, costs, strict=True) if cost == least], key=attrgetter("last_used"))
+    best, least = ready[0], costs[0]
+    for prefiller, cost in zip(ready, costs, strict=True):
+        if cost < least or (cost == least and prefiller.last_used < best.last_used):
+            best, least = prefiller, cost
+    return best
 
 
 PREFILL_POLICIES: Final[dict[str, PrefillPolicy]] = {

@@ -76,14 +76,12 @@ class SharedPrefixes:
         """A prompt is sent. O(n)."""
         conversations, ends = self.conversations, self._ends
         known = leading(prefix, conversations)
+        more = 1
         if 0 < known < len(prefix) and prefix[known - 1] in ends:
             ends.remove(prefix[known - 1])
-        else:
-            for block in prefix[:known]:
-                conversations[block] += 1
+            more = 0
         for block in reversed(prefix):
-            conversations.setdefault(block, 1)
-            conversations.move_to_end(block)
+            conversations[block] = conversations.pop(block, 1 - more) + more
         if known < len(prefix):
             ends.add(prefix[-1])
         while len(conversations) > MAX_BLOCKS:

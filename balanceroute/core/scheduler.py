@@ -183,7 +183,7 @@ class Scheduler:
         """Health or an operator says what the worker may do; its requests stay where they are."""
         for worker in self.snapshot.workers:
             if worker.spec.id == worker_id:
-                worker.state = state
+                self.snapshot.set_state(worker, state)
                 return
         prefiller = self.snapshot.prefiller(worker_id)
         prefiller.state = state
@@ -610,7 +610,7 @@ class Scheduler:
         if self.draining:
             return RejectReason.DRAINING
         snapshot = self.snapshot
-        if _all_down(snapshot.prefillers) or _all_down(snapshot.workers):
+        if not snapshot.n_in_barrier or _all_down(snapshot.prefillers):
             return RejectReason.NO_WORKERS
         if self.config.max_queued is not None and len(snapshot.queued) >= self.config.max_queued:
             return RejectReason.QUEUE_FULL
@@ -792,20 +792,22 @@ class Scheduler:
 
     def _let_go(self, tracker: RequestTracker, now: float) -> str | None:
         """Release whatever the tracker's phase holds; the prefiller whose pinned KV must be drained, if any."""
-        if tracker.phase is QUEUED:
+        if tracker.phase is DECODING:
+            self.snapshot.asking.pop(tracker.id, None)
+            if tracker.pushing:
+                self._end_push(tracker, now)
+            self._unbind(tracker)
+        elif tracker.phase is QUEUED:
             del self.snapshot.queued[tracker.id]
         elif tracker.phase is PREFILLING:
             self._end_prefill(tracker, now)
         elif tracker.phase is POOLED:
             self.snapshot.pool.remove(tracker)
-        elif tracker.phase is DECODING:
-            self.snapshot.asking.pop(tracker.id, None)
-            if tracker.pushing:
-                self._end_push(tracker, now)
-            self._unbind(tracker)
-        pinned_at = tracker.prefiller.spec.id if tracker.prefiller is not None else None
+        prefiller = tracker.prefiller
+        if prefiller is None:
+            return None
         self._unpin(tracker)
-        return pinned_at
+        return prefiller.spec.id
 
     def _unbind(self, tracker: RequestTracker) -> None:
         worker = self._worker_of(tracker)
@@ -868,8 +870,8 @@ class Scheduler:
         return tracker
 
 
-def _all_down(members: Sequence[PrefillerBudget | DecodeInstanceState]) -> bool:
-    for member in members:
-        if member.state is not DOWN:
+def _all_down(prefillers: Sequence[PrefillerBudget]) -> bool:
+    for prefiller in prefillers:
+        if prefiller.state is not DOWN:
             return False
     return True

@@ -39,6 +39,7 @@ from balanceroute.core.types import (
     Phase,
     Role,
     WorkerSpec,
+    WorkerState,
 )
 from balanceroute.errors import InvariantError
 
@@ -106,6 +107,8 @@ class ClusterSnapshot:
         self.horizon_steps = horizon_steps
         self.requests: dict[str, RequestTracker] = {}
         self.workers: list[DecodeInstanceState] = []
+        self.up: list[DecodeInstanceState] = []  # those that take new requests, by index
+        self.down: list[int] = []  # indices of those outside the barrier
         self.prefillers: list[PrefillerBudget] = []
         self.shared_prefixes = SharedPrefixes()
         self.queued: dict[str, RequestTracker] = {}
@@ -166,8 +169,18 @@ class ClusterSnapshot:
 
     def _rebuild_projection(self) -> None:
         """A worker came or went: rare, so the rows are recounted."""
+        self._sort_by_state()
         self.alike = all(worker.spec.speed == 1.0 and not worker.spec.request_tokens for worker in self.workers)
         self.projection = self.recount_projection()
+
+    def set_state(self, worker: DecodeInstanceState, state: WorkerState) -> None:
+        """What a decode worker may do from now on."""
+        worker.state = state
+        self._sort_by_state()
+
+    def _sort_by_state(self) -> None:
+        self.up = [worker for worker in self.workers if worker.state is UP]
+        self.down = [worker.index for worker in self.workers if worker.state is DOWN]
 
     def set_horizon(self, horizon_steps: int) -> None:
         """Project over another horizon from now on."""
@@ -187,13 +200,13 @@ class ClusterSnapshot:
     @property
     def free_slots(self) -> int:
         """Slots free on all workers that take new requests. O(G)."""
-        return sum(worker.free_slots for worker in self.open_workers())
+        return free_slots(self.open_workers())
 
     @property
     def has_room(self) -> bool:
         """Whether any worker may be sent another request, into a slot or ahead of one. O(G)."""
-        for worker in self.workers:
-            if len(worker.active) < worker.own_slots + worker.ahead and worker.state is UP:
+        for worker in self.up:
+            if len(worker.active) < worker.own_slots + worker.ahead:
                 return True
         return False
 
@@ -212,21 +225,22 @@ class ClusterSnapshot:
 
     def open_workers(self) -> list[DecodeInstanceState]:
         """Workers with a free slot, by index. O(G)."""
-        return [worker for worker in self.workers if len(worker.active) < worker.own_slots and worker.state is UP]
-
-    def down_workers(self) -> list[int]:
-        """Indices of the workers outside the barrier. O(G)."""
-        return [worker.index for worker in self.workers if worker.state is DOWN]
+        return [worker for worker in self.up if len(worker.active) < worker.own_slots]
 
     @property
     def n_in_barrier(self) -> int:
-        """G: the workers that wait for each other at the end of a step, which are those that are not down. O(G)."""
-        return len(self.workers) - len(self.down_workers())
+        """G: the workers that wait for each other at the end of a step, which are those that are not down."""
+        return len(self.workers) - len(self.down)
+
+    def in_barrier(self, values: list[float]) -> list[float]:
+        """Those of a value per worker that are of the workers in the barrier. O(G)."""
+        down = self.down
+        return values if not down else [value for index, value in enumerate(values) if index not in down]
 
     @property
     def envelope(self) -> float:
-        """M: the largest load of a worker that is not down; 0 without workers."""
-        return max((worker.step_load for worker in self.workers if worker.state is not DOWN), default=0.0)
+        """M: the largest load of a worker that is not down; 0 without workers. O(G)."""
+        return max(self.in_barrier(self.step_loads()), default=0.0)
 
     def projected_loads(self) -> LoadArray:
         """L_g(k+h), shape (G, H+1): our requests as projected, those of others as if they stayed. O(G*H).
@@ -279,6 +293,8 @@ class ClusterSnapshot:
         self._expect("pool tokens", self.pool.tokens, sum(tracker.prompt_tokens for tracker in self.pool))
         order = [(tracker.priority, tracker.order) for tracker in self.pool]
         self._expect("pool order", order, sorted(order))
+        self._expect("up", self.up, [worker for worker in self.workers if worker.state is UP])
+        self._expect("down", self.down, [worker.index for worker in self.workers if worker.state is DOWN])
         for worker in self.workers:
             self._check_worker(worker)
         for prefiller in self.prefillers:
@@ -312,3 +328,8 @@ class ClusterSnapshot:
     def _expect(what: str, found: object, counted: object) -> None:
         if found != counted:
             raise InvariantError(f"{what}: kept {found!r}, recounted {counted!r}")
+
+
+def free_slots(open_workers: list[DecodeInstanceState]) -> int:
+    """Free slots of workers that have any."""
+    return sum([worker.own_slots - len(worker.active) for worker in open_workers])

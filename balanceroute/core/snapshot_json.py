@@ -215,7 +215,7 @@ def _read_worker(snapshot: ClusterSnapshot, entry: Any, path: str) -> None:
     accepted = [state.value for state in WorkerState]
     if entry.get("state", "up") not in accepted:
         raise InputError(f"{path}.state: {entry['state']!r:.60}; accepted: {', '.join(accepted)}")
-    worker.state = WorkerState(entry.get("state", "up"))
+    snapshot.set_state(worker, WorkerState(entry.get("state", "up")))
     foreign = _object(entry.get("foreign", {}), f"{path}.foreign")
     worker.set_foreign(
         _whole(foreign, "requests", f"{path}.foreign", default=0),

@@ -53,7 +53,7 @@ import numpy as np
 
 from balanceroute.arrays import FloatArray
 from balanceroute.core.policy import Choice, StageTimer
-from balanceroute.core.snapshot import ClusterSnapshot
+from balanceroute.core.snapshot import ClusterSnapshot, free_slots
 from balanceroute.core.tracker import DecodeInstanceState, RequestTracker
 from balanceroute.core.types import DOWN, WorkerSpec
 
@@ -164,7 +164,7 @@ class TargetFit:
         self, snapshot: ClusterSnapshot, open_workers: list[DecodeInstanceState], now: float, may_hold: bool
     ) -> Iterator[Choice]:
         workers, loads = snapshot.workers, snapshot.step_loads()
-        envelope = max([loads[worker.index] for worker in workers if worker.state is not DOWN], default=0.0)
+        envelope = max(snapshot.in_barrier(loads), default=0.0)
         lightest = [(loads[worker.index], worker.index) for worker in open_workers]
         heapify(lightest)
         waiting = snapshot.pool.front
@@ -190,11 +190,6 @@ class TargetFit:
         return True
 
 
-def free_slots(open_workers: list[DecodeInstanceState]) -> int:
-    """Free slots on workers that have any."""
-    return sum([worker.own_slots - len(worker.active) for worker in open_workers])
-
-
 def cost(spec: WorkerSpec, prompt_tokens: float) -> float:
     """What a request of this prompt adds to the load of a worker."""
     return spec.speed * (prompt_tokens + spec.request_tokens)
@@ -215,7 +210,7 @@ class Loads:
         self.most = {worker.index: worker.own_slots + worker.foreign_requests for worker in open_workers}
         self.free = free_slots(open_workers)
         fixed = self.scaled.copy()
-        for index in sorted(self.open + snapshot.down_workers(), reverse=True):
+        for index in sorted(self.open + snapshot.down, reverse=True):
             del fixed[index]
         self._fixed_count, self._fixed_sum, self._fixed_max = len(fixed), sum(fixed), max(fixed, default=0.0)
 
@@ -250,9 +245,9 @@ class Window:
         mean_prompt = means.prompt_tokens or 1.0
         self.rules = rules
         self.trackers = waiting.head(params.window)
-        self._sizes: FloatArray = waiting.prompt_tokens()[: params.window]
-        wait_s = waiting.ready_s()[: params.window]
-        np.subtract(now, wait_s, out=wait_s)
+        sizes, ready_s = waiting.arrays()
+        self._sizes: FloatArray = sizes[: params.window]
+        wait_s = now - ready_s[: params.window]
         cap_s = self._sizes * (0.1 / mean_prompt)
         np.minimum(cap_s, rules.most_patience, out=cap_s)
         cap_s += 1.0

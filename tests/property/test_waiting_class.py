@@ -15,12 +15,23 @@ EVENTS = st.lists(st.tuples(st.booleans(), st.integers(0, 30), st.integers(1, 6)
 
 
 @settings(max_examples=500, deadline=None)
-@given(EVENTS, st.integers(0, 7), st.integers(0, 7), st.sampled_from([0.0, 1.0, 2.0, 2.5]), st.integers(0, 30))
+@given(
+    EVENTS,
+    st.integers(0, 7),
+    st.integers(0, 7),
+    st.sampled_from([0.0, 1.0, 2.0, 2.5]),
+    st.integers(0, 30),
+    st.integers(0, 25),
+)
 def test_every_search_finds_what_a_walk_through_the_list_finds(
-    events: list[tuple[bool, int, int, float]], low: int, high: int, now: float, count: int
+    events: list[tuple[bool, int, int, float]], low: int, high: int, now: float, count: int, asked_first: int
 ) -> None:
+    """Sizes and arrays are made when they are asked for first, and kept up from then on."""
     waiting, plain = WaitingClass(), list[RequestTracker]()
     for order, (is_added, pick, tokens, overdue_s) in enumerate(events):
+        if order == asked_first:
+            waiting.arrays()
+            waiting.smallest_above(0)
         if is_added or not plain:
             # requests come back from a decode, so their place is by arrival and not by insertion
             place = pick * 100 + order
@@ -36,8 +47,9 @@ def test_every_search_finds_what_a_walk_through_the_list_finds(
                 waiting.remove(gone)
     assert list(waiting) == plain
     assert all(tracker in waiting for tracker in plain)
-    assert waiting.prompt_tokens().tolist() == [tracker.prompt_tokens for tracker in plain]
-    assert waiting.ready_s().tolist() == [tracker.ready_s for tracker in plain]
+    prompt_tokens, ready_s = waiting.arrays()
+    assert prompt_tokens.tolist() == [tracker.prompt_tokens for tracker in plain]
+    assert ready_s.tolist() == [tracker.ready_s for tracker in plain]
     up = sorted(plain, key=lambda each: (each.prompt_tokens, each.order))
     down = sorted(plain, key=lambda each: (-each.prompt_tokens, each.order))
     assert waiting.by_size(count, descending=False) == up[:count]

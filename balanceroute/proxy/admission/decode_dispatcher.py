@@ -1,8 +1,7 @@
 """The second coroutine: from the prompt pool to the decode workers, by the policy.
 
-It sleeps on two events, `pool_not_empty` and `slot_freed`, and runs once both are set. The event loop calls it only
-after every socket that was ready has been read, so prefills that finish together and slots that free together are one
-decision over all of them, not several greedy ones.
+It sleeps until a decision is due. The event loop calls it only after every socket that was ready has been read, so
+prefills that finish together and slots that free together are one decision over all of them, not several greedy ones.
 
 After a decision, whatever is left in the pool waits for the next change: a slot, an arrival, a worker. Where the
 policy holds something back although a slot is free (target_fit does, to keep the envelope), loads change with every
@@ -26,7 +25,7 @@ HOLD_S: Final = 0.02  # about one decode step: the loads a held request waits fo
 
 
 class DecodeDispatcher:
-    """Sleeps on `ledger.pool_not_empty` and `ledger.slot_freed`; `on_admit` is told each admission."""
+    """Sleeps on `ledger.decision_due`; `on_admit` is told each admission."""
 
     def __init__(
         self,
@@ -41,10 +40,9 @@ class DecodeDispatcher:
 
     async def run(self) -> None:
         """Until cancelled."""
-        ledger = self._ledger
+        due = self._ledger.decision_due
         while True:
-            await ledger.pool_not_empty.wait()
-            await ledger.slot_freed.wait()
+            await due.wait()
             self.step()
 
     def step(self) -> None:
@@ -68,12 +66,10 @@ class DecodeDispatcher:
                         "score": admission.score,
                     },
                 )
-        ledger.slot_freed.clear()
-        if not ledger.scheduler.snapshot.pool:
-            ledger.pool_not_empty.clear()
-        elif ledger.decision_possible and self._again is None:
+        ledger.decision_due.clear()
+        if ledger.scheduler.snapshot.pool and ledger.decision_possible and self._again is None:
             self._again = ledger.loop.call_later(HOLD_S, self._ask_again)
 
     def _ask_again(self) -> None:
         self._again = None
-        self._ledger.slot_freed.set()
+        self._ledger.decision_due.set()

@@ -22,9 +22,10 @@ from balanceroute.core.knobs import PolicySettings
 from balanceroute.core.scheduler import Scheduler, SchedulerConfig
 from balanceroute.core.snapshot_json import outline_to_dict, snapshot_to_dict
 from balanceroute.core.types import (
+    DECODING,
+    POOLED,
     Admit,
     Outcome,
-    Phase,
     Prefill,
     Release,
     RequestSpec,
@@ -70,8 +71,9 @@ class Ledger:
         self.tell: Tell = _nobody
         self.collect: Callable[[], None] = _nothing
         self.prefill_event = asyncio.Event()  # a queued request may now find a prefiller
-        self.pool_not_empty = asyncio.Event()
-        self.slot_freed = asyncio.Event()  # a decision could turn out differently than the last one
+        self.decision_due = (
+            asyncio.Event()
+        )  # something is in the pool, and what is decided may differ from the last time
         self._waits_for_slots = scheduler.policy.waits_for_slots
 
     # -- what requests tell: see `waist.Brain`
@@ -140,16 +142,17 @@ class Ledger:
 
     def finish(self, request_id: str, outcome: Outcome, reason: str = "") -> None:
         """The request leaves. Raises InvariantError when gone."""
-        tracker = self.scheduler.snapshot.requests.get(request_id)
-        if self.forecasts is not None and tracker is not None:
-            self.forecasts.finished(tracker, reason or outcome.value)
+        if self.forecasts is not None:
+            tracker = self.scheduler.snapshot.requests.get(request_id)
+            if tracker is not None:
+                self.forecasts.finished(tracker, reason or outcome.value)
         self.released(self.scheduler.finish(request_id, outcome, self.now()))
 
     def adopt(self, standing: Standing) -> bool:
         """A request that somebody else has let in goes on where it stands; False: it can't, and is unknown here."""
         if not self.scheduler.adopt(standing, self.now()):
             return False
-        if standing.phase is Phase.POOLED:
+        if standing.phase is POOLED:
             self._pooled(standing.spec.id)
         self.prefill_capacity_changed()
         return True
@@ -198,7 +201,7 @@ class Ledger:
                 self.forecasts.finished(tracker, Outcome.EXPIRED.value)
         expired = self.scheduler.expire(now)
         for release in expired:
-            where = "a decode slot" if release.phase is Phase.POOLED else "a prefiller"
+            where = "a decode slot" if release.phase is POOLED else "a prefiller"
             self.tell(release.request, Refusal(RefusalKind.EXPIRED, f"The request waited too long for {where}."))
             self.released(release)
         return [release.request for release in expired]
@@ -303,7 +306,7 @@ class Ledger:
             return
         self.scheduler.report_decoder(worker_id, foreign_requests, foreign_tokens, least_own_slots, self.now())
         if worker.own_slots > before:
-            self.slot_freed.set()
+            self._slots_changed()
 
     def show_report(self, worker_id: str, samples: dict[str, float]) -> None:
         """What a decode worker says of itself, for /state and views."""
@@ -357,9 +360,8 @@ class Ledger:
 
     def pool_filled(self) -> None:
         """A request has come into the pool."""
-        self.pool_not_empty.set()
         if self.decision_possible:
-            self.slot_freed.set()
+            self.decision_due.set()
 
     def prefill_capacity_changed(self) -> None:
         """A prefiller may take a request that it couldn't before."""
@@ -369,13 +371,17 @@ class Ledger:
     def capacity_changed(self) -> None:
         """Some worker may take a request that it couldn't before."""
         self.prefill_capacity_changed()
-        self.slot_freed.set()
+        self._slots_changed()
 
     def released(self, release: Release) -> None:
         """A request has left its phase: whoever waited for what it held is woken."""
         self.prefill_capacity_changed()
-        if release.phase is Phase.DECODING:
-            self.slot_freed.set()
+        if release.phase is DECODING:
+            self._slots_changed()
+
+    def _slots_changed(self) -> None:
+        if len(self.scheduler.snapshot.pool):
+            self.decision_due.set()
 
 
 def open_ledger(

@@ -57,7 +57,7 @@ class _Weights:
         self._answers = 0
 
     def tokens(self, traits: Traits) -> float:
-        return float(self._weights @ traits)
+        return float(self._weights.dot(traits))
 
     def learn(self, traits: Traits, tokens: int) -> None:
         error = 1.0 - self.tokens(traits) / tokens
@@ -65,14 +65,15 @@ class _Weights:
         if self._answers > _EAGER and abs(error) < _GOOD:
             return
         relative = traits / tokens
-        direction = self._covariance @ relative
-        gain = direction / (_NOISE + relative @ direction)
+        covariance = self._covariance
+        direction = covariance.dot(relative)
+        gain = direction / (_NOISE + relative.dot(direction))
         self._weights += gain * min(_MAX_SURPRISE, max(-_MAX_SURPRISE, error))
-        self._covariance -= np.outer(gain, direction)
-        self._covariance /= _FORGETTING
+        covariance -= gain[:, None] * direction
+        covariance /= _FORGETTING
         # what has not been seen for long must not become more uncertain than it was at first
-        grown = np.sqrt(np.minimum(1.0, _PRIOR_VARIANCE / np.maximum(self._covariance.diagonal(), 1e-12)))
-        self._covariance *= np.outer(grown, grown)
+        grown = np.sqrt(np.minimum(1.0, _PRIOR_VARIANCE / np.maximum(covariance.diagonal(), 1e-12)))
+        covariance *= grown[:, None] * grown
 
 
 class PromptSizes:

@@ -22,6 +22,8 @@ several times per second besides.
 """
 
 import asyncio
+from collections.abc import Coroutine
+from typing import Any
 
 from balanceroute.core.types import DECODING, GONE, POOLED, PREFILLING, QUEUED, Outcome, RequestSpec, Standing
 from balanceroute.core.view import ClusterView
@@ -86,15 +88,15 @@ class Ticket:
         else:
             self.phase = QUEUED
 
-    async def prefiller(self) -> str:
+    def prefiller(self) -> Coroutine[Any, Any, str]:
         """Wait for the prefiller that gets the probe. Raises: Rejected: QueueFull, NoHealthyWorkers, Draining,
         QueueTimeout.
         """
-        return await self._wait()
+        return self._wait()
 
-    async def admission(self) -> str:
+    def admission(self) -> Coroutine[Any, Any, str]:
         """Wait for the decode worker. Raises: as `prefiller`."""
-        return await self._wait()
+        return self._wait()
 
     def check(self) -> None:
         """For who waits for no worker. Raises: as `prefiller`, if that has been told."""

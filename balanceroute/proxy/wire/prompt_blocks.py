@@ -20,6 +20,7 @@ import orjson
 import xxhash
 
 from balanceroute.proxy.wire.payloads import ClientRequest
+from balanceroute.proxy.wire.prompt_size import template_fields
 
 BLOCK_BYTES: Final = 1024  # 200 to 350 tokens of text or ids: one to three blocks of vllm-ascend's 128 tokens
 MAX_BLOCKS: Final = 4096  # of one prompt, about a million tokens; what comes after counts as unknown
@@ -28,8 +29,6 @@ _SHAPING: Final = frozenset(
     """model cache_salt add_special_tokens truncate_prompt_tokens chat_template chat_template_kwargs reasoning_effort
     tool_choice mm_processor_kwargs media_io_kwargs""".split()
 )
-_FIRST: Final = ("tools", "functions", "documents")
-
 _hash = xxhash.xxh3_64_intdigest
 
 
@@ -46,7 +45,7 @@ class PromptBlocks:
         O(bytes), of `MAX_BLOCKS` at most.
         """
         text, rest = request.prompt_json, request.rest
-        first = [orjson.dumps(rest[name]) for name in _FIRST if rest.get(name)]
+        first = template_fields(request)
         if first:
             text = b"".join((*first, text))
         size = len(text)

@@ -116,8 +116,8 @@ def _note(worker: Worker, use: Use, before: Use | None, now: float) -> None:
     if not worker.in_use and use.in_use and use.busy_age_s is not None:
         worker.busy_since_s = now - use.busy_age_s
     others = worker.in_use - had
-    worker.in_use = others + max(use.in_use, use.peak)  # the peak is noted by whoever raises it
     worker.in_use = others + use.in_use
+    worker.peak_in_use = max(worker.peak_in_use, worker.in_use, others + use.peak)
     worker.awaited_by += use.awaits_tokens - (before is not None and before.awaits_tokens)
     if use.progress_age_s is not None:
         worker.progress_s = max(worker.progress_s, now - use.progress_age_s)

@@ -46,7 +46,7 @@ def test_a_freed_slot_wakes_the_decode_dispatcher() -> None:
             ticket.prefilled(5)
         assert await first.admission() == "d0"
         await turns()
-        assert len(ledger.scheduler.snapshot.pool) == 1 and not ledger.slot_freed.is_set()
+        assert len(ledger.scheduler.snapshot.pool) == 1 and not ledger.decision_due.is_set()
         first.progress(3)
         first.finish(Outcome.FINISHED)
         assert await second.admission() == "d0"

@@ -51,14 +51,13 @@ def test_a_decision_is_wanted_when_something_waits_and_a_slot_is_free() -> None:
     async def test() -> None:
         ledger, tickets = a_ledger(slots=1)
         (first,) = await decoding(ledger, tickets, "a")
-        ledger.pool_not_empty.clear()
-        ledger.slot_freed.clear()
+        ledger.decision_due.clear()
         waits = tickets.submit(RequestSpec("b", 10))
         await waits.prefiller()
         waits.prefilled(10)
-        assert ledger.pool_not_empty.is_set() and not ledger.slot_freed.is_set() and not ledger.decision_possible
+        assert not ledger.decision_due.is_set() and not ledger.decision_possible
         first.finish(Outcome.FINISHED)
-        assert ledger.slot_freed.is_set() and ledger.decision_possible
+        assert ledger.decision_due.is_set() and ledger.decision_possible
 
     on_stage(test)
 
@@ -110,9 +109,9 @@ def test_a_worker_that_joins_wakes_whoever_waits() -> None:
         await waits.prefiller()
         waits.prefilled(10)
         assert ledger.admit() == []
-        ledger.slot_freed.clear()
+        ledger.decision_due.clear()
         ledger.add_worker(WorkerSpec("d1", Role.DECODE, slots=1))
-        assert ledger.slot_freed.is_set()
+        assert ledger.decision_due.is_set()
         (admission,) = ledger.admit()
         assert (admission.request, admission.worker) == ("b", "d1")
 
@@ -121,13 +120,17 @@ def test_a_worker_that_joins_wakes_whoever_waits() -> None:
 
 def test_slots_that_others_give_back_wake_whoever_waits_and_a_report_without_news_nobody() -> None:
     async def test() -> None:
-        ledger, _ = a_ledger(slots=4)
+        ledger, tickets = a_ledger(slots=4)
         ledger.report_decoder("d0", 3, 300, 1)
-        ledger.slot_freed.clear()
+        await decoding(ledger, tickets, "a")
+        waits = tickets.submit(RequestSpec("b", 10))
+        await waits.prefiller()
+        waits.prefilled(10)
+        ledger.decision_due.clear()
         ledger.report_decoder("d0", 3, 300, 1)
-        assert not ledger.slot_freed.is_set()
+        assert not ledger.decision_due.is_set()
         ledger.report_decoder("d0", 1, 100, 3)
-        assert ledger.slot_freed.is_set()
+        assert ledger.decision_due.is_set()
 
     on_stage(test)
 
@@ -140,9 +143,9 @@ def test_another_policy_decides_on_what_waits_and_leaves_what_is_bound() -> None
         await waits.prefiller()
         waits.prefilled(10)
         assert ledger.admit() == []
-        ledger.slot_freed.clear()
+        ledger.decision_due.clear()
         ledger.reroute(PolicySettings(policy="join_shortest_queue"), ledger.bounds, None)
-        assert ledger.slot_freed.is_set() and ledger.decision_possible, "it queues at workers"
+        assert ledger.decision_due.is_set() and ledger.decision_possible, "it queues at workers"
         (admission,) = ledger.admit()
         assert admission.request == "b" and bound.decoder == "d0"
 
