@@ -137,7 +137,8 @@ def one_policy(
     """Play the trace through a fresh router with this policy."""
     port = free_port()
     flags = ["--config", str(config), "--policy", policy, "--port", str(port), "--log-level", "warning"]
-    flags += ["--set", f"routing.horizon_steps={scale.horizon_steps}", "--set", "predictor.kind=survival"]
+    if policy == "br_h":
+        flags += ["--set", f"routing.horizon_steps={scale.horizon_steps}", "--set", "predictor.kind=survival"]
     router_url = f"http://127.0.0.1:{port}"
     with process(["serve", *flags], log) as router:
         wait_ready(f"{router_url}/health", router, log)

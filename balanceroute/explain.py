@@ -4,13 +4,13 @@ The state document (`core.state`) is what `GET /state` of a running router retur
 workers with their active requests and what waits. `explain` lets the policy decide on it and adds what a reader needs
 to check the answer by hand: load, margins and free slots per worker before the decision, and for each admission its
 stage, its score and the *runner-up*. That is what the policy does when it may not do this: the first admission that it
-makes in the same situation (the earlier admissions made) without the request; for a policy that assigns every request
-at once, without the worker.
+makes in the same situation (the earlier admissions made) without the request, where more wait than slots are free, and
+without the worker, where everything finds a slot; if it then makes none, the other of the two.
 """
 
 from dataclasses import asdict, dataclass
 from operator import itemgetter
-from typing import Any
+from typing import Any, Final
 
 from balanceroute.core.policy import AdmissionPolicy
 from balanceroute.core.scheduler import Scheduler
@@ -59,6 +59,26 @@ class PrefillView:
 
 
 @dataclass(frozen=True, slots=True)
+class RunnerUp:
+    """What the policy does when it may not make an admission; where it then makes none, `admission` is None and `why`
+    says whether it had a choice. `behind`: by how much its score is smaller, where both were made in one stage.
+    """
+
+    admission: Admit | None
+    why: str = ""
+    behind: float | None = None
+
+    def __str__(self) -> str:
+        if self.admission is None:
+            return self.why
+        return f"{self.admission.request} to {self.admission.worker}"
+
+
+NO_CHOICE: Final = "no other choice"
+WOULD_WAIT: Final = "nothing: the rest would wait"
+
+
+@dataclass(frozen=True, slots=True)
 class Explanation:
     """A decision and what it rests on; `runners_up[i]` belongs to `admissions[i]`.
 
@@ -69,7 +89,7 @@ class Explanation:
     params: dict[str, Any]
     workers: tuple[WorkerView, ...]
     admissions: tuple[Admit, ...]
-    runners_up: tuple[Admit | None, ...]
+    runners_up: tuple[RunnerUp, ...]
     left_waiting: int
     reason: str
     prefills: tuple[PrefillView, ...] = ()
@@ -80,7 +100,12 @@ class Explanation:
             "policy": self.policy,
             "params": self.params,
             "admissions": [
-                {**_admission(admission), "runner_up": runner_up and _admission(runner_up)}
+                {
+                    **_admission(admission),
+                    "runner_up": runner_up.admission and _admission(runner_up.admission),
+                    "otherwise": str(runner_up),
+                    "behind": runner_up.behind,
+                }
                 for admission, runner_up in zip(self.admissions, self.runners_up, strict=True)
             ],
             "margins": {worker.id: list(worker.margins) for worker in self.workers},
@@ -120,16 +145,14 @@ def explain(state: Any, policy_name: str | None = None) -> Explanation:
         learn_installed(state.get("policy"))
     policy, snapshot, now = state_from_dict(state)
     workers = tuple(worker_views(snapshot))
-    # everything spelt out (means, overdue times), so that the situations below differ in what they are meant to only
-    written = {"policy": state["policy"], "params": state.get("params", {}), **snapshot_to_dict(snapshot, now)}
+    situation = _Situation(state, policy, snapshot, now)
     admissions = _decide(policy, snapshot, now)
-    runners_up = [_runner_up(policy, written, admissions, index) for index in range(len(admissions))]
     return Explanation(
         policy=policy.name,
-        params=written["params"],
+        params=state.get("params", {}),
         workers=workers,
         admissions=tuple(admissions),
-        runners_up=tuple(runners_up),
+        runners_up=tuple(situation.runner_up(admissions, index) for index in range(len(admissions))),
         left_waiting=len(snapshot.pool),
         reason=_why_no_more(policy, snapshot),
         prefills=tuple(prefill_views(state)),
@@ -216,18 +239,54 @@ def _decide(policy: AdmissionPolicy, snapshot: ClusterSnapshot, now: float) -> l
     return scheduler.admit(now)
 
 
-def _runner_up(policy: AdmissionPolicy, written: dict[str, Any], admissions: list[Admit], index: int) -> Admit | None:
-    """What the policy does first after the earlier admissions, when it may not make this one."""
-    situation = _after(written, admissions[:index])
-    admission = admissions[index]
+class _Situation:
+    """A state before a decision, to decide on it again with a little changed."""
+
+    def __init__(self, state: dict[str, Any], policy: AdmissionPolicy, snapshot: ClusterSnapshot, now: float) -> None:
+        # everything spelt out (means, overdue times), so that what is made of it differs in what it is meant to only
+        self._written = {
+            "policy": state["policy"],
+            "params": state.get("params", {}),
+            **snapshot_to_dict(snapshot, now),
+        }
+        self._scarce = policy.waits_for_slots and len(snapshot.pool) > snapshot.free_slots
+
+    def runner_up(self, admissions: list[Admit], index: int) -> RunnerUp:
+        """What the policy does first after the earlier admissions, when it may not make this one."""
+        made, before = admissions[index], _after(self._written, admissions[:index])
+        others = {**before, "waiting": [entry for entry in before["waiting"] if entry["id"] != made.request]}
+        elsewhere = {**before, "workers": [_closed(worker, made.worker) for worker in before["workers"]]}
+        choice = False
+        for changed in (others, elsewhere) if self._scarce else (elsewhere, others):
+            policy, snapshot, now = state_from_dict(changed)
+            choice = choice or _can_admit(policy, snapshot)
+            found = next(iter(_decide(policy, snapshot, now)), None)
+            if found is not None:
+                return RunnerUp(found, behind=made.score - found.score if made.stage == found.stage else None)
+        return RunnerUp(None, WOULD_WAIT if choice else NO_CHOICE)
+
+
+def runners_up(state: dict[str, Any], last: int) -> list[tuple[Admit, RunnerUp]]:
+    """The last so many admissions of the decision on a state document, each with what would have been done instead.
+
+    Raises: as `explain`.
+    """
+    learn_installed(state.get("policy"))
+    policy, snapshot, now = state_from_dict(state)
+    situation = _Situation(state, policy, snapshot, now)
+    admissions = _decide(policy, snapshot, now)
+    first = max(0, len(admissions) - last)
+    return [(admissions[index], situation.runner_up(admissions, index)) for index in range(first, len(admissions))]
+
+
+def _closed(worker: dict[str, Any], worker_id: str) -> dict[str, Any]:
+    return {**worker, "state": WorkerState.DRAINING.value} if worker["id"] == worker_id else worker
+
+
+def _can_admit(policy: AdmissionPolicy, snapshot: ClusterSnapshot) -> bool:
     if policy.waits_for_slots:
-        situation["waiting"] = [entry for entry in situation["waiting"] if entry["id"] != admission.request]
-    else:
-        for worker in situation["workers"]:
-            if worker["id"] == admission.worker:
-                worker["state"] = WorkerState.DRAINING.value
-    _, snapshot, now = state_from_dict(situation)
-    return next(iter(_decide(policy, snapshot, now)), None)
+        return bool(len(snapshot.pool) and snapshot.free_slots)
+    return bool(len(snapshot.pool)) and any(worker.state is WorkerState.UP for worker in snapshot.workers)
 
 
 def _after(written: dict[str, Any], admissions: list[Admit]) -> dict[str, Any]:

@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from balanceroute.core.knobs import DEFAULTS, Option, PolicySettings
-from balanceroute.core.policies import BUILT_IN, settings_from_dict
+from balanceroute.core.policies import BUILT_IN, misplaced, settings_from_dict
 from balanceroute.core.policy import AdmissionPolicy
 from balanceroute.errors import InputError
 from balanceroute.experiments import figures
@@ -120,6 +120,9 @@ def settings_of(
     """The settings, and the policy itself where it is given as an object."""
     if isinstance(policy, str):
         learn_policy(policy)
+        for name in params if policy in BUILT_IN else ():
+            if name in DEFAULTS and (wrong := misplaced(policy, name)):
+                raise InputError(f"params.{name}: {wrong}")
         knobs = {"seed": seed, **params} if policy in BUILT_IN else {"options": dict(params)}
         return settings_from_dict({"policy": policy, "params": knobs}), None
     if params:

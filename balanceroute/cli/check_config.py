@@ -53,10 +53,10 @@ def check_config(
     try:
         config = load(file, os.environ, overrides)
     except ConfigError as error:
-        beside = load_sections(file, os.environ, overrides, ("listen", "auth", "metrics", "tls", "predictor"))
+        beside = load_sections(
+            file, os.environ, overrides, ("listen", "auth", "metrics", "tls", "predictor", "lifecycle")
+        )
         refuse([*error.problems, *file_problems(beside, model_too=False)])
-    for text in unused_knobs(config):
-        typer.echo(f"warning: {file}: {text}", err=True)
     if wrong := file_problems(config):
         refuse(wrong)
     if ask:
@@ -93,7 +93,7 @@ def file_problems(config: "Config", *, model_too: bool = True) -> list[str]:
 
 
 def check_paths(config: "Config") -> None:
-    """The predictor's model is there, and its history has a folder. Raises: ConfigError."""
+    """The predictor's model is there, its history and the record of pinned KV have folders. Raises: ConfigError."""
     from balanceroute.errors import ConfigError
 
     problems: list[str] = []
@@ -102,6 +102,9 @@ def check_paths(config: "Config") -> None:
         problems.append(f"predictor.model = {model!r}: there is no such file")
     if history is not None and not Path(history).parent.is_dir():
         problems.append(f"predictor.history = {history!r}: its folder does not exist; make it first")
+    pins = config.lifecycle.pins_file
+    if pins is not None and not Path(pins).parent.is_dir():
+        problems.append(f"lifecycle.pins_file = {pins!r}: its folder does not exist; make it first")
     if problems:
         raise ConfigError(*problems)
 
@@ -116,18 +119,6 @@ def check_model(config: "Config") -> None:
     chosen, horizon = config.predictor, config.routing.horizon_steps
     if chosen.of_ones_own or (chosen.model is not None and Path(chosen.model).is_file()):
         build_predictor(chosen.kind, horizon, model=chosen.model, options=chosen.options)
-
-
-def unused_knobs(config: "Config") -> list[str]:
-    """Settings of `routing` that the file or a flag gives and the policy does not have."""
-    from balanceroute.core.knobs import DEFAULTS
-    from balanceroute.core.policies import KNOBS
-
-    own = KNOBS.get(config.routing.policy)
-    if own is None:  # a policy of the user's
-        return []
-    given = sorted(config.routing.model_fields_set & set(DEFAULTS) - {"policy", "options", *own})
-    return [f"routing.{name}: {config.routing.policy} does not have this knob; it changes nothing" for name in given]
 
 
 def show_probe(config: "Config", *, as_json: bool) -> None:

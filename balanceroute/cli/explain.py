@@ -96,13 +96,12 @@ def show_explanation(result: "Explanation") -> None:
     if result.admissions:
         admissions = Table("request", "worker", "stage", title="Admissions", title_justify="left")
         admissions.add_column("score", justify="right")
-        admissions.add_column("otherwise (score)")
+        admissions.add_column("otherwise")
+        admissions.add_column("score less by", justify="right")
         for admit, runner_up in zip(result.admissions, result.runners_up, strict=True):
-            otherwise = (
-                f"{runner_up.request} to {runner_up.worker} ({runner_up.score:,.1f})" if runner_up else "nothing"
-            )
+            behind = "-" if runner_up.behind is None else f"{runner_up.behind:,.1f}"
             stage = f"{admit.stage} {STAGES[admit.stage]}"
-            admissions.add_row(admit.request, admit.worker, stage, f"{admit.score:,.1f}", otherwise)
+            admissions.add_row(admit.request, admit.worker, stage, f"{admit.score:,.1f}", str(runner_up), behind)
         print_table(admissions)
     if result.prefills:
         prefills = Table("request", "prefiller", title="Being prefilled (tokens)", title_justify="left")

@@ -42,7 +42,7 @@ def serve(
     import logging
     import os
 
-    from balanceroute.cli.check_config import check_paths, unused_knobs
+    from balanceroute.cli.check_config import check_paths
     from balanceroute.config import from_example_flags, load, parse_assignment, unused_variables
     from balanceroute.proxy.admission.forecasts import build_forecasts
     from balanceroute.proxy.app import create_app
@@ -77,7 +77,7 @@ def serve(
     config = load(config_file, os.environ, overrides)
     check_paths(config)
     configure(config.log.level, config.log.format)
-    for text in (*unused_variables(os.environ), *unused_knobs(config), *exposures(config)):
+    for text in (*unused_variables(os.environ), *exposures(config)):
         logging.getLogger(__name__).warning(text)
 
     async def on_reload(services: Services) -> None:

@@ -13,6 +13,8 @@ from pydantic import BaseModel, SecretStr
 from pydantic.fields import FieldInfo
 
 from balanceroute.config.models import Auth, Config, Endless, OneOf
+from balanceroute.core.knobs import DEFAULTS
+from balanceroute.core.policies import knobs_of
 
 MASK = "********"
 
@@ -153,7 +155,8 @@ def _number(value: Any) -> str:
 
 
 def effective(config: Config) -> dict[str, Any]:
-    """The configuration as plain data: what follows from other settings filled in, secrets masked.
+    """The configuration as plain data: what follows from other settings filled in, secrets masked, and of the policies'
+    knobs those of the one that is chosen.
 
     Times without limit are infinite, which JSON lacks: see `effective_json`.
     """
@@ -162,6 +165,8 @@ def effective(config: Config) -> dict[str, Any]:
     data["prefill"]["kv_pin_s"] = config.kv_pin_s
     data["routing"] |= {"max_wait_s": config.max_wait_s, "hold_s": config.routing.hold_s}  # infinity is no JSON
     data["routing"]["beta"] = config.beta if config.beta is not None else float(len(config.decode.workers))
+    others = DEFAULTS.keys() - {"policy", *knobs_of(config.routing.policy)}
+    data["routing"] = {key: value for key, value in data["routing"].items() if key not in others}
     data["predictor"]["period_steps"] = config.refresh_period_steps
     for rows, workers in (
         (data["prefill"]["workers"], config.prefill.workers),

@@ -22,7 +22,10 @@ from pydantic.fields import FieldInfo
 
 from balanceroute.config.describe import MASK, accepts, is_optional, is_secret, is_text, nested_model
 from balanceroute.config.models import Config
+from balanceroute.core.knobs import ALL, DEFAULTS
+from balanceroute.core.policies import KNOBS, misplaced
 from balanceroute.errors import ConfigError
+from balanceroute.plugins import installed
 
 ENV_PREFIX = "BALANCEROUTE_"
 WORKER_KEY_VARIABLE = "OPENAI_API_KEY"  # as the example proxies read it
@@ -44,11 +47,17 @@ def load(
     value, as `from_example_flags` and `parse_assignment` give them.
     Raises: ConfigError.
     """
-    tree, sources, problems = _layered(path, environ or {}, overrides or {})
+    tree, origin = _read(path)
+    policy_of_file = _policy(tree)
+    sources, problems = _put_layers(tree, environ or {}, overrides or {})
     try:
-        config = validate(tree, str(path) if path is not None else "", sources)
+        config = validate(tree, origin, sources)
     except ConfigError as error:
         problems += error.problems
+    for name, wrong in _misplaced_knobs(tree, policy_of_file, sources):
+        path_of_knob = f"routing.{name}"
+        if not any(path_of_knob in problem for problem in problems):
+            problems.append(_prefixed(f"{path_of_knob}: {wrong}", path_of_knob, origin, sources))
     if problems:
         raise ConfigError(*problems)
     return config
@@ -62,7 +71,8 @@ def load_sections(
     For looking at the files that they name; the other sections are not there.
     Raises: ConfigError: the YAML cannot be read.
     """
-    tree, _, _ = _layered(path, environ, overrides)
+    tree, _ = _read(path)
+    _put_layers(tree, environ, overrides)
     sections: dict[str, Any] = {}
     for name in names:
         model, _ = nested_model(Config.model_fields[name])
@@ -74,11 +84,15 @@ def load_sections(
     return Config.model_construct(**sections)
 
 
-def _layered(
-    path: str | Path | None, environ: Mapping[str, str], overrides: Mapping[str, object]
-) -> tuple[Tree, dict[str, str], list[str]]:
-    """The layers above the defaults as one tree, where its keys come from, and the variables that are wrong."""
-    tree = {} if path is None else read_yaml(Path(path))
+def _read(path: str | Path | None) -> tuple[Tree, str]:
+    """The file's tree, and how errors name the file."""
+    return ({}, "") if path is None else (read_yaml(Path(path)), str(path))
+
+
+def _put_layers(
+    tree: Tree, environ: Mapping[str, str], overrides: Mapping[str, object]
+) -> tuple[dict[str, str], list[str]]:
+    """Put variables and flags over the file's tree; where these keys come from, and the variables that are wrong."""
     sources: dict[str, str] = {}
     problems: list[str] = []
     for variable in sorted(environ):
@@ -92,7 +106,27 @@ def _layered(
         sources[key] = "command line"
         _put(tree, key, value, "command line")
     _put_worker_key(tree, environ.get(WORKER_KEY_VARIABLE, ""), sources)
-    return tree, sources, problems
+    return sources, problems
+
+
+def _policy(tree: Tree) -> str:
+    routing = tree.get("routing")
+    named = routing.get("policy") if isinstance(routing, dict) else None
+    return named if isinstance(named, str) else DEFAULTS["policy"]
+
+
+def _misplaced_knobs(tree: Tree, policy_of_file: str, sources: Mapping[str, str]) -> Iterator[tuple[str, str]]:
+    """Knobs that are given to a policy that does not have them, and what is said of each.
+
+    Where a variable or flag chooses another policy than the file does, the file's knobs may be those of its own.
+    """
+    routing, policy = tree.get("routing"), _policy(tree)
+    if not isinstance(routing, dict) or (policy not in KNOBS and policy not in installed() and ":" not in policy):
+        return  # what is wrong with it is said elsewhere
+    for name in routing:
+        wrong = misplaced(policy, name) if name in ALL and name != "policy" and routing[name] is not None else None
+        if wrong and (f"routing.{name}" in sources or misplaced(policy_of_file, name)):
+            yield name, wrong
 
 
 def _put_worker_key(tree: Tree, value: str, sources: dict[str, str]) -> None:

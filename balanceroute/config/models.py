@@ -698,6 +698,12 @@ class Lifecycle(Section):
     join_attempts: int = Field(
         3, ge=1, le=100_000, description="An added worker that is not ready after so many tries is dropped."
     )
+    pins_file: str | None = Field(
+        None,
+        min_length=1,
+        description="File of the KV that prefillers keep for requests under way; after a kill the next start has it "
+        "drained. One router's own, best in memory: /run/balanceroute/pins. Unset: prefill.kv_pin_s frees it.",
+    )
 
 
 class Auth(Section):
@@ -866,12 +872,8 @@ class Config(Section):
             yield f"routing.options: {self.routing.policy} takes none; its knobs are the other keys of routing"
         if self.routing.policy not in POLICY_NAMES:
             try_policy(self.routing.policy, self.routing.horizon_steps, self.routing.options)
-        if self.routing.pool_bypass and self.routing.policy != "br_0":
-            yield (
-                f"routing.pool_bypass = true: accepted only with routing.policy br_0, not "
-                f"{self.routing.policy}, which "
-                "needs the pool to choose from"
-            )
+        if self.routing.pool_bypass and self.routing.policy == "br_h":
+            yield "routing.pool_bypass = true: accepted only with routing.policy br_0; br_h needs the pool"
         if self.connector == "mooncake_layerwise" and not self.callback_url:
             yield (
                 f"listen = {self.listen.host}:{self.listen.port}: decode workers call the router back "

@@ -11,7 +11,7 @@ from random import Random
 from balanceroute.core.policy import AdmissionPolicy, Choice
 from balanceroute.core.snapshot import ClusterSnapshot
 from balanceroute.core.tracker import DecodeInstanceState, RequestTracker
-from balanceroute.core.types import WorkerState
+from balanceroute.core.types import UP
 
 
 class AssignAtOnce(AdmissionPolicy):
@@ -25,7 +25,7 @@ class AssignAtOnce(AdmissionPolicy):
 
     def decide(self, snapshot: ClusterSnapshot, now: float) -> Iterator[Choice]:
         while len(snapshot.pool):
-            workers = [worker for worker in snapshot.workers if worker.state is WorkerState.UP]
+            workers = [worker for worker in snapshot.workers if worker.state is UP]
             if not workers:
                 return
             request = snapshot.pool.front[0]

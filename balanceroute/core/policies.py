@@ -23,7 +23,7 @@ def _balance_route(settings: PolicySettings, stage_timer: StageTimer | None) -> 
     beta = settings.beta if settings.beta is not None or not looks_ahead else BR_H_BETA
     params = BalanceRouteParams(
         horizon_steps=settings.horizon_steps if looks_ahead else 0,
-        horizon_auto=settings.horizon_auto,
+        horizon_auto=settings.horizon_auto and looks_ahead,
         alpha=settings.alpha,
         beta=beta,
         gamma=settings.gamma,
@@ -62,13 +62,27 @@ BUILT_IN = frozenset(POLICIES)
 _OF_BALANCE_ROUTE = ("alpha", "beta", "s_greedy", "r_max", "candidate_order", "slack_placement", "guard", "max_wait_s")
 KNOBS: dict[str, tuple[str, ...]] = {
     "br_0": (*_OF_BALANCE_ROUTE, "pool_bypass", "bypass_margin"),
-    "br_h": (*_OF_BALANCE_ROUTE, "horizon_steps", "gamma"),
+    "br_h": (*_OF_BALANCE_ROUTE, "horizon_steps", "horizon_auto", "gamma"),
     "target_fit": ("max_wait_s", "hold_s"),
     "level_fit": ("max_wait_s", "hold_s"),
     "pool_fifo": (),
     **dict.fromkeys(ASSIGN_AT_ONCE, ("seed",)),
 }
-"""What each policy reads of `PolicySettings`; anything else given to it would change nothing."""
+"""What each policy reads of `PolicySettings`; anything else given to it would change nothing, and is refused."""
+_OF_ONES_OWN = ("horizon_steps", "horizon_auto")
+
+
+def knobs_of(policy: str) -> tuple[str, ...]:
+    """The knobs of a policy; one of somebody's own has its `options`, and how far it looks ahead."""
+    return KNOBS.get(policy, _OF_ONES_OWN)
+
+
+def misplaced(policy: str, knob: str) -> str | None:
+    """What is said of a knob that this policy does not have; None where it has it."""
+    if knob in knobs_of(policy):
+        return None
+    others = [name for name, knobs in KNOBS.items() if knob in knobs]
+    return f"{policy} does not have this knob; {', '.join(others)} {'have' if len(others) > 1 else 'has'} it"
 
 
 def make_policy(settings: PolicySettings, stage_timer: StageTimer | None = None) -> AdmissionPolicy:

@@ -19,7 +19,7 @@ from balanceroute.core.fscore import present_score
 from balanceroute.core.policy import Choice
 from balanceroute.core.snapshot import ClusterSnapshot
 from balanceroute.core.tracker import DecodeInstanceState
-from balanceroute.core.types import WorkerState
+from balanceroute.core.types import UP
 
 
 class PoolBypass:
@@ -50,7 +50,7 @@ class PoolBypass:
             envelope = snapshot.envelope
             best: tuple[float, float, DecodeInstanceState] | None = None
             for worker in snapshot.workers:
-                if worker.state is WorkerState.UP and len(worker.active) < worker.own_slots + self.margin:
+                if worker.state is UP and len(worker.active) < worker.own_slots + self.margin:
                     load = worker.step_load
                     speed, added = worker.spec.speed, request.prompt_tokens + worker.spec.request_tokens
                     score = present_score((envelope - load) / speed, self.alpha, beta * speed)(added)

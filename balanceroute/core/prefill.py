@@ -13,10 +13,11 @@ Ties go to the one used longest ago. A policy says what each prefiller would cos
 
 import math
 from collections.abc import Callable, Sequence
+from operator import attrgetter
 from typing import Final
 
 from balanceroute.core.tracker import PrefillerBudget, RequestTracker
-from balanceroute.core.types import WorkerState
+from balanceroute.core.types import UP
 
 # probes at once on a prefiller that does not tell its KV usage: enough to batch prompts of 1,000 tokens into vLLM's
 # steps of 8,192, and little enough to be pinned beside whatever else is there
@@ -45,7 +46,8 @@ def prefix_affinity(ready: Sequence[PrefillerBudget], request: RequestTracker) -
     Where neither answers nor counters have told of a hit yet, a belief in one is no reason to wait longer for it than
     computing the prompt takes.
     """
-    return affinity_costs(ready, request, LONE_WEIGHT if any(p.hits.real_tokens for p in ready) else 1)
+    hits = [prefiller for prefiller in ready if prefiller.hits.real_tokens]
+    return affinity_costs(ready, request, LONE_WEIGHT if hits else 1)
 
 
 def affinity_costs(ready: Sequence[PrefillerBudget], request: RequestTracker, lone_weight: int) -> list[int]:
@@ -79,7 +81,8 @@ def round_robin(ready: Sequence[PrefillerBudget], request: RequestTracker) -> li
 
 def cheapest(ready: Sequence[PrefillerBudget], costs: Sequence[float]) -> PrefillerBudget:
     """The one with the least cost; of equal ones the one used longest ago."""
-    return min(zip(costs, ready, strict=True), key=lambda offer: (offer[0], offer[1].last_used))[1]
+    least = min(costs)
+    return min([each for each, cost in zip(ready, costs, strict=True) if cost == least], key=attrgetter("last_used"))
 
 
 PREFILL_POLICIES: Final[dict[str, PrefillPolicy]] = {
@@ -107,18 +110,14 @@ def ready_prefillers(
     expected seconds as so many mean prompts of `prompt_s` take; where that is None, one that does not tell its usage
     has a bound of its own.
     """
-    most_s = math.inf if max_inflight is None else max_inflight * prompt_s
+    most, most_untold, most_s = math.inf, float(UNKNOWN_USAGE_INFLIGHT), math.inf
+    if max_inflight is not None:
+        most, most_untold, most_s = max_inflight, max_inflight, max_inflight * prompt_s
     return [
         prefiller
         for prefiller in prefillers
-        if prefiller.state is WorkerState.UP
+        if prefiller.state is UP
         and usage_allows(prefiller.kv_usage, kv_usage_limit)
-        and prefiller.inflight < _most_inflight(prefiller, max_inflight)
+        and prefiller.inflight < (most_untold if prefiller.kv_usage is None else most)
         and (most_s == math.inf or not prefiller.inflight or prefiller.inflight_s < most_s)
     ]
-
-
-def _most_inflight(prefiller: PrefillerBudget, max_inflight: int | None) -> float:
-    if max_inflight is not None:
-        return max_inflight
-    return UNKNOWN_USAGE_INFLIGHT if prefiller.kv_usage is None else math.inf

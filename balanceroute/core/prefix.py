@@ -42,9 +42,9 @@ class PrefixUse:
 
 def leading(prefix: Sequence[int], blocks: Container[int]) -> int:
     """How many leading blocks of a prompt are among these, which hold no block without those before it. O(log n)."""
-    low, high = 0, len(prefix)
-    if not high or prefix[0] not in blocks:
+    if not prefix or prefix[0] not in blocks:
         return 0
+    low, high = 1, len(prefix)
     while low < high:
         middle = (low + high) // 2
         if prefix[middle] in blocks:
@@ -188,14 +188,17 @@ class PrefixIndex:
 
     def use(self, prefix: Sequence[int], block_tokens: int) -> PrefixUse:
         """The prompt is computed here: all of its blocks are held from now on, as far as they fit. O(n)."""
-        blocks, matched = self.blocks, self.matched(prefix)
-        use = PrefixUse(matched, [blocks[block][1] for block in prefix[:matched]], self._clock)
+        blocks, clock = self.blocks, self._clock
+        matched = leading(prefix, blocks)
+        use = PrefixUse(matched, [blocks[block][1] for block in prefix[:matched]], clock)
         for block in reversed(prefix):
-            self._clock += 1
-            held = blocks.get(block)
-            self.tokens += block_tokens - (0 if held is None else held[0])
-            blocks[block] = (block_tokens, self._clock)
-            blocks.move_to_end(block)
+            held = blocks.pop(block, None)
+            if held is not None:
+                self.tokens -= held[0]
+            clock += 1
+            blocks[block] = (block_tokens, clock)
+        self.tokens += block_tokens * len(prefix)
+        self._clock = clock
         self._evict()
         return use
 

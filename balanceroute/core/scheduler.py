@@ -48,6 +48,12 @@ from balanceroute.core.prefill_work import work_tokens
 from balanceroute.core.snapshot import ClusterSnapshot
 from balanceroute.core.tracker import DecodeInstanceState, PrefillerBudget, RequestTracker
 from balanceroute.core.types import (
+    DECODING,
+    DOWN,
+    GONE,
+    POOLED,
+    PREFILLING,
+    QUEUED,
     Admit,
     Outcome,
     Phase,
@@ -181,7 +187,7 @@ class Scheduler:
                 return
         prefiller = self.snapshot.prefiller(worker_id)
         prefiller.state = state
-        if state is WorkerState.DOWN:
+        if state is DOWN:
             prefiller.cache.clear()  # whatever took it down, it may come back with an empty cache
 
     def report_prefiller(self, worker_id: str, kv_usage: float | None, now: float) -> None:
@@ -249,27 +255,26 @@ class Scheduler:
 
         Requests whose decode worker asks for the KV go first, and whatever the pool holds.
         """
-        prefills: list[Prefill] = []
+        snapshot, prefills = self.snapshot, list[Prefill]()
+        if snapshot.asking:
+            for tracker in sorted(snapshot.asking.values(), key=attrgetter("priority")):
+                prefiller = self._choose_prefiller(tracker)
+                if prefiller is None:
+                    return prefills
+                del snapshot.asking[tracker.id]
+                tracker.pushing = True
+                snapshot.pushing_tokens += tracker.prompt_tokens
+                prefills.append(self._begin_prefill(tracker, prefiller, now))
         bound = math.inf if self.config.max_pooled is None else self.config.max_pooled
-        for tracker in sorted(self.snapshot.asking.values(), key=attrgetter("priority")):
-            prefiller = self._choose_prefiller(tracker)
-            if prefiller is None:
-                return prefills
-            del self.snapshot.asking[tracker.id]
-            tracker.pushing = True
-            self.snapshot.pushing_tokens += tracker.prompt_tokens
-            prefills.append(self._begin_prefill(tracker, prefiller, now))
-        while self._prefilling + len(self.snapshot.pool) < bound:
+        while (self._incoming or self._queue) and self._prefilling + len(snapshot.pool) < bound:
             head = self._head_of_queue()
-            prefiller = None if head is None else self._choose_prefiller(head)
-            if head is None or prefiller is None:
+            if head is None or (prefiller := self._choose_prefiller(head)) is None:
                 break
-            tracker = head
             self._leave_queue()
-            del self.snapshot.queued[tracker.id]
-            tracker.phase = Phase.PREFILLING
+            del snapshot.queued[head.id]
+            head.phase = PREFILLING
             self._prefilling += 1
-            prefills.append(self._begin_prefill(tracker, prefiller, now))
+            prefills.append(self._begin_prefill(head, prefiller, now))
         return prefills
 
     def prefilled(
@@ -284,7 +289,7 @@ class Scheduler:
 
         `cached_tokens`: what of the prompt the prefiller says it had; None where it doesn't say.
         """
-        tracker = self._find(request_id, Phase.PREFILLING)
+        tracker = self._find(request_id, PREFILLING)
         prefiller = tracker.prefiller
         assert prefiller is not None
         self._learn_prefix(tracker, prompt_tokens, cached_tokens)
@@ -296,7 +301,7 @@ class Scheduler:
 
     def prefill_failed(self, request_id: str, now: float) -> None:
         """The probe failed without pinning anything: the request queues again in its old place."""
-        tracker = self._find(request_id, Phase.PREFILLING)
+        tracker = self._find(request_id, PREFILLING)
         self._withdraw_prefix(tracker)
         self._end_prefill(tracker, now)
         self._enqueue(tracker)
@@ -305,7 +310,7 @@ class Scheduler:
 
     def request_prefill(self, request_id: str, now: float) -> None:
         """The decode worker has room for the request and asks for its KV: it waits for a prefiller."""
-        tracker = self._find(request_id, Phase.DECODING)
+        tracker = self._find(request_id, DECODING)
         if tracker.pushing or request_id in self.snapshot.asking:
             raise InvariantError(f"{request_id} has a prefill already")
         self.snapshot.asking[request_id] = tracker
@@ -383,7 +388,7 @@ class Scheduler:
 
     def start(self, request_id: str, now: float) -> None:
         """Lock-step drivers: the engine runs the request from its next step on; its KV has left the prefiller."""
-        tracker = self._find(request_id, Phase.DECODING)
+        tracker = self._find(request_id, DECODING)
         worker = self._worker_of(tracker)
         if tracker.running:
             raise InvariantError(f"{request_id} runs already")
@@ -397,7 +402,7 @@ class Scheduler:
 
     def began(self, request_id: str, now: float) -> None:
         """Its first token came at `now`: what is measured to size the overlap (`SchedulerConfig.overlap_requests`)."""
-        self._see_first_token(self._find(request_id, Phase.DECODING), now)
+        self._see_first_token(self._find(request_id, DECODING), now)
 
     def _see_first_token(self, tracker: RequestTracker, now: float) -> None:
         tracker.began_s = now
@@ -406,14 +411,15 @@ class Scheduler:
     def progress(self, request_id: str, tokens: int, now: float) -> None:
         """The request has generated `tokens` more. The relay's path: O(1), whatever is active."""
         tracker = self.snapshot.requests.get(request_id)
-        if tracker is None or tracker.phase is not Phase.DECODING:
+        if tracker is None or tracker.phase is not DECODING:
             raise InvariantError(f"{request_id} is not decoding")
         worker = tracker.worker
         assert worker is not None
         snapshot = self.snapshot
-        if tracker.refreshed_remaining >= snapshot.horizon_steps:
+        horizon = snapshot.horizon_steps
+        if horizon and tracker.refreshed_remaining >= horizon:
             snapshot.projection.grow(worker.index, tokens)
-        else:
+        elif horizon:
             generated = tracker.generated
             before = tracker.refreshed_remaining + tracker.refreshed_at - generated
             after = before - tokens
@@ -438,11 +444,12 @@ class Scheduler:
         for worker in self.snapshot.workers:
             worker.steps += 1
             worker.load += worker.running
-        self.snapshot.projection.step()
+        if self.snapshot.horizon_steps:
+            self.snapshot.projection.step()
         due = self._refresh_at_step
         while due and due[0][0] <= self._steps:
             _, _, due_at, tracker = heappop(due)
-            if tracker.phase is Phase.DECODING and tracker.refresh_due_at == due_at:
+            if tracker.phase is DECODING and tracker.refresh_due_at == due_at:
                 tracker.refresh_due_at = math.inf
                 self._due.append(tracker)
 
@@ -451,15 +458,15 @@ class Scheduler:
         if not self._due:
             return []
         due, self._due = self._due, []
-        return [tracker for tracker in due if tracker.phase is Phase.DECODING]
+        return [tracker for tracker in due if tracker.phase is DECODING]
 
     def refresh(self, request_id: str, expected_remaining: float, now: float) -> None:
         """A renewed c-hat (composite, gated, clipped to [0, H]) for a decoding (decode-first: or pooled) request."""
         pooled = self.snapshot.requests.get(request_id)
-        if pooled is not None and pooled.phase is Phase.POOLED:
+        if pooled is not None and pooled.phase is POOLED:
             pooled.refreshed_remaining = expected_remaining
             return
-        tracker = self._find(request_id, Phase.DECODING)
+        tracker = self._find(request_id, DECODING)
         worker = self._worker_of(tracker)
         self._project(tracker, worker, -1)
         tracker.refreshed_remaining, tracker.refreshed_at = expected_remaining, tracker.generated
@@ -471,12 +478,12 @@ class Scheduler:
 
         Its KV is still pinned, and has been since it became ready, so nothing of its patience or time to live is new.
         """
-        tracker = self._find(request_id, Phase.DECODING)
+        tracker = self._find(request_id, DECODING)
         unasked = not tracker.generated and not tracker.pushing and request_id not in self.snapshot.asking
         if not unasked or (tracker.prefiller is None) != self.config.decode_first:
             raise InvariantError(f"{request_id} was sent to its worker already")
         self._unbind(tracker)
-        tracker.phase = Phase.POOLED
+        tracker.phase = POOLED
         self.snapshot.pool.add(tracker)
 
     def requeue(self, request_id: str, now: float) -> Release:
@@ -486,7 +493,7 @@ class Scheduler:
         Decode-first it waits in the pool again.
         """
         tracker = self.snapshot.requests.get(request_id)
-        if tracker is None or tracker.phase not in (Phase.DECODING, Phase.POOLED):
+        if tracker is None or tracker.phase not in (DECODING, POOLED):
             raise InvariantError(f"{request_id} is neither decoding nor pooled")
         phase, pinned_at = tracker.phase, self._let_go(tracker, now)
         tracker.prompt_tokens += tracker.counted
@@ -511,7 +518,7 @@ class Scheduler:
             self.snapshot.means.see_answer(tracker.age_tokens)
             if tracker.began_s < math.inf:
                 self.snapshot.overlap.see_answer(now - tracker.began_s, tracker.counted)
-        tracker.phase = Phase.GONE
+        tracker.phase = GONE
         del self.snapshot.requests[request_id]
         return Release(request_id, outcome, phase, pinned_at)
 
@@ -542,22 +549,22 @@ class Scheduler:
         prefiller = self._known_prefiller(standing.prefiller)
         worker = next((w for w in self.snapshot.workers if w.spec.id == standing.decoder), None)
         waits = self.policy.waits_for_slots
-        needs_prefiller = phase is Phase.PREFILLING or standing.pushing
+        needs_prefiller = phase is PREFILLING or standing.pushing
         if needs_prefiller and prefiller is None:
             return False
-        if phase is Phase.DECODING and (worker is None or (waits and len(worker.active) >= worker.spec.slots)):
+        if phase is DECODING and (worker is None or (waits and len(worker.active) >= worker.spec.slots)):
             return False
         tracker = self._register(spec, now - standing.waited_s)
         tracker.prompt_tokens, tracker.earlier_tokens = standing.prompt_tokens, standing.earlier_tokens
         tracker.requeues = standing.requeues
-        if phase is Phase.QUEUED:
+        if phase is QUEUED:
             self._enqueue(tracker)
-        elif phase is Phase.PREFILLING:
+        elif phase is PREFILLING:
             assert prefiller is not None
             tracker.phase = phase
             self._prefilling += 1
             self._begin_prefill(tracker, prefiller, now)
-        elif phase is Phase.POOLED:
+        elif phase is POOLED:
             self._pin(tracker, prefiller)
             self._pool(tracker, standing.prompt_tokens, now - standing.ready_s, None)
         else:
@@ -631,24 +638,21 @@ class Scheduler:
         return tracker
 
     def _enqueue(self, tracker: RequestTracker) -> None:
-        tracker.phase = Phase.QUEUED
+        tracker.phase = QUEUED
         self.snapshot.queued[tracker.id] = tracker
         self._incoming.append(tracker)
 
     def _head_of_queue(self) -> RequestTracker | None:
         """Who gets a prefiller next. Where more than one waits they are put in order, which takes a look at each."""
         incoming, queue = self._incoming, self._queue
-        if incoming and (queue or len(incoming) > 1):
-            for tracker in incoming:
-                self._put_in_order(tracker)
-            incoming.clear()
-        while queue and queue[0][-1].phase is not Phase.QUEUED:
+        if not queue and len(incoming) == 1 and incoming[0].phase is QUEUED:
+            return incoming[0]
+        for tracker in incoming:
+            self._put_in_order(tracker)
+        incoming.clear()
+        while queue and queue[0][-1].phase is not QUEUED:
             heappop(queue)
-        if queue:
-            return queue[0][-1]
-        if incoming and incoming[0].phase is not Phase.QUEUED:
-            incoming.clear()
-        return incoming[0] if incoming else None
+        return queue[0][-1] if queue else None
 
     def _leave_queue(self) -> None:
         """The head of the queue is no longer in it."""
@@ -687,16 +691,17 @@ class Scheduler:
     def _begin_prefill(self, tracker: RequestTracker, prefiller: PrefillerBudget, now: float) -> Prefill:
         self._dispatches += 1
         prefiller.pace.pass_time(now, prefiller.inflight > 0)
-        tracker.prefiller, tracker.pinned_tokens = prefiller, tracker.prompt_tokens
-        tracker.uncached_tokens = tracker.uncached_on(prefiller)
+        tokens = uncached = tracker.prompt_tokens
         if tracker.prefix:
-            tracker.prefix_use = prefiller.cache.use(tracker.prefix, tracker.block_tokens)
+            use = tracker.prefix_use = prefiller.cache.use(tracker.prefix, tracker.block_tokens)
+            uncached = tracker.uncached_after(use.matched)
             self.snapshot.shared_prefixes.use(tracker.prefix)
+        tracker.prefiller, tracker.pinned_tokens, tracker.uncached_tokens = prefiller, tokens, uncached
         prefiller.inflight += 1
-        prefiller.inflight_tokens += tracker.prompt_tokens
-        prefiller.inflight_uncached_tokens += tracker.uncached_tokens
+        prefiller.inflight_tokens += tokens
+        prefiller.inflight_uncached_tokens += uncached
         prefiller.last_used = self._dispatches
-        self.snapshot.means.see_prefill(work_tokens(tracker.prompt_tokens, tracker.uncached_tokens))
+        self.snapshot.means.see_prefill(work_tokens(tokens, uncached))
         return Prefill(tracker.id, prefiller.spec.id)
 
     def _learn_prefix(self, tracker: RequestTracker, prompt_tokens: int, cached_tokens: int | None) -> None:
@@ -740,7 +745,7 @@ class Scheduler:
 
     def _pool(self, tracker: RequestTracker, prompt_tokens: int, now: float, expected_remaining: float | None) -> None:
         snapshot = self.snapshot
-        tracker.phase, tracker.prompt_tokens, tracker.ready_s = Phase.POOLED, prompt_tokens, now
+        tracker.phase, tracker.prompt_tokens, tracker.ready_s = POOLED, prompt_tokens, now
         tracker.refreshed_remaining = math.inf if expected_remaining is None else expected_remaining
         tracker.refreshed_at = 0
         snapshot.means.see_prompt(prompt_tokens)
@@ -756,7 +761,7 @@ class Scheduler:
     def _promote(self, now: float) -> None:
         """Let the request that has waited longest behind another class join the one in front, if it is time."""
         pool = self.snapshot.pool
-        if self._since_promotion < PROMOTION_PERIOD or not len(pool):
+        if self._since_promotion < PROMOTION_PERIOD or not pool.behind:
             return
         starving_s = now - PATIENCE_SHARE * self.config.pool_ttl_s
         longest = [waiting.longest_waiting() for waiting in pool.behind]
@@ -774,7 +779,7 @@ class Scheduler:
         self._seat(tracker, worker, now)
 
     def _seat(self, tracker: RequestTracker, worker: DecodeInstanceState, now: float) -> None:
-        tracker.phase, tracker.worker, tracker.admitted_s = Phase.DECODING, worker, now
+        tracker.phase, tracker.worker, tracker.admitted_s = DECODING, worker, now
         tracker.counted, tracker.joined_step = 0, worker.steps
         tracker.began_s = math.inf
         tracker.running = not self.config.lock_step
@@ -787,13 +792,13 @@ class Scheduler:
 
     def _let_go(self, tracker: RequestTracker, now: float) -> str | None:
         """Release whatever the tracker's phase holds; the prefiller whose pinned KV must be drained, if any."""
-        if tracker.phase is Phase.QUEUED:
+        if tracker.phase is QUEUED:
             del self.snapshot.queued[tracker.id]
-        elif tracker.phase is Phase.PREFILLING:
+        elif tracker.phase is PREFILLING:
             self._end_prefill(tracker, now)
-        elif tracker.phase is Phase.POOLED:
+        elif tracker.phase is POOLED:
             self.snapshot.pool.remove(tracker)
-        elif tracker.phase is Phase.DECODING:
+        elif tracker.phase is DECODING:
             self.snapshot.asking.pop(tracker.id, None)
             if tracker.pushing:
                 self._end_push(tracker, now)
@@ -819,9 +824,10 @@ class Scheduler:
             tracker.prefiller, tracker.pinned_tokens = None, 0
 
     def _project(self, tracker: RequestTracker, worker: DecodeInstanceState, sign: int) -> None:
-        remaining = tracker.remaining(self.snapshot.horizon_steps)
-        change = self.snapshot.projection.add if sign > 0 else self.snapshot.projection.remove
-        change(worker.index, tracker.prompt_tokens + tracker.generated, remaining, tracker.running)
+        horizon, projection = self.snapshot.horizon_steps, self.snapshot.projection
+        if horizon:
+            change = projection.add if sign > 0 else projection.remove
+            change(worker.index, tracker.kv_tokens, tracker.remaining(horizon), tracker.running)
 
     def _schedule_refresh(self, tracker: RequestTracker) -> None:
         every = self.config.refresh_every_tokens
@@ -849,7 +855,7 @@ class Scheduler:
         return tracker.worker
 
     def _find_pushing(self, request_id: str) -> RequestTracker:
-        tracker = self._find(request_id, Phase.DECODING)
+        tracker = self._find(request_id, DECODING)
         if not tracker.pushing:
             raise InvariantError(f"{request_id} is not being prefilled for its decode worker")
         return tracker
@@ -864,6 +870,6 @@ class Scheduler:
 
 def _all_down(members: Sequence[PrefillerBudget | DecodeInstanceState]) -> bool:
     for member in members:
-        if member.state is not WorkerState.DOWN:
+        if member.state is not DOWN:
             return False
     return True

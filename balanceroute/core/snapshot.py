@@ -28,7 +28,18 @@ from balanceroute.core.prefill_work import FIRST_S_PER_TOKEN
 from balanceroute.core.prefix import SharedPrefixes
 from balanceroute.core.projection import LoadArray, Projection
 from balanceroute.core.tracker import DecodeInstanceState, PrefillerBudget, RequestTracker
-from balanceroute.core.types import Phase, Role, WorkerSpec, WorkerState
+from balanceroute.core.types import (
+    DECODING,
+    DOWN,
+    GONE,
+    POOLED,
+    PREFILLING,
+    QUEUED,
+    UP,
+    Phase,
+    Role,
+    WorkerSpec,
+)
 from balanceroute.errors import InvariantError
 
 PROMPT_WEIGHT, WAIT_WEIGHT, ANSWER_WEIGHT = 0.02, 0.01, 0.01  # of a new value in the running means
@@ -88,7 +99,7 @@ class ClusterSnapshot:
     """Decode workers, prompt pool, prefillers and queued arrivals at one moment.
 
     Args:
-        horizon_steps: H of the projection; 0 keeps the present load alone.
+        horizon_steps: H of the projection; 0: the present loads are all that counts, and nothing is projected.
     """
 
     def __init__(self, horizon_steps: int = 0) -> None:
@@ -166,7 +177,7 @@ class ClusterSnapshot:
     def recount_projection(self) -> Projection:
         """The projection from scratch, from the trackers alone."""
         projection = Projection(len(self.workers), self.horizon_steps)
-        for worker in self.workers:
+        for worker in self.workers if self.horizon_steps else ():
             for tracker in worker.active.values():
                 projection.add(worker.index, tracker.kv_tokens, tracker.remaining(self.horizon_steps), tracker.running)
         return projection
@@ -182,7 +193,7 @@ class ClusterSnapshot:
     def has_room(self) -> bool:
         """Whether any worker may be sent another request, into a slot or ahead of one. O(G)."""
         for worker in self.workers:
-            if len(worker.active) < worker.own_slots + worker.ahead and worker.state is WorkerState.UP:
+            if len(worker.active) < worker.own_slots + worker.ahead and worker.state is UP:
                 return True
         return False
 
@@ -201,13 +212,11 @@ class ClusterSnapshot:
 
     def open_workers(self) -> list[DecodeInstanceState]:
         """Workers with a free slot, by index. O(G)."""
-        up = WorkerState.UP
-        return [worker for worker in self.workers if len(worker.active) < worker.own_slots and worker.state is up]
+        return [worker for worker in self.workers if len(worker.active) < worker.own_slots and worker.state is UP]
 
     def down_workers(self) -> list[int]:
         """Indices of the workers outside the barrier. O(G)."""
-        down = WorkerState.DOWN
-        return [worker.index for worker in self.workers if worker.state is down]
+        return [worker.index for worker in self.workers if worker.state is DOWN]
 
     @property
     def n_in_barrier(self) -> int:
@@ -217,13 +226,16 @@ class ClusterSnapshot:
     @property
     def envelope(self) -> float:
         """M: the largest load of a worker that is not down; 0 without workers."""
-        return max((worker.step_load for worker in self.workers if worker.state is not WorkerState.DOWN), default=0.0)
+        return max((worker.step_load for worker in self.workers if worker.state is not DOWN), default=0.0)
 
     def projected_loads(self) -> LoadArray:
         """L_g(k+h), shape (G, H+1): our requests as projected, those of others as if they stayed. O(G*H).
 
         In tokens of a worker of speed 1, as `step_load`; integers where all workers are alike.
         """
+        if not self.horizon_steps:
+            present: LoadArray = np.array(self.step_loads())
+            return present[:, None]
         per_request = None if self.alike else [worker.spec.request_tokens for worker in self.workers]
         loads = self.projection.loads(per_request)
         foreign = [worker for worker in self.workers if worker.foreign_requests]
@@ -255,15 +267,15 @@ class ClusterSnapshot:
         by_phase: dict[Phase, set[str]] = {phase: set() for phase in Phase}
         for tracker in self.requests.values():
             by_phase[tracker.phase].add(tracker.id)
-        self._expect("queued", set(self.queued), by_phase[Phase.QUEUED])
-        self._expect("pooled", {tracker.id for tracker in self.pool}, by_phase[Phase.POOLED])
-        self._expect("decoding", {tracker.id for tracker in self.decoding()}, by_phase[Phase.DECODING])
-        self._expect("gone", set(), by_phase[Phase.GONE])
+        self._expect("queued", set(self.queued), by_phase[QUEUED])
+        self._expect("pooled", {tracker.id for tracker in self.pool}, by_phase[POOLED])
+        self._expect("decoding", {tracker.id for tracker in self.decoding()}, by_phase[DECODING])
+        self._expect("gone", set(), by_phase[GONE])
         pushing = [tracker for tracker in self.requests.values() if tracker.pushing]
         self._expect("pushing tokens", self.pushing_tokens, sum(tracker.pinned_tokens for tracker in pushing))
-        self._expect("pushing while decoding", {t.id for t in pushing} - by_phase[Phase.DECODING], set())
+        self._expect("pushing while decoding", {t.id for t in pushing} - by_phase[DECODING], set())
         busy = {tracker.id for tracker in pushing}
-        self._expect("asking", set(self.asking), set(self.asking) & by_phase[Phase.DECODING] - busy)
+        self._expect("asking", set(self.asking), set(self.asking) & by_phase[DECODING] - busy)
         self._expect("pool tokens", self.pool.tokens, sum(tracker.prompt_tokens for tracker in self.pool))
         order = [(tracker.priority, tracker.order) for tracker in self.pool]
         self._expect("pool order", order, sorted(order))
@@ -287,8 +299,8 @@ class ClusterSnapshot:
     def _check_prefiller(self, prefiller: PrefillerBudget) -> None:
         name = prefiller.spec.id
         here = [tracker for tracker in self.requests.values() if tracker.prefiller is prefiller]
-        busy = [tracker for tracker in here if tracker.phase is Phase.PREFILLING or tracker.pushing]
-        pinned = [t for t in here if t.phase in (Phase.POOLED, Phase.DECODING) and not t.pushing]
+        busy = [tracker for tracker in here if tracker.phase is PREFILLING or tracker.pushing]
+        pinned = [t for t in here if t.phase in (POOLED, DECODING) and not t.pushing]
         self._expect(f"{name} inflight", prefiller.inflight, len(busy))
         self._expect(f"{name} inflight tokens", prefiller.inflight_tokens, sum(t.pinned_tokens for t in busy))
         uncached = sum(t.uncached_tokens for t in busy)

@@ -33,16 +33,51 @@ def snapshot_to_dict(snapshot: ClusterSnapshot, now: float) -> dict[str, Any]:
         ],
         "prefilling": [_prefilling(tracker) for tracker in snapshot.requests.values() if tracker.offers is not None],
         "prefillers": [_prefiller(prefiller) for prefiller in snapshot.prefillers],
-        "means": {
-            "prompt_tokens": snapshot.means.prompt_tokens,
-            "start_tokens": snapshot.means.start_tokens,
-            "wait_s": snapshot.means.wait_s,
-            "answer_tokens": snapshot.means.answer_tokens,
-            "prompts": snapshot.means.prompts,
-            "answers": snapshot.means.answers,
-        },
+        "means": _means(snapshot),
         "draws": snapshot.draws,
         "longest_wait_s": None if snapshot.longest_wait_s == math.inf else snapshot.longest_wait_s,
+    }
+
+
+def outline_to_dict(snapshot: ClusterSnapshot, now: float) -> dict[str, Any]:
+    """What a policy that looks at the present loads alone decides on: requests that run are written as sums, as if
+    others had sent them. Loads, free slots and what waits are the same. O(workers + waiting).
+    """
+    return {
+        "now_s": now,
+        "workers": [_summed(worker) for worker in snapshot.workers],
+        "waiting": [_waiting(tracker, now, 0) for tracker in snapshot.pool],
+        "means": _means(snapshot),
+        "draws": snapshot.draws,
+        "longest_wait_s": None if snapshot.longest_wait_s == math.inf else snapshot.longest_wait_s,
+    }
+
+
+def _means(snapshot: ClusterSnapshot) -> dict[str, Any]:
+    means = snapshot.means
+    return {
+        "prompt_tokens": means.prompt_tokens,
+        "start_tokens": means.start_tokens,
+        "wait_s": means.wait_s,
+        "answer_tokens": means.answer_tokens,
+        "prompts": means.prompts,
+        "answers": means.answers,
+    }
+
+
+def _summed(worker: DecodeInstanceState) -> dict[str, Any]:
+    return {
+        "id": worker.spec.id,
+        "state": worker.state.value,
+        "slots": worker.spec.slots,
+        "speed": worker.spec.speed,
+        "request_tokens": worker.spec.request_tokens,
+        "foreign": {
+            "requests": worker.occupied,
+            "tokens": worker.total_load,
+            "least_own_slots": max(0, worker.own_slots - len(worker.active)),
+        },
+        "active": [],
     }
 
 
@@ -143,8 +178,11 @@ def snapshot_from_dict(
     data = _object(data, "snapshot")
     snapshot = ClusterSnapshot(horizon_steps)
     now = _number(data, "now_s", "", default=0.0)
-    for index, entry in enumerate(_list(data, "workers", "")):
+    workers = _list(data, "workers", "")
+    for index, entry in enumerate(workers):
         _read_worker(snapshot, entry, f"workers[{index}]")
+    for index, entry in enumerate(workers):  # only now: each worker that joins has what runs recounted
+        _read_active(snapshot, snapshot.workers[index], entry, f"workers[{index}]")
     snapshot.projection = snapshot.recount_projection()
     waiting = _list(data, "waiting", "", default=[])
     trackers = [_read_waiting(snapshot, entry, index, now, f"waiting[{index}]") for index, entry in enumerate(waiting)]
@@ -184,6 +222,9 @@ def _read_worker(snapshot: ClusterSnapshot, entry: Any, path: str) -> None:
         _whole(foreign, "tokens", f"{path}.foreign", default=0),
         _whole(foreign, "least_own_slots", f"{path}.foreign", default=0),
     )
+
+
+def _read_active(snapshot: ClusterSnapshot, worker: DecodeInstanceState, entry: dict[str, Any], path: str) -> None:
     for index, active in enumerate(_list(entry, "active", path, default=[])):
         where = f"{path}.active[{index}]"
         tracker = _read_tracker(_object(active, where), len(snapshot.requests), where)

@@ -29,8 +29,10 @@ the mean would rise by that much from one departure to the next; only large prom
 run out of them. So LevelFit comes back to where the worker stood after its last departure. The others are, on average,
 in the midst of their growth, and relative to the mean that is T = mean L - (1 - 1/G) o. What remains of the error shows
 in the stock: where the prompts that wait are smaller than those that arrive, too many large ones were taken, and T
-falls by `stock_share` times the difference. A small pool says little of that, so the correction is no more than the
-growth itself.
+falls by `stock_share` times the difference. A small pool says little of that, so the correction is bounded: T is below
+the mean by no more than half a mean prompt, or twice the growth where that is more. Where answers are short the growth
+is little and departures are many; no more than the growth would not keep the stock, and all that was left in it would
+come at once when slots are plenty, as after an outage.
 
 *Ageing by size.* No departure but that of another large prompt leaves a hole for one, so a large prompt waits for such
 a hole as long as it may. With A above 1 + penalty its bonus outgrows what it costs as a tower on the least loaded
@@ -52,8 +54,8 @@ import numpy as np
 from balanceroute.arrays import FloatArray
 from balanceroute.core.policy import Choice, StageTimer
 from balanceroute.core.snapshot import ClusterSnapshot
-from balanceroute.core.tracker import RequestTracker
-from balanceroute.core.types import WorkerSpec, WorkerState
+from balanceroute.core.tracker import DecodeInstanceState, RequestTracker
+from balanceroute.core.types import DOWN, WorkerSpec
 
 SWAP_PASSES = 2
 OVERDUE_BONUS = 1e13
@@ -118,22 +120,24 @@ class TargetFit:
         return math.inf
 
     def decide(self, snapshot: ClusterSnapshot, now: float) -> Iterator[Choice]:
-        """Yield admissions. O(G + W) per free slot, vectorised over the window of W requests."""
-        timer = self.stage_timer
-        while len(snapshot.pool):
-            loads = Loads(snapshot)
-            if not loads.free:
+        """Yield admissions. O(G) in slack; else O(G + W) per free slot, vectorised over the window of W requests."""
+        timer, pool = self.stage_timer, snapshot.pool
+        while len(pool):
+            open_workers = snapshot.open_workers()
+            if not open_workers:
                 return
-            if len(snapshot.pool.front) <= loads.free:
+            waiting = len(pool.front)
+            if waiting <= len(open_workers) or waiting <= free_slots(open_workers):
                 if timer:
                     timer("prepare")
-                others_wait = bool(snapshot.pool.behind)
-                yield from self._slack(snapshot, loads, now, may_hold=not others_wait)
+                others_wait = bool(pool.behind)
+                yield from self._slack(snapshot, open_workers, now, may_hold=not others_wait)
                 if timer:
                     timer("stage1")
                 if others_wait:
                     continue
                 return
+            loads = Loads(snapshot, open_workers)
             window = Window(snapshot, now, self.params, self.rules)
             if timer:
                 timer("prepare")
@@ -156,74 +160,70 @@ class TargetFit:
         """Until when a request may be held back beside a free slot."""
         return request.ready_s + self.params.hold_s * snapshot.means.patience_factor(request.prompt_tokens)
 
-    def _slack(self, snapshot: ClusterSnapshot, loads: "Loads", now: float, may_hold: bool) -> Iterator[Choice]:
-        share = self.rules.hold_from
-        _, envelope = loads.mean_and_envelope()
-        lightest = [(loads.scaled[worker], worker) for worker in loads.open]
+    def _slack(
+        self, snapshot: ClusterSnapshot, open_workers: list[DecodeInstanceState], now: float, may_hold: bool
+    ) -> Iterator[Choice]:
+        workers, loads = snapshot.workers, snapshot.step_loads()
+        envelope = max([loads[worker.index] for worker in workers if worker.state is not DOWN], default=0.0)
+        lightest = [(loads[worker.index], worker.index) for worker in open_workers]
         heapify(lightest)
         waiting = snapshot.pool.front
         for request in waiting.by_size(len(waiting), descending=True):
-            load, worker = lightest[0]
-            load += loads.cost(worker, request.prompt_tokens)
-            if may_hold and load > envelope and now < self.held_until_s(request, snapshot) and loads.may_hold(share):
+            load, index = lightest[0]
+            worker = workers[index]
+            load += cost(worker.spec, request.prompt_tokens)
+            if may_hold and load > envelope and now < self.held_until_s(request, snapshot) and self._busy(workers):
                 continue
-            loads.occupy(worker)
-            if loads.active[worker] < loads.most[worker]:
-                heapreplace(lightest, (load, worker))
+            yield Choice(request, worker, 1, min(0.0, envelope - load))
+            envelope = max(envelope, load)
+            if len(worker.active) < worker.own_slots:
+                heapreplace(lightest, (load, index))
             else:
                 heappop(lightest)
-            yield Choice(request, snapshot.workers[worker], 1, min(0.0, envelope - load))
-            envelope = max(envelope, load)
+
+    def _busy(self, workers: list[DecodeInstanceState]) -> bool:
+        """Whether every worker in the barrier is busy enough for its load to say where requests should go."""
+        share = self.rules.hold_from
+        for worker in workers:
+            if worker.state is not DOWN and worker.occupied < max(MIN_ACTIVE_TO_HOLD, share * worker.spec.slots):
+                return False
+        return True
+
+
+def free_slots(open_workers: list[DecodeInstanceState]) -> int:
+    """Free slots on workers that have any."""
+    return sum([worker.own_slots - len(worker.active) for worker in open_workers])
+
+
+def cost(spec: WorkerSpec, prompt_tokens: float) -> float:
+    """What a request of this prompt adds to the load of a worker."""
+    return spec.speed * (prompt_tokens + spec.request_tokens)
 
 
 class Loads:
-    """The workers while a decision is made; those without a free slot at its start do not change and are summed once.
+    """The workers while a scarce decision is made; those without a free slot do not change and are summed once.
 
     Attributes: `scaled`, what a step costs by worker (L_g); `active`, requests on each worker that had a free slot
     (n_g), and `most`, how many there may be; `open`, the workers with a free slot; `free`, their free slots.
     """
 
-    def __init__(self, snapshot: ClusterSnapshot) -> None:
+    def __init__(self, snapshot: ClusterSnapshot, open_workers: list[DecodeInstanceState]) -> None:
         self.workers = snapshot.workers
         self.scaled: list[float] = snapshot.step_loads()
-        self.open: list[int] = []
-        self.active: dict[int, int] = {}
-        self.most: dict[int, int] = {}
-        self.free = 0
-        self._down: set[int] = set()
-        fixed: list[float] = []
-        up, down = WorkerState.UP, WorkerState.DOWN
-        for worker, load in zip(self.workers, self.scaled, strict=True):
-            held, slots = len(worker.active), worker.own_slots
-            if worker.state is down:
-                self._down.add(worker.index)
-            elif held < slots and worker.state is up:
-                self.open.append(worker.index)
-                self.active[worker.index] = held + worker.foreign_requests
-                self.most[worker.index] = slots + worker.foreign_requests
-                self.free += slots - held
-            else:
-                fixed.append(load)
+        self.open = [worker.index for worker in open_workers]
+        self.active = {worker.index: len(worker.active) + worker.foreign_requests for worker in open_workers}
+        self.most = {worker.index: worker.own_slots + worker.foreign_requests for worker in open_workers}
+        self.free = free_slots(open_workers)
+        fixed = self.scaled.copy()
+        for index in sorted(self.open + snapshot.down_workers(), reverse=True):
+            del fixed[index]
         self._fixed_count, self._fixed_sum, self._fixed_max = len(fixed), sum(fixed), max(fixed, default=0.0)
-
-    def cost(self, worker: int, prompt_tokens: float) -> float:
-        """What a request of this prompt adds to the worker's load."""
-        spec = self.workers[worker].spec
-        return spec.speed * (prompt_tokens + spec.request_tokens)
 
     def mean_and_envelope(self) -> tuple[float, float]:
         """Mean and largest load of the workers that share the barrier. O(workers that had a free slot)."""
         changing = [self.scaled[worker] for worker in self.active]
         mean = (self._fixed_sum + sum(changing)) / (self._fixed_count + len(changing))
         return mean, max(self._fixed_max, *changing)
-
-    def may_hold(self, share: float) -> bool:
-        """Whether every worker in the barrier is busy enough for its load to say where requests should go.
-
-        Args: share: of its slots, at least.
-        """
-        barrier = (worker for worker in self.workers if worker.index not in self._down)
-        return all(w.occupied >= max(MIN_ACTIVE_TO_HOLD, share * w.spec.slots) for w in barrier)
 
     def emptiest(self) -> int:
         """The open worker with the fewest requests over slots; ties: least load, then lowest index."""
@@ -268,7 +268,8 @@ class Window:
         self.drop = growth = rules.growth_share * means.answer_tokens * (1.0 - 1.0 / snapshot.n_in_barrier)
         if growth:
             stock = float(np.add.reduce(np.minimum(self._sizes, LARGE * mean_prompt))) / len(self._sizes)
-            self.drop += min(growth, max(-growth, rules.stock_share * (mean_prompt - stock)))
+            most = max(growth, mean_prompt / 2.0 - growth)
+            self.drop += min(most, max(-most, rules.stock_share * (mean_prompt - stock)))
         self._available = self._bonus.copy()  # -inf where the request is used
         # (speed, c) -> what each adds to a load, and 1 + penalty times as much
         self._scaled: dict[tuple[float, int], tuple[FloatArray, FloatArray]] = {}
@@ -329,7 +330,7 @@ def choose_scarce(loads: Loads, window: Window, rounds: int) -> list[Fit]:
         if settled == len(fits):
             break  # so would every further choice
         fit = fits[index]
-        loads.scaled[fit.worker] -= loads.cost(fit.worker, window.size(fit.position))
+        loads.scaled[fit.worker] -= cost(loads.workers[fit.worker].spec, window.size(fit.position))
         window.put_back(fit.position)
         fits[index] = _fit(fit.worker, loads, window)
         settled = settled + 1 if fits[index].position == fit.position else 1
@@ -340,6 +341,6 @@ def _fit(worker: int, loads: Loads, window: Window) -> Fit:
     spec = loads.workers[worker].spec
     mean, envelope = loads.mean_and_envelope()
     level = min(envelope, mean - spec.speed * window.drop)
-    position, cost = window.take(loads.scaled[worker], spec, level, envelope)
-    loads.scaled[worker] += loads.cost(worker, window.size(position))
-    return Fit(worker, position, cost)
+    position, least = window.take(loads.scaled[worker], spec, level, envelope)
+    loads.scaled[worker] += cost(spec, window.size(position))
+    return Fit(worker, position, least)

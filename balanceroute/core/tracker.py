@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 from balanceroute.core.prefill_work import Pace, work_tokens
 from balanceroute.core.prefix import PrefixHits, PrefixIndex, PrefixUse
-from balanceroute.core.types import Phase, WorkerSpec, WorkerState
+from balanceroute.core.types import QUEUED, UP, Phase, WorkerSpec, WorkerState
 
 
 @dataclass(slots=True, eq=False)
@@ -30,7 +30,7 @@ class RequestTracker:
     prompt_key: str = ""
     max_new_tokens: int | None = None
     arrived_s: float = 0.0
-    phase: Phase = Phase.QUEUED
+    phase: Phase = QUEUED
     prefiller: "PrefillerBudget | None" = None
     pinned_tokens: int = 0
     worker: "DecodeInstanceState | None" = None
@@ -57,10 +57,14 @@ class RequestTracker:
     offers: "tuple[Sequence[PrefillerBudget], Sequence[float]] | None" = None  # while it is prefilled: who at what cost
 
     def uncached_on(self, prefiller: "PrefillerBudget") -> int:
-        """Tokens of its prompt that this prefiller would have to compute; an engine computes one at least."""
+        """Tokens of its prompt that this prefiller would have to compute."""
         if not self.prefix:
             return self.prompt_tokens
-        return max(1, self.prompt_tokens - prefiller.cache.matched(self.prefix) * self.block_tokens)
+        return self.uncached_after(prefiller.cache.matched(self.prefix))
+
+    def uncached_after(self, blocks: int) -> int:
+        """Tokens of its prompt after so many of its blocks; an engine computes one at least."""
+        return max(1, self.prompt_tokens - blocks * self.block_tokens)
 
     @property
     def generated(self) -> int:
@@ -106,7 +110,7 @@ class DecodeInstanceState:
 
     spec: WorkerSpec
     index: int
-    state: WorkerState = WorkerState.UP
+    state: WorkerState = UP
     active: dict[str, RequestTracker] = field(default_factory=dict)
     load: int = 0
     running: int = 0
@@ -129,12 +133,12 @@ class DecodeInstanceState:
     @property
     def free_slots(self) -> int:
         """cap_g: room for more active requests; 0 unless the worker is up."""
-        return max(0, self.own_slots - len(self.active)) if self.state is WorkerState.UP else 0
+        return max(0, self.own_slots - len(self.active)) if self.state is UP else 0
 
     @property
     def has_room(self) -> bool:
         """Whether another request may be sent there: into a slot, or ahead of one."""
-        return len(self.active) < self.own_slots + self.ahead and self.state is WorkerState.UP
+        return len(self.active) < self.own_slots + self.ahead and self.state is UP
 
     @property
     def occupied(self) -> int:
@@ -164,7 +168,7 @@ class PrefillerBudget:
 
     spec: WorkerSpec
     index: int
-    state: WorkerState = WorkerState.UP
+    state: WorkerState = UP
     kv_usage: float | None = 0.0
     inflight: int = 0
     inflight_tokens: int = 0

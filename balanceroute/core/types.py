@@ -4,6 +4,9 @@ Times are float seconds of any monotonic origin (`_s`), loads are KV tokens, `ho
 
 Nobody changes any of them once made. What is made per request is not frozen all the same: that would make its making
 several times slower.
+
+Where a call is made per request, phases and states go by their names in this module: a member that is looked up on its
+class costs ten times as much (Python 3.11).
 """
 
 from collections.abc import Sequence
@@ -26,6 +29,9 @@ class WorkerState(StrEnum):
     DOWN = "down"
 
 
+UP, DRAINING, DOWN = WorkerState
+
+
 class Phase(StrEnum):
     """Where a request stands between its arrival and its single finish."""
 
@@ -34,6 +40,9 @@ class Phase(StrEnum):
     POOLED = "pooled"
     DECODING = "decoding"
     GONE = "gone"
+
+
+QUEUED, PREFILLING, POOLED, DECODING, GONE = Phase
 
 
 class Outcome(StrEnum):

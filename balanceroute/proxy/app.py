@@ -46,6 +46,8 @@ from balanceroute.proxy.workers.drainer import Drainer
 from balanceroute.proxy.workers.fleet import Fleet, FleetConfig
 from balanceroute.proxy.workers.health import HealthMonitor
 from balanceroute.proxy.workers.metrics_poller import MetricsPoller
+from balanceroute.proxy.workers.pins import PinRecord
+from balanceroute.proxy.workers.upstream import header_lines
 
 log = logging.getLogger(__name__)
 
@@ -99,7 +101,7 @@ def create_app(
         assert isinstance(app, RouterApp)
         predictor = forecasts or build_forecasts(config)
         loop = asyncio.get_running_loop()
-        services = app.services = build_services(config, loop, predictor, strict, journal, perimeter, app.tls)
+        services = app.services = build_services(config, loop, predictor, strict, journal, perimeter, app.tls, pins)
 
         def messages(request: Request, response: Response) -> Handler:
             response.refusal = message_refusal
@@ -122,6 +124,9 @@ def create_app(
         return await reload(app.services, new)
 
     perimeter, tls = Perimeter(config), Tls(config)
+    pins = None
+    if config.lifecycle.pins_file is not None and config.kv_pin_s is not None:
+        pins = PinRecord(config.lifecycle.pins_file)
     dashboard = Dashboard(lambda: app.services)
     parts: list[Admin | Forwarding | Dashboard | Metaserver | Steering] = [
         Admin(lambda: app.services),
@@ -156,6 +161,7 @@ def build_services(
     journal: Path | None = None,
     perimeter: Perimeter | None = None,
     tls: Tls | None = None,
+    pins: PinRecord | None = None,
 ) -> Services:
     """Put the parts together; nothing runs yet."""
     stage_clock = StageClock()
@@ -181,6 +187,7 @@ def build_services(
         metrics=metrics,
         drainer=drainer,
         connector=connector,
+        pins=pins,
         perimeter=perimeter,
         tls=tls,
         forecasts=forecasts,
@@ -233,6 +240,10 @@ def start(services: Services, recorder: Recorder) -> None:
     for name, run in coroutines.items():
         services.tasks[name] = services.loop.create_task(_supervised(services, name, run), name=name)
     start_refits(services)
+    if services.pins is not None:
+        authorization = services.perimeter.authorization_for([])
+        headers = [(b"authorization", authorization)] if authorization else []
+        services.drainer.drain_left(services.pins.left, header_lines(headers))
 
 
 def start_refits(services: Services) -> None:
@@ -257,6 +268,8 @@ async def stop(services: Services) -> None:
     if services.forecasts is not None:
         services.forecasts.close()
     services.ledger.close()
+    if services.pins is not None:
+        services.pins.close()
     for result in results:
         if isinstance(result, Exception):
             raise result

@@ -82,6 +82,8 @@ def check(services: Services, new: Config) -> None:
     for name in FIXED:
         if getattr(services.config, name) != getattr(new, name):
             raise ConfigError(f"{name}: cannot change while the router runs; restart it")
+    if services.config.lifecycle.pins_file != new.lifecycle.pins_file:
+        raise ConfigError("lifecycle.pins_file: cannot change while the router runs; restart it")
     wanted = {spec.id: spec for spec in worker_specs(new)}
     for worker in services.fleet:
         spec = wanted.get(worker.id)

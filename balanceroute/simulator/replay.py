@@ -4,7 +4,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from balanceroute.core.knobs import DEFAULTS, Option, PolicySettings, accepted, is_accepted
-from balanceroute.core.policies import BUILT_IN, KNOBS, make_policy
+from balanceroute.core.policies import BUILT_IN, knobs_of, make_policy, misplaced
 from balanceroute.core.policy import AdmissionPolicy, StageTimer
 from balanceroute.errors import ConfigError, InputError
 from balanceroute.plugins import check_predictor_name, learn_policy
@@ -100,9 +100,9 @@ def parse_params(settings: PolicySettings, params: list[str]) -> PolicySettings:
         changes[name] = parsed(text, DEFAULTS[name])
         if not is_accepted(name, changes[name]):
             raise InputError(f"--param {param}: accepted is {accepted(name)}")
-        if name not in KNOBS[settings.policy]:
-            own = ", ".join(knob for knob in KNOBS[settings.policy] if knob not in OPTIONS) or "none"
-            raise InputError(f"--param {param}: {settings.policy} does not have this knob; its own: {own}")
+        if wrong := misplaced(settings.policy, name):
+            own = ", ".join(knob for knob in knobs_of(settings.policy) if knob not in OPTIONS) or "none"
+            raise InputError(f"--param {param}: {wrong}; its own: {own}")
     return replace(settings, **changes, options=tuple(options.items()))
 
 

@@ -83,7 +83,7 @@ try {
     assert.ok(page.url().endsWith("/dashboard"));
     await until("tokens flow", async () => parseFloat(await tile(page, "tokens/s")) > 10, 120);
     await until("decisions are listed", async () => await page.locator("#decisions tbody tr").count() > 3, 60);
-    await until("a runner-up is worked out", async () => (await page.locator("#decisions tbody").textContent()).match(/ to 127|nothing/), 60);
+    await until("a runner-up is worked out", async () => (await page.locator("#decisions tbody").textContent()).match(/ to 127|no other choice/), 60);
     await repeat(small.url, 12);
     await until("prefix-cache hits are shown, found beside predicted", async () => await page.evaluate(
       () => last("hits_found") > 0 && last("hits_predicted") > 0), 60);

@@ -128,8 +128,10 @@ async def test_decisions_are_listed_with_what_would_have_been_done_instead() -> 
     async with running(shape) as router:
         await news_until(router, lambda news: news["sample"] is not None)  # somebody watches
         requests = asyncio.ensure_future(keep_asking(router))
-        news = await news_until(router, lambda news: any(row["runner_up"] for row in news["decisions"]))
+        news = await news_until(router, lambda news: any(" to " in row["runner_up"] for row in news["decisions"]))
         requests.cancel()
+        assert all(row["runner_up"] for row in news["decisions"]), "what is not known is not listed"
+        assert news["decision_count"] >= len(news["decisions"])
         row = news["decisions"][0]
         assert row["worker"] in {worker["id"] for worker in news["workers"]} and row["policy"] == "br_0"
         assert [each["number"] for each in news["decisions"]] == sorted(

@@ -165,7 +165,7 @@ async def test_ranks_behind_one_url_are_told_apart_by_the_header() -> None:
         assert served == [0, 0, 0, 0]
         admitted = router.app.services.metrics.admissions
         assert all(
-            admitted.value(worker.id, "stage_3") == 2 for worker in router.app.services.fleet if worker.rank_header
+            admitted.value(worker.id, "stage_3") == 2 for worker in router.app.services.fleet if worker.rank_line
         )
         assert router.cluster.violations() == {}
 
@@ -350,10 +350,10 @@ def _watch_requests(router: Router, seen: list[dict[str, str]]) -> None:
         send = worker.upstream.request
 
         async def noted(
-            method: str, path: str, body: bytes = b"", headers: Any = (), *, send: Any = send, **rest: Any
+            method: str, path: str, body: bytes = b"", headers: Any = b"", *, send: Any = send, **rest: Any
         ) -> Any:
             if method == "POST":
-                seen.append({name.decode(): value.decode() for name, value in headers})
+                seen.append(dict(line.split(": ", 1) for line in headers.decode().splitlines()))
             return await send(method, path, body, headers, **rest)
 
         worker.upstream.request = noted  # type: ignore[method-assign]

@@ -482,7 +482,7 @@ async def test_kv_whose_lease_is_nearly_over_is_left_to_expire() -> None:
         services = router.app.services
         request = parse("completions", json.dumps(completion()).encode())
         params = b'{"do_remote_prefill":true}'  # would be a violation if it were sent
-        services.drainer.drain(Drain("late", request, params, (), services.ledger.now() - 1.9))
+        services.drainer.drain(Drain("late", request, params, b"", services.ledger.now() - 1.9))
         await router.settled()
         assert services.metrics.drains.value("orphaned") == 1
         assert router.cluster.violations() == {}

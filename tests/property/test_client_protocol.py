@@ -15,6 +15,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from balanceroute.proxy.client.head import Request, read_any, read_plain
 from balanceroute.proxy.client.protocol import MAX_WAITING_BYTES
 from scripts.chaos_run.edge_stage import Outcome, Stage, Taken
 from scripts.chaos_run.fuzz_http import check, one_input, pieces, same, stream
@@ -210,3 +211,43 @@ def test_bytes_put_together_at_random_are_the_same_requests_as_to_h11_or_both_re
 def test_no_damaged_request_raises_or_leaves_anything_behind(runner: asyncio.Runner, seed: int) -> None:
     """Some of the inputs that `scripts/fuzz_http` feeds by the million."""
     runner.run(one_input(Stage(runner.get_loop()), seed))
+
+
+HEAD_LINES = st.builds(
+    lambda name, colon, value: name + colon + value,
+    st.sampled_from(
+        [
+            b"Host",
+            b"content-length",
+            b"Connection",
+            b"x-request-id",
+            b"Expect",
+            b"upgrade",
+            b"Transfer-Encoding",
+            b"a b",
+        ]
+        + [b"proxy-connection", b"Cookie", b"", b"x{"]
+    ),
+    st.sampled_from([b":", b": ", b":\t ", b" : ", b""]),
+    st.sampled_from(
+        [b"a", b"a:80", b"a/b", b"12", b"007", b"+1", b"1,2", b"keep-alive", b"close", b"upgrade", b"chunked"]
+    )
+    | st.binary(max_size=4),
+)
+
+
+@settings(max_examples=1000, deadline=None)
+@given(
+    line=st.sampled_from([b"POST /v1/x?y=%41 HTTP/1.1", b"POST /v1/x HTTP/1.1", b"GET /?a HTTP/1.1", b"GET * HTTP/1.1"])
+    | st.builds(lambda target: b"GET /" + target + b" HTTP/1.1", st.binary(max_size=6)),
+    lines=st.lists(HEAD_LINES, max_size=4),
+)
+def test_a_head_that_is_read_the_short_way_is_the_same_request_the_long_way(line: bytes, lines: list[bytes]) -> None:
+    raw = b"".join(part + b"\r\n" for part in (line, b"Host: h", *lines, b""))
+    short = read_plain(raw)
+    if short is None:
+        return
+    long = read_any(raw)
+    assert {name: getattr(short, name) for name in Request.__slots__} == {
+        name: getattr(long, name) for name in Request.__slots__
+    }

@@ -167,7 +167,7 @@ def test_target_fit_chooses_as_specified_when_slots_are_scarce(loads: list[list[
     st.data(),
 )
 def test_level_fit_is_target_fit_below_the_mean(loads: list[list[int]], output: int, data: st.DataObject) -> None:
-    """By (1 - 1/G) of the mean answer, and twice what the stock is smaller than the prompts that arrive, up to as much.
+    """By (1 - 1/G) of the mean answer, and twice what the stock is smaller than the prompts that arrive, within bounds.
 
     Sizes are multiples of the pool's, so that the stock's mean is exact, and no prompt is large.
     """
@@ -179,6 +179,7 @@ def test_level_fit_is_target_fit_below_the_mean(loads: list[list[int]], output: 
     scheduler.policy = make_policy(PolicySettings(policy="level_fit"))
     scheduler.snapshot.means.prompt_tokens, scheduler.snapshot.means.answer_tokens = mean_prompt, output * 16
     growth = output * 16 * (1 - 1 / len(loads))
-    drop = growth + min(growth, max(-growth, 2 * (mean_prompt - sum(waiting) / size)))
+    most = max(growth, mean_prompt / 2 - growth) if growth else 0.0
+    drop = growth + min(most, max(-most, 2 * (mean_prompt - sum(waiting) / size)))
     admissions = scheduler.admit(0.0)
     assert [(action.request, action.worker) for action in admissions] == naive_fit(loads, waiting, 6, drop)

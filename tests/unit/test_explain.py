@@ -4,6 +4,7 @@ import copy
 import json
 import sys
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import orjson
@@ -11,13 +12,14 @@ import pytest
 
 from balanceroute.cli import main
 from balanceroute.core.knobs import PolicySettings
-from balanceroute.core.policies import POLICIES, make_policy
+from balanceroute.core.policies import POLICIES, make_policy, settings_to_dict
 from balanceroute.core.prefill import LONE_WEIGHT
 from balanceroute.core.scheduler import Scheduler, SchedulerConfig
+from balanceroute.core.snapshot_json import outline_to_dict, snapshot_to_dict
 from balanceroute.core.state import state_to_dict
 from balanceroute.core.types import RequestSpec, Role, WorkerSpec
 from balanceroute.errors import InputError
-from balanceroute.explain import explain
+from balanceroute.explain import explain, runners_up
 
 EXAMPLE: dict[str, Any] = {
     "policy": "br_h",
@@ -53,7 +55,9 @@ def changed(state: dict[str, Any], **values: Any) -> dict[str, Any]:
 
 def test_the_example_of_the_design() -> None:
     result = explain(EXAMPLE).to_dict()
-    assert result["admissions"] == [{"request": "w1", "worker": "d0", "stage": 1, "score": 4000.0, "runner_up": None}]
+    admission = {"request": "w1", "worker": "d0", "stage": 1, "score": 4000.0}
+    nothing = {"runner_up": None, "otherwise": "no other choice", "behind": None}
+    assert result["admissions"] == [admission | nothing]
     assert result["margins"] == {"d0": [0] * 81}
     assert (result["left_waiting"], result["reason"]) == (0, "nothing is left waiting")
 
@@ -62,8 +66,8 @@ def test_br_0_takes_the_largest_request_that_fits_the_margin() -> None:
     """F(2900) = 2900; F(500) = 500; F(3500) = 3500 - 2 * 500 = 2500: the runner-up is `big`."""
     result = explain(SCARCE)
     assert [(a.request, a.worker, a.stage, a.score) for a in result.admissions] == [("fits", "d1", 2, 2900.0)]
-    runner_up = result.runners_up[0]
-    assert runner_up is not None and (runner_up.request, runner_up.score) == ("big", 2500.0)
+    (runner_up,) = result.runners_up
+    assert runner_up.admission is not None and (runner_up.admission.request, runner_up.behind) == ("big", 400.0)
     assert [(w.load_tokens, w.margin, w.free_slots) for w in result.workers] == [(5000, 0, 0), (2000, 3000, 1)]
     assert (result.left_waiting, result.reason) == (2, "no slot is left free")
 
@@ -80,8 +84,56 @@ def test_br_h_sees_the_margin_shrink_when_the_fullest_worker_empties() -> None:
 def test_an_assigning_policy_names_the_next_worker() -> None:
     result = explain(changed(SCARCE, policy="least_kv", params={}))
     assert (result.admissions[0].request, result.admissions[0].worker) == ("small", "d1")
-    runner_up = result.runners_up[0]
+    runner_up = result.runners_up[0].admission
     assert runner_up is not None and (runner_up.request, runner_up.worker) == ("small", "d0")
+
+
+def test_where_every_request_finds_a_slot_the_runner_up_is_another_worker() -> None:
+    """6,900 tokens are 1,900 above the envelope of 5,000 on d0 already, and 1,400 more so than 5,500 on d1."""
+    state = changed(SCARCE, policy="level_fit", params={"hold_s": 0}, waiting=[{"id": "only", "prompt_tokens": 3500}])
+    state["workers"][0]["slots"] = 2
+    result = explain(state)
+    assert [(a.request, a.worker, a.score) for a in result.admissions] == [("only", "d1", -500.0)]
+    (runner_up,) = result.runners_up
+    assert str(runner_up) == "only to d0" and runner_up.behind == 3000.0
+
+
+def test_one_request_and_one_free_slot_leave_no_other_choice_and_a_hold_is_one() -> None:
+    alone = changed(SCARCE, policy="level_fit", params={"hold_s": 0}, waiting=[{"id": "only", "prompt_tokens": 3500}])
+    assert [str(runner_up) for runner_up in explain(alone).runners_up] == ["no other choice"]
+    workers = [
+        {"id": name, "slots": 6, "active": [{"id": f"{name}{n}", "prompt_tokens": tokens} for n in range(4)]}
+        for name, tokens in (("light", 100), ("heavy", 1250))
+    ]
+    held = {"policy": "level_fit", "workers": workers, "waiting": [{"id": "only", "prompt_tokens": 1000}]}
+    result = explain(held)
+    assert [(a.request, a.worker) for a in result.admissions] == [("only", "light")]
+    assert [str(runner_up) for runner_up in result.runners_up] == ["nothing: the rest would wait"]
+
+
+@pytest.mark.parametrize("policy", sorted(POLICIES.keys() - {"br_h"}))
+@pytest.mark.parametrize("seed", range(3))
+def test_a_policy_that_looks_at_present_loads_decides_on_the_outline_as_on_the_whole_state(
+    policy: str, seed: int
+) -> None:
+    random = Random(seed)
+    settings = PolicySettings(policy=policy)
+    scheduler = Scheduler(make_policy(settings))
+    scheduler.add_worker(WorkerSpec("p0", Role.PREFILL), 0.0)
+    for name in ("d0", "d1", "d2"):
+        scheduler.add_worker(WorkerSpec(name, Role.DECODE, slots=6, speed=random.choice((1.0, 1.5))), 0.0)
+    scheduler.report_decoder("d1", 2, 700, 1, 0.0)
+    for n in range(18):
+        scheduler.submit(RequestSpec(f"r{n}", random.randint(1, 3000)), 0.0)
+        scheduler.dispatch(0.0)
+        scheduler.prefilled(f"r{n}", scheduler.snapshot.requests[f"r{n}"].prompt_tokens, 0.0)
+        if n == 10:
+            scheduler.admit(1.0)
+    given = settings_to_dict(settings)
+    whole, outline = (write(scheduler.snapshot, 2.0) for write in (snapshot_to_dict, outline_to_dict))
+    decided = explain({**given, **whole})
+    assert decided.admissions
+    assert runners_up({**given, **outline}, 100) == list(zip(decided.admissions, decided.runners_up, strict=True))
 
 
 def test_a_request_that_waited_too_long_goes_first_even_in_a_hand_made_file() -> None:
@@ -149,7 +201,7 @@ def test_the_command_prints_tables_or_json(
     file.write_text(json.dumps(SCARCE))
     assert run(monkeypatch, str(file)) == 0
     shown = capsys.readouterr().out
-    assert "2 scarce" in shown and "big to d1 (2,500.0)" in shown and "3,000" in shown
+    assert "2 scarce" in shown and "big to d1" in shown and "400.0" in shown and "3,000" in shown
     assert run(monkeypatch, str(file), "--json") == 0
     assert json.loads(capsys.readouterr().out) == explain(SCARCE).to_dict()
 

@@ -89,8 +89,9 @@ def test_a_simulation_is_that_of_replay(capsys: pytest.CaptureFixture[str], monk
         ({"predictor": "magic"}, "predictor: 'magic' is none of none, oracle"),
         ({"trace": "no_such_file.csv"}, "no_such_file.csv"),
         ({"policy": balanceroute.PolicySettings(), "params": {"r_max": 4}}, "params: knobs of a policy that is named"),
+        ({"policy": "level_fit", "params": {"beta": 4}}, "params.beta: level_fit does not have this knob; br_0, br_h"),
     ],
-    ids=["policy", "knob", "predictor", "file", "params-twice"],
+    ids=["policy", "knob", "predictor", "file", "params-twice", "other-policys-knob"],
 )
 def test_a_wrong_argument_is_one_line_that_says_what_is_accepted(arguments: dict[str, object], problem: str) -> None:
     with pytest.raises((ConfigError, InputError), match="^[^\n]*$") as refused:

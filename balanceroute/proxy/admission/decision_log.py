@@ -1,7 +1,9 @@
-"""The last admissions, for who watches the router, and now and then the state that one was decided on.
+"""The last admissions, for who watches the router, and the states that they were decided on.
 
-A state is the whole snapshot, so it is kept only while somebody watches, at most once per `EVERY_S`, and of a cluster
-with at most `MOST_REQUESTS`: from it the runner-up can be worked out elsewhere, without holding up the decisions.
+From such a state the runner-up is worked out elsewhere, without holding up the decisions. So states are kept only while
+somebody watches, and a large one is followed by a longer pause: writing a row (a worker, a request) takes about 2 us,
+and for every row none is written for `PAUSE_S`, so that at most 2 % of the time goes there. Where the policy looks at
+present loads alone, what runs is summed up by worker, and a state has few rows.
 """
 
 from collections import deque
@@ -9,20 +11,26 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
+from balanceroute.core.policies import BUILT_IN
+from balanceroute.core.pool_bypass import PoolBypass
 from balanceroute.core.types import Admit
 from balanceroute.proxy.admission.ledger import Ledger
 
 ROWS: Final = 100
-EVERY_S: Final = 2.0
-MOST_REQUESTS: Final = 1500
-MOST_ADMISSIONS: Final = 8
+SAMPLES: Final = 20  # as many as are shown
+PAUSE_S: Final = 1e-4
+MOST_ROWS: Final = 3000
+UNWATCHED: Final = "unknown: nobody watched"
+TOO_MANY: Final = "unknown: too many requests"
 _WATCHED_S: Final = 5.0
 
 
 @dataclass(slots=True)
 class Decision:
-    """One admission, at the ledger's time `at_s`; `number` counts them. `runner_up`: what the policy would have done
-    without it, None where that was not worked out.
+    """One admission, at the ledger's time `at_s`; `number` counts them.
+
+    `runner_up`: what the policy would have done without it, and `behind`, by how much its score is smaller, where both
+    were of one stage; None while that is to be worked out.
     """
 
     number: int
@@ -30,6 +38,7 @@ class Decision:
     policy: str
     admission: Admit
     runner_up: str | None = None
+    behind: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,11 +54,12 @@ class DecisionLog:
 
     def __init__(self, ledger: Ledger) -> None:
         self._ledger = ledger
-        self._count = 0
+        self.count = 0
         self._watched_until_s = self._next_s = 0.0
         self._state: dict[str, Any] | None = None
+        self._unknown: str | None = UNWATCHED  # why this decision's runner-up cannot be worked out
         self.rows: deque[Decision] = deque(maxlen=ROWS)
-        self.sample: Sample | None = None  # the newest; whoever takes it sets None
+        self.samples: deque[Sample] = deque(maxlen=SAMPLES)  # whoever works one out takes it
 
     def watch(self) -> None:
         """Somebody is watching now."""
@@ -58,19 +68,27 @@ class DecisionLog:
     def before(self) -> None:
         """A decision is about to be taken."""
         now = self._ledger.now()
-        self._state = None
-        if self._next_s <= now < self._watched_until_s and self._ledger.requests <= MOST_REQUESTS:
+        self._state, self._unknown = None, None if now < self._watched_until_s else UNWATCHED
+        if self._next_s <= now < self._watched_until_s:
+            policy = self._ledger.scheduler.policy
+            whole = policy.horizon_steps or policy.name not in BUILT_IN or isinstance(policy, PoolBypass)
+            rows = self._ledger.rows(running=bool(whole))
+            if rows > MOST_ROWS:
+                self._unknown = TOO_MANY
+                return
+            self._next_s = now + rows * PAUSE_S
             self._ledger.settle()
-            self._state = self._ledger.state()
+            self._state = self._ledger.state() if whole else self._ledger.outline()
 
     def after(self, admissions: Sequence[Admit]) -> None:
         """It has been taken."""
         if not admissions:
             return
         now, policy = self._ledger.now(), self._ledger.scheduler.policy.name
-        made = [Decision(self._count + i, now, policy, admission) for i, admission in enumerate(admissions)]
-        self._count += len(made)
+        made = [
+            Decision(self.count + i, now, policy, admission, self._unknown) for i, admission in enumerate(admissions)
+        ]
+        self.count += len(made)
         self.rows.extend(made)
-        if self._state is not None and len(made) <= MOST_ADMISSIONS:
-            self._next_s = now + EVERY_S
-            self.sample = Sample(self._state, tuple(made))
+        if self._state is not None:
+            self.samples.append(Sample(self._state, tuple(made)))

@@ -23,19 +23,10 @@ several times per second besides.
 
 import asyncio
 
-from balanceroute.core.types import Outcome, Phase, RequestSpec, Standing
+from balanceroute.core.types import DECODING, GONE, POOLED, PREFILLING, QUEUED, Outcome, RequestSpec, Standing
 from balanceroute.core.view import ClusterView
 from balanceroute.errors import InvariantError
 from balanceroute.proxy.admission.waist import Answer, Bounds, Brain, Refusal
-
-# a member of an enum costs ten times a name of the module (Python 3.11)
-_QUEUED, _PREFILLING, _POOLED, _DECODING, _GONE = (
-    Phase.QUEUED,
-    Phase.PREFILLING,
-    Phase.POOLED,
-    Phase.DECODING,
-    Phase.GONE,
-)
 
 
 class Ticket:
@@ -91,9 +82,9 @@ class Ticket:
         self._answer: Answer | None = None
         self._waiter: asyncio.Future[None] | None = None
         if tickets.decode_first:
-            self.phase, self.pooled_s = _POOLED, now
+            self.phase, self.pooled_s = POOLED, now
         else:
-            self.phase = _QUEUED
+            self.phase = QUEUED
 
     async def prefiller(self) -> str:
         """Wait for the prefiller that gets the probe. Raises: Rejected: QueueFull, NoHealthyWorkers, Draining,
@@ -112,12 +103,12 @@ class Ticket:
 
     def prefilled(self, prompt_tokens: int, cached_tokens: int | None = None) -> None:
         """The probe was answered: the request waits in the pool. `cached_tokens`: as in `Scheduler.prefilled`."""
-        self.phase, self.pooled_s, self.prompt_tokens = _POOLED, self._now(), prompt_tokens
+        self.phase, self.pooled_s, self.prompt_tokens = POOLED, self._now(), prompt_tokens
         self._brain.prefilled(self.id, prompt_tokens, cached_tokens)
 
     def prefill_failed(self) -> None:
         """The probe failed: the request queues again."""
-        self.phase, self.prefiller_id = _QUEUED, ""
+        self.phase, self.prefiller_id = QUEUED, ""
         self._brain.prefill_failed(self.id)
 
     def request_prefill(self) -> None:
@@ -157,7 +148,7 @@ class Ticket:
 
     def put_back(self) -> None:
         """The decode worker will not be asked after all: wait for another in the pool."""
-        self.phase, self.decoder = _POOLED, ""
+        self.phase, self.decoder = POOLED, ""
         self._brain.put_back(self.id)
 
     def requeue(self) -> None:
@@ -171,9 +162,9 @@ class Ticket:
         self.told_tokens = 0
         self.requeues += 1
         if self._tickets.decode_first:
-            self.phase, self.pooled_s = _POOLED, self._now()
+            self.phase, self.pooled_s = POOLED, self._now()
         else:
-            self.phase = _QUEUED
+            self.phase = QUEUED
         self._brain.requeue(self.id)
 
     def finish(self, outcome: Outcome, reason: str = "") -> None:
@@ -207,10 +198,10 @@ class Ticket:
         """Take what has been decided, and wake who waits for it."""
         if isinstance(answer, Refusal):
             self._leave()
-        elif self.phase is _QUEUED:
-            self.phase, self.prefiller_id = _PREFILLING, answer
-        elif self.phase is _POOLED:
-            self.phase, self.decoder = _DECODING, answer
+        elif self.phase is QUEUED:
+            self.phase, self.prefiller_id = PREFILLING, answer
+        elif self.phase is POOLED:
+            self.phase, self.decoder = DECODING, answer
         else:
             self.asking, self.pushing, self.prefiller_id = False, True, answer
         self._answer = answer
@@ -219,7 +210,7 @@ class Ticket:
             waiter.set_result(None)
 
     def _leave(self) -> None:
-        self.left, self.phase, self.decoder = True, _GONE, ""
+        self.left, self.phase, self.decoder = True, GONE, ""
         self.asking = self.pushing = False
         del self._tickets.by_id[self.id]
 

@@ -2,11 +2,11 @@
 
 import math
 import random
-from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Final
 
 from balanceroute.errors import InvalidRequest
+from balanceroute.proxy.wire.responses import Headers
 
 # identity and tracing: what a worker may need, and nothing that frames or routes a message
 FORWARDED: Final = frozenset(
@@ -40,32 +40,24 @@ class Head:
             raise InvalidRequest("X-Request-Timeout must be a positive number of seconds.", param="X-Request-Timeout")
 
 
-def read_head(
-    headers: Iterable[tuple[bytes, bytes]], key_header: bytes | None, authorization: bytes | None = None
-) -> Head:
-    """One pass over the headers.
+def read_head(headers: Headers, key_header: bytes | None, authorization: bytes | None = None) -> Head:
+    """What `headers` mean; of one that comes twice the last counts.
 
     `authorization` goes to the workers in place of the client's own: empty for none, None for the client's as it came.
     """
-    forwarded = []
-    client_id: bytes | None = None
-    timeout_s, key = math.inf, ""
-    for name, value in headers:
-        if name in FORWARDED:
-            if authorization is None or name != b"authorization":
-                forwarded.append((name, value))
-        elif name == b"x-request-id":
-            client_id = value
-        elif name == b"x-request-timeout":
-            timeout_s = _timeout(value)
-        if name == key_header:
-            key = value.decode("latin-1")
+    told = dict(headers)
+    forwarded = [field for field in headers if field[0] in FORWARDED]
+    if authorization is not None:
+        forwarded = [field for field in forwarded if field[0] != b"authorization"]
     if authorization:
         forwarded.append((b"authorization", authorization))
+    client_id, timeout = told.get(b"x-request-id"), told.get(b"x-request-timeout")
+    key = b"" if key_header is None else told.get(key_header, b"")
     known = None if client_id is None else _clean(client_id)
     unique = f"{_ids.getrandbits(64):016x}"
     request_id = f"{known}-{unique[:8]}" if known else unique
-    return Head(request_id, known, forwarded, timeout_s, key)
+    timeout_s = math.inf if timeout is None else _timeout(timeout)
+    return Head(request_id, known, forwarded, timeout_s, key.decode("latin-1"))
 
 
 def _timeout(value: bytes) -> float:

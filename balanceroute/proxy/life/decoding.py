@@ -48,18 +48,20 @@ async def decode(leg: Leg, worker: Worker, grace_s: float) -> bool:
     try:
         body = services.connector.decode(answer.request, params)
         leg.unspent = None
+        if leg.pin is not None:
+            leg.pin.release()
         reply = leg.reply = await worker.upstream.request(
             "POST",
             answer.request.path,
             body,
-            leg.headers_for(worker),
+            worker.headers_of(leg.upstream_id, leg.headers),
             connect_timeout_s=limits.connect_timeout_s,
             retry_stale=False,  # a worker that took the request and died looks the same: the KV may be pulled
         )
         if reply.status != 200:
             error = status_error(reply, await reply.read(ERROR_LIMIT), worker, "decode")
             if isinstance(error, UpstreamStatus) and (error.status < 500 or error.status == 503 or streams):
-                leg.unspent = params  # refused before the engine saw it: its KV is still pinned
+                leg.refused(params)
             raise error
         if reply.header(b"content-encoding") not in (None, b"identity"):
             raise BadUpstreamReply("it compressed its reply unasked", worker=worker.id, tier="decode")
@@ -68,7 +70,7 @@ async def decode(leg: Leg, worker: Worker, grace_s: float) -> bool:
         return complete
     except ConnectFailed as error:
         if not error.sent:
-            leg.unspent = params
+            leg.refused(params)
         raise
     except asyncio.CancelledError:
         worker.circuit.no_verdict()

@@ -256,7 +256,7 @@ class Layerwise:
                     "POST",
                     request.path,
                     body,
-                    leg.headers_for(prefiller),
+                    prefiller.headers_of(leg.upstream_id, leg.headers),
                     connect_timeout_s=limits.connect_timeout_s,
                 )
                 answer = await reply.read(REPLY_LIMIT if reply.status == 200 else ERROR_LIMIT)

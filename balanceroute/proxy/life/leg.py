@@ -50,13 +50,13 @@ from balanceroute.proxy.life.outlet import Outlet
 from balanceroute.proxy.life.services import TryServices
 from balanceroute.proxy.life.suspicion import Choices
 from balanceroute.proxy.life.verdicts import Verdicts
-from balanceroute.proxy.wire.payloads import ClientRequest
-from balanceroute.proxy.wire.responses import JSON_TYPE
+from balanceroute.proxy.wire.payloads import ClientRequest, PrefillResult
 from balanceroute.proxy.wire.sse import StreamEnd
 from balanceroute.proxy.workers.drainer import Drain
 from balanceroute.proxy.workers.fleet import Worker
+from balanceroute.proxy.workers.pins import Pin, PinRecord
 from balanceroute.proxy.workers.silence import Attention, FrozenGroup
-from balanceroute.proxy.workers.upstream import Reply
+from balanceroute.proxy.workers.upstream import Reply, header_lines
 
 REPLY_LIMIT: Final = 256 * 2**20  # an unstreamed answer with logprobs and the prompt's ids; more is a fault
 ERROR_LIMIT: Final = 2**20
@@ -107,7 +107,6 @@ class Leg:
     __slots__ = (
         "_abandoned",
         "_grace_s",
-        "_headers",
         "_interruption",
         "_key",
         "_strategy",
@@ -119,10 +118,12 @@ class Leg:
         "decode_wait_s",
         "decoder",
         "first_token_s",
+        "headers",
         "id",
         "idle_s",
         "kv_due",
         "outcome",
+        "pin",
         "pinned_s",
         "prefill_wait_s",
         "prefiller",
@@ -133,6 +134,7 @@ class Leg:
         "stalled_since_s",
         "ticket",
         "unspent",
+        "upstream_id",
         "verdicts",
         "waits_for",
         "worker",
@@ -159,16 +161,18 @@ class Leg:
         self.id, self.services, self._strategy = request_id, services, strategy
         self.answer = Answer(services, request, outlet, scanner_options)
         self.verdicts = Verdicts(services, request_id, choices)
-        self._headers, self._key = headers, prompt_key
+        self.headers, self._key = header_lines(headers), prompt_key
         self.deadline_s = deadline_s
         self.outcome = Outcome.FAILED
         self.prefiller = self.worker = ""  # the last ones that were asked
         self.recomputes = self._tries = 0
+        self.upstream_id = request_id  # X-Request-Id at the workers; every try has its own
         self.prefill_wait_s = self.decode_wait_s = self.first_token_s = 0.0
         # what it holds
         self.ticket: Ticket
         self.unspent: bytes | None = None  # kv_transfer_params that no decode worker has seen
         self.pinned_s = 0.0  # since when their KV has been pinned at most
+        self.pin: Pin | None = None  # the record of it, which has it for as long as they are unspent
         # where it is
         self._task: asyncio.Task[Any] | None = None
         self.at = ""  # the worker that a request of ours is under way at
@@ -308,18 +312,11 @@ class Leg:
 
     # -- for its strategy
 
-    @property
-    def upstream_id(self) -> str:
-        """X-Request-Id at the workers; every try has its own."""
-        return self.id if self._tries == 1 else f"{self.id}-{self._tries}"
-
     def new_try(self) -> None:
         """What is sent from now on is another request to the workers."""
         self._tries += 1
-
-    def headers_for(self, worker: Worker) -> list[tuple[bytes, bytes]]:
-        """Those of a request of this try to a worker."""
-        return [JSON_TYPE, (b"x-request-id", self.upstream_id.encode()), *self._headers, *worker.rank_header]
+        if self._tries > 1:
+            self.upstream_id = f"{self.id}-{self._tries}"
 
     def enter(self, worker: Worker, role: str, deadline_s: float, grace_s: float) -> None:
         """A request to this worker is about to be sent, which the next `leave` ends.
@@ -371,6 +368,23 @@ class Leg:
         finally:
             self.verdicts.left_worker()
 
+    def record(self, pins: PinRecord, result: PrefillResult) -> None:
+        """Take down what a prefiller has pinned, if any prompt may stand in for this one.
+
+        Not where a drain would be one more try of a suspect, nor for embeddings, which are no count of token ids.
+        """
+        self.pin = None
+        params, request, tokens = result.kv_transfer_params, self.answer.request, result.prompt_tokens
+        if params is not None and tokens and request.prompt_json and not self.verdicts.has_losses:
+            age_s = self.services.tickets.now() - self.pinned_s
+            self.pin = pins.pin(self.id, self.prefiller, params, tokens, request.model, age_s)
+
+    def refused(self, params: bytes) -> None:
+        """The decode worker's engine has surely not seen the parameters that it was sent: their KV is still pinned."""
+        self.unspent = params
+        if self.pin is not None:
+            self.pin.hold()
+
     def free_kv(self) -> None:
         """Have pinned KV pulled that the request leaves behind, unless a decoder may have been told to already.
 
@@ -383,9 +397,11 @@ class Leg:
         drainer = self.services.drainer
         if self.verdicts.has_losses:
             drainer.orphan()  # a drain is the same request once more, at yet another decode worker
+            if self.pin is not None:
+                self.pin.release()
         else:
             drains = self.verdicts.drains
-            drainer.drain(Drain(self.id, self.answer.request, params, tuple(self._headers), self.pinned_s, drains))
+            drainer.drain(Drain(self.id, self.answer.request, params, self.headers, self.pinned_s, drains, self.pin))
 
 
 def _clear_frames(error: BaseException | None) -> None:

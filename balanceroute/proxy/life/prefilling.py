@@ -59,7 +59,7 @@ async def probe(leg: Leg, worker: Worker) -> PrefillResult:
             "POST",
             request.path,
             score_body(request) if request.scores_only else services.connector.probe(request),
-            leg.headers_for(worker),
+            worker.headers_of(leg.upstream_id, leg.headers),
             connect_timeout_s=limits.connect_timeout_s,
         )
         body = await reply.read(REPLY_LIMIT if reply.status == 200 else ERROR_LIMIT)

@@ -59,6 +59,8 @@ class Pull:
             return Event.PREFILL_FAILED
         # the answer may have lain there since our loop turned last
         leg.unspent, leg.pinned_s = result.kv_transfer_params, max(sent_s, services.last_look_s)
+        if services.pins is not None:
+            leg.record(services.pins, result)
         leg.check_abandoned(worker)
         leg.answer.check_prefill(worker, result)
         if leg.answer.scanner is NOTHING_YET:

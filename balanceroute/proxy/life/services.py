@@ -14,6 +14,7 @@ from balanceroute.proxy.wire.prompt_blocks import PromptBlocks
 from balanceroute.proxy.workers.connector_check import check_connector, shortened
 from balanceroute.proxy.workers.drainer import Drainer
 from balanceroute.proxy.workers.fleet import Fleet, Worker
+from balanceroute.proxy.workers.pins import PinRecord
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
@@ -26,6 +27,7 @@ class TryServices:
     metrics: Metrics
     drainer: Drainer
     connector: Connector
+    pins: PinRecord | None = None  # where what prefillers keep for requests is taken down
     prompt_sizes: PromptSizes = field(default_factory=PromptSizes)
     prompt_blocks: PromptBlocks = field(default_factory=PromptBlocks)
     suspicions: Suspicions = field(default_factory=Suspicions)

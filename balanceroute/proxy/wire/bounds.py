@@ -4,6 +4,8 @@ A worker may be broken, or be something else than it was thought to be. What no 
 one (`BadUpstreamReply`, or `StreamEnd.MALFORMED` of a stream), before it reaches the ledger, `/state` or a client.
 """
 
+from itertools import product
+from types import NoneType
 from typing import Any, Final
 
 import orjson
@@ -14,7 +16,16 @@ MAX_PARAMS_BYTES: Final = 16 * 2**20  # of kv_transfer_params: the block ids of 
 _MAX_NAME: Final = 64  # characters of a finish reason
 _COUNTS: Final = ("prompt_tokens", "completion_tokens", "total_tokens")
 _DETAILS: Final = ("prompt_tokens_details", "completion_tokens_details")
-_OBJECTS: Final = ("delta", "message", "logprobs")  # of a choice
+# Of a choice, by what they are where they are there; null is as good as absent.
+_FIELDS: Final = {
+    "finish_reason": str,
+    "delta": dict,
+    "message": dict,
+    "logprobs": dict,
+    "text": str,
+    "token_ids": list,
+}
+_ORDINARY: Final = frozenset(product(*((kind, NoneType) for kind in _FIELDS.values())))
 
 
 def token_count(value: object, name: str) -> int:
@@ -22,10 +33,6 @@ def token_count(value: object, name: str) -> int:
     if type(value) is int and 0 <= value <= MAX_TOKENS:
         return value
     raise _no_count(name, value)
-
-
-def _may_be_count(value: object) -> bool:
-    return value is None or (type(value) is int and 0 <= value <= MAX_TOKENS)
 
 
 def _no_count(name: str, value: object) -> ValueError:
@@ -39,35 +46,35 @@ def checked_usage(usage: object) -> dict[str, Any]:
     if not isinstance(usage, dict):
         raise ValueError(f"usage is {_shown(usage)}")
     for name in _COUNTS:
-        if not _may_be_count(count := usage.get(name)):
+        count = usage.get(name)
+        if count is not None and (type(count) is not int or not 0 <= count <= MAX_TOKENS):
             raise _no_count(f"usage.{name}", count)
     for name in _DETAILS:
-        if (details := usage.get(name)) is None:
-            continue
-        if not isinstance(details, dict):
-            raise ValueError(f"usage.{name} is {_shown(details)}")
-        for part, value in details.items():
-            if not _may_be_count(value):
-                raise _no_count(f"usage.{name}.{part[:_MAX_NAME]}", value)
+        if (details := usage.get(name)) is not None:
+            _check_details(name, details)
     return usage
+
+
+def _check_details(name: str, details: object) -> None:
+    if not isinstance(details, dict):
+        raise ValueError(f"usage.{name} is {_shown(details)}")
+    for part, value in details.items():
+        if value is not None:
+            token_count(value, f"usage.{name}.{part[:_MAX_NAME]}")
 
 
 def checked_choice(choice: object) -> dict[str, Any]:
     """One choice, of an event or of a whole answer, whose fields can be looked into. Raises: ValueError."""
     if not isinstance(choice, dict):
         raise ValueError(f"a choice is {_shown(choice)}")
+    if tuple(map(type, map(choice.get, _FIELDS))) not in _ORDINARY:
+        name = next(name for name, kind in _FIELDS.items() if type(choice.get(name)) not in (kind, NoneType))
+        raise ValueError(f"{name} is {_shown(choice[name])}")
     reason, index = choice.get("finish_reason"), choice.get("index", 0)
-    if reason is not None and not (isinstance(reason, str) and len(reason) <= _MAX_NAME):
+    if reason is not None and len(reason) > _MAX_NAME:
         raise ValueError(f"finish_reason is {_shown(reason)}")
-    if not isinstance(index, int):
+    if type(index) is not int:
         raise ValueError(f"index is {_shown(index)}")
-    for name in _OBJECTS:
-        if (part := choice.get(name)) is not None and not isinstance(part, dict):
-            raise ValueError(f"{name} is {_shown(part)}")
-    if (text := choice.get("text")) is not None and not isinstance(text, str):
-        raise ValueError(f"text is {_shown(text)}")
-    if (ids := choice.get("token_ids")) is not None and not isinstance(ids, list):
-        raise ValueError(f"token_ids is {_shown(ids)}")
     return choice
 
 

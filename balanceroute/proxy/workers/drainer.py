@@ -14,7 +14,9 @@ What can't be drained is counted as orphaned until the connector has dropped it.
 
 import asyncio
 import logging
+import time
 from collections import deque
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Final
 
@@ -24,8 +26,8 @@ from balanceroute.proxy.admission.tickets import Tickets
 from balanceroute.proxy.telemetry.metrics import Metrics
 from balanceroute.proxy.wire.connectors import Connector
 from balanceroute.proxy.wire.payloads import ClientRequest
-from balanceroute.proxy.wire.responses import JSON_TYPE
 from balanceroute.proxy.workers.fleet import Fleet, Worker
+from balanceroute.proxy.workers.pins import Pin, stand_in
 
 log = logging.getLogger(__name__)
 
@@ -52,9 +54,10 @@ class Drain:
     request_id: str
     request: ClientRequest
     kv_transfer_params: bytes
-    headers: tuple[tuple[bytes, bytes], ...]
+    headers: bytes  # lines that the client sent for the workers
     pinned_s: float  # since when it has been pinned at most, on the loop's clock
     group: DrainGroup = field(default_factory=DrainGroup)
+    pin: Pin | None = None  # its record, if there is one
 
 
 class Drainer:
@@ -80,6 +83,22 @@ class Drainer:
             task = self._tickets.loop.create_task(self._work())
             self._tasks.add(task)
             task.add_done_callback(self._tasks.discard)
+
+    def drain_left(self, pins: Iterable[Pin], headers: bytes) -> None:
+        """Free what another router has left behind, as far as it is surely still there."""
+        now, unix_s = self._tickets.now(), time.time()
+        drains = dropped = 0
+        for pin in pins:
+            age_s = unix_s - pin.at  # negative: the clock was set back, and nobody knows
+            if age_s < 0 or self.too_old(now - age_s) or pin.prefiller not in self._fleet:
+                pin.release()
+                dropped += 1
+                continue
+            request, params = stand_in(pin), pin.kv_transfer_params
+            self.drain(Drain(pin.request_id, request, params, headers, now - age_s, pin=pin))
+            drains += 1
+        if drains or dropped:
+            log.info("draining KV that a router left behind", extra={"drains": drains, "too_old": dropped})
 
     def orphan(self) -> None:
         """Pinned KV that can't be drained: counted until the prefiller drops it by itself."""
@@ -116,6 +135,8 @@ class Drainer:
             self._metrics.drains.inc("drained" if drained else "orphaned")
             if not drained:
                 self.orphan()
+                if job.pin is not None:
+                    job.pin.release()
 
     def _next(self) -> Drain | None:
         """The first in the queue of whose group none is under way; whoever works on that one comes back."""
@@ -158,8 +179,14 @@ class Drainer:
 
     async def _pull(self, job: Drain, worker: Worker, left_s: float) -> bool | None:
         """Whether the worker pulled the KV; None when it refused before its engine saw the request."""
-        own = (JSON_TYPE, (b"x-request-id", f"{job.request_id}-drain".encode()))
-        headers = [*own, *job.headers, *worker.rank_header]
+        if job.pin is not None:
+            job.pin.release()
+        pulled = await self._ask(job, worker, left_s)
+        if pulled is None and job.pin is not None:
+            job.pin.hold()
+        return pulled
+
+    async def _ask(self, job: Drain, worker: Worker, left_s: float) -> bool | None:
         worker.in_use += 1
         try:
             async with asyncio.timeout(left_s):
@@ -167,7 +194,7 @@ class Drainer:
                     "POST",
                     job.request.path,
                     self._connector.drain(job.request, job.kv_transfer_params),
-                    headers,
+                    worker.headers_of(f"{job.request_id}-drain", job.headers),
                     retry_stale=False,  # the worker may have pulled the KV before the connection broke
                 )
                 await reply.read(_REPLY_LIMIT)

@@ -14,16 +14,19 @@ import math
 import ssl
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import Final
 
 from balanceroute.core.types import Role, WorkerSpec, WorkerState
 from balanceroute.errors import InvalidRequest
 from balanceroute.proxy.admission.ledger import Ledger
+from balanceroute.proxy.wire.responses import JSON_TYPE
 from balanceroute.proxy.workers.circuit import Circuit, CircuitConfig, CircuitState
 from balanceroute.proxy.workers.foreign import ForeignLoad
-from balanceroute.proxy.workers.upstream import Upstream
+from balanceroute.proxy.workers.upstream import Upstream, header_lines
 
 log = logging.getLogger(__name__)
 
+_JSON_LINE: Final = header_lines([JSON_TYPE])
 _CIRCUIT_SAYS = {
     CircuitState.CLOSED: WorkerState.UP,
     CircuitState.HALF_OPEN: WorkerState.UP,
@@ -57,7 +60,7 @@ class Worker:
         "leaving",
         "peak_in_use",
         "progress_s",
-        "rank_header",
+        "rank_line",
         "seen_healthy",
         "spec",
         "stalled",
@@ -67,7 +70,7 @@ class Worker:
 
     def __init__(self, spec: WorkerSpec, upstream: Upstream, circuit: Circuit) -> None:
         self.spec, self.upstream, self.circuit = spec, upstream, circuit
-        self.rank_header = () if spec.dp_rank is None else ((b"x-data-parallel-rank", b"%d" % spec.dp_rank),)
+        self.rank_line = b"" if spec.dp_rank is None else b"x-data-parallel-rank: %d\r\n" % spec.dp_rank
         self.healthy = True
         self.seen_healthy = False
         self.checks_failed = 0
@@ -99,6 +102,11 @@ class Worker:
         self._in_use = count
         if count > self.peak_in_use:
             self.peak_in_use = count
+
+    def headers_of(self, request_id: str, forwarded: bytes) -> bytes:
+        """The header lines of a JSON body to it; `forwarded` are those that the client sent for it."""
+        own = (_JSON_LINE, request_id.encode(), forwarded, self.rank_line)
+        return b"%bx-request-id: %b\r\n%b%b" % own
 
     def take_peak(self) -> int:
         """The most requests under way since the last call."""

@@ -129,7 +129,7 @@ class Upstream:
         method: str,
         path: str,
         body: bytes = b"",
-        headers: Headers = (),
+        headers: Headers | bytes = (),
         *,
         connect_timeout_s: float = CONNECT_TIMEOUT_S,
         first_byte_timeout_s: float | None = None,
@@ -138,14 +138,19 @@ class Upstream:
         """Send one request; returns when the reply's head is here.
 
         The caller must read the reply to its end or `abort()` it. Cancelling this call closes the connection.
-        `headers` are sent as they are beside host and content-length; they must not frame the message.
+        `headers` are sent as they are beside host and content-length; they must not frame the message. Who sends the
+        same ones often makes their `header_lines` once.
 
         Raises: ConnectFailed, UpstreamTimeout, BadUpstreamReply.
         """
         message = self._message(method, path, body, headers)
         while True:
             idle_s = self._keepalive_s if retry_stale else min(FRESH_S, self._keepalive_s)
-            connection, reused = await self._connection(connect_timeout_s, idle_s)
+            connection = self._reused(idle_s)
+            reused = connection is not None
+            if connection is None:
+                connection = await self._connected(connect_timeout_s)
+            self._busy.add(connection)
             reply = connection.send(message)
             delivered = False
             try:
@@ -185,7 +190,8 @@ class Upstream:
 
     # ------------------------------------------------------------------------------------ pool
 
-    async def _connection(self, connect_timeout_s: float, idle_s: float) -> "tuple[_Connection, bool]":
+    def _reused(self, idle_s: float) -> "_Connection | None":
+        """A connection that has been idle for so long at most."""
         idle = self._idle
         while idle:
             connection = idle.pop()
@@ -194,8 +200,11 @@ class Upstream:
                 while idle:
                     idle.pop().abort()
             elif connection.usable:
-                self._busy.add(connection)
-                return connection, True
+                return connection
+        return None
+
+    async def _connected(self, connect_timeout_s: float) -> "_Connection":
+        """A new connection."""
         if self._closed:
             raise self._unsent("the worker has been removed")
         loop = asyncio.get_running_loop()
@@ -211,8 +220,7 @@ class Upstream:
             raise self._unsent(f"no connection within {connect_timeout_s:g} s") from exc
         except (OSError, ssl.SSLError, UnicodeError) as exc:
             raise self._unsent(f"cannot connect: {exc}") from exc
-        self._busy.add(connection)
-        return connection, False
+        return connection
 
     def _unsent(self, text: str) -> ConnectFailed:
         """A failure before the worker can have seen anything of the request."""
@@ -220,7 +228,7 @@ class Upstream:
         error.sent = False
         return error
 
-    def _message(self, method: str, path: str, body: bytes, headers: Headers) -> bytes:
+    def _message(self, method: str, path: str, body: bytes, headers: Headers | bytes) -> bytes:
         """Head and body as one write."""
         start = self._starts.get((method, path))
         if start is None:
@@ -228,11 +236,10 @@ class Upstream:
             start = line + self._host_header + b"\r\naccept-encoding: identity\r\n"
             if len(self._starts) < _MAX_STARTS:
                 self._starts[method, path] = start
-        fields = b"".join([b"%s: %s\r\n" % header for header in headers])
-        if fields.count(b"\n") != len(headers) or fields.count(b"\r") != len(headers):
-            raise ValueError(f"one of the headers {[name for name, _ in headers]!r} holds a line break")
-        length = b"content-length: %d\r\n" % len(body) if body or method not in _BODILESS else b""
-        return b"%s%s%s\r\n%s" % (start, fields, length, body)
+        lines = headers if isinstance(headers, bytes) else header_lines(headers)
+        if body or method not in _BODILESS:
+            return b"%s%scontent-length: %d\r\n\r\n%s" % (start, lines, len(body), body)
+        return b"%s%s\r\n" % (start, lines)
 
     def _release(self, connection: "_Connection", *, reusable: bool) -> None:
         """A connection's request is over; called once per request."""
@@ -241,6 +248,14 @@ class Upstream:
             self._idle.append(connection)
         else:
             connection.abort()
+
+
+def header_lines(headers: Headers) -> bytes:
+    """Headers as they are sent. Raises: ValueError: one of them holds a line break."""
+    lines = b"".join([b"%s: %s\r\n" % header for header in headers])
+    if not lines.count(b"\n") == lines.count(b"\r") == len(headers):
+        raise ValueError(f"one of the headers {[name for name, _ in headers]!r} holds a line break")
+    return lines
 
 
 def plain_reply(data: bytes) -> tuple[bytes, bytes] | None:
@@ -537,9 +552,11 @@ class _Connection(asyncio.Protocol):
     def send(self, message: bytes) -> Reply:
         """Write a request; its reply will fill the returned object."""
         assert self._transport is not None
-        self._parser = None
-        self._silent_bytes, self._refused = 0, ""
-        self.heard = self._chunk_ended = self._reader.between_chunks = self._over = False
+        self.heard = False
+        if self._parser is not None:
+            self._parser = None
+            self._silent_bytes, self._refused = 0, ""
+            self._chunk_ended = self._over = False
         reply = self.reply = Reply(self)
         self._reader.take = reply.keep
         self._transport.write(message)
@@ -621,7 +638,7 @@ class _Connection(asyncio.Protocol):
         """The whole of a plain reply."""
         self._forget()
         self.idle_since = self.loop.time()
-        self._owner._release(self, reusable=self.usable)
+        self._owner._release(self, reusable=True)
         reply._fill(lines, body)
 
     def connection_lost(self, exc: Exception | None) -> None:

@@ -8,6 +8,7 @@ import pytest
 import yaml
 
 from balanceroute.cli import main
+from balanceroute.core.policies import POLICIES
 
 
 def run(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
@@ -61,10 +62,12 @@ def test_missing_files_are_named_together_and_nothing_is_made(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], file: str, tmp_path: Path
 ) -> None:
     model, history, keys = tmp_path / "m.npz", tmp_path / "no" / "h.sqlite3", tmp_path / "keys.yaml"
+    pins = tmp_path / "none" / "pins"
     settings = [f"predictor.model={model}", f"predictor.history={history}", f"auth.client_keys={keys}"]
+    settings += [f"lifecycle.pins_file={pins}"]
     assert run(monkeypatch, file, *(part for text in settings for part in ("--set", text))) == 2
     said = capsys.readouterr().err
-    assert all(str(path) in said for path in (model, history, keys)) and said.count("\n") == 3
+    assert all(str(path) in said for path in (model, history, keys, pins)) and said.count("\n") == 4
     assert sorted(path.name for path in tmp_path.iterdir()) == ["c.yaml"]
 
 
@@ -88,14 +91,28 @@ def test_a_file_that_is_no_yaml_is_one_line(
     assert "not valid YAML" in (said := capsys.readouterr().err) and said.count("\n") == 1
 
 
-def test_knobs_and_variables_that_change_nothing_are_warnings(
+def test_a_variable_that_changes_nothing_is_a_warning_and_a_knob_that_does_not_is_refused(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], file: str
 ) -> None:
     monkeypatch.setenv("BALANCEROUTE_POLICY", "br_0")
-    assert run(monkeypatch, file, "--set", "routing.r_max=3") == 0
+    assert run(monkeypatch, file, "--set", "routing.r_max=3") == 2
     said = capsys.readouterr().err.splitlines()
     assert "did you mean BALANCEROUTE_" in said[0] and "BALANCEROUTE_ROUTING__POLICY" in said[0]
-    assert "routing.r_max: level_fit does not have this knob" in said[1] and len(said) == 2
+    assert said[1:] == [
+        "balanceroute: command line: routing.r_max: level_fit does not have this knob; br_0, br_h have it"
+    ]
+
+
+@pytest.mark.parametrize("policy", sorted(POLICIES))
+def test_the_printed_configuration_of_every_policy_is_accepted_as_one(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], file: str, tmp_path: Path, policy: str
+) -> None:
+    assert run(monkeypatch, file, "--set", f"routing.policy={policy}") == 0
+    printed = capsys.readouterr().out
+    again = tmp_path / "printed.yaml"
+    again.write_text(printed)
+    assert run(monkeypatch, str(again)) == 0
+    assert capsys.readouterr().out == printed
 
 
 @pytest.mark.parametrize(

@@ -26,16 +26,15 @@ def test_a_list_flag_takes_several_values(given: list[str], spread: list[str]) -
     assert spread_lists(given) == spread
 
 
-def test_a_knob_that_the_policy_does_not_have_is_a_warning_at_the_start(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, tmp_path: Path
+def test_a_knob_that_the_policy_does_not_have_is_refused_at_the_start(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     path = tmp_path / "c.yaml"
     path.write_text("prefill: {workers: [{url: http://p:1}]}\ndecode: {workers: [{url: http://d:1}]}\n")
     monkeypatch.setattr("balanceroute.proxy.server.serve", lambda *args: None)
-    monkeypatch.setattr("balanceroute.proxy.telemetry.logs.configure", lambda *args: None)  # the log of all tests
     flags = ["--policy", "br_0", "--set", "routing.hold_s=1"]
     monkeypatch.setattr(sys, "argv", ["balanceroute", "serve", "--config", str(path), *flags])
     with pytest.raises(SystemExit) as ended:
         main()
-    assert not ended.value.code
-    assert "routing.hold_s: br_0 does not have this knob" in caplog.text
+    assert ended.value.code == 2
+    assert "routing.hold_s: br_0 does not have this knob; target_fit, level_fit have it" in capsys.readouterr().err

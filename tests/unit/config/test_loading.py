@@ -7,6 +7,7 @@ import pytest
 
 from balanceroute.build import policy_settings, scheduler_config
 from balanceroute.config import Config, effective_json, effective_yaml, load, parse_assignment, unused_variables
+from balanceroute.core.policies import POLICIES
 from balanceroute.errors import ConfigError
 
 WORKERS = "prefill: {workers: [{url: http://p:1}]}\ndecode: {workers: [{url: http://d:1}, {url: http://d:2}]}\n"
@@ -36,14 +37,14 @@ def test_an_empty_section_means_its_defaults(tmp_path: Path) -> None:
 
 def test_each_layer_wins_over_the_one_before(tmp_path: Path) -> None:
     path = tmp_path / "c.yaml"
-    path.write_text(WORKERS + "routing: {r_max: 9, s_greedy: 9, horizon_steps: 9}\n")
+    path.write_text(WORKERS + "routing: {policy: br_h, r_max: 9, s_greedy: 9, horizon_steps: 9}\n")
     environ = {"BALANCEROUTE_ROUTING__R_MAX": "10", "BALANCEROUTE_ROUTING__S_GREEDY": "10"}
     routing = load(path, environ, {"routing.r_max": 11}).routing
     assert (routing.alpha, routing.horizon_steps, routing.s_greedy, routing.r_max) == (1.0, 9, 10, 11)
 
 
 def test_zero_is_a_value_and_null_is_unset(tmp_path: Path) -> None:
-    config = from_yaml(tmp_path, WORKERS + "routing: {beta: 0, max_wait_s: null, seed: 0}\n")
+    config = from_yaml(tmp_path, WORKERS + "routing: {policy: br_0, beta: 0, max_wait_s: null}\n")
     assert (config.beta, config.routing.max_wait_s) == (0.0, None)
 
 
@@ -60,7 +61,7 @@ def test_load_changes_neither_the_environment_nor_the_overrides(tmp_path: Path) 
         ("ROUTING__POLICY", "br_0", "routing.policy", "br_0"),
         ("ROUTING__BETA", "null", "routing.beta", None),
         ("ROUTING__BETA", "", "routing.beta", None),
-        ("ROUTING__GAMMA", "1e-1", "routing.gamma", 0.1),
+        ("ROUTING__HOLD_S", "1e-1", "routing.hold_s", 0.1),
         ("RETRY__RESUME_ON_WORKER_LOSS", "false", "retry.resume_on_worker_loss", False),
         ("PREDICTOR__HISTORY", "123", "predictor.history", "123"),
         ("LOG__LEVEL", "WARNING", "log.level", "warning"),
@@ -149,9 +150,12 @@ WRONG = [
         "predictor.key_header = 'a b': accepted is the name",
     ),
     (
-        "routing: {pool_bypass: true}",
-        "routing.pool_bypass = true: accepted only with routing.policy br_0, not level_fit",
+        "routing: {policy: br_h, pool_bypass: true}",
+        "routing.pool_bypass = true: accepted only with routing.policy br_0",
     ),
+    ("routing: {beta: 43}", "routing.beta: level_fit does not have this knob; br_0, br_h have it"),
+    ("routing: {policy: br_0, gamma: 0.9}", "routing.gamma: br_0 does not have this knob; br_h has it"),
+    ("routing: {policy: least_kv, hold_s: 0}", "routing.hold_s: least_kv does not have this knob; target_fit, level_"),
     ("pool: {ttl_s: 480}", "pool.ttl_s = 480: accepted is less than the 480 s after which a mooncake_v1"),
     (
         "connector: nixl\npool: {ttl_s: 60}",
@@ -382,6 +386,22 @@ def test_another_time_is_refused_with_what_is_accepted(tmp_path: Path, written: 
 def test_bounds_of_priority_that_cross_are_refused(tmp_path: Path) -> None:
     said = refusal(tmp_path, WORKERS + "limits: {priority: {min: 3, max: 2}}\n")
     assert "limits.priority" in said and "accepted is a min that is not above max, not 3 and 2" in said
+
+
+def test_knobs_of_the_file_are_those_of_the_policy_that_it_names_where_a_flag_chooses_another(tmp_path: Path) -> None:
+    path = tmp_path / "c.yaml"
+    path.write_text(WORKERS + "routing: {policy: br_h, beta: 43, horizon_steps: auto}\n")
+    for policy in sorted(POLICIES):
+        assert load(path, {}, {"routing.policy": policy}).routing.policy == policy
+        assert load(path, {"BALANCEROUTE_ROUTING__POLICY": policy}).routing.policy == policy
+    with pytest.raises(ConfigError, match=r"^command line: routing.gamma: least_kv does not have this knob; br_h has"):
+        load(path, {}, {"routing.policy": "least_kv", "routing.gamma": 0.5})
+    with pytest.raises(ConfigError, match=r"^BALANCEROUTE_ROUTING__SEED: routing.seed: br_h does not have this knob"):
+        load(path, {"BALANCEROUTE_ROUTING__SEED": "1"})
+    path.write_text(WORKERS + "routing: {policy: br_0, gamma: 0.5}\n")
+    with pytest.raises(ConfigError, match=r"c.yaml: routing.gamma: least_kv does not have this knob"):
+        load(path, {}, {"routing.policy": "least_kv"})
+    assert load(path, {}, {"routing.policy": "br_h"}).routing.gamma == 0.5
 
 
 def test_a_horizon_of_auto_follows_the_answers(tmp_path: Path) -> None:

@@ -25,7 +25,7 @@ def everything_held(scheduler: Scheduler) -> list[float]:
     held: list[float] = [len(snapshot.requests), len(snapshot.pool), len(snapshot.queued), snapshot.pool.tokens]
     held += [value for w in snapshot.workers for value in (w.load, len(w.active), w.running)]
     held += [value for p in snapshot.prefillers for value in (p.inflight, p.inflight_tokens, p.pinned, p.pinned_tokens)]
-    return [*held, int(snapshot.projection.loads().sum())]
+    return [*held, int(snapshot.projected_loads().sum())]
 
 
 def test_a_request_passes_through_prefill_pool_and_decode_and_leaves_nothing_behind() -> None:

@@ -130,12 +130,21 @@ def test_the_level_is_below_the_mean_by_what_a_worker_grows_between_departures()
 def test_a_stock_of_small_prompts_lowers_the_level() -> None:
     """The growth of 75 would let 300 stay the best; the prompts that wait are 100 below those that arrive.
 
-    The level falls by 75 for the growth and, as twice 100 is more, by 75 again: to 550, for which 105 fits best.
+    The level falls by 75 for the growth and, as twice 100 is more, by half a prompt in all: to 482, for which 105 fits
+    best.
     """
     scheduler = level_fitting([[500, 500], [400]], slots=2, mean_prompt=200, mean_output=150)
     pool_all(scheduler, {"a": 600, "b": 300, "c": 105})
     see_means(scheduler, 335 + 100, 0.0)
     assert admitted(scheduler) == [("c", "d1")]
+
+
+def test_a_stock_of_large_prompts_raises_the_level_also_where_answers_are_short() -> None:
+    """By half a mean prompt, less the growth: from 699 to 748. By no more than the growth of 1, 300 would fit best."""
+    scheduler = level_fitting([[500, 500], [400]], slots=2, mean_prompt=100, mean_output=2)
+    pool_all(scheduler, {"a": 300, "b": 345})
+    see_means(scheduler, 100, 0.0)
+    assert admitted(scheduler) == [("b", "d1")]
 
 
 def test_a_large_prompt_raises_the_envelope_before_its_cap_and_not_long_before() -> None:

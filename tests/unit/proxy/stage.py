@@ -84,6 +84,12 @@ async def let_pass(seconds: float) -> None:
     await asyncio.sleep(seconds)
 
 
+def _id_in(lines: bytes) -> bytes:
+    """The X-Request-Id in header lines; empty where there is none."""
+    fields = [line.split(b": ", 1) for line in lines.split(b"\r\n") if line]
+    return next((value for name, value in fields if name == b"x-request-id"), b"")
+
+
 class _Reply:
     """Stands for `Reply`: a body that is here as soon as the reply is."""
 
@@ -153,7 +159,7 @@ class ScriptedUpstream:
         self.under_way = self.most_under_way = 0
         self.closed = False
 
-    async def request(self, method: str, path: str, body: bytes = b"", headers: Any = (), **options: Any) -> _Reply:
+    async def request(self, method: str, path: str, body: bytes = b"", headers: bytes = b"", **options: Any) -> _Reply:
         self.asked.append(Asked(next(_numbers), asyncio.get_running_loop().time(), body, path))
         answer = self.answers.pop(0) if len(self.answers) > 1 else self.answers[0]
         self.under_way += 1
@@ -163,7 +169,7 @@ class ScriptedUpstream:
                 raise answer
             if isinstance(answer, int | Page):
                 page = Page(status=answer) if isinstance(answer, int) else answer
-                return _Reply(page, dict(headers).get(b"x-request-id", b""))
+                return _Reply(page, _id_in(headers))
             await (answer or asyncio.Event()).wait()
             return _Reply(Page())
         finally:

@@ -381,7 +381,7 @@ def test_params_become_knobs_of_their_types() -> None:
 def test_a_policy_has_exactly_the_knobs_that_change_what_it_is(policy: str) -> None:
     other: dict[str, object] = {n: value * 2 + 1 for n, value in DEFAULTS.items() if type(value) in (int, float)}
     other |= {"gamma": 0.5, "beta": 7.0, "candidate_order": "ascending", "slack_placement": "free_slots"}
-    other |= {"guard": "head", "pool_bypass": True}
+    other |= {"guard": "head", "pool_bypass": True, "horizon_auto": True}
     made = {name: made_with(policy, name, value) for name, value in other.items()}
     before = inside(make_policy(PolicySettings(policy=policy)))
     if policy == "br_0":  # the first step is never discounted; the margin is for the bypass alone

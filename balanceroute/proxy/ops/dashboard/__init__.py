@@ -137,6 +137,7 @@ class Dashboard:
             **overview(self._services(), recorder),
             "sample": recorder.newest() if recorder.count else None,
             "events": _events(recorder, seen_events),
+            "decision_count": 0 if recorder.decisions is None else recorder.decisions.count,
             "decisions": _decisions(recorder, self._services().ledger.now()),
         }
 
@@ -266,7 +267,8 @@ def _events(recorder: Recorder, seen: int) -> list[dict[str, Any]]:
 
 
 def _decisions(recorder: Recorder, now: float) -> list[dict[str, Any]]:
-    rows = [] if recorder.decisions is None else list(recorder.decisions.rows)[-_SHOWN:]
+    """The last whose runner-up is known, or is known to be unknown; the others are in `decision_count` only."""
+    rows = [] if recorder.decisions is None else [row for row in recorder.decisions.rows if row.runner_up is not None]
     return [
         {
             "number": row.number,
@@ -277,8 +279,9 @@ def _decisions(recorder: Recorder, now: float) -> list[dict[str, Any]]:
             "stage": row.admission.stage,
             "score": row.admission.score,
             "runner_up": row.runner_up,
+            "behind": row.behind,
         }
-        for row in reversed(rows)
+        for row in reversed(rows[-_SHOWN:])
     ]
 
 

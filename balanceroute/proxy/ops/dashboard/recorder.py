@@ -21,9 +21,9 @@ from numpy.typing import NDArray
 from balanceroute import __version__
 from balanceroute.core.types import WorkerState
 from balanceroute.core.view import ClusterView, PrefillerView
-from balanceroute.errors import ConfigError
-from balanceroute.explain import explain
-from balanceroute.proxy.admission.decision_log import DecisionLog
+from balanceroute.errors import ConfigError, InputError
+from balanceroute.explain import runners_up
+from balanceroute.proxy.admission.decision_log import SAMPLES, DecisionLog, Sample
 from balanceroute.proxy.client.services import ClientServices
 from balanceroute.proxy.ops.admin import deciding
 from balanceroute.proxy.ops.dashboard.workers import why_not_up
@@ -34,6 +34,7 @@ PERIOD_S: Final = 1.0
 RATE_S: Final = 5  # samples over which rates are taken
 QUANTILE_S: Final = 30  # samples over which quantiles are
 EVENTS: Final = 200
+WORK_S: Final = 0.1  # of a thread, per sample, to work out runners-up
 POINTS: Final = 40_000  # most of them that a page gets of all workers at first
 
 Column = NDArray[np.float32]
@@ -87,6 +88,23 @@ def quantile(bounds: list[float], counts: NDArray[np.int64], q: float) -> float:
     return low + (bounds[bucket] - low) * (wanted - before) / max(1, int(counts[bucket]))
 
 
+def _work_out(deciding: dict[str, Any], samples: list[Sample]) -> None:
+    """Write the runners-up into the decisions, as far as `WORK_S` go; what is not worked out then never will be."""
+    until = time.monotonic() + WORK_S
+    for sample in samples:
+        if time.monotonic() > until:
+            return
+        decided = {decision.admission.request: decision for decision in sample.decisions}
+        try:
+            found = runners_up({**deciding, **sample.state}, SAMPLES)
+        except (ConfigError, InputError):
+            continue  # a policy that a document may not name
+        for admit, runner_up in found:
+            decision = decided.get(admit.request)
+            if decision is not None and decision.admission.worker == admit.worker:
+                decision.runner_up, decision.behind = str(runner_up), runner_up.behind
+
+
 def _hits_since(before: PrefillerView, now: PrefillerView) -> tuple[int, int, int, int]:
     """Prompt tokens, predicted hits; and prompt tokens and hits, where hits are told."""
     prompts, predicted = now.prompt_tokens - before.prompt_tokens, now.predicted_tokens - before.predicted_tokens
@@ -124,7 +142,7 @@ class Recorder:
         """Until cancelled."""
         while True:
             self.sample()
-            await self._find_runner_up()
+            await self._find_runners_up()
             async with self.new_sample:
                 self.new_sample.notify_all()
             await asyncio.sleep(PERIOD_S)
@@ -269,21 +287,14 @@ class Recorder:
 
     # -- decisions
 
-    async def _find_runner_up(self) -> None:
-        """Work out what would have been done instead, for the newest decision whose state was kept."""
+    async def _find_runners_up(self) -> None:
+        """Work out what would have been done instead, for decisions whose states were kept, the newest first."""
         log = self.decisions
-        if log is None or log.sample is None:
+        if log is None or not log.samples:
             return
-        sample, log.sample = log.sample, None
-        try:
-            found = await asyncio.to_thread(explain, {**deciding(self._services()), **sample.state})
-        except ConfigError:
-            return  # a policy of the operator's own, which a document may not name
-        second = dict(zip([admit.request for admit in found.admissions], found.runners_up, strict=True))
-        for decision in sample.decisions:
-            if decision.admission.request in second:
-                other = second[decision.admission.request]
-                decision.runner_up = f"{other.request} to {other.worker} ({other.score:,.0f})" if other else "nothing"
+        samples = list(reversed(log.samples))
+        log.samples.clear()
+        await asyncio.to_thread(_work_out, deciding(self._services()), samples)
 
     # -- reading
 

@@ -1,7 +1,9 @@
 """What is kept of decisions, for whom, and how much."""
 
+import pytest
+
 from balanceroute.core.types import RequestSpec
-from balanceroute.proxy.admission.decision_log import EVERY_S, MOST_ADMISSIONS, MOST_REQUESTS, ROWS, DecisionLog
+from balanceroute.proxy.admission.decision_log import MOST_ROWS, PAUSE_S, ROWS, TOO_MANY, UNWATCHED, DecisionLog
 from balanceroute.proxy.admission.ledger import Ledger
 from balanceroute.proxy.admission.tickets import Tickets
 from tests.unit.proxy.admission.ledgers import a_ledger
@@ -29,53 +31,64 @@ def test_the_last_admissions_are_kept_under_numbers_that_never_come_again() -> N
             decide(ledger, log)
         assert [row.number for row in log.rows] == list(range(5, ROWS + 5))
         assert (log.rows[-1].admission.request, log.rows[-1].policy) == (f"r{ROWS + 4}", "br_0")
-        assert log.sample is None, "nobody watches"
+        assert not log.samples and {row.runner_up for row in log.rows} == {UNWATCHED}
+        assert log.count == ROWS + 5
 
     on_stage(test)
 
 
-def test_a_state_from_before_the_decision_is_kept_while_somebody_watches_and_not_for_every_decision() -> None:
+def test_a_state_from_before_the_decision_is_kept_while_somebody_watches_with_pauses_as_long_as_it_is_large() -> None:
     async def test() -> None:
         ledger, tickets = a_ledger(slots=64)
         log = DecisionLog(ledger)
         log.watch()
         await pooled(tickets, "a")
         decide(ledger, log)
-        assert log.sample is not None
-        (decision,) = log.sample.decisions
-        assert decision.admission.request == "a"
-        assert [each["id"] for each in log.sample.state["waiting"]] == ["a"], "it still waits there"
-        log.sample = None
+        sample = log.samples.pop()
+        (decision,) = sample.decisions
+        assert (decision.admission.request, decision.runner_up) == ("a", None)
+        assert [each["id"] for each in sample.state["waiting"]] == ["a"], "it still waits there"
+        rows = len(sample.state["workers"]) + 1
         await pooled(tickets, "b")
         decide(ledger, log)
-        assert log.sample is None, "the next one may be soon enough"
-        await let_pass(EVERY_S)
+        assert not log.samples and log.rows[-1].runner_up is None, "too soon: it is counted, and never worked out"
+        await let_pass(rows * PAUSE_S)
         await pooled(tickets, "c")
         decide(ledger, log)
-        assert log.sample is not None
-        log.sample = None
+        assert log.samples.pop().decisions[0].admission.request == "c"
         await let_pass(60.0)
         await pooled(tickets, "d")
         decide(ledger, log)
-        assert log.sample is None, "the page was closed"
+        assert not log.samples and log.rows[-1].runner_up == UNWATCHED, "the page was closed"
 
     on_stage(test)
 
 
-def test_a_decision_over_too_much_is_listed_without_a_state() -> None:
+def test_a_decision_over_too_much_is_listed_without_a_state_and_says_so() -> None:
     async def test() -> None:
-        ledger, tickets = a_ledger(slots=2 * MOST_REQUESTS)
+        ledger, tickets = a_ledger(slots=64)
         log = DecisionLog(ledger)
+        await pooled(tickets, *(f"r{n}" for n in range(MOST_ROWS)))
         log.watch()
-        await pooled(tickets, *(f"r{n}" for n in range(MOST_ADMISSIONS + 1)))
         decide(ledger, log)
-        assert log.sample is None and len(log.rows) == MOST_ADMISSIONS + 1
-        await pooled(tickets, *(f"s{n}" for n in range(MOST_REQUESTS)))
+        assert not log.samples and {row.runner_up for row in log.rows} == {TOO_MANY}
+
+    on_stage(test)
+
+
+@pytest.mark.parametrize(("policy", "listed"), [("level_fit", 0), ("br_h", 1)])
+def test_what_runs_is_listed_only_for_a_policy_that_looks_ahead(policy: str, listed: int) -> None:
+    async def test() -> None:
+        ledger, tickets = a_ledger(policy, slots=64)
+        log = DecisionLog(ledger)
+        await pooled(tickets, "runs")
         ledger.admit()
-        await pooled(tickets, "one more")
         log.watch()
+        await pooled(tickets, "waits")
         decide(ledger, log)
-        assert log.sample is None and log.rows[-1].admission.request == "one more"
+        (worker,) = log.samples.pop().state["workers"]
+        assert len(worker["active"]) == listed
+        assert worker.get("load_tokens", 0) + worker["foreign"]["tokens"] == 10
 
     on_stage(test)
 
@@ -86,6 +99,6 @@ def test_a_decision_that_admits_nobody_leaves_no_trace() -> None:
         log = DecisionLog(ledger)
         log.watch()
         decide(ledger, log)
-        assert not log.rows and log.sample is None
+        assert not log.rows and not log.samples
 
     on_stage(test)

@@ -1,6 +1,7 @@
 """Prefill first: what follows a prefill, and an answer that ends early."""
 
 import asyncio
+from pathlib import Path
 from typing import Any
 
 import orjson
@@ -8,6 +9,8 @@ import pytest
 
 from balanceroute.core.types import Outcome
 from balanceroute.errors import ConnectFailed, ConnectionLost, UpstreamError
+from balanceroute.proxy.services import Services
+from balanceroute.proxy.workers.pins import PinRecord
 from tests.unit.proxy.life.legs import DONE, PROMPT_IDS, Client, a_leg, dispatching, events, idle, probed
 from tests.unit.proxy.stage import Page, ScriptedUpstream, a_config, a_router, let_pass, on_stage, script
 from tests.waiting import until
@@ -142,5 +145,81 @@ def test_back_pressure_of_a_decode_worker_is_no_recompute() -> None:
         assert client.text == " 20 21" and leg.recomputes >= 1
         assert services.metrics.recomputes.value("worker_lost") == services.metrics.recomputes.value("recomputed") == 0
         assert idle(services)
+
+    on_stage(served)
+
+
+# -- the record of what is pinned
+
+
+def recorded(services: Services, path: Path) -> PinRecord:
+    services.pins = PinRecord(path)
+    return services.pins
+
+
+def test_pinned_kv_is_on_record_until_its_parameters_are_sent(tmp_path: Path) -> None:
+    async def served() -> None:
+        services = a_router(a_config(1, 1, decode={"max_num_seqs": 1}))
+        record = recorded(services, tmp_path / "pins")
+        script(services, "p0", probed({"remote_engine_id": "e"}))
+        d0 = script(services, "d0", Page(events(1, finish=None), ends=False))
+        async with dispatching(services):
+            holds, waits = a_leg(services), a_leg(services, request_id="s")
+            first = services.loop.create_task(holds.run())
+            await until(lambda: holds.decoder is not None)
+            assert len(record) == 0
+            second = services.loop.create_task(waits.run())
+            await until(lambda: waits.unspent is not None)
+            told = [orjson.loads(line) for line in (tmp_path / "pins").read_bytes().splitlines() if line[:1] == b"{"]
+            assert told[-1]["request"] == "s" and told[-1]["params"] == {"remote_engine_id": "e"}
+            assert (told[-1]["prefiller"], told[-1]["prompt_tokens"], told[-1]["model"]) == ("p0", len(PROMPT_IDS), "m")
+            assert b"a b c" not in (tmp_path / "pins").read_bytes()
+            assert len(record) == 1
+            d0.answers = [Page(events(20) + DONE)]
+            holds.abandon()
+            await second
+        assert first.cancelled() and len(record) == 0
+
+    on_stage(served)
+
+
+@pytest.mark.parametrize("refusal", [503, "unsent"])
+def test_a_decode_worker_that_refuses_leaves_it_on_record(tmp_path: Path, refusal: int | str) -> None:
+    async def served() -> None:
+        services = a_router(a_config(1, 1))
+        record = recorded(services, tmp_path / "pins")
+        unsent = ConnectFailed("nobody listens", worker="d0", tier="decode")
+        unsent.sent = False
+        d0 = script(services, "d0", unsent if refusal == "unsent" else 503)
+        script(services, "p0", probed())
+        async with dispatching(services):
+            task = services.loop.create_task(a_leg(services).run())
+            await until(lambda: bool(d0.asked) and len(record) > 0)
+            d0.answers = [WHOLE]
+            await task
+            await until(lambda: not services.drainer.pending)
+        assert len(record) == 0
+
+    on_stage(served)
+
+
+def test_a_client_that_leaves_has_its_kv_drained_and_off_the_record(tmp_path: Path) -> None:
+    async def served() -> None:
+        services = a_router(a_config(1, 1, decode={"max_num_seqs": 1}))
+        record = recorded(services, tmp_path / "pins")
+        script(services, "p0", probed())
+        d0 = script(services, "d0", Page(events(1, finish=None), ends=False))
+        async with dispatching(services):
+            holds, waits = a_leg(services), a_leg(services, request_id="s")
+            tasks = [services.loop.create_task(holds.run())]
+            await until(lambda: holds.decoder is not None)
+            tasks.append(services.loop.create_task(waits.run()))
+            await until(lambda: len(record) == 1)
+            d0.answers = [Page()]
+            waits.abandon()
+            await until(lambda: not services.drainer.pending and waits not in services.legs)
+            assert len(record) == 0 and services.metrics.drains.value("drained") == 1
+            holds.abandon()
+            await asyncio.wait(tasks)
 
     on_stage(served)

@@ -2,16 +2,18 @@
 
 import asyncio
 from dataclasses import replace
-from typing import cast
+from pathlib import Path
+from typing import Any, cast
 
 import orjson
 import pytest
 
-from balanceroute.core.types import WorkerState
+from balanceroute.core.types import Role, WorkerState
 from balanceroute.errors import BadUpstreamReply, ConnectFailed
 from balanceroute.proxy.services import Services
 from balanceroute.proxy.wire.payloads import parse
 from balanceroute.proxy.workers.drainer import MAX_CONCURRENT, SAFE_SHARE, TIMEOUT_S, Drain, DrainGroup
+from balanceroute.proxy.workers.pins import PinRecord
 from tests.unit.proxy.stage import ScriptedUpstream, a_config, a_router, let_pass, on_stage, script
 from tests.waiting import until
 
@@ -22,7 +24,7 @@ UNSENT.sent = False
 
 
 def a_job(services: Services, age_s: float = 0.0) -> Drain:
-    return Drain("r", REQUEST, PARAMS, (), services.ledger.now() - age_s)
+    return Drain("r", REQUEST, PARAMS, b"", services.ledger.now() - age_s)
 
 
 async def drained(services: Services) -> None:
@@ -199,5 +201,82 @@ def test_closing_gives_up_what_is_left_and_holds_no_worker() -> None:
         await let_pass(1)
         await services.drainer.close()
         assert services.drainer.pending == 0 and services.fleet["d0"].in_use == 0
+
+    on_stage(test)
+
+
+# -- what another router has left
+
+
+def a_record(path: Path, *ages_s: float, prefiller: str = "p0") -> PinRecord:
+    """The record of a router that was killed."""
+    before = PinRecord(path)
+    for number, age_s in enumerate(ages_s):
+        before.pin(f"r{number}", prefiller, PARAMS, 300, "m", age_s)
+    before.close()
+    return PinRecord(path)
+
+
+def test_what_a_killed_router_has_left_is_drained_with_a_prompt_of_its_size(tmp_path: Path) -> None:
+    async def test() -> None:
+        services, record = a_router(), a_record(tmp_path / "pins", 3.0)
+        upstream = script(services, "d0")
+        services.drainer.drain_left(record.left, b"authorization: Bearer k\r\n")
+        await drained(services)
+        body = orjson.loads(upstream.asked[0].body)
+        assert len(body["prompt"]) == 300 and (body["model"], body["max_tokens"], body["stream"]) == ("m", 1, False)
+        assert body["kv_transfer_params"] == orjson.loads(PARAMS)
+        assert outcomes(services) == (1, 0, 0) and len(record) == 0
+
+    on_stage(test)
+
+
+def test_what_may_be_gone_by_now_is_never_drained(tmp_path: Path) -> None:
+    async def test() -> None:
+        services = a_router(a_config(prefill={"kv_pin_s": 100.0}, pool={"ttl_s": 50.0}))
+        too_old, set_back = 81.0, -3600.0
+        records = [a_record(tmp_path / "old", too_old, set_back), a_record(tmp_path / "gone", 1.0, prefiller="p9")]
+        for record in records:
+            services.drainer.drain_left(record.left, b"")
+        await drained(services)
+        assert asked(services) == [] and outcomes(services) == (0, 0, 0)
+        assert [len(record) for record in records] == [0, 0]
+
+    on_stage(test)
+
+
+def test_its_line_goes_before_its_parameters_and_comes_back_when_no_engine_has_seen_them(tmp_path: Path) -> None:
+    async def test() -> None:
+        services, record = a_router(), a_record(tmp_path / "pins", 1.0)
+        held: list[int] = []
+
+        class Watching(ScriptedUpstream):
+            async def request(self, *given: Any, **options: Any) -> Any:
+                held.append(len(record))
+                return await super().request(*given, **options)
+
+        for worker in services.fleet.of(Role.DECODE):
+            worker.upstream = Watching(503)  # type: ignore[assignment]
+        services.drainer.drain_left(record.left, b"")
+        await let_pass(0.1)
+        assert set(held) == {0} and len(record) == 1 and services.drainer.pending == 1
+        for worker in services.fleet.of(Role.DECODE):
+            worker.upstream = Watching(500)  # type: ignore[assignment]
+        await drained(services)
+        assert set(held) == {0} and len(record) == 0 and outcomes(services) == (0, 1, 1)
+
+    on_stage(test)
+
+
+def test_what_is_not_drained_when_the_router_ends_is_left_to_the_next_one(tmp_path: Path) -> None:
+    async def test() -> None:
+        services, record = a_router(), a_record(tmp_path / "pins", 1.0, 2.0)
+        for name in ("d0", "d1", "d2"):
+            script(services, name, 503)
+        services.drainer.drain_left(record.left, b"")
+        await let_pass(1.0)
+        await services.drainer.close()
+        record.close()
+        assert len(PinRecord(tmp_path / "pins").left) == 2
 
     on_stage(test)

@@ -344,11 +344,12 @@ function knobs() {
   }
 }
 const STAGES = ["overdue", "abundant", "scarce", "at once"];
-function decisions(rows) {
-  const heads = [["when", "text"], ["request", "text"], ["worker", "text"], ["stage", "text"], ["score"], ["otherwise (score)", "text"]];
+function decisions(rows, count) {
+  const heads = [["when", "text"], ["request", "text"], ["worker", "text"], ["stage", "text"], ["score"], ["otherwise", "text"], ["score less by"]];
   table(byId("decisions"), "Decisions", heads, rows.map(each => row([cell(Math.round(each.age_s) + " s ago", "text"),
-    cell(each.request, "text"), cell(each.worker, "text"), cell(STAGES[each.stage] || String(each.stage), "text"),
-    cell(whole(each.score)), cell(each.runner_up === null ? "not worked out" : each.runner_up, each.runner_up === null ? "text dim" : "text")])));
+    cell(each.request, "text"), cell(each.worker, "text"), cell(STAGES[each.stage] || String(each.stage), "text"), cell(whole(each.score)),
+    cell(each.runner_up, each.runner_up.includes(" to ") ? "text" : "text dim"), cell(each.behind === null ? "-" : whole(each.behind))])));
+  byId("decision-count").textContent = whole(count) + " so far, the last " + rows.length + " with a known runner-up";
 }
 function listEvents() {
   byId("events").replaceChildren(...events.slice(-60).reverse().map(event => {
@@ -455,7 +456,7 @@ function listen() {
     if (data.sample) add(data.sample);
     if (data.events.length) { events = events.concat(data.events).slice(-200); listEvents(); }
     show(data);
-    decisions(data.decisions);
+    decisions(data.decisions, data.decision_count);
     if (!document.hidden && Date.now() - drawnAt > 900) { drawnAt = Date.now(); drawCharts(); }
     standingOfPage();
   };

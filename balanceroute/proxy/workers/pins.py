@@ -1,0 +1,247 @@
+"""A record of the KV that prefillers keep for requests under way, so that a start after a kill can have it drained.
+
+    balanceroute pins 1                                the first line: whose file it is
+    {"n":7,"request":...,"prefiller":...,"at":...,     KV is pinned, by parameters that nobody has used
+     "prompt_tokens":...,"model":...,"params":{...}}
+    -7                                                 no longer: its parameters go to a decode worker now
+
+A line is one write, appended and never synced: it survives the process, not the machine. The second one is written
+before the parameters are sent, for they may be used once only; where a worker has surely not seen them, the first is
+written again. When the file has grown, what is pinned still is written anew beside it and takes its place.
+
+Nothing of a prompt is written but its size. A decode worker pulls by the parameters alone and looks at no more of the
+prompt than how many tokens it has, so any prompt of that size drains it (`stand_in`).
+
+A lock on the file keeps a second router from draining what a first one needs. A record that can't be written any more
+is left empty, and the router goes on without it.
+"""
+
+import fcntl
+import logging
+import os
+import secrets
+import stat
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Final
+
+import orjson
+
+from balanceroute.errors import ConfigError
+from balanceroute.proxy.wire.bounds import MAX_PARAMS_BYTES, token_count
+from balanceroute.proxy.wire.payloads import ClientRequest
+
+log = logging.getLogger(__name__)
+
+HEAD: Final = b"balanceroute pins 1\n"
+COMPACT_BYTES: Final = 2**20  # a few thousand requests
+GROWTH: Final = 4  # times what is pinned, and at least `COMPACT_BYTES`, a file grows before it is written anew
+DRAWN_TOKENS: Final = 32  # twice the block of vLLM's prefix cache, whose names follow from the first block on
+_LEAST_ID: Final = 10  # ids that every vocabulary has
+_IDS: Final = 90
+_FLAGS: Final = os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW
+
+
+@dataclass(slots=True, eq=False)
+class Pin:
+    """KV that a prefiller keeps for a request until a decode worker has pulled it.
+
+    `at` is since when at most, as Unix time; `prompt_tokens` its size, `model` what the request named.
+    """
+
+    request_id: str
+    prefiller: str
+    kv_transfer_params: bytes
+    prompt_tokens: int
+    model: str | None
+    at: float
+    record: "PinRecord" = field(repr=False)
+    number: int = 0
+    line: bytes = b""
+
+    def hold(self) -> None:
+        """Its parameters have not been used, or not after all."""
+        self.record.hold(self)
+
+    def release(self) -> None:
+        """Its parameters are about to be used, or never will be. Idempotent."""
+        self.record.release(self)
+
+
+class PinRecord:
+    """The file of one router. `left` is what the one before it has not released, and is held until it is."""
+
+    def __init__(self, path: str | Path) -> None:
+        """Raises: ConfigError: the file can't be used, is none of ours, or is another router's."""
+        self._path = Path(path)
+        self._live: dict[int, Pin] = {}
+        self._count = 0
+        self._size = self._limit = 0
+        self._file: int | None = None
+        try:
+            self._file = os.open(self._path, _FLAGS, 0o600)
+            self._lock(self._file)
+            with open(self._file, "rb", closefd=False) as file:
+                self.left = self._read(file.read())
+            self._rewrite()
+        except (OSError, ConfigError) as error:
+            self.close()
+            if isinstance(error, ConfigError):
+                raise
+            raise ConfigError(f"lifecycle.pins_file = {str(path)!r}: cannot be used: {error.strerror}") from None
+
+    def pin(
+        self, request_id: str, prefiller: str, params: bytes, prompt_tokens: int, model: str | None, age_s: float
+    ) -> Pin:
+        """Take down that KV has been pinned, for `age_s` seconds at most."""
+        pin = Pin(request_id, prefiller, params, prompt_tokens, model, time.time() - age_s, self)
+        pin.hold()
+        return pin
+
+    def hold(self, pin: Pin) -> None:
+        """See `Pin.hold`."""
+        if not pin.number:
+            self._count += 1
+            pin.number, pin.line = self._count, _line(self._count, pin)
+        self._live[pin.number] = pin
+        self._append(pin.line)
+
+    def release(self, pin: Pin) -> None:
+        """See `Pin.release`."""
+        if self._live.pop(pin.number, None) is not None:
+            self._append(b"-%d\n" % pin.number)
+
+    def __len__(self) -> int:
+        """How many are held."""
+        return len(self._live)
+
+    def close(self) -> None:
+        """Let go of the file; what is held stays in it for the next router."""
+        file, self._file = self._file, None
+        if file is not None:
+            os.close(file)
+
+    # -- the file
+
+    def _lock(self, file: int) -> None:
+        """Make the file ours alone. Raises: ConfigError; OSError."""
+        status = os.fstat(file)
+        if not stat.S_ISREG(status.st_mode) or status.st_uid != os.geteuid():
+            raise ConfigError(f"lifecycle.pins_file = {str(self._path)!r}: accepted is a file of the router's own user")
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise self._taken() from None
+        if not os.path.samestat(status, os.stat(self._path)):  # its owner wrote it anew while we opened it
+            raise self._taken()
+
+    def _taken(self) -> ConfigError:
+        return ConfigError(f"lifecycle.pins_file = {str(self._path)!r}: another router is using it; each needs its own")
+
+    def _read(self, data: bytes) -> tuple[Pin, ...]:
+        """What lines say is pinned. Raises: ConfigError: it is another kind of file."""
+        data = data.lstrip(b"\0")  # a machine that lost its power may leave a file of its length and no more
+        if not (data.startswith(HEAD) or HEAD.startswith(data)):
+            raise ConfigError(f"lifecycle.pins_file = {str(self._path)!r}: it holds something else; name another file")
+        damaged = 0
+        lines = data[len(HEAD) :].split(b"\n")
+        for line in lines[:-1]:  # the last one was being written, or is empty
+            try:
+                if line.startswith(b"-"):
+                    self._live.pop(int(line[1:]), None)
+                else:
+                    pin = _pin(line, self)
+                    self._live[pin.number] = pin
+            except (ValueError, TypeError, KeyError):
+                damaged += 1
+        if damaged:
+            log.warning("damaged lines in the record of pinned KV", extra={"file": str(self._path), "lines": damaged})
+        self._count = max(self._live, default=0)
+        return tuple(self._live.values())
+
+    def _append(self, line: bytes) -> None:
+        if self._file is None:
+            return
+        try:
+            _write(self._file, line)
+            self._size += len(line)
+            if self._size > self._limit:
+                self._rewrite()
+        except OSError as error:
+            self._give_up(error)
+
+    def _rewrite(self) -> None:
+        """Write what is held, and nothing else, to a new file in place of this one. Raises: OSError."""
+        data = HEAD + b"".join(pin.line for pin in self._live.values())
+        beside = self._path.with_name(self._path.name + ".new")
+        beside.unlink(missing_ok=True)
+        file = os.open(beside, _FLAGS | os.O_EXCL, 0o600)
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            _write(file, data)
+            os.replace(beside, self._path)
+        except OSError:
+            os.close(file)
+            beside.unlink(missing_ok=True)
+            raise
+        self.close()
+        self._file, self._size = file, len(data)
+        self._limit = max(COMPACT_BYTES, GROWTH * len(data))
+
+    def _give_up(self, error: OSError) -> None:
+        """Better no record than one that says of used parameters that they are not."""
+        fields = {"file": str(self._path), "error": error.strerror}
+        log.warning("pinned KV is recorded no longer; a restart tries again", extra=fields)
+        assert self._file is not None
+        try:
+            os.ftruncate(self._file, 0)
+        except OSError as second:
+            log.warning("the record of pinned KV is out of date; remove it", extra={**fields, "error": second.strerror})
+        self.close()
+
+
+def stand_in(pin: Pin) -> ClientRequest:
+    """A request with a prompt of the same size, in place of the one that nobody remembers.
+
+    Under this prompt a worker may keep the KV in its prefix cache. It is another prompt's, so nobody may ever ask for
+    it: the first tokens are drawn.
+    """
+    drawn = min(pin.prompt_tokens, DRAWN_TOKENS)
+    ids = [_LEAST_ID + secrets.randbelow(_IDS) for _ in range(drawn)] + [_LEAST_ID] * (pin.prompt_tokens - drawn)
+    rest: dict[str, Any] = {} if pin.model is None else {"model": pin.model}
+    return ClientRequest("completions", rest, orjson.dumps(ids), pin.prompt_tokens, stream=False, model=pin.model)
+
+
+def _write(file: int, data: bytes) -> None:
+    """All of it. Raises: OSError."""
+    while data:
+        data = data[os.write(file, data) :]
+
+
+def _line(number: int, pin: Pin) -> bytes:
+    told = {
+        "n": number,
+        "request": pin.request_id,
+        "prefiller": pin.prefiller,
+        "at": round(pin.at, 3),
+        "prompt_tokens": pin.prompt_tokens,
+        "model": pin.model,
+        "params": orjson.Fragment(pin.kv_transfer_params),
+    }
+    return orjson.dumps(told) + b"\n"
+
+
+def _pin(line: bytes, record: PinRecord) -> Pin:
+    """A line of a former router. Raises: ValueError, TypeError, KeyError: it is damaged."""
+    told = orjson.loads(line)
+    number, request, prefiller, at, model = (told[name] for name in ("n", "request", "prefiller", "at", "model"))
+    tokens, params = token_count(told["prompt_tokens"], "prompt_tokens"), told["params"]
+    texts = isinstance(request, str) and isinstance(prefiller, str) and isinstance(model, str | None)
+    if not (texts and isinstance(params, dict) and isinstance(at, float | int) and isinstance(number, int)):
+        raise TypeError("values of other types")
+    pinned = orjson.dumps(params)
+    is_id = request.isascii() and request.isprintable()  # it becomes a header
+    if not is_id or number < 1 or tokens < 1 or len(pinned) > MAX_PARAMS_BYTES:
+        raise ValueError("values out of bounds")
+    return Pin(request, prefiller, pinned, tokens, model, at, record, number, line + b"\n")

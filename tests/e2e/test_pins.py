@@ -1,0 +1,64 @@
+"""`kill -9` of a router whose prefilled prompts wait for slots: the next one has their KV freed."""
+
+import json
+import signal
+import socket
+from pathlib import Path
+
+import httpx
+import pytest
+
+from tests.e2e.test_serve import PORTS, listening_port, process, wait_for
+from tests.ports import free_base_port
+from tests.waiting import block_until
+
+pytestmark = pytest.mark.e2e
+
+SLOTS, REQUESTS = 2, 12
+LEASE_S = 3600  # of real time, far longer than this test: only a decoder frees KV here
+
+
+@pytest.mark.parametrize("connector", ["mooncake_v1", "nixl"])
+def test_kv_that_a_killed_router_has_left_pinned_is_freed_by_its_next_start(tmp_path: Path, connector: str) -> None:
+    base, config, pins = free_base_port(PORTS), tmp_path / "cluster.yaml", tmp_path / "pins"
+    cluster_log, killed_log, next_log = (tmp_path / f"{name}.log" for name in ("emulate", "killed", "next"))
+    flags = ["--prefill", "1", "--decode", "1", "--max-num-seqs", str(SLOTS), "--connector", connector]
+    flags += ["--lease", str(LEASE_S), "--base-port", str(base), "--write-config", str(config)]
+    serve = ["serve", "--config", str(config), "--host", "127.0.0.1", "--port", "0"]
+    serve += ["--set", f"lifecycle.pins_file={pins}", "--set", f"prefill.kv_pin_s={LEASE_S}"]
+    worker_url = f"http://127.0.0.1:{base}"
+
+    def pinned() -> int:
+        state = httpx.get(f"{worker_url}/_emulator/state", trust_env=False).json()
+        assert state["violations"] == 0, state
+        return sum(worker.get("pinned", 0) for worker in state["workers"].values())
+
+    with process("emulate", *flags, log=cluster_log) as cluster:
+        wait_for(f"{worker_url}/health", cluster_log, cluster)
+        with process(*serve, log=killed_log) as router:
+            port = listening_port(killed_log, router)
+            clients = [ask(port, number) for number in range(REQUESTS)]
+            block_until(lambda: pinned() == REQUESTS - SLOTS)
+            router.send_signal(signal.SIGKILL)
+            router.wait()
+            for client in clients:
+                client.close()
+        assert pinned() == REQUESTS - SLOTS
+        assert pins.stat().st_mode & 0o777 == 0o600 and b"secret" not in pins.read_bytes()
+        with process(*serve, log=next_log) as router:
+            wait_for(f"http://127.0.0.1:{listening_port(next_log, router)}/ready", next_log, router)
+            block_until(lambda: pinned() == 0)
+            assert f'"drains":{REQUESTS - SLOTS}' in next_log.read_text()
+            router.send_signal(signal.SIGTERM)
+            assert router.wait(30) == 0
+        assert pins.read_bytes().count(b"\n") <= 1 + REQUESTS + 2 * REQUESTS
+
+
+def ask(port: int, number: int) -> socket.socket:
+    """A client that wants a long answer and reads none of it."""
+    body = {"model": "emulated", "prompt": f"secret {number} " * 50, "max_tokens": 20_000, "ignore_eos": True}
+    sent = json.dumps(body).encode()
+    client = socket.create_connection(("127.0.0.1", port))
+    client.sendall(b"POST /v1/completions HTTP/1.1\r\nhost: r\r\ncontent-type: application/json\r\n")
+    client.sendall(b"content-length: %d\r\n\r\n%b" % (len(sent), sent))
+    return client

@@ -1,0 +1,237 @@
+"""What is written of pinned KV, what a later router makes of it, and whose file it is."""
+
+import errno
+import os
+import stat
+import time
+from pathlib import Path
+
+import orjson
+import pytest
+
+from balanceroute.errors import ConfigError
+from balanceroute.proxy.workers import pins as module
+from balanceroute.proxy.workers.pins import DRAWN_TOKENS, HEAD, Pin, PinRecord, stand_in
+
+PARAMS = b'{"remote_block_ids":[[4,2]],"remote_request_id":"r-1"}'
+
+
+def a_pin(record: PinRecord, request_id: str = "r", prompt_tokens: int = 300, model: str | None = "m") -> Pin:
+    return record.pin(request_id, "p0", PARAMS, prompt_tokens, model, 2.0)
+
+
+def left_in(path: Path) -> list[str]:
+    """Whose pins the next router finds."""
+    record = PinRecord(path)
+    record.close()
+    return [pin.request_id for pin in record.left]
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    return tmp_path / "pins"
+
+
+def killed(record: PinRecord) -> None:
+    """As its end by SIGKILL: nothing more is written, and the system drops the lock."""
+    record.close()
+
+
+def test_the_next_router_finds_what_was_pinned_and_not_released(path: Path) -> None:
+    record, before = PinRecord(path), time.time()
+    assert record.left == ()
+    taken, kept = a_pin(record, "taken"), a_pin(record, "kept", prompt_tokens=77)
+    taken.release()
+    killed(record)
+    (found,) = PinRecord(path).left
+    assert (found.request_id, found.prefiller, found.prompt_tokens, found.model) == ("kept", "p0", 77, "m")
+    assert found.kv_transfer_params == PARAMS
+    assert before - 2.1 < found.at == round(kept.at, 3) < time.time() - 1.9
+
+
+def test_what_was_left_is_held_until_it_is_released_over_any_number_of_routers(path: Path) -> None:
+    first = PinRecord(path)
+    a_pin(first, "a"), a_pin(first, "b")
+    killed(first)
+    second = PinRecord(path)
+    second.left[0].release()
+    a_pin(second, "c")
+    killed(second)
+    third = PinRecord(path)
+    assert [pin.request_id for pin in third.left] == ["b", "c"]
+    for pin in third.left:
+        pin.release()
+    killed(third)
+    assert left_in(path) == []
+
+
+def test_what_a_worker_has_refused_is_pinned_again(path: Path) -> None:
+    record = PinRecord(path)
+    pin = a_pin(record)
+    pin.release()
+    pin.release()
+    pin.hold()
+    assert len(record) == 1
+    killed(record)
+    assert left_in(path) == ["r"]
+
+
+def test_every_line_is_in_the_file_as_soon_as_it_is_said(path: Path) -> None:
+    record = PinRecord(path)
+    pin = a_pin(record)
+    held = path.read_bytes()
+    assert held.startswith(HEAD) and held.endswith(pin.line) and b"r-1" in held
+    pin.release()
+    assert path.read_bytes() == held + b"-1\n"
+    record.close()
+
+
+def test_only_its_owner_may_read_it_whatever_it_was_before(path: Path) -> None:
+    path.write_bytes(HEAD)
+    path.chmod(0o644)
+    PinRecord(path).close()
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600
+
+
+@pytest.mark.parametrize("cut", range(1, 150, 7))
+def test_a_line_that_was_cut_off_is_no_error_and_costs_no_other(path: Path, cut: int) -> None:
+    record = PinRecord(path)
+    a_pin(record, "whole")
+    whole = path.stat().st_size
+    last = a_pin(record, "cut")
+    killed(record)
+    assert cut < len(last.line)
+    os.truncate(path, whole + cut)
+    assert left_in(path) == ["whole"]
+
+
+@pytest.mark.parametrize("cut", range(len(HEAD) + 1))
+def test_a_file_that_was_just_being_made_holds_nothing(path: Path, cut: int) -> None:
+    path.write_bytes(HEAD[:cut])
+    assert left_in(path) == []
+
+
+def test_a_file_that_a_loss_of_power_left_as_zeros_holds_nothing(path: Path) -> None:
+    path.write_bytes(bytes(500))
+    assert left_in(path) == []
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        b"\xff\x00\xfe",
+        b"[1]",
+        b"{}",
+        b"-x",
+        b'{"n":"1"}',
+        b'{"n":2,"request":"r","prefiller":"p","at":1,"prompt_tokens":0,"model":null,"params":{}}',
+        b'{"n":2,"request":"r","prefiller":"p","at":1,"prompt_tokens":99999999999,"model":null,"params":{}}',
+        b'{"n":2,"request":"r\\r\\nx: y","prefiller":"p","at":1,"prompt_tokens":1,"model":null,"params":{}}',
+        b'{"n":2,"request":"r","prefiller":"p","at":"x","prompt_tokens":1,"model":null,"params":{}}',
+        b'{"n":2,"request":"r","prefiller":"p","at":1,"prompt_tokens":1,"model":null,"params":[1]}',
+    ],
+)
+def test_a_damaged_line_costs_no_other(path: Path, line: bytes, caplog: pytest.LogCaptureFixture) -> None:
+    record = PinRecord(path)
+    a_pin(record, "before")
+    record.close()
+    with path.open("ab") as file:
+        file.write(line + b"\n")
+    record = PinRecord(path)
+    assert [pin.request_id for pin in record.left] == ["before"]
+    assert "damaged lines" in caplog.text
+    record.close()
+
+
+def test_another_kind_of_file_is_refused_and_left_as_it_is(path: Path) -> None:
+    path.write_text("root:x:0:0\n")
+    with pytest.raises(ConfigError, match="it holds something else"):
+        PinRecord(path)
+    assert path.read_text() == "root:x:0:0\n"
+
+
+def test_a_file_in_use_is_refused_until_its_router_has_ended(path: Path) -> None:
+    record = PinRecord(path)
+    with pytest.raises(ConfigError, match="another router is using it"):
+        PinRecord(path)
+    a_pin(record, "mine")
+    killed(record)
+    assert left_in(path) == ["mine"]
+
+
+@pytest.mark.parametrize("what", ["folder", "no folder", "link"])
+def test_what_is_no_file_of_its_own_is_refused_in_one_line(path: Path, what: str) -> None:
+    if what == "folder":
+        path.mkdir()
+    elif what == "link":
+        path.symlink_to("/dev/null")
+    else:
+        path = path / "pins"
+    with pytest.raises(ConfigError, match=r"lifecycle\.pins_file = .*cannot be used: [A-Z]") as refused:
+        PinRecord(path)
+    assert "\n" not in str(refused.value)
+
+
+def test_the_file_does_not_grow_beyond_what_is_held(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "COMPACT_BYTES", 10_000)
+    record = PinRecord(path)
+    a_pin(record, "stays")
+    for number in range(2000):
+        a_pin(record, str(number)).release()
+        assert path.stat().st_size <= 10_000
+    with pytest.raises(ConfigError, match="another router"):
+        PinRecord(path)
+    killed(record)
+    assert left_in(path) == ["stays"]
+    assert [one.name for one in path.parent.iterdir()] == ["pins"]
+
+
+def test_one_that_holds_much_is_not_written_anew_all_the_time(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "COMPACT_BYTES", 1000)
+    record = PinRecord(path)
+    inodes = set()
+    for number in range(1000):
+        a_pin(record, str(number))
+        inodes.add(path.stat().st_ino)
+    assert len(inodes) < 10
+    killed(record)
+    assert len(left_in(path)) == 1000
+
+
+def test_a_file_that_was_being_written_anew_changes_nothing(path: Path) -> None:
+    record = PinRecord(path)
+    a_pin(record, "held")
+    killed(record)
+    (path.parent / "pins.new").write_bytes(HEAD + b'{"half')
+    assert left_in(path) == ["held"]
+
+
+def test_a_full_disk_leaves_an_empty_record_and_stops_nobody(
+    path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    record = PinRecord(path)
+    first = a_pin(record)
+
+    def full(file: int, data: bytes) -> int:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with monkeypatch.context() as patched:
+        patched.setattr(module.os, "write", full)
+        second = a_pin(record)
+    first.release(), second.release(), second.hold()
+    assert "recorded no longer" in caplog.text
+    assert left_in(path) == []
+
+
+@pytest.mark.parametrize("tokens", [1, DRAWN_TOKENS, 5000])
+def test_what_stands_in_for_a_prompt_has_its_size_and_is_never_the_same(path: Path, tokens: int) -> None:
+    record = PinRecord(path)
+    pin = a_pin(record, prompt_tokens=tokens)
+    request = stand_in(pin)
+    ids = orjson.loads(request.prompt_json)
+    assert len(ids) == request.prompt_tokens == tokens and all(10 <= one < 100 for one in ids)
+    assert request.rest["model"] == "m" and not request.stream
+    if tokens >= DRAWN_TOKENS:
+        assert ids[:16] != orjson.loads(stand_in(pin).prompt_json)[:16]
+    assert "model" not in stand_in(a_pin(record, model=None)).rest
+    record.close()
