@@ -49,7 +49,6 @@ def serve(
     from balanceroute.proxy.perimeter.gate import exposures
     from balanceroute.proxy.reload import reload
     from balanceroute.proxy.server import serve as run
-    from balanceroute.proxy.services import Services
     from balanceroute.proxy.telemetry.logs import configure
 
     overrides: dict[str, object] = dict(parse_assignment(text) for text in assignments or [])
@@ -80,14 +79,15 @@ def serve(
     for text in (*unused_variables(os.environ), *exposures(config)):
         logging.getLogger(__name__).warning(text)
 
-    async def on_reload(services: Services) -> None:
+    async def on_reload() -> None:
         new = load(config_file, os.environ, overrides)
-        await reload(services, new)
+        await reload(app.services, new)
         configure(new.log.level, new.log.format)
 
     # read before there is a loop: a model file that does not fit is one line, and a long history holds up nobody
     forecasts = build_forecasts(config)
-    run(create_app(config, journal=journal, forecasts=forecasts), config, on_reload)
+    app = create_app(config, journal=journal, forecasts=forecasts)
+    run(app, config, on_reload)
 
 
 def spread_lists(arguments: list[str]) -> list[str]:

@@ -27,13 +27,16 @@ from balanceroute.proxy.link.messages import (
     BEAT_S,
     SILENT_S,
     VERSION,
+    Activity,
     Beat,
+    Began,
     Chosen,
     Farewell,
     Finish,
     FromBrain,
     FromRelay,
     Hello,
+    Judged,
     LinkError,
     Prefilled,
     PrefillFailed,
@@ -45,8 +48,12 @@ from balanceroute.proxy.link.messages import (
     RequestPrefill,
     Requeue,
     Seen,
+    Silent,
+    SilentGroup,
     Submit,
     Welcome,
+    Workers,
+    WorkerStanding,
     read_from_relay,
 )
 
@@ -64,6 +71,46 @@ class Decider(Brain, Protocol):
 
     def capacity_changed(self) -> None:
         """Some worker may take a request that it couldn't before."""
+
+
+class Steward(Protocol):
+    """Who judges the workers: `workers/hearsay.py`."""
+
+    def judged(self, message: Judged) -> None:
+        """A request has told something about a worker."""
+
+    def active(self, relay: str, said: Activity) -> None:
+        """What a relay does."""
+
+    def lost(self, relay: str) -> None:
+        """A relay is gone, and all that it had under way."""
+
+    def standings(self) -> dict[str, WorkerStanding]:
+        """All workers as they are judged now, by id."""
+
+    def silent(self) -> tuple[SilentGroup, ...]:
+        """The groups of workers that fell silent together."""
+
+
+class _Unjudged:
+    """No workers are known."""
+
+    def judged(self, message: Judged) -> None:
+        """Of a worker that is unknown."""
+
+    def active(self, relay: str, said: Activity) -> None:
+        """At workers that are unknown."""
+
+    def lost(self, relay: str) -> None:
+        """Nothing is known of it."""
+
+    def standings(self) -> dict[str, WorkerStanding]:
+        """None."""
+        return {}
+
+    def silent(self) -> tuple[SilentGroup, ...]:
+        """None."""
+        return ()
 
 
 class _Held:
@@ -94,8 +141,15 @@ class Hub:
         epoch: int,
         relays: int,
         on_superseded: Callable[[int], None] = lambda epoch: None,
+        steward: Steward | None = None,
+        salt: Callable[[], bytes | None] = lambda: None,
     ) -> None:
-        """`relays`: how many are expected to join; 0: nothing is waited for."""
+        """`relays`: how many are expected to join; 0: nothing is waited for. `salt`: as in `Welcome`."""
+        self._steward: Steward = steward or _Unjudged()
+        self._salt = salt
+        self._standings: dict[str, WorkerStanding] = {}  # as members know them
+        self._silent: tuple[str, ...] = ()
+        self._telling = False
         self._ledger, self._loop, self.epoch, self._relays = ledger, loop, epoch, relays
         self._on_superseded = on_superseded
         self.members: dict[str, Member] = {}  # by the name of the relay
@@ -164,6 +218,7 @@ class Hub:
         self._count += 1
         member = self.members[hello.relay] = Member(self._count, hello.relay, frames)
         self._at[frames] = member
+        self.tell_workers()
         void = []
         for held in sorted(hello.held, key=lambda held: -held.standing.waited_s):
             request_id = held.standing.spec.id
@@ -172,9 +227,11 @@ class Hub:
                 self._owners[request_id] = (member, held.ticket)
             else:
                 void.append(held.ticket)
-        fields = {"relay": hello.relay, "process": hello.process, "requests": len(hello.held), "void": len(void)}
+        fields = {"relay": hello.relay, "pid": hello.process, "requests": len(hello.held), "void": len(void)}
         log.info("relay joined", extra=fields)
-        frames.say(Welcome(VERSION, self.epoch, member.number, tuple(void)))
+        frames.say(Welcome(VERSION, self.epoch, member.number, tuple(void), self._salt()))
+        frames.say(Workers(tuple(self._standings.values()), ()))
+        frames.say(Silent(self._steward.silent()))
         frames.say(Seen(self._ledger.view()))
         if len(self.members) >= self._relays:
             self._settle()
@@ -207,10 +264,41 @@ class Hub:
         for each in held:
             del self._owners[each.request_id]
             self._ledger.finish(each.request_id, Outcome.FAILED)
+        self._steward.lost(member.relay)
+
+    # -- workers
+
+    def tell_workers(self) -> None:
+        """Tell members what has changed about workers, now."""
+        standings, known = self._steward.standings(), self._standings
+        changed = tuple(each for name, each in standings.items() if known.get(name) != each)
+        gone = tuple(name for name in known if name not in standings)
+        self._standings = standings
+        if changed or gone:
+            self._tell_all(Workers(changed, gone))
+
+    def workers_changed(self) -> None:
+        """Tell members at the end of this turn of the loop."""
+        if not self._telling:
+            self._telling = True
+            self._loop.call_soon(self._tell_changes)
+
+    def _tell_changes(self) -> None:
+        self._telling = False
+        self.tell_workers()
+
+    def _tell_all(self, message: FromBrain) -> None:
+        for member in self.members.values():
+            member.frames.say(message)
 
     def _look(self) -> None:
         """Tell members what is to be seen, and give up the silent ones."""
         now, view = self._loop.time(), self._ledger.view()
+        self.tell_workers()
+        silent = self._steward.silent()
+        if (names := tuple(group.name for group in silent)) != self._silent:
+            self._silent = names
+            self._tell_all(Silent(silent))
         paused, self._looked_s = now - self._looked_s > LOOK_S + SILENT_S / 2, now
         for member in list(self.members.values()):
             frames = member.frames
@@ -237,6 +325,10 @@ class Hub:
                     held = member.tickets.get(number)
                     if held is not None:
                         self._ledger.progress(held.request_id, tokens)
+            elif isinstance(message, Judged):
+                self._steward.judged(message)
+            elif isinstance(message, Activity):
+                self._steward.active(member.relay, message)
             elif isinstance(message, Farewell):
                 raise LinkError(message.reason)
             elif not isinstance(message, Beat | Hello):
@@ -259,9 +351,12 @@ class Hub:
         self,
         member: Member,
         held: _Held,
-        message: Prefilled | PrefillFailed | RequestPrefill | Pushed | PushFailed | PutBack | Requeue | Finish,
+        message: Prefilled | PrefillFailed | RequestPrefill | Pushed | PushFailed | PutBack | Requeue | Finish | Began,
     ) -> None:
         ledger, request_id = self._ledger, held.request_id
+        if isinstance(message, Began):
+            ledger.began(request_id)
+            return
         if isinstance(message, Finish):
             del member.tickets[message.ticket], self._owners[request_id]
             ledger.finish(request_id, message.outcome, message.reason)

@@ -9,6 +9,8 @@ number. Both sides collect what they have to say in one turn of their loop and w
       |<-- Welcome(version, epoch, member) --------|   or Farewell(reason), and the connection is closed
       |-- Submit, Prefilled, ..., Progress ------->|
       |<-- Chosen, Refused, Seen ------------------|
+      |-- Judged, Activity ----------------------->|   what requests have found out about workers
+      |<-- Workers, Silent ------------------------|   which there are, and what they may get
       |-- Beat ----------------------------------->|   both ways, so that silence can be told from having nothing to say
       |<-- Beat -----------------------------------|
 
@@ -21,14 +23,18 @@ its Hello says the largest that it has seen, and a brain that leads under a smal
 membership has a number as well (`member`): what a relay that was given up as dead still says on its old connection is
 not read, and it has to say Hello again.
 
+**Workers** are judged by the brain: it asks for their health, and relays tell it how their requests fared. Relays only
+hold connections, and hear of every change. The first `Workers` of a membership names all there are.
+
 Times are durations (`_s`, before the message was written): clocks of two machines have nothing in common.
 """
 
+from enum import StrEnum
 from typing import Final
 
 import msgspec
 
-from balanceroute.core.types import Outcome, RequestSpec, Standing
+from balanceroute.core.types import Outcome, RequestSpec, Standing, WorkerSpec, WorkerState
 from balanceroute.core.view import ClusterView
 from balanceroute.errors import BalanceRouteError
 from balanceroute.proxy.admission.waist import RefusalKind
@@ -70,12 +76,16 @@ class Hello(Message, frozen=True, tag=0):
 
 
 class Welcome(Message, frozen=True, tag=1):
-    """The relay is a member; what it told is taken over. `void`: tickets that could not be, and have ended."""
+    """The relay is a member; what it told is taken over. `void`: tickets that could not be, and have ended.
+
+    `salt`: of the keys of prompts, where the brain's predictor asks for them.
+    """
 
     version: int
     epoch: int
     member: int
     void: tuple[int, ...]
+    salt: bytes | None = None
 
 
 class Farewell(Message, frozen=True, tag=2):
@@ -144,6 +154,52 @@ class Finish(Message, frozen=True, tag=19):
     reason: str
 
 
+class Began(Message, frozen=True, tag=20):
+    ticket: int
+
+
+# -- what a relay's requests say of workers --------------------------------------------------------------------------
+
+
+class Verdict(StrEnum):
+    """How a request at a worker fared: see `workers/circuit.py`."""
+
+    USED = "used"
+    SUCCESS = "success"
+    NO_VERDICT = "no_verdict"
+    FAULT = "fault"
+    BUSY = "busy"
+
+
+class Judged(Message, frozen=True, tag=40):
+    """A request has told something about a worker; `retry_after_s` is what a busy one asked for."""
+
+    worker: str
+    verdict: Verdict
+    retry_after_s: float = 0.0
+
+
+class Use(Message, frozen=True):
+    """What a relay has at a worker: requests under way, the most since it said so last, whether a client waits for the
+    worker's next token, how long ago the last proof of life came, and the first request after idleness; None: never.
+    """
+
+    worker: str
+    in_use: int
+    peak: int
+    awaits_tokens: bool
+    progress_age_s: float | None
+    busy_age_s: float | None
+
+
+class Activity(Message, frozen=True, tag=41):
+    """What a relay does, a few times per second. `uses`: of workers where there is something new to say."""
+
+    exchanges: int
+    drains: int
+    uses: tuple[Use, ...]
+
+
 # -- the brain's answers ---------------------------------------------------------------------------------------------
 
 
@@ -170,6 +226,37 @@ class Refused(Message, frozen=True, tag=31):
     retry_after_s: float
 
 
+class WorkerStanding(Message, frozen=True):
+    """A worker as the brain judges it: its circuit, whether successes matter to that, and whether it is out."""
+
+    spec: WorkerSpec
+    state: WorkerState
+    circuit: str
+    doubtful: bool
+    out: bool
+
+
+class Workers(Message, frozen=True, tag=33):
+    """Workers that are new or have changed, and those that have left."""
+
+    changed: tuple[WorkerStanding, ...]
+    gone: tuple[str, ...]
+
+
+class SilentGroup(Message, frozen=True):
+    """A group of workers that fell silent together, so long ago."""
+
+    name: str
+    workers: tuple[str, ...]
+    age_s: float
+
+
+class Silent(Message, frozen=True, tag=34):
+    """All such groups."""
+
+    groups: tuple[SilentGroup, ...]
+
+
 FromRelay = (
     Hello
     | Beat
@@ -184,8 +271,11 @@ FromRelay = (
     | PutBack
     | Requeue
     | Finish
+    | Began
+    | Judged
+    | Activity
 )
-FromBrain = Welcome | Farewell | Beat | Chosen | Refused | Seen
+FromBrain = Welcome | Farewell | Beat | Chosen | Refused | Seen | Workers | Silent
 
 _encoder = msgspec.msgpack.Encoder()
 _from_relay = msgspec.msgpack.Decoder(list[FromRelay])

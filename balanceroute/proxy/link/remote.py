@@ -27,13 +27,16 @@ from balanceroute.proxy.link.messages import (
     PROGRESS_S,
     SILENT_S,
     VERSION,
+    Activity,
     Beat,
+    Began,
     Chosen,
     Farewell,
     Finish,
     FromRelay,
     Held,
     Hello,
+    Judged,
     LinkError,
     Prefilled,
     PrefillFailed,
@@ -45,8 +48,10 @@ from balanceroute.proxy.link.messages import (
     RequestPrefill,
     Requeue,
     Seen,
+    Silent,
     Submit,
     Welcome,
+    Workers,
     read_from_brain,
 )
 
@@ -85,6 +90,10 @@ class RemoteBrain:
         self.bounds = bounds
         self.tell: Tell = _nobody
         self.collect: Callable[[], None] = _nothing
+        self.on_workers: Callable[[Workers, bool], None] = _unheard_workers  # True: these are all
+        self.on_silent: Callable[[Silent], None] = _unheard_silence
+        self.on_salt: Callable[[bytes | None], None] = _unheard_salt
+        self.leaving = False  # new requests are refused here
         self.tickets: dict[str, Ticket] = {}  # `admission.Tickets.by_id`, set by whoever makes both
         self.epoch = 0
         self.member: int | None = None  # the number of the membership, while there is one
@@ -96,6 +105,7 @@ class RemoteBrain:
         self._tokens: dict[int, int] = {}  # not said yet
         self._progress_timer: asyncio.TimerHandle | None = None
         self._ticked_s = loop.time()
+        self._knows_workers = False
         self._greeted = False  # Hello has been said: what is said after it comes after it
         self._lost = asyncio.Event()
 
@@ -103,8 +113,8 @@ class RemoteBrain:
 
     @property
     def draining(self) -> bool:
-        """Whether every new request is refused, by the last word of the brain."""
-        return self._view.draining
+        """Whether every new request is refused, here or by the last word of the brain."""
+        return self.leaving or self._view.draining
 
     def configure(self, config: Bounds) -> None:
         """Other bounds from now on, for lifecycles here: the brain has its own."""
@@ -164,6 +174,16 @@ class RemoteBrain:
         entry = self._open.pop(request_id)
         del self._ids[entry.number]
         self._say(Finish(entry.number, outcome, reason))
+
+    def began(self, request_id: str) -> None:
+        """See `waist.Brain`."""
+        entry = self._open.get(request_id)
+        if entry is not None:
+            self._say(Began(entry.number))
+
+    def report(self, message: Judged | Activity) -> None:
+        """What is known here of workers."""
+        self._say(message)
 
     def _ask(self, request_id: str, message: Callable[[int], FromRelay]) -> None:
         """Say it, if the ticket is not void by now."""
@@ -240,7 +260,7 @@ class RemoteBrain:
         opened = [(ticket, self._open[ticket.id]) for ticket in self.tickets.values()]
         held = [Held(entry.number, entry.turn, ticket.standing(now)) for ticket, entry in opened if entry.told]
         self._frames.say(Hello(VERSION, self._relay, os.getpid(), self.epoch, tuple(held)))
-        self._greeted = True
+        self._greeted, self._knows_workers = True, False
         for ticket, entry in opened:
             if not entry.told:  # it may be refused still
                 entry.told = True
@@ -278,12 +298,18 @@ class RemoteBrain:
                 self._answer(message.ticket, Refusal(message.kind, message.text, message.retry_after_s))
             elif isinstance(message, Seen):
                 self._view = message.view
+            elif isinstance(message, Workers):
+                whole, self._knows_workers = not self._knows_workers, True
+                self.on_workers(message, whole)
+            elif isinstance(message, Silent):
+                self.on_silent(message)
 
     def _welcome(self, frames: Frames[FromRelay], message: Welcome) -> None:
         if message.version != VERSION or message.epoch < self.epoch:
             raise LinkError(f"version {message.version}, epoch {message.epoch}: not the brain to talk to")
         self.epoch, self.member = message.epoch, message.member
         log.info("brain found", extra={"relay": self._relay, "epoch": self.epoch, "member": self.member})
+        self.on_salt(message.salt)
         for number in message.void:
             request_id = self._ids.get(number)
             if request_id is not None:
@@ -303,6 +329,18 @@ class RemoteBrain:
 
 def _nobody(request_id: str, answer: Answer) -> None:
     """Nobody is told yet."""
+
+
+def _unheard_workers(message: Workers, whole: bool) -> None:
+    """Nobody has workers here."""
+
+
+def _unheard_silence(message: Silent) -> None:
+    """Nobody has workers here."""
+
+
+def _unheard_salt(salt: bytes | None) -> None:
+    """Nobody makes keys here."""
 
 
 def _nothing() -> None:
