@@ -5,8 +5,8 @@ to its application at the other. It leads while it holds the lock of the folder;
 waits for that, and takes over within a fraction of a second once the leader has ended, however that ends. Nothing is
 decided before the relays that are expected have told what they hold.
 
-SIGTERM, SIGINT     drain: relays are told to refuse new requests; it ends when they have left
-the same again      end now
+SIGTERM             drain: relays are told to refuse new requests; it ends when they have left
+SIGINT              end now
 SIGHUP              reload what may change (`reload.py`)
 """
 
@@ -33,7 +33,7 @@ from balanceroute.proxy.ops.guard import trusted
 from balanceroute.proxy.perimeter.tls import Tls
 from balanceroute.proxy.reload import reload
 from balanceroute.proxy.run_folder import RunFolder
-from balanceroute.proxy.server import ProcessServer
+from balanceroute.proxy.server import ChildServer
 from balanceroute.proxy.workers.hearsay import Hearsay
 
 log = logging.getLogger(__name__)
@@ -105,6 +105,7 @@ def create_brain_app(
             hearsay,
             lambda: None if services.forecasts is None else services.forecasts.salt,
         )
+        hearsay.on_connector, hearsay.on_keys = services.note_connector, services.keys_elsewhere
         services.fleet.on_change = hub.workers_changed
         await hub.serve(str(folder.link))
         start(services, dashboard.recorder, hub.settled)
@@ -121,7 +122,7 @@ def create_brain_app(
     return app
 
 
-class BrainServer(ProcessServer):
+class BrainServer(ChildServer):
     """The server of the brain's process; it listens on a socket that is our user's alone."""
 
     def end(self) -> None:
@@ -137,4 +138,4 @@ class BrainServer(ProcessServer):
         """Say where."""
         assert isinstance(self._app, BrainApp) and self.config.uds is not None
         os.chmod(self.config.uds, 0o600)
-        return {"socket": self.config.uds, "epoch": self._app.hub.epoch}
+        return {"socket": self.config.uds, "pid": os.getpid(), "epoch": self._app.hub.epoch}

@@ -4,13 +4,14 @@ It parses, probes, decodes, streams and counts, as a router in one process does;
 and to decide. Its tickets speak to the brain over the link. It keeps its streams while there is no brain, and tells the
 next one what it holds.
 
-SIGTERM, SIGINT     drain: new requests get 503, running ones may finish within `lifecycle.drain_timeout_s`
-the same again      end now
+SIGTERM             drain: new requests get 503, running ones may finish within `lifecycle.drain_timeout_s`
+SIGINT              end now
 SIGHUP              read the configuration again: limits, keys, certificates; workers are the brain's to change
 """
 
 import asyncio
 import logging
+import os
 import signal
 import socket
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -31,7 +32,7 @@ from balanceroute.proxy.admission.tickets import Tickets
 from balanceroute.proxy.app import HANDLERS, ClientApp, drain_left, hot_routes, set_up, stop_tasks, supervised
 from balanceroute.proxy.client.services import ClientServices
 from balanceroute.proxy.life.pool_reaper import PERIOD_S, PoolReaper
-from balanceroute.proxy.link.messages import Activity, Silent, Workers
+from balanceroute.proxy.link.messages import Activity, Learned, Page, Silent, Workers
 from balanceroute.proxy.link.remote import LOST, NOBODY, RemoteBrain
 from balanceroute.proxy.ops.admin import json_response
 from balanceroute.proxy.ops.dashboard import DASHBOARD_PATH, SIGN_IN
@@ -43,19 +44,20 @@ from balanceroute.proxy.perimeter.routes import ACCESS, Access
 from balanceroute.proxy.perimeter.tls import Tls
 from balanceroute.proxy.reload import check_fixed
 from balanceroute.proxy.run_folder import RunFolder
-from balanceroute.proxy.server import ProcessServer
+from balanceroute.proxy.server import ChildServer
 from balanceroute.proxy.telemetry.metrics import Metrics
 from balanceroute.proxy.wire.connectors import connector_for
 from balanceroute.proxy.workers.circuit import CircuitConfig
 from balanceroute.proxy.workers.connector_check import shortened
 from balanceroute.proxy.workers.drainer import Drainer
-from balanceroute.proxy.workers.fleet import FleetConfig
+from balanceroute.proxy.workers.fleet import FleetConfig, Worker
 from balanceroute.proxy.workers.following import FollowingFleet
 from balanceroute.proxy.workers.pins import PinRecord
 from balanceroute.proxy.workers.silence import FrozenGroup
 
 log = logging.getLogger(__name__)
 
+METRICS_S: Final = 1.0
 ALIVE: Final = ("/health", "/ping")  # that this process lives, it says itself
 
 
@@ -82,6 +84,17 @@ class RelayServices(ClientServices):
         self.following.follow(message, whole)
         self.known.set()
 
+    def note_connector(self, worker: Worker, connector: str | None) -> None:
+        """Take note of what a prefiller's parameters have told, and tell the brain."""
+        self.brain.report(Learned(worker.id, connector))
+        ClientServices.note_connector(self, worker, connector)
+
+    async def tell_metrics(self) -> None:
+        """Tell all counts every second, for a page that is one for all processes; until cancelled."""
+        while True:
+            await asyncio.sleep(METRICS_S)
+            self.brain.report(Page(self.metrics.exposition()))
+
     def silence(self, message: Silent) -> None:
         """Groups of workers have fallen silent together, or no longer."""
         now = self.loop.time()
@@ -97,7 +110,8 @@ class RelayServices(ClientServices):
             await asyncio.sleep(PERIOD_S)
             awaited = {leg.worker for leg in self.legs if leg.worker and leg.expects_tokens_from(leg.worker)}
             uses = self.following.uses(self.loop.time(), awaited)
-            self.brain.report(Activity(self.exchanges, self.drainer.pending, uses))
+            keys = () if self.perimeter.keys is None else self.perimeter.keys.uses()
+            self.brain.report(Activity(self.exchanges, self.drainer.pending, uses, keys))
 
 
 class RelayApp(ClientApp):
@@ -148,6 +162,7 @@ def create_relay_app(config: Config, folder: RunFolder, name: str) -> RelayApp:
             "link": services.brain.run,
             "pool_reaper": PoolReaper(services, lambda: None, judges=False).run,
             "report": services.report,
+            "tell_metrics": services.tell_metrics,
             "certificates": lambda: services.tls.watch(lambda: services.config),
         }
         for task, run in coroutines.items():
@@ -232,6 +247,7 @@ def build_relay(
         following=fleet,
     )
     brain.on_workers, brain.on_silent, brain.on_salt = services.name_workers, services.silence, services.salted
+    brain.on_keys = lambda message: services.keys_elsewhere(message.relay, message.keys)
     return services
 
 
@@ -248,14 +264,14 @@ def reload_relay(services: RelayServices, new: Config) -> None:
     log.info("configuration reloaded")
 
 
-class RelayServer(ProcessServer):
+class RelayServer(ChildServer):
     """The server of a relay's process, on sockets that it shares with others."""
 
     name = ""
 
     async def listening(self) -> dict[str, object]:
         """Say where."""
-        told: dict[str, object] = {"relay": self.name, "tls": self._app.tls.server is not None}
+        told: dict[str, object] = {"relay": self.name, "pid": os.getpid(), "tls": self._app.tls.server is not None}
         ports = [server.sockets[0].getsockname() for server in self.servers]
         told |= {"host": ports[0][0], "port": ports[0][1]}
         if len(ports) > 1:

@@ -179,6 +179,20 @@ class ProcessServer(Server):
                 log.warning("reload refused", extra={"error": str(error)})
 
 
+class ChildServer(ProcessServer):
+    """The server of one of several processes, whose parent tells them what to do.
+
+    SIGTERM drains, and says no more when it comes again: others may send it to all processes as well. SIGINT ends now.
+    """
+
+    def handle_exit(self, sig: int, frame: object) -> None:
+        """See the class."""
+        if sig == signal.SIGINT or self._drain is None:
+            super().handle_exit(sig, frame)
+        if sig == signal.SIGINT:
+            self.should_exit = self.force_exit = True
+
+
 def serve(app: ClientApp, config: Config, on_reload: Reload | None = None) -> None:
     """Run until a signal ends it. Raises: ConfigError: the address cannot be listened on."""
     server = ProcessServer(app, config, on_reload)

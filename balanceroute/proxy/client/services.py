@@ -8,6 +8,7 @@ from typing import Protocol
 from balanceroute.errors import Draining
 from balanceroute.proxy.life.leg import LifeServices
 from balanceroute.proxy.perimeter.gate import Perimeter
+from balanceroute.proxy.perimeter.keys import KeyUse
 from balanceroute.proxy.perimeter.tls import Tls
 
 log = logging.getLogger(__name__)
@@ -37,6 +38,11 @@ class ClientServices(LifeServices):
         """What is wrong although requests are served, one line each."""
         silent = [f"{', '.join(group.workers)}: fell silent together ({group.name})" for group in self.frozen]
         return [*self.metrics.conditions.reasons, *silent]
+
+    def keys_elsewhere(self, relay: str, keys: tuple[KeyUse, ...]) -> None:
+        """What another process's clients have used of their keys."""
+        if self.perimeter.keys is not None:
+            self.perimeter.keys.used_elsewhere(relay, keys, self.loop.time())
 
     def begin_drain(self) -> None:
         """Refuse every new request from now on."""

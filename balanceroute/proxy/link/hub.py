@@ -37,7 +37,10 @@ from balanceroute.proxy.link.messages import (
     FromRelay,
     Hello,
     Judged,
+    KeysElsewhere,
+    Learned,
     LinkError,
+    Page,
     Prefilled,
     PrefillFailed,
     Progress,
@@ -56,6 +59,7 @@ from balanceroute.proxy.link.messages import (
     WorkerStanding,
     read_from_relay,
 )
+from balanceroute.proxy.perimeter.keys import KeyUse
 
 log = logging.getLogger(__name__)
 
@@ -82,6 +86,15 @@ class Steward(Protocol):
     def active(self, relay: str, said: Activity) -> None:
         """What a relay does."""
 
+    def keys_used(self, relay: str, keys: tuple[KeyUse, ...]) -> None:
+        """What a relay's clients have used of their keys."""
+
+    def page(self, relay: str, text: bytes) -> None:
+        """All metrics of a relay's process."""
+
+    def learned(self, message: Learned) -> None:
+        """A prefiller's parameters have told its connector."""
+
     def lost(self, relay: str) -> None:
         """A relay is gone, and all that it had under way."""
 
@@ -100,6 +113,15 @@ class _Unjudged:
 
     def active(self, relay: str, said: Activity) -> None:
         """At workers that are unknown."""
+
+    def keys_used(self, relay: str, keys: tuple[KeyUse, ...]) -> None:
+        """Nobody counts here."""
+
+    def page(self, relay: str, text: bytes) -> None:
+        """Nobody shows it."""
+
+    def learned(self, message: Learned) -> None:
+        """Of a worker that is unknown."""
 
     def lost(self, relay: str) -> None:
         """Nothing is known of it."""
@@ -128,6 +150,7 @@ class Member:
     def __init__(self, number: int, relay: str, frames: Frames[FromBrain]) -> None:
         self.number, self.relay, self.frames = number, relay, frames
         self.tickets: dict[int, _Held] = {}
+        self.uses_keys = False
         self.waiting: list[FromRelay] = []  # what it has called before the brain was settled
 
 
@@ -265,6 +288,7 @@ class Hub:
             del self._owners[each.request_id]
             self._ledger.finish(each.request_id, Outcome.FAILED)
         self._steward.lost(member.relay)
+        self._tell_keys(member, ())
 
     # -- workers
 
@@ -286,6 +310,16 @@ class Hub:
     def _tell_changes(self) -> None:
         self._telling = False
         self.tell_workers()
+
+    def _tell_keys(self, member: Member, keys: tuple[KeyUse, ...]) -> None:
+        """Tell the others what a member's clients have used of their keys, if that may have changed."""
+        if not (keys or member.uses_keys):
+            return
+        member.uses_keys = bool(keys)
+        self._steward.keys_used(member.relay, keys)
+        for other in self.members.values():
+            if other is not member:
+                other.frames.say(KeysElsewhere(member.relay, keys))
 
     def _tell_all(self, message: FromBrain) -> None:
         for member in self.members.values():
@@ -329,6 +363,11 @@ class Hub:
                 self._steward.judged(message)
             elif isinstance(message, Activity):
                 self._steward.active(member.relay, message)
+                self._tell_keys(member, message.keys)
+            elif isinstance(message, Page):
+                self._steward.page(member.relay, message.text)
+            elif isinstance(message, Learned):
+                self._steward.learned(message)
             elif isinstance(message, Farewell):
                 raise LinkError(message.reason)
             elif not isinstance(message, Beat | Hello):

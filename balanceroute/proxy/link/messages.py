@@ -38,6 +38,7 @@ from balanceroute.core.types import Outcome, RequestSpec, Standing, WorkerSpec, 
 from balanceroute.core.view import ClusterView
 from balanceroute.errors import BalanceRouteError
 from balanceroute.proxy.admission.waist import RefusalKind
+from balanceroute.proxy.perimeter.keys import KeyUse
 
 VERSION: Final = 1
 PROGRESS_S: Final = 0.005
@@ -193,11 +194,28 @@ class Use(Message, frozen=True):
 
 
 class Activity(Message, frozen=True, tag=41):
-    """What a relay does, a few times per second. `uses`: of workers where there is something new to say."""
+    """What a relay does, a few times per second. `uses`: of workers where there is something new to say.
+
+    `keys`: what clients' keys have used, which the brain tells the other relays.
+    """
 
     exchanges: int
     drains: int
     uses: tuple[Use, ...]
+    keys: tuple[KeyUse, ...] = ()
+
+
+class Page(Message, frozen=True, tag=42):
+    """All metrics of the relay's process, in the Prometheus text format; said every second."""
+
+    text: bytes
+
+
+class Learned(Message, frozen=True, tag=43):
+    """A prefiller's parameters have been looked at, and told its connector; None: they don't tell."""
+
+    worker: str
+    connector: str | None
 
 
 # -- the brain's answers ---------------------------------------------------------------------------------------------
@@ -257,6 +275,13 @@ class Silent(Message, frozen=True, tag=34):
     groups: tuple[SilentGroup, ...]
 
 
+class KeysElsewhere(Message, frozen=True, tag=35):
+    """What another relay's clients have used of their keys; nothing: that relay is gone, or has none in flight."""
+
+    relay: str
+    keys: tuple[KeyUse, ...]
+
+
 FromRelay = (
     Hello
     | Beat
@@ -274,8 +299,10 @@ FromRelay = (
     | Began
     | Judged
     | Activity
+    | Page
+    | Learned
 )
-FromBrain = Welcome | Farewell | Beat | Chosen | Refused | Seen | Workers | Silent
+FromBrain = Welcome | Farewell | Beat | Chosen | Refused | Seen | Workers | Silent | KeysElsewhere
 
 _encoder = msgspec.msgpack.Encoder()
 _from_relay = msgspec.msgpack.Decoder(list[FromRelay])

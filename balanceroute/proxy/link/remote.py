@@ -37,7 +37,10 @@ from balanceroute.proxy.link.messages import (
     Held,
     Hello,
     Judged,
+    KeysElsewhere,
+    Learned,
     LinkError,
+    Page,
     Prefilled,
     PrefillFailed,
     Progress,
@@ -92,6 +95,7 @@ class RemoteBrain:
         self.collect: Callable[[], None] = _nothing
         self.on_workers: Callable[[Workers, bool], None] = _unheard_workers  # True: these are all
         self.on_silent: Callable[[Silent], None] = _unheard_silence
+        self.on_keys: Callable[[KeysElsewhere], None] = _unheard_keys
         self.on_salt: Callable[[bytes | None], None] = _unheard_salt
         self.leaving = False  # new requests are refused here
         self.tickets: dict[str, Ticket] = {}  # `admission.Tickets.by_id`, set by whoever makes both
@@ -181,8 +185,8 @@ class RemoteBrain:
         if entry is not None:
             self._say(Began(entry.number))
 
-    def report(self, message: Judged | Activity) -> None:
-        """What is known here of workers."""
+    def report(self, message: Judged | Activity | Page | Learned) -> None:
+        """What is known here, of workers above all; nobody hears it while there is no brain."""
         self._say(message)
 
     def _ask(self, request_id: str, message: Callable[[int], FromRelay]) -> None:
@@ -303,6 +307,8 @@ class RemoteBrain:
                 self.on_workers(message, whole)
             elif isinstance(message, Silent):
                 self.on_silent(message)
+            elif isinstance(message, KeysElsewhere):
+                self.on_keys(message)
 
     def _welcome(self, frames: Frames[FromRelay], message: Welcome) -> None:
         if message.version != VERSION or message.epoch < self.epoch:
@@ -337,6 +343,10 @@ def _unheard_workers(message: Workers, whole: bool) -> None:
 
 def _unheard_silence(message: Silent) -> None:
     """Nobody has workers here."""
+
+
+def _unheard_keys(message: KeysElsewhere) -> None:
+    """Nobody has keys here."""
 
 
 def _unheard_salt(salt: bytes | None) -> None:

@@ -216,7 +216,7 @@ def state(services: OperatorServices) -> dict[str, Any]:
         **ledger.state(),
         "draining": ledger.draining,
         "exchanges": services.exchanges,
-        "keys": {key.name: key.in_flight for key in keys or ()},
+        "keys": {key.name: key.in_flight + key.elsewhere for key in keys or ()},
         "drains_pending": services.drainer.pending,
     }
 

@@ -3,7 +3,8 @@
 import asyncio
 from collections.abc import Callable, Sequence
 
-from balanceroute.proxy.link.messages import Activity, Judged, SilentGroup, Use, Verdict, WorkerStanding
+from balanceroute.proxy.link.messages import Activity, Judged, Learned, SilentGroup, Use, Verdict, WorkerStanding
+from balanceroute.proxy.perimeter.keys import KeyUse
 from balanceroute.proxy.workers.circuit import Circuit, CircuitState
 from balanceroute.proxy.workers.fleet import Fleet, Worker
 from balanceroute.proxy.workers.silence import FrozenGroup
@@ -23,6 +24,9 @@ class Hearsay:
         many client requests all relays have.
         """
         self._fleet, self._loop, self._frozen, self._under_way = fleet, loop, frozen, under_way
+        self.on_keys: Callable[[str, tuple[KeyUse, ...]], None] = _unheard_keys
+        self.on_connector: Callable[[Worker, str | None], None] = _unheard
+        self.pages: dict[str, bytes] = {}  # the last page of metrics of each relay that is here
         self._said: dict[str, Activity] = {}
         self._uses: dict[str, dict[str, Use]] = {}  # by relay and worker
 
@@ -50,6 +54,19 @@ class Hearsay:
             if use.worker in self._fleet:
                 _note(self._fleet[use.worker], use, uses.get(use.worker), now)
             uses[use.worker] = use
+
+    def keys_used(self, relay: str, keys: tuple[KeyUse, ...]) -> None:
+        """What a relay's clients have used of their keys."""
+        self.on_keys(relay, keys)
+
+    def page(self, relay: str, text: bytes) -> None:
+        """All metrics of a relay's process."""
+        self.pages[relay] = text
+
+    def learned(self, message: Learned) -> None:
+        """A prefiller's parameters have told its connector."""
+        if message.worker in self._fleet:
+            self.on_connector(self._fleet[message.worker], message.connector)
 
     def lost(self, relay: str) -> None:
         """A relay is gone, and all that it had under way. If one of that was a trial, another one may be made."""
@@ -84,6 +101,14 @@ _ACTS: dict[Verdict, Callable[[Circuit], None]] = {
     Verdict.SUCCESS: Circuit.success,
     Verdict.NO_VERDICT: Circuit.no_verdict,
 }
+
+
+def _unheard(worker: Worker, connector: str | None) -> None:
+    """Nobody wants to know."""
+
+
+def _unheard_keys(relay: str, keys: tuple[KeyUse, ...]) -> None:
+    """Nobody wants to know."""
 
 
 def _note(worker: Worker, use: Use, before: Use | None, now: float) -> None:
