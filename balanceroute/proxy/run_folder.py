@@ -1,10 +1,17 @@
 """The files that the processes of one router share: its run folder, which belongs to our user alone."""
 
 import os
+import stat
+import tempfile
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Final
 
+from balanceroute.config import Config
 from balanceroute.errors import ConfigError
+
+MAX_SOCKET_PATH: Final = 107  # bytes, of a unix socket's name on Linux
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,10 +41,27 @@ class RunFolder:
 
     def make(self) -> None:
         """Make the folder, for our user alone. Raises: ConfigError: it can't be, or it is somebody else's."""
+        if len(os.fsencode(self.operators)) > MAX_SOCKET_PATH:
+            raise _unusable(self.folder, f"its path is too long for a socket in it, at most {MAX_SOCKET_PATH} bytes")
         try:
             self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-            if self.folder.stat().st_uid != os.getuid():
-                raise ConfigError(f"{self.folder}: the folder belongs to another user")
+            status = self.folder.lstat()
+            if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.geteuid():
+                raise _unusable(self.folder, "accepted is a folder of the router's own user")
             self.folder.chmod(0o700)
         except OSError as error:
-            raise ConfigError(f"{self.folder}: {error.strerror}") from None
+            raise _unusable(self.folder, f"cannot be used: {error.strerror}") from None
+
+
+def run_folder(config: Config, port: int, environ: Mapping[str, str]) -> RunFolder:
+    """The folder of the router that listens on this port, which tells it from others of the same user."""
+    if config.listen.run_folder is not None:
+        return RunFolder(Path(config.listen.run_folder).absolute())
+    own = environ.get("XDG_RUNTIME_DIR")
+    if own:
+        return RunFolder(Path(own) / f"balanceroute-{port}")
+    return RunFolder(Path(tempfile.gettempdir()) / f"balanceroute-{os.geteuid()}-{port}")
+
+
+def _unusable(folder: Path, why: str) -> ConfigError:
+    return ConfigError(f"listen.run_folder = {str(folder)!r}: {why}")

@@ -67,14 +67,16 @@ class Supervisor:
         self,
         mains: Mapping[str, Callable[[], None]],
         on_reload: Callable[[], bool],
+        on_end: Callable[[], None],
         drain_timeout_s: Callable[[], float],
     ) -> None:
         """`mains`: what each child runs, by its name, in the order of their start.
 
-        `on_reload`: reads the configuration; False: it can't be used.
+        `on_reload`: reads the configuration; False: it can't be used. `on_end`: called before children are told to
+        drain or to end.
         """
         self.children = [Child(name, main, needed=not number) for number, (name, main) in enumerate(mains.items())]
-        self._on_reload, self._drain_timeout_s = on_reload, drain_timeout_s
+        self._on_reload, self._on_end, self._drain_timeout_s = on_reload, on_end, drain_timeout_s
         self._signals = 0  # to end
         self._deadline_s: float | None = None  # then all that is left is killed
         self._code = 0
@@ -143,6 +145,7 @@ class Supervisor:
     def _end(self, number: signal.Signals, within_s: float) -> None:
         """No child is started again but who is needed; who is left after that time is killed."""
         self._signals = max(1, self._signals)
+        self._on_end()
         for child in self.children:
             child.due_s = None
         deadline_s = time.monotonic() + within_s
