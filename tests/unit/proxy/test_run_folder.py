@@ -26,6 +26,8 @@ def test_a_folder_that_can_not_be_used_is_named(tmp_path: Path, monkeypatch: pyt
     file.touch()
     with pytest.raises(ConfigError, match="file"):
         RunFolder(file).make()
-    monkeypatch.setattr(os, "getuid", lambda: 4711)
-    with pytest.raises(ConfigError, match="another user"):
+    monkeypatch.setattr(os, "geteuid", lambda: 4711)
+    with pytest.raises(ConfigError, match="own user"):
         RunFolder(tmp_path).make()
+    with pytest.raises(ConfigError, match="too long"):
+        RunFolder(tmp_path / ("long" * 30)).make()
