@@ -131,7 +131,8 @@ def test_what_is_in_use_is_told_until_it_is_not_and_once_more() -> None:
         assert uses(fleet, 10.0) == []
         worker: Worker = fleet["d0"]
         worker.busy_since_s = 9.0
-        worker.in_use += 2
+        worker.take()
+        worker.take()
         worker.in_use -= 1
         assert uses(fleet, 10.0, "d0") == [Use("d0", 1, 2, True, None, 1.0)]
         worker.progress_s = 11.5
