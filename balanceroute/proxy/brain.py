@@ -23,6 +23,7 @@ from typing import Final
 from starlette.applications import Starlette
 
 from balanceroute.config import Config
+from balanceroute.errors import NoHealthyWorkers
 from balanceroute.proxy.admission.forecasts import Forecasts, build_forecasts
 from balanceroute.proxy.app import HANDLERS, RouterApp, build_services, operator_parts, set_up, start, stop
 from balanceroute.proxy.client.services import ClientServices
@@ -39,6 +40,7 @@ from balanceroute.proxy.workers.hearsay import Hearsay
 log = logging.getLogger(__name__)
 
 STANDBY_LOOK_S: Final = 0.1
+METRICS_RETRY_S: Final = 1.0
 
 
 class BrainApp(RouterApp):
@@ -105,6 +107,15 @@ def create_brain_app(
             hearsay,
             lambda: None if services.forecasts is None else services.forecasts.salt,
         )
+
+        def counts() -> list[bytes]:
+            """Of all relays. Raises: NoHealthyWorkers: one has yet to tell them, and the sums would be too low."""
+            if not hub.settled.is_set() or any(relay not in hearsay.counts for relay in hub.members):
+                text = "What relays have counted is not known yet."
+                raise NoHealthyWorkers(text, retry_after_s=METRICS_RETRY_S)
+            return list(hearsay.counts.values())
+
+        services.metrics.beside = counts
         hearsay.on_connector, hearsay.on_keys = services.note_connector, services.keys_elsewhere
         services.fleet.on_change = hub.workers_changed
         await hub.serve(str(folder.link))

@@ -42,6 +42,7 @@ def serve_processes(config: Config, load: Callable[[], Config], journal: Path | 
     sockets = list(_listeners(config))
     folder = run_folder(config, sockets[0].getsockname()[1], os.environ)
     folder.make()
+    folder.forget_counts()
     processes = Processes(config, load, folder, sockets, journal)
     configure(config.log.level, config.log.format, process="parent")
     gc.collect()

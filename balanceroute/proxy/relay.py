@@ -32,7 +32,7 @@ from balanceroute.proxy.admission.tickets import Tickets
 from balanceroute.proxy.app import HANDLERS, ClientApp, drain_left, hot_routes, set_up, stop_tasks, supervised
 from balanceroute.proxy.client.services import ClientServices
 from balanceroute.proxy.life.pool_reaper import PERIOD_S, PoolReaper
-from balanceroute.proxy.link.messages import Activity, Learned, Page, Silent, Workers
+from balanceroute.proxy.link.messages import Activity, Counted, Learned, Silent, Workers
 from balanceroute.proxy.link.remote import LOST, NOBODY, RemoteBrain
 from balanceroute.proxy.ops.admin import json_response
 from balanceroute.proxy.ops.dashboard import DASHBOARD_PATH, SIGN_IN
@@ -57,7 +57,7 @@ from balanceroute.proxy.workers.silence import FrozenGroup
 
 log = logging.getLogger(__name__)
 
-METRICS_S: Final = 1.0
+COUNTS_S: Final = 1.0
 ALIVE: Final = ("/health", "/ping")  # that this process lives, it says itself
 
 
@@ -67,6 +67,8 @@ class RelayServices(ClientServices):
 
     brain: RemoteBrain
     following: FollowingFleet
+    folder: RunFolder
+    name: str
     known: asyncio.Event = field(default_factory=asyncio.Event)  # a brain has named the workers
 
     def begin_drain(self) -> None:
@@ -89,11 +91,20 @@ class RelayServices(ClientServices):
         self.brain.report(Learned(worker.id, connector))
         ClientServices.note_connector(self, worker, connector)
 
-    async def tell_metrics(self) -> None:
-        """Tell all counts every second, for a page that is one for all processes; until cancelled."""
+    def tell_counts(self) -> None:
+        """Tell the brain what has been counted, for a page of metrics that is one for all processes."""
+        self.brain.report(Counted(self.metrics.counts()))
+
+    async def keep_counts(self) -> None:
+        """Every second, tell what has been counted, and keep it for the next life of this relay; until cancelled."""
+        kept = b""
         while True:
-            await asyncio.sleep(METRICS_S)
-            self.brain.report(Page(self.metrics.exposition()))
+            await asyncio.sleep(COUNTS_S)
+            self.tell_counts()
+            counts = self.metrics.counts()
+            if counts != kept:
+                kept = counts
+                self.folder.keep_counts(self.name, counts)
 
     def silence(self, message: Silent) -> None:
         """Groups of workers have fallen silent together, or no longer."""
@@ -162,7 +173,7 @@ def create_relay_app(config: Config, folder: RunFolder, name: str) -> RelayApp:
             "link": services.brain.run,
             "pool_reaper": PoolReaper(services, lambda: None, judges=False).run,
             "report": services.report,
-            "tell_metrics": services.tell_metrics,
+            "counts": services.keep_counts,
             "certificates": lambda: services.tls.watch(lambda: services.config),
         }
         for task, run in coroutines.items():
@@ -227,6 +238,7 @@ def build_relay(
         loop, str(folder.link), name, scheduler_config(config), lambda request_id: services.void(request_id)
     )
     metrics = Metrics(lambda: NOBODY, config.routing.policy)
+    metrics.carry_on(folder.counts(name))
     circuit = CircuitConfig(config.health.failure_threshold, config.health.open_for_s)
     to_workers = FleetConfig(circuit, config.limits.client_buffer_bytes, tls.for_workers)
     fleet = FollowingFleet(loop, to_workers, brain.report, metrics.forget_worker)
@@ -245,7 +257,10 @@ def build_relay(
         tls=tls,
         brain=brain,
         following=fleet,
+        folder=folder,
+        name=name,
     )
+    brain.on_joined = services.tell_counts
     brain.on_workers, brain.on_silent, brain.on_salt = services.name_workers, services.silence, services.salted
     brain.on_keys = lambda message: services.keys_elsewhere(message.relay, message.keys)
     return services

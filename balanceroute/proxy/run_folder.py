@@ -1,5 +1,6 @@
 """The files that the processes of one router share: its run folder, which belongs to our user alone."""
 
+import logging
 import os
 import stat
 import tempfile
@@ -11,6 +12,9 @@ from typing import Final
 from balanceroute.config import Config
 from balanceroute.errors import ConfigError
 
+log = logging.getLogger(__name__)
+
+_COUNTS: Final = "counts-"
 MAX_SOCKET_PATH: Final = 107  # bytes, of a unix socket's name on Linux
 
 
@@ -38,6 +42,30 @@ class RunFolder:
     def pins(self, relay: str) -> Path:
         """The record of the prefill KV that is pinned for requests of this relay."""
         return self.folder / f"pins-{relay}"
+
+    def counts(self, relay: str) -> bytes:
+        """What the former lives of this relay have counted; empty: nothing."""
+        try:
+            return self._counts(relay).read_bytes()
+        except FileNotFoundError:
+            return b""
+
+    def keep_counts(self, relay: str, counts: bytes) -> None:
+        """Keep what this relay has counted; a kill in between leaves what was kept before."""
+        beside = self._counts(f"{relay}.new")
+        try:
+            beside.write_bytes(counts)
+            beside.replace(self._counts(relay))
+        except OSError as error:
+            log.warning("counts not kept", extra={"relay": relay, "error": error.strerror})
+
+    def forget_counts(self) -> None:
+        """A router begins to count."""
+        for file in self.folder.glob(f"{_COUNTS}*"):
+            file.unlink(missing_ok=True)
+
+    def _counts(self, relay: str) -> Path:
+        return self.folder / f"{_COUNTS}{relay}"
 
     def make(self) -> None:
         """Make the folder, for our user alone. Raises: ConfigError: it can't be, or it is somebody else's."""

@@ -237,7 +237,7 @@ def test_relays_answer_as_one_router(cluster: Cluster, tmp_path: Path) -> None:
         assert (await router.get("/ready")).json()["workers_up"] == {"prefill": PREFILLERS, "decode": RANKS}
         assert (await router.get("/v1/models")).json()["data"][0]["id"] == "emulated"
         finished = r'balanceroute_requests_total\{outcome="finished"\} (\S+)'
-        #await until(lambda: _counted(router, finished, 50))
+        await until(lambda: _counted(router, finished, 50))
 
     with_router(test, cluster, tmp_path)
 

@@ -31,6 +31,7 @@ from balanceroute.proxy.link.messages import (
     Beat,
     Began,
     Chosen,
+    Counted,
     Farewell,
     Finish,
     FromBrain,
@@ -40,7 +41,6 @@ from balanceroute.proxy.link.messages import (
     KeysElsewhere,
     Learned,
     LinkError,
-    Page,
     Prefilled,
     PrefillFailed,
     Progress,
@@ -89,8 +89,8 @@ class Steward(Protocol):
     def keys_used(self, relay: str, keys: tuple[KeyUse, ...]) -> None:
         """What a relay's clients have used of their keys."""
 
-    def page(self, relay: str, text: bytes) -> None:
-        """All metrics of a relay's process."""
+    def counted(self, relay: str, counts: bytes) -> None:
+        """All that a relay's process has counted."""
 
     def learned(self, message: Learned) -> None:
         """A prefiller's parameters have told its connector."""
@@ -117,7 +117,7 @@ class _Unjudged:
     def keys_used(self, relay: str, keys: tuple[KeyUse, ...]) -> None:
         """Nobody counts here."""
 
-    def page(self, relay: str, text: bytes) -> None:
+    def counted(self, relay: str, counts: bytes) -> None:
         """Nobody shows it."""
 
     def learned(self, message: Learned) -> None:
@@ -364,8 +364,8 @@ class Hub:
             elif isinstance(message, Activity):
                 self._steward.active(member.relay, message)
                 self._tell_keys(member, message.keys)
-            elif isinstance(message, Page):
-                self._steward.page(member.relay, message.text)
+            elif isinstance(message, Counted):
+                self._steward.counted(member.relay, message.counts)
             elif isinstance(message, Learned):
                 self._steward.learned(message)
             elif isinstance(message, Farewell):

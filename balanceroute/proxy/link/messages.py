@@ -205,10 +205,10 @@ class Activity(Message, frozen=True, tag=41):
     keys: tuple[KeyUse, ...] = ()
 
 
-class Page(Message, frozen=True, tag=42):
-    """All metrics of the relay's process, in the Prometheus text format; said every second."""
+class Counted(Message, frozen=True, tag=42):
+    """All that the relay's process has counted (`telemetry/metrics.py`); said on joining, and every second."""
 
-    text: bytes
+    counts: bytes
 
 
 class Learned(Message, frozen=True, tag=43):
@@ -299,7 +299,7 @@ FromRelay = (
     | Began
     | Judged
     | Activity
-    | Page
+    | Counted
     | Learned
 )
 FromBrain = Welcome | Farewell | Beat | Chosen | Refused | Seen | Workers | Silent | KeysElsewhere

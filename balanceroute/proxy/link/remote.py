@@ -31,6 +31,7 @@ from balanceroute.proxy.link.messages import (
     Beat,
     Began,
     Chosen,
+    Counted,
     Farewell,
     Finish,
     FromRelay,
@@ -40,7 +41,6 @@ from balanceroute.proxy.link.messages import (
     KeysElsewhere,
     Learned,
     LinkError,
-    Page,
     Prefilled,
     PrefillFailed,
     Progress,
@@ -97,6 +97,7 @@ class RemoteBrain:
         self.on_silent: Callable[[Silent], None] = _unheard_silence
         self.on_keys: Callable[[KeysElsewhere], None] = _unheard_keys
         self.on_salt: Callable[[bytes | None], None] = _unheard_salt
+        self.on_joined: Callable[[], None] = _nothing
         self.leaving = False  # new requests are refused here
         self.tickets: dict[str, Ticket] = {}  # `admission.Tickets.by_id`, set by whoever makes both
         self.epoch = 0
@@ -185,7 +186,7 @@ class RemoteBrain:
         if entry is not None:
             self._say(Began(entry.number))
 
-    def report(self, message: Judged | Activity | Page | Learned) -> None:
+    def report(self, message: Judged | Activity | Counted | Learned) -> None:
         """What is known here, of workers above all; nobody hears it while there is no brain."""
         self._say(message)
 
@@ -316,6 +317,7 @@ class RemoteBrain:
         self.epoch, self.member = message.epoch, message.member
         log.info("brain found", extra={"relay": self._relay, "epoch": self.epoch, "member": self.member})
         self.on_salt(message.salt)
+        self.on_joined()
         for number in message.void:
             request_id = self._ids.get(number)
             if request_id is not None:

@@ -20,7 +20,7 @@ from balanceroute.build import policy_settings
 from balanceroute.config import DecodeWorker, normalised_url
 from balanceroute.config import Worker as WorkerConfig
 from balanceroute.core.types import Role, WorkerSpec, WorkerState
-from balanceroute.errors import BalanceRouteError, InvalidRequest, InvariantError
+from balanceroute.errors import BalanceRouteError, InvalidRequest, InvariantError, Rejected
 from balanceroute.proxy.client.asgi import REQUEST_ID
 from balanceroute.proxy.ops.guard import error_response, tell
 from balanceroute.proxy.ops.services import OperatorServices
@@ -128,7 +128,11 @@ class Admin:
         """The Prometheus text format."""
         services = self._services()
         services.ledger.settle()
-        return Response(services.metrics.exposition(), headers={"content-type": CONTENT_TYPE_LATEST})
+        try:
+            page = services.metrics.exposition()
+        except Rejected as error:  # other processes have yet to tell what they have counted
+            return error_response(error)
+        return Response(page, headers={"content-type": CONTENT_TYPE_LATEST})
 
     async def state(self, request: Request) -> Response:
         """The snapshot and the policy that decides on it: the input of `balanceroute explain`."""

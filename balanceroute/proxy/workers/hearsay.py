@@ -26,7 +26,7 @@ class Hearsay:
         self._fleet, self._loop, self._frozen, self._under_way = fleet, loop, frozen, under_way
         self.on_keys: Callable[[str, tuple[KeyUse, ...]], None] = _unheard_keys
         self.on_connector: Callable[[Worker, str | None], None] = _unheard
-        self.pages: dict[str, bytes] = {}  # the last page of metrics of each relay that is here
+        self.counts: dict[str, bytes] = {}  # of every relay, here or not: a sum must not fall while one is away
         self._said: dict[str, Activity] = {}
         self._uses: dict[str, dict[str, Use]] = {}  # by relay and worker
 
@@ -59,9 +59,9 @@ class Hearsay:
         """What a relay's clients have used of their keys."""
         self.on_keys(relay, keys)
 
-    def page(self, relay: str, text: bytes) -> None:
-        """All metrics of a relay's process."""
-        self.pages[relay] = text
+    def counted(self, relay: str, counts: bytes) -> None:
+        """All that a relay's process has counted."""
+        self.counts[relay] = counts
 
     def learned(self, message: Learned) -> None:
         """A prefiller's parameters have told its connector."""
