@@ -49,7 +49,7 @@ STYLES: dict[str, tuple[str, str, Dashes]] = {
     "BR-H survival, our defaults": (BLUE, "P", DOTTED),
     "TargetFit (beyond the paper)": (GREEN, "d", "--"),
     "LevelFit (ours)": (VERMILION, "*", "-"),
-    "LevelFit, overlap_requests auto": (VERMILION, "h", "--"),
+    "LevelFit, overlap_requests 0": (VERMILION, "h", "--"),
 }
 """Colour, marker and dashes by a method's label."""
 LABELS = {
