@@ -7,6 +7,7 @@ import os
 import re
 import subprocess
 import sys
+from array import array
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -249,6 +250,21 @@ def test_parts_are_written_as_chunks_and_the_first_with_the_head(
     assert all([writer.write(part) for part in parts])
     framed = [b"%x\r\n%b\r\n" % (len(part), part) if chunked else part for part in parts]
     assert sent == [b"head" + framed[0], *framed[1:]]
+
+
+@both
+@given(st.binary(max_size=300), st.binary(min_size=256, max_size=256), st.integers(0, 10))
+def test_pairs_of_neighbouring_bytes_are_counted_by_their_classes(
+    module: Any, text: bytes, table: bytes, before: int
+) -> None:
+    class_of = bytes(kind % 11 for kind in table)
+    kinds = [before, *(class_of[byte] for byte in text)]
+    expected = [0.0] * 121
+    for first, second in zip(kinds, kinds[1:], strict=False):
+        expected[first * 11 + second] += 1
+    counts = array("d", [0.0] * 121)
+    module.count_pairs(text, class_of, 11, before, counts)
+    assert counts.tolist() == expected
 
 
 def test_the_sources_bear_their_own_digest_so_that_a_module_compiled_of_others_is_known() -> None:

@@ -26,12 +26,9 @@ class Body:
     Attributes: `size`, bytes so far, `complete`.
     """
 
-    __slots__ = ("_limit", "_parts", "complete", "size")
+    __slots__ = ("complete", "size")
 
-    def __init__(self, limit: int) -> None:
-        """At most `limit` bytes."""
-        self._limit = limit
-        self._parts: list[bytes] = []
+    def __init__(self) -> None:
         self.size = 0
         self.complete = False
 
@@ -41,44 +38,45 @@ class Body:
 
     def whole(self) -> bytes:
         """All of it, once it is complete."""
-        return self._parts[0] if len(self._parts) == 1 else b"".join(self._parts)
-
-    def _keep(self, part: bytes) -> None:
-        self.size += len(part)
-        if self.size > self._limit:
-            raise too_large(self._limit)
-        if part:
-            self._parts.append(part)
+        raise NotImplementedError
 
 
 class SizedBody(Body):
     """A body of known length."""
 
-    __slots__ = ("_left",)
+    __slots__ = ("_left", "_parts")
 
     def __init__(self, length: int, limit: int) -> None:
         """Raises: InvalidRequest: the length is above the limit."""
-        super().__init__(limit)
+        super().__init__()
         if length > limit:
             raise too_large(limit)
         self._left = length
+        self._parts: list[bytes] = []
 
     def feed(self, data: bytes) -> bytes:
         """Take up to the bytes that are missing."""
-        part, rest = (data, b"") if len(data) <= self._left else (data[: self._left], data[self._left :])
+        part = data[: self._left]
+        self._parts.append(part)
+        self.size += len(part)
         self._left -= len(part)
-        self._keep(part)
         self.complete = not self._left
-        return rest
+        return data[len(part) :]
+
+    def whole(self) -> bytes:
+        """All of it."""
+        return self._parts[0] if len(self._parts) == 1 else b"".join(self._parts)
 
 
 class ChunkedBody(Body):
     """A chunked body; `_step` is what comes next."""
 
-    __slots__ = ("_chunk_left", "_extension_bytes", "_raw", "_joined", "_step", "_trailer_bytes")
+    __slots__ = ("_chunk_left", "_extension_bytes", "_joined", "_limit", "_raw", "_step", "_trailer_bytes")
 
     def __init__(self, limit: int) -> None:
-        super().__init__(limit)
+        """At most `limit` bytes."""
+        super().__init__()
+        self._limit = limit
         self._raw = b""  # of a line that has not ended
         self._chunk_left = self._extension_bytes = self._trailer_bytes = 0
         self._joined = bytearray()  # chunks are joined as they come: a million of one byte are no million objects

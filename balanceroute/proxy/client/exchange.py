@@ -93,7 +93,7 @@ class Exchange:
 
     def __init__(self, services: ClientServices, endpoint: Endpoint, request: Request, response: Response) -> None:
         self._s, self._endpoint, self._request, self._response = services, endpoint, request, response
-        self._arrived_s = services.loop.time()
+        self._arrived_s = services.tickets.now()
         self._head: Head | None = None
         self._key: ClientKey | None = None
         self._legs: list[Leg] = []
@@ -150,7 +150,9 @@ class Exchange:
                 raise refusal(RejectReason.DRAINING, self._s.tickets.view).error()
             assert self._head is not None
             request = self._in_class(self._parsed(), self._head.request_id)
-            self._task = asyncio.current_task(self._s.loop)  # finding the loop takes a system call before Python 3.12
+            self._task = asyncio.current_task(
+                self._s.tickets.loop
+            )  # finding the loop takes a system call before Python 3.12
             response.on_gone = self._on_gone
             try:
                 await self._answer(request)
@@ -350,7 +352,7 @@ class Exchange:
 
     def _account(self) -> None:
         """The request is over: its counters, its histograms and its one line."""
-        metrics, now = self._s.metrics, self._s.loop.time()
+        metrics, now = self._s.metrics, self._s.tickets.now()
         if self._key is not None:
             self._key.leave(now, sum(leg.answer.prompt_tokens + leg.answer.scanner.tokens for leg in self._legs))
         metrics.requests.inc(self._outcome.value)

@@ -1,4 +1,4 @@
-"""What is done to the bytes of every single event of a stream: `events.py`, which may be compiled (see pyproject.toml).
+"""What is done to every byte of a stream's events, and of prompts: `events.py`, which may be compiled (pyproject.toml).
 
 Nothing else depends on whether it is. `BALANCEROUTE_PURE_PYTHON=1` in the environment keeps to Python, and so does a
 compiled module of other sources than these (`STALE`), as it is left by a new checkout until it is installed again.
@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Final
 
 from balanceroute.proxy.hotpath import events
 
-__all__ = ["COMPILED", "STALE", "ChunkReader", "EventMatcher", "Flusher", "PartWriter", "Pump"]
+__all__ = ["COMPILED", "STALE", "ChunkReader", "EventMatcher", "Flusher", "PartWriter", "Pump", "count_pairs"]
 
 _form = events
 if not TYPE_CHECKING and not os.environ.get("BALANCEROUTE_PURE_PYTHON"):
@@ -21,8 +21,8 @@ if not TYPE_CHECKING and not os.environ.get("BALANCEROUTE_PURE_PYTHON"):
 STALE: Final = getattr(_form, "SOURCE", "") != events.SOURCE
 
 if TYPE_CHECKING or STALE or _form is events:
-    from balanceroute.proxy.hotpath.events import ChunkReader, EventMatcher, Flusher, PartWriter, Pump
+    from balanceroute.proxy.hotpath.events import ChunkReader, EventMatcher, Flusher, PartWriter, Pump, count_pairs
 else:
-    from balanceroute.proxy.hotpath.compiled import ChunkReader, EventMatcher, Flusher, PartWriter, Pump
+    from balanceroute.proxy.hotpath.compiled import ChunkReader, EventMatcher, Flusher, PartWriter, Pump, count_pairs
 
 COMPILED: Final = EventMatcher.__module__.endswith("compiled")

@@ -248,7 +248,7 @@ class Layerwise:
     async def _probe_for(self, prefiller: Worker, body: bytes) -> PrefillResult:
         leg, limits, request = self._leg, self._s.config.limits, self._leg.answer.request
         patience_s = limits.first_byte_timeout_s.prefill
-        prefiller.in_use += 1
+        prefiller.take()
         prefiller.circuit.used()
         try:
             async with asyncio.timeout(patience_s):

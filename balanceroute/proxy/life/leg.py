@@ -323,7 +323,7 @@ class Leg:
 
         Args: deadline_s: when its first byte is late. grace_s: how long it goes on when the client goes.
         """
-        worker.in_use += 1
+        worker.take()
         worker.circuit.used()
         self.try_deadline_s, self._grace_s = deadline_s, grace_s
         self.at = worker.id
@@ -349,7 +349,8 @@ class Leg:
         ticket, verdicts, fleet = self.ticket, self.verdicts, self.services.fleet
         while True:
             worker = fleet[await verdicts.patiently(ticket, ticket.admission())]
-            await verdicts.turn(worker)
+            if verdicts.has_turn:
+                await verdicts.turn(worker)
             if worker.state is WorkerState.UP:
                 self.decode_wait_s += self.services.tickets.now() - ticket.pooled_s
                 return worker

@@ -168,17 +168,22 @@ class Verdicts:
 
     # -- waiting
 
-    async def patiently(self, ticket: Ticket, answer: Awaitable[str]) -> str:
-        """Wait for a worker; once refused by one, until the queue's deadline only. Raises: QueueTimeout."""
-        refusal = self._refusal
-        if refusal is None:
-            return await answer
+    def patiently(self, ticket: Ticket, answer: Awaitable[str]) -> Awaitable[str]:
+        """Waits for a worker; once refused by one, until the queue's deadline only. Raises: QueueTimeout."""
+        return answer if self._refusal is None else self._until_deadline(ticket, answer, self._refusal)
+
+    async def _until_deadline(self, ticket: Ticket, answer: Awaitable[str], refusal: UpstreamStatus) -> str:
         try:
             async with asyncio.timeout_at(ticket.arrived_s + self._s.config.queue.deadline_s):
                 return await answer
         except TimeoutError:
             text = f"No worker has taken the request; the last one, for {refusal.tier}, answered {refusal.status}."
             raise QueueTimeout(text, retry_after_s=max(RETRY_AFTER_S, refusal.retry_after_s)) from refusal
+
+    @property
+    def has_turn(self) -> bool:
+        """Whether it may have to wait before it goes to a decode worker."""
+        return self._choices is not None or self._suspect is not None
 
     async def turn(self, worker: Worker) -> None:
         """Wait until this request may go to that decode worker; see `suspicion.py`."""

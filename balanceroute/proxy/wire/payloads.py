@@ -200,8 +200,8 @@ def request_of(endpoint: Endpoint, data: dict[str, Any]) -> ClientRequest:
     if not _CARRIERS.isdisjoint(data):
         _clean(data)
     prompt_json, tokens, prompts = _take_prompt(data) if endpoint == "completions" else _take_messages(data)
-    stream = _boolean(data, "stream")
-    include_usage, continuous = _stream_options(data, stream)
+    stream = "stream" in data and _boolean(data, "stream")
+    include_usage, continuous = _stream_options(data, stream) if "stream_options" in data else (False, False)
     assembled = not stream and ASSEMBLED_FIELDS.issuperset(data)
     wishes = None if _PROMPT_FIELDS.isdisjoint(data) else _prompt_wishes(endpoint, data, stream)
     scores_only = wishes is not None and wishes.echo and data.get("max_tokens") == 0
@@ -228,7 +228,7 @@ def request_of(endpoint: Endpoint, data: dict[str, Any]) -> ClientRequest:
         assembled=assembled and _followed(endpoint, limit),
         include_usage=include_usage,
         continuous_usage=continuous,
-        return_token_ids=_boolean(data, "return_token_ids"),
+        return_token_ids="return_token_ids" in data and _boolean(data, "return_token_ids"),
         n=_count(data) if "n" in data else 1,
         prompts=prompts,
         limit_field=limit_field,
@@ -532,10 +532,11 @@ def _stream_options(data: dict[str, Any], stream: bool) -> tuple[bool, bool]:
 
 
 def _limit(data: dict[str, Any]) -> tuple[Literal["max_tokens", "max_completion_tokens"] | None, int | None]:
-    total = _integer(data, "max_tokens", least=1)
-    completion = _integer(data, "max_completion_tokens", least=1)
-    if completion is not None:
-        return "max_completion_tokens", completion
+    total = _integer(data, "max_tokens", least=1) if "max_tokens" in data else None
+    if "max_completion_tokens" in data:
+        completion = _integer(data, "max_completion_tokens", least=1)
+        if completion is not None:
+            return "max_completion_tokens", completion
     return ("max_tokens", total) if total is not None else (None, None)
 
 

@@ -187,7 +187,7 @@ class Drainer:
         return pulled
 
     async def _ask(self, job: Drain, worker: Worker, left_s: float) -> bool | None:
-        worker.in_use += 1
+        worker.take()
         try:
             async with asyncio.timeout(left_s):
                 reply = await worker.upstream.request(

@@ -41,11 +41,11 @@ class Worker:
 
     `progress_s` is when it last gave proof of life that counts, a token or an answered probe, `answered_s` when it last
     answered a health check well; `busy_since_s` is when
-    it got its first request after idleness. `peak_in_use` are the most requests under way since `take_peak`.
+    it got its first request after idleness. `id` is its name in metrics, logs and /state.
+    `in_use` are the upstream requests under way, probes, decodes and drains; `peak_in_use` the most since `take_peak`.
     """
 
     __slots__ = (
-        "_in_use",
         "answered_s",
         "busy_since_s",
         "checks_failed",
@@ -55,6 +55,8 @@ class Worker:
         "echoes_ids",
         "foreign",
         "healthy",
+        "id",
+        "in_use",
         "joining",
         "kv_connector",
         "leaving",
@@ -69,7 +71,7 @@ class Worker:
     )
 
     def __init__(self, spec: WorkerSpec, upstream: Upstream, circuit: Circuit) -> None:
-        self.spec, self.upstream, self.circuit = spec, upstream, circuit
+        self.id, self.spec, self.upstream, self.circuit = spec.id, spec, upstream, circuit
         self.rank_line = b"" if spec.dp_rank is None else b"x-data-parallel-rank: %d\r\n" % spec.dp_rank
         self.healthy = True
         self.seen_healthy = False
@@ -79,7 +81,7 @@ class Worker:
         self.joining: tuple[int, float] | None = None  # attempts left and when the next one counts
         self.drained = False
         self.leaving = False
-        self._in_use = self.peak_in_use = 0
+        self.in_use = self.peak_in_use = 0
         self.foreign = ForeignLoad()
         self.kv_connector: str | None = None  # whose kv_transfer_params it gives, "" where they don't tell
         self.echoes_ids: bool | None = None  # X-Request-Id, as its answers' id; None: it has not answered yet
@@ -87,21 +89,11 @@ class Worker:
         self.busy_since_s = -math.inf
         self.state = WorkerState.UP
 
-    @property
-    def id(self) -> str:
-        """Its name in metrics, logs and /state."""
-        return self.spec.id
-
-    @property
-    def in_use(self) -> int:
-        """Upstream requests under way: probes, decodes, drains."""
-        return self._in_use
-
-    @in_use.setter
-    def in_use(self, count: int) -> None:
-        self._in_use = count
-        if count > self.peak_in_use:
-            self.peak_in_use = count
+    def take(self) -> None:
+        """A request to it is about to be sent; who sends it takes it off `in_use` when it is over."""
+        self.in_use += 1
+        if self.in_use > self.peak_in_use:
+            self.peak_in_use = self.in_use
 
     def headers_of(self, request_id: str, forwarded: bytes) -> bytes:
         """The header lines of a JSON body to it; `forwarded` are those that the client sent for it."""
@@ -110,7 +102,7 @@ class Worker:
 
     def take_peak(self) -> int:
         """The most requests under way since the last call."""
-        peak, self.peak_in_use = self.peak_in_use, self._in_use
+        peak, self.peak_in_use = self.peak_in_use, self.in_use
         return peak
 
     @property

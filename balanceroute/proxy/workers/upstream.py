@@ -261,9 +261,11 @@ def header_lines(headers: Headers) -> bytes:
 def plain_reply(data: bytes) -> tuple[bytes, bytes] | None:
     """Header lines and body of `data` if that is one 200 of known length, whole and kept alive; else None."""
     plain = _PLAIN.match(data)
-    if plain is None or plain.end() + int(plain[2]) != len(data):
+    if plain is None:
         return None
-    return plain[1], data[plain.end() :]
+    lines, length = plain.groups()
+    body = data[plain.end() :]
+    return (lines, body) if len(body) == int(length) else None
 
 
 class _Discard:
@@ -446,11 +448,11 @@ class Reply:
 
     def _fill(self, lines: bytes, body: bytes) -> None:
         """All of it has come at once, and is a 200."""
-        self.status, self._lines, self.started = 200, lines, True
-        self._ended, self._connection = True, None
+        self.status, self._lines = 200, lines
+        self.started = self._ended = True
+        self._connection = None
         if body:
-            self._parts.append(body)
-            self._parts_bytes = len(body)
+            self._parts, self._parts_bytes = [body], len(body)
         if not self.head.done():
             self.head.set_result(None)
 
@@ -474,10 +476,8 @@ class Reply:
             self._sink.ended(error)
 
     def _take(self) -> bytes:
-        parts = self._parts
+        parts, self._parts, self._parts_bytes = self._parts, [], 0
         data = parts[0] if len(parts) == 1 else b"".join(parts)
-        parts.clear()
-        self._parts_bytes = 0
         if self._paused:
             self.resume()
         return data

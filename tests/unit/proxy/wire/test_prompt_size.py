@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 
+from balanceroute.proxy.wire import prompt_size
 from balanceroute.proxy.wire.prompt_size import SAMPLED_BYTES, TRAITS, image_size, traits_of, traits_of_text
 from tests.unit.proxy.admission.prompts import a_request, jpeg, measured, png
 
@@ -17,6 +18,15 @@ def test_a_huge_prompt_is_sampled_and_still_met() -> None:
         sum(traits_of_text(text[at : at + 60_000]) for at in range(0, len(text), 60_000)),
     )
     assert abs(sampled.sum() / whole.sum() - 1) < 0.05
+
+
+def test_a_text_counts_the_same_whether_the_count_is_compiled_or_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    text = 'Zwölf Boxkämpfer, 12 of them:\n\tx == "Ж漢字😀" \\n ALL'.encode() * 20
+    seen = []
+    for compiled in (True, False):
+        monkeypatch.setattr(prompt_size, "COMPILED", compiled)
+        seen.append(traits_of_text(text).tolist())
+    assert seen[0] == seen[1] and sum(seen[0]) > 100
 
 
 def counts(body: dict[str, Any]) -> dict[str, float]:
