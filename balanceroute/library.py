@@ -111,7 +111,7 @@ def simulate(
     if predictor is None:
         predictor = "survival" if settings.policy == "br_h" else "none"
     job = Replay(requests, settings, cluster, predictor, past, with_loads=True, own_policy=own)
-    return SimulationResult(own.name if own else settings.policy, requests, cluster, job.run())
+    return SimulationResult(own.name if own else settings.policy, requests, cluster, job.checked().run())
 
 
 def settings_of(

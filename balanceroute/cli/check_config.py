@@ -127,19 +127,32 @@ def show_probe(config: "Config", *, as_json: bool) -> None:
     from dataclasses import asdict
 
     from balanceroute.cli.output import print_json
-    from balanceroute.cli.probe import probe
+    from balanceroute.cli.probe import not_compared, probe
 
     answers = asyncio.run(probe(config))
     wrong = [f"{answer.worker}: {text}" for answer in answers for text in answer.problems]
     if as_json:
-        print_json({"workers": [asdict(answer) for answer in answers], "ok": not wrong})
+        workers = [asdict(answer) for answer in answers]
+        print_json({"workers": workers, "not_compared": not_compared(answers), "ok": not wrong})
     else:
         show_answers(answers)
         for text in wrong:
             typer.echo(text)
-        typer.echo(f"{len(answers)} workers asked, {len(wrong)} problems" if wrong else f"all {len(answers)} are well")
+        typer.echo(verdict(answers, len(wrong)))
     if wrong:
         raise typer.Exit(1)
+
+
+def verdict(answers: "list[Answer]", problems: int) -> str:
+    """The last line: how many were asked, what is wrong, and what nobody could compare."""
+    from balanceroute.cli.probe import not_compared
+
+    count = len(answers)
+    found = f"{count} workers asked, {problems} problems" if problems else f"{count} workers asked, no problem found"
+    unknown = [f"{name} ({', '.join(workers)})" for name, workers in not_compared(answers).items()]
+    if not unknown:
+        return found
+    return f"{found}; not compared, as workers do not tell: {', '.join(unknown)}; see VLLM_SERVER_DEV_MODE=1 in vLLM"
 
 
 def show_answers(answers: "list[Answer]") -> None:

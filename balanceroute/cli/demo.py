@@ -66,11 +66,11 @@ def demo(
 
 def refuse_beside_prefix(context: typer.Context) -> None:
     """The prefill tier is shown at one scale, through policies of its own. Raises: ConfigError for other options."""
+    from balanceroute.cli.given import given
     from balanceroute.errors import ConfigError
 
     for name in ("load", "slots", "against", "policy"):
-        source = context.get_parameter_source(name)
-        if source is not None and source.name == "COMMANDLINE":
+        if given(context, name):
             raise ConfigError(f"--{name} is about the decode tier; with --prefix leave it out")
 
 

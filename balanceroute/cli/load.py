@@ -59,7 +59,7 @@ def load(
     if json:
         print_json(asdict(report))
     else:
-        print_report(asdict(report))
+        print_report(asdict(report), interrupted=stop.is_set())
     if stop.is_set():
         typer.echo(f"balanceroute: interrupted after {report.requests:,} of {total:,} requests were sent", err=True)
         raise typer.Exit(INTERRUPTED)
@@ -67,14 +67,18 @@ def load(
         raise typer.Exit(1)
 
 
-def print_report(report: dict[str, Any]) -> None:
-    """Counts, then one line per latency."""
+def print_report(report: dict[str, Any], *, interrupted: bool) -> None:
+    """Counts, then one line per latency that has values, and a word where no answer was complete."""
     from balanceroute.cli.output import print_fields
 
     latencies = {name: value for name, value in report.items() if isinstance(value, dict) and name != "errors"}
     counts = {name: value for name, value in report.items() if name not in latencies and name != "errors"}
     print_fields("load", counts | {f"error: {kind}": n for kind, n in report["errors"].items()})
-    typer.echo(f"  {'ms':<22}{'mean':>10}{'p50':>10}{'p95':>10}{'p99':>10}{'max':>10}")
-    for name, value in latencies.items():
+    if not report["completed"]:
+        typer.echo("  no answer yet" if interrupted else "  no complete answer")
+    known = {name: value for name, value in latencies.items() if value["n"]}
+    if known:
+        typer.echo(f"  {'ms':<22}{'mean':>10}{'p50':>10}{'p95':>10}{'p99':>10}{'max':>10}")
+    for name, value in known.items():
         cells = "".join(f"{value[q] * 1000:>10.1f}" for q in ("mean", "p50", "p95", "p99", "max"))
         typer.echo(f"  {name.removesuffix('_s'):<22}{cells}")

@@ -136,6 +136,18 @@ def _read_server_info(answer: Answer, config: Config, worker: Worker, body: Mapp
         yield f"its connector is {answer.connector}: set connector: {named}, not {config.connector}"
 
 
+def not_compared(answers: list[Answer]) -> dict[str, list[str]]:
+    """What could not be held against the configuration because workers that answer do not tell it, and which."""
+    told = [answer for answer in answers if answer.healthy]
+    silent = [a for a in told if a.max_num_seqs is None]  # of /server_info
+    found = {
+        "max_num_seqs": [a.worker for a in silent if a.role == "decode"],
+        "connector and kv_role": [a.worker for a in silent],
+        "prefix caching": [a.worker for a in told if a.role == "prefill" and a.prefix_caching is None],
+    }
+    return {name: workers for name, workers in found.items() if workers}
+
+
 def _compare_models(answers: list[Answer]) -> None:
     """Workers whose models differ from those that most serve are told so."""
     served = [answer.models for answer in answers if answer.models]

@@ -43,6 +43,7 @@ OVERLAP_HELP = "Requests sent to each worker beyond its slots (m), or auto: as m
 
 
 def replay(
+    context: typer.Context,
     trace: Annotated[str, typer.Option(help=TRACE_HELP)] = "heavy_tailed",
     train: Annotated[
         str | None,
@@ -91,6 +92,7 @@ def replay(
     """
     from dataclasses import asdict
 
+    from balanceroute.cli.given import refuse_unused
     from balanceroute.cli.output import (
         INTERRUPTED,
         print_fields,
@@ -135,6 +137,13 @@ def replay(
         train=load_trace(train, seed=seed + 1) if train else None,
         with_loads=series is not None,
     )
+    refuse_unused(context, "prefill_rate", prefillers > 0, "with --prefillers")
+    refuse_unused(context, "prefill_policy", prefillers > 0, "with --prefillers")
+    refuse_unused(
+        context, "speed_aware", bool(setting.speeds) or request_tokens > 0, "with --speeds or --request-tokens"
+    )
+    refuse_unused(context, "transfers_beside_full", transfer_steps > 0, "with --transfer-steps")
+    job.checked()
     if compare:
         if series is not None:
             raise InputError("--series: the loads of one policy; not together with --compare")

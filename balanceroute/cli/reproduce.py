@@ -7,6 +7,7 @@ import typer
 
 
 def reproduce(
+    context: typer.Context,
     experiments: Annotated[
         list[str] | None,
         typer.Argument(
@@ -22,7 +23,9 @@ def reproduce(
     trace: Annotated[str | None, typer.Option(help="Run on this trace CSV, not on the synthetic ones.")] = None,
     policy: Annotated[
         list[str] | None,
-        typer.Option(help="Add a policy of your own to the main table: module:Class, or an installed one; repeatable."),
+        typer.Option(
+            help="Add a policy of your own to main and fairness: module:Class, or an installed one; repeatable."
+        ),
     ] = None,
     jobs: Annotated[int | None, typer.Option(min=1, help="Processes; as many as cores if left out.")] = None,
     json: Annotated[bool, typer.Option("--json", help="Print the names of what was written, not the report.")] = False,
@@ -34,14 +37,19 @@ def reproduce(
     import signal
     import sys
 
+    from balanceroute.cli.given import given
     from balanceroute.cli.output import print_json, progress_bar
     from balanceroute.errors import InputError
     from balanceroute.experiments import Scope, figures, files_of
     from balanceroute.experiments import reproduce as run
+    from balanceroute.experiments.reproduce import OPTIONS, check_read
     from balanceroute.traces import read_trace
 
     if not out:
         raise InputError("--out: an empty name; the folder for the report, . for this one")
+    for option in OPTIONS:
+        if given(context, option):
+            check_read(experiments or [], option)
     if trace is not None:
         read_trace(Path(trace))  # a bad file is named before anything runs
     scope, folder = Scope.of(quick=quick, trace=trace, policies=tuple(policy or ())), Path(out)

@@ -28,22 +28,27 @@ from balanceroute.experiments.scope import Scope, Section
 
 @dataclass(frozen=True, slots=True)
 class Experiment:
-    """Which simulations it needs, what it makes of them, and the names of the files that it writes."""
+    """Which simulations it needs, what it makes of them, and the names of the files that it writes.
+
+    `reads`: the options of the command that change what it does.
+    """
 
     plan: Callable[[Scope], Sequence[Task]]
     report: Callable[[Scope, Results, Path], Section]
     files: Callable[[Scope], list[str]]
     only_by_name: bool = False  # too long to be part of "all"
+    reads: frozenset[str] = frozenset({"quick", "trace"})
 
 
+OPTIONS = ("quick", "trace", "policy")
 EXPERIMENTS = {
-    "main": Experiment(main_results.plan, main_results.report, main_results.files),
+    "main": Experiment(main_results.plan, main_results.report, main_results.files, reads=frozenset(OPTIONS)),
     "scaling": Experiment(scaling.plan, scaling.report, scaling.files),
     "sensitivity": Experiment(sensitivity.plan, sensitivity.report, sensitivity.files),
     "subsets": Experiment(subsets.plan, subsets.report, subsets.files),
     "overhead": Experiment(overhead.plan, overhead.report, overhead.files),
-    "predictors": Experiment(predictors.plan, predictors.report, predictors.files),
-    "fairness": Experiment(fairness.plan, fairness.report, fairness.files),
+    "predictors": Experiment(predictors.plan, predictors.report, predictors.files, reads=frozenset({"trace"})),
+    "fairness": Experiment(fairness.plan, fairness.report, fairness.files, reads=frozenset(OPTIONS)),
     "bound": Experiment(bound.plan, bound.report, bound.files),
     "engine_balancer": Experiment(
         engine_balancer.plan, engine_balancer.report, engine_balancer.files, only_by_name=True
@@ -110,6 +115,13 @@ def chosen(names: Sequence[str]) -> list[Experiment]:
     if unknown:
         raise InputError(f"unknown experiment {unknown[0]!r}; one of {', '.join(EXPERIMENTS)}")
     return [e for name, e in EXPERIMENTS.items() if name in names or not (names or e.only_by_name)]
+
+
+def check_read(names: Sequence[str], option: str) -> None:
+    """Raises: InputError where none of the named experiments reads this option of the command."""
+    if not any(option in experiment.reads for experiment in chosen(names)):
+        reading = ", ".join(name for name, experiment in EXPERIMENTS.items() if option in experiment.reads)
+        raise InputError(f"--{option}: changes nothing in {', '.join(names)}; it is read by {reading}")
 
 
 def files_of(names: Sequence[str], scope: Scope) -> list[str]:

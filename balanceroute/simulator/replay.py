@@ -39,6 +39,21 @@ class Replay:
     own_policy: AdmissionPolicy | None = None
     predictor_options: tuple[tuple[str, Option], ...] = ()
 
+    def checked(self) -> "Replay":
+        """The replay itself. Raises: InputError that names the first option which nothing would read."""
+        learn_policy(self.policy.policy)
+        policy = self.own_policy or make_policy(self.policy)
+        predictor = self.predictor if isinstance(self.predictor, str) else type(self.predictor).__name__
+        if isinstance(self.predictor, str):
+            self._check_name(self.predictor)
+        if predictor != "none" and not policy.horizon_steps and self.policy.policy != "br_h":
+            raise InputError(f"predictor {predictor}: changes nothing; {policy.name} does not look ahead, br_h does")
+        if self.train is not None and self.predictor in ("none", "oracle"):
+            raise InputError(f"train: changes nothing; predictor {predictor} learns from no past")
+        if self.setting.overlap_requests != 0 and not policy.waits_for_slots:
+            raise InputError(f"overlap requests: change nothing; {policy.name} assigns at once, whether slots are free")
+        return self
+
     def run(self, on_progress: Progress | None = None, stage_timer: StageTimer | None = None) -> Outcome:
         """Simulate; `stage_timer` is told "begin" before each decision, then each stage by the policy.
 
@@ -58,15 +73,19 @@ class Replay:
         )
         return simulation.run(on_progress)
 
+    @staticmethod
+    def _check_name(predictor: str) -> None:
+        try:
+            check_predictor_name(predictor, PREDICTORS)
+        except ConfigError as error:
+            raise InputError(f"predictor: {error}") from error
+
     def forecast(self, lengths: TrueLengths) -> Forecast:
         """The source of c-hat that `predictor` names."""
         horizon = self.policy.horizon_steps
         if not isinstance(self.predictor, str):
             return PredictorForecast(Forecaster(self.predictor, horizon), learns=True)
-        try:
-            check_predictor_name(self.predictor, PREDICTORS)
-        except ConfigError as error:
-            raise InputError(f"predictor: {error}") from error
+        self._check_name(self.predictor)
         options = dict(self.predictor_options)
         if options and self.predictor in PREDICTORS:
             raise InputError(f"predictor {self.predictor}: it takes no options, and {', '.join(options)} are given")

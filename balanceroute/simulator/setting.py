@@ -110,6 +110,8 @@ class Setting:
             raise InputError(f"prefill policy {self.prefill_policy!r:.60}: one of {', '.join(PREFILL_POLICIES)}")
         if self.overlap_requests is not None and not 0 <= self.overlap_requests <= MOST_OVERLAP:
             raise InputError(f"overlap {self.overlap_requests}: accepted is a whole number from 0 to {MOST_OVERLAP:,}")
+        if self.prefix_cache_tokens and not self.prefillers:
+            raise InputError(f"prefix cache {self.prefix_cache_tokens}: changes nothing without prefillers")
         self.check_speeds()
         self.check_engine_balancer()
         for failure in self.failures:

@@ -12,7 +12,8 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, PlainTextResponse, Response
 from starlette.routing import Route
 
-from balanceroute.cli.probe import Answer, probe
+from balanceroute.cli.check_config import verdict
+from balanceroute.cli.probe import Answer, not_compared, probe
 from balanceroute.config import validate
 from balanceroute.emulator import ClusterShape, EmulatedCluster
 from balanceroute.emulator.server import HttpServer
@@ -77,6 +78,11 @@ async def test_an_emulated_cluster_is_well_and_what_it_does_not_tell_is_unknown(
     assert {answer.models for answer in answers} == {("emulated",)}
     assert {(answer.max_num_seqs, answer.kv_role) for answer in answers} == {(None, None)}
     assert [answer.prefix_caching for answer in answers] == [False] * 3
+    p0, *decoders = [answer.worker for answer in answers]
+    assert not_compared(answers) == {"max_num_seqs": decoders, "connector and kv_role": [p0, *decoders]}
+    last = verdict(answers, 0)
+    assert last.startswith("3 workers asked, no problem found; not compared, as workers do not tell: max_num_seqs (")
+    assert ", ".join(decoders) in last
 
 
 async def test_workers_that_fit_have_no_problem() -> None:
@@ -84,6 +90,7 @@ async def test_workers_that_fit_have_no_problem() -> None:
     async with served(prefill, decode) as (p, d):
         answers = await asked([p], [d])
     assert [answer.problems for answer in answers] == [[], []]
+    assert verdict(answers, 0) == "2 workers asked, no problem found"
     assert [(a.max_num_seqs, a.kv_role, a.prefix_caching) for a in answers] == [
         (8, "kv_producer", True),
         (64, "kv_consumer", True),
@@ -102,6 +109,7 @@ async def test_what_is_wrong_with_a_worker_is_said_of_that_worker() -> None:
     assert "max_num_seqs is 32 there and 64 here" in told[urls[1][7:]]
     assert "has no KV connector" in told[urls[2][7:]] and "serves other, where most serve m" in told[urls[2][7:]]
     assert "auth.worker_api_key" in told[urls[3][7:]]
+    assert not_compared(answers) == {}, "of one that cannot be reached nothing is expected"
 
 
 async def test_the_workers_key_is_sent() -> None:

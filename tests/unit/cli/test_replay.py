@@ -119,7 +119,7 @@ def test_the_series_has_one_row_per_step_and_one_column_per_worker(
         (["--load", "0"], "load 0: accepted is"),
         (["--load", "nan"], "load nan: accepted is"),
         (["--load", "1", "--max-requests", "1"], "arrive at one time"),
-        (["--predictor", "learned"], "--train"),
+        (["--policy", "br_h", "--predictor", "learned"], "--train"),
         (["--param", "bta=1"], "--param bta=1"),
         (["--speeds", "1,x"], "--speeds 1,x"),
         (["--fail", "soon"], "--fail soon"),
@@ -129,6 +129,17 @@ def test_the_series_has_one_row_per_step_and_one_column_per_worker(
         (["--param", "horizon_steps=-1"], "--param horizon_steps=-1: accepted is a whole number from 0"),
         (["--seed", "5", "--param", "seed=6"], "--param seed=6: the seed has an option of its own, --seed"),
         (["--seed", "-1"], "'--seed'"),
+        (["--predictor", "survival"], "predictor survival: changes nothing; level_fit does not look ahead, br_h does"),
+        (["--policy", "br_h", "--train", "capped"], "train: changes nothing; predictor none learns from no past"),
+        (["--prefill-rate", "9"], "--prefill-rate: changes nothing here; it is read with --prefillers"),
+        (["--prefill-policy", "round_robin"], "--prefill-policy: changes nothing here; it is read with --prefillers"),
+        (["--prefix-cache", "9"], "prefix cache 9: changes nothing without prefillers"),
+        (
+            ["--transfers-beside-full"],
+            "--transfers-beside-full: changes nothing here; it is read with --transfer-steps",
+        ),
+        (["--no-speed-aware"], "--speed-aware: changes nothing here; it is read with --speeds or --request-tokens"),
+        (["--policy", "random", "--overlap-requests", "2"], "overlap requests: change nothing; random assigns at once"),
     ],
 )
 def test_bad_input_is_one_line_and_exit_code_2(

@@ -206,6 +206,36 @@ def test_a_predictor_that_needs_an_extra_is_left_out_with_a_word(
     assert "`learned` is left out: it needs scikit-learn (`scripts/install learned`)." in text
 
 
+@pytest.mark.parametrize("name", sorted(EXPERIMENTS))
+def test_an_experiment_reads_the_options_that_change_what_it_runs_and_no_others(name: str, tmp_path: Path) -> None:
+    trace = tmp_path / "mine.csv"
+    lines = (f"{n},{1600 + n},{50 + n % 9},k,1 2 {n}" for n in range(40))
+    trace.write_text("\n".join(["arrival_s,prompt_tokens,output_tokens,prompt_key,prefix_blocks", *lines]) + "\n")
+    experiment, full = EXPERIMENTS[name], Scope.of(quick=False, trace=None)
+    others = {
+        "quick": Scope.of(quick=True, trace=None),
+        "trace": Scope.of(quick=False, trace=str(trace)),
+        "policy": replace(full, policies=("own_policy:FirstFit",)),
+    }
+    planned = repr(experiment.plan(full))
+    assert {option for option, scope in others.items() if repr(experiment.plan(scope)) != planned} == experiment.reads
+
+
+def test_an_option_that_no_chosen_experiment_reads_is_refused(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    for arguments, told in (
+        (["bound", "--policy", "x:Y"], "--policy: changes nothing in bound; it is read by main"),
+        (["predictors", "--quick"], "--quick: changes nothing in predictors; it is read by main, scaling"),
+    ):
+        monkeypatch.setattr(sys, "argv", ["balanceroute", "reproduce", *arguments, "--out", str(tmp_path / "out")])
+        with pytest.raises(SystemExit) as ended:
+            main()
+        captured = capsys.readouterr()
+        assert ended.value.code == 2 and captured.err.startswith(f"balanceroute: {told}") and not captured.out
+    assert not (tmp_path / "out").exists()
+
+
 def test_unknown_experiments_are_refused(tmp_path: Path) -> None:
     with pytest.raises(InputError, match=f"unknown experiment 'magic'; one of {', '.join(EXPERIMENTS)}"):
         reproduce(["magic"], TINY, tmp_path)
@@ -309,5 +339,6 @@ def test_a_policy_of_ones_own_is_a_row_of_the_main_table(tmp_path: Path, monkeyp
 def test_every_method_has_a_look_of_its_own_in_every_figure() -> None:
     shown = {method.label for method in (*MAIN, *fairness.DEFAULTS, *scaling.METHODS, *fairness.SWEPT, *grid.POLICIES)}
     assert shown <= set(figures.STYLES)
-    looks = [look[:2] for look in figures.STYLES.values()]
-    assert len(set(looks)) == len(looks)
+    looks = [look[:2] for look in figures.STYLES.values()] + list(figures.OTHERS)
+    for colours_or_markers in zip(*looks, strict=True):
+        assert len(set(colours_or_markers)) == len(looks)
