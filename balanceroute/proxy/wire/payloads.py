@@ -62,6 +62,7 @@ MAX_SEED: Final = 2**63 - 1
 _INTERNAL_FIELDS = ("kv_transfer_params", "ec_transfer_params", "request_id")
 _CARRIERS: Final = frozenset((*_INTERNAL_FIELDS, "vllm_xargs"))
 _NOT_FOR_ONE_TOKEN: Final = frozenset(("stream_options", "n", "logprobs", "top_logprobs", "echo", "best_of"))
+_NESTED: Final = frozenset((dict, list))
 _PROMPT_FIELDS: Final = frozenset(("echo", "prompt_logprobs"))
 _MAX_INTEGER: Final = 2**63 - 1
 # Fields whose effect on a streamed answer `answers.py` can turn into the non-stream answer without loss.
@@ -179,11 +180,17 @@ def parse(endpoint: Endpoint, body: bytes) -> ClientRequest:
 
     Raises: InvalidRequest: with the message and parameter of an OpenAI error.
     """
-    return request_of(endpoint, read_object(body))
+    return request_of(endpoint, _loaded(body))
 
 
 def read_object(body: bytes) -> dict[str, Any]:
     """The JSON object of a body. Raises: InvalidRequest: it is none, too large, or too deep to be written."""
+    data = _loaded(body)
+    check_depth(body, data)
+    return data
+
+
+def _loaded(body: bytes) -> dict[str, Any]:
     check_size(body)
     try:
         data = orjson.loads(body)
@@ -191,7 +198,6 @@ def read_object(body: bytes) -> dict[str, Any]:
         raise InvalidRequest(f"The body is not valid JSON: {exc}") from exc
     if not isinstance(data, dict):
         raise InvalidRequest(f"The body must be a JSON object, not {_kind(data)}.")
-    check_depth(body, data)
     return data
 
 
@@ -204,6 +210,8 @@ def request_of(endpoint: Endpoint, data: dict[str, Any]) -> ClientRequest:
         (prompt_json, tokens, prompts), messages = _take_prompt(data), 0
     else:
         (prompt_json, tokens, messages), prompts = _take_messages(data), 1
+    if not _NESTED.isdisjoint(map(type, data.values())):
+        _as_json(data)  # refused now, before anybody has worked for it, if it can't be written again
     stream = "stream" in data and _boolean(data, "stream")
     include_usage, continuous = _stream_options(data, stream) if "stream_options" in data else (False, False)
     assembled = not stream and ASSEMBLED_FIELDS.issuperset(data)
