@@ -89,16 +89,14 @@ _TRAITS_OF_PAIR: Final = _traits_of_pairs()
 def traits_of(request: ClientRequest) -> Traits:
     """The traits of a request's prompt, shape (len(TRAITS),); of one given as token ids they are not needed."""
     text, media, patches = request.prompt_json, 0, 0
-    messages = 0
     if request.endpoint == "chat":
         if b'"type":' in text and any(name in text for name in _MEDIA):
             text, media, patches = _without_media(text)
-        messages = text.count(b'"role":')
         written = template_fields(request)
         if written:
             text = b"".join((text, *written))
     traits = traits_of_text(text)
-    traits[0], traits[1], traits[-2], traits[-1] = 1, messages, media, patches
+    traits[0], traits[1], traits[-2], traits[-1] = 1, request.messages, media, patches
     return traits
 
 
