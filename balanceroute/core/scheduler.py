@@ -255,7 +255,8 @@ class Scheduler:
 
         Requests whose decode worker asks for the KV go first, and whatever the pool holds.
         """
-        snapshot, prefills = self.snapshot, list[Prefill]()
+        prefills: list[Prefill] = []
+        snapshot = self.snapshot
         if snapshot.asking:
             for tracker in sorted(snapshot.asking.values(), key=attrgetter("priority")):
                 prefiller = self._choose_prefiller(tracker)

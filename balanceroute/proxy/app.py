@@ -47,7 +47,7 @@ from balanceroute.proxy.workers.fleet import Fleet, FleetConfig
 from balanceroute.proxy.workers.health import HealthMonitor
 from balanceroute.proxy.workers.metrics_poller import MetricsPoller
 from balanceroute.proxy.workers.pins import PinRecord
-from balanceroute.proxy.workers.upstream import header_lines
+from balanceroute.proxy.workers.upstream import checked_lines
 
 log = logging.getLogger(__name__)
 
@@ -243,7 +243,7 @@ def start(services: Services, recorder: Recorder) -> None:
     if services.pins is not None:
         authorization = services.perimeter.authorization_for([])
         headers = [(b"authorization", authorization)] if authorization else []
-        services.drainer.drain_left(services.pins.left, header_lines(headers))
+        services.drainer.drain_left(services.pins.left, checked_lines(headers))
 
 
 def start_refits(services: Services) -> None:

@@ -342,5 +342,6 @@ def test_a_policy_of_ones_own_is_a_row_of_the_main_table(tmp_path: Path, monkeyp
 def test_every_method_has_a_look_of_its_own_in_every_figure() -> None:
     shown = {method.label for method in (*MAIN, *fairness.DEFAULTS, *scaling.METHODS, *fairness.SWEPT, *grid.POLICIES)}
     assert shown <= set(figures.STYLES)
-    looks = [look[:2] for look in figures.STYLES.values()]
-    assert len(set(looks)) == len(looks)
+    looks = [look[:2] for look in figures.STYLES.values()] + list(figures.OTHERS)
+    for colours_or_markers in zip(*looks, strict=True):
+        assert len(set(colours_or_markers)) == len(looks)
