@@ -114,6 +114,8 @@ class WaitingClass:
 
     def by_size(self, count: int, *, descending: bool) -> list[RequestTracker]:
         """The `count` smallest (or largest) prompts; equal ones in waiting order."""
+        if len(self._trackers) == 1:
+            return self._trackers[:count]
         if not descending:
             return [entry[2] for entry in self._ascending()[:count]]
         return sorted(self._trackers, key=attrgetter("prompt_tokens"), reverse=True)[:count]

@@ -355,21 +355,24 @@ class Exchange:
         metrics, now = self._s.metrics, self._s.tickets.now()
         if self._key is not None:
             self._key.leave(now, sum(leg.answer.prompt_tokens + leg.answer.scanner.tokens for leg in self._legs))
-        metrics.requests.inc(self._outcome.value)
+        metrics.requests.inc(self._outcome)
         duration_s = now - self._arrived_s
         first_token_s = math.inf
         tokens = 0
         for leg in self._legs:
             if not leg.answer.prompt_tokens:
                 continue
-            tokens += leg.answer.scanner.tokens
+            generated = leg.answer.scanner.tokens
+            tokens += generated
             metrics.prefill_wait.observe(leg.prefill_wait_s)
             if leg.worker:
                 metrics.decode_wait.observe(leg.decode_wait_s)
-            if leg.first_token_s:
-                first_token_s = min(first_token_s, leg.first_token_s)
-                if leg.answer.scanner.tokens > 1 and leg.last_token_s > leg.first_token_s:
-                    metrics.tpot.observe((leg.last_token_s - leg.first_token_s) / (leg.answer.scanner.tokens - 1))
+            first_s = leg.first_token_s
+            if first_s:
+                first_token_s = min(first_token_s, first_s)
+                took_s = leg.last_token_s - first_s
+                if generated > 1 and took_s > 0:
+                    metrics.tpot.observe(took_s / (generated - 1))
         if tokens:
             metrics.tokens.inc(by=tokens)
         ttft_s = None if first_token_s == math.inf else first_token_s - self._arrived_s
