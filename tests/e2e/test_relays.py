@@ -247,6 +247,33 @@ async def _counted(router: Router, pattern: str, wanted: float) -> bool:
     return found is not None and float(found[1]) == wanted
 
 
+def test_counts_fall_for_no_death_of_a_process(cluster: Cluster, tmp_path: Path) -> None:
+    finished = r'balanceroute_requests_total\{outcome="finished"\} (\S+)'
+    ttft = r"balanceroute_request_ttft_seconds_count (\S+)"
+
+    async def test(router: Router) -> None:
+        seen = 0.0
+
+        async def are(wanted: float) -> bool:
+            nonlocal seen
+            page = (await router.get("/metrics")).text
+            found = re.search(finished, page)
+            assert found is not None and float(found[1]) >= seen, page
+            seen = float(found[1])
+            return seen == wanted and await _counted(router, ttft, wanted)
+
+        assert await all_end(streams(router, 12, 9)) == 12
+        await until(lambda: are(12))
+        for number, died in enumerate((*router.relays.values(), router.brains[-1])):
+            os.kill(died, signal.SIGKILL)
+            await until(lambda: are(12 + 6 * number))  # noqa: B023
+            await until(lambda: died not in (*router.relays.values(), router.brains[-1]))  # noqa: B023
+            assert await all_end(streams(router, 6, 9, first=100 * number)) == 6
+            await until(lambda: are(18 + 6 * number))  # noqa: B023
+
+    with_router(test, cluster, tmp_path)
+
+
 def test_a_killed_relay_takes_its_own_streams_along_and_nothing_else(cluster: Cluster, tmp_path: Path) -> None:
     async def test(router: Router) -> None:
         begun = streams(router, 14)  # more than there are slots

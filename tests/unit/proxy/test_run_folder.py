@@ -18,6 +18,14 @@ def test_it_is_made_for_its_user_alone_and_may_be_there_already(tmp_path: Path) 
     folder.folder.chmod(0o755)
     folder.make()
     assert stat.S_IMODE(folder.folder.stat().st_mode) == 0o700
+    names = {folder.link, folder.operators, folder.lock, folder.pins("relay-0"), folder.pins("relay-1")}
+    assert len(names) == 5 and all(name.parent == folder.folder for name in names)
+
+
+def test_a_folder_of_another_user_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "geteuid", lambda: 4711)
+    with pytest.raises(ConfigError, match="own user"):
+        RunFolder(tmp_path).make()
 
 
 @pytest.mark.parametrize("what", ["a file", "a link", "below a file", "too long"])
