@@ -371,12 +371,19 @@ class Scheduler:
                 worker.own_slots -= worker.ahead
 
     def _size_overlap(self) -> None:
-        """Set how many requests each decode worker may be sent ahead of its slots. O(G)."""
+        """Set how many requests each decode worker may be sent ahead of its slots. O(G).
+
+        None is where others send requests, too: a wait for a slot that one of theirs has looks like a transfer.
+        """
         fixed, snapshot = self.config.overlap_requests, self.snapshot
         for worker in snapshot.workers:
             slots = worker.spec.slots
-            measured = snapshot.overlap.requests(slots, snapshot.means.answer_tokens)
-            worker.ahead = measured if fixed is None else min(slots, fixed)
+            if fixed is not None:
+                worker.ahead = min(slots, fixed)
+            elif worker.foreign_requests:
+                worker.ahead = 0
+            else:
+                worker.ahead = snapshot.overlap.requests(slots, snapshot.means.answer_tokens)
 
     def recheck_s(self, now: float) -> float:
         """When to call `admit` again even if nothing happens until then; infinite for policies that never hold.
@@ -406,7 +413,8 @@ class Scheduler:
 
     def _see_first_token(self, tracker: RequestTracker, now: float) -> None:
         tracker.began_s = now
-        self.snapshot.overlap.see_first_token(now - tracker.admitted_s, tracker.sent_ahead)
+        if not self._worker_of(tracker).foreign_requests:
+            self.snapshot.overlap.see_first_token(now - tracker.admitted_s, tracker.sent_ahead)
 
     def progress(self, request_id: str, tokens: int, now: float) -> None:
         """The request has generated `tokens` more. The relay's path: O(1), whatever is active."""

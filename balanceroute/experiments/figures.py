@@ -51,7 +51,7 @@ STYLES: dict[str, tuple[str, Marker, Dashes]] = {
     "BR-H survival, our defaults": ("#000066", (4, 1, 0), DOTTED),
     "TargetFit (beyond the paper)": (GREEN, "d", "--"),
     "LevelFit (ours)": (VERMILION, "*", "-"),
-    "LevelFit, overlap_requests auto": ("#9C3D00", (8, 1, 0), "--"),
+    "LevelFit, overlap_requests 0": ("#9C3D00", (8, 1, 0), "--"),
 }
 """Colour, marker and dashes by a method's label."""
 LABELS = {
