@@ -39,8 +39,15 @@ def scheduler_config(config: Config) -> SchedulerConfig:
         prefill_policy=config.prefill.policy,
         refresh_every_tokens=config.refresh_period_steps if predicts(config) else None,
         decode_first=config.connector == "mooncake_layerwise",
-        overlap_requests=None if config.decode.overlap_requests == "auto" else config.decode.overlap_requests,
+        overlap_requests=_overlap_requests(config),
     )
+
+
+def _overlap_requests(config: Config) -> int | None:
+    """m, or None where it is measured. A decode worker that asks for its prefill itself is sent nothing ahead."""
+    if config.decode.overlap_requests != "auto":
+        return config.decode.overlap_requests
+    return 0 if config.connector == "mooncake_layerwise" else None
 
 
 def worker_specs(config: Config) -> list[WorkerSpec]:

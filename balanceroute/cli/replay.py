@@ -39,7 +39,10 @@ PREFIX_CACHE_HELP = (
 )
 
 BESIDE_FULL_HELP = "Whether workers begin KV transfers while all their slots are in use; vLLM does not."
-OVERLAP_HELP = "Requests sent to each worker beyond its slots (m), or auto: as many as measured transfers need."
+OVERLAP_HELP = (
+    "Requests sent to each worker beyond its slots (m), or auto: as many as measured transfers need. "
+    "[default: auto, 0 with an engine balancer]"
+)
 
 
 def replay(
@@ -73,7 +76,7 @@ def replay(
     prefix_cache: Annotated[int, typer.Option(help=PREFIX_CACHE_HELP)] = 0,
     transfer_steps: Annotated[int, typer.Option(min=0, help="Steps that a KV transfer takes.")] = 0,
     transfers_beside_full: Annotated[bool, typer.Option(help=BESIDE_FULL_HELP)] = False,
-    overlap_requests: Annotated[str, typer.Option(help=OVERLAP_HELP)] = "0",
+    overlap_requests: Annotated[str | None, typer.Option(help=OVERLAP_HELP)] = None,
     telemetry_lag: Annotated[int, typer.Option(min=0, help="Steps by which the router hears late.")] = 0,
     kv_capacity: Annotated[int | None, typer.Option(help="KV tokens that fit a worker; beyond: recompute.")] = None,
     request_tokens: Annotated[int, typer.Option(min=0, help=REQUEST_TOKENS_HELP)] = 0,
@@ -117,7 +120,7 @@ def replay(
         prefix_cache_tokens=prefix_cache,
         transfer_steps=transfer_steps,
         transfers_beside_full=transfers_beside_full,
-        overlap_requests=parse_overlap(overlap_requests),
+        overlap_requests=parse_overlap(overlap_requests, engine_balancer is not None),
         telemetry_lag_steps=telemetry_lag,
         kv_capacity_tokens=kv_capacity,
         request_tokens=request_tokens,
@@ -165,11 +168,13 @@ def replay(
         raise typer.Exit(INTERRUPTED)
 
 
-def parse_overlap(text: str) -> int | None:
-    """The number, or None for `auto`. Raises: InputError."""
+def parse_overlap(text: str | None, engine_balancer: bool) -> int | None:
+    """The number, or None for `auto`, which an engine's balancer is not modelled with. Raises: InputError."""
     from balanceroute.errors import InputError
 
-    if text == "auto":
+    if text is None and engine_balancer:
+        return 0
+    if text in (None, "auto"):
         return None
     if not text.isdecimal():
         raise InputError(f"--overlap-requests {text!r:.60}: accepted is a whole number from 0, or auto")

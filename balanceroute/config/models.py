@@ -350,10 +350,10 @@ class Decode(Section):
         description="Decode slots per worker (B): the engine's own --max-num-seqs, per DP rank.",
     )
     overlap_requests: Annotated[int, Field(ge=0, le=65536)] | Literal["auto"] = Field(
-        0,
+        "auto",
         description="Requests that a policy with a pool sends to each worker beyond its slots, and at most as "
         "many again as it has, so that their KV moves while others run; `auto`: as many as measured transfers need. "
-        "Worth it where a transfer takes longer than it takes until a slot frees; see [tuning](tuning.md).",
+        "None with mooncake_layerwise, and where others send requests as well; see [tuning](tuning.md).",
     )
     request_tokens: int = Field(
         0,
@@ -900,7 +900,7 @@ class Config(Section):
                 f"listen.relays = {self.listen.relays}: accepted with mooncake_layerwise is 0, as decode workers call "
                 "one process back"
             )
-        if self.connector == "mooncake_layerwise" and self.decode.overlap_requests != 0:
+        if self.connector == "mooncake_layerwise" and self.decode.overlap_requests not in (0, "auto"):
             yield (
                 f"decode.overlap_requests = {self.decode.overlap_requests}: accepted only where prefill comes first; "
                 "mooncake_layerwise prefills when a decode worker asks"

@@ -15,6 +15,7 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Final
 
+from balanceroute.core.prefix import leading
 from balanceroute.core.tracker import PrefillerBudget, RequestTracker
 from balanceroute.core.types import UP
 
@@ -53,15 +54,12 @@ def affinity_costs(ready: Sequence[PrefillerBudget], request: RequestTracker, lo
     """Tokens of work where each that is a conversation's own counts so many times."""
     lone_tokens = lone_tokens_of(request)
     unknown = work(0, request.prompt_tokens, lone_tokens, lone_weight)
-    if not request.prefix:
-        return [prefiller.inflight_uncached_tokens + unknown for prefiller in ready]
-    first = request.prefix[0]
-    return [
-        work(prefiller.inflight_uncached_tokens, request.uncached_on(prefiller), lone_tokens, lone_weight)
-        if first in prefiller.cache.blocks
-        else prefiller.inflight_uncached_tokens + unknown  # most prefillers have nothing of most prompts
-        for prefiller in ready
-    ]
+    costs = []
+    for prefiller in ready:
+        held = leading(request.prefix, prefiller.cache.blocks)
+        new = work(0, request.uncached_after(held), lone_tokens, lone_weight) if held else unknown
+        costs.append(prefiller.inflight_uncached_tokens + new)
+    return costs
 
 
 def lone_tokens_of(request: RequestTracker) -> int:

@@ -255,7 +255,8 @@ class Scheduler:
 
         Requests whose decode worker asks for the KV go first, and whatever the pool holds.
         """
-        snapshot, prefills = self.snapshot, list[Prefill]()
+        prefills: list[Prefill] = []
+        snapshot = self.snapshot
         if snapshot.asking:
             for tracker in sorted(snapshot.asking.values(), key=attrgetter("priority")):
                 prefiller = self._choose_prefiller(tracker)
@@ -263,7 +264,6 @@ class Scheduler:
                     return prefills
                 del snapshot.asking[tracker.id]
                 tracker.pushing = True
-                snapshot.pushing_tokens += tracker.prompt_tokens
                 prefills.append(self._begin_prefill(tracker, prefiller, now))
         bound = math.inf if self.config.max_pooled is None else self.config.max_pooled
         while (self._incoming or self._queue) and self._prefilling + len(snapshot.pool) < bound:
@@ -296,7 +296,7 @@ class Scheduler:
         self._end_prefill(tracker, now, done=True)
         prefiller.pinned += 1
         prefiller.pinned_tokens += prompt_tokens
-        tracker.prefiller, tracker.pinned_tokens = prefiller, prompt_tokens
+        tracker.prefiller = prefiller
         self._pool(tracker, prompt_tokens, now, expected_remaining)
 
     def prefill_failed(self, request_id: str, now: float) -> None:
@@ -371,12 +371,19 @@ class Scheduler:
                 worker.own_slots -= worker.ahead
 
     def _size_overlap(self) -> None:
-        """Set how many requests each decode worker may be sent ahead of its slots. O(G)."""
+        """Set how many requests each decode worker may be sent ahead of its slots. O(G).
+
+        None is where others send requests, too: a wait for a slot that one of theirs has looks like a transfer.
+        """
         fixed, snapshot = self.config.overlap_requests, self.snapshot
         for worker in snapshot.workers:
             slots = worker.spec.slots
-            measured = snapshot.overlap.requests(slots, snapshot.means.answer_tokens)
-            worker.ahead = measured if fixed is None else min(slots, fixed)
+            if fixed is not None:
+                worker.ahead = min(slots, fixed)
+            elif worker.foreign_requests:
+                worker.ahead = 0
+            else:
+                worker.ahead = snapshot.overlap.requests(slots, snapshot.means.answer_tokens)
 
     def recheck_s(self, now: float) -> float:
         """When to call `admit` again even if nothing happens until then; infinite for policies that never hold.
@@ -406,7 +413,8 @@ class Scheduler:
 
     def _see_first_token(self, tracker: RequestTracker, now: float) -> None:
         tracker.began_s = now
-        self.snapshot.overlap.see_first_token(now - tracker.admitted_s, tracker.sent_ahead)
+        if not self._worker_of(tracker).foreign_requests:
+            self.snapshot.overlap.see_first_token(now - tracker.admitted_s, tracker.sent_ahead)
 
     def progress(self, request_id: str, tokens: int, now: float) -> None:
         """The request has generated `tokens` more. The relay's path: O(1), whatever is active."""
@@ -587,7 +595,6 @@ class Scheduler:
             self.snapshot.asking[tracker.id] = tracker
         elif standing.pushing and prefiller is not None:
             tracker.pushing = True
-            self.snapshot.pushing_tokens += tracker.prompt_tokens
             self._begin_prefill(tracker, prefiller, now)
         elif not standing.tokens:
             self._pin(tracker, prefiller)
@@ -602,7 +609,7 @@ class Scheduler:
         if prefiller is not None:
             prefiller.pinned += 1
             prefiller.pinned_tokens += tracker.prompt_tokens
-            tracker.prefiller, tracker.pinned_tokens = prefiller, tracker.prompt_tokens
+            tracker.prefiller = prefiller
 
     # -- the moves between phases -----------------------------------------------------------------------------
 
@@ -696,7 +703,7 @@ class Scheduler:
             use = tracker.prefix_use = prefiller.cache.use(tracker.prefix, tracker.block_tokens)
             uncached = tracker.uncached_after(use.matched)
             self.snapshot.shared_prefixes.use(tracker.prefix)
-        tracker.prefiller, tracker.pinned_tokens, tracker.uncached_tokens = prefiller, tokens, uncached
+        tracker.prefiller, tracker.uncached_tokens = prefiller, uncached
         prefiller.inflight += 1
         prefiller.inflight_tokens += tokens
         prefiller.inflight_uncached_tokens += uncached
@@ -707,7 +714,7 @@ class Scheduler:
     def _learn_prefix(self, tracker: RequestTracker, prompt_tokens: int, cached_tokens: int | None) -> None:
         use, prefiller = tracker.prefix_use, tracker.prefiller
         assert prefiller is not None
-        predicted = tracker.pinned_tokens - tracker.uncached_tokens if tracker.prefix else 0
+        predicted = tracker.prompt_tokens - tracker.uncached_tokens if tracker.prefix else 0
         prefiller.hits.answered(prompt_tokens, predicted, cached_tokens)
         if use is None or cached_tokens is None or not tracker.prompt_tokens:
             return
@@ -725,13 +732,13 @@ class Scheduler:
         assert prefiller is not None
         prefiller.pace.pass_time(now, True)
         if done:
-            prefiller.pace.done(work_tokens(tracker.pinned_tokens, tracker.uncached_tokens))
+            prefiller.pace.done(work_tokens(tracker.prompt_tokens, tracker.uncached_tokens))
         else:
             prefiller.pace.failed()
         prefiller.inflight -= 1
-        prefiller.inflight_tokens -= tracker.pinned_tokens
+        prefiller.inflight_tokens -= tracker.prompt_tokens
         prefiller.inflight_uncached_tokens -= tracker.uncached_tokens
-        tracker.prefiller, tracker.pinned_tokens = None, 0
+        tracker.prefiller = None
         tracker.uncached_tokens, tracker.prefix_use, tracker.offers = 0, None, None
 
     def _end_prefill(self, tracker: RequestTracker, now: float, done: bool = False) -> None:
@@ -739,7 +746,6 @@ class Scheduler:
         self._prefilling -= 1
 
     def _end_push(self, tracker: RequestTracker, now: float, done: bool = False) -> None:
-        self.snapshot.pushing_tokens -= tracker.pinned_tokens
         tracker.pushing = False
         self._free_prefiller(tracker, now, done)
 
@@ -822,8 +828,8 @@ class Scheduler:
         prefiller = tracker.prefiller
         if prefiller is not None and not tracker.pushing:
             prefiller.pinned -= 1
-            prefiller.pinned_tokens -= tracker.pinned_tokens
-            tracker.prefiller, tracker.pinned_tokens = None, 0
+            prefiller.pinned_tokens -= tracker.prompt_tokens
+            tracker.prefiller = None
 
     def _project(self, tracker: RequestTracker, worker: DecodeInstanceState, sign: int) -> None:
         horizon, projection = self.snapshot.horizon_steps, self.snapshot.projection

@@ -130,7 +130,7 @@ class TargetFit:
             if waiting <= len(open_workers) or waiting <= free_slots(open_workers):
                 if timer:
                     timer("prepare")
-                others_wait = bool(pool.behind)
+                others_wait = len(pool) > waiting
                 yield from self._slack(snapshot, open_workers, now, may_hold=not others_wait)
                 if timer:
                     timer("stage1")
@@ -164,16 +164,18 @@ class TargetFit:
         self, snapshot: ClusterSnapshot, open_workers: list[DecodeInstanceState], now: float, may_hold: bool
     ) -> Iterator[Choice]:
         workers, loads = snapshot.workers, snapshot.step_loads()
-        envelope = max(snapshot.in_barrier(loads), default=0.0)
+        envelope = max(snapshot.in_barrier(loads))
         lightest = [(loads[worker.index], worker.index) for worker in open_workers]
         heapify(lightest)
-        waiting = snapshot.pool.front
+        waiting, busy = snapshot.pool.front, False
         for request in waiting.by_size(len(waiting), descending=True):
             load, index = lightest[0]
             worker = workers[index]
             load += cost(worker.spec, request.prompt_tokens)
-            if may_hold and load > envelope and now < self.held_until_s(request, snapshot) and self._busy(workers):
-                continue
+            if may_hold and load > envelope:
+                busy = busy or self._busy(workers)  # what is placed here only makes it busier
+                if busy and now < self.held_until_s(request, snapshot):
+                    continue
             yield Choice(request, worker, 1, min(0.0, envelope - load))
             envelope = max(envelope, load)
             if len(worker.active) < worker.own_slots:

@@ -1,7 +1,8 @@
 """The figures: PNG and SVG, readable in print and for the colour-blind.
 
-Colours are the palette of Okabe and Ito with a darker grey; a method has its colour, marker and dashes in every
-figure (`STYLES`), and no two have the same, so that they can be told apart in grey. What the paper printed is hollow.
+A method has its own colour and its own marker in every figure (`STYLES`), so that it can be told in grey, too. The
+colours of what is shown most are those of Okabe and Ito, made for the colour-blind; kin are shades of one. What the
+paper printed is hollow.
 Without matplotlib every figure is None, and the tables stand alone. Every figure says on which workload it is, so
 that it can stand alone. Equal data give equal bytes: nothing with a date or a random id is written.
 """
@@ -29,27 +30,28 @@ BLUE, VERMILION, GREEN, PURPLE, ORANGE, SKY, BLACK, GREY = COLOURS = (
     "#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000", "#6E6E6E"
 )  # fmt: skip
 DOTTED: Dashes = (0, (1, 1))
-STYLES: dict[str, tuple[str, str, Dashes]] = {
-    "Random": (GREY, "x", DOTTED),
-    "Round-Robin": (GREY, "+", "--"),
+Marker = str | tuple[int, int, int]
+STYLES: dict[str, tuple[str, Marker, Dashes]] = {
+    "Random": ("#9E9E9E", "x", DOTTED),
+    "Round-Robin": ("#8C8C3A", "+", "--"),
     "Power-of-Two-Choices": (GREY, "2", "-."),
     "Join-Shortest-Queue": (BLACK, "s", "-"),
     "Least KV tokens": (ORANGE, "D", "--"),
-    "Pool, FIFO, to the least KV": (ORANGE, "v", DOTTED),
+    "Pool, FIFO, to the least KV": ("#8C5109", "v", DOTTED),
     "BR-0": (SKY, "o", "-"),
-    "BR-0, both stages, R_max 4": (SKY, "<", "--"),
-    "BR-0, both stages, R_max 8": (SKY, ">", "-."),
-    "BR-0, our defaults": (SKY, "P", DOTTED),
-    "BR-H oracle (43, 0.86)": (BLUE, "o", "-"),
-    "BR-H oracle (14.67, 0.64)": (BLUE, "^", "--"),
-    "BR-H survival": (BLUE, "s", "-."),
-    "BR-H ExactMatch": (BLUE, "X", DOTTED),
-    "BR-H survival, both stages, R_max 4": (BLUE, "<", "--"),
-    "BR-H survival, both stages, R_max 8": (BLUE, ">", "-."),
-    "BR-H survival, our defaults": (BLUE, "P", DOTTED),
+    "BR-0, both stages, R_max 4": ("#79BBDD", "<", "--"),
+    "BR-0, both stages, R_max 8": ("#2E86B5", ">", "-."),
+    "BR-0, our defaults": ("#6FA3B8", "P", DOTTED),
+    "BR-H oracle (43, 0.86)": (BLUE, "p", "-"),
+    "BR-H oracle (14.67, 0.64)": ("#4A6FE3", "^", "--"),
+    "BR-H survival": ("#332288", "H", "-."),
+    "BR-H ExactMatch": ("#8375D1", "X", DOTTED),
+    "BR-H survival, both stages, R_max 4": ("#1F4E8C", (5, 1, 180), "--"),
+    "BR-H survival, both stages, R_max 8": ("#7F9BE0", (6, 1, 0), "-."),
+    "BR-H survival, our defaults": ("#000066", (4, 1, 0), DOTTED),
     "TargetFit (beyond the paper)": (GREEN, "d", "--"),
     "LevelFit (ours)": (VERMILION, "*", "-"),
-    "LevelFit, overlap_requests auto": (VERMILION, "h", "--"),
+    "LevelFit, overlap_requests 0": ("#9C3D00", (8, 1, 0), "--"),
 }
 """Colour, marker and dashes by a method's label."""
 LABELS = {
@@ -65,7 +67,11 @@ LABELS = {
     "level_fit": "LevelFit (ours)",
 }
 """The method that a policy's name stands for, where a figure shows policies by name."""
-OTHERS_MARKERS = "h8pHP^"  # of policies that are not ours, all purple
+LINES = ("x", "+", "2")  # markers without an inside
+OTHERS: tuple[tuple[str, Marker], ...] = (
+    (PURPLE, "8"), ("#882255", (7, 1, 0)), ("#AA4499", "h"), ("#E377C2", (7, 0, 0)), ("#5E2750", (5, 0, 180))
+)  # fmt: skip
+"""Of policies that are not ours, all purple."""
 DPI = 160
 HOW_TO_GET_FIGURES = (
     "matplotlib is not installed, so no figures were drawn: scripts/install plots, or pip install matplotlib"
@@ -129,10 +135,10 @@ def files(stem: str) -> list[str]:
     return [f"{stem}.png", f"{stem}.svg"] if available() else []
 
 
-def look(label: str) -> tuple[str, str, Dashes]:
+def look(label: str) -> tuple[str, Marker, Dashes]:
     """Colour, marker and dashes of a method; one that is not ours has the same in every figure, too."""
-    other = (PURPLE, OTHERS_MARKERS[sum(label.encode()) % len(OTHERS_MARKERS)], "-")
-    return STYLES.get(LABELS.get(label, label).removesuffix(", capped"), other)
+    colour, marker = OTHERS[sum(label.encode()) % len(OTHERS)]
+    return STYLES.get(LABELS.get(label, label).removesuffix(", capped"), (colour, marker, "-"))
 
 
 def style(label: str) -> dict[str, Any]:
@@ -216,7 +222,7 @@ def scaling(
         lines_over(axis, widths, lines, name, factor)
         for method, points in printed.get(name, {}).items():
             colour, marker, _ = look(method)
-            hollow = {"edgecolors": colour, "facecolors": "none"} if marker not in "x+2" else {"color": colour}
+            hollow = {"edgecolors": colour, "facecolors": "none"} if marker not in LINES else {"color": colour}
             axis.scatter(*zip(*points, strict=True), s=60, marker=marker, linewidths=0.8, **hollow)
         axis.set_xscale("log", base=2)
         axis.set_xticks(list(widths), [str(width) for width in widths])
@@ -337,7 +343,7 @@ def wait_versus_balance(points: Sequence[tuple[str, bool, float, float]], worklo
             max(1.0 - value, 1e-3),
             marker=marker,
             s=55,
-            **(paint if marker not in "x+2" else {"color": colour}),  # those are lines, which have no inside
+            **(paint if marker not in LINES else {"color": colour}),  # those are lines, which have no inside
             linewidths=1.4,
             label=f"{label}{', wait capped' if capped else ''}",
         )
@@ -380,7 +386,7 @@ def regret(losses: Mapping[str, Sequence[float]], stem: Path) -> Path:
 
 
 def comparison(found: Mapping[str, Figures], title: str, stem: Path) -> Path:
-    """What every policy makes of the same requests: load spread, TPOT p95 and p99 wait, one bar each."""
+    """What every policy makes of the same requests: load spread, TPOT p95 and p99 wait, a bar and its mark each."""
     plt = pyplot()
     figure, axes = plt.subplots(1, 3, figsize=(11, 0.32 * len(found) + 1.4), sharey=True)
     columns = (
@@ -389,11 +395,14 @@ def comparison(found: Mapping[str, Figures], title: str, stem: Path) -> Path:
         ("wait p99, s", [f.wait_p99_s for f in found.values()]),
     )
     for axis, (label, values) in zip(axes, columns, strict=True):
-        bars = axis.barh(
-            range(len(values)), values, color=[look(name)[0] for name in found], edgecolor=BLACK, linewidth=0.5
-        )
-        axis.bar_label(bars, fmt="%.3g", padding=2, fontsize=8)
-        axis.margins(x=0.15)
+        for row, (name, value) in enumerate(zip(found, values, strict=True)):
+            colour, marker, _ = look(name)
+            axis.barh(row, value, color=colour, height=0.22, alpha=0.5)
+            edge = {} if marker in LINES else {"edgecolors": BLACK, "linewidths": 0.6}
+            axis.scatter(value, row, s=110, color=colour, marker=marker, zorder=3, **edge)
+            axis.annotate(f"{value:.3g}", (value, row), (9, 0), textcoords="offset points", va="center", fontsize=8)
+        axis.set_xlim(0, 1.18 * max(values) or 1)
+        axis.grid(axis="y", visible=False)
         axis.set_xlabel(label)
     axes[0].set_yticks(range(len(found)), list(found))
     axes[0].invert_yaxis()

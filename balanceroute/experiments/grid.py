@@ -34,7 +34,7 @@ POLICIES = (
     methods.BR_H_DEFAULT,
     methods.TARGET_FIT,
     methods.LEVEL_FIT,
-    methods.LEVEL_FIT_AHEAD,
+    methods.LEVEL_FIT_SLOTS,
 )
 BUSY = 0.7  # of the slots in use
 NEAR = 0.01  # of the best tokens/s: who is that close is compared by waits

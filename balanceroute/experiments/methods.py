@@ -26,7 +26,7 @@ class Method:
     predictor: str = "none"
     paper: str = ""
     pooled: bool = True
-    overlap_requests: int | None = 0
+    overlap_requests: int | None = None
 
     def capped(self) -> "Method":
         """The same router, but nothing waits past the common cap without going first."""
@@ -75,9 +75,7 @@ TARGET_FIT = Method(
     "target_fit", "TargetFit (beyond the paper)", PolicySettings(policy="target_fit", max_wait_s=WAIT_CAP_S)
 )
 LEVEL_FIT = Method("level_fit", "LevelFit (ours)", PolicySettings(policy="level_fit", max_wait_s=WAIT_CAP_S))
-LEVEL_FIT_AHEAD = replace(
-    LEVEL_FIT, key="level_fit_ahead", label="LevelFit, overlap_requests auto", overlap_requests=None
-)
+LEVEL_FIT_SLOTS = replace(LEVEL_FIT, key="level_fit_slots", label="LevelFit, overlap_requests 0", overlap_requests=0)
 BR_0_DEFAULT = Method("br_0_default", "BR-0, our defaults", PolicySettings(policy="br_0"))
 BR_H_DEFAULT = Method("br_h_default", "BR-H survival, our defaults", PolicySettings(policy="br_h"), "survival")
 

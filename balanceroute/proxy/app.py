@@ -48,7 +48,7 @@ from balanceroute.proxy.workers.fleet import Fleet, FleetConfig
 from balanceroute.proxy.workers.health import HealthMonitor
 from balanceroute.proxy.workers.metrics_poller import MetricsPoller
 from balanceroute.proxy.workers.pins import PinRecord
-from balanceroute.proxy.workers.upstream import header_lines
+from balanceroute.proxy.workers.upstream import checked_lines
 
 log = logging.getLogger(__name__)
 
@@ -280,7 +280,7 @@ def drain_left(services: ClientServices) -> None:
     if services.pins is not None:
         authorization = services.perimeter.authorization_for([])
         headers = [(b"authorization", authorization)] if authorization else []
-        services.drainer.drain_left(services.pins.left, header_lines(headers))
+        services.drainer.drain_left(services.pins.left, checked_lines(headers))
 
 
 def after(event: asyncio.Event | None, run: Callable[[], Awaitable[None]]) -> Callable[[], Awaitable[None]]:

@@ -4,12 +4,11 @@ The parent binds the sockets that clients reach, before there are children, and 
 that died, or stands still, leaves the connections that wait there to the others.
 """
 
-import gc
 import logging
 import os
 import socket
 from collections.abc import Callable, Iterator
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from functools import partial
 from pathlib import Path
 from typing import Final
@@ -39,19 +38,19 @@ def serve_processes(config: Config, load: Callable[[], Config], journal: Path | 
     Raises: ConfigError: the configuration, an address or the run folder can't be used.
     """
     Perimeter(config), Tls(config)  # one line of the parent, instead of one of each child
-    sockets = list(_listeners(config))
-    folder = run_folder(config, sockets[0].getsockname()[1], os.environ)
-    folder.make()
-    folder.forget_counts()
-    processes = Processes(config, load, folder, sockets, journal)
-    configure(config.log.level, config.log.format, process="parent")
-    gc.collect()
-    return Supervisor(
-        processes.mains(),
-        processes.reload,
-        processes.stop_listening,
-        lambda: processes.config.lifecycle.drain_timeout_s,
-    ).run()
+    with ExitStack() as held:
+        sockets = [held.enter_context(sock) for sock in _listeners(config)]
+        folder = run_folder(config, sockets[0].getsockname()[1], os.environ)
+        folder.make()
+        folder.forget_counts()
+        processes = Processes(config, load, folder, sockets, journal)
+        configure(config.log.level, config.log.format, process="parent")
+        return Supervisor(
+            processes.mains(),
+            processes.reload,
+            processes.stop_listening,
+            lambda: processes.config.lifecycle.drain_timeout_s,
+        ).run()
 
 
 class Processes:
@@ -119,7 +118,7 @@ def _listeners(config: Config) -> Iterator[socket.socket]:
 
 
 def _listener(name: str, host: str, port: int) -> socket.socket:
-    """A socket that listens there, and for every address on :: ."""
+    """A socket that listens there. Raises: ConfigError."""
     wrong = "there is no such address"
     with suppress(socket.gaierror):
         found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
@@ -129,5 +128,5 @@ def _listener(name: str, host: str, port: int) -> socket.socket:
             sock.setblocking(False)
             return sock
         except OSError as error:
-            wrong = error.strerror or str(error)
+            wrong = os.strerror(error.errno) if error.errno else str(error)
     raise ConfigError(f"{name}: cannot listen on {host}:{port}: {wrong}")

@@ -19,6 +19,7 @@ from random import Random
 
 import numpy as np
 
+from balanceroute.core.knobs import DEFAULTS
 from balanceroute.errors import ConfigError
 from balanceroute.plugins import NEEDED_OF_PREDICTORS
 from balanceroute.prediction import FinishedRequest, OwnPredictor, Predictor, TwoStage
@@ -31,7 +32,7 @@ TOLERANCE = 1e-9  # what the order of additions may change
 
 
 def check_predictor(
-    make: Callable[[int], Predictor], *, rounds: int = 20, horizon_steps: int = 80, seed: int = 0
+    make: Callable[[int], Predictor], *, rounds: int = 20, horizon_steps: int = DEFAULTS["horizon_steps"], seed: int = 0
 ) -> None:
     """Drive predictors that `make(horizon_steps)` returns through random histories. Raises: RuleBroken."""
     missing = [name for name in NEEDED_OF_PREDICTORS if not callable(getattr(make(horizon_steps), name, None))]

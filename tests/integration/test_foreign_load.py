@@ -58,7 +58,8 @@ async def test_direct_clients_on_a_decoder_turn_ours_away_from_it_until_they_are
 
 async def test_two_routers_over_one_cluster_share_it_without_queues_at_the_engines() -> None:
     async with EmulatedCluster(patient(SHAPE)) as cluster:
-        apps = [create_app(configuration(cluster, **OFTEN), strict=True) for _ in range(2)]
+        config = configuration(cluster, **OFTEN, decode={"overlap_requests": "auto"})
+        apps = [create_app(config, strict=True) for _ in range(2)]
         async with (
             served(apps[0]) as first,
             served(apps[1]) as second,

@@ -213,6 +213,7 @@ async def test_kv_of_a_request_that_left_the_pool_is_drained_through_a_decoder()
         _watch_requests(router, seen)
         await router.cluster.inject("d0", "stop_barrier")  # the only slot stays taken until the second one has left
         first = asyncio.create_task(router.client.post("/v1/completions", json=completion()))  # noqa: TID251
+        await until(lambda: len(snapshot.workers[0].active) == 1)
         second = asyncio.create_task(router.client.post("/v1/completions", json=completion()))  # noqa: TID251
         await until(lambda: len(snapshot.pool) == 1)
         second.cancel()

@@ -259,10 +259,10 @@ def test_pairs_of_neighbouring_bytes_are_counted_by_their_classes(
 ) -> None:
     class_of = bytes(kind % 11 for kind in table)
     kinds = [before, *(class_of[byte] for byte in text)]
-    expected = [0.0] * 121
+    expected = [0] * 121
     for first, second in zip(kinds, kinds[1:], strict=False):
         expected[first * 11 + second] += 1
-    counts = array("d", [0.0] * 121)
+    counts = array("q", [0] * 121)
     module.count_pairs(text, class_of, 11, before, counts)
     assert counts.tolist() == expected
 

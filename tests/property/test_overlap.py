@@ -1,6 +1,7 @@
 """Requests sent ahead of their slots, on random traces and clusters."""
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -26,6 +27,10 @@ class Watched(Simulation):
         if self.look is not None:
             self.look(self)
         super().step()
+
+
+def a_setting(n_workers: int, slots: int, overlap: int | None, pool: int = 16, **transfers: Any) -> Setting:
+    return Setting(n_workers=n_workers, slots=slots, pool=pool, overlap_requests=overlap, **transfers)
 
 
 def a_simulation(setting: Setting, policy: str, seed: int, rows: int = 120) -> tuple[Watched, list[Admit]]:
@@ -57,14 +62,7 @@ def a_simulation(setting: Setting, policy: str, seed: int, rows: int = 120) -> t
 def test_never_more_run_than_there_are_slots_nor_more_are_sent_than_were_allowed(
     policy: str, overlap: int | None, transfer_steps: int, beside_full: bool, slots: int, seed: int
 ) -> None:
-    setting = Setting(
-        n_workers=3,
-        slots=slots,
-        pool=16,
-        transfer_steps=transfer_steps,
-        transfers_beside_full=beside_full,
-        overlap_requests=overlap,
-    )
+    setting = a_setting(3, slots, overlap, transfer_steps=transfer_steps, transfers_beside_full=beside_full)
     most = slots + min(slots if overlap is None else overlap, slots)
 
     def look(simulation: Watched) -> None:
@@ -86,7 +84,7 @@ def test_where_transfers_take_no_time_an_overlap_that_sizes_itself_decides_as_no
 ) -> None:
     decisions = []
     for overlap in (0, None):
-        setting = Setting(n_workers=3, slots=slots, pool=16, overlap_requests=overlap)
+        setting = a_setting(3, slots, overlap)
         simulation, admissions = a_simulation(setting, policy, seed)
         simulation.run()
         decisions.append((admissions, simulation.t))
@@ -100,14 +98,7 @@ def test_the_overlap_is_what_a_transfer_takes_times_what_leaves_per_step(
 ) -> None:
     """m = d B / o (`core.overlap`), with the mean answer of the trace for o."""
     slots = 16
-    setting = Setting(
-        n_workers=2,
-        slots=slots,
-        pool=32,
-        transfer_steps=transfer_steps,
-        transfers_beside_full=beside_full,
-        overlap_requests=None,
-    )
+    setting = a_setting(2, slots, None, pool=32, transfer_steps=transfer_steps, transfers_beside_full=beside_full)
     sized: list[int] = []
 
     def look(simulation: Watched) -> None:

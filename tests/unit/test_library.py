@@ -1,8 +1,11 @@
 """What `import balanceroute` offers, and policies of one's own wherever a policy is named."""
 
 import json
+import os
 import subprocess
 import sys
+import sysconfig
+import venv
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -10,13 +13,13 @@ import pytest
 
 import balanceroute
 from balanceroute.build import build_scheduler
-from balanceroute.cli import main
 from balanceroute.config import validate
 from balanceroute.core.policies import BUILT_IN, POLICIES
 from balanceroute.errors import ConfigError, InputError
 from balanceroute.explain import explain
 from balanceroute.testing import RuleBroken, check_policy
 from balanceroute.testing.__main__ import main as conformance
+from tests.commands import run_command
 
 ROOT = Path(__file__).parents[2]
 WORKERS = {"prefill": {"workers": [{"url": "http://p:1"}]}, "decode": {"workers": [{"url": "http://d:1"}]}}
@@ -29,18 +32,6 @@ def _the_examples_can_be_imported(monkeypatch: pytest.MonkeyPatch) -> Iterator[N
     yield
     for name in set(POLICIES) - BUILT_IN:
         del POLICIES[name]
-
-
-def run_command(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, *arguments: str
-) -> tuple[str, str]:
-    """What `balanceroute ARGUMENTS` prints; its exit code must be 0."""
-    monkeypatch.setattr(sys, "argv", ["balanceroute", *arguments])
-    with pytest.raises(SystemExit) as ended:
-        main()
-    out, err = capsys.readouterr()
-    assert not ended.value.code, err
-    return out, err
 
 
 # -- the library
@@ -76,7 +67,7 @@ def test_a_simulation_takes_one_call_and_draws_itself(tmp_path: Path) -> None:
 
 
 def test_a_simulation_is_that_of_replay(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    out, _ = run_command(capsys, monkeypatch, "replay", "--max-requests", "150", "--policy", "br_h", "--json")
+    _, out, _ = run_command(capsys, monkeypatch, "replay", "--max-requests", "150", "--policy", "br_h", "--json")
     run = balanceroute.simulate(max_requests=150, policy="br_h", predictor="none")
     assert json.loads(out)["load_spread_mean"] == run.figures.load_spread_mean
 
@@ -135,10 +126,10 @@ def test_replay_and_explain_take_an_own_policy(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     replay = ("replay", "--policy", OWN, "--param", "patience_s=2.5", "--max-requests", "100", "--json")
-    assert json.loads(run_command(capsys, monkeypatch, *replay)[0])["admitted"] == 100
+    assert json.loads(run_command(capsys, monkeypatch, *replay)[1])["admitted"] == 100
     state = tmp_path / "state.json"
     state.write_text((ROOT / "tests/data/explain_example.json").read_text())
-    out, _ = run_command(capsys, monkeypatch, "explain", str(state), "--policy", OWN, "--json")
+    _, out, _ = run_command(capsys, monkeypatch, "explain", str(state), "--policy", OWN, "--json")
     assert json.loads(out)["policy"] == "first_fit"
     assert [admission["request"] for admission in json.loads(out)["admissions"]] == ["small"]
 
@@ -159,6 +150,30 @@ def test_a_package_offers_its_policies_by_an_entry_point(tmp_path: Path, monkeyp
     assert validate(WORKERS | {"routing": {"policy": "first_fit"}}).routing.policy == "first_fit"
     state = {"policy": "first_fit", "workers": [{"id": "d", "slots": 1, "active": []}], "waiting": []}
     assert explain(state).policy == "first_fit"
+
+
+def test_a_policy_of_an_installed_package_is_named_on_the_command_line(tmp_path: Path) -> None:
+    """An environment of its own: what is installed in it is the package, and the rest is lent by this one."""
+    venv.create(tmp_path, with_pip=False)
+    python = str(tmp_path / "bin" / "python")
+    installed = Path(sysconfig.get_path("purelib", vars={"base": str(tmp_path), "platbase": str(tmp_path)}))
+    (installed / "lent.pth").write_text(f"{sysconfig.get_path('purelib')}\n{ROOT}\n")
+    (installed / "first_fit.py").write_text((ROOT / "examples" / "own_policy.py").read_text())
+    metadata = installed / "first_fit-1.0.dist-info"
+    metadata.mkdir()
+    (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: first-fit\nVersion: 1.0\n")
+    (metadata / "entry_points.txt").write_text("[balanceroute.policies]\nfirst_fit = first_fit:FirstFit\n")
+
+    def replay(*arguments: str) -> subprocess.CompletedProcess[str]:
+        command = [python, "-m", "balanceroute", "replay", "--max-requests", "100", "--json", *arguments]
+        environ = {name: value for name, value in os.environ.items() if not name.startswith("PYTHON")}
+        return subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, env=environ)
+
+    done = replay("--policy", "first_fit", "--param", "patience_s=2.5")
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["admitted"] == 100
+    mistyped = replay("--policy", "firstfit")
+    assert mistyped.returncode == 2 and "did you mean first_fit?" in mistyped.stderr
 
 
 def test_an_own_policy_that_looks_ahead_is_told_by_the_predictor() -> None:

@@ -11,7 +11,6 @@ import numpy as np
 import pytest
 
 import balanceroute
-from balanceroute.cli import main
 from balanceroute.config import validate
 from balanceroute.core.knobs import PolicySettings
 from balanceroute.core.policies import make_policy
@@ -23,6 +22,7 @@ from balanceroute.prediction.history import read_rows
 from balanceroute.proxy.admission.forecasts import LiveForecasts, build_forecasts
 from balanceroute.testing import RuleBroken, check_predictor
 from balanceroute.testing.__main__ import main as conformance
+from tests.commands import run_command
 
 ROOT = Path(__file__).parents[2]
 WORKERS = {"prefill": {"workers": [{"url": "http://p:1"}]}, "decode": {"workers": [{"url": "http://d:1"}]}}
@@ -125,29 +125,17 @@ def test_a_package_offers_its_predictors_by_an_entry_point(tmp_path: Path, monke
 # -- on the command line
 
 
-def run_command(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, *arguments: str
-) -> tuple[int, str]:
-    """Exit code of `balanceroute ARGUMENTS`, and its output, or why it failed; on stderr may be progress as well."""
-    monkeypatch.setattr(sys, "argv", ["balanceroute", *arguments])
-    with pytest.raises(SystemExit) as ended:
-        main()
-    told = capsys.readouterr()
-    code = int(ended.value.code or 0)
-    return code, told.err if code else told.out
-
-
 def test_replay_and_evaluate_take_it_by_name(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     replay = ("replay", "--policy", "br_h", "--max-requests", "150", "--json", "--predictor")
-    code, out = run_command(capsys, monkeypatch, *replay, OWN)
+    code, out, _ = run_command(capsys, monkeypatch, *replay, OWN)
     trace = balanceroute.generate_trace("heavy_tailed").head(150)
     module = sys.modules["own_predictor"]
     same = balanceroute.simulate(trace, "br_h", predictor=module.MeanByKey(80))
     assert (code, json.loads(out)["load_spread_mean"]) == (0, same.figures.load_spread_mean)
     balanceroute.write_trace(trace, tmp_path / "t.csv")
-    code, out = run_command(
+    code, out, _ = run_command(
         capsys, monkeypatch, "predictor", "evaluate", "--trace", str(tmp_path / "t.csv"), "--kind", OWN, "--json"
     )
     assert (code, json.loads(out)["kind"]) == (0, OWN)
@@ -159,9 +147,9 @@ def test_options_reach_it_in_replay_and_evaluate(
 ) -> None:
     replay = ("replay", "--policy", "br_h", "--max-requests", "20", "--predictor", f"{HERE}:Fixed", "--predictor-param")
     assert run_command(capsys, monkeypatch, *replay, "steps=2")[0] == 0
-    code, out = run_command(capsys, monkeypatch, *replay, "steps=100")  # beyond the horizon of 80
-    assert code == 2 and out.count("\n") == 1
-    assert f"predictor {HERE}:Fixed answers (1, 100): p_finish must be from 0 to 1" in out
+    code, _, err = run_command(capsys, monkeypatch, *replay, "steps=100")  # beyond the horizon of 80
+    assert code == 2 and err.count("\n") == 1
+    assert f"predictor {HERE}:Fixed answers (1, 100): p_finish must be from 0 to 1" in err
     trace = str(tmp_path / "t.csv")
     balanceroute.write_trace(balanceroute.generate_trace("heavy_tailed", rows=300), trace)
     judge = ("predictor", "evaluate", "--trace", trace, "--kind", f"{HERE}:Fixed", "--json", "--param")
@@ -173,7 +161,10 @@ def test_options_reach_it_in_replay_and_evaluate(
     ("arguments", "problem"),
     [
         (("predictor", "fit", "--trace", "t.csv", "--out", "m.npz", "--kind", OWN), "others write no model file"),
-        (("replay", "--predictor", "survival", "--predictor-param", "steps=1"), "survival: it takes no options"),
+        (
+            ("replay", "--policy", "br_h", "--predictor", "survival", "--predictor-param", "steps=1"),
+            "survival: it takes no options",
+        ),
         (("replay", "--predictor", OWN, "--predictor-param", "steps"), "accepted is name=value"),
         (("replay", "--predictor", "magic"), "'magic' is none of none, oracle, survival"),
     ],
@@ -182,8 +173,8 @@ def test_options_reach_it_in_replay_and_evaluate(
 def test_what_is_not_accepted_is_one_line(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, arguments: tuple[str, ...], problem: str
 ) -> None:
-    code, out = run_command(capsys, monkeypatch, *arguments)
-    assert code == 2 and problem in out and "Traceback" not in out
+    code, _, err = run_command(capsys, monkeypatch, *arguments)
+    assert code == 2 and problem in err and "Traceback" not in err
 
 
 def test_check_config_makes_it_once(
@@ -191,8 +182,8 @@ def test_check_config_makes_it_once(
 ) -> None:
     config = tmp_path / "c.yaml"
     config.write_text(json.dumps(WORKERS | {"predictor": {"kind": f"{HERE}:Fixed", "options": {"steps": -1}}}))
-    code, out = run_command(capsys, monkeypatch, "check-config", str(config))
-    assert code == 2 and "steps must be at least 0, not -1" in out
+    code, _, err = run_command(capsys, monkeypatch, "check-config", str(config))
+    assert code == 2 and "steps must be at least 0, not -1" in err
 
 
 # -- in a router

@@ -85,9 +85,7 @@ class DecisionLog:
         if not admissions:
             return
         now, policy = self._ledger.now(), self._ledger.scheduler.policy.name
-        made = [
-            Decision(self.count + i, now, policy, admission, self._unknown) for i, admission in enumerate(admissions)
-        ]
+        made = [Decision(n, now, policy, each, self._unknown) for n, each in enumerate(admissions, self.count)]
         self.count += len(made)
         self.rows.extend(made)
         if self._state is not None:

@@ -134,25 +134,16 @@ class Exchange:
 
     async def run(self) -> None:
         """Answer the request, one way or the other."""
-        self._s.exchanges += 1
-        try:
-            await self._serve()
-        finally:
-            self._s.exchanges -= 1
-            self._account()
-
-    async def _serve(self) -> None:
-        response = self._response
+        services, response = self._s, self._response
+        services.exchanges += 1
         try:
             if response.gone:
                 raise ClientGone
-            if self._s.tickets.draining:  # since the head came
-                raise refusal(RejectReason.DRAINING, self._s.tickets.view).error()
+            if services.tickets.draining:  # since the head came
+                raise refusal(RejectReason.DRAINING, services.tickets.view).error()
             assert self._head is not None
             request = self._in_class(self._parsed(), self._head.request_id)
-            self._task = asyncio.current_task(
-                self._s.tickets.loop
-            )  # finding the loop takes a system call before Python 3.12
+            self._task = asyncio.current_task(services.loop)  # finding the loop takes a system call before Python 3.12
             response.on_gone = self._on_gone
             try:
                 await self._answer(request)
@@ -173,6 +164,9 @@ class Exchange:
             # the cancellation was ours alone: the server's task ends as if the request were over, which it is
             if not self._gone or (self._task is not None and self._task.uncancel() > 0):
                 raise
+        finally:
+            services.exchanges -= 1
+            self._account()
 
     def _parsed(self) -> ClientRequest:
         """What the client asks for. Raises: InvalidRequest."""
@@ -355,21 +349,24 @@ class Exchange:
         metrics, now = self._s.metrics, self._s.tickets.now()
         if self._key is not None:
             self._key.leave(now, sum(leg.answer.prompt_tokens + leg.answer.scanner.tokens for leg in self._legs))
-        metrics.requests.inc(self._outcome.value)
+        metrics.requests.inc(self._outcome)
         duration_s = now - self._arrived_s
         first_token_s = math.inf
         tokens = 0
         for leg in self._legs:
             if not leg.answer.prompt_tokens:
                 continue
-            tokens += leg.answer.scanner.tokens
+            generated = leg.answer.scanner.tokens
+            tokens += generated
             metrics.prefill_wait.observe(leg.prefill_wait_s)
             if leg.worker:
                 metrics.decode_wait.observe(leg.decode_wait_s)
-            if leg.first_token_s:
-                first_token_s = min(first_token_s, leg.first_token_s)
-                if leg.answer.scanner.tokens > 1 and leg.last_token_s > leg.first_token_s:
-                    metrics.tpot.observe((leg.last_token_s - leg.first_token_s) / (leg.answer.scanner.tokens - 1))
+            first_s = leg.first_token_s
+            if first_s:
+                first_token_s = min(first_token_s, first_s)
+                took_s = leg.last_token_s - first_s
+                if generated > 1 and took_s > 0:
+                    metrics.tpot.observe(took_s / (generated - 1))
         if tokens:
             metrics.tokens.inc(by=tokens)
         ttft_s = None if first_token_s == math.inf else first_token_s - self._arrived_s

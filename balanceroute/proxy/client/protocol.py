@@ -23,6 +23,7 @@ import asyncio
 import logging
 import math
 import re
+from functools import partial
 from typing import Any, Final, cast
 
 from balanceroute.errors import BalanceRouteError, EdgeFull, InvalidRequest, InvariantError
@@ -188,7 +189,10 @@ class ClientProtocol(asyncio.Protocol):
         try:
             while self._raw:
                 try:
-                    if not self._take():
+                    if self._request is not None:
+                        self._take_body(self._request)
+                        break
+                    if self._response is not None or self.write_paused or not self._take_head():
                         break
                 except BalanceRouteError as error:
                     self._refuse(error)
@@ -225,15 +229,8 @@ class ClientProtocol(asyncio.Protocol):
             self._reading_paused = False
             self.transport.resume_reading()
 
-    def _take(self) -> bool:
-        """One step; whether another one may follow at once. Raises: BalanceRouteError."""
-        if self._request is not None:
-            return self._take_body(self._request)
-        if self._response is not None or self.write_paused:
-            return False
-        return self._take_head()
-
     def _take_head(self) -> bool:
+        """Whether a head is here. Raises: BalanceRouteError: its request is refused."""
         raw = self._raw
         if not self._scanned and (blank := _BLANK_LINES.match(raw)):
             raw = self._raw = raw[blank.end() :]  # some clients send one after a body (RFC 9112 section 2.2)
@@ -290,7 +287,8 @@ class ClientProtocol(asyncio.Protocol):
             if not self._body or not self._body.size:
                 self.transport.write(_CONTINUE)
 
-    def _take_body(self, request: Request) -> bool:
+    def _take_body(self, request: Request) -> None:
+        """Take what has come of the body. Raises: BalanceRouteError: it may not be served."""
         body, edge = self._body, self.edge
         assert body is not None
         before = body.size
@@ -313,7 +311,6 @@ class ClientProtocol(asyncio.Protocol):
             self._served_bytes = body.size
             edge.served_bytes += body.size
             self._complete(request)
-        return False
 
     # -- and is served
 
@@ -333,7 +330,7 @@ class ClientProtocol(asyncio.Protocol):
     def _serve(self, handler: Handler, response: Response) -> None:
         task = self.loop.create_task(handler.run())
         self.edge.tasks.add(task)
-        task.add_done_callback(lambda task: self._ran(task, response))
+        task.add_done_callback(partial(self._ran, response))
 
     def _forget_request(self) -> None:
         """It is received, or will not be."""
@@ -355,7 +352,7 @@ class ClientProtocol(asyncio.Protocol):
         self.edge.hold(self._holder, size - self._held_bytes)
         self._held_bytes = size
 
-    def _ran(self, task: "asyncio.Task[None]", response: Response) -> None:
+    def _ran(self, response: Response, task: "asyncio.Task[None]") -> None:
         self.edge.tasks.discard(task)
         failed = not task.cancelled() and task.exception() is not None
         if failed:
@@ -372,7 +369,8 @@ class ClientProtocol(asyncio.Protocol):
         """An answer is complete: the next request, if the connection may have one."""
         self._response = None
         self._served()
-        self._forget_request()  # an application may refuse one before it has come
+        if self._request is not None:  # an application may refuse one before it has come
+            self._forget_request()
         if not keep_alive:
             self._linger()
             return

@@ -17,7 +17,7 @@ from typing import Final, Protocol
 
 from balanceroute.errors import BalanceRouteError, InvariantError
 from balanceroute.proxy.hotpath import PartWriter
-from balanceroute.proxy.wire.responses import Headers, refusal
+from balanceroute.proxy.wire.responses import Headers, header_lines, refusal
 
 _NOT_IN_NAMES: Final = re.compile(rb"[^!#$%&'*+.^_`|~0-9A-Za-z-]")
 _NOT_IN_VALUES: Final = re.compile(rb"[\x00-\x08\x0a-\x1f\x7f]")
@@ -218,10 +218,9 @@ class Response:
     # --
 
     def _head(self, status: int, headers: Headers) -> bytes:
-        fields = b"".join([b"%b: %b\r\n" % field for field in headers])
         self.keep_alive = self.keep_alive and not self._connection.receiving
         close = b"" if self.keep_alive else b"connection: close\r\n"
-        return b"%b%b%b%b\r\n" % (_STATUS_LINES[status], self._connection.date_line, fields, close)
+        return b"%b%b%b%b\r\n" % (_STATUS_LINES[status], self._connection.date_line, header_lines(headers), close)
 
     def _write(self, data: bytes) -> None:
         head, self._parts.head = self._parts.head, b""

@@ -80,4 +80,4 @@ cdef class PartWriter:
 
 
 @cython.locals(data=cython.p_const_uchar, kinds=cython.p_const_uchar, end=Py_ssize_t, i=Py_ssize_t, after=Py_ssize_t)
-cpdef count_pairs(bytes text, bytes class_of, Py_ssize_t classes, Py_ssize_t before, double[::1] counts)
+cpdef count_pairs(bytes text, bytes class_of, Py_ssize_t classes, Py_ssize_t before, long long[::1] counts)

@@ -56,7 +56,7 @@ from balanceroute.proxy.workers.drainer import Drain
 from balanceroute.proxy.workers.fleet import Worker
 from balanceroute.proxy.workers.pins import Pin, PinRecord
 from balanceroute.proxy.workers.silence import Attention, FrozenGroup
-from balanceroute.proxy.workers.upstream import Reply, header_lines
+from balanceroute.proxy.workers.upstream import Reply, checked_lines
 
 REPLY_LIMIT: Final = 256 * 2**20  # an unstreamed answer with logprobs and the prompt's ids; more is a fault
 ERROR_LIMIT: Final = 2**20
@@ -161,7 +161,7 @@ class Leg:
         self.id, self.services, self._strategy = request_id, services, strategy
         self.answer = Answer(services, request, outlet, scanner_options)
         self.verdicts = Verdicts(services, request_id, choices)
-        self.headers, self._key = header_lines(headers), prompt_key
+        self.headers, self._key = checked_lines(headers), prompt_key
         self.deadline_s = deadline_s
         self.outcome = Outcome.FAILED
         self.prefiller = self.worker = ""  # the last ones that were asked

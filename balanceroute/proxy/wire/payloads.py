@@ -61,7 +61,8 @@ MAX_SEED: Final = 2**63 - 1
 
 _INTERNAL_FIELDS = ("kv_transfer_params", "ec_transfer_params", "request_id")
 _CARRIERS: Final = frozenset((*_INTERNAL_FIELDS, "vllm_xargs"))
-_NOT_FOR_ONE_TOKEN = ("stream_options", "n", "logprobs", "top_logprobs", "echo", "best_of")
+_NOT_FOR_ONE_TOKEN: Final = frozenset(("stream_options", "n", "logprobs", "top_logprobs", "echo", "best_of"))
+_NESTED: Final = frozenset((dict, list))
 _PROMPT_FIELDS: Final = frozenset(("echo", "prompt_logprobs"))
 _MAX_INTEGER: Final = 2**63 - 1
 # Fields whose effect on a streamed answer `answers.py` can turn into the non-stream answer without loss.
@@ -113,6 +114,7 @@ class ClientRequest:
     return_token_ids: bool = False
     n: int = 1
     prompts: int = 1
+    messages: int = 0  # of a chat
     limit_field: Literal["max_tokens", "max_completion_tokens"] | None = None
     limit: int | None = None
     min_tokens: int = 0
@@ -178,11 +180,17 @@ def parse(endpoint: Endpoint, body: bytes) -> ClientRequest:
 
     Raises: InvalidRequest: with the message and parameter of an OpenAI error.
     """
-    return request_of(endpoint, read_object(body))
+    return request_of(endpoint, _loaded(body))
 
 
 def read_object(body: bytes) -> dict[str, Any]:
     """The JSON object of a body. Raises: InvalidRequest: it is none, too large, or too deep to be written."""
+    data = _loaded(body)
+    check_depth(body, data)
+    return data
+
+
+def _loaded(body: bytes) -> dict[str, Any]:
     check_size(body)
     try:
         data = orjson.loads(body)
@@ -190,7 +198,6 @@ def read_object(body: bytes) -> dict[str, Any]:
         raise InvalidRequest(f"The body is not valid JSON: {exc}") from exc
     if not isinstance(data, dict):
         raise InvalidRequest(f"The body must be a JSON object, not {_kind(data)}.")
-    check_depth(body, data)
     return data
 
 
@@ -199,7 +206,12 @@ def request_of(endpoint: Endpoint, data: dict[str, Any]) -> ClientRequest:
     request_id = data.get("request_id")
     if not _CARRIERS.isdisjoint(data):
         _clean(data)
-    prompt_json, tokens, prompts = _take_prompt(data) if endpoint == "completions" else _take_messages(data)
+    if endpoint == "completions":
+        (prompt_json, tokens, prompts), messages = _take_prompt(data), 0
+    else:
+        (prompt_json, tokens, messages), prompts = _take_messages(data), 1
+    if not _NESTED.isdisjoint(map(type, data.values())):
+        _as_json(data)  # refused now, before anybody has worked for it, if it can't be written again
     stream = "stream" in data and _boolean(data, "stream")
     include_usage, continuous = _stream_options(data, stream) if "stream_options" in data else (False, False)
     assembled = not stream and ASSEMBLED_FIELDS.issuperset(data)
@@ -231,6 +243,7 @@ def request_of(endpoint: Endpoint, data: dict[str, Any]) -> ClientRequest:
         return_token_ids="return_token_ids" in data and _boolean(data, "return_token_ids"),
         n=_count(data) if "n" in data else 1,
         prompts=prompts,
+        messages=messages,
         limit_field=limit_field,
         limit=limit,
         min_tokens=min_tokens,
@@ -391,7 +404,9 @@ def drain_body(request: ClientRequest, kv_transfer_params: bytes) -> bytes:
 
 
 def _one_token(request: ClientRequest, *, min_tokens: int) -> dict[str, Any]:
-    rest = {name: value for name, value in request.rest.items() if name not in _NOT_FOR_ONE_TOKEN}
+    rest = dict(request.rest)
+    for name in _NOT_FOR_ONE_TOKEN.intersection(rest):
+        del rest[name]
     rest["stream"] = False
     rest["max_tokens"] = 1
     rest["min_tokens"] = min_tokens
@@ -478,6 +493,7 @@ def _take_prompt(data: dict[str, Any]) -> tuple[bytes, int, int]:
 
 
 def _take_messages(data: dict[str, Any]) -> tuple[bytes, int, int]:
+    """Remove the messages from `data`: their JSON, their tokens, how many there are."""
     messages = data.pop("messages", None)
     if not isinstance(messages, list) or not messages:
         raise InvalidRequest("messages must be a non-empty list.", param="messages")
@@ -486,7 +502,7 @@ def _take_messages(data: dict[str, Any]) -> tuple[bytes, int, int]:
         if not isinstance(message, dict):
             raise InvalidRequest("Each message must be an object.", param="messages")
         text_bytes += _text_bytes(message.get("content"))
-    return _as_json(messages), text_bytes // 4 + 4 * len(messages), 1
+    return _as_json(messages), text_bytes // 4 + 4 * len(messages), len(messages)
 
 
 def _as_json(value: object) -> bytes:

@@ -24,6 +24,7 @@ SSE_HEADERS: Final[Headers] = [
     (b"cache-control", b"no-cache"),
     (b"x-accel-buffering", b"no"),  # nginx would hold events back
 ]
+_LINE: Final = b"%b: %b\r\n".__mod__
 _TYPES: Final = {
     400: "BadRequestError",
     401: "AuthenticationError",
@@ -97,6 +98,11 @@ def extra_headers(error: BalanceRouteError) -> Headers:
     if isinstance(error, Rejected) and error.retry_after_s is not None:
         return [(b"retry-after", b"%d" % max(1, round(error.retry_after_s)))]
     return []
+
+
+def header_lines(headers: Headers) -> bytes:
+    """Headers as they are sent."""
+    return b"".join(map(_LINE, headers))
 
 
 def json_headers(body: bytes, more: Headers | None = None) -> Headers:

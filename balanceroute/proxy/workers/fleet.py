@@ -18,10 +18,10 @@ from typing import Final, Protocol
 
 from balanceroute.core.types import Role, WorkerSpec, WorkerState
 from balanceroute.errors import InvalidRequest
-from balanceroute.proxy.wire.responses import JSON_TYPE
+from balanceroute.proxy.wire.responses import JSON_TYPE, header_lines
 from balanceroute.proxy.workers.circuit import Circuit, CircuitConfig, CircuitState
 from balanceroute.proxy.workers.foreign import ForeignLoad
-from balanceroute.proxy.workers.upstream import Upstream, header_lines
+from balanceroute.proxy.workers.upstream import Upstream
 
 log = logging.getLogger(__name__)
 

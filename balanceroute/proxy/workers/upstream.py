@@ -46,7 +46,7 @@ import httptools
 
 from balanceroute.errors import BadUpstreamReply, ConnectFailed, ConnectionLost, UpstreamError, UpstreamTimeout
 from balanceroute.proxy.hotpath import ChunkReader
-from balanceroute.proxy.wire.responses import Headers
+from balanceroute.proxy.wire.responses import Headers, header_lines
 
 KEEPALIVE_S: Final = 4.0  # below the 5 s after which uvicorn closes an idle connection
 FRESH_S: Final = 1.0  # idle time up to which a request that can't be repeated may use a connection
@@ -142,14 +142,13 @@ class Upstream:
 
         The caller must read the reply to its end or `abort()` it. Cancelling this call closes the connection.
         `headers` are sent as they are beside host and content-length; they must not frame the message. Who sends the
-        same ones often makes their `header_lines` once.
+        same ones often makes their `checked_lines` once.
 
         Raises: ConnectFailed, UpstreamTimeout, BadUpstreamReply.
         """
         message = self._message(method, path, body, headers)
         while True:
-            idle_s = self._keepalive_s if retry_stale else min(FRESH_S, self._keepalive_s)
-            connection = self._reused(idle_s)
+            connection = self._reused(self._keepalive_s if retry_stale else min(FRESH_S, self._keepalive_s))
             reused = connection is not None
             if connection is None:
                 connection = await self._connected(connect_timeout_s)
@@ -242,7 +241,7 @@ class Upstream:
             start = line + self._host_header + b"\r\naccept-encoding: identity\r\n"
             if len(self._starts) < _MAX_STARTS:
                 self._starts[method, path] = start
-        lines = headers if isinstance(headers, bytes) else header_lines(headers)
+        lines = headers if isinstance(headers, bytes) else checked_lines(headers)
         if body or method not in _BODILESS:
             return b"%s%scontent-length: %d\r\n\r\n%s" % (start, lines, len(body), body)
         return b"%s%s\r\n" % (start, lines)
@@ -256,9 +255,9 @@ class Upstream:
             connection.abort()
 
 
-def header_lines(headers: Headers) -> bytes:
+def checked_lines(headers: Headers) -> bytes:
     """Headers as they are sent. Raises: ValueError: one of them holds a line break."""
-    lines = b"".join([b"%s: %s\r\n" % header for header in headers])
+    lines = header_lines(headers)
     if not lines.count(b"\n") == lines.count(b"\r") == len(headers):
         raise ValueError(f"one of the headers {[name for name, _ in headers]!r} holds a line break")
     return lines
@@ -336,7 +335,7 @@ class Reply:
 
     def header(self, name: bytes) -> bytes | None:
         """The first value of a header; `name` in lower case."""
-        if self._lines and name not in self._lines.lower():
+        if self._lines and self._lines.lower().find(name) < 0:
             return None
         for key, value in self.headers:
             if key == name:

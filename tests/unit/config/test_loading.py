@@ -412,6 +412,7 @@ def test_a_horizon_of_auto_follows_the_answers(tmp_path: Path) -> None:
 
 
 def test_an_overlap_is_a_number_or_auto_and_never_decode_first(tmp_path: Path) -> None:
+    assert scheduler_config(from_yaml(tmp_path, WORKERS)).overlap_requests is None
     for given, requests in (("3", 3), ("auto", None)):
         config = from_yaml(tmp_path, WORKERS.replace("decode: {", f"decode: {{overlap_requests: {given}, "))
         assert scheduler_config(config).overlap_requests == requests
@@ -420,4 +421,5 @@ def test_an_overlap_is_a_number_or_auto_and_never_decode_first(tmp_path: Path) -
             from_yaml(tmp_path, WORKERS.replace("decode: {", f"decode: {{overlap_requests: {wrong}, "))
     layerwise = "connector: mooncake_layerwise\nlayerwise: {callback_url: 'http://10.0.0.5:8000'}\n"
     with pytest.raises(ConfigError, match="only where prefill comes first"):
-        from_yaml(tmp_path, layerwise + WORKERS.replace("decode: {", "decode: {overlap_requests: auto, "))
+        from_yaml(tmp_path, layerwise + WORKERS.replace("decode: {", "decode: {overlap_requests: 1, "))
+    assert scheduler_config(from_yaml(tmp_path, layerwise + WORKERS)).overlap_requests == 0

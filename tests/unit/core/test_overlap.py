@@ -122,6 +122,33 @@ def test_the_overlap_is_sized_from_first_tokens_and_departures() -> None:
     assert scheduler.snapshot.workers[0].ahead == 1
 
 
+def test_beside_requests_of_others_nothing_is_measured_and_nothing_sent_ahead() -> None:
+    """A wait for a slot that one of theirs has looks like a transfer."""
+    scheduler = a_scheduler(None, workers=1)
+    worker = scheduler.snapshot.workers[0]
+    overlap = scheduler.snapshot.overlap
+    offer(scheduler, "first")
+    scheduler.admit(0.0)
+    scheduler.began("first", 4.0)
+    scheduler.progress("first", 10, 4.0)
+    scheduler.finish("first", Outcome.FINISHED, 13.0)
+    offer(scheduler, "second", now=13.0)
+    scheduler.admit(13.0)
+    scheduler.began("second", 17.0)
+    assert overlap.transfers == 1
+    worker.set_foreign(1, 100, least_own_slots=1)
+    offer(scheduler, *"abcdef", now=17.0)
+    scheduler.admit(17.0)
+    scheduler.finish("second", Outcome.FINISHED, 20.0)
+    (third,) = scheduler.admit(20.0)
+    scheduler.began(third.request, 300.0)
+    assert overlap.transfers == 1
+    assert worker.ahead == 0
+    worker.set_foreign(0, 0, least_own_slots=1)
+    scheduler.admit(300.0)
+    assert worker.ahead == 1
+
+
 def test_an_overlap_that_is_turned_off_ends_at_once() -> None:
     scheduler = a_scheduler(1, workers=1)
     offer(scheduler, *"abcd")

@@ -207,7 +207,10 @@ def test_a_predictor_that_needs_an_extra_is_left_out_with_a_word(
 
 
 @pytest.mark.parametrize("name", sorted(EXPERIMENTS))
-def test_an_experiment_reads_the_options_that_change_what_it_runs_and_no_others(name: str, tmp_path: Path) -> None:
+def test_an_experiment_reads_the_options_that_change_what_it_runs_and_no_others(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(str(Path(__file__).parents[3] / "examples"))
     trace = tmp_path / "mine.csv"
     lines = (f"{n},{1600 + n},{50 + n % 9},k,1 2 {n}" for n in range(40))
     trace.write_text("\n".join(["arrival_s,prompt_tokens,output_tokens,prompt_key,prefix_blocks", *lines]) + "\n")
@@ -339,5 +342,6 @@ def test_a_policy_of_ones_own_is_a_row_of_the_main_table(tmp_path: Path, monkeyp
 def test_every_method_has_a_look_of_its_own_in_every_figure() -> None:
     shown = {method.label for method in (*MAIN, *fairness.DEFAULTS, *scaling.METHODS, *fairness.SWEPT, *grid.POLICIES)}
     assert shown <= set(figures.STYLES)
-    looks = [look[:2] for look in figures.STYLES.values()]
-    assert len(set(looks)) == len(looks)
+    looks = [look[:2] for look in figures.STYLES.values()] + list(figures.OTHERS)
+    for colours_or_markers in zip(*looks, strict=True):
+        assert len(set(colours_or_markers)) == len(looks)

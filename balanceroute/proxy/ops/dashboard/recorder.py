@@ -132,9 +132,8 @@ class Recorder:
         self._config: object = None
         self._policy = ""
         self._totals = np.zeros((SPAN, 2))  # tokens and finished requests so far
-        self._hits = np.zeros(
-            (SPAN, 4)
-        )  # of prompts, tokens so far: all, predicted hits, all where hits are told, hits
+        # prompt tokens so far: all, predicted hits; all where hits are told, hits
+        self._hits = np.zeros((SPAN, 4))
         self._hits_of: dict[str, PrefillerView] = {}  # at the last sample
         self._counts: dict[str, NDArray[np.int64]] = {}  # of each histogram so far, by sample
 

@@ -1,0 +1,18 @@
+"""Runs a command of `balanceroute` in this process, as a user would on a command line."""
+
+import sys
+
+import pytest
+
+from balanceroute.cli import main
+
+
+def run_command(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, *arguments: str
+) -> tuple[int, str, str]:
+    """Exit code of `balanceroute ARGUMENTS`, what it printed, and what it said on standard error."""
+    monkeypatch.setattr(sys, "argv", ["balanceroute", *arguments])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    told = capsys.readouterr()
+    return int(ended.value.code or 0), told.out, told.err
