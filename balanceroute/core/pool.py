@@ -143,7 +143,6 @@ class PromptPool:
         self._classes: dict[int, WaitingClass] = {}  # those that hold something
         self._priorities: list[int] = []  # theirs, ascending
         self._size = 0
-        self.tokens = 0  # sum of the prompt tokens waiting
 
     def __len__(self) -> int:
         return self._size
@@ -154,6 +153,11 @@ class PromptPool:
     def __contains__(self, tracker: RequestTracker) -> bool:
         waiting = self._classes.get(tracker.priority)
         return waiting is not None and tracker in waiting
+
+    @property
+    def tokens(self) -> int:
+        """Sum of the prompt tokens waiting. O(n)."""
+        return sum([tracker.prompt_tokens for tracker in self])
 
     @property
     def front(self) -> WaitingClass:
@@ -173,7 +177,6 @@ class PromptPool:
             insort(self._priorities, tracker.priority)
         waiting.add(tracker)
         self._size += 1
-        self.tokens += tracker.prompt_tokens
 
     def remove(self, tracker: RequestTracker) -> None:
         """Take out an entry. Raises InvariantError when it is not in the pool."""
@@ -185,4 +188,3 @@ class PromptPool:
             del self._classes[tracker.priority]
             self._priorities.remove(tracker.priority)
         self._size -= 1
-        self.tokens -= tracker.prompt_tokens

@@ -15,6 +15,7 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Final
 
+from balanceroute.core.prefix import leading
 from balanceroute.core.tracker import PrefillerBudget, RequestTracker
 from balanceroute.core.types import UP
 
@@ -55,7 +56,7 @@ def affinity_costs(ready: Sequence[PrefillerBudget], request: RequestTracker, lo
     unknown = work(0, request.prompt_tokens, lone_tokens, lone_weight)
     costs = []
     for prefiller in ready:
-        held = prefiller.cache.matched(request.prefix)
+        held = leading(request.prefix, prefiller.cache.blocks)
         new = work(0, request.uncached_after(held), lone_tokens, lone_weight) if held else unknown
         costs.append(prefiller.inflight_uncached_tokens + new)
     return costs

@@ -264,7 +264,6 @@ class Scheduler:
                     return prefills
                 del snapshot.asking[tracker.id]
                 tracker.pushing = True
-                snapshot.pushing_tokens += tracker.prompt_tokens
                 prefills.append(self._begin_prefill(tracker, prefiller, now))
         bound = math.inf if self.config.max_pooled is None else self.config.max_pooled
         while (self._incoming or self._queue) and self._prefilling + len(snapshot.pool) < bound:
@@ -297,7 +296,7 @@ class Scheduler:
         self._end_prefill(tracker, now, done=True)
         prefiller.pinned += 1
         prefiller.pinned_tokens += prompt_tokens
-        tracker.prefiller, tracker.pinned_tokens = prefiller, prompt_tokens
+        tracker.prefiller = prefiller
         self._pool(tracker, prompt_tokens, now, expected_remaining)
 
     def prefill_failed(self, request_id: str, now: float) -> None:
@@ -596,7 +595,6 @@ class Scheduler:
             self.snapshot.asking[tracker.id] = tracker
         elif standing.pushing and prefiller is not None:
             tracker.pushing = True
-            self.snapshot.pushing_tokens += tracker.prompt_tokens
             self._begin_prefill(tracker, prefiller, now)
         elif not standing.tokens:
             self._pin(tracker, prefiller)
@@ -611,7 +609,7 @@ class Scheduler:
         if prefiller is not None:
             prefiller.pinned += 1
             prefiller.pinned_tokens += tracker.prompt_tokens
-            tracker.prefiller, tracker.pinned_tokens = prefiller, tracker.prompt_tokens
+            tracker.prefiller = prefiller
 
     # -- the moves between phases -----------------------------------------------------------------------------
 
@@ -705,7 +703,7 @@ class Scheduler:
             use = tracker.prefix_use = prefiller.cache.use(tracker.prefix, tracker.block_tokens)
             uncached = tracker.uncached_after(use.matched)
             self.snapshot.shared_prefixes.use(tracker.prefix)
-        tracker.prefiller, tracker.pinned_tokens, tracker.uncached_tokens = prefiller, tokens, uncached
+        tracker.prefiller, tracker.uncached_tokens = prefiller, uncached
         prefiller.inflight += 1
         prefiller.inflight_tokens += tokens
         prefiller.inflight_uncached_tokens += uncached
@@ -716,7 +714,7 @@ class Scheduler:
     def _learn_prefix(self, tracker: RequestTracker, prompt_tokens: int, cached_tokens: int | None) -> None:
         use, prefiller = tracker.prefix_use, tracker.prefiller
         assert prefiller is not None
-        predicted = tracker.pinned_tokens - tracker.uncached_tokens if tracker.prefix else 0
+        predicted = tracker.prompt_tokens - tracker.uncached_tokens if tracker.prefix else 0
         prefiller.hits.answered(prompt_tokens, predicted, cached_tokens)
         if use is None or cached_tokens is None or not tracker.prompt_tokens:
             return
@@ -734,13 +732,13 @@ class Scheduler:
         assert prefiller is not None
         prefiller.pace.pass_time(now, True)
         if done:
-            prefiller.pace.done(work_tokens(tracker.pinned_tokens, tracker.uncached_tokens))
+            prefiller.pace.done(work_tokens(tracker.prompt_tokens, tracker.uncached_tokens))
         else:
             prefiller.pace.failed()
         prefiller.inflight -= 1
-        prefiller.inflight_tokens -= tracker.pinned_tokens
+        prefiller.inflight_tokens -= tracker.prompt_tokens
         prefiller.inflight_uncached_tokens -= tracker.uncached_tokens
-        tracker.prefiller, tracker.pinned_tokens = None, 0
+        tracker.prefiller = None
         tracker.uncached_tokens, tracker.prefix_use, tracker.offers = 0, None, None
 
     def _end_prefill(self, tracker: RequestTracker, now: float, done: bool = False) -> None:
@@ -748,7 +746,6 @@ class Scheduler:
         self._prefilling -= 1
 
     def _end_push(self, tracker: RequestTracker, now: float, done: bool = False) -> None:
-        self.snapshot.pushing_tokens -= tracker.pinned_tokens
         tracker.pushing = False
         self._free_prefiller(tracker, now, done)
 
@@ -831,8 +828,8 @@ class Scheduler:
         prefiller = tracker.prefiller
         if prefiller is not None and not tracker.pushing:
             prefiller.pinned -= 1
-            prefiller.pinned_tokens -= tracker.pinned_tokens
-            tracker.prefiller, tracker.pinned_tokens = None, 0
+            prefiller.pinned_tokens -= tracker.prompt_tokens
+            tracker.prefiller = None
 
     def _project(self, tracker: RequestTracker, worker: DecodeInstanceState, sign: int) -> None:
         horizon, projection = self.snapshot.horizon_steps, self.snapshot.projection

@@ -113,7 +113,6 @@ class ClusterSnapshot:
         self.shared_prefixes = SharedPrefixes()
         self.queued: dict[str, RequestTracker] = {}
         self.asking: dict[str, RequestTracker] = {}  # decode-first: decoding, and no prefiller may take them yet
-        self.pushing_tokens = 0
         self.pool = PromptPool()
         self.means = WorkloadMeans()
         self.overlap = Overlap()
@@ -260,15 +259,6 @@ class ClusterSnapshot:
                 loads[worker.index] += worker.foreign_tokens + worker.foreign_requests * each
         return loads if self.alike else loads * np.array([[worker.spec.speed] for worker in self.workers])
 
-    @property
-    def promised_tokens(self) -> int:
-        """Decode load to come: prompt tokens that are being prefilled or wait in the pool.
-
-        Decode-first prefills are not counted: their tokens are in the load already.
-        """
-        prefilling = sum(prefiller.inflight_tokens for prefiller in self.prefillers)
-        return self.pool.tokens + prefilling - self.pushing_tokens
-
     def decoding(self) -> Iterator[RequestTracker]:
         """Every request on a decode worker."""
         for worker in self.workers:
@@ -286,11 +276,9 @@ class ClusterSnapshot:
         self._expect("decoding", {tracker.id for tracker in self.decoding()}, by_phase[DECODING])
         self._expect("gone", set(), by_phase[GONE])
         pushing = [tracker for tracker in self.requests.values() if tracker.pushing]
-        self._expect("pushing tokens", self.pushing_tokens, sum(tracker.pinned_tokens for tracker in pushing))
         self._expect("pushing while decoding", {t.id for t in pushing} - by_phase[DECODING], set())
         busy = {tracker.id for tracker in pushing}
         self._expect("asking", set(self.asking), set(self.asking) & by_phase[DECODING] - busy)
-        self._expect("pool tokens", self.pool.tokens, sum(tracker.prompt_tokens for tracker in self.pool))
         order = [(tracker.priority, tracker.order) for tracker in self.pool]
         self._expect("pool order", order, sorted(order))
         self._expect("up", self.up, [worker for worker in self.workers if worker.state is UP])
@@ -318,11 +306,11 @@ class ClusterSnapshot:
         busy = [tracker for tracker in here if tracker.phase is PREFILLING or tracker.pushing]
         pinned = [t for t in here if t.phase in (POOLED, DECODING) and not t.pushing]
         self._expect(f"{name} inflight", prefiller.inflight, len(busy))
-        self._expect(f"{name} inflight tokens", prefiller.inflight_tokens, sum(t.pinned_tokens for t in busy))
+        self._expect(f"{name} inflight tokens", prefiller.inflight_tokens, sum(t.prompt_tokens for t in busy))
         uncached = sum(t.uncached_tokens for t in busy)
         self._expect(f"{name} inflight uncached tokens", prefiller.inflight_uncached_tokens, uncached)
         self._expect(f"{name} pinned", prefiller.pinned, len(pinned))
-        self._expect(f"{name} pinned tokens", prefiller.pinned_tokens, sum(t.pinned_tokens for t in pinned))
+        self._expect(f"{name} pinned tokens", prefiller.pinned_tokens, sum(t.prompt_tokens for t in pinned))
 
     @staticmethod
     def _expect(what: str, found: object, counted: object) -> None:

@@ -130,7 +130,7 @@ def _prefilling(tracker: RequestTracker) -> dict[str, Any]:
     return {
         "id": tracker.id,
         "prefiller": tracker.prefiller.spec.id,
-        "prompt_tokens": tracker.pinned_tokens,
+        "prompt_tokens": tracker.prompt_tokens,
         "uncached_tokens": tracker.uncached_tokens,
         "shared_tokens": tracker.shared_blocks * tracker.block_tokens,
         "costs": {ready.spec.id: cost for ready, cost in zip(*tracker.offers, strict=True)},

@@ -32,7 +32,6 @@ class RequestTracker:
     arrived_s: float = 0.0
     phase: Phase = QUEUED
     prefiller: "PrefillerBudget | None" = None
-    pinned_tokens: int = 0
     worker: "DecodeInstanceState | None" = None
     running: bool = False
     ready_s: float = 0.0

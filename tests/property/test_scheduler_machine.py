@@ -62,7 +62,6 @@ def holdings(snapshot: ClusterSnapshot) -> dict[str, Any]:
         "pool": {tracker.id: (round(tracker.ready_s, 6), tracker.prompt_tokens) for tracker in snapshot.pool},
         "queued": sorted(snapshot.queued),
         "asking": sorted(snapshot.asking),
-        "pushing_tokens": snapshot.pushing_tokens,
         "ages": {tracker.id: tracker.age_tokens for tracker in snapshot.requests.values()},
     }
 

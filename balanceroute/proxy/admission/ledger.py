@@ -181,7 +181,7 @@ class Ledger:
 
     def admit(self) -> list[Admit]:
         """One decision over the pool, with what the predictor says now."""
-        self.settle()
+        self.collect()
         scheduler, now = self.scheduler, self.now()
         if self.forecasts is not None:
             self.forecasts.renew(scheduler)

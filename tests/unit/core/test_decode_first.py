@@ -86,7 +86,7 @@ def test_whatever_the_phase_everything_is_released_once(phase: str, leaves: str)
     snapshot.check_invariants()
     assert isinstance(release, Release) and release.prefiller is None
     assert [(w.load, len(w.active)) for w in snapshot.workers] == [(0, 0), (0, 0)]
-    assert (snapshot.prefillers[0].inflight, snapshot.prefillers[0].pinned, snapshot.pushing_tokens) == (0, 0, 0)
+    assert (snapshot.prefillers[0].inflight, snapshot.prefillers[0].pinned) == (0, 0)
     assert not snapshot.asking and not snapshot.pool.tokens
 
 
@@ -131,12 +131,6 @@ def test_arrivals_are_refused_when_the_pool_is_full() -> None:
         scheduler.set_worker_state(worker, WorkerState.DRAINING, 0.0)
     assert scheduler.submit(a_request("a"), 0.0) is None
     assert scheduler.submit(a_request("b"), 0.0) == Reject("b", RejectReason.QUEUE_FULL)
-
-
-def test_tokens_of_a_decode_first_prefill_are_not_load_to_come_a_second_time() -> None:
-    scheduler = decode_first()
-    pushing(scheduler)
-    assert scheduler.snapshot.promised_tokens == 0
 
 
 def test_of_those_that_ask_for_their_kv_the_lower_class_goes_first() -> None:
