@@ -134,25 +134,16 @@ class Exchange:
 
     async def run(self) -> None:
         """Answer the request, one way or the other."""
-        self._s.exchanges += 1
-        try:
-            await self._serve()
-        finally:
-            self._s.exchanges -= 1
-            self._account()
-
-    async def _serve(self) -> None:
-        response = self._response
+        services, response = self._s, self._response
+        services.exchanges += 1
         try:
             if response.gone:
                 raise ClientGone
-            if self._s.tickets.draining:  # since the head came
-                raise refusal(RejectReason.DRAINING, self._s.tickets.view).error()
+            if services.tickets.draining:  # since the head came
+                raise refusal(RejectReason.DRAINING, services.tickets.view).error()
             assert self._head is not None
             request = self._in_class(self._parsed(), self._head.request_id)
-            self._task = asyncio.current_task(
-                self._s.tickets.loop
-            )  # finding the loop takes a system call before Python 3.12
+            self._task = asyncio.current_task(services.loop)  # finding the loop takes a system call before Python 3.12
             response.on_gone = self._on_gone
             try:
                 await self._answer(request)
@@ -173,6 +164,9 @@ class Exchange:
             # the cancellation was ours alone: the server's task ends as if the request were over, which it is
             if not self._gone or (self._task is not None and self._task.uncancel() > 0):
                 raise
+        finally:
+            services.exchanges -= 1
+            self._account()
 
     def _parsed(self) -> ClientRequest:
         """What the client asks for. Raises: InvalidRequest."""

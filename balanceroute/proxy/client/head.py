@@ -43,9 +43,9 @@ _NO_ESCAPE: Final = re.compile(rb"%(?![0-9A-Fa-f]{2})")
 _ABSOLUTE: Final = re.compile(rb"https?://([^/?]*)(.*)", re.IGNORECASE)
 _HOST: Final = re.compile(rb"(?:[A-Za-z0-9._~!$&'()*+,;=%-]*|\[[0-9A-Fa-f:.]{2,45}\])(?::[0-9]{0,5})?")
 _LENGTH: Final = re.compile(rb"[0-9]{1,18}")
-_FIELD: Final = rb"(?:%b+):[\t ]*[!-~][\t -~]*\r\n" % _TOKEN
+_FIELD: Final = rb"%b+: ?[!-~](?:[\t -~]*[!-~])?\r\n" % _TOKEN
 _PLAIN: Final = re.compile(rb"(GET|POST) (/[A-Za-z0-9._~!$&'()*+,;=:@/?-]*) HTTP/1\.1\r\n((?:%b)+)\r\n" % _FIELD)
-_FIELDS: Final = re.compile(rb"([^:]+):([^\r]+)\r\n")
+_FIELDS: Final = re.compile(rb"([^:]+): ?([^\r]+)\r\n")
 _JUDGED: Final = frozenset((b"transfer-encoding", b"expect", b"upgrade"))
 _ORDINARY: Final = bytes([0x09, *range(0x20, 0x7F), *range(0x80, 0x100)])  # what a line may hold beside its end
 
@@ -144,7 +144,7 @@ def read_plain(raw: bytes) -> Request | None:
     if plain is None or plain.end(2) > MAX_LINE_BYTES - len(" HTTP/1.1"):
         return None
     method, target, lines = plain.groups()
-    headers = [(name.lower(), value.strip(b" \t")) for name, value in _FIELDS.findall(lines)]
+    headers = [(name.lower(), value) for name, value in _FIELDS.findall(lines)]
     told = dict(headers)
     if not len(told) == len(headers) <= MAX_FIELDS or not _JUDGED.isdisjoint(told):
         return None

@@ -123,7 +123,7 @@ def traits_of_text(text: bytes) -> Traits:
         step = size * _PIECE_BYTES // SAMPLED_BYTES
         text = b"".join(text[start : start + _PIECE_BYTES] for start in range(0, size - _PIECE_BYTES, step))
     share = size / len(text) if text else 1.0
-    if b"\\" in text:
+    if text.find(b"\\") >= 0:
         text = text.replace(b"\\n", b"\n").replace(b'\\"', b'"').replace(b"\\t", b"\t")
     traits: Traits = _TRAITS_OF_PAIR.dot(_pairs_of(text))
     return traits * share if share != 1.0 else traits

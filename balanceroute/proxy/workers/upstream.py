@@ -145,8 +145,7 @@ class Upstream:
         """
         message = self._message(method, path, body, headers)
         while True:
-            idle_s = self._keepalive_s if retry_stale else min(FRESH_S, self._keepalive_s)
-            connection = self._reused(idle_s)
+            connection = self._reused(self._keepalive_s if retry_stale else min(FRESH_S, self._keepalive_s))
             reused = connection is not None
             if connection is None:
                 connection = await self._connected(connect_timeout_s)
@@ -330,7 +329,7 @@ class Reply:
 
     def header(self, name: bytes) -> bytes | None:
         """The first value of a header; `name` in lower case."""
-        if self._lines and name not in self._lines.lower():
+        if self._lines and self._lines.lower().find(name) < 0:
             return None
         for key, value in self.headers:
             if key == name:
