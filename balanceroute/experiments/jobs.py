@@ -15,7 +15,7 @@ from functools import lru_cache
 from multiprocessing import active_children, get_context
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
-from threading import Thread
+from threading import Thread, current_thread, main_thread
 from time import perf_counter
 from typing import Any, Protocol
 
@@ -248,13 +248,25 @@ def watch(parent: "Connection[Any, Any]") -> None:
 
 
 @contextmanager
-def interrupts_blocked() -> Iterator[None]:
-    """Hold Ctrl-C back; processes started meanwhile never see it, from their first instruction on."""
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+def signals_held_back() -> Iterator[None]:
+    """Hold Ctrl-C and SIGTERM back; processes started meanwhile never see Ctrl-C, from their first instruction on.
+
+    A process that has been started and not yet been told what it is for would end with a traceback. The mask alone does
+    not hold: another thread of ours may take the signal, and Python raises in this one.
+    """
+    came: list[int] = []
+    ours = current_thread() is main_thread()
+    numbers = (signal.SIGINT, signal.SIGTERM) if ours else ()
+    handlers = {number: signal.signal(number, lambda number, _: came.append(number)) for number in numbers}
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
         yield
     finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+        for each in came:
+            signal.raise_signal(each)
 
 
 class FinishedRuns(Protocol):
@@ -298,7 +310,7 @@ def run_jobs(
             keep(job, job.run())
     else:
         with worker_processes(workers) as pool:
-            with interrupts_blocked():  # an executor starts its processes as it is given work
+            with signals_held_back():  # an executor starts its processes as it is given work
                 futures = {pool.submit(run_task, job): job for job in parallel}
             for future in as_completed(futures):
                 keep(futures[future], future.result())

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from balanceroute.cli import main
+from balanceroute.core.policies import BUILT_IN
 from balanceroute.core.scheduler import Scheduler
 from balanceroute.core.types import Admit
 from balanceroute.errors import InputError
@@ -341,7 +342,8 @@ def test_a_policy_of_ones_own_is_a_row_of_the_main_table(tmp_path: Path, monkeyp
 
 def test_every_method_has_a_look_of_its_own_in_every_figure() -> None:
     shown = {method.label for method in (*MAIN, *fairness.DEFAULTS, *scaling.METHODS, *fairness.SWEPT, *grid.POLICIES)}
-    assert shown <= set(figures.STYLES)
+    assert shown | set(figures.LABELS.values()) <= set(figures.STYLES)
+    assert set(figures.LABELS) == BUILT_IN
     looks = [look[:2] for look in figures.STYLES.values()] + list(figures.OTHERS)
     for colours_or_markers in zip(*looks, strict=True):
         assert len(set(colours_or_markers)) == len(looks)
