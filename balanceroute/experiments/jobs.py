@@ -15,7 +15,7 @@ from functools import lru_cache
 from multiprocessing import active_children, get_context
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
-from threading import Thread
+from threading import Thread, current_thread, main_thread
 from time import perf_counter
 from typing import Any, Protocol
 
@@ -249,12 +249,24 @@ def watch(parent: "Connection[Any, Any]") -> None:
 
 @contextmanager
 def interrupts_blocked() -> Iterator[None]:
-    """Hold Ctrl-C back; processes started meanwhile never see it, from their first instruction on."""
+    """Hold Ctrl-C back until the end; processes started meanwhile never see it, from their first instruction on.
+
+    The mask is what they inherit. It holds in this thread alone, and the kernel gives a signal to any thread that takes
+    it (numpy's, for one), upon which Python would interrupt this one: so the handler holds it back, too.
+    """
+    if current_thread() is not main_thread():
+        yield
+        return
+    held: list[int] = []
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    handler = signal.signal(signal.SIGINT, lambda number, _: held.append(number))
     try:
         yield
     finally:
+        signal.signal(signal.SIGINT, handler)
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        if held:
+            signal.raise_signal(signal.SIGINT)
 
 
 class FinishedRuns(Protocol):

@@ -7,11 +7,12 @@ import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from threading import Event, Thread, get_ident
 
 import pytest
 
 from balanceroute.errors import BalanceRouteError
-from balanceroute.experiments.jobs import run_jobs
+from balanceroute.experiments.jobs import interrupts_blocked, run_jobs
 from tests.waiting import block_until
 
 STARTED_WITHIN_S, ENDED_WITHIN_S = 120.0, 60.0  # bounds for a busy machine; it takes about one second
@@ -111,8 +112,28 @@ def test_a_run_on_several_processes_ends_at_once_and_leaves_none(
     send(running.pid, number)
     _, said = running.communicate(timeout=ENDED_WITHIN_S)
     assert running.returncode == code
-    assert "Traceback" not in said
+    if number is not signal.SIGKILL:  # which may come while it hands a process its task, and that one says so
+        assert "Traceback" not in said
+    assert ("balanceroute: interrupted before the report\n" in said) == (code == 130)
     assert wait_until(lambda: not processes_of(running.pid), ENDED_WITHIN_S)
+
+
+def test_an_interrupt_that_another_thread_takes_is_held_back_until_the_processes_have_started() -> None:
+    taken = Event()
+
+    def take() -> None:
+        signal.pthread_kill(get_ident(), signal.SIGINT)
+        taken.set()
+
+    reached = []
+    with pytest.raises(KeyboardInterrupt), interrupts_blocked():
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})  # as in a thread that was there before
+        thread = Thread(target=take)
+        thread.start()
+        taken.wait()
+        thread.join()
+        reached.append("the end")
+    assert reached == ["the end"]
 
 
 def test_a_process_that_is_killed_is_an_error_not_an_endless_wait() -> None:
