@@ -187,14 +187,16 @@ class PrefixIndex:
     def use(self, prefix: Sequence[int], block_tokens: int) -> PrefixUse:
         """The prompt is computed here: all of its blocks are held from now on, as far as they fit. O(n)."""
         blocks, clock = self.blocks, self._clock
-        matched = leading(prefix, blocks)
-        use = PrefixUse(matched, [blocks[block][1] for block in prefix[:matched]], clock)
+        stamps = []  # of those held, which are the first ones
         for block in reversed(prefix):
             held = blocks.pop(block, None)
             if held is not None:
                 self.tokens -= held[0]
+                stamps.append(held[1])
             clock += 1
             blocks[block] = (block_tokens, clock)
+        stamps.reverse()
+        use = PrefixUse(len(stamps), stamps, self._clock)
         self.tokens += block_tokens * len(prefix)
         self._clock = clock
         self._evict()

@@ -389,7 +389,7 @@ class Scheduler:
         """When to call `admit` again even if nothing happens until then; infinite for policies that never hold.
 
         `target_fit` and `level_fit` in slack may hold a request back beside a free slot, for `hold_s`; a driver without
-        steps of its own must then ask again at this time.
+        steps of its own must then ask again by this time.
         """
         return self.policy.recheck_s(self.snapshot, now)
 

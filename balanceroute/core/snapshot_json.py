@@ -1,4 +1,4 @@
-"""The snapshot as JSON: what `GET /state` returns and what `balanceroute explain` reads.
+"""The snapshot as JSON: in what `GET /state` returns, and what `balanceroute explain` reads.
 
 A written snapshot holds all that a policy looks at, so the decision taken on what was read back is the decision that
 the running router takes. A hand-made one needs only workers (id, slots, active) and waiting requests.

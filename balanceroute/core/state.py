@@ -1,6 +1,6 @@
 """The state document: policy, params and snapshot in one JSON object.
 
-It is what `GET /state` of a running proxy returns and what `balanceroute explain` reads, so that a decision can be
+`balanceroute explain` reads it, of `GET /state` of a running proxy or made by hand, so that a decision can be
 taken home: the policy made from the document, on the snapshot made from it, decides as the running router does.
 """
 

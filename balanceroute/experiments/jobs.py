@@ -248,25 +248,25 @@ def watch(parent: "Connection[Any, Any]") -> None:
 
 
 @contextmanager
-def interrupts_blocked() -> Iterator[None]:
-    """Hold Ctrl-C back until the end; processes started meanwhile never see it, from their first instruction on.
+def signals_held_back() -> Iterator[None]:
+    """Hold Ctrl-C and SIGTERM back; processes started meanwhile never see Ctrl-C, from their first instruction on.
 
-    The mask is what they inherit. It holds in this thread alone, and the kernel gives a signal to any thread that takes
-    it (numpy's, for one), upon which Python would interrupt this one: so the handler holds it back, too.
+    A process that has been started and not yet been told what it is for would end with a traceback. The mask alone does
+    not hold: another thread of ours may take the signal, and Python raises in this one.
     """
-    if current_thread() is not main_thread():
-        yield
-        return
-    held: list[int] = []
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
-    handler = signal.signal(signal.SIGINT, lambda number, _: held.append(number))
+    came: list[int] = []
+    ours = current_thread() is main_thread()
+    numbers = (signal.SIGINT, signal.SIGTERM) if ours else ()
+    handlers = {number: signal.signal(number, lambda number, _: came.append(number)) for number in numbers}
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
         yield
     finally:
-        signal.signal(signal.SIGINT, handler)
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
-        if held:
-            signal.raise_signal(signal.SIGINT)
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+        for each in came:
+            signal.raise_signal(each)
 
 
 class FinishedRuns(Protocol):
@@ -310,7 +310,7 @@ def run_jobs(
             keep(job, job.run())
     else:
         with worker_processes(workers) as pool:
-            with interrupts_blocked():  # an executor starts its processes as it is given work
+            with signals_held_back():  # an executor starts its processes as it is given work
                 futures = {pool.submit(run_task, job): job for job in parallel}
             for future in as_completed(futures):
                 keep(futures[future], future.result())

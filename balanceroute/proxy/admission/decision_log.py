@@ -81,7 +81,7 @@ class DecisionLog:
             self._state = self._ledger.state() if whole else self._ledger.outline()
 
     def after(self, admissions: Sequence[Admit]) -> None:
-        """It has been taken."""
+        """Note a decision that has been taken."""
         if not admissions:
             return
         now, policy = self._ledger.now(), self._ledger.scheduler.policy.name

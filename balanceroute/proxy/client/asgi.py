@@ -62,7 +62,7 @@ class AsgiHandler:
         self.body_has_come()
 
     def body_has_come(self) -> None:
-        """All of it."""
+        """The whole body is there."""
         if self._come is not None:
             self._come.set()
 

@@ -9,10 +9,9 @@ Two things protect the innocent:
 
 * **By turns.** While a request with one loss waits for its first token on a worker, no other such request is sent
   there (`Suspicions.turn`). So it loses a second worker to a request that is not known yet, or by chance, and seldom.
-* **Explained losses.** When a request is given up, the workers that it was on when they died are accounted for. Those
-  losses are evidence against nobody else from then on: they count as no failed try, nor towards the three below. They
-  do count towards the two, because of two poison requests that share their first worker the second one looks just
-  like an innocent one.
+* **Explained losses.** When a request is given up, the workers that it was on when they died are accounted for. For
+  other requests such a loss is no failed try from then on, nor one of the three below. It still is one of the two:
+  where two poison requests share their first worker, the second one looks just like an innocent one.
 
 A loss is one death of one worker, shared by all requests that were on it. A request that gets its first token has
 cleared itself.

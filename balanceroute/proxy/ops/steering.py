@@ -24,7 +24,7 @@ class Steering:
         self._services, self._switch = services, switch
 
     def routes(self) -> list[Route]:
-        """The one."""
+        """The one route."""
         return [Route("/routing/policy", self.policy, methods=["POST"])]
 
     async def policy(self, request: Request) -> Response:

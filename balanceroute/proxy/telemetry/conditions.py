@@ -29,7 +29,7 @@ class Conditions:
         self._held[kind, worker_id] = reason
 
     def clear(self, kind: str, worker_id: str) -> None:
-        """No longer, if ever."""
+        """The condition is over. Idempotent."""
         if self._held.pop((kind, worker_id), None) is not None:
             log.info("no longer degraded", extra={"worker": worker_id, "kind": kind})
 

@@ -107,7 +107,7 @@ class StageClock:
     def __init__(self) -> None:
         self.stages = HistogramFamily(
             "balanceroute_decision_stage_seconds",
-            "Parts of a decision of br_0 and br_h: prepare, stage1, stage2.",
+            "Parts of a decision of br_0, br_h, target_fit and level_fit: prepare, stage1, stage2.",
             DECISION_SECONDS,
             "stage",
         )

@@ -4,8 +4,6 @@ A worker may be broken, or be something else than it was thought to be. What no 
 one (`BadUpstreamReply`, or `StreamEnd.MALFORMED` of a stream), before it reaches the ledger, `/state` or a client.
 """
 
-from itertools import product
-from types import NoneType
 from typing import Any, Final
 
 import orjson
@@ -16,7 +14,7 @@ MAX_PARAMS_BYTES: Final = 16 * 2**20  # of kv_transfer_params: the block ids of 
 _MAX_NAME: Final = 64  # characters of a finish reason
 _COUNTS: Final = ("prompt_tokens", "completion_tokens", "total_tokens")
 _DETAILS: Final = ("prompt_tokens_details", "completion_tokens_details")
-# Of a choice, by what they are where they are there; null is as good as absent.
+# Of a choice, by what each one is that is there; null is as good as absent.
 _FIELDS: Final = {
     "finish_reason": str,
     "delta": dict,
@@ -25,7 +23,6 @@ _FIELDS: Final = {
     "text": str,
     "token_ids": list,
 }
-_ORDINARY: Final = frozenset(product(*((kind, NoneType) for kind in _FIELDS.values())))
 
 
 def token_count(value: object, name: str) -> int:
@@ -67,9 +64,9 @@ def checked_choice(choice: object) -> dict[str, Any]:
     """One choice, of an event or of a whole answer, whose fields can be looked into. Raises: ValueError."""
     if not isinstance(choice, dict):
         raise ValueError(f"a choice is {_shown(choice)}")
-    if tuple(map(type, map(choice.get, _FIELDS))) not in _ORDINARY:
-        name = next(name for name, kind in _FIELDS.items() if type(choice.get(name)) not in (kind, NoneType))
-        raise ValueError(f"{name} is {_shown(choice[name])}")
+    for name, value in choice.items():
+        if value is not None and name in _FIELDS and type(value) is not _FIELDS[name]:
+            raise ValueError(f"{name} is {_shown(value)}")
     reason, index = choice.get("finish_reason"), choice.get("index", 0)
     if reason is not None and len(reason) > _MAX_NAME:
         raise ValueError(f"finish_reason is {_shown(reason)}")

@@ -6,6 +6,7 @@ One client body becomes up to five bodies on the wire:
                                            --decode_body()--> decoder    (the client's wishes + the pulled KV)
                                            --drain_body()---> decoder    (pull the KV, one token, thrown away)
                                            --score_body()---> prefiller  (nothing but what the prompt is worth)
+                                           --push_body()----> prefiller  (layerwise: KV goes to a waiting decoder)
                              resume() ---> ClientRequest                 (prompt + generated ids, lower limit)
 
 A resumed request is an ordinary `ClientRequest` again, so its probe and decode bodies need no code of their
@@ -169,7 +170,7 @@ class PrefillResult:
     reply: dict[str, Any] | None = None  # the whole of it, where the client has `PromptWishes`
 
 
-# ------------------------------------------------------------------------------------------------ client -> r
+# ------------------------------------------------------------------------------------- from the client
 
 
 def parse(endpoint: Endpoint, body: bytes) -> ClientRequest:
@@ -335,7 +336,7 @@ def remaining_limit(request: ClientRequest, generated_tokens: int) -> int | None
     return None if limit is None else limit - generated_tokens
 
 
-# ------------------------------------------------------------------------------------------------ request ->
+# ------------------------------------------------------------------------------------- to the workers
 
 
 def probe_body(request: ClientRequest) -> bytes:
@@ -436,7 +437,7 @@ def _dump(request: ClientRequest, rest: dict[str, Any], kv_transfer_params: byte
     return orjson.dumps(rest)
 
 
-# ------------------------------------------------------------------------------------------------ worker -> r
+# ------------------------------------------------------------------------------------- from the workers
 
 
 def parse_probe_reply(body: bytes, *, worker: str, keep: bool = False) -> PrefillResult:
@@ -473,7 +474,7 @@ def parse_probe_reply(body: bytes, *, worker: str, keep: bool = False) -> Prefil
         ) from exc
 
 
-# ------------------------------------------------------------------------------------------------ fields
+# ------------------------------------------------------------------------------------- fields
 
 
 def _take_prompt(data: dict[str, Any]) -> tuple[bytes, int, int]:

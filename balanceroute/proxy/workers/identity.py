@@ -14,10 +14,12 @@ log = logging.getLogger(__name__)
 
 def check_id(worker: Worker, tier: str, told: object, sent_id: str) -> None:
     """Raises: ForeignReply: the answer's `id` is not the one that was sent, and this worker's always were."""
-    echoed = answers(told, sent_id)
-    if worker.echoes_ids and not echoed:
+    if answers(told, sent_id):
+        worker.echoes_ids = True
+    elif worker.echoes_ids:
         raise foreign_reply(worker, tier, "the answer carries the id of another request")
-    learn_id(worker, echoed)
+    else:
+        learn_id(worker, False)
 
 
 def learn_id(worker: Worker, echoed: bool) -> None:

@@ -301,6 +301,18 @@ def test_another_policy_counts_patience_from_when_a_request_became_ready() -> No
     assert (action.request, action.stage) == ("old", 0)
 
 
+def test_a_policy_that_looks_ahead_knows_what_was_bound_by_one_that_does_not() -> None:
+    scheduler = a_scheduler("pool_fifo", workers=1)
+    pool_all(scheduler, {"r": 10})
+    admitted(scheduler)
+    scheduler.progress("r", 5, 1.0)
+    assert scheduler.snapshot.projected_loads().tolist() == [[15]]
+    scheduler.reroute(PolicySettings(policy="br_h", horizon_steps=2), 1.0)
+    assert scheduler.snapshot.projected_loads().tolist() == [[15, 16, 17]]
+    scheduler.progress("r", 1, 2.0)
+    assert scheduler.snapshot.projected_loads().tolist() == [[16, 17, 18]]
+
+
 @pytest.mark.parametrize("every", [None, 4])
 def test_another_policy_asks_for_forecasts_only_where_there_is_a_predictor(every: int | None) -> None:
     scheduler = a_scheduler("pool_fifo", config=SchedulerConfig(refresh_every_tokens=every))
