@@ -27,7 +27,10 @@ def serve(
     retry_delay: Annotated[float | None, typer.Option(help="Base of the backoff, seconds.")] = None,
     max_waiting_retries: Annotated[int | None, typer.Option(help="Readiness checks of an added worker.")] = None,
     waiting_retry_interval: Annotated[float | None, typer.Option(help="Seconds between those.")] = None,
-    workers: Annotated[int | None, typer.Option(help="Processes; only 1 is possible.")] = None,
+    relays: Annotated[
+        int | None, typer.Option(help="listen.relays: processes for clients and streams; 0 is one process for all.")
+    ] = None,
+    workers: Annotated[int | None, typer.Option(help="The same, as the example proxy calls it; 1 is 0 relays.")] = None,
     journal: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Write every decision, for `explain --journal`.")
     ] = None,
@@ -49,7 +52,6 @@ def serve(
     from balanceroute.proxy.perimeter.gate import exposures
     from balanceroute.proxy.reload import reload
     from balanceroute.proxy.server import serve as run
-    from balanceroute.proxy.services import Services
     from balanceroute.proxy.telemetry.logs import configure
 
     overrides: dict[str, object] = dict(parse_assignment(text) for text in assignments or [])
@@ -70,6 +72,7 @@ def serve(
     for key, value in (
         ("routing.policy", policy),
         ("connector", connector),
+        ("listen.relays", relays),
         ("decode.max_num_seqs", max_num_seqs),
     ):
         if value is not None:
@@ -80,14 +83,20 @@ def serve(
     for text in (*unused_variables(os.environ), *exposures(config)):
         logging.getLogger(__name__).warning(text)
 
-    async def on_reload(services: Services) -> None:
+    if config.listen.relays:
+        from balanceroute.proxy.processes import serve_processes
+
+        raise typer.Exit(serve_processes(config, lambda: load(config_file, os.environ, overrides), journal))
+
+    async def on_reload() -> None:
         new = load(config_file, os.environ, overrides)
-        await reload(services, new)
+        await reload(app.services, new)
         configure(new.log.level, new.log.format)
 
     # read before there is a loop: a model file that does not fit is one line, and a long history holds up nobody
     forecasts = build_forecasts(config)
-    run(create_app(config, journal=journal, forecasts=forecasts), config, on_reload)
+    app = create_app(config, journal=journal, forecasts=forecasts)
+    run(app, config, on_reload)
 
 
 def spread_lists(arguments: list[str]) -> list[str]:

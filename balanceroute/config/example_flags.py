@@ -2,7 +2,8 @@
 
 Only the sides whose flags are given are set; the others come from the YAML. Where a meaning differs, the
 nearest setting of ours is used: `--max-retries` counts tries per tier, `--retry-delay` is the base of the
-backoff, and the two waiting flags pace the readiness checks of workers added at run time.
+backoff, and the two waiting flags pace the readiness checks of workers added at run time. `--workers`, processes that
+each decide for themselves there, are relays of one that decides here.
 """
 
 import ipaddress
@@ -30,14 +31,8 @@ def from_example_flags(
 ) -> dict[str, object]:
     """Translate the flags that were given (None: not given) into overrides for `load`.
 
-    Raises: ConfigError for lists of unequal length, malformed hosts and more than one worker process.
+    Raises: ConfigError for lists of unequal length and malformed hosts.
     """
-    if workers is not None and workers != 1:
-        raise ConfigError(
-            f"--workers = {workers}: accepted is 1; the router's decisions need the load of every decode "
-            f"worker in one "
-            "process, and several processes would each see a part of it"
-        )
     given: dict[str, object | None] = {
         "listen.host": None if host is None else host.strip("[]"),
         "listen.port": port,
@@ -45,6 +40,7 @@ def from_example_flags(
         "decode.workers": _workers("decoder", decoder_hosts, decoder_ports, 8002),
         "retry.max_attempts": None if max_retries is None else max(1, max_retries),
         "retry.base_delay_s": None if retry_delay is None else float(retry_delay),
+        "listen.relays": 0 if workers == 1 else workers,
         "lifecycle.join_attempts": max_waiting_retries,
         "lifecycle.join_interval_s": None if waiting_retry_interval is None else float(waiting_retry_interval),
         "log.level": log_level,

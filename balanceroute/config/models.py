@@ -219,6 +219,20 @@ class Listen(Section):
         description="HOST:PORT of a listener of its own for the admin routes; they are 404 on the clients' then. "
         "Unset: all routes on one listener.",
     )
+    relays: int = Field(
+        0,
+        ge=0,
+        le=64,
+        description="Processes that hold clients and their streams, beside one that decides and one that watches over "
+        "all of them (docs/relays.md). 0: one process does everything.",
+    )
+    run_folder: str | None = Field(
+        None,
+        min_length=1,
+        description="Folder, of mode 0700, in which the processes of listen.relays find each other and keep their "
+        "records of pinned KV. Unset: balanceroute-PORT in XDG_RUNTIME_DIR, or without that balanceroute-USER-PORT in "
+        "the system's temporary folder.",
+    )
 
     @property
     def admin_address(self) -> tuple[str, int] | None:
@@ -702,7 +716,8 @@ class Lifecycle(Section):
         None,
         min_length=1,
         description="File of the KV that prefillers keep for requests under way; after a kill the next start has it "
-        "drained. One router's own, best in memory: /run/balanceroute/pins. Unset: prefill.kv_pin_s frees it.",
+        "drained. One router's own, best in memory: /run/balanceroute/pins. Unset: prefill.kv_pin_s frees it. With "
+        "listen.relays each has its own in listen.run_folder, whatever is set here.",
     )
 
 
@@ -879,6 +894,11 @@ class Config(Section):
                 f"listen = {self.listen.host}:{self.listen.port}: decode workers call the router back "
                 "(mooncake_layerwise) and can't reach it there; set layerwise.callback_url, such as "
                 "http://10.0.0.5:8000, or listen on one address and port"
+            )
+        if self.connector == "mooncake_layerwise" and self.listen.relays:
+            yield (
+                f"listen.relays = {self.listen.relays}: accepted with mooncake_layerwise is 0, as decode workers call "
+                "one process back"
             )
         if self.connector == "mooncake_layerwise" and self.decode.overlap_requests not in (0, "auto"):
             yield (

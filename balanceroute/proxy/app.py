@@ -26,6 +26,7 @@ from balanceroute.proxy.client.exchange import Exchange
 from balanceroute.proxy.client.head import Request
 from balanceroute.proxy.client.messages import MessagesExchange
 from balanceroute.proxy.client.response import Response
+from balanceroute.proxy.client.services import ClientServices
 from balanceroute.proxy.life.pool_reaper import PoolReaper
 from balanceroute.proxy.ops.admin import Admin, http_error, internal_error, state
 from balanceroute.proxy.ops.dashboard import DASHBOARD_PATH, SIGN_IN, Dashboard
@@ -56,14 +57,14 @@ _LARGE = ("/v1/", "/tokenize", "/detokenize")
 _SMALL_BYTES = 2**20  # of a body: the URLs of ten thousand workers
 
 
-class RouterApp(Starlette):
+class ClientApp(Starlette):
     """Starlette, and beside it the hot routes, which take no ASGI: a `Site` of the edge.
 
     `config` is what it was made from. `services` exist, and `hot` is filled, between startup and shutdown.
     """
 
     config: Config
-    services: Services
+    services: ClientServices
     tls: Tls
     hot: Mapping[str, Callable[[Request, Response], Handler]]
 
@@ -85,6 +86,12 @@ class RouterApp(Starlette):
         await super().__call__(scope, receive, send)
 
 
+class RouterApp(ClientApp):
+    """The application of a process that decides."""
+
+    services: Services
+
+
 def create_app(
     config: Config, *, forecasts: Forecasts | None = None, journal: Path | None = None, strict: bool = False
 ) -> RouterApp:
@@ -102,38 +109,19 @@ def create_app(
         predictor = forecasts or build_forecasts(config)
         loop = asyncio.get_running_loop()
         services = app.services = build_services(config, loop, predictor, strict, journal, perimeter, app.tls, pins)
-
-        def messages(request: Request, response: Response) -> Handler:
-            response.refusal = message_refusal
-            return MessagesExchange(services, "chat", request, response)
-
-        app.hot = {
-            "/v1/completions": partial(Exchange, services, "completions"),
-            "/v1/chat/completions": partial(Exchange, services, "chat"),
-            MESSAGES_PATH: messages,
-        }
+        app.hot = hot_routes(services)
         start(services, dashboard.recorder)
         try:
             yield
         finally:
             await stop(services)
 
-    async def switch(new: Config) -> list[str]:
-        from balanceroute.proxy.reload import reload  # which puts together what is here
-
-        return await reload(app.services, new)
-
     perimeter, tls = Perimeter(config), Tls(config)
     pins = None
     if config.lifecycle.pins_file is not None and config.kv_pin_s is not None:
         pins = PinRecord(config.lifecycle.pins_file)
     dashboard = Dashboard(lambda: app.services)
-    parts: list[Admin | Forwarding | Dashboard | Metaserver | Steering] = [
-        Admin(lambda: app.services),
-        Forwarding(lambda: app.services),
-        dashboard,
-        Steering(lambda: app.services, switch),
-    ]
+    parts = operator_parts(lambda: app.services, dashboard)
     if config.connector == "mooncake_layerwise":
         parts.append(Metaserver(lambda: app.services))
     routes = [
@@ -146,11 +134,51 @@ def create_app(
         for part in parts
         for route in part.routes()
     ]
-    handlers: dict[Any, Callable[..., Any]] = {HTTPException: http_error, Exception: internal_error}
-    app = RouterApp(routes=routes, lifespan=lifespan, exception_handlers=handlers)
+    app = RouterApp(routes=routes, lifespan=lifespan, exception_handlers=HANDLERS)
+    set_up(app, config, tls)
+    return app
+
+
+HANDLERS: dict[Any, Callable[..., Any]] = {HTTPException: http_error, Exception: internal_error}
+
+
+def set_up(app: ClientApp, config: Config, tls: Tls) -> None:
+    """What every application of ours has."""
     app.config, app.hot, app.tls = config, {}, tls
     app.router.redirect_slashes = False  # to the Host that the client named; `http_error` does that
-    return app
+
+
+def hot_routes(services: ClientServices) -> Mapping[str, Callable[[Request, Response], Handler]]:
+    """The handlers of what clients ask for all the time."""
+
+    def messages(request: Request, response: Response) -> Handler:
+        response.refusal = message_refusal
+        return MessagesExchange(services, "chat", request, response)
+
+    return {
+        "/v1/completions": partial(Exchange, services, "completions"),
+        "/v1/chat/completions": partial(Exchange, services, "chat"),
+        MESSAGES_PATH: messages,
+    }
+
+
+Part = Admin | Forwarding | Dashboard | Metaserver | Steering
+
+
+def operator_parts(services: Callable[[], Services], dashboard: Dashboard) -> list[Part]:
+    """Everything that a process that decides serves beside the hot routes."""
+
+    async def switch(new: Config) -> list[str]:
+        from balanceroute.proxy.reload import reload  # which puts together what is here
+
+        return await reload(services(), new)
+
+    return [
+        Admin(services),
+        Forwarding(services, lambda worker_id: services().ledger.forget_prefixes(worker_id)),
+        dashboard,
+        Steering(services, switch),
+    ]
 
 
 def build_services(
@@ -191,6 +219,7 @@ def build_services(
         perimeter=perimeter,
         tls=tls,
         forecasts=forecasts,
+        keyer=forecasts,
         strict=strict,
     )
 
@@ -202,7 +231,10 @@ def health_monitor(services: Services) -> HealthMonitor:
         services.loop,
         lambda: services.config,
         services.attention,
-        lambda worker_id: any(leg.expects_tokens_from(worker_id) for leg in services.legs),
+        lambda worker_id: (
+            bool(services.fleet[worker_id].awaited_by)
+            or any(leg.expects_tokens_from(worker_id) for leg in services.legs)
+        ),
         services.internal_error,
     )
 
@@ -219,18 +251,18 @@ def metrics_poller(services: Services) -> MetricsPoller:
     )
 
 
-def start(services: Services, recorder: Recorder) -> None:
-    """Start the coroutines."""
+def start(services: Services, recorder: Recorder, settled: asyncio.Event | None = None) -> None:
+    """Start the coroutines. `settled`: nothing is decided before it is set."""
     decisions = recorder.decisions = DecisionLog(services.ledger)
 
     def admitted(admission: Admit) -> None:
         services.metrics.admissions.inc(admission.worker, f"stage_{admission.stage}")
 
     coroutines: dict[str, Callable[[], Awaitable[None]]] = {
-        "prefill_dispatcher": PrefillDispatcher(services.ledger).run,
-        "decode_dispatcher": DecodeDispatcher(
-            services.ledger, services.metrics.admit_duration, admitted, decisions
-        ).run,
+        "prefill_dispatcher": after(settled, PrefillDispatcher(services.ledger).run),
+        "decode_dispatcher": after(
+            settled, DecodeDispatcher(services.ledger, services.metrics.admit_duration, admitted, decisions).run
+        ),
         "metrics_poller": metrics_poller(services).run,
         "pool_reaper": PoolReaper(services, services.ledger.expire).run,
         "health": health_monitor(services).run,
@@ -238,12 +270,29 @@ def start(services: Services, recorder: Recorder) -> None:
         "certificates": lambda: services.tls.watch(lambda: services.config),
     }
     for name, run in coroutines.items():
-        services.tasks[name] = services.loop.create_task(_supervised(services, name, run), name=name)
+        services.tasks[name] = services.loop.create_task(supervised(services, name, run), name=name)
     start_refits(services)
+    drain_left(services)
+
+
+def drain_left(services: ClientServices) -> None:
+    """Have what a former process has left pinned drained."""
     if services.pins is not None:
         authorization = services.perimeter.authorization_for([])
         headers = [(b"authorization", authorization)] if authorization else []
         services.drainer.drain_left(services.pins.left, checked_lines(headers))
+
+
+def after(event: asyncio.Event | None, run: Callable[[], Awaitable[None]]) -> Callable[[], Awaitable[None]]:
+    """What runs once the event is set, if there is one."""
+    if event is None:
+        return run
+
+    async def later() -> None:
+        await event.wait()
+        await run()
+
+    return later
 
 
 def start_refits(services: Services) -> None:
@@ -253,21 +302,28 @@ def start_refits(services: Services) -> None:
         before.cancel()
     refits = services.ledger.refits()
     if refits is not None:
-        run = _supervised(services, "refits", refits)
+        run = supervised(services, "refits", refits)
         services.tasks["refits"] = services.loop.create_task(run, name="refits")
 
 
 async def stop(services: Services) -> None:
     """End everything; what still runs is cut off."""
+    try:
+        await stop_tasks(services)
+    finally:
+        if services.forecasts is not None:
+            services.forecasts.close()
+        services.ledger.close()
+
+
+async def stop_tasks(services: ClientServices) -> None:
+    """End the coroutines, the drains and the connections to workers."""
     tasks = list(services.tasks.values())
     for task in tasks:
         task.cancel()
     results = await asyncio.gather(*tasks, return_exceptions=True)
     await services.drainer.close()
     services.fleet.close()
-    if services.forecasts is not None:
-        services.forecasts.close()
-    services.ledger.close()
     if services.pins is not None:
         services.pins.close()
     for result in results:
@@ -275,7 +331,9 @@ async def stop(services: Services) -> None:
             raise result
 
 
-def _supervised(services: Services, name: str, run: Callable[[], Awaitable[None]]) -> Coroutine[Any, Any, None]:
+def supervised(services: ClientServices, name: str, run: Callable[[], Awaitable[None]]) -> Coroutine[Any, Any, None]:
+    """What runs for ever, again after a bug of ours."""
+
     async def forever() -> None:
         while True:
             try:
@@ -283,7 +341,8 @@ def _supervised(services: Services, name: str, run: Callable[[], Awaitable[None]
             except Exception:
                 # a router that decides nothing any more is worse than one that has met a bug of its own
                 services.metrics.tasks_failed.inc(name)
-                log.exception("internal error", extra={"where": name, "state": state(services)})
+                known = state(services) if isinstance(services, Services) else None
+                log.exception("internal error", extra={"where": name, "state": known})
                 if services.strict:
                     raise
                 await asyncio.sleep(_RESTART_S)

@@ -79,16 +79,21 @@ def apply(services: Services, new: Config, successor: Successor | None = None) -
 
 def check(services: Services, new: Config) -> None:
     """Raises: ConfigError: `new` needs a restart."""
-    for name in FIXED:
-        if getattr(services.config, name) != getattr(new, name):
-            raise ConfigError(f"{name}: cannot change while the router runs; restart it")
-    if services.config.lifecycle.pins_file != new.lifecycle.pins_file:
-        raise ConfigError("lifecycle.pins_file: cannot change while the router runs; restart it")
+    check_fixed(services.config, new)
     wanted = {spec.id: spec for spec in worker_specs(new)}
     for worker in services.fleet:
         spec = wanted.get(worker.id)
         if spec is not None and spec != worker.spec:
             raise ConfigError(f"worker {worker.id}: its settings cannot change while it is in use; remove it first")
+
+
+def check_fixed(old: Config, new: Config) -> None:
+    """Raises: ConfigError: something has changed that can't while the router runs."""
+    for name in FIXED:
+        if getattr(old, name) != getattr(new, name):
+            raise ConfigError(f"{name}: cannot change while the router runs; restart it")
+    if old.lifecycle.pins_file != new.lifecycle.pins_file:
+        raise ConfigError("lifecycle.pins_file: cannot change while the router runs; restart it")
 
 
 def asks_another_predictor(old: Config, new: Config) -> bool:
@@ -101,7 +106,7 @@ def reroute(services: Services, new: Config, successor: Successor | None) -> Non
     """Another policy, and with `successor` another predictor."""
     before = services.forecasts
     if successor is not None:
-        services.forecasts = successor.forecasts
+        services.forecasts = services.keyer = successor.forecasts
     services.ledger.reroute(policy_settings(new), scheduler_config(new), services.forecasts)
     services.metrics.policy = new.routing.policy
     if successor is None:

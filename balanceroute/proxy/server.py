@@ -19,11 +19,11 @@ import uvicorn
 
 from balanceroute.config import Config
 from balanceroute.errors import ConfigError, InputError
-from balanceroute.proxy.app import RouterApp
+from balanceroute.proxy.app import ClientApp
 from balanceroute.proxy.client.edge import ClientLimits
+from balanceroute.proxy.client.services import ClientServices
 from balanceroute.proxy.client.uvicorn_protocol import protocol_class
 from balanceroute.proxy.hotpath import COMPILED, STALE
-from balanceroute.proxy.services import Services
 
 log = logging.getLogger(__name__)
 
@@ -32,21 +32,23 @@ YOUNG_OBJECTS = 20_000  # new objects between two looks for garbage in rings; Py
 _LOOK_S = 0.05
 _ABORT_S = 3.0
 
-Reload = Callable[[Services], Awaitable[None]]
+Reload = Callable[[], Awaitable[None]]
 
 
 class Server(uvicorn.Server):
     """uvicorn's server whose stop is a drain first."""
 
-    def __init__(self, app: RouterApp, config: Config) -> None:
+    def __init__(self, app: ClientApp, config: Config, uds: str | None = None) -> None:
+        """`uds`: a unix socket to listen on, instead of `listen.host` and `listen.port`."""
         listen = config.listen
         super().__init__(
             uvicorn.Config(
                 app,
                 host=listen.host,
                 port=listen.port,
+                uds=uds,
                 loop="uvloop",
-                http=protocol_class(app, ClientLimits.of(config), lambda: app.tls.server),
+                http=protocol_class(app, ClientLimits.of(config), lambda: app.tls.server if uds is None else None),
                 ws="none",
                 lifespan="on",
                 access_log=False,
@@ -69,21 +71,25 @@ class Server(uvicorn.Server):
             return
         services.loop.call_soon_threadsafe(self._begin_drain, services)
 
-    def _begin_drain(self, services: Services) -> None:
+    def _begin_drain(self, services: ClientServices) -> None:
         if self._drain is None:
-            services.ledger.drain()
+            services.begin_drain()
             log.warning("draining", extra={"requests": services.exchanges})
             self._drain = services.loop.create_task(self._until_drained(services))
 
-    async def _until_drained(self, services: Services) -> None:
+    def busy(self, services: ClientServices) -> bool:
+        """Whether something is left to wait for."""
+        return bool(services.exchanges or services.drainer.pending)
+
+    async def _until_drained(self, services: ClientServices) -> None:
         deadline = services.loop.time() + services.config.lifecycle.drain_timeout_s
-        while (services.exchanges or services.drainer.pending) and services.loop.time() < deadline:  # noqa: ASYNC110
+        while self.busy(services) and services.loop.time() < deadline:  # noqa: ASYNC110
             await asyncio.sleep(_LOOK_S)
         if services.exchanges:
             log.warning("aborting requests", extra={"requests": services.exchanges})
             services.abort_all()
             deadline = services.loop.time() + _ABORT_S  # their error events go out, what they had pinned is drained
-            while (services.exchanges or services.drainer.pending) and services.loop.time() < deadline:  # noqa: ASYNC110
+            while self.busy(services) and services.loop.time() < deadline:  # noqa: ASYNC110
                 await asyncio.sleep(_LOOK_S)
         self.should_exit = True
 
@@ -91,14 +97,18 @@ class Server(uvicorn.Server):
         """Listen, and say where."""
         await super().startup(sockets=sockets)  # type: ignore[arg-type]
         if self.started:
-            sock = self.servers[0].sockets[0].getsockname()
-            told: dict[str, object] = {"host": sock[0], "port": sock[1], "tls": self._app.tls.server is not None}
-            address = self._router_config.listen.admin_address
-            if address is not None:
-                told["admin_port"] = self._app.services.perimeter.admin_port = await self._listen_for_operators(address)
-            log.info("listening", extra={**told, "hot_path_compiled": COMPILED})
+            log.info("listening", extra={**await self.listening(), "hot_path_compiled": COMPILED})
             if STALE:
                 log.warning("the compiled hot path is of another version and not used; install balanceroute again")
+
+    async def listening(self) -> dict[str, object]:
+        """Listen wherever else that is to be; returns where, for the log."""
+        sock = self.servers[0].sockets[0].getsockname()
+        told: dict[str, object] = {"host": sock[0], "port": sock[1], "tls": self._app.tls.server is not None}
+        address = self._router_config.listen.admin_address
+        if address is not None:
+            told["admin_port"] = self._app.services.perimeter.admin_port = await self._listen_for_operators(address)
+        return told
 
     async def shutdown(self, sockets: list[object] | None = None) -> None:  # type: ignore[override]
         """Stop. Where the end is forced uvicorn leaves the application out; it is told, but has little time."""
@@ -130,8 +140,8 @@ class Server(uvicorn.Server):
 class ProcessServer(Server):
     """The server of a process of its own, which it sets up for streams; it reloads on SIGHUP."""
 
-    def __init__(self, app: RouterApp, config: Config, on_reload: Reload | None = None) -> None:
-        super().__init__(app, config)
+    def __init__(self, app: ClientApp, config: Config, on_reload: Reload | None = None, uds: str | None = None) -> None:
+        super().__init__(app, config, uds)
         self._on_reload = on_reload
         self._reload_asked = False
         self._reloading: asyncio.Task[None] | None = None
@@ -164,12 +174,26 @@ class ProcessServer(Server):
         while self._reload_asked:
             self._reload_asked = False
             try:
-                await self._on_reload(self._app.services)
+                await self._on_reload()
             except (ConfigError, InputError) as error:
                 log.warning("reload refused", extra={"error": str(error)})
 
 
-def serve(app: RouterApp, config: Config, on_reload: Reload | None = None) -> None:
+class ChildServer(ProcessServer):
+    """The server of one of several processes, whose parent tells them what to do.
+
+    SIGTERM drains, and says no more when it comes again: others may send it to all processes as well. SIGINT ends now.
+    """
+
+    def handle_exit(self, sig: int, frame: object) -> None:
+        """See the class."""
+        if sig == signal.SIGINT or self._drain is None:
+            super().handle_exit(sig, frame)
+        if sig == signal.SIGINT:
+            self.should_exit = self.force_exit = True
+
+
+def serve(app: ClientApp, config: Config, on_reload: Reload | None = None) -> None:
     """Run until a signal ends it. Raises: ConfigError: the address cannot be listened on."""
     server = ProcessServer(app, config, on_reload)
     try:

@@ -1,35 +1,21 @@
 """The parts of a running router, made once by `app.create_app`'s lifespan.
 
-Each rung of the ladder declares what it needs: `LifeServices`, and on it `ClientServices` for the rungs above. This is
-all of it, for those who put it together.
+Each rung of the ladder declares what it needs: `LifeServices`, on it `ClientServices`, and on that `OperatorServices`.
+This is all of it, for those who put it together.
 """
 
-import asyncio
-import logging
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
-from balanceroute.errors import Draining
-from balanceroute.proxy.client.services import ClientServices
-from balanceroute.proxy.perimeter.tls import Tls
-
-log = logging.getLogger(__name__)
+from balanceroute.proxy.admission.forecasts import Forecasts
+from balanceroute.proxy.ops.services import OperatorServices
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
-class Services(ClientServices):
-    """Everything, and what runs."""
+class Services(OperatorServices):
+    """Everything, in the process that decides."""
 
-    tls: Tls
-    tasks: dict[str, asyncio.Task[None]] = field(default_factory=dict)  # the coroutines, once they run, by name
+    forecasts: Forecasts | None = None
 
-    def internal_error(self, where: str, error: Exception, worker: str) -> None:
-        """A bug of ours: counted and logged with its traceback. Raises: `error`, where bugs are fatal."""
-        self.metrics.tasks_failed.inc(where)
-        log.error("internal error", exc_info=error, extra={"where": where, "worker": worker})
-        if self.strict:
-            raise error
-
-    def abort_all(self) -> None:
-        """End every request now: the clients get a 503, or an error event and an unclean end."""
-        for leg in list(self.legs):
-            leg.interrupt(Draining("The router is shutting down.", retry_after_s=1.0))
+    def begin_drain(self) -> None:
+        """Refuse every new request from now on."""
+        self.ledger.drain()

@@ -1,12 +1,15 @@
 """The storm: hundreds of clients, a cluster that keeps breaking, and a check of every single answer.
 
-    scripts/chaos [--short | --seconds N] [--seed N] [--clients N] [--scenario NAME] [--keep DIR]
+    scripts/chaos [--short | --seconds N] [--seed N] [--clients N] [--scenario NAME] [--relays N] [--keep DIR]
 
 `storm`: everything that `faults.py` can do, while `operations.py` takes workers out and in. `busy-decoder`: four decode
 ranks, one of which answers 503 to everything, patient clients and no other fault; not one request may fail. `shutdown`:
 the storm, and SIGTERM to the router in the middle of it. `frozen`: the storm over independent ranks and prefillers in
 processes of their own, which are stopped (SIGSTOP) and continued, killed and started. `frozen-group`: one process with
 all ranks at one barrier; the process, or only its barrier, stands still from time to time.
+
+With `--relays` the router has several processes, and in the storm those are killed and stopped too (`kills.py`).
+Streams of a relay that is killed may break off, and nothing else may.
 
 The seed fixes the requests and the faults, in their order; how they meet depends on the machine. So each failure is
 told with the request id, and the router's log of it can be kept (--keep).
@@ -40,8 +43,9 @@ from scripts.chaos_run.aftermath import (
 from scripts.chaos_run.asks import CHAT, COMPLETIONS, Ask, Asker, Mix
 from scripts.chaos_run.faults import Saboteur, Schedule
 from scripts.chaos_run.folder import logs_folder
+from scripts.chaos_run.kills import Killer
 from scripts.chaos_run.operations import Operator
-from scripts.chaos_run.stack import HOST, OUTPUT_LENGTHS, Shape, Stack
+from scripts.chaos_run.stack import HOST, OUTPUT_LENGTHS, Shape, Stack, merged
 from scripts.chaos_run.verdict import FAULTS, Kind, Verdict, judge
 from scripts.chaos_run.wire import GRACE_S, Answer, Client, Ended
 
@@ -145,6 +149,7 @@ class Plan:
     scenario: str
     shape: Shape
     mix: Mix
+    relays: int
 
 
 def plan_of(arguments: argparse.Namespace) -> Plan:
@@ -158,7 +163,7 @@ def plan_of(arguments: argparse.Namespace) -> Plan:
         shape = replace(shape, decoders=6, processes=6)
     elif arguments.scenario == "frozen-group":
         shape = replace(shape, processes=1)
-    return Plan(seconds, arguments.seed, arguments.clients, arguments.scenario, shape, mix)
+    return Plan(seconds, arguments.seed, arguments.clients, arguments.scenario, shape, mix, arguments.relays)
 
 
 class Run:
@@ -178,6 +183,7 @@ class Run:
         )
         self._saboteur = Saboteur(stack.control_urls, schedule)
         self._operator = Operator(stack.url, plan.shape, stack.base_port, plan.seed)
+        self._killer = Killer(stack.router.pid, plan.seed)
         self._started_s = time.monotonic()
         self._stopping = False
         self.tally, self.memory, self.findings = Tally(), Memory(), Findings()
@@ -195,6 +201,8 @@ class Run:
                 "frozen": [self._saboteur.run, self._operator.run],
                 "frozen-group": [self._saboteur.run, self._saboteur.freeze_group],
             }.get(plan.scenario, [])
+            if plan.relays and plan.scenario == "storm":
+                attacks.append(self._killer.run)
             tasks = [sampling, *(side.create_task(attack()) for attack in attacks)]
             async with asyncio.TaskGroup() as clients:
                 for index in range(plan.clients):
@@ -218,13 +226,15 @@ class Run:
             findings.check(not out, f"workers not back in service {out or 'none'}")
             exposition = (await client.get(f"{stack.url}/metrics")).text
             left = tally.kinds[Kind.LEFT] + tally.kinds[Kind.HANGING]
-            check_outcomes(findings, outcomes(exposition), tally.counted, tally.unseen, tally.kinds[Kind.RIGHT], left)
+            if not self._killer.done:  # a relay takes the counts of its last second along
+                told = outcomes(exposition)
+                check_outcomes(findings, told, tally.counted, tally.unseen, tally.kinds[Kind.RIGHT], left)
             errors = sample(exposition, "balanceroute_internal_errors_total")
             findings.check(errors == 0, f"internal errors of the router {int(errors)}")
             for name in ("retries", "recomputes", "moves", "kv_drains"):
                 findings.lines.append(f"{name} {int(sample(exposition, f'balanceroute_{name}_total'))}")
-            orphans = sample(exposition, "balanceroute_kv_orphans")
-            await self._inspect_workers(int(orphans))
+            orphans = int(sample(exposition, "balanceroute_kv_orphans"))
+            await self._inspect_workers(None if self._killer.done else orphans)
             held = held_by_router((await client.get(f"{stack.url}/state")).json())
             findings.check(not held, f"router holds {held or 'nothing'} after the leases")
         flat, line = self.memory.flat()
@@ -268,7 +278,11 @@ class Run:
                 self.tally.kinds["after the end"] += 1  # sent to a port that was closed, or just about to be
                 await asyncio.sleep(0.2)
                 continue
-            self.tally.add(ask, answer, judge(ask, answer), self._elapsed(), self.tally.lag_s - lag_s)
+            verdict, lag_s = judge(ask, answer), self.tally.lag_s - lag_s
+            broke = verdict.kind is Kind.IMPROPER and answer.ended in (Ended.CUT, Ended.REFUSED)
+            if broke and self._killer.took(time.monotonic(), lag_s):
+                verdict = replace(verdict, kind=Kind.TAKEN)
+            self.tally.add(ask, answer, verdict, self._elapsed(), lag_s)
             if answer.status in (429, 503):
                 await asyncio.sleep(0.2)  # a fraction of Retry-After: the router stays under pressure
 
@@ -309,7 +323,7 @@ class Run:
     def report(self) -> str:
         """The summary table, then the first failures."""
         plan, tally = self._plan, self.tally
-        total = sum(tally.kinds[kind] for kind in Kind)
+        total, killed = sum(tally.kinds[kind] for kind in Kind), self._killer.done
         lines = [
             f"chaos {plan.scenario}: {plan.seconds:.0f} s, {plan.clients} clients, seed {plan.seed},"
             f" {plan.shape.prefillers} prefillers, {plan.shape.decoders} decode ranks,"
@@ -321,6 +335,7 @@ class Run:
             f"  status       {'  '.join(f'{status}: {n}' for status, n in sorted(tally.statuses.items()))}",
             f"  faults       {', '.join(f'{kind} {n}' for kind, n in self._saboteur.played.most_common())}",
             f"  operations   {', '.join(f'{what} {n}' for what, n in self._operator.done.most_common()) or 'none'}",
+            *([f"  processes    {', '.join(f'{what} {n}' for what, n in killed.most_common())}"] if killed else []),
             "",
             *(f"  {'MISSED' if line in self.findings.faults else 'ok':<7}{line}" for line in self.findings.lines),
             "",
@@ -336,7 +351,8 @@ class Run:
 
 async def run(plan: Plan, folder: Path) -> bool:
     """One whole run; True when every bar is met."""
-    stack = Stack(plan.shape, folder, overrides=PATIENT if plan.shape.processes else None)
+    overrides = {"listen": {"relays": plan.relays, "run_folder": str(folder / "run")}}
+    stack = Stack(plan.shape, folder, overrides=merged(overrides, PATIENT if plan.shape.processes else {}))
     async with stack:
         this = Run(plan, stack)
         await this.storm()
@@ -357,6 +373,7 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=1, help="of requests and faults (1)")
     parser.add_argument("--clients", type=int, default=250, help="at once (250)")
     parser.add_argument("--scenario", choices=SCENARIOS, default="storm")
+    parser.add_argument("--relays", type=int, default=0, help="processes for clients and streams (0: one for all)")
     parser.add_argument("--keep", type=Path, help="folder for logs and configuration; else they go")
     arguments = parser.parse_args()
     with logs_folder("chaos", arguments.keep) as folder:

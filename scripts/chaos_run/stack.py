@@ -104,6 +104,11 @@ class Process:
         raise RuntimeError(f"no answer from {url}:\n{self.log.read_text()[-2000:]}")
 
     @property
+    def pid(self) -> int:
+        """Its process id."""
+        return self._process.pid
+
+    @property
     def alive(self) -> bool:
         """Whether it still runs."""
         return self._process.returncode is None

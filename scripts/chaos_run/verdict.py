@@ -28,6 +28,7 @@ class Kind(StrEnum):
     REFUSED = "refused"  # a status with an error body
     BROKEN = "broken off"  # right so far, then an error event
     LEFT = "left"  # the client went; what it had got was right
+    TAKEN = "taken along"  # by a relay that was killed; what had come was right
     WRONG = "wrong"
     IMPROPER = "improper"  # neither an answer nor an error as it should be
     HANGING = "hanging"

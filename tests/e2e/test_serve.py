@@ -186,11 +186,11 @@ def test_a_second_sigterm_ends_the_router_now(deployment: Deployment, tmp_path: 
 @pytest.mark.parametrize(
     ("arguments", "told"),
     [
-        (["--workers", "4", "--decoder-ports", "1"], "--workers = 4: accepted is 1"),
+        (["--relays", "-1", "--prefiller-ports", "1", "--decoder-ports", "1"], "listen.relays"),
         (["--prefiller-ports", "1"], "decode.workers"),
         (["--config", "/nowhere.yaml"], "/nowhere.yaml"),
     ],
-    ids=["workers", "no-decoders", "no-file"],
+    ids=["relays", "no-decoders", "no-file"],
 )
 def test_bad_flags_end_in_one_line_and_exit_code_2(arguments: list[str], told: str) -> None:
     done = subprocess.run([sys.executable, "-m", "balanceroute", "serve", *arguments], capture_output=True, text=True)

@@ -93,7 +93,7 @@ def test_pure_layers_use_no_clock_socket_task_logger_or_global_random_state(fold
 
 
 # the ladder of proxy/: each rung imports only rungs below it; the modules beside the rungs compose them
-RUNGS = ("wire", "telemetry", "perimeter", "admission", "workers", "life", "client", "ops")
+RUNGS = ("wire", "telemetry", "perimeter", "admission", "link", "workers", "life", "client", "ops")
 
 
 @pytest.mark.parametrize(

@@ -78,6 +78,11 @@ class Forecasts(Protocol):
         """The predictor's key of a prompt (its JSON) or of the configured header; "" where it uses none."""
         ...
 
+    @property
+    def salt(self) -> bytes | None:
+        """Of the keys; None where it uses none."""
+        ...
+
     def initial(self, tracker: RequestTracker, prompt_tokens: int) -> float | None:
         """c-hat of a request that was just prefilled, with this prompt; None where nothing is predicted."""
         ...
@@ -108,6 +113,19 @@ class Forecasts(Protocol):
         ...
 
 
+class Keys:
+    """The keys of prompts that one history knows, wherever they are made."""
+
+    def __init__(self, salt: bytes, by_header: bool) -> None:
+        """`by_header`: the client's header tells kinds of requests apart, where it is there."""
+        self.salt, self._by_header = salt, by_header
+        self._keyer = PromptKeyer(salt)
+
+    def key(self, prompt: bytes, header: str) -> str:
+        """A salted hash of what tells this kind of request from others; of the prompt where the header is missing."""
+        return self._keyer.of_header(header) if self._by_header and header else self._keyer.of_json(prompt)
+
+
 class HistoryOnly:
     """No predictor: what finishes is recorded for a later day."""
 
@@ -117,14 +135,16 @@ class HistoryOnly:
         if past is not None and self.history.path is None:
             self.history.salt = past.salt
         keyed = chosen.history is not None or chosen.by_key
-        self._keyer = PromptKeyer(self.history.salt) if keyed else None
-        self._by_header = chosen.key_header is not None
+        self._keys = Keys(self.history.salt, chosen.key_header is not None) if keyed else None
 
     def key(self, prompt: bytes, header: str) -> str:
-        """A salted hash of what tells this kind of request from others; of the prompt where the header is missing."""
-        if self._keyer is None:
-            return ""
-        return self._keyer.of_header(header) if self._by_header and header else self._keyer.of_json(prompt)
+        """See `Keys`; "" where no keys are used."""
+        return "" if self._keys is None else self._keys.key(prompt, header)
+
+    @property
+    def salt(self) -> bytes | None:
+        """Of the keys; None where none are used."""
+        return None if self._keys is None else self._keys.salt
 
     def initial(self, tracker: RequestTracker, prompt_tokens: int) -> float | None:
         """Nothing is predicted."""

@@ -93,17 +93,17 @@ class ClientLimits:
 
     @classmethod
     def of(cls, config: Config) -> "ClientLimits":
-        """Those of a configuration."""
-        limits = config.limits
+        """Those of a configuration; of several relays each has an equal share of what bounds the whole router."""
+        limits, relays = config.limits, max(1, config.listen.relays)
         return cls(
-            limits.max_connections,
+            -(-limits.max_connections // relays),
             limits.client_header_timeout_s,
             limits.client_min_rate_bytes_per_s,
             limits.client_keep_alive_s,
             limits.client_stall_timeout_s,
             limits.max_body_bytes,
-            limits.max_incoming_bytes,
-            limits.max_held_bytes,
+            -(-limits.max_incoming_bytes // relays),
+            -(-limits.max_held_bytes // relays),
         )
 
 

@@ -261,7 +261,7 @@ class Exchange:
     ) -> Leg:
         head, services = self._head, self._s
         assert head is not None
-        forecasts = services.forecasts
+        keyer = services.keyer
         strategy: Callable[[Leg], Strategy] = Layerwise if services.connector.decode_first else Pull
         if request.scores_only:
             strategy = Scoring
@@ -272,7 +272,7 @@ class Exchange:
             outlet,
             head.forwarded,
             strategy,
-            prompt_key="" if forecasts is None else forecasts.key(request.prompt_key, head.key),
+            prompt_key="" if keyer is None else keyer.key(request.prompt_key, head.key),
             deadline_s=self._arrived_s + min(head.timeout_s, services.config.limits.request_timeout_s),
             scanner_options=options,
             choices=choices,

@@ -1,6 +1,7 @@
 """What a request's headers mean to the router, read before anything is decided."""
 
 import math
+import os
 import random
 from dataclasses import dataclass
 from typing import Final
@@ -17,6 +18,7 @@ FORWARDED: Final = frozenset(
 _ID_CHARACTERS: Final = frozenset(b"abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789-_.:")
 _MAX_ID: Final = 96
 _ids: Final = random.Random()  # names, no secrets: seeded once by the system, instead of a system call per request
+os.register_at_fork(after_in_child=_ids.seed)  # two relays must not give the same names
 
 
 @dataclass(slots=True)

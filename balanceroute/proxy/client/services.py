@@ -1,20 +1,35 @@
-"""What all client requests of one router share."""
+"""What a process that serves clients is made of."""
 
-from dataclasses import dataclass
+import asyncio
+import logging
+from dataclasses import dataclass, field
+from typing import Protocol
 
-from balanceroute.proxy.admission.forecasts import Forecasts
-from balanceroute.proxy.admission.ledger import Ledger
+from balanceroute.errors import Draining
 from balanceroute.proxy.life.leg import LifeServices
 from balanceroute.proxy.perimeter.gate import Perimeter
+from balanceroute.proxy.perimeter.keys import KeyUse
+from balanceroute.proxy.perimeter.tls import Tls
+
+log = logging.getLogger(__name__)
+
+
+class Keyer(Protocol):
+    """What tells kinds of prompts apart for a predictor."""
+
+    def key(self, prompt: bytes, header: str) -> str:
+        """As `Forecasts.key`."""
+        ...
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class ClientServices(LifeServices):
-    """Beside what legs need; `perimeter` and `forecasts` are replaced by a reload."""
+    """Beside what legs need; `perimeter` and `keyer` are replaced by a reload."""
 
-    ledger: Ledger
     perimeter: Perimeter
-    forecasts: Forecasts | None = None
+    tls: Tls
+    tasks: dict[str, asyncio.Task[None]] = field(default_factory=dict)  # the coroutines, once they run, by name
+    keyer: Keyer | None = None
     exchanges: int = 0  # client requests under way
     strict: bool = False  # tests: our own bugs are fatal
 
@@ -23,3 +38,24 @@ class ClientServices(LifeServices):
         """What is wrong although requests are served, one line each."""
         silent = [f"{', '.join(group.workers)}: fell silent together ({group.name})" for group in self.frozen]
         return [*self.metrics.conditions.reasons, *silent]
+
+    def keys_elsewhere(self, relay: str, keys: tuple[KeyUse, ...]) -> None:
+        """What another process's clients have used of their keys."""
+        if self.perimeter.keys is not None:
+            self.perimeter.keys.used_elsewhere(relay, keys, self.loop.time())
+
+    def begin_drain(self) -> None:
+        """Refuse every new request from now on."""
+        raise NotImplementedError
+
+    def internal_error(self, where: str, error: Exception, worker: str) -> None:
+        """A bug of ours: counted and logged with its traceback. Raises: `error`, where bugs are fatal."""
+        self.metrics.tasks_failed.inc(where)
+        log.error("internal error", exc_info=error, extra={"where": where, "worker": worker})
+        if self.strict:
+            raise error
+
+    def abort_all(self) -> None:
+        """End every request now: the clients get a 503, or an error event and an unclean end."""
+        for leg in list(self.legs):
+            leg.interrupt(Draining("The router is shutting down.", retry_after_s=1.0))

@@ -41,8 +41,10 @@ class Mover:
         attention: Attention,
         frozen: list[FrozenGroup],
         config: Callable[[], Config],
+        judges: bool = True,
     ) -> None:
-        """`frozen` is kept up to date here; `config` is called anew, so a reload counts."""
+        """`frozen` is kept up to date here where it `judges`; `config` is called anew, so a reload counts."""
+        self._judges = judges
         self._tickets, self._fleet, self._metrics, self._legs = tickets, fleet, metrics, legs
         self._attention, self._frozen, self._config = attention, frozen, config
         self._out_since_s: dict[str, float] = {}
@@ -57,7 +59,8 @@ class Mover:
         if not self._attentive:
             return
         self._note_out(now)
-        self._note_frozen(now)
+        if self._judges:
+            self._note_frozen(now)
         if self._out_since_s or self._frozen:
             self._move(now)
         self._refuse_waiting(now)
@@ -83,6 +86,7 @@ class Mover:
     def _note_frozen(self, now: float) -> None:
         window_s = self._config().health.silence_window_s
         expecting = {leg.worker for leg in self._legs if leg.worker and leg.expects_tokens_from(leg.worker)}
+        expecting |= {worker.id for worker in self._fleet if worker.awaited_by}
         vitals = [_vitals(worker, worker.id in expecting, now, window_s) for worker in self._fleet]
         before = {group.name for group in self._frozen}
         self._frozen[:] = frozen_groups(vitals, now, window_s)
@@ -149,6 +153,8 @@ class Mover:
     def _refuse_waiting(self, now: float) -> None:
         """End what waits for a prefiller or for a decoder while there is none, as a new request would be refused."""
         view = self._tickets.view()
+        if not self._judges and not (view.prefillers or view.decoders):
+            return  # who judges has not been heard yet
         for role, members in ((Role.PREFILL, view.prefillers), (Role.DECODE, view.decoders)):
             if any(member.state is not WorkerState.DOWN for member in members):
                 self._none_up_since_s.pop(role, None)

@@ -26,8 +26,8 @@ PERIOD_S: Final = 0.25
 class PoolReaper:
     """Looks every `PERIOD_S`."""
 
-    def __init__(self, services: LifeServices, expire: Callable[[], object]) -> None:
-        """`expire` ends what has waited too long before the scheduler."""
+    def __init__(self, services: LifeServices, expire: Callable[[], object], judges: bool = True) -> None:
+        """`expire` ends what has waited too long before the scheduler; `judges`: whether workers are judged here."""
         self._s, self._expire = services, expire
         self._mover = Mover(
             services.tickets,
@@ -37,6 +37,7 @@ class PoolReaper:
             services.attention,
             services.frozen,
             lambda: services.config,
+            judges,
         )
 
     async def run(self) -> None:

@@ -9,9 +9,9 @@ from balanceroute.proxy.admission.prompt_sizes import PromptSizes
 from balanceroute.proxy.admission.tickets import Tickets
 from balanceroute.proxy.life.suspicion import Suspicions
 from balanceroute.proxy.telemetry.metrics import Metrics
-from balanceroute.proxy.wire.connectors import Connector
+from balanceroute.proxy.wire.connectors import Connector, connector_of
 from balanceroute.proxy.wire.prompt_blocks import PromptBlocks
-from balanceroute.proxy.workers.connector_check import check_connector, shortened
+from balanceroute.proxy.workers.connector_check import note_connector, shortened
 from balanceroute.proxy.workers.drainer import Drainer
 from balanceroute.proxy.workers.fleet import Fleet, Worker
 from balanceroute.proxy.workers.pins import PinRecord
@@ -46,6 +46,10 @@ class TryServices:
 
     def check_connector(self, worker: Worker, kv_transfer_params: bytes) -> None:
         """Learn from a prefiller's parameters which connector it runs. Raises: WrongConnector."""
-        found = check_connector(worker, kv_transfer_params, self.connector, self.metrics.conditions)
+        self.note_connector(worker, connector_of(kv_transfer_params))
+
+    def note_connector(self, worker: Worker, connector: str | None) -> None:
+        """As `check_connector`, of what the parameters have told."""
+        found = note_connector(worker, connector, self.connector, self.metrics.conditions)
         if found is not None:
             self.configure(shortened(self.config, [found]))

@@ -16,6 +16,7 @@ waits as it would for a slot, and gets a 503 with Retry-After when it has waited
 import asyncio
 import logging
 import math
+import os
 import random
 from collections.abc import Awaitable
 from typing import Final
@@ -47,6 +48,7 @@ log = logging.getLogger(__name__)
 
 MAX_FRUITLESS: Final = 8  # a full engine may pop a request more than once before its first token
 _draws = random.Random()  # jitter of backoffs: no decision depends on it
+os.register_at_fork(after_in_child=_draws.seed)
 
 
 class Verdicts:

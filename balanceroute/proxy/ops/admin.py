@@ -20,10 +20,10 @@ from balanceroute.build import policy_settings
 from balanceroute.config import DecodeWorker, normalised_url
 from balanceroute.config import Worker as WorkerConfig
 from balanceroute.core.types import Role, WorkerSpec, WorkerState
-from balanceroute.errors import BalanceRouteError, InvalidRequest, InvariantError
+from balanceroute.errors import BalanceRouteError, InvalidRequest, InvariantError, Rejected
 from balanceroute.proxy.client.asgi import REQUEST_ID
-from balanceroute.proxy.client.services import ClientServices
 from balanceroute.proxy.ops.guard import error_response, tell
+from balanceroute.proxy.ops.services import OperatorServices
 from balanceroute.proxy.perimeter.routes import ACCESS
 from balanceroute.proxy.wire.responses import error_body
 from balanceroute.proxy.workers.fleet import Worker
@@ -68,7 +68,7 @@ async def hot(request: Request) -> Response:
 class Admin:
     """The handlers; `services` is called per request, because they exist only while the application runs."""
 
-    def __init__(self, services: Callable[[], ClientServices]) -> None:
+    def __init__(self, services: Callable[[], OperatorServices]) -> None:
         self._services = services
 
     def routes(self) -> list[Route]:
@@ -128,7 +128,11 @@ class Admin:
         """The Prometheus text format."""
         services = self._services()
         services.ledger.settle()
-        return Response(services.metrics.exposition(), headers={"content-type": CONTENT_TYPE_LATEST})
+        try:
+            page = services.metrics.exposition()
+        except Rejected as error:  # other processes have yet to tell what they have counted
+            return error_response(error)
+        return Response(page, headers={"content-type": CONTENT_TYPE_LATEST})
 
     async def state(self, request: Request) -> Response:
         """The snapshot and the policy that decides on it: the input of `balanceroute explain`."""
@@ -164,7 +168,7 @@ class Admin:
         )
 
     async def _change(
-        self, request: Request, act: Callable[[ClientServices, Role, str, dict[str, Any]], None]
+        self, request: Request, act: Callable[[OperatorServices, Role, str, dict[str, Any]], None]
     ) -> Response:
         services = self._services()
         try:
@@ -183,7 +187,7 @@ class Admin:
             }
         )
 
-    def _add(self, services: ClientServices, role: Role, url: str, entry: dict[str, Any]) -> None:
+    def _add(self, services: OperatorServices, role: Role, url: str, entry: dict[str, Any]) -> None:
         decode = services.config.decode
         try:
             worker: WorkerConfig
@@ -208,7 +212,7 @@ class Admin:
         services.fleet.add(spec, services.config.lifecycle.join_attempts)
 
 
-def state(services: ClientServices) -> dict[str, Any]:
+def state(services: OperatorServices) -> dict[str, Any]:
     """What `GET /state` returns."""
     ledger, keys = services.ledger, services.perimeter.keys
     return {
@@ -216,12 +220,12 @@ def state(services: ClientServices) -> dict[str, Any]:
         **ledger.state(),
         "draining": ledger.draining,
         "exchanges": services.exchanges,
-        "keys": {key.name: key.in_flight for key in keys or ()},
+        "keys": {key.name: key.in_flight + key.elsewhere for key in keys or ()},
         "drains_pending": services.drainer.pending,
     }
 
 
-def deciding(services: ClientServices) -> dict[str, Any]:
+def deciding(services: OperatorServices) -> dict[str, Any]:
     """The policy that decides, and its knobs, as a state document has them."""
     settings = policy_settings(services.config)
     params = {name: getattr(settings, name) for name in type(settings).__slots__ if name != "policy"}
@@ -255,7 +259,7 @@ def _base_url(address: str) -> str:
         raise InvalidRequest(f"instance {address[:200]!r}: {error}.", param="instances") from None
 
 
-def _each(services: ClientServices, role: Role, url: str, act: Callable[[Worker], None]) -> None:
+def _each(services: OperatorServices, role: Role, url: str, act: Callable[[Worker], None]) -> None:
     workers = [worker for worker in services.fleet.of(role) if worker.spec.url == url]
     if not workers:
         raise InvalidRequest(f"There is no {role.value} worker {url}.", status=404, param="instances")
@@ -263,5 +267,5 @@ def _each(services: ClientServices, role: Role, url: str, act: Callable[[Worker]
         act(worker)
 
 
-def _addresses(services: ClientServices, role: Role) -> list[str]:
+def _addresses(services: OperatorServices, role: Role) -> list[str]:
     return [worker.spec.url.partition("://")[2] for worker in services.fleet.of(role) if not worker.leaving]

@@ -50,8 +50,11 @@ _FLAG: Final = re.compile(r"[A-Za-z0-9_-]{1,64}")
 class Forwarding:
     """The handlers; `services` is called per request, because they exist only while the application runs."""
 
-    def __init__(self, services: Callable[[], ClientServices]) -> None:
-        self._services = services
+    def __init__(
+        self, services: Callable[[], ClientServices], forget_prefixes: Callable[[str], None] = lambda worker_id: None
+    ) -> None:
+        """`forget_prefixes` is told each prefiller whose prefix cache has been emptied."""
+        self._services, self._forget_prefixes = services, forget_prefixes
 
     def routes(self) -> list[Route]:
         """All of them."""
@@ -133,7 +136,7 @@ class Forwarding:
         if route_of(request) == RESET_PREFIX_CACHE:
             for worker in self._services().fleet.of(Role.PREFILL):
                 if worker.spec.url in reset:
-                    self._services().ledger.forget_prefixes(worker.id)
+                    self._forget_prefixes(worker.id)
         answer: dict[str, Any] = {"failed": failed} if failed else {"status": "ok"}
         return Response(orjson.dumps(answer), 500 if failed else 200, media_type="application/json")
 

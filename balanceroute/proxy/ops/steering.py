@@ -10,9 +10,9 @@ from starlette.routing import Route
 from balanceroute.config import Config, validate
 from balanceroute.core.policies import POLICIES
 from balanceroute.errors import BalanceRouteError, ConfigError, InputError, InvalidRequest
-from balanceroute.proxy.client.services import ClientServices
 from balanceroute.proxy.ops.admin import json_response
 from balanceroute.proxy.ops.guard import error_response, tell
+from balanceroute.proxy.ops.services import OperatorServices
 
 Switch = Callable[[Config], Awaitable[object]]
 
@@ -20,7 +20,7 @@ Switch = Callable[[Config], Awaitable[object]]
 class Steering:
     """The handler; `switch` makes a configuration the router's."""
 
-    def __init__(self, services: Callable[[], ClientServices], switch: Switch) -> None:
+    def __init__(self, services: Callable[[], OperatorServices], switch: Switch) -> None:
         self._services, self._switch = services, switch
 
     def routes(self) -> list[Route]:

@@ -37,13 +37,35 @@ class Bucket:
         return Bucket(per_minute, self.level - self.per_minute + per_minute, self.at_s)
 
 
-class ClientKey:
-    """One key: its entry in the file, and its use."""
+@dataclass(frozen=True, slots=True)
+class KeyUse:
+    """What one process has of a key: requests in flight, and those that began, with tokens, since it said so last."""
 
-    __slots__ = ("_requests", "_tokens", "digest", "entry", "in_flight")
+    name: str
+    in_flight: int
+    requests: int
+    tokens: int
+
+
+class ClientKey:
+    """One key: its entry in the file, and its use. `elsewhere` are requests in flight at other processes."""
+
+    __slots__ = (
+        "_elsewhere",
+        "_requests",
+        "_tokens",
+        "_untold_requests",
+        "_untold_tokens",
+        "digest",
+        "elsewhere",
+        "entry",
+        "in_flight",
+    )
 
     def __init__(self, entry: KeyEntry) -> None:
-        self.in_flight = 0
+        self.in_flight = self.elsewhere = 0
+        self._elsewhere: dict[str, int] = {}  # by process
+        self._untold_requests = self._untold_tokens = 0
         self._requests: Bucket | None = None
         self._tokens: Bucket | None = None
         self.change(entry)
@@ -62,7 +84,7 @@ class ClientKey:
     def enter(self, now: float) -> None:
         """A request begins; `leave` ends it. Raises: KeyLimit: the key has no room for it."""
         entry = self.entry
-        if entry.max_in_flight is not None and self.in_flight >= entry.max_in_flight:
+        if entry.max_in_flight is not None and self.in_flight + self.elsewhere >= entry.max_in_flight:
             text = f"This key may have {entry.max_in_flight} requests in flight, and has them."
             raise KeyLimit(text, retry_after_s=_BUSY_RETRY_S)
         if self._tokens is not None and (wait_s := self._tokens.wait_s(now, 0.0)) > 0:
@@ -74,13 +96,33 @@ class ClientKey:
                 raise KeyLimit(text, retry_after_s=wait_s)
             self._requests.level -= 1.0
         self.in_flight += 1
+        self._untold_requests += 1
 
     def leave(self, now: float, tokens: int = 0) -> None:
         """A request that had entered is over; `tokens` are those of its prompt and of its answer."""
         self.in_flight -= 1
+        self._untold_tokens += tokens
         if self._tokens is not None and tokens:
             self._tokens.wait_s(now, 0.0)
             self._tokens.level -= tokens
+
+    def use(self) -> KeyUse | None:
+        """What others have to know, to tell them; None: nothing since the last call."""
+        told = KeyUse(self.name, self.in_flight, self._untold_requests, self._untold_tokens)
+        self._untold_requests = self._untold_tokens = 0
+        return told if told.in_flight or told.requests or told.tokens else None
+
+    def used_elsewhere(self, process: str, use: KeyUse | None, now: float) -> None:
+        """What another process has of this key by now; None: nothing."""
+        if use is None:
+            self._elsewhere.pop(process, None)
+        else:
+            self._elsewhere[process] = use.in_flight
+            for bucket, amount in ((self._requests, use.requests), (self._tokens, use.tokens)):
+                if bucket is not None and amount:
+                    bucket.wait_s(now, 0.0)
+                    bucket.level -= amount
+        self.elsewhere = sum(self._elsewhere.values())
 
 
 class ClientKeys:
@@ -99,6 +141,16 @@ class ClientKeys:
             if key.name in known:
                 known[key.name].change(key.entry)
                 self._by_digest[digest] = known[key.name]
+
+    def uses(self) -> tuple[KeyUse, ...]:
+        """What other processes have to know of all keys."""
+        return tuple(use for key in self if (use := key.use()) is not None)
+
+    def used_elsewhere(self, process: str, uses: Iterable[KeyUse], now: float) -> None:
+        """What another process has of all keys by now."""
+        by_name = {use.name: use for use in uses}
+        for key in self:
+            key.used_elsewhere(process, by_name.get(key.name), now)
 
     def of(self, headers: Headers) -> ClientKey:
         """Whose key the headers hold, as `Authorization: Bearer KEY` or `x-api-key: KEY`.

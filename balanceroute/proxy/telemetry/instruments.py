@@ -5,12 +5,17 @@ more than the whole routing decision. All writers here are on one event loop, so
 """
 
 from bisect import bisect_left
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from time import perf_counter
 from typing import Final
 
 import numpy as np
 from prometheus_client.core import CounterMetricFamily, HistogramMetricFamily
+
+CounterRow = tuple[list[str], float]
+"""The values of the labels, and the count."""
+HistogramRow = tuple[str, list[int], float]
+"""The value of the label, how many fell in each bucket, and the sum."""
 
 _WORTH_AN_ARRAY: Final = 32  # values; below, numpy's calls cost more than the loop
 DECISION_SECONDS = (1e-5, 2.5e-5, 5e-5, 1e-4, 2.5e-4, 5e-4, 1e-3, 2.5e-3, 5e-3, 1e-2, 2.5e-2, 1e-1)
@@ -45,6 +50,11 @@ class Histogram:
             self._counts = [count + more for count, more in zip(self._counts, found.tolist(), strict=True)]
         self._total += sum(values)
         values.clear()
+
+    def add(self, counts: Sequence[int], total: float) -> None:
+        """Add what another one has observed, in the same buckets."""
+        self._counts = [count + more for count, more in zip(self._counts, counts, strict=True)]
+        self._total += total
 
     @property
     def counts(self) -> list[int]:
@@ -86,6 +96,21 @@ class HistogramFamily:
         if child is None:
             child = self._children[value] = Histogram(self._bounds)
         return child
+
+    def rows(self) -> list[HistogramRow]:
+        """All that was observed, as plain data."""
+        return [(value, list(child.counts), child.total) for value, child in self._children.items()]
+
+    def add(self, rows: Iterable[HistogramRow]) -> None:
+        """Add what others have observed, in the same buckets."""
+        for value, counts, total in rows:
+            self.child(value).add(counts, total)
+
+    def copy(self) -> "HistogramFamily":
+        """Another one with the same observations."""
+        other = HistogramFamily(self.name, self.help_text, self._bounds, self._label)
+        other.add(self.rows())
+        return other
 
     def fold(self, at_least: int) -> None:
         """Count what each histogram has taken down, where that is so many values."""
@@ -142,6 +167,21 @@ class CounterFamily:
     def value(self, *values: str) -> float:
         """The count so far; 0 where nothing was counted."""
         return self._values.get(values, 0)
+
+    def rows(self) -> list[CounterRow]:
+        """All counts, as plain data."""
+        return [(list(values), count) for values, count in self._values.items()]
+
+    def add(self, rows: Iterable[CounterRow]) -> None:
+        """Add what others have counted."""
+        for values, count in rows:
+            self.inc(*values, by=count)
+
+    def copy(self) -> "CounterFamily":
+        """Another one with the same counts."""
+        other = CounterFamily(self.name, self.help_text, self._labels)
+        other.add(self.rows())
+        return other
 
     def forget(self, value: str) -> None:
         """Drop every series whose first label has this value: its worker has left."""

@@ -8,8 +8,10 @@ import asyncio
 import logging
 import sys
 import time
+from collections.abc import Iterator
 from contextlib import suppress
 from datetime import UTC, datetime
+from select import PIPE_BUF
 from typing import Final, Protocol, TextIO
 
 import orjson
@@ -41,8 +43,10 @@ class LineFormat(Protocol):
 class LineHandler(logging.Handler):
     """Lines to a stream: warnings at once, what is below them within `FLUSH_S` while an event loop runs."""
 
-    def __init__(self, stream: TextIO, lines: LineFormat) -> None:
+    def __init__(self, stream: TextIO, lines: LineFormat, *, shared: bool = False) -> None:
+        """`shared`: other processes write to the stream, too."""
         super().__init__()
+        self._shared = shared
         self._stream, self._format, self._waiting = stream, lines, list[str]()
 
     def emit(self, record: logging.LogRecord) -> None:
@@ -72,9 +76,23 @@ class LineHandler(logging.Handler):
         with self.lock:  # type: ignore[union-attr]
             lines, self._waiting = self._waiting, []
             with suppress(OSError, ValueError):  # nobody takes the log any more; requests are served all the same
-                if lines:
-                    self._stream.write("\n".join([*lines, ""]))
+                for bunch in _bunches(lines) if self._shared else [lines] if lines else []:
+                    self._stream.write("\n".join([*bunch, ""]))
                     self._stream.flush()
+
+
+def _bunches(lines: list[str]) -> Iterator[list[str]]:
+    """As many lines each as a pipe takes in one piece, so that those of several processes do not mix."""
+    bunch, size = list[str](), 0
+    for line in lines:
+        more = len(line.encode(errors="replace")) + 1
+        if bunch and size + more > PIPE_BUF:
+            yield bunch
+            bunch, size = [], 0
+        bunch.append(line)
+        size += more
+    if bunch:
+        yield bunch
 
 
 def log_request(fields: dict[str, object]) -> None:
@@ -89,8 +107,10 @@ def log_request(fields: dict[str, object]) -> None:
 class JsonFormatter(logging.Formatter):
     """One object per line: time, level, logger, event, then the fields."""
 
-    def __init__(self) -> None:
+    def __init__(self, process: str = "") -> None:
+        """`process`: which of several writes; "" for the only one."""
         super().__init__()
+        self._own = {"process": process} if process else {}
         self._second, self._date_and_time = -1, ""  # lines come in bursts: their seconds are formatted once
 
     def _time(self, at: float) -> str:
@@ -102,7 +122,8 @@ class JsonFormatter(logging.Formatter):
 
     def request(self, at: float, fields: dict[str, object]) -> str:
         """The line of a request, as JSON."""
-        entry = {"time": self._time(at), "level": "info", "logger": _requests.name, "event": "request", **fields}
+        told = {"time": self._time(at), "level": "info", "logger": _requests.name, "event": "request"}
+        entry = {**told, **self._own, **fields}
         return orjson.dumps(entry, default=str).decode()
 
     def format(self, record: logging.LogRecord) -> str:
@@ -112,6 +133,7 @@ class JsonFormatter(logging.Formatter):
             "level": record.levelname.lower(),
             "logger": record.name,
             "event": record.getMessage(),
+            **self._own,
             **fields_of(record),
         }
         if record.exc_info:
@@ -122,6 +144,11 @@ class JsonFormatter(logging.Formatter):
 class PlainFormatter(logging.Formatter):
     """Time, level, event, then name=value."""
 
+    def __init__(self, process: str = "") -> None:
+        """`process`: as for JSON."""
+        super().__init__()
+        self._own = f"[{process}] " if process else ""
+
     def format(self, record: logging.LogRecord) -> str:
         """The record as text."""
         text = self._line(record.created, record.levelname, record.getMessage(), fields_of(record))
@@ -131,11 +158,10 @@ class PlainFormatter(logging.Formatter):
         """The line of a request, as text."""
         return self._line(at, "INFO", "request", fields)
 
-    @staticmethod
-    def _line(at: float, level: str, event: str, fields: dict[str, object]) -> str:
+    def _line(self, at: float, level: str, event: str, fields: dict[str, object]) -> str:
         when = datetime.fromtimestamp(at).strftime("%H:%M:%S.%f")[:-3]
         told = " ".join(f"{name}={_one_line(value)}" for name, value in fields.items())
-        return f"{when} {level:<7} {_one_line(event)} {told}".rstrip()
+        return f"{when} {level:<7} {self._own}{_one_line(event)} {told}".rstrip()
 
 
 def _one_line(value: object) -> str:
@@ -154,13 +180,18 @@ class _UncleanEnds(logging.Filter):
 _unclean_ends: Final = _UncleanEnds()  # one, so that a reload doesn't add another
 
 
-def configure(level: str, style: str, stream: TextIO | None = None) -> None:
-    """Set up the root logger. `style`: json, plain, or auto (plain on a terminal)."""
+def configure(level: str, style: str, stream: TextIO | None = None, process: str = "") -> None:
+    """Set up the root logger.
+
+    Args: style: json, plain, or auto (plain on a terminal). process: whose lines these are, where several processes
+    write to one stream.
+    """
     out = stream or sys.stderr
     plain = style == "plain" or (style == "auto" and out.isatty())
     for handler in _root.handlers:
         handler.flush()
-    _root.handlers[:] = [LineHandler(out, PlainFormatter() if plain else JsonFormatter())]
+    lines = PlainFormatter(process) if plain else JsonFormatter(process)
+    _root.handlers[:] = [LineHandler(out, lines, shared=bool(process))]
     _root.setLevel(level.upper())
     # Neither format shows where a record was made; finding out takes longer than writing the line
     # ("Optimization" in the logging HOWTO of the Python documentation).

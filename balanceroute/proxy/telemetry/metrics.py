@@ -3,11 +3,17 @@
 Per request: a handful of counters and histograms, bound once (`instruments.py`). Per token: nothing. Everything that
 is a state (loads, slots, waiting requests) is read from the ledger at the moment of the scrape, so it can't drift
 and a worker's series go when the worker goes.
+
+Where a router has several processes, each counts for itself. What they have counted is told as plain data (`counts`) to
+the one that shows it (`beside`), and to the next life of one that has ended (`carry_on`), so that no sum ever falls.
+States are those of the process that decides.
 """
 
 import math
 from collections.abc import Callable, Iterable, Iterator
+from typing import Any, TypeVar
 
+import orjson
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, InfoMetricFamily, Metric
 from prometheus_client.registry import Collector
@@ -25,6 +31,9 @@ _SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 25.0,
 _TOKEN_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.03, 0.04, 0.05, 0.075, 0.1, 0.15, 0.25, 0.5, 1.0, 2.5)
 _MANY = 1024  # values of a histogram
 _STATES = {WorkerState.DOWN: 0.0, WorkerState.DRAINING: 1.0, WorkerState.UP: 2.0}
+
+
+Counts = TypeVar("Counts", CounterFamily, HistogramFamily)
 
 
 class Metrics(Collector):
@@ -111,7 +120,25 @@ class Metrics(Collector):
             stages,
             self._prompt_estimates,
         ]
+        self._counters = [
+            self.requests,
+            self.tokens,
+            self.admissions,
+            self.upstream_errors,
+            self.retries,
+            self.recomputes,
+            self.resumes,
+            self.poison_requests,
+            self.moves,
+            self.drains,
+            self.scrapes_failed,
+            self.callbacks,
+            self.edge_refusals,
+            self.refusals,
+            self.tasks_failed,
+        ]
         self._others: list[HistogramFamily] = []
+        self.beside: Callable[[], Iterable[bytes]] = _nobody
         for outcome in Outcome:
             self.requests.inc(outcome.value, by=0)
         self.orphaned_kv = 0
@@ -146,8 +173,27 @@ class Metrics(Collector):
         for histogram in (*self._histograms, *self._others):
             histogram.fold(_MANY)
 
+    def counts(self) -> bytes:
+        """What this process has counted, for `beside` or `carry_on` of another one."""
+        told = {
+            "counters": {family.name: family.rows() for family in self._counters},
+            "histograms": {family.name: family.rows() for family in self._histograms},
+            "orphaned_kv": self.orphaned_kv,
+        }
+        return orjson.dumps(told)
+
+    def carry_on(self, counts: bytes) -> None:
+        """Go on from what former lives of this process have counted, if anything."""
+        if not counts:
+            return
+        told = orjson.loads(counts)
+        for counter in self._counters:
+            counter.add(told["counters"].get(counter.name, ()))
+        for histogram in self._histograms:
+            histogram.add(told["histograms"].get(histogram.name, ()))
+
     def exposition(self) -> bytes:
-        """The text format of all metrics."""
+        """The text format of all metrics. Raises: Rejected: others' counts are not known yet."""
         return generate_latest(self.registry)
 
     def describe(self) -> Iterable[Metric]:
@@ -156,31 +202,16 @@ class Metrics(Collector):
 
     def collect(self) -> Iterator[Metric]:
         """Everything, as it is now."""
-        for counter in (
-            self.requests,
-            self.tokens,
-            self.admissions,
-            self.upstream_errors,
-            self.retries,
-            self.recomputes,
-            self.resumes,
-            self.poison_requests,
-            self.moves,
-            self.drains,
-            self.scrapes_failed,
-            self.callbacks,
-            self.edge_refusals,
-            self.refusals,
-            self.tasks_failed,
-        ):
-            yield counter.family()
+        others = [orjson.loads(counts) for counts in self.beside()]
+        for counter in self._counters:
+            yield _summed(counter, [told["counters"] for told in others]).family()
         for histogram in self._histograms:
-            yield histogram.family()
+            yield _summed(histogram, [told["histograms"] for told in others]).family()
         yield from self._cluster_gauges()
         yield _gauge(
             "balanceroute_kv_orphans",
             "Undrainable prefill KV that no decoder is known to have pulled: pinned at worst until the timeout.",
-            self.orphaned_kv,
+            self.orphaned_kv + sum(told["orphaned_kv"] for told in others),
         )
         divergence = GaugeMetricFamily(
             "balanceroute_ledger_divergence",
@@ -285,6 +316,21 @@ class Metrics(Collector):
         ):
             waiting.add_metric([phase], count)
         yield waiting
+
+
+def _nobody() -> Iterable[bytes]:
+    """No other process counts."""
+    return ()
+
+
+def _summed(family: Counts, others: list[dict[str, Any]]) -> Counts:
+    """The family with what others have counted under its name."""
+    if not others:
+        return family
+    whole = family.copy()
+    for told in others:
+        whole.add(told.get(family.name, ()))
+    return whole
 
 
 def _gauge(name: str, help_text: str, value: float) -> Metric:

@@ -53,6 +53,11 @@ class Circuit:
         self.state = CircuitState.CLOSED
 
     @property
+    def doubtful(self) -> bool:
+        """Whether a success would change anything."""
+        return bool(self._faults or self._busy) or self.state is not CircuitState.CLOSED
+
+    @property
     def failures(self) -> int:
         """Requests in a row that failed, for whichever reason."""
         return self._faults + self._busy

@@ -12,7 +12,7 @@ from balanceroute.config import Config
 from balanceroute.config.models import KV_PIN_S
 from balanceroute.errors import BadUpstreamReply
 from balanceroute.proxy.telemetry.conditions import CONNECTOR, Conditions
-from balanceroute.proxy.wire.connectors import Connector, connector_of
+from balanceroute.proxy.wire.connectors import Connector
 from balanceroute.proxy.workers.fleet import Worker
 
 
@@ -22,12 +22,11 @@ class WrongConnector(BadUpstreamReply):
     retryable = False
 
 
-def check_connector(worker: Worker, kv_transfer_params: bytes, named: Connector, conditions: Conditions) -> str | None:
-    """Take note of the first parameters of a prefiller; returns its connector if that is not the named one.
+def note_connector(worker: Worker, found: str | None, named: Connector, conditions: Conditions) -> str | None:
+    """Take note of what the first parameters of a prefiller tell; returns its connector if that is not the named one.
 
-    Raises: WrongConnector.
+    Args: found: None where they don't tell. Raises: WrongConnector.
     """
-    found = connector_of(kv_transfer_params)
     worker.kv_connector = found or ""
     if found is None or found == named.name:
         conditions.clear(CONNECTOR, worker.id)

@@ -14,11 +14,10 @@ import math
 import ssl
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, Protocol
 
 from balanceroute.core.types import Role, WorkerSpec, WorkerState
 from balanceroute.errors import InvalidRequest
-from balanceroute.proxy.admission.ledger import Ledger
 from balanceroute.proxy.wire.responses import JSON_TYPE, header_lines
 from balanceroute.proxy.workers.circuit import Circuit, CircuitConfig, CircuitState
 from balanceroute.proxy.workers.foreign import ForeignLoad
@@ -47,6 +46,7 @@ class Worker:
 
     __slots__ = (
         "answered_s",
+        "awaited_by",
         "busy_since_s",
         "checks_failed",
         "circuit",
@@ -82,6 +82,7 @@ class Worker:
         self.drained = False
         self.leaving = False
         self.in_use = self.peak_in_use = 0
+        self.awaited_by = 0  # relays with a client that waits for its next token
         self.foreign = ForeignLoad()
         self.kv_connector: str | None = None  # whose kv_transfer_params it gives, "" where they don't tell
         self.echoes_ids: bool | None = None  # X-Request-Id, as its answers' id; None: it has not answered yet
@@ -127,13 +128,29 @@ class FleetConfig:
     ssl_context: Callable[[], ssl.SSLContext] | None = None  # None: the system's CAs
 
 
+class Registry(Protocol):
+    """Who has to know which workers there are: the ledger."""
+
+    loop: asyncio.AbstractEventLoop
+
+    def add_worker(self, spec: WorkerSpec) -> None:
+        """A worker joins."""
+
+    def set_worker_state(self, worker_id: str, state: WorkerState) -> None:
+        """A worker may do more or less than before."""
+
+    def remove_if_idle(self, worker_id: str) -> bool:
+        """A worker leaves, if it holds nothing; returns whether it did."""
+
+
 class Fleet:
     """All workers by id; tells the scheduler their states."""
 
-    def __init__(self, ledger: Ledger, config: FleetConfig, on_leave: Callable[[str], None] = lambda _: None) -> None:
+    def __init__(self, ledger: Registry, config: FleetConfig, on_leave: Callable[[str], None] = lambda _: None) -> None:
         self._ledger, self._config, self._on_leave = ledger, config, on_leave
         self._loop: asyncio.AbstractEventLoop = ledger.loop
         self._workers: dict[str, Worker] = {}
+        self.on_change: Callable[[], None] = _nothing  # told when a worker, or its circuit, may have changed
 
     def __getitem__(self, worker_id: str) -> Worker:
         return self._workers[worker_id]
@@ -163,9 +180,13 @@ class Fleet:
             if wake_in_s is not None:
                 self._loop.call_later(wake_in_s, self._tick, worker)
 
-        worker = Worker(spec, upstream, Circuit(self._config.circuit, changed))
+        worker = Worker(spec, upstream, self.circuit(spec, changed))
         self._workers[spec.id] = worker
         return worker
+
+    def circuit(self, spec: WorkerSpec, changed: Callable[[float | None], None]) -> Circuit:
+        """A new worker's circuit, which tells its changes."""
+        return Circuit(self._config.circuit, changed)
 
     def add(self, spec: WorkerSpec, join_attempts: int) -> Worker:
         """A worker joins at run time; it gets requests once a health check succeeds.
@@ -187,6 +208,7 @@ class Fleet:
 
     def update(self, worker: Worker) -> None:
         """Let the scheduler know what the worker may do now."""
+        self.on_change()
         state = worker.wanted_state()
         if state is worker.state or worker.spec.id not in self._workers:
             return
@@ -219,12 +241,16 @@ class Fleet:
         gone = []
         for worker in self:
             if worker.leaving and worker.in_use == 0 and self._ledger.remove_if_idle(worker.id):
-                del self._workers[worker.id]
-                worker.upstream.close()
-                self._on_leave(worker.id)
+                self.forget(worker)
                 gone.append(worker.id)
-                log.info("worker left", extra={"worker": worker.id})
         return gone
+
+    def forget(self, worker: Worker) -> None:
+        """It has left."""
+        del self._workers[worker.id]
+        worker.upstream.close()
+        self._on_leave(worker.id)
+        log.info("worker left", extra={"worker": worker.id})
 
     def close(self) -> None:
         """Close every connection."""
@@ -233,3 +259,7 @@ class Fleet:
 
     def _tick(self, worker: Worker) -> None:
         worker.circuit.tick(self._loop.time())
+
+
+def _nothing() -> None:
+    """Nobody is told."""

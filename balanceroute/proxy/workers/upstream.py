@@ -85,10 +85,12 @@ class Upstream:
         max_idle: int = 4096,
         keepalive_s: float = KEEPALIVE_S,
         high_water_bytes: int = HIGH_WATER_BYTES,
+        socket_path: str | None = None,
     ) -> None:
         """`url` is http(s)://host[:port][/prefix]; IPv6 hosts in brackets. Nothing is connected yet.
 
-        `ssl_context` is for https URLs; a callable is asked for each new connection.
+        `ssl_context` is for https URLs; a callable is asked for each new connection. `socket_path`: of a unix socket
+        that is connected to instead of the URL's host.
 
         Raises: ValueError: the URL is not of that form.
         """
@@ -107,6 +109,7 @@ class Upstream:
             context = ssl_context or ssl.create_default_context()
             self._ssl = context if callable(context) else lambda: context
         self._host_header = parts.netloc.rpartition("@")[2].encode("idna" if not parts.netloc.isascii() else "ascii")
+        self._socket_path = socket_path
         self._starts: dict[tuple[str, str], bytes] = {}
         self._max_idle = max_idle
         self._keepalive_s = keepalive_s
@@ -209,16 +212,19 @@ class Upstream:
         loop = asyncio.get_running_loop()
         try:
             async with asyncio.timeout(connect_timeout_s):
-                _, connection = await loop.create_connection(
-                    lambda: _Connection(self, loop),
-                    self.host,
-                    self.port,
-                    ssl=None if self._ssl is None else self._ssl(),
-                )
+                connection = await self._connect(loop)
         except TimeoutError as exc:
             raise self._unsent(f"no connection within {connect_timeout_s:g} s") from exc
         except (OSError, ssl.SSLError, UnicodeError) as exc:
             raise self._unsent(f"cannot connect: {exc}") from exc
+        return connection
+
+    async def _connect(self, loop: asyncio.AbstractEventLoop) -> "_Connection":
+        if self._socket_path is not None:
+            _, connection = await loop.create_unix_connection(lambda: _Connection(self, loop), self._socket_path)
+            return connection
+        context = None if self._ssl is None else self._ssl()
+        _, connection = await loop.create_connection(lambda: _Connection(self, loop), self.host, self.port, ssl=context)
         return connection
 
     def _unsent(self, text: str) -> ConnectFailed:

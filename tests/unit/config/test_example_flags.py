@@ -59,7 +59,6 @@ def test_an_ipv6_host_is_bracketed_once(host: str) -> None:
 @pytest.mark.parametrize(
     ("flags", "expected"),
     [
-        ({"workers": 4}, "--workers = 4: accepted is 1; the router's decisions need the load"),
         (
             {"decoder_hosts": ["a", "b"], "decoder_ports": [1]},
             "--decoder-hosts = a b: 2 of them, but --decoder-ports has 1",
@@ -90,3 +89,10 @@ def test_flags_win_over_the_file_only_for_the_side_they_name(tmp_path: Any) -> N
     path.write_text("prefill: {workers: [{url: http://p:1}]}\ndecode: {workers: [{url: http://d:1}]}\n")
     config = load(path, {}, from_example_flags(decoder_hosts=["e"], decoder_ports=[2]))
     assert (config.prefill.workers[0].worker_id, config.decode.workers[0].worker_id) == ("p:1", "e:2")
+
+
+@pytest.mark.parametrize(("workers", "relays"), [(None, None), (1, 0), (4, 4)])
+def test_workers_of_the_example_proxy_are_relays_and_one_is_a_single_process(
+    workers: int | None, relays: int | None
+) -> None:
+    assert from_example_flags(workers=workers).get("listen.relays") == relays

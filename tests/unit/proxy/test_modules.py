@@ -13,6 +13,7 @@ DECIDES_NOTHING = {
     "life/errors": "the names of ends and failures",
     "life/outlet": "a protocol",
     "life/services": "a record of what tries share",
+    "ops/services": "a record of what operators' routes share",
     "services": "a record of all parts",
     "telemetry/forecast_metrics": "declares series",
 }

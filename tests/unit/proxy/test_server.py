@@ -104,7 +104,7 @@ def test_reloads_run_one_after_the_other_and_signals_meanwhile_ask_for_one_more(
     async def test() -> None:
         services, running, done = a_router(), [0], []
 
-        async def reload(_: Services) -> None:
+        async def reload() -> None:
             assert not running[0]
             running[0] = 1
             await let_pass(5.0)

@@ -30,11 +30,11 @@ from balanceroute.core.policies import KNOBS, POLICIES
 from balanceroute.core.types import Outcome, WorkerState
 from balanceroute.errors import BalanceRouteError, ConfigError, InputError, InvalidRequest
 from balanceroute.explain import Outlook, outlook
-from balanceroute.proxy.client.services import ClientServices
 from balanceroute.proxy.ops.admin import state
 from balanceroute.proxy.ops.dashboard.recorder import Recorder
 from balanceroute.proxy.ops.dashboard.workers import why_not_up
 from balanceroute.proxy.ops.guard import closed_headers, error_response
+from balanceroute.proxy.ops.services import OperatorServices
 from balanceroute.proxy.perimeter.access import SESSION_COOKIE, SESSION_S
 from balanceroute.proxy.telemetry.instruments import Histogram
 
@@ -69,7 +69,7 @@ SIGN_IN: Final = _page("sign_in.html", _SIGN_IN_POLICY, 401)
 class Dashboard:
     """The handlers; `services` is called per request, because they exist only while the application runs."""
 
-    def __init__(self, services: Callable[[], ClientServices]) -> None:
+    def __init__(self, services: Callable[[], OperatorServices]) -> None:
         self._services = services
         self._page = _page("page.html", _POLICY)
         self.recorder = Recorder(services)
@@ -181,7 +181,7 @@ def _known() -> str:
     return ", ".join(sorted(POLICIES))
 
 
-def overview(services: ClientServices, recorder: Recorder) -> dict[str, Any]:
+def overview(services: OperatorServices, recorder: Recorder) -> dict[str, Any]:
     """A few numbers per worker, and the router's counters; no request is named. O(workers + running requests)."""
     services.ledger.settle()
     view, metrics = services.ledger.view(), services.metrics
@@ -236,7 +236,7 @@ def overview(services: ClientServices, recorder: Recorder) -> dict[str, Any]:
     }
 
 
-def _standing(services: ClientServices, recorder: Recorder, worker_id: str, now: WorkerState) -> dict[str, Any]:
+def _standing(services: OperatorServices, recorder: Recorder, worker_id: str, now: WorkerState) -> dict[str, Any]:
     """Who it is, and if it is not up: why, and since when as far as that is known."""
     worker = services.fleet[worker_id]
     seen, since = recorder.states.get(worker_id, (None, None))

@@ -24,9 +24,9 @@ from balanceroute.core.view import ClusterView, PrefillerView
 from balanceroute.errors import ConfigError, InputError
 from balanceroute.explain import runners_up
 from balanceroute.proxy.admission.decision_log import SAMPLES, DecisionLog, Sample
-from balanceroute.proxy.client.services import ClientServices
 from balanceroute.proxy.ops.admin import deciding
 from balanceroute.proxy.ops.dashboard.workers import why_not_up
+from balanceroute.proxy.ops.services import OperatorServices
 from balanceroute.proxy.telemetry.instruments import Histogram
 
 SPAN: Final = 900  # samples, one per second: 15 minutes
@@ -116,7 +116,7 @@ def _hits_since(before: PrefillerView, now: PrefillerView) -> tuple[int, int, in
 class Recorder:
     """Samples the router once per `PERIOD_S`; pages read it and wait on it."""
 
-    def __init__(self, services: Callable[[], ClientServices], wall: Callable[[], float] = time.time) -> None:
+    def __init__(self, services: Callable[[], OperatorServices], wall: Callable[[], float] = time.time) -> None:
         self._services, self._wall = services, wall
         self.count = 0  # samples so far
         self.at = np.full(SPAN, np.nan)
@@ -177,7 +177,7 @@ class Recorder:
             made[name][row] = value
         return made
 
-    def _values(self, services: ClientServices, view: ClusterView, row: int) -> dict[str, float]:
+    def _values(self, services: OperatorServices, view: ClusterView, row: int) -> dict[str, float]:
         metrics, nan = services.metrics, math.nan
         standing = [w for w in view.decoders if w.state is not WorkerState.DOWN]
         loads = [w.load_tokens + w.foreign_tokens for w in standing]
@@ -255,7 +255,7 @@ class Recorder:
         self.events.append(Event(at, kind, text))
         self.event_count += 1
 
-    def _note_events(self, services: ClientServices, view: ClusterView, now: float) -> None:
+    def _note_events(self, services: OperatorServices, view: ClusterView, now: float) -> None:
         states = {worker.id: worker.state for worker in view.decoders}
         states |= {prefiller.id: prefiller.state for prefiller in view.prefillers}
         for worker_id, state in states.items():

@@ -1,6 +1,7 @@
 """What is read of a request before anything is decided."""
 
 import math
+import os
 
 import pytest
 
@@ -58,3 +59,20 @@ def test_a_deadline_and_the_predictor_s_key_are_read() -> None:
     head = read_head([(b"x-request-timeout", b"2.5"), (b"x-kind", b"summary")], b"x-kind", None)
     assert head.timeout_s == 2.5 and head.key == "summary"
     assert read_head([], b"x-kind", None).timeout_s == math.inf
+
+
+def test_two_processes_that_were_forked_from_one_give_different_ids() -> None:
+    def two_children() -> list[str]:
+        told: list[str] = []
+        for _ in range(2):
+            reader, writer = os.pipe()
+            if not (pid := os.fork()):
+                os.write(writer, read_head([], None, None).request_id.encode())
+                os._exit(0)
+            os.waitpid(pid, 0)
+            told.append(os.read(reader, 100).decode())
+            os.close(reader), os.close(writer)
+        return told
+
+    first, second = two_children()
+    assert first != second and len(first) == len(second) > 0

@@ -138,3 +138,51 @@ def test_no_minute_ever_sees_more_than_two_allowances(per_minute: int, gaps_s: l
             key.leave(now)
     for at in let_in:
         assert sum(at <= other < at + 60 for other in let_in) <= 2 * per_minute
+
+
+def test_what_is_in_flight_at_other_processes_counts() -> None:
+    here = ClientKeys([entry("a", "one", max_in_flight=2)])
+    there = ClientKeys([entry("a", "one", max_in_flight=2)])
+    key, theirs = here.of(bearer("one")), there.of(bearer("one"))
+    theirs.enter(0.0)
+    key.enter(0.0)
+    here.used_elsewhere("there", there.uses(), 1.0)
+    with pytest.raises(KeyLimit):
+        key.enter(1.0)
+    theirs.leave(2.0)
+    here.used_elsewhere("there", there.uses(), 2.0)
+    key.enter(2.0)
+    there.of(bearer("one")).enter(3.0)
+    here.used_elsewhere("there", there.uses(), 3.0)
+    key.leave(3.0)
+    assert key.elsewhere == 1
+    here.used_elsewhere("there", (), 4.0)  # that process is gone
+    assert key.elsewhere == 0
+
+
+def test_rates_are_charged_with_what_other_processes_have_served() -> None:
+    limits = {"requests_per_minute": 2, "tokens_per_minute": 100}
+    here, there = ClientKeys([entry("a", "one", **limits)]), ClientKeys([entry("a", "one", **limits)])
+    key, theirs = here.of(bearer("one")), there.of(bearer("one"))
+    theirs.enter(0.0)
+    theirs.enter(0.0)
+    here.used_elsewhere("there", there.uses(), 0.0)
+    with pytest.raises(KeyLimit, match="requests per minute"):
+        key.enter(0.0)
+    key.enter(60.0)
+    theirs.leave(60.0, tokens=500)
+    here.used_elsewhere("there", there.uses(), 60.0)
+    with pytest.raises(KeyLimit, match="tokens per minute"):
+        key.enter(61.0)
+
+
+def test_what_is_told_once_is_not_told_again() -> None:
+    keys = ClientKeys([entry("a", "one"), entry("b", "two")])
+    key = keys.of(bearer("one"))
+    assert keys.uses() == ()
+    key.enter(0.0)
+    assert [(use.name, use.in_flight, use.requests, use.tokens) for use in keys.uses()] == [("a", 1, 1, 0)]
+    assert [(use.name, use.in_flight, use.requests, use.tokens) for use in keys.uses()] == [("a", 1, 0, 0)]
+    key.leave(1.0, tokens=7)
+    assert [(use.name, use.in_flight, use.requests, use.tokens) for use in keys.uses()] == [("a", 0, 0, 7)]
+    assert keys.uses() == ()

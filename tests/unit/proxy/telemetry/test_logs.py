@@ -4,6 +4,7 @@ import io
 import json
 import logging
 from collections.abc import Iterator
+from select import PIPE_BUF
 
 import pytest
 
@@ -111,3 +112,31 @@ def test_a_reload_sets_the_logs_up_again_without_leaving_anything_of_the_last_ti
     configure("info", "plain", io.StringIO())
     assert len(logging.getLogger("uvicorn.error").filters) == before == 1
     assert len(logging.getLogger().handlers) == 1
+
+
+@pytest.mark.parametrize(("style", "told"), [("json", '"process":"relay-1"'), ("plain", "[relay-1] request")])
+def test_lines_of_one_of_several_processes_say_which(style: str, told: str) -> None:
+    out = io.StringIO()
+    configure("info", style, out, process="relay-1")
+    log_request({"request": "r1"})
+    logging.getLogger("a.b").info("request")
+    assert [told in line for line in out.getvalue().splitlines()] == [True, True]
+
+
+def test_lines_of_several_processes_leave_in_pieces_that_a_pipe_keeps_together() -> None:
+    written: list[str] = []
+
+    class Pipe(io.StringIO):
+        def write(self, text: str) -> int:
+            written.append(text)
+            return len(text)
+
+    async def test() -> None:
+        configure("info", "json", Pipe(), process="relay-1")
+        for number in range(200):
+            log_request({"request": f"{number}", "text": "ä" * 50})
+        await let_pass(2 * FLUSH_S)
+
+    on_stage(test)
+    assert 5 < len(written) < 50 and all(len(text.encode()) <= PIPE_BUF and text.endswith("\n") for text in written)
+    assert [json.loads(line)["request"] for text in written for line in text.splitlines()] == [*map(str, range(200))]

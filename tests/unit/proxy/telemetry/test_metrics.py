@@ -117,3 +117,51 @@ def test_nothing_is_said_any_more_of_a_worker_that_has_left() -> None:
 def test_every_outcome_has_a_series_before_the_first_request_has_it(outcome: str) -> None:
     metrics = Metrics(lambda: view_cluster(ClusterSnapshot()), "br_0")
     assert (outcome,) in samples_of(metrics, "balanceroute_requests")
+
+
+# -- several processes
+
+
+def line(page: bytes, series: str) -> float:
+    """The value of a series."""
+    return next(float(row.rpartition(b" ")[2]) for row in page.splitlines() if row.startswith(series.encode() + b" "))
+
+
+def a_relay() -> Metrics:
+    """Which has counted something of every kind."""
+    relay = Metrics(lambda: view_cluster(ClusterSnapshot()), "br_0")
+    relay.requests.inc("finished", by=3)
+    relay.upstream_errors.inc("d0", "decode", "timeout")
+    relay.ttft.observe(0.02)
+    relay.ttft.observe(70.0)
+    relay.decode_wait.observe(0.3)
+    relay.orphan(2)
+    return relay
+
+
+def test_a_page_sums_what_other_processes_have_counted_and_shows_its_own_states() -> None:
+    brain, relays = a_relay(), [a_relay(), a_relay()]
+    brain.beside = lambda: [relay.counts() for relay in relays]
+    for _ in range(2):  # it adds to nothing that stays
+        page = brain.exposition()
+        assert line(page, 'balanceroute_requests_total{outcome="finished"}') == 9
+        assert line(page, 'balanceroute_upstream_errors_total{kind="timeout",tier="decode",worker="d0"}') == 3
+        assert line(page, 'balanceroute_request_ttft_seconds_bucket{le="0.025"}') == 3
+        assert line(page, "balanceroute_request_ttft_seconds_count") == 6
+        assert line(page, "balanceroute_request_ttft_seconds_sum") == pytest.approx(3 * 70.02)
+        assert line(page, 'balanceroute_wait_seconds_count{tier="decode"}') == 3
+        assert line(page, "balanceroute_kv_orphans") == 6
+
+
+def test_the_next_life_of_a_process_counts_on_and_holds_nothing_of_the_last_ones_state() -> None:
+    before, after = a_relay(), Metrics(lambda: view_cluster(ClusterSnapshot()), "br_0")
+    after.carry_on(b"")
+    after.carry_on(before.counts())
+    after.requests.inc("finished")
+    after.ttft.observe(0.02)
+    page = after.exposition()
+    assert line(page, 'balanceroute_requests_total{outcome="finished"}') == 4
+    assert line(page, "balanceroute_request_ttft_seconds_count") == 3
+    assert line(page, "balanceroute_kv_orphans") == 0
+    after.forget_worker("d0")
+    assert b'worker="d0"' not in after.exposition()

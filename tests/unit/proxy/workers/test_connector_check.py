@@ -4,8 +4,8 @@ import orjson
 import pytest
 
 from balanceroute.proxy.telemetry.conditions import CONNECTOR, Conditions
-from balanceroute.proxy.wire.connectors import LayerwiseConnector, PullConnector
-from balanceroute.proxy.workers.connector_check import WrongConnector, check_connector, pinned_nothing, shortened
+from balanceroute.proxy.wire.connectors import LayerwiseConnector, PullConnector, connector_of
+from balanceroute.proxy.workers.connector_check import WrongConnector, note_connector, pinned_nothing, shortened
 from balanceroute.proxy.workers.fleet import Worker
 from tests.unit.proxy.stage import a_config, a_router, on_stage
 
@@ -22,7 +22,7 @@ def test_the_named_connector_is_learned_and_its_condition_cleared() -> None:
     async def checked() -> None:
         worker, conditions = a_prefiller()
         conditions.hold(CONNECTOR, worker.id, "before")
-        assert check_connector(worker, OF_NIXL, PullConnector("nixl"), conditions) is None
+        assert note_connector(worker, connector_of(OF_NIXL), PullConnector("nixl"), conditions) is None
         assert worker.kv_connector == "nixl" and conditions.reasons == []
 
     on_stage(checked)
@@ -31,7 +31,7 @@ def test_the_named_connector_is_learned_and_its_condition_cleared() -> None:
 def test_another_pulling_connector_is_told_and_served_on() -> None:
     async def checked() -> None:
         worker, conditions = a_prefiller()
-        assert check_connector(worker, OF_NIXL, PullConnector("mooncake_v1"), conditions) == "nixl"
+        assert note_connector(worker, connector_of(OF_NIXL), PullConnector("mooncake_v1"), conditions) == "nixl"
         assert any("connector: nixl" in reason for reason in conditions.reasons)
 
     on_stage(checked)
@@ -42,7 +42,7 @@ def test_a_pulling_prefiller_is_refused_where_the_decode_worker_is_chosen_first(
         worker, conditions = a_prefiller()
         for _ in range(2):  # and the next one too
             with pytest.raises(WrongConnector):
-                check_connector(worker, OF_NIXL, LayerwiseConnector("http://router"), conditions)
+                note_connector(worker, connector_of(OF_NIXL), LayerwiseConnector("http://router"), conditions)
 
     on_stage(checked)
 
@@ -50,7 +50,7 @@ def test_a_pulling_prefiller_is_refused_where_the_decode_worker_is_chosen_first(
 def test_parameters_that_do_not_tell_change_nothing() -> None:
     async def checked() -> None:
         worker, conditions = a_prefiller()
-        assert check_connector(worker, OF_NOBODY, PullConnector("mooncake_v1"), conditions) is None
+        assert note_connector(worker, connector_of(OF_NOBODY), PullConnector("mooncake_v1"), conditions) is None
         assert conditions.reasons == []
 
     on_stage(checked)
@@ -61,7 +61,7 @@ def test_a_prefiller_that_never_pinned_anything_is_told_one_that_has_is_not() ->
         worker, conditions = a_prefiller()
         pinned_nothing(worker, PullConnector("nixl"), conditions)
         assert any("kv_producer" in reason for reason in conditions.reasons)
-        check_connector(worker, OF_NIXL, PullConnector("nixl"), conditions)
+        note_connector(worker, connector_of(OF_NIXL), PullConnector("nixl"), conditions)
         pinned_nothing(worker, PullConnector("nixl"), conditions)
         assert conditions.reasons == []
 

@@ -1,0 +1,99 @@
+"""Frames on a stream socket: each side writes at the end of its loop's turn what it has to say, as one frame."""
+
+import asyncio
+from collections.abc import Callable
+from typing import Final, Generic, TypeVar, cast
+
+from balanceroute.proxy.link.messages import MAX_FRAME_BYTES, LinkError, frame
+
+MAX_UNSENT_BYTES: Final = 64 * 2**20  # to one who doesn't read: more is a reason to give it up
+_HEAD: Final = 4
+
+Said = TypeVar("Said")
+
+
+class Frames(asyncio.Protocol, Generic[Said]):
+    """One connection. `on_frame` gets the body of each frame, `on_lost` the end; both once per event, on the loop.
+
+    What `on_frame` raises as LinkError ends the connection.
+    """
+
+    def __init__(
+        self,
+        loop: asyncio.AbstractEventLoop,
+        on_frame: Callable[["Frames[Said]", bytes], None],
+        on_lost: Callable[["Frames[Said]", str], None],
+    ) -> None:
+        self._loop, self._on_frame, self._on_lost = loop, on_frame, on_lost
+        self._transport: asyncio.Transport | None = None
+        self._rest = b""
+        self._unsaid: list[Said] = []
+        self._reason = "the connection was closed"
+        self.heard_s = self.said_s = loop.time()
+
+    @property
+    def open(self) -> bool:
+        """Whether what is said may arrive."""
+        return self._transport is not None
+
+    def say(self, message: Said) -> None:
+        """Send this at the end of the loop's turn, after what was said before; nothing happens once it is closed."""
+        if self._transport is None:
+            return
+        if not self._unsaid:
+            self._loop.call_soon(self.flush)
+        self._unsaid.append(message)
+
+    def flush(self) -> None:
+        """Send what has been said."""
+        unsaid, transport = self._unsaid, self._transport
+        if not unsaid or transport is None:
+            return
+        self._unsaid = []
+        self.said_s = self._loop.time()
+        transport.write(frame(unsaid))  # type: ignore[arg-type]  # one of the two kinds of lists
+        if transport.get_write_buffer_size() > MAX_UNSENT_BYTES:
+            self.abort("it does not read")
+
+    def close(self, reason: str) -> None:
+        """Send what has been said, then close."""
+        self._reason = reason
+        self.flush()
+        if self._transport is not None:
+            self._transport.close()
+
+    def abort(self, reason: str) -> None:
+        """Close at once."""
+        self._reason = reason
+        if self._transport is not None:
+            self._transport.abort()
+
+    # -- asyncio's side
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        """The connection is there."""
+        self._transport = cast(asyncio.Transport, transport)  # uvloop's is none by inheritance
+
+    def data_received(self, data: bytes) -> None:
+        """Take what has come apart."""
+        self.heard_s = self._loop.time()
+        data, at = self._rest + data if self._rest else data, 0
+        try:
+            while self._transport is not None and len(data) - at >= _HEAD:
+                size = int.from_bytes(data[at : at + _HEAD], "big")
+                if size > MAX_FRAME_BYTES:
+                    raise LinkError(f"a frame of {size} bytes is larger than any may be")
+                end = at + _HEAD + size
+                if end > len(data):
+                    break
+                self._on_frame(self, data[at + _HEAD : end])
+                at = end
+        except LinkError as error:
+            self.abort(str(error))
+            at = len(data)
+        self._rest = data[at:]
+
+    def connection_lost(self, error: Exception | None) -> None:
+        """The end, whoever made it."""
+        self._transport, self._unsaid = None, []
+        self._on_lost(self, str(error) if error is not None else self._reason)

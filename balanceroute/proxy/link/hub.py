@@ -1,0 +1,426 @@
+"""The brain's end of the link: relays as members, whose calls reach the ledger and whose answers go back.
+
+A relay is a member from its Hello to the end of its connection. When that ends, for whatever reason, all that it holds
+is released at once: a process that died says so by its socket, and one that was only cut off finds out by the same, and
+joins anew with what it still holds.
+
+**Taking over.** A new brain knows nothing. Until all relays that it expects have said Hello, or `GRACE_S` is over, it
+decides nothing: what members call meanwhile waits, and is heard in order once it is `settled`. So no slot is given away
+that a relay holds which has not been heard yet. A ticket that comes later and finds its slot taken is void.
+
+**Who leads.** Hello tells the largest epoch that a relay has seen. One above ours means that another brain leads:
+`on_superseded` is told, and nobody is a member here any more.
+"""
+
+import asyncio
+import logging
+import os
+from collections.abc import Callable
+from typing import Final, Protocol
+
+from balanceroute.core.types import Outcome, RequestSpec, Standing
+from balanceroute.core.view import ClusterView
+from balanceroute.errors import InvariantError
+from balanceroute.proxy.admission.waist import Answer, Brain, Refusal
+from balanceroute.proxy.link.frames import Frames
+from balanceroute.proxy.link.messages import (
+    BEAT_S,
+    SILENT_S,
+    VERSION,
+    Activity,
+    Beat,
+    Began,
+    Chosen,
+    Counted,
+    Farewell,
+    Finish,
+    FromBrain,
+    FromRelay,
+    Hello,
+    Judged,
+    KeysElsewhere,
+    Learned,
+    LinkError,
+    Prefilled,
+    PrefillFailed,
+    Progress,
+    Pushed,
+    PushFailed,
+    PutBack,
+    Refused,
+    RequestPrefill,
+    Requeue,
+    Seen,
+    Silent,
+    SilentGroup,
+    Submit,
+    Welcome,
+    Workers,
+    WorkerStanding,
+    read_from_relay,
+)
+from balanceroute.proxy.perimeter.keys import KeyUse
+
+log = logging.getLogger(__name__)
+
+GRACE_S: Final = 1.0  # a relay looks for a brain twenty times per second
+LOOK_S: Final = 0.25
+
+
+class Decider(Brain, Protocol):
+    """The ledger: it takes over as well."""
+
+    def adopt(self, standing: Standing) -> bool:
+        """See `Ledger.adopt`."""
+
+    def capacity_changed(self) -> None:
+        """Some worker may take a request that it couldn't before."""
+
+
+class Steward(Protocol):
+    """Who judges the workers: `workers/hearsay.py`."""
+
+    def judged(self, message: Judged) -> None:
+        """A request has told something about a worker."""
+
+    def active(self, relay: str, said: Activity) -> None:
+        """What a relay does."""
+
+    def keys_used(self, relay: str, keys: tuple[KeyUse, ...]) -> None:
+        """What a relay's clients have used of their keys."""
+
+    def counted(self, relay: str, counts: bytes) -> None:
+        """All that a relay's process has counted."""
+
+    def learned(self, message: Learned) -> None:
+        """A prefiller's parameters have told its connector."""
+
+    def lost(self, relay: str) -> None:
+        """A relay is gone, and all that it had under way."""
+
+    def standings(self) -> dict[str, WorkerStanding]:
+        """All workers as they are judged now, by id."""
+
+    def silent(self) -> tuple[SilentGroup, ...]:
+        """The groups of workers that fell silent together."""
+
+
+class _Unjudged:
+    """No workers are known."""
+
+    def judged(self, message: Judged) -> None:
+        """Of a worker that is unknown."""
+
+    def active(self, relay: str, said: Activity) -> None:
+        """At workers that are unknown."""
+
+    def keys_used(self, relay: str, keys: tuple[KeyUse, ...]) -> None:
+        """Nobody counts here."""
+
+    def counted(self, relay: str, counts: bytes) -> None:
+        """Nobody shows it."""
+
+    def learned(self, message: Learned) -> None:
+        """Of a worker that is unknown."""
+
+    def lost(self, relay: str) -> None:
+        """Nothing is known of it."""
+
+    def standings(self) -> dict[str, WorkerStanding]:
+        """None."""
+        return {}
+
+    def silent(self) -> tuple[SilentGroup, ...]:
+        """None."""
+        return ()
+
+
+class _Held:
+    """A member's ticket: its request, and how many answers have been asked for."""
+
+    __slots__ = ("request_id", "turn")
+
+    def __init__(self, request_id: str, turn: int) -> None:
+        self.request_id, self.turn = request_id, turn
+
+
+class Member:
+    """A relay, for one connection."""
+
+    def __init__(self, number: int, relay: str, frames: Frames[FromBrain]) -> None:
+        self.number, self.relay, self.frames = number, relay, frames
+        self.tickets: dict[int, _Held] = {}
+        self.uses_keys = False
+        self.waiting: list[FromRelay] = []  # what it has called before the brain was settled
+
+
+class Hub:
+    """All members of one leadership. `serve` listens, `close` ends it."""
+
+    def __init__(
+        self,
+        ledger: Decider,
+        loop: asyncio.AbstractEventLoop,
+        epoch: int,
+        relays: int,
+        on_superseded: Callable[[int], None] = lambda epoch: None,
+        steward: Steward | None = None,
+        salt: Callable[[], bytes | None] = lambda: None,
+    ) -> None:
+        """`relays`: how many are expected to join; 0: nothing is waited for. `salt`: as in `Welcome`."""
+        self._steward: Steward = steward or _Unjudged()
+        self._salt = salt
+        self._standings: dict[str, WorkerStanding] = {}  # as members know them
+        self._silent: tuple[str, ...] = ()
+        self._telling = False
+        self._ledger, self._loop, self.epoch, self._relays = ledger, loop, epoch, relays
+        self._on_superseded = on_superseded
+        self.members: dict[str, Member] = {}  # by the name of the relay
+        self._at: dict[Frames[FromBrain], Member | None] = {}
+        self._owners: dict[str, tuple[Member, int]] = {}  # by request
+        self._count = 0
+        self._seen: ClusterView | None = None
+        self._server: asyncio.Server | None = None
+        self._looked_s = loop.time()
+        self._timers: dict[str, asyncio.TimerHandle] = {}
+        self.settled = asyncio.Event()
+        self.stale_messages = 0  # about tickets that are no more: they have crossed a refusal
+        ledger.tell = self._tell
+
+    async def serve(self, path: str) -> None:
+        """Listen on this socket, which belongs to our user alone; one that a dead brain has left is replaced."""
+        self._server = await self._loop.create_unix_server(self.connected, path)
+        os.chmod(path, 0o600)
+        self._timers["grace"] = self._loop.call_later(GRACE_S if self._relays else 0.0, self._settle)
+        self._look()
+
+    def close(self) -> None:
+        """End every membership; the relays look for another brain."""
+        for timer in self._timers.values():
+            timer.cancel()
+        if self._server is not None:
+            self._server.close()
+        for frames in list(self._at):
+            frames.close("this brain ends")
+
+    # -- members
+
+    def connected(self) -> Frames[FromBrain]:
+        """The protocol of one more connection."""
+        frames: Frames[FromBrain] = Frames(self._loop, self._heard, self._lost)
+        self._at[frames] = None
+        return frames
+
+    def _heard(self, frames: Frames[FromBrain], body: bytes) -> None:
+        for message in read_from_relay(body):
+            member = self._at.get(frames)
+            if isinstance(message, Hello):
+                self._join(frames, message)
+            elif member is None:
+                raise LinkError("a relay speaks before its Hello")
+            elif self.settled.is_set():
+                self._take(member, message)
+            else:
+                member.waiting.append(message)
+
+    def _join(self, frames: Frames[FromBrain], hello: Hello) -> None:
+        if hello.epoch > self.epoch:
+            log.warning("another brain leads", extra={"epoch": self.epoch, "other": hello.epoch})
+            frames.say(Farewell(hello.epoch, "another brain leads"))
+            frames.close("another brain leads")
+            self._on_superseded(hello.epoch)
+            return
+        if hello.version != VERSION:
+            frames.say(Farewell(self.epoch, f"this brain speaks version {VERSION} of the link, not {hello.version}"))
+            frames.close("version")
+            return
+        before = self.members.get(hello.relay)
+        if before is not None:
+            self._release(before)
+            before.frames.abort("the relay has joined anew")
+        self._count += 1
+        member = self.members[hello.relay] = Member(self._count, hello.relay, frames)
+        self._at[frames] = member
+        self.tell_workers()
+        void = []
+        for held in sorted(hello.held, key=lambda held: -held.standing.waited_s):
+            request_id = held.standing.spec.id
+            if request_id not in self._owners and self._ledger.adopt(held.standing):
+                member.tickets[held.ticket] = _Held(request_id, held.turn)
+                self._owners[request_id] = (member, held.ticket)
+            else:
+                void.append(held.ticket)
+        fields = {"relay": hello.relay, "pid": hello.process, "requests": len(hello.held), "void": len(void)}
+        log.info("relay joined", extra=fields)
+        frames.say(Welcome(VERSION, self.epoch, member.number, tuple(void), self._salt()))
+        frames.say(Workers(tuple(self._standings.values()), ()))
+        frames.say(Silent(self._steward.silent()))
+        frames.say(Seen(self._ledger.view()))
+        if len(self.members) >= self._relays:
+            self._settle()
+
+    def _settle(self) -> None:
+        """Every relay that is coming has been heard: decide from now on."""
+        if self.settled.is_set():
+            return
+        self.settled.set()
+        for member in list(self.members.values()):
+            waiting, member.waiting = member.waiting, []
+            try:
+                for message in waiting:
+                    self._take(member, message)
+            except LinkError as error:
+                member.frames.abort(str(error))
+        self._ledger.capacity_changed()
+
+    def _lost(self, frames: Frames[FromBrain], reason: str) -> None:
+        member = self._at.pop(frames, None)
+        if member is not None and self.members.get(member.relay) is member:
+            log.warning("relay lost", extra={"relay": member.relay, "requests": len(member.tickets), "reason": reason})
+            self._release(member)
+            del self.members[member.relay]
+
+    def _release(self, member: Member) -> None:
+        """What it holds is free: its clients are gone with it, or it comes back with what it still has."""
+        held, member.tickets = list(member.tickets.values()), {}
+        member.waiting = []
+        for each in held:
+            del self._owners[each.request_id]
+            self._ledger.finish(each.request_id, Outcome.FAILED)
+        self._steward.lost(member.relay)
+        self._tell_keys(member, ())
+
+    # -- workers
+
+    def tell_workers(self) -> None:
+        """Tell members what has changed about workers, now."""
+        standings, known = self._steward.standings(), self._standings
+        changed = tuple(each for name, each in standings.items() if known.get(name) != each)
+        gone = tuple(name for name in known if name not in standings)
+        self._standings = standings
+        if changed or gone:
+            self._tell_all(Workers(changed, gone))
+
+    def workers_changed(self) -> None:
+        """Tell members at the end of this turn of the loop."""
+        if not self._telling:
+            self._telling = True
+            self._loop.call_soon(self._tell_changes)
+
+    def _tell_changes(self) -> None:
+        self._telling = False
+        self.tell_workers()
+
+    def _tell_keys(self, member: Member, keys: tuple[KeyUse, ...]) -> None:
+        """Tell the others what a member's clients have used of their keys, if that may have changed."""
+        if not (keys or member.uses_keys):
+            return
+        member.uses_keys = bool(keys)
+        self._steward.keys_used(member.relay, keys)
+        for other in self.members.values():
+            if other is not member:
+                other.frames.say(KeysElsewhere(member.relay, keys))
+
+    def _tell_all(self, message: FromBrain) -> None:
+        for member in self.members.values():
+            member.frames.say(message)
+
+    def _look(self) -> None:
+        """Tell members what is to be seen, and give up the silent ones."""
+        now, view = self._loop.time(), self._ledger.view()
+        self.tell_workers()
+        silent = self._steward.silent()
+        if (names := tuple(group.name for group in silent)) != self._silent:
+            self._silent = names
+            self._tell_all(Silent(silent))
+        paused, self._looked_s = now - self._looked_s > LOOK_S + SILENT_S / 2, now
+        for member in list(self.members.values()):
+            frames = member.frames
+            if paused:  # it was us who did not listen
+                frames.heard_s = now
+            if view != self._seen:
+                frames.say(Seen(view))
+            elif now - frames.said_s > BEAT_S:
+                frames.say(Beat())
+            if now - frames.heard_s > SILENT_S:
+                frames.abort("it is silent")
+        self._seen = view
+        self._timers["look"] = self._loop.call_later(LOOK_S, self._look)
+
+    # -- calls and answers
+
+    def _take(self, member: Member, message: FromRelay) -> None:
+        """Hand a call on. Raises: LinkError: it does not fit what is known of the ticket."""
+        try:
+            if isinstance(message, Submit):
+                self._submit(member, message.ticket, message.spec)
+            elif isinstance(message, Progress):
+                for number, tokens in zip(message.tickets, message.tokens, strict=True):
+                    held = member.tickets.get(number)
+                    if held is not None:
+                        self._ledger.progress(held.request_id, tokens)
+            elif isinstance(message, Judged):
+                self._steward.judged(message)
+            elif isinstance(message, Activity):
+                self._steward.active(member.relay, message)
+                self._tell_keys(member, message.keys)
+            elif isinstance(message, Counted):
+                self._steward.counted(member.relay, message.counts)
+            elif isinstance(message, Learned):
+                self._steward.learned(message)
+            elif isinstance(message, Farewell):
+                raise LinkError(message.reason)
+            elif not isinstance(message, Beat | Hello):
+                held = member.tickets.get(message.ticket)
+                if held is None:
+                    self.stale_messages += 1
+                else:
+                    self._call(member, held, message)
+        except (InvariantError, ValueError) as error:
+            raise LinkError(f"relay {member.relay} says what can't be: {error}") from error
+
+    def _submit(self, member: Member, number: int, spec: RequestSpec) -> None:
+        if spec.id in self._owners or number in member.tickets:
+            raise LinkError(f"relay {member.relay} has request {spec.id} already")
+        member.tickets[number] = _Held(spec.id, 1)
+        self._owners[spec.id] = (member, number)
+        self._ledger.submit(spec)
+
+    def _call(
+        self,
+        member: Member,
+        held: _Held,
+        message: Prefilled | PrefillFailed | RequestPrefill | Pushed | PushFailed | PutBack | Requeue | Finish | Began,
+    ) -> None:
+        ledger, request_id = self._ledger, held.request_id
+        if isinstance(message, Began):
+            ledger.began(request_id)
+            return
+        if isinstance(message, Finish):
+            del member.tickets[message.ticket], self._owners[request_id]
+            ledger.finish(request_id, message.outcome, message.reason)
+            return
+        if isinstance(message, Pushed):
+            ledger.pushed(request_id, message.prompt_tokens, message.cached_tokens)
+            return
+        held.turn += 1
+        if isinstance(message, Prefilled):
+            ledger.prefilled(request_id, message.prompt_tokens, message.cached_tokens)
+        elif isinstance(message, PrefillFailed):
+            ledger.prefill_failed(request_id)
+        elif isinstance(message, RequestPrefill):
+            ledger.request_prefill(request_id)
+        elif isinstance(message, PushFailed):
+            ledger.push_failed(request_id)
+        elif isinstance(message, PutBack):
+            ledger.put_back(request_id)
+        else:
+            ledger.requeue(request_id)
+
+    def _tell(self, request_id: str, answer: Answer) -> None:
+        member, number = self._owners[request_id]
+        if isinstance(answer, Refusal):
+            del member.tickets[number], self._owners[request_id]
+            member.frames.say(Refused(number, answer.kind, answer.text, answer.retry_after_s))
+        else:
+            member.frames.say(Chosen(number, member.tickets[number].turn, answer))

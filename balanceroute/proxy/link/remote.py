@@ -1,0 +1,359 @@
+"""A relay's end of the link: the brain as `waist.Brain`, in another process.
+
+While there is no brain, nothing is lost: what tickets hold is kept by the tickets themselves, and the next brain hears
+all of it in one `Hello`. So a call that is made meanwhile changes the ticket and is not sent. What no brain has heard
+of yet is submitted then, and may be refused; what waits for longer than the queue's deadline is ended here.
+
+    looking for a brain --connected--> Hello --Welcome--> member --lost--> looking for a brain
+                                         '----Farewell----'          (tickets go on; new ones wait)
+
+A brain whose epoch is smaller than one seen before is not listened to. Tickets that a brain can't take over are void:
+each is refused, and `on_void` is told, which has to end the stream that it stood for, if there is one.
+"""
+
+import asyncio
+import logging
+import os
+from collections.abc import Callable
+from typing import Final
+
+from balanceroute.core.types import Outcome, RequestSpec
+from balanceroute.core.view import ClusterView
+from balanceroute.proxy.admission.tickets import Ticket
+from balanceroute.proxy.admission.waist import Answer, Bounds, Refusal, RefusalKind, Tell
+from balanceroute.proxy.link.frames import Frames
+from balanceroute.proxy.link.messages import (
+    BEAT_S,
+    PROGRESS_S,
+    SILENT_S,
+    VERSION,
+    Activity,
+    Beat,
+    Began,
+    Chosen,
+    Counted,
+    Farewell,
+    Finish,
+    FromRelay,
+    Held,
+    Hello,
+    Judged,
+    KeysElsewhere,
+    Learned,
+    LinkError,
+    Prefilled,
+    PrefillFailed,
+    Progress,
+    Pushed,
+    PushFailed,
+    PutBack,
+    Refused,
+    RequestPrefill,
+    Requeue,
+    Seen,
+    Silent,
+    Submit,
+    Welcome,
+    Workers,
+    read_from_brain,
+)
+
+log = logging.getLogger(__name__)
+
+RETRY_S: Final = 0.05  # between two looks for a brain
+NO_BRAIN: Final = "The request waited too long: what decides on it is not there."
+LOST: Final = "The router has lost its hold on the request; send it again."
+NOBODY: Final = ClusterView((), (), 0, 0, 0, 0, draining=False)
+
+
+class _Open:
+    """A ticket as the link knows it: its number, how many answers it has asked for, and whether a brain has heard of
+    it.
+    """
+
+    __slots__ = ("number", "told", "turn")
+
+    def __init__(self, number: int, told: bool) -> None:
+        self.number, self.turn, self.told = number, 1, told
+
+
+class RemoteBrain:
+    """The brain at the other end of a socket; see `waist.Brain` for its calls. `run` keeps it connected."""
+
+    def __init__(
+        self,
+        loop: asyncio.AbstractEventLoop,
+        path: str,
+        relay: str,
+        bounds: Bounds,
+        on_void: Callable[[str], None],
+    ) -> None:
+        """`path` is the brain's socket, `relay` this relay's name, `on_void` told the id of each void ticket."""
+        self._loop, self._path, self._relay, self._on_void = loop, path, relay, on_void
+        self.bounds = bounds
+        self.tell: Tell = _nobody
+        self.collect: Callable[[], None] = _nothing
+        self.on_workers: Callable[[Workers, bool], None] = _unheard_workers  # True: these are all
+        self.on_silent: Callable[[Silent], None] = _unheard_silence
+        self.on_keys: Callable[[KeysElsewhere], None] = _unheard_keys
+        self.on_salt: Callable[[bytes | None], None] = _unheard_salt
+        self.on_joined: Callable[[], None] = _nothing
+        self.leaving = False  # new requests are refused here
+        self.tickets: dict[str, Ticket] = {}  # `admission.Tickets.by_id`, set by whoever makes both
+        self.epoch = 0
+        self.member: int | None = None  # the number of the membership, while there is one
+        self._view = NOBODY
+        self._frames: Frames[FromRelay] | None = None
+        self._open: dict[str, _Open] = {}
+        self._ids: dict[int, str] = {}  # by number
+        self._count = 0
+        self._tokens: dict[int, int] = {}  # not said yet
+        self._progress_timer: asyncio.TimerHandle | None = None
+        self._ticked_s = loop.time()
+        self._knows_workers = False
+        self._greeted = False  # Hello has been said: what is said after it comes after it
+        self._lost = asyncio.Event()
+
+    # -- what lifecycles may know
+
+    @property
+    def draining(self) -> bool:
+        """Whether every new request is refused, here or by the last word of the brain."""
+        return self.leaving or self._view.draining
+
+    def configure(self, config: Bounds) -> None:
+        """Other bounds from now on, for lifecycles here: the brain has its own."""
+        self.bounds = config
+
+    def view(self) -> ClusterView:
+        """The cluster by the last word of the brain."""
+        return self._view
+
+    # -- the calls
+
+    def submit(self, spec: RequestSpec) -> None:
+        """See `waist.Brain`."""
+        self._count += 1
+        self._open[spec.id] = _Open(self._count, self._greeted)
+        self._ids[self._count] = spec.id
+        self._say(Submit(self._count, spec))
+
+    def prefilled(self, request_id: str, prompt_tokens: int, cached_tokens: int | None = None) -> None:
+        """See `waist.Brain`."""
+        self._ask(request_id, lambda number: Prefilled(number, prompt_tokens, cached_tokens))
+
+    def prefill_failed(self, request_id: str) -> None:
+        """See `waist.Brain`."""
+        self._ask(request_id, PrefillFailed)
+
+    def request_prefill(self, request_id: str) -> None:
+        """See `waist.Brain`."""
+        self._ask(request_id, RequestPrefill)
+
+    def pushed(self, request_id: str, prompt_tokens: int, cached_tokens: int | None = None) -> None:
+        """See `waist.Brain`."""
+        entry = self._open.get(request_id)
+        if entry is not None:
+            self._say(Pushed(entry.number, prompt_tokens, cached_tokens))
+
+    def push_failed(self, request_id: str) -> None:
+        """See `waist.Brain`."""
+        self._ask(request_id, PushFailed)
+
+    def put_back(self, request_id: str) -> None:
+        """See `waist.Brain`."""
+        self._ask(request_id, PutBack)
+
+    def requeue(self, request_id: str) -> None:
+        """See `waist.Brain`."""
+        self._ask(request_id, Requeue)
+
+    def progress(self, request_id: str, tokens: int) -> None:
+        """Taken down, and told with all others' within `PROGRESS_S`, or before the next other call."""
+        entry = self._open.get(request_id)
+        if self._greeted and entry is not None:
+            self._tokens[entry.number] = self._tokens.get(entry.number, 0) + tokens
+
+    def finish(self, request_id: str, outcome: Outcome, reason: str = "") -> None:
+        """See `waist.Brain`."""
+        entry = self._open.pop(request_id)
+        del self._ids[entry.number]
+        self._say(Finish(entry.number, outcome, reason))
+
+    def began(self, request_id: str) -> None:
+        """See `waist.Brain`."""
+        entry = self._open.get(request_id)
+        if entry is not None:
+            self._say(Began(entry.number))
+
+    def report(self, message: Judged | Activity | Counted | Learned) -> None:
+        """What is known here, of workers above all; nobody hears it while there is no brain."""
+        self._say(message)
+
+    def _ask(self, request_id: str, message: Callable[[int], FromRelay]) -> None:
+        """Say it, if the ticket is not void by now."""
+        entry = self._open.get(request_id)
+        if entry is not None:
+            entry.turn += 1
+            self._say(message(entry.number))
+
+    def _say(self, message: FromRelay) -> None:
+        if not self._greeted or self._frames is None:
+            return  # the next Hello says it
+        self._say_progress()
+        self._frames.say(message)
+
+    def _say_progress(self) -> None:
+        if self._tokens and self._frames is not None:
+            self._frames.say(Progress(tuple(self._tokens), tuple(self._tokens.values())))
+            self._tokens = {}
+
+    def _tick(self) -> None:
+        """Every `PROGRESS_S` of a membership."""
+        frames = self._frames
+        if frames is None or self.member is None:
+            return
+        self.collect()
+        self._say_progress()
+        now = self._loop.time()
+        if now - self._ticked_s > SILENT_S / 2:  # it was us who did not listen
+            frames.heard_s = now
+        self._ticked_s = now
+        if now - frames.said_s > BEAT_S:
+            frames.say(Beat())
+        if now - frames.heard_s > SILENT_S:
+            frames.abort("the brain is silent")
+        self._progress_timer = self._loop.call_later(PROGRESS_S, self._tick)
+
+    # -- the membership
+
+    async def run(self) -> None:
+        """Find a brain, stay its member, and find the next one; until cancelled."""
+        try:
+            while True:
+                self._lost.clear()
+                try:
+                    await self._loop.create_unix_connection(self._connected, self._path)
+                except OSError:
+                    self._expire()
+                    await asyncio.sleep(RETRY_S)
+                    continue
+                self._hello()
+                deadline_s = self._loop.time() + SILENT_S
+                while not self._lost.is_set():
+                    try:
+                        async with asyncio.timeout_at(deadline_s if self.member is None else None):
+                            await self._lost.wait()
+                    except TimeoutError:
+                        if self.member is None and self._frames is not None:
+                            self._frames.abort("the brain does not answer")
+                await asyncio.sleep(RETRY_S)
+        finally:
+            if self._frames is not None:
+                self._frames.close("this relay ends")
+
+    def _connected(self) -> Frames[FromRelay]:
+        self._frames = Frames(self._loop, self._heard, self._closed)
+        return self._frames
+
+    def _hello(self) -> None:
+        """Say who this is, and everything that lives here."""
+        assert self._frames is not None
+        self.collect()
+        self._tokens = {}  # the standings have them
+        now = self._loop.time()
+        opened = [(ticket, self._open[ticket.id]) for ticket in self.tickets.values()]
+        held = [Held(entry.number, entry.turn, ticket.standing(now)) for ticket, entry in opened if entry.told]
+        self._frames.say(Hello(VERSION, self._relay, os.getpid(), self.epoch, tuple(held)))
+        self._greeted, self._knows_workers = True, False
+        for ticket, entry in opened:
+            if not entry.told:  # it may be refused still
+                entry.told = True
+                self._say(Submit(entry.number, ticket.spec))
+
+    def _expire(self) -> None:
+        """End what has waited too long for a brain; one that is there does that itself."""
+        limit = self._loop.time() - self.bounds.queue_deadline_s
+        for ticket in list(self.tickets.values()):
+            if ticket.arrived_s < limit and not (ticket.decoder or ticket.prefiller_id or ticket.requeues):
+                self._answer(self._open[ticket.id].number, Refusal(RefusalKind.EXPIRED, NO_BRAIN))
+
+    def _closed(self, frames: Frames[FromRelay], reason: str) -> None:
+        if self.member is not None:
+            log.warning("brain lost", extra={"relay": self._relay, "epoch": self.epoch, "reason": reason})
+        self.member, self._greeted = None, False
+        if self._progress_timer is not None:
+            self._progress_timer.cancel()
+        self._lost.set()
+
+    # -- the answers
+
+    def _heard(self, frames: Frames[FromRelay], body: bytes) -> None:
+        for message in read_from_brain(body):
+            if isinstance(message, Welcome):
+                self._welcome(frames, message)
+            elif isinstance(message, Farewell):
+                self.epoch = max(self.epoch, message.epoch)
+                raise LinkError(message.reason)
+            elif self.member is None:
+                raise LinkError("the brain speaks to one who is no member")
+            elif isinstance(message, Chosen):
+                self._answer(message.ticket, message.worker, message.turn)
+            elif isinstance(message, Refused):
+                self._answer(message.ticket, Refusal(message.kind, message.text, message.retry_after_s))
+            elif isinstance(message, Seen):
+                self._view = message.view
+            elif isinstance(message, Workers):
+                whole, self._knows_workers = not self._knows_workers, True
+                self.on_workers(message, whole)
+            elif isinstance(message, Silent):
+                self.on_silent(message)
+            elif isinstance(message, KeysElsewhere):
+                self.on_keys(message)
+
+    def _welcome(self, frames: Frames[FromRelay], message: Welcome) -> None:
+        if message.version != VERSION or message.epoch < self.epoch:
+            raise LinkError(f"version {message.version}, epoch {message.epoch}: not the brain to talk to")
+        self.epoch, self.member = message.epoch, message.member
+        log.info("brain found", extra={"relay": self._relay, "epoch": self.epoch, "member": self.member})
+        self.on_salt(message.salt)
+        self.on_joined()
+        for number in message.void:
+            request_id = self._ids.get(number)
+            if request_id is not None:
+                self._answer(number, Refusal(RefusalKind.LOST, LOST))
+                self._on_void(request_id)
+        self._tick()
+
+    def _answer(self, number: int, answer: Answer, turn: int | None = None) -> None:
+        """Hand on an answer, unless it has crossed a later call; a refusal has no turn, because it ends the ticket."""
+        request_id = self._ids.get(number)
+        if request_id is None or (turn is not None and turn != self._open[request_id].turn):
+            return
+        if isinstance(answer, Refusal):
+            del self._open[request_id], self._ids[number]
+        self.tell(request_id, answer)
+
+
+def _nobody(request_id: str, answer: Answer) -> None:
+    """Nobody is told yet."""
+
+
+def _unheard_workers(message: Workers, whole: bool) -> None:
+    """Nobody has workers here."""
+
+
+def _unheard_silence(message: Silent) -> None:
+    """Nobody has workers here."""
+
+
+def _unheard_keys(message: KeysElsewhere) -> None:
+    """Nobody has keys here."""
+
+
+def _unheard_salt(salt: bytes | None) -> None:
+    """Nobody makes keys here."""
+
+
+def _nothing() -> None:
+    """No tokens are kept elsewhere."""

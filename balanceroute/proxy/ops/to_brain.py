@@ -1,0 +1,79 @@
+"""A relay's operators' routes: the brain answers them, whichever relay is asked.
+
+Who may ask is decided by the relay, which knows the client; the brain's socket is open to our user alone. While there
+is no brain, the answer is 503.
+"""
+
+from collections.abc import AsyncIterator
+from typing import Final
+
+from starlette.requests import Request
+from starlette.responses import Response, StreamingResponse
+
+from balanceroute.errors import NoHealthyWorkers, UpstreamError
+from balanceroute.proxy.client.asgi import REQUEST_ID
+from balanceroute.proxy.ops.guard import error_response
+from balanceroute.proxy.wire.responses import Headers
+from balanceroute.proxy.workers.upstream import Reply, Upstream
+
+RETRY_AFTER_S: Final = 1.0
+TIMEOUT_S: Final = 30.0  # until the head of an answer
+_OURS: Final = frozenset(  # of one connection, or said by the relay itself
+    (
+        b"accept-encoding",
+        b"authorization",
+        b"connection",
+        b"content-length",
+        b"date",
+        b"expect",
+        b"host",
+        b"keep-alive",
+        b"server",
+        b"te",
+        b"trailer",
+        b"transfer-encoding",
+        b"upgrade",
+        b"x-request-id",
+    )
+)
+
+
+class ToBrain:
+    """The handler of all such routes."""
+
+    def __init__(self, socket_path: str) -> None:
+        """`socket_path`: where the brain's own application listens."""
+        self._upstream = Upstream("http://brain", worker="brain", tier="brain", socket_path=socket_path)
+
+    async def answer(self, request: Request) -> Response:
+        """Pass the request on, and the answer back as it comes."""
+        query: bytes = request.scope["query_string"]
+        path = request.scope["raw_path"].decode("latin-1") + ("?" + query.decode("latin-1") if query else "")
+        method = "GET" if request.method == "HEAD" else request.method
+        headers = [*_passed(request.headers.raw), (b"x-request-id", request.scope[REQUEST_ID].encode())]
+        try:
+            reply = await self._upstream.request(
+                method, path, await request.body(), headers, first_byte_timeout_s=TIMEOUT_S
+            )
+        except UpstreamError:
+            text = "What decides for this router is not there; it is being started again."
+            return error_response(NoHealthyWorkers(text, retry_after_s=RETRY_AFTER_S))
+        response = StreamingResponse(_body(reply), reply.status)
+        response.raw_headers = _passed(reply.headers)
+        return response
+
+    def close(self) -> None:
+        """Close every connection."""
+        self._upstream.close()
+
+
+def _passed(headers: Headers) -> list[tuple[bytes, bytes]]:
+    return [(name, value) for name, value in headers if name.lower() not in _OURS]
+
+
+async def _body(reply: Reply) -> AsyncIterator[bytes]:
+    try:
+        while (chunk := await reply.next_chunk()) is not None:
+            yield chunk
+    finally:
+        reply.abort()

@@ -1,0 +1,294 @@
+"""A process that holds clients and their streams, while the brain decides (`brain.py`).
+
+It parses, probes, decodes, streams and counts, as a router in one process does; what it does not do is to judge workers
+and to decide. Its tickets speak to the brain over the link. It keeps its streams while there is no brain, and tells the
+next one what it holds.
+
+SIGTERM             drain: new requests get 503, running ones may finish within `lifecycle.drain_timeout_s`
+SIGINT              end now
+SIGHUP              read the configuration again: limits, keys, certificates; workers are the brain's to change
+"""
+
+import asyncio
+import logging
+import os
+import signal
+import socket
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from typing import Final
+
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from balanceroute.build import scheduler_config
+from balanceroute.config import Config
+from balanceroute.errors import ConfigError, NoHealthyWorkers
+from balanceroute.proxy.admission.forecasts import Keys
+from balanceroute.proxy.admission.tickets import Tickets
+from balanceroute.proxy.app import HANDLERS, ClientApp, drain_left, hot_routes, set_up, stop_tasks, supervised
+from balanceroute.proxy.client.services import ClientServices
+from balanceroute.proxy.life.pool_reaper import PERIOD_S, PoolReaper
+from balanceroute.proxy.link.messages import Activity, Counted, Learned, Silent, Workers
+from balanceroute.proxy.link.remote import LOST, NOBODY, RemoteBrain
+from balanceroute.proxy.ops.admin import json_response
+from balanceroute.proxy.ops.dashboard import DASHBOARD_PATH, SIGN_IN
+from balanceroute.proxy.ops.forwarding import Forwarding
+from balanceroute.proxy.ops.guard import guarded
+from balanceroute.proxy.ops.to_brain import ToBrain
+from balanceroute.proxy.perimeter.gate import Perimeter
+from balanceroute.proxy.perimeter.routes import ACCESS, Access
+from balanceroute.proxy.perimeter.tls import Tls
+from balanceroute.proxy.reload import check_fixed
+from balanceroute.proxy.run_folder import RunFolder
+from balanceroute.proxy.server import ChildServer
+from balanceroute.proxy.telemetry.metrics import Metrics
+from balanceroute.proxy.wire.connectors import connector_for
+from balanceroute.proxy.workers.circuit import CircuitConfig
+from balanceroute.proxy.workers.connector_check import shortened
+from balanceroute.proxy.workers.drainer import Drainer
+from balanceroute.proxy.workers.fleet import FleetConfig, Worker
+from balanceroute.proxy.workers.following import FollowingFleet
+from balanceroute.proxy.workers.pins import PinRecord
+from balanceroute.proxy.workers.silence import FrozenGroup
+
+log = logging.getLogger(__name__)
+
+COUNTS_S: Final = 1.0
+ALIVE: Final = ("/health", "/ping")  # that this process lives, it says itself
+
+
+@dataclass(slots=True, eq=False, kw_only=True)
+class RelayServices(ClientServices):
+    """Everything of a relay; `fleet` is a `FollowingFleet`."""
+
+    brain: RemoteBrain
+    following: FollowingFleet
+    folder: RunFolder
+    name: str
+    known: asyncio.Event = field(default_factory=asyncio.Event)  # a brain has named the workers
+
+    def begin_drain(self) -> None:
+        """Refuse every new request from now on."""
+        self.brain.leaving = True
+
+    def void(self, request_id: str) -> None:
+        """The brain has given up its hold on a request: its stream ends."""
+        for leg in list(self.legs):
+            if leg.id == request_id:
+                leg.interrupt(NoHealthyWorkers(LOST, retry_after_s=1.0))
+
+    def name_workers(self, message: Workers, whole: bool) -> None:
+        """The brain says which workers there are, or what has changed."""
+        self.following.follow(message, whole)
+        self.known.set()
+
+    def note_connector(self, worker: Worker, connector: str | None) -> None:
+        """Take note of what a prefiller's parameters have told, and tell the brain."""
+        self.brain.report(Learned(worker.id, connector))
+        ClientServices.note_connector(self, worker, connector)
+
+    def tell_counts(self) -> None:
+        """Tell the brain what has been counted, for a page of metrics that is one for all processes."""
+        self.brain.report(Counted(self.metrics.counts()))
+
+    async def keep_counts(self) -> None:
+        """Every second, tell what has been counted, and keep it for the next life of this relay; until cancelled."""
+        kept = b""
+        while True:
+            await asyncio.sleep(COUNTS_S)
+            self.tell_counts()
+            counts = self.metrics.counts()
+            if counts != kept:
+                kept = counts
+                self.folder.keep_counts(self.name, counts)
+
+    def silence(self, message: Silent) -> None:
+        """Groups of workers have fallen silent together, or no longer."""
+        now = self.loop.time()
+        self.frozen[:] = [FrozenGroup(group.name, group.workers, now - group.age_s) for group in message.groups]
+
+    def salted(self, salt: bytes | None) -> None:
+        """The keys of prompts that the brain's predictor knows."""
+        self.keyer = None if salt is None else Keys(salt, self.config.predictor.key_header is not None)
+
+    async def report(self) -> None:
+        """Tell what goes on here, a few times per second; until cancelled."""
+        while True:
+            await asyncio.sleep(PERIOD_S)
+            awaited = {leg.worker for leg in self.legs if leg.worker and leg.expects_tokens_from(leg.worker)}
+            uses = self.following.uses(self.loop.time(), awaited)
+            keys = () if self.perimeter.keys is None else self.perimeter.keys.uses()
+            self.brain.report(Activity(self.exchanges, self.drainer.pending, uses, keys))
+
+
+class RelayApp(ClientApp):
+    """A relay's application."""
+
+    services: RelayServices
+
+
+def run_relay(
+    config: Config, listeners: list[socket.socket], folder: RunFolder, name: str, load: Callable[[], Config]
+) -> None:
+    """Serve clients until a signal ends it.
+
+    Args: listeners: bound sockets, shared with the other relays: the clients', and the operators' where `listen.admin`
+    is set. name: one that no other living relay of the router has; the same after a restart. load: reads the
+    configuration anew, for SIGHUP.
+
+    Raises: ConfigError: a file that the configuration names is wrong.
+    """
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)  # until there is something to reload
+    app = create_relay_app(config, folder, name)
+
+    async def on_reload() -> None:
+        reload_relay(app.services, load())
+
+    server = RelayServer(app, config, on_reload)
+    server.name = name
+    server.run(sockets=listeners)
+
+
+def create_relay_app(config: Config, folder: RunFolder, name: str) -> RelayApp:
+    """The application of the relay of that name.
+
+    Raises: ConfigError: a file of the configuration is wrong, or its connector needs a router in one process.
+    """
+    if config.connector == "mooncake_layerwise":
+        raise ConfigError(
+            "connector: mooncake_layerwise needs listen.relays: 0, as decode workers call one process back"
+        )
+
+    @asynccontextmanager
+    async def lifespan(app: Starlette) -> AsyncIterator[None]:
+        assert isinstance(app, RelayApp)
+        loop = asyncio.get_running_loop()
+        services = app.services = build_relay(config, loop, folder, name, perimeter, app.tls, pins)
+        app.hot = hot_routes(services)
+        coroutines: dict[str, Callable[[], Awaitable[None]]] = {
+            "link": services.brain.run,
+            "pool_reaper": PoolReaper(services, lambda: None, judges=False).run,
+            "report": services.report,
+            "counts": services.keep_counts,
+            "certificates": lambda: services.tls.watch(lambda: services.config),
+        }
+        for task, run in coroutines.items():
+            services.tasks[task] = services.loop.create_task(supervised(services, task, run), name=task)
+        drained = loop.create_task(_drain_left(services))
+        try:
+            yield
+        finally:
+            drained.cancel()
+            to_brain.close()
+            await stop_tasks(services)
+
+    perimeter, to_brain = Perimeter(config), ToBrain(str(folder.operators))
+    pins = None if config.kv_pin_s is None else PinRecord(folder.pins(name))
+    app = RelayApp(
+        routes=[
+            guarded(
+                route,
+                lambda: app.services.perimeter,
+                lambda: app.services.metrics.refusals,
+                SIGN_IN if route.path == DASHBOARD_PATH else None,
+            )
+            for route in _routes(Forwarding(lambda: app.services), to_brain)
+        ],
+        lifespan=lifespan,
+        exception_handlers=HANDLERS,
+    )
+    set_up(app, config, Tls(config))
+    return app
+
+
+async def _drain_left(services: RelayServices) -> None:
+    """Have what this relay's former life has left pinned drained, once it is known which workers there are."""
+    await services.known.wait()
+    drain_left(services)
+
+
+def _routes(forwarding: Forwarding, to_brain: ToBrain) -> list[Route]:
+    """All but the hot ones: what any worker can answer is asked here, the rest of the brain."""
+    here = [route for route in forwarding.routes() if ACCESS[route.path] is not Access.ADMIN]
+    here += [Route(path, _alive, methods=["GET", "POST"]) for path in ALIVE]
+    known = {route.path for route in here}
+    others = [path for path, access in ACCESS.items() if path not in known and access is not Access.DECODER]
+    return [*here, *(Route(path, to_brain.answer, methods=["GET", "POST"]) for path in others)]
+
+
+async def _alive(request: Request) -> Response:
+    return json_response({"status": "ok"})
+
+
+def build_relay(
+    config: Config,
+    loop: asyncio.AbstractEventLoop,
+    folder: RunFolder,
+    name: str,
+    perimeter: Perimeter,
+    tls: Tls,
+    pins: PinRecord | None,
+) -> RelayServices:
+    """Put the parts together; nothing runs yet."""
+    brain = RemoteBrain(
+        loop, str(folder.link), name, scheduler_config(config), lambda request_id: services.void(request_id)
+    )
+    metrics = Metrics(lambda: NOBODY, config.routing.policy)
+    metrics.carry_on(folder.counts(name))
+    circuit = CircuitConfig(config.health.failure_threshold, config.health.open_for_s)
+    to_workers = FleetConfig(circuit, config.limits.client_buffer_bytes, tls.for_workers)
+    fleet = FollowingFleet(loop, to_workers, brain.report, metrics.forget_worker)
+    connector = connector_for(config)
+    tickets = Tickets(brain, loop, connector.decode_first)
+    brain.tickets = tickets.by_id
+    services = RelayServices(
+        config=config,
+        tickets=tickets,
+        fleet=fleet,
+        metrics=metrics,
+        drainer=Drainer(fleet, tickets, metrics, connector, config.kv_pin_s),
+        connector=connector,
+        pins=pins,
+        perimeter=perimeter,
+        tls=tls,
+        brain=brain,
+        following=fleet,
+        folder=folder,
+        name=name,
+    )
+    brain.on_joined = services.tell_counts
+    brain.on_workers, brain.on_silent, brain.on_salt = services.name_workers, services.silence, services.salted
+    brain.on_keys = lambda message: services.keys_elsewhere(message.relay, message.keys)
+    return services
+
+
+def reload_relay(services: RelayServices, new: Config) -> None:
+    """Switch to another configuration, as far as it is a relay's. Raises: ConfigError: it needs a restart, or a file
+    that it names is wrong; nothing changed.
+    """
+    check_fixed(services.config, new)
+    perimeter = Perimeter(new)
+    services.tls.reload(new)
+    perimeter.inherit(services.perimeter)
+    services.perimeter = perimeter
+    services.configure(shortened(new, [worker.kv_connector for worker in services.fleet]))
+    log.info("configuration reloaded")
+
+
+class RelayServer(ChildServer):
+    """The server of a relay's process, on sockets that it shares with others."""
+
+    name = ""
+
+    async def listening(self) -> dict[str, object]:
+        """Say where."""
+        told: dict[str, object] = {"relay": self.name, "pid": os.getpid(), "tls": self._app.tls.server is not None}
+        ports = [server.sockets[0].getsockname() for server in self.servers]
+        told |= {"host": ports[0][0], "port": ports[0][1]}
+        if len(ports) > 1:
+            told["admin_port"] = self._app.services.perimeter.admin_port = ports[1][1]
+        return told

@@ -1,0 +1,95 @@
+"""The files that the processes of one router share: its run folder, which belongs to our user alone."""
+
+import logging
+import os
+import stat
+import tempfile
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+from balanceroute.config import Config
+from balanceroute.errors import ConfigError
+
+log = logging.getLogger(__name__)
+
+_COUNTS: Final = "counts-"
+MAX_SOCKET_PATH: Final = 107  # bytes, of a unix socket's name on Linux
+
+
+@dataclass(frozen=True, slots=True)
+class RunFolder:
+    """Where the processes of one router find each other. The folder outlives them; sockets in it are replaced."""
+
+    folder: Path
+
+    @property
+    def link(self) -> Path:
+        """The socket at which relays find the brain."""
+        return self.folder / "link.sock"
+
+    @property
+    def operators(self) -> Path:
+        """The socket of the brain's own HTTP application, which relays send operators' requests to."""
+        return self.folder / "operators.sock"
+
+    @property
+    def lock(self) -> Path:
+        """The file whose lock makes the leader, with the number of its leadership."""
+        return self.folder / "lead"
+
+    def pins(self, relay: str) -> Path:
+        """The record of the prefill KV that is pinned for requests of this relay."""
+        return self.folder / f"pins-{relay}"
+
+    def counts(self, relay: str) -> bytes:
+        """What the former lives of this relay have counted; empty: nothing."""
+        try:
+            return self._counts(relay).read_bytes()
+        except FileNotFoundError:
+            return b""
+
+    def keep_counts(self, relay: str, counts: bytes) -> None:
+        """Keep what this relay has counted; a kill in between leaves what was kept before."""
+        beside = self._counts(f"{relay}.new")
+        try:
+            beside.write_bytes(counts)
+            beside.replace(self._counts(relay))
+        except OSError as error:
+            log.warning("counts not kept", extra={"relay": relay, "error": error.strerror})
+
+    def forget_counts(self) -> None:
+        """A router begins to count."""
+        for file in self.folder.glob(f"{_COUNTS}*"):
+            file.unlink(missing_ok=True)
+
+    def _counts(self, relay: str) -> Path:
+        return self.folder / f"{_COUNTS}{relay}"
+
+    def make(self) -> None:
+        """Make the folder, for our user alone. Raises: ConfigError: it can't be, or it is somebody else's."""
+        if len(os.fsencode(self.operators)) > MAX_SOCKET_PATH:
+            raise _unusable(self.folder, f"its path is too long for a socket in it, at most {MAX_SOCKET_PATH} bytes")
+        try:
+            self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            status = self.folder.lstat()
+            if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.geteuid():
+                raise _unusable(self.folder, "accepted is a folder of the router's own user")
+            self.folder.chmod(0o700)
+        except OSError as error:
+            raise _unusable(self.folder, f"cannot be used: {error.strerror}") from None
+
+
+def run_folder(config: Config, port: int, environ: Mapping[str, str]) -> RunFolder:
+    """The folder of the router that listens on this port, which tells it from others of the same user."""
+    if config.listen.run_folder is not None:
+        return RunFolder(Path(config.listen.run_folder).absolute())
+    own = environ.get("XDG_RUNTIME_DIR")
+    if own:
+        return RunFolder(Path(own) / f"balanceroute-{port}")
+    return RunFolder(Path(tempfile.gettempdir()) / f"balanceroute-{os.geteuid()}-{port}")
+
+
+def _unusable(folder: Path, why: str) -> ConfigError:
+    return ConfigError(f"listen.run_folder = {str(folder)!r}: {why}")

@@ -1,0 +1,239 @@
+"""Starts the processes of one router, watches them, and starts again the one that died.
+
+    parent ---- brain
+       |------- relay-0
+       '------- relay-1
+
+The parent is the one that an operator knows. It has no loop, no thread and no connection, so that there is little it
+could die of: it waits for signals and for children. They are forked from it, so one that is started again runs the same
+code on the same sockets within milliseconds, whatever has been installed meanwhile.
+
+SIGTERM, SIGINT     all children drain (SIGTERM); who is needed by the others ends when they have
+the same again      all end now (SIGINT), or are killed `END_S` later
+SIGHUP              the configuration is read again, and if it can be used, children do the same
+a child dies        it is started again, at once the first time, ever later if it dies as soon as it is there
+a child exits 2     in its first life: a configuration that can't be used. All end, and so does the parent, with 2
+the parent dies     the kernel kills the children
+
+Every child leads a process group of its own, so that Ctrl-C in a terminal reaches the parent alone. SIGTERM may come to
+children from others as well (a service manager that signals a whole control group): a second one means nothing to them.
+"""
+
+import ctypes
+import gc
+import logging
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Final, NoReturn
+
+from balanceroute.errors import BalanceRouteError
+
+log = logging.getLogger(__name__)
+
+STEADY_S: Final = 5.0  # who has lived so long starts well
+PAUSE_S: Final = 0.1  # before the second start in a row; twice as long before every further one
+MAX_PAUSE_S: Final = 5.0
+END_S: Final = 5.0  # to end at once
+KILL_S: Final = 30.0  # beyond the time to drain: what is left is pinned KV, drained in less
+WRONG_CONFIG: Final = 2
+_ENDING: Final = (signal.SIGTERM, signal.SIGINT)
+_AWAITED: Final = {signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGCHLD}
+_PR_SET_PDEATHSIG: Final = 1  # prctl(2)
+_PR_SET_NAME: Final = 15
+
+
+@dataclass(slots=True, eq=False)
+class Child:
+    """One process of the router, over all its lives."""
+
+    name: str
+    main: Callable[[], None]
+    needed: bool  # by the others: it is there until they have ended
+    pid: int | None = None
+    lives: int = 0
+    early_deaths: int = 0  # in a row
+    started_s: float = 0.0
+    due_s: float | None = 0.0  # when it is to be started; None: it is there, or not wanted any more
+
+
+class Supervisor:
+    """Runs children until a signal ends them; the first one is needed by the others."""
+
+    def __init__(
+        self,
+        mains: Mapping[str, Callable[[], None]],
+        on_reload: Callable[[], bool],
+        on_end: Callable[[], None],
+        drain_timeout_s: Callable[[], float],
+    ) -> None:
+        """`mains`: what each child runs, by its name, in the order of their start.
+
+        `on_reload`: reads the configuration; False: it can't be used. `on_end`: called before children are told to
+        drain or to end.
+        """
+        self.children = [Child(name, main, needed=not number) for number, (name, main) in enumerate(mains.items())]
+        self._on_reload, self._on_end, self._drain_timeout_s = on_reload, on_end, drain_timeout_s
+        self._signals = 0  # to end
+        self._deadline_s: float | None = None  # then all that is left is killed
+        self._code = 0
+        self._parent = os.getpid()
+        self._mask: set[int] = set()
+
+    def run(self) -> int:
+        """Start all and watch over them; returns the exit code when the last one has ended."""
+        gc.collect()
+        gc.freeze()  # what is here stays shared with the children
+        self._mask = set(signal.pthread_sigmask(signal.SIG_BLOCK, _AWAITED))
+        try:
+            while self._step():
+                heard = signal.sigtimedwait(_AWAITED, self._patience_s())
+                if heard is not None:
+                    self._hear(heard.si_signo)
+        finally:
+            self._kill()
+            signal.pthread_sigmask(signal.SIG_SETMASK, self._mask)
+            gc.unfreeze()
+        return self._code
+
+    def _step(self) -> bool:
+        """Note who has died, start who is due; whether anybody is there, or will be."""
+        self._reap()
+        now = time.monotonic()
+        for child in self.children:
+            if child.due_s is not None and child.due_s <= now:
+                self._start(child)
+        if self._deadline_s is not None and now >= self._deadline_s:
+            log.warning("children killed: they have not ended in time", extra={"children": self._alive})
+            self._kill()
+        return any(child.pid is not None or child.due_s is not None for child in self.children)
+
+    def _patience_s(self) -> float:
+        """Until something is to be done, though nobody signals."""
+        times_s = [child.due_s for child in self.children if child.due_s is not None]
+        if self._deadline_s is not None:
+            times_s.append(self._deadline_s)
+        return max(0.0, min(times_s) - time.monotonic()) if times_s else 3600.0
+
+    @property
+    def _alive(self) -> list[str]:
+        return [child.name for child in self.children if child.pid is not None]
+
+    @property
+    def _others_run(self) -> bool:
+        """Whether somebody is there who may need the one that is needed."""
+        return any(child.pid is not None and not child.needed for child in self.children)
+
+    # -- signals
+
+    def _hear(self, number: int) -> None:
+        if number == signal.SIGHUP:
+            if not self._signals and self._on_reload():
+                self._send(signal.SIGHUP)
+        elif number in _ENDING:
+            self._signals += 1
+            if self._signals == 1:
+                log.warning("draining", extra={"children": self._alive})
+                self._end(signal.SIGTERM, self._drain_timeout_s() + KILL_S)
+            else:
+                log.warning("ending now", extra={"signal": number})
+                self._end(signal.SIGINT, END_S)
+
+    def _end(self, number: signal.Signals, within_s: float) -> None:
+        """No child is started again but who is needed; who is left after that time is killed."""
+        self._signals = max(1, self._signals)
+        self._on_end()
+        for child in self.children:
+            child.due_s = None
+        deadline_s = time.monotonic() + within_s
+        self._deadline_s = min(deadline_s, self._deadline_s or deadline_s)
+        self._send(number)
+
+    def _send(self, number: signal.Signals) -> None:
+        for child in self.children:
+            if child.pid is not None:
+                os.kill(child.pid, number)  # it is not reaped yet, so the number is nobody else's
+
+    def _kill(self) -> None:
+        """End all that are left, whatever they do."""
+        self._deadline_s = None
+        self._send(signal.SIGKILL)
+        for child in self.children:
+            if child.pid is not None:
+                os.waitpid(child.pid, 0)
+                child.pid = None
+
+    # -- births and deaths
+
+    def _reap(self) -> None:
+        """Note who has died; as the first process of a container it is also the parent of others' orphans."""
+        while any(child.pid is not None for child in self.children):
+            pid, status = os.waitpid(-1, os.WNOHANG)
+            if not pid:
+                return
+            for child in self.children:
+                if child.pid == pid:
+                    self._died(child, os.waitstatus_to_exitcode(status))
+
+    def _died(self, child: Child, code: int) -> None:
+        """`code`: its exit code, or less than 0, the signal that it died of."""
+        now = time.monotonic()
+        child.pid = None
+        if code == WRONG_CONFIG and child.lives == 1 and not self._signals:
+            self._code = WRONG_CONFIG
+            self._end(signal.SIGINT, END_S)
+        if self._signals and not (child.needed and code and self._signals == 1 and self._others_run):
+            if not self._others_run:
+                self._end(signal.SIGTERM, KILL_S)
+            return
+        child.early_deaths = child.early_deaths + 1 if now - child.started_s < STEADY_S else 0
+        pause_s = min(MAX_PAUSE_S, PAUSE_S * 2.0 ** (child.early_deaths - 2)) if child.early_deaths > 1 else 0.0
+        child.due_s = now + pause_s
+        told = {"signal": signal.Signals(-code).name} if code < 0 else {"exit_code": code}
+        log.warning("child died", extra={"child": child.name, **told, "again_in_s": pause_s})
+
+    def _start(self, child: Child) -> None:
+        child.due_s = None
+        child.lives += 1
+        child.started_s = time.monotonic()
+        pid = os.fork()
+        if not pid:
+            self._become(child)
+        child.pid = pid
+        log.info("child started", extra={"child": child.name, "pid": pid, "life": child.lives})
+
+    def _become(self, child: Child) -> NoReturn:
+        """What the new process is, from its first moment to its last."""
+        code = 1
+        try:
+            _belong_to(self._parent, child.name)
+            signal.signal(signal.SIGHUP, signal.SIG_IGN)  # until it has something to read again
+            signal.signal(signal.SIGINT, signal.SIG_DFL)  # no traceback, wherever it is by then
+            signal.pthread_sigmask(signal.SIG_SETMASK, self._mask)
+            child.main()
+            code = 0
+        except BalanceRouteError as error:
+            print(f"balanceroute: {error}", file=sys.stderr)
+            code = WRONG_CONFIG
+        except SystemExit as error:
+            code = error.code if isinstance(error.code, int) else 1
+        except BaseException as error:  # it must not return into the parent's code
+            log.critical("internal error", exc_info=error, extra={"where": child.name})
+        finally:
+            logging.shutdown()
+            sys.stderr.flush()
+            os._exit(code)
+
+
+def _belong_to(parent: int, name: str) -> None:
+    """Die with the parent, however that dies, and be known by a name of one's own (`ps -o comm`)."""
+    os.setpgid(0, 0)
+    if sys.platform == "linux":
+        libc = ctypes.CDLL(None)
+        libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+        libc.prctl(_PR_SET_NAME, f"br-{name}".encode(), 0, 0, 0)
+    if os.getppid() != parent:  # it has died meanwhile
+        os._exit(1)

@@ -1,0 +1,156 @@
+"""A relay's workers: it holds the connections, and the brain judges.
+
+What a request finds out about a worker is told to the brain (`Verdict`), whose circuit decides; what the worker may get
+is what the brain said last. While there is no brain, nothing is told: the next one begins with a good opinion of all.
+"""
+
+import asyncio
+import math
+from collections.abc import Callable
+from typing import Final
+
+from balanceroute.core.types import WorkerSpec, WorkerState
+from balanceroute.proxy.link.messages import Judged, Use, Verdict, Workers
+from balanceroute.proxy.workers.circuit import Circuit, CircuitConfig, CircuitState
+from balanceroute.proxy.workers.fleet import Fleet, FleetConfig, Worker
+
+NOTHING: Final = Workers((), ())
+Report = Callable[[Judged], None]
+
+
+class ReportedCircuit(Circuit):
+    """A worker's circuit at the brain, as a relay's requests know it."""
+
+    __slots__ = ("_doubtful", "_report", "_worker_id")
+
+    def __init__(self, worker_id: str, report: Report) -> None:
+        super().__init__(CircuitConfig(), _nobody)
+        self._worker_id, self._report = worker_id, report
+        self._doubtful = False
+
+    @property
+    def doubtful(self) -> bool:
+        """Whether the brain has to hear of a success."""
+        return self._doubtful
+
+    def told(self, state: CircuitState, doubtful: bool) -> None:
+        """The brain's word."""
+        self.state, self._doubtful = state, doubtful
+
+    def used(self) -> None:
+        """See `Circuit`."""
+        if self.state is CircuitState.HALF_OPEN:
+            self.state = CircuitState.TRIAL
+            self._say(Verdict.USED)
+
+    def success(self) -> None:
+        """See `Circuit`."""
+        if self._doubtful:
+            self._say(Verdict.SUCCESS)
+
+    def no_verdict(self) -> None:
+        """See `Circuit`."""
+        if self.state is CircuitState.TRIAL:
+            self._say(Verdict.NO_VERDICT)
+
+    def fault(self, now: float) -> None:
+        """See `Circuit`."""
+        self._doubtful = True
+        self._say(Verdict.FAULT)
+
+    def busy(self, now: float, retry_after_s: float = 0.0) -> None:
+        """See `Circuit`."""
+        self._doubtful = True
+        self._say(Verdict.BUSY, retry_after_s)
+
+    def _say(self, verdict: Verdict, retry_after_s: float = 0.0) -> None:
+        self._report(Judged(self._worker_id, verdict, retry_after_s))
+
+
+class _Nowhere:
+    """The registry of a fleet that decides nothing."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self.loop = loop
+
+    def add_worker(self, spec: WorkerSpec) -> None:
+        """The brain knows."""
+
+    def set_worker_state(self, worker_id: str, state: WorkerState) -> None:
+        """The brain has said it."""
+
+    def remove_if_idle(self, worker_id: str) -> bool:
+        """The brain has it removed already."""
+        return True
+
+
+class FollowingFleet(Fleet):
+    """The workers that the brain has named, in the states that it has said."""
+
+    def __init__(
+        self,
+        loop: asyncio.AbstractEventLoop,
+        config: FleetConfig,
+        report: Report,
+        on_leave: Callable[[str], None] = lambda _: None,
+    ) -> None:
+        """`report`: says to the brain."""
+        super().__init__(_Nowhere(loop), config, on_leave)
+        self._report = report
+        self._told_use: set[str] = set()  # the workers that were in use when that was told last
+
+    def circuit(self, spec: WorkerSpec, changed: Callable[[float | None], None]) -> Circuit:
+        """One that the brain keeps."""
+        return ReportedCircuit(spec.id, self._report)
+
+    def update(self, worker: Worker) -> None:
+        """Its state is the brain's to say."""
+
+    def follow(self, message: Workers, whole: bool) -> None:
+        """Take over what the brain says; `whole`: there are no other workers."""
+        for standing in message.changed:
+            worker = self._named(standing.spec)
+            worker.state, worker.leaving = standing.state, False
+            if standing.out and worker.healthy:
+                worker.echoes_ids = worker.kv_connector = None  # it may come back as another version
+            worker.healthy = not standing.out
+            assert isinstance(worker.circuit, ReportedCircuit)
+            worker.circuit.told(CircuitState(standing.circuit), standing.doubtful)
+        named = {standing.spec.id for standing in message.changed}
+        for worker in self:
+            if worker.id in message.gone or (whole and worker.id not in named):
+                worker.leaving, worker.state = True, WorkerState.DOWN
+        self.sweep()
+
+    def _named(self, spec: WorkerSpec) -> Worker:
+        if spec.id in self:
+            worker = self[spec.id]
+            if worker.spec == spec:
+                return worker
+            self.forget(worker)
+        return self.connect(spec)
+
+    def uses(self, now: float, awaited: set[str]) -> tuple[Use, ...]:
+        """What the brain does not know yet of who is in use; `awaited`: workers whose next token a client waits for."""
+        in_use = {worker.id for worker in self if worker.in_use or worker.peak_in_use}
+        told = [worker for worker in self if worker.id in in_use or worker.id in self._told_use]
+        self._told_use = in_use
+        return tuple(
+            Use(
+                worker.id,
+                worker.in_use,
+                worker.take_peak(),
+                worker.id in awaited,
+                _age(now, worker.progress_s),
+                _age(now, worker.busy_since_s),
+            )
+            for worker in told
+        )
+
+
+def _age(now: float, at_s: float) -> float | None:
+    return None if at_s == -math.inf else now - at_s
+
+
+def _nobody(wake_in_s: float | None) -> None:
+    """Nobody is told of changes."""

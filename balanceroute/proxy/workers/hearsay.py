@@ -1,0 +1,128 @@
+"""What the brain knows of workers from relays: how requests fared, what is under way, and when tokens came last."""
+
+import asyncio
+from collections.abc import Callable, Sequence
+
+from balanceroute.proxy.link.messages import Activity, Judged, Learned, SilentGroup, Use, Verdict, WorkerStanding
+from balanceroute.proxy.perimeter.keys import KeyUse
+from balanceroute.proxy.workers.circuit import Circuit, CircuitState
+from balanceroute.proxy.workers.fleet import Fleet, Worker
+from balanceroute.proxy.workers.silence import FrozenGroup
+
+
+class Hearsay:
+    """All relays' words on the workers of one fleet; a `Steward` of the hub."""
+
+    def __init__(
+        self,
+        fleet: Fleet,
+        loop: asyncio.AbstractEventLoop,
+        frozen: Sequence[FrozenGroup],
+        under_way: Callable[[int], None] = lambda exchanges: None,
+    ) -> None:
+        """`frozen`: groups of workers that fell silent together, kept up to date by the reaper. `under_way` is told how
+        many client requests all relays have.
+        """
+        self._fleet, self._loop, self._frozen, self._under_way = fleet, loop, frozen, under_way
+        self.on_keys: Callable[[str, tuple[KeyUse, ...]], None] = _unheard_keys
+        self.on_connector: Callable[[Worker, str | None], None] = _unheard
+        self.counts: dict[str, bytes] = {}  # of every relay, here or not: a sum must not fall while one is away
+        self._said: dict[str, Activity] = {}
+        self._uses: dict[str, dict[str, Use]] = {}  # by relay and worker
+
+    # -- what relays say
+
+    def judged(self, message: Judged) -> None:
+        """A request has told something about a worker."""
+        if message.worker not in self._fleet:
+            return
+        circuit, now = self._fleet[message.worker].circuit, self._loop.time()
+        act = _ACTS.get(message.verdict)
+        if act is not None:
+            act(circuit)
+        elif message.verdict is Verdict.FAULT:
+            circuit.fault(now)
+        else:
+            circuit.busy(now, message.retry_after_s)
+
+    def active(self, relay: str, said: Activity) -> None:
+        """What a relay does."""
+        self._said[relay] = said
+        self._count()
+        uses, now = self._uses.setdefault(relay, {}), self._loop.time()
+        for use in said.uses:
+            if use.worker in self._fleet:
+                _note(self._fleet[use.worker], use, uses.get(use.worker), now)
+            uses[use.worker] = use
+
+    def keys_used(self, relay: str, keys: tuple[KeyUse, ...]) -> None:
+        """What a relay's clients have used of their keys."""
+        self.on_keys(relay, keys)
+
+    def counted(self, relay: str, counts: bytes) -> None:
+        """All that a relay's process has counted."""
+        self.counts[relay] = counts
+
+    def learned(self, message: Learned) -> None:
+        """A prefiller's parameters have told its connector."""
+        if message.worker in self._fleet:
+            self.on_connector(self._fleet[message.worker], message.connector)
+
+    def lost(self, relay: str) -> None:
+        """A relay is gone, and all that it had under way. If one of that was a trial, another one may be made."""
+        self._said.pop(relay, None)
+        self._count()
+        for use in self._uses.pop(relay, {}).values():
+            if use.worker in self._fleet:
+                worker = self._fleet[use.worker]
+                worker.in_use -= use.in_use
+                worker.awaited_by -= use.awaits_tokens
+        for worker in self._fleet:
+            if worker.circuit.state is CircuitState.TRIAL:
+                worker.circuit.no_verdict()
+
+    def _count(self) -> None:
+        self._under_way(sum(said.exchanges for said in self._said.values()))
+
+    # -- what relays are told
+
+    def standings(self) -> dict[str, WorkerStanding]:
+        """All workers as they are judged now, by id."""
+        return {worker.id: _standing(worker) for worker in self._fleet}
+
+    def silent(self) -> tuple[SilentGroup, ...]:
+        """The groups of workers that fell silent together."""
+        now = self._loop.time()
+        return tuple(SilentGroup(group.name, group.workers, now - group.since_s) for group in self._frozen)
+
+
+_ACTS: dict[Verdict, Callable[[Circuit], None]] = {
+    Verdict.USED: Circuit.used,
+    Verdict.SUCCESS: Circuit.success,
+    Verdict.NO_VERDICT: Circuit.no_verdict,
+}
+
+
+def _unheard(worker: Worker, connector: str | None) -> None:
+    """Nobody wants to know."""
+
+
+def _unheard_keys(relay: str, keys: tuple[KeyUse, ...]) -> None:
+    """Nobody wants to know."""
+
+
+def _note(worker: Worker, use: Use, before: Use | None, now: float) -> None:
+    had = 0 if before is None else before.in_use
+    if not worker.in_use and use.in_use and use.busy_age_s is not None:
+        worker.busy_since_s = now - use.busy_age_s
+    others = worker.in_use - had
+    worker.in_use = others + use.in_use
+    worker.peak_in_use = max(worker.peak_in_use, worker.in_use, others + use.peak)
+    worker.awaited_by += use.awaits_tokens - (before is not None and before.awaits_tokens)
+    if use.progress_age_s is not None:
+        worker.progress_s = max(worker.progress_s, now - use.progress_age_s)
+
+
+def _standing(worker: Worker) -> WorkerStanding:
+    circuit = worker.circuit
+    return WorkerStanding(worker.spec, worker.state, circuit.state.value, circuit.doubtful, worker.out)

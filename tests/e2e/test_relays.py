@@ -1,0 +1,345 @@
+"""`balanceroute serve --relays 2` as processes in front of an emulated cluster: any of them may die."""
+
+import asyncio
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from contextlib import asynccontextmanager, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from balanceroute.cli.emulate import DECODE_PORT_OFFSET
+from balanceroute.engine.tokens import FIRST_TRIPLE_ID, continuation, decode
+from tests.ports import free_base_port
+from tests.waiting import block_until, until
+
+pytestmark = pytest.mark.e2e
+
+PREFILLERS, RANKS, SLOTS = 2, 2, 4
+PORTS = (*range(PREFILLERS), *range(DECODE_PORT_OFFSET, DECODE_PORT_OFFSET + RANKS))
+LONG = 400  # tokens: some seconds
+
+
+@contextmanager
+def process(*arguments: str, log: Path) -> Iterator[subprocess.Popen[bytes]]:
+    """One with its children in a process group of its own, which ends with it."""
+    with log.open("ab") as sink:
+        running = subprocess.Popen(
+            [sys.executable, "-m", "balanceroute", *arguments], stdout=sink, stderr=sink, start_new_session=True
+        )
+        try:
+            yield running
+        finally:
+            end_group(running)
+
+
+def end_group(running: subprocess.Popen[bytes]) -> None:
+    """Kill all at once."""
+    try:
+        os.killpg(running.pid, signal.SIGKILL)
+    except ProcessLookupError:
+        pass
+    running.wait()
+
+
+@dataclass(frozen=True, slots=True)
+class Cluster:
+    """An emulated one: its configuration, and its prefillers' URLs."""
+
+    config: Path
+    prefillers: tuple[str, ...]
+
+    def holds_kv(self) -> bool:
+        """Whether KV is pinned on a prefiller."""
+        return any(_usage(url) > 0.0 for url in self.prefillers)
+
+
+def _usage(url: str) -> float:
+    found = re.search(r"kv_cache_usage_perc\{[^}]*\} (\S+)", httpx.get(f"{url}/metrics", trust_env=False).text)
+    assert found
+    return float(found[1])
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    folder = tmp_path_factory.mktemp("emulate")
+    base, config = free_base_port(PORTS), folder / "cluster.yaml"
+    flags = ["--prefill", str(PREFILLERS), "--decode", str(RANKS), "--max-num-seqs", str(SLOTS), "--time-scale", "0.3"]
+    with process("emulate", *flags, "--base-port", str(base), "--write-config", str(config), log=folder / "log"):
+        urls = tuple(f"http://127.0.0.1:{base + offset}" for offset in range(PREFILLERS))
+        block_until(lambda: all(_answers(f"{url}/health") for url in urls))
+        yield Cluster(config, urls)
+
+
+def _answers(url: str) -> bool:
+    try:
+        return httpx.get(url, timeout=5, trust_env=False).status_code == 200
+    except httpx.TransportError:
+        return False
+
+
+class Router:
+    """The processes of one router, by what they have logged."""
+
+    def __init__(self, log: Path, running: subprocess.Popen[bytes], client: httpx.AsyncClient) -> None:
+        self.log, self.running, self.client = log, running, client
+
+    def said(self, event: str, **fields: Any) -> list[dict[str, Any]]:
+        """The lines of an event, with these fields."""
+        found = []
+        for line in self.log.read_text().splitlines():
+            if line.startswith("{") and line.endswith("}"):
+                told = json.loads(line)
+                if told.get("event") == event and all(told.get(name) == value for name, value in fields.items()):
+                    found.append(told)
+        return found
+
+    @property
+    def relays(self) -> dict[str, int]:
+        """Their present processes, by name."""
+        return {line["relay"]: line["pid"] for line in self.said("listening") if "relay" in line}
+
+    @property
+    def brains(self) -> list[int]:
+        """The processes that have led, the present one last."""
+        return [line["pid"] for line in self.said("listening") if "epoch" in line]
+
+    async def get(self, path: str) -> httpx.Response:
+        """Ask any relay, on a new connection; again while there is nobody to answer."""
+        while True:
+            try:
+                answer = await self.client.get(path, headers={"connection": "close"})
+            except httpx.TransportError:
+                continue
+            if answer.status_code != 503:
+                return answer
+            await asyncio.sleep(0.05)
+
+    async def state(self) -> dict[str, Any]:
+        """What the brain knows."""
+        state: dict[str, Any] = (await self.get("/state")).json()
+        return state
+
+    async def active(self) -> int:
+        """Requests on decode workers."""
+        return sum(len(worker["active"]) for worker in (await self.state())["workers"])
+
+    async def holds_nothing(self) -> bool:
+        """Whether no request is left anywhere."""
+        state = await self.state()
+        return not (await self.active() or state["waiting"] or state["exchanges"])
+
+
+@asynccontextmanager
+async def a_router(cluster: Cluster, folder: Path, *flags: str) -> AsyncIterator[Router]:
+    log = folder / "router.log"
+    log.touch()
+    told = len(log.read_text())
+    serve = ["serve", "--config", str(cluster.config), "--relays", "2", "--host", "127.0.0.1", "--port", "0", *flags]
+    with process(*serve, "--set", f"listen.run_folder={folder}", log=log) as running:
+        await until(
+            lambda: re.search(r'"listening".*"port":(\d+)', log.read_text()[told:]) or running.poll() is not None
+        )
+        found = re.search(r'"listening".*"port":(\d+)', log.read_text()[told:])
+        assert found, log.read_text()
+        limits = httpx.Limits(max_connections=None)
+        url = f"http://127.0.0.1:{found[1]}"
+        async with httpx.AsyncClient(base_url=url, timeout=None, limits=limits, trust_env=False) as client:
+            router = Router(log, running, client)
+            await until(lambda: len(router.relays) == 2)
+            await router.get("/ready")
+            yield router
+
+
+class Stream:
+    """A request for a stream, and what has come of it."""
+
+    def __init__(self, router: Router, number: int, tokens: int) -> None:
+        self.prompt = list(range(FIRST_TRIPLE_ID + 10 * number, FIRST_TRIPLE_ID + 10 * number + 50))
+        self.expected = decode(continuation(self.prompt, tokens))
+        self.text = ""
+        self.complete = False
+        self._task = asyncio.get_running_loop().create_task(self._run(router, tokens))
+
+    async def _run(self, router: Router, tokens: int) -> None:
+        body = {"model": "emulated", "prompt": self.prompt, "max_tokens": tokens, "ignore_eos": True, "stream": True}
+        headers = {"connection": "close"}  # a connection each, so that both relays get some
+        try:
+            async with router.client.stream("POST", "/v1/completions", json=body, headers=headers) as answer:
+                assert answer.status_code in (200, 503), await answer.aread()
+                async for line in answer.aiter_lines():
+                    self._take(line)
+        except httpx.TransportError:
+            pass  # its relay has died
+
+    def _take(self, line: str) -> None:
+        if line == "data: [DONE]":
+            self.complete = True
+        elif line.startswith("data: "):
+            event = json.loads(line.removeprefix("data: "))
+            self.text += "".join(choice["text"] for choice in event.get("choices", ()))
+
+    @property
+    def begun(self) -> bool:
+        """Whether a token has come."""
+        return bool(self.text)
+
+    @property
+    def running(self) -> bool:
+        """Whether more may come."""
+        return not self._task.done()
+
+    async def end(self) -> "Stream":
+        """Wait for it; whole or cut short, its tokens are right."""
+        await self._task
+        assert self.text == self.expected if self.complete else self.expected.startswith(self.text)
+        return self
+
+
+def streams(router: Router, count: int, tokens: int = LONG, first: int = 0) -> list[Stream]:
+    return [Stream(router, first + number, tokens) for number in range(count)]
+
+
+async def all_end(those: list[Stream]) -> int:
+    """How many of them are complete."""
+    return sum([(await stream.end()).complete for stream in those])
+
+
+def with_router(test: Callable[[Router], Awaitable[None]], cluster: Cluster, folder: Path, *flags: str) -> None:
+    async def run() -> None:
+        async with a_router(cluster, folder, *flags) as router:
+            await test(router)
+            await until(router.holds_nothing)
+            await until(lambda: not cluster.holds_kv())
+
+    asyncio.run(run())
+
+
+def test_relays_answer_as_one_router(cluster: Cluster, tmp_path: Path) -> None:
+    async def test(router: Router) -> None:
+        async def unary(number: int) -> None:
+            prompt = [FIRST_TRIPLE_ID + number]
+            body = {"model": "emulated", "prompt": prompt, "max_tokens": 9, "ignore_eos": True}
+            answer = (await router.client.post("/v1/completions", json=body, headers={"connection": "close"})).json()
+            assert answer["choices"][0]["text"] == decode(continuation(prompt, 9)), answer
+
+        begun = streams(router, 30, 40)
+        await asyncio.gather(*map(unary, range(20)))
+        assert await all_end(begun) == 30
+        assert (await router.get("/ready")).json()["workers_up"] == {"prefill": PREFILLERS, "decode": RANKS}
+        assert (await router.get("/v1/models")).json()["data"][0]["id"] == "emulated"
+        finished = r'balanceroute_requests_total\{outcome="finished"\} (\S+)'
+        await until(lambda: _counted(router, finished, 50))
+
+    with_router(test, cluster, tmp_path)
+
+
+async def _counted(router: Router, pattern: str, wanted: float) -> bool:
+    found = re.search(pattern, (await router.get("/metrics")).text)
+    return found is not None and float(found[1]) == wanted
+
+
+def test_counts_fall_for_no_death_of_a_process(cluster: Cluster, tmp_path: Path) -> None:
+    finished = r'balanceroute_requests_total\{outcome="finished"\} (\S+)'
+    ttft = r"balanceroute_request_ttft_seconds_count (\S+)"
+
+    async def test(router: Router) -> None:
+        seen = 0.0
+
+        async def are(wanted: float) -> bool:
+            nonlocal seen
+            page = (await router.get("/metrics")).text
+            found = re.search(finished, page)
+            assert found is not None and float(found[1]) >= seen, page
+            seen = float(found[1])
+            return seen == wanted and await _counted(router, ttft, wanted)
+
+        assert await all_end(streams(router, 12, 9)) == 12
+        await until(lambda: are(12))
+        for number, died in enumerate((*router.relays.values(), router.brains[-1])):
+            os.kill(died, signal.SIGKILL)
+            await until(lambda: are(12 + 6 * number))  # noqa: B023
+            await until(lambda: died not in (*router.relays.values(), router.brains[-1]))  # noqa: B023
+            assert await all_end(streams(router, 6, 9, first=100 * number)) == 6
+            await until(lambda: are(18 + 6 * number))  # noqa: B023
+
+    with_router(test, cluster, tmp_path)
+
+
+def test_a_killed_relay_takes_its_own_streams_along_and_nothing_else(cluster: Cluster, tmp_path: Path) -> None:
+    async def test(router: Router) -> None:
+        begun = streams(router, 14)  # more than there are slots
+        await until(lambda: sum(stream.begun for stream in begun) >= PREFILLERS * SLOTS)
+        name, pid = next(iter(router.relays.items()))
+        os.kill(pid, signal.SIGKILL)
+        await until(lambda: router.said("relay lost", relay=name))
+        lost = router.said("relay lost", relay=name)[0]["requests"]
+        later = streams(router, 4, 20, first=100)
+        assert await all_end(begun) == len(begun) - lost
+        assert await all_end(later) == 4
+        await until(lambda: router.relays[name] != pid)  # it is back
+
+    with_router(test, cluster, tmp_path)
+
+
+def test_streams_go_on_without_a_brain_and_the_next_one_knows_them(cluster: Cluster, tmp_path: Path) -> None:
+    async def test(router: Router) -> None:
+        begun = streams(router, 14)
+        await until(lambda: sum(stream.begun for stream in begun) >= PREFILLERS * SLOTS)
+        os.kill(router.brains[-1], signal.SIGKILL)
+        later = streams(router, 4, 20, first=100)  # they wait for the next one
+        await until(lambda: len(router.brains) == 2)
+        await until(lambda: all(len(router.said("relay joined", relay=name)) == 2 for name in router.relays))
+        assert all(line["void"] == 0 for line in router.said("relay joined"))
+        assert await router.active() <= RANKS * SLOTS
+        assert await all_end(begun) == 14 and await all_end(later) == 4
+
+    with_router(test, cluster, tmp_path)
+
+
+def test_a_relay_that_was_stopped_is_given_up_and_joins_anew(cluster: Cluster, tmp_path: Path) -> None:
+    async def test(router: Router) -> None:
+        begun = streams(router, 14)
+        await until(lambda: sum(stream.begun for stream in begun) >= PREFILLERS * SLOTS)
+        name, pid = next(iter(router.relays.items()))
+        os.kill(pid, signal.SIGSTOP)
+        try:
+            await until(lambda: router.said("relay lost", relay=name))
+            assert await router.active() <= RANKS * SLOTS
+        finally:
+            os.kill(pid, signal.SIGCONT)
+        await until(lambda: len(router.said("relay joined", relay=name)) == 2)
+        void = router.said("relay joined", relay=name)[1]["void"]
+        assert await all_end(begun) == 14 - void
+        assert router.relays[name] == pid
+
+    with_router(test, cluster, tmp_path)
+
+
+def test_what_all_processes_had_pinned_is_free_after_the_next_start(cluster: Cluster, tmp_path: Path) -> None:
+    async def killed() -> None:
+        async with a_router(cluster, tmp_path) as router:
+            begun = streams(router, 14)
+
+            async def waits() -> bool:
+                return len((await router.state())["waiting"]) >= 4
+
+            await until(waits)
+            end_group(router.running)
+            for stream in begun:
+                await stream.end()
+
+    async def next_one(router: Router) -> None:
+        assert await all_end(streams(router, 4, 20)) == 4
+
+    asyncio.run(killed())
+    assert cluster.holds_kv()
+    with_router(next_one, cluster, tmp_path)

@@ -1,0 +1,113 @@
+"""A brain and its relays in front of an emulated cluster, all in the test's own event loop, over real sockets."""
+
+import asyncio
+import shutil
+import socket
+import tempfile
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+from balanceroute.config import Config
+from balanceroute.emulator import ClusterShape, EmulatedCluster
+from balanceroute.proxy.admission.forecasts import build_forecasts
+from balanceroute.proxy.brain import BrainApp, BrainServer, create_brain_app
+from balanceroute.proxy.relay import RelayApp, RelayServer, create_relay_app
+from balanceroute.proxy.run_folder import RunFolder
+from balanceroute.proxy.server import Server
+from tests.integration.router import FAST, configuration, patient
+from tests.waiting import until
+
+
+@dataclass(frozen=True, slots=True)
+class Relay:
+    """One relay, and a client that is connected to it alone."""
+
+    app: RelayApp
+    client: httpx.AsyncClient
+
+
+@dataclass(frozen=True, slots=True)
+class Relayed:
+    """A running router of several parts."""
+
+    config: Config
+    folder: RunFolder
+    brain: BrainApp
+    relays: list[Relay]
+    cluster: EmulatedCluster
+
+    async def settled(self) -> None:
+        """Wait until nothing is held by anybody."""
+
+        def nothing_held() -> bool:
+            relays = [relay.app.services for relay in self.relays]
+            held = [[*relay.tickets.by_id, *relay.legs] or relay.exchanges or relay.drainer.pending for relay in relays]
+            return not any(held) and not self.brain.services.ledger.requests and self.cluster.idle()
+
+        await until(nothing_held)
+        services = self.brain.services
+        services.ledger.scheduler.snapshot.check_invariants()
+        await until(lambda: all(worker.in_use == 0 for worker in services.fleet))
+
+
+@asynccontextmanager
+async def serving(server: Server, sockets: list[socket.socket] | None = None) -> AsyncIterator[None]:
+    """Run a server."""
+    server.config.timeout_graceful_shutdown = 1
+    task = asyncio.get_running_loop().create_task(server._serve(sockets))
+    await until(lambda: server.started or task.done())
+    try:
+        yield
+    finally:
+        server.should_exit = True
+        await task
+
+
+@asynccontextmanager
+async def a_brain(config: Config, folder: RunFolder, epoch: int = 1, relays: int = 2) -> AsyncIterator[BrainApp]:
+    """One that leads."""
+    app = create_brain_app(config, folder, epoch, relays, build_forecasts(config))
+    server = BrainServer(app, config, uds=str(folder.operators))
+    app.end = server.end
+    async with serving(server):
+        yield app
+
+
+@asynccontextmanager
+async def a_relay(config: Config, folder: RunFolder, name: str) -> AsyncIterator[Relay]:
+    """One that has found a brain."""
+    app = create_relay_app(config, folder, name)
+    server = RelayServer(app, config)
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        url = f"http://127.0.0.1:{listener.getsockname()[1]}"
+        limits = httpx.Limits(max_connections=None, max_keepalive_connections=None)
+        async with (
+            serving(server, [listener]),
+            httpx.AsyncClient(base_url=url, trust_env=False, timeout=120.0, limits=limits) as client,
+        ):
+            yield Relay(app, client)
+
+
+@asynccontextmanager
+async def relayed(shape: ClusterShape | None = None, count: int = 2, **overrides: Any) -> AsyncIterator[Relayed]:
+    """Run a cluster of this shape, a brain and so many relays."""
+    folder = RunFolder(Path(tempfile.mkdtemp(prefix="relayed")))  # the path of a socket must be short
+    try:
+        async with AsyncExitStack() as stack:
+            cluster = await stack.enter_async_context(EmulatedCluster(patient(shape or FAST)))
+            config = configuration(cluster, **overrides)
+            brain = await stack.enter_async_context(a_brain(config, folder, relays=count))
+            relays = [
+                await stack.enter_async_context(a_relay(config, folder, f"relay-{number}")) for number in range(count)
+            ]
+            await until(lambda: brain.hub.settled.is_set() and len(brain.hub.members) == count)
+            await until(lambda: all(relay.app.services.known.is_set() for relay in relays))
+            yield Relayed(config, folder, brain, relays, cluster)
+    finally:
+        shutil.rmtree(folder.folder)

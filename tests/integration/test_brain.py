@@ -1,0 +1,209 @@
+"""One brain, several relays: they answer, limit and judge as one router."""
+
+import asyncio
+import hashlib
+from pathlib import Path
+
+import httpx
+import pytest
+import yaml
+
+from balanceroute.core.types import WorkerState
+from balanceroute.emulator import ClusterShape
+from balanceroute.engine.tokens import continuation, decode
+from balanceroute.errors import ConfigError
+from balanceroute.proxy.relay import create_relay_app, reload_relay
+from balanceroute.proxy.run_folder import RunFolder
+from balanceroute.proxy.workers.circuit import CircuitState
+from tests.integration.relayed import Relay, Relayed, a_brain, relayed
+from tests.integration.router import FAST, configuration
+from tests.integration.test_proxy_answers import completion
+from tests.waiting import until
+
+pytestmark = pytest.mark.anyio
+
+SLOW = ClusterShape(prefillers=1, decoders=2, max_num_seqs=2, time_scale=1.0)
+
+
+async def answered(relay: Relay, number: int) -> None:
+    prompt = list(range(1000 + number, 1030 + number))
+    body = completion(prompt=prompt, max_tokens=20)
+    answer = await relay.client.post("/v1/completions", json=body)
+    assert answer.status_code == 200, answer.text
+    assert answer.json()["choices"][0]["text"] == decode(continuation(prompt, 20))
+
+
+async def test_all_relays_serve_from_one_set_of_slots() -> None:
+    async with relayed(FAST) as router:
+        await asyncio.gather(*(answered(router.relays[number % 2], number) for number in range(80)))
+        assert all(relay.app.services.metrics.requests.value("finished") == 40 for relay in router.relays)
+        await router.settled()
+
+
+def states(relay: Relay) -> dict[str, WorkerState]:
+    return {worker.id: worker.state for worker in relay.app.services.fleet}
+
+
+async def test_what_an_operator_does_at_one_relay_holds_for_all() -> None:
+    async with relayed(FAST) as router:
+        one, other = router.relays
+        url = router.cluster.decode_urls[0]
+        worker = url.removeprefix("http://")
+        body = {"type": "decode", "instances": url}
+        assert (await one.client.post("/instances/drain", json=body)).status_code == 200
+        await until(lambda: all(states(relay)[worker] is WorkerState.DRAINING for relay in router.relays))
+        assert (await other.client.post("/instances/undrain", json=body)).status_code == 200
+        await until(lambda: all(states(relay)[worker] is WorkerState.UP for relay in router.relays))
+        assert (await one.client.post("/instances/remove", json=body)).status_code == 200
+        await until(lambda: all(worker not in states(relay) for relay in router.relays))
+        assert (await other.client.post("/instances/add", json=body)).status_code == 200
+        await until(lambda: all(states(relay).get(worker) is WorkerState.UP for relay in router.relays))
+        assert (await one.client.post("/routing/policy", json={"policy": "random"})).json()["before"] == "br_0"
+        assert (await other.client.get("/state")).json()["policy"] == "random"
+        await router.settled()
+
+
+@pytest.mark.parametrize(
+    ("path", "status"),
+    [
+        ("/health", 200),
+        ("/ping", 200),
+        ("/ready", 200),
+        ("/healthcheck", 200),
+        ("/metrics", 200),
+        ("/state", 200),
+        ("/dashboard", 200),
+        ("/dashboard/data", 200),
+        ("/v1/models", 200),
+        ("/v1/completions", 405),
+        ("/v1/metaserver", 404),
+        ("/nowhere", 404),
+    ],
+)
+async def test_every_route_is_there_at_every_relay(path: str, status: int) -> None:
+    async with relayed(FAST, count=1) as router:
+        answer = await router.relays[0].client.get(path)
+        assert answer.status_code == status
+        assert len(answer.headers.get_list("x-request-id")) == 1
+
+
+async def test_the_admin_token_is_asked_for_at_the_relay() -> None:
+    async with relayed(FAST, count=1, auth={"admin_token": "a-token-of-some-length"}) as router:
+        client = router.relays[0].client
+        assert (await client.get("/state")).status_code == 401
+        headers = {"authorization": "Bearer a-token-of-some-length"}
+        assert (await client.get("/state", headers=headers)).status_code == 200
+        cookie = (await client.post("/dashboard/session", headers=headers)).headers["set-cookie"]
+        assert "balanceroute_session=" in cookie
+
+
+async def test_without_a_brain_relays_live_and_new_requests_wait_for_one() -> None:
+    async with relayed(FAST, count=1) as router:
+        relay = router.relays[0]
+        router.brain.end()
+        await until(lambda: relay.app.services.brain.member is None)
+        assert (await relay.client.get("/health")).status_code == 200
+        ready = await relay.client.get("/ready")
+        assert ready.status_code == 503 and ready.headers["retry-after"]
+        waits = asyncio.gather(*(answered(relay, number) for number in range(8)))
+        await until(lambda: len(relay.app.services.tickets.by_id) == 8)
+        async with a_brain(router.config, router.folder, epoch=2, relays=1) as brain:
+            await waits
+            await until(lambda: not brain.services.ledger.requests)
+
+
+async def test_what_one_relay_finds_out_about_a_worker_all_know() -> None:
+    async with relayed(FAST, health={"interval_s": 3600.0, "open_for_s": 3600.0}) as router:
+        await router.cluster.inject("d0", "status", status=500, count=None)
+        worker = router.cluster.decode_urls[0].removeprefix("http://")
+        one, other = router.relays
+
+        async def is_known() -> bool:
+            await asyncio.gather(*(answered(one, number) for number in range(8)))
+            return states(other)[worker] is WorkerState.DOWN
+
+        await until(is_known)
+        assert router.brain.services.fleet[worker].circuit.state is CircuitState.OPEN
+        assert other.app.services.metrics.requests.value("finished") == 0
+        await until(lambda: not router.brain.services.ledger.requests)
+
+
+async def test_a_keys_limit_holds_over_all_relays(tmp_path: Path) -> None:
+    keys = tmp_path / "keys.yaml"
+    entry = {"name": "a", "sha256": hashlib.sha256(b"key").hexdigest(), "max_in_flight": 2}
+    keys.write_text(yaml.safe_dump({"keys": [entry]}))
+    keys.chmod(0o600)
+    async with relayed(SLOW, auth={"client_keys": str(keys)}) as router:
+        one, other = router.relays
+        headers = {"authorization": "Bearer key"}
+        ask = completion(max_tokens=2000, stream=True, ignore_eos=True)
+        async with (
+            one.client.stream("POST", "/v1/completions", json=ask, headers=headers),
+            one.client.stream("POST", "/v1/completions", json=ask, headers=headers),
+        ):
+            theirs = other.app.services.perimeter.keys
+            assert theirs is not None
+            await until(lambda: next(iter(theirs)).elsewhere == 2)
+            refused = await other.client.post("/v1/completions", json=completion(), headers=headers)
+            assert refused.status_code == 429
+            state = router.brain.services.perimeter.keys
+            assert state is not None and next(iter(state)).elsewhere == 2
+        await until(lambda: next(iter(theirs)).elsewhere == 0)
+        await router.settled()
+
+
+async def test_a_connector_that_is_not_the_configured_one_is_told_by_the_brain() -> None:
+    shape = ClusterShape(prefillers=1, decoders=1, max_num_seqs=4, time_scale=0.02)
+    async with relayed(shape, connector="nixl") as router:
+        await answered(router.relays[0], 1)
+        ready: httpx.Response = await router.relays[1].client.get("/ready")
+        await until(lambda: any("mooncake_v1" in reason for reason in router.brain.services.degraded_by))
+        ready = await router.relays[1].client.get("/ready")
+        assert ready.json()["status"] == "degraded"
+
+
+async def test_the_brain_takes_part_in_a_drain_and_relays_refuse() -> None:
+    async with relayed(FAST) as router:
+        router.brain.services.begin_drain()
+        await until(lambda: all(relay.app.services.tickets.draining for relay in router.relays))
+        refused = await router.relays[1].client.post("/v1/completions", json=completion())
+        assert refused.status_code == 503 and "shutting down" in refused.text
+
+
+async def test_a_relay_reloads_what_is_its_own() -> None:
+    async with relayed(FAST, count=1) as router:
+        services = router.relays[0].app.services
+        limits = router.config.limits.model_copy(update={"max_choices": 1})
+        reload_relay(services, router.config.model_copy(update={"limits": limits}))
+        refused = await router.relays[0].client.post("/v1/completions", json=completion(n=2))
+        assert refused.status_code == 400
+        with pytest.raises(ConfigError, match="connector"):
+            reload_relay(services, router.config.model_copy(update={"connector": "mooncake_v1x"}))
+
+
+async def test_layerwise_needs_one_process(tmp_path: Path) -> None:
+    async with relayed(FAST, count=0) as router:
+        config = configuration(router.cluster).model_copy(update={"connector": "mooncake_layerwise"})
+        with pytest.raises(ConfigError, match="relays"):
+            create_relay_app(config, RunFolder(tmp_path), "relay-0")
+
+
+async def streams_end(router: Relayed) -> None:
+    """See the test below."""
+    relay = router.relays[0]
+    ask = completion(max_tokens=4000, stream=True, ignore_eos=True)
+    async with relay.client.stream("POST", "/v1/completions", json=ask) as answer:
+        lines = answer.aiter_lines()
+        while not (await anext(lines)).startswith("data: "):
+            pass
+        request = next(iter(relay.app.services.tickets.by_id))
+        relay.app.services.void(request)
+        rest = [line async for line in lines]
+        assert any("error" in line for line in rest) and "data: [DONE]" not in rest
+
+
+async def test_a_stream_whose_hold_is_lost_ends_with_an_error_and_no_done() -> None:
+    async with relayed(SLOW, count=1) as router:
+        with pytest.raises(httpx.RemoteProtocolError):
+            await streams_end(router)
+        await router.settled()

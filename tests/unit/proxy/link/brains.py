@@ -1,0 +1,137 @@
+"""A brain and its relays on one loop, over a real socket."""
+
+import asyncio
+import shutil
+import tempfile
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+
+from balanceroute.core.policies import PolicySettings, make_policy
+from balanceroute.core.scheduler import Scheduler, SchedulerConfig
+from balanceroute.core.types import RequestSpec, Role, WorkerSpec
+from balanceroute.proxy.admission.decode_dispatcher import DecodeDispatcher
+from balanceroute.proxy.admission.ledger import Ledger
+from balanceroute.proxy.admission.prefill_dispatcher import PrefillDispatcher
+from balanceroute.proxy.admission.tickets import Ticket, Tickets
+from balanceroute.proxy.link.hub import Hub
+from balanceroute.proxy.link.remote import RemoteBrain
+from balanceroute.proxy.telemetry.instruments import Histogram
+from tests.waiting import PATIENCE_S
+
+
+class Brain:
+    """A hub before a ledger, with its dispatchers once it has settled."""
+
+    def __init__(self, epoch: int, slots: int, relays: int) -> None:
+        loop = asyncio.get_running_loop()
+        self.scheduler = Scheduler(make_policy(PolicySettings(policy="br_0")), SchedulerConfig())
+        self.scheduler.add_worker(WorkerSpec("p0", Role.PREFILL), 0.0)
+        self.scheduler.add_worker(WorkerSpec("d0", Role.DECODE, slots=slots), 0.0)
+        self.ledger = Ledger(self.scheduler, loop)
+        self.superseded: list[int] = []
+        self.hub = Hub(self.ledger, loop, epoch, relays, self.superseded.append)
+        self._tasks = [loop.create_task(self._decide())]
+
+    async def _decide(self) -> None:
+        await self.hub.settled.wait()
+        prefills = PrefillDispatcher(self.ledger)
+        decodes = DecodeDispatcher(self.ledger, Histogram((1.0,)), lambda admit: None)
+        await asyncio.gather(prefills.run(), decodes.run())
+
+    @property
+    def load(self) -> int:
+        """Tokens on the one decode worker."""
+        return self.scheduler.snapshot.workers[0].load
+
+    @property
+    def active(self) -> list[str]:
+        """Who is on the one decode worker."""
+        return sorted(self.scheduler.snapshot.workers[0].active)
+
+    async def end(self) -> None:
+        """Die: connections break, nothing is said."""
+        self.hub.close()
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+
+class Relay:
+    """Tickets before a brain that is elsewhere."""
+
+    def __init__(self, path: str, name: str) -> None:
+        loop = asyncio.get_running_loop()
+        self.void: list[str] = []
+        self.brain = RemoteBrain(loop, path, name, SchedulerConfig(), self.void.append)
+        self.tickets = Tickets(self.brain, loop)
+        self.brain.tickets = self.tickets.by_id
+        self.restart()
+
+    def restart(self) -> None:
+        """Look for a brain again."""
+        self._task = asyncio.get_running_loop().create_task(self.brain.run())
+
+    async def decoding(self, request_id: str, prompt_tokens: int = 10) -> Ticket:
+        """A request that is on a decode worker."""
+        ticket = await self.pooled(request_id, prompt_tokens)
+        await ticket.admission()
+        return ticket
+
+    async def pooled(self, request_id: str, prompt_tokens: int = 10) -> Ticket:
+        """A request that waits for one."""
+        ticket = self.tickets.submit(RequestSpec(request_id, 1))
+        assert await ticket.prefiller() == "p0"
+        ticket.prefilled(prompt_tokens)
+        return ticket
+
+    async def end(self) -> None:
+        """Its process ends."""
+        self._task.cancel()
+        await asyncio.gather(self._task, return_exceptions=True)
+
+
+class Stage:
+    """Where they meet."""
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+        self._all: list[Brain | Relay] = []
+
+    async def brain(self, epoch: int = 1, slots: int = 4, relays: int = 0) -> Brain:
+        """One that listens."""
+        brain = Brain(epoch, slots, relays)
+        self._all.append(brain)
+        await brain.hub.serve(self.path)
+        return brain
+
+    def relay(self, name: str = "r0") -> Relay:
+        """One that looks for a brain."""
+        relay = Relay(self.path, name)
+        self._all.append(relay)
+        return relay
+
+    async def end(self) -> None:
+        """All of them."""
+        for each in self._all:
+            await each.end()
+
+
+@asynccontextmanager
+async def a_stage() -> AsyncIterator[Stage]:
+    folder = tempfile.mkdtemp(prefix="link")  # a socket's path may have 107 characters
+    stage = Stage(f"{folder}/brain")
+    try:
+        yield stage
+    finally:
+        await stage.end()
+        shutil.rmtree(folder)
+
+
+def on(test: Callable[[Stage], Awaitable[None]]) -> None:
+    """Run a test with a stage."""
+
+    async def run() -> None:
+        async with asyncio.timeout(PATIENCE_S), a_stage() as stage:
+            await test(stage)
+
+    asyncio.run(run())

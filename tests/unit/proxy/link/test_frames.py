@@ -1,0 +1,81 @@
+"""Frames are whole, in order, and bounded, however the bytes come."""
+
+import asyncio
+from typing import Any
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from balanceroute.proxy.link.frames import Frames
+from balanceroute.proxy.link.messages import MAX_FRAME_BYTES, Beat, Requeue, frame, read_from_relay
+
+
+class Wire(asyncio.Transport):
+    """Takes what is written."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.written: list[bytes] = []
+        self.aborted = False
+
+    def write(self, data: Any) -> None:
+        self.written.append(bytes(data))
+
+    def get_write_buffer_size(self) -> int:
+        return 0
+
+    def abort(self) -> None:
+        self.aborted = True
+
+
+@given(st.lists(st.lists(st.integers(0, 2**40), max_size=4), max_size=6), st.lists(st.integers(1, 40), max_size=40))
+def test_frames_come_whole_and_in_order_however_the_bytes_come(told: list[list[int]], cuts: list[int]) -> None:
+    async def test() -> None:
+        heard: list[list[Any]] = []
+        frames: Frames[Any] = Frames(
+            asyncio.get_running_loop(), lambda _, body: heard.append(read_from_relay(body)), lambda *_: None
+        )
+        frames.connection_made(Wire())
+        said = [[Requeue(number) for number in numbers] for numbers in told]
+        data = b"".join(map(frame, said))
+        for cut in (*cuts, len(data)):
+            part, data = data[:cut], data[cut:]
+            frames.data_received(part)
+        assert heard == said
+
+    asyncio.run(test())
+
+
+def test_what_is_said_in_one_turn_is_one_frame() -> None:
+    async def test() -> None:
+        frames: Frames[Any] = Frames(asyncio.get_running_loop(), lambda *_: None, lambda *_: None)
+        wire = Wire()
+        frames.say(Beat())  # before there is a connection: nowhere to go
+        frames.connection_made(wire)
+        for number in range(3):
+            frames.say(Requeue(number))
+        assert wire.written == []
+        await asyncio.sleep(0)
+        assert [read_from_relay(written[4:]) for written in wire.written] == [[Requeue(0), Requeue(1), Requeue(2)]]
+
+    asyncio.run(test())
+
+
+def test_a_frame_that_is_too_large_or_makes_no_sense_ends_the_connection() -> None:
+    async def test() -> None:
+        for data in ((MAX_FRAME_BYTES + 1).to_bytes(4, "big"), b"\0\0\0\x01\xc1"):
+            heard: list[bytes] = []
+            lost: list[str] = []
+            frames: Frames[Any] = Frames(
+                asyncio.get_running_loop(),
+                lambda _, body, heard=heard: heard.append(read_from_relay(body)),  # type: ignore[misc]
+                lambda _, reason, lost=lost: lost.append(reason),  # type: ignore[misc]
+            )
+            wire = Wire()
+            frames.connection_made(wire)
+            frames.data_received(data)
+            assert wire.aborted and heard == []
+            frames.connection_lost(None)
+            assert len(lost) == 1 and not frames.open
+
+    asyncio.run(test())

@@ -1,0 +1,190 @@
+"""The brain's end of the link: who holds what, who is heard, and what is free when a relay is gone."""
+
+import asyncio
+
+import pytest
+
+from balanceroute.core.types import Outcome, Phase, RequestSpec, Standing
+from balanceroute.proxy.link import hub as hub_module
+from balanceroute.proxy.link.frames import Frames
+from balanceroute.proxy.link.messages import (
+    VERSION,
+    Beat,
+    Farewell,
+    FromBrain,
+    FromRelay,
+    Held,
+    Hello,
+    Prefilled,
+    Requeue,
+    Submit,
+    Welcome,
+    read_from_brain,
+)
+from tests.unit.proxy.link.brains import Stage, on
+from tests.waiting import until
+
+
+class RawRelay:
+    """A connection that says what it is told to."""
+
+    def __init__(self) -> None:
+        self.heard: list[FromBrain] = []
+        self.frames: Frames[FromRelay]
+
+    async def connect(self, stage: Stage) -> "RawRelay":
+        loop = asyncio.get_running_loop()
+
+        def made() -> Frames[FromRelay]:
+            return Frames(loop, lambda _, body: self.heard.extend(read_from_brain(body)), lambda *_: None)
+
+        _, self.frames = await loop.create_unix_connection(made, stage.path)
+        return self
+
+    def hello(self, *held: Held, relay: str = "raw", epoch: int = 0, version: int = VERSION) -> None:
+        self.frames.say(Hello(version, relay, 1, epoch, held))
+
+
+def stream(number: int, request_id: str, tokens: int = 1) -> Held:
+    spec = RequestSpec(request_id, 10)
+    return Held(number, 2, Standing(spec, Phase.DECODING, 10, decoder="d0", tokens=tokens))
+
+
+def test_what_a_lost_relay_held_is_free_and_the_others_notice_nothing() -> None:
+    async def test(stage: Stage) -> None:
+        brain = await stage.brain(slots=2)
+        lost, stays = stage.relay("lost"), stage.relay("stays")
+        await lost.decoding("a")
+        kept = await stays.decoding("b")
+        waiting = await stays.pooled("w")
+        await lost.end()
+        assert await waiting.admission() == "d0"
+        assert brain.active == ["b", "w"] and kept.phase is Phase.DECODING
+        for ticket in (kept, waiting):
+            ticket.finish(Outcome.FINISHED)
+        await until(lambda: not brain.scheduler.snapshot.requests)
+        brain.scheduler.snapshot.check_invariants()
+
+    on(test)
+
+
+def test_no_slot_is_given_away_before_everybody_is_heard(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hub_module, "GRACE_S", 3600.0)
+
+    async def test(stage: Stage) -> None:
+        first = await stage.brain(epoch=1, slots=1)
+        holder, waiter = stage.relay("holder"), stage.relay("waiter")
+        held = await holder.decoding("held")
+        waiting = await waiter.pooled("waiting")
+        await first.end()
+        await until(lambda: holder.brain.member is None and waiter.brain.member is None)
+        await holder.end()  # it comes later than the other
+        second = await stage.brain(epoch=2, slots=1, relays=2)
+        await until(lambda: waiter.brain.member is not None)
+        late = waiter.tickets.submit(RequestSpec("late", 1))
+        await asyncio.sleep(0)
+        assert not second.hub.settled.is_set() and not second.active
+        holder.restart()
+        assert await late.prefiller() == "p0"
+        assert second.active == ["held"] and waiting.phase is Phase.POOLED
+        held.finish(Outcome.FINISHED)
+        assert await waiting.admission() == "d0"
+        second.scheduler.snapshot.check_invariants()
+
+    on(test)
+
+
+def test_who_does_not_come_is_not_waited_for_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hub_module, "GRACE_S", 0.05)
+
+    async def test(stage: Stage) -> None:
+        brain, relay = await stage.brain(relays=2), stage.relay()
+        ticket = relay.tickets.submit(RequestSpec("a", 1))
+        assert await ticket.prefiller() == "p0" and brain.hub.settled.is_set()
+
+    on(test)
+
+
+def test_a_silent_relay_is_given_up_and_may_come_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def test(stage: Stage) -> None:
+        brain = await stage.brain()
+        silent = await RawRelay().connect(stage)
+        silent.hello(stream(1, "a", tokens=4))
+        await until(lambda: brain.load == 14)
+        monkeypatch.setattr(hub_module, "SILENT_S", 0.3)
+        await until(lambda: not silent.frames.open)
+        await until(lambda: not brain.hub.members)
+        assert not brain.active
+        monkeypatch.undo()
+        again = await RawRelay().connect(stage)
+        again.hello(stream(1, "a", tokens=9))
+        await until(lambda: brain.load == 19)
+
+    on(test)
+
+
+def test_a_relay_that_joins_anew_holds_what_it_says_last() -> None:
+    async def test(stage: Stage) -> None:
+        brain = await stage.brain()
+        before, after = await RawRelay().connect(stage), await RawRelay().connect(stage)
+        before.hello(stream(1, "a"), stream(2, "b"))
+        await until(lambda: brain.active == ["a", "b"])
+        after.hello(stream(1, "b"), stream(2, "c"))
+        await until(lambda: brain.active == ["b", "c"])
+        await until(lambda: not before.frames.open)
+        assert brain.active == ["b", "c"] and after.frames.open
+        brain.scheduler.snapshot.check_invariants()
+
+    on(test)
+
+
+def test_a_request_that_another_relay_holds_is_void() -> None:
+    async def test(stage: Stage) -> None:
+        brain = await stage.brain()
+        one, two = await RawRelay().connect(stage), await RawRelay().connect(stage)
+        one.hello(stream(1, "a"), relay="one")
+        await until(lambda: brain.active == ["a"])
+        two.hello(stream(5, "a"), stream(6, "b"), relay="two")
+        await until(lambda: any(isinstance(message, Welcome) for message in two.heard))
+        assert next(message.void for message in two.heard if isinstance(message, Welcome)) == (5,)
+        assert brain.active == ["a", "b"]
+
+    on(test)
+
+
+@pytest.mark.parametrize(
+    ("said", "told"),
+    [
+        ([Hello(VERSION + 1, "raw", 1, 0, ())], "version"),
+        ([Hello(VERSION, "raw", 1, 99, ())], "another brain leads"),
+        ([Beat()], None),
+        ([Hello(VERSION, "raw", 1, 0, (stream(1, "a"),)), Prefilled(1, 10, None)], None),
+        ([Hello(VERSION, "raw", 1, 0, (stream(1, "a"),)), Submit(1, RequestSpec("b", 1))], None),
+    ],
+    ids=["another version", "a later epoch", "no hello", "in the wrong phase", "a number twice"],
+)
+def test_who_says_what_may_not_be_is_no_member_and_holds_nothing(said: list[FromRelay], told: str | None) -> None:
+    async def test(stage: Stage) -> None:
+        brain = await stage.brain()
+        relay = await RawRelay().connect(stage)
+        for message in said:
+            relay.frames.say(message)
+        await until(lambda: not relay.frames.open)
+        await until(lambda: not brain.hub.members)
+        assert not brain.scheduler.snapshot.requests
+        farewells = [message.reason for message in relay.heard if isinstance(message, Farewell)]
+        assert (not farewells) if told is None else told in farewells[0]
+
+    on(test)
+
+
+def test_a_call_that_crossed_a_refusal_is_counted_and_dropped() -> None:
+    async def test(stage: Stage) -> None:
+        brain = await stage.brain()
+        relay = await RawRelay().connect(stage)
+        relay.hello()
+        relay.frames.say(Requeue(17))
+        await until(lambda: brain.hub.stale_messages == 1)
+        assert relay.frames.open
+
+    on(test)

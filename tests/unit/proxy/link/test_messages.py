@@ -1,0 +1,128 @@
+"""What is said over the link is read as it was meant, or not at all."""
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from balanceroute.core.types import Outcome, Phase, RequestSpec, Standing, WorkerState
+from balanceroute.core.view import ClusterView, DecoderView, PrefillerView
+from balanceroute.proxy.admission.waist import RefusalKind
+from balanceroute.proxy.link import messages as m
+
+numbers = st.integers(0, 2**53)
+counts = st.integers(0, 2**31)
+texts = st.text(max_size=30)
+seconds = st.floats(0, 1e6)
+hashes = st.lists(st.integers(0, 2**64 - 1), max_size=5)
+specs = st.builds(
+    RequestSpec, texts, counts, st.integers(-5, 5), texts, st.none() | counts, prefix=hashes, block_tokens=counts
+)
+standings = st.builds(
+    Standing,
+    specs,
+    st.sampled_from(Phase),
+    counts,
+    seconds,
+    seconds,
+    texts,
+    texts,
+    counts,
+    counts,
+    counts,
+    st.booleans(),
+    st.booleans(),
+)
+states = st.sampled_from(WorkerState)
+decoders = st.builds(DecoderView, texts, states, counts, counts, counts, counts, counts, counts, seconds, counts)
+prefillers = st.builds(
+    PrefillerView,
+    texts,
+    states,
+    st.none() | st.floats(0, 1),
+    counts,
+    counts,
+    counts,
+    hit_tokens=st.none() | counts,
+    cache_known=st.tuples(st.none() | counts, counts),
+)
+views = st.builds(
+    ClusterView,
+    st.lists(decoders, max_size=3).map(tuple),
+    st.lists(prefillers, max_size=3).map(tuple),
+    counts,
+    counts,
+    counts,
+    counts,
+    st.booleans(),
+    st.none() | seconds,
+)
+asked = st.one_of(
+    st.builds(cls, numbers) for cls in (m.PrefillFailed, m.RequestPrefill, m.PushFailed, m.PutBack, m.Requeue)
+)
+from_relay = st.one_of(
+    st.builds(
+        m.Hello, counts, texts, counts, counts, st.lists(st.builds(m.Held, numbers, counts, standings)).map(tuple)
+    ),
+    st.builds(m.Beat),
+    st.builds(m.Farewell, counts, texts),
+    st.builds(m.Submit, numbers, specs),
+    st.builds(m.Prefilled, numbers, counts, st.none() | counts),
+    st.builds(m.Pushed, numbers, counts, st.none() | counts),
+    asked,
+    st.builds(m.Progress, st.lists(numbers).map(tuple), st.lists(counts).map(tuple)),
+    st.builds(m.Finish, numbers, st.sampled_from(Outcome), texts),
+)
+from_brain = st.one_of(
+    st.builds(m.Welcome, counts, counts, counts, st.lists(numbers).map(tuple)),
+    st.builds(m.Farewell, counts, texts),
+    st.builds(m.Beat),
+    st.builds(m.Chosen, numbers, counts, texts),
+    st.builds(m.Refused, numbers, st.sampled_from(RefusalKind), texts, seconds),
+    st.builds(m.Seen, views),
+)
+
+
+@given(st.lists(from_relay, max_size=5))
+def test_what_a_relay_says_is_read_as_it_was_said(said: list[m.FromRelay]) -> None:
+    frame = m.frame(said)
+    assert int.from_bytes(frame[:4], "big") == len(frame) - 4
+    assert m.read_from_relay(frame[4:]) == said
+
+
+@given(st.lists(from_brain, max_size=5))
+def test_what_the_brain_says_is_read_as_it_was_said(said: list[m.FromBrain]) -> None:
+    assert m.read_from_brain(m.frame(said)[4:]) == said
+
+
+@given(st.binary(max_size=200))
+def test_garbage_is_an_error_of_the_link_and_nothing_else(body: bytes) -> None:
+    for read in (m.read_from_relay, m.read_from_brain):
+        try:
+            read(body)
+        except m.LinkError:
+            continue
+        assert body[:1] >= b"\x90"  # an array: it could be read
+
+
+@pytest.mark.parametrize(
+    "body",
+    [[[99]], [[10, 1]], [[12, "one"]], [[12, 1, 2]], [[19, 1, "lost", ""]], [[16, [1], 2]], {"tag": 3}],
+    ids=["unknown", "too short", "wrong type", "too long", "no outcome", "no list", "no array"],
+)
+def test_a_message_that_is_not_of_this_version_is_refused(body: object) -> None:
+    with pytest.raises(m.LinkError):
+        m.read_from_relay(msgspec.msgpack.encode(body))
+
+
+def test_one_side_does_not_take_the_other_sides_messages() -> None:
+    with pytest.raises(m.LinkError):
+        m.read_from_relay(m.frame([m.Chosen(1, 1, "p0")])[4:])
+    with pytest.raises(m.LinkError):
+        m.read_from_brain(m.frame([m.Requeue(1)])[4:])
+
+
+def test_numbers_of_messages_are_used_once() -> None:
+    tags = [cls.__struct_config__.tag for union in (m.FromRelay, m.FromBrain) for cls in union.__args__]
+    shared = {cls.__struct_config__.tag for cls in (m.Beat, m.Farewell)}
+    assert len(tags) - len(shared) == len(set(tags))

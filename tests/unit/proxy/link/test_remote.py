@@ -1,0 +1,201 @@
+"""A relay's end of the link: its requests go their way, whoever decides, and outlive him."""
+
+import asyncio
+
+import pytest
+
+from balanceroute.core.scheduler import SchedulerConfig
+from balanceroute.core.types import Outcome, Phase, RequestSpec
+from balanceroute.errors import NoHealthyWorkers, QueueFull, QueueTimeout
+from balanceroute.proxy.link.frames import Frames
+from balanceroute.proxy.link.messages import (
+    VERSION,
+    Chosen,
+    FromBrain,
+    FromRelay,
+    Hello,
+    Requeue,
+    Submit,
+    Welcome,
+    read_from_relay,
+)
+from tests.unit.proxy.link.brains import Stage, on
+from tests.waiting import until
+
+
+def test_a_request_goes_its_whole_way_over_the_link() -> None:
+    async def test(stage: Stage) -> None:
+        brain, relay = await stage.brain(), stage.relay()
+        ticket = await relay.decoding("a")
+        ticket.progress(3)
+        await until(lambda: brain.load == 13)
+        ticket.progress(2)
+        ticket.requeue()
+        assert await ticket.prefiller() == "p0"
+        assert brain.scheduler.snapshot.requests["a"].earlier_tokens == 5
+        ticket.prefilled(15)
+        assert await ticket.admission() == "d0" and brain.load == 15
+        ticket.put_back()
+        assert await ticket.admission() == "d0"
+        ticket.finish(Outcome.FINISHED, "stop")
+        await until(lambda: not brain.scheduler.snapshot.requests)
+        assert brain.hub.stale_messages == 0
+        brain.scheduler.snapshot.check_invariants()
+
+    on(test)
+
+
+def test_tokens_of_all_streams_cross_in_one_message() -> None:
+    async def test(stage: Stage) -> None:
+        brain, relay = await stage.brain(slots=8), stage.relay()
+        tickets = [await relay.decoding(f"r{n}") for n in range(8)]
+        told: list[list[str]] = []
+        progress = brain.ledger.progress
+        turn: list[str] = []
+
+        def counted(request_id: str, tokens: int) -> None:
+            if not turn:
+                asyncio.get_running_loop().call_soon(lambda: (told.append(list(turn)), turn.clear()))
+            turn.append(request_id)
+            progress(request_id, tokens)
+
+        brain.ledger.progress = counted  # type: ignore[method-assign]
+        for ticket in tickets:
+            ticket.progress(1)
+            ticket.progress(1)
+        await until(lambda: brain.load == 8 * 12)
+        assert told == [[ticket.id for ticket in tickets]]
+
+    on(test)
+
+
+def test_a_refusal_crosses_with_its_cause() -> None:
+    async def test(stage: Stage) -> None:
+        brain, relay = await stage.brain(), stage.relay()
+        brain.ledger.configure(SchedulerConfig(max_queued=0))
+        ticket = relay.tickets.submit(RequestSpec("a", 1))
+        with pytest.raises(QueueFull):
+            await ticket.prefiller()
+        assert ticket.left and not relay.tickets.by_id
+
+    on(test)
+
+
+def test_a_request_that_finds_no_brain_waits_for_one() -> None:
+    async def test(stage: Stage) -> None:
+        relay = stage.relay()
+        ticket = relay.tickets.submit(RequestSpec("a", 1))
+        gone = relay.tickets.submit(RequestSpec("gone", 1))
+        gone.finish(Outcome.CANCELLED)
+        brain = await stage.brain()
+        assert await ticket.prefiller() == "p0"
+        assert list(brain.scheduler.snapshot.requests) == ["a"]
+
+    on(test)
+
+
+def test_a_request_that_waits_too_long_for_a_brain_is_refused_and_streams_are_not() -> None:
+    async def test(stage: Stage) -> None:
+        brain, relay = await stage.brain(), stage.relay()
+        stream = await relay.decoding("s")
+        await brain.end()
+        await until(lambda: relay.brain.member is None)
+        relay.brain.configure(SchedulerConfig(queue_deadline_s=0.05))
+        ticket = relay.tickets.submit(RequestSpec("a", 1))
+        with pytest.raises(QueueTimeout, match="not there"):
+            await ticket.prefiller()
+        assert list(relay.tickets.by_id) == ["s"] and not stream.left
+
+    on(test)
+
+
+def test_a_new_brain_hears_of_all_that_lives_with_every_token() -> None:
+    async def test(stage: Stage) -> None:
+        first, relay = await stage.brain(epoch=1), stage.relay()
+        streams = [await relay.decoding(f"s{n}") for n in range(4)]
+        waiting = await relay.pooled("w")
+        streams[0].progress(5)
+        await first.end()
+        await until(lambda: relay.brain.member is None)
+        streams[0].progress(7)
+        streams[1].progress(1)
+        relay.tickets.settle()  # as the reaper does
+        streams[3].finish(Outcome.FINISHED)
+        second = await stage.brain(epoch=2)
+        assert await waiting.admission() == "d0"  # the slot that came free meanwhile
+        assert second.active == ["s0", "s1", "s2", "w"]
+        streams[2].progress(2)
+        await until(lambda: second.load == 5 * 10 - 10 + 12 + 1 + 2)
+        for ticket in (*streams[:3], waiting):
+            ticket.finish(Outcome.FINISHED)
+        await until(lambda: not second.scheduler.snapshot.requests)
+        second.scheduler.snapshot.check_invariants()
+
+    on(test)
+
+
+def test_what_a_new_brain_has_no_slot_for_is_void_and_the_rest_goes_on() -> None:
+    async def test(stage: Stage) -> None:
+        first, relay = await stage.brain(epoch=1, slots=3), stage.relay()
+        streams = [await relay.decoding(f"s{n}") for n in range(3)]
+        await first.end()
+        await until(lambda: relay.brain.member is None)
+        second = await stage.brain(epoch=2, slots=2)
+        await until(lambda: bool(relay.void))
+        assert relay.void == ["s2"] and streams[2].left and streams[2].phase is Phase.GONE
+        with pytest.raises(NoHealthyWorkers, match="lost its hold"):
+            streams[2].check()
+        streams[2].progress(1)  # what was under way
+        relay.tickets.settle()
+        streams[0].progress(1)
+        await until(lambda: second.load == 21)
+        assert second.active == ["s0", "s1"]
+
+    on(test)
+
+
+def test_a_brain_of_the_past_is_not_listened_to() -> None:
+    async def test(stage: Stage) -> None:
+        first, relay = await stage.brain(epoch=7), stage.relay()
+        await until(lambda: relay.brain.member is not None)
+        await first.end()
+        await until(lambda: relay.brain.member is None)
+        past = await stage.brain(epoch=6)
+        await until(lambda: bool(past.superseded))
+        assert past.superseded[0] == 7 and relay.brain.member is None and not past.hub.members
+        await past.end()
+        await stage.brain(epoch=8)
+        await until(lambda: relay.brain.member is not None)
+        assert relay.brain.epoch == 8
+
+    on(test)
+
+
+def test_an_answer_that_has_crossed_a_later_call_is_dropped() -> None:
+    async def test(stage: Stage) -> None:
+        loop = asyncio.get_running_loop()
+        heard: list[FromRelay] = []
+        made: list[Frames[FromBrain]] = []
+
+        def brain() -> Frames[FromBrain]:
+            made.append(Frames(loop, lambda _, body: heard.extend(read_from_relay(body)), lambda *_: None))
+            return made[-1]
+
+        server = await loop.create_unix_server(brain, stage.path)
+        relay = stage.relay()
+        await until(lambda: any(isinstance(message, Hello) for message in heard))
+        made[0].say(Welcome(VERSION, 1, 1, ()))
+        ticket, other = relay.tickets.submit(RequestSpec("a", 1)), relay.tickets.submit(RequestSpec("b", 1))
+        await until(lambda: sum(isinstance(message, Submit) for message in heard) == 2)
+        made[0].say(Chosen(1, 1, "p0"))
+        assert await ticket.prefiller() == "p0"
+        ticket.prefill_failed()
+        ticket.prefiller_id = ""
+        other.finish(Outcome.CANCELLED)
+        for answer in (Chosen(1, 1, "p1"), Chosen(2, 1, "p1"), Chosen(1, 2, "p2")):
+            made[0].say(answer)
+        assert await ticket.prefiller() == "p2"
+        assert not any(isinstance(message, Requeue) for message in heard)
+        server.close()
+
+    on(test)

@@ -1,0 +1,90 @@
+"""A relay's operators' routes before a brain that answers, or does not."""
+
+import asyncio
+import shutil
+import tempfile
+from collections.abc import Awaitable, Callable
+
+import httpx
+from starlette.applications import Starlette
+from starlette.routing import Route
+
+from balanceroute.proxy.client.asgi import REQUEST_ID
+from balanceroute.proxy.ops.to_brain import ToBrain
+from tests.unit.proxy.servers import CHUNKED_HEAD, chunked, read_request
+
+HEAD = (
+    b"HTTP/1.1 200 OK\r\ncontent-type: text/plain\r\nx-mine: 1\r\nx-request-id: theirs\r\ncontent-length: 2\r\n\r\nok"
+)
+
+
+class Named:
+    """The route's application, with an id for each request as our server gives."""
+
+    def __init__(self, app: Starlette) -> None:
+        self._app = app
+
+    async def __call__(self, scope, receive, send) -> None:  # type: ignore[no-untyped-def]
+        scope[REQUEST_ID] = "named"
+        await self._app(scope, receive, send)
+
+
+def with_brain(test: Callable[[httpx.AsyncClient, list[tuple[bytes, bytes]]], Awaitable[None]], *parts: bytes) -> None:
+    """Run with a client of a relay, and what the brain gets; it answers with these bytes, or is not there."""
+
+    async def run() -> None:
+        folder = tempfile.mkdtemp(prefix="brain")
+        got: list[tuple[bytes, bytes]] = []
+
+        async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            got.append(await read_request(reader))
+            for part in parts:
+                writer.write(part)
+                await writer.drain()
+            writer.close()
+
+        path = f"{folder}/operators.sock"
+        server = await asyncio.start_unix_server(serve, path) if parts else None
+        to_brain = ToBrain(path)
+        app = Starlette(routes=[Route("/state", to_brain.answer, methods=["GET", "POST"])])
+        try:
+            async with httpx.AsyncClient(transport=httpx.ASGITransport(Named(app)), base_url="http://relay") as client:
+                await test(client, got)
+        finally:
+            to_brain.close()
+            if server is not None:
+                server.close()
+            shutil.rmtree(folder)
+
+    asyncio.run(run())
+
+
+def test_a_request_and_its_answer_pass_without_what_is_of_one_connection() -> None:
+    async def test(client: httpx.AsyncClient, got: list[tuple[bytes, bytes]]) -> None:
+        headers = {"authorization": "Bearer secret", "content-type": "application/json", "x-asked": "yes"}
+        answer = await client.post("/state?a=b%20c", content=b'{"x":1}', headers=headers)
+        assert answer.status_code == 200 and answer.text == "ok"
+        assert answer.headers["x-mine"] == "1" and "x-request-id" not in answer.headers
+        head, body = got[0]
+        assert head.startswith(b"POST /state?a=b%20c HTTP/1.1\r\n") and body == b'{"x":1}'
+        assert b"x-request-id: named\r\n" in head and b"x-asked: yes" in head
+        assert b"secret" not in head and head.count(b"host:") == 1
+
+    with_brain(test, HEAD)
+
+
+def test_a_stream_passes_as_it_comes() -> None:
+    async def test(client: httpx.AsyncClient, got: list[tuple[bytes, bytes]]) -> None:
+        answer = await client.get("/state")
+        assert answer.text == "data: 1\n\ndata: 2\n\n" and answer.headers["content-type"] == "text/event-stream"
+
+    with_brain(test, CHUNKED_HEAD + chunked(b"data: 1\n\n", last=False), chunked(b"data: 2\n\n"))
+
+
+def test_while_there_is_no_brain_the_answer_is_503_and_says_when_to_ask_again() -> None:
+    async def test(client: httpx.AsyncClient, got: list[tuple[bytes, bytes]]) -> None:
+        answer = await client.get("/state")
+        assert answer.status_code == 503 and answer.headers["retry-after"]
+        assert "started again" in answer.json()["error"]["message"]
+
+    with_brain(test)

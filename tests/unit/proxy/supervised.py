@@ -1,0 +1,92 @@
+"""A router of small processes: `python -m tests.unit.proxy.supervised FOLDER OPTIONS`, as JSON.
+
+`brain` only waits. Each relay answers every line on a shared listening socket with its name, its process and the line.
+What happens to a child it appends to FOLDER/events. While FOLDER/hold-NAME is there, that child does not end when it is
+told to drain. Where FOLDER/refuse is there, the parent removes it and refuses a reload.
+
+Options: `wrong`, a child that ends with a wrong configuration; `dies`, one that ends as soon as it is there; `deaf`,
+one that ends for no signal; `end_s`, for END_S.
+"""
+
+import asyncio
+import json
+import os
+import signal
+import socket
+import sys
+import threading
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from balanceroute.errors import ConfigError
+from balanceroute.proxy import supervisor
+from balanceroute.proxy.supervisor import Supervisor
+from balanceroute.proxy.telemetry.logs import configure
+
+FOLDER = Path(sys.argv[1])
+OPTIONS: dict[str, Any] = json.loads(sys.argv[2])
+
+
+def note(name: str, event: str) -> None:
+    with (FOLDER / "events").open("a") as file:
+        file.write(f"{name} {os.getpid()} {event}\n")
+
+
+def child(name: str, listener: socket.socket | None) -> None:
+    if name == OPTIONS.get("wrong"):
+        raise ConfigError(f"{name}: wrong")
+    if name == OPTIONS.get("dies"):
+        note(name, "dies")
+        os._exit(7)
+    asyncio.run(live(name, listener))
+
+
+async def live(name: str, listener: socket.socket | None) -> None:
+    loop, drain, now = asyncio.get_running_loop(), threading.Event(), threading.Event()
+    deaf = name == OPTIONS.get("deaf")
+
+    def told(number: signal.Signals) -> None:
+        note(name, number.name)
+        if not deaf and number == signal.SIGTERM:
+            drain.set()
+        elif not deaf and number == signal.SIGINT:
+            now.set()
+
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+        loop.add_signal_handler(number, told, number)
+    server = None if listener is None else await asyncio.start_server(partial(answer, name), sock=listener)
+    note(name, "up")
+    while not (drain.is_set() or now.is_set()):  # noqa: ASYNC110 - a file has no event
+        await asyncio.sleep(0.01)
+    while not now.is_set() and (FOLDER / f"hold-{name}").exists():  # noqa: ASYNC110
+        await asyncio.sleep(0.01)
+    note(name, "ends")
+    if server is not None:
+        server.close()
+
+
+async def answer(name: str, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    while line := await reader.readline():
+        writer.write(b"%s %d %b" % (name.encode(), os.getpid(), line))
+    writer.close()
+
+
+def main() -> int:
+    supervisor.END_S = OPTIONS.get("end_s", supervisor.END_S)  # type: ignore[misc]
+    configure("info", "json")
+    listener = socket.create_server(("127.0.0.1", 0), backlog=100)
+    (FOLDER / "port").write_text(str(listener.getsockname()[1]))
+    relays = {name: partial(child, name, listener) for name in ("relay-0", "relay-1")}
+    return Supervisor({"brain": partial(child, "brain", None)} | relays, may_reload, listener.close, lambda: 60.0).run()
+
+
+def may_reload() -> bool:
+    refusal = FOLDER / "refuse"
+    refused = refusal.exists()
+    refusal.unlink(missing_ok=True)
+    return not refused
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,37 @@
+"""What of a router in several processes is refused before there is one, in one line."""
+
+import socket
+from pathlib import Path
+
+import pytest
+
+from balanceroute.config import Config
+from balanceroute.errors import ConfigError
+from balanceroute.proxy.processes import serve_processes
+from tests.unit.proxy.stage import a_config
+
+
+def refusal(config: Config) -> str:
+    with pytest.raises(ConfigError) as refused:
+        serve_processes(config, lambda: config)
+    assert "\n" not in str(refused.value)
+    return str(refused.value)
+
+
+def test_an_address_in_use_is_named_with_its_setting(tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        wrong = f"cannot listen on 127.0.0.1:{port}: Address already in use"
+        here = {"relays": 1, "run_folder": str(tmp_path)}
+        assert refusal(a_config(listen=here | {"port": port})) == f"listen: {wrong}"
+        assert refusal(a_config(listen=here | {"port": 0, "admin": f"127.0.0.1:{port}"})) == f"listen.admin: {wrong}"
+
+
+def test_a_host_that_is_none_is_named() -> None:
+    told = refusal(a_config(listen={"relays": 1, "host": "no.such.host.invalid", "port": 0}))
+    assert told == "listen: cannot listen on no.such.host.invalid:0: there is no such address"
+
+
+def test_a_run_folder_that_cannot_be_used_is_named() -> None:
+    told = refusal(a_config(listen={"relays": 1, "port": 0, "run_folder": "/dev/null/run"}))
+    assert told.startswith("listen.run_folder = '/dev/null/run'")

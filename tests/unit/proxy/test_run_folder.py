@@ -1,0 +1,68 @@
+"""The folder that the processes of one router share: whose it is, where it is, and what is kept there."""
+
+import os
+import stat
+from pathlib import Path
+
+import pytest
+
+from balanceroute.errors import ConfigError
+from balanceroute.proxy.run_folder import MAX_SOCKET_PATH, RunFolder, run_folder
+from tests.unit.proxy.stage import a_config
+
+
+def test_it_is_made_for_its_user_alone_and_may_be_there_already(tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path / "a" / "b")
+    folder.make()
+    assert stat.S_IMODE(folder.folder.stat().st_mode) == 0o700
+    folder.folder.chmod(0o755)
+    folder.make()
+    assert stat.S_IMODE(folder.folder.stat().st_mode) == 0o700
+    names = {folder.link, folder.operators, folder.lock, folder.pins("relay-0"), folder.pins("relay-1")}
+    assert len(names) == 5 and all(name.parent == folder.folder for name in names)
+
+
+def test_a_folder_of_another_user_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "geteuid", lambda: 4711)
+    with pytest.raises(ConfigError, match="own user"):
+        RunFolder(tmp_path).make()
+
+
+@pytest.mark.parametrize("what", ["a file", "a link", "below a file", "too long"])
+def test_one_that_cannot_be_used_is_one_line(tmp_path: Path, what: str) -> None:
+    path = tmp_path / "run"
+    if what == "a link":
+        (tmp_path / "elsewhere").mkdir()
+        path.symlink_to(tmp_path / "elsewhere")
+    elif what == "too long":
+        path = tmp_path / ("x" * MAX_SOCKET_PATH)
+    else:
+        path.touch()
+        path = path / "run" if what == "below a file" else path
+    with pytest.raises(ConfigError, match=r"^listen\.run_folder = ") as refused:
+        RunFolder(path).make()
+    assert "\n" not in str(refused.value)
+
+
+def test_it_is_where_the_configuration_says_or_else_one_of_its_own_for_each_port(tmp_path: Path) -> None:
+    named = a_config(listen={"run_folder": str(tmp_path), "relays": 1})
+    assert run_folder(named, 8000, {"XDG_RUNTIME_DIR": "/run/user/7"}).folder == tmp_path
+    unnamed = a_config(listen={"relays": 1})
+    assert run_folder(unnamed, 8000, {"XDG_RUNTIME_DIR": "/run/user/7"}).folder == Path("/run/user/7/balanceroute-8000")
+    first, second = (run_folder(unnamed, port, {}).folder for port in (8000, 8001))
+    assert first != second and first.name == f"balanceroute-{os.geteuid()}-8000"
+
+
+def test_counts_of_a_relay_outlive_it_until_a_router_begins_to_count(tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path)
+    assert folder.counts("relay-0") == b""
+    folder.keep_counts("relay-0", b"{}")
+    folder.keep_counts("relay-0", b"{1}")
+    assert (folder.counts("relay-0"), folder.counts("relay-1")) == (b"{1}", b"")
+    folder.forget_counts()
+    assert folder.counts("relay-0") == b"" and list(tmp_path.iterdir()) == []
+
+
+def test_counts_that_cannot_be_kept_stop_nobody(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    RunFolder(tmp_path / "gone").keep_counts("relay-0", b"{}")
+    assert "counts not kept" in caplog.text

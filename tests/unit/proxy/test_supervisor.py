@@ -1,0 +1,231 @@
+"""Real processes under a supervisor: they come back, end together, and lose no connection that waits."""
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.waiting import block_until
+
+
+class Running:
+    """A supervisor in a process of its own, and what its children say."""
+
+    def __init__(self, folder: Path, options: dict[str, Any]) -> None:
+        self.folder = folder
+        self.clients: list[socket.socket] = []
+        command = [sys.executable, "-m", "tests.unit.proxy.supervised", str(folder), json.dumps(options)]
+        self.log = folder / "log"
+        with self.log.open("wb") as sink:
+            self.process = subprocess.Popen(command, stderr=sink, cwd=Path(__file__).parents[3])
+
+    def events(self, name: str = "") -> list[str]:
+        """What has happened to a child, in its order."""
+        file = self.folder / "events"
+        lines = [line.split() for line in file.read_text().splitlines()] if file.exists() else []
+        return [event for who, _, event in lines if who == name or not name]
+
+    def lives(self, name: str) -> list[int]:
+        """The process ids that a child has had."""
+        lines = [line.split() for line in (self.folder / "events").read_text().splitlines()]
+        return list(dict.fromkeys(int(pid) for who, pid, event in lines if who == name and event in ("up", "dies")))
+
+    def up(self, **times: int) -> None:
+        """Wait until each of these children has been there so often."""
+        wanted = {name.replace("_", "-"): count for name, count in times.items()}
+        block_until(lambda: self._alive() and all(self.events(n).count("up") >= c for n, c in wanted.items()))
+
+    def _alive(self) -> bool:
+        assert self.process.poll() is None, self.log.read_text()
+        return True
+
+    def pid(self, name: str) -> int:
+        return self.lives(name)[-1]
+
+    def connect(self) -> socket.socket:
+        client = socket.create_connection(("127.0.0.1", int((self.folder / "port").read_text())))
+        client.settimeout(60)
+        self.clients.append(client)
+        return client
+
+    def folder_pids(self) -> list[int]:
+        """All processes that were ever children."""
+        file = self.folder / "events"
+        return [int(line.split()[1]) for line in file.read_text().splitlines()] if file.exists() else []
+
+    def said(self, event: str) -> list[dict[str, Any]]:
+        lines = [json.loads(line) for line in self.log.read_text().splitlines() if line.startswith("{")]
+        return [line for line in lines if line["event"] == event]
+
+
+@pytest.fixture
+def running(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Running]:
+    """With the options of `supervised.py`, where the test has some."""
+    started = Running(tmp_path, getattr(request, "param", {}))
+    try:
+        yield started
+    finally:
+        if started.process.poll() is None:
+            started.process.kill()
+        started.process.wait()
+        for client in started.clients:
+            client.close()
+        block_until(lambda: not any(map(exists, started.folder_pids())))
+
+
+def exists(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    return True
+
+
+def ask(client: socket.socket) -> tuple[str, int]:
+    """Who answers on this connection."""
+    client.sendall(b"who\n")
+    line = b""
+    while not line.endswith(b"\n"):
+        line += client.recv(100) or b" gone 0 \n"
+    name, pid, _ = line.split()
+    return name.decode(), int(pid)
+
+
+def test_a_child_that_is_killed_is_back_and_the_others_notice_nothing(running: Running) -> None:
+    running.up(brain=1, relay_0=1, relay_1=1)
+    before = {name: running.pid(name) for name in ("brain", "relay-0", "relay-1")}
+    clients = [running.connect() for _ in range(20)]
+    at = [ask(client) for client in clients]
+    os.kill(before["relay-0"], signal.SIGKILL)
+    running.up(relay_0=2)
+    os.kill(before["brain"], signal.SIGKILL)
+    running.up(brain=2)
+    for client, (name, pid) in zip(clients, at, strict=True):
+        if name == "relay-1":
+            assert ask(client) == (name, pid)
+    assert running.pid("relay-1") == before["relay-1"]
+    assert {line["child"]: line["signal"] for line in running.said("child died")} == dict.fromkeys(
+        ("relay-0", "brain"), "SIGKILL"
+    )
+
+
+def test_a_relay_that_stands_still_leaves_what_waits_to_the_others(running: Running) -> None:
+    running.up(relay_0=1, relay_1=1)
+    os.kill(running.pid("relay-0"), signal.SIGSTOP)
+    clients = [running.connect() for _ in range(50)]
+    assert Counter(ask(client)[0] for client in clients) == {"relay-1": 50}
+    os.kill(running.pid("relay-0"), signal.SIGCONT)
+
+
+def test_connections_that_wait_while_no_relay_takes_them_are_taken_by_the_next_life_of_one(running: Running) -> None:
+    running.up(relay_0=1, relay_1=1)
+    for name in ("relay-0", "relay-1"):
+        os.kill(running.pid(name), signal.SIGSTOP)
+    clients = [running.connect() for _ in range(50)]
+    os.kill(running.pid("relay-0"), signal.SIGKILL)
+    assert Counter(ask(client)[0] for client in clients) == {"relay-0": 50}
+    assert len(running.lives("relay-0")) == 2
+
+
+def test_sigterm_lets_every_child_finish(running: Running) -> None:
+    (running.folder / "hold-relay-1").touch()
+    running.up(brain=1, relay_0=1, relay_1=1)
+    running.process.send_signal(signal.SIGTERM)
+    block_until(lambda: running.events().count("ends") == 2)
+    assert running.process.poll() is None and running.events("relay-1") == ["up", "SIGTERM"]
+    (running.folder / "hold-relay-1").unlink()
+    assert running.process.wait(60) == 0
+    assert running.events("relay-1") == ["up", "SIGTERM", "ends"]
+    assert running.events().count("up") == 3
+
+
+@pytest.mark.parametrize("first", [signal.SIGTERM, signal.SIGINT])
+def test_a_second_signal_ends_them_now(running: Running, first: signal.Signals) -> None:
+    (running.folder / "hold-relay-1").touch()
+    running.up(brain=1, relay_0=1, relay_1=1)
+    running.process.send_signal(first)
+    block_until(lambda: "SIGTERM" in running.events("relay-1"))
+    running.process.send_signal(signal.SIGTERM)
+    assert running.process.wait(60) == 0
+    assert running.events("relay-1") == ["up", "SIGTERM", "SIGINT", "ends"]
+
+
+@pytest.mark.parametrize("running", [{"deaf": "relay-0", "end_s": 0.1}], indirect=True)
+def test_a_child_that_ends_for_no_signal_is_killed(running: Running) -> None:
+    running.up(brain=1, relay_0=1, relay_1=1)
+    for _ in range(2):
+        before = len(running.events("relay-0"))
+        running.process.send_signal(signal.SIGTERM)
+        block_until(lambda: len(running.events("relay-0")) > before)  # noqa: B023
+    assert running.process.wait(60) == 0
+    assert [line["children"] for line in running.said("children killed: they have not ended in time")] == [["relay-0"]]
+
+
+def test_who_is_needed_comes_back_even_while_the_others_finish(running: Running) -> None:
+    (running.folder / "hold-relay-0").touch()
+    (running.folder / "hold-brain").touch()
+    running.up(brain=1, relay_0=1, relay_1=1)
+    running.process.send_signal(signal.SIGTERM)
+    block_until(lambda: "SIGTERM" in running.events("brain") and "ends" in running.events("relay-1"))
+    os.kill(running.pid("brain"), signal.SIGKILL)
+    running.up(brain=2)
+    (running.folder / "hold-brain").unlink()
+    (running.folder / "hold-relay-0").unlink()
+    assert running.process.wait(60) == 0
+    assert running.events("brain")[-2:] == ["SIGTERM", "ends"] and len(running.lives("relay-1")) == 1
+
+
+def test_a_reload_reaches_every_child_and_one_that_is_refused_none(running: Running) -> None:
+    running.up(brain=1, relay_0=1, relay_1=1)
+    (running.folder / "refuse").touch()
+    running.process.send_signal(signal.SIGHUP)
+    block_until(lambda: not (running.folder / "refuse").exists())
+    running.process.send_signal(signal.SIGHUP)
+    block_until(lambda: running.events().count("SIGHUP") >= 3)
+    running.process.send_signal(signal.SIGTERM)
+    assert running.process.wait(60) == 0
+    assert running.events().count("SIGHUP") == 3
+
+
+def test_children_die_with_their_parent_however_it_ends(running: Running) -> None:
+    running.up(brain=1, relay_0=1, relay_1=1)
+    pids = running.folder_pids()
+    assert len(set(pids)) == 3 and all(map(exists, pids))
+    running.process.kill()
+    running.process.wait()
+    block_until(lambda: not any(map(exists, pids)))
+
+
+@pytest.mark.parametrize("running", [{"wrong": "relay-1"}], indirect=True)
+def test_a_configuration_that_cannot_be_used_ends_all_with_its_one_line(running: Running) -> None:
+    assert running.process.wait(60) == 2
+    lines = [line for line in running.log.read_text().splitlines() if not line.startswith("{")]
+    assert lines == ["balanceroute: relay-1: wrong"]
+    assert not any(map(exists, running.folder_pids()))
+
+
+@pytest.mark.parametrize("running", [{"dies": "relay-1"}], indirect=True)
+def test_a_child_that_dies_again_and_again_is_started_ever_later(running: Running) -> None:
+    block_until(lambda: len(running.said("child died")) >= 5)
+    running.process.send_signal(signal.SIGTERM)
+    assert running.process.wait(60) == 0
+    deaths = running.said("child died")
+    assert [line["again_in_s"] for line in deaths[:5]] == [0.0, 0.1, 0.2, 0.4, 0.8]
+    assert {(line["child"], line["exit_code"]) for line in deaths} == {("relay-1", 7)}
+    assert len(running.lives("relay-0")) == len(running.lives("brain")) == 1
+
+
+def test_every_child_is_known_by_its_name_and_has_a_process_group_of_its_own(running: Running) -> None:
+    running.up(brain=1, relay_0=1, relay_1=1)
+    for name in ("brain", "relay-0", "relay-1"):
+        pid = running.pid(name)
+        assert Path(f"/proc/{pid}/comm").read_text() == f"br-{name}\n"
+        assert os.getpgid(pid) == pid

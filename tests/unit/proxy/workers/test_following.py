@@ -1,0 +1,145 @@
+"""A relay's workers: what they tell the brain of verdicts, and how they follow what the brain says."""
+
+import asyncio
+from collections.abc import Callable
+
+from balanceroute.core.types import Role, WorkerSpec, WorkerState
+from balanceroute.proxy.link.messages import Judged, Use, Verdict, Workers, WorkerStanding
+from balanceroute.proxy.workers.circuit import CircuitState
+from balanceroute.proxy.workers.fleet import FleetConfig, Worker
+from balanceroute.proxy.workers.following import FollowingFleet
+
+D0 = WorkerSpec("d0", Role.DECODE, "http://d0:1", slots=4)
+D1 = WorkerSpec("d1", Role.DECODE, "http://d1:1", slots=4)
+
+
+def standing(
+    spec: WorkerSpec = D0,
+    state: WorkerState = WorkerState.UP,
+    circuit: CircuitState = CircuitState.CLOSED,
+    *,
+    doubtful: bool = False,
+    out: bool = False,
+) -> WorkerStanding:
+    return WorkerStanding(spec, state, circuit.value, doubtful, out)
+
+
+def on_fleet(test: Callable[[FollowingFleet, list[Judged]], None]) -> None:
+    """Run with a fleet, and what it has said to the brain."""
+
+    async def run() -> None:
+        said: list[Judged] = []
+        test(FollowingFleet(asyncio.get_running_loop(), FleetConfig(), said.append), said)
+
+    asyncio.run(run())
+
+
+def follow(fleet: FollowingFleet, *standings: WorkerStanding, gone: tuple[str, ...] = (), whole: bool = False) -> None:
+    fleet.follow(Workers(standings, gone), whole)
+
+
+def test_workers_are_those_that_the_brain_names_in_the_states_that_it_says() -> None:
+    def test(fleet: FollowingFleet, said: list[Judged]) -> None:
+        follow(fleet, standing(D0), standing(D1, WorkerState.DOWN, out=True), whole=True)
+        assert [(worker.id, worker.state, worker.out) for worker in fleet] == [
+            ("d0", WorkerState.UP, False),
+            ("d1", WorkerState.DOWN, True),
+        ]
+        follow(fleet, standing(D1), gone=("d0",))
+        assert [(worker.id, worker.state) for worker in fleet] == [("d1", WorkerState.UP)]
+        follow(fleet, standing(D0), whole=True)  # another brain, which knows that one alone
+        assert [worker.id for worker in fleet] == ["d0"]
+
+    on_fleet(test)
+
+
+def test_a_worker_that_has_left_is_kept_for_the_requests_that_it_still_has() -> None:
+    def test(fleet: FollowingFleet, said: list[Judged]) -> None:
+        follow(fleet, standing(D0), whole=True)
+        worker = fleet["d0"]
+        worker.in_use += 1
+        follow(fleet, gone=("d0",))
+        assert "d0" in fleet and worker.state is WorkerState.DOWN
+        worker.in_use -= 1
+        assert fleet.sweep() == ["d0"] and "d0" not in fleet
+
+    on_fleet(test)
+
+
+def test_a_worker_that_was_out_may_come_back_as_another_version() -> None:
+    def test(fleet: FollowingFleet, said: list[Judged]) -> None:
+        follow(fleet, standing(D0), whole=True)
+        fleet["d0"].echoes_ids, fleet["d0"].kv_connector = True, "nixl"
+        follow(fleet, standing(D0, doubtful=True))
+        assert fleet["d0"].echoes_ids
+        follow(fleet, standing(D0, WorkerState.DOWN, out=True))
+        assert fleet["d0"].echoes_ids is None and fleet["d0"].kv_connector is None
+
+    on_fleet(test)
+
+
+def verdicts(said: list[Judged]) -> list[Verdict]:
+    found = [message.verdict for message in said]
+    said.clear()
+    return found
+
+
+def test_failures_are_always_told_and_successes_where_they_change_anything() -> None:
+    def test(fleet: FollowingFleet, said: list[Judged]) -> None:
+        follow(fleet, standing(D0), whole=True)
+        circuit = fleet["d0"].circuit
+        circuit.used()
+        circuit.success()
+        circuit.no_verdict()
+        assert verdicts(said) == []
+        circuit.fault(1.0)
+        circuit.success()
+        assert verdicts(said) == [Verdict.FAULT, Verdict.SUCCESS]
+        follow(fleet, standing(D0))
+        circuit.success()
+        assert verdicts(said) == []
+        circuit.busy(1.0, 7.5)
+        assert said == [Judged("d0", Verdict.BUSY, 7.5)]
+        follow(fleet, standing(D0, doubtful=True))
+        said.clear()
+        circuit.success()
+        assert verdicts(said) == [Verdict.SUCCESS]
+
+    on_fleet(test)
+
+
+def test_one_request_alone_is_the_trial_of_a_half_open_circuit() -> None:
+    def test(fleet: FollowingFleet, said: list[Judged]) -> None:
+        follow(fleet, standing(D0, circuit=CircuitState.HALF_OPEN, doubtful=True), whole=True)
+        circuit = fleet["d0"].circuit
+        circuit.used()
+        circuit.used()
+        assert verdicts(said) == [Verdict.USED]
+        circuit.no_verdict()
+        assert verdicts(said) == [Verdict.NO_VERDICT]
+
+    on_fleet(test)
+
+
+def uses(fleet: FollowingFleet, now: float, *awaited: str) -> list[Use]:
+    return list(fleet.uses(now, set(awaited)))
+
+
+def test_what_is_in_use_is_told_until_it_is_not_and_once_more() -> None:
+    def test(fleet: FollowingFleet, said: list[Judged]) -> None:
+        follow(fleet, standing(D0), standing(D1), whole=True)
+        assert uses(fleet, 10.0) == []
+        worker: Worker = fleet["d0"]
+        worker.busy_since_s = 9.0
+        worker.take()
+        worker.take()
+        worker.in_use -= 1
+        assert uses(fleet, 10.0, "d0") == [Use("d0", 1, 2, True, None, 1.0)]
+        worker.progress_s = 11.5
+        assert uses(fleet, 12.0, "d0") == [Use("d0", 1, 1, True, 0.5, 3.0)]
+        worker.in_use -= 1
+        assert uses(fleet, 13.0) == [Use("d0", 0, 1, False, 1.5, 4.0)]
+        assert uses(fleet, 14.0) == [Use("d0", 0, 0, False, 2.5, 5.0)]
+        assert uses(fleet, 15.0) == []
+
+    on_fleet(test)
