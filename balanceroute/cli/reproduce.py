@@ -55,8 +55,13 @@ def reproduce(
     scope, folder = Scope.of(quick=quick, trace=trace, policies=tuple(policy or ())), Path(out)
     # as an exception, so that the processes of the simulation end with this one
     signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
-    with progress_bar("simulating") as tell:
-        text = run(experiments or [], scope, folder, n_processes=jobs, on_progress=tell)
+    try:
+        with progress_bar("simulating") as tell:
+            text = run(experiments or [], scope, folder, n_processes=jobs, on_progress=tell)
+    except KeyboardInterrupt:
+        kept = "; grid goes on from there" if "grid" in (experiments or []) else ""
+        typer.echo(f"balanceroute: interrupted before the report{kept}", err=True)
+        raise
     if json:
         print_json({"written": [str(folder / file) for file in files_of(experiments or [], scope)]})
     else:

@@ -1,5 +1,6 @@
 """Runs experiments and writes their report: Markdown, CSV, PNG and SVG in one folder."""
 
+import difflib
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -113,7 +114,9 @@ def chosen(names: Sequence[str]) -> list[Experiment]:
     """
     unknown = [name for name in names if name not in EXPERIMENTS]
     if unknown:
-        raise InputError(f"unknown experiment {unknown[0]!r}; one of {', '.join(EXPERIMENTS)}")
+        close = difflib.get_close_matches(unknown[0], EXPERIMENTS, n=1, cutoff=0.5)
+        hint = f"did you mean {close[0]}? " if close else ""
+        raise InputError(f"unknown experiment {unknown[0]!r}; {hint}one of {', '.join(EXPERIMENTS)}")
     return [e for name, e in EXPERIMENTS.items() if name in names or not (names or e.only_by_name)]
 
 

@@ -199,4 +199,6 @@ def checked(base_url: str) -> SplitResult:
         usable = False
     if not usable:
         raise InputError(f"{base_url!r} is not a URL such as http://127.0.0.1:8000")
+    if url.path.rstrip("/").endswith("/v1"):
+        raise InputError(f"{base_url!r}: leave out /v1, it is added")
     return url

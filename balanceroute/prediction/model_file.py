@@ -91,7 +91,7 @@ def load_model(path: Path) -> Model:
     except InputError:
         raise
     except OSError as error:
-        raise InputError(f"{path}: cannot be read: {error}") from error
+        raise InputError(f"{path}: cannot be read: {error.strerror or error}") from error
     except (ValueError, KeyError, TypeError, EOFError, zipfile.BadZipFile) as error:
         raise InputError(f"{path}: not a predictor file, or a damaged one: {error}") from error
 

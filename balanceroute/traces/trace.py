@@ -264,7 +264,7 @@ def text_lines(path: Path) -> Iterator[tuple[int, str]]:
     except UnicodeEncodeError as error:
         raise InputError(f"{path}: line {line}: not UTF-8 text") from error
     except (OSError, EOFError, zlib.error, lzma.LZMAError) as error:
-        raise InputError(f"{path}: cannot be read: {error}") from error
+        raise InputError(f"{path}: cannot be read: {getattr(error, 'strerror', None) or error}") from error
 
 
 def write_trace(trace: Trace, path: str | Path) -> None:

@@ -112,7 +112,9 @@ def test_a_run_on_several_processes_ends_at_once_and_leaves_none(
     send(running.pid, number)
     _, said = running.communicate(timeout=ENDED_WITHIN_S)
     assert running.returncode == code
-    assert "Traceback" not in said
+    if number is not signal.SIGKILL:  # which may come while it hands a process its task, and that one says so
+        assert "Traceback" not in said
+    assert ("balanceroute: interrupted before the report\n" in said) == (code == 130)
     assert wait_until(lambda: not processes_of(running.pid), ENDED_WITHIN_S)
 
 

@@ -241,8 +241,10 @@ def test_an_option_that_no_chosen_experiment_reads_is_refused(
 
 
 def test_unknown_experiments_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(InputError, match=f"unknown experiment 'magic'; one of {', '.join(EXPERIMENTS)}"):
-        reproduce(["magic"], TINY, tmp_path)
+    with pytest.raises(InputError, match=f"unknown experiment 'xyz'; one of {', '.join(EXPERIMENTS)}"):
+        reproduce(["xyz"], TINY, tmp_path)
+    with pytest.raises(InputError, match="unknown experiment 'grd'; did you mean grid"):
+        reproduce(["grd"], TINY, tmp_path)
 
 
 def never(*_: object) -> None:
