@@ -24,8 +24,9 @@ from starlette.applications import Starlette
 
 from balanceroute.config import Config
 from balanceroute.errors import NoHealthyWorkers
-from balanceroute.proxy.admission.forecasts import Forecasts, build_forecasts
-from balanceroute.proxy.app import HANDLERS, RouterApp, build_services, operator_parts, set_up, start, stop
+from balanceroute.proxy.admission.forecasts import build_forecasts
+from balanceroute.proxy.app import HANDLERS, RouterApp, build_services, operator_parts, set_up, start, stop, supervised
+from balanceroute.proxy.changes import KeptChanges
 from balanceroute.proxy.client.services import ClientServices
 from balanceroute.proxy.link.hub import Hub
 from balanceroute.proxy.link.leadership import Leadership
@@ -44,8 +45,12 @@ METRICS_RETRY_S: Final = 1.0
 
 
 class BrainApp(RouterApp):
-    """The brain's application. `hub` exists between startup and shutdown; `end` is called when another brain leads."""
+    """The brain's application. `hub` exists between startup and shutdown; `end` is called when another brain leads.
 
+    `read` is the configuration as it was read last, without what operators have changed since.
+    """
+
+    read: Config
     hub: Hub
     end: Callable[[], None]
 
@@ -66,10 +71,12 @@ def run_brain(
     while not lead.take():
         time.sleep(STANDBY_LOOK_S)
     try:
-        app = create_brain_app(config, folder, lead.epoch, relays, build_forecasts(config), journal)
+        app = create_brain_app(config, folder, lead.epoch, relays, journal)
 
         async def on_reload() -> None:
-            await reload(app.services, load())
+            new = load()
+            await reload(app.services, new)
+            app.read = new
 
         server = BrainServer(app, config, on_reload, uds=str(folder.operators))
         app.end = server.end
@@ -78,15 +85,14 @@ def run_brain(
         lead.release()
 
 
-def create_brain_app(
-    config: Config,
-    folder: RunFolder,
-    epoch: int,
-    relays: int,
-    forecasts: Forecasts | None,
-    journal: Path | None = None,
-) -> BrainApp:
-    """The application that leads under this epoch. Raises: ConfigError: a file of the configuration is wrong."""
+def create_brain_app(read: Config, folder: RunFolder, epoch: int, relays: int, journal: Path | None = None) -> BrainApp:
+    """The application that leads under this epoch, with what operators have changed under the one before.
+
+    Raises: ConfigError: a file of the configuration is wrong.
+    """
+    kept = KeptChanges(folder.changes)
+    config = kept.last.config(read)
+    forecasts = build_forecasts(config)
 
     @asynccontextmanager
     async def lifespan(app: Starlette) -> AsyncIterator[None]:
@@ -118,8 +124,11 @@ def create_brain_app(
         services.metrics.beside = counts
         hearsay.on_connector, hearsay.on_keys = services.note_connector, services.keys_elsewhere
         services.fleet.on_change = hub.workers_changed
+        kept.last.apply(services)
         await hub.serve(str(folder.link))
         start(services, dashboard.recorder, hub.settled)
+        watch = supervised(services, "changes", lambda: kept.watch(services, lambda: app.read))
+        services.tasks["changes"] = loop.create_task(watch)
         try:
             yield
         finally:
@@ -130,6 +139,7 @@ def create_brain_app(
     routes = [trusted(route) for part in operator_parts(lambda: app.services, dashboard) for route in part.routes()]
     app = BrainApp(routes=routes, lifespan=lifespan, exception_handlers=HANDLERS)
     set_up(app, config, Tls(config))
+    app.read = read
     return app
 
 

@@ -14,10 +14,10 @@ import logging
 import os
 import signal
 import socket
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
-from typing import Final
+from typing import Any, Final
 
 from starlette.applications import Starlette
 from starlette.requests import Request
@@ -30,6 +30,7 @@ from balanceroute.errors import ConfigError, NoHealthyWorkers
 from balanceroute.proxy.admission.forecasts import Keys
 from balanceroute.proxy.admission.tickets import Tickets
 from balanceroute.proxy.app import HANDLERS, ClientApp, drain_left, hot_routes, set_up, stop_tasks, supervised
+from balanceroute.proxy.client.acceptor import Acceptor
 from balanceroute.proxy.client.services import ClientServices
 from balanceroute.proxy.life.pool_reaper import PERIOD_S, PoolReaper
 from balanceroute.proxy.link.messages import Activity, Counted, Learned, Silent, Workers
@@ -283,11 +284,22 @@ class RelayServer(ChildServer):
     """The server of a relay's process, on sockets that it shares with others."""
 
     name = ""
+    listeners: Sequence[socket.socket] = ()
+
+    async def startup(self, sockets: list[Any] | None = None) -> None:
+        """Accept on these sockets, with others."""
+        self.listeners = sockets or ()
+        await super().startup(sockets=[])
 
     async def listening(self) -> dict[str, object]:
-        """Say where."""
+        """Accept, and say where."""
+        loop = asyncio.get_running_loop()
+        for listener in self.listeners:
+            listener.setblocking(False)
+            listener.listen(self.config.backlog)
+            self.servers.append(Acceptor(loop, listener, self.connected))  # type: ignore[arg-type]  # it is only closed
         told: dict[str, object] = {"relay": self.name, "pid": os.getpid(), "tls": self._app.tls.server is not None}
-        ports = [server.sockets[0].getsockname() for server in self.servers]
+        ports = [listener.getsockname() for listener in self.listeners]
         told |= {"host": ports[0][0], "port": ports[0][1]}
         if len(ports) > 1:
             told["admin_port"] = self._app.services.perimeter.admin_port = ports[1][1]

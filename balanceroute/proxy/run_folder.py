@@ -39,6 +39,11 @@ class RunFolder:
         """The file whose lock makes the leader, with the number of its leadership."""
         return self.folder / "lead"
 
+    @property
+    def changes(self) -> Path:
+        """What operators have changed at run time."""
+        return self.folder / "changes"
+
     def pins(self, relay: str) -> Path:
         """The record of the prefill KV that is pinned for requests of this relay."""
         return self.folder / f"pins-{relay}"

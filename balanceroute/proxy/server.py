@@ -118,17 +118,17 @@ class Server(uvicorn.Server):
                 async with asyncio.timeout(_ABORT_S):
                     await self.lifespan.shutdown()
 
+    def connected(self) -> asyncio.Protocol:
+        """The protocol of one more connection."""
+        kind: Any = self.config.http_protocol_class
+        protocol: asyncio.Protocol = kind(self.config, self.server_state, self.lifespan.state)
+        return protocol
+
     async def _listen_for_operators(self, address: tuple[str, int]) -> int:
         """A second listener with the same protocol; returns its port. Raises: ConfigError."""
-        loop, config = asyncio.get_running_loop(), self.config
-
-        def connected() -> asyncio.Protocol:
-            kind: Any = config.http_protocol_class
-            protocol: asyncio.Protocol = kind(config, self.server_state, self.lifespan.state)
-            return protocol
-
+        loop = asyncio.get_running_loop()
         try:
-            server = await loop.create_server(connected, *address, backlog=config.backlog)
+            server = await loop.create_server(self.connected, *address, backlog=self.config.backlog)
         except OSError as error:
             await self.lifespan.shutdown()
             raise ConfigError(f"listen.admin: cannot listen on {address[0]}:{address[1]}: {error.strerror}") from None

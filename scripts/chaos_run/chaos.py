@@ -280,7 +280,7 @@ class Run:
                 continue
             verdict, lag_s = judge(ask, answer), self.tally.lag_s - lag_s
             broke = verdict.kind is Kind.IMPROPER and answer.ended in (Ended.CUT, Ended.REFUSED)
-            if broke and self._killer.took(time.monotonic(), lag_s):
+            if broke and self._killer.took(time.monotonic(), lag_s + ask.behaviour.pause_s):
                 verdict = replace(verdict, kind=Kind.TAKEN)
             self.tally.add(ask, answer, verdict, self._elapsed(), lag_s)
             if answer.status in (429, 503):

@@ -14,7 +14,6 @@ import httpx
 
 from balanceroute.config import Config
 from balanceroute.emulator import ClusterShape, EmulatedCluster
-from balanceroute.proxy.admission.forecasts import build_forecasts
 from balanceroute.proxy.brain import BrainApp, BrainServer, create_brain_app
 from balanceroute.proxy.relay import RelayApp, RelayServer, create_relay_app
 from balanceroute.proxy.run_folder import RunFolder
@@ -71,7 +70,7 @@ async def serving(server: Server, sockets: list[socket.socket] | None = None) ->
 @asynccontextmanager
 async def a_brain(config: Config, folder: RunFolder, epoch: int = 1, relays: int = 2) -> AsyncIterator[BrainApp]:
     """One that leads."""
-    app = create_brain_app(config, folder, epoch, relays, build_forecasts(config))
+    app = create_brain_app(config, folder, epoch, relays)
     server = BrainServer(app, config, uds=str(folder.operators))
     app.end = server.end
     async with serving(server):

@@ -2,6 +2,7 @@
 
 import asyncio
 import hashlib
+import os
 from pathlib import Path
 
 import httpx
@@ -12,6 +13,7 @@ from balanceroute.core.types import WorkerState
 from balanceroute.emulator import ClusterShape
 from balanceroute.engine.tokens import continuation, decode
 from balanceroute.errors import ConfigError
+from balanceroute.proxy.changes import Changes, KeptChanges
 from balanceroute.proxy.relay import create_relay_app, reload_relay
 from balanceroute.proxy.run_folder import RunFolder
 from balanceroute.proxy.workers.circuit import CircuitState
@@ -110,6 +112,32 @@ async def test_without_a_brain_relays_live_and_new_requests_wait_for_one() -> No
         async with a_brain(router.config, router.folder, epoch=2, relays=1) as brain:
             await waits
             await until(lambda: not brain.services.ledger.requests)
+
+
+async def test_the_next_brain_knows_what_operators_have_changed() -> None:
+    async with relayed(FAST, count=1) as router:
+        client, relay = router.relays[0].client, router.relays[0]
+        taken, drained, added = (url.removeprefix("http://") for url in router.cluster.decode_urls[:3])
+        await client.post("/routing/policy", json={"policy": "random"})
+        for what, urls in (("remove", [taken, added]), ("drain", [drained])):
+            body = {"type": "decode", "instances": urls}
+            assert (await client.post(f"/instances/{what}", json=body)).status_code == 200
+        await until(lambda: added not in router.brain.services.fleet)
+        joins = {"type": "decode", "instances": {"url": added, "id": "by-hand"}}
+        assert (await client.post("/instances/add", json=joins)).status_code == 200
+        await until(lambda: states(relay).get("by-hand") is WorkerState.UP)
+        kept = KeptChanges(router.folder.changes)
+        await until(lambda: KeptChanges(router.folder.changes).last.added)
+        router.brain.end()
+        await until(lambda: relay.app.services.brain.member is None)
+        async with a_brain(router.config, router.folder, epoch=2, relays=1) as brain:
+            await until(lambda: states(relay).get("by-hand") is WorkerState.UP)
+            assert states(relay)[drained] is WorkerState.DRAINING and brain.services.fleet[drained].drained
+            await until(lambda: taken not in states(relay) and added not in states(relay))
+            assert brain.services.config.routing.policy == "random"
+            assert kept.last.parent == os.getppid()
+        router.folder.changes.write_text(router.folder.changes.read_text().replace(str(os.getppid()), "1"))
+        assert KeptChanges(router.folder.changes).last == Changes(os.getppid())  # of another life of the router
 
 
 async def test_what_one_relay_finds_out_about_a_worker_all_know() -> None:

@@ -1,0 +1,109 @@
+"""What operators have changed at run time, kept in the run folder for the next brain of the same parent.
+
+A brain that is started again would otherwise know the configuration alone: streams on a worker that was added by hand
+would have no place in it, and a worker that was taken out would be back. A restart of the whole router forgets it.
+"""
+
+import asyncio
+import logging
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Final
+
+import msgspec
+
+from balanceroute.build import worker_specs
+from balanceroute.config import Config
+from balanceroute.core.types import WorkerSpec
+from balanceroute.errors import ConfigError
+from balanceroute.proxy.ops.steering import with_policy
+from balanceroute.proxy.services import Services
+
+log = logging.getLogger(__name__)
+
+LOOK_S: Final = 0.2
+
+
+class Changes(msgspec.Struct, frozen=True):
+    """Beside the configuration, under this parent: workers added, removed and drained, and another policy."""
+
+    parent: int
+    added: tuple[WorkerSpec, ...] = ()
+    removed: tuple[str, ...] = ()
+    drained: tuple[str, ...] = ()
+    policy: str | None = None
+
+    def config(self, config: Config) -> Config:
+        """The configuration under the policy that an operator has chosen."""
+        if self.policy is None:
+            return config
+        try:
+            return with_policy(config, self.policy)
+        except ConfigError as error:  # it is another configuration by now
+            log.warning("the policy is the configuration's again", extra={"policy": self.policy, "error": str(error)})
+            return config
+
+    def apply(self, services: Services) -> None:
+        """Make the same changes again."""
+        fleet = services.fleet
+        for spec in self.added:
+            if spec.id not in fleet:
+                fleet.add(spec, services.config.lifecycle.join_attempts)
+        for worker in fleet:
+            if worker.id in self.removed:
+                fleet.leave(worker)
+            if worker.id in self.drained:
+                fleet.drain(worker)
+
+
+def changes_of(services: Services, base: Config) -> Changes:
+    """What a running router has beyond its configuration `base`."""
+    configured = {spec.id for spec in worker_specs(base)}
+    staying = {worker.id for worker in services.fleet if not worker.leaving}
+    policy = services.config.routing.policy
+    return Changes(
+        os.getppid(),
+        tuple(worker.spec for worker in services.fleet if worker.id in staying - configured),
+        tuple(sorted(configured - staying)),
+        tuple(worker.id for worker in services.fleet if worker.drained),
+        None if policy == base.routing.policy else policy,
+    )
+
+
+class KeptChanges:
+    """The file of one run folder."""
+
+    def __init__(self, path: Path) -> None:
+        """`last` is what a brain before this one has left, if the parent is the same."""
+        self._path = path
+        self.last = Changes(os.getppid())
+        try:
+            found = msgspec.json.decode(path.read_bytes(), type=Changes)
+        except FileNotFoundError:
+            return
+        except (OSError, msgspec.MsgspecError) as error:
+            log.warning("what operators had changed can't be read", extra={"file": str(path), "error": str(error)})
+            return
+        if found.parent == os.getppid():
+            self.last = found
+
+    def keep(self, changes: Changes) -> None:
+        """Write it down, if it is new. Raises: OSError."""
+        if changes == self.last:
+            return
+        beside = self._path.with_name(self._path.name + ".new")
+        beside.write_bytes(msgspec.json.encode(changes))
+        beside.replace(self._path)
+        self.last = changes
+
+    async def watch(self, services: Services, base: Callable[[], Config]) -> None:
+        """Keep what changes, until cancelled; a file that can't be written is told once."""
+        try:
+            while True:
+                await asyncio.sleep(LOOK_S)
+                self.keep(changes_of(services, base()))
+        except OSError as error:
+            fields = {"file": str(self._path), "error": error.strerror}
+            log.warning("what operators change is not kept for another brain", extra=fields)
+            await asyncio.Event().wait()

@@ -1,0 +1,116 @@
+"""Connections are taken one by one from a socket that others accept on as well."""
+
+import asyncio
+import errno
+import os
+import socket
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import uvloop
+
+from balanceroute.proxy.client import acceptor as module
+from balanceroute.proxy.client.acceptor import Acceptor
+from tests.waiting import until
+
+
+class Counting(asyncio.Protocol):
+    """Counts its connections, by whose they are."""
+
+    def __init__(self, taken: list[str], name: str) -> None:
+        self._taken, self._name = taken, name
+
+    def connection_made(self, transport: Any) -> None:
+        self._taken.append(self._name)
+        transport.write(b"here")
+        transport.close()
+
+
+@pytest.fixture
+def listener() -> Iterator[socket.socket]:
+    with socket.create_server(("127.0.0.1", 0), backlog=200) as sock:
+        sock.setblocking(False)
+        yield sock
+
+
+def clients(listener: socket.socket, count: int) -> list[socket.socket]:
+    return [socket.create_connection(listener.getsockname()) for _ in range(count)]
+
+
+def said(client: socket.socket) -> bytes:
+    client.settimeout(60)
+    with client:
+        return client.recv(10)
+
+
+def test_connections_that_wait_are_shared_by_all_who_accept(listener: socket.socket) -> None:
+    waiting, taken = clients(listener, 100), list[str]()
+
+    async def test() -> None:
+        loop = asyncio.get_running_loop()
+        both = [Acceptor(loop, listener.dup(), lambda name=name: Counting(taken, name)) for name in "ab"]  # type: ignore[misc]
+        await until(lambda: len(taken) == 100)
+        for one in both:
+            one.close()
+            one.close()
+            await one.wait_closed()
+
+    uvloop.run(test())
+    assert {said(client) for client in waiting} == {b"here"}
+    assert min(taken.count("a"), taken.count("b")) > 20
+
+
+def test_what_is_not_taken_when_it_closes_is_left_to_others(listener: socket.socket) -> None:
+    taken: list[str] = []
+
+    async def test() -> None:
+        loop = asyncio.get_running_loop()
+        Acceptor(loop, listener.dup(), lambda: Counting(taken, "first")).close()
+        waiting = clients(listener, 3)
+        second = Acceptor(loop, listener.dup(), lambda: Counting(taken, "second"))
+        await until(lambda: len(taken) == 3)
+        assert {said(client) for client in waiting} == {b"here"}
+        second.close()
+        await second.wait_closed()
+
+    uvloop.run(test())
+    assert taken == ["second"] * 3
+
+
+class Full:
+    """A listening socket of a process without descriptors, as often as that is told."""
+
+    def __init__(self, sock: socket.socket, times: int) -> None:
+        self._sock, self._times = sock, times
+
+    def accept(self) -> tuple[socket.socket, object]:
+        self._times -= 1
+        if self._times >= 0:
+            raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+        return self._sock.accept()
+
+    def fileno(self) -> int:
+        return self._sock.fileno()
+
+    def close(self) -> None:
+        self._sock.close()
+
+
+def test_without_descriptors_it_waits_and_says_so(
+    listener: socket.socket, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(module, "PAUSE_S", 0.01)
+    taken: list[str] = []
+
+    async def test() -> None:
+        waiting = clients(listener, 2)
+        sock = Full(listener.dup(), 2)
+        one = Acceptor(asyncio.get_running_loop(), sock, lambda: Counting(taken, "a"))  # type: ignore[arg-type]
+        await until(lambda: len(taken) == 2)
+        assert {said(client) for client in waiting} == {b"here"}
+        one.close()
+        await one.wait_closed()
+
+    uvloop.run(test())
+    assert caplog.text.count("no connection can be taken") == 2

@@ -1,0 +1,46 @@
+"""What operators have changed, between one brain and the next."""
+
+import os
+from pathlib import Path
+
+import pytest
+
+from balanceroute.core.types import Role, WorkerSpec
+from balanceroute.proxy.changes import Changes, KeptChanges, changes_of
+from tests.unit.proxy.stage import a_config, a_router, on_stage
+
+NEW = WorkerSpec("new", Role.DECODE, "http://new:1", slots=4)
+
+
+def test_changes_are_what_a_router_has_beyond_its_configuration() -> None:
+    async def test() -> None:
+        services = a_router()
+        base = services.config
+        assert changes_of(services, base) == Changes(os.getppid())
+        services.fleet.add(NEW, 3)
+        services.fleet.leave(services.fleet["d1"])
+        services.fleet.drain(services.fleet["p0"])
+        found = changes_of(services, base)
+        assert (found.added, found.removed, found.drained) == ((NEW,), ("d1",), ("p0",))
+        other = a_router()
+        found.apply(other)
+        assert changes_of(other, base) == found
+
+    on_stage(test)
+
+
+def test_a_policy_that_no_longer_fits_is_the_configurations_again() -> None:
+    config = a_config()
+    assert Changes(1, policy="random").config(config).routing.policy == "random"
+    assert Changes(1, policy="no such policy").config(config) is config
+
+
+def test_a_file_is_read_under_the_parent_that_wrote_it(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    path = tmp_path / "changes"
+    changes = Changes(os.getppid(), added=(NEW,), drained=("p0",), policy="random")
+    KeptChanges(path).keep(changes)
+    assert KeptChanges(path).last == changes
+    KeptChanges(path).keep(Changes(os.getppid() + 1, removed=("d0",)))
+    assert KeptChanges(path).last == Changes(os.getppid())
+    path.write_text("nonsense")
+    assert KeptChanges(path).last == Changes(os.getppid()) and "can't be read" in caplog.text
