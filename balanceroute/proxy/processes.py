@@ -33,7 +33,8 @@ BRAIN: Final = "brain"
 def serve_processes(config: Config, load: Callable[[], Config], journal: Path | None = None) -> int:
     """Run until a signal ends it; returns the exit code.
 
-    Args: load: reads the configuration anew. journal: a file for every decision.
+    Args: load: reads the configuration anew. journal: a file for every decision; a brain that is started again writes
+    one beside it, with its process id at the end of the name.
 
     Raises: ConfigError: the configuration, an address or the run folder can't be used.
     """
@@ -43,6 +44,9 @@ def serve_processes(config: Config, load: Callable[[], Config], journal: Path | 
         folder = run_folder(config, sockets[0].getsockname()[1], os.environ)
         folder.make()
         folder.forget_counts()
+        if journal is not None:
+            with suppress(OSError):  # the brain says what is wrong with it
+                journal.unlink()
         processes = Processes(config, load, folder, sockets, journal)
         configure(config.log.level, config.log.format, process="parent")
         return Supervisor(
@@ -91,8 +95,10 @@ class Processes:
 
     def _brain(self) -> None:
         self.stop_listening()
-        load = self._begin(BRAIN)
-        run_brain(self.config, self._folder, self.config.listen.relays, load, self._journal)
+        load, journal = self._begin(BRAIN), self._journal
+        if journal is not None and journal.exists():  # of a brain that has died: each writes one of its own
+            journal = journal.with_name(f"{journal.name}.{os.getpid()}")
+        run_brain(self.config, self._folder, self.config.listen.relays, load, journal)
 
     def _relay(self, name: str) -> None:
         run_relay(self.config, self._sockets, self._folder, name, self._begin(name))

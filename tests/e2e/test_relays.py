@@ -18,6 +18,7 @@ import pytest
 
 from balanceroute.cli.emulate import DECODE_PORT_OFFSET
 from balanceroute.engine.tokens import FIRST_TRIPLE_ID, continuation, decode
+from balanceroute.journal import rerun
 from tests.ports import free_base_port
 from tests.waiting import block_until, until
 
@@ -302,7 +303,11 @@ def test_streams_go_on_without_a_brain_and_the_next_one_knows_them(cluster: Clus
         assert await router.active() <= RANKS * SLOTS
         assert await all_end(begun) == 14 and await all_end(later) == 4
 
-    with_router(test, cluster, tmp_path)
+    with_router(test, cluster, tmp_path, "--journal", str(tmp_path / "journal"))
+    first, second = sorted(tmp_path.glob("journal*"))
+    assert (
+        rerun(second).difference is None and first.stat().st_size > 0
+    )  # a kill may cut off the last line of the first
 
 
 def test_a_relay_that_was_stopped_is_given_up_and_joins_anew(cluster: Cluster, tmp_path: Path) -> None:
