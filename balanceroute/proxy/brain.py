@@ -36,7 +36,7 @@ from balanceroute.proxy.perimeter.tls import Tls
 from balanceroute.proxy.reload import reload
 from balanceroute.proxy.run_folder import RunFolder
 from balanceroute.proxy.server import ChildServer
-from balanceroute.proxy.workers.hearsay import Hearsay
+from balanceroute.proxy.workers.relay_reports import RelayReports
 
 log = logging.getLogger(__name__)
 
@@ -103,26 +103,26 @@ def create_brain_app(read: Config, folder: RunFolder, epoch: int, relays: int, j
         def under_way(exchanges: int) -> None:
             services.exchanges = exchanges
 
-        hearsay = Hearsay(services.fleet, loop, services.frozen, under_way)
+        reports = RelayReports(services.fleet, loop, services.frozen, under_way)
         hub = app.hub = Hub(
             services.ledger,
             loop,
             epoch,
             relays,
             lambda other: app.end(),
-            hearsay,
+            reports,
             lambda: None if services.forecasts is None else services.forecasts.salt,
         )
 
         def counts() -> list[bytes]:
             """Of all relays. Raises: NoHealthyWorkers: one has yet to tell them, and the sums would be too low."""
-            if not hub.settled.is_set() or any(relay not in hearsay.counts for relay in hub.members):
+            if not hub.settled.is_set() or any(relay not in reports.counts for relay in hub.members):
                 text = "What relays have counted is not known yet."
                 raise NoHealthyWorkers(text, retry_after_s=METRICS_RETRY_S)
-            return list(hearsay.counts.values())
+            return list(reports.counts.values())
 
         services.metrics.beside = counts
-        hearsay.on_connector, hearsay.on_keys = services.note_connector, services.keys_elsewhere
+        reports.on_connector, reports.on_keys = services.note_connector, services.keys_elsewhere
         services.fleet.on_change = hub.workers_changed
         kept.last.apply(services)
         await hub.serve(str(folder.link))

@@ -121,12 +121,12 @@ def reroute(services: Services, new: Config, successor: Successor | None) -> Non
 
 
 def change_workers(services: Services, old: Config, new: Config) -> None:
-    """Those of the old file that the new one does not name leave, new ones come; those added by hand stay."""
+    """Those of the old file that the new one does not name leave, new ones come; what was done by hand stays."""
     wanted = {spec.id: spec for spec in worker_specs(new)}
     of_old_file = {spec.id for spec in worker_specs(old)}
     for worker in services.fleet:
         if worker.id in of_old_file and worker.id not in wanted:
             services.fleet.leave(worker)
     for spec in wanted.values():
-        if spec.id not in services.fleet or services.fleet[spec.id].leaving:
+        if spec.id not in of_old_file and (spec.id not in services.fleet or services.fleet[spec.id].leaving):
             services.fleet.add(spec, new.lifecycle.join_attempts)

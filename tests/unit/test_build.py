@@ -9,7 +9,7 @@ import pytest
 from balanceroute.build import policy_settings
 from balanceroute.config.models import Routing
 from balanceroute.core.knobs import ALL, BR_H_BETA, PolicySettings
-from tests.unit.proxy.stage import a_config
+from tests.unit.proxy.virtual_time import a_config
 
 PACKAGE = Path(__file__).parents[2] / "balanceroute"
 

@@ -11,7 +11,7 @@ from tests.waiting import MOST_PACE_S, block_until, pace, until
 TESTS = Path(__file__).parents[1]
 ALLOWED = {
     "waiting.py": "the helpers that poll, and the pace of peers that are slow on purpose",
-    "unit/proxy/stage.py": "lets virtual time pass",
+    "unit/proxy/virtual_time.py": "lets virtual time pass",
     "curl.py": "waits between its tries as its option says",
 }
 
@@ -36,7 +36,7 @@ def sleeps_in(source: str) -> list[int]:
 def test_a_test_waits_for_a_condition_and_not_for_a_time(path: Path) -> None:
     if str(path.relative_to(TESTS)) not in ALLOWED:
         assert sleeps_in(path.read_text()) == [], (
-            "use tests.waiting.until, or the virtual clock of tests.unit.proxy.stage"
+            "use tests.waiting.until, or the virtual clock of tests.unit.proxy.virtual_time"
         )
 
 

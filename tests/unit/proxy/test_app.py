@@ -12,7 +12,7 @@ from balanceroute.proxy.client.head import Request
 from balanceroute.proxy.ops.dashboard.recorder import Recorder
 from balanceroute.proxy.services import Services
 from tests.unit.proxy.client.connections import Connection, a_request
-from tests.unit.proxy.stage import a_config, a_router, let_pass, on_stage
+from tests.unit.proxy.virtual_time import a_config, a_router, in_virtual_time, let_pass
 from tests.waiting import until
 
 COROUTINES = {
@@ -34,7 +34,7 @@ def living(test: Callable[[RouterApp], Awaitable[None]], **sections: Any) -> Non
         async with app.router.lifespan_context(app):
             await test(app)
 
-    on_stage(test_)
+    in_virtual_time(test_)
 
 
 @pytest.mark.parametrize(
@@ -110,7 +110,7 @@ def test_a_coroutine_that_meets_a_bug_begins_anew_unless_bugs_are_fatal(
             await stop(services)
         assert all(task.done() for task in services.tasks.values())
 
-    on_stage(test)
+    in_virtual_time(test)
     (record, *_) = [record for record in caplog.records if record.levelno == logging.ERROR]
     assert vars(record)["where"] == "pool_reaper" and "state" in vars(record)
 
@@ -138,4 +138,4 @@ def test_another_predictor_s_refits_take_the_place_of_the_last_one_s() -> None:
         start_refits(services)
         assert "refits" not in services.tasks
 
-    on_stage(test)
+    in_virtual_time(test)

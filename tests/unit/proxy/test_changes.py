@@ -7,7 +7,7 @@ import pytest
 
 from balanceroute.core.types import Role, WorkerSpec
 from balanceroute.proxy.changes import Changes, KeptChanges, changes_of
-from tests.unit.proxy.stage import a_config, a_router, on_stage
+from tests.unit.proxy.virtual_time import a_config, a_router, in_virtual_time
 
 NEW = WorkerSpec("new", Role.DECODE, "http://new:1", slots=4)
 
@@ -26,7 +26,7 @@ def test_changes_are_what_a_router_has_beyond_its_configuration() -> None:
         found.apply(other)
         assert changes_of(other, base) == found
 
-    on_stage(test)
+    in_virtual_time(test)
 
 
 def test_a_policy_that_no_longer_fits_is_the_configurations_again() -> None:

@@ -8,7 +8,7 @@ import pytest
 from balanceroute.config import Config
 from balanceroute.errors import ConfigError
 from balanceroute.proxy.processes import serve_processes
-from tests.unit.proxy.stage import a_config
+from tests.unit.proxy.virtual_time import a_config
 
 
 def refusal(config: Config) -> str:

@@ -16,8 +16,9 @@ from balanceroute.errors import ConfigError, InputError, QueueFull
 from balanceroute.journal import RecordingScheduler, rerun
 from balanceroute.proxy.admission.forecasts import LiveForecasts, build_forecasts
 from balanceroute.proxy.app import build_services
+from balanceroute.proxy.ops.steering import with_policy
 from balanceroute.proxy.reload import apply
-from tests.unit.proxy.stage import a_config, a_router, on_stage
+from tests.unit.proxy.virtual_time import a_config, a_router, in_virtual_time
 
 
 def with_decoders(config: Config, *names: str, slots: int = 64) -> Config:
@@ -34,7 +35,7 @@ def test_bounds_and_times_count_from_the_reload_on() -> None:
         with pytest.raises(QueueFull):
             await services.tickets.submit(RequestSpec("r", 1)).prefiller()
 
-    on_stage(test)
+    in_virtual_time(test)
 
 
 def test_workers_of_the_file_come_and_go_and_those_added_by_hand_stay() -> None:
@@ -46,7 +47,18 @@ def test_workers_of_the_file_come_and_go_and_those_added_by_hand_stay() -> None:
         assert {worker.id for worker in services.fleet} == {"p0", "d1", "d2", "d9", "hand"}
         assert not services.fleet["d9"].healthy  # it has to answer first
 
-    on_stage(test)
+    in_virtual_time(test)
+
+
+def test_a_worker_that_was_taken_out_by_hand_stays_away_when_the_policy_changes() -> None:
+    async def test() -> None:
+        services = a_router()
+        services.fleet.leave(services.fleet["d0"])
+        services.fleet.sweep()
+        apply(services, with_policy(services.config, "least_kv"))
+        assert services.config.routing.policy == "least_kv" and "d0" not in services.fleet
+
+    in_virtual_time(test)
 
 
 def test_a_worker_that_is_leaving_stays_when_the_file_names_it_again() -> None:
@@ -60,7 +72,7 @@ def test_a_worker_that_is_leaving_stays_when_the_file_names_it_again() -> None:
         worker.in_use = 0
         assert services.fleet.sweep() == [] and services.fleet["d0"] is worker
 
-    on_stage(test)
+    in_virtual_time(test)
 
 
 @pytest.mark.parametrize(
@@ -81,7 +93,7 @@ def test_what_needs_a_restart_is_named_and_nothing_of_the_rest_is_taken_over(new
             apply(services, new)
         assert services.config is before and services.ledger.scheduler.config == bounds
 
-    on_stage(test)
+    in_virtual_time(test)
 
 
 def test_a_journal_that_runs_over_a_reload_runs_again_to_the_same(tmp_path: Path) -> None:
@@ -103,7 +115,7 @@ def test_a_journal_that_runs_over_a_reload_runs_again_to_the_same(tmp_path: Path
         scheduler.close()
         assert rerun(path).difference is None
 
-    on_stage(test)
+    in_virtual_time(test)
 
 
 POLICIES = ("br_0", "br_h", "target_fit", "pool_fifo", "join_shortest_queue", "least_kv")
@@ -133,7 +145,7 @@ def test_another_policy_keeps_what_is_bound_and_decides_on_what_waits(before: st
         fresh.snapshot = written
         assert scheduler.admit(services.loop.time()) == fresh.admit(services.loop.time())
 
-    on_stage(test)
+    in_virtual_time(test)
 
 
 def test_another_predictor_takes_over_what_the_last_one_has_learned() -> None:
@@ -165,7 +177,7 @@ def test_another_predictor_takes_over_what_the_last_one_has_learned() -> None:
         assert services.forecasts is None and services.ledger.forecasts is None
         assert b"predictor_gate" not in services.metrics.exposition()
 
-    on_stage(test)
+    in_virtual_time(test)
 
 
 def test_a_predictor_that_cannot_be_made_changes_nothing(tmp_path: Path) -> None:
@@ -183,7 +195,7 @@ def test_a_predictor_that_cannot_be_made_changes_nothing(tmp_path: Path) -> None
             )
         assert services.config is before and services.ledger.scheduler.policy is policy
 
-    on_stage(test)
+    in_virtual_time(test)
 
 
 def test_a_time_to_live_that_shortens_the_patience_counts_for_what_waits() -> None:
@@ -196,4 +208,4 @@ def test_a_time_to_live_that_shortens_the_patience_counts_for_what_waits() -> No
         apply(services, a_config(pool={"ttl_s": 20.0}))
         assert tracker.overdue_s == pytest.approx(now + 10 * 1.1)
 
-    on_stage(test)
+    in_virtual_time(test)

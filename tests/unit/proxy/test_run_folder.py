@@ -8,7 +8,7 @@ import pytest
 
 from balanceroute.errors import ConfigError
 from balanceroute.proxy.run_folder import MAX_SOCKET_PATH, RunFolder, run_folder
-from tests.unit.proxy.stage import a_config
+from tests.unit.proxy.virtual_time import a_config
 
 
 def test_it_is_made_for_its_user_alone_and_may_be_there_already(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ from balanceroute.proxy.app import RouterApp, create_app
 from balanceroute.proxy.server import ProcessServer, Server
 from balanceroute.proxy.services import Services
 from tests.unit.proxy.life.legs import a_leg, dispatching
-from tests.unit.proxy.stage import a_config, a_router, let_pass, on_stage, script
+from tests.unit.proxy.virtual_time import a_config, a_router, in_virtual_time, let_pass, script
 from tests.waiting import until
 
 DRAIN_S = 10.0
@@ -40,7 +40,7 @@ def test_the_first_signal_refuses_what_is_new_and_the_server_ends_when_the_last_
         await let_pass(1.0)
         assert server.should_exit and not server.force_exit
 
-    on_stage(test)
+    in_virtual_time(test)
 
 
 def test_kv_that_is_still_to_be_freed_keeps_the_server_too(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -56,7 +56,7 @@ def test_kv_that_is_still_to_be_freed_keeps_the_server_too(monkeypatch: pytest.M
         await let_pass(1.0)
         assert server.should_exit
 
-    on_stage(test)
+    in_virtual_time(test)
 
 
 def test_requests_that_outlast_the_drain_are_aborted_and_the_server_ends_all_the_same() -> None:
@@ -77,7 +77,7 @@ def test_requests_that_outlast_the_drain_are_aborted_and_the_server_ends_all_the
             await until(lambda: server.should_exit)
             assert services.ledger.now() - began_s < 2 * DRAIN_S, "although the exchange never ended"
 
-    on_stage(test)
+    in_virtual_time(test)
 
 
 def test_a_second_signal_ends_at_once() -> None:
@@ -90,7 +90,7 @@ def test_a_second_signal_ends_at_once() -> None:
         server.handle_exit(signal.SIGINT, None)
         assert server.should_exit and server.force_exit
 
-    on_stage(test)
+    in_virtual_time(test)
 
 
 def test_a_signal_before_there_is_anything_to_drain_ends_at_once() -> None:
@@ -121,4 +121,4 @@ def test_reloads_run_one_after_the_other_and_signals_meanwhile_ask_for_one_more(
         await let_pass(30.0)
         assert len(done) == 2
 
-    on_stage(test)
+    in_virtual_time(test)

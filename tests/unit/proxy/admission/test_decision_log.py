@@ -7,7 +7,7 @@ from balanceroute.proxy.admission.decision_log import MOST_ROWS, PAUSE_S, ROWS, 
 from balanceroute.proxy.admission.ledger import Ledger
 from balanceroute.proxy.admission.tickets import Tickets
 from tests.unit.proxy.admission.ledgers import a_ledger
-from tests.unit.proxy.stage import let_pass, on_stage
+from tests.unit.proxy.virtual_time import in_virtual_time, let_pass
 
 
 async def pooled(tickets: Tickets, *names: str) -> None:
@@ -34,7 +34,7 @@ def test_the_last_admissions_are_kept_under_numbers_that_never_come_again() -> N
         assert not log.samples and {row.runner_up for row in log.rows} == {UNWATCHED}
         assert log.count == ROWS + 5
 
-    on_stage(test)
+    in_virtual_time(test)
 
 
 def test_a_state_from_before_the_decision_is_kept_while_somebody_watches_with_pauses_as_long_as_it_is_large() -> None:
@@ -61,7 +61,7 @@ def test_a_state_from_before_the_decision_is_kept_while_somebody_watches_with_pa
         decide(ledger, log)
         assert not log.samples and log.rows[-1].runner_up == UNWATCHED, "the page was closed"
 
-    on_stage(test)
+    in_virtual_time(test)
 
 
 def test_a_decision_over_too_much_is_listed_without_a_state_and_says_so() -> None:
@@ -73,7 +73,7 @@ def test_a_decision_over_too_much_is_listed_without_a_state_and_says_so() -> Non
         decide(ledger, log)
         assert not log.samples and {row.runner_up for row in log.rows} == {TOO_MANY}
 
-    on_stage(test)
+    in_virtual_time(test)
 
 
 @pytest.mark.parametrize(("policy", "listed"), [("level_fit", 0), ("br_h", 1)])
@@ -90,7 +90,7 @@ def test_what_runs_is_listed_only_for_a_policy_that_looks_ahead(policy: str, lis
         assert len(worker["active"]) == listed
         assert worker.get("load_tokens", 0) + worker["foreign"]["tokens"] == 10
 
-    on_stage(test)
+    in_virtual_time(test)
 
 
 def test_a_decision_that_admits_nobody_leaves_no_trace() -> None:
@@ -101,4 +101,4 @@ def test_a_decision_that_admits_nobody_leaves_no_trace() -> None:
         decide(ledger, log)
         assert not log.rows and not log.samples
 
-    on_stage(test)
+    in_virtual_time(test)

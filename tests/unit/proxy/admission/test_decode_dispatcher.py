@@ -7,7 +7,7 @@ from balanceroute.core.types import Admit, Outcome, RequestSpec
 from balanceroute.proxy.admission.decode_dispatcher import DecodeDispatcher
 from balanceroute.proxy.telemetry.instruments import Histogram
 from tests.unit.proxy.admission.ledgers import a_ledger, decoding, turns
-from tests.unit.proxy.stage import on_stage
+from tests.unit.proxy.virtual_time import in_virtual_time
 
 
 def test_the_decode_dispatcher_decides_over_all_that_came_together() -> None:
@@ -32,7 +32,7 @@ def test_the_decode_dispatcher_decides_over_all_that_came_together() -> None:
         assert [len(decision) for decision in decisions] == [5]
         task.cancel()
 
-    on_stage(test)
+    in_virtual_time(test)
 
 
 def test_a_freed_slot_wakes_the_decode_dispatcher() -> None:
@@ -52,7 +52,7 @@ def test_a_freed_slot_wakes_the_decode_dispatcher() -> None:
         assert await second.admission() == "d0"
         task.cancel()
 
-    on_stage(test)
+    in_virtual_time(test)
 
 
 def test_an_assign_at_once_policy_is_asked_although_no_slot_is_free() -> None:
@@ -66,7 +66,7 @@ def test_an_assign_at_once_policy_is_asked_although_no_slot_is_free() -> None:
             assert await ticket.admission() == "d0"
         task.cancel()
 
-    on_stage(test)
+    in_virtual_time(test)
 
 
 def test_while_something_is_held_decisions_come_at_one_pace_however_many_have_arrived() -> None:
@@ -94,4 +94,4 @@ def test_while_something_is_held_decisions_come_at_one_pace_however_many_have_ar
         for timer in timers:
             timer.cancel()
 
-    on_stage(test)
+    in_virtual_time(test)

@@ -7,7 +7,7 @@ from balanceroute.core.types import Outcome, RequestSpec, Role, WorkerSpec, Work
 from balanceroute.proxy.admission.ledger import Ledger
 from balanceroute.proxy.admission.waist import Answer, Refusal
 from tests.unit.proxy.admission.ledgers import a_ledger, decoding
-from tests.unit.proxy.stage import let_pass, on_stage
+from tests.unit.proxy.virtual_time import in_virtual_time, let_pass
 
 
 def answers_of(ledger: Ledger) -> dict[str, Answer]:
@@ -32,7 +32,7 @@ def test_an_arrival_is_answered_at_once_where_a_prefiller_is_free_and_else_by_th
         ledger.dispatch()
         assert told == {"a": "p0", "b": "p0"}
 
-    on_stage(test)
+    in_virtual_time(test)
 
 
 def test_a_request_that_is_refused_has_left_and_a_refusal_is_plain_data() -> None:
@@ -44,7 +44,7 @@ def test_a_request_that_is_refused_has_left_and_a_refusal_is_plain_data() -> Non
         assert isinstance(told["a"], Refusal) and "decode workers" in told["a"].text
         assert ledger.requests == 0
 
-    on_stage(test)
+    in_virtual_time(test)
 
 
 def test_a_decision_is_wanted_when_something_waits_and_a_slot_is_free() -> None:
@@ -59,7 +59,7 @@ def test_a_decision_is_wanted_when_something_waits_and_a_slot_is_free() -> None:
         first.finish(Outcome.FINISHED)
         assert ledger.decision_due.is_set() and ledger.decision_possible
 
-    on_stage(test)
+    in_virtual_time(test)
 
 
 def test_what_has_waited_too_long_is_refused_with_where_it_waited() -> None:
@@ -79,7 +79,7 @@ def test_what_has_waited_too_long_is_refused_with_where_it_waited() -> None:
         assert "a prefiller" in texts["queued"] and "a decode slot" in texts["pooled"]
         assert ledger.requests == 1
 
-    on_stage(test)
+    in_virtual_time(test)
 
 
 @pytest.mark.parametrize("role", [Role.PREFILL, Role.DECODE])
@@ -98,7 +98,7 @@ def test_a_worker_leaves_when_it_holds_nothing_and_no_sooner(role: Role) -> None
         assert ledger.remove_if_idle(worker)
         assert (ledger.prefiller if role is Role.PREFILL else ledger.decoder)(worker) is None
 
-    on_stage(test)
+    in_virtual_time(test)
 
 
 def test_a_worker_that_joins_wakes_whoever_waits() -> None:
@@ -115,7 +115,7 @@ def test_a_worker_that_joins_wakes_whoever_waits() -> None:
         (admission,) = ledger.admit()
         assert (admission.request, admission.worker) == ("b", "d1")
 
-    on_stage(test)
+    in_virtual_time(test)
 
 
 def test_slots_that_others_give_back_wake_whoever_waits_and_a_report_without_news_nobody() -> None:
@@ -132,7 +132,7 @@ def test_slots_that_others_give_back_wake_whoever_waits_and_a_report_without_new
         ledger.report_decoder("d0", 1, 100, 3)
         assert ledger.decision_due.is_set()
 
-    on_stage(test)
+    in_virtual_time(test)
 
 
 def test_another_policy_decides_on_what_waits_and_leaves_what_is_bound() -> None:
@@ -149,4 +149,4 @@ def test_another_policy_decides_on_what_waits_and_leaves_what_is_bound() -> None
         (admission,) = ledger.admit()
         assert admission.request == "b" and bound.decoder == "d0"
 
-    on_stage(test)
+    in_virtual_time(test)

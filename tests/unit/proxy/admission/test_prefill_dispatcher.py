@@ -5,7 +5,7 @@ import asyncio
 from balanceroute.core.types import RequestSpec
 from balanceroute.proxy.admission.prefill_dispatcher import PrefillDispatcher
 from tests.unit.proxy.admission.ledgers import a_ledger, turns
-from tests.unit.proxy.stage import on_stage
+from tests.unit.proxy.virtual_time import in_virtual_time
 
 
 def test_kv_usage_that_falls_wakes_the_prefill_dispatcher() -> None:
@@ -21,4 +21,4 @@ def test_kv_usage_that_falls_wakes_the_prefill_dispatcher() -> None:
         assert await waiting == "p0"
         task.cancel()
 
-    on_stage(test)
+    in_virtual_time(test)

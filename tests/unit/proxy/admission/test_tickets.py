@@ -10,7 +10,7 @@ from balanceroute.proxy.admission.ledger import Ledger
 from balanceroute.proxy.admission.tickets import Ticket
 from balanceroute.proxy.admission.waist import Answer
 from tests.unit.proxy.admission.ledgers import a_ledger, decoding, load, turns
-from tests.unit.proxy.stage import let_pass, on_stage
+from tests.unit.proxy.virtual_time import in_virtual_time, let_pass
 
 
 def test_a_ticket_leaves_once() -> None:
@@ -24,7 +24,7 @@ def test_a_ticket_leaves_once() -> None:
             ticket.finish(Outcome.CANCELLED)
         assert tickets.by_id == {} and ledger.requests == 0
 
-    on_stage(test)
+    in_virtual_time(test)
 
 
 def test_what_expires_is_told_and_has_left() -> None:
@@ -38,7 +38,7 @@ def test_what_expires_is_told_and_has_left() -> None:
         with pytest.raises(QueueTimeout):
             await ticket.prefiller()
 
-    on_stage(test)
+    in_virtual_time(test)
 
 
 def test_refusals_become_errors_with_a_time_to_come_back() -> None:
@@ -57,7 +57,7 @@ def test_refusals_become_errors_with_a_time_to_come_back() -> None:
         with pytest.raises(Draining):
             draining.submit(RequestSpec("r", 5)).check()
 
-    on_stage(test)
+    in_virtual_time(test)
 
 
 def test_a_waiter_that_was_cancelled_does_not_disturb_the_dispatcher() -> None:
@@ -75,7 +75,7 @@ def test_a_waiter_that_was_cancelled_does_not_disturb_the_dispatcher() -> None:
         ticket.finish(Outcome.CANCELLED)
         assert ledger.requests == 0
 
-    on_stage(test)
+    in_virtual_time(test)
 
 
 def test_a_ticket_knows_the_phase_that_the_scheduler_has_told() -> None:
@@ -100,7 +100,7 @@ def test_a_ticket_knows_the_phase_that_the_scheduler_has_told() -> None:
             assert seen[-1] is ledger.scheduler.snapshot.requests["r"].phase
         assert "queued prefilling queued prefilling pooled decoding pooled decoding queued".split() == seen
 
-    on_stage(test)
+    in_virtual_time(test)
 
 
 def test_decode_first_a_ticket_knows_who_works_for_it() -> None:
@@ -120,7 +120,7 @@ def test_decode_first_a_ticket_knows_who_works_for_it() -> None:
         assert (ticket.phase, ticket.decoder, ticket.pushing) == (Phase.POOLED, "", False)
         ledger.scheduler.snapshot.check_invariants()
 
-    on_stage(test)
+    in_virtual_time(test)
 
 
 def test_an_idle_router_gives_a_prefiller_without_waiting() -> None:
@@ -131,7 +131,7 @@ def test_an_idle_router_gives_a_prefiller_without_waiting() -> None:
             waiting.send(None)
         assert answered.value.value == "p0"
 
-    on_stage(test)
+    in_virtual_time(test)
 
 
 def test_tokens_are_told_in_sums_and_before_every_decision() -> None:
@@ -149,7 +149,7 @@ def test_tokens_are_told_in_sums_and_before_every_decision() -> None:
         ledger.settle()
         assert load(ledger) == 28
 
-    on_stage(test)
+    in_virtual_time(test)
 
 
 @pytest.mark.parametrize("leave", ["finish", "requeue"])
@@ -169,7 +169,7 @@ def test_a_request_leaves_its_worker_with_every_token_told(leave: str) -> None:
         assert told == [7, 1] and load(ledger) == 11
         ledger.scheduler.snapshot.check_invariants()
 
-    on_stage(test)
+    in_virtual_time(test)
 
 
 @pytest.mark.parametrize("decode_first", [False, True], ids=["prefill first", "decode first"])
@@ -208,7 +208,7 @@ def test_another_ledger_takes_over_from_what_tickets_say(decode_first: bool) -> 
         heir.admit()
         assert told["l"] == ("d0" if decode_first else "p0")
 
-    on_stage(test)
+    in_virtual_time(test)
 
 
 async def until_bound(ledger: Ledger, ticket: Ticket) -> None:

@@ -13,7 +13,7 @@ from balanceroute.proxy.client.asgi import AsgiHandler
 from balanceroute.proxy.client.head import Request
 from tests.unit.proxy.client.connections import Connection, a_request
 from tests.unit.proxy.client.listening import listening
-from tests.unit.proxy.stage import let_pass, on_stage
+from tests.unit.proxy.virtual_time import in_virtual_time, let_pass
 
 
 @pytest.mark.anyio
@@ -71,7 +71,7 @@ def test_an_application_hears_of_the_end_of_its_own_answer_as_a_disconnect() -> 
             {"type": "http.disconnect"},
         ]
 
-    on_stage(test)
+    in_virtual_time(test)
 
 
 def test_an_application_is_asked_before_the_body_has_come_and_told_when_it_has() -> None:
@@ -94,7 +94,7 @@ def test_an_application_is_asked_before_the_body_has_come_and_told_when_it_has()
         await task
         assert b"late" in connection.answer[2]
 
-    on_stage(test)
+    in_virtual_time(test)
 
 
 def test_an_application_whose_client_goes_before_its_body_was_here_ends_without_an_error() -> None:
@@ -111,7 +111,7 @@ def test_an_application_whose_client_goes_before_its_body_was_here_ends_without_
         await task
         assert connection.transport.written == b""
 
-    on_stage(test)
+    in_virtual_time(test)
 
 
 def test_what_the_edge_refuses_has_the_client_s_id_and_the_application_s_answer_is_dropped() -> None:
@@ -131,7 +131,7 @@ def test_what_the_edge_refuses_has_the_client_s_id_and_the_application_s_answer_
         status, headers, body = connection.answer
         assert (status, headers["x-request-id"]) == (413, "mine") and b"late" not in body
 
-    on_stage(test)
+    in_virtual_time(test)
 
 
 @pytest.mark.parametrize(
@@ -150,7 +150,7 @@ def test_an_application_that_would_break_the_answer_is_a_bug(message: dict[str, 
         with pytest.raises(InvariantError):
             await called(app, a_request(b"", b"/any"), Connection())
 
-    on_stage(test)
+    in_virtual_time(test)
 
 
 def test_errors_of_anthropic_s_routes_have_anthropic_s_form() -> None:
@@ -165,4 +165,4 @@ def test_errors_of_anthropic_s_routes_have_anthropic_s_form() -> None:
         handler.refuse(InvalidRequest("no"))
         assert orjson.loads(connection.answer[2])["type"] == "error"
 
-    on_stage(test)
+    in_virtual_time(test)

@@ -7,7 +7,7 @@ import pytest
 
 from balanceroute.proxy.client.edge import RESERVE, ClientLimits, Edge
 from tests.unit.proxy.client.listening import Client, EchoSite, listening, served
-from tests.unit.proxy.stage import let_pass, on_stage
+from tests.unit.proxy.virtual_time import in_virtual_time, let_pass
 from tests.waiting import until
 
 
@@ -141,7 +141,7 @@ def test_far_above_the_bound_a_connection_is_not_even_heard() -> None:
         for seat in busy:
             edge.leave(seat)
 
-    on_stage(test)
+    in_virtual_time(test)
 
 
 def test_who_waits_longest_gives_way_and_its_place_is_free_at_once() -> None:
@@ -153,7 +153,7 @@ def test_who_waits_longest_gives_way_and_its_place_is_free_at_once() -> None:
         assert [seat.gave_way for seat in seats] == [True, True, False, False]
         assert list(edge.waiting) == seats[2:]
 
-    on_stage(test)
+    in_virtual_time(test)
 
 
 def test_every_connection_is_looked_at_several_times_within_the_shortest_limit() -> None:
@@ -171,7 +171,7 @@ def test_every_connection_is_looked_at_several_times_within_the_shortest_limit()
         await let_pass(1.0)
         assert len(seat.looks) > looks
 
-    on_stage(test)
+    in_virtual_time(test)
 
 
 def test_a_connection_that_breaks_when_looked_at_is_closed_and_the_others_are_looked_at() -> None:
@@ -182,7 +182,7 @@ def test_a_connection_that_breaks_when_looked_at_is_closed_and_the_others_are_lo
         await let_pass(2.0)
         assert broken.aborted and not well.aborted and well.looks
 
-    on_stage(test)
+    in_virtual_time(test)
 
 
 @pytest.mark.parametrize(
@@ -209,4 +209,4 @@ def test_there_is_room_for_bodies_that_come_for_all_that_are_held_and_for_half_o
         edge.hold("client", -held)
         assert not edge.held
 
-    on_stage(test)
+    in_virtual_time(test)

@@ -15,7 +15,7 @@ from balanceroute.proxy.perimeter.gate import Perimeter
 from balanceroute.proxy.services import Services
 from tests.unit.proxy.client.connections import Connection, a_request
 from tests.unit.proxy.life.legs import DONE, dispatching, events, probed, whole
-from tests.unit.proxy.stage import Answer, Page, a_config, a_router, on_stage, script
+from tests.unit.proxy.virtual_time import Answer, Page, a_config, a_router, in_virtual_time, script
 from tests.waiting import until
 
 BODY = {"model": "m", "prompt": "a b c", "max_tokens": 10}
@@ -58,7 +58,7 @@ def test_an_answer_has_the_client_s_own_id_and_counts_as_finished(stream: bool) 
         assert counted(services) == {"finished": 1} and services.exchanges == 0
         assert services.metrics.tokens.value() == 2
 
-    on_stage(test)
+    in_virtual_time(test)
 
 
 @pytest.mark.parametrize(
@@ -81,7 +81,7 @@ def test_a_failure_before_the_first_byte_is_a_status_with_an_openai_error(
         assert told == status and "message" in orjson.loads(body)["error"]
         assert counted(services) == {outcome: 1} and not services.legs
 
-    on_stage(test)
+    in_virtual_time(test)
 
 
 def test_a_failure_after_the_first_byte_is_an_event_and_the_answer_never_ends() -> None:
@@ -95,7 +95,7 @@ def test_a_failure_after_the_first_byte_is_an_event_and_the_answer_never_ends() 
         assert status == 200 and b'"error"' in body and b"[DONE]" not in body
         assert connection.done == [] and counted(services) == {"failed": 1}
 
-    on_stage(test)
+    in_virtual_time(test)
 
 
 @pytest.mark.parametrize(("body", "param"), [(b"no JSON", None), ({"model": "m"}, "prompt"), (BODY | {"n": 1000}, "n")])
@@ -108,7 +108,7 @@ def test_what_a_client_got_wrong_is_a_400_that_no_worker_hears_of(body: Any, par
         assert (status, orjson.loads(told)["error"]["param"]) == (400, param)
         assert counted(services) == {"rejected": 1} and not p0.asked
 
-    on_stage(test)
+    in_virtual_time(test)
 
 
 def test_while_the_router_drains_a_request_is_refused_by_its_head() -> None:
@@ -119,7 +119,7 @@ def test_while_the_router_drains_a_request_is_refused_by_its_head() -> None:
         status, headers, _ = connection.answer
         assert status == 503 and int(headers["retry-after"]) >= 1 and counted(services) == {"rejected": 1}
 
-    on_stage(test)
+    in_virtual_time(test)
 
 
 @pytest.mark.parametrize("begun", [False, True])
@@ -139,7 +139,7 @@ def test_a_client_that_goes_cancels_its_request_and_is_told_nothing_more(begun: 
         assert counted(services) == {"cancelled": 1} and not services.legs
         assert all(worker.in_use == 0 for worker in services.fleet)
 
-    on_stage(test)
+    in_virtual_time(test)
 
 
 @pytest.mark.parametrize(("asked", "counts_as"), [(-5, 0), (3, 3), (9, 5)])
@@ -161,7 +161,7 @@ def test_a_priority_counts_within_the_bounds_of_the_operator_and_reaches_the_eng
         await served(services, connection, BODY | {"priority": asked})
         assert submitted == [counts_as] and orjson.loads(p0.asked[0].body)["priority"] == asked
 
-    on_stage(test)
+    in_virtual_time(test)
 
 
 def test_a_key_s_limit_is_a_429_and_a_request_that_ends_gives_its_place_back(tmp_path: Path) -> None:
@@ -190,7 +190,7 @@ def test_a_key_s_limit_is_a_429_and_a_request_that_ends_gives_its_place_back(tmp
         third = Exchange(services, "completions", a_request(BODY, headers=bearer), Connection().response())
         third.check()
 
-    on_stage(test)
+    in_virtual_time(test)
 
 
 def test_a_bug_of_ours_is_a_500_counted_and_logged_with_its_request(caplog: pytest.LogCaptureFixture) -> None:
@@ -207,7 +207,7 @@ def test_a_bug_of_ours_is_a_500_counted_and_logged_with_its_request(caplog: pyte
         assert status == 500 and b"a bug" not in body
         assert counted(services) == {"failed": 1} and services.metrics.tasks_failed.value("request") == 1
 
-    on_stage(test)
+    in_virtual_time(test)
     assert any(record.levelno == logging.ERROR and record.exc_info for record in caplog.records)
 
 
@@ -223,4 +223,4 @@ def test_a_request_whose_body_never_came_is_accounted_for() -> None:
         gone.abandoned()
         assert counted(services) == {"rejected": 1, "cancelled": 1} and services.exchanges == 0
 
-    on_stage(test)
+    in_virtual_time(test)

@@ -13,7 +13,7 @@ from balanceroute.proxy.client.edge import ClientLimits, Edge
 from balanceroute.proxy.client.handshake import MAX_EARLY_BYTES, Handshake
 from tests.unit.proxy.client.connections import Transport
 from tests.unit.proxy.client.listening import EchoSite
-from tests.unit.proxy.stage import on_stage
+from tests.unit.proxy.virtual_time import in_virtual_time
 from tests.waiting import until
 
 
@@ -114,7 +114,7 @@ def test_bytes_before_the_handshake_have_a_bound() -> None:
         handshake.data_received(b"x")
         assert plain.aborted and not edge.connections
 
-    on_stage(test)
+    in_virtual_time(test)
 
 
 def test_where_there_is_no_room_at_all_no_handshake_begins() -> None:
@@ -126,4 +126,4 @@ def test_where_there_is_no_room_at_all_no_handshake_begins() -> None:
         handshake.connection_made(plain)
         assert plain.aborted and not plain.paused
 
-    on_stage(test)
+    in_virtual_time(test)

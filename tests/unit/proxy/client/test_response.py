@@ -9,7 +9,7 @@ from balanceroute.errors import InvariantError
 from balanceroute.proxy.client.response import Response, check_headers
 from tests.unit.proxy.client.connections import Connection
 from tests.unit.proxy.client.listening import listening
-from tests.unit.proxy.stage import let_pass, on_stage
+from tests.unit.proxy.virtual_time import in_virtual_time, let_pass
 
 
 @pytest.mark.anyio
@@ -38,7 +38,7 @@ def test_a_whole_answer_is_one_write_and_the_connection_may_go_on() -> None:
         assert connection.answer == (200, {"content-length": "2"}, b"hi")
         assert connection.done == [True] and response.complete
 
-    on_stage(test)
+    in_virtual_time(test)
 
 
 def test_a_head_goes_out_with_the_first_part_or_alone_when_none_comes_in_this_turn() -> None:
@@ -55,7 +55,7 @@ def test_a_head_goes_out_with_the_first_part_or_alone_when_none_comes_in_this_tu
             response.end(b"d")
             assert connection.answer[2] == b"3\r\nabc\r\n1\r\nd\r\n0\r\n\r\n" and connection.done == [True]
 
-    on_stage(test)
+    in_virtual_time(test)
 
 
 @pytest.mark.parametrize(
@@ -77,7 +77,7 @@ def test_what_would_break_the_framing_is_a_bug_and_nothing_is_written_for_it(use
             use(connection.response())
         assert connection.transport.written.count(b"HTTP/1.1") <= 1 and b"abc" not in connection.transport.written
 
-    on_stage(test)
+    in_virtual_time(test)
 
 
 def test_a_client_that_has_gone_gets_nothing_more_and_whoever_serves_it_hears_of_it_once() -> None:
@@ -94,7 +94,7 @@ def test_a_client_that_has_gone_gets_nothing_more_and_whoever_serves_it_hears_of
         await response.over()
         assert heard == ["gone"] and connection.transport.written == b"" and connection.done == []
 
-    on_stage(test)
+    in_virtual_time(test)
 
 
 def test_a_part_is_refused_while_the_socket_is_full_but_the_end_is_always_taken() -> None:
@@ -117,7 +117,7 @@ def test_a_part_is_refused_while_the_socket_is_full_but_the_end_is_always_taken(
         response.end(b"y")
         assert connection.answer[2] == b"1\r\nx\r\n1\r\ny\r\n0\r\n\r\n"
 
-    on_stage(test)
+    in_virtual_time(test)
 
 
 @pytest.mark.parametrize(("status", "head_only"), [(204, False), (304, False), (200, True)])
@@ -130,7 +130,7 @@ def test_an_answer_without_a_body_has_none_whatever_is_written(status: int, head
         response.end(b"y")
         assert connection.transport.written.endswith(b"\r\n\r\n") and connection.done == [True]
 
-    on_stage(test)
+    in_virtual_time(test)
 
 
 @pytest.mark.parametrize("name", [b"", b"x y", b"x:", "ä".encode()])

@@ -10,7 +10,7 @@ from balanceroute.proxy.client.fanout import PartAnswer
 from balanceroute.proxy.life.answer import MAX_RESTARTS, Answer
 from balanceroute.proxy.wire.payloads import PrefillResult
 from tests.unit.proxy.life.legs import PROMPT_IDS, Client, a_request
-from tests.unit.proxy.stage import a_config, a_router, on_stage
+from tests.unit.proxy.virtual_time import a_config, a_router, in_virtual_time
 
 PREFILLED = PrefillResult(b"{}", len(PROMPT_IDS), None, PROMPT_IDS)
 
@@ -47,7 +47,7 @@ def test_it_goes_on_from_prompt_and_tokens_so_far_with_what_is_left_of_its_limit
         assert asked["prompt"] == [*PROMPT_IDS, 20, 21, 22, 23]
         assert orjson.loads(answer._s.connector.decode(answer.request, b"{}"))["max_tokens"] == 6
 
-    on_stage(cut_off)
+    in_virtual_time(cut_off)
 
 
 def test_one_without_a_token_starts_with_the_clients_own_words() -> None:
@@ -56,7 +56,7 @@ def test_one_without_a_token_starts_with_the_clients_own_words() -> None:
         original = answer.request
         assert answer.resume(PREFILLED, lost(), "d0") and answer.request is original
 
-    on_stage(cut_off)
+    in_virtual_time(cut_off)
 
 
 def test_one_whose_limit_is_reached_ends_as_a_worker_would_have_ended_it() -> None:
@@ -69,7 +69,7 @@ def test_one_whose_limit_is_reached_ends_as_a_worker_would_have_ended_it() -> No
         assert client.ended and client.got.endswith(b"data: [DONE]\n\n")
         assert b'"finish_reason":"length"' in client.got and b'"completion_tokens":2' in client.got
 
-    on_stage(cut_off)
+    in_virtual_time(cut_off)
 
 
 def test_one_that_another_worker_would_go_on_with_wrongly_ends_with_the_reason() -> None:
@@ -79,7 +79,7 @@ def test_one_that_another_worker_would_go_on_with_wrongly_ends_with_the_reason()
         with pytest.raises(NotResumable, match="response_format"):
             answer.resume(PREFILLED, lost(), "d0")
 
-    on_stage(cut_off)
+    in_virtual_time(cut_off)
 
 
 def test_the_same_starts_again_for_a_client_that_has_seen_nothing_but_not_for_ever() -> None:
@@ -95,7 +95,7 @@ def test_the_same_starts_again_for_a_client_that_has_seen_nothing_but_not_for_ev
         with pytest.raises(NotResumable):
             answer.resume(PREFILLED, lost(), "d0")
 
-    on_stage(cut_off)
+    in_virtual_time(cut_off)
 
 
 def test_one_that_starts_again_after_it_had_gone_on_says_the_size_of_the_clients_own_prompt() -> None:
@@ -118,7 +118,7 @@ def test_one_that_starts_again_after_it_had_gone_on_says_the_size_of_the_clients
         answer.scanner.feed(b"data: %s\n\ndata: [DONE]\n\n" % orjson.dumps(event | {"choices": [], "usage": usage}))
         assert answer.scanner.usage is not None and answer.scanner.usage["prompt_tokens"] == len(PROMPT_IDS)
 
-    on_stage(cut_off)
+    in_virtual_time(cut_off)
 
 
 def test_where_the_operator_wants_no_resumption_a_begun_answer_ends_with_the_loss() -> None:
@@ -129,7 +129,7 @@ def test_where_the_operator_wants_no_resumption_a_begun_answer_ends_with_the_los
         with pytest.raises(ConnectionLost):
             answer.resume(PREFILLED, lost(), "d0")
 
-    on_stage(cut_off)
+    in_virtual_time(cut_off)
 
 
 def test_what_an_engine_gave_back_goes_on_even_then() -> None:
@@ -138,7 +138,7 @@ def test_what_an_engine_gave_back_goes_on_even_then() -> None:
         give(answer, 20)
         assert answer.resume(PREFILLED, None, "d0")
 
-    on_stage(cut_off)
+    in_virtual_time(cut_off)
 
 
 def test_a_worker_that_refuses_the_rest_is_none_that_was_lost() -> None:
@@ -148,7 +148,7 @@ def test_a_worker_that_refuses_the_rest_is_none_that_was_lost() -> None:
         refused = UpstreamStatus("status 503", worker="d0", tier="decode", status=503, body=b"")
         assert answer.resume(PREFILLED, refused, "d0")
 
-    on_stage(cut_off)
+    in_virtual_time(cut_off)
 
 
 def test_a_second_loss_goes_on_from_the_clients_prompt_and_not_from_what_was_prefilled_last() -> None:
@@ -161,7 +161,7 @@ def test_a_second_loss_goes_on_from_the_clients_prompt_and_not_from_what_was_pre
         assert answer.resume(again, lost(), "d1")
         assert orjson.loads(answer._s.connector.probe(answer.request))["prompt"] == [*PROMPT_IDS, 20, 21]
 
-    on_stage(cut_off)
+    in_virtual_time(cut_off)
 
 
 def test_a_prefill_of_another_prompt_than_the_answer_so_far_is_an_error_but_not_one_of_the_clients_own() -> None:
@@ -179,7 +179,7 @@ def test_a_prefill_of_another_prompt_than_the_answer_so_far_is_an_error_but_not_
             with pytest.raises(BadUpstreamReply, match=f"prefilled {count} tokens, not 4"):
                 answer.check_prefill(worker, PrefillResult(b"{}", count, None, None))
 
-    on_stage(prefilled)
+    in_virtual_time(prefilled)
 
 
 def test_a_stream_may_move_before_its_client_has_seen_anything_and_afterwards_only_with_all_its_token_ids() -> None:
@@ -202,7 +202,7 @@ def test_a_stream_may_move_before_its_client_has_seen_anything_and_afterwards_on
         answer.scanner.feed(b"data: %s\n\n" % orjson.dumps(event))
         assert answer.scanner.tokens == 1 and not answer.may_move
 
-    on_stage(streaming)
+    in_virtual_time(streaming)
 
 
 def test_what_the_client_has_not_seen_may_move_whatever_it_is() -> None:
@@ -215,4 +215,4 @@ def test_what_the_client_has_not_seen_may_move_whatever_it_is() -> None:
         answer.scanner.feed(b"data: %s\n\n" % orjson.dumps(event))
         assert answer.scanner.tokens == 1 and not answer.outlet.started and answer.may_move
 
-    on_stage(assembled)
+    in_virtual_time(assembled)

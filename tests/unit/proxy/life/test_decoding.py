@@ -18,7 +18,7 @@ from balanceroute.proxy.life.leg import Event, Leg
 from balanceroute.proxy.life.pull import Pull
 from balanceroute.proxy.services import Services
 from tests.unit.proxy.life.legs import DONE, Client, a_leg, dispatching, events, probed
-from tests.unit.proxy.stage import Answer, Page, a_config, a_router, on_stage, script
+from tests.unit.proxy.virtual_time import Answer, Page, a_config, a_router, in_virtual_time, script
 from tests.waiting import until
 
 LOST = ConnectionLost("reset", worker="d0", tier="decode")
@@ -84,7 +84,7 @@ def test_the_end_of_a_stream_tells_whether_the_answer_is_complete_or_was_given_b
         assert (once.complete, client.ended) == (complete, ended)
         assert b"recomputed" not in client.got
 
-    on_stage(asked)
+    in_virtual_time(asked)
 
 
 @pytest.mark.parametrize(
@@ -111,7 +111,7 @@ def test_a_stream_that_is_none_fails_and_its_kv_is_counted_as_given_up_unless_a_
         assert not client.ended
         assert services.metrics.orphaned_kv == (0 if client.text == " 20" else 1)
 
-    on_stage(asked)
+    in_virtual_time(asked)
 
 
 @pytest.mark.parametrize(
@@ -137,7 +137,7 @@ def test_parameters_are_used_up_unless_the_engine_has_surely_not_seen_them(
         assert (Once.last.kept is not None) == kept  # type: ignore[attr-defined]
         assert services.metrics.orphaned_kv == (0 if kept else 1)
 
-    on_stage(asked)
+    in_virtual_time(asked)
 
 
 def test_a_request_that_was_never_sent_keeps_its_parameters() -> None:
@@ -148,7 +148,7 @@ def test_a_request_that_was_never_sent_keeps_its_parameters() -> None:
             await decoded(services, Client(), unsent)
         assert Once.last.kept == PARAMS  # type: ignore[attr-defined]
 
-    on_stage(asked)
+    in_virtual_time(asked)
 
 
 def test_the_first_token_starts_the_clock_of_the_next_one_and_is_the_worker_s_sign_of_life() -> None:
@@ -166,4 +166,4 @@ def test_the_first_token_starts_the_clock_of_the_next_one_and_is_the_worker_s_si
             assert leg.expects_tokens_from("d0") and not leg.expects_tokens_from("d1")
             task.cancel()
 
-    on_stage(asked)
+    in_virtual_time(asked)

@@ -17,7 +17,7 @@ from balanceroute.proxy.life.leg import Event, Leg, Strategy
 from balanceroute.proxy.life.pull import Pull, go_on
 from balanceroute.proxy.life.scoring import Scoring
 from balanceroute.proxy.wire.payloads import parse
-from tests.unit.proxy.stage import a_router, let_pass, on_stage
+from tests.unit.proxy.virtual_time import a_router, in_virtual_time, let_pass
 
 STRATEGIES = pytest.mark.parametrize("strategy", [Pull, Layerwise, Scoring])
 
@@ -114,7 +114,7 @@ def test_a_client_that_goes_ends_its_request_when_the_grace_of_the_try_is_over(g
         assert (leg.outcome, leg.services.legs, leg.services.fleet["d0"].in_use) == (Outcome.CANCELLED, set(), 0)
         leg.services.ledger.scheduler.snapshot.check_invariants()
 
-    on_stage(gone)
+    in_virtual_time(gone)
 
 
 def test_an_interruption_is_what_the_client_is_told_unless_somebody_else_ends_the_request_too() -> None:
@@ -129,7 +129,7 @@ def test_an_interruption_is_what_the_client_is_told_unless_somebody_else_ends_th
         with pytest.raises(asyncio.CancelledError):
             await task
 
-    on_stage(interrupted)
+    in_virtual_time(interrupted)
 
 
 def test_a_worker_is_late_after_its_deadline_or_after_a_pause_between_tokens_that_is_too_long() -> None:
@@ -141,7 +141,7 @@ def test_a_worker_is_late_after_its_deadline_or_after_a_pause_between_tokens_tha
         assert [leg.late(now) for now in (6.0, 12.0, 14.0)] == [False, False, True]
         task.cancel()
 
-    on_stage(waiting)
+    in_virtual_time(waiting)
 
 
 def test_tokens_are_expected_of_the_worker_of_an_open_stream_but_not_while_its_kv_is_being_computed() -> None:
@@ -166,7 +166,7 @@ def test_tokens_are_expected_of_the_worker_of_an_open_stream_but_not_while_its_k
         leg.reply.paused = True  # type: ignore[misc, union-attr]
         assert not leg.expects_tokens_from("d0")  # its client does not read
 
-    on_stage(waiting)
+    in_virtual_time(waiting)
 
 
 @pytest.mark.parametrize("lost", [False, True])
@@ -186,4 +186,4 @@ def test_kv_that_is_left_is_pulled_unless_decode_workers_have_died_under_the_req
         asked = [asked for worker in leg.services.fleet for asked in worker.upstream.asked]  # type: ignore[attr-defined]
         assert len(asked) == (0 if lost else 1)
 
-    on_stage(left)
+    in_virtual_time(left)

@@ -17,7 +17,7 @@ from balanceroute.proxy.services import Services
 from balanceroute.proxy.workers.silence import LATE_LOOK_S, SETTLE_S
 from tests.unit.proxy.life.legs import DONE, PROMPT_IDS, Client, a_leg, a_request, dispatching, events, probed
 from tests.unit.proxy.life.test_answer import PREFILLED, give
-from tests.unit.proxy.stage import Page, VirtualTimeLoop, a_config, a_router, let_pass, on_stage, script
+from tests.unit.proxy.virtual_time import Page, VirtualTimeLoop, a_config, a_router, in_virtual_time, let_pass, script
 from tests.waiting import until
 
 RESUME_S = 5.0
@@ -93,7 +93,7 @@ def test_a_request_leaves_a_silent_worker_at_once_and_a_stream_after_a_while(has
         assert (leg.worker, leg.outcome) == ("d1", Outcome.FINISHED)
         assert services.metrics.moves.value("decode") == 1
 
-    on_stage(moved)
+    in_virtual_time(moved)
 
 
 def test_a_group_that_fell_silent_together_keeps_its_requests_until_they_are_late_beyond_its_grace() -> None:
@@ -114,7 +114,7 @@ def test_a_group_that_fell_silent_together_keeps_its_requests_until_they_are_lat
             for _, task in legs:
                 task.cancel()
 
-    on_stage(stays)
+    in_virtual_time(stays)
 
 
 def test_a_pause_of_our_own_is_no_silence_of_the_workers() -> None:
@@ -136,7 +136,7 @@ def test_a_pause_of_our_own_is_no_silence_of_the_workers() -> None:
             assert leg.at != "d0", "from then on silence counts again"
             task.cancel()
 
-    on_stage(stays)
+    in_virtual_time(stays)
 
 
 def test_what_waits_for_a_tier_that_is_down_is_refused_after_its_grace_as_a_new_request_is() -> None:
@@ -156,7 +156,7 @@ def test_what_waits_for_a_tier_that_is_down_is_refused_after_its_grace_as_a_new_
             for task in tasks:
                 assert isinstance(task.exception(), NoHealthyWorkers)
 
-    on_stage(refused)
+    in_virtual_time(refused)
 
 
 # -- whether it can go on elsewhere decides
@@ -212,7 +212,7 @@ def test_one_that_can_go_on_elsewhere_leaves_when_the_worker_has_had_its_time() 
         assert leg.services.metrics.moves.value("decode") == 1
         reaper.cancel()
 
-    on_stage(silent)
+    in_virtual_time(silent)
 
 
 def test_one_that_cannot_stays_however_long_the_worker_is_silent() -> None:
@@ -223,7 +223,7 @@ def test_one_that_cannot_stays_however_long_the_worker_is_silent() -> None:
         reaper.cancel()
         task.cancel()
 
-    on_stage(silent)
+    in_virtual_time(silent)
 
 
 def test_one_that_is_late_there_is_left_for_its_move_and_ended_at_once_if_it_has_none() -> None:
@@ -239,4 +239,4 @@ def test_one_that_is_late_there_is_left_for_its_move_and_ended_at_once_if_it_has
             reaper.cancel()
             task.cancel()
 
-    on_stage(late)
+    in_virtual_time(late)

@@ -13,7 +13,7 @@ from balanceroute.proxy.life.leg import Leg
 from balanceroute.proxy.life.pool_reaper import PERIOD_S, PoolReaper
 from balanceroute.proxy.services import Services
 from tests.unit.proxy.life.legs import DONE, a_leg, dispatching, events, idle, probed
-from tests.unit.proxy.stage import Page, a_config, a_router, let_pass, on_stage, script
+from tests.unit.proxy.virtual_time import Page, a_config, a_router, in_virtual_time, let_pass, script
 from tests.waiting import until
 
 NEXT_LOOK_S = 2 * PERIOD_S
@@ -50,7 +50,7 @@ def test_a_prefiller_is_late_with_its_first_byte_and_the_request_tries_again() -
         assert 3.0 < second - first and leg.outcome is Outcome.FINISHED
         assert services.metrics.upstream_errors.value("p0", "prefill", "timeout") == 1
 
-    on_stage(waiting)
+    in_virtual_time(waiting)
 
 
 def test_a_decode_worker_is_late_with_its_next_token() -> None:
@@ -65,7 +65,7 @@ def test_a_decode_worker_is_late_with_its_next_token() -> None:
         assert 5.0 < took_s <= 5.0 + NEXT_LOOK_S
         assert leg.outcome is Outcome.FAILED and idle(services)
 
-    on_stage(waiting)
+    in_virtual_time(waiting)
 
 
 @pytest.mark.parametrize("worker_answers", [False, True])
@@ -81,7 +81,7 @@ def test_the_request_s_own_deadline_ends_it_wherever_it_is(worker_answers: bool)
         assert 2.0 < took_s <= 2.0 + NEXT_LOOK_S
         assert all(worker.in_use == 0 for worker in services.fleet)
 
-    on_stage(waiting)
+    in_virtual_time(waiting)
 
 
 def test_what_waits_for_a_prefiller_is_expired_by_the_queue_s_deadline() -> None:
@@ -97,7 +97,7 @@ def test_what_waits_for_a_prefiller_is_expired_by_the_queue_s_deadline() -> None
             holds.cancel()
         assert 4.0 <= took_s <= 4.0 + NEXT_LOOK_S and waits.outcome is Outcome.EXPIRED
 
-    on_stage(waiting)
+    in_virtual_time(waiting)
 
 
 def test_a_client_that_reads_nothing_is_cut_off_and_its_worker_is_not_called_late() -> None:
@@ -121,7 +121,7 @@ def test_a_client_that_reads_nothing_is_cut_off_and_its_worker_is_not_called_lat
         assert leg.outcome is Outcome.CANCELLED
         assert services.metrics.upstream_errors.value("d0", "decode", "timeout") == 0
 
-    on_stage(waiting)
+    in_virtual_time(waiting)
 
 
 def test_a_worker_that_leaves_is_forgotten_when_it_holds_nothing() -> None:
@@ -142,7 +142,7 @@ def test_a_worker_that_leaves_is_forgotten_when_it_holds_nothing() -> None:
             await let_pass(NEXT_LOOK_S)
             assert not list(services.fleet)
 
-    on_stage(waiting)
+    in_virtual_time(waiting)
 
 
 def test_tokens_are_told_to_the_scheduler_and_count_as_the_worker_s_progress() -> None:
@@ -161,7 +161,7 @@ def test_tokens_are_told_to_the_scheduler_and_count_as_the_worker_s_progress() -
             assert services.fleet["d0"].progress_s == at_s
             task.cancel()
 
-    on_stage(waiting)
+    in_virtual_time(waiting)
 
 
 def test_a_late_worker_is_asked_nothing_more_about_by_the_same_leg() -> None:
@@ -176,4 +176,4 @@ def test_a_late_worker_is_asked_nothing_more_about_by_the_same_leg() -> None:
             await ends_after_s(services, a_leg(services), UpstreamTimeout)
         assert services.metrics.upstream_errors.value("p0", "prefill", "timeout") == 1
 
-    on_stage(waiting)
+    in_virtual_time(waiting)

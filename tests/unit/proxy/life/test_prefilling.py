@@ -12,7 +12,7 @@ from balanceroute.proxy.life.prefilling import PROBE_GRACE_S
 from balanceroute.proxy.services import Services
 from balanceroute.proxy.telemetry.conditions import CONNECTOR
 from tests.unit.proxy.life.legs import DONE, a_leg, dispatching, events, idle, probed
-from tests.unit.proxy.stage import Answer, Page, a_config, a_router, let_pass, on_stage, script
+from tests.unit.proxy.virtual_time import Answer, Page, a_config, a_router, in_virtual_time, let_pass, script
 from tests.waiting import until
 
 ONE_TRY = {"max_attempts": 1}
@@ -50,7 +50,7 @@ def test_an_answer_that_no_decode_worker_could_use_is_a_failure_of_the_prefiller
         assert type(error) is kind and (error.worker, error.tier) == ("p0", "prefill")
         assert services.metrics.orphaned_kv == orphans
 
-    on_stage(asked)
+    in_virtual_time(asked)
 
 
 def test_a_prefiller_that_pins_nothing_is_named_to_the_operator() -> None:
@@ -59,7 +59,7 @@ def test_a_prefiller_that_pins_nothing_is_named_to_the_operator() -> None:
         await failed(services, probed(params=None))
         assert services.metrics.conditions.count(CONNECTOR) == 1
 
-    on_stage(asked)
+    in_virtual_time(asked)
 
 
 def test_a_request_waits_for_a_prefiller_that_is_still_up_when_it_comes_to_it() -> None:
@@ -83,7 +83,7 @@ def test_a_request_waits_for_a_prefiller_that_is_still_up_when_it_comes_to_it() 
         assert not scripts["p0"].asked and len(scripts["p1"].asked) == 1
         assert leg.prefiller == "p1" and services.fleet["p0"].state is WorkerState.DOWN
 
-    on_stage(asked)
+    in_virtual_time(asked)
 
 
 @pytest.mark.parametrize("answers_in_s", [PROBE_GRACE_S / 2, 2 * PROBE_GRACE_S])
@@ -108,7 +108,7 @@ def test_a_client_that_goes_during_a_probe_leaves_it_time_to_answer_so_that_its_
         assert leg.outcome is Outcome.CANCELLED and not d0.asked
         assert services.metrics.orphaned_kv == 1, "the prefiller may finish all the same"
 
-    on_stage(asked)
+    in_virtual_time(asked)
 
 
 def test_the_try_s_id_is_another_one_each_time_so_that_late_answers_are_told_apart() -> None:
@@ -131,4 +131,4 @@ def test_the_try_s_id_is_another_one_each_time_so_that_late_answers_are_told_apa
             await leg.run()
         assert sent == ["request-1", "request-1-2"]
 
-    on_stage(asked)
+    in_virtual_time(asked)

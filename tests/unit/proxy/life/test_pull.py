@@ -12,7 +12,7 @@ from balanceroute.errors import ConnectFailed, ConnectionLost, UpstreamError
 from balanceroute.proxy.services import Services
 from balanceroute.proxy.workers.pins import PinRecord
 from tests.unit.proxy.life.legs import DONE, PROMPT_IDS, Client, a_leg, dispatching, events, idle, probed
-from tests.unit.proxy.stage import Page, ScriptedUpstream, a_config, a_router, let_pass, on_stage, script
+from tests.unit.proxy.virtual_time import Page, ScriptedUpstream, a_config, a_router, in_virtual_time, let_pass, script
 from tests.waiting import until
 
 LOST = ConnectionLost("reset", worker="d0", tier="decode")
@@ -38,7 +38,7 @@ def test_a_decode_worker_is_asked_once_with_the_parameters_of_the_prefiller_as_t
         assert decode["kv_transfer_params"] == params and decode["prompt"] == "a b c"
         assert idle(services)
 
-    on_stage(served)
+    in_virtual_time(served)
 
 
 def test_a_prefiller_that_fails_is_followed_by_another_and_no_decode_worker_hears_of_it() -> None:
@@ -55,7 +55,7 @@ def test_a_prefiller_that_fails_is_followed_by_another_and_no_decode_worker_hear
         assert services.metrics.retries.value("prefill") == len(scripts[0].asked) + len(scripts[1].asked) - 1 >= 1
         assert idle(services)
 
-    on_stage(served)
+    in_virtual_time(served)
 
 
 def test_kv_that_waited_too_long_for_a_slot_is_computed_anew() -> None:
@@ -75,7 +75,7 @@ def test_kv_that_waited_too_long_for_a_slot_is_computed_anew() -> None:
             assert waits.outcome is Outcome.FINISHED and len(p0.asked) == 3
             assert first.cancelled()
 
-    on_stage(served)
+    in_virtual_time(served)
 
 
 @pytest.mark.parametrize("resumes", [True, False])
@@ -99,7 +99,7 @@ def test_an_answer_that_is_cut_off_goes_on_from_its_last_token_where_that_is_all
                 assert leg.recomputes == 1
         assert idle(services)
 
-    on_stage(served)
+    in_virtual_time(served)
 
 
 def test_a_request_that_is_given_back_without_a_token_is_prefilled_again() -> None:
@@ -114,7 +114,7 @@ def test_a_request_that_is_given_back_without_a_token_is_prefilled_again() -> No
         assert services.metrics.recomputes.value("recomputed") == 1
         assert idle(services)
 
-    on_stage(served)
+    in_virtual_time(served)
 
 
 def test_a_worker_that_pushed_back_is_tried_by_one_request_at_a_time() -> None:
@@ -130,7 +130,7 @@ def test_a_worker_that_pushed_back_is_tried_by_one_request_at_a_time() -> None:
             await asyncio.gather(*tasks)
         assert idle(services)
 
-    on_stage(served)
+    in_virtual_time(served)
 
 
 def test_back_pressure_of_a_decode_worker_is_no_recompute() -> None:
@@ -146,7 +146,7 @@ def test_back_pressure_of_a_decode_worker_is_no_recompute() -> None:
         assert services.metrics.recomputes.value("worker_lost") == services.metrics.recomputes.value("recomputed") == 0
         assert idle(services)
 
-    on_stage(served)
+    in_virtual_time(served)
 
 
 # -- the record of what is pinned
@@ -180,7 +180,7 @@ def test_pinned_kv_is_on_record_until_its_parameters_are_sent(tmp_path: Path) ->
             await second
         assert first.cancelled() and len(record) == 0
 
-    on_stage(served)
+    in_virtual_time(served)
 
 
 @pytest.mark.parametrize("refusal", [503, "unsent"])
@@ -200,7 +200,7 @@ def test_a_decode_worker_that_refuses_leaves_it_on_record(tmp_path: Path, refusa
             await until(lambda: not services.drainer.pending)
         assert len(record) == 0
 
-    on_stage(served)
+    in_virtual_time(served)
 
 
 def test_a_client_that_leaves_has_its_kv_drained_and_off_the_record(tmp_path: Path) -> None:
@@ -222,4 +222,4 @@ def test_a_client_that_leaves_has_its_kv_drained_and_off_the_record(tmp_path: Pa
             holds.abandon()
             await asyncio.wait(tasks)
 
-    on_stage(served)
+    in_virtual_time(served)

@@ -7,7 +7,7 @@ from balanceroute.core.types import Outcome
 from balanceroute.errors import NoHealthyWorkers
 from balanceroute.proxy.life.scoring import Scoring
 from tests.unit.proxy.life.legs import PROMPT_IDS, Client, a_leg, dispatching, idle, probed
-from tests.unit.proxy.stage import Page, a_config, a_router, on_stage, script
+from tests.unit.proxy.virtual_time import Page, a_config, a_router, in_virtual_time, script
 
 LAYERWISE = {"connector": "mooncake_layerwise", "layerwise": {"callback_url": "http://router"}}
 LOGPROBS = {"tokens": ["a", " b", " c"], "token_logprobs": [None, -1.0, -2.0], "top_logprobs": None, "text_offset": []}
@@ -37,7 +37,7 @@ def test_a_prefiller_alone_answers_and_no_decode_worker_is_asked(decode_first: b
             assert orjson.loads(client.got)["choices"][0]["logprobs"]["token_logprobs"] == [None, -1.0, -2.0]
         assert idle(services)
 
-    on_stage(answered)
+    in_virtual_time(answered)
 
 
 def test_a_prefiller_that_fails_is_followed_by_another_try() -> None:
@@ -48,7 +48,7 @@ def test_a_prefiller_that_fails_is_followed_by_another_try() -> None:
             await a_leg(services, client, Scoring, echo=True, max_tokens=0, logprobs=1, stream=False).run()
         assert len(p0.asked) == 2 and client.ended and idle(services)
 
-    on_stage(answered)
+    in_virtual_time(answered)
 
 
 def test_decode_first_the_prefiller_with_the_fewest_requests_is_taken_and_none_is_a_503() -> None:
@@ -67,4 +67,4 @@ def test_decode_first_the_prefiller_with_the_fewest_requests_is_taken_and_none_i
             await a_leg(services, strategy=Scoring, request_id="s", **options).run()
         assert idle(services)
 
-    on_stage(answered)
+    in_virtual_time(answered)

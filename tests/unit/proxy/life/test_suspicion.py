@@ -13,7 +13,7 @@ from balanceroute.errors import (
     UpstreamTimeout,
 )
 from balanceroute.proxy.life.suspicion import SAME_DEATH_S, TURN_S, Choices, Sign, Suspect, Suspicions, sign_of
-from tests.unit.proxy.stage import let_pass, on_stage
+from tests.unit.proxy.virtual_time import in_virtual_time, let_pass
 
 AT = {"worker": "d0", "tier": "decode"}
 DEAD = b'{"error":{"message":"EngineCore encountered an issue. See stack trace (above) for the root cause."}}'
@@ -92,7 +92,7 @@ def test_suspects_are_alone_with_a_worker_one_after_the_other() -> None:
         suspicions.end_turn(second)
         suspicions.end_turn(second)
 
-    on_stage(story)
+    in_virtual_time(story)
 
 
 def test_of_choices_whose_workers_take_long_no_more_are_out_than_may_be_lost() -> None:
@@ -120,7 +120,7 @@ def test_of_choices_whose_workers_take_long_no_more_are_out_than_may_be_lost() -
         await asyncio.gather(*tasks)
         assert sorted(went) == [0, 1, 2, 3, 4]
 
-    on_stage(story)
+    in_virtual_time(story)
 
 
 def test_a_choice_keeps_what_it_has_lost_itself_when_another_one_has_its_first_token() -> None:

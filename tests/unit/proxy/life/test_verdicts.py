@@ -17,7 +17,7 @@ from balanceroute.proxy.life.errors import DeadlineExceeded, NothingPinned
 from balanceroute.proxy.life.suspicion import MAX_LOSSES, Choices
 from balanceroute.proxy.life.verdicts import MAX_FRUITLESS, Verdicts, event_error, kind_of, pushes_back
 from balanceroute.proxy.services import Services
-from tests.unit.proxy.stage import a_config, a_router, let_pass, on_stage
+from tests.unit.proxy.virtual_time import a_config, a_router, in_virtual_time, let_pass
 
 RETRY = {"max_attempts": 3, "base_delay_s": 1.0, "max_delay_s": 4.0}
 
@@ -46,7 +46,7 @@ def test_an_error_of_the_clients_is_his_and_says_nothing_of_the_worker(status: i
             verdicts.judge(a_status(status), worker, "decode", begun=False)
         assert not worker.out
 
-    on_stage(judged)
+    in_virtual_time(judged)
 
 
 @pytest.mark.parametrize("status", [429, 503])
@@ -60,7 +60,7 @@ def test_back_pressure_is_never_the_last_try(status: int) -> None:
         assert all(0.0 <= wait_s <= RETRY["max_delay_s"] for wait_s in waits)
         assert pushes_back(a_status(status))
 
-    on_stage(judged)
+    in_virtual_time(judged)
 
 
 @pytest.mark.parametrize(
@@ -75,7 +75,7 @@ def test_a_failure_may_be_tried_again_until_the_last_of_them_is_raised(error: Up
         with pytest.raises(type(error)):
             verdicts.judge(error, worker, "decode", begun=False)
 
-    on_stage(judged)
+    in_virtual_time(judged)
 
 
 def test_failures_of_prefill_and_decode_count_apart_and_the_first_token_forgets_those_of_decode() -> None:
@@ -90,7 +90,7 @@ def test_failures_of_prefill_and_decode_count_apart_and_the_first_token_forgets_
         with pytest.raises(ConnectionLost):
             verdicts.judge(lost(), prefiller, "prefill", begun=True)
 
-    on_stage(judged)
+    in_virtual_time(judged)
 
 
 def test_an_answered_probe_forgets_the_failures_of_prefill() -> None:
@@ -101,7 +101,7 @@ def test_an_answered_probe_forgets_the_failures_of_prefill() -> None:
         verdicts.prefilled()
         verdicts.judge(lost(), services.fleet["p0"], "prefill", begun=False)
 
-    on_stage(judged)
+    in_virtual_time(judged)
 
 
 def test_a_prefiller_that_pins_nothing_is_asked_once_more_only() -> None:
@@ -112,7 +112,7 @@ def test_a_prefiller_that_pins_nothing_is_asked_once_more_only() -> None:
         with pytest.raises(NothingPinned):
             verdicts.judge(error, services.fleet["p0"], "prefill", begun=False)
 
-    on_stage(judged)
+    in_virtual_time(judged)
 
 
 def test_a_request_that_took_too_long_ends_without_a_verdict_on_its_worker() -> None:
@@ -122,7 +122,7 @@ def test_a_request_that_took_too_long_ends_without_a_verdict_on_its_worker() -> 
             verdicts.judge(DeadlineExceeded("late", worker="d0", tier=""), services.fleet["d0"], "decode", begun=True)
         assert not services.fleet["d0"].out
 
-    on_stage(judged)
+    in_virtual_time(judged)
 
 
 def test_a_request_that_is_given_back_without_a_token_again_and_again_ends() -> None:
@@ -133,7 +133,7 @@ def test_a_request_that_is_given_back_without_a_token_again_and_again_ends() -> 
         with pytest.raises(BadUpstreamReply):
             verdicts.fruitless(services.fleet["d0"])
 
-    on_stage(judged)
+    in_virtual_time(judged)
 
 
 def test_a_refused_request_waits_until_the_queues_deadline_and_learns_who_refused_it() -> None:
@@ -147,7 +147,7 @@ def test_a_refused_request_waits_until_the_queues_deadline_and_learns_who_refuse
         assert refused.value.retry_after_s == 7.0
         assert services.ledger.now() == ticket.arrived_s + services.config.queue.deadline_s
 
-    on_stage(judged)
+    in_virtual_time(judged)
 
 
 def test_an_answer_that_has_begun_waits_beyond_the_queues_deadline() -> None:
@@ -162,7 +162,7 @@ def test_an_answer_that_has_begun_waits_beyond_the_queues_deadline() -> None:
 
         assert await verdicts.patiently(ticket, freed()) == "d1"
 
-    on_stage(judged)
+    in_virtual_time(judged)
 
 
 def test_a_loss_that_another_request_has_caused_is_no_failed_try() -> None:
@@ -181,7 +181,7 @@ def test_a_loss_that_another_request_has_caused_is_no_failed_try() -> None:
         with pytest.raises(ConnectionLost):
             verdicts.judge(lost(), services.fleet["d2"], "decode", begun=False)
 
-    on_stage(judged)
+    in_virtual_time(judged)
 
 
 def test_a_request_under_which_decode_workers_die_goes_to_no_further_one() -> None:
@@ -194,7 +194,7 @@ def test_a_request_under_which_decode_workers_die_goes_to_no_further_one() -> No
         with pytest.raises(DecodersLost):
             await verdicts.suspect_loss(dead, services.fleet["d2"], midway=False)
 
-    on_stage(judged)
+    in_virtual_time(judged)
 
 
 def test_a_connection_that_could_not_be_opened_is_no_evidence() -> None:
@@ -208,7 +208,7 @@ def test_a_connection_that_could_not_be_opened_is_no_evidence() -> None:
             )
         assert not verdicts.has_losses
 
-    on_stage(judged)
+    in_virtual_time(judged)
 
 
 def test_what_one_choice_has_lost_counts_against_all_until_one_has_a_token() -> None:
@@ -223,7 +223,7 @@ def test_what_one_choice_has_lost_counts_against_all_until_one_has_a_token() -> 
         await other.turn(services.fleet["d1"])
         assert not other.has_losses
 
-    on_stage(judged)
+    in_virtual_time(judged)
 
 
 @pytest.mark.parametrize(
@@ -242,4 +242,4 @@ def test_an_error_event_is_the_error_that_it_would_have_been_as_a_status(payload
         services, _ = some_verdicts()
         assert event_error(payload, services.fleet["d0"]).status == status
 
-    on_stage(told)
+    in_virtual_time(told)

@@ -7,7 +7,7 @@ import orjson
 import pytest
 
 from balanceroute.proxy.ops.dashboard.recorder import POINTS, QUANTILE_S, SERIES, SPAN, Recorder, quantile
-from tests.unit.proxy.stage import a_config, a_router
+from tests.unit.proxy.virtual_time import a_config, a_router
 
 pytestmark = pytest.mark.anyio
 

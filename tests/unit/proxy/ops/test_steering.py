@@ -11,7 +11,7 @@ from balanceroute.config import Config
 from balanceroute.errors import ConfigError, Draining
 from balanceroute.proxy.ops.steering import Steering, with_policy
 from balanceroute.proxy.services import Services
-from tests.unit.proxy.stage import a_config, a_router
+from tests.unit.proxy.virtual_time import a_config, a_router
 
 pytestmark = pytest.mark.anyio
 

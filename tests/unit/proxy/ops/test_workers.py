@@ -8,7 +8,7 @@ from balanceroute.core.types import WorkerState
 from balanceroute.proxy.ops.dashboard.workers import why_not_up
 from balanceroute.proxy.services import Services
 from balanceroute.proxy.workers.fleet import Worker
-from tests.unit.proxy.stage import a_router, on_stage
+from tests.unit.proxy.virtual_time import a_router, in_virtual_time
 
 Change = Callable[[Services, Worker], object]
 
@@ -55,7 +55,7 @@ def test_every_cause_that_keeps_requests_from_a_worker_is_said(change: Change, t
         assert worker.state is not WorkerState.UP
         assert told in why_not_up(worker)
 
-    on_stage(test)
+    in_virtual_time(test)
 
 
 def test_of_several_causes_the_one_that_weighs_most_is_said() -> None:
@@ -68,4 +68,4 @@ def test_of_several_causes_the_one_that_weighs_most_is_said() -> None:
         go_down(services, worker)
         assert "/health" in why_not_up(worker)
 
-    on_stage(test)
+    in_virtual_time(test)

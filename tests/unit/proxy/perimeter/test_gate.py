@@ -8,7 +8,7 @@ import pytest
 from balanceroute.errors import InvalidRequest
 from balanceroute.proxy.perimeter.gate import Perimeter, exposures
 from balanceroute.proxy.perimeter.routes import Access
-from tests.unit.proxy.stage import a_config
+from tests.unit.proxy.virtual_time import a_config
 
 EVERYWHERE = {"listen": {"host": "0.0.0.0"}}
 LENT = {"auth": {"worker_api_key": "k"}}

@@ -5,7 +5,7 @@ from starlette.routing import Route
 
 from balanceroute.proxy.app import create_app
 from balanceroute.proxy.perimeter.routes import ACCESS, Access, access_of
-from tests.unit.proxy.stage import a_config
+from tests.unit.proxy.virtual_time import a_config
 
 LAYERWISE = {"connector": "mooncake_layerwise", "layerwise": {"callback_url": "http://router"}}
 

@@ -17,7 +17,7 @@ from balanceroute.proxy.perimeter.tls import Tls
 from balanceroute.proxy.reload import apply
 from balanceroute.proxy.workers.upstream import Upstream
 from tests.unit.proxy.servers import plain, read_request, worker
-from tests.unit.proxy.stage import a_config
+from tests.unit.proxy.virtual_time import a_config
 from tests.waiting import until
 
 pytestmark = pytest.mark.anyio

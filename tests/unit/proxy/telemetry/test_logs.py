@@ -9,7 +9,7 @@ from select import PIPE_BUF
 import pytest
 
 from balanceroute.proxy.telemetry.logs import FLUSH_S, configure, log_request
-from tests.unit.proxy.stage import let_pass, on_stage
+from tests.unit.proxy.virtual_time import in_virtual_time, let_pass
 
 
 @pytest.fixture(autouse=True)
@@ -92,7 +92,7 @@ def test_lines_wait_for_each_other_but_never_behind_a_warning() -> None:
         assert len(out.getvalue().splitlines()) == 4
         log.info("five")
 
-    on_stage(test)
+    in_virtual_time(test)
     logging.getLogger().handlers[0].flush()  # what `logging` does at the end of the process
     events = [json.loads(line)["event"] for line in out.getvalue().splitlines()]
     assert events == ["one", "request", "three", "four", "five"]
@@ -137,6 +137,6 @@ def test_lines_of_several_processes_leave_in_pieces_that_a_pipe_keeps_together()
             log_request({"request": f"{number}", "text": "ä" * 50})
         await let_pass(2 * FLUSH_S)
 
-    on_stage(test)
+    in_virtual_time(test)
     assert 5 < len(written) < 50 and all(len(text.encode()) <= PIPE_BUF and text.endswith("\n") for text in written)
     assert [json.loads(line)["request"] for text in written for line in text.splitlines()] == [*map(str, range(200))]

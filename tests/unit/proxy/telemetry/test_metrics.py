@@ -11,7 +11,7 @@ from balanceroute.core.types import RequestSpec, Role, WorkerSpec, WorkerState
 from balanceroute.core.view import view_cluster
 from balanceroute.proxy.telemetry.conditions import METRICS
 from balanceroute.proxy.telemetry.metrics import Metrics
-from tests.unit.proxy.stage import a_router, on_stage
+from tests.unit.proxy.virtual_time import a_router, in_virtual_time
 
 
 def test_what_nobody_scrapes_does_not_pile_up() -> None:
@@ -55,7 +55,7 @@ def test_a_worker_s_state_is_a_number_that_an_alarm_can_be_set_on() -> None:
         found = samples_of(services.metrics, "balanceroute_worker_state")
         assert found == {("prefill", "p0"): 2, ("decode", "d0"): 0, ("decode", "d1"): 1, ("decode", "d2"): 2}
 
-    on_stage(test)
+    in_virtual_time(test)
 
 
 def test_an_unknown_usage_is_no_number_and_never_zero() -> None:
@@ -66,7 +66,7 @@ def test_an_unknown_usage_is_no_number_and_never_zero() -> None:
         services.ledger.report_prefiller("p0", 0.5)
         assert samples_of(services.metrics, "balanceroute_prefill_kv_usage_ratio") == {("p0",): 0.5}
 
-    on_stage(test)
+    in_virtual_time(test)
 
 
 def test_the_imbalance_leaves_out_workers_that_are_down() -> None:
@@ -83,7 +83,7 @@ def test_the_imbalance_leaves_out_workers_that_are_down() -> None:
         services.ledger.set_worker_state(other, WorkerState.DOWN)
         assert samples_of(metrics, "balanceroute_decode_imbalance_tokens") == {(): 100}
 
-    on_stage(test)
+    in_virtual_time(test)
 
 
 def test_waiting_requests_are_counted_by_their_phase() -> None:
@@ -96,7 +96,7 @@ def test_waiting_requests_are_counted_by_their_phase() -> None:
         found = samples_of(services.metrics, "balanceroute_waiting_requests")
         assert found == {("queued",): 0, ("prefilling",): 1, ("pooled",): 1, ("asking",): 0}
 
-    on_stage(test)
+    in_virtual_time(test)
 
 
 def test_nothing_is_said_any_more_of_a_worker_that_has_left() -> None:
@@ -110,7 +110,7 @@ def test_nothing_is_said_any_more_of_a_worker_that_has_left() -> None:
         assert services.fleet.sweep() == ["d0"]
         assert b'"d0"' not in metrics.exposition()
 
-    on_stage(test)
+    in_virtual_time(test)
 
 
 @pytest.mark.parametrize("outcome", ["finished", "rejected", "cancelled", "failed", "expired"])

@@ -5,7 +5,7 @@ import pytest
 
 from balanceroute.proxy.wire.connectors import LayerwiseConnector, PullConnector, connector_for, connector_of
 from balanceroute.proxy.wire.payloads import parse
-from tests.unit.proxy.stage import a_config
+from tests.unit.proxy.virtual_time import a_config
 
 REQUEST = parse("completions", orjson.dumps({"model": "m", "prompt": "one two", "max_tokens": 5, "stream": True}))
 

@@ -7,7 +7,7 @@ from balanceroute.proxy.telemetry.conditions import CONNECTOR, Conditions
 from balanceroute.proxy.wire.connectors import LayerwiseConnector, PullConnector, connector_of
 from balanceroute.proxy.workers.connector_check import WrongConnector, note_connector, pinned_nothing, shortened
 from balanceroute.proxy.workers.fleet import Worker
-from tests.unit.proxy.stage import a_config, a_router, on_stage
+from tests.unit.proxy.virtual_time import a_config, a_router, in_virtual_time
 
 OF_NIXL = orjson.dumps({"remote_engine_id": "e", "tp_size": 4})
 OF_NOBODY = orjson.dumps({"remote_engine_id": "e"})
@@ -25,7 +25,7 @@ def test_the_named_connector_is_learned_and_its_condition_cleared() -> None:
         assert note_connector(worker, connector_of(OF_NIXL), PullConnector("nixl"), conditions) is None
         assert worker.kv_connector == "nixl" and conditions.reasons == []
 
-    on_stage(checked)
+    in_virtual_time(checked)
 
 
 def test_another_pulling_connector_is_told_and_served_on() -> None:
@@ -34,7 +34,7 @@ def test_another_pulling_connector_is_told_and_served_on() -> None:
         assert note_connector(worker, connector_of(OF_NIXL), PullConnector("mooncake_v1"), conditions) == "nixl"
         assert any("connector: nixl" in reason for reason in conditions.reasons)
 
-    on_stage(checked)
+    in_virtual_time(checked)
 
 
 def test_a_pulling_prefiller_is_refused_where_the_decode_worker_is_chosen_first() -> None:
@@ -44,7 +44,7 @@ def test_a_pulling_prefiller_is_refused_where_the_decode_worker_is_chosen_first(
             with pytest.raises(WrongConnector):
                 note_connector(worker, connector_of(OF_NIXL), LayerwiseConnector("http://router"), conditions)
 
-    on_stage(checked)
+    in_virtual_time(checked)
 
 
 def test_parameters_that_do_not_tell_change_nothing() -> None:
@@ -53,7 +53,7 @@ def test_parameters_that_do_not_tell_change_nothing() -> None:
         assert note_connector(worker, connector_of(OF_NOBODY), PullConnector("mooncake_v1"), conditions) is None
         assert conditions.reasons == []
 
-    on_stage(checked)
+    in_virtual_time(checked)
 
 
 def test_a_prefiller_that_never_pinned_anything_is_told_one_that_has_is_not() -> None:
@@ -65,7 +65,7 @@ def test_a_prefiller_that_never_pinned_anything_is_told_one_that_has_is_not() ->
         pinned_nothing(worker, PullConnector("nixl"), conditions)
         assert conditions.reasons == []
 
-    on_stage(checked)
+    in_virtual_time(checked)
 
 
 def test_kv_is_believed_for_no_longer_than_the_engines_connector_keeps_it() -> None:

@@ -14,7 +14,7 @@ from balanceroute.proxy.services import Services
 from balanceroute.proxy.wire.payloads import parse
 from balanceroute.proxy.workers.drainer import MAX_CONCURRENT, SAFE_SHARE, TIMEOUT_S, Drain, DrainGroup
 from balanceroute.proxy.workers.pins import PinRecord
-from tests.unit.proxy.stage import ScriptedUpstream, a_config, a_router, let_pass, on_stage, script
+from tests.unit.proxy.virtual_time import ScriptedUpstream, a_config, a_router, in_virtual_time, let_pass, script
 from tests.waiting import until
 
 REQUEST = parse("completions", b'{"model":"m","prompt":"a","max_tokens":50,"stream":true}')
@@ -54,7 +54,7 @@ def test_kv_is_pulled_by_one_worker_with_one_token_and_its_own_parameters() -> N
         assert body["kv_transfer_params"] == orjson.loads(PARAMS)
         assert outcomes(services) == (1, 0, 0)
 
-    on_stage(test)
+    in_virtual_time(test)
 
 
 @pytest.mark.parametrize("refusal", [429, 503, UNSENT], ids=["429", "503", "no connection"])
@@ -68,7 +68,7 @@ def test_a_worker_that_has_surely_not_taken_it_leaves_it_to_the_next(refusal: in
         assert asked(services) == ["d0", "d1", "d2"]
         assert outcomes(services) == (1, 0, 0)
 
-    on_stage(test)
+    in_virtual_time(test)
 
 
 @pytest.mark.parametrize(
@@ -91,7 +91,7 @@ def test_a_worker_that_may_have_taken_it_ends_it_because_parameters_are_used_onc
         await let_pass(pin_s + 1)
         assert services.metrics.orphaned_kv == 0  # the prefiller has dropped it by itself
 
-    on_stage(test)
+    in_virtual_time(test)
 
 
 def test_while_every_worker_refuses_it_waits_and_is_pulled_when_one_takes_it() -> None:
@@ -108,7 +108,7 @@ def test_while_every_worker_refuses_it_waits_and_is_pulled_when_one_takes_it() -
         assert asked(services)[-1] == "d2" and outcomes(services) == (1, 0, 0)
         assert len(asked(services)) < 2 * 25  # rounds come ever more rarely
 
-    on_stage(test)
+    in_virtual_time(test)
 
 
 def test_kv_that_no_worker_takes_in_time_is_left_to_its_timeout() -> None:
@@ -122,7 +122,7 @@ def test_kv_that_no_worker_takes_in_time_is_left_to_its_timeout() -> None:
         assert last_s <= job.pinned_s + 100.0 * SAFE_SHARE
         assert outcomes(services) == (0, 1, 1)
 
-    on_stage(test)
+    in_virtual_time(test)
 
 
 def test_kv_older_than_its_safe_share_is_never_pulled() -> None:
@@ -132,7 +132,7 @@ def test_kv_older_than_its_safe_share_is_never_pulled() -> None:
         await drained(services)
         assert asked(services) == [] and outcomes(services) == (0, 1, 1)
 
-    on_stage(test)
+    in_virtual_time(test)
 
 
 def test_the_freest_worker_is_asked_first_and_one_that_rests_last() -> None:
@@ -146,7 +146,7 @@ def test_the_freest_worker_is_asked_first_and_one_that_rests_last() -> None:
         assert asked(services) == ["d2", "d0"]  # d2 said no, so the resting one, and never the one that is down
         assert outcomes(services) == (1, 0, 0)
 
-    on_stage(test)
+    in_virtual_time(test)
 
 
 def test_drains_are_few_at_a_time_and_all_come_to_their_end() -> None:
@@ -163,7 +163,7 @@ def test_drains_are_few_at_a_time_and_all_come_to_their_end() -> None:
         assert outcomes(services) == (3 * MAX_CONCURRENT, 0, 0)
         assert upstream.most_under_way == MAX_CONCURRENT and services.fleet["d0"].in_use == 0
 
-    on_stage(test)
+    in_virtual_time(test)
 
 
 def test_choices_of_one_request_are_drained_one_by_one_and_no_more_after_one_that_a_worker_died_of() -> None:
@@ -177,7 +177,7 @@ def test_choices_of_one_request_are_drained_one_by_one_and_no_more_after_one_tha
         assert sum(len(upstream.asked) for upstream in upstreams) == 1
         assert outcomes(services) == (0, MAX_CONCURRENT, MAX_CONCURRENT)
 
-    on_stage(test)
+    in_virtual_time(test)
 
 
 def test_choices_that_harm_nobody_are_all_drained() -> None:
@@ -189,7 +189,7 @@ def test_choices_that_harm_nobody_are_all_drained() -> None:
         await drained(services)
         assert outcomes(services) == (2 * MAX_CONCURRENT + 1, 0, 0)
 
-    on_stage(test)
+    in_virtual_time(test)
 
 
 def test_closing_gives_up_what_is_left_and_holds_no_worker() -> None:
@@ -202,7 +202,7 @@ def test_closing_gives_up_what_is_left_and_holds_no_worker() -> None:
         await services.drainer.close()
         assert services.drainer.pending == 0 and services.fleet["d0"].in_use == 0
 
-    on_stage(test)
+    in_virtual_time(test)
 
 
 # -- what another router has left
@@ -228,7 +228,7 @@ def test_what_a_killed_router_has_left_is_drained_with_a_prompt_of_its_size(tmp_
         assert body["kv_transfer_params"] == orjson.loads(PARAMS)
         assert outcomes(services) == (1, 0, 0) and len(record) == 0
 
-    on_stage(test)
+    in_virtual_time(test)
 
 
 def test_what_may_be_gone_by_now_is_never_drained(tmp_path: Path) -> None:
@@ -242,7 +242,7 @@ def test_what_may_be_gone_by_now_is_never_drained(tmp_path: Path) -> None:
         assert asked(services) == [] and outcomes(services) == (0, 0, 0)
         assert [len(record) for record in records] == [0, 0]
 
-    on_stage(test)
+    in_virtual_time(test)
 
 
 def test_its_line_goes_before_its_parameters_and_comes_back_when_no_engine_has_seen_them(tmp_path: Path) -> None:
@@ -265,7 +265,7 @@ def test_its_line_goes_before_its_parameters_and_comes_back_when_no_engine_has_s
         await drained(services)
         assert set(held) == {0} and len(record) == 0 and outcomes(services) == (0, 1, 1)
 
-    on_stage(test)
+    in_virtual_time(test)
 
 
 def test_what_is_not_drained_when_the_router_ends_is_left_to_the_next_one(tmp_path: Path) -> None:
@@ -279,4 +279,4 @@ def test_what_is_not_drained_when_the_router_ends_is_left_to_the_next_one(tmp_pa
         record.close()
         assert len(PinRecord(tmp_path / "pins").left) == 2
 
-    on_stage(test)
+    in_virtual_time(test)

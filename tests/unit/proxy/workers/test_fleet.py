@@ -9,7 +9,7 @@ from balanceroute.errors import InvalidRequest
 from balanceroute.proxy.services import Services
 from balanceroute.proxy.workers.circuit import REST_S, CircuitState
 from balanceroute.proxy.workers.fleet import Worker
-from tests.unit.proxy.stage import ScriptedUpstream, a_config, a_router, let_pass, on_stage
+from tests.unit.proxy.virtual_time import ScriptedUpstream, a_config, a_router, in_virtual_time, let_pass
 
 UP, DRAINING, DOWN = WorkerState.UP, WorkerState.DRAINING, WorkerState.DOWN
 NEW = WorkerSpec("new", Role.DECODE, "http://new:1", slots=4)
@@ -61,7 +61,7 @@ def test_the_worst_of_three_voices_counts(
         services.fleet.update(worker)
         assert worker.state is told(services, worker) is state
 
-    on_stage(test)
+    in_virtual_time(test)
 
 
 @pytest.mark.parametrize("name", ["p0", "d0"])
@@ -74,7 +74,7 @@ def test_a_rest_ends_by_itself_and_the_scheduler_hears_of_both_ends(name: str) -
         await let_pass(REST_S * 1.01)
         assert told(services, worker) is UP
 
-    on_stage(test)
+    in_virtual_time(test)
 
 
 def test_a_health_check_answered_brings_the_trial_of_an_open_circuit_forward_unless_the_worker_stalls() -> None:
@@ -89,7 +89,7 @@ def test_a_health_check_answered_brings_the_trial_of_an_open_circuit_forward_unl
         services.fleet.set_healthy(worker, True)
         assert worker.circuit.state is CircuitState.HALF_OPEN and told(services, worker) is UP
 
-    on_stage(test)
+    in_virtual_time(test)
 
 
 def test_a_worker_that_joins_gets_nothing_before_it_has_answered() -> None:
@@ -102,7 +102,7 @@ def test_a_worker_that_joins_gets_nothing_before_it_has_answered() -> None:
         with pytest.raises(InvalidRequest, match="here already"):
             services.fleet.add(NEW, join_attempts=3)
 
-    on_stage(test)
+    in_virtual_time(test)
 
 
 def test_a_worker_that_leaves_goes_when_it_holds_nothing_and_its_connections_with_it() -> None:
@@ -121,7 +121,7 @@ def test_a_worker_that_leaves_goes_when_it_holds_nothing_and_its_connections_wit
         assert upstream.closed and "d1" not in services.fleet
         assert [state.spec.id for state in services.ledger.scheduler.snapshot.workers] == ["d0", "d2"]
 
-    on_stage(test)
+    in_virtual_time(test)
 
 
 def test_a_prefiller_that_leaves_stays_while_it_keeps_kv_for_us() -> None:
@@ -135,7 +135,7 @@ def test_a_prefiller_that_leaves_stays_while_it_keeps_kv_for_us() -> None:
         ticket.finish(Outcome.CANCELLED)
         assert services.fleet.sweep() == [name]
 
-    on_stage(test)
+    in_virtual_time(test)
 
 
 def test_a_worker_called_back_while_it_leaves_stays_with_all_it_holds() -> None:
@@ -147,7 +147,7 @@ def test_a_worker_called_back_while_it_leaves_stays_with_all_it_holds() -> None:
         assert services.fleet.add(worker.spec, join_attempts=3) is worker
         assert told(services, worker) is UP and services.fleet.sweep() == []
 
-    on_stage(test)
+    in_virtual_time(test)
 
 
 def test_verdicts_on_a_worker_that_has_left_reach_nobody() -> None:
@@ -160,4 +160,4 @@ def test_verdicts_on_a_worker_that_has_left_reach_nobody() -> None:
         await let_pass(10 * REST_S)  # the end of its rest
         worker.circuit.fault(services.ledger.now())
 
-    on_stage(test)
+    in_virtual_time(test)

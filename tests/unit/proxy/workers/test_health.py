@@ -10,7 +10,7 @@ from balanceroute.proxy.app import health_monitor
 from balanceroute.proxy.services import Services
 from balanceroute.proxy.workers.health import HealthMonitor
 from balanceroute.proxy.workers.rounds import Rounds
-from tests.unit.proxy.stage import Answer, a_config, a_router, let_pass, on_stage, script
+from tests.unit.proxy.virtual_time import Answer, a_config, a_router, in_virtual_time, let_pass, script
 
 HEALTH = {"interval_s": 2.0, "timeout_s": 3.0, "failure_threshold": 3}
 REFUSED = ConnectFailed("refused", worker="d0", tier="decode")
@@ -44,7 +44,7 @@ def test_a_worker_without_other_signs_of_life_is_out_after_failures_in_a_row_and
         await rounds(monitor, services)
         assert services.fleet["d0"].state is WorkerState.UP
 
-    on_stage(test)
+    in_virtual_time(test)
 
 
 def test_a_silent_worker_gets_nothing_new_after_one_check_and_is_out_when_three_had_no_answer() -> None:
@@ -64,7 +64,7 @@ def test_a_silent_worker_gets_nothing_new_after_one_check_and_is_out_when_three_
         await rounds(monitor, services)
         assert worker.state is WorkerState.UP
 
-    on_stage(test)
+    in_virtual_time(test)
 
 
 def test_one_answer_ends_the_doubts_about_a_worker() -> None:
@@ -76,7 +76,7 @@ def test_one_answer_ends_the_doubts_about_a_worker() -> None:
         assert services.fleet["d0"].state is WorkerState.UP
         assert services.fleet["d0"].checks_failed == 0
 
-    on_stage(test)
+    in_virtual_time(test)
 
 
 def test_a_worker_that_gave_a_token_before_a_silent_check_but_none_since_gets_nothing_new() -> None:
@@ -92,7 +92,7 @@ def test_a_worker_that_gave_a_token_before_a_silent_check_but_none_since_gets_no
         await looking
         assert worker.state is WorkerState.DOWN
 
-    on_stage(test)
+    in_virtual_time(test)
 
 
 @pytest.mark.parametrize(
@@ -116,7 +116,7 @@ def test_a_worker_that_made_progress_just_now_may_be_silent_but_not_refuse(answe
         working.cancel()
         assert services.fleet["d0"].state is state
 
-    on_stage(test)
+    in_virtual_time(test)
 
 
 def test_a_silent_worker_that_was_given_a_request_but_said_nothing_is_taken_out() -> None:
@@ -130,7 +130,7 @@ def test_a_silent_worker_that_was_given_a_request_but_said_nothing_is_taken_out(
             await rounds(monitor, services)
         assert worker.state is WorkerState.DOWN
 
-    on_stage(test)
+    in_virtual_time(test)
 
 
 def test_a_timeout_that_our_own_stalled_loop_saw_too_late_is_no_verdict() -> None:
@@ -150,7 +150,7 @@ def test_a_timeout_that_our_own_stalled_loop_saw_too_late_is_no_verdict() -> Non
         await rounds(monitor, services, 3)
         assert services.fleet["d0"].state is WorkerState.DOWN
 
-    on_stage(test)
+    in_virtual_time(test)
 
 
 def test_a_worker_that_was_never_healthy_is_out_at_once() -> None:
@@ -160,7 +160,7 @@ def test_a_worker_that_was_never_healthy_is_out_at_once() -> None:
         await rounds(health_monitor(services), services)
         assert [worker.state for worker in services.fleet] == [WorkerState.UP, WorkerState.DOWN] + [WorkerState.UP] * 2
 
-    on_stage(test)
+    in_virtual_time(test)
 
 
 def test_a_worker_that_joins_and_never_answers_is_dropped_after_its_attempts() -> None:
@@ -179,4 +179,4 @@ def test_a_worker_that_joins_and_never_answers_is_dropped_after_its_attempts() -
         await rounds(monitor, services)
         assert services.fleet.sweep() == ["d0"] and "d0" not in services.fleet
 
-    on_stage(test)
+    in_virtual_time(test)

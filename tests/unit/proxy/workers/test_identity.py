@@ -7,7 +7,7 @@ import pytest
 from balanceroute.errors import ForeignReply
 from balanceroute.proxy.workers.fleet import Worker
 from balanceroute.proxy.workers.identity import check_id, learn_id
-from tests.unit.proxy.stage import a_router, on_stage
+from tests.unit.proxy.virtual_time import a_router, in_virtual_time
 
 
 class Connections:
@@ -37,7 +37,7 @@ def test_a_worker_that_has_echoed_once_must_always() -> None:
         assert (foreign.value.worker, foreign.value.tier) == ("d0", "decode")
         assert connections.dropped == 1
 
-    on_stage(asked)
+    in_virtual_time(asked)
 
 
 def test_a_worker_that_never_echoes_goes_unchecked_and_the_log_says_so_once(caplog: pytest.LogCaptureFixture) -> None:
@@ -48,7 +48,7 @@ def test_a_worker_that_never_echoes_goes_unchecked_and_the_log_says_so_once(capl
         assert connections.dropped == 0
 
     with caplog.at_level(logging.INFO, "balanceroute.proxy.workers.identity"):
-        on_stage(asked)
+        in_virtual_time(asked)
     assert [record.message for record in caplog.records] == [
         "worker does not echo X-Request-Id, its answers go unchecked"
     ]
@@ -62,4 +62,4 @@ def test_a_worker_that_begins_to_echo_is_checked_from_then_on() -> None:
         with pytest.raises(ForeignReply):
             check_id(worker, "decode", "own", "r1")
 
-    on_stage(asked)
+    in_virtual_time(asked)

@@ -9,7 +9,7 @@ from balanceroute.proxy.services import Services
 from balanceroute.proxy.telemetry.conditions import METRICS, PREFIX_CACHE
 from balanceroute.proxy.workers.metrics_poller import FULL, of_worker, read_samples
 from balanceroute.proxy.workers.rounds import Rounds
-from tests.unit.proxy.stage import Answer, Page, a_config, a_router, on_stage, script
+from tests.unit.proxy.virtual_time import Answer, Page, a_config, a_router, in_virtual_time, script
 
 TEXT = b"""# TYPE vllm:kv_cache_usage_perc gauge
 vllm:kv_cache_usage_perc{engine="0",model_name="m"} 0.25
@@ -103,7 +103,7 @@ def test_a_prefiller_that_cannot_be_reached_counts_as_full_and_one_that_does_not
         assert services.metrics.conditions.count(METRICS) == (1 if said else 0) + len(services.fleet.of(Role.DECODE))
         assert services.metrics.scrapes_failed.value("p0") == said
 
-    on_stage(test)
+    in_virtual_time(test)
 
 
 def test_prefillers_none_of_which_can_be_asked_for_long_are_no_longer_full() -> None:
@@ -121,7 +121,7 @@ def test_prefillers_none_of_which_can_be_asked_for_long_are_no_longer_full() -> 
             found.append([usage_of(services, name) for name in ("p0", "p1")])
         assert found[0] == [FULL, FULL] and found[-1] == [None, None]
 
-    on_stage(test)
+    in_virtual_time(test)
 
 
 def test_what_a_worker_that_is_down_does_not_tell_is_no_news() -> None:
@@ -133,7 +133,7 @@ def test_what_a_worker_that_is_down_does_not_tell_is_no_news() -> None:
         await polled(services)
         assert services.metrics.conditions.count(METRICS) == 0
 
-    on_stage(test)
+    in_virtual_time(test)
 
 
 @pytest.mark.parametrize("policy", ["prefix_affinity", "least_tokens"])
@@ -148,7 +148,7 @@ def test_a_prefiller_that_caches_nothing_is_named_where_prompts_are_placed_by_ca
         await polled(services)
         assert services.metrics.conditions.count(PREFIX_CACHE) == 0
 
-    on_stage(test)
+    in_virtual_time(test)
 
 
 def test_what_others_run_on_a_decode_worker_takes_slots_after_two_reports() -> None:
@@ -164,4 +164,4 @@ def test_what_others_run_on_a_decode_worker_takes_slots_after_two_reports() -> N
             free.append((known.foreign_requests, known.free_slots))
         assert free[0] == (0, 8) and free[-1] == (3, 5)
 
-    on_stage(test)
+    in_virtual_time(test)

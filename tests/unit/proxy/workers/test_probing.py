@@ -6,7 +6,7 @@ import pytest
 
 from balanceroute.errors import BadUpstreamReply, ConnectFailed
 from balanceroute.proxy.workers.probing import is_alive
-from tests.unit.proxy.stage import Answer, Page, a_router, let_pass, on_stage, script
+from tests.unit.proxy.virtual_time import Answer, Page, a_router, in_virtual_time, let_pass, script
 
 
 @pytest.mark.parametrize(
@@ -34,7 +34,7 @@ def test_a_worker_lives_that_answers_in_time_and_says_nothing_worse_than_that_it
         assert services.ledger.now() - began_s <= 2.0
         assert [asked.path for asked in upstream.asked] == ["/health"]
 
-    on_stage(test)
+    in_virtual_time(test)
 
 
 def test_whoever_asks_may_stop_asking() -> None:
@@ -47,4 +47,4 @@ def test_whoever_asks_may_stop_asking() -> None:
         with pytest.raises(asyncio.CancelledError):
             await looking
 
-    on_stage(test)
+    in_virtual_time(test)

@@ -10,7 +10,7 @@ from balanceroute.proxy.workers.fleet import Fleet, Worker
 from balanceroute.proxy.workers.silence import FrozenGroup
 
 
-class Hearsay:
+class RelayReports:
     """All relays' words on the workers of one fleet; a `Steward` of the hub."""
 
     def __init__(

@@ -34,7 +34,7 @@ Answer = int | Page | BalanceRouteError | asyncio.Event | None
 """A status, a page, what is raised, an event to wait for (then 200), or None for silence."""
 
 
-THREADS_S = 10.0  # real time for what runs in an executor; nothing on the stage takes longer
+THREADS_S = 10.0  # real time for what runs in an executor; nothing in virtual time takes longer
 
 
 class _Jump(selectors.SelectSelector):
@@ -67,7 +67,7 @@ class VirtualTimeLoop(asyncio.SelectorEventLoop):
         self._jump.now_s += seconds
 
 
-def on_stage(test: Callable[[], Awaitable[None]]) -> None:
+def in_virtual_time(test: Callable[[], Awaitable[None]]) -> None:
     """Run an async test on the virtual clock; an hour of it is too long."""
 
     async def bounded() -> None:

@@ -6,14 +6,14 @@ from balanceroute.core.types import WorkerState
 from balanceroute.proxy.link.messages import Activity, Judged, SilentGroup, Use, Verdict
 from balanceroute.proxy.services import Services
 from balanceroute.proxy.workers.circuit import CircuitState
-from balanceroute.proxy.workers.hearsay import Hearsay
+from balanceroute.proxy.workers.relay_reports import RelayReports
 from balanceroute.proxy.workers.silence import FrozenGroup
-from tests.unit.proxy.stage import a_router, let_pass, on_stage
+from tests.unit.proxy.virtual_time import a_router, in_virtual_time, let_pass
 
 
-def hearsay(services: Services, counts: list[int] | None = None) -> Hearsay:
+def reports(services: Services, counts: list[int] | None = None) -> RelayReports:
     counts = [] if counts is None else counts
-    return Hearsay(services.fleet, services.loop, services.frozen, counts.append)
+    return RelayReports(services.fleet, services.loop, services.frozen, counts.append)
 
 
 def use(in_use: int, peak: int = 0, *, awaits: bool = False, progress: float | None = None) -> Use:
@@ -27,7 +27,7 @@ def activity(exchanges: int, *uses: Use) -> Activity:
 def test_verdicts_of_all_relays_count_in_a_row() -> None:
     async def test() -> None:
         services = a_router()
-        heard, worker = hearsay(services), services.fleet["d1"]
+        heard, worker = reports(services), services.fleet["d1"]
         for _ in range(services.config.health.failure_threshold - 1):
             heard.judged(Judged("d1", Verdict.FAULT))
         assert worker.circuit.state is CircuitState.RESTING and worker.state is WorkerState.DRAINING
@@ -38,40 +38,40 @@ def test_verdicts_of_all_relays_count_in_a_row() -> None:
         assert worker.state is WorkerState.UP and not heard.standings()["d1"].doubtful
         heard.judged(Judged("who is this", Verdict.FAULT))
 
-    on_stage(test)
+    in_virtual_time(test)
 
 
 def test_a_busy_worker_rests_for_as_long_as_it_asks() -> None:
     async def test() -> None:
         services = a_router()
-        heard, worker = hearsay(services), services.fleet["d1"]
+        heard, worker = reports(services), services.fleet["d1"]
         heard.judged(Judged("d1", Verdict.BUSY, 5.0))
         await let_pass(4.5)
         assert worker.circuit.state is CircuitState.RESTING
         await let_pass(1.0)
         assert worker.circuit.state is CircuitState.HALF_OPEN
 
-    on_stage(test)
+    in_virtual_time(test)
 
 
 def test_the_trial_of_a_relay_that_is_gone_is_made_again() -> None:
     async def test() -> None:
         services = a_router()
-        heard, worker = hearsay(services), services.fleet["d1"]
+        heard, worker = reports(services), services.fleet["d1"]
         worker.circuit.state = CircuitState.HALF_OPEN
         heard.judged(Judged("d1", Verdict.USED))
         assert worker.circuit.state is CircuitState.TRIAL
         heard.lost("r0")
         assert worker.circuit.state is CircuitState.HALF_OPEN
 
-    on_stage(test)
+    in_virtual_time(test)
 
 
 def test_what_relays_have_under_way_adds_up_and_goes_with_them() -> None:
     async def test() -> None:
         services = a_router()
         counts: list[int] = []
-        heard, worker = hearsay(services, counts), services.fleet["d1"]
+        heard, worker = reports(services, counts), services.fleet["d1"]
         worker.in_use += 1  # a drain of the brain's own
         heard.active("r0", activity(5, use(3, 7, awaits=True)))
         heard.active("r1", activity(2, use(2)))
@@ -84,28 +84,28 @@ def test_what_relays_have_under_way_adds_up_and_goes_with_them() -> None:
         heard.lost("r0")
         assert worker.in_use == 1 and counts[-1] == 0
 
-    on_stage(test)
+    in_virtual_time(test)
 
 
 def test_the_newest_token_of_any_relay_is_the_workers_last_sign_of_life() -> None:
     async def test() -> None:
         services = a_router()
-        heard, worker = hearsay(services), services.fleet["d1"]
+        heard, worker = reports(services), services.fleet["d1"]
         await let_pass(10.0)
         now = services.loop.time()
         heard.active("r0", activity(1, use(1, progress=1.0)))
         heard.active("r1", activity(1, use(1, progress=4.0)))
         assert worker.progress_s == pytest.approx(now - 1.0) and worker.busy_since_s == pytest.approx(now - 0.5)
 
-    on_stage(test)
+    in_virtual_time(test)
 
 
 def test_groups_that_fell_silent_are_told_with_their_age() -> None:
     async def test() -> None:
         services = a_router()
         services.frozen.append(FrozenGroup("g", ("d0", "d1"), services.loop.time()))
-        heard = hearsay(services)
+        heard = reports(services)
         await let_pass(3.0)
         assert heard.silent() == (SilentGroup("g", ("d0", "d1"), pytest.approx(3.0)),)
 
-    on_stage(test)
+    in_virtual_time(test)
