@@ -22,7 +22,7 @@ from balanceroute.engine.tokens import FIRST_TRIPLE_ID, continuation, decode
 from balanceroute.journal import rerun
 from balanceroute.proxy.link.hub import GRACE_S
 from tests.ports import free_base_port
-from tests.waiting import block_until, until
+from tests.waiting import block_until, pace, until
 
 pytestmark = pytest.mark.e2e
 
@@ -131,7 +131,7 @@ class Router:
                 continue
             if answer.status_code != 503:
                 return answer
-            await asyncio.sleep(0.05)
+            await pace(0.05)
 
     async def state(self) -> dict[str, Any]:
         """What the brain knows."""

@@ -257,8 +257,10 @@ def authorizations(router: Router) -> list[str | None]:
             method: str, path: str, body: bytes = b"", headers: Any = (), *, send: Any = send, **rest: Any
         ) -> Any:
             if path not in ("/health", "/metrics"):
-                seen.append(dict(headers).get(b"authorization", b"").decode() or None)
-                assert b"x-api-key" not in dict(headers) and b"cookie" not in dict(headers)
+                lines = headers.splitlines() if isinstance(headers, bytes) else [b"%b: %b" % each for each in headers]
+                told = {name.lower(): value for name, _, value in (line.partition(b": ") for line in lines)}
+                seen.append(told.get(b"authorization", b"").decode() or None)
+                assert b"x-api-key" not in told and b"cookie" not in told
             return await send(method, path, body, headers, **rest)
 
         worker.upstream.request = noted  # type: ignore[method-assign]

@@ -125,6 +125,7 @@ def test_a_process_that_is_killed_is_an_error_not_an_endless_wait() -> None:
 
 def test_an_interrupt_that_another_thread_takes_is_raised_when_all_processes_have_been_started() -> None:
     """That thread was there before signals were held back, as the one of a progress bar is."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a run in a shell's background ignores it
     reached, ended = False, Event()
     taker = Thread(target=ended.wait)
     taker.start()
@@ -136,3 +137,4 @@ def test_an_interrupt_that_another_thread_takes_is_raised_when_all_processes_hav
     finally:
         ended.set()
         taker.join()
+        signal.signal(signal.SIGINT, before)

@@ -23,8 +23,10 @@ from balanceroute.errors import ConfigError
 from balanceroute.proxy import supervisor
 from balanceroute.proxy.supervisor import Supervisor
 from balanceroute.proxy.telemetry.logs import configure
+from tests.waiting import until
 
 FOLDER = Path(sys.argv[1])
+LIFE_S = 3600.0  # a child waits for its parent
 OPTIONS: dict[str, Any] = json.loads(sys.argv[2])
 
 
@@ -57,10 +59,8 @@ async def live(name: str, listener: socket.socket | None) -> None:
         loop.add_signal_handler(number, told, number)
     server = None if listener is None else await asyncio.start_server(partial(answer, name), sock=listener)
     note(name, "up")
-    while not (drain.is_set() or now.is_set()):  # noqa: ASYNC110 - a file has no event
-        await asyncio.sleep(0.01)
-    while not now.is_set() and (FOLDER / f"hold-{name}").exists():  # noqa: ASYNC110
-        await asyncio.sleep(0.01)
+    await until(lambda: drain.is_set() or now.is_set(), within_s=LIFE_S)
+    await until(lambda: now.is_set() or not (FOLDER / f"hold-{name}").exists(), within_s=LIFE_S)
     note(name, "ends")
     if server is not None:
         server.close()
