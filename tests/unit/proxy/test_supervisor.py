@@ -139,7 +139,7 @@ def test_sigterm_lets_every_child_finish(running: Running) -> None:
     (running.folder / "hold-relay-1").touch()
     running.up(brain=1, relay_0=1, relay_1=1)
     running.process.send_signal(signal.SIGTERM)
-    block_until(lambda: running.events().count("ends") == 2)
+    block_until(lambda: running.events().count("ends") == 2 and "SIGTERM" in running.events("relay-1"))
     assert running.process.poll() is None and running.events("relay-1") == ["up", "SIGTERM"]
     (running.folder / "hold-relay-1").unlink()
     assert running.process.wait(60) == 0
