@@ -33,8 +33,8 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -192,12 +192,14 @@ def completion_text(port: int, body: dict[str, Any]) -> str:
     return str(reply.json()["choices"][0]["text"])
 
 
-def streamed_ids(body: dict[str, Any], on_event: Callable[[int], None] | None = None) -> tuple[list[int], str | None]:
+def streamed_ids(
+    body: dict[str, Any], on_event: Callable[[int], None] | None = None, request_id: str = "any"
+) -> tuple[list[int], str | None]:
     """Token ids of a streamed completion through the router, and its finish reason (None: it ended unfinished)."""
     ids: list[int] = []
-    reason = None
+    reason, url, headers = None, f"{BASE}/v1/completions", {"x-request-id": request_id}
     wanted = body | {"stream": True, "return_token_ids": True}
-    with httpx.stream("POST", f"{BASE}/v1/completions", json=wanted, timeout=300, trust_env=False) as reply:
+    with httpx.stream("POST", url, json=wanted, headers=headers, timeout=300, trust_env=False) as reply:
         reply.raise_for_status()
         for line in reply.iter_lines():
             if not line.startswith("data: {"):
@@ -415,20 +417,19 @@ def check_freeze_decoder(servers: Servers) -> str:
     """A decoder that stands still: connections stay open, and nothing comes any more."""
     bodies = [a_body(seed, max_tokens=600) for seed in range(5000, 5016)]
     own = [completion_ids(DECODE[1], body) for body in bodies]
-    begun: set[int] = set()
-
-    def one(index: int) -> tuple[list[int], str | None]:
-        return streamed_ids(bodies[index], lambda tokens: begun.add(index) if tokens > 20 else None)
+    begun: set[str] = set()
 
     def ends(index: int) -> float:
-        assert one(index) == (own[index], "length"), f"request {index} is not what an undisturbed run gives"
+        name = f"freeze-{index}"
+        got = streamed_ids(bodies[index], lambda tokens: begun.add(name) if tokens > 20 else None, name)
+        begun.discard(name)
+        assert got == (own[index], "length"), f"request {index} is not what an undisturbed run gives"
         return time.monotonic()
 
     with ThreadPoolExecutor(len(bodies)) as pool:
         streams = [pool.submit(ends, index) for index in range(8)]
-        wait_for("streams have begun", lambda: len(begun) == 8, 240)
-        on_it = sum(len(w["active"]) for w in router_state()["workers"] if w["id"].endswith(str(DECODE[0])))
-        servers.send(DECODE[0], signal.SIGSTOP)
+        frozen, on_it = decoder_of(begun, streams)
+        servers.send(frozen, signal.SIGSTOP)
         frozen_s = time.monotonic()
         try:
             fresh = [pool.submit(ends, index) for index in range(8, 16)]
@@ -436,8 +437,8 @@ def check_freeze_decoder(servers: Servers) -> str:
             streams_s = max(each.result() for each in streams) - frozen_s
             moved = metric(ROUTER, "balanceroute_moves_total")
         finally:
-            servers.send(DECODE[0], signal.SIGCONT)
-    assert on_it and moved, f"{on_it} streams were on the frozen decoder, {moved:.0f} requests moved"
+            servers.send(frozen, signal.SIGCONT)
+    assert moved, f"{on_it} streams were on the frozen decoder, {moved:.0f} requests moved"
     wait_for("the router uses the decoder again", lambda: workers_up() == 2, 60)
     wait_for("the router holds nothing", nothing_held, 30)
     for port in DECODE:
@@ -468,19 +469,10 @@ def check_grammar(servers: Servers) -> str:
         begun.discard(name)
         return text if told is None else told
 
-    def decoder_of_begun() -> int | None:
-        """The decoder with most streams that have begun and not ended."""
-        counts = [sum(each["id"][:9] in begun for each in worker["active"]) for worker in router_state()["workers"]]
-        return DECODE[counts.index(max(counts))] if max(counts) >= 2 else None
-
     with ThreadPoolExecutor(len(bodies)) as pool:
         streams = [pool.submit(streamed, index) for index in range(8)]
         answers = [pool.submit(completion_text, ROUTER, bodies[index]) for index in range(8, 12)]
-        wait_for("two streams have begun", lambda: len(begun) >= 2, 240)
-        killed = None
-        while killed is None and not all(each.done() for each in streams):
-            killed = decoder_of_begun()
-        assert killed, "the streams ended before a decoder had two of them"
+        killed, _ = decoder_of(begun, streams)
         servers.kill(killed)
         texts = [each.result() for each in streams]
         wholes = [each.result() for each in answers]
@@ -666,6 +658,20 @@ def router_state() -> dict[str, Any]:
     """What the router says of itself."""
     state: dict[str, Any] = httpx.get(f"{BASE}/state", trust_env=False).json()
     return state
+
+
+def decoder_of(begun: set[str], streams: Sequence[Future[Any]]) -> tuple[int, int]:
+    """The decoder that has most of these streams, by their request ids, and how many: two at least.
+
+    Raises: AssertionError: all have ended before.
+    """
+    wait_for("two streams have begun", lambda: len(begun) >= 2, 240)
+    while not all(stream.done() for stream in streams):
+        held = [[each["id"].rpartition("-")[0] for each in worker["active"]] for worker in router_state()["workers"]]
+        counts = [len(begun.intersection(names)) for names in held]
+        if max(counts) >= 2:
+            return DECODE[counts.index(max(counts))], max(counts)
+    raise AssertionError("the streams ended before a decoder had two of them")
 
 
 def workers_up() -> int:
