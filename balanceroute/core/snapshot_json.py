@@ -65,13 +65,19 @@ def _means(snapshot: ClusterSnapshot) -> dict[str, Any]:
     }
 
 
-def _summed(worker: DecodeInstanceState) -> dict[str, Any]:
+def _fixed(worker: DecodeInstanceState) -> dict[str, Any]:
     return {
         "id": worker.spec.id,
         "state": worker.state.value,
         "slots": worker.spec.slots,
         "speed": worker.spec.speed,
         "request_tokens": worker.spec.request_tokens,
+    }
+
+
+def _summed(worker: DecodeInstanceState) -> dict[str, Any]:
+    return {
+        **_fixed(worker),
         "foreign": {
             "requests": worker.occupied,
             "tokens": worker.total_load,
@@ -83,11 +89,7 @@ def _summed(worker: DecodeInstanceState) -> dict[str, Any]:
 
 def _worker(worker: DecodeInstanceState, horizon_steps: int) -> dict[str, Any]:
     return {
-        "id": worker.spec.id,
-        "state": worker.state.value,
-        "slots": worker.spec.slots,
-        "speed": worker.spec.speed,
-        "request_tokens": worker.spec.request_tokens,
+        **_fixed(worker),
         "load_tokens": worker.load,
         "ahead": worker.ahead,
         "reported": worker.reported,

@@ -78,7 +78,7 @@ class Decider(Brain, Protocol):
 
 
 class Steward(Protocol):
-    """Who judges the workers: `workers/reports.py`."""
+    """Who judges the workers: `workers/relay_reports.py`."""
 
     def judged(self, message: Judged) -> None:
         """A request has told something about a worker."""
