@@ -344,7 +344,7 @@ async def test_more_choices_than_slots_are_answered_though_a_decoder_dies_under_
         ask = asyncio.ensure_future(router.client.post("/v1/completions", json=completion(n=9)))
 
         def waiting_at() -> list[str]:
-            return [leg.at for leg in router.app.services.legs if leg.at in decoders]
+            return [leg.at_worker for leg in router.app.services.legs if leg.at_worker in decoders]
 
         await until(waiting_at)
         at = waiting_at()
@@ -379,7 +379,9 @@ async def test_an_answer_under_which_decoder_after_decoder_dies_is_ended_at_the_
 
         def strike() -> bool:
             for worker in router.cluster.decode:
-                tokens = sum(leg.answer.scanner.tokens_in_life for leg in router.app.services.legs if leg.decoder)
+                tokens = sum(
+                    leg.answer.scanner.tokens_in_life for leg in router.app.services.legs if leg.streaming_from
+                )
                 if worker.rank.running and tokens and not worker.dead:
                     worker.kill_engine()
             return ask.done()

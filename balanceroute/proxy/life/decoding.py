@@ -39,7 +39,7 @@ async def decode(leg: Leg, worker: Worker, grace_s: float) -> bool:
     services, answer, params = leg.services, leg.answer, leg.unspent
     assert params is not None
     limits, now = services.config.limits, services.tickets.now()
-    leg.worker = worker.id
+    leg.decoder_id = worker.id
     if worker.in_use == 0:
         worker.busy_since_s = now
     streams = answer.request.streams_upstream  # else nothing comes before the whole answer
@@ -81,7 +81,7 @@ async def decode(leg: Leg, worker: Worker, grace_s: float) -> bool:
     finally:
         if leg.reply is not None and answer.scanner.end is not StreamEnd.DONE:
             leg.reply.abort()
-        leg.reply = leg.decoder = None
+        leg.reply = leg.streaming_from = None
         if not answered and leg.unspent is None and answer.scanner.tokens == tokens:
             services.drainer.orphan()  # the worker was told, but gave no sign of having pulled the KV
         leg.stalled_since_s = math.inf
@@ -152,7 +152,7 @@ def _has_begun(leg: Leg, worker: Worker) -> None:
     """The first tokens are here: from now on the next one is waited for, and what failed before is forgotten."""
     leg.ticket.began()  # the prefiller's KV has been pulled
     at = worker.progress_s = leg.ticket.last_token_s
-    leg.decoder = worker
+    leg.streaming_from = worker
     if not leg.first_token_s:
         leg.first_token_s = at
     leg.idle_s = leg.services.config.limits.idle_timeout_s

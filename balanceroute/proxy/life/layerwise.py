@@ -197,7 +197,7 @@ class Layerwise:
         leg, answer = self._leg, self._leg.answer
         try:
             result = await self._prefill_for(body)
-            answer.check_prefill(self._s.fleet[leg.prefiller], result)
+            answer.check_prefill(self._s.fleet[leg.prefiller_id], result)
         except BalanceRouteError as error:
             if answer.scanner.end is not StreamEnd.DONE:
                 leg.interrupt(error)
@@ -241,7 +241,7 @@ class Layerwise:
                 raise QueueTimeout(text, retry_after_s=RETRY_AFTER_S) from None
             if prefiller.state is WorkerState.UP:
                 leg.prefill_wait_s += now() - waiting_since_s
-                leg.prefiller = prefiller.id
+                leg.prefiller_id = prefiller.id
                 return prefiller
             leg.ticket.push_failed()
 

@@ -113,10 +113,10 @@ class Leg:
         "_task",
         "_tries",
         "answer",
-        "at",
+        "at_worker",
         "deadline_s",
         "decode_wait_s",
-        "decoder",
+        "streaming_from",
         "first_token_s",
         "headers",
         "id",
@@ -126,7 +126,7 @@ class Leg:
         "pin",
         "pinned_s",
         "prefill_wait_s",
-        "prefiller",
+        "prefiller_id",
         "recomputes",
         "reply",
         "services",
@@ -136,8 +136,8 @@ class Leg:
         "unspent",
         "upstream_id",
         "verdicts",
-        "waits_for",
-        "worker",
+        "last_tried",
+        "decoder_id",
     )
 
     def __init__(
@@ -164,7 +164,7 @@ class Leg:
         self.headers, self._key = checked_lines(headers), prompt_key
         self.deadline_s = deadline_s
         self.outcome = Outcome.FAILED
-        self.prefiller = self.worker = ""  # the last ones that were asked
+        self.prefiller_id = self.decoder_id = ""  # the last ones that were asked
         self.recomputes = self._tries = 0
         self.upstream_id = request_id  # X-Request-Id at the workers; every try has its own
         self.prefill_wait_s = self.decode_wait_s = self.first_token_s = 0.0
@@ -175,9 +175,9 @@ class Leg:
         self.pin: Pin | None = None  # the record of it, which has it for as long as they are unspent
         # where it is
         self._task: asyncio.Task[Any] | None = None
-        self.at = ""  # the worker that a request of ours is under way at
-        self.waits_for = ("", "")  # the worker, and its role, that the leg waits for or waited for last
-        self.decoder: Worker | None = None  # whose tokens come
+        self.at_worker = ""  # the id of the worker that a request of ours is under way at
+        self.last_tried = ("", "")  # the id and role of the worker that the present try, or the last one, went to
+        self.streaming_from: Worker | None = None  # the decode worker whose tokens come
         self.reply: Reply | None = None  # the decode worker's, while it is read
         self.kv_due = False  # its decode worker waits for KV that is being computed: no token can come
         # until when
@@ -303,7 +303,7 @@ class Leg:
     def expects_tokens_from(self, worker_id: str) -> bool:
         """Whether a stream from that worker is open whose client reads, and tokens may come."""
         return (
-            self.worker == worker_id
+            self.decoder_id == worker_id
             and self.reply is not None
             and self.answer.request.streams_upstream
             and not self.reply.paused
@@ -326,8 +326,8 @@ class Leg:
         worker.take()
         worker.circuit.used()
         self.try_deadline_s, self._grace_s = deadline_s, grace_s
-        self.at = worker.id
-        self.waits_for = (worker.id, role)
+        self.at_worker = worker.id
+        self.last_tried = (worker.id, role)
 
     def heard(self, worker: Worker) -> None:
         """The worker has the request: a client that goes is now reason enough to hang up. Raises: ClientGone."""
@@ -338,7 +338,7 @@ class Leg:
         """The request to this worker is over."""
         self._grace_s = 0.0
         self.try_deadline_s = math.inf
-        self.at = ""
+        self.at_worker = ""
         worker.in_use -= 1
 
     async def admission(self) -> Worker:
@@ -378,7 +378,7 @@ class Leg:
         params, request, tokens = result.kv_transfer_params, self.answer.request, result.prompt_tokens
         if params is not None and tokens and request.prompt_json and not self.verdicts.has_losses:
             age_s = self.services.tickets.now() - self.pinned_s
-            self.pin = pins.pin(self.id, self.prefiller, params, tokens, request.model, age_s)
+            self.pin = pins.pin(self.id, self.prefiller_id, params, tokens, request.model, age_s)
 
     def refused(self, params: bytes) -> None:
         """The decode worker's engine has surely not seen the parameters that it was sent: their KV is still pinned."""

@@ -29,7 +29,7 @@ async def next_prefiller(leg: Leg) -> Worker:
         worker = services.fleet[await leg.verdicts.patiently(ticket, ticket.prefiller())]
         if worker.state is WorkerState.UP:
             leg.prefill_wait_s += services.tickets.now() - waiting_since_s
-            leg.prefiller = worker.id
+            leg.prefiller_id = worker.id
             return worker
         ticket.prefill_failed()
 

@@ -113,7 +113,7 @@ async def go_on(leg: Leg, result: PrefillResult, lost: UpstreamError | None) -> 
         leg.services.metrics.recomputes.inc("recomputed" if lost is None else "worker_lost")
     leg.verdicts.left_worker()
     leg.verdicts.left_tier()
-    if not leg.answer.resume(result, lost, leg.worker):
+    if not leg.answer.resume(result, lost, leg.decoder_id):
         await leg.answer.end_by_length()
         return Event.COMPLETE
     leg.recomputes += 1
