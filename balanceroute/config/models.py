@@ -286,7 +286,7 @@ class DecodeWorker(Worker):
     max_num_seqs: int | None = Field(
         None, ge=1, le=65536, description="Decode slots of this worker. Unset: decode.max_num_seqs."
     )
-    speed: float = Field(
+    slowdown: float = Field(
         1.0,
         gt=0,
         le=100,
@@ -348,7 +348,7 @@ class Decode(Section):
     workers: tuple[DecodeWorker, ...] = Field(
         min_length=1,
         strict=False,
-        description="The decode workers: a list of {url, id, dp_rank, max_num_seqs, speed, barrier_group}.",
+        description="The decode workers: a list of {url, id, dp_rank, max_num_seqs, slowdown, barrier_group}.",
     )
     max_num_seqs: int = Field(
         64,

@@ -120,7 +120,9 @@ class RelayServices(ClientServices):
         """Tell what goes on here, a few times per second; until cancelled."""
         while True:
             await asyncio.sleep(PERIOD_S)
-            awaited = {leg.worker for leg in self.legs if leg.worker and leg.expects_tokens_from(leg.worker)}
+            awaited = {
+                leg.decoder_id for leg in self.legs if leg.decoder_id and leg.expects_tokens_from(leg.decoder_id)
+            }
             uses = self.following.uses(self.loop.time(), awaited)
             keys = () if self.perimeter.keys is None else self.perimeter.keys.uses()
             self.brain.report(Activity(self.exchanges, self.drainer.pending, uses, keys))
