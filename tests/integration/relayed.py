@@ -74,7 +74,7 @@ async def a_brain(config: Config, folder: RunFolder, relays: int = 2) -> AsyncIt
     lead = FileLead(folder.lock)
     await until(lead.take)
     try:
-        app = create_brain_app(config, folder, lead, relays)
+        app = create_brain_app(config, folder, lead, relays, lineage=1)
         server = BrainServer(app, config, uds=str(folder.operators))
         app.end = server.end
         async with serving(server):
