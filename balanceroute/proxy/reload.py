@@ -1,7 +1,7 @@
 """A new configuration for a running router: what may change does, what may not is named.
 
-May not, and needs a restart: the listening sockets, the connector and its callback address, and the slots, speed or URL
-of a worker that is in use. Everything else changes under the requests that are there: none of them is lost.
+May not, and needs a restart: the listening sockets, the connector and its callback address, and the slots, slowdown or
+URL of a worker that is in use. Everything else changes under the requests that are there: none of them is lost.
 
 Another policy or predictor is made from the snapshot: what is bound to a worker stays there, what waits is decided on
 anew, and all forecasts are renewed. What a predictor has learned comes out of its history file or, where there is none,

@@ -121,7 +121,7 @@ def test_a_policy_that_looks_at_present_loads_decides_on_the_outline_as_on_the_w
     scheduler = Scheduler(make_policy(settings))
     scheduler.add_worker(WorkerSpec("p0", Role.PREFILL), 0.0)
     for name in ("d0", "d1", "d2"):
-        scheduler.add_worker(WorkerSpec(name, Role.DECODE, slots=6, speed=random.choice((1.0, 1.5))), 0.0)
+        scheduler.add_worker(WorkerSpec(name, Role.DECODE, slots=6, slowdown=random.choice((1.0, 1.5))), 0.0)
     scheduler.report_decoder("d1", 2, 700, 1, 0.0)
     for n in range(18):
         scheduler.submit(RequestSpec(f"r{n}", random.randint(1, 3000)), 0.0)
@@ -169,7 +169,7 @@ def test_a_down_worker_has_no_margin_and_sets_no_envelope() -> None:
     [
         ({"policy": "magic"}, "policy: 'magic'; accepted: br_0"),
         ({"params": {"r_max": 0}}, "params.r_max: expected a whole number from 1 to 64, found 0"),
-        ({"params": {"speed": 1}}, "params.speed: unknown; accepted: horizon_steps"),
+        ({"params": {"slowdown": 1}}, "params.slowdown: unknown; accepted: horizon_steps"),
         ({"params": {"guard": "none"}}, "params.guard: expected pool or head, found 'none'"),
         ({"params": {"pool_bypass": 1}}, "params.pool_bypass: expected true or false, found 1"),
         ({"policy": "br_h", "params": {"pool_bypass": True}}, "params: pool_bypass works with br_0 only"),

@@ -7,7 +7,7 @@ How the stream ends, and what that means:
 | [DONE] after a finish reason | complete |
 | broken off after a finish reason | complete, without a [DONE] of ours |
 | [DONE] without one, or `stop_reason: "recomputed"` | the request was given back: the answer goes on elsewhere |
-| broken off, an error event, no JSON, another request's | an error, which `verdicts.py` judges |
+| broken off, an error event, no JSON, another request's | an error, which `retries.py` judges |
 """
 
 import asyncio
@@ -17,7 +17,7 @@ from balanceroute.errors import BadUpstreamReply, BalanceRouteError, ConnectFail
 from balanceroute.proxy.life.errors import ClientStalled
 from balanceroute.proxy.life.leg import ERROR_LIMIT, REPLY_LIMIT, Leg
 from balanceroute.proxy.life.relay import relay
-from balanceroute.proxy.life.verdicts import event_error, status_error
+from balanceroute.proxy.life.retries import event_error, status_error
 from balanceroute.proxy.wire.answers import correct_answer
 from balanceroute.proxy.wire.sse import StreamEnd
 from balanceroute.proxy.workers.fleet import Worker
@@ -73,7 +73,7 @@ async def decode(leg: Leg, worker: Worker, grace_s: float) -> bool:
             leg.refused(params)
         raise
     except asyncio.CancelledError:
-        worker.circuit.no_verdict()
+        worker.circuit.inconclusive()
         interruption = leg.interruption()
         if interruption is None:
             raise
@@ -157,7 +157,7 @@ def _has_begun(leg: Leg, worker: Worker) -> None:
         leg.first_token_s = at
     leg.idle_s = leg.services.config.limits.idle_timeout_s
     leg.try_deadline_s = at + leg.idle_s
-    leg.verdicts.begun(at)
+    leg.retries.begun(at)
 
 
 def _ended(leg: Leg, worker: Worker, broken: UpstreamError | None) -> bool:
@@ -202,7 +202,7 @@ async def _whole(leg: Leg, worker: Worker, reply: Reply) -> bool:
     leg.first_token_s = worker.progress_s = leg.services.tickets.now()
     scanner.tokens, scanner.finish_reason = told.tokens, told.finish_reason
     scanner.end = StreamEnd.DONE
-    leg.verdicts.clear_choices()
+    leg.retries.clear_choices()
     answer.outlet.whole(told.body)
     return True
 

@@ -9,12 +9,12 @@ which, is its strategy's: `pull.py`, `layerwise.py` or `scoring.py`.
 | `pull.py`, `layerwise.py`, `scoring.py` | the phases in their order, each with a table of what follows what |
 | `prefilling.py`, `decoding.py` | one try at a prefiller, one at a decode worker |
 | `answer.py` | what has come of the answer, and how it goes on when a worker is lost |
-| `verdicts.py` | what a failed try means, and how long to wait before the next |
+| `retries.py` | what a failed try means, and how long to wait before the next |
 
 Four rules:
 
 **Once.** `finish` is called in one `finally`, whatever happened; everything else that the leg holds (connections,
-circuit verdicts) is released in the scope that took it. Releasing never awaits, so it can't be cancelled half-way.
+trials of circuits) is released in the scope that took it. Releasing never awaits, so it can't be cancelled half-way.
 
 **Status before bytes.** The decoder's stream is read until there is something for the client or the stream has ended;
 only then `Outlet.start` is called. Up to that point a failure is another try or a status.
@@ -47,9 +47,9 @@ from balanceroute.proxy.admission.tickets import Ticket
 from balanceroute.proxy.life.answer import Answer
 from balanceroute.proxy.life.errors import ClientGone, ClientStalled, WorkerSilent
 from balanceroute.proxy.life.outlet import Outlet
+from balanceroute.proxy.life.retries import Retries
 from balanceroute.proxy.life.services import TryServices
 from balanceroute.proxy.life.suspicion import Choices
-from balanceroute.proxy.life.verdicts import Verdicts
 from balanceroute.proxy.wire.payloads import ClientRequest, PrefillResult
 from balanceroute.proxy.wire.sse import StreamEnd
 from balanceroute.proxy.workers.drainer import Drain
@@ -135,7 +135,7 @@ class Leg:
         "ticket",
         "unspent",
         "upstream_id",
-        "verdicts",
+        "retries",
         "last_tried",
         "decoder_id",
     )
@@ -160,7 +160,7 @@ class Leg:
         """
         self.id, self.services, self._strategy = request_id, services, strategy
         self.answer = Answer(services, request, outlet, scanner_options)
-        self.verdicts = Verdicts(services, request_id, choices)
+        self.retries = Retries(services, request_id, choices)
         self.headers, self._key = checked_lines(headers), prompt_key
         self.deadline_s = deadline_s
         self.outcome = Outcome.FAILED
@@ -227,9 +227,9 @@ class Leg:
             raise error from None
         finally:
             services.legs.discard(self)
-            self.verdicts.close()
+            self.retries.close()
             if self.outcome is Outcome.FINISHED:
-                self.verdicts.clear_choices()  # on a failure the others are abandoned: none of them may go now
+                self.retries.clear_choices()  # on a failure the others are abandoned: none of them may go now
             if not self.ticket.left:
                 self.ticket.finish(self.outcome, answer.scanner.finish_reason or "")
             self.free_kv()
@@ -259,7 +259,7 @@ class Leg:
     def check_abandoned(self, worker: Worker) -> None:
         """Raises: ClientGone: nobody waits for what this worker has said."""
         if self._abandoned:
-            worker.circuit.no_verdict()
+            worker.circuit.inconclusive()
             raise ClientGone
 
     def interrupt(self, error: BalanceRouteError) -> None:
@@ -346,16 +346,16 @@ class Leg:
 
         One that has gone out between the decision and now, be it for another request's trial, is not asked.
         """
-        ticket, verdicts, fleet = self.ticket, self.verdicts, self.services.fleet
+        ticket, retries, fleet = self.ticket, self.retries, self.services.fleet
         while True:
-            worker = fleet[await verdicts.patiently(ticket, ticket.admission())]
-            if verdicts.has_turn:
-                await verdicts.turn(worker)
+            worker = fleet[await retries.patiently(ticket, ticket.admission())]
+            if retries.has_turn:
+                await retries.turn(worker)
             if worker.state is WorkerState.UP:
                 self.decode_wait_s += self.services.tickets.now() - ticket.pooled_s
                 return worker
-            verdicts.left_worker()
-            verdicts.left_tier()
+            retries.left_worker()
+            retries.left_tier()
             ticket.put_back()
 
     async def suspect_loss(self, error: UpstreamError, worker: Worker) -> None:
@@ -365,9 +365,9 @@ class Leg:
         """
         midway = bool(self.answer.scanner.tokens_in_life)
         try:
-            await self.verdicts.suspect_loss(error, worker, midway=midway)
+            await self.retries.suspect_loss(error, worker, midway=midway)
         finally:
-            self.verdicts.left_worker()
+            self.retries.left_worker()
 
     def record(self, pins: PinRecord, result: PrefillResult) -> None:
         """Take down what a prefiller has pinned, if any prompt may stand in for this one.
@@ -376,7 +376,7 @@ class Leg:
         """
         self.pin = None
         params, request, tokens = result.kv_transfer_params, self.answer.request, result.prompt_tokens
-        if params is not None and tokens and request.prompt_json and not self.verdicts.has_losses:
+        if params is not None and tokens and request.prompt_json and not self.retries.has_losses:
             age_s = self.services.tickets.now() - self.pinned_s
             self.pin = pins.pin(self.id, self.prefiller_id, params, tokens, request.model, age_s)
 
@@ -396,12 +396,12 @@ class Leg:
         if params is None:
             return
         drainer = self.services.drainer
-        if self.verdicts.has_losses:
+        if self.retries.has_losses:
             drainer.orphan()  # a drain is the same request once more, at yet another decode worker
             if self.pin is not None:
                 self.pin.release()
         else:
-            drains = self.verdicts.drains
+            drains = self.retries.drains
             drainer.drain(Drain(self.id, self.answer.request, params, self.headers, self.pinned_s, drains, self.pin))
 
 

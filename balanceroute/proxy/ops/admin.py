@@ -199,7 +199,7 @@ class Admin:
                     worker.url,
                     worker.dp_rank,
                     decode.slots_of(decoder),
-                    decoder.speed,
+                    decoder.slowdown,
                     decode.barrier_group_of(decoder),
                     decode.request_tokens,
                 )

@@ -63,8 +63,8 @@ class Metrics(Collector):
             "(state of the engine begins anew, such as penalties); restarted unseen; ended with an error.",
             ["fidelity"],
         )
-        self.poison_requests = CounterFamily(
-            "balanceroute_poison_requests",
+        self.given_up_requests = CounterFamily(
+            "balanceroute_given_up_requests",
             "Requests given up because decode workers died under them: two before their first token, or three after.",
         )
         self.moves = CounterFamily(
@@ -128,7 +128,7 @@ class Metrics(Collector):
             self.retries,
             self.recomputes,
             self.resumes,
-            self.poison_requests,
+            self.given_up_requests,
             self.moves,
             self.drains,
             self.scrapes_failed,

@@ -218,7 +218,7 @@ class Fleet:
         self._ledger.set_worker_state(worker.id, state)
 
     def set_healthy(self, worker: Worker, healthy: bool) -> None:
-        """A health check's verdict."""
+        """What a health check has found."""
         worker.healthy = healthy
         if not healthy:
             worker.echoes_ids = worker.kv_connector = None  # it may come back as another version

@@ -150,7 +150,7 @@ def test_a_worker_called_back_while_it_leaves_stays_with_all_it_holds() -> None:
     in_virtual_time(test)
 
 
-def test_verdicts_on_a_worker_that_has_left_reach_nobody() -> None:
+def test_findings_on_a_worker_that_has_left_reach_nobody() -> None:
     async def test() -> None:
         services = a_router()
         worker = services.fleet["d1"]
