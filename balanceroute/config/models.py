@@ -226,6 +226,13 @@ class Listen(Section):
         description="Processes that hold clients and their streams, beside one that decides and one that watches over "
         "all of them (docs/relays.md). 0: one process does everything.",
     )
+    standbys: int = Field(
+        1,
+        ge=0,
+        le=8,
+        description="With listen.relays: further brains, which take the lead when the one that decides dies or stands "
+        "still.",
+    )
     run_folder: str | None = Field(
         None,
         min_length=1,
@@ -743,8 +750,8 @@ class Auth(Section):
     )
     admin_token: Secret | None = Field(
         None,
-        description="Bearer token of the admin routes (/instances, /state, /dashboard, /reset_prefix_cache, "
-        "profiling). Unset: they are open to the router's own machine only.",
+        description="Bearer token of the admin routes (/instances, /state, /decisions, /dashboard, "
+        "/routing/policy, /reset_prefix_cache, profiling). Unset: they are open to the router's own machine only.",
     )
 
 
