@@ -750,8 +750,8 @@ class Auth(Section):
     )
     admin_token: Secret | None = Field(
         None,
-        description="Bearer token of the admin routes (/instances, /state, /dashboard, /reset_prefix_cache, "
-        "profiling). Unset: they are open to the router's own machine only.",
+        description="Bearer token of the admin routes (/instances, /state, /decisions, /dashboard, "
+        "/routing/policy, /reset_prefix_cache, profiling). Unset: they are open to the router's own machine only.",
     )
 
 

@@ -10,7 +10,7 @@ out of its memory; `exact_match` then knows the lengths that it saw, but not who
 
 import asyncio
 import logging
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from threading import Thread
 from typing import Final
 
@@ -84,7 +84,15 @@ def check(services: Services, new: Config) -> None:
     for worker in services.fleet:
         spec = wanted.get(worker.id)
         if spec is not None and spec != worker.spec:
-            raise ConfigError(f"worker {worker.id}: its settings cannot change while it is in use; remove it first")
+            changes = [
+                f"{field.name} from {getattr(worker.spec, field.name)} to {getattr(spec, field.name)}"
+                for field in fields(spec)
+                if getattr(spec, field.name) != getattr(worker.spec, field.name)
+            ]
+            raise ConfigError(
+                f"worker {worker.id}: {', '.join(changes)}: cannot change while it is in use; "
+                "remove it first, or restart the router"
+            )
 
 
 def check_fixed(old: Config, new: Config) -> None:

@@ -123,7 +123,7 @@ async def test_request_that_killss_that_share_their_first_decoder_reach_one_more
         asked = [ask(f"killer{n}") for n in range(n_killers)]
         await until(lambda: len(decoders["d0"].asked) == n_killers)
         for name in others:
-            fleet.drain(fleet[name], drained=False)
+            fleet.undrain(fleet[name])
         all_there.set()
         asked += [
             ask(f"late{n}") for n in range(2)
@@ -159,7 +159,7 @@ async def test_a_suspect_that_waits_for_its_turn_hears_of_the_death_before_it_go
 
         def only(wanted: str) -> None:
             for name in decoders:
-                fleet.drain(fleet[name], drained=name != wanted)
+                (fleet.undrain if name == wanted else fleet.drain)(fleet[name])
 
         only("d0")
         asked = [asyncio.ensure_future(client.post("/v1/completions", json={"prompt": "hi"})) for _ in range(2)]
@@ -168,7 +168,7 @@ async def test_a_suspect_that_waits_for_its_turn_hears_of_the_death_before_it_go
         go_on["d0"].set()
         await until(lambda: len(decoders["d1"].asked) == 1 and ledger.decoder("d1").active == 2)  # type: ignore[union-attr]
         only("d2")
-        fleet.drain(fleet["d1"], drained=False)  # so that nothing but the death keeps the other from going there
+        fleet.undrain(fleet["d1"])  # so that nothing but the death keeps the other from going there
         go_on["d1"].set()
         assert sorted(answer.status_code for answer in await asyncio.gather(*asked)) == [200, 502]
         assert len(decoders["d1"].asked) == 1

@@ -226,9 +226,14 @@ class Fleet:
             worker.circuit.reachable()
         self.update(worker)
 
-    def drain(self, worker: Worker, drained: bool = True) -> None:
+    def drain(self, worker: Worker) -> None:
         """An operator's word: nothing new to this worker."""
-        worker.drained = drained
+        worker.drained = True
+        self.update(worker)
+
+    def undrain(self, worker: Worker) -> None:
+        """An operator's word: it takes requests again."""
+        worker.drained = False
         self.update(worker)
 
     def leave(self, worker: Worker) -> None:

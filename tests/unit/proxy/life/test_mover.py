@@ -63,7 +63,7 @@ async def begun(services: Services, name: str, request_id: str) -> tuple[Leg, "a
     task = services.loop.create_task(leg.run())
     await until(lambda: leg.streaming_from is not None or leg.reply is not None)
     for worker in others:
-        services.fleet.drain(worker, False)
+        services.fleet.undrain(worker)
     return leg, task
 
 

@@ -27,7 +27,7 @@ def holding(services: Services, worker: Worker) -> str:
     """Bind a request to that decode worker; its id."""
     scheduler, now = services.ledger.scheduler, services.ledger.now()
     for other in services.fleet.of(Role.DECODE):
-        services.fleet.drain(other, other is not worker)
+        (services.fleet.undrain if other is worker else services.fleet.drain)(other)
     services.tickets.submit(RequestSpec("held", 10))
     services.ledger.dispatch()
     scheduler.prefilled("held", 10, now)
