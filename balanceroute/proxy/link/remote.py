@@ -10,14 +10,17 @@ of yet is submitted then, and may be refused; what waits for longer than the que
 Tokens are written down at the end of each turn of the loop, for a brain that reads them (`token_counts.py`); one that
 can't is told within `PROGRESS_S`.
 
-A brain whose epoch is smaller than one seen before is not listened to. Tickets that a brain can't take over are void:
-each is refused, and `on_void` is told, which has to end the stream that it stood for, if there is one.
+A brain whose epoch is smaller than one seen before is not listened to. One that stands still may have been
+deposed: its successor has put a socket of its own in place of the former's, so a member looks whether it is still the
+same. Tickets that a brain can't take over are void: each is refused, and `on_void` is told, which has to end the stream
+that it stood for, if there is one.
 """
 
 import asyncio
 import logging
 import os
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Final
 
 from balanceroute.core.types import Outcome, RequestSpec
@@ -65,7 +68,7 @@ from balanceroute.proxy.link.token_counts import WrittenCounts
 log = logging.getLogger(__name__)
 
 RETRY_S: Final = 0.05  # between two looks for a brain
-LOOK_S: Final = 0.25  # between two looks at the one that was found
+LOOK_S: Final = 0.1  # between two looks at the one that was found, and whether another one listens
 NO_BRAIN: Final = "The request waited too long: what decides on it is not there."
 LOST: Final = "The router has lost its hold on the request; send it again."
 NOBODY: Final = ClusterView((), (), 0, 0, 0, 0, draining=False)
@@ -115,7 +118,6 @@ class RemoteBrain:
         self._counts = WrittenCounts()
         self._counts_read = False  # by the brain
         self._unsaid: dict[int, int] = {}  # tokens by ticket, to be said
-        self._looks: asyncio.TimerHandle | None = None
         self._looked_s = loop.time()
         self._knows_workers = False
         self._greeted = False  # Hello has been said: what is said after it comes after it
@@ -241,11 +243,8 @@ class RemoteBrain:
             self._frames.say(Progress(tuple(self._unsaid), tuple(self._unsaid.values())))
             self._unsaid = {}
 
-    def _look(self) -> None:
+    def _look(self, frames: Frames[FromRelay]) -> None:
         """Every `LOOK_S` of a membership: whether the other side lives, and hears that this one does."""
-        frames = self._frames
-        if frames is None or self.member is None:
-            return
         now = self._loop.time()
         if now - self._looked_s > SILENT_S / 2:  # it was us who did not listen
             frames.heard_s = now
@@ -254,7 +253,6 @@ class RemoteBrain:
             frames.say(Beat())
         if now - frames.heard_s > SILENT_S:
             frames.abort("the brain is silent")
-        self._looks = self._loop.call_later(LOOK_S, self._look)
 
     # -- the membership
 
@@ -264,24 +262,36 @@ class RemoteBrain:
             while True:
                 self._lost.clear()
                 try:
+                    # the number of a socket is nobody else's while somebody listens on it, out of sight too
+                    listening = os.stat(self._path).st_ino
                     await self._loop.create_unix_connection(self._connected, self._path)
                 except OSError:
                     self._expire()
                     await asyncio.sleep(RETRY_S)
                     continue
+                assert self._frames is not None
                 self._hello()
                 deadline_s = self._loop.time() + SILENT_S
                 while not self._lost.is_set():
-                    try:
-                        async with asyncio.timeout_at(deadline_s if self.member is None else None):
+                    with suppress(TimeoutError):
+                        async with asyncio.timeout(LOOK_S):
                             await self._lost.wait()
-                    except TimeoutError:
-                        if self.member is None and self._frames is not None:
-                            self._frames.abort("the brain does not answer")
+                    if self.member is None and self._loop.time() > deadline_s:
+                        self._frames.abort("the brain does not answer")
+                    elif self._another_listens(listening):
+                        self._frames.abort("another brain listens there")
+                    elif self.member is not None:
+                        self._look(self._frames)
                 await asyncio.sleep(RETRY_S)
         finally:
             if self._frames is not None:
                 self._frames.close("this relay ends")
+
+    def _another_listens(self, listening: int) -> bool:
+        try:
+            return os.stat(self._path).st_ino != listening
+        except OSError:
+            return False  # nobody to turn to
 
     def _connected(self) -> Frames[FromRelay]:
         self._frames = Frames(self._loop, self._heard, self._closed)
@@ -316,8 +326,6 @@ class RemoteBrain:
         if self.member is not None:
             log.warning("brain lost", extra={"relay": self._relay, "epoch": self.epoch, "reason": reason})
         self.member, self._greeted, self._counts_read = None, False, False
-        if self._looks is not None:
-            self._looks.cancel()
         self._lost.set()
 
     # -- the answers
@@ -360,7 +368,6 @@ class RemoteBrain:
             if request_id is not None:
                 self._answer(number, Refusal(RefusalKind.LOST, LOST))
                 self._on_void(request_id)
-        self._look()
 
     def _answer(self, number: int, answer: Answer, turn: int | None = None) -> None:
         """Hand on an answer, unless it has crossed a later call; a refusal has no turn, because it ends the ticket."""
