@@ -119,6 +119,9 @@ class Ledger:
         self.scheduler.push_failed(request_id, self.now())
         self.prefill_capacity_changed()
 
+    def behind(self) -> None:
+        """Tokens have come; they are collected before they matter."""
+
     def progress(self, request_id: str, tokens: int) -> None:
         """So many more tokens have been generated. Raises InvariantError when not decoding."""
         self.scheduler.progress(request_id, tokens, self.now())

@@ -132,6 +132,8 @@ class Ticket:
         """So many more tokens have been generated. The relay's path."""
         self.last_token_s = self._now()
         if not self.unreported_tokens:
+            if not self._behind:
+                self._brain.behind()
             self._behind.append(self)
         self.unreported_tokens += tokens
 

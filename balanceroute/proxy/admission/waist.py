@@ -138,6 +138,9 @@ class Brain(Protocol):
     def push_failed(self, request_id: str) -> None:
         """Decode first: the prefiller has not begun. Answered: which other one."""
 
+    def behind(self) -> None:
+        """Tokens have come that were not told; `collect` has them told. Not called again before that."""
+
     def progress(self, request_id: str, tokens: int) -> None:
         """So many more tokens have been generated."""
 
