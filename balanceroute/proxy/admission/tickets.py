@@ -162,7 +162,7 @@ class Ticket:
     def requeue(self) -> None:
         """The decode ended early, or the pinned KV was lost: queue for a prefill again."""
         self.settle()
-        self._answer = None  # decode first, a prefiller may have been told to a prefill that has ended since
+        self._answer = None  # decode first, it may name the prefiller of a push that has ended since
         self.asking = self.pushing = False
         self.decoder = self.prefiller_id = ""
         self.prompt_tokens += self.told_tokens
