@@ -58,6 +58,8 @@ def _nothing() -> None:
 class Ledger:
     """All that one scheduler is told and has decided, and the events between that and the dispatchers."""
 
+    at_once = False
+
     def __init__(
         self,
         scheduler: Scheduler,
@@ -118,9 +120,6 @@ class Ledger:
         """Decode first: the prefiller has not begun; another is chosen."""
         self.scheduler.push_failed(request_id, self.now())
         self.prefill_capacity_changed()
-
-    def behind(self) -> None:
-        """Tokens have come; they are collected before they matter."""
 
     def progress(self, request_id: str, tokens: int) -> None:
         """So many more tokens have been generated. Raises InvariantError when not decoding."""

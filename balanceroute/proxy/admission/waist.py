@@ -101,8 +101,10 @@ class Brain(Protocol):
     """Who decides, as those who hold requests know him: the ledger itself, or a link to it.
 
     `tell` is called with each answer; `collect`, before a decision, so that the tokens which have come are told first.
+    `at_once`: tokens are to be told as they come, because it keeps them itself.
     """
 
+    at_once: bool
     tell: Tell
     collect: Callable[[], None]
 
@@ -137,9 +139,6 @@ class Brain(Protocol):
 
     def push_failed(self, request_id: str) -> None:
         """Decode first: the prefiller has not begun. Answered: which other one."""
-
-    def behind(self) -> None:
-        """Tokens have come that were not told; `collect` has them told. Not called again before that."""
 
     def progress(self, request_id: str, tokens: int) -> None:
         """So many more tokens have been generated."""

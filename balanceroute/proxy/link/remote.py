@@ -7,8 +7,8 @@ of yet is submitted then, and may be refused; what waits for longer than the que
     looking for a brain --connected--> Hello --Welcome--> member --lost--> looking for a brain
                                          '----Farewell----'          (tickets go on; new ones wait)
 
-Tokens are written down at the end of each turn of the loop, for a brain that reads them (`token_counts.py`); one that
-can't is told within `PROGRESS_S`.
+Tokens are written down as they come, for a brain that reads them (`token_counts.py`); one that can't is told within
+`PROGRESS_S`.
 
 A brain whose epoch is smaller than one seen before is not listened to. One that stands still may have been
 deposed: its successor has put a socket of its own in place of the former's, so a member looks whether it is still the
@@ -88,6 +88,8 @@ class _Open:
 
 class RemoteBrain:
     """The brain at the other end of a socket; see `waist.Brain` for its calls. `run` keeps it connected."""
+
+    at_once = True
 
     def __init__(
         self,
@@ -180,15 +182,8 @@ class RemoteBrain:
             tokens = entry.tokens
             self._ask(request_id, lambda number: Requeue(number, tokens))
 
-    def behind(self) -> None:
-        """See `waist.Brain`."""
-        if self._counts_read:
-            self._loop.call_soon(self._tell_tokens)
-        else:
-            self._loop.call_later(PROGRESS_S, self._tell_tokens)
-
     def progress(self, request_id: str, tokens: int) -> None:
-        """Written down, or told within `PROGRESS_S`, before the next other call."""
+        """Written down, or told within `PROGRESS_S`. The relay's path."""
         entry = self._open.get(request_id)
         if self._greeted and entry is not None:
             entry.tokens += tokens
@@ -225,12 +220,11 @@ class RemoteBrain:
 
     def _put(self, entry: _Open) -> None:
         """Have the brain know the tokens of a ticket."""
-        if not (self._counts_read and self._counts.write(entry.number, entry.tokens)):
-            self._unsaid[entry.number] = entry.tokens
-
-    def _tell_tokens(self) -> None:
-        self.collect()
-        self._say_progress()
+        if self._counts_read and self._counts.write(entry.number, entry.tokens):
+            return
+        if not self._unsaid:
+            self._loop.call_later(PROGRESS_S, self._say_progress)
+        self._unsaid[entry.number] = entry.tokens
 
     def _say(self, message: FromRelay) -> None:
         if not self._greeted or self._frames is None:
@@ -300,7 +294,6 @@ class RemoteBrain:
     def _hello(self) -> None:
         """Say who this is, and everything that lives here."""
         assert self._frames is not None
-        self.collect()
         self._unsaid = {}  # the standings have them
         for entry in self._open.values():
             entry.tokens = 0

@@ -3,7 +3,7 @@
 To say them takes a frame every few milliseconds, for which both processes have to wake up, although they matter only
 when somebody looks. So the relay writes the sum of each ticket to the ticket's place in a file without a name
 (memfd_create(2)), and the brain compares the whole file with what it has read before. No process wakes up for that, and
-the brain knows each token that the relay has counted in a turn of its loop that is over.
+the brain knows each token that the relay has counted.
 
 A place is eight bytes: the life of the ticket above, its tokens since the relay's last Hello below. They are written by
 one store, so who reads finds the old or the new. A ticket's number is its life times `PLACES` plus its place: what a
@@ -62,10 +62,10 @@ class WrittenCounts:
 
     def write(self, number: int, tokens: int) -> bool:
         """Write what the ticket has generated; False: it has no place, and that has to be said."""
-        life, place = divmod(number, PLACES)
+        place = number % PLACES
         if place == NOWHERE:
             return False
-        self._places[place] = (life % _LIVES) << 32 | tokens
+        self._places[place] = (number // PLACES % _LIVES) << 32 | tokens
         return True
 
 

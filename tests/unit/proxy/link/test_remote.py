@@ -51,11 +51,8 @@ def test_tokens_are_read_by_a_brain_on_the_same_machine_and_not_said() -> None:
     async def test(stage: Stage) -> None:
         brain, relay = await stage.brain(), stage.relay()
         tickets = [await relay.decoding(f"r{n}") for n in range(3)]
-        turn = asyncio.get_running_loop().create_future()
         for n, ticket in enumerate(tickets):
             ticket.progress(n + 1)
-        asyncio.get_running_loop().call_soon(turn.set_result, None)
-        await turn  # no more than the turn in which they came
         assert brain.load == 3 * 10 + 6
         tickets[0].progress(4)
         tickets[0].finish(Outcome.FINISHED)
