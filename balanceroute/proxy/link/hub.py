@@ -289,6 +289,7 @@ class Hub:
         if self.settled.is_set():
             return
         self.settled.set()
+        log.info("the brain decides", extra={"epoch": self.epoch, "relays": len(self.members)})
         for member in list(self.members.values()):
             waiting, member.waiting = member.waiting, []
             try:

@@ -181,7 +181,7 @@ class Dashboard:
             self._services().perimeter.admin.new_session(time.time()),
             max_age=SESSION_S,
             path=DASHBOARD_PATH,
-            secure=request.url.scheme == "https",
+            secure=self._services().config.tls.cert_file is not None,  # a brain is asked by relays, without TLS
             httponly=True,
             samesite="strict",
         )
