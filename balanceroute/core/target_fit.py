@@ -34,10 +34,11 @@ the mean by no more than half a mean prompt, or twice the growth where that is m
 is little and departures are many; no more than the growth would not keep the stock, and all that was left in it would
 come at once when slots are plenty, as after an outage.
 
-*What widens the range costs more.* Between the least and the largest load a distance from the level widens nothing
-yet; below the least it does, as above the largest, though no other worker waits for it. So LevelFit adds `underflow_penalty`
-per token below the least load of the other workers (or below T where that is less), and `curvature` times y^2 / mean prompt,
-y = x - T: one large misfit is worse than two of half its size, because the range is that of the largest.
+*What widens the range costs more.* Between the least and the largest load, a distance from the level widens nothing
+yet. Below the least it does, as above the largest, though no other worker waits for it. So LevelFit adds
+`underflow_penalty` per token below the least load of the other workers (or below T, where that is less), and
+`curvature` times y^2 / mean prompt, y = x - T: one large misfit is worse than two of half its size, because the range
+is as wide as the largest makes it.
 
 *Ageing by size.* No departure but that of another large prompt leaves a hole for one, so a large prompt waits for such
 a hole as long as it may. With A above 1 + penalty its bonus outgrows what it costs as a tower on the least loaded

@@ -182,8 +182,8 @@ def test_level_fit_chooses_as_specified_below_the_mean(
 ) -> None:
     """By (1 - 1/G) of the mean answer, and by what the stock is smaller than the prompts that arrive, within bounds.
 
-    Sizes are multiples of the pool's, so that the stock's mean is exact, and no prompt is large. Mean prompts are powers
-    of two, so that the curvature is exact and a tie is a tie.
+    Sizes are multiples of the pool's, so that the stock's mean is exact, and no prompt is large. Mean prompts are
+    powers of two, so that the curvature is exact and a tie is a tie.
     """
     free = sum(4 - len(held) for held in loads)
     size = 8 if free < 8 else 16
