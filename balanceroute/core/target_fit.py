@@ -42,12 +42,13 @@ is as wide as the largest makes it.
 
 *Ageing by size.* No departure but that of another large prompt leaves a hole for one, so a large prompt waits for such
 a hole as long as it may. With A above 1 + penalty its bonus outgrows what it costs as a tower on the least loaded
-worker before its cap; until then the holes go to those that waited longest. So the cap of large prompts can be
-a third of TargetFit's at no more load spread.
+worker before its cap, up to 18 mean prompts (the curvature keeps larger ones until their cap, if no hole comes); until
+then the holes go to those that waited longest. So the cap of large prompts can be a third of TargetFit's at no more
+load spread.
 
 A load is what a step costs (`DecodeInstanceState.step_load`): tokens and c for each request, times the worker's
-relative speed, so that equal loads mean equal step times. The constants are operating
-points of the simulator on the two synthetic workloads.
+relative speed, so that equal loads mean equal step times. The constants are operating points of the simulator on the
+two synthetic workloads.
 """
 
 import math
