@@ -1,9 +1,9 @@
 """The process that decides for all relays of one router: ledger, dispatchers, health, polls, operators' routes.
 
 It serves two sockets of the run folder: relays speak to the hub (`link/hub.py`) at one, and send operators' requests
-to its application at the other. It leads while it holds the lock of the folder; another one that is started meanwhile
-waits for that, and takes over within a fraction of a second once the leader has ended, however that ends. Nothing is
-decided before the relays that are expected have told what they hold.
+to its application at the other. It leads while it keeps the lead (`link/leadership.py`); another one that is started
+meanwhile stands by, and takes over once the leader has ended, however that ends, or stands still. Nothing is decided
+before the relays that live have told what they hold.
 
 SIGTERM             drain: relays are told to refuse new requests; it ends when they have left
 SIGINT              end now
@@ -14,22 +14,24 @@ import asyncio
 import logging
 import os
 import signal
+import sys
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
 from starlette.applications import Starlette
 
 from balanceroute.config import Config
-from balanceroute.errors import NoHealthyWorkers
+from balanceroute.errors import ConfigError, InputError, NoHealthyWorkers
 from balanceroute.proxy.admission.forecasts import build_forecasts
 from balanceroute.proxy.app import HANDLERS, RouterApp, build_services, operator_parts, set_up, start, stop, supervised
 from balanceroute.proxy.changes import KeptChanges
 from balanceroute.proxy.client.services import ClientServices
 from balanceroute.proxy.link.hub import Hub
-from balanceroute.proxy.link.leadership import Leadership
+from balanceroute.proxy.link.leadership import RENEW_S, FileLead, Lead
 from balanceroute.proxy.ops.dashboard import Dashboard
 from balanceroute.proxy.ops.guard import trusted
 from balanceroute.proxy.perimeter.tls import Tls
@@ -55,23 +57,37 @@ class BrainApp(RouterApp):
     end: Callable[[], None]
 
 
-def run_brain(
-    config: Config, folder: RunFolder, relays: int, load: Callable[[], Config], journal: Path | None = None
-) -> None:
-    """Wait for the lead, then decide until a signal ends it.
+@dataclass(frozen=True, slots=True)
+class Standing:
+    """Who is told that a brain stands by, and that it leads."""
 
-    Args: relays: how many are expected to join. load: reads the configuration anew, for SIGHUP. journal: a file for
-    every decision.
+    by: Callable[[], None]
+    leads: Callable[[], None]
+
+
+def run_brain(
+    config: Config,
+    folder: RunFolder,
+    load: Callable[[], Config],
+    lineage: int,
+    standing: Standing,
+    journal: Path | None = None,
+) -> None:
+    """Stand by, then decide until a signal ends it, or another brain leads.
+
+    Args: load: reads the configuration anew, for SIGHUP. lineage: of the router, as in `changes.py`. journal: a file
+    for every decision; where one is there, a brain has led before, and this one writes beside it, with its process id
+    at the end of the name.
 
     Raises: ConfigError: a file or socket of the folder can't be used.
     """
     folder.make()
-    lead = Leadership(folder.lock)
-    signal.signal(signal.SIGHUP, signal.SIG_IGN)  # until there is something to reload
-    while not lead.take():
-        time.sleep(STANDBY_LOOK_S)
+    lead, config = _stand_by(FileLead(folder.lock), config, load, standing.by)
     try:
-        app = create_brain_app(config, folder, lead.epoch, relays, journal)
+        standing.leads()
+        if journal is not None and journal.exists():
+            journal = journal.with_name(f"{journal.name}.{os.getpid()}")
+        app = create_brain_app(config, folder, lead, folder.living(), lineage, journal)
 
         async def on_reload() -> None:
             new = load()
@@ -85,12 +101,37 @@ def run_brain(
         lead.release()
 
 
-def create_brain_app(read: Config, folder: RunFolder, epoch: int, relays: int, journal: Path | None = None) -> BrainApp:
-    """The application that leads under this epoch, with what operators have changed under the one before.
+def _stand_by(lead: Lead, config: Config, load: Callable[[], Config], on_up: Callable[[], None]) -> tuple[Lead, Config]:
+    """Wait for the lead; returns it, and the configuration by then. Drains and farewells are not ours before."""
+    reloads: list[int] = []
+    signal.signal(signal.SIGHUP, lambda number, _: reloads.append(number))
+    ends = (signal.SIGTERM, signal.SIGUSR1)
+    before = [signal.signal(number, lambda *_: sys.exit(0)) for number in ends]
+    on_up()
+    while not lead.take():
+        time.sleep(STANDBY_LOOK_S)
+    for number, handler in zip(ends, before, strict=True):
+        signal.signal(number, handler)
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)  # until there is something to reload
+    if reloads:
+        try:
+            config = load()
+        except (ConfigError, InputError) as error:
+            log.warning("reload refused", extra={"error": str(error)})
+    return lead, config
+
+
+def create_brain_app(
+    read: Config, folder: RunFolder, lead: Lead, relays: int, lineage: int, journal: Path | None = None
+) -> BrainApp:
+    """The application of who has the lead, with what operators have changed under the one before.
+
+    Args: relays: how many live, whose word is waited for. lineage: of the router, as in `changes.py`.
 
     Raises: ConfigError: a file of the configuration is wrong.
     """
-    kept = KeptChanges(folder.changes)
+    former = folder.all_counts()
+    kept = KeptChanges(folder.changes, lineage)
     config = kept.last.config(read)
     forecasts = build_forecasts(config)
 
@@ -107,7 +148,7 @@ def create_brain_app(read: Config, folder: RunFolder, epoch: int, relays: int, j
         hub = app.hub = Hub(
             services.ledger,
             loop,
-            epoch,
+            lead.epoch,
             relays,
             lambda other: app.end(),
             reports,
@@ -115,11 +156,11 @@ def create_brain_app(read: Config, folder: RunFolder, epoch: int, relays: int, j
         )
 
         def counts() -> list[bytes]:
-            """Of all relays. Raises: NoHealthyWorkers: one has yet to tell them, and the sums would be too low."""
+            """Of all relays, there or not. Raises: NoHealthyWorkers: one has yet to tell, and sums would be too low."""
             if not hub.settled.is_set() or any(relay not in reports.counts for relay in hub.members):
                 text = "What relays have counted is not known yet."
                 raise NoHealthyWorkers(text, retry_after_s=METRICS_RETRY_S)
-            return list(reports.counts.values())
+            return list((former | reports.counts).values())
 
         services.metrics.beside = counts
         reports.on_connector, reports.on_keys = services.note_connector, services.keys_elsewhere
@@ -127,8 +168,12 @@ def create_brain_app(read: Config, folder: RunFolder, epoch: int, relays: int, j
         kept.last.apply(services)
         await hub.serve(str(folder.link))
         start(services, dashboard.recorder, hub.settled)
-        watch = supervised(services, "changes", lambda: kept.watch(services, lambda: app.read))
-        services.tasks["changes"] = loop.create_task(watch)
+        coroutines: dict[str, Callable[[], Awaitable[None]]] = {
+            "lead": lambda: _keep(lead, app),
+            "changes": lambda: kept.watch(services, lambda: app.read),
+        }
+        for name, run in coroutines.items():
+            services.tasks[name] = loop.create_task(supervised(services, name, run), name=name)
         try:
             yield
         finally:
@@ -143,8 +188,21 @@ def create_brain_app(read: Config, folder: RunFolder, epoch: int, relays: int, j
     return app
 
 
+async def _keep(lead: Lead, app: BrainApp) -> None:
+    """Keep the lead until it is lost, or until cancelled."""
+    while await lead.renew():  # noqa: ASYNC110
+        await asyncio.sleep(RENEW_S)
+    log.warning("another brain leads", extra={"epoch": lead.epoch})
+    app.end()
+    await asyncio.Event().wait()
+
+
 class BrainServer(ChildServer):
     """The server of the brain's process; it listens on a socket that is our user's alone."""
+
+    def leave(self) -> None:
+        """The brain of another router is to lead."""
+        self.end()
 
     def end(self) -> None:
         """Another brain leads."""

@@ -6,6 +6,7 @@ next one what it holds.
 
 SIGTERM             drain: new requests get 503, running ones may finish within `lifecycle.drain_timeout_s`
 SIGINT              end now
+SIGUSR1             leave: accept no more connections, answer on those that are there, each once more at most
 SIGHUP              read the configuration again: limits, keys, certificates; workers are the brain's to change
 """
 
@@ -14,9 +15,12 @@ import logging
 import os
 import signal
 import socket
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
 from typing import Any, Final
 
 from starlette.applications import Starlette
@@ -59,6 +63,9 @@ from balanceroute.proxy.workers.silence import FrozenGroup
 log = logging.getLogger(__name__)
 
 COUNTS_S: Final = 1.0
+PINS_TRIES: Final = 10
+PINS_PAUSE_S: Final = 0.05
+LEFT_S: Final = 5.0  # between two looks for records of relays that are gone
 ALIVE: Final = ("/health", "/ping")  # that this process lives, it says itself
 
 
@@ -70,6 +77,7 @@ class RelayServices(ClientServices):
     following: FollowingFleet
     folder: RunFolder
     name: str
+    kept: bytes = b""  # of the counts
     known: asyncio.Event = field(default_factory=asyncio.Event)  # a brain has named the workers
 
     def begin_drain(self) -> None:
@@ -96,16 +104,19 @@ class RelayServices(ClientServices):
         """Tell the brain what has been counted, for a page of metrics that is one for all processes."""
         self.brain.report(Counted(self.metrics.counts()))
 
-    async def keep_counts(self) -> None:
-        """Every second, tell what has been counted, and keep it for the next life of this relay; until cancelled."""
-        kept = b""
+    def keep_counts(self) -> None:
+        """Keep what has been counted for the next life of this relay, and for a brain that has not heard it."""
+        counts = self.metrics.counts()
+        if counts != self.kept:
+            self.kept = counts
+            self.folder.keep_counts(self.name, counts)
+
+    async def count(self) -> None:
+        """Every second, tell and keep what has been counted; until cancelled."""
         while True:
             await asyncio.sleep(COUNTS_S)
             self.tell_counts()
-            counts = self.metrics.counts()
-            if counts != kept:
-                kept = counts
-                self.folder.keep_counts(self.name, counts)
+            self.keep_counts()
 
     def silence(self, message: Silent) -> None:
         """Groups of workers have fallen silent together, or no longer."""
@@ -120,7 +131,9 @@ class RelayServices(ClientServices):
         """Tell what goes on here, a few times per second; until cancelled."""
         while True:
             await asyncio.sleep(PERIOD_S)
-            awaited = {leg.worker for leg in self.legs if leg.worker and leg.expects_tokens_from(leg.worker)}
+            awaited = {
+                leg.decoder_id for leg in self.legs if leg.decoder_id and leg.expects_tokens_from(leg.decoder_id)
+            }
             uses = self.following.uses(self.loop.time(), awaited)
             keys = () if self.perimeter.keys is None else self.perimeter.keys.uses()
             self.brain.report(Activity(self.exchanges, self.drainer.pending, uses, keys))
@@ -133,24 +146,30 @@ class RelayApp(ClientApp):
 
 
 def run_relay(
-    config: Config, listeners: list[socket.socket], folder: RunFolder, name: str, load: Callable[[], Config]
+    config: Config,
+    listeners: list[socket.socket],
+    folder: RunFolder,
+    name: str,
+    load: Callable[[], Config],
+    on_up: Callable[[], None],
 ) -> None:
     """Serve clients until a signal ends it.
 
     Args: listeners: bound sockets, shared with the other relays: the clients', and the operators' where `listen.admin`
     is set. name: one that no other living relay of the router has; the same after a restart. load: reads the
-    configuration anew, for SIGHUP.
+    configuration anew, for SIGHUP. on_up: called when it accepts.
 
     Raises: ConfigError: a file that the configuration names is wrong.
     """
     signal.signal(signal.SIGHUP, signal.SIG_IGN)  # until there is something to reload
+    folder.come_to_life(name)
     app = create_relay_app(config, folder, name)
 
     async def on_reload() -> None:
         reload_relay(app.services, load())
 
     server = RelayServer(app, config, on_reload)
-    server.name = name
+    server.name, server.on_up = name, on_up
     server.run(sockets=listeners)
 
 
@@ -170,25 +189,33 @@ def create_relay_app(config: Config, folder: RunFolder, name: str) -> RelayApp:
         loop = asyncio.get_running_loop()
         services = app.services = build_relay(config, loop, folder, name, perimeter, app.tls, pins)
         app.hot = hot_routes(services)
+
+        def joined() -> None:
+            to_brain.turn_to_another()
+            services.tell_counts()
+
+        services.brain.on_joined = joined
         coroutines: dict[str, Callable[[], Awaitable[None]]] = {
             "link": services.brain.run,
             "pool_reaper": PoolReaper(services, lambda: None, judges=False).run,
             "report": services.report,
-            "counts": services.keep_counts,
+            "counts": services.count,
             "certificates": lambda: services.tls.watch(lambda: services.config),
         }
+        if pins is not None:
+            coroutines["left"] = partial(_drain_left, services, pins)
         for task, run in coroutines.items():
             services.tasks[task] = services.loop.create_task(supervised(services, task, run), name=task)
-        drained = loop.create_task(_drain_left(services))
         try:
             yield
         finally:
-            drained.cancel()
             to_brain.close()
+            services.tell_counts()
+            services.keep_counts()
             await stop_tasks(services)
 
     perimeter, to_brain = Perimeter(config), ToBrain(str(folder.operators))
-    pins = None if config.kv_pin_s is None else PinRecord(folder.pins(name))
+    pins = None if config.kv_pin_s is None else _own_pins(folder.pins(name))
     app = RelayApp(
         routes=[
             guarded(
@@ -206,10 +233,28 @@ def create_relay_app(config: Config, folder: RunFolder, name: str) -> RelayApp:
     return app
 
 
-async def _drain_left(services: RelayServices) -> None:
-    """Have what this relay's former life has left pinned drained, once it is known which workers there are."""
+async def _drain_left(services: RelayServices, pins: PinRecord) -> None:
+    """Have what this relay's former life has left pinned drained, once it is known which workers there are; and from
+    time to time what relays have left that are gone for good. Until cancelled.
+    """
     await services.known.wait()
-    drain_left(services)
+    left, pins.left = pins.left, ()
+    drain_left(services, left)
+    while True:
+        found = [pin for path in services.folder.other_pins(services.name) for pin in pins.take_over(path)]
+        if found:
+            log.info("what another relay had pinned is drained", extra={"requests": len(found)})
+            drain_left(services, found)
+        await asyncio.sleep(LEFT_S)
+
+
+def _own_pins(path: Path) -> PinRecord:
+    """This relay's record. Raises: ConfigError."""
+    for _ in range(PINS_TRIES):
+        with suppress(ConfigError):
+            return PinRecord(path)
+        time.sleep(PINS_PAUSE_S)  # another relay may be taking it over in this moment
+    return PinRecord(path)
 
 
 def _routes(forwarding: Forwarding, to_brain: ToBrain) -> list[Route]:
@@ -261,7 +306,6 @@ def build_relay(
         folder=folder,
         name=name,
     )
-    brain.on_joined = services.tell_counts
     brain.on_workers, brain.on_silent, brain.on_salt = services.name_workers, services.silence, services.salted
     brain.on_keys = lambda message: services.keys_elsewhere(message.relay, message.keys)
     return services
@@ -285,6 +329,7 @@ class RelayServer(ChildServer):
 
     name = ""
     listeners: Sequence[socket.socket] = ()
+    on_up: Callable[[], None] = staticmethod(lambda: None)
 
     async def startup(self, sockets: list[Any] | None = None) -> None:
         """Accept on these sockets, with others."""
@@ -303,4 +348,20 @@ class RelayServer(ChildServer):
         told |= {"host": ports[0][0], "port": ports[0][1]}
         if len(ports) > 1:
             told["admin_port"] = self._app.services.perimeter.admin_port = ports[1][1]
+        self.on_up()
         return told
+
+    def leave(self) -> None:
+        """Another router accepts on these sockets: serve whoever is connected to the end of what it has begun."""
+        for acceptor in self.servers:
+            acceptor.close()
+        self._app.leaving = True
+        services = self._app.services
+        log.warning("leaving", extra={"connections": len(self.server_state.connections)})
+        self._drain = services.loop.create_task(self._until_drained(services))
+
+    def busy(self, services: ClientServices) -> bool:
+        """Whether something is left to wait for; who leaves waits for idle connections, too, where a request may be on
+        its way.
+        """
+        return super().busy(services) or (self._app.leaving and bool(self.server_state.connections))

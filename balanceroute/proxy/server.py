@@ -10,6 +10,7 @@ import asyncio
 import contextlib
 import gc
 import logging
+import os
 import signal
 import sys
 from collections.abc import Awaitable, Callable
@@ -183,7 +184,17 @@ class ChildServer(ProcessServer):
     """The server of one of several processes, whose parent tells them what to do.
 
     SIGTERM drains, and says no more when it comes again: others may send it to all processes as well. SIGINT ends now.
+    SIGUSR1 says that another router takes over.
     """
+
+    async def startup(self, sockets: list[object] | None = None) -> None:  # type: ignore[override]
+        """Listen, and for the signal, too."""
+        await super().startup(sockets=sockets)
+        asyncio.get_running_loop().add_signal_handler(signal.SIGUSR1, self.leave)
+
+    def leave(self) -> None:
+        """Another router takes over."""
+        raise NotImplementedError
 
     def handle_exit(self, sig: int, frame: object) -> None:
         """See the class."""
@@ -198,7 +209,9 @@ def serve(app: ClientApp, config: Config, on_reload: Reload | None = None) -> No
     server = ProcessServer(app, config, on_reload)
     try:
         server.run()
-    except SystemExit:
-        raise ConfigError(f"listen: cannot listen on {config.listen.host}:{config.listen.port}") from None
+    except SystemExit as error:
+        cause = error.__context__  # of uvicorn's own exit
+        reason = f": {os.strerror(cause.errno)}" if isinstance(cause, OSError) and cause.errno else ""
+        raise ConfigError(f"listen: cannot listen on {config.listen.host}:{config.listen.port}{reason}") from None
     if not server.started:
         raise ConfigError(f"listen: cannot start on {config.listen.host}:{config.listen.port}")

@@ -149,11 +149,14 @@ class Router:
 
 
 @asynccontextmanager
-async def a_router(cluster: Cluster, folder: Path, *flags: str) -> AsyncIterator[Router]:
-    log = folder / "router.log"
+async def a_router(
+    cluster: Cluster, folder: Path, *flags: str, port: int = 0, relays: int = 2, log_name: str = "router.log"
+) -> AsyncIterator[Router]:
+    log = folder / log_name
     log.touch()
     told = len(log.read_text())
-    serve = ["serve", "--config", str(cluster.config), "--relays", "2", "--host", "127.0.0.1", "--port", "0", *flags]
+    address = ["--host", "127.0.0.1", "--port", str(port)]
+    serve = ["serve", "--config", str(cluster.config), "--relays", str(relays), *address, *flags]
     with process(*serve, "--set", f"listen.run_folder={folder}", log=log) as running:
         await until(
             lambda: re.search(r'"listening".*"port":(\d+)', log.read_text()[told:]) or running.poll() is not None
@@ -164,7 +167,7 @@ async def a_router(cluster: Cluster, folder: Path, *flags: str) -> AsyncIterator
         url = f"http://127.0.0.1:{found[1]}"
         async with httpx.AsyncClient(base_url=url, timeout=None, limits=limits, trust_env=False) as client:
             router = Router(log, running, client)
-            await until(lambda: len(router.relays) == 2)
+            await until(lambda: len(router.relays) >= relays)
             await router.get("/ready")
             yield router
 
@@ -233,9 +236,11 @@ async def all_end(those: list[Stream]) -> int:
     return sum([(await stream.end()).complete for stream in those])
 
 
-def with_router(test: Callable[[Router], Awaitable[None]], cluster: Cluster, folder: Path, *flags: str) -> None:
+def with_router(
+    test: Callable[[Router], Awaitable[None]], cluster: Cluster, folder: Path, *flags: str, relays: int = 2
+) -> None:
     async def run() -> None:
-        async with a_router(cluster, folder, *flags) as router:
+        async with a_router(cluster, folder, *flags, relays=relays) as router:
             await test(router)
             await until(router.holds_nothing)
             await until(lambda: not cluster.holds_kv())
@@ -330,6 +335,34 @@ def test_streams_go_on_without_a_brain_and_the_next_one_knows_them(cluster: Clus
     )  # a kill may cut off the last line of the first
 
 
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "stands still"])
+def test_a_standby_takes_over_and_a_brain_that_goes_on_finds_itself_deposed(
+    cluster: Cluster, tmp_path: Path, how: signal.Signals
+) -> None:
+    async def test(router: Router) -> None:
+        begun = streams(router, 14)
+        await all_under_way(router, begun)
+        first = router.brains[-1]
+        os.kill(first, how)
+        try:
+            later = streams(router, 4, 20, first=100)  # they wait for the next one
+            await until(lambda: len(router.brains) == 2)
+            await until(lambda: all(len(router.said("relay joined", relay=name)) == 2 for name in router.relays))
+            void = sum(line["void"] for line in router.said("relay joined"))
+            assert await router.active() <= RANKS * SLOTS
+            assert await all_end(begun) == 14 - void and await all_end(later) == 4
+            assert not void or router.were_late
+        finally:
+            if how is signal.SIGSTOP:
+                os.kill(first, signal.SIGCONT)
+        await until(lambda: {line["epoch"] for line in router.said("listening") if "epoch" in line} == {1, 2})
+        await until(lambda: router.said("child died", child="brain"))
+        assert router.said("child died")[0].get("signal") == (None if how is signal.SIGSTOP else "SIGKILL")
+        assert router.brains[-1] != first and await all_end(streams(router, 4, 20, first=200)) == 4
+
+    with_router(test, cluster, tmp_path)
+
+
 def test_a_relay_that_was_stopped_is_given_up_and_joins_anew(cluster: Cluster, tmp_path: Path) -> None:
     async def test(router: Router) -> None:
         begun = streams(router, 14)
@@ -349,7 +382,53 @@ def test_a_relay_that_was_stopped_is_given_up_and_joins_anew(cluster: Cluster, t
     with_router(test, cluster, tmp_path)
 
 
-def test_what_all_processes_had_pinned_is_free_after_the_next_start(cluster: Cluster, tmp_path: Path) -> None:
+def test_a_new_router_takes_over_and_no_request_fails(cluster: Cluster, tmp_path: Path) -> None:
+    async def test() -> None:
+        port = free_base_port((0,))
+        async with a_router(cluster, tmp_path, port=port) as old:
+            begun = streams(old, 6, 200)
+            await until(lambda: all(stream.begun for stream in begun))
+            ended = asyncio.Event()
+            clients = [asyncio.get_running_loop().create_task(keeps_asking(old, n, ended)) for n in range(4)]
+            async with a_router(cluster, tmp_path, "--take-over", port=port, log_name="new.log") as new:
+                await until(lambda: old.said("another router takes over"))
+                await until(lambda: len(old.said("leaving")) == 2)
+                assert await all_end(begun) == 6
+                begun = streams(new, 6, 100, first=300)
+                await until(lambda: old.running.poll() is not None)  # its clients' connections have ended, too
+                assert old.running.returncode == 0
+                assert await all_end(begun) == 6
+                ended.set()
+                assert all([await client for client in clients])
+                assert new.brains[-1] not in old.brains and set(new.relays) == {"relay-0.2", "relay-1.2"}
+                assert sum(line["void"] for line in new.said("relay joined")) == 0
+                finished = r'balanceroute_requests_total\{outcome="finished"\} (\S+)'
+                total = 12 + sum(client.result() for client in clients)
+                await until(lambda: _counted(new, finished, total))  # of the old relays as well
+                await until(new.holds_nothing)
+
+    asyncio.run(test())
+
+
+async def keeps_asking(router: Router, number: int, ended: asyncio.Event) -> int:
+    """One client on one connection, as far as it is let: how many right answers it got; a failure is the test's."""
+    limits, url = httpx.Limits(max_connections=1), router.client.base_url
+    prompt, count = [FIRST_TRIPLE_ID + 1000 + number], 0
+    body = {"model": "emulated", "prompt": prompt, "max_tokens": 3, "ignore_eos": True}
+    async with httpx.AsyncClient(base_url=url, timeout=None, limits=limits, trust_env=False) as client:
+        while not ended.is_set():
+            answer = await client.post("/v1/completions", json=body)
+            assert answer.status_code == 200, answer.text
+            assert answer.json()["choices"][0]["text"] == decode(continuation(prompt, 3))
+            count += 1
+            await pace(0.05)
+    return count
+
+
+@pytest.mark.parametrize("relays", [2, 1], ids=["as many relays", "fewer"])
+def test_what_all_processes_had_pinned_is_free_after_the_next_start(
+    cluster: Cluster, tmp_path: Path, relays: int
+) -> None:
     async def killed() -> None:
         async with a_router(cluster, tmp_path) as router:
             begun = streams(router, 14)
@@ -367,4 +446,4 @@ def test_what_all_processes_had_pinned_is_free_after_the_next_start(cluster: Clu
 
     asyncio.run(killed())
     assert cluster.holds_kv()
-    with_router(next_one, cluster, tmp_path)
+    with_router(next_one, cluster, tmp_path, relays=relays)

@@ -11,14 +11,14 @@ from typing import Any, Final
 import orjson
 
 from balanceroute.errors import BadUpstreamReply, NotResumable, UpstreamError
-from balanceroute.proxy.admission.prompt_sizes import traits_to_estimate
+from balanceroute.proxy.admission.prompt_estimates import traits_to_estimate
 from balanceroute.proxy.life.outlet import Outlet
 from balanceroute.proxy.life.relay import write_part
 from balanceroute.proxy.life.resumption import Fidelity, resumption
+from balanceroute.proxy.life.retries import pushes_back
 from balanceroute.proxy.life.services import TryServices
-from balanceroute.proxy.life.verdicts import pushes_back
 from balanceroute.proxy.wire.payloads import ClientRequest, PrefillResult, resume
-from balanceroute.proxy.wire.prompt_part import prompt_text
+from balanceroute.proxy.wire.prompt_echo import prompt_text
 from balanceroute.proxy.wire.sse import EventScanner, StreamEnd
 from balanceroute.proxy.workers.fleet import Worker
 
@@ -61,7 +61,7 @@ class Answer:
         self._traits = traits_to_estimate(request)
         self.estimated_tokens = request.prompt_tokens
         if self._traits is not None:
-            self.estimated_tokens = services.prompt_sizes.estimate(request, self._traits)
+            self.estimated_tokens = services.prompt_estimates.estimate(request, self._traits)
         self.prompt_tokens = self._restarts = 0
         self.cached_tokens: int | None = None
         self.prompt_reply: dict[str, Any] | None = None  # a prefiller's, where the client wishes to know of its prompt
@@ -76,7 +76,7 @@ class Answer:
         if self._traits is not None:
             error = abs(self.estimated_tokens - result.prompt_tokens) / max(1, result.prompt_tokens)
             self._s.metrics.prompt_estimate_error.observe(error)
-            self._s.prompt_sizes.learn(self._original, self._traits, result.prompt_tokens)
+            self._s.prompt_estimates.learn(self._original, self._traits, result.prompt_tokens)
 
     def check_prefill(self, worker: Worker, result: PrefillResult) -> None:
         """An engine too old to take token ids for a chat would start the answer over: better an error than that.

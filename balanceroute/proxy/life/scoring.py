@@ -19,7 +19,7 @@ from balanceroute.proxy.life.leg import Event, Leg, Transitions
 from balanceroute.proxy.life.prefilling import next_prefiller, try_probe
 from balanceroute.proxy.life.relay import write_part
 from balanceroute.proxy.wire.bounds import shown_id
-from balanceroute.proxy.wire.prompt_part import scored_answer, scored_events
+from balanceroute.proxy.wire.prompt_echo import scored_answer, scored_events
 from balanceroute.proxy.wire.sse import StreamEnd
 from balanceroute.proxy.workers.fleet import Worker
 
@@ -45,7 +45,7 @@ class Scoring:
         if leg.services.tickets.decode_first:
             leg.ticket.check()
             self._prefiller = self._least_busy()
-            leg.prefiller = self._prefiller.id
+            leg.prefiller_id = self._prefiller.id
         else:
             self._prefiller = await next_prefiller(leg)
         return Event.TAKEN

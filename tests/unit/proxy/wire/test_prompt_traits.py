@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 
-from balanceroute.proxy.wire import prompt_size
-from balanceroute.proxy.wire.prompt_size import SAMPLED_BYTES, TRAITS, image_size, traits_of, traits_of_text
+from balanceroute.proxy.wire import prompt_traits
+from balanceroute.proxy.wire.prompt_traits import SAMPLED_BYTES, TRAITS, image_size, traits_of, traits_of_text
 from tests.unit.proxy.admission.prompts import a_request, jpeg, measured, png
 
 
@@ -24,7 +24,7 @@ def test_a_text_counts_the_same_whether_the_count_is_compiled_or_not(monkeypatch
     text = 'Zwölf Boxkämpfer, 12 of them:\n\tx == "Ж漢字😀" \\n ALL'.encode() * 20
     seen = []
     for compiled in (True, False):
-        monkeypatch.setattr(prompt_size, "COMPILED", compiled)
+        monkeypatch.setattr(prompt_traits, "COMPILED", compiled)
         seen.append(traits_of_text(text).tolist())
     assert seen[0] == seen[1] and sum(seen[0]) > 100
 
