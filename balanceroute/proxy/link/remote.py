@@ -264,6 +264,10 @@ class RemoteBrain:
                     await asyncio.sleep(RETRY_S)
                     continue
                 assert self._frames is not None
+                if self._another_listens(listening):  # it came between the two: which one is this?
+                    self._frames.abort("another brain listens there")
+                    await self._lost.wait()
+                    continue
                 self._hello()
                 deadline_s = self._loop.time() + SILENT_S
                 while not self._lost.is_set():
