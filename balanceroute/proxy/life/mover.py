@@ -18,8 +18,8 @@ from collections.abc import Callable, Sequence
 from balanceroute.config import Config
 from balanceroute.core.types import Phase, Role, WorkerState
 from balanceroute.core.view import DecoderView, PrefillerView
+from balanceroute.proxy.admission.decider import no_workers
 from balanceroute.proxy.admission.tickets import Ticket, Tickets
-from balanceroute.proxy.admission.waist import no_workers
 from balanceroute.proxy.life.leg import Leg
 from balanceroute.proxy.life.moves import Stuck, choose, room
 from balanceroute.proxy.telemetry.metrics import Metrics
