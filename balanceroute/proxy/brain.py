@@ -130,7 +130,6 @@ def create_brain_app(
 
     Raises: ConfigError: a file of the configuration is wrong.
     """
-    former = folder.all_counts()
     kept = KeptChanges(folder.changes, lineage)
     config = kept.last.config(read)
     forecasts = build_forecasts(config)
@@ -160,7 +159,7 @@ def create_brain_app(
             if not hub.settled.is_set() or any(relay not in reports.counts for relay in hub.members):
                 text = "What relays have counted is not known yet."
                 raise NoHealthyWorkers(text, retry_after_s=METRICS_RETRY_S)
-            return list((former | reports.counts).values())
+            return [*reports.counts.values(), *folder.counts_of_others(reports.counts)]
 
         services.metrics.beside = counts
         reports.on_connector, reports.on_keys = services.note_connector, services.keys_elsewhere

