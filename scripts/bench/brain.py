@@ -40,6 +40,8 @@ from balanceroute.proxy.admission.tickets import Ticket, Tickets
 from balanceroute.proxy.link.hub import Hub
 from balanceroute.proxy.link.remote import RemoteBrain
 from balanceroute.proxy.telemetry.instruments import Histogram
+from balanceroute.proxy.workers.fleet import Fleet, FleetConfig
+from balanceroute.proxy.workers.relay_reports import RelayReports
 
 WORKERS: Final = 144
 SLOTS: Final = 64
@@ -190,7 +192,9 @@ async def linked(policy: str, horizon_steps: int, seconds: float) -> None:
     with tempfile.TemporaryDirectory() as folder:
         path = str(Path(folder) / "link")
         decisions = Decisions(policy, horizon_steps)
-        hub = Hub(decisions.ledger, asyncio.get_running_loop(), 1, RELAYS)
+        loop = asyncio.get_running_loop()
+        reports = RelayReports(Fleet(decisions.ledger, FleetConfig()), loop, frozen=())
+        hub = Hub(decisions.ledger, reports, loop, 1, RELAYS)
         await hub.serve(path)
         ours, theirs = multiprocessing.Pipe()
         relays = multiprocessing.get_context("spawn").Process(target=play, args=(path, seconds, theirs), daemon=True)
