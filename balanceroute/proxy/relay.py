@@ -187,7 +187,8 @@ def create_relay_app(config: Config, folder: RunFolder, name: str) -> RelayApp:
     """
     if config.connector == "mooncake_layerwise":
         raise ConfigError(
-            "connector: mooncake_layerwise needs listen.relays: 0, as decode workers call one process back"
+            "connector: mooncake_layerwise needs listen.relays: 0, as a decode worker calls back the process that has "
+            "its request, and all relays have one address"
         )
 
     @asynccontextmanager
