@@ -63,6 +63,7 @@ class StreamOutlet:
         """The 200: a decoder has said its first word."""
         self.started = True
         self._response.start(200, self._headers)
+        self.write = self._response.write
 
     def whole(self, body: bytes) -> None:
         """A stream never comes in one piece."""

@@ -91,7 +91,7 @@ _TRAITS_OF_PAIR: Final = _traits_of_pairs()
 def traits_of(request: ClientRequest) -> Traits:
     """The traits of a request's prompt, shape (len(TRAITS),); of one given as token ids they are not needed."""
     pairs, share, media, patches = counts_of(request)
-    traits = _TRAITS_OF_PAIR.dot(pairs) * share
+    traits: Traits = _TRAITS_OF_PAIR.dot(pairs) * share
     traits[0], traits[1], traits[-2], traits[-1] = 1, request.messages, media, patches
     return traits
 
@@ -116,7 +116,8 @@ def counts_of(request: ClientRequest) -> tuple[PairCounts, float, int, int]:
 
 def weights_of_pairs(weights: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
     """What each pair of classes weighs where each trait weighs so much; rows of pairs for rows of traits."""
-    return weights.dot(_TRAITS_OF_PAIR)
+    of_pairs: npt.NDArray[np.float64] = weights.dot(_TRAITS_OF_PAIR)
+    return of_pairs
 
 
 def template_fields(request: ClientRequest) -> list[bytes]:
