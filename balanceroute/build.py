@@ -60,7 +60,7 @@ def worker_specs(config: Config) -> list[WorkerSpec]:
             w.url,
             w.dp_rank,
             config.decode.slots_of(w),
-            w.speed,
+            w.slowdown,
             config.decode.barrier_group_of(w),
             config.decode.request_tokens,
         )

@@ -61,12 +61,13 @@ class PrefillView:
 @dataclass(frozen=True, slots=True)
 class RunnerUp:
     """What the policy does when it may not make an admission; where it then makes none, `admission` is None and `why`
-    says whether it had a choice. `behind`: by how much its score is smaller, where both were made in one stage.
+    says whether it had a choice. `score`: its own, where both were made in one stage. It may be the larger one: some
+    policies (`level_fit`) aim at what suits all that waits, and without the request the aim is another.
     """
 
     admission: Admit | None
     why: str = ""
-    behind: float | None = None
+    score: float | None = None
 
     def __str__(self) -> str:
         if self.admission is None:
@@ -104,7 +105,6 @@ class Explanation:
                     **_admission(admission),
                     "runner_up": runner_up.admission and _admission(runner_up.admission),
                     "otherwise": str(runner_up),
-                    "behind": runner_up.behind,
                 }
                 for admission, runner_up in zip(self.admissions, self.runners_up, strict=True)
             ],
@@ -262,7 +262,7 @@ class _Situation:
             choice = choice or _can_admit(policy, snapshot)
             found = next(iter(_decide(policy, snapshot, now)), None)
             if found is not None:
-                return RunnerUp(found, behind=made.score - found.score if made.stage == found.stage else None)
+                return RunnerUp(found, score=found.score if made.stage == found.stage else None)
         return RunnerUp(None, WOULD_WAIT if choice else NO_CHOICE)
 
 

@@ -42,7 +42,7 @@ ADVICE: dict[str, tuple[str, str]] = {
         "Refused ones: a decoder calls back with a stale token, or somebody else does.",
     ),
     "moves": ("tier", "Rising: workers fall silent; see their health and `health.*`."),
-    "poison_requests": ("", "Any: a request killed engines. Its id is in the log; see what it asks for."),
+    "given_up_requests": ("", "Any: a request killed engines. Its id is in the log; see what it asks for."),
     "predictor_error_tokens": (
         "",
         "Far above the horizon's tenth: lengths have changed; the predictor refits by itself.",

@@ -14,6 +14,7 @@ import typer
 from balanceroute import __version__
 from balanceroute.cli import helping, predictor, trace
 from balanceroute.cli.check_config import check_config
+from balanceroute.cli.decisions import decisions
 from balanceroute.cli.demo import demo
 from balanceroute.cli.emulate import emulate
 from balanceroute.cli.explain import explain
@@ -23,7 +24,7 @@ from balanceroute.cli.replay import replay
 from balanceroute.cli.reproduce import reproduce
 from balanceroute.cli.serve import serve, spread_lists
 from balanceroute.cli.steps import steps
-from balanceroute.errors import BalanceRouteError
+from balanceroute.errors import BalanceRouteError, ConfigError
 
 # what typer raises for a flag it cannot use; newer versions bring a click of their own, so that it has no
 # public name
@@ -45,6 +46,7 @@ app.add_typer(trace.app, name="trace", short_help=trace.SUMMARY)
 app.add_typer(predictor.app, name="predictor", short_help=predictor.SUMMARY)
 helping.add(app, steps)
 helping.add(app, explain)
+helping.add(app, decisions)
 helping.add(app, check_config, "check-config")
 helping.add(app, key)
 
@@ -67,13 +69,17 @@ def root(
 
 
 def main() -> None:
-    """Run the command line; a deliberate error is one clear line and exit code 2, output that cannot be written 1."""
+    """Run the command line; a deliberate error is one clear line and exit code 2, output that cannot be written 1.
+
+    Of a configuration all that is wrong is said, a line each.
+    """
     if sys.stdout is None:  # closed by the caller: let whoever prints hear of it, and no file be opened in its place
         sys.stdout = open(os.devnull)
     try:
         status = app(spread_lists(sys.argv[1:]), standalone_mode=False)
     except BalanceRouteError as error:
-        print(f"balanceroute: {error}", file=sys.stderr)
+        for line in error.problems if isinstance(error, ConfigError) else (error,):
+            print(f"balanceroute: {line}", file=sys.stderr)
         sys.exit(2)
     except USAGE_ERROR as error:  # typer's own report is a box of many lines
         text = error.format_message()  # one line; when nothing was asked for the help, or nothing once that is printed

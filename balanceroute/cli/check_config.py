@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, NoReturn
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -56,20 +56,13 @@ def check_config(
         beside = load_sections(
             file, os.environ, overrides, ("listen", "auth", "metrics", "tls", "predictor", "lifecycle")
         )
-        refuse([*error.problems, *file_problems(beside, model_too=False)])
+        raise ConfigError(*error.problems, *file_problems(beside, model_too=False)) from None
     if wrong := file_problems(config):
-        refuse(wrong)
+        raise ConfigError(*wrong)
     if ask:
         show_probe(config, as_json=as_json)
     else:
         typer.echo(effective_json(config) if as_json else effective_yaml(config), nl=as_json)
-
-
-def refuse(problems: list[str]) -> NoReturn:
-    """Say all that is wrong, a line each, and end with exit code 2."""
-    for problem in problems:
-        typer.echo(f"balanceroute: {problem}", err=True)
-    raise typer.Exit(2)
 
 
 def file_problems(config: "Config", *, model_too: bool = True) -> list[str]:
@@ -148,7 +141,8 @@ def verdict(answers: "list[Answer]", problems: int) -> str:
     from balanceroute.cli.probe import not_compared
 
     count = len(answers)
-    found = f"{count} workers asked, {problems} problems" if problems else f"{count} workers asked, no problem found"
+    wrong = {0: "no problem found", 1: "1 problem"}.get(problems, f"{problems} problems")
+    found = f"{count} workers asked, {wrong}"
     unknown = [f"{name} ({', '.join(workers)})" for name, workers in not_compared(answers).items()]
     if not unknown:
         return found

@@ -97,11 +97,11 @@ def show_explanation(result: "Explanation") -> None:
         admissions = Table("request", "worker", "stage", title="Admissions", title_justify="left")
         admissions.add_column("score", justify="right")
         admissions.add_column("otherwise")
-        admissions.add_column("score less by", justify="right")
+        admissions.add_column("its score", justify="right")
         for admit, runner_up in zip(result.admissions, result.runners_up, strict=True):
-            behind = "-" if runner_up.behind is None else f"{runner_up.behind:,.1f}"
+            its_score = "-" if runner_up.score is None else f"{runner_up.score:,.1f}"
             stage = f"{admit.stage} {STAGES[admit.stage]}"
-            admissions.add_row(admit.request, admit.worker, stage, f"{admit.score:,.1f}", str(runner_up), behind)
+            admissions.add_row(admit.request, admit.worker, stage, f"{admit.score:,.1f}", str(runner_up), its_score)
         print_table(admissions)
     if result.prefills:
         prefills = Table("request", "prefiller", title="Being prefilled (tokens)", title_justify="left")

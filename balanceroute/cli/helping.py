@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any, TypeVar, get_args, get_type_hints
 
 import typer
+from typer.core import TyperCommand
 from typer.models import ArgumentInfo, OptionInfo
 
 Function = TypeVar("Function", bound=Callable[..., Any])
@@ -20,7 +21,24 @@ wrong, as standard error says; 130 interrupted, what there was until then is pri
 def add(app: typer.Typer, function: Function, name: str | None = None) -> Function:
     """Make the function a command of the app, its help readable."""
     name_values(function)
-    return app.command(name, help=long_help(function), short_help=summary(function))(function)
+    return app.command(name, cls=Command, help=long_help(function), short_help=summary(function))(function)
+
+
+class Command(TyperCommand):
+    """A command whose help names its arguments alone, without the names of Python's types."""
+
+    def format_options(self, ctx: Any, formatter: Any) -> None:
+        """Write what is said of arguments and options."""
+        sections: dict[str, list[tuple[str, str]]] = {"Arguments": [], "Options": []}
+        for parameter in self.get_params(ctx):
+            if record := parameter.get_help_record(ctx):
+                of_argument = parameter.param_type_name == "argument"
+                named = (record[0].partition(" <")[0], record[1]) if of_argument else record
+                sections["Arguments" if of_argument else "Options"].append(named)
+        for title, rows in sections.items():
+            if rows:
+                with formatter.section(title):
+                    formatter.write_dl(rows)
 
 
 def name_values(function: Callable[..., Any]) -> None:

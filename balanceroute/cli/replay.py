@@ -27,7 +27,7 @@ COMPARE_HELP = (
     "--param and --predictor are for --policy alone."
 )
 PREDICTOR_HELP = "none, oracle, survival, exact_match, learned, or module:Class of your own."
-SPEED_AWARE_HELP = "Whether the router knows --speeds and --request-tokens."
+COST_AWARE_HELP = "Whether the router knows --slowdowns and --request-tokens."
 REQUEST_TOKENS_HELP = "KV tokens that every request of the fullest worker costs like, beside its own (c)."
 
 ENGINE_BALANCER_HELP = (
@@ -80,8 +80,8 @@ def replay(
     telemetry_lag: Annotated[int, typer.Option(min=0, help="Steps by which the router hears late.")] = 0,
     kv_capacity: Annotated[int | None, typer.Option(help="KV tokens that fit a worker; beyond: recompute.")] = None,
     request_tokens: Annotated[int, typer.Option(min=0, help=REQUEST_TOKENS_HELP)] = 0,
-    speeds: Annotated[str | None, typer.Option(help="Seconds per token by worker, relative: 1,1,1,1.3")] = None,
-    speed_aware: Annotated[bool, typer.Option(help=SPEED_AWARE_HELP)] = True,
+    slowdowns: Annotated[str | None, typer.Option(help="Seconds per token by worker, relative: 1,1,1,1.3")] = None,
+    cost_aware: Annotated[bool, typer.Option(help=COST_AWARE_HELP)] = True,
     fail: Annotated[list[str] | None, typer.Option(help="WORKER@START[-END] in seconds; repeatable.")] = None,
     engine_balancer: Annotated[float | None, typer.Option(help=ENGINE_BALANCER_HELP)] = None,
     series: Annotated[Path | None, typer.Option(help="Write loads by step and worker to this CSV (.gz).")] = None,
@@ -124,8 +124,8 @@ def replay(
         telemetry_lag_steps=telemetry_lag,
         kv_capacity_tokens=kv_capacity,
         request_tokens=request_tokens,
-        speeds=parse_speeds(speeds),
-        speed_aware=speed_aware,
+        slowdowns=parse_slowdowns(slowdowns),
+        cost_aware=cost_aware,
         engine_balancer_blocks=engine_balancer,
         failures=tuple(parse_failure(text) for text in fail or []),
     )
@@ -143,7 +143,7 @@ def replay(
     refuse_unused(context, "prefill_rate", prefillers > 0, "with --prefillers")
     refuse_unused(context, "prefill_policy", prefillers > 0, "with --prefillers")
     refuse_unused(
-        context, "speed_aware", bool(setting.speeds) or request_tokens > 0, "with --speeds or --request-tokens"
+        context, "cost_aware", bool(setting.slowdowns) or request_tokens > 0, "with --slowdowns or --request-tokens"
     )
     refuse_unused(context, "transfers_beside_full", transfer_steps > 0, "with --transfer-steps")
     job.checked()
@@ -265,14 +265,14 @@ def draw_comparison(found: "dict[str, Figures]", title: str, path: Path) -> None
     typer.echo(f"figure: {drawn}", err=True)
 
 
-def parse_speeds(text: str | None) -> tuple[float, ...]:
+def parse_slowdowns(text: str | None) -> tuple[float, ...]:
     """Numbers separated by commas."""
     from balanceroute.errors import InputError
 
     try:
         return tuple(float(part) for part in text.split(",")) if text else ()
     except ValueError:
-        raise InputError(f"--speeds {text}: numbers separated by commas, one per worker") from None
+        raise InputError(f"--slowdowns {text}: numbers separated by commas, one per worker") from None
 
 
 def parse_failure(text: str) -> "Failure":

@@ -10,7 +10,7 @@ def steps(
     files: Annotated[list[Path], typer.Argument(help="Step logs of the engine, one per DP rank.", show_default=False)],
     json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
-    """Find what an engine's step costs per KV token and per request, and each worker's speed, from its step logs.
+    """Find what an engine's step costs per KV token and per request, and each worker's slowdown, from its step logs.
 
     Example: BALANCEROUTE_STEP_LOG=logs vllm serve ...; balanceroute steps logs/steps-dp*.csv
     """

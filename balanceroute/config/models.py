@@ -226,6 +226,13 @@ class Listen(Section):
         description="Processes that hold clients and their streams, beside one that decides and one that watches over "
         "all of them (docs/relays.md). 0: one process does everything.",
     )
+    standbys: int = Field(
+        1,
+        ge=0,
+        le=8,
+        description="With listen.relays: further brains, which take the lead when the one that decides dies or stands "
+        "still.",
+    )
     run_folder: str | None = Field(
         None,
         min_length=1,
@@ -279,7 +286,7 @@ class DecodeWorker(Worker):
     max_num_seqs: int | None = Field(
         None, ge=1, le=65536, description="Decode slots of this worker. Unset: decode.max_num_seqs."
     )
-    speed: float = Field(
+    slowdown: float = Field(
         1.0,
         gt=0,
         le=100,
@@ -341,7 +348,7 @@ class Decode(Section):
     workers: tuple[DecodeWorker, ...] = Field(
         min_length=1,
         strict=False,
-        description="The decode workers: a list of {url, id, dp_rank, max_num_seqs, speed, barrier_group}.",
+        description="The decode workers: a list of {url, id, dp_rank, max_num_seqs, slowdown, barrier_group}.",
     )
     max_num_seqs: int = Field(
         64,
@@ -743,8 +750,8 @@ class Auth(Section):
     )
     admin_token: Secret | None = Field(
         None,
-        description="Bearer token of the admin routes (/instances, /state, /dashboard, /reset_prefix_cache, "
-        "profiling). Unset: they are open to the router's own machine only.",
+        description="Bearer token of the admin routes (/instances, /state, /decisions, /dashboard, "
+        "/routing/policy, /reset_prefix_cache, profiling). Unset: they are open to the router's own machine only.",
     )
 
 

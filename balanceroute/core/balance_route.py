@@ -11,9 +11,9 @@ request.
 Where everything that waits fits into the free slots, choosing workers by free slots balances requests instead of load;
 `slack_placement: load` then gives the largest prompt to the lightest worker until the pool is empty.
 
-Where workers differ in speed, loads are in tokens of a worker of speed 1, and so is what rises above the envelope; a
-worker's margins are divided by its speed, and the score speaks of the tokens that it is given. Where a request costs c
-tokens beside its own, each counts c more.
+Where some workers are slower, loads are in tokens of a worker of slowdown 1, and so is what rises above the envelope;
+a worker's margins are divided by its slowdown, and the score speaks of the tokens that it is given. Where a request
+costs c tokens beside its own, each counts c more.
 
 BR-0 is BR-H with H = 0, alpha = 1, beta = G. The two share this code; only the margins differ: one number per worker,
 or a row of H + 1.
@@ -85,8 +85,8 @@ class PresentMargins:
         self._envelope = snapshot.envelope
 
     def score(self, worker: DecodeInstanceState) -> Score:
-        speed = worker.spec.speed
-        return present_score(self.least_margin(worker) / speed, self._alpha, self._beta * speed)
+        slowdown = worker.spec.slowdown
+        return present_score(self.least_margin(worker) / slowdown, self._alpha, self._beta * slowdown)
 
     def least_margin(self, worker: DecodeInstanceState) -> float:
         return self._envelope - worker.step_load
@@ -121,8 +121,8 @@ class ProjectedMargins:
         return margin
 
     def score(self, worker: DecodeInstanceState) -> Score:
-        speed, margin = worker.spec.speed, self._margin(worker)
-        return self._weights.score(margin) if speed == 1.0 else self._weights.score(margin / speed, speed)
+        slowdown, margin = worker.spec.slowdown, self._margin(worker)
+        return self._weights.score(margin) if slowdown == 1.0 else self._weights.score(margin / slowdown, slowdown)
 
     def least_margin(self, worker: DecodeInstanceState) -> float:
         return float(self._margin(worker).min())
@@ -133,10 +133,10 @@ class ProjectedMargins:
         row = self._loads[worker.index]
         within = int(choice.remaining(self._horizon)) + 1
         first = choice.prompt_tokens + worker.spec.request_tokens
-        if worker.spec.speed == 1.0:
+        if worker.spec.slowdown == 1.0:
             row[:within] += np.arange(first, first + within)
         else:
-            row[:within] += worker.spec.speed * np.arange(first, first + within)
+            row[:within] += worker.spec.slowdown * np.arange(first, first + within)
         np.maximum(self._envelope, row, out=self._envelope)
 
 

@@ -118,7 +118,7 @@ class PoolFifo(AdmissionPolicy):
 
 def occupancy(worker: DecodeInstanceState) -> float:
     """Requests running plus queued, over the slots; each counts for as many as the worker is slower."""
-    return worker.spec.speed * worker.occupied / worker.spec.slots
+    return worker.spec.slowdown * worker.occupied / worker.spec.slots
 
 
 ASSIGN_AT_ONCE: dict[str, type[AssignAtOnce]] = {

@@ -63,12 +63,12 @@ class HorizonWeights:
         self.gain = float(alpha * discounts.cumsum()[-1])
         self._weights = beta * discounts
 
-    def score(self, margins: Margins, speed: float = 1.0) -> Score:
-        """F for a worker of this speed, with these margins in its own tokens at h = 0..H, non-negative. O(H log H)."""
+    def score(self, margins: Margins, slowdown: float = 1.0) -> Score:
+        """F for a worker of this slowdown, with these margins in its tokens at h = 0..H, non-negative. O(H log H)."""
         order = margins.argsort()
         ascending, weights = margins[order], self._weights[order]
-        if speed != 1.0:
-            weights = weights * speed
+        if slowdown != 1.0:
+            weights = weights * slowdown
         kinks = ascending.tolist()
         fallen = [0.0, *np.add.accumulate(weights).tolist()]
         offsets = [0.0, *np.add.accumulate(weights * ascending).tolist()]

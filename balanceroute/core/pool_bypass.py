@@ -51,8 +51,8 @@ class PoolBypass:
             for worker in snapshot.up:
                 if len(worker.active) < worker.own_slots + self.margin:
                     load = worker.step_load
-                    speed, added = worker.spec.speed, request.prompt_tokens + worker.spec.request_tokens
-                    score = present_score((envelope - load) / speed, self.alpha, beta * speed)(added)
+                    slowdown, added = worker.spec.slowdown, request.prompt_tokens + worker.spec.request_tokens
+                    score = present_score((envelope - load) / slowdown, self.alpha, beta * slowdown)(added)
                     if best is None or (score, -load) > (best[0], -best[1]):
                         best = (score, load, worker)
             if best is None:

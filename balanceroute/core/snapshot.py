@@ -117,7 +117,7 @@ class ClusterSnapshot:
         self.means = WorkloadMeans()
         self.overlap = Overlap()
         self.projection = Projection(0, horizon_steps)
-        self.alike = True  # whether every worker has speed 1 and charges nothing per request, so that tokens are cost
+        self.alike = True  # every worker has slowdown 1 and charges nothing per request, so that tokens are cost
         self.longest_wait_s = math.inf  # what may wait longer would leave the pool unserved
         self.draws = 0  # random decisions taken so far: with the seed, the whole state of a random policy
 
@@ -169,7 +169,7 @@ class ClusterSnapshot:
     def _rebuild_projection(self) -> None:
         """A worker came or went: rare, so the rows are recounted."""
         self._sort_by_state()
-        self.alike = all(worker.spec.speed == 1.0 and not worker.spec.request_tokens for worker in self.workers)
+        self.alike = all(worker.spec.slowdown == 1.0 and not worker.spec.request_tokens for worker in self.workers)
         self.projection = self.recount_projection()
 
     def set_state(self, worker: DecodeInstanceState, state: WorkerState) -> None:
@@ -244,7 +244,7 @@ class ClusterSnapshot:
     def projected_loads(self) -> LoadArray:
         """L_g(k+h), shape (G, H+1): our requests as projected, those of others as if they stayed. O(G*H).
 
-        In tokens of a worker of speed 1, as `step_load`; integers where all workers are alike.
+        In tokens of a worker of slowdown 1, as `step_load`; integers where all workers are alike.
         """
         if not self.horizon_steps:
             present: LoadArray = np.array(self.step_loads())
@@ -257,7 +257,7 @@ class ClusterSnapshot:
             for worker in foreign:
                 each = ahead + worker.spec.request_tokens
                 loads[worker.index] += worker.foreign_tokens + worker.foreign_requests * each
-        return loads if self.alike else loads * np.array([[worker.spec.speed] for worker in self.workers])
+        return loads if self.alike else loads * np.array([[worker.spec.slowdown] for worker in self.workers])
 
     def decoding(self) -> Iterator[RequestTracker]:
         """Every request on a decode worker."""

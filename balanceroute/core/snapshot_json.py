@@ -70,7 +70,7 @@ def _fixed(worker: DecodeInstanceState) -> dict[str, Any]:
         "id": worker.spec.id,
         "state": worker.state.value,
         "slots": worker.spec.slots,
-        "speed": worker.spec.speed,
+        "slowdown": worker.spec.slowdown,
         "request_tokens": worker.spec.request_tokens,
     }
 
@@ -172,7 +172,7 @@ def snapshot_from_dict(
 ) -> tuple[ClusterSnapshot, float]:
     """Read a snapshot back, and the time it was taken at (0.0 where it says none).
 
-    Absent fields mean: worker up with speed 1, no tokens per request and used by nobody else, every request running,
+    Absent fields mean: worker up with slowdown 1, no tokens per request and used by nobody else, every request running,
     `expected_remaining` H, no wait, waiting order as listed, means taken over the requests that are there, `overdue_s`
     the ready time plus the policy's patience.
     Only workers, pool and means are read: what a policy looks at. Raises InputError that names the field.
@@ -207,7 +207,7 @@ def _read_worker(snapshot: ClusterSnapshot, entry: Any, path: str) -> None:
         id=_text(entry, "id", path),
         role=Role.DECODE,
         slots=_whole(entry, "slots", path, least=1),
-        speed=_number(entry, "speed", path, default=1.0),
+        slowdown=_number(entry, "slowdown", path, default=1.0),
         request_tokens=_whole(entry, "request_tokens", path, default=0),
     )
     if any(worker.spec.id == spec.id for worker in snapshot.workers):

@@ -11,7 +11,7 @@ LevelFit does so only where half of all slots are in use: below, whatever arrive
 *Scarce*: as many rounds as slots are free. The emptiest worker (requests over slots; tie: least load) takes the request
 with the least cost
 
-    |x - T| + penalty * max(0, x - max L) - bonus,      x = L_g + speed_g (s_i + c_g)
+    |x - T| + penalty * max(0, x - max L) - bonus,      x = L_g + slowdown_g (s_i + c_g)
 
 and when two or more were chosen, each is taken out and chosen again, twice, given all the others: the first choices
 were made before it was known what the last slots would get.
@@ -40,7 +40,7 @@ worker shortly before its cap; until then the holes go to those that waited long
 a third of TargetFit's at no more load spread.
 
 A load is what a step costs (`DecodeInstanceState.step_load`): tokens and c for each request, times the worker's
-relative speed, so that equal loads mean equal step times. The constants are operating
+relative slowdown, so that equal loads mean equal step times. The constants are operating
 points of the simulator on the two synthetic workloads.
 """
 
@@ -194,7 +194,7 @@ class TargetFit:
 
 def cost(spec: WorkerSpec, prompt_tokens: float) -> float:
     """What a request of this prompt adds to the load of a worker."""
-    return spec.speed * (prompt_tokens + spec.request_tokens)
+    return spec.slowdown * (prompt_tokens + spec.request_tokens)
 
 
 class Loads:
@@ -268,7 +268,7 @@ class Window:
             most = max(growth, mean_prompt / 2.0 - growth)
             self.drop += min(most, max(-most, rules.stock_share * (mean_prompt - stock)))
         self._available = self._bonus.copy()  # -inf where the request is used
-        # (speed, c) -> what each adds to a load, and 1 + penalty times as much
+        # (slowdown, c) -> what each adds to a load, and 1 + penalty times as much
         self._scaled: dict[tuple[float, int], tuple[FloatArray, FloatArray]] = {}
         self._cost = np.empty_like(self._sizes)
         self._above = np.empty_like(self._sizes)
@@ -281,9 +281,9 @@ class Window:
         With y = x - T and c = max L - T >= 0 the distance |y| + p max(0, y - c) is max(|y|, (1 + p) y - p c).
         """
         steepness = 1.0 + self.rules.overflow_penalty
-        kind = (spec.speed, spec.request_tokens)
+        kind = (spec.slowdown, spec.request_tokens)
         if kind not in self._scaled:
-            scaled = (self._sizes + spec.request_tokens) * spec.speed
+            scaled = (self._sizes + spec.request_tokens) * spec.slowdown
             self._scaled[kind] = (scaled, scaled * steepness)
         sizes, steep_sizes = self._scaled[kind]
         cost, above = self._cost, self._above
@@ -337,7 +337,7 @@ def choose_scarce(loads: Loads, window: Window, rounds: int) -> list[Fit]:
 def _fit(worker: int, loads: Loads, window: Window) -> Fit:
     spec = loads.workers[worker].spec
     mean, envelope = loads.mean_and_envelope()
-    level = min(envelope, mean - spec.speed * window.drop)
+    level = min(envelope, mean - spec.slowdown * window.drop)
     position, least = window.take(loads.scaled[worker], spec, level, envelope)
     loads.scaled[worker] += cost(spec, window.size(position))
     return Fit(worker, position, least)

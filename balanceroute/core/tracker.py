@@ -151,9 +151,9 @@ class DecodeInstanceState:
 
     @property
     def step_load(self) -> float:
-        """What its step costs, in KV tokens of a worker of speed 1: what a decision takes for L_g."""
+        """What its step costs, in KV tokens of a worker of slowdown 1: what a decision takes for L_g."""
         spec = self.spec
-        return spec.speed * (self.load + self.foreign_tokens + spec.request_tokens * self.occupied)
+        return spec.slowdown * (self.load + self.foreign_tokens + spec.request_tokens * self.occupied)
 
 
 @dataclass(slots=True, eq=False)

@@ -67,9 +67,9 @@ class RejectReason(StrEnum):
 class WorkerSpec:
     """One schedulable (url, DP rank) pair.
 
-    `slots` is B, the engine's max_num_seqs (decode workers only). `speed` and `request_tokens` (c) say what a step
-    costs there, in KV tokens of a worker of speed 1: speed * (tokens + c * requests). `barrier_group` names the decode
-    workers whose steps wait for each other; "" stands for none.
+    `slots` is B, the engine's max_num_seqs (decode workers only). `slowdown` and `request_tokens` (c) say what a step
+    costs there, in KV tokens of a worker of slowdown 1: slowdown * (tokens + c * requests). `barrier_group` names the
+    decode workers whose steps wait for each other; "" stands for none.
     """
 
     id: str
@@ -77,7 +77,7 @@ class WorkerSpec:
     url: str = ""
     dp_rank: int | None = None
     slots: int = 64
-    speed: float = 1.0
+    slowdown: float = 1.0
     barrier_group: str = ""
     request_tokens: int = 0
 

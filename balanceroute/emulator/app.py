@@ -15,6 +15,7 @@ from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
 from balanceroute.emulator import metrics
+from balanceroute.emulator.connectors import CLASS_NAMES
 from balanceroute.emulator.errors import ENGINE_DEAD, ApiError
 from balanceroute.emulator.faults import WORKER_KINDS, Fault, FaultKind, sse_writer
 from balanceroute.emulator.prefill import PrefillWorker
@@ -258,6 +259,7 @@ def create_app(site: Site) -> Starlette:
             get("/metrics", routes.metrics),
             get("/version", routes.version),
             get("/load", routes.load),
+            get("/server_info", routes.server_info),
             post("/tokenize", routes.tokenize),
             post("/detokenize", routes.detokenize),
             post("/reset_prefix_cache", routes.reset_prefix_cache),
@@ -332,6 +334,20 @@ class _SideRoutes:
 
     async def load(self, _: Request) -> Response:
         return _json({"server_load": 0})  # vLLM says 0 unless tracking is switched on
+
+    async def server_info(self, request: Request) -> Response:
+        """What vLLM tells in development mode, as far as somebody may compare it with a configuration."""
+        shape, prefills = self._site.shape, isinstance(self._site.workers[0], PrefillWorker)
+        settings = {
+            "scheduler_config": {"max_num_seqs": shape.max_num_seqs},
+            "cache_config": {"block_size": shape.block_size, "enable_prefix_caching": shape.prefix_caching},
+            "kv_transfer_config": {
+                "kv_connector": CLASS_NAMES[shape.connector],
+                "kv_role": "kv_producer" if prefills else "kv_consumer",
+            },
+        }
+        as_json = request.query_params.get("config_format") == "json"
+        return _json({"vllm_config": settings if as_json else str(settings), "vllm_env": {}, "system_env": {}})
 
     async def tokenize(self, request: Request) -> Response:
         body = parse_body(await request.body(), request.headers.get("content-type"))

@@ -22,6 +22,13 @@ class Connector(StrEnum):
     MOONCAKE_LAYERWISE = "mooncake_layerwise"
 
 
+# the names of their classes, as engines are told them
+CLASS_NAMES = {
+    Connector.MOONCAKE_V1: "MooncakeConnectorV1",
+    Connector.NIXL: "NixlConnector",
+    Connector.MOONCAKE_LAYERWISE: "MooncakeLayerwiseConnector",
+}
+
 # kv_lease_duration of NIXL; VLLM_MOONCAKE_ABORT_REQUEST_TIMEOUT of Mooncake, which is not extended while a
 # decoder queues
 DEFAULT_LEASE_S = {Connector.MOONCAKE_V1: 480.0, Connector.NIXL: 30.0, Connector.MOONCAKE_LAYERWISE: 480.0}

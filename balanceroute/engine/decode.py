@@ -123,16 +123,16 @@ class DecodeRank(Generic[R]):
         *,
         preemption: Preemption = Preemption.RECOMPUTE_LOCALLY,
         recompute_s_per_token: float = 0.0,
-        speed: float = 1.0,
+        slowdown: float = 1.0,
         transfers_beside_full: bool = False,
     ) -> None:
-        if slots < 1 or not speed > 0:
-            raise ConfigError(f"decode rank: slots and speed must be positive, got {slots} and {speed}")
+        if slots < 1 or not slowdown > 0:
+            raise ConfigError(f"decode rank: slots and slowdown must be positive, got {slots} and {slowdown}")
         self.slots = slots
         self.kv = kv
         self.preemption = preemption
         self.recompute_s_per_token = recompute_s_per_token
-        self.speed = speed
+        self.slowdown = slowdown
         self.transfers_beside_full = transfers_beside_full
         self.load = 0  # tokens of the running requests: L_g
         self.stalled = False  # frozen by a fault: keeps what it has, moves nothing
@@ -337,8 +337,8 @@ class DecodeGroup(Generic[R]):
         self.ranks = list(ranks)
         self.step_time = step_time
         self.steps = 0
-        speeds = [rank.speed for rank in self.ranks]
-        self._speeds = None if all(speed == 1.0 for speed in speeds) else speeds
+        slowdowns = [rank.slowdown for rank in self.ranks]
+        self._slowdowns = None if all(slowdown == 1.0 for slowdown in slowdowns) else slowdowns
 
     @property
     def busy(self) -> bool:
@@ -368,7 +368,7 @@ class DecodeGroup(Generic[R]):
 
     def duration_s(self) -> float:
         """Seconds that a step takes with the present loads."""
-        return self.step_time.duration_s((rank.load for rank in self.ranks), self._speeds)
+        return self.step_time.duration_s((rank.load for rank in self.ranks), self._slowdowns)
 
     def end_step(self) -> list[StepOutcome[R]]:
         """One token for every running request of every rank; outcomes in the order of the ranks."""

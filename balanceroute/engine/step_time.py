@@ -13,10 +13,10 @@ from balanceroute.errors import ConfigError
 
 @dataclass(frozen=True, slots=True)
 class StepTimeModel:
-    """Step time `a * max(load * speed) + b`.
+    """Step time `a * max(load * slowdown) + b`.
 
     per_token_s: a, seconds per resident KV token. overhead_s: b, seconds. The defaults are the reference
-    setting of the step simulator. `speeds` are relative seconds per token of each worker (1.0 unless one is
+    setting of the step simulator. `slowdowns` are relative seconds per token of each worker (1.0 unless one is
     slower).
     """
 
@@ -28,7 +28,7 @@ class StepTimeModel:
             if not getattr(self, name) >= 0:
                 raise ConfigError(f"step time: {name} must be zero or more, got {getattr(self, name)}")
 
-    def duration_s(self, loads: Iterable[int], speeds: Sequence[float] | None = None) -> float:
+    def duration_s(self, loads: Iterable[int], slowdowns: Sequence[float] | None = None) -> float:
         """Seconds from barrier to barrier for the loads (tokens) of all workers of the group."""
-        weighted = loads if speeds is None else map(float.__mul__, map(float, loads), speeds)
+        weighted = loads if slowdowns is None else map(float.__mul__, map(float, loads), slowdowns)
         return self.per_token_s * max(weighted, default=0) + self.overhead_s

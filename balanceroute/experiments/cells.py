@@ -72,7 +72,7 @@ class Cell:
         if kind == "lag":
             return replace(setting, telemetry_lag_steps=int(number))
         if self.factor == "slow worker":
-            return replace(setting, speeds=(1.0,) * (self.n_workers - 1) + (SLOW,))
+            return replace(setting, slowdowns=(1.0,) * (self.n_workers - 1) + (SLOW,))
         if self.factor == "lost worker":
             span = len(trace) / (self.load * ideal_capacity(trace, setting.reference))
             return replace(setting, failures=(Failure(0, 0.4 * span, 0.6 * span),))

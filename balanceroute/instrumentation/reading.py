@@ -16,8 +16,8 @@ behind a barrier they are those of the rank with the largest L + c * n, for whic
 before, until it stays). Steps far off the line (pauses of the engine) are dropped once. A c that is no larger than its
 error is 0. `doubt` says when the fit means nothing.
 
-Behind a barrier every rank's steps take as long as the slowest one's, so its ranks have one speed. Ranks and groups
-that step independently have the a of their own fits: relative to the middle one, that is their speed.
+Behind a barrier every rank's steps take as long as the slowest one's, so its ranks have one slowdown. Ranks and groups
+that step independently have the a of their own fits: relative to the middle one, that is their slowdown.
 """
 
 import csv
@@ -41,7 +41,7 @@ LEAST_T = 4.0  # errors that a coefficient must be away from 0: one in 15,000 by
 FAR_OFF = 8.0  # median absolute deviations: a step further off the line is a pause, not a step
 TOGETHER = 0.7  # mean resultant length of the phases: 1 in lock-step, near 0 for steps that drift past each other
 COMPUTED_US = 5.0  # per token: no engine reads a token's KV that slowly, and none computes a prompt as fast
-SAME_SPEED = 0.05  # slopes that differ by less are the same engine's on two days
+SAME_SLOWDOWN = 0.05  # slopes that differ by less are the same engine's on two days
 ROUNDS = 8  # of c; it settles in two or three
 
 
@@ -86,7 +86,7 @@ class RankSummary:
 class Group:
     """Decode ranks that step together, or one alone; the spread is None for one alone.
 
-    `speed`: seconds per token relative to the other groups, None where the fits do not say.
+    `slowdown`: seconds per token relative to the other groups, None where the fits do not say.
     """
 
     files: tuple[str, ...]
@@ -95,7 +95,7 @@ class Group:
     load_spread_p99: float | None
     load_spread_of_mean_ratio: float | None
     fit: Fit | None
-    speed: float | None = None
+    slowdown: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,7 +155,7 @@ def summarise(paths: Sequence[Path]) -> Summary:
     logs = [(path, read(path)) for path in paths]
     ranks = [_rank(path, steps) for path, steps in logs]
     decoding = [log for log, rank in zip(logs, ranks, strict=True) if len(log[1]) and not rank.prefiller]
-    groups = with_speeds([_group(members) for members in in_groups(decoding)])
+    groups = with_slowdowns([_group(members) for members in in_groups(decoding)])
     several = [group for group in groups if len(group.files) > 1]
     if len(groups) > 1 or not several:
         return Summary(ranks, groups, max((group.overlap_s for group in groups), default=0.0))
@@ -269,8 +269,8 @@ def _group(members: Sequence[Log]) -> tuple[Group, Observed]:
     return group, observed
 
 
-def with_speeds(found: Sequence[tuple[Group, Observed]]) -> list[Group]:
-    """The groups with their speeds, where there are several and each one's fit means something.
+def with_slowdowns(found: Sequence[tuple[Group, Observed]]) -> list[Group]:
+    """The groups with their slowdowns, where there are several and each one's fit means something.
 
     All are fitted anew with one c, the middle one: where requests bring their tokens, a slope trades with its c.
     """
@@ -282,9 +282,9 @@ def with_speeds(found: Sequence[tuple[Group, Observed]]) -> list[Group]:
     slopes = np.array([observed.slope_with(c_tokens) for _, observed in found])
     if not np.isfinite(slopes).all():
         return groups
-    speeds = (slopes / np.median(slopes)).round(2)
-    speeds[np.abs(speeds - 1.0) < SAME_SPEED] = 1.0
-    return [replace(group, speed=speed) for group, speed in zip(groups, speeds.tolist(), strict=True)]
+    slowdowns = (slopes / np.median(slopes)).round(2)
+    slowdowns[np.abs(slowdowns - 1.0) < SAME_SLOWDOWN] = 1.0
+    return [replace(group, slowdown=slowdown) for group, slowdown in zip(groups, slowdowns.tolist(), strict=True)]
 
 
 def _at(steps: Floats, times: Floats) -> Floats:

@@ -62,11 +62,11 @@ def _configuration(summary: Summary) -> list[str]:
         f"    request_tokens: {summary.request_tokens}",
     ]
     if len(summary.groups) > 1:
-        lines.append("    workers:   # speed, of the workers of")
+        lines.append("    workers:   # slowdown, of the workers of")
         for group in summary.groups:
-            unknown = "" if group.speed is not None else "   # not known: a fit means nothing"
-            lines.append(f"      # {', '.join(group.files)}: {{speed: {group.speed or 1.0:g}}}{unknown}")
+            unknown = "" if group.slowdown is not None else "   # not known: a fit means nothing"
+            lines.append(f"      # {', '.join(group.files)}: {{slowdown: {group.slowdown or 1.0:g}}}{unknown}")
     elif len(summary.groups[0].files) > 1:
-        lines.append("    # speed: 1 for all; behind one barrier every step takes as long as the slowest rank's")
+        lines.append("    # slowdown: 1 for all; behind one barrier every step takes as long as the slowest rank's")
     replay = f"--step-cost {fit.a_us_per_token * 1e-6:.4g} --step-overhead {fit.b_ms * 1e-3:.4g}"
     return [*lines, f"  to replay with: {replay} --request-tokens {summary.request_tokens}"]

@@ -2,7 +2,7 @@
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable, Mapping
 from contextlib import asynccontextmanager
 from functools import partial
 from pathlib import Path
@@ -10,6 +10,7 @@ from typing import Any
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
+from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
 from balanceroute.build import worker_specs
@@ -103,19 +104,6 @@ def create_app(
     Raises: ConfigError: a file that the configuration names is wrong.
     """
 
-    @asynccontextmanager
-    async def lifespan(app: Starlette) -> AsyncIterator[None]:
-        assert isinstance(app, RouterApp)
-        predictor = forecasts or build_forecasts(config)
-        loop = asyncio.get_running_loop()
-        services = app.services = build_services(config, loop, predictor, strict, journal, perimeter, app.tls, pins)
-        app.hot = hot_routes(services)
-        start(services, dashboard.recorder)
-        try:
-            yield
-        finally:
-            await stop(services)
-
     perimeter, tls = Perimeter(config), Tls(config)
     pins = None
     if config.lifecycle.pins_file is not None and config.kv_pin_s is not None:
@@ -124,19 +112,37 @@ def create_app(
     parts = operator_parts(lambda: app.services, dashboard)
     if config.connector == "mooncake_layerwise":
         parts.append(Metaserver(lambda: app.services))
-    routes = [
-        guarded(
-            route,
-            lambda: app.services.perimeter,
-            lambda: app.services.metrics.refusals,
-            SIGN_IN if route.path == DASHBOARD_PATH else None,
-        )
-        for part in parts
-        for route in part.routes()
-    ]
+
+    @asynccontextmanager
+    async def lifespan(app: Starlette) -> AsyncIterator[None]:
+        assert isinstance(app, RouterApp)
+        predictor = forecasts or build_forecasts(config)
+        loop = asyncio.get_running_loop()
+        services = app.services = build_services(config, loop, predictor, strict, journal, perimeter, tls, pins)
+        app.hot = hot_routes(services)
+        start(services, dashboard.recorder)
+        try:
+            yield
+        finally:
+            await stop(services)
+
+    routes = guarded_routes(lambda: app.services, (route for part in parts for route in part.routes()))
     app = RouterApp(routes=routes, lifespan=lifespan, exception_handlers=HANDLERS)
     set_up(app, config, tls)
     return app
+
+
+def guarded_routes(services: Callable[[], ClientServices], routes: Iterable[Route]) -> list[Route]:
+    """The routes behind their classes; `services` exist once a request comes. Raises: KeyError: see `guarded`."""
+    return [
+        guarded(
+            route,
+            lambda: services().perimeter,
+            lambda: services().metrics.refusals,
+            SIGN_IN if route.path == DASHBOARD_PATH else None,
+        )
+        for route in routes
+    ]
 
 
 HANDLERS: dict[Any, Callable[..., Any]] = {HTTPException: http_error, Exception: internal_error}
@@ -197,10 +203,8 @@ def build_services(
     metrics = Metrics(ledger.view, config.routing.policy, stage_clock)
     if forecasts is not None:
         metrics.include(forecasts.metrics)
-    circuit = CircuitConfig(config.health.failure_threshold, config.health.open_for_s)
     tls = tls or Tls(config)
-    to_workers = FleetConfig(circuit, config.limits.client_buffer_bytes, tls.for_workers)
-    fleet = Fleet(ledger, to_workers, metrics.forget_worker)
+    fleet = Fleet(ledger, fleet_config(config, tls), metrics.forget_worker)
     for spec in worker_specs(config):
         fleet.connect(spec)
     connector = connector_for(config)
@@ -222,6 +226,12 @@ def build_services(
         keyer=forecasts,
         strict=strict,
     )
+
+
+def fleet_config(config: Config, tls: Tls) -> FleetConfig:
+    """How workers are connected to, and when one that fails rests."""
+    circuit = CircuitConfig(config.health.failure_threshold, config.health.open_for_s)
+    return FleetConfig(circuit, config.limits.client_buffer_bytes, tls.for_workers)
 
 
 def health_monitor(services: Services) -> HealthMonitor:

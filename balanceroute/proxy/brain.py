@@ -1,9 +1,9 @@
 """The process that decides for all relays of one router: ledger, dispatchers, health, polls, operators' routes.
 
 It serves two sockets of the run folder: relays speak to the hub (`link/hub.py`) at one, and send operators' requests
-to its application at the other. It leads while it holds the lock of the folder; another one that is started meanwhile
-waits for that, and takes over within a fraction of a second once the leader has ended, however that ends. Nothing is
-decided before the relays that are expected have told what they hold.
+to its application at the other. It leads while it keeps the lead (`link/leadership.py`); another one that is started
+meanwhile stands by, and takes over once the leader has ended, however that ends, or stands still. Nothing is decided
+before the relays that live have told what they hold.
 
 SIGTERM             drain: relays are told to refuse new requests; it ends when they have left
 SIGINT              end now
@@ -14,8 +14,9 @@ import asyncio
 import logging
 import os
 import signal
+import sys
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Final
@@ -23,13 +24,13 @@ from typing import Final
 from starlette.applications import Starlette
 
 from balanceroute.config import Config
-from balanceroute.errors import NoHealthyWorkers
+from balanceroute.errors import ConfigError, InputError, NoHealthyWorkers
 from balanceroute.proxy.admission.forecasts import build_forecasts
 from balanceroute.proxy.app import HANDLERS, RouterApp, build_services, operator_parts, set_up, start, stop, supervised
 from balanceroute.proxy.changes import KeptChanges
 from balanceroute.proxy.client.services import ClientServices
 from balanceroute.proxy.link.hub import Hub
-from balanceroute.proxy.link.leadership import Leadership
+from balanceroute.proxy.link.leadership import RENEW_S, FileLead, Lead
 from balanceroute.proxy.ops.dashboard import Dashboard
 from balanceroute.proxy.ops.guard import trusted
 from balanceroute.proxy.perimeter.tls import Tls
@@ -56,22 +57,27 @@ class BrainApp(RouterApp):
 
 
 def run_brain(
-    config: Config, folder: RunFolder, relays: int, load: Callable[[], Config], journal: Path | None = None
+    config: Config,
+    folder: RunFolder,
+    load: Callable[[], Config],
+    journal: Path | None = None,
+    on_lead: Callable[[], None] = lambda: None,
 ) -> None:
-    """Wait for the lead, then decide until a signal ends it.
+    """Stand by, then decide until a signal ends it, or another brain leads.
 
-    Args: relays: how many are expected to join. load: reads the configuration anew, for SIGHUP. journal: a file for
-    every decision.
+    Args: load: reads the configuration anew, for SIGHUP. journal: a file for every decision; where one is there, a
+    brain has led before, and this one writes beside it, with its process id at the end of the name. on_lead: called
+    when it has the lead.
 
     Raises: ConfigError: a file or socket of the folder can't be used.
     """
     folder.make()
-    lead = Leadership(folder.lock)
-    signal.signal(signal.SIGHUP, signal.SIG_IGN)  # until there is something to reload
-    while not lead.take():
-        time.sleep(STANDBY_LOOK_S)
+    lead, config = _stand_by(FileLead(folder.lock), config, load)
     try:
-        app = create_brain_app(config, folder, lead.epoch, relays, journal)
+        on_lead()
+        if journal is not None and journal.exists():
+            journal = journal.with_name(f"{journal.name}.{os.getpid()}")
+        app = create_brain_app(config, folder, lead, folder.living(), journal)
 
         async def on_reload() -> None:
             new = load()
@@ -85,8 +91,27 @@ def run_brain(
         lead.release()
 
 
-def create_brain_app(read: Config, folder: RunFolder, epoch: int, relays: int, journal: Path | None = None) -> BrainApp:
-    """The application that leads under this epoch, with what operators have changed under the one before.
+def _stand_by(lead: Lead, config: Config, load: Callable[[], Config]) -> tuple[Lead, Config]:
+    """Wait for the lead; returns it, and the configuration by then. A drain is not ours before."""
+    reloads: list[int] = []
+    signal.signal(signal.SIGHUP, lambda number, _: reloads.append(number))
+    before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
+    while not lead.take():
+        time.sleep(STANDBY_LOOK_S)
+    signal.signal(signal.SIGTERM, before)
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)  # until there is something to reload
+    if reloads:
+        try:
+            config = load()
+        except (ConfigError, InputError) as error:
+            log.warning("reload refused", extra={"error": str(error)})
+    return lead, config
+
+
+def create_brain_app(read: Config, folder: RunFolder, lead: Lead, relays: int, journal: Path | None = None) -> BrainApp:
+    """The application of who has the lead, with what operators have changed under the one before.
+
+    Args: relays: how many live, whose word is waited for.
 
     Raises: ConfigError: a file of the configuration is wrong.
     """
@@ -107,7 +132,7 @@ def create_brain_app(read: Config, folder: RunFolder, epoch: int, relays: int, j
         hub = app.hub = Hub(
             services.ledger,
             loop,
-            epoch,
+            lead.epoch,
             relays,
             lambda other: app.end(),
             reports,
@@ -127,8 +152,12 @@ def create_brain_app(read: Config, folder: RunFolder, epoch: int, relays: int, j
         kept.last.apply(services)
         await hub.serve(str(folder.link))
         start(services, dashboard.recorder, hub.settled)
-        watch = supervised(services, "changes", lambda: kept.watch(services, lambda: app.read))
-        services.tasks["changes"] = loop.create_task(watch)
+        coroutines: dict[str, Callable[[], Awaitable[None]]] = {
+            "lead": lambda: _keep(lead, app),
+            "changes": lambda: kept.watch(services, lambda: app.read),
+        }
+        for name, run in coroutines.items():
+            services.tasks[name] = loop.create_task(supervised(services, name, run), name=name)
         try:
             yield
         finally:
@@ -141,6 +170,15 @@ def create_brain_app(read: Config, folder: RunFolder, epoch: int, relays: int, j
     set_up(app, config, Tls(config))
     app.read = read
     return app
+
+
+async def _keep(lead: Lead, app: BrainApp) -> None:
+    """Keep the lead until it is lost, or until cancelled."""
+    while await lead.renew():  # noqa: ASYNC110
+        await asyncio.sleep(RENEW_S)
+    log.warning("another brain leads", extra={"epoch": lead.epoch})
+    app.end()
+    await asyncio.Event().wait()
 
 
 class BrainServer(ChildServer):

@@ -21,13 +21,14 @@ from balanceroute.proxy.perimeter.tls import Tls
 from balanceroute.proxy.relay import run_relay
 from balanceroute.proxy.reload import check_fixed
 from balanceroute.proxy.run_folder import RunFolder, run_folder
-from balanceroute.proxy.supervisor import Supervisor
+from balanceroute.proxy.supervisor import Supervisor, be_called
 from balanceroute.proxy.telemetry.logs import configure
 
 log = logging.getLogger(__name__)
 
 BACKLOG: Final = 4096
 BRAIN: Final = "brain"
+STANDBY: Final = "standby"
 
 
 def serve_processes(config: Config, load: Callable[[], Config], journal: Path | None = None) -> int:
@@ -51,6 +52,7 @@ def serve_processes(config: Config, load: Callable[[], Config], journal: Path | 
         configure(config.log.level, config.log.format, process="parent")
         return Supervisor(
             processes.mains(),
+            processes.brains,
             processes.reload,
             processes.stop_listening,
             lambda: processes.config.lifecycle.drain_timeout_s,
@@ -71,10 +73,20 @@ class Processes:
         self.config, self._load, self._folder, self._sockets = config, load, folder, sockets
         self._journal = journal
 
+    @property
+    def brains(self) -> list[str]:
+        """The names of those that may lead."""
+        return [BRAIN, *(f"{BRAIN}-{number + 2}" for number in range(self.config.listen.standbys))]
+
+    @property
+    def relays(self) -> list[str]:
+        """The names of the relays."""
+        return [f"relay-{number}" for number in range(self.config.listen.relays)]
+
     def mains(self) -> dict[str, Callable[[], None]]:
-        """Every child's, by its name; the brain is first."""
-        names = [f"relay-{number}" for number in range(self.config.listen.relays)]
-        return {BRAIN: self._brain} | {name: partial(self._relay, name) for name in names}
+        """Every child's, by its name; the brains are first."""
+        mains: dict[str, Callable[[], None]] = {name: partial(self._brain, name) for name in self.brains}
+        return mains | {name: partial(self._relay, name) for name in self.relays}
 
     def reload(self) -> bool:
         """Read the configuration again; False if it can't be used, and nothing has changed."""
@@ -93,12 +105,11 @@ class Processes:
         for sock in self._sockets:
             sock.close()
 
-    def _brain(self) -> None:
+    def _brain(self, name: str) -> None:
+        """It is called after what it does, as any of them may lead."""
         self.stop_listening()
-        load, journal = self._begin(BRAIN), self._journal
-        if journal is not None and journal.exists():  # of a brain that has died: each writes one of its own
-            journal = journal.with_name(f"{journal.name}.{os.getpid()}")
-        run_brain(self.config, self._folder, self.config.listen.relays, load, journal)
+        be_called(STANDBY)
+        run_brain(self.config, self._folder, self._begin(name), self._journal, lambda: be_called(BRAIN))
 
     def _relay(self, name: str) -> None:
         run_relay(self.config, self._sockets, self._folder, name, self._begin(name))

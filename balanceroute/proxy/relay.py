@@ -120,7 +120,9 @@ class RelayServices(ClientServices):
         """Tell what goes on here, a few times per second; until cancelled."""
         while True:
             await asyncio.sleep(PERIOD_S)
-            awaited = {leg.worker for leg in self.legs if leg.worker and leg.expects_tokens_from(leg.worker)}
+            awaited = {
+                leg.decoder_id for leg in self.legs if leg.decoder_id and leg.expects_tokens_from(leg.decoder_id)
+            }
             uses = self.following.uses(self.loop.time(), awaited)
             keys = () if self.perimeter.keys is None else self.perimeter.keys.uses()
             self.brain.report(Activity(self.exchanges, self.drainer.pending, uses, keys))
@@ -144,6 +146,7 @@ def run_relay(
     Raises: ConfigError: a file that the configuration names is wrong.
     """
     signal.signal(signal.SIGHUP, signal.SIG_IGN)  # until there is something to reload
+    folder.come_to_life(name)
     app = create_relay_app(config, folder, name)
 
     async def on_reload() -> None:
@@ -170,6 +173,12 @@ def create_relay_app(config: Config, folder: RunFolder, name: str) -> RelayApp:
         loop = asyncio.get_running_loop()
         services = app.services = build_relay(config, loop, folder, name, perimeter, app.tls, pins)
         app.hot = hot_routes(services)
+
+        def joined() -> None:
+            to_brain.turn_to_another()
+            services.tell_counts()
+
+        services.brain.on_joined = joined
         coroutines: dict[str, Callable[[], Awaitable[None]]] = {
             "link": services.brain.run,
             "pool_reaper": PoolReaper(services, lambda: None, judges=False).run,
@@ -261,7 +270,6 @@ def build_relay(
         folder=folder,
         name=name,
     )
-    brain.on_joined = services.tell_counts
     brain.on_workers, brain.on_silent, brain.on_salt = services.name_workers, services.silence, services.salted
     brain.on_keys = lambda message: services.keys_elsewhere(message.relay, message.keys)
     return services

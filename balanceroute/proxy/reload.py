@@ -1,7 +1,7 @@
 """A new configuration for a running router: what may change does, what may not is named.
 
-May not, and needs a restart: the listening sockets, the connector and its callback address, and the slots, speed or URL
-of a worker that is in use. Everything else changes under the requests that are there: none of them is lost.
+May not, and needs a restart: the listening sockets, the connector and its callback address, and the slots, slowdown or
+URL of a worker that is in use. Everything else changes under the requests that are there: none of them is lost.
 
 Another policy or predictor is made from the snapshot: what is bound to a worker stays there, what waits is decided on
 anew, and all forecasts are renewed. What a predictor has learned comes out of its history file or, where there is none,
@@ -10,7 +10,7 @@ out of its memory; `exact_match` then knows the lengths that it saw, but not who
 
 import asyncio
 import logging
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from threading import Thread
 from typing import Final
 
@@ -84,7 +84,15 @@ def check(services: Services, new: Config) -> None:
     for worker in services.fleet:
         spec = wanted.get(worker.id)
         if spec is not None and spec != worker.spec:
-            raise ConfigError(f"worker {worker.id}: its settings cannot change while it is in use; remove it first")
+            changes = [
+                f"{field.name} from {getattr(worker.spec, field.name)} to {getattr(spec, field.name)}"
+                for field in fields(spec)
+                if getattr(spec, field.name) != getattr(worker.spec, field.name)
+            ]
+            raise ConfigError(
+                f"worker {worker.id}: {', '.join(changes)}: cannot change while it is in use; "
+                "remove it first, or restart the router"
+            )
 
 
 def check_fixed(old: Config, new: Config) -> None:

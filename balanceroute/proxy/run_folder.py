@@ -1,10 +1,13 @@
 """The files that the processes of one router share: its run folder, which belongs to our user alone."""
 
+import fcntl
 import logging
 import os
 import stat
 import tempfile
+import time
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
@@ -15,6 +18,9 @@ from balanceroute.errors import ConfigError
 log = logging.getLogger(__name__)
 
 _COUNTS: Final = "counts-"
+_LIFE: Final = "life-"  # locked by a relay while it lives
+_TRIES: Final = 20
+_PAUSE_S: Final = 0.05
 MAX_SOCKET_PATH: Final = 107  # bytes, of a unix socket's name on Linux
 
 
@@ -47,6 +53,23 @@ class RunFolder:
     def pins(self, relay: str) -> Path:
         """The record of the prefill KV that is pinned for requests of this relay."""
         return self.folder / f"pins-{relay}"
+
+    def come_to_life(self, relay: str) -> None:
+        """This process is that relay, until it ends. Raises: ConfigError: another one is."""
+        try:
+            file = os.open(self.folder / f"{_LIFE}{relay}", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+            for _ in range(_TRIES):  # `living` holds it for a moment
+                with suppress(BlockingIOError):
+                    fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    return
+                time.sleep(_PAUSE_S)
+            raise _unusable(self.folder, f"another process is its {relay}; each router needs its own")
+        except OSError as error:
+            raise _unusable(self.folder, f"cannot be used: {error.strerror}") from None
+
+    def living(self) -> int:
+        """How many relays live."""
+        return sum(_is_locked(file) for file in self.folder.glob(f"{_LIFE}*"))
 
     def counts(self, relay: str) -> bytes:
         """What the former lives of this relay have counted; empty: nothing."""
@@ -94,6 +117,15 @@ def run_folder(config: Config, port: int, environ: Mapping[str, str]) -> RunFold
     if own:
         return RunFolder(Path(own) / f"balanceroute-{port}")
     return RunFolder(Path(tempfile.gettempdir()) / f"balanceroute-{os.geteuid()}-{port}")
+
+
+def _is_locked(path: Path) -> bool:
+    with path.open("rb") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return True
+    return False
 
 
 def _unusable(folder: Path, why: str) -> ConfigError:

@@ -10,6 +10,7 @@ import asyncio
 import contextlib
 import gc
 import logging
+import os
 import signal
 import sys
 from collections.abc import Awaitable, Callable
@@ -198,7 +199,9 @@ def serve(app: ClientApp, config: Config, on_reload: Reload | None = None) -> No
     server = ProcessServer(app, config, on_reload)
     try:
         server.run()
-    except SystemExit:
-        raise ConfigError(f"listen: cannot listen on {config.listen.host}:{config.listen.port}") from None
+    except SystemExit as error:
+        cause = error.__context__  # of uvicorn's own exit
+        reason = f": {os.strerror(cause.errno)}" if isinstance(cause, OSError) and cause.errno else ""
+        raise ConfigError(f"listen: cannot listen on {config.listen.host}:{config.listen.port}{reason}") from None
     if not server.started:
         raise ConfigError(f"listen: cannot start on {config.listen.host}:{config.listen.port}")

@@ -1,6 +1,6 @@
 """Starts the processes of one router, watches them, and starts again the one that died.
 
-    parent ---- brain
+    parent ---- brain, brain-2     one leads, the other stands by
        |------- relay-0
        '------- relay-1
 
@@ -26,7 +26,7 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Final, NoReturn
 
@@ -61,21 +61,22 @@ class Child:
 
 
 class Supervisor:
-    """Runs children until a signal ends them; the first one is needed by the others."""
+    """Runs children until a signal ends them."""
 
     def __init__(
         self,
         mains: Mapping[str, Callable[[], None]],
+        needed: Collection[str],
         on_reload: Callable[[], bool],
         on_end: Callable[[], None],
         drain_timeout_s: Callable[[], float],
     ) -> None:
-        """`mains`: what each child runs, by its name, in the order of their start.
+        """`mains`: what each child runs, by its name, in the order of their start. `needed`: who the others need.
 
         `on_reload`: reads the configuration; False: it can't be used. `on_end`: called before children are told to
         drain or to end.
         """
-        self.children = [Child(name, main, needed=not number) for number, (name, main) in enumerate(mains.items())]
+        self.children = [Child(name, main, name in needed) for name, main in mains.items()]
         self._on_reload, self._on_end, self._drain_timeout_s = on_reload, on_end, drain_timeout_s
         self._signals = 0  # to end
         self._deadline_s: float | None = None  # then all that is left is killed
@@ -228,12 +229,17 @@ class Supervisor:
             os._exit(code)
 
 
+def be_called(name: str) -> None:
+    """Be known by this name (`ps -o comm`)."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_NAME, f"br-{name}".encode(), 0, 0, 0)
+
+
 def _belong_to(parent: int, name: str) -> None:
     """Die with the parent, however that dies, and be known by a name of one's own (`ps -o comm`)."""
     os.setpgid(0, 0)
     if sys.platform == "linux":
-        libc = ctypes.CDLL(None)
-        libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-        libc.prctl(_PR_SET_NAME, f"br-{name}".encode(), 0, 0, 0)
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    be_called(name)
     if os.getppid() != parent:  # it has died meanwhile
         os._exit(1)

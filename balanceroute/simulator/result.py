@@ -22,9 +22,9 @@ class Figures:
     """The figures of one simulation; the names are the keys of `replay --json`.
 
     A wait ends with the step from which the request runs: it includes a KV transfer, and its time per token does not.
-    Where workers differ in speed, loads count times the speed: equal ones take equal time. Prefill latencies are from
-    arrival to the end of the prefill; `prefill_computed_ratio` is the share of prompt tokens that no prefix cache had.
-    Pauses are those of a balancer inside the engine: seconds without a token.
+    Where some workers are slower, loads count times the slowdown: equal ones take equal time. Prefill latencies are
+    from arrival to the end of the prefill; `prefill_computed_ratio` is the share of prompt tokens that no prefix cache
+    had. Pauses are those of a balancer inside the engine: seconds without a token.
     """
 
     load_spread_mean: float

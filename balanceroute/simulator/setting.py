@@ -22,7 +22,7 @@ BOUNDS = {
 }
 MOST_BLOCKS = 1_000_000
 MOST_OVERLAP = 65_536  # as in the configuration
-MOST_SPEED = 100.0  # as in the configuration's decode.workers
+MOST_SLOWDOWN = 100.0  # as in the configuration's decode.workers
 SHORTEST_STEP_S = 1e-9
 LATEST_FAILURE_S = 1e9
 LOADS = (0.001, 1000.0)  # the least and the most of a fraction of ideal capacity
@@ -58,8 +58,8 @@ class Setting:
         telemetry_lag_steps: steps by which the router hears of starts, tokens and departures too late.
         kv_capacity_tokens: KV tokens that fit one worker; beyond, the last running request is recomputed.
         request_tokens: KV tokens that every request of the fullest worker costs like, beside its own (c).
-        speeds: seconds per token of each worker relative to the others; empty: all 1.
-        speed_aware: whether the router knows `speeds` and `request_tokens`.
+        slowdowns: seconds per token of each worker relative to the others; empty: all 1.
+        cost_aware: whether the router knows `slowdowns` and `request_tokens`.
         failures: workers that are lost, and when.
         engine_balancer_blocks: threshold of a balancer inside the engine, which pauses requests (`engine.dp_balancer`);
             None: the engine runs what it has.
@@ -80,8 +80,8 @@ class Setting:
     telemetry_lag_steps: int = 0
     kv_capacity_tokens: int | None = None
     request_tokens: int = 0
-    speeds: tuple[float, ...] = ()
-    speed_aware: bool = True
+    slowdowns: tuple[float, ...] = ()
+    cost_aware: bool = True
     failures: tuple[Failure, ...] = ()
     engine_balancer_blocks: float | None = None
 
@@ -112,19 +112,19 @@ class Setting:
             raise InputError(f"overlap {self.overlap_requests}: accepted is a whole number from 0 to {MOST_OVERLAP:,}")
         if self.prefix_cache_tokens and not self.prefillers:
             raise InputError(f"prefix cache {self.prefix_cache_tokens}: changes nothing without prefillers")
-        self.check_speeds()
+        self.check_slowdowns()
         self.check_engine_balancer()
         for failure in self.failures:
             self.check_failure(failure)
         return self
 
-    def check_speeds(self) -> None:
+    def check_slowdowns(self) -> None:
         """Raises: InputError where they are not one sensible number per worker."""
-        if self.speeds and len(self.speeds) != self.n_workers:
-            raise InputError(f"speeds: {len(self.speeds)} numbers for {self.n_workers} workers")
-        for speed in self.speeds:
-            if not 0 < speed <= MOST_SPEED:
-                raise InputError(f"speed {speed}: accepted is a number above 0 and at most {MOST_SPEED:g}")
+        if self.slowdowns and len(self.slowdowns) != self.n_workers:
+            raise InputError(f"slowdowns: {len(self.slowdowns)} numbers for {self.n_workers} workers")
+        for slowdown in self.slowdowns:
+            if not 0 < slowdown <= MOST_SLOWDOWN:
+                raise InputError(f"slowdown {slowdown}: accepted is a number above 0 and at most {MOST_SLOWDOWN:g}")
 
     def check_engine_balancer(self) -> None:
         """Raises: InputError for a threshold that is none, or options that it is not modelled with."""

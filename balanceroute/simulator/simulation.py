@@ -122,9 +122,9 @@ class Simulation:
             scheduler.add_worker(WorkerSpec(name, Role.PREFILL), 0.0)
             scheduler.report_prefix_cache(name, setting.prefix_cache_tokens, 0.0)
         for index in range(setting.n_workers):
-            speed = setting.speeds[index] if setting.speeds and setting.speed_aware else 1.0
-            each = setting.request_tokens if setting.speed_aware else 0
-            spec = WorkerSpec(f"d{index}", Role.DECODE, slots=setting.slots, speed=speed, request_tokens=each)
+            slowdown = setting.slowdowns[index] if setting.slowdowns and setting.cost_aware else 1.0
+            each = setting.request_tokens if setting.cost_aware else 0
+            spec = WorkerSpec(f"d{index}", Role.DECODE, slots=setting.slots, slowdown=slowdown, request_tokens=each)
             scheduler.add_worker(spec, 0.0)
         return scheduler
 
@@ -285,8 +285,8 @@ class Simulation:
         if setting.request_tokens:
             loads = [load + setting.request_tokens * count for load, count in zip(loads, ranks.counts, strict=True)]
         total = sum(loads)
-        if setting.speeds:
-            loads = [load * speed for load, speed in zip(loads, setting.speeds, strict=True)]
+        if setting.slowdowns:
+            loads = [load * slowdown for load, slowdown in zip(loads, setting.slowdowns, strict=True)]
         duration = setting.step_cost_s * max(loads) + setting.step_overhead_s
         level = total / self.up_capacity()
         if setting.failures:
@@ -311,12 +311,12 @@ class Simulation:
             self.hear(*self.told.popleft())
 
     def up_capacity(self) -> float:
-        """What the workers that are up can carry per token of the common level: each the inverse of its speed."""
+        """What the workers that are up can carry per token of the common level: each the inverse of its slowdown."""
         setting = self.setting
-        if not setting.speeds and not setting.failures:
+        if not setting.slowdowns and not setting.failures:
             return setting.n_workers
-        speeds = setting.speeds or (1.0,) * setting.n_workers
-        return sum(1.0 / speed for speed, rank in zip(speeds, self.ranks.ranks, strict=True) if rank.up)
+        slowdowns = setting.slowdowns or (1.0,) * setting.n_workers
+        return sum(1.0 / slowdown for slowdown, rank in zip(slowdowns, self.ranks.ranks, strict=True) if rank.up)
 
     def jump(self) -> None:
         """Nothing runs: go to the next moment at which something happens."""

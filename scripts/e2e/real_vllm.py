@@ -10,7 +10,7 @@ listens on 127.0.0.1 and is ended by pid. Not part of the test suite: it needs v
     params          no kv_transfer_params is used twice: as many pulls as prefills
     features        every feature of scripts/e2e/features.py beside one plain server: equal, or listed with the reason
     messages        Anthropic's client gets the messages that one server's own /v1/messages gives
-    poison          prompts' logprobs reach no decoder: both live on after 40 such requests at once
+    prompt_logprobs prompts' logprobs reach no decoder: both live on after 40 such requests at once
     kill_decoder    kill -9 of a decoder mid-stream: every stream is complete, with the tokens of an undisturbed run
     kill_prefiller  kill -9 of the prefiller after a probe: a clear error or a whole answer, and nothing is held
     freeze_decoder  SIGSTOP of a decoder with 8 streams and 8 fresh requests: all complete with the right tokens
@@ -360,7 +360,7 @@ def check_messages(servers: Servers) -> str:
     )
 
 
-def check_poison(servers: Servers) -> str:
+def check_prompt_logprobs(servers: Servers) -> str:
     """Requests that today's decoders die of if they are forwarded."""
     kinds = [{"prompt_logprobs": 1}, {"echo": True, "logprobs": 1}, {"echo": True, "logprobs": 1, "max_tokens": 0}]
     with ThreadPoolExecutor(8) as pool:
@@ -687,7 +687,7 @@ CHECKS: dict[str, Callable[[Servers], str]] = {
     "params": check_params,
     "features": check_features,
     "messages": check_messages,
-    "poison": check_poison,
+    "prompt_logprobs": check_prompt_logprobs,
     "kill_decoder": check_kill_decoder,
     "kill_prefiller": check_kill_prefiller,
     "freeze_decoder": check_freeze_decoder,

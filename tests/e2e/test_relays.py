@@ -330,6 +330,34 @@ def test_streams_go_on_without_a_brain_and_the_next_one_knows_them(cluster: Clus
     )  # a kill may cut off the last line of the first
 
 
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "stands still"])
+def test_a_standby_takes_over_and_a_brain_that_goes_on_finds_itself_deposed(
+    cluster: Cluster, tmp_path: Path, how: signal.Signals
+) -> None:
+    async def test(router: Router) -> None:
+        begun = streams(router, 14)
+        await all_under_way(router, begun)
+        first = router.brains[-1]
+        os.kill(first, how)
+        try:
+            later = streams(router, 4, 20, first=100)  # they wait for the next one
+            await until(lambda: len(router.brains) == 2)
+            await until(lambda: all(len(router.said("relay joined", relay=name)) == 2 for name in router.relays))
+            void = sum(line["void"] for line in router.said("relay joined"))
+            assert await router.active() <= RANKS * SLOTS
+            assert await all_end(begun) == 14 - void and await all_end(later) == 4
+            assert not void or router.were_late
+        finally:
+            if how is signal.SIGSTOP:
+                os.kill(first, signal.SIGCONT)
+        await until(lambda: {line["epoch"] for line in router.said("listening") if "epoch" in line} == {1, 2})
+        await until(lambda: router.said("child died", child="brain"))
+        assert router.said("child died")[0].get("signal") == (None if how is signal.SIGSTOP else "SIGKILL")
+        assert router.brains[-1] != first and await all_end(streams(router, 4, 20, first=200)) == 4
+
+    with_router(test, cluster, tmp_path)
+
+
 def test_a_relay_that_was_stopped_is_given_up_and_joins_anew(cluster: Cluster, tmp_path: Path) -> None:
     async def test(router: Router) -> None:
         begun = streams(router, 14)

@@ -198,6 +198,25 @@ def test_bad_flags_end_in_one_line_and_exit_code_2(arguments: list[str], told: s
     assert told in done.stderr and done.stderr.count("\n") == 1
 
 
+def test_all_that_is_wrong_with_the_settings_is_said_at_once_a_line_each() -> None:
+    command = [sys.executable, "-m", "balanceroute", "serve", "--set", "routing.gamma=9"]
+    done = subprocess.run(command, capture_output=True, text=True)
+    lines = done.stderr.splitlines()
+    assert done.returncode == 2 and len(lines) == 3
+    for named in ("prefill.workers", "decode.workers", "routing.gamma = 9"):
+        assert any(named in line for line in lines), named
+
+
+def test_a_port_that_is_taken_is_named_with_the_reason() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        address = f"127.0.0.1:{taken.getsockname()[1]}"
+        flags = ["--prefiller-ports", "1", "--decoder-ports", "2", "--port", address.partition(":")[2]]
+        command = [sys.executable, "-m", "balanceroute", "serve", *flags]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 2
+    assert f"balanceroute: listen: cannot listen on {address}: Address already in use" in done.stderr.splitlines()
+
+
 def test_sighup_reloads_the_file_and_keeps_serving_when_it_is_wrong(emulator: tuple[str, Path], tmp_path: Path) -> None:
     _, cluster = emulator
     config, log = tmp_path / "router.yaml", tmp_path / "router.log"

@@ -15,6 +15,7 @@ import httpx
 from balanceroute.config import Config
 from balanceroute.emulator import ClusterShape, EmulatedCluster
 from balanceroute.proxy.brain import BrainApp, BrainServer, create_brain_app
+from balanceroute.proxy.link.leadership import FileLead
 from balanceroute.proxy.relay import RelayApp, RelayServer, create_relay_app
 from balanceroute.proxy.run_folder import RunFolder
 from balanceroute.proxy.server import Server
@@ -68,13 +69,18 @@ async def serving(server: Server, sockets: list[socket.socket] | None = None) ->
 
 
 @asynccontextmanager
-async def a_brain(config: Config, folder: RunFolder, epoch: int = 1, relays: int = 2) -> AsyncIterator[BrainApp]:
+async def a_brain(config: Config, folder: RunFolder, relays: int = 2) -> AsyncIterator[BrainApp]:
     """One that leads."""
-    app = create_brain_app(config, folder, epoch, relays)
-    server = BrainServer(app, config, uds=str(folder.operators))
-    app.end = server.end
-    async with serving(server):
-        yield app
+    lead = FileLead(folder.lock)
+    await until(lead.take)
+    try:
+        app = create_brain_app(config, folder, lead, relays)
+        server = BrainServer(app, config, uds=str(folder.operators))
+        app.end = server.end
+        async with serving(server):
+            yield app
+    finally:
+        lead.release()
 
 
 @asynccontextmanager

@@ -109,7 +109,7 @@ async def test_without_a_brain_relays_live_and_new_requests_wait_for_one() -> No
         assert ready.status_code == 503 and ready.headers["retry-after"]
         waits = asyncio.gather(*(answered(relay, number) for number in range(8)))
         await until(lambda: len(relay.app.services.tickets.by_id) == 8)
-        async with a_brain(router.config, router.folder, epoch=2, relays=1) as brain:
+        async with a_brain(router.config, router.folder, relays=1) as brain:
             await waits
             await until(lambda: not brain.services.ledger.requests)
 
@@ -130,7 +130,7 @@ async def test_the_next_brain_knows_what_operators_have_changed() -> None:
         await until(lambda: KeptChanges(router.folder.changes).last.added)
         router.brain.end()
         await until(lambda: relay.app.services.brain.member is None)
-        async with a_brain(router.config, router.folder, epoch=2, relays=1) as brain:
+        async with a_brain(router.config, router.folder, relays=1) as brain:
             await until(lambda: states(relay).get("by-hand") is WorkerState.UP)
             assert states(relay)[drained] is WorkerState.DRAINING and brain.services.fleet[drained].drained
             await until(lambda: taken not in states(relay) and added not in states(relay))

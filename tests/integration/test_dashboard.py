@@ -3,6 +3,7 @@
 import asyncio
 import json
 import re
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -137,6 +138,40 @@ async def test_decisions_are_listed_with_what_would_have_been_done_instead() -> 
         assert [each["number"] for each in news["decisions"]] == sorted(
             (each["number"] for each in news["decisions"]), reverse=True
         )
+        await asyncio.wait([requests])
+        listed = (await router.client.get("/decisions", params={"last": 100})).json()
+        last = (await router.client.get("/decisions", params={"last": 2})).json()["decisions"]
+        assert listed["count"] >= len(listed["decisions"]) > 2 and last == [
+            {**row, "age_s": again["age_s"], "at": again["at"]}
+            for row, again in zip(listed["decisions"], last, strict=False)
+        ]
+        known = {each["number"]: each for each in news["decisions"]}
+        again = [each for each in listed["decisions"] if each["number"] in known]
+        assert again, "what the page showed is there, too"
+        for each in again:
+            shown = known[each["number"]]
+            assert all(each[name] == shown[name] for name in ("request", "worker", "score", "runner_up_score"))
+            assert abs(each["at"] - (time.time() - each["age_s"])) < 60
+        await router.settled()
+
+
+@pytest.mark.parametrize("last", ["0", "101", "-1", "x", "9" * 400, "²"])
+async def test_a_number_of_decisions_that_is_none_is_refused(last: str) -> None:
+    async with running() as router:
+        reply = await router.client.get("/decisions", params={"last": last})
+        assert reply.status_code == 400 and "1 to 100" in reply.json()["error"]["message"]
+        assert (await router.client.get("/decisions")).json() == {"count": 0, "decisions": []}
+
+
+async def test_asking_for_decisions_is_watching_them() -> None:
+    shape = ClusterShape(prefillers=1, decoders=2, max_num_seqs=2, time_scale=0.1)
+    async with running(shape) as router:
+        requests = asyncio.ensure_future(keep_asking(router))
+        async with asyncio.timeout(60):
+            found: list[dict[str, Any]] = []
+            while not any(" to " in (row["runner_up"] or "") for row in found):
+                found = (await router.client.get("/decisions")).json()["decisions"]
+        requests.cancel()
         await asyncio.wait([requests])
         await router.settled()
 

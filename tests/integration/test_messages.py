@@ -294,7 +294,7 @@ async def test_a_decoder_that_dies_loses_nothing_of_a_stream() -> None:
                     stopped = True
                     (leg,) = router.app.services.legs
                     urls = [url.removeprefix("http://") for url in router.cluster.decode_urls]
-                    await router.cluster.inject(f"d{urls.index(leg.worker)}", "stop")
+                    await router.cluster.inject(f"d{urls.index(leg.decoder_id)}", "stop")
         assert stopped and text == said
 
 

@@ -464,11 +464,11 @@ async def test_kv_that_became_too_old_while_our_own_process_slept_is_prefilled_a
     async with running(shape, prefill={"kv_pin_s": 100.0}, pool={"ttl_s": 90.0}) as router:
         services = router.app.services
         first = asyncio.ensure_future(router.client.post("/v1/completions", json=completion(max_tokens=1500)))
-        await until(lambda: any(leg.worker for leg in services.legs))
+        await until(lambda: any(leg.decoder_id for leg in services.legs))
         second = asyncio.ensure_future(router.client.post("/v1/completions", json=completion(max_tokens=24)))
         await until(lambda: len(services.ledger.scheduler.snapshot.pool) == 1)
         waiting = next(
-            leg for leg in services.legs if leg.id in services.ledger.scheduler.snapshot.requests and not leg.worker
+            leg for leg in services.legs if leg.id in services.ledger.scheduler.snapshot.requests and not leg.decoder_id
         )
         waiting.pinned_s -= 85.0  # as if the process had been stopped for so long
         assert (await second).json()["choices"][0]["text"] == decode(continuation(PROMPT, 24))

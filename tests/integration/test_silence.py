@@ -58,7 +58,7 @@ def moves(router: Router, tier: str = "decode") -> float:
 
 
 def streams_on_every_decoder(router: Router) -> bool:
-    begun = {leg.worker for leg in router.app.services.legs if leg.decoder is not None}
+    begun = {leg.decoder_id for leg in router.app.services.legs if leg.streaming_from is not None}
     return len(begun) == len(router.cluster.decode)
 
 
@@ -92,8 +92,8 @@ async def test_a_stream_that_cannot_go_on_elsewhere_stays_on_its_frozen_decoder_
         schema = {"type": "json_schema", "json_schema": {"name": "n", "schema": {"type": "object"}}}
         body = completion(max_tokens=800, stream=True, response_format=schema)
         task = asyncio.get_running_loop().create_task(router.client.post("/v1/completions", json=body, timeout=300.0))
-        await until(lambda: any(leg.decoder is not None for leg in services.legs))
-        worker = next(leg.worker for leg in services.legs)
+        await until(lambda: any(leg.streaming_from is not None for leg in services.legs))
+        worker = next(leg.decoder_id for leg in services.legs)
         frozen = f"d{_ids(router).index(worker)}"
         await freeze(router, frozen)
         await until(lambda: services.fleet[worker].out)

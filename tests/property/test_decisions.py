@@ -119,7 +119,7 @@ def test_requests_above_every_margin_tie_where_beta_is_alpha(
 
 
 def naive_fit(loads: list[list[int]], waiting: list[int], penalty: int, drop: float) -> list[tuple[str, str]]:
-    """The scarce branch as it is specified, request by request, for waits of zero and equal speeds."""
+    """The scarce branch as it is specified, request by request, for waits of zero and equal slowdowns."""
     load, active = [sum(held) for held in loads], [len(held) for held in loads]
     chosen: list[tuple[int, int]] = []
 

@@ -87,7 +87,8 @@ class SchedulerMachine(RuleBasedStateMachine):
         for index in range(2):
             self.scheduler.add_worker(WorkerSpec(f"p{index}", Role.PREFILL), self.now)
         for index, count in enumerate(slots):
-            self.scheduler.add_worker(WorkerSpec(f"d{index}", Role.DECODE, slots=count, speed=1 + index / 4), self.now)
+            spec = WorkerSpec(f"d{index}", Role.DECODE, slots=count, slowdown=1 + index / 4)
+            self.scheduler.add_worker(spec, self.now)
 
     def some(self, pick: int, *phases: Phase) -> str | None:
         """One of the requests in these phases."""

@@ -126,7 +126,7 @@ async def test_no_get_changes_anything() -> None:
     async with running(SMALL) as router:
         reads = {path for method, path, access in calls(router) if method == "GET" and access is Access.ADMIN}
         of_page = {f"/dashboard/{name}" for name in ("assets/dashboard.js", "data", "stream", "what_if")}
-        assert reads == {"/state", "/dashboard", *of_page}
+        assert reads == {"/state", "/decisions", "/dashboard", *of_page}
 
 
 @pytest.mark.parametrize(

@@ -56,7 +56,7 @@ def changed(state: dict[str, Any], **values: Any) -> dict[str, Any]:
 def test_the_example_of_the_design() -> None:
     result = explain(EXAMPLE).to_dict()
     admission = {"request": "w1", "worker": "d0", "stage": 1, "score": 4000.0}
-    nothing = {"runner_up": None, "otherwise": "no other choice", "behind": None}
+    nothing = {"runner_up": None, "otherwise": "no other choice"}
     assert result["admissions"] == [admission | nothing]
     assert result["margins"] == {"d0": [0] * 81}
     assert (result["left_waiting"], result["reason"]) == (0, "nothing is left waiting")
@@ -67,7 +67,7 @@ def test_br_0_takes_the_largest_request_that_fits_the_margin() -> None:
     result = explain(SCARCE)
     assert [(a.request, a.worker, a.stage, a.score) for a in result.admissions] == [("fits", "d1", 2, 2900.0)]
     (runner_up,) = result.runners_up
-    assert runner_up.admission is not None and (runner_up.admission.request, runner_up.behind) == ("big", 400.0)
+    assert runner_up.admission is not None and (runner_up.admission.request, runner_up.score) == ("big", 2500.0)
     assert [(w.load_tokens, w.margin, w.free_slots) for w in result.workers] == [(5000, 0, 0), (2000, 3000, 1)]
     assert (result.left_waiting, result.reason) == (2, "no slot is left free")
 
@@ -95,7 +95,7 @@ def test_where_every_request_finds_a_slot_the_runner_up_is_another_worker() -> N
     result = explain(state)
     assert [(a.request, a.worker, a.score) for a in result.admissions] == [("only", "d1", -500.0)]
     (runner_up,) = result.runners_up
-    assert str(runner_up) == "only to d0" and runner_up.behind == 3000.0
+    assert str(runner_up) == "only to d0" and runner_up.score == -3500.0
 
 
 def test_one_request_and_one_free_slot_leave_no_other_choice_and_a_hold_is_one() -> None:
@@ -121,7 +121,7 @@ def test_a_policy_that_looks_at_present_loads_decides_on_the_outline_as_on_the_w
     scheduler = Scheduler(make_policy(settings))
     scheduler.add_worker(WorkerSpec("p0", Role.PREFILL), 0.0)
     for name in ("d0", "d1", "d2"):
-        scheduler.add_worker(WorkerSpec(name, Role.DECODE, slots=6, speed=random.choice((1.0, 1.5))), 0.0)
+        scheduler.add_worker(WorkerSpec(name, Role.DECODE, slots=6, slowdown=random.choice((1.0, 1.5))), 0.0)
     scheduler.report_decoder("d1", 2, 700, 1, 0.0)
     for n in range(18):
         scheduler.submit(RequestSpec(f"r{n}", random.randint(1, 3000)), 0.0)
@@ -169,7 +169,7 @@ def test_a_down_worker_has_no_margin_and_sets_no_envelope() -> None:
     [
         ({"policy": "magic"}, "policy: 'magic'; accepted: br_0"),
         ({"params": {"r_max": 0}}, "params.r_max: expected a whole number from 1 to 64, found 0"),
-        ({"params": {"speed": 1}}, "params.speed: unknown; accepted: horizon_steps"),
+        ({"params": {"slowdown": 1}}, "params.slowdown: unknown; accepted: horizon_steps"),
         ({"params": {"guard": "none"}}, "params.guard: expected pool or head, found 'none'"),
         ({"params": {"pool_bypass": 1}}, "params.pool_bypass: expected true or false, found 1"),
         ({"policy": "br_h", "params": {"pool_bypass": True}}, "params: pool_bypass works with br_0 only"),
@@ -201,7 +201,7 @@ def test_the_command_prints_tables_or_json(
     file.write_text(json.dumps(SCARCE))
     assert run(monkeypatch, str(file)) == 0
     shown = capsys.readouterr().out
-    assert "2 scarce" in shown and "big to d1" in shown and "400.0" in shown and "3,000" in shown
+    assert "2 scarce" in shown and "big to d1" in shown and "2,500.0" in shown and "3,000" in shown
     assert run(monkeypatch, str(file), "--json") == 0
     assert json.loads(capsys.readouterr().out) == explain(SCARCE).to_dict()
 

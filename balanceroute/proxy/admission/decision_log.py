@@ -29,8 +29,8 @@ _WATCHED_S: Final = 5.0
 class Decision:
     """One admission, at the ledger's time `at_s`; `number` counts them.
 
-    `runner_up`: what the policy would have done without it, and `behind`, by how much its score is smaller, where both
-    were of one stage; None while that is to be worked out.
+    `runner_up`: what the policy would have done without it, and its score, where both were of one stage; None while
+    that is to be worked out.
     """
 
     number: int
@@ -38,7 +38,7 @@ class Decision:
     policy: str
     admission: Admit
     runner_up: str | None = None
-    behind: float | None = None
+    runner_up_score: float | None = None
 
 
 @dataclass(frozen=True, slots=True)

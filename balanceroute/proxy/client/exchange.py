@@ -360,7 +360,7 @@ class Exchange:
             generated = leg.answer.scanner.tokens
             tokens += generated
             metrics.prefill_wait.observe(leg.prefill_wait_s)
-            if leg.worker:
+            if leg.decoder_id:
                 metrics.decode_wait.observe(leg.decode_wait_s)
             first_s = leg.first_token_s
             if first_s:
@@ -393,8 +393,8 @@ class Exchange:
         if legs:
             one = legs[0] if len(legs) == 1 else _Together(legs)
             fields |= {
-                "prefiller": one.prefiller,
-                "worker": one.worker,
+                "prefiller": one.prefiller_id,
+                "worker": one.decoder_id,
                 "prefill_wait_s": round(one.prefill_wait_s, 4),
                 "decode_wait_s": round(one.decode_wait_s, 4),
                 "ttft_s": None if ttft_s is None else round(ttft_s, 4),
@@ -409,8 +409,8 @@ class _Together:
     """What the log says of several legs: their workers in order, the longest waits, the sums."""
 
     def __init__(self, legs: list[Leg]) -> None:
-        self.prefiller = ",".join(leg.prefiller for leg in legs)
-        self.worker = ",".join(leg.worker for leg in legs)
+        self.prefiller_id = ",".join(leg.prefiller_id for leg in legs)
+        self.decoder_id = ",".join(leg.decoder_id for leg in legs)
         self.prefill_wait_s = max(leg.prefill_wait_s for leg in legs)
         self.decode_wait_s = max(leg.decode_wait_s for leg in legs)
         self.recomputes = sum(leg.recomputes for leg in legs)

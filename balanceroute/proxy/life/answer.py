@@ -15,8 +15,8 @@ from balanceroute.proxy.admission.prompt_sizes import has_estimate
 from balanceroute.proxy.life.outlet import Outlet
 from balanceroute.proxy.life.relay import write_part
 from balanceroute.proxy.life.resumption import Fidelity, resumption
+from balanceroute.proxy.life.retries import pushes_back
 from balanceroute.proxy.life.services import TryServices
-from balanceroute.proxy.life.verdicts import pushes_back
 from balanceroute.proxy.wire.payloads import ClientRequest, PrefillResult, resume
 from balanceroute.proxy.wire.prompt_part import prompt_text
 from balanceroute.proxy.wire.sse import EventScanner, StreamEnd

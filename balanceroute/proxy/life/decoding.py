@@ -7,7 +7,7 @@ How the stream ends, and what that means:
 | [DONE] after a finish reason | complete |
 | broken off after a finish reason | complete, without a [DONE] of ours |
 | [DONE] without one, or `stop_reason: "recomputed"` | the request was given back: the answer goes on elsewhere |
-| broken off, an error event, no JSON, another request's | an error, which `verdicts.py` judges |
+| broken off, an error event, no JSON, another request's | an error, which `retries.py` judges |
 """
 
 import asyncio
@@ -17,7 +17,7 @@ from balanceroute.errors import BadUpstreamReply, BalanceRouteError, ConnectFail
 from balanceroute.proxy.life.errors import ClientStalled
 from balanceroute.proxy.life.leg import ERROR_LIMIT, REPLY_LIMIT, Leg
 from balanceroute.proxy.life.relay import relay
-from balanceroute.proxy.life.verdicts import event_error, status_error
+from balanceroute.proxy.life.retries import event_error, status_error
 from balanceroute.proxy.wire.answers import correct_answer
 from balanceroute.proxy.wire.sse import StreamEnd
 from balanceroute.proxy.workers.fleet import Worker
@@ -39,7 +39,7 @@ async def decode(leg: Leg, worker: Worker, grace_s: float) -> bool:
     services, answer, params = leg.services, leg.answer, leg.unspent
     assert params is not None
     limits, now = services.config.limits, services.tickets.now()
-    leg.worker = worker.id
+    leg.decoder_id = worker.id
     if worker.in_use == 0:
         worker.busy_since_s = now
     streams = answer.request.streams_upstream  # else nothing comes before the whole answer
@@ -73,7 +73,7 @@ async def decode(leg: Leg, worker: Worker, grace_s: float) -> bool:
             leg.refused(params)
         raise
     except asyncio.CancelledError:
-        worker.circuit.no_verdict()
+        worker.circuit.inconclusive()
         interruption = leg.interruption()
         if interruption is None:
             raise
@@ -81,7 +81,7 @@ async def decode(leg: Leg, worker: Worker, grace_s: float) -> bool:
     finally:
         if leg.reply is not None and answer.scanner.end is not StreamEnd.DONE:
             leg.reply.abort()
-        leg.reply = leg.decoder = None
+        leg.reply = leg.streaming_from = None
         if not answered and leg.unspent is None and answer.scanner.tokens == tokens:
             services.drainer.orphan()  # the worker was told, but gave no sign of having pulled the KV
         leg.stalled_since_s = math.inf
@@ -152,12 +152,12 @@ def _has_begun(leg: Leg, worker: Worker) -> None:
     """The first tokens are here: from now on the next one is waited for, and what failed before is forgotten."""
     leg.ticket.began()  # the prefiller's KV has been pulled
     at = worker.progress_s = leg.ticket.last_token_s
-    leg.decoder = worker
+    leg.streaming_from = worker
     if not leg.first_token_s:
         leg.first_token_s = at
     leg.idle_s = leg.services.config.limits.idle_timeout_s
     leg.try_deadline_s = at + leg.idle_s
-    leg.verdicts.begun(at)
+    leg.retries.begun(at)
 
 
 def _ended(leg: Leg, worker: Worker, broken: UpstreamError | None) -> bool:
@@ -202,7 +202,7 @@ async def _whole(leg: Leg, worker: Worker, reply: Reply) -> bool:
     leg.first_token_s = worker.progress_s = leg.services.tickets.now()
     scanner.tokens, scanner.finish_reason = told.tokens, told.finish_reason
     scanner.end = StreamEnd.DONE
-    leg.verdicts.clear_choices()
+    leg.retries.clear_choices()
     answer.outlet.whole(told.body)
     return True
 

@@ -53,7 +53,7 @@ from balanceroute.proxy.life.decoding import decode
 from balanceroute.proxy.life.errors import WorkerSilent
 from balanceroute.proxy.life.leg import ERROR_LIMIT, REPLY_LIMIT, Event, Leg, Transitions
 from balanceroute.proxy.life.pull import go_on
-from balanceroute.proxy.life.verdicts import pushes_back, status_error
+from balanceroute.proxy.life.retries import pushes_back, status_error
 from balanceroute.proxy.telemetry.conditions import CONNECTOR
 from balanceroute.proxy.wire.connectors import LayerwiseConnector
 from balanceroute.proxy.wire.payloads import ClientRequest, PrefillResult, parse_probe_reply
@@ -124,15 +124,15 @@ class Layerwise:
     async def decoding(self) -> Event:
         """Have the decode worker ask for the KV and generate the answer, from wherever it is."""
         leg, worker = self._leg, self._worker
-        answer, scanner, verdicts = leg.answer, leg.answer.scanner, leg.verdicts
+        answer, scanner, retries = leg.answer, leg.answer.scanner, leg.retries
         tokens = scanner.tokens
         lost: UpstreamError | None = None
         try:
             if await self._attempt(worker):
                 return Event.COMPLETE
-            worker.circuit.no_verdict()
+            worker.circuit.inconclusive()
             if scanner.tokens == tokens:
-                await asyncio.sleep(verdicts.fruitless(worker))
+                await asyncio.sleep(retries.fruitless(worker))
         except PushFailed as failure:
             leg.check_abandoned(worker)
             lost = failure.error
@@ -142,7 +142,7 @@ class Layerwise:
             lost = error
             if error.tier != "prefill":
                 await leg.suspect_loss(error, worker)
-                await asyncio.sleep(verdicts.judge(error, worker, "decode", begun=bool(scanner.tokens)))
+                await asyncio.sleep(retries.judge(error, worker, "decode", begun=bool(scanner.tokens)))
             elif not isinstance(error, WorkerSilent):  # a silent one may have written half of the KV
                 raise  # judged where it happened, and it was the last try
         if not answer.prompt_tokens and scanner.prompt_ids is not None:
@@ -197,7 +197,7 @@ class Layerwise:
         leg, answer = self._leg, self._leg.answer
         try:
             result = await self._prefill_for(body)
-            answer.check_prefill(self._s.fleet[leg.prefiller], result)
+            answer.check_prefill(self._s.fleet[leg.prefiller_id], result)
         except BalanceRouteError as error:
             if answer.scanner.end is not StreamEnd.DONE:
                 leg.interrupt(error)
@@ -222,7 +222,7 @@ class Layerwise:
             try:
                 return await self._probe_for(prefiller, body)
             except UpstreamError as error:
-                delay_s = leg.verdicts.judge(error, prefiller, "prefill", begun=bool(leg.answer.scanner.tokens))
+                delay_s = leg.retries.judge(error, prefiller, "prefill", begun=bool(leg.answer.scanner.tokens))
                 if not _unseen(error):
                     raise PushFailed(error, delay_s) from error
                 await asyncio.sleep(delay_s)
@@ -241,7 +241,7 @@ class Layerwise:
                 raise QueueTimeout(text, retry_after_s=RETRY_AFTER_S) from None
             if prefiller.state is WorkerState.UP:
                 leg.prefill_wait_s += now() - waiting_since_s
-                leg.prefiller = prefiller.id
+                leg.prefiller_id = prefiller.id
                 return prefiller
             leg.ticket.push_failed()
 
@@ -268,13 +268,13 @@ class Layerwise:
                 self._s.check_connector(prefiller, result.kv_transfer_params)
             prefiller.circuit.success()
             prefiller.progress_s = self._s.tickets.now()
-            leg.verdicts.prefilled()
+            leg.retries.prefilled()
             return result
         except TimeoutError:
             text = f"no answer within {patience_s:g} s"
             raise UpstreamTimeout(text, worker=prefiller.id, tier="prefill") from None
         except asyncio.CancelledError:
-            prefiller.circuit.no_verdict()
+            prefiller.circuit.inconclusive()
             raise
         finally:
             prefiller.in_use -= 1

@@ -9,12 +9,12 @@ which, is its strategy's: `pull.py`, `layerwise.py` or `scoring.py`.
 | `pull.py`, `layerwise.py`, `scoring.py` | the phases in their order, each with a table of what follows what |
 | `prefilling.py`, `decoding.py` | one try at a prefiller, one at a decode worker |
 | `answer.py` | what has come of the answer, and how it goes on when a worker is lost |
-| `verdicts.py` | what a failed try means, and how long to wait before the next |
+| `retries.py` | what a failed try means, and how long to wait before the next |
 
 Four rules:
 
 **Once.** `finish` is called in one `finally`, whatever happened; everything else that the leg holds (connections,
-circuit verdicts) is released in the scope that took it. Releasing never awaits, so it can't be cancelled half-way.
+trials of circuits) is released in the scope that took it. Releasing never awaits, so it can't be cancelled half-way.
 
 **Status before bytes.** The decoder's stream is read until there is something for the client or the stream has ended;
 only then `Outlet.start` is called. Up to that point a failure is another try or a status.
@@ -47,9 +47,9 @@ from balanceroute.proxy.admission.tickets import Ticket
 from balanceroute.proxy.life.answer import Answer
 from balanceroute.proxy.life.errors import ClientGone, ClientStalled, WorkerSilent
 from balanceroute.proxy.life.outlet import Outlet
+from balanceroute.proxy.life.retries import Retries
 from balanceroute.proxy.life.services import TryServices
 from balanceroute.proxy.life.suspicion import Choices
-from balanceroute.proxy.life.verdicts import Verdicts
 from balanceroute.proxy.wire.payloads import ClientRequest, PrefillResult
 from balanceroute.proxy.wire.sse import StreamEnd
 from balanceroute.proxy.workers.drainer import Drain
@@ -113,10 +113,10 @@ class Leg:
         "_task",
         "_tries",
         "answer",
-        "at",
+        "at_worker",
         "deadline_s",
         "decode_wait_s",
-        "decoder",
+        "streaming_from",
         "first_token_s",
         "headers",
         "id",
@@ -126,7 +126,7 @@ class Leg:
         "pin",
         "pinned_s",
         "prefill_wait_s",
-        "prefiller",
+        "prefiller_id",
         "recomputes",
         "reply",
         "services",
@@ -135,9 +135,9 @@ class Leg:
         "ticket",
         "unspent",
         "upstream_id",
-        "verdicts",
-        "waits_for",
-        "worker",
+        "retries",
+        "last_tried",
+        "decoder_id",
     )
 
     def __init__(
@@ -160,11 +160,11 @@ class Leg:
         """
         self.id, self.services, self._strategy = request_id, services, strategy
         self.answer = Answer(services, request, outlet, scanner_options)
-        self.verdicts = Verdicts(services, request_id, choices)
+        self.retries = Retries(services, request_id, choices)
         self.headers, self._key = checked_lines(headers), prompt_key
         self.deadline_s = deadline_s
         self.outcome = Outcome.FAILED
-        self.prefiller = self.worker = ""  # the last ones that were asked
+        self.prefiller_id = self.decoder_id = ""  # the last ones that were asked
         self.recomputes = self._tries = 0
         self.upstream_id = request_id  # X-Request-Id at the workers; every try has its own
         self.prefill_wait_s = self.decode_wait_s = self.first_token_s = 0.0
@@ -175,9 +175,9 @@ class Leg:
         self.pin: Pin | None = None  # the record of it, which has it for as long as they are unspent
         # where it is
         self._task: asyncio.Task[Any] | None = None
-        self.at = ""  # the worker that a request of ours is under way at
-        self.waits_for = ("", "")  # the worker, and its role, that the leg waits for or waited for last
-        self.decoder: Worker | None = None  # whose tokens come
+        self.at_worker = ""  # the id of the worker that a request of ours is under way at
+        self.last_tried = ("", "")  # the id and role of the worker that the present try, or the last one, went to
+        self.streaming_from: Worker | None = None  # the decode worker whose tokens come
         self.reply: Reply | None = None  # the decode worker's, while it is read
         self.kv_due = False  # its decode worker waits for KV that is being computed: no token can come
         # until when
@@ -227,9 +227,9 @@ class Leg:
             raise error from None
         finally:
             services.legs.discard(self)
-            self.verdicts.close()
+            self.retries.close()
             if self.outcome is Outcome.FINISHED:
-                self.verdicts.clear_choices()  # on a failure the others are abandoned: none of them may go now
+                self.retries.clear_choices()  # on a failure the others are abandoned: none of them may go now
             if not self.ticket.left:
                 self.ticket.finish(self.outcome, answer.scanner.finish_reason or "")
             self.free_kv()
@@ -259,7 +259,7 @@ class Leg:
     def check_abandoned(self, worker: Worker) -> None:
         """Raises: ClientGone: nobody waits for what this worker has said."""
         if self._abandoned:
-            worker.circuit.no_verdict()
+            worker.circuit.inconclusive()
             raise ClientGone
 
     def interrupt(self, error: BalanceRouteError) -> None:
@@ -303,7 +303,7 @@ class Leg:
     def expects_tokens_from(self, worker_id: str) -> bool:
         """Whether a stream from that worker is open whose client reads, and tokens may come."""
         return (
-            self.worker == worker_id
+            self.decoder_id == worker_id
             and self.reply is not None
             and self.answer.request.streams_upstream
             and not self.reply.paused
@@ -326,8 +326,8 @@ class Leg:
         worker.take()
         worker.circuit.used()
         self.try_deadline_s, self._grace_s = deadline_s, grace_s
-        self.at = worker.id
-        self.waits_for = (worker.id, role)
+        self.at_worker = worker.id
+        self.last_tried = (worker.id, role)
 
     def heard(self, worker: Worker) -> None:
         """The worker has the request: a client that goes is now reason enough to hang up. Raises: ClientGone."""
@@ -338,7 +338,7 @@ class Leg:
         """The request to this worker is over."""
         self._grace_s = 0.0
         self.try_deadline_s = math.inf
-        self.at = ""
+        self.at_worker = ""
         worker.in_use -= 1
 
     async def admission(self) -> Worker:
@@ -346,16 +346,16 @@ class Leg:
 
         One that has gone out between the decision and now, be it for another request's trial, is not asked.
         """
-        ticket, verdicts, fleet = self.ticket, self.verdicts, self.services.fleet
+        ticket, retries, fleet = self.ticket, self.retries, self.services.fleet
         while True:
-            worker = fleet[await verdicts.patiently(ticket, ticket.admission())]
-            if verdicts.has_turn:
-                await verdicts.turn(worker)
+            worker = fleet[await retries.patiently(ticket, ticket.admission())]
+            if retries.has_turn:
+                await retries.turn(worker)
             if worker.state is WorkerState.UP:
                 self.decode_wait_s += self.services.tickets.now() - ticket.pooled_s
                 return worker
-            verdicts.left_worker()
-            verdicts.left_tier()
+            retries.left_worker()
+            retries.left_tier()
             ticket.put_back()
 
     async def suspect_loss(self, error: UpstreamError, worker: Worker) -> None:
@@ -365,9 +365,9 @@ class Leg:
         """
         midway = bool(self.answer.scanner.tokens_in_life)
         try:
-            await self.verdicts.suspect_loss(error, worker, midway=midway)
+            await self.retries.suspect_loss(error, worker, midway=midway)
         finally:
-            self.verdicts.left_worker()
+            self.retries.left_worker()
 
     def record(self, pins: PinRecord, result: PrefillResult) -> None:
         """Take down what a prefiller has pinned, if any prompt may stand in for this one.
@@ -376,9 +376,9 @@ class Leg:
         """
         self.pin = None
         params, request, tokens = result.kv_transfer_params, self.answer.request, result.prompt_tokens
-        if params is not None and tokens and request.prompt_json and not self.verdicts.has_losses:
+        if params is not None and tokens and request.prompt_json and not self.retries.has_losses:
             age_s = self.services.tickets.now() - self.pinned_s
-            self.pin = pins.pin(self.id, self.prefiller, params, tokens, request.model, age_s)
+            self.pin = pins.pin(self.id, self.prefiller_id, params, tokens, request.model, age_s)
 
     def refused(self, params: bytes) -> None:
         """The decode worker's engine has surely not seen the parameters that it was sent: their KV is still pinned."""
@@ -396,12 +396,12 @@ class Leg:
         if params is None:
             return
         drainer = self.services.drainer
-        if self.verdicts.has_losses:
+        if self.retries.has_losses:
             drainer.orphan()  # a drain is the same request once more, at yet another decode worker
             if self.pin is not None:
                 self.pin.release()
         else:
-            drains = self.verdicts.drains
+            drains = self.retries.drains
             drainer.drain(Drain(self.id, self.answer.request, params, self.headers, self.pinned_s, drains, self.pin))
 
 

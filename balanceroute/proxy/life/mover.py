@@ -65,7 +65,7 @@ class Mover:
             self._move(now)
         self._refuse_waiting(now)
 
-    def waits_for(self, leg: Leg, now: float) -> bool:
+    def tolerates(self, leg: Leg, now: float) -> bool:
         """Whether a leg that is late at its worker is left there: the silence may be ours, or it waits for its move."""
         if not self._attentive:
             return True
@@ -85,7 +85,7 @@ class Mover:
 
     def _note_frozen(self, now: float) -> None:
         window_s = self._config().health.silence_window_s
-        expecting = {leg.worker for leg in self._legs if leg.worker and leg.expects_tokens_from(leg.worker)}
+        expecting = {leg.decoder_id for leg in self._legs if leg.decoder_id and leg.expects_tokens_from(leg.decoder_id)}
         expecting |= {worker.id for worker in self._fleet if worker.awaited_by}
         vitals = [_vitals(worker, worker.id in expecting, now, window_s) for worker in self._fleet]
         before = {group.name for group in self._frozen}
@@ -101,9 +101,9 @@ class Mover:
 
     def _worker_of(self, leg: Leg) -> Worker | None:
         """The worker that the leg is at; decode first, the prefiller that works for it, if that one is out."""
-        name = leg.at
-        if leg.ticket.pushing and leg.prefiller in self._out_since_s:
-            name = leg.prefiller
+        name = leg.at_worker
+        if leg.ticket.pushing and leg.prefiller_id in self._out_since_s:
+            name = leg.prefiller_id
         return self._fleet[name] if name in self._fleet else None
 
     # -- what follows
@@ -139,7 +139,7 @@ class Mover:
         worker = self._worker_of(leg)
         assert worker is not None
         waited_s = math.inf if self._is_frozen(worker) else now - self._out_since_s[worker.id]
-        return Stuck(leg.id, leg.decoder is not None, leg.ticket.order, waited_s)
+        return Stuck(leg.id, leg.streaming_from is not None, leg.ticket.order, waited_s)
 
     def _is_moving(self, request_id: str, left: str) -> bool:
         """Whether it still needs its prefill: bound to the worker that it leaves, or waiting for a prefiller."""
@@ -173,7 +173,7 @@ class Mover:
         if ticket.phase is Phase.QUEUED or ticket.asking:
             return True
         at_prefiller = ticket.pushing or ticket.phase is Phase.PREFILLING
-        return at_prefiller and leg.prefiller in self._out_since_s
+        return at_prefiller and leg.prefiller_id in self._out_since_s
 
 
 def _any_up(workers: Sequence[DecoderView] | Sequence[PrefillerView]) -> bool:

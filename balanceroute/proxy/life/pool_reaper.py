@@ -54,23 +54,23 @@ class PoolReaper:
         self._s.metrics.fold()
         now = self._s.last_look_s = self._s.tickets.now()
         for leg in self._s.legs:
-            if leg.decoder is not None:
-                leg.decoder.progress_s = max(leg.decoder.progress_s, leg.last_token_s)
+            if leg.streaming_from is not None:
+                leg.streaming_from.progress_s = max(leg.streaming_from.progress_s, leg.last_token_s)
         self._mover.look(now, PERIOD_S)
         for leg in list(self._s.legs):
             self._look_at(leg, now)
 
     def _look_at(self, leg: Leg, now: float) -> None:
         if now > leg.deadline_s:
-            leg.interrupt(DeadlineExceeded("the request took too long", worker=leg.waits_for[0], tier=""))
+            leg.interrupt(DeadlineExceeded("the request took too long", worker=leg.last_tried[0], tier=""))
         elif leg.blocked_by_client:
             # the worker isn't read, so its silence proves nothing
             leg.try_deadline_s = now + self._s.config.limits.idle_timeout_s
             leg.stalled_since_s = min(leg.stalled_since_s, now)
             if now - leg.stalled_since_s > self._s.config.limits.client_stall_timeout_s:
                 leg.interrupt(ClientStalled("the client has stopped reading"))
-        elif leg.late(now) and not self._mover.waits_for(leg, now):
-            worker, tier = leg.waits_for
+        elif leg.late(now) and not self._mover.tolerates(leg, now):
+            worker, tier = leg.last_tried
             leg.interrupt(UpstreamTimeout("no answer in time", worker=worker, tier=tier))
         else:
             leg.stalled_since_s = float("inf")

@@ -10,7 +10,7 @@ from balanceroute.core.types import WorkerState
 from balanceroute.errors import ForeignReply, UpstreamError
 from balanceroute.proxy.life.errors import NothingPinned
 from balanceroute.proxy.life.leg import ERROR_LIMIT, REPLY_LIMIT, Leg
-from balanceroute.proxy.life.verdicts import status_error
+from balanceroute.proxy.life.retries import status_error
 from balanceroute.proxy.wire.payloads import PrefillResult, parse_probe_reply, score_body
 from balanceroute.proxy.workers.connector_check import pinned_nothing
 from balanceroute.proxy.workers.fleet import Worker
@@ -26,10 +26,10 @@ async def next_prefiller(leg: Leg) -> Worker:
     services, ticket = leg.services, leg.ticket
     waiting_since_s = services.tickets.now()
     while True:
-        worker = services.fleet[await leg.verdicts.patiently(ticket, ticket.prefiller())]
+        worker = services.fleet[await leg.retries.patiently(ticket, ticket.prefiller())]
         if worker.state is WorkerState.UP:
             leg.prefill_wait_s += services.tickets.now() - waiting_since_s
-            leg.prefiller = worker.id
+            leg.prefiller_id = worker.id
             return worker
         ticket.prefill_failed()
 
@@ -43,7 +43,7 @@ async def try_probe(leg: Leg, worker: Worker) -> PrefillResult | None:
         result = await probe(leg, worker)
     except UpstreamError as error:
         leg.check_abandoned(worker)
-        await asyncio.sleep(leg.verdicts.judge(error, worker, "prefill", begun=bool(leg.answer.scanner.tokens)))
+        await asyncio.sleep(leg.retries.judge(error, worker, "prefill", begun=bool(leg.answer.scanner.tokens)))
         return None
     return result
 
@@ -74,13 +74,13 @@ async def probe(leg: Leg, worker: Worker) -> PrefillResult:
             services.check_connector(worker, result.kv_transfer_params)
         worker.circuit.success()
         worker.progress_s = now()
-        leg.verdicts.prefilled()
+        leg.retries.prefilled()
         return result
     except ForeignReply:
         services.drainer.orphan()  # what it has pinned for us, if anything, nobody will ever be told
         raise
     except asyncio.CancelledError:
-        worker.circuit.no_verdict()
+        worker.circuit.inconclusive()
         services.drainer.orphan()  # it may finish, or have finished, all the same
         error = leg.interruption()
         if error is None:

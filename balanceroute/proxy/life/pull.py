@@ -16,7 +16,7 @@ from balanceroute.proxy.life.answer import NOTHING_YET
 from balanceroute.proxy.life.decoding import decode
 from balanceroute.proxy.life.leg import Event, Leg, Transitions
 from balanceroute.proxy.life.prefilling import next_prefiller, try_probe
-from balanceroute.proxy.life.verdicts import pushes_back
+from balanceroute.proxy.life.retries import pushes_back
 from balanceroute.proxy.wire.payloads import PrefillResult
 from balanceroute.proxy.workers.fleet import Worker
 
@@ -76,8 +76,8 @@ class Pull:
         self._worker = await leg.admission()
         if not leg.services.drainer.too_old(leg.pinned_s):
             return Event.ADMITTED
-        leg.verdicts.left_worker()
-        leg.verdicts.left_tier()
+        leg.retries.left_worker()
+        leg.retries.left_tier()
         leg.ticket.requeue()
         leg.free_kv()
         return Event.KV_AGED
@@ -85,20 +85,20 @@ class Pull:
     async def decoding(self) -> Event:
         """Have the answer generated, from wherever it is."""
         leg, worker = self._leg, self._worker
-        scanner, verdicts = leg.answer.scanner, leg.verdicts
+        scanner, retries = leg.answer.scanner, leg.retries
         tokens = scanner.tokens
         lost: UpstreamError | None = None
         try:
             if await decode(leg, worker, DECODE_GRACE_S):
                 return Event.COMPLETE
-            worker.circuit.no_verdict()
+            worker.circuit.inconclusive()
             if scanner.tokens == tokens:
-                await asyncio.sleep(verdicts.fruitless(worker))
+                await asyncio.sleep(retries.fruitless(worker))
         except UpstreamError as error:
             leg.check_abandoned(worker)
             lost = error
             await leg.suspect_loss(error, worker)
-            await asyncio.sleep(verdicts.judge(error, worker, "decode", begun=bool(scanner.tokens)))
+            await asyncio.sleep(retries.judge(error, worker, "decode", begun=bool(scanner.tokens)))
         return await go_on(leg, self._result, lost)
 
 
@@ -111,9 +111,9 @@ async def go_on(leg: Leg, result: PrefillResult, lost: UpstreamError | None) -> 
     """
     if lost is None or not pushes_back(lost):
         leg.services.metrics.recomputes.inc("recomputed" if lost is None else "worker_lost")
-    leg.verdicts.left_worker()
-    leg.verdicts.left_tier()
-    if not leg.answer.resume(result, lost, leg.worker):
+    leg.retries.left_worker()
+    leg.retries.left_tier()
+    if not leg.answer.resume(result, lost, leg.decoder_id):
         await leg.answer.end_by_length()
         return Event.COMPLETE
     leg.recomputes += 1

@@ -45,7 +45,7 @@ class Scoring:
         if leg.services.tickets.decode_first:
             leg.ticket.check()
             self._prefiller = self._least_busy()
-            leg.prefiller = self._prefiller.id
+            leg.prefiller_id = self._prefiller.id
         else:
             self._prefiller = await next_prefiller(leg)
         return Event.TAKEN

@@ -3,15 +3,15 @@
 An engine that dies takes every request on it along. Nearly always one more try elsewhere is right; but where a request
 itself was the cause, each try costs the cluster a worker. So a worker that is lost before a request's first token is
 evidence against that request, and two such losses are enough: it goes to no third one (`DecodersLost`, 502), whoever
-else was there. A poison request never takes more than two workers along, however many come at once.
+else was there. A request that kills takes no more than two workers along, however many of its kind come at once.
 
-Two things protect the innocent:
+Two things protect requests that were only there:
 
 * **By turns.** While a request with one loss waits for its first token on a worker, no other such request is sent
   there (`Suspicions.turn`). So it loses a second worker to a request that is not known yet, or by chance, and seldom.
 * **Explained losses.** When a request is given up, the workers that it was on when they died are accounted for. For
   other requests such a loss is no failed try from then on, nor one of the three below. It still is one of the two:
-  where two poison requests share their first worker, the second one looks just like an innocent one.
+  where two requests that kill share their first worker, the second one looks just like one that was only there.
 
 A loss is one death of one worker, shared by all requests that were on it. A request that gets its first token has
 cleared itself.
@@ -19,7 +19,7 @@ cleared itself.
 What kills a worker need not do so at once: a grammar may break it at the hundredth token, on every worker that goes on
 from there. So deaths under an answer that has begun are counted, too (`lost_midway`). They are weaker evidence, as many
 long answers see one when workers are restarted: three are needed, and one does not count once the answer has gone on
-elsewhere for `PROBATION_S`.
+elsewhere for `CLEARED_AFTER_S`.
 
 The choices of one request (`n`, a list of prompts) are sent side by side, so each would take two workers along before
 any of them is known. Until one of them has its first token they go to decode workers one at a time, and what they lose
@@ -38,7 +38,7 @@ from balanceroute.proxy.workers.drainer import DrainGroup
 
 MAX_LOSSES: Final = 2
 MAX_LOSSES_MIDWAY: Final = 3  # of workers that had given a token of the answer
-PROBATION_S: Final = 30.0
+CLEARED_AFTER_S: Final = 30.0
 # Longer than a pull and a step take. A worker that is merely full must not hold up all others that were unlucky once.
 TURN_S: Final = 5.0
 SAME_DEATH_S: Final = 2.0  # all requests of a worker hear of its death within this time
@@ -149,7 +149,7 @@ class Suspect:
         return sum(loss.explained for loss in self.losses)
 
     @property
-    def guilty(self) -> bool:
+    def given_up(self) -> bool:
         """Whether the request goes to no further decode worker."""
         lost_midway = sum(not loss.explained for loss in self.midway)
         return len(self.all_losses) >= MAX_LOSSES or lost_midway >= MAX_LOSSES_MIDWAY
@@ -166,7 +166,7 @@ class Suspicions:
     def __init__(self) -> None:
         """Nobody is suspected."""
         self._losses: dict[str, Loss] = {}  # the last one of each worker
-        self._trials: dict[str, tuple[Suspect, asyncio.Event]] = {}  # who is alone with a worker, and when that ends
+        self._alone: dict[str, tuple[Suspect, asyncio.Event]] = {}  # who is alone with a worker, and when that ends
 
     def lost(self, suspect: Suspect, worker_id: str, now: float) -> bool:
         """The worker died under this request before its first token; returns whether the request is given up.
@@ -181,7 +181,7 @@ class Suspicions:
 
     def lost_midway(self, suspect: Suspect, worker_id: str, now: float, lived_s: float) -> bool:
         """As `lost`, of a worker that had given tokens of the answer for `lived_s`."""
-        if lived_s >= PROBATION_S:
+        if lived_s >= CLEARED_AFTER_S:
             suspect.midway.clear()
         suspect.midway.append(self._loss(worker_id, now, suspect.midway))
         return self._explain(suspect)
@@ -195,7 +195,7 @@ class Suspicions:
 
     @staticmethod
     def _explain(suspect: Suspect) -> bool:
-        if not suspect.guilty:
+        if not suspect.given_up:
             return False
         for each in suspect.all_losses + suspect.midway:
             each.explained = True
@@ -211,15 +211,15 @@ class Suspicions:
         self.end_turn(suspect)  # of a worker that it was not sent to after all
         try:
             async with asyncio.timeout(TURN_S):
-                while (trial := self._trials.get(worker_id)) is not None:
-                    await trial[1].wait()
+                while (other := self._alone.get(worker_id)) is not None:
+                    await other[1].wait()
         except TimeoutError:
             return
-        self._trials[worker_id] = (suspect, asyncio.Event())
+        self._alone[worker_id] = (suspect, asyncio.Event())
 
     def end_turn(self, suspect: Suspect) -> None:
         """The request has its first token, or has left its worker. Idempotent."""
-        for worker_id, (who, over) in list(self._trials.items()):
+        for worker_id, (who, over) in list(self._alone.items()):
             if who is suspect:
-                del self._trials[worker_id]
+                del self._alone[worker_id]
                 over.set()

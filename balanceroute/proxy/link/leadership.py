@@ -1,43 +1,71 @@
-"""Which of several brains on one machine leads: who holds the lock of a file, whose content is the last epoch.
+"""Which of several brains leads: who keeps the lead, under a number (epoch) that no leader has had before.
 
-The kernel drops the lock with its process, however that ends. Each new leader counts one up before it says anything, so
-that an epoch is never used twice.
+On one machine that is who holds the lock of a file, `FileLead`. The kernel drops the lock with its process, however
+that ends. It does not for one that stands still, so a leader also touches the file every `RENEW_S`. One that has not
+for `LEASE_S` is deposed: a standby puts another file in its place, which it has locked before. The deposed one sees
+that when it goes on, and ends; relays see it by the brain's socket, which is another one then (`remote.py`), and by the
+epoch.
+
+    lead        the epoch of the last leader, locked and touched by it
+    lead.next   that of the next one, while it is being put in place
 """
 
 import fcntl
 import os
+import time
+from contextlib import suppress
 from pathlib import Path
+from typing import Final, Protocol
 
 from balanceroute.errors import ConfigError
 
+RENEW_S: Final = 0.2
+LEASE_S: Final = 1.0  # a takeover breaks no stream, so a leader that is only slow may lose the lead for nothing
 
-class Leadership:
-    """The lead, from `take` to `release` or the end of the process; `epoch` is its number."""
+
+class Lead(Protocol):
+    """The lead, from `take` until it is lost, released, or the process ends."""
+
+    epoch: int
+
+    def take(self) -> bool:
+        """Lead, if nobody does; looked at again and again by a standby. Raises: ConfigError: it can never work."""
+
+    async def renew(self) -> bool:
+        """Say that the leader lives; False: it leads no more. Called every `RENEW_S`."""
+
+    def release(self) -> None:
+        """Let another one lead at once."""
+
+
+class FileLead:
+    """The lead among the processes that share a folder."""
 
     def __init__(self, path: Path) -> None:
         """Nothing is taken yet. `path`: the file, in a folder that outlives the processes."""
-        self._path = path
+        self._path, self._next = path, path.with_name(f"{path.name}.next")
         self._file: int | None = None
+        self._sign: tuple[int, int] | None = None  # of the leader's life, as it was seen last: which file, touched when
+        self._sign_s = self._looked_s = 0.0  # when that was seen first, and when we looked last
         self.epoch = 0
 
     def take(self) -> bool:
-        """Lead, if nobody does. Raises: ConfigError: the file can't be used."""
+        """Lead, if nobody does or the leader stands still. Raises: ConfigError: the file can't be used."""
         try:
-            file = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+            file = _locked(self._path)
+            if file is None:
+                return self._stands_still() and self._depose()
+            self._count_up(file, _epoch(file, self._path))
+            self._file = file
+            return True
         except OSError as error:
             raise ConfigError(f"{self._path}: {error.strerror}") from None
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            os.close(file)
+
+    async def renew(self) -> bool:
+        """Touch the file, if it is still ours."""
+        if self._file is None or not _is_at(self._file, self._path):
             return False
-        try:
-            self.epoch = int(os.pread(file, 32, 0) or b"0") + 1
-        except ValueError:
-            os.close(file)
-            raise ConfigError(f"{self._path}: it holds no epoch; is it the right file?") from None
-        os.pwrite(file, b"%d\n" % self.epoch, 0)
-        self._file = file
+        os.utime(self._file)
         return True
 
     def release(self) -> None:
@@ -45,3 +73,69 @@ class Leadership:
         if self._file is not None:
             os.close(self._file)
             self._file = None
+
+    def _count_up(self, file: int, former: int) -> None:
+        self.epoch = former + 1
+        os.pwrite(file, b"%d\n" % self.epoch, 0)
+
+    def _stands_still(self) -> bool:
+        """Whether the leader has shown no sign of life for so long, by our own clock, while we looked."""
+        with suppress(FileNotFoundError):
+            status = self._path.stat()
+            now, sign = time.monotonic(), (status.st_ino, status.st_mtime_ns)
+            if sign != self._sign or now - self._looked_s > LEASE_S / 2:  # or it was us who stood still
+                self._sign, self._sign_s = sign, now
+            self._looked_s = now
+            return now - self._sign_s > LEASE_S
+        return False
+
+    def _depose(self) -> bool:
+        """Put a file of ours in place of the leader's; False: another standby does, or has done it."""
+        file = _locked(self._next)
+        if file is None:
+            return False
+        try:
+            status = self._path.stat()
+            if self._sign != (status.st_ino, status.st_mtime_ns):
+                os.close(file)
+                return False
+            os.ftruncate(file, 0)
+            self._count_up(file, int(self._path.read_bytes() or b"0"))
+            self._next.replace(self._path)
+        except BaseException:
+            os.close(file)
+            raise
+        self._file = file
+        return True
+
+
+def _locked(path: Path) -> int | None:
+    """The file, locked; None: somebody else has locked it, or has replaced it meanwhile. Raises: OSError."""
+    file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        if _is_at(file, path):
+            return file
+    except BlockingIOError:
+        pass
+    except BaseException:
+        os.close(file)
+        raise
+    os.close(file)
+    return None
+
+
+def _is_at(file: int, path: Path) -> bool:
+    try:
+        return os.path.samestat(os.fstat(file), path.stat())
+    except FileNotFoundError:
+        return False
+
+
+def _epoch(file: int, path: Path) -> int:
+    """What the last leader has written. Raises: ConfigError, and the file is closed."""
+    try:
+        return int(os.pread(file, 32, 0) or b"0")
+    except ValueError:
+        os.close(file)
+        raise ConfigError(f"{path}: it holds no epoch; is it the right file?") from None

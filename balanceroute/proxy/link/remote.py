@@ -7,14 +7,17 @@ of yet is submitted then, and may be refused; what waits for longer than the que
     looking for a brain --connected--> Hello --Welcome--> member --lost--> looking for a brain
                                          '----Farewell----'          (tickets go on; new ones wait)
 
-A brain whose epoch is smaller than one seen before is not listened to. Tickets that a brain can't take over are void:
-each is refused, and `on_void` is told, which has to end the stream that it stood for, if there is one.
+A brain whose epoch is smaller than one seen before is not listened to. One that stands still may have been
+deposed: its successor has put a socket of its own in place of the former's, so a member looks whether it is still the
+same. Tickets that a brain can't take over are void: each is refused, and `on_void` is told, which has to end the stream
+that it stood for, if there is one.
 """
 
 import asyncio
 import logging
 import os
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Final
 
 from balanceroute.core.types import Outcome, RequestSpec
@@ -61,6 +64,7 @@ from balanceroute.proxy.link.messages import (
 log = logging.getLogger(__name__)
 
 RETRY_S: Final = 0.05  # between two looks for a brain
+LOOK_S: Final = 0.1  # between two looks whether another brain listens
 NO_BRAIN: Final = "The request waited too long: what decides on it is not there."
 LOST: Final = "The router has lost its hold on the request; send it again."
 NOBODY: Final = ClusterView((), (), 0, 0, 0, 0, draining=False)
@@ -233,24 +237,35 @@ class RemoteBrain:
             while True:
                 self._lost.clear()
                 try:
+                    listening = os.stat(
+                        self._path
+                    ).st_ino  # nobody else's while somebody listens on it, out of sight too
                     await self._loop.create_unix_connection(self._connected, self._path)
                 except OSError:
                     self._expire()
                     await asyncio.sleep(RETRY_S)
                     continue
+                assert self._frames is not None
                 self._hello()
                 deadline_s = self._loop.time() + SILENT_S
                 while not self._lost.is_set():
-                    try:
-                        async with asyncio.timeout_at(deadline_s if self.member is None else None):
+                    with suppress(TimeoutError):
+                        async with asyncio.timeout(LOOK_S):
                             await self._lost.wait()
-                    except TimeoutError:
-                        if self.member is None and self._frames is not None:
-                            self._frames.abort("the brain does not answer")
+                    if self.member is None and self._loop.time() > deadline_s:
+                        self._frames.abort("the brain does not answer")
+                    elif self._another_listens(listening):
+                        self._frames.abort("another brain listens there")
                 await asyncio.sleep(RETRY_S)
         finally:
             if self._frames is not None:
                 self._frames.close("this relay ends")
+
+    def _another_listens(self, listening: int) -> bool:
+        try:
+            return os.stat(self._path).st_ino != listening
+        except OSError:
+            return False  # nobody to turn to
 
     def _connected(self) -> Frames[FromRelay]:
         self._frames = Frames(self._loop, self._heard, self._closed)

@@ -161,10 +161,7 @@ class Admin:
     async def undrain_instances(self, request: Request) -> Response:
         """Drained workers take requests again."""
         return await self._change(
-            request,
-            lambda services, role, url, entry: _each(
-                services, role, url, lambda worker: services.fleet.drain(worker, drained=False)
-            ),
+            request, lambda services, role, url, entry: _each(services, role, url, services.fleet.undrain)
         )
 
     async def _change(
@@ -199,7 +196,7 @@ class Admin:
                     worker.url,
                     worker.dp_rank,
                     decode.slots_of(decoder),
-                    decoder.speed,
+                    decoder.slowdown,
                     decode.barrier_group_of(decoder),
                     decode.request_tokens,
                 )

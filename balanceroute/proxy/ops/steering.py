@@ -1,6 +1,6 @@
 """`POST /routing/policy`: another policy, until a reload or restart reads the configuration again."""
 
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 
 import orjson
 from starlette.requests import Request
@@ -8,6 +8,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from balanceroute.config import Config, validate
+from balanceroute.core.knobs import Option
 from balanceroute.core.policies import POLICIES
 from balanceroute.errors import BalanceRouteError, ConfigError, InputError, InvalidRequest
 from balanceroute.proxy.ops.admin import json_response
@@ -22,18 +23,23 @@ class Steering:
 
     def __init__(self, services: Callable[[], OperatorServices], switch: Switch) -> None:
         self._services, self._switch = services, switch
+        self._options_of: dict[str, dict[str, Option]] = {}  # of policies of one's own that were switched away from
 
     def routes(self) -> list[Route]:
         """The one route."""
         return [Route("/routing/policy", self.policy, methods=["POST"])]
 
     async def policy(self, request: Request) -> Response:
-        """`{"policy": NAME}`, with the other knobs as they are. What is bound stays; what waits is decided on anew."""
+        """`{"policy": NAME}`, with the other knobs as they are. What is bound stays; what waits is decided on anew.
+
+        A policy of one's own takes its `routing.options` along, and finds them again when it is switched back to.
+        """
         before = self._services().config
         try:
             name = _wanted(await request.body())
             tell(request, policy=name)
-            await self._switch(with_policy(before, name))
+            await self._switch(with_policy(before, name, self._options_of.get(name)))
+            self._options_of[before.routing.policy] = before.routing.options
         except (ConfigError, InputError) as error:
             return error_response(InvalidRequest(str(error), param="policy"))
         except BalanceRouteError as error:
@@ -53,8 +59,12 @@ def _wanted(body: bytes) -> str:
     return name
 
 
-def with_policy(config: Config, name: str) -> Config:
-    """The same settings under another policy. Raises: ConfigError: they do not go together."""
+def with_policy(config: Config, name: str, options: Mapping[str, Option] | None = None) -> Config:
+    """The same settings under another policy, with `options` if it had some before.
+
+    Those of the present policy stay behind. Raises: ConfigError: the settings do not go with it.
+    """
     tree = {field: getattr(config, field) for field in config.model_fields_set}
-    tree["routing"] = config.routing.model_copy(update={"policy": name})
+    if name != config.routing.policy:
+        tree["routing"] = config.routing.model_copy(update={"policy": name, "options": dict(options or {})})
     return validate(tree)

@@ -43,7 +43,8 @@ class ToBrain:
 
     def __init__(self, socket_path: str) -> None:
         """`socket_path`: where the brain's own application listens."""
-        self._upstream = Upstream("http://brain", worker="brain", tier="brain", socket_path=socket_path)
+        self._path = socket_path
+        self._upstream = self._connections()
 
     async def answer(self, request: Request) -> Response:
         """Pass the request on, and the answer back as it comes."""
@@ -61,6 +62,14 @@ class ToBrain:
         response = StreamingResponse(_body(reply), reply.status)
         response.raw_headers = _passed(reply.headers)
         return response
+
+    def turn_to_another(self) -> None:
+        """Another brain leads: ask it from now on, and wait no longer for one that may stand still."""
+        self._upstream.close()
+        self._upstream = self._connections()
+
+    def _connections(self) -> Upstream:
+        return Upstream("http://brain", worker="brain", tier="brain", socket_path=self._path)
 
     def close(self) -> None:
         """Close every connection."""

@@ -46,6 +46,7 @@ ACCESS: Final[dict[str, Access]] = {
     "/dashboard/session": Access.ADMIN,
     "/dashboard/stream": Access.ADMIN,
     "/dashboard/what_if": Access.ADMIN,
+    "/decisions": Access.ADMIN,
     "/instances/add": Access.ADMIN,
     "/instances/drain": Access.ADMIN,
     "/instances/remove": Access.ADMIN,

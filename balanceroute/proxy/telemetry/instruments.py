@@ -183,10 +183,12 @@ class CounterFamily:
         other.add(self.rows())
         return other
 
-    def forget(self, value: str) -> None:
-        """Drop every series whose first label has this value: its worker has left."""
-        for key in [key for key in self._values if key and key[0] == value]:
-            del self._values[key]
+    def forget_worker(self, worker_id: str) -> None:
+        """Drop every series whose label `worker` says so, if there is such a label: the worker has left."""
+        if "worker" in self._labels:
+            place = self._labels.index("worker")
+            for key in [key for key in self._values if key[place] == worker_id]:
+                del self._values[key]
 
     def family(self) -> CounterMetricFamily:
         """For the exposition."""

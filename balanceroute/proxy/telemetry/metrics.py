@@ -9,19 +9,19 @@ the one that shows it (`beside`), and to the next life of one that has ended (`c
 States are those of the process that decides.
 """
 
-import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, TypeVar
 
 import orjson
 from prometheus_client import CollectorRegistry, generate_latest
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, InfoMetricFamily, Metric
+from prometheus_client.core import GaugeMetricFamily, InfoMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from balanceroute import __version__
-from balanceroute.core.types import Outcome, WorkerState
+from balanceroute.core.types import Outcome
 from balanceroute.core.view import ClusterView
 from balanceroute.proxy.hotpath import COMPILED
+from balanceroute.proxy.telemetry.cluster_gauges import cluster_gauges
 from balanceroute.proxy.telemetry.conditions import KINDS, Conditions
 from balanceroute.proxy.telemetry.divergence import Divergence
 from balanceroute.proxy.telemetry.forecast_metrics import ForecastMetrics
@@ -30,7 +30,6 @@ from balanceroute.proxy.telemetry.instruments import DECISION_SECONDS, CounterFa
 _SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 25.0, 50.0, 100.0, 250.0)
 _TOKEN_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.03, 0.04, 0.05, 0.075, 0.1, 0.15, 0.25, 0.5, 1.0, 2.5)
 _MANY = 1024  # values of a histogram
-_STATES = {WorkerState.DOWN: 0.0, WorkerState.DRAINING: 1.0, WorkerState.UP: 2.0}
 
 
 Counts = TypeVar("Counts", CounterFamily, HistogramFamily)
@@ -42,101 +41,63 @@ class Metrics(Collector):
     def __init__(self, view: Callable[[], ClusterView], policy: str, stage_clock: StageClock | None = None) -> None:
         """`view`: the cluster at the moment of a scrape."""
         self._view, self.policy = view, policy
-        self._stage_clock = stage_clock or StageClock()
-        self.requests = CounterFamily("balanceroute_requests", "Client requests that ended.", ["outcome"])
-        self.tokens = CounterFamily("balanceroute_generated_tokens", "Tokens generated for clients.")
-        self.admissions = CounterFamily(
-            "balanceroute_admissions",
-            "Requests bound to a decode worker, by stage of the decision.",
-            ["worker", "kind"],
+        self._counters: list[CounterFamily] = []
+        self._histograms: list[HistogramFamily] = []
+        self.requests = self._counter("requests", "Client requests that ended.", "outcome")
+        self.tokens = self._counter("generated_tokens", "Tokens generated for clients.")
+        self.admissions = self._counter(
+            "admissions", "Requests bound to a decode worker, by stage of the decision.", "worker", "kind"
         )
-        self.upstream_errors = CounterFamily(
-            "balanceroute_upstream_errors", "Failures of workers, by tier and kind.", ["worker", "tier", "kind"]
+        self.upstream_errors = self._counter(
+            "upstream_errors", "Failures of workers, by tier and kind.", "worker", "tier", "kind"
         )
-        self.retries = CounterFamily("balanceroute_retries", "Second and later tries, by tier.", ["tier"])
-        self.recomputes = CounterFamily(
-            "balanceroute_recomputes", "Requests sent back through prefill with what they had generated.", ["kind"]
+        self.retries = self._counter("retries", "Second and later tries, by tier.", "tier")
+        self.recomputes = self._counter(
+            "recomputes", "Requests sent back through prefill with what they had generated.", "kind"
         )
-        self.resumes = CounterFamily(
-            "balanceroute_resumes",
+        self.resumes = self._counter(
+            "resumes",
             "Answers cut off after their first token: continued exactly, with adjusted limits or approximately "
             "(state of the engine begins anew, such as penalties); restarted unseen; ended with an error.",
-            ["fidelity"],
+            "fidelity",
         )
-        self.poison_requests = CounterFamily(
-            "balanceroute_poison_requests",
+        self.given_up_requests = self._counter(
+            "given_up_requests",
             "Requests given up because decode workers died under them: two before their first token, or three after.",
         )
-        self.moves = CounterFamily(
-            "balanceroute_moves", "Requests taken off a worker that had fallen silent, by its tier.", ["tier"]
+        self.moves = self._counter("moves", "Requests taken off a worker that had fallen silent, by its tier.", "tier")
+        self.drains = self._counter(
+            "kv_drains", "Pinned prefill KV pulled and dropped for requests that left.", "outcome"
         )
-        self.drains = CounterFamily(
-            "balanceroute_kv_drains", "Pinned prefill KV pulled and dropped for requests that left.", ["outcome"]
+        self.scrapes_failed = self._counter("scrape_failures", "Reads of a worker's /metrics that failed.", "worker")
+        self.callbacks = self._counter(
+            "metaserver_callbacks", "Decode workers that asked for a prefill (layerwise).", "outcome"
         )
-        self.scrapes_failed = CounterFamily(
-            "balanceroute_scrape_failures", "Reads of a worker's /metrics that failed.", ["worker"]
-        )
-        self.callbacks = CounterFamily(
-            "balanceroute_metaserver_callbacks", "Decode workers that asked for a prefill (layerwise).", ["outcome"]
-        )
-        self.edge_refusals = CounterFamily(
-            "balanceroute_edge_refusals",
+        self.edge_refusals = self._counter(
+            "edge_refusals",
             "Requests refused for what they are: malformed, too large, too slow, or one too many.",
-            ["reason"],
+            "reason",
         )
-        self.refusals = CounterFamily(
-            "balanceroute_refusals", "Requests refused for who asked: no key, a wrong one, a key's limit.", ["reason"]
+        self.refusals = self._counter(
+            "refusals", "Requests refused for who asked: no key, a wrong one, a key's limit.", "reason"
         )
-        self.tasks_failed = CounterFamily(
-            "balanceroute_internal_errors", "Bugs of ours: logged with a state snapshot.", ["where"]
-        )
-        self._ttft = HistogramFamily("balanceroute_request_ttft_seconds", "Arrival to first token.", _SECONDS)
-        self._tpot = HistogramFamily(
-            "balanceroute_request_tpot_seconds", "(last token - first token) / (tokens - 1).", _TOKEN_SECONDS
-        )
-        self._duration = HistogramFamily("balanceroute_request_duration_seconds", "Arrival to end.", _SECONDS)
-        self._waits = HistogramFamily(
-            "balanceroute_wait_seconds", "Waits in the router: for a prefiller, for a slot.", _SECONDS, "tier"
-        )
-        self._admit = HistogramFamily(
-            "balanceroute_admit_duration_seconds", "One decision over the whole pool.", DECISION_SECONDS
-        )
-        self._prompt_estimates = HistogramFamily(
-            "balanceroute_prompt_estimate_error_ratio",
+        self.tasks_failed = self._counter("internal_errors", "Bugs of ours: logged with a state snapshot.", "where")
+        self.ttft = self._histogram("request_ttft_seconds", "Arrival to first token.", _SECONDS).child()
+        self.tpot = self._histogram(
+            "request_tpot_seconds", "(last token - first token) / (tokens - 1).", _TOKEN_SECONDS
+        ).child()
+        self.duration = self._histogram("request_duration_seconds", "Arrival to end.", _SECONDS).child()
+        waits = self._histogram("wait_seconds", "Waits in the router: for a prefiller, for a slot.", _SECONDS, "tier")
+        self.prefill_wait, self.decode_wait = waits.child("prefill"), waits.child("decode")
+        self.admit_duration = self._histogram(
+            "admit_duration_seconds", "One decision over the whole pool.", DECISION_SECONDS
+        ).child()
+        self._histograms.append((stage_clock or StageClock()).stages)
+        self.prompt_estimate_error = self._histogram(
+            "prompt_estimate_error_ratio",
             "Prompts by how far their estimated tokens were from those that a prefiller counted, as a share of these.",
             (0.02, 0.05, 0.1, 0.15, 0.25, 0.5, 1.0),
-        )
-        self.prompt_estimate_error = self._prompt_estimates.child()
-        self.ttft, self.tpot = self._ttft.child(), self._tpot.child()
-        self.duration, self.admit_duration = self._duration.child(), self._admit.child()
-        self.prefill_wait, self.decode_wait = self._waits.child("prefill"), self._waits.child("decode")
-        stages = self._stage_clock.stages
-        self._histograms = [
-            self._ttft,
-            self._tpot,
-            self._duration,
-            self._waits,
-            self._admit,
-            stages,
-            self._prompt_estimates,
-        ]
-        self._counters = [
-            self.requests,
-            self.tokens,
-            self.admissions,
-            self.upstream_errors,
-            self.retries,
-            self.recomputes,
-            self.resumes,
-            self.poison_requests,
-            self.moves,
-            self.drains,
-            self.scrapes_failed,
-            self.callbacks,
-            self.edge_refusals,
-            self.refusals,
-            self.tasks_failed,
-        ]
+        ).child()
         self._others: list[HistogramFamily] = []
         self.beside: Callable[[], Iterable[bytes]] = _nobody
         for outcome in Outcome:
@@ -147,10 +108,22 @@ class Metrics(Collector):
         self.registry = CollectorRegistry(auto_describe=False)
         self.registry.register(self)
 
+    def _counter(self, name: str, meaning: str, *labels: str) -> CounterFamily:
+        """A counter of ours; one per worker has the label `worker` and loses its series when the worker leaves."""
+        family = CounterFamily(f"balanceroute_{name}", meaning, labels)
+        self._counters.append(family)
+        return family
+
+    def _histogram(self, name: str, meaning: str, bounds: Sequence[float], label: str | None = None) -> HistogramFamily:
+        """A histogram of ours."""
+        family = HistogramFamily(f"balanceroute_{name}", meaning, bounds, label)
+        self._histograms.append(family)
+        return family
+
     def forget_worker(self, worker_id: str) -> None:
         """A worker has left: its series end."""
-        for family in (self.admissions, self.upstream_errors, self.scrapes_failed):
-            family.forget(worker_id)
+        for family in self._counters:
+            family.forget_worker(worker_id)
         self.divergence.forget(worker_id)
         self.conditions.forget(worker_id)
 
@@ -207,8 +180,8 @@ class Metrics(Collector):
             yield _summed(counter, [told["counters"] for told in others]).family()
         for histogram in self._histograms:
             yield _summed(histogram, [told["histograms"] for told in others]).family()
-        yield from self._cluster_gauges()
-        yield _gauge(
+        yield from cluster_gauges(self._view())
+        yield GaugeMetricFamily(
             "balanceroute_kv_orphans",
             "Undrainable prefill KV that no decoder is known to have pulled: pinned at worst until the timeout.",
             self.orphaned_kv + sum(told["orphaned_kv"] for told in others),
@@ -235,88 +208,6 @@ class Metrics(Collector):
         build.add_metric([], {"version": __version__, "policy": self.policy, "hot_path": hot_path})
         yield build
 
-    def _cluster_gauges(self) -> Iterator[Metric]:
-        view = self._view()
-        load = GaugeMetricFamily("balanceroute_decode_load_tokens", "L_g: KV tokens on a worker.", labels=["worker"])
-        active = GaugeMetricFamily("balanceroute_decode_active_requests", "Requests on a worker.", labels=["worker"])
-        ahead = GaugeMetricFamily(
-            "balanceroute_decode_overlap_requests",
-            "Requests that a worker may be sent beyond its slots, to have their KV moved meanwhile.",
-            labels=["worker"],
-        )
-        foreign = GaugeMetricFamily(
-            "balanceroute_decode_foreign_requests", "Requests on a worker that others sent there.", labels=["worker"]
-        )
-        foreign_load = GaugeMetricFamily(
-            "balanceroute_decode_foreign_tokens", "KV tokens on a worker of what others sent there.", labels=["worker"]
-        )
-        states = GaugeMetricFamily(
-            "balanceroute_worker_state", "2 up, 1 draining or resting, 0 down.", labels=["worker", "tier"]
-        )
-        usage = GaugeMetricFamily(
-            "balanceroute_prefill_kv_usage_ratio",
-            "KV usage of a prefiller; 1 if its metrics can't be reached, NaN if they don't tell.",
-            labels=["worker"],
-        )
-        pinned = GaugeMetricFamily(
-            "balanceroute_prefill_pinned_tokens", "KV tokens pinned on a prefiller for us.", labels=["worker"]
-        )
-        prefill_s = GaugeMetricFamily(
-            "balanceroute_prefill_inflight_seconds", "Expected seconds of the prefills under way.", labels=["worker"]
-        )
-        cached = GaugeMetricFamily(
-            "balanceroute_prefix_cache_tokens", "Prompt tokens that a prefiller is thought to have cached.",
-            labels=["worker"],
-        )  # fmt: skip
-        prompts = CounterMetricFamily(
-            "balanceroute_prefill_prompt_tokens", "Prompt tokens of the prefills that are done.", labels=["worker"]
-        )
-        predicted = CounterMetricFamily(
-            "balanceroute_prefix_predicted_tokens",
-            "Prompt tokens that the prefiller was thought to have cached when it was chosen.",
-            labels=["worker"],
-        )
-        hits = CounterMetricFamily(
-            "balanceroute_prefix_hit_tokens",
-            "Prompt tokens that the prefiller had cached, by its own counters or else by its answers; no series where "
-            "it tells neither.",
-            labels=["worker"],
-        )
-        for worker in view.decoders:
-            load.add_metric([worker.id], worker.load_tokens)
-            active.add_metric([worker.id], worker.active)
-            ahead.add_metric([worker.id], worker.ahead)
-            foreign.add_metric([worker.id], worker.foreign_requests)
-            foreign_load.add_metric([worker.id], worker.foreign_tokens)
-            states.add_metric([worker.id, "decode"], _STATES[worker.state])
-        for prefiller in view.prefillers:
-            usage.add_metric([prefiller.id], math.nan if prefiller.kv_usage is None else prefiller.kv_usage)
-            pinned.add_metric([prefiller.id], prefiller.pinned_tokens)
-            states.add_metric([prefiller.id, "prefill"], _STATES[prefiller.state])
-            prefill_s.add_metric([prefiller.id], prefiller.inflight_s)
-            cached.add_metric([prefiller.id], prefiller.cache_tokens)
-            prompts.add_metric([prefiller.id], prefiller.prompt_tokens)
-            predicted.add_metric([prefiller.id], prefiller.predicted_tokens)
-            if prefiller.hit_tokens is not None:
-                hits.add_metric([prefiller.id], prefiller.hit_tokens)
-        yield from (load, active, ahead, foreign, foreign_load, states, usage, pinned, prefill_s, cached)
-        yield from (prompts, predicted, hits)
-        loads = [worker.load_tokens for worker in view.decoders if worker.state is not WorkerState.DOWN]
-        envelope = max(loads, default=0)
-        yield _gauge("balanceroute_decode_envelope_tokens", "M: the largest load.", envelope)
-        yield _gauge("balanceroute_decode_imbalance_tokens", "I = G * M - sum(L).", len(loads) * envelope - sum(loads))
-        waiting = GaugeMetricFamily(
-            "balanceroute_waiting_requests", "Requests that wait in the router.", labels=["phase"]
-        )
-        for phase, count in (
-            ("queued", view.queued),
-            ("prefilling", view.prefilling),
-            ("pooled", view.pooled),
-            ("asking", view.asking),  # layerwise: at a decode worker, and no prefiller may take them
-        ):
-            waiting.add_metric([phase], count)
-        yield waiting
-
 
 def _nobody() -> Iterable[bytes]:
     """No other process counts."""
@@ -331,7 +222,3 @@ def _summed(family: Counts, others: list[dict[str, Any]]) -> Counts:
     for told in others:
         whole.add(told.get(family.name, ()))
     return whole
-
-
-def _gauge(name: str, help_text: str, value: float) -> Metric:
-    return GaugeMetricFamily(name, help_text, value=value)

@@ -1,11 +1,11 @@
-"""When a worker gets new requests: one circuit per worker, fed by the verdicts of real requests.
+"""When a worker gets new requests: one circuit per worker, fed by what real requests find.
 
     closed --fault--> resting --time--> closed                  (a short pause, longer with every one in a row)
     closed --busy---> resting --time--> half-open --one trial--> closed | resting
     closed --faults in a row >= threshold--> open --time--> half-open --one trial--> closed | open
 
 A *fault* is a connection that fails, a reply that breaks off, a 5xx; *busy* is a 429 or 503: the worker says that it
-can't take more, which is back-pressure and never opens the circuit. A 4xx is the client's and no verdict at all.
+can't take more, which is back-pressure and never opens the circuit. A 4xx is the client's and no sign of either.
 
 The pause after the first failure is what makes retries land elsewhere: a worker that fails fast is always the least
 loaded one, so without it every policy would send the retry straight back. Whoever was busy is then asked by one request
@@ -63,7 +63,7 @@ class Circuit:
         return self._faults + self._busy
 
     def used(self) -> None:
-        """A request was sent: in half-open, that is the trial, and no other goes before its verdict."""
+        """A request was sent: in half-open, that is the trial, and no other goes before it has ended."""
         if self.state is CircuitState.HALF_OPEN:
             self._enter(CircuitState.TRIAL, None)
 
@@ -74,7 +74,7 @@ class Circuit:
             self._until = 0.0
             self._enter(CircuitState.CLOSED, None)
 
-    def no_verdict(self) -> None:
+    def inconclusive(self) -> None:
         """The request ended without telling anything about the worker (client gone, 4xx)."""
         if self.state is CircuitState.TRIAL:
             self._enter(CircuitState.HALF_OPEN, None)

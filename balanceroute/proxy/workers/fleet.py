@@ -218,7 +218,7 @@ class Fleet:
         self._ledger.set_worker_state(worker.id, state)
 
     def set_healthy(self, worker: Worker, healthy: bool) -> None:
-        """A health check's verdict."""
+        """What a health check has found."""
         worker.healthy = healthy
         if not healthy:
             worker.echoes_ids = worker.kv_connector = None  # it may come back as another version
@@ -226,9 +226,14 @@ class Fleet:
             worker.circuit.reachable()
         self.update(worker)
 
-    def drain(self, worker: Worker, drained: bool = True) -> None:
+    def drain(self, worker: Worker) -> None:
         """An operator's word: nothing new to this worker."""
-        worker.drained = drained
+        worker.drained = True
+        self.update(worker)
+
+    def undrain(self, worker: Worker) -> None:
+        """An operator's word: it takes requests again."""
+        worker.drained = False
         self.update(worker)
 
     def leave(self, worker: Worker) -> None:

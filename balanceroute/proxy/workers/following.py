@@ -48,7 +48,7 @@ class ReportedCircuit(Circuit):
         if self._doubtful:
             self._say(Verdict.SUCCESS)
 
-    def no_verdict(self) -> None:
+    def inconclusive(self) -> None:
         """See `Circuit`."""
         if self.state is CircuitState.TRIAL:
             self._say(Verdict.NO_VERDICT)

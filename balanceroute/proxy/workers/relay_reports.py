@@ -79,7 +79,7 @@ class RelayReports:
                 worker.awaited_by -= use.awaits_tokens
         for worker in self._fleet:
             if worker.circuit.state is CircuitState.TRIAL:
-                worker.circuit.no_verdict()
+                worker.circuit.inconclusive()
 
     def _count(self) -> None:
         self._under_way(sum(said.exchanges for said in self._said.values()))
@@ -99,7 +99,7 @@ class RelayReports:
 _ACTS: dict[Verdict, Callable[[Circuit], None]] = {
     Verdict.USED: Circuit.used,
     Verdict.SUCCESS: Circuit.success,
-    Verdict.NO_VERDICT: Circuit.no_verdict,
+    Verdict.NO_VERDICT: Circuit.inconclusive,
 }
 
 

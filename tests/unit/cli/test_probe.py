@@ -15,7 +15,7 @@ from starlette.routing import Route
 from balanceroute.cli.check_config import verdict
 from balanceroute.cli.probe import Answer, not_compared, probe
 from balanceroute.config import validate
-from balanceroute.emulator import ClusterShape, EmulatedCluster
+from balanceroute.emulator import ClusterShape, Connector, EmulatedCluster
 from balanceroute.emulator.server import HttpServer
 
 pytestmark = pytest.mark.anyio
@@ -62,6 +62,14 @@ async def served(*apps: Starlette) -> AsyncIterator[list[str]]:
             await server.stop()
 
 
+OTHER = {"mooncake_v1": "nixl", "nixl": "mooncake_v1", "mooncake_layerwise": "nixl"}
+
+
+def at(connector: str) -> dict[str, Any]:
+    """The settings of a router for it."""
+    return {"connector": connector, "listen": {"host": "127.0.0.1", "port": 8000}}
+
+
 def asked(prefill: list[str], decode: list[str], **more: Any) -> "asyncio.Future[list[Answer]]":
     tree: dict[str, Any] = {
         "prefill": {"workers": [{"url": url} for url in prefill]},
@@ -71,13 +79,37 @@ def asked(prefill: list[str], decode: list[str], **more: Any) -> "asyncio.Future
     return asyncio.ensure_future(probe(validate(tree)))
 
 
-async def test_an_emulated_cluster_is_well_and_what_it_does_not_tell_is_unknown() -> None:
-    async with EmulatedCluster(ClusterShape(prefillers=1, decoders=2)) as cluster:
+async def test_an_emulated_cluster_is_well() -> None:
+    async with EmulatedCluster(ClusterShape(prefillers=1, decoders=2, max_num_seqs=64)) as cluster:
         answers = await asked(list(cluster.prefill_urls), list(cluster.decode_urls))
     assert [answer.problems for answer in answers] == [[], [], []]
     assert {answer.models for answer in answers} == {("emulated",)}
-    assert {(answer.max_num_seqs, answer.kv_role) for answer in answers} == {(None, None)}
+    assert [answer.kv_role for answer in answers] == ["kv_producer", "kv_consumer", "kv_consumer"]
     assert [answer.prefix_caching for answer in answers] == [False] * 3
+    assert verdict(answers, 0) == "3 workers asked, no problem found"
+
+
+@pytest.mark.parametrize("connector", ["mooncake_v1", "nixl", "mooncake_layerwise"])
+async def test_tiers_that_were_swapped_slots_and_a_connector_that_differ_are_found_on_an_emulated_cluster(
+    connector: str,
+) -> None:
+    shape = ClusterShape(prefillers=1, decoders=1, max_num_seqs=8, connector=Connector(connector))
+    async with EmulatedCluster(shape) as cluster:
+        right = await asked(list(cluster.prefill_urls), list(cluster.decode_urls), **at(connector))
+        swapped = await asked(list(cluster.decode_urls), list(cluster.prefill_urls), **at(connector))
+        other = await asked(list(cluster.prefill_urls), list(cluster.decode_urls), connector=OTHER[connector])
+    assert [len(answer.problems) for answer in right] == [0, 1]
+    assert "max_num_seqs is 8 there and 64 here" in right[1].problems[0]
+    assert "its kv_role is kv_consumer: a prefill worker is a kv_producer" in swapped[0].problems[-1]
+    assert "its kv_role is kv_producer: a decode worker is a kv_consumer" in swapped[1].problems[-1]
+    assert [f"set connector: {connector}" in answer.problems[-1] for answer in other] == [True, True]
+
+
+async def test_what_workers_do_not_tell_is_unknown() -> None:
+    silent = Starlette(routes=[route for route in a_vllm("kv_both", "NixlConnector", 64).routes[:-1]])
+    async with served(silent, silent, silent) as (prefill, *decode):
+        answers = await asked([prefill], decode)
+    assert {(answer.max_num_seqs, answer.kv_role) for answer in answers} == {(None, None)}
     p0, *decoders = [answer.worker for answer in answers]
     assert not_compared(answers) == {"max_num_seqs": decoders, "connector and kv_role": [p0, *decoders]}
     last = verdict(answers, 0)

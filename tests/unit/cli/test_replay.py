@@ -29,9 +29,9 @@ def run(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
         ["--policy", "br_0", "--param", "s_greedy=0"],
         ["--policy", "br_h", "--predictor", "survival", "--train", "capped"],
         ["--policy", "least_kv", "--prefillers", "1", "--transfer-steps", "2", "--telemetry-lag", "1"],
-        ["--policy", "pool_fifo", "--kv-capacity", "60000", "--speeds", "1,1.2", "--fail", "1@50-100"],
+        ["--policy", "pool_fifo", "--kv-capacity", "60000", "--slowdowns", "1,1.2", "--fail", "1@50-100"],
     ],
-    ids=["params", "predictor", "prefill tier, transfer, lag", "capacity, speeds, failure"],
+    ids=["params", "predictor", "prefill tier, transfer, lag", "capacity, slowdowns, failure"],
 )
 def test_every_figure_of_the_contract_is_in_the_json(
     arguments: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
@@ -121,7 +121,7 @@ def test_the_series_has_one_row_per_step_and_one_column_per_worker(
         (["--load", "1", "--max-requests", "1"], "arrive at one time"),
         (["--policy", "br_h", "--predictor", "learned"], "--train"),
         (["--param", "bta=1"], "--param bta=1"),
-        (["--speeds", "1,x"], "--speeds 1,x"),
+        (["--slowdowns", "1,x"], "--slowdowns 1,x"),
         (["--fail", "soon"], "--fail soon"),
         (["--workers", "0"], "workers 0: accepted is a number from 1"),
         (["--workers", "99999999999"], "workers 99999999999: accepted is a number from 1"),
@@ -138,7 +138,7 @@ def test_the_series_has_one_row_per_step_and_one_column_per_worker(
             ["--transfers-beside-full"],
             "--transfers-beside-full: changes nothing here; it is read with --transfer-steps",
         ),
-        (["--no-speed-aware"], "--speed-aware: changes nothing here; it is read with --speeds or --request-tokens"),
+        (["--no-cost-aware"], "--cost-aware: changes nothing here; it is read with --slowdowns or --request-tokens"),
         (["--policy", "random", "--overlap-requests", "2"], "overlap requests: change nothing; random assigns at once"),
     ],
 )

@@ -176,7 +176,7 @@ def test_a_wrong_value_is_one_line_with_key_path_and_what_is_accepted(tmp_path: 
 
 
 WRONG_WORKERS = [
-    ("[]", "decode.workers = []: accepted is a list of {url, id, dp_rank, max_num_seqs, speed, barrier_group}"),
+    ("[]", "decode.workers = []: accepted is a list of {url, id, dp_rank, max_num_seqs, slowdown, barrier_group}"),
     ("http://d:1", "decode.workers = 'http://d:1': accepted is a list of {url"),
     ("[http://d:1]", "decode.workers[0] = 'http://d:1': accepted is a"),
     ("[{id: a}]", "decode.workers[0].url: required and missing"),
@@ -185,7 +185,7 @@ WRONG_WORKERS = [
     ("[{url: 'http://::1:80'}]", "decode.workers[0].url = 'http://::1:80': accepted is http://HOST:PORT"),
     ("[{url: 'http://me:pw@d:1'}]", "decode.workers[0].url = 'http://********@d:1': accepted is http://HOST"),
     ("[{url: 'http://d:1?x=1'}]", "decode.workers[0].url = 'http://d:1?x=1': accepted is http://HOST:PORT"),
-    ("[{url: 'http://d:1', speed: 0}]", "decode.workers[0].speed = 0: accepted is a number, more than 0"),
+    ("[{url: 'http://d:1', slowdown: 0}]", "decode.workers[0].slowdown = 0: accepted is a number, more than 0"),
     (
         "[{url: 'http://d:1', rank: 0}]",
         "decode.workers[0].rank: unknown key; did you mean decode.workers[0].dp_rank?",

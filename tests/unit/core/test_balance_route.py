@@ -92,11 +92,11 @@ def test_a_worker_that_is_down_sets_no_envelope(policy: str) -> None:
     assert admitted(scheduler, 1.0)[0] == ("fits", "d1")
 
 
-def test_what_rises_above_the_margin_of_a_slow_worker_counts_by_its_speed() -> None:
-    """D tokens are D times the speed of load: F = D - G (speed D - m)."""
+def test_what_rises_above_the_margin_of_a_slow_worker_counts_by_its_slowdown() -> None:
+    """D tokens are D times the slowdown of load: F = D - G (slowdown D - m)."""
     scheduler = a_scheduler("br_0", workers=0)
-    for name, speed in (("d0", 1.0), ("d1", 2.0)):
-        scheduler.add_worker(WorkerSpec(name, Role.DECODE, slots=2, speed=speed), 0.0)
+    for name, slowdown in (("d0", 1.0), ("d1", 2.0)):
+        scheduler.add_worker(WorkerSpec(name, Role.DECODE, slots=2, slowdown=slowdown), 0.0)
     scheduler.set_worker_state("d1", WorkerState.DRAINING, 0.0)
     pool_all(scheduler, {"x": 1000})
     admitted(scheduler)

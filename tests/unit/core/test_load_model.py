@@ -1,4 +1,4 @@
-"""The load that decisions balance is the engine's: speed * (tokens + c * requests), for every policy."""
+"""The load that decisions balance is the engine's: slowdown * (tokens + c * requests), for every policy."""
 
 from dataclasses import replace
 
@@ -16,13 +16,13 @@ WAITING = {"a": 900, "b": 150, "c": 2400, "d": 40, "e": 700, "f": 1300}
 
 
 def loaded(
-    policy: str, held: list[list[int]], *, each: int = 0, speeds: tuple[float, ...] = (), **settings: object
+    policy: str, held: list[list[int]], *, each: int = 0, slowdowns: tuple[float, ...] = (), **settings: object
 ) -> Scheduler:
     """Workers of six slots that hold requests of these sizes; `each` is c."""
     scheduler = a_scheduler(policy, workers=0, **settings)  # type: ignore[arg-type]
     for index in range(len(held)):
-        speed = speeds[index] if speeds else 1.0
-        scheduler.add_worker(WorkerSpec(f"d{index}", Role.DECODE, slots=6, speed=speed, request_tokens=each), 0.0)
+        slowdown = slowdowns[index] if slowdowns else 1.0
+        scheduler.add_worker(WorkerSpec(f"d{index}", Role.DECODE, slots=6, slowdown=slowdown, request_tokens=each), 0.0)
     for index, sizes in enumerate(held):
         for other in range(len(held)):
             scheduler.set_worker_state(f"d{other}", WorkerState.UP if other == index else WorkerState.DRAINING, 0.0)
@@ -55,17 +55,17 @@ def test_c_tokens_per_request_decide_as_prompts_that_are_c_tokens_longer(policy:
 @pytest.mark.parametrize("policy", [*BY_LOAD, "join_shortest_queue", "power_of_two"])
 def test_a_slower_worker_gets_less(policy: str) -> None:
     """Two workers with the same requests; the first takes twice the time for each token."""
-    scheduler = loaded(policy, [[500, 500], [500, 500]], speeds=(2.0, 1.0))
+    scheduler = loaded(policy, [[500, 500], [500, 500]], slowdowns=(2.0, 1.0))
     pool_all(scheduler, {"a": 300})
     assert admitted(scheduler) == [("a", "d1")]
 
 
 @pytest.mark.parametrize("policy", ["least_kv", "br_0", "br_h", "target_fit", "level_fit"])
-def test_a_known_speed_levels_the_time_of_the_steps(policy: str) -> None:
+def test_a_known_slowdown_levels_the_time_of_the_steps(policy: str) -> None:
     trace = generate_trace("capped", rows=400, seed=3).with_lengths(1.0, 0.1)
-    setting = Setting(n_workers=4, slots=16, pool=32, speeds=(1.0, 1.0, 1.0, 2.0))
+    setting = Setting(n_workers=4, slots=16, pool=32, slowdowns=(1.0, 1.0, 1.0, 2.0))
     aware, unaware = (
-        Replay(trace, PolicySettings(policy=policy), replace(setting, speed_aware=known)).run().figures.load_spread_mean
+        Replay(trace, PolicySettings(policy=policy), replace(setting, cost_aware=known)).run().figures.load_spread_mean
         for known in (True, False)
     )
     assert aware < 0.7 * unaware

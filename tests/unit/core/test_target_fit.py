@@ -15,14 +15,14 @@ def occupied(
     *,
     slots: int,
     policy: str = "target_fit",
-    speeds: list[float] | None = None,
+    slowdowns: list[float] | None = None,
     **settings: object,
 ) -> Scheduler:
     """Workers that hold requests of these sizes."""
     scheduler = a_scheduler(policy, workers=0, **settings)
     for index in range(len(loads)):
-        speed = speeds[index] if speeds else 1.0
-        scheduler.add_worker(WorkerSpec(f"d{index}", Role.DECODE, slots=slots, speed=speed), 0.0)
+        slowdown = slowdowns[index] if slowdowns else 1.0
+        scheduler.add_worker(WorkerSpec(f"d{index}", Role.DECODE, slots=slots, slowdown=slowdown), 0.0)
     for index, held in enumerate(loads):
         for other in range(len(loads)):
             scheduler.set_worker_state(f"d{other}", WorkerState.UP if other == index else WorkerState.DRAINING, 0.0)
@@ -85,9 +85,9 @@ def test_past_its_cap_a_request_precedes_every_younger_one() -> None:
     assert (action.request, action.stage) == ("old", 0)
 
 
-def test_load_is_scaled_by_the_speed_of_the_worker() -> None:
+def test_load_is_scaled_by_the_slowdown_of_the_worker() -> None:
     """d1 holds fewer tokens, but takes 1.5 times as long for each: 1.5 * 800 > 1000."""
-    scheduler = occupied([[1000], [800]], slots=2, speeds=[1.0, 1.5])
+    scheduler = occupied([[1000], [800]], slots=2, slowdowns=[1.0, 1.5])
     pool_all(scheduler, {"a": 10})
     assert admitted(scheduler) == [("a", "d0")]
 

@@ -160,7 +160,7 @@ def test_the_step_of_a_group_costs_what_its_fullest_rank_costs() -> None:
 
 
 def test_a_slower_rank_weighs_more_at_the_barrier() -> None:
-    ranks = [Rank(slots=1, speed=2.0), Rank(slots=1)]
+    ranks = [Rank(slots=1, slowdown=2.0), Rank(slots=1)]
     group = DecodeGroup(ranks, StepTimeModel(per_token_s=0.001, overhead_s=0.0))
     ranks[0].submit(a_request("a", prompt=1000))
     ranks[1].submit(a_request("b", prompt=1500))

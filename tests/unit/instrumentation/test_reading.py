@@ -123,7 +123,7 @@ def engines(
     ranks: int,
     *,
     barrier: bool,
-    speeds: tuple[float, ...] = (),
+    slowdowns: tuple[float, ...] = (),
     us_per_token: float = 0.12,
     c_tokens: float = 2000.0,
     noise: float = 0.02,
@@ -131,7 +131,7 @@ def engines(
 ) -> list[Path]:
     """Decode ranks with requests that come and go, as the plugin writes them; each rank's own steps, or one barrier."""
     rng = np.random.default_rng(ranks)
-    speeds = speeds or (1.0,) * ranks
+    slowdowns = slowdowns or (1.0,) * ranks
     held: list[list[list[int]]] = [[] for _ in range(ranks)]
     now = np.full(ranks, 1e9) if barrier else 1e9 + rng.random(ranks)
     lines = [[HEADER] for _ in range(ranks)]
@@ -141,7 +141,7 @@ def engines(
             requests += [[int(rng.lognormal(7.5, 1)), 1 + int(rng.exponential(150))] for _ in range(int(room))]
         loads = [(sum(kv for kv, _ in requests), len(requests)) for requests in held]
         ms = np.array(
-            [s * us_per_token / 1e3 * (kv + c_tokens * n) + 25 for s, (kv, n) in zip(speeds, loads, strict=True)]
+            [s * us_per_token / 1e3 * (kv + c_tokens * n) + 25 for s, (kv, n) in zip(slowdowns, loads, strict=True)]
         )
         ms = (np.full(ranks, ms.max()) if barrier else ms) * (1 + noise * rng.standard_normal(1 if barrier else ranks))
         now = now + ms / 1e3
@@ -171,13 +171,13 @@ def test_behind_a_barrier_the_fit_finds_the_cost_of_a_request_too(tmp_path: Path
     assert group.fit.a_us_per_token == pytest.approx(0.12, rel=0.05)
     assert group.fit.c_tokens == pytest.approx(2000, rel=0.1)
     assert group.fit.b_ms == pytest.approx(25, rel=0.05)
-    assert group.speed is None, "all wait for the slowest"
+    assert group.slowdown is None, "all wait for the slowest"
 
 
-def test_servers_that_step_independently_are_told_apart_and_have_speeds(tmp_path: Path) -> None:
-    summary = summarise(engines(tmp_path, 3, barrier=False, speeds=(1.0, 1.3, 1.0)))
+def test_servers_that_step_independently_are_told_apart_and_have_slowdowns(tmp_path: Path) -> None:
+    summary = summarise(engines(tmp_path, 3, barrier=False, slowdowns=(1.0, 1.3, 1.0)))
     assert [len(group.files) for group in summary.groups] == [1, 1, 1]
-    assert [group.speed for group in summary.groups] == pytest.approx([1.0, 1.3, 1.0], abs=0.05)
+    assert [group.slowdown for group in summary.groups] == pytest.approx([1.0, 1.3, 1.0], abs=0.05)
     assert summary.load_spread_mean is None, "no barrier, no spread"
     assert summary.request_tokens == pytest.approx(2000, rel=0.1)
 
@@ -215,6 +215,6 @@ def test_a_prefiller_is_left_out_whatever_its_name(tmp_path: Path) -> None:
 def test_the_command_line_prints_what_to_configure(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     steps(engines(tmp_path, 2, barrier=True), json=False)
     text = capsys.readouterr().out
-    assert "request_tokens: " in text and "--step-cost 1.2" in text and "# speed: 1 for all" in text
+    assert "request_tokens: " in text and "--step-cost 1.2" in text and "# slowdown: 1 for all" in text
     with pytest.raises(InputError, match="nothing.csv: cannot be read"):
         steps([tmp_path / "nothing.csv"])

@@ -78,7 +78,8 @@ def main() -> int:
     listener = socket.create_server(("127.0.0.1", 0), backlog=100)
     (FOLDER / "port").write_text(str(listener.getsockname()[1]))
     relays = {name: partial(child, name, listener) for name in ("relay-0", "relay-1")}
-    return Supervisor({"brain": partial(child, "brain", None)} | relays, may_reload, listener.close, lambda: 60.0).run()
+    mains = {"brain": partial(child, "brain", None)} | relays
+    return Supervisor(mains, ("brain",), may_reload, listener.close, lambda: 60.0).run()
 
 
 def may_reload() -> bool:

@@ -25,11 +25,11 @@ from balanceroute.simulator import Failure, Setting
         ({"step_overhead_s": -1.0}, "step overhead -1.0: accepted is a number from 0 to 1000000"),
         ({"step_cost_s": 0.0, "step_overhead_s": 1e-320}, "step cost 0.0 and step overhead 1e-320: a step must take"),
         ({"prefill_tokens_per_s": math.inf}, "prefill rate inf: accepted is a number from 1 to 1000000000"),
-        ({"speeds": (1.0,)}, "speeds: 1 numbers for 2 workers"),
-        ({"speeds": (1.0, math.inf)}, "speed inf: accepted is a number above 0 and at most 100"),
-        ({"speeds": (1.0, math.nan)}, "speed nan: accepted is a number above 0 and at most 100"),
-        ({"speeds": (math.nan, 1.0)}, "speed nan: accepted is a number above 0 and at most 100"),
-        ({"speeds": (0.0, 1.0)}, "speed 0.0: accepted is a number above 0 and at most 100"),
+        ({"slowdowns": (1.0,)}, "slowdowns: 1 numbers for 2 workers"),
+        ({"slowdowns": (1.0, math.inf)}, "slowdown inf: accepted is a number above 0 and at most 100"),
+        ({"slowdowns": (1.0, math.nan)}, "slowdown nan: accepted is a number above 0 and at most 100"),
+        ({"slowdowns": (math.nan, 1.0)}, "slowdown nan: accepted is a number above 0 and at most 100"),
+        ({"slowdowns": (0.0, 1.0)}, "slowdown 0.0: accepted is a number above 0 and at most 100"),
         ({"failures": (Failure(2, 1.0),)}, "failure of worker 2: there are workers 0 to 1"),
         ({"failures": (Failure(0, math.nan),)}, "failure of worker 0 at nan s: accepted is a number from 0 to"),
         ({"failures": (Failure(0, 1.0, math.inf),)}, "failure of worker 0 at inf s: accepted is a number from 0 to"),
@@ -45,7 +45,7 @@ def test_a_value_that_makes_no_sense_is_refused_with_its_name_and_what_is_accept
 
 
 def test_the_bounds_leave_room_for_large_and_slow_clusters() -> None:
-    large = Setting(n_workers=4096, slots=65_536, pool=1_000_000, speeds=(100.0,) * 4096)
+    large = Setting(n_workers=4096, slots=65_536, pool=1_000_000, slowdowns=(100.0,) * 4096)
     slow = Setting(step_cost_s=1.0, step_overhead_s=1e6, failures=(Failure(0, 0.0, 1e9),))
     assert large.checked() is large
     assert slow.checked() is slow

@@ -176,7 +176,7 @@ def test_a_kv_transfer_adds_no_load_until_it_is_over_and_the_request_waits_meanw
 
 
 def test_a_slower_worker_sets_the_pace_of_the_barrier() -> None:
-    outcome = run(a_trace([(0.0, 100, 1), (0.0, 100, 1)]), a_setting(speeds=(1.0, 1.5)))
+    outcome = run(a_trace([(0.0, 100, 1), (0.0, 100, 1)]), a_setting(slowdowns=(1.0, 1.5)))
     assert outcome.figures.makespan_s == pytest.approx(1.0 + 0.001 * 150)
 
 
@@ -248,7 +248,7 @@ def test_failures_of_one_worker_that_overlap_are_one() -> None:
 
 def test_where_workers_differ_in_speed_loads_count_in_time() -> None:
     # the fast worker holds 200 tokens, the slow one 100: both take as long, and no router could do better
-    outcome = run(a_trace([(0.0, 200, 3), (0.0, 100, 3)]), a_setting(slots=1, speeds=(0.5, 1.0)), "target_fit")
+    outcome = run(a_trace([(0.0, 200, 3), (0.0, 100, 3)]), a_setting(slots=1, slowdowns=(0.5, 1.0)), "target_fit")
     assert outcome.loads[0].tolist() == [200, 100]
     assert outcome.figures.load_spread_mean == outcome.figures.excess_mean == 0
     assert outcome.figures.balance == pytest.approx(1.0)
@@ -278,7 +278,7 @@ def test_every_request_is_served_with_every_option_at_once(policy: str, predicto
         transfer_steps=3,
         telemetry_lag_steps=2,
         kv_capacity_tokens=8000,
-        speeds=(1.0, 1.0, 1.2, 1.0),
+        slowdowns=(1.0, 1.0, 1.2, 1.0),
         failures=(Failure(0, 3.0, 6.0), Failure(2, 4.0)),
     )
     outcome = Replay(trace, PolicySettings(policy=policy), setting, predictor, train=trace, check_invariants=True).run()

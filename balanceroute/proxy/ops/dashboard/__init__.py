@@ -5,6 +5,7 @@
     /dashboard/stream      then every second: now, the newest sample, new events, the last decisions, as server-sent
                            events; one of them alone to who does not ask for `text/event-stream`
     /dashboard/what_if     what other policies would do on the state of this moment
+    /decisions             the last decisions for who is no browser (`balanceroute decisions`)
 
 `/dashboard/data` names no request; decisions do, as `/state` does.
 
@@ -15,8 +16,9 @@ of `/dashboard/session`, for a cookie that shows the dashboard for a week and op
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from importlib.resources import files
+from itertools import islice
 from typing import Any, Final
 
 import orjson
@@ -30,6 +32,7 @@ from balanceroute.core.policies import KNOBS, POLICIES
 from balanceroute.core.types import Outcome, WorkerState
 from balanceroute.errors import BalanceRouteError, ConfigError, InputError, InvalidRequest
 from balanceroute.explain import Outlook, outlook
+from balanceroute.proxy.admission.decision_log import ROWS, Decision
 from balanceroute.proxy.ops.admin import state
 from balanceroute.proxy.ops.dashboard.recorder import Recorder
 from balanceroute.proxy.ops.dashboard.workers import why_not_up
@@ -85,6 +88,7 @@ class Dashboard:
             Route(f"{DASHBOARD_PATH}/stream", self.stream, methods=["GET"]),
             Route(f"{DASHBOARD_PATH}/what_if", self.what_if, methods=["GET"]),
             Route(f"{DASHBOARD_PATH}/session", self.session, methods=["POST"]),
+            Route("/decisions", self.decisions, methods=["GET"]),
         ]
 
     async def front(self, request: Request) -> Response:
@@ -123,23 +127,34 @@ class Dashboard:
         while not (
             services.ledger.draining and not services.exchanges
         ):  # then the router ends, and must not wait for us
-            if recorder.decisions is not None:
-                recorder.decisions.watch()
+            recorder.watch()
             news, seen = self._news(seen), recorder.event_count
             yield b"data: " + orjson.dumps(news, option=_WRITE) + b"\n\n"
             async with recorder.new_sample:
                 await recorder.new_sample.wait()
 
     def _news(self, seen_events: int) -> dict[str, Any]:
-        recorder = self.recorder
+        recorder, log = self.recorder, self.recorder.decisions
         recorder.look()
+        rows = () if log is None else [row for row in log.rows if row.runner_up is not None]
         return {
             **overview(self._services(), recorder),
             "sample": recorder.newest() if recorder.count else None,
             "events": _events(recorder, seen_events),
-            "decision_count": 0 if recorder.decisions is None else recorder.decisions.count,
-            "decisions": _decisions(recorder, self._services().ledger.now()),
+            "decision_count": 0 if log is None else log.count,
+            "decisions": _decisions(rows, _SHOWN, self._services().ledger.now()),
         }
+
+    async def decisions(self, request: Request) -> Response:
+        """The last `?last=` admissions, the newest first, and how many there were; who asks is watching."""
+        last, log = request.query_params.get("last", str(_SHOWN)), self.recorder.decisions
+        if not (last.isascii() and last.isdigit() and 1 <= int(last[:9]) <= ROWS):
+            return error_response(InvalidRequest(f"last must be a number from 1 to {ROWS}.", param="last"))
+        self.recorder.watch()
+        now, unix = self._services().ledger.now(), time.time()
+        found = [] if log is None else _decisions(log.rows, int(last), now)
+        dated = [{"at": round(unix - row["age_s"], 3), **row} for row in found]
+        return _json({"count": 0 if log is None else log.count, "decisions": dated})
 
     async def what_if(self, request: Request) -> Response:
         """What each of the policies asked for would do on the state of this moment, side by side."""
@@ -266,9 +281,8 @@ def _events(recorder: Recorder, seen: int) -> list[dict[str, Any]]:
     return [{"at": event.at, "kind": event.kind, "text": event.text} for event in newest]
 
 
-def _decisions(recorder: Recorder, now: float) -> list[dict[str, Any]]:
-    """The last whose runner-up is known, or is known to be unknown; the others are in `decision_count` only."""
-    rows = [] if recorder.decisions is None else [row for row in recorder.decisions.rows if row.runner_up is not None]
+def _decisions(rows: Sequence[Decision], last: int, now: float) -> list[dict[str, Any]]:
+    """The newest of these, the newest first."""
     return [
         {
             "number": row.number,
@@ -279,9 +293,9 @@ def _decisions(recorder: Recorder, now: float) -> list[dict[str, Any]]:
             "stage": row.admission.stage,
             "score": row.admission.score,
             "runner_up": row.runner_up,
-            "behind": row.behind,
+            "runner_up_score": row.runner_up_score,
         }
-        for row in reversed(rows[-_SHOWN:])
+        for row in islice(reversed(rows), last)
     ]
 
 

@@ -102,7 +102,7 @@ def _work_out(deciding: dict[str, Any], samples: list[Sample]) -> None:
         for admit, runner_up in found:
             decision = decided.get(admit.request)
             if decision is not None and decision.admission.worker == admit.worker:
-                decision.runner_up, decision.behind = str(runner_up), runner_up.behind
+                decision.runner_up, decision.runner_up_score = str(runner_up), runner_up.score
 
 
 def _hits_since(before: PrefillerView, now: PrefillerView) -> tuple[int, int, int, int]:
@@ -150,6 +150,11 @@ class Recorder:
         """Take down what has happened since: whatever a page is shown of workers is an event, too."""
         services = self._services()
         self._note_events(services, services.ledger.view(), self._wall())
+
+    def watch(self) -> None:
+        """Somebody watches the decisions."""
+        if self.decisions is not None:
+            self.decisions.watch()
 
     def sample(self) -> None:
         """Take down how everything is now. O(workers)."""

@@ -159,7 +159,7 @@ def test_the_first_token_starts_the_clock_of_the_next_one_and_is_the_worker_s_si
         async with dispatching(services):
             leg = a_leg(services)
             task = services.loop.create_task(leg.run())
-            await until(lambda: leg.decoder is not None)
+            await until(lambda: leg.streaming_from is not None)
             worker = services.fleet["d0"]
             assert leg.idle_s == 7.0 and leg.try_deadline_s == leg.first_token_s + 7.0
             assert worker.progress_s == leg.first_token_s == leg.last_token_s

@@ -156,7 +156,7 @@ def test_tokens_are_expected_of_the_worker_of_an_open_stream_but_not_while_its_k
         services, sent = a_router(), asyncio.Event()
         request = parse("completions", b'{"prompt": "a", "stream": true}')
         leg = Leg(services, "r", request, PartAnswer(request), [], lambda leg: Stays(leg, 0.0, sent))
-        leg.worker = "d0"
+        leg.decoder_id = "d0"
         assert not leg.expects_tokens_from("d0")  # nothing is open
         leg.reply = Open()  # type: ignore[assignment]
         assert leg.expects_tokens_from("d0") and not leg.expects_tokens_from("d1")

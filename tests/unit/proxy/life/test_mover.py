@@ -61,9 +61,9 @@ async def begun(services: Services, name: str, request_id: str) -> tuple[Leg, "a
         services.fleet.drain(worker)
     leg = a_leg(services, request_id=request_id)
     task = services.loop.create_task(leg.run())
-    await until(lambda: leg.decoder is not None or leg.reply is not None)
+    await until(lambda: leg.streaming_from is not None or leg.reply is not None)
     for worker in others:
-        services.fleet.drain(worker, False)
+        services.fleet.undrain(worker)
     return leg, task
 
 
@@ -86,11 +86,11 @@ def test_a_request_leaves_a_silent_worker_at_once_and_a_stream_after_a_while(has
                 script(services, name, probed(prompt=[*PROMPT_IDS, 20] if has_token else PROMPT_IDS))
             silent_s = services.ledger.now()
             silence(services, "d0")
-            await until(lambda: leg.at != "d0")
+            await until(lambda: leg.at_worker != "d0")
             left_after_s = services.ledger.now() - silent_s
             await task
         assert (RESUME_S <= left_after_s <= RESUME_S + 1.0) if has_token else left_after_s <= 2 * PERIOD_S
-        assert (leg.worker, leg.outcome) == ("d1", Outcome.FINISHED)
+        assert (leg.decoder_id, leg.outcome) == ("d1", Outcome.FINISHED)
         assert services.metrics.moves.value("decode") == 1
 
     in_virtual_time(moved)
@@ -108,9 +108,9 @@ def test_a_group_that_fell_silent_together_keeps_its_requests_until_they_are_lat
             assert group.workers == ("d0", "d1") and services.degraded_by
             silence(services, *group.workers)
             await let_pass(services.config.limits.idle_timeout_s + GROUP_WAIT_S / 2)
-            assert [leg.at for leg, _ in legs] == ["d0", "d1"] and not services.metrics.moves.value("decode")
+            assert [leg.at_worker for leg, _ in legs] == ["d0", "d1"] and not services.metrics.moves.value("decode")
             await let_pass(GROUP_WAIT_S)
-            assert [leg.at for leg, _ in legs] == ["", ""], "it was too long after all"
+            assert [leg.at_worker for leg, _ in legs] == ["", ""], "it was too long after all"
             for _, task in legs:
                 task.cancel()
 
@@ -131,9 +131,9 @@ def test_a_pause_of_our_own_is_no_silence_of_the_workers() -> None:
             loop.stand_still(100.0 + LATE_LOOK_S)
             silence(services, "d0")
             await let_pass(2 * PERIOD_S)
-            assert leg.at == "d0" and not services.frozen, "nothing is judged before the sockets are read"
+            assert leg.at_worker == "d0" and not services.frozen, "nothing is judged before the sockets are read"
             await let_pass(SETTLE_S + RESUME_S)
-            assert leg.at != "d0", "from then on silence counts again"
+            assert leg.at_worker != "d0", "from then on silence counts again"
             task.cancel()
 
     in_virtual_time(stays)
@@ -176,7 +176,7 @@ class Streams:
 
     async def queued(self) -> Event:
         leg = self.leg
-        worker = leg.decoder = leg.services.fleet["d0"]
+        worker = leg.streaming_from = leg.services.fleet["d0"]
         leg.enter(worker, "decode", math.inf, 0.0)
         leg.answer.begin(PREFILLED)
         give(leg.answer, 20)
@@ -184,7 +184,7 @@ class Streams:
         try:
             await asyncio.Event().wait()
         finally:
-            leg.decoder = None
+            leg.streaming_from = None
             leg.leave(worker)
         return Event.COMPLETE
 

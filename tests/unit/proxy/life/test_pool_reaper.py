@@ -110,7 +110,7 @@ def test_a_client_that_reads_nothing_is_cut_off_and_its_worker_is_not_called_lat
             leg = a_leg(services)
 
             async def stop_reading() -> None:
-                await until(lambda: leg.decoder is not None)
+                await until(lambda: leg.streaming_from is not None)
                 reply: Any = leg.reply
                 reply.pause()
 
@@ -133,11 +133,11 @@ def test_a_worker_that_leaves_is_forgotten_when_it_holds_nothing() -> None:
         async with reaped(services):
             leg = a_leg(services)
             task = services.loop.create_task(leg.run())
-            await until(lambda: leg.decoder is not None)
+            await until(lambda: leg.streaming_from is not None)
             for worker in services.fleet:
                 services.fleet.leave(worker)
             await let_pass(NEXT_LOOK_S)
-            assert {worker.id for worker in services.fleet} == {leg.worker}
+            assert {worker.id for worker in services.fleet} == {leg.decoder_id}
             task.cancel()
             await let_pass(NEXT_LOOK_S)
             assert not list(services.fleet)
@@ -153,7 +153,7 @@ def test_tokens_are_told_to_the_scheduler_and_count_as_the_worker_s_progress() -
         async with reaped(services):
             leg = a_leg(services)
             task = services.loop.create_task(leg.run())
-            await until(lambda: leg.decoder is not None)
+            await until(lambda: leg.streaming_from is not None)
             leg.ticket.progress(5)
             at_s = leg.last_token_s
             await let_pass(NEXT_LOOK_S)

@@ -81,7 +81,7 @@ def test_a_request_waits_for_a_prefiller_that_is_still_up_when_it_comes_to_it() 
             leg = a_leg(services)
             await leg.run()
         assert not scripts["p0"].asked and len(scripts["p1"].asked) == 1
-        assert leg.prefiller == "p1" and services.fleet["p0"].state is WorkerState.DOWN
+        assert leg.prefiller_id == "p1" and services.fleet["p0"].state is WorkerState.DOWN
 
     in_virtual_time(asked)
 

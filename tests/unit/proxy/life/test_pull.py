@@ -31,7 +31,7 @@ def test_a_decode_worker_is_asked_once_with_the_parameters_of_the_prefiller_as_t
         async with dispatching(services):
             leg = a_leg(services, client)
             await leg.run()
-        assert (leg.outcome, leg.worker, leg.prefiller, leg.recomputes) == (Outcome.FINISHED, "d0", "p0", 0)
+        assert (leg.outcome, leg.decoder_id, leg.prefiller_id, leg.recomputes) == (Outcome.FINISHED, "d0", "p0", 0)
         assert client.text == " 20 21" and client.got.endswith(DONE) and client.ended
         (probe,), (decode,) = asked(p0), asked(d0)
         assert probe["max_tokens"] == 1 and not probe["stream"] and probe["kv_transfer_params"]["do_remote_decode"]
@@ -66,7 +66,7 @@ def test_kv_that_waited_too_long_for_a_slot_is_computed_anew() -> None:
         async with dispatching(services):
             holds, waits = a_leg(services), a_leg(services, request_id="s")
             first = services.loop.create_task(holds.run())
-            await until(lambda: holds.decoder is not None)
+            await until(lambda: holds.streaming_from is not None)
             second = services.loop.create_task(waits.run())
             await until(lambda: waits.unspent is not None)
             d0.answers = [Page(events(20) + DONE)]
@@ -166,7 +166,7 @@ def test_pinned_kv_is_on_record_until_its_parameters_are_sent(tmp_path: Path) ->
         async with dispatching(services):
             holds, waits = a_leg(services), a_leg(services, request_id="s")
             first = services.loop.create_task(holds.run())
-            await until(lambda: holds.decoder is not None)
+            await until(lambda: holds.streaming_from is not None)
             assert len(record) == 0
             second = services.loop.create_task(waits.run())
             await until(lambda: waits.unspent is not None)
@@ -212,7 +212,7 @@ def test_a_client_that_leaves_has_its_kv_drained_and_off_the_record(tmp_path: Pa
         async with dispatching(services):
             holds, waits = a_leg(services), a_leg(services, request_id="s")
             tasks = [services.loop.create_task(holds.run())]
-            await until(lambda: holds.decoder is not None)
+            await until(lambda: holds.streaming_from is not None)
             tasks.append(services.loop.create_task(waits.run()))
             await until(lambda: len(record) == 1)
             d0.answers = [Page()]

@@ -43,15 +43,15 @@ def test_only_a_death_is_evidence(error: UpstreamError, sign: Sign) -> None:
 
 
 def test_two_losses_are_enough_and_explain_those_of_everybody_who_was_there() -> None:
-    suspicions, guilty, innocent = Suspicions(), Suspect(), Suspect()
-    assert not suspicions.lost(guilty, "d0", 0.0)
-    assert not suspicions.lost(innocent, "d0", 0.1)
-    assert suspicions.lost(guilty, "d1", 5.0)
-    assert guilty.workers == ["d0", "d1"]
-    assert innocent.explained == 1 and not innocent.guilty
+    suspicions, cause, bystander = Suspicions(), Suspect(), Suspect()
+    assert not suspicions.lost(cause, "d0", 0.0)
+    assert not suspicions.lost(bystander, "d0", 0.1)
+    assert suspicions.lost(cause, "d1", 5.0)
+    assert cause.workers == ["d0", "d1"]
+    assert bystander.explained == 1 and not bystander.given_up
 
 
-def test_two_poison_requests_that_share_a_worker_reach_one_more_each() -> None:
+def test_two_requests_that_kill_and_share_a_worker_reach_one_more_each() -> None:
     suspicions, first, second = Suspicions(), Suspect(), Suspect()
     suspicions.lost(first, "d0", 0.0)
     suspicions.lost(second, "d0", 0.1)

@@ -1,5 +1,6 @@
 """One leads at a time, under a number that nobody has had."""
 
+import asyncio
 import os
 import signal
 import subprocess
@@ -9,19 +10,25 @@ from pathlib import Path
 import pytest
 
 from balanceroute.errors import ConfigError
-from balanceroute.proxy.link.leadership import Leadership
+from balanceroute.proxy.link import leadership
+from balanceroute.proxy.link.leadership import FileLead
+from tests.waiting import block_until
 
 HOLD = """
-import sys, signal, pathlib
-from balanceroute.proxy.link.leadership import Leadership
-lead = Leadership(pathlib.Path(sys.argv[1]))
-print(lead.take(), lead.epoch, flush=True)
-signal.pause()
+import asyncio, sys, pathlib
+from balanceroute.proxy.link.leadership import RENEW_S, FileLead
+async def lead():
+    while await held.renew():
+        await asyncio.sleep(RENEW_S)
+held = FileLead(pathlib.Path(sys.argv[1]))
+print(held.take(), held.epoch, flush=True)
+asyncio.run(lead())
+print("lost", flush=True)
 """
 
 
 def test_one_leads_and_the_next_counts_on(tmp_path: Path) -> None:
-    first, second = Leadership(tmp_path / "lead"), Leadership(tmp_path / "lead")
+    first, second = FileLead(tmp_path / "lead"), FileLead(tmp_path / "lead")
     assert first.take() and first.epoch == 1
     assert not second.take() and second.epoch == 0
     first.release()
@@ -33,18 +40,55 @@ def test_a_leader_that_is_killed_leads_no_more(tmp_path: Path) -> None:
     path = tmp_path / "lead"
     with subprocess.Popen([sys.executable, "-c", HOLD, str(path)], stdout=subprocess.PIPE, text=True) as leader:
         assert leader.stdout is not None and leader.stdout.readline() == "True 1\n"
-        heir = Leadership(path)
+        heir = FileLead(path)
         assert not heir.take()
         os.kill(leader.pid, signal.SIGKILL)
         leader.wait()
         assert heir.take() and heir.epoch == 2
 
 
+def test_a_leader_that_stands_still_is_deposed_and_finds_that_out_when_it_goes_on(tmp_path: Path) -> None:
+    path = tmp_path / "lead"
+    with subprocess.Popen([sys.executable, "-c", HOLD, str(path)], stdout=subprocess.PIPE, text=True) as leader:
+        assert leader.stdout is not None and leader.stdout.readline() == "True 1\n"
+        os.kill(leader.pid, signal.SIGSTOP)
+        heir, other = FileLead(path), FileLead(path)
+        block_until(heir.take)
+        assert heir.epoch == 2 and not other.take()
+        os.kill(leader.pid, signal.SIGCONT)
+        assert leader.stdout.readline() == "lost\n"
+    assert asyncio.run(heir.renew()) and not other.take()
+    heir.release()
+    assert other.take() and other.epoch == 3
+
+
+def test_a_leader_that_renews_is_not_deposed_and_nor_is_one_that_nobody_has_looked_at(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now_s = 100.0
+    monkeypatch.setattr(leadership.time, "monotonic", lambda: now_s)
+    leader, standby = FileLead(tmp_path / "lead"), FileLead(tmp_path / "lead")
+    assert leader.take()
+    for number in range(50):
+        now_s += leadership.RENEW_S
+        os.utime(tmp_path / "lead", ns=(number, number))  # what renewing does, at times that surely differ
+        assert not standby.take()
+    now_s += 1000.0  # the standby stood still itself, so it begins to wait anew
+    assert not standby.take()
+    now_s += leadership.LEASE_S * 0.4
+    assert not standby.take()
+    now_s += leadership.LEASE_S * 0.4
+    assert not standby.take()
+    now_s += leadership.LEASE_S * 0.4
+    assert standby.take() and standby.epoch == 2
+    assert not asyncio.run(leader.renew())
+
+
 def test_another_file_is_not_overwritten(tmp_path: Path) -> None:
     path = tmp_path / "lead"
     path.write_text("keys: [a]\n")
     with pytest.raises(ConfigError, match="no epoch"):
-        Leadership(path).take()
+        FileLead(path).take()
     assert path.read_text() == "keys: [a]\n"
     with pytest.raises(ConfigError):
-        Leadership(tmp_path / "missing" / "lead").take()
+        FileLead(tmp_path / "missing" / "lead").take()

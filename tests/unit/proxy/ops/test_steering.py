@@ -1,5 +1,6 @@
 """Another policy at run time: which may be asked for, and what stays as it is."""
 
+from collections.abc import Iterator
 from typing import Any
 
 import httpx
@@ -7,6 +8,7 @@ import orjson
 import pytest
 from starlette.applications import Starlette
 
+from balanceroute import AdmissionPolicy, Choice, ClusterSnapshot
 from balanceroute.config import Config
 from balanceroute.errors import ConfigError, Draining
 from balanceroute.proxy.ops.steering import Steering, with_policy
@@ -60,6 +62,35 @@ async def test_what_names_no_policy_that_is_known_here_is_a_400_that_says_which_
 async def test_a_switch_that_cannot_be_made_is_told_and_nothing_changes(error: Exception, status: int) -> None:
     reply = await asked(a_router(), Switched(error), orjson.dumps({"policy": "br_0"}))
     assert reply.status_code == status and str(error) in reply.json()["error"]["message"]
+
+
+class Patient(AdmissionPolicy):
+    """A policy of one's own that admits nobody, with an option that it needs."""
+
+    name = "patient"
+
+    def __init__(self, *, patience_s: float) -> None:
+        self.patience = patience_s
+
+    def decide(self, snapshot: ClusterSnapshot, now: float) -> Iterator[Choice]:
+        return iter(())
+
+
+async def test_a_policy_of_ones_own_finds_its_options_again_when_it_is_switched_back_to() -> None:
+    own = f"{__name__}:Patient"
+    services, switch = a_router(a_config(routing={"policy": own, "options": {"patience_s": 5}})), Switched()
+
+    async def take_over(new: Config) -> None:
+        await switch(new)
+        services.config = new
+
+    app = Starlette(routes=Steering(lambda: services, take_over).routes())
+    async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://router") as client:
+        for name in ("level_fit", own, own):
+            reply = await client.post("/routing/policy", json={"policy": name})
+            assert reply.status_code == 200, reply.text
+    assert [new.routing.policy for new in switch.to] == ["level_fit", own, own]
+    assert [new.routing.options for new in switch.to] == [{}, {"patience_s": 5}, {"patience_s": 5}]
 
 
 async def test_settings_that_do_not_go_with_the_policy_are_refused() -> None:

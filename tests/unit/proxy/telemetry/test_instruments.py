@@ -40,7 +40,7 @@ def test_counters_keep_their_labels_apart_and_forget_a_worker_s() -> None:
     counters.inc("d0", "a")
     counters.inc("d0", "a", by=2)
     counters.inc("d1", "a")
-    counters.forget("d0")
+    counters.forget_worker("d0")
     assert counters.value("d0", "a") == 0 and counters.value("d1", "a") == 1
 
 

@@ -1,4 +1,4 @@
-"""One worker's circuit as a dialogue of verdicts and time."""
+"""One worker's circuit as a dialogue of what requests find and time."""
 
 import pytest
 
@@ -52,15 +52,15 @@ def test_faults_in_a_row_open_the_circuit_and_time_gives_it_one_trial() -> None:
 
 
 @pytest.mark.parametrize(
-    ("verdict", "after"),
-    [("success", CircuitState.CLOSED), ("fault", CircuitState.OPEN), ("no_verdict", CircuitState.HALF_OPEN)],
+    ("found", "after"),
+    [("success", CircuitState.CLOSED), ("fault", CircuitState.OPEN), ("inconclusive", CircuitState.HALF_OPEN)],
 )
-def test_a_trial_decides(verdict: str, after: CircuitState) -> None:
+def test_a_trial_decides(found: str, after: CircuitState) -> None:
     told = Told(threshold=1)
     told.circuit.fault(0.0)
     told.circuit.tick(10.0)
     told.circuit.used()
-    getattr(told.circuit, verdict)(*([11.0] if verdict == "fault" else []))
+    getattr(told.circuit, found)(*([11.0] if found == "fault" else []))
     assert told.state is after
 
 
@@ -139,5 +139,5 @@ def test_late_failures_of_requests_sent_before_do_not_close_an_open_circuit() ->
     told = Told(threshold=1)
     told.circuit.fault(0.0)
     told.circuit.busy(1.0)
-    told.circuit.no_verdict()
+    told.circuit.inconclusive()
     assert told.state is CircuitState.OPEN

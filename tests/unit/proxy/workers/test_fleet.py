@@ -27,7 +27,7 @@ def holding(services: Services, worker: Worker) -> str:
     """Bind a request to that decode worker; its id."""
     scheduler, now = services.ledger.scheduler, services.ledger.now()
     for other in services.fleet.of(Role.DECODE):
-        services.fleet.drain(other, other is not worker)
+        (services.fleet.undrain if other is worker else services.fleet.drain)(other)
     services.tickets.submit(RequestSpec("held", 10))
     services.ledger.dispatch()
     scheduler.prefilled("held", 10, now)
@@ -150,7 +150,7 @@ def test_a_worker_called_back_while_it_leaves_stays_with_all_it_holds() -> None:
     in_virtual_time(test)
 
 
-def test_verdicts_on_a_worker_that_has_left_reach_nobody() -> None:
+def test_findings_on_a_worker_that_has_left_reach_nobody() -> None:
     async def test() -> None:
         services = a_router()
         worker = services.fleet["d1"]

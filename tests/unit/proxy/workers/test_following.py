@@ -90,7 +90,7 @@ def test_failures_are_always_told_and_successes_where_they_change_anything() -> 
         circuit = fleet["d0"].circuit
         circuit.used()
         circuit.success()
-        circuit.no_verdict()
+        circuit.inconclusive()
         assert verdicts(said) == []
         circuit.fault(1.0)
         circuit.success()
@@ -115,7 +115,7 @@ def test_one_request_alone_is_the_trial_of_a_half_open_circuit() -> None:
         circuit.used()
         circuit.used()
         assert verdicts(said) == [Verdict.USED]
-        circuit.no_verdict()
+        circuit.inconclusive()
         assert verdicts(said) == [Verdict.NO_VERDICT]
 
     on_fleet(test)

@@ -345,10 +345,10 @@ function knobs() {
 }
 const STAGES = ["overdue", "abundant", "scarce", "at once"];
 function decisions(rows, count) {
-  const heads = [["when", "text"], ["request", "text"], ["worker", "text"], ["stage", "text"], ["score"], ["otherwise", "text"], ["score less by"]];
+  const heads = [["when", "text"], ["request", "text"], ["worker", "text"], ["stage", "text"], ["score"], ["otherwise", "text"], ["its score"]];
   table(byId("decisions"), "Decisions", heads, rows.map(each => row([cell(Math.round(each.age_s) + " s ago", "text"),
     cell(each.request, "text"), cell(each.worker, "text"), cell(STAGES[each.stage] || String(each.stage), "text"), cell(whole(each.score)),
-    cell(each.runner_up, each.runner_up.includes(" to ") ? "text" : "text dim"), cell(each.behind === null ? "-" : whole(each.behind))])));
+    cell(each.runner_up, each.runner_up.includes(" to ") ? "text" : "text dim"), cell(each.runner_up_score === null ? "-" : whole(each.runner_up_score))])));
   byId("decision-count").textContent = whole(count) + " so far, the last " + rows.length + " with a known runner-up";
 }
 function listEvents() {

@@ -14,8 +14,8 @@ from balanceroute.errors import (
     UpstreamTimeout,
 )
 from balanceroute.proxy.life.errors import DeadlineExceeded, NothingPinned
+from balanceroute.proxy.life.retries import MAX_FRUITLESS, Retries, event_error, kind_of, pushes_back
 from balanceroute.proxy.life.suspicion import MAX_LOSSES, Choices
-from balanceroute.proxy.life.verdicts import MAX_FRUITLESS, Verdicts, event_error, kind_of, pushes_back
 from balanceroute.proxy.services import Services
 from tests.unit.proxy.virtual_time import a_config, a_router, in_virtual_time, let_pass
 
@@ -32,18 +32,18 @@ def lost() -> UpstreamError:
     return ConnectionLost("reset", worker="d0", tier="decode")
 
 
-def some_verdicts(choices: Choices | None = None) -> tuple[Services, Verdicts]:
+def some_retries(choices: Choices | None = None) -> tuple[Services, Retries]:
     services = a_router(a_config(retry=RETRY))
-    return services, Verdicts(services, "r", choices)
+    return services, Retries(services, "r", choices)
 
 
 @pytest.mark.parametrize("status", [400, 404, 422])
 def test_an_error_of_the_clients_is_his_and_says_nothing_of_the_worker(status: int) -> None:
     async def judged() -> None:
-        services, verdicts = some_verdicts()
+        services, retries = some_retries()
         worker = services.fleet["d0"]
         with pytest.raises(UpstreamStatus):
-            verdicts.judge(a_status(status), worker, "decode", begun=False)
+            retries.judge(a_status(status), worker, "decode", begun=False)
         assert not worker.out
 
     in_virtual_time(judged)
@@ -52,9 +52,9 @@ def test_an_error_of_the_clients_is_his_and_says_nothing_of_the_worker(status: i
 @pytest.mark.parametrize("status", [429, 503])
 def test_back_pressure_is_never_the_last_try(status: int) -> None:
     async def judged() -> None:
-        services, verdicts = some_verdicts()
+        services, retries = some_retries()
         waits = [
-            verdicts.judge(a_status(status), services.fleet["d0"], "decode", begun=False)
+            retries.judge(a_status(status), services.fleet["d0"], "decode", begun=False)
             for _ in range(10 * RETRY["max_attempts"])  # type: ignore[call-overload]
         ]
         assert all(0.0 <= wait_s <= RETRY["max_delay_s"] for wait_s in waits)
@@ -68,58 +68,58 @@ def test_back_pressure_is_never_the_last_try(status: int) -> None:
 )
 def test_a_failure_may_be_tried_again_until_the_last_of_them_is_raised(error: UpstreamError) -> None:
     async def judged() -> None:
-        services, verdicts = some_verdicts()
+        services, retries = some_retries()
         worker = services.fleet["d0"]
         for _ in range(2):
-            assert 0.0 <= verdicts.judge(error, worker, "decode", begun=False) <= RETRY["max_delay_s"]
+            assert 0.0 <= retries.judge(error, worker, "decode", begun=False) <= RETRY["max_delay_s"]
         with pytest.raises(type(error)):
-            verdicts.judge(error, worker, "decode", begun=False)
+            retries.judge(error, worker, "decode", begun=False)
 
     in_virtual_time(judged)
 
 
 def test_failures_of_prefill_and_decode_count_apart_and_the_first_token_forgets_those_of_decode() -> None:
     async def judged() -> None:
-        services, verdicts = some_verdicts()
+        services, retries = some_retries()
         prefiller, decoder = services.fleet["p0"], services.fleet["d0"]
         for _ in range(2):
-            verdicts.judge(lost(), prefiller, "prefill", begun=False)
-            verdicts.judge(lost(), decoder, "decode", begun=False)
-        verdicts.begun(services.ledger.now())
-        verdicts.judge(lost(), decoder, "decode", begun=True)
+            retries.judge(lost(), prefiller, "prefill", begun=False)
+            retries.judge(lost(), decoder, "decode", begun=False)
+        retries.begun(services.ledger.now())
+        retries.judge(lost(), decoder, "decode", begun=True)
         with pytest.raises(ConnectionLost):
-            verdicts.judge(lost(), prefiller, "prefill", begun=True)
+            retries.judge(lost(), prefiller, "prefill", begun=True)
 
     in_virtual_time(judged)
 
 
 def test_an_answered_probe_forgets_the_failures_of_prefill() -> None:
     async def judged() -> None:
-        services, verdicts = some_verdicts()
+        services, retries = some_retries()
         for _ in range(2):
-            verdicts.judge(lost(), services.fleet["p0"], "prefill", begun=False)
-        verdicts.prefilled()
-        verdicts.judge(lost(), services.fleet["p0"], "prefill", begun=False)
+            retries.judge(lost(), services.fleet["p0"], "prefill", begun=False)
+        retries.prefilled()
+        retries.judge(lost(), services.fleet["p0"], "prefill", begun=False)
 
     in_virtual_time(judged)
 
 
 def test_a_prefiller_that_pins_nothing_is_asked_once_more_only() -> None:
     async def judged() -> None:
-        services, verdicts = some_verdicts()
+        services, retries = some_retries()
         error = NothingPinned("none", worker="p0", tier="prefill")
-        verdicts.judge(error, services.fleet["p0"], "prefill", begun=False)
+        retries.judge(error, services.fleet["p0"], "prefill", begun=False)
         with pytest.raises(NothingPinned):
-            verdicts.judge(error, services.fleet["p0"], "prefill", begun=False)
+            retries.judge(error, services.fleet["p0"], "prefill", begun=False)
 
     in_virtual_time(judged)
 
 
-def test_a_request_that_took_too_long_ends_without_a_verdict_on_its_worker() -> None:
+def test_a_request_that_took_too_long_says_nothing_of_its_worker() -> None:
     async def judged() -> None:
-        services, verdicts = some_verdicts()
+        services, retries = some_retries()
         with pytest.raises(DeadlineExceeded):
-            verdicts.judge(DeadlineExceeded("late", worker="d0", tier=""), services.fleet["d0"], "decode", begun=True)
+            retries.judge(DeadlineExceeded("late", worker="d0", tier=""), services.fleet["d0"], "decode", begun=True)
         assert not services.fleet["d0"].out
 
     in_virtual_time(judged)
@@ -127,23 +127,23 @@ def test_a_request_that_took_too_long_ends_without_a_verdict_on_its_worker() -> 
 
 def test_a_request_that_is_given_back_without_a_token_again_and_again_ends() -> None:
     async def judged() -> None:
-        services, verdicts = some_verdicts()
+        services, retries = some_retries()
         for _ in range(MAX_FRUITLESS - 1):
-            verdicts.fruitless(services.fleet["d0"])
+            retries.fruitless(services.fleet["d0"])
         with pytest.raises(BadUpstreamReply):
-            verdicts.fruitless(services.fleet["d0"])
+            retries.fruitless(services.fleet["d0"])
 
     in_virtual_time(judged)
 
 
 def test_a_refused_request_waits_until_the_queues_deadline_and_learns_who_refused_it() -> None:
     async def judged() -> None:
-        services, verdicts = some_verdicts()
+        services, retries = some_retries()
         ticket = services.tickets.submit(RequestSpec("r", 10))
         await ticket.prefiller()
-        verdicts.judge(a_status(503, 7.0), services.fleet["d0"], "decode", begun=False)
+        retries.judge(a_status(503, 7.0), services.fleet["d0"], "decode", begun=False)
         with pytest.raises(QueueTimeout, match="answered 503") as refused:
-            await verdicts.patiently(ticket, ticket.admission())
+            await retries.patiently(ticket, ticket.admission())
         assert refused.value.retry_after_s == 7.0
         assert services.ledger.now() == ticket.arrived_s + services.config.queue.deadline_s
 
@@ -152,61 +152,61 @@ def test_a_refused_request_waits_until_the_queues_deadline_and_learns_who_refuse
 
 def test_an_answer_that_has_begun_waits_beyond_the_queues_deadline() -> None:
     async def judged() -> None:
-        services, verdicts = some_verdicts()
+        services, retries = some_retries()
         ticket = services.tickets.submit(RequestSpec("r", 10))
-        verdicts.judge(a_status(503), services.fleet["d0"], "decode", begun=True)
+        retries.judge(a_status(503), services.fleet["d0"], "decode", begun=True)
 
         async def freed() -> str:
             await let_pass(2 * services.config.queue.deadline_s)
             return "d1"
 
-        assert await verdicts.patiently(ticket, freed()) == "d1"
+        assert await retries.patiently(ticket, freed()) == "d1"
 
     in_virtual_time(judged)
 
 
 def test_a_loss_that_another_request_has_caused_is_no_failed_try() -> None:
     async def judged() -> None:
-        services, verdicts = some_verdicts()
-        guilty = Verdicts(services, "other", None)
+        services, retries = some_retries()
+        cause = Retries(services, "other", None)
         dead = UpstreamStatus("dead", worker="d0", tier="decode", status=500, body=b"EngineDeadError")
-        for each in (verdicts, guilty):
+        for each in (retries, cause):
             await each.suspect_loss(dead, services.fleet["d0"], midway=False)
-        verdicts.judge(dead, services.fleet["d0"], "decode", begun=False)
+        retries.judge(dead, services.fleet["d0"], "decode", begun=False)
         with pytest.raises(DecodersLost):
             for n in range(1, MAX_LOSSES):
-                await guilty.suspect_loss(dead, services.fleet[f"d{n}"], midway=False)
+                await cause.suspect_loss(dead, services.fleet[f"d{n}"], midway=False)
         for _ in range(2):  # of three tries, two are left
-            verdicts.judge(lost(), services.fleet["d2"], "decode", begun=False)
+            retries.judge(lost(), services.fleet["d2"], "decode", begun=False)
         with pytest.raises(ConnectionLost):
-            verdicts.judge(lost(), services.fleet["d2"], "decode", begun=False)
+            retries.judge(lost(), services.fleet["d2"], "decode", begun=False)
 
     in_virtual_time(judged)
 
 
 def test_a_request_under_which_decode_workers_die_goes_to_no_further_one() -> None:
     async def judged() -> None:
-        services, verdicts = some_verdicts()
+        services, retries = some_retries()
         dead = UpstreamStatus("dead", worker="d0", tier="decode", status=500, body=b"EngineDeadError")
         for n in range(MAX_LOSSES - 1):
-            await verdicts.suspect_loss(dead, services.fleet[f"d{n}"], midway=False)
-        assert verdicts.has_losses
+            await retries.suspect_loss(dead, services.fleet[f"d{n}"], midway=False)
+        assert retries.has_losses
         with pytest.raises(DecodersLost):
-            await verdicts.suspect_loss(dead, services.fleet["d2"], midway=False)
+            await retries.suspect_loss(dead, services.fleet["d2"], midway=False)
 
     in_virtual_time(judged)
 
 
 def test_a_connection_that_could_not_be_opened_is_no_evidence() -> None:
     async def judged() -> None:
-        services, verdicts = some_verdicts()
+        services, retries = some_retries()
         for _ in range(5):
-            await verdicts.suspect_loss(
+            await retries.suspect_loss(
                 ConnectFailed("no", worker="d0", tier="decode"),
                 services.fleet["d0"],
                 midway=False,
             )
-        assert not verdicts.has_losses
+        assert not retries.has_losses
 
     in_virtual_time(judged)
 
@@ -214,8 +214,8 @@ def test_a_connection_that_could_not_be_opened_is_no_evidence() -> None:
 def test_what_one_choice_has_lost_counts_against_all_until_one_has_a_token() -> None:
     async def judged() -> None:
         choices = Choices()
-        services, one = some_verdicts(choices)
-        other = Verdicts(services, "r-1", choices)
+        services, one = some_retries(choices)
+        other = Retries(services, "r-1", choices)
         dead = UpstreamStatus("dead", worker="d0", tier="decode", status=500, body=b"EngineDeadError")
         await one.suspect_loss(dead, services.fleet["d0"], midway=False)
         assert other.has_losses
@@ -239,7 +239,7 @@ def test_what_one_choice_has_lost_counts_against_all_until_one_has_a_token() -> 
 )
 def test_an_error_event_is_the_error_that_it_would_have_been_as_a_status(payload: bytes, status: int) -> None:
     async def told() -> None:
-        services, _ = some_verdicts()
+        services, _ = some_retries()
         assert event_error(payload, services.fleet["d0"]).status == status
 
     in_virtual_time(told)

@@ -31,7 +31,7 @@ LAYERWISE = ClusterShape(
     connector="mooncake_layerwise",  # type: ignore[arg-type]
 )
 QUICK = {"retry": {"base_delay_s": 0.001, "max_delay_s": 0.01}}
-POISON = {"vllm_xargs": {"kill_decoder": True}}
+KILLS = {"vllm_xargs": {"kill_decoder": True}}
 
 
 def dead(router: Router) -> list[str]:
@@ -45,14 +45,12 @@ async def test_a_request_that_kills_decoders_reaches_two_of_them_and_no_third(
 ) -> None:
     async with running(shape, **QUICK) as router:
         with caplog.at_level(logging.WARNING):
-            reply = await router.client.post(
-                "/v1/completions", json=completion(stream=stream, max_tokens=100, **POISON)
-            )
+            reply = await router.client.post("/v1/completions", json=completion(stream=stream, max_tokens=100, **KILLS))
         assert reply.status_code == 502
         assert "2 decode workers" in reply.json()["error"]["message"]
         assert reply.headers["x-should-retry"] == "false"
         assert len(dead(router)) == 2
-        assert router.app.services.metrics.poison_requests.value() == 1
+        assert router.app.services.metrics.given_up_requests.value() == 1
         told = [record for record in caplog.records if "given up" in record.getMessage()]
         assert [sorted(record.workers) for record in told] and all(record.request for record in told)  # type: ignore[attr-defined]
         good = await router.client.post("/v1/completions", json=completion())
@@ -60,7 +58,7 @@ async def test_a_request_that_kills_decoders_reaches_two_of_them_and_no_third(
         await router.settled()
 
 
-async def test_requests_beside_a_poison_request_all_get_their_answers() -> None:
+async def test_requests_beside_a_request_that_kills_all_get_their_answers() -> None:
     async with running(SIX, routing={"policy": "join_shortest_queue"}, **QUICK) as router:
 
         async def one(n: int) -> Any:
@@ -68,16 +66,16 @@ async def test_requests_beside_a_poison_request_all_get_their_answers() -> None:
             return await router.client.post("/v1/completions", json=body)
 
         asked = [asyncio.ensure_future(one(n)) for n in range(20)]
-        poison = asyncio.ensure_future(router.client.post("/v1/completions", json=completion(**POISON)))
+        killer = asyncio.ensure_future(router.client.post("/v1/completions", json=completion(**KILLS)))
         asked += [asyncio.ensure_future(one(n)) for n in range(20, 40)]
         replies = await asyncio.gather(*asked)
-        assert (await poison).status_code == 502
+        assert (await killer).status_code == 502
         assert [reply.status_code for reply in replies] == [200] * 40
         for n, reply in enumerate(replies):
             parts = events(reply.text) if n % 2 == 0 else [reply.json()]
             assert "".join(texts(parts)) == decode(continuation([*PROMPT, 300 + n], 20 + n))
         assert len(dead(router)) == 2
-        assert router.app.services.metrics.poison_requests.value() == 1
+        assert router.app.services.metrics.given_up_requests.value() == 1
         await router.settled()
 
 
@@ -101,8 +99,8 @@ async def before(decoders: dict[str, Evil]) -> AsyncIterator[tuple[RouterApp, ht
         yield app, client
 
 
-@pytest.mark.parametrize("n_poison", [2, 5])
-async def test_poison_requests_that_share_their_first_decoder_reach_one_more_each(n_poison: int) -> None:
+@pytest.mark.parametrize("n_killers", [2, 5])
+async def test_request_that_killss_that_share_their_first_decoder_reach_one_more_each(n_killers: int) -> None:
     """Whoever else is on the second one, and whatever has been explained by then."""
     all_there = asyncio.Event()
 
@@ -111,7 +109,7 @@ async def test_poison_requests_that_share_their_first_decoder_reach_one_more_eac
         dead = {"error": {"message": "EngineCore encountered an issue.", "code": 500}}
         writer.write(reply(dead, status="500 Internal Server Error"))
 
-    decoders = {f"d{n}": Evil(well_decoded, say=dies) for n in range(n_poison + 4)}
+    decoders = {f"d{n}": Evil(well_decoded, say=dies) for n in range(n_killers + 4)}
     others = [name for name in decoders if name != "d0"]
     async with before(decoders) as (app, client):
         fleet = app.services.fleet
@@ -122,10 +120,10 @@ async def test_poison_requests_that_share_their_first_decoder_reach_one_more_eac
             asked = client.post("/v1/completions", json={"prompt": "hi"}, headers={"X-Request-Id": name})
             return asyncio.ensure_future(asked)
 
-        asked = [ask(f"poison{n}") for n in range(n_poison)]
-        await until(lambda: len(decoders["d0"].asked) == n_poison)
+        asked = [ask(f"killer{n}") for n in range(n_killers)]
+        await until(lambda: len(decoders["d0"].asked) == n_killers)
         for name in others:
-            fleet.drain(fleet[name], drained=False)
+            fleet.undrain(fleet[name])
         all_there.set()
         asked += [
             ask(f"late{n}") for n in range(2)
@@ -133,10 +131,10 @@ async def test_poison_requests_that_share_their_first_decoder_reach_one_more_eac
         assert {answer.status_code for answer in await asyncio.gather(*asked)} <= {502, 503}
         met = {
             one: [name for name, decoder in decoders.items() if any(a.id.startswith(f"{one}-") for a in decoder.asked)]
-            for one in [f"poison{n}" for n in range(n_poison)] + ["late0", "late1"]
+            for one in [f"killer{n}" for n in range(n_killers)] + ["late0", "late1"]
         }
         assert all(len(names) <= 2 for names in met.values()), met
-        assert all(len(met[f"poison{n}"]) == 2 for n in range(n_poison)), met
+        assert all(len(met[f"killer{n}"]) == 2 for n in range(n_killers)), met
 
 
 async def test_a_suspect_that_waits_for_its_turn_hears_of_the_death_before_it_goes() -> None:
@@ -161,7 +159,7 @@ async def test_a_suspect_that_waits_for_its_turn_hears_of_the_death_before_it_go
 
         def only(wanted: str) -> None:
             for name in decoders:
-                fleet.drain(fleet[name], drained=name != wanted)
+                (fleet.undrain if name == wanted else fleet.drain)(fleet[name])
 
         only("d0")
         asked = [asyncio.ensure_future(client.post("/v1/completions", json={"prompt": "hi"})) for _ in range(2)]
@@ -170,16 +168,16 @@ async def test_a_suspect_that_waits_for_its_turn_hears_of_the_death_before_it_go
         go_on["d0"].set()
         await until(lambda: len(decoders["d1"].asked) == 1 and ledger.decoder("d1").active == 2)  # type: ignore[union-attr]
         only("d2")
-        fleet.drain(fleet["d1"], drained=False)  # so that nothing but the death keeps the other from going there
+        fleet.undrain(fleet["d1"])  # so that nothing but the death keeps the other from going there
         go_on["d1"].set()
         assert sorted(answer.status_code for answer in await asyncio.gather(*asked)) == [200, 502]
         assert len(decoders["d1"].asked) == 1
-        assert app.services.metrics.poison_requests.value() == 1
+        assert app.services.metrics.given_up_requests.value() == 1
 
 
-async def test_a_poison_request_whose_client_leaves_is_not_drained_through_a_third_decoder() -> None:
+async def test_a_request_that_kills_whose_client_leaves_is_not_drained_through_a_third_decoder() -> None:
     async with running(SIX, **QUICK) as router:
-        ask = asyncio.ensure_future(router.client.post("/v1/completions", json=completion(**POISON)))
+        ask = asyncio.ensure_future(router.client.post("/v1/completions", json=completion(**KILLS)))
         await until(lambda: dead(router))
         ask.cancel()
         await asyncio.wait([ask])
@@ -196,11 +194,11 @@ async def test_a_connection_that_breaks_at_a_decoder_that_lives_is_no_evidence(f
             worker.faults.clear()
         reply = await router.client.post("/v1/completions", json=completion(stream=True))
         assert "".join(texts(events(reply.text))) == decode(continuation(PROMPT, 12))
-        assert router.app.services.metrics.poison_requests.value() == 0
+        assert router.app.services.metrics.given_up_requests.value() == 0
         await router.settled()
 
 
-# -- prompt logprobs: poison to the decoders of today's engines
+# -- prompt logprobs: deadly to the decoders of today's engines
 
 
 @pytest.mark.parametrize("shape", [SIX, LAYERWISE], ids=["pull", "layerwise"])
@@ -300,15 +298,15 @@ async def test_what_cannot_be_said_of_a_prompt_is_refused_with_the_reason(fields
 @pytest.mark.parametrize("shape", [SIX, LAYERWISE], ids=["pull", "layerwise"])
 @pytest.mark.parametrize("stream", [True, False])
 @pytest.mark.parametrize("many", [{"n": 4}, {"prompt": ["a b", "c d", "e f"]}], ids=["n", "prompts"])
-async def test_the_choices_of_a_poison_request_together_reach_two_decoders(
+async def test_the_choices_of_a_request_that_kills_together_reach_two_decoders(
     shape: ClusterShape, stream: bool, many: dict[str, Any]
 ) -> None:
     async with running(shape, **QUICK) as router:
-        body = completion(stream=stream) | POISON | many
+        body = completion(stream=stream) | KILLS | many
         reply = await router.client.post("/v1/completions", json=body)
         assert reply.status_code == 502
         assert len(dead(router)) == 2
-        assert router.app.services.metrics.poison_requests.value() == 1
+        assert router.app.services.metrics.given_up_requests.value() == 1
         await router.settled()
 
 
@@ -329,7 +327,7 @@ async def test_a_prompt_that_kills_reaches_two_decoders_whatever_prompts_are_lis
         assert answer.status_code == 502
         met = [name for name, decoder in decoders.items() if any(b"kills" in asked.body for asked in decoder.asked)]
         assert len(met) == 2
-        assert app.services.metrics.poison_requests.value() == 1
+        assert app.services.metrics.given_up_requests.value() == 1
 
 
 async def test_more_choices_than_slots_are_answered_though_a_decoder_dies_under_the_first() -> None:
@@ -344,7 +342,7 @@ async def test_more_choices_than_slots_are_answered_though_a_decoder_dies_under_
         ask = asyncio.ensure_future(router.client.post("/v1/completions", json=completion(n=9)))
 
         def waiting_at() -> list[str]:
-            return [leg.at for leg in router.app.services.legs if leg.at in decoders]
+            return [leg.at_worker for leg in router.app.services.legs if leg.at_worker in decoders]
 
         await until(waiting_at)
         at = waiting_at()
@@ -379,7 +377,9 @@ async def test_an_answer_under_which_decoder_after_decoder_dies_is_ended_at_the_
 
         def strike() -> bool:
             for worker in router.cluster.decode:
-                tokens = sum(leg.answer.scanner.tokens_in_life for leg in router.app.services.legs if leg.decoder)
+                tokens = sum(
+                    leg.answer.scanner.tokens_in_life for leg in router.app.services.legs if leg.streaming_from
+                )
                 if worker.rank.running and tokens and not worker.dead:
                     worker.kill_engine()
             return ask.done()
@@ -388,5 +388,5 @@ async def test_an_answer_under_which_decoder_after_decoder_dies_is_ended_at_the_
         assert await ask == (200 if stream else 502)
         assert len(dead(router)) == 3
         assert "3 decode workers" in got.getvalue()
-        assert router.app.services.metrics.poison_requests.value() == 1
+        assert router.app.services.metrics.given_up_requests.value() == 1
         await router.settled()

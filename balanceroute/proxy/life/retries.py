@@ -51,7 +51,7 @@ _draws = random.Random()  # jitter of backoffs: no decision depends on it
 os.register_at_fork(after_in_child=_draws.seed)
 
 
-class Verdicts:
+class Retries:
     """Of one leg: its failures in a row, the last refusal, what it is suspected of, and its turn among its choices."""
 
     __slots__ = (
@@ -86,10 +86,10 @@ class Verdicts:
         """
         services, circuit = self._s, worker.circuit
         if isinstance(error, DeadlineExceeded):
-            circuit.no_verdict()
+            circuit.inconclusive()
             raise error
         if isinstance(error, UpstreamStatus) and error.status < 500 and error.status != 429:
-            circuit.no_verdict()
+            circuit.inconclusive()
             raise error
         services.metrics.upstream_errors.inc(worker.id, tier, kind_of(error))
         fields = {"request": self._request_id, "worker": worker.id, "tier": tier, "error": str(error)}
@@ -143,14 +143,14 @@ class Verdicts:
         suspect = self._suspect = self._suspect or Suspect(self._choices)
         now = services.tickets.now()
         if midway:
-            guilty = services.suspicions.lost_midway(suspect, worker.id, now, now - self._begun_s)
+            given_up = services.suspicions.lost_midway(suspect, worker.id, now, now - self._begun_s)
         else:
-            guilty = services.suspicions.lost(suspect, worker.id, now)
-        if not guilty:
+            given_up = services.suspicions.lost(suspect, worker.id, now)
+        if not given_up:
             return
         worker.circuit.fault(now)
         services.metrics.upstream_errors.inc(worker.id, "decode", kind_of(error))
-        services.metrics.poison_requests.inc()
+        services.metrics.given_up_requests.inc()
         fields = {"request": self._request_id, "workers": suspect.workers}
         log.warning("request given up: decode workers die under it", extra=fields)
         where = "under this request's answer" if suspect.midway else "before this request's first token"
@@ -210,7 +210,7 @@ class Verdicts:
         retry = self._s.config.retry
         return _draws.uniform(0.0, min(retry.max_delay_s, retry.base_delay_s * 2.0 ** (failures - 1)))
 
-    # -- acquittal
+    # -- what is forgotten
 
     def prefilled(self) -> None:
         """A probe was answered."""

@@ -1,0 +1,116 @@
+"""`balanceroute decisions`: the last admissions of a running router, and what would have been done instead."""
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+if TYPE_CHECKING:
+    import httpx
+
+ASK_EVERY_S = 1.0
+TIMEOUT_S = 10.0
+
+
+def decisions(
+    url: Annotated[str, typer.Argument(help="The router, for example http://127.0.0.1:8000.")],
+    last: Annotated[int, typer.Option(min=1, max=100, help="How many to print.")] = 20,
+    watch: Annotated[
+        float,
+        typer.Option(
+            min=0, help="Seconds to watch before printing: runners-up are worked out only while somebody watches."
+        ),
+    ] = 3.0,
+    admin_token: Annotated[
+        str | None, typer.Option(envvar="BALANCEROUTE_AUTH__ADMIN_TOKEN", help="The router's auth.admin_token.")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print what GET /decisions returned.")] = False,
+) -> None:
+    """Print the last decisions of a running router, each with its runner-up.
+
+    The runner-up is what the policy would have done without the request, where more waited than slots were free, or
+    else without the worker. Ctrl-C ends the watching.
+
+    Example: balanceroute decisions http://127.0.0.1:8000 --last 10
+    """
+    from balanceroute.cli.output import print_json, stopped_by_signals
+
+    with stopped_by_signals() as stopped:
+        found = watched(url, last, watch, admin_token, stopped)
+    if as_json:
+        print_json(found)
+    else:
+        show_decisions(found)
+
+
+def watched(url: str, last: int, seconds: float, token: str | None, stopped: Any) -> dict[str, Any]:
+    """The router's answer after so many seconds of asking. Raises: InputError: it does not answer, or refuses."""
+    import ssl
+    import time
+
+    import httpx
+
+    from balanceroute.loadgen.client import checked
+
+    checked(url)
+    headers = {} if token is None else {"authorization": f"Bearer {token}"}
+    verify = ssl.create_default_context() if url.startswith("https") else False
+    until = time.monotonic() + seconds
+    with httpx.Client(base_url=url, headers=headers, verify=verify, timeout=TIMEOUT_S, trust_env=False) as client:
+        found = asked(client, last)
+        while not stopped() and (left := until - time.monotonic()) > 0:
+            time.sleep(min(left, ASK_EVERY_S))
+            found = asked(client, last)
+    return found
+
+
+def asked(client: "httpx.Client", last: int) -> dict[str, Any]:
+    """One answer. Raises: InputError."""
+    import httpx
+
+    from balanceroute.errors import InputError
+
+    url = str(client.base_url).rstrip("/")
+    try:
+        reply = client.get("/decisions", params={"last": last})
+        body: object = reply.json()
+    except httpx.HTTPError as error:
+        raise InputError(f"{url}: no answer: {str(error) or type(error).__name__}") from None
+    except ValueError:
+        body = None
+    if reply.status_code != 200 or not isinstance(body, dict) or "decisions" not in body:
+        refusal = body.get("error") if isinstance(body, dict) else None
+        said = refusal.get("message") if isinstance(refusal, Mapping) else "is this a balanceroute router?"
+        raise InputError(f"{url}/decisions: status {reply.status_code}: {said}")
+    return body
+
+
+def show_decisions(found: Mapping[str, Any]) -> None:
+    """A table, the newest first, and how many there were."""
+    import time
+
+    from rich.table import Table
+
+    from balanceroute.cli.explain import STAGES
+    from balanceroute.cli.output import print_table
+
+    rows = found["decisions"]
+    if rows:
+        table = Table("when", "policy", "request", "worker", "stage")
+        table.add_column("score", justify="right")
+        table.add_column("otherwise")
+        table.add_column("its score", justify="right")
+        for row in rows:
+            score = row["runner_up_score"]
+            table.add_row(
+                time.strftime("%H:%M:%S", time.localtime(row["at"])),
+                row["policy"],
+                row["request"],
+                row["worker"],
+                STAGES.get(row["stage"], str(row["stage"])),
+                f"{row['score']:,.1f}",
+                "not worked out" if row["runner_up"] is None else row["runner_up"],
+                "-" if score is None else f"{score:,.1f}",
+            )
+        print_table(table)
+    print_table(f"{found['count']:,} admissions so far, {len(rows)} shown")

@@ -1,0 +1,81 @@
+"""`balanceroute decisions`: what it prints, and how it ends where there is no router."""
+
+import socket
+import sys
+from typing import Any
+
+import pytest
+
+from balanceroute.cli import main
+from balanceroute.cli.decisions import show_decisions
+from tests.unit.cli.answering import answering
+
+ROW: dict[str, Any] = {
+    "number": 7,
+    "at": 1.0,
+    "age_s": 2.0,
+    "policy": "level_fit",
+    "request": "cmpl-with-a-long-name-0123456789abcdef",
+    "worker": "a-host-with-a-long-name.example:9100",
+    "stage": 2,
+    "score": -1234.5,
+    "runner_up": "cmpl-another-long-name-0123456789abcdef to another-host-with-a-long-name.example:9101",
+    "runner_up_score": -99.0,
+}
+
+
+def run(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> object:
+    monkeypatch.setattr(sys, "argv", ["balanceroute", "decisions", *arguments])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    return ended.value.code
+
+
+def test_names_are_whole_when_piped_and_what_is_not_known_is_said(capsys: pytest.CaptureFixture[str]) -> None:
+    show_decisions({"count": 1234, "decisions": [ROW, {**ROW, "runner_up": None, "runner_up_score": None}]})
+    first, second = [line for line in capsys.readouterr().out.splitlines() if ROW["request"] in line]
+    assert ROW["worker"] in first and ROW["runner_up"] in first and "scarce" in first
+    assert "-1,234.5" in first and "-99.0" in first
+    assert "not worked out" in second and ROW["runner_up"] not in second
+
+
+def test_a_router_that_has_decided_nothing_is_no_error(capsys: pytest.CaptureFixture[str]) -> None:
+    show_decisions({"count": 0, "decisions": []})
+    assert capsys.readouterr().out == "0 admissions so far, 0 shown\n"
+
+
+def test_nobody_there_is_one_line_and_exit_code_2(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with socket.socket() as closed:
+        closed.bind(("127.0.0.1", 0))  # not listening
+        url = f"http://127.0.0.1:{closed.getsockname()[1]}"
+        assert run(monkeypatch, url) == 2
+    told = capsys.readouterr().err
+    assert told.startswith(f"balanceroute: {url}: no answer: ") and told.count("\n") == 1
+    assert run(monkeypatch, "nonsense") == 2
+    assert "is not a URL such as http://127.0.0.1:8000" in capsys.readouterr().err
+
+
+def test_a_refusal_is_told_as_the_router_says_it_and_the_token_is_sent(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def reply(head: bytes) -> tuple[int, bytes]:
+        if b"authorization: bearer right" in head.lower():
+            return 200, b'{"count": 3, "decisions": []}'
+        return 401, b'{"error": {"message": "needs the token"}}'
+
+    with answering(reply) as url:
+        monkeypatch.delenv("BALANCEROUTE_AUTH__ADMIN_TOKEN", raising=False)
+        assert run(monkeypatch, url, "--watch", "0") == 2
+        assert capsys.readouterr().err == f"balanceroute: {url}/decisions: status 401: needs the token\n"
+        assert run(monkeypatch, url, "--watch", "0", "--admin-token", "right", "--json") == 0
+        assert '"count": 3' in capsys.readouterr().out
+        monkeypatch.setenv("BALANCEROUTE_AUTH__ADMIN_TOKEN", "right")
+        assert run(monkeypatch, url, "--watch", "0") == 0
+
+
+def test_another_server_is_no_router(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    with answering(lambda head: (200, b"<html>")) as url:
+        assert run(monkeypatch, url, "--watch", "0") == 2
+    assert "is this a balanceroute router?" in capsys.readouterr().err
