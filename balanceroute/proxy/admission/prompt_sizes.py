@@ -77,7 +77,9 @@ class _Weights:
             return float(tokens + medium * media + patch * patches)
         usual_tokens = usual_tokens * share + usual[0] + usual[1] * request.messages
         # text: no tokenizer is that far from all others
-        return float(min(usual_tokens * _FARTHEST, max(usual_tokens / _FARTHEST, tokens)))
+        if not usual_tokens / _FARTHEST <= tokens <= usual_tokens * _FARTHEST:
+            tokens = min(usual_tokens * _FARTHEST, max(usual_tokens / _FARTHEST, tokens))
+        return float(tokens)
 
     def learn(self, traits: Traits, tokens: int) -> None:
         weights = self._both[0]
@@ -106,7 +108,8 @@ class PromptSizes:
     def estimate(self, request: ClientRequest) -> int:
         """Tokens of the request's prompt, at least 1."""
         weights = self._models.get(request.model or "", self._unknown)
-        return max(1, round(weights.tokens(request)))
+        tokens = round(weights.tokens(request))
+        return tokens if tokens > 1 else 1
 
     def learn(self, request: ClientRequest, estimated_tokens: int, tokens: int) -> None:
         """A prefiller has counted that prompt, after it was estimated."""

@@ -230,7 +230,7 @@ class Response:
     def _head(self, status: int, headers: Headers) -> bytes:
         self.keep_alive = self.keep_alive and not self._connection.receiving
         close = b"" if self.keep_alive else b"connection: close\r\n"
-        return b"%b%b%b%b\r\n" % (_STATUS_LINES[status], self._connection.date_line, header_lines(headers), close)
+        return b"".join((_STATUS_LINES[status], self._connection.date_line, header_lines(headers), close, b"\r\n"))
 
     def _write(self, data: bytes) -> None:
         head, self._parts.head = self._parts.head, b""
