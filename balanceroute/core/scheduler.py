@@ -266,7 +266,7 @@ class Scheduler:
                 tracker.pushing = True
                 prefills.append(self._begin_prefill(tracker, prefiller, now))
         bound = math.inf if self.config.max_pooled is None else self.config.max_pooled
-        while (self._incoming or self._queue) and self._prefilling + len(snapshot.pool) < bound:
+        while (self._incoming or self._queue) and self._prefilling + snapshot.pool.size < bound:
             head = self._head_of_queue()
             if head is None or (prefiller := self._choose_prefiller(head)) is None:
                 break
@@ -339,7 +339,7 @@ class Scheduler:
         """Let the policy bind waiting requests to decode workers, and charge each at once."""
         self._promote(now)
         admissions = self._decide(now)
-        if self.config.overlap_requests != 0 and self.policy.waits_for_slots and len(self.snapshot.pool):
+        if self.config.overlap_requests != 0 and self.policy.waits_for_slots and self.snapshot.pool.size:
             admissions += self._send_ahead(now)
         self._since_promotion += len(admissions)
         return admissions

@@ -14,7 +14,7 @@ MAX_RETRY_AFTER_S: Final = 3600.0
 MAX_PARAMS_BYTES: Final = 16 * 2**20  # of kv_transfer_params: the block ids of a prompt of millions of tokens
 _MAX_NAME: Final = 64  # characters of a finish reason
 _COUNTS: Final = ("prompt_tokens", "completion_tokens", "total_tokens")
-_DETAILS: Final = ("prompt_tokens_details", "completion_tokens_details")
+_DETAILS: Final = frozenset(("prompt_tokens_details", "completion_tokens_details"))
 # Of a choice, by what each one is that is there; null is as good as absent.
 _FIELDS: Final[dict[str, type]] = {
     "finish_reason": str,
@@ -46,8 +46,8 @@ def checked_usage(usage: object) -> dict[str, Any]:
         if type(count) is not int or not 0 <= count <= MAX_TOKENS:
             _check_counts(usage)
             break
-    for name in _DETAILS:
-        if name in usage:
+    if not _DETAILS.isdisjoint(usage):
+        for name in _DETAILS.intersection(usage):
             _check_details(name, usage[name])
     return usage
 
