@@ -102,6 +102,8 @@ def simulate(
 
     Raises: InputError or ConfigError, in one line that says what is accepted.
     """
+    if max_requests is not None and max_requests < 1:
+        raise InputError(f"max_requests {max_requests}: accepted is 1 or more")
     cluster = setting or Setting()
     requests = (trace if isinstance(trace, Trace) else load_trace(str(trace), seed=seed)).head(max_requests)
     if load is not None:
@@ -129,4 +131,6 @@ def settings_of(
         raise InputError("params: knobs of a policy that is named; settings and objects have theirs")
     if isinstance(policy, PolicySettings):
         return replace(policy, seed=seed) if seed else policy, None
+    if not hasattr(policy, "decide"):
+        raise InputError(f"policy {policy!r}: accepted is a name, PolicySettings, or an object of an AdmissionPolicy")
     return PolicySettings(horizon_steps=policy.horizon_steps), policy

@@ -1,7 +1,8 @@
 """`balanceroute demo`."""
 
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Annotated
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from typing import TYPE_CHECKING, Annotated, TypeVar
 
 import typer
 
@@ -9,7 +10,9 @@ from balanceroute.core.knobs import DEFAULTS
 
 if TYPE_CHECKING:
     from balanceroute.demo import DemoScale, PolicyRun
+    from balanceroute.loadgen.run import Progress
 
+Run = TypeVar("Run")
 
 SHOWN = ("br_0", "br_h", DEFAULTS["policy"])  # the paper's two, and the default
 
@@ -33,10 +36,12 @@ def demo(
 ) -> None:
     """Show what the router is worth: an emulated cluster, the same trace through several policies, side by side.
 
+    Ctrl-C ends it with the policies that are done.
+
     Example: balanceroute demo --seconds 30 --against least_kv
     """
-    from balanceroute.cli.output import print_json, progress_bar
-    from balanceroute.demo import DemoScale, as_tree, ended_by_signals, run_demo
+    from balanceroute.cli.output import print_json
+    from balanceroute.demo import DemoScale, as_tree, run_demo
     from balanceroute.plugins import learn_policy
 
     if prefix:
@@ -53,15 +58,35 @@ def demo(
     warn_if_busy()
     if not json:
         announce(scale)
-    runs = []
-    for name in names:
-        with progress_bar(f"{name:<20}") as tell, ended_by_signals():
-            runs.append(run_demo(scale, name, tell))
+    runs = until_interrupted(names, lambda name, tell: run_demo(scale, name, tell))
     warn_if_late(runs)
     if json:
         print_json(as_tree(scale, runs))
-    else:
+    elif runs:
         show(runs)
+    say_if_interrupted(len(runs), len(names))
+
+
+def until_interrupted(names: Sequence[str], run: "Callable[[str, Progress], Run]") -> list[Run]:
+    """What `run` finds for each of the policies, as far as it gets before Ctrl-C."""
+    from balanceroute.cli.output import progress_bar
+    from balanceroute.demo import ended_by_signals
+
+    runs: list[Run] = []
+    with suppress(KeyboardInterrupt):
+        for name in names:
+            with progress_bar(f"{name:<20}") as tell, ended_by_signals():
+                runs.append(run(name, tell))
+    return runs
+
+
+def say_if_interrupted(done: int, wanted: int) -> None:
+    """End with the exit code of an interruption if there was one."""
+    from balanceroute.cli.output import INTERRUPTED
+
+    if done < wanted:
+        typer.echo(f"balanceroute: interrupted after {done} of {wanted} policies", err=True)
+        raise typer.Exit(INTERRUPTED)
 
 
 def refuse_beside_prefix(context: typer.Context) -> None:

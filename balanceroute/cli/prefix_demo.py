@@ -13,21 +13,19 @@ SHOWN = ("round_robin", "least_tokens", "prefix_affinity")
 
 def prefix_demo(seconds: float, seed: int, json: bool) -> None:
     """Show what knowing the prefillers' caches is worth: the same conversations through every prefill policy."""
-    from balanceroute.cli.output import print_json, progress_bar
-    from balanceroute.demo import ended_by_signals
+    from balanceroute.cli.demo import say_if_interrupted, until_interrupted
+    from balanceroute.cli.output import print_json
     from balanceroute.prefix_demo import PrefixScale, as_tree, run_prefix_demo
 
     scale = PrefixScale(seconds=seconds, seed=seed)
     if not json:
         announce(scale)
-    runs = []
-    for name in SHOWN:
-        with progress_bar(f"{name:<20}") as tell, ended_by_signals():
-            runs.append(run_prefix_demo(scale, name, tell))
+    runs = until_interrupted(SHOWN, lambda name, tell: run_prefix_demo(scale, name, tell))
     if json:
         print_json(as_tree(scale, runs))
-    else:
+    elif runs:
         show(runs)
+    say_if_interrupted(len(runs), len(SHOWN))
 
 
 def announce(scale: "PrefixScale") -> None:
@@ -42,7 +40,7 @@ def announce(scale: "PrefixScale") -> None:
 
 
 def show(runs: "list[PrefixRun]") -> None:
-    """The table, one column per policy, and the change from least_tokens to the last."""
+    """The table, one column per policy, and the change from the last but one to the last."""
     from rich.table import Table
 
     from balanceroute.cli.output import print_table
@@ -61,7 +59,8 @@ def show(runs: "list[PrefixRun]") -> None:
         column.justify = "right"
     for name, figure, form in rows:
         values = [figure(run) for run in runs]
-        change = f"{values[-1] / values[-2] - 1:+.0%}" if values[-2] else ""
+        before = values[-2:][0]
+        change = f"{values[-1] / before - 1:+.0%}" if before else ""
         table.add_row(name, *(format(value, form) for value in values), change)
     table.add_row("answers complete", *(f"{run.report.completed} of {run.report.requests}" for run in runs), "")
     print_table(table)

@@ -34,6 +34,14 @@ def serve(
     journal: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Write every decision, for `explain --journal`.")
     ] = None,
+    take_over: Annotated[
+        bool,
+        typer.Option(
+            "--take-over",
+            help="With relays: take over from the router that runs on this port or run folder, if one does; no request "
+            "fails.",
+        ),
+    ] = False,
     log_level: Annotated[str | None, typer.Option(help="debug, info, warning, error or critical.")] = None,
 ) -> None:
     """Route OpenAI requests over prefillers and decode workers, until SIGTERM.
@@ -47,6 +55,7 @@ def serve(
 
     from balanceroute.cli.check_config import check_paths
     from balanceroute.config import from_example_flags, load, parse_assignment, unused_variables
+    from balanceroute.errors import ConfigError
     from balanceroute.proxy.admission.forecasts import build_forecasts
     from balanceroute.proxy.app import create_app
     from balanceroute.proxy.perimeter.gate import exposures
@@ -86,7 +95,9 @@ def serve(
     if config.listen.relays:
         from balanceroute.proxy.processes import serve_processes
 
-        raise typer.Exit(serve_processes(config, lambda: load(config_file, os.environ, overrides), journal))
+        raise typer.Exit(serve_processes(config, lambda: load(config_file, os.environ, overrides), journal, take_over))
+    if take_over:
+        raise ConfigError("--take-over needs listen.relays: a router in one process can't be taken over from")
 
     async def on_reload() -> None:
         new = load(config_file, os.environ, overrides)

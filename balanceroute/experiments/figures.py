@@ -180,8 +180,10 @@ def draw_load_panels(panels: Sequence[tuple[str, NDArray[np.int64]]], workload: 
         axis.set_title(f"{label}: spread {spread / 1000:,.0f}k here", fontsize=9)
     for axis in axes[:, 0]:
         axis.set_ylabel("KV load, 1,000 tokens")
-    for axis in axes[-1]:
+    shown = list(axes.flat)[: len(panels)]
+    for axis in shown[-columns:]:  # the lowest of each column, also above an empty place
         axis.set_xlabel("decode step of the segment")
+        axis.tick_params(labelbottom=True)
     for axis in list(axes.flat)[len(panels) :]:
         axis.set_visible(False)
     figure.suptitle(f"KV load on {workload}, one line per decode worker; the same number of steps in every panel")

@@ -67,6 +67,7 @@ class ClientApp(Starlette):
     config: Config
     services: ClientServices
     tls: Tls
+    leaving = False
     hot: Mapping[str, Callable[[Request, Response], Handler]]
 
     def gate(self, request: Request) -> None:

@@ -18,6 +18,7 @@ import sys
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
@@ -56,28 +57,37 @@ class BrainApp(RouterApp):
     end: Callable[[], None]
 
 
+@dataclass(frozen=True, slots=True)
+class Standing:
+    """Who is told that a brain stands by, and that it leads."""
+
+    by: Callable[[], None]
+    leads: Callable[[], None]
+
+
 def run_brain(
     config: Config,
     folder: RunFolder,
     load: Callable[[], Config],
+    lineage: int,
+    standing: Standing,
     journal: Path | None = None,
-    on_lead: Callable[[], None] = lambda: None,
 ) -> None:
     """Stand by, then decide until a signal ends it, or another brain leads.
 
-    Args: load: reads the configuration anew, for SIGHUP. journal: a file for every decision; where one is there, a
-    brain has led before, and this one writes beside it, with its process id at the end of the name. on_lead: called
-    when it has the lead.
+    Args: load: reads the configuration anew, for SIGHUP. lineage: of the router, as in `changes.py`. journal: a file
+    for every decision; where one is there, a brain has led before, and this one writes beside it, with its process id
+    at the end of the name.
 
     Raises: ConfigError: a file or socket of the folder can't be used.
     """
     folder.make()
-    lead, config = _stand_by(FileLead(folder.lock), config, load)
+    lead, config = _stand_by(FileLead(folder.lock), config, load, standing.by)
     try:
-        on_lead()
+        standing.leads()
         if journal is not None and journal.exists():
             journal = journal.with_name(f"{journal.name}.{os.getpid()}")
-        app = create_brain_app(config, folder, lead, folder.living(), journal)
+        app = create_brain_app(config, folder, lead, folder.living(), lineage, journal)
 
         async def on_reload() -> None:
             new = load()
@@ -91,14 +101,17 @@ def run_brain(
         lead.release()
 
 
-def _stand_by(lead: Lead, config: Config, load: Callable[[], Config]) -> tuple[Lead, Config]:
-    """Wait for the lead; returns it, and the configuration by then. A drain is not ours before."""
+def _stand_by(lead: Lead, config: Config, load: Callable[[], Config], on_up: Callable[[], None]) -> tuple[Lead, Config]:
+    """Wait for the lead; returns it, and the configuration by then. Drains and farewells are not ours before."""
     reloads: list[int] = []
     signal.signal(signal.SIGHUP, lambda number, _: reloads.append(number))
-    before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
+    ends = (signal.SIGTERM, signal.SIGUSR1)
+    before = [signal.signal(number, lambda *_: sys.exit(0)) for number in ends]
+    on_up()
     while not lead.take():
         time.sleep(STANDBY_LOOK_S)
-    signal.signal(signal.SIGTERM, before)
+    for number, handler in zip(ends, before, strict=True):
+        signal.signal(number, handler)
     signal.signal(signal.SIGHUP, signal.SIG_IGN)  # until there is something to reload
     if reloads:
         try:
@@ -108,14 +121,17 @@ def _stand_by(lead: Lead, config: Config, load: Callable[[], Config]) -> tuple[L
     return lead, config
 
 
-def create_brain_app(read: Config, folder: RunFolder, lead: Lead, relays: int, journal: Path | None = None) -> BrainApp:
+def create_brain_app(
+    read: Config, folder: RunFolder, lead: Lead, relays: int, lineage: int, journal: Path | None = None
+) -> BrainApp:
     """The application of who has the lead, with what operators have changed under the one before.
 
-    Args: relays: how many live, whose word is waited for.
+    Args: relays: how many live, whose word is waited for. lineage: of the router, as in `changes.py`.
 
     Raises: ConfigError: a file of the configuration is wrong.
     """
-    kept = KeptChanges(folder.changes)
+    former = folder.all_counts()
+    kept = KeptChanges(folder.changes, lineage)
     config = kept.last.config(read)
     forecasts = build_forecasts(config)
 
@@ -140,11 +156,11 @@ def create_brain_app(read: Config, folder: RunFolder, lead: Lead, relays: int, j
         )
 
         def counts() -> list[bytes]:
-            """Of all relays. Raises: NoHealthyWorkers: one has yet to tell them, and the sums would be too low."""
+            """Of all relays, there or not. Raises: NoHealthyWorkers: one has yet to tell, and sums would be too low."""
             if not hub.settled.is_set() or any(relay not in reports.counts for relay in hub.members):
                 text = "What relays have counted is not known yet."
                 raise NoHealthyWorkers(text, retry_after_s=METRICS_RETRY_S)
-            return list(reports.counts.values())
+            return list((former | reports.counts).values())
 
         services.metrics.beside = counts
         reports.on_connector, reports.on_keys = services.note_connector, services.keys_elsewhere
@@ -183,6 +199,10 @@ async def _keep(lead: Lead, app: BrainApp) -> None:
 
 class BrainServer(ChildServer):
     """The server of the brain's process; it listens on a socket that is our user's alone."""
+
+    def leave(self) -> None:
+        """The brain of another router is to lead."""
+        self.end()
 
     def end(self) -> None:
         """Another brain leads."""

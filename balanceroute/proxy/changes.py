@@ -1,12 +1,12 @@
-"""What operators have changed at run time, kept in the run folder for the next brain of the same parent.
+"""What operators have changed at run time, kept in the run folder for the next brain of the same router.
 
 A brain that is started again would otherwise know the configuration alone: streams on a worker that was added by hand
-would have no place in it, and a worker that was taken out would be back. A restart of the whole router forgets it.
+would have no place in it, and a worker that was taken out would be back. It holds for a lineage: a router and those
+that have taken over from it, by the process id of the first parent. A restart of the whole router forgets it.
 """
 
 import asyncio
 import logging
-import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Final
@@ -26,9 +26,9 @@ LOOK_S: Final = 0.2
 
 
 class Changes(msgspec.Struct, frozen=True):
-    """Beside the configuration, under this parent: workers added, removed and drained, and another policy."""
+    """Beside the configuration, in this lineage: workers added, removed and drained, and another policy."""
 
-    parent: int
+    lineage: int
     added: tuple[WorkerSpec, ...] = ()
     removed: tuple[str, ...] = ()
     drained: tuple[str, ...] = ()
@@ -57,13 +57,13 @@ class Changes(msgspec.Struct, frozen=True):
                 fleet.drain(worker)
 
 
-def changes_of(services: Services, base: Config) -> Changes:
+def changes_of(services: Services, base: Config, lineage: int) -> Changes:
     """What a running router has beyond its configuration `base`."""
     configured = {spec.id for spec in worker_specs(base)}
     staying = {worker.id for worker in services.fleet if not worker.leaving}
     policy = services.config.routing.policy
     return Changes(
-        os.getppid(),
+        lineage,
         tuple(worker.spec for worker in services.fleet if worker.id in staying - configured),
         tuple(sorted(configured - staying)),
         tuple(worker.id for worker in services.fleet if worker.drained),
@@ -74,10 +74,10 @@ def changes_of(services: Services, base: Config) -> Changes:
 class KeptChanges:
     """The file of one run folder."""
 
-    def __init__(self, path: Path) -> None:
-        """`last` is what a brain before this one has left, if the parent is the same."""
-        self._path = path
-        self.last = Changes(os.getppid())
+    def __init__(self, path: Path, lineage: int) -> None:
+        """`last` is what a brain of the same lineage before this one has left."""
+        self._path, self._lineage = path, lineage
+        self.last = Changes(lineage)
         try:
             found = msgspec.json.decode(path.read_bytes(), type=Changes)
         except FileNotFoundError:
@@ -85,7 +85,7 @@ class KeptChanges:
         except (OSError, msgspec.MsgspecError) as error:
             log.warning("what operators had changed can't be read", extra={"file": str(path), "error": str(error)})
             return
-        if found.parent == os.getppid():
+        if found.lineage == lineage:
             self.last = found
 
     def keep(self, changes: Changes) -> None:
@@ -102,7 +102,7 @@ class KeptChanges:
         try:
             while True:
                 await asyncio.sleep(LOOK_S)
-                self.keep(changes_of(services, base()))
+                self.keep(changes_of(services, base(), self._lineage))
         except OSError as error:
             fields = {"file": str(self._path), "error": error.strerror}
             log.warning("what operators change is not kept for another brain", extra=fields)

@@ -15,13 +15,15 @@ from typing import Final
 
 from balanceroute.config import Config
 from balanceroute.errors import ConfigError, InputError
-from balanceroute.proxy.brain import run_brain
+from balanceroute.proxy.admission.forecasts import build_forecasts
+from balanceroute.proxy.brain import Standing, run_brain
+from balanceroute.proxy.handover import Handover, Predecessor, Told
 from balanceroute.proxy.perimeter.gate import Perimeter
 from balanceroute.proxy.perimeter.tls import Tls
 from balanceroute.proxy.relay import run_relay
 from balanceroute.proxy.reload import check_fixed
 from balanceroute.proxy.run_folder import RunFolder, run_folder
-from balanceroute.proxy.supervisor import Supervisor, be_called
+from balanceroute.proxy.supervisor import Main, Supervisor, be_called
 from balanceroute.proxy.telemetry.logs import configure
 
 log = logging.getLogger(__name__)
@@ -31,32 +33,34 @@ BRAIN: Final = "brain"
 STANDBY: Final = "standby"
 
 
-def serve_processes(config: Config, load: Callable[[], Config], journal: Path | None = None) -> int:
-    """Run until a signal ends it; returns the exit code.
+def serve_processes(
+    config: Config, load: Callable[[], Config], journal: Path | None = None, take_over: bool = False
+) -> int:
+    """Run until a signal ends it, or another router takes over; returns the exit code.
 
     Args: load: reads the configuration anew. journal: a file for every decision; a brain that is started again writes
-    one beside it, with its process id at the end of the name.
+    one beside it, with its process id at the end of the name. take_over: from the router that runs with the same run
+    folder, if one does.
 
     Raises: ConfigError: the configuration, an address or the run folder can't be used.
     """
     Perimeter(config), Tls(config)  # one line of the parent, instead of one of each child
     with ExitStack() as held:
-        sockets = [held.enter_context(sock) for sock in _listeners(config)]
+        predecessor = _predecessor(config) if take_over else None
+        if predecessor is not None:
+            held.callback(predecessor.close)
+            _try_forecasts(config)
+        sockets = [held.enter_context(sock) for sock in _listeners(config, predecessor)]
         folder = run_folder(config, sockets[0].getsockname()[1], os.environ)
         folder.make()
-        folder.forget_counts()
-        if journal is not None:
-            with suppress(OSError):  # the brain says what is wrong with it
-                journal.unlink()
-        processes = Processes(config, load, folder, sockets, journal)
+        if predecessor is None:
+            folder.forget_counts()
+            if journal is not None:
+                with suppress(OSError):  # the brain says what is wrong with it
+                    journal.unlink()
+        processes = Processes(config, load, folder, sockets, journal, predecessor)
         configure(config.log.level, config.log.format, process="parent")
-        return Supervisor(
-            processes.mains(),
-            processes.brains,
-            processes.reload,
-            processes.stop_listening,
-            lambda: processes.config.lifecycle.drain_timeout_s,
-        ).run()
+        return Supervisor(processes.mains(), processes.brains, processes).run()
 
 
 class Processes:
@@ -69,9 +73,14 @@ class Processes:
         folder: RunFolder,
         sockets: list[socket.socket],
         journal: Path | None,
+        predecessor: Predecessor | None,
     ) -> None:
         self.config, self._load, self._folder, self._sockets = config, load, folder, sockets
-        self._journal = journal
+        self._journal, self._predecessor = journal, predecessor
+        self._told = Told(os.getpid(), 1)
+        if predecessor is not None:
+            self._told = Told(predecessor.told.lineage, predecessor.told.generation + 1)
+        self._handover: Handover | None = None  # once all children are up
 
     @property
     def brains(self) -> list[str]:
@@ -80,16 +89,25 @@ class Processes:
 
     @property
     def relays(self) -> list[str]:
-        """The names of the relays."""
-        return [f"relay-{number}" for number in range(self.config.listen.relays)]
+        """The names of the relays, which those of no predecessor have."""
+        generation = self._told.generation
+        own = "" if generation == 1 else f".{generation}"
+        return [f"relay-{number}{own}" for number in range(self.config.listen.relays)]
 
-    def mains(self) -> dict[str, Callable[[], None]]:
+    def mains(self) -> dict[str, Main]:
         """Every child's, by its name; the brains are first."""
-        mains: dict[str, Callable[[], None]] = {name: partial(self._brain, name) for name in self.brains}
+        mains: dict[str, Main] = {name: partial(self._brain, name) for name in self.brains}
         return mains | {name: partial(self._relay, name) for name in self.relays}
 
+    # -- what the supervisor asks
+
+    @property
+    def drain_timeout_s(self) -> float:
+        """See `Owner`."""
+        return self.config.lifecycle.drain_timeout_s
+
     def reload(self) -> bool:
-        """Read the configuration again; False if it can't be used, and nothing has changed."""
+        """See `Owner`; where it is False nothing has changed."""
         try:
             new = self._load()
             check_fixed(self.config, new)
@@ -102,20 +120,46 @@ class Processes:
 
     def stop_listening(self) -> None:
         """Leave the sockets to the relays that are there: connections are refused once the last one has ended."""
+        self._end_handover()
         for sock in self._sockets:
             sock.close()
 
-    def _brain(self, name: str) -> None:
+    def all_up(self) -> None:
+        """Answer successors, and have the predecessor leave."""
+        try:
+            self._handover = Handover(self._folder.handover, self._told, self._sockets)
+        except ConfigError as error:
+            log.warning("no other router can take over from this one", extra={"error": str(error)})
+        if self._predecessor is not None:
+            log.info("taking over", extra={"generation": self._told.generation})
+            self._predecessor.go()
+
+    def succeeded(self) -> bool:
+        """See `Owner`."""
+        return self._handover is not None and self._handover.look()
+
+    def _end_handover(self) -> None:
+        if self._handover is not None:
+            self._handover.close()
+
+    # -- the children
+
+    def _brain(self, name: str, on_up: Callable[[], None]) -> None:
         """It is called after what it does, as any of them may lead."""
         self.stop_listening()
         be_called(STANDBY)
-        run_brain(self.config, self._folder, self._begin(name), self._journal, lambda: be_called(BRAIN))
+        load = self._begin(name)
+        standing = Standing(on_up, lambda: be_called(BRAIN))
+        run_brain(self.config, self._folder, load, self._told.lineage, standing, self._journal)
 
-    def _relay(self, name: str) -> None:
-        run_relay(self.config, self._sockets, self._folder, name, self._begin(name))
+    def _relay(self, name: str, on_up: Callable[[], None]) -> None:
+        self._end_handover()
+        run_relay(self.config, self._sockets, self._folder, name, self._begin(name), on_up)
 
     def _begin(self, name: str) -> Callable[[], Config]:
         """Say in the log who this is; returns what reads the configuration anew."""
+        if self._predecessor is not None:
+            self._predecessor.close()
 
         def load() -> Config:
             new = self._load()
@@ -126,20 +170,36 @@ class Processes:
         return load
 
 
-def _listeners(config: Config) -> Iterator[socket.socket]:
+def _predecessor(config: Config) -> Predecessor | None:
+    """The router that runs with the same run folder. Raises: ConfigError."""
+    if not config.listen.port and config.listen.run_folder is None:
+        raise ConfigError("--take-over: listen.port = 0 names no router; set listen.run_folder")
+    return Predecessor.find(run_folder(config, config.listen.port, os.environ).handover)
+
+
+def _try_forecasts(config: Config) -> None:
+    """Find out now whether the brain will be able to lead. Raises: ConfigError, InputError."""
+    forecasts = build_forecasts(config)
+    if forecasts is not None:
+        forecasts.close()
+
+
+def _listeners(config: Config, predecessor: Predecessor | None) -> Iterator[socket.socket]:
     """The clients' socket, and the operators' where they have one. Raises: ConfigError."""
     listen = config.listen
-    yield _listener("listen", listen.host, listen.port)
+    yield _listener("listen", listen.host, listen.port, predecessor)
     if listen.admin_address is not None:
-        yield _listener("listen.admin", *listen.admin_address)
+        yield _listener("listen.admin", *listen.admin_address, predecessor)
 
 
-def _listener(name: str, host: str, port: int) -> socket.socket:
-    """A socket that listens there. Raises: ConfigError."""
+def _listener(name: str, host: str, port: int, predecessor: Predecessor | None) -> socket.socket:
+    """A socket that listens there, the predecessor's if it has one. Raises: ConfigError."""
     wrong = "there is no such address"
     with suppress(socket.gaierror):
         found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
         family, _, _, _, address = min(found)  # IPv4 first, where a name has both
+        if predecessor is not None and (taken := predecessor.listener(str(address[0]), port)) is not None:
+            return taken
         try:
             sock = socket.create_server((str(address[0]), port), family=family, backlog=BACKLOG)
             sock.setblocking(False)

@@ -6,6 +6,7 @@ next one what it holds.
 
 SIGTERM             drain: new requests get 503, running ones may finish within `lifecycle.drain_timeout_s`
 SIGINT              end now
+SIGUSR1             leave: accept no more connections, answer on those that are there, each once more at most
 SIGHUP              read the configuration again: limits, keys, certificates; workers are the brain's to change
 """
 
@@ -70,6 +71,7 @@ class RelayServices(ClientServices):
     following: FollowingFleet
     folder: RunFolder
     name: str
+    kept: bytes = b""  # of the counts
     known: asyncio.Event = field(default_factory=asyncio.Event)  # a brain has named the workers
 
     def begin_drain(self) -> None:
@@ -96,16 +98,19 @@ class RelayServices(ClientServices):
         """Tell the brain what has been counted, for a page of metrics that is one for all processes."""
         self.brain.report(Counted(self.metrics.counts()))
 
-    async def keep_counts(self) -> None:
-        """Every second, tell what has been counted, and keep it for the next life of this relay; until cancelled."""
-        kept = b""
+    def keep_counts(self) -> None:
+        """Keep what has been counted for the next life of this relay, and for a brain that has not heard it."""
+        counts = self.metrics.counts()
+        if counts != self.kept:
+            self.kept = counts
+            self.folder.keep_counts(self.name, counts)
+
+    async def count(self) -> None:
+        """Every second, tell and keep what has been counted; until cancelled."""
         while True:
             await asyncio.sleep(COUNTS_S)
             self.tell_counts()
-            counts = self.metrics.counts()
-            if counts != kept:
-                kept = counts
-                self.folder.keep_counts(self.name, counts)
+            self.keep_counts()
 
     def silence(self, message: Silent) -> None:
         """Groups of workers have fallen silent together, or no longer."""
@@ -135,13 +140,18 @@ class RelayApp(ClientApp):
 
 
 def run_relay(
-    config: Config, listeners: list[socket.socket], folder: RunFolder, name: str, load: Callable[[], Config]
+    config: Config,
+    listeners: list[socket.socket],
+    folder: RunFolder,
+    name: str,
+    load: Callable[[], Config],
+    on_up: Callable[[], None],
 ) -> None:
     """Serve clients until a signal ends it.
 
     Args: listeners: bound sockets, shared with the other relays: the clients', and the operators' where `listen.admin`
     is set. name: one that no other living relay of the router has; the same after a restart. load: reads the
-    configuration anew, for SIGHUP.
+    configuration anew, for SIGHUP. on_up: called when it accepts.
 
     Raises: ConfigError: a file that the configuration names is wrong.
     """
@@ -153,7 +163,7 @@ def run_relay(
         reload_relay(app.services, load())
 
     server = RelayServer(app, config, on_reload)
-    server.name = name
+    server.name, server.on_up = name, on_up
     server.run(sockets=listeners)
 
 
@@ -183,7 +193,7 @@ def create_relay_app(config: Config, folder: RunFolder, name: str) -> RelayApp:
             "link": services.brain.run,
             "pool_reaper": PoolReaper(services, lambda: None, judges=False).run,
             "report": services.report,
-            "counts": services.keep_counts,
+            "counts": services.count,
             "certificates": lambda: services.tls.watch(lambda: services.config),
         }
         for task, run in coroutines.items():
@@ -194,6 +204,8 @@ def create_relay_app(config: Config, folder: RunFolder, name: str) -> RelayApp:
         finally:
             drained.cancel()
             to_brain.close()
+            services.tell_counts()
+            services.keep_counts()
             await stop_tasks(services)
 
     perimeter, to_brain = Perimeter(config), ToBrain(str(folder.operators))
@@ -293,6 +305,7 @@ class RelayServer(ChildServer):
 
     name = ""
     listeners: Sequence[socket.socket] = ()
+    on_up: Callable[[], None] = staticmethod(lambda: None)
 
     async def startup(self, sockets: list[Any] | None = None) -> None:
         """Accept on these sockets, with others."""
@@ -311,4 +324,20 @@ class RelayServer(ChildServer):
         told |= {"host": ports[0][0], "port": ports[0][1]}
         if len(ports) > 1:
             told["admin_port"] = self._app.services.perimeter.admin_port = ports[1][1]
+        self.on_up()
         return told
+
+    def leave(self) -> None:
+        """Another router accepts on these sockets: serve whoever is connected to the end of what it has begun."""
+        for acceptor in self.servers:
+            acceptor.close()
+        self._app.leaving = True
+        services = self._app.services
+        log.warning("leaving", extra={"connections": len(self.server_state.connections)})
+        self._drain = services.loop.create_task(self._until_drained(services))
+
+    def busy(self, services: ClientServices) -> bool:
+        """Whether something is left to wait for; who leaves waits for idle connections, too, where a request may be on
+        its way.
+        """
+        return super().busy(services) or (self._app.leaving and bool(self.server_state.connections))

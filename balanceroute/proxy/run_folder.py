@@ -18,6 +18,7 @@ from balanceroute.errors import ConfigError
 log = logging.getLogger(__name__)
 
 _COUNTS: Final = "counts-"
+_NEW: Final = ".new"
 _LIFE: Final = "life-"  # locked by a relay while it lives
 _TRIES: Final = 20
 _PAUSE_S: Final = 0.05
@@ -44,6 +45,11 @@ class RunFolder:
     def lock(self) -> Path:
         """The file whose lock makes the leader, with the number of its leadership."""
         return self.folder / "lead"
+
+    @property
+    def handover(self) -> Path:
+        """The socket at which a successor asks for the listening sockets."""
+        return self.folder / "handover.sock"
 
     @property
     def changes(self) -> Path:
@@ -78,9 +84,14 @@ class RunFolder:
         except FileNotFoundError:
             return b""
 
+    def all_counts(self) -> dict[str, bytes]:
+        """What relays have counted, those as well that have ended."""
+        names = [file.name.removeprefix(_COUNTS) for file in self.folder.glob(f"{_COUNTS}*")]
+        return {name: self.counts(name) for name in names if not name.endswith(_NEW)}
+
     def keep_counts(self, relay: str, counts: bytes) -> None:
         """Keep what this relay has counted; a kill in between leaves what was kept before."""
-        beside = self._counts(f"{relay}.new")
+        beside = self._counts(relay + _NEW)
         try:
             beside.write_bytes(counts)
             beside.replace(self._counts(relay))

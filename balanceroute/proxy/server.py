@@ -184,7 +184,17 @@ class ChildServer(ProcessServer):
     """The server of one of several processes, whose parent tells them what to do.
 
     SIGTERM drains, and says no more when it comes again: others may send it to all processes as well. SIGINT ends now.
+    SIGUSR1 says that another router takes over.
     """
+
+    async def startup(self, sockets: list[object] | None = None) -> None:  # type: ignore[override]
+        """Listen, and for the signal, too."""
+        await super().startup(sockets=sockets)
+        asyncio.get_running_loop().add_signal_handler(signal.SIGUSR1, self.leave)
+
+    def leave(self) -> None:
+        """Another router takes over."""
+        raise NotImplementedError
 
     def handle_exit(self, sig: int, frame: object) -> None:
         """See the class."""

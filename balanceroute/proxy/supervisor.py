@@ -11,6 +11,7 @@ code on the same sockets within milliseconds, whatever has been installed meanwh
 SIGTERM, SIGINT     all children drain (SIGTERM); who is needed by the others ends when they have
 the same again      all end now (SIGINT), or are killed `END_S` later
 SIGHUP              the configuration is read again, and if it can be used, children do the same
+SIGIO               a child is up, or another router is ready to take over, for which all children leave (SIGUSR1)
 a child dies        it is started again, at once the first time, ever later if it dies as soon as it is there
 a child exits 2     in its first life: a configuration that can't be used. All end, and so does the parent, with 2
 the parent dies     the kernel kills the children
@@ -27,10 +28,12 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Collection, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
-from typing import Final, NoReturn
+from typing import Final, NoReturn, Protocol
 
 from balanceroute.errors import BalanceRouteError
+from balanceroute.proxy.handover import signal_input
 
 log = logging.getLogger(__name__)
 
@@ -41,9 +44,33 @@ END_S: Final = 5.0  # to end at once
 KILL_S: Final = 30.0  # beyond the time to drain: what is left is pinned KV, drained in less
 WRONG_CONFIG: Final = 2
 _ENDING: Final = (signal.SIGTERM, signal.SIGINT)
-_AWAITED: Final = {signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGCHLD}
+_AWAITED: Final = {signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGCHLD, signal.SIGIO}
 _PR_SET_PDEATHSIG: Final = 1  # prctl(2)
 _PR_SET_NAME: Final = 15
+
+
+Main = Callable[[Callable[[], None]], None]
+"""What a child runs; it calls its argument when it is up."""
+
+
+class Owner(Protocol):
+    """Whose children they are: `processes.Processes`."""
+
+    @property
+    def drain_timeout_s(self) -> float:
+        """How long what runs may finish."""
+
+    def reload(self) -> bool:
+        """Read the configuration again; False: it can't be used."""
+
+    def stop_listening(self) -> None:
+        """The children are about to be told to drain, to end or to leave."""
+
+    def all_up(self) -> None:
+        """Every child is up, for the first time."""
+
+    def succeeded(self) -> bool:
+        """There is something to read: is it that another router is ready to take over?"""
 
 
 @dataclass(slots=True, eq=False)
@@ -51,11 +78,12 @@ class Child:
     """One process of the router, over all its lives."""
 
     name: str
-    main: Callable[[], None]
+    main: Main
     needed: bool  # by the others: it is there until they have ended
     pid: int | None = None
     lives: int = 0
     early_deaths: int = 0  # in a row
+    up: bool = False
     started_s: float = 0.0
     due_s: float | None = 0.0  # when it is to be started; None: it is there, or not wanted any more
 
@@ -63,21 +91,12 @@ class Child:
 class Supervisor:
     """Runs children until a signal ends them."""
 
-    def __init__(
-        self,
-        mains: Mapping[str, Callable[[], None]],
-        needed: Collection[str],
-        on_reload: Callable[[], bool],
-        on_end: Callable[[], None],
-        drain_timeout_s: Callable[[], float],
-    ) -> None:
-        """`mains`: what each child runs, by its name, in the order of their start. `needed`: who the others need.
-
-        `on_reload`: reads the configuration; False: it can't be used. `on_end`: called before children are told to
-        drain or to end.
-        """
+    def __init__(self, mains: Mapping[str, Main], needed: Collection[str], owner: Owner) -> None:
+        """`mains`: what each child runs, by its name, in the order of their start. `needed`: who the others need."""
         self.children = [Child(name, main, name in needed) for name, main in mains.items()]
-        self._on_reload, self._on_end, self._drain_timeout_s = on_reload, on_end, drain_timeout_s
+        self._owner = owner
+        self._news, self._to_parent = os.pipe()  # the process ids of children that are up
+        self._all_up = False
         self._signals = 0  # to end
         self._deadline_s: float | None = None  # then all that is left is killed
         self._code = 0
@@ -89,6 +108,7 @@ class Supervisor:
         gc.collect()
         gc.freeze()  # what is here stays shared with the children
         self._mask = set(signal.pthread_sigmask(signal.SIG_BLOCK, _AWAITED))
+        signal_input(self._news)
         try:
             while self._step():
                 heard = signal.sigtimedwait(_AWAITED, self._patience_s())
@@ -96,6 +116,8 @@ class Supervisor:
                     self._hear(heard.si_signo)
         finally:
             self._kill()
+            os.close(self._news)
+            os.close(self._to_parent)
             signal.pthread_sigmask(signal.SIG_SETMASK, self._mask)
             gc.unfreeze()
         return self._code
@@ -132,21 +154,41 @@ class Supervisor:
 
     def _hear(self, number: int) -> None:
         if number == signal.SIGHUP:
-            if not self._signals and self._on_reload():
+            if not self._signals and self._owner.reload():
                 self._send(signal.SIGHUP)
+        elif number == signal.SIGIO:
+            self._note_who_is_up()
+            if not self._signals and self._owner.succeeded():
+                self._leave()
         elif number in _ENDING:
             self._signals += 1
             if self._signals == 1:
                 log.warning("draining", extra={"children": self._alive})
-                self._end(signal.SIGTERM, self._drain_timeout_s() + KILL_S)
+                self._end(signal.SIGTERM, self._owner.drain_timeout_s + KILL_S)
             else:
                 log.warning("ending now", extra={"signal": number})
                 self._end(signal.SIGINT, END_S)
 
+    def _leave(self) -> None:
+        """Another router has brains, and relays that accept: ours finish what they have."""
+        log.warning("another router takes over", extra={"children": self._alive})
+        for child in self.children:
+            child.needed = False
+        self._end(signal.SIGUSR1, self._owner.drain_timeout_s + KILL_S)
+
+    def _note_who_is_up(self) -> None:
+        with suppress(BlockingIOError):
+            pids = os.read(self._news, 4096).split()  # each was written whole: it is less than PIPE_BUF
+            for child in self.children:
+                child.up = child.up or str(child.pid).encode() in pids
+        if not self._all_up and all(child.up for child in self.children):
+            self._all_up = True
+            self._owner.all_up()
+
     def _end(self, number: signal.Signals, within_s: float) -> None:
         """No child is started again but who is needed; who is left after that time is killed."""
         self._signals = max(1, self._signals)
-        self._on_end()
+        self._owner.stop_listening()
         for child in self.children:
             child.due_s = None
         deadline_s = time.monotonic() + within_s
@@ -214,7 +256,7 @@ class Supervisor:
             signal.signal(signal.SIGHUP, signal.SIG_IGN)  # until it has something to read again
             signal.signal(signal.SIGINT, signal.SIG_DFL)  # no traceback, wherever it is by then
             signal.pthread_sigmask(signal.SIG_SETMASK, self._mask)
-            child.main()
+            child.main(lambda: _say_up(self._to_parent))
             code = 0
         except BalanceRouteError as error:
             print(f"balanceroute: {error}", file=sys.stderr)
@@ -227,6 +269,10 @@ class Supervisor:
             logging.shutdown()
             sys.stderr.flush()
             os._exit(code)
+
+
+def _say_up(pipe: int) -> None:
+    os.write(pipe, b"%d\n" % os.getpid())
 
 
 def be_called(name: str) -> None:

@@ -1,6 +1,7 @@
 """One measurement for `relay.py`: load on one router for some seconds, and what it cost that router.
 
 unary   a closed loop of connections, each asking for short whole answers
+paced   so many short streams per second, at random times, whatever the answers take
 stream  so many SSE streams at once, each replaced by the next when it ends; the first ones are of all lengths, so
         that streams begin and end evenly from the start
 hold    as many streams as asked for, opened once, for their memory
@@ -11,6 +12,7 @@ Prints one JSON object. CPU is that of `--pid` and its children while the window
 import argparse
 import asyncio
 import json
+import random
 import statistics
 import time
 from typing import Any, cast
@@ -110,9 +112,32 @@ class Load:
             if client.transport.is_closing():
                 client = await self.connect()
 
+    async def pace(self) -> None:
+        """Requests at random times, each on a connection that is free."""
+        source, free, number = random.Random(self.a.clients), list[Client](), 0
+        due = time.monotonic()
+
+        async def ask(number: int) -> None:
+            client = free.pop() if free else await self.connect()
+            good = await client.ask(self.message(self.a.tokens, number))
+            self.tally.requests += good
+            self.tally.failures += not good
+            if not client.transport.is_closing():
+                free.append(client)
+
+        async with asyncio.TaskGroup() as group:
+            while True:
+                due = max(due + source.expovariate(self.a.rate), time.monotonic() - 1.0)
+                await asyncio.sleep(max(0.0, due - time.monotonic()))
+                number += 1
+                group.create_task(ask(number))
+
     async def measure(self) -> dict[str, Any]:
         async with asyncio.TaskGroup() as group:
-            tasks = [group.create_task(self.client(number)) for number in range(self.a.clients)]
+            if self.a.mode == "paced":
+                tasks = [group.create_task(self.pace())]
+            else:
+                tasks = [group.create_task(self.client(number)) for number in range(self.a.clients)]
             await asyncio.sleep(self.a.warmup)
             pids = tree(self.a.pid) if self.a.pid else []
             self.tally, cpu, started_s = Tally(), cpu_s(pids), time.monotonic()
@@ -124,7 +149,7 @@ class Load:
             "requests": found.requests,
             "failures": found.failures,
             "events": found.events,
-            "per_s": round((found.requests if self.a.mode == "unary" else found.events) / took_s, 1),
+            "per_s": round((found.events if self.a.mode == "stream" else found.requests) / took_s, 1),
             "cpu_us_per_request": round(cpu * 1e6 / max(1, found.requests), 2),
             "cpu_us_per_event": round(cpu * 1e6 / max(1, found.events), 2),
             "cpus": round(cpu / took_s, 3),
@@ -152,10 +177,11 @@ class Load:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("mode", choices=["unary", "stream", "hold"])
+    parser.add_argument("mode", choices=["unary", "paced", "stream", "hold"])
     parser.add_argument("--port", type=int, required=True)
     parser.add_argument("--pid", type=int, default=0, help="the router's process")
     parser.add_argument("--clients", type=int, default=32)
+    parser.add_argument("--rate", type=float, default=100.0, help="of `paced`: requests per second")
     parser.add_argument("--tokens", type=int, default=16)
     parser.add_argument("--seconds", type=float, default=2.0)
     parser.add_argument("--warmup", type=float, default=1.0)

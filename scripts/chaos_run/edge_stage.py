@@ -134,6 +134,8 @@ class Stage:
         """One hot route."""
         return {HOT_PATH: lambda request, response: _Hot(self, request, response)}
 
+    leaving = False
+
     def gate(self, request: Request) -> None:
         """Nobody is turned away."""
 

@@ -75,7 +75,7 @@ try {
   const small = await cluster("cluster", 23000, 8, "--processes", "8", "--max-num-seqs", "8", "--prefix-caching");
   const ROUTED = ["--set", "prefill.policy=prefix_affinity"];
   let serving = await router("router", small, ...ROUTED);
-  load("load", small.url, "--rate", "9");
+  load("load", small.url, "--rate", "7.5");  // a little more than is served
   let page = await open(small.url);
 
   await check("the address alone leads to the dashboard, which shows load", async () => {

@@ -149,11 +149,14 @@ class Router:
 
 
 @asynccontextmanager
-async def a_router(cluster: Cluster, folder: Path, *flags: str) -> AsyncIterator[Router]:
-    log = folder / "router.log"
+async def a_router(
+    cluster: Cluster, folder: Path, *flags: str, port: int = 0, log_name: str = "router.log"
+) -> AsyncIterator[Router]:
+    log = folder / log_name
     log.touch()
     told = len(log.read_text())
-    serve = ["serve", "--config", str(cluster.config), "--relays", "2", "--host", "127.0.0.1", "--port", "0", *flags]
+    address = ["--host", "127.0.0.1", "--port", str(port)]
+    serve = ["serve", "--config", str(cluster.config), "--relays", "2", *address, *flags]
     with process(*serve, "--set", f"listen.run_folder={folder}", log=log) as running:
         await until(
             lambda: re.search(r'"listening".*"port":(\d+)', log.read_text()[told:]) or running.poll() is not None
@@ -375,6 +378,49 @@ def test_a_relay_that_was_stopped_is_given_up_and_joins_anew(cluster: Cluster, t
         assert router.relays[name] == pid
 
     with_router(test, cluster, tmp_path)
+
+
+def test_a_new_router_takes_over_and_no_request_fails(cluster: Cluster, tmp_path: Path) -> None:
+    async def test() -> None:
+        port = free_base_port((0,))
+        async with a_router(cluster, tmp_path, port=port) as old:
+            begun = streams(old, 6, 200)
+            await until(lambda: all(stream.begun for stream in begun))
+            ended = asyncio.Event()
+            clients = [asyncio.get_running_loop().create_task(keeps_asking(old, n, ended)) for n in range(4)]
+            async with a_router(cluster, tmp_path, "--take-over", port=port, log_name="new.log") as new:
+                await until(lambda: old.said("another router takes over"))
+                await until(lambda: len(old.said("leaving")) == 2)
+                assert await all_end(begun) == 6
+                begun = streams(new, 6, 100, first=300)
+                await until(lambda: old.running.poll() is not None)  # its clients' connections have ended, too
+                assert old.running.returncode == 0
+                assert await all_end(begun) == 6
+                ended.set()
+                assert all([await client for client in clients])
+                assert new.brains[-1] not in old.brains and set(new.relays) == {"relay-0.2", "relay-1.2"}
+                assert sum(line["void"] for line in new.said("relay joined")) == 0
+                finished = r'balanceroute_requests_total\{outcome="finished"\} (\S+)'
+                total = 12 + sum(client.result() for client in clients)
+                await until(lambda: _counted(new, finished, total))  # of the old relays as well
+                await until(new.holds_nothing)
+
+    asyncio.run(test())
+
+
+async def keeps_asking(router: Router, number: int, ended: asyncio.Event) -> int:
+    """One client on one connection, as far as it is let: how many right answers it got; a failure is the test's."""
+    limits, url = httpx.Limits(max_connections=1), router.client.base_url
+    prompt, count = [FIRST_TRIPLE_ID + 1000 + number], 0
+    body = {"model": "emulated", "prompt": prompt, "max_tokens": 3, "ignore_eos": True}
+    async with httpx.AsyncClient(base_url=url, timeout=None, limits=limits, trust_env=False) as client:
+        while not ended.is_set():
+            answer = await client.post("/v1/completions", json=body)
+            assert answer.status_code == 200, answer.text
+            assert answer.json()["choices"][0]["text"] == decode(continuation(prompt, 3))
+            count += 1
+            await pace(0.05)
+    return count
 
 
 def test_what_all_processes_had_pinned_is_free_after_the_next_start(cluster: Cluster, tmp_path: Path) -> None:

@@ -22,6 +22,8 @@ from balanceroute.proxy.server import Server
 from tests.integration.router import FAST, configuration, patient
 from tests.waiting import until
 
+LINEAGE = 7
+
 
 @dataclass(frozen=True, slots=True)
 class Relay:
@@ -74,7 +76,7 @@ async def a_brain(config: Config, folder: RunFolder, relays: int = 2) -> AsyncIt
     lead = FileLead(folder.lock)
     await until(lead.take)
     try:
-        app = create_brain_app(config, folder, lead, relays)
+        app = create_brain_app(config, folder, lead, relays, LINEAGE)
         server = BrainServer(app, config, uds=str(folder.operators))
         app.end = server.end
         async with serving(server):

@@ -39,6 +39,17 @@ def blocks() -> list[tuple[str, str, str]]:
     ]
 
 
+def test_every_table_is_whole() -> None:
+    """A row that goes on in the next line, or stands apart from its table, is shown as text."""
+    for page in (README, ROOT / "CONTRIBUTING.md", *DOCS, *sorted((ROOT / "deploy").rglob("*.md"))):
+        text = re.sub(r"^```.*?^```", "", page.read_text(), flags=re.DOTALL | re.MULTILINE)
+        for found in re.finditer(r"(?:^\|.*\n)+", text, re.MULTILINE):
+            rows = found[0].splitlines()
+            assert len(rows) > 1 and re.fullmatch(r"\|[-: |]+\|", rows[1]), f"{page}: {rows[0]}"
+            for row in rows:
+                assert row.endswith("|"), f"{page}: {row}"
+
+
 def test_the_generated_parts_are_those_of_the_code() -> None:
     """`python -m scripts.readme_tables` rewrites them."""
     parts = generated()

@@ -9,6 +9,7 @@ import venv
 from collections.abc import Iterator
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 import balanceroute
@@ -66,6 +67,15 @@ def test_a_simulation_takes_one_call_and_draws_itself(tmp_path: Path) -> None:
     assert sorted(path.name for path in tmp_path.iterdir()) == ["loads.png", "loads.svg"]
 
 
+def test_the_lowest_panel_of_every_column_says_what_its_axis_is(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    from balanceroute.experiments.figures import draw_load_panels
+
+    panels = [(name, np.zeros((5, 2), dtype=np.int64)) for name in ("a", "b", "c")]
+    shown = [axis for axis in draw_load_panels(panels, "capped").axes if axis.get_visible()]
+    assert [bool(axis.get_xlabel()) for axis in shown] == [False, True, True]
+
+
 def test_a_simulation_is_that_of_replay(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     _, out, _ = run_command(capsys, monkeypatch, "replay", "--max-requests", "150", "--policy", "br_h", "--json")
     run = balanceroute.simulate(max_requests=150, policy="br_h", predictor="none")
@@ -81,8 +91,10 @@ def test_a_simulation_is_that_of_replay(capsys: pytest.CaptureFixture[str], monk
         ({"trace": "no_such_file.csv"}, "no_such_file.csv"),
         ({"policy": balanceroute.PolicySettings(), "params": {"r_max": 4}}, "params: knobs of a policy that is named"),
         ({"policy": "level_fit", "params": {"beta": 4}}, "params.beta: level_fit does not have this knob; br_0, br_h"),
+        ({"policy": 3}, "policy 3: accepted is a name, PolicySettings, or an object of an AdmissionPolicy"),
+        ({"max_requests": 0}, "max_requests 0: accepted is 1 or more"),
     ],
-    ids=["policy", "knob", "predictor", "file", "params-twice", "other-policys-knob"],
+    ids=["policy", "knob", "predictor", "file", "params-twice", "other-policys-knob", "no-policy", "no-request"],
 )
 def test_a_wrong_argument_is_one_line_that_says_what_is_accepted(arguments: dict[str, object], problem: str) -> None:
     with pytest.raises((ConfigError, InputError), match="^[^\n]*$") as refused:

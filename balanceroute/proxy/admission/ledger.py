@@ -58,6 +58,8 @@ def _nothing() -> None:
 class Ledger:
     """All that one scheduler is told and has decided, and the events between that and the dispatchers."""
 
+    at_once = False
+
     def __init__(
         self,
         scheduler: Scheduler,
@@ -71,9 +73,7 @@ class Ledger:
         self.tell: Tell = _nobody
         self.collect: Callable[[], None] = _nothing
         self.prefill_event = asyncio.Event()  # a queued request may now find a prefiller
-        self.decision_due = (
-            asyncio.Event()
-        )  # something is in the pool, and what is decided may differ from the last time
+        self.decision_due = asyncio.Event()  # the pool or what may take from it has changed since the last decision
         self._waits_for_slots = scheduler.policy.waits_for_slots
 
     # -- what requests tell: see `waist.Brain`

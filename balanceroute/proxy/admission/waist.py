@@ -101,8 +101,10 @@ class Brain(Protocol):
     """Who decides, as those who hold requests know him: the ledger itself, or a link to it.
 
     `tell` is called with each answer; `collect`, before a decision, so that the tokens which have come are told first.
+    `at_once`: tokens are to be told as they come, because it keeps them itself.
     """
 
+    at_once: bool
     tell: Tell
     collect: Callable[[], None]
 

@@ -56,6 +56,10 @@ class Site(Protocol):
     def hot(self) -> Mapping[str, Callable[[Request, Response], Handler]]:
         """Makes the handler of one request."""
 
+    @property
+    def leaving(self) -> bool:
+        """Whether the next request of a connection is its last, because another process is to serve its client."""
+
     def gate(self, request: Request) -> None:
         """Raises: BalanceRouteError: the request is refused with it."""
 

@@ -23,7 +23,7 @@ from balanceroute.proxy.life.errors import ClientGone
 from balanceroute.proxy.life.leg import Leg
 from balanceroute.proxy.wire.answers import AnswerAssembler
 from balanceroute.proxy.wire.payloads import ClientRequest, split
-from balanceroute.proxy.wire.prompt_part import with_prompt
+from balanceroute.proxy.wire.prompt_echo import with_prompt
 from balanceroute.proxy.wire.responses import SSE_HEADERS, Headers
 from balanceroute.proxy.wire.sse import payloads_of
 

@@ -251,7 +251,7 @@ class ClientProtocol(asyncio.Protocol):
             self,
             head_only=request.method == "HEAD",
             http_1_0=request.http_1_0,
-            keep_alive=request.keep_alive,
+            keep_alive=request.keep_alive and not self.edge.site.leaving,
         )
         route = edge.site.hot.get(request.path) if request.method == "POST" else None
         self._hot = route is not None

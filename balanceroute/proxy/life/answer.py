@@ -11,14 +11,14 @@ from typing import Any, Final
 import orjson
 
 from balanceroute.errors import BadUpstreamReply, NotResumable, UpstreamError
-from balanceroute.proxy.admission.prompt_sizes import has_estimate
+from balanceroute.proxy.admission.prompt_estimates import has_estimate
 from balanceroute.proxy.life.outlet import Outlet
 from balanceroute.proxy.life.relay import write_part
 from balanceroute.proxy.life.resumption import Fidelity, resumption
 from balanceroute.proxy.life.retries import pushes_back
 from balanceroute.proxy.life.services import TryServices
 from balanceroute.proxy.wire.payloads import ClientRequest, PrefillResult, resume
-from balanceroute.proxy.wire.prompt_part import prompt_text
+from balanceroute.proxy.wire.prompt_echo import prompt_text
 from balanceroute.proxy.wire.sse import EventScanner, StreamEnd
 from balanceroute.proxy.workers.fleet import Worker
 
@@ -59,7 +59,9 @@ class Answer:
         self.scanner = NOTHING_YET
         self._counted: PrefillResult | None = None  # what a prefiller said of the client's own prompt
         self._estimated = has_estimate(request)
-        self.estimated_tokens = services.prompt_sizes.estimate(request) if self._estimated else request.prompt_tokens
+        self.estimated_tokens = (
+            services.prompt_estimates.estimate(request) if self._estimated else request.prompt_tokens
+        )
         self.prompt_tokens = self._restarts = 0
         self.cached_tokens: int | None = None
         self.prompt_reply: dict[str, Any] | None = None  # a prefiller's, where the client wishes to know of its prompt
@@ -74,7 +76,7 @@ class Answer:
         if self._estimated:
             error = abs(self.estimated_tokens - result.prompt_tokens) / max(1, result.prompt_tokens)
             self._s.metrics.prompt_estimate_error.observe(error)
-            self._s.prompt_sizes.learn(self._original, self.estimated_tokens, result.prompt_tokens)
+            self._s.prompt_estimates.learn(self._original, self.estimated_tokens, result.prompt_tokens)
 
     def check_prefill(self, worker: Worker, result: PrefillResult) -> None:
         """An engine too old to take token ids for a chat would start the answer over: better an error than that.

@@ -41,7 +41,7 @@ from balanceroute.proxy.life.suspicion import Choices, Sign, Suspect, sign_of
 from balanceroute.proxy.wire.bounds import retry_after_s
 from balanceroute.proxy.workers.drainer import DrainGroup
 from balanceroute.proxy.workers.fleet import Worker
-from balanceroute.proxy.workers.probing import is_alive
+from balanceroute.proxy.workers.liveness import is_alive
 from balanceroute.proxy.workers.upstream import Reply
 
 log = logging.getLogger(__name__)

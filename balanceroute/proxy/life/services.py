@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 
 from balanceroute.build import scheduler_config
 from balanceroute.config import Config
-from balanceroute.proxy.admission.prompt_sizes import PromptSizes
+from balanceroute.proxy.admission.prompt_estimates import PromptEstimates
 from balanceroute.proxy.admission.tickets import Tickets
 from balanceroute.proxy.life.suspicion import Suspicions
 from balanceroute.proxy.telemetry.metrics import Metrics
@@ -28,7 +28,7 @@ class TryServices:
     drainer: Drainer
     connector: Connector
     pins: PinRecord | None = None  # where what prefillers keep for requests is taken down
-    prompt_sizes: PromptSizes = field(default_factory=PromptSizes)
+    prompt_estimates: PromptEstimates = field(default_factory=PromptEstimates)
     prompt_blocks: PromptBlocks = field(default_factory=PromptBlocks)
     suspicions: Suspicions = field(default_factory=Suspicions)
     last_look_s: float = -math.inf  # when the reaper looked last: our loop was not stalled then

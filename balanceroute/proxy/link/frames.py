@@ -1,6 +1,7 @@
 """Frames on a stream socket: each side writes at the end of its loop's turn what it has to say, as one frame."""
 
 import asyncio
+import socket
 from collections.abc import Callable
 from typing import Final, Generic, TypeVar, cast
 
@@ -35,6 +36,11 @@ class Frames(asyncio.Protocol, Generic[Said]):
     def open(self) -> bool:
         """Whether what is said may arrive."""
         return self._transport is not None
+
+    @property
+    def socket(self) -> socket.socket | None:
+        """What it goes over; None where that is no socket, or it is closed."""
+        return None if self._transport is None else self._transport.get_extra_info("socket")
 
     def say(self, message: Said) -> None:
         """Send this at the end of the loop's turn, after what was said before; nothing happens once it is closed."""

@@ -8,6 +8,9 @@ joins anew with what it still holds.
 decides nothing: what members call meanwhile waits, and is heard in order once it is `settled`. So no slot is given away
 that a relay holds which has not been heard yet. A ticket that comes later and finds its slot taken is void.
 
+**Tokens** of a relay on this machine are read where the relay writes them (`token_counts.py`), by `collect`: before
+each decision and several times per second. So are the ones of all others, by then; they come as messages.
+
 **Who leads.** Hello tells the largest epoch that a relay has seen. One above ours means that another brain leads:
 `on_superseded` is told, and nobody is a member here any more.
 """
@@ -59,6 +62,7 @@ from balanceroute.proxy.link.messages import (
     WorkerStanding,
     read_from_relay,
 )
+from balanceroute.proxy.link.token_counts import ReadCounts, peer_pid, place_of, same_life
 from balanceroute.proxy.perimeter.keys import KeyUse
 
 log = logging.getLogger(__name__)
@@ -72,6 +76,9 @@ class Decider(Brain, Protocol):
 
     def adopt(self, standing: Standing) -> bool:
         """See `Ledger.adopt`."""
+
+    def settle(self) -> None:
+        """See `Ledger.settle`."""
 
     def capacity_changed(self) -> None:
         """Some worker may take a request that it couldn't before."""
@@ -136,12 +143,13 @@ class _Unjudged:
 
 
 class _Held:
-    """A member's ticket: its request, and how many answers have been asked for."""
+    """A member's ticket: its number, its request, how many answers have been asked for, and the tokens known of."""
 
-    __slots__ = ("request_id", "turn")
+    __slots__ = ("number", "request_id", "tokens", "turn")
 
-    def __init__(self, request_id: str, turn: int) -> None:
-        self.request_id, self.turn = request_id, turn
+    def __init__(self, number: int, request_id: str, turn: int) -> None:
+        self.number, self.request_id, self.turn = number, request_id, turn
+        self.tokens = 0
 
 
 class Member:
@@ -150,8 +158,24 @@ class Member:
     def __init__(self, number: int, relay: str, frames: Frames[FromBrain]) -> None:
         self.number, self.relay, self.frames = number, relay, frames
         self.tickets: dict[int, _Held] = {}
+        self.counts: ReadCounts | None = None
+        self.places: dict[int, _Held] = {}  # its tickets by the places in `counts`
+        self.used = 0  # the places below it
         self.uses_keys = False
         self.waiting: list[FromRelay] = []  # what it has called before the brain was settled
+
+    def hold(self, number: int, request_id: str, turn: int) -> None:
+        """It has this ticket."""
+        held = self.tickets[number] = _Held(number, request_id, turn)
+        place = place_of(number)
+        self.places[place] = held
+        self.used = max(self.used, place + 1)
+
+    def release(self, number: int) -> None:
+        """The ticket has left."""
+        held, place = self.tickets.pop(number), place_of(number)
+        if self.places.get(place) is held:
+            del self.places[place]
 
 
 class Hub:
@@ -185,7 +209,7 @@ class Hub:
         self._timers: dict[str, asyncio.TimerHandle] = {}
         self.settled = asyncio.Event()
         self.stale_messages = 0  # about tickets that are no more: they have crossed a refusal
-        ledger.tell = self._tell
+        ledger.tell, ledger.collect = self._tell, self.collect
 
     async def serve(self, path: str) -> None:
         """Listen on this socket, which belongs to our user alone; one that a dead brain has left is replaced."""
@@ -242,17 +266,18 @@ class Hub:
         member = self.members[hello.relay] = Member(self._count, hello.relay, frames)
         self._at[frames] = member
         self.tell_workers()
+        member.counts = _counts(frames, hello)
         void = []
         for held in sorted(hello.held, key=lambda held: -held.standing.waited_s):
             request_id = held.standing.spec.id
             if request_id not in self._owners and self._ledger.adopt(held.standing):
-                member.tickets[held.ticket] = _Held(request_id, held.turn)
+                member.hold(held.ticket, request_id, held.turn)
                 self._owners[request_id] = (member, held.ticket)
             else:
                 void.append(held.ticket)
         fields = {"relay": hello.relay, "pid": hello.process, "requests": len(hello.held), "void": len(void)}
         log.info("relay joined", extra=fields)
-        frames.say(Welcome(VERSION, self.epoch, member.number, tuple(void), self._salt()))
+        frames.say(Welcome(VERSION, self.epoch, member.number, tuple(void), self._salt(), member.counts is not None))
         frames.say(Workers(tuple(self._standings.values()), ()))
         frames.say(Silent(self._steward.silent()))
         frames.say(Seen(self._ledger.view()))
@@ -282,7 +307,7 @@ class Hub:
 
     def _release(self, member: Member) -> None:
         """What it holds is free: its clients are gone with it, or it comes back with what it still has."""
-        held, member.tickets = list(member.tickets.values()), {}
+        held, member.tickets, member.places = list(member.tickets.values()), {}, {}
         member.waiting = []
         for each in held:
             del self._owners[each.request_id]
@@ -327,6 +352,7 @@ class Hub:
 
     def _look(self) -> None:
         """Tell members what is to be seen, and give up the silent ones."""
+        self._ledger.settle()
         now, view = self._loop.time(), self._ledger.view()
         self.tell_workers()
         silent = self._steward.silent()
@@ -358,7 +384,7 @@ class Hub:
                 for number, tokens in zip(message.tickets, message.tokens, strict=True):
                     held = member.tickets.get(number)
                     if held is not None:
-                        self._ledger.progress(held.request_id, tokens)
+                        self._advance(held, tokens)
             elif isinstance(message, Judged):
                 self._steward.judged(message)
             elif isinstance(message, Activity):
@@ -382,7 +408,7 @@ class Hub:
     def _submit(self, member: Member, number: int, spec: RequestSpec) -> None:
         if spec.id in self._owners or number in member.tickets:
             raise LinkError(f"relay {member.relay} has request {spec.id} already")
-        member.tickets[number] = _Held(spec.id, 1)
+        member.hold(number, spec.id, 1)
         self._owners[spec.id] = (member, number)
         self._ledger.submit(spec)
 
@@ -397,7 +423,9 @@ class Hub:
             ledger.began(request_id)
             return
         if isinstance(message, Finish):
-            del member.tickets[message.ticket], self._owners[request_id]
+            self._advance(held, message.tokens)
+            member.release(message.ticket)
+            del self._owners[request_id]
             ledger.finish(request_id, message.outcome, message.reason)
             return
         if isinstance(message, Pushed):
@@ -415,12 +443,50 @@ class Hub:
         elif isinstance(message, PutBack):
             ledger.put_back(request_id)
         else:
+            self._advance(held, message.tokens)
             ledger.requeue(request_id)
+
+    def collect(self) -> None:
+        """Read what relays on this machine have written. O(their tickets), little each."""
+        if not self.settled.is_set():
+            return  # what they have called waits as well
+        for member in self.members.values():
+            if member.counts is None:
+                continue
+            try:
+                for place, life, tokens in member.counts.news(member.used):
+                    held = member.places.get(place)
+                    if held is not None and same_life(held.number, life):
+                        self._advance(held, tokens)
+            except (InvariantError, LinkError) as error:
+                member.frames.abort(f"relay {member.relay} counts what can't be: {error}")
+
+    def _advance(self, held: _Held, tokens: int) -> None:
+        """A ticket has generated so many by now. Raises: LinkError, InvariantError: that can't be."""
+        more, held.tokens = tokens - held.tokens, tokens
+        if more < 0:
+            raise LinkError(f"{-more} tokens less than before")
+        if more:
+            self._ledger.progress(held.request_id, more)
 
     def _tell(self, request_id: str, answer: Answer) -> None:
         member, number = self._owners[request_id]
         if isinstance(answer, Refusal):
-            del member.tickets[number], self._owners[request_id]
+            member.release(number)
+            del self._owners[request_id]
             member.frames.say(Refused(number, answer.kind, answer.text, answer.retry_after_s))
         else:
             member.frames.say(Chosen(number, member.tickets[number].turn, answer))
+
+
+def _counts(frames: Frames[FromBrain], hello: Hello) -> ReadCounts | None:
+    """What a relay on this machine writes; None: it says it."""
+    connection = frames.socket
+    pid = None if connection is None else peer_pid(connection)
+    if pid is None or hello.counts is None:
+        return None
+    try:
+        return ReadCounts(pid, hello.counts)
+    except OSError as error:
+        log.warning("tokens of a relay are not readable", extra={"relay": hello.relay, "error": str(error)})
+        return None

@@ -1,8 +1,9 @@
 """Everything that relays and the brain say to each other. This file is the protocol; `VERSION` counts its changes.
 
 A frame is four bytes of length, big-endian, and one msgpack array of messages, each an array that begins with its
-number. Both sides collect what they have to say in one turn of their loop and write it as one frame; tokens wait up to
-`PROGRESS_S` longer, so that they cross as one message per relay and not per stream.
+number. Both sides collect what they have to say in one turn of their loop and write it as one frame. What streams have
+generated is not said to a brain on the same machine, which reads it (`token_counts.py`); to others it is said within
+`PROGRESS_S`, in one message per relay and not per stream.
 
     relay                                      brain
       |-- Hello(version, relay, epoch, ...) ------>|   who it is, and everything that lives there
@@ -14,7 +15,8 @@ number. Both sides collect what they have to say in one turn of their loop and w
       |-- Beat ----------------------------------->|   both ways, so that silence can be told from having nothing to say
       |<-- Beat -----------------------------------|
 
-**Numbers for requests.** A relay numbers its tickets; ids cross once, in `Submit` or `Held`. `turn` counts the
+**Numbers for requests.** A relay numbers its tickets; ids cross once, in `Submit` or `Held`. Tokens of a ticket are
+sums since `Submit`, or since the Hello that held it, so one that is read or said twice does no harm. `turn` counts the
 calls of a ticket that ask for an answer, beginning with 1 for its arrival; an answer carries the turn that it is to, so
 one that has crossed a later call is known and dropped.
 
@@ -40,7 +42,7 @@ from balanceroute.errors import BalanceRouteError
 from balanceroute.proxy.admission.waist import RefusalKind
 from balanceroute.proxy.perimeter.keys import KeyUse
 
-VERSION: Final = 1
+VERSION: Final = 2
 PROGRESS_S: Final = 0.005
 BEAT_S: Final = 1.0
 SILENT_S: Final = 5.0  # a process that says nothing for so long is given up; one that has died is known of at once
@@ -67,19 +69,24 @@ class Held(Message, frozen=True):
 
 
 class Hello(Message, frozen=True, tag=0):
-    """A relay joins. `relay` is its name, `process` tells one life of it from the next."""
+    """A relay joins. `relay` is its name, `process` tells one life of it from the next.
+
+    `counts`: which of its open files holds its tokens (`token_counts.py`), for a brain on the same machine.
+    """
 
     version: int
     relay: str
     process: int
     epoch: int
     held: tuple[Held, ...]
+    counts: int | None = None
 
 
 class Welcome(Message, frozen=True, tag=1):
     """The relay is a member; what it told is taken over. `void`: tickets that could not be, and have ended.
 
-    `salt`: of the keys of prompts, where the brain's predictor asks for them.
+    `salt`: of the keys of prompts, where the brain's predictor asks for them. `reads_counts`: tokens that the relay has
+    written down need not be said.
     """
 
     version: int
@@ -87,6 +94,7 @@ class Welcome(Message, frozen=True, tag=1):
     member: int
     void: tuple[int, ...]
     salt: bytes | None = None
+    reads_counts: bool = False
 
 
 class Farewell(Message, frozen=True, tag=2):
@@ -135,7 +143,7 @@ class PushFailed(Message, frozen=True, tag=15):
 
 
 class Progress(Message, frozen=True, tag=16):
-    """`tokens[i]` more of `tickets[i]`."""
+    """`tokens[i]` of `tickets[i]` by now."""
 
     tickets: tuple[int, ...]
     tokens: tuple[int, ...]
@@ -147,12 +155,14 @@ class PutBack(Message, frozen=True, tag=17):
 
 class Requeue(Message, frozen=True, tag=18):
     ticket: int
+    tokens: int
 
 
 class Finish(Message, frozen=True, tag=19):
     ticket: int
     outcome: Outcome
     reason: str
+    tokens: int
 
 
 class Began(Message, frozen=True, tag=20):

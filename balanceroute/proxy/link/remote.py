@@ -7,6 +7,9 @@ of yet is submitted then, and may be refused; what waits for longer than the que
     looking for a brain --connected--> Hello --Welcome--> member --lost--> looking for a brain
                                          '----Farewell----'          (tickets go on; new ones wait)
 
+Tokens are written down as they come, for a brain that reads them (`token_counts.py`); one that can't is told within
+`PROGRESS_S`.
+
 A brain whose epoch is smaller than one seen before is not listened to. One that stands still may have been
 deposed: its successor has put a socket of its own in place of the former's, so a member looks whether it is still the
 same. Tickets that a brain can't take over are void: each is refused, and `on_void` is told, which has to end the stream
@@ -60,29 +63,33 @@ from balanceroute.proxy.link.messages import (
     Workers,
     read_from_brain,
 )
+from balanceroute.proxy.link.token_counts import WrittenCounts
 
 log = logging.getLogger(__name__)
 
 RETRY_S: Final = 0.05  # between two looks for a brain
-LOOK_S: Final = 0.1  # between two looks whether another brain listens
+LOOK_S: Final = 0.1  # between two looks at the one that was found, and whether another one listens
 NO_BRAIN: Final = "The request waited too long: what decides on it is not there."
 LOST: Final = "The router has lost its hold on the request; send it again."
 NOBODY: Final = ClusterView((), (), 0, 0, 0, 0, draining=False)
 
 
 class _Open:
-    """A ticket as the link knows it: its number, how many answers it has asked for, and whether a brain has heard of
-    it.
+    """A ticket as the link knows it: its number, how many answers it has asked for, whether a brain has heard of it,
+    and what it has generated since.
     """
 
-    __slots__ = ("number", "told", "turn")
+    __slots__ = ("number", "tokens", "told", "turn")
 
     def __init__(self, number: int, told: bool) -> None:
         self.number, self.turn, self.told = number, 1, told
+        self.tokens = 0
 
 
 class RemoteBrain:
     """The brain at the other end of a socket; see `waist.Brain` for its calls. `run` keeps it connected."""
+
+    at_once = True
 
     def __init__(
         self,
@@ -110,10 +117,10 @@ class RemoteBrain:
         self._frames: Frames[FromRelay] | None = None
         self._open: dict[str, _Open] = {}
         self._ids: dict[int, str] = {}  # by number
-        self._count = 0
-        self._tokens: dict[int, int] = {}  # not said yet
-        self._progress_timer: asyncio.TimerHandle | None = None
-        self._ticked_s = loop.time()
+        self._counts = WrittenCounts()
+        self._counts_read = False  # by the brain
+        self._unsaid: dict[int, int] = {}  # tokens by ticket, to be said
+        self._looked_s = loop.time()
         self._knows_workers = False
         self._greeted = False  # Hello has been said: what is said after it comes after it
         self._lost = asyncio.Event()
@@ -137,10 +144,10 @@ class RemoteBrain:
 
     def submit(self, spec: RequestSpec) -> None:
         """See `waist.Brain`."""
-        self._count += 1
-        self._open[spec.id] = _Open(self._count, self._greeted)
-        self._ids[self._count] = spec.id
-        self._say(Submit(self._count, spec))
+        number = self._counts.number()
+        self._open[spec.id] = _Open(number, self._greeted)
+        self._ids[number] = spec.id
+        self._say(Submit(number, spec))
 
     def prefilled(self, request_id: str, prompt_tokens: int, cached_tokens: int | None = None) -> None:
         """See `waist.Brain`."""
@@ -170,19 +177,22 @@ class RemoteBrain:
 
     def requeue(self, request_id: str) -> None:
         """See `waist.Brain`."""
-        self._ask(request_id, Requeue)
+        entry = self._open.get(request_id)
+        if entry is not None:
+            tokens = entry.tokens
+            self._ask(request_id, lambda number: Requeue(number, tokens))
 
     def progress(self, request_id: str, tokens: int) -> None:
-        """Taken down, and told with all others' within `PROGRESS_S`, or before the next other call."""
+        """Written down, or told within `PROGRESS_S`. The relay's path."""
         entry = self._open.get(request_id)
         if self._greeted and entry is not None:
-            self._tokens[entry.number] = self._tokens.get(entry.number, 0) + tokens
+            entry.tokens += tokens
+            self._put(entry)
 
     def finish(self, request_id: str, outcome: Outcome, reason: str = "") -> None:
         """See `waist.Brain`."""
-        entry = self._open.pop(request_id)
-        del self._ids[entry.number]
-        self._say(Finish(entry.number, outcome, reason))
+        entry = self._leave(request_id)
+        self._say(Finish(entry.number, outcome, reason, entry.tokens))
 
     def began(self, request_id: str) -> None:
         """See `waist.Brain`."""
@@ -201,6 +211,21 @@ class RemoteBrain:
             entry.turn += 1
             self._say(message(entry.number))
 
+    def _leave(self, request_id: str) -> _Open:
+        entry = self._open.pop(request_id)
+        del self._ids[entry.number]
+        self._unsaid.pop(entry.number, None)
+        self._counts.leave(entry.number)
+        return entry
+
+    def _put(self, entry: _Open) -> None:
+        """Have the brain know the tokens of a ticket."""
+        if self._counts_read and self._counts.write(entry.number, entry.tokens):
+            return
+        if not self._unsaid:
+            self._loop.call_later(PROGRESS_S, self._say_progress)
+        self._unsaid[entry.number] = entry.tokens
+
     def _say(self, message: FromRelay) -> None:
         if not self._greeted or self._frames is None:
             return  # the next Hello says it
@@ -208,26 +233,20 @@ class RemoteBrain:
         self._frames.say(message)
 
     def _say_progress(self) -> None:
-        if self._tokens and self._frames is not None:
-            self._frames.say(Progress(tuple(self._tokens), tuple(self._tokens.values())))
-            self._tokens = {}
+        if self._unsaid and self._greeted and self._frames is not None:
+            self._frames.say(Progress(tuple(self._unsaid), tuple(self._unsaid.values())))
+            self._unsaid = {}
 
-    def _tick(self) -> None:
-        """Every `PROGRESS_S` of a membership."""
-        frames = self._frames
-        if frames is None or self.member is None:
-            return
-        self.collect()
-        self._say_progress()
+    def _look(self, frames: Frames[FromRelay]) -> None:
+        """Every `LOOK_S` of a membership: whether the other side lives, and hears that this one does."""
         now = self._loop.time()
-        if now - self._ticked_s > SILENT_S / 2:  # it was us who did not listen
+        if now - self._looked_s > SILENT_S / 2:  # it was us who did not listen
             frames.heard_s = now
-        self._ticked_s = now
+        self._looked_s = now
         if now - frames.said_s > BEAT_S:
             frames.say(Beat())
         if now - frames.heard_s > SILENT_S:
             frames.abort("the brain is silent")
-        self._progress_timer = self._loop.call_later(PROGRESS_S, self._tick)
 
     # -- the membership
 
@@ -237,9 +256,8 @@ class RemoteBrain:
             while True:
                 self._lost.clear()
                 try:
-                    listening = os.stat(
-                        self._path
-                    ).st_ino  # nobody else's while somebody listens on it, out of sight too
+                    # the number of a socket is nobody else's while somebody listens on it, out of sight too
+                    listening = os.stat(self._path).st_ino
                     await self._loop.create_unix_connection(self._connected, self._path)
                 except OSError:
                     self._expire()
@@ -256,6 +274,8 @@ class RemoteBrain:
                         self._frames.abort("the brain does not answer")
                     elif self._another_listens(listening):
                         self._frames.abort("another brain listens there")
+                    elif self.member is not None:
+                        self._look(self._frames)
                 await asyncio.sleep(RETRY_S)
         finally:
             if self._frames is not None:
@@ -274,12 +294,14 @@ class RemoteBrain:
     def _hello(self) -> None:
         """Say who this is, and everything that lives here."""
         assert self._frames is not None
-        self.collect()
-        self._tokens = {}  # the standings have them
+        self._unsaid = {}  # the standings have them
+        for entry in self._open.values():
+            entry.tokens = 0
+            self._counts.write(entry.number, 0)
         now = self._loop.time()
         opened = [(ticket, self._open[ticket.id]) for ticket in self.tickets.values()]
         held = [Held(entry.number, entry.turn, ticket.standing(now)) for ticket, entry in opened if entry.told]
-        self._frames.say(Hello(VERSION, self._relay, os.getpid(), self.epoch, tuple(held)))
+        self._frames.say(Hello(VERSION, self._relay, os.getpid(), self.epoch, tuple(held), self._counts.fd))
         self._greeted, self._knows_workers = True, False
         for ticket, entry in opened:
             if not entry.told:  # it may be refused still
@@ -296,9 +318,7 @@ class RemoteBrain:
     def _closed(self, frames: Frames[FromRelay], reason: str) -> None:
         if self.member is not None:
             log.warning("brain lost", extra={"relay": self._relay, "epoch": self.epoch, "reason": reason})
-        self.member, self._greeted = None, False
-        if self._progress_timer is not None:
-            self._progress_timer.cancel()
+        self.member, self._greeted, self._counts_read = None, False, False
         self._lost.set()
 
     # -- the answers
@@ -331,6 +351,9 @@ class RemoteBrain:
             raise LinkError(f"version {message.version}, epoch {message.epoch}: not the brain to talk to")
         self.epoch, self.member = message.epoch, message.member
         log.info("brain found", extra={"relay": self._relay, "epoch": self.epoch, "member": self.member})
+        self._counts_read, self._unsaid = message.reads_counts, {}
+        for entry in self._open.values():
+            self._put(entry)
         self.on_salt(message.salt)
         self.on_joined()
         for number in message.void:
@@ -338,7 +361,6 @@ class RemoteBrain:
             if request_id is not None:
                 self._answer(number, Refusal(RefusalKind.LOST, LOST))
                 self._on_void(request_id)
-        self._tick()
 
     def _answer(self, number: int, answer: Answer, turn: int | None = None) -> None:
         """Hand on an answer, unless it has crossed a later call; a refusal has no turn, because it ends the ticket."""
@@ -346,7 +368,7 @@ class RemoteBrain:
         if request_id is None or (turn is not None and turn != self._open[request_id].turn):
             return
         if isinstance(answer, Refusal):
-            del self._open[request_id], self._ids[number]
+            self._leave(request_id)
         self.tell(request_id, answer)
 
 

@@ -86,7 +86,7 @@ class PromptWishes:
     """What the client wants to have said about its prompt; only a prefiller, which computes the prompt, can say it.
 
     A decoder that pulls KV skips that computation: asked for a prompt's logprobs, today's engines die. So these
-    fields are taken out of what workers get, and the prefiller's probe asks for them (`prompt_part.py` merges them).
+    fields are taken out of what workers get, and the prefiller's probe asks for them (`prompt_echo.py` merges them).
     `logprobs` is how many the client wants per token, of the prompt too when it is echoed.
     """
 

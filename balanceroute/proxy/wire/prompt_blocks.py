@@ -6,7 +6,7 @@ decides about the tokens of the whole prompt (model or LoRA, cache_salt, chat te
 first, tools and documents stand before the messages, as chat templates put them. A prompt of token ids is JSON too.
 
 A block stands for as many tokens as its share of the prompt's bytes, by what the prompt is thought to have
-(`admission/prompt_sizes.py`), or has, if it is token ids.
+(`admission/prompt_estimates.py`), or has, if it is token ids.
 
 XXH3 with a random 64-bit seed per router: about 25 us per 100 kB (`scripts/bench/prompt_blocks.py`); BLAKE2b and BLAKE3
 take more than ten times as long. It withstands no attacker who knows the seed, and need not: the hashes stay in the
@@ -20,7 +20,7 @@ import orjson
 import xxhash
 
 from balanceroute.proxy.wire.payloads import ClientRequest
-from balanceroute.proxy.wire.prompt_size import template_fields
+from balanceroute.proxy.wire.prompt_traits import template_fields
 
 BLOCK_BYTES: Final = 1024  # 200 to 350 tokens of text or ids: one to three blocks of vllm-ascend's 128 tokens
 MAX_BLOCKS: Final = 4096  # of one prompt, about a million tokens; what comes after counts as unknown

@@ -469,9 +469,7 @@ class EventScanner:
         self.usage = usage
         if not (self._want_usage and self._closing_events):
             return b""
-        if self._translation is not None:
-            return self._translated(event, self._translation)
-        return _write(event, raw) if changed else raw
+        return self._told(event, raw, changed, 0)
 
     def _tokens(self, event: dict[str, Any], choices: list[Any], raw: bytes) -> bytes:
         """An event with choices: the general case."""
@@ -505,12 +503,7 @@ class EventScanner:
         usage = event.get("usage")
         ordinary = not (recomputed or finishes or usage) and len(choices) == 1
         if isinstance(usage, dict):
-            self._count_by_usage(usage)
-            if self._want_continuous:
-                changed |= self._rewrite_usage(usage)
-            else:
-                del event["usage"]
-                changed = True
+            changed |= self._take_usage(event, usage)
         if recomputed:
             self.end = StreamEnd.RECOMPUTED
             if not carries:
@@ -523,17 +516,18 @@ class EventScanner:
             choices[0]["text"] = self._prefix + (choices[0]["text"] or "")
             self._prefix = ""
             changed, ordinary = True, False
-        if self._translation is not None:
-            out = self._translated(event, self._translation)
-        elif changed:
-            out = _write(event, raw)
-        elif blanked:
-            out = _blank_ids(event, raw, blanked)
-        else:
-            out = raw
+        out = self._told(event, raw, changed, blanked)
         if ordinary and choices[0].get("logprobs") is None:
             self._make_template(raw, out)
         return out
+
+    def _told(self, event: dict[str, Any], raw: bytes, changed: bool, blanked: int) -> bytes:
+        """What the client gets for an event; `blanked` of its lists of ids are null by now."""
+        if self._translation is not None:
+            return self._translated(event, self._translation)
+        if changed:
+            return _write(event, raw)
+        return _blank_ids(event, raw, blanked) if blanked else raw
 
     def _translated(self, event: dict[str, Any], translation: Translation) -> bytes:
         self.matcher.forget()  # what a text stands in may have ended
@@ -584,6 +578,17 @@ class EventScanner:
         if self._base + generated > self.tokens:
             self.tokens = self._base + generated
             self.ids_exact = False
+
+    def _take_usage(self, event: dict[str, Any], usage: dict[str, Any]) -> bool:
+        """The usage that an event with choices carries: counted, and left out unless it is wanted there.
+
+        Returns whether the event is another one by that.
+        """
+        self._count_by_usage(usage)
+        if self._want_continuous:
+            return self._rewrite_usage(usage)
+        del event["usage"]
+        return True
 
     def _rewrite_usage(self, usage: dict[str, Any]) -> bool:
         """Make a usage that of the whole answer, with the prefiller's word on cached tokens."""

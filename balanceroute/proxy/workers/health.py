@@ -30,7 +30,7 @@ from balanceroute.config import Config
 from balanceroute.core.types import Role
 from balanceroute.errors import UpstreamError
 from balanceroute.proxy.workers.fleet import Fleet, Worker
-from balanceroute.proxy.workers.rounds import Rounds
+from balanceroute.proxy.workers.polling import Polling
 from balanceroute.proxy.workers.silence import Attention
 
 log = logging.getLogger(__name__)
@@ -64,11 +64,11 @@ class HealthMonitor:
         """
         self._fleet, self._loop, self._config, self._attention = fleet, loop, config, attention
         self._expects_tokens, self._on_bug = expects_tokens, on_bug
-        self._rounds = Rounds(fleet, self._look, self._uncheckable)
+        self._polling = Polling(fleet, self._look, self._uncheckable)
 
     async def run(self) -> None:
         """Until cancelled."""
-        await self._rounds.run(lambda: self._config().health.interval_s)
+        await self._polling.run(lambda: self._config().health.interval_s)
 
     async def _look(self, workers: list[Worker]) -> None:
         """Ask one URL and judge the workers behind it; anew as long as that leaves doubts."""

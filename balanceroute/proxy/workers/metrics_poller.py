@@ -44,7 +44,7 @@ from balanceroute.proxy.telemetry.metrics import Metrics
 from balanceroute.proxy.workers.drainer import Drainer
 from balanceroute.proxy.workers.fleet import Fleet, Worker
 from balanceroute.proxy.workers.foreign import Occupancy, least_own_slots
-from balanceroute.proxy.workers.rounds import Rounds
+from balanceroute.proxy.workers.polling import Polling
 
 _LIMIT: Final = 4 * 2**20  # a page of one engine has about 100 kB
 _MAX_REQUESTS: Final = 1e6  # of one engine
@@ -159,11 +159,11 @@ class MetricsPoller:
         self._config, self._on_bug = config, on_bug
         self._divergence, self._conditions = metrics.divergence, metrics.conditions
         self._unreached: dict[str, int] = defaultdict(int)  # reads in a row, by prefiller
-        self._rounds = Rounds(fleet, self._read, self._unreadable)
+        self._polling = Polling(fleet, self._read, self._unreadable)
 
     async def run(self) -> None:
         """Until cancelled."""
-        await self._rounds.run(lambda: self._config().prefill.poll_interval_s)
+        await self._polling.run(lambda: self._config().prefill.poll_interval_s)
 
     async def _read(self, workers: list[Worker]) -> None:
         page = await self._page(workers[0])

@@ -7,8 +7,15 @@ import sys
 from pathlib import Path
 
 import pytest
+import typer
 
-from balanceroute.cli import main
+from balanceroute.cli import main, prefix_demo
+from balanceroute.cli.demo import say_if_interrupted, show, until_interrupted
+from balanceroute.demo import PolicyRun
+from balanceroute.loadgen import LoadReport
+from balanceroute.loadgen.run import Progress
+from balanceroute.prefix_demo import PrefixRun
+from balanceroute.report import Distribution
 from tests.waiting import block_until
 
 LINUX = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="the kernel's word for a parent's death")
@@ -42,6 +49,34 @@ def test_arguments_are_checked_before_anything_starts(
         main()
     assert ended.value.code == 2
     assert text in capsys.readouterr().err
+
+
+def test_ctrl_c_leaves_what_is_done_and_says_how_far_it_got(capsys: pytest.CaptureFixture[str]) -> None:
+    def run(name: str, tell: Progress) -> str:
+        if name == "second":
+            os.kill(os.getpid(), signal.SIGINT)
+            block_until(lambda: False)
+        return name
+
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        done = until_interrupted(("first", "second", "third"), run)
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert done == ["first"]
+    with pytest.raises(typer.Exit) as ended:
+        say_if_interrupted(len(done), 3)
+    assert ended.value.exit_code == 130
+    assert capsys.readouterr().err == "balanceroute: interrupted after 1 of 3 policies\n"
+    say_if_interrupted(3, 3)
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_tables_of_fewer_policies_than_asked_for_can_be_printed(count: int, capsys: pytest.CaptureFixture[str]) -> None:
+    none = LoadReport(1, 1, {}, 1.0, 1.0, 1, 1.0, *(Distribution.of([0.1]) for _ in range(5)))
+    prefix_demo.show([PrefixRun("a_policy", none, 0.5, 0.1, 0.1, 1.0)] * count)
+    show([PolicyRun("a_policy", none, 1.0, 1.0, 0.1, 0.5, 10.0, 5.0, 1)] * count)
+    assert capsys.readouterr().out.count("a_policy") == 2 * count
 
 
 @LINUX

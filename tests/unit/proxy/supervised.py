@@ -15,13 +15,15 @@ import signal
 import socket
 import sys
 import threading
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from balanceroute.errors import ConfigError
 from balanceroute.proxy import supervisor
-from balanceroute.proxy.supervisor import Supervisor
+from balanceroute.proxy.handover import Handover, Told
+from balanceroute.proxy.supervisor import Main, Supervisor
 from balanceroute.proxy.telemetry.logs import configure
 from tests.waiting import until
 
@@ -35,30 +37,59 @@ def note(name: str, event: str) -> None:
         file.write(f"{name} {os.getpid()} {event}\n")
 
 
-def child(name: str, listener: socket.socket | None) -> None:
+class Owner:
+    """The parent's own part."""
+
+    drain_timeout_s = 60.0
+
+    def __init__(self, listener: socket.socket) -> None:
+        self.listener = listener
+        self.handover: Handover | None = None
+
+    def reload(self) -> bool:
+        refusal = FOLDER / "refuse"
+        refused = refusal.exists()
+        refusal.unlink(missing_ok=True)
+        return not refused
+
+    def stop_listening(self) -> None:
+        self.listener.close()
+        if self.handover is not None:
+            self.handover.close()
+
+    def all_up(self) -> None:
+        self.handover = Handover(FOLDER / "handover", Told(os.getpid(), 1), [self.listener])
+        (FOLDER / "all-up").touch()
+
+    def succeeded(self) -> bool:
+        return self.handover is not None and self.handover.look()
+
+
+def child(name: str, listener: socket.socket | None, on_up: Callable[[], None]) -> None:
     if name == OPTIONS.get("wrong"):
         raise ConfigError(f"{name}: wrong")
     if name == OPTIONS.get("dies"):
         note(name, "dies")
         os._exit(7)
-    asyncio.run(live(name, listener))
+    asyncio.run(live(name, listener, on_up))
 
 
-async def live(name: str, listener: socket.socket | None) -> None:
+async def live(name: str, listener: socket.socket | None, on_up: Callable[[], None]) -> None:
     loop, drain, now = asyncio.get_running_loop(), threading.Event(), threading.Event()
     deaf = name == OPTIONS.get("deaf")
 
     def told(number: signal.Signals) -> None:
         note(name, number.name)
-        if not deaf and number == signal.SIGTERM:
+        if not deaf and number in (signal.SIGTERM, signal.SIGUSR1):
             drain.set()
         elif not deaf and number == signal.SIGINT:
             now.set()
 
-    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1):
         loop.add_signal_handler(number, told, number)
     server = None if listener is None else await asyncio.start_server(partial(answer, name), sock=listener)
     note(name, "up")
+    on_up()
     await until(lambda: drain.is_set() or now.is_set(), within_s=LIFE_S)
     await until(lambda: now.is_set() or not (FOLDER / f"hold-{name}").exists(), within_s=LIFE_S)
     note(name, "ends")
@@ -78,15 +109,8 @@ def main() -> int:
     listener = socket.create_server(("127.0.0.1", 0), backlog=100)
     (FOLDER / "port").write_text(str(listener.getsockname()[1]))
     relays = {name: partial(child, name, listener) for name in ("relay-0", "relay-1")}
-    mains = {"brain": partial(child, "brain", None)} | relays
-    return Supervisor(mains, ("brain",), may_reload, listener.close, lambda: 60.0).run()
-
-
-def may_reload() -> bool:
-    refusal = FOLDER / "refuse"
-    refused = refusal.exists()
-    refusal.unlink(missing_ok=True)
-    return not refused
+    mains: dict[str, Main] = {"brain": partial(child, "brain", None)} | relays
+    return Supervisor(mains, ("brain",), Owner(listener)).run()
 
 
 if __name__ == "__main__":

@@ -1,6 +1,5 @@
 """What operators have changed, between one brain and the next."""
 
-import os
 from pathlib import Path
 
 import pytest
@@ -9,6 +8,7 @@ from balanceroute.core.types import Role, WorkerSpec
 from balanceroute.proxy.changes import Changes, KeptChanges, changes_of
 from tests.unit.proxy.virtual_time import a_config, a_router, in_virtual_time
 
+LINEAGE = 7
 NEW = WorkerSpec("new", Role.DECODE, "http://new:1", slots=4)
 
 
@@ -16,15 +16,15 @@ def test_changes_are_what_a_router_has_beyond_its_configuration() -> None:
     async def test() -> None:
         services = a_router()
         base = services.config
-        assert changes_of(services, base) == Changes(os.getppid())
+        assert changes_of(services, base, LINEAGE) == Changes(LINEAGE)
         services.fleet.add(NEW, 3)
         services.fleet.leave(services.fleet["d1"])
         services.fleet.drain(services.fleet["p0"])
-        found = changes_of(services, base)
+        found = changes_of(services, base, LINEAGE)
         assert (found.added, found.removed, found.drained) == ((NEW,), ("d1",), ("p0",))
         other = a_router()
         found.apply(other)
-        assert changes_of(other, base) == found
+        assert changes_of(other, base, LINEAGE) == found
 
     in_virtual_time(test)
 
@@ -37,10 +37,10 @@ def test_a_policy_that_no_longer_fits_is_the_configurations_again() -> None:
 
 def test_a_file_is_read_under_the_parent_that_wrote_it(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     path = tmp_path / "changes"
-    changes = Changes(os.getppid(), added=(NEW,), drained=("p0",), policy="random")
-    KeptChanges(path).keep(changes)
-    assert KeptChanges(path).last == changes
-    KeptChanges(path).keep(Changes(os.getppid() + 1, removed=("d0",)))
-    assert KeptChanges(path).last == Changes(os.getppid())
+    changes = Changes(LINEAGE, added=(NEW,), drained=("p0",), policy="random")
+    KeptChanges(path, LINEAGE).keep(changes)
+    assert KeptChanges(path, LINEAGE).last == changes
+    KeptChanges(path, LINEAGE).keep(Changes(LINEAGE + 1, removed=("d0",)))
+    assert KeptChanges(path, LINEAGE).last == Changes(LINEAGE)
     path.write_text("nonsense")
-    assert KeptChanges(path).last == Changes(os.getppid()) and "can't be read" in caplog.text
+    assert KeptChanges(path, LINEAGE).last == Changes(LINEAGE) and "can't be read" in caplog.text

@@ -2,6 +2,8 @@
 
 import os
 import stat
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -58,6 +60,8 @@ def test_counts_of_a_relay_outlive_it_until_a_router_begins_to_count(tmp_path: P
     assert folder.counts("relay-0") == b""
     folder.keep_counts("relay-0", b"{}")
     folder.keep_counts("relay-0", b"{1}")
+    folder.keep_counts("relay-0.2", b"{2}")
+    assert folder.all_counts() == {"relay-0": b"{1}", "relay-0.2": b"{2}"}
     assert (folder.counts("relay-0"), folder.counts("relay-1")) == (b"{1}", b"")
     folder.forget_counts()
     assert folder.counts("relay-0") == b"" and list(tmp_path.iterdir()) == []
@@ -66,3 +70,18 @@ def test_counts_of_a_relay_outlive_it_until_a_router_begins_to_count(tmp_path: P
 def test_counts_that_cannot_be_kept_stop_nobody(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     RunFolder(tmp_path / "gone").keep_counts("relay-0", b"{}")
     assert "counts not kept" in caplog.text
+
+
+def test_who_lives_is_read_from_locks(tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path)
+    assert folder.living() == 0
+    code = "import sys, pathlib, signal; from balanceroute.proxy.run_folder import RunFolder\n"
+    code += "RunFolder(pathlib.Path(sys.argv[1])).come_to_life('relay-0'); print('here', flush=True); signal.pause()"
+    with subprocess.Popen([sys.executable, "-c", code, str(tmp_path)], stdout=subprocess.PIPE, text=True) as relay:
+        assert relay.stdout is not None and relay.stdout.readline() == "here\n"
+        assert folder.living() == 1
+        with pytest.raises(ConfigError, match="another process is its relay-0"):
+            folder.come_to_life("relay-0")
+        relay.kill()
+        relay.wait()
+    assert folder.living() == 0

@@ -13,6 +13,8 @@ from typing import Any
 
 import pytest
 
+from balanceroute.errors import ConfigError
+from balanceroute.proxy.handover import Predecessor, Told
 from tests.waiting import block_until
 
 
@@ -221,6 +223,38 @@ def test_a_child_that_dies_again_and_again_is_started_ever_later(running: Runnin
     assert [line["again_in_s"] for line in deaths[:5]] == [0.0, 0.1, 0.2, 0.4, 0.8]
     assert {(line["child"], line["exit_code"]) for line in deaths} == {("relay-1", 7)}
     assert len(running.lives("relay-0")) == len(running.lives("brain")) == 1
+
+
+def test_a_successor_gets_the_sockets_and_all_leave_when_it_is_ready(running: Running) -> None:
+    (running.folder / "hold-relay-1").touch()
+    block_until((running.folder / "all-up").exists)
+    quitter = found(running)
+    quitter.close()  # it ends before it is ready, and nothing has happened
+    block_until(lambda: running.said("the router that was to take over has ended"))
+    successor = found(running)
+    assert successor.told == Told(running.process.pid, 1)
+    with pytest.raises(ConfigError, match="another router is taking over"):
+        found(running)
+    listener = successor.listener("127.0.0.1", int((running.folder / "port").read_text()))
+    assert listener is not None
+    with listener:
+        assert running.events().count("up") == 3
+        successor.go()
+        block_until(lambda: "ends" in running.events("relay-0") and "SIGUSR1" in running.events("relay-1"))
+        assert running.process.poll() is None
+        (running.folder / "hold-relay-1").unlink()
+        assert running.process.wait(60) == 0
+        assert [len(running.lives(name)) for name in ("brain", "relay-0", "relay-1")] == [1, 1, 1]
+        client = running.connect()  # the socket has never been closed
+        taken, address = listener.accept()
+        taken.close()
+        assert address == client.getsockname()
+
+
+def found(running: Running) -> Predecessor:
+    predecessor = Predecessor.find(running.folder / "handover")
+    assert predecessor is not None
+    return predecessor
 
 
 def test_every_child_is_known_by_its_name_and_has_a_process_group_of_its_own(running: Running) -> None:

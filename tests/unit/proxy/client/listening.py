@@ -76,6 +76,8 @@ class EchoSite:
         self.scopes: list[Scope] = []
         self.edges: list[Edge] = []
 
+    leaving = False
+
     def gate(self, request: Request) -> None:
         if request.header(b"authorization") == b"Bearer wrong":
             raise InvalidRequest("who are you?", status=401)

@@ -40,7 +40,8 @@ class Brain:
 
     @property
     def load(self) -> int:
-        """Tokens on the one decode worker."""
+        """Tokens on the one decode worker, with all that relays have counted."""
+        self.ledger.settle()
         return self.scheduler.snapshot.workers[0].load
 
     @property

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from balanceroute.proxy.link.frames import Frames
-from balanceroute.proxy.link.messages import MAX_FRAME_BYTES, Beat, Requeue, frame, read_from_relay
+from balanceroute.proxy.link.messages import MAX_FRAME_BYTES, Beat, PutBack, frame, read_from_relay
 
 
 class Wire(asyncio.Transport):
@@ -36,7 +36,7 @@ def test_frames_come_whole_and_in_order_however_the_bytes_come(told: list[list[i
             asyncio.get_running_loop(), lambda _, body: heard.append(read_from_relay(body)), lambda *_: None
         )
         frames.connection_made(Wire())
-        said = [[Requeue(number) for number in numbers] for numbers in told]
+        said = [[PutBack(number) for number in numbers] for numbers in told]
         data = b"".join(map(frame, said))
         for cut in (*cuts, len(data)):
             part, data = data[:cut], data[cut:]
@@ -53,10 +53,10 @@ def test_what_is_said_in_one_turn_is_one_frame() -> None:
         frames.say(Beat())  # before there is a connection: nowhere to go
         frames.connection_made(wire)
         for number in range(3):
-            frames.say(Requeue(number))
+            frames.say(PutBack(number))
         assert wire.written == []
         await asyncio.sleep(0)
-        assert [read_from_relay(written[4:]) for written in wire.written] == [[Requeue(0), Requeue(1), Requeue(2)]]
+        assert [read_from_relay(written[4:]) for written in wire.written] == [[PutBack(0), PutBack(1), PutBack(2)]]
 
     asyncio.run(test())
 

@@ -183,7 +183,7 @@ def test_a_call_that_crossed_a_refusal_is_counted_and_dropped() -> None:
         brain = await stage.brain()
         relay = await RawRelay().connect(stage)
         relay.hello()
-        relay.frames.say(Requeue(17))
+        relay.frames.say(Requeue(17, 0))
         await until(lambda: brain.hub.stale_messages == 1)
         assert relay.frames.open
 

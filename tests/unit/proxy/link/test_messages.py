@@ -57,12 +57,16 @@ views = st.builds(
     st.booleans(),
     st.none() | seconds,
 )
-asked = st.one_of(
-    st.builds(cls, numbers) for cls in (m.PrefillFailed, m.RequestPrefill, m.PushFailed, m.PutBack, m.Requeue)
-)
+asked = st.one_of(st.builds(cls, numbers) for cls in (m.PrefillFailed, m.RequestPrefill, m.PushFailed, m.PutBack))
 from_relay = st.one_of(
     st.builds(
-        m.Hello, counts, texts, counts, counts, st.lists(st.builds(m.Held, numbers, counts, standings)).map(tuple)
+        m.Hello,
+        counts,
+        texts,
+        counts,
+        counts,
+        st.lists(st.builds(m.Held, numbers, counts, standings)).map(tuple),
+        st.none() | counts,
     ),
     st.builds(m.Beat),
     st.builds(m.Farewell, counts, texts),
@@ -71,7 +75,8 @@ from_relay = st.one_of(
     st.builds(m.Pushed, numbers, counts, st.none() | counts),
     asked,
     st.builds(m.Progress, st.lists(numbers).map(tuple), st.lists(counts).map(tuple)),
-    st.builds(m.Finish, numbers, st.sampled_from(Outcome), texts),
+    st.builds(m.Requeue, numbers, counts),
+    st.builds(m.Finish, numbers, st.sampled_from(Outcome), texts, counts),
 )
 from_brain = st.one_of(
     st.builds(m.Welcome, counts, counts, counts, st.lists(numbers).map(tuple)),
@@ -107,7 +112,7 @@ def test_garbage_is_an_error_of_the_link_and_nothing_else(body: bytes) -> None:
 
 @pytest.mark.parametrize(
     "body",
-    [[[99]], [[10, 1]], [[12, "one"]], [[12, 1, 2]], [[19, 1, "lost", ""]], [[16, [1], 2]], {"tag": 3}],
+    [[[99]], [[10, 1]], [[12, "one"]], [[12, 1, 2]], [[19, 1, "lost", "", 0]], [[16, [1], 2]], {"tag": 3}],
     ids=["unknown", "too short", "wrong type", "too long", "no outcome", "no list", "no array"],
 )
 def test_a_message_that_is_not_of_this_version_is_refused(body: object) -> None:
@@ -119,7 +124,7 @@ def test_one_side_does_not_take_the_other_sides_messages() -> None:
     with pytest.raises(m.LinkError):
         m.read_from_relay(m.frame([m.Chosen(1, 1, "p0")])[4:])
     with pytest.raises(m.LinkError):
-        m.read_from_brain(m.frame([m.Requeue(1)])[4:])
+        m.read_from_brain(m.frame([m.PutBack(1)])[4:])
 
 
 def test_numbers_of_messages_are_used_once() -> None:

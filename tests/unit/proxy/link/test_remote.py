@@ -7,6 +7,7 @@ import pytest
 from balanceroute.core.scheduler import SchedulerConfig
 from balanceroute.core.types import Outcome, Phase, RequestSpec
 from balanceroute.errors import NoHealthyWorkers, QueueFull, QueueTimeout
+from balanceroute.proxy.link import hub
 from balanceroute.proxy.link.frames import Frames
 from balanceroute.proxy.link.messages import (
     VERSION,
@@ -19,6 +20,7 @@ from balanceroute.proxy.link.messages import (
     Welcome,
     read_from_relay,
 )
+from balanceroute.proxy.link.token_counts import WrittenCounts
 from tests.unit.proxy.link.brains import Stage, on
 from tests.waiting import until
 
@@ -45,7 +47,41 @@ def test_a_request_goes_its_whole_way_over_the_link() -> None:
     on(test)
 
 
-def test_tokens_of_all_streams_cross_in_one_message() -> None:
+def test_tokens_are_read_by_a_brain_on_the_same_machine_and_not_said() -> None:
+    async def test(stage: Stage) -> None:
+        brain, relay = await stage.brain(), stage.relay()
+        tickets = [await relay.decoding(f"r{n}") for n in range(3)]
+        for n, ticket in enumerate(tickets):
+            ticket.progress(n + 1)
+        assert brain.load == 3 * 10 + 6
+        tickets[0].progress(4)
+        tickets[0].finish(Outcome.FINISHED)
+        again = relay.tickets.submit(RequestSpec("again", 1))  # in its place, before the brain hears of either
+        assert brain.load == 3 * 10 + 10
+        assert await again.prefiller() == "p0"
+        assert "r0" not in brain.scheduler.snapshot.requests and brain.load == 2 * 10 + 5
+
+    on(test)
+
+
+def test_more_tickets_than_there_are_places_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def test(stage: Stage) -> None:
+        brain, relay = await stage.brain(), stage.relay()
+        monkeypatch.setattr(WrittenCounts, "write", lambda counts, number, tokens: False)
+        ticket = await relay.decoding("a")
+        ticket.progress(3)
+        await until(lambda: brain.load == 13)
+        ticket.progress(2)
+        await until(lambda: brain.load == 15)
+
+    on(test)
+
+
+def test_tokens_of_all_streams_cross_in_one_message_to_a_brain_that_cannot_read_them(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(hub, "peer_pid", lambda connection: None)
+
     async def test(stage: Stage) -> None:
         brain, relay = await stage.brain(slots=8), stage.relay()
         tickets = [await relay.decoding(f"r{n}") for n in range(8)]
@@ -187,12 +223,13 @@ def test_an_answer_that_has_crossed_a_later_call_is_dropped() -> None:
         made[0].say(Welcome(VERSION, 1, 1, ()))
         ticket, other = relay.tickets.submit(RequestSpec("a", 1)), relay.tickets.submit(RequestSpec("b", 1))
         await until(lambda: sum(isinstance(message, Submit) for message in heard) == 2)
-        made[0].say(Chosen(1, 1, "p0"))
+        first, second = (message.ticket for message in heard if isinstance(message, Submit))
+        made[0].say(Chosen(first, 1, "p0"))
         assert await ticket.prefiller() == "p0"
         ticket.prefill_failed()
         ticket.prefiller_id = ""
         other.finish(Outcome.CANCELLED)
-        for answer in (Chosen(1, 1, "p1"), Chosen(2, 1, "p1"), Chosen(1, 2, "p2")):
+        for answer in (Chosen(first, 1, "p1"), Chosen(second, 1, "p1"), Chosen(first, 2, "p2")):
             made[0].say(answer)
         assert await ticket.prefiller() == "p2"
         assert not any(isinstance(message, Requeue) for message in heard)

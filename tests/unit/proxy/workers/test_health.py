@@ -9,7 +9,7 @@ from balanceroute.errors import ConnectFailed
 from balanceroute.proxy.app import health_monitor
 from balanceroute.proxy.services import Services
 from balanceroute.proxy.workers.health import HealthMonitor
-from balanceroute.proxy.workers.rounds import Rounds
+from balanceroute.proxy.workers.polling import Polling
 from tests.unit.proxy.virtual_time import Answer, a_config, a_router, in_virtual_time, let_pass, script
 
 HEALTH = {"interval_s": 2.0, "timeout_s": 3.0, "failure_threshold": 3}
@@ -25,7 +25,7 @@ async def seen_healthy(services: Services) -> HealthMonitor:
 
 async def rounds(monitor: HealthMonitor, services: Services, count: int = 1) -> None:
     for _ in range(count):
-        await Rounds(services.fleet, monitor._look, monitor._uncheckable).once()
+        await Polling(services.fleet, monitor._look, monitor._uncheckable).once()
 
 
 @pytest.mark.parametrize("answer", [500, REFUSED], ids=["5xx", "refused"])

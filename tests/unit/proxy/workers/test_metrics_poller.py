@@ -8,7 +8,7 @@ from balanceroute.proxy.app import metrics_poller
 from balanceroute.proxy.services import Services
 from balanceroute.proxy.telemetry.conditions import METRICS, PREFIX_CACHE
 from balanceroute.proxy.workers.metrics_poller import FULL, of_worker, read_samples
-from balanceroute.proxy.workers.rounds import Rounds
+from balanceroute.proxy.workers.polling import Polling
 from tests.unit.proxy.virtual_time import Answer, Page, a_config, a_router, in_virtual_time, script
 
 TEXT = b"""# TYPE vllm:kv_cache_usage_perc gauge
@@ -67,7 +67,7 @@ REFUSED = ConnectFailed("refused", worker="p0", tier="prefill")
 async def polled(services: Services, times: int = 1) -> None:
     poller = metrics_poller(services)
     for _ in range(times):
-        await Rounds(services.fleet, poller._read, poller._unreadable).once()
+        await Polling(services.fleet, poller._read, poller._unreadable).once()
 
 
 def usage_of(services: Services, name: str = "p0") -> float | None:
@@ -117,7 +117,7 @@ def test_prefillers_none_of_which_can_be_asked_for_long_are_no_longer_full() -> 
             script(services, name, REFUSED)
         found = []
         for _ in range(4):
-            await Rounds(services.fleet, poller._read, poller._unreadable).once()
+            await Polling(services.fleet, poller._read, poller._unreadable).once()
             found.append([usage_of(services, name) for name in ("p0", "p1")])
         assert found[0] == [FULL, FULL] and found[-1] == [None, None]
 

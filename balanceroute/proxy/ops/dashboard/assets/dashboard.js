@@ -40,19 +40,19 @@ function bar(share, mean, off) {  // a share from 0 to 1; null: unknown, no bar 
   return holder;
 }
 
-// -- numbers; unknown is a word
+// -- numbers; unknown is a word. `like`: the number whose unit is taken, so that an axis has one
 
 const UNKNOWN = "unknown";
-function short(value) {
+function short(value, like = value) {
   if (value === null || value === undefined) return UNKNOWN;
-  if (value >= 1e6) return (value / 1e6).toFixed(2) + "\u00a0M";
-  if (value >= 1e4) return (value / 1e3).toFixed(value >= 1e5 ? 0 : 1) + "\u00a0k";
+  if (like >= 1e6) return (value / 1e6).toFixed(2) + "\u00a0M";
+  if (like >= 1e4) return (value / 1e3).toFixed(like >= 1e5 ? 0 : 1) + "\u00a0k";
   return (value < 10 && value % 1 ? value.toFixed(1) : Math.round(value)).toString();
 }
 function whole(value) { return value === null || value === undefined ? UNKNOWN : Math.round(value).toLocaleString("en"); }
-function seconds(value) {
+function seconds(value, like = value) {
   if (value === null || value === undefined) return "none yet";
-  return value < 1 ? (value * 1e3).toFixed(value < 0.1 ? 1 : 0) + "\u00a0ms" : value.toFixed(value < 100 ? 2 : 0) + "\u00a0s";
+  return like < 1 ? (value * 1e3).toFixed(like < 0.1 ? 1 : 0) + "\u00a0ms" : value.toFixed(like < 100 ? 2 : 0) + "\u00a0s";
 }
 function percent(value) { return value === null || value === undefined ? UNKNOWN : (100 * value).toFixed(1) + "\u00a0%"; }
 function clock(at) { return new Date(at * 1e3).toLocaleTimeString("en-GB"); }
@@ -138,7 +138,8 @@ function markEvents(u) {
 function axes(format) {
   const shared = {stroke: () => colour("--dim"), grid: {stroke: () => colour("--grid"), width: 1}, ticks: {show: false}};
   const times = (u, splits, axis, space, step_s) => splits.map(at => clock(at).slice(0, step_s < 60 ? 8 : 5));
-  return [{...shared, values: times, space: 90, size: 30}, {...shared, size: 58, space: 28, values: (u, splits) => splits.map(format)}];
+  const ticks = (u, splits) => splits.map(at => at ? format(at, splits[splits.length - 1]) : "0");
+  return [{...shared, values: times, space: 90, size: 30}, {...shared, size: 58, space: 28, values: ticks}];
 }
 function chart(id, lines, format, faint = 0) {
   const holder = byId(id);
@@ -195,6 +196,7 @@ function drawCharts() {
   const names = Object.keys(past.loads);
   const wanted = names.length <= FAINT ? names.join() : "";
   if (!charts.load || charts.load.faint.join() !== wanted) buildCharts();
+  byId("faint-too").hidden = !wanted;
   for (const each of Object.values(charts)) {
     const columns = each.columns.map(name => past.series[name] || []);
     each.u.setData([past.at, ...columns, ...each.faint.map(name => past.loads[name])]);

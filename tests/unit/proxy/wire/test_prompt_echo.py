@@ -7,7 +7,7 @@ import pytest
 
 from balanceroute.errors import BadUpstreamReply
 from balanceroute.proxy.wire.payloads import ClientRequest, parse
-from balanceroute.proxy.wire.prompt_part import prompt_text, scored_answer, scored_events, with_prompt
+from balanceroute.proxy.wire.prompt_echo import prompt_text, scored_answer, scored_events, with_prompt
 
 PROMPT_LOGPROBS = {
     "tokens": ["one", " two"],

@@ -9,7 +9,7 @@ import pytest
 from balanceroute.core.types import Role, WorkerSpec
 from balanceroute.proxy.workers.circuit import Circuit, CircuitConfig
 from balanceroute.proxy.workers.fleet import Fleet, Worker
-from balanceroute.proxy.workers.rounds import Rounds
+from balanceroute.proxy.workers.polling import Polling
 from balanceroute.proxy.workers.upstream import Upstream
 
 
@@ -34,9 +34,9 @@ def test_a_url_that_hangs_is_asked_once_while_the_others_are_asked_every_period(
             await asyncio.Event().wait()
 
     async def test() -> None:
-        rounds = Rounds(workers("http://hangs", "http://answers"), ask, fatal)
+        polling = Polling(workers("http://hangs", "http://answers"), ask, fatal)
         with pytest.raises(TimeoutError):
-            await asyncio.wait_for(rounds.run(lambda: 0.001), 0.1)
+            await asyncio.wait_for(polling.run(lambda: 0.001), 0.1)
 
     asyncio.run(test())
     assert asked["http://hangs"] == 1
@@ -49,7 +49,7 @@ def test_ranks_of_one_url_share_one_question() -> None:
     async def ask(group: list[Worker]) -> None:
         groups.append([worker.id for worker in group])
 
-    asyncio.run(Rounds(workers("http://a", "http://a", "http://b"), ask, fatal).once())
+    asyncio.run(Polling(workers("http://a", "http://a", "http://b"), ask, fatal).once())
     assert groups == [["w0", "w1"], ["w2"]]
 
 
@@ -66,9 +66,9 @@ def test_a_question_that_breaks_is_told_and_keeps_no_other_from_being_asked() ->
         told.append((group[0].id, repr(error)))
 
     async def test() -> None:
-        rounds = Rounds(workers("http://breaks", "http://answers"), ask, on_bug)
+        polling = Polling(workers("http://breaks", "http://answers"), ask, on_bug)
         with pytest.raises(TimeoutError):
-            await asyncio.wait_for(rounds.run(lambda: 0.001), 0.1)
+            await asyncio.wait_for(polling.run(lambda: 0.001), 0.1)
 
     asyncio.run(test())
     assert asked["http://answers"] > 3 and asked["http://breaks"] > 3
@@ -80,7 +80,7 @@ def test_a_bug_ends_the_rounds_where_bugs_are_fatal() -> None:
         raise KeyError("x")
 
     async def test() -> None:
-        await Rounds(workers("http://a"), ask, fatal).run(lambda: 0.0)
+        await Polling(workers("http://a"), ask, fatal).run(lambda: 0.0)
 
     with pytest.raises(KeyError):
         asyncio.run(test())

@@ -5,7 +5,7 @@ import asyncio
 import pytest
 
 from balanceroute.errors import BadUpstreamReply, ConnectFailed
-from balanceroute.proxy.workers.probing import is_alive
+from balanceroute.proxy.workers.liveness import is_alive
 from tests.unit.proxy.virtual_time import Answer, Page, a_router, in_virtual_time, let_pass, script
 
 

@@ -9,11 +9,11 @@ Ask = Callable[[list[Worker]], Awaitable[None]]
 OnBug = Callable[[list[Worker], Exception], None]
 
 
-class Rounds:
+class Polling:
     """One question at a time per URL; `ask` gets the workers behind it and takes care of its own timeout.
 
     `on_bug` is told what an `ask` raised: its own errors are its business, so that is a bug of ours, and must not keep
-    the other workers from being asked. What `on_bug` raises ends the rounds.
+    the other workers from being asked. What `on_bug` raises ends the polling.
     """
 
     def __init__(self, fleet: Fleet, ask: Ask, on_bug: OnBug) -> None:

@@ -1,12 +1,12 @@
 """Tokens of prompts that no engine has counted yet, learned per model from those that one has.
 
-tokens ~ weights . traits (`wire/prompt_size.py`). The weights of a model start at what three public tokenizers have in
-common and follow the prefillers' answers by recursive least squares in relative error: every prompt counts the same,
+tokens ~ weights . traits (`wire/prompt_traits.py`). The weights of a model start at what three public tokenizers have
+in common and follow the prefillers' answers by recursive least squares in relative error: every prompt counts the same,
 however long. The prior keeps weights of what a model has not been seen with where they were.
 
 Before anything is learned an English, source-code or tool-laden prompt is met within 15 % nearly always, a Chinese one
 within 40 %, because tokenizers differ there; after some dozens of answers all within 25 %
-(`tests/unit/proxy/admission/test_prompt_sizes.py`).
+(`tests/unit/proxy/admission/test_prompt_estimates.py`).
 """
 
 from collections import OrderedDict
@@ -15,7 +15,7 @@ from typing import Final
 import numpy as np
 
 from balanceroute.proxy.wire.payloads import ClientRequest
-from balanceroute.proxy.wire.prompt_size import TRAITS, Traits, counts_of, traits_of, weights_of_pairs
+from balanceroute.proxy.wire.prompt_traits import TRAITS, Traits, counts_of, traits_of, weights_of_pairs
 
 MAX_MODELS: Final = 64
 # tokens per unit, and how far a model's own may be from that; fitted to Qwen's, DeepSeek's and OpenAI's cl100k_base
@@ -97,7 +97,7 @@ class _Weights:
         self._fold()
 
 
-class PromptSizes:
+class PromptEstimates:
     """The estimates of one router."""
 
     def __init__(self) -> None:

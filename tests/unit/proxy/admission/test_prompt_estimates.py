@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 from balanceroute.errors import InvalidRequest
-from balanceroute.proxy.admission.prompt_sizes import MAX_MODELS, PromptSizes, has_estimate
+from balanceroute.proxy.admission.prompt_estimates import MAX_MODELS, PromptEstimates, has_estimate
 from balanceroute.proxy.wire.payloads import ClientRequest, parse
-from balanceroute.proxy.wire.prompt_size import image_size
+from balanceroute.proxy.wire.prompt_traits import image_size
 from tests.unit.proxy.admission.prompts import a_request, jpeg, measured, png
 
 KINDS = ("english", "chinese", "code", "tools")
@@ -21,7 +21,7 @@ def p95_errors(tokenizer: str, *, learned_from: int, seed: int = 3) -> dict[str,
     """Per kind the 95th percentile of the relative error, on prompts that have not been learned from."""
     rows = measured()
     random.Random(seed).shuffle(rows)
-    sizes = PromptSizes()
+    sizes = PromptEstimates()
     errors: dict[str, list[float]] = {kind: [] for kind in KINDS}
     for number, row in enumerate(rows):
         request, tokens = a_request(row["body"]), row["tokens"][tokenizer]
@@ -49,7 +49,7 @@ def test_before_anything_is_learned_only_chinese_is_further_off(tokenizer: str) 
 
 
 def test_models_are_learned_apart_and_the_oldest_is_forgotten() -> None:
-    sizes = PromptSizes()
+    sizes = PromptEstimates()
     rows = [row for row in measured() if row["kind"] == "chinese"]
     for row in rows[:20] * 3:
         for model, tokenizer in (("a", "cl100k"), ("b", "deepseek")):
@@ -67,7 +67,7 @@ def test_models_are_learned_apart_and_the_oldest_is_forgotten() -> None:
 
 
 def test_tools_calls_system_prompts_and_documents_count() -> None:
-    sizes = PromptSizes()
+    sizes = PromptEstimates()
 
     def tokens(body: dict[str, Any]) -> int:
         request = a_request(body)
@@ -99,7 +99,7 @@ def test_an_image_counts_by_its_size_not_by_its_bytes_and_its_model_s_share_is_l
         ]
         return a_request({"messages": [{"role": "user", "content": parts}]})
 
-    sizes = PromptSizes()
+    sizes = PromptEstimates()
     small, large = a_question(280, 280), a_question(1400, 1400)
     assert 90 < sizes.estimate(small) < 200
     assert 2300 < sizes.estimate(large) < 2800
@@ -118,7 +118,7 @@ def test_ids_and_embeddings_are_not_estimated() -> None:
 @pytest.mark.parametrize("text", [b"", b"a", b'""', b"\xff\xfe", b"\\", b"  ", "\U0001f600".encode() * 50])
 def test_any_text_has_a_size(text: bytes) -> None:
     request = replace(a_request({"prompt": "x"}), prompt_json=text)
-    assert PromptSizes().estimate(request) >= 1
+    assert PromptEstimates().estimate(request) >= 1
 
 
 @pytest.mark.parametrize(
@@ -136,11 +136,11 @@ def test_no_body_that_is_taken_is_too_odd_for_an_estimate(fields: bytes) -> None
         request = parse("chat", body)
     except InvalidRequest:
         return  # refused before it is estimated
-    assert PromptSizes().estimate(request) >= 1
+    assert PromptEstimates().estimate(request) >= 1
 
 
 def test_one_absurd_answer_does_not_spoil_the_estimates() -> None:
-    sizes = PromptSizes()
+    sizes = PromptEstimates()
     rows = measured()
     for row in rows[:100]:
         request = a_request(row["body"])

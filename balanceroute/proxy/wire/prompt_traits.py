@@ -2,7 +2,7 @@
 
 Tokenizers cut text into runs of one kind (words, digits, marks, blanks, characters of a script) and the runs into
 pieces. So a prompt is taken as counts of such runs and of their bytes, `TRAITS`, and its tokens as a weighted sum of
-them: the weights differ from model to model, the traits do not. `admission/prompt_sizes.py` learns the weights.
+them: the weights differ from model to model, the traits do not. `admission/prompt_estimates.py` learns the weights.
 
 Everything that a chat template writes is counted: messages with their roles, tool calls and results, `tools`,
 `documents`. JSON stands for what the template makes of it: its names and brackets are marks and words too, and a

@@ -7,8 +7,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from balanceroute.proxy.wire import prompt_size
-from balanceroute.proxy.wire.prompt_size import (
+from balanceroute.proxy.wire import prompt_traits
+from balanceroute.proxy.wire.prompt_traits import (
     SAMPLED_BYTES,
     TRAITS,
     Traits,
@@ -39,7 +39,7 @@ def test_a_text_counts_the_same_whether_the_count_is_compiled_or_not(monkeypatch
     text = 'Zwölf Boxkämpfer, 12 of them:\n\tx == "Ж漢字😀" \\n ALL'.encode() * 20
     seen = []
     for compiled in (True, False):
-        monkeypatch.setattr(prompt_size, "COMPILED", compiled)
+        monkeypatch.setattr(prompt_traits, "COMPILED", compiled)
         seen.append(traits_of_text(text).tolist())
     assert seen[0] == seen[1] and sum(seen[0]) > 100
 

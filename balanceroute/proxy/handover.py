@@ -1,0 +1,152 @@
+"""How the router of a new version takes over from the running one, on the same sockets.
+
+    old parent                                   new parent, `serve --take-over`
+        |<------------------------- connects -------|   to the socket `handover` of the run folder
+        |-- Told, and the listening sockets ------->|   starts its children: its relays accept beside the old ones,
+        |                                           |   its brain stands by
+        |<------------------------- GO -------------|   once all of them are up
+        |   its brain ends, its relays accept no more and finish what they have, under the new brain; it ends with them
+
+One queue of connections belongs to both, so none is lost. If the new parent ends before `GO`, nothing has happened.
+The old one answers one successor at a time.
+"""
+
+import fcntl
+import logging
+import os
+import socket
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Final
+
+import msgspec
+
+from balanceroute.errors import ConfigError
+
+log = logging.getLogger(__name__)
+
+GO: Final = b"go\n"
+TIMEOUT_S: Final = 10.0  # for the answer of a parent, which does little else
+_MOST_BYTES: Final = 4096
+_MOST_SOCKETS: Final = 16
+
+
+class Told(msgspec.Struct, frozen=True):
+    """What a successor must know: `generation` is its predecessor's number, `lineage` the process id of the first."""
+
+    lineage: int
+    generation: int
+
+
+class Handover:
+    """The old parent's side. The kernel sends SIGIO when there is something to `look` at."""
+
+    def __init__(self, path: Path, told: Told, sockets: Sequence[socket.socket]) -> None:
+        """Listen at `path`, in place of who did before. Raises: ConfigError."""
+        self._told, self._sockets = told, sockets
+        self._successor: socket.socket | None = None
+        self._listener = socket.socket(socket.AF_UNIX)
+        try:
+            path.unlink(missing_ok=True)
+            self._listener.bind(str(path))
+            path.chmod(0o600)
+        except OSError as error:
+            self._listener.close()
+            raise ConfigError(f"{path}: cannot be used: {error.strerror}") from None
+        self._listener.listen()
+        signal_input(self._listener.fileno())
+
+    def look(self) -> bool:
+        """Answer a successor; True: it is ready to take over."""
+        with suppress(BlockingIOError):
+            successor, _ = self._listener.accept()
+            if self._successor is None:
+                self._answer(successor)
+            else:
+                log.warning("another router is taking over already")
+                successor.close()
+        return self._successor is not None and self._hear(self._successor)
+
+    def close(self) -> None:
+        """Answer nobody."""
+        self._listener.close()
+        if self._successor is not None:
+            self._successor.close()
+
+    def _answer(self, successor: socket.socket) -> None:
+        signal_input(successor.fileno())
+        try:
+            socket.send_fds(successor, [msgspec.json.encode(self._told)], [sock.fileno() for sock in self._sockets])
+        except OSError:
+            successor.close()  # it has gone
+        else:
+            self._successor = successor
+            log.info("another router prepares to take over")
+
+    def _hear(self, successor: socket.socket) -> bool:
+        try:
+            heard = successor.recv(len(GO))
+        except BlockingIOError:
+            return False
+        except OSError:
+            heard = b""
+        successor.close()
+        self._successor = None
+        if heard != GO:
+            log.warning("the router that was to take over has ended")
+        return heard == GO
+
+
+class Predecessor:
+    """The new parent's side: the router that runs, and its listening sockets."""
+
+    def __init__(self, connection: socket.socket, told: Told, sockets: list[socket.socket]) -> None:
+        self._connection, self.told, self._sockets = connection, told, sockets
+
+    @classmethod
+    def find(cls, path: Path) -> "Predecessor | None":
+        """The router that answers at `path`, if one does. Raises: ConfigError: it can't be taken over."""
+        connection = socket.socket(socket.AF_UNIX)
+        connection.settimeout(TIMEOUT_S)
+        try:
+            connection.connect(str(path))
+        except (FileNotFoundError, ConnectionRefusedError):
+            connection.close()
+            return None
+        try:
+            data, descriptors, _, _ = socket.recv_fds(connection, _MOST_BYTES, _MOST_SOCKETS)
+            sockets = [socket.socket(fileno=descriptor) for descriptor in descriptors]
+            return cls(connection, msgspec.json.decode(data, type=Told), sockets)
+        except (OSError, msgspec.MsgspecError) as error:
+            connection.close()
+            why = "it does not answer" if isinstance(error, OSError) else "another router is taking over, or it ends"
+            raise ConfigError(f"--take-over: the router that runs can't be taken over: {why}") from None
+
+    def listener(self, host: str, port: int) -> socket.socket | None:
+        """Its socket that listens there, if it has one; from now on it is the caller's."""
+        for sock in self._sockets:
+            if sock.getsockname()[:2] == (host, port):
+                self._sockets.remove(sock)
+                return sock
+        return None
+
+    def go(self) -> None:
+        """All is ready: it may leave."""
+        with suppress(OSError):  # it has died meanwhile, and its relays with it
+            self._connection.sendall(GO)
+        self.close()
+
+    def close(self) -> None:
+        """Let go of it; before `go`, it goes on as if nothing had happened."""
+        self._connection.close()
+        for sock in self._sockets:
+            sock.close()
+        self._sockets.clear()
+
+
+def signal_input(descriptor: int) -> None:
+    """Have this process sent SIGIO whenever there is something to read, and make reads not wait for it."""
+    fcntl.fcntl(descriptor, fcntl.F_SETOWN, os.getpid())
+    flags = fcntl.fcntl(descriptor, fcntl.F_GETFL)
+    fcntl.fcntl(descriptor, fcntl.F_SETFL, flags | os.O_ASYNC | os.O_NONBLOCK)

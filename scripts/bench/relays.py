@@ -1,0 +1,128 @@
+"""What a router of several processes costs beside one process: CPU of all of them per request and per event.
+
+    .venv/bin/python scripts/bench/relays.py --rounds 5
+
+`--relays 0`, 1 and 2 run at the same time before the same workers, which cost next to nothing, and are loaded in turn,
+round after round, so what else the machine does hits all alike. Printed are medians over the rounds, and the median of
+the same round's ratio to one process, with its 95 % bootstrap interval.
+
+    requests  100 streams of 4 tokens per second, at random times: CPU us per request
+    requests+ 32 connections that ask again when they are answered: CPU us per request
+    events    64 streams, an event per 20 ms each: CPU us per event
+    events+   256 streams, an event per 5 ms each, so that events come in bunches: CPU us per event
+
+CPU is user and system time of all processes of the router. What a process costs that does nothing is part of it.
+"""
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any, Final
+
+from processes import allow_many_sockets, start, stop
+from relay import HERE, Target, conditions, free_ports, http, interval, wait_until_ready
+
+RELAYS: Final = (0, 1, 2)
+LOADS: Final[dict[str, tuple[int, str, list[str]]]] = {  # interval of the workers in ms, what is counted, relay_load.py
+    "requests": (5, "cpu_us_per_request", ["paced", "--rate", "100", "--tokens", "4"]),
+    "requests+": (5, "cpu_us_per_request", ["unary", "--clients", "32"]),
+    "events": (20, "cpu_us_per_event", ["stream", "--clients", "64", "--tokens", "200"]),
+    "events+": (5, "cpu_us_per_event", ["stream", "--clients", "256", "--tokens", "200"]),
+}
+
+
+class Bench:
+    """The workers and the routers."""
+
+    def __init__(self, folder: Path) -> None:
+        ports = free_ports(6 + len(RELAYS))
+        self.folder, self.prefill, self.decode = folder, ports[:2], ports[2:6]
+        self.processes: list[subprocess.Popen[bytes]] = []
+        self.targets = [self._router(relays, port) for relays, port in zip(RELAYS, ports[6:], strict=True)]
+
+    def _router(self, relays: int, port: int) -> Target:
+        config = {
+            "listen": {"host": "127.0.0.1", "port": port, "relays": relays, "run_folder": f"{self.folder}/{relays}"},
+            "connector": "nixl",
+            "prefill": {"workers": [{"url": f"http://127.0.0.1:{worker}"} for worker in self.prefill]},
+            "decode": {
+                "workers": [{"url": f"http://127.0.0.1:{worker}"} for worker in self.decode],
+                "max_num_seqs": 64,
+            },
+        }
+        file = self.folder / f"relays-{relays}.yaml"
+        file.write_text(json.dumps(config))  # JSON is YAML
+        command = [sys.executable, "-m", "balanceroute", "serve", "--config", str(file)]
+        return Target(f"--relays {relays}", port, command)
+
+    def start(self) -> None:
+        command = [sys.executable, str(HERE / "relay_workers.py"), "--prefill", *map(str, self.prefill)]
+        self.processes.append(start([*command, "--decode", *map(str, self.decode)], self.folder / "workers.log"))
+        wait_until_ready(Target("workers", self.decode[0], []))
+        for target in self.targets:
+            target.process = start(target.command, self.folder / f"{target.name}.log")
+            self.processes.append(target.process)
+        for target in self.targets:
+            wait_until_ready(target)
+
+    def stop(self) -> None:
+        for process in reversed(self.processes):
+            stop(process)
+
+    def round(self, loads: list[str], seconds: float) -> None:
+        for name in loads:
+            interval_ms, _, arguments = LOADS[name]
+            http(self.decode[0], "/interval", str(interval_ms).encode())
+            for target in self.targets:
+                assert target.process is not None
+                where = ["--port", str(target.port), "--pid", str(target.process.pid), "--seconds", str(seconds)]
+                command = [sys.executable, str(HERE / "relay_load.py"), *arguments, *where]
+                done = subprocess.run(command, stdout=subprocess.PIPE, check=True)
+                found: dict[str, Any] = json.loads(done.stdout)
+                if found["failures"]:
+                    raise SystemExit(f"{target.name}: {found['failures']} requests of {name} failed")
+                target.found.setdefault(name, []).append(found)
+
+    def table(self, loads: list[str]) -> str:
+        one = self.targets[0]
+        rows = [f"| | {' | '.join(loads)} |", "|---" * (len(loads) + 1) + "|"]
+        for target in self.targets:
+            cells = []
+            for name in loads:
+                key = LOADS[name][1]
+                values = target.values(name, key)
+                cell = f"{statistics.median(values):.1f} us"
+                cells.append(cell if target is one else f"{cell}, {interval(values, one.values(name, key))}")
+            rows.append(f"| {target.name} | {' | '.join(cells)} |")
+        rates = [f"{statistics.median(one.values(name, 'per_s')):,.0f}/s" for name in loads]
+        return "\n".join([*rows, f"| what one process was asked for | {' | '.join(rates)} |"])
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--seconds", type=float, default=2.0, help="per measurement, after 1 s of warming up")
+    parser.add_argument("--loads", nargs="+", choices=LOADS, default=list(LOADS))
+    arguments = parser.parse_args()
+    allow_many_sockets()
+    with tempfile.TemporaryDirectory() as folder:
+        bench = Bench(Path(folder))
+        try:
+            bench.start()
+            for _ in range(arguments.rounds):
+                bench.round(arguments.loads, arguments.seconds)
+        finally:
+            bench.stop()
+    print(bench.table(arguments.loads))
+    print(
+        f"\n{conditions()}; {arguments.rounds} rounds of {arguments.seconds:g} s; load average {os.getloadavg()[0]:.1f}"
+    )
+
+
+if __name__ == "__main__":
+    main()
