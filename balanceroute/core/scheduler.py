@@ -792,8 +792,9 @@ class Scheduler:
         worker.active[tracker.id] = tracker
         worker.load += tracker.prompt_tokens
         worker.running += tracker.running
-        self._project(tracker, worker, 1)
-        if tracker.running:
+        if self.snapshot.horizon_steps:
+            self._project(tracker, worker, 1)
+        if tracker.running and self.config.refresh_every_tokens is not None:
             self._schedule_refresh(tracker)
 
     def _let_go(self, tracker: RequestTracker, now: float) -> str | None:
@@ -817,7 +818,8 @@ class Scheduler:
 
     def _unbind(self, tracker: RequestTracker) -> None:
         worker = self._worker_of(tracker)
-        self._project(tracker, worker, -1)
+        if self.snapshot.horizon_steps:
+            self._project(tracker, worker, -1)
         tracker.counted = generated = tracker.generated
         worker.load -= tracker.prompt_tokens + generated
         worker.running -= tracker.running
