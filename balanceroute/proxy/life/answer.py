@@ -74,7 +74,7 @@ class Answer:
         self.prompt_tokens, self.cached_tokens = result.prompt_tokens, result.cached_tokens
         self.prompt_reply = result.reply
         if self._estimated:
-            error = abs(self.estimated_tokens - result.prompt_tokens) / max(1, result.prompt_tokens)
+            error = abs(self.estimated_tokens - result.prompt_tokens) / (result.prompt_tokens or 1)
             self._s.metrics.prompt_estimate_error.observe(error)
             self._s.prompt_estimates.learn(self._original, self.estimated_tokens, result.prompt_tokens)
 
