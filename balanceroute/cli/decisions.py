@@ -95,8 +95,10 @@ def show_decisions(found: Mapping[str, Any]) -> None:
     from balanceroute.cli.output import print_table
 
     rows = found["decisions"]
+    policies = sorted({row["policy"] for row in rows})
+    several = len(policies) > 1
     if rows:
-        table = Table("when", "policy", "request", "worker", "stage")
+        table = Table("when", *(["policy"] if several else []), "request", "worker", "stage")
         table.add_column("score", justify="right")
         table.add_column("otherwise")
         table.add_column("its score", justify="right")
@@ -104,7 +106,7 @@ def show_decisions(found: Mapping[str, Any]) -> None:
             score = row["runner_up_score"]
             table.add_row(
                 time.strftime("%H:%M:%S", time.localtime(row["at"])),
-                row["policy"],
+                *([row["policy"]] if several else []),
                 row["request"],
                 row["worker"],
                 STAGES.get(row["stage"], str(row["stage"])),
@@ -113,4 +115,5 @@ def show_decisions(found: Mapping[str, Any]) -> None:
                 "-" if score is None else f"{score:,.1f}",
             )
         print_table(table)
-    print_table(f"{found['count']:,} admissions so far, {len(rows)} shown")
+    by = f", by {', '.join(policies)}" if rows else ""
+    print_table(f"{found['count']:,} admissions so far, {len(rows)} shown{by}")

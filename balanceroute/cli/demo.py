@@ -11,6 +11,7 @@ from balanceroute.core.knobs import DEFAULTS
 if TYPE_CHECKING:
     from balanceroute.demo import DemoScale, PolicyRun
     from balanceroute.loadgen.run import Progress
+    from balanceroute.prefix_demo import PrefixRun
 
 Run = TypeVar("Run")
 
@@ -48,6 +49,7 @@ def demo(
         from balanceroute.cli.prefix_demo import prefix_demo
 
         refuse_beside_prefix(context)
+        warn_if_busy()
         prefix_demo(seconds, seed, json)
         return
     names = list(dict.fromkeys((against, *(policy or SHOWN))))
@@ -113,7 +115,7 @@ def warn_if_busy() -> None:
         )
 
 
-def warn_if_late(runs: "list[PolicyRun]") -> None:
+def warn_if_late(runs: "Sequence[PolicyRun | PrefixRun]") -> None:
     """Say so when the client could not send in time, so that the figures mean little."""
     from balanceroute.demo import LATE_S
 

@@ -52,10 +52,10 @@ def figure(value: Any) -> str:
 def print_table(*parts: Any) -> None:
     """Print tables of `rich` and texts, with no cell cut off: part of a name names nothing.
 
-    On a terminal that is too narrow cells take several lines; elsewhere lines are as long as they need to be.
+    On a terminal that is too narrow lines are left out, then cells take several lines, at blanks if that is enough;
+    elsewhere lines are as long as they need to be.
     """
     from rich.console import Console
-    from rich.measure import Measurement
 
     plain: dict[str, Any] = {
         "markup": False,
@@ -69,8 +69,34 @@ def print_table(*parts: Any) -> None:
             continue
         for column in part.columns:
             column.overflow = "fold"
-        needed = Measurement.get(console, console.options.update(max_width=WIDEST), part)
-        Console(width=console.width if console.is_terminal else needed.maximum, **plain).print(part)
+        _, needed = widths(console, part)
+        if console.is_terminal and needed > console.width:
+            narrow(console, part)
+        Console(width=console.width if console.is_terminal else needed, **plain).print(part)
+
+
+def widths(console: Any, table: Any) -> tuple[int, int]:
+    """How wide a table must be at least to break no word, and to break nothing."""
+    from rich.measure import Measurement
+
+    needed = Measurement.get(console, console.options.update(max_width=WIDEST), table)
+    return needed.minimum, needed.maximum
+
+
+def narrow(console: Any, table: Any) -> None:
+    """Leave out what only separates, stack the words of the heads, and break no name if it fits like that."""
+    from rich import box
+
+    table.box, table.show_edge, table.pad_edge = box.SIMPLE_HEAD, False, False
+    for column in table.columns:
+        column.header = "\n".join(str(column.header).split())
+    for between in (1, 0):
+        table.padding = (0, between, 0, 0)
+        least, _ = widths(console, table)
+        if least <= console.width:
+            for column in table.columns:
+                column.no_wrap = not any(" " in str(cell) for cell in column.cells)
+            return
 
 
 @contextmanager

@@ -13,7 +13,7 @@ SHOWN = ("round_robin", "least_tokens", "prefix_affinity")
 
 def prefix_demo(seconds: float, seed: int, json: bool) -> None:
     """Show what knowing the prefillers' caches is worth: the same conversations through every prefill policy."""
-    from balanceroute.cli.demo import say_if_interrupted, until_interrupted
+    from balanceroute.cli.demo import say_if_interrupted, until_interrupted, warn_if_late
     from balanceroute.cli.output import print_json
     from balanceroute.prefix_demo import PrefixScale, as_tree, run_prefix_demo
 
@@ -21,6 +21,7 @@ def prefix_demo(seconds: float, seed: int, json: bool) -> None:
     if not json:
         announce(scale)
     runs = until_interrupted(SHOWN, lambda name, tell: run_prefix_demo(scale, name, tell))
+    warn_if_late(runs)
     if json:
         print_json(as_tree(scale, runs))
     elif runs:

@@ -95,7 +95,7 @@ class PolicySettings:
     max_wait_s: float = _knob(
         60.0,
         "Pool wait after which a request goes before all younger ones of its priority; up to 6 times that for prompts "
-        "far above the mean (2.1 times with level_fit), and never more than three quarters of pool.ttl_s.",
+        "far above the mean (1.8 times with level_fit), and never more than three quarters of pool.ttl_s.",
         least=0,
         most=DAY_S,
         endless=True,

@@ -13,15 +13,15 @@ with the least cost
 
     |x - T| + penalty * max(0, x - max L) - bonus,      x = L_g + slowdown_g (s_i + c_g)
 
-and when two or more were chosen, each is taken out and chosen again, twice, given all the others: the first choices
-were made before it was known what the last slots would get.
+and when two or more were chosen, each is taken out and chosen again, given all the others (TargetFit twice, LevelFit
+once): the first choices were made before it was known what the last slots would get.
 
 *Ageing*: with u = wait / cap the bonus is u^2 (A s + B mean prompt), so that nothing waits long for its perfect hole;
 past its cap (u > 1) a request precedes every younger one, because 1e13 u exceeds any load. The cap is `max_wait_s`, or
 five times the mean wait where that is more, and longer for prompts far above the mean; but none leaves the
 pool unserved for it (`ClusterSnapshot.longest_wait_s`), unless `max_wait_s` is infinite.
 
-TargetFit takes the mean for the level: T = mean L. LevelFit (`LEVEL_FIT`) differs in two things.
+TargetFit takes the mean for the level: T = mean L. LevelFit (`LEVEL_FIT`) differs in three things.
 
 *A level that lasts.* What leaves a worker is a prompt and its answer, what replaces it a prompt alone. Between two
 departures a worker grows by one token per request and step, by the mean answer o in all. Loads that all come back to
@@ -34,14 +34,21 @@ the mean by no more than half a mean prompt, or twice the growth where that is m
 is little and departures are many; no more than the growth would not keep the stock, and all that was left in it would
 come at once when slots are plenty, as after an outage.
 
+*What widens the range costs more.* Between the least and the largest load, a distance from the level widens nothing
+yet. Below the least it does, as above the largest, though no other worker waits for it. So LevelFit adds
+`underflow_penalty` per token below the least load of the other workers (or below T, where that is less), and
+`curvature` times y^2 / mean prompt, y = x - T: one large misfit is worse than two of half its size, because the range
+is as wide as the largest makes it.
+
 *Ageing by size.* No departure but that of another large prompt leaves a hole for one, so a large prompt waits for such
 a hole as long as it may. With A above 1 + penalty its bonus outgrows what it costs as a tower on the least loaded
-worker shortly before its cap; until then the holes go to those that waited longest. So the cap of large prompts can be
-a third of TargetFit's at no more load spread.
+worker before its cap, up to 18 mean prompts (the curvature keeps larger ones until their cap, if no hole comes); until
+then the holes go to those that waited longest. So the cap of large prompts can be a third of TargetFit's at no more
+load spread.
 
 A load is what a step costs (`DecodeInstanceState.step_load`): tokens and c for each request, times the worker's
-relative slowdown, so that equal loads mean equal step times. The constants are operating
-points of the simulator on the two synthetic workloads.
+relative slowdown, so that equal loads mean equal step times. The constants are operating points of the simulator on the
+two synthetic workloads.
 """
 
 import math
@@ -57,7 +64,6 @@ from balanceroute.core.snapshot import ClusterSnapshot, free_slots
 from balanceroute.core.tracker import DecodeInstanceState, RequestTracker
 from balanceroute.core.types import DOWN, WorkerSpec
 
-SWAP_PASSES = 2
 OVERDUE_BONUS = 1e13
 MIN_ACTIVE_TO_HOLD = 4  # with fewer requests on some worker the envelope says little: nothing is held back
 MIN_CAP_S = 1e-3  # keeps u finite when max_wait_s is 0, which makes the order first come, first served
@@ -68,24 +74,28 @@ LARGE = 5.0  # mean prompts: a larger one counts for no more in the stock, where
 class FitRules:
     """The constants of one policy of this family.
 
-    `overflow_penalty`: what a token above the envelope costs beside its distance. `size_bonus` and `mean_bonus`: A and
-    B of the ageing. `most_patience`: how much longer than most a large prompt may wait, at most, added to 1.
-    `growth_share`, `stock_share`: how far T is below the mean, of (1 - 1/G) o, and of what the stock lacks.
+    `overflow_penalty`, `underflow_penalty`: what a token above the envelope, or below the least load of the others,
+    costs beside its distance; `curvature`: what the square of the distance costs, in mean prompts. `size_bonus` and
+    `mean_bonus`: A and B of the ageing. `most_patience`: how much longer than most a large prompt may wait, at most,
+    added to 1. `growth_share`, `stock_share`: how far T is below the mean, of (1 - 1/G) o, and of what the stock lacks.
     `hold_from`: the share of its slots that every worker must have in use before a request is held back beside a free
-    one.
+    one. `swap_passes`: how often the choices for several slots are made again.
     """
 
     overflow_penalty: float
+    underflow_penalty: float
+    curvature: float
     size_bonus: float
     mean_bonus: float
     most_patience: float
     growth_share: float
     stock_share: float
     hold_from: float
+    swap_passes: int
 
 
-TARGET_FIT = FitRules(7.0, 2.0, 32.0, 5.0, 0.0, 0.0, 0.0)
-LEVEL_FIT = FitRules(6.0, 8.0, 20.0, 1.1, 1.0, 2.0, 0.5)
+TARGET_FIT = FitRules(7.0, 0.0, 0.0, 2.0, 32.0, 5.0, 0.0, 0.0, 0.0, 2)
+LEVEL_FIT = FitRules(6.0, 1.5, 0.25, 11.0, 12.0, 0.8, 1.0, 1.0, 0.5, 1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -214,13 +224,16 @@ class Loads:
         fixed = self.scaled.copy()
         for index in sorted(self.open + snapshot.down, reverse=True):
             del fixed[index]
-        self._fixed_count, self._fixed_sum, self._fixed_max = len(fixed), sum(fixed), max(fixed, default=0.0)
+        self._fixed_count, self._fixed_sum = len(fixed), sum(fixed)
+        self._fixed_max, self._fixed_min = max(fixed, default=0.0), min(fixed, default=math.inf)
 
-    def mean_and_envelope(self) -> tuple[float, float]:
-        """Mean and largest load of the workers that share the barrier. O(workers that had a free slot)."""
-        changing = [self.scaled[worker] for worker in self.active]
+    def around(self, worker: int) -> tuple[float, float, float]:
+        """Mean and largest load of the barrier, and the least of all but `worker`. O(workers that had a free slot)."""
+        changing = [self.scaled[each] for each in self.active]
         mean = (self._fixed_sum + sum(changing)) / (self._fixed_count + len(changing))
-        return mean, max(self._fixed_max, *changing)
+        envelope = max(self._fixed_max, *changing)
+        changing.remove(self.scaled[worker])
+        return mean, envelope, min([self._fixed_min, *changing])
 
     def emptiest(self) -> int:
         """The open worker with the fewest requests over slots; ties: least load, then lowest index."""
@@ -246,6 +259,7 @@ class Window:
         means, waiting = snapshot.means, snapshot.pool.front
         mean_prompt = means.prompt_tokens or 1.0
         self.rules = rules
+        self._curvature = rules.curvature / mean_prompt
         self.trackers = waiting.head(params.window)
         sizes, ready_s = waiting.arrays()
         self._sizes: FloatArray = sizes[: params.window]
@@ -268,30 +282,41 @@ class Window:
             most = max(growth, mean_prompt / 2.0 - growth)
             self.drop += min(most, max(-most, rules.stock_share * (mean_prompt - stock)))
         self._available = self._bonus.copy()  # -inf where the request is used
-        # (slowdown, c) -> what each adds to a load, and 1 + penalty times as much
-        self._scaled: dict[tuple[float, int], tuple[FloatArray, FloatArray]] = {}
+        # (slowdown, c) -> what each adds to a load, and that times the slopes above and below
+        self._scaled: dict[tuple[float, int], tuple[FloatArray, FloatArray, FloatArray]] = {}
         self._cost = np.empty_like(self._sizes)
-        self._above = np.empty_like(self._sizes)
+        self._misfit = np.empty_like(self._sizes)
+        self._beyond = np.empty_like(self._sizes)
 
-    def take(self, load: float, spec: WorkerSpec, level: float, envelope: float) -> tuple[int, float]:
+    def take(self, load: float, spec: WorkerSpec, level: float, envelope: float, least: float) -> tuple[int, float]:
         """Use the request with the least cost on this worker, of that load: its position, and that cost.
 
-        `level`: T, at most `envelope`, the largest load in the barrier. Ties go to the first in waiting order.
+        `level`: T, at most `envelope`, the largest load in the barrier, and at least `least`. Ties go to the first in
+        waiting order.
 
-        With y = x - T and c = max L - T >= 0 the distance |y| + p max(0, y - c) is max(|y|, (1 + p) y - p c).
+        With y = x - T and c = max L - T >= 0 the distance |y| + p max(0, y - c) is max(|y|, (1 + p) y - p c), and below
+        alike. What a policy does not weigh is not computed.
         """
-        steepness = 1.0 + self.rules.overflow_penalty
+        rules = self.rules
+        above, below = 1.0 + rules.overflow_penalty, 1.0 + rules.underflow_penalty
         kind = (spec.slowdown, spec.request_tokens)
         if kind not in self._scaled:
             scaled = (self._sizes + spec.request_tokens) * spec.slowdown
-            self._scaled[kind] = (scaled, scaled * steepness)
-        sizes, steep_sizes = self._scaled[kind]
-        cost, above = self._cost, self._above
+            self._scaled[kind] = (scaled, scaled * above, scaled * -below)
+        sizes, above_sizes, below_sizes = self._scaled[kind]
+        cost, misfit, beyond = self._cost, self._misfit, self._beyond
         offset = load - level
-        np.add(sizes, offset, out=cost)
-        np.abs(cost, out=cost)
-        np.add(steep_sizes, steepness * offset - self.rules.overflow_penalty * (envelope - level), out=above)
-        np.maximum(cost, above, out=cost)
+        np.add(sizes, offset, out=misfit)
+        np.abs(misfit, out=cost)
+        np.add(above_sizes, above * offset - rules.overflow_penalty * (envelope - level), out=beyond)
+        np.maximum(cost, beyond, out=cost)
+        if rules.underflow_penalty:
+            np.subtract(below_sizes, below * offset + rules.underflow_penalty * (level - least), out=beyond)
+            np.maximum(cost, beyond, out=cost)
+        if rules.curvature:
+            np.multiply(misfit, misfit, out=misfit)
+            np.multiply(misfit, self._curvature, out=misfit)
+            np.add(cost, misfit, out=cost)
         np.subtract(cost, self._available, out=cost)
         position = int(cost.argmin())
         self._available[position] = -math.inf
@@ -316,14 +341,14 @@ class Fit:
 
 
 def choose_scarce(loads: Loads, window: Window, rounds: int) -> list[Fit]:
-    """Choose a request for each of `rounds` slots, then each again, given all the others."""
+    """Choose a request for each of `rounds` slots, then each again, given all the others: `swap_passes` times."""
     fits: list[Fit] = []
     for _ in range(rounds):
         worker = loads.emptiest()
         fits.append(_fit(worker, loads, window))
         loads.occupy(worker)
     settled = 1  # choices in a row that were made, or stood, given all the others as they are: the last was
-    for index in list(range(len(fits))) * SWAP_PASSES:
+    for index in list(range(len(fits))) * window.rules.swap_passes:
         if settled == len(fits):
             break  # so would every further choice
         fit = fits[index]
@@ -336,8 +361,8 @@ def choose_scarce(loads: Loads, window: Window, rounds: int) -> list[Fit]:
 
 def _fit(worker: int, loads: Loads, window: Window) -> Fit:
     spec = loads.workers[worker].spec
-    mean, envelope = loads.mean_and_envelope()
+    mean, envelope, least = loads.around(worker)
     level = min(envelope, mean - spec.slowdown * window.drop)
-    position, least = window.take(loads.scaled[worker], spec, level, envelope)
+    position, price = window.take(loads.scaled[worker], spec, level, envelope, min(level, least))
     loads.scaled[worker] += cost(spec, window.size(position))
-    return Fit(worker, position, least)
+    return Fit(worker, position, price)

@@ -48,7 +48,7 @@ from balanceroute.proxy.workers.drainer import Drainer
 from balanceroute.proxy.workers.fleet import Fleet, FleetConfig
 from balanceroute.proxy.workers.health import HealthMonitor
 from balanceroute.proxy.workers.metrics_poller import MetricsPoller
-from balanceroute.proxy.workers.pins import PinRecord
+from balanceroute.proxy.workers.pins import Pin, PinRecord
 from balanceroute.proxy.workers.upstream import checked_lines
 
 log = logging.getLogger(__name__)
@@ -283,15 +283,15 @@ def start(services: Services, recorder: Recorder, settled: asyncio.Event | None 
     for name, run in coroutines.items():
         services.tasks[name] = services.loop.create_task(supervised(services, name, run), name=name)
     start_refits(services)
-    drain_left(services)
-
-
-def drain_left(services: ClientServices) -> None:
-    """Have what a former process has left pinned drained."""
     if services.pins is not None:
-        authorization = services.perimeter.authorization_for([])
-        headers = [(b"authorization", authorization)] if authorization else []
-        services.drainer.drain_left(services.pins.left, checked_lines(headers))
+        drain_left(services, services.pins.left)
+
+
+def drain_left(services: ClientServices, pins: Iterable[Pin]) -> None:
+    """Have what a former process has left pinned drained."""
+    authorization = services.perimeter.authorization_for([])
+    headers = [(b"authorization", authorization)] if authorization else []
+    services.drainer.drain_left(pins, checked_lines(headers))
 
 
 def after(event: asyncio.Event | None, run: Callable[[], Awaitable[None]]) -> Callable[[], Awaitable[None]]:

@@ -147,11 +147,11 @@ def create_brain_app(
         reports = RelayReports(services.fleet, loop, services.frozen, under_way)
         hub = app.hub = Hub(
             services.ledger,
+            reports,
             loop,
             lead.epoch,
             relays,
             lambda other: app.end(),
-            reports,
             lambda: None if services.forecasts is None else services.forecasts.salt,
         )
 

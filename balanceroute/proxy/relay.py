@@ -15,9 +15,12 @@ import logging
 import os
 import signal
 import socket
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
 from typing import Any, Final
 
 from starlette.applications import Starlette
@@ -60,6 +63,9 @@ from balanceroute.proxy.workers.silence import FrozenGroup
 log = logging.getLogger(__name__)
 
 COUNTS_S: Final = 1.0
+PINS_TRIES: Final = 10
+PINS_PAUSE_S: Final = 0.05
+LEFT_S: Final = 5.0  # between two looks for records of relays that are gone
 ALIVE: Final = ("/health", "/ping")  # that this process lives, it says itself
 
 
@@ -174,7 +180,8 @@ def create_relay_app(config: Config, folder: RunFolder, name: str) -> RelayApp:
     """
     if config.connector == "mooncake_layerwise":
         raise ConfigError(
-            "connector: mooncake_layerwise needs listen.relays: 0, as decode workers call one process back"
+            "connector: mooncake_layerwise needs listen.relays: 0, as a decode worker calls back the process that has "
+            "its request, and all relays have one address"
         )
 
     @asynccontextmanager
@@ -196,20 +203,20 @@ def create_relay_app(config: Config, folder: RunFolder, name: str) -> RelayApp:
             "counts": services.count,
             "certificates": lambda: services.tls.watch(lambda: services.config),
         }
+        if pins is not None:
+            coroutines["left"] = partial(_drain_left, services, pins)
         for task, run in coroutines.items():
             services.tasks[task] = services.loop.create_task(supervised(services, task, run), name=task)
-        drained = loop.create_task(_drain_left(services))
         try:
             yield
         finally:
-            drained.cancel()
             to_brain.close()
             services.tell_counts()
             services.keep_counts()
             await stop_tasks(services)
 
     perimeter, to_brain = Perimeter(config), ToBrain(str(folder.operators))
-    pins = None if config.kv_pin_s is None else PinRecord(folder.pins(name))
+    pins = None if config.kv_pin_s is None else _own_pins(folder.pins(name))
     app = RelayApp(
         routes=[
             guarded(
@@ -227,10 +234,28 @@ def create_relay_app(config: Config, folder: RunFolder, name: str) -> RelayApp:
     return app
 
 
-async def _drain_left(services: RelayServices) -> None:
-    """Have what this relay's former life has left pinned drained, once it is known which workers there are."""
+async def _drain_left(services: RelayServices, pins: PinRecord) -> None:
+    """Have what this relay's former life has left pinned drained, once it is known which workers there are; and from
+    time to time what relays have left that are gone for good. Until cancelled.
+    """
     await services.known.wait()
-    drain_left(services)
+    left, pins.left = pins.left, ()
+    drain_left(services, left)
+    while True:
+        found = [pin for path in services.folder.other_pins(services.name) for pin in pins.take_over(path)]
+        if found:
+            log.info("what another relay had pinned is drained", extra={"requests": len(found)})
+            drain_left(services, found)
+        await asyncio.sleep(LEFT_S)
+
+
+def _own_pins(path: Path) -> PinRecord:
+    """This relay's record. Raises: ConfigError."""
+    for _ in range(PINS_TRIES):
+        with suppress(ConfigError):
+            return PinRecord(path)
+        time.sleep(PINS_PAUSE_S)  # another relay may be taking it over in this moment
+    return PinRecord(path)
 
 
 def _routes(forwarding: Forwarding, to_brain: ToBrain) -> list[Route]:

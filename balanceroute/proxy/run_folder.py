@@ -18,6 +18,7 @@ from balanceroute.errors import ConfigError
 log = logging.getLogger(__name__)
 
 _COUNTS: Final = "counts-"
+_PINS: Final = "pins-"
 _NEW: Final = ".new"
 _LIFE: Final = "life-"  # locked by a relay while it lives
 _TRIES: Final = 20
@@ -58,7 +59,12 @@ class RunFolder:
 
     def pins(self, relay: str) -> Path:
         """The record of the prefill KV that is pinned for requests of this relay."""
-        return self.folder / f"pins-{relay}"
+        return self.folder / f"{_PINS}{relay}"
+
+    def other_pins(self, relay: str) -> list[Path]:
+        """The records of all other relays, those as well that are gone."""
+        found = self.folder.glob(f"{_PINS}*")
+        return [file for file in found if file != self.pins(relay) and file.suffix != _NEW]
 
     def come_to_life(self, relay: str) -> None:
         """This process is that relay, until it ends. Raises: ConfigError: another one is."""

@@ -8,7 +8,7 @@ from balanceroute.core.policies import BUILT_IN, knobs_of, make_policy, misplace
 from balanceroute.core.policy import AdmissionPolicy, StageTimer
 from balanceroute.errors import ConfigError, InputError
 from balanceroute.plugins import check_predictor_name, learn_policy
-from balanceroute.prediction import Forecaster, Predictor, build_predictor
+from balanceroute.prediction import KINDS, Forecaster, Predictor, build_predictor
 from balanceroute.simulator.history import fitted
 from balanceroute.simulator.oracle import Forecast, NoForecast, OracleForecast, PredictorForecast, TrueLengths
 from balanceroute.simulator.result import Outcome
@@ -16,7 +16,7 @@ from balanceroute.simulator.setting import Setting
 from balanceroute.simulator.simulation import Progress, Simulation
 from balanceroute.traces import Trace
 
-PREDICTORS = ("none", "oracle", "survival", "exact_match", "learned")
+PREDICTORS = ("none", "oracle", *KINDS[1:])
 OPTIONS = ("policy", "seed")  # what the command line sets by an option of its own, for other things too
 
 

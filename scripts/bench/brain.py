@@ -22,6 +22,8 @@ from balanceroute.core.types import Outcome, Phase, RequestSpec, Role, Standing,
 from balanceroute.proxy.admission.ledger import Ledger
 from balanceroute.proxy.link.hub import Hub
 from balanceroute.proxy.link.messages import VERSION, Finish, Held, Hello, Prefilled, Progress, Submit, frame
+from balanceroute.proxy.workers.fleet import Fleet, FleetConfig
+from balanceroute.proxy.workers.relay_reports import RelayReports
 
 WORKERS: Final = 144
 SLOTS: Final = 64
@@ -55,7 +57,8 @@ class Brain:
         for number in range(WORKERS):
             self.scheduler.add_worker(WorkerSpec(f"d{number}", Role.DECODE, slots=SLOTS), 0.0)
         self.ledger = Ledger(self.scheduler, loop)
-        self.hub = Hub(self.ledger, loop, 1, RELAYS)
+        reports = RelayReports(Fleet(self.ledger, FleetConfig()), loop, frozen=())
+        self.hub = Hub(self.ledger, reports, loop, 1, RELAYS)
         self.relays = [self.hub.connected() for _ in range(RELAYS)]
         per_relay = WORKERS * SLOTS // RELAYS
         for number, relay in enumerate(self.relays):

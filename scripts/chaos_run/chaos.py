@@ -8,8 +8,9 @@ the storm, and SIGTERM to the router in the middle of it. `frozen`: the storm ov
 processes of their own, which are stopped (SIGSTOP) and continued, killed and started. `frozen-group`: one process with
 all ranks at one barrier; the process, or only its barrier, stands still from time to time.
 
-With `--relays` the router has several processes, and in the storm those are killed and stopped too (`kills.py`).
-Streams of a relay that is killed may break off, and nothing else may.
+With `--relays` the router has several processes, and in the storm those are killed and stopped too, and their links
+broken (`kills.py`). Streams of a relay that is killed may break off, and nothing else may; while a relay stands still
+its clients wait, and their answers may be later by so much.
 
 The seed fixes the requests and the faults, in their order; how they meet depends on the machine. So each failure is
 told with the request id, and the router's log of it can be kept (--keep).
@@ -17,6 +18,7 @@ told with the request id, and the router's log of it can be kept (--keep).
 
 import argparse
 import asyncio
+import math
 import platform
 import signal
 import sys
@@ -43,7 +45,7 @@ from scripts.chaos_run.aftermath import (
 from scripts.chaos_run.asks import CHAT, COMPLETIONS, Ask, Asker, Mix
 from scripts.chaos_run.faults import Saboteur, Schedule
 from scripts.chaos_run.folder import logs_folder
-from scripts.chaos_run.kills import Killer
+from scripts.chaos_run.kills import TAKEOVER_S, Killer
 from scripts.chaos_run.operations import Operator
 from scripts.chaos_run.stack import HOST, OUTPUT_LENGTHS, Shape, Stack, merged
 from scripts.chaos_run.verdict import FAULTS, Kind, Verdict, judge
@@ -87,7 +89,7 @@ class Tally:
     tokens: int = 0
 
     def add(self, ask: Ask, answer: Answer, verdict: Verdict, at_s: float, lag_s: float = 0.0) -> None:
-        """Take one in; `lag_s` is how much our own process was late meanwhile."""
+        """Take one in; `lag_s` is how much our own process was late meanwhile, and how long a relay stood still."""
         self.kinds[verdict.kind] += 1
         if ask.malformed:
             self.kinds["malformed"] += 1
@@ -183,7 +185,7 @@ class Run:
         )
         self._saboteur = Saboteur(stack.control_urls, schedule)
         self._operator = Operator(stack.url, plan.shape, stack.base_port, plan.seed)
-        self._killer = Killer(stack.router.pid, plan.seed)
+        self._killer = Killer(stack.router.pid, plan.seed, stack.folder / "run")
         self._started_s = time.monotonic()
         self._stopping = False
         self.tally, self.memory, self.findings = Tally(), Memory(), Findings()
@@ -272,13 +274,14 @@ class Run:
         await asyncio.sleep(index / self._plan.clients)  # no thundering start
         while self._elapsed() < self._plan.seconds and self._stack.router.alive:
             ask = self._asker.next()
-            lag_s, too_late = self.tally.lag_s, self._stopping
+            lag_s, too_late, asked_s = self.tally.lag_s, self._stopping, time.monotonic()
             answer = await self._client.send(ask)
             if too_late and not answer.status and answer.ended in (Ended.CUT, Ended.REFUSED):
                 self.tally.kinds["after the end"] += 1  # sent to a port that was closed, or just about to be
                 await asyncio.sleep(0.2)
                 continue
-            verdict, lag_s = judge(ask, answer), self.tally.lag_s - lag_s
+            verdict = judge(ask, answer)
+            lag_s = self.tally.lag_s - lag_s + self._killer.stood_still_s(asked_s)
             broke = verdict.kind is Kind.IMPROPER and answer.ended in (Ended.CUT, Ended.REFUSED)
             if broke and self._killer.took(time.monotonic(), lag_s + ask.behaviour.pause_s):
                 verdict = replace(verdict, kind=Kind.TAKEN)
@@ -317,6 +320,12 @@ class Run:
         if plan.scenario == "busy-decoder":
             failed = tally.kinds[Kind.REFUSED] + tally.kinds[Kind.BROKEN]
             findings.check(failed == 0, f"failed requests {failed} with 1 of {plan.shape.decoders} decoders at 503")
+        if plan.relays and plan.scenario == "storm":
+            takeovers = sorted(self._killer.takeovers_s(self._stack.router.log))
+            latest_s = takeovers[max(0, math.ceil(0.99 * len(takeovers)) - 1)] if takeovers else 0.0
+            middle_s = takeovers[len(takeovers) // 2] if takeovers else 0.0
+            within = f"(p99 of {len(takeovers)}, allowed {TAKEOVER_S:g}; median {middle_s:.2f})"
+            findings.check(latest_s <= TAKEOVER_S, f"a brain decides again after {latest_s:.2f} s {within}")
         findings.check(tally.kinds[Kind.RIGHT] > 0, f"right answers {tally.kinds[Kind.RIGHT]}")
         findings.check(exit_code == 0, f"exit code of the router after SIGTERM {exit_code}")
 

@@ -18,6 +18,8 @@ listens on 127.0.0.1 and is ended by pid. Not part of the test suite: it needs v
     wrong_connector a router that takes the pair for mooncake_v1: it serves, and its log and /ready say what is wrong
     no_log_stats    a prefiller with --disable-log-stats: the router serves, and /ready says "degraded"
     direct_clients  two clients go to one decoder directly: the router sees it, and sends its own to the other
+    kill_brain      kill -9 of the brain of 2 relays mid-stream: every stream complete, with the tokens of a calm run
+    kill_router     kill -9 of a router of 2 relays whose prompts wait: the next start has the prefiller's KV freed
     prefix_affinity 20 conversations of 6 turns on two prefillers find nearly as much cached as on one; equal answers
 """
 
@@ -90,16 +92,19 @@ class Servers:
         connector: str = "nixl",
         prefillers: tuple[int, ...] = (PREFILL,),
         policy: str = "least_tokens",
+        relays: int = 0,
+        slots: int = 64,
     ) -> None:
-        """Start `balanceroute serve` in front of these prefillers and the decoders."""
+        """Start `balanceroute serve` in front of these prefillers and the decoders, `slots` of each."""
         config = self.logs / f"router-{port}.yaml"
         decoders, listed = (
             "\n".join(f"    - url: http://127.0.0.1:{each}" for each in ports) for ports in (DECODE, prefillers)
         )
         config.write_text(
-            f"listen: {{host: 127.0.0.1, port: {port}}}\nconnector: {connector}\n"
+            f"listen: {{host: 127.0.0.1, port: {port}, relays: {relays}, run_folder: {self.logs}/run}}\n"
+            f"connector: {connector}\n"
             f"prefill:\n  policy: {policy}\n  workers:\n{listed}\n"
-            f"decode:\n  max_num_seqs: 64\n  shared_barrier: false\n  workers:\n{decoders}\n"
+            f"decode:\n  max_num_seqs: {slots}\n  shared_barrier: false\n  workers:\n{decoders}\n"
             "predictor: {kind: survival}\nhealth: {interval_s: 1.0}\n"
         )
         command = [sys.executable, "-m", "balanceroute", "serve", "--config", str(config)]
@@ -142,11 +147,13 @@ class Servers:
         process.terminate()
         process.wait(30)
 
-    def replace_router(self, prefillers: tuple[int, ...], policy: str) -> None:
+    def replace_router(
+        self, prefillers: tuple[int, ...] = (PREFILL,), policy: str = "least_tokens", relays: int = 0, slots: int = 64
+    ) -> None:
         """End the router and start another."""
         self.end(ROUTER)
-        self.start_router(prefillers=prefillers, policy=policy)
-        self.wait_ready(ROUTER, 30)
+        self.start_router(prefillers=prefillers, policy=policy, relays=relays, slots=slots)
+        self.wait_ready(ROUTER, 120)
 
     def restart(self, port: int, *options: str) -> None:
         """Bring a killed vLLM server back."""
@@ -394,6 +401,71 @@ def check_kill_decoder(servers: Servers) -> str:
     servers.restart(DECODE[0])
     wait_for("the router uses the decoder again", lambda: workers_up() == 2, 60)
     return f"{len(bodies)} streams complete with the right tokens, decoder back in service"
+
+
+def check_kill_brain(servers: Servers) -> str:
+    """All streams survive the death of the brain with the right tokens, and the next one knows them."""
+    bodies = [a_body(seed, max_tokens=1000) for seed in range(9200, 9212)]
+    own = [completion_ids(DECODE[1], body) for body in bodies]
+    reached: set[int] = set()
+    servers.replace_router(relays=2)
+    try:
+
+        def one(number: int) -> tuple[list[int], str | None]:
+            return streamed_ids(bodies[number], lambda tokens: reached.add(number) if tokens > 5 else None)
+
+        with ThreadPoolExecutor(len(bodies)) as pool:
+            streams = [pool.submit(one, number) for number in range(len(bodies))]
+            wait_for("all streams are under way", lambda: len(reached) == len(bodies), 120)
+            running = sum(not stream.done() for stream in streams)
+            os.kill(child_of(servers.processes[ROUTER].pid, "br-brain"), signal.SIGKILL)
+            back_s = wait_for("another brain answers", lambda: ready(ROUTER)["code"] == 200, 30)
+            active = held()["active"]
+            got = [stream.result() for stream in streams]
+        wrong = sum(ids != expected or reason != "length" for (ids, reason), expected in zip(got, own, strict=True))
+        assert not wrong, f"{wrong} of {len(bodies)} streams are not what an undisturbed run gives"
+        assert running and active, (
+            f"{running} streams ran when the brain was killed, {active} were known to the next one"
+        )
+        wait_for("the router holds nothing", nothing_held, 30)
+    finally:
+        servers.replace_router()
+    known = f"{active} of them active at the next brain after {back_s:.2f} s"
+    return f"{running} of {len(bodies)} streams ran, {known}; all complete with the right tokens"
+
+
+def check_kill_router(servers: Servers) -> str:
+    """What waits when all processes are killed has KV on the prefiller, which the next start has drained."""
+    usage = "vllm:kv_cache_usage_perc"
+    expired = metric(PREFILL, "vllm:nixl_num_kv_expired_reqs_total")
+    servers.replace_router(relays=2, slots=2)
+    with ThreadPoolExecutor(16) as pool:
+        asked = [pool.submit(outcome_of, a_body(seed, max_tokens=1500)) for seed in range(9300, 9316)]
+        wait_for("requests wait with their KV on the prefiller", lambda: held()["waiting"] >= 8, 60)
+        waiting = held()["waiting"]
+        servers.kill(ROUTER)
+        outcomes = {request.result() for request in asked}
+    assert not outcomes & {"complete", "truncated"}, outcomes
+    pinned = metric(PREFILL, usage)
+    assert pinned > 0, "nothing was pinned on the prefiller"
+    started_s = time.monotonic()
+    servers.start_router(relays=2)
+    servers.wait_ready(ROUTER, 120)
+    up_s = time.monotonic() - started_s
+    free_s = wait_for("the prefiller's KV is free", lambda: metric(PREFILL, usage) == 0, 10)
+    expired = metric(PREFILL, "vllm:nixl_num_kv_expired_reqs_total") - expired
+    servers.replace_router()
+    assert expired == 0, f"{expired:.0f} prefills were freed by their lease"
+    freed = f"free {free_s:.1f} s after the next router was up, which took {up_s:.1f} s"
+    return f"{waiting} requests waited, {pinned:.1%} of the prefiller's KV; {freed}"
+
+
+def child_of(parent: int, name: str) -> int:
+    """The child process of that name."""
+    for pid in Path(f"/proc/{parent}/task/{parent}/children").read_text().split():
+        if Path(f"/proc/{pid}/comm").read_text().strip() == name:
+            return int(pid)
+    raise AssertionError(f"process {parent} has no child {name}")
 
 
 def check_kill_prefiller(servers: Servers) -> str:
@@ -691,6 +763,8 @@ CHECKS: dict[str, Callable[[Servers], str]] = {
     "kill_decoder": check_kill_decoder,
     "kill_prefiller": check_kill_prefiller,
     "freeze_decoder": check_freeze_decoder,
+    "kill_brain": check_kill_brain,
+    "kill_router": check_kill_router,
     "direct_clients": check_direct_clients,
     "grammar": check_grammar,
     "wrong_connector": check_wrong_connector,
@@ -709,7 +783,7 @@ def running(logs: Path) -> Iterator[Servers]:
         for port in (PREFILL, *DECODE):
             servers.wait_ready(port)
         servers.start_router()
-        servers.wait_ready(ROUTER, 30)
+        servers.wait_ready(ROUTER, 120)
         yield servers
     finally:
         servers.stop()

@@ -150,13 +150,13 @@ class Router:
 
 @asynccontextmanager
 async def a_router(
-    cluster: Cluster, folder: Path, *flags: str, port: int = 0, log_name: str = "router.log"
+    cluster: Cluster, folder: Path, *flags: str, port: int = 0, relays: int = 2, log_name: str = "router.log"
 ) -> AsyncIterator[Router]:
     log = folder / log_name
     log.touch()
     told = len(log.read_text())
     address = ["--host", "127.0.0.1", "--port", str(port)]
-    serve = ["serve", "--config", str(cluster.config), "--relays", "2", *address, *flags]
+    serve = ["serve", "--config", str(cluster.config), "--relays", str(relays), *address, *flags]
     with process(*serve, "--set", f"listen.run_folder={folder}", log=log) as running:
         await until(
             lambda: re.search(r'"listening".*"port":(\d+)', log.read_text()[told:]) or running.poll() is not None
@@ -167,7 +167,7 @@ async def a_router(
         url = f"http://127.0.0.1:{found[1]}"
         async with httpx.AsyncClient(base_url=url, timeout=None, limits=limits, trust_env=False) as client:
             router = Router(log, running, client)
-            await until(lambda: len(router.relays) == 2)
+            await until(lambda: len(router.relays) >= relays)
             await router.get("/ready")
             yield router
 
@@ -236,9 +236,11 @@ async def all_end(those: list[Stream]) -> int:
     return sum([(await stream.end()).complete for stream in those])
 
 
-def with_router(test: Callable[[Router], Awaitable[None]], cluster: Cluster, folder: Path, *flags: str) -> None:
+def with_router(
+    test: Callable[[Router], Awaitable[None]], cluster: Cluster, folder: Path, *flags: str, relays: int = 2
+) -> None:
     async def run() -> None:
-        async with a_router(cluster, folder, *flags) as router:
+        async with a_router(cluster, folder, *flags, relays=relays) as router:
             await test(router)
             await until(router.holds_nothing)
             await until(lambda: not cluster.holds_kv())
@@ -423,7 +425,10 @@ async def keeps_asking(router: Router, number: int, ended: asyncio.Event) -> int
     return count
 
 
-def test_what_all_processes_had_pinned_is_free_after_the_next_start(cluster: Cluster, tmp_path: Path) -> None:
+@pytest.mark.parametrize("relays", [2, 1], ids=["as many relays", "fewer"])
+def test_what_all_processes_had_pinned_is_free_after_the_next_start(
+    cluster: Cluster, tmp_path: Path, relays: int
+) -> None:
     async def killed() -> None:
         async with a_router(cluster, tmp_path) as router:
             begun = streams(router, 14)
@@ -441,4 +446,4 @@ def test_what_all_processes_had_pinned_is_free_after_the_next_start(cluster: Clu
 
     asyncio.run(killed())
     assert cluster.holds_kv()
-    with_router(next_one, cluster, tmp_path)
+    with_router(next_one, cluster, tmp_path, relays=relays)

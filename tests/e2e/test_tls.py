@@ -119,6 +119,23 @@ def test_where_clients_must_show_a_certificate_a_new_ca_of_theirs_counts_from_th
         assert router.refuses(known) and router.refuses(server.client())
 
 
+def test_relays_speak_tls_and_the_cookie_of_their_dashboard_is_for_tls_alone(tmp_path: Path) -> None:
+    authority = Authority(tmp_path, "server")
+    chain = authority.write_chain(tmp_path / "chain.pem")
+    flags = ("--relays", "2", "--set", f"listen.run_folder={tmp_path}")
+    with serving(tmp_path, *flags, tls={"cert_file": str(chain)}, auth={"admin_token": "open-sesame" * 3}) as router:
+        block_until(lambda: router.log.read_text().count('"event":"brain found"') == 2)
+        answer = httpx.post(
+            f"https://127.0.0.1:{router.port}/dashboard/session",
+            verify=authority.client(),
+            headers={"authorization": "Bearer " + "open-sesame" * 3},
+            json={},
+            trust_env=False,
+        )
+        assert answer.status_code == 204, answer.text
+        assert "; secure;" in answer.headers["set-cookie"].lower() + ";"
+
+
 @pytest.mark.parametrize("over_tls", [False, True], ids=["plain", "tls"])
 def test_admin_routes_have_a_listener_of_their_own_where_one_is_set(tmp_path: Path, over_tls: bool) -> None:
     authority = Authority(tmp_path, "server")

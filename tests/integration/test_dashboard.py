@@ -73,6 +73,7 @@ async def test_a_dead_worker_is_named_with_since_when_and_why_and_its_load_is_un
         news = await news_until(router, lambda news: news["sample"]["loads"][worker_id] is None)
         (down,) = [w for w in news["workers"] if w["state"] == "down"]
         assert down["since"] and down["id"] == worker_id and down["why"] == "it does not answer /health"
+        assert (await router.client.get("/ready")).json()["workers_down"] == {worker_id: down["why"]}
         data = (await router.client.get("/dashboard/data")).json()
         assert data["past"]["loads"][worker_id][-1] is None
         assert [event["text"] for event in data["events"] if event["kind"] == "down"] == [

@@ -16,6 +16,7 @@ from balanceroute.core.policies import make_policy
 from balanceroute.core.policy import Choice
 from balanceroute.core.scheduler import Scheduler
 from balanceroute.core.snapshot import ClusterSnapshot
+from balanceroute.core.target_fit import LEVEL_FIT, TARGET_FIT, FitRules
 from balanceroute.core.types import RequestSpec, Role, WorkerSpec
 
 MANY = settings(max_examples=2000, deadline=None)
@@ -118,7 +119,9 @@ def test_requests_above_every_margin_tie_where_beta_is_alpha(
     assert best.prompt_tokens == (tied[0] if tied else max(waiting))
 
 
-def naive_fit(loads: list[list[int]], waiting: list[int], penalty: int, drop: float) -> list[tuple[str, str]]:
+def naive_fit(
+    loads: list[list[int]], waiting: list[int], rules: FitRules, drop: float = 0.0, mean_prompt: int = 1
+) -> list[tuple[str, str]]:
     """The scarce branch as it is specified, request by request, for waits of zero and equal slowdowns."""
     load, active = [sum(held) for held in loads], [len(held) for held in loads]
     chosen: list[tuple[int, int]] = []
@@ -128,14 +131,22 @@ def naive_fit(loads: list[list[int]], waiting: list[int], penalty: int, drop: fl
         unused = [i for i in range(len(waiting)) if i not in {i for _, i in chosen}]
         totals = {i: load[worker] + waiting[i] for i in unused}
         level = min(envelope, mean - drop)
-        return min(unused, key=lambda i: abs(totals[i] - level) + penalty * max(0.0, totals[i] - envelope))
+        least = min([level, *(load[g] for g in range(len(load)) if g != worker)])
+
+        def cost(i: int) -> float:
+            distance = abs(totals[i] - level)
+            beyond = rules.overflow_penalty * max(0.0, totals[i] - envelope)
+            beyond += rules.underflow_penalty * max(0.0, least - totals[i])
+            return distance + beyond + rules.curvature * distance**2 / mean_prompt
+
+        return min(unused, key=cost)
 
     for _ in range(sum(4 - n for n in active)):
         worker = min((g for g in range(len(load)) if active[g] < 4), key=lambda g: (active[g], load[g]))
         chosen.append((worker, best(worker)))
         load[worker] += waiting[chosen[-1][1]]
         active[worker] += 1
-    for index in [*range(len(chosen))] * 2 if len(chosen) > 1 else []:
+    for index in [*range(len(chosen))] * rules.swap_passes if len(chosen) > 1 else []:
         worker, request = chosen[index]
         load[worker] -= waiting[request]
         chosen[index] = (worker, -1)
@@ -156,7 +167,7 @@ def test_target_fit_chooses_as_specified_when_slots_are_scarce(loads: list[list[
     scheduler = a_cluster(loads, waiting)
     scheduler.policy = make_policy(PolicySettings(policy="target_fit"))
     admissions = scheduler.admit(0.0)
-    assert [(action.request, action.worker) for action in admissions] == naive_fit(loads, waiting, 7, 0.0)
+    assert [(action.request, action.worker) for action in admissions] == naive_fit(loads, waiting, TARGET_FIT)
     assert all(math.isfinite(action.score) for action in admissions)
 
 
@@ -166,20 +177,25 @@ def test_target_fit_chooses_as_specified_when_slots_are_scarce(loads: list[list[
     st.integers(0, 1_000),
     st.data(),
 )
-def test_level_fit_is_target_fit_below_the_mean(loads: list[list[int]], output: int, data: st.DataObject) -> None:
-    """By (1 - 1/G) of the mean answer, and twice what the stock is smaller than the prompts that arrive, within bounds.
+def test_level_fit_chooses_as_specified_below_the_mean(
+    loads: list[list[int]], output: int, data: st.DataObject
+) -> None:
+    """By (1 - 1/G) of the mean answer, and by what the stock is smaller than the prompts that arrive, within bounds.
 
-    Sizes are multiples of the pool's, so that the stock's mean is exact, and no prompt is large.
+    Sizes are multiples of the pool's, so that the stock's mean is exact, and no prompt is large. Mean prompts are
+    powers of two, so that the curvature is exact and a tie is a tie.
     """
     free = sum(4 - len(held) for held in loads)
     size = 8 if free < 8 else 16
     waiting = data.draw(st.lists(st.integers(1, 3_000).map(lambda n: n * 16), min_size=size, max_size=size))
-    mean_prompt = data.draw(st.integers(max(waiting) // 5 + 1, max(waiting)))
+    mean_prompt = data.draw(st.sampled_from([2**n for n in range(4, 18) if max(waiting) <= 5 * 2**n][:4]))
     scheduler = a_cluster(loads, waiting)
     scheduler.policy = make_policy(PolicySettings(policy="level_fit"))
     scheduler.snapshot.means.prompt_tokens, scheduler.snapshot.means.answer_tokens = mean_prompt, output * 16
     growth = output * 16 * (1 - 1 / len(loads))
     most = max(growth, mean_prompt / 2 - growth) if growth else 0.0
-    drop = growth + min(most, max(-most, 2 * (mean_prompt - sum(waiting) / size)))
+    drop = growth + min(most, max(-most, mean_prompt - sum(waiting) / size))
     admissions = scheduler.admit(0.0)
-    assert [(action.request, action.worker) for action in admissions] == naive_fit(loads, waiting, 6, drop)
+    assert [(action.request, action.worker) for action in admissions] == naive_fit(
+        loads, waiting, LEVEL_FIT, drop, mean_prompt
+    )

@@ -1,1 +1,1 @@
-"""The waist: the ledger before the scheduler, the dispatchers that act on its decisions, forecasts."""
+"""Who decides: tickets of requests, the ledger before the scheduler, the dispatchers, forecasts."""

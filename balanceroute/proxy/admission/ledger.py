@@ -1,8 +1,8 @@
-"""The deciding side of the waist: what requests tell the scheduler, and what it has decided on them.
+"""The deciding side of the calls of `decider.py`: what requests tell the scheduler, and what it has decided on them.
 
-Each call of `waist.Brain` runs to its end without awaiting, so between reading the snapshot and acting on it nothing
-else happens. Answers go out by `tell`, at once. Tokens that have come and were not told yet come in by `collect`,
-before every decision and when `settle` is called; whoever reads loads at another time calls it first.
+Each call of `decider.Decider` runs to its end without awaiting, so between reading the snapshot and acting on it
+nothing else happens. Answers go out by `tell`, at once. Tokens that have come and were not told yet come in by
+`collect`, before every decision and when `settle` is called; whoever reads loads at another time calls it first.
 
 **What others may know** of the cluster are views (`core/view.py`): frozen data, made when asked for. Nobody outside
 this package touches the scheduler, the snapshot or a tracker.
@@ -42,8 +42,8 @@ from balanceroute.core.view import (
     view_prefiller,
 )
 from balanceroute.journal import RecordingScheduler
+from balanceroute.proxy.admission.decider import Answer, Refusal, RefusalKind, Tell, refusal
 from balanceroute.proxy.admission.forecasts import Forecasts
-from balanceroute.proxy.admission.waist import Answer, Refusal, RefusalKind, Tell, refusal
 from balanceroute.proxy.telemetry.instruments import StageClock
 
 
@@ -76,7 +76,7 @@ class Ledger:
         self.decision_due = asyncio.Event()  # the pool or what may take from it has changed since the last decision
         self._waits_for_slots = scheduler.policy.waits_for_slots
 
-    # -- what requests tell: see `waist.Brain`
+    # -- what requests tell: see `decider.Decider`
 
     def submit(self, spec: RequestSpec) -> None:
         """A request arrives."""

@@ -1,4 +1,4 @@
-"""The requests' side of the waist: a ticket for each, and what is known of where it stands.
+"""The requests' side of the calls of `decider.py`: a ticket for each, and what is known of where it stands.
 
     ticket = tickets.submit(spec)         arrival
     await ticket.prefiller()              which prefiller gets the probe; raises Rejected, be it by the arrival
@@ -14,11 +14,11 @@ Decode first (layerwise), a ticket is pooled at once, and between admission and 
     ticket.request_prefill(), await ticket.prefiller(), ticket.pushed(n) | .push_failed()
 
 Every call but the two that wait runs to its end without awaiting, and an answer that is there already costs no turn of
-the loop. A lifecycle sees neither the scheduler nor whether it is in this process (`waist.py`).
+the loop. A lifecycle sees neither the scheduler nor whether it is in this process (`decider.py`).
 
 **Tokens are told in sums.** They come thousands of times per second and matter when somebody looks: so a ticket only
 adds them up, and `settle` tells what has come since, before every decision, before a request leaves its worker, and
-several times per second besides. A brain elsewhere is told at once, by who speaks for it here: that costs as little.
+several times per second besides. Another process is told at once, by who speaks for it here: that costs as little.
 """
 
 import asyncio
@@ -28,7 +28,7 @@ from typing import Any
 from balanceroute.core.types import DECODING, GONE, POOLED, PREFILLING, QUEUED, Outcome, RequestSpec, Standing
 from balanceroute.core.view import ClusterView
 from balanceroute.errors import InvariantError
-from balanceroute.proxy.admission.waist import Answer, Bounds, Brain, Refusal
+from balanceroute.proxy.admission.decider import Answer, Bounds, Decider, Refusal
 
 
 class Ticket:
@@ -49,7 +49,7 @@ class Ticket:
         "_answer",
         "_at_once",
         "_behind",
-        "_brain",
+        "_decider",
         "_now",
         "_tickets",
         "_waiter",
@@ -78,8 +78,8 @@ class Ticket:
         self.decoder = self.prefiller_id = ""
         self.prompt_tokens = spec.prompt_tokens
         self.told_tokens = self.earlier_tokens = self.requeues = 0
-        self._at_once = tickets.brain.at_once
-        self._tickets, self._brain, self._now, self._behind = tickets, tickets.brain, tickets.now, tickets.behind
+        self._at_once = tickets.decider.at_once
+        self._tickets, self._decider, self._now, self._behind = tickets, tickets.decider, tickets.now, tickets.behind
         self.arrived_s = now = self._now()
         self.pooled_s = self.last_token_s = 0.0
         self.unreported_tokens = 0
@@ -108,34 +108,34 @@ class Ticket:
     def prefilled(self, prompt_tokens: int, cached_tokens: int | None = None) -> None:
         """The probe was answered: the request waits in the pool. `cached_tokens`: as in `Scheduler.prefilled`."""
         self.phase, self.pooled_s, self.prompt_tokens = POOLED, self._now(), prompt_tokens
-        self._brain.prefilled(self.id, prompt_tokens, cached_tokens)
+        self._decider.prefilled(self.id, prompt_tokens, cached_tokens)
 
     def prefill_failed(self) -> None:
         """The probe failed: the request queues again."""
         self.phase, self.prefiller_id = QUEUED, ""
-        self._brain.prefill_failed(self.id)
+        self._decider.prefill_failed(self.id)
 
     def request_prefill(self) -> None:
         """Decode first: the decode worker asks for the KV; `prefiller` says who computes it."""
         self.asking = True
-        self._brain.request_prefill(self.id)
+        self._decider.request_prefill(self.id)
 
     def pushed(self, prompt_tokens: int, cached_tokens: int | None = None) -> None:
         """Decode first: the prefiller has delivered the KV."""
         self.pushing, self.prefiller_id, self.prompt_tokens = False, "", prompt_tokens
-        self._brain.pushed(self.id, prompt_tokens, cached_tokens)
+        self._decider.pushed(self.id, prompt_tokens, cached_tokens)
 
     def push_failed(self) -> None:
         """Decode first: the prefiller has not begun; ask for another."""
         self.asking, self.pushing, self.prefiller_id = True, False, ""
-        self._brain.push_failed(self.id)
+        self._decider.push_failed(self.id)
 
     def progress(self, tokens: int) -> None:
         """So many more tokens have been generated. The relay's path."""
         self.last_token_s = self._now()
         if self._at_once:
             self.told_tokens += tokens
-            self._brain.progress(self.id, tokens)
+            self._decider.progress(self.id, tokens)
             return
         if not self.unreported_tokens:
             self._behind.append(self)
@@ -146,18 +146,18 @@ class Ticket:
         tokens, self.unreported_tokens = self.unreported_tokens, 0
         if tokens:
             self.told_tokens += tokens
-            self._brain.progress(self.id, tokens)
+            self._decider.progress(self.id, tokens)
 
     def began(self) -> None:
         """The first tokens have come, and all that came is told."""
         self.settle()
-        if self._brain.bounds.overlap_requests is None:
-            self._brain.began(self.id)
+        if self._decider.bounds.overlap_requests is None:
+            self._decider.began(self.id)
 
     def put_back(self) -> None:
         """The decode worker will not be asked after all: wait for another in the pool."""
         self.phase, self.decoder = POOLED, ""
-        self._brain.put_back(self.id)
+        self._decider.put_back(self.id)
 
     def requeue(self) -> None:
         """The decode ended early, or the pinned KV was lost: queue for a prefill again."""
@@ -173,7 +173,7 @@ class Ticket:
             self.phase, self.pooled_s = POOLED, self._now()
         else:
             self.phase = QUEUED
-        self._brain.requeue(self.id)
+        self._decider.requeue(self.id)
 
     def finish(self, outcome: Outcome, reason: str = "") -> None:
         """Leave. `reason` is the engine's finish reason, for the predictor. Raises InvariantError when gone."""
@@ -181,7 +181,7 @@ class Ticket:
             raise InvariantError(f"{self.id} has left already")
         self.settle()
         self._leave()
-        self._brain.finish(self.id, outcome, reason)
+        self._decider.finish(self.id, outcome, reason)
 
     def standing(self, now: float) -> Standing:
         """Where it stands, for one who decides from now on; `settle` first."""
@@ -236,22 +236,22 @@ class Ticket:
 
 
 class Tickets:
-    """All requests of one process, by id; asks `brain`, and is told its answers."""
+    """All requests of one process, by id; asks `decider`, and is told its answers."""
 
-    def __init__(self, brain: Brain, loop: asyncio.AbstractEventLoop, decode_first: bool = False) -> None:
+    def __init__(self, decider: Decider, loop: asyncio.AbstractEventLoop, decode_first: bool = False) -> None:
         """`decode_first`: as in `SchedulerConfig`."""
-        self.brain, self.loop, self.decode_first = brain, loop, decode_first
+        self.decider, self.loop, self.decode_first = decider, loop, decode_first
         self.now = loop.time
         self.by_id: dict[str, Ticket] = {}
         self.behind: list[Ticket] = []  # those that may have unreported tokens; always this one list
         self._arrivals = 0
-        brain.tell, brain.collect = self.answer, self.settle
+        decider.tell, decider.collect = self.answer, self.settle
 
     def submit(self, spec: RequestSpec) -> Ticket:
         """A request arrives; a refusal is the first thing that its ticket hears."""
         self._arrivals += 1
         ticket = self.by_id[spec.id] = Ticket(self, spec, self._arrivals)
-        self.brain.submit(spec)
+        self.decider.submit(spec)
         return ticket
 
     def answer(self, request_id: str, answer: Answer) -> None:
@@ -260,7 +260,7 @@ class Tickets:
 
     def settle(self) -> None:
         """Tell every token that has come. O(requests that have generated any since the last time)."""
-        progress = self.brain.progress
+        progress = self.decider.progress
         for ticket in self.behind:
             tokens = ticket.unreported_tokens
             if tokens:
@@ -274,13 +274,13 @@ class Tickets:
     @property
     def draining(self) -> bool:
         """Whether every new request is refused."""
-        return self.brain.draining
+        return self.decider.draining
 
     @property
     def bounds(self) -> Bounds:
         """The bounds and times that hold now."""
-        return self.brain.bounds
+        return self.decider.bounds
 
     def view(self) -> ClusterView:
         """The cluster as it is known now; `settle` first where loads matter."""
-        return self.brain.view()
+        return self.decider.view()

@@ -11,6 +11,7 @@ connections are closed unheard.
 
 import asyncio
 import logging
+import math
 from collections.abc import Callable, Coroutine, Mapping
 from dataclasses import dataclass
 from email.utils import formatdate
@@ -140,6 +141,7 @@ class Edge:
         shortest_s = min(limits.receive_timeout_s, limits.keep_alive_s, limits.stall_timeout_s)
         self.period_s = min(1.0, max(0.05, shortest_s / 4))
         self._looking: asyncio.TimerHandle | None = None
+        self._due_s = math.inf  # when the next look is due
 
     @property
     def full(self) -> bool:
@@ -193,11 +195,13 @@ class Edge:
 
     def _look(self) -> None:
         now = self.loop.time()
+        stood_still, self._due_s = now > self._due_s + self.period_s, now + self.period_s
         self.date_line = f"date: {formatdate(usegmt=True)}\r\n".encode()
-        for connection in list(self.connections):
-            try:
-                connection.look(now)
-            except Exception:
-                log.exception("internal error", extra={"where": "client connections"})
-                connection.abort()
+        if not stood_still:  # else what has come meanwhile is read first
+            for connection in list(self.connections):
+                try:
+                    connection.look(now)
+                except Exception:
+                    log.exception("internal error", extra={"where": "client connections"})
+                    connection.abort()
         self._looking = self.loop.call_later(self.period_s, self._look) if self.connections else None

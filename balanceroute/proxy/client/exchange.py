@@ -22,7 +22,7 @@ from balanceroute.errors import (
     Rejected,
     UpstreamStatus,
 )
-from balanceroute.proxy.admission.waist import refusal
+from balanceroute.proxy.admission.decider import refusal
 from balanceroute.proxy.client import fanout
 from balanceroute.proxy.client.fanout import PartAnswer, PartStream, StreamHead
 from balanceroute.proxy.client.head import Request

@@ -48,7 +48,7 @@ from balanceroute.errors import (
     UpstreamError,
     UpstreamTimeout,
 )
-from balanceroute.proxy.admission.waist import RETRY_AFTER_S
+from balanceroute.proxy.admission.decider import RETRY_AFTER_S
 from balanceroute.proxy.life.decoding import decode
 from balanceroute.proxy.life.errors import WorkerSilent
 from balanceroute.proxy.life.leg import (

@@ -18,8 +18,8 @@ from collections.abc import Callable, Sequence
 from balanceroute.config import Config
 from balanceroute.core.types import Phase, Role, WorkerState
 from balanceroute.core.view import DecoderView, PrefillerView
+from balanceroute.proxy.admission.decider import no_workers
 from balanceroute.proxy.admission.tickets import Ticket, Tickets
-from balanceroute.proxy.admission.waist import no_workers
 from balanceroute.proxy.life.leg import Leg
 from balanceroute.proxy.life.moves import Stuck, choose, room
 from balanceroute.proxy.telemetry.metrics import Metrics
@@ -113,7 +113,14 @@ class Mover:
         self._movable = _any_up(view.decoders) and _any_up(view.prefillers)
         self._moving = {name: worker for name, worker in self._moving.items() if self._is_moving(name, worker)}
         pool_room = (bounds.max_pooled or 2**31) - view.pooled - view.prefilling
-        free = room(view.prefillers, bounds.kv_usage_limit, bounds.max_prefill_inflight, pool_room, len(self._moving))
+        free = room(
+            view.prefillers,
+            bounds.kv_usage_limit,
+            bounds.max_prefill_inflight,
+            pool_room,
+            len(self._moving),
+            max(1, config.listen.relays),
+        )
         if not free or not self._movable:
             return
         stuck = {leg.id: leg for leg in self._legs if self._is_stuck(leg, now)}

@@ -31,16 +31,22 @@ class Stuck:
 
 
 def room(
-    prefillers: Iterable[PrefillerView], kv_usage_limit: float, max_inflight: int | None, pool_room: int, moving: int
+    prefillers: Iterable[PrefillerView],
+    kv_usage_limit: float,
+    max_inflight: int | None,
+    pool_room: int,
+    moving: int,
+    relays: int = 1,
 ) -> int:
     """How many more requests may go back through the prefill tier now.
 
     Args: kv_usage_limit, max_inflight: as in `SchedulerConfig`. pool_room: entries that the prompt pool may still take.
-    moving: requests that have left a silent worker and are not prefilled again yet.
+    moving: requests that have left a silent worker and are not prefilled again yet. relays: processes that share what
+    may go; each moves its own.
     """
     lanes = LANES if max_inflight is None else max_inflight
     ready = sum(p.state is WorkerState.UP and usage_allows(p.kv_usage, kv_usage_limit) for p in prefillers)
-    return max(0, min(ready * lanes - moving, pool_room))
+    return max(0, min(-(-ready * lanes // relays) - moving, -(-pool_room // relays)))
 
 
 def choose(stuck: Sequence[Stuck], room: int, resume_after_silence_s: float) -> list[str]:

@@ -33,8 +33,8 @@ from balanceroute.errors import (
     UpstreamStatus,
     UpstreamTimeout,
 )
+from balanceroute.proxy.admission.decider import RETRY_AFTER_S
 from balanceroute.proxy.admission.tickets import Ticket
-from balanceroute.proxy.admission.waist import RETRY_AFTER_S
 from balanceroute.proxy.life.errors import DeadlineExceeded, NothingPinned
 from balanceroute.proxy.life.services import TryServices
 from balanceroute.proxy.life.suspicion import Choices, Sign, Suspect, sign_of

@@ -13,7 +13,7 @@ from typing import Any
 
 from balanceroute.core.types import GONE, PREFILLING, QUEUED, Phase, WorkerState
 from balanceroute.errors import InvariantError, NoHealthyWorkers
-from balanceroute.proxy.admission.waist import RETRY_AFTER_S
+from balanceroute.proxy.admission.decider import RETRY_AFTER_S
 from balanceroute.proxy.life.answer import NOTHING_YET
 from balanceroute.proxy.life.leg import (
     COMPLETE,

@@ -41,7 +41,7 @@ class TryServices:
     def configure(self, config: Config) -> None:
         """Other settings from now on, for all that reads them as it goes."""
         self.config = config
-        self.tickets.brain.configure(scheduler_config(config))
+        self.tickets.decider.configure(scheduler_config(config))
         self.drainer.pin_s = config.kv_pin_s
 
     def check_connector(self, worker: Worker, kv_transfer_params: bytes) -> None:

@@ -1,1 +1,1 @@
-"""The waist between processes: relays that hold requests and streams, and the brain that decides on them."""
+"""The calls of `admission/decider.py` between processes: relays hold requests, the brain decides on them."""

@@ -21,10 +21,11 @@ import os
 from collections.abc import Callable
 from typing import Final, Protocol
 
-from balanceroute.core.types import Outcome, RequestSpec, Standing
+from balanceroute.core.types import Outcome, RequestSpec
 from balanceroute.core.view import ClusterView
 from balanceroute.errors import InvariantError
-from balanceroute.proxy.admission.waist import Answer, Brain, Refusal
+from balanceroute.proxy.admission.decider import Answer, Refusal
+from balanceroute.proxy.admission.ledger import Ledger
 from balanceroute.proxy.link.frames import Frames
 from balanceroute.proxy.link.messages import (
     BEAT_S,
@@ -71,21 +72,8 @@ GRACE_S: Final = 1.0  # a relay looks for a brain twenty times per second
 LOOK_S: Final = 0.25
 
 
-class Decider(Brain, Protocol):
-    """The ledger: it takes over as well."""
-
-    def adopt(self, standing: Standing) -> bool:
-        """See `Ledger.adopt`."""
-
-    def settle(self) -> None:
-        """See `Ledger.settle`."""
-
-    def capacity_changed(self) -> None:
-        """Some worker may take a request that it couldn't before."""
-
-
-class Steward(Protocol):
-    """Who judges the workers: `workers/relay_reports.py`."""
+class Reports(Protocol):
+    """What is made of relays' words on workers, and what relays are told of these: `workers/relay_reports.py`."""
 
     def judged(self, message: Judged) -> None:
         """A request has told something about a worker."""
@@ -110,36 +98,6 @@ class Steward(Protocol):
 
     def silent(self) -> tuple[SilentGroup, ...]:
         """The groups of workers that fell silent together."""
-
-
-class _Unjudged:
-    """No workers are known."""
-
-    def judged(self, message: Judged) -> None:
-        """Of a worker that is unknown."""
-
-    def active(self, relay: str, said: Activity) -> None:
-        """At workers that are unknown."""
-
-    def keys_used(self, relay: str, keys: tuple[KeyUse, ...]) -> None:
-        """Nobody counts here."""
-
-    def counted(self, relay: str, counts: bytes) -> None:
-        """Nobody shows it."""
-
-    def learned(self, message: Learned) -> None:
-        """Of a worker that is unknown."""
-
-    def lost(self, relay: str) -> None:
-        """Nothing is known of it."""
-
-    def standings(self) -> dict[str, WorkerStanding]:
-        """None."""
-        return {}
-
-    def silent(self) -> tuple[SilentGroup, ...]:
-        """None."""
-        return ()
 
 
 class _Held:
@@ -183,17 +141,16 @@ class Hub:
 
     def __init__(
         self,
-        ledger: Decider,
+        ledger: Ledger,
+        reports: Reports,
         loop: asyncio.AbstractEventLoop,
         epoch: int,
         relays: int,
         on_superseded: Callable[[int], None] = lambda epoch: None,
-        steward: Steward | None = None,
         salt: Callable[[], bytes | None] = lambda: None,
     ) -> None:
         """`relays`: how many are expected to join; 0: nothing is waited for. `salt`: as in `Welcome`."""
-        self._steward: Steward = steward or _Unjudged()
-        self._salt = salt
+        self._reports, self._salt = reports, salt
         self._standings: dict[str, WorkerStanding] = {}  # as members know them
         self._silent: tuple[str, ...] = ()
         self._telling = False
@@ -279,7 +236,7 @@ class Hub:
         log.info("relay joined", extra=fields)
         frames.say(Welcome(VERSION, self.epoch, member.number, tuple(void), self._salt(), member.counts is not None))
         frames.say(Workers(tuple(self._standings.values()), ()))
-        frames.say(Silent(self._steward.silent()))
+        frames.say(Silent(self._reports.silent()))
         frames.say(Seen(self._ledger.view()))
         if len(self.members) >= self._relays:
             self._settle()
@@ -289,6 +246,7 @@ class Hub:
         if self.settled.is_set():
             return
         self.settled.set()
+        log.info("the brain decides", extra={"epoch": self.epoch, "relays": len(self.members)})
         for member in list(self.members.values()):
             waiting, member.waiting = member.waiting, []
             try:
@@ -312,14 +270,14 @@ class Hub:
         for each in held:
             del self._owners[each.request_id]
             self._ledger.finish(each.request_id, Outcome.FAILED)
-        self._steward.lost(member.relay)
+        self._reports.lost(member.relay)
         self._tell_keys(member, ())
 
     # -- workers
 
     def tell_workers(self) -> None:
         """Tell members what has changed about workers, now."""
-        standings, known = self._steward.standings(), self._standings
+        standings, known = self._reports.standings(), self._standings
         changed = tuple(each for name, each in standings.items() if known.get(name) != each)
         gone = tuple(name for name in known if name not in standings)
         self._standings = standings
@@ -341,7 +299,7 @@ class Hub:
         if not (keys or member.uses_keys):
             return
         member.uses_keys = bool(keys)
-        self._steward.keys_used(member.relay, keys)
+        self._reports.keys_used(member.relay, keys)
         for other in self.members.values():
             if other is not member:
                 other.frames.say(KeysElsewhere(member.relay, keys))
@@ -355,7 +313,7 @@ class Hub:
         self._ledger.settle()
         now, view = self._loop.time(), self._ledger.view()
         self.tell_workers()
-        silent = self._steward.silent()
+        silent = self._reports.silent()
         if (names := tuple(group.name for group in silent)) != self._silent:
             self._silent = names
             self._tell_all(Silent(silent))
@@ -386,14 +344,14 @@ class Hub:
                     if held is not None:
                         self._advance(held, tokens)
             elif isinstance(message, Judged):
-                self._steward.judged(message)
+                self._reports.judged(message)
             elif isinstance(message, Activity):
-                self._steward.active(member.relay, message)
+                self._reports.active(member.relay, message)
                 self._tell_keys(member, message.keys)
             elif isinstance(message, Counted):
-                self._steward.counted(member.relay, message.counts)
+                self._reports.counted(member.relay, message.counts)
             elif isinstance(message, Learned):
-                self._steward.learned(message)
+                self._reports.learned(message)
             elif isinstance(message, Farewell):
                 raise LinkError(message.reason)
             elif not isinstance(message, Beat | Hello):

@@ -83,7 +83,7 @@ class FileLead:
         with suppress(FileNotFoundError):
             status = self._path.stat()
             now, sign = time.monotonic(), (status.st_ino, status.st_mtime_ns)
-            if sign != self._sign or now - self._looked_s > LEASE_S / 2:  # or it was us who stood still
+            if sign != self._sign or now - self._looked_s > LEASE_S:  # or it was us who stood still
                 self._sign, self._sign_s = sign, now
             self._looked_s = now
             return now - self._sign_s > LEASE_S

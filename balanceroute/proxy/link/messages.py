@@ -39,7 +39,7 @@ import msgspec
 from balanceroute.core.types import Outcome, RequestSpec, Standing, WorkerSpec, WorkerState
 from balanceroute.core.view import ClusterView
 from balanceroute.errors import BalanceRouteError
-from balanceroute.proxy.admission.waist import RefusalKind
+from balanceroute.proxy.admission.decider import RefusalKind
 from balanceroute.proxy.perimeter.keys import KeyUse
 
 VERSION: Final = 2
@@ -108,7 +108,7 @@ class Beat(Message, frozen=True, tag=3):
     """Nothing else was to be said for a while."""
 
 
-# -- a relay's calls: `waist.Brain` ----------------------------------------------------------------------------------
+# -- a relay's calls: `decider.Decider` -------------------------------------------------------------------------------
 
 
 class Submit(Message, frozen=True, tag=10):

@@ -1,4 +1,4 @@
-"""A relay's end of the link: the brain as `waist.Brain`, in another process.
+"""A relay's end of the link: the brain as `decider.Decider`, in another process.
 
 While there is no brain, nothing is lost: what tickets hold is kept by the tickets themselves, and the next brain hears
 all of it in one `Hello`. So a call that is made meanwhile changes the ticket and is not sent. What no brain has heard
@@ -25,8 +25,8 @@ from typing import Final
 
 from balanceroute.core.types import Outcome, RequestSpec
 from balanceroute.core.view import ClusterView
+from balanceroute.proxy.admission.decider import Answer, Bounds, Refusal, RefusalKind, Tell
 from balanceroute.proxy.admission.tickets import Ticket
-from balanceroute.proxy.admission.waist import Answer, Bounds, Refusal, RefusalKind, Tell
 from balanceroute.proxy.link.frames import Frames
 from balanceroute.proxy.link.messages import (
     BEAT_S,
@@ -87,7 +87,7 @@ class _Open:
 
 
 class RemoteBrain:
-    """The brain at the other end of a socket; see `waist.Brain` for its calls. `run` keeps it connected."""
+    """The brain at the other end of a socket; see `decider.Decider` for its calls. `run` keeps it connected."""
 
     at_once = True
 
@@ -143,40 +143,40 @@ class RemoteBrain:
     # -- the calls
 
     def submit(self, spec: RequestSpec) -> None:
-        """See `waist.Brain`."""
+        """See `decider.Decider`."""
         number = self._counts.number()
         self._open[spec.id] = _Open(number, self._greeted)
         self._ids[number] = spec.id
         self._say(Submit(number, spec))
 
     def prefilled(self, request_id: str, prompt_tokens: int, cached_tokens: int | None = None) -> None:
-        """See `waist.Brain`."""
+        """See `decider.Decider`."""
         self._ask(request_id, lambda number: Prefilled(number, prompt_tokens, cached_tokens))
 
     def prefill_failed(self, request_id: str) -> None:
-        """See `waist.Brain`."""
+        """See `decider.Decider`."""
         self._ask(request_id, PrefillFailed)
 
     def request_prefill(self, request_id: str) -> None:
-        """See `waist.Brain`."""
+        """See `decider.Decider`."""
         self._ask(request_id, RequestPrefill)
 
     def pushed(self, request_id: str, prompt_tokens: int, cached_tokens: int | None = None) -> None:
-        """See `waist.Brain`."""
+        """See `decider.Decider`."""
         entry = self._open.get(request_id)
         if entry is not None:
             self._say(Pushed(entry.number, prompt_tokens, cached_tokens))
 
     def push_failed(self, request_id: str) -> None:
-        """See `waist.Brain`."""
+        """See `decider.Decider`."""
         self._ask(request_id, PushFailed)
 
     def put_back(self, request_id: str) -> None:
-        """See `waist.Brain`."""
+        """See `decider.Decider`."""
         self._ask(request_id, PutBack)
 
     def requeue(self, request_id: str) -> None:
-        """See `waist.Brain`."""
+        """See `decider.Decider`."""
         entry = self._open.get(request_id)
         if entry is not None:
             tokens = entry.tokens
@@ -190,12 +190,12 @@ class RemoteBrain:
             self._put(entry)
 
     def finish(self, request_id: str, outcome: Outcome, reason: str = "") -> None:
-        """See `waist.Brain`."""
+        """See `decider.Decider`."""
         entry = self._leave(request_id)
         self._say(Finish(entry.number, outcome, reason, entry.tokens))
 
     def began(self, request_id: str) -> None:
-        """See `waist.Brain`."""
+        """See `decider.Decider`."""
         entry = self._open.get(request_id)
         if entry is not None:
             self._say(Began(entry.number))
@@ -264,6 +264,10 @@ class RemoteBrain:
                     await asyncio.sleep(RETRY_S)
                     continue
                 assert self._frames is not None
+                if self._another_listens(listening):  # it came between the two: which one is this?
+                    self._frames.abort("another brain listens there")
+                    await self._lost.wait()
+                    continue
                 self._hello()
                 deadline_s = self._loop.time() + SILENT_S
                 while not self._lost.is_set():

@@ -24,6 +24,7 @@ from balanceroute.errors import BalanceRouteError, InvalidRequest, InvariantErro
 from balanceroute.proxy.client.asgi import REQUEST_ID
 from balanceroute.proxy.ops.guard import error_response, tell
 from balanceroute.proxy.ops.services import OperatorServices
+from balanceroute.proxy.ops.workers import why_not_up
 from balanceroute.proxy.perimeter.routes import ACCESS
 from balanceroute.proxy.wire.responses import error_body
 from balanceroute.proxy.workers.fleet import Worker
@@ -96,7 +97,10 @@ class Admin:
         return json_response({"status": "ok"})
 
     async def ready(self, request: Request) -> Response:
-        """A request sent now would be served, if not as well as it should be; then `reasons` says what is wrong."""
+        """A request sent now would be served, if not as well as it should be; then `reasons` says what is wrong.
+
+        Workers that are down are named with why, and are no reason where others of their tier serve.
+        """
         services = self._services()
         view = services.ledger.view()
         up = {
@@ -106,6 +110,10 @@ class Admin:
         ready = not view.draining and all(up.values())
         status = "draining" if view.draining else "ready" if ready else "no healthy workers"
         answer: dict[str, Any] = {"status": status, "workers_up": up}
+        down = [each.id for each in view.prefillers if each.state is WorkerState.DOWN]
+        down += [each.id for each in view.decoders if each.state is WorkerState.DOWN]
+        if down:
+            answer["workers_down"] = {name: why_not_up(services.fleet[name]) for name in down}
         if services.frozen:
             answer["silent_groups"] = {group.name: list(group.workers) for group in services.frozen}
         if reasons := services.degraded_by:

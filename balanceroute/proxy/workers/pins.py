@@ -81,9 +81,11 @@ class PinRecord:
         self._file: int | None = None
         try:
             self._file = os.open(self._path, _FLAGS, 0o600)
-            self._lock(self._file)
+            self._lock(self._file, self._path)
             with open(self._file, "rb", closefd=False) as file:
-                self.left = self._read(file.read())
+                self._live = _held(file.read(), self._path, self)
+            self.left = tuple(self._live.values())
+            self._count = max(self._live, default=0)
             self._rewrite()
         except (OSError, ConfigError) as error:
             self.close()
@@ -112,6 +114,27 @@ class PinRecord:
         if self._live.pop(pin.number, None) is not None:
             self._append(b"-%d\n" % pin.number)
 
+    def take_over(self, path: Path) -> tuple[Pin, ...]:
+        """Move what another record holds here, and remove it, if nobody keeps it any more; returns what that was.
+
+        A kill in between loses it to its timeout: better than two records with the same parameters.
+        """
+        try:
+            file = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
+        except OSError:
+            return ()  # somebody else was faster
+        with open(file, "rb") as opened:
+            try:
+                self._lock(file, path)
+                pins = tuple(_held(opened.read(), path, self).values())
+                path.unlink()
+            except (OSError, ConfigError):
+                return ()  # it is kept, or is none of ours
+        for pin in pins:
+            pin.number = 0
+            self.hold(pin)
+        return pins
+
     def __len__(self) -> int:
         """How many are held."""
         return len(self._live)
@@ -124,41 +147,20 @@ class PinRecord:
 
     # -- the file
 
-    def _lock(self, file: int) -> None:
+    def _lock(self, file: int, path: Path) -> None:
         """Make the file ours alone. Raises: ConfigError; OSError."""
         status = os.fstat(file)
         if not stat.S_ISREG(status.st_mode) or status.st_uid != os.geteuid():
-            raise ConfigError(f"lifecycle.pins_file = {str(self._path)!r}: accepted is a file of the router's own user")
+            raise ConfigError(f"lifecycle.pins_file = {str(path)!r}: accepted is a file of the router's own user")
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             raise self._taken() from None
-        if not os.path.samestat(status, os.stat(self._path)):  # its owner wrote it anew while we opened it
+        if not os.path.samestat(status, os.stat(path)):  # its owner wrote it anew while we opened it
             raise self._taken()
 
     def _taken(self) -> ConfigError:
         return ConfigError(f"lifecycle.pins_file = {str(self._path)!r}: another router is using it; each needs its own")
-
-    def _read(self, data: bytes) -> tuple[Pin, ...]:
-        """What lines say is pinned. Raises: ConfigError: it is another kind of file."""
-        data = data.lstrip(b"\0")  # a machine that lost its power may leave a file of its length and no more
-        if not (data.startswith(HEAD) or HEAD.startswith(data)):
-            raise ConfigError(f"lifecycle.pins_file = {str(self._path)!r}: it holds something else; name another file")
-        damaged = 0
-        lines = data[len(HEAD) :].split(b"\n")
-        for line in lines[:-1]:  # the last one was being written, or is empty
-            try:
-                if line.startswith(b"-"):
-                    self._live.pop(int(line[1:]), None)
-                else:
-                    pin = _pin(line, self)
-                    self._live[pin.number] = pin
-            except (ValueError, TypeError, KeyError):
-                damaged += 1
-        if damaged:
-            log.warning("damaged lines in the record of pinned KV", extra={"file": str(self._path), "lines": damaged})
-        self._count = max(self._live, default=0)
-        return tuple(self._live.values())
 
     def _append(self, line: bytes) -> None:
         if self._file is None:
@@ -199,6 +201,27 @@ class PinRecord:
         except OSError as second:
             log.warning("the record of pinned KV is out of date; remove it", extra={**fields, "error": second.strerror})
         self.close()
+
+
+def _held(data: bytes, path: Path, record: PinRecord) -> dict[int, Pin]:
+    """What a file says is pinned, by number, as `record`'s. Raises: ConfigError: it is another kind of file."""
+    data = data.lstrip(b"\0")  # a machine that lost its power may leave a file of its length and no more
+    if not (data.startswith(HEAD) or HEAD.startswith(data)):
+        raise ConfigError(f"lifecycle.pins_file = {str(path)!r}: it holds something else; name another file")
+    held: dict[int, Pin] = {}
+    damaged = 0
+    for line in data[len(HEAD) :].split(b"\n")[:-1]:  # the last one was being written, or is empty
+        try:
+            if line.startswith(b"-"):
+                held.pop(int(line[1:]), None)
+            else:
+                pin = _pin(line, record)
+                held[pin.number] = pin
+        except (ValueError, TypeError, KeyError):
+            damaged += 1
+    if damaged:
+        log.warning("damaged lines in the record of pinned KV", extra={"file": str(path), "lines": damaged})
+    return held
 
 
 def stand_in(pin: Pin) -> ClientRequest:

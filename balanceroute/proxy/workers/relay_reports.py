@@ -11,7 +11,7 @@ from balanceroute.proxy.workers.silence import FrozenGroup
 
 
 class RelayReports:
-    """All relays' words on the workers of one fleet; a `Steward` of the hub."""
+    """All relays' words on the workers of one fleet; the `Reports` of the hub."""
 
     def __init__(
         self,

@@ -39,6 +39,14 @@ def test_names_are_whole_when_piped_and_what_is_not_known_is_said(capsys: pytest
     assert "not worked out" in second and ROW["runner_up"] not in second
 
 
+def test_the_policy_is_a_column_only_where_it_has_changed(capsys: pytest.CaptureFixture[str]) -> None:
+    show_decisions({"count": 2, "decisions": [ROW, {**ROW, "policy": "br_0"}]})
+    told = capsys.readouterr().out
+    assert "┃ policy" in told and told.endswith("2 admissions so far, 2 shown, by br_0, level_fit\n")
+    show_decisions({"count": 2, "decisions": [ROW]})
+    assert "┃ policy" not in capsys.readouterr().out
+
+
 def test_a_router_that_has_decided_nothing_is_no_error(capsys: pytest.CaptureFixture[str]) -> None:
     show_decisions({"count": 0, "decisions": []})
     assert capsys.readouterr().out == "0 admissions so far, 0 shown\n"

@@ -148,21 +148,21 @@ def test_a_stock_of_large_prompts_raises_the_level_also_where_answers_are_short(
 
 
 def test_a_large_prompt_raises_the_envelope_before_its_cap_and_not_long_before() -> None:
-    """Its cap is 60 s and 1.1 times that more, for a prompt 50 times the mean."""
+    """Its cap is 60 s and .8 times that more, for a prompt 30 times the mean."""
 
     def at(age_s: float) -> list[tuple[str, str]]:
         scheduler = level_fitting([[1000, 1000], [900]], slots=2, mean_prompt=100)
-        scheduler.submit_prefilled(RequestSpec("large", 5000), 1000.0 - age_s)
+        scheduler.submit_prefilled(RequestSpec("large", 3000), 1000.0 - age_s)
         pool_all(scheduler, {"a": 1000, "b": 100}, now=1000.0)
         see_means(scheduler, 100, 0.0)
         return admitted(scheduler, 1000.0)
 
     assert at(80.0) == [("a", "d1")]
-    assert at(125.0) == [("large", "d1")]
+    assert at(105.0) == [("large", "d1")]
 
 
 def test_no_prompt_may_wait_until_the_pool_gives_it_up() -> None:
-    """Behind long waits a large prompt would go first after 5 * 40 * 2.1 s; the pool keeps it for 100."""
+    """Behind long waits a large prompt would go first after 5 * 40 * 1.8 s; the pool keeps it for 100."""
     for pool_ttl_s, expected in ((math.inf, "young"), (100.0, "old")):
         scheduler = occupied([[500, 500], [400]], slots=2, policy="level_fit")
         scheduler.configure(SchedulerConfig(pool_ttl_s=pool_ttl_s), 0.0)

@@ -35,9 +35,9 @@ from balanceroute.explain import Outlook, outlook
 from balanceroute.proxy.admission.decision_log import ROWS, Decision
 from balanceroute.proxy.ops.admin import state
 from balanceroute.proxy.ops.dashboard.recorder import Recorder
-from balanceroute.proxy.ops.dashboard.workers import why_not_up
 from balanceroute.proxy.ops.guard import closed_headers, error_response
 from balanceroute.proxy.ops.services import OperatorServices
+from balanceroute.proxy.ops.workers import why_not_up
 from balanceroute.proxy.perimeter.access import SESSION_COOKIE, SESSION_S
 from balanceroute.proxy.telemetry.instruments import Histogram
 
@@ -181,7 +181,7 @@ class Dashboard:
             self._services().perimeter.admin.new_session(time.time()),
             max_age=SESSION_S,
             path=DASHBOARD_PATH,
-            secure=request.url.scheme == "https",
+            secure=self._services().config.tls.cert_file is not None,  # a brain is asked by relays, without TLS
             httponly=True,
             samesite="strict",
         )

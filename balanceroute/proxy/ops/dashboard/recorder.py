@@ -25,8 +25,8 @@ from balanceroute.errors import ConfigError, InputError
 from balanceroute.explain import runners_up
 from balanceroute.proxy.admission.decision_log import SAMPLES, DecisionLog, Sample
 from balanceroute.proxy.ops.admin import deciding
-from balanceroute.proxy.ops.dashboard.workers import why_not_up
 from balanceroute.proxy.ops.services import OperatorServices
+from balanceroute.proxy.ops.workers import why_not_up
 from balanceroute.proxy.telemetry.instruments import Histogram
 
 SPAN: Final = 900  # samples, one per second: 15 minutes

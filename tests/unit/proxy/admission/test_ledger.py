@@ -1,11 +1,11 @@
-"""The brain's side of the waist, with a real scheduler behind it: who is woken by what, and when a worker may leave."""
+"""The side that decides, with a real scheduler behind it: who is woken by what, and when a worker may leave."""
 
 import pytest
 
 from balanceroute.core.knobs import PolicySettings
 from balanceroute.core.types import Outcome, RequestSpec, Role, WorkerSpec, WorkerState
+from balanceroute.proxy.admission.decider import Answer, Refusal
 from balanceroute.proxy.admission.ledger import Ledger
-from balanceroute.proxy.admission.waist import Answer, Refusal
 from tests.unit.proxy.admission.ledgers import a_ledger, decoding
 from tests.unit.proxy.virtual_time import in_virtual_time, let_pass
 

@@ -1,4 +1,4 @@
-"""The requests' side of the waist, with a real scheduler behind it."""
+"""The requests' side, with a real scheduler behind it."""
 
 import asyncio
 
@@ -6,9 +6,9 @@ import pytest
 
 from balanceroute.core.types import Outcome, Phase, RequestSpec, WorkerState
 from balanceroute.errors import Draining, InvariantError, NoHealthyWorkers, QueueFull, QueueTimeout
+from balanceroute.proxy.admission.decider import Answer
 from balanceroute.proxy.admission.ledger import Ledger
 from balanceroute.proxy.admission.tickets import Ticket
-from balanceroute.proxy.admission.waist import Answer
 from tests.unit.proxy.admission.ledgers import a_ledger, decoding, load, turns
 from tests.unit.proxy.virtual_time import in_virtual_time, let_pass
 

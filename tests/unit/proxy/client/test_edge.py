@@ -1,7 +1,8 @@
 """Which connections there is room for, and how much they may hold."""
 
 import asyncio
-from typing import Any
+from collections.abc import Callable
+from typing import Any, cast
 
 import pytest
 
@@ -173,6 +174,36 @@ def test_every_connection_is_looked_at_several_times_within_the_shortest_limit()
         assert len(seat.looks) > looks
 
     in_virtual_time(test)
+
+
+class StoppedLoop:
+    """A loop of a process that stands still as long as the test likes."""
+
+    def __init__(self) -> None:
+        self.now_s = 100.0
+        self.looks: list[Callable[[], None]] = []
+
+    def time(self) -> float:
+        return self.now_s
+
+    def call_later(self, delay_s: float, look: Callable[[], None]) -> None:
+        self.looks.append(look)
+
+    def pass_(self, seconds: float) -> None:
+        self.now_s += seconds
+        self.looks.pop()()
+
+
+def test_nobody_is_late_who_could_not_be_read_because_the_process_stood_still() -> None:
+    loop, seat = StoppedLoop(), Seat()
+    edge = Edge(EchoSite(), ClientLimits(), cast(Any, loop), set(), set(), {})
+    assert edge.join(seat)
+    loop.pass_(edge.period_s)
+    assert seat.looks == [100.0, 100.0 + edge.period_s]
+    loop.pass_(20.0)
+    assert len(seat.looks) == 2, "what has come meanwhile is read first"
+    loop.pass_(edge.period_s)
+    assert seat.looks[2:] == [loop.now_s]
 
 
 def test_a_connection_that_breaks_when_looked_at_is_closed_and_the_others_are_looked_at() -> None:

@@ -2,6 +2,7 @@
 
 import math
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -35,6 +36,15 @@ def test_the_prefill_tier_takes_what_keeps_its_ready_prefillers_busy() -> None:
     assert room([down, full], 0.9, None, 100, 0) == 0
     assert room([a_prefiller()], 0.9, None, 1, 0) == 1
     assert room([a_prefiller()], 0.9, None, -3, 0) == 0
+
+
+@pytest.mark.parametrize("relays", [1, 2, 3, 5])
+def test_relays_together_move_no_more_than_one_process_would(relays: int) -> None:
+    tier = [a_prefiller(), a_prefiller()]
+    each = room(tier, 0.9, None, 100, 0, relays)
+    assert each >= 1 and relays * (each - 1) < 2 * LANES <= relays * each
+    assert room(tier, 0.9, None, 100, each, relays) == 0
+    assert room(tier, 0.9, None, 1, 0, relays) == 1
 
 
 @given(

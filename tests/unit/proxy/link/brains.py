@@ -16,6 +16,8 @@ from balanceroute.proxy.admission.tickets import Ticket, Tickets
 from balanceroute.proxy.link.hub import Hub
 from balanceroute.proxy.link.remote import RemoteBrain
 from balanceroute.proxy.telemetry.instruments import Histogram
+from balanceroute.proxy.workers.fleet import Fleet, FleetConfig
+from balanceroute.proxy.workers.relay_reports import RelayReports
 from tests.waiting import PATIENCE_S
 
 
@@ -29,7 +31,8 @@ class Brain:
         self.scheduler.add_worker(WorkerSpec("d0", Role.DECODE, slots=slots), 0.0)
         self.ledger = Ledger(self.scheduler, loop)
         self.superseded: list[int] = []
-        self.hub = Hub(self.ledger, loop, epoch, relays, self.superseded.append)
+        reports = RelayReports(Fleet(self.ledger, FleetConfig()), loop, frozen=())
+        self.hub = Hub(self.ledger, reports, loop, epoch, relays, self.superseded.append)
         self._tasks = [loop.create_task(self._decide())]
 
     async def _decide(self) -> None:

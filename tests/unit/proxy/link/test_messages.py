@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from balanceroute.core.types import Outcome, Phase, RequestSpec, Standing, WorkerState
 from balanceroute.core.view import ClusterView, DecoderView, PrefillerView
-from balanceroute.proxy.admission.waist import RefusalKind
+from balanceroute.proxy.admission.decider import RefusalKind
 from balanceroute.proxy.link import messages as m
 
 numbers = st.integers(0, 2**53)

@@ -5,7 +5,7 @@ from collections.abc import Callable
 import pytest
 
 from balanceroute.core.types import WorkerState
-from balanceroute.proxy.ops.dashboard.workers import why_not_up
+from balanceroute.proxy.ops.workers import why_not_up
 from balanceroute.proxy.services import Services
 from balanceroute.proxy.workers.fleet import Worker
 from tests.unit.proxy.virtual_time import a_router, in_virtual_time

@@ -235,3 +235,23 @@ def test_what_stands_in_for_a_prompt_has_its_size_and_is_never_the_same(path: Pa
         assert ids[:16] != orjson.loads(stand_in(pin).prompt_json)[:16]
     assert "model" not in stand_in(a_pin(record, model=None)).rest
     record.close()
+
+
+def test_what_another_record_holds_is_taken_over_once_nobody_keeps_it(tmp_path: Path) -> None:
+    mine, other = PinRecord(tmp_path / "mine"), PinRecord(tmp_path / "other")
+    a_pin(mine, "own")
+    a_pin(other, "gone").release()
+    a_pin(other, "left", prompt_tokens=77)
+    assert mine.take_over(tmp_path / "other") == () and (tmp_path / "other").exists()
+    killed(other)
+    (taken,) = mine.take_over(tmp_path / "other")
+    assert (taken.request_id, taken.prompt_tokens, taken.kv_transfer_params) == ("left", 77, PARAMS)
+    assert not (tmp_path / "other").exists() and mine.take_over(tmp_path / "other") == ()
+    (tmp_path / "notes").write_text("something else\n")
+    assert mine.take_over(tmp_path / "notes") == () and (tmp_path / "notes").exists()
+    killed(mine)
+    assert left_in(tmp_path / "mine") == ["own", "left"]
+    heir = PinRecord(tmp_path / "mine")
+    heir.left[1].release()
+    killed(heir)
+    assert left_in(tmp_path / "mine") == ["own"]

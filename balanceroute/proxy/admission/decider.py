@@ -1,4 +1,4 @@
-"""The narrow waist between those who hold requests and the one who decides: calls with plain data, by request id.
+"""The calls between those who hold requests and the one who decides: plain data, by request id.
 
     submit(spec)                                     arrival
     prefilled(id, n, cached) | prefill_failed(id)    how the probe went
@@ -97,8 +97,8 @@ def no_healthy_workers(states: Mapping[str, Sequence[WorkerState]]) -> Refusal:
     return Refusal(RefusalKind.NO_WORKERS, text, NO_WORKERS_RETRY_AFTER_S)
 
 
-class Brain(Protocol):
-    """Who decides, as those who hold requests know him: the ledger itself, or a link to it.
+class Decider(Protocol):
+    """Who decides, as those who hold requests know it: the ledger itself, or a link to it.
 
     `tell` is called with each answer; `collect`, before a decision, so that the tokens which have come are told first.
     `at_once`: tokens are to be told as they come, because it keeps them itself.

@@ -1,4 +1,4 @@
-"""What crosses the waist is plain data: refusals, and the errors that clients get for them."""
+"""What crosses between requests and who decides is plain data: refusals, and the errors that clients get for them."""
 
 from dataclasses import asdict
 
@@ -8,7 +8,7 @@ import pytest
 from balanceroute.core.types import RejectReason, WorkerState
 from balanceroute.core.view import ClusterView
 from balanceroute.errors import Draining, NoHealthyWorkers, QueueFull, QueueTimeout
-from balanceroute.proxy.admission.waist import Refusal, RefusalKind, no_healthy_workers, refusal
+from balanceroute.proxy.admission.decider import Refusal, RefusalKind, no_healthy_workers, refusal
 
 NOBODY = ClusterView((), (), 0, 0, 0, 0, draining=False)
 
