@@ -904,8 +904,9 @@ class Config(Section):
             )
         if self.connector == "mooncake_layerwise" and self.listen.relays:
             yield (
-                f"listen.relays = {self.listen.relays}: accepted with mooncake_layerwise is 0, as decode workers call "
-                "one process back"
+                f"listen.relays = {self.listen.relays}: accepted with mooncake_layerwise is 0, as a decode worker "
+                "calls back the process that has its request, and all relays have one address; use connector: "
+                "mooncake_v1, or a router for each part of the cluster"
             )
         if self.connector == "mooncake_layerwise" and self.decode.overlap_requests not in (0, "auto"):
             yield (

@@ -33,16 +33,24 @@ from balanceroute.config import Config
 from balanceroute.errors import ConfigError, NoHealthyWorkers
 from balanceroute.proxy.admission.forecasts import Keys
 from balanceroute.proxy.admission.tickets import Tickets
-from balanceroute.proxy.app import HANDLERS, ClientApp, drain_left, hot_routes, set_up, stop_tasks, supervised
+from balanceroute.proxy.app import (
+    HANDLERS,
+    ClientApp,
+    drain_left,
+    fleet_config,
+    guarded_routes,
+    hot_routes,
+    set_up,
+    stop_tasks,
+    supervised,
+)
 from balanceroute.proxy.client.acceptor import Acceptor
 from balanceroute.proxy.client.services import ClientServices
 from balanceroute.proxy.life.pool_reaper import PERIOD_S, PoolReaper
 from balanceroute.proxy.link.messages import Activity, Counted, Learned, Silent, Workers
 from balanceroute.proxy.link.remote import LOST, NOBODY, RemoteBrain
 from balanceroute.proxy.ops.admin import json_response
-from balanceroute.proxy.ops.dashboard import DASHBOARD_PATH, SIGN_IN
 from balanceroute.proxy.ops.forwarding import Forwarding
-from balanceroute.proxy.ops.guard import guarded
 from balanceroute.proxy.ops.to_brain import ToBrain
 from balanceroute.proxy.perimeter.gate import Perimeter
 from balanceroute.proxy.perimeter.routes import ACCESS, Access
@@ -52,10 +60,9 @@ from balanceroute.proxy.run_folder import RunFolder
 from balanceroute.proxy.server import ChildServer
 from balanceroute.proxy.telemetry.metrics import Metrics
 from balanceroute.proxy.wire.connectors import connector_for
-from balanceroute.proxy.workers.circuit import CircuitConfig
 from balanceroute.proxy.workers.connector_check import shortened
 from balanceroute.proxy.workers.drainer import Drainer
-from balanceroute.proxy.workers.fleet import FleetConfig, Worker
+from balanceroute.proxy.workers.fleet import Worker
 from balanceroute.proxy.workers.following import FollowingFleet
 from balanceroute.proxy.workers.pins import PinRecord
 from balanceroute.proxy.workers.silence import FrozenGroup
@@ -180,7 +187,8 @@ def create_relay_app(config: Config, folder: RunFolder, name: str) -> RelayApp:
     """
     if config.connector == "mooncake_layerwise":
         raise ConfigError(
-            "connector: mooncake_layerwise needs listen.relays: 0, as decode workers call one process back"
+            "connector: mooncake_layerwise needs listen.relays: 0, as a decode worker calls back the process that has "
+            "its request, and all relays have one address"
         )
 
     @asynccontextmanager
@@ -216,19 +224,8 @@ def create_relay_app(config: Config, folder: RunFolder, name: str) -> RelayApp:
 
     perimeter, to_brain = Perimeter(config), ToBrain(str(folder.operators))
     pins = None if config.kv_pin_s is None else _own_pins(folder.pins(name))
-    app = RelayApp(
-        routes=[
-            guarded(
-                route,
-                lambda: app.services.perimeter,
-                lambda: app.services.metrics.refusals,
-                SIGN_IN if route.path == DASHBOARD_PATH else None,
-            )
-            for route in _routes(Forwarding(lambda: app.services), to_brain)
-        ],
-        lifespan=lifespan,
-        exception_handlers=HANDLERS,
-    )
+    routes = guarded_routes(lambda: app.services, _routes(Forwarding(lambda: app.services), to_brain))
+    app = RelayApp(routes=routes, lifespan=lifespan, exception_handlers=HANDLERS)
     set_up(app, config, Tls(config))
     return app
 
@@ -285,9 +282,7 @@ def build_relay(
     )
     metrics = Metrics(lambda: NOBODY, config.routing.policy)
     metrics.carry_on(folder.counts(name))
-    circuit = CircuitConfig(config.health.failure_threshold, config.health.open_for_s)
-    to_workers = FleetConfig(circuit, config.limits.client_buffer_bytes, tls.for_workers)
-    fleet = FollowingFleet(loop, to_workers, brain.report, metrics.forget_worker)
+    fleet = FollowingFleet(loop, fleet_config(config, tls), brain.report, metrics.forget_worker)
     connector = connector_for(config)
     tickets = Tickets(brain, loop, connector.decode_first)
     brain.tickets = tickets.by_id

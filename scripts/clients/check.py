@@ -181,6 +181,25 @@ async def check(chosen: list[Client], environments: Path, vllm_venv: Path | None
     return not failed
 
 
+def announce(chosen: list[Client], folder: Path, vllm_venv: Path | None, *, stays: bool) -> None:
+    """Say what is downloaded, from where, and what becomes of it."""
+    languages = {name: block.language for name, block in blocks().items()}
+    wanted: dict[str, set[str]] = {"PyPI": set(), "npm": set()}
+    for client in chosen:
+        if client.packages != ("vllm",) or vllm_venv is None:
+            wanted["npm" if languages[client.name] == "js" else "PyPI"] |= set(client.packages)
+    if not any(wanted.values()):
+        return
+    end = "stays" if stays else "is deleted at the end"
+    print(f"Installing the newest versions of these into {folder}, which {end}:")
+    for registry, packages in wanted.items():
+        if packages:
+            print(f"  from {registry}: {', '.join(sorted(packages))}")
+    if vllm_venv is None and wanted["PyPI"] & {"vllm", "guidellm"}:
+        print("  vLLM and GuideLLM bring torch, some GB; VLLM_VENV names an environment that has them")
+    print(flush=True, end="")
+
+
 def main() -> int:
     """The command."""
     parser = argparse.ArgumentParser(prog="scripts/test_clients", description=(__doc__ or "").split("\n")[0])
@@ -192,6 +211,7 @@ def main() -> int:
     chosen = [names[name] for name in given.only]
     with tempfile.TemporaryDirectory(prefix="balanceroute-environments-") as folder:
         environments = given.environments.resolve() if given.environments else Path(folder)
+        announce(chosen, environments, vllm_venv, stays=given.environments is not None)
         return 0 if asyncio.run(check(chosen, environments, vllm_venv)) else 1
 
 
