@@ -59,10 +59,7 @@ async def decode(leg: Leg, worker: Worker, grace_s: float) -> bool:
             retry_stale=False,  # a worker that took the request and died looks the same: the KV may be pulled
         )
         if reply.status != 200:
-            error = status_error(reply, await reply.read(ERROR_LIMIT), worker, "decode")
-            if isinstance(error, UpstreamStatus) and (error.status < 500 or error.status == 503 or streams):
-                leg.refused(params)
-            raise error
+            raise await _refusal(leg, worker, reply, params)
         if reply.header(b"content-encoding") not in (None, b"identity"):
             raise BadUpstreamReply("it compressed its reply unasked", worker=worker.id, tier="decode")
         complete = await (_stream(leg, worker, reply) if streams else _whole(leg, worker, reply))
@@ -87,6 +84,15 @@ async def decode(leg: Leg, worker: Worker, grace_s: float) -> bool:
         leg.stalled_since_s = math.inf
         leg.idle_s = -math.inf
         leg.leave(worker)
+
+
+async def _refusal(leg: Leg, worker: Worker, reply: Reply, params: bytes) -> UpstreamError:
+    """The error that an answer other than 200 is; the leg keeps the parameters if the engine has not seen them."""
+    error = status_error(reply, await reply.read(ERROR_LIMIT), worker, "decode")
+    streams = leg.answer.request.streams_upstream
+    if isinstance(error, UpstreamStatus) and (error.status < 500 or error.status == 503 or streams):
+        leg.refused(params)
+    return error
 
 
 async def _interrupted(leg: Leg, error: BalanceRouteError) -> bool:

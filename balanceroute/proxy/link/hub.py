@@ -416,15 +416,17 @@ class Hub:
                     held = member.places.get(place)
                     if held is not None and same_life(held.number, life):
                         self._advance(held, tokens)
-            except (InvariantError, LinkError) as error:
+            except InvariantError as error:
                 member.frames.abort(f"relay {member.relay} counts what can't be: {error}")
 
     def _advance(self, held: _Held, tokens: int) -> None:
-        """A ticket has generated so many by now. Raises: LinkError, InvariantError: that can't be."""
-        more, held.tokens = tokens - held.tokens, tokens
-        if more < 0:
-            raise LinkError(f"{-more} tokens less than before")
-        if more:
+        """A ticket has generated so many by now; fewer than are known are older news: some are said, others read.
+
+        Raises: InvariantError: it generates nothing.
+        """
+        more = tokens - held.tokens
+        if more > 0:
+            held.tokens = tokens
             self._ledger.progress(held.request_id, more)
 
     def _tell(self, request_id: str, answer: Answer) -> None:
