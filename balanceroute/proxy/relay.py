@@ -63,8 +63,8 @@ from balanceroute.proxy.wire.connectors import connector_for
 from balanceroute.proxy.workers.connector_check import shortened
 from balanceroute.proxy.workers.drainer import Drainer
 from balanceroute.proxy.workers.fleet import Worker
-from balanceroute.proxy.workers.following import FollowingFleet
 from balanceroute.proxy.workers.pins import PinRecord
+from balanceroute.proxy.workers.relay_fleet import RelayFleet
 from balanceroute.proxy.workers.silence import FrozenGroup
 
 log = logging.getLogger(__name__)
@@ -78,10 +78,10 @@ ALIVE: Final = ("/health", "/ping")  # that this process lives, it says itself
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class RelayServices(ClientServices):
-    """Everything of a relay; `fleet` is a `FollowingFleet`."""
+    """Everything of a relay; `fleet` is a `RelayFleet`."""
 
     brain: RemoteBrain
-    following: FollowingFleet
+    following: RelayFleet
     folder: RunFolder
     name: str
     kept: bytes = b""  # of the counts
@@ -282,7 +282,7 @@ def build_relay(
     )
     metrics = Metrics(lambda: NOBODY, config.routing.policy)
     metrics.carry_on(folder.counts(name))
-    fleet = FollowingFleet(loop, fleet_config(config, tls), brain.report, metrics.forget_worker)
+    fleet = RelayFleet(loop, fleet_config(config, tls), brain.report, metrics.forget_worker)
     connector = connector_for(config)
     tickets = Tickets(brain, loop, connector.decode_first)
     brain.tickets = tickets.by_id

@@ -243,7 +243,7 @@ class Upstream:
                 self._starts[method, path] = start
         lines = headers if isinstance(headers, bytes) else checked_lines(headers)
         if body or method not in _BODILESS:
-            return b"%s%scontent-length: %d\r\n\r\n%s" % (start, lines, len(body), body)
+            return b"".join((start, lines, b"content-length: %d\r\n\r\n" % len(body), body))
         return b"%s%s\r\n" % (start, lines)
 
     def _release(self, connection: "_Connection", *, reusable: bool) -> None:
