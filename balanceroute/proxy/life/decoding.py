@@ -19,7 +19,7 @@ from balanceroute.proxy.life.leg import ERROR_LIMIT, REPLY_LIMIT, Leg
 from balanceroute.proxy.life.relay import relay
 from balanceroute.proxy.life.retries import event_error, status_error
 from balanceroute.proxy.wire.answers import correct_answer
-from balanceroute.proxy.wire.sse import StreamEnd
+from balanceroute.proxy.wire.sse import DONE, StreamEnd
 from balanceroute.proxy.workers.fleet import Worker
 from balanceroute.proxy.workers.identity import check_id, foreign_reply, learn_id
 from balanceroute.proxy.workers.upstream import Reply
@@ -76,7 +76,7 @@ async def decode(leg: Leg, worker: Worker, grace_s: float) -> bool:
             raise
         return await _interrupted(leg, interruption)
     finally:
-        if leg.reply is not None and answer.scanner.end is not StreamEnd.DONE:
+        if leg.reply is not None and answer.scanner.end is not DONE:
             leg.reply.abort()
         leg.reply = leg.streaming_from = None
         if not answered and leg.unspent is None and answer.scanner.tokens == tokens:
@@ -100,7 +100,7 @@ async def _interrupted(leg: Leg, error: BalanceRouteError) -> bool:
     answer = leg.answer
     if leg.reply is not None and leg.reply.undelivered:
         raise ClientStalled("the client had not taken all events when the request was ended") from None
-    if answer.scanner.end is StreamEnd.DONE:
+    if answer.scanner.end is DONE:
         return True
     if answer.scanner.finish_reason is not None and not isinstance(error, ClientStalled):
         await answer.close_finished()
@@ -149,7 +149,7 @@ async def _stream(leg: Leg, worker: Worker, reply: Reply) -> bool:
             first=out,
             ends_response=outlet.ends_response,
         )
-    if scanner.finish_reason is not None and scanner.end is not StreamEnd.DONE:
+    if scanner.finish_reason is not None and scanner.end is not DONE:
         await answer.close_finished()
     return _ended(leg, worker, broken)
 
@@ -170,7 +170,7 @@ def _ended(leg: Leg, worker: Worker, broken: UpstreamError | None) -> bool:
     """Judge how the worker's stream ended: True complete, False given back. Raises: UpstreamError."""
     scanner = leg.answer.scanner
     end = scanner.end
-    if end is StreamEnd.DONE:
+    if end is DONE:
         return True
     if end is StreamEnd.ERROR:
         raise event_error(scanner.error or b"{}", worker)
@@ -207,7 +207,7 @@ async def _whole(leg: Leg, worker: Worker, reply: Reply) -> bool:
         leg.ticket.progress(told.tokens)
     leg.first_token_s = worker.progress_s = leg.services.tickets.now()
     scanner.tokens, scanner.finish_reason = told.tokens, told.finish_reason
-    scanner.end = StreamEnd.DONE
+    scanner.end = DONE
     leg.retries.clear_choices()
     answer.outlet.whole(told.body)
     return True

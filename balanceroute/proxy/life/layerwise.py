@@ -39,7 +39,7 @@ from typing import Any, Final
 
 import orjson
 
-from balanceroute.core.types import Phase, WorkerState
+from balanceroute.core.types import DECODING, GONE, POOLED, Phase, WorkerState
 from balanceroute.errors import (
     BalanceRouteError,
     ConnectFailed,
@@ -51,14 +51,23 @@ from balanceroute.errors import (
 from balanceroute.proxy.admission.decider import RETRY_AFTER_S
 from balanceroute.proxy.life.decoding import decode
 from balanceroute.proxy.life.errors import WorkerSilent
-from balanceroute.proxy.life.leg import ERROR_LIMIT, REPLY_LIMIT, Event, Leg, Transitions
+from balanceroute.proxy.life.leg import (
+    ADMITTED,
+    COMPLETE,
+    CUT_OFF,
+    ERROR_LIMIT,
+    REPLY_LIMIT,
+    Event,
+    Leg,
+    Transitions,
+)
 from balanceroute.proxy.life.prefilling import has_prefilled, result_of
 from balanceroute.proxy.life.pull import go_on
 from balanceroute.proxy.life.retries import pushes_back
 from balanceroute.proxy.telemetry.conditions import CONNECTOR
 from balanceroute.proxy.wire.connectors import LayerwiseConnector
 from balanceroute.proxy.wire.payloads import ClientRequest, PrefillResult
-from balanceroute.proxy.wire.sse import StreamEnd
+from balanceroute.proxy.wire.sse import DONE
 from balanceroute.proxy.workers.fleet import Worker
 
 log = logging.getLogger(__name__)
@@ -100,10 +109,10 @@ class Layerwise:
 
     __slots__ = ("_connector", "_leg", "_push", "_result", "_s", "_worker")
 
-    first: Phase = Phase.POOLED
+    first: Phase = POOLED
     follows: Transitions = {
-        Phase.POOLED: {Event.ADMITTED: Phase.DECODING},
-        Phase.DECODING: {Event.COMPLETE: Phase.GONE, Event.CUT_OFF: Phase.POOLED},
+        POOLED: {ADMITTED: DECODING},
+        DECODING: {COMPLETE: GONE, CUT_OFF: POOLED},
     }
 
     def __init__(self, leg: Leg) -> None:
@@ -119,7 +128,7 @@ class Layerwise:
     async def pooled(self) -> Event:
         """Wait for a slot at a decode worker."""
         self._worker = await self._leg.admission()
-        return Event.ADMITTED
+        return ADMITTED
 
     async def decoding(self) -> Event:
         """Have the decode worker ask for the KV and generate the answer, from wherever it is."""
@@ -129,7 +138,7 @@ class Layerwise:
         lost: UpstreamError | None = None
         try:
             if await self._attempt(worker):
-                return Event.COMPLETE
+                return COMPLETE
             worker.circuit.inconclusive()
             if scanner.tokens == tokens:
                 await asyncio.sleep(retries.fruitless(worker))
@@ -199,7 +208,7 @@ class Layerwise:
             result = await self._prefill_for(body)
             answer.check_prefill(self._s.fleet[leg.prefiller_id], result)
         except BalanceRouteError as error:
-            if answer.scanner.end is not StreamEnd.DONE:
+            if answer.scanner.end is not DONE:
                 leg.interrupt(error)
             return
         now = self._s.tickets.now()

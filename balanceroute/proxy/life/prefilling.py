@@ -6,7 +6,7 @@ The body is the connector's (`wire/connectors.py`). A client that goes meanwhile
 import asyncio
 from typing import Final
 
-from balanceroute.core.types import WorkerState
+from balanceroute.core.types import UP
 from balanceroute.errors import ForeignReply, UpstreamError
 from balanceroute.proxy.life.errors import NothingPinned
 from balanceroute.proxy.life.leg import ERROR_LIMIT, REPLY_LIMIT, Leg
@@ -28,7 +28,7 @@ async def next_prefiller(leg: Leg) -> Worker:
     waiting_since_s = services.tickets.now()
     while True:
         worker = services.fleet[await leg.retries.patiently(ticket, ticket.prefiller())]
-        if worker.state is WorkerState.UP:
+        if worker.state is UP:
             leg.prefill_wait_s += services.tickets.now() - waiting_since_s
             leg.prefiller_id = worker.id
             return worker
