@@ -51,6 +51,7 @@ STEPS_PER_S: Final = 16
 REQUESTS_PER_S: Final = 120
 RELAYS: Final = 2
 TICK_S: Final = 0.002
+BUSY_S: Final = 0.1  # late by so much, what was measured is another load
 
 
 class Life:
@@ -245,7 +246,7 @@ def _print(policy: str, what: str, decisions: Decisions, lags_s: list[float]) ->
     decided = f"{len(decisions.durations_s)} decisions over {statistics.median(decisions.waiting):.0f}"
     print(
         f"{policy:9} {what:20} {decided}, ms: {ms(decisions.durations_s)}; age, ms: {ms(decisions.ages_s)}"
-        f"; lag, ms: {ms(lags_s)}",
+        f"; lag, ms: {ms(lags_s)}" + ("; TOO BUSY: not all of it was played" if max(lags_s) > BUSY_S else ""),
         flush=True,
     )
 

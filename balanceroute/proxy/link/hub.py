@@ -9,7 +9,7 @@ decides nothing: what members call meanwhile waits, and is heard in order once i
 that a relay holds which has not been heard yet. A ticket that comes later and finds its slot taken is void.
 
 **Tokens** of a relay on this machine are read where the relay writes them (`token_counts.py`), by `collect`: before
-each decision and several times per second. So are the ones of all others, by then; they come as messages.
+each decision and several times per second. Tokens that can't be read come as messages.
 
 **Who leads.** Hello tells the largest epoch that a relay has seen. One above ours means that another brain leads:
 `on_superseded` is told, and nobody is a member here any more.
