@@ -86,9 +86,12 @@ class _Ticket:
     def __init__(self, loop: asyncio.AbstractEventLoop, behind: list["_Ticket"]) -> None:
         self._now, self._behind = loop.time, behind
         self.last_token_s, self.unreported_tokens = 0.0, 0
+        self._at_once = False
 
     def progress(self, tokens: int) -> None:
         self.last_token_s = self._now()
+        if self._at_once:
+            raise AssertionError("this ticket's brain is in this process")
         if not self.unreported_tokens:
             self._behind.append(self)
         self.unreported_tokens += tokens

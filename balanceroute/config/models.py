@@ -571,7 +571,8 @@ class PriorityBounds(Section):
 
     def clamped(self, priority: int) -> int:
         """The nearest priority within the bounds."""
-        return min(max(priority, self.min), self.max)
+        least, most = self.min, self.max
+        return priority if least <= priority <= most else min(max(priority, least), most)
 
 
 class Limits(Section):

@@ -34,7 +34,7 @@ class WaitingClass:
         self._orders: list[int] = []
         self._trackers: list[RequestTracker] = []
         self._overdue: list[tuple[float, int, RequestTracker]] = []
-        self._sizes: list[tuple[int, int, RequestTracker]] | None = None
+        self.sizes: list[tuple[int, int, RequestTracker]] | None = None
         self._arrays: tuple[array[float], array[float]] | None = None  # prompt tokens and when each became ready
 
     def __len__(self) -> int:
@@ -59,8 +59,8 @@ class WaitingClass:
         position = bisect_left(self._orders, tracker.order)
         self._orders.insert(position, tracker.order)
         self._trackers.insert(position, tracker)
-        if self._sizes is not None:
-            insort(self._sizes, (tracker.prompt_tokens, tracker.order, tracker))
+        if self.sizes is not None:
+            insort(self.sizes, (tracker.prompt_tokens, tracker.order, tracker))
         if self._arrays is not None:
             prompt_tokens, ready_s = self._arrays
             prompt_tokens.insert(position, tracker.prompt_tokens)
@@ -74,8 +74,8 @@ class WaitingClass:
         if position == len(self._orders) or self._trackers[position] is not tracker:
             raise InvariantError(f"{tracker.id} is not in the pool")
         del self._orders[position], self._trackers[position]
-        if self._sizes is not None:
-            del self._sizes[bisect_left(self._sizes, (tracker.prompt_tokens, tracker.order))]
+        if self.sizes is not None:
+            del self.sizes[bisect_left(self.sizes, (tracker.prompt_tokens, tracker.order))]
         if self._arrays is not None:
             prompt_tokens, ready_s = self._arrays
             del prompt_tokens[position], ready_s[position]
@@ -131,21 +131,21 @@ class WaitingClass:
 
     def _ascending(self) -> list[tuple[int, int, RequestTracker]]:
         """By prompt size, then by arrival."""
-        if self._sizes is None:
-            self._sizes = sorted((tracker.prompt_tokens, tracker.order, tracker) for tracker in self._trackers)
-        return self._sizes
+        if self.sizes is None:
+            self.sizes = sorted((tracker.prompt_tokens, tracker.order, tracker) for tracker in self._trackers)
+        return self.sizes
 
 
 class PromptPool:
-    """All waiting requests; iterates in waiting order: by priority, then by arrival."""
+    """All waiting requests; iterates in waiting order: by priority, then by arrival. `size` is how many, as `len`."""
 
     def __init__(self) -> None:
         self._classes: dict[int, WaitingClass] = {}  # those that hold something
         self._priorities: list[int] = []  # theirs, ascending
-        self._size = 0
+        self.size = 0
 
     def __len__(self) -> int:
-        return self._size
+        return self.size
 
     def __iter__(self) -> Iterator[RequestTracker]:
         return chain.from_iterable([self._classes[priority] for priority in self._priorities])
@@ -167,6 +167,8 @@ class PromptPool:
     @property
     def behind(self) -> list[WaitingClass]:
         """The classes that wait for the front one, in the order in which they will be served."""
+        if len(self._priorities) < 2:
+            return []
         return [self._classes[priority] for priority in self._priorities[1:]]
 
     def add(self, tracker: RequestTracker) -> None:
@@ -176,7 +178,7 @@ class PromptPool:
             waiting = self._classes[tracker.priority] = WaitingClass()
             insort(self._priorities, tracker.priority)
         waiting.add(tracker)
-        self._size += 1
+        self.size += 1
 
     def remove(self, tracker: RequestTracker) -> None:
         """Take out an entry. Raises InvariantError when it is not in the pool."""
@@ -184,7 +186,7 @@ class PromptPool:
         if waiting is None:
             raise InvariantError(f"{tracker.id} is not in the pool")
         waiting.remove(tracker)
-        if not waiting:
+        if not waiting._trackers:
             del self._classes[tracker.priority]
             self._priorities.remove(tracker.priority)
-        self._size -= 1
+        self.size -= 1

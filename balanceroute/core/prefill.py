@@ -64,12 +64,14 @@ def affinity_costs(ready: Sequence[PrefillerBudget], request: RequestTracker, lo
 
 def lone_tokens_of(request: RequestTracker) -> int:
     """The prompt's last tokens, which few other conversations have."""
-    return max(0, request.prompt_tokens - request.shared_blocks * request.block_tokens)
+    tokens = request.prompt_tokens - request.shared_blocks * request.block_tokens
+    return tokens if tokens > 0 else 0
 
 
 def work(inflight_tokens: int, uncached_tokens: int, lone_tokens: int, lone_weight: int) -> int:
     """Tokens in flight and to compute, of which the last `lone_tokens` are a conversation's own."""
-    return inflight_tokens + uncached_tokens + (lone_weight - 1) * min(uncached_tokens, lone_tokens)
+    lone = uncached_tokens if uncached_tokens < lone_tokens else lone_tokens
+    return inflight_tokens + uncached_tokens + (lone_weight - 1) * lone
 
 
 def round_robin(ready: Sequence[PrefillerBudget], request: RequestTracker) -> list[int]:

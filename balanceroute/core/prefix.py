@@ -70,7 +70,9 @@ class SharedPrefixes:
     def shared(self, prefix: Sequence[int], least: int) -> int:
         """With how many of a prompt's leading blocks at least so many conversations begin. O(log n)."""
         conversations = self.conversations
-        return bisect_left(prefix, True, key=lambda block: conversations.get(block, 0) < least)
+        if not prefix or conversations.get(prefix[0], 0) < least:
+            return 0
+        return bisect_left(prefix, True, lo=1, key=lambda block: conversations.get(block, 0) < least)
 
     def use(self, prefix: Sequence[int]) -> None:
         """A prompt is sent. O(n)."""

@@ -266,7 +266,7 @@ class Scheduler:
                 tracker.pushing = True
                 prefills.append(self._begin_prefill(tracker, prefiller, now))
         bound = math.inf if self.config.max_pooled is None else self.config.max_pooled
-        while (self._incoming or self._queue) and self._prefilling + len(snapshot.pool) < bound:
+        while (self._incoming or self._queue) and self._prefilling + snapshot.pool.size < bound:
             head = self._head_of_queue()
             if head is None or (prefiller := self._choose_prefiller(head)) is None:
                 break
@@ -339,7 +339,7 @@ class Scheduler:
         """Let the policy bind waiting requests to decode workers, and charge each at once."""
         self._promote(now)
         admissions = self._decide(now)
-        if self.config.overlap_requests != 0 and self.policy.waits_for_slots and len(self.snapshot.pool):
+        if self.config.overlap_requests != 0 and self.policy.waits_for_slots and self.snapshot.pool.size:
             admissions += self._send_ahead(now)
         self._since_promotion += len(admissions)
         return admissions
@@ -792,8 +792,9 @@ class Scheduler:
         worker.active[tracker.id] = tracker
         worker.load += tracker.prompt_tokens
         worker.running += tracker.running
-        self._project(tracker, worker, 1)
-        if tracker.running:
+        if self.snapshot.horizon_steps:
+            self._project(tracker, worker, 1)
+        if tracker.running and self.config.refresh_every_tokens is not None:
             self._schedule_refresh(tracker)
 
     def _let_go(self, tracker: RequestTracker, now: float) -> str | None:
@@ -817,7 +818,8 @@ class Scheduler:
 
     def _unbind(self, tracker: RequestTracker) -> None:
         worker = self._worker_of(tracker)
-        self._project(tracker, worker, -1)
+        if self.snapshot.horizon_steps:
+            self._project(tracker, worker, -1)
         tracker.counted = generated = tracker.generated
         worker.load -= tracker.prompt_tokens + generated
         worker.running -= tracker.running

@@ -63,7 +63,8 @@ class RequestTracker:
 
     def uncached_after(self, blocks: int) -> int:
         """Tokens of its prompt after so many of its blocks; an engine computes one at least."""
-        return max(1, self.prompt_tokens - blocks * self.block_tokens)
+        tokens = self.prompt_tokens - blocks * self.block_tokens
+        return tokens if tokens > 1 else 1
 
     @property
     def generated(self) -> int:

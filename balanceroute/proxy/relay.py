@@ -33,16 +33,24 @@ from balanceroute.config import Config
 from balanceroute.errors import ConfigError, NoHealthyWorkers
 from balanceroute.proxy.admission.forecasts import Keys
 from balanceroute.proxy.admission.tickets import Tickets
-from balanceroute.proxy.app import HANDLERS, ClientApp, drain_left, hot_routes, set_up, stop_tasks, supervised
+from balanceroute.proxy.app import (
+    HANDLERS,
+    ClientApp,
+    drain_left,
+    fleet_config,
+    guarded_routes,
+    hot_routes,
+    set_up,
+    stop_tasks,
+    supervised,
+)
 from balanceroute.proxy.client.acceptor import Acceptor
 from balanceroute.proxy.client.services import ClientServices
 from balanceroute.proxy.life.pool_reaper import PERIOD_S, PoolReaper
 from balanceroute.proxy.link.messages import Activity, Counted, Learned, Silent, Workers
 from balanceroute.proxy.link.remote import LOST, NOBODY, RemoteBrain
 from balanceroute.proxy.ops.admin import json_response
-from balanceroute.proxy.ops.dashboard import DASHBOARD_PATH, SIGN_IN
 from balanceroute.proxy.ops.forwarding import Forwarding
-from balanceroute.proxy.ops.guard import guarded
 from balanceroute.proxy.ops.to_brain import ToBrain
 from balanceroute.proxy.perimeter.gate import Perimeter
 from balanceroute.proxy.perimeter.routes import ACCESS, Access
@@ -52,12 +60,11 @@ from balanceroute.proxy.run_folder import RunFolder
 from balanceroute.proxy.server import ChildServer
 from balanceroute.proxy.telemetry.metrics import Metrics
 from balanceroute.proxy.wire.connectors import connector_for
-from balanceroute.proxy.workers.circuit import CircuitConfig
 from balanceroute.proxy.workers.connector_check import shortened
 from balanceroute.proxy.workers.drainer import Drainer
-from balanceroute.proxy.workers.fleet import FleetConfig, Worker
-from balanceroute.proxy.workers.following import FollowingFleet
+from balanceroute.proxy.workers.fleet import Worker
 from balanceroute.proxy.workers.pins import PinRecord
+from balanceroute.proxy.workers.relay_fleet import RelayFleet
 from balanceroute.proxy.workers.silence import FrozenGroup
 
 log = logging.getLogger(__name__)
@@ -71,10 +78,10 @@ ALIVE: Final = ("/health", "/ping")  # that this process lives, it says itself
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class RelayServices(ClientServices):
-    """Everything of a relay; `fleet` is a `FollowingFleet`."""
+    """Everything of a relay; `fleet` is a `RelayFleet`."""
 
     brain: RemoteBrain
-    following: FollowingFleet
+    following: RelayFleet
     folder: RunFolder
     name: str
     kept: bytes = b""  # of the counts
@@ -217,19 +224,8 @@ def create_relay_app(config: Config, folder: RunFolder, name: str) -> RelayApp:
 
     perimeter, to_brain = Perimeter(config), ToBrain(str(folder.operators))
     pins = None if config.kv_pin_s is None else _own_pins(folder.pins(name))
-    app = RelayApp(
-        routes=[
-            guarded(
-                route,
-                lambda: app.services.perimeter,
-                lambda: app.services.metrics.refusals,
-                SIGN_IN if route.path == DASHBOARD_PATH else None,
-            )
-            for route in _routes(Forwarding(lambda: app.services), to_brain)
-        ],
-        lifespan=lifespan,
-        exception_handlers=HANDLERS,
-    )
+    routes = guarded_routes(lambda: app.services, _routes(Forwarding(lambda: app.services), to_brain))
+    app = RelayApp(routes=routes, lifespan=lifespan, exception_handlers=HANDLERS)
     set_up(app, config, Tls(config))
     return app
 
@@ -286,9 +282,7 @@ def build_relay(
     )
     metrics = Metrics(lambda: NOBODY, config.routing.policy)
     metrics.carry_on(folder.counts(name))
-    circuit = CircuitConfig(config.health.failure_threshold, config.health.open_for_s)
-    to_workers = FleetConfig(circuit, config.limits.client_buffer_bytes, tls.for_workers)
-    fleet = FollowingFleet(loop, to_workers, brain.report, metrics.forget_worker)
+    fleet = RelayFleet(loop, fleet_config(config, tls), brain.report, metrics.forget_worker)
     connector = connector_for(config)
     tickets = Tickets(brain, loop, connector.decode_first)
     brain.tickets = tickets.by_id

@@ -1,141 +1,267 @@
-"""What the brain alone can do: CPU of a hub and a ledger that are fed what relays say, without the relays.
+"""What the brain alone needs, and how much it knows when it decides: a hub and a ledger before two simulated relays.
 
     .venv/bin/python scripts/bench/brain.py
 
-144 decode workers hold 64 streams each, told by two relays. Counted is the CPU of this process for one second's worth
-of 150,000 tokens, in frames of 5 ms, one per relay; and for requests that come, are prefilled, admitted from a pool in
-which 512 wait, and finish. Both are fed as fast as they are taken, so that the rest of the machine only adds; the
-smallest of the rounds counts. Not measured: reading the sockets, the predictor, polls of workers.
+144 decode workers of 64 slots are full. Each of their steps, 16 per second, gives every stream one token: 147,456
+tokens/s. 120 requests/s arrive, are prefilled at once and wait among 512; as many streams end. Two relays, in a process
+of their own, say all this over a real socket by the real `RemoteBrain`; what they leave out is HTTP. Rows:
+
+    brain     CPU time of the brain's process, as a share of one core
+    decision  duration of one decision over all that waits, the reading of tokens included
+    age       how long ago the oldest token was due that the brain did not know of at a decision, over all workers. How
+              late the process was that plays the relays (`lag`) is part of it: on a busy machine, most of it
+    alone     the same requests and tokens in the process of the ledger, without a link
+
+Not part of it: predictors, polls of workers, operators' routes.
 """
 
 import argparse
 import asyncio
+import multiprocessing
+import random
+import statistics
+import tempfile
 import time
 from collections.abc import Callable
-from typing import Any, Final
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Final, cast
 
 import uvloop
 
-from balanceroute.core.policies import PolicySettings, make_policy
+from balanceroute.core.knobs import PolicySettings
+from balanceroute.core.policies import make_policy
 from balanceroute.core.scheduler import Scheduler, SchedulerConfig
-from balanceroute.core.types import Outcome, Phase, RequestSpec, Role, Standing, WorkerSpec
+from balanceroute.core.types import Admit, Outcome, RequestSpec, Role, WorkerSpec
+from balanceroute.proxy.admission.decode_dispatcher import DecodeDispatcher
 from balanceroute.proxy.admission.ledger import Ledger
+from balanceroute.proxy.admission.prefill_dispatcher import PrefillDispatcher
+from balanceroute.proxy.admission.tickets import Ticket, Tickets
 from balanceroute.proxy.link.hub import Hub
-from balanceroute.proxy.link.messages import VERSION, Finish, Held, Hello, Prefilled, Progress, Submit, frame
+from balanceroute.proxy.link.remote import RemoteBrain
+from balanceroute.proxy.telemetry.instruments import Histogram
 from balanceroute.proxy.workers.fleet import Fleet, FleetConfig
 from balanceroute.proxy.workers.relay_reports import RelayReports
 
 WORKERS: Final = 144
 SLOTS: Final = 64
-RELAYS: Final = 2
+STREAMS: Final = WORKERS * SLOTS
 WAITING: Final = 512
-TOKENS_PER_S: Final = 150_000
-FRAMES_PER_S: Final = 200
-REQUESTS: Final = 240
-ROUNDS: Final = 5
+STEPS_PER_S: Final = 16
+REQUESTS_PER_S: Final = 120
+RELAYS: Final = 2
+TICK_S: Final = 0.002
+BUSY_S: Final = 0.1  # late by so much, what was measured is another load
 
 
-class Wire(asyncio.Transport):
-    """Takes what is written."""
+class Life:
+    """Requests that come, stream and go, spread over the tickets of one or more relays."""
 
-    def write(self, data: Any) -> None:
-        pass
+    def __init__(self, parts: list[Tickets]) -> None:
+        self.parts, self.loop = parts, asyncio.get_running_loop()
+        self.running: list[list[Ticket]] = [[] for _ in range(WORKERS)]
+        self.lags_s: list[float] = []
+        self._random = random.Random(1)
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._count = 0
+        self._full = asyncio.Event()
+        self._admitted = 0
 
-    def get_write_buffer_size(self) -> int:
-        return 0
+    async def begin(self) -> list[str]:
+        """Fill all slots and the pool; returns a stream of each worker that stays to the end."""
+        for _ in range(STREAMS + WAITING):
+            self.arrive()
+        await self._full.wait()
+        return [tickets[0].id for tickets in self.running]
+
+    def arrive(self) -> None:
+        self._count += 1
+        spec = RequestSpec(f"cmpl-{self._count:020d}", self._random.randrange(200, 4000))
+        task = self.loop.create_task(self._live(self.parts[self._count % len(self.parts)].submit(spec)))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _live(self, ticket: Ticket) -> None:
+        await ticket.prefiller()
+        ticket.prefilled(ticket.spec.prompt_tokens)
+        worker = await ticket.admission()
+        self.running[int(worker[1:])].append(ticket)
+        self._admitted += 1
+        if self._admitted == STREAMS:
+            self._full.set()
+
+    async def stream(self, began_s: float, seconds: float) -> None:
+        """Worker g makes its n-th step at `due_s(g, n, began_s)`, and requests come and go."""
+        steps, gone = 0, 0
+        while (now := self.loop.time()) < began_s + seconds:
+            late = 0.0
+            while due_s(steps % WORKERS, steps // WORKERS, began_s) <= now:
+                late = max(late, now - due_s(steps % WORKERS, steps // WORKERS, began_s))
+                for ticket in self.running[steps % WORKERS]:
+                    ticket.progress(1)
+                steps += 1
+            while gone < (now - began_s) * REQUESTS_PER_S:
+                gone += 1
+                streams = self.running[self._random.randrange(WORKERS)]
+                streams.pop(self._random.randrange(1, len(streams))).finish(Outcome.FINISHED, "stop")
+                self.arrive()
+            self.lags_s.append(late)
+            await asyncio.sleep(TICK_S)
+
+    def end(self) -> None:
+        for task in self._tasks:
+            task.cancel()
 
 
-class Brain:
-    """A hub whose relays have said Hello with all their streams."""
+def due_s(worker: int, step: int, began_s: float) -> float:
+    """Steps of the workers are spread evenly."""
+    return began_s + (step + worker / WORKERS) / STEPS_PER_S
+
+
+class Decisions:
+    """A ledger whose decisions are timed, and looked at for what they knew."""
 
     def __init__(self, policy: str, horizon_steps: int) -> None:
         loop = asyncio.get_running_loop()
         settings = PolicySettings(policy=policy, horizon_steps=horizon_steps)
-        self.scheduler = Scheduler(make_policy(settings), SchedulerConfig())
+        config = SchedulerConfig(max_pooled=WAITING)
+        self.scheduler = Scheduler(make_policy(settings), config)
         for number in range(8):
             self.scheduler.add_worker(WorkerSpec(f"p{number}", Role.PREFILL), 0.0)
         for number in range(WORKERS):
             self.scheduler.add_worker(WorkerSpec(f"d{number}", Role.DECODE, slots=SLOTS), 0.0)
         self.ledger = Ledger(self.scheduler, loop)
-        reports = RelayReports(Fleet(self.ledger, FleetConfig()), loop, frozen=())
-        self.hub = Hub(self.ledger, reports, loop, 1, RELAYS)
-        self.relays = [self.hub.connected() for _ in range(RELAYS)]
-        per_relay = WORKERS * SLOTS // RELAYS
-        for number, relay in enumerate(self.relays):
-            relay.connection_made(Wire())
-            held = [self._stream(ticket, number * per_relay + ticket) for ticket in range(per_relay)]
-            relay.data_received(frame([Hello(VERSION, f"relay-{number}", 1, 0, tuple(held))]))
-        self.streams = per_relay
-        assert self.hub.settled.is_set()
+        self.witnesses: list[str] = []
+        self.began_s = 0.0
+        self.durations_s: list[float] = []
+        self.ages_s: list[float] = []
+        self.waiting: list[int] = []
+        self._admit, self.ledger.admit = self.ledger.admit, self._timed  # type: ignore[method-assign]
+        dispatchers = PrefillDispatcher(self.ledger), DecodeDispatcher(self.ledger, Histogram((1.0,)), lambda _: None)
+        self._tasks = [loop.create_task(each.run()) for each in dispatchers]
 
-    @staticmethod
-    def _stream(ticket: int, number: int) -> Held:
-        spec = RequestSpec(f"cmpl-{number:020d}", 1000)
-        return Held(ticket, 2, Standing(spec, Phase.DECODING, 1000, decoder=f"d{number // SLOTS}", tokens=1))
+    def _timed(self) -> list[Admit]:
+        self.waiting.append(len(self.scheduler.snapshot.pool))
+        began = time.thread_time()
+        admitted = self._admit()
+        self.durations_s.append(time.thread_time() - began)
+        if self.witnesses:
+            now, requests = self.ledger.now(), self.scheduler.snapshot.requests
+            oldest_s = min(
+                due_s(worker, requests[name].age_tokens, self.began_s) for worker, name in enumerate(self.witnesses)
+            )
+            self.ages_s.append(max(0.0, now - oldest_s))
+        return admitted
 
-    def tokens(self) -> Callable[[], None]:
-        """One second of them."""
-        each = TOKENS_PER_S // FRAMES_PER_S // RELAYS
-        frames = [
-            frame([Progress(tuple((turn * each + n) % self.streams for n in range(each)), (1,) * each)])
-            for turn in range(FRAMES_PER_S)
-        ]
+    def watch(self, witnesses: list[str], began_s: float) -> None:
+        """Measure from now on."""
+        self.witnesses, self.began_s = witnesses, began_s
+        self.durations_s, self.ages_s, self.waiting = [], [], []
 
-        def feed() -> None:
-            for told in frames:
-                for relay in self.relays:
-                    relay.data_received(told)
-
-        return feed
-
-    def requests(self, first: int) -> Callable[[], None]:
-        """So many come and go, while `WAITING` others wait: one stream leaves for each that is admitted."""
-        relay = self.relays[0]
-        tickets = range(self.streams + first, self.streams + first + REQUESTS)
-        leaving = iter(range(first, first + REQUESTS))
-
-        def feed() -> None:
-            for ticket in tickets:
-                relay.data_received(frame([Submit(ticket, RequestSpec(f"new-{ticket}", 900))]))
-                relay.data_received(frame([Prefilled(ticket, 900, None)]))
-                relay.data_received(frame([Finish(next(leaving), Outcome.FINISHED, "stop")]))
-                admitted = self.ledger.admit()
-                assert len(admitted) == 1
-
-        return feed
-
-    def fill_pool(self) -> None:
-        """As many as wait."""
-        for ticket in range(WAITING):
-            number = 10**6 + ticket
-            self.relays[1].data_received(frame([Submit(number, RequestSpec(f"waiting-{ticket}", 900))]))
-            self.relays[1].data_received(frame([Prefilled(number, 900, None)]))
-        assert len(self.scheduler.snapshot.pool) == WAITING
+    def end(self) -> None:
+        for task in self._tasks:
+            task.cancel()
 
 
-def cpu_s(run: Callable[[], None]) -> float:
-    began = time.process_time()
-    run()
-    return time.process_time() - began
+def play(path: str, seconds: float, told: Connection) -> None:
+    """The process of the relays."""
+
+    async def run() -> None:
+        loop = asyncio.get_running_loop()
+        brains = [RemoteBrain(loop, path, f"relay-{n}", SchedulerConfig(), lambda _: None) for n in range(RELAYS)]
+        parts = [Tickets(brain, loop) for brain in brains]
+        for brain, tickets in zip(brains, parts, strict=True):
+            brain.tickets = tickets.by_id
+        links = [loop.create_task(brain.run()) for brain in brains]
+        life = Life(parts)
+        witnesses = await life.begin()
+        began_s = loop.time() + 0.5
+        told.send((witnesses, began_s))
+        await life.stream(began_s, seconds)
+        told.send(life.lags_s)
+        life.end()
+        for link in links:
+            link.cancel()
+        await asyncio.gather(*links, return_exceptions=True)
+
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        runner.run(run())
 
 
-async def measure(policy: str, horizon_steps: int) -> None:
-    brain = Brain(policy, horizon_steps)
-    tokens = min(cpu_s(brain.tokens()) for _ in range(ROUNDS))
-    brain.fill_pool()
-    requests = min(cpu_s(brain.requests(round_ * REQUESTS)) for round_ in range(ROUNDS)) / REQUESTS
-    load = tokens + 120 * requests
+async def linked(policy: str, horizon_steps: int, seconds: float) -> None:
+    """The brain in this process, the relays in another."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = str(Path(folder) / "link")
+        decisions = Decisions(policy, horizon_steps)
+        loop = asyncio.get_running_loop()
+        reports = RelayReports(Fleet(decisions.ledger, FleetConfig()), loop, frozen=())
+        hub = Hub(decisions.ledger, reports, loop, 1, RELAYS)
+        await hub.serve(path)
+        ours, theirs = multiprocessing.Pipe()
+        relays = multiprocessing.get_context("spawn").Process(target=play, args=(path, seconds, theirs), daemon=True)
+        relays.start()
+        witnesses, began_s = await _heard(ours)
+        assert isinstance(witnesses, list)
+        decisions.watch(witnesses, began_s)
+        before, began = time.process_time(), time.monotonic()
+        lags_s = cast(list[float], await _heard(ours))
+        share = (time.process_time() - before) / (time.monotonic() - began)
+        _print(policy, f"brain {share:5.1%} of a core", decisions, lags_s)
+        hub.close()
+        decisions.end()
+        relays.join()
+
+
+async def alone(policy: str, horizon_steps: int, seconds: float) -> None:
+    """All in this process."""
+    loop = asyncio.get_running_loop()
+    decisions = Decisions(policy, horizon_steps)
+    life = Life([Tickets(decisions.ledger, loop)])
+    witnesses = await life.begin()
+    began_s = loop.time() + 0.5
+    decisions.watch(witnesses, began_s)
+    await life.stream(began_s, seconds)
+    _print(policy, "alone", decisions, life.lags_s)
+    life.end()
+    decisions.end()
+
+
+async def _heard(pipe: Connection) -> tuple[list[str], float] | list[float]:
+    loop = asyncio.get_running_loop()
+    came = asyncio.Event()
+    loop.add_reader(pipe.fileno(), came.set)
+    try:
+        await came.wait()
+    finally:
+        loop.remove_reader(pipe.fileno())
+    heard: tuple[list[str], float] | list[float] = pipe.recv()
+    return heard
+
+
+def _print(policy: str, what: str, decisions: Decisions, lags_s: list[float]) -> None:
+    def ms(values_s: list[float]) -> str:
+        cuts = statistics.quantiles(values_s, n=100)
+        return f"p50 {1e3 * cuts[49]:.2f} p99 {1e3 * cuts[98]:.2f}"
+
+    decided = f"{len(decisions.durations_s)} decisions over {statistics.median(decisions.waiting):.0f}"
     print(
-        f"{policy:8} H={horizon_steps:<3} {tokens:6.3f} s per second of tokens, {1e3 * requests:6.2f} ms per request"
-        f" -> {load:6.1%} of a core at 150,000 tokens/s and 120 requests/s"
+        f"{policy:9} {what:20} {decided}, ms: {ms(decisions.durations_s)}; age, ms: {ms(decisions.ages_s)}"
+        f"; lag, ms: {ms(lags_s)}" + ("; TOO BUSY: not all of it was played" if max(lags_s) > BUSY_S else ""),
+        flush=True,
     )
 
 
 def main() -> None:
-    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
-    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        for policy, horizon_steps in (("br_0", 0), ("br_h", 80)):
-            runner.run(measure(policy, horizon_steps))
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--seconds", type=float, default=10.0)
+    parser.add_argument("--rounds", type=int, default=1)
+    seconds = (arguments := parser.parse_args()).seconds
+    runs: tuple[Callable[..., object], ...] = (linked, alone)
+    for _ in range(arguments.rounds):
+        for policy, horizon_steps in (("level_fit", 0), ("br_h", 80)):
+            for run in runs:
+                with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+                    runner.run(run(policy, horizon_steps, seconds))  # type: ignore[arg-type]
 
 
 if __name__ == "__main__":

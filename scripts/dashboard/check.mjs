@@ -8,7 +8,7 @@ import {answers, cluster, end, endAll, folder, router, run, until} from "./stack
 const tools = createRequire(resolve(".dashboard-tools/package.json"));
 const {chromium} = tools("playwright-core");
 const AXE = readFileSync(tools.resolve("axe-core/axe.min.js"), "utf8");
-const MEMORY_S = Number(process.env.MEMORY_S || 600), PICTURES = process.env.SCREENSHOTS || "docs/images";
+const MEMORY_S = Number(process.env.MEMORY_S || 600), PICTURES = process.env.SCREENSHOTS || "docs/images", ONLY = process.env.ONLY || "";
 const FLAGS = "--no-sandbox --disable-gpu --disable-quic --no-first-run --disable-background-networking "
   + "--disable-component-update --disable-sync --js-flags=--expose-gc";
 const TOKEN = "the-admin-token-of-this-check";
@@ -55,6 +55,7 @@ async function fits(page, what) {
 // fullPage, which takes no part of the viewport for all
 const picture = (page, name) => page.screenshot({path: join(PICTURES, `${name}.png`), fullPage: true});
 async function check(name, work) {
+  if (!name.includes(ONLY)) return;
   const began = Date.now();
   await work();
   assert.deepEqual(problems, [], name);
@@ -195,7 +196,7 @@ try {
   await check("144 workers stay readable", async () => {
     const large = await cluster("large", 24000, 144, "--max-num-seqs", "16");
     await router("router-large", large, "--set", "routing.policy=join_shortest_queue");
-    load("load-large", large.url, "--rate", "40");
+    load("load-large", large.url, "--rate", "20");
     const wide = await open(large.url);
     await live(wide);
     await until("the heat map is there", async () => await wide.locator("#heat").isVisible());

@@ -142,13 +142,13 @@ async def test_decisions_are_listed_with_what_would_have_been_done_instead() -> 
         await asyncio.wait([requests])
         listed = (await router.client.get("/decisions", params={"last": 100})).json()
         last = (await router.client.get("/decisions", params={"last": 2})).json()["decisions"]
-        assert listed["count"] >= len(listed["decisions"]) > 2 and last == [
-            {**row, "age_s": again["age_s"], "at": again["at"]}
-            for row, again in zip(listed["decisions"], last, strict=False)
-        ]
+        numbers = [row["number"] for row in listed["decisions"]]
+        assert listed["count"] >= len(numbers) > 0 and [row["number"] for row in last] == numbers[:2]
         known = {each["number"]: each for each in news["decisions"]}
         again = [each for each in listed["decisions"] if each["number"] in known]
-        assert again, "what the page showed is there, too"
+        assert bool(again) == (listed["count"] - max(known) <= 100), (
+            "what the page showed is there, too, if it is not too old"
+        )
         for each in again:
             shown = known[each["number"]]
             assert all(each[name] == shown[name] for name in ("request", "worker", "score", "runner_up_score"))

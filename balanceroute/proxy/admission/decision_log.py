@@ -49,6 +49,9 @@ class Sample:
     decisions: tuple[Decision, ...]
 
 
+_Admissions = tuple[int, float, str, Sequence[Admit], str | None]  # what `_decisions` takes
+
+
 class DecisionLog:
     """Fed by the decode dispatcher."""
 
@@ -58,7 +61,7 @@ class DecisionLog:
         self._watched_until_s = self._next_s = 0.0
         self._state: dict[str, Any] | None = None
         self._unknown: str | None = UNWATCHED  # why this decision's runner-up cannot be worked out
-        self.rows: deque[Decision] = deque(maxlen=ROWS)
+        self._kept: deque[_Admissions | list[Decision]] = deque(maxlen=ROWS)  # of one decision each
         self.samples: deque[Sample] = deque(maxlen=SAMPLES)  # whoever works one out takes it
 
     def watch(self) -> None:
@@ -85,8 +88,23 @@ class DecisionLog:
         if not admissions:
             return
         now, policy = self._ledger.now(), self._ledger.scheduler.policy.name
-        made = [Decision(n, now, policy, each, self._unknown) for n, each in enumerate(admissions, self.count)]
-        self.count += len(made)
-        self.rows.extend(made)
-        if self._state is not None:
-            self.samples.append(Sample(self._state, tuple(made)))
+        kept = (self.count, now, policy, admissions, self._unknown)
+        self.count += len(admissions)
+        if self._state is None:
+            self._kept.append(kept)
+            return
+        made = _decisions(*kept)
+        self._kept.append(made)
+        self.samples.append(Sample(self._state, tuple(made)))
+
+    @property
+    def rows(self) -> list[Decision]:
+        """The last ones, the newest at the end; those that nobody watched become objects here."""
+        kept = [each if isinstance(each, list) else _decisions(*each) for each in self._kept]
+        return [row for made in kept for row in made][-ROWS:]
+
+
+def _decisions(
+    number: int, at_s: float, policy: str, admissions: Sequence[Admit], runner_up: str | None
+) -> list[Decision]:
+    return [Decision(n, at_s, policy, each, runner_up) for n, each in enumerate(admissions, number)]

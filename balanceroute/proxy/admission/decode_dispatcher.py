@@ -67,7 +67,7 @@ class DecodeDispatcher:
                     },
                 )
         ledger.decision_due.clear()
-        if ledger.scheduler.snapshot.pool and ledger.decision_possible and self._again is None:
+        if ledger.scheduler.snapshot.pool.size and ledger.decision_possible and self._again is None:
             self._again = ledger.loop.call_later(HOLD_S, self._ask_again)
 
     def _ask_again(self) -> None:

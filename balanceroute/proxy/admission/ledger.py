@@ -380,7 +380,7 @@ class Ledger:
             self._slots_changed()
 
     def _slots_changed(self) -> None:
-        if len(self.scheduler.snapshot.pool):
+        if self.scheduler.snapshot.pool.size:
             self.decision_due.set()
 
 

@@ -15,7 +15,7 @@ from typing import Final
 import numpy as np
 
 from balanceroute.proxy.wire.payloads import ClientRequest
-from balanceroute.proxy.wire.prompt_traits import TRAITS, Traits, traits_of
+from balanceroute.proxy.wire.prompt_traits import TRAITS, Traits, counts_of, traits_of, weights_of_pairs
 
 MAX_MODELS: Final = 64
 # tokens per unit, and how far a model's own may be from that; fitted to Qwen's, DeepSeek's and OpenAI's cl100k_base
@@ -38,42 +38,63 @@ _PRIOR: Final = {
     "media": (5.0, 300.0),
     "patches": (1.0, 0.5),
 }
+_PRIOR_WEIGHTS: Final = [_PRIOR[name][0] for name in TRAITS]
 _PRIOR_VARIANCE: Final = np.array([_PRIOR[name][1] ** 2 for name in TRAITS])
 _NOISE: Final = 0.08**2  # relative error that is left with the right weights
 _FORGETTING: Final = 0.9995  # a model whose prompts change is followed within some thousands of answers
 _MAX_SURPRISE: Final = 1.0  # relative; one odd prompt moves the weights no further
 _FARTHEST: Final = 4.0
+_OTHERS: Final = [TRAITS.index(name) for name in ("prompts", "messages", "media", "patches")]  # not counts of bytes
 _EAGER, _GOOD = 200, 0.05  # after so many answers, what is met within 5 % teaches nothing worth its 30 us
 
 
 class _Weights:
-    """One model's weights, and how certain they are."""
+    """One model's weights, and how certain they are.
 
-    __slots__ = ("_answers", "_covariance", "_weights")
+    Attributes: `answers` that have been learned from, or were met too well for that.
+    """
+
+    __slots__ = ("_both", "_covariance", "_of_pairs", "_others", "answers")
 
     def __init__(self) -> None:
-        self._weights = np.array([_PRIOR[name][0] for name in TRAITS])
+        self._both = np.array([_PRIOR_WEIGHTS, _PRIOR_WEIGHTS])  # this model's, and what is usual
         self._covariance = np.diag(_PRIOR_VARIANCE)
-        self._answers = 0
+        self.answers = 0
+        self._fold()
 
-    def tokens(self, traits: Traits) -> float:
-        return float(self._weights.dot(traits))
+    def _fold(self) -> None:
+        """Prepare what `tokens` needs: a prompt's pairs of bytes are weighed without making its traits."""
+        self._of_pairs = weights_of_pairs(self._both)
+        self._others = self._both[:, _OTHERS].tolist()
+
+    def tokens(self, request: ClientRequest) -> float:
+        """Those of the prompt."""
+        pairs, share, media, patches = counts_of(request)
+        (prompt, message, medium, patch), usual = self._others
+        own, usual_tokens = self._of_pairs.dot(pairs).tolist()
+        tokens = own * share + prompt + message * request.messages
+        if media:
+            return float(tokens + medium * media + patch * patches)
+        usual_tokens = usual_tokens * share + usual[0] + usual[1] * request.messages
+        # text: no tokenizer is that far from all others
+        if not usual_tokens / _FARTHEST <= tokens <= usual_tokens * _FARTHEST:
+            tokens = min(usual_tokens * _FARTHEST, max(usual_tokens / _FARTHEST, tokens))
+        return float(tokens)
 
     def learn(self, traits: Traits, tokens: int) -> None:
-        error = 1.0 - self.tokens(traits) / tokens
-        self._answers += 1
-        if self._answers > _EAGER and abs(error) < _GOOD:
-            return
+        weights = self._both[0]
+        error = 1.0 - float(weights.dot(traits)) / tokens
         relative = traits / tokens
         covariance = self._covariance
         direction = covariance.dot(relative)
         gain = direction / (_NOISE + relative.dot(direction))
-        self._weights += gain * min(_MAX_SURPRISE, max(-_MAX_SURPRISE, error))
+        weights += gain * min(_MAX_SURPRISE, max(-_MAX_SURPRISE, error))
         covariance -= gain[:, None] * direction
         covariance /= _FORGETTING
         # what has not been seen for long must not become more uncertain than it was at first
         grown = np.sqrt(np.minimum(1.0, _PRIOR_VARIANCE / np.maximum(covariance.diagonal(), 1e-12)))
         covariance *= grown[:, None] * grown
+        self._fold()
 
 
 class PromptEstimates:
@@ -84,17 +105,14 @@ class PromptEstimates:
         self._models: OrderedDict[str, _Weights] = OrderedDict()
         self._unknown = _Weights()
 
-    def estimate(self, request: ClientRequest, traits: Traits) -> int:
+    def estimate(self, request: ClientRequest) -> int:
         """Tokens of the request's prompt, at least 1."""
         weights = self._models.get(request.model or "", self._unknown)
-        tokens = weights.tokens(traits)
-        if weights is not self._unknown and not traits[-2]:  # text: no tokenizer is that far from all others
-            usual = self._unknown.tokens(traits)
-            tokens = min(usual * _FARTHEST, max(usual / _FARTHEST, tokens))
-        return max(1, round(tokens))
+        tokens = round(weights.tokens(request))
+        return tokens if tokens > 1 else 1
 
-    def learn(self, request: ClientRequest, traits: Traits, tokens: int) -> None:
-        """A prefiller has counted that prompt."""
+    def learn(self, request: ClientRequest, estimated_tokens: int, tokens: int) -> None:
+        """A prefiller has counted that prompt, after it was estimated."""
         if tokens < 1 or request.rest.get("truncate_prompt_tokens") is not None:
             return
         model = request.model or ""
@@ -103,10 +121,11 @@ class PromptEstimates:
             weights = self._models[model] = _Weights()
             if len(self._models) > MAX_MODELS:
                 self._models.popitem(last=False)
-        weights.learn(traits, tokens)
+        weights.answers += 1
+        if weights.answers <= _EAGER or abs(estimated_tokens - tokens) >= _GOOD * tokens:
+            weights.learn(traits_of(request), tokens)
 
 
-def traits_to_estimate(request: ClientRequest) -> Traits | None:
-    """The traits of a prompt whose tokens are not known; None for token ids, and for embeddings."""
-    counted = request.endpoint == "completions" and not request.prompt_json.startswith(b'"')
-    return None if counted else traits_of(request)
+def has_estimate(request: ClientRequest) -> bool:
+    """Whether the tokens of its prompt are not known: it is neither token ids, nor embeddings."""
+    return request.endpoint == "chat" or request.prompt_json.startswith(b'"')

@@ -20,13 +20,14 @@ from typing import Any, Final, Protocol
 from starlette.types import Receive, Scope, Send
 
 from balanceroute.config import Config
-from balanceroute.errors import BalanceRouteError
+from balanceroute.errors import BalanceRouteError, EdgeFull
 from balanceroute.proxy.client.head import Request
 from balanceroute.proxy.client.response import Response
 
 log = logging.getLogger(__name__)
 
 RESERVE: Final = 64
+RETRY_AFTER_S: Final = 1.0
 
 
 class Handler(Protocol):
@@ -147,15 +148,25 @@ class Edge:
         """Whether there are more connections than there may be."""
         return len(self.connections) > self.limits.max_connections
 
-    def laden(self, complete: bool, holder: str) -> bool:
-        """Whether there are more bytes of bodies than there may be, for one that is `complete`, or still coming.
+    def check_place(self, method: str) -> None:
+        """Raises: EdgeFull: there are more connections than there may be for requests of this method."""
+        if self.full and method not in ("GET", "HEAD"):
+            text = "The router has as many client connections as it may have; try again shortly."
+            raise EdgeFull(text, retry_after_s=RETRY_AFTER_S)
 
-        One holder may have half of them, so that there is room for others.
+    def check_bytes(self, complete: bool, holder: str, more_bytes: int = 0) -> None:
+        """See whether there is room for a body that is `complete`, or still coming; `more_bytes` are not counted yet.
+
+        One holder may have half of it, so that there is room for others.
+
+        Raises: EdgeFull: there are more bytes of bodies than there may be.
         """
-        limits, incoming = self.limits, self.incoming_bytes
+        limits, incoming = self.limits, self.incoming_bytes + more_bytes
         full = incoming > limits.max_incoming_bytes and not complete
         greedy = 2 * self.held.get(holder, 0) > limits.max_held_bytes
-        return full or greedy or incoming + self.served_bytes > limits.max_held_bytes
+        if full or greedy or incoming + self.served_bytes > limits.max_held_bytes:
+            text = "The router holds as many bytes of requests as it may; try again shortly."
+            raise EdgeFull(text, retry_after_s=RETRY_AFTER_S)
 
     def hold(self, holder: str, size: int) -> None:
         """So many more bytes of a large body are held for `holder`; less where it is negative."""

@@ -9,9 +9,9 @@ import logging
 import math
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
+from typing import Any, Final
 
-from balanceroute.core.types import Outcome, RejectReason
+from balanceroute.core.types import CANCELLED, EXPIRED, FAILED, FINISHED, REJECTED, RejectReason
 from balanceroute.errors import (
     AccessDenied,
     BalanceRouteError,
@@ -42,9 +42,11 @@ from balanceroute.proxy.perimeter.routes import Access
 from balanceroute.proxy.telemetry.logs import log_request
 from balanceroute.proxy.wire.payloads import ClientRequest, Endpoint, parse
 from balanceroute.proxy.wire.responses import SSE_HEADERS, Headers, error_event, json_headers, status_of
-from balanceroute.proxy.wire.sse import StreamEnd
+from balanceroute.proxy.wire.sse import DONE
 
 log = logging.getLogger("balanceroute.requests")
+
+_CLIENT: Final = Access.CLIENT
 
 
 class StreamOutlet:
@@ -63,6 +65,7 @@ class StreamOutlet:
         """The 200: a decoder has said its first word."""
         self.started = True
         self._response.start(200, self._headers)
+        self.write = self._response.write
 
     def whole(self, body: bytes) -> None:
         """A stream never comes in one piece."""
@@ -97,7 +100,7 @@ class Exchange:
         self._head: Head | None = None
         self._key: ClientKey | None = None
         self._legs: list[Leg] = []
-        self._outcome = Outcome.FAILED
+        self._outcome = FAILED
         self._status = 0
         self._gone = False
         self._task: asyncio.Task[Any] | None = None
@@ -112,7 +115,7 @@ class Exchange:
             perimeter.authorization_for(headers),
         )
         local = self._request.local
-        perimeter.check_listener(Access.CLIENT, local[1] if local else None)
+        perimeter.check_listener(_CLIENT, local[1] if local else None)
         self._key = perimeter.client(headers, self._arrived_s)
         if self._key is not None:
             self._request.holder = f"key {self._key.name}"
@@ -129,7 +132,7 @@ class Exchange:
 
     def abandoned(self) -> None:
         """The client has gone before its request was complete."""
-        self._outcome = Outcome.CANCELLED
+        self._outcome = CANCELLED
         self._account()
 
     async def run(self) -> None:
@@ -150,7 +153,7 @@ class Exchange:
             finally:
                 response.on_gone = None
         except ClientGone:
-            self._outcome = Outcome.CANCELLED
+            self._outcome = CANCELLED
         except InvariantError as error:
             self._fail_by_bug(error)
         except BalanceRouteError as error:
@@ -159,8 +162,8 @@ class Exchange:
             # a bug of ours must not take the connection's other requests, or the accounting, with it
             self._fail_by_bug(error)
         except asyncio.CancelledError:
-            if self._outcome is not Outcome.FINISHED:
-                self._outcome = Outcome.CANCELLED
+            if self._outcome is not FINISHED:
+                self._outcome = CANCELLED
             # the cancellation was ours alone: the server's task ends as if the request were over, which it is
             if not self._gone or (self._task is not None and self._task.uncancel() > 0):
                 raise
@@ -211,11 +214,11 @@ class Exchange:
                 raise
             await self._fail_started(error)
             return
-        self._outcome, self._status = Outcome.FINISHED, 200
+        self._outcome, self._status = FINISHED, 200
         if isinstance(outlet, PartAnswer):
             body = self._whole(outlet.answer(leg))
             self._response.respond(200, json_headers(body, self._own_headers()), body)
-        elif leg.answer.scanner.end is not StreamEnd.DONE:
+        elif leg.answer.scanner.end is not DONE:
             self._response.end(leg.answer.scanner.last_words())
 
     async def _answer_many(self, request: ClientRequest) -> None:
@@ -243,7 +246,7 @@ class Exchange:
                 raise
             await self._fail_started(error)
             return
-        self._outcome, self._status = Outcome.FINISHED, 200
+        self._outcome, self._status = FINISHED, 200
         if request.stream:
             shared.start()
             shared.end(fanout.closing_events(request, head.request_id, created, shared.model, self._legs))
@@ -295,7 +298,7 @@ class Exchange:
         return headers
 
     def _fail_by_bug(self, error: Exception) -> None:
-        self._outcome, self._status = Outcome.FAILED, 500
+        self._outcome, self._status = FAILED, 500
         self._s.metrics.tasks_failed.inc("request")
         request_id = self._head.request_id if self._head is not None else ""
         log.error("internal error", exc_info=error, extra={"request": request_id})
@@ -322,13 +325,13 @@ class Exchange:
         if isinstance(error, AccessDenied | KeyLimit):
             self._s.metrics.refusals.inc(error.reason)
         if isinstance(error, QueueTimeout):
-            self._outcome = Outcome.EXPIRED
+            self._outcome = EXPIRED
         elif isinstance(error, ClientStalled):
-            self._outcome = Outcome.CANCELLED
+            self._outcome = CANCELLED
         elif isinstance(error, Rejected | InvalidRequest) or self._refused(error):
-            self._outcome = Outcome.REJECTED
+            self._outcome = REJECTED
         else:
-            self._outcome = Outcome.FAILED
+            self._outcome = FAILED
 
     @staticmethod
     def _refused(error: BalanceRouteError) -> bool:
@@ -336,7 +339,7 @@ class Exchange:
 
     def _on_gone(self) -> None:
         legs = self._legs
-        if legs and all(leg.answer.scanner.end is StreamEnd.DONE for leg in legs):
+        if legs and all(leg.answer.scanner.end is DONE for leg in legs):
             return  # servers say so after the last byte as well
         self._gone = True
         for leg in legs:
@@ -363,7 +366,7 @@ class Exchange:
                 metrics.decode_wait.observe(leg.decode_wait_s)
             first_s = leg.first_token_s
             if first_s:
-                first_token_s = min(first_token_s, first_s)
+                first_token_s = first_s if first_s < first_token_s else first_token_s
                 took_s = leg.last_token_s - first_s
                 if generated > 1 and took_s > 0:
                     metrics.tpot.observe(took_s / (generated - 1))
@@ -372,7 +375,7 @@ class Exchange:
         ttft_s = None if first_token_s == math.inf else first_token_s - self._arrived_s
         if ttft_s is not None:
             metrics.ttft.observe(ttft_s)
-        if self._outcome is Outcome.FINISHED:
+        if self._outcome is FINISHED:
             metrics.duration.observe(duration_s)
         if log.isEnabledFor(logging.INFO):
             self._log(tokens, ttft_s, duration_s)

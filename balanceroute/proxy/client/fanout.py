@@ -125,7 +125,7 @@ class PartAnswer:
 
     def __init__(self, request: ClientRequest) -> None:
         self._request = request
-        self._assembler = AnswerAssembler(request)
+        self._assembler: AnswerAssembler | None = None  # of the events, if any come
         self._body: bytes | None = None
         self.started = self.ends_response = False
 
@@ -134,12 +134,12 @@ class PartAnswer:
 
     def write(self, body: bytes) -> bool:
         """Take in events."""
-        self._assembler.feed(body)
+        self._assembled().feed(body)
         return True
 
     def end(self, body: bytes) -> None:
         """Take in the last events."""
-        self._assembler.feed(body)
+        self._assembled().feed(body)
 
     async def drained(self) -> None:
         """There is always room."""
@@ -150,15 +150,20 @@ class PartAnswer:
 
     def forget(self) -> bool:
         """All of it: the client gets nothing before the end."""
-        self._assembler = AnswerAssembler(self._request)
+        self._assembler = None
         return True
 
     def answer(self, leg: Leg) -> bytes:
         """The complete answer, with what the prefiller said of the prompt."""
-        body = self._body if self._body is not None else self._assembler.answer(leg.answer.scanner)
+        body = self._body if self._body is not None else self._assembled().answer(leg.answer.scanner)
         if leg.answer.prompt_reply is None or self._request.scores_only:
             return body
         return with_prompt(self._request, body, leg.answer.prompt_reply)
+
+    def _assembled(self) -> AnswerAssembler:
+        if self._assembler is None:
+            self._assembler = AnswerAssembler(self._request)
+        return self._assembler
 
 
 async def run_all(legs: Sequence[Leg]) -> None:

@@ -144,7 +144,8 @@ def read_plain(raw: bytes) -> Request | None:
     if plain is None or plain.end(2) > MAX_LINE_BYTES - len(" HTTP/1.1"):
         return None
     method, target, lines = plain.groups()
-    headers = [(name.lower(), value) for name, value in _FIELDS.findall(lines)]
+    names, values = zip(*_FIELDS.findall(lines), strict=True)
+    headers = list(zip(map(bytes.lower, names), values, strict=True))
     told = dict(headers)
     if not len(told) == len(headers) <= MAX_FIELDS or not _JUDGED.isdisjoint(told):
         return None

@@ -38,7 +38,6 @@ from balanceroute.proxy.wire.message_errors import is_messages_path, message_ref
 log = logging.getLogger(__name__)
 
 LINGER_S: Final = 2.0
-RETRY_AFTER_S: Final = 1.0
 MAX_DROPPED_BYTES: Final = 64 * 2**20  # that nobody wants any more; twice the largest body by default
 LARGE_BODY_BYTES: Final = 64 * 1024  # below, nobody keeps count of who sends them
 MAX_WAITING_BYTES: Final = 64 * 1024  # behind the request under way; then the socket is not read
@@ -262,15 +261,14 @@ class ClientProtocol(asyncio.Protocol):
         else:
             handler = AsgiHandler(edge.site, edge.app_state, request, response, self._go_on)
         self._request, self._response, self._handler = request, response, handler
-        if edge.full and request.method not in ("GET", "HEAD"):
-            response.keep_alive = False
-            text = "The router has as many client connections as it may have; try again shortly."
-            raise EdgeFull(text, retry_after_s=RETRY_AFTER_S)
+        edge.check_place(request.method)
         edge.site.gate(request)
         handler.check()
         length, limit = request.length, edge.limits.max_body_bytes
         if request.body_limit_bytes is not None:
             limit = min(limit, request.body_limit_bytes)
+        if self._hot and length and length <= len(self._raw) and length <= LARGE_BODY_BYTES and length <= limit:
+            return self._take_whole(request, length)
         if length != 0:
             self._body = ChunkedBody(limit) if length is None else SizedBody(length, limit)
         if not self._hot:
@@ -286,6 +284,15 @@ class ClientProtocol(asyncio.Protocol):
             self._request.expects_continue = False
             if not self._body or not self._body.size:
                 self.transport.write(_CONTINUE)
+
+    def _take_whole(self, request: Request, length: int) -> None:
+        """Take a small body that has come with its head. Raises: EdgeFull."""
+        edge = self.edge
+        edge.check_bytes(True, "", length)
+        request.body, self._raw = self._raw[:length], self._raw[length:]
+        self._served_bytes = length
+        edge.served_bytes += length
+        self._complete(request)
 
     def _take_body(self, request: Request) -> None:
         """Take what has come of the body. Raises: BalanceRouteError: it may not be served."""
@@ -303,9 +310,7 @@ class ClientProtocol(asyncio.Protocol):
             edge.incoming_bytes += body.size - before
             if body.size > LARGE_BODY_BYTES:
                 self._hold(body.size, request)
-        if edge.laden(body.complete, self._holder):
-            text = "The router holds as many bytes of requests as it may; try again shortly."
-            raise EdgeFull(text, retry_after_s=RETRY_AFTER_S)
+        edge.check_bytes(body.complete, self._holder)
         if body.complete:
             request.body = body.whole()
             self._served_bytes = body.size
@@ -382,7 +387,8 @@ class ClientProtocol(asyncio.Protocol):
     def _refuse(self, error: BalanceRouteError, counted: bool = True) -> None:
         """Answer bytes that are no request, or a request that may not be served, with an error.
 
-        Where the whole body is here already the connection serves on; else nobody could tell where the next one begins.
+        Where the whole body is here already the connection serves on, unless there is no room; else nobody could tell
+        where the next one begins.
         """
         handler, response, request = self._handler, self._response, self._request
         if counted and (reason := reason_of(error)):
@@ -392,7 +398,7 @@ class ClientProtocol(asyncio.Protocol):
             if is_messages_path(path_asked(self._raw)):
                 response.refusal = message_refusal
         length = None if request is None or self._body is not None else request.length
-        if length is not None and len(self._raw) >= length:
+        if length is not None and len(self._raw) >= length and not isinstance(error, EdgeFull):
             self._raw = self._raw[length:]
         else:
             response.keep_alive = False

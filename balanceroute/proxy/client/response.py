@@ -62,6 +62,13 @@ class Connection(Protocol):
         """Close once everything is written."""
 
 
+def _not_under_way(body: bytes) -> bool:
+    raise InvariantError("a part of a body that is not under way")
+
+
+_NO_PARTS: Final = PartWriter(lambda body: None, _not_under_way)  # of a response without a head: it never opens
+
+
 class Response:
     """One answer; `keep_alive` says whether the connection may serve another request after it.
 
@@ -90,8 +97,9 @@ class Response:
 
     def __init__(self, connection: Connection, *, head_only: bool, http_1_0: bool, keep_alive: bool) -> None:
         self._send: Callable[[bytes], None] = connection.transport.write
-        self._parts = PartWriter(self._send, self._write_other)
-        self.write: Callable[[bytes], bool] = self._parts.write
+        # Its own writer knows the response: a ring, which is there only while parts may come.
+        self._parts = _NO_PARTS
+        self.write: Callable[[bytes], bool] = _NO_PARTS.write
         self._connection = connection
         self._bodiless, self._http_1_0, self.keep_alive = head_only, http_1_0, keep_alive
         self._left: int | None = None  # of a body of known length
@@ -126,6 +134,8 @@ class Response:
         if self.started:
             raise InvariantError("a second response to one request")
         self.started = True
+        self._parts = PartWriter(self._send, self._write_other)
+        self.write = self._parts.write
         length = next((value for name, value in headers if name == b"content-length"), None)
         if status in _BODILESS:
             self._bodiless = True
@@ -147,8 +157,8 @@ class Response:
             return True
         if self._connection.write_paused:
             return False
-        if not self.started or self.complete or self._left is None:
-            raise InvariantError("a part of a body that is not under way")
+        if self.complete or self._left is None:
+            return _not_under_way(body)
         self._left -= len(body)
         if self._left < 0:
             raise InvariantError("a body longer than its Content-Length")
@@ -220,7 +230,7 @@ class Response:
     def _head(self, status: int, headers: Headers) -> bytes:
         self.keep_alive = self.keep_alive and not self._connection.receiving
         close = b"" if self.keep_alive else b"connection: close\r\n"
-        return b"%b%b%b%b\r\n" % (_STATUS_LINES[status], self._connection.date_line, header_lines(headers), close)
+        return b"".join((_STATUS_LINES[status], self._connection.date_line, header_lines(headers), close, b"\r\n"))
 
     def _write(self, data: bytes) -> None:
         head, self._parts.head = self._parts.head, b""
@@ -233,6 +243,7 @@ class Response:
 
     def _finish(self) -> None:
         self.complete, self._parts.open, self.on_gone = True, False, None
+        self._parts, self.write = _NO_PARTS, _NO_PARTS.write
         if self._over is not None:
             self._over.set()
         self._connection.response_done(self.keep_alive)

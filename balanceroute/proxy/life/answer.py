@@ -11,7 +11,7 @@ from typing import Any, Final
 import orjson
 
 from balanceroute.errors import BadUpstreamReply, NotResumable, UpstreamError
-from balanceroute.proxy.admission.prompt_estimates import traits_to_estimate
+from balanceroute.proxy.admission.prompt_estimates import has_estimate
 from balanceroute.proxy.life.outlet import Outlet
 from balanceroute.proxy.life.relay import write_part
 from balanceroute.proxy.life.resumption import Fidelity, resumption
@@ -35,10 +35,10 @@ class Answer:
 
     __slots__ = (
         "_counted",
+        "_estimated",
         "_original",
         "_restarts",
         "_s",
-        "_traits",
         "cached_tokens",
         "estimated_tokens",
         "outlet",
@@ -58,10 +58,10 @@ class Answer:
         self.scanner_options = scanner_options or {}
         self.scanner = NOTHING_YET
         self._counted: PrefillResult | None = None  # what a prefiller said of the client's own prompt
-        self._traits = traits_to_estimate(request)
-        self.estimated_tokens = request.prompt_tokens
-        if self._traits is not None:
-            self.estimated_tokens = services.prompt_estimates.estimate(request, self._traits)
+        self._estimated = has_estimate(request)
+        self.estimated_tokens = (
+            services.prompt_estimates.estimate(request) if self._estimated else request.prompt_tokens
+        )
         self.prompt_tokens = self._restarts = 0
         self.cached_tokens: int | None = None
         self.prompt_reply: dict[str, Any] | None = None  # a prefiller's, where the client wishes to know of its prompt
@@ -73,10 +73,10 @@ class Answer:
         self._counted = result
         self.prompt_tokens, self.cached_tokens = result.prompt_tokens, result.cached_tokens
         self.prompt_reply = result.reply
-        if self._traits is not None:
-            error = abs(self.estimated_tokens - result.prompt_tokens) / max(1, result.prompt_tokens)
+        if self._estimated:
+            error = abs(self.estimated_tokens - result.prompt_tokens) / (result.prompt_tokens or 1)
             self._s.metrics.prompt_estimate_error.observe(error)
-            self._s.prompt_estimates.learn(self._original, self._traits, result.prompt_tokens)
+            self._s.prompt_estimates.learn(self._original, self.estimated_tokens, result.prompt_tokens)
 
     def check_prefill(self, worker: Worker, result: PrefillResult) -> None:
         """An engine too old to take token ids for a chat would start the answer over: better an error than that.

@@ -19,7 +19,7 @@ from balanceroute.proxy.life.leg import ERROR_LIMIT, REPLY_LIMIT, Leg
 from balanceroute.proxy.life.relay import relay
 from balanceroute.proxy.life.retries import event_error, status_error
 from balanceroute.proxy.wire.answers import correct_answer
-from balanceroute.proxy.wire.sse import StreamEnd
+from balanceroute.proxy.wire.sse import DONE, StreamEnd
 from balanceroute.proxy.workers.fleet import Worker
 from balanceroute.proxy.workers.identity import check_id, foreign_reply, learn_id
 from balanceroute.proxy.workers.upstream import Reply
@@ -59,10 +59,7 @@ async def decode(leg: Leg, worker: Worker, grace_s: float) -> bool:
             retry_stale=False,  # a worker that took the request and died looks the same: the KV may be pulled
         )
         if reply.status != 200:
-            error = status_error(reply, await reply.read(ERROR_LIMIT), worker, "decode")
-            if isinstance(error, UpstreamStatus) and (error.status < 500 or error.status == 503 or streams):
-                leg.refused(params)
-            raise error
+            raise await _refusal(leg, worker, reply, params)
         if reply.header(b"content-encoding") not in (None, b"identity"):
             raise BadUpstreamReply("it compressed its reply unasked", worker=worker.id, tier="decode")
         complete = await (_stream(leg, worker, reply) if streams else _whole(leg, worker, reply))
@@ -79,7 +76,7 @@ async def decode(leg: Leg, worker: Worker, grace_s: float) -> bool:
             raise
         return await _interrupted(leg, interruption)
     finally:
-        if leg.reply is not None and answer.scanner.end is not StreamEnd.DONE:
+        if leg.reply is not None and answer.scanner.end is not DONE:
             leg.reply.abort()
         leg.reply = leg.streaming_from = None
         if not answered and leg.unspent is None and answer.scanner.tokens == tokens:
@@ -89,12 +86,21 @@ async def decode(leg: Leg, worker: Worker, grace_s: float) -> bool:
         leg.leave(worker)
 
 
+async def _refusal(leg: Leg, worker: Worker, reply: Reply, params: bytes) -> UpstreamError:
+    """The error that an answer other than 200 is; the leg keeps the parameters if the engine has not seen them."""
+    error = status_error(reply, await reply.read(ERROR_LIMIT), worker, "decode")
+    streams = leg.answer.request.streams_upstream
+    if isinstance(error, UpstreamStatus) and (error.status < 500 or error.status == 503 or streams):
+        leg.refused(params)
+    return error
+
+
 async def _interrupted(leg: Leg, error: BalanceRouteError) -> bool:
     """End a try that was interrupted; True when its answer is complete all the same. Raises: `error`; ClientStalled."""
     answer = leg.answer
     if leg.reply is not None and leg.reply.undelivered:
         raise ClientStalled("the client had not taken all events when the request was ended") from None
-    if answer.scanner.end is StreamEnd.DONE:
+    if answer.scanner.end is DONE:
         return True
     if answer.scanner.finish_reason is not None and not isinstance(error, ClientStalled):
         await answer.close_finished()
@@ -143,7 +149,7 @@ async def _stream(leg: Leg, worker: Worker, reply: Reply) -> bool:
             first=out,
             ends_response=outlet.ends_response,
         )
-    if scanner.finish_reason is not None and scanner.end is not StreamEnd.DONE:
+    if scanner.finish_reason is not None and scanner.end is not DONE:
         await answer.close_finished()
     return _ended(leg, worker, broken)
 
@@ -164,7 +170,7 @@ def _ended(leg: Leg, worker: Worker, broken: UpstreamError | None) -> bool:
     """Judge how the worker's stream ended: True complete, False given back. Raises: UpstreamError."""
     scanner = leg.answer.scanner
     end = scanner.end
-    if end is StreamEnd.DONE:
+    if end is DONE:
         return True
     if end is StreamEnd.ERROR:
         raise event_error(scanner.error or b"{}", worker)
@@ -201,7 +207,7 @@ async def _whole(leg: Leg, worker: Worker, reply: Reply) -> bool:
         leg.ticket.progress(told.tokens)
     leg.first_token_s = worker.progress_s = leg.services.tickets.now()
     scanner.tokens, scanner.finish_reason = told.tokens, told.finish_reason
-    scanner.end = StreamEnd.DONE
+    scanner.end = DONE
     leg.retries.clear_choices()
     answer.outlet.whole(told.body)
     return True

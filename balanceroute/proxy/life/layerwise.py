@@ -39,7 +39,7 @@ from typing import Any, Final
 
 import orjson
 
-from balanceroute.core.types import Phase, WorkerState
+from balanceroute.core.types import DECODING, GONE, POOLED, Phase, WorkerState
 from balanceroute.errors import (
     BalanceRouteError,
     ConnectFailed,
@@ -51,15 +51,24 @@ from balanceroute.errors import (
 from balanceroute.proxy.admission.decider import RETRY_AFTER_S
 from balanceroute.proxy.life.decoding import decode
 from balanceroute.proxy.life.errors import WorkerSilent
-from balanceroute.proxy.life.leg import ERROR_LIMIT, REPLY_LIMIT, Event, Leg, Transitions
+from balanceroute.proxy.life.leg import (
+    ADMITTED,
+    COMPLETE,
+    CUT_OFF,
+    ERROR_LIMIT,
+    REPLY_LIMIT,
+    Event,
+    Leg,
+    Transitions,
+)
+from balanceroute.proxy.life.prefilling import has_prefilled, result_of
 from balanceroute.proxy.life.pull import go_on
-from balanceroute.proxy.life.retries import pushes_back, status_error
+from balanceroute.proxy.life.retries import pushes_back
 from balanceroute.proxy.telemetry.conditions import CONNECTOR
 from balanceroute.proxy.wire.connectors import LayerwiseConnector
-from balanceroute.proxy.wire.payloads import ClientRequest, PrefillResult, parse_probe_reply
-from balanceroute.proxy.wire.sse import StreamEnd
+from balanceroute.proxy.wire.payloads import ClientRequest, PrefillResult
+from balanceroute.proxy.wire.sse import DONE
 from balanceroute.proxy.workers.fleet import Worker
-from balanceroute.proxy.workers.identity import check_id
 
 log = logging.getLogger(__name__)
 
@@ -100,10 +109,10 @@ class Layerwise:
 
     __slots__ = ("_connector", "_leg", "_push", "_result", "_s", "_worker")
 
-    first: Phase = Phase.POOLED
+    first: Phase = POOLED
     follows: Transitions = {
-        Phase.POOLED: {Event.ADMITTED: Phase.DECODING},
-        Phase.DECODING: {Event.COMPLETE: Phase.GONE, Event.CUT_OFF: Phase.POOLED},
+        POOLED: {ADMITTED: DECODING},
+        DECODING: {COMPLETE: GONE, CUT_OFF: POOLED},
     }
 
     def __init__(self, leg: Leg) -> None:
@@ -119,7 +128,7 @@ class Layerwise:
     async def pooled(self) -> Event:
         """Wait for a slot at a decode worker."""
         self._worker = await self._leg.admission()
-        return Event.ADMITTED
+        return ADMITTED
 
     async def decoding(self) -> Event:
         """Have the decode worker ask for the KV and generate the answer, from wherever it is."""
@@ -129,7 +138,7 @@ class Layerwise:
         lost: UpstreamError | None = None
         try:
             if await self._attempt(worker):
-                return Event.COMPLETE
+                return COMPLETE
             worker.circuit.inconclusive()
             if scanner.tokens == tokens:
                 await asyncio.sleep(retries.fruitless(worker))
@@ -199,7 +208,7 @@ class Layerwise:
             result = await self._prefill_for(body)
             answer.check_prefill(self._s.fleet[leg.prefiller_id], result)
         except BalanceRouteError as error:
-            if answer.scanner.end is not StreamEnd.DONE:
+            if answer.scanner.end is not DONE:
                 leg.interrupt(error)
             return
         now = self._s.tickets.now()
@@ -220,7 +229,7 @@ class Layerwise:
         while True:
             prefiller = await self._next_prefiller(deadline_s)
             try:
-                return await self._probe_for(prefiller, body)
+                return await self._ask_to_push(prefiller, body)
             except UpstreamError as error:
                 delay_s = leg.retries.judge(error, prefiller, "prefill", begun=bool(leg.answer.scanner.tokens))
                 if not _unseen(error):
@@ -245,7 +254,7 @@ class Layerwise:
                 return prefiller
             leg.ticket.push_failed()
 
-    async def _probe_for(self, prefiller: Worker, body: bytes) -> PrefillResult:
+    async def _ask_to_push(self, prefiller: Worker, body: bytes) -> PrefillResult:
         leg, limits, request = self._leg, self._s.config.limits, self._leg.answer.request
         patience_s = limits.first_byte_timeout_s.prefill
         prefiller.take()
@@ -260,15 +269,8 @@ class Layerwise:
                     connect_timeout_s=limits.connect_timeout_s,
                 )
                 answer = await reply.read(REPLY_LIMIT if reply.status == 200 else ERROR_LIMIT)
-            if reply.status != 200:
-                raise status_error(reply, answer, prefiller, "prefill")
-            result = parse_probe_reply(answer, worker=prefiller.id, keep=request.prompt_wishes is not None)
-            check_id(prefiller, "prefill", result.reply_id, leg.upstream_id)
-            if result.kv_transfer_params is not None and prefiller.kv_connector is None:
-                self._s.check_connector(prefiller, result.kv_transfer_params)
-            prefiller.circuit.success()
-            prefiller.progress_s = self._s.tickets.now()
-            leg.retries.prefilled()
+            result = result_of(leg, prefiller, reply, answer)
+            has_prefilled(leg, prefiller, result)
             return result
         except TimeoutError:
             text = f"no answer within {patience_s:g} s"

@@ -41,7 +41,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any, Final, Protocol
 
-from balanceroute.core.types import Outcome, Phase, RequestSpec, WorkerState
+from balanceroute.core.types import CANCELLED, EXPIRED, FAILED, FINISHED, GONE, UP, Phase, RequestSpec
 from balanceroute.errors import BalanceRouteError, QueueTimeout, UpstreamError
 from balanceroute.proxy.admission.tickets import Ticket
 from balanceroute.proxy.life.answer import Answer
@@ -51,7 +51,7 @@ from balanceroute.proxy.life.retries import Retries
 from balanceroute.proxy.life.services import TryServices
 from balanceroute.proxy.life.suspicion import Choices
 from balanceroute.proxy.wire.payloads import ClientRequest, PrefillResult
-from balanceroute.proxy.wire.sse import StreamEnd
+from balanceroute.proxy.wire.sse import DONE
 from balanceroute.proxy.workers.drainer import Drain
 from balanceroute.proxy.workers.fleet import Worker
 from balanceroute.proxy.workers.pins import Pin, PinRecord
@@ -72,6 +72,9 @@ class Event(StrEnum):
     KV_AGED = "KV aged"  # the prefiller may drop it before a decode worker has pulled it
     CUT_OFF = "cut off"  # the decode worker was lost, or gave the request back: the answer goes on from where it was
     COMPLETE = "complete"
+
+
+TAKEN, PREFILLED, PREFILL_FAILED, ADMITTED, KV_AGED, CUT_OFF, COMPLETE = Event
 
 
 Transitions = Mapping[Phase, Mapping[Event, Phase]]
@@ -163,7 +166,7 @@ class Leg:
         self.retries = Retries(services, request_id, choices)
         self.headers, self._key = checked_lines(headers), prompt_key
         self.deadline_s = deadline_s
-        self.outcome = Outcome.FAILED
+        self.outcome = FAILED
         self.prefiller_id = self.decoder_id = ""  # the last ones that were asked
         self.recomputes = self._tries = 0
         self.upstream_id = request_id  # X-Request-Id at the workers; every try has its own
@@ -209,26 +212,26 @@ class Leg:
         try:
             strategy = self._strategy(self)
             phase = strategy.first
-            while phase is not Phase.GONE:
+            while phase is not GONE:
                 run_phase: Callable[[], Awaitable[Event]] = getattr(strategy, phase)
                 phase = strategy.follows[phase][await run_phase()]
-            self.outcome = Outcome.FINISHED
+            self.outcome = FINISHED
         except QueueTimeout:
-            self.outcome = Outcome.EXPIRED
+            self.outcome = EXPIRED
             raise
         except (ClientStalled, ClientGone):
-            self.outcome = Outcome.CANCELLED
+            self.outcome = CANCELLED
             raise
         except asyncio.CancelledError:
             error = self.interruption()
             if error is None:
-                self.outcome = Outcome.FINISHED if answer.scanner.end is StreamEnd.DONE else Outcome.CANCELLED
+                self.outcome = FINISHED if answer.scanner.end is DONE else CANCELLED
                 raise
             raise error from None
         finally:
             services.legs.discard(self)
             self.retries.close()
-            if self.outcome is Outcome.FINISHED:
+            if self.outcome is FINISHED:
                 self.retries.clear_choices()  # on a failure the others are abandoned: none of them may go now
             if not self.ticket.left:
                 self.ticket.finish(self.outcome, answer.scanner.finish_reason or "")
@@ -351,7 +354,7 @@ class Leg:
             worker = fleet[await retries.patiently(ticket, ticket.admission())]
             if retries.has_turn:
                 await retries.turn(worker)
-            if worker.state is WorkerState.UP:
+            if worker.state is UP:
                 self.decode_wait_s += self.services.tickets.now() - ticket.pooled_s
                 return worker
             retries.left_worker()

@@ -6,7 +6,7 @@ The body is the connector's (`wire/connectors.py`). A client that goes meanwhile
 import asyncio
 from typing import Final
 
-from balanceroute.core.types import WorkerState
+from balanceroute.core.types import UP
 from balanceroute.errors import ForeignReply, UpstreamError
 from balanceroute.proxy.life.errors import NothingPinned
 from balanceroute.proxy.life.leg import ERROR_LIMIT, REPLY_LIMIT, Leg
@@ -15,6 +15,7 @@ from balanceroute.proxy.wire.payloads import PrefillResult, parse_probe_reply, s
 from balanceroute.proxy.workers.connector_check import pinned_nothing
 from balanceroute.proxy.workers.fleet import Worker
 from balanceroute.proxy.workers.identity import check_id
+from balanceroute.proxy.workers.upstream import Reply
 
 # Hanging up costs (chance to hit the window) x (480 s of pinned KV), going on costs half of what the prefill takes:
 # with a window of 20 ms between engine and reply (a busy machine) both are equal for a prefill of 4.4 s.
@@ -27,7 +28,7 @@ async def next_prefiller(leg: Leg) -> Worker:
     waiting_since_s = services.tickets.now()
     while True:
         worker = services.fleet[await leg.retries.patiently(ticket, ticket.prefiller())]
-        if worker.state is WorkerState.UP:
+        if worker.state is UP:
             leg.prefill_wait_s += services.tickets.now() - waiting_since_s
             leg.prefiller_id = worker.id
             return worker
@@ -63,18 +64,11 @@ async def probe(leg: Leg, worker: Worker) -> PrefillResult:
             connect_timeout_s=limits.connect_timeout_s,
         )
         body = await reply.read(REPLY_LIMIT if reply.status == 200 else ERROR_LIMIT)
-        if reply.status != 200:
-            raise status_error(reply, body, worker, "prefill")
-        result = parse_probe_reply(body, worker=worker.id, keep=request.prompt_wishes is not None)
-        check_id(worker, "prefill", result.reply_id, leg.upstream_id)
+        result = result_of(leg, worker, reply, body)
         if result.kv_transfer_params is None and not request.scores_only:
             pinned_nothing(worker, services.connector, services.metrics.conditions)
             raise NothingPinned("it returned no kv_transfer_params", worker=worker.id, tier="prefill")
-        if result.kv_transfer_params is not None and worker.kv_connector is None:
-            services.check_connector(worker, result.kv_transfer_params)
-        worker.circuit.success()
-        worker.progress_s = now()
-        leg.retries.prefilled()
+        has_prefilled(leg, worker, result)
         return result
     except ForeignReply:
         services.drainer.orphan()  # what it has pinned for us, if anything, nobody will ever be told
@@ -88,3 +82,21 @@ async def probe(leg: Leg, worker: Worker) -> PrefillResult:
         raise error from None
     finally:
         leg.leave(worker)
+
+
+def result_of(leg: Leg, worker: Worker, reply: Reply, body: bytes) -> PrefillResult:
+    """What a prefiller has answered. Raises: UpstreamError: an error, or no answer to this request."""
+    if reply.status != 200:
+        raise status_error(reply, body, worker, "prefill")
+    result = parse_probe_reply(body, worker=worker.id, keep=leg.answer.request.prompt_wishes is not None)
+    check_id(worker, "prefill", result.reply_id, leg.upstream_id)
+    return result
+
+
+def has_prefilled(leg: Leg, worker: Worker, result: PrefillResult) -> None:
+    """The prefiller has computed the prompt. Raises: WrongConnector: its parameters are no use here."""
+    if result.kv_transfer_params is not None and worker.kv_connector is None:
+        leg.services.check_connector(worker, result.kv_transfer_params)
+    worker.circuit.success()
+    worker.progress_s = leg.services.tickets.now()
+    leg.retries.prefilled()

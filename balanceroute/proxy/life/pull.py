@@ -10,11 +10,22 @@ The table `Pull.follows` is what runs.
 import asyncio
 from typing import Final
 
-from balanceroute.core.types import Phase
+from balanceroute.core.types import DECODING, GONE, POOLED, PREFILLING, QUEUED, Phase
 from balanceroute.errors import UpstreamError
 from balanceroute.proxy.life.answer import NOTHING_YET
 from balanceroute.proxy.life.decoding import decode
-from balanceroute.proxy.life.leg import Event, Leg, Transitions
+from balanceroute.proxy.life.leg import (
+    ADMITTED,
+    COMPLETE,
+    CUT_OFF,
+    KV_AGED,
+    PREFILL_FAILED,
+    PREFILLED,
+    TAKEN,
+    Event,
+    Leg,
+    Transitions,
+)
 from balanceroute.proxy.life.prefilling import next_prefiller, try_probe
 from balanceroute.proxy.life.retries import pushes_back
 from balanceroute.proxy.wire.payloads import PrefillResult
@@ -30,12 +41,12 @@ class Pull:
 
     __slots__ = ("_leg", "_prefiller", "_result", "_worker")
 
-    first: Phase = Phase.QUEUED
+    first: Phase = QUEUED
     follows: Transitions = {
-        Phase.QUEUED: {Event.TAKEN: Phase.PREFILLING},
-        Phase.PREFILLING: {Event.PREFILLED: Phase.POOLED, Event.PREFILL_FAILED: Phase.QUEUED},
-        Phase.POOLED: {Event.ADMITTED: Phase.DECODING, Event.KV_AGED: Phase.QUEUED},
-        Phase.DECODING: {Event.COMPLETE: Phase.GONE, Event.CUT_OFF: Phase.QUEUED},
+        QUEUED: {TAKEN: PREFILLING},
+        PREFILLING: {PREFILLED: POOLED, PREFILL_FAILED: QUEUED},
+        POOLED: {ADMITTED: DECODING, KV_AGED: QUEUED},
+        DECODING: {COMPLETE: GONE, CUT_OFF: QUEUED},
     }
 
     def __init__(self, leg: Leg) -> None:
@@ -47,7 +58,7 @@ class Pull:
     async def queued(self) -> Event:
         """Wait for a prefiller."""
         self._prefiller = await next_prefiller(self._leg)
-        return Event.TAKEN
+        return TAKEN
 
     async def prefilling(self) -> Event:
         """Have the prompt computed."""
@@ -56,9 +67,10 @@ class Pull:
         result = await try_probe(leg, worker)
         if result is None:
             leg.ticket.prefill_failed()
-            return Event.PREFILL_FAILED
+            return PREFILL_FAILED
         # the answer may have lain there since our loop turned last
-        leg.unspent, leg.pinned_s = result.kv_transfer_params, max(sent_s, services.last_look_s)
+        leg.unspent = result.kv_transfer_params
+        leg.pinned_s = sent_s if sent_s > services.last_look_s else services.last_look_s
         if services.pins is not None:
             leg.record(services.pins, result)
         leg.check_abandoned(worker)
@@ -68,19 +80,19 @@ class Pull:
             leg.answer.begin(result)
         self._result = result
         leg.ticket.prefilled(result.prompt_tokens, result.cached_tokens)
-        return Event.PREFILLED
+        return PREFILLED
 
     async def pooled(self) -> Event:
         """Wait for a slot at a decode worker."""
         leg = self._leg
         self._worker = await leg.admission()
         if not leg.services.drainer.too_old(leg.pinned_s):
-            return Event.ADMITTED
+            return ADMITTED
         leg.retries.left_worker()
         leg.retries.left_tier()
         leg.ticket.requeue()
         leg.free_kv()
-        return Event.KV_AGED
+        return KV_AGED
 
     async def decoding(self) -> Event:
         """Have the answer generated, from wherever it is."""
@@ -90,7 +102,7 @@ class Pull:
         lost: UpstreamError | None = None
         try:
             if await decode(leg, worker, DECODE_GRACE_S):
-                return Event.COMPLETE
+                return COMPLETE
             worker.circuit.inconclusive()
             if scanner.tokens == tokens:
                 await asyncio.sleep(retries.fruitless(worker))
@@ -115,8 +127,8 @@ async def go_on(leg: Leg, result: PrefillResult, lost: UpstreamError | None) -> 
     leg.retries.left_tier()
     if not leg.answer.resume(result, lost, leg.decoder_id):
         await leg.answer.end_by_length()
-        return Event.COMPLETE
+        return COMPLETE
     leg.recomputes += 1
     leg.ticket.requeue()
     leg.free_kv()
-    return Event.CUT_OFF
+    return CUT_OFF

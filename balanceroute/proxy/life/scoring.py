@@ -11,16 +11,23 @@ one is taken here. The table `Scoring.follows` is what runs.
 
 from typing import Any
 
-from balanceroute.core.types import Phase, WorkerState
+from balanceroute.core.types import GONE, PREFILLING, QUEUED, Phase, WorkerState
 from balanceroute.errors import InvariantError, NoHealthyWorkers
 from balanceroute.proxy.admission.decider import RETRY_AFTER_S
 from balanceroute.proxy.life.answer import NOTHING_YET
-from balanceroute.proxy.life.leg import Event, Leg, Transitions
+from balanceroute.proxy.life.leg import (
+    COMPLETE,
+    PREFILL_FAILED,
+    TAKEN,
+    Event,
+    Leg,
+    Transitions,
+)
 from balanceroute.proxy.life.prefilling import next_prefiller, try_probe
 from balanceroute.proxy.life.relay import write_part
 from balanceroute.proxy.wire.bounds import shown_id
 from balanceroute.proxy.wire.prompt_echo import scored_answer, scored_events
-from balanceroute.proxy.wire.sse import StreamEnd
+from balanceroute.proxy.wire.sse import DONE
 from balanceroute.proxy.workers.fleet import Worker
 
 
@@ -29,10 +36,10 @@ class Scoring:
 
     __slots__ = ("_leg", "_prefiller")
 
-    first: Phase = Phase.QUEUED
+    first: Phase = QUEUED
     follows: Transitions = {
-        Phase.QUEUED: {Event.TAKEN: Phase.PREFILLING},
-        Phase.PREFILLING: {Event.COMPLETE: Phase.GONE, Event.PREFILL_FAILED: Phase.QUEUED},
+        QUEUED: {TAKEN: PREFILLING},
+        PREFILLING: {COMPLETE: GONE, PREFILL_FAILED: QUEUED},
     }
 
     def __init__(self, leg: Leg) -> None:
@@ -48,7 +55,7 @@ class Scoring:
             leg.prefiller_id = self._prefiller.id
         else:
             self._prefiller = await next_prefiller(leg)
-        return Event.TAKEN
+        return TAKEN
 
     async def prefilling(self) -> Event:
         """Have the prompt computed, and answer with what the prefiller says of it."""
@@ -57,7 +64,7 @@ class Scoring:
         if result is None:
             if not services.tickets.decode_first:
                 leg.ticket.prefill_failed()
-            return Event.PREFILL_FAILED
+            return PREFILL_FAILED
         leg.check_abandoned(self._prefiller)
         if leg.answer.scanner is NOTHING_YET:
             leg.answer.prompt_counted(result)
@@ -65,13 +72,13 @@ class Scoring:
         if result.reply is None:
             raise InvariantError("the reply with a prompt's scores was not kept")
         await self._answer(result.reply)
-        return Event.COMPLETE
+        return COMPLETE
 
     async def _answer(self, reply: dict[str, Any]) -> None:
         answer = self._leg.answer
         scanner, outlet = answer.scanner, answer.outlet
         if scanner.end is None:
-            scanner.end, scanner.finish_reason = StreamEnd.DONE, "length"
+            scanner.end, scanner.finish_reason = DONE, "length"
             # the engine generates one token, and counts it, though it shows none
             scanner.tokens = (reply.get("usage") or {}).get("completion_tokens") or 0
         reply = {**reply, "id": shown_id(reply.get("id"), self._leg.upstream_id, self._leg.id)}

@@ -9,7 +9,7 @@ decides nothing: what members call meanwhile waits, and is heard in order once i
 that a relay holds which has not been heard yet. A ticket that comes later and finds its slot taken is void.
 
 **Tokens** of a relay on this machine are read where the relay writes them (`token_counts.py`), by `collect`: before
-each decision and several times per second. So are the ones of all others, by then; they come as messages.
+each decision and several times per second. Tokens that can't be read come as messages.
 
 **Who leads.** Hello tells the largest epoch that a relay has seen. One above ours means that another brain leads:
 `on_superseded` is told, and nobody is a member here any more.
@@ -416,15 +416,17 @@ class Hub:
                     held = member.places.get(place)
                     if held is not None and same_life(held.number, life):
                         self._advance(held, tokens)
-            except (InvariantError, LinkError) as error:
+            except InvariantError as error:
                 member.frames.abort(f"relay {member.relay} counts what can't be: {error}")
 
     def _advance(self, held: _Held, tokens: int) -> None:
-        """A ticket has generated so many by now. Raises: LinkError, InvariantError: that can't be."""
-        more, held.tokens = tokens - held.tokens, tokens
-        if more < 0:
-            raise LinkError(f"{-more} tokens less than before")
-        if more:
+        """A ticket has generated so many by now; fewer than are known are older news: some are said, others read.
+
+        Raises: InvariantError: it generates nothing.
+        """
+        more = tokens - held.tokens
+        if more > 0:
+            held.tokens = tokens
             self._ledger.progress(held.request_id, more)
 
     def _tell(self, request_id: str, answer: Answer) -> None:

@@ -172,12 +172,12 @@ class Began(Message, frozen=True, tag=20):
 # -- what a relay's requests say of workers --------------------------------------------------------------------------
 
 
-class Verdict(StrEnum):
+class Finding(StrEnum):
     """How a request at a worker fared: see `workers/circuit.py`."""
 
     USED = "used"
     SUCCESS = "success"
-    NO_VERDICT = "no_verdict"
+    INCONCLUSIVE = "inconclusive"
     FAULT = "fault"
     BUSY = "busy"
 
@@ -186,7 +186,7 @@ class Judged(Message, frozen=True, tag=40):
     """A request has told something about a worker; `retry_after_s` is what a busy one asked for."""
 
     worker: str
-    verdict: Verdict
+    finding: Finding
     retry_after_s: float = 0.0
 
 

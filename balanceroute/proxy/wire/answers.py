@@ -220,7 +220,6 @@ class CorrectedAnswer:
 
     body: bytes
     tokens: int
-    ids: "array[int] | None"
     recomputed: bool
     finish_reason: str | None
     reply_id: object = None
@@ -247,7 +246,8 @@ def correct_answer(
         ids = choice.get("token_ids")
         usage = checked_usage(answer.get("usage"))
         tokens = token_count(len(ids), "token_ids") if ids is not None else usage.get("completion_tokens") or 0
-        taken = array("I", ids) if ids is not None else None
+        if ids is not None:
+            array("I", ids)  # each is a token's id
         told = answer.get("id")
         if upstream_id != request_id:
             answer["id"] = shown_id(told, upstream_id, request_id)
@@ -261,7 +261,6 @@ def correct_answer(
     return CorrectedAnswer(
         body=corrected,
         tokens=tokens,
-        ids=taken,
         recomputed=choice.get("stop_reason") == "recomputed",
         finish_reason=choice.get("finish_reason"),
         reply_id=told,
@@ -278,12 +277,13 @@ def _as_asked(
     """The answer without what only the router asked for. Raises: TypeError: nested deeper than can be written."""
     if not request.return_token_ids:
         choice["token_ids"] = None
-        for holder in (choice, answer):
-            if holder.get("prompt_token_ids") is not None:
-                holder["prompt_token_ids"] = None
-    if answer.get("kv_transfer_params") is not None:
+        if "prompt_token_ids" in choice:
+            choice["prompt_token_ids"] = None
+        if "prompt_token_ids" in answer:
+            answer["prompt_token_ids"] = None
+    if "kv_transfer_params" in answer:
         answer["kv_transfer_params"] = None
-    known = usage.get("prompt_tokens_details") or {}
-    if cached_tokens is not None or known.get("cached_tokens"):
-        usage["prompt_tokens_details"] = {**known, "cached_tokens": cached_tokens or 0}
+    known = usage.get("prompt_tokens_details")
+    if cached_tokens is not None or (known and known.get("cached_tokens")):
+        usage["prompt_tokens_details"] = {**(known or {}), "cached_tokens": cached_tokens or 0}
     return orjson.dumps(answer)

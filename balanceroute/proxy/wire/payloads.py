@@ -236,7 +236,7 @@ def request_of(endpoint: Endpoint, data: dict[str, Any]) -> ClientRequest:
         endpoint=endpoint,
         rest=data,
         prompt_json=prompt_json,
-        prompt_tokens=max(1, tokens),
+        prompt_tokens=tokens or 1,
         stream=stream,
         assembled=assembled and _followed(endpoint, limit),
         include_usage=include_usage,

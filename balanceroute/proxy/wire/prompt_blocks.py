@@ -54,7 +54,10 @@ class PromptBlocks:
         shape = {name: rest[name] for name in _SHAPING.intersection(rest)}
         before = _hash(orjson.dumps(shape, option=orjson.OPT_SORT_KEYS), self._seed)
         hashes, view = [], memoryview(text)
-        for start in range(0, min(size, MAX_BLOCKS * BLOCK_BYTES) - BLOCK_BYTES + 1, BLOCK_BYTES):
+        whole_blocks = size // BLOCK_BYTES
+        if whole_blocks > MAX_BLOCKS:
+            whole_blocks = MAX_BLOCKS
+        for start in range(0, whole_blocks * BLOCK_BYTES, BLOCK_BYTES):
             before = _hash(view[start : start + BLOCK_BYTES], before)
             hashes.append(before)
-        return hashes, max(1, prompt_tokens * BLOCK_BYTES // size)
+        return hashes, prompt_tokens * BLOCK_BYTES // size or 1

@@ -27,6 +27,8 @@ from balanceroute.proxy.hotpath import COMPILED, count_pairs
 from balanceroute.proxy.wire.payloads import ClientRequest
 
 Traits = npt.NDArray[np.float64]
+PairCounts = npt.NDArray[np.int64]
+"""How often each pair of classes is in a text, shape (classes ** 2,)."""
 
 # Counts of, in this order. A run is bytes of one class in a row.
 TRAITS: Final = (
@@ -88,6 +90,18 @@ _TRAITS_OF_PAIR: Final = _traits_of_pairs()
 
 def traits_of(request: ClientRequest) -> Traits:
     """The traits of a request's prompt, shape (len(TRAITS),); of one given as token ids they are not needed."""
+    pairs, share, media, patches = counts_of(request)
+    traits: Traits = _TRAITS_OF_PAIR.dot(pairs) * share
+    traits[0], traits[1], traits[-2], traits[-1] = 1, request.messages, media, patches
+    return traits
+
+
+def counts_of(request: ClientRequest) -> tuple[PairCounts, float, int, int]:
+    """What a prompt's traits are made of.
+
+    Returns: its pairs of bytes, the number that each of them stands for (above 1 in a text that is sampled), its media
+    and their patches.
+    """
     text, media, patches = request.prompt_json, 0, 0
     if request.endpoint == "chat":
         # a media part stands in a list in the list; of one byte a search is fast
@@ -96,9 +110,14 @@ def traits_of(request: ClientRequest) -> Traits:
         written = template_fields(request)
         if written:
             text = b"".join((text, *written))
-    traits = traits_of_text(text)
-    traits[0], traits[1], traits[-2], traits[-1] = 1, request.messages, media, patches
-    return traits
+    pairs, share = pairs_of_text(text)
+    return pairs, share, media, patches
+
+
+def weights_of_pairs(weights: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
+    """What each pair of classes weighs where each trait weighs so much; rows of pairs for rows of traits."""
+    of_pairs: npt.NDArray[np.float64] = weights.dot(_TRAITS_OF_PAIR)
+    return of_pairs
 
 
 def template_fields(request: ClientRequest) -> list[bytes]:
@@ -116,8 +135,8 @@ def _written(value: Any) -> bytes:
         return b""
 
 
-def traits_of_text(text: bytes) -> Traits:
-    """The traits of UTF-8 text, escaped as in JSON."""
+def pairs_of_text(text: bytes) -> tuple[PairCounts, float]:
+    """The pairs of UTF-8 text, escaped as in JSON, after a newline; and the number that each of them stands for."""
     size = len(text)
     if size > SAMPLED_BYTES:
         step = size * _PIECE_BYTES // SAMPLED_BYTES
@@ -125,19 +144,13 @@ def traits_of_text(text: bytes) -> Traits:
     share = size / len(text) if text else 1.0
     if text.find(b"\\") >= 0:
         text = text.replace(b"\\n", b"\n").replace(b'\\"', b'"').replace(b"\\t", b"\t")
-    traits: Traits = _TRAITS_OF_PAIR.dot(_pairs_of(text))
-    return traits * share if share != 1.0 else traits
-
-
-def _pairs_of(text: bytes) -> npt.NDArray[np.float64]:
-    """How often each pair of classes is in a text after a newline, shape (classes ** 2,)."""
     if COMPILED:
-        counts = np.zeros(_CLASSES**2, np.int64)
-        count_pairs(text, _CLASS_OF, _CLASSES, NEWLINE, counts)
-        return counts.astype(np.float64)
+        pairs = np.zeros(_CLASSES**2, np.int64)
+        count_pairs(text, _CLASS_OF, _CLASSES, NEWLINE, pairs)
+        return pairs, share
     # not compiled, the count takes ten times as long as this
     classes = np.frombuffer((b"\n" + text).translate(_CLASS_OF), np.uint8)
-    return np.bincount(classes[:-1] * _CLASSES + classes[1:], minlength=_CLASSES**2).astype(np.float64)
+    return np.bincount(classes[:-1] * _CLASSES + classes[1:], minlength=_CLASSES**2), share
 
 
 def _without_media(messages_json: bytes) -> tuple[bytes, int, int]:

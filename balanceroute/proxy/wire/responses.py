@@ -24,7 +24,7 @@ SSE_HEADERS: Final[Headers] = [
     (b"cache-control", b"no-cache"),
     (b"x-accel-buffering", b"no"),  # nginx would hold events back
 ]
-_LINE: Final = b"%b: %b\r\n".__mod__
+_line: Final = b": ".join
 _TYPES: Final = {
     400: "BadRequestError",
     401: "AuthenticationError",
@@ -102,7 +102,7 @@ def extra_headers(error: BalanceRouteError) -> Headers:
 
 def header_lines(headers: Headers) -> bytes:
     """Headers as they are sent."""
-    return b"".join(map(_LINE, headers))
+    return b"\r\n".join((*map(_line, headers), b""))
 
 
 def json_headers(body: bytes, more: Headers | None = None) -> Headers:

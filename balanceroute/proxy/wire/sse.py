@@ -56,6 +56,9 @@ class StreamEnd(Enum):
     FOREIGN = "foreign"  # an event of another request's answer; see `EventScanner.fault`
 
 
+DONE: Final = StreamEnd.DONE
+
+
 TEXT, REASONING, TOOL_CALLS = "text", "reasoning", "tool_calls"  # what an event may carry, in this order
 _KIND_OF_DELTA: Final = {"reasoning": REASONING, "reasoning_content": REASONING, "tool_calls": TOOL_CALLS}
 

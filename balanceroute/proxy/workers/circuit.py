@@ -33,6 +33,9 @@ class CircuitState(StrEnum):
     TRIAL = "trial"
 
 
+CLOSED, RESTING, OPEN, HALF_OPEN, TRIAL = CircuitState
+
+
 @dataclass(frozen=True, slots=True)
 class CircuitConfig:
     """`failure_threshold` faults in a row open the circuit for `open_for_s`."""
@@ -50,12 +53,12 @@ class Circuit:
         self._config, self._on_change = config, on_change
         self._faults = self._busy = 0  # in a row
         self._until = 0.0
-        self.state = CircuitState.CLOSED
+        self.state = CLOSED
 
     @property
     def doubtful(self) -> bool:
         """Whether a success would change anything."""
-        return bool(self._faults or self._busy) or self.state is not CircuitState.CLOSED
+        return bool(self._faults or self._busy) or self.state is not CLOSED
 
     @property
     def failures(self) -> int:
@@ -64,60 +67,60 @@ class Circuit:
 
     def used(self) -> None:
         """A request was sent: in half-open, that is the trial, and no other goes before it has ended."""
-        if self.state is CircuitState.HALF_OPEN:
-            self._enter(CircuitState.TRIAL, None)
+        if self.state is HALF_OPEN:
+            self._enter(TRIAL, None)
 
     def success(self) -> None:
         """The worker answered as it should."""
-        if self._faults or self._busy or self.state is not CircuitState.CLOSED:
+        if self._faults or self._busy or self.state is not CLOSED:
             self._faults = self._busy = 0
             self._until = 0.0
-            self._enter(CircuitState.CLOSED, None)
+            self._enter(CLOSED, None)
 
     def inconclusive(self) -> None:
         """The request ended without telling anything about the worker (client gone, 4xx)."""
-        if self.state is CircuitState.TRIAL:
-            self._enter(CircuitState.HALF_OPEN, None)
+        if self.state is TRIAL:
+            self._enter(HALF_OPEN, None)
 
     def fault(self, now: float) -> None:
         """The worker failed."""
         self._faults += 1
-        if self._faults >= self._config.failure_threshold or self.state is CircuitState.TRIAL:
+        if self._faults >= self._config.failure_threshold or self.state is TRIAL:
             self.open(now)
         else:
             self._rest(now, 0.0)
 
     def busy(self, now: float, retry_after_s: float = 0.0) -> None:
         """The worker can't take more now; not before `retry_after_s`, if it said so."""
-        if self.state is not CircuitState.RESTING or not self._busy:
+        if self.state is not RESTING or not self._busy:
             self._busy += 1
         self._rest(now, retry_after_s)
 
     def open(self, now: float) -> None:
         """Nothing new to this worker, until a trial succeeds."""
         self._until = now + self._config.open_for_s
-        self._enter(CircuitState.OPEN, self._config.open_for_s)
+        self._enter(OPEN, self._config.open_for_s)
 
     def reachable(self) -> None:
         """A health check was answered: an open circuit need not wait any longer for its trial."""
-        if self.state is CircuitState.OPEN:
-            self._enter(CircuitState.HALF_OPEN, None)
+        if self.state is OPEN:
+            self._enter(HALF_OPEN, None)
 
     def tick(self, now: float) -> None:
         """Let time pass: a rest ends, an open circuit becomes half-open."""
         if now < self._until - TICK_EARLY_S:
             return
-        if self.state is CircuitState.RESTING:
-            self._enter(CircuitState.HALF_OPEN if self._busy else CircuitState.CLOSED, None)
-        elif self.state is CircuitState.OPEN:
-            self._enter(CircuitState.HALF_OPEN, None)
+        if self.state is RESTING:
+            self._enter(HALF_OPEN if self._busy else CLOSED, None)
+        elif self.state is OPEN:
+            self._enter(HALF_OPEN, None)
 
     def _rest(self, now: float, at_least_s: float) -> None:
         rest_s = min(MAX_REST_S, max(at_least_s, REST_S * 2.0 ** min(8, self.failures - 1)))
-        if self.state is CircuitState.OPEN:
+        if self.state is OPEN:
             return
         self._until = max(self._until, now + rest_s)
-        self._enter(CircuitState.RESTING, self._until - now)
+        self._enter(RESTING, self._until - now)
 
     def _enter(self, state: CircuitState, wake_in_s: float | None) -> None:
         self.state = state

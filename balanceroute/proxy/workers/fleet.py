@@ -25,7 +25,7 @@ from balanceroute.proxy.workers.upstream import Upstream
 
 log = logging.getLogger(__name__)
 
-_JSON_LINE: Final = header_lines([JSON_TYPE])
+_JSON_AND_ID: Final = header_lines([JSON_TYPE]) + b"x-request-id: "
 _CIRCUIT_SAYS = {
     CircuitState.CLOSED: WorkerState.UP,
     CircuitState.HALF_OPEN: WorkerState.UP,
@@ -98,8 +98,7 @@ class Worker:
 
     def headers_of(self, request_id: str, forwarded: bytes) -> bytes:
         """The header lines of a JSON body to it; `forwarded` are those that the client sent for it."""
-        own = (_JSON_LINE, request_id.encode(), forwarded, self.rank_line)
-        return b"%bx-request-id: %b\r\n%b%b" % own
+        return b"".join((_JSON_AND_ID, request_id.encode(), b"\r\n", forwarded, self.rank_line))
 
     def take_peak(self) -> int:
         """The most requests under way since the last call."""

@@ -3,7 +3,7 @@
 import asyncio
 from collections.abc import Callable, Sequence
 
-from balanceroute.proxy.link.messages import Activity, Judged, Learned, SilentGroup, Use, Verdict, WorkerStanding
+from balanceroute.proxy.link.messages import Activity, Finding, Judged, Learned, SilentGroup, Use, WorkerStanding
 from balanceroute.proxy.perimeter.keys import KeyUse
 from balanceroute.proxy.workers.circuit import Circuit, CircuitState
 from balanceroute.proxy.workers.fleet import Fleet, Worker
@@ -37,10 +37,10 @@ class RelayReports:
         if message.worker not in self._fleet:
             return
         circuit, now = self._fleet[message.worker].circuit, self._loop.time()
-        act = _ACTS.get(message.verdict)
+        act = _ACTS.get(message.finding)
         if act is not None:
             act(circuit)
-        elif message.verdict is Verdict.FAULT:
+        elif message.finding is Finding.FAULT:
             circuit.fault(now)
         else:
             circuit.busy(now, message.retry_after_s)
@@ -96,10 +96,10 @@ class RelayReports:
         return tuple(SilentGroup(group.name, group.workers, now - group.since_s) for group in self._frozen)
 
 
-_ACTS: dict[Verdict, Callable[[Circuit], None]] = {
-    Verdict.USED: Circuit.used,
-    Verdict.SUCCESS: Circuit.success,
-    Verdict.NO_VERDICT: Circuit.inconclusive,
+_ACTS: dict[Finding, Callable[[Circuit], None]] = {
+    Finding.USED: Circuit.used,
+    Finding.SUCCESS: Circuit.success,
+    Finding.INCONCLUSIVE: Circuit.inconclusive,
 }
 
 

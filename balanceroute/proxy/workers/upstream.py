@@ -243,7 +243,7 @@ class Upstream:
                 self._starts[method, path] = start
         lines = headers if isinstance(headers, bytes) else checked_lines(headers)
         if body or method not in _BODILESS:
-            return b"%s%scontent-length: %d\r\n\r\n%s" % (start, lines, len(body), body)
+            return b"".join((start, lines, b"content-length: %d\r\n\r\n" % len(body), body))
         return b"%s%s\r\n" % (start, lines)
 
     def _release(self, connection: "_Connection", *, reusable: bool) -> None:
@@ -603,7 +603,7 @@ class _Connection(asyncio.Protocol):
 
     def parse(self, data: bytes) -> None:
         reply = self.reply
-        if reply is None:  # idle: nobody asked, so nobody can say what this is
+        if reply is None:  # idle: bytes that answer no request
             self.abort()
             return
         self.heard = True
@@ -620,7 +620,7 @@ class _Connection(asyncio.Protocol):
             if not self._over:
                 self._fail(self.failure(BadUpstreamReply, self._refused or f"not HTTP: {exc}"))
                 return
-            self._keep_alive = False  # the answer is complete; what follows it is nobody's
+            self._keep_alive = False  # the answer is complete; what follows it belongs to no request
         buffered = self._buffered
         if buffered:
             body = buffered[0] if len(buffered) == 1 else b"".join(buffered)
@@ -713,7 +713,7 @@ class _Connection(asyncio.Protocol):
             reply.head.set_result(None)
 
     def on_message_begin(self) -> None:
-        if self._over:  # bytes after the reply: whose could they be?
+        if self._over:  # bytes after the reply's end belong to no request
             self._keep_alive = False
 
     def on_chunk_header(self) -> None:

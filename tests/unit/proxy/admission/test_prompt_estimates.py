@@ -2,14 +2,15 @@
 
 import math
 import random
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from balanceroute.errors import InvalidRequest
-from balanceroute.proxy.admission.prompt_estimates import MAX_MODELS, PromptEstimates, traits_to_estimate
+from balanceroute.proxy.admission.prompt_estimates import MAX_MODELS, PromptEstimates, has_estimate
 from balanceroute.proxy.wire.payloads import ClientRequest, parse
-from balanceroute.proxy.wire.prompt_traits import image_size, traits_of, traits_of_text
+from balanceroute.proxy.wire.prompt_traits import image_size
 from tests.unit.proxy.admission.prompts import a_request, jpeg, measured, png
 
 KINDS = ("english", "chinese", "code", "tools")
@@ -24,11 +25,10 @@ def p95_errors(tokenizer: str, *, learned_from: int, seed: int = 3) -> dict[str,
     errors: dict[str, list[float]] = {kind: [] for kind in KINDS}
     for number, row in enumerate(rows):
         request, tokens = a_request(row["body"]), row["tokens"][tokenizer]
-        traits = traits_of(request)
         if number >= learned_from:
-            errors[row["kind"]].append(abs(sizes.estimate(request, traits) - tokens) / tokens)
+            errors[row["kind"]].append(abs(sizes.estimate(request) - tokens) / tokens)
         if learned_from:
-            sizes.learn(request, traits, tokens)
+            sizes.learn(request, sizes.estimate(request), tokens)
     return {kind: sorted(each)[math.ceil(0.95 * len(each)) - 1] for kind, each in errors.items()}
 
 
@@ -54,16 +54,16 @@ def test_models_are_learned_apart_and_the_oldest_is_forgotten() -> None:
     for row in rows[:20] * 3:
         for model, tokenizer in (("a", "cl100k"), ("b", "deepseek")):
             request = a_request(row["body"], model)
-            sizes.learn(request, traits_of(request), row["tokens"][tokenizer])
+            sizes.learn(request, sizes.estimate(request), row["tokens"][tokenizer])
     for row in rows[20:]:
         a, b = (a_request(row["body"], model) for model in "ab")
-        assert abs(sizes.estimate(a, traits_of(a)) / row["tokens"]["cl100k"] - 1) < 0.3
-        assert abs(sizes.estimate(b, traits_of(b)) / row["tokens"]["deepseek"] - 1) < 0.3
-    before = sizes.estimate(a, traits_of(a))
+        assert abs(sizes.estimate(a) / row["tokens"]["cl100k"] - 1) < 0.3
+        assert abs(sizes.estimate(b) / row["tokens"]["deepseek"] - 1) < 0.3
+    before = sizes.estimate(a)
     for number in range(MAX_MODELS):
         request = a_request({"prompt": "some text"}, f"other-{number}")
-        sizes.learn(request, traits_of(request), 2)
-    assert sizes.estimate(a, traits_of(a)) != before
+        sizes.learn(request, sizes.estimate(request), 2)
+    assert sizes.estimate(a) != before
 
 
 def test_tools_calls_system_prompts_and_documents_count() -> None:
@@ -71,7 +71,7 @@ def test_tools_calls_system_prompts_and_documents_count() -> None:
 
     def tokens(body: dict[str, Any]) -> int:
         request = a_request(body)
-        return sizes.estimate(request, traits_of(request))
+        return sizes.estimate(request)
 
     asked = [{"role": "user", "content": "What is the weather in Hangzhou?"}]
     tool = {"type": "function", "function": {"name": "get_weather", "parameters": {"type": "object"}}}
@@ -101,24 +101,24 @@ def test_an_image_counts_by_its_size_not_by_its_bytes_and_its_model_s_share_is_l
 
     sizes = PromptEstimates()
     small, large = a_question(280, 280), a_question(1400, 1400)
-    assert 90 < sizes.estimate(small, traits_of(small)) < 200
-    assert 2300 < sizes.estimate(large, traits_of(large)) < 2800
+    assert 90 < sizes.estimate(small) < 200
+    assert 2300 < sizes.estimate(large) < 2800
     for _ in range(30):  # a model with a quarter of the tokens per image
         for side in (280, 560, 840):
             request = a_question(side, side)
-            sizes.learn(request, traits_of(request), 30 + (side // 56) ** 2)
-    assert abs(sizes.estimate(large, traits_of(large)) / (30 + 625) - 1) < 0.25
+            sizes.learn(request, sizes.estimate(request), 30 + (side // 56) ** 2)
+    assert abs(sizes.estimate(large) / (30 + 625) - 1) < 0.25
 
 
 def test_ids_and_embeddings_are_not_estimated() -> None:
-    assert traits_to_estimate(a_request({"prompt": [1, 2, 3]})) is None
-    assert traits_to_estimate(a_request({"prompt": "abc"})) is not None
+    assert not has_estimate(a_request({"prompt": [1, 2, 3]}))
+    assert has_estimate(a_request({"prompt": "abc"}))
 
 
 @pytest.mark.parametrize("text", [b"", b"a", b'""', b"\xff\xfe", b"\\", b"  ", "\U0001f600".encode() * 50])
 def test_any_text_has_a_size(text: bytes) -> None:
-    request = a_request({"prompt": "x"})
-    assert PromptEstimates().estimate(request, traits_of_text(text)) >= 1
+    request = replace(a_request({"prompt": "x"}), prompt_json=text)
+    assert PromptEstimates().estimate(request) >= 1
 
 
 @pytest.mark.parametrize(
@@ -136,7 +136,7 @@ def test_no_body_that_is_taken_is_too_odd_for_an_estimate(fields: bytes) -> None
         request = parse("chat", body)
     except InvalidRequest:
         return  # refused before it is estimated
-    assert PromptEstimates().estimate(request, traits_of(request)) >= 1
+    assert PromptEstimates().estimate(request) >= 1
 
 
 def test_one_absurd_answer_does_not_spoil_the_estimates() -> None:
@@ -144,8 +144,8 @@ def test_one_absurd_answer_does_not_spoil_the_estimates() -> None:
     rows = measured()
     for row in rows[:100]:
         request = a_request(row["body"])
-        sizes.learn(request, traits_of(request), row["tokens"]["qwen"])
+        sizes.learn(request, sizes.estimate(request), row["tokens"]["qwen"])
     request = a_request(rows[120]["body"])
-    before = sizes.estimate(request, traits_of(request))
-    sizes.learn(request, traits_of(request), 10 * before)
-    assert sizes.estimate(request, traits_of(request)) < 2 * before
+    before = sizes.estimate(request)
+    sizes.learn(request, sizes.estimate(request), 10 * before)
+    assert sizes.estimate(request) < 2 * before

@@ -1,6 +1,8 @@
 """How an answer is framed, and what may not be written into it."""
 
 import asyncio
+import gc
+import weakref
 from collections.abc import Callable
 
 import pytest
@@ -143,3 +145,27 @@ def test_a_header_s_name_can_end_no_line_and_begin_no_other(name: bytes) -> None
 def test_a_header_s_value_stays_in_its_line(value: bytes) -> None:
     with pytest.raises(InvariantError):
         check_headers([(b"x-name", value)])
+
+
+@pytest.mark.parametrize("streams", [False, True], ids=["whole", "in parts"])
+def test_a_response_that_is_complete_is_freed_without_a_search_for_garbage(streams: bool) -> None:
+    async def test() -> None:
+        connection = Connection()
+        response = connection.response()
+        if streams:
+            response.start(200, [])
+            await asyncio.sleep(0)
+            response.write(b"a")
+            response.end(b"b")
+        else:
+            response.respond(200, [], b"")
+        assert response.complete
+        left = weakref.ref(connection)  # which the response knows
+        gc.disable()
+        try:
+            del response, connection
+            assert left() is None
+        finally:
+            gc.enable()
+
+    in_virtual_time(test)

@@ -27,8 +27,8 @@ def events_in(function: object) -> set[Event]:
     tree = ast.walk(ast.parse(textwrap.dedent(inspect.getsource(function))))  # type: ignore[arg-type]
     found: set[Event] = set()
     for node in tree:
-        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "Event":
-            found.add(Event[node.attr])
+        if isinstance(node, ast.Name) and node.id in Event.__members__:
+            found.add(Event[node.id])
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "go_on":
             found |= events_in(go_on)
     return found

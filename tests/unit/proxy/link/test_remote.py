@@ -64,6 +64,38 @@ def test_tokens_are_read_by_a_brain_on_the_same_machine_and_not_said() -> None:
     on(test)
 
 
+def test_tokens_that_come_while_a_relay_joins_are_counted_once() -> None:
+    async def test(stage: Stage) -> None:
+        first, relay = await stage.brain(epoch=1), stage.relay()
+        ticket = await relay.decoding("a")
+        ticket.progress(3)
+        await first.end()
+        await until(lambda: relay.brain.member is None)
+        held_back: list[bytes] = []
+        heard = relay.brain._heard
+
+        def wait(frames: Frames[FromRelay], body: bytes) -> None:
+            held_back.append(body)
+
+        relay.brain._heard = wait  # type: ignore[method-assign]
+        second = await stage.brain(epoch=2)
+        await until(lambda: bool(held_back))  # the brain has heard Hello; its Welcome is on the way
+        ticket.progress(2)
+        await until(lambda: second.scheduler.snapshot.workers[0].load == 15)  # said
+        assert second.load == 15  # what is read now is older
+        assert second.hub.members["r0"].frames.open
+        assert relay.brain._frames is not None
+        relay.brain._heard = heard  # type: ignore[method-assign]
+        for body in held_back:
+            heard(relay.brain._frames, body)
+        ticket.progress(4)
+        assert second.load == 19  # read
+        await until(lambda: relay.brain.member is not None)
+        assert second.hub.members["r0"].frames.open
+
+    on(test)
+
+
 def test_more_tickets_than_there_are_places_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
     async def test(stage: Stage) -> None:
         brain, relay = await stage.brain(), stage.relay()

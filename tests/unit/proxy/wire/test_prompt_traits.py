@@ -1,13 +1,28 @@
 """What is counted of a prompt that no tokenizer has seen."""
 
 import json
+from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 
 from balanceroute.proxy.wire import prompt_traits
-from balanceroute.proxy.wire.prompt_traits import SAMPLED_BYTES, TRAITS, image_size, traits_of, traits_of_text
+from balanceroute.proxy.wire.prompt_traits import (
+    SAMPLED_BYTES,
+    TRAITS,
+    Traits,
+    counts_of,
+    image_size,
+    traits_of,
+    weights_of_pairs,
+)
 from tests.unit.proxy.admission.prompts import a_request, jpeg, measured, png
+
+
+def traits_of_text(text: bytes) -> Traits:
+    """The traits of a prompt that is this text, as in JSON."""
+    return traits_of(replace(a_request({"prompt": "x"}), prompt_json=text))
 
 
 def test_a_huge_prompt_is_sampled_and_still_met() -> None:
@@ -27,6 +42,15 @@ def test_a_text_counts_the_same_whether_the_count_is_compiled_or_not(monkeypatch
         monkeypatch.setattr(prompt_traits, "COMPILED", compiled)
         seen.append(traits_of_text(text).tolist())
     assert seen[0] == seen[1] and sum(seen[0]) > 100
+
+
+@pytest.mark.parametrize("row", measured()[:8], ids=lambda row: row["kind"])
+def test_a_prompt_weighs_the_same_by_its_pairs_of_bytes_as_by_its_traits(row: dict[str, Any]) -> None:
+    request = a_request(row["body"])
+    weights = np.random.default_rng(7).normal(size=(2, len(TRAITS)))
+    weights[:, [TRAITS.index(name) for name in ("prompts", "messages", "media", "patches")]] = 0.0
+    pairs, share, _, _ = counts_of(request)
+    assert np.allclose(weights_of_pairs(weights).dot(pairs) * share, weights.dot(traits_of(request)))
 
 
 def counts(body: dict[str, Any]) -> dict[str, float]:

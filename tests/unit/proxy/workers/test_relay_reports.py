@@ -3,7 +3,7 @@
 import pytest
 
 from balanceroute.core.types import WorkerState
-from balanceroute.proxy.link.messages import Activity, Judged, SilentGroup, Use, Verdict
+from balanceroute.proxy.link.messages import Activity, Finding, Judged, SilentGroup, Use
 from balanceroute.proxy.services import Services
 from balanceroute.proxy.workers.circuit import CircuitState
 from balanceroute.proxy.workers.relay_reports import RelayReports
@@ -24,19 +24,19 @@ def activity(exchanges: int, *uses: Use) -> Activity:
     return Activity(exchanges, 0, uses)
 
 
-def test_verdicts_of_all_relays_count_in_a_row() -> None:
+def test_findings_of_all_relays_count_in_a_row() -> None:
     async def test() -> None:
         services = a_router()
         heard, worker = reports(services), services.fleet["d1"]
         for _ in range(services.config.health.failure_threshold - 1):
-            heard.judged(Judged("d1", Verdict.FAULT))
+            heard.judged(Judged("d1", Finding.FAULT))
         assert worker.circuit.state is CircuitState.RESTING and worker.state is WorkerState.DRAINING
         assert heard.standings()["d1"].doubtful
-        heard.judged(Judged("d1", Verdict.FAULT))
+        heard.judged(Judged("d1", Finding.FAULT))
         assert worker.circuit.state is CircuitState.OPEN and heard.standings()["d1"].state is WorkerState.DOWN
-        heard.judged(Judged("d1", Verdict.SUCCESS))
+        heard.judged(Judged("d1", Finding.SUCCESS))
         assert worker.state is WorkerState.UP and not heard.standings()["d1"].doubtful
-        heard.judged(Judged("who is this", Verdict.FAULT))
+        heard.judged(Judged("who is this", Finding.FAULT))
 
     in_virtual_time(test)
 
@@ -45,7 +45,7 @@ def test_a_busy_worker_rests_for_as_long_as_it_asks() -> None:
     async def test() -> None:
         services = a_router()
         heard, worker = reports(services), services.fleet["d1"]
-        heard.judged(Judged("d1", Verdict.BUSY, 5.0))
+        heard.judged(Judged("d1", Finding.BUSY, 5.0))
         await let_pass(4.5)
         assert worker.circuit.state is CircuitState.RESTING
         await let_pass(1.0)
@@ -59,7 +59,7 @@ def test_the_trial_of_a_relay_that_is_gone_is_made_again() -> None:
         services = a_router()
         heard, worker = reports(services), services.fleet["d1"]
         worker.circuit.state = CircuitState.HALF_OPEN
-        heard.judged(Judged("d1", Verdict.USED))
+        heard.judged(Judged("d1", Finding.USED))
         assert worker.circuit.state is CircuitState.TRIAL
         heard.lost("r0")
         assert worker.circuit.state is CircuitState.HALF_OPEN

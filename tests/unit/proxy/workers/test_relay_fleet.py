@@ -1,13 +1,13 @@
-"""A relay's workers: what they tell the brain of verdicts, and how they follow what the brain says."""
+"""A relay's workers: what they tell the brain of findings, and how they follow what the brain says."""
 
 import asyncio
 from collections.abc import Callable
 
 from balanceroute.core.types import Role, WorkerSpec, WorkerState
-from balanceroute.proxy.link.messages import Judged, Use, Verdict, Workers, WorkerStanding
+from balanceroute.proxy.link.messages import Finding, Judged, Use, Workers, WorkerStanding
 from balanceroute.proxy.workers.circuit import CircuitState
 from balanceroute.proxy.workers.fleet import FleetConfig, Worker
-from balanceroute.proxy.workers.following import FollowingFleet
+from balanceroute.proxy.workers.relay_fleet import RelayFleet
 
 D0 = WorkerSpec("d0", Role.DECODE, "http://d0:1", slots=4)
 D1 = WorkerSpec("d1", Role.DECODE, "http://d1:1", slots=4)
@@ -24,22 +24,22 @@ def standing(
     return WorkerStanding(spec, state, circuit.value, doubtful, out)
 
 
-def on_fleet(test: Callable[[FollowingFleet, list[Judged]], None]) -> None:
+def on_fleet(test: Callable[[RelayFleet, list[Judged]], None]) -> None:
     """Run with a fleet, and what it has said to the brain."""
 
     async def run() -> None:
         said: list[Judged] = []
-        test(FollowingFleet(asyncio.get_running_loop(), FleetConfig(), said.append), said)
+        test(RelayFleet(asyncio.get_running_loop(), FleetConfig(), said.append), said)
 
     asyncio.run(run())
 
 
-def follow(fleet: FollowingFleet, *standings: WorkerStanding, gone: tuple[str, ...] = (), whole: bool = False) -> None:
+def follow(fleet: RelayFleet, *standings: WorkerStanding, gone: tuple[str, ...] = (), whole: bool = False) -> None:
     fleet.follow(Workers(standings, gone), whole)
 
 
 def test_workers_are_those_that_the_brain_names_in_the_states_that_it_says() -> None:
-    def test(fleet: FollowingFleet, said: list[Judged]) -> None:
+    def test(fleet: RelayFleet, said: list[Judged]) -> None:
         follow(fleet, standing(D0), standing(D1, WorkerState.DOWN, out=True), whole=True)
         assert [(worker.id, worker.state, worker.out) for worker in fleet] == [
             ("d0", WorkerState.UP, False),
@@ -54,7 +54,7 @@ def test_workers_are_those_that_the_brain_names_in_the_states_that_it_says() -> 
 
 
 def test_a_worker_that_has_left_is_kept_for_the_requests_that_it_still_has() -> None:
-    def test(fleet: FollowingFleet, said: list[Judged]) -> None:
+    def test(fleet: RelayFleet, said: list[Judged]) -> None:
         follow(fleet, standing(D0), whole=True)
         worker = fleet["d0"]
         worker.in_use += 1
@@ -67,7 +67,7 @@ def test_a_worker_that_has_left_is_kept_for_the_requests_that_it_still_has() -> 
 
 
 def test_a_worker_that_was_out_may_come_back_as_another_version() -> None:
-    def test(fleet: FollowingFleet, said: list[Judged]) -> None:
+    def test(fleet: RelayFleet, said: list[Judged]) -> None:
         follow(fleet, standing(D0), whole=True)
         fleet["d0"].echoes_ids, fleet["d0"].kv_connector = True, "nixl"
         follow(fleet, standing(D0, doubtful=True))
@@ -78,55 +78,55 @@ def test_a_worker_that_was_out_may_come_back_as_another_version() -> None:
     on_fleet(test)
 
 
-def verdicts(said: list[Judged]) -> list[Verdict]:
-    found = [message.verdict for message in said]
+def findings(said: list[Judged]) -> list[Finding]:
+    found = [message.finding for message in said]
     said.clear()
     return found
 
 
 def test_failures_are_always_told_and_successes_where_they_change_anything() -> None:
-    def test(fleet: FollowingFleet, said: list[Judged]) -> None:
+    def test(fleet: RelayFleet, said: list[Judged]) -> None:
         follow(fleet, standing(D0), whole=True)
         circuit = fleet["d0"].circuit
         circuit.used()
         circuit.success()
         circuit.inconclusive()
-        assert verdicts(said) == []
+        assert findings(said) == []
         circuit.fault(1.0)
         circuit.success()
-        assert verdicts(said) == [Verdict.FAULT, Verdict.SUCCESS]
+        assert findings(said) == [Finding.FAULT, Finding.SUCCESS]
         follow(fleet, standing(D0))
         circuit.success()
-        assert verdicts(said) == []
+        assert findings(said) == []
         circuit.busy(1.0, 7.5)
-        assert said == [Judged("d0", Verdict.BUSY, 7.5)]
+        assert said == [Judged("d0", Finding.BUSY, 7.5)]
         follow(fleet, standing(D0, doubtful=True))
         said.clear()
         circuit.success()
-        assert verdicts(said) == [Verdict.SUCCESS]
+        assert findings(said) == [Finding.SUCCESS]
 
     on_fleet(test)
 
 
 def test_one_request_alone_is_the_trial_of_a_half_open_circuit() -> None:
-    def test(fleet: FollowingFleet, said: list[Judged]) -> None:
+    def test(fleet: RelayFleet, said: list[Judged]) -> None:
         follow(fleet, standing(D0, circuit=CircuitState.HALF_OPEN, doubtful=True), whole=True)
         circuit = fleet["d0"].circuit
         circuit.used()
         circuit.used()
-        assert verdicts(said) == [Verdict.USED]
+        assert findings(said) == [Finding.USED]
         circuit.inconclusive()
-        assert verdicts(said) == [Verdict.NO_VERDICT]
+        assert findings(said) == [Finding.INCONCLUSIVE]
 
     on_fleet(test)
 
 
-def uses(fleet: FollowingFleet, now: float, *awaited: str) -> list[Use]:
+def uses(fleet: RelayFleet, now: float, *awaited: str) -> list[Use]:
     return list(fleet.uses(now, set(awaited)))
 
 
 def test_what_is_in_use_is_told_until_it_is_not_and_once_more() -> None:
-    def test(fleet: FollowingFleet, said: list[Judged]) -> None:
+    def test(fleet: RelayFleet, said: list[Judged]) -> None:
         follow(fleet, standing(D0), standing(D1), whole=True)
         assert uses(fleet, 10.0) == []
         worker: Worker = fleet["d0"]

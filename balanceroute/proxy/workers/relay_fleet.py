@@ -1,6 +1,6 @@
 """A relay's workers: it holds the connections, and the brain judges.
 
-What a request finds out about a worker is told to the brain (`Verdict`), whose circuit decides; what the worker may get
+What a request finds out about a worker is told to the brain (`Finding`), whose circuit decides; what the worker may get
 is what the brain said last. While there is no brain, nothing is told: the next one begins with a good opinion of all.
 """
 
@@ -10,7 +10,7 @@ from collections.abc import Callable
 from typing import Final
 
 from balanceroute.core.types import WorkerSpec, WorkerState
-from balanceroute.proxy.link.messages import Judged, Use, Verdict, Workers
+from balanceroute.proxy.link.messages import Finding, Judged, Use, Workers
 from balanceroute.proxy.workers.circuit import Circuit, CircuitConfig, CircuitState
 from balanceroute.proxy.workers.fleet import Fleet, FleetConfig, Worker
 
@@ -41,30 +41,30 @@ class ReportedCircuit(Circuit):
         """See `Circuit`."""
         if self.state is CircuitState.HALF_OPEN:
             self.state = CircuitState.TRIAL
-            self._say(Verdict.USED)
+            self._say(Finding.USED)
 
     def success(self) -> None:
         """See `Circuit`."""
         if self._doubtful:
-            self._say(Verdict.SUCCESS)
+            self._say(Finding.SUCCESS)
 
     def inconclusive(self) -> None:
         """See `Circuit`."""
         if self.state is CircuitState.TRIAL:
-            self._say(Verdict.NO_VERDICT)
+            self._say(Finding.INCONCLUSIVE)
 
     def fault(self, now: float) -> None:
         """See `Circuit`."""
         self._doubtful = True
-        self._say(Verdict.FAULT)
+        self._say(Finding.FAULT)
 
     def busy(self, now: float, retry_after_s: float = 0.0) -> None:
         """See `Circuit`."""
         self._doubtful = True
-        self._say(Verdict.BUSY, retry_after_s)
+        self._say(Finding.BUSY, retry_after_s)
 
-    def _say(self, verdict: Verdict, retry_after_s: float = 0.0) -> None:
-        self._report(Judged(self._worker_id, verdict, retry_after_s))
+    def _say(self, finding: Finding, retry_after_s: float = 0.0) -> None:
+        self._report(Judged(self._worker_id, finding, retry_after_s))
 
 
 class _Nowhere:
@@ -84,7 +84,7 @@ class _Nowhere:
         return True
 
 
-class FollowingFleet(Fleet):
+class RelayFleet(Fleet):
     """The workers that the brain has named, in the states that it has said."""
 
     def __init__(

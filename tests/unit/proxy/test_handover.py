@@ -1,0 +1,83 @@
+"""A router takes over from another one: what it is given, and what happens when it ends too soon."""
+
+import signal
+import socket
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from balanceroute.errors import ConfigError
+from balanceroute.proxy.handover import Handover, Predecessor, Told
+from tests.waiting import block_until
+
+TOLD = Told(lineage=4711, generation=2)
+
+
+class Old:
+    """The old parent, which looks whenever it is asked to, and a thread in which new ones ask for it."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.listener = socket.create_server(("127.0.0.1", 0))
+        self.side = Handover(path, TOLD, [self.listener])
+        self._threads = ThreadPoolExecutor(1)
+
+    def found(self) -> Predecessor:
+        """A new parent's side, once it has been answered."""
+        asked: Future[Predecessor | None] = self._threads.submit(Predecessor.find, self.path)
+        block_until(lambda: self.side.look() or asked.done())
+        predecessor = asked.result()
+        assert predecessor is not None
+        return predecessor
+
+    def close(self) -> None:
+        self.side.close()
+        self.listener.close()
+        self._threads.shutdown()
+
+
+@pytest.fixture
+def old(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Old]:
+    """One that is asked to look by nobody: the signal is not heard."""
+    before = signal.signal(signal.SIGIO, signal.SIG_IGN)
+    side = Old(tmp_path_factory.mktemp("run") / "sock")
+    yield side
+    side.close()
+    signal.signal(signal.SIGIO, before)
+
+
+def test_a_successor_gets_the_sockets_and_what_it_must_know_and_says_when_it_is_ready(old: Old) -> None:
+    predecessor = old.found()
+    host, port = old.listener.getsockname()
+    assert predecessor.told == TOLD and not old.side.look()
+    assert predecessor.listener(host, port + 1) is None
+    listener = predecessor.listener(host, port)
+    assert listener is not None and listener.getsockname() == (host, port)
+    assert predecessor.listener(host, port) is None, "it is the caller's by now"
+    predecessor.go()
+    block_until(old.side.look)
+    listener.close()
+
+
+def test_a_successor_that_ends_before_it_is_ready_changes_nothing_and_another_may_come(old: Old) -> None:
+    old.found().close()
+    assert not old.side.look(), "its end is heard, and is no word to go"
+    predecessor = old.found()
+    predecessor.go()
+    block_until(old.side.look)
+
+
+def test_one_successor_is_answered_at_a_time(old: Old) -> None:
+    first = old.found()
+    with pytest.raises(ConfigError, match="another router is taking over"):
+        old.found()
+    first.go()
+    block_until(old.side.look)
+
+
+def test_where_no_router_answers_there_is_none_to_take_over(old: Old) -> None:
+    assert Predecessor.find(old.path.with_name("nobody")) is None
+    old.side.close()
+    assert Predecessor.find(old.path) is None
