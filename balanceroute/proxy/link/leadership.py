@@ -4,7 +4,9 @@ On one machine that is who holds the lock of a file, `FileLead`. The kernel drop
 that ends. It does not for one that stands still, so a leader also touches the file every `RENEW_S`. One that has not
 for `LEASE_S` is deposed: a standby puts another file in its place, which it has locked before. The deposed one sees
 that when it goes on, and ends; relays see it by the brain's socket, which is another one then (`remote.py`), and by the
-epoch.
+epoch. A thread touches the file, so that a leader whose event loop has much to do keeps the lead: taking over the
+requests of thousands of streams may take longer than `LEASE_S` on a busy machine. A loop that does nothing else for
+`STUCK_S` hangs.
 
     lead        the epoch of the last leader, locked and touched by it
     lead.next   that of the next one, while it is being put in place
@@ -12,6 +14,7 @@ epoch.
 
 import fcntl
 import os
+import threading
 import time
 from contextlib import suppress
 from pathlib import Path
@@ -20,6 +23,7 @@ from typing import Final, Protocol
 from balanceroute.errors import ConfigError
 
 RENEW_S: Final = 0.2
+STUCK_S: Final = 10.0
 LEASE_S: Final = 1.0  # a takeover breaks no stream, so a leader that is only slow may lose the lead for nothing
 
 
@@ -47,32 +51,51 @@ class FileLead:
         self._file: int | None = None
         self._sign: tuple[int, int] | None = None  # of the leader's life, as it was seen last: which file, touched when
         self._sign_s = self._looked_s = 0.0  # when that was seen first, and when we looked last
+        self._held = threading.Lock()  # the file is not closed while it is touched
+        self._renewed_s = 0.0
         self.epoch = 0
 
     def take(self) -> bool:
         """Lead, if nobody does or the leader stands still. Raises: ConfigError: the file can't be used."""
         try:
             file = _locked(self._path)
+            if file is not None:
+                self._count_up(file, _epoch(file, self._path))
+            elif self._stands_still():
+                file = self._deposed()
             if file is None:
-                return self._stands_still() and self._depose()
-            self._count_up(file, _epoch(file, self._path))
-            self._file = file
+                return False
+            self._lead(file)
             return True
         except OSError as error:
             raise ConfigError(f"{self._path}: {error.strerror}") from None
 
     async def renew(self) -> bool:
-        """Touch the file, if it is still ours."""
-        if self._file is None or not _is_at(self._file, self._path):
-            return False
-        os.utime(self._file)
-        return True
+        """Say that the event loop goes on, if the file is still ours."""
+        self._renewed_s = time.monotonic()
+        return self._file is not None and _is_at(self._file, self._path)
 
     def release(self) -> None:
         """Let another one lead."""
-        if self._file is not None:
-            os.close(self._file)
-            self._file = None
+        with self._held:
+            if self._file is not None:
+                os.close(self._file)
+                self._file = None
+
+    def _lead(self, file: int) -> None:
+        self._file = file
+        self._renewed_s = time.monotonic()
+        threading.Thread(target=self._touch, args=(file,), name="lead", daemon=True).start()
+
+    def _touch(self, file: int) -> None:
+        """Until it is released or lost, touch the file, unless the loop hangs."""
+        while True:
+            with self._held:
+                if self._file != file or not _is_at(file, self._path):
+                    return
+                if time.monotonic() - self._renewed_s < STUCK_S:
+                    os.utime(file)
+            time.sleep(RENEW_S)
 
     def _count_up(self, file: int, former: int) -> None:
         self.epoch = former + 1
@@ -89,24 +112,23 @@ class FileLead:
             return now - self._sign_s > LEASE_S
         return False
 
-    def _depose(self) -> bool:
-        """Put a file of ours in place of the leader's; False: another standby does, or has done it."""
+    def _deposed(self) -> int | None:
+        """Put a file of ours in place of the leader's; None: another standby does, or has done it."""
         file = _locked(self._next)
         if file is None:
-            return False
+            return None
         try:
             status = self._path.stat()
             if self._sign != (status.st_ino, status.st_mtime_ns):
                 os.close(file)
-                return False
+                return None
             os.ftruncate(file, 0)
             self._count_up(file, int(self._path.read_bytes() or b"0"))
             self._next.replace(self._path)
         except BaseException:
             os.close(file)
             raise
-        self._file = file
-        return True
+        return file
 
 
 def _locked(path: Path) -> int | None:

@@ -27,6 +27,16 @@ print("lost", flush=True)
 """
 
 
+BUSY = """
+import asyncio, sys, pathlib, time
+from balanceroute.proxy.link.leadership import LEASE_S, FileLead
+held = FileLead(pathlib.Path(sys.argv[1]))
+print(held.take(), held.epoch, flush=True)
+time.sleep(3 * LEASE_S)
+print(asyncio.run(held.renew()), flush=True)
+"""
+
+
 def test_one_leads_and_the_next_counts_on(tmp_path: Path) -> None:
     first, second = FileLead(tmp_path / "lead"), FileLead(tmp_path / "lead")
     assert first.take() and first.epoch == 1
@@ -60,6 +70,15 @@ def test_a_leader_that_stands_still_is_deposed_and_finds_that_out_when_it_goes_o
     assert asyncio.run(heir.renew()) and not other.take()
     heir.release()
     assert other.take() and other.epoch == 3
+
+
+def test_a_leader_whose_event_loop_has_much_to_do_is_not_deposed(tmp_path: Path) -> None:
+    path = tmp_path / "lead"
+    with subprocess.Popen([sys.executable, "-c", BUSY, str(path)], stdout=subprocess.PIPE, text=True) as leader:
+        assert leader.stdout is not None and leader.stdout.readline() == "True 1\n"
+        heir = FileLead(path)
+        block_until(lambda: heir.take() or leader.poll() is not None)
+        assert leader.stdout.readline() == "True\n"
 
 
 def test_a_leader_that_renews_is_not_deposed_and_nor_is_one_that_nobody_has_looked_at(
