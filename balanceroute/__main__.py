@@ -1,6 +1,17 @@
-"""`python -m balanceroute`: the same as the `balanceroute` command."""
+"""The `balanceroute` command, and `python -m balanceroute`."""
 
-from balanceroute.cli import main
+import sys
+
+
+def main() -> None:
+    """Run the command line; Ctrl-C while it is still being imported ends it as later: in silence, with status 130."""
+    try:
+        from balanceroute.cli import main as run
+
+        run()
+    except KeyboardInterrupt:
+        sys.exit(130)
+
 
 if __name__ == "__main__":
     main()

@@ -11,6 +11,7 @@ from balanceroute.config import Config, validate
 from balanceroute.core.knobs import Option
 from balanceroute.core.policies import POLICIES
 from balanceroute.errors import BalanceRouteError, ConfigError, InputError, InvalidRequest
+from balanceroute.plugins import installed, learn_policy
 from balanceroute.proxy.ops.admin import json_response
 from balanceroute.proxy.ops.guard import error_response, tell
 from balanceroute.proxy.ops.services import OperatorServices
@@ -49,13 +50,18 @@ class Steering:
 
 
 def _wanted(body: bytes) -> str:
-    """The name that is asked for. Raises: InvalidRequest: a policy that this process does not know."""
+    """The name that is asked for: of ours, of installed packages, or one of one's own that has been configured.
+
+    Raises: InvalidRequest: it is none. ConfigError: it cannot be imported.
+    """
     try:
         name = orjson.loads(body)["policy"]
     except (orjson.JSONDecodeError, KeyError, TypeError):
         name = None
-    if not isinstance(name, str) or name not in POLICIES:
-        raise InvalidRequest(f'The body must be {{"policy": NAME}}, NAME one of {", ".join(sorted(POLICIES))}.')
+    known = {*POLICIES, *installed()}
+    if not isinstance(name, str) or name not in known:
+        raise InvalidRequest(f'The body must be {{"policy": NAME}}, NAME one of {", ".join(sorted(known))}.')
+    learn_policy(name)
     return name
 
 

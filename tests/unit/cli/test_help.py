@@ -4,6 +4,7 @@ import os
 import re
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -58,3 +59,15 @@ def test_the_shell_can_complete_commands() -> None:
     command = "import sys; sys.argv[0] = 'balanceroute'; from balanceroute.cli import main; main()"
     done = subprocess.run([sys.executable, "-c", command], env=environ, capture_output=True, text=True)
     assert done.stdout.split() == ["replay", "reproduce"]
+
+
+def test_a_command_that_is_interrupted_while_it_is_imported_ends_in_silence(tmp_path: Path) -> None:
+    (tmp_path / "typer.py").write_text("raise KeyboardInterrupt\n")
+    ended = subprocess.run(
+        [sys.executable, "-m", "balanceroute", "--help"],
+        env={**os.environ, "PYTHONPATH": str(tmp_path)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert (ended.returncode, ended.stdout, ended.stderr) == (130, "", "")

@@ -1,6 +1,7 @@
 """Another policy at run time: which may be asked for, and what stays as it is."""
 
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -76,6 +77,15 @@ class Patient(AdmissionPolicy):
         return iter(())
 
 
+class Hurried(Patient):
+    """One without options."""
+
+    name = "never_in_a_hurry"
+
+    def __init__(self) -> None:
+        super().__init__(patience_s=0.0)
+
+
 async def test_a_policy_of_ones_own_finds_its_options_again_when_it_is_switched_back_to() -> None:
     own = f"{__name__}:Patient"
     services, switch = a_router(a_config(routing={"policy": own, "options": {"patience_s": 5}})), Switched()
@@ -91,6 +101,25 @@ async def test_a_policy_of_ones_own_finds_its_options_again_when_it_is_switched_
             assert reply.status_code == 200, reply.text
     assert [new.routing.policy for new in switch.to] == ["level_fit", own, own]
     assert [new.routing.options for new in switch.to] == [{}, {"patience_s": 5}, {"patience_s": 5}]
+
+
+async def test_a_policy_that_an_installed_package_offers_is_known_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    metadata = tmp_path / "patient-1.0.dist-info"
+    metadata.mkdir()
+    (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: patient\nVersion: 1.0\n")
+    offers = f"[balanceroute.policies]\nnever_in_a_hurry = {__name__}:Hurried\nbroken = no_module_of_ours:X\n"
+    (metadata / "entry_points.txt").write_text(offers)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    switch = Switched()
+    reply = await asked(a_router(), switch, b'{"policy": "never_in_a_hurry"}')
+    assert reply.status_code == 200, reply.text
+    assert [new.routing.policy for new in switch.to] == ["never_in_a_hurry"]
+    reply = await asked(a_router(), switch, b'{"policy": "broken"}')
+    assert reply.status_code == 400 and "no_module_of_ours" in reply.json()["error"]["message"]
+    reply = await asked(a_router(), switch, b'{"policy": "of_nobody"}')
+    assert reply.status_code == 400 and "never_in_a_hurry" in reply.json()["error"]["message"]
 
 
 async def test_settings_that_do_not_go_with_the_policy_are_refused() -> None:
