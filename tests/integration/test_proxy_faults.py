@@ -363,11 +363,11 @@ async def test_a_deadline_ends_a_request_whose_client_does_not_read() -> None:
         narrow.connect((host, int(port)))
         _, writer = await asyncio.open_connection(sock=narrow, limit=1024)
         body = json.dumps(completion(max_tokens=400_000, stream=True)).encode()
-        head = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\nx-request-timeout: 4\r\ncontent-length: %d\r\n\r\n"
+        head = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\nx-request-timeout: 8\r\ncontent-length: %d\r\n\r\n"
         writer.write(head % len(body) + body)
         await until(lambda: any(leg.blocked_by_client for leg in router.app.services.legs))
         assert router.app.services.exchanges == 1
-        await router.settled(20)
+        await router.settled(30)
         writer.close()
 
 
