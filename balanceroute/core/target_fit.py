@@ -57,6 +57,7 @@ from dataclasses import dataclass
 from heapq import heapify, heappop, heapreplace
 
 import numpy as np
+from mypy_extensions import mypyc_attr
 
 from balanceroute.arrays import FloatArray
 from balanceroute.core.policy import Choice, StageTimer
@@ -111,6 +112,7 @@ class TargetFitParams:
     window: int = 512
 
 
+@mypyc_attr(allow_interpreted_subclasses=True)
 class TargetFit:
     """The policies `target_fit` and `level_fit`, by their rules."""
 
@@ -224,13 +226,13 @@ class Loads:
         fixed = self.scaled.copy()
         for index in sorted(self.open + snapshot.down, reverse=True):
             del fixed[index]
-        self._fixed_count, self._fixed_sum = len(fixed), sum(fixed)
+        self._fixed_count, self._fixed_sum = len(fixed), sum(fixed, 0.0)
         self._fixed_max, self._fixed_min = max(fixed, default=0.0), min(fixed, default=math.inf)
 
     def around(self, worker: int) -> tuple[float, float, float]:
         """Mean and largest load of the barrier, and the least of all but `worker`. O(workers that had a free slot)."""
         changing = [self.scaled[each] for each in self.active]
-        mean = (self._fixed_sum + sum(changing)) / (self._fixed_count + len(changing))
+        mean = (self._fixed_sum + sum(changing, 0.0)) / (self._fixed_count + len(changing))
         envelope = max(self._fixed_max, *changing)
         changing.remove(self.scaled[worker])
         return mean, envelope, min([self._fixed_min, *changing])
