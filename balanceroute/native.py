@@ -7,8 +7,8 @@ not found (no compiler; a checkout with other sources than at its installation) 
 `Sources` has the same modules read as Python.
 
 setup.py runs this file by its path, so it imports nothing of the package. What stays Python: `types.py` and `view.py`,
-whose dataclasses go to orjson, which crashes on compiled ones; `policy.py`, from which users inherit; `subset.py`, where
-numpy does the work; and what runs seldom.
+whose dataclasses go to orjson, which crashes on compiled ones; `policy.py`, from which users inherit; `subset.py`,
+where numpy does the work; and what runs seldom.
 """
 
 import hashlib
