@@ -57,6 +57,7 @@ from dataclasses import dataclass
 from heapq import heapify, heappop, heapreplace
 
 import numpy as np
+from mypy_extensions import mypyc_attr
 
 from balanceroute.arrays import FloatArray
 from balanceroute.core.policy import Choice, StageTimer
@@ -111,6 +112,7 @@ class TargetFitParams:
     window: int = 512
 
 
+@mypyc_attr(allow_interpreted_subclasses=True)
 class TargetFit:
     """The policies `target_fit` and `level_fit`, by their rules."""
 
@@ -130,7 +132,7 @@ class TargetFit:
         return math.inf
 
     def decide(self, snapshot: ClusterSnapshot, now: float) -> Iterator[Choice]:
-        """Yield admissions. O(G) in slack; else O(G + W) per free slot, vectorised over the window of W requests."""
+        """Yield admissions. O(G) in slack; else O(G + W) per free slot, with the window of W requests."""
         timer, pool = self.stage_timer, snapshot.pool
         while len(pool):
             open_workers = snapshot.open_workers()
