@@ -57,6 +57,8 @@ KV_PIN_S: dict[str, tuple[float | None, float]] = {
     "mooncake_layerwise": (None, 1.0),
 }
 UNPINNED_TTL_S = 240.0
+# RFC 1123, as Kubernetes has it: labels for a namespace, labels and dots for a name
+LEASE_NAME = r"^([a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?/)?[a-z0-9]([-.a-z0-9]*[a-z0-9])?$"
 SHARED_BARRIER = "decode"  # the group of all decode workers that name none
 
 
@@ -232,6 +234,23 @@ class Listen(Section):
         le=8,
         description="With listen.relays: further brains, which take the lead when the one that decides dies or stands "
         "still.",
+    )
+    lease: Annotated[str, Field(pattern=LEASE_NAME, max_length=253)] | None = Field(
+        None,
+        description="With listen.relays, in a pod of Kubernetes: NAME or NAMESPACE/NAME of a Lease. Of all routers "
+        "that name it only the one that holds it decides and is ready; the others stand by. Unset: each decides.",
+    )
+    lease_duration_s: int = Field(
+        15,
+        ge=2,
+        le=3600,
+        description="How long a Lease that is not renewed keeps others from leading; its holder steps down after two "
+        "thirds of that. The same for all routers.",
+    )
+    service_account: str = Field(
+        "/var/run/secrets/kubernetes.io/serviceaccount",
+        min_length=1,
+        description="With listen.lease: the folder with the pod's token, ca.crt and namespace.",
     )
     run_folder: str | None = Field(
         None,
@@ -888,6 +907,8 @@ class Config(Section):
     def _problems(self) -> Iterator[str]:
         yield from self._worker_problems()
         yield from self._tls_problems()
+        if self.listen.lease is not None and not self.listen.relays:
+            yield f"listen.lease = {self.listen.lease!r}: accepted only with listen.relays, 1 or more"
         if self.listen.admin_address is not None and self.listen.admin_address[1] == self.listen.port != 0:
             yield f"listen.admin = {self.listen.admin!r}: accepted is another port than listen.port"
         yield from self._predictor_problems()

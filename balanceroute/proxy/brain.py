@@ -53,6 +53,7 @@ class BrainApp(RouterApp):
     """
 
     read: Config
+    lead: Lead
     hub: Hub
     end: Callable[[], None]
 
@@ -82,7 +83,7 @@ def run_brain(
     Raises: ConfigError: a file or socket of the folder can't be used.
     """
     folder.make()
-    lead, config = _stand_by(FileLead(folder.lock), config, load, standing.by)
+    lead, config = _stand_by(the_lead(config, folder), config, load, standing.by)
     try:
         standing.leads()
         if journal is not None and journal.exists():
@@ -97,8 +98,23 @@ def run_brain(
         server = BrainServer(app, config, on_reload, uds=str(folder.operators))
         app.end = server.end
         server.run()
+        if not server.leaves:
+            lead.resign()
     finally:
         lead.release()
+
+
+def the_lead(config: Config, folder: RunFolder) -> Lead:
+    """What brains of this configuration and folder compete for. Raises: ConfigError: there is no such thing here."""
+    local, listen = FileLead(folder.lock), config.listen
+    if listen.lease is None:
+        return local
+    from balanceroute.proxy.link.kubernetes import lease_api  # with httpx, which nothing else in this process needs
+    from balanceroute.proxy.link.lease import LeaseLead
+
+    patience_s = listen.lease_duration_s / 3  # so a leader gets a second try before it must step down
+    api = lease_api(listen.lease, Path(listen.service_account), os.environ, patience_s)
+    return LeaseLead(local, api, folder.identity, listen.lease_duration_s)
 
 
 def _stand_by(lead: Lead, config: Config, load: Callable[[], Config], on_up: Callable[[], None]) -> tuple[Lead, Config]:
@@ -183,13 +199,13 @@ def create_brain_app(
     routes = [trusted(route) for part in operator_parts(lambda: app.services, dashboard) for route in part.routes()]
     app = BrainApp(routes=routes, lifespan=lifespan, exception_handlers=HANDLERS)
     set_up(app, config, Tls(config))
-    app.read = read
+    app.read, app.lead = read, lead
     return app
 
 
 async def _keep(lead: Lead, app: BrainApp) -> None:
     """Keep the lead until it is lost, or until cancelled."""
-    while await lead.renew():  # noqa: ASYNC110
+    while lead.renew():  # noqa: ASYNC110
         await asyncio.sleep(RENEW_S)
     log.warning("another brain leads", extra={"epoch": lead.epoch})
     app.end()
@@ -199,8 +215,16 @@ async def _keep(lead: Lead, app: BrainApp) -> None:
 class BrainServer(ChildServer):
     """The server of the brain's process; it listens on a socket that is our user's alone."""
 
+    leaves = False
+
+    def _begin_drain(self, services: ClientServices) -> None:
+        super()._begin_drain(services)
+        assert isinstance(self._app, BrainApp)
+        self._app.lead.resign()
+
     def leave(self) -> None:
         """The brain of another router is to lead."""
+        self.leaves = True
         self.end()
 
     def end(self) -> None:

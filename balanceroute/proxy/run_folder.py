@@ -3,6 +3,8 @@
 import fcntl
 import logging
 import os
+import secrets
+import socket
 import stat
 import tempfile
 import time
@@ -46,6 +48,21 @@ class RunFolder:
     def lock(self) -> Path:
         """The file whose lock makes the leader, with the number of its leadership."""
         return self.folder / "lead"
+
+    def identity(self) -> str:
+        """The name of this folder in a cluster, which nobody else has; for who holds the lock.
+
+        Raises: ConfigError: the file that keeps it can't be used.
+        """
+        path = self.folder / "identity"
+        try:
+            if not path.exists():
+                beside = path.with_suffix(_NEW)
+                beside.write_text(f"{socket.gethostname()}_{secrets.token_hex(8)}")
+                beside.replace(path)
+            return path.read_text()
+        except OSError as error:
+            raise _unusable(self.folder, f"cannot be used: {error.strerror}") from None
 
     @property
     def handover(self) -> Path:

@@ -12,6 +12,10 @@ import pytest
 import yaml
 
 from balanceroute.config import Config, load
+from balanceroute.proxy.link.leadership import FileLead
+from balanceroute.proxy.link.lease import LeaseLead
+from tests.api_server import an_api_server
+from tests.waiting import block_until
 
 ROOT = Path(__file__).parents[2]
 ASCEND = ROOT / "deploy" / "vllm-ascend"
@@ -213,3 +217,41 @@ def test_prefillers_cache_prefixes_unless_told_not_to_and_decoders_never_do() ->
     assert all("--enable-prefix-caching" in command for command in dry_run("2p1d", "prefill", 0))
     assert all(off in command for command in dry_run("2p1d", "prefill", 0, PREFIX_CACHING="off"))
     assert all(off in command for command in dry_run("2p1d", "decode", 0))
+
+
+def kubernetes(kind: str) -> dict[str, Any]:
+    """The only object of this kind in the manifest."""
+    objects = list(yaml.safe_load_all((ROOT / "deploy" / "kubernetes.yaml").read_text()))
+    (found,) = [each for each in objects if each["kind"] == kind]
+    return dict(found)
+
+
+def test_pods_of_the_manifest_have_a_configuration_that_loads_and_time_to_drain(tmp_path: Path) -> None:
+    (tmp_path / "balanceroute.yaml").write_text(kubernetes("ConfigMap")["data"]["balanceroute.yaml"])
+    config = load(tmp_path / "balanceroute.yaml", {})
+    pod = kubernetes("StatefulSet")["spec"]["template"]["spec"]
+    (container,) = pod["containers"]
+    assert pod["terminationGracePeriodSeconds"] > config.lifecycle.drain_timeout_s
+    assert container["ports"][0]["containerPort"] == config.listen.port
+    assert int(container["resources"]["requests"]["cpu"]) == config.listen.relays + 1
+    mounts = {mount["mountPath"]: mount["name"] for mount in container["volumeMounts"]}
+    volumes = {volume["name"]: volume for volume in pod["volumes"]}
+    assert set(mounts.values()) == set(volumes)
+    assert volumes[mounts[str(config.listen.run_folder)]]["emptyDir"]["medium"] == "Memory"
+
+
+def test_the_pod_s_service_account_may_do_with_its_lease_what_it_does_and_no_more(tmp_path: Path) -> None:
+    with an_api_server(tmp_path) as server:
+        lead = LeaseLead(FileLead(tmp_path / "lead"), server.api("balanceroute"), lambda: "a", 2)
+        assert lead.take()
+        block_until(lambda: ("PUT", 200) in server.calls)
+        lead.release()
+        verbs = {{"GET": "get", "POST": "create", "PUT": "update"}[method] for method, _ in server.calls}
+    rules = kubernetes("Role")["rules"]
+    assert {verb for rule in rules for verb in rule["verbs"]} == verbs == {"get", "create", "update"}
+    assert all(rule["apiGroups"] == ["coordination.k8s.io"] and rule["resources"] == ["leases"] for rule in rules)
+    assert [rule["verbs"] for rule in rules if "resourceNames" not in rule] == [["create"]]
+    names = {name for rule in rules for name in rule.get("resourceNames", ())}
+    assert names == {yaml.safe_load(kubernetes("ConfigMap")["data"]["balanceroute.yaml"])["listen"]["lease"]}
+    assert kubernetes("RoleBinding")["subjects"][0]["name"] == kubernetes("ServiceAccount")["metadata"]["name"]
+    assert kubernetes("StatefulSet")["spec"]["template"]["spec"]["serviceAccountName"] == "balanceroute"

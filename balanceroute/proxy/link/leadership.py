@@ -1,12 +1,12 @@
 """Which of several brains leads: who keeps the lead, under a number (epoch) that no leader has had before.
 
-On one machine that is who holds the lock of a file, `FileLead`. The kernel drops the lock with its process, however
-that ends. It does not for one that stands still, so a leader also touches the file every `RENEW_S`. One that has not
-for `LEASE_S` is deposed: a standby puts another file in its place, which it has locked before. The deposed one sees
-that when it goes on, and ends; relays see it by the brain's socket, which is another one then (`remote.py`), and by the
-epoch. A thread touches the file, so that a leader whose event loop has much to do keeps the lead: taking over the
-requests of thousands of streams may take longer than `LEASE_S` on a busy machine. A loop that does nothing else for
-`STUCK_S` hangs.
+On one machine that is who holds the lock of a file, `FileLead`; in a Kubernetes cluster who holds a Lease as well
+(`lease.py`). The kernel drops the lock with its process, however that ends. It does not for one that stands still, so a
+leader also touches the file every `RENEW_S`. One that has not for `LEASE_S` is deposed: a standby puts another file in
+its place, which it has locked before. The deposed one sees that when it goes on, and ends; relays see it by the brain's
+socket, which is another one then (`remote.py`), and by the epoch. A thread touches the file, so that a leader whose
+event loop has much to do keeps the lead: taking over the requests of thousands of streams may take longer than
+`LEASE_S` on a busy machine. A loop that does nothing else for `STUCK_S` hangs.
 
     lead        the epoch of the last leader, locked and touched by it
     lead.next   that of the next one, while it is being put in place
@@ -35,11 +35,14 @@ class Lead(Protocol):
     def take(self) -> bool:
         """Lead, if nobody does; looked at again and again by a standby. Raises: ConfigError: it can never work."""
 
-    async def renew(self) -> bool:
-        """Say that the leader lives; False: it leads no more. Called every `RENEW_S`."""
+    def renew(self) -> bool:
+        """Say that the leader lives; False: it leads no more. Called every `RENEW_S`, and must not wait."""
+
+    def resign(self) -> None:
+        """The router drains: others than its own processes may lead. What it has begun it leads to its end."""
 
     def release(self) -> None:
-        """Let another one lead at once."""
+        """Let another process of the router lead at once."""
 
 
 class FileLead:
@@ -70,10 +73,19 @@ class FileLead:
         except OSError as error:
             raise ConfigError(f"{self._path}: {error.strerror}") from None
 
-    async def renew(self) -> bool:
+    def renew(self) -> bool:
         """Say that the event loop goes on, if the file is still ours."""
         self._renewed_s = time.monotonic()
         return self._file is not None and _is_at(self._file, self._path)
+
+    def lift(self, epoch: int) -> None:
+        """Lead under a larger number, which another lead beside this one has. Raises: OSError."""
+        with self._held:
+            if self._file is not None and epoch > self.epoch:
+                self._count_up(self._file, epoch - 1)
+
+    def resign(self) -> None:
+        """All who know the file are processes of one router."""
 
     def release(self) -> None:
         """Let another one lead."""

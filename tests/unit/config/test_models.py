@@ -130,7 +130,7 @@ def test_the_effective_configuration_is_a_configuration() -> None:
 def test_secrets_are_masked_wherever_a_configuration_is_shown() -> None:
     config = a_config(auth={"worker_api_key": "sk-very-secret", "admin_token": "hush-hush"})
     for text in (effective_yaml(config), repr(config), str(effective(config))):
-        assert "secret" not in text.replace("SecretStr", "")
+        assert "very-secret" not in text
         assert "hush" not in text
     assert config.auth.worker_api_key is not None
     assert config.auth.worker_api_key.get_secret_value() == "sk-very-secret"

@@ -1,6 +1,5 @@
 """One leads at a time, under a number that nobody has had."""
 
-import asyncio
 import os
 import signal
 import subprocess
@@ -18,7 +17,7 @@ HOLD = """
 import asyncio, sys, pathlib
 from balanceroute.proxy.link.leadership import RENEW_S, FileLead
 async def lead():
-    while await held.renew():
+    while held.renew():
         await asyncio.sleep(RENEW_S)
 held = FileLead(pathlib.Path(sys.argv[1]))
 print(held.take(), held.epoch, flush=True)
@@ -33,7 +32,7 @@ from balanceroute.proxy.link.leadership import LEASE_S, FileLead
 held = FileLead(pathlib.Path(sys.argv[1]))
 print(held.take(), held.epoch, flush=True)
 time.sleep(3 * LEASE_S)
-print(asyncio.run(held.renew()), flush=True)
+print(held.renew(), flush=True)
 """
 
 
@@ -67,7 +66,7 @@ def test_a_leader_that_stands_still_is_deposed_and_finds_that_out_when_it_goes_o
         assert heir.epoch == 2 and not other.take()
         os.kill(leader.pid, signal.SIGCONT)
         assert leader.stdout.readline() == "lost\n"
-    assert asyncio.run(heir.renew()) and not other.take()
+    assert heir.renew() and not other.take()
     heir.release()
     assert other.take() and other.epoch == 3
 
@@ -100,7 +99,7 @@ def test_a_leader_that_renews_is_not_deposed_and_nor_is_one_that_nobody_has_look
     assert not standby.take()
     now_s += leadership.LEASE_S * 0.4
     assert standby.take() and standby.epoch == 2
-    assert not asyncio.run(leader.renew())
+    assert not leader.renew()
 
 
 def test_another_file_is_not_overwritten(tmp_path: Path) -> None:

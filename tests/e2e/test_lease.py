@@ -1,0 +1,74 @@
+"""Two routers as processes that name one Lease: one serves, and the other takes over."""
+
+import asyncio
+import os
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.api_server import ApiServer, an_api_server
+from tests.e2e.test_relays import Cluster, Router, a_router, all_end, cluster, end_group, streams
+from tests.waiting import until
+
+pytestmark = pytest.mark.e2e
+__all__ = ["cluster"]  # the fixture
+DURATION_S = 2
+
+
+@pytest.fixture
+def server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[ApiServer]:
+    account = tmp_path / "account"
+    account.mkdir()
+    with an_api_server(account) as running:
+        host, port = running.url.removeprefix("https://").split(":")
+        monkeypatch.setenv("KUBERNETES_SERVICE_HOST", host)
+        monkeypatch.setenv("KUBERNETES_SERVICE_PORT", port)
+        yield running
+
+
+def flags(server: ApiServer) -> list[str]:
+    settings = {"lease": "router", "lease_duration_s": DURATION_S, "service_account": server.account}
+    return [part for name, value in settings.items() for part in ("--set", f"listen.{name}={value}")]
+
+
+def kill(router: Router) -> None:
+    end_group(router.running)
+
+
+def drain(router: Router) -> None:
+    os.kill(router.running.pid, signal.SIGTERM)
+
+
+@pytest.mark.parametrize("ends", [kill, drain])
+def test_the_other_pod_takes_over(cluster: Cluster, tmp_path: Path, server: ApiServer, ends: object) -> None:
+    folders = [tmp_path / name for name in ("a", "b")]
+    for folder in folders:
+        folder.mkdir()
+
+    async def second() -> int:
+        """Waits until it leads, and serves then."""
+        async with a_router(cluster, folders[1], *flags(server), relays=1) as router:
+            served = await all_end(streams(router, 4, 20, first=100))
+            await until(router.holds_nothing)
+            return served
+
+    async def run() -> None:
+        async with a_router(cluster, folders[0], *flags(server), relays=1) as router:
+            holder = server.spec["holderIdentity"]
+            assert await all_end(streams(router, 4, 20)) == 4
+            begun = streams(router, 4, 200)
+            await until(lambda: all(stream.begun for stream in begun))
+            other = asyncio.get_running_loop().create_task(second())
+            log = folders[1] / "router.log"
+            await until(lambda: log.exists() and "who holds the lease" in log.read_text())
+            assert server.spec["holderIdentity"] == holder and '"epoch"' not in log.read_text()
+            assert callable(ends)
+            ends(router)
+            assert await other == 4
+            assert server.spec["holderIdentity"] != holder and server.spec["leaseTransitions"] >= 2
+            complete = await all_end(begun)
+            assert complete == (4 if ends is drain else 0)
+
+    asyncio.run(run())

@@ -1,0 +1,316 @@
+"""One pod leads at a time, whatever becomes of the API server and of clocks."""
+
+import shutil
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from balanceroute.errors import ConfigError
+from balanceroute.proxy.link import lease as lease_module
+from balanceroute.proxy.link.kubernetes import LeaseApi, LeaseSpec
+from balanceroute.proxy.link.leadership import FileLead
+from balanceroute.proxy.link.lease import LeaseLead
+from tests.api_server import ApiServer, an_api_server
+from tests.waiting import block_until
+
+SHORT_S = 2
+
+
+@pytest.fixture
+def server(tmp_path: Path) -> Iterator[ApiServer]:
+    with an_api_server(tmp_path) as running:
+        yield running
+
+
+class Clock:
+    """A clock of one pod."""
+
+    def __init__(self, now_s: float = 1000.0) -> None:
+        self.now_s = now_s
+
+    def __call__(self) -> float:
+        return self.now_s
+
+
+class Pod:
+    """A pod's run folder, its own view of the time, and the brains in it."""
+
+    def __init__(
+        self, server: ApiServer, name: str, clock: Clock | None = None, duration_s: int = 15, token: str = "first"
+    ) -> None:
+        self._server, self.name, self.clock, self._duration_s = server, name, clock, duration_s
+        self._folder = server.account / name
+        self._folder.mkdir()
+        shutil.copy(server.account / "ca.crt", self._folder)
+        (self._folder / "token").write_text(token)
+        self._leads: list[LeaseLead] = []
+
+    def brain(self) -> LeaseLead:
+        api = LeaseApi(self._server.url, "serving", "router", self._folder, timeout_s=self._duration_s / 3)
+        clock = self.clock or time.monotonic
+        lead = LeaseLead(FileLead(self._folder / "lead"), api, lambda: self.name, self._duration_s, clock)
+        self._leads.append(lead)
+        return lead
+
+    def close(self) -> None:
+        for lead in self._leads:
+            lead.release()
+
+
+@contextmanager
+def pods(*those: Pod) -> Iterator[list[LeaseLead]]:
+    """A brain of each."""
+    try:
+        yield [pod.brain() for pod in those]
+    finally:
+        for pod in those:
+            pod.close()
+
+
+def test_one_pod_leads_and_says_so_in_the_lease(server: ApiServer) -> None:
+    with pods(Pod(server, "a"), Pod(server, "b")) as (first, second):
+        assert first.take() and first.renew() and first.epoch == 1
+        assert not second.take()
+        assert server.spec["holderIdentity"] == "a"
+        assert server.spec["leaseDurationSeconds"] == 15
+        assert server.spec["leaseTransitions"] == 1
+        assert server.spec["renewTime"] == server.spec["acquireTime"]
+
+
+def test_a_standby_waits_for_the_whole_duration_by_its_own_clock(server: ApiServer) -> None:
+    clock = Clock()
+    with pods(Pod(server, "a"), Pod(server, "b", clock)) as (first, second):
+        assert first.take()
+        for _ in range(6):
+            assert not second.take()
+            clock.now_s += 2.49
+        clock.now_s += 0.5
+        assert second.take() and second.epoch == 2
+        assert server.spec["holderIdentity"] == "b"
+
+
+def test_a_standby_begins_to_wait_anew_when_the_lease_is_renewed_whatever_time_that_names(server: ApiServer) -> None:
+    clock, api = Clock(), server.api()
+    with pods(Pod(server, "b", clock)) as (standby,):
+        # another's clock may be years off, either way, and may be put back
+        for year in (1971, 2199, 2001, 2001, 1999, 2050):
+            spec = LeaseSpec(
+                holder_identity="a",
+                lease_duration_seconds=15,
+                renew_time=f"{year}-01-01T00:00:00.{len(server.calls):06d}Z",
+                lease_transitions=4,
+            )
+            found = api.read()
+            assert api.create(spec) if found is None else api.replace(found, spec)
+            assert not standby.take()
+            clock.now_s += 12.0
+            assert not standby.take()
+            clock.now_s += 2.5
+        clock.now_s += 3.0
+        assert standby.take() and standby.epoch == 5
+    api.close()
+
+
+def test_the_duration_that_counts_is_the_holder_s(server: ApiServer) -> None:
+    clock = Clock()
+    with pods(Pod(server, "a", duration_s=60), Pod(server, "b", clock)) as (first, second):
+        assert first.take() and not second.take()
+        clock.now_s += 57.0
+        assert not second.take()
+        clock.now_s += 4.0
+        assert second.take()
+
+
+def test_a_leader_renews_and_is_not_followed(server: ApiServer) -> None:
+    with pods(Pod(server, "a", duration_s=SHORT_S), Pod(server, "b", duration_s=SHORT_S)) as (first, second):
+        assert first.take()
+        began, version = time.monotonic(), server.version
+
+        def over() -> bool:
+            assert first.renew() and not second.take()
+            return time.monotonic() - began > 2 * SHORT_S
+
+        block_until(over)
+        assert server.version > version and server.spec["leaseTransitions"] == 1
+        assert server.spec["renewTime"] > server.spec["acquireTime"]
+
+
+def refuses(server: ApiServer) -> None:
+    server.failure = 500
+
+
+def hangs(server: ApiServer) -> None:
+    server.goes_on.clear()
+
+
+def works(server: ApiServer) -> None:
+    server.failure = None
+    server.goes_on.set()
+
+
+@pytest.mark.parametrize("fails", [refuses, hangs])
+def test_a_leader_that_cannot_renew_steps_down_and_another_leads(
+    server: ApiServer, fails: Callable[[ApiServer], None]
+) -> None:
+    with pods(Pod(server, "a", duration_s=SHORT_S), Pod(server, "b", duration_s=SHORT_S)) as (first, second):
+        assert first.take() and not second.take()
+        fails(server)
+        block_until(lambda: not first.renew())
+        works(server)
+        first.release()  # as a brain does that leads no more
+        block_until(second.take)
+        assert second.epoch == 2 and not first.renew()
+
+
+def test_a_leader_that_is_cut_off_has_stepped_down_when_another_leads(server: ApiServer) -> None:
+    alone = Pod(server, "a", duration_s=SHORT_S, token="of a")
+    with pods(alone, Pod(server, "b", duration_s=SHORT_S)) as (first, second):
+        server.tokens.add("of a")
+        assert first.take() and not second.take()
+        server.tokens.remove("of a")
+        led: list[bool] = []
+
+        def taken() -> bool:
+            leads, took = first.renew(), second.take()
+            assert not (leads and took)
+            led.append(leads)
+            return took
+
+        block_until(taken)
+        assert True in led and not led[-1] and second.epoch == 2
+
+
+def test_a_leader_that_cannot_reach_the_api_server_leads_for_two_thirds_of_the_duration(server: ApiServer) -> None:
+    clock = Clock()
+    with pods(Pod(server, "a", clock)) as (leader,):
+        assert leader.take()
+        server.failure = 503
+        clock.now_s += 9.9
+        assert leader.renew()
+        clock.now_s += 0.2
+        assert not leader.renew()
+
+
+def test_a_leader_whose_lease_another_has_taken_is_told_at_its_next_renewal(server: ApiServer) -> None:
+    clock = Clock()
+    with pods(Pod(server, "a", duration_s=SHORT_S), Pod(server, "b", clock)) as (first, second):
+        assert first.take() and not second.take()
+        clock.now_s += 1000.0
+        block_until(second.take)  # its clock runs far too fast
+        block_until(lambda: not first.renew())
+        assert second.renew() and second.epoch == 2
+        assert server.spec["holderIdentity"] == "b"
+
+
+def test_of_two_that_take_it_at_once_one_leads(server: ApiServer) -> None:
+    names = [f"pod-{number}" for number in range(6)]
+    with pods(*(Pod(server, name) for name in names)) as leads:
+        together = threading.Barrier(len(leads))
+        won: list[LeaseLead] = []
+
+        def take(lead: LeaseLead) -> None:
+            together.wait()
+            if lead.take():
+                won.append(lead)
+
+        threads = [threading.Thread(target=take, args=(lead,)) for lead in leads]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert len(won) == 1 and won[0].epoch == 1
+
+
+def test_a_renewal_whose_answer_was_lost_loses_no_lead(server: ApiServer) -> None:
+    with pods(Pod(server, "a", duration_s=SHORT_S)) as (leader,):
+        assert leader.take()
+        server.lost_answers = 1
+        block_until(lambda: server.lost_answers == 0)
+        calls = len(server.calls)
+        block_until(lambda: server.calls[calls:].count(("PUT", 200)) >= 2)
+        assert ("PUT", 409) in server.calls[calls:] and leader.renew()
+
+
+def test_what_others_have_put_on_the_lease_stays_and_disturbs_nothing(server: ApiServer) -> None:
+    with pods(Pod(server, "a", duration_s=SHORT_S)) as (leader,):
+        assert leader.take()
+        with server.turn:
+            (lease,) = server.leases.values()
+            server.version += 1
+            lease["metadata"] = lease["metadata"] | {"labels": {"of": "ops"}, "resourceVersion": str(server.version)}
+        version = server.version
+        block_until(lambda: server.version >= version + 2)
+        (lease,) = server.leases.values()
+        assert leader.renew() and lease["metadata"]["labels"] == {"of": "ops"}
+
+
+def test_the_next_brain_of_a_pod_leads_at_once_and_the_former_one_writes_no_more(server: ApiServer) -> None:
+    pod = Pod(server, "a", duration_s=SHORT_S)
+    with pods(pod) as (first,):
+        assert first.take()
+        second = pod.brain()
+        assert not second.take()  # while the first one has the file
+        first.release()
+        block_until(second.take)
+        assert second.epoch == 2 and second.renew() and not first.renew()
+        assert server.spec["leaseTransitions"] == 2
+
+
+def test_who_resigns_lets_another_pod_lead_and_leads_what_it_has_to_its_end(server: ApiServer) -> None:
+    clock = Clock()
+    with pods(Pod(server, "a"), Pod(server, "b", clock)) as (first, second):
+        assert first.take() and not second.take()
+        first.resign()
+        block_until(lambda: server.spec["holderIdentity"] == "")
+        clock.now_s += 3.0
+        assert second.take() and second.epoch == 2
+        assert first.renew()
+
+
+def test_a_lease_that_was_deleted_is_made_again_with_a_larger_number(server: ApiServer) -> None:
+    clock = Clock()
+    with pods(Pod(server, "a", duration_s=SHORT_S), Pod(server, "b", clock)) as (first, second):
+        for _ in range(3):
+            block_until(first.take)
+            first.release()
+        block_until(first.take)
+        assert first.epoch == 4 and not second.take()
+        with server.turn:
+            server.leases.clear()
+        clock.now_s += 3.0
+        assert second.take() and second.epoch == 5
+        block_until(lambda: not first.renew())
+
+
+@pytest.mark.parametrize("status", [401, 403])
+def test_a_service_account_without_rights_is_one_line_at_the_start(server: ApiServer, status: int) -> None:
+    server.failure = status
+    with pods(Pod(server, "a")) as (lead,), pytest.raises(ConfigError, match=f"^listen.lease: .*{status}") as refused:
+        lead.take()
+    assert "\n" not in str(refused.value)
+
+
+@pytest.mark.parametrize("status", [403, 429, 500, 503, 200])
+def test_an_api_server_that_fails_later_ends_nobody_who_stands_by(server: ApiServer, status: int) -> None:
+    clock = Clock()
+    with pods(Pod(server, "a"), Pod(server, "b", clock)) as (first, second):
+        assert first.take() and not second.take()
+        server.failure = status  # 200: what it says then is no Lease
+        for _ in range(20):
+            clock.now_s += 3.0
+            assert not second.take()
+        server.failure = None
+        clock.now_s += 3.0
+        assert second.take()  # the lease was over long ago by its clock
+
+
+def test_an_event_loop_that_hangs_loses_the_lease(server: ApiServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lease_module, "STUCK_S", 0.5)
+    with pods(Pod(server, "a", duration_s=SHORT_S), Pod(server, "b", duration_s=SHORT_S)) as (first, second):
+        assert first.take()
+        block_until(second.take)  # nobody asks the first one
+        assert not first.renew()
