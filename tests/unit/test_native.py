@@ -69,3 +69,36 @@ def test_modules_without_their_library_are_not_used(copy: Path) -> None:
     for library in (copy / "balanceroute").glob("native_*"):
         library.unlink()
     assert asked(copy)[2] == str(copy / "balanceroute/core/scheduler.py")
+
+
+DECIDE = """
+from hashlib import sha256
+from balanceroute import native
+from balanceroute.core.knobs import PolicySettings
+from balanceroute.simulator.replay import Replay
+from balanceroute.simulator.setting import Setting
+from balanceroute.traces import generate_trace
+
+trace = generate_trace("heavy_tailed", rows=600, seed=3)
+setting = Setting(slots=16, pool=64, slowdowns=(1.0,) * 7 + (1.3,), request_tokens=700)
+outcome = Replay(trace, PolicySettings(policy="{0}"), setting).run()
+print(native.COMPILED, sha256(outcome.wait_s.tobytes() + outcome.tpot_s.tobytes()).hexdigest())
+"""
+
+
+@pytest.mark.parametrize("policy", ["br_0", "br_h", "target_fit", "level_fit"])
+def test_the_compiled_core_decides_as_python_does_to_the_last_bit(policy: str) -> None:
+    kept = {name: value for name, value in os.environ.items() if name != "BALANCEROUTE_PURE_PYTHON"}
+    compiled, python = (
+        subprocess.run(
+            [sys.executable, "-c", DECIDE.format(policy)],
+            cwd=REPO,
+            env={**kept, **environment},
+            capture_output=True,
+            text=True,
+            check=True,
+        ).stdout.split()
+        for environment in ({}, {"BALANCEROUTE_PURE_PYTHON": "1"})
+    )
+    assert (compiled[0], python[0]) == ("True", "False")
+    assert compiled[1] == python[1]
