@@ -6,7 +6,10 @@ ADVICE: dict[str, tuple[str, str]] = {
         "",
         "Above a few ms at p99: fewer candidates (`routing.r_max`), or a policy without a horizon.",
     ),
-    "build": ("version, policy, hot_path", "`hot_path` python: no compiler at install; a third more CPU per event."),
+    "build": (
+        "version, policy, hot_path, core",
+        "python: no compiler at install; `hot_path`: a third more CPU per event, `core`: a quarter more per request.",
+    ),
     "decision_stage_seconds": ("stage", "Says which part of a decision takes the time of `admit_duration_seconds`."),
     "decode_active_requests": (
         "worker",

@@ -26,6 +26,7 @@ from itertools import chain
 from typing import Protocol
 
 import numpy as np
+from mypy_extensions import mypyc_attr
 
 from balanceroute.core.fscore import HorizonWeights, Score, present_score
 from balanceroute.core.policy import Choice, StageTimer
@@ -161,6 +162,7 @@ class Room:
         return [worker for worker in self.workers if worker.free_slots == most]
 
 
+@mypyc_attr(allow_interpreted_subclasses=True)
 class BalanceRoute:
     """BR-0 (`horizon_steps` 0) or BR-H, by name `br_0` or `br_h`."""
 

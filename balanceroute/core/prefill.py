@@ -115,7 +115,7 @@ def ready_prefillers(
     """
     most, most_untold, most_s = math.inf, float(UNKNOWN_USAGE_INFLIGHT), math.inf
     if max_inflight is not None:
-        most, most_untold, most_s = max_inflight, max_inflight, max_inflight * prompt_s
+        most, most_untold, most_s = float(max_inflight), float(max_inflight), max_inflight * prompt_s
     return [
         prefiller
         for prefiller in prefillers

@@ -61,9 +61,10 @@ class SharedPrefixes:
     other is another conversation: it parts from what is known, or ends where blocks cannot tell it apart.
     """
 
-    __slots__ = ("_ends", "conversations")
+    __slots__ = ("_ends", "_max_blocks", "conversations")
 
-    def __init__(self) -> None:
+    def __init__(self, max_blocks: int = MAX_BLOCKS) -> None:
+        self._max_blocks = max_blocks
         self.conversations: OrderedDict[int, int] = OrderedDict()  # by block; never more than of the block before it
         self._ends: set[int] = set()  # last blocks of conversations, as far as these are known
 
@@ -86,7 +87,7 @@ class SharedPrefixes:
             conversations[block] = conversations.pop(block, 1 - more) + more
         if known < len(prefix):
             ends.add(prefix[-1])
-        while len(conversations) > MAX_BLOCKS:
+        while len(conversations) > self._max_blocks:
             ends.discard(conversations.popitem(last=False)[0])
 
     def clear(self) -> None:
@@ -162,16 +163,17 @@ class PrefixHits:
 class PrefixIndex:
     """The blocks of one prefiller's cache, the one used longest ago first.
 
-    Args: capacity_tokens: what the engine's cache holds; None: not known, bounded by `MAX_BLOCKS` alone.
+    Args: capacity_tokens: what the engine's cache holds; None: not known, bounded by `max_blocks` alone.
 
     `blocks`: by hash, (tokens, when it was last used), for looking only. `engine_block_tokens`: size of the engine's
     own blocks, 0 where that is not known; it caches no part of one. `limit_tokens`: what it seems to hold of ours, by
     its hits.
     """
 
-    __slots__ = ("_clock", "blocks", "capacity_tokens", "engine_block_tokens", "limit_tokens", "tokens")
+    __slots__ = ("_clock", "blocks", "capacity_tokens", "engine_block_tokens", "limit_tokens", "max_blocks", "tokens")
 
-    def __init__(self, capacity_tokens: int | None = None) -> None:
+    def __init__(self, capacity_tokens: int | None = None, max_blocks: int = MAX_BLOCKS) -> None:
+        self.max_blocks = max_blocks
         self.capacity_tokens = capacity_tokens
         self.engine_block_tokens = 0
         self.limit_tokens = math.inf
@@ -241,7 +243,7 @@ class PrefixIndex:
             self._evict()
         elif self.limit_tokens < math.inf:
             self.limit_tokens = max(2.0 * self.limit_tokens, JUDGED_TOKENS)
-            if self.limit_tokens >= (self.capacity_tokens or MAX_BLOCKS * 512):
+            if self.limit_tokens >= (self.capacity_tokens or self.max_blocks * 512):
                 self.limit_tokens = math.inf
 
     def clear(self) -> None:
@@ -253,7 +255,7 @@ class PrefixIndex:
         blocks, most = self.blocks, self.limit_tokens
         if self.capacity_tokens is not None:
             most = min(most, self.capacity_tokens)
-        while len(blocks) > MAX_BLOCKS or self.tokens > most:
+        while len(blocks) > self.max_blocks or self.tokens > most:
             self.tokens -= blocks.popitem(last=False)[1][0]
 
     def _drop(self, block: int) -> None:

@@ -40,6 +40,8 @@ from dataclasses import dataclass
 from heapq import heappop, heappush
 from operator import attrgetter
 
+from mypy_extensions import mypyc_attr
+
 from balanceroute.core.knobs import PolicySettings
 from balanceroute.core.policies import make_policy
 from balanceroute.core.policy import AdmissionPolicy, Choice, StageTimer
@@ -74,6 +76,7 @@ MOST_AGEING = 0.5  # of the queue's deadline: nobody expires for being long
 PROMOTION_PERIOD = 16  # admissions: 6 % of the slots, about what Linux keeps free of realtime tasks for all others
 
 
+@mypyc_attr(native_class=False)  # written to the journal by orjson, which crashes on compiled dataclasses
 @dataclass(frozen=True, slots=True)
 class SchedulerConfig:
     """Bounds and cadences of the scheduler.
@@ -108,6 +111,7 @@ class SchedulerConfig:
     overlap_requests: int | None = 0
 
 
+@mypyc_attr(allow_interpreted_subclasses=True)  # the journal's
 class Scheduler:
     """Keeps the snapshot of one cluster and lets a policy decide on it."""
 

@@ -57,6 +57,7 @@ from dataclasses import dataclass
 from heapq import heapify, heappop, heapreplace
 
 import numpy as np
+from mypy_extensions import mypyc_attr
 
 from balanceroute.arrays import FloatArray
 from balanceroute.core.policy import Choice, StageTimer
@@ -111,6 +112,7 @@ class TargetFitParams:
     window: int = 512
 
 
+@mypyc_attr(allow_interpreted_subclasses=True)
 class TargetFit:
     """The policies `target_fit` and `level_fit`, by their rules."""
 
@@ -130,7 +132,7 @@ class TargetFit:
         return math.inf
 
     def decide(self, snapshot: ClusterSnapshot, now: float) -> Iterator[Choice]:
-        """Yield admissions. O(G) in slack; else O(G + W) per free slot, vectorised over the window of W requests."""
+        """Yield admissions. O(G) in slack; else O(G + W) per free slot, with the window of W requests."""
         timer, pool = self.stage_timer, snapshot.pool
         while len(pool):
             open_workers = snapshot.open_workers()
@@ -154,7 +156,7 @@ class TargetFit:
             fits = choose_scarce(loads, window, min(loads.free, len(window.trackers)))
             for fit in fits:
                 stage = 0 if window.age[fit.position] > 1.0 else 2
-                yield Choice(window.trackers[fit.position], snapshot.workers[fit.worker], stage, -fit.cost)
+                yield Choice(window.trackers[fit.position], fit.worker.worker, stage, -fit.cost)
             if timer:
                 timer("stage2")
             if len(fits) == loads.free:
@@ -207,44 +209,66 @@ def cost(spec: WorkerSpec, prompt_tokens: float) -> float:
     return spec.slowdown * (prompt_tokens + spec.request_tokens)
 
 
+class OpenWorker:
+    """A worker that had a free slot when a scarce decision began, and what the decision makes of it.
+
+    Attributes: `load`, what a step costs (L_g); `active`, requests on it (n_g), `most`, how many there may be, and
+    `share`, how many there are over its slots.
+    """
+
+    def __init__(self, worker: DecodeInstanceState, load: float) -> None:
+        self.worker, self.spec, self.load = worker, worker.spec, load
+        self.active = worker.occupied
+        self.most = worker.own_slots + worker.foreign_requests
+        self.share = self.active / self.spec.slots
+
+    def occupy(self) -> None:
+        """One slot less."""
+        self.active += 1
+        self.share = self.active / self.spec.slots
+
+
 class Loads:
     """The workers while a scarce decision is made; those without a free slot do not change and are summed once.
 
-    Attributes: `scaled`, what a step costs by worker (L_g); `active`, requests on each worker that had a free slot
-    (n_g), and `most`, how many there may be; `open`, the workers with a free slot; `free`, their free slots.
+    Attributes: `changing`, those that had a free slot, and `free`, how many they had; `open`, those that have one.
     """
 
     def __init__(self, snapshot: ClusterSnapshot, open_workers: list[DecodeInstanceState]) -> None:
-        self.workers = snapshot.workers
-        self.scaled: list[float] = snapshot.step_loads()
-        self.open = [worker.index for worker in open_workers]
-        self.active = {worker.index: len(worker.active) + worker.foreign_requests for worker in open_workers}
-        self.most = {worker.index: worker.own_slots + worker.foreign_requests for worker in open_workers}
+        fixed = snapshot.step_loads()
+        self.changing = [OpenWorker(worker, fixed[worker.index]) for worker in open_workers]
+        self.open = self.changing.copy()
         self.free = free_slots(open_workers)
-        fixed = self.scaled.copy()
-        for index in sorted(self.open + snapshot.down, reverse=True):
+        for index in sorted([worker.index for worker in open_workers] + snapshot.down, reverse=True):
             del fixed[index]
-        self._fixed_count, self._fixed_sum = len(fixed), sum(fixed)
-        self._fixed_max, self._fixed_min = max(fixed, default=0.0), min(fixed, default=math.inf)
+        self._count = len(fixed) + len(open_workers)
+        self._fixed_sum = math.fsum(fixed)
+        self._fixed_max, self._fixed_min = float(max(fixed, default=0.0)), float(min(fixed, default=math.inf))
 
-    def around(self, worker: int) -> tuple[float, float, float]:
+    def around(self, worker: OpenWorker) -> tuple[float, float, float]:
         """Mean and largest load of the barrier, and the least of all but `worker`. O(workers that had a free slot)."""
-        changing = [self.scaled[each] for each in self.active]
-        mean = (self._fixed_sum + sum(changing)) / (self._fixed_count + len(changing))
-        envelope = max(self._fixed_max, *changing)
-        changing.remove(self.scaled[worker])
-        return mean, envelope, min([self._fixed_min, *changing])
+        total, envelope, least = 0.0, self._fixed_max, self._fixed_min
+        for each in self.changing:
+            load = each.load
+            total += load
+            if load > envelope:
+                envelope = load
+            if load < least and each is not worker:
+                least = load
+        return (self._fixed_sum + total) / self._count, envelope, least
 
-    def emptiest(self) -> int:
+    def emptiest(self) -> OpenWorker:
         """The open worker with the fewest requests over slots; ties: least load, then lowest index."""
-        if len(self.open) == 1:
-            return self.open[0]
-        return min(self.open, key=lambda g: (self.active[g] / self.workers[g].spec.slots, self.scaled[g]))
+        emptiest = self.open[0]
+        for worker in self.open:
+            if worker.share < emptiest.share or (worker.share == emptiest.share and worker.load < emptiest.load):
+                emptiest = worker
+        return emptiest
 
-    def occupy(self, worker: int) -> None:
+    def occupy(self, worker: OpenWorker) -> None:
         """One slot less on the worker."""
-        self.active[worker] += 1
-        if self.active[worker] >= self.most[worker]:
+        worker.occupy()
+        if worker.active >= worker.most:
             self.open.remove(worker)
 
 
@@ -271,22 +295,27 @@ class Window:
         if params.max_wait_s < math.inf:
             np.minimum(cap_s, max(snapshot.longest_wait_s, MIN_CAP_S), out=cap_s)
         self.age: FloatArray = wait_s / cap_s
-        self._bonus: FloatArray = self._sizes * rules.size_bonus
-        self._bonus += rules.mean_bonus * mean_prompt
-        self._bonus *= self.age * self.age
+        bonus: FloatArray = self._sizes * rules.size_bonus
+        bonus += rules.mean_bonus * mean_prompt
+        bonus *= self.age * self.age
         if np.maximum.reduce(self.age) > 1.0:
-            self._bonus += np.where(self.age > 1.0, OVERDUE_BONUS * self.age, 0.0)
+            bonus += np.where(self.age > 1.0, OVERDUE_BONUS * self.age, 0.0)
         self.drop = growth = rules.growth_share * means.answer_tokens * (1.0 - 1.0 / snapshot.n_in_barrier)
         if growth:
             stock = float(np.add.reduce(np.minimum(self._sizes, LARGE * mean_prompt))) / len(self._sizes)
             most = max(growth, mean_prompt / 2.0 - growth)
             self.drop += min(most, max(-most, rules.stock_share * (mean_prompt - stock)))
-        self._available = self._bonus.copy()  # -inf where the request is used
-        # (slowdown, c) -> what each adds to a load, and that times the slopes above and below
-        self._scaled: dict[tuple[float, int], tuple[FloatArray, FloatArray, FloatArray]] = {}
-        self._cost = np.empty_like(self._sizes)
-        self._misfit = np.empty_like(self._sizes)
-        self._beyond = np.empty_like(self._sizes)
+        self._bonus: list[float] = bonus.tolist()
+        self._available: list[float] = self._bonus.copy()  # -inf where the request is used
+        self._added: dict[tuple[float, int], list[float]] = {}  # (slowdown, c) -> what each adds to a load
+
+    def added(self, spec: WorkerSpec) -> list[float]:
+        """What each request adds to the load of such a worker, as `cost`."""
+        kind = (spec.slowdown, spec.request_tokens)
+        added = self._added.get(kind)
+        if added is None:
+            added = self._added[kind] = ((self._sizes + spec.request_tokens) * spec.slowdown).tolist()
+        return added
 
     def take(self, load: float, spec: WorkerSpec, level: float, envelope: float, least: float) -> tuple[int, float]:
         """Use the request with the least cost on this worker, of that load: its position, and that cost.
@@ -295,36 +324,30 @@ class Window:
         waiting order.
 
         With y = x - T and c = max L - T >= 0 the distance |y| + p max(0, y - c) is max(|y|, (1 + p) y - p c), and below
-        alike. What a policy does not weigh is not computed.
+        alike. A plain loop, as it is compiled to one over doubles: 1 us for 128 requests, which as eleven calls of
+        numpy take 6 us; not compiled it takes 16 us.
         """
         rules = self.rules
-        above, below = 1.0 + rules.overflow_penalty, 1.0 + rules.underflow_penalty
-        kind = (spec.slowdown, spec.request_tokens)
-        if kind not in self._scaled:
-            scaled = (self._sizes + spec.request_tokens) * spec.slowdown
-            self._scaled[kind] = (scaled, scaled * above, scaled * -below)
-        sizes, above_sizes, below_sizes = self._scaled[kind]
-        cost, misfit, beyond = self._cost, self._misfit, self._beyond
+        above, below, curvature = 1.0 + rules.overflow_penalty, 1.0 + rules.underflow_penalty, self._curvature
         offset = load - level
-        np.add(sizes, offset, out=misfit)
-        np.abs(misfit, out=cost)
-        np.add(above_sizes, above * offset - rules.overflow_penalty * (envelope - level), out=beyond)
-        np.maximum(cost, beyond, out=cost)
-        if rules.underflow_penalty:
-            np.subtract(below_sizes, below * offset + rules.underflow_penalty * (level - least), out=beyond)
-            np.maximum(cost, beyond, out=cost)
-        if rules.curvature:
-            np.multiply(misfit, misfit, out=misfit)
-            np.multiply(misfit, self._curvature, out=misfit)
-            np.add(cost, misfit, out=cost)
-        np.subtract(cost, self._available, out=cost)
-        position = int(cost.argmin())
+        upper = above * offset - rules.overflow_penalty * (envelope - level)
+        lower = below * offset + rules.underflow_penalty * (level - least)
+        best, position, index = math.inf, 0, 0
+        for size, bonus in zip(self.added(spec), self._available):  # noqa: B905 (mypyc has no loop for a strict one)
+            misfit = size + offset
+            price = misfit if misfit > 0.0 else -misfit
+            beyond = above * size + upper
+            if beyond > price:
+                price = beyond
+            beyond = -below * size - lower
+            if beyond > price:
+                price = beyond
+            price = price + misfit * misfit * curvature - bonus
+            if price < best:
+                best, position = price, index
+            index += 1
         self._available[position] = -math.inf
-        return position, float(cost[position])
-
-    def size(self, position: int) -> float:
-        """Prompt tokens of the request."""
-        return float(self._sizes[position])
+        return position, best
 
     def put_back(self, position: int) -> None:
         """The request is not used after all."""
@@ -335,7 +358,7 @@ class Window:
 class Fit:
     """A tentative admission: the request at `position` of the window to `worker`, at `cost` tokens."""
 
-    worker: int
+    worker: OpenWorker
     position: int
     cost: float
 
@@ -352,17 +375,17 @@ def choose_scarce(loads: Loads, window: Window, rounds: int) -> list[Fit]:
         if settled == len(fits):
             break  # so would every further choice
         fit = fits[index]
-        loads.scaled[fit.worker] -= cost(loads.workers[fit.worker].spec, window.size(fit.position))
+        fit.worker.load -= window.added(fit.worker.spec)[fit.position]
         window.put_back(fit.position)
         fits[index] = _fit(fit.worker, loads, window)
         settled = settled + 1 if fits[index].position == fit.position else 1
     return fits
 
 
-def _fit(worker: int, loads: Loads, window: Window) -> Fit:
-    spec = loads.workers[worker].spec
+def _fit(worker: OpenWorker, loads: Loads, window: Window) -> Fit:
+    spec = worker.spec
     mean, envelope, least = loads.around(worker)
     level = min(envelope, mean - spec.slowdown * window.drop)
-    position, price = window.take(loads.scaled[worker], spec, level, envelope, min(level, least))
-    loads.scaled[worker] += cost(spec, window.size(position))
+    position, price = window.take(worker.load, spec, level, envelope, min(level, least))
+    worker.load += window.added(spec)[position]
     return Fit(worker, position, price)

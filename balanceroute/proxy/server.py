@@ -18,6 +18,7 @@ from typing import Any
 
 import uvicorn
 
+from balanceroute import native
 from balanceroute.config import Config
 from balanceroute.errors import ConfigError, InputError
 from balanceroute.proxy.app import ClientApp
@@ -98,9 +99,12 @@ class Server(uvicorn.Server):
         """Listen, and say where."""
         await super().startup(sockets=sockets)  # type: ignore[arg-type]
         if self.started:
-            log.info("listening", extra={**await self.listening(), "hot_path_compiled": COMPILED})
-            if STALE:
-                log.warning("the compiled hot path is of another version and not used; install balanceroute again")
+            log.info(
+                "listening",
+                extra={**await self.listening(), "hot_path_compiled": COMPILED, "core_compiled": native.COMPILED},
+            )
+            if STALE or native.STALE:
+                log.warning("what is compiled is of another version and not used; install balanceroute again")
 
     async def listening(self) -> dict[str, object]:
         """Listen wherever else that is to be; returns where, for the log."""

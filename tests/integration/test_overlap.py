@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from balanceroute.core.types import Admit
 from balanceroute.emulator import ClusterShape, EmulatedCluster
 from balanceroute.journal import rerun
 from balanceroute.loadgen import LoadOptions, run_load
@@ -41,16 +42,16 @@ async def serve(shape: ClusterShape, overlap: int | str, journal: Path) -> tuple
 
 def watch(app: RouterApp, held: list[int], ahead: list[int]) -> None:
     """Take down the state after each decision."""
-    scheduler = app.services.ledger.scheduler
-    admit = scheduler.admit
+    ledger = app.services.ledger
+    admit = ledger.admit
 
-    def watched(now):  # type: ignore[no-untyped-def]
-        found = admit(now)
-        held.extend(len(worker.active) for worker in scheduler.snapshot.workers)
-        ahead.extend(worker.ahead for worker in scheduler.snapshot.workers)
+    def watched() -> list[Admit]:
+        found = admit()
+        held.extend(len(worker.active) for worker in ledger.scheduler.snapshot.workers)
+        ahead.extend(worker.ahead for worker in ledger.scheduler.snapshot.workers)
         return found
 
-    scheduler.admit = watched  # type: ignore[method-assign]
+    ledger.admit = watched  # type: ignore[method-assign]
 
 
 @pytest.mark.parametrize("beside_full", [False, True], ids=["as vLLM", "beside a full batch"])

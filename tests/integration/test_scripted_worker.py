@@ -10,7 +10,7 @@ import httpx
 import pytest
 
 from balanceroute.config import validate
-from balanceroute.core.types import Reject, RequestSpec
+from balanceroute.core.types import RequestSpec
 from balanceroute.proxy.app import RouterApp, create_app
 from tests.integration.router import looked_on, served
 from tests.unit.proxy.servers import CHUNKED_HEAD, Script, chunked, plain, read_request, worker
@@ -106,14 +106,14 @@ async def test_a_priority_beyond_its_bounds_is_clamped_in_our_own_order_and_reac
     caplog.set_level("INFO")
     orders = []
     async with routing(streaming(1, 0.0, bodies), priority={"min": -2, "max": 5}) as (app, client):
-        scheduler = app.services.ledger.scheduler
-        submit = scheduler.submit
+        ledger = app.services.ledger
+        submit = ledger.submit
 
-        def noting(spec: RequestSpec, now: float) -> Reject | None:
+        def noting(spec: RequestSpec) -> None:
             orders.append(spec.priority)
-            return submit(spec, now)
+            submit(spec)
 
-        scheduler.submit = noting  # type: ignore[method-assign]
+        ledger.submit = noting  # type: ignore[method-assign]
         for asked in ({"priority": -100}, {"priority": 3}, {"priority": 100}, {}):
             assert (await client.post("/v1/chat/completions", json={**CHAT, **asked})).status_code == 200
     assert orders == [-2, 3, 5, 0]

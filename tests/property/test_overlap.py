@@ -9,13 +9,15 @@ from hypothesis import strategies as st
 
 from balanceroute.core.knobs import PolicySettings
 from balanceroute.core.policies import make_policy
-from balanceroute.core.types import Admit
 from balanceroute.simulator import Setting
 from balanceroute.simulator.oracle import NoForecast, TrueLengths
 from balanceroute.simulator.simulation import Simulation
 from balanceroute.traces import generate_trace
 
 POLICIES = st.sampled_from(["level_fit", "target_fit", "br_0", "br_h", "pool_fifo", "join_shortest_queue"])
+
+
+Bound = tuple[int, int]  # request, worker
 
 
 class Watched(Simulation):
@@ -33,20 +35,19 @@ def a_setting(n_workers: int, slots: int, overlap: int | None, pool: int = 16, *
     return Setting(n_workers=n_workers, slots=slots, pool=pool, overlap_requests=overlap, **transfers)
 
 
-def a_simulation(setting: Setting, policy: str, seed: int, rows: int = 120) -> tuple[Watched, list[Admit]]:
+def a_simulation(setting: Setting, policy: str, seed: int, rows: int = 120) -> tuple[Watched, list[Bound]]:
     """A heavy-tailed trace, shrunk, that arrives faster than it can be served; and where admissions will stand."""
     trace = generate_trace("heavy_tailed", rows=rows, seed=seed).with_lengths(0.05, 0.02).at_rate(50.0)
     made = make_policy(PolicySettings(policy=policy, seed=seed))
     simulation = Watched(trace, setting, made, TrueLengths(trace), NoForecast(), check_invariants=True)
-    admissions: list[Admit] = []
-    admit = simulation.scheduler.admit
+    admissions: list[Bound] = []
+    bind = simulation.ranks.bind
 
-    def kept(now: float) -> list[Admit]:
-        found = admit(now)
-        admissions.extend(found)
-        return found
+    def kept(request: int, worker: int) -> None:
+        admissions.append((request, worker))
+        bind(request, worker)
 
-    simulation.scheduler.admit = kept  # type: ignore[method-assign]
+    simulation.ranks.bind = kept  # type: ignore[method-assign]
     return simulation, admissions
 
 

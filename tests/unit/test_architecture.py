@@ -12,11 +12,12 @@ PACKAGE = Path(__file__).parents[2] / "balanceroute"
 ALLOWED: dict[str, set[str]] = {
     "errors": set(),
     "arrays": set(),  # names of types, for everybody
+    "native": set(),  # whether the core is compiled
     "engine": {"errors"},
     "traces": {"errors"},
     "report": {"errors"},
     "config": {"core", "errors", "plugins"},
-    "core": {"errors"},
+    "core": {"errors", "native"},
     "prediction": {"core", "plugins", "errors"},
     "plugins": {"core", "errors"},
     "journal": {"core", "plugins", "errors"},
@@ -36,7 +37,7 @@ ALLOWED: dict[str, set[str]] = {
         "errors",
     },
     "loadgen": {"traces", "report", "errors"},
-    "proxy": {"core", "plugins", "prediction", "config", "build", "journal", "explain", "errors"},
+    "proxy": {"core", "plugins", "prediction", "config", "build", "journal", "explain", "errors", "native"},
     "emulator": {"engine", "errors"},
     "library": {"core", "plugins", "prediction", "simulator", "experiments", "traces", "errors"},
     "testing": {"core", "plugins", "prediction", "simulator", "errors"},

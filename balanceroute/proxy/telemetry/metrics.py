@@ -17,7 +17,7 @@ from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import GaugeMetricFamily, InfoMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from balanceroute import __version__
+from balanceroute import __version__, native
 from balanceroute.core.types import Outcome
 from balanceroute.core.view import ClusterView
 from balanceroute.proxy.hotpath import COMPILED
@@ -205,7 +205,8 @@ class Metrics(Collector):
         yield degraded
         build = InfoMetricFamily("balanceroute_build", "What runs.")
         hot_path = "compiled" if COMPILED else "python"
-        build.add_metric([], {"version": __version__, "policy": self.policy, "hot_path": hot_path})
+        core = "compiled" if native.COMPILED else "python"
+        build.add_metric([], {"version": __version__, "policy": self.policy, "hot_path": hot_path, "core": core})
         yield build
 
 

@@ -1,13 +1,16 @@
 """Requests sent ahead of a slot: how many, to whom, and that nothing changes where there are none."""
 
 import math
+from collections.abc import Iterator
 
 import pytest
 
 from balanceroute.core.knobs import PolicySettings
 from balanceroute.core.overlap import Overlap
 from balanceroute.core.policies import make_policy
+from balanceroute.core.policy import AdmissionPolicy, Choice
 from balanceroute.core.scheduler import Scheduler, SchedulerConfig
+from balanceroute.core.snapshot import ClusterSnapshot
 from balanceroute.core.types import Outcome, RequestSpec, Role, WorkerSpec
 
 POOLED = ["level_fit", "target_fit", "br_0", "br_h", "pool_fifo"]
@@ -162,19 +165,23 @@ def test_an_overlap_that_is_turned_off_ends_at_once() -> None:
     assert [admission.request for admission in scheduler.admit(3.0)] == ["d"]
 
 
+class FailsAtTheSecond(AdmissionPolicy):
+    """Decides as another policy does, once."""
+
+    def __init__(self, policy: AdmissionPolicy) -> None:
+        self.policy, self.calls = policy, 0
+
+    def decide(self, snapshot: ClusterSnapshot, now: float) -> Iterator[Choice]:
+        self.calls += 1
+        if self.calls == 2:
+            raise ZeroDivisionError
+        yield from self.policy.decide(snapshot, now)
+
+
 def test_a_policy_that_fails_leaves_the_slots_as_they_were() -> None:
     scheduler = a_scheduler(1, workers=1)
     offer(scheduler, *"abcd")
-    decide, calls = scheduler.policy.decide, 0
-
-    def failing(snapshot, now):  # type: ignore[no-untyped-def]
-        nonlocal calls
-        calls += 1
-        if calls == 2:
-            raise ZeroDivisionError
-        yield from decide(snapshot, now)
-
-    scheduler.policy.decide = failing  # type: ignore[method-assign]
+    scheduler.policy = FailsAtTheSecond(scheduler.policy)
     with pytest.raises(ZeroDivisionError):
         scheduler.admit(0.0)
     assert scheduler.snapshot.workers[0].own_slots == 2

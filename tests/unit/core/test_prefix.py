@@ -3,11 +3,9 @@
 import random
 from dataclasses import replace
 
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from balanceroute.core import prefix as prefix_module
 from balanceroute.core.prefix import PrefixIndex, SharedPrefixes, leading
 from balanceroute.core.scheduler import Scheduler, SchedulerConfig
 from balanceroute.core.types import Outcome, RequestSpec, WorkerState
@@ -108,9 +106,8 @@ def test_one_block_less_than_thought_is_rounding() -> None:
     assert index.matched((9,)) == 1
 
 
-def test_memory_is_bounded_where_the_engines_size_is_not_known(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(prefix_module, "MAX_BLOCKS", 5)
-    index = PrefixIndex()
+def test_memory_is_bounded_where_the_engines_size_is_not_known() -> None:
+    index = PrefixIndex(max_blocks=5)
     for block in range(20):
         index.use((block,), BLOCK)
     assert (len(index), index.tokens) == (5, 5 * BLOCK)
@@ -155,15 +152,13 @@ def test_a_longer_prompt_is_the_next_turn_and_any_other_one_more_conversation(
 def test_what_is_forgotten_of_conversations_leaves_counts_that_fall_along_every_prompt(
     sent: list[tuple[int, ...]], most: int
 ) -> None:
-    shared = SharedPrefixes()
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(prefix_module, "MAX_BLOCKS", most)
-        for prompt in sent:
-            shared.use(prompt)
-            assert len(shared.conversations) <= most
-            for seen in sent:
-                counts = [shared.conversations.get(block, 0) for block in seen]
-                assert counts == sorted(counts, reverse=True)
+    shared = SharedPrefixes(most)
+    for prompt in sent:
+        shared.use(prompt)
+        assert len(shared.conversations) <= most
+        for seen in sent:
+            counts = [shared.conversations.get(block, 0) for block in seen]
+            assert counts == sorted(counts, reverse=True)
 
 
 def test_a_system_prompt_is_shared_and_the_turns_of_a_conversation_are_not() -> None:

@@ -403,7 +403,8 @@ def made_with(policy: str, name: str, value: object) -> list[str]:
 
 
 def inside(policy: AdmissionPolicy) -> list[str]:
-    return [type(policy).__name__, *(f"{name} {value}" for name, value in sorted(vars(policy).items()))]
+    names = getattr(policy, "__mypyc_attrs__", None) or vars(policy)
+    return [type(policy).__name__, *(f"{name} {getattr(policy, name)}" for name in sorted(names))]
 
 
 @pytest.mark.parametrize(

@@ -158,8 +158,8 @@ def test_a_request_leaves_its_worker_with_every_token_told(leave: str) -> None:
         ledger, tickets = a_ledger(slots=4)
         first, second = await decoding(ledger, tickets, "a", "b")
         told: list[int] = []
-        progress = ledger.scheduler.progress
-        ledger.scheduler.progress = lambda request, tokens, now: (told.append(tokens), progress(request, tokens, now))  # type: ignore[assignment, func-returns-value]
+        progress = ledger.progress
+        ledger.progress = lambda request, tokens: (told.append(tokens), progress(request, tokens))  # type: ignore[assignment, func-returns-value]
         first.progress(3)
         second.progress(1)
         first.progress(4)

@@ -1,0 +1,45 @@
+"""What is compiled at installation: the events' way by Cython, the core by mypyc. pyproject.toml has all the rest.
+
+Both are optional. Without a C compiler the same files run as Python.
+"""
+
+import runpy
+import sys
+
+from setuptools import Extension, setup
+
+NATIVE = runpy.run_path("balanceroute/native.py")
+BUILDS = {"bdist_wheel", "build", "build_ext", "editable_wheel"}  # commands; the others only ask for the metadata
+FOR_ITS_AUTHORS = ("-Werror",)  # another compiler than those they know may warn of more
+AS_PYTHON_COUNTS = "-ffp-contract=off"  # Arm multiplies and adds in one rounding; a decision would not be Python's
+
+
+def core() -> list[Extension]:
+    """The modules of balanceroute/native.py; none where mypyc cannot take them."""
+    try:
+        from mypyc.build import mypycify
+
+        paths = map(str, NATIVE["SOURCES"].values())
+        found = mypycify(["--cache-dir=/dev/null", *paths], group_name=f"balanceroute.{NATIVE['group']()}")
+    except (Exception, SystemExit) as error:  # mypycify ends the process where mypy finds an error
+        print(f"The core stays Python: {error}", file=sys.stderr)
+        return []
+    for extension in found:
+        extension.optional = True
+        kept = [arg for arg in extension.extra_compile_args if arg not in FOR_ITS_AUTHORS]
+        extension.extra_compile_args = [*kept, AS_PYTHON_COUNTS]
+    return found
+
+
+setup(
+    ext_modules=[
+        Extension(
+            "balanceroute.proxy.hotpath.compiled",
+            ["balanceroute/proxy/hotpath/events.py"],
+            depends=["balanceroute/proxy/hotpath/compiled.pxd"],  # its C types
+            extra_compile_args=["-O3"],
+            optional=True,
+        ),
+        *(core() if BUILDS.intersection(sys.argv) else ()),
+    ]
+)
