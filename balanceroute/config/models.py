@@ -924,12 +924,6 @@ class Config(Section):
                 "(mooncake_layerwise) and can't reach it there; set layerwise.callback_url, such as "
                 "http://10.0.0.5:8000, or listen on one address and port"
             )
-        if self.connector == "mooncake_layerwise" and self.listen.relays:
-            yield (
-                f"listen.relays = {self.listen.relays}: accepted with mooncake_layerwise is 0, as a decode worker "
-                "calls back the process that has its request, and all relays have one address; use connector: "
-                "mooncake_v1, or a router for each part of the cluster"
-            )
         if self.connector == "mooncake_layerwise" and self.decode.overlap_requests not in (0, "auto"):
             yield (
                 f"decode.overlap_requests = {self.decode.overlap_requests}: accepted only where prefill comes first; "

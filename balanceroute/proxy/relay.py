@@ -47,10 +47,12 @@ from balanceroute.proxy.app import (
 from balanceroute.proxy.client.acceptor import Acceptor
 from balanceroute.proxy.client.services import ClientServices
 from balanceroute.proxy.life.pool_reaper import PERIOD_S, PoolReaper
+from balanceroute.proxy.link.callbacks import CallbackListener, OtherRelays
 from balanceroute.proxy.link.messages import Activity, Counted, Learned, Silent, Workers
 from balanceroute.proxy.link.remote import LOST, NOBODY, RemoteBrain
 from balanceroute.proxy.ops.admin import json_response
 from balanceroute.proxy.ops.forwarding import Forwarding
+from balanceroute.proxy.ops.metaserver import Metaserver
 from balanceroute.proxy.ops.to_brain import ToBrain
 from balanceroute.proxy.perimeter.perimeter import Perimeter
 from balanceroute.proxy.perimeter.routes import ACCESS, Access
@@ -183,13 +185,8 @@ def run_relay(
 def create_relay_app(config: Config, folder: RunFolder, name: str) -> RelayApp:
     """The application of the relay of that name.
 
-    Raises: ConfigError: a file of the configuration is wrong, or its connector needs a router in one process.
+    Raises: ConfigError: a file of the configuration is wrong.
     """
-    if config.connector == "mooncake_layerwise":
-        raise ConfigError(
-            "connector: mooncake_layerwise needs listen.relays: 0, as a decode worker calls back the process that has "
-            "its request, and all relays have one address"
-        )
 
     @asynccontextmanager
     async def lifespan(app: Starlette) -> AsyncIterator[None]:
@@ -203,6 +200,10 @@ def create_relay_app(config: Config, folder: RunFolder, name: str) -> RelayApp:
             services.tell_counts()
 
         services.brain.on_joined = joined
+        if metaserver is not None:
+            listener = CallbackListener(folder.callbacks(name), metaserver.answer)
+            await listener.serve()
+            closing.append(listener.close)
         coroutines: dict[str, Callable[[], Awaitable[None]]] = {
             "link": services.brain.run,
             "pool_reaper": PoolReaper(services, lambda: None, judges=False).run,
@@ -217,14 +218,20 @@ def create_relay_app(config: Config, folder: RunFolder, name: str) -> RelayApp:
         try:
             yield
         finally:
-            to_brain.close()
+            for close in closing:
+                close()
             services.tell_counts()
             services.keep_counts()
             await stop_tasks(services)
 
     perimeter, to_brain = Perimeter(config), ToBrain(str(folder.operators))
     pins = None if config.kv_pin_s is None else _own_pins(folder.pins(name))
-    routes = guarded_routes(lambda: app.services, _routes(Forwarding(lambda: app.services), to_brain))
+    closing: list[Callable[[], None]] = [to_brain.close]
+    metaserver = None
+    if config.connector == "mooncake_layerwise":
+        metaserver = Metaserver(lambda: app.services, OtherRelays(name, folder.callbacks))
+    callbacks = [] if metaserver is None else metaserver.routes()
+    routes = guarded_routes(lambda: app.services, [*_routes(Forwarding(lambda: app.services), to_brain), *callbacks])
     app = RelayApp(routes=routes, lifespan=lifespan, exception_handlers=HANDLERS)
     set_up(app, config, Tls(config))
     return app
@@ -283,7 +290,7 @@ def build_relay(
     metrics = Metrics(lambda: NOBODY, config.routing.policy)
     metrics.carry_on(folder.counts(name))
     fleet = RelayFleet(loop, fleet_config(config, tls), brain.report, metrics.forget_worker)
-    connector = connector_for(config)
+    connector = connector_for(config, name)
     tickets = Tickets(brain, loop, connector.decode_first)
     brain.tickets = tickets.by_id
     services = RelayServices(

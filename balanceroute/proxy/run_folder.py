@@ -23,6 +23,7 @@ _COUNTS: Final = "counts-"
 _PINS: Final = "pins-"
 _NEW: Final = ".new"
 _LIFE: Final = "life-"  # locked by a relay while it lives
+_LONGEST: Final = "relay-63.9999"
 _TRIES: Final = 20
 _PAUSE_S: Final = 0.05
 MAX_SOCKET_PATH: Final = 107  # bytes, of a unix socket's name on Linux
@@ -73,6 +74,10 @@ class RunFolder:
     def changes(self) -> Path:
         """What operators have changed at run time."""
         return self.folder / "changes"
+
+    def callbacks(self, relay: str) -> Path:
+        """The socket at which this relay is told of callbacks that have arrived at another one."""
+        return self.folder / f"{relay}.sock"
 
     def pins(self, relay: str) -> Path:
         """The record of the prefill KV that is pinned for requests of this relay."""
@@ -131,7 +136,7 @@ class RunFolder:
 
     def make(self) -> None:
         """Make the folder, for our user alone. Raises: ConfigError: it can't be, or it is somebody else's."""
-        if len(os.fsencode(self.operators)) > MAX_SOCKET_PATH:
+        if len(os.fsencode(self.callbacks(_LONGEST))) > MAX_SOCKET_PATH:
             raise _unusable(self.folder, f"its path is too long for a socket in it, at most {MAX_SOCKET_PATH} bytes")
         try:
             self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)

@@ -73,9 +73,16 @@ def _usage(url: str) -> float:
 
 @pytest.fixture(scope="module")
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
-    folder = tmp_path_factory.mktemp("emulate")
+    with emulated(tmp_path_factory.mktemp("emulate")) as running:
+        yield running
+
+
+@contextmanager
+def emulated(folder: Path, *more: str) -> Iterator[Cluster]:
+    """An emulated cluster."""
     base, config = free_base_port(PORTS), folder / "cluster.yaml"
     flags = ["--prefill", str(PREFILLERS), "--decode", str(RANKS), "--max-num-seqs", str(SLOTS), "--time-scale", "0.3"]
+    flags += more
     with process("emulate", *flags, "--base-port", str(base), "--write-config", str(config), log=folder / "log"):
         urls = tuple(f"http://127.0.0.1:{base + offset}" for offset in range(PREFILLERS))
         block_until(lambda: all(_answers(f"{url}/health") for url in urls))
@@ -462,3 +469,33 @@ def test_what_all_processes_had_pinned_is_free_after_the_next_start(
     asyncio.run(killed())
     assert cluster.holds_kv()
     with_router(next_one, cluster, tmp_path, relays=relays)
+
+
+@pytest.mark.parametrize("died", ["a relay", "the brain"])
+def test_decode_workers_that_call_back_find_the_relay_that_has_their_request(tmp_path: Path, died: str) -> None:
+    async def run(cluster: Cluster) -> None:
+        port = free_base_port((0,))
+        url = f"layerwise.callback_url=http://127.0.0.1:{port}"
+        async with a_router(cluster, tmp_path, "--set", url, port=port) as router:
+            assert await all_end(streams(router, 16, 20)) == 16
+            begun = streams(router, 14, first=100)
+            await all_under_way(router, begun)
+            name, pid = next(iter(router.relays.items()))
+            os.kill(pid if died == "a relay" else router.brains[-1], signal.SIGKILL)
+            later = streams(router, 8, 20, first=200)
+            if died == "a relay":
+                await until(lambda: router.said("relay lost", relay=name))
+                lost = router.said("relay lost", relay=name)[0]["requests"]
+            else:
+                await until(lambda: len(router.brains) == 2)
+                lost = 0
+            complete = await all_end(begun)
+            void = sum(line["void"] for line in router.said("relay joined"))
+            assert complete == len(begun) - lost - void
+            assert await all_end(later) == 8
+            assert await all_end(streams(router, 8, 20, first=300)) == 8
+            await until(router.holds_nothing)
+            await until(lambda: not cluster.holds_kv())
+
+    with emulated(tmp_path, "--connector", "mooncake_layerwise") as cluster:
+        asyncio.run(run(cluster))

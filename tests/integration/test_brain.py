@@ -13,11 +13,10 @@ from balanceroute.emulator import ClusterShape
 from balanceroute.engine.tokens import continuation, decode
 from balanceroute.errors import ConfigError
 from balanceroute.proxy.changes import Changes, KeptChanges
-from balanceroute.proxy.relay import create_relay_app, reload_relay
-from balanceroute.proxy.run_folder import RunFolder
+from balanceroute.proxy.relay import reload_relay
 from balanceroute.proxy.workers.circuit import CircuitState
 from tests.integration.relayed import LINEAGE, Relay, Relayed, a_brain, relayed
-from tests.integration.router import FAST, configuration
+from tests.integration.router import FAST
 from tests.integration.test_proxy_answers import completion
 from tests.waiting import until
 
@@ -203,13 +202,6 @@ async def test_a_relay_reloads_what_is_its_own() -> None:
         assert refused.status_code == 400
         with pytest.raises(ConfigError, match="connector"):
             reload_relay(services, router.config.model_copy(update={"connector": "mooncake_v1x"}))
-
-
-async def test_layerwise_needs_one_process(tmp_path: Path) -> None:
-    async with relayed(FAST, count=0) as router:
-        config = configuration(router.cluster).model_copy(update={"connector": "mooncake_layerwise"})
-        with pytest.raises(ConfigError, match="relays"):
-            create_relay_app(config, RunFolder(tmp_path), "relay-0")
 
 
 async def streams_end(router: Relayed) -> None:

@@ -16,7 +16,8 @@ What can go wrong, and what is done:
 * D asks a second time for the same attempt, or for one that is over: the callback is answered and nothing happens. D
   does not look at the status, so an error would not help it either.
 * Somebody else asks, to have another user's KV pushed to himself: the URL that D was sent holds a token that is made
-  for this attempt and told to nobody else; without it the callback is refused before its body is read.
+  for this attempt and told to nobody else; without it the callback is refused before its body is read. It arrives at
+  another relay of the router: that one asks the one that the token names (`link/callbacks.py`).
 * D's id of a request is derived from X-Request-Id, and P's message to D carries P's. Every attempt therefore has an id
   of its own, and a request that was recomputed gets a second prefill (one id for the whole life never does: the second
   callback would be taken for a repetition).
@@ -34,7 +35,6 @@ the second one. The table `Layerwise.follows` is what runs.
 import asyncio
 import logging
 import math
-import secrets
 from typing import Any, Final
 
 import orjson
@@ -74,7 +74,6 @@ log = logging.getLogger(__name__)
 
 CALLBACK_S: Final = 10.0  # an engine asks as soon as it has the blocks
 LAST_WORD_S: Final = 1.0  # D's last token may overtake P's reply, which only counts by then
-TOKEN_BYTES: Final = 24
 
 
 def external_id(request: ClientRequest, upstream_id: str) -> str:
@@ -162,7 +161,7 @@ class Layerwise:
         leg, connector = self._leg, self._connector
         leg.new_try()
         leg.kv_due = True
-        token = secrets.token_urlsafe(TOKEN_BYTES)
+        token = connector.new_token()
         leg.unspent = connector.params(token)
 
         def called_back(asked: bytes) -> None:

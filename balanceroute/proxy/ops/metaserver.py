@@ -2,6 +2,7 @@
 
 import logging
 from collections.abc import Callable
+from typing import Final
 
 import orjson
 from starlette.requests import Request
@@ -9,17 +10,29 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from balanceroute.proxy.life.leg import LifeServices
+from balanceroute.proxy.link.callbacks import EXPECTED, REFUSED, Elsewhere, Nowhere
 from balanceroute.proxy.wire.connectors import METASERVER_PATH, LayerwiseConnector
 from balanceroute.proxy.wire.responses import error_body
 
 log = logging.getLogger(__name__)
 
+_ERRORS: Final = {
+    REFUSED: (
+        403,
+        "Only the decode worker of a request under way may ask for its prefill, at the URL that it was sent.",
+        None,
+    ),
+    "malformed": (400, "The body must be a JSON object with a request_id.", "request_id"),
+    "unknown": (404, "This is not the request that the URL was made for.", "request_id"),
+}
+
 
 class Metaserver:
     """`POST /v1/metaserver/TOKEN`: decode workers ask for prefills; `services` is called per request."""
 
-    def __init__(self, services: Callable[[], LifeServices]) -> None:
-        self._services = services
+    def __init__(self, services: Callable[[], LifeServices], elsewhere: Elsewhere | None = None) -> None:
+        """`elsewhere`: who else may hold the request; None: nobody."""
+        self._services, self._elsewhere = services, elsewhere or Nowhere()
 
     def routes(self) -> list[Route]:
         """The one route, and the one of the example proxy, where nobody shows a token."""
@@ -30,28 +43,49 @@ class Metaserver:
 
     async def callback(self, request: Request) -> Response:
         """Answered before the prefill begins: the connector has 32 threads per engine for all its callbacks."""
+        token = request.path_params.get("token", "")
+        here = self.answer(token, None) == EXPECTED
+        if not here and await self._elsewhere.ask(token) != EXPECTED:
+            return self._refused(request)
+        body = await request.body()
+        outcome = self.answer(token, body) if here else await self._elsewhere.ask(token, body)
+        if outcome == REFUSED:
+            return self._refused(request)
+        if outcome in _ERRORS:
+            return _error(outcome)
+        return Response(orjson.dumps({"status": "ok"}), media_type="application/json")
+
+    def answer(self, token: str, body: bytes | None) -> str:
+        """Whether the token is expected in this process; with a body, what has become of the callback."""
         services = self._services()
         connector = services.connector
         assert isinstance(connector, LayerwiseConnector)
-        token = request.path_params.get("token", "")
         if not connector.expects(token):
-            services.metrics.callbacks.inc("refused")
-            log.info("callback refused", extra={"peer": request.client.host if request.client else ""})
-            text = "Only the decode worker of a request under way may ask for its prefill, at the URL that it was sent."
-            return Response(error_body(403, text), 403, media_type="application/json")
-        try:
-            asked = orjson.loads(await request.body())
-            known_as = asked["request_id"]
-            if not isinstance(known_as, str):
-                raise TypeError("request_id")
-            params = orjson.dumps(asked)
-        except (ValueError, KeyError, TypeError):
-            services.metrics.callbacks.inc("malformed")
-            text = "The body must be a JSON object with a request_id."
-            return Response(error_body(400, text, "request_id"), 400, media_type="application/json")
-        outcome = connector.called_back(token, known_as, params)
+            return REFUSED
+        if body is None:
+            return EXPECTED
+        outcome = _take(connector, token, body)
         services.metrics.callbacks.inc(outcome)
-        if outcome == "unknown":
-            text = "This is not the request that the URL was made for."
-            return Response(error_body(404, text, "request_id"), 404, media_type="application/json")
-        return Response(orjson.dumps({"status": "ok"}), media_type="application/json")
+        return outcome
+
+    def _refused(self, request: Request) -> Response:
+        self._services().metrics.callbacks.inc(REFUSED)
+        log.info("callback refused", extra={"peer": request.client.host if request.client else ""})
+        return _error(REFUSED)
+
+
+def _take(connector: LayerwiseConnector, token: str, body: bytes) -> str:
+    try:
+        asked = orjson.loads(body)
+        known_as = asked["request_id"]
+        if not isinstance(known_as, str):
+            return "malformed"
+        params = orjson.dumps(asked)
+    except (ValueError, KeyError, TypeError):
+        return "malformed"
+    return connector.called_back(token, known_as, params)
+
+
+def _error(outcome: str) -> Response:
+    status, text, param = _ERRORS[outcome]
+    return Response(error_body(status, text, param), status, media_type="application/json")

@@ -5,6 +5,7 @@ is what the router must know around it: whether a decoder's engine can have used
 upstream request is told from another.
 """
 
+import secrets
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Final, Protocol
@@ -26,6 +27,7 @@ _ONLY_OF: Final = {  # keys of a prefiller's kv_transfer_params that no other co
     "mooncake_v1": frozenset(("remote_ptp_size", "remote_pcp_size", "last_token_id", "num_prompt_blocks")),
 }
 METASERVER_PATH: Final = "/v1/metaserver"
+TOKEN_BYTES: Final = 24
 
 
 def connector_of(kv_transfer_params: bytes) -> str | None:
@@ -97,14 +99,21 @@ class LayerwiseConnector:
     """The bodies of the layerwise connector, and who waits for which callback.
 
     `callback_url` is the router's base URL as decode workers reach it. Each attempt has a token of its own in the URL
-    that its decode worker is sent, so nobody else can say where a request's KV is to be pushed.
+    that its decode worker is sent, so nobody else can say where a request's KV is to be pushed. It begins with the name
+    of the `relay` that made it, as the callback may arrive at another one; "": there is only one process.
     """
 
     callback_url: str
+    relay: str = ""
     name: str = "mooncake_layerwise"
     resume_key: str = RESUME_IDS_KEY
     decode_first: bool = True
     _expected: dict[str, _Expected] = field(default_factory=dict)  # by token
+
+    def new_token(self) -> str:
+        """One for an attempt, which nobody can guess."""
+        secret = secrets.token_urlsafe(TOKEN_BYTES)
+        return f"{self.relay}.{secret}" if self.relay else secret
 
     def params(self, token: str) -> bytes:
         """What the decode worker gets: nothing to pull, and where to ask."""
@@ -151,8 +160,13 @@ class LayerwiseConnector:
         return "accepted"
 
 
-def connector_for(config: Config) -> Connector:
-    """The connector of a configuration."""
+def owner_of(token: str) -> str:
+    """The relay that has made a token; "": it names none."""
+    return token.rpartition(".")[0]
+
+
+def connector_for(config: Config, relay: str = "") -> Connector:
+    """The connector of a configuration, in the relay of that name."""
     if config.connector == "mooncake_layerwise":
-        return LayerwiseConnector(config.callback_url)
+        return LayerwiseConnector(config.callback_url, relay)
     return PullConnector(config.connector)

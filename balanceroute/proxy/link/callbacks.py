@@ -1,0 +1,129 @@
+"""A decode worker's callback on its way to the relay that has its request (`life/layerwise.py`).
+
+All relays accept on the same sockets, so a callback may arrive at any of them. Its token begins with the name of the
+relay that made it (`wire/connectors.py`), and that relay listens on a socket in the run folder. It is asked first
+whether it expects the token: only then does the other one read the body, as a router in one process does. The brain has
+no part in it, so a callback arrives also while there is none.
+
+    relay that is called                       relay that the token names
+      |-- Ask(token) -------------------------------->|
+      |<-- "expected" or "refused" -------------------|
+      |-- Ask(token, body), on another connection --->|
+      |<-- what has become of it ---------------------|
+
+Each is four bytes of length, big-endian, and one msgpack value.
+"""
+
+import asyncio
+import os
+import re
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import Final, Protocol
+
+import msgspec
+
+from balanceroute.proxy.link.messages import MAX_FRAME_BYTES
+from balanceroute.proxy.wire.connectors import owner_of
+
+EXPECTED: Final = "expected"
+REFUSED: Final = "refused"
+PATIENCE_S: Final = 5.0  # a relay that stands still for so long is given up anyway
+_TOKEN: Final = re.compile(r"relay-[0-9]{1,9}(\.[0-9]{1,9})?\.[A-Za-z0-9_-]{1,64}")
+_HEAD: Final = 4
+
+
+class Ask(msgspec.Struct, frozen=True, array_like=True):
+    """Whether the token is expected, or, with the body of the callback, to take that."""
+
+    token: str
+    body: bytes | None = None
+
+
+Answer = Callable[[str, bytes | None], str]
+"""What a relay says to an `Ask`."""
+
+_asks: Final = msgspec.msgpack.Decoder(Ask)
+_answers: Final = msgspec.msgpack.Decoder(str)
+_NO_FRAME: Final = (OSError, asyncio.IncompleteReadError, msgspec.MsgspecError, TimeoutError)
+
+
+class Elsewhere(Protocol):
+    """The other processes that may hold the request of a callback."""
+
+    async def ask(self, token: str, body: bytes | None = None) -> str:
+        """`EXPECTED`, or `REFUSED` where nobody expects it; with a body, what has become of the callback."""
+
+
+class Nowhere:
+    """Of a router in one process."""
+
+    async def ask(self, token: str, body: bytes | None = None) -> str:
+        """See `Elsewhere`."""
+        return REFUSED
+
+
+class OtherRelays:
+    """The relays of one run folder."""
+
+    def __init__(self, name: str, socket_of: Callable[[str], Path]) -> None:
+        """`name`: of this relay, which is not asked. `socket_of`: where the relay of a name listens."""
+        self._name, self._socket_of = name, socket_of
+
+    async def ask(self, token: str, body: bytes | None = None) -> str:
+        """See `Elsewhere`; a relay that does not answer has lost its requests, or will."""
+        if not _TOKEN.fullmatch(token) or (owner := owner_of(token)) == self._name:
+            return REFUSED
+        try:
+            async with asyncio.timeout(PATIENCE_S):
+                reader, writer = await asyncio.open_unix_connection(self._socket_of(owner))
+                try:
+                    _write(writer, Ask(token, body))
+                    return _answers.decode(await _read(reader))
+                finally:
+                    writer.close()
+        except _NO_FRAME:
+            return REFUSED
+
+
+class CallbackListener:
+    """Where a relay is asked by others. `serve` listens, `close` ends it."""
+
+    def __init__(self, path: Path, answer: Answer) -> None:
+        """`path`: of the socket."""
+        self._path, self._answer = path, answer
+        self._server: asyncio.Server | None = None
+
+    async def serve(self) -> None:
+        """Listen, for our user alone; a socket that a dead relay of this name has left is replaced."""
+        self._server = await asyncio.start_unix_server(self._answered, self._path)
+        os.chmod(self._path, 0o600)
+
+    def close(self) -> None:
+        """Be there no more."""
+        if self._server is not None:
+            self._server.close()
+            self._path.unlink(missing_ok=True)
+
+    async def _answered(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        try:
+            with suppress(*_NO_FRAME):  # who asks takes silence for a refusal
+                async with asyncio.timeout(PATIENCE_S):
+                    asked = _asks.decode(await _read(reader))
+                    _write(writer, self._answer(asked.token, asked.body))
+                    await writer.drain()
+        finally:
+            writer.close()
+
+
+def _write(writer: asyncio.StreamWriter, value: Ask | str) -> None:
+    body = msgspec.msgpack.encode(value)
+    writer.write(len(body).to_bytes(_HEAD, "big") + body)
+
+
+async def _read(reader: asyncio.StreamReader) -> bytes:
+    size = int.from_bytes(await reader.readexactly(_HEAD), "big")
+    if size > MAX_FRAME_BYTES:
+        raise msgspec.DecodeError("larger than any frame")
+    return await reader.readexactly(size)

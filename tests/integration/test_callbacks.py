@@ -1,0 +1,127 @@
+"""Decode workers that call back a router of several relays: whichever accepts, the one that has the request is told."""
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from typing import Any
+
+import httpx
+import orjson
+import pytest
+
+from balanceroute.engine.tokens import continuation, decode
+from balanceroute.proxy.wire.connectors import owner_of
+from tests.integration.relayed import Relay, Relayed, relayed
+from tests.integration.test_layerwise import ONE, SHAPE, ids_of
+from tests.integration.test_proxy_answers import PROMPT, completion, events
+
+pytestmark = pytest.mark.anyio
+
+
+def to_the_other(router: Relayed, token: str) -> Relay:
+    """The relay that has not made this token."""
+    owner = int(owner_of(token).removeprefix("relay-"))
+    return router.relays[1 - owner]
+
+
+def token_of(request: httpx.Request) -> str:
+    return request.url.path.rsplit("/", 1)[1]
+
+
+def called_back(router: Relayed, answer: Callable[[httpx.Request], Any]) -> None:
+    """Have decode workers' callbacks answered so."""
+    router.cluster.route_metaserver(httpx.AsyncClient(transport=httpx.MockTransport(answer)))
+
+
+def callbacks(relay: Relay, outcome: str) -> float:
+    return relay.app.services.metrics.callbacks.value(outcome)
+
+
+async def test_a_callback_that_arrives_at_another_relay_is_passed_on() -> None:
+    async with relayed(SHAPE) as router:
+
+        async def pass_on(request: httpx.Request) -> httpx.Response:
+            reply = await to_the_other(router, token_of(request)).client.post(request.url.path, content=request.content)
+            assert reply.status_code == 200, reply.text
+            return httpx.Response(200)
+
+        called_back(router, pass_on)
+
+        async def one(number: int) -> None:
+            prompt = [token + number for token in PROMPT]
+            ask = completion(prompt=prompt, max_tokens=20, stream=number % 4 < 2, return_token_ids=True)
+            reply = await router.relays[number % 2].client.post("/v1/completions", json=ask)
+            parts = events(reply.text) if ask["stream"] else [reply.json()]
+            assert reply.status_code == 200 and ids_of(parts) == continuation(prompt, 20)
+
+        await asyncio.gather(*map(one, range(24)))
+        await router.settled()
+        assert [callbacks(relay, "accepted") for relay in router.relays] == [12, 12]
+        assert router.cluster.violations() == {}
+
+
+@asynccontextmanager
+async def intercepted(router: Relayed) -> AsyncIterator[tuple[asyncio.Task[httpx.Response], httpx.Request]]:
+    """A request of the first relay, and the callback for it, which is kept from the router."""
+    first: asyncio.Future[httpx.Request] = asyncio.get_running_loop().create_future()
+
+    async def keep(request: httpx.Request) -> httpx.Response:
+        first.set_result(request)
+        return httpx.Response(200)
+
+    called_back(router, keep)
+    asking = router.relays[0].client.post("/v1/completions", json=completion(max_tokens=12))
+    work = asyncio.get_running_loop().create_task(asking)
+    yield work, await first
+    assert (await work).json()["choices"][0]["text"] == decode(continuation(PROMPT, 12))
+    await router.settled()
+
+
+async def status_before_body(relay: Relay, path: str) -> int:
+    """What is answered to a request whose body does not come."""
+    url = relay.client.base_url
+    reader, writer = await asyncio.open_connection(url.host, url.port)
+    writer.write(f"POST {path} HTTP/1.1\r\nHost: {url.host}\r\nContent-Length: 1000\r\n\r\n".encode())
+    status = (await reader.readline()).split()[1]
+    writer.close()
+    return int(status)
+
+
+async def test_who_does_not_know_the_token_is_refused_at_every_relay_before_his_body_is_read() -> None:
+    async with relayed(ONE) as router, intercepted(router) as (_, asked):
+        token = token_of(asked)
+        secret = token.removeprefix("relay-0.")
+        assert len(secret) >= 32
+        guesses = [
+            *(token[:-1], f"{token}x", secret, f"relay-1.{secret}", f"relay-7.{secret}", f"relay-0.2.{secret}"),
+            *(f"..%2frelay-0.{secret}", f"relay-0.{secret}%0d%0aX:y", f"operators.{secret}", "relay-0.", "."),
+        ]
+
+        for relay in router.relays:
+            for guess in guesses:
+                assert await status_before_body(relay, f"/v1/metaserver/{guess}") in (403, 404), guess
+        assert not sum(worker.counters["requests"] for worker in router.cluster.prefill)
+        right = await router.relays[1].client.post(asked.url.path, content=asked.content)
+        assert right.status_code == 200
+    assert callbacks(router.relays[0], "accepted") == 1
+
+
+@pytest.mark.parametrize(("body", "status"), [(b'{"request_id": "cmpl-nobody-0"}', 404), (b"[1]", 400), (b"{", 400)])
+async def test_what_is_wrong_with_a_callback_is_said_by_any_relay(body: bytes, status: int) -> None:
+    async with relayed(ONE) as router, intercepted(router) as (_, asked):
+        other = router.relays[1].client
+        reply = await other.post(asked.url.path, content=body)
+        assert reply.status_code == status and reply.json()["error"]["code"] == status
+        assert (await other.post(asked.url.path, content=asked.content)).status_code == 200
+        repeated = await other.post(asked.url.path, content=asked.content)
+        assert repeated.status_code in (200, 403)  # it may be over by now
+
+
+async def test_a_token_is_good_for_one_attempt_at_any_relay() -> None:
+    async with relayed(ONE) as router:
+        async with intercepted(router) as (work, asked):
+            assert (await router.relays[1].client.post(asked.url.path, content=asked.content)).status_code == 200
+            await work
+            stolen = orjson.dumps(orjson.loads(asked.content) | {"remote_host": "203.0.113.9"})
+            for relay in router.relays:
+                assert (await relay.client.post(asked.url.path, content=stolen)).status_code == 403
