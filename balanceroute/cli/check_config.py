@@ -68,7 +68,7 @@ def check_config(
 def file_problems(config: "Config", *, model_too: bool = True) -> list[str]:
     """Look at every file that the configuration names, and with `model_too` into the predictor's model."""
     from balanceroute.errors import ConfigError, InputError
-    from balanceroute.proxy.perimeter.gate import Perimeter
+    from balanceroute.proxy.perimeter.perimeter import Perimeter
     from balanceroute.proxy.perimeter.tls import Tls
 
     problems: list[str] = []

@@ -58,7 +58,7 @@ def serve(
     from balanceroute.errors import ConfigError
     from balanceroute.proxy.admission.forecasts import build_forecasts
     from balanceroute.proxy.app import create_app
-    from balanceroute.proxy.perimeter.gate import exposures
+    from balanceroute.proxy.perimeter.perimeter import exposures
     from balanceroute.proxy.reload import reload
     from balanceroute.proxy.server import serve as run
     from balanceroute.proxy.telemetry.logs import configure

@@ -166,7 +166,9 @@ class CellJob:
         """Simulate in this process; the figures by name."""
         cell = self.cell
         requests = requests_of(cell.shape, cell.seed, cell.rows)
-        setting = replace(cell.setting(requests), overlap_requests=self.method.overlap_requests)
+        setting = cell.setting(requests)
+        if setting.engine_balancer_blocks is None:  # the two are not modelled together
+            setting = replace(setting, overlap_requests=self.method.overlap_requests)
         trace = at_load(requests, cell.load, setting)
         if cell.shape == "bursts":
             trace = in_bursts(trace)

@@ -36,7 +36,7 @@ from balanceroute.proxy.ops.forwarding import Forwarding
 from balanceroute.proxy.ops.guard import guarded, with_message_errors, with_request_id
 from balanceroute.proxy.ops.metaserver import Metaserver
 from balanceroute.proxy.ops.steering import Steering
-from balanceroute.proxy.perimeter.gate import Perimeter
+from balanceroute.proxy.perimeter.perimeter import Perimeter
 from balanceroute.proxy.perimeter.tls import Tls
 from balanceroute.proxy.services import Services
 from balanceroute.proxy.telemetry.instruments import StageClock

@@ -18,7 +18,7 @@ from balanceroute.errors import ConfigError, InputError
 from balanceroute.proxy.admission.forecasts import build_forecasts
 from balanceroute.proxy.brain import Standing, run_brain
 from balanceroute.proxy.handover import Handover, Predecessor, Told
-from balanceroute.proxy.perimeter.gate import Perimeter
+from balanceroute.proxy.perimeter.perimeter import Perimeter
 from balanceroute.proxy.perimeter.tls import Tls
 from balanceroute.proxy.relay import run_relay
 from balanceroute.proxy.reload import check_fixed

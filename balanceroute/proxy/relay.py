@@ -54,7 +54,7 @@ from balanceroute.proxy.ops.admin import json_response
 from balanceroute.proxy.ops.forwarding import Forwarding
 from balanceroute.proxy.ops.metaserver import Metaserver
 from balanceroute.proxy.ops.to_brain import ToBrain
-from balanceroute.proxy.perimeter.gate import Perimeter
+from balanceroute.proxy.perimeter.perimeter import Perimeter
 from balanceroute.proxy.perimeter.routes import ACCESS, Access
 from balanceroute.proxy.perimeter.tls import Tls
 from balanceroute.proxy.reload import check_fixed

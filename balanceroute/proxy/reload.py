@@ -19,7 +19,7 @@ from balanceroute.config import Config
 from balanceroute.errors import ConfigError
 from balanceroute.proxy.admission.forecasts import Forecasts, Past, build_forecasts
 from balanceroute.proxy.app import start_refits
-from balanceroute.proxy.perimeter.gate import Perimeter
+from balanceroute.proxy.perimeter.perimeter import Perimeter
 from balanceroute.proxy.services import Services
 from balanceroute.proxy.workers.connector_check import shortened
 

@@ -181,6 +181,10 @@ class Exchange:
             return StreamOutlet(self._response, [*SSE_HEADERS, *self._own_headers()])
         return PartAnswer(request)
 
+    def _scanner_options(self, request: ClientRequest) -> dict[str, Any] | None:
+        """How the stream of a single answer is read, where that is not as every stream is."""
+        return None
+
     def _whole(self, answer: bytes) -> bytes:
         """An unstreamed answer as the client gets it."""
         return answer
@@ -262,6 +266,7 @@ class Exchange:
         options: dict[str, Any] | None = None,
         choices: Choices | None = None,
     ) -> Leg:
+        """The leg of one prompt with one answer; `options` of its scanner, which it shares with nobody."""
         head, services = self._head, self._s
         assert head is not None
         keyer = services.keyer
@@ -277,7 +282,7 @@ class Exchange:
             strategy,
             prompt_key="" if keyer is None else keyer.key(request.prompt_key, head.key),
             deadline_s=self._arrived_s + min(head.timeout_s, services.config.limits.request_timeout_s),
-            scanner_options=options,
+            scanner_options=self._scanner_options(request) if options is None else options,
             choices=choices,
         )
 

@@ -13,9 +13,7 @@ from balanceroute.errors import BalanceRouteError
 from balanceroute.proxy.client.exchange import Exchange, StreamOutlet
 from balanceroute.proxy.client.fanout import PartAnswer
 from balanceroute.proxy.client.response import Response
-from balanceroute.proxy.life.leg import Leg
 from balanceroute.proxy.life.outlet import Outlet
-from balanceroute.proxy.life.suspicion import Choices
 from balanceroute.proxy.wire.message_answers import PING, Counts, MessageStream, message_of
 from balanceroute.proxy.wire.message_errors import message_error_event, with_message_id
 from balanceroute.proxy.wire.messages import parse_messages
@@ -39,17 +37,10 @@ class MessagesExchange(Exchange):
         headers = [*SSE_HEADERS, *self._own_headers()]
         return PingedOutlet(self._response, headers, self._printed, self._s.loop)
 
-    def _leg_for(
-        self,
-        request_id: str,
-        request: ClientRequest,
-        outlet: Outlet,
-        options: dict[str, Any] | None = None,
-        choices: Choices | None = None,
-    ) -> Leg:
-        if request.stream:
-            options = {"translation": lambda: MessageStream(self._message_id, request.model, self._counts)}
-        return super()._leg_for(request_id, request, outlet, options, choices)
+    def _scanner_options(self, request: ClientRequest) -> dict[str, Any] | None:
+        if not request.stream:
+            return None
+        return {"translation": lambda: MessageStream(self._message_id, request.model, self._counts)}
 
     def _whole(self, answer: bytes) -> bytes:
         return message_of(answer, self._message_id)

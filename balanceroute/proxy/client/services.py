@@ -7,8 +7,8 @@ from typing import Protocol
 
 from balanceroute.errors import Draining
 from balanceroute.proxy.life.leg import LifeServices
-from balanceroute.proxy.perimeter.gate import Perimeter
 from balanceroute.proxy.perimeter.keys import KeyUse
+from balanceroute.proxy.perimeter.perimeter import Perimeter
 from balanceroute.proxy.perimeter.tls import Tls
 
 log = logging.getLogger(__name__)

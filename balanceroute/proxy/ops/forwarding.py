@@ -32,7 +32,7 @@ from balanceroute.errors import BadUpstreamReply, BalanceRouteError, InvalidRequ
 from balanceroute.proxy.client.intake import read_head
 from balanceroute.proxy.client.services import ClientServices
 from balanceroute.proxy.ops.guard import error_response, route_of
-from balanceroute.proxy.perimeter.gate import Perimeter
+from balanceroute.proxy.perimeter.perimeter import Perimeter
 from balanceroute.proxy.wire.bounds import token_count
 from balanceroute.proxy.wire.message_errors import MESSAGES_PATH
 from balanceroute.proxy.wire.messages import tokenize_body

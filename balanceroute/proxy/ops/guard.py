@@ -23,8 +23,8 @@ from balanceroute.errors import AccessDenied, BalanceRouteError, InvalidRequest,
 from balanceroute.proxy.client.asgi import REQUEST_ID
 from balanceroute.proxy.client.intake import read_head
 from balanceroute.proxy.perimeter.access import Visit
-from balanceroute.proxy.perimeter.gate import Perimeter
 from balanceroute.proxy.perimeter.keys import ClientKey
+from balanceroute.proxy.perimeter.perimeter import Perimeter
 from balanceroute.proxy.perimeter.routes import Access, access_of
 from balanceroute.proxy.telemetry.instruments import CounterFamily
 from balanceroute.proxy.wire.message_errors import message_error_body

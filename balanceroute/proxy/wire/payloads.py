@@ -37,6 +37,7 @@ import orjson
 
 from balanceroute.errors import BadUpstreamReply, InvalidRequest
 from balanceroute.proxy.wire.bounds import MAX_PARAMS_BYTES, checked_choice, checked_usage, token_count
+from balanceroute.proxy.wire.fields import boolean, checked, integer, kind
 from balanceroute.proxy.wire.json_size import check_size
 
 Endpoint = Literal["completions", "chat"]
@@ -65,7 +66,7 @@ _CARRIERS: Final = frozenset((*_INTERNAL_FIELDS, "vllm_xargs"))
 _NOT_FOR_ONE_TOKEN: Final = frozenset(("stream_options", "n", "logprobs", "top_logprobs", "echo", "best_of"))
 _NESTED: Final = frozenset((dict, list))
 _PROMPT_FIELDS: Final = frozenset(("echo", "prompt_logprobs"))
-_MAX_INTEGER: Final = 2**63 - 1
+_EMBEDDING_BYTES: Final = 4096  # of one token, on the wire: some KiB
 # Fields whose effect on a streamed answer `answers.py` can turn into the non-stream answer without loss.
 ASSEMBLED_FIELDS: Final = frozenset(
     """model prompt messages stream stream_options max_tokens max_completion_tokens min_tokens temperature
@@ -198,7 +199,7 @@ def _loaded(body: bytes) -> dict[str, Any]:
     except orjson.JSONDecodeError as exc:
         raise InvalidRequest(f"The body is not valid JSON: {exc}") from exc
     if not isinstance(data, dict):
-        raise InvalidRequest(f"The body must be a JSON object, not {_kind(data)}.")
+        raise InvalidRequest(f"The body must be a JSON object, not {kind(data)}.")
     return data
 
 
@@ -213,13 +214,13 @@ def request_of(endpoint: Endpoint, data: dict[str, Any]) -> ClientRequest:
         (prompt_json, tokens, messages), prompts = _take_messages(data), 1
     if not _NESTED.isdisjoint(map(type, data.values())):
         _as_json(data)  # refused now, before anybody has worked for it, if it can't be written again
-    stream = "stream" in data and _boolean(data, "stream")
+    stream = "stream" in data and boolean(data, "stream")
     include_usage, continuous = _stream_options(data, stream) if "stream_options" in data else (False, False)
     assembled = not stream and ASSEMBLED_FIELDS.issuperset(data)
     wishes = None if _PROMPT_FIELDS.isdisjoint(data) else _prompt_wishes(endpoint, data, stream)
     scores_only = wishes is not None and wishes.echo and data.get("max_tokens") == 0
     limit_field, limit = (None, None) if scores_only else _limit(data)
-    min_tokens = (_integer(data, "min_tokens", least=0) or 0) if "min_tokens" in data else 0
+    min_tokens = (integer(data, "min_tokens", least=0) or 0) if "min_tokens" in data else 0
     if limit is not None and min_tokens > limit:
         raise InvalidRequest(
             f"min_tokens must be less than or equal to max_tokens={limit}, got {min_tokens}.",
@@ -231,7 +232,7 @@ def request_of(endpoint: Endpoint, data: dict[str, Any]) -> ClientRequest:
         )
     model = data.get("model")
     if model is not None and not isinstance(model, str):
-        raise InvalidRequest(f"model must be a string, not {_kind(model)}.", param="model")
+        raise InvalidRequest(f"model must be a string, not {kind(model)}.", param="model")
     return ClientRequest(
         endpoint=endpoint,
         rest=data,
@@ -241,7 +242,7 @@ def request_of(endpoint: Endpoint, data: dict[str, Any]) -> ClientRequest:
         assembled=assembled and _followed(endpoint, limit),
         include_usage=include_usage,
         continuous_usage=continuous,
-        return_token_ids="return_token_ids" in data and _boolean(data, "return_token_ids"),
+        return_token_ids="return_token_ids" in data and boolean(data, "return_token_ids"),
         n=_count(data) if "n" in data else 1,
         prompts=prompts,
         messages=messages,
@@ -249,7 +250,7 @@ def request_of(endpoint: Endpoint, data: dict[str, Any]) -> ClientRequest:
         limit=limit,
         min_tokens=min_tokens,
         model=model,
-        priority=(_integer(data, "priority", least=None) or 0) if "priority" in data else 0,
+        priority=(integer(data, "priority", least=None) or 0) if "priority" in data else 0,
         request_id=request_id if isinstance(request_id, str) else None,
         prompt_wishes=wishes,
         scores_only=scores_only,
@@ -268,20 +269,29 @@ def split(request: ClientRequest) -> list[ClientRequest]:
     seed = request.rest.get("seed")
     if isinstance(seed, int) and not MIN_SEED <= seed <= MAX_SEED - (request.n - 1):
         raise InvalidRequest(f"seed must be from {MIN_SEED} to {MAX_SEED} for every choice.", param="seed")
-    loaded = orjson.loads(request.prompt_json) if request.prompts > 1 or request.endpoint == "completions" else None
-    prompts = loaded if _is_batch(loaded) else None
     parts = []
-    for i in range(request.prompts):
-        prompt_json = _as_json(prompts[i]) if prompts is not None else request.prompt_json
-        tokens = _prompt_tokens(prompts[i]) if prompts is not None else request.prompt_tokens
+    for rest, prompt_json, tokens in _prompts_of(request):
         for k in range(request.n):
-            rest = {name: value for name, value in request.rest.items() if name != "n"}
-            if isinstance(rest.get("seed"), int):
-                rest["seed"] = _checked("seed", rest["seed"] + k, least=None)
+            own = {name: value for name, value in rest.items() if name != "n"}
+            if isinstance(own.get("seed"), int):
+                own["seed"] = checked("seed", own["seed"] + k, least=None)
             parts.append(
-                replace(request, rest=rest, prompt_json=prompt_json, prompt_tokens=max(1, tokens), n=1, prompts=1)
+                replace(request, rest=own, prompt_json=prompt_json, prompt_tokens=max(1, tokens), n=1, prompts=1)
             )
     return parts
+
+
+def _prompts_of(request: ClientRequest) -> list[tuple[dict[str, Any], bytes, int]]:
+    """Each prompt by itself: the body's other fields, the prompt as JSON, its tokens."""
+    rest = request.rest
+    if request.endpoint == "completions":
+        embeds = rest.get("prompt_embeds")
+        if isinstance(embeds, list):
+            return [(rest | {"prompt_embeds": part}, b"", len(part) // _EMBEDDING_BYTES) for part in embeds]
+        prompts = None if embeds else orjson.loads(request.prompt_json)
+        if prompts is not None and _is_batch(prompts):
+            return [(rest, _as_json(prompt), _prompt_tokens(prompt)) for prompt in prompts]
+    return [(rest, request.prompt_json, request.prompt_tokens)]
 
 
 def resume(
@@ -480,8 +490,9 @@ def parse_probe_reply(body: bytes, *, worker: str, keep: bool = False) -> Prefil
 def _take_prompt(data: dict[str, Any]) -> tuple[bytes, int, int]:
     """Remove the prompt from `data`: its JSON, its tokens, how many prompts it holds."""
     prompt = data.pop("prompt", None)
-    if prompt is None and data.get("prompt_embeds"):
-        return b"", len(str(data["prompt_embeds"])) // 4096, 1  # one token is an embedding of some KiB
+    if embeds := data.pop("prompt_embeds", None):
+        data["prompt_embeds"] = embeds
+        return b"", *_embeds_in(embeds, prompt)
     if prompt is None or prompt == [] or prompt == "":
         raise InvalidRequest("Either prompt or prompt_embeds must be provided and non-empty.", param="prompt")
     if _is_batch(prompt):
@@ -491,6 +502,16 @@ def _take_prompt(data: dict[str, Any]) -> tuple[bytes, int, int]:
     if not _is_one_prompt(prompt):
         raise InvalidRequest("prompt must be a string, a list of token ids, or a list of either.", param="prompt")
     return _as_json(prompt), _prompt_tokens(prompt), 1
+
+
+def _embeds_in(embeds: object, prompt: object) -> tuple[int, int]:
+    """The tokens of `prompt_embeds`, about, and how many prompts they are. OpenAI's clients say "" beside them."""
+    if prompt not in (None, "", []):
+        raise InvalidRequest("prompt and prompt_embeds cannot be served in one request.", param="prompt_embeds")
+    parts = embeds if isinstance(embeds, list) else [embeds]
+    if not all(isinstance(part, str) and part for part in parts):
+        raise InvalidRequest("prompt_embeds must be a string or a list of strings.", param="prompt_embeds")
+    return sum(map(len, parts)) // _EMBEDDING_BYTES, len(parts)
 
 
 def _take_messages(data: dict[str, Any]) -> tuple[bytes, int, int]:
@@ -541,17 +562,17 @@ def _stream_options(data: dict[str, Any], stream: bool) -> tuple[bool, bool]:
     if options is None:
         return False, False
     if not isinstance(options, dict):
-        raise InvalidRequest(f"stream_options must be an object, not {_kind(options)}.", param="stream_options")
-    if not stream:
+        raise InvalidRequest(f"stream_options must be an object, not {kind(options)}.", param="stream_options")
+    if options and not stream:
         raise InvalidRequest("Stream options can only be defined when `stream=True`.", param="stream_options")
-    include = _boolean(options, "include_usage")
-    return include, include and _boolean(options, "continuous_usage_stats")
+    include = stream and boolean(options, "include_usage")
+    return include, include and boolean(options, "continuous_usage_stats")
 
 
 def _limit(data: dict[str, Any]) -> tuple[Literal["max_tokens", "max_completion_tokens"] | None, int | None]:
-    total = _integer(data, "max_tokens", least=1) if "max_tokens" in data else None
+    total = integer(data, "max_tokens", least=1) if "max_tokens" in data else None
     if "max_completion_tokens" in data:
-        completion = _integer(data, "max_completion_tokens", least=1)
+        completion = integer(data, "max_completion_tokens", least=1)
         if completion is not None:
             return "max_completion_tokens", completion
     return ("max_tokens", total) if total is not None else (None, None)
@@ -565,7 +586,7 @@ def _followed(endpoint: Endpoint, limit: int | None) -> bool:
 
 
 def _count(data: dict[str, Any]) -> int:
-    n = _integer(data, "n", least=1)
+    n = integer(data, "n", least=1)
     return 1 if n is None else n
 
 
@@ -588,7 +609,7 @@ def _prompt_wishes(endpoint: Endpoint, data: dict[str, Any], stream: bool) -> Pr
     Raises: InvalidRequest: logprobs of a prompt in a stream, as on vLLM; with `echo`, too: a stream's first event
     cannot wait for them.
     """
-    wanted = _integer(data, "prompt_logprobs", least=-1)
+    wanted = integer(data, "prompt_logprobs", least=-1)
     data.pop("prompt_logprobs", None)
     if stream and wanted is not None:
         if wanted != 0:
@@ -596,9 +617,9 @@ def _prompt_wishes(endpoint: Endpoint, data: dict[str, Any], stream: bool) -> Pr
         wanted = None  # vLLM takes it, and streams none
     echo, logprobs = False, None
     if endpoint == "completions":  # a chat's echo concerns its last message, and is the workers' business
-        echo = _boolean(data, "echo")
+        echo = boolean(data, "echo")
         data.pop("echo", None)
-        logprobs = _integer(data, "logprobs", least=None)
+        logprobs = integer(data, "logprobs", least=None)
     if echo and stream and logprobs is not None:
         text = "echo with logprobs is not available when stream=True: the prompt's logprobs come from a prefiller."
         raise InvalidRequest(text, param="echo")
@@ -609,33 +630,3 @@ def check_depth(body: bytes, data: dict[str, Any]) -> None:
     """Refuse now, before anybody has worked for it, what can't be written again. Raises: InvalidRequest."""
     if body.count(b"[") + body.count(b"{") > MAX_DEPTH:
         _as_json(data)
-
-
-def _boolean(data: dict[str, Any], name: str) -> bool:
-    value = data.get(name)
-    if value is None or isinstance(value, bool):
-        return bool(value)
-    raise InvalidRequest(f"{name} must be true or false, not {_kind(value)}.", param=name)
-
-
-def _integer(data: dict[str, Any], name: str, *, least: int | None) -> int | None:
-    value = data.get(name)
-    if value is None:
-        return None
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise InvalidRequest(f"{name} must be an integer, not {_kind(value)}.", param=name)
-    return _checked(name, value, least=least)
-
-
-def _checked(name: str, value: int, *, least: int | None) -> int:
-    """An integer that engines can hold. Raises: InvalidRequest."""
-    if not -_MAX_INTEGER <= value <= _MAX_INTEGER:
-        raise InvalidRequest(f"{name} must be an integer of 64 bits, not {value}.", param=name)
-    if least is not None and value < least:
-        raise InvalidRequest(f"{name} must be at least {least}, got {value}.", param=name)
-    return value
-
-
-def _kind(value: object) -> str:
-    names = {dict: "an object", list: "a list", str: "a string", bool: "a boolean", type(None): "null"}
-    return names.get(type(value), "a number")

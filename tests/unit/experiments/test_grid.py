@@ -9,7 +9,7 @@ import pytest
 
 from balanceroute.errors import InputError
 from balanceroute.experiments import Scope, bound, grid, methods, reproduce
-from balanceroute.experiments.cells import Cell, CellJob, in_bursts, random_cells, requests_of
+from balanceroute.experiments.cells import FACTORS, Cell, CellJob, in_bursts, random_cells, requests_of
 from balanceroute.experiments.jobs import run_jobs
 from balanceroute.experiments.methods import Method
 
@@ -17,9 +17,7 @@ TINY = replace(Scope.of(quick=True, trace=None), seeds=(0,), rows=60)
 CELLS = [Cell("capped", n_workers=2, rows=80), Cell("short", load=0.8, n_workers=2, factor="transfer 5", rows=80)]
 
 
-@pytest.mark.parametrize(
-    "factor", ["none", "transfer 20", "lag 5", "slow worker", "lost worker", "little memory", "request cost"]
-)
+@pytest.mark.parametrize("factor", [*FACTORS, "engine balancer"])
 def test_every_cell_can_be_run(factor: str) -> None:
     figures = CellJob(Cell("capped", n_workers=2, factor=factor, rows=150), methods.LEVEL_FIT).run()
     assert figures["admitted"] == 150

@@ -11,7 +11,7 @@ import pytest
 
 from balanceroute.errors import BadUpstreamReply, BalanceRouteError, InvalidRequest
 from balanceroute.proxy.client.exchange import Exchange
-from balanceroute.proxy.perimeter.gate import Perimeter
+from balanceroute.proxy.perimeter.perimeter import Perimeter
 from balanceroute.proxy.services import Services
 from tests.unit.proxy.client.connections import Connection, a_request
 from tests.unit.proxy.life.legs import DONE, dispatching, events, probed, whole

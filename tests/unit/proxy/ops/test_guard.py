@@ -13,7 +13,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from balanceroute.proxy.ops.guard import guarded, tell, with_message_errors, with_request_id
-from balanceroute.proxy.perimeter.gate import Perimeter
+from balanceroute.proxy.perimeter.perimeter import Perimeter
 from balanceroute.proxy.telemetry.instruments import CounterFamily
 from tests.unit.proxy.virtual_time import a_config
 

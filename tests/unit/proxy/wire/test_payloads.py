@@ -109,23 +109,28 @@ def test_equal_prompts_have_equal_keys_whatever_their_whitespace_and_other_field
         ("completions", b'{"prompt": [true]}', "prompt must be"),
         ("completions", b'{"prompt": ["a", 1]}', "Each prompt"),
         ("completions", b'{"prompt": "a", "max_tokens": 0}', "max_tokens must be at least 1, got 0"),
-        ("completions", b'{"prompt": "a", "max_tokens": "5"}', "max_tokens must be an integer, not a string"),
-        (
-            "completions",
-            b'{"prompt": "a", "max_tokens": true}',
-            "max_tokens must be an integer, not a boolean",
-        ),
+        ("completions", b'{"prompt": "a", "max_tokens": "a few"}', "max_tokens must be an integer, not a string"),
+        ("completions", b'{"prompt": "a", "max_tokens": 4.5}', "max_tokens must be an integer, not a number"),
+        ("completions", b'{"prompt": "a", "max_tokens": []}', "max_tokens must be an integer, not a list"),
+        ("completions", b'{"prompt": "a", "max_tokens": "9223372036854775808"}', "an integer of 64 bits"),
         (
             "completions",
             b'{"prompt": "a", "max_tokens": 3, "min_tokens": 9}',
             "less than or equal to max_tokens=3",
         ),
         ("completions", b'{"prompt": "a", "n": 0}', "n must be at least 1"),
-        ("completions", b'{"prompt": "a", "stream": "yes"}', "stream must be true or false"),
-        ("completions", b'{"prompt": "a", "stream_options": {}}', "only be defined when `stream=True`"),
+        ("completions", b'{"prompt": "a", "stream": "perhaps"}', "stream must be true or false"),
+        (
+            "completions",
+            b'{"prompt": "a", "stream_options": {"include_usage": true}}',
+            "only be defined when `stream=True`",
+        ),
         ("completions", b'{"prompt": "a", "stream": true, "stream_options": 1}', "must be an object"),
         ("completions", b'{"prompt": "a", "model": 7}', "model must be a string, not a number"),
         ("completions", b'{"prompt": "a", "use_beam_search": true}', "carry no KV transfer"),
+        ("completions", b'{"prompt_embeds": ""}', "Either prompt or prompt_embeds"),
+        ("completions", b'{"prompt_embeds": [5]}', "prompt_embeds must be a string or a list"),
+        ("completions", b'{"prompt": "a", "prompt_embeds": "AAAA"}', "cannot be served in one request"),
         ("chat", b"{}", "messages must be a non-empty list"),
         ("chat", b'{"messages": "hi"}', "messages must be a non-empty list"),
         ("chat", b'{"messages": ["hi"]}', "Each message must be an object"),
@@ -134,6 +139,36 @@ def test_equal_prompts_have_equal_keys_whatever_their_whitespace_and_other_field
 def test_bad_bodies_are_refused_with_the_reason(endpoint: Endpoint, body: bytes, message: str) -> None:
     with pytest.raises(InvalidRequest, match=message):
         payloads.parse(endpoint, body)
+
+
+def test_numbers_and_flags_are_read_as_the_engines_read_them() -> None:
+    fields = {"prompt": "a", "max_tokens": 4.0, "min_tokens": "2", "n": "3", "priority": True, "stream": "true"}
+    request = payloads.parse("completions", orjson.dumps(fields))
+    assert (request.limit, request.min_tokens, request.n, request.priority, request.stream) == (4, 2, 3, 1, True)
+    sent = load(payloads.decode_body(payloads.split(request)[0], KV))
+    assert (sent["max_tokens"], sent["min_tokens"], sent["stream"]) == (4, 2, True)
+
+
+def test_empty_stream_options_are_none() -> None:
+    assert not payloads.parse("completions", b'{"prompt": "a", "stream_options": {}}').include_usage
+
+
+@pytest.mark.parametrize("prompt", [{}, {"prompt": None}, {"prompt": ""}], ids=["none", "null", "empty"])
+def test_embeddings_take_the_place_of_a_prompt(prompt: dict[str, Any]) -> None:
+    request = payloads.parse("completions", orjson.dumps({**prompt, "prompt_embeds": "A" * 8192, "n": 2}))
+    assert request.prompt_tokens == 2
+    for part in payloads.split(request):
+        sent = load(payloads.decode_body(part, KV))
+        assert sent["prompt_embeds"] == "A" * 8192 and "prompt" not in sent
+
+
+def test_each_of_several_embeddings_is_a_request_of_its_own() -> None:
+    """One KV transfer carries one prompt: a decoder would give the first one's KV to all of them."""
+    request = payloads.parse("completions", orjson.dumps({"prompt_embeds": ["A" * 4096, "B" * 8192]}))
+    assert not request.single
+    parts = payloads.split(request)
+    assert [load(payloads.probe_body(part))["prompt_embeds"][:1] for part in parts] == ["A", "B"]
+    assert [part.prompt_tokens for part in parts] == [1, 2]
 
 
 @pytest.mark.parametrize("name", ["max_tokens", "max_completion_tokens", "n"])
@@ -151,6 +186,7 @@ def test_no_body_raises_anything_but_invalid_request(body: bytes) -> None:
 
 FIELDS = [
     "prompt",
+    "prompt_embeds",
     "messages",
     "stream",
     "stream_options",

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from balanceroute.errors import InvalidRequest
-from balanceroute.proxy.perimeter.gate import Perimeter, exposures
+from balanceroute.proxy.perimeter.perimeter import Perimeter, exposures
 from balanceroute.proxy.perimeter.routes import Access
 from tests.unit.proxy.virtual_time import a_config
 
