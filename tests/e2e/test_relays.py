@@ -10,7 +10,6 @@ import sys
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
-from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +19,6 @@ import pytest
 from balanceroute.cli.emulate import DECODE_PORT_OFFSET
 from balanceroute.engine.tokens import FIRST_TRIPLE_ID, continuation, decode
 from balanceroute.journal import rerun
-from balanceroute.proxy.link.hub import GRACE_S
 from tests.ports import free_base_port
 from tests.waiting import block_until, pace, until
 
@@ -124,10 +122,8 @@ class Router:
 
     @property
     def were_late(self) -> bool:
-        """Whether a relay joined the last brain later than that waits for all."""
-        leads = [line["time"] for line in self.said("listening") if "epoch" in line][-1]
-        joined = max(line["time"] for line in self.said("relay joined"))
-        return (datetime.fromisoformat(joined) - datetime.fromisoformat(leads)).total_seconds() > GRACE_S / 2
+        """Whether the last brain decided before all relays had joined it."""
+        return bool(self.said("the brain decides")[-1]["relays"] < len(self.relays))
 
     async def get(self, path: str) -> httpx.Response:
         """Ask any relay, on a new connection; again while there is nobody to answer."""
@@ -342,11 +338,11 @@ def test_streams_go_on_without_a_brain_and_the_next_one_knows_them(cluster: Clus
         os.kill(router.brains[-1], signal.SIGKILL)
         later = streams(router, 4, 20, first=100)  # they wait for the next one
         await until(lambda: len(router.brains) == 2)
-        await until(lambda: all(len(router.said("relay joined", relay=name)) == 2 for name in router.relays))
+        await until(lambda: all(router.said("brain found", relay=name, epoch=2) for name in router.relays))
         assert await router.active() <= RANKS * SLOTS
         complete = await all_end(begun)
         void = sum(line["void"] for line in router.said("relay joined"))
-        assert complete == 14 - void, router.said("request")
+        assert 14 - void <= complete <= 14, router.said("request")  # one that is void may just have ended
         assert await all_end(later) == 4
         assert not void or router.were_late  # a relay that does not come in time finds its slots taken
 
@@ -373,7 +369,7 @@ def test_a_standby_takes_over_and_a_brain_that_goes_on_finds_itself_deposed(
             assert await router.active() <= RANKS * SLOTS
             complete = await all_end(begun)
             void = sum(line["void"] for line in router.said("relay joined"))
-            assert complete == 14 - void and await all_end(later) == 4
+            assert 14 - void <= complete <= 14 and await all_end(later) == 4
         finally:
             if how is signal.SIGSTOP:
                 os.kill(first, signal.SIGCONT)
@@ -398,7 +394,7 @@ def test_a_relay_that_was_stopped_is_given_up_and_joins_anew(cluster: Cluster, t
             os.kill(pid, signal.SIGCONT)
         await until(lambda: len(router.said("relay joined", relay=name)) == 2)
         void = router.said("relay joined", relay=name)[1]["void"]
-        assert await all_end(begun) == 14 - void
+        assert 14 - void <= await all_end(begun) <= 14
         assert router.relays[name] == pid
 
     with_router(test, cluster, tmp_path)
