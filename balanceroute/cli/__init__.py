@@ -73,8 +73,7 @@ def main() -> None:
 
     Of a configuration all that is wrong is said, a line each.
     """
-    if sys.stdout is None:  # closed by the caller: let whoever prints hear of it, and no file be opened in its place
-        sys.stdout = open(os.devnull)
+    _fill_standard_streams()
     try:
         status = app(spread_lists(sys.argv[1:]), standalone_mode=False)
     except BalanceRouteError as error:
@@ -96,3 +95,19 @@ def main() -> None:
     except typer.Abort:
         sys.exit(130)
     sys.exit(status or 0)
+
+
+def _fill_standard_streams() -> None:
+    """Open what the caller has closed of standard input, output and error, before a socket gets its number.
+
+    uvloop aborts the process when it closes one of those. Who prints hears of a closed output.
+    """
+    for descriptor in range(3):
+        try:
+            os.fstat(descriptor)
+        except OSError:  # it is the lowest free one, which is the one that is opened
+            os.set_inheritable(os.open(os.devnull, os.O_WRONLY if descriptor == 2 else os.O_RDONLY), True)
+    if sys.stdout is None:
+        sys.stdout = open(1, closefd=False)
+    if sys.stderr is None:
+        sys.stderr = open(2, "w", closefd=False)

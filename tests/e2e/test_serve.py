@@ -246,3 +246,29 @@ def test_a_client_that_sends_no_headers_is_hung_up_on(emulator: tuple[str, Path]
             with socket.create_connection(("127.0.0.1", port), timeout=5) as slow:
                 slow.sendall(start)
                 assert slow.recv(100).startswith(told) and (told or not slow.recv(100))
+
+
+@pytest.mark.parametrize("closed", ["<&-", ">&-", "2>&-", "<&- >&- 2>&-"], ids=["input", "output", "error", "all"])
+def test_a_router_whose_standard_streams_are_closed_serves_and_ends_as_any_other(
+    emulator: tuple[str, Path], closed: str
+) -> None:
+    port = free_base_port((0,))
+    command = f'exec "$0" -m balanceroute serve --config "$1" --host 127.0.0.1 --port {port} {closed}'
+    router = subprocess.Popen(["sh", "-c", command, sys.executable, str(emulator[1])])
+    try:
+        url = f"http://127.0.0.1:{port}"
+        block_until(lambda: router.poll() is not None or _is_ready(url))
+        answer = httpx.post(f"{url}/v1/completions", json={"prompt": "a", "max_tokens": 2}, trust_env=False)
+        assert answer.status_code == 200
+        router.send_signal(signal.SIGTERM)
+        assert router.wait(30) == 0
+    finally:
+        router.kill()
+        router.wait()
+
+
+def _is_ready(url: str) -> bool:
+    try:
+        return httpx.get(f"{url}/ready", timeout=1, trust_env=False).status_code == 200
+    except httpx.TransportError:
+        return False
