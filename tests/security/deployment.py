@@ -235,6 +235,9 @@ def serving(workers: Workers, folder: Path, limits: dict[str, Any]) -> Iterator[
         "routing": {"policy": "br_0"},
         "predictor": {"kind": "none"},
         "limits": limits,
+        "health": {
+            "timeout_s": PATIENCE_S
+        },  # the workers share their process with the test, which may keep them waiting
     }
     config, log = folder / "router.yaml", folder / "router.log"
     config.write_text(yaml.safe_dump(tree))

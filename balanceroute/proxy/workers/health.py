@@ -30,21 +30,12 @@ from balanceroute.config import Config
 from balanceroute.core.types import Role
 from balanceroute.errors import UpstreamError
 from balanceroute.proxy.workers.fleet import Fleet, Worker
-from balanceroute.proxy.workers.polling import Polling
+from balanceroute.proxy.workers.polling import Polling, Silent, answer_of
 from balanceroute.proxy.workers.silence import Attention
 
 log = logging.getLogger(__name__)
 
 _LIMIT = 2**16
-_LATE_S = 0.5  # our own loop was stalled when a timeout fires this much after its time
-
-
-class Silent(Exception):
-    """No answer in time; `ours` says that we may not have looked in time either."""
-
-    def __init__(self, ours: bool) -> None:
-        super().__init__()
-        self.ours = ours
 
 
 class HealthMonitor:
@@ -102,16 +93,10 @@ class HealthMonitor:
     async def _ask(self, worker: Worker) -> int | None:
         """The status of /health; None when the connection is refused or breaks. Raises: Silent."""
         timeout_s = self._config().health.timeout_s
-        deadline_s = self._loop.time() + timeout_s
         try:
-            async with asyncio.timeout_at(deadline_s):
-                reply = await worker.upstream.request("GET", "/health", connect_timeout_s=2 * timeout_s)
-                await reply.read(_LIMIT)
-            return reply.status
+            return await answer_of(_status_of(worker, 2 * timeout_s), timeout_s)
         except UpstreamError:
             return None
-        except TimeoutError:
-            raise Silent(self._loop.time() - deadline_s > _LATE_S) from None
 
     def _judge(self, worker: Worker, status: int | None) -> None:
         config = self._config().health
@@ -163,3 +148,9 @@ class HealthMonitor:
             log.warning("worker not ready, dropped", extra={"worker": worker.id})
             worker.joining = None
             self._fleet.leave(worker)
+
+
+async def _status_of(worker: Worker, connect_timeout_s: float) -> int:
+    reply = await worker.upstream.request("GET", "/health", connect_timeout_s=connect_timeout_s)
+    await reply.read(_LIMIT)
+    return reply.status

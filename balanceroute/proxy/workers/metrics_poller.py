@@ -26,7 +26,6 @@ workers is 2 to 3 % of a core instead of three cores and more (`scripts/bench/po
 Workers of one URL share one read; their ranks are told apart by the `engine` label.
 """
 
-import asyncio
 import re
 from collections import defaultdict
 from collections.abc import Callable, Iterator
@@ -44,7 +43,7 @@ from balanceroute.proxy.telemetry.metrics import Metrics
 from balanceroute.proxy.workers.drainer import Drainer
 from balanceroute.proxy.workers.fleet import Fleet, Worker
 from balanceroute.proxy.workers.foreign import Occupancy, least_own_slots
-from balanceroute.proxy.workers.polling import Polling
+from balanceroute.proxy.workers.polling import Polling, Silent, answer_of
 
 _LIMIT: Final = 4 * 2**20  # a page of one engine has about 100 kB
 _MAX_REQUESTS: Final = 1e6  # of one engine
@@ -167,24 +166,27 @@ class MetricsPoller:
 
     async def _read(self, workers: list[Worker]) -> None:
         page = await self._page(workers[0])
+        if page is None:
+            return
         for worker in workers:
             if worker.id in self._fleet:
                 self._report(worker, page)
 
-    async def _page(self, worker: Worker) -> Page:
+    async def _page(self, worker: Worker) -> Page | None:
+        """What it tells; None where it is our own fault that nothing is known."""
         timeout_s = self._config().health.timeout_s
         try:
-            async with asyncio.timeout(timeout_s):
-                reply = await worker.upstream.request("GET", "/metrics")
-                text = await reply.read(_LIMIT)
+            status, text = await answer_of(_metrics_of(worker), timeout_s)
         except BadUpstreamReply as error:
             return Page({}, f"its /metrics can't be read: {error}")
         except UpstreamError as error:
             return Page({}, f"its /metrics can't be reached: {error}", reached=False)
-        except TimeoutError:
+        except Silent as silence:
+            if silence.ours:
+                return None
             return Page({}, f"its /metrics did not answer within {timeout_s:g} s", reached=False)
-        if reply.status != 200:
-            return Page({}, f"its /metrics answered with status {reply.status}")
+        if status != 200:
+            return Page({}, f"its /metrics answered with status {status}")
         return Page(read_samples(text))
 
     def _unreadable(self, workers: list[Worker], error: Exception) -> None:
@@ -270,3 +272,8 @@ def _occupancy(worker: DecoderView, foreign: int | None = None) -> Occupancy:
     """How full a decode worker is; `foreign` where that is newer than what the ledger knows."""
     held = worker.foreign_requests if foreign is None else foreign
     return Occupancy(worker.slots, worker.active, held, worker.engine_waiting)
+
+
+async def _metrics_of(worker: Worker) -> tuple[int, bytes]:
+    reply = await worker.upstream.request("GET", "/metrics")
+    return reply.status, await reply.read(_LIMIT)

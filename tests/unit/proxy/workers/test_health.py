@@ -153,6 +153,23 @@ def test_a_timeout_that_our_own_stalled_loop_saw_too_late_is_no_verdict() -> Non
     in_virtual_time(test)
 
 
+@pytest.mark.parametrize("stall_s", [2.9, 3.3], ids=["within", "just-beyond"])
+def test_a_pause_of_our_own_within_the_timeout_is_no_verdict_either(stall_s: float) -> None:
+    async def test() -> None:
+        services = a_router(a_config(health={**HEALTH, "timeout_s": 3.0}))
+        script(services, "d0", None)  # never seen healthy: one verdict would take it out
+        jump = services.loop._jump  # type: ignore[attr-defined]
+
+        def stall() -> None:
+            jump.now_s += stall_s
+
+        services.loop.call_later(0.05, stall)
+        await rounds(health_monitor(services), services)
+        assert services.fleet["d0"].state is WorkerState.UP
+
+    in_virtual_time(test)
+
+
 def test_a_worker_that_was_never_healthy_is_out_at_once() -> None:
     async def test() -> None:
         services = a_router(a_config(health=HEALTH))

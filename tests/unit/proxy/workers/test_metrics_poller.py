@@ -106,6 +106,27 @@ def test_a_prefiller_that_cannot_be_reached_counts_as_full_and_one_that_does_not
     in_virtual_time(test)
 
 
+def test_a_page_that_our_own_stalled_loop_saw_too_late_changes_nothing() -> None:
+    async def test() -> None:
+        services = a_router(a_config(prefillers=1))
+        script(services, "p0", Page(GAUGE % b"0.25"))
+        await polled(services)
+        script(services, "p0", None)
+        jump = services.loop._jump  # type: ignore[attr-defined]
+
+        def stall() -> None:
+            jump.now_s += 30.0  # as if a callback had run for so long
+
+        services.loop.call_later(1.0, stall)
+        before = services.metrics.conditions.count(METRICS)
+        await polled(services)
+        assert (usage_of(services), services.metrics.conditions.count(METRICS)) == (0.25, before)
+        await polled(services)
+        assert usage_of(services) == FULL
+
+    in_virtual_time(test)
+
+
 def test_prefillers_none_of_which_can_be_asked_for_long_are_no_longer_full() -> None:
     """The router cannot reach their pages, and /health is all that is left to go by."""
 
