@@ -47,8 +47,9 @@ from balanceroute.proxy.app import (
 from balanceroute.proxy.client.acceptor import Acceptor
 from balanceroute.proxy.client.services import ClientServices
 from balanceroute.proxy.life.pool_reaper import PERIOD_S, PoolReaper
+from balanceroute.proxy.life.suspicion import Loss
 from balanceroute.proxy.link.callbacks import CallbackListener, OtherRelays
-from balanceroute.proxy.link.messages import Activity, Counted, Learned, Silent, Workers
+from balanceroute.proxy.link.messages import Activity, Counted, Explained, Learned, Silent, Workers
 from balanceroute.proxy.link.remote import LOST, NOBODY, RemoteBrain
 from balanceroute.proxy.ops.admin import json_response
 from balanceroute.proxy.ops.forwarding import Forwarding
@@ -108,6 +109,18 @@ class RelayServices(ClientServices):
         """Take note of what a prefiller's parameters have told, and tell the brain."""
         self.brain.report(Learned(worker.id, connector))
         ClientServices.note_connector(self, worker, connector)
+
+    def tell_explained(self, losses: list[Loss]) -> None:
+        """Tell the other relays which workers have died of a request."""
+        now = self.loop.time()
+        ages_s = tuple(now - loss.at_s for loss in losses)
+        self.brain.report(Explained(tuple(loss.worker for loss in losses), ages_s))
+
+    def explained(self, message: Explained) -> None:
+        """Workers have died of another relay's request."""
+        now = self.loop.time()
+        for worker_id, age_s in zip(message.workers, message.ages_s, strict=False):
+            self.suspicions.explained_elsewhere(worker_id, now - age_s)
 
     def tell_counts(self) -> None:
         """Tell the brain what has been counted, for a page of metrics that is one for all processes."""
@@ -310,6 +323,7 @@ def build_relay(
     )
     brain.on_workers, brain.on_silent, brain.on_salt = services.name_workers, services.silence, services.salted
     brain.on_keys = lambda message: services.keys_elsewhere(message.relay, message.keys)
+    services.suspicions.on_explained, brain.on_explained = services.tell_explained, services.explained
     return services
 
 

@@ -13,6 +13,7 @@ from balanceroute.emulator import ClusterShape
 from balanceroute.engine.tokens import continuation, decode
 from balanceroute.errors import ConfigError
 from balanceroute.proxy.changes import Changes, KeptChanges
+from balanceroute.proxy.life.suspicion import Suspect
 from balanceroute.proxy.relay import reload_relay
 from balanceroute.proxy.workers.circuit import CircuitState
 from tests.integration.relayed import LINEAGE, Relay, Relayed, a_brain, relayed
@@ -202,6 +203,17 @@ async def test_a_relay_reloads_what_is_its_own() -> None:
         assert refused.status_code == 400
         with pytest.raises(ConfigError, match="connector"):
             reload_relay(services, router.config.model_copy(update={"connector": "mooncake_v1x"}))
+
+
+async def test_a_worker_that_died_of_one_relay_s_request_is_no_evidence_against_another_s() -> None:
+    async with relayed(FAST) as router:
+        here, there = (relay.app.services for relay in router.relays)
+        cause, bystander = Suspect(), Suspect()
+        there.suspicions.lost(bystander, "d1", there.loop.time())
+        here.suspicions.lost(cause, "d0", here.loop.time())
+        assert here.suspicions.lost(cause, "d1", here.loop.time())
+        await until(lambda: bystander.explained == 1)
+        assert not bystander.given_up
 
 
 async def streams_end(router: Relayed) -> None:

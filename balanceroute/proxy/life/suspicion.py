@@ -12,6 +12,7 @@ Two things protect requests that were only there:
 * **Explained losses.** When a request is given up, the workers that it was on when they died are accounted for. For
   other requests such a loss is no failed try from then on, nor one of the three below. It still is one of the two:
   where two requests that kill share their first worker, the second one looks just like one that was only there.
+  Relays tell each other of these losses (`on_explained`).
 
 A loss is one death of one worker, shared by all requests that were on it. A request that gets its first token has
 cleared itself.
@@ -29,6 +30,7 @@ and after: so of a list with several prompts that kill, behind one that does not
 """
 
 import asyncio
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Final
@@ -160,6 +162,10 @@ class Suspect:
         return [loss.worker for loss in self.midway + self.all_losses]
 
 
+def _nobody_else(losses: list[Loss]) -> None:
+    """There is one process."""
+
+
 class Suspicions:
     """All requests of a router that have lost a worker before their first token."""
 
@@ -167,6 +173,7 @@ class Suspicions:
         """Nobody is suspected."""
         self._losses: dict[str, Loss] = {}  # the last one of each worker
         self._alone: dict[str, tuple[Suspect, asyncio.Event]] = {}  # who is alone with a worker, and when that ends
+        self.on_explained: Callable[[list[Loss]], None] = _nobody_else
 
     def lost(self, suspect: Suspect, worker_id: str, now: float) -> bool:
         """The worker died under this request before its first token; returns whether the request is given up.
@@ -193,13 +200,22 @@ class Suspicions:
             loss = self._losses[worker_id] = Loss(worker_id, now)
         return loss
 
-    @staticmethod
-    def _explain(suspect: Suspect) -> bool:
+    def _explain(self, suspect: Suspect) -> bool:
         if not suspect.given_up:
             return False
-        for each in suspect.all_losses + suspect.midway:
+        losses = suspect.all_losses + suspect.midway
+        for each in losses:
             each.explained = True
+        self.on_explained(losses)
         return True
+
+    def explained_elsewhere(self, worker_id: str, at_s: float) -> None:
+        """A request of another process has caused the death of this worker at that time, heard of here or not yet."""
+        loss = self._losses.get(worker_id)
+        if loss is None or at_s - loss.at_s > SAME_DEATH_S:
+            loss = self._losses[worker_id] = Loss(worker_id, at_s)
+        if abs(loss.at_s - at_s) <= SAME_DEATH_S:
+            loss.explained = True
 
     def cleared(self, suspect: Suspect) -> None:
         """The request has got its first token: it is no suspect."""

@@ -36,6 +36,7 @@ from balanceroute.proxy.link.messages import (
     Began,
     Chosen,
     Counted,
+    Explained,
     Farewell,
     Finish,
     FromBrain,
@@ -300,9 +301,12 @@ class Hub:
             return
         member.uses_keys = bool(keys)
         self._reports.keys_used(member.relay, keys)
+        self._tell_others(member, KeysElsewhere(member.relay, keys))
+
+    def _tell_others(self, member: Member, message: FromBrain) -> None:
         for other in self.members.values():
             if other is not member:
-                other.frames.say(KeysElsewhere(member.relay, keys))
+                other.frames.say(message)
 
     def _tell_all(self, message: FromBrain) -> None:
         for member in self.members.values():
@@ -352,6 +356,8 @@ class Hub:
                 self._reports.counted(member.relay, message.counts)
             elif isinstance(message, Learned):
                 self._reports.learned(message)
+            elif isinstance(message, Explained):
+                self._tell_others(member, message)
             elif isinstance(message, Farewell):
                 raise LinkError(message.reason)
             elif not isinstance(message, Beat | Hello):

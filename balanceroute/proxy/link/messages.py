@@ -42,7 +42,7 @@ from balanceroute.errors import BalanceRouteError
 from balanceroute.proxy.admission.decider import RefusalKind
 from balanceroute.proxy.perimeter.keys import KeyUse
 
-VERSION: Final = 2
+VERSION: Final = 3
 PROGRESS_S: Final = 0.005
 BEAT_S: Final = 1.0
 SILENT_S: Final = 5.0  # a process that says nothing for so long is given up; one that has died is known of at once
@@ -228,6 +228,16 @@ class Learned(Message, frozen=True, tag=43):
     connector: str | None
 
 
+class Explained(Message, frozen=True, tag=44):
+    """A request was given up as the cause of these workers' deaths, `ages_s` ago; the brain tells the other relays.
+
+    Requests of theirs that were on one of them have only been there.
+    """
+
+    workers: tuple[str, ...]
+    ages_s: tuple[float, ...]
+
+
 # -- the brain's answers ---------------------------------------------------------------------------------------------
 
 
@@ -311,8 +321,9 @@ FromRelay = (
     | Activity
     | Counted
     | Learned
+    | Explained
 )
-FromBrain = Welcome | Farewell | Beat | Chosen | Refused | Seen | Workers | Silent | KeysElsewhere
+FromBrain = Welcome | Farewell | Beat | Chosen | Refused | Seen | Workers | Silent | KeysElsewhere | Explained
 
 _encoder = msgspec.msgpack.Encoder()
 _from_relay = msgspec.msgpack.Decoder(list[FromRelay])

@@ -38,6 +38,7 @@ from balanceroute.proxy.link.messages import (
     Began,
     Chosen,
     Counted,
+    Explained,
     Farewell,
     Finish,
     FromRelay,
@@ -107,6 +108,7 @@ class RemoteBrain:
         self.on_workers: Callable[[Workers, bool], None] = _unheard_workers  # True: these are all
         self.on_silent: Callable[[Silent], None] = _unheard_silence
         self.on_keys: Callable[[KeysElsewhere], None] = _unheard_keys
+        self.on_explained: Callable[[Explained], None] = _unheard_explanation
         self.on_salt: Callable[[bytes | None], None] = _unheard_salt
         self.on_joined: Callable[[], None] = _nothing
         self.leaving = False  # new requests are refused here
@@ -200,7 +202,7 @@ class RemoteBrain:
         if entry is not None:
             self._say(Began(entry.number))
 
-    def report(self, message: Judged | Activity | Counted | Learned) -> None:
+    def report(self, message: Judged | Activity | Counted | Learned | Explained) -> None:
         """What is known here, of workers above all; nobody hears it while there is no brain."""
         self._say(message)
 
@@ -349,6 +351,8 @@ class RemoteBrain:
                 self.on_silent(message)
             elif isinstance(message, KeysElsewhere):
                 self.on_keys(message)
+            elif isinstance(message, Explained):
+                self.on_explained(message)
 
     def _welcome(self, frames: Frames[FromRelay], message: Welcome) -> None:
         if message.version != VERSION or message.epoch < self.epoch:
@@ -386,6 +390,10 @@ def _unheard_workers(message: Workers, whole: bool) -> None:
 
 def _unheard_silence(message: Silent) -> None:
     """Nobody has workers here."""
+
+
+def _unheard_explanation(message: Explained) -> None:
+    """Nobody has lost workers here."""
 
 
 def _unheard_keys(message: KeysElsewhere) -> None:

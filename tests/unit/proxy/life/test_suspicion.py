@@ -12,7 +12,7 @@ from balanceroute.errors import (
     UpstreamStatus,
     UpstreamTimeout,
 )
-from balanceroute.proxy.life.suspicion import SAME_DEATH_S, TURN_S, Choices, Sign, Suspect, Suspicions, sign_of
+from balanceroute.proxy.life.suspicion import SAME_DEATH_S, TURN_S, Choices, Loss, Sign, Suspect, Suspicions, sign_of
 from tests.unit.proxy.virtual_time import in_virtual_time, let_pass
 
 AT = {"worker": "d0", "tier": "decode"}
@@ -141,3 +141,31 @@ def test_two_choices_that_share_a_worker_have_lost_one() -> None:
     last = Suspect(choices)
     assert suspicions.lost(last, "d1", 5.0)
     assert last.workers == ["d0", "d1"]
+
+
+@pytest.mark.parametrize("heard", ["before", "after"])
+def test_what_a_request_of_another_process_has_killed_is_explained_here(heard: str) -> None:
+    here, there = Suspicions(), Suspicions()
+    cause, bystander = Suspect(), Suspect()
+
+    def tell(losses: list[Loss]) -> None:
+        for loss in losses:
+            here.explained_elsewhere(loss.worker, loss.at_s)
+
+    there.on_explained = tell
+    if heard == "before":
+        here.lost(bystander, "d1", 5.1)
+    there.lost(cause, "d0", 0.0)
+    assert there.lost(cause, "d1", 5.0)
+    if heard == "after":
+        here.lost(bystander, "d1", 5.1)
+    assert bystander.explained == 1 and not bystander.given_up
+
+
+def test_a_death_is_not_explained_by_an_earlier_one_of_the_same_worker() -> None:
+    suspicions, suspect = Suspicions(), Suspect()
+    suspicions.lost(suspect, "d0", 100.0)
+    suspicions.explained_elsewhere("d0", 100.0 - SAME_DEATH_S - 0.1)
+    assert suspect.explained == 0
+    suspicions.explained_elsewhere("d0", 300.0)  # a later one
+    assert suspect.explained == 0

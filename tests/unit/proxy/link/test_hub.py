@@ -10,6 +10,7 @@ from balanceroute.proxy.link.frames import Frames
 from balanceroute.proxy.link.messages import (
     VERSION,
     Beat,
+    Explained,
     Farewell,
     FromBrain,
     FromRelay,
@@ -186,5 +187,21 @@ def test_a_call_that_crossed_a_refusal_is_counted_and_dropped() -> None:
         relay.frames.say(Requeue(17, 0))
         await until(lambda: brain.hub.stale_messages == 1)
         assert relay.frames.open
+
+    on(test)
+
+
+def test_what_one_relay_has_explained_all_others_hear() -> None:
+    async def test(stage: Stage) -> None:
+        await stage.brain(slots=2)
+        tells, hears = stage.relay("tells"), stage.relay("hears")
+        heard: list[tuple[str, Explained]] = []
+        tells.brain.on_explained = lambda message: heard.append(("tells", message))
+        hears.brain.on_explained = lambda message: heard.append(("hears", message))
+        await until(lambda: tells.brain.member and hears.brain.member)
+        said = Explained(("d0", "d1"), (4.0, 0.5))
+        tells.brain.report(said)
+        await until(lambda: heard)
+        assert heard == [("hears", said)]
 
     on(test)

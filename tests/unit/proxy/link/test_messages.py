@@ -77,6 +77,7 @@ from_relay = st.one_of(
     st.builds(m.Progress, st.lists(numbers).map(tuple), st.lists(counts).map(tuple)),
     st.builds(m.Requeue, numbers, counts),
     st.builds(m.Finish, numbers, st.sampled_from(Outcome), texts, counts),
+    st.builds(m.Explained, st.lists(texts).map(tuple), st.lists(seconds).map(tuple)),
 )
 from_brain = st.one_of(
     st.builds(m.Welcome, counts, counts, counts, st.lists(numbers).map(tuple)),
@@ -129,5 +130,5 @@ def test_one_side_does_not_take_the_other_sides_messages() -> None:
 
 def test_numbers_of_messages_are_used_once() -> None:
     tags = [cls.__struct_config__.tag for union in (m.FromRelay, m.FromBrain) for cls in union.__args__]
-    shared = {cls.__struct_config__.tag for cls in (m.Beat, m.Farewell)}
+    shared = {cls.__struct_config__.tag for cls in (m.Beat, m.Farewell, m.Explained)}
     assert len(tags) - len(shared) == len(set(tags))
