@@ -21,6 +21,7 @@ The file is buffered and flushed once per second of the calls' own time, so a ki
 may leave half a line, which a rerun forgives at the very end of the file.
 """
 
+import logging
 import math
 import secrets
 from collections.abc import Callable
@@ -53,6 +54,8 @@ from balanceroute.core.types import (
 from balanceroute.errors import InputError, InvariantError
 from balanceroute.plugins import learn_installed
 
+log = logging.getLogger(__name__)
+
 FORMAT = 1
 FLUSH_EVERY_S = 1.0
 BUFFER_BYTES = 1 << 18
@@ -63,28 +66,45 @@ Answer = TypeVar("Answer")
 class JournalWriter:
     """Appends calls to a file; the first line says with what policy and bounds they are to be run again.
 
-    Raises InputError when the file cannot be opened.
+    Raises InputError when the file cannot be begun. When it cannot be continued (a full disk) it ends there, and says
+    so: the router goes on without it.
     """
 
     def __init__(self, path: Path, settings: PolicySettings, config: SchedulerConfig) -> None:
+        header = {"journal": FORMAT, "version": __version__, **settings_to_dict(settings), "config": asdict(config)}
         try:
-            self._file: BinaryIO = path.open("wb", buffering=BUFFER_BYTES)
+            with path.open("wb", buffering=0) as file:
+                file.write(orjson.dumps(header) + b"\n")
+            self._file: BinaryIO = path.open("ab", buffering=BUFFER_BYTES)
         except OSError as error:
             raise InputError(f"{path}: {error.strerror}") from error
+        self._path = path
         self._flushed_s = -math.inf
-        header = {"journal": FORMAT, "version": __version__, **settings_to_dict(settings), "config": asdict(config)}
-        self._file.write(orjson.dumps(header) + b"\n")
+        self._ended = False
 
     def write(self, line: bytes, now: float) -> None:
         """Append one line."""
-        self._file.write(line)
-        if now - self._flushed_s >= FLUSH_EVERY_S:
-            self._file.flush()
-            self._flushed_s = now
+        if self._ended:
+            return
+        try:
+            self._file.write(line)
+            if now - self._flushed_s >= FLUSH_EVERY_S:
+                self._file.flush()
+                self._flushed_s = now
+        except OSError as error:
+            self._end(error)
 
     def close(self) -> None:
         """Write what is buffered and close the file."""
-        self._file.close()
+        try:
+            self._file.close()
+        except OSError as error:
+            if not self._ended:
+                self._end(error)
+
+    def _end(self, error: OSError) -> None:
+        self._ended = True
+        log.warning("the journal ends here", extra={"path": str(self._path), "error": error.strerror})
 
 
 def call_line(now: float, call: str, args: dict[str, Any], outcome: dict[str, Any]) -> bytes:

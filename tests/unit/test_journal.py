@@ -1,6 +1,7 @@
 """The journal: a recorded run runs again to the same answers, and a damaged file is refused with the line."""
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -165,6 +166,27 @@ def test_an_empty_or_missing_file_is_refused(path: Path) -> None:
     path.write_text("")
     with pytest.raises(InputError, match="line 1: not the header"):
         rerun(path)
+
+
+def test_a_journal_that_cannot_be_continued_ends_and_the_scheduler_goes_on(
+    path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    os.mkfifo(path)
+    reader = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
+    scheduler = RecordingScheduler(PolicySettings(), SchedulerConfig(), path)
+    os.close(reader)  # from now on a write fails, as on a full disk
+    scheduler.add_worker(WorkerSpec("p0", Role.PREFILL), 0.0)
+    scheduler.add_worker(WorkerSpec("d0", Role.DECODE), 0.0)
+    for number in range(3):
+        assert scheduler.submit(RequestSpec(f"r{number}", 10), float(number)) is None
+    assert len(scheduler.snapshot.requests) == 3
+    scheduler.close()
+    assert [record.message for record in caplog.records] == ["the journal ends here"]
+
+
+def test_a_journal_that_cannot_be_begun_is_refused() -> None:
+    with pytest.raises(InputError, match="No space left on device"):
+        RecordingScheduler(PolicySettings(), SchedulerConfig(), Path("/dev/full"))
 
 
 def test_what_a_killed_process_leaves_is_at_most_a_second_short(path: Path) -> None:
