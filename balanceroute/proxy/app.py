@@ -16,6 +16,7 @@ from starlette.types import Receive, Scope, Send
 from balanceroute.build import worker_specs
 from balanceroute.config import Config
 from balanceroute.core.types import Admit
+from balanceroute.errors import BalanceRouteError
 from balanceroute.proxy.admission.decision_log import DecisionLog
 from balanceroute.proxy.admission.decode_dispatcher import DecodeDispatcher
 from balanceroute.proxy.admission.forecasts import Forecasts, build_forecasts
@@ -61,13 +62,15 @@ _SMALL_BYTES = 2**20  # of a body: the URLs of ten thousand workers
 class ClientApp(Starlette):
     """Starlette, and beside it the hot routes, which take no ASGI: a `Site` of the edge.
 
-    `config` is what it was made from. `services` exist, and `hot` is filled, between startup and shutdown.
+    `config` is what it was made from. `services` exist, and `hot` is filled, between startup and shutdown. `failure` is
+    why it could not start.
     """
 
     config: Config
     services: ClientServices
     tls: Tls
     leaving = False
+    failure: BalanceRouteError | None = None
     hot: Mapping[str, Callable[[Request, Response], Handler]]
 
     def gate(self, request: Request) -> None:
@@ -119,7 +122,12 @@ def create_app(
         assert isinstance(app, RouterApp)
         predictor = forecasts or build_forecasts(config)
         loop = asyncio.get_running_loop()
-        services = app.services = build_services(config, loop, predictor, strict, journal, perimeter, tls, pins)
+        try:
+            services = build_services(config, loop, predictor, strict, journal, perimeter, tls, pins)
+        except BalanceRouteError as error:
+            app.failure = error
+            raise
+        app.services = services
         app.hot = hot_routes(services)
         start(services, dashboard.recorder)
         try:

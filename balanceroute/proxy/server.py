@@ -209,11 +209,13 @@ class ChildServer(ProcessServer):
 
 
 def serve(app: ClientApp, config: Config, on_reload: Reload | None = None) -> None:
-    """Run until a signal ends it. Raises: ConfigError: the address cannot be listened on."""
+    """Run until a signal ends it. Raises: ConfigError: the address cannot be listened on; `app.failure`."""
     server = ProcessServer(app, config, on_reload)
     try:
         server.run()
     except SystemExit as error:
+        if app.failure is not None:
+            raise app.failure from None
         cause = error.__context__  # of uvicorn's own exit
         reason = f": {os.strerror(cause.errno)}" if isinstance(cause, OSError) and cause.errno else ""
         raise ConfigError(f"listen: cannot listen on {config.listen.host}:{config.listen.port}{reason}") from None

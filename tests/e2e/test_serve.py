@@ -248,6 +248,15 @@ def test_a_client_that_sends_no_headers_is_hung_up_on(emulator: tuple[str, Path]
                 assert slow.recv(100).startswith(told) and (told or not slow.recv(100))
 
 
+def test_a_journal_that_cannot_be_begun_is_named(emulator: tuple[str, Path], tmp_path: Path) -> None:
+    journal = tmp_path / "no_folder" / "journal.jsonl"
+    command = [sys.executable, "-m", "balanceroute", "serve", "--config", str(emulator[1]), "--journal", str(journal)]
+    done = subprocess.run([*command, "--host", "127.0.0.1", "--port", "0"], capture_output=True, text=True)
+    assert done.returncode == 2
+    said = [line for line in done.stderr.splitlines() if line.startswith("balanceroute: ")]
+    assert said == [f"balanceroute: {journal}: No such file or directory"]
+
+
 @pytest.mark.parametrize("closed", ["<&-", ">&-", "2>&-", "<&- >&- 2>&-"], ids=["input", "output", "error", "all"])
 def test_a_router_whose_standard_streams_are_closed_serves_and_ends_as_any_other(
     emulator: tuple[str, Path], closed: str
