@@ -26,7 +26,7 @@ def core() -> list[Extension]:
         from mypyc.build import mypycify
 
         paths = map(str, NATIVE["SOURCES"].values())
-        found = mypycify([*ALONE, *paths], group_name=f"balanceroute.{NATIVE['group']()}")
+        found = mypycify([*ALONE, *paths], group_name=f"balanceroute.{NATIVE['group']()}", opt_level="2")
     except (Exception, SystemExit) as error:  # mypycify ends the process where mypy finds an error
         print(f"The core stays Python: {error}", file=sys.stderr)
         return []

@@ -12,13 +12,13 @@ from balanceroute import native
 
 REPO = Path(__file__).parents[2]
 ASK = """
-import balanceroute.core.{0} as module
+import balanceroute.{0} as module
 from balanceroute import native
 print(native.COMPILED, native.STALE, module.__file__)
 """
 
 
-def asked(root: Path, module: str = "scheduler", **environment: str) -> list[str]:
+def asked(root: Path, module: str = "core.scheduler", **environment: str) -> list[str]:
     """Whether the core is compiled, whether it is stale, and where the module comes from, in a process of its own."""
     kept = {name: value for name, value in os.environ.items() if name != "BALANCEROUTE_PURE_PYTHON"}
     command = [sys.executable, "-c", ASK.format(module)]
@@ -53,7 +53,7 @@ def test_the_environment_keeps_to_python(copy: Path) -> None:
 
 @pytest.mark.parametrize("changed", native.MODULES)
 def test_a_change_of_any_source_ends_the_use_of_all_compiled_ones(copy: Path, changed: str) -> None:
-    source = copy / f"balanceroute/core/{changed}.py"
+    source = copy / f"balanceroute/{changed.replace('.', '/')}.py"
     source.write_text(source.read_text() + "\nADDED = 1\n")
     assert asked(copy) == ["False", "True", str(copy / "balanceroute/core/scheduler.py")]
     assert asked(copy, changed)[2] == str(source)

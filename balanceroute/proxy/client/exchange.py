@@ -11,6 +11,8 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, Final
 
+from mypy_extensions import mypyc_attr
+
 from balanceroute.core.types import CANCELLED, EXPIRED, FAILED, FINISHED, REJECTED, RejectReason
 from balanceroute.errors import (
     AccessDenied,
@@ -49,6 +51,7 @@ log = logging.getLogger("balanceroute.requests")
 _CLIENT: Final = Access.CLIENT
 
 
+@mypyc_attr(allow_interpreted_subclasses=True)
 class StreamOutlet:
     """A leg's answer as the client's own stream."""
 
@@ -76,6 +79,7 @@ class StreamOutlet:
         return not self.started
 
 
+@mypyc_attr(allow_interpreted_subclasses=True)
 class Exchange:
     """One client request: from its head to the line in the log. A `Handler` of the edge."""
 

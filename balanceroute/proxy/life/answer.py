@@ -16,7 +16,7 @@ from balanceroute.proxy.life.outlet import Outlet
 from balanceroute.proxy.life.relay import write_part
 from balanceroute.proxy.life.resumption import Fidelity, resumption
 from balanceroute.proxy.life.retries import pushes_back
-from balanceroute.proxy.life.services import TryServices
+from balanceroute.proxy.life.services import LifeServices
 from balanceroute.proxy.wire.payloads import ClientRequest, PrefillResult, resume
 from balanceroute.proxy.wire.prompt_echo import prompt_text
 from balanceroute.proxy.wire.sse import EventScanner, StreamEnd
@@ -50,7 +50,7 @@ class Answer:
     )
 
     def __init__(
-        self, services: TryServices, request: ClientRequest, outlet: Outlet, scanner_options: dict[str, Any] | None
+        self, services: LifeServices, request: ClientRequest, outlet: Outlet, scanner_options: dict[str, Any] | None
     ) -> None:
         """`scanner_options` are for an answer in another form, or one of several."""
         self._s, self.outlet = services, outlet

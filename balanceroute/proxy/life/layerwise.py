@@ -35,7 +35,7 @@ the second one. The table `Layerwise.follows` is what runs.
 import asyncio
 import logging
 import math
-from typing import Any, Final
+from typing import Any, ClassVar, Final
 
 import orjson
 
@@ -108,8 +108,8 @@ class Layerwise:
 
     __slots__ = ("_connector", "_leg", "_push", "_result", "_s", "_worker")
 
-    first: Phase = POOLED
-    follows: Transitions = {
+    first: ClassVar[Phase] = POOLED
+    follows: ClassVar[Transitions] = {
         POOLED: {ADMITTED: DECODING},
         DECODING: {COMPLETE: GONE, CUT_OFF: POOLED},
     }

@@ -37,9 +37,10 @@ import math
 import sys
 import traceback
 from collections.abc import Awaitable, Callable, Mapping
-from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Any, Final, Protocol
+from typing import Any, ClassVar, Final, Protocol
+
+from mypy_extensions import mypyc_attr
 
 from balanceroute.core.types import CANCELLED, EXPIRED, FAILED, FINISHED, GONE, UP, Phase, RequestSpec
 from balanceroute.errors import BalanceRouteError, QueueTimeout, UpstreamError
@@ -48,14 +49,13 @@ from balanceroute.proxy.life.answer import Answer
 from balanceroute.proxy.life.errors import ClientGone, ClientStalled, WorkerSilent
 from balanceroute.proxy.life.outlet import Outlet
 from balanceroute.proxy.life.retries import Retries
-from balanceroute.proxy.life.services import TryServices
+from balanceroute.proxy.life.services import LifeServices
 from balanceroute.proxy.life.suspicion import Choices
 from balanceroute.proxy.wire.payloads import ClientRequest, PrefillResult
 from balanceroute.proxy.wire.sse import DONE
 from balanceroute.proxy.workers.drainer import Drain
 from balanceroute.proxy.workers.fleet import Worker
 from balanceroute.proxy.workers.pins import Pin, PinRecord
-from balanceroute.proxy.workers.silence import Attention, FrozenGroup
 from balanceroute.proxy.workers.upstream import Reply, checked_lines
 
 REPLY_LIMIT: Final = 256 * 2**20  # an unstreamed answer with logprobs and the prompt's ids; more is a fault
@@ -86,24 +86,11 @@ class Strategy(Protocol):
     The phases are the scheduler's, which may be ahead: it has chosen a worker before the leg has heard of it.
     """
 
-    first: Phase
-    follows: Transitions
+    first: ClassVar[Phase]
+    follows: ClassVar[Transitions]
 
 
-@dataclass(slots=True, eq=False, kw_only=True)
-class LifeServices(TryServices):
-    """What all legs of one router share."""
-
-    legs: "set[Leg]" = field(default_factory=set)
-    attention: Attention = field(default_factory=Attention)
-    frozen: list[FrozenGroup] = field(default_factory=list)  # groups of workers that fell silent together
-
-    @property
-    def loop(self) -> asyncio.AbstractEventLoop:
-        """The one event loop."""
-        return self.tickets.loop
-
-
+@mypyc_attr(allow_interpreted_subclasses=True)
 class Leg:
     """One single-prompt, single-answer request; `run` is its whole life."""
 

@@ -17,8 +17,9 @@ from typing import Final
 
 from balanceroute.errors import UpstreamTimeout
 from balanceroute.proxy.life.errors import ClientStalled, DeadlineExceeded
-from balanceroute.proxy.life.leg import Leg, LifeServices
+from balanceroute.proxy.life.leg import Leg
 from balanceroute.proxy.life.mover import Mover
+from balanceroute.proxy.life.services import LifeServices
 
 PERIOD_S: Final = 0.25
 

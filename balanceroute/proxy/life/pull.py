@@ -8,7 +8,9 @@ The table `Pull.follows` is what runs.
 """
 
 import asyncio
-from typing import Final
+from typing import ClassVar, Final
+
+from mypy_extensions import mypyc_attr
 
 from balanceroute.core.types import DECODING, GONE, POOLED, PREFILLING, QUEUED, Phase
 from balanceroute.errors import UpstreamError
@@ -36,13 +38,14 @@ from balanceroute.proxy.workers.fleet import Worker
 DECODE_GRACE_S: Final = 5.0
 
 
+@mypyc_attr(allow_interpreted_subclasses=True)
 class Pull:
     """The strategy of connectors whose decode worker pulls: mooncake_v1, nixl."""
 
     __slots__ = ("_leg", "_prefiller", "_result", "_worker")
 
-    first: Phase = QUEUED
-    follows: Transitions = {
+    first: ClassVar[Phase] = QUEUED
+    follows: ClassVar[Transitions] = {
         QUEUED: {TAKEN: PREFILLING},
         PREFILLING: {PREFILLED: POOLED, PREFILL_FAILED: QUEUED},
         POOLED: {ADMITTED: DECODING, KV_AGED: QUEUED},

@@ -36,7 +36,7 @@ from balanceroute.errors import (
 from balanceroute.proxy.admission.decider import RETRY_AFTER_S
 from balanceroute.proxy.admission.tickets import Ticket
 from balanceroute.proxy.life.errors import DeadlineExceeded, NothingPinned
-from balanceroute.proxy.life.services import TryServices
+from balanceroute.proxy.life.services import LifeServices
 from balanceroute.proxy.life.suspicion import Choices, Sign, Suspect, sign_of
 from balanceroute.proxy.wire.bounds import retry_after_s
 from balanceroute.proxy.workers.drainer import DrainGroup
@@ -67,7 +67,7 @@ class Retries:
         "_suspect",
     )
 
-    def __init__(self, services: TryServices, request_id: str, choices: Choices | None) -> None:
+    def __init__(self, services: LifeServices, request_id: str, choices: Choices | None) -> None:
         """`choices`: those of the same client request, for an answer made of several legs."""
         self._s, self._request_id, self._choices = services, request_id, choices
         self._suspect: Suspect | None = None

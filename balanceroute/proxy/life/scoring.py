@@ -9,7 +9,7 @@ Decode first, the scheduler gives out prefillers only to requests that a decode 
 one is taken here. The table `Scoring.follows` is what runs.
 """
 
-from typing import Any
+from typing import Any, ClassVar
 
 from balanceroute.core.types import GONE, PREFILLING, QUEUED, Phase, WorkerState
 from balanceroute.errors import InvariantError, NoHealthyWorkers
@@ -36,8 +36,8 @@ class Scoring:
 
     __slots__ = ("_leg", "_prefiller")
 
-    first: Phase = QUEUED
-    follows: Transitions = {
+    first: ClassVar[Phase] = QUEUED
+    follows: ClassVar[Transitions] = {
         QUEUED: {TAKEN: PREFILLING},
         PREFILLING: {COMPLETE: GONE, PREFILL_FAILED: QUEUED},
     }

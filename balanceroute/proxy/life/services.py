@@ -1,7 +1,9 @@
-"""What every try at a worker needs of the router."""
+"""What requests need of the router."""
 
+import asyncio
 import math
 from dataclasses import dataclass, field
+from typing import Any
 
 from balanceroute.build import scheduler_config
 from balanceroute.config import Config
@@ -15,10 +17,11 @@ from balanceroute.proxy.workers.connector_check import note_connector, shortened
 from balanceroute.proxy.workers.drainer import Drainer
 from balanceroute.proxy.workers.fleet import Fleet, Worker
 from balanceroute.proxy.workers.pins import PinRecord
+from balanceroute.proxy.workers.silence import Attention, FrozenGroup
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
-class TryServices:
+class LifeServices:
     """Shared by all requests of one router; `config` is replaced by a reload, the rest stays."""
 
     config: Config
@@ -31,7 +34,15 @@ class TryServices:
     prompt_estimates: PromptEstimates = field(default_factory=PromptEstimates)
     prompt_blocks: PromptBlocks = field(default_factory=PromptBlocks)
     suspicions: Suspicions = field(default_factory=Suspicions)
+    legs: set[Any] = field(default_factory=set)  # every `Leg` that runs; its module imports this one
+    attention: Attention = field(default_factory=Attention)
+    frozen: list[FrozenGroup] = field(default_factory=list)  # groups of workers that fell silent together
     last_look_s: float = -math.inf  # when the reaper looked last: our loop was not stalled then
+
+    @property
+    def loop(self) -> asyncio.AbstractEventLoop:
+        """The one event loop."""
+        return self.tickets.loop
 
     @property
     def knows_prefixes(self) -> bool:

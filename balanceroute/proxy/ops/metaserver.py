@@ -9,7 +9,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from balanceroute.proxy.life.leg import LifeServices
+from balanceroute.proxy.life.services import LifeServices
 from balanceroute.proxy.link.callbacks import EXPECTED, REFUSED, Elsewhere, Nowhere
 from balanceroute.proxy.wire.connectors import METASERVER_PATH, LayerwiseConnector
 from balanceroute.proxy.wire.responses import error_body

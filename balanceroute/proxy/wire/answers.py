@@ -222,7 +222,7 @@ class CorrectedAnswer:
     tokens: int
     recomputed: bool
     finish_reason: str | None
-    reply_id: object = None
+    reply_id: Any = None
 
 
 def correct_answer(

@@ -167,7 +167,7 @@ class PrefillResult:
     prompt_tokens: int
     cached_tokens: int | None
     prompt_token_ids: "array[int] | None"
-    reply_id: object = None
+    reply_id: Any = None
     reply: dict[str, Any] | None = None  # the whole of it, where the client has `PromptWishes`
 
 

@@ -43,6 +43,7 @@ from typing import Final, Protocol, cast
 from urllib.parse import urlsplit
 
 import httptools
+from mypy_extensions import mypyc_attr
 
 from balanceroute.errors import BadUpstreamReply, ConnectFailed, ConnectionLost, UpstreamError, UpstreamTimeout
 from balanceroute.proxy.hotpath import ChunkReader
@@ -72,6 +73,7 @@ class Sink(Protocol):
         """The body is complete (None) or broken; called once, after the last `chunk`."""
 
 
+@mypyc_attr(allow_interpreted_subclasses=True)
 class Upstream:
     """One worker's connections; `worker` and `tier` name it in errors."""
 
@@ -86,6 +88,7 @@ class Upstream:
         keepalive_s: float = KEEPALIVE_S,
         high_water_bytes: int = HIGH_WATER_BYTES,
         socket_path: str | None = None,
+        fresh_s: float = FRESH_S,
     ) -> None:
         """`url` is http(s)://host[:port][/prefix]; IPv6 hosts in brackets. Nothing is connected yet.
 
@@ -113,6 +116,7 @@ class Upstream:
         self._starts: dict[tuple[str, str], bytes] = {}
         self._max_idle = max_idle
         self._keepalive_s = keepalive_s
+        self._fresh_s = fresh_s
         self._idle: list[_Connection] = []
         self._busy: set[_Connection] = set()
         self._closed = False
@@ -148,34 +152,36 @@ class Upstream:
         """
         message = self._message(method, path, body, headers)
         while True:
-            connection = self._reused(self._keepalive_s if retry_stale else min(FRESH_S, self._keepalive_s))
+            connection = self._reused(self._keepalive_s if retry_stale else min(self._fresh_s, self._keepalive_s))
             reused = connection is not None
             if connection is None:
                 connection = await self._connected(connect_timeout_s)
             self._busy.add(connection)
             reply = connection.send(message)
-            delivered = False
             try:
-                if first_byte_timeout_s is None:
-                    await reply.head
-                else:
-                    async with asyncio.timeout(first_byte_timeout_s):
-                        await reply.head
-                delivered = True
-            except TimeoutError as exc:
-                raise UpstreamTimeout(
-                    f"no answer within {first_byte_timeout_s:g} s", worker=self.worker, tier=self.tier
-                ) from exc
+                await self._head(reply, first_byte_timeout_s)
             except ConnectFailed:
-                if reused and retry_stale and not connection.heard:
-                    retry_stale = False
-                    continue
-                raise
+                if not (reused and retry_stale) or connection.heard:
+                    raise
+                retry_stale = False
             else:
                 return reply
-            finally:
-                if not delivered:  # a head that comes in the moment of a cancellation reaches nobody
-                    reply.abort()
+
+    async def _head(self, reply: "Reply", timeout_s: float | None) -> None:
+        """Wait for the reply's head; a reply whose head did not come is aborted."""
+        delivered = False
+        try:
+            if timeout_s is None:
+                await reply.head
+            else:
+                async with asyncio.timeout(timeout_s):
+                    await reply.head
+            delivered = True
+        except TimeoutError as exc:
+            raise UpstreamTimeout(f"no answer within {timeout_s:g} s", worker=self.worker, tier=self.tier) from exc
+        finally:
+            if not delivered:  # a head that comes in the moment of a cancellation reaches nobody
+                reply.abort()
 
     def drop_idle(self) -> None:
         """Close the connections that wait for a request: one of them may be about to say what nobody asked."""
@@ -286,6 +292,7 @@ class _Discard:
 _DISCARD: Final = _Discard()
 
 
+@mypyc_attr(allow_interpreted_subclasses=True)
 class Reply:
     """A worker's answer: `status`, its headers, then its body, once, for one consumer."""
 

@@ -14,6 +14,7 @@ from balanceroute.config import Config, validate
 from balanceroute.errors import BalanceRouteError, UpstreamError
 from balanceroute.proxy.app import build_services
 from balanceroute.proxy.services import Services
+from balanceroute.proxy.workers.upstream import Reply, Upstream
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,19 +91,19 @@ def _id_in(lines: bytes) -> bytes:
     return next((value for name, value in fields if name == b"x-request-id"), b"")
 
 
-class _Reply:
+class _Reply(Reply):
     """Stands for `Reply`: a body that is here as soon as the reply is."""
 
-    paused = undelivered = aborted = False
+    paused = over = aborted = False  # type: ignore[assignment]
 
     def __init__(self, page: Page, sent_id: bytes = b"") -> None:
-        self.status, self._headers = page.status, dict(page.headers)
+        self.status, self._page, self.undelivered = page.status, page, False
         self._body: bytes | None = page.body.replace(b"$ID", sent_id)
-        self.over, self._error = page.ends, page.breaks
+        self.over, self._error = page.ends, page.breaks  # type: ignore[misc]
         self.loop = asyncio.get_running_loop()
 
     def header(self, name: bytes) -> bytes | None:
-        return self._headers.get(name)
+        return dict(self._page.headers).get(name)
 
     async def next_chunk(self) -> bytes | None:
         body, self._body = self._body, None
@@ -150,7 +151,7 @@ class Asked:
 _numbers = itertools.count()
 
 
-class ScriptedUpstream:
+class ScriptedUpstream(Upstream):
     """Stands for `Upstream`; `answers` are used up in order, the last one stays."""
 
     def __init__(self, *answers: Answer) -> None:

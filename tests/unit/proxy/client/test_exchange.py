@@ -151,13 +151,13 @@ def test_a_priority_counts_within_the_bounds_of_the_operator_and_reaches_the_eng
         p0 = script(services, "p0", probed())
         script(services, "d0", whole(20, 21))
         submitted: list[int] = []
-        submit = services.tickets.submit
+        submit = services.ledger.submit
 
-        def noted(spec: Any) -> Any:
+        def noted(spec: Any) -> None:
             submitted.append(spec.priority)
-            return submit(spec)
+            submit(spec)
 
-        services.tickets.submit = noted  # type: ignore[method-assign]
+        services.ledger.submit = noted  # type: ignore[method-assign]
         await served(services, connection, BODY | {"priority": asked})
         assert submitted == [counts_as] and orjson.loads(p0.asked[0].body)["priority"] == asked
 
@@ -201,7 +201,7 @@ def test_a_bug_of_ours_is_a_500_counted_and_logged_with_its_request(caplog: pyte
         def broken(spec: Any) -> Any:
             raise RuntimeError("a bug")
 
-        services.tickets.submit = broken  # type: ignore[method-assign]
+        services.ledger.submit = broken  # type: ignore[method-assign]
         await served(services, connection, headers=[(b"x-request-id", b"mine")])
         status, _, body = connection.answer
         assert status == 500 and b"a bug" not in body

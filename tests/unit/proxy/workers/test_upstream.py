@@ -255,7 +255,7 @@ def test_a_connection_idle_for_too_long_is_not_used(run: Run) -> None:
 
 
 def test_a_request_that_cannot_be_repeated_takes_only_a_connection_that_was_used_just_now(
-    run: Run, monkeypatch: pytest.MonkeyPatch
+    run: Run,
 ) -> None:
     async def test() -> None:
         async with worker(answering(plain(b"ok"))) as server:
@@ -263,15 +263,18 @@ def test_a_request_that_cannot_be_repeated_takes_only_a_connection_that_was_used
             await (await post(upstream)).read(9)
             await (await post(upstream, retry_stale=False)).read(9)
             assert server.connections == 1
-            monkeypatch.setattr("balanceroute.proxy.workers.upstream.FRESH_S", 0.0)
-            for expected in (2, 3):
+            upstream.close()
+            upstream = Upstream(server.url, fresh_s=0.0)
+            await (await post(upstream)).read(9)
+            assert server.connections == 2
+            for expected in (3, 4):
                 await clock_moves()
                 await (await post(upstream, retry_stale=False)).read(9)
                 assert server.connections == expected
                 assert upstream.idle_connections == 1  # the one that was too old is not kept either
             await clock_moves()
             await (await post(upstream)).read(9)
-            assert server.connections == 3
+            assert server.connections == 4
             upstream.close()
 
     run(test)
