@@ -43,6 +43,8 @@ async def answer_of(asking: Coroutine[Any, Any, _T], timeout_s: float) -> _T:
         if not task.done():
             task.cancel()
             await asyncio.wait((task,))
+        if not task.cancelled():
+            task.exception()  # raised above, or nobody is there any more to whom it could be: not for the loop to report
 
 
 class Polling:
