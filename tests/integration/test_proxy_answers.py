@@ -237,7 +237,7 @@ async def test_kv_of_a_request_that_left_the_pool_is_drained_through_a_decoder()
         (b'{"model":"emulated"}', 400, "prompt"),
         (b'{"model":"emulated","prompt":7}', 400, "prompt"),
         (b'{"model":"emulated","prompt":"a","max_tokens":"many"}', 400, "max_tokens"),
-        (b'{"model":"emulated","prompt":"a","stream":"yes"}', 400, "stream"),
+        (b'{"model":"emulated","prompt":"a","stream":"maybe"}', 400, "stream"),
         (b'{"model":"nope","prompt":"a"}', 404, "model"),
         (b'{"model":"emulated","prompt":"%s"}' % (b"a" * 4000), 413, None),
     ],

@@ -44,7 +44,7 @@ async def answer_of(asking: Coroutine[Any, Any, _T], timeout_s: float) -> _T:
             task.cancel()
             await asyncio.wait((task,))
         if not task.cancelled():
-            task.exception()  # raised above, or nobody is there any more to whom it could be: not for the loop to report
+            task.exception()  # raised above, or there is nobody to raise it for: nothing for the loop to report
 
 
 class Polling:

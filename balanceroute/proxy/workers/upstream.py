@@ -39,6 +39,7 @@ import asyncio
 import re
 import ssl
 from collections.abc import Callable
+from functools import partial
 from typing import Final, Protocol, cast
 from urllib.parse import urlsplit
 
@@ -73,7 +74,7 @@ class Sink(Protocol):
         """The body is complete (None) or broken; called once, after the last `chunk`."""
 
 
-@mypyc_attr(allow_interpreted_subclasses=True)
+@mypyc_attr(native_class=False)
 class Upstream:
     """One worker's connections; `worker` and `tier` name it in errors."""
 
@@ -107,10 +108,9 @@ class Upstream:
         self.port = parts.port or (443 if parts.scheme == "https" else 80)
         self.high_water_bytes = high_water_bytes
         self._prefix = parts.path.rstrip("/")
-        self._ssl: Callable[[], ssl.SSLContext] | None = None
+        self._ssl: ssl.SSLContext | Callable[[], ssl.SSLContext] | None = None
         if parts.scheme == "https":
-            context = ssl_context or ssl.create_default_context()
-            self._ssl = context if callable(context) else lambda: context
+            self._ssl = ssl_context or ssl.create_default_context()
         self._host_header = parts.netloc.rpartition("@")[2].encode("idna" if not parts.netloc.isascii() else "ascii")
         self._socket_path = socket_path
         self._starts: dict[tuple[str, str], bytes] = {}
@@ -226,11 +226,12 @@ class Upstream:
         return connection
 
     async def _connect(self, loop: asyncio.AbstractEventLoop) -> "_Connection":
+        made = partial(_Connection, self, loop)
         if self._socket_path is not None:
-            _, connection = await loop.create_unix_connection(lambda: _Connection(self, loop), self._socket_path)
+            _, connection = await loop.create_unix_connection(made, self._socket_path)
             return connection
-        context = None if self._ssl is None else self._ssl()
-        _, connection = await loop.create_connection(lambda: _Connection(self, loop), self.host, self.port, ssl=context)
+        context = self._ssl() if callable(self._ssl) else self._ssl
+        _, connection = await loop.create_connection(made, self.host, self.port, ssl=context)
         return connection
 
     def _unsent(self, text: str) -> ConnectFailed:
