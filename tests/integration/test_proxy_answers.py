@@ -1,6 +1,7 @@
 """The main path: client -> router -> emulated cluster -> client, and what must hold whatever happens on it."""
 
 import asyncio
+import gzip
 import json
 import random
 from collections.abc import Iterator
@@ -251,6 +252,18 @@ async def test_bad_input_gets_an_openai_error_body(body: bytes, status: int, par
         assert set(error) == {"message", "type", "param", "code"}
         assert error["code"] == status and error["param"] == param and error["message"]
         await router.settled()
+
+
+async def test_a_compressed_body_is_refused_by_the_name_of_its_coding_and_a_plain_one_read_whatever_it_says() -> None:
+    body = b'{"model":"emulated","prompt":"a","max_tokens":2}'
+    async with running() as router:
+        headers = {"content-type": "application/json", "content-encoding": "gzip"}
+        for path in ("/v1/completions", "/v1/messages"):
+            refused = await router.client.post(path, content=gzip.compress(body), headers=headers)
+            assert refused.status_code == 415 and "Content-Encoding" in refused.json()["error"]["message"]
+        assert (await router.client.post("/v1/completions", content=body, headers=headers)).status_code == 200
+        cut = await router.client.post("/v1/completions", content=body[:-1], headers={"content-encoding": "identity"})
+        assert cut.status_code == 400
 
 
 async def test_what_only_the_decoder_refuses_reaches_the_client_and_pins_nothing() -> None:

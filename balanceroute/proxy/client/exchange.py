@@ -149,7 +149,7 @@ class Exchange:
             if services.tickets.draining:  # since the head came
                 raise refusal(RejectReason.DRAINING, services.tickets.view).error()
             assert self._head is not None
-            request = self._in_class(self._parsed(), self._head.request_id)
+            request = self._in_class(self._asked(), self._head.request_id)
             self._task = asyncio.current_task(services.loop)  # finding the loop takes a system call before Python 3.12
             response.on_gone = self._on_gone
             try:
@@ -174,6 +174,17 @@ class Exchange:
         finally:
             services.exchanges -= 1
             self._account()
+
+    def _asked(self) -> ClientRequest:
+        """What the client asks for, where it can be read. Raises: InvalidRequest, 415 for a compressed body."""
+        try:
+            return self._parsed()
+        except InvalidRequest:
+            codings = [value for name, value in self._request.headers if name == b"content-encoding"]
+            if not codings or codings == [b"identity"]:
+                raise
+            text = f"No Content-Encoding is read, and the body has {b', '.join(codings).decode('latin-1')}."
+            raise InvalidRequest(text, status=415) from None
 
     def _parsed(self) -> ClientRequest:
         """What the client asks for. Raises: InvalidRequest."""

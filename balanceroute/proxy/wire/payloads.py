@@ -267,6 +267,8 @@ def split(request: ClientRequest) -> list[ClientRequest]:
     if request.single:
         return [request]
     seed = request.rest.get("seed")
+    if seed is not None and type(seed) is not int:
+        seed = integer(request.rest, "seed", least=None)  # "5", as the engines read it, so that it can be counted up
     if isinstance(seed, int) and not MIN_SEED <= seed <= MAX_SEED - (request.n - 1):
         raise InvalidRequest(f"seed must be from {MIN_SEED} to {MAX_SEED} for every choice.", param="seed")
     parts = []

@@ -494,6 +494,12 @@ def test_an_integer_that_no_engine_can_hold_is_a_bad_request(field: str, value: 
     assert refused.value.param == field
 
 
+@pytest.mark.parametrize("seed", ["5", 5.0])
+def test_a_seed_that_is_written_as_engines_read_it_differs_by_choice(seed: object) -> None:
+    request = payloads.parse("completions", orjson.dumps({"prompt": "a", "n": 3, "seed": seed}))
+    assert [part.rest["seed"] for part in payloads.split(request)] == [5, 6, 7]
+
+
 @pytest.mark.parametrize("seed", [2**63 - 1, 2**64 - 1])
 def test_a_seed_that_leaves_no_room_for_the_next_choice_is_a_bad_request(seed: int) -> None:
     request = payloads.parse("completions", b'{"prompt": "a", "n": 2, "seed": %d}' % seed)
