@@ -21,7 +21,7 @@ from balanceroute.errors import InvalidRequest
 from balanceroute.proxy.wire.responses import JSON_TYPE, header_lines
 from balanceroute.proxy.workers.circuit import Circuit, CircuitConfig, CircuitState
 from balanceroute.proxy.workers.foreign import ForeignLoad
-from balanceroute.proxy.workers.upstream import Upstream
+from balanceroute.proxy.workers.upstream import Connections, Upstream
 
 log = logging.getLogger(__name__)
 
@@ -70,7 +70,7 @@ class Worker:
         "upstream",
     )
 
-    def __init__(self, spec: WorkerSpec, upstream: Upstream, circuit: Circuit) -> None:
+    def __init__(self, spec: WorkerSpec, upstream: Connections, circuit: Circuit) -> None:
         self.id, self.spec, self.upstream, self.circuit = spec.id, spec, upstream, circuit
         self.rank_line = b"" if spec.dp_rank is None else b"x-data-parallel-rank: %d\r\n" % spec.dp_rank
         self.healthy = True

@@ -74,6 +74,29 @@ class Sink(Protocol):
         """The body is complete (None) or broken; called once, after the last `chunk`."""
 
 
+class Connections(Protocol):
+    """What the router asks of an `Upstream`. Compiled code takes a protocol from anything that has its methods."""
+
+    async def request(
+        self,
+        method: str,
+        path: str,
+        body: bytes = b"",
+        headers: Headers | bytes = (),
+        *,
+        connect_timeout_s: float = CONNECT_TIMEOUT_S,
+        first_byte_timeout_s: float | None = None,
+        retry_stale: bool = True,
+    ) -> "Reply":
+        """As `Upstream.request`."""
+
+    def drop_idle(self) -> None:
+        """As `Upstream.drop_idle`."""
+
+    def close(self) -> None:
+        """As `Upstream.close`."""
+
+
 @mypyc_attr(native_class=False)
 class Upstream:
     """One worker's connections; `worker` and `tier` name it in errors."""

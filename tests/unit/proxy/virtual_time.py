@@ -14,7 +14,7 @@ from balanceroute.config import Config, validate
 from balanceroute.errors import BalanceRouteError, UpstreamError
 from balanceroute.proxy.app import build_services
 from balanceroute.proxy.services import Services
-from balanceroute.proxy.workers.upstream import Reply, Upstream
+from balanceroute.proxy.workers.upstream import Reply
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,7 +151,7 @@ class Asked:
 _numbers = itertools.count()
 
 
-class ScriptedUpstream(Upstream):
+class ScriptedUpstream:
     """Stands for `Upstream`; `answers` are used up in order, the last one stays."""
 
     def __init__(self, *answers: Answer) -> None:
