@@ -26,6 +26,9 @@ A non-stream client is served from a stream as well (`ClientRequest.assembled`),
 the router how far a request has come. Two kinds go through unstreamed: bodies with a field whose answer
 `answers.py` cannot rebuild, and answers of at most `FOLLOWED_ABOVE_TOKENS`, whose whole growth is less than a
 KV block or two: their worker's load is off by no more than that, until they end and are counted.
+
+All bodies are made in this one file, because what one of them leaves out another one must have: a field that is moved
+between probe and decode is moved in one place.
 """
 
 from array import array
