@@ -38,7 +38,7 @@ from typing import Any, Final, Literal
 
 import orjson
 
-from balanceroute.errors import BadUpstreamReply, InvalidRequest
+from balanceroute.errors import BadUpstreamReply, InvalidRequest, NotJson
 from balanceroute.proxy.wire.bounds import MAX_PARAMS_BYTES, checked_choice, checked_usage, token_count
 from balanceroute.proxy.wire.fields import boolean, checked, integer, kind
 from balanceroute.proxy.wire.json_size import check_size
@@ -200,7 +200,7 @@ def _loaded(body: bytes) -> dict[str, Any]:
     try:
         data = orjson.loads(body)
     except orjson.JSONDecodeError as exc:
-        raise InvalidRequest(f"The body is not valid JSON: {exc}") from exc
+        raise NotJson(f"The body is not valid JSON: {exc}") from exc
     if not isinstance(data, dict):
         raise InvalidRequest(f"The body must be a JSON object, not {kind(data)}.")
     return data
