@@ -54,7 +54,7 @@ from balanceroute.proxy.link.remote import LOST, NOBODY, RemoteBrain
 from balanceroute.proxy.ops.admin import json_response
 from balanceroute.proxy.ops.forwarding import Forwarding
 from balanceroute.proxy.ops.metaserver import Metaserver
-from balanceroute.proxy.ops.to_brain import ToBrain
+from balanceroute.proxy.ops.to_brain import METHODS, ToBrain
 from balanceroute.proxy.perimeter.perimeter import Perimeter
 from balanceroute.proxy.perimeter.routes import ACCESS, Access
 from balanceroute.proxy.perimeter.tls import Tls
@@ -279,8 +279,9 @@ def _routes(forwarding: Forwarding, to_brain: ToBrain) -> list[Route]:
     here = [route for route in forwarding.routes() if ACCESS[route.path] is not Access.ADMIN]
     here += [Route(path, _alive, methods=["GET", "POST"]) for path in ALIVE]
     known = {route.path for route in here}
-    others = [path for path, access in ACCESS.items() if path not in known and access is not Access.DECODER]
-    return [*here, *(Route(path, to_brain.answer, methods=["GET", "POST"]) for path in others)]
+    others = {path: access for path, access in ACCESS.items() if path not in known and access is not Access.DECODER}
+    methods = {Access.CLIENT: ["POST"]}  # the hot ones; of all others the brain knows it
+    return [*here, *(Route(path, to_brain.answer, methods=methods.get(others[path], METHODS)) for path in others)]
 
 
 async def _alive(request: Request) -> Response:

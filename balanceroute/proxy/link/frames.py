@@ -27,9 +27,7 @@ class Frames(asyncio.Protocol, Generic[Said]):
     ) -> None:
         self._loop, self._on_frame, self._on_lost = loop, on_frame, on_lost
         self._transport: asyncio.Transport | None = None
-        self._pieces: list[
-            bytes
-        ] = []  # of a frame that is not whole, put together once
+        self._pieces: list[bytes] = []  # of a frame that is not whole, put together once
         self._held_bytes, self._needed_bytes = 0, _HEAD
         self._unsaid: list[Said] = []
         self._reason = "the connection was closed"

@@ -13,11 +13,12 @@ from starlette.responses import Response, StreamingResponse
 from balanceroute.errors import NoHealthyWorkers, UpstreamError
 from balanceroute.proxy.client.asgi import REQUEST_ID
 from balanceroute.proxy.ops.guard import error_response
-from balanceroute.proxy.wire.responses import Headers
 from balanceroute.proxy.workers.upstream import Reply, Upstream
 
 RETRY_AFTER_S: Final = 1.0
 TIMEOUT_S: Final = 30.0  # until the head of an answer
+# of requests that are passed on: which of them a route serves the brain says
+METHODS: Final = ("GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS")
 _OURS: Final = frozenset(  # of one connection, or said by the relay itself
     (
         b"accept-encoding",
@@ -51,7 +52,8 @@ class ToBrain:
         query: bytes = request.scope["query_string"]
         path = request.scope["raw_path"].decode("latin-1") + ("?" + query.decode("latin-1") if query else "")
         method = "GET" if request.method == "HEAD" else request.method
-        headers = [*_passed(request.headers.raw), (b"x-request-id", request.scope[REQUEST_ID].encode())]
+        passed = [(name, value) for name, value in request.headers.raw if name not in _OURS]
+        headers = [*passed, (b"x-request-id", request.scope[REQUEST_ID].encode())]
         try:
             reply = await self._upstream.request(
                 method, path, await request.body(), headers, first_byte_timeout_s=TIMEOUT_S
@@ -60,7 +62,8 @@ class ToBrain:
             text = "What decides for this router is not there; it is being started again."
             return error_response(NoHealthyWorkers(text, retry_after_s=RETRY_AFTER_S))
         response = StreamingResponse(_body(reply), reply.status)
-        response.raw_headers = _passed(reply.headers)
+        length = b"content-length"  # an answer is passed on whole; to HEAD it is all that is
+        response.raw_headers = [(name, value) for name, value in reply.headers if name not in _OURS or name == length]
         return response
 
     def turn_to_another(self) -> None:
@@ -74,10 +77,6 @@ class ToBrain:
     def close(self) -> None:
         """Close every connection."""
         self._upstream.close()
-
-
-def _passed(headers: Headers) -> list[tuple[bytes, bytes]]:
-    return [(name, value) for name, value in headers if name.lower() not in _OURS]
 
 
 async def _body(reply: Reply) -> AsyncIterator[bytes]:
