@@ -43,6 +43,11 @@ class Frames(asyncio.Protocol, Generic[Said]):
         """What it goes over; None where that is no socket, or it is closed."""
         return None if self._transport is None else self._transport.get_extra_info("socket")
 
+    @property
+    def far(self) -> bool:
+        """Whether it goes to another machine: that is always under TLS."""
+        return self._transport is not None and self._transport.get_extra_info("ssl_object") is not None
+
     def say(self, message: Said) -> None:
         """Send this at the end of the loop's turn, after what was said before; nothing happens once it is closed."""
         if self._transport is None:

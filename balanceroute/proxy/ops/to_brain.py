@@ -1,10 +1,11 @@
 """A relay's operators' routes: the brain answers them, whichever relay is asked.
 
-Who may ask is decided by the relay, which knows the client; the brain's socket is open to our user alone. While there
-is no brain, the answer is 503.
+Who may ask is decided by the relay, which knows the client; the brain's socket is open to our user alone, and from
+other machines to certificates of the link. While there is no brain, the answer is 503.
 """
 
-from collections.abc import AsyncIterator
+import ssl
+from collections.abc import AsyncIterator, Callable
 from typing import Final
 
 from starlette.requests import Request
@@ -13,7 +14,7 @@ from starlette.responses import Response, StreamingResponse
 from balanceroute.errors import NoHealthyWorkers, UpstreamError
 from balanceroute.proxy.client.asgi import REQUEST_ID
 from balanceroute.proxy.ops.guard import error_response
-from balanceroute.proxy.workers.upstream import Reply, Upstream
+from balanceroute.proxy.workers.upstream import Connections, Reply, Upstream
 
 RETRY_AFTER_S: Final = 1.0
 TIMEOUT_S: Final = 30.0  # until the head of an answer
@@ -39,13 +40,25 @@ _OURS: Final = frozenset(  # of one connection, or said by the relay itself
 )
 
 
+def through_socket(path: str) -> Upstream:
+    """Connections to a brain on this machine, whose application listens there."""
+    return Upstream("http://brain", worker="brain", tier="brain", socket_path=path)
+
+
+def to_machine(address: tuple[str, int], context: Callable[[], ssl.SSLContext]) -> Upstream:
+    """Connections to a brain on another machine."""
+    host, port = address
+    url = f"https://[{host}]:{port}" if ":" in host else f"https://{host}:{port}"
+    return Upstream(url, worker="brain", tier="brain", ssl_context=context)
+
+
 class ToBrain:
     """The handler of all such routes."""
 
-    def __init__(self, socket_path: str) -> None:
-        """`socket_path`: where the brain's own application listens."""
-        self._path = socket_path
-        self._upstream = self._connections()
+    def __init__(self, connections: Callable[[], Connections]) -> None:
+        """`connections`: makes those to the application of the brain that leads now."""
+        self._connections = connections
+        self._upstream = connections()
 
     async def answer(self, request: Request) -> Response:
         """Pass the request on, and the answer back as it comes."""
@@ -70,9 +83,6 @@ class ToBrain:
         """Another brain leads: ask it from now on, and wait no longer for one that may stand still."""
         self._upstream.close()
         self._upstream = self._connections()
-
-    def _connections(self) -> Upstream:
-        return Upstream("http://brain", worker="brain", tier="brain", socket_path=self._path)
 
     def close(self) -> None:
         """Close every connection."""
