@@ -137,12 +137,18 @@ def test_a_machine_of_relays_that_dies_leaves_its_slots_to_the_others(cluster: C
     asyncio.run(run())
 
 
-@pytest.mark.parametrize("standbys", [0, 1])
-def test_streams_of_other_machines_outlive_the_brain(cluster: Cluster, tmp_path: Path, standbys: int) -> None:
+@pytest.mark.parametrize(
+    ("number", "standbys"),
+    [(signal.SIGKILL, 0), (signal.SIGKILL, 1), (signal.SIGSTOP, 1)],
+    ids=["killed alone", "killed", "stopped"],
+)
+def test_streams_of_other_machines_outlive_the_brain(
+    cluster: Cluster, tmp_path: Path, number: signal.Signals, standbys: int
+) -> None:
     async def test(those: Machines) -> None:
-        begun = [stream for n, router in enumerate(those.relays) for stream in streams(router, 4, 300, first=20 * n)]
+        begun = [stream for n, router in enumerate(those.relays) for stream in streams(router, 4, 600, first=20 * n)]
         await until(lambda: all(stream.begun for stream in begun))
-        os.kill(those.brain.brains[-1], signal.SIGKILL)
+        os.kill(those.brain.brains[-1], number)
         later = [
             stream for n, router in enumerate(those.relays) for stream in streams(router, 3, 20, first=50 + 20 * n)
         ]
@@ -153,6 +159,24 @@ def test_streams_of_other_machines_outlive_the_brain(cluster: Cluster, tmp_path:
         assert those.brain.said("the brain decides")[-1]["relays"] == 3
 
     with_machines(test, cluster, tmp_path, standbys)
+
+
+def test_a_brain_s_machine_that_comes_back_with_nothing_is_joined_as_before(cluster: Cluster, tmp_path: Path) -> None:
+    """Its run folder is in memory, so it knows no epoch of before, which relays of other machines have seen."""
+
+    async def run() -> None:
+        async with machines(cluster, tmp_path) as those:
+            begun = streams(those.relays[0], 4, 1500)
+            await until(lambda: all(stream.begun for stream in begun))
+            end_group(those.brain.running)
+            flags = [*those.authority.flags(), "--set", f"listen.link=127.0.0.1:{those.port}"]
+            async with a_router(cluster, a_folder(tmp_path, "empty"), *flags, relays=1) as brain:
+                assert await all_end(streams(those.relays[1], 4, 20, first=100)) == 4
+                assert await all_end(begun) == 4
+                await until(brain.holds_nothing)
+                assert len(brain.brains) == 1
+
+    asyncio.run(run())
 
 
 def test_who_has_no_certificate_of_the_link_gets_nothing_and_harms_nobody(cluster: Cluster, tmp_path: Path) -> None:

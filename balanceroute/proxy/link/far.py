@@ -21,7 +21,7 @@ from balanceroute.proxy.perimeter.tls import LINK
 log = logging.getLogger(__name__)
 
 HANDSHAKE_S: Final = 3.0
-MAX_STRANGERS: Final = 64  # who have not shown a certificate; more are closed at once
+MAX_STRANGERS: Final = 64  # who have not shown a certificate; the first of them gives way to one more
 BACKLOG: Final = 1024
 PAUSE_S: Final = 1.0  # while no connection can be taken
 TELL_S: Final = 10.0  # between two lines about strangers
@@ -48,7 +48,7 @@ class FarListener:
         self._loop, self._sock, self._context = loop, sock, context
         self._link, self._operators = link, operators
         self.sockets = (sock,)
-        self._strangers: set[asyncio.Task[None]] = set()
+        self._strangers: dict[asyncio.Task[None], str] = {}  # their hosts, in the order in which they came
         self._resume: asyncio.TimerHandle | None = None
         self._refused, self._told_s = 0, loop.time() - TELL_S
         loop.add_reader(sock, self._accept)
@@ -79,12 +79,16 @@ class FarListener:
             return
         peer.setblocking(False)
         if len(self._strangers) >= MAX_STRANGERS:
-            peer.close()
-            self._refuse(address[0], "too many shake hands")
-            return
+            self._give_way()
         task = self._loop.create_task(self._let_in(peer, str(address[0])))
-        self._strangers.add(task)
-        task.add_done_callback(self._strangers.discard)
+        self._strangers[task] = str(address[0])
+        task.add_done_callback(lambda done: self._strangers.pop(done, None))
+
+    def _give_way(self) -> None:
+        """End the oldest handshake: an honest one takes some milliseconds, so it is hardly ever the oldest of many."""
+        oldest = next(iter(self._strangers))
+        self._refuse(self._strangers.pop(oldest), "too many shake hands")
+        oldest.cancel()
 
     async def _let_in(self, peer: socket.socket, host: str) -> None:
         try:
@@ -94,6 +98,9 @@ class FarListener:
                 ssl=self._context(),
                 ssl_handshake_timeout=HANDSHAKE_S,
             )
+        except asyncio.CancelledError:
+            peer.close()
+            raise
         except OSError as error:  # as every failure of TLS and of the network
             peer.close()
             self._refuse(host, getattr(error, "reason", None) or str(error) or type(error).__name__)

@@ -75,6 +75,7 @@ log = logging.getLogger(__name__)
 
 GRACE_S: Final = 1.0  # a relay looks for a brain twenty times per second
 HELLO_S: Final = 3.0  # from a connection to its Hello
+MAX_NAME: Final = 256  # characters
 FAR: Final = "@"  # in the name of a relay of another machine, before that machine's; in no other
 LOOK_S: Final = 0.25
 
@@ -251,7 +252,7 @@ class Hub:
             frames.close("version")
             return
         far = frames.far
-        if (FAR in hello.relay) is not far:
+        if (FAR in hello.relay) is not far or not hello.relay.isprintable() or len(hello.relay) > MAX_NAME:
             raise LinkError(f"{hello.relay!r} is no name for a relay of {'another' if far else 'this'} machine")
         if far and self._dismissed:
             raise LinkError("this brain drains")

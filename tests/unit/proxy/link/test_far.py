@@ -156,6 +156,7 @@ def test_a_brain_that_drains_sends_other_machines_to_the_next_one(machine: Machi
     ("hello", "told"),
     [
         (Hello(VERSION, "r0", 1, 0, ()), False),  # the name of one on the brain's machine
+        (Hello(VERSION, "r0@b\nr0@c", 1, 0, ()), False),
         (Hello(VERSION - 1, "r0@b", 1, 99, ()), True),  # an epoch of who speaks another version means nothing
     ],
 )
@@ -184,19 +185,31 @@ async def what_comes(connection: tuple[asyncio.StreamReader, asyncio.StreamWrite
         writer.transport.abort()
 
 
-def test_strangers_are_few_and_do_not_stay(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(far_module, "HANDSHAKE_S", 0.5)
+def test_strangers_do_not_stay(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(far_module, "HANDSHAKE_S", 0.1)
+
+    async def test(stage: Stage) -> None:
+        brain = await stage.brain(far=machine.members)
+        async with machine.let_in(brain) as port:
+            assert await what_comes(await asyncio.open_connection("127.0.0.1", port)) == b""
+
+    on(test)
+
+
+def test_strangers_are_few_and_keep_no_relay_out(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(far_module, "HANDSHAKE_S", 3600.0)
     monkeypatch.setattr(far_module, "MAX_STRANGERS", 3)
 
     async def test(stage: Stage) -> None:
         brain = await stage.brain(far=machine.members)
         async with machine.let_in(brain) as port:
             silent = [await asyncio.open_connection("127.0.0.1", port) for _ in range(3)]
-            assert await what_comes(await asyncio.open_connection("127.0.0.1", port)) == b""
-            for stranger in silent:
-                assert await what_comes(stranger) == b""
             relay = stage.relay("r0@b", machine.reach(port))
             await until(lambda: relay.brain.member is not None)
+            assert await what_comes(silent[0]) == b""
+            assert not silent[1][0].at_eof() and not silent[2][0].at_eof()
+            for _, writer in silent[1:]:
+                writer.transport.abort()
 
     on(test)
 
