@@ -4,6 +4,7 @@
     ├── ConfigError              key path, value, what would be accepted; the CLI exits 2
     ├── InputError               a file the user gave is wrong (trace, snapshot, journal); the CLI exits 2
     ├── InvalidRequest           400, or 413 for a body over the limit
+    │   ├── NotJson              400: a body that cannot be read as JSON
     │   └── AccessDenied         401 without a valid credential, 403 where none would help, 415
     ├── Rejected                 no worker was used, safe to retry
     │   ├── QueueFull            429
@@ -61,6 +62,10 @@ class InvalidRequest(BalanceRouteError):
         super().__init__(message)
         self.status = status
         self.param = param
+
+
+class NotJson(InvalidRequest):
+    """A body that is no JSON at all."""
 
 
 class AccessDenied(InvalidRequest):

@@ -92,6 +92,8 @@ def serve(
     for text in (*unused_variables(os.environ), *exposures(config)):
         logging.getLogger(__name__).warning(text)
 
+    if journal is not None and config.listen.brains:
+        raise ConfigError("--journal: no brain runs here (listen.brains), so there is nothing to write; give it there")
     if config.listen.relays:
         from balanceroute.proxy.processes import serve_processes
 

@@ -235,6 +235,18 @@ class Listen(Section):
         description="With listen.relays: further brains, which take the lead when the one that decides dies or stands "
         "still.",
     )
+    link: Annotated[str, AfterValidator(_host_and_port)] | None = Field(
+        None,
+        description="With listen.relays: HOST:PORT at which the brain takes relays of other machines, by the "
+        "certificates tls.link_*. Unset: relays of this machine alone.",
+    )
+    brains: tuple[Annotated[str, AfterValidator(_host_and_port)], ...] = Field(
+        (),
+        strict=False,
+        max_length=16,
+        description="With listen.relays: HOST:PORT of every listen.link under which the brain may be; no brain runs on "
+        "this machine then. Several take turns by listen.lease of theirs.",
+    )
     lease: Annotated[str, Field(pattern=LEASE_NAME, max_length=253)] | None = Field(
         None,
         description="With listen.relays, in a pod of Kubernetes: NAME or NAMESPACE/NAME of a Lease. Of all routers "
@@ -264,6 +276,16 @@ class Listen(Section):
     def admin_address(self) -> tuple[str, int] | None:
         """Host and port of `admin`."""
         return None if self.admin is None else split_host_and_port(self.admin)
+
+    @property
+    def link_address(self) -> tuple[str, int] | None:
+        """Host and port of `link`."""
+        return None if self.link is None else split_host_and_port(self.link)
+
+    @property
+    def brain_addresses(self) -> list[tuple[str, int]]:
+        """Hosts and ports of `brains`."""
+        return [split_host_and_port(brain) for brain in self.brains]
 
 
 class Worker(Section):
@@ -797,6 +819,20 @@ class TlsFiles(Section):
     worker_key_file: str | None = Field(
         None, min_length=1, description="Its private key. Unset: it is in worker_cert_file."
     )
+    link_ca_file: str | None = Field(
+        None,
+        min_length=1,
+        description="CA of the link between machines, of nothing else: whoever has a certificate of it is one of the "
+        "router's own processes. Needed with listen.link and listen.brains.",
+    )
+    link_cert_file: str | None = Field(
+        None,
+        min_length=1,
+        description="Certificate (chain) of this machine on the link; a brain's names the host of listen.brains.",
+    )
+    link_key_file: str | None = Field(
+        None, min_length=1, description="Its private key. Unset: it is in link_cert_file."
+    )
 
 
 class Layerwise(Section):
@@ -909,6 +945,7 @@ class Config(Section):
         yield from self._tls_problems()
         if self.listen.lease is not None and not self.listen.relays:
             yield f"listen.lease = {self.listen.lease!r}: accepted only with listen.relays, 1 or more"
+        yield from self._link_problems()
         if self.listen.admin_address is not None and self.listen.admin_address[1] == self.listen.port != 0:
             yield f"listen.admin = {self.listen.admin!r}: accepted is another port than listen.port"
         yield from self._predictor_problems()
@@ -974,10 +1011,36 @@ class Config(Section):
             ("key_file", "cert_file"),
             ("client_ca_file", "cert_file"),
             ("worker_key_file", "worker_cert_file"),
+            ("link_key_file", "link_cert_file"),
         ):
             value = getattr(self.tls, key)
             if value is not None and getattr(self.tls, needed) is None:
                 yield f"tls.{key} = {value!r}: accepted only with tls.{needed}"
+
+    def _link_problems(self) -> Iterator[str]:
+        listen = self.listen
+        given = [("listen.link", listen.link)] if listen.link is not None else []
+        if listen.brains:
+            given.append(("listen.brains", ", ".join(listen.brains)))
+        for key, value in given:
+            if not listen.relays:
+                yield f"{key} = {value!r}: accepted only with listen.relays, 1 or more"
+            if self.tls.link_ca_file is None or self.tls.link_cert_file is None:
+                yield f"{key} = {value!r}: needs tls.link_ca_file and tls.link_cert_file; the link is never plain TCP"
+            if self.connector == "mooncake_layerwise":
+                yield (
+                    f"{key} = {value!r}: not accepted with connector mooncake_layerwise, whose callbacks reach the "
+                    "relays of one machine alone"
+                )
+        if listen.brains:
+            for key, other in (("link", listen.link), ("lease", listen.lease)):
+                if other is not None:
+                    yield f"listen.{key} = {other!r}: accepted only where a brain runs, so without listen.brains"
+        if listen.link_address is not None and listen.link_address[1] == 0:
+            yield f"listen.link = {listen.link!r}: accepted is a port that relays can name, 1 to 65535"
+        for brain, (host, port) in zip(listen.brains, listen.brain_addresses, strict=True):
+            if not port or _is_wildcard(host):
+                yield f"listen.brains = {brain!r}: accepted is an address that can be reached"
 
     def _worker_problems(self) -> Iterator[str]:
         by_server: dict[tuple[str, int | None], str] = {}

@@ -14,6 +14,7 @@ import asyncio
 import logging
 import os
 import signal
+import socket
 import sys
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -30,6 +31,7 @@ from balanceroute.proxy.admission.forecasts import build_forecasts
 from balanceroute.proxy.app import HANDLERS, RouterApp, build_services, operator_parts, set_up, start, stop, supervised
 from balanceroute.proxy.changes import KeptChanges
 from balanceroute.proxy.client.services import ClientServices
+from balanceroute.proxy.link.far import FarListener, FarMembers
 from balanceroute.proxy.link.hub import Hub
 from balanceroute.proxy.link.leadership import RENEW_S, FileLead, Lead
 from balanceroute.proxy.ops.dashboard import Dashboard
@@ -73,12 +75,13 @@ def run_brain(
     lineage: int,
     standing: Standing,
     journal: Path | None = None,
+    link: socket.socket | None = None,
 ) -> None:
     """Stand by, then decide until a signal ends it, or another brain leads.
 
     Args: load: reads the configuration anew, for SIGHUP. lineage: of the router, as in `changes.py`. journal: a file
     for every decision; where one is there, a brain has led before, and this one writes beside it, with its process id
-    at the end of the name.
+    at the end of the name. link: where relays of other machines are let in, bound.
 
     Raises: ConfigError: a file or socket of the folder can't be used.
     """
@@ -96,7 +99,7 @@ def run_brain(
             app.read = new
 
         server = BrainServer(app, config, on_reload, uds=str(folder.operators))
-        app.end = server.end
+        app.end, server.link = server.end, link
         server.run()
         if not server.leaves:
             lead.resign()
@@ -106,7 +109,10 @@ def run_brain(
 
 def the_lead(config: Config, folder: RunFolder) -> Lead:
     """What brains of this configuration and folder compete for. Raises: ConfigError: there is no such thing here."""
-    local, listen = FileLead(folder.lock), config.listen
+    listen = config.listen
+    # relays of other machines remember an epoch that this machine may forget when it ends; a Lease remembers it, too
+    forgettable = listen.link is not None and listen.lease is None
+    local = FileLead(folder.lock, int(time.time()) if forgettable else 1)
     if listen.lease is None:
         return local
     from balanceroute.proxy.link.kubernetes import lease_api  # with httpx, which nothing else in this process needs
@@ -168,6 +174,7 @@ def create_brain_app(
             relays,
             lambda other: app.end(),
             lambda: None if services.forecasts is None else services.forecasts.salt,
+            None if read.listen.link is None else FarMembers(folder.far),
         )
 
         def counts() -> list[bytes]:
@@ -216,10 +223,15 @@ class BrainServer(ChildServer):
     """The server of the brain's process; it listens on a socket that is our user's alone."""
 
     leaves = False
+    link: socket.socket | None = None
 
     def _begin_drain(self, services: ClientServices) -> None:
         super()._begin_drain(services)
         assert isinstance(self._app, BrainApp)
+        for listener in self.servers:
+            if isinstance(listener, FarListener):
+                listener.close()
+        self._app.hub.dismiss_far()
         self._app.lead.resign()
 
     def leave(self) -> None:
@@ -234,10 +246,25 @@ class BrainServer(ChildServer):
     def busy(self, services: ClientServices) -> bool:
         """Whether relays are here still, or something is left to drain."""
         assert isinstance(self._app, BrainApp)
-        return bool(self._app.hub.members) or super().busy(services)
+        return bool(self._app.hub.near_members) or super().busy(services)
 
     async def listening(self) -> dict[str, object]:
         """Say where."""
         assert isinstance(self._app, BrainApp) and self.config.uds is not None
         os.chmod(self.config.uds, 0o600)
-        return {"socket": self.config.uds, "pid": os.getpid(), "epoch": self._app.hub.epoch}
+        told: dict[str, object] = {"socket": self.config.uds, "pid": os.getpid(), "epoch": self._app.hub.epoch}
+        return told | self._listen_to_machines()
+
+    def _listen_to_machines(self) -> dict[str, object]:
+        """Let relays of other machines in, where there is to be a way; returns it. Raises: ConfigError."""
+        app, address = self._app, self._router_config.listen.link
+        if self.link is None:
+            return {}
+        assert isinstance(app, BrainApp)
+        loop, link = asyncio.get_running_loop(), self.link.dup()  # the parent's is for the next brain
+        try:
+            far = FarListener(loop, link, lambda: app.tls.link.brain, app.hub.connected, self.connected)
+        except OSError as error:
+            raise ConfigError(f"listen.link: cannot listen on {address}: {error.strerror}") from None
+        self.servers.append(far)  # type: ignore[arg-type]  # it is only closed
+        return {"link": address}

@@ -53,12 +53,17 @@ def serve_processes(
         sockets = [held.enter_context(sock) for sock in _listeners(config, predecessor)]
         folder = run_folder(config, sockets[0].getsockname()[1], os.environ)
         folder.make()
+        link = None
+        if config.listen.link_address is not None:
+            link = held.enter_context(_bound("listen.link", *config.listen.link_address, predecessor))
+        if config.listen.brains:
+            folder.identity()  # made by one process alone
         if predecessor is None:
             folder.forget_counts()
             if journal is not None:
                 with suppress(OSError):  # the brain says what is wrong with it
                     journal.unlink()
-        processes = Processes(config, load, folder, sockets, journal, predecessor)
+        processes = Processes(config, load, folder, sockets, journal, predecessor, link)
         configure(config.log.level, config.log.format, process="parent")
         return Supervisor(processes.mains(), processes.brains, processes).run()
 
@@ -74,7 +79,9 @@ class Processes:
         sockets: list[socket.socket],
         journal: Path | None,
         predecessor: Predecessor | None,
+        link: socket.socket | None = None,
     ) -> None:
+        self._link = link
         self.config, self._load, self._folder, self._sockets = config, load, folder, sockets
         self._journal, self._predecessor = journal, predecessor
         self._told = Told(os.getpid(), 1)
@@ -84,7 +91,9 @@ class Processes:
 
     @property
     def brains(self) -> list[str]:
-        """The names of those that may lead."""
+        """The names of those that may lead; none where a brain of another machine does."""
+        if self.config.listen.brains:
+            return []
         return [BRAIN, *(f"{BRAIN}-{number + 2}" for number in range(self.config.listen.standbys))]
 
     @property
@@ -118,6 +127,11 @@ class Processes:
         configure(new.log.level, new.log.format, process="parent")
         return True
 
+    @property
+    def _links(self) -> list[socket.socket]:
+        """The socket for relays of other machines, if there is one."""
+        return [] if self._link is None else [self._link]
+
     def stop_listening(self) -> None:
         """Leave the sockets to the relays that are there: connections are refused once the last one has ended."""
         self._end_handover()
@@ -127,7 +141,7 @@ class Processes:
     def all_up(self) -> None:
         """Answer successors, and have the predecessor leave."""
         try:
-            self._handover = Handover(self._folder.handover, self._told, self._sockets)
+            self._handover = Handover(self._folder.handover, self._told, [*self._sockets, *self._links])
         except ConfigError as error:
             log.warning("no other router can take over from this one", extra={"error": str(error)})
         if self._predecessor is not None:
@@ -150,10 +164,12 @@ class Processes:
         be_called(STANDBY)
         load = self._begin(name)
         standing = Standing(on_up, lambda: be_called(BRAIN))
-        run_brain(self.config, self._folder, load, self._told.lineage, standing, self._journal)
+        run_brain(self.config, self._folder, load, self._told.lineage, standing, self._journal, self._link)
 
     def _relay(self, name: str, on_up: Callable[[], None]) -> None:
         self._end_handover()
+        for link in self._links:
+            link.close()
         run_relay(self.config, self._sockets, self._folder, name, self._begin(name), on_up)
 
     def _begin(self, name: str) -> Callable[[], Config]:
@@ -194,6 +210,17 @@ def _listeners(config: Config, predecessor: Predecessor | None) -> Iterator[sock
 
 def _listener(name: str, host: str, port: int, predecessor: Predecessor | None) -> socket.socket:
     """A socket that listens there, the predecessor's if it has one. Raises: ConfigError."""
+    sock = _bound(name, host, port, predecessor)
+    try:
+        sock.listen(BACKLOG)
+    except OSError as error:
+        sock.close()
+        raise _cannot_listen(name, host, port, os.strerror(error.errno or 0)) from None
+    return sock
+
+
+def _bound(name: str, host: str, port: int, predecessor: Predecessor | None) -> socket.socket:
+    """A socket that is bound there, the predecessor's if it has one. Raises: ConfigError."""
     wrong = "there is no such address"
     with suppress(socket.gaierror):
         found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
@@ -201,9 +228,26 @@ def _listener(name: str, host: str, port: int, predecessor: Predecessor | None) 
         if predecessor is not None and (taken := predecessor.listener(str(address[0]), port)) is not None:
             return taken
         try:
-            sock = socket.create_server((str(address[0]), port), family=family, backlog=BACKLOG)
-            sock.setblocking(False)
-            return sock
+            return _bind(family, (str(address[0]), port))
         except OSError as error:
             wrong = os.strerror(error.errno) if error.errno else str(error)
-    raise ConfigError(f"{name}: cannot listen on {host}:{port}: {wrong}")
+    raise _cannot_listen(name, host, port, wrong)
+
+
+def _bind(family: int, address: tuple[str, int]) -> socket.socket:
+    """As `socket.create_server`, without listening yet. Raises: OSError."""
+    sock = socket.socket(family)
+    try:
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        if family == socket.AF_INET6:
+            sock.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
+        sock.bind(address)
+        sock.setblocking(False)
+    except OSError:
+        sock.close()
+        raise
+    return sock
+
+
+def _cannot_listen(name: str, host: str, port: int, wrong: str) -> ConfigError:
+    return ConfigError(f"{name}: cannot listen on {host}:{port}: {wrong}")

@@ -49,12 +49,14 @@ from balanceroute.proxy.client.services import ClientServices
 from balanceroute.proxy.life.pool_reaper import PERIOD_S, PoolReaper
 from balanceroute.proxy.life.suspicion import Loss
 from balanceroute.proxy.link.callbacks import CallbackListener, OtherRelays
+from balanceroute.proxy.link.hub import FAR
 from balanceroute.proxy.link.messages import Activity, Counted, Explained, Learned, Silent, Workers
+from balanceroute.proxy.link.reach import FarReach, Reach, SocketReach
 from balanceroute.proxy.link.remote import LOST, NOBODY, RemoteBrain
 from balanceroute.proxy.ops.admin import json_response
 from balanceroute.proxy.ops.forwarding import Forwarding
 from balanceroute.proxy.ops.metaserver import Metaserver
-from balanceroute.proxy.ops.to_brain import ToBrain
+from balanceroute.proxy.ops.to_brain import METHODS, ToBrain, through_socket, to_machine
 from balanceroute.proxy.perimeter.perimeter import Perimeter
 from balanceroute.proxy.perimeter.routes import ACCESS, Access
 from balanceroute.proxy.perimeter.tls import Tls
@@ -205,7 +207,7 @@ def create_relay_app(config: Config, folder: RunFolder, name: str) -> RelayApp:
     async def lifespan(app: Starlette) -> AsyncIterator[None]:
         assert isinstance(app, RelayApp)
         loop = asyncio.get_running_loop()
-        services = app.services = build_relay(config, loop, folder, name, perimeter, app.tls, pins)
+        services = app.services = build_relay(config, loop, folder, name, perimeter, tls, pins, reach)
         app.hot = hot_routes(services)
 
         def joined() -> None:
@@ -237,7 +239,8 @@ def create_relay_app(config: Config, folder: RunFolder, name: str) -> RelayApp:
             services.keep_counts()
             await stop_tasks(services)
 
-    perimeter, to_brain = Perimeter(config), ToBrain(str(folder.operators))
+    perimeter, tls = Perimeter(config), Tls(config)
+    reach, to_brain = _ways_to_brain(config, folder, tls)
     pins = None if config.kv_pin_s is None else _own_pins(folder.pins(name))
     closing: list[Callable[[], None]] = [to_brain.close]
     metaserver = None
@@ -246,8 +249,21 @@ def create_relay_app(config: Config, folder: RunFolder, name: str) -> RelayApp:
     callbacks = [] if metaserver is None else metaserver.routes()
     routes = guarded_routes(lambda: app.services, [*_routes(Forwarding(lambda: app.services), to_brain), *callbacks])
     app = RelayApp(routes=routes, lifespan=lifespan, exception_handlers=HANDLERS)
-    set_up(app, config, Tls(config))
+    set_up(app, config, tls)
     return app
+
+
+def _ways_to_brain(config: Config, folder: RunFolder, tls: Tls) -> tuple[Reach, ToBrain]:
+    """For the link, and for operators' requests."""
+    if not config.listen.brains:
+        return SocketReach(folder.link), ToBrain(lambda: through_socket(str(folder.operators)))
+    reach = FarReach(config.listen.brain_addresses, lambda: tls.link.relay)
+    return reach, ToBrain(lambda: to_machine(reach.address, lambda: tls.link.operators))
+
+
+def _name_on_link(config: Config, folder: RunFolder, name: str) -> str:
+    """A name that no relay of another machine has, where the brain is on one. Raises: ConfigError."""
+    return f"{name}{FAR}{folder.identity()}" if config.listen.brains else name
 
 
 async def _drain_left(services: RelayServices, pins: PinRecord) -> None:
@@ -279,8 +295,9 @@ def _routes(forwarding: Forwarding, to_brain: ToBrain) -> list[Route]:
     here = [route for route in forwarding.routes() if ACCESS[route.path] is not Access.ADMIN]
     here += [Route(path, _alive, methods=["GET", "POST"]) for path in ALIVE]
     known = {route.path for route in here}
-    others = [path for path, access in ACCESS.items() if path not in known and access is not Access.DECODER]
-    return [*here, *(Route(path, to_brain.answer, methods=["GET", "POST"]) for path in others)]
+    others = {path: access for path, access in ACCESS.items() if path not in known and access is not Access.DECODER}
+    methods = {Access.CLIENT: ["POST"]}  # the hot ones; of all others the brain knows it
+    return [*here, *(Route(path, to_brain.answer, methods=methods.get(others[path], METHODS)) for path in others)]
 
 
 async def _alive(request: Request) -> Response:
@@ -295,10 +312,11 @@ def build_relay(
     perimeter: Perimeter,
     tls: Tls,
     pins: PinRecord | None,
+    reach: Reach,
 ) -> RelayServices:
     """Put the parts together; nothing runs yet."""
     brain = RemoteBrain(
-        loop, str(folder.link), name, scheduler_config(config), lambda request_id: services.void(request_id)
+        loop, reach, _name_on_link(config, folder, name), scheduler_config(config), lambda each: services.void(each)
     )
     metrics = Metrics(lambda: NOBODY, config.routing.policy)
     metrics.carry_on(folder.counts(name))

@@ -66,6 +66,11 @@ class RunFolder:
             raise _unusable(self.folder, f"cannot be used: {error.strerror}") from None
 
     @property
+    def far(self) -> Path:
+        """The names of the relays of other machines that are members."""
+        return self.folder / "far"
+
+    @property
     def handover(self) -> Path:
         """The socket at which a successor asks for the listening sockets."""
         return self.folder / "handover.sock"

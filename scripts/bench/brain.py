@@ -38,6 +38,7 @@ from balanceroute.proxy.admission.ledger import Ledger
 from balanceroute.proxy.admission.prefill_dispatcher import PrefillDispatcher
 from balanceroute.proxy.admission.tickets import Ticket, Tickets
 from balanceroute.proxy.link.hub import Hub
+from balanceroute.proxy.link.reach import SocketReach
 from balanceroute.proxy.link.remote import RemoteBrain
 from balanceroute.proxy.telemetry.instruments import Histogram
 from balanceroute.proxy.workers.fleet import Fleet, FleetConfig
@@ -168,7 +169,9 @@ def play(path: str, seconds: float, told: Connection) -> None:
 
     async def run() -> None:
         loop = asyncio.get_running_loop()
-        brains = [RemoteBrain(loop, path, f"relay-{n}", SchedulerConfig(), lambda _: None) for n in range(RELAYS)]
+        brains = [
+            RemoteBrain(loop, SocketReach(path), f"relay-{n}", SchedulerConfig(), lambda _: None) for n in range(RELAYS)
+        ]
         parts = [Tickets(brain, loop) for brain in brains]
         for brain, tickets in zip(brains, parts, strict=True):
             brain.tickets = tickets.by_id

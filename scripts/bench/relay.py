@@ -38,6 +38,7 @@ import time
 import urllib.request
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from hashlib import sha256
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -45,6 +46,7 @@ from typing import Any
 from processes import allow_many_sockets, start, stop
 
 HERE = Path(__file__).resolve().parent
+KEY = "sk-bench"
 REFERENCE, OURS, DIRECT = "bare relay", "balanceroute", "direct"
 LOADS: dict[str, tuple[float, list[str]]] = {  # interval of the workers in ms, arguments of relay_load.py
     "unary": (20, ["unary", "--clients", "32", "--tokens", "16"]),
@@ -84,7 +86,8 @@ def free_ports(number: int) -> list[int]:
 
 
 def http(port: int, path: str, body: bytes | None = None) -> bytes:
-    request = urllib.request.Request(f"http://127.0.0.1:{port}{path}", body, {"content-type": "application/json"})
+    headers = {"content-type": "application/json", "authorization": f"Bearer {KEY}"}
+    request = urllib.request.Request(f"http://127.0.0.1:{port}{path}", body, headers)
     with urllib.request.urlopen(request, timeout=5) as reply:
         content: bytes = reply.read()
         return content
@@ -143,8 +146,17 @@ class Bench:
         }
         file = self.folder / "router.yaml"
         file.write_text(json.dumps(config))  # JSON is YAML
-        settings = [word for setting in self.a.set for word in ("--set", setting)]
+        own = [f"auth.client_keys={self._keys()}"] if self.a.keys else []
+        settings = [word for setting in [*self.a.set, *own] for word in ("--set", setting)]
         return Target(OURS, port, [sys.executable, "-m", "balanceroute", "serve", "--config", str(file), *settings])
+
+    def _keys(self) -> Path:
+        """A file with the key of the load, and all limits that a key can have."""
+        limits = {"max_in_flight": 10**6, "requests_per_minute": 10**6, "tokens_per_minute": 10**12}
+        entry = {"name": "bench", "sha256": sha256(KEY.encode()).hexdigest(), "priority": {"min": 0, "max": 0}}
+        file = self.folder / "keys.yaml"
+        file.write_text(json.dumps({"keys": [entry | limits]}))
+        return file
 
     def start(self) -> None:
         command = [sys.executable, str(HERE / "relay_workers.py"), "--prefill", *map(str, self.prefill)]
@@ -164,6 +176,8 @@ class Bench:
         pid = target.process.pid if target.process else 0
         command = [sys.executable, str(HERE / "relay_load.py"), *arguments, "--port", str(target.port)]
         command += ["--pid", str(pid), "--seconds", str(seconds)]
+        if self.a.keys:
+            command += ["--key", KEY]
         done = subprocess.run(command, stdout=subprocess.PIPE, check=True)
         found: dict[str, Any] = json.loads(done.stdout)
         return found
@@ -251,6 +265,7 @@ def main() -> None:
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="a setting of ours")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--seconds", type=float, default=2.0, help="per measurement, after 1 s of warming up")
+    parser.add_argument("--keys", action="store_true", help="ours asks for a client key that has every limit")
     parser.add_argument("--held", type=int, default=4000, help="streams of `hold`; 0 leaves it out")
     parser.add_argument("--out", type=Path, help="write every measurement here, as JSON")
     parser.add_argument("--quiet", action="store_true")

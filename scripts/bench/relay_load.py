@@ -91,6 +91,7 @@ class Load:
             request["stream"] = True
         body = json.dumps(request).encode()
         head = "POST /v1/chat/completions HTTP/1.1\r\nhost: bench\r\ncontent-type: application/json\r\n"
+        head += f"authorization: Bearer {self.a.key}\r\n" if self.a.key else ""
         return f"{head}content-length: {len(body)}\r\n\r\n".encode() + body
 
     async def connect(self) -> Client:
@@ -181,6 +182,7 @@ def main() -> None:
     parser.add_argument("--port", type=int, required=True)
     parser.add_argument("--pid", type=int, default=0, help="the router's process")
     parser.add_argument("--clients", type=int, default=32)
+    parser.add_argument("--key", help="sent as Authorization")
     parser.add_argument("--rate", type=float, default=100.0, help="of `paced`: requests per second")
     parser.add_argument("--tokens", type=int, default=16)
     parser.add_argument("--seconds", type=float, default=2.0)

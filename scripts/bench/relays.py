@@ -8,7 +8,7 @@ the same round's ratio to one process, with its 95 % bootstrap interval.
 
     requests  100 streams of 4 tokens per second, at random times: CPU us per request
     requests+ 32 connections that ask again when they are answered: CPU us per request
-    events    64 streams, an event per 20 ms each: CPU us per event
+    events    64 streams, an event per 20 ms each, about three at a time: CPU us per event
     events+   256 streams, an event per 5 ms each, so that events come in bunches: CPU us per event
 
 CPU is user and system time of all processes of the router. What a process costs that does nothing is part of it.

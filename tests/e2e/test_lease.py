@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.api_server import ApiServer, an_api_server
+from tests.e2e.test_far_relays import Authority, a_folder, a_free_port
 from tests.e2e.test_relays import Cluster, Router, a_router, all_end, cluster, end_group, streams
 from tests.waiting import until
 
@@ -70,5 +71,44 @@ def test_the_other_pod_takes_over(cluster: Cluster, tmp_path: Path, server: ApiS
             assert server.spec["holderIdentity"] != holder and server.spec["leaseTransitions"] >= 2
             complete = await all_end(begun)
             assert complete == (4 if ends is drain else 0)
+
+    asyncio.run(run())
+
+
+def test_a_brain_of_another_machine_takes_over_with_the_lease(
+    cluster: Cluster, tmp_path: Path, server: ApiServer
+) -> None:
+    """Two machines that may decide, and one of relays alone, which has both in its list."""
+    authority, ports = Authority(tmp_path), [a_free_port(), a_free_port()]
+    folders = [a_folder(tmp_path, name) for name in ("a", "b", "c")]
+    brains = "[" + ", ".join(f"127.0.0.1:{port}" for port in ports) + "]"
+
+    def at(port: int) -> list[str]:
+        return [*flags(server), *authority.flags(), "--set", f"listen.link=127.0.0.1:{port}"]
+
+    async def second() -> None:
+        """Stands by until it leads, and then until it is cancelled."""
+        async with a_router(cluster, folders[1], *at(ports[1]), relays=1):
+            await asyncio.Event().wait()
+
+    async def run() -> None:
+        async with (
+            a_router(cluster, folders[0], *at(ports[0]), relays=1) as first,
+            a_router(cluster, folders[2], *authority.flags(), "--set", f"listen.brains={brains}", relays=1) as relays,
+        ):
+            other = asyncio.get_running_loop().create_task(second())
+            log = folders[1] / "router.log"
+            await until(lambda: log.exists() and "who holds the lease" in log.read_text())
+            begun = streams(relays, 4, 3000)
+            await until(lambda: all(stream.begun for stream in begun))
+            kill(first)
+            later = streams(relays, 3, 20, first=100)
+            assert await all_end(later) == 3 and not other.done()
+            assert await all_end(begun) == 4
+            assert server.spec["leaseTransitions"] >= 2
+            await until(relays.holds_nothing)
+            await until(lambda: not cluster.holds_kv())
+            other.cancel()
+            await asyncio.gather(other, return_exceptions=True)
 
     asyncio.run(run())

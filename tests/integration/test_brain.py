@@ -88,6 +88,28 @@ async def test_every_route_is_there_at_every_relay(path: str, status: int) -> No
         assert len(answer.headers.get_list("x-request-id")) == 1
 
 
+@pytest.mark.parametrize(
+    ("path", "allowed"),
+    [("/v1/completions", "POST"), ("/state", "GET, HEAD"), ("/instances/add", "POST"), ("/tokenize", "POST")],
+)
+async def test_a_method_that_is_not_served_is_answered_with_those_that_are(path: str, allowed: str) -> None:
+    async with relayed(FAST, count=1) as router:
+        client = router.relays[0].client
+        for method in ("DELETE", "PUT", "OPTIONS"):
+            reply = await client.request(method, path)
+            assert reply.status_code == 405, method
+            assert sorted(reply.headers["allow"].split(", ")) == allowed.split(", ")
+
+
+async def test_the_head_of_an_answer_of_the_brain_has_its_length() -> None:
+    async with relayed(FAST, count=1) as router:
+        client = router.relays[0].client
+        head, whole = await client.head("/dashboard"), await client.get("/dashboard")
+        for reply in (head, whole):
+            assert reply.headers["content-length"] == str(len(whole.content))
+            assert "transfer-encoding" not in reply.headers
+
+
 async def test_the_admin_token_is_asked_for_at_the_relay() -> None:
     async with relayed(FAST, count=1, auth={"admin_token": "a-token-of-some-length"}) as router:
         client = router.relays[0].client

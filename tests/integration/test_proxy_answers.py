@@ -262,8 +262,9 @@ async def test_a_compressed_body_is_refused_by_the_name_of_its_coding_and_a_plai
             refused = await router.client.post(path, content=gzip.compress(body), headers=headers)
             assert refused.status_code == 415 and "Content-Encoding" in refused.json()["error"]["message"]
         assert (await router.client.post("/v1/completions", content=body, headers=headers)).status_code == 200
-        cut = await router.client.post("/v1/completions", content=body[:-1], headers={"content-encoding": "identity"})
-        assert cut.status_code == 400
+        cut = await router.client.post("/v1/completions", content=body[:-1], headers={"content-encoding": "Identity"})
+        wrong = await router.client.post("/v1/completions", content=body.replace(b"2", b"-2"), headers=headers)
+        assert (cut.status_code, wrong.status_code, wrong.json()["error"]["param"]) == (400, 400, "max_tokens")
 
 
 async def test_what_only_the_decoder_refuses_reaches_the_client_and_pins_nothing() -> None:

@@ -20,6 +20,7 @@ from balanceroute.errors import (
     InvalidRequest,
     InvariantError,
     KeyLimit,
+    NotJson,
     QueueTimeout,
     Rejected,
     UpstreamStatus,
@@ -179,11 +180,11 @@ class Exchange:
         """What the client asks for, where it can be read. Raises: InvalidRequest, 415 for a compressed body."""
         try:
             return self._parsed()
-        except InvalidRequest:
-            codings = [value for name, value in self._request.headers if name == b"content-encoding"]
-            if not codings or codings == [b"identity"]:
+        except NotJson:
+            codings = b", ".join([value for name, value in self._request.headers if name == b"content-encoding"])
+            if codings.lower() in (b"", b"identity"):
                 raise
-            text = f"No Content-Encoding is read, and the body has {b', '.join(codings).decode('latin-1')}."
+            text = f"No Content-Encoding is read, and the body has {codings.decode('latin-1')}."
             raise InvalidRequest(text, status=415) from None
 
     def _parsed(self) -> ClientRequest:

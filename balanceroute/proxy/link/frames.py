@@ -27,7 +27,8 @@ class Frames(asyncio.Protocol, Generic[Said]):
     ) -> None:
         self._loop, self._on_frame, self._on_lost = loop, on_frame, on_lost
         self._transport: asyncio.Transport | None = None
-        self._rest = b""
+        self._pieces: list[bytes] = []  # of a frame that is not whole, put together once
+        self._held_bytes, self._needed_bytes = 0, _HEAD
         self._unsaid: list[Said] = []
         self._reason = "the connection was closed"
         self.heard_s = self.said_s = loop.time()
@@ -41,6 +42,11 @@ class Frames(asyncio.Protocol, Generic[Said]):
     def socket(self) -> socket.socket | None:
         """What it goes over; None where that is no socket, or it is closed."""
         return None if self._transport is None else self._transport.get_extra_info("socket")
+
+    @property
+    def far(self) -> bool:
+        """Whether it goes to another machine: that is always under TLS."""
+        return self._transport is not None and self._transport.get_extra_info("ssl_object") is not None
 
     def say(self, message: Said) -> None:
         """Send this at the end of the loop's turn, after what was said before; nothing happens once it is closed."""
@@ -81,25 +87,35 @@ class Frames(asyncio.Protocol, Generic[Said]):
         self._transport = cast(asyncio.Transport, transport)  # uvloop's is none by inheritance
 
     def data_received(self, data: bytes) -> None:
-        """Take what has come apart."""
+        """Take what has come apart. O(bytes), in however many pieces a frame comes."""
         self.heard_s = self._loop.time()
-        data, at = self._rest + data if self._rest else data, 0
+        self._pieces.append(data)
+        self._held_bytes += len(data)
+        if self._held_bytes < self._needed_bytes:
+            return
+        data, at = b"".join(self._pieces), 0
         try:
-            while self._transport is not None and len(data) - at >= _HEAD:
-                size = int.from_bytes(data[at : at + _HEAD], "big")
-                if size > MAX_FRAME_BYTES:
-                    raise LinkError(f"a frame of {size} bytes is larger than any may be")
-                end = at + _HEAD + size
-                if end > len(data):
-                    break
-                self._on_frame(self, data[at + _HEAD : end])
-                at = end
+            while self._transport is not None and len(data) >= at + self._needed_bytes:
+                if self._needed_bytes == _HEAD:
+                    self._needed_bytes = _HEAD + _size_of(data[at : at + _HEAD])
+                if len(data) >= at + self._needed_bytes:
+                    end, self._needed_bytes = at + self._needed_bytes, _HEAD
+                    self._on_frame(self, data[at + _HEAD : end])
+                    at = end
         except LinkError as error:
             self.abort(str(error))
             at = len(data)
-        self._rest = data[at:]
+        self._pieces, self._held_bytes = [data[at:]], len(data) - at
 
     def connection_lost(self, error: Exception | None) -> None:
         """The end, whoever made it."""
         self._transport, self._unsaid = None, []
         self._on_lost(self, str(error) if error is not None else self._reason)
+
+
+def _size_of(head: bytes) -> int:
+    """Of a frame's body. Raises: LinkError."""
+    size = int.from_bytes(head, "big")
+    if size > MAX_FRAME_BYTES:
+        raise LinkError(f"a frame of {size} bytes is larger than any may be")
+    return size

@@ -8,6 +8,9 @@ joins anew with what it still holds.
 decides nothing: what members call meanwhile waits, and is heard in order once it is `settled`. So no slot is given away
 that a relay holds which has not been heard yet. A ticket that comes later and finds its slot taken is void.
 
+Relays of other machines are connected by `far.py`. Those that a former brain of this machine knew are waited for as
+well, for as long as they may take to find out that it stands still.
+
 **Tokens** of a relay on this machine are read where the relay writes them (`token_counts.py`), by `collect`: before
 each decision and several times per second. Tokens that can't be read come as messages.
 
@@ -26,6 +29,7 @@ from balanceroute.core.view import ClusterView
 from balanceroute.errors import InvariantError
 from balanceroute.proxy.admission.decider import Answer, Refusal
 from balanceroute.proxy.admission.ledger import Ledger
+from balanceroute.proxy.link.far import FarMembers
 from balanceroute.proxy.link.frames import Frames
 from balanceroute.proxy.link.messages import (
     BEAT_S,
@@ -70,6 +74,9 @@ from balanceroute.proxy.perimeter.keys import KeyUse
 log = logging.getLogger(__name__)
 
 GRACE_S: Final = 1.0  # a relay looks for a brain twenty times per second
+HELLO_S: Final = 3.0  # from a connection to its Hello
+MAX_NAME: Final = 256  # characters
+FAR: Final = "@"  # in the name of a relay of another machine, before that machine's; in no other
 LOOK_S: Final = 0.25
 
 
@@ -149,8 +156,13 @@ class Hub:
         relays: int,
         on_superseded: Callable[[int], None] = lambda epoch: None,
         salt: Callable[[], bytes | None] = lambda: None,
+        far: FarMembers | None = None,
     ) -> None:
-        """`relays`: how many are expected to join; 0: nothing is waited for. `salt`: as in `Welcome`."""
+        """`relays`: how many of this machine are expected to join; 0: nothing is waited for. `salt`: as in `Welcome`.
+        `far`: the members of other machines, where they are let in.
+        """
+        self._far, self._awaited = far, set() if far is None else set(far.names)
+        self._dismissed = self._closing = False
         self._reports, self._salt = reports, salt
         self._standings: dict[str, WorkerStanding] = {}  # as members know them
         self._silent: tuple[str, ...] = ()
@@ -173,11 +185,15 @@ class Hub:
         """Listen on this socket, which belongs to our user alone; one that a dead brain has left is replaced."""
         self._server = await self._loop.create_unix_server(self.connected, path)
         os.chmod(path, 0o600)
-        self._timers["grace"] = self._loop.call_later(GRACE_S if self._relays else 0.0, self._settle)
+        grace_s = GRACE_S if self._relays or self._far is not None else 0.0
+        if self._awaited:  # they see by its silence alone that the former brain stands still
+            grace_s += SILENT_S
+        self._timers["grace"] = self._loop.call_later(grace_s, self._settle)
         self._look()
 
     def close(self) -> None:
         """End every membership; the relays look for another brain."""
+        self._closing = True
         for timer in self._timers.values():
             timer.cancel()
         if self._server is not None:
@@ -191,7 +207,32 @@ class Hub:
         """The protocol of one more connection."""
         frames: Frames[FromBrain] = Frames(self._loop, self._heard, self._lost)
         self._at[frames] = None
+        self._loop.call_later(HELLO_S, self._expect_hello, frames)
         return frames
+
+    def _expect_hello(self, frames: Frames[FromBrain]) -> None:
+        if frames in self._at and self._at[frames] is None:
+            frames.abort("it has not said Hello")
+
+    def dismiss_far(self) -> None:
+        """Others may lead: relays of other machines turn to them, and are members here no more."""
+        self._dismissed = True
+        if self._far is None:
+            return
+        for member in self.far_members:
+            member.frames.say(Farewell(0, "this brain drains"))
+            member.frames.close("this brain drains")
+        self._far.forget()
+
+    @property
+    def near_members(self) -> list[Member]:
+        """Those of this machine."""
+        return [member for member in self.members.values() if FAR not in member.relay]
+
+    @property
+    def far_members(self) -> list[Member]:
+        """Those of other machines."""
+        return [member for member in self.members.values() if FAR in member.relay]
 
     def _heard(self, frames: Frames[FromBrain], body: bytes) -> None:
         for message in read_from_relay(body):
@@ -206,15 +247,20 @@ class Hub:
                 member.waiting.append(message)
 
     def _join(self, frames: Frames[FromBrain], hello: Hello) -> None:
+        if hello.version != VERSION:  # what else it says may mean something else
+            frames.say(Farewell(self.epoch, f"this brain speaks version {VERSION} of the link, not {hello.version}"))
+            frames.close("version")
+            return
+        far = frames.far
+        if (FAR in hello.relay) is not far or not hello.relay.isprintable() or len(hello.relay) > MAX_NAME:
+            raise LinkError(f"{hello.relay!r} is no name for a relay of {'another' if far else 'this'} machine")
+        if far and self._dismissed:
+            raise LinkError("this brain drains")
         if hello.epoch > self.epoch:
             log.warning("another brain leads", extra={"epoch": self.epoch, "other": hello.epoch})
             frames.say(Farewell(hello.epoch, "another brain leads"))
             frames.close("another brain leads")
             self._on_superseded(hello.epoch)
-            return
-        if hello.version != VERSION:
-            frames.say(Farewell(self.epoch, f"this brain speaks version {VERSION} of the link, not {hello.version}"))
-            frames.close("version")
             return
         before = self.members.get(hello.relay)
         if before is not None:
@@ -239,14 +285,22 @@ class Hub:
         frames.say(Workers(tuple(self._standings.values()), ()))
         frames.say(Silent(self._reports.silent()))
         frames.say(Seen(self._ledger.view()))
-        if len(self.members) >= self._relays:
+        self._awaited.discard(hello.relay)
+        self._keep_far(hello.relay)
+        if len(self.near_members) >= self._relays and not self._awaited and (self._far is None or self._far.known):
             self._settle()
+
+    def _keep_far(self, relay: str) -> None:
+        """A relay has come or gone; who is still awaited is not forgotten, should this brain die before it comes."""
+        if self._far is not None and FAR in relay and not self._dismissed:
+            self._far.keep([*self._awaited, *(member.relay for member in self.far_members)])
 
     def _settle(self) -> None:
         """Every relay that is coming has been heard: decide from now on."""
         if self.settled.is_set():
             return
         self.settled.set()
+        self._awaited.clear()
         log.info("the brain decides", extra={"epoch": self.epoch, "relays": len(self.members)})
         for member in list(self.members.values()):
             waiting, member.waiting = member.waiting, []
@@ -263,6 +317,8 @@ class Hub:
             log.warning("relay lost", extra={"relay": member.relay, "requests": len(member.tickets), "reason": reason})
             self._release(member)
             del self.members[member.relay]
+            if not self._closing:
+                self._keep_far(member.relay)
 
     def _release(self, member: Member) -> None:
         """What it holds is free: its clients are gone with it, or it comes back with what it still has."""

@@ -48,8 +48,11 @@ class Lead(Protocol):
 class FileLead:
     """The lead among the processes that share a folder."""
 
-    def __init__(self, path: Path) -> None:
-        """Nothing is taken yet. `path`: the file, in a folder that outlives the processes."""
+    def __init__(self, path: Path, first: int = 1) -> None:
+        """Nothing is taken yet. `path`: the file, in a folder that outlives the processes. `first`: the epoch where the
+        file says none.
+        """
+        self._first = first
         self._path, self._next = path, path.with_name(f"{path.name}.next")
         self._file: int | None = None
         self._sign: tuple[int, int] | None = None  # of the leader's life, as it was seen last: which file, touched when
@@ -63,7 +66,7 @@ class FileLead:
         try:
             file = _locked(self._path)
             if file is not None:
-                self._count_up(file, _epoch(file, self._path))
+                self._count_up(file, _epoch(file, self._path) or self._first - 1)
             elif self._stands_still():
                 file = self._deposed()
             if file is None:

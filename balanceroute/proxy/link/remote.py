@@ -10,15 +10,16 @@ of yet is submitted then, and may be refused; what waits for longer than the que
 Tokens are written down as they come, for a brain that reads them (`token_counts.py`); one that can't is told within
 `PROGRESS_S`.
 
-A brain whose epoch is smaller than one seen before is not listened to. One that stands still may have been
-deposed: its successor has put a socket of its own in place of the former's, so a member looks whether it is still the
-same. Tickets that a brain can't take over are void: each is refused, and `on_void` is told, which has to end the stream
-that it stood for, if there is one.
+A brain whose epoch is smaller than one seen before is not listened to. One that stands still may have been deposed: on
+the same machine its successor has put a socket of its own in place of the former's, so a member looks whether it is
+still the same (`reach.py`). Tickets that a brain can't take over are void: each is refused, and `on_void` is told,
+which has to end the stream that it stood for, if there is one.
 """
 
 import asyncio
 import logging
 import os
+import ssl
 from collections.abc import Callable
 from contextlib import suppress
 from typing import Final
@@ -64,6 +65,7 @@ from balanceroute.proxy.link.messages import (
     Workers,
     read_from_brain,
 )
+from balanceroute.proxy.link.reach import Reach
 from balanceroute.proxy.link.token_counts import WrittenCounts
 
 log = logging.getLogger(__name__)
@@ -95,13 +97,13 @@ class RemoteBrain:
     def __init__(
         self,
         loop: asyncio.AbstractEventLoop,
-        path: str,
+        reach: Reach,
         relay: str,
         bounds: Bounds,
         on_void: Callable[[str], None],
     ) -> None:
-        """`path` is the brain's socket, `relay` this relay's name, `on_void` told the id of each void ticket."""
-        self._loop, self._path, self._relay, self._on_void = loop, path, relay, on_void
+        """`reach` is the way to the brain, `relay` this relay's name, `on_void` told the id of each void ticket."""
+        self._loop, self._reach, self._relay, self._on_void = loop, reach, relay, on_void
         self.bounds = bounds
         self.tell: Tell = _nobody
         self.collect: Callable[[], None] = _nothing
@@ -126,6 +128,7 @@ class RemoteBrain:
         self._knows_workers = False
         self._greeted = False  # Hello has been said: what is said after it comes after it
         self._lost = asyncio.Event()
+        self._trouble = ""  # why no brain is found, as it was said last
 
     # -- what lifecycles may know
 
@@ -258,44 +261,48 @@ class RemoteBrain:
             while True:
                 self._lost.clear()
                 try:
-                    # the number of a socket is nobody else's while somebody listens on it, out of sight too
-                    listening = os.stat(self._path).st_ino
-                    await self._loop.create_unix_connection(self._connected, self._path)
-                except OSError:
+                    frames, moved = await self._reach.connect(self._connection)
+                except OSError as error:
                     self._expire()
+                    if isinstance(error, ssl.SSLError):
+                        self._tell_trouble(error.reason or str(error))
                     await asyncio.sleep(RETRY_S)
                     continue
-                assert self._frames is not None
-                if self._another_listens(listening):  # it came between the two: which one is this?
+                self._frames = frames
+                if moved():  # it came between the two: which one is this?
                     self._frames.abort("another brain listens there")
-                    await self._lost.wait()
+                if not self._frames.open:
+                    await asyncio.sleep(RETRY_S)
                     continue
                 self._hello()
-                deadline_s = self._loop.time() + SILENT_S
+                deadline_s, joined = self._loop.time() + SILENT_S, False
                 while not self._lost.is_set():
                     with suppress(TimeoutError):
                         async with asyncio.timeout(LOOK_S):
                             await self._lost.wait()
+                    joined = joined or self.member is not None
                     if self.member is None and self._loop.time() > deadline_s:
                         self._frames.abort("the brain does not answer")
-                    elif self._another_listens(listening):
+                    elif moved():
                         self._frames.abort("another brain listens there")
                     elif self.member is not None:
                         self._look(self._frames)
+                if not joined:
+                    self._reach.turn_away()
+                    self._expire()
                 await asyncio.sleep(RETRY_S)
         finally:
             if self._frames is not None:
                 self._frames.close("this relay ends")
 
-    def _another_listens(self, listening: int) -> bool:
-        try:
-            return os.stat(self._path).st_ino != listening
-        except OSError:
-            return False  # nobody to turn to
+    def _connection(self) -> Frames[FromRelay]:
+        return Frames(self._loop, self._heard, self._closed)
 
-    def _connected(self) -> Frames[FromRelay]:
-        self._frames = Frames(self._loop, self._heard, self._closed)
-        return self._frames
+    def _tell_trouble(self, reason: str) -> None:
+        """Say once why there is no brain, where somebody must act."""
+        if reason != self._trouble:
+            self._trouble = reason
+            log.warning("no brain lets this relay in", extra={"relay": self._relay, "reason": reason})
 
     def _hello(self) -> None:
         """Say who this is, and everything that lives here."""
@@ -322,7 +329,11 @@ class RemoteBrain:
                 self._answer(self._open[ticket.id].number, Refusal(RefusalKind.EXPIRED, NO_BRAIN))
 
     def _closed(self, frames: Frames[FromRelay], reason: str) -> None:
-        if self.member is not None:
+        if frames is not self._frames:
+            return  # it was closed before it was used
+        if self.member is None:
+            self._tell_trouble(reason)
+        else:
             log.warning("brain lost", extra={"relay": self._relay, "epoch": self.epoch, "reason": reason})
         self.member, self._greeted, self._counts_read = None, False, False
         self._lost.set()
@@ -357,7 +368,7 @@ class RemoteBrain:
     def _welcome(self, frames: Frames[FromRelay], message: Welcome) -> None:
         if message.version != VERSION or message.epoch < self.epoch:
             raise LinkError(f"version {message.version}, epoch {message.epoch}: not the brain to talk to")
-        self.epoch, self.member = message.epoch, message.member
+        self.epoch, self.member, self._trouble = message.epoch, message.member, ""
         log.info("brain found", extra={"relay": self._relay, "epoch": self.epoch, "member": self.member})
         self._counts_read, self._unsaid = message.reads_counts, {}
         for entry in self._open.values():

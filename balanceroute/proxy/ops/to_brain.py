@@ -1,10 +1,11 @@
 """A relay's operators' routes: the brain answers them, whichever relay is asked.
 
-Who may ask is decided by the relay, which knows the client; the brain's socket is open to our user alone. While there
-is no brain, the answer is 503.
+Who may ask is decided by the relay, which knows the client; the brain's socket is open to our user alone, and from
+other machines to certificates of the link. While there is no brain, the answer is 503.
 """
 
-from collections.abc import AsyncIterator
+import ssl
+from collections.abc import AsyncIterator, Callable
 from typing import Final
 
 from starlette.requests import Request
@@ -13,11 +14,12 @@ from starlette.responses import Response, StreamingResponse
 from balanceroute.errors import NoHealthyWorkers, UpstreamError
 from balanceroute.proxy.client.asgi import REQUEST_ID
 from balanceroute.proxy.ops.guard import error_response
-from balanceroute.proxy.wire.responses import Headers
-from balanceroute.proxy.workers.upstream import Reply, Upstream
+from balanceroute.proxy.workers.upstream import Connections, Reply, Upstream
 
 RETRY_AFTER_S: Final = 1.0
 TIMEOUT_S: Final = 30.0  # until the head of an answer
+# of requests that are passed on: which of them a route serves the brain says
+METHODS: Final = ("GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS")
 _OURS: Final = frozenset(  # of one connection, or said by the relay itself
     (
         b"accept-encoding",
@@ -38,20 +40,33 @@ _OURS: Final = frozenset(  # of one connection, or said by the relay itself
 )
 
 
+def through_socket(path: str) -> Upstream:
+    """Connections to a brain on this machine, whose application listens there."""
+    return Upstream("http://brain", worker="brain", tier="brain", socket_path=path)
+
+
+def to_machine(address: tuple[str, int], context: Callable[[], ssl.SSLContext]) -> Upstream:
+    """Connections to a brain on another machine."""
+    host, port = address
+    url = f"https://[{host}]:{port}" if ":" in host else f"https://{host}:{port}"
+    return Upstream(url, worker="brain", tier="brain", ssl_context=context)
+
+
 class ToBrain:
     """The handler of all such routes."""
 
-    def __init__(self, socket_path: str) -> None:
-        """`socket_path`: where the brain's own application listens."""
-        self._path = socket_path
-        self._upstream = self._connections()
+    def __init__(self, connections: Callable[[], Connections]) -> None:
+        """`connections`: makes those to the application of the brain that leads now."""
+        self._connections = connections
+        self._upstream = connections()
 
     async def answer(self, request: Request) -> Response:
         """Pass the request on, and the answer back as it comes."""
         query: bytes = request.scope["query_string"]
         path = request.scope["raw_path"].decode("latin-1") + ("?" + query.decode("latin-1") if query else "")
         method = "GET" if request.method == "HEAD" else request.method
-        headers = [*_passed(request.headers.raw), (b"x-request-id", request.scope[REQUEST_ID].encode())]
+        passed = [(name, value) for name, value in request.headers.raw if name not in _OURS]
+        headers = [*passed, (b"x-request-id", request.scope[REQUEST_ID].encode())]
         try:
             reply = await self._upstream.request(
                 method, path, await request.body(), headers, first_byte_timeout_s=TIMEOUT_S
@@ -60,7 +75,8 @@ class ToBrain:
             text = "What decides for this router is not there; it is being started again."
             return error_response(NoHealthyWorkers(text, retry_after_s=RETRY_AFTER_S))
         response = StreamingResponse(_body(reply), reply.status)
-        response.raw_headers = _passed(reply.headers)
+        length = b"content-length"  # an answer is passed on whole; to HEAD it is all that is
+        response.raw_headers = [(name, value) for name, value in reply.headers if name not in _OURS or name == length]
         return response
 
     def turn_to_another(self) -> None:
@@ -68,16 +84,9 @@ class ToBrain:
         self._upstream.close()
         self._upstream = self._connections()
 
-    def _connections(self) -> Upstream:
-        return Upstream("http://brain", worker="brain", tier="brain", socket_path=self._path)
-
     def close(self) -> None:
         """Close every connection."""
         self._upstream.close()
-
-
-def _passed(headers: Headers) -> list[tuple[bytes, bytes]]:
-    return [(name, value) for name, value in headers if name.lower() not in _OURS]
 
 
 async def _body(reply: Reply) -> AsyncIterator[bytes]:

@@ -3,6 +3,9 @@
 Every handshake is made under the context of the moment (`client/handshake.py`). Whether there is TLS at all, and
 whether clients must show a certificate, stays until a restart, so that no change of a file opens a router.
 
+Between machines the link between brain and relays has a CA of its own, and both sides show a certificate of it. One
+port carries the link and operators' requests, which ALPN tells apart.
+
 Files are read again on SIGHUP, and when they have changed; connections that stand go on under the old ones. No session
 is resumed: a client whose CA has gone must not come back by what it was given before.
 """
@@ -11,6 +14,7 @@ import asyncio
 import logging
 import ssl
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
@@ -22,7 +26,21 @@ log = logging.getLogger(__name__)
 
 LOOK_S: Final = 60.0
 
+LINK: Final = "balanceroute-link"  # ALPN
+HTTP: Final = "http/1.1"
+
 Stamp = tuple[tuple[str, int], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class LinkTls:
+    """TLS 1.3 of the link between machines: a brain takes connections under `brain`; a relay opens some under `relay`
+    for the link and under `operators` for operators' requests.
+    """
+
+    brain: ssl.SSLContext
+    relay: ssl.SSLContext
+    operators: ssl.SSLContext
 
 
 class Tls:
@@ -33,6 +51,7 @@ class Tls:
         self._settings, self._stamp = config.tls, _stamp(config.tls)
         self.server = _server_context(config.tls)
         self._workers = _worker_context(config.tls)
+        self._link = _link_contexts(config.tls)
 
     def for_workers(self) -> ssl.SSLContext:
         """For the next connection to an https worker."""
@@ -40,15 +59,21 @@ class Tls:
             self._workers = ssl.create_default_context()  # takes time and memory, which plain HTTP should not cost
         return self._workers
 
+    @property
+    def link(self) -> LinkTls:
+        """For the next connection to or from another machine's brain or relay; the configuration has it."""
+        assert self._link is not None
+        return self._link
+
     def reload(self, config: Config) -> None:
         """Use what the files hold now. Raises: ConfigError: one is of no use, or needs a restart; nothing changed."""
         settings = config.tls
-        for name in ("cert_file", "client_ca_file"):
+        for name in ("cert_file", "client_ca_file", "link_ca_file", "link_cert_file"):
             if (getattr(settings, name) is None) is not (getattr(self._settings, name) is None):
                 raise ConfigError(f"tls.{name}: cannot be set or unset while the router runs; restart it")
         stamp = _stamp(settings)
-        server, workers = _server_context(settings), _worker_context(settings)
-        self._settings, self._stamp, self.server, self._workers = settings, stamp, server, workers
+        server, workers, link = _server_context(settings), _worker_context(settings), _link_contexts(settings)
+        self._settings, self._stamp, self.server, self._workers, self._link = settings, stamp, server, workers, link
 
     async def watch(self, config: Callable[[], Config], period_s: float = LOOK_S) -> None:
         """Until cancelled, read files again that have changed, as those are that are renewed by themselves."""
@@ -73,7 +98,7 @@ def _server_context(settings: TlsFiles) -> ssl.SSLContext | None:
     context.minimum_version = ssl.TLSVersion.TLSv1_2
     context.options |= ssl.OP_NO_TICKET
     context.num_tickets = 0
-    context.set_alpn_protocols(["http/1.1"])
+    context.set_alpn_protocols([HTTP])
     _load_chain(context, "tls.cert_file", settings.cert_file, settings.key_file)
     if settings.client_ca_file is not None:
         _load_ca(context, "tls.client_ca_file", settings.client_ca_file)
@@ -94,6 +119,26 @@ def _worker_context(settings: TlsFiles) -> ssl.SSLContext | None:
     if settings.worker_cert_file is not None:
         _load_chain(context, "tls.worker_cert_file", settings.worker_cert_file, settings.worker_key_file)
     return context
+
+
+def _link_contexts(settings: TlsFiles) -> LinkTls | None:
+    if settings.link_cert_file is None or settings.link_ca_file is None:
+        return None
+
+    def made(protocol: int, *alpn: str) -> ssl.SSLContext:
+        context = ssl.SSLContext(protocol)
+        context.minimum_version = ssl.TLSVersion.TLSv1_3
+        context.options |= ssl.OP_NO_TICKET
+        context.set_alpn_protocols(alpn)
+        context.verify_mode = ssl.CERT_REQUIRED
+        assert settings.link_cert_file is not None and settings.link_ca_file is not None
+        _load_chain(context, "tls.link_cert_file", settings.link_cert_file, settings.link_key_file)
+        _load_ca(context, "tls.link_ca_file", settings.link_ca_file)
+        return context
+
+    brain = made(ssl.PROTOCOL_TLS_SERVER, LINK, HTTP)
+    brain.num_tickets = 0
+    return LinkTls(brain, made(ssl.PROTOCOL_TLS_CLIENT, LINK), made(ssl.PROTOCOL_TLS_CLIENT, HTTP))
 
 
 def _load_chain(context: ssl.SSLContext, key: str, certificate: str, private_key: str | None) -> None:

@@ -26,6 +26,9 @@ A non-stream client is served from a stream as well (`ClientRequest.assembled`),
 the router how far a request has come. Two kinds go through unstreamed: bodies with a field whose answer
 `answers.py` cannot rebuild, and answers of at most `FOLLOWED_ABOVE_TOKENS`, whose whole growth is less than a
 KV block or two: their worker's load is off by no more than that, until they end and are counted.
+
+All bodies are made in this one file, because what one of them leaves out another one must have: a field that is moved
+between probe and decode is moved in one place.
 """
 
 from array import array
@@ -35,7 +38,7 @@ from typing import Any, Final, Literal
 
 import orjson
 
-from balanceroute.errors import BadUpstreamReply, InvalidRequest
+from balanceroute.errors import BadUpstreamReply, InvalidRequest, NotJson
 from balanceroute.proxy.wire.bounds import MAX_PARAMS_BYTES, checked_choice, checked_usage, token_count
 from balanceroute.proxy.wire.fields import boolean, checked, integer, kind
 from balanceroute.proxy.wire.json_size import check_size
@@ -197,7 +200,7 @@ def _loaded(body: bytes) -> dict[str, Any]:
     try:
         data = orjson.loads(body)
     except orjson.JSONDecodeError as exc:
-        raise InvalidRequest(f"The body is not valid JSON: {exc}") from exc
+        raise NotJson(f"The body is not valid JSON: {exc}") from exc
     if not isinstance(data, dict):
         raise InvalidRequest(f"The body must be a JSON object, not {kind(data)}.")
     return data

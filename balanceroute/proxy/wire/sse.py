@@ -19,6 +19,9 @@ stream for the same answer: ids, `created` and the role stay those of the first,
 Text that a worker held back (half of a character) dies with it, so `resume()` gives back the ids whose text
 was never seen and they are generated again. With stop strings a worker holds back more than the last ids
 show; a `recomputed` marker flushes that text, a lost connection loses it.
+
+`EventScanner` is one machine: what an event is judged by, what it is rewritten to and what the next one's template is
+made of are one state, and each event changes all of it. Parts would share every field.
 """
 
 import re

@@ -33,6 +33,9 @@ status to end; it never gets a parser (`plain_reply`). All else is the parser's 
 
 Errors of the network leave this module as `ConnectFailed`, `UpstreamTimeout` or `BadUpstreamReply`. The
 environment (`http_proxy`) is not consulted; `accept-encoding` is `identity` and a body is passed on as it is.
+
+Pool, connection and reply are one machine in one file: each byte that comes may end the reply, and that end gives the
+connection back to the pool or closes it.
 """
 
 import asyncio

@@ -152,6 +152,40 @@ def test_decode_workers_of_the_layerwise_connector_call_back_where_the_router_li
     assert a_config(connector="mooncake_layerwise", **sections).callback_url == url
 
 
+LINKED = {"link_ca_file": "ca.pem", "link_cert_file": "link.pem"}
+
+
+@pytest.mark.parametrize(
+    ("listen", "sections", "wrong"),
+    [
+        ({"link": "10.0.0.1:8700", "relays": 1}, {}, "never plain TCP"),
+        ({"brains": ["10.0.0.1:8700"], "relays": 1}, {"tls": {"link_ca_file": "ca.pem"}}, "never plain TCP"),
+        ({"link": "10.0.0.1:8700"}, {"tls": LINKED}, r"only with listen\.relays"),
+        ({"brains": ["10.0.0.1:8700"]}, {"tls": LINKED}, r"only with listen\.relays"),
+        ({"link": "10.0.0.1:0", "relays": 1}, {"tls": LINKED}, "1 to 65535"),
+        ({"brains": ["0.0.0.0:8700"], "relays": 1}, {"tls": LINKED}, "can be reached"),
+        ({"brains": ["10.0.0.1"], "relays": 1}, {"tls": LINKED}, "HOST:PORT"),
+        ({"brains": ["10.0.0.1:1"], "link": "10.0.0.1:1", "relays": 1}, {"tls": LINKED}, "where a brain runs"),
+        ({"brains": ["10.0.0.1:1"], "lease": "router", "relays": 1}, {"tls": LINKED}, "where a brain runs"),
+        (
+            {"link": "10.0.0.1:1", "relays": 1},
+            {"tls": LINKED, "connector": "mooncake_layerwise", **REACHED},
+            "mooncake_layerwise",
+        ),
+        ({}, {"tls": {"link_key_file": "link.key"}}, r"only with tls\.link_cert_file"),
+    ],
+)
+def test_a_link_that_cannot_be_made_is_refused(listen: dict[str, Any], sections: dict[str, Any], wrong: str) -> None:
+    with pytest.raises(ConfigError, match=wrong):
+        a_config(listen=listen, **sections)
+
+
+def test_a_link_is_taken_as_addresses() -> None:
+    assert a_config(listen={"link": "[::1]:8700", "relays": 1}, tls=LINKED).listen.link_address == ("::1", 8700)
+    config = a_config(listen={"brains": ["brain-0:8700", "10.0.0.2:1"], "relays": 1}, tls=LINKED)
+    assert config.listen.brain_addresses == [("brain-0", 8700), ("10.0.0.2", 1)]
+
+
 @pytest.mark.parametrize("listen", [{}, {"host": "::"}, {"host": "10.0.0.7", "port": 0}], ids=["v4", "v6", "any-port"])
 def test_an_address_that_decode_workers_cannot_call_back_is_refused(listen: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match=r"layerwise\.callback_url, such as http://"):

@@ -13,7 +13,9 @@ from balanceroute.proxy.admission.decode_dispatcher import DecodeDispatcher
 from balanceroute.proxy.admission.ledger import Ledger
 from balanceroute.proxy.admission.prefill_dispatcher import PrefillDispatcher
 from balanceroute.proxy.admission.tickets import Ticket, Tickets
+from balanceroute.proxy.link.far import FarMembers
 from balanceroute.proxy.link.hub import Hub
+from balanceroute.proxy.link.reach import Reach, SocketReach
 from balanceroute.proxy.link.remote import RemoteBrain
 from balanceroute.proxy.telemetry.instruments import Histogram
 from balanceroute.proxy.workers.fleet import Fleet, FleetConfig
@@ -24,7 +26,7 @@ from tests.waiting import PATIENCE_S
 class Brain:
     """A hub before a ledger, with its dispatchers once it has settled."""
 
-    def __init__(self, epoch: int, slots: int, relays: int) -> None:
+    def __init__(self, epoch: int, slots: int, relays: int, far: FarMembers | None = None) -> None:
         loop = asyncio.get_running_loop()
         self.scheduler = Scheduler(make_policy(PolicySettings(policy="br_0")), SchedulerConfig())
         self.scheduler.add_worker(WorkerSpec("p0", Role.PREFILL), 0.0)
@@ -32,7 +34,7 @@ class Brain:
         self.ledger = Ledger(self.scheduler, loop)
         self.superseded: list[int] = []
         reports = RelayReports(Fleet(self.ledger, FleetConfig()), loop, frozen=())
-        self.hub = Hub(self.ledger, reports, loop, epoch, relays, self.superseded.append)
+        self.hub = Hub(self.ledger, reports, loop, epoch, relays, self.superseded.append, far=far)
         self._tasks = [loop.create_task(self._decide())]
 
     async def _decide(self) -> None:
@@ -63,10 +65,10 @@ class Brain:
 class Relay:
     """Tickets before a brain that is elsewhere."""
 
-    def __init__(self, path: str, name: str) -> None:
+    def __init__(self, reach: Reach, name: str) -> None:
         loop = asyncio.get_running_loop()
         self.void: list[str] = []
-        self.brain = RemoteBrain(loop, path, name, SchedulerConfig(), self.void.append)
+        self.brain = RemoteBrain(loop, reach, name, SchedulerConfig(), self.void.append)
         self.tickets = Tickets(self.brain, loop)
         self.brain.tickets = self.tickets.by_id
         self.restart()
@@ -101,16 +103,16 @@ class Stage:
         self.path = path
         self._all: list[Brain | Relay] = []
 
-    async def brain(self, epoch: int = 1, slots: int = 4, relays: int = 0) -> Brain:
+    async def brain(self, epoch: int = 1, slots: int = 4, relays: int = 0, far: FarMembers | None = None) -> Brain:
         """One that listens."""
-        brain = Brain(epoch, slots, relays)
+        brain = Brain(epoch, slots, relays, far)
         self._all.append(brain)
         await brain.hub.serve(self.path)
         return brain
 
-    def relay(self, name: str = "r0") -> Relay:
+    def relay(self, name: str = "r0", reach: Reach | None = None) -> Relay:
         """One that looks for a brain."""
-        relay = Relay(self.path, name)
+        relay = Relay(reach or SocketReach(self.path), name)
         self._all.append(relay)
         return relay
 

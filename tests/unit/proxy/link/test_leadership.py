@@ -45,6 +45,13 @@ def test_one_leads_and_the_next_counts_on(tmp_path: Path) -> None:
     assert (tmp_path / "lead").stat().st_mode & 0o777 == 0o600
 
 
+def test_epochs_begin_where_they_are_told_to_and_count_on(tmp_path: Path) -> None:
+    for epoch in (1000, 1001):
+        lead = FileLead(tmp_path / "lead", 1000)
+        assert lead.take() and lead.epoch == epoch
+        lead.release()
+
+
 def test_a_leader_that_is_killed_leads_no_more(tmp_path: Path) -> None:
     path = tmp_path / "lead"
     with subprocess.Popen([sys.executable, "-c", HOLD, str(path)], stdout=subprocess.PIPE, text=True) as leader:

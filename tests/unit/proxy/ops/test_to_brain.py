@@ -10,7 +10,7 @@ from starlette.applications import Starlette
 from starlette.routing import Route
 
 from balanceroute.proxy.client.asgi import REQUEST_ID
-from balanceroute.proxy.ops.to_brain import ToBrain
+from balanceroute.proxy.ops.to_brain import ToBrain, through_socket
 from tests.unit.proxy.servers import CHUNKED_HEAD, chunked, read_request
 
 HEAD = (
@@ -45,7 +45,7 @@ def with_brain(test: Callable[[httpx.AsyncClient, list[tuple[bytes, bytes]]], Aw
 
         path = f"{folder}/operators.sock"
         server = await asyncio.start_unix_server(serve, path) if parts else None
-        to_brain = ToBrain(path)
+        to_brain = ToBrain(lambda: through_socket(path))
         app = Starlette(routes=[Route("/state", to_brain.answer, methods=["GET", "POST"])])
         try:
             async with httpx.AsyncClient(transport=httpx.ASGITransport(Named(app)), base_url="http://relay") as client:

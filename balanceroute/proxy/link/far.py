@@ -1,0 +1,151 @@
+"""The brain's end of the link to other machines: TLS 1.3, where both sides show a certificate of the link's own CA.
+
+Who shows none has cost a socket for `HANDSHAKE_S` at most, one of `MAX_STRANGERS` that may shake hands at a time, and
+no byte of his is read as a frame. Whoever has one is a process of the router: it may join as a relay, or send
+operators' requests, which the relay that passes them on has let through. ALPN tells which.
+
+A relay of another machine has no file here. So a brain writes down who its far members are: the next one on this
+machine waits for them, as it waits for the relays that it sees living.
+"""
+
+import asyncio
+import logging
+import socket
+import ssl
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Final
+
+from balanceroute.proxy.perimeter.tls import LINK
+
+log = logging.getLogger(__name__)
+
+HANDSHAKE_S: Final = 3.0
+MAX_STRANGERS: Final = 64  # who have not shown a certificate; the first of them gives way to one more
+BACKLOG: Final = 1024
+PAUSE_S: Final = 1.0  # while no connection can be taken
+TELL_S: Final = 10.0  # between two lines about strangers
+
+Protocols = Callable[[], asyncio.Protocol]
+
+
+class FarListener:
+    """Takes connections of other machines; it stands for `asyncio.Server` where that is only closed."""
+
+    def __init__(
+        self,
+        loop: asyncio.AbstractEventLoop,
+        sock: socket.socket,
+        context: Callable[[], ssl.SSLContext],
+        link: Protocols,
+        operators: Protocols,
+    ) -> None:
+        """Listen on `sock`, which is bound. `context` is asked for each connection; `link` and `operators` make the
+        protocols of those that are let in. Raises: OSError: somebody else listens there.
+        """
+        sock.setblocking(False)
+        sock.listen(BACKLOG)
+        self._loop, self._sock, self._context = loop, sock, context
+        self._link, self._operators = link, operators
+        self.sockets = (sock,)
+        self._strangers: dict[asyncio.Task[None], str] = {}  # their hosts, in the order in which they came
+        self._resume: asyncio.TimerHandle | None = None
+        self._refused, self._told_s = 0, loop.time() - TELL_S
+        loop.add_reader(sock, self._accept)
+
+    def close(self) -> None:
+        """Take no more. Idempotent."""
+        if self._sock.fileno() >= 0:
+            self._loop.remove_reader(self._sock)
+        if self._resume is not None:
+            self._resume.cancel()
+        for stranger in self._strangers:
+            stranger.cancel()
+        self._sock.close()
+
+    async def wait_closed(self) -> None:
+        """Wait until nobody shakes hands any more."""
+        await asyncio.gather(*self._strangers, return_exceptions=True)
+
+    def _accept(self) -> None:
+        try:
+            peer, address = self._sock.accept()
+        except (BlockingIOError, InterruptedError, ConnectionAbortedError):
+            return  # it has gone
+        except OSError as error:
+            log.warning("no connection can be taken", extra={"error": error.strerror})
+            self._loop.remove_reader(self._sock)
+            self._resume = self._loop.call_later(PAUSE_S, self._loop.add_reader, self._sock, self._accept)
+            return
+        peer.setblocking(False)
+        if len(self._strangers) >= MAX_STRANGERS:
+            self._give_way()
+        task = self._loop.create_task(self._let_in(peer, str(address[0])))
+        self._strangers[task] = str(address[0])
+        task.add_done_callback(lambda done: self._strangers.pop(done, None))
+
+    def _give_way(self) -> None:
+        """End the oldest handshake: an honest one takes some milliseconds, so it is hardly ever the oldest of many."""
+        oldest = next(iter(self._strangers))
+        self._refuse(self._strangers.pop(oldest), "too many shake hands")
+        oldest.cancel()
+
+    async def _let_in(self, peer: socket.socket, host: str) -> None:
+        try:
+            await self._loop.connect_accepted_socket(
+                lambda: _LetIn(self._link, self._operators),
+                peer,
+                ssl=self._context(),
+                ssl_handshake_timeout=HANDSHAKE_S,
+            )
+        except asyncio.CancelledError:
+            peer.close()
+            raise
+        except OSError as error:  # as every failure of TLS and of the network
+            peer.close()
+            self._refuse(host, getattr(error, "reason", None) or str(error) or type(error).__name__)
+
+    def _refuse(self, host: str, reason: str) -> None:
+        """Say so, not more often than somebody reads it."""
+        self._refused += 1
+        now = self._loop.time()
+        if now - self._told_s >= TELL_S:
+            log.warning("strangers refused", extra={"count": self._refused, "last": host, "reason": reason})
+            self._refused, self._told_s = 0, now
+
+
+class _LetIn(asyncio.Protocol):
+    """Who has shown a certificate, until it is known what for."""
+
+    def __init__(self, link: Protocols, operators: Protocols) -> None:
+        self._link, self._operators = link, operators
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        """The handshake is over."""
+        chosen = transport.get_extra_info("ssl_object").selected_alpn_protocol()
+        protocol = self._link() if chosen == LINK else self._operators()
+        transport.set_protocol(protocol)
+        protocol.connection_made(transport)
+
+
+class FarMembers:
+    """The names of the far members of a brain's leaderships, in a file that outlives it."""
+
+    def __init__(self, path: Path) -> None:
+        """Read what the former brain of this folder has left."""
+        self._path = path
+        self.known = path.exists()  # False: nothing is known of who may come
+        self.names = frozenset(path.read_text().split("\n")) - {""} if self.known else frozenset()
+
+    def keep(self, names: Iterable[str]) -> None:
+        """These are the members now."""
+        beside = self._path.with_suffix(".new")
+        try:
+            beside.write_text("\n".join(names))
+            beside.replace(self._path)
+        except OSError as error:
+            log.warning("relays of other machines not kept", extra={"error": error.strerror})
+
+    def forget(self) -> None:
+        """They turn to a brain of another machine."""
+        self._path.unlink(missing_ok=True)

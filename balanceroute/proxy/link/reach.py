@@ -1,0 +1,81 @@
+"""Where a relay finds the brain: at a socket of the run folder, or on another machine out of a list."""
+
+import asyncio
+import os
+import ssl
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Final, Protocol, TypeVar
+
+TRY_S: Final = 1.5  # until a brain of another machine has shown its certificate
+
+P = TypeVar("P", bound=asyncio.Protocol)
+Moved = Callable[[], bool]
+"""Whether another brain listens by now where a connection was made."""
+
+
+class Reach(Protocol):
+    """The way to whoever leads."""
+
+    async def connect(self, protocol: Callable[[], P]) -> tuple[P, Moved]:
+        """One connection, to be asked for again where it is not. Raises: OSError."""
+
+    def turn_away(self) -> None:
+        """Who was found is not the one to talk to."""
+
+
+class SocketReach:
+    """A brain on this machine. Each leader has a socket of its own, at the same path."""
+
+    def __init__(self, path: Path | str) -> None:
+        self._path = str(path)
+
+    async def connect(self, protocol: Callable[[], P]) -> tuple[P, Moved]:
+        """See `Reach`."""
+        # the number of a socket is nobody else's while somebody listens on it, out of sight too
+        listening = os.stat(self._path).st_ino
+        _, made = await asyncio.get_running_loop().create_unix_connection(protocol, self._path)
+        return made, lambda: self._another_listens(listening)
+
+    def turn_away(self) -> None:
+        """There is no other place."""
+
+    def _another_listens(self, listening: int) -> bool:
+        try:
+            return os.stat(self._path).st_ino != listening
+        except OSError:
+            return False  # nobody to turn to
+
+
+class FarReach:
+    """Brains of other machines: the one that led last, and the next of the list where it does not answer.
+
+    A brain that stands by takes no connection. That a leader is deposed shows by its silence, and by the epoch of the
+    next one.
+    """
+
+    def __init__(self, addresses: Sequence[tuple[str, int]], context: Callable[[], ssl.SSLContext]) -> None:
+        """`context` is asked for each connection: the other side must show a certificate for its host."""
+        self._addresses, self._context = addresses, context
+        self._at = 0
+
+    @property
+    def address(self) -> tuple[str, int]:
+        """Of who was found last, or is tried next."""
+        return self._addresses[self._at]
+
+    async def connect(self, protocol: Callable[[], P]) -> tuple[P, Moved]:
+        """See `Reach`."""
+        host, port = self.address
+        try:
+            async with asyncio.timeout(TRY_S):
+                loop = asyncio.get_running_loop()
+                _, made = await loop.create_connection(protocol, host, port, ssl=self._context(), server_hostname=host)
+        except BaseException:
+            self.turn_away()
+            raise
+        return made, lambda: False
+
+    def turn_away(self) -> None:
+        """See `Reach`."""
+        self._at = (self._at + 1) % len(self._addresses)

@@ -1,0 +1,320 @@
+"""HAProxy before relays of two machines, which share the brain of a third: killed under a load, every answer checked.
+
+A machine is a run folder and its processes here. `deploy/haproxy.cfg` is used as it is, with other addresses, and the
+certificates are made by the commands of docs/relays.md. Everything listens on 127.0.0.1 and is ended by process id.
+
+    calm            both machines serve, every answer is right
+    kill relays     kill -9 of one machine's processes: streams of its own may be cut short, nothing else fails; back
+    kill brain      kill -9 of the process that decides: every answer is complete
+    kill machine    kill -9 of all processes of the brain's machine, started again: every stream is complete
+    at the end      no slot, no request and no KV is held
+
+An answer is right, cut short (the tokens so far are right), refused (a status of 5xx before the first byte), or wrong.
+Exits with 1 where anything else happens than is said above.
+"""
+
+import argparse
+import asyncio
+import itertools
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import ExitStack, closing, contextmanager, suppress
+from pathlib import Path
+from typing import Any, Final
+
+import httpx
+
+from balanceroute.engine.tokens import FIRST_TRIPLE_ID, continuation, decode
+
+ROOT: Final = Path(__file__).parents[2]
+PREFILLERS, RANKS, SLOTS = 2, 2, 8
+PATIENCE_S: Final = 60.0
+CHECKED_S: Final = 3.0  # until HAProxy has found out that a machine is gone: 2 checks, 1 s apart
+KEY: Final = "openssl req -x509 -newkey ec -pkeyopt ec_paramgen_curve:P-256 -nodes"
+CA: Final = (
+    f"{KEY} -days 3650 -subj /CN=link -addext basicConstraints=critical,CA:true -addext keyUsage=critical,keyCertSign "
+    "-keyout link-ca.key -out link-ca.pem"
+)
+CERTIFICATE: Final = (
+    f"{KEY} -days 365 -subj /CN=127.0.0.1 -addext subjectAltName=IP:127.0.0.1 "
+    "-addext basicConstraints=critical,CA:false -CA link-ca.pem -CAkey link-ca.key -keyout link.key -out link.pem"
+)
+
+
+class Wrong(Exception):
+    """Something is not as it must be."""
+
+
+class Process:
+    """One with its children, in a process group of its own."""
+
+    def __init__(self, log: Path, *command: str) -> None:
+        self.log, self._command = log, command
+        self.start()
+
+    def start(self) -> None:
+        """Start it, after its death again."""
+        with self.log.open("ab") as sink:
+            self._told_from = self.log.stat().st_size
+            self.running = subprocess.Popen(self._command, stdout=sink, stderr=sink, start_new_session=True)
+
+    def kill(self) -> None:
+        """All its processes at once."""
+        with suppress(ProcessLookupError):
+            os.killpg(self.running.pid, signal.SIGKILL)
+        self.running.wait()
+
+    def lines(self, event: str) -> list[dict[str, Any]]:
+        """What the present life has logged of an event."""
+        text = self.log.read_bytes()[self._told_from :].decode()
+        told = [json.loads(line) for line in text.splitlines() if line.startswith("{") and line.endswith("}")]
+        return [line for line in told if line.get("event") == event]
+
+
+def free_ports(count: int) -> list[int]:
+    """Ports that nobody uses."""
+    with ExitStack() as held:
+        socks = [held.enter_context(closing(socket.create_server(("127.0.0.1", 0)))) for _ in range(count)]
+        return [sock.getsockname()[1] for sock in socks]
+
+
+class Site:
+    """The emulated cluster, the three machines and HAProxy."""
+
+    def __init__(self, folder: Path, stack: ExitStack) -> None:
+        self._folder, self._stack = folder, stack
+        for command in (CA, CERTIFICATE):
+            subprocess.run(command.split(), cwd=folder, check=True, capture_output=True)
+        self.link, front, *ports = free_ports(5)
+        self.url = f"http://127.0.0.1:{front}"
+        self._emulate()
+        home, *others = ports
+        self.brain = self._machine("brain", home, f"listen.link=127.0.0.1:{self.link}")
+        brains = f"listen.brains=[127.0.0.1:{self.link}]"
+        self.relays = [self._machine(name, port, brains) for name, port in zip("ab", others, strict=True)]
+        self._balance(front, others)
+
+    def _start(self, name: str, *command: str) -> Process:
+        process = Process(self._folder / f"{name}.log", *command)
+        self._stack.callback(process.kill)
+        return process
+
+    def _python(self, name: str, *arguments: str) -> Process:
+        return self._start(name, sys.executable, "-m", "balanceroute", *arguments)
+
+    def _emulate(self) -> None:
+        base = next(port for port in range(21_000, 29_000, 200) if all(map(_is_free, (port, port + 1, port + 100))))
+        self.config = self._folder / "cluster.yaml"
+        sizes = ["--prefill", str(PREFILLERS), "--decode", str(RANKS), "--max-num-seqs", str(SLOTS)]
+        where = ["--base-port", str(base), "--write-config", str(self.config), "--time-scale", "0.3"]
+        self._python("emulate", "emulate", *sizes, *where)
+        self.prefillers = [f"http://127.0.0.1:{base + number}" for number in range(PREFILLERS)]
+
+    def _machine(self, name: str, port: int, where: str) -> Process:
+        wait_for("the emulated cluster", self.config.exists)
+        files = [f"tls.link_{kind}_file={self._folder}/{file}" for kind, file in _FILES.items()]
+        settings = [where, f"listen.run_folder={self._folder / name}", "listen.relays=1", *files]
+        flags = [part for setting in settings for part in ("--set", setting)]
+        address = ["--host", "127.0.0.1", "--port", str(port)]
+        return self._python(name, "serve", "--config", str(self.config), *address, *flags)
+
+    def _balance(self, front: int, ports: list[int]) -> None:
+        text = (ROOT / "deploy" / "haproxy.cfg").read_text().replace("bind :8000", f"bind 127.0.0.1:{front}")
+        addresses = iter(ports)
+        text = re.sub(r"(?m)^( +server \w+) \S+", lambda found: f"{found[1]} 127.0.0.1:{next(addresses)}", text)
+        file = self._folder / "haproxy.cfg"
+        file.write_text(text)
+        self._balancer = self._start("haproxy", "haproxy", "-db", "-f", str(file))
+
+    def get(self, path: str) -> httpx.Response | None:
+        """What HAProxy answers; None: nothing, or 5xx. Raises: Wrong: it has ended."""
+        if self._balancer.running.poll() is not None:
+            raise Wrong(f"HAProxy has ended: {self._balancer.log.read_text()}")
+        with suppress(httpx.TransportError):
+            answer = httpx.get(self.url + path, trust_env=False, timeout=5.0)
+            return answer if answer.status_code < 500 else None
+        return None
+
+    def holds_nothing(self) -> bool:
+        """Whether no request is left, by the brain, and no KV, by the prefillers."""
+        answer = self.get("/state")
+        if answer is None:
+            return False
+        state = answer.json()
+        if state["waiting"] or state["exchanges"] or any(worker["active"] for worker in state["workers"]):
+            return False
+        pages = [httpx.get(f"{url}/metrics", trust_env=False).text for url in self.prefillers]
+        return all(float(use) == 0.0 for page in pages for use in re.findall(r"kv_cache_usage_perc\{.*\} (\S+)", page))
+
+
+_FILES: Final = {"ca": "link-ca.pem", "cert": "link.pem", "key": "link.key"}
+
+
+def _is_free(port: int) -> bool:
+    with socket.socket() as probe:
+        return probe.connect_ex(("127.0.0.1", port)) != 0
+
+
+def wait_for(what: str, happened: Callable[[], bool]) -> float:
+    """Wait until it has; returns how long that took, in seconds. Raises: Wrong."""
+    began = time.monotonic()
+    while not happened():
+        if time.monotonic() - began > PATIENCE_S:
+            raise Wrong(f"{what}: not after {PATIENCE_S:.0f} s")
+        time.sleep(0.1)
+    return time.monotonic() - began
+
+
+class Load:
+    """Clients that ask one stream after the other, and what came of it."""
+
+    def __init__(self, url: str, clients: int) -> None:
+        self.found: Counter[str] = Counter()
+        self.worst_wait_s = 0.0  # for a first token
+        self._numbers = itertools.count()
+        self._http = httpx.AsyncClient(
+            base_url=url, timeout=PATIENCE_S, trust_env=False, limits=httpx.Limits(max_connections=None)
+        )
+        self._stops = asyncio.Event()
+        self._tasks = [asyncio.get_running_loop().create_task(self._client()) for _ in range(clients)]
+
+    async def _client(self) -> None:
+        while not self._stops.is_set():
+            found = await self._ask(next(self._numbers))
+            self.found[found] += 1
+            if found == "refused":
+                await asyncio.sleep(0.2)
+
+    async def _ask(self, number: int) -> str:
+        first = FIRST_TRIPLE_ID + 7 * (number % 4000)
+        prompt, tokens = list(range(first, first + 50)), 20 + number % 5 * 40
+        body = {"model": "emulated", "prompt": prompt, "max_tokens": tokens, "ignore_eos": True, "stream": True}
+        expected, text, began = decode(continuation(prompt, tokens)), "", time.monotonic()
+        try:
+            async with self._http.stream("POST", "/v1/completions", json=body) as answer:
+                if answer.status_code >= 500:
+                    return "refused"
+                async for line in answer.aiter_lines():
+                    if line == "data: [DONE]":
+                        return "right" if text == expected else "wrong"
+                    if line.startswith("data: "):
+                        if not text:
+                            self.worst_wait_s = max(self.worst_wait_s, time.monotonic() - began)
+                        choices = json.loads(line.removeprefix("data: ")).get("choices", ())
+                        text += "".join(choice["text"] for choice in choices)
+        except httpx.TransportError:
+            pass  # cut short: judged below
+        return "cut short" if expected.startswith(text) else "wrong"
+
+    def take(self) -> tuple[Counter[str], float]:
+        """What has been found, and the worst wait, since the last call."""
+        taken = self.found, self.worst_wait_s
+        self.found, self.worst_wait_s = Counter(), 0.0
+        return taken
+
+    async def end(self) -> None:
+        """Wait for what is under way."""
+        self._stops.set()
+        await asyncio.gather(*self._tasks)
+        await self._http.aclose()
+
+
+async def run(site: Site, clients: int, seconds: float) -> None:
+    """All phases. Raises: Wrong."""
+    await asyncio.to_thread(wait_for, "the first answer", lambda: site.get("/ready") is not None)
+    load = Load(site.url, clients)
+    dies, brain = site.relays[0], site.brain
+
+    async def kill_relays() -> None:
+        dies.kill()
+        await asyncio.sleep(CHECKED_S)
+        dies.start()
+        await asyncio.to_thread(wait_for, "the machine is back", lambda: bool(dies.lines("brain found")))
+
+    async def kill_brain() -> None:
+        leads = [line["pid"] for line in brain.lines("listening") if "epoch" in line]
+        os.kill(leads[-1], signal.SIGKILL)
+
+        def another_decides() -> bool:
+            return len(brain.lines("the brain decides")) > len(leads)
+
+        print(f"    another brain decides after {await asyncio.to_thread(wait_for, 'takeover', another_decides):.1f} s")
+
+    async def kill_machine() -> None:
+        brain.kill()
+        await asyncio.sleep(1.0)
+        brain.start()
+        await asyncio.to_thread(wait_for, "the brain is back", lambda: bool(brain.lines("the brain decides")))
+
+    # what may happen beside right answers, and how often: a machine's own streams, and what is sent to it meanwhile
+    phases: list[tuple[str, Callable[[], Awaitable[None]] | None, dict[str, int]]] = [
+        ("calm", None, {}),
+        ("kill relays", kill_relays, {"cut short": clients, "refused": clients * 20}),
+        ("kill brain", kill_brain, {}),
+        ("kill machine", kill_machine, {}),
+    ]
+    try:
+        for name, act, allowed in phases:
+            if act is not None:
+                await act()
+            await asyncio.sleep(seconds)
+            found, wait_s = load.take()
+            print(f"{name:14} {dict(found)}, longest wait for a first token {wait_s:.1f} s", flush=True)
+            if not found["right"] or any(
+                count > allowed.get(what, 0) for what, count in (found - _right(found)).items()
+            ):
+                raise Wrong(f"{name}: {dict(found)}; accepted beside right ones are at most {allowed}")
+    finally:
+        await load.end()
+    found, _ = load.take()
+    if set(found) - {"right"}:
+        raise Wrong(f"the last ones: {dict(found)}")
+    took_s = await asyncio.to_thread(wait_for, "nothing is held", site.holds_nothing)
+    print(f"{'at the end':14} {dict(found)}, nothing is held after {took_s:.1f} s")
+
+
+def _right(found: Counter[str]) -> Counter[str]:
+    return Counter({"right": found["right"]})
+
+
+@contextmanager
+def kept(folder: str | None) -> Iterator[Path]:
+    """The folder for logs; one of its own is gone at the end."""
+    if folder is None:
+        with tempfile.TemporaryDirectory(prefix="haproxy") as made:
+            yield Path(made)
+    else:
+        Path(folder).mkdir(parents=True)
+        yield Path(folder).absolute()
+
+
+def main() -> int:
+    """The exit code."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--seconds", type=float, default=8.0, help="of load after each event")
+    parser.add_argument("--clients", type=int, default=12)
+    parser.add_argument("--keep", metavar="DIR", help="a new folder, in which the logs stay")
+    arguments = parser.parse_args()
+    with kept(arguments.keep) as folder, ExitStack() as stack:
+        try:
+            asyncio.run(run(Site(folder, stack), arguments.clients, arguments.seconds))
+            for log in folder.glob("*.log"):
+                if "Traceback" in log.read_text() or "internal error" in log.read_text():
+                    raise Wrong(f"{log}: there is a traceback in it")
+        except Wrong as error:
+            print(f"wrong: {error}")
+            return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

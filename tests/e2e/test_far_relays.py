@@ -1,0 +1,238 @@
+"""Relays of several machines (run folders) before one brain, joined by TCP and TLS."""
+
+import asyncio
+import os
+import re
+import signal
+import socket
+import ssl
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import AsyncExitStack, asynccontextmanager, closing
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import trustme
+
+from tests.e2e.test_relays import Cluster, Router, a_router, all_end, cluster, end_group, streams
+from tests.waiting import until
+
+pytestmark = pytest.mark.e2e
+__all__ = ["cluster"]  # the fixture
+HELD_S = 20.0  # longer than anything waits for a stranger
+
+
+class Authority:
+    """The CA of a link, and one certificate of it."""
+
+    def __init__(self, folder: Path, name: str = "link") -> None:
+        ca = trustme.CA()
+        self.ca, self.chain = folder / f"{name}-ca.pem", folder / f"{name}.pem"
+        ca.cert_pem.write_to_path(str(self.ca))
+        ca.issue_cert("127.0.0.1").private_key_and_cert_chain_pem.write_to_path(str(self.chain))
+
+    def flags(self) -> list[str]:
+        return ["--set", f"tls.link_ca_file={self.ca}", "--set", f"tls.link_cert_file={self.chain}"]
+
+    def client(self) -> ssl.SSLContext:
+        context = ssl.create_default_context(cafile=str(self.ca))
+        context.load_cert_chain(self.chain)
+        return context
+
+
+@dataclass(frozen=True, slots=True)
+class Machines:
+    """The brain's, which has a relay too, and those of relays alone."""
+
+    brain: Router
+    relays: list[Router]
+    port: int
+    authority: Authority
+
+    @property
+    def logs(self) -> str:
+        return "".join(router.log.read_text() for router in (self.brain, *self.relays))
+
+
+def a_free_port() -> int:
+    with closing(socket.create_server(("127.0.0.1", 0))) as sock:
+        port: int = sock.getsockname()[1]
+        return port
+
+
+def a_folder(parent: Path, name: str) -> Path:
+    folder = parent / name
+    folder.mkdir()
+    return folder
+
+
+@asynccontextmanager
+async def machines(cluster: Cluster, folder: Path, standbys: int = 0) -> AsyncIterator[Machines]:
+    authority, port = Authority(folder), a_free_port()
+    address = f"127.0.0.1:{port}"
+    async with AsyncExitStack() as stack:
+        flags = [*authority.flags(), "--set", f"listen.link={address}"]
+        home = a_folder(folder, "brain")
+        brain = await stack.enter_async_context(a_router(cluster, home, *flags, relays=1, standbys=standbys))
+        flags = [*authority.flags(), "--set", f"listen.brains=[{address}]"]
+        relays = [
+            await stack.enter_async_context(a_router(cluster, a_folder(folder, name), *flags, relays=1))
+            for name in ("a", "b")
+        ]
+        yield Machines(brain, relays, port, authority)
+
+
+def with_machines(
+    test: Callable[[Machines], Awaitable[None]], cluster: Cluster, folder: Path, standbys: int = 0
+) -> None:
+    async def run() -> None:
+        async with machines(cluster, folder, standbys) as those:
+            await test(those)
+            await until(those.brain.holds_nothing)
+            await until(lambda: not cluster.holds_kv())
+            assert "Traceback" not in those.logs and '"internal error"' not in those.logs
+
+    asyncio.run(run())
+
+
+def test_relays_of_other_machines_answer_as_the_brain_s_own(cluster: Cluster, tmp_path: Path) -> None:
+    async def test(those: Machines) -> None:
+        begun = [stream for n, router in enumerate(those.relays) for stream in streams(router, 6, 30, first=20 * n)]
+        assert await all_end(begun) == 12
+        finished = r'balanceroute_requests_total\{outcome="finished"\} (\S+)'
+
+        async def counted(router: Router) -> bool:
+            found = re.search(finished, (await router.get("/metrics")).text)
+            return found is not None and float(found[1]) == 12
+
+        for router in (those.brain, *those.relays):
+            await until(lambda: counted(router))  # noqa: B023
+            assert len((await router.state())["workers"]) == 2
+            assert (await router.get("/dashboard")).status_code == 200
+
+    with_machines(test, cluster, tmp_path)
+
+
+def test_a_machine_of_relays_that_dies_leaves_its_slots_to_the_others(cluster: Cluster, tmp_path: Path) -> None:
+    async def test(those: Machines) -> None:
+        dies, stays = those.relays
+        lost = streams(dies, 4, 3000)
+        await until(lambda: all(stream.begun for stream in lost))
+        kept = streams(stays, 4, 200, first=50)
+        await until(lambda: all(stream.begun for stream in kept))
+        end_group(dies.running)
+
+        async def are_free() -> bool:
+            return await those.brain.active() <= 4
+
+        await until(are_free)
+        assert await all_end(streams(stays, 4, 20, first=80)) == 4
+        assert await all_end(kept) == 4 and await all_end(lost) == 0
+
+    async def run() -> None:
+        async with machines(cluster, tmp_path) as those:
+            await test(those)
+            await until(those.brain.holds_nothing)
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize(
+    ("number", "standbys"),
+    [(signal.SIGKILL, 0), (signal.SIGKILL, 1), (signal.SIGSTOP, 1)],
+    ids=["killed alone", "killed", "stopped"],
+)
+def test_streams_of_other_machines_outlive_the_brain(
+    cluster: Cluster, tmp_path: Path, number: signal.Signals, standbys: int
+) -> None:
+    async def test(those: Machines) -> None:
+        begun = [stream for n, router in enumerate(those.relays) for stream in streams(router, 4, 600, first=20 * n)]
+        await until(lambda: all(stream.begun for stream in begun))
+        os.kill(those.brain.brains[-1], number)
+        later = [
+            stream for n, router in enumerate(those.relays) for stream in streams(router, 3, 20, first=50 + 20 * n)
+        ]
+        assert await all_end(begun) == 8
+        assert await all_end(later) == 6
+        assert len(those.brain.brains) == 2
+        assert not those.brain.were_late
+        assert those.brain.said("the brain decides")[-1]["relays"] == 3
+
+    with_machines(test, cluster, tmp_path, standbys)
+
+
+def test_a_brain_s_machine_that_comes_back_with_nothing_is_joined_as_before(cluster: Cluster, tmp_path: Path) -> None:
+    """Its run folder is in memory, so it knows no epoch of before, which relays of other machines have seen."""
+
+    async def run() -> None:
+        async with machines(cluster, tmp_path) as those:
+            begun = streams(those.relays[0], 4, 1500)
+            await until(lambda: all(stream.begun for stream in begun))
+            end_group(those.brain.running)
+            flags = [*those.authority.flags(), "--set", f"listen.link=127.0.0.1:{those.port}"]
+            async with a_router(cluster, a_folder(tmp_path, "empty"), *flags, relays=1) as brain:
+                assert await all_end(streams(those.relays[1], 4, 20, first=100)) == 4
+                assert await all_end(begun) == 4
+                await until(brain.holds_nothing)
+                assert len(brain.brains) == 1
+
+    asyncio.run(run())
+
+
+def test_who_has_no_certificate_of_the_link_gets_nothing_and_harms_nobody(cluster: Cluster, tmp_path: Path) -> None:
+    async def answer_to(port: int, context: ssl.SSLContext | None, said: bytes) -> bytes:
+        """All that the brain sends to who says this, until it closes."""
+        writer = None
+        try:
+            async with asyncio.timeout(HELD_S):
+                reader, writer = await asyncio.open_connection("127.0.0.1", port, ssl=context)
+                writer.write(said)
+                return await reader.read()
+        except (ConnectionError, ssl.SSLError):
+            return b""
+        finally:
+            if writer is not None:
+                writer.transport.abort()
+
+    async def test(those: Machines) -> None:
+        begun = [stream for n, router in enumerate(those.relays) for stream in streams(router, 3, 200, first=20 * n)]
+        await until(lambda: all(stream.begun for stream in begun))
+        stranger = Authority(tmp_path, "stranger").client()
+        stranger.check_hostname, stranger.verify_mode = False, ssl.CERT_NONE
+        nobody = ssl.create_default_context(cafile=str(those.authority.ca))
+        http = b"GET /state HTTP/1.1\r\nhost: brain\r\n\r\n"
+        for context in (stranger, nobody):
+            assert await answer_to(those.port, context, http) == b""
+            assert b"workers" not in await answer_to(those.port, context, b"\x00\x00\x00\x05hello")
+        for said in (b"", b"GET / HTTP/1.1\r\n\r\n", b"\x16\x03\x01\xff\xff" + bytes(70_000), b"\x00" * 100):
+            assert b"workers" not in await answer_to(those.port, None, said)
+        ours = those.authority.client()
+        ours.set_alpn_protocols(["balanceroute-link"])
+        assert await answer_to(those.port, ours, b"") == b""  # no Hello
+        assert await answer_to(those.port, ours, b"\xff\xff\xff\xff") == b""
+        assert await all_end(begun) == 6
+        assert len(those.brain.brains) == 1 and not those.brain.said("relay lost")
+        assert those.brain.said("strangers refused")
+
+    with_machines(test, cluster, tmp_path)
+
+
+def test_a_relay_that_the_brain_does_not_let_in_says_why(cluster: Cluster, tmp_path: Path) -> None:
+    async def run() -> None:
+        async with machines(cluster, tmp_path) as those:
+            other = Authority(tmp_path, "other")
+            folder = a_folder(tmp_path, "c")
+            log = folder / "router.log"
+            flags = [*other.flags(), "--set", f"listen.brains=[127.0.0.1:{those.port}]"]
+            waiting = asyncio.get_running_loop().create_task(_run_until_cancelled(cluster, folder, flags))
+            await until(lambda: log.exists() and "no brain lets this relay in" in log.read_text())
+            assert "CERTIFICATE_VERIFY_FAILED" in log.read_text()
+            waiting.cancel()
+            await asyncio.gather(waiting, return_exceptions=True)
+
+    asyncio.run(run())
+
+
+async def _run_until_cancelled(cluster: Cluster, folder: Path, flags: list[str]) -> None:
+    async with a_router(cluster, folder, *flags, relays=1):
+        raise AssertionError("it is ready")

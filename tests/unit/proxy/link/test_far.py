@@ -1,0 +1,277 @@
+"""The link between machines: who is let in, who is waited for, and where a relay looks for the brain."""
+
+import asyncio
+import socket
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import pytest
+import trustme
+
+from balanceroute.config import Config
+from balanceroute.core.types import Outcome
+from balanceroute.errors import ConfigError
+from balanceroute.proxy.link import far as far_module
+from balanceroute.proxy.link import hub as hub_module
+from balanceroute.proxy.link.far import FarListener, FarMembers
+from balanceroute.proxy.link.frames import Frames
+from balanceroute.proxy.link.messages import VERSION, Farewell, FromBrain, FromRelay, Hello, read_from_brain
+from balanceroute.proxy.link.reach import FarReach
+from balanceroute.proxy.perimeter.tls import Tls
+from tests.unit.proxy.link.brains import Brain, Stage, on
+from tests.unit.proxy.virtual_time import a_config
+from tests.waiting import until
+
+
+class Machine:
+    """What another machine, and the brain's, have of the link."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.issue(trustme.CA())
+        self.tls = Tls(self.config)
+
+    def issue(self, ca: trustme.CA, host: str = "127.0.0.1") -> None:
+        ca.cert_pem.write_to_path(str(self.folder / "ca.pem"))
+        ca.issue_cert(host).private_key_and_cert_chain_pem.write_to_path(str(self.folder / "link.pem"))
+
+    @property
+    def config(self) -> Config:
+        files = {"link_ca_file": str(self.folder / "ca.pem"), "link_cert_file": str(self.folder / "link.pem")}
+        return a_config(tls=files)
+
+    @property
+    def members(self) -> FarMembers:
+        return FarMembers(self.folder / "far")
+
+    @asynccontextmanager
+    async def let_in(self, brain: Brain, port: int = 0) -> AsyncIterator[int]:
+        """Who comes may join this brain; yields the port."""
+        sock = socket.socket()
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        sock.bind(("127.0.0.1", port))
+        number: int = sock.getsockname()[1]
+        loop = asyncio.get_running_loop()
+        listener = FarListener(loop, sock, lambda: self.tls.link.brain, brain.hub.connected, asyncio.Protocol)
+        try:
+            yield number
+        finally:
+            listener.close()
+            await listener.wait_closed()
+
+    def reach(self, *ports: int) -> FarReach:
+        return FarReach([("127.0.0.1", port) for port in ports], lambda: self.tls.link.relay)
+
+    async def raw(self, port: int) -> tuple[Frames[FromRelay], list[FromBrain]]:
+        """A connection that says what it is told to, and what it hears."""
+        heard: list[FromBrain] = []
+        loop = asyncio.get_running_loop()
+
+        def made() -> Frames[FromRelay]:
+            return Frames(loop, lambda _, body: heard.extend(read_from_brain(body)), lambda *_: None)
+
+        frames, _ = await self.reach(port).connect(made)
+        return frames, heard
+
+
+@pytest.fixture
+def machine(tmp_path: Path) -> Machine:
+    return Machine(tmp_path)
+
+
+def a_refusing_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as sock:
+        port: int = sock.getsockname()[1]
+        return port
+
+
+def test_a_relay_of_another_machine_says_its_tokens(machine: Machine) -> None:
+    async def test(stage: Stage) -> None:
+        brain = await stage.brain(far=machine.members)
+        async with machine.let_in(brain) as port:
+            relay = stage.relay("r0@b", machine.reach(a_refusing_port(), port))
+            ticket = await relay.decoding("a")
+            ticket.progress(3)
+            await until(lambda: brain.load == 13)
+            assert machine.members.names == {"r0@b"}
+            ticket.finish(Outcome.FINISHED)
+            await until(lambda: not brain.scheduler.snapshot.requests)
+
+    on(test)
+
+
+def test_the_next_brain_waits_for_the_machines_that_the_former_knew(
+    machine: Machine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(hub_module, "GRACE_S", 3600.0)
+    machine.members.keep(["r0@b", "r0@c"])
+
+    async def test(stage: Stage) -> None:
+        brain = await stage.brain(far=machine.members)
+        async with machine.let_in(brain) as port:
+            first = stage.relay("r0@b", machine.reach(port))
+            await until(lambda: first.brain.member is not None)
+            assert not brain.hub.settled.is_set()
+            assert machine.members.names == {"r0@b", "r0@c"}  # should this brain die before the other has come
+            second = stage.relay("r0@c", machine.reach(port))
+            await until(lambda: second.brain.member is not None)
+            assert brain.hub.settled.is_set()
+            await second.end()
+            await until(lambda: machine.members.names == {"r0@b"})
+
+    on(test)
+
+
+def test_members_that_a_brain_leaves_behind_are_known_to_the_next_one(machine: Machine) -> None:
+    async def test(stage: Stage) -> None:
+        brain = await stage.brain(far=machine.members)
+        async with machine.let_in(brain) as port:
+            relay = stage.relay("r0@b", machine.reach(port))
+            await until(lambda: relay.brain.member is not None)
+            brain.hub.close()
+            await until(lambda: relay.brain.member is None)
+            assert machine.members.names == {"r0@b"}
+
+    on(test)
+
+
+def test_a_brain_that_drains_sends_other_machines_to_the_next_one(machine: Machine) -> None:
+    async def test(stage: Stage) -> None:
+        drains, near = await stage.brain(far=machine.members), stage.relay("r0")
+        async with machine.let_in(drains) as port:
+            far = stage.relay("r0@b", machine.reach(port))
+            await until(lambda: far.brain.member is not None and near.brain.member is not None)
+            drains.hub.dismiss_far()
+            await until(lambda: far.brain.member is None)
+            frames, _ = await machine.raw(port)
+            frames.say(Hello(VERSION, "r0@b", 1, 0, ()))
+            await until(lambda: not frames.open)
+            assert near.brain.member is not None and not machine.members.known
+
+    on(test)
+
+
+@pytest.mark.parametrize(
+    ("hello", "told"),
+    [
+        (Hello(VERSION, "r0", 1, 0, ()), False),  # the name of one on the brain's machine
+        (Hello(VERSION, "r0@b\nr0@c", 1, 0, ()), False),
+        (Hello(VERSION - 1, "r0@b", 1, 99, ()), True),  # an epoch of who speaks another version means nothing
+    ],
+)
+def test_who_may_not_join_changes_nothing(machine: Machine, hello: Hello, told: bool) -> None:
+    async def test(stage: Stage) -> None:
+        brain, near = await stage.brain(far=machine.members), stage.relay("r0")
+        await until(lambda: near.brain.member is not None)
+        async with machine.let_in(brain) as port:
+            frames, heard = await machine.raw(port)
+            frames.say(hello)
+            await until(lambda: not frames.open)
+            assert any(isinstance(message, Farewell) for message in heard) is told
+            assert near.brain.member is not None and not brain.superseded
+
+    on(test)
+
+
+async def what_comes(connection: tuple[asyncio.StreamReader, asyncio.StreamWriter]) -> bytes:
+    """All of it, until the other side closes."""
+    reader, writer = connection
+    try:
+        return await reader.read()
+    except ConnectionError:
+        return b""
+    finally:
+        writer.transport.abort()
+
+
+def test_strangers_do_not_stay(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(far_module, "HANDSHAKE_S", 0.1)
+
+    async def test(stage: Stage) -> None:
+        brain = await stage.brain(far=machine.members)
+        async with machine.let_in(brain) as port:
+            assert await what_comes(await asyncio.open_connection("127.0.0.1", port)) == b""
+
+    on(test)
+
+
+def test_strangers_are_few_and_keep_no_relay_out(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(far_module, "HANDSHAKE_S", 3600.0)
+    monkeypatch.setattr(far_module, "MAX_STRANGERS", 3)
+
+    async def test(stage: Stage) -> None:
+        brain = await stage.brain(far=machine.members)
+        async with machine.let_in(brain) as port:
+            silent = [await asyncio.open_connection("127.0.0.1", port) for _ in range(3)]
+            relay = stage.relay("r0@b", machine.reach(port))
+            await until(lambda: relay.brain.member is not None)
+            assert await what_comes(silent[0]) == b""
+            assert not silent[1][0].at_eof() and not silent[2][0].at_eof()
+            for _, writer in silent[1:]:
+                writer.transport.abort()
+
+    on(test)
+
+
+def test_who_says_no_hello_does_not_stay(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hub_module, "HELLO_S", 0.1)
+
+    async def test(stage: Stage) -> None:
+        brain = await stage.brain(far=machine.members)
+        async with machine.let_in(brain) as port:
+            frames, heard = await machine.raw(port)
+            await until(lambda: not frames.open)
+            assert not heard
+
+    on(test)
+
+
+def unheard(frames: Frames[FromRelay], what: object) -> None:
+    """Nobody listens."""
+
+
+def without_a_name(machine: Machine, ca: trustme.CA) -> None:
+    machine.issue(ca, "another.host")
+
+
+def of_another_ca(machine: Machine, ca: trustme.CA) -> None:
+    machine.issue(trustme.CA())
+
+
+@pytest.mark.parametrize("spoil", [without_a_name, of_another_ca])
+def test_a_brain_is_believed_by_its_ca_and_its_name_from_the_reload_on(
+    machine: Machine, spoil: Callable[[Machine, trustme.CA], None]
+) -> None:
+    ca = trustme.CA()
+    machine.issue(ca)
+    machine.tls.reload(machine.config)
+    relays = Tls(machine.config)
+
+    async def test(stage: Stage) -> None:
+        brain = await stage.brain(far=machine.members)
+        async with machine.let_in(brain) as port:
+
+            async def reached() -> bool:
+                reach = FarReach([("127.0.0.1", port)], lambda: relays.link.relay)
+                frames, _ = await reach.connect(lambda: Frames(asyncio.get_running_loop(), unheard, unheard))
+                frames.abort("that is all")
+                return True
+
+            assert await reached()
+            spoil(machine, ca)
+            machine.tls.reload(machine.config)
+            with pytest.raises(OSError, match="CERTIFICATE_VERIFY_FAILED"):
+                await reached()
+
+    on(test)
+
+
+def test_the_link_s_certificates_may_change_but_not_come_or_go(machine: Machine) -> None:
+    with pytest.raises(ConfigError, match=r"tls\.link_ca_file: .*restart"):
+        machine.tls.reload(a_config())
+    (machine.folder / "link.pem").write_text("no certificate")
+    before = machine.tls.link
+    with pytest.raises(ConfigError, match=r"tls\.link_cert_file"):
+        machine.tls.reload(machine.config)
+    assert machine.tls.link is before

@@ -1,0 +1,61 @@
+"""The way to whoever leads."""
+
+import asyncio
+from pathlib import Path
+
+import pytest
+
+from balanceroute.proxy.link import reach as reach_module
+from balanceroute.proxy.link.reach import FarReach, SocketReach
+from balanceroute.proxy.perimeter.tls import Tls
+from tests.unit.proxy.link.test_far import Machine
+
+pytestmark = pytest.mark.anyio
+
+
+class Quiet(asyncio.Protocol):
+    """A connection that says nothing."""
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self.transport = transport
+
+
+async def test_a_brain_that_has_another_one_s_place_is_seen(tmp_path: Path) -> None:
+    loop, path = asyncio.get_running_loop(), tmp_path / "link"
+    reach = SocketReach(path)
+    with pytest.raises(FileNotFoundError):
+        await reach.connect(Quiet)
+    first = await loop.create_unix_server(asyncio.Protocol, str(path))
+    made, moved = await reach.connect(Quiet)
+    assert not moved()
+    path.rename(tmp_path / "former")
+    assert not moved()  # nobody to turn to
+    second = await loop.create_unix_server(asyncio.Protocol, str(path))
+    assert moved()
+    made.transport.close()
+    for server in (first, second):
+        server.close()
+        await server.wait_closed()
+
+
+async def test_who_does_not_answer_is_left_for_the_next_of_the_list(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(reach_module, "TRY_S", 0.2)
+    machine = Machine(tmp_path)
+    tls, loop = Tls(machine.config), asyncio.get_running_loop()
+    silent = await loop.create_server(asyncio.Protocol, "127.0.0.1", 0)  # as one whose process stands still
+    leads = await loop.create_server(asyncio.Protocol, "127.0.0.1", 0, ssl=tls.link.brain)
+    addresses = [server.sockets[0].getsockname()[:2] for server in (silent, leads)]
+    reach = FarReach(addresses, lambda: tls.link.relay)
+    with pytest.raises(TimeoutError):
+        await reach.connect(Quiet)
+    for _ in range(2):  # who was found stays the one to ask
+        made, moved = await reach.connect(Quiet)
+        assert reach.address == addresses[1] and not moved()
+        made.transport.close()
+    reach.turn_away()
+    assert reach.address == addresses[0]
+    for server in (silent, leads):
+        server.close()
+        await server.wait_closed()
