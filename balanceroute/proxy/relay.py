@@ -190,7 +190,7 @@ def run_relay(
     app = create_relay_app(config, folder, name)
 
     async def on_reload() -> None:
-        reload_relay(app.services, load())
+        reload_relay(app.services, await asyncio.to_thread(load))
 
     server = RelayServer(app, config, on_reload)
     server.name, server.on_up = name, on_up
