@@ -28,6 +28,9 @@ not read, and it has to say Hello again.
 **Workers** are judged by the brain: it asks for their health, and relays tell it how their requests fared. Relays only
 hold connections, and hear of every change. The first `Workers` of a membership names all there are.
 
+**Between machines** the same frames go over TCP and TLS (`far.py`, `reach.py`). There the name of a relay is that of
+its process, `@` and that of its run folder in the cluster; and a brain that drains says Farewell to them.
+
 Times are durations (`_s`, before the message was written): clocks of two machines have nothing in common.
 """
 
