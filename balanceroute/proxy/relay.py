@@ -130,7 +130,7 @@ class RelayServices(ClientServices):
         self.brain.report(Counted(self.metrics.counts()))
 
     def keep_counts(self) -> None:
-        """If anything was counted: tell it, and keep it for this relay's next life and a brain that has not heard it."""
+        """If anything was counted, tell it, and keep it for this relay's next life and for a brain yet to come."""
         counts = self.metrics.counts()
         if counts != self.kept:
             self.kept = counts
