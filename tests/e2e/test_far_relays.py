@@ -179,6 +179,53 @@ def test_a_brain_s_machine_that_comes_back_with_nothing_is_joined_as_before(clus
     asyncio.run(run())
 
 
+def test_a_new_version_takes_over_at_the_brain_s_machine_and_at_the_others(cluster: Cluster, tmp_path: Path) -> None:
+    async def run() -> None:
+        async with machines(cluster, tmp_path) as those:
+            begun = [stream for n, router in enumerate(those.relays) for stream in streams(router, 3, 600, first=9 * n)]
+            await until(lambda: all(stream.begun for stream in begun))
+            link, brains = f"listen.link=127.0.0.1:{those.port}", f"listen.brains=[127.0.0.1:{those.port}]"
+            flags = [*those.authority.flags(), "--take-over", "--set"]
+            async with AsyncExitStack() as stack:
+                for router, where in ((those.brain, link), (those.relays[0], brains)):
+                    port, folder = router.client.base_url.port, router.log.parent
+                    assert port is not None
+                    new = a_router(cluster, folder, *flags, where, port=port, relays=1, log_name="new.log")
+                    await stack.enter_async_context(new)
+                later = [stream for router in those.relays for stream in streams(router, 2, 20, first=100)]
+                assert await all_end(later) == 4
+                assert await all_end(begun) == 6
+                for router in (those.brain, those.relays[0]):
+                    await until(lambda: router.running.poll() == 0)  # noqa: B023
+                assert await all_end(streams(those.relays[1], 2, 20, first=200)) == 2
+
+    asyncio.run(run())
+
+
+def test_a_machine_that_drains_finishes_its_streams(cluster: Cluster, tmp_path: Path) -> None:
+    async def test(those: Machines) -> None:
+        drains, stays = those.relays
+        begun = streams(drains, 4, 200)
+        await until(lambda: all(stream.begun for stream in begun))
+        os.kill(drains.running.pid, signal.SIGTERM)
+        assert await all_end(streams(stays, 4, 20, first=100)) == 4
+        assert await all_end(begun) == 4
+        await until(lambda: drains.running.poll() == 0)
+        begun = streams(stays, 4, 400)
+        await until(lambda: all(stream.begun for stream in begun))
+        os.kill(those.brain.running.pid, signal.SIGTERM)
+        await until(lambda: those.brain.running.poll() == 0)  # it does not wait for other machines
+        assert any(stream.running for stream in begun)
+        assert await all_end(begun) == 4
+
+    async def run() -> None:
+        async with machines(cluster, tmp_path) as those:
+            await test(those)
+            assert "Traceback" not in those.logs and '"internal error"' not in those.logs
+
+    asyncio.run(run())
+
+
 def test_who_has_no_certificate_of_the_link_gets_nothing_and_harms_nobody(cluster: Cluster, tmp_path: Path) -> None:
     async def answer_to(port: int, context: ssl.SSLContext | None, said: bytes) -> bytes:
         """All that the brain sends to who says this, until it closes."""

@@ -28,6 +28,9 @@ not read, and it has to say Hello again.
 **Workers** are judged by the brain: it asks for their health, and relays tell it how their requests fared. Relays only
 hold connections, and hear of every change. The first `Workers` of a membership names all there are.
 
+**Between machines** the same frames go over TCP and TLS (`far.py`, `reach.py`). There the name of a relay is that of
+its process, `@` and that of its run folder in the cluster; and a brain that drains says Farewell to them.
+
 Times are durations (`_s`, before the message was written): clocks of two machines have nothing in common.
 """
 
@@ -204,7 +207,7 @@ class Use(Message, frozen=True):
 
 
 class Activity(Message, frozen=True, tag=41):
-    """What a relay does, a few times per second. `uses`: of workers where there is something new to say.
+    """What a relay does: after joining, and a few times per second if that is new. `uses`: of workers with news.
 
     `keys`: what clients' keys have used, which the brain tells the other relays.
     """
@@ -216,7 +219,7 @@ class Activity(Message, frozen=True, tag=41):
 
 
 class Counted(Message, frozen=True, tag=42):
-    """All that the relay's process has counted (`telemetry/metrics.py`); said on joining, and every second."""
+    """What the relay's process has counted (`telemetry/metrics.py`), all of it: on joining, and every second if new."""
 
     counts: bytes
 

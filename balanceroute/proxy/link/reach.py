@@ -17,6 +17,10 @@ Moved = Callable[[], bool]
 class Reach(Protocol):
     """The way to whoever leads."""
 
+    @property
+    def near(self) -> bool:
+        """Whether that is on this machine, where one that is gone is started again."""
+
     async def connect(self, protocol: Callable[[], P]) -> tuple[P, Moved]:
         """One connection, to be asked for again where it is not. Raises: OSError."""
 
@@ -26,6 +30,8 @@ class Reach(Protocol):
 
 class SocketReach:
     """A brain on this machine. Each leader has a socket of its own, at the same path."""
+
+    near: Final = True
 
     def __init__(self, path: Path | str) -> None:
         self._path = str(path)
@@ -54,6 +60,8 @@ class FarReach:
     next one.
     """
 
+    near: Final = False
+
     def __init__(self, addresses: Sequence[tuple[str, int]], context: Callable[[], ssl.SSLContext]) -> None:
         """`context` is asked for each connection: the other side must show a certificate for its host."""
         self._addresses, self._context = addresses, context
@@ -71,6 +79,9 @@ class FarReach:
             async with asyncio.timeout(TRY_S):
                 loop = asyncio.get_running_loop()
                 _, made = await loop.create_connection(protocol, host, port, ssl=self._context(), server_hostname=host)
+        except TimeoutError:
+            self.turn_away()
+            raise TimeoutError(f"{host}:{port} does not answer") from None
         except BaseException:
             self.turn_away()
             raise

@@ -19,9 +19,7 @@ which has to end the stream that it stood for, if there is one.
 import asyncio
 import logging
 import os
-import ssl
 from collections.abc import Callable
-from contextlib import suppress
 from typing import Final
 
 from balanceroute.core.types import Outcome, RequestSpec
@@ -65,7 +63,7 @@ from balanceroute.proxy.link.messages import (
     Workers,
     read_from_brain,
 )
-from balanceroute.proxy.link.reach import Reach
+from balanceroute.proxy.link.reach import Moved, Reach
 from balanceroute.proxy.link.token_counts import WrittenCounts
 
 log = logging.getLogger(__name__)
@@ -128,7 +126,7 @@ class RemoteBrain:
         self._knows_workers = False
         self._greeted = False  # Hello has been said: what is said after it comes after it
         self._lost = asyncio.Event()
-        self._trouble = ""  # why no brain is found, as it was said last
+        self._troubles: set[str] = set()  # why no brain is found, as far as it was said
 
     # -- what lifecycles may know
 
@@ -264,30 +262,21 @@ class RemoteBrain:
                     frames, moved = await self._reach.connect(self._connection)
                 except OSError as error:
                     self._expire()
-                    if isinstance(error, ssl.SSLError):
-                        self._tell_trouble(error.reason or str(error))
+                    if not self._reach.near:  # on this machine the next one is being started
+                        self._tell_trouble(str(error) or type(error).__name__)
                     await asyncio.sleep(RETRY_S)
                     continue
                 self._frames = frames
-                if moved():  # it came between the two: which one is this?
-                    self._frames.abort("another brain listens there")
-                if not self._frames.open:
+                if not frames.open:  # it was closed before anybody here was told
+                    self._reach.turn_away()
                     await asyncio.sleep(RETRY_S)
                     continue
+                if moved():  # it came between the two: which one is this?
+                    frames.abort("another brain listens there")
+                    await self._lost.wait()
+                    continue
                 self._hello()
-                deadline_s, joined = self._loop.time() + SILENT_S, False
-                while not self._lost.is_set():
-                    with suppress(TimeoutError):
-                        async with asyncio.timeout(LOOK_S):
-                            await self._lost.wait()
-                    joined = joined or self.member is not None
-                    if self.member is None and self._loop.time() > deadline_s:
-                        self._frames.abort("the brain does not answer")
-                    elif moved():
-                        self._frames.abort("another brain listens there")
-                    elif self.member is not None:
-                        self._look(self._frames)
-                if not joined:
+                if not await self._stay(frames, moved):
                     self._reach.turn_away()
                     self._expire()
                 await asyncio.sleep(RETRY_S)
@@ -295,13 +284,36 @@ class RemoteBrain:
             if self._frames is not None:
                 self._frames.close("this relay ends")
 
+    async def _stay(self, frames: Frames[FromRelay], moved: Moved) -> bool:
+        """Wait until the connection is lost; returns whether this was seen to be a member over it."""
+        deadline_s, joined = self._loop.time() + SILENT_S, False
+        timer: asyncio.TimerHandle
+
+        def look() -> None:
+            nonlocal joined, timer
+            joined = joined or self.member is not None
+            if self.member is None and self._loop.time() > deadline_s:
+                frames.abort("the brain does not answer")
+            elif moved():
+                frames.abort("another brain listens there")
+            elif self.member is not None:
+                self._look(frames)
+            timer = self._loop.call_later(LOOK_S, look)
+
+        timer = self._loop.call_later(LOOK_S, look)  # costs less than to wake the task for each look
+        try:
+            await self._lost.wait()
+        finally:
+            timer.cancel()
+        return joined
+
     def _connection(self) -> Frames[FromRelay]:
         return Frames(self._loop, self._heard, self._closed)
 
     def _tell_trouble(self, reason: str) -> None:
-        """Say once why there is no brain, where somebody must act."""
-        if reason != self._trouble:
-            self._trouble = reason
+        """Say once why there is no brain: somebody may have to act."""
+        if reason not in self._troubles:
+            self._troubles.add(reason)
             log.warning("no brain lets this relay in", extra={"relay": self._relay, "reason": reason})
 
     def _hello(self) -> None:
@@ -331,9 +343,9 @@ class RemoteBrain:
     def _closed(self, frames: Frames[FromRelay], reason: str) -> None:
         if frames is not self._frames:
             return  # it was closed before it was used
-        if self.member is None:
+        if self._greeted and self.member is None:
             self._tell_trouble(reason)
-        else:
+        elif self.member is not None:
             log.warning("brain lost", extra={"relay": self._relay, "epoch": self.epoch, "reason": reason})
         self.member, self._greeted, self._counts_read = None, False, False
         self._lost.set()
@@ -368,7 +380,8 @@ class RemoteBrain:
     def _welcome(self, frames: Frames[FromRelay], message: Welcome) -> None:
         if message.version != VERSION or message.epoch < self.epoch:
             raise LinkError(f"version {message.version}, epoch {message.epoch}: not the brain to talk to")
-        self.epoch, self.member, self._trouble = message.epoch, message.member, ""
+        self.epoch, self.member = message.epoch, message.member
+        self._troubles.clear()
         log.info("brain found", extra={"relay": self._relay, "epoch": self.epoch, "member": self.member})
         self._counts_read, self._unsaid = message.reads_counts, {}
         for entry in self._open.values():
