@@ -1,6 +1,6 @@
 """What the brain alone needs, and how much it knows when it decides: a hub and a ledger before two simulated relays.
 
-    .venv/bin/python scripts/bench/brain.py
+    .venv/bin/python scripts/bench/brain.py [--far]
 
 144 decode workers of 64 slots are full. Each of their steps, 16 per second, gives every stream one token: 147,456
 tokens/s. 120 requests/s arrive, are prefilled at once and wait among 512; as many streams end. Two relays, in a process
@@ -10,6 +10,7 @@ of their own, say all this over a real socket by the real `RemoteBrain`; what th
     decision  duration of one decision over all that waits, the reading of tokens included
     age       how long ago the oldest token was due that the brain did not know of at a decision, over all workers. How
               late the process was that plays the relays (`lag`) is part of it: on a busy machine, most of it
+    far       with --far: as `brain`, by relays that join as those of other machines do, over TLS, and say their tokens
     alone     the same requests and tokens in the process of the ledger, without a link
 
 Not part of it: predictors, polls of workers, operators' routes.
@@ -18,17 +19,21 @@ Not part of it: predictors, polls of workers, operators' routes.
 import argparse
 import asyncio
 import multiprocessing
+import os
 import random
+import socket
 import statistics
 import tempfile
 import time
 from collections.abc import Callable
+from functools import partial
 from multiprocessing.connection import Connection
-from pathlib import Path
 from typing import Final, cast
 
+import trustme
 import uvloop
 
+from balanceroute.config import validate
 from balanceroute.core.knobs import PolicySettings
 from balanceroute.core.policies import make_policy
 from balanceroute.core.scheduler import Scheduler, SchedulerConfig
@@ -37,9 +42,11 @@ from balanceroute.proxy.admission.decode_dispatcher import DecodeDispatcher
 from balanceroute.proxy.admission.ledger import Ledger
 from balanceroute.proxy.admission.prefill_dispatcher import PrefillDispatcher
 from balanceroute.proxy.admission.tickets import Ticket, Tickets
-from balanceroute.proxy.link.hub import Hub
-from balanceroute.proxy.link.reach import SocketReach
+from balanceroute.proxy.link.far import FarListener
+from balanceroute.proxy.link.hub import FAR, Hub
+from balanceroute.proxy.link.reach import FarReach, Reach, SocketReach
 from balanceroute.proxy.link.remote import RemoteBrain
+from balanceroute.proxy.perimeter.tls import LinkTls, Tls
 from balanceroute.proxy.telemetry.instruments import Histogram
 from balanceroute.proxy.workers.fleet import Fleet, FleetConfig
 from balanceroute.proxy.workers.relay_reports import RelayReports
@@ -164,14 +171,36 @@ class Decisions:
             task.cancel()
 
 
-def play(path: str, seconds: float, told: Connection) -> None:
+def link_tls(folder: str) -> LinkTls:
+    """The contexts of the certificates in this folder."""
+    files = {"link_ca_file": f"{folder}/ca.pem", "link_cert_file": f"{folder}/link.pem"}
+    workers = {role: {"workers": [{"url": f"http://{role}:1"}]} for role in ("prefill", "decode")}
+    return Tls(validate({**workers, "tls": files})).link
+
+
+def far_listener(hub: Hub, folder: str, loop: asyncio.AbstractEventLoop) -> FarListener:
+    """Let relays in that have a certificate, which is made here."""
+    ca = trustme.CA()
+    ca.cert_pem.write_to_path(f"{folder}/ca.pem")
+    ca.issue_cert("127.0.0.1").private_key_and_cert_chain_pem.write_to_path(f"{folder}/link.pem")
+    sock = socket.socket()
+    sock.bind(("127.0.0.1", 0))
+    tls = link_tls(folder)
+    return FarListener(loop, sock, lambda: tls.brain, hub.connected, asyncio.Protocol)
+
+
+def play(folder: str, port: int | None, seconds: float, told: Connection) -> None:
     """The process of the relays."""
 
     async def run() -> None:
         loop = asyncio.get_running_loop()
-        brains = [
-            RemoteBrain(loop, SocketReach(path), f"relay-{n}", SchedulerConfig(), lambda _: None) for n in range(RELAYS)
-        ]
+        reach: Reach = SocketReach(f"{folder}/link")
+        if port is not None:
+            tls = link_tls(folder)
+            reach = FarReach([("127.0.0.1", port)], lambda: tls.relay)
+        machine = "" if port is None else f"{FAR}bench"
+        names = [f"relay-{n}{machine}" for n in range(RELAYS)]
+        brains = [RemoteBrain(loop, reach, name, SchedulerConfig(), lambda _: None) for name in names]
         parts = [Tickets(brain, loop) for brain in brains]
         for brain, tickets in zip(brains, parts, strict=True):
             brain.tickets = tickets.by_id
@@ -191,17 +220,20 @@ def play(path: str, seconds: float, told: Connection) -> None:
         runner.run(run())
 
 
-async def linked(policy: str, horizon_steps: int, seconds: float) -> None:
+async def linked(policy: str, horizon_steps: int, seconds: float, far: bool = False) -> None:
     """The brain in this process, the relays in another."""
     with tempfile.TemporaryDirectory() as folder:
-        path = str(Path(folder) / "link")
         decisions = Decisions(policy, horizon_steps)
         loop = asyncio.get_running_loop()
         reports = RelayReports(Fleet(decisions.ledger, FleetConfig()), loop, frozen=())
-        hub = Hub(decisions.ledger, reports, loop, 1, RELAYS)
-        await hub.serve(path)
+        hub = Hub(decisions.ledger, reports, loop, 1, 0 if far else RELAYS)
+        await hub.serve(f"{folder}/link")
+        listener = far_listener(hub, folder, loop) if far else None
+        port = None if listener is None else listener.sockets[0].getsockname()[1]
         ours, theirs = multiprocessing.Pipe()
-        relays = multiprocessing.get_context("spawn").Process(target=play, args=(path, seconds, theirs), daemon=True)
+        relays = multiprocessing.get_context("spawn").Process(
+            target=play, args=(folder, port, seconds, theirs), daemon=True
+        )
         relays.start()
         witnesses, began_s = await _heard(ours)
         assert isinstance(witnesses, list)
@@ -209,7 +241,9 @@ async def linked(policy: str, horizon_steps: int, seconds: float) -> None:
         before, began = time.process_time(), time.monotonic()
         lags_s = cast(list[float], await _heard(ours))
         share = (time.process_time() - before) / (time.monotonic() - began)
-        _print(policy, f"brain {share:5.1%} of a core", decisions, lags_s)
+        _print(policy, f"{'far' if far else 'brain'} {share:5.1%} of a core", decisions, lags_s)
+        if listener is not None:
+            listener.close()
         hub.close()
         decisions.end()
         relays.join()
@@ -237,6 +271,7 @@ async def _heard(pipe: Connection) -> tuple[list[str], float] | list[float]:
         await came.wait()
     finally:
         loop.remove_reader(pipe.fileno())
+    os.set_blocking(pipe.fileno(), True)  # uvloop reads without waiting, and not all of it may have come
     heard: tuple[list[str], float] | list[float] = pipe.recv()
     return heard
 
@@ -258,8 +293,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seconds", type=float, default=10.0)
     parser.add_argument("--rounds", type=int, default=1)
+    parser.add_argument("--far", action="store_true", help="relays of other machines as well")
     seconds = (arguments := parser.parse_args()).seconds
     runs: tuple[Callable[..., object], ...] = (linked, alone)
+    if arguments.far:
+        runs = (linked, partial(linked, far=True), alone)
     for _ in range(arguments.rounds):
         for policy, horizon_steps in (("level_fit", 0), ("br_h", 80)):
             for run in runs:
