@@ -1,6 +1,7 @@
 """`balanceroute check-config`: what a configuration file amounts to, or all that is wrong with it."""
 
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -71,6 +72,10 @@ def file_problems(config: "Config", *, model_too: bool = True) -> list[str]:
     from balanceroute.proxy.perimeter.perimeter import Perimeter
     from balanceroute.proxy.perimeter.tls import Tls
 
+    try:
+        check_files(config)
+    except ConfigError as error:
+        return list(error.problems)  # to read a pipe may take for ever
     problems: list[str] = []
     checks: list[Callable[[Config], object]] = [Perimeter, Tls, check_paths]
     if model_too:
@@ -98,6 +103,25 @@ def check_paths(config: "Config") -> None:
     pins = config.lifecycle.pins_file
     if pins is not None and not Path(pins).parent.is_dir():
         problems.append(f"lifecycle.pins_file = {pins!r}: its folder does not exist; make it first")
+    if problems:
+        raise ConfigError(*problems)
+
+
+def check_files(config: "Config") -> None:
+    """Files that are read again while the router serves can be, and answer. Raises: ConfigError: one is a pipe."""
+    from balanceroute.errors import ConfigError
+
+    files = {f"tls.{key}": file for key, file in config.tls.model_dump().items()}
+    files |= {"auth.client_keys": config.auth.client_keys, "predictor.model": config.predictor.model}
+    problems: list[str] = []
+    for key, file in files.items():
+        if file is None:
+            continue
+        if Path(file).is_fifo():
+            problems.append(f"{key} = {file!r}: is a pipe, which can't be read again; accepted is a file")
+        elif Path(file).is_file():
+            with suppress(OSError), Path(file).open("rb") as opened:  # who reads it says what is wrong with it
+                opened.read(1)
     if problems:
         raise ConfigError(*problems)
 

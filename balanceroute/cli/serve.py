@@ -50,11 +50,13 @@ def serve(
 
     Example: balanceroute serve --config configs/4p1d.yaml --policy br_h
     """
+    import asyncio
     import logging
     import os
 
-    from balanceroute.cli.check_config import check_paths
-    from balanceroute.config import from_example_flags, load, parse_assignment, unused_variables
+    from balanceroute.cli.check_config import check_files, check_paths
+    from balanceroute.config import Config, from_example_flags, load, parse_assignment, unused_variables
+    from balanceroute.config.patience import in_time
     from balanceroute.errors import ConfigError
     from balanceroute.proxy.admission.forecasts import build_forecasts
     from balanceroute.proxy.app import create_app
@@ -88,21 +90,30 @@ def serve(
             overrides[key] = value
     config = load(config_file, os.environ, overrides)
     check_paths(config)
+    check_files(config)
     configure(config.log.level, config.log.format)
     for text in (*unused_variables(os.environ), *exposures(config)):
         logging.getLogger(__name__).warning(text)
+
+    def read() -> Config:
+        again = load(config_file, os.environ, overrides)
+        check_files(again)
+        return again
+
+    def read_again() -> Config:
+        return in_time(read, f"{config_file or 'the configuration'}, or a file that it names")
 
     if journal is not None and config.listen.brains:
         raise ConfigError("--journal: no brain runs here (listen.brains), so there is nothing to write; give it there")
     if config.listen.relays:
         from balanceroute.proxy.processes import serve_processes
 
-        raise typer.Exit(serve_processes(config, lambda: load(config_file, os.environ, overrides), journal, take_over))
+        raise typer.Exit(serve_processes(config, read_again, journal, take_over))
     if take_over:
         raise ConfigError("--take-over needs listen.relays: a router in one process can't be taken over from")
 
     async def on_reload() -> None:
-        new = load(config_file, os.environ, overrides)
+        new = await asyncio.to_thread(read_again)
         await reload(app.services, new)
         configure(new.log.level, new.log.format)
 

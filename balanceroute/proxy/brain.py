@@ -94,7 +94,7 @@ def run_brain(
         app = create_brain_app(config, folder, lead, folder.living(), lineage, journal)
 
         async def on_reload() -> None:
-            new = load()
+            new = await asyncio.to_thread(load)
             await reload(app.services, new)
             app.read = new
 

@@ -90,6 +90,7 @@ class RelayServices(ClientServices):
     folder: RunFolder
     name: str
     kept: bytes = b""  # of the counts
+    told: Activity | None = None  # last; None: the brain that is there has not heard
     known: asyncio.Event = field(default_factory=asyncio.Event)  # a brain has named the workers
 
     def begin_drain(self) -> None:
@@ -129,17 +130,17 @@ class RelayServices(ClientServices):
         self.brain.report(Counted(self.metrics.counts()))
 
     def keep_counts(self) -> None:
-        """Keep what has been counted for the next life of this relay, and for a brain that has not heard it."""
+        """If anything was counted, tell it, and keep it for this relay's next life and for a brain yet to come."""
         counts = self.metrics.counts()
         if counts != self.kept:
             self.kept = counts
+            self.brain.report(Counted(counts))
             self.folder.keep_counts(self.name, counts)
 
     async def count(self) -> None:
-        """Every second, tell and keep what has been counted; until cancelled."""
+        """Every second, tell and keep what has been counted, if that is new; until cancelled."""
         while True:
             await asyncio.sleep(COUNTS_S)
-            self.tell_counts()
             self.keep_counts()
 
     def silence(self, message: Silent) -> None:
@@ -151,16 +152,28 @@ class RelayServices(ClientServices):
         """The keys of prompts that the brain's predictor knows."""
         self.keyer = None if salt is None else Keys(salt, self.config.predictor.key_header is not None)
 
-    async def report(self) -> None:
-        """Tell what goes on here, a few times per second; until cancelled."""
+    async def look(self) -> None:
+        """A few times per second, look at what waits, then tell what goes on here; until cancelled."""
+        reaper = PoolReaper(self, lambda: None, judges=False)
         while True:
             await asyncio.sleep(PERIOD_S)
-            awaited = {
-                leg.decoder_id for leg in self.legs if leg.decoder_id and leg.expects_tokens_from(leg.decoder_id)
-            }
-            uses = self.following.uses(self.loop.time(), awaited)
-            keys = () if self.perimeter.keys is None else self.perimeter.keys.uses()
-            self.brain.report(Activity(self.exchanges, self.drainer.pending, uses, keys))
+            reaper.look()
+            self.report()
+
+    def report(self) -> None:
+        """Tell what goes on here. While nothing does, once is enough: no process wakes up for it."""
+        awaited = {leg.decoder_id for leg in self.legs if leg.decoder_id and leg.expects_tokens_from(leg.decoder_id)}
+        uses = self.following.uses(self.loop.time(), awaited)
+        keys = () if self.perimeter.keys is None else self.perimeter.keys.uses()
+        activity = Activity(self.exchanges, self.drainer.pending, uses, keys)
+        if uses or keys or activity != self.told:
+            self.brain.report(activity)
+            self.told = activity
+
+    def joined(self) -> None:
+        """A brain is there that has heard nothing of what is told only when it changes."""
+        self.told = None
+        self.tell_counts()
 
 
 class RelayApp(ClientApp):
@@ -190,7 +203,7 @@ def run_relay(
     app = create_relay_app(config, folder, name)
 
     async def on_reload() -> None:
-        reload_relay(app.services, load())
+        reload_relay(app.services, await asyncio.to_thread(load))
 
     server = RelayServer(app, config, on_reload)
     server.name, server.on_up = name, on_up
@@ -212,7 +225,7 @@ def create_relay_app(config: Config, folder: RunFolder, name: str) -> RelayApp:
 
         def joined() -> None:
             to_brain.turn_to_another()
-            services.tell_counts()
+            services.joined()
 
         services.brain.on_joined = joined
         if metaserver is not None:
@@ -221,8 +234,7 @@ def create_relay_app(config: Config, folder: RunFolder, name: str) -> RelayApp:
             closing.append(listener.close)
         coroutines: dict[str, Callable[[], Awaitable[None]]] = {
             "link": services.brain.run,
-            "pool_reaper": PoolReaper(services, lambda: None, judges=False).run,
-            "report": services.report,
+            "pool_reaper": services.look,
             "counts": services.count,
             "certificates": lambda: services.tls.watch(lambda: services.config),
         }

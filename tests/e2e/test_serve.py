@@ -10,7 +10,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -234,6 +234,50 @@ def test_sighup_reloads_the_file_and_keeps_serving_when_it_is_wrong(emulator: tu
             block_until(lambda told=told: told in log.read_text(), told)
         body = {"model": "emulated", "prompt": "a", "max_tokens": 3}
         assert httpx.post(f"{url}/v1/completions", json=body, trust_env=False).status_code == 200
+
+
+@pytest.mark.parametrize("relays", [0, 1])
+def test_a_configuration_that_never_answers_stops_nobody_and_the_next_signal_counts(
+    emulator: tuple[str, Path], tmp_path: Path, relays: int
+) -> None:
+    config, log = tmp_path / "router.yaml", tmp_path / "router.log"
+    text = emulator[1].read_text()
+    config.write_text(text)
+    flags = ["--host", "127.0.0.1", "--port", "0", "--relays", str(relays)]
+    with process("serve", "--config", str(config), *flags, log=log) as router:
+        url = f"http://127.0.0.1:{listening_port(log, router)}"
+        wait_for(f"{url}/ready", log, router)
+        config.unlink()
+        os.mkfifo(config)
+        os.kill(router.pid, signal.SIGHUP)
+        refused = f"{config}, or a file that it names: no answer within 5 s"
+        with open_when_read(config):
+            assert refused not in log.read_text()  # it still waits
+            assert httpx.get(f"{url}/ready", timeout=3, trust_env=False).status_code == 200
+            config.unlink()
+            config.write_text(text + "queue: {max_queued: 3}\n")
+            os.kill(router.pid, signal.SIGHUP)
+            block_until(lambda: refused in log.read_text(), refused)
+            block_until(lambda: '"event":"configuration reloaded"' in log.read_text(), "reloaded")
+        router.send_signal(signal.SIGTERM)
+        assert router.wait(30) == 0
+
+
+@contextmanager
+def open_when_read(pipe: Path) -> Iterator[None]:
+    """Somebody stands in reading it, and gets nothing until this ends."""
+    opened: list[int] = []
+
+    def opens() -> bool:
+        with suppress(OSError):  # ENXIO: nobody reads
+            opened.append(os.open(pipe, os.O_WRONLY | os.O_NONBLOCK))
+        return bool(opened)
+
+    block_until(opens, f"{pipe} is read")
+    try:
+        yield
+    finally:
+        os.close(opened[0])
 
 
 def test_a_client_that_sends_no_headers_is_hung_up_on(emulator: tuple[str, Path], tmp_path: Path) -> None:

@@ -14,7 +14,8 @@ from balanceroute.engine.tokens import continuation, decode
 from balanceroute.errors import ConfigError
 from balanceroute.proxy.changes import Changes, KeptChanges
 from balanceroute.proxy.life.suspicion import Suspect
-from balanceroute.proxy.relay import reload_relay
+from balanceroute.proxy.link.messages import Activity, Counted, Explained, Judged, Learned
+from balanceroute.proxy.relay import COUNTS_S, reload_relay
 from balanceroute.proxy.workers.circuit import CircuitState
 from tests.integration.relayed import LINEAGE, Relay, Relayed, a_brain, relayed
 from tests.integration.router import FAST
@@ -133,6 +134,28 @@ async def test_without_a_brain_relays_live_and_new_requests_wait_for_one() -> No
         async with a_brain(router.config, router.folder, relays=1) as brain:
             await waits
             await until(lambda: not brain.services.ledger.requests)
+
+
+async def test_a_relay_where_nothing_happens_tells_each_brain_what_it_does_and_has_counted_only_once() -> None:
+    async with relayed(FAST, count=1) as router:
+        services = router.relays[0].app.services
+        await until(lambda: bool(services.kept) and services.told is not None)
+        told: list[type] = []
+        report = services.brain.report
+
+        def note(message: Judged | Activity | Counted | Learned | Explained) -> None:
+            told.append(type(message))
+            report(message)
+
+        services.brain.report = note  # type: ignore[method-assign]
+        looked_s = services.last_look_s
+        await until(lambda: services.last_look_s > looked_s + 2 * COUNTS_S)
+        assert told == []
+        router.brain.end()
+        await until(lambda: services.brain.member is None)
+        async with a_brain(router.config, router.folder, relays=1):
+            await until(lambda: sorted(told, key=str) == [Activity, Counted])
+        await until(lambda: services.brain.member is None)
 
 
 async def test_the_next_brain_knows_what_operators_have_changed() -> None:

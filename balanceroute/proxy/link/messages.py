@@ -207,7 +207,7 @@ class Use(Message, frozen=True):
 
 
 class Activity(Message, frozen=True, tag=41):
-    """What a relay does, a few times per second. `uses`: of workers where there is something new to say.
+    """What a relay does: after joining, and a few times per second if that is new. `uses`: of workers with news.
 
     `keys`: what clients' keys have used, which the brain tells the other relays.
     """
@@ -219,7 +219,7 @@ class Activity(Message, frozen=True, tag=41):
 
 
 class Counted(Message, frozen=True, tag=42):
-    """All that the relay's process has counted (`telemetry/metrics.py`); said on joining, and every second."""
+    """What the relay's process has counted (`telemetry/metrics.py`), all of it: on joining, and every second if new."""
 
     counts: bytes
 

@@ -20,7 +20,6 @@ import asyncio
 import logging
 import os
 from collections.abc import Callable
-from contextlib import suppress
 from typing import Final
 
 from balanceroute.core.types import Outcome, RequestSpec
@@ -64,7 +63,7 @@ from balanceroute.proxy.link.messages import (
     Workers,
     read_from_brain,
 )
-from balanceroute.proxy.link.reach import Reach
+from balanceroute.proxy.link.reach import Moved, Reach
 from balanceroute.proxy.link.token_counts import WrittenCounts
 
 log = logging.getLogger(__name__)
@@ -277,25 +276,36 @@ class RemoteBrain:
                     await self._lost.wait()
                     continue
                 self._hello()
-                deadline_s, joined = self._loop.time() + SILENT_S, False
-                while not self._lost.is_set():
-                    with suppress(TimeoutError):
-                        async with asyncio.timeout(LOOK_S):
-                            await self._lost.wait()
-                    joined = joined or self.member is not None
-                    if self.member is None and self._loop.time() > deadline_s:
-                        self._frames.abort("the brain does not answer")
-                    elif moved():
-                        self._frames.abort("another brain listens there")
-                    elif self.member is not None:
-                        self._look(self._frames)
-                if not joined:
+                if not await self._stay(frames, moved):
                     self._reach.turn_away()
                     self._expire()
                 await asyncio.sleep(RETRY_S)
         finally:
             if self._frames is not None:
                 self._frames.close("this relay ends")
+
+    async def _stay(self, frames: Frames[FromRelay], moved: Moved) -> bool:
+        """Wait until the connection is lost; returns whether this was seen to be a member over it."""
+        deadline_s, joined = self._loop.time() + SILENT_S, False
+        timer: asyncio.TimerHandle
+
+        def look() -> None:
+            nonlocal joined, timer
+            joined = joined or self.member is not None
+            if self.member is None and self._loop.time() > deadline_s:
+                frames.abort("the brain does not answer")
+            elif moved():
+                frames.abort("another brain listens there")
+            elif self.member is not None:
+                self._look(frames)
+            timer = self._loop.call_later(LOOK_S, look)
+
+        timer = self._loop.call_later(LOOK_S, look)  # costs less than to wake the task for each look
+        try:
+            await self._lost.wait()
+        finally:
+            timer.cancel()
+        return joined
 
     def _connection(self) -> Frames[FromRelay]:
         return Frames(self._loop, self._heard, self._closed)

@@ -1,6 +1,7 @@
 """`balanceroute check-config` as a user runs it."""
 
 import json
+import os
 import sys
 from pathlib import Path
 
@@ -124,3 +125,12 @@ def test_check_config_reads_the_files_that_the_configuration_names(
     assert run(monkeypatch, file, "--set", setting) == 2
     captured = capsys.readouterr()
     assert setting.partition("=")[2] in captured.err and captured.err.count("\n") == 1 and not captured.out
+
+
+def test_check_config_reads_no_pipe_that_is_to_be_read_again(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], file: str, tmp_path: Path
+) -> None:
+    pipe = tmp_path / "keys.yaml"
+    os.mkfifo(pipe)
+    assert run(monkeypatch, file, "--set", f"auth.client_keys={pipe}") == 2
+    assert f"auth.client_keys = '{pipe}': is a pipe, which can't be read again" in capsys.readouterr().err

@@ -1,0 +1,35 @@
+"""Reading that gives up: a file may never answer, as one of a server that is gone, or a pipe that nobody writes to.
+
+Nothing ends a thread that stands in such a read, so it is a daemon: the process can end, and what it still brings is
+dropped.
+"""
+
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import Final, TypeVar
+
+from balanceroute.errors import ConfigError
+
+T = TypeVar("T")
+
+READ_S: Final = 5.0  # a file of some kilobytes takes milliseconds, over a busy network too
+
+
+def in_time(read: Callable[[], T], what: str, within_s: float = READ_S) -> T:
+    """What `read` returns, or raises. Raises: ConfigError: it takes longer; `what` is read is said."""
+    result: Future[T] = Future()
+
+    def run() -> None:
+        try:
+            result.set_result(read())
+        except BaseException as error:  # the caller's, whatever it is
+            result.set_exception(error)
+
+    threading.Thread(target=run, name="read", daemon=True).start()
+    try:
+        return result.result(within_s)
+    except TimeoutError:
+        if result.done():
+            raise  # its own
+        raise ConfigError(f"{what}: no answer within {within_s:g} s") from None

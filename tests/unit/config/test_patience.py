@@ -1,0 +1,32 @@
+"""Files that never answer."""
+
+import os
+from pathlib import Path
+
+import pytest
+
+from balanceroute.config.patience import in_time
+from balanceroute.errors import ConfigError
+
+
+def test_what_is_read_is_returned() -> None:
+    assert in_time(lambda: "text", "the file") == "text"
+
+
+def test_what_never_answers_is_named(tmp_path: Path) -> None:
+    pipe = tmp_path / "router.yaml"
+    os.mkfifo(pipe)
+    with pytest.raises(ConfigError, match=r"router\.yaml: no answer within 0\.05 s$"):
+        in_time(pipe.read_text, str(pipe), 0.05)
+    with pipe.open("w"):  # lets the thread end
+        pass
+
+
+@pytest.mark.parametrize("error", [ConfigError("wrong"), OSError("gone"), TimeoutError("its own")], ids=type)
+def test_an_error_of_reading_is_the_callers(error: Exception) -> None:
+    def fail() -> None:
+        raise error
+
+    with pytest.raises(type(error)) as caught:
+        in_time(fail, "the file")
+    assert caught.value is error
