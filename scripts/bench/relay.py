@@ -6,8 +6,9 @@
 In the command of a target, {port} is where it must listen and {prefill1}, {prefill2}, {decode1} .. {decode4} are the
 workers' URLs ({decode1_port} the port alone); {config} is our own configuration file, for another version of us:
 `--target 'before=/there/bin/balanceroute serve --config {config} --port {port}'`. All targets run at the same time and
-are loaded in turn, a few seconds each, round after round, so what else the machine does hits all alike. The table shows
-medians over the rounds, and in brackets the median of the same round's ratio to the bare relay. A second table divides
+are loaded in turn, a few seconds each, round after round, so what else the machine does hits all alike. Each round
+begins with another target, because what ran just before tells on who comes next. The table shows medians over the
+rounds, and in brackets the median of the same round's ratio to the bare relay. A second table divides
 our figure by each other's, round by round: the median of these ratios with its 95 % bootstrap interval. CPU is user and
 system time of the target's processes.
 
@@ -186,7 +187,7 @@ class Bench:
         for number in range(self.a.rounds):
             for name, (interval_ms, arguments) in LOADS.items():
                 http(self.decode[0], "/interval", str(interval_ms).encode())
-                for target in self.targets:
+                for target in rotated(self.targets, number):
                     found = self.load(target, arguments, self.a.seconds)
                     target.found.setdefault(name, []).append(found)
                     self.tell(f"round {number + 1}", target, name, found)
@@ -235,6 +236,12 @@ class Bench:
             return f"{middle:.2f}"
         ratios = [value / base for value, base in zip(values, reference.values(load, key), strict=True)]
         return f"{middle:.1f} ({statistics.median(ratios):.2f}x)"
+
+
+def rotated(targets: list[Target], number: int) -> list[Target]:
+    """The same targets, beginning with the one of this number."""
+    first = number % len(targets)
+    return targets[first:] + targets[:first]
 
 
 def interval(ours: list[float], others: list[float], draws: int = 2000) -> str:

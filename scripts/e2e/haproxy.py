@@ -101,6 +101,8 @@ class Site:
         self.brain = self._machine("brain", home, f"listen.link=127.0.0.1:{self.link}")
         brains = f"listen.brains=[127.0.0.1:{self.link}]"
         self.relays = [self._machine(name, port, brains) for name, port in zip("ab", others, strict=True)]
+        for relays in self.relays:  # HAProxy takes each for up until it has asked
+            wait_for("relays", lambda: bool(relays.lines("brain found")))  # noqa: B023
         self._balance(front, others)
 
     def _start(self, name: str, *command: str) -> Process:
@@ -144,16 +146,18 @@ class Site:
             return answer if answer.status_code < 500 else None
         return None
 
-    def holds_nothing(self) -> bool:
-        """Whether no request is left, by the brain, and no KV, by the prefillers."""
+    def held(self) -> dict[str, float]:
+        """Requests that are left, by the brain, and shares of KV, by the prefillers; nothing: all is over."""
         answer = self.get("/state")
         if answer is None:
-            return False
+            return {"no brain": 1}
         state = answer.json()
-        if state["waiting"] or state["exchanges"] or any(worker["active"] for worker in state["workers"]):
-            return False
-        pages = [httpx.get(f"{url}/metrics", trust_env=False).text for url in self.prefillers]
-        return all(float(use) == 0.0 for page in pages for use in re.findall(r"kv_cache_usage_perc\{.*\} (\S+)", page))
+        active = sum(len(worker["active"]) for worker in state["workers"])
+        held: dict[str, float] = {"waiting": len(state["waiting"]), "at relays": state["exchanges"], "active": active}
+        for url in self.prefillers:
+            page = httpx.get(f"{url}/metrics", trust_env=False).text
+            held[url] = sum(float(use) for use in re.findall(r"kv_cache_usage_perc\{.*\} (\S+)", page))
+        return {what: count for what, count in held.items() if count}
 
 
 _FILES: Final = {"ca": "link-ca.pem", "cert": "link.pem", "key": "link.key"}
@@ -278,7 +282,10 @@ async def run(site: Site, clients: int, seconds: float) -> None:
     found, _ = load.take()
     if set(found) - {"right"}:
         raise Wrong(f"the last ones: {dict(found)}")
-    took_s = await asyncio.to_thread(wait_for, "nothing is held", site.holds_nothing)
+    try:
+        took_s = await asyncio.to_thread(wait_for, "nothing is held", lambda: not site.held())
+    except Wrong as error:
+        raise Wrong(f"{error}: {site.held()}") from None
     print(f"{'at the end':14} {dict(found)}, nothing is held after {took_s:.1f} s")
 
 
