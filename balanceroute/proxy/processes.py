@@ -61,8 +61,7 @@ def serve_processes(
         if predecessor is None:
             folder.forget_counts()
             if journal is not None:
-                with suppress(OSError):  # the brain says what is wrong with it
-                    journal.unlink()
+                begin_anew(journal)
         processes = Processes(config, load, folder, sockets, journal, predecessor, link)
         configure(config.log.level, config.log.format, process="parent")
         return Supervisor(processes.mains(), processes.brains, processes).run()
@@ -198,6 +197,19 @@ def _try_forecasts(config: Config) -> None:
     forecasts = build_forecasts(config)
     if forecasts is not None:
         forecasts.close()
+
+
+def begin_anew(journal: Path) -> None:
+    """Forget the last router's; find out now whether the brain will be able to begin its own. Raises: ConfigError."""
+    if journal.exists() and not (journal.is_file() or journal.is_dir()):
+        return  # a device, or a pipe: nothing of the last router's
+    try:
+        journal.unlink(missing_ok=True)
+        with journal.open("xb"):
+            pass
+        journal.unlink()
+    except OSError as error:
+        raise ConfigError(f"{journal}: {error.strerror}") from None
 
 
 def _listeners(config: Config, predecessor: Predecessor | None) -> Iterator[socket.socket]:

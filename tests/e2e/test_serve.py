@@ -299,6 +299,7 @@ def test_a_journal_that_cannot_be_begun_is_named(emulator: tuple[str, Path], tmp
     assert done.returncode == 2
     said = [line for line in done.stderr.splitlines() if line.startswith("balanceroute: ")]
     assert said == [f"balanceroute: {journal}: No such file or directory"]
+    assert "Traceback" not in done.stderr
 
 
 @pytest.mark.parametrize("closed", ["<&-", ">&-", "2>&-", "<&- >&- 2>&-"], ids=["input", "output", "error", "all"])

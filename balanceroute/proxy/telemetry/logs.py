@@ -177,7 +177,19 @@ class _UncleanEnds(logging.Filter):
         return "without completing response" not in str(record.msg)
 
 
-_unclean_ends: Final = _UncleanEnds()  # one, so that a reload doesn't add another
+class _FailedStarts(logging.Filter):
+    """Leaves one line of uvicorn's traceback where an error that is ours, and says what is wrong, ends a start."""
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        text = str(record.msg)
+        last = text.rstrip().rpartition("\n")[2]
+        if text.startswith("Traceback ") and last.startswith("balanceroute.errors."):
+            record.msg = last.partition(": ")[2]
+        return True
+
+
+_unclean_ends: Final = _UncleanEnds()  # one of each, so that a reload doesn't add another
+_failed_starts: Final = _FailedStarts()
 
 
 def configure(level: str, style: str, stream: TextIO | None = None, process: str = "") -> None:
@@ -198,5 +210,6 @@ def configure(level: str, style: str, stream: TextIO | None = None, process: str
     logging.logThreads = logging.logProcesses = logging.logMultiprocessing = False
     logging._srcfile = None
     logging.getLogger("uvicorn.error").addFilter(_unclean_ends)
+    logging.getLogger("uvicorn.error").addFilter(_failed_starts)
     for chatty in ("httpx", "httpcore", "asyncio"):
         logging.getLogger(chatty).setLevel(logging.WARNING)

@@ -4,15 +4,16 @@ vLLM takes `4.0`, `"4"` and `"true"` for what they mean: its bodies are pydantic
 is not what JSON has for it is given to the same reader, and the body goes on with what came of it.
 """
 
-from typing import Any, Final
+from typing import Annotated, Any, Final
 
-from pydantic import TypeAdapter, ValidationError
+from pydantic import AllowInfNan, TypeAdapter, ValidationError
 
 from balanceroute.errors import InvalidRequest
 
 _MAX_INTEGER: Final = 2**63 - 1
 _INTEGER: Final = TypeAdapter(int)
 _BOOLEAN: Final = TypeAdapter(bool)
+_NUMBER: Final = TypeAdapter(Annotated[float, AllowInfNan(False)])
 
 
 def boolean(data: dict[str, Any], name: str) -> bool:
@@ -20,10 +21,10 @@ def boolean(data: dict[str, Any], name: str) -> bool:
     value = data.get(name)
     if value is None or isinstance(value, bool):
         return bool(value)
-    try:
-        flag = data[name] = _BOOLEAN.validate_python(value)
-    except ValidationError:
-        raise InvalidRequest(f"{name} must be true or false, not {kind(value)}.", param=name) from None
+    flag = as_boolean(value)
+    if flag is None:
+        raise InvalidRequest(f"{name} must be true or false, not {kind(value)}.", param=name)
+    data[name] = flag
     return flag
 
 
@@ -32,12 +33,37 @@ def integer(data: dict[str, Any], name: str, *, least: int | None) -> int | None
     value = data.get(name)
     if value is None:
         return None
-    if type(value) is not int:
-        try:
-            value = data[name] = _INTEGER.validate_python(value)
-        except ValidationError:
-            raise InvalidRequest(f"{name} must be an integer, not {kind(value)}.", param=name) from None
-    return checked(name, value, least=least)
+    if type(value) is int:
+        return checked(name, value, least=least)
+    number = as_integer(value)
+    if number is None:
+        raise InvalidRequest(f"{name} must be an integer, not {kind(value)}.", param=name)
+    data[name] = number
+    return checked(name, number, least=least)
+
+
+def as_boolean(value: object) -> bool | None:
+    """The flag that engines read there; None where it is none."""
+    try:
+        return _BOOLEAN.validate_python(value)
+    except ValidationError:
+        return None
+
+
+def as_integer(value: object) -> int | None:
+    """The integer that engines read there; None where it is none."""
+    try:
+        return _INTEGER.validate_python(value)
+    except ValidationError:
+        return None
+
+
+def as_number(value: object) -> float | None:
+    """The number that engines read there; None where it is none, or what JSON has no word for."""
+    try:
+        return _NUMBER.validate_python(value)
+    except ValidationError:
+        return None
 
 
 def checked(name: str, value: int, *, least: int | None) -> int:

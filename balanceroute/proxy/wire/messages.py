@@ -27,6 +27,7 @@ from typing import Any, Final
 import orjson
 
 from balanceroute.errors import InvalidRequest
+from balanceroute.proxy.wire.fields import as_boolean, as_integer, as_number, checked
 from balanceroute.proxy.wire.payloads import ClientRequest, check_depth, read_object, request_of
 
 _WITHOUT_EFFECT: Final = frozenset(
@@ -271,10 +272,9 @@ def _put_sampling(chat: dict[str, Any], data: dict[str, Any]) -> None:
             raise _wrong("stop_sequences", "This must be a list of texts.")
         chat["stop"] = [_text(stop, f"stop_sequences.{place}") for place, stop in enumerate(stops)]
     for name, least_is_in, most in (("temperature", True, float("inf")), ("top_p", False, 1.0)):
-        value = data.get(name)
-        if value is None:
+        if data.get(name) is None:
             continue
-        _number(value, name)
+        value = _number(data[name], name)
         if value < 0 or (value == 0 and not least_is_in) or value > most:
             raise _wrong(name, f"{value} is out of range.")
         chat[name] = value
@@ -390,23 +390,28 @@ def _text(value: object, path: str, *, empty: bool = False) -> str:
 
 
 def _number(value: object, path: str) -> float:
-    if isinstance(value, bool) or not isinstance(value, int | float):
+    if isinstance(value, int | float) and not isinstance(value, bool):
+        return value
+    number = as_number(value)
+    if number is None:
         raise _wrong(path, "This must be a number.")
-    return value
+    return number
 
 
 def _integer(value: object, path: str, *, least: int | None = None) -> int:
-    if isinstance(value, bool) or not isinstance(value, int):
+    integer = value if type(value) is int else as_integer(value)
+    if integer is None:
         raise _wrong(path, "This must be an integer." if value is not None else "Field required")
-    if least is not None and value < least:
-        raise _wrong(path, f"This must be at least {least}, got {value}.")
-    return value
+    if least is not None and integer < least:
+        raise _wrong(path, f"This must be at least {least}, got {integer}.")
+    return checked(path, integer, least=None)
 
 
 def _flag(value: object, path: str) -> bool:
-    if value is None or isinstance(value, bool):
-        return bool(value)
-    raise _wrong(path, "This must be true or false.")
+    flag = bool(value) if value is None or isinstance(value, bool) else as_boolean(value)
+    if flag is None:
+        raise _wrong(path, "This must be true or false.")
+    return flag
 
 
 def _token_ids(value: object, path: str) -> list[int]:

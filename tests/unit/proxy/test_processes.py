@@ -1,5 +1,6 @@
 """What of a router in several processes is refused before there is one, in one line."""
 
+import os
 import socket
 from pathlib import Path
 
@@ -7,13 +8,13 @@ import pytest
 
 from balanceroute.config import Config
 from balanceroute.errors import ConfigError
-from balanceroute.proxy.processes import serve_processes
+from balanceroute.proxy.processes import begin_anew, serve_processes
 from tests.unit.proxy.virtual_time import a_config
 
 
-def refusal(config: Config) -> str:
+def refusal(config: Config, journal: Path | None = None) -> str:
     with pytest.raises(ConfigError) as refused:
-        serve_processes(config, lambda: config)
+        serve_processes(config, lambda: config, journal)
     assert "\n" not in str(refused.value)
     return str(refused.value)
 
@@ -35,3 +36,17 @@ def test_a_host_that_is_none_is_named() -> None:
 def test_a_run_folder_that_cannot_be_used_is_named() -> None:
     told = refusal(a_config(listen={"relays": 1, "port": 0, "run_folder": "/dev/null/run"}))
     assert told.startswith("listen.run_folder = '/dev/null/run'")
+
+
+def test_a_journal_that_cannot_be_begun_is_named(tmp_path: Path) -> None:
+    config = a_config(listen={"relays": 1, "port": 0, "run_folder": str(tmp_path / "run")})
+    journal = tmp_path / "no_folder" / "journal.jsonl"
+    assert refusal(config, journal) == f"{journal}: No such file or directory"
+    assert refusal(config, tmp_path) == f"{tmp_path}: Is a directory"
+
+
+def test_a_journal_that_is_a_pipe_is_left_where_it_is(tmp_path: Path) -> None:
+    pipe = tmp_path / "journal"
+    os.mkfifo(pipe)
+    begin_anew(pipe)
+    assert pipe.is_fifo()

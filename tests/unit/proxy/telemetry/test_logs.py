@@ -110,7 +110,7 @@ def test_a_reload_sets_the_logs_up_again_without_leaving_anything_of_the_last_ti
     configure("info", "json", io.StringIO())
     before = len(logging.getLogger("uvicorn.error").filters)
     configure("info", "plain", io.StringIO())
-    assert len(logging.getLogger("uvicorn.error").filters) == before == 1
+    assert len(logging.getLogger("uvicorn.error").filters) == before == 2
     assert len(logging.getLogger().handlers) == 1
 
 

@@ -51,6 +51,46 @@ def test_a_stream_is_asked_for_with_its_usage() -> None:
     assert "stream" not in chat_of(body(stream=False))
 
 
+@pytest.mark.parametrize(
+    ("field", "given", "meant"),
+    [
+        ("max_tokens", "9", 9),
+        ("max_tokens", 9.0, 9),
+        ("temperature", "0.5", 0.5),
+        ("top_p", "1", 1.0),
+        ("top_k", "4", 4),
+        ("seed", 5.0, 5),
+        ("min_p", "0.1", 0.1),
+        ("ignore_eos", "true", True),
+        ("stream", 1, True),
+        ("stop_token_ids", ["7", 8.0], [7, 8]),
+    ],
+)
+def test_numbers_and_flags_are_read_as_the_engines_do(field: str, given: object, meant: object) -> None:
+    read = chat_of(body(**{field: given}))[field]
+    assert (read, type(read)) == (meant, type(meant))
+
+
+@pytest.mark.parametrize(
+    ("field", "given"),
+    [
+        ("max_tokens", 4.5),
+        ("max_tokens", [4]),
+        ("seed", 2**63),
+        ("top_k", 1e30),
+        ("temperature", "warm"),
+        ("temperature", "nan"),
+        ("repetition_penalty", "inf"),
+        ("stream", "perhaps"),
+        ("stream", 2),
+    ],
+)
+def test_what_is_no_number_or_flag_is_refused_by_its_name(field: str, given: object) -> None:
+    with pytest.raises(InvalidRequest) as caught:
+        chat_of(body(**{field: given}))
+    assert caught.value.param == field
+
+
 def test_system_texts_from_anywhere_become_the_first_message_without_billing_lines() -> None:
     blocks = [
         text("x-anthropic-billing-header: cc=1f"),
@@ -233,7 +273,7 @@ WRONG = {
     "output_config.task_budget": body(output_config={"task_budget": {"type": "tokens", "total": 20000}}),
     "output_config.format.type": body(output_config={"format": {"type": "yaml"}}),
     "metadata.user_id": body(metadata={"user_id": 5}),
-    "stream": body(stream="yes"),
+    "stream": body(stream="perhaps"),
     "mcp_servers": body(mcp_servers=[{"url": "https://example.org"}]),
     "container": body(container="c1"),
     "kv_transfer_params": body(kv_transfer_params={"remote_host": "h"}),
