@@ -44,6 +44,7 @@ BURST_PERIOD_S, BURST_SHARE = 60.0, 0.4  # all that arrives in a minute arrives 
 SLOW = 1.3
 LITTLE_MEMORY = 1.1  # KV capacity of a worker in the mean tokens of a full one
 HISTORY_SEED_OFFSET = 1000
+LONGER = 5  # times the rows where answers are short: with 20 per slot a run is over in 22 s, less than the wait cap
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,10 +99,11 @@ def one_factor_cells(
 ) -> Iterator[Cell]:
     """The base cell of each shape, and each with one thing changed."""
     for shape in shapes:
-        base = Cell(shape, rows=8 * 64 * rows_per_slot)
+        base = Cell(shape, rows=rows_of(shape, 8, rows_per_slot))
         yield base
         yield from (replace(base, load=load) for load in loads if load != base.load)
-        yield from (replace(base, n_workers=g, rows=g * 64 * rows_per_slot) for g in widths if g != base.n_workers)
+        wide = (replace(base, n_workers=g, rows=rows_of(shape, g, rows_per_slot)) for g in widths)
+        yield from (cell for cell in wide if cell != base)
         yield from (replace(base, factor=factor) for factor in factors if factor != base.factor)
 
 
@@ -110,13 +112,14 @@ def random_cells(count: int, shapes: tuple[str, ...], rows_per_slot: int) -> Ite
     draw = random.Random(20_260_513)
     for _ in range(count):
         width = draw.choices(WIDTHS, weights=(4, 6, 4, 1, 0))[0]
-        yield Cell(
-            draw.choice(shapes),
-            draw.choice(LOADS),
-            width,
-            draw.choice(FACTORS),
-            rows=width * 64 * rows_per_slot,
-        )
+        shape = draw.choice(shapes)
+        rows = rows_of(shape, width, rows_per_slot)
+        yield Cell(shape, draw.choice(LOADS), width, draw.choice(FACTORS), rows=rows)
+
+
+def rows_of(shape: str, width: int, rows_per_slot: int) -> int:
+    """How many requests a cell of this width has."""
+    return width * 64 * rows_per_slot * (LONGER if shape == "short" else 1)
 
 
 @lru_cache(maxsize=2)

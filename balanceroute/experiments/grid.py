@@ -44,17 +44,13 @@ QUICK_FACTORS = ("none", "transfer 20", "lag 5", "slow worker", "lost worker")
 
 
 def cells(scope: Scope) -> list[Cell]:
-    """The cells of a scope, without seeds.
-
-    Eight short answers per slot are over in 220 steps, most of which fill the cluster and empty it: those cells get
-    more when quick, too.
-    """
+    """The cells of a scope, without seeds."""
     shapes = scope.sources if scope.trace else BASES
     if scope.quick:
         return [
             cell
             for shape in shapes
-            for cell in one_factor_cells((shape,), (0.8, 1.05), (8,), QUICK_FACTORS, 20 if shape == "short" else 8)
+            for cell in one_factor_cells((shape,), (0.8, 1.05), (8,), QUICK_FACTORS, 4 if shape == "short" else 8)
         ]
     drawn = shapes if scope.trace else (*BASES, "bursts")
     found = [*one_factor_cells(shapes, LOADS, WIDTHS, FACTORS, 20), *random_cells(60, drawn, 20)]
