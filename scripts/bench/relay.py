@@ -6,11 +6,11 @@
 In the command of a target, {port} is where it must listen and {prefill1}, {prefill2}, {decode1} .. {decode4} are the
 workers' URLs ({decode1_port} the port alone); {config} is our own configuration file, for another version of us:
 `--target 'before=/there/bin/balanceroute serve --config {config} --port {port}'`. All targets run at the same time and
-are loaded in turn, a few seconds each, round after round, so what else the machine does hits all alike. Each round
-begins with another target, because what ran just before tells on who comes next. The table shows medians over the
-rounds, and in brackets the median of the same round's ratio to the bare relay. A second table divides
-our figure by each other's, round by round: the median of these ratios with its 95 % bootstrap interval. CPU is user and
-system time of the target's processes.
+are loaded in turn, a few seconds each, round after round, so what else the machine does hits all alike. What ran just
+before tells on who comes next (up to a seventh), so the order of the rounds is balanced. The table shows medians over
+the rounds, and in brackets the median of the same round's ratio to the bare relay. A second table divides our figure
+by each other's, round by round: the median of these ratios with its 95 % bootstrap interval. CPU is user and system
+time of the target's processes.
 
     unary    32 connections, whole answers of 16 tokens, 1 kB prompt: CPU us per request
     stream   64 streams, an event per 20 ms each, 200 events: CPU us per event, opening the stream included, and the
@@ -187,7 +187,7 @@ class Bench:
         for number in range(self.a.rounds):
             for name, (interval_ms, arguments) in LOADS.items():
                 http(self.decode[0], "/interval", str(interval_ms).encode())
-                for target in rotated(self.targets, number):
+                for target in in_turn(self.targets, number):
                     found = self.load(target, arguments, self.a.seconds)
                     target.found.setdefault(name, []).append(found)
                     self.tell(f"round {number + 1}", target, name, found)
@@ -238,10 +238,16 @@ class Bench:
         return f"{middle:.1f} ({statistics.median(ratios):.2f}x)"
 
 
-def rotated(targets: list[Target], number: int) -> list[Target]:
-    """The same targets, beginning with the one of this number."""
-    first = number % len(targets)
-    return targets[first:] + targets[:first]
+def in_turn(targets: list[Target], number: int) -> list[Target]:
+    """The same targets in the order of this round.
+
+    A balanced Latin square (E. J. Williams, 1949): over as many rounds as there are targets, or twice as many where
+    they are odd, each follows each other equally often.
+    """
+    n = len(targets)
+    order = [(place // 2 if place % 2 == 0 else n - 1 - place // 2) + number for place in range(n)]
+    ordered = [targets[index % n] for index in order]
+    return ordered[::-1] if n % 2 and number // n % 2 else ordered
 
 
 def interval(ours: list[float], others: list[float], draws: int = 2000) -> str:
