@@ -23,7 +23,7 @@ host in place of the Host field (RFC 9112 section 3.2.2).
 """
 
 import re
-from typing import Final
+from typing import Final, TypeVar
 from urllib.parse import unquote
 
 import httptools
@@ -43,10 +43,16 @@ _NO_ESCAPE: Final = re.compile(rb"%(?![0-9A-Fa-f]{2})")
 _ABSOLUTE: Final = re.compile(rb"https?://([^/?]*)(.*)", re.IGNORECASE)
 _HOST: Final = re.compile(rb"(?:[A-Za-z0-9._~!$&'()*+,;=%-]*|\[[0-9A-Fa-f:.]{2,45}\])(?::[0-9]{0,5})?")
 _LENGTH: Final = re.compile(rb"[0-9]{1,18}")
-_FIELD: Final = rb"%b+: ?[!-~](?:[\t -~]*[!-~])?\r\n" % _TOKEN
-_PLAIN: Final = re.compile(rb"(GET|POST) (/[A-Za-z0-9._~!$&'()*+,;=:@/?-]*) HTTP/1\.1\r\n((?:%b)+)\r\n" % _FIELD)
-_FIELDS: Final = re.compile(rb"([^:]+): ?([^\r]+)\r\n")
+_PLAIN_LINE: Final = re.compile(rb"(GET|POST) (/[A-Za-z0-9._~!$&'()*+,;=:@/?-]*) HTTP/1\.1")
+_PLAIN_FIELD: Final = re.compile(rb"(%b+): ?([!-~](?:[\t -~]*[!-~])?)" % _TOKEN)
 _JUDGED: Final = frozenset((b"transfer-encoding", b"expect", b"upgrade"))
+_REQUIRED: Final = {b"host": _HOST, b"content-length": _LENGTH, b"connection": re.compile(rb"keep-alive")}
+_MAX_KNOWN: Final = 1024  # plain lines that are kept, and the longest of them
+_MAX_KNOWN_BYTES: Final = 256
+_SECRET: Final = frozenset(
+    (b"authorization", b"cookie", b"proxy-authorization", b"x-api-key")
+)  # of their request alone
+_T = TypeVar("_T")
 _ORDINARY: Final = bytes([0x09, *range(0x20, 0x7F), *range(0x80, 0x100)])  # what a line may hold beside its end
 
 
@@ -138,25 +144,62 @@ def parse_head(raw: bytes) -> Request:
     return read_plain(raw) or read_any(raw)
 
 
+# plain lines as they were read: clients say the same again and again
+_known_lines: dict[bytes, tuple[str, bytes]] = {}
+_known_fields: dict[bytes, tuple[bytes, bytes]] = {}
+
+
 def read_plain(raw: bytes) -> Request | None:
     """The request of a head that gives nothing to judge; None for any other."""
-    plain = _PLAIN.fullmatch(raw)
-    if plain is None or plain.end(2) > MAX_LINE_BYTES - len(" HTTP/1.1"):
+    lines = raw.split(b"\r\n")
+    line = _known_lines.get(lines[0]) or _plain_line(lines[0])
+    n_fields = len(lines) - 3  # the empty line leaves two behind it
+    if line is None or not 0 < n_fields <= MAX_FIELDS or lines[-1] or lines[-2]:
         return None
-    method, target, lines = plain.groups()
-    names, values = zip(*_FIELDS.findall(lines), strict=True)
-    headers = list(zip(map(bytes.lower, names), values, strict=True))
+    headers: list[tuple[bytes, bytes]] = []
+    for index in range(1, n_fields + 1):
+        field = _known_fields.get(lines[index]) or _plain_field(lines[index])
+        if field is None:
+            return None
+        headers.append(field)
     told = dict(headers)
-    if not len(told) == len(headers) <= MAX_FIELDS or not _JUDGED.isdisjoint(told):
+    if len(told) != n_fields or b"host" not in told or not _JUDGED.isdisjoint(told):
         return None
-    host, length = told.get(b"host"), told.get(b"content-length", b"0")
-    if host is None or not _HOST.fullmatch(host) or not _LENGTH.fullmatch(length):
-        return None
-    if told.get(b"connection", b"keep-alive") != b"keep-alive":
-        return None
-    request = Request(method.decode(), target, headers, http_1_0=False)
-    request.length = int(length)
+    request = Request(line[0], line[1], headers, http_1_0=False)
+    request.length = int(told.get(b"content-length", b"0"))
     return request
+
+
+def _plain_line(line: bytes) -> tuple[str, bytes] | None:
+    """Method and target of a request line that gives nothing to judge."""
+    plain = _PLAIN_LINE.fullmatch(line) if len(line) <= MAX_LINE_BYTES else None
+    if plain is None:
+        return None
+    asked = (plain[1].decode(), plain[2])
+    _keep(_known_lines, line, asked)
+    return asked
+
+
+def _plain_field(line: bytes) -> tuple[bytes, bytes] | None:
+    """Name and value of a field that gives nothing to judge."""
+    plain = _PLAIN_FIELD.fullmatch(line)
+    if plain is None:
+        return None
+    name, value = plain[1].lower(), plain[2]
+    required = _REQUIRED.get(name)
+    if required is not None and not required.fullmatch(value):
+        return None
+    if name not in _SECRET:
+        _keep(_known_fields, line, (name, value))
+    return name, value
+
+
+def _keep(known: dict[bytes, _T], line: bytes, meaning: _T) -> None:
+    if len(line) > _MAX_KNOWN_BYTES:
+        return
+    if len(known) >= _MAX_KNOWN:
+        known.clear()  # somebody says ever new ones; what is common comes back with the next requests
+    known[line] = meaning
 
 
 def read_any(raw: bytes) -> Request:
