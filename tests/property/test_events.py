@@ -8,6 +8,7 @@ import re
 import subprocess
 import sys
 from array import array
+from operator import mul
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -254,7 +255,7 @@ def test_parts_are_written_as_chunks_and_the_first_with_the_head(
 
 @both
 @given(st.binary(max_size=300), st.binary(min_size=256, max_size=256), st.integers(0, 10))
-def test_pairs_of_neighbouring_bytes_are_counted_by_their_classes(
+def test_pairs_of_neighbouring_bytes_are_counted_and_weighed_by_their_classes(
     module: Any, text: bytes, table: bytes, before: int
 ) -> None:
     class_of = bytes(kind % 11 for kind in table)
@@ -265,6 +266,9 @@ def test_pairs_of_neighbouring_bytes_are_counted_by_their_classes(
     counts = array("q", [0] * 121)
     module.count_pairs(text, class_of, 11, before, counts)
     assert counts.tolist() == expected
+    weights = array("d", [pair % 17 for pair in range(242)])  # whole numbers: their sums are exact in any order
+    sums = tuple(sum(map(mul, expected, half)) for half in (weights[:121], weights[121:]))
+    assert module.weigh_pairs(text, class_of, 11, before, weights, 121) == sums
 
 
 def test_the_sources_bear_their_own_digest_so_that_a_module_compiled_of_others_is_known() -> None:

@@ -15,7 +15,7 @@ from typing import Final
 import numpy as np
 
 from balanceroute.proxy.wire.payloads import ClientRequest
-from balanceroute.proxy.wire.prompt_traits import TRAITS, Traits, counts_of, traits_of, weights_of_pairs
+from balanceroute.proxy.wire.prompt_traits import TRAITS, Traits, traits_of, weigh, weights_of_pairs
 
 MAX_MODELS: Final = 64
 # tokens per unit, and how far a model's own may be from that; fitted to Qwen's, DeepSeek's and OpenAI's cl100k_base
@@ -69,13 +69,12 @@ class _Weights:
 
     def tokens(self, request: ClientRequest) -> float:
         """Those of the prompt."""
-        pairs, share, media, patches = counts_of(request)
+        own, usual_tokens, media, patches = weigh(request, self._of_pairs)
         (prompt, message, medium, patch), usual = self._others
-        own, usual_tokens = self._of_pairs.dot(pairs).tolist()
-        tokens = own * share + prompt + message * request.messages
+        tokens = own + prompt + message * request.messages
         if media:
             return float(tokens + medium * media + patch * patches)
-        usual_tokens = usual_tokens * share + usual[0] + usual[1] * request.messages
+        usual_tokens += usual[0] + usual[1] * request.messages
         # text: no tokenizer is that far from all others
         if not usual_tokens / _FARTHEST <= tokens <= usual_tokens * _FARTHEST:
             tokens = min(usual_tokens * _FARTHEST, max(usual_tokens / _FARTHEST, tokens))

@@ -9,7 +9,17 @@ from typing import TYPE_CHECKING, Final
 
 from balanceroute.proxy.hotpath import events
 
-__all__ = ["COMPILED", "STALE", "ChunkReader", "EventMatcher", "Flusher", "PartWriter", "Pump", "count_pairs"]
+__all__ = [
+    "COMPILED",
+    "STALE",
+    "ChunkReader",
+    "EventMatcher",
+    "Flusher",
+    "PartWriter",
+    "Pump",
+    "count_pairs",
+    "weigh_pairs",
+]
 
 _form = events
 if not TYPE_CHECKING and not os.environ.get("BALANCEROUTE_PURE_PYTHON"):
@@ -21,8 +31,24 @@ if not TYPE_CHECKING and not os.environ.get("BALANCEROUTE_PURE_PYTHON"):
 STALE: Final = getattr(_form, "SOURCE", "") != events.SOURCE
 
 if TYPE_CHECKING or STALE or _form is events:
-    from balanceroute.proxy.hotpath.events import ChunkReader, EventMatcher, Flusher, PartWriter, Pump, count_pairs
+    from balanceroute.proxy.hotpath.events import (
+        ChunkReader,
+        EventMatcher,
+        Flusher,
+        PartWriter,
+        Pump,
+        count_pairs,
+        weigh_pairs,
+    )
 else:
-    from balanceroute.proxy.hotpath.compiled import ChunkReader, EventMatcher, Flusher, PartWriter, Pump, count_pairs
+    from balanceroute.proxy.hotpath.compiled import (
+        ChunkReader,
+        EventMatcher,
+        Flusher,
+        PartWriter,
+        Pump,
+        count_pairs,
+        weigh_pairs,
+    )
 
 COMPILED: Final = EventMatcher.__module__.endswith("compiled")

@@ -81,3 +81,18 @@ cdef class PartWriter:
 
 @cython.locals(data=cython.p_const_uchar, kinds=cython.p_const_uchar, end=Py_ssize_t, i=Py_ssize_t, after=Py_ssize_t)
 cpdef count_pairs(bytes text, bytes class_of, Py_ssize_t classes, Py_ssize_t before, long long[::1] counts)
+
+
+@cython.locals(
+    data=cython.p_const_uchar,
+    kinds=cython.p_const_uchar,
+    end=Py_ssize_t,
+    i=Py_ssize_t,
+    after=Py_ssize_t,
+    pair=Py_ssize_t,
+    first=double,
+    second=double,
+)
+cpdef tuple weigh_pairs(
+    bytes text, bytes class_of, Py_ssize_t classes, Py_ssize_t before, double[::1] weights, Py_ssize_t size
+)

@@ -23,12 +23,14 @@ import numpy as np
 import numpy.typing as npt
 import orjson
 
-from balanceroute.proxy.hotpath import COMPILED, count_pairs
+from balanceroute.proxy.hotpath import COMPILED, count_pairs, weigh_pairs
 from balanceroute.proxy.wire.payloads import ClientRequest
 
 Traits = npt.NDArray[np.float64]
 PairCounts = npt.NDArray[np.int64]
 """How often each pair of classes is in a text, shape (classes ** 2,)."""
+PairWeights = npt.NDArray[np.float64]
+"""What each pair of classes weighs, by one model and then by another, shape (2 * classes ** 2,)."""
 
 # Counts of, in this order. A run is bytes of one class in a row.
 TRAITS: Final = (
@@ -90,18 +92,30 @@ _TRAITS_OF_PAIR: Final = _traits_of_pairs()
 
 def traits_of(request: ClientRequest) -> Traits:
     """The traits of a request's prompt, shape (len(TRAITS),); of one given as token ids they are not needed."""
-    pairs, share, media, patches = counts_of(request)
+    text, media, patches = _text_of(request)
+    pairs, share = pairs_of_text(text)
     traits: Traits = _TRAITS_OF_PAIR.dot(pairs) * share
     traits[0], traits[1], traits[-2], traits[-1] = 1, request.messages, media, patches
     return traits
 
 
-def counts_of(request: ClientRequest) -> tuple[PairCounts, float, int, int]:
-    """What a prompt's traits are made of.
+def weigh(request: ClientRequest, weights: PairWeights) -> tuple[float, float, int, int]:
+    """What a prompt's text weighs without its traits being made.
 
-    Returns: its pairs of bytes, the number that each of them stands for (above 1 in a text that is sampled), its media
-    and their patches.
+    Returns: its weight by each row of `weights_of_pairs`, its media and their patches.
     """
+    text, media, patches = _text_of(request)
+    if COMPILED:
+        sample, share = _sampled(text)
+        own, other = weigh_pairs(sample, _CLASS_OF, _CLASSES, NEWLINE, weights, _CLASSES**2)
+    else:
+        pairs, share = pairs_of_text(text)
+        own, other = weights.reshape(2, -1).dot(pairs).tolist()
+    return own * share, other * share, media, patches
+
+
+def _text_of(request: ClientRequest) -> tuple[bytes, int, int]:
+    """All that a chat template writes, without media; how many media there are, and their patches."""
     text, media, patches = request.prompt_json, 0, 0
     if request.endpoint == "chat":
         # a media part stands in a list in the list; of one byte a search is fast
@@ -110,13 +124,12 @@ def counts_of(request: ClientRequest) -> tuple[PairCounts, float, int, int]:
         written = template_fields(request)
         if written:
             text = b"".join((text, *written))
-    pairs, share = pairs_of_text(text)
-    return pairs, share, media, patches
+    return text, media, patches
 
 
-def weights_of_pairs(weights: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
-    """What each pair of classes weighs where each trait weighs so much; rows of pairs for rows of traits."""
-    of_pairs: npt.NDArray[np.float64] = weights.dot(_TRAITS_OF_PAIR)
+def weights_of_pairs(weights: npt.NDArray[np.float64]) -> PairWeights:
+    """What each pair of classes weighs where each trait weighs so much, for two rows of traits."""
+    of_pairs: PairWeights = weights.dot(_TRAITS_OF_PAIR).ravel()
     return of_pairs
 
 
@@ -137,13 +150,7 @@ def _written(value: Any) -> bytes:
 
 def pairs_of_text(text: bytes) -> tuple[PairCounts, float]:
     """The pairs of UTF-8 text, escaped as in JSON, after a newline; and the number that each of them stands for."""
-    size = len(text)
-    if size > SAMPLED_BYTES:
-        step = size * _PIECE_BYTES // SAMPLED_BYTES
-        text = b"".join(text[start : start + _PIECE_BYTES] for start in range(0, size - _PIECE_BYTES, step))
-    share = size / len(text) if text else 1.0
-    if text.find(b"\\") >= 0:
-        text = text.replace(b"\\n", b"\n").replace(b'\\"', b'"').replace(b"\\t", b"\t")
+    text, share = _sampled(text)
     if COMPILED:
         pairs = np.zeros(_CLASSES**2, np.int64)
         count_pairs(text, _CLASS_OF, _CLASSES, NEWLINE, pairs)
@@ -151,6 +158,18 @@ def pairs_of_text(text: bytes) -> tuple[PairCounts, float]:
     # not compiled, the count takes ten times as long as this
     classes = np.frombuffer((b"\n" + text).translate(_CLASS_OF), np.uint8)
     return np.bincount(classes[:-1] * _CLASSES + classes[1:], minlength=_CLASSES**2), share
+
+
+def _sampled(text: bytes) -> tuple[bytes, float]:
+    """The pieces of a text that are looked at, and the number of bytes that each byte of them stands for."""
+    size = len(text)
+    if size > SAMPLED_BYTES:
+        step = size * _PIECE_BYTES // SAMPLED_BYTES
+        text = b"".join(text[start : start + _PIECE_BYTES] for start in range(0, size - _PIECE_BYTES, step))
+    share = size / len(text) if text else 1.0
+    if text.find(b"\\") >= 0:
+        text = text.replace(b"\\n", b"\n").replace(b'\\"', b'"').replace(b"\\t", b"\t")
+    return text, share
 
 
 def _without_media(messages_json: bytes) -> tuple[bytes, int, int]:

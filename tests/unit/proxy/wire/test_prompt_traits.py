@@ -12,9 +12,9 @@ from balanceroute.proxy.wire.prompt_traits import (
     SAMPLED_BYTES,
     TRAITS,
     Traits,
-    counts_of,
     image_size,
     traits_of,
+    weigh,
     weights_of_pairs,
 )
 from tests.unit.proxy.admission.prompts import a_request, jpeg, measured, png
@@ -44,13 +44,17 @@ def test_a_text_counts_the_same_whether_the_count_is_compiled_or_not(monkeypatch
     assert seen[0] == seen[1] and sum(seen[0]) > 100
 
 
+@pytest.mark.parametrize("compiled", [True, False])
 @pytest.mark.parametrize("row", measured()[:8], ids=lambda row: row["kind"])
-def test_a_prompt_weighs_the_same_by_its_pairs_of_bytes_as_by_its_traits(row: dict[str, Any]) -> None:
+def test_a_prompt_weighs_the_same_by_its_pairs_of_bytes_as_by_its_traits(
+    row: dict[str, Any], compiled: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(prompt_traits, "COMPILED", compiled)
     request = a_request(row["body"])
     weights = np.random.default_rng(7).normal(size=(2, len(TRAITS)))
     weights[:, [TRAITS.index(name) for name in ("prompts", "messages", "media", "patches")]] = 0.0
-    pairs, share, _, _ = counts_of(request)
-    assert np.allclose(weights_of_pairs(weights).dot(pairs) * share, weights.dot(traits_of(request)))
+    *weighed, _, _ = weigh(request, weights_of_pairs(weights))
+    assert np.allclose(weighed, weights.dot(traits_of(request)))
 
 
 def counts(body: dict[str, Any]) -> dict[str, float]:
