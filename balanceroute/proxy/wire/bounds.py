@@ -4,7 +4,6 @@ A worker may be broken, or be something else than it was thought to be. What no 
 one (`BadUpstreamReply`, or `StreamEnd.MALFORMED` of a stream), before it reaches the ledger, `/state` or a client.
 """
 
-from itertools import product
 from typing import Any, Final
 
 import orjson
@@ -14,19 +13,16 @@ MAX_RETRY_AFTER_S: Final = 3600.0
 MAX_PARAMS_BYTES: Final = 16 * 2**20  # of kv_transfer_params: the block ids of a prompt of millions of tokens
 _MAX_NAME: Final = 64  # characters of a finish reason
 _COUNTS: Final = ("prompt_tokens", "completion_tokens", "total_tokens")
-_DETAILS: Final = frozenset(("prompt_tokens_details", "completion_tokens_details"))
+_DETAILS: Final = ("prompt_tokens_details", "completion_tokens_details")
 # Of a choice, by what each one is that is there; null is as good as absent.
-_FIELDS: Final[dict[str, type]] = {
-    "finish_reason": str,
-    "delta": dict,
-    "message": dict,
-    "logprobs": dict,
-    "text": str,
-    "token_ids": list,
-}
-_OF_CHOICE: Final = ("index", *_FIELDS)
-_GOOD_CHOICES: Final = frozenset(product((int,), *((kind, type(None)) for kind in _FIELDS.values())))
-"""The types of those fields in the choices that nearly all answers have."""
+_FIELDS: Final[tuple[tuple[str, type], ...]] = (
+    ("finish_reason", str),
+    ("delta", dict),
+    ("message", dict),
+    ("logprobs", dict),
+    ("text", str),
+    ("token_ids", list),
+)
 
 
 def token_count(value: object, name: str) -> int:
@@ -42,25 +38,18 @@ def checked_usage(usage: object) -> dict[str, Any]:
         return {}
     if not isinstance(usage, dict):
         raise ValueError(f"usage is {_shown(usage)}")
-    for count in map(usage.get, _COUNTS):
-        if type(count) is not int or not 0 <= count <= MAX_TOKENS:
-            _check_counts(usage)
-            break
-    if not _DETAILS.isdisjoint(usage):
-        for name in _DETAILS.intersection(usage):
-            _check_details(name, usage[name])
+    for name in _COUNTS:
+        count = usage.get(name)
+        if count is not None and (type(count) is not int or not 0 <= count <= MAX_TOKENS):
+            token_count(count, f"usage.{name}")
+    for name in _DETAILS:
+        details = usage.get(name)
+        if details is not None:
+            _check_details(name, details)
     return usage
 
 
-def _check_counts(usage: dict[str, Any]) -> None:
-    for name in _COUNTS:
-        if usage.get(name) is not None:
-            token_count(usage[name], f"usage.{name}")
-
-
 def _check_details(name: str, details: object) -> None:
-    if details is None:
-        return
     if not isinstance(details, dict):
         raise ValueError(f"usage.{name} is {_shown(details)}")
     for part, value in details.items():
@@ -72,22 +61,17 @@ def checked_choice(choice: object) -> dict[str, Any]:
     """One choice, of an event or of a whole answer, whose fields can be looked into. Raises: ValueError."""
     if not isinstance(choice, dict):
         raise ValueError(f"a choice is {_shown(choice)}")
-    if tuple(map(type, map(choice.get, _OF_CHOICE))) not in _GOOD_CHOICES:
-        _check_fields(choice)
-    reason = choice.get("finish_reason")
-    if reason is not None and len(reason) > _MAX_NAME:
-        raise ValueError(f"finish_reason is {_shown(reason)}")
-    return choice
-
-
-def _check_fields(choice: dict[str, Any]) -> None:
-    for name, kind in _FIELDS.items():
+    for name, kind in _FIELDS:
         value = choice.get(name)
         if value is not None and type(value) is not kind:
             raise ValueError(f"{name} is {_shown(value)}")
     index = choice.get("index", 0)
     if type(index) is not int:
         raise ValueError(f"index is {_shown(index)}")
+    reason = choice.get("finish_reason")
+    if reason is not None and len(reason) > _MAX_NAME:
+        raise ValueError(f"finish_reason is {_shown(reason)}")
+    return choice
 
 
 def answers(told: object, upstream_id: str) -> bool:
