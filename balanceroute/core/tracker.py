@@ -13,7 +13,6 @@ from balanceroute.core.prefix import PrefixHits, PrefixIndex, PrefixUse
 from balanceroute.core.types import QUEUED, UP, Phase, WorkerSpec, WorkerState
 
 
-@dataclass(slots=True, eq=False)
 class RequestTracker:
     """One request from its arrival to its finish.
 
@@ -23,37 +22,81 @@ class RequestTracker:
     prompt, which is right for loads; `earlier_tokens` remembers it for the predictor, which asks for the whole age.
     """
 
-    id: str
-    prompt_tokens: int
-    order: int
-    priority: int = 0
-    prompt_key: str = ""
-    max_new_tokens: int | None = None
-    arrived_s: float = 0.0
-    phase: Phase = QUEUED
-    prefiller: "PrefillerBudget | None" = None
-    worker: "DecodeInstanceState | None" = None
-    running: bool = False
-    ready_s: float = 0.0
-    overdue_s: float = math.inf
-    admitted_s: float = 0.0
-    sent_ahead: bool = False  # its worker had no slot for it when it was admitted
-    began_s: float = math.inf  # when its first token came, where that is told
-    counted: int = 0
-    joined_step: int = 0
-    refreshed_remaining: float = math.inf
-    refreshed_at: int = 0
-    refresh_due_at: float = math.inf
-    requeues: int = 0
-    pushing: bool = False  # decode-first: its prefiller is computing the prompt for the decode worker that holds it
-    earlier_tokens: int = 0
-    prefix: Sequence[int] = ()
-    block_tokens: int = 0
-    prefix_use: PrefixUse | None = None  # while it is prefilled: what its prefiller was thought to hold of it
-    uncached_tokens: int = 0  # while it is prefilled: what its prefiller was thought to have to compute
-    shared_blocks: int = 0  # when it was last sent: its leading blocks that many conversations begin with
-    queue_s: float | None = None  # where it stands in the queue for a prefiller, once it has been in it
-    offers: "tuple[Sequence[PrefillerBudget], Sequence[float]] | None" = None  # while it is prefilled: who at what cost
+    # No dataclass: one is made per request, and the `__init__` of a dataclass stays Python where this is compiled.
+    __slots__ = (
+        "admitted_s",
+        "arrived_s",
+        "began_s",
+        "block_tokens",
+        "counted",
+        "earlier_tokens",
+        "id",
+        "joined_step",
+        "max_new_tokens",
+        "offers",
+        "order",
+        "overdue_s",
+        "phase",
+        "prefiller",
+        "prefix",
+        "prefix_use",
+        "priority",
+        "prompt_key",
+        "prompt_tokens",
+        "pushing",
+        "queue_s",
+        "ready_s",
+        "refresh_due_at",
+        "refreshed_at",
+        "refreshed_remaining",
+        "requeues",
+        "running",
+        "sent_ahead",
+        "shared_blocks",
+        "uncached_tokens",
+        "worker",
+    )
+
+    def __init__(
+        self,
+        id: str,
+        prompt_tokens: int,
+        order: int,
+        priority: int = 0,
+        prompt_key: str = "",
+        max_new_tokens: int | None = None,
+        arrived_s: float = 0.0,
+        prefix: Sequence[int] = (),
+        block_tokens: int = 0,
+        ready_s: float = 0.0,
+        overdue_s: float = math.inf,
+        refreshed_remaining: float = math.inf,
+    ) -> None:
+        """It has arrived, and holds nothing yet."""
+        self.id, self.prompt_tokens, self.order = id, prompt_tokens, order
+        self.priority, self.prompt_key, self.max_new_tokens = priority, prompt_key, max_new_tokens
+        self.phase: Phase = QUEUED
+        self.prefiller: PrefillerBudget | None = None
+        self.worker: DecodeInstanceState | None = None
+        self.running = False
+        self.arrived_s, self.ready_s, self.overdue_s = arrived_s, ready_s, overdue_s
+        self.admitted_s = 0.0
+        self.sent_ahead = False  # its worker had no slot for it when it was admitted
+        self.began_s = math.inf  # when its first token came, where that is told
+        self.counted = self.joined_step = 0
+        self.refreshed_remaining, self.refreshed_at = refreshed_remaining, 0
+        self.refresh_due_at = math.inf
+        self.requeues = 0
+        self.pushing = False  # decode-first: its prefiller is computing the prompt for the decode worker that holds it
+        self.earlier_tokens = 0
+        self.prefix, self.block_tokens = prefix, block_tokens
+        # while it is prefilled: what its prefiller was thought to hold of it, and to have to compute
+        self.prefix_use: PrefixUse | None = None
+        self.uncached_tokens = 0
+        self.shared_blocks = 0  # when it was last sent: its leading blocks that many conversations begin with
+        self.queue_s: float | None = None  # where it stands in the queue for a prefiller, once it has been in it
+        # while it is prefilled: who at what cost
+        self.offers: tuple[Sequence[PrefillerBudget], Sequence[float]] | None = None
 
     def uncached_on(self, prefiller: "PrefillerBudget") -> int:
         """Tokens of its prompt that this prefiller would have to compute."""

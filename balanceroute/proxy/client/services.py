@@ -7,7 +7,7 @@ from typing import Protocol
 
 from balanceroute.errors import Draining
 from balanceroute.proxy.life.services import LifeServices
-from balanceroute.proxy.perimeter.keys import KeyUse
+from balanceroute.proxy.perimeter.key_use import KeyUse
 from balanceroute.proxy.perimeter.perimeter import Perimeter
 from balanceroute.proxy.perimeter.tls import Tls
 

@@ -69,7 +69,7 @@ from balanceroute.proxy.link.messages import (
     read_from_relay,
 )
 from balanceroute.proxy.link.token_counts import ReadCounts, peer_pid, place_of, same_life
-from balanceroute.proxy.perimeter.keys import KeyUse
+from balanceroute.proxy.perimeter.key_use import KeyUse
 
 log = logging.getLogger(__name__)
 

@@ -43,7 +43,7 @@ from balanceroute.core.types import Outcome, RequestSpec, Standing, WorkerSpec, 
 from balanceroute.core.view import ClusterView
 from balanceroute.errors import BalanceRouteError
 from balanceroute.proxy.admission.decider import RefusalKind
-from balanceroute.proxy.perimeter.keys import KeyUse
+from balanceroute.proxy.perimeter.key_use import KeyUse
 
 VERSION: Final = 3
 PROGRESS_S: Final = 0.005

@@ -12,6 +12,7 @@ from hmac import compare_digest
 
 from balanceroute.config import KeyEntry, digest_of
 from balanceroute.errors import AccessDenied, KeyLimit
+from balanceroute.proxy.perimeter.key_use import KeyUse
 from balanceroute.proxy.wire.responses import Headers
 
 _BUSY_RETRY_S = 1.0  # when one of a key's requests ends can't be known
@@ -35,16 +36,6 @@ class Bucket:
     def resized(self, per_minute: int) -> "Bucket":
         """The same use under another limit."""
         return Bucket(per_minute, self.level - self.per_minute + per_minute, self.at_s)
-
-
-@dataclass(frozen=True, slots=True)
-class KeyUse:
-    """What one process has of a key: requests in flight, and those that began, with tokens, since it said so last."""
-
-    name: str
-    in_flight: int
-    requests: int
-    tokens: int
 
 
 class ClientKey:

@@ -7,15 +7,15 @@ more than the whole routing decision. All writers here are on one event loop, so
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Sequence
 from time import perf_counter
-from typing import Final
+from typing import Any, Final
 
 import numpy as np
 from prometheus_client.core import CounterMetricFamily, HistogramMetricFamily
 
-CounterRow = tuple[list[str], float]
-"""The values of the labels, and the count."""
-HistogramRow = tuple[str, list[int], float]
-"""The value of the label, how many fell in each bucket, and the sum."""
+CounterRow = Sequence[Any]
+"""The values of the labels, and the count; a list where it was JSON in between."""
+HistogramRow = Sequence[Any]
+"""The value of the label, how many fell in each bucket, and the sum; a list where it was JSON in between."""
 
 _WORTH_AN_ARRAY: Final = 32  # values; below, numpy's calls cost more than the loop
 DECISION_SECONDS = (1e-5, 2.5e-5, 5e-5, 1e-4, 2.5e-4, 5e-4, 1e-3, 2.5e-3, 5e-3, 1e-2, 2.5e-2, 1e-1)

@@ -4,7 +4,7 @@ import asyncio
 from collections.abc import Callable, Sequence
 
 from balanceroute.proxy.link.messages import Activity, Finding, Judged, Learned, SilentGroup, Use, WorkerStanding
-from balanceroute.proxy.perimeter.keys import KeyUse
+from balanceroute.proxy.perimeter.key_use import KeyUse
 from balanceroute.proxy.workers.circuit import Circuit, CircuitState
 from balanceroute.proxy.workers.fleet import Fleet, Worker
 from balanceroute.proxy.workers.silence import FrozenGroup

@@ -14,6 +14,7 @@ DECIDES_NOTHING = {
     "life/outlet": "a protocol",
     "life/services": "a record of what tries share",
     "ops/services": "a record of what operators' routes share",
+    "perimeter/key_use": "a record of what processes tell each other",
     "services": "a record of all parts",
     "telemetry/forecast_metrics": "declares series",
 }
