@@ -14,6 +14,8 @@ if TYPE_CHECKING:
     from balanceroute.prefix_demo import PrefixRun
 
 Run = TypeVar("Run")
+Shown = TypeVar("Shown", "PolicyRun", "PrefixRun")
+Rows = list[tuple[str, Callable[[Shown], float], str]]  # name of a figure, where it is, its format
 
 SHOWN = ("br_0", "br_h", DEFAULTS["policy"])  # the paper's two, and the default
 
@@ -148,30 +150,37 @@ def announce(scale: "DemoScale") -> None:
 
 def show(runs: "list[PolicyRun]") -> None:
     """The table, one column per policy, and the change from the first to the last."""
+    show_side_by_side(
+        runs,
+        [
+            ("load spread, tokens (max - min)", lambda run: run.load_spread_tokens, ",.0f"),
+            ("excess, tokens (max - mean)", lambda run: run.excess_tokens, ",.0f"),
+            ("step time, ms", lambda run: run.step_s * 1e3, ".1f"),
+            ("slots in use, %", lambda run: run.slots_used_ratio * 100, ".1f"),
+            ("tokens/s", lambda run: run.tokens_per_s, ",.0f"),
+            ("TPOT p50, ms", lambda run: run.report.tpot_s.p50 * 1e3, ".1f"),
+            ("TPOT p95, ms", lambda run: run.report.tpot_s.p95 * 1e3, ".1f"),
+            ("TTFT p50, s", lambda run: run.report.ttft_s.p50, ".2f"),
+            ("TTFT p95, s", lambda run: run.report.ttft_s.p95, ".2f"),
+            ("decision, us (mean)", lambda run: run.decision_mean_us, ",.0f"),
+        ],
+        runs[0],
+        "Loads, step time and tokens/s: every engine step from 30 % of the requests sent to the last one sent.",
+    )
+
+
+def show_side_by_side(runs: "list[Shown]", rows: "Rows[Shown]", compared: "Shown", *notes: str) -> None:
+    """A table with a column per policy, the change from `compared` to the last one, and notes below."""
     from rich.table import Table
 
     from balanceroute.cli.output import print_table
 
-    rows: list[tuple[str, Callable[[PolicyRun], float], str]] = [
-        ("load spread, tokens (max - min)", lambda run: run.load_spread_tokens, ",.0f"),
-        ("excess, tokens (max - mean)", lambda run: run.excess_tokens, ",.0f"),
-        ("step time, ms", lambda run: run.step_s * 1e3, ".1f"),
-        ("slots in use, %", lambda run: run.slots_used_ratio * 100, ".1f"),
-        ("tokens/s", lambda run: run.tokens_per_s, ",.0f"),
-        ("TPOT p50, ms", lambda run: run.report.tpot_s.p50 * 1e3, ".1f"),
-        ("TPOT p95, ms", lambda run: run.report.tpot_s.p95 * 1e3, ".1f"),
-        ("TTFT p50, s", lambda run: run.report.ttft_s.p50, ".2f"),
-        ("TTFT p95, s", lambda run: run.report.ttft_s.p95, ".2f"),
-        ("decision, us (mean)", lambda run: run.decision_mean_us, ",.0f"),
-    ]
     table = Table("", *(run.policy for run in runs), "change", title=None)
     for column in table.columns[1:]:
         column.justify = "right"
     for name, figure, form in rows:
-        values = [figure(run) for run in runs]
-        change = f"{values[-1] / values[0] - 1:+.0%}" if values[0] else ""
-        table.add_row(name, *(format(value, form) for value in values), change)
+        before, after = figure(compared), figure(runs[-1])
+        change = f"{after / before - 1:+.0%}" if before else ""
+        table.add_row(name, *(format(figure(run), form) for run in runs), change)
     table.add_row("answers complete", *(f"{run.report.completed} of {run.report.requests}" for run in runs), "")
-    print_table(
-        table, "Loads, step time and tokens/s: every engine step from 30 % of the requests sent to the last one sent."
-    )
+    print_table(table, *notes)

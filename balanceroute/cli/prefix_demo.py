@@ -1,6 +1,5 @@
 """`balanceroute demo --prefix`."""
 
-from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import typer
@@ -42,26 +41,18 @@ def announce(scale: "PrefixScale") -> None:
 
 def show(runs: "list[PrefixRun]") -> None:
     """The table, one column per policy, and the change from the last but one to the last."""
-    from rich.table import Table
+    from balanceroute.cli.demo import show_side_by_side
 
-    from balanceroute.cli.output import print_table
-
-    rows: list[tuple[str, Callable[[PrefixRun], float], str]] = [
-        ("computed, %", lambda run: run.computed_ratio * 100, ".1f"),
-        ("thought cached, %", lambda run: run.predicted_ratio * 100, ".1f"),
-        ("found cached, %", lambda run: run.hit_ratio * 100, ".1f"),
-        ("busiest / mean", lambda run: run.busiest_ratio, ".2f"),
-        ("TTFT p50, ms", lambda run: run.report.ttft_s.p50 * 1e3, ",.0f"),
-        ("TTFT p95, ms", lambda run: run.report.ttft_s.p95 * 1e3, ",.0f"),
-        ("TTFT p99, ms", lambda run: run.report.ttft_s.p99 * 1e3, ",.0f"),
-    ]
-    table = Table("", *(run.policy for run in runs), "change", title=None)
-    for column in table.columns[1:]:
-        column.justify = "right"
-    for name, figure, form in rows:
-        values = [figure(run) for run in runs]
-        before = values[-2:][0]
-        change = f"{values[-1] / before - 1:+.0%}" if before else ""
-        table.add_row(name, *(format(value, form) for value in values), change)
-    table.add_row("answers complete", *(f"{run.report.completed} of {run.report.requests}" for run in runs), "")
-    print_table(table)
+    show_side_by_side(
+        runs,
+        [
+            ("computed, %", lambda run: run.computed_ratio * 100, ".1f"),
+            ("thought cached, %", lambda run: run.predicted_ratio * 100, ".1f"),
+            ("found cached, %", lambda run: run.hit_ratio * 100, ".1f"),
+            ("busiest / mean", lambda run: run.busiest_ratio, ".2f"),
+            ("TTFT p50, ms", lambda run: run.report.ttft_s.p50 * 1e3, ",.0f"),
+            ("TTFT p95, ms", lambda run: run.report.ttft_s.p95 * 1e3, ",.0f"),
+            ("TTFT p99, ms", lambda run: run.report.ttft_s.p99 * 1e3, ",.0f"),
+        ],
+        runs[-2:][0],
+    )

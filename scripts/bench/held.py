@@ -20,7 +20,7 @@ from typing import Any, Final, cast
 
 import uvloop
 from processes import allow_many_sockets, rss_kib, start, stop, tree
-from relay import http
+from routers import http
 
 from balanceroute.engine.tokens import continuation, decode, encode
 

@@ -30,24 +30,19 @@ import platform
 import random
 import shlex
 import signal
-import socket
 import statistics
 import subprocess
 import sys
 import tempfile
-import time
-import urllib.request
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 from hashlib import sha256
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from processes import allow_many_sockets, start, stop
+from processes import allow_many_sockets
+from routers import HERE, KEY, Site, Target
 
-HERE = Path(__file__).resolve().parent
-KEY = "sk-bench"
 REFERENCE, OURS, DIRECT = "bare relay", "balanceroute", "direct"
 LOADS: dict[str, tuple[float, list[str]]] = {  # interval of the workers in ms, arguments of relay_load.py
     "unary": (20, ["unary", "--clients", "32", "--tokens", "16"]),
@@ -62,138 +57,52 @@ COLUMNS = (
 )
 
 
-@dataclass(slots=True)
-class Target:
-    """A router under test and what was found about it, by load."""
-
-    name: str
-    port: int
-    command: list[str]
-    process: subprocess.Popen[bytes] | None = None
-    found: dict[str, list[dict[str, Any]]] = field(default_factory=dict)
-
-    def values(self, load: str, key: str) -> list[float]:
-        return [found[key] for found in self.found.get(load, ())]
-
-
-def free_ports(number: int) -> list[int]:
-    sockets = [socket.socket() for _ in range(number)]
-    for each in sockets:
-        each.bind(("127.0.0.1", 0))
-    ports = [each.getsockname()[1] for each in sockets]
-    for each in sockets:
-        each.close()
-    return ports
-
-
-def http(port: int, path: str, body: bytes | None = None) -> bytes:
-    headers = {"content-type": "application/json", "authorization": f"Bearer {KEY}"}
-    request = urllib.request.Request(f"http://127.0.0.1:{port}{path}", body, headers)
-    with urllib.request.urlopen(request, timeout=5) as reply:
-        content: bytes = reply.read()
-        return content
-
-
-def wait_until_ready(target: Target, timeout_s: float = 90.0) -> None:
-    body = b'{"model": "bench", "max_tokens": 2, "messages": [{"role": "user", "content": "ready?"}]}'
-    end = time.monotonic() + timeout_s
-    while True:
-        try:
-            http(target.port, "/v1/chat/completions", body)
-            return
-        except OSError as error:
-            ended = target.process is not None and target.process.poll() is not None
-            if ended or time.monotonic() > end:
-                raise SystemExit(f"{target.name} does not answer: {error}") from error
-            time.sleep(0.2)
-
-
 class Bench:
     """The workers and all targets."""
 
     def __init__(self, arguments: argparse.Namespace, folder: Path) -> None:
-        self.a, self.folder = arguments, folder
-        ports = free_ports(8 + len(arguments.target))
-        self.prefill, self.decode, free = ports[:2], ports[2:6], iter(ports[6:])
-        self.processes: list[subprocess.Popen[bytes]] = []
-        self.targets = [Target(DIRECT, self.decode[0], [])]
-        reference_port = next(free)
-        workers = [str(port) for port in self.decode]
-        script = str(HERE / "relay_reference.py")
-        self.targets.append(Target(REFERENCE, reference_port, [sys.executable, script, str(reference_port), *workers]))
-        self.targets.append(self._ours(next(free)))
+        self.a, self.site = arguments, Site(folder, 2 + len(arguments.target))
+        port = next(self.site.free)
+        reference = [sys.executable, str(HERE / "relay_reference.py"), str(port), *map(str, self.site.decode)]
+        self.targets = [Target(DIRECT, self.site.decode[0], []), Target(REFERENCE, port, reference), self._ours()]
         for text in arguments.target:
             name, _, command = text.partition("=")
-            port = next(free)
+            port = next(self.site.free)
             words = self._words(port)
             self.targets.append(Target(name, port, [word.format_map(words) for word in shlex.split(command)]))
 
     def _words(self, port: int) -> Mapping[str, str]:
-        urls = {f"prefill{i}": f"http://127.0.0.1:{worker}" for i, worker in enumerate(self.prefill, 1)}
-        urls["config"] = str(self.folder / "router.yaml")
-        urls |= {f"decode{i}": f"http://127.0.0.1:{worker}" for i, worker in enumerate(self.decode, 1)}
-        ports = {f"{name}_port": url.rpartition(":")[2] for name, url in urls.items() if name != "config"}
-        return urls | ports | {"port": str(port)}
+        urls = {f"prefill{i}": f"http://127.0.0.1:{worker}" for i, worker in enumerate(self.site.prefill, 1)}
+        urls |= {f"decode{i}": f"http://127.0.0.1:{worker}" for i, worker in enumerate(self.site.decode, 1)}
+        ports = {f"{name}_port": url.rpartition(":")[2] for name, url in urls.items()}
+        return urls | ports | {"config": str(self.site.config(OURS)), "port": str(port)}
 
-    def _ours(self, port: int) -> Target:
-        config = {
-            "listen": {"host": "127.0.0.1", "port": port},
-            "connector": "nixl",
-            "prefill": {"workers": [{"url": f"http://127.0.0.1:{worker}"} for worker in self.prefill]},
-            "decode": {
-                "workers": [{"url": f"http://127.0.0.1:{worker}"} for worker in self.decode],
-                "max_num_seqs": max(64, self.a.held),
-            },
-        }
-        file = self.folder / "router.yaml"
-        file.write_text(json.dumps(config))  # JSON is YAML
-        own = [f"auth.client_keys={self._keys()}"] if self.a.keys else []
-        settings = [word for setting in [*self.a.set, *own] for word in ("--set", setting)]
-        return Target(OURS, port, [sys.executable, "-m", "balanceroute", "serve", "--config", str(file), *settings])
+    def _ours(self) -> Target:
+        keys = [f"auth.client_keys={self._keys()}"] if self.a.keys else []
+        return self.site.ours(OURS, next(self.site.free), max(64, self.a.held), [*self.a.set, *keys])
 
     def _keys(self) -> Path:
         """A file with the key of the load, and all limits that a key can have."""
         limits = {"max_in_flight": 10**6, "requests_per_minute": 10**6, "tokens_per_minute": 10**12}
         entry = {"name": "bench", "sha256": sha256(KEY.encode()).hexdigest(), "priority": {"min": 0, "max": 0}}
-        file = self.folder / "keys.yaml"
+        file = self.site.folder / "keys.yaml"
         file.write_text(json.dumps({"keys": [entry | limits]}))
         return file
 
-    def start(self) -> None:
-        command = [sys.executable, str(HERE / "relay_workers.py"), "--prefill", *map(str, self.prefill)]
-        self.processes.append(start([*command, "--decode", *map(str, self.decode)], self.folder / "workers.log"))
-        wait_until_ready(self.targets[0])
-        for target in self.targets[1:]:
-            target.process = start(target.command, self.folder / f"{target.name}.log")
-            self.processes.append(target.process)
-        for target in self.targets:
-            wait_until_ready(target)
-
-    def stop(self) -> None:
-        for process in reversed(self.processes):
-            stop(process)
-
     def load(self, target: Target, arguments: list[str], seconds: float) -> dict[str, Any]:
-        pid = target.process.pid if target.process else 0
-        command = [sys.executable, str(HERE / "relay_load.py"), *arguments, "--port", str(target.port)]
-        command += ["--pid", str(pid), "--seconds", str(seconds)]
-        if self.a.keys:
-            command += ["--key", KEY]
-        done = subprocess.run(command, stdout=subprocess.PIPE, check=True)
-        found: dict[str, Any] = json.loads(done.stdout)
-        return found
+        return self.site.load(target, [*arguments, "--key", KEY] if self.a.keys else arguments, seconds)
 
     def rounds(self) -> None:
         for number in range(self.a.rounds):
             for name, (interval_ms, arguments) in LOADS.items():
-                http(self.decode[0], "/interval", str(interval_ms).encode())
+                self.site.pace(interval_ms)
                 for target in in_turn(self.targets, number):
                     found = self.load(target, arguments, self.a.seconds)
                     target.found.setdefault(name, []).append(found)
                     self.tell(f"round {number + 1}", target, name, found)
 
     def hold(self) -> None:
-        http(self.decode[0], "/interval", b"1000")
+        self.site.pace(1000)
         for target in self.targets[1:]:
             found = self.load(target, ["hold", "--clients", str(self.a.held), "--tokens", "1000"], 2.0)
             target.found.setdefault("hold", []).append(found)
@@ -288,12 +197,12 @@ def main() -> None:
         bench = Bench(arguments, Path(folder))
         load_before = os.getloadavg()[0]
         try:
-            bench.start()
+            bench.site.start(bench.targets)
             bench.rounds()
             if arguments.held:
                 bench.hold()
         finally:
-            bench.stop()
+            bench.site.stop()
     print(f"{bench.table()}\n\n{bench.ratios()}")
     loads = f"load average {load_before:.1f} before, {os.getloadavg()[0]:.1f} after"
     print(f"\n{conditions()}; {arguments.rounds} rounds of {arguments.seconds:g} s; {loads}")

@@ -17,18 +17,16 @@ streams of 200 tokens that end after 4 s are 16 requests per second.
 """
 
 import argparse
-import json
 import os
 import statistics
-import subprocess
-import sys
 import tempfile
 import time
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
-from processes import allow_many_sockets, cpu_s, start, stop, tree
-from relay import HERE, Target, conditions, free_ports, http, interval, wait_until_ready
+from processes import allow_many_sockets, cpu_s, tree
+from relay import conditions, interval
+from routers import Site, Target
 
 RELAYS: Final = (0, 1, 2)
 IDLE_S: Final = 10.0
@@ -44,50 +42,19 @@ class Bench:
     """The workers and the routers."""
 
     def __init__(self, folder: Path) -> None:
-        ports = free_ports(6 + len(RELAYS))
-        self.folder, self.prefill, self.decode = folder, ports[:2], ports[2:6]
-        self.processes: list[subprocess.Popen[bytes]] = []
-        self.targets = [self._router(relays, port) for relays, port in zip(RELAYS, ports[6:], strict=True)]
+        self.site = Site(folder, len(RELAYS))
+        self.targets = [self._router(relays, port) for relays, port in zip(RELAYS, self.site.free, strict=True)]
 
     def _router(self, relays: int, port: int) -> Target:
-        config = {
-            "listen": {"host": "127.0.0.1", "port": port, "relays": relays, "run_folder": f"{self.folder}/{relays}"},
-            "connector": "nixl",
-            "prefill": {"workers": [{"url": f"http://127.0.0.1:{worker}"} for worker in self.prefill]},
-            "decode": {
-                "workers": [{"url": f"http://127.0.0.1:{worker}"} for worker in self.decode],
-                "max_num_seqs": 64,
-            },
-        }
-        file = self.folder / f"relays-{relays}.yaml"
-        file.write_text(json.dumps(config))  # JSON is YAML
-        command = [sys.executable, "-m", "balanceroute", "serve", "--config", str(file)]
-        return Target(f"--relays {relays}", port, command)
-
-    def start(self) -> None:
-        command = [sys.executable, str(HERE / "relay_workers.py"), "--prefill", *map(str, self.prefill)]
-        self.processes.append(start([*command, "--decode", *map(str, self.decode)], self.folder / "workers.log"))
-        wait_until_ready(Target("workers", self.decode[0], []))
-        for target in self.targets:
-            target.process = start(target.command, self.folder / f"{target.name}.log")
-            self.processes.append(target.process)
-        for target in self.targets:
-            wait_until_ready(target)
-
-    def stop(self) -> None:
-        for process in reversed(self.processes):
-            stop(process)
+        run_folder = str(self.site.folder / str(relays))
+        return self.site.ours(f"--relays {relays}", port, relays=relays, run_folder=run_folder)
 
     def round(self, loads: list[str], seconds: float) -> None:
         for name in loads:
             interval_ms, _, arguments = LOADS[name]
-            http(self.decode[0], "/interval", str(interval_ms).encode())
+            self.site.pace(interval_ms)
             for target in self.targets:
-                assert target.process is not None
-                where = ["--port", str(target.port), "--pid", str(target.process.pid), "--seconds", str(seconds)]
-                command = [sys.executable, str(HERE / "relay_load.py"), *arguments, *where]
-                done = subprocess.run(command, stdout=subprocess.PIPE, check=True)
-                found: dict[str, Any] = json.loads(done.stdout)
+                found = self.site.load(target, arguments, seconds)
                 if found["failures"]:
                     raise SystemExit(f"{target.name}: {found['failures']} requests of {name} failed")
                 target.found.setdefault(name, []).append(found)
@@ -126,12 +93,12 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         bench = Bench(Path(folder))
         try:
-            bench.start()
+            bench.site.start(bench.targets)
             for _ in range(arguments.rounds):
                 bench.round(arguments.loads, arguments.seconds)
             idle = bench.idle()
         finally:
-            bench.stop()
+            bench.site.stop()
     print(bench.table(arguments.loads))
     print(f"\n{idle}")
     print(

@@ -14,15 +14,18 @@ import httpx
 
 from balanceroute.config import Config
 from balanceroute.emulator import ClusterShape, EmulatedCluster
+from balanceroute.engine.tokens import continuation, decode
 from balanceroute.proxy.brain import BrainApp, BrainServer, create_brain_app
 from balanceroute.proxy.link.leadership import FileLead
 from balanceroute.proxy.relay import RelayApp, RelayServer, create_relay_app
 from balanceroute.proxy.run_folder import RunFolder
 from balanceroute.proxy.server import Server
 from tests.integration.router import FAST, configuration, patient
+from tests.integration.test_proxy_answers import completion
 from tests.waiting import until
 
 LINEAGE = 7
+SLOW = ClusterShape(prefillers=1, decoders=2, max_num_seqs=2, time_scale=1.0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,3 +121,12 @@ async def relayed(shape: ClusterShape | None = None, count: int = 2, **overrides
             yield Relayed(config, folder, brain, relays, cluster)
     finally:
         shutil.rmtree(folder.folder)
+
+
+async def answered(relay: Relay, number: int) -> None:
+    """A prompt of its own is answered with the tokens that follow it."""
+    prompt = list(range(1000 + number, 1030 + number))
+    body = completion(prompt=prompt, max_tokens=20)
+    answer = await relay.client.post("/v1/completions", json=body)
+    assert answer.status_code == 200, answer.text
+    assert answer.json()["choices"][0]["text"] == decode(continuation(prompt, 20))

@@ -10,29 +10,15 @@ import yaml
 
 from balanceroute.core.types import WorkerState
 from balanceroute.emulator import ClusterShape
-from balanceroute.engine.tokens import continuation, decode
-from balanceroute.errors import ConfigError
 from balanceroute.proxy.changes import Changes, KeptChanges
 from balanceroute.proxy.life.suspicion import Suspect
-from balanceroute.proxy.link.messages import Activity, Counted, Explained, Judged, Learned
-from balanceroute.proxy.relay import COUNTS_S, reload_relay
 from balanceroute.proxy.workers.circuit import CircuitState
-from tests.integration.relayed import LINEAGE, Relay, Relayed, a_brain, relayed
+from tests.integration.relayed import LINEAGE, SLOW, Relay, a_brain, answered, relayed
 from tests.integration.router import FAST
 from tests.integration.test_proxy_answers import completion
 from tests.waiting import until
 
 pytestmark = pytest.mark.anyio
-
-SLOW = ClusterShape(prefillers=1, decoders=2, max_num_seqs=2, time_scale=1.0)
-
-
-async def answered(relay: Relay, number: int) -> None:
-    prompt = list(range(1000 + number, 1030 + number))
-    body = completion(prompt=prompt, max_tokens=20)
-    answer = await relay.client.post("/v1/completions", json=body)
-    assert answer.status_code == 200, answer.text
-    assert answer.json()["choices"][0]["text"] == decode(continuation(prompt, 20))
 
 
 async def test_all_relays_serve_from_one_set_of_slots() -> None:
@@ -121,43 +107,6 @@ async def test_the_admin_token_is_asked_for_at_the_relay() -> None:
         assert "balanceroute_session=" in cookie
 
 
-async def test_without_a_brain_relays_live_and_new_requests_wait_for_one() -> None:
-    async with relayed(FAST, count=1) as router:
-        relay = router.relays[0]
-        router.brain.end()
-        await until(lambda: relay.app.services.brain.member is None)
-        assert (await relay.client.get("/health")).status_code == 200
-        ready = await relay.client.get("/ready")
-        assert ready.status_code == 503 and ready.headers["retry-after"]
-        waits = asyncio.gather(*(answered(relay, number) for number in range(8)))
-        await until(lambda: len(relay.app.services.tickets.by_id) == 8)
-        async with a_brain(router.config, router.folder, relays=1) as brain:
-            await waits
-            await until(lambda: not brain.services.ledger.requests)
-
-
-async def test_a_relay_where_nothing_happens_tells_each_brain_what_it_does_and_has_counted_only_once() -> None:
-    async with relayed(FAST, count=1) as router:
-        services = router.relays[0].app.services
-        await until(lambda: bool(services.kept) and services.told is not None)
-        told: list[type] = []
-        report = services.brain.report
-
-        def note(message: Judged | Activity | Counted | Learned | Explained) -> None:
-            told.append(type(message))
-            report(message)
-
-        services.brain.report = note  # type: ignore[method-assign]
-        looked_s = services.last_look_s
-        await until(lambda: services.last_look_s > looked_s + 2 * COUNTS_S)
-        assert told == []
-        router.brain.end()
-        await until(lambda: services.brain.member is None)
-        async with a_brain(router.config, router.folder, relays=1):
-            await until(lambda: sorted(told, key=str) == [Activity, Counted])
-        await until(lambda: services.brain.member is None)
-
-
 async def test_the_next_brain_knows_what_operators_have_changed() -> None:
     async with relayed(FAST, count=1) as router:
         client, relay = router.relays[0].client, router.relays[0]
@@ -239,17 +188,6 @@ async def test_the_brain_takes_part_in_a_drain_and_relays_refuse() -> None:
         assert refused.status_code == 503 and "shutting down" in refused.text
 
 
-async def test_a_relay_reloads_what_is_its_own() -> None:
-    async with relayed(FAST, count=1) as router:
-        services = router.relays[0].app.services
-        limits = router.config.limits.model_copy(update={"max_choices": 1})
-        reload_relay(services, router.config.model_copy(update={"limits": limits}))
-        refused = await router.relays[0].client.post("/v1/completions", json=completion(n=2))
-        assert refused.status_code == 400
-        with pytest.raises(ConfigError, match="connector"):
-            reload_relay(services, router.config.model_copy(update={"connector": "mooncake_v1x"}))
-
-
 async def test_a_worker_that_died_of_one_relay_s_request_is_no_evidence_against_another_s() -> None:
     async with relayed(FAST) as router:
         here, there = (relay.app.services for relay in router.relays)
@@ -259,24 +197,3 @@ async def test_a_worker_that_died_of_one_relay_s_request_is_no_evidence_against_
         assert here.suspicions.lost(cause, "d1", here.loop.time())
         await until(lambda: bystander.explained == 1)
         assert not bystander.given_up
-
-
-async def streams_end(router: Relayed) -> None:
-    """See the test below."""
-    relay = router.relays[0]
-    ask = completion(max_tokens=4000, stream=True, ignore_eos=True)
-    async with relay.client.stream("POST", "/v1/completions", json=ask) as answer:
-        lines = answer.aiter_lines()
-        while not (await anext(lines)).startswith("data: "):
-            pass
-        request = next(iter(relay.app.services.tickets.by_id))
-        relay.app.services.void(request)
-        rest = [line async for line in lines]
-        assert any("error" in line for line in rest) and "data: [DONE]" not in rest
-
-
-async def test_a_stream_whose_hold_is_lost_ends_with_an_error_and_no_done() -> None:
-    async with relayed(SLOW, count=1) as router:
-        with pytest.raises(httpx.RemoteProtocolError):
-            await streams_end(router)
-        await router.settled()

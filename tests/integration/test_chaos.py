@@ -1,4 +1,7 @@
-"""The whole router in process, verifying clients in front of it, and faults that hypothesis draws behind it."""
+"""The whole router in process, verifying clients in front of it, and faults that hypothesis draws behind it.
+
+Whatever happens, nothing of a request stays behind (INV-5).
+"""
 
 import asyncio
 from typing import Any

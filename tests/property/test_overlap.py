@@ -1,4 +1,4 @@
-"""Requests sent ahead of their slots, on random traces and clusters."""
+"""Requests sent ahead of their slots, on random traces and clusters (INV-2)."""
 
 from collections.abc import Callable
 from typing import Any

@@ -1,6 +1,7 @@
 """The import rules between the layers: who may know whom."""
 
 import ast
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -132,6 +133,22 @@ def test_no_import_for_types_alone_hides_a_circle(folder: str) -> None:
     # the hot path names its Python twin for the type checker and imports the compiled one
     guarded = {path for path in (PACKAGE / folder).rglob("*.py") if "typing.TYPE_CHECKING" in imports_of(path)}
     assert guarded <= {PACKAGE / "proxy/hotpath/__init__.py"}
+
+
+LONG_LINES, MANY_METHODS = 500, 25
+WHY_WHOLE = re.compile(r"\bone (machine|class|file)\b")
+
+
+@pytest.mark.parametrize(
+    "path", sorted((PACKAGE / "proxy").rglob("*.py")), ids=lambda p: str(p.relative_to(PACKAGE / "proxy"))
+)
+def test_a_long_module_or_class_of_the_proxy_says_why_it_is_one(path: Path) -> None:
+    text = path.read_text()
+    tree = ast.parse(text)
+    classes = [node.body for node in ast.walk(tree) if isinstance(node, ast.ClassDef)]
+    methods = [sum(isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) for node in body) for body in classes]
+    if text.count("\n") > LONG_LINES or max(methods, default=0) > MANY_METHODS:
+        assert WHY_WHOLE.search(ast.get_docstring(tree) or ""), "split it, or say what makes it one machine"
 
 
 def test_only_the_oracle_reads_true_output_lengths_in_the_simulator() -> None:

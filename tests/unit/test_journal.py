@@ -1,4 +1,4 @@
-"""The journal: a recorded run runs again to the same answers, and a damaged file is refused with the line."""
+"""The journal: a recorded run runs again to the same answers (INV-6), and a damaged file is refused with the line."""
 
 import json
 import os

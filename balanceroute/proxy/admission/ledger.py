@@ -9,6 +9,9 @@ this package touches the scheduler, the snapshot or a tracker.
 
 The ledger also owns the events that the dispatchers sleep on. It sets them where the state changes; the dispatchers
 clear them where they have looked.
+
+`Ledger` is one class with many short methods: each is one thing that a request may tell, or that others may ask or have
+changed, and all of them are about the one scheduler.
 """
 
 import asyncio

@@ -16,6 +16,9 @@ each decision and several times per second. Tokens that can't be read come as me
 
 **Who leads.** Hello tells the largest epoch that a relay has seen. One above ours means that another brain leads:
 `on_superseded` is told, and nobody is a member here any more.
+
+Members and their hub are one machine: each join, leave and message may end the wait of all, and what one member tells
+of a worker all others hear.
 """
 
 import asyncio

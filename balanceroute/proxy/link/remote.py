@@ -14,6 +14,9 @@ A brain whose epoch is smaller than one seen before is not listened to. One that
 the same machine its successor has put a socket of its own in place of the former's, so a member looks whether it is
 still the same (`reach.py`). Tickets that a brain can't take over are void: each is refused, and `on_void` is told,
 which has to end the stream that it stood for, if there is one.
+
+`RemoteBrain` is one class with many short methods: each is a call of `decider.Decider` or a message of the brain, and
+what any of them does depends on whether there is a brain.
 """
 
 import asyncio
