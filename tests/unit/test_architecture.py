@@ -108,6 +108,17 @@ def test_rung_of_the_proxy_imports_only_rungs_below_it(path: Path) -> None:
     assert inner <= below
 
 
+def test_the_page_on_the_architecture_has_the_rungs_in_their_order_with_all_their_modules() -> None:
+    page = (PACKAGE.parent / "docs" / "architecture.md").read_text()
+    ladder = page.partition("## The ladder of")[2].partition("\n## ")[0]
+    rows = re.findall(r"^\| `(\w+)/` \| (.*) \|$", ladder, flags=re.MULTILINE)
+    assert [name for name, _ in rows] == [*reversed(RUNGS), "hotpath"]
+    for name, told in rows:
+        entries = (PACKAGE / "proxy" / name).iterdir()
+        modules = {path.stem for path in entries if path.suffix == ".py" or (path / "__init__.py").exists()}
+        assert modules - {"__init__", "services"} <= set(re.findall(r"`(\w+)`", told)), name
+
+
 SCHEDULERS_OWN = {"scheduler", "snapshot", "snapshot_json", "tracker", "pool", "projection"}  # modules of `core`
 BEHIND_THE_WAIST = {"scheduler", "_scheduler", "snapshot", "_snapshot", "tracker"}
 """Names under which the state, or a part of it that is alive, could come across."""

@@ -33,7 +33,7 @@ from balanceroute.proxy.client.asgi import AsgiHandler
 from balanceroute.proxy.client.body import Body, ChunkedBody, SizedBody
 from balanceroute.proxy.client.edge import Edge, Handler
 from balanceroute.proxy.client.head import Request, check_beginning, parse_head, path_asked
-from balanceroute.proxy.client.refusals import holder_of, id_of, reason_of
+from balanceroute.proxy.client.labels import holder_of, id_of, reason_of
 from balanceroute.proxy.client.response import Response
 from balanceroute.proxy.wire.message_errors import is_messages_path, message_refusal
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from balanceroute.proxy.client.refusals import holder_of
+from balanceroute.proxy.client.labels import holder_of
 
 
 @pytest.mark.parametrize(
