@@ -8,7 +8,7 @@ ADVICE: dict[str, tuple[str, str]] = {
     ),
     "build": (
         "version, policy, hot_path, core",
-        "python: no compiler at install; `hot_path`: a third more CPU per event, `core`: a quarter more per request.",
+        "python: no compiler at install; `hot_path`: a third more CPU per event, `core`: half as much more a request.",
     ),
     "decision_stage_seconds": ("stage", "Says which part of a decision takes the time of `admit_duration_seconds`."),
     "decode_active_requests": (

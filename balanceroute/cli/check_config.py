@@ -101,7 +101,9 @@ def check_paths(config: "Config") -> None:
     if history is not None and not Path(history).parent.is_dir():
         problems.append(f"predictor.history = {history!r}: its folder does not exist; make it first")
     pins = config.lifecycle.pins_file
-    if pins is not None and not Path(pins).parent.is_dir():
+    if pins is not None and Path(pins).is_dir():
+        problems.append(f"lifecycle.pins_file = {pins!r}: is a folder; accepted is a file")
+    elif pins is not None and not Path(pins).parent.is_dir():
         problems.append(f"lifecycle.pins_file = {pins!r}: its folder does not exist; make it first")
     if problems:
         raise ConfigError(*problems)

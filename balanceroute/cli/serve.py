@@ -54,7 +54,8 @@ def serve(
     import logging
     import os
 
-    from balanceroute.cli.check_config import check_files, check_paths
+    from balanceroute.build import predicts
+    from balanceroute.cli.check_config import check_files, check_model, check_paths
     from balanceroute.config import Config, from_example_flags, load, parse_assignment, unused_variables
     from balanceroute.config.patience import in_time
     from balanceroute.errors import ConfigError
@@ -108,6 +109,8 @@ def serve(
     if config.listen.relays:
         from balanceroute.proxy.processes import serve_processes
 
+        if predicts(config) and not config.listen.brains:
+            check_model(config)  # one line here, instead of a brain that dies
         raise typer.Exit(serve_processes(config, read_again, journal, take_over))
     if take_over:
         raise ConfigError("--take-over needs listen.relays: a router in one process can't be taken over from")

@@ -4,6 +4,7 @@ Nothing ends a thread that stands in such a read, so it is a daemon: the process
 dropped.
 """
 
+import asyncio
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future
@@ -18,6 +19,21 @@ READ_S: Final = 5.0  # a file of some kilobytes takes milliseconds, over a busy 
 
 def in_time(read: Callable[[], T], what: str, within_s: float = READ_S) -> T:
     """What `read` returns, or raises. Raises: ConfigError: it takes longer; `what` is read is said."""
+    result = _begun(read)
+    try:
+        return result.result(within_s)
+    except TimeoutError:
+        if result.done():
+            raise  # its own
+        raise ConfigError(f"{what}: no answer within {within_s:g} s") from None
+
+
+async def off_the_loop(read: Callable[[], T]) -> T:
+    """What `read` returns, or raises, however long it takes: only the caller waits."""
+    return await asyncio.wrap_future(_begun(read))
+
+
+def _begun(read: Callable[[], T]) -> Future[T]:
     result: Future[T] = Future()
 
     def run() -> None:
@@ -27,9 +43,4 @@ def in_time(read: Callable[[], T], what: str, within_s: float = READ_S) -> T:
             result.set_exception(error)
 
     threading.Thread(target=run, name="read", daemon=True).start()
-    try:
-        return result.result(within_s)
-    except TimeoutError:
-        if result.done():
-            raise  # its own
-        raise ConfigError(f"{what}: no answer within {within_s:g} s") from None
+    return result

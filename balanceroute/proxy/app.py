@@ -286,7 +286,7 @@ def start(services: Services, recorder: Recorder, settled: asyncio.Event | None 
         "pool_reaper": PoolReaper(services, services.ledger.expire).run,
         "health": health_monitor(services).run,
         "recorder": recorder.run,
-        "certificates": lambda: services.tls.watch(lambda: services.config),
+        "certificates": services.tls.watch,
     }
     for name, run in coroutines.items():
         services.tasks[name] = services.loop.create_task(supervised(services, name, run), name=name)

@@ -236,7 +236,7 @@ def create_relay_app(config: Config, folder: RunFolder, name: str) -> RelayApp:
             "link": services.brain.run,
             "pool_reaper": services.look,
             "counts": services.count,
-            "certificates": lambda: services.tls.watch(lambda: services.config),
+            "certificates": services.tls.watch,
         }
         if pins is not None:
             coroutines["left"] = partial(_drain_left, services, pins)

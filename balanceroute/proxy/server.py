@@ -136,7 +136,7 @@ class Server(uvicorn.Server):
             server = await loop.create_server(self.connected, *address, backlog=self.config.backlog)
         except OSError as error:
             await self.lifespan.shutdown()
-            raise ConfigError(f"listen.admin: cannot listen on {address[0]}:{address[1]}: {error.strerror}") from None
+            raise ConfigError(f"listen.admin: cannot listen on {address[0]}:{address[1]}: {_reason(error)}") from None
         self.servers.append(server)
         port: int = server.sockets[0].getsockname()[1]
         return port
@@ -211,13 +211,21 @@ class ChildServer(ProcessServer):
 def serve(app: ClientApp, config: Config, on_reload: Reload | None = None) -> None:
     """Run until a signal ends it. Raises: ConfigError: the address cannot be listened on; `app.failure`."""
     server = ProcessServer(app, config, on_reload)
+    # why a start fails is the command's last line
+    its_log = logging.getLogger("uvicorn.error")
+    its_log.addFilter(lambda record: app.failure is None and not isinstance(record.msg, OSError))
     try:
         server.run()
     except SystemExit as error:
         if app.failure is not None:
             raise app.failure from None
         cause = error.__context__  # of uvicorn's own exit
-        reason = f": {os.strerror(cause.errno)}" if isinstance(cause, OSError) and cause.errno else ""
+        reason = f": {_reason(cause)}" if isinstance(cause, OSError) else ""
         raise ConfigError(f"listen: cannot listen on {config.listen.host}:{config.listen.port}{reason}") from None
     if not server.started:
         raise ConfigError(f"listen: cannot start on {config.listen.host}:{config.listen.port}")
+
+
+def _reason(error: OSError) -> str:
+    """Without the address, which asyncio's own text has, too."""
+    return os.strerror(error.errno) if error.errno and error.errno > 0 else str(error)

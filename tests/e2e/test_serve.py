@@ -207,14 +207,37 @@ def test_all_that_is_wrong_with_the_settings_is_said_at_once_a_line_each() -> No
         assert any(named in line for line in lines), named
 
 
-def test_a_port_that_is_taken_is_named_with_the_reason() -> None:
+@pytest.mark.parametrize("relays", [0, 1])
+@pytest.mark.parametrize(
+    ("setting", "told"),
+    [
+        ("--port={taken}", "listen: cannot listen on 127.0.0.1:{taken}: Address already in use"),
+        ("listen.admin=127.0.0.1:{taken}", "listen.admin: cannot listen on 127.0.0.1:{taken}: Address already in use"),
+        ("tls.cert_file={text}", "tls.cert_file: {text} cannot be used: accepted is a certificate"),
+        ("tls.worker_ca_file={text}", "tls.worker_ca_file: {text} cannot be used: accepted is certificates as PEM"),
+        ("auth.client_keys={folder}", "auth.client_keys: {folder}: cannot be read: Is a directory"),
+        ("lifecycle.pins_file={folder}", "lifecycle.pins_file = '{folder}': is a folder; accepted is a file"),
+        ("predictor={{kind: learned, model: {text}}}", "{text}: "),
+        ("--journal={folder}", "{folder}"),
+    ],
+    ids=["port", "admin", "certificate", "ca", "keys", "pins", "model", "journal"],
+)
+def test_a_start_that_fails_says_why_in_one_line_and_ends_in_exit_code_2(
+    setting: str, told: str, relays: int, tmp_path: Path
+) -> None:
+    text = tmp_path / "text"
+    text.write_text("neither a certificate nor a model")
     with socket.create_server(("127.0.0.1", 0)) as taken:
-        address = f"127.0.0.1:{taken.getsockname()[1]}"
-        flags = ["--prefiller-ports", "1", "--decoder-ports", "2", "--port", address.partition(":")[2]]
-        command = [sys.executable, "-m", "balanceroute", "serve", *flags]
+        words = {"taken": taken.getsockname()[1], "text": text, "folder": tmp_path}
+        given = setting.format_map(words)
+        flags = ["--prefiller-ports", "1", "--decoder-ports", "2", "--relays", str(relays), "--policy", "br_h"]
+        flags += ["--port=0", given] if given.startswith("--") else ["--port=0", "--set", given]
+        command = [sys.executable, "-m", "balanceroute", "serve", *flags, "--set", f"listen.run_folder={tmp_path}/run"]
         done = subprocess.run(command, capture_output=True, text=True, timeout=60)
     assert done.returncode == 2
-    assert f"balanceroute: listen: cannot listen on {address}: Address already in use" in done.stderr.splitlines()
+    [line] = [line for line in done.stderr.splitlines() if not line.startswith("{")]
+    assert '"level":"error"' not in done.stderr
+    assert line.startswith("balanceroute: ") and told.format_map(words) in line
 
 
 def test_sighup_reloads_the_file_and_keeps_serving_when_it_is_wrong(emulator: tuple[str, Path], tmp_path: Path) -> None:

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from balanceroute.config import Config, is_loopback, read_client_keys
-from balanceroute.errors import InvalidRequest
+from balanceroute.errors import ConfigError, InvalidRequest
 from balanceroute.proxy.perimeter.access import AdminGate
 from balanceroute.proxy.perimeter.keys import ClientKey, ClientKeys
 from balanceroute.proxy.perimeter.pages import Pages
@@ -23,7 +23,7 @@ class Perimeter:
     def __init__(self, config: Config) -> None:
         """Raises: ConfigError: the file of keys is wrong."""
         auth = config.auth
-        self.keys = None if auth.client_keys is None else ClientKeys(read_client_keys(Path(auth.client_keys)))
+        self.keys = None if auth.client_keys is None else _client_keys(auth.client_keys)
         token = auth.admin_token
         self.admin = AdminGate(None if token is None else token.get_secret_value())
         self.pages = Pages(auth.allowed_origins)
@@ -84,3 +84,11 @@ def exposures(config: Config) -> Iterator[str]:
     if not is_loopback(listen.host):
         host = f"[{listen.host}]" if ":" in listen.host else listen.host
         yield f"whoever reaches {host}:{listen.port} may use the cluster: auth.client_keys is not set"
+
+
+def _client_keys(file: str) -> ClientKeys:
+    """Raises: ConfigError."""
+    try:
+        return ClientKeys(read_client_keys(Path(file)))
+    except ConfigError as error:
+        raise ConfigError(f"auth.client_keys: {error}") from None

@@ -13,13 +13,14 @@ is resumed: a client whose CA has gone must not come back by what it was given b
 import asyncio
 import logging
 import ssl
-from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Final
 
 from balanceroute.config import Config
 from balanceroute.config.models import TlsFiles
+from balanceroute.config.patience import off_the_loop
 from balanceroute.errors import ConfigError
 
 log = logging.getLogger(__name__)
@@ -43,15 +44,24 @@ class LinkTls:
     operators: ssl.SSLContext
 
 
+class _Contexts:
+    """What the files of `settings` held at `stamp`."""
+
+    def __init__(self, settings: TlsFiles) -> None:
+        """Raises: ConfigError: a file cannot be used."""
+        self.settings, self.stamp = settings, _stamp(settings)
+        self.server, self.workers = _server_context(settings), _worker_context(settings)
+        self.link = _link_contexts(settings)
+
+
 class Tls:
     """The contexts of one router; `server` is for the next connection of a client, None for plain HTTP."""
 
+    _workers: ssl.SSLContext | None
+
     def __init__(self, config: Config) -> None:
         """Raises: ConfigError: a file cannot be used; nothing is half done."""
-        self._settings, self._stamp = config.tls, _stamp(config.tls)
-        self.server = _server_context(config.tls)
-        self._workers = _worker_context(config.tls)
-        self._link = _link_contexts(config.tls)
+        self._use(_Contexts(config.tls))
 
     def for_workers(self) -> ssl.SSLContext:
         """For the next connection to an https worker."""
@@ -67,23 +77,31 @@ class Tls:
 
     def reload(self, config: Config) -> None:
         """Use what the files hold now. Raises: ConfigError: one is of no use, or needs a restart; nothing changed."""
-        settings = config.tls
         for name in ("cert_file", "client_ca_file", "link_ca_file", "link_cert_file"):
-            if (getattr(settings, name) is None) is not (getattr(self._settings, name) is None):
+            if (getattr(config.tls, name) is None) is not (getattr(self._settings, name) is None):
                 raise ConfigError(f"tls.{name}: cannot be set or unset while the router runs; restart it")
-        stamp = _stamp(settings)
-        server, workers, link = _server_context(settings), _worker_context(settings), _link_contexts(settings)
-        self._settings, self._stamp, self.server, self._workers, self._link = settings, stamp, server, workers, link
+        self._use(_Contexts(config.tls))
 
-    async def watch(self, config: Callable[[], Config], period_s: float = LOOK_S) -> None:
-        """Until cancelled, read files again that have changed, as those are that are renewed by themselves."""
+    def _use(self, found: _Contexts) -> None:
+        self._settings, self._stamp = found.settings, found.stamp
+        self.server, self._link = found.server, found.link
+        self._workers = found.workers
+
+    async def watch(self, period_s: float = LOOK_S) -> None:
+        """Until cancelled, read files again that have changed, as those are that are renewed by themselves.
+
+        A file that does not answer holds up nobody but the next look.
+        """
         while True:
             await asyncio.sleep(period_s)
-            stamp = _stamp(self._settings)
-            if stamp == self._stamp:
+            settings = self._settings
+            stamp = await off_the_loop(partial(_stamp, settings))
+            if settings is not self._settings or stamp == self._stamp:
                 continue
             try:
-                self.reload(config())
+                found = await off_the_loop(partial(_Contexts, settings))
+                if settings is self._settings:  # else they were reloaded meanwhile
+                    self._use(found)
             except ConfigError as error:
                 self._stamp = stamp  # said once; the next change is another try
                 log.warning("certificates not reloaded", extra={"error": str(error)})
@@ -146,14 +164,15 @@ def _load_chain(context: ssl.SSLContext, key: str, certificate: str, private_key
         context.load_cert_chain(certificate, private_key, password=_no_password)
     except (OSError, ssl.SSLError) as error:
         files = certificate if private_key is None else f"{certificate} with {private_key}"
-        raise ConfigError(f"{key}: {files} cannot be used: {_told(error)}") from None
+        told = _told(error, "a certificate, with those that it is signed by, and its private key, as PEM")
+        raise ConfigError(f"{key}: {files} cannot be used: {told}") from None
 
 
 def _load_ca(context: ssl.SSLContext, key: str, file: str) -> None:
     try:
         context.load_verify_locations(file)
     except (OSError, ssl.SSLError) as error:
-        raise ConfigError(f"{key}: {file} cannot be used: {_told(error)}") from None
+        raise ConfigError(f"{key}: {file} cannot be used: {_told(error, 'certificates as PEM')}") from None
 
 
 def _no_password() -> str:
@@ -161,11 +180,23 @@ def _no_password() -> str:
     raise OSError("the private key is encrypted; accepted is one without a password")
 
 
-def _told(error: OSError) -> str:
-    return getattr(error, "reason", None) or error.strerror or str(error)
+def _told(error: OSError, accepted: str) -> str:
+    if not isinstance(error, ssl.SSLError):
+        return error.strerror or str(error)
+    if error.reason == "KEY_VALUES_MISMATCH":
+        return "the private key is another certificate's"
+    reason = f" ({error.reason})" if error.reason else ""
+    return f"accepted is {accepted}{reason}"
 
 
 def _stamp(settings: TlsFiles) -> Stamp:
-    """When each file was changed last; a missing one has a stamp, too."""
-    files = [file for file in settings.model_dump().values() if file is not None]
-    return tuple((file, Path(file).stat().st_mtime_ns if Path(file).exists() else 0) for file in files)
+    """When each file was changed last."""
+    return tuple((file, _changed_ns(file)) for file in settings.model_dump().values() if file is not None)
+
+
+def _changed_ns(file: str) -> int:
+    """0: it is missing, or out of reach; who reads it says so."""
+    try:
+        return Path(file).stat().st_mtime_ns
+    except OSError:
+        return 0

@@ -1,11 +1,12 @@
 """Files that never answer."""
 
+import asyncio
 import os
 from pathlib import Path
 
 import pytest
 
-from balanceroute.config.patience import in_time
+from balanceroute.config.patience import in_time, off_the_loop
 from balanceroute.errors import ConfigError
 
 
@@ -30,3 +31,17 @@ def test_an_error_of_reading_is_the_callers(error: Exception) -> None:
     with pytest.raises(type(error)) as caught:
         in_time(fail, "the file")
     assert caught.value is error
+
+
+def test_what_does_not_answer_holds_up_only_who_asked_for_it(tmp_path: Path) -> None:
+    pipe = tmp_path / "chain.pem"
+    os.mkfifo(pipe)
+
+    async def run() -> None:
+        reading = asyncio.ensure_future(off_the_loop(pipe.read_text))
+        assert await off_the_loop(lambda: "another") == "another"
+        assert not reading.done()
+        await asyncio.to_thread(pipe.write_text, "text")
+        assert await reading == "text"
+
+    asyncio.run(run())

@@ -112,7 +112,7 @@ async def test_a_certificate_that_was_renewed_is_used_without_a_signal(
     file = tmp_path / "chain.pem"
     settings = config(cert_file=chain(old, file))
     tls = Tls(settings)
-    watching = asyncio.ensure_future(tls.watch(lambda: settings, 0.01))
+    watching = asyncio.ensure_future(tls.watch(0.01))
     caplog.set_level("INFO")
 
     def write(content: Callable[[], Any], at_ns: int) -> None:
