@@ -153,6 +153,8 @@ class ProcessServer(Server):
 
     async def startup(self, sockets: list[object] | None = None) -> None:  # type: ignore[override]
         """Listen, then tune the interpreter."""
+        if self._on_reload is not None:  # before anybody can know that it listens: SIGHUP would end it
+            asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, self._reload)
         await super().startup(sockets=sockets)
         if self.started:
             # What exists now stays: 53,000 objects that no full collection has to walk again, which stopped every
@@ -165,12 +167,12 @@ class ProcessServer(Server):
             # A re-fit's thread may otherwise keep the interpreter for 5 ms whenever the loop comes back from a system
             # call, and an event takes several: gaps of 8 ms were seen.
             sys.setswitchinterval(SWITCH_INTERVAL_S)
-            if self._on_reload is not None:
-                asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, self._reload)
+            if self._reload_asked:
+                self._reload()
 
     def _reload(self) -> None:
         self._reload_asked = True
-        if self._reloading is None or self._reloading.done():
+        if self.started and (self._reloading is None or self._reloading.done()):
             self._reloading = asyncio.get_running_loop().create_task(self._reload_as_asked())
 
     async def _reload_as_asked(self) -> None:
@@ -222,8 +224,8 @@ def serve(app: ClientApp, config: Config, on_reload: Reload | None = None) -> No
         cause = error.__context__  # of uvicorn's own exit
         reason = f": {_reason(cause)}" if isinstance(cause, OSError) else ""
         raise ConfigError(f"listen: cannot listen on {config.listen.host}:{config.listen.port}{reason}") from None
-    if not server.started:
-        raise ConfigError(f"listen: cannot start on {config.listen.host}:{config.listen.port}")
+    if not server.started:  # older versions of uvicorn return
+        raise app.failure or ConfigError(f"listen: cannot start on {config.listen.host}:{config.listen.port}")
 
 
 def _reason(error: OSError) -> str:

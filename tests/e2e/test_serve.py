@@ -240,6 +240,22 @@ def test_a_start_that_fails_says_why_in_one_line_and_ends_in_exit_code_2(
     assert line.startswith("balanceroute: ") and told.format_map(words) in line
 
 
+def test_sighup_as_soon_as_the_port_is_open_reloads_and_ends_nothing(tmp_path: Path) -> None:
+    port, log = free_base_port((0,)), tmp_path / "router.log"
+    flags = ["--prefiller-ports", "1", "--decoder-ports", "2", "--host", "127.0.0.1", "--port", str(port)]
+
+    def is_open() -> bool:
+        with socket.socket() as sock:
+            return sock.connect_ex(("127.0.0.1", port)) == 0
+
+    with process("serve", *flags, log=log) as router:
+        while not is_open():
+            assert router.poll() is None
+        os.kill(router.pid, signal.SIGHUP)
+        block_until(lambda: '"event":"configuration reloaded"' in log.read_text() or router.poll() is not None)
+        assert router.poll() is None
+
+
 def test_sighup_reloads_the_file_and_keeps_serving_when_it_is_wrong(emulator: tuple[str, Path], tmp_path: Path) -> None:
     _, cluster = emulator
     config, log = tmp_path / "router.yaml", tmp_path / "router.log"

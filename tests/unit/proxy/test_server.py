@@ -114,6 +114,7 @@ def test_reloads_run_one_after_the_other_and_signals_meanwhile_ask_for_one_more(
                 raise ConfigError("the file is wrong")
 
         server = a_server(services, ProcessServer, on_reload=reload)
+        server.started = True
         server._reload()
         await let_pass(1.0)
         for _ in range(3):
