@@ -121,6 +121,7 @@ class ClusterSnapshot:
         self.overlap = Overlap()
         self.projection = Projection(0, horizon_steps)
         self.alike = True  # every worker has slowdown 1 and charges nothing per request, so that tokens are cost
+        self.request_tokens = 0.0  # c, the mean over the workers
         self.longest_wait_s = math.inf  # what may wait longer would leave the pool unserved
         self.draws = 0  # random decisions taken so far: with the seed, the whole state of a random policy
 
@@ -173,6 +174,7 @@ class ClusterSnapshot:
         """A worker came or went: rare, so the rows are recounted."""
         self._sort_by_state()
         self.alike = all(worker.spec.slowdown == 1.0 and not worker.spec.request_tokens for worker in self.workers)
+        self.request_tokens = sum([w.spec.request_tokens for w in self.workers]) / max(1, len(self.workers))
         self.projection = self.recount_projection()
 
     def set_state(self, worker: DecodeInstanceState, state: WorkerState) -> None:

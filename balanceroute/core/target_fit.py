@@ -16,8 +16,10 @@ with the least cost
 and when two or more were chosen, each is taken out and chosen again, given all the others (TargetFit twice, LevelFit
 once): the first choices were made before it was known what the last slots would get.
 
-*Ageing*: with u = wait / cap the bonus is u^2 (A s + B mean prompt), so that nothing waits long for its perfect hole;
-past its cap (u > 1) a request precedes every younger one, because 1e13 u exceeds any load. The cap is `max_wait_s`, or
+*Ageing*: with u = wait / cap the bonus is u^2 (A (s + c) + B (mean prompt + c)), so that nothing waits long for its
+perfect hole. It is measured by what requests cost, c being the mean over the workers: where c is several times a
+prompt, a token of misfit makes the step longer by so much less, and a wait for the right prompt wins as little. Past
+its cap (u > 1) a request precedes every younger one, because 1e13 u exceeds any load. The cap is `max_wait_s`, or
 five times the mean wait where that is more, and longer for prompts far above the mean; but none leaves the
 pool unserved for it (`ClusterSnapshot.longest_wait_s`), unless `max_wait_s` is infinite.
 
@@ -37,8 +39,8 @@ come at once when slots are plenty, as after an outage.
 *What widens the range costs more.* Between the least and the largest load, a distance from the level widens nothing
 yet. Below the least it does, as above the largest, though no other worker waits for it. So LevelFit adds
 `underflow_penalty` per token below the least load of the other workers (or below T, where that is less), and
-`curvature` times y^2 / mean prompt, y = x - T: one large misfit is worse than two of half its size, because the range
-is as wide as the largest makes it.
+`curvature` times y^2 / (mean prompt + c), y = x - T: one large misfit is worse than two of half its size, because the
+range is as wide as the largest makes it.
 
 *Ageing by size.* No departure but that of another large prompt leaves a hole for one, so a large prompt waits for such
 a hole as long as it may. With A above 1 + penalty its bonus outgrows what it costs as a tower on the least loaded
@@ -76,11 +78,11 @@ class FitRules:
     """The constants of one policy of this family.
 
     `overflow_penalty`, `underflow_penalty`: what a token above the envelope, or below the least load of the others,
-    costs beside its distance; `curvature`: what the square of the distance costs, in mean prompts. `size_bonus` and
-    `mean_bonus`: A and B of the ageing. `most_patience`: how much longer than most a large prompt may wait, at most,
-    added to 1. `growth_share`, `stock_share`: how far T is below the mean, of (1 - 1/G) o, and of what the stock lacks.
-    `hold_from`: the share of its slots that every worker must have in use before a request is held back beside a free
-    one. `swap_passes`: how often the choices for several slots are made again.
+    costs beside its distance; `curvature`: what the square of the distance costs, in mean requests (`mean prompt + c`).
+    `size_bonus` and `mean_bonus`: A and B of the ageing. `most_patience`: how much longer than most a large prompt may
+    wait, at most, added to 1. `growth_share`, `stock_share`: how far T is below the mean, of (1 - 1/G) o, and of what
+    the stock lacks. `hold_from`: the share of its slots that every worker must have in use before a request is held
+    back beside a free one. `swap_passes`: how often the choices for several slots are made again.
     """
 
     overflow_penalty: float
@@ -283,7 +285,9 @@ class Window:
         means, waiting = snapshot.means, snapshot.pool.front
         mean_prompt = means.prompt_tokens or 1.0
         self.rules = rules
-        self._curvature = rules.curvature / mean_prompt
+        request_tokens = snapshot.request_tokens
+        mean_cost = mean_prompt + request_tokens
+        self._curvature = rules.curvature / mean_cost
         self.trackers = waiting.head(params.window)
         sizes, ready_s = waiting.arrays()
         self._sizes: FloatArray = sizes[: params.window]
@@ -295,8 +299,9 @@ class Window:
         if params.max_wait_s < math.inf:
             np.minimum(cap_s, max(snapshot.longest_wait_s, MIN_CAP_S), out=cap_s)
         self.age: FloatArray = wait_s / cap_s
-        bonus: FloatArray = self._sizes * rules.size_bonus
-        bonus += rules.mean_bonus * mean_prompt
+        bonus: FloatArray = self._sizes + request_tokens
+        bonus *= rules.size_bonus
+        bonus += rules.mean_bonus * mean_cost
         bonus *= self.age * self.age
         if np.maximum.reduce(self.age) > 1.0:
             bonus += np.where(self.age > 1.0, OVERDUE_BONUS * self.age, 0.0)

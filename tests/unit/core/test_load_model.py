@@ -6,7 +6,7 @@ import pytest
 
 from balanceroute.core.knobs import PolicySettings
 from balanceroute.core.scheduler import Scheduler
-from balanceroute.core.types import Role, WorkerSpec, WorkerState
+from balanceroute.core.types import RequestSpec, Role, WorkerSpec, WorkerState
 from balanceroute.simulator import Replay, Setting
 from balanceroute.traces import generate_trace
 from tests.unit.core.builders import a_scheduler, admitted, pool_all
@@ -50,6 +50,20 @@ def test_c_tokens_per_request_decide_as_prompts_that_are_c_tokens_longer(policy:
     decided = admitted(charged)
     assert decided == admitted(longer)
     assert decided != admitted(free), "c matters in this situation"
+
+
+@pytest.mark.parametrize("policy", ["target_fit", "level_fit"])
+@pytest.mark.parametrize(("each", "first"), [(0, "fits"), (50_000, "old")])
+def test_where_requests_cost_more_than_their_tokens_a_wait_weighs_more_and_a_misfit_less(
+    policy: str, each: int, first: str
+) -> None:
+    """d1 has room for 3,000 up to the others; the old request is 10,000 too large for it."""
+    held = [[1000] * 6, [500] * 5, [1000] * 6]
+    scheduler = loaded(policy, held, each=each, max_wait_s=100.0)
+    scheduler.submit_prefilled(RequestSpec("old", 13_000), 0.0)
+    pool_all(scheduler, {"fits": 3000}, now=60.0)
+    scheduler.snapshot.means.prompt_tokens, scheduler.snapshot.means.wait_s = 1000.0, 0.0
+    assert admitted(scheduler, 60.0) == [(first, "d1")]
 
 
 @pytest.mark.parametrize("policy", [*BY_LOAD, "join_shortest_queue", "power_of_two"])
