@@ -89,6 +89,13 @@ def free_ports(count: int) -> list[int]:
         return [sock.getsockname()[1] for sock in socks]
 
 
+def free_base_port() -> int:
+    """One for an emulated cluster of two prefillers and two ranks."""
+    return next(
+        port for port in range(21_000, 29_000, 200) if all(map(_is_free, (port, port + 1, port + 100, port + 101)))
+    )
+
+
 class Site:
     """The emulated cluster, the three machines and HAProxy."""
 
@@ -116,7 +123,7 @@ class Site:
         return self._start(name, sys.executable, "-m", "balanceroute", *arguments)
 
     def _emulate(self) -> None:
-        base = next(port for port in range(21_000, 29_000, 200) if all(map(_is_free, (port, port + 1, port + 100))))
+        base = free_base_port()
         self.config = self._folder / "cluster.yaml"
         sizes = ["--prefill", str(PREFILLERS), "--decode", str(RANKS), "--max-num-seqs", str(SLOTS)]
         where = ["--base-port", str(base), "--write-config", str(self.config), "--time-scale", "0.3"]
@@ -155,17 +162,21 @@ class Site:
         return None
 
     def held(self) -> dict[str, float]:
-        """Requests that are left, by the brain, and shares of KV, by the prefillers; nothing: all is over."""
-        answer = self.get("/state")
-        if answer is None:
-            return {"no brain": 1}
-        state = answer.json()
-        active = sum(len(worker["active"]) for worker in state["workers"])
-        held: dict[str, float] = {"waiting": len(state["waiting"]), "at relays": state["exchanges"], "active": active}
-        for url in self.prefillers:
-            page = httpx.get(f"{url}/metrics", trust_env=False).text
-            held[url] = sum(float(use) for use in re.findall(r"kv_cache_usage_perc\{.*\} (\S+)", page))
-        return {what: count for what, count in held.items() if count}
+        """What is left of requests; nothing: all is over."""
+        return held(self.get("/state"), self.prefillers)
+
+
+def held(state_answer: httpx.Response | None, prefillers: list[str]) -> dict[str, float]:
+    """Requests that are left, by the brain's /state, and shares of KV, by the prefillers; nothing: all is over."""
+    if state_answer is None:
+        return {"no brain": 1}
+    state = state_answer.json()
+    active = sum(len(worker["active"]) for worker in state["workers"])
+    left: dict[str, float] = {"waiting": len(state["waiting"]), "at relays": state["exchanges"], "active": active}
+    for url in prefillers:
+        page = httpx.get(f"{url}/metrics", trust_env=False).text
+        left[url] = sum(float(use) for use in re.findall(r"kv_cache_usage_perc\{.*\} (\S+)", page))
+    return {what: count for what, count in left.items() if count}
 
 
 _FILES: Final = {"ca": "link-ca.pem", "cert": "link.pem", "key": "link.key"}

@@ -1,0 +1,249 @@
+"""A router replaced by `serve --take-over` under a fixed rate of streams: every answer of it checked.
+
+The load is an open loop: each request is sent at its time, whether others have been answered or not, so a router that
+stands still meets all that piles up. Half of the requests use connections that are kept, half a new one each. Streams
+last some seconds, so that many are open at each change. Everything listens on 127.0.0.1 and is ended by process id.
+
+    take over 1, 2, ..    a new router takes the port; the old one finishes its streams and ends with exit code 0
+    at the end            all requests are counted as finished by the last router; no request and no KV is held
+
+An answer is right, cut short (the tokens so far are right), refused (another status than 200, or no connection), or
+wrong. Exits with 1 where one is not right. How late requests were sent tells whether the load's own process kept up.
+"""
+
+import argparse
+import asyncio
+import json
+import math
+import re
+import sys
+import time
+from collections import Counter
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Final
+
+import httpx
+
+from balanceroute.engine.tokens import FIRST_TRIPLE_ID, continuation, decode
+from scripts.e2e.haproxy import Process, Wrong, free_base_port, free_ports, held, kept, wait_for
+
+PREFILLERS, RANKS, SLOTS = 2, 2, 256
+STEP_S: Final = 0.1
+TOKENS: Final = (20, 30, 40)  # of a stream, in turn: 2 to 4 s
+PATIENCE_S: Final = 60.0
+COUNTED: Final = re.compile(r'balanceroute_requests_total\{outcome="(\w+)"\} (\S+)')
+
+
+class Site:
+    """The emulated cluster, and the routers that follow each other on one port."""
+
+    def __init__(self, folder: Path, stack: ExitStack) -> None:
+        self._folder, self._stack = folder, stack
+        (self._port,), base = free_ports(1), free_base_port()
+        self.url = f"http://127.0.0.1:{self._port}"
+        self.prefillers = [f"http://127.0.0.1:{base + number}" for number in range(PREFILLERS)]
+        self._config = folder / "cluster.yaml"
+        sizes = ["--prefill", str(PREFILLERS), "--decode", str(RANKS), "--max-num-seqs", str(SLOTS)]
+        where = ["--base-port", str(base), "--write-config", str(self._config), "--step-overhead", str(STEP_S)]
+        self._start("emulate", "emulate", *sizes, *where)
+        wait_for("the emulated cluster", self._config.exists)
+        self._routers = 0
+        self.router = self._serve()
+        wait_for("the first answer", lambda: self.get("/ready") is not None)
+
+    def _start(self, name: str, *arguments: str) -> Process:
+        process = Process(self._folder / f"{name}.log", sys.executable, "-m", "balanceroute", *arguments)
+        self._stack.callback(process.kill)
+        return process
+
+    def _serve(self, *flags: str) -> Process:
+        self._routers += 1
+        address = ["--host", "127.0.0.1", "--port", str(self._port), "--relays", "2"]
+        folder = ["--set", f"listen.run_folder={self._folder / 'run'}"]
+        return self._start(f"router-{self._routers}", "serve", "--config", str(self._config), *address, *folder, *flags)
+
+    def take_over(self) -> float:
+        """Replace the router; returns after how many seconds the old one has ended. Raises: Wrong."""
+        old, self.router = self.router, self._serve("--take-over")
+        took_s = wait_for("the old router ends", lambda: old.running.poll() is not None)
+        if old.running.returncode != 0:
+            raise Wrong(f"the old router ended with {old.running.returncode}: {old.log}")
+        if not old.lines("another router takes over"):
+            raise Wrong(f"the old router ended without handing over: {old.log}")
+        return took_s
+
+    def get(self, path: str) -> httpx.Response | None:
+        """What the router answers; None: nothing, or 5xx."""
+        with suppress(httpx.TransportError):
+            answer = httpx.get(self.url + path, trust_env=False, timeout=5.0)
+            return answer if answer.status_code < 500 else None
+        return None
+
+    def counted(self) -> dict[str, float]:
+        """Requests by their outcome, as the router counts them, those of the routers before it as well."""
+        answer = self.get("/metrics")
+        counts = COUNTED.findall(answer.text) if answer is not None else []
+        return {outcome: float(count) for outcome, count in counts if float(count)}
+
+
+@dataclass(slots=True)
+class Found:
+    """What came of the requests that were sent in one phase."""
+
+    answers: Counter[str] = field(default_factory=Counter)
+    reasons: Counter[str] = field(default_factory=Counter)  # of answers that are not right
+    first_token_s: list[float] = field(default_factory=list)
+    late_s: list[float] = field(default_factory=list)
+
+    def __str__(self) -> str:
+        return (
+            f"{dict(self.answers)}, first token p99 {_p99(self.first_token_s):.2f} s, sent late by p99 "
+            f"{_p99(self.late_s) * 1e3:.0f} ms"
+        )
+
+
+def _p99(values: list[float]) -> float:
+    return sorted(values)[int(0.99 * (len(values) - 1))] if values else math.nan
+
+
+class Load:
+    """Requests at a fixed rate. They are counted in the phase in which they were sent."""
+
+    def __init__(self, url: str, rate_per_s: float) -> None:
+        self.found, self.open, self.sent = Found(), 0, 0
+        self._period_s = 1 / rate_per_s
+        self._http = [
+            httpx.AsyncClient(
+                base_url=url,
+                timeout=PATIENCE_S,
+                trust_env=False,
+                limits=httpx.Limits(max_connections=None, max_keepalive_connections=kept_open),
+            )
+            for kept_open in (None, 0)
+        ]
+        self._requests: set[asyncio.Task[None]] = set()
+        self._stops = asyncio.Event()
+        self._sends = asyncio.get_running_loop().create_task(self._send())
+
+    async def _send(self) -> None:
+        loop = asyncio.get_running_loop()
+        due = loop.time()
+        while not self._stops.is_set():
+            await asyncio.sleep(max(0.0, due - loop.time()))
+            self.found.late_s.append(loop.time() - due)
+            request = loop.create_task(self._judge(self.sent, self.found))
+            self._requests.add(request)
+            self.sent += 1
+            due += self._period_s
+
+    async def _judge(self, number: int, found: Found) -> None:
+        self.open += 1
+        answer, reason = await self._ask(number, found)
+        self.open -= 1
+        found.answers[answer] += 1
+        if answer != "right":
+            found.reasons[reason] += 1
+
+    async def _ask(self, number: int, found: Found) -> tuple[str, str]:
+        first = FIRST_TRIPLE_ID + 7 * (number % 4000)
+        prompt, tokens = list(range(first, first + 50)), TOKENS[number // 2 % len(TOKENS)]
+        body = {"model": "emulated", "prompt": prompt, "max_tokens": tokens, "ignore_eos": True, "stream": True}
+        expected, text, began = decode(continuation(prompt, tokens)), "", time.monotonic()
+        reason, answered, is_done = "the stream has no end", False, False
+        try:
+            async with self._http[number % 2].stream("POST", "/v1/completions", json=body) as answer:
+                if answer.status_code != 200:
+                    return "refused", f"{answer.status_code} {(await answer.aread()).decode()}"
+                answered = True
+                async for line in answer.aiter_lines():
+                    if line == "data: [DONE]":
+                        is_done = True  # the body's end is read, too: only then is the connection kept
+                    elif line.startswith("data: "):
+                        if not text:
+                            found.first_token_s.append(time.monotonic() - began)
+                        choices = json.loads(line.removeprefix("data: ")).get("choices", ())
+                        text += "".join(choice["text"] for choice in choices)
+        except httpx.TransportError as error:
+            reason, is_done = repr(error), False
+        if not answered:
+            return "refused", reason
+        if is_done:
+            return ("right", "") if text == expected else ("wrong", f"{text!r}, not {expected!r}")
+        return ("cut short" if expected.startswith(text) else "wrong"), reason
+
+    async def phase_ends(self) -> Found:
+        """What has come of what was sent since the last call, once all of it is answered; the load goes on."""
+        found, self.found = self.found, Found()
+        requests, self._requests = self._requests, set()
+        await asyncio.gather(*requests)
+        return found
+
+    async def end(self) -> None:
+        """Send no more, and wait for what is under way."""
+        self._stops.set()
+        await self._sends  # it may send one more
+        await asyncio.gather(*self._requests)
+        for http in self._http:
+            await http.aclose()
+
+
+async def run(site: Site, rate_per_s: float, times: int, seconds: float) -> None:
+    """All phases, printed. Raises: Wrong."""
+    load = Load(site.url, rate_per_s)
+    try:
+        for number in range(1, times + 1):
+            await asyncio.sleep(seconds)
+            n_open = load.open
+            took_s = await asyncio.to_thread(site.take_over)
+            found = await load.phase_ends()
+            print(f"take over {number}  {found}")
+            print(f"    {n_open} streams open when it began, the old router left after {took_s:.1f} s", flush=True)
+            if set(found.answers) != {"right"}:
+                raise Wrong(f"take over {number}: {dict(found.reasons)}")
+    finally:
+        await load.end()
+    last = load.found
+    if set(last.answers) - {"right"}:
+        raise Wrong(f"the last ones: {dict(last.reasons)}")
+
+    def is_over() -> bool:
+        return site.counted() == {"finished": load.sent} and not held(site.get("/state"), site.prefillers)
+
+    try:
+        await asyncio.to_thread(wait_for, "all is over", is_over)
+    except Wrong as error:
+        left = held(site.get("/state"), site.prefillers)
+        raise Wrong(f"{error}: {load.sent} sent, counted: {site.counted()}, held: {left}") from None
+    print(f"at the end   {load.sent} requests sent and counted as finished, nothing is held")
+
+
+def check(folder: Path, rate_per_s: float, times: int, seconds: float) -> None:
+    """Run all of it with logs in a folder. Raises: Wrong."""
+    with ExitStack() as stack:
+        asyncio.run(run(Site(folder, stack), rate_per_s, times, seconds))
+    for log in folder.glob("*.log"):
+        if "Traceback" in log.read_text() or "internal error" in log.read_text():
+            raise Wrong(f"{log}: there is a traceback in it")
+
+
+def main() -> int:
+    """The exit code."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rate", type=float, default=50.0, help="requests per second")
+    parser.add_argument("--times", type=int, default=3, help="routers that take over, one after the other")
+    parser.add_argument("--seconds", type=float, default=5.0, help="of load before each of them")
+    parser.add_argument("--keep", metavar="DIR", help="a new folder, in which the logs stay")
+    arguments = parser.parse_args()
+    with kept(arguments.keep) as folder:
+        try:
+            check(folder, arguments.rate, arguments.times, arguments.seconds)
+        except Wrong as error:
+            print(f"wrong: {error}")
+            return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
