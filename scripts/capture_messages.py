@@ -17,7 +17,7 @@ from typing import Any
 import orjson
 
 from balanceroute.errors import InvalidRequest
-from balanceroute.proxy.wire.messages import chat_of, tokenize_body
+from balanceroute.proxy.wire.message_requests import chat_of, tokenize_body
 
 USER = {"role": "user", "content": "tell me about foxes"}
 SAID = {"model": "tiny", "max_tokens": 12, "temperature": 0, "messages": [USER]}

@@ -2,9 +2,9 @@
 
     .venv/bin/python -m scripts.check_message_bodies --vllm VENV/bin/python [--examples 3000]
 
-The bodies are those of the property test of `wire/messages.py`, which holds them to the emulator's checks. Here each
-that is accepted goes, as prefillers and decode workers get it, through `ChatCompletionRequest` of the vLLM of VENV,
-and as `/tokenize` gets it through `TokenizeChatRequest`.
+The bodies are those of the property test of `wire/message_requests.py`, which holds them to the emulator's checks. Here
+each that is accepted goes, as prefillers and decode workers get it, through `ChatCompletionRequest` of the vLLM of
+VENV, and as `/tokenize` gets it through `TokenizeChatRequest`.
 """
 
 import argparse
@@ -17,9 +17,9 @@ import orjson
 from hypothesis import HealthCheck, given, settings
 
 from balanceroute.errors import InvalidRequest
-from balanceroute.proxy.wire.messages import parse_messages, tokenize_body
+from balanceroute.proxy.wire.message_requests import parse_messages, tokenize_body
 from balanceroute.proxy.wire.payloads import decode_body, probe_body
-from tests.unit.proxy.wire.test_messages import FIELDS, LIMITS, TURNS, body
+from tests.unit.proxy.wire.test_message_requests import FIELDS, LIMITS, TURNS, body
 
 _VALIDATE = """
 import json, sys

@@ -142,7 +142,7 @@ def _scanner(route: str) -> Any:
 
 async def _relay_events(turns: int, events_per_read: int, route: str) -> None:
     from balanceroute.proxy.client.response import Response
-    from balanceroute.proxy.life.relay import relay
+    from balanceroute.proxy.life.streaming import stream_events
     from balanceroute.proxy.workers.upstream import Upstream
 
     loop = asyncio.get_running_loop()
@@ -165,7 +165,7 @@ async def _relay_events(turns: int, events_per_read: int, route: str) -> None:
             response = Response(client, head_only=False, http_1_0=False, keep_alive=True)
             response.start(200, [])
             scanner = _scanner(route)
-            relays.append(loop.create_task(relay(reply, scanner, response, _Ticket(loop, behind).progress)))
+            relays.append(loop.create_task(stream_events(reply, scanner, response, _Ticket(loop, behind).progress)))
             workers.append(worker)
             clients.append(theirs)
             scanners.append(scanner)

@@ -547,7 +547,8 @@ class Pool(Section):
         512,
         ge=1,
         le=1_000_000,
-        description="Most prefilled requests waiting; no new prefill starts above it.",
+        description="Most prefilled requests waiting; no new prefill starts above it. With `mooncake_layerwise`, which "
+        "decodes first, those that wait for a decode worker: above it 429.",
     )
     ttl_s: Seconds | None = Field(
         None,

@@ -26,7 +26,7 @@ from balanceroute.proxy.admission.tickets import Tickets
 from balanceroute.proxy.client.edge import Handler
 from balanceroute.proxy.client.exchange import Exchange
 from balanceroute.proxy.client.head import Request
-from balanceroute.proxy.client.messages import MessagesExchange
+from balanceroute.proxy.client.messages_exchange import MessagesExchange
 from balanceroute.proxy.client.response import Response
 from balanceroute.proxy.client.services import ClientServices
 from balanceroute.proxy.life.pool_reaper import PoolReaper

@@ -37,8 +37,8 @@ from balanceroute.proxy.life.layerwise import Layerwise
 from balanceroute.proxy.life.leg import Leg, Strategy
 from balanceroute.proxy.life.outlet import Outlet
 from balanceroute.proxy.life.pull import Pull
-from balanceroute.proxy.life.relay import write_part
 from balanceroute.proxy.life.scoring import Scoring
+from balanceroute.proxy.life.streaming import write_part
 from balanceroute.proxy.life.suspicion import Choices
 from balanceroute.proxy.perimeter.keys import ClientKey
 from balanceroute.proxy.perimeter.routes import Access

@@ -2,12 +2,12 @@
 r"""The way of an event, from a worker's read to the client's write, top to bottom.
 
     ChunkReader.data_received   the read: whole chunks are taken past the HTTP parser (`unchunked`)
-    Pump.chunk                  the relay's: what has come is matched, counted and kept
+    Pump.chunk                  what has come is matched, counted and kept
     EventMatcher.match          the events' text without their ids, by a template instead of a JSON parser
     Flusher.flush, Pump.flush   at the end of the loop's turn
     PartWriter.write            the write: a chunk of the client's response
 
-What is not the plain case is told to those who own these objects: `upstream.py`, `sse.py`, `relay.py`, `response.py`.
+What is not the plain case goes to the owners of these objects: `upstream.py`, `sse.py`, `streaming.py`, `response.py`.
 
 This file is ordinary Python and runs as it is. Where there is a C compiler Cython compiles it, as the module `compiled`
 and with the C types that `compiled.pxd` gives to its variables; docs/decisions/0008-compiled-hot-path.md says what that
@@ -144,7 +144,7 @@ class Pump:
         flusher: "Flusher",
         done: object,
     ) -> None:
-        """From `reply` by `scanner` to `client`: upstream's, sse's and relay's `Reply`, `EventScanner`, `BodyWriter`.
+        """From `reply` by `scanner` to `client`: a `Reply`, an `EventScanner`, a `BodyWriter`.
 
         Tokens counted before now are not told. When the scanner's end is `done` the last write ends the client's body.
         """

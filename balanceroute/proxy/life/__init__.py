@@ -1,1 +1,1 @@
-"""One request from its arrival to its end: its lifecycle, both orders of calls, the relay of its stream."""
+"""One request from its arrival to its end: its lifecycle, both orders of calls, its stream to the client."""

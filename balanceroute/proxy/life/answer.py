@@ -13,10 +13,10 @@ import orjson
 from balanceroute.errors import BadUpstreamReply, NotResumable, UpstreamError
 from balanceroute.proxy.admission.prompt_estimates import has_estimate
 from balanceroute.proxy.life.outlet import Outlet
-from balanceroute.proxy.life.relay import write_part
 from balanceroute.proxy.life.resumption import Fidelity, resumption
 from balanceroute.proxy.life.retries import pushes_back
 from balanceroute.proxy.life.services import LifeServices
+from balanceroute.proxy.life.streaming import write_part
 from balanceroute.proxy.wire.payloads import ClientRequest, PrefillResult, resume
 from balanceroute.proxy.wire.prompt_echo import prompt_text
 from balanceroute.proxy.wire.sse import EventScanner, StreamEnd

@@ -16,8 +16,8 @@ import math
 from balanceroute.errors import BadUpstreamReply, BalanceRouteError, ConnectFailed, UpstreamError, UpstreamStatus
 from balanceroute.proxy.life.errors import ClientStalled
 from balanceroute.proxy.life.leg import ERROR_LIMIT, REPLY_LIMIT, Leg
-from balanceroute.proxy.life.relay import relay
 from balanceroute.proxy.life.retries import event_error, status_error
+from balanceroute.proxy.life.streaming import stream_events
 from balanceroute.proxy.wire.answers import correct_answer
 from balanceroute.proxy.wire.sse import DONE, StreamEnd
 from balanceroute.proxy.workers.fleet import Worker
@@ -139,7 +139,7 @@ async def _stream(leg: Leg, worker: Worker, reply: Reply) -> bool:
     if out:
         if not outlet.started:
             outlet.start()
-        broken = await relay(
+        broken = await stream_events(
             reply,
             scanner,
             outlet,

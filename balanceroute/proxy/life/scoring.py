@@ -24,7 +24,7 @@ from balanceroute.proxy.life.leg import (
     Transitions,
 )
 from balanceroute.proxy.life.prefilling import next_prefiller, try_probe
-from balanceroute.proxy.life.relay import write_part
+from balanceroute.proxy.life.streaming import write_part
 from balanceroute.proxy.wire.bounds import shown_id
 from balanceroute.proxy.wire.prompt_echo import scored_answer, scored_events
 from balanceroute.proxy.wire.sse import DONE

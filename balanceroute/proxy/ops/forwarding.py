@@ -35,7 +35,7 @@ from balanceroute.proxy.ops.guard import error_response, route_of
 from balanceroute.proxy.perimeter.perimeter import Perimeter
 from balanceroute.proxy.wire.bounds import token_count
 from balanceroute.proxy.wire.message_errors import MESSAGES_PATH
-from balanceroute.proxy.wire.messages import tokenize_body
+from balanceroute.proxy.wire.message_requests import tokenize_body
 from balanceroute.proxy.wire.responses import error_body
 from balanceroute.proxy.workers.fleet import Worker
 

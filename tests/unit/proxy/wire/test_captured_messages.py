@@ -13,7 +13,7 @@ import pytest
 from balanceroute.errors import InvalidRequest
 from balanceroute.proxy.wire.message_answers import Counts, MessageStream, message_of
 from balanceroute.proxy.wire.message_errors import message_error_body
-from balanceroute.proxy.wire.messages import chat_of, parse_messages, tokenize_body
+from balanceroute.proxy.wire.message_requests import chat_of, parse_messages, tokenize_body
 from balanceroute.proxy.wire.sse import EventScanner
 from tests.unit.proxy.captures import body_of, capture_files, request_of
 

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from balanceroute.errors import BadUpstreamReply, UpstreamError
-from balanceroute.proxy.life.relay import relay
+from balanceroute.proxy.life.streaming import stream_events
 from balanceroute.proxy.wire.sse import EventScanner, StreamEnd
 from balanceroute.proxy.workers.upstream import Reply, Upstream
 from tests.unit.proxy.servers import CHUNKED_HEAD, Run, Script, answering, chunked, read_request, worker
@@ -54,7 +54,7 @@ class Leaving(Client):
 
 
 class Relayed:
-    """What one relay did."""
+    """What one stream did."""
 
     def __init__(self) -> None:
         self.client = Client()
@@ -72,7 +72,7 @@ class Relayed:
         assert chunk is not None
         first = self.scanner.feed(chunk)
         self.count(self.scanner.tokens)
-        self.error = await relay(reply, self.scanner, self.client, self.count, first=first)
+        self.error = await stream_events(reply, self.scanner, self.client, self.count, first=first)
 
 
 def test_every_event_is_relayed_counted_and_ended_in_one_response(run: Run) -> None:
@@ -218,7 +218,7 @@ def test_a_write_that_fails_fails_its_relay_and_no_other(run: Run) -> None:
         async def fails(upstream: Upstream) -> None:
             reply = await upstream.request("POST", "/", b"{}")
             with pytest.raises(OSError, match="client"):
-                await relay(reply, EventScanner(), Leaving(), lambda n: None)
+                await stream_events(reply, EventScanner(), Leaving(), lambda n: None)
 
         async with worker(one_by_one([*EVENTS[:20], LAST, DONE])) as server:
             upstream = Upstream(server.url)
@@ -232,7 +232,7 @@ def test_a_write_that_fails_fails_its_relay_and_no_other(run: Run) -> None:
 
 
 class ScriptedReply:
-    """A worker's reply whose bytes the test hands to the relay itself."""
+    """A worker's reply whose bytes the test hands over itself."""
 
     def __init__(self) -> None:
         self.sink: Any = None
@@ -258,7 +258,7 @@ def test_what_is_read_after_a_cancellation_reaches_the_client_or_is_told_to_be_l
     async def test() -> None:
         done, reply = Relayed(), ScriptedReply()
         task = asyncio.get_running_loop().create_task(
-            relay(reply, done.scanner, done.client, done.count)  # type: ignore[arg-type]
+            stream_events(reply, done.scanner, done.client, done.count)  # type: ignore[arg-type]
         )
         await asyncio.sleep(0)
         if not open_client:

@@ -49,7 +49,7 @@ async def write_part(client: BodyWriter, part: bytes) -> None:
 END_GRACE_S = 1.0  # a worker that has sent [DONE] may take this long to end the body before it is closed
 
 
-async def relay(
+async def stream_events(
     reply: Reply,
     scanner: EventScanner,
     client: BodyWriter,

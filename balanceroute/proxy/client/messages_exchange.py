@@ -1,4 +1,4 @@
-"""Anthropic's `/v1/messages`: a chat like any other between the two translations of `wire/messages.py` and its answers.
+"""Anthropic's `/v1/messages`: a chat between two translations, `wire/message_requests.py` and `message_answers.py`.
 
     body -> chat -> Leg, whose scanner has a MessageStream for its translation -> the message's events -> client
 
@@ -16,7 +16,7 @@ from balanceroute.proxy.client.response import Response
 from balanceroute.proxy.life.outlet import Outlet
 from balanceroute.proxy.wire.message_answers import PING, Counts, MessageStream, message_of
 from balanceroute.proxy.wire.message_errors import message_error_event, with_message_id
-from balanceroute.proxy.wire.messages import parse_messages
+from balanceroute.proxy.wire.message_requests import parse_messages
 from balanceroute.proxy.wire.payloads import ClientRequest
 from balanceroute.proxy.wire.responses import SSE_HEADERS, Headers
 
