@@ -40,6 +40,9 @@ Reload = Callable[[], Awaitable[None]]
 class Server(uvicorn.Server):
     """uvicorn's server whose stop is a drain first."""
 
+    _exits = False
+    _wake: Callable[[], object] | None = None  # who waits for the end
+
     def __init__(self, app: ClientApp, config: Config, uds: str | None = None) -> None:
         """`uds`: a unix socket to listen on, instead of `listen.host` and `listen.port`."""
         listen = config.listen
@@ -63,6 +66,27 @@ class Server(uvicorn.Server):
         )
         self._app, self._router_config = app, config
         self._drain: asyncio.Task[None] | None = None
+
+    @property
+    def should_exit(self) -> bool:
+        """Whether the end has been asked for: by uvicorn, or here."""
+        return self._exits
+
+    @should_exit.setter
+    def should_exit(self, exits: bool) -> None:
+        self._exits = exits
+        if self._wake is not None:
+            self._wake()
+
+    async def main_loop(self) -> None:
+        """Wait for the end. uvicorn looks ten times per second for it, which idle processes wake up for."""
+        ended = asyncio.Event()
+        loop = asyncio.get_running_loop()
+        self._wake = lambda: loop.call_soon_threadsafe(ended.set)  # from a signal's handler as well
+        while not await self.on_tick(0):  # writes the Date of answers, in seconds
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(ended.wait(), 1.0)
+        self._wake = None
 
     def handle_exit(self, sig: int, frame: object) -> None:
         """The first signal drains, the second ends."""

@@ -1,7 +1,9 @@
 """Everything that relays and the brain say to each other. This file is the protocol; `VERSION` counts its changes.
 
 A frame is four bytes of length, big-endian, and one msgpack array of messages, each an array that begins with its
-number. Both sides collect what they have to say in one turn of their loop and write it as one frame. What streams have
+number. Both sides collect what they have to say in one turn of their loop and write it as one frame: a frame wakes a
+process that slept, which costs more than all that is in it. So what nobody waits for (`Began`; `Finish`, while no
+request waits for a slot) goes along with the next message, or alone after `SOON_S`. What streams have
 generated is not said to a brain on the same machine, which reads it (`token_counts.py`); to others it is said within
 `PROGRESS_S`, in one message per relay and not per stream.
 
@@ -47,6 +49,7 @@ from balanceroute.proxy.perimeter.key_use import KeyUse
 
 VERSION: Final = 3
 PROGRESS_S: Final = 0.005
+SOON_S: Final = 0.01  # a slot that nobody waits for may be known to be free so late
 BEAT_S: Final = 1.0
 SILENT_S: Final = 5.0  # a process that says nothing for so long is given up; one that has died is known of at once
 MAX_FRAME_BYTES: Final = 64 * 2**20  # a Hello of 100,000 tickets with a hundred block hashes each is half of that

@@ -34,6 +34,7 @@ from balanceroute.proxy.link.messages import (
     BEAT_S,
     PROGRESS_S,
     SILENT_S,
+    SOON_S,
     VERSION,
     Activity,
     Beat,
@@ -198,13 +199,13 @@ class RemoteBrain:
     def finish(self, request_id: str, outcome: Outcome, reason: str = "") -> None:
         """See `decider.Decider`."""
         entry = self._leave(request_id)
-        self._say(Finish(entry.number, outcome, reason, entry.tokens))
+        self._say_soon(Finish(entry.number, outcome, reason, entry.tokens))
 
     def began(self, request_id: str) -> None:
         """See `decider.Decider`."""
         entry = self._open.get(request_id)
         if entry is not None:
-            self._say(Began(entry.number))
+            self._say_soon(Began(entry.number))
 
     def report(self, message: Judged | Activity | Counted | Learned | Explained) -> None:
         """What is known here, of workers above all; nobody hears it while there is no brain."""
@@ -237,6 +238,15 @@ class RemoteBrain:
             return  # the next Hello says it
         self._say_progress()
         self._frames.say(message)
+
+    def _say_soon(self, message: FromRelay) -> None:
+        """Say what no request waits for, as far as is known: with what is said next, or within `SOON_S`."""
+        view = self._view
+        if view.queued or view.asking or view.pooled:
+            self._say(message)
+        elif self._greeted and self._frames is not None:
+            self._say_progress()
+            self._frames.say_within(SOON_S, message)
 
     def _say_progress(self) -> None:
         if self._unsaid and self._greeted and self._frames is not None:

@@ -7,7 +7,7 @@ import pytest
 from balanceroute.core.scheduler import SchedulerConfig
 from balanceroute.core.types import Outcome, Phase, RequestSpec
 from balanceroute.errors import NoHealthyWorkers, QueueFull, QueueTimeout
-from balanceroute.proxy.link import hub
+from balanceroute.proxy.link import hub, remote
 from balanceroute.proxy.link.frames import Frames
 from balanceroute.proxy.link.messages import (
     VERSION,
@@ -133,6 +133,31 @@ def test_tokens_of_all_streams_cross_in_one_message_to_a_brain_that_cannot_read_
             ticket.progress(1)
         await until(lambda: brain.load == 8 * 12)
         assert told == [[ticket.id for ticket in tickets]]
+
+    on(test)
+
+
+def test_a_slot_that_nobody_waits_for_is_told_with_the_next_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(remote, "SOON_S", 3600.0)
+
+    async def test(stage: Stage) -> None:
+        brain, relay = await stage.brain(), stage.relay()
+        (await relay.decoding("a")).finish(Outcome.FINISHED)
+        await relay.decoding("b")
+        assert brain.active == ["b"]
+
+    on(test)
+
+
+def test_a_slot_that_somebody_waits_for_is_told_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(remote, "SOON_S", 3600.0)
+
+    async def test(stage: Stage) -> None:
+        _, relay = await stage.brain(slots=1), stage.relay()
+        runs, waits = await relay.decoding("runs"), await relay.pooled("waits")
+        await until(lambda: relay.brain.view().pooled == 1)
+        runs.finish(Outcome.FINISHED)
+        assert await waits.admission() == "d0"
 
     on(test)
 
