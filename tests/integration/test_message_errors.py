@@ -11,7 +11,7 @@ import pytest
 
 from balanceroute.config import digest_of
 from tests.integration.router import FAST, Router, running
-from tests.integration.test_messages import ASKED, ENDLESS, client_of
+from tests.integration.test_messages_exchange import ASKED, ENDLESS, client_of
 
 pytestmark = pytest.mark.anyio
 

@@ -11,7 +11,7 @@ import anthropic
 import pytest
 
 from balanceroute.config import digest_of
-from balanceroute.proxy.client import messages as client_messages
+from balanceroute.proxy.client import messages_exchange
 from tests.integration.router import FAST, Router, running
 from tests.integration.test_proxy_answers import chat
 
@@ -320,7 +320,7 @@ async def test_a_client_that_goes_away_leaves_nothing_behind() -> None:
 
 
 async def test_a_stream_that_is_silent_for_long_is_pinged(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(client_messages, "PING_S", 0.05)
+    monkeypatch.setattr(messages_exchange, "PING_S", 0.05)
     async with running() as router:
         for decoder in ("d0", "d1", "d2", "d3"):
             await router.cluster.inject(decoder, "stall", after_events=4)
