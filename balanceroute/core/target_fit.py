@@ -6,7 +6,8 @@ above the envelope, where every worker waits. Three parts:
 
 *Slack* (everything that waits fits into free slots): place by load, the largest prompt on the lightest worker. A
 request that would raise the envelope may be held back for `hold_s`, or for a tenth of the time that the mean answer
-takes where that is less: a lighter worker is often one departure away. LevelFit does so only where half of all slots are in use: below, whatever arrives is served, and a wait wins nothing.
+takes where that is less: a lighter worker is often one departure away. LevelFit does so only where half of all slots
+are in use: below, whatever arrives is served, and a wait wins nothing.
 
 *Scarce*: as many rounds as slots are free. The emptiest worker (requests over slots; tie: least load) takes the request
 with the least cost
@@ -70,7 +71,7 @@ from balanceroute.core.types import DOWN, WorkerSpec
 OVERDUE_BONUS = 1e13
 MIN_ACTIVE_TO_HOLD = 4  # with fewer requests on some worker the envelope says little: nothing is held back
 MIN_CAP_S = 1e-3  # keeps u finite when max_wait_s is 0, which makes the order first come, first served
-HOLD_SHARE = 0.1  # of the mean answer's time: where answers are short, the slot that stays empty costs more than it wins
+HOLD_SHARE = 0.1  # of the mean answer's time: where answers are short, a slot that stays empty costs more than it wins
 LARGE = 5.0  # mean prompts: a larger one counts for no more in the stock, where it waits for its hole
 
 
