@@ -103,7 +103,8 @@ class PolicySettings:
     hold_s: float = _knob(
         0.5,
         "How long level_fit and target_fit may hold a request back in slack when it would raise the envelope, "
-        "level_fit where half of all slots are in use; 0 = never, .inf = as long as it would.",
+        "level_fit where half of all slots are in use; never for longer than a tenth of the mean answer's time. "
+        "0 = never, .inf = that tenth.",
         least=0,
         most=DAY_S,
         endless=True,

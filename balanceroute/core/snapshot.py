@@ -221,6 +221,12 @@ class ClusterSnapshot:
             return FIRST_S_PER_TOKEN
         return sum([prefiller.pace.s_per_token for prefiller in self.prefillers]) / len(self.prefillers)
 
+    def mean_stay_s(self) -> float:
+        """How long the mean answer takes on a worker, as measured; infinite until a hundred answers have ended."""
+        if self.means.answers < PLAIN_MEAN_OF or not self.overlap.step_s:
+            return math.inf
+        return self.overlap.step_s * self.means.answer_tokens
+
     def step_loads(self) -> list[float]:
         """`step_load` of every worker, by index. O(G)."""
         if self.alike:

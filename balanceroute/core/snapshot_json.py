@@ -60,6 +60,7 @@ def _means(snapshot: ClusterSnapshot) -> dict[str, Any]:
         "start_tokens": means.start_tokens,
         "wait_s": means.wait_s,
         "answer_tokens": means.answer_tokens,
+        "step_s": snapshot.overlap.step_s,
         "prompts": means.prompts,
         "answers": means.answers,
     }
@@ -277,6 +278,7 @@ def _read_means(snapshot: ClusterSnapshot, means: Any) -> None:
     snapshot.means.start_tokens = _number(means, "start_tokens", "means", default=snapshot.means.prompt_tokens)
     snapshot.means.wait_s = _number(means, "wait_s", "means", default=0.0)
     snapshot.means.answer_tokens = _number(means, "answer_tokens", "means", default=0.0)
+    snapshot.overlap.step_s = _number(means, "step_s", "means", default=0.0)
     snapshot.means.prompts = _whole(means, "prompts", "means", default=50)
     snapshot.means.answers = _whole(means, "answers", "means", default=0)
 

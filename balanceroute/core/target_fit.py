@@ -5,8 +5,9 @@ holes need. These policies aim at a level T near the mean load instead and pay f
 above the envelope, where every worker waits. Three parts:
 
 *Slack* (everything that waits fits into free slots): place by load, the largest prompt on the lightest worker. A
-request that would raise the envelope may be held back for `hold_s`: a lighter worker is often one departure away.
-LevelFit does so only where half of all slots are in use: below, whatever arrives is served, and a wait wins nothing.
+request that would raise the envelope may be held back for `hold_s`, or for a tenth of the time that the mean answer
+takes where that is less: a lighter worker is often one departure away. LevelFit does so only where half of all slots
+are in use: below, whatever arrives is served, and a wait wins nothing.
 
 *Scarce*: as many rounds as slots are free. The emptiest worker (requests over slots; tie: least load) takes the request
 with the least cost
@@ -70,6 +71,7 @@ from balanceroute.core.types import DOWN, WorkerSpec
 OVERDUE_BONUS = 1e13
 MIN_ACTIVE_TO_HOLD = 4  # with fewer requests on some worker the envelope says little: nothing is held back
 MIN_CAP_S = 1e-3  # keeps u finite when max_wait_s is 0, which makes the order first come, first served
+HOLD_SHARE = 0.1  # of the mean answer's time: where answers are short, a slot that stays empty costs more than it wins
 LARGE = 5.0  # mean prompts: a larger one counts for no more in the stock, where it waits for its hole
 
 
@@ -172,7 +174,8 @@ class TargetFit:
 
     def held_until_s(self, request: RequestTracker, snapshot: ClusterSnapshot) -> float:
         """Until when a request may be held back beside a free slot."""
-        return request.ready_s + self.params.hold_s * snapshot.means.patience_factor(request.prompt_tokens)
+        hold_s = min(self.params.hold_s, HOLD_SHARE * snapshot.mean_stay_s())
+        return request.ready_s + hold_s * snapshot.means.patience_factor(request.prompt_tokens)
 
     def _slack(
         self, snapshot: ClusterSnapshot, open_workers: list[DecodeInstanceState], now: float, may_hold: bool

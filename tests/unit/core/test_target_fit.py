@@ -50,6 +50,21 @@ def test_a_request_that_raises_the_envelope_is_held_back_for_a_moment() -> None:
     assert scheduler.recheck_s(due) == math.inf
 
 
+@pytest.mark.parametrize(("answers", "hold_s"), [(100, 0.1), (99, 0.5)])
+def test_nothing_is_held_for_longer_than_a_tenth_of_the_mean_answer_once_that_is_known(
+    answers: int, hold_s: float
+) -> None:
+    scheduler = occupied([[100] * 4, [100] * 4], slots=8)
+    means, overlap = scheduler.snapshot.means, scheduler.snapshot.overlap
+    means.answers, means.answer_tokens, overlap.step_s = answers, 20.0, 0.05
+    pool_all(scheduler, {"large": 300}, now=10.0)
+    assert scheduler.recheck_s(10.0) == pytest.approx(10.0 + hold_s * means.patience_factor(300))
+    assert admitted(scheduler, 10.0) == []
+    read, _ = snapshot_from_dict(snapshot_to_dict(scheduler.snapshot, 10.0), horizon_steps=0)
+    assert scheduler.policy.recheck_s(read, 10.0) == scheduler.recheck_s(10.0), "a recorded decision is the same again"
+    assert admitted(scheduler, scheduler.recheck_s(10.0)) == [("large", "d0")]
+
+
 def test_a_hold_of_zero_never_holds() -> None:
     scheduler = occupied([[100] * 4, [100] * 4], slots=8, hold_s=0.0)
     pool_all(scheduler, {"large": 300}, now=10.0)
