@@ -73,7 +73,7 @@ from balanceroute.proxy.link.token_counts import WrittenCounts
 log = logging.getLogger(__name__)
 
 RETRY_S: Final = 0.05  # between two looks for a brain
-LOOK_S: Final = 0.1  # between two looks at the one that was found, and whether another one listens
+LOOK_S: Final = 0.25  # between two looks at the one that was found, and whether another one listens
 NO_BRAIN: Final = "The request waited too long: what decides on it is not there."
 LOST: Final = "The router has lost its hold on the request; send it again."
 NOBODY: Final = ClusterView((), (), 0, 0, 0, 0, draining=False)
