@@ -85,6 +85,7 @@ class Tally:
     latest_s: float = 0.0  # longest time beyond a request's own deadline
     lag_s: float = 0.0  # sum of the times that our own process was late, as it is on a busy machine
     counted: int = 0  # requests to the two routes that the router counts
+    ended_s: list[tuple[float, Kind]] = field(default_factory=list)  # of these, in seconds of the run
     unseen: int = 0
     tokens: int = 0
 
@@ -104,6 +105,7 @@ class Tally:
                 self.details[verdict.detail] += 1
         if ask.path in (COMPLETIONS, CHAT) and ask.method == "POST":
             self.counted += 1
+            self.ended_s.append((at_s, verdict.kind))
             self.unseen += verdict.kind is Kind.LEFT and not answer.status
         late_s = answer.elapsed_s - ask.timeout_s - ask.behaviour.pause_s - lag_s
         if verdict.kind is not Kind.HANGING and late_s > self.latest_s:
@@ -228,19 +230,28 @@ class Run:
             findings.check(not out, f"workers not back in service {out or 'none'}")
             exposition = (await client.get(f"{stack.url}/metrics")).text
             left = tally.kinds[Kind.LEFT] + tally.kinds[Kind.HANGING]
-            if not self._killer.done:  # a relay takes the counts of its last second along
-                told = outcomes(exposition)
-                check_outcomes(findings, told, tally.counted, tally.unseen, tally.kinds[Kind.RIGHT], left)
+            uncounted = self._taken_along()
+            told = outcomes(exposition)
+            check_outcomes(findings, told, tally.counted, tally.unseen, tally.kinds[Kind.RIGHT], left, uncounted)
             errors = sample(exposition, "balanceroute_internal_errors_total")
             findings.check(errors == 0, f"internal errors of the router {int(errors)}")
             for name in ("retries", "recomputes", "moves", "kv_drains"):
                 findings.lines.append(f"{name} {int(sample(exposition, f'balanceroute_{name}_total'))}")
             orphans = int(sample(exposition, "balanceroute_kv_orphans"))
-            await self._inspect_workers(None if self._killer.done else orphans)
+            await self._inspect_workers(orphans + self._taken_along(self._plan.shape.lease_s))
             held = held_by_router((await client.get(f"{stack.url}/state")).json())
             findings.check(not held, f"router holds {held or 'nothing'} after the leases")
         flat, line = self.memory.flat()
         findings.check(flat, line)
+
+    def _taken_along(self, last_s: float = math.inf) -> int:
+        """How many requests killed relays may have taken along, uncounted or pinned, in the run's last seconds."""
+        since_s = self._elapsed() - last_s
+        return sum(
+            kind is Kind.TAKEN or self._killer.may_be_uncounted(self._started_s + at_s)
+            for at_s, kind in self.tally.ended_s
+            if at_s >= since_s
+        )
 
     async def _inspect_workers(self, orphans: int | None) -> None:
         """Workers hold nothing but KV whose drain was impossible, and that only until its lease ends."""
@@ -255,7 +266,7 @@ class Run:
         findings.check(not busy, f"workers run {busy or 'nothing'}")
         findings.check(
             orphans is None or pinned <= orphans,
-            f"prompts pinned on prefillers {pinned}, known to the router as undrainable {orphans or 0}",
+            f"prompts pinned on prefillers {pinned}, known as undrainable or taken along by relays {orphans or 0}",
         )
         wait_s = 0.0
         while held_by_workers(state) and wait_s < self._plan.shape.lease_s + 5:

@@ -14,6 +14,7 @@ from pathlib import Path
 
 GAP_S = (4.0, 12.0)
 TAKEN_S = 1.5  # a client hears of a kill within this time, and our own lag
+UNCOUNTED_S = 1.5  # a relay says once per second what it has counted
 BRAIN, STANDBY, RELAY = "br-brain", "br-standby", "br-relay-"
 PAUSES_S = {
     RELAY: (0.5, 20.0),
@@ -68,6 +69,10 @@ class Killer:
     def took(self, at_s: float, lag_s: float) -> bool:
         """Whether a connection that broke at this time may have been one of a relay that was killed."""
         return any(0.0 <= at_s - killed_s <= TAKEN_S + lag_s for killed_s in self._relays_killed_s)
+
+    def may_be_uncounted(self, ended_s: float) -> bool:
+        """Whether a request that ended at this time may have been at a relay that was killed before it said so."""
+        return any(-UNCOUNTED_S <= ended_s - killed_s <= TAKEN_S for killed_s in self._relays_killed_s)
 
     def stood_still_s(self, since_s: float) -> float:
         """How long a relay has stood still since then: for so long it could not answer."""

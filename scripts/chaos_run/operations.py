@@ -10,6 +10,7 @@ from scripts.chaos_run.stack import Shape
 
 MEAN_GAP_S = 4.0
 OUT_S = (0.1, 6.0)  # the shorter ones come back while they still leave, the longer ones as new workers
+TRIES, PAUSE_S = 20, 0.5
 
 
 class Operator:
@@ -43,9 +44,15 @@ class Operator:
         await self._client.aclose()
 
     async def _change(self, what: str, role: str, url: str) -> None:
-        try:
-            reply = await self._client.post(f"{self._url}/instances/{what}", json={"type": role, "instances": url})
-        except httpx.TransportError as error:
-            self.done[f"{what} {role} failed ({error!r})"] += 1
-            return
-        self.done[f"{what} {role}" + ("" if reply.status_code == 200 else f" refused ({reply.text})")] += 1
+        """Ask until it is taken: a relay that is killed takes the call along, and without a brain it is 503."""
+        for _ in range(TRIES):
+            try:
+                reply = await self._client.post(f"{self._url}/instances/{what}", json={"type": role, "instances": url})
+            except httpx.TransportError as error:
+                refusal = f" failed ({error!r})"
+            else:
+                refusal = "" if reply.status_code == 200 else f" refused ({reply.text})"
+            self.done[f"{what} {role}{refusal}"] += 1
+            if not refusal:
+                return
+            await asyncio.sleep(PAUSE_S)
