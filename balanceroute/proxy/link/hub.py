@@ -130,7 +130,7 @@ class Member:
         self.counts: ReadCounts | None = None
         self.places: dict[int, _Held] = {}  # its tickets by the places in `counts`
         self.used = 0  # the places below it
-        self.uses_keys = False
+        self.uses_keys = self.says_farewell = False
         self.waiting: list[FromRelay] = []  # what it has called before the brain was settled
 
     def hold(self, number: int, request_id: str, turn: int) -> None:
@@ -317,7 +317,11 @@ class Hub:
     def _lost(self, frames: Frames[FromBrain], reason: str) -> None:
         member = self._at.pop(frames, None)
         if member is not None and self.members.get(member.relay) is member:
-            log.warning("relay lost", extra={"relay": member.relay, "requests": len(member.tickets), "reason": reason})
+            told = {"relay": member.relay, "requests": len(member.tickets), "reason": reason}
+            if member.says_farewell:
+                log.info("relay left", extra=told)
+            else:
+                log.warning("relay lost", extra=told)
             self._release(member)
             del self.members[member.relay]
             if not self._closing:
@@ -418,6 +422,7 @@ class Hub:
             elif isinstance(message, Explained):
                 self._tell_others(member, message)
             elif isinstance(message, Farewell):
+                member.says_farewell = True
                 raise LinkError(message.reason)
             elif not isinstance(message, Beat | Hello):
                 held = member.tickets.get(message.ticket)

@@ -31,7 +31,8 @@ not read, and it has to say Hello again.
 hold connections, and hear of every change. The first `Workers` of a membership names all there are.
 
 **Between machines** the same frames go over TCP and TLS (`far.py`, `reach.py`). There the name of a relay is that of
-its process, `@` and that of its run folder in the cluster; and a brain that drains says Farewell to them.
+its process, `@` and that of its run folder in the cluster; and a brain that drains says Farewell to them. A relay whose
+process ends as it should says Farewell, too, so that the log can tell it from one that is lost.
 
 Times are durations (`_s`, before the message was written): clocks of two machines have nothing in common.
 """

@@ -72,6 +72,7 @@ from balanceroute.proxy.link.token_counts import WrittenCounts
 
 log = logging.getLogger(__name__)
 
+ENDS: Final = "this relay ends"
 RETRY_S: Final = 0.05  # between two looks for a brain
 LOOK_S: Final = 0.25  # between two looks at the one that was found, and whether another one listens
 NO_BRAIN: Final = "The request waited too long: what decides on it is not there."
@@ -295,7 +296,9 @@ class RemoteBrain:
                 await asyncio.sleep(RETRY_S)
         finally:
             if self._frames is not None:
-                self._frames.close("this relay ends")
+                if self.member is not None:
+                    self._frames.say(Farewell(self.epoch, ENDS))
+                self._frames.close(ENDS)
 
     async def _stay(self, frames: Frames[FromRelay], moved: Moved) -> bool:
         """Wait until the connection is lost; returns whether this was seen to be a member over it."""

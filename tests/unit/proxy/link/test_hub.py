@@ -51,6 +51,27 @@ def stream(number: int, request_id: str, tokens: int = 1) -> Held:
     return Held(number, 2, Standing(spec, Phase.DECODING, 10, decoder="d0", tokens=tokens))
 
 
+def test_the_log_tells_a_relay_that_ends_from_one_that_is_lost(caplog: pytest.LogCaptureFixture) -> None:
+    async def test(stage: Stage) -> None:
+        brain = await stage.brain()
+        ends = stage.relay("ends")
+        await ends.decoding("a")
+        lost = await RawRelay().connect(stage)
+        lost.hello(stream(1, "b"), relay="lost")
+        await until(lambda: brain.active == ["a", "b"])
+        lost.frames.abort("its process is killed")
+        await ends.end()
+        await until(lambda: not brain.active)
+
+    with caplog.at_level("INFO"):
+        on(test)
+    said = {record.message: record for record in caplog.records if record.message in ("relay left", "relay lost")}
+    assert {message: (record.levelname, record.__dict__["relay"]) for message, record in said.items()} == {
+        "relay left": ("INFO", "ends"),
+        "relay lost": ("WARNING", "lost"),
+    }
+
+
 def test_what_a_lost_relay_held_is_free_and_the_others_notice_nothing() -> None:
     async def test(stage: Stage) -> None:
         brain = await stage.brain(slots=2)
