@@ -63,7 +63,7 @@ class DemoScale:
     factor: float = 16.0
     prefillers: int = 2
     workers: int = 8
-    slots: int = 16
+    slots: int = 32
     step_overhead_s: float = 0.025
     seconds: float = 28.0
     load: float = 1.15

@@ -26,7 +26,7 @@ def demo(
     load: Annotated[
         float, typer.Option(min=0.05, max=2, help="Offered load; 1 is what perfect balance carries.")
     ] = 1.15,
-    slots: Annotated[int, typer.Option(min=1, help="Slots of each of the 8 decode ranks.")] = 16,
+    slots: Annotated[int, typer.Option(min=1, help="Slots of each of the 8 decode ranks.")] = 32,
     against: Annotated[str, typer.Option(help="The policy that is compared with.")] = "join_shortest_queue",
     policy: Annotated[
         list[str] | None, typer.Option(help="A policy that is shown; repeatable. br_0, br_h and level_fit if left out.")
@@ -162,6 +162,7 @@ def show(runs: "list[PolicyRun]") -> None:
             ("TPOT p95, ms", lambda run: run.report.tpot_s.p95 * 1e3, ".1f"),
             ("TTFT p50, s", lambda run: run.report.ttft_s.p50, ".2f"),
             ("TTFT p95, s", lambda run: run.report.ttft_s.p95, ".2f"),
+            ("TTFT p99, s", lambda run: run.report.ttft_s.p99, ".2f"),
             ("decision, us (mean)", lambda run: run.decision_mean_us, ",.0f"),
         ],
         runs[0],

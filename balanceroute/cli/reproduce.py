@@ -12,8 +12,8 @@ def reproduce(
         list[str] | None,
         typer.Argument(
             help="main, scaling, sensitivity, subsets, overhead, predictors, fairness, bound; these if left out. "
-            "prefix: the prefill tier and its caches. engine_balancer: beside one inside the engine. grid: many hours, "
-            "minutes with --quick; goes on where it was stopped."
+            "prefix: the prefill tier and its caches. engine_balancer: beside one inside the engine. grid: an hour, "
+            "much longer where nothing is compiled, a minute with --quick; goes on where it was stopped."
         ),
     ] = None,
     quick: Annotated[
