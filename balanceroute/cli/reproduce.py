@@ -17,7 +17,7 @@ def reproduce(
         ),
     ] = None,
     quick: Annotated[
-        bool, typer.Option("--quick", help="Fewer seeds, rows and widths: minutes, not half an hour.")
+        bool, typer.Option("--quick", help="Fewer seeds, rows and widths: a fraction of the time.")
     ] = False,
     out: Annotated[str, typer.Option(metavar="PATH", help="Folder for REPORT.md, CSV, PNG and SVG.")] = "reproduction",
     trace: Annotated[str | None, typer.Option(help="Run on this trace CSV, not on the synthetic ones.")] = None,
