@@ -49,10 +49,10 @@ class Operator:
             try:
                 reply = await self._client.post(f"{self._url}/instances/{what}", json={"type": role, "instances": url})
             except httpx.TransportError as error:
-                refusal = f" failed ({error!r})"
+                self.done[f"{what} {role} failed ({error!r})"] += 1
             else:
                 refusal = "" if reply.status_code == 200 else f" refused ({reply.text})"
-            self.done[f"{what} {role}{refusal}"] += 1
-            if not refusal:
-                return
+                self.done[f"{what} {role}{refusal}"] += 1
+                if reply.status_code != 503:
+                    return  # taken, or it was before: its answer was lost
             await asyncio.sleep(PAUSE_S)
