@@ -15,7 +15,7 @@ changed, and all of them are about the one scheduler.
 """
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -127,6 +127,12 @@ class Ledger:
     def progress(self, request_id: str, tokens: int) -> None:
         """So many more tokens have been generated. Raises InvariantError when not decoding."""
         self.scheduler.progress(request_id, tokens, self.now())
+
+    def progress_all(self, grown: Iterable[tuple[str, int]]) -> None:
+        """Such requests and their new tokens, told at one time. Raises InvariantError where one is not decoding."""
+        progress, now = self.scheduler.progress, self.now()
+        for request_id, tokens in grown:
+            progress(request_id, tokens, now)
 
     def began(self, request_id: str) -> None:
         """The first tokens have come, just now; only asked for where transfers are measured."""

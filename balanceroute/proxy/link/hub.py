@@ -4,9 +4,9 @@ A relay is a member from its Hello to the end of its connection. When that ends,
 is released at once: a process that died says so by its socket, and one that was only cut off finds out by the same, and
 joins anew with what it still holds.
 
-**Taking over.** A new brain knows nothing. Until all relays that it expects have said Hello, or `GRACE_S` is over, it
-decides nothing: what members call meanwhile waits, and is heard in order once it is `settled`. So no slot is given away
-that a relay holds which has not been heard yet. A ticket that comes later and finds its slot taken is void.
+**Taking over.** A new brain knows nothing. Until all relays that it expects have said Hello, or `Patience.grace_s` is
+over, it decides nothing: what members call meanwhile waits, and is heard in order once it is `settled`. So no slot is
+given away that a relay holds which has not been heard yet. A ticket that comes later and finds its slot taken is void.
 
 Relays of other machines are connected by `far.py`. Those that a former brain of this machine knew are waited for as
 well, for as long as they may take to find out that it stands still.
@@ -25,6 +25,7 @@ import asyncio
 import logging
 import os
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Final, Protocol
 
 from balanceroute.core.types import Outcome, RequestSpec
@@ -76,11 +77,18 @@ from balanceroute.proxy.perimeter.key_use import KeyUse
 
 log = logging.getLogger(__name__)
 
-GRACE_S: Final = 1.0  # a relay looks for a brain twenty times per second
-HELLO_S: Final = 3.0  # from a connection to its Hello
 MAX_NAME: Final = 256  # characters
 FAR: Final = "@"  # in the name of a relay of another machine, before that machine's; in no other
 LOOK_S: Final = 0.25
+
+
+@dataclass(frozen=True)
+class Patience:
+    """How long relays are waited for."""
+
+    grace_s: float = 1.0  # all that are expected; a relay looks for a brain twenty times per second
+    hello_s: float = 3.0  # from a connection to its Hello
+    silent_s: float = SILENT_S  # until the next word of a member
 
 
 class Reports(Protocol):
@@ -120,6 +128,14 @@ class _Held:
         self.number, self.request_id, self.turn = number, request_id, turn
         self.tokens = 0
 
+    def grow(self, tokens: int) -> int:
+        """How many are new, where it has generated so many; older news has none: some is said, some is read."""
+        more = tokens - self.tokens
+        if more <= 0:
+            return 0
+        self.tokens = tokens
+        return more
+
 
 class Member:
     """A relay, for one connection."""
@@ -146,6 +162,19 @@ class Member:
         if self.places.get(place) is held:
             del self.places[place]
 
+    def read(self) -> list[tuple[str, int]]:
+        """The requests that have generated more, by what it has written, and how many tokens. O(its tickets)."""
+        grown: list[tuple[str, int]] = []
+        if self.counts is None:
+            return grown
+        for place, life, tokens in self.counts.news(self.used):
+            held = self.places.get(place)
+            if held is not None and same_life(held.number, life):
+                more = held.grow(tokens)
+                if more:
+                    grown.append((held.request_id, more))
+        return grown
+
 
 class Hub:
     """All members of one leadership. `serve` listens, `close` ends it."""
@@ -160,10 +189,12 @@ class Hub:
         on_superseded: Callable[[int], None] = lambda epoch: None,
         salt: Callable[[], bytes | None] = lambda: None,
         far: FarMembers | None = None,
+        patience: Patience | None = None,
     ) -> None:
         """`relays`: how many of this machine are expected to join; 0: nothing is waited for. `salt`: as in `Welcome`.
         `far`: the members of other machines, where they are let in.
         """
+        self.patience = patience or Patience()
         self._far, self._awaited = far, set() if far is None else set(far.names)
         self._dismissed = self._closing = False
         self._reports, self._salt = reports, salt
@@ -188,9 +219,9 @@ class Hub:
         """Listen on this socket, which belongs to our user alone; one that a dead brain has left is replaced."""
         self._server = await self._loop.create_unix_server(self.connected, path)
         os.chmod(path, 0o600)
-        grace_s = GRACE_S if self._relays or self._far is not None else 0.0
+        grace_s = self.patience.grace_s if self._relays or self._far is not None else 0.0
         if self._awaited:  # they see by its silence alone that the former brain stands still
-            grace_s += SILENT_S
+            grace_s += self.patience.silent_s
         self._timers["grace"] = self._loop.call_later(grace_s, self._settle)
         self._look()
 
@@ -210,7 +241,7 @@ class Hub:
         """The protocol of one more connection."""
         frames: Frames[FromBrain] = Frames(self._loop, self._heard, self._lost)
         self._at[frames] = None
-        self._loop.call_later(HELLO_S, self._expect_hello, frames)
+        self._loop.call_later(self.patience.hello_s, self._expect_hello, frames)
         return frames
 
     def _expect_hello(self, frames: Frames[FromBrain]) -> None:
@@ -378,13 +409,13 @@ class Hub:
     def _look(self) -> None:
         """Tell members what is to be seen, and give up the silent ones."""
         self._ledger.settle()
-        now, view = self._loop.time(), self._ledger.view()
+        now, view, silent_s = self._loop.time(), self._ledger.view(), self.patience.silent_s
         self.tell_workers()
         silent = self._reports.silent()
         if (names := tuple(group.name for group in silent)) != self._silent:
             self._silent = names
             self._tell_all(Silent(silent))
-        paused, self._looked_s = now - self._looked_s > LOOK_S + SILENT_S / 2, now
+        paused, self._looked_s = now - self._looked_s > LOOK_S + silent_s / 2, now
         for member in list(self.members.values()):
             frames = member.frames
             if paused:  # it was us who did not listen
@@ -393,7 +424,7 @@ class Hub:
                 frames.say(Seen(view))
             elif now - frames.said_s > BEAT_S:
                 frames.say(Beat())
-            if now - frames.heard_s > SILENT_S:
+            if now - frames.heard_s > silent_s:
                 frames.abort("it is silent")
         self._seen = view
         self._timers["look"] = self._loop.call_later(LOOK_S, self._look)
@@ -479,24 +510,15 @@ class Hub:
         if not self.settled.is_set():
             return  # what they have called waits as well
         for member in self.members.values():
-            if member.counts is None:
-                continue
             try:
-                for place, life, tokens in member.counts.news(member.used):
-                    held = member.places.get(place)
-                    if held is not None and same_life(held.number, life):
-                        self._advance(held, tokens)
+                self._ledger.progress_all(member.read())
             except InvariantError as error:
                 member.frames.abort(f"relay {member.relay} counts what can't be: {error}")
 
     def _advance(self, held: _Held, tokens: int) -> None:
-        """A ticket has generated so many by now; fewer than are known are older news: some are said, others read.
-
-        Raises: InvariantError: it generates nothing.
-        """
-        more = tokens - held.tokens
-        if more > 0:
-            held.tokens = tokens
+        """A ticket has generated so many by now. Raises: InvariantError: it generates nothing."""
+        more = held.grow(tokens)
+        if more:
             self._ledger.progress(held.request_id, more)
 
     def _tell(self, request_id: str, answer: Answer) -> None:

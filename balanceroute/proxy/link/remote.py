@@ -108,6 +108,7 @@ class RemoteBrain:
         """`reach` is the way to the brain, `relay` this relay's name, `on_void` told the id of each void ticket."""
         self._loop, self._reach, self._relay, self._on_void = loop, reach, relay, on_void
         self.bounds = bounds
+        self.soon_s = SOON_S
         self.tell: Tell = _nobody
         self.collect: Callable[[], None] = _nothing
         self.on_workers: Callable[[Workers, bool], None] = _unheard_workers  # True: these are all
@@ -124,7 +125,7 @@ class RemoteBrain:
         self._frames: Frames[FromRelay] | None = None
         self._open: dict[str, _Open] = {}
         self._ids: dict[int, str] = {}  # by number
-        self._counts = WrittenCounts()
+        self.counts = WrittenCounts()
         self._counts_read = False  # by the brain
         self._unsaid: dict[int, int] = {}  # tokens by ticket, to be said
         self._looked_s = loop.time()
@@ -152,7 +153,7 @@ class RemoteBrain:
 
     def submit(self, spec: RequestSpec) -> None:
         """See `decider.Decider`."""
-        number = self._counts.number()
+        number = self.counts.number()
         self._open[spec.id] = _Open(number, self._greeted)
         self._ids[number] = spec.id
         self._say(Submit(number, spec))
@@ -223,12 +224,12 @@ class RemoteBrain:
         entry = self._open.pop(request_id)
         del self._ids[entry.number]
         self._unsaid.pop(entry.number, None)
-        self._counts.leave(entry.number)
+        self.counts.leave(entry.number)
         return entry
 
     def _put(self, entry: _Open) -> None:
         """Have the brain know the tokens of a ticket."""
-        if self._counts_read and self._counts.write(entry.number, entry.tokens):
+        if self._counts_read and self.counts.write(entry.number, entry.tokens):
             return
         if not self._unsaid:
             self._loop.call_later(PROGRESS_S, self._say_progress)
@@ -241,13 +242,13 @@ class RemoteBrain:
         self._frames.say(message)
 
     def _say_soon(self, message: FromRelay) -> None:
-        """Say what no request waits for, as far as is known: with what is said next, or within `SOON_S`."""
+        """Say what no request waits for, as far as is known: with what is said next, or within `soon_s`."""
         view = self._view
         if view.queued or view.asking or view.pooled:
             self._say(message)
         elif self._greeted and self._frames is not None:
             self._say_progress()
-            self._frames.say_within(SOON_S, message)
+            self._frames.say_within(self.soon_s, message)
 
     def _say_progress(self) -> None:
         if self._unsaid and self._greeted and self._frames is not None:
@@ -338,11 +339,11 @@ class RemoteBrain:
         self._unsaid = {}  # the standings have them
         for entry in self._open.values():
             entry.tokens = 0
-            self._counts.write(entry.number, 0)
+            self.counts.write(entry.number, 0)
         now = self._loop.time()
         opened = [(ticket, self._open[ticket.id]) for ticket in self.tickets.values()]
         held = [Held(entry.number, entry.turn, ticket.standing(now)) for ticket, entry in opened if entry.told]
-        self._frames.say(Hello(VERSION, self._relay, os.getpid(), self.epoch, tuple(held), self._counts.fd))
+        self._frames.say(Hello(VERSION, self._relay, os.getpid(), self.epoch, tuple(held), self.counts.fd))
         self._greeted, self._knows_workers = True, False
         for ticket, entry in opened:
             if not entry.told:  # it may be refused still

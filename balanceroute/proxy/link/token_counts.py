@@ -37,9 +37,9 @@ class WrittenCounts:
 
     def __init__(self) -> None:
         self.fd = os.memfd_create("balanceroute-tokens")
-        weakref.finalize(self, os.close, self.fd)
         os.ftruncate(self.fd, _BYTES)
         self._places = memoryview(mmap.mmap(self.fd, _BYTES)).cast("q")
+        weakref.finalize(self._places, os.close, self.fd)  # a compiled object has no weak references
         self._free: list[int] = []
         self._used = NOWHERE
         self._lives = 0

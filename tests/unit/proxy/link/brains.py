@@ -14,8 +14,10 @@ from balanceroute.proxy.admission.ledger import Ledger
 from balanceroute.proxy.admission.prefill_dispatcher import PrefillDispatcher
 from balanceroute.proxy.admission.tickets import Ticket, Tickets
 from balanceroute.proxy.link.far import FarMembers
-from balanceroute.proxy.link.hub import Hub
-from balanceroute.proxy.link.reach import Reach, SocketReach
+from balanceroute.proxy.link.frames import Frames
+from balanceroute.proxy.link.hub import Hub, Patience
+from balanceroute.proxy.link.messages import FromRelay
+from balanceroute.proxy.link.reach import Moved, P, Reach, SocketReach
 from balanceroute.proxy.link.remote import RemoteBrain
 from balanceroute.proxy.telemetry.instruments import Histogram
 from balanceroute.proxy.workers.fleet import Fleet, FleetConfig
@@ -26,7 +28,9 @@ from tests.waiting import PATIENCE_S
 class Brain:
     """A hub before a ledger, with its dispatchers once it has settled."""
 
-    def __init__(self, epoch: int, slots: int, relays: int, far: FarMembers | None = None) -> None:
+    def __init__(
+        self, epoch: int, slots: int, relays: int, far: FarMembers | None = None, patience: Patience | None = None
+    ) -> None:
         loop = asyncio.get_running_loop()
         self.scheduler = Scheduler(make_policy(PolicySettings(policy="br_0")), SchedulerConfig())
         self.scheduler.add_worker(WorkerSpec("p0", Role.PREFILL), 0.0)
@@ -34,7 +38,7 @@ class Brain:
         self.ledger = Ledger(self.scheduler, loop)
         self.superseded: list[int] = []
         reports = RelayReports(Fleet(self.ledger, FleetConfig()), loop, frozen=())
-        self.hub = Hub(self.ledger, reports, loop, epoch, relays, self.superseded.append, far=far)
+        self.hub = Hub(self.ledger, reports, loop, epoch, relays, self.superseded.append, far=far, patience=patience)
         self._tasks = [loop.create_task(self._decide())]
 
     async def _decide(self) -> None:
@@ -60,6 +64,37 @@ class Brain:
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
+
+
+class HoldingReach(SocketReach):
+    """The way to a brain whose words are held back while `holds`."""
+
+    def __init__(self, path: str) -> None:
+        super().__init__(path)
+        self.holds = False
+        self.held: list[Callable[[], None]] = []
+
+    async def connect(self, protocol: Callable[[], P]) -> tuple[P, Moved]:
+        """See `Reach`."""
+        made, moved = await super().connect(protocol)
+        assert isinstance(made, Frames)
+        hear = made._on_frame
+
+        def heard(frames: Frames[FromRelay], body: bytes) -> None:
+            if self.holds:
+                self.held.append(lambda: hear(frames, body))
+            else:
+                hear(frames, body)
+
+        made._on_frame = heard
+        return made, moved
+
+    def let_go(self) -> None:
+        """The relay hears what it has not, and from now on everything."""
+        self.holds = False
+        for hear in self.held:
+            hear()
+        self.held.clear()
 
 
 class Relay:
@@ -103,9 +138,16 @@ class Stage:
         self.path = path
         self._all: list[Brain | Relay] = []
 
-    async def brain(self, epoch: int = 1, slots: int = 4, relays: int = 0, far: FarMembers | None = None) -> Brain:
+    async def brain(
+        self,
+        epoch: int = 1,
+        slots: int = 4,
+        relays: int = 0,
+        far: FarMembers | None = None,
+        patience: Patience | None = None,
+    ) -> Brain:
         """One that listens."""
-        brain = Brain(epoch, slots, relays, far)
+        brain = Brain(epoch, slots, relays, far, patience)
         self._all.append(brain)
         await brain.hub.serve(self.path)
         return brain

@@ -13,9 +13,9 @@ from balanceroute.config import Config
 from balanceroute.core.types import Outcome
 from balanceroute.errors import ConfigError
 from balanceroute.proxy.link import far as far_module
-from balanceroute.proxy.link import hub as hub_module
 from balanceroute.proxy.link.far import FarListener, FarMembers
 from balanceroute.proxy.link.frames import Frames
+from balanceroute.proxy.link.hub import Patience
 from balanceroute.proxy.link.messages import VERSION, Farewell, FromBrain, FromRelay, Hello, read_from_brain
 from balanceroute.proxy.link.reach import FarReach
 from balanceroute.proxy.perimeter.tls import Tls
@@ -101,14 +101,11 @@ def test_a_relay_of_another_machine_says_its_tokens(machine: Machine) -> None:
     on(test)
 
 
-def test_the_next_brain_waits_for_the_machines_that_the_former_knew(
-    machine: Machine, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(hub_module, "GRACE_S", 3600.0)
+def test_the_next_brain_waits_for_the_machines_that_the_former_knew(machine: Machine) -> None:
     machine.members.keep(["r0@b", "r0@c"])
 
     async def test(stage: Stage) -> None:
-        brain = await stage.brain(far=machine.members)
+        brain = await stage.brain(far=machine.members, patience=Patience(grace_s=3600.0))
         async with machine.let_in(brain) as port:
             first = stage.relay("r0@b", machine.reach(port))
             await until(lambda: first.brain.member is not None)
@@ -214,11 +211,9 @@ def test_strangers_are_few_and_keep_no_relay_out(machine: Machine, monkeypatch: 
     on(test)
 
 
-def test_who_says_no_hello_does_not_stay(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(hub_module, "HELLO_S", 0.1)
-
+def test_who_says_no_hello_does_not_stay(machine: Machine) -> None:
     async def test(stage: Stage) -> None:
-        brain = await stage.brain(far=machine.members)
+        brain = await stage.brain(far=machine.members, patience=Patience(hello_s=0.1))
         async with machine.let_in(brain) as port:
             frames, heard = await machine.raw(port)
             await until(lambda: not frames.open)

@@ -5,8 +5,8 @@ import asyncio
 import pytest
 
 from balanceroute.core.types import Outcome, Phase, RequestSpec, Standing
-from balanceroute.proxy.link import hub as hub_module
 from balanceroute.proxy.link.frames import Frames
+from balanceroute.proxy.link.hub import Patience
 from balanceroute.proxy.link.messages import (
     VERSION,
     Beat,
@@ -90,9 +90,7 @@ def test_what_a_lost_relay_held_is_free_and_the_others_notice_nothing() -> None:
     on(test)
 
 
-def test_no_slot_is_given_away_before_everybody_is_heard(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(hub_module, "GRACE_S", 3600.0)
-
+def test_no_slot_is_given_away_before_everybody_is_heard() -> None:
     async def test(stage: Stage) -> None:
         first = await stage.brain(epoch=1, slots=1)
         holder, waiter = stage.relay("holder"), stage.relay("waiter")
@@ -101,7 +99,7 @@ def test_no_slot_is_given_away_before_everybody_is_heard(monkeypatch: pytest.Mon
         await first.end()
         await until(lambda: holder.brain.member is None and waiter.brain.member is None)
         await holder.end()  # it comes later than the other
-        second = await stage.brain(epoch=2, slots=1, relays=2)
+        second = await stage.brain(epoch=2, slots=1, relays=2, patience=Patience(grace_s=3600.0))
         await until(lambda: waiter.brain.member is not None)
         late = waiter.tickets.submit(RequestSpec("late", 1))
         await asyncio.sleep(0)
@@ -116,28 +114,26 @@ def test_no_slot_is_given_away_before_everybody_is_heard(monkeypatch: pytest.Mon
     on(test)
 
 
-def test_who_does_not_come_is_not_waited_for_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(hub_module, "GRACE_S", 0.05)
-
+def test_who_does_not_come_is_not_waited_for_for_ever() -> None:
     async def test(stage: Stage) -> None:
-        brain, relay = await stage.brain(relays=2), stage.relay()
+        brain, relay = await stage.brain(relays=2, patience=Patience(grace_s=0.05)), stage.relay()
         ticket = relay.tickets.submit(RequestSpec("a", 1))
         assert await ticket.prefiller() == "p0" and brain.hub.settled.is_set()
 
     on(test)
 
 
-def test_a_silent_relay_is_given_up_and_may_come_back(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_silent_relay_is_given_up_and_may_come_back() -> None:
     async def test(stage: Stage) -> None:
         brain = await stage.brain()
         silent = await RawRelay().connect(stage)
         silent.hello(stream(1, "a", tokens=4))
         await until(lambda: brain.load == 14)
-        monkeypatch.setattr(hub_module, "SILENT_S", 0.3)
+        brain.hub.patience = Patience(silent_s=0.3)
         await until(lambda: not silent.frames.open)
         await until(lambda: not brain.hub.members)
         assert not brain.active
-        monkeypatch.undo()
+        brain.hub.patience = Patience()
         again = await RawRelay().connect(stage)
         again.hello(stream(1, "a", tokens=9))
         await until(lambda: brain.load == 19)

@@ -1,13 +1,14 @@
 """A relay's end of the link: its requests go their way, whoever decides, and outlive him."""
 
 import asyncio
+import os
+from pathlib import Path
 
 import pytest
 
 from balanceroute.core.scheduler import SchedulerConfig
 from balanceroute.core.types import Outcome, Phase, RequestSpec
 from balanceroute.errors import NoHealthyWorkers, QueueFull, QueueTimeout
-from balanceroute.proxy.link import hub, remote
 from balanceroute.proxy.link.frames import Frames
 from balanceroute.proxy.link.messages import (
     VERSION,
@@ -20,8 +21,8 @@ from balanceroute.proxy.link.messages import (
     Welcome,
     read_from_relay,
 )
-from balanceroute.proxy.link.token_counts import WrittenCounts
-from tests.unit.proxy.link.brains import Stage, on
+from balanceroute.proxy.link.token_counts import NOWHERE, place_of
+from tests.unit.proxy.link.brains import HoldingReach, Stage, on
 from tests.waiting import until
 
 
@@ -66,28 +67,20 @@ def test_tokens_are_read_by_a_brain_on_the_same_machine_and_not_said() -> None:
 
 def test_tokens_that_come_while_a_relay_joins_are_counted_once() -> None:
     async def test(stage: Stage) -> None:
-        first, relay = await stage.brain(epoch=1), stage.relay()
+        reach = HoldingReach(stage.path)
+        first, relay = await stage.brain(epoch=1), stage.relay(reach=reach)
         ticket = await relay.decoding("a")
         ticket.progress(3)
         await first.end()
         await until(lambda: relay.brain.member is None)
-        held_back: list[bytes] = []
-        heard = relay.brain._heard
-
-        def wait(frames: Frames[FromRelay], body: bytes) -> None:
-            held_back.append(body)
-
-        relay.brain._heard = wait  # type: ignore[method-assign]
+        reach.holds = True
         second = await stage.brain(epoch=2)
-        await until(lambda: bool(held_back))  # the brain has heard Hello; its Welcome is on the way
+        await until(lambda: bool(reach.held))  # the brain has heard Hello; its Welcome is on the way
         ticket.progress(2)
         await until(lambda: second.scheduler.snapshot.workers[0].load == 15)  # said
         assert second.load == 15  # what is read now is older
         assert second.hub.members["r0"].frames.open
-        assert relay.brain._frames is not None
-        relay.brain._heard = heard  # type: ignore[method-assign]
-        for body in held_back:
-            heard(relay.brain._frames, body)
+        reach.let_go()
         ticket.progress(4)
         assert second.load == 19  # read
         await until(lambda: relay.brain.member is not None)
@@ -96,10 +89,11 @@ def test_tokens_that_come_while_a_relay_joins_are_counted_once() -> None:
     on(test)
 
 
-def test_more_tickets_than_there_are_places_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_more_tickets_than_there_are_places_are_told() -> None:
     async def test(stage: Stage) -> None:
         brain, relay = await stage.brain(), stage.relay()
-        monkeypatch.setattr(WrittenCounts, "write", lambda counts, number, tokens: False)
+        while place_of(relay.brain.counts.number()) != NOWHERE:
+            pass
         ticket = await relay.decoding("a")
         ticket.progress(3)
         await until(lambda: brain.load == 13)
@@ -109,13 +103,11 @@ def test_more_tickets_than_there_are_places_are_told(monkeypatch: pytest.MonkeyP
     on(test)
 
 
-def test_tokens_of_all_streams_cross_in_one_message_to_a_brain_that_cannot_read_them(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(hub, "peer_pid", lambda connection: None)
-
+def test_tokens_of_all_streams_cross_in_one_message_to_a_brain_that_cannot_read_them() -> None:
     async def test(stage: Stage) -> None:
-        brain, relay = await stage.brain(slots=8), stage.relay()
+        relay = stage.relay()
+        relay.brain.counts.fd = nothing.fileno()  # what Hello will tell
+        brain = await stage.brain(slots=8)
         tickets = [await relay.decoding(f"r{n}") for n in range(8)]
         told: list[list[str]] = []
         progress = brain.ledger.progress
@@ -134,14 +126,14 @@ def test_tokens_of_all_streams_cross_in_one_message_to_a_brain_that_cannot_read_
         await until(lambda: brain.load == 8 * 12)
         assert told == [[ticket.id for ticket in tickets]]
 
-    on(test)
+    with Path(os.devnull).open() as nothing:
+        on(test)
 
 
-def test_a_slot_that_nobody_waits_for_is_told_with_the_next_call(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(remote, "SOON_S", 3600.0)
-
+def test_a_slot_that_nobody_waits_for_is_told_with_the_next_call() -> None:
     async def test(stage: Stage) -> None:
         brain, relay = await stage.brain(), stage.relay()
+        relay.brain.soon_s = 3600.0
         (await relay.decoding("a")).finish(Outcome.FINISHED)
         await relay.decoding("b")
         assert brain.active == ["b"]
@@ -149,11 +141,10 @@ def test_a_slot_that_nobody_waits_for_is_told_with_the_next_call(monkeypatch: py
     on(test)
 
 
-def test_a_slot_that_somebody_waits_for_is_told_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(remote, "SOON_S", 3600.0)
-
+def test_a_slot_that_somebody_waits_for_is_told_at_once() -> None:
     async def test(stage: Stage) -> None:
         _, relay = await stage.brain(slots=1), stage.relay()
+        relay.brain.soon_s = 3600.0
         runs, waits = await relay.decoding("runs"), await relay.pooled("waits")
         await until(lambda: relay.brain.view().pooled == 1)
         runs.finish(Outcome.FINISHED)

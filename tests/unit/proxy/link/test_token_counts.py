@@ -5,8 +5,15 @@ import socket
 
 import pytest
 
-from balanceroute.proxy.link import token_counts
-from balanceroute.proxy.link.token_counts import NOWHERE, ReadCounts, WrittenCounts, peer_pid, place_of, same_life
+from balanceroute.proxy.link.token_counts import (
+    NOWHERE,
+    PLACES,
+    ReadCounts,
+    WrittenCounts,
+    peer_pid,
+    place_of,
+    same_life,
+)
 
 
 def test_what_was_written_is_read_once() -> None:
@@ -58,15 +65,14 @@ def test_a_place_tells_its_next_ticket_from_the_last_one() -> None:
     assert same_life(following, life) and not same_life(last, life)
 
 
-def test_a_ticket_that_finds_no_place_is_not_written(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(token_counts, "PLACES", 4)
+def test_a_ticket_that_finds_no_place_is_not_written() -> None:
     written = WrittenCounts()
-    numbers = [written.number() for _ in range(5)]
-    assert [place_of(number) for number in numbers] == [1, 2, 3, NOWHERE, NOWHERE]
-    assert [written.write(number, 1) for number in numbers] == [True, True, True, False, False]
+    numbers = [written.number() for _ in range(PLACES + 1)]
+    assert [place_of(number) for number in numbers] == [*range(1, PLACES), NOWHERE, NOWHERE]
+    assert [written.write(number, 1) for number in numbers] == [*[True] * (PLACES - 1), False, False]
     for number in reversed(numbers):
         written.leave(number)
-    assert sorted(place_of(written.number()) for _ in range(4)) == [NOWHERE, 1, 2, 3]
+    assert sorted(place_of(written.number()) for _ in range(PLACES)) == [NOWHERE, *range(1, PLACES)]
 
 
 def test_a_file_that_counts_no_tokens_is_not_read() -> None:
