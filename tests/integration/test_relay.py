@@ -1,12 +1,14 @@
 """A relay on its own: without a brain, at a reload, and when its hold on a request is lost."""
 
 import asyncio
+from typing import Any
 
 import httpx
 import pytest
 
 from balanceroute.errors import ConfigError
 from balanceroute.proxy.link.messages import Activity, Counted, Explained, Judged, Learned
+from balanceroute.proxy.link.remote import RemoteBrain
 from balanceroute.proxy.relay import COUNTS_S, reload_relay
 from tests.integration.relayed import SLOW, Relayed, a_brain, answered, relayed
 from tests.integration.router import FAST
@@ -14,6 +16,21 @@ from tests.integration.test_proxy_answers import completion
 from tests.waiting import until
 
 pytestmark = pytest.mark.anyio
+
+
+class Overheard:
+    """A relay's brain, and the kinds of what is reported to it."""
+
+    def __init__(self, brain: RemoteBrain, told: list[type]) -> None:
+        self._brain, self._told = brain, told
+
+    def report(self, message: Judged | Activity | Counted | Learned | Explained) -> None:
+        """As `RemoteBrain.report`."""
+        self._told.append(type(message))
+        self._brain.report(message)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._brain, name)
 
 
 async def streams_end(router: Relayed) -> None:
@@ -50,13 +67,7 @@ async def test_a_relay_where_nothing_happens_tells_each_brain_what_it_does_and_h
         services = router.relays[0].app.services
         await until(lambda: bool(services.kept) and services.told is not None)
         told: list[type] = []
-        report = services.brain.report
-
-        def note(message: Judged | Activity | Counted | Learned | Explained) -> None:
-            told.append(type(message))
-            report(message)
-
-        services.brain.report = note  # type: ignore[method-assign]
+        services.brain = Overheard(services.brain, told)  # type: ignore[assignment]
         looked_s = services.last_look_s
         await until(lambda: services.last_look_s > looked_s + 2 * COUNTS_S)
         assert told == []
