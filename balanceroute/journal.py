@@ -202,6 +202,9 @@ class RecordingScheduler(Scheduler):
             least_own_slots=least_own_slots,
         )
 
+    def report_decoder_memory(self, worker_id: str, capacity_tokens: int, now: float) -> None:
+        self._record(super().report_decoder_memory, now, worker_id=worker_id, capacity_tokens=capacity_tokens)
+
     def submit(self, spec: RequestSpec, now: float) -> Reject | None:
         return self._record(super().submit, now, spec=self._disguised(spec))
 

@@ -232,6 +232,10 @@ class Scheduler:
         """
         self.snapshot.worker(worker_id).set_foreign(foreign_requests, foreign_tokens, least_own_slots)
 
+    def report_decoder_memory(self, worker_id: str, capacity_tokens: int, now: float) -> None:
+        """How many KV tokens fit a decode worker, counted as its load is; 0: not known."""
+        self.snapshot.worker(worker_id).kv_capacity_tokens = capacity_tokens
+
     def show_report(self, worker_id: str, samples: dict[str, float]) -> None:
         """What a decode worker says of itself, to be shown beside our own ledger: no decision reads it."""
         self.snapshot.worker(worker_id).reported = samples

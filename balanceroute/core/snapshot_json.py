@@ -73,6 +73,7 @@ def _fixed(worker: DecodeInstanceState) -> dict[str, Any]:
         "slots": worker.spec.slots,
         "slowdown": worker.spec.slowdown,
         "request_tokens": worker.spec.request_tokens,
+        "kv_capacity_tokens": worker.kv_capacity_tokens,
     }
 
 
@@ -219,6 +220,7 @@ def _read_worker(snapshot: ClusterSnapshot, entry: Any, path: str) -> None:
     if entry.get("state", "up") not in accepted:
         raise InputError(f"{path}.state: {entry['state']!r:.60}; accepted: {', '.join(accepted)}")
     snapshot.set_state(worker, WorkerState(entry.get("state", "up")))
+    worker.kv_capacity_tokens = _whole(entry, "kv_capacity_tokens", path, default=0)
     foreign = _object(entry.get("foreign", {}), f"{path}.foreign")
     worker.set_foreign(
         _whole(foreign, "requests", f"{path}.foreign", default=0),

@@ -24,7 +24,7 @@ its cap (u > 1) a request precedes every younger one, because 1e13 u exceeds any
 five times the mean wait where that is more, and longer for prompts far above the mean; but none leaves the
 pool unserved for it (`ClusterSnapshot.longest_wait_s`), unless `max_wait_s` is infinite.
 
-TargetFit takes the mean for the level: T = mean L. LevelFit (`LEVEL_FIT`) differs in three things.
+TargetFit takes the mean for the level: T = mean L. LevelFit (`LEVEL_FIT`) differs in four things.
 
 *A level that lasts.* What leaves a worker is a prompt and its answer, what replaces it a prompt alone. Between two
 departures a worker grows by one token per request and step, by the mean answer o in all. Loads that all come back to
@@ -42,6 +42,11 @@ yet. Below the least it does, as above the largest, though no other worker waits
 `underflow_penalty` per token below the least load of the other workers (or below T, where that is less), and
 `curvature` times y^2 / (mean prompt + c), y = x - T: one large misfit is worse than two of half its size, because the
 range is as wide as the largest makes it.
+
+*What fits the memory.* Where a worker's KV memory is known, a request that does not fit it is not sent there: it would
+wait on its slot inside the engine, and all that comes after it as well. A smaller one takes the slot, or the slot stays
+free until something leaves. Past its cap a request is sent to the worker with the most room all the same, past twice
+its cap to any that has some.
 
 *Ageing by size.* No departure but that of another large prompt leaves a hole for one, so a large prompt waits for such
 a hole as long as it may. With A above 1 + penalty its bonus outgrows what it costs as a tower on the least loaded
@@ -64,14 +69,15 @@ from mypy_extensions import mypyc_attr
 
 from balanceroute.arrays import FloatArray
 from balanceroute.core.policy import Choice, StageTimer
-from balanceroute.core.snapshot import ClusterSnapshot, free_slots
+from balanceroute.core.snapshot import ClusterSnapshot, WorkloadMeans, free_slots
 from balanceroute.core.tracker import DecodeInstanceState, RequestTracker
-from balanceroute.core.types import DOWN, WorkerSpec
+from balanceroute.core.types import DOWN, UP, WorkerSpec
 
 OVERDUE_BONUS = 1e13
 MIN_ACTIVE_TO_HOLD = 4  # with fewer requests on some worker the envelope says little: nothing is held back
 MIN_CAP_S = 1e-3  # keeps u finite when max_wait_s is 0, which makes the order first come, first served
 HOLD_SHARE = 0.1  # of the mean answer's time: where answers are short, a slot that stays empty costs more than it wins
+GROWTH_ANSWERS, GROWTH_PART = 2.0, 32.0  # of the memory that is kept for growth: see `kv_room`
 LARGE = 5.0  # mean prompts: a larger one counts for no more in the stock, where it waits for its hole
 
 
@@ -84,7 +90,8 @@ class FitRules:
     `size_bonus` and `mean_bonus`: A and B of the ageing. `most_patience`: how much longer than most a large prompt may
     wait, at most, added to 1. `growth_share`, `stock_share`: how far T is below the mean, of (1 - 1/G) o, and of what
     the stock lacks. `hold_from`: the share of its slots that every worker must have in use before a request is held
-    back beside a free one. `swap_passes`: how often the choices for several slots are made again.
+    back beside a free one. `swap_passes`: how often the choices for several slots are made again. `sees_memory`:
+    whether a worker gets only what fits its KV memory.
     """
 
     overflow_penalty: float
@@ -97,10 +104,11 @@ class FitRules:
     stock_share: float
     hold_from: float
     swap_passes: int
+    sees_memory: bool
 
 
-TARGET_FIT = FitRules(7.0, 0.0, 0.0, 2.0, 32.0, 5.0, 0.0, 0.0, 0.0, 2)
-LEVEL_FIT = FitRules(6.0, 1.5, 0.25, 11.0, 12.0, 0.8, 1.0, 1.0, 0.5, 1)
+TARGET_FIT = FitRules(7.0, 0.0, 0.0, 2.0, 32.0, 5.0, 0.0, 0.0, 0.0, 2, False)
+LEVEL_FIT = FitRules(6.0, 1.5, 0.25, 11.0, 12.0, 0.8, 1.0, 1.0, 0.5, 1, True)
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,13 +155,16 @@ class TargetFit:
                 if timer:
                     timer("prepare")
                 others_wait = len(pool) > waiting
-                yield from self._slack(snapshot, open_workers, now, may_hold=not others_wait)
+                if self.rules.sees_memory and not others_wait and short_of_memory(snapshot, open_workers):
+                    yield from self._by_memory(snapshot, open_workers, now)
+                else:
+                    yield from self._slack(snapshot, open_workers, now, may_hold=not others_wait)
                 if timer:
                     timer("stage1")
                 if others_wait:
                     continue
                 return
-            loads = Loads(snapshot, open_workers)
+            loads = Loads(snapshot, open_workers, self.rules)
             window = Window(snapshot, now, self.params, self.rules)
             if timer:
                 timer("prepare")
@@ -163,7 +174,7 @@ class TargetFit:
                 yield Choice(window.trackers[fit.position], fit.worker.worker, stage, -fit.cost)
             if timer:
                 timer("stage2")
-            if len(fits) == loads.free:
+            if len(fits) == loads.free or loads.left:
                 return
 
     def recheck_s(self, snapshot: ClusterSnapshot, now: float) -> float:
@@ -200,6 +211,36 @@ class TargetFit:
             else:
                 heappop(lightest)
 
+    def _by_memory(
+        self, snapshot: ClusterSnapshot, open_workers: list[DecodeInstanceState], now: float
+    ) -> Iterator[Choice]:
+        """There are slots for all, and perhaps no memory: in waiting order, each to the least load among those where it
+        fits; past its cap to the most room, if there is any.
+        """
+        loads, waiting = snapshot.step_loads(), snapshot.pool.front
+        places = [OpenWorker(worker, loads[worker.index]) for worker in open_workers]
+        for place in places:
+            place.room = kv_room(place.worker, snapshot.means)
+        sizes, ready_s = waiting.arrays()
+        age = (now - ready_s) / caps_s(sizes, snapshot, self.params, self.rules)
+        most = roomiest(places)
+        for request, late in zip(waiting.head(len(waiting)), (age > 1.0).tolist(), strict=True):
+            if request.prompt_tokens <= most.room:
+                place = min([each for each in places if request.prompt_tokens <= each.room], key=load_of)
+            elif late and most.room > 0.0:
+                place = most
+            else:
+                continue
+            yield Choice(request, place.worker, 1, 0.0)
+            place.load += cost(place.spec, request.prompt_tokens)
+            place.room -= request.prompt_tokens
+            place.occupy()
+            if place.active >= place.most:
+                places.remove(place)
+                if not places:
+                    return
+            most = roomiest(places)
+
     def _busy(self, workers: list[DecodeInstanceState]) -> bool:
         """Whether every worker in the barrier is busy enough for its load to say where requests should go."""
         share = self.rules.hold_from
@@ -214,15 +255,59 @@ def cost(spec: WorkerSpec, prompt_tokens: float) -> float:
     return spec.slowdown * (prompt_tokens + spec.request_tokens)
 
 
+def kv_room(worker: DecodeInstanceState, means: WorkloadMeans) -> float:
+    """How large a prompt may be to fit the worker's KV memory beside what is there and grows, tokens.
+
+    Infinite where the memory is not known, and where nothing runs: what does not fit there fits nowhere. What runs
+    grows by a mean answer from one departure to the next; twice that is kept free, but at most 1/32 of the memory.
+    """
+    capacity_tokens = worker.kv_capacity_tokens
+    if not capacity_tokens or not worker.occupied:
+        return math.inf
+    growth_tokens = min(GROWTH_ANSWERS * means.answer_tokens, capacity_tokens / GROWTH_PART)
+    return capacity_tokens - growth_tokens - worker.total_load
+
+
+def caps_s(
+    prompt_tokens: FloatArray, snapshot: ClusterSnapshot, params: TargetFitParams, rules: FitRules
+) -> FloatArray:
+    """The cap of requests of these prompts, seconds; shape (n,)."""
+    means = snapshot.means
+    cap_s: FloatArray = prompt_tokens * (0.1 / (means.prompt_tokens or 1.0))
+    np.minimum(cap_s, rules.most_patience, out=cap_s)
+    cap_s += 1.0
+    cap_s *= max(params.max_wait_s, 5.0 * means.wait_s, MIN_CAP_S)
+    if params.max_wait_s < math.inf:
+        np.minimum(cap_s, max(snapshot.longest_wait_s, MIN_CAP_S), out=cap_s)
+    return cap_s
+
+
+def short_of_memory(snapshot: ClusterSnapshot, open_workers: list[DecodeInstanceState]) -> bool:
+    """Whether what waits might not fit: all of it together on the worker with the least room. O(G + waiting)."""
+    least = min([kv_room(worker, snapshot.means) for worker in open_workers])
+    return least < math.inf and least < sum([tracker.prompt_tokens for tracker in snapshot.pool.front])
+
+
+def roomiest(workers: "list[OpenWorker]") -> "OpenWorker":
+    """The first of those with the most room."""
+    return max(workers, key=lambda worker: worker.room)
+
+
+def load_of(worker: "OpenWorker") -> float:
+    """What a step costs there."""
+    return worker.load
+
+
 class OpenWorker:
     """A worker that had a free slot when a scarce decision began, and what the decision makes of it.
 
     Attributes: `load`, what a step costs (L_g); `active`, requests on it (n_g), `most`, how many there may be, and
-    `share`, how many there are over its slots.
+    `share`, how many there are over its slots; `room`, see `kv_room`, and `roomiest`, whether no worker has more.
     """
 
     def __init__(self, worker: DecodeInstanceState, load: float) -> None:
         self.worker, self.spec, self.load = worker, worker.spec, load
+        self.room, self.roomiest = math.inf, True
         self.active = worker.occupied
         self.most = worker.own_slots + worker.foreign_requests
         self.share = self.active / self.spec.slots
@@ -236,12 +321,19 @@ class OpenWorker:
 class Loads:
     """The workers while a scarce decision is made; those without a free slot do not change and are summed once.
 
-    Attributes: `changing`, those that had a free slot, and `free`, how many they had; `open`, those that have one.
+    Attributes: `changing`, those that had a free slot, and `free`, how many they had; `open`, those that have one;
+    `left`, whether some keep theirs because nothing fits.
     """
 
-    def __init__(self, snapshot: ClusterSnapshot, open_workers: list[DecodeInstanceState]) -> None:
+    def __init__(self, snapshot: ClusterSnapshot, open_workers: list[DecodeInstanceState], rules: FitRules) -> None:
         fixed = snapshot.step_loads()
         self.changing = [OpenWorker(worker, fixed[worker.index]) for worker in open_workers]
+        self.left = False
+        if rules.sees_memory:
+            most = max([kv_room(worker, snapshot.means) for worker in snapshot.workers if worker.state is UP])
+            for each in self.changing:
+                each.room = kv_room(each.worker, snapshot.means)
+                each.roomiest = each.room == most
         self.open = self.changing.copy()
         self.free = free_slots(open_workers)
         for index in sorted([worker.index for worker in open_workers] + snapshot.down, reverse=True):
@@ -276,12 +368,17 @@ class Loads:
         if worker.active >= worker.most:
             self.open.remove(worker)
 
+    def leave(self, worker: OpenWorker) -> None:
+        """Its slots stay free."""
+        self.left = True
+        self.open.remove(worker)
+
 
 class Window:
     """The requests that a scarce decision chooses from, all of one class, and what their ageing is worth.
 
-    Attributes: `trackers`, in waiting order; `age`, u = wait / cap, shape (W,); `drop`, how far below the mean load the
-    level is, tokens.
+    Attributes: `trackers`, in waiting order, `prompts`, their tokens, and `age`, u = wait / cap, shape (W,); `drop`,
+    how far below the mean load the level is, tokens.
     """
 
     def __init__(self, snapshot: ClusterSnapshot, now: float, params: TargetFitParams, rules: FitRules) -> None:
@@ -295,13 +392,7 @@ class Window:
         sizes, ready_s = waiting.arrays()
         self._sizes: FloatArray = sizes[: params.window]
         wait_s = now - ready_s[: params.window]
-        cap_s = self._sizes * (0.1 / mean_prompt)
-        np.minimum(cap_s, rules.most_patience, out=cap_s)
-        cap_s += 1.0
-        cap_s *= max(params.max_wait_s, 5.0 * means.wait_s, MIN_CAP_S)
-        if params.max_wait_s < math.inf:
-            np.minimum(cap_s, max(snapshot.longest_wait_s, MIN_CAP_S), out=cap_s)
-        self.age: FloatArray = wait_s / cap_s
+        self.age: FloatArray = wait_s / caps_s(self._sizes, snapshot, params, rules)
         bonus: FloatArray = self._sizes + request_tokens
         bonus *= rules.size_bonus
         bonus += rules.mean_bonus * mean_cost
@@ -313,6 +404,8 @@ class Window:
             stock = float(np.add.reduce(np.minimum(self._sizes, LARGE * mean_prompt))) / len(self._sizes)
             most = max(growth, mean_prompt / 2.0 - growth)
             self.drop += min(most, max(-most, rules.stock_share * (mean_prompt - stock)))
+        self.prompts: list[float] = self._sizes.tolist()
+        self._largest = float(np.maximum.reduce(self._sizes))
         self._bonus: list[float] = bonus.tolist()
         self._available: list[float] = self._bonus.copy()  # -inf where the request is used
         self._added: dict[tuple[float, int], list[float]] = {}  # (slowdown, c) -> what each adds to a load
@@ -325,8 +418,22 @@ class Window:
             added = self._added[kind] = ((self._sizes + spec.request_tokens) * spec.slowdown).tolist()
         return added
 
-    def take(self, load: float, spec: WorkerSpec, level: float, envelope: float, least: float) -> tuple[int, float]:
-        """Use the request with the least cost on this worker, of that load: its position, and that cost.
+    def _fitting(self, worker: OpenWorker) -> list[float]:
+        """As `_available`, of those that fit the worker's memory.
+
+        What is past its cap need not fit where no worker has more room, and past twice its cap nowhere: it waits in the
+        engine then, and what comes after it as well, so a worker that has no room left gets no more of it.
+        """
+        room = worker.room
+        if room >= self._largest:
+            return self._available
+        past = math.inf if room <= 0.0 else 1.0 if worker.roomiest else 2.0
+        age = self.age
+        fits = (self._sizes <= room) | (age > past)
+        return [bonus if fit else -math.inf for bonus, fit in zip(self._available, fits.tolist(), strict=True)]
+
+    def take(self, worker: OpenWorker, level: float, envelope: float, least: float) -> tuple[int, float]:
+        """Use the request with the least cost on this worker: its position, and that cost; -1 where nothing fits.
 
         `level`: T, at most `envelope`, the largest load in the barrier, and at least `least`. Ties go to the first in
         waiting order.
@@ -337,11 +444,12 @@ class Window:
         """
         rules = self.rules
         above, below, curvature = 1.0 + rules.overflow_penalty, 1.0 + rules.underflow_penalty, self._curvature
-        offset = load - level
+        offset = worker.load - level
         upper = above * offset - rules.overflow_penalty * (envelope - level)
         lower = below * offset + rules.underflow_penalty * (level - least)
-        best, position, index = math.inf, 0, 0
-        for size, bonus in zip(self.added(spec), self._available):  # noqa: B905 (mypyc has no loop for a strict one)
+        best, position, index = math.inf, -1, 0
+        added, available = self.added(worker.spec), self._fitting(worker)
+        for size, bonus in zip(added, available):  # noqa: B905 (mypyc has no loop for a strict one)
             misfit = size + offset
             price = misfit if misfit > 0.0 else -misfit
             beyond = above * size + upper
@@ -354,7 +462,8 @@ class Window:
             if price < best:
                 best, position = price, index
             index += 1
-        self._available[position] = -math.inf
+        if position >= 0:
+            self._available[position] = -math.inf
         return position, best
 
     def put_back(self, position: int) -> None:
@@ -374,26 +483,39 @@ class Fit:
 def choose_scarce(loads: Loads, window: Window, rounds: int) -> list[Fit]:
     """Choose a request for each of `rounds` slots, then each again, given all the others: `swap_passes` times."""
     fits: list[Fit] = []
-    for _ in range(rounds):
+    while len(fits) < rounds and loads.open:
         worker = loads.emptiest()
-        fits.append(_fit(worker, loads, window))
+        fit = _fit(worker, loads, window)
+        if fit is None:
+            loads.leave(worker)
+            continue
+        fits.append(fit)
         loads.occupy(worker)
     settled = 1  # choices in a row that were made, or stood, given all the others as they are: the last was
     for index in list(range(len(fits))) * window.rules.swap_passes:
         if settled == len(fits):
             break  # so would every further choice
         fit = fits[index]
+        if fit.worker.room < 0.0:  # by one that need not fit: what else it got might not now
+            settled += 1
+            continue
         fit.worker.load -= window.added(fit.worker.spec)[fit.position]
+        fit.worker.room += window.prompts[fit.position]
         window.put_back(fit.position)
-        fits[index] = _fit(fit.worker, loads, window)
-        settled = settled + 1 if fits[index].position == fit.position else 1
+        again = _fit(fit.worker, loads, window)
+        assert again is not None, "what was chosen fits"
+        fits[index] = again
+        settled = settled + 1 if again.position == fit.position else 1
     return fits
 
 
-def _fit(worker: OpenWorker, loads: Loads, window: Window) -> Fit:
+def _fit(worker: OpenWorker, loads: Loads, window: Window) -> Fit | None:
     spec = worker.spec
     mean, envelope, least = loads.around(worker)
     level = min(envelope, mean - spec.slowdown * window.drop)
-    position, price = window.take(worker.load, spec, level, envelope, min(level, least))
+    position, price = window.take(worker, level, envelope, min(level, least))
+    if position < 0:
+        return None
     worker.load += window.added(spec)[position]
+    worker.room -= window.prompts[position]
     return Fit(worker, position, price)

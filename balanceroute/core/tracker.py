@@ -162,6 +162,7 @@ class DecodeInstanceState:
     foreign_requests: int = 0
     foreign_tokens: int = 0
     least_own_slots: int = 0
+    kv_capacity_tokens: int = 0  # 0: not known
     ahead: int = 0
     own_slots: int = field(init=False)  # B less what others hold: how many of ours may be active
 

@@ -126,6 +126,7 @@ class Simulation:
             each = setting.request_tokens if setting.cost_aware else 0
             spec = WorkerSpec(f"d{index}", Role.DECODE, slots=setting.slots, slowdown=slowdown, request_tokens=each)
             scheduler.add_worker(spec, 0.0)
+            scheduler.report_decoder_memory(spec.id, setting.kv_capacity_tokens or 0, 0.0)
         return scheduler
 
     def run(self, on_progress: Progress | None = None) -> Outcome:

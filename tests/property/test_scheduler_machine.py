@@ -266,6 +266,11 @@ class SchedulerMachine(RuleBasedStateMachine):
     def report_decoder(self, requests: int, tokens: int, least: int) -> None:
         self.scheduler.report_decoder("d0", requests, tokens, least, self.now)
 
+    @rule(capacity=st.sampled_from([0, 500, 5_000]), pick=st.integers(0, 3))
+    def report_decoder_memory(self, capacity: int, pick: int) -> None:
+        workers = self.scheduler.snapshot.workers
+        self.scheduler.report_decoder_memory(workers[pick % len(workers)].spec.id, capacity, self.now)
+
     @rule(usage=st.sampled_from([0.1, 1.0]))
     def report_prefiller(self, usage: float) -> None:
         self.scheduler.report_prefiller("p0", usage, self.now)

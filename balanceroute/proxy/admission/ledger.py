@@ -17,7 +17,7 @@ changed, and all of them are about the one scheduler.
 import asyncio
 from collections.abc import Awaitable, Callable, Iterable
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 from balanceroute.build import build_scheduler
 from balanceroute.config import Config
@@ -56,6 +56,9 @@ def _nobody(request_id: str, answer: Answer) -> None:
 
 def _nothing() -> None:
     """No tokens are kept elsewhere."""
+
+
+MEMORY_STEPS: Final = 64  # a worker's KV memory is told anew where it differs by more than one of so many parts of it
 
 
 class Ledger:
@@ -315,6 +318,13 @@ class Ledger:
             return
         self.scheduler.report_decoder(worker_id, foreign_requests, foreign_tokens, least_own_slots, self.now())
         if worker.own_slots > before:
+            self._slots_changed()
+
+    def report_decoder_memory(self, worker_id: str, capacity_tokens: int) -> None:
+        """How many KV tokens fit a decode worker, counted as its load is; told only when it is new."""
+        known = self.scheduler.snapshot.worker(worker_id).kv_capacity_tokens
+        if abs(capacity_tokens - known) * MEMORY_STEPS > known:
+            self.scheduler.report_decoder_memory(worker_id, capacity_tokens, self.now())
             self._slots_changed()
 
     def show_report(self, worker_id: str, samples: dict[str, float]) -> None:

@@ -43,6 +43,7 @@ from balanceroute.proxy.telemetry.metrics import Metrics
 from balanceroute.proxy.workers.drainer import Drainer
 from balanceroute.proxy.workers.fleet import Fleet, Worker
 from balanceroute.proxy.workers.foreign import Occupancy, least_own_slots
+from balanceroute.proxy.workers.kv_memory import kv_capacity_tokens
 from balanceroute.proxy.workers.polling import Polling, Silent, answer_of
 
 _LIMIT: Final = 4 * 2**20  # a page of one engine has about 100 kB
@@ -209,7 +210,7 @@ class MetricsPoller:
                 self._report_prefix_cache(worker, samples)
         else:
             self._ledger.show_report(worker.id, samples or {})
-            self._report_foreign(worker, samples)
+            self._report_decoder(worker, samples)
         if samples is not None:
             orphans = self._metrics.orphaned_kv
             self._divergence.see(worker.id, worker.spec.role, samples, held=self._held(worker), orphans=orphans)
@@ -240,8 +241,8 @@ class MetricsPoller:
         patience = self._config().health.failure_threshold
         return all(self._unreached[worker.id] > patience for worker in up)
 
-    def _report_foreign(self, worker: Worker, samples: dict[str, float] | None) -> None:
-        """Tell the scheduler what others run on a decode worker."""
+    def _report_decoder(self, worker: Worker, samples: dict[str, float] | None) -> None:
+        """Tell the scheduler what others run on a decode worker, and how much fits there."""
         ledger = self._ledger
         ledger.settle()
         own = ledger.decoder(worker.id)
@@ -253,6 +254,9 @@ class MetricsPoller:
             others = [_occupancy(other) for other in view.decoders if other.id != own.id and other.state is _UP]
             least = least_own_slots(_occupancy(own, foreign.requests), others, view.pooled)
         ledger.report_decoder(worker.id, foreign.requests, foreign.tokens, least)
+        if samples is not None:
+            load_tokens = own.load_tokens + foreign.tokens
+            ledger.report_decoder_memory(worker.id, kv_capacity_tokens(samples, load_tokens, own.ahead))
 
     def _held(self, worker: Worker) -> int:
         if worker.spec.role is Role.DECODE:

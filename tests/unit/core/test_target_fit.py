@@ -4,9 +4,11 @@ import math
 
 import pytest
 
+from balanceroute.core.knobs import PolicySettings
+from balanceroute.core.policies import make_policy
 from balanceroute.core.scheduler import Scheduler, SchedulerConfig
 from balanceroute.core.snapshot_json import snapshot_from_dict, snapshot_to_dict
-from balanceroute.core.types import RequestSpec, Role, WorkerSpec, WorkerState
+from balanceroute.core.types import Outcome, RequestSpec, Role, WorkerSpec, WorkerState
 from tests.unit.core.builders import a_scheduler, admitted, pool_all
 
 
@@ -197,3 +199,96 @@ def test_nothing_is_held_back_while_a_later_class_waits_for_the_same_slots() -> 
     pool_all(scheduler, {"large": 300}, now=10.0)
     scheduler.submit_prefilled(RequestSpec("later", 10, 1), 10.0)
     assert [request for request, _ in admitted(scheduler, 10.1)] == ["large", "later"]
+
+
+def with_memory(loads: list[list[int]], *, slots: int, capacity_tokens: int) -> Scheduler:
+    """`level_fitting` workers, each with KV memory for so many tokens, none of which is kept for growth."""
+    scheduler = level_fitting(loads, slots=slots, mean_prompt=300.0)
+    for worker in scheduler.snapshot.workers:
+        scheduler.report_decoder_memory(worker.spec.id, capacity_tokens, 0.0)
+    return scheduler
+
+
+def test_a_smaller_request_takes_the_slot_of_one_that_does_not_fit_the_memory() -> None:
+    """d1 holds 400 in one of its two slots. 700 would bring it to the level of d0, and its memory ends at 1,000."""
+    scheduler = with_memory([[500, 600], [400]], slots=2, capacity_tokens=1_000)
+    pool_all(scheduler, {"fits best": 700, "fits": 200, "is smaller": 10})
+    document = snapshot_to_dict(scheduler.snapshot, 0.0)
+    assert admitted(scheduler) == [("fits", "d1")]
+    again = Scheduler(scheduler.policy)
+    again.snapshot, _ = snapshot_from_dict(document, 0)
+    assert admitted(again) == [("fits", "d1")], "a document decides alike"
+
+
+@pytest.mark.parametrize("capacity_tokens", [0, 5_000], ids=["is not known", "is large"])
+def test_with_slots_for_all_a_request_goes_to_the_least_load_among_the_workers_that_it_fits(
+    capacity_tokens: int,
+) -> None:
+    scheduler = with_memory([[400], [900], [500]], slots=3, capacity_tokens=1_000)
+    pool_all(scheduler, {"large": 700, "small": 400})
+    for worker in ("d1", "d2"):
+        scheduler.report_decoder_memory(worker, capacity_tokens, 0.0)
+    assert admitted(scheduler) == [("large", "d2"), ("small", "d0")]
+
+
+def test_who_waits_for_memory_is_served_in_order_and_passed_by_what_fits() -> None:
+    scheduler = with_memory([[400], [500]], slots=4, capacity_tokens=1_000)
+    pool_all(scheduler, {"a": 700, "b": 550, "c": 300, "d": 200, "e": 150})
+    assert admitted(scheduler) == [("b", "d0"), ("c", "d1"), ("d", "d1")]
+
+
+def test_a_slot_stays_free_while_nothing_that_waits_fits_and_is_filled_once_it_does() -> None:
+    scheduler = with_memory([[400, 500], [450, 500]], slots=3, capacity_tokens=1_000)
+    pool_all(scheduler, {"a": 600, "b": 650})
+    assert admitted(scheduler) == []
+    scheduler.finish("d1.1", Outcome.FINISHED, 0.0)
+    assert admitted(scheduler) == []
+    pool_all(scheduler, {"c": 540})
+    assert admitted(scheduler) == [("c", "d1")]
+
+
+def test_a_worker_on_which_nothing_runs_takes_what_is_larger_than_its_memory() -> None:
+    scheduler = with_memory([[], [400]], slots=2, capacity_tokens=1_000)
+    pool_all(scheduler, {"huge": 5_000})
+    assert admitted(scheduler) == [("huge", "d0")]
+
+
+def test_past_its_cap_a_request_goes_to_the_worker_with_most_room_and_past_twice_its_cap_to_any() -> None:
+    def the_slot_is_on(index: int, caps: float, others: int) -> list[str]:
+        loads = [[450, 490], [400, 490]]
+        loads[1 - index].append(5)
+        scheduler = with_memory(loads, slots=3, capacity_tokens=1_000)
+        pool_all(scheduler, {"old": 300} | {f"other{n}": 301 for n in range(others)})
+        see_means(scheduler, mean_prompt=300.0, wait_s=0.0)
+        cap_s = 1.1 * make_policy(PolicySettings("level_fit")).params.max_wait_s  # type: ignore[attr-defined]
+        return [worker for _, worker in admitted(scheduler, now=caps * cap_s)]
+
+    assert the_slot_is_on(0, 0.9, others=1) == the_slot_is_on(1, 0.9, others=1) == []
+    assert the_slot_is_on(0, 1.1, others=1) == [] and the_slot_is_on(1, 1.1, others=1) == ["d1"]
+    assert the_slot_is_on(0, 2.1, others=1) == ["d0"]
+    assert the_slot_is_on(0, 0.9, others=0) == [] and the_slot_is_on(0, 1.1, others=0) == ["d0"]
+
+
+def test_what_is_past_its_cap_waits_as_well_where_no_memory_is_left() -> None:
+    scheduler = with_memory([[450, 550], [400, 600]], slots=3, capacity_tokens=1_000)
+    scheduler.submit_prefilled(RequestSpec("old", 300), 0.0)
+    assert admitted(scheduler, now=1_000.0) == []
+    scheduler.finish("d0.0", Outcome.FINISHED, 1_000.0)
+    assert admitted(scheduler, now=1_000.0) == [("old", "d0")]
+
+
+def test_memory_is_kept_free_for_what_runs_to_grow() -> None:
+    """Two mean answers of 10; and 1/32 of the memory where that is less."""
+    for mean_output, fits in ((10.0, 580), (1_000.0, 568)):  # 1,000 / 32 is 31.25
+        for size in (fits, fits + 1):
+            scheduler = level_fitting([[400]], slots=2, mean_prompt=300.0, mean_output=mean_output)
+            scheduler.report_decoder_memory("d0", 1_000, 0.0)
+            pool_all(scheduler, {"a": size})
+            assert bool(admitted(scheduler)) == (size == fits)
+
+
+def test_target_fit_looks_at_slots_alone() -> None:
+    scheduler = occupied([[400]], slots=2)
+    scheduler.report_decoder_memory("d0", 500, 0.0)
+    pool_all(scheduler, {"large": 700})
+    assert admitted(scheduler, now=1_000.0) == [("large", "d0")]

@@ -135,6 +135,16 @@ def test_slots_that_others_give_back_wake_whoever_waits_and_a_report_without_new
     in_virtual_time(test)
 
 
+def test_the_memory_of_a_worker_is_told_where_it_differs_by_more_than_a_64th() -> None:
+    async def test() -> None:
+        ledger, _ = a_ledger()
+        for told, known in ((0, 0), (6_400, 6_400), (6_500, 6_400), (6_501, 6_501), (6_400, 6_501), (0, 0)):
+            ledger.report_decoder_memory("d0", told)
+            assert ledger.scheduler.snapshot.workers[0].kv_capacity_tokens == known
+
+    in_virtual_time(test)
+
+
 def test_another_policy_decides_on_what_waits_and_leaves_what_is_bound() -> None:
     async def test() -> None:
         ledger, tickets = a_ledger(slots=1)

@@ -186,3 +186,16 @@ def test_what_others_run_on_a_decode_worker_takes_slots_after_two_reports() -> N
         assert free[0] == (0, 8) and free[-1] == (3, 5)
 
     in_virtual_time(test)
+
+
+def test_the_kv_memory_of_a_decode_worker_is_known_after_one_report_and_kept_when_one_fails() -> None:
+    async def test() -> None:
+        services = a_router(a_config(1, 1))
+        script(services, "d0", Page(b'vllm:cache_config_info{block_size="16",engine="0",num_gpu_blocks="100"} 1.0\n'))
+        await polled(services)
+        assert services.ledger.scheduler.snapshot.workers[0].kv_capacity_tokens == 1_600
+        script(services, "d0", 500)
+        await polled(services)
+        assert services.ledger.scheduler.snapshot.workers[0].kv_capacity_tokens == 1_600
+
+    in_virtual_time(test)
