@@ -77,6 +77,8 @@ def test_the_simulators_scheduler_takes_the_live_proxys_decisions(policy: str, t
                 scheduler.submit(RequestSpec(**args["spec"]), now)
             case "report_prefiller":
                 scheduler.report_prefiller(name[args["worker_id"]], args["kv_usage"], now)
+            case "report_decoder_memory":
+                scheduler.report_decoder_memory(name[args["worker_id"]], args["capacity_tokens"], now)
             case "report_prefix_cache":
                 worker, block_tokens = name[args["worker_id"]], args["engine_block_tokens"]
                 scheduler.report_prefix_cache(worker, args["capacity_tokens"], now, block_tokens)
