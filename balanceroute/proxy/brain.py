@@ -40,11 +40,12 @@ from balanceroute.proxy.perimeter.tls import Tls
 from balanceroute.proxy.reload import reload
 from balanceroute.proxy.run_folder import RunFolder
 from balanceroute.proxy.server import ChildServer
+from balanceroute.proxy.telemetry.ticks import until_tick_s
 from balanceroute.proxy.workers.relay_reports import RelayReports
 
 log = logging.getLogger(__name__)
 
-STANDBY_LOOK_S: Final = 0.1
+STANDBY_LOOK_S: Final = 0.25
 METRICS_RETRY_S: Final = 1.0
 
 
@@ -131,7 +132,7 @@ def _stand_by(lead: Lead, config: Config, load: Callable[[], Config], on_up: Cal
     before = [signal.signal(number, lambda *_: sys.exit(0)) for number in ends]
     on_up()
     while not lead.take():
-        time.sleep(STANDBY_LOOK_S)
+        time.sleep(until_tick_s(time.monotonic(), STANDBY_LOOK_S))
     for number, handler in zip(ends, before, strict=True):
         signal.signal(number, handler)
     signal.signal(signal.SIGHUP, signal.SIG_IGN)  # until there is something to reload
@@ -213,7 +214,7 @@ def create_brain_app(
 async def _keep(lead: Lead, app: BrainApp) -> None:
     """Keep the lead until it is lost, or until cancelled."""
     while lead.renew():  # noqa: ASYNC110
-        await asyncio.sleep(RENEW_S)
+        await asyncio.sleep(until_tick_s(time.monotonic(), RENEW_S))
     log.warning("another brain leads", extra={"epoch": lead.epoch})
     app.end()
     await asyncio.Event().wait()

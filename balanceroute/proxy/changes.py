@@ -19,10 +19,11 @@ from balanceroute.core.types import WorkerSpec
 from balanceroute.errors import ConfigError
 from balanceroute.proxy.ops.steering import with_policy
 from balanceroute.proxy.services import Services
+from balanceroute.proxy.telemetry.ticks import until_tick_s
 
 log = logging.getLogger(__name__)
 
-LOOK_S: Final = 0.2
+LOOK_S: Final = 0.25
 
 
 class Changes(msgspec.Struct, frozen=True):
@@ -101,7 +102,7 @@ class KeptChanges:
         """Keep what changes, until cancelled; a file that can't be written is told once."""
         try:
             while True:
-                await asyncio.sleep(LOOK_S)
+                await asyncio.sleep(until_tick_s(services.loop.time(), LOOK_S))
                 self.keep(changes_of(services, base(), self._lineage))
         except OSError as error:
             fields = {"file": str(self._path), "error": error.strerror}

@@ -64,6 +64,7 @@ from balanceroute.proxy.reload import check_fixed
 from balanceroute.proxy.run_folder import RunFolder
 from balanceroute.proxy.server import ChildServer
 from balanceroute.proxy.telemetry.metrics import Metrics
+from balanceroute.proxy.telemetry.ticks import until_tick_s
 from balanceroute.proxy.wire.connectors import connector_for
 from balanceroute.proxy.workers.connector_check import shortened
 from balanceroute.proxy.workers.drainer import Drainer
@@ -140,7 +141,7 @@ class RelayServices(ClientServices):
     async def count(self) -> None:
         """Every second, tell and keep what has been counted, if that is new; until cancelled."""
         while True:
-            await asyncio.sleep(COUNTS_S)
+            await asyncio.sleep(until_tick_s(self.loop.time(), COUNTS_S))
             self.keep_counts()
 
     def silence(self, message: Silent) -> None:
@@ -156,7 +157,7 @@ class RelayServices(ClientServices):
         """A few times per second, look at what waits, then tell what goes on here; until cancelled."""
         reaper = PoolReaper(self, lambda: None, judges=False)
         while True:
-            await asyncio.sleep(PERIOD_S)
+            await asyncio.sleep(until_tick_s(self.loop.time(), PERIOD_S))
             reaper.look()
             self.report()
 

@@ -271,6 +271,21 @@ def test_pairs_of_neighbouring_bytes_are_counted_and_weighed_by_their_classes(
     assert module.weigh_pairs(text, class_of, 11, before, weights, 121) == sums
 
 
+@both
+@given(st.lists(st.tuples(st.integers(0, 2**63 - 1), st.integers(0, 2**63 - 1)), min_size=1), st.data())
+def test_counts_that_differ_are_found_once_with_their_places(
+    module: Any, pairs: list[tuple[int, int]], data: st.DataObject
+) -> None:
+    end = data.draw(st.integers(0, len(pairs)))
+    now, known = (array("q", values) for values in zip(*pairs, strict=True))
+    before = known.tolist()
+    expected = [place for place in range(1, end) if now[place] != before[place]]
+    found = module.grown_counts(memoryview(now).toreadonly(), known, end)
+    assert (found[::2], found[1::2]) == (expected, [now[place] for place in expected])
+    assert known.tolist() == [now[place] if place in expected else before[place] for place in range(len(pairs))]
+    assert module.grown_counts(now, known, end) == []
+
+
 def test_the_sources_bear_their_own_digest_so_that_a_module_compiled_of_others_is_known() -> None:
     folder = Path(events.__file__).parent
     source = (folder / "events.py").read_text().replace(events.SOURCE, "", 1)

@@ -15,7 +15,7 @@ changed, and all of them are about the one scheduler.
 """
 
 import asyncio
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any, Final
 
@@ -131,15 +131,15 @@ class Ledger:
         """So many more tokens have been generated. Raises InvariantError when not decoding."""
         self.scheduler.progress(request_id, tokens, self.now())
 
-    def progress_all(self, grown: Iterable[tuple[str, int]]) -> None:
-        """Such requests and their new tokens, told at one time. Raises InvariantError where one is not decoding."""
-        progress, now = self.scheduler.progress, self.now()
-        for request_id, tokens in grown:
-            progress(request_id, tokens, now)
+    def progress_all(self, request_ids: list[str], tokens: list[int]) -> None:
+        """So many more tokens of each, told at one time. Raises InvariantError where one is not decoding."""
+        scheduler, now = self.scheduler, self.now()
+        for index in range(len(request_ids)):
+            scheduler.progress(request_ids[index], tokens[index], now)
 
-    def began(self, request_id: str) -> None:
-        """The first tokens have come, just now; only asked for where transfers are measured."""
-        self.scheduler.began(request_id, self.now())
+    def began(self, request_id: str, age_s: float = 0.0) -> None:
+        """The first tokens came `age_s` ago; only asked for where transfers are measured."""
+        self.scheduler.began(request_id, self.now() - age_s)
 
     def put_back(self, request_id: str) -> None:
         """The decode worker will not be asked after all: the request waits for another in the pool."""
@@ -152,13 +152,13 @@ class Ledger:
         if self.scheduler.config.decode_first:
             self._pooled(request_id)
 
-    def finish(self, request_id: str, outcome: Outcome, reason: str = "") -> None:
-        """The request leaves. Raises InvariantError when gone."""
+    def finish(self, request_id: str, outcome: Outcome, reason: str = "", age_s: float = 0.0) -> None:
+        """The request has left, `age_s` ago. Raises InvariantError when gone."""
         if self.forecasts is not None:
             tracker = self.scheduler.snapshot.requests.get(request_id)
             if tracker is not None:
                 self.forecasts.finished(tracker, reason or outcome.value)
-        self.released(self.scheduler.finish(request_id, outcome, self.now()))
+        self.released(self.scheduler.finish(request_id, outcome, self.now() - age_s))
 
     def adopt(self, standing: Standing) -> bool:
         """A request that somebody else has let in goes on where it stands; False: it can't, and is unknown here."""

@@ -18,6 +18,7 @@ __all__ = [
     "PartWriter",
     "Pump",
     "count_pairs",
+    "grown_counts",
     "weigh_pairs",
 ]
 
@@ -38,6 +39,7 @@ if TYPE_CHECKING or STALE or _form is events:
         PartWriter,
         Pump,
         count_pairs,
+        grown_counts,
         weigh_pairs,
     )
 else:
@@ -48,6 +50,7 @@ else:
         PartWriter,
         Pump,
         count_pairs,
+        grown_counts,
         weigh_pairs,
     )
 

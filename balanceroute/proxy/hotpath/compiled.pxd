@@ -96,3 +96,7 @@ cpdef count_pairs(bytes text, bytes class_of, Py_ssize_t classes, Py_ssize_t bef
 cpdef tuple weigh_pairs(
     bytes text, bytes class_of, Py_ssize_t classes, Py_ssize_t before, double[::1] weights, Py_ssize_t size
 )
+
+
+@cython.locals(found=list, i=Py_ssize_t, value="long long")
+cpdef list grown_counts(const long long[::1] now, long long[::1] known, Py_ssize_t end)

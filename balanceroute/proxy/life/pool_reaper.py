@@ -20,6 +20,7 @@ from balanceroute.proxy.life.errors import ClientStalled, DeadlineExceeded
 from balanceroute.proxy.life.leg import Leg
 from balanceroute.proxy.life.mover import Mover
 from balanceroute.proxy.life.services import LifeServices
+from balanceroute.proxy.telemetry.ticks import until_tick_s
 
 PERIOD_S: Final = 0.25
 
@@ -44,7 +45,7 @@ class PoolReaper:
     async def run(self) -> None:
         """Until cancelled."""
         while True:
-            await asyncio.sleep(PERIOD_S)
+            await asyncio.sleep(until_tick_s(self._s.tickets.now(), PERIOD_S))
             self.look()
 
     def look(self) -> None:

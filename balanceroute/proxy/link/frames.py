@@ -31,7 +31,6 @@ class Frames(asyncio.Protocol, Generic[Said]):
         self._held_bytes, self._needed_bytes = 0, _HEAD
         self._unsaid: list[Said] = []
         self._flushes = False  # at the end of this turn
-        self._later: asyncio.TimerHandle | None = None
         self._reason = "the connection was closed"
         self.heard_s = self.said_s = loop.time()
 
@@ -59,20 +58,9 @@ class Frames(asyncio.Protocol, Generic[Said]):
             self._loop.call_soon(self.flush)
         self._unsaid.append(message)
 
-    def say_within(self, delay_s: float, message: Said) -> None:
-        """Send this with the next message, but not later than so: nobody waits for it, and a frame wakes a process."""
-        if self._transport is None:
-            return
-        self._unsaid.append(message)
-        if not self._flushes and self._later is None:
-            self._later = self._loop.call_later(delay_s, self.flush)
-
     def flush(self) -> None:
         """Send what has been said."""
         self._flushes = False
-        if self._later is not None:
-            self._later.cancel()
-            self._later = None
         unsaid, transport = self._unsaid, self._transport
         if not unsaid or transport is None:
             return

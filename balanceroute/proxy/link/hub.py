@@ -72,8 +72,9 @@ from balanceroute.proxy.link.messages import (
     WorkerStanding,
     read_from_relay,
 )
-from balanceroute.proxy.link.token_counts import ReadCounts, peer_pid, place_of, same_life
+from balanceroute.proxy.link.token_counts import ReadCounts, life_of, peer_pid, place_of, same_life, tokens_of
 from balanceroute.proxy.perimeter.key_use import KeyUse
+from balanceroute.proxy.telemetry.ticks import until_tick_s
 
 log = logging.getLogger(__name__)
 
@@ -144,8 +145,7 @@ class Member:
         self.number, self.relay, self.frames = number, relay, frames
         self.tickets: dict[int, _Held] = {}
         self.counts: ReadCounts | None = None
-        self.places: dict[int, _Held] = {}  # its tickets by the places in `counts`
-        self.used = 0  # the places below it
+        self.places: list[_Held | None] = []  # its tickets by the places in `counts`
         self.uses_keys = self.says_farewell = False
         self.waiting: list[FromRelay] = []  # what it has called before the brain was settled
 
@@ -153,27 +153,32 @@ class Member:
         """It has this ticket."""
         held = self.tickets[number] = _Held(number, request_id, turn)
         place = place_of(number)
+        while len(self.places) <= place:
+            self.places.append(None)
         self.places[place] = held
-        self.used = max(self.used, place + 1)
 
     def release(self, number: int) -> None:
         """The ticket has left."""
         held, place = self.tickets.pop(number), place_of(number)
-        if self.places.get(place) is held:
-            del self.places[place]
+        if self.places[place] is held:
+            self.places[place] = None
 
-    def read(self) -> list[tuple[str, int]]:
-        """The requests that have generated more, by what it has written, and how many tokens. O(its tickets)."""
-        grown: list[tuple[str, int]] = []
+    def read(self) -> tuple[list[str], list[int]]:
+        """The requests that have generated more, by what it has written, and how many tokens each. O(its tickets)."""
+        requests: list[str] = []
+        grown: list[int] = []
         if self.counts is None:
-            return grown
-        for place, life, tokens in self.counts.news(self.used):
-            held = self.places.get(place)
-            if held is not None and same_life(held.number, life):
-                more = held.grow(tokens)
+            return requests, grown
+        places = self.places
+        news = self.counts.news(len(places))
+        for index in range(0, len(news), 2):
+            held, said = places[news[index]], news[index + 1]
+            if held is not None and same_life(held.number, life_of(said)):
+                more = held.grow(tokens_of(said))
                 if more:
-                    grown.append((held.request_id, more))
-        return grown
+                    requests.append(held.request_id)
+                    grown.append(more)
+        return requests, grown
 
 
 class Hub:
@@ -360,7 +365,7 @@ class Hub:
 
     def _release(self, member: Member) -> None:
         """What it holds is free: its clients are gone with it, or it comes back with what it still has."""
-        held, member.tickets, member.places = list(member.tickets.values()), {}, {}
+        held, member.tickets, member.places = list(member.tickets.values()), {}, []
         member.waiting = []
         for each in held:
             del self._owners[each.request_id]
@@ -427,7 +432,7 @@ class Hub:
             if now - frames.heard_s > silent_s:
                 frames.abort("it is silent")
         self._seen = view
-        self._timers["look"] = self._loop.call_later(LOOK_S, self._look)
+        self._timers["look"] = self._loop.call_later(until_tick_s(now, LOOK_S), self._look)
 
     # -- calls and answers
 
@@ -479,13 +484,13 @@ class Hub:
     ) -> None:
         ledger, request_id = self._ledger, held.request_id
         if isinstance(message, Began):
-            ledger.began(request_id)
+            ledger.began(request_id, message.age_s)
             return
         if isinstance(message, Finish):
             self._advance(held, message.tokens)
             member.release(message.ticket)
             del self._owners[request_id]
-            ledger.finish(request_id, message.outcome, message.reason)
+            ledger.finish(request_id, message.outcome, message.reason, message.age_s)
             return
         if isinstance(message, Pushed):
             ledger.pushed(request_id, message.prompt_tokens, message.cached_tokens)
@@ -511,7 +516,7 @@ class Hub:
             return  # what they have called waits as well
         for member in self.members.values():
             try:
-                self._ledger.progress_all(member.read())
+                self._ledger.progress_all(*member.read())
             except InvariantError as error:
                 member.frames.abort(f"relay {member.relay} counts what can't be: {error}")
 

@@ -4,9 +4,9 @@ On one machine that is who holds the lock of a file, `FileLead`; in a Kubernetes
 (`lease.py`). The kernel drops the lock with its process, however that ends. It does not for one that stands still, so a
 leader also touches the file every `RENEW_S`. One that has not for `LEASE_S` is deposed: a standby puts another file in
 its place, which it has locked before. The deposed one sees that when it goes on, and ends; relays see it by the brain's
-socket, which is another one then (`remote.py`), and by the epoch. A thread touches the file, so that a leader whose
-event loop has much to do keeps the lead: taking over the requests of thousands of streams may take longer than
-`LEASE_S` on a busy machine. A loop that does nothing else for `STUCK_S` hangs.
+socket, which is another one then (`remote.py`), and by the epoch. Where the event loop is late a thread touches the
+file, so that a leader that has much to do keeps the lead: taking over the requests of thousands of streams may take
+longer than `LEASE_S` on a busy machine. A loop that does nothing else for `STUCK_S` hangs.
 
     lead        the epoch of the last leader, locked and touched by it
     lead.next   that of the next one, while it is being put in place
@@ -22,7 +22,8 @@ from typing import Final, Protocol
 
 from balanceroute.errors import ConfigError
 
-RENEW_S: Final = 0.2
+RENEW_S: Final = 0.25
+TOUCH_S: Final = 0.4  # between two looks of the thread at whether the event loop renews
 STUCK_S: Final = 10.0
 LEASE_S: Final = 1.0  # a takeover breaks no stream, so a leader that is only slow may lose the lead for nothing
 
@@ -77,9 +78,12 @@ class FileLead:
             raise ConfigError(f"{self._path}: {error.strerror}") from None
 
     def renew(self) -> bool:
-        """Say that the event loop goes on, if the file is still ours."""
+        """Touch the file, if it is still ours."""
         self._renewed_s = time.monotonic()
-        return self._file is not None and _is_at(self._file, self._path)
+        if self._file is None or not _is_at(self._file, self._path):
+            return False
+        os.utime(self._file)
+        return True
 
     def lift(self, epoch: int) -> None:
         """Lead under a larger number, which another lead beside this one has. Raises: OSError."""
@@ -103,14 +107,14 @@ class FileLead:
         threading.Thread(target=self._touch, args=(file,), name="lead", daemon=True).start()
 
     def _touch(self, file: int) -> None:
-        """Until it is released or lost, touch the file, unless the loop hangs."""
+        """Until it is released or lost, touch the file where the loop is late, unless it hangs."""
         while True:
+            time.sleep(TOUCH_S)
             with self._held:
                 if self._file != file or not _is_at(file, self._path):
                     return
-                if time.monotonic() - self._renewed_s < STUCK_S:
+                if RENEW_S < time.monotonic() - self._renewed_s < STUCK_S:
                     os.utime(file)
-            time.sleep(RENEW_S)
 
     def _count_up(self, file: int, former: int) -> None:
         self.epoch = former + 1

@@ -48,9 +48,9 @@ from balanceroute.errors import BalanceRouteError
 from balanceroute.proxy.admission.decider import RefusalKind
 from balanceroute.proxy.perimeter.key_use import KeyUse
 
-VERSION: Final = 3
+VERSION: Final = 4
 PROGRESS_S: Final = 0.005
-SOON_S: Final = 0.01  # a slot that nobody waits for may be known to be free so late
+SOON_S: Final = 0.05  # a slot that nobody waits for may be known to be free so late: about a step
 BEAT_S: Final = 1.0
 SILENT_S: Final = 5.0  # a process that says nothing for so long is given up; one that has died is known of at once
 MAX_FRAME_BYTES: Final = 64 * 2**20  # a Hello of 100,000 tickets with a hundred block hashes each is half of that
@@ -166,14 +166,20 @@ class Requeue(Message, frozen=True, tag=18):
 
 
 class Finish(Message, frozen=True, tag=19):
+    """`age_s` ago, which is more than nothing only where tokens had come."""
+
     ticket: int
     outcome: Outcome
     reason: str
     tokens: int
+    age_s: float
 
 
 class Began(Message, frozen=True, tag=20):
+    """The first tokens came `age_s` ago."""
+
     ticket: int
+    age_s: float
 
 
 # -- what a relay's requests say of workers --------------------------------------------------------------------------

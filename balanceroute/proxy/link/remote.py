@@ -69,6 +69,7 @@ from balanceroute.proxy.link.messages import (
 )
 from balanceroute.proxy.link.reach import Moved, Reach
 from balanceroute.proxy.link.token_counts import WrittenCounts
+from balanceroute.proxy.telemetry.ticks import until_tick_s
 
 log = logging.getLogger(__name__)
 
@@ -128,6 +129,8 @@ class RemoteBrain:
         self.counts = WrittenCounts()
         self._counts_read = False  # by the brain
         self._unsaid: dict[int, int] = {}  # tokens by ticket, to be said
+        self._kept: list[tuple[float, Callable[[float], FromRelay]]] = []  # since when, and what: see `_say_soon`
+        self._kept_timer: asyncio.TimerHandle | None = None
         self._looked_s = loop.time()
         self._knows_workers = False
         self._greeted = False  # Hello has been said: what is said after it comes after it
@@ -201,13 +204,18 @@ class RemoteBrain:
     def finish(self, request_id: str, outcome: Outcome, reason: str = "") -> None:
         """See `decider.Decider`."""
         entry = self._leave(request_id)
-        self._say_soon(Finish(entry.number, outcome, reason, entry.tokens))
+        number, tokens = entry.number, entry.tokens
+        if tokens:
+            self._say_soon(lambda age_s: Finish(number, outcome, reason, tokens, age_s))
+        else:
+            self._say(Finish(number, outcome, reason, tokens, 0.0))
 
     def began(self, request_id: str) -> None:
         """See `decider.Decider`."""
         entry = self._open.get(request_id)
         if entry is not None:
-            self._say_soon(Began(entry.number))
+            number = entry.number
+            self._say_soon(lambda age_s: Began(number, age_s))
 
     def report(self, message: Judged | Activity | Counted | Learned | Explained) -> None:
         """What is known here, of workers above all; nobody hears it while there is no brain."""
@@ -239,16 +247,35 @@ class RemoteBrain:
         if not self._greeted or self._frames is None:
             return  # the next Hello says it
         self._say_progress()
+        if self._kept:
+            self._say_kept()
         self._frames.say(message)
 
-    def _say_soon(self, message: FromRelay) -> None:
-        """Say what no request waits for, as far as is known: with what is said next, or within `soon_s`."""
+    def _say_soon(self, message: Callable[[float], FromRelay]) -> None:
+        """Say what no request waits for, as far as is known, with what is said next, or within `soon_s`: a frame wakes
+        a process. `message`: by its age, seconds.
+        """
         view = self._view
         if view.queued or view.asking or view.pooled:
-            self._say(message)
-        elif self._greeted and self._frames is not None:
-            self._say_progress()
-            self._frames.say_within(self.soon_s, message)
+            self._say(message(0.0))
+        elif self._greeted:
+            if not self._kept:
+                self._kept_timer = self._loop.call_later(self.soon_s, self._say_kept)
+            self._kept.append((self._loop.time(), message))
+
+    def _say_kept(self) -> None:
+        """Say now what was to be said soon."""
+        kept, now, frames = self._kept, self._loop.time(), self._frames
+        self._forget_kept()
+        if frames is not None:
+            for at_s, message in kept:
+                frames.say(message(now - at_s))
+
+    def _forget_kept(self) -> None:
+        self._kept = []
+        if self._kept_timer is not None:
+            self._kept_timer.cancel()
+            self._kept_timer = None
 
     def _say_progress(self) -> None:
         if self._unsaid and self._greeted and self._frames is not None:
@@ -298,7 +325,7 @@ class RemoteBrain:
         finally:
             if self._frames is not None:
                 if self.member is not None:
-                    self._frames.say(Farewell(self.epoch, ENDS))
+                    self._say(Farewell(self.epoch, ENDS))
                 self._frames.close(ENDS)
 
     async def _stay(self, frames: Frames[FromRelay], moved: Moved) -> bool:
@@ -315,7 +342,7 @@ class RemoteBrain:
                 frames.abort("another brain listens there")
             elif self.member is not None:
                 self._look(frames)
-            timer = self._loop.call_later(LOOK_S, look)
+            timer = self._loop.call_later(until_tick_s(self._loop.time(), LOOK_S), look)
 
         timer = self._loop.call_later(LOOK_S, look)  # costs less than to wake the task for each look
         try:
@@ -337,6 +364,7 @@ class RemoteBrain:
         """Say who this is, and everything that lives here."""
         assert self._frames is not None
         self._unsaid = {}  # the standings have them
+        self._forget_kept()  # of tickets that it does not hold
         for entry in self._open.values():
             entry.tokens = 0
             self.counts.write(entry.number, 0)

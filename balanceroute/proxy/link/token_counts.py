@@ -16,9 +16,10 @@ import socket
 import stat
 import struct
 import weakref
+from array import array
 from typing import Final
 
-import numpy as np
+from balanceroute.proxy.hotpath import grown_counts
 
 PLACES: Final = 2**16  # tickets of a relay that are here; the tokens of more are said
 NOWHERE: Final = 0  # the place of a ticket whose tokens are said
@@ -79,21 +80,24 @@ class ReadCounts:
             status = os.fstat(file)
             if not stat.S_ISREG(status.st_mode) or status.st_size != _BYTES:
                 raise OSError(f"file {fd} of process {pid} counts no tokens")
-            self._places = np.frombuffer(mmap.mmap(file, _BYTES, prot=mmap.PROT_READ), dtype=np.int64)
+            self._places = memoryview(mmap.mmap(file, _BYTES, prot=mmap.PROT_READ)).cast("q")
         finally:
             os.close(file)
-        self._known = np.zeros(PLACES, dtype=np.int64)
+        self._known = array("q", [0]) * PLACES
 
-    def news(self, used: int) -> list[tuple[int, int, int]]:
-        """Place, life (of 31 bits) and tokens, of each place below `used` that says something new. O(used)."""
-        now = self._places[:used].copy()
-        known = self._known[:used]
-        changed = np.flatnonzero(now != known)
-        if not changed.size:
-            return []
-        values = now[changed]
-        known[changed] = values
-        return list(zip(changed.tolist(), (values >> 32).tolist(), (values & 0xFFFFFFFF).tolist(), strict=True))
+    def news(self, used: int) -> list[int]:
+        """Each place below `used` that says something new, then what: see `life_of` and `tokens_of`. O(used)."""
+        return grown_counts(self._places, self._known, used)
+
+
+def life_of(said: int) -> int:
+    """Of the ticket that a place speaks of (31 bits)."""
+    return said >> 32
+
+
+def tokens_of(said: int) -> int:
+    """What that ticket has generated."""
+    return said & 0xFFFFFFFF
 
 
 def same_life(number: int, life: int) -> bool:

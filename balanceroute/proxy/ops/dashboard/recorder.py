@@ -28,6 +28,7 @@ from balanceroute.proxy.ops.admin import deciding
 from balanceroute.proxy.ops.services import OperatorServices
 from balanceroute.proxy.ops.workers import why_not_up
 from balanceroute.proxy.telemetry.instruments import Histogram
+from balanceroute.proxy.telemetry.ticks import until_tick_s
 
 SPAN: Final = 900  # samples, one per second: 15 minutes
 PERIOD_S: Final = 1.0
@@ -144,7 +145,7 @@ class Recorder:
             await self._find_runners_up()
             async with self.new_sample:
                 self.new_sample.notify_all()
-            await asyncio.sleep(PERIOD_S)
+            await asyncio.sleep(until_tick_s(asyncio.get_running_loop().time(), PERIOD_S))
 
     def look(self) -> None:
         """Take down what has happened since: whatever a page is shown of workers is an event, too."""

@@ -8,7 +8,6 @@ from hypothesis import strategies as st
 
 from balanceroute.proxy.link.frames import Frames
 from balanceroute.proxy.link.messages import MAX_FRAME_BYTES, Beat, PutBack, frame, read_from_relay
-from tests.waiting import until
 
 
 class Wire(asyncio.Transport):
@@ -58,27 +57,6 @@ def test_what_is_said_in_one_turn_is_one_frame() -> None:
         assert wire.written == []
         await asyncio.sleep(0)
         assert [read_from_relay(written[4:]) for written in wire.written] == [[PutBack(0), PutBack(1), PutBack(2)]]
-
-    asyncio.run(test())
-
-
-def test_what_nobody_waits_for_goes_along_with_what_is_said_next_and_else_by_itself() -> None:
-    async def test() -> None:
-        frames: Frames[Any] = Frames(asyncio.get_running_loop(), lambda *_: None, lambda *_: None)
-        wire = Wire()
-        frames.say_within(0.0, Beat())  # before there is a connection: nowhere to go
-        frames.connection_made(wire)
-        frames.say_within(3600.0, PutBack(0))
-        frames.say_within(3600.0, PutBack(1))
-        await asyncio.sleep(0)
-        assert wire.written == []
-        frames.say(PutBack(2))
-        frames.say_within(3600.0, PutBack(3))
-        await until(lambda: bool(wire.written))
-        frames.say_within(0.0, PutBack(4))
-        await until(lambda: len(wire.written) == 2)
-        said = [read_from_relay(written[4:]) for written in wire.written]
-        assert said == [[PutBack(number) for number in range(4)], [PutBack(4)]]
 
     asyncio.run(test())
 

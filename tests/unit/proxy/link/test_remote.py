@@ -1,6 +1,7 @@
 """A relay's end of the link: its requests go their way, whoever decides, and outlive him."""
 
 import asyncio
+import math
 import os
 from pathlib import Path
 
@@ -134,9 +135,64 @@ def test_a_slot_that_nobody_waits_for_is_told_with_the_next_call() -> None:
     async def test(stage: Stage) -> None:
         brain, relay = await stage.brain(), stage.relay()
         relay.brain.soon_s = 3600.0
-        (await relay.decoding("a")).finish(Outcome.FINISHED)
+        leaves = await relay.decoding("a")
+        leaves.progress(1)
+        leaves.finish(Outcome.FINISHED)
+        await asyncio.sleep(0)
+        assert brain.active == ["a"]
         await relay.decoding("b")
         assert brain.active == ["b"]
+
+    on(test)
+
+
+def test_a_slot_that_nobody_waits_for_is_told_soon_where_there_is_no_next_call() -> None:
+    async def test(stage: Stage) -> None:
+        brain, relay = await stage.brain(), stage.relay()
+        leaves = await relay.decoding("a")
+        leaves.progress(1)
+        leaves.finish(Outcome.FINISHED)
+        await until(lambda: brain.active == [])
+
+    on(test)
+
+
+def test_a_relay_that_ends_has_told_what_was_to_be_told_soon() -> None:
+    async def test(stage: Stage) -> None:
+        brain, relay = await stage.brain(), stage.relay()
+        relay.brain.soon_s = 3600.0
+        leaves = await relay.decoding("a")
+        leaves.progress(5)
+        leaves.finish(Outcome.FINISHED, "stop")
+        await relay.end()
+        await until(lambda: brain.active == [])
+        assert brain.scheduler.snapshot.means.answer_tokens == 5  # it did not fail with its relay
+
+    on(test)
+
+
+def test_what_is_told_later_is_measured_from_when_it_was() -> None:
+    async def test(stage: Stage) -> None:
+        brain, relay = await stage.brain(), stage.relay()
+        brain.scheduler.configure(SchedulerConfig(overlap_requests=None), 0.0)
+        relay.brain.configure(SchedulerConfig(overlap_requests=None))
+        relay.brain.soon_s = 0.05
+        ticket = await relay.decoding("a")
+        started_s = relay.tickets.now()
+        ticket.progress(1)
+        ticket.began()
+        tracker = brain.scheduler.snapshot.requests["a"]
+        await until(lambda: tracker.began_s < math.inf)
+        assert abs(tracker.began_s - started_s) < 0.04 < relay.tickets.now() - started_s
+        relay.brain.soon_s = 3600.0
+        ticket.progress(1)
+        ended_s = relay.tickets.now()
+        ticket.finish(Outcome.FINISHED, "stop")
+        loop = asyncio.get_running_loop()
+        await until(lambda: loop.time() > ended_s + 0.1)
+        await relay.decoding("b")
+        step_s = brain.scheduler.snapshot.overlap.step_s
+        assert abs(step_s - (ended_s - tracker.began_s)) < 0.05
 
     on(test)
 
@@ -147,6 +203,7 @@ def test_a_slot_that_somebody_waits_for_is_told_at_once() -> None:
         relay.brain.soon_s = 3600.0
         runs, waits = await relay.decoding("runs"), await relay.pooled("waits")
         await until(lambda: relay.brain.view().pooled == 1)
+        runs.progress(1)
         runs.finish(Outcome.FINISHED)
         assert await waits.admission() == "d0"
 

@@ -1,0 +1,23 @@
+"""Looks of all processes come at the same times."""
+
+import pytest
+
+from balanceroute.proxy.telemetry.ticks import until_tick_s
+
+
+@pytest.mark.parametrize("period_s", [0.25, 1.0])
+@pytest.mark.parametrize("late", [-0.004, 0.0, 0.02, 0.4], ids=["early", "in time", "late", "very late"])
+def test_a_look_is_followed_by_the_next_one_of_all_others(period_s: float, late: float) -> None:
+    for number in (1, 7, 4_000_000):
+        now = (number + late) * period_s  # a timer fires a little before its time, or late
+        assert now + until_tick_s(now, period_s) == pytest.approx((number + 1) * period_s)
+
+
+def test_who_was_very_late_leaves_one_out_instead_of_looking_twice() -> None:
+    assert 10.2 + until_tick_s(10.2, 0.25) == pytest.approx(10.5)
+
+
+def test_who_begins_at_any_time_falls_in_with_the_others() -> None:
+    for now in (0.0, 0.1, 5.13, 1e6 + 0.001):
+        at_s = now + until_tick_s(now, 0.25)
+        assert at_s * 4 == pytest.approx(round(at_s * 4)) and 0.125 <= at_s - now <= 0.375
