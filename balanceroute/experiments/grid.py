@@ -1,9 +1,9 @@
 """Which policy never loses: every policy in every cell, and how far each is from the best of the cell.
 
 Regret is what a policy gives away against the best one of the same cell, averaged over its seeds: tokens per second in
-per cent of the best; TPOT p95 likewise; and the p99 wait against the best among the policies within 1 % of the best
-tokens per second, because who serves less can wait less. Cells that are not busy (utilisation up to 0.7) are listed and
-not judged: there every policy serves what arrives.
+per cent of the best; TPOT p95 likewise; and TPOT p95 and the p99 wait against the best among the policies within 1 % of
+the best tokens per second, because who leaves slots empty makes the other requests fast, and can wait less. Cells that
+are not busy (utilisation up to 0.7) are listed and not judged: there every policy serves what arrives.
 
 `verdict` holds the default against each bar of a policy without regret.
 
@@ -125,7 +125,8 @@ class Standing:
     utilisation: float
     lost_tokens: float = 0.0
     lost_tpot: float = 0.0
-    lost_wait: float | None = None  # None where it is not within NEAR of the best tokens/s
+    lost_wait: float | None = None  # against those within NEAR of the best tokens/s; None where it is none of them
+    lost_tpot_near: float | None = None  # the same
 
 
 def standings(scope: Scope, results: Results, cell: Cell) -> list[Standing]:
@@ -155,16 +156,16 @@ def standings(scope: Scope, results: Results, cell: Cell) -> list[Standing]:
         )
     best_rate = max(s.tokens_s for s in found)
     best_tpot = min(s.tpot_p95_s for s in found)
-    least_wait = min(s.wait_p99_s for s in found if s.tokens_s >= (1 - NEAR) * best_rate)
+    near = [s for s in found if s.tokens_s >= (1 - NEAR) * best_rate]
+    least_wait, near_tpot = min(s.wait_p99_s for s in near), min(s.tpot_p95_s for s in near)
     return [
         replace(
             s,
             lost_tokens=1 - s.tokens_s / best_rate,
             lost_tpot=s.tpot_p95_s / best_tpot - 1,
             # a second more is nobody's regret where nobody waits
-            lost_wait=max(0.0, s.wait_p99_s - 1.0) / max(least_wait, 1.0) - 1
-            if s.tokens_s >= (1 - NEAR) * best_rate
-            else None,
+            lost_wait=max(0.0, s.wait_p99_s - 1.0) / max(least_wait, 1.0) - 1 if s in near else None,
+            lost_tpot_near=s.tpot_p95_s / near_tpot - 1 if s in near else None,
         )
         for s in found
     ]
@@ -220,6 +221,12 @@ def verdict_table(rows: Sequence[Sequence[Standing]], busy: Sequence[Sequence[St
     bars: tuple[tuple[str, Sequence[Sequence[Standing]], Callable[[Sequence[Standing]], float], float], ...] = (
         ("tokens/s within 1 % of the best", busy, lambda row: default_of(row).lost_tokens, NEAR),
         ("TPOT p95 within 5 % of the best", busy, lambda row: default_of(row).lost_tpot, 0.05),
+        (
+            "TPOT p95 within 5 % of the best of those within 1 % of tokens/s",
+            [row for row in busy if default_of(row).lost_tpot_near is not None],
+            lambda row: default_of(row).lost_tpot_near or 0.0,
+            0.05,
+        ),
         (
             "wait p99 within 10 % of the best of those within 1 % of tokens/s",
             [row for row in busy if default_of(row).lost_wait is not None],

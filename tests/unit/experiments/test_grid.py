@@ -85,10 +85,14 @@ def test_regret_is_against_the_best_and_waits_only_among_those_that_serve_as_muc
         results[job] = made_up(method, 1000.0 - 100 * index, 0.060 + 0.003 * index, 30.0 - 4 * index)
     (near,) = grid.jobs_of(TINY, cell, grid.POLICIES[1])
     results[near] = made_up(grid.POLICIES[1], 995.0, 0.063, 20.0)
+    (idle,) = grid.jobs_of(TINY, cell, grid.POLICIES[2])
+    results[idle] = made_up(grid.POLICIES[2], 800.0, 0.050, 20.0)
     best, second, third, *_ = grid.standings(TINY, results, cell)
-    assert (best.lost_tokens, best.lost_tpot) == (0.0, 0.0)
+    assert (best.lost_tokens, third.lost_tpot) == (0.0, 0.0)
     assert second.lost_tokens == pytest.approx(0.005)
-    assert second.lost_tpot == pytest.approx(0.05)
+    assert second.lost_tpot == pytest.approx(0.063 / 0.050 - 1)
+    assert (best.lost_tpot_near, third.lost_tpot_near) == (0.0, None), "slots that stay empty make the others fast"
+    assert second.lost_tpot_near == pytest.approx(0.05)
     assert best.lost_wait == pytest.approx(29.0 / 20.0 - 1)
     assert third.lost_wait is None, "it serves 20 % less, so its short wait says nothing"
 
@@ -124,9 +128,10 @@ def test_the_verdict_names_every_cell_in_which_a_bar_does_not_hold() -> None:
             rate = default_rate if method is methods.LEVEL_FIT else 999.0
             results[job] = made_up(method, rate, 0.06, 20.0)
     rows = [grid.standings(TINY, results, cell) for cell in CELLS[:2]]
-    tokens, tpot, wait, baselines = grid.verdict_table(rows, rows).rows
+    tokens, tpot, near_tpot, wait, baselines = grid.verdict_table(rows, rows).rows
     lost = f"{CELLS[1].name} (9.9%)"
     assert tokens[1:] == ["no", 1, 2, lost]
     assert tpot[1:] == ["yes", 2, 2, "-"]
+    assert near_tpot[1:] == ["yes", 1, 1, "-"]
     assert wait[1:] == ["yes", 1, 1, "-"], "who serves less is not judged by waits"
     assert baselines[1:] == ["no", 1, 2, lost]
