@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from balanceroute.core.types import Admit
 from balanceroute.emulator import ClusterShape, EmulatedCluster
 from balanceroute.journal import rerun
 from balanceroute.loadgen import LoadOptions, run_load
+from balanceroute.proxy.admission.decider import Answer
 from balanceroute.proxy.app import RouterApp, create_app
 from balanceroute.traces import Trace, generate_trace
 from tests.integration.router import configuration, patient, served
@@ -41,17 +41,16 @@ async def serve(shape: ClusterShape, overlap: int | str, journal: Path) -> tuple
 
 
 def watch(app: RouterApp, held: list[int], ahead: list[int]) -> None:
-    """Take down the state after each decision."""
+    """Take down the state after each decision that was told."""
     ledger = app.services.ledger
-    admit = ledger.admit
+    tell = ledger.tell
 
-    def watched() -> list[Admit]:
-        found = admit()
+    def watched(request_id: str, answer: Answer) -> None:
         held.extend(len(worker.active) for worker in ledger.scheduler.snapshot.workers)
         ahead.extend(worker.ahead for worker in ledger.scheduler.snapshot.workers)
-        return found
+        tell(request_id, answer)
 
-    ledger.admit = watched  # type: ignore[method-assign]
+    ledger.tell = watched
 
 
 @pytest.mark.parametrize("beside_full", [False, True], ids=["as vLLM", "beside a full batch"])

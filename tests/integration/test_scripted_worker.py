@@ -10,7 +10,7 @@ import httpx
 import pytest
 
 from balanceroute.config import validate
-from balanceroute.core.types import RequestSpec
+from balanceroute.proxy.admission.decider import Answer
 from balanceroute.proxy.app import RouterApp, create_app
 from tests.integration.router import looked_on, served
 from tests.unit.proxy.servers import CHUNKED_HEAD, Script, chunked, plain, read_request, worker
@@ -104,19 +104,19 @@ async def test_a_priority_beyond_its_bounds_is_clamped_in_our_own_order_and_reac
 ) -> None:
     bodies: list[dict[str, Any]] = []
     caplog.set_level("INFO")
-    orders = []
+    orders: dict[str, int] = {}
     async with routing(streaming(1, 0.0, bodies), priority={"min": -2, "max": 5}) as (app, client):
         ledger = app.services.ledger
-        submit = ledger.submit
+        tell = ledger.tell
 
-        def noting(spec: RequestSpec) -> None:
-            orders.append(spec.priority)
-            submit(spec)
+        def noting(request_id: str, answer: Answer) -> None:
+            orders[request_id] = ledger.scheduler.snapshot.requests[request_id].priority
+            tell(request_id, answer)
 
-        ledger.submit = noting  # type: ignore[method-assign]
+        ledger.tell = noting
         for asked in ({"priority": -100}, {"priority": 3}, {"priority": 100}, {}):
             assert (await client.post("/v1/chat/completions", json={**CHAT, **asked})).status_code == 200
-    assert orders == [-2, 3, 5, 0]
+    assert list(orders.values()) == [-2, 3, 5, 0]
     assert [body.get("priority") for body in bodies] == [-100, -100, 3, 3, 100, 100, None, None]
     lines = [vars(record) for record in caplog.records if record.message == "priority clamped"]
     assert [(line["asked"], line["priority"]) for line in lines] == [(-100, -2), (100, 5)]

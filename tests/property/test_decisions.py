@@ -16,7 +16,7 @@ from balanceroute.core.policies import make_policy
 from balanceroute.core.policy import Choice
 from balanceroute.core.scheduler import Scheduler
 from balanceroute.core.snapshot import ClusterSnapshot
-from balanceroute.core.target_fit import LEVEL_FIT, TARGET_FIT, FitRules
+from balanceroute.core.target_fit import LEVEL_FIT, TARGET_FIT, FitRules, TargetFit, TargetFitParams
 from balanceroute.core.types import RequestSpec, Role, WorkerSpec
 
 MANY = settings(max_examples=2000, deadline=None)
@@ -183,19 +183,20 @@ def test_level_fit_chooses_as_specified_below_the_mean(
     """By (1 - 1/G) of the mean answer, and by what the stock is smaller than the prompts that arrive, within bounds.
 
     Sizes are multiples of the pool's, so that the stock's mean is exact, and no prompt is large. Mean prompts are
-    powers of two, so that the curvature is exact and a tie is a tie.
+    powers of two, and so are the rules' curvature and share of the growth, so that a tie is a tie.
     """
+    rules = replace(LEVEL_FIT, curvature=0.25, growth_share=1.0)
     free = sum(4 - len(held) for held in loads)
     size = 8 if free < 8 else 16
     waiting = data.draw(st.lists(st.integers(1, 3_000).map(lambda n: n * 16), min_size=size, max_size=size))
     mean_prompt = data.draw(st.sampled_from([2**n for n in range(4, 18) if max(waiting) <= 5 * 2**n][:4]))
     scheduler = a_cluster(loads, waiting)
-    scheduler.policy = make_policy(PolicySettings(policy="level_fit"))
+    scheduler.policy = TargetFit("level_fit", TargetFitParams(max_wait_s=30.0, hold_s=0.5), rules)
     scheduler.snapshot.means.prompt_tokens, scheduler.snapshot.means.answer_tokens = mean_prompt, output * 16
     growth = output * 16 * (1 - 1 / len(loads))
     most = max(growth, mean_prompt / 2 - growth) if growth else 0.0
     drop = growth + min(most, max(-most, mean_prompt - sum(waiting) / size))
     admissions = scheduler.admit(0.0)
     assert [(action.request, action.worker) for action in admissions] == naive_fit(
-        loads, waiting, LEVEL_FIT, drop, mean_prompt
+        loads, waiting, rules, drop, mean_prompt
     )

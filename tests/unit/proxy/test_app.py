@@ -4,9 +4,11 @@ import asyncio
 import logging
 from collections.abc import Awaitable, Callable
 from typing import Any
+from unittest.mock import create_autospec
 
 import pytest
 
+from balanceroute.proxy.admission.forecasts import Forecasts
 from balanceroute.proxy.app import RouterApp, create_app, start, start_refits, stop
 from balanceroute.proxy.client.head import Request
 from balanceroute.proxy.ops.dashboard.recorder import Recorder
@@ -91,14 +93,14 @@ def test_a_coroutine_that_meets_a_bug_begins_anew_unless_bugs_are_fatal(
         services = a_router()
         services.strict = strict
         fails = [RuntimeError("a bug"), RuntimeError("another")]
-        expire = services.ledger.expire
+        fold = services.metrics.fold
 
-        def broken() -> Any:
+        def broken() -> None:
             if fails:
                 raise fails.pop()
-            return expire()
+            fold()
 
-        services.ledger.expire = broken  # type: ignore[method-assign]
+        services.metrics.fold = broken  # type: ignore[method-assign]
         start(services, a_recorder(services))
         await let_pass(5.0)
         assert services.metrics.tasks_failed.value("pool_reaper") == (1 if strict else 2)
@@ -127,14 +129,15 @@ def test_another_predictor_s_refits_take_the_place_of_the_last_one_s() -> None:
             begun.append(True)
             await asyncio.Event().wait()
 
-        services.ledger.refits = lambda: refit  # type: ignore[method-assign]
+        services.ledger.forecasts = forecasts = create_autospec(Forecasts)
+        forecasts.runner.return_value = refit
         start_refits(services)
         first = services.tasks["refits"]
         await until(lambda: len(begun) == 1)
         start_refits(services)
         await until(lambda: len(begun) == 2)
         assert first.cancelled() and not services.tasks["refits"].done()
-        services.ledger.refits = lambda: None  # type: ignore[method-assign]
+        services.ledger.forecasts = None
         start_refits(services)
         assert "refits" not in services.tasks
 

@@ -13,23 +13,16 @@ from tests.unit.proxy.virtual_time import in_virtual_time
 def test_the_decode_dispatcher_decides_over_all_that_came_together() -> None:
     async def test() -> None:
         ledger, tickets = a_ledger(slots=8)
-        decisions: list[list[Admit]] = []
-        dispatcher = DecodeDispatcher(ledger, Histogram((1.0,)), lambda admit: decisions[-1].append(admit))
-        step = dispatcher.step
-
-        def counted() -> None:
-            decisions.append([])
-            step()
-
-        dispatcher.step = counted  # type: ignore[method-assign]
-        task = asyncio.ensure_future(dispatcher.run())
+        admissions: list[Admit] = []
+        decisions = Histogram((1.0,))
+        task = asyncio.ensure_future(DecodeDispatcher(ledger, decisions, admissions.append).run())
         made = [tickets.submit(RequestSpec(f"r{n}", 10)) for n in range(5)]
         ledger.dispatch()
         for ticket in made:
             await ticket.prefiller()
             ticket.prefilled(10)
         assert [await ticket.admission() for ticket in made] == ["d0"] * 5
-        assert [len(decision) for decision in decisions] == [5]
+        assert (len(admissions), sum(decisions.counts)) == (5, 1)
         task.cancel()
 
     in_virtual_time(test)

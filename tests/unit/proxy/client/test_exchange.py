@@ -10,6 +10,7 @@ import orjson
 import pytest
 
 from balanceroute.errors import BadUpstreamReply, BalanceRouteError, InvalidRequest
+from balanceroute.proxy.admission import decider
 from balanceroute.proxy.client.exchange import Exchange
 from balanceroute.proxy.perimeter.perimeter import Perimeter
 from balanceroute.proxy.services import Services
@@ -150,16 +151,16 @@ def test_a_priority_counts_within_the_bounds_of_the_operator_and_reaches_the_eng
         services, connection = a_router(a_config(1, 1, limits={"priority": {"min": 0, "max": 5}})), Connection()
         p0 = script(services, "p0", probed())
         script(services, "d0", whole(20, 21))
-        submitted: list[int] = []
-        submit = services.ledger.submit
+        submitted: dict[str, int] = {}
+        tell = services.ledger.tell
 
-        def noted(spec: Any) -> None:
-            submitted.append(spec.priority)
-            submit(spec)
+        def noted(request_id: str, answer: decider.Answer) -> None:
+            submitted[request_id] = services.ledger.scheduler.snapshot.requests[request_id].priority
+            tell(request_id, answer)
 
-        services.ledger.submit = noted  # type: ignore[method-assign]
+        services.ledger.tell = noted
         await served(services, connection, BODY | {"priority": asked})
-        assert submitted == [counts_as] and orjson.loads(p0.asked[0].body)["priority"] == asked
+        assert list(submitted.values()) == [counts_as] and orjson.loads(p0.asked[0].body)["priority"] == asked
 
     in_virtual_time(test)
 
@@ -198,10 +199,10 @@ def test_a_bug_of_ours_is_a_500_counted_and_logged_with_its_request(caplog: pyte
         services, connection = a_router(a_config(1, 1)), Connection()
         services.strict = False
 
-        def broken(spec: Any) -> Any:
+        def broken(request_id: str, answer: decider.Answer) -> None:
             raise RuntimeError("a bug")
 
-        services.ledger.submit = broken  # type: ignore[method-assign]
+        services.ledger.tell = broken
         await served(services, connection, headers=[(b"x-request-id", b"mine")])
         status, _, body = connection.answer
         assert status == 500 and b"a bug" not in body

@@ -4,8 +4,9 @@ import asyncio
 
 import pytest
 
-from balanceroute.core.types import Outcome, Prefill, WorkerState
+from balanceroute.core.types import Outcome, WorkerState
 from balanceroute.errors import BadUpstreamReply, ForeignReply, UpstreamError, UpstreamStatus
+from balanceroute.proxy.admission import decider
 from balanceroute.proxy.life.errors import NothingPinned
 from balanceroute.proxy.life.leg import Leg
 from balanceroute.proxy.life.prefilling import PROBE_GRACE_S
@@ -69,14 +70,13 @@ def test_a_request_waits_for_a_prefiller_that_is_still_up_when_it_comes_to_it() 
         services = a_router(a_config(2, 1))
         scripts = {name: script(services, name, probed()) for name in ("p0", "p1")}
         script(services, "d0", Page(events(20) + DONE))
-        dispatch = services.ledger.dispatch
+        tell = services.ledger.tell
 
-        def goes_out() -> list[Prefill]:
-            given = dispatch()
+        def goes_out(request_id: str, answer: decider.Answer) -> None:
+            tell(request_id, answer)
             services.fleet.set_healthy(services.fleet["p0"], False)
-            return given
 
-        services.ledger.dispatch = goes_out  # type: ignore[method-assign]
+        services.ledger.tell = goes_out
         async with dispatching(services):
             leg = a_leg(services)
             await leg.run()

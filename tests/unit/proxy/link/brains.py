@@ -25,6 +25,20 @@ from balanceroute.proxy.workers.relay_reports import RelayReports
 from tests.waiting import PATIENCE_S
 
 
+def _nobody(request_id: str) -> None:
+    """Nobody watches."""
+
+
+class Watched(Scheduler):
+    """A scheduler that says whose tokens it is told."""
+
+    generates = staticmethod(_nobody)
+
+    def progress(self, request_id: str, tokens: int, now: float) -> None:
+        self.generates(request_id)
+        super().progress(request_id, tokens, now)
+
+
 class Brain:
     """A hub before a ledger, with its dispatchers once it has settled."""
 
@@ -32,7 +46,7 @@ class Brain:
         self, epoch: int, slots: int, relays: int, far: FarMembers | None = None, patience: Patience | None = None
     ) -> None:
         loop = asyncio.get_running_loop()
-        self.scheduler = Scheduler(make_policy(PolicySettings(policy="br_0")), SchedulerConfig())
+        self.scheduler = Watched(make_policy(PolicySettings(policy="br_0")), SchedulerConfig())
         self.scheduler.add_worker(WorkerSpec("p0", Role.PREFILL), 0.0)
         self.scheduler.add_worker(WorkerSpec("d0", Role.DECODE, slots=slots), 0.0)
         self.ledger = Ledger(self.scheduler, loop)

@@ -111,16 +111,14 @@ def test_tokens_of_all_streams_cross_in_one_message_to_a_brain_that_cannot_read_
         brain = await stage.brain(slots=8)
         tickets = [await relay.decoding(f"r{n}") for n in range(8)]
         told: list[list[str]] = []
-        progress = brain.ledger.progress
         turn: list[str] = []
 
-        def counted(request_id: str, tokens: int) -> None:
+        def counted(request_id: str) -> None:
             if not turn:
                 asyncio.get_running_loop().call_soon(lambda: (told.append(list(turn)), turn.clear()))
             turn.append(request_id)
-            progress(request_id, tokens)
 
-        brain.ledger.progress = counted  # type: ignore[method-assign]
+        brain.scheduler.generates = counted
         for ticket in tickets:
             ticket.progress(1)
             ticket.progress(1)
