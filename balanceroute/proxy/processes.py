@@ -17,6 +17,7 @@ from balanceroute.config import Config
 from balanceroute.errors import ConfigError, InputError
 from balanceroute.proxy.admission.forecasts import build_forecasts
 from balanceroute.proxy.brain import Standing, run_brain
+from balanceroute.proxy.client.acceptor import ConnectionCounts
 from balanceroute.proxy.handover import Handover, Predecessor, Told
 from balanceroute.proxy.perimeter.perimeter import Perimeter
 from balanceroute.proxy.perimeter.tls import Tls
@@ -83,6 +84,7 @@ class Processes:
         self._link = link
         self.config, self._load, self._folder, self._sockets = config, load, folder, sockets
         self._journal, self._predecessor = journal, predecessor
+        self._counts = ConnectionCounts(max(1, config.listen.relays))
         self._told = Told(os.getpid(), 1)
         if predecessor is not None:
             self._told = Told(predecessor.told.lineage, predecessor.told.generation + 1)
@@ -169,7 +171,9 @@ class Processes:
         self._end_handover()
         for link in self._links:
             link.close()
-        run_relay(self.config, self._sockets, self._folder, name, self._begin(name), on_up)
+        place = self.relays.index(name)
+        load = self._begin(name)
+        run_relay(self.config, self._sockets, self._folder, name, load, on_up, self._counts, place)
 
     def _begin(self, name: str) -> Callable[[], Config]:
         """Say in the log who this is; returns what reads the configuration anew."""

@@ -44,7 +44,7 @@ from balanceroute.proxy.app import (
     stop_tasks,
     supervised,
 )
-from balanceroute.proxy.client.acceptor import Acceptor
+from balanceroute.proxy.client.acceptor import Acceptor, ConnectionCounts
 from balanceroute.proxy.client.services import ClientServices
 from balanceroute.proxy.life.pool_reaper import PERIOD_S, PoolReaper
 from balanceroute.proxy.life.suspicion import Loss
@@ -190,12 +190,14 @@ def run_relay(
     name: str,
     load: Callable[[], Config],
     on_up: Callable[[], None],
+    counts: ConnectionCounts,
+    place: int,
 ) -> None:
     """Serve clients until a signal ends it.
 
     Args: listeners: bound sockets, shared with the other relays: the clients', and the operators' where `listen.admin`
     is set. name: one that no other living relay of the router has; the same after a restart. load: reads the
-    configuration anew, for SIGHUP. on_up: called when it accepts.
+    configuration anew, for SIGHUP. on_up: called when it accepts. counts: of all relays; place: this one's in them.
 
     Raises: ConfigError: a file that the configuration names is wrong.
     """
@@ -207,7 +209,7 @@ def run_relay(
         reload_relay(app.services, await asyncio.to_thread(load))
 
     server = RelayServer(app, config, on_reload)
-    server.name, server.on_up = name, on_up
+    server.name, server.on_up, server.counts, server.place = name, on_up, counts, place
     server.run(sockets=listeners)
 
 
@@ -377,6 +379,8 @@ class RelayServer(ChildServer):
     name = ""
     listeners: Sequence[socket.socket] = ()
     on_up: Callable[[], None] = staticmethod(lambda: None)
+    counts: ConnectionCounts
+    place = 0
 
     async def startup(self, sockets: list[Any] | None = None) -> None:
         """Accept on these sockets, with others."""
@@ -389,7 +393,7 @@ class RelayServer(ChildServer):
         for listener in self.listeners:
             listener.setblocking(False)
             listener.listen(self.config.backlog)
-            self.servers.append(Acceptor(loop, listener, self.connected))  # type: ignore[arg-type]  # it is only closed
+            self.servers.append(Acceptor(loop, listener, self.connected, self.ahead))  # type: ignore[arg-type]  # it is only closed
         told: dict[str, object] = {"relay": self.name, "pid": os.getpid(), "tls": self._app.tls.server is not None}
         ports = [listener.getsockname() for listener in self.listeners]
         told |= {"host": ports[0][0], "port": ports[0][1]}
@@ -397,6 +401,11 @@ class RelayServer(ChildServer):
             told["admin_port"] = self._app.services.perimeter.admin_port = ports[1][1]
         self.on_up()
         return told
+
+    def ahead(self) -> bool:
+        """Whether another relay has fewer connections."""
+        self.counts.tell(self.place, len(self.server_state.connections))
+        return self.counts.ahead(self.place)
 
     def leave(self) -> None:
         """Another router accepts on these sockets: serve whoever is connected to the end of what it has begun."""

@@ -11,7 +11,7 @@ import pytest
 import uvloop
 
 from balanceroute.proxy.client import acceptor as module
-from balanceroute.proxy.client.acceptor import Acceptor
+from balanceroute.proxy.client.acceptor import Acceptor, ConnectionCounts
 from tests.waiting import until
 
 
@@ -59,6 +59,57 @@ def test_connections_that_wait_are_shared_by_all_who_accept(listener: socket.soc
     uvloop.run(test())
     assert {said(client) for client in waiting} == {b"here"}
     assert min(taken.count("a"), taken.count("b")) > 20
+
+
+class Staying(asyncio.Protocol):
+    """A connection that stays open."""
+
+    def __init__(self, open_now: list[asyncio.Protocol]) -> None:
+        self._open = open_now
+
+    def connection_made(self, transport: Any) -> None:
+        self._open.append(self)
+        transport.write(b"here")
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._open.remove(self)
+
+
+def test_connections_that_come_one_by_one_are_shared_by_all_who_accept_and_by_none_alone(
+    listener: socket.socket,
+) -> None:
+    counts = ConnectionCounts(2)
+    both: list[list[asyncio.Protocol]] = [[], []]
+
+    def ahead(place: int) -> bool:
+        counts.tell(place, len(both[place]))
+        return counts.ahead(place)
+
+    async def come(number: int) -> list[socket.socket]:
+        before = sum(map(len, both))
+        found = []
+        for nth in range(number):
+            found += clients(listener, 1)
+            await until(lambda nth=nth: sum(map(len, both)) == before + nth + 1)  # type: ignore[misc]
+        return found
+
+    async def test() -> None:
+        loop = asyncio.get_running_loop()
+        one, other = (
+            Acceptor(loop, listener.dup(), lambda place=place: Staying(both[place]), lambda place=place: ahead(place))  # type: ignore[misc]
+            for place in (0, 1)
+        )
+        held = await come(40)
+        assert abs(len(both[0]) - len(both[1])) <= 5
+        one.close()
+        held += await come(20)  # as behind a relay that stands still
+        assert len(both[1]) > 30
+        other.close()
+        for client in held:
+            client.close()
+        await until(lambda: not any(both))
+
+    uvloop.run(test())
 
 
 def test_what_is_not_taken_when_it_closes_is_left_to_others(listener: socket.socket) -> None:
