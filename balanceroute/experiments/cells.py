@@ -44,6 +44,7 @@ BURST_PERIOD_S, BURST_SHARE = 60.0, 0.4  # all that arrives in a minute arrives 
 SLOW = 1.3
 LITTLE_MEMORY = 1.1  # KV capacity of a worker in the mean tokens of a full one
 HISTORY_SEED_OFFSET = 1000
+ROWS_PER_SLOT = 20
 LONGER = 5  # times the rows where answers are short: with 20 per slot a run is over in 22 s, less than the wait cap
 
 
@@ -95,31 +96,30 @@ def one_factor_cells(
     loads: tuple[float, ...],
     widths: tuple[int, ...],
     factors: tuple[str, ...],
-    rows_per_slot: int,
 ) -> Iterator[Cell]:
     """The base cell of each shape, and each with one thing changed."""
     for shape in shapes:
-        base = Cell(shape, rows=rows_of(shape, 8, rows_per_slot))
+        base = Cell(shape, rows=rows_of(shape, 8))
         yield base
         yield from (replace(base, load=load) for load in loads if load != base.load)
-        wide = (replace(base, n_workers=g, rows=rows_of(shape, g, rows_per_slot)) for g in widths)
+        wide = (replace(base, n_workers=g, rows=rows_of(shape, g)) for g in widths)
         yield from (cell for cell in wide if cell != base)
         yield from (replace(base, factor=factor) for factor in factors if factor != base.factor)
 
 
-def random_cells(count: int, shapes: tuple[str, ...], rows_per_slot: int) -> Iterator[Cell]:
+def random_cells(count: int, shapes: tuple[str, ...]) -> Iterator[Cell]:
     """Cells with everything drawn, always the same ones; the widest clusters are rare, because they take long."""
     draw = random.Random(20_260_513)
     for _ in range(count):
         width = draw.choices(WIDTHS, weights=(4, 6, 4, 1, 0))[0]
         shape = draw.choice(shapes)
-        rows = rows_of(shape, width, rows_per_slot)
+        rows = rows_of(shape, width)
         yield Cell(shape, draw.choice(LOADS), width, draw.choice(FACTORS), rows=rows)
 
 
-def rows_of(shape: str, width: int, rows_per_slot: int) -> int:
+def rows_of(shape: str, width: int) -> int:
     """How many requests a cell of this width has."""
-    return width * 64 * rows_per_slot * (LONGER if shape == "short" else 1)
+    return width * 64 * ROWS_PER_SLOT * (LONGER if shape == "short" else 1)
 
 
 @lru_cache(maxsize=2)

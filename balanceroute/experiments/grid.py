@@ -47,15 +47,11 @@ def cells(scope: Scope) -> list[Cell]:
     """The cells of a scope, without seeds."""
     shapes = scope.sources if scope.trace else BASES
     if scope.quick:
-        return [
-            cell
-            for shape in shapes
-            for cell in one_factor_cells((shape,), (0.8, 1.05), (8,), QUICK_FACTORS, 4 if shape == "short" else 8)
-        ]
+        return list(one_factor_cells(shapes, (0.8, 1.05), (8,), QUICK_FACTORS))
     drawn = shapes if scope.trace else (*BASES, "bursts")
-    found = [*one_factor_cells(shapes, LOADS, WIDTHS, FACTORS, 20), *random_cells(60, drawn, 20)]
+    found = [*one_factor_cells(shapes, LOADS, WIDTHS, FACTORS), *random_cells(60, drawn)]
     if not scope.trace:
-        found += one_factor_cells(("bursts",), (), (), (), 20)
+        found += one_factor_cells(("bursts",), (), (), ())
     return list(dict.fromkeys(found))
 
 

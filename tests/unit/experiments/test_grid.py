@@ -25,7 +25,7 @@ def test_every_cell_can_be_run(factor: str) -> None:
 
 def test_the_cells_change_one_factor_at_a_time_around_their_bases() -> None:
     cells = grid.cells(Scope.of(quick=False, trace=None))
-    drawn = set(random_cells(60, (*grid.BASES, "bursts"), 20))
+    drawn = set(random_cells(60, (*grid.BASES, "bursts")))
     for cell in set(cells) - drawn:
         base = Cell(cell.shape)
         changed = [name for name in ("load", "n_workers", "factor") if getattr(cell, name) != getattr(base, name)]
