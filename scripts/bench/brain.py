@@ -37,8 +37,8 @@ from balanceroute.config import validate
 from balanceroute.core.knobs import PolicySettings
 from balanceroute.core.policies import make_policy
 from balanceroute.core.scheduler import Scheduler, SchedulerConfig
-from balanceroute.core.types import Admit, Outcome, RequestSpec, Role, WorkerSpec
-from balanceroute.proxy.admission.decode_dispatcher import DecodeDispatcher
+from balanceroute.core.types import Outcome, RequestSpec, Role, WorkerSpec
+from balanceroute.proxy.admission.decode_dispatcher import HOLD_S
 from balanceroute.proxy.admission.ledger import Ledger
 from balanceroute.proxy.admission.prefill_dispatcher import PrefillDispatcher
 from balanceroute.proxy.admission.tickets import Ticket, Tickets
@@ -47,7 +47,6 @@ from balanceroute.proxy.link.hub import FAR, Hub
 from balanceroute.proxy.link.reach import FarReach, Reach, SocketReach
 from balanceroute.proxy.link.remote import RemoteBrain
 from balanceroute.proxy.perimeter.tls import LinkTls, Tls
-from balanceroute.proxy.telemetry.instruments import Histogram
 from balanceroute.proxy.workers.fleet import Fleet, FleetConfig
 from balanceroute.proxy.workers.relay_reports import RelayReports
 
@@ -144,14 +143,24 @@ class Decisions:
         self.durations_s: list[float] = []
         self.ages_s: list[float] = []
         self.waiting: list[int] = []
-        self._admit, self.ledger.admit = self.ledger.admit, self._timed  # type: ignore[method-assign]
-        dispatchers = PrefillDispatcher(self.ledger), DecodeDispatcher(self.ledger, Histogram((1.0,)), lambda _: None)
-        self._tasks = [loop.create_task(each.run()) for each in dispatchers]
+        self._tasks = [loop.create_task(each()) for each in (PrefillDispatcher(self.ledger).run, self._decide)]
 
-    def _timed(self) -> list[Admit]:
+    async def _decide(self) -> None:
+        """As `DecodeDispatcher`, and timed."""
+        ledger = self.ledger
+        again: asyncio.TimerHandle | None = None
+        while True:
+            await ledger.decision_due.wait()
+            self._timed()
+            ledger.decision_due.clear()
+            waits = self.scheduler.snapshot.pool.size and ledger.decision_possible
+            if waits and (again is None or again.when() <= ledger.now()):
+                again = ledger.loop.call_later(HOLD_S, ledger.decision_due.set)
+
+    def _timed(self) -> None:
         self.waiting.append(len(self.scheduler.snapshot.pool))
         began = time.thread_time()
-        admitted = self._admit()
+        self.ledger.admit()
         self.durations_s.append(time.thread_time() - began)
         if self.witnesses:
             now, requests = self.ledger.now(), self.scheduler.snapshot.requests
@@ -159,7 +168,6 @@ class Decisions:
                 due_s(worker, requests[name].age_tokens, self.began_s) for worker, name in enumerate(self.witnesses)
             )
             self.ages_s.append(max(0.0, now - oldest_s))
-        return admitted
 
     def watch(self, witnesses: list[str], began_s: float) -> None:
         """Measure from now on."""
