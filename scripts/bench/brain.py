@@ -143,19 +143,22 @@ class Decisions:
         self.durations_s: list[float] = []
         self.ages_s: list[float] = []
         self.waiting: list[int] = []
+        self._again: asyncio.TimerHandle | None = None
         self._tasks = [loop.create_task(each()) for each in (PrefillDispatcher(self.ledger).run, self._decide)]
 
     async def _decide(self) -> None:
         """As `DecodeDispatcher`, and timed."""
         ledger = self.ledger
-        again: asyncio.TimerHandle | None = None
         while True:
             await ledger.decision_due.wait()
             self._timed()
             ledger.decision_due.clear()
-            waits = self.scheduler.snapshot.pool.size and ledger.decision_possible
-            if waits and (again is None or again.when() <= ledger.now()):
-                again = ledger.loop.call_later(HOLD_S, ledger.decision_due.set)
+            if self.scheduler.snapshot.pool.size and ledger.decision_possible and self._again is None:
+                self._again = ledger.loop.call_later(HOLD_S, self._ask_again)
+
+    def _ask_again(self) -> None:
+        self._again = None
+        self.ledger.decision_due.set()
 
     def _timed(self) -> None:
         self.waiting.append(len(self.scheduler.snapshot.pool))
