@@ -379,7 +379,7 @@ class RelayServer(ChildServer):
     name = ""
     listeners: Sequence[socket.socket] = ()
     on_up: Callable[[], None] = staticmethod(lambda: None)
-    counts: ConnectionCounts
+    counts = ConnectionCounts(1)  # nobody else accepts
     place = 0
 
     async def startup(self, sockets: list[Any] | None = None) -> None:
