@@ -132,7 +132,8 @@ def _admission(admit: Admit) -> dict[str, Any]:
 
 
 def explain(state: Any, policy_name: str | None = None) -> Explanation:
-    """Decide on a state document and say why.
+    """Decide on a state document and say why: who gets the free slots. What the router then sends ahead of slots that
+    are still taken (`decode.overlap_requests`) is a decision of its own, which is not made here.
 
     `policy_name`: decide by this policy with its own defaults, not by the document's; one of your own, if the document
     names it, too. Raises: InputError that names the field when it cannot be read, ConfigError for an unknown policy.

@@ -37,7 +37,7 @@ predictor.
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from heapq import heappop, heappush
+from heapq import heapify, heappop, heappush
 from operator import attrgetter
 
 from mypy_extensions import mypyc_attr
@@ -73,6 +73,7 @@ from balanceroute.errors import InvariantError
 PATIENCE_SHARE = 0.75  # of the pool's TTL: the rest is for a slot to free and the transfer to begin
 AGEING = 1.0  # `reproduce prefix` measures it
 MOST_AGEING = 0.5  # of the queue's deadline: nobody expires for being long
+SPARE_ENTRIES = 64  # of requests that have left, beside one for each that waits
 PROMOTION_PERIOD = 16  # admissions: 6 % of the slots, about what Linux keeps free of realtime tasks for all others
 
 
@@ -131,6 +132,7 @@ class Scheduler:
         self._steps = 0
         self._since_promotion = 0  # admissions
         self._prefilling = 0
+        self._has_admitted = False
         self._incoming: list[RequestTracker] = []  # queued, and nobody has had to wait for them or they for anybody
         self._queue: list[tuple[int, float, int, RequestTracker]] = []
         self._due: list[RequestTracker] = []
@@ -557,18 +559,18 @@ class Scheduler:
     def adopt(self, standing: Standing, now: float) -> bool:
         """A request that another scheduler has let in goes on here, where it stands; False: it can't.
 
-        It can't where a worker that it names is not here, or has no room for it: then it is unknown here, and whoever
-        holds it must end it. Nothing is refused for being one too many in a queue. No decision may come between the
-        requests of one predecessor: a slot that is given away before they all are here is one that another holds.
+        It can't where it is prefilling or decoding on a worker that is not here, or where its slot may have been given
+        to another meanwhile: then it is unknown here, and whoever holds it must end it. A scheduler that has admitted
+        nothing yet has given no slot away, so it takes in all that run, whatever its own bounds are. One that has takes
+        in no more than it would admit. No queue is too long for it.
         """
         spec, phase = standing.spec, standing.phase
         prefiller = self._known_prefiller(standing.prefiller)
         worker = next((w for w in self.snapshot.workers if w.spec.id == standing.decoder), None)
-        waits = self.policy.waits_for_slots
         needs_prefiller = phase is PREFILLING or standing.pushing
         if needs_prefiller and prefiller is None:
             return False
-        if phase is DECODING and (worker is None or (waits and len(worker.active) >= worker.spec.slots)):
+        if phase is DECODING and (worker is None or not self._may_have_kept(worker)):
             return False
         tracker = self._register(spec, now - standing.waited_s)
         tracker.prompt_tokens, tracker.earlier_tokens = standing.prompt_tokens, standing.earlier_tokens
@@ -589,6 +591,12 @@ class Scheduler:
             self._adopt_decoding(tracker, worker, standing, prefiller, now)
         return True
 
+    def _may_have_kept(self, worker: DecodeInstanceState) -> bool:
+        """Whether the slot of one that decodes there already is still its own."""
+        if not (self._has_admitted and self.policy.waits_for_slots):
+            return True
+        return len(worker.active) < worker.spec.slots + worker.ahead
+
     def _adopt_decoding(
         self,
         tracker: RequestTracker,
@@ -597,6 +605,7 @@ class Scheduler:
         prefiller: PrefillerBudget | None,
         now: float,
     ) -> None:
+        tracker.sent_ahead = len(worker.active) > worker.spec.slots
         if standing.tokens:
             self.progress(tracker.id, standing.tokens, now)
         if standing.asking:
@@ -656,6 +665,8 @@ class Scheduler:
         tracker.phase = QUEUED
         self.snapshot.queued[tracker.id] = tracker
         self._incoming.append(tracker)
+        if len(self._incoming) + len(self._queue) > 2 * len(self.snapshot.queued) + SPARE_ENTRIES:
+            self._forget_gone()
 
     def _head_of_queue(self) -> RequestTracker | None:
         """Who gets a prefiller next. Where more than one waits they are put in order, which takes a look at each."""
@@ -668,6 +679,12 @@ class Scheduler:
         while queue and queue[0][-1].phase is not QUEUED:
             heappop(queue)
         return queue[0][-1] if queue else None
+
+    def _forget_gone(self) -> None:
+        """Drop the entries of requests that left the queue from its middle. O(1) per arrival in the mean."""
+        self._incoming = [tracker for tracker in self._incoming if tracker.phase is QUEUED]
+        self._queue = [entry for entry in self._queue if entry[-1].phase is QUEUED]
+        heapify(self._queue)
 
     def _leave_queue(self) -> None:
         """The head of the queue is no longer in it."""
@@ -788,6 +805,7 @@ class Scheduler:
 
     def _bind(self, choice: Choice, now: float) -> None:
         tracker, worker = choice.request, choice.worker
+        self._has_admitted = True
         self.snapshot.pool.remove(tracker)
         self.snapshot.means.see_wait(now - tracker.ready_s)
         self._seat(tracker, worker, now)

@@ -72,13 +72,18 @@ class SchedulerMachine(RuleBasedStateMachine):
     lock_step = False
     decode_first = False
 
-    @initialize(drawn=policy_settings, bypass=st.booleans(), slots=st.lists(st.integers(1, 4), min_size=1, max_size=4))
-    def begin(self, drawn: PolicySettings, bypass: bool, slots: list[int]) -> None:
+    @initialize(
+        drawn=policy_settings,
+        bypass=st.booleans(),
+        slots=st.lists(st.integers(1, 4), min_size=1, max_size=4),
+        overlap=st.sampled_from([None, 0, 1]),
+    )
+    def begin(self, drawn: PolicySettings, bypass: bool, slots: list[int], overlap: int | None) -> None:
         self.settings = with_bypass(drawn, bypass)
         self.folder = Path(tempfile.mkdtemp())
         config = SchedulerConfig(
             max_queued=4, max_pooled=8, pool_ttl_s=30.0, queue_deadline_s=20.0, refresh_every_tokens=3,
-            lock_step=self.lock_step, decode_first=self.decode_first,
+            lock_step=self.lock_step, decode_first=self.decode_first, overlap_requests=overlap,
         )  # fmt: skip
         self.scheduler = RecordingScheduler(self.settings, config, self.folder / "journal.jsonl")
         self.now = 0.0
@@ -191,17 +196,21 @@ class SchedulerMachine(RuleBasedStateMachine):
     def admit(self) -> None:
         state = json.loads(json.dumps(state_to_dict(self.settings, self.scheduler.snapshot, self.now)))
         foreseen = explain(state)
-        free = {worker.spec.id: worker.free_slots for worker in self.scheduler.snapshot.workers}
+        snapshot = self.scheduler.snapshot
+        free = {worker.spec.id: worker.free_slots for worker in snapshot.workers}
         admissions = self.scheduler.admit(self.now)
-        assert list(foreseen.admissions) == admissions
+        into_slots = [action for action in admissions if not snapshot.requests[action.request].sent_ahead]
+        assert list(foreseen.admissions) == into_slots
         for action in admissions:
             assert action.request not in self.admitted, "INV-4: one admission per request"
             self.admitted.add(action.request)
             free[action.worker] -= 1
             assert self.scheduler.snapshot.worker(action.worker).state is WorkerState.UP
         if self.scheduler.policy.waits_for_slots:
-            assert min(free.values(), default=0) >= 0, "INV-2: no more requests than slots"
-            idle = len(self.scheduler.snapshot.pool) and self.scheduler.snapshot.free_slots
+            places = [free[worker.spec.id] + worker.ahead for worker in snapshot.workers]
+            assert min(places, default=0) >= 0, "INV-2: no more requests than slots and places ahead of them"
+            assert into_slots == admissions or not snapshot.free_slots, "INV-2: none goes ahead of slots that are free"
+            idle = len(snapshot.pool) and snapshot.free_slots
             assert not idle or self.scheduler.recheck_s(self.now) > self.now, "INV-8: idle slots need a reason"
             assert not idle or self.settings.policy in ("target_fit", "level_fit")
         if self.lock_step:

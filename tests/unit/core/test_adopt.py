@@ -7,7 +7,7 @@ import pytest
 from balanceroute.core.knobs import PolicySettings
 from balanceroute.core.policies import make_policy
 from balanceroute.core.scheduler import Scheduler, SchedulerConfig
-from balanceroute.core.types import Phase, RequestSpec, Role, Standing, WorkerSpec
+from balanceroute.core.types import Outcome, Phase, RequestSpec, Role, Standing, WorkerSpec
 from balanceroute.journal import RecordingScheduler, rerun
 
 SETTINGS = PolicySettings(policy="br_h", horizon_steps=8)
@@ -29,10 +29,37 @@ def decoding(name: str, **more: object) -> Standing:
     return Standing(RequestSpec(name, 10), Phase.DECODING, 12, decoder="d0", **more)  # type: ignore[arg-type]
 
 
+def admit_one(heir: Scheduler, name: str) -> None:
+    heir.submit_prefilled(RequestSpec(name, 10), 1.0)
+    assert [admission.request for admission in heir.admit(1.0)] == [name]
+
+
 def test_a_slot_is_not_given_twice(heir: Scheduler) -> None:
     assert heir.adopt(decoding("a", tokens=3), 1.0)
+    heir.finish("a", Outcome.FINISHED, 1.0)
+    admit_one(heir, "other")
     assert not heir.adopt(decoding("b"), 1.0)
-    assert list(heir.snapshot.requests) == ["a"] and heir.snapshot.workers[0].load == 15
+    assert list(heir.snapshot.requests) == ["other"]
+    heir.snapshot.check_invariants()
+
+
+def test_a_place_ahead_of_a_slot_is_one_to_come_back_to() -> None:
+    heir = workers(Scheduler(make_policy(SETTINGS), SchedulerConfig(overlap_requests=1)))
+    admit_one(heir, "other")
+    heir.submit_prefilled(RequestSpec("ahead", 10), 1.0)
+    assert [admission.request for admission in heir.admit(1.0)] == ["ahead"]
+    heir.finish("ahead", Outcome.FINISHED, 1.0)
+    assert heir.adopt(decoding("b", tokens=3), 1.0)
+    assert not heir.adopt(decoding("c", tokens=3), 1.0)
+
+
+def test_all_that_run_go_on_at_a_successor_even_beyond_the_slots(heir: Scheduler) -> None:
+    """The predecessor may have sent requests ahead of slots, or had more of them."""
+    for name in "abc":
+        assert heir.adopt(decoding(name, tokens=1), 1.0)
+    assert heir.snapshot.workers[0].load == 39
+    heir.submit_prefilled(RequestSpec("next", 10), 1.0)
+    assert not heir.admit(1.0)
     heir.snapshot.check_invariants()
 
 

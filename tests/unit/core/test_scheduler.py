@@ -1,9 +1,12 @@
 """The life of a request through the scheduler, and what it holds in each phase."""
 
+import gc
+
 import pytest
 
 from balanceroute.core.knobs import PolicySettings
 from balanceroute.core.scheduler import Scheduler, SchedulerConfig
+from balanceroute.core.tracker import RequestTracker
 from balanceroute.core.types import Outcome, Phase, Prefill, Reject, RejectReason, Release, RequestSpec, WorkerState
 from balanceroute.errors import InvariantError
 from tests.unit.core.builders import a_request, a_scheduler, admitted, pool_all
@@ -170,6 +173,22 @@ def test_pool_and_queue_entries_expire_at_their_deadlines() -> None:
     assert scheduler.expire(8.5) == [Release("queued", Outcome.EXPIRED, Phase.QUEUED, None)]
     assert scheduler.expire(12.5) == [Release("pooled", Outcome.EXPIRED, Phase.POOLED, "p0")]
     assert list(scheduler.snapshot.requests) == ["running"]
+
+
+@pytest.mark.parametrize("dispatches", [True, False])
+def test_requests_that_expired_behind_others_leave_nothing_in_the_queue(dispatches: bool) -> None:
+    """The class in front never ends, or nothing is dispatched at all."""
+    scheduler = a_scheduler(config=SchedulerConfig(queue_deadline_s=5.0, max_prefill_inflight=1))
+    into_prefill(scheduler, "running")
+    for second in range(600):
+        now = float(second)
+        scheduler.submit(a_request(f"front {second}", priority=-1), now)
+        scheduler.submit(a_request(f"behind {second}"), now)
+        scheduler.expire(now)
+        if dispatches:
+            assert not scheduler.dispatch(now)
+    assert len(scheduler.snapshot.queued) == 12
+    assert sum(isinstance(each, RequestTracker) for each in gc.get_objects()) < 120
 
 
 def test_a_requeued_request_is_not_ended_by_the_deadline_of_arrivals() -> None:

@@ -273,22 +273,53 @@ def test_a_new_brain_hears_of_all_that_lives_with_every_token() -> None:
     on(test)
 
 
-def test_what_a_new_brain_has_no_slot_for_is_void_and_the_rest_goes_on() -> None:
+def test_a_new_brain_takes_in_all_that_run_even_if_it_would_not_have_admitted_them() -> None:
     async def test(stage: Stage) -> None:
         first, relay = await stage.brain(epoch=1, slots=3), stage.relay()
         streams = [await relay.decoding(f"s{n}") for n in range(3)]
         await first.end()
         await until(lambda: relay.brain.member is None)
         second = await stage.brain(epoch=2, slots=2)
-        await until(lambda: bool(relay.void))
-        assert relay.void == ["s2"] and streams[2].left and streams[2].phase is Phase.GONE
+        waiting = await relay.pooled("w")
+        assert second.active == ["s0", "s1", "s2"] and not relay.void
+        streams[0].finish(Outcome.FINISHED)
+        streams[1].finish(Outcome.FINISHED)
+        assert await waiting.admission() == "d0"
+        assert second.active == ["s2", "w"]
+
+    on(test)
+
+
+def test_a_stream_whose_slot_was_given_away_is_void_and_the_rest_goes_on() -> None:
+    async def test(stage: Stage) -> None:
+        brain, away, stays = await stage.brain(slots=2), stage.relay("away"), stage.relay("stays")
+        kept, lost = await away.decoding("kept"), await away.decoding("lost")
+        waiting = await stays.pooled("w")
+        brain.hub.members["away"].frames.abort("the connection breaks")
+        assert await waiting.admission() == "d0"
+        await until(lambda: bool(away.void))
+        assert away.void == ["lost"] and lost.left and lost.phase is Phase.GONE
         with pytest.raises(NoHealthyWorkers, match="lost its hold"):
-            streams[2].check()
-        streams[2].progress(1)  # what was under way
-        relay.tickets.settle()
-        streams[0].progress(1)
-        await until(lambda: second.load == 21)
-        assert second.active == ["s0", "s1"]
+            lost.check()
+        lost.progress(1)  # what was under way
+        away.tickets.settle()
+        kept.progress(1)
+        await until(lambda: brain.load == 21)
+        assert brain.active == ["kept", "w"]
+
+    on(test)
+
+
+def test_what_waits_too_long_in_the_pool_without_a_brain_is_refused() -> None:
+    async def test(stage: Stage) -> None:
+        brain, relay = await stage.brain(slots=1), stage.relay()
+        stream, pooled = await relay.decoding("s"), await relay.pooled("p")
+        await brain.end()
+        await until(lambda: relay.brain.member is None)
+        relay.brain.configure(SchedulerConfig(pool_ttl_s=0.05))
+        with pytest.raises(QueueTimeout, match="not there"):
+            await pooled.admission()
+        assert list(relay.tickets.by_id) == ["s"] and not stream.left
 
     on(test)
 
