@@ -277,6 +277,8 @@ class Hub:
         for message in read_from_relay(body):
             member = self._at.get(frames)
             if isinstance(message, Hello):
+                if member is not None:
+                    raise LinkError(f"relay {member.relay} has said Hello already")
                 self._join(frames, message)
             elif member is None:
                 raise LinkError("a relay speaks before its Hello")
@@ -305,10 +307,10 @@ class Hub:
         if before is not None:
             self._release(before)
             before.frames.abort("the relay has joined anew")
+        self.tell_workers()  # what has changed; the new member gets all of them after its Welcome
         self._count += 1
         member = self.members[hello.relay] = Member(self._count, hello.relay, frames)
         self._at[frames] = member
-        self.tell_workers()
         member.counts = _counts(frames, hello)
         void = []
         for held in sorted(hello.held, key=lambda held: -held.standing.waited_s):
@@ -413,8 +415,10 @@ class Hub:
 
     def _look(self) -> None:
         """Tell members what is to be seen, and give up the silent ones."""
+        now, silent_s = self._loop.time(), self.patience.silent_s
+        self._timers["look"] = self._loop.call_later(until_tick_s(now, LOOK_S), self._look)  # first: it may fail below
         self._ledger.settle()
-        now, view, silent_s = self._loop.time(), self._ledger.view(), self.patience.silent_s
+        view = self._ledger.view()
         self.tell_workers()
         silent = self._reports.silent()
         if (names := tuple(group.name for group in silent)) != self._silent:
@@ -432,7 +436,6 @@ class Hub:
             if now - frames.heard_s > silent_s:
                 frames.abort("it is silent")
         self._seen = view
-        self._timers["look"] = self._loop.call_later(until_tick_s(now, LOOK_S), self._look)
 
     # -- calls and answers
 

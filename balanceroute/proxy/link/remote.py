@@ -25,7 +25,7 @@ import os
 from collections.abc import Callable
 from typing import Final
 
-from balanceroute.core.types import Outcome, RequestSpec
+from balanceroute.core.types import POOLED, QUEUED, Outcome, RequestSpec
 from balanceroute.core.view import ClusterView
 from balanceroute.proxy.admission.decider import Answer, Bounds, Refusal, RefusalKind, Tell
 from balanceroute.proxy.admission.tickets import Ticket
@@ -379,10 +379,12 @@ class RemoteBrain:
                 self._say(Submit(entry.number, ticket.spec))
 
     def _expire(self) -> None:
-        """End what has waited too long for a brain; one that is there does that itself."""
-        limit = self._loop.time() - self.bounds.queue_deadline_s
+        """End what has waited too long for a brain, as one that is there would (`Scheduler.late`)."""
+        now = self._loop.time()
+        queue_limit, pool_limit = now - self.bounds.queue_deadline_s, now - self.bounds.pool_ttl_s
         for ticket in list(self.tickets.values()):
-            if ticket.arrived_s < limit and not (ticket.decoder or ticket.prefiller_id or ticket.requeues):
+            late = ticket.phase is QUEUED and not ticket.requeues and ticket.arrived_s < queue_limit
+            if late or (ticket.phase is POOLED and ticket.pooled_s < pool_limit):
                 self._answer(self._open[ticket.id].number, Refusal(RefusalKind.EXPIRED, NO_BRAIN))
 
     def _closed(self, frames: Frames[FromRelay], reason: str) -> None:

@@ -22,6 +22,7 @@ from balanceroute.proxy.link.remote import RemoteBrain
 from balanceroute.proxy.telemetry.instruments import Histogram
 from balanceroute.proxy.workers.fleet import Fleet, FleetConfig
 from balanceroute.proxy.workers.relay_reports import RelayReports
+from balanceroute.proxy.workers.silence import FrozenGroup
 from tests.waiting import PATIENCE_S
 
 
@@ -51,8 +52,11 @@ class Brain:
         self.scheduler.add_worker(WorkerSpec("d0", Role.DECODE, slots=slots), 0.0)
         self.ledger = Ledger(self.scheduler, loop)
         self.superseded: list[int] = []
-        reports = RelayReports(Fleet(self.ledger, FleetConfig()), loop, frozen=())
+        self.frozen: list[FrozenGroup] = []
+        self.fleet = Fleet(self.ledger, FleetConfig())
+        reports = RelayReports(self.fleet, loop, self.frozen)
         self.hub = Hub(self.ledger, reports, loop, epoch, relays, self.superseded.append, far=far, patience=patience)
+        self.fleet.on_change = self.hub.workers_changed
         self._tasks = [loop.create_task(self._decide())]
 
     async def _decide(self) -> None:

@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 
-from balanceroute.core.types import Outcome, Phase, RequestSpec, Standing
+from balanceroute.core.types import Outcome, Phase, RequestSpec, Role, Standing, WorkerSpec
 from balanceroute.proxy.link.frames import Frames
 from balanceroute.proxy.link.hub import Patience
 from balanceroute.proxy.link.messages import (
@@ -20,8 +20,10 @@ from balanceroute.proxy.link.messages import (
     Requeue,
     Submit,
     Welcome,
+    Workers,
     read_from_brain,
 )
+from balanceroute.proxy.workers.circuit import CircuitState
 from tests.unit.proxy.link.brains import Stage, on
 from tests.waiting import until
 
@@ -41,6 +43,10 @@ class RawRelay:
 
         _, self.frames = await loop.create_unix_connection(made, stage.path)
         return self
+
+    def circuits(self) -> list[str]:
+        """Of the workers that it has heard of, as they were told."""
+        return [each.circuit for message in self.heard if isinstance(message, Workers) for each in message.changed]
 
     def hello(self, *held: Held, relay: str = "raw", epoch: int = 0, version: int = VERSION) -> None:
         self.frames.say(Hello(version, relay, 1, epoch, held))
@@ -178,8 +184,9 @@ def test_a_request_that_another_relay_holds_is_void() -> None:
         ([Beat()], None),
         ([Hello(VERSION, "raw", 1, 0, (stream(1, "a"),)), Prefilled(1, 10, None)], None),
         ([Hello(VERSION, "raw", 1, 0, (stream(1, "a"),)), Submit(1, RequestSpec("b", 1))], None),
+        ([Hello(VERSION, name, 1, 0, (stream(1, name),)) for name in ("one", "two")], None),
     ],
-    ids=["another version", "a later epoch", "no hello", "in the wrong phase", "a number twice"],
+    ids=["another version", "a later epoch", "no hello", "in the wrong phase", "a number twice", "two names"],
 )
 def test_who_says_what_may_not_be_is_no_member_and_holds_nothing(said: list[FromRelay], told: str | None) -> None:
     async def test(stage: Stage) -> None:
@@ -192,6 +199,42 @@ def test_who_says_what_may_not_be_is_no_member_and_holds_nothing(said: list[From
         assert not brain.scheduler.snapshot.requests
         farewells = [message.reason for message in relay.heard if isinstance(message, Farewell)]
         assert (not farewells) if told is None else told in farewells[0]
+
+    on(test)
+
+
+def test_a_relay_that_joins_anew_is_welcomed_before_it_hears_of_workers() -> None:
+    """Its former membership ends a trial, of which all members hear."""
+
+    async def test(stage: Stage) -> None:
+        brain = await stage.brain()
+        worker = brain.fleet.connect(WorkerSpec("d0", Role.DECODE, url="http://127.0.0.1:1", slots=4))
+        before, anew = await RawRelay().connect(stage), await RawRelay().connect(stage)
+        before.hello()
+        await until(lambda: bool(before.heard))
+        worker.circuit.state = CircuitState.OPEN
+        worker.circuit.reachable()
+        worker.circuit.used()
+        await until(lambda: CircuitState.TRIAL in before.circuits())
+        anew.hello()
+        await until(lambda: bool(anew.circuits()))
+        assert isinstance(anew.heard[0], Welcome)
+
+    on(test)
+
+
+def test_one_look_that_fails_is_not_the_last() -> None:
+    async def test(stage: Stage) -> None:
+        failed: list[bool] = []
+        asyncio.get_running_loop().set_exception_handler(lambda *_: failed.append(True))
+        brain, relay = await stage.brain(), await RawRelay().connect(stage)
+        relay.hello()
+        await until(lambda: bool(relay.heard))
+        brain.frozen.append(None)  # type: ignore[arg-type]
+        await until(lambda: bool(failed))
+        brain.frozen.clear()
+        relay.heard.clear()
+        await until(lambda: any(isinstance(message, Beat) for message in relay.heard))
 
     on(test)
 
