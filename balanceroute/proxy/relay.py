@@ -80,6 +80,7 @@ PINS_TRIES: Final = 10
 PINS_PAUSE_S: Final = 0.05
 LEFT_S: Final = 5.0  # between two looks for records of relays that are gone
 ALIVE: Final = ("/health", "/ping")  # that this process lives, it says itself
+READY: Final = "/ready"
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
@@ -162,7 +163,9 @@ class RelayServices(ClientServices):
             self.report()
 
     def report(self) -> None:
-        """Tell what goes on here. While nothing does, once is enough: no process wakes up for it."""
+        """Tell a brain what goes on here. While nothing does, once is enough: no process wakes up for it."""
+        if self.brain.member is None:
+            return  # what keys have used since then is told to the next one
         awaited = {leg.decoder_id for leg in self.legs if leg.decoder_id and leg.expects_tokens_from(leg.decoder_id)}
         uses = self.following.uses(self.loop.time(), awaited)
         keys = () if self.perimeter.keys is None else self.perimeter.keys.uses()
@@ -172,9 +175,11 @@ class RelayServices(ClientServices):
             self.told = activity
 
     def joined(self) -> None:
-        """A brain is there that has heard nothing of what is told only when it changes."""
+        """A new brain is there: send what is otherwise sent only when it changes."""
         self.told = None
         self.tell_counts()
+        if self.perimeter.keys is not None:
+            self.perimeter.keys.forget_elsewhere()
 
 
 class RelayApp(ClientApp):
@@ -262,7 +267,7 @@ def create_relay_app(config: Config, folder: RunFolder, name: str) -> RelayApp:
     if config.connector == "mooncake_layerwise":
         metaserver = Metaserver(lambda: app.services, OtherRelays(name, folder.callbacks))
     callbacks = [] if metaserver is None else metaserver.routes()
-    routes = guarded_routes(lambda: app.services, [*_routes(Forwarding(lambda: app.services), to_brain), *callbacks])
+    routes = guarded_routes(lambda: app.services, [*_routes(lambda: app.services, to_brain), *callbacks])
     app = RelayApp(routes=routes, lifespan=lifespan, exception_handlers=HANDLERS)
     set_up(app, config, tls)
     return app
@@ -305,10 +310,17 @@ def _own_pins(path: Path) -> PinRecord:
     return PinRecord(path)
 
 
-def _routes(forwarding: Forwarding, to_brain: ToBrain) -> list[Route]:
+def _routes(services: Callable[[], RelayServices], to_brain: ToBrain) -> list[Route]:
     """All but the hot ones: what any worker can answer is asked here, the rest of the brain."""
-    here = [route for route in forwarding.routes() if ACCESS[route.path] is not Access.ADMIN]
+
+    async def ready(request: Request) -> Response:
+        if services().brain.leaving:  # the brain may go on: of another machine, or of the router that takes over
+            return json_response({"status": "draining"}, 503)
+        return await to_brain.answer(request)
+
+    here = [route for route in Forwarding(services).routes() if ACCESS[route.path] is not Access.ADMIN]
     here += [Route(path, _alive, methods=["GET", "POST"]) for path in ALIVE]
+    here.append(Route(READY, ready, methods=["GET"]))
     known = {route.path for route in here}
     others = {path: access for path, access in ACCESS.items() if path not in known and access is not Access.DECODER}
     methods = {Access.CLIENT: ["POST"]}  # the hot ones; of all others the brain knows it

@@ -1,14 +1,18 @@
 """A relay on its own: without a brain, at a reload, and when its hold on a request is lost."""
 
 import asyncio
+from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
+import yaml
 
-from balanceroute.errors import ConfigError
+from balanceroute.config import digest_of
+from balanceroute.errors import ConfigError, KeyLimit
 from balanceroute.proxy.link.messages import Activity, Counted, Explained, Judged, Learned
 from balanceroute.proxy.link.remote import RemoteBrain
+from balanceroute.proxy.perimeter.key_use import KeyUse
 from balanceroute.proxy.relay import COUNTS_S, reload_relay
 from tests.integration.relayed import SLOW, Relayed, a_brain, answered, relayed
 from tests.integration.router import FAST
@@ -31,6 +35,14 @@ class Overheard:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._brain, name)
+
+
+def a_key(folder: Path, **limits: int) -> Path:
+    """A file of one key, `key`."""
+    path = folder / "keys.yaml"
+    path.write_text(yaml.safe_dump({"keys": [{"name": "a", "sha256": digest_of(b"key").hex(), **limits}]}))
+    path.chmod(0o600)
+    return path
 
 
 async def streams_end(router: Relayed) -> None:
@@ -60,6 +72,45 @@ async def test_without_a_brain_relays_live_and_new_requests_wait_for_one() -> No
         async with a_brain(router.config, router.folder, relays=1) as brain:
             await waits
             await until(lambda: not brain.services.ledger.requests)
+
+
+async def test_a_relay_that_drains_is_not_ready_whatever_its_brain_is() -> None:
+    async with relayed(FAST, count=1) as router:
+        relay = router.relays[0]
+        await until(lambda: relay.app.services.brain.member is not None)
+        assert (await relay.client.get("/ready")).status_code == 200
+        relay.app.services.begin_drain()
+        ready = await relay.client.get("/ready")
+        assert (ready.status_code, ready.json()["status"]) == (503, "draining")
+        assert (await relay.client.get("/health")).status_code == 200
+
+
+async def test_what_keys_use_while_there_is_no_brain_is_told_to_the_next_one(tmp_path: Path) -> None:
+    async with relayed(FAST, auth={"client_keys": str(a_key(tmp_path, requests_per_minute=9))}) as router:
+        one, other = (relay.app.services for relay in router.relays)
+        (ours,), (theirs,) = one.perimeter.keys or (), other.perimeter.keys or ()
+        theirs.used_elsewhere("relay-0", KeyUse("a", 5, 0, 0), 0.0)  # in flight, says the brain that is there
+        router.brain.end()
+        await until(lambda: one.brain.member is None and other.brain.member is None)
+        for _ in range(9):
+            ours.enter(one.loop.time())
+            ours.leave(one.loop.time())
+        looked_s = one.last_look_s
+        await until(lambda: one.last_look_s > looked_s + 0.5)  # it has had the time to tell nobody
+        async with a_brain(router.config, router.folder):
+            await until(lambda: one.brain.member is not None and other.brain.member is not None)
+            await until(lambda: theirs.elsewhere == 0)
+
+            def none_is_left() -> bool:
+                try:
+                    theirs.enter(other.loop.time())
+                except KeyLimit:
+                    return True
+                theirs.leave(other.loop.time())
+                return False
+
+            await until(none_is_left)
+        await until(lambda: one.brain.member is None and other.brain.member is None)
 
 
 async def test_a_relay_where_nothing_happens_tells_each_brain_what_it_does_and_has_counted_only_once() -> None:

@@ -115,6 +115,10 @@ class ClientKey:
                     bucket.level -= amount
         self.elsewhere = sum(self._elsewhere.values())
 
+    def forget_elsewhere(self) -> None:
+        """No other process has any of it in flight, as far as is known."""
+        self._elsewhere, self.elsewhere = {}, 0
+
 
 class ClientKeys:
     """All keys of the file. None of them is known here, only their hashes."""
@@ -142,6 +146,11 @@ class ClientKeys:
         by_name = {use.name: use for use in uses}
         for key in self:
             key.used_elsewhere(process, by_name.get(key.name), now)
+
+    def forget_elsewhere(self) -> None:
+        """Nothing is known of other processes any more: each tells anew what it has in flight."""
+        for key in self:
+            key.forget_elsewhere()
 
     def of(self, headers: Headers) -> ClientKey:
         """Whose key the headers hold, as `Authorization: Bearer KEY` or `x-api-key: KEY`.
