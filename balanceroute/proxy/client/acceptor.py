@@ -9,7 +9,7 @@ everybody is idle one of two relays got 26 of 32. They stay where they are: a cl
 relay that has many more connections than another leaves what comes to the others, and takes it after `LEAVE_S` if it is
 there still. Few are left as they come: a relay carries them with ease, and two that wake up for a part each take more
 CPU than one that wakes up for all. Each tells its number in memory that all share. A number may be old, where a relay
-stands still or has died: that costs the others `LEAVE_S`.
+stands still or has died; so who was left a connection takes all that come for `TAKE_S`, and then looks again.
 """
 
 import asyncio
@@ -25,6 +25,7 @@ log = logging.getLogger(__name__)
 PAUSE_S: Final = 1.0  # while no connection can be taken: others may, and descriptors may be given back
 FEW: Final = 64  # streams of an event per 20 ms are a tenth of what a relay carries
 LEAVE_S: Final = 0.002  # many times what a wakeup takes
+TAKE_S: Final = 0.02  # others lose so little of their share while they are busy, and are not waited for often
 _EXHAUSTED: Final = {errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM}
 
 
@@ -59,6 +60,7 @@ class Acceptor:
         self.sockets = (sock,)
         self._opening: set[asyncio.Task[object]] = set()
         self._resume: asyncio.TimerHandle | None = None
+        self._takes_until_s = 0.0
         loop.add_reader(sock, self._ready)
 
     def close(self) -> None:
@@ -74,32 +76,35 @@ class Acceptor:
         await asyncio.gather(*self._opening, return_exceptions=True)
 
     def _ready(self) -> None:
-        if self._ahead():
+        if self._loop.time() > self._takes_until_s and self._ahead():
             self._loop.remove_reader(self._sock)
-            self._resume = self._loop.call_later(LEAVE_S, self._accept_again)
+            self._resume = self._loop.call_later(LEAVE_S, self._accept_what_is_left)
         else:
             self._accept()
 
-    def _accept_again(self) -> None:
+    def _accept_what_is_left(self) -> None:
         self._loop.add_reader(self._sock, self._ready)
-        self._accept()
+        if self._accept():
+            self._takes_until_s = self._loop.time() + TAKE_S
 
-    def _accept(self) -> None:
+    def _accept(self) -> bool:
+        """Take one connection; returns whether there was one."""
         try:
             client, _ = self._sock.accept()
         except (BlockingIOError, InterruptedError, ConnectionAbortedError):
-            return  # another process was faster, or the client has gone
+            return False  # another process was faster, or the client has gone
         except OSError as error:
             if error.errno not in _EXHAUSTED:
                 raise
             log.warning("no connection can be taken", extra={"error": error.strerror})
             self._loop.remove_reader(self._sock)
             self._resume = self._loop.call_later(PAUSE_S, self._loop.add_reader, self._sock, self._ready)
-            return
+            return False
         client.setblocking(False)
         opening = self._loop.create_task(self._open(client))
         self._opening.add(opening)
         opening.add_done_callback(self._opening.discard)
+        return True
 
     async def _open(self, client: socket.socket) -> None:
         try:

@@ -11,7 +11,7 @@ import pytest
 import uvloop
 
 from balanceroute.proxy.client import acceptor as module
-from balanceroute.proxy.client.acceptor import FEW, Acceptor, ConnectionCounts
+from balanceroute.proxy.client.acceptor import FEW, LEAVE_S, Acceptor, ConnectionCounts
 from tests.waiting import until
 
 
@@ -111,6 +111,32 @@ def test_connections_that_come_one_by_one_are_shared_by_all_who_accept_and_by_no
         await until(lambda: not any(both))
 
     uvloop.run(test())
+
+
+def test_a_relay_that_is_ahead_of_one_that_takes_nothing_does_not_wait_for_it_at_each_connection(
+    listener: socket.socket,
+) -> None:
+    taken, waited = list[str](), list[float]()
+
+    class Watched(uvloop.Loop):  # type: ignore[misc]
+        """Notes how long is waited."""
+
+        def call_later(self, delay: float, callback: Any, *args: Any, context: Any = None) -> Any:
+            if delay == LEAVE_S:
+                waited.append(delay)
+            return super().call_later(delay, callback, *args, context=context)
+
+    async def test() -> None:
+        waiting = clients(listener, 100)
+        one = Acceptor(asyncio.get_running_loop(), listener.dup(), lambda: Counting(taken, "ahead"), lambda: True)
+        await until(lambda: len(taken) == 100)
+        one.close()
+        await one.wait_closed()
+        assert {said(client) for client in waiting} == {b"here"}
+
+    with asyncio.Runner(loop_factory=Watched) as runner:
+        runner.run(test())
+    assert 1 <= len(waited) < 50
 
 
 def test_what_is_not_taken_when_it_closes_is_left_to_others(listener: socket.socket) -> None:
