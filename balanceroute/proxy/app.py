@@ -113,7 +113,7 @@ def create_app(
     if config.lifecycle.pins_file is not None and config.kv_pin_s is not None:
         pins = PinRecord(config.lifecycle.pins_file)
     dashboard = Dashboard(lambda: app.services)
-    parts = operator_parts(lambda: app.services, dashboard)
+    parts = operator_parts(lambda: app.services, dashboard, config)
     if config.connector == "mooncake_layerwise":
         parts.append(Metaserver(lambda: app.services))
 
@@ -180,8 +180,8 @@ def hot_routes(services: ClientServices) -> Mapping[str, Callable[[Request, Resp
 Part = Admin | Forwarding | Dashboard | Metaserver | Steering
 
 
-def operator_parts(services: Callable[[], Services], dashboard: Dashboard) -> list[Part]:
-    """Everything that a process that decides serves beside the hot routes."""
+def operator_parts(services: Callable[[], Services], dashboard: Dashboard, read: Config) -> list[Part]:
+    """Everything that a process that decides serves beside the hot routes; `read`: its configuration as it was read."""
 
     async def switch(new: Config) -> list[str]:
         from balanceroute.proxy.reload import reload  # which puts together what is here
@@ -192,7 +192,7 @@ def operator_parts(services: Callable[[], Services], dashboard: Dashboard) -> li
         Admin(services),
         Forwarding(services, lambda worker_id: services().ledger.forget_prefixes(worker_id)),
         dashboard,
-        Steering(services, switch),
+        Steering(services, switch, read),
     ]
 
 

@@ -204,7 +204,8 @@ def create_brain_app(
             await stop(services)
 
     dashboard = Dashboard(lambda: app.services)
-    routes = [trusted(route) for part in operator_parts(lambda: app.services, dashboard) for route in part.routes()]
+    parts = operator_parts(lambda: app.services, dashboard, read)
+    routes = [trusted(route) for part in parts for route in part.routes()]
     app = BrainApp(routes=routes, lifespan=lifespan, exception_handlers=HANDLERS)
     set_up(app, config, Tls(config))
     app.read, app.lead = read, lead

@@ -22,9 +22,10 @@ Switch = Callable[[Config], Awaitable[object]]
 class Steering:
     """The handler; `switch` makes a configuration the router's."""
 
-    def __init__(self, services: Callable[[], OperatorServices], switch: Switch) -> None:
+    def __init__(self, services: Callable[[], OperatorServices], switch: Switch, read: Config) -> None:
+        """`read`: the configuration as it was read; a brain may begin under another policy (`proxy/changes.py`)."""
         self._services, self._switch = services, switch
-        self._options_of: dict[str, dict[str, Option]] = {}  # of policies of one's own that were switched away from
+        self._options_of = {read.routing.policy: read.routing.options}  # of policies that were switched away from
 
     def routes(self) -> list[Route]:
         """The one route."""

@@ -33,7 +33,7 @@ class Switched:
 
 
 async def asked(services: Services, switch: Switched, body: bytes) -> httpx.Response:
-    app = Starlette(routes=Steering(lambda: services, switch).routes())
+    app = Starlette(routes=Steering(lambda: services, switch, services.config).routes())
     transport = httpx.ASGITransport(app)
     async with httpx.AsyncClient(transport=transport, base_url="http://router") as client:
         return await client.post("/routing/policy", content=body)
@@ -94,13 +94,24 @@ async def test_a_policy_of_ones_own_finds_its_options_again_when_it_is_switched_
         await switch(new)
         services.config = new
 
-    app = Starlette(routes=Steering(lambda: services, take_over).routes())
+    app = Starlette(routes=Steering(lambda: services, take_over, services.config).routes())
     async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://router") as client:
         for name in ("level_fit", own, own):
             reply = await client.post("/routing/policy", json={"policy": name})
             assert reply.status_code == 200, reply.text
     assert [new.routing.policy for new in switch.to] == ["level_fit", own, own]
     assert [new.routing.options for new in switch.to] == [{}, {"patience_s": 5}, {"patience_s": 5}]
+
+
+async def test_a_brain_that_begins_under_another_policy_knows_the_options_of_the_configured_one() -> None:
+    own = f"{__name__}:Patient"
+    read, switch = a_config(routing={"policy": own, "options": {"patience_s": 5}}), Switched()
+    services = a_router(with_policy(read, "br_0"))
+    app = Starlette(routes=Steering(lambda: services, switch, read).routes())
+    async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://router") as client:
+        reply = await client.post("/routing/policy", json={"policy": own})
+    assert reply.status_code == 200, reply.text
+    assert [new.routing.options for new in switch.to] == [{"patience_s": 5}]
 
 
 async def test_a_policy_that_an_installed_package_offers_is_known_at_once(
