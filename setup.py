@@ -3,6 +3,7 @@
 Both are optional. Without a C compiler the same files run as Python.
 """
 
+import os
 import runpy
 import sys
 
@@ -39,6 +40,7 @@ def core() -> list[Extension]:
 
 
 setup(
+    options={"build_ext": {"parallel": os.cpu_count() or 1}},
     ext_modules=[
         Extension(
             "balanceroute.proxy.hotpath.compiled",
@@ -48,5 +50,5 @@ setup(
             optional=True,
         ),
         *(core() if BUILDS.intersection(sys.argv) else ()),
-    ]
+    ],
 )
