@@ -172,7 +172,7 @@ class RelayServices(ClientServices):
             self.told = activity
 
     def joined(self) -> None:
-        """A brain is there that has heard nothing of what is told only when it changes."""
+        """A new brain joined: resend what is otherwise sent only on change."""
         self.told = None
         self.tell_counts()
 
