@@ -1,13 +1,13 @@
 """TargetFit and LevelFit: fill every worker to a level, from the whole pool, with soft ageing. Beyond the paper.
 
-The F-score fills holes up to the envelope, so it takes the largest request that fits and uses up the sizes that later
-holes need. These policies aim at a level T near the mean load instead and pay for the distance on either side, and more
-above the envelope, where every worker waits. Three parts:
+The F-score fills margins up to the envelope, so it takes the largest request that fits and uses up the sizes that later
+margins need. These policies aim at a level T near the mean load instead and pay for the distance on either side, and
+more above the envelope, where every worker waits. Three parts:
 
 *Slack* (everything that waits fits into free slots): place by load, the largest prompt on the lightest worker. A
 request that would raise the envelope may be held back for `hold_s`, or for a tenth of the time that the mean answer
 takes where that is less: a lighter worker is often one departure away. LevelFit does so only where half of all slots
-are in use: below, whatever arrives is served, and a wait wins nothing.
+are in use: below that, every request is served, and a wait gains nothing.
 
 *Scarce*: as many rounds as slots are free. The emptiest worker (requests over slots; tie: least load) takes the request
 with the least cost
@@ -17,42 +17,42 @@ with the least cost
 and when two or more were chosen, each is taken out and chosen again, given all the others (TargetFit twice, LevelFit
 once): the first choices were made before it was known what the last slots would get.
 
-*Ageing*: with u = wait / cap the bonus is u^2 (A (s + c) + B (mean prompt + c)), so that nothing waits long for its
-perfect hole. It is measured by what requests cost, c being the mean over the workers: where c is several times a
-prompt, a token of misfit makes the step longer by so much less, and a wait for the right prompt wins as little. Past
-its cap (u > 1) a request precedes every younger one, because 1e13 u exceeds any load. The cap is `max_wait_s`, or
-five times the mean wait where that is more, and longer for prompts far above the mean; but none leaves the
-pool unserved for it (`ClusterSnapshot.longest_wait_s`), unless `max_wait_s` is infinite.
+*Ageing*: with u = wait / cap the bonus is u^2 (A (s + c) + B (mean prompt + c)), so that no request waits long for a
+perfect fit. It is measured by what requests cost, c being the mean over the workers: where c is several times a prompt,
+a token of misfit makes the step longer by so much less, and a wait for the right prompt wins as little. Past its
+cap (u > 1) a request precedes every younger one, because 1e13 u exceeds any load. The cap is `max_wait_s`, or five
+times the mean wait where that is more, and longer for prompts far above the mean; but none leaves the pool unserved for
+it (`ClusterSnapshot.longest_wait_s`), unless `max_wait_s` is infinite.
 
 TargetFit takes the mean for the level: T = mean L. LevelFit (`LEVEL_FIT`) differs in four things.
 
-*A level that lasts.* What leaves a worker is a prompt and its answer, what replaces it a prompt alone. Between two
-departures a worker grows by one token per request and step, by the mean answer o in all. Loads that all come back to
-the mean would rise by that much from one departure to the next; only large prompts could keep it up, and the pool would
-run out of them. So LevelFit comes back to where the worker stood after its last departure. The others are, on average,
-in the midst of their growth, and relative to the mean that is T = mean L - (1 - 1/G) o. What remains of the error shows
-in the stock: where the prompts that wait are smaller than those that arrive, too many large ones were taken, and T
-falls by `stock_share` times the difference. A small pool says little of that, so the correction is bounded: T is below
-the mean by no more than half a mean prompt, or twice the growth where that is more. Where answers are short the growth
-is little and departures are many; no more than the growth would not keep the stock, and all that was left in it would
-come at once when slots are plenty, as after an outage.
+*Why the level is below the mean.* A departure takes away a prompt and its answer, an admission adds a prompt alone.
+Between two departures a worker grows by one token per request and step, by the mean answer o in all. If each load came
+back to the mean, the loads would rise by that much from one departure to the next; only large prompts could sustain
+that, and the pool would run out of them. So LevelFit comes back to where the worker stood after its last departure.
+The others are, on average, half way through their growth, and relative to the mean that is T = mean L - (1 - 1/G) o. If
+the level is still too high, waiting prompts become smaller than arriving ones; T falls by `stock_share` times the
+difference. A small pool is a weak sample, so the correction is bounded: T is below the mean by no more than half a mean
+prompt, or twice the growth where that is more. Where answers are short the growth is little and departures are many. A
+bound of the growth alone would not preserve the pool's mix of sizes, and all prompts left in it would be admitted at
+once when slots are plenty, as after an outage.
 
-*What widens the range costs more.* Between the least and the largest load, a distance from the level widens nothing
-yet. Below the least it does, as above the largest, though no other worker waits for it. So LevelFit adds
-`underflow_penalty` per token below the least load of the other workers (or below T, where that is less), and
-`curvature` times y^2 / (mean prompt + c), y = x - T: one large misfit is worse than two of half its size, because the
-range is as wide as the largest makes it.
+*Extra cost outside the current minimum and maximum load.* Between the least and the largest load, a distance from the
+level does not change the load spread. Below the least it does, as above the largest, though no other worker waits for
+it. So LevelFit adds `underflow_penalty` per token below the least load of the other workers (or below T, where that is
+less), and `curvature` times y^2 / (mean prompt + c), y = x - T: one large misfit is worse than two of half its size,
+because the largest misfit sets the load spread.
 
 *What fits the memory.* Where a worker's KV memory is known, a request that does not fit it is not sent there: it would
-wait on its slot inside the engine, and all that comes after it as well. A smaller one takes the slot, or the slot stays
-free until something leaves. Past its cap a request is sent to the worker with the most room all the same, past twice
-its cap to any that has some.
+wait on its slot inside the engine, and so would all later ones. A smaller request takes the slot, or it stays free
+until a request leaves. Past its cap a request is sent to the worker with the most room all the same, past twice its
+cap to any that has some.
 
-*Ageing by size.* No departure but that of another large prompt leaves a hole for one, so a large prompt waits for such
-a hole as long as it may. With A above 1 + penalty its bonus outgrows what it costs as a tower on the least loaded
-worker before its cap, up to 20 mean prompts (the curvature keeps larger ones until their cap, if no hole comes); until
-then the holes go to those that waited longest. So the cap of large prompts can be a third of TargetFit's at no more
-load spread.
+*Ageing by size.* Large prompts fit only where a large one ended; admitting one elsewhere raises that worker far above
+the others. So a large prompt waits for such a place as long as it may. With A above 1 + penalty its bonus exceeds that
+cost on the least loaded worker before its cap, up to 20 mean prompts (the curvature keeps larger ones until their cap,
+if no place comes); until then the places go to those that waited longest. So the cap of large prompts can be a third of
+TargetFit's at no more load spread.
 
 A load is what a step costs (`DecodeInstanceState.step_load`): tokens and c for each request, times the worker's
 relative slowdown, so that equal loads mean equal step times. The constants are operating points of the simulator on the

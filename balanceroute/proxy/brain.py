@@ -125,7 +125,7 @@ def the_lead(config: Config, folder: RunFolder) -> Lead:
 
 
 def _stand_by(lead: Lead, config: Config, load: Callable[[], Config], on_up: Callable[[], None]) -> tuple[Lead, Config]:
-    """Wait for the lead; returns it, and the configuration by then. Drains and farewells are not ours before."""
+    """Wait for the lead; returns it, and the configuration by then. Until it leads, SIGTERM and SIGUSR1 just exit."""
     reloads: list[int] = []
     signal.signal(signal.SIGHUP, lambda number, _: reloads.append(number))
     ends = (signal.SIGTERM, signal.SIGUSR1)

@@ -160,7 +160,7 @@ class Processes:
     # -- the children
 
     def _brain(self, name: str, on_up: Callable[[], None]) -> None:
-        """It is called after what it does, as any of them may lead."""
+        """The process title is its role, because any brain may lead."""
         self.stop_listening()
         be_called(STANDBY)
         load = self._begin(name)

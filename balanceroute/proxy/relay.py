@@ -175,7 +175,7 @@ class RelayServices(ClientServices):
             self.told = activity
 
     def joined(self) -> None:
-        """A new brain is there: send what is otherwise sent only when it changes."""
+        """A new brain joined: resend what is otherwise sent only on change."""
         self.told = None
         self.tell_counts()
         if self.perimeter.keys is not None:

@@ -1,4 +1,4 @@
-"""The calls between those who hold requests and the one who decides: plain data, by request id.
+"""The calls between the holders of requests and the decider: plain data, by request id.
 
     submit(spec)                                     arrival
     prefilled(id, n, cached) | prefill_failed(id)    how the probe went
@@ -9,9 +9,9 @@
     finish(id, outcome, reason)                      leaves, from any phase, once
     request_prefill(id), pushed(id, n, cached) | push_failed(id)    decode first, between admission and first token
 
-A call returns nothing. What is decided is told later, or before the call returns, through `tell`: the id of a worker,
-or a refusal, with which the request has left. One answer is due after `submit`, after `prefilled`, after each call that
-asks again, and after `request_prefill`. Nothing that crosses is alive: no tracker, no exception, no future.
+A call returns nothing. The decision comes later, or before the call returns, through `tell`: the id of a worker, or a
+refusal, with which the request has left. One answer is due after `submit`, after `prefilled`, after each call that
+asks again, and after `request_prefill`. Only plain data crosses: no tracker, no exception, no future.
 """
 
 from collections.abc import Callable, Mapping, Sequence

@@ -97,7 +97,7 @@ class Response:
 
     def __init__(self, connection: Connection, *, head_only: bool, http_1_0: bool, keep_alive: bool) -> None:
         self._send: Callable[[bytes], None] = connection.transport.write
-        # Its own writer knows the response: a ring, which is there only while parts may come.
+        # Writer and response form a reference cycle, so the writer exists only while parts may be written.
         self._parts = _NO_PARTS
         self.write: Callable[[bytes], bool] = _NO_PARTS.write
         self._connection = connection

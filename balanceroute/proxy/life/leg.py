@@ -263,7 +263,7 @@ class Leg:
         self.interrupt(WorkerSilent("the worker has fallen silent", worker=worker_id, tier=role))
 
     def interruption(self) -> BalanceRouteError | None:
-        """Why it was interrupted, once; None where the CancelledError under way is somebody else's, or his as well."""
+        """Why it was interrupted, once; None if the cancellation, or part of it, came from elsewhere."""
         error, self._interruption = self._interruption, None
         if error is None or self._task is None or self._task.uncancel() > 0:
             return None

@@ -15,7 +15,7 @@ Moved = Callable[[], bool]
 
 
 class Reach(Protocol):
-    """The way to whoever leads."""
+    """The way to the leading brain."""
 
     @property
     def near(self) -> bool:
@@ -25,7 +25,7 @@ class Reach(Protocol):
         """One connection, to be asked for again where it is not. Raises: OSError."""
 
     def turn_away(self) -> None:
-        """Who was found is not the one to talk to."""
+        """This address does not lead; try the next."""
 
 
 class SocketReach:
@@ -38,7 +38,7 @@ class SocketReach:
 
     async def connect(self, protocol: Callable[[], P]) -> tuple[P, Moved]:
         """See `Reach`."""
-        # the number of a socket is nobody else's while somebody listens on it, out of sight too
+        # the inode is not reused while the old socket is open, even if unlinked
         listening = os.stat(self._path).st_ino
         _, made = await asyncio.get_running_loop().create_unix_connection(protocol, self._path)
         return made, lambda: self._another_listens(listening)
