@@ -49,8 +49,7 @@ from balanceroute.proxy.client.services import ClientServices
 from balanceroute.proxy.life.pool_reaper import PERIOD_S, PoolReaper
 from balanceroute.proxy.life.suspicion import Loss
 from balanceroute.proxy.link.callbacks import CallbackListener, OtherRelays
-from balanceroute.proxy.link.hub import FAR
-from balanceroute.proxy.link.messages import Activity, Counted, Explained, Learned, Silent, Workers
+from balanceroute.proxy.link.messages import FAR, Activity, Counted, Explained, Learned, Silent, Workers
 from balanceroute.proxy.link.reach import FarReach, Reach, SocketReach
 from balanceroute.proxy.link.remote import LOST, NOBODY, RemoteBrain
 from balanceroute.proxy.ops.admin import json_response

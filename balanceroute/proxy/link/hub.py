@@ -37,6 +37,7 @@ from balanceroute.proxy.link.far import FarMembers
 from balanceroute.proxy.link.frames import Frames
 from balanceroute.proxy.link.messages import (
     BEAT_S,
+    FAR,
     SILENT_S,
     VERSION,
     Activity,
@@ -79,7 +80,6 @@ from balanceroute.proxy.telemetry.ticks import until_tick_s
 log = logging.getLogger(__name__)
 
 MAX_NAME: Final = 256  # characters
-FAR: Final = "@"  # in the name of a relay of another machine, before that machine's; in no other
 LOOK_S: Final = 0.25
 
 

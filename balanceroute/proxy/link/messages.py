@@ -49,6 +49,7 @@ from balanceroute.proxy.admission.decider import RefusalKind
 from balanceroute.proxy.perimeter.key_use import KeyUse
 
 VERSION: Final = 4
+FAR: Final = "@"  # in the name of a relay of another machine, before that machine's; in no other
 PROGRESS_S: Final = 0.005
 SOON_S: Final = 0.05  # a slot that nobody waits for may be known to be free so late: about a step
 BEAT_S: Final = 1.0
@@ -182,6 +183,70 @@ class Began(Message, frozen=True, tag=20):
     age_s: float
 
 
+# -- the brain's answers ---------------------------------------------------------------------------------------------
+
+
+class Chosen(Message, frozen=True, tag=30):
+    """A worker for the ticket."""
+
+    ticket: int
+    turn: int
+    worker: str
+
+
+class Refused(Message, frozen=True, tag=31):
+    """The ticket has left with this refusal."""
+
+    ticket: int
+    kind: RefusalKind
+    text: str
+    retry_after_s: float
+
+
+class Seen(Message, frozen=True, tag=32):
+    """The cluster as the brain sees it; sent when it has changed, a few times per second at most."""
+
+    view: ClusterView
+
+
+class WorkerStanding(Message, frozen=True):
+    """A worker as the brain judges it: its circuit, whether successes matter to that, and whether it is out."""
+
+    spec: WorkerSpec
+    state: WorkerState
+    circuit: str
+    doubtful: bool
+    out: bool
+
+
+class Workers(Message, frozen=True, tag=33):
+    """Workers that are new or have changed, and those that have left."""
+
+    changed: tuple[WorkerStanding, ...]
+    gone: tuple[str, ...]
+
+
+class SilentGroup(Message, frozen=True):
+    """A group of workers that fell silent together, so long ago."""
+
+    name: str
+    workers: tuple[str, ...]
+    age_s: float
+
+
+class Silent(Message, frozen=True, tag=34):
+    """All such groups."""
+
+    groups: tuple[SilentGroup, ...]
+
+
+class KeysElsewhere(Message, frozen=True, tag=35):
+    """What another relay's clients have used of their keys; nothing: that relay is gone, or has none in flight."""
+
+    relay: str
+    keys: tuple[KeyUse, ...]
+
+
 # -- what a relay's requests say of workers --------------------------------------------------------------------------
 
 
@@ -249,70 +314,6 @@ class Explained(Message, frozen=True, tag=44):
 
     workers: tuple[str, ...]
     ages_s: tuple[float, ...]
-
-
-# -- the brain's answers ---------------------------------------------------------------------------------------------
-
-
-class Chosen(Message, frozen=True, tag=30):
-    """A worker for the ticket."""
-
-    ticket: int
-    turn: int
-    worker: str
-
-
-class Seen(Message, frozen=True, tag=32):
-    """The cluster as the brain sees it; sent when it has changed, a few times per second at most."""
-
-    view: ClusterView
-
-
-class Refused(Message, frozen=True, tag=31):
-    """The ticket has left with this refusal."""
-
-    ticket: int
-    kind: RefusalKind
-    text: str
-    retry_after_s: float
-
-
-class WorkerStanding(Message, frozen=True):
-    """A worker as the brain judges it: its circuit, whether successes matter to that, and whether it is out."""
-
-    spec: WorkerSpec
-    state: WorkerState
-    circuit: str
-    doubtful: bool
-    out: bool
-
-
-class Workers(Message, frozen=True, tag=33):
-    """Workers that are new or have changed, and those that have left."""
-
-    changed: tuple[WorkerStanding, ...]
-    gone: tuple[str, ...]
-
-
-class SilentGroup(Message, frozen=True):
-    """A group of workers that fell silent together, so long ago."""
-
-    name: str
-    workers: tuple[str, ...]
-    age_s: float
-
-
-class Silent(Message, frozen=True, tag=34):
-    """All such groups."""
-
-    groups: tuple[SilentGroup, ...]
-
-
-class KeysElsewhere(Message, frozen=True, tag=35):
-    """What another relay's clients have used of their keys; nothing: that relay is gone, or has none in flight."""
-
-    relay: str
-    keys: tuple[KeyUse, ...]
 
 
 FromRelay = (

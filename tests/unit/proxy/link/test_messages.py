@@ -128,6 +128,12 @@ def test_one_side_does_not_take_the_other_sides_messages() -> None:
         m.read_from_brain(m.frame([m.PutBack(1)])[4:])
 
 
+def test_messages_stand_in_the_order_of_their_numbers() -> None:
+    tags = [each.__struct_config__.tag for each in vars(m).values() if isinstance(each, type(m.Message))]
+    numbers = [tag for tag in tags if tag is not None]
+    assert numbers == sorted(numbers)
+
+
 def test_numbers_of_messages_are_used_once() -> None:
     tags = [cls.__struct_config__.tag for union in (m.FromRelay, m.FromBrain) for cls in union.__args__]
     shared = {cls.__struct_config__.tag for cls in (m.Beat, m.Farewell, m.Explained)}
