@@ -540,10 +540,10 @@ def _counts(frames: Frames[FromBrain], hello: Hello) -> ReadCounts | None:
     """What a relay on this machine writes; None: it says it."""
     connection = frames.socket
     pid = None if connection is None else peer_pid(connection)
-    if pid is None or hello.counts is None:
+    if pid is None or hello.token_file is None:
         return None
     try:
-        return ReadCounts(pid, hello.counts)
+        return ReadCounts(pid, hello.token_file)
     except OSError as error:
         log.warning("tokens of a relay are not readable", extra={"relay": hello.relay, "error": str(error)})
         return None

@@ -79,7 +79,7 @@ class Held(Message, frozen=True):
 class Hello(Message, frozen=True, tag=0):
     """A relay joins. `relay` is its name, `process` tells one life of it from the next.
 
-    `counts`: which of its open files holds its tokens (`token_counts.py`), for a brain on the same machine.
+    `token_file`: which of its open files holds its tokens (`token_counts.py`), for a brain on the same machine.
     """
 
     version: int
@@ -87,13 +87,13 @@ class Hello(Message, frozen=True, tag=0):
     process: int
     epoch: int
     held: tuple[Held, ...]
-    counts: int | None = None
+    token_file: int | None = None
 
 
 class Welcome(Message, frozen=True, tag=1):
     """The relay is a member; what it told is taken over. `void`: tickets that could not be, and have ended.
 
-    `salt`: of the keys of prompts, where the brain's predictor asks for them. `reads_counts`: tokens that the relay has
+    `salt`: of the keys of prompts, where the brain's predictor asks for them. `reads_tokens`: tokens that the relay has
     written down need not be said.
     """
 
@@ -102,7 +102,7 @@ class Welcome(Message, frozen=True, tag=1):
     member: int
     void: tuple[int, ...]
     salt: bytes | None = None
-    reads_counts: bool = False
+    reads_tokens: bool = False
 
 
 class Farewell(Message, frozen=True, tag=2):

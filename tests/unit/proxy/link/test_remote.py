@@ -93,7 +93,7 @@ def test_tokens_that_come_while_a_relay_joins_are_counted_once() -> None:
 def test_more_tickets_than_there_are_places_are_told() -> None:
     async def test(stage: Stage) -> None:
         brain, relay = await stage.brain(), stage.relay()
-        while place_of(relay.brain.counts.number()) != NOWHERE:
+        while place_of(relay.brain.token_counts.number()) != NOWHERE:
             pass
         ticket = await relay.decoding("a")
         ticket.progress(3)
@@ -107,7 +107,7 @@ def test_more_tickets_than_there_are_places_are_told() -> None:
 def test_tokens_of_all_streams_cross_in_one_message_to_a_brain_that_cannot_read_them() -> None:
     async def test(stage: Stage) -> None:
         relay = stage.relay()
-        relay.brain.counts.fd = nothing.fileno()  # what Hello will tell
+        relay.brain.token_counts.fd = nothing.fileno()  # what Hello will tell
         brain = await stage.brain(slots=8)
         tickets = [await relay.decoding(f"r{n}") for n in range(8)]
         told: list[list[str]] = []
