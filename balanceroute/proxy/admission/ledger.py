@@ -15,7 +15,7 @@ changed, and all of them are about the one scheduler.
 """
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 from typing import Any, Final
 
@@ -146,9 +146,11 @@ class Ledger:
         self.scheduler.put_back(request_id, self.now())
         self.pool_filled()
 
-    def requeue(self, request_id: str) -> None:
-        """The decode ended early, or the pinned KV was lost: the request queues for a prefill again."""
-        self.released(self.scheduler.requeue(request_id, self.now()))
+    def requeue(self, request_id: str, prefix: Sequence[int] = ()) -> None:
+        """The decode ended early, or the pinned KV was lost: the request queues for a prefill again. `prefix`: as in
+        `Scheduler.requeue`.
+        """
+        self.released(self.scheduler.requeue(request_id, self.now(), prefix))
         if self.scheduler.config.decode_first:
             self._pooled(request_id)
 

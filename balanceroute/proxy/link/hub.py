@@ -508,7 +508,7 @@ class Hub:
             ledger.put_back(request_id)
         else:
             self._advance(held, message.tokens)
-            ledger.requeue(request_id)
+            ledger.requeue(request_id, message.prefix)
 
     def collect(self) -> None:
         """Read what relays on this machine have written. O(their tickets), little each."""

@@ -37,6 +37,7 @@ process ends as it should says Farewell, too, so that the log can tell it from o
 Times are durations (`_s`, before the message was written): clocks of two machines have nothing in common.
 """
 
+from collections.abc import Sequence
 from enum import StrEnum
 from typing import Final
 
@@ -48,13 +49,15 @@ from balanceroute.errors import BalanceRouteError
 from balanceroute.proxy.admission.decider import RefusalKind
 from balanceroute.proxy.perimeter.key_use import KeyUse
 
-VERSION: Final = 4
+VERSION: Final = 5
 FAR: Final = "@"  # in the name of a relay of another machine, before that machine's; in no other
 PROGRESS_S: Final = 0.005
 SOON_S: Final = 0.05  # a slot that nobody waits for may be known to be free so late: about a step
 BEAT_S: Final = 1.0
 SILENT_S: Final = 5.0  # a process that says nothing for so long is given up; one that has died is known of at once
-MAX_FRAME_BYTES: Final = 64 * 2**20  # a Hello of 100,000 tickets with a hundred block hashes each is half of that
+MAX_FRAME_BYTES: Final = 64 * 2**20
+"""A Hello of 100,000 streams is half of that: 320 bytes for each. Each request that has yet to get its prefill takes 9
+bytes more for every block of its prompt."""
 
 
 class LinkError(BalanceRouteError):
@@ -162,8 +165,11 @@ class PutBack(Message, frozen=True, tag=17):
 
 
 class Requeue(Message, frozen=True, tag=18):
+    """`prefix`: as in the ticket's spec; a brain that was told of the ticket while it generated does not know it."""
+
     ticket: int
     tokens: int
+    prefix: Sequence[int] = ()
 
 
 class Finish(Message, frozen=True, tag=19):

@@ -191,8 +191,8 @@ class RemoteBrain:
         """See `decider.Decider`."""
         entry = self._open.get(request_id)
         if entry is not None:
-            tokens = entry.tokens
-            self._ask(request_id, lambda number: Requeue(number, tokens))
+            tokens, prefix = entry.tokens, self.tickets[request_id].spec.prefix
+            self._ask(request_id, lambda number: Requeue(number, tokens, prefix))
 
     def progress(self, request_id: str, tokens: int) -> None:
         """Written down, or told within `PROGRESS_S`. The relay's path."""
