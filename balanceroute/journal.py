@@ -24,7 +24,7 @@ may leave half a line, which a rerun forgives at the very end of the file.
 import logging
 import math
 import secrets
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from hashlib import blake2b
 from pathlib import Path
@@ -266,8 +266,9 @@ class RecordingScheduler(Scheduler):
     def adopt(self, standing: Standing, now: float) -> bool:
         return self._record(super().adopt, now, standing=replace(standing, spec=self._disguised(standing.spec)))
 
-    def requeue(self, request_id: str, now: float) -> Release:
-        return self._record(super().requeue, now, request_id=request_id)
+    def requeue(self, request_id: str, now: float, prefix: Sequence[int] = ()) -> Release:
+        told = {"prefix": [self._name(block) for block in prefix]} if prefix else {}
+        return self._record(super().requeue, now, request_id=request_id, **told)
 
     def finish(self, request_id: str, outcome: Outcome, now: float) -> Release:
         return self._record(super().finish, now, request_id=request_id, outcome=outcome)

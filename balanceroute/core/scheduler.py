@@ -504,11 +504,11 @@ class Scheduler:
         tracker.phase = POOLED
         self.snapshot.pool.add(tracker)
 
-    def requeue(self, request_id: str, now: float) -> Release:
+    def requeue(self, request_id: str, now: float, prefix: Sequence[int] = ()) -> Release:
         """The decode ended without finishing (recompute, worker lost): prefill again, with what was generated so far.
 
         Legal while pooled too, when the pinned KV is known to be lost. The Release says what is left to be drained.
-        Decode-first it waits in the pool again.
+        Decode-first it waits in the pool again. `prefix`: as in its spec, where it may have been adopted without.
         """
         tracker = self.snapshot.requests.get(request_id)
         if tracker is None or tracker.phase not in (DECODING, POOLED):
@@ -518,6 +518,8 @@ class Scheduler:
         tracker.earlier_tokens += tracker.counted
         tracker.counted = 0
         tracker.requeues += 1
+        if prefix:
+            tracker.prefix = prefix
         if self.config.decode_first:
             self._pool(tracker, tracker.prompt_tokens, now, None)
         else:

@@ -40,7 +40,7 @@ k=32) 840 ms in 0.2 GB. For the sizes that a router meets (n <= 16, k <= 4) see 
 from collections.abc import Callable, Sequence
 from functools import lru_cache
 from heapq import nlargest
-from itertools import accumulate, combinations
+from itertools import accumulate
 from math import comb, floor, isqrt
 
 import numpy as np
@@ -77,19 +77,6 @@ def best_subset(sizes: Sequence[int], max_count: int, peak: float, score: Score)
     if count * _subset_count(len(sizes), count) <= BEST_BY_ENUMERATION:
         return _best_by_enumeration(sizes, count, peak, score)
     return _best_by_bitsets(sizes, count, peak, score)
-
-
-def exhaustive_best_subset(sizes: Sequence[int], max_count: int, score: Score) -> Subset:
-    """Score every subset, knowing nothing about the score: the oracle that `best_subset` is tested against.
-
-    Ties go to the smaller sum, then to the earliest candidates. O(n^max_count) calls of `score`.
-    """
-    indices = range(len(sizes))
-    subsets = [chosen for size in range(1, max_count + 1) for chosen in combinations(indices, size)]
-    sums = [sum(sizes[i] for i in chosen) for chosen in subsets]
-    scored = {total: score(total) for total in set(sums)}
-    _, best, latest_first = min((-scored[total], total, c[::-1]) for total, c in zip(sums, subsets, strict=True))
-    return latest_first[::-1], scored[best]
 
 
 def _best_single(sizes: Sequence[int], peak: float, score: Score) -> Subset:

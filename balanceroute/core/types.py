@@ -111,7 +111,8 @@ class Standing:
     Args: waited_s: since its arrival. ready_s: since it came to the pool last. prompt_tokens: with the tokens of
     earlier lives (`earlier_tokens`); `tokens`: generated in this one. prefiller: who computes its prompt, or keeps its
     KV; decoder: which it is bound to; "" for none. asking, pushing: decode first, it waits for a prefiller while it is
-    bound, or one computes its prompt.
+    bound, or one computes its prompt. One that generates is told without the `prefix` of its spec, which only a
+    prefill needs: `Scheduler.requeue` is told it again.
     """
 
     spec: RequestSpec

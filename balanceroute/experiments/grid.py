@@ -106,7 +106,7 @@ class Store:
 
 
 @dataclass(frozen=True, slots=True)
-class Standing:
+class CellResult:
     """One policy in one cell: means over the seeds, and what it gives away against the best (ratios; 0 is the best)."""
 
     cell: Cell
@@ -125,7 +125,7 @@ class Standing:
     lost_tpot_near: float | None = None  # the same
 
 
-def standings(scope: Scope, results: Results, cell: Cell) -> list[Standing]:
+def cell_results(scope: Scope, results: Results, cell: Cell) -> list[CellResult]:
     """All policies in one cell."""
     found = []
     for method in POLICIES:
@@ -137,7 +137,7 @@ def standings(scope: Scope, results: Results, cell: Cell) -> list[Standing]:
         rates = [run["throughput_tok_s"] for run in runs]
         slots = cell.n_workers * 64
         found.append(
-            Standing(
+            CellResult(
                 cell,
                 method,
                 fmean(rates),
@@ -170,7 +170,7 @@ def standings(scope: Scope, results: Results, cell: Cell) -> list[Standing]:
 def report(scope: Scope, results: Results, out: Path) -> Section:
     """The table of regrets, the cells where the default is not the best, and the figure."""
     section = Section("The grid: which policy never loses")
-    rows = [standings(scope, results, cell) for cell in cells(scope)]
+    rows = [cell_results(scope, results, cell) for cell in cells(scope)]
     busy = [row for row in rows if fmean(s.utilisation for s in row) > BUSY]
     section.text(
         f"{len(rows)} cells, {len(busy)} of them busy (more than {BUSY:.0%} of the slots in use), {len(scope.seeds)}"
@@ -191,12 +191,12 @@ def report(scope: Scope, results: Results, out: Path) -> Section:
     return section
 
 
-def default_of(row: Sequence[Standing]) -> Standing:
+def default_of(row: Sequence[CellResult]) -> CellResult:
     """The product's default among the policies of a cell."""
     return next(s for s in row if s.method is methods.LEVEL_FIT)
 
 
-def worse_than_baselines(row: Sequence[Standing]) -> float:
+def worse_than_baselines(row: Sequence[CellResult]) -> float:
     """How far the default's tokens/s are below those of a baseline, beyond noise; 0 where they are not.
 
     Noise is two deviations of the difference of the means over the seeds, and 1 % at least.
@@ -211,10 +211,10 @@ def worse_than_baselines(row: Sequence[Standing]) -> float:
     return worst
 
 
-def verdict_table(rows: Sequence[Sequence[Standing]], busy: Sequence[Sequence[Standing]]) -> Table:
+def verdict_table(rows: Sequence[Sequence[CellResult]], busy: Sequence[Sequence[CellResult]]) -> Table:
     """Each bar of a default without regret: in how many cells it holds, and where it does not, by how much."""
     table = Table("verdict", ["bar", "holds", "in cells", "of", "not in"])
-    bars: tuple[tuple[str, Sequence[Sequence[Standing]], Callable[[Sequence[Standing]], float], float], ...] = (
+    bars: tuple[tuple[str, Sequence[Sequence[CellResult]], Callable[[Sequence[CellResult]], float], float], ...] = (
         ("tokens/s within 1 % of the best", busy, lambda row: default_of(row).lost_tokens, NEAR),
         ("TPOT p95 within 5 % of the best", busy, lambda row: default_of(row).lost_tpot, 0.05),
         (
@@ -238,7 +238,7 @@ def verdict_table(rows: Sequence[Sequence[Standing]], busy: Sequence[Sequence[St
     return table
 
 
-def regret_table(busy: Sequence[Sequence[Standing]]) -> Table:
+def regret_table(busy: Sequence[Sequence[CellResult]]) -> Table:
     """One row per policy over all busy cells."""
     columns = ["router", "lost tok/s mean %", "worst %", "cells within 1 %", "lost TPOT p95 mean %", "worst TPOT %",
                "cells within 5 %", "within 1 % and 10 % of the wait"]  # fmt: skip
@@ -258,7 +258,7 @@ def regret_table(busy: Sequence[Sequence[Standing]]) -> Table:
     return table
 
 
-def cell_table(rows: Sequence[Sequence[Standing]]) -> Table:
+def cell_table(rows: Sequence[Sequence[CellResult]]) -> Table:
     """Every policy in every cell."""
     table = Table(
         "grid",

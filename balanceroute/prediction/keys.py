@@ -6,10 +6,6 @@ any two collide is 1e-11.
 """
 
 import hashlib
-from collections.abc import Sequence
-from typing import Any
-
-import orjson
 
 _DIGEST_BYTES = 8
 
@@ -19,14 +15,6 @@ class PromptKeyer:
 
     def __init__(self, salt: bytes) -> None:
         self._salt = salt[:64]
-
-    def of_prompt(self, prompt: str | Sequence[Any]) -> str:
-        """Key of a completion's `prompt`: text, token ids, or a list of either."""
-        return self._hash(b"p", prompt.encode() if isinstance(prompt, str) else orjson.dumps(prompt))
-
-    def of_messages(self, messages: Sequence[Any]) -> str:
-        """Key of a chat's `messages`; the order of the fields inside a message does not matter."""
-        return self._hash(b"m", orjson.dumps(messages, option=orjson.OPT_SORT_KEYS))
 
     def of_json(self, prompt: bytes) -> str:
         """Key of a prompt or of messages as the JSON they came in, without reading it."""

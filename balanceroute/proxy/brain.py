@@ -62,11 +62,11 @@ class BrainApp(RouterApp):
 
 
 @dataclass(frozen=True, slots=True)
-class Standing:
+class StandbyCallbacks:
     """Who is told that a brain stands by, and that it leads."""
 
-    by: Callable[[], None]
-    leads: Callable[[], None]
+    on_standby: Callable[[], None]
+    on_lead: Callable[[], None]
 
 
 def run_brain(
@@ -74,7 +74,7 @@ def run_brain(
     folder: RunFolder,
     load: Callable[[], Config],
     lineage: int,
-    standing: Standing,
+    callbacks: StandbyCallbacks,
     journal: Path | None = None,
     link: socket.socket | None = None,
 ) -> None:
@@ -87,9 +87,9 @@ def run_brain(
     Raises: ConfigError: a file or socket of the folder can't be used.
     """
     folder.make()
-    lead, config = _stand_by(the_lead(config, folder), config, load, standing.by)
+    lead, config = _stand_by(the_lead(config, folder), config, load, callbacks.on_standby)
     try:
-        standing.leads()
+        callbacks.on_lead()
         if journal is not None and journal.exists():
             journal = journal.with_name(f"{journal.name}.{os.getpid()}")
         app = create_brain_app(config, folder, lead, folder.living(), lineage, journal)

@@ -17,6 +17,7 @@ from balanceroute.build import worker_specs
 from balanceroute.config import Config
 from balanceroute.core.types import WorkerSpec
 from balanceroute.errors import ConfigError
+from balanceroute.proxy.link.files import replace_content
 from balanceroute.proxy.ops.steering import with_policy
 from balanceroute.proxy.services import Services
 from balanceroute.proxy.telemetry.ticks import until_tick_s
@@ -93,9 +94,7 @@ class KeptChanges:
         """Write it down, if it is new. Raises: OSError."""
         if changes == self.last:
             return
-        beside = self._path.with_name(self._path.name + ".new")
-        beside.write_bytes(msgspec.json.encode(changes))
-        beside.replace(self._path)
+        replace_content(self._path, msgspec.json.encode(changes))
         self.last = changes
 
     async def watch(self, services: Services, base: Callable[[], Config]) -> None:

@@ -16,7 +16,7 @@ from typing import Final
 from balanceroute.config import Config
 from balanceroute.errors import ConfigError, InputError
 from balanceroute.proxy.admission.forecasts import build_forecasts
-from balanceroute.proxy.brain import Standing, run_brain
+from balanceroute.proxy.brain import StandbyCallbacks, run_brain
 from balanceroute.proxy.client.acceptor import ConnectionCounts
 from balanceroute.proxy.handover import Handover, Predecessor, Told
 from balanceroute.proxy.perimeter.perimeter import Perimeter
@@ -84,7 +84,7 @@ class Processes:
         self._link = link
         self.config, self._load, self._folder, self._sockets = config, load, folder, sockets
         self._journal, self._predecessor = journal, predecessor
-        self._counts = ConnectionCounts(max(1, config.listen.relays))
+        self._connection_counts = ConnectionCounts(max(1, config.listen.relays))
         self._told = Told(os.getpid(), 1)
         if predecessor is not None:
             self._told = Told(predecessor.told.lineage, predecessor.told.generation + 1)
@@ -164,8 +164,8 @@ class Processes:
         self.stop_listening()
         be_called(STANDBY)
         load = self._begin(name)
-        standing = Standing(on_up, lambda: be_called(BRAIN))
-        run_brain(self.config, self._folder, load, self._told.lineage, standing, self._journal, self._link)
+        callbacks = StandbyCallbacks(on_up, lambda: be_called(BRAIN))
+        run_brain(self.config, self._folder, load, self._told.lineage, callbacks, self._journal, self._link)
 
     def _relay(self, name: str, on_up: Callable[[], None]) -> None:
         self._end_handover()
@@ -173,7 +173,7 @@ class Processes:
             link.close()
         place = self.relays.index(name)
         load = self._begin(name)
-        run_relay(self.config, self._sockets, self._folder, name, load, on_up, self._counts, place)
+        run_relay(self.config, self._sockets, self._folder, name, load, on_up, self._connection_counts, place)
 
     def _begin(self, name: str) -> Callable[[], Config]:
         """Say in the log who this is; returns what reads the configuration anew."""

@@ -49,8 +49,7 @@ from balanceroute.proxy.client.services import ClientServices
 from balanceroute.proxy.life.pool_reaper import PERIOD_S, PoolReaper
 from balanceroute.proxy.life.suspicion import Loss
 from balanceroute.proxy.link.callbacks import CallbackListener, OtherRelays
-from balanceroute.proxy.link.hub import FAR
-from balanceroute.proxy.link.messages import Activity, Counted, Explained, Learned, Silent, Workers
+from balanceroute.proxy.link.messages import FAR, Activity, Counted, Explained, Learned, Silent, Workers
 from balanceroute.proxy.link.reach import FarReach, Reach, SocketReach
 from balanceroute.proxy.link.remote import LOST, NOBODY, RemoteBrain
 from balanceroute.proxy.ops.admin import json_response
@@ -195,14 +194,15 @@ def run_relay(
     name: str,
     load: Callable[[], Config],
     on_up: Callable[[], None],
-    counts: ConnectionCounts,
+    connection_counts: ConnectionCounts,
     place: int,
 ) -> None:
     """Serve clients until a signal ends it.
 
     Args: listeners: bound sockets, shared with the other relays: the clients', and the operators' where `listen.admin`
     is set. name: one that no other living relay of the router has; the same after a restart. load: reads the
-    configuration anew, for SIGHUP. on_up: called when it accepts. counts: of all relays; place: this one's in them.
+    configuration anew, for SIGHUP. on_up: called when it accepts. connection_counts: of all relays; place: this
+    one's in them.
 
     Raises: ConfigError: a file that the configuration names is wrong.
     """
@@ -214,7 +214,8 @@ def run_relay(
         reload_relay(app.services, await asyncio.to_thread(load))
 
     server = RelayServer(app, config, on_reload)
-    server.name, server.on_up, server.counts, server.place = name, on_up, counts, place
+    server.name, server.on_up = name, on_up
+    server.connection_counts, server.place = connection_counts, place
     server.run(sockets=listeners)
 
 
@@ -391,7 +392,7 @@ class RelayServer(ChildServer):
     name = ""
     listeners: Sequence[socket.socket] = ()
     on_up: Callable[[], None] = staticmethod(lambda: None)
-    counts = ConnectionCounts(1)  # nobody else accepts
+    connection_counts = ConnectionCounts(1)  # nobody else accepts
     place = 0
 
     async def startup(self, sockets: list[Any] | None = None) -> None:
@@ -416,8 +417,8 @@ class RelayServer(ChildServer):
 
     def ahead(self) -> bool:
         """Whether another relay has fewer connections."""
-        self.counts.tell(self.place, len(self.server_state.connections))
-        return self.counts.ahead(self.place)
+        self.connection_counts.tell(self.place, len(self.server_state.connections))
+        return self.connection_counts.ahead(self.place)
 
     def leave(self) -> None:
         """Another router accepts on these sockets: serve whoever is connected to the end of what it has begun."""

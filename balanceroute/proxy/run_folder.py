@@ -16,12 +16,12 @@ from typing import Final
 
 from balanceroute.config import Config
 from balanceroute.errors import ConfigError
+from balanceroute.proxy.link.files import NEW, replace_content
 
 log = logging.getLogger(__name__)
 
 _COUNTS: Final = "counts-"
 _PINS: Final = "pins-"
-_NEW: Final = ".new"
 _LIFE: Final = "life-"  # locked by a relay while it lives
 _LONGEST: Final = "relay-63.9999"
 _TRIES: Final = 20
@@ -58,9 +58,7 @@ class RunFolder:
         path = self.folder / "identity"
         try:
             if not path.exists():
-                beside = path.with_suffix(_NEW)
-                beside.write_text(f"{socket.gethostname()}_{secrets.token_hex(8)}")
-                beside.replace(path)
+                replace_content(path, f"{socket.gethostname()}_{secrets.token_hex(8)}".encode())
             return path.read_text()
         except OSError as error:
             raise _unusable(self.folder, f"cannot be used: {error.strerror}") from None
@@ -91,7 +89,7 @@ class RunFolder:
     def other_pins(self, relay: str) -> list[Path]:
         """The records of all other relays, those as well that are gone."""
         found = self.folder.glob(f"{_PINS}*")
-        return [file for file in found if file != self.pins(relay) and file.suffix != _NEW]
+        return [file for file in found if file != self.pins(relay) and file.suffix != NEW]
 
     def come_to_life(self, relay: str) -> None:
         """This process is that relay, until it ends. Raises: ConfigError: another one is."""
@@ -120,14 +118,12 @@ class RunFolder:
     def counts_of_others(self, known: Collection[str]) -> list[bytes]:
         """What relays but these have counted, those as well that have ended."""
         names = [file.name.removeprefix(_COUNTS) for file in self.folder.glob(f"{_COUNTS}*")]
-        return [self.counts(name) for name in names if not name.endswith(_NEW) and name not in known]
+        return [self.counts(name) for name in names if not name.endswith(NEW) and name not in known]
 
     def keep_counts(self, relay: str, counts: bytes) -> None:
         """Keep what this relay has counted; a kill in between leaves what was kept before."""
-        beside = self._counts(relay + _NEW)
         try:
-            beside.write_bytes(counts)
-            beside.replace(self._counts(relay))
+            replace_content(self._counts(relay), counts)
         except OSError as error:
             log.warning("counts not kept", extra={"relay": relay, "error": error.strerror})
 

@@ -43,7 +43,8 @@ from balanceroute.proxy.admission.ledger import Ledger
 from balanceroute.proxy.admission.prefill_dispatcher import PrefillDispatcher
 from balanceroute.proxy.admission.tickets import Ticket, Tickets
 from balanceroute.proxy.link.far import FarListener
-from balanceroute.proxy.link.hub import FAR, Hub
+from balanceroute.proxy.link.hub import Hub
+from balanceroute.proxy.link.messages import FAR
 from balanceroute.proxy.link.reach import FarReach, Reach, SocketReach
 from balanceroute.proxy.link.remote import RemoteBrain
 from balanceroute.proxy.perimeter.tls import LinkTls, Tls

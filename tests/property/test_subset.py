@@ -8,7 +8,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from balanceroute.core import subset
-from balanceroute.core.subset import Score, Subset, best_subset, exhaustive_best_subset
+from balanceroute.core.subset import Score, Subset, best_subset
 
 EXAMPLES = settings(max_examples=2000, deadline=None)
 Shape = tuple[float, Score]
@@ -49,6 +49,19 @@ def searches(sizes: Sequence[int], max_count: int, peak: float, score: Score) ->
         subset._best_by_enumeration(sizes, count, reachable_peak, score),
         subset._best_by_bitsets(sizes, count, reachable_peak, score),
     ]
+
+
+def exhaustive_best_subset(sizes: Sequence[int], max_count: int, score: Score) -> Subset:
+    """Score every subset, knowing nothing about the score: the oracle.
+
+    Ties go to the smaller sum, then to the earliest candidates. O(n^max_count) calls of `score`.
+    """
+    indices = range(len(sizes))
+    subsets = [chosen for size in range(1, max_count + 1) for chosen in combinations(indices, size)]
+    sums = [sum(sizes[i] for i in chosen) for chosen in subsets]
+    scored = {total: score(total) for total in set(sums)}
+    _, best, latest_first = min((-scored[total], total, c[::-1]) for total, c in zip(sums, subsets, strict=True))
+    return latest_first[::-1], scored[best]
 
 
 def reachable_sums(sizes: Sequence[int], max_count: int) -> set[int]:

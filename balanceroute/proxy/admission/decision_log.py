@@ -13,6 +13,7 @@ from typing import Any, Final
 
 from balanceroute.core.policies import BUILT_IN
 from balanceroute.core.pool_bypass import PoolBypass
+from balanceroute.core.snapshot_json import outline_to_dict, snapshot_to_dict
 from balanceroute.core.types import Admit
 from balanceroute.proxy.admission.ledger import Ledger
 
@@ -43,7 +44,7 @@ class Decision:
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """The state before a decision, JSON-ready, and what was decided on it."""
+    """The snapshot before a decision, JSON-ready, and what was decided on it."""
 
     state: dict[str, Any]
     decisions: tuple[Decision, ...]
@@ -81,7 +82,8 @@ class DecisionLog:
                 return
             self._next_s = now + rows * PAUSE_S
             self._ledger.settle()
-            self._state = self._ledger.state() if whole else self._ledger.outline()
+            write = snapshot_to_dict if whole else outline_to_dict
+            self._state = write(self._ledger.scheduler.snapshot, now)
 
     def after(self, admissions: Sequence[Admit]) -> None:
         """Note a decision that has been taken."""

@@ -15,7 +15,7 @@ changed, and all of them are about the one scheduler.
 """
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 from typing import Any, Final
 
@@ -23,7 +23,7 @@ from balanceroute.build import build_scheduler
 from balanceroute.config import Config
 from balanceroute.core.knobs import PolicySettings
 from balanceroute.core.scheduler import Scheduler, SchedulerConfig
-from balanceroute.core.snapshot_json import outline_to_dict, snapshot_to_dict
+from balanceroute.core.state import state_to_dict
 from balanceroute.core.types import (
     DECODING,
     POOLED,
@@ -146,9 +146,11 @@ class Ledger:
         self.scheduler.put_back(request_id, self.now())
         self.pool_filled()
 
-    def requeue(self, request_id: str) -> None:
-        """The decode ended early, or the pinned KV was lost: the request queues for a prefill again."""
-        self.released(self.scheduler.requeue(request_id, self.now()))
+    def requeue(self, request_id: str, prefix: Sequence[int] = ()) -> None:
+        """The decode ended early, or the pinned KV was lost: the request queues for a prefill again. `prefix`: as in
+        `Scheduler.requeue`.
+        """
+        self.released(self.scheduler.requeue(request_id, self.now(), prefix))
         if self.scheduler.config.decode_first:
             self._pooled(request_id)
 
@@ -357,18 +359,16 @@ class Ledger:
         """What the requests that are decoding have generated so far. O(requests)."""
         return sum(tracker.age_tokens for tracker in self.scheduler.snapshot.decoding())
 
-    def state(self) -> dict[str, Any]:
-        """The whole snapshot, JSON-ready: what a decision can be explained from. O(requests)."""
-        return snapshot_to_dict(self.scheduler.snapshot, self.now())
+    def state(self, settings: PolicySettings) -> dict[str, Any]:
+        """The state document, JSON-ready: what a decision can be explained from. `settings`: those in force.
+        O(requests).
+        """
+        return state_to_dict(settings, self.scheduler.snapshot, self.now())
 
     def rows(self, *, running: bool) -> int:
         """How many workers and waiting requests a state has; `running`: and requests that run. O(workers)."""
         snapshot = self.scheduler.snapshot
         return len(snapshot.workers) + (len(snapshot.requests) if running else len(snapshot.pool))
-
-    def outline(self) -> dict[str, Any]:
-        """The same with what runs summed up by worker. O(workers + waiting)."""
-        return outline_to_dict(self.scheduler.snapshot, self.now())
 
     # -- the events
 

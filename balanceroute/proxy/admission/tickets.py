@@ -23,6 +23,7 @@ several times per second besides. Another process is told at once, by who speaks
 
 import asyncio
 from collections.abc import Coroutine
+from dataclasses import replace
 from typing import Any
 
 from balanceroute.core.types import DECODING, GONE, POOLED, PREFILLING, QUEUED, Outcome, RequestSpec, Standing
@@ -185,8 +186,11 @@ class Ticket:
 
     def standing(self, now: float) -> Standing:
         """Where it stands, for one who decides from now on; `settle` first."""
+        spec = self.spec
+        if spec.prefix and self.phase is DECODING and self.told_tokens and not (self.asking or self.pushing):
+            spec = replace(spec, prefix=())  # it has had its prefill
         return Standing(
-            self.spec,
+            spec,
             self.phase,
             self.prompt_tokens,
             waited_s=now - self.arrived_s,

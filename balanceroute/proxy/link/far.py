@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Final
 
+from balanceroute.proxy.link.files import replace_content
 from balanceroute.proxy.perimeter.tls import LINK
 
 log = logging.getLogger(__name__)
@@ -135,14 +136,12 @@ class FarMembers:
         """Read what the former brain of this folder has left."""
         self._path = path
         self.known = path.exists()  # False: nothing is known of who may come
-        self.names = frozenset(path.read_text().split("\n")) - {""} if self.known else frozenset()
+        self.names = frozenset(path.read_text(encoding="utf-8").split("\n")) - {""} if self.known else frozenset()
 
     def keep(self, names: Iterable[str]) -> None:
         """These are the members now."""
-        beside = self._path.with_suffix(".new")
         try:
-            beside.write_text("\n".join(names))
-            beside.replace(self._path)
+            replace_content(self._path, "\n".join(names).encode())
         except OSError as error:
             log.warning("relays of other machines not kept", extra={"error": error.strerror})
 

@@ -37,6 +37,7 @@ from balanceroute.proxy.link.far import FarMembers
 from balanceroute.proxy.link.frames import Frames
 from balanceroute.proxy.link.messages import (
     BEAT_S,
+    FAR,
     SILENT_S,
     VERSION,
     Activity,
@@ -79,7 +80,6 @@ from balanceroute.proxy.telemetry.ticks import until_tick_s
 log = logging.getLogger(__name__)
 
 MAX_NAME: Final = 256  # characters
-FAR: Final = "@"  # in the name of a relay of another machine, before that machine's; in no other
 LOOK_S: Final = 0.25
 
 
@@ -511,7 +511,7 @@ class Hub:
             ledger.put_back(request_id)
         else:
             self._advance(held, message.tokens)
-            ledger.requeue(request_id)
+            ledger.requeue(request_id, message.prefix)
 
     def collect(self) -> None:
         """Read what relays on this machine have written. O(their tickets), little each."""
@@ -543,10 +543,10 @@ def _counts(frames: Frames[FromBrain], hello: Hello) -> ReadCounts | None:
     """What a relay on this machine writes; None: it says it."""
     connection = frames.socket
     pid = None if connection is None else peer_pid(connection)
-    if pid is None or hello.counts is None:
+    if pid is None or hello.token_file is None:
         return None
     try:
-        return ReadCounts(pid, hello.counts)
+        return ReadCounts(pid, hello.token_file)
     except OSError as error:
         log.warning("tokens of a relay are not readable", extra={"relay": hello.relay, "error": str(error)})
         return None

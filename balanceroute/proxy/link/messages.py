@@ -37,6 +37,7 @@ process ends as it should says Farewell, too, so that the log can tell it from o
 Times are durations (`_s`, before the message was written): clocks of two machines have nothing in common.
 """
 
+from collections.abc import Sequence
 from enum import StrEnum
 from typing import Final
 
@@ -48,12 +49,15 @@ from balanceroute.errors import BalanceRouteError
 from balanceroute.proxy.admission.decider import RefusalKind
 from balanceroute.proxy.perimeter.key_use import KeyUse
 
-VERSION: Final = 4
+VERSION: Final = 5
+FAR: Final = "@"  # in the name of a relay of another machine, before that machine's; in no other
 PROGRESS_S: Final = 0.005
 SOON_S: Final = 0.05  # a slot that nobody waits for may be known to be free so late: about a step
 BEAT_S: Final = 1.0
 SILENT_S: Final = 5.0  # a process that says nothing for so long is given up; one that has died is known of at once
-MAX_FRAME_BYTES: Final = 64 * 2**20  # a Hello of 100,000 tickets with a hundred block hashes each is half of that
+MAX_FRAME_BYTES: Final = 64 * 2**20
+"""A Hello of 100,000 streams is half of that: 320 bytes for each. Each request that has yet to get its prefill takes 9
+bytes more for every block of its prompt."""
 
 
 class LinkError(BalanceRouteError):
@@ -78,7 +82,7 @@ class Held(Message, frozen=True):
 class Hello(Message, frozen=True, tag=0):
     """A relay joins. `relay` is its name, `process` tells one life of it from the next.
 
-    `counts`: which of its open files holds its tokens (`token_counts.py`), for a brain on the same machine.
+    `token_file`: which of its open files holds its tokens (`token_counts.py`), for a brain on the same machine.
     """
 
     version: int
@@ -86,13 +90,13 @@ class Hello(Message, frozen=True, tag=0):
     process: int
     epoch: int
     held: tuple[Held, ...]
-    counts: int | None = None
+    token_file: int | None = None
 
 
 class Welcome(Message, frozen=True, tag=1):
     """The relay is a member; what it told is taken over. `void`: tickets that could not be, and have ended.
 
-    `salt`: of the keys of prompts, where the brain's predictor asks for them. `reads_counts`: tokens that the relay has
+    `salt`: of the keys of prompts, where the brain's predictor asks for them. `reads_tokens`: tokens that the relay has
     written down need not be said.
     """
 
@@ -101,7 +105,7 @@ class Welcome(Message, frozen=True, tag=1):
     member: int
     void: tuple[int, ...]
     salt: bytes | None = None
-    reads_counts: bool = False
+    reads_tokens: bool = False
 
 
 class Farewell(Message, frozen=True, tag=2):
@@ -161,8 +165,11 @@ class PutBack(Message, frozen=True, tag=17):
 
 
 class Requeue(Message, frozen=True, tag=18):
+    """`prefix`: as in the ticket's spec; a brain that was told of the ticket while it generated does not know it."""
+
     ticket: int
     tokens: int
+    prefix: Sequence[int] = ()
 
 
 class Finish(Message, frozen=True, tag=19):
@@ -180,6 +187,70 @@ class Began(Message, frozen=True, tag=20):
 
     ticket: int
     age_s: float
+
+
+# -- the brain's answers ---------------------------------------------------------------------------------------------
+
+
+class Chosen(Message, frozen=True, tag=30):
+    """A worker for the ticket."""
+
+    ticket: int
+    turn: int
+    worker: str
+
+
+class Refused(Message, frozen=True, tag=31):
+    """The ticket has left with this refusal."""
+
+    ticket: int
+    kind: RefusalKind
+    text: str
+    retry_after_s: float
+
+
+class Seen(Message, frozen=True, tag=32):
+    """The cluster as the brain sees it; sent when it has changed, a few times per second at most."""
+
+    view: ClusterView
+
+
+class WorkerStanding(Message, frozen=True):
+    """A worker as the brain judges it: its circuit, whether successes matter to that, and whether it is out."""
+
+    spec: WorkerSpec
+    state: WorkerState
+    circuit: str
+    doubtful: bool
+    out: bool
+
+
+class Workers(Message, frozen=True, tag=33):
+    """Workers that are new or have changed, and those that have left."""
+
+    changed: tuple[WorkerStanding, ...]
+    gone: tuple[str, ...]
+
+
+class SilentGroup(Message, frozen=True):
+    """A group of workers that fell silent together, so long ago."""
+
+    name: str
+    workers: tuple[str, ...]
+    age_s: float
+
+
+class Silent(Message, frozen=True, tag=34):
+    """All such groups."""
+
+    groups: tuple[SilentGroup, ...]
+
+
+class KeysElsewhere(Message, frozen=True, tag=35):
+    """What another relay's clients have used of their keys; nothing: that relay is gone, or has none in flight."""
+
+    relay: str
+    keys: tuple[KeyUse, ...]
 
 
 # -- what a relay's requests say of workers --------------------------------------------------------------------------
@@ -249,70 +320,6 @@ class Explained(Message, frozen=True, tag=44):
 
     workers: tuple[str, ...]
     ages_s: tuple[float, ...]
-
-
-# -- the brain's answers ---------------------------------------------------------------------------------------------
-
-
-class Chosen(Message, frozen=True, tag=30):
-    """A worker for the ticket."""
-
-    ticket: int
-    turn: int
-    worker: str
-
-
-class Seen(Message, frozen=True, tag=32):
-    """The cluster as the brain sees it; sent when it has changed, a few times per second at most."""
-
-    view: ClusterView
-
-
-class Refused(Message, frozen=True, tag=31):
-    """The ticket has left with this refusal."""
-
-    ticket: int
-    kind: RefusalKind
-    text: str
-    retry_after_s: float
-
-
-class WorkerStanding(Message, frozen=True):
-    """A worker as the brain judges it: its circuit, whether successes matter to that, and whether it is out."""
-
-    spec: WorkerSpec
-    state: WorkerState
-    circuit: str
-    doubtful: bool
-    out: bool
-
-
-class Workers(Message, frozen=True, tag=33):
-    """Workers that are new or have changed, and those that have left."""
-
-    changed: tuple[WorkerStanding, ...]
-    gone: tuple[str, ...]
-
-
-class SilentGroup(Message, frozen=True):
-    """A group of workers that fell silent together, so long ago."""
-
-    name: str
-    workers: tuple[str, ...]
-    age_s: float
-
-
-class Silent(Message, frozen=True, tag=34):
-    """All such groups."""
-
-    groups: tuple[SilentGroup, ...]
-
-
-class KeysElsewhere(Message, frozen=True, tag=35):
-    """What another relay's clients have used of their keys; nothing: that relay is gone, or has none in flight."""
-
-    relay: str
-    keys: tuple[KeyUse, ...]
 
 
 FromRelay = (

@@ -126,8 +126,8 @@ class RemoteBrain:
         self._frames: Frames[FromRelay] | None = None
         self._open: dict[str, _Open] = {}
         self._ids: dict[int, str] = {}  # by number
-        self.counts = WrittenCounts()
-        self._counts_read = False  # by the brain
+        self.token_counts = WrittenCounts()
+        self._tokens_read = False  # by the brain
         self._unsaid: dict[int, int] = {}  # tokens by ticket, to be said
         self._kept: list[tuple[float, Callable[[float], FromRelay]]] = []  # since when, and what: see `_say_soon`
         self._kept_timer: asyncio.TimerHandle | None = None
@@ -156,7 +156,7 @@ class RemoteBrain:
 
     def submit(self, spec: RequestSpec) -> None:
         """See `decider.Decider`."""
-        number = self.counts.number()
+        number = self.token_counts.number()
         self._open[spec.id] = _Open(number, self._greeted)
         self._ids[number] = spec.id
         self._say(Submit(number, spec))
@@ -191,8 +191,8 @@ class RemoteBrain:
         """See `decider.Decider`."""
         entry = self._open.get(request_id)
         if entry is not None:
-            tokens = entry.tokens
-            self._ask(request_id, lambda number: Requeue(number, tokens))
+            tokens, prefix = entry.tokens, self.tickets[request_id].spec.prefix
+            self._ask(request_id, lambda number: Requeue(number, tokens, prefix))
 
     def progress(self, request_id: str, tokens: int) -> None:
         """Written down, or told within `PROGRESS_S`. The relay's path."""
@@ -232,12 +232,12 @@ class RemoteBrain:
         entry = self._open.pop(request_id)
         del self._ids[entry.number]
         self._unsaid.pop(entry.number, None)
-        self.counts.leave(entry.number)
+        self.token_counts.leave(entry.number)
         return entry
 
     def _put(self, entry: _Open) -> None:
         """Have the brain know the tokens of a ticket."""
-        if self._counts_read and self.counts.write(entry.number, entry.tokens):
+        if self._tokens_read and self.token_counts.write(entry.number, entry.tokens):
             return
         if not self._unsaid:
             self._loop.call_later(PROGRESS_S, self._say_progress)
@@ -367,11 +367,11 @@ class RemoteBrain:
         self._forget_kept()  # of tickets that it does not hold
         for entry in self._open.values():
             entry.tokens = 0
-            self.counts.write(entry.number, 0)
+            self.token_counts.write(entry.number, 0)
         now = self._loop.time()
         opened = [(ticket, self._open[ticket.id]) for ticket in self.tickets.values()]
         held = [Held(entry.number, entry.turn, ticket.standing(now)) for ticket, entry in opened if entry.told]
-        self._frames.say(Hello(VERSION, self._relay, os.getpid(), self.epoch, tuple(held), self.counts.fd))
+        self._frames.say(Hello(VERSION, self._relay, os.getpid(), self.epoch, tuple(held), self.token_counts.fd))
         self._greeted, self._knows_workers = True, False
         for ticket, entry in opened:
             if not entry.told:  # it may be refused still
@@ -394,7 +394,7 @@ class RemoteBrain:
             self._tell_trouble(reason)
         elif self.member is not None:
             log.warning("brain lost", extra={"relay": self._relay, "epoch": self.epoch, "reason": reason})
-        self.member, self._greeted, self._counts_read = None, False, False
+        self.member, self._greeted, self._tokens_read = None, False, False
         self._lost.set()
 
     # -- the answers
@@ -430,7 +430,7 @@ class RemoteBrain:
         self.epoch, self.member = message.epoch, message.member
         self._troubles.clear()
         log.info("brain found", extra={"relay": self._relay, "epoch": self.epoch, "member": self.member})
-        self._counts_read, self._unsaid = message.reads_counts, {}
+        self._tokens_read, self._unsaid = message.reads_tokens, {}
         for entry in self._open.values():
             self._put(entry)
         self.on_salt(message.salt)

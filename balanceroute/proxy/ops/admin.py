@@ -218,23 +218,15 @@ class Admin:
 
 
 def state(services: OperatorServices) -> dict[str, Any]:
-    """What `GET /state` returns."""
+    """What `GET /state` returns: the state document (`core.state`), and what else operators ask for."""
     ledger, keys = services.ledger, services.perimeter.keys
     return {
-        **deciding(services),
-        **ledger.state(),
+        **ledger.state(policy_settings(services.config)),
         "draining": ledger.draining,
         "exchanges": services.exchanges,
         "keys": {key.name: key.in_flight + key.elsewhere for key in keys or ()},
         "drains_pending": services.drainer.pending,
     }
-
-
-def deciding(services: OperatorServices) -> dict[str, Any]:
-    """The policy that decides, and its knobs, as a state document has them."""
-    settings = policy_settings(services.config)
-    params = {name: getattr(settings, name) for name in type(settings).__slots__ if name != "policy"}
-    return {"policy": settings.policy, "params": params}
 
 
 def _instances(body: bytes) -> tuple[Role, list[tuple[str, dict[str, Any]]]]:

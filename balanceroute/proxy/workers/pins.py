@@ -29,6 +29,7 @@ from typing import Any, Final
 import orjson
 
 from balanceroute.errors import ConfigError
+from balanceroute.proxy.link.files import beside
 from balanceroute.proxy.wire.bounds import MAX_PARAMS_BYTES, token_count
 from balanceroute.proxy.wire.payloads import ClientRequest
 
@@ -176,16 +177,16 @@ class PinRecord:
     def _rewrite(self) -> None:
         """Write what is held, and nothing else, to a new file in place of this one. Raises: OSError."""
         data = HEAD + b"".join(pin.line for pin in self._live.values())
-        beside = self._path.with_name(self._path.name + ".new")
-        beside.unlink(missing_ok=True)
-        file = os.open(beside, _FLAGS | os.O_EXCL, 0o600)
+        new = beside(self._path)
+        new.unlink(missing_ok=True)
+        file = os.open(new, _FLAGS | os.O_EXCL, 0o600)
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             _write(file, data)
-            os.replace(beside, self._path)
+            new.replace(self._path)
         except OSError:
             os.close(file)
-            beside.unlink(missing_ok=True)
+            new.unlink(missing_ok=True)
             raise
         self.close()
         self._file, self._size = file, len(data)

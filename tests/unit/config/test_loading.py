@@ -86,13 +86,12 @@ def test_a_variable_replaces_a_list_of_workers_whole(tmp_path: Path) -> None:
 
 
 def test_variables_that_kubernetes_makes_for_a_service_are_not_settings(tmp_path: Path) -> None:
-    from_yaml(
-        tmp_path,
-        WORKERS,
-        BALANCEROUTE_PORT="tcp://10.0.0.9:8000",
-        BALANCEROUTE_SERVICE_HOST="10.0.0.9",
-        BALANCEROUTE_PORT_8000_TCP_ADDR="10.0.0.9",
-    )
+    made = {
+        "BALANCEROUTE_PORT": "tcp://10.0.0.9:8000",
+        "BALANCEROUTE_SERVICE_HOST": "10.0.0.9",
+        "BALANCEROUTE_PORT_8000_TCP_ADDR": "10.0.0.9",
+    }
+    assert from_yaml(tmp_path, WORKERS, **made) == from_yaml(tmp_path, WORKERS)
 
 
 def test_an_assignment_is_read_as_the_type_of_its_setting() -> None:

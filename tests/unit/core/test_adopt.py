@@ -103,6 +103,32 @@ def test_a_journal_of_a_takeover_reruns(tmp_path: Path) -> None:
     heir.adopt(decoding("b"), 1.0)
     heir.adopt(Standing(RequestSpec("c", 10, prefix=[7, 8], block_tokens=4), Phase.POOLED, 10, prefiller="p0"), 1.0)
     heir.admit(2.0)
+    heir.requeue("a", 3.0, [7, 8])
+    heir.dispatch(3.0)
     heir.close()
     report = rerun(path)
-    assert report.difference is None and report.calls == 6
+    assert report.difference is None and report.calls == 8
+
+
+def test_one_that_was_adopted_without_its_prefix_is_prefilled_where_that_is_cached_again() -> None:
+    heir = Scheduler(make_policy(SETTINGS), SchedulerConfig(prefill_policy="prefix_affinity"))
+    for name in ("p0", "p1"):
+        heir.add_worker(WorkerSpec(name, Role.PREFILL), 0.0)
+    heir.add_worker(WorkerSpec("d0", Role.DECODE), 0.0)
+    prefix = list(range(1, 9))
+    cached = []
+    for name, blocks in (("x", [99]), ("y", prefix)):  # the second goes to the prefiller that the first leaves idle
+        heir.submit(RequestSpec(name, 100 * len(blocks), prefix=blocks, block_tokens=100), 1.0)
+        cached += heir.dispatch(1.0)
+    for name, blocks in (("x", [99]), ("y", prefix)):
+        heir.prefilled(name, 100 * len(blocks), 1.0)
+        heir.finish(name, Outcome.FINISHED, 1.0)
+    for name, told in (("a", prefix), ("b", ())):
+        standing = Standing(RequestSpec(name, 800, block_tokens=100), Phase.DECODING, 800, decoder="d0", tokens=1)
+        assert heir.adopt(standing, 2.0)
+        heir.requeue(name, 2.0, told)
+        assert list(heir.snapshot.requests[name].prefix) == list(told)
+    (first, *_) = heir.dispatch(2.0)
+    assert (first.request, first.worker) == ("a", cached[1].worker)
+    assert heir.snapshot.requests["a"].uncached_tokens == 1
+    heir.snapshot.check_invariants()

@@ -87,7 +87,7 @@ def test_regret_is_against_the_best_and_waits_only_among_those_that_serve_as_muc
     results[near] = made_up(grid.POLICIES[1], 995.0, 0.063, 20.0)
     (idle,) = grid.jobs_of(TINY, cell, grid.POLICIES[2])
     results[idle] = made_up(grid.POLICIES[2], 800.0, 0.050, 20.0)
-    best, second, third, *_ = grid.standings(TINY, results, cell)
+    best, second, third, *_ = grid.cell_results(TINY, results, cell)
     assert (best.lost_tokens, third.lost_tpot) == (0.0, 0.0)
     assert second.lost_tokens == pytest.approx(0.005)
     assert second.lost_tpot == pytest.approx(0.063 / 0.050 - 1)
@@ -127,7 +127,7 @@ def test_the_verdict_names_every_cell_in_which_a_bar_does_not_hold() -> None:
             (job,) = grid.jobs_of(TINY, cell, method)
             rate = default_rate if method is methods.LEVEL_FIT else 999.0
             results[job] = made_up(method, rate, 0.06, 20.0)
-    rows = [grid.standings(TINY, results, cell) for cell in CELLS[:2]]
+    rows = [grid.cell_results(TINY, results, cell) for cell in CELLS[:2]]
     tokens, tpot, near_tpot, wait, baselines = grid.verdict_table(rows, rows).rows
     lost = f"{CELLS[1].name} (9.9%)"
     assert tokens[1:] == ["no", 1, 2, lost]

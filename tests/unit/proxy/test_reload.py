@@ -1,21 +1,21 @@
 """A reload changes what may change, all of it or nothing."""
 
 import asyncio
-import json
 import math
 from pathlib import Path
 
+import orjson
 import pytest
 
-from balanceroute.build import policy_settings
 from balanceroute.config import Config
 from balanceroute.core.scheduler import Scheduler
-from balanceroute.core.state import state_from_dict, state_to_dict
+from balanceroute.core.state import state_from_dict
 from balanceroute.core.types import Outcome, RequestSpec, Role, WorkerSpec
 from balanceroute.errors import ConfigError, InputError, QueueFull
 from balanceroute.journal import RecordingScheduler, rerun
 from balanceroute.proxy.admission.forecasts import LiveForecasts, build_forecasts
 from balanceroute.proxy.app import build_services
+from balanceroute.proxy.ops.admin import state
 from balanceroute.proxy.ops.steering import with_policy
 from balanceroute.proxy.reload import apply
 from tests.unit.proxy.virtual_time import a_config, a_router, in_virtual_time
@@ -139,8 +139,7 @@ def test_another_policy_keeps_what_is_bound_and_decides_on_what_waits(before: st
         assert len(snapshot.requests) == 9
         for tracker in list(snapshot.decoding()):
             scheduler.finish(tracker.id, Outcome.FINISHED, services.loop.time())
-        document = state_to_dict(policy_settings(services.config), snapshot, services.loop.time())
-        policy, written, _ = state_from_dict(json.loads(json.dumps(document)))
+        policy, written, _ = state_from_dict(orjson.loads(orjson.dumps(state(services))))
         fresh = Scheduler(policy)
         fresh.snapshot = written
         assert scheduler.admit(services.loop.time()) == fresh.admit(services.loop.time())

@@ -19,12 +19,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from balanceroute import __version__
+from balanceroute.build import policy_settings
+from balanceroute.core.policies import settings_to_dict
 from balanceroute.core.types import WorkerState
 from balanceroute.core.view import ClusterView, PrefillerView
 from balanceroute.errors import ConfigError, InputError
 from balanceroute.explain import runners_up
 from balanceroute.proxy.admission.decision_log import SAMPLES, DecisionLog, Sample
-from balanceroute.proxy.ops.admin import deciding
 from balanceroute.proxy.ops.services import OperatorServices
 from balanceroute.proxy.ops.workers import why_not_up
 from balanceroute.proxy.telemetry.instruments import Histogram
@@ -89,15 +90,18 @@ def quantile(bounds: list[float], counts: NDArray[np.int64], q: float) -> float:
     return low + (bounds[bucket] - low) * (wanted - before) / max(1, int(counts[bucket]))
 
 
-def _work_out(deciding: dict[str, Any], samples: list[Sample]) -> None:
-    """Write the runners-up into the decisions, as far as `WORK_S` go; what is not worked out then never will be."""
+def _work_out(policy: dict[str, Any], samples: list[Sample]) -> None:
+    """Write the runners-up into the decisions, as far as `WORK_S` go; what is not worked out then never will be.
+
+    `policy`: that and its params, as a state document has them.
+    """
     until = time.monotonic() + WORK_S
     for sample in samples:
         if time.monotonic() > until:
             return
         decided = {decision.admission.request: decision for decision in sample.decisions}
         try:
-            found = runners_up({**deciding, **sample.state}, SAMPLES)
+            found = runners_up({**policy, **sample.state}, SAMPLES)
         except (ConfigError, InputError):
             continue  # a policy that a document may not name
         for admit, runner_up in found:
@@ -299,7 +303,8 @@ class Recorder:
             return
         samples = list(reversed(log.samples))
         log.samples.clear()
-        await asyncio.to_thread(_work_out, deciding(self._services()), samples)
+        policy = settings_to_dict(policy_settings(self._services().config))
+        await asyncio.to_thread(_work_out, policy, samples)
 
     # -- reading
 

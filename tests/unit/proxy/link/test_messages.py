@@ -75,7 +75,7 @@ from_relay = st.one_of(
     st.builds(m.Pushed, numbers, counts, st.none() | counts),
     asked,
     st.builds(m.Progress, st.lists(numbers).map(tuple), st.lists(counts).map(tuple)),
-    st.builds(m.Requeue, numbers, counts),
+    st.builds(m.Requeue, numbers, counts, hashes),
     st.builds(m.Finish, numbers, st.sampled_from(Outcome), texts, counts),
     st.builds(m.Explained, st.lists(texts).map(tuple), st.lists(seconds).map(tuple)),
 )
@@ -126,6 +126,12 @@ def test_one_side_does_not_take_the_other_sides_messages() -> None:
         m.read_from_relay(m.frame([m.Chosen(1, 1, "p0")])[4:])
     with pytest.raises(m.LinkError):
         m.read_from_brain(m.frame([m.PutBack(1)])[4:])
+
+
+def test_messages_stand_in_the_order_of_their_numbers() -> None:
+    tags = [each.__struct_config__.tag for each in vars(m).values() if isinstance(each, type(m.Message))]
+    numbers = [tag for tag in tags if tag is not None]
+    assert numbers == sorted(numbers)
 
 
 def test_numbers_of_messages_are_used_once() -> None:

@@ -12,17 +12,20 @@ from balanceroute.core.types import Outcome, Phase, RequestSpec
 from balanceroute.errors import NoHealthyWorkers, QueueFull, QueueTimeout
 from balanceroute.proxy.link.frames import Frames
 from balanceroute.proxy.link.messages import (
+    MAX_FRAME_BYTES,
     VERSION,
     Chosen,
     FromBrain,
     FromRelay,
+    Held,
     Hello,
     Requeue,
     Submit,
     Welcome,
+    frame,
     read_from_relay,
 )
-from balanceroute.proxy.link.token_counts import NOWHERE, place_of
+from balanceroute.proxy.link.token_counts import NOWHERE, PLACES, place_of
 from tests.unit.proxy.link.brains import HoldingReach, Stage, on
 from tests.waiting import until
 
@@ -93,7 +96,7 @@ def test_tokens_that_come_while_a_relay_joins_are_counted_once() -> None:
 def test_more_tickets_than_there_are_places_are_told() -> None:
     async def test(stage: Stage) -> None:
         brain, relay = await stage.brain(), stage.relay()
-        while place_of(relay.brain.counts.number()) != NOWHERE:
+        while place_of(relay.brain.token_counts.number()) != NOWHERE:
             pass
         ticket = await relay.decoding("a")
         ticket.progress(3)
@@ -107,7 +110,7 @@ def test_more_tickets_than_there_are_places_are_told() -> None:
 def test_tokens_of_all_streams_cross_in_one_message_to_a_brain_that_cannot_read_them() -> None:
     async def test(stage: Stage) -> None:
         relay = stage.relay()
-        relay.brain.counts.fd = nothing.fileno()  # what Hello will tell
+        relay.brain.token_counts.fd = nothing.fileno()  # what Hello will tell
         brain = await stage.brain(slots=8)
         tickets = [await relay.decoding(f"r{n}") for n in range(8)]
         told: list[list[str]] = []
@@ -269,6 +272,48 @@ def test_a_new_brain_hears_of_all_that_lives_with_every_token() -> None:
             ticket.finish(Outcome.FINISHED)
         await until(lambda: not second.scheduler.snapshot.requests)
         second.scheduler.snapshot.check_invariants()
+
+    on(test)
+
+
+def test_a_new_brain_hears_of_a_prompts_blocks_when_it_has_to_choose_a_prefiller_again() -> None:
+    async def test(stage: Stage) -> None:
+        first, relay = await stage.brain(epoch=1), stage.relay()
+        tickets = [relay.tickets.submit(RequestSpec(name, 8, prefix=[7, 2**64 - 1], block_tokens=4)) for name in "ab"]
+        for ticket in tickets:
+            assert await ticket.prefiller() == "p0"
+        streams, prefills = tickets
+        streams.prefilled(8)
+        assert await streams.admission() == "d0"
+        streams.progress(3)
+        await until(lambda: first.load == 11)
+        await first.end()
+        second = await stage.brain(epoch=2)
+        await until(lambda: second.load == 11)
+        requests = second.scheduler.snapshot.requests
+        assert [list(requests[name].prefix) for name in "ab"] == [[], [7, 2**64 - 1]]
+        streams.requeue()
+        assert await streams.prefiller() == "p0"
+        assert list(requests["a"].prefix) == [7, 2**64 - 1]
+        assert second.scheduler.snapshot.prefillers[0].cache.matched([7, 2**64 - 1]) == 2
+        second.scheduler.snapshot.check_invariants()
+
+    on(test)
+
+
+def test_every_stream_that_a_relay_has_places_for_fits_into_one_hello() -> None:
+    async def test(stage: Stage) -> None:
+        relay = stage.relay()  # there is no brain
+        held, blocks = [], [2**64 - 1 - n for n in range(100)]
+        for number in range(20_000):
+            ticket = relay.tickets.submit(RequestSpec(f"0-{number:032}", 10_000, 0, "k" * 16, 4096, blocks, 100))
+            ticket.answer("192.168.100.100:8100")
+            ticket.prefilled(10_000)
+            ticket.answer("192.168.100.100:9000@15")
+            ticket.progress(700)
+            held.append(Held(number * PLACES, 2, ticket.standing(relay.tickets.now())))
+            assert ticket.spec.prefix is blocks, "a prefill that it needs again is told of them"
+        assert PLACES / len(held) * len(frame([Hello(VERSION, "r0", 1, 1, tuple(held))])) < MAX_FRAME_BYTES / 2
 
     on(test)
 

@@ -1,0 +1,31 @@
+"""Files that a process leaves for the next one on this machine: a kill at any moment leaves the old content or the new.
+
+They outlive a process, not the machine: nothing is synced.
+"""
+
+import os
+from pathlib import Path
+from typing import Final
+
+NEW: Final = ".new"  # at the end of the name of a file that is being written
+_FLAGS: Final = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC
+
+
+def beside(path: Path) -> Path:
+    """Where the content of this file is written before it takes the file's place."""
+    return path.with_name(path.name + NEW)
+
+
+def replace_content(path: Path, content: bytes) -> None:
+    """Put a file with this content, for our user alone, in place of what is there. One writer at a time.
+
+    Raises: OSError: it can't be written; what was there is there still.
+    """
+    new = beside(path)
+    try:
+        with open(os.open(new, _FLAGS, 0o600), "wb") as file:
+            file.write(content)
+        new.replace(path)
+    except OSError:
+        new.unlink(missing_ok=True)
+        raise

@@ -1,0 +1,48 @@
+"""A file is the old one or the new one, and nobody else's to read."""
+
+import os
+from pathlib import Path
+
+import pytest
+
+from balanceroute.proxy.link.files import beside, replace_content
+
+
+def test_a_new_file_takes_the_place_of_the_old_one_and_is_our_users_alone(tmp_path: Path) -> None:
+    path = tmp_path / "kept"
+    path.write_bytes(b"longer than what comes")
+    path.chmod(0o644)
+    before = path.stat().st_ino
+    mask = os.umask(0)
+    try:
+        replace_content(path, b"new")
+    finally:
+        os.umask(mask)
+    assert path.read_bytes() == b"new"
+    assert path.stat().st_ino != before, "whoever has the old one open reads that to its end"
+    assert path.stat().st_mode & 0o777 == 0o600
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_half_a_file_that_a_kill_has_left_is_written_over(tmp_path: Path) -> None:
+    path = tmp_path / "kept"
+    beside(path).write_bytes(b"half of something longer")
+    replace_content(path, b"whole")
+    assert path.read_bytes() == b"whole" and list(tmp_path.iterdir()) == [path]
+
+
+def test_what_cannot_be_written_leaves_what_was_there(tmp_path: Path) -> None:
+    path = tmp_path / "kept"
+    path.mkdir()
+    with pytest.raises(OSError):
+        replace_content(path, b"new")
+    assert list(tmp_path.iterdir()) == [path] and path.is_dir()
+
+
+def test_a_link_beside_it_is_not_followed(tmp_path: Path) -> None:
+    path, other = tmp_path / "kept", tmp_path / "other"
+    other.write_bytes(b"another file")
+    beside(path).symlink_to(other)
+    with pytest.raises(OSError):
+        replace_content(path, b"new")
+    assert other.read_bytes() == b"another file" and not path.exists()

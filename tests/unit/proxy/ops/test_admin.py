@@ -1,0 +1,36 @@
+"""What the router's own routes answer."""
+
+import math
+
+import httpx
+import pytest
+from starlette.applications import Starlette
+
+from balanceroute.build import policy_settings
+from balanceroute.core.policies import settings_from_dict
+from balanceroute.core.types import RequestSpec
+from balanceroute.explain import explain
+from balanceroute.proxy.ops.admin import Admin
+from tests.unit.proxy.ops.test_steering import Patient
+from tests.unit.proxy.virtual_time import a_config, a_router
+
+pytestmark = pytest.mark.anyio
+
+
+@pytest.mark.parametrize(
+    "routing",
+    [
+        {"policy": f"{Patient.__module__}:Patient", "options": {"patience_s": 5}},
+        {"policy": "level_fit", "hold_s": math.inf},
+    ],
+    ids=["options of one's own policy", "a time without limit"],
+)
+async def test_the_state_is_read_back_as_the_policy_and_params_in_force(routing: dict[str, object]) -> None:
+    services = a_router(a_config(routing=routing))
+    services.ledger.scheduler.submit_prefilled(RequestSpec("r", 100), services.ledger.now())
+    app = Starlette(routes=Admin(lambda: services).routes())
+    async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://router") as client:
+        state = (await client.get("/state")).json()
+    assert settings_from_dict(state) == policy_settings(services.config)
+    assert list(explain(state).admissions) == services.ledger.scheduler.admit(services.ledger.now())
+    assert state["params"].get("options", {}) == services.config.routing.options
