@@ -95,7 +95,9 @@ class PolicySettings:
     max_wait_s: float = _knob(
         60.0,
         "Pool wait after which a request goes before all younger ones of its priority; up to 6 times that for prompts "
-        "far above the mean (1.8 times with level_fit), and never more than three quarters of pool.ttl_s.",
+        "far above the mean, and never more than three quarters of pool.ttl_s. With level_fit it is for prompts of 20 "
+        "times the mean, and up to 5.2 times that for the largest; all others go first after five mean waits, or after "
+        "a fifteenth of it where that is more.",
         least=0,
         most=DAY_S,
         endless=True,

@@ -6,9 +6,10 @@ law a worker needs
 
     m = B * transfer_s / (t * o)
 
-requests on their way at any time: d B / o where a transfer takes d steps. Below one half that is 0, and so it is where
-a transfer takes less than half a step, which is as finely as it is known: where transfers are short nothing is sent
-ahead.
+requests on their way at any time: d B / o where a transfer takes d steps, to the nearest whole number, but one at least
+where slots would be empty for more than `WORTH` of their time: with few slots m is less than one half even then. It is
+0 where a transfer takes less than half a step, which is as finely as it is known: where transfers are short nothing is
+sent ahead.
 
 All of it is measured. The step time is that between the tokens of a request. `transfer_s` is the time from an admission
 to the first token, less a step, of requests that had a slot waiting for them. One that was sent ahead may have waited
@@ -18,6 +19,7 @@ for its slot instead, so its time is an upper bound, which may lower the estimat
 from dataclasses import dataclass
 
 SHORT_STEPS = 0.5  # a transfer that takes less counts as none
+WORTH = 0.01  # of a slot's time: one request ahead decides that much earlier what comes next, which costs about as much
 WEIGHT = 0.02  # of a new value in the running means, whose first 50 are averaged
 
 
@@ -50,4 +52,5 @@ class Overlap:
         stay_s = self.step_s * answer_tokens
         if stay_s <= 0.0 or self.transfer_s < SHORT_STEPS * self.step_s:
             return 0
-        return min(slots, round(slots * self.transfer_s / stay_s))
+        empty = self.transfer_s / stay_s
+        return min(slots, max(round(slots * empty), int(empty > WORTH)))

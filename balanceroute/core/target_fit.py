@@ -24,7 +24,7 @@ cap (u > 1) a request precedes every younger one, because 1e13 u exceeds any loa
 times the mean wait where that is more, and longer for prompts far above the mean; but none leaves the pool unserved for
 it (`ClusterSnapshot.longest_wait_s`), unless `max_wait_s` is infinite.
 
-TargetFit takes the mean for the level: T = mean L. LevelFit (`LEVEL_FIT`) differs in four things.
+TargetFit takes the mean for the level: T = mean L. LevelFit (`LEVEL_FIT`) differs in seven things.
 
 *Why the level is below the mean.* A departure takes away a prompt and its answer, an admission adds a prompt alone.
 Between two departures a worker grows by one token per request and step, by the mean answer o in all. If each load came
@@ -54,6 +54,19 @@ cost on the least loaded worker before its cap, up to 20 mean prompts (the curva
 if no place comes); until then the places go to those that waited longest. So the cap of large prompts can be a third of
 TargetFit's at no more load spread.
 
+*Short caps.* A wait of `max_wait_s` is long where hardly anybody waits, as below saturation and after a burst, and wins
+little there. So LevelFit's cap is five mean waits, or a fifteenth of `max_wait_s` where that is more. The longer cap is
+for prompts from 10 to 20 mean prompts on, and a still longer one for those above 40: a prompt that raises its worker
+far above all others costs every step until it ends, so it pays to wait for a place, or for another one that does so
+anyway.
+
+*What a slot holds.* Where answers are longer than prompts, the distance from the level is made of answers, and the
+choice among prompts changes it by little. Measured by the mean prompt, the square of the distance would exceed any
+bonus, and small differences of size would decide who waits for a minute. So curvature and ageing are measured by the
+mean answer there.
+
+*One worker alone* waits for nobody: requests go in waiting order, as far as memory goes.
+
 A load is what a step costs (`DecodeInstanceState.step_load`): tokens and c for each request, times the worker's
 relative slowdown, so that equal loads mean equal step times. The constants are operating points of the simulator on the
 two synthetic workloads, from a search for the shortest p99 wait at the same load spread; `growth_share` came out a
@@ -79,6 +92,9 @@ MIN_ACTIVE_TO_HOLD = 4  # with fewer requests on some worker the envelope says l
 MIN_CAP_S = 1e-3  # keeps u finite when max_wait_s is 0, which makes the order first come, first served
 HOLD_SHARE = 0.1  # of the mean answer's time: where answers are short, a slot that stays empty costs more than it wins
 GROWTH_ANSWERS, GROWTH_PART = 2.0, 32.0  # of the memory that is kept for growth: see `kv_room`
+MEAN_WAITS = 5.0  # in the shortest cap
+PATIENCE = 0.1  # times its cap that a prompt may wait longer, for each mean prompt of its size
+TOWER, HIGH_TOWER, GIANT = 10.0, 20.0, 40.0  # mean prompts: see `caps_s`
 LARGE = 5.0  # mean prompts: a larger one counts for no more in the stock, where it waits for its hole
 
 
@@ -92,7 +108,10 @@ class FitRules:
     wait, at most, added to 1. `growth_share`, `stock_share`: how far T is below the mean, of (1 - 1/G) o, and of what
     the stock lacks. `hold_from`: the share of its slots that every worker must have in use before a request is held
     back beside a free one. `swap_passes`: how often the choices for several slots are made again. `sees_memory`:
-    whether a worker gets only what fits its KV memory.
+    whether a worker gets only what fits its KV memory. `sees_answers`: whether curvature and ageing are measured by the
+    mean answer where that is longer than the mean request. `least_cap`: of `max_wait_s`, the shortest cap.
+    `giant_patience`: how many times the longest cap a prompt far above all others may wait longer, at most.
+    `orders_alone`: whether there is something to choose where one worker is alone.
     """
 
     overflow_penalty: float
@@ -106,10 +125,14 @@ class FitRules:
     hold_from: float
     swap_passes: int
     sees_memory: bool
+    sees_answers: bool
+    least_cap: float
+    giant_patience: float
+    orders_alone: bool
 
 
-TARGET_FIT = FitRules(7.0, 0.0, 0.0, 2.0, 32.0, 5.0, 0.0, 0.0, 0.0, 2, False)
-LEVEL_FIT = FitRules(6.0, 1.5, 0.35, 13.0, 22.0, 0.8, 1.1, 1.0, 0.5, 1, True)
+TARGET_FIT = FitRules(7.0, 0.0, 0.0, 2.0, 32.0, 5.0, 0.0, 0.0, 0.0, 2, False, False, 1.0, 0.0, True)
+LEVEL_FIT = FitRules(6.0, 1.5, 0.35, 13.0, 22.0, 0.8, 1.1, 1.0, 0.5, 1, True, True, 1 / 15, 3.4, False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,6 +175,12 @@ class TargetFit:
             if not open_workers:
                 return
             waiting = len(pool.front)
+            if snapshot.n_in_barrier == 1 and not self.rules.orders_alone:
+                behind = len(pool) - waiting
+                yield from self._by_memory(snapshot, open_workers, now)
+                if len(pool) > behind:
+                    return
+                continue
             if waiting <= len(open_workers) or waiting <= free_slots(open_workers):
                 if timer:
                     timer("prepare")
@@ -272,14 +301,25 @@ def kv_room(worker: DecodeInstanceState, means: WorkloadMeans) -> float:
 def caps_s(
     prompt_tokens: FloatArray, snapshot: ClusterSnapshot, params: TargetFitParams, rules: FitRules
 ) -> FloatArray:
-    """The cap of requests of these prompts, seconds; shape (n,)."""
+    """The cap of requests of these prompts, seconds; shape (n,).
+
+    The shortest cap is for most prompts. From 10 mean prompts on a prompt may wait longer, from 20 on as if the
+    shortest cap were `max_wait_s`, and from 40 on longer still.
+    """
+    if params.max_wait_s == math.inf:
+        return np.full(len(prompt_tokens), math.inf)
     means = snapshot.means
-    cap_s: FloatArray = prompt_tokens * (0.1 / (means.prompt_tokens or 1.0))
-    np.minimum(cap_s, rules.most_patience, out=cap_s)
+    shortest_s = max(rules.least_cap * params.max_wait_s, MEAN_WAITS * means.wait_s, MIN_CAP_S)
+    longest_s = max(params.max_wait_s, shortest_s)
+    patience: FloatArray = prompt_tokens * (PATIENCE / (means.prompt_tokens or 1.0))
+    cap_s: FloatArray = np.minimum(patience, rules.most_patience)
     cap_s += 1.0
-    cap_s *= max(params.max_wait_s, 5.0 * means.wait_s, MIN_CAP_S)
-    if params.max_wait_s < math.inf:
-        np.minimum(cap_s, max(snapshot.longest_wait_s, MIN_CAP_S), out=cap_s)
+    cap_s *= shortest_s
+    if np.maximum.reduce(patience) > PATIENCE * TOWER:
+        height: FloatArray = np.clip((patience / PATIENCE - TOWER) / (HIGH_TOWER - TOWER), 0.0, 1.0)
+        cap_s *= 1.0 + height * (longest_s / shortest_s - 1.0)
+        cap_s += np.clip(patience - PATIENCE * GIANT, 0.0, rules.giant_patience) * longest_s
+    np.minimum(cap_s, max(snapshot.longest_wait_s, MIN_CAP_S), out=cap_s)
     return cap_s
 
 
@@ -388,6 +428,8 @@ class Window:
         self.rules = rules
         request_tokens = snapshot.request_tokens
         mean_cost = mean_prompt + request_tokens
+        if rules.sees_answers:
+            mean_cost = max(mean_cost, means.answer_tokens)
         self._curvature = rules.curvature / mean_cost
         self.trackers = waiting.head(params.window)
         sizes, ready_s = waiting.arrays()

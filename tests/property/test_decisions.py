@@ -174,7 +174,7 @@ def test_target_fit_chooses_as_specified_when_slots_are_scarce(loads: list[list[
 @settings(max_examples=500, deadline=None)
 @given(
     st.one_of([st.lists(full, min_size=n, max_size=n) for n in (1, 2, 4)]),
-    st.integers(0, 1_000),
+    st.integers(0, 1_000) | st.sampled_from([2**n for n in range(12)]),
     st.data(),
 )
 def test_level_fit_chooses_as_specified_below_the_mean(
@@ -183,9 +183,11 @@ def test_level_fit_chooses_as_specified_below_the_mean(
     """By (1 - 1/G) of the mean answer, and by what the stock is smaller than the prompts that arrive, within bounds.
 
     Sizes are multiples of the pool's, so that the stock's mean is exact, and no prompt is large. Mean prompts are
-    powers of two, and so are the rules' curvature and share of the growth, so that a tie is a tie.
+    powers of two, and so are the rules' curvature and share of the growth, so that a tie is a tie. So is the mean
+    answer, where distances are measured by it.
     """
-    rules = replace(LEVEL_FIT, curvature=0.25, growth_share=1.0)
+    sees_answers = output.bit_count() == 1
+    rules = replace(LEVEL_FIT, curvature=0.25, growth_share=1.0, sees_answers=sees_answers, orders_alone=True)
     free = sum(4 - len(held) for held in loads)
     size = 8 if free < 8 else 16
     waiting = data.draw(st.lists(st.integers(1, 3_000).map(lambda n: n * 16), min_size=size, max_size=size))
@@ -198,5 +200,5 @@ def test_level_fit_chooses_as_specified_below_the_mean(
     drop = growth + min(most, max(-most, mean_prompt - sum(waiting) / size))
     admissions = scheduler.admit(0.0)
     assert [(action.request, action.worker) for action in admissions] == naive_fit(
-        loads, waiting, rules, drop, mean_prompt
+        loads, waiting, rules, drop, max(mean_prompt, output * 16 if sees_answers else 0)
     )

@@ -47,6 +47,8 @@ def held(scheduler: Scheduler) -> list[int]:
         (64, 1.0, 0.0, 0),
         (64, 0.02, 10.0, 0),  # of a step of 0.05
         (64, 0.03, 10.0, 4),
+        (4, 2.0, 500.0, 1),  # each slot would be empty for 8 % of its time
+        (8, 0.2, 500.0, 0),  # for .8 %
     ],
 )
 def test_as_many_are_sent_ahead_as_leave_during_a_transfer_and_never_more_than_there_are_slots(

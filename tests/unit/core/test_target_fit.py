@@ -2,12 +2,14 @@
 
 import math
 
+import numpy as np
 import pytest
 
 from balanceroute.core.knobs import PolicySettings
 from balanceroute.core.policies import make_policy
 from balanceroute.core.scheduler import Scheduler, SchedulerConfig
 from balanceroute.core.snapshot_json import snapshot_from_dict, snapshot_to_dict
+from balanceroute.core.target_fit import LEVEL_FIT, TargetFitParams, caps_s
 from balanceroute.core.types import Outcome, RequestSpec, Role, WorkerSpec, WorkerState
 from tests.unit.core.builders import a_scheduler, admitted, pool_all
 
@@ -260,13 +262,57 @@ def test_past_its_cap_a_request_goes_to_the_worker_with_most_room_and_past_twice
         scheduler = with_memory(loads, slots=3, capacity_tokens=1_000)
         pool_all(scheduler, {"old": 300} | {f"other{n}": 301 for n in range(others)})
         see_means(scheduler, mean_prompt=300.0, wait_s=0.0)
-        cap_s = 1.1 * make_policy(PolicySettings("level_fit")).params.max_wait_s  # type: ignore[attr-defined]
+        cap_s = 1.1 * LEVEL_FIT.least_cap * PolicySettings().max_wait_s
         return [worker for _, worker in admitted(scheduler, now=caps * cap_s)]
 
     assert the_slot_is_on(0, 0.9, others=1) == the_slot_is_on(1, 0.9, others=1) == []
     assert the_slot_is_on(0, 1.1, others=1) == [] and the_slot_is_on(1, 1.1, others=1) == ["d1"]
     assert the_slot_is_on(0, 2.1, others=1) == ["d0"]
     assert the_slot_is_on(0, 0.9, others=0) == [] and the_slot_is_on(0, 1.1, others=0) == ["d0"]
+
+
+@pytest.mark.parametrize(
+    ("size_of_mean", "wait_s", "cap_s"),
+    [
+        (1, 0.0, 1.1 * 4),  # a fifteenth of 60
+        (1, 2.0, 1.1 * 10),  # five mean waits
+        (9, 2.0, 1.8 * 10),
+        (15, 2.0, 1.8 * 35),  # half way between the shortest cap and the longest
+        (20, 2.0, 1.8 * 60),
+        (60, 2.0, 1.8 * 60 + 2.0 * 60),
+        (500, 2.0, 1.8 * 60 + 3.4 * 60),
+        (500, 30.0, 1.8 * 150 + 3.4 * 150),
+    ],
+)
+def test_caps_are_short_but_for_prompts_far_above_the_mean(size_of_mean: int, wait_s: float, cap_s: float) -> None:
+    snapshot = a_scheduler("level_fit").snapshot
+    snapshot.means.prompt_tokens, snapshot.means.wait_s = 100.0, wait_s
+    caps = caps_s(np.array([100.0 * size_of_mean, 100.0]), snapshot, TargetFitParams(60.0, 0.5), LEVEL_FIT)
+    assert caps[0] == pytest.approx(cap_s)
+    assert caps[1] == pytest.approx(1.1 * max(4.0, 5 * wait_s))
+
+
+def test_one_worker_alone_gets_what_waits_in_its_order_as_far_as_memory_goes() -> None:
+    scheduler = level_fitting([[400] * 4], slots=4, mean_prompt=300.0)
+    pool_all(scheduler, {"a": 5_000, "b": 10, "c": 300})
+    for number, name in enumerate("ab"):
+        scheduler.finish(f"d0.{number}", Outcome.FINISHED, 1.0)
+        assert admitted(scheduler, now=1.0) == [(name, "d0")]
+    scheduler.report_decoder_memory("d0", 6_000, 1.0)
+    pool_all(scheduler, {"large": 3_000, "small": 20}, now=1.0)
+    scheduler.finish("b", Outcome.FINISHED, 1.0)
+    scheduler.finish("d0.2", Outcome.FINISHED, 1.0)
+    assert admitted(scheduler, now=1.0) == [("c", "d0"), ("small", "d0")]
+
+
+def test_a_wait_weighs_as_much_as_ever_where_answers_are_far_longer_than_prompts() -> None:
+    """The youngest fits best by some tokens: of thousands that its answer may have, they are nothing."""
+    scheduler = level_fitting([[40_000, 40_000, 10], [81_000, 10]], slots=3, mean_prompt=20.0, mean_output=1_000.0)
+    pool_all(scheduler, {"old": 39}, now=0.0)
+    pool_all(scheduler, {"young": 5}, now=3.0)
+    scheduler.snapshot.means.wait_s = 1.0
+    scheduler.snapshot.means.prompt_tokens = 20.0
+    assert admitted(scheduler, now=3.0) == [("old", "d1")]
 
 
 def test_what_is_past_its_cap_waits_as_well_where_no_memory_is_left() -> None:
