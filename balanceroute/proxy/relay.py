@@ -127,16 +127,17 @@ class RelayServices(ClientServices):
             self.suspicions.explained_elsewhere(worker_id, now - age_s)
 
     def tell_counts(self) -> None:
-        """Tell the brain what has been counted, for a page of metrics that is one for all processes."""
-        self.brain.report(Counted(self.metrics.counts()))
+        """Tell the brain what has been counted, for a page of metrics that is one for all processes, and keep it."""
+        self.kept = b""
+        self.keep_counts()
 
     def keep_counts(self) -> None:
-        """If anything was counted, tell it, and keep it for this relay's next life and for a brain yet to come."""
+        """If anything was counted, keep it for this relay's next life and for a brain yet to come, then tell it."""
         counts = self.metrics.counts()
         if counts != self.kept:
             self.kept = counts
+            self.folder.keep_counts(self.name, counts)  # first: what is shown must not fall with this process
             self.brain.report(Counted(counts))
-            self.folder.keep_counts(self.name, counts)
 
     async def count(self) -> None:
         """Every second, tell and keep what has been counted, if that is new; until cancelled."""
@@ -257,7 +258,6 @@ def create_relay_app(config: Config, folder: RunFolder, name: str) -> RelayApp:
             for close in closing:
                 close()
             services.tell_counts()
-            services.keep_counts()
             await stop_tasks(services)
 
     perimeter, tls = Perimeter(config), Tls(config)

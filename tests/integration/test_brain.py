@@ -7,11 +7,13 @@ from pathlib import Path
 import httpx
 import pytest
 import yaml
+from prometheus_client.parser import text_string_to_metric_families
 
 from balanceroute.core.types import WorkerState
 from balanceroute.emulator import ClusterShape
 from balanceroute.proxy.changes import Changes, KeptChanges
 from balanceroute.proxy.life.suspicion import Suspect
+from balanceroute.proxy.run_folder import LEADER
 from balanceroute.proxy.workers.circuit import CircuitState
 from tests.integration.relayed import LINEAGE, SLOW, Relay, a_brain, answered, relayed
 from tests.integration.router import FAST
@@ -128,6 +130,63 @@ async def test_the_next_brain_knows_what_operators_have_changed() -> None:
             await until(lambda: taken not in states(relay) and added not in states(relay))
             assert brain.services.config.routing.policy == "random"
         assert KeptChanges(router.folder.changes, 4711).last == Changes(4711)  # of another life of the router
+
+
+def counted(page: str) -> dict[str, float]:
+    """Every series of a page that must not fall, but the predictor's."""
+    families = text_string_to_metric_families(page)
+    samples = [sample for family in families if family.type in ("counter", "histogram") for sample in family.samples]
+    told = {f"{sample.name}{sample.labels}": sample.value for sample in samples}
+    return {series: value for series, value in told.items() if "_predictor_" not in series and "_created" not in series}
+
+
+async def scraped(relay: Relay) -> dict[str, float]:
+    """Its page, as soon as all have told what they have counted."""
+    page = ""
+
+    async def is_there() -> bool:
+        nonlocal page
+        answer = await relay.client.get("/metrics")
+        page = answer.text
+        return answer.status_code == 200
+
+    await until(is_there)
+    return counted(page)
+
+
+@pytest.mark.parametrize("killed", [True, False], ids=["killed", "deposed"])
+async def test_what_a_brain_has_counted_and_shown_the_next_one_counts_on(killed: bool) -> None:
+    async with relayed(FAST, count=1) as router:
+        relay = router.relays[0]
+        await asyncio.gather(*(answered(relay, number) for number in range(20)))
+        before = await scraped(relay)
+        shown = router.folder.counts(LEADER)
+        assert sum(value for series, value in before.items() if "admissions_total" in series) == 20
+        router.brain.end()
+        await until(lambda: relay.app.services.brain.member is None)
+        if killed:
+            router.folder.keep_counts(LEADER, shown)
+        async with a_brain(router.config, router.folder, relays=1):
+            after = await scraped(relay)
+            assert {
+                series: after.get(series) for series, value in before.items() if after.get(series, -1.0) < value
+            } == {}
+            await answered(relay, 20)
+            last = await scraped(relay)
+            assert sum(value for series, value in last.items() if "admissions_total" in series) == 21
+        await until(lambda: relay.app.services.brain.member is None)
+
+
+async def test_a_brain_that_leads_no_more_neither_keeps_nor_shows_counts() -> None:
+    async with relayed(FAST, count=1) as router:
+        relay = router.relays[0]
+        await answered(relay, 1)
+        await scraped(relay)
+        router.folder.lock.unlink()  # as far as it can tell, somebody else has put another one there
+        router.folder.keep_counts(LEADER, b"another brain's")
+        assert (await relay.client.get("/metrics")).status_code == 503
+        await until(lambda: relay.app.services.brain.member is None)
+        assert router.folder.counts(LEADER) == b"another brain's"
 
 
 async def test_what_one_relay_finds_out_about_a_worker_all_know() -> None:
