@@ -319,13 +319,23 @@ def _routes(services: Callable[[], RelayServices], to_brain: ToBrain) -> list[Ro
             return json_response({"status": "draining"}, 503)
         return await to_brain.answer(request)
 
-    here = [route for route in Forwarding(services).routes() if ACCESS[route.path] is not Access.ADMIN]
+    async def call_workers(request: Request) -> Response:
+        """By the brain, as it must know of it; whose credential they get is decided here, where the token is known."""
+        own = services().perimeter.authorization_for(request.headers.raw) is None
+        return await to_brain.answer(request, authorization=own)
+
+    forwarded = Forwarding(services).routes()
+    here = [route for route in forwarded if ACCESS[route.path] is not Access.ADMIN]
+    to_all = {route.path for route in forwarded} - {route.path for route in here}
     here += [Route(path, _alive, methods=["GET", "POST"]) for path in ALIVE]
     here.append(Route(READY, ready, methods=["GET"]))
     known = {route.path for route in here}
     others = {path: access for path, access in ACCESS.items() if path not in known and access is not Access.DECODER}
     methods = {Access.CLIENT: ["POST"]}  # the hot ones; of all others the brain knows it
-    return [*here, *(Route(path, to_brain.answer, methods=methods.get(others[path], METHODS)) for path in others)]
+    for path, access in others.items():
+        answer = call_workers if path in to_all else to_brain.answer
+        here.append(Route(path, answer, methods=methods.get(access, METHODS)))
+    return here
 
 
 async def _alive(request: Request) -> Response:

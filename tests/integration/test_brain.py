@@ -3,6 +3,7 @@
 import asyncio
 import hashlib
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
@@ -13,9 +14,10 @@ from balanceroute.core.types import WorkerState
 from balanceroute.emulator import ClusterShape
 from balanceroute.proxy.changes import Changes, KeptChanges
 from balanceroute.proxy.life.suspicion import Suspect
+from balanceroute.proxy.ops import forwarding, to_brain
 from balanceroute.proxy.run_folder import LEADER
 from balanceroute.proxy.workers.circuit import CircuitState
-from tests.integration.relayed import LINEAGE, SLOW, Relay, a_brain, answered, relayed
+from tests.integration.relayed import LINEAGE, SLOW, Relay, Relayed, a_brain, answered, relayed
 from tests.integration.router import FAST
 from tests.integration.test_proxy_answers import completion
 from tests.waiting import until
@@ -107,6 +109,60 @@ async def test_the_admin_token_is_asked_for_at_the_relay() -> None:
         assert (await client.get("/state", headers=headers)).status_code == 200
         cookie = (await client.post("/dashboard/session", headers=headers)).headers["set-cookie"]
         assert "balanceroute_session=" in cookie
+
+
+def credentials_sent(router: Relayed) -> list[bytes | None]:
+    """The Authorization of what the brain sends to workers from here on, but for what it asks them by itself."""
+    seen: list[bytes | None] = []
+    for worker in router.brain.services.fleet:
+        send = worker.upstream.request
+
+        async def noted(
+            method: str, path: str, body: bytes = b"", headers: Any = (), *, send: Any = send, **rest: Any
+        ) -> Any:
+            if method == "POST":
+                seen.append(dict(headers).get(b"authorization"))
+            return await send(method, path, body, headers, **rest)
+
+        worker.upstream.request = noted  # type: ignore[method-assign]
+    return seen
+
+
+@pytest.mark.parametrize(
+    ("auth", "sent", "arrives"),
+    [
+        ({}, "the-workers", b"Bearer the-workers"),
+        ({"worker_api_key": "configured"}, "mine", b"Bearer configured"),
+        ({"admin_token": "a-token-of-some-length"}, "a-token-of-some-length", None),
+    ],
+    ids=["the-callers", "the-configured", "never-the-admin-token"],
+)
+async def test_calls_to_all_workers_carry_the_credential_that_they_carry_without_relays(
+    auth: dict[str, str], sent: str, arrives: bytes | None
+) -> None:
+    headers = {"authorization": f"Bearer {sent}"}
+    async with relayed(FAST, count=1, auth=auth) as router:
+        seen = credentials_sent(router)
+        for path in ("/reset_prefix_cache", "/start_profile", "/stop_profile"):
+            assert (await router.relays[0].client.post(path, headers=headers)).status_code in (200, 500)
+        assert len(seen) == 3 * len({worker.spec.url for worker in router.brain.services.fleet})
+        assert set(seen) == {arrives}
+
+
+async def test_a_worker_that_hangs_is_named_by_a_call_to_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert to_brain.CHANGE_S > forwarding.TIMEOUT_S
+    monkeypatch.setattr(to_brain, "READ_S", 0.1)
+    monkeypatch.setattr(forwarding, "TIMEOUT_S", 0.5)
+    async with relayed(FAST, count=1) as router:
+        hanging = next(iter(router.brain.services.fleet))
+        hanging.upstream.request = hangs  # type: ignore[method-assign]
+        answer = await router.relays[0].client.post("/start_profile")
+        assert answer.status_code == 500
+        assert f"{hanging.id}: no answer in time" in answer.json()["failed"]
+
+
+async def hangs(*args: Any, **rest: Any) -> None:
+    await asyncio.Event().wait()
 
 
 async def test_the_next_brain_knows_what_operators_have_changed() -> None:
