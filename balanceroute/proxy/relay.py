@@ -16,7 +16,7 @@ import os
 import signal
 import socket
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
@@ -40,6 +40,7 @@ from balanceroute.proxy.app import (
     fleet_config,
     guarded_routes,
     hot_routes,
+    methods_served,
     set_up,
     stop_tasks,
     supervised,
@@ -55,7 +56,7 @@ from balanceroute.proxy.link.remote import LOST, NOBODY, RemoteBrain
 from balanceroute.proxy.ops.admin import json_response
 from balanceroute.proxy.ops.forwarding import Forwarding
 from balanceroute.proxy.ops.metaserver import Metaserver
-from balanceroute.proxy.ops.to_brain import METHODS, ToBrain, through_socket, to_machine
+from balanceroute.proxy.ops.to_brain import ToBrain, through_socket, to_machine
 from balanceroute.proxy.perimeter.perimeter import Perimeter
 from balanceroute.proxy.perimeter.routes import ACCESS, Access
 from balanceroute.proxy.perimeter.tls import Tls
@@ -268,7 +269,9 @@ def create_relay_app(config: Config, folder: RunFolder, name: str) -> RelayApp:
     if config.connector == "mooncake_layerwise":
         metaserver = Metaserver(lambda: app.services, OtherRelays(name, folder.callbacks))
     callbacks = [] if metaserver is None else metaserver.routes()
-    routes = guarded_routes(lambda: app.services, [*_routes(lambda: app.services, to_brain), *callbacks])
+    routes = guarded_routes(
+        lambda: app.services, [*_routes(lambda: app.services, to_brain, methods_served(config)), *callbacks]
+    )
     app = RelayApp(routes=routes, lifespan=lifespan, exception_handlers=HANDLERS)
     set_up(app, config, tls)
     return app
@@ -311,8 +314,13 @@ def _own_pins(path: Path) -> PinRecord:
     return PinRecord(path)
 
 
-def _routes(services: Callable[[], RelayServices], to_brain: ToBrain) -> list[Route]:
-    """All but the hot ones: what any worker can answer is asked here, the rest of the brain."""
+def _routes(
+    services: Callable[[], RelayServices], to_brain: ToBrain, methods: Mapping[str, Sequence[str]]
+) -> list[Route]:
+    """All but the hot ones: what any worker can answer is asked here, the rest of the brain.
+
+    `methods`: of each route, by its path; other methods are refused here, as a router of one process refuses them.
+    """
 
     async def ready(request: Request) -> Response:
         if services().brain.leaving:  # the brain may go on: of another machine, or of the router that takes over
@@ -327,15 +335,10 @@ def _routes(services: Callable[[], RelayServices], to_brain: ToBrain) -> list[Ro
     forwarded = Forwarding(services).routes()
     here = [route for route in forwarded if ACCESS[route.path] is not Access.ADMIN]
     to_all = {route.path for route in forwarded} - {route.path for route in here}
-    here += [Route(path, _alive, methods=["GET", "POST"]) for path in ALIVE]
-    here.append(Route(READY, ready, methods=["GET"]))
+    answers = {READY: ready, **dict.fromkeys(ALIVE, _alive), **dict.fromkeys(to_all, call_workers)}
     known = {route.path for route in here}
-    others = {path: access for path, access in ACCESS.items() if path not in known and access is not Access.DECODER}
-    methods = {Access.CLIENT: ["POST"]}  # the hot ones; of all others the brain knows it
-    for path, access in others.items():
-        answer = call_workers if path in to_all else to_brain.answer
-        here.append(Route(path, answer, methods=methods.get(access, METHODS)))
-    return here
+    others = [path for path in methods if path not in known]
+    return [*here, *(Route(path, answers.get(path, to_brain.answer), methods=methods[path]) for path in others)]
 
 
 async def _alive(request: Request) -> Response:

@@ -2,6 +2,7 @@
 
 import asyncio
 import hashlib
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +16,11 @@ from balanceroute.emulator import ClusterShape
 from balanceroute.proxy.changes import Changes, KeptChanges
 from balanceroute.proxy.life.suspicion import Suspect
 from balanceroute.proxy.ops import forwarding, to_brain
+from balanceroute.proxy.perimeter.routes import ACCESS
 from balanceroute.proxy.run_folder import LEADER
 from balanceroute.proxy.workers.circuit import CircuitState
 from tests.integration.relayed import LINEAGE, SLOW, Relay, Relayed, a_brain, answered, relayed
-from tests.integration.router import FAST
+from tests.integration.router import FAST, running
 from tests.integration.test_proxy_answers import completion
 from tests.waiting import until
 
@@ -81,15 +83,35 @@ async def test_every_route_is_there_at_every_relay(path: str, status: int) -> No
 
 @pytest.mark.parametrize(
     ("path", "allowed"),
-    [("/v1/completions", "POST"), ("/state", "GET, HEAD"), ("/instances/add", "POST"), ("/tokenize", "POST")],
+    [
+        ("/v1/completions", "POST"),
+        ("/state", "GET, HEAD"),
+        ("/instances/add", "POST"),
+        ("/tokenize", "POST"),
+        ("/health", "GET, HEAD"),
+        ("/ping", "GET, HEAD, POST"),
+        ("/dashboard", "GET, HEAD"),
+        ("/", "GET, HEAD"),
+    ],
 )
 async def test_a_method_that_is_not_served_is_answered_with_those_that_are(path: str, allowed: str) -> None:
-    async with relayed(FAST, count=1) as router:
+    async with relayed(FAST, count=1, auth={"admin_token": "a-token-of-some-length"}) as router:
         client = router.relays[0].client
-        for method in ("DELETE", "PUT", "OPTIONS"):
+        for method in ("DELETE", "PUT", "OPTIONS", "TRACE"):
             reply = await client.request(method, path)
-            assert reply.status_code == 405, method
-            assert sorted(reply.headers["allow"].split(", ")) == allowed.split(", ")
+            assert (reply.status_code, reply.headers["allow"]) == (405, allowed), method
+
+
+async def test_each_route_answers_each_method_at_a_relay_as_without_relays() -> None:
+    auth = {"admin_token": "a-token-of-some-length"}
+    async with relayed(FAST, count=1, auth=auth) as router, running(FAST, auth=auth) as alone:
+        paths = [path.replace("{", "").replace("}", "") for path in ACCESS]
+        for method, path in product(("GET", "HEAD", "POST", "DELETE", "OPTIONS", "TRACE"), paths):
+            here, there = await router.relays[0].client.request(method, path), await alone.client.request(method, path)
+            told = [(reply.status_code, reply.headers.get("allow")) for reply in (here, there)]
+            assert told[0] == told[1], (method, path)
+            if there.status_code == 405:
+                assert here.headers["content-length"] == there.headers["content-length"], (method, path)
 
 
 async def test_the_head_of_an_answer_of_the_brain_has_its_length() -> None:

@@ -23,8 +23,6 @@ from balanceroute.proxy.workers.upstream import Connections, Reply, Upstream
 RETRY_AFTER_S: Final = 1.0
 READ_S: Final = 30.0  # until the head of an answer
 CHANGE_S: Final = 300.0  # workers have 30 s, and another policy's predictor may have much to read
-# of requests that are passed on: which of them a route serves the brain says
-METHODS: Final = ("GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS")
 _OURS: Final = frozenset(  # of one connection, said by the relay itself, or credentials
     (
         b"accept-encoding",
