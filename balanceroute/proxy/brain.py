@@ -182,13 +182,17 @@ def create_brain_app(
         counted = LeaderCounts(folder, lead, services.metrics)
 
         def counts() -> list[bytes]:
-            """Of all relays, there or not. Raises: NoHealthyWorkers: one has yet to tell, and sums would be too low."""
+            """Of all relays, there or not. Raises: NoHealthyWorkers: not all are known, and sums would be too low."""
             if not counted.keep():  # what is shown must not fall with this process
                 raise NoHealthyWorkers("Another brain leads.", retry_after_s=METRICS_RETRY_S)
             if not hub.settled.is_set() or any(relay not in reports.counts for relay in hub.members):
                 text = "What relays have counted is not known yet."
                 raise NoHealthyWorkers(text, retry_after_s=METRICS_RETRY_S)
-            return [*reports.counts.values(), *folder.counts_of_others(reports.counts)]
+            try:
+                return [*reports.counts.values(), *folder.counts_of_others(reports.counts)]
+            except OSError as error:  # no descriptor is free, most likely
+                text = f"What relays have counted can't be read: {error.strerror}."
+                raise NoHealthyWorkers(text, retry_after_s=METRICS_RETRY_S) from None
 
         services.metrics.beside = counts
         reports.on_connector, reports.on_keys = services.note_connector, services.keys_elsewhere

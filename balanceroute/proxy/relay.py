@@ -297,8 +297,19 @@ async def _drain_left(services: RelayServices, pins: PinRecord) -> None:
     await services.known.wait()
     left, pins.left = pins.left, ()
     drain_left(services, left)
+    looked = True
     while True:
-        found = [pin for path in services.folder.other_pins(services.name) for pin in pins.take_over(path)]
+        try:
+            found = [pin for path in services.folder.other_pins(services.name) for pin in pins.take_over(path)]
+        except OSError as error:  # no descriptor is free, most likely, and clients give theirs back
+            found = []
+            if looked:
+                log.warning("no look for what other relays have pinned", extra={"error": error.strerror})
+            looked = False
+        else:
+            if not looked:
+                log.info("what other relays have pinned is looked for again")
+            looked = True
         if found:
             log.info("what another relay had pinned is drained", extra={"requests": len(found)})
             drain_left(services, found)

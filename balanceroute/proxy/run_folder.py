@@ -88,7 +88,7 @@ class RunFolder:
         return self.folder / f"{_PINS}{relay}"
 
     def other_pins(self, relay: str) -> list[Path]:
-        """The records of all other relays, those as well that are gone."""
+        """The records of all other relays, those as well that are gone. Raises: OSError."""
         found = self.folder.glob(f"{_PINS}*")
         return [file for file in found if file != self.pins(relay) and file.suffix != NEW]
 
@@ -117,7 +117,7 @@ class RunFolder:
             return b""
 
     def counts_of_others(self, known: Collection[str]) -> list[bytes]:
-        """What relays but these have counted, those as well that have ended."""
+        """What relays but these have counted, those as well that have ended. Raises: OSError."""
         names = [file.name.removeprefix(_COUNTS) for file in self.folder.glob(f"{_COUNTS}*")]
         others = [name for name in names if not name.endswith(NEW) and name != LEADER and name not in known]
         return [self.counts(name) for name in others]

@@ -1,6 +1,7 @@
 """One brain, several relays: they answer, limit and judge as one router."""
 
 import asyncio
+import errno
 import hashlib
 from itertools import product
 from pathlib import Path
@@ -17,7 +18,7 @@ from balanceroute.proxy.changes import Changes, KeptChanges
 from balanceroute.proxy.life.suspicion import Suspect
 from balanceroute.proxy.ops import forwarding, to_brain
 from balanceroute.proxy.perimeter.routes import ACCESS
-from balanceroute.proxy.run_folder import LEADER
+from balanceroute.proxy.run_folder import LEADER, RunFolder
 from balanceroute.proxy.workers.circuit import CircuitState
 from tests.integration.relayed import LINEAGE, SLOW, Relay, Relayed, a_brain, answered, relayed
 from tests.integration.router import FAST, running
@@ -253,6 +254,22 @@ async def test_what_a_brain_has_counted_and_shown_the_next_one_counts_on(killed:
             last = await scraped(relay)
             assert sum(value for series, value in last.items() if "admissions_total" in series) == 21
         await until(lambda: relay.app.services.brain.member is None)
+
+
+async def test_counts_that_cannot_be_read_for_want_of_a_descriptor_are_503_at_metrics(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def counts_of_others(folder: RunFolder, known: object) -> list[bytes]:
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    async with relayed(FAST, count=1) as router:
+        relay = router.relays[0]
+        await scraped(relay)
+        with monkeypatch.context() as patched:
+            patched.setattr(RunFolder, "counts_of_others", counts_of_others)
+            answer = await relay.client.get("/metrics")
+            assert answer.status_code == 503 and "Too many open files" in answer.json()["error"]["message"]
+        await scraped(relay)
 
 
 async def test_a_brain_that_leads_no_more_neither_keeps_nor_shows_counts() -> None:
