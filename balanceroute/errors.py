@@ -130,9 +130,13 @@ class UpstreamError(BalanceRouteError):
 
 
 class ConnectFailed(UpstreamError):
-    """No connection, or it broke before the reply began; `sent` says whether the worker may have seen the request."""
+    """No connection, or it broke before the reply began; `sent` says whether the worker may have seen the request.
+
+    `ours`: this process had no descriptor for a connection, which says nothing of the worker.
+    """
 
     sent = True
+    ours = False
 
 
 class UpstreamTimeout(UpstreamError):

@@ -16,7 +16,7 @@ from starlette.types import Receive, Scope, Send
 from balanceroute.build import worker_specs
 from balanceroute.config import Config
 from balanceroute.core.types import Admit
-from balanceroute.errors import BalanceRouteError
+from balanceroute.errors import BalanceRouteError, InvariantError
 from balanceroute.proxy.admission.decision_log import DecisionLog
 from balanceroute.proxy.admission.decode_dispatcher import DecodeDispatcher
 from balanceroute.proxy.admission.forecasts import Forecasts, build_forecasts
@@ -194,6 +194,16 @@ def operator_parts(services: Callable[[], Services], dashboard: Dashboard, read:
         dashboard,
         Steering(services, switch, read),
     ]
+
+
+def methods_served(config: Config) -> dict[str, list[str]]:
+    """The methods of each route of a process that decides, by its path, for one that passes requests on to it."""
+
+    def nobody() -> Services:
+        raise InvariantError("these routes are asked for their methods alone")
+
+    parts = operator_parts(nobody, Dashboard(nobody), config)
+    return {route.path: sorted(route.methods or ()) for part in parts for route in part.routes()}
 
 
 def build_services(

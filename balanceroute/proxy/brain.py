@@ -31,6 +31,7 @@ from balanceroute.proxy.admission.forecasts import build_forecasts
 from balanceroute.proxy.app import HANDLERS, RouterApp, build_services, operator_parts, set_up, start, stop, supervised
 from balanceroute.proxy.changes import KeptChanges
 from balanceroute.proxy.client.services import ClientServices
+from balanceroute.proxy.leader_counts import LeaderCounts
 from balanceroute.proxy.link.far import FarListener, FarMembers
 from balanceroute.proxy.link.hub import Hub
 from balanceroute.proxy.link.leadership import RENEW_S, FileLead, Lead
@@ -178,21 +179,31 @@ def create_brain_app(
             None if read.listen.link is None else FarMembers(folder.far),
         )
 
+        counted = LeaderCounts(folder, lead, services.metrics)
+
         def counts() -> list[bytes]:
-            """Of all relays, there or not. Raises: NoHealthyWorkers: one has yet to tell, and sums would be too low."""
+            """Of all relays, there or not. Raises: NoHealthyWorkers: not all are known, and sums would be too low."""
+            if not counted.keep():  # what is shown must not fall with this process
+                raise NoHealthyWorkers("Another brain leads.", retry_after_s=METRICS_RETRY_S)
             if not hub.settled.is_set() or any(relay not in reports.counts for relay in hub.members):
                 text = "What relays have counted is not known yet."
                 raise NoHealthyWorkers(text, retry_after_s=METRICS_RETRY_S)
-            return [*reports.counts.values(), *folder.counts_of_others(reports.counts)]
+            try:
+                return [*reports.counts.values(), *folder.counts_of_others(reports.counts)]
+            except OSError as error:  # no descriptor is free, most likely
+                text = f"What relays have counted can't be read: {error.strerror}."
+                raise NoHealthyWorkers(text, retry_after_s=METRICS_RETRY_S) from None
 
         services.metrics.beside = counts
         reports.on_connector, reports.on_keys = services.note_connector, services.keys_elsewhere
         services.fleet.on_change = hub.workers_changed
         kept.last.apply(services)
+        services.metrics.forget_workers_but([worker.id for worker in services.fleet])
         await hub.serve(str(folder.link))
         start(services, dashboard.recorder, hub.settled)
         coroutines: dict[str, Callable[[], Awaitable[None]]] = {
             "lead": lambda: _keep(lead, app),
+            "counts": counted.watch,
             "changes": lambda: kept.watch(services, lambda: app.read),
         }
         for name, run in coroutines.items():
@@ -201,7 +212,10 @@ def create_brain_app(
             yield
         finally:
             hub.close()
-            await stop(services)
+            try:
+                await stop(services)
+            finally:
+                counted.keep()
 
     dashboard = Dashboard(lambda: app.services)
     parts = operator_parts(lambda: app.services, dashboard, read)

@@ -98,12 +98,18 @@ class KeptChanges:
         self.last = changes
 
     async def watch(self, services: Services, base: Callable[[], Config]) -> None:
-        """Keep what changes, until cancelled; a file that can't be written is told once."""
-        try:
-            while True:
-                await asyncio.sleep(until_tick_s(services.loop.time(), LOOK_S))
+        """Keep what changes, until cancelled; that the file can't be written is told once, until it can be again."""
+        kept, file = True, str(self._path)
+        while True:
+            await asyncio.sleep(until_tick_s(services.loop.time(), LOOK_S))
+            try:
                 self.keep(changes_of(services, base(), self._lineage))
-        except OSError as error:
-            fields = {"file": str(self._path), "error": error.strerror}
-            log.warning("what operators change is not kept for another brain", extra=fields)
-            await asyncio.Event().wait()
+            except OSError as error:
+                if kept:
+                    fields = {"file": file, "error": error.strerror}
+                    log.warning("what operators change is not kept for another brain", extra=fields)
+                kept = False
+            else:
+                if not kept:
+                    log.info("what operators change is kept again", extra={"file": file})
+                kept = True

@@ -16,7 +16,7 @@ import os
 import signal
 import socket
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
@@ -40,6 +40,7 @@ from balanceroute.proxy.app import (
     fleet_config,
     guarded_routes,
     hot_routes,
+    methods_served,
     set_up,
     stop_tasks,
     supervised,
@@ -55,7 +56,7 @@ from balanceroute.proxy.link.remote import LOST, NOBODY, RemoteBrain
 from balanceroute.proxy.ops.admin import json_response
 from balanceroute.proxy.ops.forwarding import Forwarding
 from balanceroute.proxy.ops.metaserver import Metaserver
-from balanceroute.proxy.ops.to_brain import METHODS, ToBrain, through_socket, to_machine
+from balanceroute.proxy.ops.to_brain import ToBrain, through_socket, to_machine
 from balanceroute.proxy.perimeter.perimeter import Perimeter
 from balanceroute.proxy.perimeter.routes import ACCESS, Access
 from balanceroute.proxy.perimeter.tls import Tls
@@ -127,16 +128,17 @@ class RelayServices(ClientServices):
             self.suspicions.explained_elsewhere(worker_id, now - age_s)
 
     def tell_counts(self) -> None:
-        """Tell the brain what has been counted, for a page of metrics that is one for all processes."""
-        self.brain.report(Counted(self.metrics.counts()))
+        """Tell the brain what has been counted, for a page of metrics that is one for all processes, and keep it."""
+        self.kept = b""
+        self.keep_counts()
 
     def keep_counts(self) -> None:
-        """If anything was counted, tell it, and keep it for this relay's next life and for a brain yet to come."""
+        """If anything was counted, keep it for this relay's next life and for a brain yet to come, then tell it."""
         counts = self.metrics.counts()
         if counts != self.kept:
             self.kept = counts
+            self.folder.keep_counts(self.name, counts)  # first: what is shown must not fall with this process
             self.brain.report(Counted(counts))
-            self.folder.keep_counts(self.name, counts)
 
     async def count(self) -> None:
         """Every second, tell and keep what has been counted, if that is new; until cancelled."""
@@ -257,7 +259,6 @@ def create_relay_app(config: Config, folder: RunFolder, name: str) -> RelayApp:
             for close in closing:
                 close()
             services.tell_counts()
-            services.keep_counts()
             await stop_tasks(services)
 
     perimeter, tls = Perimeter(config), Tls(config)
@@ -268,7 +269,9 @@ def create_relay_app(config: Config, folder: RunFolder, name: str) -> RelayApp:
     if config.connector == "mooncake_layerwise":
         metaserver = Metaserver(lambda: app.services, OtherRelays(name, folder.callbacks))
     callbacks = [] if metaserver is None else metaserver.routes()
-    routes = guarded_routes(lambda: app.services, [*_routes(lambda: app.services, to_brain), *callbacks])
+    routes = guarded_routes(
+        lambda: app.services, [*_routes(lambda: app.services, to_brain, methods_served(config)), *callbacks]
+    )
     app = RelayApp(routes=routes, lifespan=lifespan, exception_handlers=HANDLERS)
     set_up(app, config, tls)
     return app
@@ -294,8 +297,19 @@ async def _drain_left(services: RelayServices, pins: PinRecord) -> None:
     await services.known.wait()
     left, pins.left = pins.left, ()
     drain_left(services, left)
+    looked = True
     while True:
-        found = [pin for path in services.folder.other_pins(services.name) for pin in pins.take_over(path)]
+        try:
+            found = [pin for path in services.folder.other_pins(services.name) for pin in pins.take_over(path)]
+        except OSError as error:  # no descriptor is free, most likely, and clients give theirs back
+            found = []
+            if looked:
+                log.warning("no look for what other relays have pinned", extra={"error": error.strerror})
+            looked = False
+        else:
+            if not looked:
+                log.info("what other relays have pinned is looked for again")
+            looked = True
         if found:
             log.info("what another relay had pinned is drained", extra={"requests": len(found)})
             drain_left(services, found)
@@ -311,21 +325,31 @@ def _own_pins(path: Path) -> PinRecord:
     return PinRecord(path)
 
 
-def _routes(services: Callable[[], RelayServices], to_brain: ToBrain) -> list[Route]:
-    """All but the hot ones: what any worker can answer is asked here, the rest of the brain."""
+def _routes(
+    services: Callable[[], RelayServices], to_brain: ToBrain, methods: Mapping[str, Sequence[str]]
+) -> list[Route]:
+    """All but the hot ones: what any worker can answer is asked here, the rest of the brain.
+
+    `methods`: of each route, by its path; other methods are refused here, as a router of one process refuses them.
+    """
 
     async def ready(request: Request) -> Response:
         if services().brain.leaving:  # the brain may go on: of another machine, or of the router that takes over
             return json_response({"status": "draining"}, 503)
         return await to_brain.answer(request)
 
-    here = [route for route in Forwarding(services).routes() if ACCESS[route.path] is not Access.ADMIN]
-    here += [Route(path, _alive, methods=["GET", "POST"]) for path in ALIVE]
-    here.append(Route(READY, ready, methods=["GET"]))
+    async def call_workers(request: Request) -> Response:
+        """By the brain, as it must know of it; whose credential they get is decided here, where the token is known."""
+        own = services().perimeter.authorization_for(request.headers.raw) is None
+        return await to_brain.answer(request, authorization=own)
+
+    forwarded = Forwarding(services).routes()
+    here = [route for route in forwarded if ACCESS[route.path] is not Access.ADMIN]
+    to_all = {route.path for route in forwarded} - {route.path for route in here}
+    answers = {READY: ready, **dict.fromkeys(ALIVE, _alive), **dict.fromkeys(to_all, call_workers)}
     known = {route.path for route in here}
-    others = {path: access for path, access in ACCESS.items() if path not in known and access is not Access.DECODER}
-    methods = {Access.CLIENT: ["POST"]}  # the hot ones; of all others the brain knows it
-    return [*here, *(Route(path, to_brain.answer, methods=methods.get(others[path], METHODS)) for path in others)]
+    others = [path for path in methods if path not in known]
+    return [*here, *(Route(path, answers.get(path, to_brain.answer), methods=methods[path]) for path in others)]
 
 
 async def _alive(request: Request) -> Response:

@@ -22,6 +22,7 @@ log = logging.getLogger(__name__)
 
 _COUNTS: Final = "counts-"
 _PINS: Final = "pins-"
+LEADER: Final = "brain"  # whose counts are those of every brain that has led; no relay's name
 _LIFE: Final = "life-"  # locked by a relay while it lives
 _LONGEST: Final = "relay-63.9999"
 _TRIES: Final = 20
@@ -87,7 +88,7 @@ class RunFolder:
         return self.folder / f"{_PINS}{relay}"
 
     def other_pins(self, relay: str) -> list[Path]:
-        """The records of all other relays, those as well that are gone."""
+        """The records of all other relays, those as well that are gone. Raises: OSError."""
         found = self.folder.glob(f"{_PINS}*")
         return [file for file in found if file != self.pins(relay) and file.suffix != NEW]
 
@@ -109,19 +110,20 @@ class RunFolder:
         return sum(_is_locked(file) for file in self.folder.glob(f"{_LIFE}*"))
 
     def counts(self, relay: str) -> bytes:
-        """What the former lives of this relay have counted; empty: nothing."""
+        """What the former lives of this relay, or of the leader, have counted; empty: nothing."""
         try:
             return self._counts(relay).read_bytes()
         except FileNotFoundError:
             return b""
 
     def counts_of_others(self, known: Collection[str]) -> list[bytes]:
-        """What relays but these have counted, those as well that have ended."""
+        """What relays but these have counted, those as well that have ended. Raises: OSError."""
         names = [file.name.removeprefix(_COUNTS) for file in self.folder.glob(f"{_COUNTS}*")]
-        return [self.counts(name) for name in names if not name.endswith(NEW) and name not in known]
+        others = [name for name in names if not name.endswith(NEW) and name != LEADER and name not in known]
+        return [self.counts(name) for name in others]
 
     def keep_counts(self, relay: str, counts: bytes) -> None:
-        """Keep what this relay has counted; a kill in between leaves what was kept before."""
+        """Keep what this relay, or the leader, has counted; a kill in between leaves what was kept before."""
         try:
             replace_content(self._counts(relay), counts)
         except OSError as error:

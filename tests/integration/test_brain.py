@@ -1,20 +1,27 @@
 """One brain, several relays: they answer, limit and judge as one router."""
 
 import asyncio
+import errno
 import hashlib
+from itertools import product
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
 import yaml
+from prometheus_client.parser import text_string_to_metric_families
 
 from balanceroute.core.types import WorkerState
 from balanceroute.emulator import ClusterShape
 from balanceroute.proxy.changes import Changes, KeptChanges
 from balanceroute.proxy.life.suspicion import Suspect
+from balanceroute.proxy.ops import forwarding, to_brain
+from balanceroute.proxy.perimeter.routes import ACCESS
+from balanceroute.proxy.run_folder import LEADER, RunFolder
 from balanceroute.proxy.workers.circuit import CircuitState
-from tests.integration.relayed import LINEAGE, SLOW, Relay, a_brain, answered, relayed
-from tests.integration.router import FAST
+from tests.integration.relayed import LINEAGE, SLOW, Relay, Relayed, a_brain, answered, relayed
+from tests.integration.router import FAST, running
 from tests.integration.test_proxy_answers import completion
 from tests.waiting import until
 
@@ -77,15 +84,35 @@ async def test_every_route_is_there_at_every_relay(path: str, status: int) -> No
 
 @pytest.mark.parametrize(
     ("path", "allowed"),
-    [("/v1/completions", "POST"), ("/state", "GET, HEAD"), ("/instances/add", "POST"), ("/tokenize", "POST")],
+    [
+        ("/v1/completions", "POST"),
+        ("/state", "GET, HEAD"),
+        ("/instances/add", "POST"),
+        ("/tokenize", "POST"),
+        ("/health", "GET, HEAD"),
+        ("/ping", "GET, HEAD, POST"),
+        ("/dashboard", "GET, HEAD"),
+        ("/", "GET, HEAD"),
+    ],
 )
 async def test_a_method_that_is_not_served_is_answered_with_those_that_are(path: str, allowed: str) -> None:
-    async with relayed(FAST, count=1) as router:
+    async with relayed(FAST, count=1, auth={"admin_token": "a-token-of-some-length"}) as router:
         client = router.relays[0].client
-        for method in ("DELETE", "PUT", "OPTIONS"):
+        for method in ("DELETE", "PUT", "OPTIONS", "TRACE"):
             reply = await client.request(method, path)
-            assert reply.status_code == 405, method
-            assert sorted(reply.headers["allow"].split(", ")) == allowed.split(", ")
+            assert (reply.status_code, reply.headers["allow"]) == (405, allowed), method
+
+
+async def test_each_route_answers_each_method_at_a_relay_as_without_relays() -> None:
+    auth = {"admin_token": "a-token-of-some-length"}
+    async with relayed(FAST, count=1, auth=auth) as router, running(FAST, auth=auth) as alone:
+        paths = [path.replace("{", "").replace("}", "") for path in ACCESS]
+        for method, path in product(("GET", "HEAD", "POST", "DELETE", "OPTIONS", "TRACE"), paths):
+            here, there = await router.relays[0].client.request(method, path), await alone.client.request(method, path)
+            told = [(reply.status_code, reply.headers.get("allow")) for reply in (here, there)]
+            assert told[0] == told[1], (method, path)
+            if there.status_code == 405:
+                assert here.headers["content-length"] == there.headers["content-length"], (method, path)
 
 
 async def test_the_head_of_an_answer_of_the_brain_has_its_length() -> None:
@@ -105,6 +132,60 @@ async def test_the_admin_token_is_asked_for_at_the_relay() -> None:
         assert (await client.get("/state", headers=headers)).status_code == 200
         cookie = (await client.post("/dashboard/session", headers=headers)).headers["set-cookie"]
         assert "balanceroute_session=" in cookie
+
+
+def credentials_sent(router: Relayed) -> list[bytes | None]:
+    """The Authorization of what the brain sends to workers from here on, but for what it asks them by itself."""
+    seen: list[bytes | None] = []
+    for worker in router.brain.services.fleet:
+        send = worker.upstream.request
+
+        async def noted(
+            method: str, path: str, body: bytes = b"", headers: Any = (), *, send: Any = send, **rest: Any
+        ) -> Any:
+            if method == "POST":
+                seen.append(dict(headers).get(b"authorization"))
+            return await send(method, path, body, headers, **rest)
+
+        worker.upstream.request = noted  # type: ignore[method-assign]
+    return seen
+
+
+@pytest.mark.parametrize(
+    ("auth", "sent", "arrives"),
+    [
+        ({}, "the-workers", b"Bearer the-workers"),
+        ({"worker_api_key": "configured"}, "mine", b"Bearer configured"),
+        ({"admin_token": "a-token-of-some-length"}, "a-token-of-some-length", None),
+    ],
+    ids=["the-callers", "the-configured", "never-the-admin-token"],
+)
+async def test_calls_to_all_workers_carry_the_credential_that_they_carry_without_relays(
+    auth: dict[str, str], sent: str, arrives: bytes | None
+) -> None:
+    headers = {"authorization": f"Bearer {sent}"}
+    async with relayed(FAST, count=1, auth=auth) as router:
+        seen = credentials_sent(router)
+        for path in ("/reset_prefix_cache", "/start_profile", "/stop_profile"):
+            assert (await router.relays[0].client.post(path, headers=headers)).status_code in (200, 500)
+        assert len(seen) == 3 * len({worker.spec.url for worker in router.brain.services.fleet})
+        assert set(seen) == {arrives}
+
+
+async def test_a_worker_that_hangs_is_named_by_a_call_to_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert to_brain.CHANGE_S > forwarding.TIMEOUT_S
+    monkeypatch.setattr(to_brain, "READ_S", 0.1)
+    monkeypatch.setattr(forwarding, "TIMEOUT_S", 0.5)
+    async with relayed(FAST, count=1) as router:
+        hanging = next(iter(router.brain.services.fleet))
+        hanging.upstream.request = hangs  # type: ignore[method-assign]
+        answer = await router.relays[0].client.post("/start_profile")
+        assert answer.status_code == 500
+        assert f"{hanging.id}: no answer in time" in answer.json()["failed"]
+
+
+async def hangs(*args: Any, **rest: Any) -> None:
+    await asyncio.Event().wait()
 
 
 async def test_the_next_brain_knows_what_operators_have_changed() -> None:
@@ -128,6 +209,79 @@ async def test_the_next_brain_knows_what_operators_have_changed() -> None:
             await until(lambda: taken not in states(relay) and added not in states(relay))
             assert brain.services.config.routing.policy == "random"
         assert KeptChanges(router.folder.changes, 4711).last == Changes(4711)  # of another life of the router
+
+
+def counted(page: str) -> dict[str, float]:
+    """Every series of a page that must not fall, but the predictor's."""
+    families = text_string_to_metric_families(page)
+    samples = [sample for family in families if family.type in ("counter", "histogram") for sample in family.samples]
+    told = {f"{sample.name}{sample.labels}": sample.value for sample in samples}
+    return {series: value for series, value in told.items() if "_predictor_" not in series and "_created" not in series}
+
+
+async def scraped(relay: Relay) -> dict[str, float]:
+    """Its page, as soon as all have told what they have counted."""
+    page = ""
+
+    async def is_there() -> bool:
+        nonlocal page
+        answer = await relay.client.get("/metrics")
+        page = answer.text
+        return answer.status_code == 200
+
+    await until(is_there)
+    return counted(page)
+
+
+@pytest.mark.parametrize("killed", [True, False], ids=["killed", "deposed"])
+async def test_what_a_brain_has_counted_and_shown_the_next_one_counts_on(killed: bool) -> None:
+    async with relayed(FAST, count=1) as router:
+        relay = router.relays[0]
+        await asyncio.gather(*(answered(relay, number) for number in range(20)))
+        before = await scraped(relay)
+        shown = router.folder.counts(LEADER)
+        assert sum(value for series, value in before.items() if "admissions_total" in series) == 20
+        router.brain.end()
+        await until(lambda: relay.app.services.brain.member is None)
+        if killed:
+            router.folder.keep_counts(LEADER, shown)
+        async with a_brain(router.config, router.folder, relays=1):
+            after = await scraped(relay)
+            assert {
+                series: after.get(series) for series, value in before.items() if after.get(series, -1.0) < value
+            } == {}
+            await answered(relay, 20)
+            last = await scraped(relay)
+            assert sum(value for series, value in last.items() if "admissions_total" in series) == 21
+        await until(lambda: relay.app.services.brain.member is None)
+
+
+async def test_counts_that_cannot_be_read_for_want_of_a_descriptor_are_503_at_metrics(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def counts_of_others(folder: RunFolder, known: object) -> list[bytes]:
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    async with relayed(FAST, count=1) as router:
+        relay = router.relays[0]
+        await scraped(relay)
+        with monkeypatch.context() as patched:
+            patched.setattr(RunFolder, "counts_of_others", counts_of_others)
+            answer = await relay.client.get("/metrics")
+            assert answer.status_code == 503 and "Too many open files" in answer.json()["error"]["message"]
+        await scraped(relay)
+
+
+async def test_a_brain_that_leads_no_more_neither_keeps_nor_shows_counts() -> None:
+    async with relayed(FAST, count=1) as router:
+        relay = router.relays[0]
+        await answered(relay, 1)
+        await scraped(relay)
+        router.folder.lock.unlink()  # as far as it can tell, somebody else has put another one there
+        router.folder.keep_counts(LEADER, b"another brain's")
+        assert (await relay.client.get("/metrics")).status_code == 503
+        await until(lambda: relay.app.services.brain.member is None)
+        assert router.folder.counts(LEADER) == b"another brain's"
 
 
 async def test_what_one_relay_finds_out_about_a_worker_all_know() -> None:

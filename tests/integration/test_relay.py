@@ -1,6 +1,8 @@
 """A relay on its own: without a brain, at a reload, and when its hold on a request is lost."""
 
 import asyncio
+import errno
+import logging
 from pathlib import Path
 from typing import Any
 
@@ -10,10 +12,12 @@ import yaml
 
 from balanceroute.config import digest_of
 from balanceroute.errors import ConfigError, KeyLimit
+from balanceroute.proxy import relay as module
 from balanceroute.proxy.link.messages import Activity, Counted, Explained, Judged, Learned
 from balanceroute.proxy.link.remote import RemoteBrain
 from balanceroute.proxy.perimeter.key_use import KeyUse
 from balanceroute.proxy.relay import COUNTS_S, reload_relay
+from balanceroute.proxy.run_folder import RunFolder
 from tests.integration.relayed import SLOW, Relayed, a_brain, answered, relayed
 from tests.integration.router import FAST
 from tests.integration.test_proxy_answers import completion
@@ -127,6 +131,31 @@ async def test_a_relay_where_nothing_happens_tells_each_brain_what_it_does_and_h
         async with a_brain(router.config, router.folder, relays=1):
             await until(lambda: sorted(told, key=str) == [Activity, Counted])
         await until(lambda: services.brain.member is None)
+
+
+async def test_a_relay_without_a_free_descriptor_looks_for_others_pins_again_later_and_says_so_once(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    looks: list[bool] = []
+    exhausted = True
+
+    def other_pins(folder: RunFolder, relay: str) -> list[Path]:
+        looks.append(exhausted)
+        if exhausted:
+            raise OSError(errno.EMFILE, "Too many open files")
+        return []
+
+    monkeypatch.setattr(module, "LEFT_S", 0.02)
+    monkeypatch.setattr(RunFolder, "other_pins", other_pins)
+    async with relayed(FAST, count=1, prefill={"kv_pin_s": 60.0}) as router:
+        await until(lambda: looks.count(True) >= 3)
+        exhausted = False
+        await until(lambda: looks.count(False) >= 3)
+        await answered(router.relays[0], 1)
+        assert router.relays[0].app.services.metrics.tasks_failed.value("left") == 0
+    told = [record.getMessage() for record in caplog.records if "other relays have pinned" in record.getMessage()]
+    assert told == ["no look for what other relays have pinned", "what other relays have pinned is looked for again"]
 
 
 async def test_a_relay_reloads_what_is_its_own() -> None:

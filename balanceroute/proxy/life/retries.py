@@ -6,6 +6,7 @@
 | 429, 503 | rests (`circuit.busy`) | goes round again, counted as no failure; ends at the queue's deadline |
 | given back without a token | nothing | goes round again, `MAX_FRUITLESS` times in a row |
 | the whole took too long | nothing | ends |
+| no descriptor was free for a connection | nothing: that is ours | tries again, as below |
 | anything else | a failure (`circuit.fault`) | tries again, `retry.max_attempts` times in a row |
 | it died | a failure | tries again, or ends when it is the likely cause (`suspicion.py`) |
 
@@ -101,7 +102,10 @@ class Retries:
             self._refused += 1
             services.metrics.retries.inc(tier)
             return self._backoff_s(self._refused)
-        circuit.fault(now)
+        if isinstance(error, ConnectFailed) and error.ours:
+            circuit.inconclusive()
+        else:
+            circuit.fault(now)
         failures = self._failed(tier)
         last = failures >= services.config.retry.max_attempts or not error.retryable
         if last or (isinstance(error, NothingPinned) and failures > 1):

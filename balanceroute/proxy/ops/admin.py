@@ -52,7 +52,10 @@ async def http_error(request: Request, error: Exception) -> Response:
         query = request.scope["query_string"].decode("latin-1")
         return Response(status_code=307, headers={"location": f"{path[:-1]}{'?' * bool(query)}{query}"})
     body = error_body(error.status_code, f"{request.method} {path}: {error.detail}")
-    return Response(body, error.status_code, error.headers, media_type="application/json")
+    headers = dict(error.headers or {})
+    if "Allow" in headers:  # of a set, whose order every process has its own of
+        headers["Allow"] = ", ".join(sorted(headers["Allow"].split(", ")))
+    return Response(body, error.status_code, headers, media_type="application/json")
 
 
 async def internal_error(request: Request, error: Exception) -> Response:

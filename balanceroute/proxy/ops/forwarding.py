@@ -106,7 +106,7 @@ class Forwarding:
             try:
                 last = _checked(await _ask(worker, method, path, body, headers), worker)
             except (UpstreamError, TimeoutError) as error:
-                failed.append(f"{worker.id}: {error or 'no answer in time'}")
+                failed.append(f"{worker.id}: {str(error) or 'no answer in time'}")
             else:
                 if last.status_code < 500:
                     return last
@@ -126,7 +126,7 @@ class Forwarding:
             try:
                 response = await _ask(worker, "POST", path, b"", headers)
             except (UpstreamError, TimeoutError) as error:
-                return f"{worker.id}: {error or 'no answer in time'}"
+                return f"{worker.id}: {str(error) or 'no answer in time'}"
             if response.status_code != 200:
                 return f"{worker.id}: status {response.status_code}"
             reset.add(worker.spec.url)

@@ -2,6 +2,9 @@
 
 Who may ask is decided by the relay, which knows the client; the brain's socket is open to our user alone, and from
 other machines to certificates of the link. While there is no brain, the answer is 503.
+
+No credential of the router's own crosses: not the admin token, a session of the dashboard, or a client's key. What a
+caller has sent for the workers does, on the routes that call them, as the brain calls them in the relay's place.
 """
 
 import ssl
@@ -11,30 +14,33 @@ from typing import Final
 from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 
-from balanceroute.errors import NoHealthyWorkers, UpstreamError
+from balanceroute.errors import NoHealthyWorkers, UpstreamError, UpstreamTimeout
 from balanceroute.proxy.client.asgi import REQUEST_ID
 from balanceroute.proxy.ops.guard import error_response
+from balanceroute.proxy.perimeter.access import READS
 from balanceroute.proxy.workers.upstream import Connections, Reply, Upstream
 
 RETRY_AFTER_S: Final = 1.0
-TIMEOUT_S: Final = 30.0  # until the head of an answer
-# of requests that are passed on: which of them a route serves the brain says
-METHODS: Final = ("GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS")
-_OURS: Final = frozenset(  # of one connection, or said by the relay itself
+READ_S: Final = 30.0  # until the head of an answer
+CHANGE_S: Final = 300.0  # workers have 30 s, and another policy's predictor may have much to read
+_OURS: Final = frozenset(  # of one connection, said by the relay itself, or credentials
     (
         b"accept-encoding",
         b"authorization",
         b"connection",
         b"content-length",
+        b"cookie",
         b"date",
         b"expect",
         b"host",
         b"keep-alive",
+        b"proxy-authorization",
         b"server",
         b"te",
         b"trailer",
         b"transfer-encoding",
         b"upgrade",
+        b"x-api-key",
         b"x-request-id",
     )
 )
@@ -60,17 +66,22 @@ class ToBrain:
         self._connections = connections
         self._upstream = connections()
 
-    async def answer(self, request: Request) -> Response:
-        """Pass the request on, and the answer back as it comes."""
+    async def answer(self, request: Request, authorization: bool = False) -> Response:
+        """Pass the request on, and the answer back as it comes; `authorization`: its own, too, which is for workers."""
         query: bytes = request.scope["query_string"]
         path = request.scope["raw_path"].decode("latin-1") + ("?" + query.decode("latin-1") if query else "")
         method = "GET" if request.method == "HEAD" else request.method
-        passed = [(name, value) for name, value in request.headers.raw if name not in _OURS]
+        timeout_s = READ_S if request.method in READS else CHANGE_S
+        kept = (b"authorization",) if authorization else ()
+        passed = [(name, value) for name, value in request.headers.raw if name not in _OURS or name in kept]
         headers = [*passed, (b"x-request-id", request.scope[REQUEST_ID].encode())]
         try:
             reply = await self._upstream.request(
-                method, path, await request.body(), headers, first_byte_timeout_s=TIMEOUT_S
+                method, path, await request.body(), headers, first_byte_timeout_s=timeout_s
             )
+        except UpstreamTimeout as error:
+            text = f"What decides for this router is late: {error}."
+            return error_response(NoHealthyWorkers(text, retry_after_s=RETRY_AFTER_S))
         except UpstreamError:
             text = "What decides for this router is not there; it is being started again."
             return error_response(NoHealthyWorkers(text, retry_after_s=RETRY_AFTER_S))

@@ -5,13 +5,14 @@ of others, `decode.request_tokens` and a worker's `slowdown` (`DecodeInstanceSta
 """
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Final
 
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.core import GaugeMetricFamily, Metric
 
 from balanceroute.core.types import WorkerState
 from balanceroute.core.view import ClusterView, DecoderView, PrefillerView
+from balanceroute.proxy.telemetry.instruments import CounterFamily
 
 _STATES: Final = {WorkerState.DOWN: 0.0, WorkerState.DRAINING: 1.0, WorkerState.UP: 2.0}
 
@@ -77,6 +78,16 @@ COUNTED_PER_PREFILLER: Final[tuple[tuple[str, str, Callable[[PrefillerView], flo
 """A counter of each prefiller: name, meaning, value; None: no series."""
 
 
+def prefiller_counters(prefillers: Iterable[PrefillerView]) -> Iterator[CounterFamily]:
+    """What is counted of these prefillers, since this process has known them."""
+    for name, meaning, counted in COUNTED_PER_PREFILLER:
+        counter = CounterFamily(f"balanceroute_{name}", meaning, ["worker"])
+        for prefiller in prefillers:
+            if (count := counted(prefiller)) is not None:
+                counter.inc(prefiller.id, by=count)
+        yield counter
+
+
 def cluster_gauges(view: ClusterView) -> Iterator[Metric]:
     """All of them."""
     for name, meaning, of_decoder in PER_DECODER:
@@ -97,12 +108,6 @@ def cluster_gauges(view: ClusterView) -> Iterator[Metric]:
         for prefiller in view.prefillers:
             gauge.add_metric([prefiller.id], of_prefiller(prefiller))
         yield gauge
-    for name, meaning, counted in COUNTED_PER_PREFILLER:
-        counter = CounterMetricFamily(f"balanceroute_{name}", meaning, labels=["worker"])
-        for prefiller in view.prefillers:
-            if (count := counted(prefiller)) is not None:
-                counter.add_metric([prefiller.id], count)
-        yield counter
     loads = [decoder.load_tokens for decoder in view.decoders if decoder.state is not WorkerState.DOWN]
     envelope = max(loads, default=0)
     yield GaugeMetricFamily(

@@ -183,6 +183,10 @@ class CounterFamily:
         other.add(self.rows())
         return other
 
+    def workers(self) -> set[str]:
+        """Those that have a series, if there is a label `worker`."""
+        return {values[self._labels.index("worker")] for values in self._values} if "worker" in self._labels else set()
+
     def forget_worker(self, worker_id: str) -> None:
         """Drop every series whose label `worker` says so, if there is such a label: the worker has left."""
         if "worker" in self._labels:

@@ -8,13 +8,16 @@ import asyncio
 import logging
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from datetime import UTC, datetime
+from functools import partial
 from select import PIPE_BUF
 from typing import Final, Protocol, TextIO
 
 import orjson
+
+from balanceroute.proxy.telemetry.long_lines import bounded
 
 FLUSH_S: Final = 0.1
 MAX_WAITING: Final = 1000  # lines
@@ -81,11 +84,16 @@ class LineHandler(logging.Handler):
                     self._stream.flush()
 
 
+def _most_bytes(process: str) -> int:
+    """Of a line without its end: what a pipe takes in one piece where several processes write, else anything."""
+    return PIPE_BUF - 1 if process else sys.maxsize
+
+
 def _bunches(lines: list[str]) -> Iterator[list[str]]:
     """As many lines each as a pipe takes in one piece, so that those of several processes do not mix."""
     bunch, size = list[str](), 0
     for line in lines:
-        more = len(line.encode(errors="replace")) + 1
+        more = len(line.encode(errors="backslashreplace")) + 1
         if bunch and size + more > PIPE_BUF:
             yield bunch
             bunch, size = [], 0
@@ -111,6 +119,7 @@ class JsonFormatter(logging.Formatter):
         """`process`: which of several writes; "" for the only one."""
         super().__init__()
         self._own = {"process": process} if process else {}
+        self._most_bytes = _most_bytes(process)
         self._second, self._date_and_time = -1, ""  # lines come in bursts: their seconds are formatted once
 
     def _time(self, at: float) -> str:
@@ -123,12 +132,11 @@ class JsonFormatter(logging.Formatter):
     def request(self, at: float, fields: dict[str, object]) -> str:
         """The line of a request, as JSON."""
         told = {"time": self._time(at), "level": "info", "logger": _requests.name, "event": "request"}
-        entry = {**told, **self._own, **fields}
-        return orjson.dumps(entry, default=str).decode()
+        return self._line({**told, **self._own, **fields})
 
     def format(self, record: logging.LogRecord) -> str:
         """The record as JSON."""
-        entry = {
+        entry: dict[str, object] = {
             "time": self._time(record.created),
             "level": record.levelname.lower(),
             "logger": record.name,
@@ -138,7 +146,15 @@ class JsonFormatter(logging.Formatter):
         }
         if record.exc_info:
             entry["exception"] = self.formatException(record.exc_info)
-        return orjson.dumps(entry, default=str).decode()
+        return self._line(entry)
+
+    def _line(self, entry: dict[str, object]) -> str:
+        line = orjson.dumps(entry, default=str)
+        return line.decode() if len(line) <= self._most_bytes else bounded(entry, _as_json, self._most_bytes)
+
+
+def _as_json(entry: Mapping[str, object]) -> str:
+    return orjson.dumps(entry, default=str).decode()
 
 
 class PlainFormatter(logging.Formatter):
@@ -148,20 +164,30 @@ class PlainFormatter(logging.Formatter):
         """`process`: as for JSON."""
         super().__init__()
         self._own = f"[{process}] " if process else ""
+        self._most_bytes = _most_bytes(process)
 
     def format(self, record: logging.LogRecord) -> str:
         """The record as text."""
-        text = self._line(record.created, record.levelname, record.getMessage(), fields_of(record))
-        return f"{text}\n{self.formatException(record.exc_info)}" if record.exc_info else text
+        entry = {"event": record.getMessage(), **fields_of(record)}
+        if record.exc_info:
+            entry["exception"] = self.formatException(record.exc_info)
+        return self._line(record.created, record.levelname, entry)
 
     def request(self, at: float, fields: dict[str, object]) -> str:
         """The line of a request, as text."""
-        return self._line(at, "INFO", "request", fields)
+        return self._line(at, "INFO", {"event": "request", **fields})
 
-    def _line(self, at: float, level: str, event: str, fields: dict[str, object]) -> str:
+    def _line(self, at: float, level: str, entry: dict[str, object]) -> str:
         when = datetime.fromtimestamp(at).strftime("%H:%M:%S.%f")[:-3]
-        told = " ".join(f"{name}={_one_line(value)}" for name, value in fields.items())
-        return f"{when} {level:<7} {self._own}{_one_line(event)} {told}".rstrip()
+        return bounded(entry, partial(_as_text, f"{when} {level:<7} {self._own}"), self._most_bytes)
+
+
+def _as_text(begin: str, entry: Mapping[str, object]) -> str:
+    """Its line, and beneath it the traceback, if there is one."""
+    fields = dict(entry)
+    event, exception = fields.pop("event"), fields.pop("exception", "")
+    told = " ".join(f"{name}={_one_line(value)}" for name, value in fields.items())
+    return f"{begin}{_one_line(event)} {told}".rstrip() + f"\n{exception}" * bool(exception)
 
 
 def _one_line(value: object) -> str:

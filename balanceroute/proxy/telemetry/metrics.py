@@ -6,10 +6,11 @@ and a worker's series go when the worker goes.
 
 Where a router has several processes, each counts for itself. What they have counted is told as plain data (`counts`) to
 the one that shows it (`beside`), and to the next life of one that has ended (`carry_on`), so that no sum ever falls.
-States are those of the process that decides.
+States are those of the process that decides. Series of the predictor begin anew with it.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+import logging
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import Any, TypeVar
 
 import orjson
@@ -21,11 +22,13 @@ from balanceroute import __version__, native
 from balanceroute.core.types import Outcome
 from balanceroute.core.view import ClusterView
 from balanceroute.proxy.hotpath import COMPILED
-from balanceroute.proxy.telemetry.cluster_gauges import cluster_gauges
+from balanceroute.proxy.telemetry.cluster_gauges import cluster_gauges, prefiller_counters
 from balanceroute.proxy.telemetry.conditions import KINDS, Conditions
 from balanceroute.proxy.telemetry.divergence import Divergence
 from balanceroute.proxy.telemetry.forecast_metrics import ForecastMetrics
 from balanceroute.proxy.telemetry.instruments import DECISION_SECONDS, CounterFamily, HistogramFamily, StageClock
+
+log = logging.getLogger(__name__)
 
 _SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 25.0, 50.0, 100.0, 250.0)
 _TOKEN_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.03, 0.04, 0.05, 0.075, 0.1, 0.15, 0.25, 0.5, 1.0, 2.5)
@@ -99,6 +102,7 @@ class Metrics(Collector):
             (0.02, 0.05, 0.1, 0.15, 0.25, 0.5, 1.0),
         ).child()
         self._others: list[HistogramFamily] = []
+        self._former_prefills = {family.name: family for family in prefiller_counters(())}
         self.beside: Callable[[], Iterable[bytes]] = _nobody
         for outcome in Outcome:
             self.requests.inc(outcome.value, by=0)
@@ -122,10 +126,16 @@ class Metrics(Collector):
 
     def forget_worker(self, worker_id: str) -> None:
         """A worker has left: its series end."""
-        for family in self._counters:
+        for family in (*self._counters, *self._former_prefills.values()):
             family.forget_worker(worker_id)
         self.divergence.forget(worker_id)
         self.conditions.forget(worker_id)
+
+    def forget_workers_but(self, known: Collection[str]) -> None:
+        """Only these workers are there: series of others, which a former life has left, end."""
+        for family in (*self._counters, *self._former_prefills.values()):
+            for worker_id in family.workers().difference(known):
+                family.forget_worker(worker_id)
 
     def orphan(self, requests: int) -> None:
         """So many requests' pinned KV has been given up; negative: its prefiller has dropped it by now."""
@@ -149,21 +159,30 @@ class Metrics(Collector):
     def counts(self) -> bytes:
         """What this process has counted, for `beside` or `carry_on` of another one."""
         told = {
-            "counters": {family.name: family.rows() for family in self._counters},
+            "counters": {family.name: family.rows() for family in (*self._counters, *self._prefills())},
             "histograms": {family.name: family.rows() for family in self._histograms},
             "orphaned_kv": self.orphaned_kv,
         }
         return orjson.dumps(told)
 
     def carry_on(self, counts: bytes) -> None:
-        """Go on from what former lives of this process have counted, if anything."""
+        """Go on from what former lives of this process have counted, if anything; no reason not to live is in it."""
         if not counts:
             return
-        told = orjson.loads(counts)
-        for counter in self._counters:
-            counter.add(told["counters"].get(counter.name, ()))
-        for histogram in self._histograms:
-            histogram.add(told["histograms"].get(histogram.name, ()))
+        try:
+            told = orjson.loads(counts)
+            for counter in (*self._counters, *self._former_prefills.values()):
+                counter.add(told["counters"].get(counter.name, ()))
+            for histogram in self._histograms:
+                histogram.add(told["histograms"].get(histogram.name, ()))
+        except (ValueError, TypeError, KeyError) as error:  # another version's, with other buckets
+            log.warning("counts of a former life are of no use", extra={"error": str(error)})
+
+    def _prefills(self) -> Iterator[CounterFamily]:
+        """What is counted of prefillers, by former lives as well."""
+        for family in prefiller_counters(self._view().prefillers):
+            family.add(self._former_prefills[family.name].rows())
+            yield family
 
     def exposition(self) -> bytes:
         """The text format of all metrics. Raises: Rejected: others' counts are not known yet."""
@@ -181,6 +200,8 @@ class Metrics(Collector):
         for histogram in self._histograms:
             yield _summed(histogram, [told["histograms"] for told in others]).family()
         yield from cluster_gauges(self._view())
+        for prefills in self._prefills():
+            yield prefills.family()
         yield GaugeMetricFamily(
             "balanceroute_kv_orphans",
             "Undrainable prefill KV that no decoder is known to have pulled: pinned at worst until the timeout.",

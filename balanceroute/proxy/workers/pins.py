@@ -16,6 +16,7 @@ A lock on the file keeps a second router from draining what a first one needs. A
 is left empty, and the router goes on without it.
 """
 
+import errno
 import fcntl
 import logging
 import os
@@ -170,9 +171,18 @@ class PinRecord:
             _write(self._file, line)
             self._size += len(line)
             if self._size > self._limit:
-                self._rewrite()
+                self._compact()
         except OSError as error:
             self._give_up(error)
+
+    def _compact(self) -> None:
+        """Write it anew; later, where no descriptor is free for that. Raises: OSError."""
+        try:
+            self._rewrite()
+        except OSError as error:
+            if error.errno not in (errno.EMFILE, errno.ENFILE):
+                raise
+            self._limit = self._size + COMPACT_BYTES
 
     def _rewrite(self) -> None:
         """Write what is held, and nothing else, to a new file in place of this one. Raises: OSError."""

@@ -39,6 +39,7 @@ connection back to the pool or closes it.
 """
 
 import asyncio
+import errno
 import re
 import ssl
 from collections.abc import Callable
@@ -248,7 +249,9 @@ class Upstream:
         except TimeoutError as exc:
             raise self._unsent(f"no connection within {connect_timeout_s:g} s") from exc
         except (OSError, ssl.SSLError, UnicodeError) as exc:
-            raise self._unsent(f"cannot connect: {exc}") from exc
+            error = self._unsent(f"cannot connect: {exc}")
+            error.ours = isinstance(exc, OSError) and exc.errno in (errno.EMFILE, errno.ENFILE)
+            raise error from exc
         return connection
 
     async def _connect(self, loop: asyncio.AbstractEventLoop) -> "_Connection":

@@ -1,12 +1,14 @@
 """What operators have changed, between one brain and the next."""
 
+import asyncio
+import logging
 from pathlib import Path
 
 import pytest
 
 from balanceroute.core.types import Role, WorkerSpec
-from balanceroute.proxy.changes import Changes, KeptChanges, changes_of
-from tests.unit.proxy.virtual_time import a_config, a_router, in_virtual_time
+from balanceroute.proxy.changes import LOOK_S, Changes, KeptChanges, changes_of
+from tests.unit.proxy.virtual_time import a_config, a_router, in_virtual_time, let_pass
 
 LINEAGE = 7
 NEW = WorkerSpec("new", Role.DECODE, "http://new:1", slots=4)
@@ -33,6 +35,28 @@ def test_a_policy_that_no_longer_fits_is_the_configurations_again() -> None:
     config = a_config()
     assert Changes(1, policy="random").config(config).routing.policy == "random"
     assert Changes(1, policy="no such policy").config(config) is config
+
+
+def test_a_file_that_could_not_be_written_for_a_while_is_told_once_and_written_then(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    path = tmp_path / "folder" / "changes"
+
+    async def test() -> None:
+        services = a_router()
+        base = services.config
+        watching = asyncio.get_running_loop().create_task(KeptChanges(path, LINEAGE).watch(services, lambda: base))
+        services.fleet.drain(services.fleet["p0"])
+        await let_pass(4 * LOOK_S)
+        path.parent.mkdir()
+        await let_pass(4 * LOOK_S)
+        assert KeptChanges(path, LINEAGE).last.drained == ("p0",)
+        watching.cancel()
+
+    in_virtual_time(test)
+    told = [record.getMessage() for record in caplog.records if "operators change" in record.getMessage()]
+    assert told == ["what operators change is not kept for another brain", "what operators change is kept again"]
 
 
 def test_a_file_is_read_under_the_parent_that_wrote_it(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

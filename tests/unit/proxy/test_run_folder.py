@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from balanceroute.errors import ConfigError
-from balanceroute.proxy.run_folder import MAX_SOCKET_PATH, RunFolder, run_folder
+from balanceroute.proxy.run_folder import LEADER, MAX_SOCKET_PATH, RunFolder, run_folder
 from tests.unit.proxy.virtual_time import a_config
 
 
@@ -62,9 +62,12 @@ def test_counts_of_a_relay_outlive_it_until_a_router_begins_to_count(tmp_path: P
     folder.keep_counts("relay-0", b"{1}")
     folder.keep_counts("relay-0.2", b"{2}")
     assert sorted(folder.counts_of_others(())) == [b"{1}", b"{2}"]
+    folder.keep_counts(LEADER, b"{3}")
     assert folder.counts_of_others(["relay-0"]) == [b"{2}"]
     assert (folder.counts("relay-0"), folder.counts("relay-1")) == (b"{1}", b"")
+    assert folder.counts(LEADER) == b"{3}"
     folder.forget_counts()
+    assert folder.counts(LEADER) == b""
     assert folder.counts("relay-0") == b"" and list(tmp_path.iterdir()) == []
 
 
@@ -76,7 +79,7 @@ def test_counts_that_cannot_be_kept_stop_nobody(tmp_path: Path, caplog: pytest.L
 def test_who_lives_is_read_from_locks(tmp_path: Path) -> None:
     folder = RunFolder(tmp_path)
     assert folder.living() == 0
-    code = "import sys, pathlib, signal; from balanceroute.proxy.run_folder import RunFolder\n"
+    code = "import sys, pathlib, signal; from balanceroute.proxy.run_folder import LEADER, RunFolder\n"
     code += "RunFolder(pathlib.Path(sys.argv[1])).come_to_life('relay-0'); print('here', flush=True); signal.pause()"
     with subprocess.Popen([sys.executable, "-c", code, str(tmp_path)], stdout=subprocess.PIPE, text=True) as relay:
         assert relay.stdout is not None and relay.stdout.readline() == "here\n"

@@ -49,6 +49,21 @@ def test_an_error_of_the_clients_is_his_and_says_nothing_of_the_worker(status: i
     in_virtual_time(judged)
 
 
+def test_that_this_process_has_no_descriptor_left_is_no_fault_of_a_worker_but_a_failed_try() -> None:
+    async def judged() -> None:
+        services, retries = some_retries()
+        worker = services.fleet["d0"]
+        error = ConnectFailed("cannot connect: Too many open files", worker="d0", tier="decode")
+        error.sent, error.ours = False, True
+        for _ in range(2):
+            retries.judge(error, worker, "decode", begun=False)
+        with pytest.raises(ConnectFailed):
+            retries.judge(error, worker, "decode", begun=False)
+        assert not worker.out and not worker.circuit.doubtful
+
+    in_virtual_time(judged)
+
+
 @pytest.mark.parametrize("status", [429, 503])
 def test_back_pressure_is_never_the_last_try(status: int) -> None:
     async def judged() -> None:

@@ -4,18 +4,24 @@ import asyncio
 import shutil
 import tempfile
 from collections.abc import Awaitable, Callable
+from contextlib import suppress
 
 import httpx
+import pytest
 from starlette.applications import Starlette
 from starlette.routing import Route
 
 from balanceroute.proxy.client.asgi import REQUEST_ID
+from balanceroute.proxy.ops import to_brain
 from balanceroute.proxy.ops.to_brain import ToBrain, through_socket
 from tests.unit.proxy.servers import CHUNKED_HEAD, chunked, read_request
+from tests.waiting import until
 
 HEAD = (
     b"HTTP/1.1 200 OK\r\ncontent-type: text/plain\r\nx-mine: 1\r\nx-request-id: theirs\r\ncontent-length: 2\r\n\r\nok"
 )
+
+PAUSE = b""
 
 
 class Named:
@@ -35,23 +41,31 @@ def with_brain(test: Callable[[httpx.AsyncClient, list[tuple[bytes, bytes]]], Aw
     async def run() -> None:
         folder = tempfile.mkdtemp(prefix="brain")
         got: list[tuple[bytes, bytes]] = []
+        answering: list[tuple[bytes, bytes]] = []
 
         async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
             got.append(await read_request(reader))
+            answering.append(got[-1])
             for part in parts:
+                if part is PAUSE:
+                    await reader.read()  # until the relay has gone
                 writer.write(part)
                 await writer.drain()
             writer.close()
+            with suppress(ConnectionError):
+                await writer.wait_closed()
+            answering.remove(got[-1])
 
         path = f"{folder}/operators.sock"
         server = await asyncio.start_unix_server(serve, path) if parts else None
-        to_brain = ToBrain(lambda: through_socket(path))
-        app = Starlette(routes=[Route("/state", to_brain.answer, methods=["GET", "POST"])])
+        passes = ToBrain(lambda: through_socket(path))
+        app = Starlette(routes=[Route("/state", passes.answer, methods=["GET", "POST"])])
         try:
             async with httpx.AsyncClient(transport=httpx.ASGITransport(Named(app)), base_url="http://relay") as client:
                 await test(client, got)
         finally:
-            to_brain.close()
+            passes.close()
+            await until(lambda: not answering)
             if server is not None:
                 server.close()
             shutil.rmtree(folder)
@@ -62,6 +76,7 @@ def with_brain(test: Callable[[httpx.AsyncClient, list[tuple[bytes, bytes]]], Aw
 def test_a_request_and_its_answer_pass_without_what_is_of_one_connection() -> None:
     async def test(client: httpx.AsyncClient, got: list[tuple[bytes, bytes]]) -> None:
         headers = {"authorization": "Bearer secret", "content-type": "application/json", "x-asked": "yes"}
+        headers |= {"cookie": "balanceroute_session=secret", "x-api-key": "secret", "proxy-authorization": "secret"}
         answer = await client.post("/state?a=b%20c", content=b'{"x":1}', headers=headers)
         assert answer.status_code == 200 and answer.text == "ok"
         assert answer.headers["x-mine"] == "1" and "x-request-id" not in answer.headers
@@ -79,6 +94,17 @@ def test_a_stream_passes_as_it_comes() -> None:
         assert answer.text == "data: 1\n\ndata: 2\n\n" and answer.headers["content-type"] == "text/event-stream"
 
     with_brain(test, CHUNKED_HEAD + chunked(b"data: 1\n\n", last=False), chunked(b"data: 2\n\n"))
+
+
+def test_a_brain_that_does_not_answer_is_said_to_be_late(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(to_brain, "READ_S", 0.05)
+
+    async def test(client: httpx.AsyncClient, got: list[tuple[bytes, bytes]]) -> None:
+        answer = await client.get("/state")
+        assert answer.status_code == 503 and answer.headers["retry-after"]
+        assert "late: no answer within 0.05 s" in answer.json()["error"]["message"]
+
+    with_brain(test, PAUSE)
 
 
 def test_while_there_is_no_brain_the_answer_is_503_and_says_when_to_ask_again() -> None:

@@ -4,13 +4,15 @@ import math
 
 from balanceroute.core.types import RequestSpec, WorkerState
 from balanceroute.proxy.services import Services
-from balanceroute.proxy.telemetry.cluster_gauges import cluster_gauges
+from balanceroute.proxy.telemetry.cluster_gauges import cluster_gauges, prefiller_counters
 from tests.unit.proxy.virtual_time import a_router, in_virtual_time
 
 
 def samples_of(services: Services, name: str) -> dict[tuple[str, ...], float]:
     """Values of a metric by its labels' values."""
-    families = {family.name: family for family in cluster_gauges(services.ledger.view())}
+    view = services.ledger.view()
+    counted = [counter.family() for counter in prefiller_counters(view.prefillers)]
+    families = {family.name: family for family in (*cluster_gauges(view), *counted)}
     return {tuple(value for _, value in sorted(s.labels.items())): s.value for s in families[name].samples}
 
 

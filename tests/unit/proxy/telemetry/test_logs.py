@@ -140,3 +140,66 @@ def test_lines_of_several_processes_leave_in_pieces_that_a_pipe_keeps_together()
     in_virtual_time(test)
     assert 5 < len(written) < 50 and all(len(text.encode()) <= PIPE_BUF and text.endswith("\n") for text in written)
     assert [json.loads(line)["request"] for text in written for line in text.splitlines()] == [*map(str, range(200))]
+
+
+LONG = {
+    "ascii": "/" + "a" * 9000,
+    "of several bytes": "/" + "ä\U0001f600" * 3000,
+    "escaped": '/"\\\n\x00' * 3000,
+}
+
+
+@pytest.mark.parametrize("style", ["json", "plain"])
+@pytest.mark.parametrize("path", LONG.values(), ids=LONG.keys())
+def test_a_line_of_one_of_several_processes_is_cut_to_what_a_pipe_keeps_together(style: str, path: str) -> None:
+    out = io.StringIO()
+    configure("info", style, out, process="relay-1")
+    log_request({"request": "r1", "path": path, "status": 404})
+    logging.getLogger("a.b").warning("not served", extra={"path": path, "status": 404})
+    for line in out.getvalue().split("\n")[:-1]:
+        assert PIPE_BUF - 16 < len(f"{line}\n".encode()) <= PIPE_BUF
+        if style == "json":
+            told = json.loads(line)
+            assert path.startswith(told["path"]) and (told["status"], told["process"]) == (404, "relay-1")
+            assert told["cut"] == {"path": len(path)}
+        else:
+            assert f"cut={{'path': {len(path)}}}" in line and "status=404" in line
+
+
+def test_what_clients_choose_is_cut_before_what_says_what_went_wrong() -> None:
+    out = io.StringIO()
+    configure("info", "json", out, process="relay-1")
+    error = "why " * 500
+    logging.getLogger("a.b").warning("refused", extra={"error": error, "path": "/" * 5000})
+    told = json.loads(out.getvalue())
+    assert told["error"] == error and told["cut"] == {"path": 5000}
+
+
+@pytest.mark.parametrize("style", ["json", "plain"])
+def test_a_bug_s_line_keeps_the_end_of_its_traceback_and_what_fits_of_the_state(style: str) -> None:
+    out = io.StringIO()
+    configure("info", style, out, process="brain")
+    state = {"workers": [{"id": f"w{number}", "load": number} for number in range(1000)]}
+    try:
+        raise ValueError("because " * 1000 + "of this")
+    except ValueError:
+        logging.getLogger("a.b").exception("internal error", extra={"where": "link", "state": state})
+    assert len(out.getvalue().encode()) <= PIPE_BUF
+    assert "of this" in out.getvalue() and "w0" in out.getvalue()
+    if style == "json":
+        told = json.loads(out.getvalue())
+        assert told["where"] == "link" and set(told["cut"]) == {"state", "exception"}
+
+
+def test_many_long_fields_are_cut_to_nothing_sooner_than_a_line_is_torn() -> None:
+    out = io.StringIO()
+    configure("info", "json", out, process="relay-1")
+    logging.getLogger("a.b").warning("x" * 5000, extra={f"field{number}": "y" * 300 for number in range(40)})
+    assert len(out.getvalue().encode()) <= PIPE_BUF and json.loads(out.getvalue())["cut"]
+
+
+def test_the_only_process_of_a_router_cuts_nothing() -> None:
+    out = io.StringIO()
+    configure("info", "json", out)
+    log_request({"path": "/" * 9000})
+    assert json.loads(out.getvalue())["path"] == "/" * 9000

@@ -107,3 +107,41 @@ def test_the_next_life_of_a_process_counts_on_and_holds_nothing_of_the_last_ones
     assert line(page, "balanceroute_kv_orphans") == 0
     after.forget_worker("d0")
     assert b'worker="d0"' not in after.exposition()
+
+
+def prefilled(tokens: int) -> Metrics:
+    """Of a brain whose prefiller p0 has had prompts of so many tokens."""
+    snapshot = ClusterSnapshot()
+    snapshot.add_worker(WorkerSpec("p0", Role.PREFILL))
+    snapshot.prefillers[0].hits.answered(tokens, tokens // 2, tokens // 4)
+    return Metrics(lambda: view_cluster(snapshot), "br_0")
+
+
+def test_a_prefillers_tokens_are_counted_on_by_the_next_life_until_the_worker_leaves() -> None:
+    middle, after = prefilled(300), prefilled(5)
+    middle.carry_on(prefilled(100).counts())
+    after.carry_on(middle.counts())
+    for _ in range(2):
+        page = after.exposition()
+        assert line(page, 'balanceroute_prefill_prompt_tokens_total{worker="p0"}') == 405
+        assert line(page, 'balanceroute_prefix_predicted_tokens_total{worker="p0"}') == 202
+        assert line(page, 'balanceroute_prefix_hit_tokens_total{worker="p0"}') == 101
+    after.forget_worker("p0")
+    assert line(after.exposition(), 'balanceroute_prefill_prompt_tokens_total{worker="p0"}') == 5
+
+
+def test_series_of_workers_that_left_with_a_former_life_end() -> None:
+    after = prefilled(5)
+    after.carry_on(a_relay().counts())
+    after.forget_workers_but(["p0"])
+    page = after.exposition()
+    assert b'worker="d0"' not in page and b'worker="p0"' in page
+    assert line(page, 'balanceroute_requests_total{outcome="finished"}') == 3
+
+
+@pytest.mark.parametrize("counts", [b"{", b"[]", b'{"counters":{}}'])
+def test_counts_that_cannot_be_read_keep_no_process_from_its_next_life(
+    counts: bytes, caplog: pytest.LogCaptureFixture
+) -> None:
+    prefilled(5).carry_on(counts)
+    assert "counts of a former life are of no use" in caplog.text

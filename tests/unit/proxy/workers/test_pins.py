@@ -223,6 +223,29 @@ def test_a_full_disk_leaves_an_empty_record_and_stops_nobody(
     assert left_in(path) == []
 
 
+def test_a_record_that_finds_no_free_descriptor_to_be_written_anew_grows_and_is_written_anew_later(
+    path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(module, "COMPACT_BYTES", 1000)
+    record = PinRecord(path)
+    held = a_pin(record, "held")
+
+    def exhausted(*args: object) -> int:
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+    with monkeypatch.context() as patched:
+        patched.setattr(module.os, "open", exhausted)
+        for number in range(20):
+            a_pin(record, str(number)).release()
+    assert len(record) == 1 and not caplog.records
+    assert path.stat().st_size > 2000
+    for number in range(20):
+        a_pin(record, str(number)).release()
+    assert path.stat().st_size < 2000
+    killed(record)
+    assert left_in(path) == [held.request_id]
+
+
 @pytest.mark.parametrize("tokens", [1, DRAWN_TOKENS, 5000])
 def test_what_stands_in_for_a_prompt_has_its_size_and_is_never_the_same(path: Path, tokens: int) -> None:
     record = PinRecord(path)

@@ -1,6 +1,8 @@
 """The client side of the wire against scripted servers, on asyncio's loop and on uvloop."""
 
 import asyncio
+import os
+import resource
 import socket
 import ssl
 from pathlib import Path
@@ -304,6 +306,27 @@ def test_nobody_listening_is_connect_failed(run: Run) -> None:
             taken.bind(("127.0.0.1", 0))
             with pytest.raises(ConnectFailed, match="cannot connect"):
                 await post(Upstream(f"http://127.0.0.1:{taken.getsockname()[1]}"))
+
+    run(test)
+
+
+@pytest.mark.parametrize("ours", [True, False])
+def test_whose_fault_a_failed_connection_is_is_told(run: Run, ours: bool) -> None:
+    async def test() -> None:
+        with socket.socket() as taken:
+            taken.bind(("127.0.0.1", 0))
+            upstream = Upstream(f"http://127.0.0.1:{taken.getsockname()[1]}")
+            limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+            if ours:
+                free = os.dup(taken.fileno())  # the lowest
+                os.close(free)
+                resource.setrlimit(resource.RLIMIT_NOFILE, (free, limits[1]))
+            try:
+                with pytest.raises(ConnectFailed) as failed:
+                    await post(upstream)
+            finally:
+                resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+            assert failed.value.ours is ours and not failed.value.sent
 
     run(test)
 

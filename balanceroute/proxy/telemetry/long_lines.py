@@ -1,0 +1,68 @@
+"""Lines of a log that a pipe takes in one piece, however long the fields are that clients or workers have chosen."""
+
+from collections.abc import Callable, Mapping
+from typing import Final
+
+import orjson
+
+CUT: Final = "cut"  # the field of a line that says what was longer: by name, of how many characters
+LEAST: Final = 200  # characters that every field keeps as long as others have more
+_CLIENTS: Final = ("path", "method", "instances", "policy", "request")  # clients choose these, so they are cut first
+_END_TELLS: Final = "exception"  # of a traceback the last line says what it is
+_WHOLE: Final = frozenset(("time", "level", "logger", "process"))
+
+Render = Callable[[Mapping[str, object]], str]
+
+
+def bounded(fields: Mapping[str, object], render: Render, most_bytes: int) -> str:
+    """The line of these fields; where it would be longer than that, some are cut, and `cut` says which."""
+    line = render(fields)
+    if _size(line) <= most_bytes:
+        return line
+    cut: dict[str, int] = {}
+    told = {**fields, CUT: cut}
+    texts = {name: _text(value) for name, value in fields.items() if isinstance(value, str | list | tuple | dict)}
+    for least in (LEAST, 0):
+        for name in _in_order(texts):
+            if len(texts[name]) > least:
+                cut[name] = len(texts[name])
+                line = _cut(told, name, texts[name], least, render, most_bytes)
+                if _size(line) <= most_bytes:
+                    return line
+    return line
+
+
+def _cut(told: dict[str, object], name: str, text: str, least: int, render: Render, most_bytes: int) -> str:
+    """The line with as much of one field as fits, and `least` characters where nothing does."""
+    low, high = least, min(len(text), most_bytes)  # what is taken of a character depends on it
+    while low < high:
+        middle = (low + high + 1) // 2
+        told[name] = _part(name, text, middle)
+        if _size(render(told)) <= most_bytes:
+            low = middle
+        else:
+            high = middle - 1
+    told[name] = _part(name, text, low)
+    return render(told)
+
+
+def _in_order(texts: Mapping[str, str]) -> list[str]:
+    """The names of what may be cut: what clients choose, then the longest."""
+    clients = [name for name in _CLIENTS if name in texts]
+    others = [name for name in texts if name not in _WHOLE and name not in _CLIENTS]
+    return [*clients, *sorted(others, key=lambda name: -len(texts[name]))]
+
+
+def _part(name: str, text: str, length: int) -> str:
+    return text[len(text) - length :] if name == _END_TELLS else text[:length]
+
+
+def _text(value: object) -> str:
+    return (
+        value if isinstance(value, str) else orjson.dumps(value, default=str, option=orjson.OPT_NON_STR_KEYS).decode()
+    )
+
+
+def _size(line: str) -> int:
+    """Bytes, as standard error writes them."""
+    return len(line.encode(errors="backslashreplace"))

@@ -1,0 +1,56 @@
+"""Lines that are cut to a bound."""
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+
+from balanceroute.proxy.telemetry.long_lines import CUT, LEAST, bounded
+
+
+def as_json(fields: Mapping[str, Any]) -> str:
+    return json.dumps(fields)
+
+
+def cut(most_bytes: int, **fields: Any) -> dict[str, Any]:
+    line = bounded(fields, as_json, most_bytes)
+    assert len(line) <= most_bytes
+    told: dict[str, Any] = json.loads(line)
+    return told
+
+
+def test_a_line_that_fits_is_told_as_it_is() -> None:
+    assert cut(1000, path="/" * 900) == {"path": "/" * 900}
+
+
+def test_what_is_cut_fills_the_line_and_its_whole_length_is_told() -> None:
+    told = cut(1000, path="/" * 2000, status=404)
+    assert told["status"] == 404 and told[CUT] == {"path": 2000}
+    assert len(as_json(told)) == 1000
+
+
+def test_what_a_client_chooses_goes_first_then_the_longest() -> None:
+    told = cut(1500, short="s" * 300, longest="l" * 5000, path="/" * 400)
+    assert told["path"] == "/" * LEAST and told["short"] == "s" * 300
+    assert told[CUT] == {"path": 400, "longest": 5000}
+
+
+@pytest.mark.parametrize("name", ["time", "level", "logger", "process"])
+def test_who_says_it_and_when_is_never_cut(name: str) -> None:
+    told = cut(600, **{name: "x" * 400}, error="y" * 400)
+    assert told[name] == "x" * 400 and told[CUT] == {"error": 400}
+
+
+def test_of_a_traceback_the_end_is_kept() -> None:
+    assert cut(400, exception="far " * 500 + "why")["exception"].endswith("why")
+
+
+def test_of_a_structure_its_json_is_cut() -> None:
+    told = cut(600, state={"workers": [{"id": number} for number in range(500)], 1: None})
+    assert told["state"].startswith('{"workers":[{"id":0}')
+
+
+def test_where_every_field_has_lost_all_that_it_may_they_end_in_nothing() -> None:
+    told = cut(900, **{f"field{number}": "x" * 250 for number in range(20)})
+    assert "" in told.values() and len(told[CUT]) > 10
