@@ -6,7 +6,6 @@ import numpy as np
 import pytest
 
 from balanceroute.core.knobs import PolicySettings
-from balanceroute.core.policies import make_policy
 from balanceroute.core.scheduler import Scheduler, SchedulerConfig
 from balanceroute.core.snapshot_json import snapshot_from_dict, snapshot_to_dict
 from balanceroute.core.target_fit import LEVEL_FIT, TargetFitParams, caps_s
