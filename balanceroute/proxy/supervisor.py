@@ -13,7 +13,8 @@ the same again      all end now (SIGINT), or are killed `END_S` later
 SIGHUP              the configuration is read again, and if it can be used, children do the same
 SIGIO               a child is up, or another router is ready to take over, for which all children leave (SIGUSR1)
 a child dies        it is started again, at once the first time, ever later if it dies as soon as it is there
-a child exits 2     in its first life: a configuration that can't be used. All end, and so does the parent, with 2
+a child exits 2     before all have been up: a configuration that can't be used. All end, and so does the parent, with
+                    2. Later it is a child that dies: what runs goes on without it, and it is tried again
 the parent dies     the kernel kills the children
 
 Every child leads a process group of its own, so that Ctrl-C in a terminal reaches the parent alone. SIGTERM may come to
@@ -225,7 +226,7 @@ class Supervisor:
         """`code`: its exit code, or less than 0, the signal that it died of."""
         now = time.monotonic()
         child.pid = None
-        if code == WRONG_CONFIG and child.lives == 1 and not self._signals:
+        if code == WRONG_CONFIG and not self._all_up and not self._signals:
             self._code = WRONG_CONFIG
             self._end(signal.SIGINT, END_S)
         if self._signals and not (child.needed and code and self._signals == 1 and self._others_run):

@@ -90,7 +90,10 @@ async def live(name: str, listener: socket.socket | None, on_up: Callable[[], No
     server = None if listener is None else await asyncio.start_server(partial(answer, name), sock=listener)
     note(name, "up")
     on_up()
-    await until(lambda: drain.is_set() or now.is_set(), within_s=LIFE_S)
+    wrong = FOLDER / f"wrong-{name}"
+    await until(lambda: drain.is_set() or now.is_set() or wrong.exists(), within_s=LIFE_S)
+    if wrong.exists():
+        raise ConfigError(f"{name}: wrong")
     await until(lambda: now.is_set() or not (FOLDER / f"hold-{name}").exists(), within_s=LIFE_S)
     note(name, "ends")
     if server is not None:

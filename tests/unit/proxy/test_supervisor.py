@@ -214,6 +214,16 @@ def test_a_configuration_that_cannot_be_used_ends_all_with_its_one_line(running:
     assert not any(map(exists, running.folder_pids()))
 
 
+def test_a_file_that_is_wrong_once_all_are_up_stops_nobody_but_who_starts_until_it_is_right(running: Running) -> None:
+    running.up(brain=1, relay_0=1, relay_1=1)
+    block_until((running.folder / "all-up").exists)
+    (running.folder / "wrong-brain").touch()  # as a standby finds out when it takes the lead, in its first life
+    running.up(brain=3)
+    assert {line["exit_code"] for line in running.said("child died")} == {2}
+    (running.folder / "wrong-brain").unlink()
+    assert len(running.lives("relay-0")) == len(running.lives("relay-1")) == 1
+
+
 @pytest.mark.parametrize("running", [{"dies": "relay-1"}], indirect=True)
 def test_a_child_that_dies_again_and_again_is_started_ever_later(running: Running) -> None:
     block_until(lambda: len(running.said("child died")) >= 5)
