@@ -17,8 +17,8 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
@@ -125,23 +125,32 @@ def the_lead(config: Config, folder: RunFolder) -> Lead:
 
 
 def _stand_by(lead: Lead, config: Config, load: Callable[[], Config], on_up: Callable[[], None]) -> tuple[Lead, Config]:
-    """Wait for the lead; returns it, and the configuration by then. Until it leads, SIGTERM and SIGUSR1 just exit."""
+    """Wait for the lead; returns it, and the configuration by then."""
     reloads: list[int] = []
-    signal.signal(signal.SIGHUP, lambda number, _: reloads.append(number))
-    ends = (signal.SIGTERM, signal.SIGUSR1)
-    before = [signal.signal(number, lambda *_: sys.exit(0)) for number in ends]
-    on_up()
-    while not lead.take():
-        time.sleep(until_tick_s(time.monotonic(), STANDBY_LOOK_S))
-    for number, handler in zip(ends, before, strict=True):
-        signal.signal(number, handler)
-    signal.signal(signal.SIGHUP, signal.SIG_IGN)  # until there is something to reload
+    with _hearing(reloads.append):
+        on_up()
+        while not lead.take():
+            time.sleep(until_tick_s(time.monotonic(), STANDBY_LOOK_S))
     if reloads:
         try:
             config = load()
         except (ConfigError, InputError) as error:
             log.warning("reload refused", extra={"error": str(error)})
     return lead, config
+
+
+@contextmanager
+def _hearing(on_reload: Callable[[int], None]) -> Iterator[None]:
+    """As long as this process stands by SIGTERM and SIGUSR1 just end it, and SIGHUP, blocked otherwise, is told."""
+    before = {number: signal.signal(number, lambda *_: sys.exit(0)) for number in (signal.SIGTERM, signal.SIGUSR1)}
+    before[signal.SIGHUP] = signal.signal(signal.SIGHUP, lambda number, _: on_reload(number))
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGHUP})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGHUP})  # until the server hears it
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def create_brain_app(

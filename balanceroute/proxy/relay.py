@@ -13,7 +13,6 @@ SIGHUP              read the configuration again: limits, keys, certificates; wo
 import asyncio
 import logging
 import os
-import signal
 import socket
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
@@ -206,7 +205,6 @@ def run_relay(
 
     Raises: ConfigError: a file that the configuration names is wrong.
     """
-    signal.signal(signal.SIGHUP, signal.SIG_IGN)  # until there is something to reload
     folder.come_to_life(name)
     app = create_relay_app(config, folder, name)
 

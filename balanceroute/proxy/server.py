@@ -179,6 +179,7 @@ class ProcessServer(Server):
         """Listen, then tune the interpreter."""
         if self._on_reload is not None:  # before anybody can know that it listens: SIGHUP would end it
             asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, self._reload)
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGHUP})  # see `supervisor.py`
         await super().startup(sockets=sockets)
         if self.started:
             # What exists now stays: 53,000 objects that no full collection has to walk again, which stopped every

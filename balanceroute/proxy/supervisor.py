@@ -17,6 +17,8 @@ a child exits 2     before all have been up: a configuration that can't be used.
                     2. Later it is a child that dies: what runs goes on without it, and it is tried again
 the parent dies     the kernel kills the children
 
+A child starts with SIGHUP blocked, and unblocks it where it has a handler: what comes meanwhile waits until then.
+
 Every child leads a process group of its own, so that Ctrl-C in a terminal reaches the parent alone. SIGTERM may come to
 children from others as well (a service manager that signals a whole control group): a second one means nothing to them.
 """
@@ -51,7 +53,7 @@ _PR_SET_NAME: Final = 15
 
 
 Main = Callable[[Callable[[], None]], None]
-"""What a child runs; it calls its argument when it is up."""
+"""What a child runs; it calls its argument when it is up, and has unblocked SIGHUP by then."""
 
 
 class Owner(Protocol):
@@ -254,9 +256,8 @@ class Supervisor:
         code = 1
         try:
             _belong_to(self._parent, child.name)
-            signal.signal(signal.SIGHUP, signal.SIG_IGN)  # until it has something to read again
             signal.signal(signal.SIGINT, signal.SIG_DFL)  # no traceback, wherever it is by then
-            signal.pthread_sigmask(signal.SIG_SETMASK, self._mask)
+            signal.pthread_sigmask(signal.SIG_SETMASK, self._mask | {signal.SIGHUP})
             child.main(lambda: _say_up(self._to_parent))
             code = 0
         except BalanceRouteError as error:

@@ -85,8 +85,11 @@ async def live(name: str, listener: socket.socket | None, on_up: Callable[[], No
         elif not deaf and number == signal.SIGINT:
             now.set()
 
+    note(name, "starts")
+    await until(lambda: not (FOLDER / f"slow-{name}").exists(), within_s=LIFE_S)
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1):
         loop.add_signal_handler(number, told, number)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGHUP})
     server = None if listener is None else await asyncio.start_server(partial(answer, name), sock=listener)
     note(name, "up")
     on_up()
