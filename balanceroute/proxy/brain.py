@@ -31,12 +31,12 @@ from balanceroute.proxy.admission.forecasts import build_forecasts
 from balanceroute.proxy.app import HANDLERS, RouterApp, build_services, operator_parts, set_up, start, stop, supervised
 from balanceroute.proxy.changes import KeptChanges
 from balanceroute.proxy.client.services import ClientServices
+from balanceroute.proxy.configured import Configured
 from balanceroute.proxy.link.far import FarListener, FarMembers
 from balanceroute.proxy.link.hub import Hub
 from balanceroute.proxy.link.leadership import RENEW_S, FileLead, Lead
 from balanceroute.proxy.ops.dashboard import Dashboard
 from balanceroute.proxy.ops.guard import trusted
-from balanceroute.proxy.perimeter.tls import Tls
 from balanceroute.proxy.reload import reload
 from balanceroute.proxy.run_folder import RunFolder
 from balanceroute.proxy.server import ChildServer
@@ -70,7 +70,7 @@ class Standing:
 
 
 def run_brain(
-    config: Config,
+    configured: Configured,
     folder: RunFolder,
     load: Callable[[], Config],
     lineage: int,
@@ -87,19 +87,21 @@ def run_brain(
     Raises: ConfigError: a file or socket of the folder can't be used.
     """
     folder.make()
-    lead, config = _stand_by(the_lead(config, folder), config, load, standing.by)
+    lead = the_lead(configured.config, folder)
+    _stand_by(lead, configured, load, standing.by)
     try:
         standing.leads()
         if journal is not None and journal.exists():
             journal = journal.with_name(f"{journal.name}.{os.getpid()}")
-        app = create_brain_app(config, folder, lead, folder.living(), lineage, journal)
+        configured.tls.catch_up()
+        app = create_brain_app(configured, folder, lead, folder.living(), lineage, journal)
 
         async def on_reload() -> None:
             new = await asyncio.to_thread(load)
             await reload(app.services, new)
             app.read = new
 
-        server = BrainServer(app, config, on_reload, uds=str(folder.operators))
+        server = BrainServer(app, configured.config, on_reload, uds=str(folder.operators))
         app.end, server.link = server.end, link
         server.run()
         if not server.leaves:
@@ -124,19 +126,27 @@ def the_lead(config: Config, folder: RunFolder) -> Lead:
     return LeaseLead(local, api, folder.identity, listen.lease_duration_s)
 
 
-def _stand_by(lead: Lead, config: Config, load: Callable[[], Config], on_up: Callable[[], None]) -> tuple[Lead, Config]:
-    """Wait for the lead; returns it, and the configuration by then."""
-    reloads: list[int] = []
-    with _hearing(reloads.append):
+def _stand_by(lead: Lead, configured: Configured, load: Callable[[], Config], on_up: Callable[[], None]) -> None:
+    """Wait for the lead."""
+    asked: list[int] = []
+    with _hearing(asked.append):
         on_up()
         while not lead.take():
+            _reload_if(asked, configured, load)
             time.sleep(until_tick_s(time.monotonic(), STANDBY_LOOK_S))
-    if reloads:
-        try:
-            config = load()
-        except (ConfigError, InputError) as error:
-            log.warning("reload refused", extra={"error": str(error)})
-    return lead, config
+    _reload_if(asked, configured, load)
+
+
+def _reload_if(asked: list[int], configured: Configured, load: Callable[[], Config]) -> None:
+    """Read the configuration again, if that was asked for."""
+    if not asked:
+        return
+    asked.clear()
+    try:
+        configured.reload(load())
+        log.info("configuration reloaded")
+    except (ConfigError, InputError) as error:
+        log.warning("reload refused", extra={"error": str(error)})
 
 
 @contextmanager
@@ -154,7 +164,7 @@ def _hearing(on_reload: Callable[[int], None]) -> Iterator[None]:
 
 
 def create_brain_app(
-    read: Config, folder: RunFolder, lead: Lead, relays: int, lineage: int, journal: Path | None = None
+    configured: Configured, folder: RunFolder, lead: Lead, relays: int, lineage: int, journal: Path | None = None
 ) -> BrainApp:
     """The application of who has the lead, with what operators have changed under the one before.
 
@@ -162,6 +172,7 @@ def create_brain_app(
 
     Raises: ConfigError: a file of the configuration is wrong.
     """
+    read = configured.config
     kept = KeptChanges(folder.changes, lineage)
     config = kept.last.config(read)
     forecasts = build_forecasts(config)
@@ -170,7 +181,9 @@ def create_brain_app(
     async def lifespan(app: Starlette) -> AsyncIterator[None]:
         assert isinstance(app, BrainApp)
         loop = asyncio.get_running_loop()
-        services = app.services = build_services(config, loop, forecasts, False, journal, None, app.tls)
+        services = app.services = build_services(
+            config, loop, forecasts, False, journal, configured.perimeter, configured.tls
+        )
 
         def under_way(exchanges: int) -> None:
             services.exchanges = exchanges
@@ -216,7 +229,7 @@ def create_brain_app(
     parts = operator_parts(lambda: app.services, dashboard, read)
     routes = [trusted(route) for part in parts for route in part.routes()]
     app = BrainApp(routes=routes, lifespan=lifespan, exception_handlers=HANDLERS)
-    set_up(app, config, Tls(config))
+    set_up(app, config, configured.tls)
     app.read, app.lead = read, lead
     return app
 

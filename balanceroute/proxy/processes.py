@@ -18,11 +18,9 @@ from balanceroute.errors import ConfigError, InputError
 from balanceroute.proxy.admission.forecasts import build_forecasts
 from balanceroute.proxy.brain import Standing, run_brain
 from balanceroute.proxy.client.acceptor import ConnectionCounts
+from balanceroute.proxy.configured import Configured
 from balanceroute.proxy.handover import Handover, Predecessor, Told
-from balanceroute.proxy.perimeter.perimeter import Perimeter
-from balanceroute.proxy.perimeter.tls import Tls
 from balanceroute.proxy.relay import run_relay
-from balanceroute.proxy.reload import check_fixed
 from balanceroute.proxy.run_folder import RunFolder, run_folder
 from balanceroute.proxy.supervisor import Main, Supervisor, be_called
 from balanceroute.proxy.telemetry.logs import configure
@@ -45,7 +43,7 @@ def serve_processes(
 
     Raises: ConfigError: the configuration, an address or the run folder can't be used.
     """
-    Perimeter(config), Tls(config)  # one line of the parent, instead of one of each child
+    configured = Configured.read(config)  # one line of the parent, instead of one of each child
     with ExitStack() as held:
         predecessor = _predecessor(config) if take_over else None
         if predecessor is not None:
@@ -63,17 +61,17 @@ def serve_processes(
             folder.forget_counts()
             if journal is not None:
                 begin_anew(journal)
-        processes = Processes(config, load, folder, sockets, journal, predecessor, link)
+        processes = Processes(configured, load, folder, sockets, journal, predecessor, link)
         configure(config.log.level, config.log.format, process="parent")
         return Supervisor(processes.mains(), processes.brains, processes).run()
 
 
 class Processes:
-    """What the children run, and the configuration that the next one starts with."""
+    """What the children run, and the configuration that the next one starts with, with what its files held."""
 
     def __init__(
         self,
-        config: Config,
+        configured: Configured,
         load: Callable[[], Config],
         folder: RunFolder,
         sockets: list[socket.socket],
@@ -82,13 +80,18 @@ class Processes:
         link: socket.socket | None = None,
     ) -> None:
         self._link = link
-        self.config, self._load, self._folder, self._sockets = config, load, folder, sockets
+        self._configured, self._load, self._folder, self._sockets = configured, load, folder, sockets
         self._journal, self._predecessor = journal, predecessor
-        self._counts = ConnectionCounts(max(1, config.listen.relays))
+        self._counts = ConnectionCounts(max(1, self.config.listen.relays))
         self._told = Told(os.getpid(), 1)
         if predecessor is not None:
             self._told = Told(predecessor.told.lineage, predecessor.told.generation + 1)
         self._handover: Handover | None = None  # once all children are up
+
+    @property
+    def config(self) -> Config:
+        """That holds."""
+        return self._configured.config
 
     @property
     def brains(self) -> list[str]:
@@ -120,11 +123,10 @@ class Processes:
         """See `Owner`; where it is False nothing has changed."""
         try:
             new = self._load()
-            check_fixed(self.config, new)
+            self._configured.reload(new)
         except (ConfigError, InputError) as error:
             log.warning("reload refused", extra={"error": str(error)})
             return False
-        self.config = new
         configure(new.log.level, new.log.format, process="parent")
         return True
 
@@ -165,7 +167,7 @@ class Processes:
         be_called(STANDBY)
         load = self._begin(name)
         standing = Standing(on_up, lambda: be_called(BRAIN))
-        run_brain(self.config, self._folder, load, self._told.lineage, standing, self._journal, self._link)
+        run_brain(self._configured, self._folder, load, self._told.lineage, standing, self._journal, self._link)
 
     def _relay(self, name: str, on_up: Callable[[], None]) -> None:
         self._end_handover()
@@ -173,7 +175,7 @@ class Processes:
             link.close()
         place = self.relays.index(name)
         load = self._begin(name)
-        run_relay(self.config, self._sockets, self._folder, name, load, on_up, self._counts, place)
+        run_relay(self._configured, self._sockets, self._folder, name, load, on_up, self._counts, place)
 
     def _begin(self, name: str) -> Callable[[], Config]:
         """Say in the log who this is; returns what reads the configuration anew."""

@@ -45,6 +45,7 @@ from balanceroute.proxy.app import (
 )
 from balanceroute.proxy.client.acceptor import Acceptor, ConnectionCounts
 from balanceroute.proxy.client.services import ClientServices
+from balanceroute.proxy.configured import Configured
 from balanceroute.proxy.life.pool_reaper import PERIOD_S, PoolReaper
 from balanceroute.proxy.life.suspicion import Loss
 from balanceroute.proxy.link.callbacks import CallbackListener, OtherRelays
@@ -188,7 +189,7 @@ class RelayApp(ClientApp):
 
 
 def run_relay(
-    config: Config,
+    configured: Configured,
     listeners: list[socket.socket],
     folder: RunFolder,
     name: str,
@@ -203,24 +204,23 @@ def run_relay(
     is set. name: one that no other living relay of the router has; the same after a restart. load: reads the
     configuration anew, for SIGHUP. on_up: called when it accepts. counts: of all relays; place: this one's in them.
 
-    Raises: ConfigError: a file that the configuration names is wrong.
+    Raises: ConfigError: a file of the folder can't be used.
     """
     folder.come_to_life(name)
-    app = create_relay_app(config, folder, name)
+    configured.tls.catch_up()
+    app = create_relay_app(configured, folder, name)
 
     async def on_reload() -> None:
         reload_relay(app.services, await asyncio.to_thread(load))
 
-    server = RelayServer(app, config, on_reload)
+    server = RelayServer(app, configured.config, on_reload)
     server.name, server.on_up, server.counts, server.place = name, on_up, counts, place
     server.run(sockets=listeners)
 
 
-def create_relay_app(config: Config, folder: RunFolder, name: str) -> RelayApp:
-    """The application of the relay of that name.
-
-    Raises: ConfigError: a file of the configuration is wrong.
-    """
+def create_relay_app(configured: Configured, folder: RunFolder, name: str) -> RelayApp:
+    """The application of the relay of that name. Raises: ConfigError: a file of the folder can't be used."""
+    config, perimeter, tls = configured.config, configured.perimeter, configured.tls
 
     @asynccontextmanager
     async def lifespan(app: Starlette) -> AsyncIterator[None]:
@@ -257,7 +257,6 @@ def create_relay_app(config: Config, folder: RunFolder, name: str) -> RelayApp:
             services.keep_counts()
             await stop_tasks(services)
 
-    perimeter, tls = Perimeter(config), Tls(config)
     reach, to_brain = _ways_to_brain(config, folder, tls)
     pins = None if config.kv_pin_s is None else _own_pins(folder.pins(name))
     closing: list[Callable[[], None]] = [to_brain.close]

@@ -10,6 +10,7 @@ import sys
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
@@ -379,6 +380,27 @@ def test_a_standby_takes_over_and_a_brain_that_goes_on_finds_itself_deposed(
         assert await all_end(streams(router, 4, 20, first=200)) == 4
 
     with_router(test, cluster, tmp_path, standbys=1)
+
+
+def test_a_file_that_is_half_written_keeps_no_process_from_being_started_again(
+    cluster: Cluster, tmp_path: Path
+) -> None:
+    keys = tmp_path / "keys.yaml"
+    keys.write_text(f"- name: a\n  sha256: {sha256(b'a').hexdigest()}\n")
+
+    async def test(router: Router) -> None:
+        keys.write_text("- name: b\n  sha25")
+        relays, led = router.relays, len(router.brains)
+        for pid in (router.brains[-1], *relays.values()):
+            os.kill(pid, signal.SIGKILL)
+        await until(lambda: len(router.brains) > led and not set(relays.values()) & set(router.relays.values()))
+        assert all(line.get("signal") == "SIGKILL" for line in router.said("child died"))
+        answer = await router.client.post(
+            "/v1/completions", json={"prompt": [1]}, headers={"authorization": "Bearer x"}
+        )
+        assert answer.status_code == 401
+
+    with_router(test, cluster, tmp_path, "--set", f"auth.client_keys={keys}", standbys=1)
 
 
 def test_a_relay_that_was_stopped_is_given_up_and_joins_anew(cluster: Cluster, tmp_path: Path) -> None:
