@@ -16,11 +16,14 @@ from typing import Final
 from balanceroute.config import Config
 from balanceroute.errors import ConfigError, InputError
 from balanceroute.proxy.admission.forecasts import build_forecasts
+from balanceroute.proxy.apart import try_apart
 from balanceroute.proxy.brain import Standing, run_brain
+from balanceroute.proxy.changes import KeptChanges
 from balanceroute.proxy.client.acceptor import ConnectionCounts
 from balanceroute.proxy.configured import Configured
 from balanceroute.proxy.handover import Handover, Predecessor, Told
 from balanceroute.proxy.relay import run_relay
+from balanceroute.proxy.reload import asks_another_predictor, check_workers
 from balanceroute.proxy.run_folder import RunFolder, run_folder
 from balanceroute.proxy.supervisor import Main, Supervisor, be_called
 from balanceroute.proxy.telemetry.logs import configure
@@ -123,12 +126,24 @@ class Processes:
         """See `Owner`; where it is False nothing has changed."""
         try:
             new = self._load()
+            if self.brains:
+                self._check_for_brain(new)
             self._configured.reload(new)
         except (ConfigError, InputError) as error:
             log.warning("reload refused", extra={"error": str(error)})
             return False
         configure(new.log.level, new.log.format, process="parent")
         return True
+
+    def _check_for_brain(self, new: Config) -> None:
+        """Refuse what the leading brain would refuse: relays must not go by what it does not.
+
+        Raises: ConfigError.
+        """
+        changes = KeptChanges(self._folder.changes, self._told.lineage).last
+        check_workers(changes.in_use(self.config), new)
+        if asks_another_predictor(changes.config(self.config), new):
+            try_apart(lambda: _try_forecasts(new))
 
     @property
     def _links(self) -> list[socket.socket]:
