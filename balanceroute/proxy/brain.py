@@ -25,9 +25,9 @@ from typing import Final
 
 from starlette.applications import Starlette
 
-from balanceroute.config import Config
+from balanceroute.config import Config, validate
 from balanceroute.errors import ConfigError, InputError, NoHealthyWorkers
-from balanceroute.proxy.admission.forecasts import build_forecasts
+from balanceroute.proxy.admission.forecasts import Forecasts, build_forecasts
 from balanceroute.proxy.app import HANDLERS, RouterApp, build_services, operator_parts, set_up, start, stop, supervised
 from balanceroute.proxy.changes import KeptChanges
 from balanceroute.proxy.client.services import ClientServices
@@ -52,10 +52,12 @@ METRICS_RETRY_S: Final = 1.0
 class BrainApp(RouterApp):
     """The brain's application. `hub` exists between startup and shutdown; `end` is called when another brain leads.
 
-    `read` is the configuration as it was read last, without what operators have changed since.
+    `read` is the configuration as it was read last, without what operators have changed since. `without_predictor`:
+    it leads without one, because a file of it can't be used.
     """
 
     read: Config
+    without_predictor = False
     lead: Lead
     hub: Hub
     end: Callable[[], None]
@@ -63,7 +65,7 @@ class BrainApp(RouterApp):
 
 @dataclass(frozen=True, slots=True)
 class Standing:
-    """Who is told that a brain stands by, and that it leads."""
+    """Who is told that a brain stands by, or listens as the first one, and that it leads."""
 
     by: Callable[[], None]
     leads: Callable[[], None]
@@ -77,32 +79,34 @@ def run_brain(
     standing: Standing,
     journal: Path | None = None,
     link: socket.socket | None = None,
+    again: bool = False,
 ) -> None:
     """Stand by, then decide until a signal ends it, or another brain leads.
 
     Args: load: reads the configuration anew, for SIGHUP. lineage: of the router, as in `changes.py`. journal: a file
     for every decision; where one is there, a brain has led before, and this one writes beside it, with its process id
-    at the end of the name. link: where relays of other machines are let in, bound.
+    at the end of the name. link: where relays of other machines are let in, bound. again: the router has been up, so
+    that a brain without a predictor is better than none.
 
     Raises: ConfigError: a file or socket of the folder can't be used.
     """
     folder.make()
     lead = the_lead(configured.config, folder)
-    _stand_by(lead, configured, load, standing.by)
+    waited = _stand_by(lead, configured, load, standing.by)
     try:
         standing.leads()
         if journal is not None and journal.exists():
             journal = journal.with_name(f"{journal.name}.{os.getpid()}")
         configured.tls.catch_up()
-        app = create_brain_app(configured, folder, lead, folder.living(), lineage, journal)
+        app = create_brain_app(configured, folder, lead, folder.living(), lineage, journal, again or waited)
 
         async def on_reload() -> None:
-            new = await asyncio.to_thread(load)
-            await reload(app.services, new)
-            app.read = new
+            await reload_brain(app, await asyncio.to_thread(load))
 
         server = BrainServer(app, configured.config, on_reload, uds=str(folder.operators))
         app.end, server.link = server.end, link
+        if not waited:
+            server.on_up = standing.by
         server.run()
         if not server.leaves:
             lead.resign()
@@ -126,15 +130,19 @@ def the_lead(config: Config, folder: RunFolder) -> Lead:
     return LeaseLead(local, api, folder.identity, listen.lease_duration_s)
 
 
-def _stand_by(lead: Lead, configured: Configured, load: Callable[[], Config], on_up: Callable[[], None]) -> None:
-    """Wait for the lead."""
+def _stand_by(lead: Lead, configured: Configured, load: Callable[[], Config], on_wait: Callable[[], None]) -> bool:
+    """Wait for the lead, if it is not free at once; returns whether it was not."""
     asked: list[int] = []
+    waited = False
     with _hearing(asked.append):
-        on_up()
         while not lead.take():
+            if not waited:
+                on_wait()
+            waited = True
             _reload_if(asked, configured, load)
             time.sleep(until_tick_s(time.monotonic(), STANDBY_LOOK_S))
     _reload_if(asked, configured, load)
+    return waited
 
 
 def _reload_if(asked: list[int], configured: Configured, load: Callable[[], Config]) -> None:
@@ -164,18 +172,27 @@ def _hearing(on_reload: Callable[[int], None]) -> Iterator[None]:
 
 
 def create_brain_app(
-    configured: Configured, folder: RunFolder, lead: Lead, relays: int, lineage: int, journal: Path | None = None
+    configured: Configured,
+    folder: RunFolder,
+    lead: Lead,
+    relays: int,
+    lineage: int,
+    journal: Path | None = None,
+    again: bool = False,
 ) -> BrainApp:
     """The application of who has the lead, with what operators have changed under the one before.
 
-    Args: relays: how many live, whose word is waited for. lineage: of the router, as in `changes.py`.
+    Args: relays: how many live, whose word is waited for. lineage: of the router, as in `changes.py`. again: see
+    `run_brain`.
 
     Raises: ConfigError: a file of the configuration is wrong.
     """
     read = configured.config
     kept = KeptChanges(folder.changes, lineage)
     config = kept.last.config(read)
-    forecasts = build_forecasts(config)
+    forecasts, lacking = _forecasts(config, again)
+    if lacking:
+        config = _without_predictor(config)
 
     @asynccontextmanager
     async def lifespan(app: Starlette) -> AsyncIterator[None]:
@@ -230,8 +247,44 @@ def create_brain_app(
     routes = [trusted(route) for part in parts for route in part.routes()]
     app = BrainApp(routes=routes, lifespan=lifespan, exception_handlers=HANDLERS)
     set_up(app, config, configured.tls)
-    app.read, app.lead = read, lead
+    app.read, app.lead, app.without_predictor = read, lead, lacking
     return app
+
+
+def _forecasts(config: Config, again: bool) -> tuple[Forecasts | None, bool]:
+    """The predictor, and whether it is lacking. Raises: ConfigError, InputError: it can't be used, and not `again`."""
+    try:
+        return build_forecasts(config), False
+    except (ConfigError, InputError) as error:
+        if not again:
+            raise
+        _tell_lack(error)
+        return None, True
+
+
+def _without_predictor(config: Config) -> Config:
+    tree = {field: getattr(config, field) for field in config.model_fields_set}
+    return validate(tree | {"predictor": {"kind": "none"}})
+
+
+def _tell_lack(error: ConfigError | InputError) -> None:
+    log.warning("leading without the predictor until SIGHUP finds it", extra={"error": str(error)})
+
+
+async def reload_brain(app: BrainApp, new: Config) -> None:
+    """Switch to another configuration; where the predictor was lacking it may still be.
+
+    Raises: ConfigError, InputError: it can't be used; nothing changed.
+    """
+    try:
+        await reload(app.services, new)
+        app.without_predictor = False
+    except (ConfigError, InputError) as error:
+        if not app.without_predictor:
+            raise
+        await reload(app.services, _without_predictor(new))
+        _tell_lack(error)
+    app.read = new
 
 
 async def _keep(lead: Lead, app: BrainApp) -> None:
@@ -247,6 +300,7 @@ class BrainServer(ChildServer):
     """The server of the brain's process; it listens on a socket that is our user's alone."""
 
     leaves = False
+    on_up: Callable[[], None] = staticmethod(lambda: None)
     link: socket.socket | None = None
 
     def _begin_drain(self, services: ClientServices) -> None:
@@ -277,7 +331,9 @@ class BrainServer(ChildServer):
         assert isinstance(self._app, BrainApp) and self.config.uds is not None
         os.chmod(self.config.uds, 0o600)
         told: dict[str, object] = {"socket": self.config.uds, "pid": os.getpid(), "epoch": self._app.hub.epoch}
-        return told | self._listen_to_machines()
+        told |= self._listen_to_machines()
+        self.on_up()
+        return told
 
     def _listen_to_machines(self) -> dict[str, object]:
         """Let relays of other machines in, where there is to be a way; returns it. Raises: ConfigError."""

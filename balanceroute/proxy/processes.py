@@ -89,7 +89,8 @@ class Processes:
         self._told = Told(os.getpid(), 1)
         if predecessor is not None:
             self._told = Told(predecessor.told.lineage, predecessor.told.generation + 1)
-        self._handover: Handover | None = None  # once all children are up
+        self._handover: Handover | None = None
+        self._was_up = False  # all children
 
     @property
     def config(self) -> Config:
@@ -158,6 +159,7 @@ class Processes:
 
     def all_up(self) -> None:
         """Answer successors, and have the predecessor leave."""
+        self._was_up = True
         try:
             self._handover = Handover(self._folder.handover, self._told, [*self._sockets, *self._links])
         except ConfigError as error:
@@ -182,7 +184,8 @@ class Processes:
         be_called(STANDBY)
         load = self._begin(name)
         standing = Standing(on_up, lambda: be_called(BRAIN))
-        run_brain(self._configured, self._folder, load, self._told.lineage, standing, self._journal, self._link)
+        lineage, journal = self._told.lineage, self._journal
+        run_brain(self._configured, self._folder, load, lineage, standing, journal, self._link, self._was_up)
 
     def _relay(self, name: str, on_up: Callable[[], None]) -> None:
         self._end_handover()

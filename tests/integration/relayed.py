@@ -75,12 +75,12 @@ async def serving(server: Server, sockets: list[socket.socket] | None = None) ->
 
 
 @asynccontextmanager
-async def a_brain(config: Config, folder: RunFolder, relays: int = 2) -> AsyncIterator[BrainApp]:
-    """One that leads."""
+async def a_brain(config: Config, folder: RunFolder, relays: int = 2, again: bool = False) -> AsyncIterator[BrainApp]:
+    """One that leads; `again`: after another one."""
     lead = FileLead(folder.lock)
     await until(lead.take)
     try:
-        app = create_brain_app(Configured.read(config), folder, lead, relays, LINEAGE)
+        app = create_brain_app(Configured.read(config), folder, lead, relays, LINEAGE, again=again)
         server = BrainServer(app, config, uds=str(folder.operators))
         app.end = server.end
         async with serving(server):
