@@ -7,7 +7,8 @@
         |<------------------------- GO -------------|   once all of them are up
         |   its brain ends, its relays accept no more and finish what they have, under the new brain; it ends with them
 
-One queue of connections belongs to both, so none is lost. If the new parent ends before `GO`, nothing has happened.
+One queue of connections belongs to both, so none is lost. If the new parent ends before `GO`, nothing has happened. A
+signal to drain meanwhile waits for the one or the other: relays of both are members of the old brain until `GO`.
 The old one answers one successor at a time.
 """
 
@@ -67,6 +68,11 @@ class Handover:
                 log.warning("another router is taking over already")
                 successor.close()
         return self._successor is not None and self._hear(self._successor)
+
+    @property
+    def has_successor(self) -> bool:
+        """Whether one has been answered that has neither gone nor said that it is ready."""
+        return self._successor is not None
 
     def close(self) -> None:
         """Answer nobody."""

@@ -172,6 +172,11 @@ class Processes:
         """See `Owner`."""
         return self._handover is not None and self._handover.look()
 
+    @property
+    def has_successor(self) -> bool:
+        """See `Owner`."""
+        return self._handover is not None and self._handover.has_successor
+
     def _end_handover(self) -> None:
         if self._handover is not None:
             self._handover.close()

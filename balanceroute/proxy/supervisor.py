@@ -9,6 +9,7 @@ could die of: it waits for signals and for children. They are forked from it, so
 code on the same sockets within milliseconds, whatever has been installed meanwhile.
 
 SIGTERM, SIGINT     all children drain (SIGTERM); who is needed by the others ends when they have
+                    while another router prepares to take over: nothing, unless it ends; then they drain
 the same again      all end now (SIGINT), or are killed `END_S` later
 SIGHUP              the configuration is read again, and if it can be used, children do the same
 SIGIO               a child is up, or another router is ready to take over, for which all children leave (SIGUSR1)
@@ -75,6 +76,10 @@ class Owner(Protocol):
     def succeeded(self) -> bool:
         """There is something to read: is it that another router is ready to take over?"""
 
+    @property
+    def has_successor(self) -> bool:
+        """Whether another router prepares to take over."""
+
 
 @dataclass(slots=True, eq=False)
 class Child:
@@ -101,6 +106,7 @@ class Supervisor:
         self._news, self._to_parent = os.pipe()  # the process ids of children that are up
         self._all_up = False
         self._signals = 0  # to end
+        self._postponed = False  # a drain, for a successor
         self._deadline_s: float | None = None  # then all that is left is killed
         self._code = 0
         self._parent = os.getpid()
@@ -163,14 +169,25 @@ class Supervisor:
             self._note_who_is_up()
             if not self._signals and self._owner.succeeded():
                 self._leave()
+            elif self._postponed and not self._signals and not self._owner.has_successor:
+                self._drain()
         elif number in _ENDING:
+            self._asked_to_end(number)
+
+    def _asked_to_end(self, number: int) -> None:
+        if self._signals:
             self._signals += 1
-            if self._signals == 1:
-                log.warning("draining", extra={"children": self._alive})
-                self._end(signal.SIGTERM, self._owner.drain_timeout_s + KILL_S)
-            else:
-                log.warning("ending now", extra={"signal": number})
-                self._end(signal.SIGINT, END_S)
+            log.warning("ending now", extra={"signal": number})
+            self._end(signal.SIGINT, END_S)
+        elif self._owner.has_successor and not self._postponed:
+            self._postponed = True  # its relays would refuse as well, under a brain that drains
+            log.warning("not draining: another router prepares to take over", extra={"signal": number})
+        else:
+            self._drain()
+
+    def _drain(self) -> None:
+        log.warning("draining", extra={"children": self._alive})
+        self._end(signal.SIGTERM, self._owner.drain_timeout_s + KILL_S)
 
     def _leave(self) -> None:
         """Another router has brains, and relays that accept: ours finish what they have."""

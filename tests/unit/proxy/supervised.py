@@ -64,6 +64,10 @@ class Owner:
     def succeeded(self) -> bool:
         return self.handover is not None and self.handover.look()
 
+    @property
+    def has_successor(self) -> bool:
+        return self.handover is not None and self.handover.has_successor
+
 
 def child(name: str, listener: socket.socket | None, on_up: Callable[[], None]) -> None:
     if name == OPTIONS.get("wrong"):

@@ -277,6 +277,24 @@ def test_a_successor_gets_the_sockets_and_all_leave_when_it_is_ready(running: Ru
         assert address == client.getsockname()
 
 
+@pytest.mark.parametrize("then", ["it is ready", "it ends", "the signal comes again"])
+def test_a_drain_waits_for_a_router_that_prepares_to_take_over(running: Running, then: str) -> None:
+    block_until((running.folder / "all-up").exists)
+    successor = found(running)
+    running.process.send_signal(signal.SIGTERM)
+    block_until(lambda: running.said("not draining: another router prepares to take over"))
+    assert "SIGTERM" not in running.events()
+    if then == "it is ready":
+        successor.go()
+    elif then == "it ends":
+        successor.close()
+    else:
+        running.process.send_signal(signal.SIGTERM)
+    assert running.process.wait(60) == 0
+    assert running.events().count("SIGUSR1" if then == "it is ready" else "SIGTERM") == 3
+    successor.close()
+
+
 def found(running: Running) -> Predecessor:
     predecessor = Predecessor.find(running.folder / "handover")
     assert predecessor is not None
