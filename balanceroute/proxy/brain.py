@@ -80,13 +80,14 @@ def run_brain(
     journal: Path | None = None,
     link: socket.socket | None = None,
     again: bool = False,
+    drains: bool = False,
 ) -> None:
     """Stand by, then decide until a signal ends it, or another brain leads.
 
     Args: load: reads the configuration anew, for SIGHUP. lineage: of the router, as in `changes.py`. journal: a file
     for every decision; where one is there, a brain has led before, and this one writes beside it, with its process id
     at the end of the name. link: where relays of other machines are let in, bound. again: the router has been up, so
-    that a brain without a predictor is better than none.
+    that a brain without a predictor is better than none. drains: so do the relays, and this brain from its beginning.
 
     Raises: ConfigError: a file or socket of the folder can't be used.
     """
@@ -104,7 +105,7 @@ def run_brain(
             await reload_brain(app, await asyncio.to_thread(load))
 
         server = BrainServer(app, configured.config, on_reload, uds=str(folder.operators))
-        app.end, server.link = server.end, link
+        app.end, server.link, server.drains = server.end, link, drains
         if not waited:
             server.on_up = standing.by
         server.run()
@@ -299,7 +300,7 @@ async def _keep(lead: Lead, app: BrainApp) -> None:
 class BrainServer(ChildServer):
     """The server of the brain's process; it listens on a socket that is our user's alone."""
 
-    leaves = False
+    leaves = drains = False
     on_up: Callable[[], None] = staticmethod(lambda: None)
     link: socket.socket | None = None
 
@@ -322,9 +323,10 @@ class BrainServer(ChildServer):
         self.should_exit = self.force_exit = True
 
     def busy(self, services: ClientServices) -> bool:
-        """Whether relays are here still, or something is left to drain."""
+        """Whether relays are here still, or have yet to come, or something is left to drain."""
         assert isinstance(self._app, BrainApp)
-        return bool(self._app.hub.near_members) or super().busy(services)
+        hub = self._app.hub
+        return not hub.settled.is_set() or bool(hub.near_members) or super().busy(services)
 
     async def listening(self) -> dict[str, object]:
         """Say where."""
@@ -332,6 +334,8 @@ class BrainServer(ChildServer):
         os.chmod(self.config.uds, 0o600)
         told: dict[str, object] = {"socket": self.config.uds, "pid": os.getpid(), "epoch": self._app.hub.epoch}
         told |= self._listen_to_machines()
+        if self.drains:
+            self._begin_drain(self._app.services)
         self.on_up()
         return told
 

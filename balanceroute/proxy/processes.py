@@ -91,6 +91,7 @@ class Processes:
             self._told = Told(predecessor.told.lineage, predecessor.told.generation + 1)
         self._handover: Handover | None = None
         self._was_up = False  # all children
+        self._ends = False
 
     @property
     def config(self) -> Config:
@@ -153,6 +154,10 @@ class Processes:
 
     def stop_listening(self) -> None:
         """Leave the sockets to the relays that are there: connections are refused once the last one has ended."""
+        self._ends = True
+        self._close_listeners()
+
+    def _close_listeners(self) -> None:
         self._end_handover()
         for sock in self._sockets:
             sock.close()
@@ -185,12 +190,14 @@ class Processes:
 
     def _brain(self, name: str, on_up: Callable[[], None]) -> None:
         """The process title is its role, because any brain may lead."""
-        self.stop_listening()
+        self._close_listeners()
         be_called(STANDBY)
         load = self._begin(name)
         standing = Standing(on_up, lambda: be_called(BRAIN))
         lineage, journal = self._told.lineage, self._journal
-        run_brain(self._configured, self._folder, load, lineage, standing, journal, self._link, self._was_up)
+        run_brain(
+            self._configured, self._folder, load, lineage, standing, journal, self._link, self._was_up, self._ends
+        )
 
     def _relay(self, name: str, on_up: Callable[[], None]) -> None:
         self._end_handover()

@@ -354,6 +354,24 @@ def test_streams_go_on_without_a_brain_and_the_next_one_knows_them(cluster: Clus
     )  # a kill may cut off the last line of the first
 
 
+def test_a_brain_that_dies_during_a_drain_is_back_and_drains_as_well(cluster: Cluster, tmp_path: Path) -> None:
+    async def test() -> None:
+        async with a_router(cluster, tmp_path) as router:
+            begun = streams(router, RANKS * SLOTS)
+            await all_under_way(router, begun)
+            router.running.send_signal(signal.SIGTERM)
+            await until(lambda: len(router.said("draining")) == 4)  # one of each process
+            os.kill(router.brains[-1], signal.SIGKILL)
+            await until(lambda: len(router.brains) == 2)
+            await until(lambda: len(router.said("relay joined")) == 4)
+            assert (await router.state())["draining"]
+            assert await all_end(begun) == len(begun)
+            await until(lambda: router.running.poll() is not None)
+            assert router.running.returncode == 0 and len(router.brains) == 2
+
+    asyncio.run(test())
+
+
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "stands still"])
 def test_a_standby_takes_over_and_a_brain_that_goes_on_finds_itself_deposed(
     cluster: Cluster, tmp_path: Path, how: signal.Signals
