@@ -99,7 +99,7 @@ def run_brain(
         if journal is not None and journal.exists():
             journal = journal.with_name(f"{journal.name}.{os.getpid()}")
         configured.tls.catch_up()
-        app = create_brain_app(configured, folder, lead, folder.living(), lineage, journal, again or waited)
+        app = create_brain_app(configured, folder, lead, len(folder.living()), lineage, journal, again or waited)
 
         async def on_reload() -> None:
             await reload_brain(app, await asyncio.to_thread(load))

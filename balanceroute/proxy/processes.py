@@ -24,7 +24,7 @@ from balanceroute.proxy.configured import Configured
 from balanceroute.proxy.handover import Handover, Predecessor, Told
 from balanceroute.proxy.relay import run_relay
 from balanceroute.proxy.reload import asks_another_predictor, check_workers
-from balanceroute.proxy.run_folder import RunFolder, run_folder
+from balanceroute.proxy.run_folder import RunFolder, relay_name, run_folder
 from balanceroute.proxy.supervisor import Main, Supervisor, be_called
 from balanceroute.proxy.telemetry.logs import configure
 
@@ -60,11 +60,11 @@ def serve_processes(
             link = held.enter_context(_bound("listen.link", *config.listen.link_address, predecessor))
         if config.listen.brains:
             folder.identity()  # made by one process alone
+        processes = Processes(configured, load, folder, sockets, journal, predecessor, link)
         if predecessor is None:
             folder.forget_counts()
             if journal is not None:
                 begin_anew(journal)
-        processes = Processes(configured, load, folder, sockets, journal, predecessor, link)
         configure(config.log.level, config.log.format, process="parent")
         return Supervisor(processes.mains(), processes.brains, processes).run()
 
@@ -86,8 +86,9 @@ class Processes:
         self._configured, self._load, self._folder, self._sockets = configured, load, folder, sockets
         self._journal, self._predecessor = journal, predecessor
         self._counts = ConnectionCounts(max(1, self.config.listen.relays))
-        self._told = Told(os.getpid(), 1)
-        if predecessor is not None:
+        if predecessor is None:  # relays may live whose own router has left, and whose successor has died
+            self._told = Told(os.getpid(), folder.generation())
+        else:
             self._told = Told(predecessor.told.lineage, predecessor.told.generation + 1)
         self._handover: Handover | None = None
         self._was_up = False  # all children
@@ -108,9 +109,7 @@ class Processes:
     @property
     def relays(self) -> list[str]:
         """The names of the relays, which those of no predecessor have."""
-        generation = self._told.generation
-        own = "" if generation == 1 else f".{generation}"
-        return [f"relay-{number}{own}" for number in range(self.config.listen.relays)]
+        return [relay_name(number, self._told.generation) for number in range(self.config.listen.relays)]
 
     def mains(self) -> dict[str, Main]:
         """Every child's, by its name; the brains are first."""

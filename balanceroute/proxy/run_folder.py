@@ -106,9 +106,18 @@ class RunFolder:
         except OSError as error:
             raise _unusable(self.folder, f"cannot be used: {error.strerror}") from None
 
-    def living(self) -> int:
-        """How many relays live."""
-        return sum(_is_locked(file) for file in self.folder.glob(f"{_LIFE}*"))
+    def living(self) -> list[str]:
+        """The relays that live."""
+        found = self.folder.glob(f"{_LIFE}*")
+        return [file.name.removeprefix(_LIFE) for file in found if _is_locked(file)]
+
+    def generation(self) -> int:
+        """The next one: above those of the relays that live, which those of a router that was killed soon do not."""
+        for _ in range(_TRIES):
+            if not self.living():
+                break
+            time.sleep(_PAUSE_S)
+        return 1 + max(map(_generation, self.living()), default=0)
 
     def counts(self, relay: str) -> bytes:
         """What the former lives of this relay have counted; empty: nothing."""
@@ -132,9 +141,11 @@ class RunFolder:
             log.warning("counts not kept", extra={"relay": relay, "error": error.strerror})
 
     def forget_counts(self) -> None:
-        """A router begins to count."""
+        """A router begins to count, beside those who live."""
+        kept = {self._counts(relay) for relay in self.living()}
         for file in self.folder.glob(f"{_COUNTS}*"):
-            file.unlink(missing_ok=True)
+            if file not in kept:
+                file.unlink(missing_ok=True)
 
     def _counts(self, relay: str) -> Path:
         return self.folder / f"{_COUNTS}{relay}"
@@ -151,6 +162,16 @@ class RunFolder:
             self.folder.chmod(0o700)
         except OSError as error:
             raise _unusable(self.folder, f"cannot be used: {error.strerror}") from None
+
+
+def relay_name(number: int, generation: int) -> str:
+    """The name of a relay, which those of no other generation have."""
+    return f"relay-{number}" if generation == 1 else f"relay-{number}.{generation}"
+
+
+def _generation(relay: str) -> int:
+    _, _, generation = relay.partition(".")
+    return int(generation) if generation.isdecimal() else 1
 
 
 def run_folder(config: Config, port: int, environ: Mapping[str, str]) -> RunFolder:
