@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, suppress
 from functools import partial
 from pathlib import Path
-from typing import Final
+from typing import BinaryIO, Final
 
 from balanceroute.config import Config
 from balanceroute.errors import ConfigError, InputError
@@ -55,12 +55,14 @@ def serve_processes(
         sockets = [held.enter_context(sock) for sock in _listeners(config, predecessor)]
         folder = run_folder(config, sockets[0].getsockname()[1], os.environ)
         folder.make()
+        taken = None if predecessor is None else predecessor.lock()
+        lock = held.enter_context(taken or folder.claim())
         link = None
         if config.listen.link_address is not None:
             link = held.enter_context(_bound("listen.link", *config.listen.link_address, predecessor))
         if config.listen.brains:
             folder.identity()  # made by one process alone
-        processes = Processes(configured, load, folder, sockets, journal, predecessor, link)
+        processes = Processes(configured, load, folder, lock, sockets, journal, predecessor, link)
         if predecessor is None:
             folder.forget_counts()
             if journal is not None:
@@ -77,12 +79,13 @@ class Processes:
         configured: Configured,
         load: Callable[[], Config],
         folder: RunFolder,
+        lock: BinaryIO,
         sockets: list[socket.socket],
         journal: Path | None,
         predecessor: Predecessor | None,
         link: socket.socket | None = None,
     ) -> None:
-        self._link = link
+        self._link, self._lock = link, lock
         self._configured, self._load, self._folder, self._sockets = configured, load, folder, sockets
         self._journal, self._predecessor = journal, predecessor
         self._counts = ConnectionCounts(max(1, self.config.listen.relays))
@@ -165,7 +168,8 @@ class Processes:
         """Answer successors, and have the predecessor leave."""
         self._was_up = True
         try:
-            self._handover = Handover(self._folder.handover, self._told, [*self._sockets, *self._links])
+            sockets = [*self._sockets, *self._links]
+            self._handover = Handover(self._folder.handover, self._told, sockets, self._lock)
         except ConfigError as error:
             log.warning("no other router can take over from this one", extra={"error": str(error)})
         if self._predecessor is not None:
@@ -173,8 +177,11 @@ class Processes:
             self._predecessor.go()
 
     def succeeded(self) -> bool:
-        """See `Owner`."""
-        return self._handover is not None and self._handover.look()
+        """See `Owner`; then the run folder is the successor's, however long this router takes to finish."""
+        if self._handover is None or not self._handover.look():
+            return False
+        self._lock.close()
+        return True
 
     @property
     def has_successor(self) -> bool:
@@ -208,6 +215,7 @@ class Processes:
 
     def _begin(self, name: str) -> Callable[[], Config]:
         """Say in the log who this is; returns what reads the configuration anew."""
+        self._lock.close()
         if self._predecessor is not None:
             self._predecessor.close()
 

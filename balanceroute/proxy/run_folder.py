@@ -12,7 +12,7 @@ from collections.abc import Collection, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final
+from typing import BinaryIO, Final
 
 from balanceroute.config import Config
 from balanceroute.errors import ConfigError
@@ -95,16 +95,29 @@ class RunFolder:
 
     def come_to_life(self, relay: str) -> None:
         """This process is that relay, until it ends. Raises: ConfigError: another one is."""
+        self._locked(f"{_LIFE}{relay}", f"another process is its {relay}; each router needs its own")
+
+    def claim(self) -> BinaryIO:
+        """The folder is this router's as long as the file, or a copy of its descriptor, is open.
+
+        Raises: ConfigError: it is another one's.
+        """
+        held = "another router runs with it; --take-over takes that one's place, once it is up, or set another folder"
+        return os.fdopen(self._locked("router", held), "rb")
+
+    def _locked(self, name: str, held: str) -> int:
+        """A file of that name, locked. Raises: ConfigError: another process holds it."""
         try:
-            file = os.open(self.folder / f"{_LIFE}{relay}", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-            for _ in range(_TRIES):  # `living` holds it for a moment
+            file = os.open(self.folder / name, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+            for _ in range(_TRIES):  # `living` holds it for a moment, and who has just been killed
                 with suppress(BlockingIOError):
                     fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                    return
+                    return file
                 time.sleep(_PAUSE_S)
-            raise _unusable(self.folder, f"another process is its {relay}; each router needs its own")
         except OSError as error:
             raise _unusable(self.folder, f"cannot be used: {error.strerror}") from None
+        os.close(file)
+        raise _unusable(self.folder, held)
 
     def living(self) -> list[str]:
         """The relays that live."""

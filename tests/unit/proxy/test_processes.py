@@ -43,6 +43,12 @@ def test_a_run_folder_that_cannot_be_used_is_named() -> None:
     assert told.startswith("listen.run_folder = '/dev/null/run'")
 
 
+def test_a_run_folder_of_another_router_is_refused_with_what_can_be_done(tmp_path: Path) -> None:
+    with RunFolder(tmp_path).claim():
+        told = refusal(a_config(listen={"relays": 1, "port": 0, "run_folder": str(tmp_path)}))
+    assert told.startswith("listen.run_folder = ") and "another router" in told and "--take-over" in told
+
+
 @pytest.mark.parametrize(
     ("new", "removed", "accepted"),
     [
@@ -69,9 +75,10 @@ def test_a_reload_that_any_child_would_refuse_is_refused_for_all(
     listen = {"relays": 1, "run_folder": str(tmp_path)}
     old = a_config(1, 1, listen=listen)
     wanted = a_config(1, 1, **{"listen": listen, **new})
-    parent = Processes(Configured.read(old), lambda: wanted, folder, [], None, None)
-    assert parent.reload() is accepted
-    assert parent.config is (wanted if accepted else old)
+    with folder.claim() as lock:
+        parent = Processes(Configured.read(old), lambda: wanted, folder, lock, [], None, None)
+        assert parent.reload() is accepted
+        assert parent.config is (wanted if accepted else old)
 
 
 def test_a_journal_that_cannot_be_begun_is_named(tmp_path: Path) -> None:

@@ -111,3 +111,14 @@ def test_a_router_that_starts_beside_relays_of_another_has_other_names_and_forge
         assert folder.generation() == 13 and relay_name(0, 13) == "relay-0.13"
         folder.forget_counts()
         assert sorted(folder.counts_of_others(())) == [b"relay-0.12", b"relay-1"]
+
+
+def test_a_folder_is_one_routers_as_long_as_a_copy_of_its_lock_is_open(tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path)
+    first = folder.claim()
+    copy = os.dup(first.fileno())
+    first.close()
+    with pytest.raises(ConfigError, match="another router runs with it"):
+        folder.claim()
+    os.close(copy)
+    folder.claim().close()
