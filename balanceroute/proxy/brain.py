@@ -99,7 +99,10 @@ def run_brain(
         if journal is not None and journal.exists():
             journal = journal.with_name(f"{journal.name}.{os.getpid()}")
         configured.tls.catch_up()
-        app = create_brain_app(configured, folder, lead, len(folder.living()), lineage, journal, again or waited)
+        relays = len(folder.living())
+        if again and not relays:  # the folder was emptied
+            relays = configured.config.listen.relays
+        app = create_brain_app(configured, folder, lead, relays, lineage, journal, again or waited)
 
         async def on_reload() -> None:
             await reload_brain(app, await asyncio.to_thread(load))
@@ -206,6 +209,12 @@ def create_brain_app(
         def under_way(exchanges: int) -> None:
             services.exchanges = exchanges
 
+        def superseded(epoch: int, far: bool) -> int | None:
+            if not far and lead.outrank(epoch):
+                return lead.epoch
+            app.end()
+            return None
+
         reports = RelayReports(services.fleet, loop, services.frozen, under_way)
         hub = app.hub = Hub(
             services.ledger,
@@ -213,7 +222,7 @@ def create_brain_app(
             loop,
             lead.epoch,
             relays,
-            lambda other: app.end(),
+            superseded,
             lambda: None if services.forecasts is None else services.forecasts.salt,
             None if read.listen.link is None else FarMembers(folder.far),
         )

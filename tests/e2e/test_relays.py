@@ -161,15 +161,18 @@ async def a_router(
     relays: int = 2,
     standbys: int = 0,
     log_name: str = "router.log",
+    run_folder: Path | None = None,
 ) -> AsyncIterator[Router]:
-    """`standbys`: any may take the lead where the machine is so busy that the leader seems to stand still."""
+    """`standbys`: any may take the lead where the machine is so busy that the leader seems to stand still. `run_folder`:
+    where it is not `folder`, which has the log.
+    """
     log = folder / log_name
     log.touch()
     told = len(log.read_text())
     address = ["--host", "127.0.0.1", "--port", str(port)]
     serve = ["serve", "--config", str(cluster.config), "--relays", str(relays), *address, *flags]
     serve += ["--set", f"listen.standbys={standbys}"]
-    with process(*serve, "--set", f"listen.run_folder={folder}", log=log) as running:
+    with process(*serve, "--set", f"listen.run_folder={run_folder or folder}", log=log) as running:
         await until(
             lambda: re.search(r'"listening".*"port":(\d+)', log.read_text()[told:]) or running.poll() is not None
         )
@@ -368,6 +371,31 @@ def test_a_brain_that_dies_during_a_drain_is_back_and_drains_as_well(cluster: Cl
             assert await all_end(begun) == len(begun)
             await until(lambda: router.running.poll() is not None)
             assert router.running.returncode == 0 and len(router.brains) == 2
+
+    asyncio.run(test())
+
+
+@pytest.mark.parametrize("how", ["emptied", "removed"])
+def test_a_run_folder_that_is_lost_is_made_anew_and_streams_go_on(cluster: Cluster, tmp_path: Path, how: str) -> None:
+    run = tmp_path / "run"
+
+    async def test() -> None:
+        async with a_router(cluster, tmp_path, standbys=1, run_folder=run) as router:
+            for led in (1, 2, 3):  # relays have seen an epoch that the folder has lost
+                os.kill(router.brains[-1], signal.SIGKILL)
+                await until(lambda: len(router.said("the brain decides")) > led)  # noqa: B023
+            begun = streams(router, RANKS * SLOTS)
+            await all_under_way(router, begun)
+            before = router.brains[-1]
+            for file in run.iterdir():
+                file.unlink()
+            if how == "removed":
+                run.rmdir()
+            await until(lambda: router.brains[-1] != before and len(router.said("the brain decides")) > 4)
+            assert await all_end(streams(router, 4, 20, first=100)) == 4
+            assert await all_end(begun) == len(begun)
+            assert len(router.relays) == 2 and router.said("the brain decides")[-1]["epoch"] > 4
+            await until(router.holds_nothing)
 
     asyncio.run(test())
 

@@ -23,7 +23,7 @@ from balanceroute.proxy.link.messages import (
     read_from_relay,
 )
 from balanceroute.proxy.link.token_counts import NOWHERE, place_of
-from tests.unit.proxy.link.brains import HoldingReach, Stage, on
+from tests.unit.proxy.link.brains import Brain, HoldingReach, Stage, on
 from tests.waiting import until
 
 
@@ -320,6 +320,23 @@ def test_what_waits_too_long_in_the_pool_without_a_brain_is_refused() -> None:
         with pytest.raises(QueueTimeout, match="not there"):
             await pooled.admission()
         assert list(relay.tickets.by_id) == ["s"] and not stream.left
+
+    on(test)
+
+
+def test_a_brain_that_leads_for_certain_goes_on_above_an_epoch_that_was_lost() -> None:
+    async def test(stage: Stage) -> None:
+        first, relay = await stage.brain(epoch=7), stage.relay()
+        stream = await relay.decoding("s")
+        await first.end()
+        await until(lambda: relay.brain.member is None)
+        brain = Brain(1, 4, 1)
+        brain.goes_on = True
+        await brain.hub.serve(stage.path)
+        await until(lambda: relay.brain.member is not None)
+        assert relay.brain.epoch == brain.hub.epoch == 8 and brain.superseded == [7]
+        assert brain.active == ["s"] and not stream.left
+        await brain.end()
 
     on(test)
 
