@@ -5,7 +5,8 @@ to its application at the other. It leads while it keeps the lead (`link/leaders
 meanwhile stands by, and takes over once the leader has ended, however that ends, or stands still. Nothing is decided
 before the relays that live have told what they hold.
 
-SIGTERM             drain: relays are told to refuse new requests; it ends when they have left
+SIGUSR2             drain: relays are told to refuse new requests; it ends when they have left
+SIGTERM, SIGUSR1    end now, and let the standby lead; SIGTERM unless SIGUSR2 follows
 SIGINT              end now
 SIGHUP              reload what may change (`reload.py`)
 """
@@ -163,8 +164,9 @@ def _reload_if(asked: list[int], configured: Configured, load: Callable[[], Conf
 
 @contextmanager
 def _hearing(on_reload: Callable[[int], None]) -> Iterator[None]:
-    """As long as this process stands by SIGTERM and SIGUSR1 just end it, and SIGHUP, blocked otherwise, is told."""
-    before = {number: signal.signal(number, lambda *_: sys.exit(0)) for number in (signal.SIGTERM, signal.SIGUSR1)}
+    """As long as this process stands by other signals just end it, and SIGHUP, blocked otherwise, is told."""
+    ends = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
+    before = {number: signal.signal(number, lambda *_: sys.exit(0)) for number in ends}
     before[signal.SIGHUP] = signal.signal(signal.SIGHUP, lambda number, _: on_reload(number))
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGHUP})
     try:
@@ -323,7 +325,7 @@ class BrainServer(ChildServer):
         self._app.lead.resign()
 
     def leave(self) -> None:
-        """The brain of another router is to lead."""
+        """Another brain is to lead."""
         self.leaves = True
         self.end()
 

@@ -4,9 +4,10 @@ It parses, probes, decodes, streams and counts, as a router in one process does;
 and to decide. Its tickets speak to the brain over the link. It keeps its streams while there is no brain, and tells the
 next one what it holds.
 
-SIGTERM             drain: new requests get 503, running ones may finish within `lifecycle.drain_timeout_s`
+SIGUSR2             drain: new requests get 503, running ones may finish within `lifecycle.drain_timeout_s`
 SIGINT              end now
 SIGUSR1             leave: accept no more connections, answer on those that are there, each once more at most
+SIGTERM             the same, unless SIGUSR2 follows
 SIGHUP              read the configuration again: limits, keys, certificates; workers are the brain's to change
 """
 
@@ -417,13 +418,20 @@ class RelayServer(ChildServer):
         return self.counts.ahead(self.place)
 
     def leave(self) -> None:
-        """Another router accepts on these sockets: serve whoever is connected to the end of what it has begun."""
+        """Others accept on these sockets: serve whoever is connected to the end of what it has begun."""
+        if self._drain is not None:
+            return
         for acceptor in self.servers:
             acceptor.close()
         self._app.leaving = True
         services = self._app.services
         log.warning("leaving", extra={"connections": len(self.server_state.connections)})
         self._drain = services.loop.create_task(self._until_drained(services))
+
+    def drain(self) -> None:
+        """The router ends; who leaves already refuses from now on, and has its own deadline."""
+        self._app.services.begin_drain()
+        super().drain()
 
     def busy(self, services: ClientServices) -> bool:
         """Whether something is left to wait for; who leaves waits for idle connections, too, where a request may be on

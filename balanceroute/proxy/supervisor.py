@@ -8,7 +8,7 @@ The parent is the one that an operator knows. It has no loop, no thread and no c
 could die of: it waits for signals and for children. They are forked from it, so one that is started again runs the same
 code on the same sockets within milliseconds, whatever has been installed meanwhile.
 
-SIGTERM, SIGINT     all children drain (SIGTERM); who is needed by the others ends when they have
+SIGTERM, SIGINT     all children drain (SIGUSR2); who is needed by the others ends when they have
                     while another router prepares to take over: nothing, unless it ends; then they drain
 the same again      all end now (SIGINT), or are killed `END_S` later
 SIGHUP              the configuration is read again, and if it can be used, children do the same
@@ -21,7 +21,8 @@ the parent dies     the kernel kills the children
 A child starts with SIGHUP blocked, and unblocks it where it has a handler: what comes meanwhile waits until then.
 
 Every child leads a process group of its own, so that Ctrl-C in a terminal reaches the parent alone. SIGTERM may come to
-children from others as well (a service manager that signals a whole control group): a second one means nothing to them.
+children from others (a service manager that signals a whole control group, or somebody who means one process): the
+parent's word to drain is another signal, without which the one child ends alone, and is started again.
 """
 
 import ctypes
@@ -187,7 +188,7 @@ class Supervisor:
 
     def _drain(self) -> None:
         log.warning("draining", extra={"children": self._alive})
-        self._end(signal.SIGTERM, self._owner.drain_timeout_s + KILL_S)
+        self._end(signal.SIGUSR2, self._owner.drain_timeout_s + KILL_S)
 
     def _leave(self) -> None:
         """Another router has brains, and relays that accept: ours finish what they have."""
@@ -250,7 +251,7 @@ class Supervisor:
             self._end(signal.SIGINT, END_S)
         if self._signals and not (child.needed and code and self._signals == 1 and self._others_run):
             if not self._others_run:
-                self._end(signal.SIGTERM, KILL_S)
+                self._end(signal.SIGUSR2, KILL_S)
             return
         child.early_deaths = child.early_deaths + 1 if now - child.started_s < STEADY_S else 0
         pause_s = min(MAX_PAUSE_S, PAUSE_S * 2.0 ** (child.early_deaths - 2)) if child.early_deaths > 1 else 0.0

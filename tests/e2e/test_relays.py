@@ -163,8 +163,9 @@ async def a_router(
     log_name: str = "router.log",
     run_folder: Path | None = None,
 ) -> AsyncIterator[Router]:
-    """`standbys`: any may take the lead where the machine is so busy that the leader seems to stand still. `run_folder`:
-    where it is not `folder`, which has the log.
+    """`standbys`: any may take the lead where the machine is so busy that the leader seems to stand still.
+
+    `run_folder`: where it is not `folder`, which has the log.
     """
     log = folder / log_name
     log.touch()
@@ -373,6 +374,25 @@ def test_a_brain_that_dies_during_a_drain_is_back_and_drains_as_well(cluster: Cl
             assert router.running.returncode == 0 and len(router.brains) == 2
 
     asyncio.run(test())
+
+
+@pytest.mark.parametrize("which", ["brain", "relay"])
+def test_a_signal_to_drain_that_is_not_the_parents_ends_one_process_and_no_request(
+    cluster: Cluster, tmp_path: Path, which: str
+) -> None:
+    async def test(router: Router) -> None:
+        begun = streams(router, RANKS * SLOTS)
+        await all_under_way(router, begun)
+        name, relay = next(iter(router.relays.items()))
+        pid = relay if which == "relay" else router.brains[-1]
+        os.kill(pid, signal.SIGTERM)
+        await until(lambda: router.said("told to end, and not by the parent"))
+        assert await all_end(streams(router, 8, 20, first=100)) == 8
+        assert await all_end(begun) == len(begun)
+        await until(lambda: (router.relays[name] if which == "relay" else router.brains[-1]) != pid)
+        assert not router.said("draining")
+
+    with_router(test, cluster, tmp_path, standbys=1)
 
 
 @pytest.mark.parametrize("how", ["emptied", "removed"])

@@ -84,14 +84,14 @@ async def live(name: str, listener: socket.socket | None, on_up: Callable[[], No
 
     def told(number: signal.Signals) -> None:
         note(name, number.name)
-        if not deaf and number in (signal.SIGTERM, signal.SIGUSR1):
+        if not deaf and number in (signal.SIGUSR2, signal.SIGUSR1):
             drain.set()
         elif not deaf and number == signal.SIGINT:
             now.set()
 
     note(name, "starts")
     await until(lambda: not (FOLDER / f"slow-{name}").exists(), within_s=LIFE_S)
-    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1):
+    for number in (signal.SIGUSR2, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1):
         loop.add_signal_handler(number, told, number)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGHUP})
     server = None if listener is None else await asyncio.start_server(partial(answer, name), sock=listener)
