@@ -5,7 +5,8 @@ to its application at the other. It leads while it keeps the lead (`link/leaders
 meanwhile stands by, and takes over once the leader has ended, however that ends, or stands still. Nothing is decided
 before the relays that live have told what they hold.
 
-SIGTERM             drain: relays are told to refuse new requests; it ends when they have left
+SIGUSR2             drain: relays are told to refuse new requests; it ends when they have left
+SIGTERM, SIGUSR1    end now, and let the standby lead; SIGTERM unless SIGUSR2 follows
 SIGINT              end now
 SIGHUP              reload what may change (`reload.py`)
 """
@@ -17,27 +18,27 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
 from starlette.applications import Starlette
 
-from balanceroute.config import Config
+from balanceroute.config import Config, validate
 from balanceroute.errors import ConfigError, InputError, NoHealthyWorkers
-from balanceroute.proxy.admission.forecasts import build_forecasts
+from balanceroute.proxy.admission.forecasts import Forecasts, build_forecasts
 from balanceroute.proxy.app import HANDLERS, RouterApp, build_services, operator_parts, set_up, start, stop, supervised
 from balanceroute.proxy.changes import KeptChanges
 from balanceroute.proxy.client.services import ClientServices
+from balanceroute.proxy.configured import Configured
 from balanceroute.proxy.leader_counts import LeaderCounts
 from balanceroute.proxy.link.far import FarListener, FarMembers
 from balanceroute.proxy.link.hub import Hub
 from balanceroute.proxy.link.leadership import RENEW_S, FileLead, Lead
 from balanceroute.proxy.ops.dashboard import Dashboard
 from balanceroute.proxy.ops.guard import trusted
-from balanceroute.proxy.perimeter.tls import Tls
 from balanceroute.proxy.reload import reload
 from balanceroute.proxy.run_folder import RunFolder
 from balanceroute.proxy.server import ChildServer
@@ -53,10 +54,12 @@ METRICS_RETRY_S: Final = 1.0
 class BrainApp(RouterApp):
     """The brain's application. `hub` exists between startup and shutdown; `end` is called when another brain leads.
 
-    `read` is the configuration as it was read last, without what operators have changed since.
+    `read` is the configuration as it was read last, without what operators have changed since. `without_predictor`:
+    it leads without one, because a file of it can't be used.
     """
 
     read: Config
+    without_predictor = False
     lead: Lead
     hub: Hub
     end: Callable[[], None]
@@ -64,44 +67,52 @@ class BrainApp(RouterApp):
 
 @dataclass(frozen=True, slots=True)
 class StandbyCallbacks:
-    """Who is told that a brain stands by, and that it leads."""
+    """Who is told that a brain stands by, or listens as the first one, and that it leads."""
 
     on_standby: Callable[[], None]
     on_lead: Callable[[], None]
 
 
 def run_brain(
-    config: Config,
+    configured: Configured,
     folder: RunFolder,
     load: Callable[[], Config],
     lineage: int,
     callbacks: StandbyCallbacks,
     journal: Path | None = None,
     link: socket.socket | None = None,
+    again: bool = False,
+    drains: bool = False,
 ) -> None:
     """Stand by, then decide until a signal ends it, or another brain leads.
 
     Args: load: reads the configuration anew, for SIGHUP. lineage: of the router, as in `changes.py`. journal: a file
     for every decision; where one is there, a brain has led before, and this one writes beside it, with its process id
-    at the end of the name. link: where relays of other machines are let in, bound.
+    at the end of the name. link: where relays of other machines are let in, bound. again: the router has been up, so
+    that a brain without a predictor is better than none. drains: so do the relays, and this brain from its beginning.
 
     Raises: ConfigError: a file or socket of the folder can't be used.
     """
     folder.make()
-    lead, config = _stand_by(the_lead(config, folder), config, load, callbacks.on_standby)
+    lead = the_lead(configured.config, folder)
+    waited = _stand_by(lead, configured, load, callbacks.on_standby)
     try:
         callbacks.on_lead()
         if journal is not None and journal.exists():
             journal = journal.with_name(f"{journal.name}.{os.getpid()}")
-        app = create_brain_app(config, folder, lead, folder.living(), lineage, journal)
+        configured.tls.catch_up()
+        relays = len(folder.living())
+        if again and not relays:  # the folder was emptied
+            relays = configured.config.listen.relays
+        app = create_brain_app(configured, folder, lead, relays, lineage, journal, again or waited)
 
         async def on_reload() -> None:
-            new = await asyncio.to_thread(load)
-            await reload(app.services, new)
-            app.read = new
+            await reload_brain(app, await asyncio.to_thread(load))
 
-        server = BrainServer(app, config, on_reload, uds=str(folder.operators))
-        app.end, server.link = server.end, link
+        server = BrainServer(app, configured.config, on_reload, uds=str(folder.operators))
+        app.end, server.link, server.drains = server.end, link, drains
+        if not waited:
+            server.on_up = callbacks.on_standby
         server.run()
         if not server.leaves:
             lead.resign()
@@ -125,47 +136,87 @@ def the_lead(config: Config, folder: RunFolder) -> Lead:
     return LeaseLead(local, api, folder.identity, listen.lease_duration_s)
 
 
-def _stand_by(lead: Lead, config: Config, load: Callable[[], Config], on_up: Callable[[], None]) -> tuple[Lead, Config]:
-    """Wait for the lead; returns it, and the configuration by then. Until it leads, SIGTERM and SIGUSR1 just exit."""
-    reloads: list[int] = []
-    signal.signal(signal.SIGHUP, lambda number, _: reloads.append(number))
-    ends = (signal.SIGTERM, signal.SIGUSR1)
-    before = [signal.signal(number, lambda *_: sys.exit(0)) for number in ends]
-    on_up()
-    while not lead.take():
-        time.sleep(until_tick_s(time.monotonic(), STANDBY_LOOK_S))
-    for number, handler in zip(ends, before, strict=True):
-        signal.signal(number, handler)
-    signal.signal(signal.SIGHUP, signal.SIG_IGN)  # until there is something to reload
-    if reloads:
-        try:
-            config = load()
-        except (ConfigError, InputError) as error:
-            log.warning("reload refused", extra={"error": str(error)})
-    return lead, config
+def _stand_by(lead: Lead, configured: Configured, load: Callable[[], Config], on_wait: Callable[[], None]) -> bool:
+    """Wait for the lead, if it is not free at once; returns whether it was not."""
+    asked: list[int] = []
+    waited = False
+    with _hearing(asked.append):
+        while not lead.take():
+            if not waited:
+                on_wait()
+            waited = True
+            _reload_if(asked, configured, load)
+            time.sleep(until_tick_s(time.monotonic(), STANDBY_LOOK_S))
+    _reload_if(asked, configured, load)
+    return waited
+
+
+def _reload_if(asked: list[int], configured: Configured, load: Callable[[], Config]) -> None:
+    """Read the configuration again, if that was asked for."""
+    if not asked:
+        return
+    asked.clear()
+    try:
+        configured.reload(load())
+        log.info("configuration reloaded")
+    except (ConfigError, InputError) as error:
+        log.warning("reload refused", extra={"error": str(error)})
+
+
+@contextmanager
+def _hearing(on_reload: Callable[[int], None]) -> Iterator[None]:
+    """As long as this process stands by other signals just end it, and SIGHUP, blocked otherwise, is told."""
+    ends = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
+    before = {number: signal.signal(number, lambda *_: sys.exit(0)) for number in ends}
+    before[signal.SIGHUP] = signal.signal(signal.SIGHUP, lambda number, _: on_reload(number))
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGHUP})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGHUP})  # until the server hears it
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def create_brain_app(
-    read: Config, folder: RunFolder, lead: Lead, relays: int, lineage: int, journal: Path | None = None
+    configured: Configured,
+    folder: RunFolder,
+    lead: Lead,
+    relays: int,
+    lineage: int,
+    journal: Path | None = None,
+    again: bool = False,
 ) -> BrainApp:
     """The application of who has the lead, with what operators have changed under the one before.
 
-    Args: relays: how many live, whose word is waited for. lineage: of the router, as in `changes.py`.
+    Args: relays: how many live, whose word is waited for. lineage: of the router, as in `changes.py`. again: see
+    `run_brain`.
 
     Raises: ConfigError: a file of the configuration is wrong.
     """
+    read = configured.config
     kept = KeptChanges(folder.changes, lineage)
     config = kept.last.config(read)
-    forecasts = build_forecasts(config)
+    forecasts, lacking = _forecasts(config, again)
+    if lacking:
+        config = _without_predictor(config)
 
     @asynccontextmanager
     async def lifespan(app: Starlette) -> AsyncIterator[None]:
         assert isinstance(app, BrainApp)
         loop = asyncio.get_running_loop()
-        services = app.services = build_services(config, loop, forecasts, False, journal, None, app.tls)
+        services = app.services = build_services(
+            config, loop, forecasts, False, journal, configured.perimeter, configured.tls
+        )
 
         def under_way(exchanges: int) -> None:
             services.exchanges = exchanges
+
+        def superseded(epoch: int, far: bool) -> int | None:
+            if not far and lead.outrank(epoch):
+                return lead.epoch
+            app.end()
+            return None
 
         reports = RelayReports(services.fleet, loop, services.frozen, under_way)
         hub = app.hub = Hub(
@@ -174,7 +225,7 @@ def create_brain_app(
             loop,
             lead.epoch,
             relays,
-            lambda other: app.end(),
+            superseded,
             lambda: None if services.forecasts is None else services.forecasts.salt,
             None if read.listen.link is None else FarMembers(folder.far),
         )
@@ -221,9 +272,45 @@ def create_brain_app(
     parts = operator_parts(lambda: app.services, dashboard, read)
     routes = [trusted(route) for part in parts for route in part.routes()]
     app = BrainApp(routes=routes, lifespan=lifespan, exception_handlers=HANDLERS)
-    set_up(app, config, Tls(config))
-    app.read, app.lead = read, lead
+    set_up(app, config, configured.tls)
+    app.read, app.lead, app.without_predictor = read, lead, lacking
     return app
+
+
+def _forecasts(config: Config, again: bool) -> tuple[Forecasts | None, bool]:
+    """The predictor, and whether it is lacking. Raises: ConfigError, InputError: it can't be used, and not `again`."""
+    try:
+        return build_forecasts(config), False
+    except (ConfigError, InputError) as error:
+        if not again:
+            raise
+        _tell_lack(error)
+        return None, True
+
+
+def _without_predictor(config: Config) -> Config:
+    tree = {field: getattr(config, field) for field in config.model_fields_set}
+    return validate(tree | {"predictor": {"kind": "none"}})
+
+
+def _tell_lack(error: ConfigError | InputError) -> None:
+    log.warning("leading without the predictor until SIGHUP finds it", extra={"error": str(error)})
+
+
+async def reload_brain(app: BrainApp, new: Config) -> None:
+    """Switch to another configuration; where the predictor was lacking it may still be.
+
+    Raises: ConfigError, InputError: it can't be used; nothing changed.
+    """
+    try:
+        await reload(app.services, new)
+        app.without_predictor = False
+    except (ConfigError, InputError) as error:
+        if not app.without_predictor:
+            raise
+        await reload(app.services, _without_predictor(new))
+        _tell_lack(error)
+    app.read = new
 
 
 async def _keep(lead: Lead, app: BrainApp) -> None:
@@ -238,7 +325,8 @@ async def _keep(lead: Lead, app: BrainApp) -> None:
 class BrainServer(ChildServer):
     """The server of the brain's process; it listens on a socket that is our user's alone."""
 
-    leaves = False
+    leaves = drains = False
+    on_up: Callable[[], None] = staticmethod(lambda: None)
     link: socket.socket | None = None
 
     def _begin_drain(self, services: ClientServices) -> None:
@@ -251,7 +339,7 @@ class BrainServer(ChildServer):
         self._app.lead.resign()
 
     def leave(self) -> None:
-        """The brain of another router is to lead."""
+        """Another brain is to lead."""
         self.leaves = True
         self.end()
 
@@ -260,16 +348,21 @@ class BrainServer(ChildServer):
         self.should_exit = self.force_exit = True
 
     def busy(self, services: ClientServices) -> bool:
-        """Whether relays are here still, or something is left to drain."""
+        """Whether relays are here still, or have yet to come, or something is left to drain."""
         assert isinstance(self._app, BrainApp)
-        return bool(self._app.hub.near_members) or super().busy(services)
+        hub = self._app.hub
+        return not hub.settled.is_set() or bool(hub.near_members) or super().busy(services)
 
     async def listening(self) -> dict[str, object]:
         """Say where."""
         assert isinstance(self._app, BrainApp) and self.config.uds is not None
         os.chmod(self.config.uds, 0o600)
         told: dict[str, object] = {"socket": self.config.uds, "pid": os.getpid(), "epoch": self._app.hub.epoch}
-        return told | self._listen_to_machines()
+        told |= self._listen_to_machines()
+        if self.drains:
+            self._begin_drain(self._app.services)
+        self.on_up()
+        return told
 
     def _listen_to_machines(self) -> dict[str, object]:
         """Let relays of other machines in, where there is to be a way; returns it. Raises: ConfigError."""

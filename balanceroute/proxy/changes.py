@@ -28,13 +28,22 @@ LOOK_S: Final = 0.25
 
 
 class Changes(msgspec.Struct, frozen=True):
-    """Beside the configuration, in this lineage: workers added, removed and drained, and another policy."""
+    """Beside the configuration, in this lineage: workers added, removed and drained, and another policy.
+
+    `unlike`: workers that have requests though they leave, or differ from those of the configuration.
+    """
 
     lineage: int
     added: tuple[WorkerSpec, ...] = ()
     removed: tuple[str, ...] = ()
     drained: tuple[str, ...] = ()
     policy: str | None = None
+    unlike: tuple[WorkerSpec, ...] = ()
+
+    def in_use(self, config: Config) -> list[WorkerSpec]:
+        """The workers that a router of this configuration has."""
+        specs = {spec.id: spec for spec in worker_specs(config) if spec.id not in self.removed}
+        return list((specs | {spec.id: spec for spec in (*self.added, *self.unlike)}).values())
 
     def config(self, config: Config) -> Config:
         """The configuration under the policy that an operator has chosen."""
@@ -61,15 +70,19 @@ class Changes(msgspec.Struct, frozen=True):
 
 def changes_of(services: Services, base: Config, lineage: int) -> Changes:
     """What a running router has beyond its configuration `base`."""
-    configured = {spec.id for spec in worker_specs(base)}
+    specs = {spec.id: spec for spec in worker_specs(base)}
+    configured = set(specs)
     staying = {worker.id for worker in services.fleet if not worker.leaving}
+    unlike = (worker.spec for worker in services.fleet if worker.leaving or worker.spec != specs.get(worker.id))
+    added = tuple(worker.spec for worker in services.fleet if worker.id in staying - configured)
     policy = services.config.routing.policy
     return Changes(
         lineage,
-        tuple(worker.spec for worker in services.fleet if worker.id in staying - configured),
+        added,
         tuple(sorted(configured - staying)),
         tuple(worker.id for worker in services.fleet if worker.drained),
         None if policy == base.routing.policy else policy,
+        tuple(spec for spec in unlike if spec not in added),
     )
 
 

@@ -2,12 +2,13 @@
 
     old parent                                   new parent, `serve --take-over`
         |<------------------------- connects -------|   to the socket `handover` of the run folder
-        |-- Told, and the listening sockets ------->|   starts its children: its relays accept beside the old ones,
+        |-- Told, the listening sockets, the lock ->|   starts its children: its relays accept beside the old ones,
         |                                           |   its brain stands by
         |<------------------------- GO -------------|   once all of them are up
         |   its brain ends, its relays accept no more and finish what they have, under the new brain; it ends with them
 
-One queue of connections belongs to both, so none is lost. If the new parent ends before `GO`, nothing has happened.
+One queue of connections belongs to both, so none is lost. If the new parent ends before `GO`, nothing has happened. A
+signal to drain meanwhile waits for the one or the other: relays of both are members of the old brain until `GO`.
 The old one answers one successor at a time.
 """
 
@@ -18,7 +19,7 @@ import socket
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Final
+from typing import BinaryIO, Final
 
 import msgspec
 
@@ -27,24 +28,29 @@ from balanceroute.errors import ConfigError
 log = logging.getLogger(__name__)
 
 GO: Final = b"go\n"
+LOCK: Final = b"lock\n"
 TIMEOUT_S: Final = 10.0  # for the answer of a parent, which does little else
 _MOST_BYTES: Final = 4096
 _MOST_SOCKETS: Final = 16
 
 
 class Told(msgspec.Struct, frozen=True):
-    """What a successor must know: `generation` is its predecessor's number, `lineage` the process id of the first."""
+    """What a successor must know: `generation` is its predecessor's number, `lineage` the process id of the first.
+
+    `lock_follows`: the run folder's lock is sent as well, in a message of its own, which older versions do not read.
+    """
 
     lineage: int
     generation: int
+    lock_follows: bool = False
 
 
 class Handover:
     """The old parent's side. The kernel sends SIGIO when there is something to `look` at."""
 
-    def __init__(self, path: Path, told: Told, sockets: Sequence[socket.socket]) -> None:
-        """Listen at `path`, in place of who did before. Raises: ConfigError."""
-        self._told, self._sockets = told, sockets
+    def __init__(self, path: Path, told: Told, sockets: Sequence[socket.socket], lock: BinaryIO | None = None) -> None:
+        """Listen at `path`, in place of who did before. `lock`: of the run folder. Raises: ConfigError."""
+        self._told, self._sockets, self._lock = told, sockets, lock
         self._successor: socket.socket | None = None
         self._listener = socket.socket(socket.AF_UNIX)
         try:
@@ -68,6 +74,11 @@ class Handover:
                 successor.close()
         return self._successor is not None and self._hear(self._successor)
 
+    @property
+    def has_successor(self) -> bool:
+        """Whether one has been answered that has neither gone nor said that it is ready."""
+        return self._successor is not None
+
     def close(self) -> None:
         """Answer nobody."""
         self._listener.close()
@@ -77,7 +88,10 @@ class Handover:
     def _answer(self, successor: socket.socket) -> None:
         signal_input(successor.fileno())
         try:
-            socket.send_fds(successor, [msgspec.json.encode(self._told)], [sock.fileno() for sock in self._sockets])
+            told = msgspec.structs.replace(self._told, lock_follows=self._lock is not None)
+            socket.send_fds(successor, [msgspec.json.encode(told)], [sock.fileno() for sock in self._sockets])
+            if self._lock is not None:
+                socket.send_fds(successor, [LOCK], [self._lock.fileno()])
         except OSError:
             successor.close()  # it has gone
         else:
@@ -99,10 +113,12 @@ class Handover:
 
 
 class Predecessor:
-    """The new parent's side: the router that runs, and its listening sockets."""
+    """The new parent's side: the router that runs, its listening sockets, and the lock of its run folder."""
 
-    def __init__(self, connection: socket.socket, told: Told, sockets: list[socket.socket]) -> None:
-        self._connection, self.told, self._sockets = connection, told, sockets
+    def __init__(
+        self, connection: socket.socket, told: Told, sockets: list[socket.socket], lock: BinaryIO | None
+    ) -> None:
+        self._connection, self.told, self._sockets, self._lock = connection, told, sockets, lock
 
     @classmethod
     def find(cls, path: Path) -> "Predecessor | None":
@@ -117,7 +133,8 @@ class Predecessor:
         try:
             data, descriptors, _, _ = socket.recv_fds(connection, _MOST_BYTES, _MOST_SOCKETS)
             sockets = [socket.socket(fileno=descriptor) for descriptor in descriptors]
-            return cls(connection, msgspec.json.decode(data, type=Told), sockets)
+            told = msgspec.json.decode(data, type=Told)
+            return cls(connection, told, sockets, _lock(connection) if told.lock_follows else None)
         except (OSError, msgspec.MsgspecError) as error:
             connection.close()
             why = "it does not answer" if isinstance(error, OSError) else "another router is taking over, or it ends"
@@ -131,6 +148,11 @@ class Predecessor:
                 return sock
         return None
 
+    def lock(self) -> BinaryIO | None:
+        """The run folder's, locked since the first of them, if it sent it; from now on it is the caller's."""
+        lock, self._lock = self._lock, None
+        return lock
+
     def go(self) -> None:
         """All is ready: it may leave."""
         with suppress(OSError):  # it has died meanwhile, and its relays with it
@@ -143,6 +165,14 @@ class Predecessor:
         for sock in self._sockets:
             sock.close()
         self._sockets.clear()
+        if self._lock is not None:
+            self._lock.close()
+
+
+def _lock(connection: socket.socket) -> BinaryIO | None:
+    """What follows the sockets. Raises: OSError."""
+    _, descriptors, _, _ = socket.recv_fds(connection, len(LOCK), 1)
+    return os.fdopen(descriptors[0], "rb") if descriptors else None
 
 
 def signal_input(descriptor: int) -> None:

@@ -11,19 +11,20 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, suppress
 from functools import partial
 from pathlib import Path
-from typing import Final
+from typing import BinaryIO, Final
 
 from balanceroute.config import Config
 from balanceroute.errors import ConfigError, InputError
 from balanceroute.proxy.admission.forecasts import build_forecasts
+from balanceroute.proxy.apart import try_apart
 from balanceroute.proxy.brain import StandbyCallbacks, run_brain
+from balanceroute.proxy.changes import KeptChanges
 from balanceroute.proxy.client.acceptor import ConnectionCounts
+from balanceroute.proxy.configured import Configured
 from balanceroute.proxy.handover import Handover, Predecessor, Told
-from balanceroute.proxy.perimeter.perimeter import Perimeter
-from balanceroute.proxy.perimeter.tls import Tls
 from balanceroute.proxy.relay import run_relay
-from balanceroute.proxy.reload import check_fixed
-from balanceroute.proxy.run_folder import RunFolder, run_folder
+from balanceroute.proxy.reload import asks_another_predictor, check_workers
+from balanceroute.proxy.run_folder import RunFolder, relay_name, run_folder
 from balanceroute.proxy.supervisor import Main, Supervisor, be_called
 from balanceroute.proxy.telemetry.logs import configure
 
@@ -45,7 +46,7 @@ def serve_processes(
 
     Raises: ConfigError: the configuration, an address or the run folder can't be used.
     """
-    Perimeter(config), Tls(config)  # one line of the parent, instead of one of each child
+    configured = Configured.read(config)  # one line of the parent, instead of one of each child
     with ExitStack() as held:
         predecessor = _predecessor(config) if take_over else None
         if predecessor is not None:
@@ -54,41 +55,52 @@ def serve_processes(
         sockets = [held.enter_context(sock) for sock in _listeners(config, predecessor)]
         folder = run_folder(config, sockets[0].getsockname()[1], os.environ)
         folder.make()
+        taken = None if predecessor is None else predecessor.lock()
+        lock = held.enter_context(taken or folder.claim())
         link = None
         if config.listen.link_address is not None:
             link = held.enter_context(_bound("listen.link", *config.listen.link_address, predecessor))
         if config.listen.brains:
             folder.identity()  # made by one process alone
+        processes = Processes(configured, load, folder, lock, sockets, journal, predecessor, link)
         if predecessor is None:
             folder.forget_counts()
             if journal is not None:
                 begin_anew(journal)
-        processes = Processes(config, load, folder, sockets, journal, predecessor, link)
         configure(config.log.level, config.log.format, process="parent")
         return Supervisor(processes.mains(), processes.brains, processes).run()
 
 
 class Processes:
-    """What the children run, and the configuration that the next one starts with."""
+    """What the children run, and the configuration that the next one starts with, with what its files held."""
 
     def __init__(
         self,
-        config: Config,
+        configured: Configured,
         load: Callable[[], Config],
         folder: RunFolder,
+        lock: BinaryIO,
         sockets: list[socket.socket],
         journal: Path | None,
         predecessor: Predecessor | None,
         link: socket.socket | None = None,
     ) -> None:
-        self._link = link
-        self.config, self._load, self._folder, self._sockets = config, load, folder, sockets
+        self._link, self._lock = link, lock
+        self._configured, self._load, self._folder, self._sockets = configured, load, folder, sockets
         self._journal, self._predecessor = journal, predecessor
-        self._connection_counts = ConnectionCounts(max(1, config.listen.relays))
-        self._told = Told(os.getpid(), 1)
-        if predecessor is not None:
+        self._connection_counts = ConnectionCounts(max(1, self.config.listen.relays))
+        if predecessor is None:  # relays may live whose own router has left, and whose successor has died
+            self._told = Told(os.getpid(), folder.generation())
+        else:
             self._told = Told(predecessor.told.lineage, predecessor.told.generation + 1)
-        self._handover: Handover | None = None  # once all children are up
+        self._handover: Handover | None = None
+        self._was_up = False  # all children
+        self._ends = False
+
+    @property
+    def config(self) -> Config:
+        """That holds."""
+        return self._configured.config
 
     @property
     def brains(self) -> list[str]:
@@ -100,9 +112,7 @@ class Processes:
     @property
     def relays(self) -> list[str]:
         """The names of the relays, which those of no predecessor have."""
-        generation = self._told.generation
-        own = "" if generation == 1 else f".{generation}"
-        return [f"relay-{number}{own}" for number in range(self.config.listen.relays)]
+        return [relay_name(number, self._told.generation) for number in range(self.config.listen.relays)]
 
     def mains(self) -> dict[str, Main]:
         """Every child's, by its name; the brains are first."""
@@ -120,13 +130,24 @@ class Processes:
         """See `Owner`; where it is False nothing has changed."""
         try:
             new = self._load()
-            check_fixed(self.config, new)
+            if self.brains:
+                self._check_for_brain(new)
+            self._configured.reload(new)
         except (ConfigError, InputError) as error:
             log.warning("reload refused", extra={"error": str(error)})
             return False
-        self.config = new
         configure(new.log.level, new.log.format, process="parent")
         return True
+
+    def _check_for_brain(self, new: Config) -> None:
+        """Refuse what the leading brain would refuse: relays must not go by what it does not.
+
+        Raises: ConfigError.
+        """
+        changes = KeptChanges(self._folder.changes, self._told.lineage).last
+        check_workers(changes.in_use(self.config), new)
+        if asks_another_predictor(changes.config(self.config), new):
+            try_apart(lambda: _try_forecasts(new))
 
     @property
     def _links(self) -> list[socket.socket]:
@@ -135,14 +156,20 @@ class Processes:
 
     def stop_listening(self) -> None:
         """Leave the sockets to the relays that are there: connections are refused once the last one has ended."""
+        self._ends = True
+        self._close_listeners()
+
+    def _close_listeners(self) -> None:
         self._end_handover()
         for sock in self._sockets:
             sock.close()
 
     def all_up(self) -> None:
         """Answer successors, and have the predecessor leave."""
+        self._was_up = True
         try:
-            self._handover = Handover(self._folder.handover, self._told, [*self._sockets, *self._links])
+            sockets = [*self._sockets, *self._links]
+            self._handover = Handover(self._folder.handover, self._told, sockets, self._lock)
         except ConfigError as error:
             log.warning("no other router can take over from this one", extra={"error": str(error)})
         if self._predecessor is not None:
@@ -150,8 +177,16 @@ class Processes:
             self._predecessor.go()
 
     def succeeded(self) -> bool:
+        """See `Owner`; then the run folder is the successor's, however long this router takes to finish."""
+        if self._handover is None or not self._handover.look():
+            return False
+        self._lock.close()
+        return True
+
+    @property
+    def has_successor(self) -> bool:
         """See `Owner`."""
-        return self._handover is not None and self._handover.look()
+        return self._handover is not None and self._handover.has_successor
 
     def _end_handover(self) -> None:
         if self._handover is not None:
@@ -161,11 +196,14 @@ class Processes:
 
     def _brain(self, name: str, on_up: Callable[[], None]) -> None:
         """The process title is its role, because any brain may lead."""
-        self.stop_listening()
+        self._close_listeners()
         be_called(STANDBY)
         load = self._begin(name)
         callbacks = StandbyCallbacks(on_up, lambda: be_called(BRAIN))
-        run_brain(self.config, self._folder, load, self._told.lineage, callbacks, self._journal, self._link)
+        lineage, journal = self._told.lineage, self._journal
+        run_brain(
+            self._configured, self._folder, load, lineage, callbacks, journal, self._link, self._was_up, self._ends
+        )
 
     def _relay(self, name: str, on_up: Callable[[], None]) -> None:
         self._end_handover()
@@ -173,10 +211,11 @@ class Processes:
             link.close()
         place = self.relays.index(name)
         load = self._begin(name)
-        run_relay(self.config, self._sockets, self._folder, name, load, on_up, self._connection_counts, place)
+        run_relay(self._configured, self._sockets, self._folder, name, load, on_up, self._connection_counts, place)
 
     def _begin(self, name: str) -> Callable[[], Config]:
         """Say in the log who this is; returns what reads the configuration anew."""
+        self._lock.close()
         if self._predecessor is not None:
             self._predecessor.close()
 

@@ -4,16 +4,16 @@ It parses, probes, decodes, streams and counts, as a router in one process does;
 and to decide. Its tickets speak to the brain over the link. It keeps its streams while there is no brain, and tells the
 next one what it holds.
 
-SIGTERM             drain: new requests get 503, running ones may finish within `lifecycle.drain_timeout_s`
+SIGUSR2             drain: new requests get 503, running ones may finish within `lifecycle.drain_timeout_s`
 SIGINT              end now
 SIGUSR1             leave: accept no more connections, answer on those that are there, each once more at most
+SIGTERM             the same, unless SIGUSR2 follows
 SIGHUP              read the configuration again: limits, keys, certificates; workers are the brain's to change
 """
 
 import asyncio
 import logging
 import os
-import signal
 import socket
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
@@ -47,6 +47,7 @@ from balanceroute.proxy.app import (
 )
 from balanceroute.proxy.client.acceptor import Acceptor, ConnectionCounts
 from balanceroute.proxy.client.services import ClientServices
+from balanceroute.proxy.configured import Configured
 from balanceroute.proxy.life.pool_reaper import PERIOD_S, PoolReaper
 from balanceroute.proxy.life.suspicion import Loss
 from balanceroute.proxy.link.callbacks import CallbackListener, OtherRelays
@@ -190,7 +191,7 @@ class RelayApp(ClientApp):
 
 
 def run_relay(
-    config: Config,
+    configured: Configured,
     listeners: list[socket.socket],
     folder: RunFolder,
     name: str,
@@ -206,26 +207,24 @@ def run_relay(
     configuration anew, for SIGHUP. on_up: called when it accepts. connection_counts: of all relays; place: this
     one's in them.
 
-    Raises: ConfigError: a file that the configuration names is wrong.
+    Raises: ConfigError: a file of the folder can't be used.
     """
-    signal.signal(signal.SIGHUP, signal.SIG_IGN)  # until there is something to reload
     folder.come_to_life(name)
-    app = create_relay_app(config, folder, name)
+    configured.tls.catch_up()
+    app = create_relay_app(configured, folder, name)
 
     async def on_reload() -> None:
         reload_relay(app.services, await asyncio.to_thread(load))
 
-    server = RelayServer(app, config, on_reload)
+    server = RelayServer(app, configured.config, on_reload)
     server.name, server.on_up = name, on_up
     server.connection_counts, server.place = connection_counts, place
     server.run(sockets=listeners)
 
 
-def create_relay_app(config: Config, folder: RunFolder, name: str) -> RelayApp:
-    """The application of the relay of that name.
-
-    Raises: ConfigError: a file of the configuration is wrong.
-    """
+def create_relay_app(configured: Configured, folder: RunFolder, name: str) -> RelayApp:
+    """The application of the relay of that name. Raises: ConfigError: a file of the folder can't be used."""
+    config, perimeter, tls = configured.config, configured.perimeter, configured.tls
 
     @asynccontextmanager
     async def lifespan(app: Starlette) -> AsyncIterator[None]:
@@ -261,7 +260,6 @@ def create_relay_app(config: Config, folder: RunFolder, name: str) -> RelayApp:
             services.tell_counts()
             await stop_tasks(services)
 
-    perimeter, tls = Perimeter(config), Tls(config)
     reach, to_brain = _ways_to_brain(config, folder, tls)
     pins = None if config.kv_pin_s is None else _own_pins(folder.pins(name))
     closing: list[Callable[[], None]] = [to_brain.close]
@@ -445,13 +443,20 @@ class RelayServer(ChildServer):
         return self.connection_counts.ahead(self.place)
 
     def leave(self) -> None:
-        """Another router accepts on these sockets: serve whoever is connected to the end of what it has begun."""
+        """Others accept on these sockets: serve whoever is connected to the end of what it has begun."""
+        if self._drain is not None:
+            return
         for acceptor in self.servers:
             acceptor.close()
         self._app.leaving = True
         services = self._app.services
         log.warning("leaving", extra={"connections": len(self.server_state.connections)})
         self._drain = services.loop.create_task(self._until_drained(services))
+
+    def drain(self) -> None:
+        """The router ends; who leaves already refuses from now on, and has its own deadline."""
+        self._app.services.begin_drain()
+        super().drain()
 
     def busy(self, services: ClientServices) -> bool:
         """Whether something is left to wait for; who leaves waits for idle connections, too, where a request may be on

@@ -10,12 +10,14 @@ out of its memory; `exact_match` then knows the lengths that it saw, but not who
 
 import asyncio
 import logging
+from collections.abc import Iterable
 from dataclasses import dataclass, fields
 from threading import Thread
 from typing import Final
 
 from balanceroute.build import policy_settings, predicts, scheduler_config, worker_specs
 from balanceroute.config import Config
+from balanceroute.core.types import WorkerSpec
 from balanceroute.errors import ConfigError
 from balanceroute.proxy.admission.forecasts import Forecasts, Past, build_forecasts
 from balanceroute.proxy.app import start_refits
@@ -80,17 +82,22 @@ def apply(services: Services, new: Config, successor: Successor | None = None) -
 def check(services: Services, new: Config) -> None:
     """Raises: ConfigError: `new` needs a restart."""
     check_fixed(services.config, new)
+    check_workers((worker.spec for worker in services.fleet), new)
+
+
+def check_workers(in_use: Iterable[WorkerSpec], new: Config) -> None:
+    """Raises: ConfigError: `new` has another worker of the same name as one that is in use."""
     wanted = {spec.id: spec for spec in worker_specs(new)}
-    for worker in services.fleet:
-        spec = wanted.get(worker.id)
-        if spec is not None and spec != worker.spec:
+    for used in in_use:
+        spec = wanted.get(used.id)
+        if spec is not None and spec != used:
             changes = [
-                f"{field.name} from {getattr(worker.spec, field.name)} to {getattr(spec, field.name)}"
+                f"{field.name} from {getattr(used, field.name)} to {getattr(spec, field.name)}"
                 for field in fields(spec)
-                if getattr(spec, field.name) != getattr(worker.spec, field.name)
+                if getattr(spec, field.name) != getattr(used, field.name)
             ]
             raise ConfigError(
-                f"worker {worker.id}: {', '.join(changes)}: cannot change while it is in use; "
+                f"worker {used.id}: {', '.join(changes)}: cannot change while it is in use; "
                 "remove it first, or restart the router"
             )
 

@@ -12,7 +12,7 @@ from collections.abc import Collection, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final
+from typing import BinaryIO, Final
 
 from balanceroute.config import Config
 from balanceroute.errors import ConfigError
@@ -94,20 +94,42 @@ class RunFolder:
 
     def come_to_life(self, relay: str) -> None:
         """This process is that relay, until it ends. Raises: ConfigError: another one is."""
+        self._locked(f"{_LIFE}{relay}", f"another process is its {relay}; each router needs its own")
+
+    def claim(self) -> BinaryIO:
+        """The folder is this router's as long as the file, or a copy of its descriptor, is open.
+
+        Raises: ConfigError: it is another one's.
+        """
+        held = "another router runs with it; --take-over takes that one's place, once it is up, or set another folder"
+        return os.fdopen(self._locked("router", held), "rb")
+
+    def _locked(self, name: str, held: str) -> int:
+        """A file of that name, locked. Raises: ConfigError: another process holds it."""
         try:
-            file = os.open(self.folder / f"{_LIFE}{relay}", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-            for _ in range(_TRIES):  # `living` holds it for a moment
+            file = os.open(self.folder / name, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+            for _ in range(_TRIES):  # `living` holds it for a moment, and who has just been killed
                 with suppress(BlockingIOError):
                     fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                    return
+                    return file
                 time.sleep(_PAUSE_S)
-            raise _unusable(self.folder, f"another process is its {relay}; each router needs its own")
         except OSError as error:
             raise _unusable(self.folder, f"cannot be used: {error.strerror}") from None
+        os.close(file)
+        raise _unusable(self.folder, held)
 
-    def living(self) -> int:
-        """How many relays live."""
-        return sum(_is_locked(file) for file in self.folder.glob(f"{_LIFE}*"))
+    def living(self) -> list[str]:
+        """The relays that live."""
+        found = self.folder.glob(f"{_LIFE}*")
+        return [file.name.removeprefix(_LIFE) for file in found if _is_locked(file)]
+
+    def generation(self) -> int:
+        """The next one: above those of the relays that live, which those of a router that was killed soon do not."""
+        for _ in range(_TRIES):
+            if not self.living():
+                break
+            time.sleep(_PAUSE_S)
+        return 1 + max(map(_generation, self.living()), default=0)
 
     def counts(self, relay: str) -> bytes:
         """What the former lives of this relay, or of the leader, have counted; empty: nothing."""
@@ -130,9 +152,11 @@ class RunFolder:
             log.warning("counts not kept", extra={"relay": relay, "error": error.strerror})
 
     def forget_counts(self) -> None:
-        """A router begins to count."""
+        """A router begins to count, beside those who live."""
+        kept = {self._counts(relay) for relay in self.living()}
         for file in self.folder.glob(f"{_COUNTS}*"):
-            file.unlink(missing_ok=True)
+            if file not in kept:
+                file.unlink(missing_ok=True)
 
     def _counts(self, relay: str) -> Path:
         return self.folder / f"{_COUNTS}{relay}"
@@ -149,6 +173,16 @@ class RunFolder:
             self.folder.chmod(0o700)
         except OSError as error:
             raise _unusable(self.folder, f"cannot be used: {error.strerror}") from None
+
+
+def relay_name(number: int, generation: int) -> str:
+    """The name of a relay, which those of no other generation have."""
+    return f"relay-{number}" if generation == 1 else f"relay-{number}.{generation}"
+
+
+def _generation(relay: str) -> int:
+    _, _, generation = relay.partition(".")
+    return int(generation) if generation.isdecimal() else 1
 
 
 def run_folder(config: Config, port: int, environ: Mapping[str, str]) -> RunFolder:

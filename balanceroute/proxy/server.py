@@ -31,6 +31,7 @@ log = logging.getLogger(__name__)
 
 SWITCH_INTERVAL_S = 0.001  # Python's own is 0.005
 YOUNG_OBJECTS = 20_000  # new objects between two looks for garbage in rings; Python's own is 700
+PARENT_S = 0.5  # for the parent's word; it has nothing else to do
 _LOOK_S = 0.05
 _ABORT_S = 3.0
 
@@ -179,6 +180,7 @@ class ProcessServer(Server):
         """Listen, then tune the interpreter."""
         if self._on_reload is not None:  # before anybody can know that it listens: SIGHUP would end it
             asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, self._reload)
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGHUP})  # see `supervisor.py`
         await super().startup(sockets=sockets)
         if self.started:
             # What exists now stays: 53,000 objects that no full collection has to walk again, which stopped every
@@ -213,25 +215,43 @@ class ProcessServer(Server):
 class ChildServer(ProcessServer):
     """The server of one of several processes, whose parent tells them what to do.
 
-    SIGTERM drains, and says no more when it comes again: others may send it to all processes as well. SIGINT ends now.
-    SIGUSR1 says that another router takes over.
+    SIGUSR2 drains. SIGINT ends now. SIGUSR1 says that another router takes over. SIGTERM is not the parent's: it may
+    come to all processes at once, parent included, so the parent's own word is waited for. Without it this process is
+    meant alone, which no request should notice: it leaves, and the parent starts it again.
     """
 
+    _told_to_end = False
+
     async def startup(self, sockets: list[object] | None = None) -> None:  # type: ignore[override]
-        """Listen, and for the signal, too."""
+        """Listen, and for the parent's signals, too."""
         await super().startup(sockets=sockets)
-        asyncio.get_running_loop().add_signal_handler(signal.SIGUSR1, self.leave)
+        loop = asyncio.get_running_loop()
+        loop.add_signal_handler(signal.SIGUSR1, self.leave)
+        loop.add_signal_handler(signal.SIGUSR2, self.drain)
 
     def leave(self) -> None:
-        """Another router takes over."""
+        """Another process takes over."""
         raise NotImplementedError
+
+    def drain(self) -> None:
+        """The router ends."""
+        self._begin_drain(self._app.services)
 
     def handle_exit(self, sig: int, frame: object) -> None:
         """See the class."""
-        if sig == signal.SIGINT or self._drain is None:
+        services = getattr(self._app, "services", None)
+        if sig == signal.SIGINT or services is None:
             super().handle_exit(sig, frame)
+        elif not self._told_to_end:
+            self._told_to_end = True
+            services.loop.call_soon_threadsafe(services.loop.call_later, PARENT_S, self._leave_alone)
         if sig == signal.SIGINT:
             self.should_exit = self.force_exit = True
+
+    def _leave_alone(self) -> None:
+        if self._drain is None and not self.should_exit:
+            log.warning("told to end, and not by the parent", extra={"pid": os.getpid()})
+            self.leave()
 
 
 def serve(app: ClientApp, config: Config, on_reload: Reload | None = None) -> None:

@@ -8,16 +8,21 @@ The parent is the one that an operator knows. It has no loop, no thread and no c
 could die of: it waits for signals and for children. They are forked from it, so one that is started again runs the same
 code on the same sockets within milliseconds, whatever has been installed meanwhile.
 
-SIGTERM, SIGINT     all children drain (SIGTERM); who is needed by the others ends when they have
+SIGTERM, SIGINT     all children drain (SIGUSR2); who is needed by the others ends when they have
+                    while another router prepares to take over: nothing, unless it ends; then they drain
 the same again      all end now (SIGINT), or are killed `END_S` later
 SIGHUP              the configuration is read again, and if it can be used, children do the same
 SIGIO               a child is up, or another router is ready to take over, for which all children leave (SIGUSR1)
 a child dies        it is started again, at once the first time, ever later if it dies as soon as it is there
-a child exits 2     in its first life: a configuration that can't be used. All end, and so does the parent, with 2
+a child exits 2     before all have been up: a configuration that can't be used. All end, and so does the parent, with
+                    2. Later it is a child that dies: what runs goes on without it, and it is tried again
 the parent dies     the kernel kills the children
 
+A child starts with SIGHUP blocked, and unblocks it where it has a handler: what comes meanwhile waits until then.
+
 Every child leads a process group of its own, so that Ctrl-C in a terminal reaches the parent alone. SIGTERM may come to
-children from others as well (a service manager that signals a whole control group): a second one means nothing to them.
+children from others (a service manager that signals a whole control group, or somebody who means one process): the
+parent's word to drain is another signal, without which the one child ends alone, and is started again.
 """
 
 import ctypes
@@ -50,7 +55,7 @@ _PR_SET_NAME: Final = 15
 
 
 Main = Callable[[Callable[[], None]], None]
-"""What a child runs; it calls its argument when it is up."""
+"""What a child runs; it calls its argument when it is up, and has unblocked SIGHUP by then."""
 
 
 class Owner(Protocol):
@@ -71,6 +76,10 @@ class Owner(Protocol):
 
     def succeeded(self) -> bool:
         """There is something to read: is it that another router is ready to take over?"""
+
+    @property
+    def has_successor(self) -> bool:
+        """Whether another router prepares to take over."""
 
 
 @dataclass(slots=True, eq=False)
@@ -98,6 +107,7 @@ class Supervisor:
         self._news, self._to_parent = os.pipe()  # the process ids of children that are up
         self._all_up = False
         self._signals = 0  # to end
+        self._postponed = False  # a drain, for a successor
         self._deadline_s: float | None = None  # then all that is left is killed
         self._code = 0
         self._parent = os.getpid()
@@ -160,14 +170,25 @@ class Supervisor:
             self._note_who_is_up()
             if not self._signals and self._owner.succeeded():
                 self._leave()
+            elif self._postponed and not self._signals and not self._owner.has_successor:
+                self._drain()
         elif number in _ENDING:
+            self._asked_to_end(number)
+
+    def _asked_to_end(self, number: int) -> None:
+        if self._signals:
             self._signals += 1
-            if self._signals == 1:
-                log.warning("draining", extra={"children": self._alive})
-                self._end(signal.SIGTERM, self._owner.drain_timeout_s + KILL_S)
-            else:
-                log.warning("ending now", extra={"signal": number})
-                self._end(signal.SIGINT, END_S)
+            log.warning("ending now", extra={"signal": number})
+            self._end(signal.SIGINT, END_S)
+        elif self._owner.has_successor and not self._postponed:
+            self._postponed = True  # its relays would refuse as well, under a brain that drains
+            log.warning("not draining: another router prepares to take over", extra={"signal": number})
+        else:
+            self._drain()
+
+    def _drain(self) -> None:
+        log.warning("draining", extra={"children": self._alive})
+        self._end(signal.SIGUSR2, self._owner.drain_timeout_s + KILL_S)
 
     def _leave(self) -> None:
         """Another router has brains, and relays that accept: ours finish what they have."""
@@ -225,12 +246,12 @@ class Supervisor:
         """`code`: its exit code, or less than 0, the signal that it died of."""
         now = time.monotonic()
         child.pid = None
-        if code == WRONG_CONFIG and child.lives == 1 and not self._signals:
+        if code == WRONG_CONFIG and not self._all_up and not self._signals:
             self._code = WRONG_CONFIG
             self._end(signal.SIGINT, END_S)
         if self._signals and not (child.needed and code and self._signals == 1 and self._others_run):
             if not self._others_run:
-                self._end(signal.SIGTERM, KILL_S)
+                self._end(signal.SIGUSR2, KILL_S)
             return
         child.early_deaths = child.early_deaths + 1 if now - child.started_s < STEADY_S else 0
         pause_s = min(MAX_PAUSE_S, PAUSE_S * 2.0 ** (child.early_deaths - 2)) if child.early_deaths > 1 else 0.0
@@ -253,9 +274,8 @@ class Supervisor:
         code = 1
         try:
             _belong_to(self._parent, child.name)
-            signal.signal(signal.SIGHUP, signal.SIG_IGN)  # until it has something to read again
             signal.signal(signal.SIGINT, signal.SIG_DFL)  # no traceback, wherever it is by then
-            signal.pthread_sigmask(signal.SIG_SETMASK, self._mask)
+            signal.pthread_sigmask(signal.SIG_SETMASK, self._mask | {signal.SIGHUP})
             child.main(lambda: _say_up(self._to_parent))
             code = 0
         except BalanceRouteError as error:

@@ -10,6 +10,7 @@ import sys
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
@@ -160,15 +161,19 @@ async def a_router(
     relays: int = 2,
     standbys: int = 0,
     log_name: str = "router.log",
+    run_folder: Path | None = None,
 ) -> AsyncIterator[Router]:
-    """`standbys`: any may take the lead where the machine is so busy that the leader seems to stand still."""
+    """`standbys`: any may take the lead where the machine is so busy that the leader seems to stand still.
+
+    `run_folder`: where it is not `folder`, which has the log.
+    """
     log = folder / log_name
     log.touch()
     told = len(log.read_text())
     address = ["--host", "127.0.0.1", "--port", str(port)]
     serve = ["serve", "--config", str(cluster.config), "--relays", str(relays), *address, *flags]
     serve += ["--set", f"listen.standbys={standbys}"]
-    with process(*serve, "--set", f"listen.run_folder={folder}", log=log) as running:
+    with process(*serve, "--set", f"listen.run_folder={run_folder or folder}", log=log) as running:
         await until(
             lambda: re.search(r'"listening".*"port":(\d+)', log.read_text()[told:]) or running.poll() is not None
         )
@@ -353,6 +358,68 @@ def test_streams_go_on_without_a_brain_and_the_next_one_knows_them(cluster: Clus
     )  # a kill may cut off the last line of the first
 
 
+def test_a_brain_that_dies_during_a_drain_is_back_and_drains_as_well(cluster: Cluster, tmp_path: Path) -> None:
+    async def test() -> None:
+        async with a_router(cluster, tmp_path) as router:
+            begun = streams(router, RANKS * SLOTS)
+            await all_under_way(router, begun)
+            router.running.send_signal(signal.SIGTERM)
+            await until(lambda: len(router.said("draining")) == 4)  # one of each process
+            os.kill(router.brains[-1], signal.SIGKILL)
+            await until(lambda: len(router.brains) == 2)
+            await until(lambda: len(router.said("relay joined")) == 4)
+            assert (await router.state())["draining"]
+            assert await all_end(begun) == len(begun)
+            await until(lambda: router.running.poll() is not None)
+            assert router.running.returncode == 0 and len(router.brains) == 2
+
+    asyncio.run(test())
+
+
+@pytest.mark.parametrize("which", ["brain", "relay"])
+def test_a_signal_to_drain_that_is_not_the_parents_ends_one_process_and_no_request(
+    cluster: Cluster, tmp_path: Path, which: str
+) -> None:
+    async def test(router: Router) -> None:
+        begun = streams(router, RANKS * SLOTS)
+        await all_under_way(router, begun)
+        name, relay = next(iter(router.relays.items()))
+        pid = relay if which == "relay" else router.brains[-1]
+        os.kill(pid, signal.SIGTERM)
+        await until(lambda: router.said("told to end, and not by the parent"))
+        assert await all_end(streams(router, 8, 20, first=100)) == 8
+        assert await all_end(begun) == len(begun)
+        await until(lambda: (router.relays[name] if which == "relay" else router.brains[-1]) != pid)
+        assert not router.said("draining")
+
+    with_router(test, cluster, tmp_path, standbys=1)
+
+
+@pytest.mark.parametrize("how", ["emptied", "removed"])
+def test_a_run_folder_that_is_lost_is_made_anew_and_streams_go_on(cluster: Cluster, tmp_path: Path, how: str) -> None:
+    run = tmp_path / "run"
+
+    async def test() -> None:
+        async with a_router(cluster, tmp_path, standbys=1, run_folder=run) as router:
+            for led in (1, 2, 3):  # relays have seen an epoch that the folder has lost
+                os.kill(router.brains[-1], signal.SIGKILL)
+                await until(lambda: len(router.said("the brain decides")) > led)  # noqa: B023
+            begun = streams(router, RANKS * SLOTS)
+            await all_under_way(router, begun)
+            before = router.brains[-1]
+            for file in run.iterdir():
+                file.unlink()
+            if how == "removed":
+                run.rmdir()
+            await until(lambda: router.brains[-1] != before and len(router.said("the brain decides")) > 4)
+            assert await all_end(streams(router, 4, 20, first=100)) == 4
+            assert await all_end(begun) == len(begun)
+            assert len(router.relays) == 2 and router.said("the brain decides")[-1]["epoch"] > 4
+            await until(router.holds_nothing)
+
+    asyncio.run(test())
+
+
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "stands still"])
 def test_a_standby_takes_over_and_a_brain_that_goes_on_finds_itself_deposed(
     cluster: Cluster, tmp_path: Path, how: signal.Signals
@@ -379,6 +446,27 @@ def test_a_standby_takes_over_and_a_brain_that_goes_on_finds_itself_deposed(
         assert await all_end(streams(router, 4, 20, first=200)) == 4
 
     with_router(test, cluster, tmp_path, standbys=1)
+
+
+def test_a_file_that_is_half_written_keeps_no_process_from_being_started_again(
+    cluster: Cluster, tmp_path: Path
+) -> None:
+    keys = tmp_path / "keys.yaml"
+    keys.write_text(f"- name: a\n  sha256: {sha256(b'a').hexdigest()}\n")
+
+    async def test(router: Router) -> None:
+        keys.write_text("- name: b\n  sha25")
+        relays, led = router.relays, len(router.brains)
+        for pid in (router.brains[-1], *relays.values()):
+            os.kill(pid, signal.SIGKILL)
+        await until(lambda: len(router.brains) > led and not set(relays.values()) & set(router.relays.values()))
+        assert all(line.get("signal") == "SIGKILL" for line in router.said("child died"))
+        answer = await router.client.post(
+            "/v1/completions", json={"prompt": [1]}, headers={"authorization": "Bearer x"}
+        )
+        assert answer.status_code == 401
+
+    with_router(test, cluster, tmp_path, "--set", f"auth.client_keys={keys}", standbys=1)
 
 
 def test_a_relay_that_was_stopped_is_given_up_and_joins_anew(cluster: Cluster, tmp_path: Path) -> None:

@@ -16,6 +16,7 @@ from balanceroute.config import Config
 from balanceroute.emulator import ClusterShape, EmulatedCluster
 from balanceroute.engine.tokens import continuation, decode
 from balanceroute.proxy.brain import BrainApp, BrainServer, create_brain_app
+from balanceroute.proxy.configured import Configured
 from balanceroute.proxy.link.leadership import FileLead
 from balanceroute.proxy.relay import RelayApp, RelayServer, create_relay_app
 from balanceroute.proxy.run_folder import RunFolder
@@ -74,12 +75,12 @@ async def serving(server: Server, sockets: list[socket.socket] | None = None) ->
 
 
 @asynccontextmanager
-async def a_brain(config: Config, folder: RunFolder, relays: int = 2) -> AsyncIterator[BrainApp]:
-    """One that leads."""
+async def a_brain(config: Config, folder: RunFolder, relays: int = 2, again: bool = False) -> AsyncIterator[BrainApp]:
+    """One that leads; `again`: after another one."""
     lead = FileLead(folder.lock)
     await until(lead.take)
     try:
-        app = create_brain_app(config, folder, lead, relays, LINEAGE)
+        app = create_brain_app(Configured.read(config), folder, lead, relays, LINEAGE, again=again)
         server = BrainServer(app, config, uds=str(folder.operators))
         app.end = server.end
         async with serving(server):
@@ -91,7 +92,7 @@ async def a_brain(config: Config, folder: RunFolder, relays: int = 2) -> AsyncIt
 @asynccontextmanager
 async def a_relay(config: Config, folder: RunFolder, name: str) -> AsyncIterator[Relay]:
     """One that has found a brain."""
-    app = create_relay_app(config, folder, name)
+    app = create_relay_app(Configured.read(config), folder, name)
     server = RelayServer(app, config)
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))

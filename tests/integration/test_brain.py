@@ -12,8 +12,12 @@ import pytest
 import yaml
 from prometheus_client.parser import text_string_to_metric_families
 
+from balanceroute.config import validate
 from balanceroute.core.types import WorkerState
 from balanceroute.emulator import ClusterShape
+from balanceroute.errors import InputError
+from balanceroute.prediction import FinishedRequest, Model, save_model
+from balanceroute.proxy.brain import reload_brain
 from balanceroute.proxy.changes import Changes, KeptChanges
 from balanceroute.proxy.life.suspicion import Suspect
 from balanceroute.proxy.ops import forwarding, to_brain
@@ -282,6 +286,34 @@ async def test_a_brain_that_leads_no_more_neither_keeps_nor_shows_counts() -> No
         assert (await relay.client.get("/metrics")).status_code == 503
         await until(lambda: relay.app.services.brain.member is None)
         assert router.folder.counts(LEADER) == b"another brain's"
+
+
+async def test_a_brain_that_takes_over_leads_without_a_predictor_whose_file_is_broken_until_a_reload_finds_it(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = tmp_path / "model.npz"
+    model.write_text("half written")
+    predictor = {"kind": "survival", "model": str(model)}
+    async with relayed(FAST, count=1) as router:
+        relay = router.relays[0]
+        tree = router.config.model_dump(exclude_unset=True)
+        routing = {"policy": "br_h", "horizon_steps": 4}
+        config = validate(tree | {"routing": routing, "predictor": predictor})
+        router.brain.end()
+        await until(lambda: relay.app.services.brain.member is None)
+        with pytest.raises(InputError):
+            async with a_brain(config, router.folder, relays=1):
+                pass
+        async with a_brain(config, router.folder, relays=1, again=True) as brain:
+            assert brain.services.forecasts is None and "leading without the predictor" in caplog.text
+            await answered(relay, 1)
+            await reload_brain(brain, config)
+            assert brain.services.forecasts is None and brain.read is config
+            rows = [FinishedRequest("", 10, length, "stop", float(length)) for length in range(1, 100)]
+            save_model(model, Model("survival", 4, rows))
+            await reload_brain(brain, config)
+            assert brain.services.forecasts is not None
+            await answered(relay, 2)
 
 
 async def test_what_one_relay_finds_out_about_a_worker_all_know() -> None:

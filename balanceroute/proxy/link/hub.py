@@ -14,8 +14,9 @@ well, for as long as they may take to find out that it stands still.
 **Tokens** of a relay on this machine are read where the relay writes them (`token_counts.py`), by `collect`: before
 each decision and several times per second. Tokens that can't be read come as messages.
 
-**Who leads.** Hello tells the largest epoch that a relay has seen. One above ours means that another brain leads:
-`on_superseded` is told, and nobody is a member here any more.
+**Who leads.** Hello tells the largest epoch that a relay has seen. One above ours means that another brain leads, or
+that the file with the number is lost: `on_superseded` is told, and knows the number to go on under; None: it leads no
+more, and nobody is a member here any more.
 
 Members and their hub are one machine: each join, leave and message may end the wait of all, and what one member tells
 of a worker all others hear.
@@ -191,13 +192,14 @@ class Hub:
         loop: asyncio.AbstractEventLoop,
         epoch: int,
         relays: int,
-        on_superseded: Callable[[int], None] = lambda epoch: None,
+        on_superseded: Callable[[int, bool], int | None] = lambda epoch, far: None,
         salt: Callable[[], bytes | None] = lambda: None,
         far: FarMembers | None = None,
         patience: Patience | None = None,
     ) -> None:
         """`relays`: how many of this machine are expected to join; 0: nothing is waited for. `salt`: as in `Welcome`.
-        `far`: the members of other machines, where they are let in.
+        `far`: the members of other machines, where they are let in. `on_superseded`: told an epoch, and whether a relay
+        of another machine has seen it.
         """
         self.patience = patience or Patience()
         self._far, self._awaited = far, set() if far is None else set(far.names)
@@ -297,11 +299,9 @@ class Hub:
             raise LinkError(f"{hello.relay!r} is no name for a relay of {'another' if far else 'this'} machine")
         if far and self._dismissed:
             raise LinkError("this brain drains")
-        if hello.epoch > self.epoch:
-            log.warning("another brain leads", extra={"epoch": self.epoch, "other": hello.epoch})
+        if hello.epoch > self.epoch and not self._outranks(hello.epoch, far):
             frames.say(Farewell(hello.epoch, "another brain leads"))
             frames.close("another brain leads")
-            self._on_superseded(hello.epoch)
             return
         before = self.members.get(hello.relay)
         if before is not None:
@@ -330,6 +330,16 @@ class Hub:
         self._keep_far(hello.relay)
         if len(self.near_members) >= self._relays and not self._awaited and (self._far is None or self._far.known):
             self._settle()
+
+    def _outranks(self, epoch: int, far: bool) -> bool:
+        """Go on under an epoch above that one, if it is certain that nobody else leads."""
+        raised = self._on_superseded(epoch, far)
+        if raised is None:
+            log.warning("another brain leads", extra={"epoch": self.epoch, "other": epoch})
+            return False
+        log.warning("the epoch was lost", extra={"epoch": raised, "before": self.epoch})
+        self.epoch = raised
+        return True
 
     def _keep_far(self, relay: str) -> None:
         """A relay has come or gone; who is still awaited is not forgotten, should this brain die before it comes."""

@@ -39,6 +39,9 @@ class Lead(Protocol):
     def renew(self) -> bool:
         """Say that the leader lives; False: it leads no more. Called every `RENEW_S`, and must not wait."""
 
+    def outrank(self, epoch: int) -> bool:
+        """Lead under a number above that one, which a relay of this machine has seen; False: another brain may lead."""
+
     def resign(self) -> None:
         """The router drains: others than its own processes may lead. What it has begun it leads to its end."""
 
@@ -90,6 +93,16 @@ class FileLead:
         with self._held:
             if self._file is not None and epoch > self.epoch:
                 self._count_up(self._file, epoch - 1)
+
+    def outrank(self, epoch: int) -> bool:
+        """See `Lead`. Who holds the lock leads all relays of the folder: that number was in a file that is lost."""
+        try:
+            if not self.renew():
+                return False
+            self.lift(epoch + 1)
+        except OSError:
+            return False
+        return True
 
     def resign(self) -> None:
         """All who know the file are processes of one router."""

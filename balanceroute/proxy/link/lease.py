@@ -94,6 +94,10 @@ class LeaseLead:
         log.warning("the lease was not renewed in time", extra={"lease": self._api.name})
         return False
 
+    def outrank(self, epoch: int) -> bool:
+        """See `Lead`: another pod has led under that number."""
+        return False
+
     def resign(self) -> None:
         """Let another pod lead; what this one has begun it leads to its end."""
         self._resigned = True

@@ -74,6 +74,7 @@ from balanceroute.proxy.telemetry.ticks import until_tick_s
 log = logging.getLogger(__name__)
 
 ENDS: Final = "this relay ends"
+FROZEN_S: Final = 2 * BEAT_S  # a brain that says nothing for so long may end nothing that has waited too long
 RETRY_S: Final = 0.05  # between two looks for a brain
 LOOK_S: Final = 0.25  # between two looks at the one that was found, and whether another one listens
 NO_BRAIN: Final = "The request waited too long: what decides on it is not there."
@@ -292,6 +293,8 @@ class RemoteBrain:
             frames.say(Beat())
         if now - frames.heard_s > SILENT_S:
             frames.abort("the brain is silent")
+        elif now - frames.heard_s > FROZEN_S:
+            self._expire()
 
     # -- the membership
 
@@ -336,6 +339,8 @@ class RemoteBrain:
         def look() -> None:
             nonlocal joined, timer
             joined = joined or self.member is not None
+            if self.member is None:
+                self._expire()
             if self.member is None and self._loop.time() > deadline_s:
                 frames.abort("the brain does not answer")
             elif moved():
@@ -379,13 +384,18 @@ class RemoteBrain:
                 self._say(Submit(entry.number, ticket.spec))
 
     def _expire(self) -> None:
-        """End what has waited too long for a brain, as one that is there would (`Scheduler.late`)."""
+        """End what has waited too long for a brain, as one that is there would (`Scheduler.late`).
+
+        One that stands still may go on later, so it is told.
+        """
         now = self._loop.time()
         queue_limit, pool_limit = now - self.bounds.queue_deadline_s, now - self.bounds.pool_ttl_s
         for ticket in list(self.tickets.values()):
             late = ticket.phase is QUEUED and not ticket.requeues and ticket.arrived_s < queue_limit
             if late or (ticket.phase is POOLED and ticket.pooled_s < pool_limit):
-                self._answer(self._open[ticket.id].number, Refusal(RefusalKind.EXPIRED, NO_BRAIN))
+                number = self._open[ticket.id].number
+                self._answer(number, Refusal(RefusalKind.EXPIRED, NO_BRAIN))
+                self._say(Finish(number, Outcome.EXPIRED, "", 0, 0.0))
 
     def _closed(self, frames: Frames[FromRelay], reason: str) -> None:
         if frames is not self._frames:

@@ -87,6 +87,20 @@ class Tls:
         self.server, self._link = found.server, found.link
         self._workers = found.workers
 
+    def catch_up(self) -> None:
+        """Read files again that have changed since, for who was not there to `watch`; blocks."""
+        stamp = _stamp(self._settings)
+        if stamp == self._stamp:
+            return
+        try:
+            self._use(_Contexts(self._settings))
+        except ConfigError as error:
+            self._refused(stamp, error)
+
+    def _refused(self, stamp: Stamp, error: ConfigError) -> None:
+        self._stamp = stamp  # said once; the next change is another try
+        log.warning("certificates not reloaded", extra={"error": str(error)})
+
     async def watch(self, period_s: float = LOOK_S) -> None:
         """Until cancelled, read files again that have changed, as those are that are renewed by themselves.
 
@@ -103,8 +117,7 @@ class Tls:
                 if settings is self._settings:  # else they were reloaded meanwhile
                     self._use(found)
             except ConfigError as error:
-                self._stamp = stamp  # said once; the next change is another try
-                log.warning("certificates not reloaded", extra={"error": str(error)})
+                self._refused(stamp, error)
             else:
                 log.info("certificates reloaded")
 

@@ -64,6 +64,10 @@ class Owner:
     def succeeded(self) -> bool:
         return self.handover is not None and self.handover.look()
 
+    @property
+    def has_successor(self) -> bool:
+        return self.handover is not None and self.handover.has_successor
+
 
 def child(name: str, listener: socket.socket | None, on_up: Callable[[], None]) -> None:
     if name == OPTIONS.get("wrong"):
@@ -80,17 +84,23 @@ async def live(name: str, listener: socket.socket | None, on_up: Callable[[], No
 
     def told(number: signal.Signals) -> None:
         note(name, number.name)
-        if not deaf and number in (signal.SIGTERM, signal.SIGUSR1):
+        if not deaf and number in (signal.SIGUSR2, signal.SIGUSR1):
             drain.set()
         elif not deaf and number == signal.SIGINT:
             now.set()
 
-    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1):
+    note(name, "starts")
+    await until(lambda: not (FOLDER / f"slow-{name}").exists(), within_s=LIFE_S)
+    for number in (signal.SIGUSR2, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1):
         loop.add_signal_handler(number, told, number)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGHUP})
     server = None if listener is None else await asyncio.start_server(partial(answer, name), sock=listener)
     note(name, "up")
     on_up()
-    await until(lambda: drain.is_set() or now.is_set(), within_s=LIFE_S)
+    wrong = FOLDER / f"wrong-{name}"
+    await until(lambda: drain.is_set() or now.is_set() or wrong.exists(), within_s=LIFE_S)
+    if wrong.exists():
+        raise ConfigError(f"{name}: wrong")
     await until(lambda: now.is_set() or not (FOLDER / f"hold-{name}").exists(), within_s=LIFE_S)
     note(name, "ends")
     if server is not None:

@@ -2,10 +2,12 @@
 
 import asyncio
 import logging
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from balanceroute.build import worker_specs
 from balanceroute.core.types import Role, WorkerSpec
 from balanceroute.proxy.changes import LOOK_S, Changes, KeptChanges, changes_of
 from tests.unit.proxy.virtual_time import a_config, a_router, in_virtual_time, let_pass
@@ -27,6 +29,27 @@ def test_changes_are_what_a_router_has_beyond_its_configuration() -> None:
         other = a_router()
         found.apply(other)
         assert changes_of(other, base, LINEAGE) == found
+
+    in_virtual_time(test)
+
+
+def test_which_workers_are_in_use_is_known_from_changes_those_as_well_that_leave_or_were_added_anew() -> None:
+    async def test() -> None:
+        services = a_router()
+        base = services.config
+        specs = {spec.id: spec for spec in worker_specs(base)}
+        assert Changes(LINEAGE).in_use(base) == list(specs.values())
+        larger = replace(specs["d2"], slots=specs["d2"].slots + 1)
+        services.fleet.leave(services.fleet["d2"])
+        services.fleet.sweep()
+        services.fleet.add(larger, 3)
+        services.fleet.add(NEW, 3)
+        services.fleet["d1"].take()  # it has something to finish
+        services.fleet.leave(services.fleet["d1"])
+        services.fleet.leave(services.fleet["d0"])
+        services.fleet.sweep()
+        found = changes_of(services, base, LINEAGE)
+        assert {spec.id: spec for spec in found.in_use(base)} == {w.id: w.spec for w in services.fleet}
 
     in_virtual_time(test)
 

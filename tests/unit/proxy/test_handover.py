@@ -7,9 +7,11 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+from msgspec.structs import replace
 
 from balanceroute.errors import ConfigError
 from balanceroute.proxy.handover import Handover, Predecessor, Told
+from balanceroute.proxy.run_folder import RunFolder
 from tests.waiting import block_until
 
 TOLD = Told(lineage=4711, generation=2)
@@ -21,7 +23,8 @@ class Old:
     def __init__(self, path: Path) -> None:
         self.path = path
         self.listener = socket.create_server(("127.0.0.1", 0))
-        self.side = Handover(path, TOLD, [self.listener])
+        self.lock = RunFolder(path.parent).claim()
+        self.side = Handover(path, TOLD, [self.listener], self.lock)
         self._threads = ThreadPoolExecutor(1)
 
     def found(self) -> Predecessor:
@@ -35,6 +38,7 @@ class Old:
     def close(self) -> None:
         self.side.close()
         self.listener.close()
+        self.lock.close()
         self._threads.shutdown()
 
 
@@ -51,7 +55,7 @@ def old(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Old]:
 def test_a_successor_gets_the_sockets_and_what_it_must_know_and_says_when_it_is_ready(old: Old) -> None:
     predecessor = old.found()
     host, port = old.listener.getsockname()
-    assert predecessor.told == TOLD and not old.side.look()
+    assert predecessor.told == replace(TOLD, lock_follows=True) and not old.side.look()
     assert predecessor.listener(host, port + 1) is None
     listener = predecessor.listener(host, port)
     assert listener is not None and listener.getsockname() == (host, port)
@@ -67,6 +71,27 @@ def test_a_successor_that_ends_before_it_is_ready_changes_nothing_and_another_ma
     predecessor = old.found()
     predecessor.go()
     block_until(old.side.look)
+
+
+def test_the_run_folder_is_never_free_in_between(old: Old) -> None:
+    predecessor, folder = old.found(), RunFolder(old.path.parent)
+    lock = predecessor.lock()
+    predecessor.go()
+    block_until(old.side.look)
+    old.lock.close()
+    assert lock is not None and predecessor.lock() is None
+    with pytest.raises(ConfigError, match="another router"):
+        folder.claim()
+    lock.close()
+    folder.claim().close()
+
+
+def test_a_router_that_sends_no_lock_is_taken_over_as_well(old: Old) -> None:
+    old.side.close()
+    old.side = Handover(old.path, TOLD, [old.listener])
+    predecessor = old.found()
+    assert predecessor.told == TOLD and predecessor.lock() is None
+    predecessor.close()
 
 
 def test_one_successor_is_answered_at_a_time(old: Old) -> None:

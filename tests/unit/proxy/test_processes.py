@@ -3,12 +3,17 @@
 import os
 import socket
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from balanceroute.config import Config
 from balanceroute.errors import ConfigError
-from balanceroute.proxy.processes import begin_anew, serve_processes
+from balanceroute.proxy import processes
+from balanceroute.proxy.changes import Changes, KeptChanges
+from balanceroute.proxy.configured import Configured
+from balanceroute.proxy.processes import Processes, begin_anew, serve_processes
+from balanceroute.proxy.run_folder import RunFolder
 from tests.unit.proxy.virtual_time import a_config
 
 
@@ -36,6 +41,44 @@ def test_a_host_that_is_none_is_named() -> None:
 def test_a_run_folder_that_cannot_be_used_is_named() -> None:
     told = refusal(a_config(listen={"relays": 1, "port": 0, "run_folder": "/dev/null/run"}))
     assert told.startswith("listen.run_folder = '/dev/null/run'")
+
+
+def test_a_run_folder_of_another_router_is_refused_with_what_can_be_done(tmp_path: Path) -> None:
+    with RunFolder(tmp_path).claim():
+        told = refusal(a_config(listen={"relays": 1, "port": 0, "run_folder": str(tmp_path)}))
+    assert told.startswith("listen.run_folder = ") and "another router" in told and "--take-over" in told
+
+
+@pytest.mark.parametrize(
+    ("new", "removed", "accepted"),
+    [
+        ({"limits": {"max_choices": 3}}, (), True),
+        ({"decode": {"max_num_seqs": 3}}, (), False),
+        ({"decode": {"max_num_seqs": 3}}, ("d0",), True),
+        ({"listen": {"relays": 2}}, (), False),
+        ({"auth": {"client_keys": "/no/such/keys"}}, (), False),
+        ({"routing": {"policy": "br_h"}, "predictor": {"kind": "survival"}}, (), True),
+        ({"routing": {"policy": "br_h"}, "predictor": {"kind": "survival", "model": "/no/such/model"}}, (), False),
+    ],
+    ids=["limits", "slots", "slots of a removed worker", "relays", "keys", "predictor", "model"],
+)
+def test_a_reload_that_any_child_would_refuse_is_refused_for_all(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    new: dict[str, Any],
+    removed: tuple[str, ...],
+    accepted: bool,
+) -> None:
+    monkeypatch.setattr(processes, "configure", lambda *_, **__: None)  # the log is the test runner's
+    folder = RunFolder(tmp_path)
+    KeptChanges(folder.changes, os.getpid()).keep(Changes(os.getpid(), removed=removed))
+    listen = {"relays": 1, "run_folder": str(tmp_path)}
+    old = a_config(1, 1, listen=listen)
+    wanted = a_config(1, 1, **{"listen": listen, **new})
+    with folder.claim() as lock:
+        parent = Processes(Configured.read(old), lambda: wanted, folder, lock, [], None, None)
+        assert parent.reload() is accepted
+        assert parent.config is (wanted if accepted else old)
 
 
 def test_a_journal_that_cannot_be_begun_is_named(tmp_path: Path) -> None:

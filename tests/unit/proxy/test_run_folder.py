@@ -4,12 +4,14 @@ import os
 import stat
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 
 from balanceroute.errors import ConfigError
-from balanceroute.proxy.run_folder import LEADER, MAX_SOCKET_PATH, RunFolder, run_folder
+from balanceroute.proxy.run_folder import LEADER, MAX_SOCKET_PATH, RunFolder, relay_name, run_folder
 from tests.unit.proxy.virtual_time import a_config
 
 
@@ -76,16 +78,50 @@ def test_counts_that_cannot_be_kept_stop_nobody(tmp_path: Path, caplog: pytest.L
     assert "counts not kept" in caplog.text
 
 
+@contextmanager
+def living(folder: RunFolder, relay: str) -> Iterator[subprocess.Popen[str]]:
+    """A process that is this relay."""
+    code = "import sys, pathlib, signal; from balanceroute.proxy.run_folder import RunFolder\n"
+    code += "RunFolder(pathlib.Path(sys.argv[1])).come_to_life(sys.argv[2]); print('here', flush=True); signal.pause()"
+    command = [sys.executable, "-c", code, str(folder.folder), relay]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as running:
+        assert running.stdout is not None and running.stdout.readline() == "here\n"
+        try:
+            yield running
+        finally:
+            running.kill()
+
+
 def test_who_lives_is_read_from_locks(tmp_path: Path) -> None:
     folder = RunFolder(tmp_path)
-    assert folder.living() == 0
-    code = "import sys, pathlib, signal; from balanceroute.proxy.run_folder import LEADER, RunFolder\n"
-    code += "RunFolder(pathlib.Path(sys.argv[1])).come_to_life('relay-0'); print('here', flush=True); signal.pause()"
-    with subprocess.Popen([sys.executable, "-c", code, str(tmp_path)], stdout=subprocess.PIPE, text=True) as relay:
-        assert relay.stdout is not None and relay.stdout.readline() == "here\n"
-        assert folder.living() == 1
+    assert folder.living() == [] and folder.generation() == 1
+    with living(folder, "relay-0") as relay:
+        assert folder.living() == ["relay-0"]
         with pytest.raises(ConfigError, match="another process is its relay-0"):
             folder.come_to_life("relay-0")
         relay.kill()
         relay.wait()
-    assert folder.living() == 0
+        assert folder.living() == [] and folder.generation() == 1
+
+
+def test_a_router_that_starts_beside_relays_of_another_has_other_names_and_forgets_none_of_their_counts(
+    tmp_path: Path,
+) -> None:
+    folder = RunFolder(tmp_path)
+    for relay in ("relay-0", "relay-1", "relay-0.12"):
+        folder.keep_counts(relay, relay.encode())
+    with living(folder, "relay-1"), living(folder, "relay-0.12"):
+        assert folder.generation() == 13 and relay_name(0, 13) == "relay-0.13"
+        folder.forget_counts()
+        assert sorted(folder.counts_of_others(())) == [b"relay-0.12", b"relay-1"]
+
+
+def test_a_folder_is_one_routers_as_long_as_a_copy_of_its_lock_is_open(tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path)
+    first = folder.claim()
+    copy = os.dup(first.fileno())
+    first.close()
+    with pytest.raises(ConfigError, match="another router runs with it"):
+        folder.claim()
+    os.close(copy)
+    folder.claim().close()

@@ -35,6 +35,11 @@ class Running:
         lines = [line.split() for line in file.read_text().splitlines()] if file.exists() else []
         return [event for who, _, event in lines if who == name or not name]
 
+    def told(self, name: str) -> list[str]:
+        """The same from when it was up first."""
+        events = self.events(name)
+        return events[events.index("up") :] if "up" in events else []
+
     def lives(self, name: str) -> list[int]:
         """The process ids that a child has had."""
         lines = [line.split() for line in (self.folder / "events").read_text().splitlines()]
@@ -141,11 +146,11 @@ def test_sigterm_lets_every_child_finish(running: Running) -> None:
     (running.folder / "hold-relay-1").touch()
     running.up(brain=1, relay_0=1, relay_1=1)
     running.process.send_signal(signal.SIGTERM)
-    block_until(lambda: running.events().count("ends") == 2 and "SIGTERM" in running.events("relay-1"))
-    assert running.process.poll() is None and running.events("relay-1") == ["up", "SIGTERM"]
+    block_until(lambda: running.events().count("ends") == 2 and "SIGUSR2" in running.events("relay-1"))
+    assert running.process.poll() is None and running.told("relay-1") == ["up", "SIGUSR2"]
     (running.folder / "hold-relay-1").unlink()
     assert running.process.wait(60) == 0
-    assert running.events("relay-1") == ["up", "SIGTERM", "ends"]
+    assert running.told("relay-1") == ["up", "SIGUSR2", "ends"]
     assert running.events().count("up") == 3
 
 
@@ -154,10 +159,10 @@ def test_a_second_signal_ends_them_now(running: Running, first: signal.Signals) 
     (running.folder / "hold-relay-1").touch()
     running.up(brain=1, relay_0=1, relay_1=1)
     running.process.send_signal(first)
-    block_until(lambda: "SIGTERM" in running.events("relay-1"))
+    block_until(lambda: "SIGUSR2" in running.events("relay-1"))
     running.process.send_signal(signal.SIGTERM)
     assert running.process.wait(60) == 0
-    assert running.events("relay-1") == ["up", "SIGTERM", "SIGINT", "ends"]
+    assert running.told("relay-1") == ["up", "SIGUSR2", "SIGINT", "ends"]
 
 
 @pytest.mark.parametrize("running", [{"deaf": "relay-0", "end_s": 0.1}], indirect=True)
@@ -176,13 +181,13 @@ def test_who_is_needed_comes_back_even_while_the_others_finish(running: Running)
     (running.folder / "hold-brain").touch()
     running.up(brain=1, relay_0=1, relay_1=1)
     running.process.send_signal(signal.SIGTERM)
-    block_until(lambda: "SIGTERM" in running.events("brain") and "ends" in running.events("relay-1"))
+    block_until(lambda: "SIGUSR2" in running.events("brain") and "ends" in running.events("relay-1"))
     os.kill(running.pid("brain"), signal.SIGKILL)
     running.up(brain=2)
     (running.folder / "hold-brain").unlink()
     (running.folder / "hold-relay-0").unlink()
     assert running.process.wait(60) == 0
-    assert running.events("brain")[-2:] == ["SIGTERM", "ends"] and len(running.lives("relay-1")) == 1
+    assert running.events("brain")[-2:] == ["SIGUSR2", "ends"] and len(running.lives("relay-1")) == 1
 
 
 def test_a_reload_reaches_every_child_and_one_that_is_refused_none(running: Running) -> None:
@@ -195,6 +200,17 @@ def test_a_reload_reaches_every_child_and_one_that_is_refused_none(running: Runn
     running.process.send_signal(signal.SIGTERM)
     assert running.process.wait(60) == 0
     assert running.events().count("SIGHUP") == 3
+
+
+def test_a_reload_while_a_child_is_being_started_reaches_it_when_it_is_up(running: Running) -> None:
+    running.up(brain=1, relay_0=1, relay_1=1)
+    (running.folder / "slow-relay-0").touch()
+    os.kill(running.pid("relay-0"), signal.SIGKILL)
+    block_until(lambda: running.events("relay-0").count("starts") == 2)
+    running.process.send_signal(signal.SIGHUP)
+    block_until(lambda: "SIGHUP" in running.events("relay-1"))
+    (running.folder / "slow-relay-0").unlink()
+    block_until(lambda: running.events("relay-0")[-1] == "SIGHUP")
 
 
 def test_children_die_with_their_parent_however_it_ends(running: Running) -> None:
@@ -212,6 +228,16 @@ def test_a_configuration_that_cannot_be_used_ends_all_with_its_one_line(running:
     lines = [line for line in running.log.read_text().splitlines() if not line.startswith("{")]
     assert lines == ["balanceroute: relay-1: wrong"]
     assert not any(map(exists, running.folder_pids()))
+
+
+def test_a_file_that_is_wrong_once_all_are_up_stops_nobody_but_who_starts_until_it_is_right(running: Running) -> None:
+    running.up(brain=1, relay_0=1, relay_1=1)
+    block_until((running.folder / "all-up").exists)
+    (running.folder / "wrong-brain").touch()  # as a standby finds out when it takes the lead, in its first life
+    running.up(brain=3)
+    assert {line["exit_code"] for line in running.said("child died")} == {2}
+    (running.folder / "wrong-brain").unlink()
+    assert len(running.lives("relay-0")) == len(running.lives("relay-1")) == 1
 
 
 @pytest.mark.parametrize("running", [{"dies": "relay-1"}], indirect=True)
@@ -249,6 +275,25 @@ def test_a_successor_gets_the_sockets_and_all_leave_when_it_is_ready(running: Ru
         taken, address = listener.accept()
         taken.close()
         assert address == client.getsockname()
+
+
+@pytest.mark.parametrize("then", ["it is ready", "it ends", "the signal comes again"])
+def test_a_drain_waits_for_a_router_that_prepares_to_take_over(running: Running, then: str) -> None:
+    block_until((running.folder / "all-up").exists)
+    successor = found(running)
+    running.process.send_signal(signal.SIGTERM)
+    block_until(lambda: running.said("not draining: another router prepares to take over"))
+    assert "SIGUSR2" not in running.events()
+    if then == "it is ready":
+        successor.go()
+    elif then == "it ends":
+        successor.close()
+    else:
+        running.process.send_signal(signal.SIGTERM)
+    assert running.process.wait(60) == 0
+    told = "SIGUSR1" if then == "it is ready" else "SIGUSR2"
+    assert all(told in running.events(name) for name in ("brain", "relay-0", "relay-1"))
+    successor.close()
 
 
 def found(running: Running) -> Predecessor:

@@ -55,9 +55,14 @@ class Brain:
         self.frozen: list[FrozenGroup] = []
         self.fleet = Fleet(self.ledger, FleetConfig())
         reports = RelayReports(self.fleet, loop, self.frozen)
-        self.hub = Hub(self.ledger, reports, loop, epoch, relays, self.superseded.append, far=far, patience=patience)
+        self.goes_on = False  # under a larger epoch than it has heard of
+        self.hub = Hub(self.ledger, reports, loop, epoch, relays, self._superseded, far=far, patience=patience)
         self.fleet.on_change = self.hub.workers_changed
         self._tasks = [loop.create_task(self._decide())]
+
+    def _superseded(self, epoch: int, far: bool) -> int | None:
+        self.superseded.append(epoch)
+        return epoch + 1 if self.goes_on else None
 
     async def _decide(self) -> None:
         await self.hub.settled.wait()

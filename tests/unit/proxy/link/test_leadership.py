@@ -109,6 +109,18 @@ def test_a_leader_that_renews_is_not_deposed_and_nor_is_one_that_nobody_has_look
     assert not leader.renew()
 
 
+def test_who_holds_the_lock_counts_above_an_epoch_that_was_lost_and_who_is_deposed_does_not(tmp_path: Path) -> None:
+    path = tmp_path / "lead"
+    leader = FileLead(path)
+    assert leader.take() and leader.outrank(6)
+    assert leader.epoch == 7 and path.read_text() == "7\n"
+    path.unlink()
+    heir = FileLead(path)
+    assert heir.take() and not leader.outrank(8)
+    assert (leader.epoch, heir.epoch) == (7, 1)
+    heir.release()
+
+
 def test_another_file_is_not_overwritten(tmp_path: Path) -> None:
     path = tmp_path / "lead"
     path.write_text("keys: [a]\n")

@@ -10,6 +10,7 @@ import pytest
 from balanceroute.core.scheduler import SchedulerConfig
 from balanceroute.core.types import Outcome, Phase, RequestSpec
 from balanceroute.errors import NoHealthyWorkers, QueueFull, QueueTimeout
+from balanceroute.proxy.link import remote
 from balanceroute.proxy.link.frames import Frames
 from balanceroute.proxy.link.messages import (
     MAX_FRAME_BYTES,
@@ -26,7 +27,7 @@ from balanceroute.proxy.link.messages import (
     read_from_relay,
 )
 from balanceroute.proxy.link.token_counts import NOWHERE, PLACES, place_of
-from tests.unit.proxy.link.brains import HoldingReach, Stage, on
+from tests.unit.proxy.link.brains import Brain, HoldingReach, Stage, on
 from tests.waiting import until
 
 
@@ -251,6 +252,43 @@ def test_a_request_that_waits_too_long_for_a_brain_is_refused_and_streams_are_no
     on(test)
 
 
+def test_what_waits_too_long_for_a_brain_that_does_not_answer_hello_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(remote, "SILENT_S", 3600.0)
+
+    async def test(stage: Stage) -> None:
+        silent: list[asyncio.StreamWriter] = []
+        server = await asyncio.start_unix_server(lambda _, writer: silent.append(writer), stage.path)
+        relay = stage.relay()
+        relay.brain.configure(SchedulerConfig(queue_deadline_s=0.05))
+        with pytest.raises(QueueTimeout, match="not there"):
+            await relay.tickets.submit(RequestSpec("a", 1)).prefiller()
+        assert len(silent) == 1
+        await relay.end()
+        server.close()
+        for writer in silent:
+            writer.close()
+            await writer.wait_closed()
+
+    on(test)
+
+
+def test_what_waits_too_long_for_a_brain_that_stands_still_is_refused_and_no_longer_held_when_it_goes_on(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async def test(stage: Stage) -> None:
+        brain, relay = await stage.brain(slots=1), stage.relay()
+        await relay.decoding("s")
+        relay.brain.configure(SchedulerConfig(pool_ttl_s=0.05))
+        waiting = await relay.pooled("w")
+        monkeypatch.setattr(remote, "FROZEN_S", 0.0)  # as if the brain had said nothing for longer
+        with pytest.raises(QueueTimeout, match="not there"):
+            await waiting.admission()
+        await until(lambda: list(brain.scheduler.snapshot.requests) == ["s"])
+        assert relay.brain.member is not None and brain.active == ["s"]
+
+    on(test)
+
+
 def test_a_new_brain_hears_of_all_that_lives_with_every_token() -> None:
     async def test(stage: Stage) -> None:
         first, relay = await stage.brain(epoch=1), stage.relay()
@@ -365,6 +403,23 @@ def test_what_waits_too_long_in_the_pool_without_a_brain_is_refused() -> None:
         with pytest.raises(QueueTimeout, match="not there"):
             await pooled.admission()
         assert list(relay.tickets.by_id) == ["s"] and not stream.left
+
+    on(test)
+
+
+def test_a_brain_that_leads_for_certain_goes_on_above_an_epoch_that_was_lost() -> None:
+    async def test(stage: Stage) -> None:
+        first, relay = await stage.brain(epoch=7), stage.relay()
+        stream = await relay.decoding("s")
+        await first.end()
+        await until(lambda: relay.brain.member is None)
+        brain = Brain(1, 4, 1)
+        brain.goes_on = True
+        await brain.hub.serve(stage.path)
+        await until(lambda: relay.brain.member is not None)
+        assert relay.brain.epoch == brain.hub.epoch == 8 and brain.superseded == [7]
+        assert brain.active == ["s"] and not stream.left
+        await brain.end()
 
     on(test)
 

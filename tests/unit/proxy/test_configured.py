@@ -1,0 +1,60 @@
+"""A configuration with what its files held: a file that is wrong by now changes nothing of it."""
+
+import os
+from hashlib import sha256
+from pathlib import Path
+
+import pytest
+import trustme
+
+from balanceroute.errors import ConfigError
+from balanceroute.proxy.configured import Configured
+from tests.unit.proxy.virtual_time import a_config
+
+
+def keys(file: Path, name: str) -> str:
+    file.write_text(f"- name: {name}\n  sha256: {sha256(name.encode()).hexdigest()}\n")
+    return str(file)
+
+
+def chain(file: Path, at_ns: int) -> str:
+    trustme.CA().issue_cert("127.0.0.1").private_key_and_cert_chain_pem.write_to_path(str(file))
+    os.utime(file, ns=(at_ns, at_ns))
+    return str(file)
+
+
+def test_a_reload_that_is_refused_changes_nothing(tmp_path: Path) -> None:
+    file, cert = tmp_path / "keys.yaml", tmp_path / "chain.pem"
+    auth, tls = {"client_keys": keys(file, "a")}, {"cert_file": chain(cert, 1)}
+    config = a_config(auth=auth, tls=tls)
+    configured = Configured.read(config)
+    perimeter, server = configured.perimeter, configured.tls.server
+    for new, why in (
+        (a_config(auth=auth, tls=tls, listen={"port": 1}), "listen"),
+        (a_config(auth={"client_keys": keys(file, "b")}), "tls.cert_file"),
+    ):
+        with pytest.raises(ConfigError, match=why):
+            configured.reload(new)
+    file.write_text("- name: c\n  sha25")
+    with pytest.raises(ConfigError, match=r"auth\.client_keys"):
+        configured.reload(config)
+    assert (configured.config, configured.perimeter, configured.tls.server) == (config, perimeter, server)
+    keys(file, "d")
+    configured.reload(config)
+    assert configured.perimeter is not perimeter
+
+
+def test_who_was_not_there_catches_up_with_certificates_unless_they_are_of_no_use(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    cert = tmp_path / "chain.pem"
+    tls = Configured.read(a_config(tls={"cert_file": chain(cert, 1)})).tls
+    first = tls.server
+    tls.catch_up()
+    assert tls.server is first
+    cert.write_text("half written")
+    tls.catch_up()
+    assert tls.server is first and "certificates not reloaded" in caplog.text
+    chain(cert, 2)
+    tls.catch_up()
+    assert tls.server is not first
