@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 TRACE_HELP = (
     "Trace CSV, heavy_tailed or capped for a generated one, or whatever `balanceroute trace convert` reads: a public "
-    "trace, this router's JSON log, vLLM's request log."
+    "trace, this router's JSON log, vLLM's request log. - is standard input."
 )
 WORKERS_HELP = (
     "Decode workers (G). heavy_tailed and capped arrive as fast as suits 8: for more or fewer draw a trace with "

@@ -46,7 +46,7 @@ def generate(
 
 
 def convert(
-    source: Annotated[Path, typer.Argument(help="Original file, possibly .gz or .xz.")],
+    source: Annotated[Path, typer.Argument(help="Original file, possibly .gz or .xz; - is standard input.")],
     out: OutFile,
     format: Annotated[str, typer.Option(help="auto, azure, mooncake, burstgpt, router or vllm.")] = "auto",
     jitter: Annotated[float, typer.Option(min=0, help="Seconds; spreads stamps that sit on steps.")] = 0.0,
@@ -74,7 +74,8 @@ def convert(
 
 
 def describe(
-    trace: Annotated[Path, typer.Argument(help="Trace CSV, possibly .gz or .xz.")], json: JsonFlag = False
+    trace: Annotated[Path, typer.Argument(help="Trace CSV, possibly .gz or .xz; - is standard input.")],
+    json: JsonFlag = False,
 ) -> None:
     """Print rates, moments and quantiles of a trace.
 

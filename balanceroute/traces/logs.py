@@ -15,10 +15,10 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
-from pathlib import Path
 
 from balanceroute.errors import InputError
 from balanceroute.traces.rows import Row, field_of, json_object, stamp_s
+from balanceroute.traces.source import Source
 from balanceroute.traces.trace import finite, text_lines, token_count
 
 CHARACTERS_PER_TOKEN = 4.0  # of English, in the tokenizers of the day
@@ -37,7 +37,7 @@ STREAMED = re.compile(r"<streaming_complete: (\d+) tokens>")
 CHOICE = re.compile(r"-\d+$")  # completions are numbered within their request: cmpl-ID-0
 
 
-def read_router(path: Path) -> Iterator[Row]:
+def read_router(path: Source) -> Iterator[Row]:
     """Rows of this router's JSON log; lines of other events are passed over, requests without a prompt left out."""
     for line, text in text_lines(path):
         try:
@@ -137,7 +137,7 @@ class VllmLog:
 
     estimated: int = 0
 
-    def rows(self, path: Path) -> Iterator[Row]:
+    def rows(self, path: Source) -> Iterator[Row]:
         """Its requests in order of arrival. Raises InputError where it holds none, or none with a prompt."""
         requests: dict[str, Logged] = {}
         when: datetime | None = None
@@ -174,7 +174,7 @@ def find(requests: dict[str, Logged], request_id: str) -> Logged | None:
     return None
 
 
-def following(stamp: str, before: datetime | None, path: Path, line: int) -> datetime:
+def following(stamp: str, before: datetime | None, path: Source, line: int) -> datetime:
     """The time of a stamp without a year: that of the line before, or the next one where it would be months earlier."""
     year = before.year if before is not None else 2000  # a leap year, so that every day can be read
     try:

@@ -6,15 +6,15 @@ import io
 import lzma
 import math
 import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from balanceroute.errors import InputError
+from balanceroute.traces.source import Source
 
 COLUMNS = ("arrival_s", "prompt_tokens", "output_tokens", "prompt_key")
 REQUIRED = COLUMNS[:3]  # a trace without keys is a trace
@@ -23,7 +23,6 @@ BLOCK_TOKENS = 512  # of prefix blocks, as in Mooncake's traces
 MAX_BLOCK = 2**63 - 1  # of a block's name
 MAX_TOKENS = 2**31 - 1  # of one prompt or output: sums over millions of requests still fit 64 bits
 MAX_TIME = 1e15  # seconds or milliseconds; sums and squares of what is larger would leave the range of a float
-OPENERS: dict[str, Callable[..., Any]] = {".gz": gzip.open, ".xz": lzma.open}  # by suffix
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,12 +128,12 @@ def describe_trace(trace: Trace) -> TraceSummary:
     )
 
 
-def read_trace(path: str | Path) -> Trace:
-    """Read a trace CSV, possibly compressed (.gz, .xz).
+def read_trace(path: str | Path | Source) -> Trace:
+    """Read a trace CSV, possibly compressed (.gz, .xz); `-` is standard input.
 
     Raises: InputError with the file, the line and the reason, on the first row that cannot be used.
     """
-    path = Path(path)
+    path = Source.of(path)
     rows = csv_rows(path)
     line, names = next(rows, (1, []))
     header = [name.strip() for name in names]
@@ -185,7 +184,7 @@ def checked_blocks(names: tuple[int, ...], prompt_tokens: int, column: str) -> t
 
 
 def trace_of(
-    path: Path,
+    path: Source,
     arrivals: Sequence[float],
     prompts: Sequence[int],
     outputs: Sequence[int],
@@ -230,7 +229,7 @@ def token_count(text: str, name: str, *, least: int) -> int:
     return value
 
 
-def csv_rows(path: Path) -> Iterator[tuple[int, list[str]]]:
+def csv_rows(path: Source) -> Iterator[tuple[int, list[str]]]:
     """(line number, fields) of each row of a CSV, its header first.
 
     Every line is parsed by itself: across lines, a quote that is never closed would swallow the rest of the file.
@@ -244,17 +243,14 @@ def csv_rows(path: Path) -> Iterator[tuple[int, list[str]]]:
         yield line, fields
 
 
-def text_lines(path: Path) -> Iterator[tuple[int, str]]:
+def text_lines(path: Source) -> Iterator[tuple[int, str]]:
     """(line number, text) of each line that is not blank, of a text file that may be compressed (.gz, .xz).
 
     Raises: InputError that names the file, and the line of bytes that are not UTF-8.
     """
     line = 0
     try:
-        # what is not UTF-8 comes through as surrogates: a decoder that stops at it reads ahead of the line
-        with OPENERS.get(path.suffix, open)(
-            path, "rt", encoding="utf-8-sig", errors="surrogateescape", newline=""
-        ) as file:
+        with path.open() as file:
             for line, text in enumerate(file, start=1):
                 text.encode()
                 if text.strip():

@@ -3,13 +3,17 @@
 import gzip
 import json
 import lzma
+import os
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from balanceroute.errors import InputError
-from balanceroute.traces import TraceFormat, convert_trace, read_trace, write_trace
+from balanceroute.traces import TraceFormat, convert_trace, load_trace, read_trace, source, write_trace
 from tests.recorded import TRACES
 
 AZURE_2023 = """TIMESTAMP,ContextTokens,GeneratedTokens
@@ -284,3 +288,56 @@ def test_what_vllms_log_does_not_count_is_estimated_and_said_so(tmp_path: Path) 
 def test_a_vllm_log_that_says_too_little_is_refused_in_one_line(tmp_path: Path, text: str, reason: str) -> None:
     with pytest.raises(InputError, match=reason):
         convert_trace(written(tmp_path / "vllm.log", text))
+
+
+@contextmanager
+def piped(data: bytes) -> Iterator[str]:
+    """The name of a pipe that somebody writes to."""
+    reading, writing = os.pipe()
+
+    def feed() -> None:
+        with suppress(BrokenPipeError), open(writing, "wb") as pipe:
+            pipe.write(data)
+
+    writer = threading.Thread(target=feed)
+    writer.start()
+    try:
+        yield f"/dev/fd/{reading}"
+    finally:
+        os.close(reading)
+        writer.join()
+
+
+def long_router_log(n: int) -> str:
+    return "".join(
+        f'{{"time": "2026-01-01T00:00:{i % 60:02d}+00:00", "event": "request", "duration_s": 0, '
+        f'"prompt_tokens": 900, "tokens": 31}}\n'
+        for i in range(n)
+    )
+
+
+@pytest.mark.parametrize("compress", [bytes, gzip.compress, lzma.compress], ids=["plain", "gz", "xz"])
+def test_a_log_through_a_pipe_is_read_whole(compress: Callable[[bytes], bytes]) -> None:
+    log = compress(long_router_log(3000).encode())
+    with piped(log) as name:
+        assert len(convert_trace(name).trace) == 3000
+    with piped(log) as name:
+        assert len(load_trace(name)) == 3000
+
+
+def test_a_trace_through_a_pipe_is_read_whole() -> None:
+    text = "arrival_s,prompt_tokens,output_tokens\n" + "".join(f"{i},100,10\n" for i in range(20_000))
+    with piped(text.encode()) as name:
+        assert len(load_trace(name)) == 20_000
+
+
+def test_a_pipe_that_gives_more_than_is_kept_is_refused_and_not_cut(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(source, "MOST_PIPED_BYTES", 2**20)
+    text = "arrival_s,prompt_tokens,output_tokens\n" + "0,100,10\n" * 2**18
+    with piped(text.encode()) as name, pytest.raises(InputError, match="more than 1 MiB through a pipe"):
+        load_trace(name)
+
+
+def test_a_pipe_is_refused_where_several_processes_would_read_it() -> None:
+    with piped(b"") as name, pytest.raises(InputError, match="is a pipe, which cannot be read again"):
+        source.check_read_again(name)
