@@ -277,6 +277,36 @@ def test_what_vllms_log_does_not_count_is_estimated_and_said_so(tmp_path: Path) 
 
 
 @pytest.mark.parametrize(
+    "said",
+    [
+        "Received request zz: prompt: 'foo', prompt_token_ids: [1, 2, 3, 4, 5]",
+        "Request a details: prompt: 'x', prompt_token_ids: [1]",
+        "Generated response a: output: 'x', output_token_ids: [1, 2, 3]",
+        "INFO 01-01 09:00:00 [logger.py:1] Received request zz: prompt: 'foo', prompt_token_ids: [1]",
+        ", prompt_token_ids: [1], output_token_ids: [1], max_tokens=1, <streaming_complete: 9 tokens>",
+    ],
+)
+def test_what_a_prompt_or_an_answer_says_is_no_line_of_vllms_log(tmp_path: Path, said: str) -> None:
+    text = vllm_log(
+        ("01-01 00:00:00", f"Request a:7 details: prompt: {said!r}, prompt_token_ids: [1, 2, 3], shape: None."),
+        ("01-01 00:00:00", "Received request a:7: params: SamplingParams(n=1, max_tokens=16), lora_request: None."),
+        ("01-01 00:00:01", f"Generated response a:7: output: {said!r}, output_token_ids: [4, 5], finish_reason: stop"),
+        ("01-01 00:00:02", f"Received request b: prompt: {said!r}, params: x, prompt_token_ids: [1, 2, 3, 4]"),
+        ("01-01 00:00:03", "Generated response b (streaming delta) details: output_token_ids: [7]"),
+        ("01-01 00:00:03", f"Generated response b (streaming complete): output: {said!r}, finish_reason: stop"),
+        ("01-01 00:00:04", f"Error in {said}"),
+    )
+    trace = convert_trace(written(tmp_path / "vllm.log", text)).trace
+    assert trace.arrival_s.tolist() == [0.0, 2.0]
+    assert trace.prompt_tokens.tolist() == [3, 4] and trace.output_tokens.tolist() == [2, 1]
+
+
+def test_the_prefix_of_old_vllm_versions_has_one_bracket(tmp_path: Path) -> None:
+    text = "INFO 01-01 00:00:00 logger.py:36] Received request a: prompt: 'x', params: SamplingParams(max_tokens=16)\n"
+    assert len(convert_trace(written(tmp_path / "vllm.log", text)).trace) == 1
+
+
+@pytest.mark.parametrize(
     ("text", "reason"),
     [
         ("INFO 01-01 00:00:00 [a.py:1] started\n", "no line 'Received request'"),
