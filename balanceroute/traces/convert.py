@@ -28,6 +28,7 @@ from balanceroute.traces.source import Source
 from balanceroute.traces.trace import (
     MAX_TIME,
     Trace,
+    check_single,
     checked_blocks,
     csv_rows,
     finite,
@@ -143,6 +144,7 @@ def columns_of(path: Source, columns: tuple[str, ...]) -> Iterator[tuple[int, li
     missing = [name for name in columns if name not in header]
     if missing:
         raise InputError(f"{path}: line {line}: no column {', '.join(missing)}")
+    check_single(header, columns, f"{path}: line {line}")
     places = [header.index(name) for name in columns]
     for line, row in rows:
         if len(row) < len(header):

@@ -22,6 +22,8 @@ PREFIX_COLUMN = "prefix_blocks"  # written where it is known
 BLOCK_TOKENS = 512  # of prefix blocks, as in Mooncake's traces
 MAX_BLOCK = 2**63 - 1  # of a block's name
 MAX_TOKENS = 2**31 - 1  # of one prompt or output: sums over millions of requests still fit 64 bits
+MAX_ARRIVAL_S = 1e10  # a clock's stamps until the year 2286; of larger numbers a step would be lost in rounding
+CLOCK_STAMPS_S = 86_400.0  # no trace idles for a day before its first request: such times are a clock's
 MAX_TIME = 1e15  # seconds or milliseconds; sums and squares of what is larger would leave the range of a float
 
 
@@ -131,6 +133,8 @@ def describe_trace(trace: Trace) -> TraceSummary:
 def read_trace(path: str | Path | Source) -> Trace:
     """Read a trace CSV, possibly compressed (.gz, .xz); `-` is standard input.
 
+    Where the first arrival is a clock's stamp (a day or more after 0), times count from it.
+
     Raises: InputError with the file, the line and the reason, on the first row that cannot be used.
     """
     path = Source.of(path)
@@ -140,6 +144,7 @@ def read_trace(path: str | Path | Source) -> Trace:
     missing = [name for name in REQUIRED if name not in header]
     if missing:
         raise InputError(f"{path}: line {line}: no column {', '.join(missing)}; expected {','.join(COLUMNS)}")
+    check_single(header, (*COLUMNS, PREFIX_COLUMN), f"{path}: line {line}")
     at_arrival, at_prompt, at_output = (header.index(name) for name in REQUIRED)
     at_key = header.index("prompt_key") if "prompt_key" in header else -1
     at_prefix = header.index(PREFIX_COLUMN) if PREFIX_COLUMN in header else -1
@@ -149,7 +154,7 @@ def read_trace(path: str | Path | Source) -> Trace:
         try:
             if len(row) != len(header):
                 raise ValueError(f"{len(row)} fields, the header has {len(header)}")
-            arrival = finite(row[at_arrival], "arrival_s")
+            arrival = finite(row[at_arrival], "arrival_s", most=MAX_ARRIVAL_S)
             if arrivals and arrival < arrivals[-1]:
                 raise ValueError(f"arrival_s {arrival:g} is before the row above ({arrivals[-1]:g})")
             prompts.append(token_count(row[at_prompt], "prompt_tokens", least=1))
@@ -160,7 +165,16 @@ def read_trace(path: str | Path | Source) -> Trace:
                 prefix.append(block_names(row[at_prefix], prompts[-1]))
         except ValueError as error:
             raise InputError(f"{path}: line {line}: {error}") from error
-    return trace_of(path, arrivals, prompts, outputs, keys, prefix)
+    trace = trace_of(path, arrivals, prompts, outputs, keys, prefix)
+    clock = float(trace.arrival_s[0]) if trace.arrival_s[0] >= CLOCK_STAMPS_S else 0.0
+    return replace(trace, arrival_s=np.round(trace.arrival_s - clock, 6)) if clock else trace
+
+
+def check_single(header: Sequence[str], names: Sequence[str], place: str) -> None:
+    """Raises: InputError: a column that is read is there twice."""
+    twice = [name for name in names if header.count(name) > 1]
+    if twice:
+        raise InputError(f"{place}: more than one column {', '.join(twice)}")
 
 
 def block_names(text: str, prompt_tokens: int) -> tuple[int, ...]:
@@ -194,6 +208,8 @@ def trace_of(
     """Arrays from columns; a trace without a single request is refused."""
     if not arrivals:
         raise InputError(f"{path}: no requests in it")
+    if max(arrivals) - min(arrivals) > MAX_ARRIVAL_S:
+        raise InputError(f"{path}: arrivals are up to {max(arrivals) - min(arrivals):g} s apart: too far")
     return Trace(
         np.asarray(arrivals, dtype=np.float64),
         np.asarray(prompts, dtype=np.int64),
@@ -203,16 +219,16 @@ def trace_of(
     )
 
 
-def finite(text: str, name: str) -> float:
-    """A number from 0 to `MAX_TIME`, or ValueError that names the column."""
+def finite(text: str, name: str, *, most: float = MAX_TIME) -> float:
+    """A number from 0 to `most`, or ValueError that names the column."""
     try:
         value = float(text)
     except ValueError:
         raise ValueError(f"{name} {text!r:.60} is not a number") from None
     if not math.isfinite(value) or value < 0:
         raise ValueError(f"{name} {text!r:.60} is not a finite number >= 0")
-    if value > MAX_TIME:
-        raise ValueError(f"{name} {text!r:.60} is too large: more than {MAX_TIME:g}")
+    if value > most:
+        raise ValueError(f"{name} {text!r:.60} is too large: more than {most:g}")
     return value
 
 

@@ -320,6 +320,18 @@ def test_a_vllm_log_that_says_too_little_is_refused_in_one_line(tmp_path: Path, 
         convert_trace(written(tmp_path / "vllm.log", text))
 
 
+def test_a_column_that_is_there_twice_is_refused(tmp_path: Path) -> None:
+    text = "TIMESTAMP,ContextTokens,GeneratedTokens,ContextTokens\n2023-11-16 18:15:46,374,44,1\n"
+    with pytest.raises(InputError, match="line 1: more than one column ContextTokens"):
+        convert_trace(written(tmp_path / "a.csv", text))
+
+
+def test_arrivals_so_far_apart_that_steps_are_lost_in_rounding_are_refused(tmp_path: Path) -> None:
+    text = mooncake_line(0, [1]) + mooncake_line(10**15, [1])
+    with pytest.raises(InputError, match=r"arrivals are up to 1e\+12 s apart"):
+        convert_trace(written(tmp_path / "m.jsonl", text))
+
+
 @contextmanager
 def piped(data: bytes) -> Iterator[str]:
     """The name of a pipe that somebody writes to."""
