@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from balanceroute.cli import helping
-from balanceroute.core.knobs import DEFAULTS
+from balanceroute.core.knobs import ALL, DEFAULTS
 
 if TYPE_CHECKING:
     from balanceroute.core.knobs import Option
@@ -18,7 +18,10 @@ app = typer.Typer(no_args_is_help=True, help=SUMMARY, rich_markup_mode=None)
 
 KindOption = Annotated[str, typer.Option(help="survival, exact_match or learned.")]
 AnyKindOption = Annotated[str, typer.Option(help="survival, exact_match, learned, or module:Class of your own.")]
-HorizonOption = Annotated[int, typer.Option(min=1, help="H, decode steps; routing.horizon_steps of the router.")]
+HorizonOption = Annotated[
+    int,
+    typer.Option(min=1, max=ALL["horizon_steps"].most, help="H, decode steps; routing.horizon_steps of the router."),
+]
 JsonFlag = Annotated[bool, typer.Option("--json", help="Print the result as JSON.")]
 BucketsOption = Annotated[
     int, typer.Option(min=0, help="exact_match: on a miss look at prompts of like size, in this many quantiles.")
