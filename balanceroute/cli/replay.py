@@ -98,6 +98,7 @@ def replay(
     from balanceroute.cli.given import refuse_unused
     from balanceroute.cli.output import (
         INTERRUPTED,
+        check_written,
         print_fields,
         print_json,
         progress_bar,
@@ -154,6 +155,8 @@ def replay(
         return
     if figure is not None:
         raise InputError("--figure: of --compare alone")
+    if series is not None:
+        check_written(series)
     with progress_bar("replaying") as tell, stopped_by_signals() as stopped:
         outcome = job.run(until(stopped, tell))
     if series is not None:
@@ -203,9 +206,7 @@ def compare_policies(job: "Replay", title: str, *, as_json: bool, figure: Path |
     from balanceroute.core.policies import POLICIES
 
     if figure is not None:
-        from balanceroute.experiments import figures
-
-        figures.pyplot()  # which may be missing: said before anything is replayed
+        check_figure(figure)
     others = [name for name in sorted(POLICIES) if name != job.policy.policy]
     jobs = [job]
     for name in others:
@@ -253,13 +254,31 @@ def show_comparison(found: "dict[str, Figures]", title: str) -> None:
     print_table(table)
 
 
+def check_figure(path: Path) -> None:
+    """Say before anything is replayed what would keep it from being drawn. Raises: InputError."""
+    from balanceroute.cli.output import check_written
+    from balanceroute.errors import InputError
+    from balanceroute.experiments import figures
+
+    figures.pyplot()  # which may be missing
+    if path.name in ("", ".."):
+        raise InputError(f"--figure {str(path)!r}: names no file")
+    for file in figures.files_at(stem_of(path)):
+        check_written(file)
+
+
+def stem_of(path: Path) -> Path:
+    """Where to draw: the suffix of either format is put back, all else is the name."""
+    return path.with_suffix("") if path.suffix in (".png", ".svg") else path
+
+
 def draw_comparison(found: "dict[str, Figures]", title: str, path: Path) -> None:
     """The comparison as a figure."""
     from balanceroute.errors import InputError
     from balanceroute.experiments import figures
 
     try:
-        drawn = figures.comparison(found, f"Every policy on {Path(title).name}", path.with_suffix(""))
+        drawn = figures.comparison(found, f"Every policy on {Path(title).name}", stem_of(path))
     except OSError as error:
         raise InputError(f"{path}: cannot be written: {error.strerror}") from error
     typer.echo(f"figure: {drawn}", err=True)

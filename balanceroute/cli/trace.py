@@ -37,8 +37,10 @@ def generate(
 
     Example: balanceroute trace generate heavy_tailed --load 0.9 --seed 7 --out day.csv.gz
     """
+    from balanceroute.cli.output import check_written
     from balanceroute.traces import ReferenceSetting, generate_trace, write_trace
 
+    check_written(out)
     setting = ReferenceSetting(workers, slots, step_cost, step_overhead)
     trace = generate_trace(preset, rows=rows, seed=seed, load=load, setting=setting)
     write_trace(trace, out)
@@ -57,11 +59,13 @@ def convert(
 
     Example: balanceroute trace convert router.log --out day.csv.gz && balanceroute replay --trace day.csv.gz --compare
     """
+    from balanceroute.cli.output import check_written
     from balanceroute.errors import InputError
     from balanceroute.traces import TraceFormat, convert_trace, write_trace
 
     if format not in set(TraceFormat):
         raise InputError(f"--format {format}: one of {', '.join(TraceFormat)}")
+    check_written(out)
     result = convert_trace(source, TraceFormat(format), jitter_s=jitter, seed=seed)
     write_trace(result.trace, out)
     if result.without_output:
