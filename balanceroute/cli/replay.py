@@ -238,7 +238,10 @@ def show_comparison(found: "dict[str, Figures]", title: str) -> None:
 
     from balanceroute.cli.output import print_table
 
-    columns = ("policy", "load spread", "balance", "tokens/s", "TPOT p95 ms", "wait p50 s", "wait p99 s", "wait max s")
+    columns = (
+        "policy", "load spread", "balance", "tokens/s", "makespan s", "TPOT p95 ms",
+        "wait p50 s", "wait p99 s", "wait max s",
+    )  # fmt: skip
     table = Table(columns[0], title=title)
     for column in columns[1:]:
         table.add_column(column, justify="right")
@@ -248,6 +251,7 @@ def show_comparison(found: "dict[str, Figures]", title: str) -> None:
             f"{f.load_spread_mean:,.0f}",
             f"{f.balance:.3f}",
             f"{f.throughput_tok_s:,.0f}",
+            f"{f.makespan_s:,.0f}",
             f"{1e3 * f.tpot_p95_s:.1f}",
         )
         table.add_row(name, *cells, *waits)

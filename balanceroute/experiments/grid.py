@@ -190,7 +190,8 @@ def report(scope: Scope, results: Results, out: Path) -> Section:
         f"{len(rows)} cells, {len(busy)} of them busy (more than {BUSY:.0%} of the slots in use), {len(scope.seeds)}"
         " seed(s). Lost tokens/s and TPOT p95 are against the best policy of the same cell; the wait is the p99 against"
         f" the best of those within {NEAR:.0%} of the best tokens/s. Tokens/s are of a window: who lets large prompts"
-        " wait serves more of the small ones meanwhile, and gains up to 1 %."
+        " wait serves more of the small ones meanwhile, and gains up to 1 % here. In a run of only a few wait caps it"
+        " gains several per cent, though it ends no sooner: judge such a run by its makespan."
     )
     section.table(regret_table(busy))
     section.text(f"The bars for the default, {methods.LEVEL_FIT.label}, one by one:")

@@ -57,6 +57,7 @@ def test_every_policy_stands_in_one_table(monkeypatch: pytest.MonkeyPatch, capsy
     assert run(monkeypatch, *SMALL, "--compare") == 0
     printed = capsys.readouterr().out
     assert all(name in printed for name in POLICIES)
+    assert "makespan s" in printed, "tokens/s of a window favour who lets large prompts wait beyond it"
 
 
 def test_an_access_log_alone_is_compared_and_drawn(
