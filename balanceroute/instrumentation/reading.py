@@ -20,7 +20,6 @@ Behind a barrier every rank's steps take as long as the slowest one's, so its ra
 that step independently have the a of their own fits: relative to the middle one, that is their slowdown.
 """
 
-import csv
 import re
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
@@ -42,6 +41,7 @@ FAR_OFF = 8.0  # median absolute deviations: a step further off the line is a pa
 TOGETHER = 0.7  # mean resultant length of the phases: 1 in lock-step, near 0 for steps that drift past each other
 COMPUTED_US = 5.0  # per token: no engine reads a token's KV that slowly, and none computes a prompt as fast
 SAME_SLOWDOWN = 0.05  # slopes that differ by less are the same engine's on two days
+LARGEST = 1e15  # of any field; squares of what is larger would leave the range of a float
 ROUNDS = 8  # of c; it settles in two or three
 
 
@@ -131,23 +131,30 @@ def read(path: Path) -> Floats:
     Raises: BadStepLog; OSError.
     """
     rows: list[list[float]] = []
-    with path.open(newline="", encoding="ascii", errors="replace") as file:
-        lines = csv.reader(file)
-        if tuple(next(lines, ())) != COLUMNS:
+    # each line by itself: a quote that is never closed would swallow the rest of the file
+    with path.open(encoding="ascii", errors="replace") as lines:
+        if tuple(next(lines, "").rstrip("\n").split(",")) != COLUMNS:
             raise BadStepLog(f"{path}, line 1: expected the columns {','.join(COLUMNS)}")
         broken: int | None = None
-        for number, row in enumerate(lines, start=2):
+        for number, line in enumerate(lines, start=2):
             if broken is not None:
                 raise BadStepLog(f"{path}, line {broken}: expected {len(COLUMNS)} numbers")
-            try:
-                values = [float(value) for value in row]
-            except ValueError:
-                values = []
-            if len(values) == len(COLUMNS) and np.isfinite(values).all():
+            values = numbers(line)
+            if values:
                 rows.append(values)
             else:
                 broken = number
     return np.array(rows, dtype=np.float64).reshape(-1, len(COLUMNS))
+
+
+def numbers(line: str) -> list[float]:
+    """The fields of a line; none where it is no line of a step log."""
+    try:
+        values = [float(value) for value in line.split(",")]
+    except ValueError:
+        return []
+    sensible = len(values) == len(COLUMNS) and all(abs(value) <= LARGEST for value in values)
+    return values if sensible and min(values[2:]) >= 0 else []
 
 
 def summarise(paths: Sequence[Path]) -> Summary:

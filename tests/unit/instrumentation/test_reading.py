@@ -97,6 +97,20 @@ def test_half_a_last_line_is_forgiven_and_half_a_line_before_it_is_not(tmp_path:
         read(path)
 
 
+@pytest.mark.parametrize(
+    "line",
+    ['1e9,"1,1,1,0,0', f"1e9,{'9' * 200_000},1,1,0,0", '1e9,"' + "9" * 200_000, "1e9,1,-1,1,0,0", "1e9,1e300,1,1,0,0"],
+    ids=["quote", "field of many digits", "quote of many digits", "negative", "too large"],
+)
+def test_a_line_that_is_none_of_a_step_log_is_named_and_swallows_no_other(tmp_path: Path, line: str) -> None:
+    path = a_log(tmp_path / "a", [1, 2, 3])
+    path.write_text(path.read_text() + line)
+    assert len(read(path)) == 3, "forgiven as the last one"
+    path.write_text(path.read_text() + "\n" + "1e9,1,1,1,0,0\n" * 500)
+    with pytest.raises(BadStepLog, match="line 5: expected 6 numbers"):
+        read(path)
+
+
 def test_the_command_prints_a_table_or_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     files = [str(a_log(tmp_path / name, [1000, 2000, 4000])) for name in ("a.csv", "b.csv")]
     assert main(files) == 0
