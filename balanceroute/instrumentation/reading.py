@@ -2,8 +2,10 @@
 
 Each file is one rank. Which ranks wait for each other is found in the files: the steps of one barrier end together, so
 the ends of one rank's steps fall on one phase of the other's; the steps of separate servers drift through all phases.
-Two files of one rank number are separate servers in any case, and too few steps to tell count as one barrier. A
-prefiller is not a decode rank: the plugin names its file so, and a file in which no request stays for a second step,
+Two files of one rank number are separate servers in any case, and too few steps to tell count as one barrier. Where the
+clocks of two machines differ, or one was set back, the costs of the steps tell (`clocks`).
+
+A prefiller is not a decode rank: the plugin names its file so, and a file in which no request stays for a second step,
 and a token costs what it costs to compute, is one, too. It is listed and left out of all else.
 
 A rank's load at a time is that of its last step before it, so the ranks of a barrier are compared at the ends of all
@@ -30,6 +32,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from balanceroute.instrumentation.clocks import clock_offset, in_order, with_times
 from balanceroute.instrumentation.step_log import COLUMNS, PREFILL_NAME
 
 Floats = NDArray[np.float64]
@@ -100,7 +103,10 @@ class Group:
 
 @dataclass(frozen=True, slots=True)
 class Summary:
-    """All files together; what is said of the ranks of one barrier is None unless there is exactly one."""
+    """All files together; what is said of the ranks of one barrier is None unless there is exactly one.
+
+    `notes`: what was wrong with a file's clock, and was put right.
+    """
 
     ranks: list[RankSummary]
     groups: list[Group]
@@ -109,6 +115,7 @@ class Summary:
     load_spread_p99: float | None = None
     load_spread_of_mean_ratio: float | None = None
     envelope_fit: Fit | None = None
+    notes: tuple[str, ...] = ()
 
     @property
     def usable(self) -> list[Fit]:
@@ -159,10 +166,18 @@ def numbers(line: str) -> list[float]:
 
 def summarise(paths: Sequence[Path]) -> Summary:
     """Read and compare. Raises: BadStepLog; OSError."""
-    logs = [(path, read(path)) for path in paths]
+    logs, notes = list[Log](), list[str]()
+    for path in paths:
+        steps, repaired = in_order(read(path))
+        logs.append((path, steps))
+        notes += [f"{path.name}: {repaired}"] if repaired else []
     ranks = [_rank(path, steps) for path, steps in logs]
     decoding = [log for log, rank in zip(logs, ranks, strict=True) if len(log[1]) and not rank.prefiller]
-    groups = with_slowdowns([_group(members) for members in in_groups(decoding)])
+    members, moved = in_groups(decoding)
+    return replace(_summary(ranks, with_slowdowns([_group(group) for group in members])), notes=(*notes, *moved))
+
+
+def _summary(ranks: list[RankSummary], groups: list[Group]) -> Summary:
     several = [group for group in groups if len(group.files) > 1]
     if len(groups) > 1 or not several:
         return Summary(ranks, groups, max((group.overlap_s for group in groups), default=0.0))
@@ -181,16 +196,36 @@ def summarise(paths: Sequence[Path]) -> Summary:
 Log = tuple[Path, Floats]
 
 
-def in_groups(logs: Sequence[Log]) -> list[list[Log]]:
-    """The ranks that step together, in the order of the files."""
+def in_groups(logs: Sequence[Log]) -> tuple[list[list[Log]], list[str]]:
+    """The ranks that step together, in the order of the files, and whose clock had to be moved for it."""
     groups: list[list[Log]] = []
+    notes: list[str] = []
     for log in logs:
         home = next((group for group in groups if all(step_together(log, member) for member in group)), None)
+        if home is None:
+            home, log, note = by_cost(log, groups)
+            notes += note
         if home is None:
             groups.append([log])
         else:
             home.append(log)
-    return groups
+    return groups, notes
+
+
+def by_cost(log: Log, groups: Sequence[list[Log]]) -> tuple[list[Log] | None, Log, list[str]]:
+    """The group whose steps take equally long, and the log by that group's clock; None where there is none."""
+    path, steps = log
+    for group in groups:
+        if any(rank_number(path) is not None and rank_number(path) == rank_number(other) for other, _ in group):
+            continue
+        offset = clock_offset(group[0][1], steps)
+        if offset is not None:
+            note = (
+                f"{path.name}: steps take as long as those of {group[0][0].name}, {offset:+.3f} s apart: one barrier,"
+                " by two clocks"
+            )
+            return group, (path, with_times(steps, steps[:, 0] - offset)), [note]
+    return None, log, []
 
 
 def step_together(one: Log, other: Log) -> bool:

@@ -7,7 +7,7 @@ NO_FIT = "no fit (too few steps, or all with the same load)"
 
 def text_of(summary: Summary) -> str:
     """The summary as lines."""
-    lines = _table(summary.ranks)
+    lines = [*_table(summary.ranks), *summary.notes]
     several = len(summary.groups) > 1
     if several:
         lines.append(f"{len(summary.groups)} servers or groups whose steps do not end together")

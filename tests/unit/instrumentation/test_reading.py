@@ -1,6 +1,7 @@
 """What is read out of step logs."""
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -224,6 +225,51 @@ def test_a_prefiller_is_left_out_whatever_its_name(tmp_path: Path) -> None:
     assert [len(group.files) for group in summary.groups] == [2]
     named = a_log(tmp_path / "steps-prefill-dp0-1.csv", [1000, 2000])
     assert summarise([named]).groups == []
+
+
+def rewritten(path: Path, change: Callable[[list[str]], list[str]]) -> Path:
+    """The same file with its lines below the header changed."""
+    header, *lines = path.read_text().splitlines()
+    path.write_text("\n".join([header, *change(lines)]) + "\n")
+    return path
+
+
+def moved(lines: list[str], by_s: float) -> list[str]:
+    """The same steps by another clock."""
+    parts = [line.partition(",") for line in lines]
+    return [f"{float(time) + by_s:.6f},{rest}" for time, _, rest in parts]
+
+
+@pytest.mark.parametrize(
+    ("change", "note"),
+    [
+        (lambda lines: [*lines[:600], *moved(lines[600:], -300.0)], "times go back 1 time, as where a clock is set"),
+        (lambda lines: lines[::-1], "times go back 1,199 times: sorted by time"),
+    ],
+    ids=["clock set back", "newest first"],
+)
+def test_steps_whose_times_go_back_are_read_and_said_so(
+    tmp_path: Path, change: Callable[[list[str]], list[str]], note: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (file,) = engines(tmp_path, 1, barrier=False)
+    expected = summarise([file]).groups[0].fit
+    summary = summarise([rewritten(file, change)])
+    found = summary.groups[0].fit
+    assert expected is not None and found is not None and found.doubt is None
+    assert found.a_us_per_token == pytest.approx(expected.a_us_per_token, rel=0.01)
+    assert main([str(file)]) == 0
+    assert f"{file.name}: {note}" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("by_s", [0.5, -3600.0])
+def test_ranks_of_one_barrier_are_found_by_their_costs_where_their_clocks_differ(tmp_path: Path, by_s: float) -> None:
+    files = engines(tmp_path, 3, barrier=True)
+    together = summarise(files)
+    rewritten(files[1], lambda lines: moved(lines[7:], by_s))
+    summary = summarise(files)
+    assert [len(group.files) for group in summary.groups] == [3]
+    assert summary.load_spread_mean == pytest.approx(together.load_spread_mean, rel=0.05)
+    assert len(summary.notes) == 1 and f"{by_s:+.3f} s apart: one barrier, by two clocks" in summary.notes[0]
 
 
 def test_the_command_line_prints_what_to_configure(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
