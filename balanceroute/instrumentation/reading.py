@@ -40,11 +40,15 @@ Floats = NDArray[np.float64]
 ENOUGH_STEPS = 30  # fewer say little: of a slope, of a common barrier, or of what kind of engine it was
 LEAST_R2 = 0.2  # share of the variance below which a fit is no use for predicting a step
 LEAST_T = 4.0  # errors that a coefficient must be away from 0: one in 15,000 by chance
+LEAST_MS = 0.01  # of a step: less is the rounding of a log
 FAR_OFF = 8.0  # median absolute deviations: a step further off the line is a pause, not a step
 TOGETHER = 0.7  # mean resultant length of the phases: 1 in lock-step, near 0 for steps that drift past each other
 COMPUTED_US = 5.0  # per token: no engine reads a token's KV that slowly, and none computes a prompt as fast
+COMPUTED_FAST_US = 0.5  # the same for a log in which no step has anything of the step before
+UNRELATED = 0.8  # of the difference between steps far apart: 1 where all requests are new, near 0 where most stay
 SAME_SLOWDOWN = 0.05  # slopes that differ by less are the same engine's on two days
 LARGEST = 1e15  # of any field; squares of what is larger would leave the range of a float
+SLOWDOWNS = (0.01, 100.0)  # the least and the most that a configuration accepts
 ROUNDS = 8  # of c; it settles in two or three
 
 
@@ -324,7 +328,7 @@ def with_slowdowns(found: Sequence[tuple[Group, Observed]]) -> list[Group]:
     slopes = np.array([observed.slope_with(c_tokens) for _, observed in found])
     if not np.isfinite(slopes).all():
         return groups
-    slowdowns = (slopes / np.median(slopes)).round(2)
+    slowdowns = np.clip(slopes / np.median(slopes), *SLOWDOWNS).round(2)
     slowdowns[np.abs(slowdowns - 1.0) < SAME_SLOWDOWN] = 1.0
     return [replace(group, slowdown=slowdown) for group, slowdown in zip(groups, slowdowns.tolist(), strict=True)]
 
@@ -372,8 +376,15 @@ def only_prefills(steps: Floats) -> bool:
     stayed = same & (change > 0) & (change <= 8 * running)  # a token each, or a few where the engine speculates
     jumps = float(np.median(np.abs(change))) > 16 * float(np.median(running))
     fit = _fit(busy[:, 3], busy[:, 2], busy[:, 1])
-    computes = fit is not None and fit.a_us_per_token >= COMPUTED_US and fit.b_ms < 0.5 * float(busy[:, 1].mean())
+    least_us = COMPUTED_FAST_US if unrelated(busy[:, 3]) else COMPUTED_US
+    computes = fit is not None and fit.a_us_per_token >= least_us and fit.b_ms < 0.5 * float(busy[:, 1].mean())
     return bool(stayed.mean() < 0.01 and jumps and computes)
+
+
+def unrelated(loads: Floats) -> bool:
+    """Whether a step has no more in common with the next one than with one far away: all its requests are gone."""
+    next_one, far = np.abs(np.diff(loads)), np.abs(loads - np.roll(loads, len(loads) // 2))
+    return float(np.median(next_one)) > UNRELATED * float(np.median(far))
 
 
 # -- the fit -------------------------------------------------------------------------------------------------
@@ -403,6 +414,7 @@ class _Line:
     per_request: float
     base: float
     token_t: float
+    base_t: float
     rest: Floats
     r2: float
 
@@ -411,9 +423,9 @@ class _Line:
         if len(load) >= ENOUGH_STEPS and float(np.ptp(requests)) > 0:
             (token, request, base), errors, rest, r2 = _least_squares(step_ms, load, requests)
             if request > LEAST_T * errors[1]:
-                return cls(token, request, base, token / errors[0] if errors[0] else np.inf, rest, r2)
+                return cls(token, request, base, ratio(token, errors[0]), ratio(base, errors[2]), rest, r2)
         (token, base), errors, rest, r2 = _least_squares(step_ms, load)
-        return cls(token, 0.0, base, token / errors[0] if errors[0] else np.inf, rest, r2)
+        return cls(token, 0.0, base, ratio(token, errors[0]), ratio(base, errors[1]), rest, r2)
 
     def near(self, step_ms: Floats) -> NDArray[np.bool_]:
         """Which steps are not far off the line."""
@@ -431,11 +443,18 @@ class _Line:
             return "the slope is not above zero: time does not follow the KV tokens"
         if self.token_t < LEAST_T:
             return "the slope is no larger than its error"
+        if self.base_t < -LEAST_T and self.base < -LEAST_MS:
+            return f"an empty step would take {self.base:.3f} ms: time does not follow the KV tokens in a line"
         if self.r2 < LEAST_R2:
             return f"it explains {self.r2:.0%} of the variance of step times"
         if len(self.rest) < ENOUGH_STEPS:
             return f"{len(self.rest)} steps are too few"
         return None
+
+
+def ratio(coefficient: float, error: float) -> float:
+    """How many errors a coefficient is away from 0."""
+    return coefficient / error if error else float(np.copysign(np.inf, coefficient))
 
 
 def _least_squares(step_ms: Floats, *columns: Floats) -> tuple[list[float], list[float], Floats, float]:

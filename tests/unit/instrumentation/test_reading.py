@@ -1,6 +1,7 @@
 """What is read out of step logs."""
 
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 
@@ -10,8 +11,9 @@ import pytest
 from balanceroute.cli.steps import steps
 from balanceroute.errors import InputError
 from balanceroute.instrumentation.__main__ import main
-from balanceroute.instrumentation.reading import BadStepLog, read, summarise
+from balanceroute.instrumentation.reading import BadStepLog, Fit, Group, Summary, read, summarise
 from balanceroute.instrumentation.step_log import COLUMNS
+from balanceroute.instrumentation.text import configuration
 
 HEADER = ",".join(COLUMNS) + "\n"
 
@@ -169,13 +171,14 @@ def engines(
     return files
 
 
-def a_prefiller(path: Path) -> Path:
-    """One prompt per step, 50 us per token."""
+def a_prefiller(path: Path, us_per_token: float = 50.0) -> Path:
+    """One prompt per step."""
     rng = np.random.default_rng(1)
     lines, now = [HEADER], 1e9
     for tokens in rng.lognormal(8, 1, 200).astype(int):
-        now += (5 + 0.05 * tokens) / 1e3
-        lines.append(f"{now:.6f},{5 + 0.05 * tokens:.4f},1,{tokens},0,0.1\n")
+        ms = 5 + us_per_token / 1e3 * tokens
+        now += ms / 1e3
+        lines.append(f"{now:.6f},{ms:.4f},1,{tokens},0,0.1\n")
     path.write_text("".join(lines))
     return path
 
@@ -218,9 +221,10 @@ def test_noise_is_said_to_mean_nothing(tmp_path: Path, capsys: pytest.CaptureFix
     assert summarise(files).request_tokens is None
 
 
-def test_a_prefiller_is_left_out_whatever_its_name(tmp_path: Path) -> None:
+@pytest.mark.parametrize("us_per_token", [50.0, 3.0], ids=["slow", "fast"])
+def test_a_prefiller_is_left_out_whatever_its_name(tmp_path: Path, us_per_token: float) -> None:
     decoders = engines(tmp_path, 2, barrier=True)
-    summary = summarise([*decoders, a_prefiller(tmp_path / "steps-dp0-9.csv")])
+    summary = summarise([*decoders, a_prefiller(tmp_path / "steps-dp0-9.csv", us_per_token)])
     assert [rank.prefiller for rank in summary.ranks] == [False, False, True]
     assert [len(group.files) for group in summary.groups] == [2]
     named = a_log(tmp_path / "steps-prefill-dp0-1.csv", [1000, 2000])
@@ -278,3 +282,32 @@ def test_the_command_line_prints_what_to_configure(tmp_path: Path, capsys: pytes
     assert "request_tokens: " in text and "--step-cost 1.2" in text and "# slowdown: 1 for all" in text
     with pytest.raises(InputError, match="nothing.csv: cannot be read"):
         steps([tmp_path / "nothing.csv"])
+
+
+def test_the_line_for_replay_has_the_slowdowns_and_the_cost_that_they_multiply(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    steps(engines(tmp_path, 2, barrier=False, slowdowns=(1.0, 1.5)), json=False)
+    options = dict(re.findall(r"--([a-z-]+) (\S+)", capsys.readouterr().out))
+    costs = [float(options["step-cost"]) * float(each) for each in options["slowdowns"].split(",")]
+    assert costs == pytest.approx([1.2e-7, 1.8e-7], rel=0.05)
+    assert options["workers"] == "2"
+
+
+def test_a_cost_below_zero_of_an_empty_step_is_doubted_or_printed_as_zero(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = a_log(tmp_path / "a", [10_000 + 100 * (step % 97) for step in range(500)])
+    bent = rewritten(path, lambda lines: [line.replace(f",{cost}", f",{cost - 20:.4f}") for line, cost in costs(lines)])
+    assert main([str(bent)]) == 0
+    text = capsys.readouterr().out
+    assert "this fit means nothing: an empty step would take -5.000 ms" in text and "to replay with" not in text
+    fits = [Fit(0.1, -0.2, 0.9, 500)]
+    summary = Summary([], [Group(("a",), 1.0, None, None, None, fit) for fit in fits], 1.0)
+    text = "\n".join(configuration(summary))
+    assert "--step-overhead 0 " in text and "-0.200 ms is 0 within its error" in text
+
+
+def costs(lines: list[str]) -> list[tuple[str, float]]:
+    """Each line with its cost."""
+    return [(line, float(line.split(",")[1])) for line in lines]
