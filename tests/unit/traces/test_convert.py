@@ -341,13 +341,13 @@ def piped(data: bytes) -> Iterator[str]:
         with suppress(BrokenPipeError), open(writing, "wb") as pipe:
             pipe.write(data)
 
-    writer = threading.Thread(target=feed)
+    writer = threading.Thread(target=feed, daemon=True)  # which waits for ever where not all is read
     writer.start()
     try:
         yield f"/dev/fd/{reading}"
     finally:
         os.close(reading)
-        writer.join()
+        writer.join(5)
 
 
 def long_router_log(n: int) -> str:
