@@ -2,18 +2,38 @@
 
 import json
 import math
+import os
 import signal
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import typer
 
+from balanceroute.errors import InputError
+
 INTERRUPTED = 130  # exit code of what a signal cut short
 LINE_EVERY_S = 15.0  # between two lines of progress
 WIDEST = 10_000  # characters of a table
+
+
+def check_written(path: Path) -> None:
+    """Raises: InputError: no file can be written there, which is said before the work whose result it would hold.
+
+    An empty name is `.`, a folder.
+    """
+    if os.path.isdir(path):
+        reason = "it is a folder"
+    elif not os.path.isdir(path.parent):
+        reason = f"there is no folder {path.parent}"
+    elif not os.access(path if os.path.exists(path) else path.parent, os.W_OK):
+        reason = "no permission"
+    else:
+        return
+    raise InputError(f"{path}: cannot be written: {reason}")
 
 
 def print_json(result: Any) -> None:

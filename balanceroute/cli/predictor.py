@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from balanceroute.cli import helping
-from balanceroute.core.knobs import DEFAULTS
+from balanceroute.core.knobs import ALL, DEFAULTS
 
 if TYPE_CHECKING:
     from balanceroute.core.knobs import Option
@@ -18,7 +18,10 @@ app = typer.Typer(no_args_is_help=True, help=SUMMARY, rich_markup_mode=None)
 
 KindOption = Annotated[str, typer.Option(help="survival, exact_match or learned.")]
 AnyKindOption = Annotated[str, typer.Option(help="survival, exact_match, learned, or module:Class of your own.")]
-HorizonOption = Annotated[int, typer.Option(min=1, help="H, decode steps; routing.horizon_steps of the router.")]
+HorizonOption = Annotated[
+    int,
+    typer.Option(min=1, max=ALL["horizon_steps"].most, help="H, decode steps; routing.horizon_steps of the router."),
+]
 JsonFlag = Annotated[bool, typer.Option("--json", help="Print the result as JSON.")]
 BucketsOption = Annotated[
     int, typer.Option(min=0, help="exact_match: on a miss look at prompts of like size, in this many quantiles.")
@@ -40,7 +43,7 @@ def fit(
 
     Example: balanceroute predictor fit --trace week.csv.gz --kind learned --out learned.npz
     """
-    from balanceroute.cli.output import print_fields, print_json
+    from balanceroute.cli.output import check_written, print_fields, print_json
     from balanceroute.errors import ConfigError
     from balanceroute.prediction import KINDS, LearnedPredictor, Model, save_model
 
@@ -48,6 +51,7 @@ def fit(
         raise ConfigError(f"--kind: {kind!r} is none of {', '.join(KINDS[1:])}; others write no model file")
     if (trace is None) == (history is None):
         raise ConfigError("predictor fit: give either --trace or --history")
+    check_written(out)
     rows = _from_history(history) if history is not None else _from_trace(trace)
     predictor = _fitted(kind, horizon, rows)
     learned = predictor.fitted if isinstance(predictor, LearnedPredictor) else None
@@ -81,7 +85,7 @@ def evaluate(
 
     Example: balanceroute predictor evaluate --trace day.csv.gz --kind exact_match --horizon 80 --json
     """
-    from balanceroute.cli.output import print_fields, print_json
+    from balanceroute.cli.output import check_written, print_fields, print_json
     from balanceroute.errors import ConfigError, InputError
     from balanceroute.prediction import build_predictor, load_model
     from balanceroute.prediction import evaluate as judge
@@ -90,6 +94,8 @@ def evaluate(
 
     if model is not None and train is not None:
         raise ConfigError("predictor evaluate: give --model or --train, not both")
+    if plot is not None:
+        check_written(plot)
     rows = _from_trace(trace)
     predictor: BuiltPredictor
     if model is not None:

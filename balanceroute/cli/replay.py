@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 TRACE_HELP = (
     "Trace CSV, heavy_tailed or capped for a generated one, or whatever `balanceroute trace convert` reads: a public "
-    "trace, this router's JSON log, vLLM's request log."
+    "trace, this router's JSON log, vLLM's request log. - is standard input."
 )
 WORKERS_HELP = (
     "Decode workers (G). heavy_tailed and capped arrive as fast as suits 8: for more or fewer draw a trace with "
@@ -98,6 +98,7 @@ def replay(
     from balanceroute.cli.given import refuse_unused
     from balanceroute.cli.output import (
         INTERRUPTED,
+        check_written,
         print_fields,
         print_json,
         progress_bar,
@@ -154,6 +155,8 @@ def replay(
         return
     if figure is not None:
         raise InputError("--figure: of --compare alone")
+    if series is not None:
+        check_written(series)
     with progress_bar("replaying") as tell, stopped_by_signals() as stopped:
         outcome = job.run(until(stopped, tell))
     if series is not None:
@@ -203,9 +206,7 @@ def compare_policies(job: "Replay", title: str, *, as_json: bool, figure: Path |
     from balanceroute.core.policies import POLICIES
 
     if figure is not None:
-        from balanceroute.experiments import figures
-
-        figures.pyplot()  # which may be missing: said before anything is replayed
+        check_figure(figure)
     others = [name for name in sorted(POLICIES) if name != job.policy.policy]
     jobs = [job]
     for name in others:
@@ -237,7 +238,10 @@ def show_comparison(found: "dict[str, Figures]", title: str) -> None:
 
     from balanceroute.cli.output import print_table
 
-    columns = ("policy", "load spread", "balance", "tokens/s", "TPOT p95 ms", "wait p50 s", "wait p99 s", "wait max s")
+    columns = (
+        "policy", "load spread", "balance", "tokens/s", "makespan s", "TPOT p95 ms",
+        "wait p50 s", "wait p99 s", "wait max s",
+    )  # fmt: skip
     table = Table(columns[0], title=title)
     for column in columns[1:]:
         table.add_column(column, justify="right")
@@ -247,10 +251,29 @@ def show_comparison(found: "dict[str, Figures]", title: str) -> None:
             f"{f.load_spread_mean:,.0f}",
             f"{f.balance:.3f}",
             f"{f.throughput_tok_s:,.0f}",
+            f"{f.makespan_s:,.0f}",
             f"{1e3 * f.tpot_p95_s:.1f}",
         )
         table.add_row(name, *cells, *waits)
     print_table(table)
+
+
+def check_figure(path: Path) -> None:
+    """Say before anything is replayed what would keep it from being drawn. Raises: InputError."""
+    from balanceroute.cli.output import check_written
+    from balanceroute.errors import InputError
+    from balanceroute.experiments import figures
+
+    figures.pyplot()  # which may be missing
+    if path.name in ("", ".."):
+        raise InputError(f"--figure {str(path)!r}: names no file")
+    for file in figures.files_at(stem_of(path)):
+        check_written(file)
+
+
+def stem_of(path: Path) -> Path:
+    """Where to draw: the suffix of either format is put back, all else is the name."""
+    return path.with_suffix("") if path.suffix in (".png", ".svg") else path
 
 
 def draw_comparison(found: "dict[str, Figures]", title: str, path: Path) -> None:
@@ -259,7 +282,7 @@ def draw_comparison(found: "dict[str, Figures]", title: str, path: Path) -> None
     from balanceroute.experiments import figures
 
     try:
-        drawn = figures.comparison(found, f"Every policy on {Path(title).name}", path.with_suffix(""))
+        drawn = figures.comparison(found, f"Every policy on {Path(title).name}", stem_of(path))
     except OSError as error:
         raise InputError(f"{path}: cannot be written: {error.strerror}") from error
     typer.echo(f"figure: {drawn}", err=True)

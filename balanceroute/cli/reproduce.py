@@ -44,6 +44,7 @@ def reproduce(
     from balanceroute.experiments import reproduce as run
     from balanceroute.experiments.reproduce import OPTIONS, check_read
     from balanceroute.traces import read_trace
+    from balanceroute.traces.source import check_read_again
 
     if not out:
         raise InputError("--out: an empty name; the folder for the report, . for this one")
@@ -51,6 +52,7 @@ def reproduce(
         if given(context, option):
             check_read(experiments or [], option)
     if trace is not None:
+        check_read_again(trace)  # by every process of the simulation
         read_trace(Path(trace))  # a bad file is named before anything runs
     scope, folder = Scope.of(quick=quick, trace=trace, policies=tuple(policy or ())), Path(out)
     # as an exception, so that the processes of the simulation end with this one

@@ -37,8 +37,10 @@ def generate(
 
     Example: balanceroute trace generate heavy_tailed --load 0.9 --seed 7 --out day.csv.gz
     """
+    from balanceroute.cli.output import check_written
     from balanceroute.traces import ReferenceSetting, generate_trace, write_trace
 
+    check_written(out)
     setting = ReferenceSetting(workers, slots, step_cost, step_overhead)
     trace = generate_trace(preset, rows=rows, seed=seed, load=load, setting=setting)
     write_trace(trace, out)
@@ -46,7 +48,7 @@ def generate(
 
 
 def convert(
-    source: Annotated[Path, typer.Argument(help="Original file, possibly .gz or .xz.")],
+    source: Annotated[Path, typer.Argument(help="Original file, possibly .gz or .xz; - is standard input.")],
     out: OutFile,
     format: Annotated[str, typer.Option(help="auto, azure, mooncake, burstgpt, router or vllm.")] = "auto",
     jitter: Annotated[float, typer.Option(min=0, help="Seconds; spreads stamps that sit on steps.")] = 0.0,
@@ -57,11 +59,13 @@ def convert(
 
     Example: balanceroute trace convert router.log --out day.csv.gz && balanceroute replay --trace day.csv.gz --compare
     """
+    from balanceroute.cli.output import check_written
     from balanceroute.errors import InputError
     from balanceroute.traces import TraceFormat, convert_trace, write_trace
 
     if format not in set(TraceFormat):
         raise InputError(f"--format {format}: one of {', '.join(TraceFormat)}")
+    check_written(out)
     result = convert_trace(source, TraceFormat(format), jitter_s=jitter, seed=seed)
     write_trace(result.trace, out)
     if result.without_output:
@@ -74,7 +78,8 @@ def convert(
 
 
 def describe(
-    trace: Annotated[Path, typer.Argument(help="Trace CSV, possibly .gz or .xz.")], json: JsonFlag = False
+    trace: Annotated[Path, typer.Argument(help="Trace CSV, possibly .gz or .xz; - is standard input.")],
+    json: JsonFlag = False,
 ) -> None:
     """Print rates, moments and quantiles of a trace.
 

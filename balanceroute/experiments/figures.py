@@ -121,13 +121,18 @@ def pyplot() -> Any:
 
 def save(figure: "Figure", stem: Path) -> Path:
     """Write PNG and SVG; the PNG's path."""
-    path = stem.with_suffix(".png")
+    path, drawing = files_at(stem)
     figure.draw_without_rendering()
     figure.set_layout_engine("none")  # the layout is found; each format would search for it again
     figure.savefig(path, dpi=DPI, metadata={"Software": "balanceroute"})
-    figure.savefig(stem.with_suffix(".svg"), metadata={"Date": None, "Creator": "balanceroute"})
+    figure.savefig(drawing, metadata={"Date": None, "Creator": "balanceroute"})
     pyplot().close(figure)
     return path
+
+
+def files_at(stem: Path) -> tuple[Path, Path]:
+    """PNG and SVG of a figure; a dot in its name is part of it, as in `load1.05`."""
+    return stem.with_name(f"{stem.name}.png"), stem.with_name(f"{stem.name}.svg")
 
 
 def files(stem: str) -> list[str]:

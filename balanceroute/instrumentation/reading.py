@@ -2,8 +2,10 @@
 
 Each file is one rank. Which ranks wait for each other is found in the files: the steps of one barrier end together, so
 the ends of one rank's steps fall on one phase of the other's; the steps of separate servers drift through all phases.
-Two files of one rank number are separate servers in any case, and too few steps to tell count as one barrier. A
-prefiller is not a decode rank: the plugin names its file so, and a file in which no request stays for a second step,
+Two files of one rank number are separate servers in any case, and too few steps to tell count as one barrier. Where the
+clocks of two machines differ, or one was set back, the costs of the steps tell (`clocks`).
+
+A prefiller is not a decode rank: the plugin names its file so, and a file in which no request stays for a second step,
 and a token costs what it costs to compute, is one, too. It is listed and left out of all else.
 
 A rank's load at a time is that of its last step before it, so the ranks of a barrier are compared at the ends of all
@@ -20,7 +22,6 @@ Behind a barrier every rank's steps take as long as the slowest one's, so its ra
 that step independently have the a of their own fits: relative to the middle one, that is their slowdown.
 """
 
-import csv
 import re
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
@@ -31,6 +32,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from balanceroute.instrumentation.clocks import clock_offset, in_order, with_times
 from balanceroute.instrumentation.step_log import COLUMNS, PREFILL_NAME
 
 Floats = NDArray[np.float64]
@@ -38,10 +40,15 @@ Floats = NDArray[np.float64]
 ENOUGH_STEPS = 30  # fewer say little: of a slope, of a common barrier, or of what kind of engine it was
 LEAST_R2 = 0.2  # share of the variance below which a fit is no use for predicting a step
 LEAST_T = 4.0  # errors that a coefficient must be away from 0: one in 15,000 by chance
+LEAST_MS = 0.01  # of a step: less is the rounding of a log
 FAR_OFF = 8.0  # median absolute deviations: a step further off the line is a pause, not a step
 TOGETHER = 0.7  # mean resultant length of the phases: 1 in lock-step, near 0 for steps that drift past each other
 COMPUTED_US = 5.0  # per token: no engine reads a token's KV that slowly, and none computes a prompt as fast
+COMPUTED_FAST_US = 0.5  # the same for a log in which no step has anything of the step before
+UNRELATED = 0.8  # of the difference between steps far apart: 1 where all requests are new, near 0 where most stay
 SAME_SLOWDOWN = 0.05  # slopes that differ by less are the same engine's on two days
+LARGEST = 1e15  # of any field; squares of what is larger would leave the range of a float
+SLOWDOWNS = (0.01, 100.0)  # the least and the most that a configuration accepts
 ROUNDS = 8  # of c; it settles in two or three
 
 
@@ -100,7 +107,10 @@ class Group:
 
 @dataclass(frozen=True, slots=True)
 class Summary:
-    """All files together; what is said of the ranks of one barrier is None unless there is exactly one."""
+    """All files together; what is said of the ranks of one barrier is None unless there is exactly one.
+
+    `notes`: what was wrong with a file's clock, and was put right.
+    """
 
     ranks: list[RankSummary]
     groups: list[Group]
@@ -109,6 +119,7 @@ class Summary:
     load_spread_p99: float | None = None
     load_spread_of_mean_ratio: float | None = None
     envelope_fit: Fit | None = None
+    notes: tuple[str, ...] = ()
 
     @property
     def usable(self) -> list[Fit]:
@@ -131,31 +142,46 @@ def read(path: Path) -> Floats:
     Raises: BadStepLog; OSError.
     """
     rows: list[list[float]] = []
-    with path.open(newline="", encoding="ascii", errors="replace") as file:
-        lines = csv.reader(file)
-        if tuple(next(lines, ())) != COLUMNS:
+    # each line by itself: a quote that is never closed would swallow the rest of the file
+    with path.open(encoding="ascii", errors="replace") as lines:
+        if tuple(next(lines, "").rstrip("\n").split(",")) != COLUMNS:
             raise BadStepLog(f"{path}, line 1: expected the columns {','.join(COLUMNS)}")
         broken: int | None = None
-        for number, row in enumerate(lines, start=2):
+        for number, line in enumerate(lines, start=2):
             if broken is not None:
                 raise BadStepLog(f"{path}, line {broken}: expected {len(COLUMNS)} numbers")
-            try:
-                values = [float(value) for value in row]
-            except ValueError:
-                values = []
-            if len(values) == len(COLUMNS) and np.isfinite(values).all():
+            values = numbers(line)
+            if values:
                 rows.append(values)
             else:
                 broken = number
     return np.array(rows, dtype=np.float64).reshape(-1, len(COLUMNS))
 
 
+def numbers(line: str) -> list[float]:
+    """The fields of a line; none where it is no line of a step log."""
+    try:
+        values = [float(value) for value in line.split(",")]
+    except ValueError:
+        return []
+    sensible = len(values) == len(COLUMNS) and all(abs(value) <= LARGEST for value in values)
+    return values if sensible and min(values[2:]) >= 0 else []
+
+
 def summarise(paths: Sequence[Path]) -> Summary:
     """Read and compare. Raises: BadStepLog; OSError."""
-    logs = [(path, read(path)) for path in paths]
+    logs, notes = list[Log](), list[str]()
+    for path in paths:
+        steps, repaired = in_order(read(path))
+        logs.append((path, steps))
+        notes += [f"{path.name}: {repaired}"] if repaired else []
     ranks = [_rank(path, steps) for path, steps in logs]
     decoding = [log for log, rank in zip(logs, ranks, strict=True) if len(log[1]) and not rank.prefiller]
-    groups = with_slowdowns([_group(members) for members in in_groups(decoding)])
+    members, moved = in_groups(decoding)
+    return replace(_summary(ranks, with_slowdowns([_group(group) for group in members])), notes=(*notes, *moved))
+
+
+def _summary(ranks: list[RankSummary], groups: list[Group]) -> Summary:
     several = [group for group in groups if len(group.files) > 1]
     if len(groups) > 1 or not several:
         return Summary(ranks, groups, max((group.overlap_s for group in groups), default=0.0))
@@ -174,16 +200,36 @@ def summarise(paths: Sequence[Path]) -> Summary:
 Log = tuple[Path, Floats]
 
 
-def in_groups(logs: Sequence[Log]) -> list[list[Log]]:
-    """The ranks that step together, in the order of the files."""
+def in_groups(logs: Sequence[Log]) -> tuple[list[list[Log]], list[str]]:
+    """The ranks that step together, in the order of the files, and whose clock had to be moved for it."""
     groups: list[list[Log]] = []
+    notes: list[str] = []
     for log in logs:
         home = next((group for group in groups if all(step_together(log, member) for member in group)), None)
+        if home is None:
+            home, log, note = by_cost(log, groups)
+            notes += note
         if home is None:
             groups.append([log])
         else:
             home.append(log)
-    return groups
+    return groups, notes
+
+
+def by_cost(log: Log, groups: Sequence[list[Log]]) -> tuple[list[Log] | None, Log, list[str]]:
+    """The group whose steps take equally long, and the log by that group's clock; None where there is none."""
+    path, steps = log
+    for group in groups:
+        if any(rank_number(path) is not None and rank_number(path) == rank_number(other) for other, _ in group):
+            continue
+        offset = clock_offset(group[0][1], steps)
+        if offset is not None:
+            note = (
+                f"{path.name}: steps take as long as those of {group[0][0].name}, {offset:+.3f} s apart: one barrier,"
+                " by two clocks"
+            )
+            return group, (path, with_times(steps, steps[:, 0] - offset)), [note]
+    return None, log, []
 
 
 def step_together(one: Log, other: Log) -> bool:
@@ -282,7 +328,7 @@ def with_slowdowns(found: Sequence[tuple[Group, Observed]]) -> list[Group]:
     slopes = np.array([observed.slope_with(c_tokens) for _, observed in found])
     if not np.isfinite(slopes).all():
         return groups
-    slowdowns = (slopes / np.median(slopes)).round(2)
+    slowdowns = np.clip(slopes / np.median(slopes), *SLOWDOWNS).round(2)
     slowdowns[np.abs(slowdowns - 1.0) < SAME_SLOWDOWN] = 1.0
     return [replace(group, slowdown=slowdown) for group, slowdown in zip(groups, slowdowns.tolist(), strict=True)]
 
@@ -330,8 +376,15 @@ def only_prefills(steps: Floats) -> bool:
     stayed = same & (change > 0) & (change <= 8 * running)  # a token each, or a few where the engine speculates
     jumps = float(np.median(np.abs(change))) > 16 * float(np.median(running))
     fit = _fit(busy[:, 3], busy[:, 2], busy[:, 1])
-    computes = fit is not None and fit.a_us_per_token >= COMPUTED_US and fit.b_ms < 0.5 * float(busy[:, 1].mean())
+    least_us = COMPUTED_FAST_US if unrelated(busy[:, 3]) else COMPUTED_US
+    computes = fit is not None and fit.a_us_per_token >= least_us and fit.b_ms < 0.5 * float(busy[:, 1].mean())
     return bool(stayed.mean() < 0.01 and jumps and computes)
+
+
+def unrelated(loads: Floats) -> bool:
+    """Whether a step has no more in common with the next one than with one far away: all its requests are gone."""
+    next_one, far = np.abs(np.diff(loads)), np.abs(loads - np.roll(loads, len(loads) // 2))
+    return float(np.median(next_one)) > UNRELATED * float(np.median(far))
 
 
 # -- the fit -------------------------------------------------------------------------------------------------
@@ -361,6 +414,7 @@ class _Line:
     per_request: float
     base: float
     token_t: float
+    base_t: float
     rest: Floats
     r2: float
 
@@ -369,9 +423,9 @@ class _Line:
         if len(load) >= ENOUGH_STEPS and float(np.ptp(requests)) > 0:
             (token, request, base), errors, rest, r2 = _least_squares(step_ms, load, requests)
             if request > LEAST_T * errors[1]:
-                return cls(token, request, base, token / errors[0] if errors[0] else np.inf, rest, r2)
+                return cls(token, request, base, ratio(token, errors[0]), ratio(base, errors[2]), rest, r2)
         (token, base), errors, rest, r2 = _least_squares(step_ms, load)
-        return cls(token, 0.0, base, token / errors[0] if errors[0] else np.inf, rest, r2)
+        return cls(token, 0.0, base, ratio(token, errors[0]), ratio(base, errors[1]), rest, r2)
 
     def near(self, step_ms: Floats) -> NDArray[np.bool_]:
         """Which steps are not far off the line."""
@@ -389,11 +443,18 @@ class _Line:
             return "the slope is not above zero: time does not follow the KV tokens"
         if self.token_t < LEAST_T:
             return "the slope is no larger than its error"
+        if self.base_t < -LEAST_T and self.base < -LEAST_MS:
+            return f"an empty step would take {self.base:.3f} ms: time does not follow the KV tokens in a line"
         if self.r2 < LEAST_R2:
             return f"it explains {self.r2:.0%} of the variance of step times"
         if len(self.rest) < ENOUGH_STEPS:
             return f"{len(self.rest)} steps are too few"
         return None
+
+
+def ratio(coefficient: float, error: float) -> float:
+    """How many errors a coefficient is away from 0."""
+    return coefficient / error if error else float(np.copysign(np.inf, coefficient))
 
 
 def _least_squares(step_ms: Floats, *columns: Floats) -> tuple[list[float], list[float], Floats, float]:

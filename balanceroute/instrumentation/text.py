@@ -1,19 +1,19 @@
 """A summary of step logs for people: a table of the files, a line or two per barrier, and what to configure."""
 
-from balanceroute.instrumentation.reading import Fit, Group, RankSummary, Summary
+from balanceroute.instrumentation.reading import COMPUTED_FAST_US, Fit, Group, RankSummary, Summary
 
 NO_FIT = "no fit (too few steps, or all with the same load)"
 
 
 def text_of(summary: Summary) -> str:
     """The summary as lines."""
-    lines = _table(summary.ranks)
+    lines = [*_table(summary.ranks), *summary.notes]
     several = len(summary.groups) > 1
     if several:
         lines.append(f"{len(summary.groups)} servers or groups whose steps do not end together")
     for number, group in enumerate(summary.groups, start=1):
         lines += _of_group(group, f"group {number}: " if several else "")
-    return "\n".join([*lines, *_configuration(summary)])
+    return "\n".join([*lines, *configuration(summary)])
 
 
 def _table(ranks: list[RankSummary]) -> list[str]:
@@ -49,13 +49,17 @@ def _line(fit: Fit | None, load: str) -> str:
     if fit.c_tokens:
         load = f"({load} + {fit.c_tokens:.0f} * requests)"
     line = f"step = {fit.a_us_per_token:.4f} us * {load} + {fit.b_ms:.3f} ms   (R2 {fit.r2:.3f}, {fit.steps} steps)"
-    return line if fit.doubt is None else f"{line}\n  this fit means nothing: {fit.doubt}"
+    if fit.doubt is not None:
+        return f"{line}\n  this fit means nothing: {fit.doubt}"
+    if fit.a_us_per_token >= COMPUTED_FAST_US:
+        return f"{line}\n  is this a prefiller? decoding takes less than {COMPUTED_FAST_US} us per token"
+    return line
 
 
-def _configuration(summary: Summary) -> list[str]:
+def configuration(summary: Summary) -> list[str]:
+    """What to write into the router's configuration, and how to replay a trace at these costs."""
     if not summary.usable or summary.request_tokens is None:
         return ["configuration: nothing to change, for no fit means anything"]
-    fit = max(summary.usable, key=lambda fit: fit.steps)
     lines = [
         "configuration:",
         "  decode:",
@@ -68,5 +72,26 @@ def _configuration(summary: Summary) -> list[str]:
             lines.append(f"      # {', '.join(group.files)}: {{slowdown: {group.slowdown or 1.0:g}}}{unknown}")
     elif len(summary.groups[0].files) > 1:
         lines.append("    # slowdown: 1 for all; behind one barrier every step takes as long as the slowest rank's")
-    replay = f"--step-cost {fit.a_us_per_token * 1e-6:.4g} --step-overhead {fit.b_ms * 1e-3:.4g}"
-    return [*lines, f"  to replay with: {replay} --request-tokens {summary.request_tokens}"]
+    return [*lines, *_replay(summary)]
+
+
+def _replay(summary: Summary) -> list[str]:
+    """The options that replay a trace at these costs; a is that of a worker with slowdown 1."""
+    fit, slowdown = max(
+        ((group.fit, group.slowdown or 1.0) for group in summary.groups if group.fit in summary.usable),
+        key=lambda found: found[0].steps if found[0] else 0,
+    )
+    assert fit is not None
+    options = [
+        f"--step-cost {fit.a_us_per_token / slowdown * 1e-6:.4g}",
+        f"--step-overhead {max(0.0, fit.b_ms) * 1e-3:.4g}",
+        f"--request-tokens {summary.request_tokens}",
+    ]
+    lines = []
+    if fit.b_ms < -0.0005:
+        lines.append(f"  (an overhead of {fit.b_ms:.3f} ms is 0 within its error)")
+    slowdowns = [f"{group.slowdown or 1.0:g}" for group in summary.groups for _ in group.files]
+    if any(group.slowdown not in (None, 1.0) for group in summary.groups):
+        options.append(f"--workers {len(slowdowns)} --slowdowns {','.join(slowdowns)}")
+        lines.append("  (replay lets all workers wait for the slowest of a step, which separate servers do not)")
+    return [f"  to replay with: {' '.join(options)}", *lines]

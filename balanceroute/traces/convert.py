@@ -24,9 +24,11 @@ import numpy as np
 from balanceroute.errors import InputError
 from balanceroute.traces.logs import STAMP, VllmLog, read_router
 from balanceroute.traces.rows import Row, field_of, json_object, stamp_s
+from balanceroute.traces.source import Source
 from balanceroute.traces.trace import (
     MAX_TIME,
     Trace,
+    check_single,
     checked_blocks,
     csv_rows,
     finite,
@@ -63,16 +65,16 @@ class Conversion:
 
 
 def convert_trace(
-    path: str | Path, format: TraceFormat = TraceFormat.AUTO, *, jitter_s: float = 0.0, seed: int = 0
+    path: str | Path | Source, format: TraceFormat = TraceFormat.AUTO, *, jitter_s: float = 0.0, seed: int = 0
 ) -> Conversion:
-    """Read a public trace; arrivals start at 0 and are sorted.
+    """Read a public trace; arrivals start at 0 and are sorted. `-` is standard input.
 
     `jitter_s` adds a seeded uniform delay below it to each arrival: Mooncake's stamps sit on steps of about
     3 s. Raises: InputError with the file, the line and the reason.
     """
     if not 0 <= jitter_s <= MAX_TIME:
         raise InputError(f"jitter must be 0 to {MAX_TIME:g} seconds, not {jitter_s:g}")
-    path = Path(path)
+    path = Source.of(path)
     kind = guess_format(path) if format is TraceFormat.AUTO else format
     arrivals, prompts, outputs, keys = list[float](), list[int](), list[int](), list[str]()
     prefix: list[tuple[int, ...]] = []
@@ -110,7 +112,7 @@ def in_order(trace: Trace, jitter_s: float, seed: int) -> Trace:
     )
 
 
-def is_foreign(path: Path) -> bool:
+def is_foreign(path: Source) -> bool:
     """Whether the file is known to be in a form that has to be converted."""
     try:
         guess_format(path)
@@ -119,7 +121,7 @@ def is_foreign(path: Path) -> bool:
     return True
 
 
-def guess_format(path: Path) -> TraceFormat:
+def guess_format(path: Source) -> TraceFormat:
     """Tell the formats apart by the first line."""
     line, first = next(text_lines(path), (1, ""))
     if first.lstrip().startswith("{"):
@@ -134,15 +136,15 @@ def guess_format(path: Path) -> TraceFormat:
     raise InputError(f"{path}: line {line}: not one of {accepted}; say which with --format")
 
 
-def columns_of(path: Path, columns: tuple[str, ...]) -> Iterator[tuple[int, list[str]]]:
+def columns_of(path: Source, columns: tuple[str, ...]) -> Iterator[tuple[int, list[str]]]:
     """(line number, the wanted columns) of each CSV row."""
-    path = Path(path)
     rows = csv_rows(path)
     line, names = next(rows, (1, []))
     header = [name.strip() for name in names]
     missing = [name for name in columns if name not in header]
     if missing:
         raise InputError(f"{path}: line {line}: no column {', '.join(missing)}")
+    check_single(header, columns, f"{path}: line {line}")
     places = [header.index(name) for name in columns]
     for line, row in rows:
         if len(row) < len(header):
@@ -150,7 +152,7 @@ def columns_of(path: Path, columns: tuple[str, ...]) -> Iterator[tuple[int, list
         yield line, [row[place] for place in places]
 
 
-def read_azure(path: Path) -> Iterator[Row]:
+def read_azure(path: Source) -> Iterator[Row]:
     """Rows of an Azure trace; the stamps have seven decimals in 2023 and a zone in 2024."""
     for line, (stamp, prompt, output) in columns_of(path, ("TIMESTAMP", "ContextTokens", "GeneratedTokens")):
         try:
@@ -166,7 +168,7 @@ def read_azure(path: Path) -> Iterator[Row]:
             raise InputError(f"{path}: line {line}: {error}") from error
 
 
-def read_burstgpt(path: Path) -> Iterator[Row]:
+def read_burstgpt(path: Source) -> Iterator[Row]:
     """Rows of a BurstGPT trace."""
     for line, (stamp, prompt, output) in columns_of(path, ("Timestamp", "Request tokens", "Response tokens")):
         try:
@@ -182,7 +184,7 @@ def read_burstgpt(path: Path) -> Iterator[Row]:
             raise InputError(f"{path}: line {line}: {error}") from error
 
 
-def read_mooncake(path: Path) -> Iterator[Row]:
+def read_mooncake(path: Source) -> Iterator[Row]:
     """Rows of a Mooncake trace; the key is a digest of all block hashes, so equal keys are equal prompts."""
     for line, text in text_lines(path):
         try:
@@ -211,7 +213,7 @@ def digest(blocks: Any) -> str:
     return hashlib.blake2b(",".join(map(str, blocks)).encode(), digest_size=8).hexdigest() if blocks else ""
 
 
-READERS: dict[TraceFormat, Callable[[Path], Iterator[Row]]] = {
+READERS: dict[TraceFormat, Callable[[Source], Iterator[Row]]] = {
     TraceFormat.AZURE: read_azure,
     TraceFormat.MOONCAKE: read_mooncake,
     TraceFormat.BURSTGPT: read_burstgpt,

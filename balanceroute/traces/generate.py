@@ -22,6 +22,7 @@ from balanceroute.arrays import FloatArray
 from balanceroute.errors import InputError
 from balanceroute.traces.capacity import ReferenceSetting, ideal_capacity
 from balanceroute.traces.convert import convert_trace, is_foreign
+from balanceroute.traces.source import Source
 from balanceroute.traces.trace import Trace, read_trace
 
 # bounds of the arrival rate: stamps of whole microseconds must tell requests apart, and count up to years at most
@@ -143,9 +144,9 @@ def generate_trace(
 def load_trace(name: str, *, seed: int = 0, rows: int | None = None) -> Trace:
     """A trace by file name, or a generated one by the name of a preset; a file in another form is converted.
 
-    The first `rows` of it: of a preset, of the 8,000 requests that it draws without a limit.
+    `-` is standard input. The first `rows` of it: of a preset, of the 8,000 requests that it draws without a limit.
     """
     if name in PRESETS and not Path(name).exists():
         return generate_trace(name, seed=seed).head(rows)
-    path = Path(name)
-    return (convert_trace(path).trace if is_foreign(path) else read_trace(path)).head(rows)
+    source = Source(name)  # one for both: a pipe gives its bytes once
+    return (convert_trace(source).trace if is_foreign(source) else read_trace(source)).head(rows)

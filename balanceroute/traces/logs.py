@@ -15,29 +15,32 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
-from pathlib import Path
 
 from balanceroute.errors import InputError
 from balanceroute.traces.rows import Row, field_of, json_object, stamp_s
+from balanceroute.traces.source import Source
 from balanceroute.traces.trace import finite, text_lines, token_count
 
 CHARACTERS_PER_TOKEN = 4.0  # of English, in the tokenizers of the day
 STAMP = re.compile(r"\b(?:DEBUG|INFO|WARNING|ERROR) (\d\d-\d\d \d\d:\d\d:\d\d)(?:\.\d+)? ")
-RECEIVED = re.compile(r"Received request (?P<id>[^\s:]+): (?P<rest>.*)")
-DETAILS = re.compile(r"Request (?P<id>[^\s:]+) details: (?P<rest>.*)")
+LOGGER = (
+    r"\S*\] "  # what follows the stamp: "[logger.py:39] ", "logger.py:39] " in old versions; then the message begins
+)
+RECEIVED = re.compile(LOGGER + r"Received request (?P<id>\S+?): (?P<rest>.*)")
+DETAILS = re.compile(LOGGER + r"Request (?P<id>\S+?) details: (?P<rest>.*)")
 RESPONSE = re.compile(
-    r"Generated response (?P<id>[^\s:]+)(?: \(streaming (?P<part>delta|complete)\))?(?: details)?: (?P<rest>.*)"
+    LOGGER + r"Generated response (?P<id>\S+?)(?: \(streaming (?P<part>delta|complete)\))?(?: details)?: (?P<rest>.*)"
 )
 IDS = r"{}: \[(?P<ids>[\d, ]*)\]"
 PROMPT_IDS, OUTPUT_IDS = re.compile(IDS.format("prompt_token_ids")), re.compile(IDS.format("output_token_ids"))
-MAX_TOKENS = re.compile(r"\bmax_tokens=(\d+)")
+MAX_TOKENS = re.compile(r"\bmax_tokens=(\d{1,9})\b")  # more is no limit of anything
 TEXT = r"{}: (?P<quote>['\"])(?P<text>(?:\\.|(?!(?P=quote)).)*)(?P=quote)"  # as repr() writes it
 PROMPT_TEXT, OUTPUT_TEXT = re.compile(TEXT.format("prompt")), re.compile(TEXT.format("output"))
-STREAMED = re.compile(r"<streaming_complete: (\d+) tokens>")
+STREAMED = re.compile(r"<streaming_complete: (\d{1,9}) tokens>")
 CHOICE = re.compile(r"-\d+$")  # completions are numbered within their request: cmpl-ID-0
 
 
-def read_router(path: Path) -> Iterator[Row]:
+def read_router(path: Source) -> Iterator[Row]:
     """Rows of this router's JSON log; lines of other events are passed over, requests without a prompt left out."""
     for line, text in text_lines(path):
         try:
@@ -78,30 +81,32 @@ class Logged:
 
     def see_prompt(self, text: str) -> None:
         """Take in a line about the prompt."""
-        ids, quoted, limit = PROMPT_IDS.search(text), PROMPT_TEXT.search(text), MAX_TOKENS.search(text)
+        quoted, facts = parted(PROMPT_TEXT, text)
+        ids, limit = PROMPT_IDS.search(facts), MAX_TOKENS.search(facts)
         if ids:
             self.prompt_tokens = count_ids(ids["ids"])
-        if quoted:
-            self.prompt_guess = guess(quoted["text"])
+        if quoted is not None:
+            self.prompt_guess = guess(quoted)
         if limit:
             self.limit = int(limit[1])
 
     def see_answer(self, text: str, part: str | None) -> None:
         """Take in a line about the answer: a part of a stream, all of it, or one of several choices."""
         self.answered = True
-        ids, quoted, streamed = OUTPUT_IDS.search(text), OUTPUT_TEXT.search(text), STREAMED.search(text)
+        quoted, facts = parted(OUTPUT_TEXT, text)
+        ids, streamed = OUTPUT_IDS.search(facts), STREAMED.fullmatch(quoted or "")
         if part == "complete":
             if streamed and not self.output_tokens:
                 self.output_tokens = int(streamed[1])
             elif quoted:
-                self.output_guess += guess(quoted["text"])
+                self.output_guess += guess(quoted)
             return
         if ids:
             self.output_tokens += count_ids(ids["ids"])
         if quoted and part == "delta":
-            self.deltas_guess += len(quoted["text"])
+            self.deltas_guess += len(quoted)
         elif quoted:
-            self.output_guess += guess(quoted["text"])
+            self.output_guess += guess(quoted)
 
     @property
     def prompt(self) -> tuple[int, bool] | None:
@@ -121,6 +126,15 @@ class Logged:
         return None if self.limit is None else (self.limit, True)
 
 
+def parted(quotation: re.Pattern[str], text: str) -> tuple[str | None, str]:
+    """The prompt or answer that a line begins with, and what the log itself says after it.
+
+    What a client or a model has written may look like a log.
+    """
+    quoted = quotation.match(text)
+    return (quoted["text"], text[quoted.end() :]) if quoted else (None, text)
+
+
 def count_ids(ids: str) -> int:
     """How many numbers a printed list holds."""
     return ids.count(",") + 1 if ids.strip() else 0
@@ -137,21 +151,26 @@ class VllmLog:
 
     estimated: int = 0
 
-    def rows(self, path: Path) -> Iterator[Row]:
+    def rows(self, path: Source) -> Iterator[Row]:
         """Its requests in order of arrival. Raises InputError where it holds none, or none with a prompt."""
         requests: dict[str, Logged] = {}
+        early: dict[str, str] = {}  # details, which vLLM prints before "Received request" of the same id
         when: datetime | None = None
         for line, text in text_lines(path):
             stamp = STAMP.search(text)
             if not stamp:
                 continue
             when = following(stamp[1], when, path, line)
-            if received := RECEIVED.search(text, stamp.end()):
+            if received := RECEIVED.match(text, stamp.end()):
                 requests[received["id"]] = entry = Logged(line, when.timestamp())
+                entry.see_prompt(early.pop(received["id"], ""))
                 entry.see_prompt(received["rest"])
-            elif (details := DETAILS.search(text, stamp.end())) and (known := find(requests, details["id"])):
-                known.see_prompt(details["rest"])
-            elif (response := RESPONSE.search(text, stamp.end())) and (known := find(requests, response["id"])):
+            elif details := DETAILS.match(text, stamp.end()):
+                if known := find(requests, details["id"]):
+                    known.see_prompt(details["rest"])
+                else:
+                    early[details["id"]] = details["rest"]
+            elif (response := RESPONSE.match(text, stamp.end())) and (known := find(requests, response["id"])):
                 known.see_answer(response["rest"], response["part"])
         if not requests:
             raise InputError(f"{path}: no line 'Received request': start vllm serve with --enable-log-requests")
@@ -174,7 +193,7 @@ def find(requests: dict[str, Logged], request_id: str) -> Logged | None:
     return None
 
 
-def following(stamp: str, before: datetime | None, path: Path, line: int) -> datetime:
+def following(stamp: str, before: datetime | None, path: Source, line: int) -> datetime:
     """The time of a stamp without a year: that of the line before, or the next one where it would be months earlier."""
     year = before.year if before is not None else 2000  # a leap year, so that every day can be read
     try:

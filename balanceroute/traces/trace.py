@@ -6,15 +6,15 @@ import io
 import lzma
 import math
 import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from balanceroute.errors import InputError
+from balanceroute.traces.source import Source
 
 COLUMNS = ("arrival_s", "prompt_tokens", "output_tokens", "prompt_key")
 REQUIRED = COLUMNS[:3]  # a trace without keys is a trace
@@ -22,8 +22,9 @@ PREFIX_COLUMN = "prefix_blocks"  # written where it is known
 BLOCK_TOKENS = 512  # of prefix blocks, as in Mooncake's traces
 MAX_BLOCK = 2**63 - 1  # of a block's name
 MAX_TOKENS = 2**31 - 1  # of one prompt or output: sums over millions of requests still fit 64 bits
+MAX_ARRIVAL_S = 1e10  # a clock's stamps until the year 2286; of larger numbers a step would be lost in rounding
+CLOCK_STAMPS_S = 86_400.0  # no trace idles for a day before its first request: such times are a clock's
 MAX_TIME = 1e15  # seconds or milliseconds; sums and squares of what is larger would leave the range of a float
-OPENERS: dict[str, Callable[..., Any]] = {".gz": gzip.open, ".xz": lzma.open}  # by suffix
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,18 +130,21 @@ def describe_trace(trace: Trace) -> TraceSummary:
     )
 
 
-def read_trace(path: str | Path) -> Trace:
-    """Read a trace CSV, possibly compressed (.gz, .xz).
+def read_trace(path: str | Path | Source) -> Trace:
+    """Read a trace CSV, possibly compressed (.gz, .xz); `-` is standard input.
+
+    Where the first arrival is a clock's stamp (a day or more after 0), times count from it.
 
     Raises: InputError with the file, the line and the reason, on the first row that cannot be used.
     """
-    path = Path(path)
+    path = Source.of(path)
     rows = csv_rows(path)
     line, names = next(rows, (1, []))
     header = [name.strip() for name in names]
     missing = [name for name in REQUIRED if name not in header]
     if missing:
         raise InputError(f"{path}: line {line}: no column {', '.join(missing)}; expected {','.join(COLUMNS)}")
+    check_single(header, (*COLUMNS, PREFIX_COLUMN), f"{path}: line {line}")
     at_arrival, at_prompt, at_output = (header.index(name) for name in REQUIRED)
     at_key = header.index("prompt_key") if "prompt_key" in header else -1
     at_prefix = header.index(PREFIX_COLUMN) if PREFIX_COLUMN in header else -1
@@ -150,7 +154,7 @@ def read_trace(path: str | Path) -> Trace:
         try:
             if len(row) != len(header):
                 raise ValueError(f"{len(row)} fields, the header has {len(header)}")
-            arrival = finite(row[at_arrival], "arrival_s")
+            arrival = finite(row[at_arrival], "arrival_s", most=MAX_ARRIVAL_S)
             if arrivals and arrival < arrivals[-1]:
                 raise ValueError(f"arrival_s {arrival:g} is before the row above ({arrivals[-1]:g})")
             prompts.append(token_count(row[at_prompt], "prompt_tokens", least=1))
@@ -161,7 +165,16 @@ def read_trace(path: str | Path) -> Trace:
                 prefix.append(block_names(row[at_prefix], prompts[-1]))
         except ValueError as error:
             raise InputError(f"{path}: line {line}: {error}") from error
-    return trace_of(path, arrivals, prompts, outputs, keys, prefix)
+    trace = trace_of(path, arrivals, prompts, outputs, keys, prefix)
+    clock = float(trace.arrival_s[0]) if trace.arrival_s[0] >= CLOCK_STAMPS_S else 0.0
+    return replace(trace, arrival_s=np.round(trace.arrival_s - clock, 6)) if clock else trace
+
+
+def check_single(header: Sequence[str], names: Sequence[str], place: str) -> None:
+    """Raises: InputError: a column that is read is there twice."""
+    twice = [name for name in names if header.count(name) > 1]
+    if twice:
+        raise InputError(f"{place}: more than one column {', '.join(twice)}")
 
 
 def block_names(text: str, prompt_tokens: int) -> tuple[int, ...]:
@@ -185,7 +198,7 @@ def checked_blocks(names: tuple[int, ...], prompt_tokens: int, column: str) -> t
 
 
 def trace_of(
-    path: Path,
+    path: Source,
     arrivals: Sequence[float],
     prompts: Sequence[int],
     outputs: Sequence[int],
@@ -195,6 +208,8 @@ def trace_of(
     """Arrays from columns; a trace without a single request is refused."""
     if not arrivals:
         raise InputError(f"{path}: no requests in it")
+    if max(arrivals) - min(arrivals) > MAX_ARRIVAL_S:
+        raise InputError(f"{path}: arrivals are up to {max(arrivals) - min(arrivals):g} s apart: too far")
     return Trace(
         np.asarray(arrivals, dtype=np.float64),
         np.asarray(prompts, dtype=np.int64),
@@ -204,16 +219,16 @@ def trace_of(
     )
 
 
-def finite(text: str, name: str) -> float:
-    """A number from 0 to `MAX_TIME`, or ValueError that names the column."""
+def finite(text: str, name: str, *, most: float = MAX_TIME) -> float:
+    """A number from 0 to `most`, or ValueError that names the column."""
     try:
         value = float(text)
     except ValueError:
         raise ValueError(f"{name} {text!r:.60} is not a number") from None
     if not math.isfinite(value) or value < 0:
         raise ValueError(f"{name} {text!r:.60} is not a finite number >= 0")
-    if value > MAX_TIME:
-        raise ValueError(f"{name} {text!r:.60} is too large: more than {MAX_TIME:g}")
+    if value > most:
+        raise ValueError(f"{name} {text!r:.60} is too large: more than {most:g}")
     return value
 
 
@@ -230,7 +245,7 @@ def token_count(text: str, name: str, *, least: int) -> int:
     return value
 
 
-def csv_rows(path: Path) -> Iterator[tuple[int, list[str]]]:
+def csv_rows(path: Source) -> Iterator[tuple[int, list[str]]]:
     """(line number, fields) of each row of a CSV, its header first.
 
     Every line is parsed by itself: across lines, a quote that is never closed would swallow the rest of the file.
@@ -244,17 +259,14 @@ def csv_rows(path: Path) -> Iterator[tuple[int, list[str]]]:
         yield line, fields
 
 
-def text_lines(path: Path) -> Iterator[tuple[int, str]]:
+def text_lines(path: Source) -> Iterator[tuple[int, str]]:
     """(line number, text) of each line that is not blank, of a text file that may be compressed (.gz, .xz).
 
     Raises: InputError that names the file, and the line of bytes that are not UTF-8.
     """
     line = 0
     try:
-        # what is not UTF-8 comes through as surrogates: a decoder that stops at it reads ahead of the line
-        with OPENERS.get(path.suffix, open)(
-            path, "rt", encoding="utf-8-sig", errors="surrogateescape", newline=""
-        ) as file:
+        with path.open() as file:
             for line, text in enumerate(file, start=1):
                 text.encode()
                 if text.strip():

@@ -95,3 +95,8 @@ def test_bad_input_is_one_clear_error(
 @pytest.mark.parametrize("command", ["fit", "evaluate"])
 def test_help_shows_an_example(command: str) -> None:
     assert "Example: balanceroute predictor" in run(command, "--help")
+
+
+def test_a_horizon_that_no_router_accepts_is_refused(trace: Path, tmp_path: Path) -> None:
+    arguments = ["predictor", "fit", "--trace", str(trace), "--horizon", "4097", "--out", str(tmp_path / "m.npz")]
+    assert CliRunner().invoke(app, arguments).exit_code == 2

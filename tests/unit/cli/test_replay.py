@@ -57,6 +57,7 @@ def test_every_policy_stands_in_one_table(monkeypatch: pytest.MonkeyPatch, capsy
     assert run(monkeypatch, *SMALL, "--compare") == 0
     printed = capsys.readouterr().out
     assert all(name in printed for name in POLICIES)
+    assert "makespan s" in printed, "tokens/s of a window favour who lets large prompts wait beyond it"
 
 
 def test_an_access_log_alone_is_compared_and_drawn(
@@ -84,6 +85,15 @@ def test_an_access_log_alone_is_compared_and_drawn(
     assert {figures["admitted"] for figures in found.values()} == {40}
     assert (tmp_path / "mine.png").read_bytes().startswith(b"\x89PNG")
     assert run(monkeypatch, "--trace", str(log), "--figure", str(tmp_path / "mine.png")) == 2
+
+
+@pytest.mark.parametrize(("name", "stem"), [("cmp.v2", "cmp.v2"), ("load1.05.svg", "load1.05"), ("a.png", "a")])
+def test_a_figure_s_name_keeps_its_dots(
+    name: str, stem: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(monkeypatch, *SMALL, "--compare", "--figure", str(tmp_path / name), "--json") == 0
+    assert sorted(path.name for path in tmp_path.iterdir()) == [f"{stem}.png", f"{stem}.svg"]
+    assert f"{stem}.png" in capsys.readouterr().err
 
 
 def test_a_load_sets_the_arrivals_against_what_the_cluster_can_carry(
@@ -116,6 +126,12 @@ def test_the_series_has_one_row_per_step_and_one_column_per_worker(
         (["--trace", "nowhere.csv"], "no such file"),
         (["--policy", "magic"], "magic"),
         (["--compare", "--series", "loads.csv"], "not together with --compare"),
+        (["--series", ""], ".: cannot be written: it is a folder"),
+        (["--series", "nowhere/loads.csv"], "nowhere/loads.csv: cannot be written: there is no folder nowhere"),
+        (["--compare", "--figure", ""], "--figure '.': names no file"),
+        (["--compare", "--figure", "/"], "--figure '/': names no file"),
+        (["--compare", "--figure", ".."], "--figure '..': names no file"),
+        (["--compare", "--figure", "nowhere/a"], "nowhere/a.png: cannot be written: there is no folder nowhere"),
         (["--load", "0"], "load 0: accepted is"),
         (["--load", "nan"], "load nan: accepted is"),
         (["--load", "1", "--max-requests", "1"], "arrive at one time"),

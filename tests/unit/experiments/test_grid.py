@@ -66,6 +66,30 @@ def test_a_store_that_is_none_is_named(tmp_path: Path) -> None:
         grid.Store(tmp_path / grid.STORE)
 
 
+def test_half_a_last_line_costs_its_own_run_and_no_other(tmp_path: Path) -> None:
+    jobs = [CellJob(cell, methods.LEVEL_FIT) for cell in CELLS]
+    path = tmp_path / grid.STORE
+    first = run_jobs(jobs, 1, store=grid.Store(path))
+    whole = path.read_bytes()
+    path.write_bytes(whole[:-20])
+    ran: list[tuple[int, int]] = []
+    assert run_jobs(jobs, 1, lambda *done: ran.append(done), grid.Store(path)).keys() == first.keys()
+    assert len(ran) == 1, "only the run of the half line"
+    assert len(path.read_bytes().splitlines()) == 2
+    assert len(grid.Store(path).known) == 2
+
+
+@pytest.mark.parametrize(
+    "damage", [b"\xff\xfe\n", b"[" * 100_000 + b"\n", b"\0\0\n", b"\n"], ids=["bytes", "nesting", "zeros", "nothing"]
+)
+def test_a_damaged_line_of_the_store_is_named(tmp_path: Path, damage: bytes) -> None:
+    path = tmp_path / grid.STORE
+    run_jobs([CellJob(CELLS[0], methods.LEVEL_FIT)], 1, store=grid.Store(path))
+    path.write_bytes(path.read_bytes() + damage)
+    with pytest.raises(InputError, match="line 2: no finished run; delete the line"):
+        grid.Store(path)
+
+
 def made_up(method: Method, tokens_s: float, tpot_s: float, wait_s: float) -> dict[str, float]:
     names = ("load_spread_mean", "balance", "wait_max_s", "step_time_mean_s")
     return {

@@ -1,6 +1,8 @@
 """What is read out of step logs."""
 
 import json
+import re
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -9,8 +11,9 @@ import pytest
 from balanceroute.cli.steps import steps
 from balanceroute.errors import InputError
 from balanceroute.instrumentation.__main__ import main
-from balanceroute.instrumentation.reading import BadStepLog, read, summarise
+from balanceroute.instrumentation.reading import BadStepLog, Fit, Group, Summary, read, summarise
 from balanceroute.instrumentation.step_log import COLUMNS
+from balanceroute.instrumentation.text import configuration
 
 HEADER = ",".join(COLUMNS) + "\n"
 
@@ -97,6 +100,20 @@ def test_half_a_last_line_is_forgiven_and_half_a_line_before_it_is_not(tmp_path:
         read(path)
 
 
+@pytest.mark.parametrize(
+    "line",
+    ['1e9,"1,1,1,0,0', f"1e9,{'9' * 200_000},1,1,0,0", '1e9,"' + "9" * 200_000, "1e9,1,-1,1,0,0", "1e9,1e300,1,1,0,0"],
+    ids=["quote", "field of many digits", "quote of many digits", "negative", "too large"],
+)
+def test_a_line_that_is_none_of_a_step_log_is_named_and_swallows_no_other(tmp_path: Path, line: str) -> None:
+    path = a_log(tmp_path / "a", [1, 2, 3])
+    path.write_text(path.read_text() + line)
+    assert len(read(path)) == 3, "forgiven as the last one"
+    path.write_text(path.read_text() + "\n" + "1e9,1,1,1,0,0\n" * 500)
+    with pytest.raises(BadStepLog, match="line 5: expected 6 numbers"):
+        read(path)
+
+
 def test_the_command_prints_a_table_or_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     files = [str(a_log(tmp_path / name, [1000, 2000, 4000])) for name in ("a.csv", "b.csv")]
     assert main(files) == 0
@@ -154,13 +171,14 @@ def engines(
     return files
 
 
-def a_prefiller(path: Path) -> Path:
-    """One prompt per step, 50 us per token."""
+def a_prefiller(path: Path, us_per_token: float = 50.0) -> Path:
+    """One prompt per step."""
     rng = np.random.default_rng(1)
     lines, now = [HEADER], 1e9
     for tokens in rng.lognormal(8, 1, 200).astype(int):
-        now += (5 + 0.05 * tokens) / 1e3
-        lines.append(f"{now:.6f},{5 + 0.05 * tokens:.4f},1,{tokens},0,0.1\n")
+        ms = 5 + us_per_token / 1e3 * tokens
+        now += ms / 1e3
+        lines.append(f"{now:.6f},{ms:.4f},1,{tokens},0,0.1\n")
     path.write_text("".join(lines))
     return path
 
@@ -203,13 +221,59 @@ def test_noise_is_said_to_mean_nothing(tmp_path: Path, capsys: pytest.CaptureFix
     assert summarise(files).request_tokens is None
 
 
-def test_a_prefiller_is_left_out_whatever_its_name(tmp_path: Path) -> None:
+@pytest.mark.parametrize("us_per_token", [50.0, 3.0], ids=["slow", "fast"])
+def test_a_prefiller_is_left_out_whatever_its_name(tmp_path: Path, us_per_token: float) -> None:
     decoders = engines(tmp_path, 2, barrier=True)
-    summary = summarise([*decoders, a_prefiller(tmp_path / "steps-dp0-9.csv")])
+    summary = summarise([*decoders, a_prefiller(tmp_path / "steps-dp0-9.csv", us_per_token)])
     assert [rank.prefiller for rank in summary.ranks] == [False, False, True]
     assert [len(group.files) for group in summary.groups] == [2]
     named = a_log(tmp_path / "steps-prefill-dp0-1.csv", [1000, 2000])
     assert summarise([named]).groups == []
+
+
+def rewritten(path: Path, change: Callable[[list[str]], list[str]]) -> Path:
+    """The same file with its lines below the header changed."""
+    header, *lines = path.read_text().splitlines()
+    path.write_text("\n".join([header, *change(lines)]) + "\n")
+    return path
+
+
+def moved(lines: list[str], by_s: float) -> list[str]:
+    """The same steps by another clock."""
+    parts = [line.partition(",") for line in lines]
+    return [f"{float(time) + by_s:.6f},{rest}" for time, _, rest in parts]
+
+
+@pytest.mark.parametrize(
+    ("change", "note"),
+    [
+        (lambda lines: [*lines[:600], *moved(lines[600:], -300.0)], "times go back 1 time, as where a clock is set"),
+        (lambda lines: lines[::-1], "times go back 1,199 times: sorted by time"),
+    ],
+    ids=["clock set back", "newest first"],
+)
+def test_steps_whose_times_go_back_are_read_and_said_so(
+    tmp_path: Path, change: Callable[[list[str]], list[str]], note: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (file,) = engines(tmp_path, 1, barrier=False)
+    expected = summarise([file]).groups[0].fit
+    summary = summarise([rewritten(file, change)])
+    found = summary.groups[0].fit
+    assert expected is not None and found is not None and found.doubt is None
+    assert found.a_us_per_token == pytest.approx(expected.a_us_per_token, rel=0.01)
+    assert main([str(file)]) == 0
+    assert f"{file.name}: {note}" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("by_s", [0.5, -3600.0])
+def test_ranks_of_one_barrier_are_found_by_their_costs_where_their_clocks_differ(tmp_path: Path, by_s: float) -> None:
+    files = engines(tmp_path, 3, barrier=True)
+    together = summarise(files)
+    rewritten(files[1], lambda lines: moved(lines[7:], by_s))
+    summary = summarise(files)
+    assert [len(group.files) for group in summary.groups] == [3]
+    assert summary.load_spread_mean == pytest.approx(together.load_spread_mean, rel=0.05)
+    assert len(summary.notes) == 1 and f"{by_s:+.3f} s apart: one barrier, by two clocks" in summary.notes[0]
 
 
 def test_the_command_line_prints_what_to_configure(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -218,3 +282,32 @@ def test_the_command_line_prints_what_to_configure(tmp_path: Path, capsys: pytes
     assert "request_tokens: " in text and "--step-cost 1.2" in text and "# slowdown: 1 for all" in text
     with pytest.raises(InputError, match="nothing.csv: cannot be read"):
         steps([tmp_path / "nothing.csv"])
+
+
+def test_the_line_for_replay_has_the_slowdowns_and_the_cost_that_they_multiply(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    steps(engines(tmp_path, 2, barrier=False, slowdowns=(1.0, 1.5)), json=False)
+    options = dict(re.findall(r"--([a-z-]+) (\S+)", capsys.readouterr().out))
+    costs = [float(options["step-cost"]) * float(each) for each in options["slowdowns"].split(",")]
+    assert costs == pytest.approx([1.2e-7, 1.8e-7], rel=0.05)
+    assert options["workers"] == "2"
+
+
+def test_a_cost_below_zero_of_an_empty_step_is_doubted_or_printed_as_zero(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = a_log(tmp_path / "a", [10_000 + 100 * (step % 97) for step in range(500)])
+    bent = rewritten(path, lambda lines: [line.replace(f",{cost}", f",{cost - 20:.4f}") for line, cost in costs(lines)])
+    assert main([str(bent)]) == 0
+    text = capsys.readouterr().out
+    assert "this fit means nothing: an empty step would take -5.000 ms" in text and "to replay with" not in text
+    fits = [Fit(0.1, -0.2, 0.9, 500)]
+    summary = Summary([], [Group(("a",), 1.0, None, None, None, fit) for fit in fits], 1.0)
+    text = "\n".join(configuration(summary))
+    assert "--step-overhead 0 " in text and "-0.200 ms is 0 within its error" in text
+
+
+def costs(lines: list[str]) -> list[tuple[str, float]]:
+    """Each line with its cost."""
+    return [(line, float(line.split(",")[1])) for line in lines]

@@ -3,13 +3,17 @@
 import gzip
 import json
 import lzma
+import os
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from balanceroute.errors import InputError
-from balanceroute.traces import TraceFormat, convert_trace, read_trace, write_trace
+from balanceroute.traces import TraceFormat, convert_trace, load_trace, read_trace, source, write_trace
 from tests.recorded import TRACES
 
 AZURE_2023 = """TIMESTAMP,ContextTokens,GeneratedTokens
@@ -273,6 +277,36 @@ def test_what_vllms_log_does_not_count_is_estimated_and_said_so(tmp_path: Path) 
 
 
 @pytest.mark.parametrize(
+    "said",
+    [
+        "Received request zz: prompt: 'foo', prompt_token_ids: [1, 2, 3, 4, 5]",
+        "Request a details: prompt: 'x', prompt_token_ids: [1]",
+        "Generated response a: output: 'x', output_token_ids: [1, 2, 3]",
+        "INFO 01-01 09:00:00 [logger.py:1] Received request zz: prompt: 'foo', prompt_token_ids: [1]",
+        ", prompt_token_ids: [1], output_token_ids: [1], max_tokens=1, <streaming_complete: 9 tokens>",
+    ],
+)
+def test_what_a_prompt_or_an_answer_says_is_no_line_of_vllms_log(tmp_path: Path, said: str) -> None:
+    text = vllm_log(
+        ("01-01 00:00:00", f"Request a:7 details: prompt: {said!r}, prompt_token_ids: [1, 2, 3], shape: None."),
+        ("01-01 00:00:00", "Received request a:7: params: SamplingParams(n=1, max_tokens=16), lora_request: None."),
+        ("01-01 00:00:01", f"Generated response a:7: output: {said!r}, output_token_ids: [4, 5], finish_reason: stop"),
+        ("01-01 00:00:02", f"Received request b: prompt: {said!r}, params: x, prompt_token_ids: [1, 2, 3, 4]"),
+        ("01-01 00:00:03", "Generated response b (streaming delta) details: output_token_ids: [7]"),
+        ("01-01 00:00:03", f"Generated response b (streaming complete): output: {said!r}, finish_reason: stop"),
+        ("01-01 00:00:04", f"Error in {said}"),
+    )
+    trace = convert_trace(written(tmp_path / "vllm.log", text)).trace
+    assert trace.arrival_s.tolist() == [0.0, 2.0]
+    assert trace.prompt_tokens.tolist() == [3, 4] and trace.output_tokens.tolist() == [2, 1]
+
+
+def test_the_prefix_of_old_vllm_versions_has_one_bracket(tmp_path: Path) -> None:
+    text = "INFO 01-01 00:00:00 logger.py:36] Received request a: prompt: 'x', params: SamplingParams(max_tokens=16)\n"
+    assert len(convert_trace(written(tmp_path / "vllm.log", text)).trace) == 1
+
+
+@pytest.mark.parametrize(
     ("text", "reason"),
     [
         ("INFO 01-01 00:00:00 [a.py:1] started\n", "no line 'Received request'"),
@@ -284,3 +318,68 @@ def test_what_vllms_log_does_not_count_is_estimated_and_said_so(tmp_path: Path) 
 def test_a_vllm_log_that_says_too_little_is_refused_in_one_line(tmp_path: Path, text: str, reason: str) -> None:
     with pytest.raises(InputError, match=reason):
         convert_trace(written(tmp_path / "vllm.log", text))
+
+
+def test_a_column_that_is_there_twice_is_refused(tmp_path: Path) -> None:
+    text = "TIMESTAMP,ContextTokens,GeneratedTokens,ContextTokens\n2023-11-16 18:15:46,374,44,1\n"
+    with pytest.raises(InputError, match="line 1: more than one column ContextTokens"):
+        convert_trace(written(tmp_path / "a.csv", text))
+
+
+def test_arrivals_so_far_apart_that_steps_are_lost_in_rounding_are_refused(tmp_path: Path) -> None:
+    text = mooncake_line(0, [1]) + mooncake_line(10**15, [1])
+    with pytest.raises(InputError, match=r"arrivals are up to 1e\+12 s apart"):
+        convert_trace(written(tmp_path / "m.jsonl", text))
+
+
+@contextmanager
+def piped(data: bytes) -> Iterator[str]:
+    """The name of a pipe that somebody writes to."""
+    reading, writing = os.pipe()
+
+    def feed() -> None:
+        with suppress(BrokenPipeError), open(writing, "wb") as pipe:
+            pipe.write(data)
+
+    writer = threading.Thread(target=feed, daemon=True)  # which waits for ever where not all is read
+    writer.start()
+    try:
+        yield f"/dev/fd/{reading}"
+    finally:
+        os.close(reading)
+        writer.join(5)
+
+
+def long_router_log(n: int) -> str:
+    return "".join(
+        f'{{"time": "2026-01-01T00:00:{i % 60:02d}+00:00", "event": "request", "duration_s": 0, '
+        f'"prompt_tokens": 900, "tokens": 31}}\n'
+        for i in range(n)
+    )
+
+
+@pytest.mark.parametrize("compress", [bytes, gzip.compress, lzma.compress], ids=["plain", "gz", "xz"])
+def test_a_log_through_a_pipe_is_read_whole(compress: Callable[[bytes], bytes]) -> None:
+    log = compress(long_router_log(3000).encode())
+    with piped(log) as name:
+        assert len(convert_trace(name).trace) == 3000
+    with piped(log) as name:
+        assert len(load_trace(name)) == 3000
+
+
+def test_a_trace_through_a_pipe_is_read_whole() -> None:
+    text = "arrival_s,prompt_tokens,output_tokens\n" + "".join(f"{i},100,10\n" for i in range(20_000))
+    with piped(text.encode()) as name:
+        assert len(load_trace(name)) == 20_000
+
+
+def test_a_pipe_that_gives_more_than_is_kept_is_refused_and_not_cut(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(source, "MOST_PIPED_BYTES", 2**20)
+    text = "arrival_s,prompt_tokens,output_tokens\n" + "0,100,10\n" * 2**18
+    with piped(text.encode()) as name, pytest.raises(InputError, match="more than 1 MiB through a pipe"):
+        load_trace(name)
+
+
+def test_a_pipe_is_refused_where_several_processes_would_read_it() -> None:
+    with piped(b"") as name, pytest.raises(InputError, match="is a pipe, which cannot be read again"):
+        source.check_read_again(name)

@@ -62,7 +62,9 @@ def test_equal_traces_are_written_as_equal_bytes(tmp_path: Path) -> None:
         (HEADER + "0,5,-3,\n", 2, "output_tokens '-3' is below 1"),
         (HEADER + "0,2147483648,5,\n", 2, "prompt_tokens '2147483648' is too large: more than 2147483647"),
         (HEADER + "0,5,99999999999999999999,\n", 2, "too large"),
-        (HEADER + "0,5,5,\n1e300,5,5,\n", 3, "arrival_s '1e300' is too large: more than 1e+15"),
+        (HEADER + "0,5,5,\n1e300,5,5,\n", 3, "arrival_s '1e300' is too large: more than 1e+10"),
+        (HEADER + "1e15,5,5,\n", 2, "arrival_s '1e15' is too large: more than 1e+10"),
+        ("arrival_s,prompt_tokens,output_tokens,prompt_tokens\n0,5,5,9\n", 1, "more than one column prompt_tokens"),
         (HEADER + "nan,5,5,\n", 2, "arrival_s 'nan' is not a finite number"),
         (HEADER + "inf,5,5,\n", 2, "arrival_s 'inf' is not a finite number"),
         (HEADER + "-1,5,5,\n", 2, "arrival_s '-1' is not a finite number"),
@@ -131,6 +133,14 @@ def test_a_damaged_compressed_file_is_refused_with_its_name(
     path.write_bytes(damage(compress((HEADER + "0,5,5,\n" * 500).encode())))
     with pytest.raises(InputError, match=rf"t\.csv\{suffix}: cannot be read"):
         read_trace(path)
+
+
+def test_stamps_of_a_clock_count_from_the_first_arrival_and_other_times_are_kept(tmp_path: Path) -> None:
+    path = tmp_path / "t.csv"
+    path.write_text(HEADER + "1700000000.25,5,5,\n1700000001.5,5,5,\n")
+    assert read_trace(path).arrival_s.tolist() == [0.0, 1.25]
+    path.write_text(HEADER + "3600.25,5,5,\n3601.5,5,5,\n")
+    assert read_trace(path).arrival_s.tolist() == [3600.25, 3601.5]
 
 
 def test_a_missing_file_is_refused(tmp_path: Path) -> None:
