@@ -13,12 +13,13 @@ from functools import partial
 from pathlib import Path
 from typing import Final
 
-from balanceroute.config import Config
+from balanceroute.config import Config, read_client_keys
 from balanceroute.errors import ConfigError, InputError
 from balanceroute.proxy.admission.forecasts import build_forecasts
 from balanceroute.proxy.brain import Standing, run_brain
 from balanceroute.proxy.client.acceptor import ConnectionCounts
 from balanceroute.proxy.handover import Handover, Predecessor, Told
+from balanceroute.proxy.perimeter.key_table import KeyTable
 from balanceroute.proxy.perimeter.perimeter import Perimeter
 from balanceroute.proxy.perimeter.tls import Tls
 from balanceroute.proxy.relay import run_relay
@@ -85,6 +86,8 @@ class Processes:
         self.config, self._load, self._folder, self._sockets = config, load, folder, sockets
         self._journal, self._predecessor = journal, predecessor
         self._counts = ConnectionCounts(max(1, config.listen.relays))
+        self._table = KeyTable(max(1, config.listen.relays))
+        self._name_keys()
         self._told = Told(os.getpid(), 1)
         if predecessor is not None:
             self._told = Told(predecessor.told.lineage, predecessor.told.generation + 1)
@@ -125,8 +128,15 @@ class Processes:
             log.warning("reload refused", extra={"error": str(error)})
             return False
         self.config = new
+        self._name_keys()  # before any relay hears of new ones
         configure(new.log.level, new.log.format, process="parent")
         return True
+
+    def _name_keys(self) -> None:
+        """Have all keys of the file in the table; a file that is wrong is each relay's to refuse."""
+        if self.config.auth.client_keys is not None:
+            with suppress(ConfigError):
+                self._table.name(entry.name for entry in read_client_keys(Path(self.config.auth.client_keys)))
 
     @property
     def _links(self) -> list[socket.socket]:
@@ -171,9 +181,9 @@ class Processes:
         self._end_handover()
         for link in self._links:
             link.close()
-        place = self.relays.index(name)
-        load = self._begin(name)
-        run_relay(self.config, self._sockets, self._folder, name, load, on_up, self._counts, place)
+        near = self.relays
+        load, place = self._begin(name), near.index(name)
+        run_relay(self.config, self._sockets, self._folder, name, load, on_up, self._counts, self._table, place, near)
 
     def _begin(self, name: str) -> Callable[[], Config]:
         """Say in the log who this is; returns what reads the configuration anew."""

@@ -57,6 +57,7 @@ from balanceroute.proxy.ops.admin import json_response
 from balanceroute.proxy.ops.forwarding import Forwarding
 from balanceroute.proxy.ops.metaserver import Metaserver
 from balanceroute.proxy.ops.to_brain import METHODS, ToBrain, through_socket, to_machine
+from balanceroute.proxy.perimeter.key_table import KeyTable, Seat
 from balanceroute.proxy.perimeter.perimeter import Perimeter
 from balanceroute.proxy.perimeter.routes import ACCESS, Access
 from balanceroute.proxy.perimeter.tls import Tls
@@ -196,19 +197,24 @@ def run_relay(
     load: Callable[[], Config],
     on_up: Callable[[], None],
     counts: ConnectionCounts,
+    table: KeyTable,
     place: int,
+    near: Sequence[str],
 ) -> None:
     """Serve clients until a signal ends it.
 
     Args: listeners: bound sockets, shared with the other relays: the clients', and the operators' where `listen.admin`
     is set. name: one that no other living relay of the router has; the same after a restart. load: reads the
-    configuration anew, for SIGHUP. on_up: called when it accepts. counts: of all relays; place: this one's in them.
+    configuration anew, for SIGHUP. on_up: called when it accepts. counts, table: what all relays of this router
+    share; place: this one's in them; near: the names of all.
 
     Raises: ConfigError: a file that the configuration names is wrong.
     """
     signal.signal(signal.SIGHUP, signal.SIG_IGN)  # until there is something to reload
     folder.come_to_life(name)
-    app = create_relay_app(config, folder, name)
+    seat = Seat(table, place, [_name_on_link(config, folder, each) for each in near])
+    seat.begin()
+    app = create_relay_app(config, folder, name, seat)
 
     async def on_reload() -> None:
         reload_relay(app.services, await asyncio.to_thread(load))
@@ -218,8 +224,8 @@ def run_relay(
     server.run(sockets=listeners)
 
 
-def create_relay_app(config: Config, folder: RunFolder, name: str) -> RelayApp:
-    """The application of the relay of that name.
+def create_relay_app(config: Config, folder: RunFolder, name: str, seat: Seat | None = None) -> RelayApp:
+    """The application of the relay of that name; `seat`: where relays on this machine share what they use of keys.
 
     Raises: ConfigError: a file of the configuration is wrong.
     """
@@ -259,7 +265,7 @@ def create_relay_app(config: Config, folder: RunFolder, name: str) -> RelayApp:
             services.keep_counts()
             await stop_tasks(services)
 
-    perimeter, tls = Perimeter(config), Tls(config)
+    perimeter, tls = Perimeter(config, seat), Tls(config)
     reach, to_brain = _ways_to_brain(config, folder, tls)
     pins = None if config.kv_pin_s is None else _own_pins(folder.pins(name))
     closing: list[Callable[[], None]] = [to_brain.close]
@@ -377,7 +383,7 @@ def reload_relay(services: RelayServices, new: Config) -> None:
     that it names is wrong; nothing changed.
     """
     check_fixed(services.config, new)
-    perimeter = Perimeter(new)
+    perimeter = Perimeter(new, services.perimeter.seat)
     services.tls.reload(new)
     perimeter.inherit(services.perimeter)
     services.perimeter = perimeter
