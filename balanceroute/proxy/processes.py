@@ -17,7 +17,7 @@ from balanceroute.config import Config, read_client_keys
 from balanceroute.errors import ConfigError, InputError
 from balanceroute.proxy.admission.forecasts import build_forecasts
 from balanceroute.proxy.brain import Standing, run_brain
-from balanceroute.proxy.client.acceptor import ConnectionCounts
+from balanceroute.proxy.client.relay_loads import RelayLoads
 from balanceroute.proxy.handover import Handover, Predecessor, Told
 from balanceroute.proxy.perimeter.key_table import KeyTable
 from balanceroute.proxy.perimeter.perimeter import Perimeter
@@ -85,7 +85,7 @@ class Processes:
         self._link = link
         self.config, self._load, self._folder, self._sockets = config, load, folder, sockets
         self._journal, self._predecessor = journal, predecessor
-        self._counts = ConnectionCounts(max(1, config.listen.relays))
+        self._loads = RelayLoads(max(1, config.listen.relays))
         self._table = KeyTable(max(1, config.listen.relays))
         self._name_keys()
         self._told = Told(os.getpid(), 1)
@@ -183,7 +183,7 @@ class Processes:
             link.close()
         near = self.relays
         load, place = self._begin(name), near.index(name)
-        run_relay(self.config, self._sockets, self._folder, name, load, on_up, self._counts, self._table, place, near)
+        run_relay(self.config, self._sockets, self._folder, name, load, on_up, self._loads, self._table, place, near)
 
     def _begin(self, name: str) -> Callable[[], Config]:
         """Say in the log who this is; returns what reads the configuration anew."""

@@ -44,7 +44,8 @@ from balanceroute.proxy.app import (
     stop_tasks,
     supervised,
 )
-from balanceroute.proxy.client.acceptor import Acceptor, ConnectionCounts
+from balanceroute.proxy.client.acceptor import Acceptor
+from balanceroute.proxy.client.relay_loads import Load, RelayLoads
 from balanceroute.proxy.client.services import ClientServices
 from balanceroute.proxy.life.pool_reaper import PERIOD_S, PoolReaper
 from balanceroute.proxy.life.suspicion import Loss
@@ -196,7 +197,7 @@ def run_relay(
     name: str,
     load: Callable[[], Config],
     on_up: Callable[[], None],
-    counts: ConnectionCounts,
+    loads: RelayLoads,
     table: KeyTable,
     place: int,
     near: Sequence[str],
@@ -205,7 +206,7 @@ def run_relay(
 
     Args: listeners: bound sockets, shared with the other relays: the clients', and the operators' where `listen.admin`
     is set. name: one that no other living relay of the router has; the same after a restart. load: reads the
-    configuration anew, for SIGHUP. on_up: called when it accepts. counts, table: what all relays of this router
+    configuration anew, for SIGHUP. on_up: called when it accepts. loads, table: what all relays of this router
     share; place: this one's in them; near: the names of all.
 
     Raises: ConfigError: a file that the configuration names is wrong.
@@ -220,7 +221,8 @@ def run_relay(
         reload_relay(app.services, await asyncio.to_thread(load))
 
     server = RelayServer(app, config, on_reload)
-    server.name, server.on_up, server.counts, server.place = name, on_up, counts, place
+    server.name, server.on_up, server.load = name, on_up, Load(loads, place)
+    server.load.begin()
     server.run(sockets=listeners)
 
 
@@ -397,8 +399,6 @@ class RelayServer(ChildServer):
     name = ""
     listeners: Sequence[socket.socket] = ()
     on_up: Callable[[], None] = staticmethod(lambda: None)
-    counts = ConnectionCounts(1)  # nobody else accepts
-    place = 0
 
     async def startup(self, sockets: list[Any] | None = None) -> None:
         """Accept on these sockets, with others."""
@@ -422,8 +422,7 @@ class RelayServer(ChildServer):
 
     def ahead(self) -> bool:
         """Whether another relay has fewer connections."""
-        self.counts.tell(self.place, len(self.server_state.connections))
-        return self.counts.ahead(self.place)
+        return self.load.ahead(self._router_config.limits.max_connections)
 
     def leave(self) -> None:
         """Another router accepts on these sockets: serve whoever is connected to the end of what it has begun."""

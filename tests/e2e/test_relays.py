@@ -364,6 +364,22 @@ def test_a_keys_limits_are_the_router_s_and_outlive_its_relays(cluster: Cluster,
     with_router(test, cluster, tmp_path, "--set", f"auth.client_keys={keys}", relays=4)
 
 
+def test_what_fits_the_router_fits_its_relays(cluster: Cluster, tmp_path: Path) -> None:
+    async def test(router: Router) -> None:
+        address = router.client.base_url
+        idle = [await asyncio.open_connection(address.host, address.port) for _ in range(34)]
+        large = b"x" * 20_000_000  # more than half of a relay's part of all
+        for _ in range(4):
+            answer = await router.client.post("/v1/completions", content=large, headers={"connection": "close"})
+            assert answer.status_code == 400, answer.text  # it is no JSON, but was read
+        assert not any(reader.at_eof() for reader, _ in idle)
+        for _, writer in idle:
+            writer.close()
+
+    bounds = ("--set", "limits.max_connections=40", "--set", "limits.max_held_bytes=64000000")
+    with_router(test, cluster, tmp_path, *bounds, relays=4)
+
+
 def test_streams_go_on_without_a_brain_and_the_next_one_knows_them(cluster: Cluster, tmp_path: Path) -> None:
     async def test(router: Router) -> None:
         begun = streams(router, 14)
