@@ -56,6 +56,7 @@ MODULES: Final = (
     "proxy.link.hub",
     "proxy.link.remote",
     "proxy.link.token_counts",
+    "proxy.perimeter.key_table",
     "proxy.perimeter.keys",
     "proxy.telemetry.instruments",
     "proxy.wire.bounds",

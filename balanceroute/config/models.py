@@ -630,14 +630,15 @@ class Limits(Section):
         2**30,
         ge=2**20,
         le=2**40,
-        description="Bytes of all request bodies together that have not come whole; above it 503.",
+        description="Bytes of all request bodies together that have not come whole; above it 503. Of all relays on a "
+        "machine.",
     )
     max_held_bytes: int = Field(
         2 * 2**30,
         ge=2**20,
         le=2**40,
         description="Bytes of all request bodies together that are coming or being served; above it 503 for those that "
-        "come. Serving one takes up to three times its bytes.",
+        "come. Serving one takes up to three times its bytes. One client may have half. Of all relays on a machine.",
     )
     max_choices: int = Field(
         128,
@@ -655,7 +656,7 @@ class Limits(Section):
         ge=1,
         le=1_000_000,
         description="Most client connections at once. Above it one that waits for a request, the longest first, is "
-        "closed; where all of them are busy, 503.",
+        "closed; where all of them are busy, 503. Of all relays on a machine.",
     )
     request_timeout_s: Seconds = Field(
         3600.0,

@@ -19,9 +19,10 @@ from balanceroute.proxy.admission.forecasts import build_forecasts
 from balanceroute.proxy.apart import try_apart
 from balanceroute.proxy.brain import StandbyCallbacks, run_brain
 from balanceroute.proxy.changes import KeptChanges
-from balanceroute.proxy.client.acceptor import ConnectionCounts
+from balanceroute.proxy.client.relay_loads import RelayLoads
 from balanceroute.proxy.configured import Configured
 from balanceroute.proxy.handover import Handover, Predecessor, Told
+from balanceroute.proxy.perimeter.key_table import KeyTable
 from balanceroute.proxy.relay import run_relay
 from balanceroute.proxy.reload import asks_another_predictor, check_workers
 from balanceroute.proxy.run_folder import RunFolder, relay_name, run_folder
@@ -88,7 +89,9 @@ class Processes:
         self._link, self._lock = link, lock
         self._configured, self._load, self._folder, self._sockets = configured, load, folder, sockets
         self._journal, self._predecessor = journal, predecessor
-        self._connection_counts = ConnectionCounts(max(1, self.config.listen.relays))
+        self._loads = RelayLoads(max(1, self.config.listen.relays))
+        self._table = KeyTable(max(1, self.config.listen.relays))
+        self._name_keys()
         if predecessor is None:  # relays may live whose own router has left, and whose successor has died
             self._told = Told(os.getpid(), folder.generation())
         else:
@@ -136,8 +139,15 @@ class Processes:
         except (ConfigError, InputError) as error:
             log.warning("reload refused", extra={"error": str(error)})
             return False
+        self._name_keys()  # before any relay hears of new ones
         configure(new.log.level, new.log.format, process="parent")
         return True
+
+    def _name_keys(self) -> None:
+        """Have all keys in the table."""
+        keys = self._configured.perimeter.keys
+        if keys is not None:
+            self._table.name(key.name for key in keys)
 
     def _check_for_brain(self, new: Config) -> None:
         """Refuse what the leading brain would refuse: relays must not go by what it does not.
@@ -209,9 +219,11 @@ class Processes:
         self._end_handover()
         for link in self._links:
             link.close()
-        place = self.relays.index(name)
-        load = self._begin(name)
-        run_relay(self._configured, self._sockets, self._folder, name, load, on_up, self._connection_counts, place)
+        near = self.relays
+        load, place = self._begin(name), near.index(name)
+        run_relay(
+            self._configured, self._sockets, self._folder, name, load, on_up, self._loads, self._table, place, near
+        )
 
     def _begin(self, name: str) -> Callable[[], Config]:
         """Say in the log who this is; returns what reads the configuration anew."""

@@ -45,7 +45,8 @@ from balanceroute.proxy.app import (
     stop_tasks,
     supervised,
 )
-from balanceroute.proxy.client.acceptor import Acceptor, ConnectionCounts
+from balanceroute.proxy.client.acceptor import Acceptor
+from balanceroute.proxy.client.relay_loads import Load, RelayLoads
 from balanceroute.proxy.client.services import ClientServices
 from balanceroute.proxy.configured import Configured
 from balanceroute.proxy.life.pool_reaper import PERIOD_S, PoolReaper
@@ -58,6 +59,7 @@ from balanceroute.proxy.ops.admin import json_response
 from balanceroute.proxy.ops.forwarding import Forwarding
 from balanceroute.proxy.ops.metaserver import Metaserver
 from balanceroute.proxy.ops.to_brain import ToBrain, through_socket, to_machine
+from balanceroute.proxy.perimeter.key_table import KeyTable, Seat
 from balanceroute.proxy.perimeter.perimeter import Perimeter
 from balanceroute.proxy.perimeter.routes import ACCESS, Access
 from balanceroute.proxy.perimeter.tls import Tls
@@ -197,28 +199,33 @@ def run_relay(
     name: str,
     load: Callable[[], Config],
     on_up: Callable[[], None],
-    connection_counts: ConnectionCounts,
+    loads: RelayLoads,
+    table: KeyTable,
     place: int,
+    near: Sequence[str],
 ) -> None:
     """Serve clients until a signal ends it.
 
     Args: listeners: bound sockets, shared with the other relays: the clients', and the operators' where `listen.admin`
     is set. name: one that no other living relay of the router has; the same after a restart. load: reads the
-    configuration anew, for SIGHUP. on_up: called when it accepts. connection_counts: of all relays; place: this
-    one's in them.
+    configuration anew, for SIGHUP. on_up: called when it accepts. loads, table: what all relays of this router
+    share; place: this one's in them; near: the names of all.
 
     Raises: ConfigError: a file of the folder can't be used.
     """
     folder.come_to_life(name)
     configured.tls.catch_up()
+    seat = Seat(table, place, [_name_on_link(configured.config, folder, each) for each in near])
+    seat.begin()
+    configured.perimeter.sit(seat)
     app = create_relay_app(configured, folder, name)
 
     async def on_reload() -> None:
         reload_relay(app.services, await asyncio.to_thread(load))
 
     server = RelayServer(app, configured.config, on_reload)
-    server.name, server.on_up = name, on_up
-    server.connection_counts, server.place = connection_counts, place
+    server.name, server.on_up, server.load = name, on_up, Load(loads, place)
+    server.load.begin()
     server.run(sockets=listeners)
 
 
@@ -400,7 +407,7 @@ def reload_relay(services: RelayServices, new: Config) -> None:
     that it names is wrong; nothing changed.
     """
     check_fixed(services.config, new)
-    perimeter = Perimeter(new)
+    perimeter = Perimeter(new, services.perimeter.seat)
     services.tls.reload(new)
     perimeter.inherit(services.perimeter)
     services.perimeter = perimeter
@@ -414,8 +421,6 @@ class RelayServer(ChildServer):
     name = ""
     listeners: Sequence[socket.socket] = ()
     on_up: Callable[[], None] = staticmethod(lambda: None)
-    connection_counts = ConnectionCounts(1)  # nobody else accepts
-    place = 0
 
     async def startup(self, sockets: list[Any] | None = None) -> None:
         """Accept on these sockets, with others."""
@@ -439,8 +444,7 @@ class RelayServer(ChildServer):
 
     def ahead(self) -> bool:
         """Whether another relay has fewer connections."""
-        self.connection_counts.tell(self.place, len(self.server_state.connections))
-        return self.connection_counts.ahead(self.place)
+        return self.load.ahead(self._router_config.limits.max_connections)
 
     def leave(self) -> None:
         """Others accept on these sockets: serve whoever is connected to the end of what it has begun."""

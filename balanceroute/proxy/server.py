@@ -23,6 +23,7 @@ from balanceroute.config import Config
 from balanceroute.errors import ConfigError, InputError
 from balanceroute.proxy.app import ClientApp
 from balanceroute.proxy.client.edge import ClientLimits
+from balanceroute.proxy.client.relay_loads import alone
 from balanceroute.proxy.client.services import ClientServices
 from balanceroute.proxy.client.uvicorn_protocol import protocol_class
 from balanceroute.proxy.hotpath import COMPILED, STALE
@@ -47,6 +48,7 @@ class Server(uvicorn.Server):
     def __init__(self, app: ClientApp, config: Config, uds: str | None = None) -> None:
         """`uds`: a unix socket to listen on, instead of `listen.host` and `listen.port`."""
         listen = config.listen
+        self.load = alone()
         super().__init__(
             uvicorn.Config(
                 app,
@@ -54,7 +56,9 @@ class Server(uvicorn.Server):
                 port=listen.port,
                 uds=uds,
                 loop="uvloop",
-                http=protocol_class(app, ClientLimits.of(config), lambda: app.tls.server if uds is None else None),
+                http=protocol_class(
+                    app, ClientLimits.of(config), lambda: app.tls.server if uds is None else None, lambda: self.load
+                ),
                 ws="none",
                 lifespan="on",
                 access_log=False,

@@ -1,12 +1,14 @@
 """`balanceroute serve --relays 2` as processes in front of an emulated cluster: any of them may die."""
 
 import asyncio
+import hashlib
 import json
 import os
 import re
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
@@ -334,6 +336,53 @@ def test_a_killed_relay_takes_its_own_streams_along_and_nothing_else(cluster: Cl
         await until(lambda: router.relays[name] != pid)  # it is back
 
     with_router(test, cluster, tmp_path)
+
+
+def test_a_keys_limits_are_the_router_s_and_outlive_its_relays(cluster: Cluster, tmp_path: Path) -> None:
+    entries = [
+        {"name": "few", "sha256": hashlib.sha256(b"few").hexdigest(), "max_in_flight": 4},
+        {"name": "slow", "sha256": hashlib.sha256(b"slow").hexdigest(), "requests_per_minute": 30},
+    ]
+    keys = tmp_path / "keys.yaml"
+    keys.write_text(json.dumps(entries))
+    keys.chmod(0o600)
+
+    async def test(router: Router) -> None:
+        async def let_in(key: str, count: int, tokens: int) -> int:
+            body = {"model": "emulated", "prompt": "a", "max_tokens": tokens, "ignore_eos": True}
+            headers = {"connection": "close", "authorization": f"Bearer {key}"}
+            asked = [router.client.post("/v1/completions", json=body, headers=headers) for _ in range(count)]
+            answers = [answer.status_code for answer in await asyncio.gather(*asked)]
+            assert set(answers) <= {200, 429}
+            return answers.count(200)
+
+        assert await let_in("few", 24, 100) == 4
+        began_s = time.monotonic()
+        used = await let_in("slow", 60, 1)
+        assert used >= 30
+        for name, pid in router.relays.items():
+            os.kill(pid, signal.SIGKILL)
+            await until(lambda: router.relays[name] != pid)  # noqa: B023
+            used += await let_in("slow", 60, 1)
+        assert used <= 31 + (time.monotonic() - began_s) / 2
+
+    with_router(test, cluster, tmp_path, "--set", f"auth.client_keys={keys}", relays=4)
+
+
+def test_what_fits_the_router_fits_its_relays(cluster: Cluster, tmp_path: Path) -> None:
+    async def test(router: Router) -> None:
+        address = router.client.base_url
+        idle = [await asyncio.open_connection(address.host, address.port) for _ in range(34)]
+        large = b"x" * 20_000_000  # more than half of a relay's part of all
+        for _ in range(4):
+            answer = await router.client.post("/v1/completions", content=large, headers={"connection": "close"})
+            assert answer.status_code == 400, answer.text  # it is no JSON, but was read
+        assert not any(reader.at_eof() for reader, _ in idle)
+        for _, writer in idle:
+            writer.close()
+
+    bounds = ("--set", "limits.max_connections=40", "--set", "limits.max_held_bytes=64000000")
+    with_router(test, cluster, tmp_path, *bounds, relays=4)
 
 
 def test_streams_go_on_without_a_brain_and_the_next_one_knows_them(cluster: Cluster, tmp_path: Path) -> None:

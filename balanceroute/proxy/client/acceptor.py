@@ -8,14 +8,14 @@ got 319. Here a relay takes one and then does what else there is to do, and whoe
 everybody is idle one of two relays got 26 of 32. They stay where they are: a client's pool keeps them for hours. So a
 relay that has many more connections than another leaves what comes to the others, and takes it after `LEAVE_S` if it is
 there still. Few are left as they come: a relay carries them with ease, and two that wake up for a part each take more
-CPU than one that wakes up for all. Each tells its number in memory that all share. A number may be old, where a relay
-stands still or has died; so who was left a connection takes all that come for `TAKE_S`, and then looks again.
+CPU than one that wakes up for all. Each tells its number in memory that all share (`relay_loads.py`). A number may be
+old, where a relay stands still or has died; so who was left a connection takes all that come for `TAKE_S`, and then
+looks again.
 """
 
 import asyncio
 import errno
 import logging
-import mmap
 import socket
 from collections.abc import Callable
 from typing import Final
@@ -23,26 +23,9 @@ from typing import Final
 log = logging.getLogger(__name__)
 
 PAUSE_S: Final = 1.0  # while no connection can be taken: others may, and descriptors may be given back
-FEW: Final = 64  # streams of an event per 20 ms are a tenth of what a relay carries
 LEAVE_S: Final = 0.002  # many times what a wakeup takes
 TAKE_S: Final = 0.02  # others lose so little of their share while they are busy, and are not waited for often
 _EXHAUSTED: Final = {errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM}
-
-
-class ConnectionCounts:
-    """How many connections each relay has, as each last told; made before the processes that share it are forked."""
-
-    def __init__(self, relays: int) -> None:
-        self._counts = memoryview(mmap.mmap(-1, 8 * relays)).cast("q")
-
-    def tell(self, relay: int, connections: int) -> None:
-        """That relay has so many."""
-        self._counts[relay] = connections
-
-    def ahead(self, relay: int) -> bool:
-        """Whether another relay has fewer, by more than `FEW`, or an eighth where that is more."""
-        least = min(self._counts)
-        return self._counts[relay] > least + max(FEW, least // 8)
 
 
 class Acceptor:

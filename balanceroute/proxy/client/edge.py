@@ -6,7 +6,7 @@ times per second; so a deadline is kept to within `period_s`.
 **Places.** Above `max_connections` the connection that has waited longest for a request to begin or to become complete
 makes room; who sends slowly, or nothing, keeps nobody out. Where all of them are busy the new one is refused with 503,
 but for GET and HEAD, so that an operator and a liveness probe still see the router; `RESERVE` above the limit,
-connections are closed unheard.
+connections are closed unheard. Connections and bytes are counted with those of all other relays on this machine.
 """
 
 import asyncio
@@ -22,6 +22,7 @@ from starlette.types import Receive, Scope, Send
 from balanceroute.config import Config
 from balanceroute.errors import BalanceRouteError, EdgeFull
 from balanceroute.proxy.client.head import Request
+from balanceroute.proxy.client.relay_loads import CONNECTIONS, INCOMING_BYTES, SERVED_BYTES, Load, alone
 from balanceroute.proxy.client.response import Response
 
 log = logging.getLogger(__name__)
@@ -99,27 +100,33 @@ class ClientLimits:
 
     @classmethod
     def of(cls, config: Config) -> "ClientLimits":
-        """Those of a configuration; of several relays each has an equal share of what bounds the whole router."""
-        limits, relays = config.limits, max(1, config.listen.relays)
+        """Those of a configuration."""
+        limits = config.limits
         return cls(
-            -(-limits.max_connections // relays),
+            limits.max_connections,
             limits.client_header_timeout_s,
             limits.client_min_rate_bytes_per_s,
             limits.client_keep_alive_s,
             limits.client_stall_timeout_s,
             limits.max_body_bytes,
-            -(-limits.max_incoming_bytes // relays),
-            -(-limits.max_held_bytes // relays),
+            limits.max_incoming_bytes,
+            limits.max_held_bytes,
         )
+
+    def one_holder_bytes(self, relays: int) -> int:
+        """What one client may hold at each of so many relays: its part of the half that all clients leave to others,
+        but no less than one body, as far as that half has room for it.
+        """
+        half = self.max_held_bytes // 2
+        return max(half // relays, min(self.max_body_bytes, half))
 
 
 class Edge:
     """The connections, and what they share.
 
-    Attributes: `waiting`, those without a complete request, the one that has waited longest first. `incoming_bytes`, of
-    all bodies that are not complete, `served_bytes`, of those whose answers are not. `held`, by whom, of large ones.
-    `date_line`, the Date field. `tasks`, of requests under way, and `connections`,
-    both the server's own sets.
+    Attributes: `waiting`, those without a complete request, the one that has waited longest first. `held`, bytes of
+    large bodies, by whom. `date_line`, the Date field. `tasks`, of requests under way, and `connections`, both the
+    server's own sets.
     """
 
     def __init__(
@@ -130,12 +137,16 @@ class Edge:
         connections: "set[Any]",
         tasks: "set[asyncio.Task[None]]",
         app_state: Mapping[str, Any],
+        load: Load | None = None,
     ) -> None:
+        """`load`: what this relay has, among others; None: there are no others."""
+        self.load = alone() if load is None else load
+        self._one_holder_bytes = limits.one_holder_bytes(self.load.relays)
         self.site, self.limits, self.loop = site, limits, loop
         self.connections: set[Connection] = connections
         self.tasks, self.app_state = tasks, app_state
         self.waiting: dict[Connection, None] = {}
-        self.incoming_bytes = self.served_bytes = 0
+        self._incoming_bytes = self._served_bytes = 0
         self.held: dict[str, int] = {}
         self.date_line = b""
         shortest_s = min(limits.receive_timeout_s, limits.keep_alive_s, limits.stall_timeout_s)
@@ -144,9 +155,34 @@ class Edge:
         self._due_s = math.inf  # when the next look is due
 
     @property
+    def incoming_bytes(self) -> int:
+        """Of all bodies here that are not complete."""
+        return self._incoming_bytes
+
+    @incoming_bytes.setter
+    def incoming_bytes(self, size: int) -> None:
+        self._incoming_bytes = size
+        self.load.put(INCOMING_BYTES, size)
+
+    @property
+    def served_bytes(self) -> int:
+        """Of those whose answers are not."""
+        return self._served_bytes
+
+    @served_bytes.setter
+    def served_bytes(self, size: int) -> None:
+        self._served_bytes = size
+        self.load.put(SERVED_BYTES, size)
+
+    @property
     def full(self) -> bool:
         """Whether there are more connections than there may be."""
-        return len(self.connections) > self.limits.max_connections
+        return self._everywhere > self.limits.max_connections
+
+    @property
+    def _everywhere(self) -> int:
+        """Connections of all relays."""
+        return len(self.connections) + self.load.others(CONNECTIONS)
 
     def check_place(self, method: str) -> None:
         """Raises: EdgeFull: there are more connections than there may be for requests of this method."""
@@ -157,14 +193,15 @@ class Edge:
     def check_bytes(self, complete: bool, holder: str, more_bytes: int = 0) -> None:
         """See whether there is room for a body that is `complete`, or still coming; `more_bytes` are not counted yet.
 
-        One holder may have half of it, so that there is room for others.
+        One holder may have half of it, so that there is room for others; of several relays each judges for itself.
 
         Raises: EdgeFull: there are more bytes of bodies than there may be.
         """
-        limits, incoming = self.limits, self.incoming_bytes + more_bytes
+        limits, load = self.limits, self.load
+        incoming = self._incoming_bytes + more_bytes + load.others(INCOMING_BYTES)
         full = incoming > limits.max_incoming_bytes and not complete
-        greedy = 2 * self.held.get(holder, 0) > limits.max_held_bytes
-        if full or greedy or incoming + self.served_bytes > limits.max_held_bytes:
+        greedy = self.held.get(holder, 0) > self._one_holder_bytes
+        if full or greedy or incoming + self._served_bytes + load.others(SERVED_BYTES) > limits.max_held_bytes:
             text = "The router holds as many bytes of requests as it may; try again shortly."
             raise EdgeFull(text, retry_after_s=RETRY_AFTER_S)
 
@@ -177,11 +214,12 @@ class Edge:
     def join(self, connection: Connection) -> bool:
         """Take in a new connection; False if there is no room even to refuse it."""
         self.connections.add(connection)
+        self._tell()
         if self.full and self.waiting:
             longest = next(iter(self.waiting))
             longest.give_way()
             self.leave(longest)  # its place is free now, not when its socket has closed
-        if len(self.connections) > self.limits.max_connections + RESERVE:
+        if self._everywhere > self.limits.max_connections + RESERVE:
             return False
         self.waiting[connection] = None
         if self._looking is None:
@@ -192,6 +230,10 @@ class Edge:
         """A connection is lost."""
         self.connections.discard(connection)
         self.waiting.pop(connection, None)
+        self._tell()
+
+    def _tell(self) -> None:
+        self.load.put(CONNECTIONS, len(self.connections))
 
     def _look(self) -> None:
         now = self.loop.time()

@@ -18,14 +18,19 @@ from typing import Any
 from balanceroute.proxy.client.edge import ClientLimits, Edge, Site
 from balanceroute.proxy.client.handshake import Handshake
 from balanceroute.proxy.client.protocol import ClientProtocol
+from balanceroute.proxy.client.relay_loads import Load, alone
 
 
 def protocol_class(
-    site: Site, limits: ClientLimits, tls: Callable[[], ssl.SSLContext | None] = lambda: None
+    site: Site,
+    limits: ClientLimits,
+    tls: Callable[[], ssl.SSLContext | None] = lambda: None,
+    load: Callable[[], Load] = alone,
 ) -> type[asyncio.Protocol]:
     """What to give to one `uvicorn.Config` as `http`: connections that serve this site within these limits.
 
-    `tls` is asked for each connection: the context that it is encrypted under, None for plain HTTP.
+    `tls` is asked for each connection: the context that it is encrypted under, None for plain HTTP. `load`
+    is asked once, with the first one.
     """
     edge: Edge | None = None
 
@@ -33,7 +38,7 @@ def protocol_class(
         nonlocal edge
         if edge is None:
             loop = loop or asyncio.get_running_loop()
-            edge = Edge(site, limits, loop, server_state.connections, server_state.tasks, app_state)
+            edge = Edge(site, limits, loop, server_state.connections, server_state.tasks, app_state, load())
         return edge
 
     class UvicornProtocol(ClientProtocol):

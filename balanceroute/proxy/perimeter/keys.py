@@ -1,5 +1,7 @@
 """Client keys at run time: who a key belongs to, and what it has used of its limits. No clock: times are arguments.
 
+Relays on one machine share what they have used (`key_table.py`); those of other machines tell it.
+
 Rates are token buckets that hold one minute's allowance, so a key that was idle may use its minute at once and then
 goes on at its pace. A request's tokens are known only at its end; they are charged then, and while that has left the
 bucket below zero, new requests wait outside.
@@ -7,39 +9,92 @@ bucket below zero, new requests wait outside.
 
 import math
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
 from hmac import compare_digest
 
 from balanceroute.config import KeyEntry, digest_of
 from balanceroute.errors import AccessDenied, KeyLimit
+from balanceroute.proxy.perimeter.key_table import (
+    FAR,
+    IN_FLIGHT,
+    LOST,
+    PER_MINUTE,
+    REQUESTS,
+    TOKENS,
+    USED,
+    Row,
+    Seat,
+    row_alone,
+)
 from balanceroute.proxy.perimeter.key_use import KeyUse
 from balanceroute.proxy.wire.responses import Headers
 
 _BUSY_RETRY_S = 1.0  # when one of a key's requests ends can't be known
 
 
-@dataclass(slots=True)
 class Bucket:
-    """An allowance per minute; `level` may be below zero after a charge that could not be known before."""
+    """An allowance per minute, of all rows of a key together.
 
-    per_minute: int
-    level: float
-    at_s: float = math.inf  # of the last look
+        level = rate * now - lost - used
 
-    def wait_s(self, now: float, amount: float) -> float:
-        """How long until `amount` is there; 0 when it is."""
-        rate = self.per_minute / 60.0  # per second
-        self.level = min(self.per_minute, self.level + max(0.0, now - self.at_s) * rate)
-        self.at_s = now
-        return max(0.0, (amount - self.level) / rate)
+    `lost` is what time has given to a bucket that was full. It only grows, as `used` does: whichever relay looks, and
+    in whatever order they do, all find the same level, and so does the next life of one that died. `level` may be below
+    zero after a charge that could not be known before.
+    """
 
-    def resized(self, per_minute: int) -> "Bucket":
-        """The same use under another limit."""
-        return Bucket(per_minute, self.level - self.per_minute + per_minute, self.at_s)
+    __slots__ = ("_per_minute", "_rate", "_row", "_which")
+
+    def __init__(self, row: Row, which: int, per_minute: int) -> None:
+        """`which`: the first field of this rate."""
+        self._row, self._which = row, which
+        self._per_minute, self._rate = float(per_minute), per_minute / 60.0  # per second
+
+    def level(self, now: float, charged: float = 0.0) -> float:
+        """What is there after a use of `charged` that is counted already; `lost` is as it was before."""
+        row, which, per_minute = self._row, self._which, self._per_minute
+        if row.own(which + PER_MINUTE) != per_minute:
+            self._begin(now, charged)
+        used, lost = self._look(per_minute)
+        given = self._rate * now
+        lost = max(lost, given - per_minute - (used - charged))
+        if lost != row.own(which + LOST):
+            row.put(which + LOST, lost)
+        return given - lost - used
+
+    def wait_s(self, now: float, charged: float = 0.0) -> float:
+        """How long until the level is not below zero; 0 when it is not."""
+        return max(0.0, -self.level(now, charged) / self._rate)
+
+    def _look(self, per_minute: float) -> tuple[float, float]:
+        """What all have used, and the most that was lost as those know it who have this limit."""
+        row, which, relays = self._row, self._which, self._row.relays
+        while True:
+            cells = row.rate(which)
+            limits, losses = cells[2 * relays : 3 * relays], cells[3 * relays :]
+            if limits.count(per_minute) + limits.count(0.0) == relays:
+                lost = max(losses)
+            else:
+                mine = [each for each, limit in zip(losses, limits, strict=True) if limit == per_minute]
+                lost = max(mine, default=-math.inf)
+            if lost == row.own(which + LOST) or row.all(which + PER_MINUTE) == limits:  # else one changes just now
+                return sum(cells[:relays]) + max(cells[relays : 2 * relays]), lost
+
+    def _begin(self, now: float, charged: float) -> None:
+        """Come to this limit; the first relay that does takes along what was missing under the one before."""
+        row, which, before = self._row, self._which, self._row.own(self._which + PER_MINUTE)
+        used, lost = self._look(self._per_minute)
+        if before > 0 and lost == -math.inf:
+            used -= charged
+            missing = before - min(before, before / 60.0 * now - self._look(before)[1] - used)
+            lost = self._rate * now - used - (self._per_minute - missing)
+        _limit(row, which, self._per_minute, lost)
 
 
 class ClientKey:
-    """One key: its entry in the file, and its use. `elsewhere` are requests in flight at other processes."""
+    """One key: its entry in the file, and its use.
+
+    `in_flight` are requests here, `elsewhere` those that other processes tell of; relays on this machine write theirs
+    to the key's `row` in memory that they share, if it is `shared`.
+    """
 
     __slots__ = (
         "_elsewhere",
@@ -51,51 +106,64 @@ class ClientKey:
         "elsewhere",
         "entry",
         "in_flight",
+        "row",
     )
 
-    def __init__(self, entry: KeyEntry) -> None:
+    def __init__(self, entry: KeyEntry, row: Row | None = None) -> None:
         self.in_flight = self.elsewhere = 0
+        self.row = row_alone() if row is None else row
         self._elsewhere: dict[str, int] = {}  # by process
         self._untold_requests = self._untold_tokens = 0
         self._requests: Bucket | None = None
         self._tokens: Bucket | None = None
-        self.change(entry)
+        self.change(entry, self.row)
 
     @property
     def name(self) -> str:
         """As in the file; for the log and `/state`."""
         return self.entry.name
 
-    def change(self, entry: KeyEntry) -> None:
-        """Go on under a new entry of the same name; what has been used stays used."""
+    def change(self, entry: KeyEntry, row: Row) -> None:
+        """Go on under a new entry of the same name, which may have got a shared row; what has been used stays used."""
+        if row.shared and not self.row.shared:
+            row.add(IN_FLIGHT, self.in_flight)
+            self.row = row
         self.entry, self.digest = entry, bytes.fromhex(entry.sha256)
-        self._requests = _bucket(entry.requests_per_minute, self._requests)
-        self._tokens = _bucket(entry.tokens_per_minute, self._tokens)
+        self._requests = _bucket(self.row, REQUESTS, entry.requests_per_minute)
+        self._tokens = _bucket(self.row, TOKENS, entry.tokens_per_minute)
 
     def enter(self, now: float) -> None:
         """A request begins; `leave` ends it. Raises: KeyLimit: the key has no room for it."""
-        entry = self.entry
-        if entry.max_in_flight is not None and self.in_flight + self.elsewhere >= entry.max_in_flight:
-            text = f"This key may have {entry.max_in_flight} requests in flight, and has them."
-            raise KeyLimit(text, retry_after_s=_BUSY_RETRY_S)
-        if self._tokens is not None and (wait_s := self._tokens.wait_s(now, 0.0)) > 0:
-            text = f"This key may use {entry.tokens_per_minute} tokens per minute, and has used them."
-            raise KeyLimit(text, retry_after_s=wait_s)
-        if self._requests is not None:
-            if (wait_s := self._requests.wait_s(now, 1.0)) > 0:
-                text = f"This key may send {entry.requests_per_minute} requests per minute, and has sent them."
-                raise KeyLimit(text, retry_after_s=wait_s)
-            self._requests.level -= 1.0
+        self.row.add(IN_FLIGHT, 1.0)  # before the look: of two relays that do so at once none overlooks the other
+        try:
+            self._check(now)
+        except KeyLimit:
+            self.row.add(IN_FLIGHT, -1.0)
+            raise
         self.in_flight += 1
         self._untold_requests += 1
+
+    def _check(self, now: float) -> None:
+        """Charge a request that is counted as in flight. Raises: KeyLimit: it uses nothing."""
+        entry, row = self.entry, self.row
+        if entry.max_in_flight is not None and sum(row.all(IN_FLIGHT)) + self.elsewhere > entry.max_in_flight:
+            text = f"This key may have {entry.max_in_flight} requests in flight, and has them."
+            raise KeyLimit(text, retry_after_s=_BUSY_RETRY_S)
+        if self._tokens is not None and (wait_s := self._tokens.wait_s(now)) > 0:
+            text = f"This key may use {entry.tokens_per_minute} tokens per minute, and has used them."
+            raise KeyLimit(text, retry_after_s=wait_s)
+        row.add(REQUESTS + USED, 1.0)
+        if self._requests is not None and (wait_s := self._requests.wait_s(now, 1.0)) > 0:
+            row.add(REQUESTS + USED, -1.0)
+            text = f"This key may send {entry.requests_per_minute} requests per minute, and has sent them."
+            raise KeyLimit(text, retry_after_s=wait_s)
 
     def leave(self, now: float, tokens: int = 0) -> None:
         """A request that had entered is over; `tokens` are those of its prompt and of its answer."""
         self.in_flight -= 1
+        self.row.add(IN_FLIGHT, -1.0)
         self._untold_tokens += tokens
-        if self._tokens is not None and tokens:
-            self._tokens.wait_s(now, 0.0)
-            self._tokens.level -= tokens
+        self._charge(self._tokens, TOKENS + USED, tokens, now)
 
     def use(self) -> KeyUse | None:
         """What others have to know, to tell them; None: nothing since the last call."""
@@ -109,22 +177,30 @@ class ClientKey:
             self._elsewhere.pop(process, None)
         else:
             self._elsewhere[process] = use.in_flight
-            for bucket, amount in ((self._requests, use.requests), (self._tokens, use.tokens)):
-                if bucket is not None and amount:
-                    bucket.wait_s(now, 0.0)
-                    bucket.level -= amount
+            self._charge(self._requests, REQUESTS + FAR, use.requests, now)
+            self._charge(self._tokens, TOKENS + FAR, use.tokens, now)
         self.elsewhere = sum(self._elsewhere.values())
 
     def forget_elsewhere(self) -> None:
         """No other process has any of it in flight, as far as is known."""
         self._elsewhere, self.elsewhere = {}, 0
 
+    def _charge(self, bucket: Bucket | None, field: int, amount: int, now: float) -> None:
+        if bucket is not None and amount:
+            bucket.level(now)  # full until now, where it was
+        self.row.add(field, amount)
+
 
 class ClientKeys:
     """All keys of the file. None of them is known here, only their hashes."""
 
-    def __init__(self, entries: Iterable[KeyEntry]) -> None:
-        self._by_digest = {key.digest: key for key in map(ClientKey, entries)}
+    def __init__(self, entries: Iterable[KeyEntry], seat: Seat | None = None) -> None:
+        """`seat`: at the table of what all relays on this machine use; None: there are no others."""
+        entries = tuple(entries)
+        self.seat = seat
+        rows = {} if seat is None else seat.rows([entry.name for entry in entries])
+        keys = [ClientKey(entry, rows.get(entry.name)) for entry in entries]
+        self._by_digest = {key.digest: key for key in keys}
 
     def __iter__(self) -> Iterator[ClientKey]:
         return iter(self._by_digest.values())
@@ -134,7 +210,7 @@ class ClientKeys:
         known = {key.name: key for key in before}
         for digest, key in self._by_digest.items():
             if key.name in known:
-                known[key.name].change(key.entry)
+                known[key.name].change(key.entry, key.row)
                 self._by_digest[digest] = known[key.name]
 
     def uses(self) -> tuple[KeyUse, ...]:
@@ -142,9 +218,12 @@ class ClientKeys:
         return tuple(use for key in self if (use := key.use()) is not None)
 
     def used_elsewhere(self, process: str, uses: Iterable[KeyUse], now: float) -> None:
-        """What another process has of all keys by now."""
+        """What another process has of all keys by now; where it shares a key's row that is known already."""
         by_name = {use.name: use for use in uses}
+        near = self.seat is not None and process in self.seat.near
         for key in self:
+            if near and key.row.shared:
+                continue
             key.used_elsewhere(process, by_name.get(key.name), now)
 
     def forget_elsewhere(self) -> None:
@@ -189,7 +268,15 @@ def credential(headers: Headers) -> bytes | None:
     return None if not keys else keys[0].strip() if len(keys) == 1 else b""
 
 
-def _bucket(per_minute: int | None, before: Bucket | None) -> Bucket | None:
-    if per_minute is None:
-        return None
-    return Bucket(per_minute, per_minute) if before is None else before.resized(per_minute)
+def _bucket(row: Row, which: int, per_minute: int | None) -> Bucket | None:
+    if per_minute is not None:
+        return Bucket(row, which, per_minute)
+    _limit(row, which, 0.0, -math.inf)  # one that comes later begins anew
+    return None
+
+
+def _limit(row: Row, which: int, per_minute: float, lost: float) -> None:
+    """Have a relay come to another limit; nobody takes what is lost under the one for the other's."""
+    row.put(which + PER_MINUTE, -1.0)
+    row.put(which + LOST, lost)
+    row.put(which + PER_MINUTE, per_minute)

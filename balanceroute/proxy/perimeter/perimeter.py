@@ -6,6 +6,7 @@ from pathlib import Path
 from balanceroute.config import Config, is_loopback, read_client_keys
 from balanceroute.errors import ConfigError, InvalidRequest
 from balanceroute.proxy.perimeter.access import AdminGate
+from balanceroute.proxy.perimeter.key_table import Seat
 from balanceroute.proxy.perimeter.keys import ClientKey, ClientKeys
 from balanceroute.proxy.perimeter.pages import Pages
 from balanceroute.proxy.perimeter.routes import Access
@@ -18,12 +19,16 @@ class Perimeter:
     `admin_port` is where admin routes are served alone, None if everywhere.
     """
 
-    __slots__ = ("admin", "admin_port", "keys", "pages", "public_metrics", "_worker_authorization")
+    __slots__ = ("admin", "admin_port", "keys", "pages", "public_metrics", "seat", "_worker_authorization")
 
-    def __init__(self, config: Config) -> None:
-        """Raises: ConfigError: the file of keys is wrong."""
+    def __init__(self, config: Config, seat: Seat | None = None) -> None:
+        """`seat`: at the table of what all relays on this machine use of keys; None: there are no others.
+
+        Raises: ConfigError: the file of keys is wrong.
+        """
         auth = config.auth
-        self.keys = None if auth.client_keys is None else _client_keys(auth.client_keys)
+        self.seat = seat
+        self.keys = None if auth.client_keys is None else _client_keys(auth.client_keys, seat)
         token = auth.admin_token
         self.admin = AdminGate(None if token is None else token.get_secret_value())
         self.pages = Pages(auth.allowed_origins)
@@ -35,6 +40,12 @@ class Perimeter:
             self._worker_authorization: bytes | None = b"Bearer " + key.get_secret_value().encode()
         else:
             self._worker_authorization = None if self.keys is None else b""
+
+    def sit(self, seat: Seat) -> None:
+        """Share with all relays on this machine what they use of keys: in a relay, which is forked with it."""
+        self.seat = seat
+        if self.keys is not None:
+            self.keys = ClientKeys((key.entry for key in self.keys), seat)
 
     def inherit(self, before: "Perimeter") -> None:
         """Take the place of another one: what its keys have used stays used."""
@@ -86,9 +97,9 @@ def exposures(config: Config) -> Iterator[str]:
         yield f"whoever reaches {host}:{listen.port} may use the cluster: auth.client_keys is not set"
 
 
-def _client_keys(file: str) -> ClientKeys:
+def _client_keys(file: str, seat: Seat | None) -> ClientKeys:
     """Raises: ConfigError."""
     try:
-        return ClientKeys(read_client_keys(Path(file)))
+        return ClientKeys(read_client_keys(Path(file)), seat)
     except ConfigError as error:
         raise ConfigError(f"auth.client_keys: {error}") from None

@@ -11,7 +11,8 @@ import pytest
 import uvloop
 
 from balanceroute.proxy.client import acceptor as module
-from balanceroute.proxy.client.acceptor import FEW, LEAVE_S, Acceptor, ConnectionCounts
+from balanceroute.proxy.client.acceptor import LEAVE_S, Acceptor
+from balanceroute.proxy.client.relay_loads import CONNECTIONS, FEW, Load, RelayLoads
 from tests.waiting import until
 
 
@@ -78,12 +79,13 @@ class Staying(asyncio.Protocol):
 def test_connections_that_come_one_by_one_are_shared_by_all_who_accept_and_by_none_alone(
     listener: socket.socket,
 ) -> None:
-    counts = ConnectionCounts(2)
+    table = RelayLoads(2)
+    loads = [Load(table, place) for place in (0, 1)]
     both: list[list[asyncio.Protocol]] = [[], []]
 
     def ahead(place: int) -> bool:
-        counts.tell(place, len(both[place]))
-        return counts.ahead(place)
+        loads[place].put(CONNECTIONS, len(both[place]))
+        return loads[place].ahead(10_000)
 
     async def come(number: int) -> list[socket.socket]:
         before = sum(map(len, both))

@@ -8,6 +8,7 @@ import pytest
 
 from balanceroute.errors import EdgeFull
 from balanceroute.proxy.client.edge import RESERVE, ClientLimits, Edge
+from balanceroute.proxy.client.relay_loads import Load, RelayLoads
 from tests.unit.proxy.client.listening import Client, EchoSite, listening, served
 from tests.unit.proxy.virtual_time import in_virtual_time, let_pass
 from tests.waiting import until
@@ -250,3 +251,49 @@ def test_there_is_room_for_bodies_that_come_for_all_that_are_held_and_for_half_o
         assert not edge.held
 
     in_virtual_time(test)
+
+
+def edges(relays: int, **limits: Any) -> list[Edge]:
+    """Of relays on one machine."""
+    table, loop = RelayLoads(relays), asyncio.get_running_loop()
+    made = [(ClientLimits(**limits), Load(table, place)) for place in range(relays)]
+    return [Edge(EchoSite(), each, loop, set(), set(), {}, load) for each, load in made]
+
+
+def test_what_one_relay_does_not_need_of_the_bounds_another_may_use() -> None:
+    async def test() -> None:
+        one, other = edges(2, max_connections=40, max_held_bytes=64_000_000, max_incoming_bytes=30_000_000)
+        seats = [Seat() for _ in range(41)]
+        for seat in seats[:38]:
+            assert one.join(seat) and not one.full
+        for seat in seats[38:40]:
+            assert other.join(seat) and not other.full
+        assert other.join(seats[40]) and seats[38].gave_way
+        assert not any(seat.gave_way for seat in seats[:38])
+        one.incoming_bytes = 20_000_000
+        one.hold("client", 20_000_000)
+        assert not lacks_room(one, False) and not lacks_room(other, False)
+        other.incoming_bytes = 11_000_000
+        assert lacks_room(one, False) and lacks_room(other, False) and not lacks_room(other, True)
+        one.incoming_bytes, one.served_bytes = 0, 54_000_000
+        one.hold("client", -20_000_000)
+        assert lacks_room(other, True)
+        one.served_bytes = 50_000_000
+        assert not lacks_room(other, True)
+        for edge in (one, other):
+            for seat in list(edge.connections):
+                edge.leave(seat)
+
+    in_virtual_time(test)
+
+
+@pytest.mark.parametrize("relays", [1, 2, 8, 33, 64])
+def test_any_number_of_relays_takes_a_body_that_is_as_large_as_it_may_be(relays: int) -> None:
+    limits = ClientLimits()
+    assert limits.max_body_bytes <= limits.one_holder_bytes(relays) <= limits.max_held_bytes // 2
+
+
+def test_one_client_s_part_shrinks_with_the_relays_but_not_below_a_body() -> None:
+    limits = ClientLimits(max_held_bytes=1000, max_body_bytes=100)
+    assert [limits.one_holder_bytes(relays) for relays in (1, 2, 4, 8)] == [500, 250, 125, 100]
+    assert ClientLimits(max_held_bytes=1000, max_body_bytes=900).one_holder_bytes(8) == 500

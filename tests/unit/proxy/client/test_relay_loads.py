@@ -1,0 +1,45 @@
+"""What relays tell each other of their connections."""
+
+import pytest
+
+from balanceroute.proxy.client.relay_loads import CONNECTIONS, FEW, SERVED_BYTES, Load, RelayLoads, alone
+
+
+@pytest.mark.parametrize(
+    ("own", "other", "most", "ahead"),
+    [
+        (FEW, 0, 10_000, False),
+        (FEW + 1, 0, 10_000, True),
+        (4000, 3600, 10_000, False),
+        (4100, 3600, 10_000, True),
+        (20, 18, 40, True),
+        (18, 18, 40, False),
+        (18, 20, 40, False),
+        (5001, 4990, 10_000, True),
+    ],
+    ids=["few more", "more", "an eighth", "more than that", "near the bound", "equal", "fewer", "near a large bound"],
+)
+def test_who_has_more_connections_leaves_what_comes_to_others_and_near_the_bound_at_once(
+    own: int, other: int, most: int, ahead: bool
+) -> None:
+    table = RelayLoads(2)
+    loads = [Load(table, place) for place in (0, 1)]
+    loads[0].put(CONNECTIONS, own)
+    loads[1].put(CONNECTIONS, other)
+    assert loads[0].ahead(most) is ahead
+
+
+def test_a_relay_s_next_life_has_nothing() -> None:
+    table = RelayLoads(3)
+    loads = [Load(table, place) for place in range(3)]
+    for load in loads:
+        load.put(SERVED_BYTES, 5)
+    assert loads[0].others(SERVED_BYTES) == 10
+    Load(table, 1).begin()
+    assert [load.others(SERVED_BYTES) for load in loads] == [5, 10, 5]
+
+
+def test_who_is_alone_has_no_others() -> None:
+    load = alone()
+    load.put(CONNECTIONS, 100)
+    assert load.others(CONNECTIONS) == 0 and not load.ahead(1)
