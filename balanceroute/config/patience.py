@@ -35,6 +35,7 @@ async def off_the_loop(read: Callable[[], T]) -> T:
 
 def _begun(read: Callable[[], T]) -> Future[T]:
     result: Future[T] = Future()
+    result.set_running_or_notify_cancel()  # who waits may be cancelled, but what is read then must have a place
 
     def run() -> None:
         try:

@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+import threading
 from pathlib import Path
 
 import pytest
@@ -43,5 +44,22 @@ def test_what_does_not_answer_holds_up_only_who_asked_for_it(tmp_path: Path) -> 
         assert not reading.done()
         await asyncio.to_thread(pipe.write_text, "text")
         assert await reading == "text"
+
+    asyncio.run(run())
+
+
+def test_an_answer_that_nobody_waits_for_any_more_is_dropped(tmp_path: Path) -> None:
+    """What a thread cannot hand over would be an exception in it, which `filterwarnings` makes an error."""
+    pipe = tmp_path / "chain.pem"
+    os.mkfifo(pipe)
+
+    async def run() -> None:
+        reading = asyncio.ensure_future(off_the_loop(pipe.read_text))
+        await asyncio.sleep(0)
+        (thread,) = [thread for thread in threading.enumerate() if thread.name == "read"]
+        reading.cancel()
+        await asyncio.gather(reading, return_exceptions=True)
+        await asyncio.to_thread(pipe.write_text, "text")
+        await asyncio.to_thread(thread.join)
 
     asyncio.run(run())
