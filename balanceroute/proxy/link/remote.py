@@ -110,7 +110,7 @@ class RemoteBrain:
         """`reach` is the way to the brain, `relay` this relay's name, `on_void` told the id of each void ticket."""
         self._loop, self._reach, self._relay, self._on_void = loop, reach, relay, on_void
         self.bounds = bounds
-        self.soon_s = SOON_S
+        self.soon_s, self.silent_s, self.frozen_s = SOON_S, SILENT_S, FROZEN_S
         self.tell: Tell = _nobody
         self.collect: Callable[[], None] = _nothing
         self.on_workers: Callable[[Workers, bool], None] = _unheard_workers  # True: these are all
@@ -286,14 +286,14 @@ class RemoteBrain:
     def _look(self, frames: Frames[FromRelay]) -> None:
         """Every `LOOK_S` of a membership: whether the other side lives, and hears that this one does."""
         now = self._loop.time()
-        if now - self._looked_s > SILENT_S / 2:  # it was us who did not listen
+        if now - self._looked_s > self.silent_s / 2:  # it was us who did not listen
             frames.heard_s = now
         self._looked_s = now
         if now - frames.said_s > BEAT_S:
             frames.say(Beat())
-        if now - frames.heard_s > SILENT_S:
+        if now - frames.heard_s > self.silent_s:
             frames.abort("the brain is silent")
-        elif now - frames.heard_s > FROZEN_S:
+        elif now - frames.heard_s > self.frozen_s:
             self._expire()
 
     # -- the membership
@@ -333,7 +333,7 @@ class RemoteBrain:
 
     async def _stay(self, frames: Frames[FromRelay], moved: Moved) -> bool:
         """Wait until the connection is lost; returns whether this was seen to be a member over it."""
-        deadline_s, joined = self._loop.time() + SILENT_S, False
+        deadline_s, joined = self._loop.time() + self.silent_s, False
         timer: asyncio.TimerHandle
 
         def look() -> None:

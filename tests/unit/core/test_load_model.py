@@ -52,14 +52,14 @@ def test_c_tokens_per_request_decide_as_prompts_that_are_c_tokens_longer(policy:
     assert decided != admitted(free), "c matters in this situation"
 
 
-@pytest.mark.parametrize("policy", ["target_fit", "level_fit"])
+@pytest.mark.parametrize(("policy", "max_wait_s"), [("target_fit", 100.0), ("level_fit", 400.0)])
 @pytest.mark.parametrize(("each", "first"), [(0, "fits"), (50_000, "old")])
 def test_where_requests_cost_more_than_their_tokens_a_wait_weighs_more_and_a_misfit_less(
-    policy: str, each: int, first: str
+    policy: str, max_wait_s: float, each: int, first: str
 ) -> None:
     """d1 has room for 3,000 up to the others; the old request is 10,000 too large for it."""
     held = [[1000] * 6, [500] * 5, [1000] * 6]
-    scheduler = loaded(policy, held, each=each, max_wait_s=100.0)
+    scheduler = loaded(policy, held, each=each, max_wait_s=max_wait_s)
     scheduler.submit_prefilled(RequestSpec("old", 13_000), 0.0)
     pool_all(scheduler, {"fits": 3000}, now=60.0)
     scheduler.snapshot.means.prompt_tokens, scheduler.snapshot.means.wait_s = 1000.0, 0.0

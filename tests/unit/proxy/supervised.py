@@ -20,6 +20,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import uvloop
+
 from balanceroute.errors import ConfigError
 from balanceroute.proxy import supervisor
 from balanceroute.proxy.handover import Handover, Told
@@ -75,7 +77,8 @@ def child(name: str, listener: socket.socket | None, on_up: Callable[[], None]) 
     if name == OPTIONS.get("dies"):
         note(name, "dies")
         os._exit(7)
-    asyncio.run(live(name, listener, on_up))
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:  # as what ships
+        runner.run(live(name, listener, on_up))
 
 
 async def live(name: str, listener: socket.socket | None, on_up: Callable[[], None]) -> None:

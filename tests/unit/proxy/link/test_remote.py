@@ -10,7 +10,6 @@ import pytest
 from balanceroute.core.scheduler import SchedulerConfig
 from balanceroute.core.types import Outcome, Phase, RequestSpec
 from balanceroute.errors import NoHealthyWorkers, QueueFull, QueueTimeout
-from balanceroute.proxy.link import remote
 from balanceroute.proxy.link.frames import Frames
 from balanceroute.proxy.link.messages import (
     MAX_FRAME_BYTES,
@@ -252,13 +251,12 @@ def test_a_request_that_waits_too_long_for_a_brain_is_refused_and_streams_are_no
     on(test)
 
 
-def test_what_waits_too_long_for_a_brain_that_does_not_answer_hello_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(remote, "SILENT_S", 3600.0)
-
+def test_what_waits_too_long_for_a_brain_that_does_not_answer_hello_is_refused() -> None:
     async def test(stage: Stage) -> None:
         silent: list[asyncio.StreamWriter] = []
         server = await asyncio.start_unix_server(lambda _, writer: silent.append(writer), stage.path)
         relay = stage.relay()
+        relay.brain.silent_s = 3600.0
         relay.brain.configure(SchedulerConfig(queue_deadline_s=0.05))
         with pytest.raises(QueueTimeout, match="not there"):
             await relay.tickets.submit(RequestSpec("a", 1)).prefiller()
@@ -272,15 +270,13 @@ def test_what_waits_too_long_for_a_brain_that_does_not_answer_hello_is_refused(m
     on(test)
 
 
-def test_what_waits_too_long_for_a_brain_that_stands_still_is_refused_and_no_longer_held_when_it_goes_on(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_what_waits_too_long_for_a_brain_that_stands_still_is_refused_and_no_longer_held_when_it_goes_on() -> None:
     async def test(stage: Stage) -> None:
         brain, relay = await stage.brain(slots=1), stage.relay()
         await relay.decoding("s")
         relay.brain.configure(SchedulerConfig(pool_ttl_s=0.05))
         waiting = await relay.pooled("w")
-        monkeypatch.setattr(remote, "FROZEN_S", 0.0)  # as if the brain had said nothing for longer
+        relay.brain.frozen_s = 0.0  # as if the brain had said nothing for longer
         with pytest.raises(QueueTimeout, match="not there"):
             await waiting.admission()
         await until(lambda: list(brain.scheduler.snapshot.requests) == ["s"])
