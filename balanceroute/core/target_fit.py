@@ -208,10 +208,11 @@ class TargetFit:
                 return
 
     def recheck_s(self, snapshot: ClusterSnapshot, now: float) -> float:
-        """When the first request that is held back in slack must go."""
+        """When the first request that is held back in slack must go; what fits no memory goes when something leaves."""
         if not self.params.hold_s or not 0 < len(snapshot.pool) <= snapshot.free_slots:
             return math.inf
-        return min(self.held_until_s(request, snapshot) for request in snapshot.pool)
+        held_until_s = [self.held_until_s(request, snapshot) for request in snapshot.pool]
+        return min([until_s for until_s in held_until_s if until_s > now], default=math.inf)
 
     def held_until_s(self, request: RequestTracker, snapshot: ClusterSnapshot) -> float:
         """Until when a request may be held back beside a free slot."""

@@ -248,6 +248,14 @@ def test_a_slot_stays_free_while_nothing_that_waits_fits_and_is_filled_once_it_d
     assert admitted(scheduler) == [("c", "d1")]
 
 
+def test_what_waits_for_memory_beside_a_free_slot_is_due_at_no_time() -> None:
+    scheduler = with_memory([[400, 500], [450, 500]], slots=3, capacity_tokens=1_000)
+    pool_all(scheduler, {"large": 300}, now=10.0)
+    for now in (10.0, 11.0):
+        assert admitted(scheduler, now) == []
+    assert scheduler.recheck_s(11.0) == math.inf
+
+
 def test_a_worker_on_which_nothing_runs_takes_what_is_larger_than_its_memory() -> None:
     scheduler = with_memory([[], [400]], slots=2, capacity_tokens=1_000)
     pool_all(scheduler, {"huge": 5_000})
