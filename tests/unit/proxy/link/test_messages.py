@@ -76,6 +76,7 @@ from_relay = st.one_of(
     asked,
     st.builds(m.Progress, st.lists(numbers).map(tuple), st.lists(counts).map(tuple)),
     st.builds(m.Requeue, numbers, counts, hashes),
+    st.builds(m.Began, numbers, seconds),
     st.builds(m.Finish, numbers, st.sampled_from(Outcome), texts, counts, seconds),
     st.builds(m.Explained, st.lists(texts).map(tuple), st.lists(seconds).map(tuple)),
 )
