@@ -37,6 +37,7 @@ from balanceroute.proxy.leader_counts import LeaderCounts
 from balanceroute.proxy.link.far import FarListener, FarMembers
 from balanceroute.proxy.link.hub import Hub
 from balanceroute.proxy.link.leadership import RENEW_S, FileLead, Lead
+from balanceroute.proxy.link.messages import FAR
 from balanceroute.proxy.ops.dashboard import Dashboard
 from balanceroute.proxy.ops.guard import trusted
 from balanceroute.proxy.reload import reload
@@ -240,6 +241,9 @@ def create_brain_app(
                 text = "What relays have counted is not known yet."
                 raise NoHealthyWorkers(text, retry_after_s=METRICS_RETRY_S)
             try:
+                for relay in [each for each in reports.counts if each not in hub.members and FAR not in each]:
+                    # its last words may have reached nobody, but it has kept them
+                    reports.counts[relay] = folder.counts(relay) or reports.counts[relay]
                 return [*reports.counts.values(), *folder.counts_of_others(reports.counts)]
             except OSError as error:  # no descriptor is free, most likely
                 text = f"What relays have counted can't be read: {error.strerror}."

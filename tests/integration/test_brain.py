@@ -20,11 +20,12 @@ from balanceroute.prediction import FinishedRequest, Model, save_model
 from balanceroute.proxy.brain import reload_brain
 from balanceroute.proxy.changes import Changes, KeptChanges
 from balanceroute.proxy.life.suspicion import Suspect
+from balanceroute.proxy.link.remote import RemoteBrain
 from balanceroute.proxy.ops import forwarding, to_brain
 from balanceroute.proxy.perimeter.routes import ACCESS
 from balanceroute.proxy.run_folder import LEADER, RunFolder
 from balanceroute.proxy.workers.circuit import CircuitState
-from tests.integration.relayed import LINEAGE, SLOW, Relay, Relayed, a_brain, answered, relayed
+from tests.integration.relayed import LINEAGE, SLOW, Relay, Relayed, a_brain, a_relay, answered, relayed
 from tests.integration.router import FAST, running
 from tests.integration.test_proxy_answers import completion
 from tests.waiting import until
@@ -258,6 +259,39 @@ async def test_what_a_brain_has_counted_and_shown_the_next_one_counts_on(killed:
             last = await scraped(relay)
             assert sum(value for series, value in last.items() if "admissions_total" in series) == 21
         await until(lambda: relay.app.services.brain.member is None)
+
+
+class Unheard:
+    """A relay's brain that no report reaches, as when the connection breaks."""
+
+    def __init__(self, brain: RemoteBrain) -> None:
+        self._brain = brain
+
+    def report(self, message: object) -> None:
+        """As `RemoteBrain.report`."""
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._brain, name)
+
+
+async def test_what_a_relay_counted_last_is_counted_though_no_brain_has_heard_it() -> None:
+    async with relayed(FAST, count=1) as router:
+        async with a_relay(router.config, router.folder, "relay-7") as relay:
+            await until(lambda: relay.app.services.known.is_set())
+            for number in range(3):
+                await answered(relay, number)
+            relay.app.services.tell_counts()
+            assert finished(await scraped(relay)) == 3
+            relay.app.services.brain = Unheard(relay.app.services.brain)  # type: ignore[assignment]
+            for number in range(2):
+                await answered(relay, number)
+        await until(lambda: len(router.brain.hub.members) == 1)
+        assert finished(await scraped(router.relays[0])) == 5
+
+
+def finished(series: dict[str, float]) -> float:
+    """How many requests were answered to their end."""
+    return series["balanceroute_requests_total{'outcome': 'finished'}"]
 
 
 async def test_counts_that_cannot_be_read_for_want_of_a_descriptor_are_503_at_metrics(

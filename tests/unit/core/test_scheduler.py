@@ -178,6 +178,7 @@ def test_pool_and_queue_entries_expire_at_their_deadlines() -> None:
 @pytest.mark.parametrize("dispatches", [True, False])
 def test_requests_that_expired_behind_others_leave_nothing_in_the_queue(dispatches: bool) -> None:
     """The class in front never ends, or nothing is dispatched at all."""
+    known = trackers()  # those of other tests
     scheduler = a_scheduler(config=SchedulerConfig(queue_deadline_s=5.0, max_prefill_inflight=1))
     into_prefill(scheduler, "running")
     for second in range(600):
@@ -188,7 +189,13 @@ def test_requests_that_expired_behind_others_leave_nothing_in_the_queue(dispatch
         if dispatches:
             assert not scheduler.dispatch(now)
     assert len(scheduler.snapshot.queued) == 12
-    assert sum(isinstance(each, RequestTracker) for each in gc.get_objects()) < 120
+    assert len(trackers() - known) < 120
+
+
+def trackers() -> set[int]:
+    """All that are alive, by identity."""
+    gc.collect()
+    return {id(each) for each in gc.get_objects() if isinstance(each, RequestTracker)}
 
 
 def test_a_requeued_request_is_not_ended_by_the_deadline_of_arrivals() -> None:
