@@ -9,6 +9,7 @@ from balanceroute.core.types import Outcome, Phase, RequestSpec, Standing, Worke
 from balanceroute.core.view import ClusterView, DecoderView, PrefillerView
 from balanceroute.proxy.admission.decider import RefusalKind
 from balanceroute.proxy.link import messages as m
+from balanceroute.proxy.perimeter.key_use import KeyUse
 
 numbers = st.integers(0, 2**53)
 counts = st.integers(0, 2**31)
@@ -57,6 +58,10 @@ views = st.builds(
     st.booleans(),
     st.none() | seconds,
 )
+names = st.lists(texts, max_size=3).map(tuple)
+key_uses = st.lists(st.builds(KeyUse, texts, counts, counts, counts), max_size=3).map(tuple)
+uses = st.builds(m.Use, texts, counts, counts, st.booleans(), st.none() | seconds, st.none() | seconds)
+silent = st.builds(m.SilentGroup, texts, names, seconds)
 asked = st.one_of(st.builds(cls, numbers) for cls in (m.PrefillFailed, m.RequestPrefill, m.PushFailed, m.PutBack))
 from_relay = st.one_of(
     st.builds(
@@ -78,6 +83,10 @@ from_relay = st.one_of(
     st.builds(m.Requeue, numbers, counts, hashes),
     st.builds(m.Began, numbers, seconds),
     st.builds(m.Finish, numbers, st.sampled_from(Outcome), texts, counts, seconds),
+    st.builds(m.Judged, texts, st.sampled_from(m.Finding), seconds),
+    st.builds(m.Activity, counts, counts, st.lists(uses, max_size=3).map(tuple), key_uses),
+    st.builds(m.Counted, st.binary(max_size=30)),
+    st.builds(m.Learned, texts, st.none() | texts),
     st.builds(m.Explained, st.lists(texts).map(tuple), st.lists(seconds).map(tuple)),
 )
 from_brain = st.one_of(
@@ -87,6 +96,10 @@ from_brain = st.one_of(
     st.builds(m.Chosen, numbers, counts, texts),
     st.builds(m.Refused, numbers, st.sampled_from(RefusalKind), texts, seconds),
     st.builds(m.Seen, views),
+    st.builds(m.Workers, st.just(()), names),
+    st.builds(m.Silent, st.lists(silent, max_size=3).map(tuple)),
+    st.builds(m.KeysElsewhere, texts, key_uses),
+    st.builds(m.Explained, names, st.lists(seconds).map(tuple)),
 )
 
 
