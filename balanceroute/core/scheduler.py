@@ -125,13 +125,12 @@ class Scheduler:
         self.prefill_policy: PrefillPolicy = PREFILL_POLICIES[self.config.prefill_policy]
         self._stage_timer = stage_timer
         self.snapshot = ClusterSnapshot(policy.horizon_steps)
-        self.snapshot.longest_wait_s = PATIENCE_SHARE * self.config.pool_ttl_s
+        self._tell_bounds()
         self.draining = False
         self._arrivals = 0
         self._dispatches = 0
         self._steps = 0
         self._since_promotion = 0  # admissions
-        self._prefilling = 0
         self._has_admitted = False
         self._incoming: list[RequestTracker] = []  # queued, and nobody has had to wait for them or they for anybody
         self._queue: list[tuple[int, float, int, RequestTracker]] = []
@@ -146,8 +145,13 @@ class Scheduler:
             self.snapshot.shared_prefixes.clear()
         self.config = config
         self._size_overlap()
-        self.snapshot.longest_wait_s = PATIENCE_SHARE * config.pool_ttl_s
+        self._tell_bounds()
         self.prefill_policy = PREFILL_POLICIES[config.prefill_policy]
+
+    def _tell_bounds(self) -> None:
+        """What of the configuration a policy must know."""
+        self.snapshot.longest_wait_s = PATIENCE_SHARE * self.config.pool_ttl_s
+        self.snapshot.max_pooled = math.inf if self.config.max_pooled is None else self.config.max_pooled
 
     def set_draining(self, draining: bool, now: float) -> None:
         """Refuse every new request from now on, or no longer; those that are here are served."""
@@ -275,15 +279,14 @@ class Scheduler:
                 del snapshot.asking[tracker.id]
                 tracker.pushing = True
                 prefills.append(self._begin_prefill(tracker, prefiller, now))
-        bound = math.inf if self.config.max_pooled is None else self.config.max_pooled
-        while (self._incoming or self._queue) and self._prefilling + snapshot.pool.size < bound:
+        while (self._incoming or self._queue) and not snapshot.pool_is_full:
             head = self._head_of_queue()
             if head is None or (prefiller := self._choose_prefiller(head)) is None:
                 break
             self._leave_queue()
             del snapshot.queued[head.id]
             head.phase = PREFILLING
-            self._prefilling += 1
+            snapshot.prefilling += 1
             prefills.append(self._begin_prefill(head, prefiller, now))
         return prefills
 
@@ -582,7 +585,7 @@ class Scheduler:
         elif phase is PREFILLING:
             assert prefiller is not None
             tracker.phase = phase
-            self._prefilling += 1
+            self.snapshot.prefilling += 1
             self._begin_prefill(tracker, prefiller, now)
         elif phase is POOLED:
             self._pin(tracker, prefiller)
@@ -770,7 +773,7 @@ class Scheduler:
 
     def _end_prefill(self, tracker: RequestTracker, now: float, done: bool = False) -> None:
         self._free_prefiller(tracker, now, done)
-        self._prefilling -= 1
+        self.snapshot.prefilling -= 1
 
     def _end_push(self, tracker: RequestTracker, now: float, done: bool = False) -> None:
         tracker.pushing = False

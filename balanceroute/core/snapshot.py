@@ -123,7 +123,14 @@ class ClusterSnapshot:
         self.alike = True  # every worker has slowdown 1 and charges nothing per request, so that tokens are cost
         self.request_tokens = 0.0  # c, the mean over the workers
         self.longest_wait_s = math.inf  # what may wait longer would leave the pool unserved
+        self.max_pooled = math.inf  # requests in the pool, and those being prefilled for it
+        self.prefilling = 0
         self.draws = 0  # random decisions taken so far: with the seed, the whole state of a random policy
+
+    @property
+    def pool_is_full(self) -> bool:
+        """Whether what waits in the pool keeps arrivals out of it."""
+        return self.pool.size + self.prefilling >= self.max_pooled
 
     # -- membership -------------------------------------------------------------------------------------------
 
@@ -283,6 +290,7 @@ class ClusterSnapshot:
         for tracker in self.requests.values():
             by_phase[tracker.phase].add(tracker.id)
         self._expect("queued", set(self.queued), by_phase[QUEUED])
+        self._expect("prefilling", self.prefilling, len(by_phase[PREFILLING]))
         self._expect("pooled", {tracker.id for tracker in self.pool}, by_phase[POOLED])
         self._expect("decoding", {tracker.id for tracker in self.decoding()}, by_phase[DECODING])
         self._expect("gone", set(), by_phase[GONE])

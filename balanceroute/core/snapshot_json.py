@@ -36,6 +36,7 @@ def snapshot_to_dict(snapshot: ClusterSnapshot, now: float) -> dict[str, Any]:
         "means": _means(snapshot),
         "draws": snapshot.draws,
         "longest_wait_s": None if snapshot.longest_wait_s == math.inf else snapshot.longest_wait_s,
+        "pool_is_full": snapshot.pool_is_full,
     }
 
 
@@ -50,6 +51,7 @@ def outline_to_dict(snapshot: ClusterSnapshot, now: float) -> dict[str, Any]:
         "means": _means(snapshot),
         "draws": snapshot.draws,
         "longest_wait_s": None if snapshot.longest_wait_s == math.inf else snapshot.longest_wait_s,
+        "pool_is_full": snapshot.pool_is_full,
     }
 
 
@@ -175,7 +177,7 @@ def snapshot_from_dict(
     """Read a snapshot back, and the time it was taken at (0.0 where it says none).
 
     Absent fields mean: worker up with slowdown 1, no tokens per request and used by nobody else, every request running,
-    `expected_remaining` H, no wait, waiting order as listed, means taken over the requests that are there, `overdue_s`
+    a pool that is not full, `expected_remaining` H, no wait, waiting order as listed, means taken over the requests that are there, `overdue_s`
     the ready time plus the policy's patience.
     Only workers, pool and means are read: what a policy looks at. Raises InputError that names the field.
     """
@@ -200,6 +202,8 @@ def snapshot_from_dict(
     snapshot.draws = _whole(data, "draws", "", default=0)
     if data.get("longest_wait_s") is not None:
         snapshot.longest_wait_s = _number(data, "longest_wait_s", "")
+    if _flag(data, "pool_is_full", ""):
+        snapshot.max_pooled = 0
     return snapshot, now
 
 
@@ -311,6 +315,13 @@ def _number(data: dict[str, Any], name: str, path: str, default: float | None = 
         raise InputError(f"{_join(path, name)}: expected a number, found {value!r:.60}")
     if value < 0 and name not in SIGNED:
         raise InputError(f"{_join(path, name)}: expected a number of at least 0, found {value!r:.60}")
+    return value
+
+
+def _flag(data: dict[str, Any], name: str, path: str) -> bool:
+    value = data.get(name, False)
+    if not isinstance(value, bool):
+        raise InputError(f"{_join(path, name)}: expected true or false, found {value!r:.60}")
     return value
 
 

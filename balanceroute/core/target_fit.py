@@ -7,7 +7,8 @@ more above the envelope, where every worker waits. Three parts:
 *Slack* (everything that waits fits into free slots): place by load, the largest prompt on the lightest worker. A
 request that would raise the envelope may be held back for `hold_s`, or for a tenth of the time that the mean answer
 takes where that is less: a lighter worker is often one departure away. LevelFit does so only where half of all slots
-are in use: below that, every request is served, and a wait gains nothing.
+are in use: below that, every request is served, and a wait gains nothing. Nothing is held back while the pool is full:
+what is held would keep out what could use the slots.
 
 *Scarce*: as many rounds as slots are free. The emptiest worker (requests over slots; tie: least load) takes the request
 with the least cost
@@ -21,8 +22,8 @@ once): the first choices were made before it was known what the last slots would
 perfect fit. It is measured by what requests cost, c being the mean over the workers: where c is several times a prompt,
 a token of misfit makes the step longer by so much less, and a wait for the right prompt wins as little. Past its
 cap (u > 1) a request precedes every younger one, because 1e13 u exceeds any load. The cap is `max_wait_s`, or five
-times the mean wait where that is more, and longer for prompts far above the mean; but none leaves the pool unserved for
-it (`ClusterSnapshot.longest_wait_s`), unless `max_wait_s` is infinite.
+times the mean wait where that is more, and longer for requests that cost far more than the mean; but none leaves the
+pool unserved for it (`ClusterSnapshot.longest_wait_s`), unless `max_wait_s` is infinite.
 
 TargetFit takes the mean for the level: T = mean L. LevelFit (`LEVEL_FIT`) differs in seven things.
 
@@ -55,10 +56,7 @@ if no place comes); until then the places go to those that waited longest. So th
 TargetFit's at no more load spread.
 
 *Short caps.* A wait of `max_wait_s` is long where hardly anybody waits, as below saturation and after a burst, and wins
-little there. So LevelFit's cap is five mean waits, or a fifteenth of `max_wait_s` where that is more. The longer cap is
-for prompts from 10 to 20 mean prompts on, and a still longer one for those above 40: a prompt that raises its worker
-far above all others costs every step until it ends, so it pays to wait for a place, or for another one that does so
-anyway.
+little there. So LevelFit's cap is five mean waits, or a fifteenth of `max_wait_s` where that is more.
 
 *What a slot holds.* Where answers are longer than prompts, the distance from the level is made of answers, and the
 choice among prompts changes it by little. Measured by the mean prompt, the square of the distance would exceed any
@@ -93,8 +91,7 @@ MIN_CAP_S = 1e-3  # keeps u finite when max_wait_s is 0, which makes the order f
 HOLD_SHARE = 0.1  # of the mean answer's time: where answers are short, a slot that stays empty costs more than it wins
 GROWTH_ANSWERS, GROWTH_PART = 2.0, 32.0  # of the memory that is kept for growth: see `kv_room`
 MEAN_WAITS = 5.0  # in the shortest cap
-PATIENCE = 0.1  # times its cap that a prompt may wait longer, for each mean prompt of its size
-TOWER, HIGH_TOWER, GIANT = 10.0, 20.0, 40.0  # mean prompts: see `caps_s`
+PATIENCE = 0.1  # times its cap that a request may wait longer, for each mean request of its cost
 LARGE = 5.0  # mean prompts: a larger one counts for no more in the stock, where it waits for its hole
 
 
@@ -110,7 +107,6 @@ class FitRules:
     back beside a free one. `swap_passes`: how often the choices for several slots are made again. `sees_memory`:
     whether a worker gets only what fits its KV memory. `sees_answers`: whether curvature and ageing are measured by the
     mean answer where that is longer than the mean request. `least_cap`: of `max_wait_s`, the shortest cap.
-    `giant_patience`: how many times the longest cap a prompt far above all others may wait longer, at most.
     `orders_alone`: whether there is something to choose where one worker is alone.
     """
 
@@ -127,12 +123,11 @@ class FitRules:
     sees_memory: bool
     sees_answers: bool
     least_cap: float
-    giant_patience: float
     orders_alone: bool
 
 
-TARGET_FIT = FitRules(7.0, 0.0, 0.0, 2.0, 32.0, 5.0, 0.0, 0.0, 0.0, 2, False, False, 1.0, 0.0, True)
-LEVEL_FIT = FitRules(6.0, 1.5, 0.35, 13.0, 22.0, 0.8, 1.1, 1.0, 0.5, 1, True, True, 1 / 15, 3.4, False)
+TARGET_FIT = FitRules(7.0, 0.0, 0.0, 2.0, 32.0, 5.0, 0.0, 0.0, 0.0, 2, False, False, 1.0, True)
+LEVEL_FIT = FitRules(6.0, 1.5, 0.35, 13.0, 22.0, 0.8, 1.1, 1.0, 0.5, 1, True, True, 1 / 15, False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,6 +165,7 @@ class TargetFit:
     def decide(self, snapshot: ClusterSnapshot, now: float) -> Iterator[Choice]:
         """Yield admissions. O(G) in slack; else O(G + W) per free slot, with the window of W requests."""
         timer, pool = self.stage_timer, snapshot.pool
+        pool_is_full = snapshot.pool_is_full  # now: it empties as choices are taken
         while len(pool):
             open_workers = snapshot.open_workers()
             if not open_workers:
@@ -188,7 +184,7 @@ class TargetFit:
                 if self.rules.sees_memory and not others_wait and short_of_memory(snapshot, open_workers):
                     yield from self._by_memory(snapshot, open_workers, now)
                 else:
-                    yield from self._slack(snapshot, open_workers, now, may_hold=not others_wait)
+                    yield from self._slack(snapshot, open_workers, now, may_hold=not (others_wait or pool_is_full))
                 if timer:
                     timer("stage1")
                 if others_wait:
@@ -302,24 +298,14 @@ def kv_room(worker: DecodeInstanceState, means: WorkloadMeans) -> float:
 def caps_s(
     prompt_tokens: FloatArray, snapshot: ClusterSnapshot, params: TargetFitParams, rules: FitRules
 ) -> FloatArray:
-    """The cap of requests of these prompts, seconds; shape (n,).
-
-    The shortest cap is for most prompts. From 10 mean prompts on a prompt may wait longer, from 20 on as if the
-    shortest cap were `max_wait_s`, and from 40 on longer still.
-    """
+    """The cap of requests of these prompts, seconds; shape (n,). The more a request costs, the longer it may wait."""
     if params.max_wait_s == math.inf:
         return np.full(len(prompt_tokens), math.inf)
-    means = snapshot.means
-    shortest_s = max(rules.least_cap * params.max_wait_s, MEAN_WAITS * means.wait_s, MIN_CAP_S)
-    longest_s = max(params.max_wait_s, shortest_s)
-    patience: FloatArray = prompt_tokens * (PATIENCE / (means.prompt_tokens or 1.0))
-    cap_s: FloatArray = np.minimum(patience, rules.most_patience)
+    means, c = snapshot.means, snapshot.request_tokens
+    cap_s: FloatArray = (prompt_tokens + c) * (PATIENCE / (means.prompt_tokens + c or 1.0))
+    np.minimum(cap_s, rules.most_patience, out=cap_s)
     cap_s += 1.0
-    cap_s *= shortest_s
-    if np.maximum.reduce(patience) > PATIENCE * TOWER:
-        height: FloatArray = np.clip((patience / PATIENCE - TOWER) / (HIGH_TOWER - TOWER), 0.0, 1.0)
-        cap_s *= 1.0 + height * (longest_s / shortest_s - 1.0)
-        cap_s += np.clip(patience - PATIENCE * GIANT, 0.0, rules.giant_patience) * longest_s
+    cap_s *= max(rules.least_cap * params.max_wait_s, MEAN_WAITS * means.wait_s, MIN_CAP_S)
     np.minimum(cap_s, max(snapshot.longest_wait_s, MIN_CAP_S), out=cap_s)
     return cap_s
 

@@ -52,7 +52,7 @@ def test_c_tokens_per_request_decide_as_prompts_that_are_c_tokens_longer(policy:
     assert decided != admitted(free), "c matters in this situation"
 
 
-@pytest.mark.parametrize(("policy", "max_wait_s"), [("target_fit", 100.0), ("level_fit", 400.0)])
+@pytest.mark.parametrize(("policy", "max_wait_s"), [("target_fit", 100.0), ("level_fit", 1500.0)])
 @pytest.mark.parametrize(("each", "first"), [(0, "fits"), (50_000, "old")])
 def test_where_requests_cost_more_than_their_tokens_a_wait_weighs_more_and_a_misfit_less(
     policy: str, max_wait_s: float, each: int, first: str

@@ -68,6 +68,25 @@ def test_nothing_is_held_for_longer_than_a_tenth_of_the_mean_answer_once_that_is
     assert admitted(scheduler, scheduler.recheck_s(10.0)) == [("large", "d0")]
 
 
+@pytest.mark.parametrize("policy", ["target_fit", "level_fit"])
+def test_nothing_is_held_back_while_the_pool_is_full(policy: str) -> None:
+    def decided(max_pooled: int) -> list[tuple[str, str]]:
+        scheduler = occupied([[100] * 4, [100] * 4], slots=8, policy=policy)
+        scheduler.configure(SchedulerConfig(max_pooled=max_pooled), 10.0)
+        pool_all(scheduler, {"large": 300}, now=10.0)
+        scheduler.submit(RequestSpec("prefilling", 100), 10.0)
+        assert bool(scheduler.dispatch(10.0)) is (max_pooled > 1)
+        document = snapshot_to_dict(scheduler.snapshot, 10.1)
+        pairs = admitted(scheduler, 10.1)
+        again = Scheduler(scheduler.policy)
+        again.snapshot, _ = snapshot_from_dict(document, 0)
+        assert [(each.request, each.worker) for each in again.admit(10.1)] == pairs, "a document decides alike"
+        return pairs
+
+    assert decided(3) == []
+    assert decided(2) == decided(1) == [("large", "d0")]
+
+
 def test_a_hold_of_zero_never_holds() -> None:
     scheduler = occupied([[100] * 4, [100] * 4], slots=8, hold_s=0.0)
     pool_all(scheduler, {"large": 300}, now=10.0)
@@ -166,7 +185,7 @@ def test_a_stock_of_large_prompts_raises_the_level_also_where_answers_are_short(
 
 
 def test_a_large_prompt_raises_the_envelope_before_its_cap_and_not_long_before() -> None:
-    """Its cap is 60 s and .8 times that more, for a prompt 30 times the mean."""
+    """Its cap is 4 s and .8 times that more, for a prompt 30 times the mean."""
 
     def at(age_s: float) -> list[tuple[str, str]]:
         scheduler = level_fitting([[1000, 1000], [900]], slots=2, mean_prompt=100)
@@ -175,8 +194,8 @@ def test_a_large_prompt_raises_the_envelope_before_its_cap_and_not_long_before()
         see_means(scheduler, 100, 0.0)
         return admitted(scheduler, 1000.0)
 
-    assert at(80.0) == [("a", "d1")]
-    assert at(105.0) == [("large", "d1")]
+    assert at(5.0) == [("a", "d1")]
+    assert at(7.0) == [("large", "d1")]
 
 
 def test_no_prompt_may_wait_until_the_pool_gives_it_up() -> None:
@@ -281,22 +300,27 @@ def test_past_its_cap_a_request_goes_to_the_worker_with_most_room_and_past_twice
 @pytest.mark.parametrize(
     ("size_of_mean", "wait_s", "cap_s"),
     [
-        (1, 0.0, 1.1 * 4),  # a fifteenth of 60
+        (1, 0.1, 1.1 * 4),  # a fifteenth of max_wait_s
         (1, 2.0, 1.1 * 10),  # five mean waits
+        (4, 2.0, 1.4 * 10),
         (9, 2.0, 1.8 * 10),
-        (15, 2.0, 1.8 * 35),  # half way between the shortest cap and the longest
-        (20, 2.0, 1.8 * 60),
-        (60, 2.0, 1.8 * 60 + 2.0 * 60),
-        (500, 2.0, 1.8 * 60 + 3.4 * 60),
-        (500, 30.0, 1.8 * 150 + 3.4 * 150),
+        (500, 2.0, 1.8 * 10),
+        (500, 30.0, 1.8 * 150),
     ],
 )
-def test_caps_are_short_but_for_prompts_far_above_the_mean(size_of_mean: int, wait_s: float, cap_s: float) -> None:
+def test_caps_are_five_mean_waits_and_longer_for_large_prompts(size_of_mean: int, wait_s: float, cap_s: float) -> None:
     snapshot = a_scheduler("level_fit").snapshot
     snapshot.means.prompt_tokens, snapshot.means.wait_s = 100.0, wait_s
     caps = caps_s(np.array([100.0 * size_of_mean, 100.0]), snapshot, TargetFitParams(60.0, 0.5), LEVEL_FIT)
     assert caps[0] == pytest.approx(cap_s)
     assert caps[1] == pytest.approx(1.1 * max(4.0, 5 * wait_s))
+
+
+def test_a_prompt_that_costs_hardly_more_than_any_other_request_waits_hardly_longer() -> None:
+    snapshot = a_scheduler("level_fit").snapshot
+    snapshot.means.prompt_tokens, snapshot.means.wait_s, snapshot.request_tokens = 100.0, 2.0, 900.0
+    caps = caps_s(np.array([100.0, 1100.0]), snapshot, TargetFitParams(60.0, 0.5), LEVEL_FIT)
+    assert caps == pytest.approx([1.1 * 10, 1.2 * 10])
 
 
 def test_one_worker_alone_gets_what_waits_in_its_order_as_far_as_memory_goes() -> None:
