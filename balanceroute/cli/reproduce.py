@@ -13,7 +13,8 @@ def reproduce(
         typer.Argument(
             help="main, scaling, sensitivity, subsets, overhead, predictors, fairness, bound; these if left out. "
             "prefix: the prefill tier and its caches. engine_balancer: beside one inside the engine. grid: an hour, "
-            "much longer where nothing is compiled, a minute with --quick; goes on where it was stopped."
+            "much longer where nothing is compiled, a minute with --quick; goes on where it was stopped. drawn: "
+            "the same on a hundred workloads drawn at random, a quarter of an hour."
         ),
     ] = None,
     quick: Annotated[
@@ -42,7 +43,7 @@ def reproduce(
     from balanceroute.errors import InputError
     from balanceroute.experiments import Scope, figures, files_of
     from balanceroute.experiments import reproduce as run
-    from balanceroute.experiments.reproduce import OPTIONS, check_read
+    from balanceroute.experiments.reproduce import OPTIONS, check_read, keeps_runs
     from balanceroute.traces import read_trace
     from balanceroute.traces.source import check_read_again
 
@@ -61,7 +62,7 @@ def reproduce(
         with progress_bar("simulating") as tell:
             text = run(experiments or [], scope, folder, n_processes=jobs, on_progress=tell)
     except KeyboardInterrupt:
-        kept = "; grid goes on from there" if "grid" in (experiments or []) else ""
+        kept = "; what has ended is kept, and not run again" if keeps_runs(experiments or []) else ""
         typer.echo(f"balanceroute: interrupted before the report{kept}", err=True)
         raise
     if json:

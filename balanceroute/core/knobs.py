@@ -95,9 +95,9 @@ class PolicySettings:
     max_wait_s: float = _knob(
         60.0,
         "Pool wait after which a request goes before all younger ones of its priority; up to 6 times that for prompts "
-        "far above the mean, and never more than three quarters of pool.ttl_s. With level_fit it is for prompts of 20 "
-        "times the mean, and up to 5.2 times that for the largest; all others go first after five mean waits, or after "
-        "a fifteenth of it where that is more.",
+        "far above the mean, and never more than three quarters of pool.ttl_s. With level_fit a request goes first after "
+        "a fifteenth of it, or after five mean waits where that is more, and up to 1.8 times that where it costs far "
+        "more than the mean.",
         least=0,
         most=DAY_S,
         endless=True,
@@ -105,8 +105,8 @@ class PolicySettings:
     hold_s: float = _knob(
         0.5,
         "How long level_fit and target_fit may hold a request back in slack when it would raise the envelope, "
-        "level_fit where half of all slots are in use; never for longer than a tenth of the mean answer's time. "
-        "0 = never, .inf = that tenth.",
+        "level_fit where half of all slots are in use; never for longer than a tenth of the mean answer's time, "
+        "nor while the pool is full. 0 = never, .inf = that tenth.",
         least=0,
         most=DAY_S,
         endless=True,

@@ -177,8 +177,8 @@ def snapshot_from_dict(
     """Read a snapshot back, and the time it was taken at (0.0 where it says none).
 
     Absent fields mean: worker up with slowdown 1, no tokens per request and used by nobody else, every request running,
-    a pool that is not full, `expected_remaining` H, no wait, waiting order as listed, means taken over the requests that are there, `overdue_s`
-    the ready time plus the policy's patience.
+    a pool that is not full, `expected_remaining` H, no wait, waiting order as listed, means taken over the requests
+    that are there, `overdue_s` the ready time plus the policy's patience.
     Only workers, pool and means are read: what a policy looks at. Raises InputError that names the field.
     """
     data = _object(data, "snapshot")

@@ -18,8 +18,10 @@ from balanceroute.experiments.methods import Method
 from balanceroute.simulator import Failure, Figures, Replay, Setting, at_load
 from balanceroute.traces import Trace, generate_trace, mean_kv_tokens, read_trace
 from balanceroute.traces.capacity import ideal_capacity
+from balanceroute.traces.drawn import drawn_workload
 
 SHAPES = ("heavy_tailed", "capped", "short", "bursts")
+DRAWN = "drawn "  # and a number: a workload of `traces.drawn`
 LOADS = (0.5, 0.8, 0.95, 1.05, 1.2)
 WIDTHS = (4, 8, 16, 64, 144)
 FACTORS = (
@@ -50,7 +52,9 @@ LONGER = 5  # times the rows where answers are short: with 20 per slot a run is 
 
 @dataclass(frozen=True, slots=True)
 class Cell:
-    """A workload (`shape`: one of SHAPES, or the path of a trace), its load, the width G, a factor, and a seed."""
+    """A workload, its load, the width G, a factor, and a seed. `shape`: one of SHAPES, DRAWN with a number, or the path
+    of a trace.
+    """
 
     shape: str
     load: float = 1.05
@@ -125,6 +129,8 @@ def rows_of(shape: str, width: int) -> int:
 @lru_cache(maxsize=2)
 def requests_of(shape: str, seed: int, rows: int) -> Trace:
     """The requests of a shape; a user's trace has no seeds and may have fewer rows."""
+    if shape.startswith(DRAWN):
+        return drawn_workload(int(shape.removeprefix(DRAWN))).trace(rows, seed)
     if shape not in SHAPES:
         return read_trace_once(shape).head(rows)
     if shape == "short":

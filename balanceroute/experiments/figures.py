@@ -370,7 +370,7 @@ def wait_versus_balance(points: Sequence[tuple[str, bool, float, float]], worklo
 
 
 @drawn
-def regret(losses: Mapping[str, Sequence[float]], stem: Path) -> Path:
+def regret(losses: Mapping[str, Sequence[float]], stem: Path, title: str) -> Path:
     """What each policy gives away of the best tokens/s of a cell: one dot per cell, and a bar at the mean."""
     plt = pyplot()
     figure, axis = plt.subplots(figsize=(9, 0.5 * len(losses) + 1.4))
@@ -388,7 +388,7 @@ def regret(losses: Mapping[str, Sequence[float]], stem: Path) -> Path:
     axis.set_xlim(left=-0.1)
     plain_ticks(axis.xaxis, (0, 0.5, 1, 2, 5, 10, 20, 50))
     axis.set_xlabel("tokens/s given away against the best policy of the cell, % (logarithmic above 1; bar: mean)")
-    figure.suptitle("Regret over the busy cells of the grid, simulated")
+    figure.suptitle(title)
     return save(figure, stem)
 
 

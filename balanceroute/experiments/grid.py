@@ -185,7 +185,7 @@ def report(scope: Scope, results: Results, out: Path) -> Section:
     """The table of regrets, the cells where the default is not the best, and the figure."""
     section = Section("The grid: which policy never loses")
     rows = [cell_results(scope, results, cell) for cell in cells(scope)]
-    busy = [row for row in rows if fmean(s.utilisation for s in row) > BUSY]
+    busy = busy_ones(rows)
     section.text(
         f"{len(rows)} cells, {len(busy)} of them busy (more than {BUSY:.0%} of the slots in use), {len(scope.seeds)}"
         " seed(s). Lost tokens/s and TPOT p95 are against the best policy of the same cell; the wait is the p99 against"
@@ -198,12 +198,20 @@ def report(scope: Scope, results: Results, out: Path) -> Section:
     section.table(verdict_table(rows, busy))
     section.table(cell_table(rows))
     section.figure(
-        figures.regret(
-            {m.label: [s.lost_tokens for row in busy for s in row if s.method is m] for m in POLICIES}, out / "regret"
-        ),
+        figures.regret(lost_tokens(busy), out / "regret", "Regret over the busy cells of the grid, simulated"),
         "Regret of each policy, one dot per busy cell",
     )
     return section
+
+
+def busy_ones(rows: Sequence[Sequence[CellResult]]) -> list[Sequence[CellResult]]:
+    """The cells that are judged."""
+    return [row for row in rows if fmean(s.utilisation for s in row) > BUSY]
+
+
+def lost_tokens(busy: Sequence[Sequence[CellResult]]) -> dict[str, list[float]]:
+    """The regret of each policy in each cell, ratios of the best tokens/s."""
+    return {method.label: [row[index].lost_tokens for row in busy] for index, method in enumerate(POLICIES)}
 
 
 def default_of(row: Sequence[CellResult]) -> CellResult:
@@ -226,9 +234,11 @@ def worse_than_baselines(row: Sequence[CellResult]) -> float:
     return worst
 
 
-def verdict_table(rows: Sequence[Sequence[CellResult]], busy: Sequence[Sequence[CellResult]]) -> Table:
+def verdict_table(
+    rows: Sequence[Sequence[CellResult]], busy: Sequence[Sequence[CellResult]], name: str = "verdict"
+) -> Table:
     """Each bar of a default without regret: in how many cells it holds, and where it does not, by how much."""
-    table = Table("verdict", ["bar", "holds", "in cells", "of", "not in"])
+    table = Table(name, ["bar", "holds", "in cells", "of", "not in"])
     bars: tuple[tuple[str, Sequence[Sequence[CellResult]], Callable[[Sequence[CellResult]], float], float], ...] = (
         ("tokens/s within 1 % of the best", busy, lambda row: default_of(row).lost_tokens, NEAR),
         ("TPOT p95 within 5 % of the best", busy, lambda row: default_of(row).lost_tpot, 0.05),
@@ -253,11 +263,11 @@ def verdict_table(rows: Sequence[Sequence[CellResult]], busy: Sequence[Sequence[
     return table
 
 
-def regret_table(busy: Sequence[Sequence[CellResult]]) -> Table:
+def regret_table(busy: Sequence[Sequence[CellResult]], name: str = "regret") -> Table:
     """One row per policy over all busy cells."""
     columns = ["router", "lost tok/s mean %", "worst %", "cells within 1 %", "lost TPOT p95 mean %", "worst TPOT %",
                "cells within 5 %", "within 1 % and 10 % of the wait"]  # fmt: skip
-    table = Table("regret", columns, digits=dict.fromkeys([c for c in columns if c.endswith("%")], 2))
+    table = Table(name, columns, digits=dict.fromkeys([c for c in columns if c.endswith("%")], 2))
     for index, method in enumerate(POLICIES):
         own = [row[index] for row in busy]
         table.add(
@@ -273,10 +283,10 @@ def regret_table(busy: Sequence[Sequence[CellResult]]) -> Table:
     return table
 
 
-def cell_table(rows: Sequence[Sequence[CellResult]]) -> Table:
+def cell_table(rows: Sequence[Sequence[CellResult]], name: str = "grid") -> Table:
     """Every policy in every cell."""
     table = Table(
-        "grid",
+        name,
         [
             "cell",
             "router",

@@ -10,6 +10,7 @@ from tempfile import TemporaryFile
 from balanceroute.errors import InputError
 from balanceroute.experiments import (
     bound,
+    drawn,
     engine_balancer,
     fairness,
     figures,
@@ -56,6 +57,7 @@ EXPERIMENTS = {
     ),
     "prefix": Experiment(prefix.plan, prefix.report, prefix.files, only_by_name=True),
     "grid": Experiment(grid.plan, grid.report, grid.files, only_by_name=True),
+    "drawn": Experiment(drawn.plan, drawn.report, drawn.files, only_by_name=True, reads=frozenset({"quick"})),
 }
 
 PREFACE = """# The paper's experiments, simulated
@@ -90,7 +92,7 @@ def reproduce(
     experiments = chosen(names)
     check_writable(out, files_of(names, scope))
     jobs = [job for experiment in experiments for job in experiment.plan(scope)]
-    store = grid.Store(out / grid.STORE) if "grid" in names else None
+    store = grid.Store(out / grid.STORE) if keeps_runs(names) else None
     results = run_jobs(jobs, n_processes, on_progress, store)
     try:
         sections = [experiment.report(scope, results, out) for experiment in experiments]
@@ -105,6 +107,11 @@ def reproduce(
     except OSError as error:
         raise InputError(f"{error.filename or out}: cannot be written: {error.strerror}") from error
     return text
+
+
+def keeps_runs(names: Sequence[str]) -> bool:
+    """Whether what is stopped goes on from where it was."""
+    return bool({"grid", "drawn"} & set(names))
 
 
 def chosen(names: Sequence[str]) -> list[Experiment]:

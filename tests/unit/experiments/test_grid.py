@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from balanceroute.errors import InputError
-from balanceroute.experiments import Scope, bound, grid, methods, reproduce
+from balanceroute.experiments import Scope, bound, drawn, grid, methods, reproduce
 from balanceroute.experiments.cells import FACTORS, Cell, CellJob, in_bursts, random_cells, requests_of
 from balanceroute.experiments.jobs import run_jobs
 from balanceroute.experiments.methods import Method
@@ -159,3 +159,37 @@ def test_the_verdict_names_every_cell_in_which_a_bar_does_not_hold() -> None:
     assert near_tpot[1:] == ["yes", 1, 1, "-"]
     assert wait[1:] == ["yes", 1, 1, "-"], "who serves less is not judged by waits"
     assert baselines[1:] == ["no", 1, 2, lost]
+
+
+def test_drawn_workloads_are_reported_with_every_policy_and_with_makespans(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("matplotlib")
+    few = [replace(cell, n_workers=2, rows=600) for cell in drawn.cells(TINY)[:2]]
+    monkeypatch.setattr(drawn, "cells", lambda scope: few)
+    text = reproduce(["drawn"], TINY, tmp_path, n_processes=1)
+    assert sorted(path.name for path in tmp_path.iterdir()) == sorted(["REPORT.md", *drawn.files(TINY)])
+    assert [line for line in text.splitlines() if line.startswith("| drawn 1,") and "prompts" in line]
+    for cell in few:
+        for method in grid.POLICIES:
+            assert f"| {cell.name} | {method.label} |" in text
+
+
+def test_the_makespan_of_each_policy_is_held_against_the_shortest_on_the_same_workload() -> None:
+    results = {}
+    for cell in CELLS:
+        for index, method in enumerate(grid.POLICIES):
+            (job,) = grid.jobs_of(TINY, cell, method)
+            results[job] = {**made_up(method, 1000.0, 0.06, 20.0), "makespan_s": 100.0 + 0.8 * index * (cell is CELLS[0])}
+    rows = [grid.cell_results(TINY, results, cell) for cell in CELLS]
+    table = drawn.makespan_table(TINY, results, rows)
+    for row, expected in zip(table.rows, ([0.0, 0.0, 2], [0.4, 0.8, 2], [0.8, 1.6, 1]), strict=False):
+        assert row[1:] == pytest.approx(expected)
+
+
+def test_every_drawn_workload_is_one_cell_that_is_always_the_same() -> None:
+    cells = drawn.cells(Scope.of(quick=False, trace=None))
+    assert cells == drawn.cells(Scope.of(quick=False, trace=None))
+    assert len({cell.shape for cell in cells}) == 100
+    assert {cell.factor for cell in cells} == set(FACTORS)
+    assert all(cell.rows >= 20 * 64 * cell.n_workers for cell in cells), "at least 20 rows per slot"
