@@ -56,7 +56,7 @@ if no place comes); until then the places go to those that waited longest. So th
 TargetFit's at no more load spread.
 
 *Short caps.* A wait of `max_wait_s` is long where hardly anybody waits, as below saturation and after a burst, and wins
-little there. So LevelFit's cap is five mean waits, or a fifteenth of `max_wait_s` where that is more.
+little there. So LevelFit's cap is six mean waits, or a fifteenth of `max_wait_s` where that is more.
 
 *What a slot holds.* Where answers are longer than prompts, the distance from the level is made of answers, and the
 choice among prompts changes it by little. Measured by the mean prompt, the square of the distance would exceed any
@@ -90,8 +90,6 @@ MIN_ACTIVE_TO_HOLD = 4  # with fewer requests on some worker the envelope says l
 MIN_CAP_S = 1e-3  # keeps u finite when max_wait_s is 0, which makes the order first come, first served
 HOLD_SHARE = 0.1  # of the mean answer's time: where answers are short, a slot that stays empty costs more than it wins
 GROWTH_ANSWERS, GROWTH_PART = 2.0, 32.0  # of the memory that is kept for growth: see `kv_room`
-MEAN_WAITS = 5.0  # in the shortest cap
-PATIENCE = 0.1  # times its cap that a request may wait longer, for each mean request of its cost
 LARGE = 5.0  # mean prompts: a larger one counts for no more in the stock, where it waits for its hole
 
 
@@ -101,12 +99,13 @@ class FitRules:
 
     `overflow_penalty`, `underflow_penalty`: what a token above the envelope, or below the least load of the others,
     costs beside its distance; `curvature`: what the square of the distance costs, in mean requests (`mean prompt + c`).
-    `size_bonus` and `mean_bonus`: A and B of the ageing. `most_patience`: how much longer than most a large prompt may
-    wait, at most, added to 1. `growth_share`, `stock_share`: how far T is below the mean, of (1 - 1/G) o, and of what
+    `size_bonus` and `mean_bonus`: A and B of the ageing. `patience`: times its cap that a request may wait longer, for
+    each mean request of its cost, and `most_patience`, at most. `growth_share`, `stock_share`: how far T is below the mean, of (1 - 1/G) o, and of what
     the stock lacks. `hold_from`: the share of its slots that every worker must have in use before a request is held
     back beside a free one. `swap_passes`: how often the choices for several slots are made again. `sees_memory`:
     whether a worker gets only what fits its KV memory. `sees_answers`: whether curvature and ageing are measured by the
-    mean answer where that is longer than the mean request. `least_cap`: of `max_wait_s`, the shortest cap.
+    mean answer where that is longer than the mean request. `mean_waits`: in a cap, and `least_cap`: of `max_wait_s`,
+    the shortest one.
     `orders_alone`: whether there is something to choose where one worker is alone.
     """
 
@@ -115,6 +114,7 @@ class FitRules:
     curvature: float
     size_bonus: float
     mean_bonus: float
+    patience: float
     most_patience: float
     growth_share: float
     stock_share: float
@@ -122,12 +122,13 @@ class FitRules:
     swap_passes: int
     sees_memory: bool
     sees_answers: bool
+    mean_waits: float
     least_cap: float
     orders_alone: bool
 
 
-TARGET_FIT = FitRules(7.0, 0.0, 0.0, 2.0, 32.0, 5.0, 0.0, 0.0, 0.0, 2, False, False, 1.0, True)
-LEVEL_FIT = FitRules(6.0, 1.5, 0.35, 13.0, 22.0, 0.8, 1.1, 1.0, 0.5, 1, True, True, 1 / 15, False)
+TARGET_FIT = FitRules(7.0, 0.0, 0.0, 2.0, 32.0, 0.1, 5.0, 0.0, 0.0, 0.0, 2, False, False, 5.0, 1.0, True)
+LEVEL_FIT = FitRules(6.0, 1.5, 0.25, 13.0, 22.0, 0.07, 0.7, 1.1, 1.0, 0.5, 1, True, True, 6.0, 1 / 15, False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -302,10 +303,10 @@ def caps_s(
     if params.max_wait_s == math.inf:
         return np.full(len(prompt_tokens), math.inf)
     means, c = snapshot.means, snapshot.request_tokens
-    cap_s: FloatArray = (prompt_tokens + c) * (PATIENCE / (means.prompt_tokens + c or 1.0))
+    cap_s: FloatArray = (prompt_tokens + c) * (rules.patience / (means.prompt_tokens + c or 1.0))
     np.minimum(cap_s, rules.most_patience, out=cap_s)
     cap_s += 1.0
-    cap_s *= max(rules.least_cap * params.max_wait_s, MEAN_WAITS * means.wait_s, MIN_CAP_S)
+    cap_s *= max(rules.least_cap * params.max_wait_s, rules.mean_waits * means.wait_s, MIN_CAP_S)
     np.minimum(cap_s, max(snapshot.longest_wait_s, MIN_CAP_S), out=cap_s)
     return cap_s
 

@@ -185,7 +185,7 @@ def test_a_stock_of_large_prompts_raises_the_level_also_where_answers_are_short(
 
 
 def test_a_large_prompt_raises_the_envelope_before_its_cap_and_not_long_before() -> None:
-    """Its cap is 4 s and .8 times that more, for a prompt 30 times the mean."""
+    """Its cap is 4 s and .7 times that more, for a prompt 30 times the mean."""
 
     def at(age_s: float) -> list[tuple[str, str]]:
         scheduler = level_fitting([[1000, 1000], [900]], slots=2, mean_prompt=100)
@@ -199,7 +199,7 @@ def test_a_large_prompt_raises_the_envelope_before_its_cap_and_not_long_before()
 
 
 def test_no_prompt_may_wait_until_the_pool_gives_it_up() -> None:
-    """Behind long waits a large prompt would go first after 5 * 40 * 1.8 s; the pool keeps it for 100."""
+    """Behind long waits a large prompt would go first after 6 * 40 * 1.7 s; the pool keeps it for 100."""
     for pool_ttl_s, expected in ((math.inf, "young"), (100.0, "old")):
         scheduler = occupied([[500, 500], [400]], slots=2, policy="level_fit")
         scheduler.configure(SchedulerConfig(pool_ttl_s=pool_ttl_s), 0.0)
@@ -300,27 +300,27 @@ def test_past_its_cap_a_request_goes_to_the_worker_with_most_room_and_past_twice
 @pytest.mark.parametrize(
     ("size_of_mean", "wait_s", "cap_s"),
     [
-        (1, 0.1, 1.1 * 4),  # a fifteenth of max_wait_s
-        (1, 2.0, 1.1 * 10),  # five mean waits
-        (4, 2.0, 1.4 * 10),
-        (9, 2.0, 1.8 * 10),
-        (500, 2.0, 1.8 * 10),
-        (500, 30.0, 1.8 * 150),
+        (1, 0.1, 1.07 * 4),  # a fifteenth of max_wait_s
+        (1, 2.0, 1.07 * 12),  # six mean waits
+        (4, 2.0, 1.28 * 12),
+        (11, 2.0, 1.7 * 12),
+        (500, 2.0, 1.7 * 12),
+        (500, 30.0, 1.7 * 180),
     ],
 )
-def test_caps_are_five_mean_waits_and_longer_for_large_prompts(size_of_mean: int, wait_s: float, cap_s: float) -> None:
+def test_caps_are_six_mean_waits_and_longer_for_large_prompts(size_of_mean: int, wait_s: float, cap_s: float) -> None:
     snapshot = a_scheduler("level_fit").snapshot
     snapshot.means.prompt_tokens, snapshot.means.wait_s = 100.0, wait_s
     caps = caps_s(np.array([100.0 * size_of_mean, 100.0]), snapshot, TargetFitParams(60.0, 0.5), LEVEL_FIT)
     assert caps[0] == pytest.approx(cap_s)
-    assert caps[1] == pytest.approx(1.1 * max(4.0, 5 * wait_s))
+    assert caps[1] == pytest.approx(1.07 * max(4.0, 6 * wait_s))
 
 
 def test_a_prompt_that_costs_hardly_more_than_any_other_request_waits_hardly_longer() -> None:
     snapshot = a_scheduler("level_fit").snapshot
     snapshot.means.prompt_tokens, snapshot.means.wait_s, snapshot.request_tokens = 100.0, 2.0, 900.0
     caps = caps_s(np.array([100.0, 1100.0]), snapshot, TargetFitParams(60.0, 0.5), LEVEL_FIT)
-    assert caps == pytest.approx([1.1 * 10, 1.2 * 10])
+    assert caps == pytest.approx([1.07 * 12, 1.14 * 12])
 
 
 def test_one_worker_alone_gets_what_waits_in_its_order_as_far_as_memory_goes() -> None:

@@ -180,7 +180,10 @@ def test_the_makespan_of_each_policy_is_held_against_the_shortest_on_the_same_wo
     for cell in CELLS:
         for index, method in enumerate(grid.POLICIES):
             (job,) = grid.jobs_of(TINY, cell, method)
-            results[job] = {**made_up(method, 1000.0, 0.06, 20.0), "makespan_s": 100.0 + 0.8 * index * (cell is CELLS[0])}
+            results[job] = {
+                **made_up(method, 1000.0, 0.06, 20.0),
+                "makespan_s": 100.0 + 0.8 * index * (cell is CELLS[0]),
+            }
     rows = [grid.cell_results(TINY, results, cell) for cell in CELLS]
     table = drawn.makespan_table(TINY, results, rows)
     for row, expected in zip(table.rows, ([0.0, 0.0, 2], [0.4, 0.8, 2], [0.8, 1.6, 1]), strict=False):
