@@ -51,7 +51,7 @@ cap to any that has some.
 
 *Ageing by size.* Large prompts fit only where a large one ended; admitting one elsewhere raises that worker far above
 the others. So a large prompt waits for such a place as long as it may. With A above 1 + penalty its bonus exceeds that
-cost on the least loaded worker before its cap, up to 20 mean prompts (the curvature keeps larger ones until their cap,
+cost on the least loaded worker before its cap, up to 24 mean prompts (the curvature keeps larger ones until their cap,
 if no place comes); until then the places go to those that waited longest. So the cap of large prompts can be a third of
 TargetFit's at no more load spread.
 
@@ -99,14 +99,14 @@ class FitRules:
 
     `overflow_penalty`, `underflow_penalty`: what a token above the envelope, or below the least load of the others,
     costs beside its distance; `curvature`: what the square of the distance costs, in mean requests (`mean prompt + c`).
-    `size_bonus` and `mean_bonus`: A and B of the ageing. `patience`: times its cap that a request may wait longer, for
-    each mean request of its cost, and `most_patience`, at most. `growth_share`, `stock_share`: how far T is below the mean, of (1 - 1/G) o, and of what
+    `size_bonus` and `mean_bonus`: A and B of the ageing. `mean_waits`: in a cap, and `least_cap`: of `max_wait_s`, the
+    shortest one. `patience`: times its cap that a request may wait longer, for each mean request of its cost, and
+    `most_patience`, at most. `growth_share`, `stock_share`: how far T is below the mean, of (1 - 1/G) o, and of what
     the stock lacks. `hold_from`: the share of its slots that every worker must have in use before a request is held
     back beside a free one. `swap_passes`: how often the choices for several slots are made again. `sees_memory`:
     whether a worker gets only what fits its KV memory. `sees_answers`: whether curvature and ageing are measured by the
-    mean answer where that is longer than the mean request. `mean_waits`: in a cap, and `least_cap`: of `max_wait_s`,
-    the shortest one.
-    `orders_alone`: whether there is something to choose where one worker is alone.
+    mean answer where that is longer than the mean request. `orders_alone`: whether there is something to choose where
+    one worker is alone.
     """
 
     overflow_penalty: float
@@ -114,6 +114,8 @@ class FitRules:
     curvature: float
     size_bonus: float
     mean_bonus: float
+    mean_waits: float
+    least_cap: float
     patience: float
     most_patience: float
     growth_share: float
@@ -122,13 +124,45 @@ class FitRules:
     swap_passes: int
     sees_memory: bool
     sees_answers: bool
-    mean_waits: float
-    least_cap: float
     orders_alone: bool
 
 
-TARGET_FIT = FitRules(7.0, 0.0, 0.0, 2.0, 32.0, 0.1, 5.0, 0.0, 0.0, 0.0, 2, False, False, 5.0, 1.0, True)
-LEVEL_FIT = FitRules(6.0, 1.5, 0.25, 13.0, 22.0, 0.07, 0.7, 1.1, 1.0, 0.5, 1, True, True, 6.0, 1 / 15, False)
+TARGET_FIT = FitRules(
+    overflow_penalty=7.0,
+    underflow_penalty=0.0,
+    curvature=0.0,
+    size_bonus=2.0,
+    mean_bonus=32.0,
+    mean_waits=5.0,
+    least_cap=1.0,
+    patience=0.1,
+    most_patience=5.0,
+    growth_share=0.0,
+    stock_share=0.0,
+    hold_from=0.0,
+    swap_passes=2,
+    sees_memory=False,
+    sees_answers=False,
+    orders_alone=True,
+)
+LEVEL_FIT = FitRules(
+    overflow_penalty=6.0,
+    underflow_penalty=1.5,
+    curvature=0.25,
+    size_bonus=13.0,
+    mean_bonus=22.0,
+    mean_waits=6.0,
+    least_cap=1 / 15,
+    patience=0.07,
+    most_patience=0.7,
+    growth_share=1.1,
+    stock_share=1.0,
+    hold_from=0.5,
+    swap_passes=1,
+    sees_memory=True,
+    sees_answers=True,
+    orders_alone=False,
+)
 
 
 @dataclass(frozen=True, slots=True)
