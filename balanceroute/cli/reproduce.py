@@ -14,7 +14,7 @@ def reproduce(
             help="main, scaling, sensitivity, subsets, overhead, predictors, fairness, bound; these if left out. "
             "prefix: the prefill tier and its caches. engine_balancer: beside one inside the engine. grid: an hour, "
             "much longer where nothing is compiled, a minute with --quick; goes on where it was stopped. drawn: "
-            "the same on a hundred workloads drawn at random, a quarter of an hour."
+            "the same on a hundred workloads drawn at random, ten minutes."
         ),
     ] = None,
     quick: Annotated[
