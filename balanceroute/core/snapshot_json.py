@@ -203,7 +203,7 @@ def snapshot_from_dict(
     if data.get("longest_wait_s") is not None:
         snapshot.longest_wait_s = _number(data, "longest_wait_s", "")
     if _flag(data, "pool_is_full", ""):
-        snapshot.max_pooled = 0
+        snapshot.max_pooled = 0  # whatever it was: so it is full again
     return snapshot, now
 
 

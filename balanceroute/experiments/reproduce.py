@@ -136,7 +136,7 @@ def check_read(names: Sequence[str], option: str) -> None:
 
 def files_of(names: Sequence[str], scope: Scope) -> list[str]:
     """The names of all that `reproduce` writes."""
-    return sorted(["REPORT.md", *(file for experiment in chosen(names) for file in experiment.files(scope))])
+    return sorted({"REPORT.md", *(file for experiment in chosen(names) for file in experiment.files(scope))})
 
 
 def check_writable(out: Path, files: Sequence[str]) -> None:

@@ -7,9 +7,9 @@ A trace is four columns, one row per request in order of arrival:
 and a fifth, `prefix_blocks`, where it is known which prompts begin alike: the names of the prompt's blocks of 512
 tokens, separated by blanks, each standing for the prompt up to its end (Mooncake's `hash_ids`).
 `prompt_key` names prompts that recur (empty where that is unknown); requests with one key have one prompt.
-`trace.py` holds the table and its CSV, `convert.py` reads public traces, `generate.py` and `conversations.py` draw
-synthetic ones, and `capacity.py` says how many requests per second a cluster can carry at best, which is what the
-word *load* refers to.
+`trace.py` holds the table and its CSV, `convert.py` reads public traces, `generate.py`, `conversations.py` and
+`drawn.py` draw synthetic ones, and `capacity.py` says how many requests per second a cluster can carry at best, which
+is what the word *load* refers to.
 """
 
 from balanceroute.traces.capacity import ReferenceSetting, ideal_capacity, mean_kv_tokens

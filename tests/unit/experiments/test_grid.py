@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from balanceroute.errors import InputError
-from balanceroute.experiments import Scope, bound, drawn, grid, methods, reproduce
+from balanceroute.experiments import Scope, bound, drawn, files_of, grid, methods, reproduce
 from balanceroute.experiments.cells import FACTORS, Cell, CellJob, in_bursts, random_cells, requests_of
 from balanceroute.experiments.jobs import run_jobs
 from balanceroute.experiments.methods import Method
@@ -188,6 +188,12 @@ def test_the_makespan_of_each_policy_is_held_against_the_shortest_on_the_same_wo
     table = drawn.makespan_table(TINY, results, rows)
     for row, expected in zip(table.rows, ([0.0, 0.0, 2], [0.4, 0.8, 2], [0.8, 1.6, 1]), strict=False):
         assert row[1:] == pytest.approx(expected)
+
+
+def test_the_store_that_grid_and_drawn_share_is_named_once() -> None:
+    names = files_of(["grid", "drawn"], TINY)
+    assert sorted(set(names)) == names
+    assert {*grid.files(TINY), *drawn.files(TINY)} < set(names)
 
 
 def test_every_drawn_workload_is_one_cell_that_is_always_the_same() -> None:
