@@ -253,6 +253,8 @@ def create_brain_app(
         reports.on_connector, reports.on_keys = services.note_connector, services.keys_elsewhere
         services.fleet.on_change = hub.workers_changed
         kept.last.apply(services)
+        services.keep_changes = lambda: kept.keep(services, app.read)
+        services.keep_changes()
         services.metrics.forget_workers_but([worker.id for worker in services.fleet])
         await hub.serve(str(folder.link))
         start(services, dashboard.recorder, hub.settled)
@@ -315,6 +317,7 @@ async def reload_brain(app: BrainApp, new: Config) -> None:
         await reload(app.services, _without_predictor(new))
         _tell_lack(error)
     app.read = new
+    app.services.keep_changes()
 
 
 async def _keep(lead: Lead, app: BrainApp) -> None:

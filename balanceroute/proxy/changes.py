@@ -1,8 +1,9 @@
 """What operators have changed at run time, kept in the run folder for the next brain of the same router.
 
-A brain that is started again would otherwise know the configuration alone: streams on a worker that was added by hand
-would have no place in it, and a worker that was taken out would be back. It holds for a lineage: a router and those
-that have taken over from it, by the process id of the first parent. A restart of the whole router forgets it.
+A brain that is started again would otherwise know the configuration alone: streams on a worker that was added by hand,
+or that leaves, would have no place in it, and a worker that was taken out would be back. It holds for a lineage: a
+router and those that have taken over from it, by a number that the first one draws. A restart of the whole router
+forgets it.
 """
 
 import asyncio
@@ -30,7 +31,8 @@ LOOK_S: Final = 0.25
 class Changes(msgspec.Struct, frozen=True):
     """Beside the configuration, in this lineage: workers added, removed and drained, and another policy.
 
-    `unlike`: workers that have requests though they leave, or differ from those of the configuration.
+    `added`: those as well that differ from the configuration's of the same id. `workers`: all that the router has, for
+    one that leaves may have requests still, whether an operator took it out or a configuration that no longer names it.
     """
 
     lineage: int
@@ -38,12 +40,11 @@ class Changes(msgspec.Struct, frozen=True):
     removed: tuple[str, ...] = ()
     drained: tuple[str, ...] = ()
     policy: str | None = None
-    unlike: tuple[WorkerSpec, ...] = ()
+    workers: tuple[WorkerSpec, ...] = ()
 
     def in_use(self, config: Config) -> list[WorkerSpec]:
         """The workers that a router of this configuration has."""
-        specs = {spec.id: spec for spec in worker_specs(config) if spec.id not in self.removed}
-        return list((specs | {spec.id: spec for spec in (*self.added, *self.unlike)}).values())
+        return list(self.workers) or worker_specs(config)
 
     def config(self, config: Config) -> Config:
         """The configuration under the policy that an operator has chosen."""
@@ -56,9 +57,12 @@ class Changes(msgspec.Struct, frozen=True):
             return config
 
     def apply(self, services: Services) -> None:
-        """Make the same changes again."""
+        """Make the same changes again, before any request is here."""
         fleet = services.fleet
         for spec in self.added:
+            if spec.id in fleet and fleet[spec.id].spec != spec:
+                fleet.leave(fleet[spec.id])
+                fleet.sweep()
             if spec.id not in fleet:
                 fleet.add(spec, services.config.lifecycle.join_attempts)
         for worker in fleet:
@@ -66,32 +70,33 @@ class Changes(msgspec.Struct, frozen=True):
                 fleet.leave(worker)
             if worker.id in self.drained:
                 fleet.drain(worker)
+        for spec in self.workers:
+            if spec.id not in fleet:
+                fleet.restore_leaving(spec)
 
 
 def changes_of(services: Services, base: Config, lineage: int) -> Changes:
     """What a running router has beyond its configuration `base`."""
-    specs = {spec.id: spec for spec in worker_specs(base)}
-    configured = set(specs)
-    staying = {worker.id for worker in services.fleet if not worker.leaving}
-    unlike = (worker.spec for worker in services.fleet if worker.leaving or worker.spec != specs.get(worker.id))
-    added = tuple(worker.spec for worker in services.fleet if worker.id in staying - configured)
+    configured = {spec.id: spec for spec in worker_specs(base)}
+    staying = {worker.id: worker.spec for worker in services.fleet if not worker.leaving}
     policy = services.config.routing.policy
     return Changes(
         lineage,
-        added,
-        tuple(sorted(configured - staying)),
+        tuple(spec for spec in staying.values() if spec != configured.get(spec.id)),
+        tuple(sorted(configured.keys() - staying.keys())),
         tuple(worker.id for worker in services.fleet if worker.drained),
         None if policy == base.routing.policy else policy,
-        tuple(spec for spec in unlike if spec not in added),
+        tuple(worker.spec for worker in services.fleet),
     )
 
 
 class KeptChanges:
-    """The file of one run folder."""
+    """The file of one run folder. `last` is what it says."""
 
     def __init__(self, path: Path, lineage: int) -> None:
-        """`last` is what a brain of the same lineage before this one has left."""
+        """`last` is, at first, what a brain of the same lineage before this one has left."""
         self._path, self._lineage = path, lineage
+        self._fails = False
         self.last = Changes(lineage)
         try:
             found = msgspec.json.decode(path.read_bytes(), type=Changes)
@@ -103,26 +108,26 @@ class KeptChanges:
         if found.lineage == lineage:
             self.last = found
 
-    def keep(self, changes: Changes) -> None:
-        """Write it down, if it is new. Raises: OSError."""
+    def keep(self, services: Services, base: Config) -> None:
+        """Write down what is not in the file yet; that it can't be written is told once, until it can be again."""
+        changes, file = changes_of(services, base, self._lineage), str(self._path)
         if changes == self.last:
             return
-        replace_content(self._path, msgspec.json.encode(changes))
+        try:
+            replace_content(self._path, msgspec.json.encode(changes))
+        except OSError as error:
+            if not self._fails:
+                fields = {"file": file, "error": error.strerror}
+                log.warning("what operators change is not kept for another brain", extra=fields)
+            self._fails = True
+            return
+        if self._fails:
+            log.info("what operators change is kept again", extra={"file": file})
+        self._fails = False
         self.last = changes
 
     async def watch(self, services: Services, base: Callable[[], Config]) -> None:
-        """Keep what changes, until cancelled; that the file can't be written is told once, until it can be again."""
-        kept, file = True, str(self._path)
+        """Keep what changes otherwise than by an operator's request, until cancelled."""
         while True:
             await asyncio.sleep(until_tick_s(services.loop.time(), LOOK_S))
-            try:
-                self.keep(changes_of(services, base(), self._lineage))
-            except OSError as error:
-                if kept:
-                    fields = {"file": file, "error": error.strerror}
-                    log.warning("what operators change is not kept for another brain", extra=fields)
-                kept = False
-            else:
-                if not kept:
-                    log.info("what operators change is kept again", extra={"file": file})
-                kept = True
+            self.keep(services, base())

@@ -35,7 +35,7 @@ _MOST_SOCKETS: Final = 16
 
 
 class Told(msgspec.Struct, frozen=True):
-    """What a successor must know: `generation` is its predecessor's number, `lineage` the process id of the first.
+    """What a successor must know: `generation` is its predecessor's number, `lineage` what the first one has drawn.
 
     `lock_follows`: the run folder's lock is sent as well, in a message of its own, which older versions do not read.
     """

@@ -6,6 +6,7 @@ that died, or stands still, leaves the connections that wait there to the others
 
 import logging
 import os
+import secrets
 import socket
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, suppress
@@ -32,6 +33,7 @@ from balanceroute.proxy.telemetry.logs import configure
 log = logging.getLogger(__name__)
 
 BACKLOG: Final = 4096
+LINEAGE_BITS: Final = 48  # a process id would not do: in a container it is the same in each life
 BRAIN: Final = "brain"
 STANDBY: Final = "standby"
 
@@ -93,7 +95,7 @@ class Processes:
         self._table = KeyTable(max(1, self.config.listen.relays))
         self._name_keys()
         if predecessor is None:  # relays may live whose own router has left, and whose successor has died
-            self._told = Told(os.getpid(), folder.generation())
+            self._told = Told(secrets.randbits(LINEAGE_BITS), folder.generation())
         else:
             self._told = Told(predecessor.told.lineage, predecessor.told.generation + 1)
         self._handover: Handover | None = None
@@ -104,6 +106,11 @@ class Processes:
     def config(self) -> Config:
         """That holds."""
         return self._configured.config
+
+    @property
+    def lineage(self) -> int:
+        """This router's and that of those that take over from it, as in `changes.py`."""
+        return self._told.lineage
 
     @property
     def brains(self) -> list[str]:
@@ -154,7 +161,7 @@ class Processes:
 
         Raises: ConfigError.
         """
-        changes = KeptChanges(self._folder.changes, self._told.lineage).last
+        changes = KeptChanges(self._folder.changes, self.lineage).last
         check_workers(changes.in_use(self.config), new)
         if asks_another_predictor(changes.config(self.config), new):
             try_apart(lambda: _try_forecasts(new))
@@ -210,9 +217,16 @@ class Processes:
         be_called(STANDBY)
         load = self._begin(name)
         callbacks = StandbyCallbacks(on_up, lambda: be_called(BRAIN))
-        lineage, journal = self._told.lineage, self._journal
         run_brain(
-            self._configured, self._folder, load, lineage, callbacks, journal, self._link, self._was_up, self._ends
+            self._configured,
+            self._folder,
+            load,
+            self.lineage,
+            callbacks,
+            self._journal,
+            self._link,
+            self._was_up,
+            self._ends,
         )
 
     def _relay(self, name: str, on_up: Callable[[], None]) -> None:

@@ -12,7 +12,7 @@ import pytest
 import yaml
 from prometheus_client.parser import text_string_to_metric_families
 
-from balanceroute.config import validate
+from balanceroute.config import Config, validate
 from balanceroute.core.types import WorkerState
 from balanceroute.emulator import ClusterShape
 from balanceroute.errors import InputError
@@ -25,7 +25,7 @@ from balanceroute.proxy.ops import forwarding, to_brain
 from balanceroute.proxy.perimeter.routes import ACCESS
 from balanceroute.proxy.run_folder import LEADER, RunFolder
 from balanceroute.proxy.workers.circuit import CircuitState
-from tests.integration.relayed import LINEAGE, SLOW, Relay, Relayed, a_brain, a_relay, answered, relayed
+from tests.integration.relayed import SLOW, Relay, Relayed, a_brain, a_relay, answered, relayed
 from tests.integration.router import FAST, running
 from tests.integration.test_proxy_answers import completion
 from tests.waiting import until
@@ -205,8 +205,7 @@ async def test_the_next_brain_knows_what_operators_have_changed() -> None:
         joins = {"type": "decode", "instances": {"url": added, "id": "by-hand"}}
         assert (await client.post("/instances/add", json=joins)).status_code == 200
         await until(lambda: states(relay).get("by-hand") is WorkerState.UP)
-        await until(lambda: KeptChanges(router.folder.changes, LINEAGE).last.added)
-        router.brain.end()
+        router.brain.end()  # what was answered is kept
         await until(lambda: relay.app.services.brain.member is None)
         async with a_brain(router.config, router.folder, relays=1) as brain:
             await until(lambda: states(relay).get("by-hand") is WorkerState.UP)
@@ -214,6 +213,47 @@ async def test_the_next_brain_knows_what_operators_have_changed() -> None:
             await until(lambda: taken not in states(relay) and added not in states(relay))
             assert brain.services.config.routing.policy == "random"
         assert KeptChanges(router.folder.changes, 4711).last == Changes(4711)  # of another life of the router
+
+
+@pytest.mark.parametrize("taken_out_by", ["an operator", "an operator, after it was added by hand", "a configuration"])
+async def test_streams_go_on_at_a_worker_that_leaves_when_another_brain_leads(taken_out_by: str) -> None:
+    async with relayed(SLOW, count=1) as router:
+        relay, config = router.relays[0], router.config
+        url = router.cluster.decode_urls[1]
+        name = url.removeprefix("http://")
+        without = without_worker(config, url)
+
+        async def change(what: str) -> None:
+            body = {"type": "decode", "instances": name}
+            assert (await relay.client.post(f"/instances/{what}", json=body)).status_code == 200
+
+        if "by hand" in taken_out_by:
+            config = without
+            await change("remove")
+            await until(lambda: name not in router.brain.services.fleet)
+            await reload_brain(router.brain, without)
+            await change("add")
+            await until(lambda: states(relay).get(name) is WorkerState.UP)
+        streams = asyncio.gather(*(answered(relay, number) for number in range(4)))
+        await until(lambda: len(router.brain.services.ledger.scheduler.snapshot.worker(name).active) == 2)
+        if taken_out_by == "a configuration":
+            config = without
+            await reload_brain(router.brain, without)
+        else:
+            await change("remove")
+        router.brain.end()
+        await until(lambda: relay.app.services.brain.member is None)
+        async with a_brain(config, router.folder, relays=1, again=True) as brain:
+            await until(brain.hub.settled.is_set)
+            assert brain.services.fleet[name].leaving
+            await streams
+            await until(lambda: name not in brain.services.fleet and not brain.services.ledger.requests)
+
+
+def without_worker(config: Config, url: str) -> Config:
+    tree = config.model_dump(mode="json", exclude_unset=True)
+    workers = tree["decode"]["workers"]
+    return validate(tree | {"decode": tree["decode"] | {"workers": [each for each in workers if each["url"] != url]}})
 
 
 def counted(page: str) -> dict[str, float]:

@@ -78,6 +78,7 @@ class Ledger:
         self.now = loop.time
         self.tell: Tell = _nobody
         self.collect: Callable[[], None] = _nothing
+        self.adopts = False  # requests that others hold have yet to be told: no worker is known to be idle
         self.prefill_event = asyncio.Event()  # a queued request may now find a prefiller
         self.decision_due = asyncio.Event()  # the pool or what may take from it has changed since the last decision
         self._waits_for_slots = scheduler.policy.waits_for_slots
@@ -273,6 +274,8 @@ class Ledger:
 
     def remove_if_idle(self, worker_id: str) -> bool:
         """A worker leaves, if it holds nothing; returns whether it did."""
+        if self.adopts:
+            return False
         worker = self.decoder(worker_id)
         if worker is not None and worker.active:
             return False

@@ -224,6 +224,7 @@ class Hub:
 
     async def serve(self, path: str) -> None:
         """Listen on this socket, which belongs to our user alone; one that a dead brain has left is replaced."""
+        self._ledger.adopts = True
         self._server = await self._loop.create_unix_server(self.connected, path)
         os.chmod(path, 0o600)
         grace_s = self.patience.grace_s if self._relays or self._far is not None else 0.0
@@ -351,6 +352,7 @@ class Hub:
         if self.settled.is_set():
             return
         self.settled.set()
+        self._ledger.adopts = False
         self._awaited.clear()
         log.info("the brain decides", extra={"epoch": self.epoch, "relays": len(self.members)})
         for member in list(self.members.values()):

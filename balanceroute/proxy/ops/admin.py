@@ -187,6 +187,7 @@ class Admin:
         except BalanceRouteError as error:
             return error_response(error)
         services.fleet.sweep()
+        services.keep_changes()
         return json_response(
             {
                 "message": f"{request.url.path.rsplit('/', 1)[-1]}: {', '.join(url for url, _ in entries)}",

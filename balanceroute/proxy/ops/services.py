@@ -1,13 +1,22 @@
 """What operators' routes need of the router: beside what client requests share, who decides."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from balanceroute.proxy.admission.ledger import Ledger
 from balanceroute.proxy.client.services import ClientServices
 
 
+def _nothing() -> None:
+    """There is no other brain."""
+
+
 @dataclass(slots=True, eq=False, kw_only=True)
 class OperatorServices(ClientServices):
-    """In the process that holds the ledger."""
+    """In the process that holds the ledger.
+
+    `keep_changes` keeps what operators have changed for the next brain; it is called before they are answered.
+    """
 
     ledger: Ledger
+    keep_changes: Callable[[], None] = _nothing

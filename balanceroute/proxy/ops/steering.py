@@ -42,6 +42,7 @@ class Steering:
             tell(request, policy=name)
             await self._switch(with_policy(before, name, self._options_of.get(name)))
             self._options_of[before.routing.policy] = before.routing.options
+            self._services().keep_changes()
         except (ConfigError, InputError) as error:
             return error_response(InvalidRequest(str(error), param="policy"))
         except BalanceRouteError as error:

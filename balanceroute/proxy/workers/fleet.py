@@ -205,6 +205,14 @@ class Fleet:
         self.set_healthy(worker, False)
         return worker
 
+    def restore_leaving(self, spec: WorkerSpec) -> None:
+        """A worker that another brain had, and that no other word tells of: what runs there goes on, nothing new comes.
+
+        Raises: InvalidRequest: its id is taken.
+        """
+        self._ledger.add_worker(spec)
+        self.leave(self.connect(spec))
+
     def update(self, worker: Worker) -> None:
         """Let the scheduler know what the worker may do now."""
         self.on_change()

@@ -10,17 +10,22 @@ import pytest
 from balanceroute.build import worker_specs
 from balanceroute.core.types import Role, WorkerSpec
 from balanceroute.proxy.changes import LOOK_S, Changes, KeptChanges, changes_of
+from balanceroute.proxy.services import Services
 from tests.unit.proxy.virtual_time import a_config, a_router, in_virtual_time, let_pass
 
 LINEAGE = 7
 NEW = WorkerSpec("new", Role.DECODE, "http://new:1", slots=4)
 
 
+def specs(services: Services) -> dict[str, WorkerSpec]:
+    return {worker.id: worker.spec for worker in services.fleet}
+
+
 def test_changes_are_what_a_router_has_beyond_its_configuration() -> None:
     async def test() -> None:
         services = a_router()
         base = services.config
-        assert changes_of(services, base, LINEAGE) == Changes(LINEAGE)
+        assert changes_of(services, base, LINEAGE) == Changes(LINEAGE, workers=tuple(worker_specs(base)))
         services.fleet.add(NEW, 3)
         services.fleet.leave(services.fleet["d1"])
         services.fleet.drain(services.fleet["p0"])
@@ -33,13 +38,41 @@ def test_changes_are_what_a_router_has_beyond_its_configuration() -> None:
     in_virtual_time(test)
 
 
+def test_the_next_brain_has_the_workers_that_leave_whatever_its_configuration_names() -> None:
+    async def test() -> None:
+        services = a_router()
+        services.fleet.add(NEW, 3)
+        for leaving in ("new", "d1"):
+            services.fleet[leaving].take()  # it has something to finish
+            services.fleet.leave(services.fleet[leaving])
+        found = changes_of(services, services.config, LINEAGE)
+        smaller = a_router(a_config(1, 2))  # without d2
+        found.apply(smaller)
+        assert specs(smaller) == specs(services)
+        assert {worker.id for worker in smaller.fleet if worker.leaving} == {"new", "d1", "d2"}
+
+    in_virtual_time(test)
+
+
+def test_no_worker_is_forgotten_before_the_requests_that_others_hold_are_known() -> None:
+    async def test() -> None:
+        services = a_router()
+        services.ledger.adopts = True
+        services.fleet.leave(services.fleet["d1"])
+        assert services.fleet.sweep() == []
+        services.ledger.adopts = False
+        assert services.fleet.sweep() == ["d1"]
+
+    in_virtual_time(test)
+
+
 def test_which_workers_are_in_use_is_known_from_changes_those_as_well_that_leave_or_were_added_anew() -> None:
     async def test() -> None:
         services = a_router()
         base = services.config
-        specs = {spec.id: spec for spec in worker_specs(base)}
-        assert Changes(LINEAGE).in_use(base) == list(specs.values())
-        larger = replace(specs["d2"], slots=specs["d2"].slots + 1)
+        known = specs(services)
+        assert Changes(LINEAGE).in_use(base) == list(known.values())
+        larger = replace(known["d2"], slots=known["d2"].slots + 1)
         services.fleet.leave(services.fleet["d2"])
         services.fleet.sweep()
         services.fleet.add(larger, 3)
@@ -49,7 +82,10 @@ def test_which_workers_are_in_use_is_known_from_changes_those_as_well_that_leave
         services.fleet.leave(services.fleet["d0"])
         services.fleet.sweep()
         found = changes_of(services, base, LINEAGE)
-        assert {spec.id: spec for spec in found.in_use(base)} == {w.id: w.spec for w in services.fleet}
+        assert {spec.id: spec for spec in found.in_use(base)} == specs(services)
+        other = a_router()
+        found.apply(other)
+        assert other.fleet["d2"].spec == larger and other.fleet["d1"].leaving
 
     in_virtual_time(test)
 
@@ -82,12 +118,18 @@ def test_a_file_that_could_not_be_written_for_a_while_is_told_once_and_written_t
     assert told == ["what operators change is not kept for another brain", "what operators change is kept again"]
 
 
-def test_a_file_is_read_under_the_parent_that_wrote_it(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_file_is_read_in_the_lineage_that_wrote_it(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     path = tmp_path / "changes"
-    changes = Changes(LINEAGE, added=(NEW,), drained=("p0",), policy="random")
-    KeptChanges(path, LINEAGE).keep(changes)
-    assert KeptChanges(path, LINEAGE).last == changes
-    KeptChanges(path, LINEAGE).keep(Changes(LINEAGE + 1, removed=("d0",)))
-    assert KeptChanges(path, LINEAGE).last == Changes(LINEAGE)
+
+    async def test() -> None:
+        services = a_router()
+        services.fleet.drain(services.fleet["p0"])
+        kept = KeptChanges(path, LINEAGE)
+        kept.keep(services, services.config)
+        assert kept.last == changes_of(services, services.config, LINEAGE)
+
+    in_virtual_time(test)
+    assert KeptChanges(path, LINEAGE).last.drained == ("p0",)
+    assert KeptChanges(path, LINEAGE + 1).last == Changes(LINEAGE + 1)
     path.write_text("nonsense")
     assert KeptChanges(path, LINEAGE).last == Changes(LINEAGE) and "can't be read" in caplog.text

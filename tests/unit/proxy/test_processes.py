@@ -5,13 +5,16 @@ import socket
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
+from balanceroute.build import worker_specs
 from balanceroute.config import Config
 from balanceroute.errors import ConfigError
 from balanceroute.proxy import processes
-from balanceroute.proxy.changes import Changes, KeptChanges
+from balanceroute.proxy.changes import Changes
 from balanceroute.proxy.configured import Configured
+from balanceroute.proxy.link.files import replace_content
 from balanceroute.proxy.processes import Processes, begin_anew, serve_processes
 from balanceroute.proxy.run_folder import RunFolder
 from tests.unit.proxy.virtual_time import a_config
@@ -71,14 +74,22 @@ def test_a_reload_that_any_child_would_refuse_is_refused_for_all(
 ) -> None:
     monkeypatch.setattr(processes, "configure", lambda *_, **__: None)  # the log is the test runner's
     folder = RunFolder(tmp_path)
-    KeptChanges(folder.changes, os.getpid()).keep(Changes(os.getpid(), removed=removed))
     listen = {"relays": 1, "run_folder": str(tmp_path)}
     old = a_config(1, 1, listen=listen)
     wanted = a_config(1, 1, **{"listen": listen, **new})
     with folder.claim() as lock:
         parent = Processes(Configured.read(old), lambda: wanted, folder, lock, [], None, None)
+        in_use = tuple(spec for spec in worker_specs(old) if spec.id not in removed)
+        replace_content(folder.changes, msgspec.json.encode(Changes(parent.lineage, workers=in_use)))
         assert parent.reload() is accepted
         assert parent.config is (wanted if accepted else old)
+
+
+def test_a_router_that_is_started_again_under_the_same_process_id_is_of_another_lineage(tmp_path: Path) -> None:
+    folder, config = RunFolder(tmp_path), a_config(1, 1, listen={"relays": 1, "run_folder": str(tmp_path)})
+    with folder.claim() as lock:
+        lives = [Processes(Configured.read(config), lambda: config, folder, lock, [], None, None) for _ in range(2)]
+    assert lives[0].lineage != lives[1].lineage
 
 
 def test_a_journal_that_cannot_be_begun_is_named(tmp_path: Path) -> None:
