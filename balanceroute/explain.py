@@ -17,6 +17,7 @@ from balanceroute.core.scheduler import Scheduler
 from balanceroute.core.snapshot import ClusterSnapshot
 from balanceroute.core.snapshot_json import snapshot_to_dict
 from balanceroute.core.state import state_from_dict
+from balanceroute.core.target_fit import TargetFit, kv_room
 from balanceroute.core.types import Admit, WorkerState
 from balanceroute.errors import InputError
 from balanceroute.plugins import learn_installed, learn_policy
@@ -310,6 +311,16 @@ def _why_no_more(policy: AdmissionPolicy, snapshot: ClusterSnapshot) -> str:
         return "no worker takes new requests"
     if policy.waits_for_slots and not snapshot.free_slots:
         return "no slot is left free"
+    if _fits_no_memory(policy, snapshot):
+        return "held back: the rest fits the KV memory of no worker with a free slot"
     if policy.waits_for_slots:
         return "held back: the rest would raise the envelope, and may wait a little for a lighter worker"
     return "every worker holds as many requests as it may"
+
+
+def _fits_no_memory(policy: AdmissionPolicy, snapshot: ClusterSnapshot) -> bool:
+    """Whether the policy looks at KV memory, and nothing that waits fits any."""
+    if not isinstance(policy, TargetFit) or not policy.rules.sees_memory:
+        return False
+    most = max([kv_room(worker, snapshot.means) for worker in snapshot.open_workers()])
+    return all(tracker.prompt_tokens > most for tracker in snapshot.pool)

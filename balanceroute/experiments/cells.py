@@ -9,6 +9,7 @@ import random
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 from functools import lru_cache
+from hashlib import sha256
 from pathlib import Path
 
 import numpy as np
@@ -146,6 +147,14 @@ def read_trace_once(path: str) -> Trace:
     return read_trace(Path(path))
 
 
+@lru_cache(maxsize=64)
+def digest_of(shape: str) -> tuple[str, ...]:
+    """Of the user's trace, which may be another one under the same name; nothing for what is generated."""
+    if shape in SHAPES or shape.startswith(DRAWN):
+        return ()
+    return (sha256(Path(shape).read_bytes()).hexdigest()[:16],)
+
+
 def in_bursts(trace: Trace) -> Trace:
     """The same requests, those of each period squeezed into its first part."""
     minute, within = np.divmod(trace.arrival_s, BURST_PERIOD_S)
@@ -163,8 +172,9 @@ class CellJob:
 
     @property
     def key(self) -> str:
-        """What names the result in the file of finished runs: cell and every knob of the policy."""
-        return f"{self.cell!r} {self.method.policy!r} {self.method.predictor} {self.method.overlap_requests}"
+        """What names the result in the file of finished runs: cell, every knob of the policy, and a user's requests."""
+        knobs = f"{self.method.policy!r} {self.method.predictor} {self.method.overlap_requests}"
+        return " ".join([repr(self.cell), knobs, *digest_of(self.cell.shape)])
 
     @property
     def cost(self) -> float:

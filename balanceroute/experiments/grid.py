@@ -10,12 +10,15 @@ are not busy (utilisation up to 0.7) are listed and not judged: there every poli
 Finished runs are kept in `grid.jsonl` in the folder of the report, so a run that was stopped goes on where it was.
 """
 
+import fcntl
 import json
+import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from hashlib import sha256
 from pathlib import Path
 from statistics import fmean, stdev
+from typing import BinaryIO
 
 import balanceroute
 from balanceroute.errors import InputError
@@ -39,6 +42,8 @@ POLICIES = (
 BUSY = 0.7  # of the slots in use
 NEAR = 0.01  # of the best tokens/s: who is that close is compared by waits
 STORE = "grid.jsonl"
+MAX_LINE_BYTES = 2**16
+DECIDES = ("core", "engine", "prediction", "simulator", "traces", "experiments/cells.py", "report.py")
 BASES = ("heavy_tailed", "capped", "short")
 QUICK_FACTORS = ("none", "transfer 20", "lag 5", "slow worker", "lost worker")
 
@@ -74,14 +79,16 @@ def files(scope: Scope) -> list[str]:
 def code_digest() -> str:
     """What tells apart versions of the code that a result depends on."""
     digest = sha256()
-    for folder in ("core", "prediction", "simulator", "traces"):
-        for path in sorted((Path(balanceroute.__file__).parent / folder).rglob("*.py")):
-            digest.update(path.read_bytes())
+    package = Path(balanceroute.__file__).parent
+    for part in DECIDES:
+        path = package / part
+        for file in sorted(path.rglob("*.py")) if path.is_dir() else [path]:
+            digest.update(file.read_bytes())
     return digest.hexdigest()[:16]
 
 
 class Store:
-    """Finished runs in a file, one a line, so that none is run twice.
+    """Finished runs in a file, one a line, so that none is run twice; several processes may add to it.
 
     Runs of other code are passed over: each carries a digest of what decides and simulates.
     """
@@ -91,8 +98,7 @@ class Store:
         self.known: dict[str, dict[str, float]] = {}
         self.code = code_digest()
         lines = self._read().split(b"\n") if path.is_file() else [b""]
-        self._half_line_bytes = len(lines[-1])  # as a run that is killed while it writes leaves one
-        for number, line in enumerate(lines[:-1], start=1):
+        for number, line in enumerate(lines[:-1], start=1):  # what stands last is half a line, or nothing
             self._learn(number, line)
 
     def _read(self) -> bytes:
@@ -112,11 +118,18 @@ class Store:
     def keep(self, job: CellJob, figures_: dict[str, float]) -> None:
         """Remember a run that has just ended, in place of half a line that may stand last."""
         line = json.dumps({"code": self.code, "key": job.key, "figures": figures_}).encode() + b"\n"
-        with self.path.open("ab") as file:
-            if self._half_line_bytes:
-                file.truncate(file.tell() - self._half_line_bytes)
-                self._half_line_bytes = 0
+        with self.path.open("a+b") as file:
+            fcntl.flock(file, fcntl.LOCK_EX)  # who writes has it, so half a line is of a process that was killed
+            _cut_half_line(file)
             file.write(line)
+
+
+def _cut_half_line(file: BinaryIO) -> None:
+    size = file.seek(0, os.SEEK_END)
+    file.seek(max(0, size - MAX_LINE_BYTES))
+    half_bytes = len(file.read().rpartition(b"\n")[2])
+    if half_bytes:
+        file.truncate(size - half_bytes)
 
 
 @dataclass(frozen=True, slots=True)

@@ -244,3 +244,15 @@ def test_prefills_that_cannot_be_read_are_refused_in_one_line(entry: object) -> 
     document = {"policy": "br_0", "workers": [{"id": "d0", "slots": 1, "active": []}], "waiting": []}
     with pytest.raises(InputError, match="prefilling"):
         explain({**document, "prefilling": entry})
+
+
+def test_what_fits_no_memory_is_said_to_wait_for_memory() -> None:
+    def worker(name: str, tokens: int) -> dict[str, Any]:
+        active = [{"id": f"on {name}", "prompt_tokens": tokens, "generated_tokens": 100}]
+        return {"id": name, "slots": 4, "kv_capacity_tokens": 100_000, "active": active}
+
+    state = {"policy": "level_fit", "workers": [worker("a", 90_000), worker("b", 80_000)]}
+    large, small = ({"id": f"w{size}", "prompt_tokens": size, "wait_s": 0.1} for size in (30_000, 2_000))
+    assert "KV memory" in explain({**state, "waiting": [large]}).reason
+    both = explain({**state, "waiting": [large, small]})
+    assert [admission.request for admission in both.admissions] == ["w2000"] and "KV memory" in both.reason

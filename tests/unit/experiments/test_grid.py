@@ -9,9 +9,10 @@ import pytest
 
 from balanceroute.errors import InputError
 from balanceroute.experiments import Scope, bound, drawn, files_of, grid, methods, reproduce
-from balanceroute.experiments.cells import FACTORS, Cell, CellJob, in_bursts, random_cells, requests_of
+from balanceroute.experiments.cells import FACTORS, Cell, CellJob, digest_of, in_bursts, random_cells, requests_of
 from balanceroute.experiments.jobs import run_jobs
 from balanceroute.experiments.methods import Method
+from balanceroute.traces import generate_trace, write_trace
 
 TINY = replace(Scope.of(quick=True, trace=None), seeds=(0,), rows=60)
 CELLS = [Cell("capped", n_workers=2, rows=80), Cell("short", load=0.8, n_workers=2, factor="transfer 5", rows=80)]
@@ -77,6 +78,27 @@ def test_half_a_last_line_costs_its_own_run_and_no_other(tmp_path: Path) -> None
     assert len(ran) == 1, "only the run of the half line"
     assert len(path.read_bytes().splitlines()) == 2
     assert len(grid.Store(path).known) == 2
+
+
+def test_two_that_go_on_behind_half_a_line_lose_nothing_of_each_other(tmp_path: Path) -> None:
+    jobs = [CellJob(cell, methods.LEVEL_FIT) for cell in CELLS]
+    path = tmp_path / grid.STORE
+    path.write_bytes(b'{"half": ')
+    one, other = grid.Store(path), grid.Store(path)
+    one.keep(jobs[0], {"makespan_s": 1.0})
+    other.keep(jobs[1], {"makespan_s": 2.0})
+    one.keep(jobs[1], {"makespan_s": 2.0})
+    assert grid.Store(path).known == {jobs[0].key: {"makespan_s": 1.0}, jobs[1].key: {"makespan_s": 2.0}}
+
+
+def test_results_of_a_trace_are_not_those_of_another_one_under_its_name(tmp_path: Path) -> None:
+    path = tmp_path / "trace.csv"
+    keys = set()
+    for rows in (20, 30):
+        write_trace(generate_trace("capped", rows=rows), path)
+        digest_of.cache_clear()  # each run of the command is a process of its own
+        keys.add(CellJob(Cell(str(path)), methods.LEVEL_FIT).key)
+    assert len(keys) == 2
 
 
 @pytest.mark.parametrize(
