@@ -213,8 +213,8 @@ def create_brain_app(
         def under_way(exchanges: int) -> None:
             services.exchanges = exchanges
 
-        def superseded(epoch: int, far: bool) -> int | None:
-            if not far and lead.outrank(epoch):
+        def superseded(epoch: int) -> int | None:
+            if lead.outrank(epoch):
                 return lead.epoch
             app.end()
             return None

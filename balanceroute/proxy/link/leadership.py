@@ -40,7 +40,9 @@ class Lead(Protocol):
         """Say that the leader lives; False: it leads no more. Called every `RENEW_S`, and must not wait."""
 
     def outrank(self, epoch: int) -> bool:
-        """Lead under a number above that one, which a relay of this machine has seen; False: another brain may lead."""
+        """Go on under a number above that one, which a relay has seen; False: another brain may lead, and whoever leads
+        next with this run folder counts above that number.
+        """
 
     def resign(self) -> None:
         """The router drains: others than its own processes may lead. What it has begun it leads to its end."""
@@ -95,7 +97,9 @@ class FileLead:
                 self._count_up(self._file, epoch - 1)
 
     def outrank(self, epoch: int) -> bool:
-        """See `Lead`. Who holds the lock leads all relays of the folder: that number was in a file that is lost."""
+        """See `Lead`. Who holds the lock leads all relays, those of other machines as well: without a Lease nobody else
+        does, and that number was in a file that is lost.
+        """
         try:
             if not self.renew():
                 return False
