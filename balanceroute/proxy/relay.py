@@ -64,7 +64,7 @@ from balanceroute.proxy.perimeter.perimeter import Perimeter
 from balanceroute.proxy.perimeter.routes import ACCESS, Access
 from balanceroute.proxy.perimeter.tls import Tls
 from balanceroute.proxy.reload import check_fixed
-from balanceroute.proxy.run_folder import RunFolder
+from balanceroute.proxy.run_folder import CountsFile, RunFolder
 from balanceroute.proxy.server import ChildServer
 from balanceroute.proxy.telemetry.metrics import Metrics
 from balanceroute.proxy.telemetry.ticks import until_tick_s
@@ -94,6 +94,7 @@ class RelayServices(ClientServices):
     following: RelayFleet
     folder: RunFolder
     name: str
+    counts_file: CountsFile
     kept: bytes = b""  # of the counts
     told: Activity | None = None  # last; None: the brain that is there has not heard
     known: asyncio.Event = field(default_factory=asyncio.Event)  # a brain has named the workers
@@ -139,8 +140,8 @@ class RelayServices(ClientServices):
         """If anything was counted, keep it for this relay's next life and for a brain yet to come, then tell it."""
         counts = self.metrics.counts()
         if counts != self.kept:
-            self.kept = counts
-            self.folder.keep_counts(self.name, counts)  # first: what is shown must not fall with this process
+            kept = self.counts_file.keep(counts)  # first: what is shown must not fall with this process
+            self.kept = counts if kept else b""
             self.brain.report(Counted(counts))
 
     async def count(self) -> None:
@@ -395,6 +396,7 @@ def build_relay(
         following=fleet,
         folder=folder,
         name=name,
+        counts_file=CountsFile(folder, name),
     )
     brain.on_workers, brain.on_silent, brain.on_salt = services.name_workers, services.silence, services.salted
     brain.on_keys = lambda message: services.keys_elsewhere(message.relay, message.keys)

@@ -145,11 +145,11 @@ class RunFolder:
         return [self.counts(name) for name in others]
 
     def keep_counts(self, relay: str, counts: bytes) -> None:
-        """Keep what this relay, or the leader, has counted; a kill in between leaves what was kept before."""
-        try:
-            replace_content(self._counts(relay), counts)
-        except OSError as error:
-            log.warning("counts not kept", extra={"relay": relay, "error": error.strerror})
+        """Keep what this relay, or the leader, has counted; a kill in between leaves what was kept before.
+
+        Raises: OSError: it can't be kept.
+        """
+        replace_content(self._counts(relay), counts)
 
     def forget_counts(self) -> None:
         """A router begins to count, beside those who live."""
@@ -173,6 +173,29 @@ class RunFolder:
             self.folder.chmod(0o700)
         except OSError as error:
             raise _unusable(self.folder, f"cannot be used: {error.strerror}") from None
+
+
+class CountsFile:
+    """What one process has counted, kept for its next life."""
+
+    def __init__(self, folder: RunFolder, name: str) -> None:
+        """`name`: of a relay, or `LEADER`."""
+        self._folder, self._name = folder, name
+        self._keeps = True
+
+    def keep(self, counts: bytes) -> bool:
+        """Whether it is kept; that it can't be is told once, until it can be again."""
+        try:
+            self._folder.keep_counts(self._name, counts)
+        except OSError as error:
+            if self._keeps:
+                log.warning("counts not kept", extra={"relay": self._name, "error": error.strerror})
+            self._keeps = False
+        else:
+            if not self._keeps:
+                log.info("counts are kept again", extra={"relay": self._name})
+            self._keeps = True
+        return self._keeps
 
 
 def relay_name(number: int, generation: int) -> str:

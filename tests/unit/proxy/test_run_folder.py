@@ -1,6 +1,7 @@
 """The folder that the processes of one router share: whose it is, where it is, and what is kept there."""
 
 import os
+import shutil
 import stat
 import subprocess
 import sys
@@ -11,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from balanceroute.errors import ConfigError
-from balanceroute.proxy.run_folder import LEADER, MAX_SOCKET_PATH, RunFolder, relay_name, run_folder
+from balanceroute.proxy.run_folder import LEADER, MAX_SOCKET_PATH, CountsFile, RunFolder, relay_name, run_folder
 from tests.unit.proxy.virtual_time import a_config
 
 
@@ -73,9 +74,18 @@ def test_counts_of_a_relay_outlive_it_until_a_router_begins_to_count(tmp_path: P
     assert folder.counts("relay-0") == b"" and list(tmp_path.iterdir()) == []
 
 
-def test_counts_that_cannot_be_kept_stop_nobody(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    RunFolder(tmp_path / "gone").keep_counts("relay-0", b"{}")
-    assert "counts not kept" in caplog.text
+def test_that_counts_cannot_be_kept_stops_nobody_and_is_said_once_until_they_can_be_again(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO")
+    folder = RunFolder(tmp_path / "gone")
+    file = CountsFile(folder, "relay-0")
+    for _ in range(2):
+        assert not any(file.keep(counts) for counts in (b"{1}", b"{2}", b"{2}"))
+        folder.make()
+        assert file.keep(b"{2}") and file.keep(b"{3}") and folder.counts("relay-0") == b"{3}"
+        shutil.rmtree(folder.folder)
+    assert [each.getMessage() for each in caplog.records] == ["counts not kept", "counts are kept again"] * 2
 
 
 @contextmanager
