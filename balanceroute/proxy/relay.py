@@ -84,6 +84,7 @@ PINS_PAUSE_S: Final = 0.05
 LEFT_S: Final = 5.0  # between two looks for records of relays that are gone
 ALIVE: Final = ("/health", "/ping")  # that this process lives, it says itself
 READY: Final = "/ready"
+UNKNOWN: Final = "Which workers there are is not known yet: what decides for this router is not there."
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
@@ -102,6 +103,14 @@ class RelayServices(ClientServices):
     def begin_drain(self) -> None:
         """Refuse every new request from now on."""
         self.brain.leaving = True
+
+    async def know_workers(self, within_s: float) -> None:
+        """See `ClientServices`: a brain tells it."""
+        try:
+            async with asyncio.timeout(within_s):
+                await self.known.wait()
+        except TimeoutError:
+            raise NoHealthyWorkers(UNKNOWN, retry_after_s=1.0) from None
 
     def void(self, request_id: str) -> None:
         """The brain has given up its hold on a request: its stream ends."""
