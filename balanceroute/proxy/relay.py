@@ -79,6 +79,7 @@ from balanceroute.proxy.workers.silence import FrozenGroup
 log = logging.getLogger(__name__)
 
 COUNTS_S: Final = 1.0
+FRESHEN_S: Final = 3600.0  # cleaners of temporary folders remove what is older than some days
 PINS_TRIES: Final = 10
 PINS_PAUSE_S: Final = 0.05
 LEFT_S: Final = 5.0  # between two looks for records of relays that are gone
@@ -158,6 +159,15 @@ class RelayServices(ClientServices):
         while True:
             await asyncio.sleep(until_tick_s(self.loop.time(), COUNTS_S))
             self.keep_counts()
+
+    async def freshen(self) -> None:
+        """Every hour, keep the run folder from what removes old files; until cancelled."""
+        while True:
+            try:
+                self.folder.freshen()
+            except OSError as error:
+                log.warning("files of the run folder may look old", extra={"error": error.strerror})
+            await asyncio.sleep(until_tick_s(self.loop.time(), FRESHEN_S))
 
     def silence(self, message: Silent) -> None:
         """Groups of workers have fallen silent together, or no longer."""
@@ -263,6 +273,7 @@ def create_relay_app(configured: Configured, folder: RunFolder, name: str) -> Re
             "link": services.brain.run,
             "pool_reaper": services.look,
             "counts": services.count,
+            "run_folder": services.freshen,
             "certificates": services.tls.watch,
         }
         if pins is not None:

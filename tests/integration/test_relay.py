@@ -3,6 +3,7 @@
 import asyncio
 import errno
 import logging
+import os
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -115,6 +116,14 @@ async def test_without_a_brain_what_any_worker_answers_is_503_with_the_reason(tm
         answer = await relay.client.get("/v1/models")
         assert answer.status_code == 503 and answer.headers["retry-after"]
         assert "what decides for this router is not there" in answer.json()["error"]["message"]
+
+
+async def test_a_relay_keeps_the_files_of_its_run_folder_from_growing_old(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "FRESHEN_S", 0.05)
+    async with relayed(FAST, count=1) as router:
+        file = router.folder.operators
+        os.utime(file, (0, 0))
+        await until(lambda: file.stat().st_mtime > 0)
 
 
 async def test_a_relay_that_drains_is_not_ready_whatever_its_brain_is() -> None:
