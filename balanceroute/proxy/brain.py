@@ -53,7 +53,8 @@ METRICS_RETRY_S: Final = 1.0
 
 
 class BrainApp(RouterApp):
-    """The brain's application. `hub` exists between startup and shutdown; `end` is called when another brain leads.
+    """The brain's application. `hub` exists between startup and shutdown; `end` is called when another brain leads,
+    `leave` when another one of this run folder is to lead. `sockets`: at which others find it, once it listens.
 
     `read` is the configuration as it was read last, without what operators have changed since. `without_predictor`:
     it leads without one, because a file of it can't be used.
@@ -64,6 +65,9 @@ class BrainApp(RouterApp):
     lead: Lead
     hub: Hub
     end: Callable[[], None]
+    leave: Callable[[], None]
+    folder: RunFolder
+    sockets: tuple[Path, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,7 +115,8 @@ def run_brain(
             await reload_brain(app, await asyncio.to_thread(load))
 
         server = BrainServer(app, configured.config, on_reload, uds=str(folder.operators))
-        app.end, server.link, server.drains = server.end, link, drains
+        app.end, app.leave = server.end, server.leave
+        server.link, server.drains = link, drains
         if not waited:
             server.on_up = callbacks.on_standby
         server.run()
@@ -213,8 +218,8 @@ def create_brain_app(
         def under_way(exchanges: int) -> None:
             services.exchanges = exchanges
 
-        def superseded(epoch: int, far: bool) -> int | None:
-            if not far and lead.outrank(epoch):
+        def superseded(epoch: int) -> int | None:
+            if lead.outrank(epoch):
                 return lead.epoch
             app.end()
             return None
@@ -279,7 +284,7 @@ def create_brain_app(
     routes = [trusted(route) for part in parts for route in part.routes()]
     app = BrainApp(routes=routes, lifespan=lifespan, exception_handlers=HANDLERS)
     set_up(app, config, configured.tls)
-    app.read, app.lead, app.without_predictor = read, lead, lacking
+    app.read, app.lead, app.folder, app.without_predictor = read, lead, folder, lacking
     return app
 
 
@@ -321,11 +326,17 @@ async def reload_brain(app: BrainApp, new: Config) -> None:
 
 
 async def _keep(lead: Lead, app: BrainApp) -> None:
-    """Keep the lead until it is lost, or until cancelled."""
-    while lead.renew():  # noqa: ASYNC110
+    """Keep the lead until it is lost, or a socket of ours is, or until cancelled."""
+    while lead.renew():
+        lost = [str(path) for path in app.sockets if not path.exists()]
+        if lost:
+            log.warning("nobody finds this brain any more; another one is to lead", extra={"lost": lost})
+            app.leave()
+            break
         await asyncio.sleep(until_tick_s(time.monotonic(), RENEW_S))
-    log.warning("another brain leads", extra={"epoch": lead.epoch})
-    app.end()
+    else:
+        log.warning("another brain leads", extra={"epoch": lead.epoch})
+        app.end()
     await asyncio.Event().wait()
 
 
@@ -364,6 +375,7 @@ class BrainServer(ChildServer):
         """Say where."""
         assert isinstance(self._app, BrainApp) and self.config.uds is not None
         os.chmod(self.config.uds, 0o600)
+        self._app.sockets = (self._app.folder.link, self._app.folder.operators)
         told: dict[str, object] = {"socket": self.config.uds, "pid": os.getpid(), "epoch": self._app.hub.epoch}
         told |= self._listen_to_machines()
         if self.drains:

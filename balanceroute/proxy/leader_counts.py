@@ -4,7 +4,7 @@ import asyncio
 from typing import Final
 
 from balanceroute.proxy.link.leadership import Lead
-from balanceroute.proxy.run_folder import LEADER, RunFolder
+from balanceroute.proxy.run_folder import LEADER, CountsFile, RunFolder
 from balanceroute.proxy.telemetry.metrics import Metrics
 from balanceroute.proxy.telemetry.ticks import until_tick_s
 
@@ -15,18 +15,17 @@ class LeaderCounts:
     """The file of one run folder, which belongs to who leads; `metrics` go on from what is in it."""
 
     def __init__(self, folder: RunFolder, lead: Lead, metrics: Metrics) -> None:
-        self._folder, self._lead, self._metrics = folder, lead, metrics
+        self._file, self._lead, self._metrics = CountsFile(folder, LEADER), lead, metrics
         self._kept = b""
         metrics.carry_on(folder.counts(LEADER))
 
     def keep(self) -> bool:
-        """Write down what is new; False: another brain leads, and nothing was written."""
+        """Write down what is new, as far as that can be; False: another brain leads, and nothing was written."""
         if not self._lead.renew():
             return False
         counts = self._metrics.counts()
-        if counts != self._kept:
+        if counts != self._kept and self._file.keep(counts):
             self._kept = counts
-            self._folder.keep_counts(LEADER, counts)
         return True
 
     async def watch(self) -> None:

@@ -59,7 +59,7 @@ def serve_processes(
         folder = run_folder(config, sockets[0].getsockname()[1], os.environ)
         folder.make()
         taken = None if predecessor is None else predecessor.lock()
-        lock = held.enter_context(taken or folder.claim())
+        lock = held.enter_context(taken or folder.claim(beside=predecessor is not None))
         link = None
         if config.listen.link_address is not None:
             link = held.enter_context(_bound("listen.link", *config.listen.link_address, predecessor))

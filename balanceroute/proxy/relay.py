@@ -64,7 +64,7 @@ from balanceroute.proxy.perimeter.perimeter import Perimeter
 from balanceroute.proxy.perimeter.routes import ACCESS, Access
 from balanceroute.proxy.perimeter.tls import Tls
 from balanceroute.proxy.reload import check_fixed
-from balanceroute.proxy.run_folder import RunFolder
+from balanceroute.proxy.run_folder import CountsFile, RunFolder
 from balanceroute.proxy.server import ChildServer
 from balanceroute.proxy.telemetry.metrics import Metrics
 from balanceroute.proxy.telemetry.ticks import until_tick_s
@@ -79,11 +79,13 @@ from balanceroute.proxy.workers.silence import FrozenGroup
 log = logging.getLogger(__name__)
 
 COUNTS_S: Final = 1.0
+FRESHEN_S: Final = 3600.0  # cleaners of temporary folders remove what is older than some days
 PINS_TRIES: Final = 10
 PINS_PAUSE_S: Final = 0.05
 LEFT_S: Final = 5.0  # between two looks for records of relays that are gone
 ALIVE: Final = ("/health", "/ping")  # that this process lives, it says itself
 READY: Final = "/ready"
+UNKNOWN: Final = "Which workers there are is not known yet: what decides for this router is not there."
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
@@ -94,6 +96,7 @@ class RelayServices(ClientServices):
     following: RelayFleet
     folder: RunFolder
     name: str
+    counts_file: CountsFile
     kept: bytes = b""  # of the counts
     told: Activity | None = None  # last; None: the brain that is there has not heard
     known: asyncio.Event = field(default_factory=asyncio.Event)  # a brain has named the workers
@@ -101,6 +104,14 @@ class RelayServices(ClientServices):
     def begin_drain(self) -> None:
         """Refuse every new request from now on."""
         self.brain.leaving = True
+
+    async def know_workers(self, within_s: float) -> None:
+        """See `ClientServices`: a brain tells it."""
+        try:
+            async with asyncio.timeout(within_s):
+                await self.known.wait()
+        except TimeoutError:
+            raise NoHealthyWorkers(UNKNOWN, retry_after_s=1.0) from None
 
     def void(self, request_id: str) -> None:
         """The brain has given up its hold on a request: its stream ends."""
@@ -139,8 +150,8 @@ class RelayServices(ClientServices):
         """If anything was counted, keep it for this relay's next life and for a brain yet to come, then tell it."""
         counts = self.metrics.counts()
         if counts != self.kept:
-            self.kept = counts
-            self.folder.keep_counts(self.name, counts)  # first: what is shown must not fall with this process
+            kept = self.counts_file.keep(counts)  # first: what is shown must not fall with this process
+            self.kept = counts if kept else b""
             self.brain.report(Counted(counts))
 
     async def count(self) -> None:
@@ -148,6 +159,15 @@ class RelayServices(ClientServices):
         while True:
             await asyncio.sleep(until_tick_s(self.loop.time(), COUNTS_S))
             self.keep_counts()
+
+    async def freshen(self) -> None:
+        """Every hour, keep the run folder from what removes old files; until cancelled."""
+        while True:
+            try:
+                self.folder.freshen()
+            except OSError as error:
+                log.warning("files of the run folder may look old", extra={"error": error.strerror})
+            await asyncio.sleep(until_tick_s(self.loop.time(), FRESHEN_S))
 
     def silence(self, message: Silent) -> None:
         """Groups of workers have fallen silent together, or no longer."""
@@ -253,6 +273,7 @@ def create_relay_app(configured: Configured, folder: RunFolder, name: str) -> Re
             "link": services.brain.run,
             "pool_reaper": services.look,
             "counts": services.count,
+            "run_folder": services.freshen,
             "certificates": services.tls.watch,
         }
         if pins is not None:
@@ -395,6 +416,7 @@ def build_relay(
         following=fleet,
         folder=folder,
         name=name,
+        counts_file=CountsFile(folder, name),
     )
     brain.on_workers, brain.on_silent, brain.on_salt = services.name_workers, services.silence, services.salted
     brain.on_keys = lambda message: services.keys_elsewhere(message.relay, message.keys)

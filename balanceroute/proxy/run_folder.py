@@ -3,12 +3,13 @@
 import fcntl
 import logging
 import os
+import re
 import secrets
 import socket
 import stat
 import tempfile
 import time
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,6 +26,8 @@ _PINS: Final = "pins-"
 LEADER: Final = "brain"  # whose counts are those of every brain that has led; no relay's name
 _LIFE: Final = "life-"  # locked by a relay while it lives
 _LONGEST: Final = "relay-63.9999"
+_FILE: Final = re.compile(rf"(router|lead|lead\.next|identity|far|changes|({_LIFE}|{_COUNTS}|{_PINS}).+)(\{NEW})?")
+_SOCKET: Final = re.compile(r"(link|operators|handover|relay-[0-9.]+)\.sock")
 _TRIES: Final = 20
 _PAUSE_S: Final = 0.05
 MAX_SOCKET_PATH: Final = 107  # bytes, of a unix socket's name on Linux
@@ -96,13 +99,39 @@ class RunFolder:
         """This process is that relay, until it ends. Raises: ConfigError: another one is."""
         self._locked(f"{_LIFE}{relay}", f"another process is its {relay}; each router needs its own")
 
-    def claim(self) -> BinaryIO:
+    def claim(self, beside: bool = False) -> BinaryIO:
         """The folder is this router's as long as the file, or a copy of its descriptor, is open.
 
-        Raises: ConfigError: it is another one's.
+        `beside`: another router, which is about to leave. Without it no brain may lead here: where one does, its router
+        runs, and somebody has removed the file that it had locked. Raises: ConfigError: the folder is another one's.
         """
         held = "another router runs with it; --take-over takes that one's place, once it is up, or set another folder"
-        return os.fdopen(self._locked("router", held), "rb")
+        lock = os.fdopen(self._locked("router", held), "rb")
+        if not beside and self._is_led():
+            lock.close()
+            raise _unusable(self.folder, held)
+        return lock
+
+    def _is_led(self) -> bool:
+        """Whether a brain leads that has not just been killed."""
+        for _ in range(_TRIES):
+            if not (self.lock.exists() and _is_locked(self.lock)):
+                return False
+            time.sleep(_PAUSE_S)
+        return True
+
+    def freshen(self) -> None:
+        """Have no file look old: what cleans a folder of temporary files would remove it. Raises: OSError.
+
+        The leader's is left out: by its time the leader shows that it lives.
+        """
+        for file in [*self._ours(_FILE), *self._ours(_SOCKET)]:
+            if file != self.lock:
+                with suppress(FileNotFoundError):
+                    os.utime(file, follow_symlinks=False)
+
+    def _ours(self, name: re.Pattern[str]) -> list[Path]:
+        return [path for path in self.folder.iterdir() if name.fullmatch(path.name)]
 
     def _locked(self, name: str, held: str) -> int:
         """A file of that name, locked. Raises: ConfigError: another process holds it."""
@@ -145,11 +174,11 @@ class RunFolder:
         return [self.counts(name) for name in others]
 
     def keep_counts(self, relay: str, counts: bytes) -> None:
-        """Keep what this relay, or the leader, has counted; a kill in between leaves what was kept before."""
-        try:
-            replace_content(self._counts(relay), counts)
-        except OSError as error:
-            log.warning("counts not kept", extra={"relay": relay, "error": error.strerror})
+        """Keep what this relay, or the leader, has counted; a kill in between leaves what was kept before.
+
+        Raises: OSError: it can't be kept.
+        """
+        replace_content(self._counts(relay), counts)
 
     def forget_counts(self) -> None:
         """A router begins to count, beside those who live."""
@@ -171,8 +200,40 @@ class RunFolder:
             if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.geteuid():
                 raise _unusable(self.folder, "accepted is a folder of the router's own user")
             self.folder.chmod(0o700)
+            self._check(_FILE, stat.S_ISREG, "file")
+            self._check(_SOCKET, stat.S_ISSOCK, "socket")
         except OSError as error:
             raise _unusable(self.folder, f"cannot be used: {error.strerror}") from None
+
+    def _check(self, name: re.Pattern[str], is_right: Callable[[int], bool], kind: str) -> None:
+        """Find out now whether something else is where files of ours are to be. Raises: ConfigError; OSError."""
+        for path in self._ours(name):
+            with suppress(FileNotFoundError):
+                if not is_right(path.lstat().st_mode):
+                    raise _unusable(self.folder, f"{path.name} in it is no {kind}; remove it")
+
+
+class CountsFile:
+    """What one process has counted, kept for its next life."""
+
+    def __init__(self, folder: RunFolder, name: str) -> None:
+        """`name`: of a relay, or `LEADER`."""
+        self._folder, self._name = folder, name
+        self._keeps = True
+
+    def keep(self, counts: bytes) -> bool:
+        """Whether it is kept; that it can't be is told once, until it can be again."""
+        try:
+            self._folder.keep_counts(self._name, counts)
+        except OSError as error:
+            if self._keeps:
+                log.warning("counts not kept", extra={"relay": self._name, "error": error.strerror})
+            self._keeps = False
+        else:
+            if not self._keeps:
+                log.info("counts are kept again", extra={"relay": self._name})
+            self._keeps = True
+        return self._keeps
 
 
 def relay_name(number: int, generation: int) -> str:

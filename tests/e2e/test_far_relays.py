@@ -161,7 +161,10 @@ def test_streams_of_other_machines_outlive_the_brain(
     with_machines(test, cluster, tmp_path, standbys)
 
 
-def test_a_brain_s_machine_that_comes_back_with_nothing_is_joined_as_before(cluster: Cluster, tmp_path: Path) -> None:
+@pytest.mark.parametrize("epoch", ["", "100"], ids=["its clock is right", "its clock is behind"])
+def test_a_brain_s_machine_that_comes_back_with_nothing_is_joined_as_before(
+    cluster: Cluster, tmp_path: Path, epoch: str
+) -> None:
     """Its run folder is in memory, so it knows no epoch of before, which relays of other machines have seen."""
 
     async def run() -> None:
@@ -170,7 +173,9 @@ def test_a_brain_s_machine_that_comes_back_with_nothing_is_joined_as_before(clus
             await until(lambda: all(stream.begun for stream in begun))
             end_group(those.brain.running)
             flags = [*those.authority.flags(), "--set", f"listen.link=127.0.0.1:{those.port}"]
-            async with a_router(cluster, a_folder(tmp_path, "empty"), *flags, relays=1) as brain:
+            folder = a_folder(tmp_path, "empty")
+            (folder / "lead").write_text(epoch)
+            async with a_router(cluster, folder, *flags, relays=1) as brain:
                 assert await all_end(streams(those.relays[1], 4, 20, first=100)) == 4
                 assert await all_end(begun) == 4
                 await until(brain.holds_nothing)

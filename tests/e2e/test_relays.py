@@ -475,6 +475,21 @@ def test_a_run_folder_that_is_lost_is_made_anew_and_streams_go_on(cluster: Clust
     asyncio.run(test())
 
 
+@pytest.mark.parametrize("name", ["link.sock", "operators.sock"])
+def test_a_socket_that_is_lost_is_made_anew_and_streams_go_on(cluster: Cluster, tmp_path: Path, name: str) -> None:
+    async def test(router: Router) -> None:
+        begun = streams(router, RANKS * SLOTS)
+        await all_under_way(router, begun)
+        before = router.brains[-1]
+        (tmp_path / name).unlink()
+        await until(lambda: router.brains[-1] != before)
+        assert await all_end(streams(router, 4, 20, first=100)) == 4
+        assert await all_end(begun) == len(begun)
+        assert len((await router.state())["workers"]) == RANKS
+
+    with_router(test, cluster, tmp_path, standbys=1)
+
+
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "stands still"])
 def test_a_standby_takes_over_and_a_brain_that_goes_on_finds_itself_deposed(
     cluster: Cluster, tmp_path: Path, how: signal.Signals

@@ -82,7 +82,7 @@ async def a_brain(config: Config, folder: RunFolder, relays: int = 2, again: boo
     try:
         app = create_brain_app(Configured.read(config), folder, lead, relays, LINEAGE, again=again)
         server = BrainServer(app, config, uds=str(folder.operators))
-        app.end = server.end
+        app.end, app.leave = server.end, server.leave
         async with serving(server):
             yield app
     finally:

@@ -3,6 +3,9 @@
 import asyncio
 import errno
 import logging
+import os
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -10,16 +13,17 @@ import httpx
 import pytest
 import yaml
 
-from balanceroute.config import digest_of
+from balanceroute.config import Config, digest_of
+from balanceroute.emulator import EmulatedCluster
 from balanceroute.errors import ConfigError, KeyLimit
 from balanceroute.proxy import relay as module
 from balanceroute.proxy.link.messages import Activity, Counted, Explained, Judged, Learned
 from balanceroute.proxy.link.remote import RemoteBrain
 from balanceroute.proxy.perimeter.key_use import KeyUse
-from balanceroute.proxy.relay import COUNTS_S, reload_relay
+from balanceroute.proxy.relay import COUNTS_S, RelayServices, reload_relay
 from balanceroute.proxy.run_folder import RunFolder
-from tests.integration.relayed import SLOW, Relayed, a_brain, answered, relayed
-from tests.integration.router import FAST
+from tests.integration.relayed import SLOW, Relay, Relayed, a_brain, a_relay, answered, relayed
+from tests.integration.router import FAST, configuration, patient
 from tests.integration.test_proxy_answers import completion
 from tests.waiting import until
 
@@ -76,6 +80,50 @@ async def test_without_a_brain_relays_live_and_new_requests_wait_for_one() -> No
         async with a_brain(router.config, router.folder, relays=1) as brain:
             await waits
             await until(lambda: not brain.services.ledger.requests)
+
+
+@asynccontextmanager
+async def a_new_relay(folder: Path, deadline_s: float) -> AsyncIterator[tuple[Config, Relay]]:
+    """One that no brain has told anything."""
+    async with EmulatedCluster(patient(FAST)) as cluster:
+        config = configuration(cluster, queue={"deadline_s": deadline_s})
+        async with a_relay(config, RunFolder(folder), "relay-0") as relay:
+            yield config, relay
+
+
+async def test_what_any_worker_answers_waits_for_the_brain_that_tells_which_there_are(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    wait, waits = RelayServices.know_workers, []
+
+    async def counted(services: RelayServices, within_s: float) -> None:
+        waits.append(within_s)
+        await wait(services, within_s)
+
+    monkeypatch.setattr(RelayServices, "know_workers", counted)
+    async with a_new_relay(tmp_path, deadline_s=60.0) as (config, relay):
+        asks = asyncio.gather(
+            relay.client.get("/v1/models"),
+            relay.client.post("/tokenize", json={"model": "emulated", "prompt": "abc"}),
+        )
+        await until(lambda: len(waits) == 2)
+        async with a_brain(config, RunFolder(tmp_path), relays=1):
+            assert [answer.status_code for answer in await asks] == [200, 200]
+
+
+async def test_without_a_brain_what_any_worker_answers_is_503_with_the_reason(tmp_path: Path) -> None:
+    async with a_new_relay(tmp_path, deadline_s=0.1) as (_, relay):
+        answer = await relay.client.get("/v1/models")
+        assert answer.status_code == 503 and answer.headers["retry-after"]
+        assert "what decides for this router is not there" in answer.json()["error"]["message"]
+
+
+async def test_a_relay_keeps_the_files_of_its_run_folder_from_growing_old(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "FRESHEN_S", 0.05)
+    async with relayed(FAST, count=1) as router:
+        file = router.folder.operators
+        os.utime(file, (0, 0))
+        await until(lambda: file.stat().st_mtime > 0)
 
 
 async def test_a_relay_that_drains_is_not_ready_whatever_its_brain_is() -> None:

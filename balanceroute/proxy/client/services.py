@@ -44,6 +44,9 @@ class ClientServices(LifeServices):
         if self.perimeter.keys is not None:
             self.perimeter.keys.used_elsewhere(relay, keys, self.loop.time())
 
+    async def know_workers(self, within_s: float) -> None:
+        """Wait until it is known which workers there are. Raises: NoHealthyWorkers: it is not so soon."""
+
     def begin_drain(self) -> None:
         """Refuse every new request from now on."""
         raise NotImplementedError

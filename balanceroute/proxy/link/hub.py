@@ -39,6 +39,7 @@ from balanceroute.proxy.link.frames import Frames
 from balanceroute.proxy.link.messages import (
     BEAT_S,
     FAR,
+    MAX_EPOCH,
     SILENT_S,
     VERSION,
     Activity,
@@ -192,14 +193,14 @@ class Hub:
         loop: asyncio.AbstractEventLoop,
         epoch: int,
         relays: int,
-        on_superseded: Callable[[int, bool], int | None] = lambda epoch, far: None,
+        on_superseded: Callable[[int], int | None] = lambda epoch: None,
         salt: Callable[[], bytes | None] = lambda: None,
         far: FarMembers | None = None,
         patience: Patience | None = None,
     ) -> None:
         """`relays`: how many of this machine are expected to join; 0: nothing is waited for. `salt`: as in `Welcome`.
-        `far`: the members of other machines, where they are let in. `on_superseded`: told an epoch, and whether a relay
-        of another machine has seen it.
+        `far`: the members of other machines, where they are let in. `on_superseded`: told an epoch that a relay has
+        seen.
         """
         self.patience = patience or Patience()
         self._far, self._awaited = far, set() if far is None else set(far.names)
@@ -300,7 +301,7 @@ class Hub:
             raise LinkError(f"{hello.relay!r} is no name for a relay of {'another' if far else 'this'} machine")
         if far and self._dismissed:
             raise LinkError("this brain drains")
-        if hello.epoch > self.epoch and not self._outranks(hello.epoch, far):
+        if hello.epoch > self.epoch and not self._outranks(hello):
             frames.say(Farewell(hello.epoch, "another brain leads"))
             frames.close("another brain leads")
             return
@@ -332,13 +333,19 @@ class Hub:
         if len(self.near_members) >= self._relays and not self._awaited and (self._far is None or self._far.known):
             self._settle()
 
-    def _outranks(self, epoch: int, far: bool) -> bool:
-        """Go on under an epoch above that one, if it is certain that nobody else leads."""
-        raised = self._on_superseded(epoch, far)
+    def _outranks(self, hello: Hello) -> bool:
+        """Go on under an epoch above the relay's, if it is certain that nobody else leads.
+
+        Raises: LinkError: no brain has led under that one, and to count above it would soon leave no number.
+        """
+        if hello.epoch > MAX_EPOCH:
+            log.warning("an epoch that cannot be", extra={"relay": hello.relay, "epoch": hello.epoch})
+            raise LinkError(f"relay {hello.relay} has seen an epoch that cannot be")
+        raised = self._on_superseded(hello.epoch)
         if raised is None:
-            log.warning("another brain leads", extra={"epoch": self.epoch, "other": epoch})
+            log.warning("another brain leads", extra={"epoch": self.epoch, "other": hello.epoch})
             return False
-        log.warning("the epoch was lost", extra={"epoch": raised, "before": self.epoch})
+        log.warning("the epoch was lost", extra={"epoch": raised, "before": self.epoch, "relay": hello.relay})
         self.epoch = raised
         return True
 

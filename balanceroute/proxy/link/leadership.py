@@ -9,7 +9,7 @@ file, so that a leader that has much to do keeps the lead: taking over the reque
 longer than `LEASE_S` on a busy machine. A loop that does nothing else for `STUCK_S` hangs.
 
     lead        the epoch of the last leader, locked and touched by it
-    lead.next   that of the next one, while it is being put in place
+    lead.next   room for that of the next one, written by who stands by: the disk may be full when it is needed
 """
 
 import fcntl
@@ -40,7 +40,9 @@ class Lead(Protocol):
         """Say that the leader lives; False: it leads no more. Called every `RENEW_S`, and must not wait."""
 
     def outrank(self, epoch: int) -> bool:
-        """Lead under a number above that one, which a relay of this machine has seen; False: another brain may lead."""
+        """Go on under a number above that one, which a relay has seen; False: another brain may lead, and whoever leads
+        next with this run folder counts above that number.
+        """
 
     def resign(self) -> None:
         """The router drains: others than its own processes may lead. What it has begun it leads to its end."""
@@ -73,6 +75,9 @@ class FileLead:
                 self._count_up(file, _epoch(file, self._path) or self._first - 1)
             elif self._stands_still():
                 file = self._deposed()
+            else:
+                with suppress(OSError):  # it is tried again at each look, and the leader may last until there is room
+                    self._reserve()
             if file is None:
                 return False
             self._lead(file)
@@ -95,7 +100,9 @@ class FileLead:
                 self._count_up(self._file, epoch - 1)
 
     def outrank(self, epoch: int) -> bool:
-        """See `Lead`. Who holds the lock leads all relays of the folder: that number was in a file that is lost."""
+        """See `Lead`. Who holds the lock leads all relays, those of other machines as well: without a Lease nobody else
+        does, and that number was in a file that is lost.
+        """
         try:
             if not self.renew():
                 return False
@@ -130,8 +137,9 @@ class FileLead:
                     os.utime(file)
 
     def _count_up(self, file: int, former: int) -> None:
+        """Write the next number in place of what is there, which takes no more room."""
         self.epoch = former + 1
-        os.pwrite(file, b"%d\n" % self.epoch, 0)
+        os.ftruncate(file, os.pwrite(file, b"%d\n" % self.epoch, 0))
 
     def _stands_still(self) -> bool:
         """Whether the leader has shown no sign of life for so long, by our own clock, while we looked."""
@@ -144,6 +152,16 @@ class FileLead:
             return now - self._sign_s > LEASE_S
         return False
 
+    def _reserve(self) -> None:
+        """Have the next leader's file hold something. Raises: OSError."""
+        with suppress(FileNotFoundError):
+            if self._next.stat().st_size:
+                return
+        file = _locked(self._next)
+        if file is not None:
+            with open(file, "wb") as opened:
+                opened.write(b"0\n")
+
     def _deposed(self) -> int | None:
         """Put a file of ours in place of the leader's; None: another standby does, or has done it."""
         file = _locked(self._next)
@@ -154,7 +172,6 @@ class FileLead:
             if self._sign != (status.st_ino, status.st_mtime_ns):
                 os.close(file)
                 return None
-            os.ftruncate(file, 0)
             self._count_up(file, int(self._path.read_bytes() or b"0"))
             self._next.replace(self._path)
         except BaseException:

@@ -35,6 +35,7 @@ log = logging.getLogger(__name__)
 DEADLINE: Final = 2 / 3  # of the duration; these three are client-go's defaults
 RETRY: Final = 2 / 15
 JITTER: Final = 1.2
+MOST_TRANSITIONS: Final = 2**31 - 2**20  # that a relay is believed: Kubernetes' int32 has room for leaders after that
 
 
 class LeaseLead:
@@ -95,7 +96,9 @@ class LeaseLead:
         return False
 
     def outrank(self, epoch: int) -> bool:
-        """See `Lead`: another pod has led under that number."""
+        """See `Lead`: another pod has led under that number, or the Lease was deleted while no pod knew it."""
+        if epoch <= MOST_TRANSITIONS:
+            self._local.outrank(epoch)
         return False
 
     def resign(self) -> None:

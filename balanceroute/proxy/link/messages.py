@@ -51,6 +51,7 @@ from balanceroute.proxy.perimeter.key_use import KeyUse
 
 VERSION: Final = 5
 FAR: Final = "@"  # in the name of a relay of another machine, before that machine's; in no other
+MAX_EPOCH: Final = 2**48  # that a peer is believed: they begin with seconds since 1970 at most, and frames carry 2**64
 PROGRESS_S: Final = 0.005
 SOON_S: Final = 0.05  # a slot that nobody waits for may be known to be free so late: about a step
 BEAT_S: Final = 1.0

@@ -10,6 +10,8 @@
 Nothing else of a client's URL reaches a worker: paths are those of this list, written anew, and only the calls to every
 worker have a query. Answers are JSON or none.
 
+A relay that has just been started waits for the brain to tell which workers there are, as requests wait for it.
+
 A worker that can't be reached, is late, or answers 5xx is passed over for the next; its last word is the client's only
 when nobody had a better one. Responses would go through a decoder whose recomputed requests look complete on that
 route, so that answers would be cut short silently; 404, because OpenAI's clients try every 5xx again.
@@ -101,8 +103,13 @@ class Forwarding:
         return Response(orjson.dumps({"input_tokens": count}), media_type="application/json")
 
     async def _first_answer(self, method: str, path: str, body: bytes, headers: list[tuple[bytes, bytes]]) -> Response:
+        services = self._services()
+        try:
+            await services.know_workers(min(TIMEOUT_S, services.config.queue.deadline_s))
+        except NoHealthyWorkers as error:
+            return error_response(error)
         failed, last = [], None
-        for worker in sorted(self._services().fleet, key=lambda worker: worker.state is WorkerState.DOWN):
+        for worker in sorted(services.fleet, key=lambda worker: worker.state is WorkerState.DOWN):
             try:
                 last = _checked(await _ask(worker, method, path, body, headers), worker)
             except (UpstreamError, TimeoutError) as error:
@@ -110,7 +117,7 @@ class Forwarding:
             else:
                 if last.status_code < 500:
                     return last
-        return last or error_response(NoHealthyWorkers(f"No worker answered ({'; '.join(failed)})."))
+        return last or error_response(NoHealthyWorkers(f"No worker answered ({'; '.join(failed) or 'there is none'})."))
 
     async def to_all(self, request: Request) -> Response:
         """Every worker, side by side."""

@@ -12,8 +12,8 @@ written again. When the file has grown, what is pinned still is written anew bes
 Nothing of a prompt is written but its size. A decode worker pulls by the parameters alone and looks at no more of the
 prompt than how many tokens it has, so any prompt of that size drains it (`stand_in`).
 
-A lock on the file keeps a second router from draining what a first one needs. A record that can't be written any more
-is left empty, and the router goes on without it.
+A lock on the file keeps a second router from draining what a first one needs. Where the disk is too full for a new file
+the old one grows. A record that can't be written any more is left empty, and the router goes on without it.
 """
 
 import errno
@@ -39,6 +39,7 @@ log = logging.getLogger(__name__)
 HEAD: Final = b"balanceroute pins 1\n"
 COMPACT_BYTES: Final = 2**20  # a few thousand requests
 GROWTH: Final = 4  # times what is pinned, and at least `COMPACT_BYTES`, a file grows before it is written anew
+NO_ROOM: Final = (errno.ENOSPC, errno.EDQUOT, errno.EMFILE, errno.ENFILE)  # for a file more, or a descriptor
 DRAWN_TOKENS: Final = 32  # twice the block of vLLM's prefix cache, whose names follow from the first block on
 _LEAST_ID: Final = 10  # ids that every vocabulary has
 _IDS: Final = 90
@@ -85,10 +86,11 @@ class PinRecord:
             self._file = os.open(self._path, _FLAGS, 0o600)
             self._lock(self._file, self._path)
             with open(self._file, "rb", closefd=False) as file:
-                self._live = _held(file.read(), self._path, self)
+                data = file.read()
+            self._live = _held(data, self._path, self)
             self.left = tuple(self._live.values())
             self._count = max(self._live, default=0)
-            self._rewrite()
+            self._begin(data)
         except (OSError, ConfigError) as error:
             self.close()
             if isinstance(error, ConfigError):
@@ -164,6 +166,25 @@ class PinRecord:
     def _taken(self) -> ConfigError:
         return ConfigError(f"lifecycle.pins_file = {str(self._path)!r}: another router is using it; each needs its own")
 
+    def _begin(self, data: bytes) -> None:
+        """Write anew what is held, or go on with the file as it is. Raises: OSError."""
+        try:
+            self._rewrite()
+        except OSError as error:
+            if error.errno not in NO_ROOM:
+                raise
+            self._go_on(data)
+
+    def _go_on(self, data: bytes) -> None:
+        """Append to the file that holds this, from its last whole line on. Raises: OSError."""
+        assert self._file is not None
+        self._size = data.rfind(b"\n") + 1
+        self._limit = self._size + COMPACT_BYTES
+        os.fchmod(self._file, 0o600)
+        os.ftruncate(self._file, self._size)
+        if not self._size:
+            self._append(HEAD)
+
     def _append(self, line: bytes) -> None:
         if self._file is None:
             return
@@ -176,11 +197,11 @@ class PinRecord:
             self._give_up(error)
 
     def _compact(self) -> None:
-        """Write it anew; later, where no descriptor is free for that. Raises: OSError."""
+        """Write it anew; later, where there is no room for that now. Raises: OSError."""
         try:
             self._rewrite()
         except OSError as error:
-            if error.errno not in (errno.EMFILE, errno.ENFILE):
+            if error.errno not in NO_ROOM:
                 raise
             self._limit = self._size + COMPACT_BYTES
 

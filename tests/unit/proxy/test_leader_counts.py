@@ -3,6 +3,8 @@
 import asyncio
 from pathlib import Path
 
+import pytest
+
 from balanceroute.core.snapshot import ClusterSnapshot
 from balanceroute.core.view import view_cluster
 from balanceroute.proxy.leader_counts import PERIOD_S, LeaderCounts
@@ -53,6 +55,18 @@ def test_who_leads_no_more_leaves_the_file_to_the_next(tmp_path: Path) -> None:
     metrics.admissions.inc("d0", "stage_1")
     assert not counts.keep()
     assert folder.counts(LEADER) == b"the next one's"
+
+
+def test_what_could_not_be_kept_is_kept_once_it_can_be_and_the_log_says_so_once(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder, metrics = RunFolder(tmp_path / "run"), counting()
+    counts = LeaderCounts(folder, ALead(), metrics)
+    metrics.admissions.inc("d0", "stage_1")
+    assert all(counts.keep() for _ in range(5))
+    assert [each.getMessage() for each in caplog.records] == ["counts not kept"]
+    folder.make()
+    assert counts.keep() and folder.counts(LEADER) == metrics.counts()
 
 
 def test_what_is_new_is_kept_every_second(tmp_path: Path) -> None:

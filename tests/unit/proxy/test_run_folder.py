@@ -1,6 +1,8 @@
 """The folder that the processes of one router share: whose it is, where it is, and what is kept there."""
 
 import os
+import shutil
+import socket
 import stat
 import subprocess
 import sys
@@ -11,7 +13,8 @@ from pathlib import Path
 import pytest
 
 from balanceroute.errors import ConfigError
-from balanceroute.proxy.run_folder import LEADER, MAX_SOCKET_PATH, RunFolder, relay_name, run_folder
+from balanceroute.proxy.link.leadership import FileLead
+from balanceroute.proxy.run_folder import LEADER, MAX_SOCKET_PATH, CountsFile, RunFolder, relay_name, run_folder
 from tests.unit.proxy.virtual_time import a_config
 
 
@@ -73,9 +76,18 @@ def test_counts_of_a_relay_outlive_it_until_a_router_begins_to_count(tmp_path: P
     assert folder.counts("relay-0") == b"" and list(tmp_path.iterdir()) == []
 
 
-def test_counts_that_cannot_be_kept_stop_nobody(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    RunFolder(tmp_path / "gone").keep_counts("relay-0", b"{}")
-    assert "counts not kept" in caplog.text
+def test_that_counts_cannot_be_kept_stops_nobody_and_is_said_once_until_they_can_be_again(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO")
+    folder = RunFolder(tmp_path / "gone")
+    file = CountsFile(folder, "relay-0")
+    for _ in range(2):
+        assert not any(file.keep(counts) for counts in (b"{1}", b"{2}", b"{2}"))
+        folder.make()
+        assert file.keep(b"{2}") and file.keep(b"{3}") and folder.counts("relay-0") == b"{3}"
+        shutil.rmtree(folder.folder)
+    assert [each.getMessage() for each in caplog.records] == ["counts not kept", "counts are kept again"] * 2
 
 
 @contextmanager
@@ -114,6 +126,52 @@ def test_a_router_that_starts_beside_relays_of_another_has_other_names_and_forge
         assert folder.generation() == 13 and relay_name(0, 13) == "relay-0.13"
         folder.forget_counts()
         assert sorted(folder.counts_of_others(())) == [b"relay-0.12", b"relay-1"]
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["link.sock", "operators.sock", "handover.sock", "relay-0.sock", "router", "lead", "identity", "far", "changes"]
+    + ["life-relay-0", "counts-relay-0", "counts-brain", "counts-brain.new", "pins-relay-0", "pins-relay-1.2.new"],
+)
+@pytest.mark.parametrize("kind", ["folder", "pipe"])
+def test_something_else_in_place_of_a_file_of_it_is_one_line_at_the_start(tmp_path: Path, name: str, kind: str) -> None:
+    folder = RunFolder(tmp_path)
+    (tmp_path / "somebody's").mkdir()
+    folder.make()
+    if kind == "folder":
+        (tmp_path / name).mkdir()
+    else:
+        os.mkfifo(tmp_path / name)
+    with pytest.raises(ConfigError, match=rf"^listen\.run_folder = .*: {name} in it is no (file|socket)") as refused:
+        folder.make()
+    assert "\n" not in str(refused.value)
+
+
+def test_no_file_of_it_grows_old_but_the_leaders_which_shows_whether_that_one_lives(tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path)
+    lead = FileLead(folder.lock)
+    assert lead.take()
+    with folder.claim(beside=True), socket.socket(socket.AF_UNIX) as operators:
+        operators.bind(str(folder.operators))
+        folder.keep_counts("relay-0", b"{}")
+        for file in tmp_path.iterdir():
+            os.utime(file, (0, 0))
+        folder.freshen()
+        assert {file.name for file in tmp_path.iterdir() if file.stat().st_mtime == 0} == {"lead"}
+    lead.release()
+
+
+def test_a_folder_in_which_a_brain_leads_is_another_routers_whoever_has_removed_its_lock(tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path)
+    with folder.claim():
+        lead = FileLead(folder.lock)
+        assert lead.take()
+        (tmp_path / "router").unlink()
+        with pytest.raises(ConfigError, match="another router runs with it"):
+            folder.claim()
+        folder.claim(beside=True).close()
+        lead.release()
+        folder.claim().close()
 
 
 def test_a_folder_is_one_routers_as_long_as_a_copy_of_its_lock_is_open(tmp_path: Path) -> None:

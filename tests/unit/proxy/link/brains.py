@@ -60,7 +60,7 @@ class Brain:
         self.fleet.on_change = self.hub.workers_changed
         self._tasks = [loop.create_task(self._decide())]
 
-    def _superseded(self, epoch: int, far: bool) -> int | None:
+    def _superseded(self, epoch: int) -> int | None:
         self.superseded.append(epoch)
         return epoch + 1 if self.goes_on else None
 

@@ -155,6 +155,7 @@ def test_a_brain_that_drains_sends_other_machines_to_the_next_one(machine: Machi
         (Hello(VERSION, "r0", 1, 0, ()), False),  # the name of one on the brain's machine
         (Hello(VERSION, "r0@b\nr0@c", 1, 0, ()), False),
         (Hello(VERSION - 1, "r0@b", 1, 99, ()), True),  # an epoch of who speaks another version means nothing
+        (Hello(VERSION, "r0@b", 1, 2**63, ()), False),  # no leader has come so far, and none could follow
     ],
 )
 def test_who_may_not_join_changes_nothing(machine: Machine, hello: Hello, told: bool) -> None:

@@ -1,5 +1,6 @@
 """One leads at a time, under a number that nobody has had."""
 
+import errno
 import os
 import signal
 import subprocess
@@ -119,6 +120,40 @@ def test_who_holds_the_lock_counts_above_an_epoch_that_was_lost_and_who_is_depos
     assert heir.take() and not leader.outrank(8)
     assert (leader.epoch, heir.epoch) == (7, 1)
     heir.release()
+
+
+def test_a_full_disk_keeps_nobody_from_deposing_a_leader_that_stands_still(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now_s = 100.0
+    monkeypatch.setattr(leadership.time, "monotonic", lambda: now_s)
+    path = tmp_path / "lead"
+    path.write_text("99\n")
+    leader, standby = FileLead(path), FileLead(path)
+    assert leader.take() and not standby.take()
+    write = os.pwrite
+
+    def full(file: int, data: bytes, offset: int) -> int:
+        """Room is there only where something is written already."""
+        if not os.fstat(file).st_size:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return write(file, data, offset)
+
+    monkeypatch.setattr(leadership.os, "pwrite", full)
+    for _ in range(10):
+        now_s += leadership.RENEW_S
+        if standby.take():
+            break
+    assert standby.epoch == 101 and path.read_text() == "101\n"
+    assert not leader.renew()
+
+
+def test_a_standby_that_finds_the_disk_full_stands_by(tmp_path: Path) -> None:
+    path = tmp_path / "lead"
+    leader, standby = FileLead(path), FileLead(path)
+    assert leader.take()
+    (tmp_path / "lead.next").mkdir()  # can't be written either
+    assert not standby.take() and leader.renew()
 
 
 def test_another_file_is_not_overwritten(tmp_path: Path) -> None:

@@ -281,6 +281,23 @@ def test_a_lease_that_was_deleted_is_made_again_with_a_larger_number(server: Api
         block_until(lambda: not first.renew())
 
 
+def test_who_is_told_a_larger_number_leads_no_more_and_is_followed_by_one_that_counts_above_it(
+    server: ApiServer,
+) -> None:
+    """The Lease was deleted while no pod ran; only a relay of another machine knows the number."""
+    pod = Pod(server, "a")
+    with pods(pod) as (first,):
+        assert first.take() and first.epoch == 1
+        assert not first.outrank(50)
+        first.release()
+        second = pod.brain()
+        assert second.take() and second.epoch > 50
+        assert not second.outrank(2**31 - 1)  # no number would be left in Kubernetes' int32
+        second.release()
+        third = pod.brain()
+        assert third.take() and second.epoch < third.epoch < 100
+
+
 @pytest.mark.parametrize("status", [401, 403])
 def test_a_service_account_without_rights_is_one_line_at_the_start(server: ApiServer, status: int) -> None:
     server.failure = status

@@ -223,6 +223,72 @@ def test_a_full_disk_leaves_an_empty_record_and_stops_nobody(
     assert left_in(path) == []
 
 
+class FullDisk:
+    """One that has room for so many bytes more, and for no content of another file than `path`."""
+
+    def __init__(self, path: Path, room_bytes: int) -> None:
+        self._path, self._room_bytes, self._write = path, room_bytes, os.write
+
+    def __call__(self, file: int, data: bytes) -> int:
+        if not os.path.samestat(os.fstat(file), self._path.stat()) or len(data) > self._room_bytes:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        self._room_bytes -= len(data)
+        return self._write(file, data)
+
+
+def test_the_next_router_goes_on_with_the_file_as_it_is_where_the_disk_is_full(
+    path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    first = PinRecord(path)
+    a_pin(first, "a"), a_pin(first, "b")
+    killed(first)
+    path.write_bytes(path.read_bytes() + b'{"n":3,"cut off')
+    with monkeypatch.context() as patched:
+        patched.setattr(module.os, "write", FullDisk(path, 300))
+        second = PinRecord(path)
+        assert [pin.request_id for pin in second.left] == ["a", "b"]
+        second.left[0].release()
+        a_pin(second, "c")
+        killed(second)
+        third = PinRecord(path)
+        assert [pin.request_id for pin in third.left] == ["b", "c"]
+        assert not caplog.records
+        killed(third)
+    assert left_in(path) == ["b", "c"]
+    assert [one.name for one in path.parent.iterdir()] == ["pins"]
+
+
+@pytest.mark.parametrize("left", [b"", HEAD[:5], bytes(100)], ids=["none", "half a line", "zeros"])
+def test_a_router_that_finds_an_empty_record_and_a_full_disk_goes_on_without_one_and_says_so_once(
+    path: Path, left: bytes, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    path.write_bytes(left)
+    with monkeypatch.context() as patched:
+        patched.setattr(module.os, "write", FullDisk(path, 0))
+        record = PinRecord(path)
+        a_pin(record).release()
+    assert [one.getMessage() for one in caplog.records] == ["pinned KV is recorded no longer; a restart tries again"]
+    assert left_in(path) == []
+
+
+def test_a_record_that_has_no_room_to_be_written_anew_grows_and_is_written_anew_later(
+    path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(module, "COMPACT_BYTES", 1000)
+    record = PinRecord(path)
+    held = a_pin(record, "held")
+    with monkeypatch.context() as patched:
+        patched.setattr(module.os, "write", FullDisk(path, 10_000))
+        for number in range(20):
+            a_pin(record, str(number)).release()
+        assert not caplog.records and path.stat().st_size > 2000
+    for number in range(20):
+        a_pin(record, str(number)).release()
+    assert path.stat().st_size < 2000
+    killed(record)
+    assert left_in(path) == [held.request_id]
+
+
 def test_a_record_that_finds_no_free_descriptor_to_be_written_anew_grows_and_is_written_anew_later(
     path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
