@@ -1,4 +1,5 @@
-"""Workloads that nobody tuned for: every policy on a hundred of them, each with another load, width and disturbance.
+"""Workloads that nobody tuned for: every policy on a hundred of them, each with another load, width and disturbance, and
+on twenty more with rare huge prompts, on which the default has lost.
 
 Regrets and bars are those of the grid. A run is of some minutes, which is a few wait caps: who lets large prompts wait
 until its end has served more of the small ones before, and gains tokens/s though it ends no sooner. So the makespan is
@@ -16,9 +17,10 @@ from balanceroute.experiments.cells import DRAWN, FACTORS, ROWS_PER_SLOT, Cell, 
 from balanceroute.experiments.jobs import Results
 from balanceroute.experiments.scope import Scope, Section
 from balanceroute.experiments.tables import Table
-from balanceroute.traces.drawn import DrawnWorkload, drawn_workload
+from balanceroute.traces.drawn import RARE_FROM, DrawnWorkload, drawn_workload
 
-WORKLOADS, QUICK_WORKLOADS = 100, 12
+RARE_WORKLOADS = 20
+QUICK_WORKLOADS = (*range(11), RARE_FROM)
 LOADS = (0.8, 0.95, 1.05, 1.2)
 WIDTHS, WEIGHTS = (4, 8, 16), (5, 6, 2)  # the widest take longest
 UNDISTURBED = 0.5  # of the workloads
@@ -27,7 +29,12 @@ SLOTS = 64
 
 def cells(scope: Scope) -> list[Cell]:
     """One cell for each workload, always the same ones."""
-    return [_cell(number) for number in range(QUICK_WORKLOADS if scope.quick else WORKLOADS)]
+    return [_cell(number) for number in numbers(scope)]
+
+
+def numbers(scope: Scope) -> Sequence[int]:
+    """Of the workloads of a scope."""
+    return QUICK_WORKLOADS if scope.quick else range(RARE_FROM + RARE_WORKLOADS)
 
 
 def _cell(number: int) -> Cell:
@@ -45,7 +52,7 @@ def _times(workload: DrawnWorkload) -> int:
 
 
 def one_seed(scope: Scope) -> Scope:
-    """A hundred workloads say more than five samples of each."""
+    """Many workloads say more than five samples of each."""
     return replace(scope, seeds=scope.seeds[:1])
 
 
@@ -111,6 +118,6 @@ def makespan_table(scope: Scope, results: Results, busy: Sequence[Sequence[grid.
 def workload_table(scope: Scope) -> Table:
     """What was drawn."""
     table = Table("drawn_workloads", ["workload", "what it is", "requests"])
-    for number, cell in enumerate(cells(scope)):
+    for number, cell in zip(numbers(scope), cells(scope), strict=True):
         table.add(cell.name, str(drawn_workload(number)), cell.rows)
     return table

@@ -3,6 +3,9 @@
 Public traces are few, and whoever tunes a policy has seen them. Here the sizes of prompts and answers, how they are
 distributed, whether long answers follow long prompts and whether arrivals come in waves are drawn from the workload's
 number, so that any number of workloads can be made that no constant was fitted to. No row is anybody's request.
+
+From `RARE_FROM` on all are chats with rare huge prompts, a book among questions: what looks ahead least, a cap for the
+wait of every request, costs most there.
 """
 
 from dataclasses import dataclass
@@ -15,8 +18,11 @@ from balanceroute.traces.trace import Trace
 
 SEED = 20_261_125
 PROMPTS = ("lognormal", "two sizes", "pareto", "uniform")
+RARE = "rare sizes"
+RARE_FROM = 100
 MEAN_PROMPT = (150.0, 12_000.0)  # tokens; drawn evenly on a logarithmic scale, as the mean answer is
 MEAN_ANSWER = (15.0, 2_500.0)
+MEAN_RARE_PROMPT = (150.0, 1_500.0)  # so that the large ones are within the bound
 MAX_PROMPT, MAX_ANSWER = 130_000, 20_000
 WAVES = (100, 400, 1_500)  # requests that arrive fast, and then as many slowly
 FAST, SLOW = 0.5, 1.5  # of the mean gap
@@ -63,7 +69,7 @@ class DrawnWorkload:
         """Sizes with a mean of 1."""
         if self.prompts == "lognormal":
             sizes = rng.lognormal(0.0, self.spread, rows)
-        elif self.prompts == "two sizes":
+        elif self.prompts in ("two sizes", RARE):
             sizes = np.where(rng.random(rows) < self.large_ratio, self.spread, 1.0) * rng.lognormal(0.0, 0.5, rows)
         elif self.prompts == "pareto":
             sizes = 1.0 + rng.pareto(self.spread, rows)
@@ -81,6 +87,7 @@ class DrawnWorkload:
     def __str__(self) -> str:
         prompts = {
             "two sizes": f"{self.large_ratio:.0%} of them {self.spread:.0f} times the others",
+            RARE: f"{self.large_ratio:.1%} of them {self.spread:.0f} times the others",
             "uniform": "uniform",
         }.get(self.prompts, f"{self.prompts} {self.spread:.1f}")
         answers = f"lognormal {self.answer_sigma:.1f}" if self.answer_sigma else "geometric"
@@ -92,14 +99,22 @@ class DrawnWorkload:
 def drawn_workload(number: int) -> DrawnWorkload:
     """The workload of that number, always the same one."""
     rng = np.random.default_rng((SEED, number, 0))
-    prompts = str(rng.choice(PROMPTS, p=(0.4, 0.2, 0.2, 0.2)))
-    spread = {"lognormal": (0.3, 1.8), "two sizes": (5.0, 60.0), "pareto": (1.1, 2.5), "uniform": (0.0, 0.0)}[prompts]
+    prompts = RARE if number >= RARE_FROM else str(rng.choice(PROMPTS, p=(0.4, 0.2, 0.2, 0.2)))
+    spread = {
+        "lognormal": (0.3, 1.8),
+        "two sizes": (5.0, 60.0),
+        "pareto": (1.1, 2.5),
+        "uniform": (0.0, 0.0),
+        RARE: (60.0, 300.0),
+    }[prompts]
+    mean_prompt = MEAN_RARE_PROMPT if prompts == RARE else MEAN_PROMPT
+    large_ratio = (0.001, 0.01) if prompts == RARE else (0.02, 0.3)
     return DrawnWorkload(
         number=number,
         prompts=prompts,
-        prompt_tokens=float(np.exp(rng.uniform(*np.log(MEAN_PROMPT)))),
+        prompt_tokens=float(np.exp(rng.uniform(*np.log(mean_prompt)))),
         spread=float(rng.uniform(*spread)),
-        large_ratio=float(rng.uniform(0.02, 0.3)),
+        large_ratio=float(rng.uniform(*large_ratio)),
         answer_tokens=float(np.exp(rng.uniform(*np.log(MEAN_ANSWER)))),
         answer_sigma=0.0 if rng.random() < 0.3 else float(rng.uniform(0.2, 1.4)),
         answers_follow=bool(rng.random() < 0.25),

@@ -221,6 +221,6 @@ def test_the_store_that_grid_and_drawn_share_is_named_once() -> None:
 def test_every_drawn_workload_is_one_cell_that_is_always_the_same() -> None:
     cells = drawn.cells(Scope.of(quick=False, trace=None))
     assert cells == drawn.cells(Scope.of(quick=False, trace=None))
-    assert len({cell.shape for cell in cells}) == 100
+    assert len({cell.shape for cell in cells}) == 120
     assert {cell.factor for cell in cells} == set(FACTORS)
     assert all(cell.rows >= 20 * 64 * cell.n_workers for cell in cells), "at least 20 rows per slot"

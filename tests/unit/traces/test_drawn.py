@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from balanceroute.traces.drawn import MAX_ANSWER, MAX_PROMPT, drawn_workload
+from balanceroute.traces.drawn import MAX_ANSWER, MAX_PROMPT, RARE_FROM, drawn_workload
 
 NUMBERS = range(40)
 
@@ -36,6 +36,13 @@ def test_the_workloads_differ_in_every_respect() -> None:
     assert any(each.answer_sigma == 0.0 for each in drawn)
     assert any(each.answer_sigma > 0.0 for each in drawn)
     assert len({str(each) for each in drawn}) == len(drawn)
+
+
+@pytest.mark.parametrize("number", range(RARE_FROM, RARE_FROM + 20))
+def test_rare_sizes_are_few_and_much_larger_than_the_others(number: int) -> None:
+    prompts = drawn_workload(number).trace(20_000).prompt_tokens
+    share = (prompts > 15 * np.median(prompts)).mean()
+    assert 0.0005 < share < 0.015
 
 
 def test_answers_follow_prompts_and_arrivals_come_in_waves_only_where_that_was_drawn() -> None:
