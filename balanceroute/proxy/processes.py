@@ -139,6 +139,9 @@ class Processes:
         except (ConfigError, InputError) as error:
             log.warning("reload refused", extra={"error": str(error)})
             return False
+        except Exception as error:  # all streams would end with this process
+            log.error("reload failed", exc_info=error, extra={"error": repr(error)})
+            return False
         self._name_keys()  # before any relay hears of new ones
         configure(new.log.level, new.log.format, process="parent")
         return True

@@ -128,11 +128,19 @@ def reroute(services: Services, new: Config, successor: Successor | None) -> Non
         return
     if before is not None:
         services.metrics.leave_out(before.metrics)
-        Thread(target=before.close, name="prediction-close").start()  # waits for a disk
+        _close(before)
     if services.forecasts is not None:
         services.metrics.include(services.forecasts.metrics)
     if services.tasks:
         start_refits(services)
+
+
+def _close(before: Forecasts) -> None:
+    """Beside the loop, as it waits for a disk; here where no thread is to be had, as the rest must still change."""
+    try:
+        Thread(target=before.close, name="prediction-close").start()
+    except RuntimeError:
+        before.close()
 
 
 def change_workers(services: Services, old: Config, new: Config) -> None:

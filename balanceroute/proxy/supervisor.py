@@ -13,7 +13,8 @@ SIGTERM, SIGINT     all children drain (SIGUSR2); who is needed by the others en
 the same again      all end now (SIGINT), or are killed `END_S` later
 SIGHUP              the configuration is read again, and if it can be used, children do the same
 SIGIO               a child is up, or another router is ready to take over, for which all children leave (SIGUSR1)
-a child dies        it is started again, at once the first time, ever later if it dies as soon as it is there
+a child dies        it is started again, at once the first time, ever later if it dies as soon as it is there, or where
+                    the machine has no process or memory for it
 a child exits 2     before all have been up: a configuration that can't be used. All end, and so does the parent, with
                     2. Later it is a child that dies: what runs goes on without it, and it is tried again
 the parent dies     the kernel kills the children
@@ -91,7 +92,7 @@ class Child:
     needed: bool  # by the others: it is there until they have ended
     pid: int | None = None
     lives: int = 0
-    early_deaths: int = 0  # in a row
+    failures: int = 0  # in a row: it could not be started, or has died as soon as it was there
     up: bool = False
     started_s: float = 0.0
     due_s: float | None = 0.0  # when it is to be started; None: it is there, or not wanted any more
@@ -110,6 +111,7 @@ class Supervisor:
         self._postponed = False  # a drain, for a successor
         self._deadline_s: float | None = None  # then all that is left is killed
         self._code = 0
+        self._cannot_fork = False  # and it has been told
         self._parent = os.getpid()
         self._mask: set[int] = set()
 
@@ -253,21 +255,32 @@ class Supervisor:
             if not self._others_run:
                 self._end(signal.SIGUSR2, KILL_S)
             return
-        child.early_deaths = child.early_deaths + 1 if now - child.started_s < STEADY_S else 0
-        pause_s = min(MAX_PAUSE_S, PAUSE_S * 2.0 ** (child.early_deaths - 2)) if child.early_deaths > 1 else 0.0
+        child.failures = child.failures + 1 if now - child.started_s < STEADY_S else 0
+        pause_s = _pause_s(child.failures - 1)
         child.due_s = now + pause_s
         told = {"signal": signal.Signals(-code).name} if code < 0 else {"exit_code": code}
         log.warning("child died", extra={"child": child.name, **told, "again_in_s": pause_s})
 
     def _start(self, child: Child) -> None:
-        child.due_s = None
-        child.lives += 1
-        child.started_s = time.monotonic()
-        pid = os.fork()
+        try:
+            pid = os.fork()
+        except OSError as error:
+            self._put_off(child, error)
+            return
         if not pid:
             self._become(child)
-        child.pid = pid
+        self._cannot_fork = False
+        child.pid, child.due_s, child.started_s = pid, None, time.monotonic()
+        child.lives += 1
         log.info("child started", extra={"child": child.name, "pid": pid, "life": child.lives})
+
+    def _put_off(self, child: Child, error: OSError) -> None:
+        """No process is to be had, or no memory: the others go on, and there may be some later."""
+        child.failures += 1
+        child.due_s = time.monotonic() + _pause_s(child.failures)
+        if not self._cannot_fork:
+            log.warning("no process can be started, tried again", extra={"child": child.name, "error": error.strerror})
+        self._cannot_fork = True
 
     def _become(self, child: Child) -> NoReturn:
         """What the new process is, from its first moment to its last."""
@@ -289,6 +302,11 @@ class Supervisor:
             logging.shutdown()
             sys.stderr.flush()
             os._exit(code)
+
+
+def _pause_s(times: int) -> float:
+    """Before one more start, after so many in a row that came to nothing."""
+    return min(MAX_PAUSE_S, PAUSE_S * 2.0 ** min(times - 1, 10)) if times > 0 else 0.0  # 2 ** 1024 is no float
 
 
 def _say_up(pipe: int) -> None:

@@ -2,13 +2,15 @@
 
 `brain` only waits. Each relay answers every line on a shared listening socket with its name, its process and the line.
 What happens to a child it appends to FOLDER/events. While FOLDER/hold-NAME is there, that child does not end when it is
-told to drain. Where FOLDER/refuse is there, the parent removes it and refuses a reload.
+told to drain. Where FOLDER/refuse is there, the parent removes it and refuses a reload. While FOLDER/no-fork is there,
+no process can be started.
 
 Options: `wrong`, a child that ends with a wrong configuration; `dies`, one that ends as soon as it is there; `deaf`,
 one that ends for no signal; `end_s`, for END_S.
 """
 
 import asyncio
+import errno
 import json
 import os
 import signal
@@ -116,7 +118,14 @@ async def answer(name: str, reader: asyncio.StreamReader, writer: asyncio.Stream
     writer.close()
 
 
+def fork(forked: Callable[[], int] = os.fork) -> int:
+    if (FOLDER / "no-fork").exists():
+        raise BlockingIOError(errno.EAGAIN, os.strerror(errno.EAGAIN))
+    return forked()
+
+
 def main() -> int:
+    os.fork = fork
     supervisor.END_S = OPTIONS.get("end_s", supervisor.END_S)  # type: ignore[misc]
     configure("info", "json")
     listener = socket.create_server(("127.0.0.1", 0), backlog=100)

@@ -81,6 +81,18 @@ def test_a_reload_that_any_child_would_refuse_is_refused_for_all(
         assert parent.config is (wanted if accepted else old)
 
 
+def test_a_reload_that_fails_for_whatever_reason_is_refused(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    def load() -> Config:
+        raise RuntimeError("can't start new thread")
+
+    config = a_config(1, 1, listen={"relays": 1, "run_folder": str(tmp_path)})
+    folder = RunFolder(tmp_path)
+    with folder.claim() as lock:
+        parent = Processes(Configured.read(config), load, folder, lock, [], None, None)
+        assert not parent.reload() and parent.config is config
+    assert [record.message for record in caplog.records] == ["reload failed"]
+
+
 def test_a_journal_that_cannot_be_begun_is_named(tmp_path: Path) -> None:
     config = a_config(listen={"relays": 1, "port": 0, "run_folder": str(tmp_path / "run")})
     journal = tmp_path / "no_folder" / "journal.jsonl"

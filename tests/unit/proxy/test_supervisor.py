@@ -251,6 +251,24 @@ def test_a_child_that_dies_again_and_again_is_started_ever_later(running: Runnin
     assert len(running.lives("relay-0")) == len(running.lives("brain")) == 1
 
 
+def test_the_others_go_on_while_no_process_can_be_started_and_that_is_said_once(running: Running) -> None:
+    running.up(brain=1, relay_0=1, relay_1=1)
+    (running.folder / "no-fork").touch()
+    client = next(client for client in iter(running.connect, None) if ask(client)[0] == "relay-1")
+    before = ask(client)
+    os.kill(running.pid("relay-0"), signal.SIGKILL)
+    os.kill(running.pid("brain"), signal.SIGKILL)
+    block_until(lambda: len(running.said("child died")) == 2)
+    block_until(lambda: running.said("no process can be started, tried again"))
+    running.process.send_signal(signal.SIGHUP)  # the parent hears: it lives
+    block_until(lambda: "SIGHUP" in running.events("relay-1"))
+    assert ask(client) == before
+    (running.folder / "no-fork").unlink()
+    running.up(brain=2, relay_0=2)
+    assert len(running.said("no process can be started, tried again")) == 1
+    assert len(running.lives("relay-1")) == 1
+
+
 def test_a_successor_gets_the_sockets_and_all_leave_when_it_is_ready(running: Running) -> None:
     (running.folder / "hold-relay-1").touch()
     block_until((running.folder / "all-up").exists)

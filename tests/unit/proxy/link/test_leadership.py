@@ -4,6 +4,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import pytest
@@ -119,6 +120,16 @@ def test_who_holds_the_lock_counts_above_an_epoch_that_was_lost_and_who_is_depos
     assert heir.take() and not leader.outrank(8)
     assert (leader.epoch, heir.epoch) == (7, 1)
     heir.release()
+
+
+def test_who_can_start_no_thread_leads_all_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def start(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(threading.Thread, "start", start)
+    lead = FileLead(tmp_path / "lead")
+    assert lead.take() and lead.renew()
+    lead.release()
 
 
 def test_another_file_is_not_overwritten(tmp_path: Path) -> None:
