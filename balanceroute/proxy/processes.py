@@ -16,7 +16,7 @@ from typing import BinaryIO, Final
 from balanceroute.config import Config
 from balanceroute.errors import ConfigError, InputError
 from balanceroute.proxy.admission.forecasts import build_forecasts
-from balanceroute.proxy.apart import try_apart
+from balanceroute.proxy.apart import Attempt
 from balanceroute.proxy.brain import StandbyCallbacks, run_brain
 from balanceroute.proxy.changes import KeptChanges
 from balanceroute.proxy.client.relay_loads import RelayLoads
@@ -26,7 +26,7 @@ from balanceroute.proxy.perimeter.key_table import KeyTable
 from balanceroute.proxy.relay import run_relay
 from balanceroute.proxy.reload import asks_another_predictor, check_workers
 from balanceroute.proxy.run_folder import RunFolder, relay_name, run_folder
-from balanceroute.proxy.supervisor import Main, Supervisor, be_called
+from balanceroute.proxy.supervisor import Main, Reload, Supervisor, be_called
 from balanceroute.proxy.telemetry.logs import configure
 
 log = logging.getLogger(__name__)
@@ -129,12 +129,12 @@ class Processes:
         """See `Owner`."""
         return self.config.lifecycle.drain_timeout_s
 
-    def reload(self) -> bool:
-        """See `Owner`; where it is False nothing has changed."""
+    def reload(self) -> Reload:
+        """See `Owner`; where it can't be used nothing has changed."""
         try:
             new = self._load()
             if self.brains:
-                self._check_for_brain(new)
+                yield from self._check_for_brain(new)
             self._configured.reload(new)
         except (ConfigError, InputError) as error:
             log.warning("reload refused", extra={"error": str(error)})
@@ -152,7 +152,7 @@ class Processes:
         if keys is not None:
             self._table.name(key.name for key in keys)
 
-    def _check_for_brain(self, new: Config) -> None:
+    def _check_for_brain(self, new: Config) -> Iterator[Attempt]:
         """Refuse what the leading brain would refuse: relays must not go by what it does not.
 
         Raises: ConfigError.
@@ -160,7 +160,15 @@ class Processes:
         changes = KeptChanges(self._folder.changes, self._told.lineage).last
         check_workers(changes.in_use(self.config), new)
         if asks_another_predictor(changes.config(self.config), new):
-            try_apart(lambda: _try_forecasts(new))
+            yield partial(self._try_forecasts_apart, new)
+
+    def _try_forecasts_apart(self, new: Config) -> None:
+        """In a process of its own, which must hold nothing of the router's. Raises: ConfigError, InputError."""
+        self._close_listeners()
+        for link in self._links:
+            link.close()
+        self._let_go()
+        _try_forecasts(new)
 
     @property
     def _links(self) -> list[socket.socket]:
@@ -230,9 +238,7 @@ class Processes:
 
     def _begin(self, name: str) -> Callable[[], Config]:
         """Say in the log who this is; returns what reads the configuration anew."""
-        self._lock.close()
-        if self._predecessor is not None:
-            self._predecessor.close()
+        self._let_go()
 
         def load() -> Config:
             new = self._load()
@@ -241,6 +247,12 @@ class Processes:
 
         configure(self.config.log.level, self.config.log.format, process=name)
         return load
+
+    def _let_go(self) -> None:
+        """What the parent alone holds."""
+        self._lock.close()
+        if self._predecessor is not None:
+            self._predecessor.close()
 
 
 def _predecessor(config: Config) -> Predecessor | None:
