@@ -15,6 +15,7 @@ from typing import BinaryIO, Final
 
 from balanceroute.config import Config
 from balanceroute.errors import ConfigError, InputError
+from balanceroute.plugins import learn_policy
 from balanceroute.proxy.admission.forecasts import build_forecasts
 from balanceroute.proxy.apart import Attempt
 from balanceroute.proxy.brain import StandbyCallbacks, run_brain
@@ -219,11 +220,24 @@ class Processes:
         """The process title is its role, because any brain may lead."""
         self._close_listeners()
         be_called(STANDBY)
-        load = self._begin(name)
+        follow = self._begin(name)
+
+        def follow_as_brain() -> None:
+            follow()
+            learn_policy(self.config.routing.policy)  # one of one's own: the parent has imported it, this process not
+
         callbacks = StandbyCallbacks(on_up, lambda: be_called(BRAIN))
         lineage, journal = self._told.lineage, self._journal
         run_brain(
-            self._configured, self._folder, load, lineage, callbacks, journal, self._link, self._was_up, self._ends
+            self._configured,
+            self._folder,
+            follow_as_brain,
+            lineage,
+            callbacks,
+            journal,
+            self._link,
+            self._was_up,
+            self._ends,
         )
 
     def _relay(self, name: str, on_up: Callable[[], None]) -> None:
@@ -231,22 +245,21 @@ class Processes:
         for link in self._links:
             link.close()
         near = self.relays
-        load, place = self._begin(name), near.index(name)
+        follow, place = self._begin(name), near.index(name)
         run_relay(
-            self._configured, self._sockets, self._folder, name, load, on_up, self._loads, self._table, place, near
+            self._configured, self._sockets, self._folder, name, follow, on_up, self._loads, self._table, place, near
         )
 
-    def _begin(self, name: str) -> Callable[[], Config]:
-        """Say in the log who this is; returns what reads the configuration anew."""
+    def _begin(self, name: str) -> Callable[[], None]:
+        """Say in the log who this is; returns what has it follow the parent's reload."""
         self._let_go()
 
-        def load() -> Config:
-            new = self._load()
-            configure(new.log.level, new.log.format, process=name)
-            return new
+        def follow() -> None:
+            self._configured.follow()
+            configure(self.config.log.level, self.config.log.format, process=name)
 
         configure(self.config.log.level, self.config.log.format, process=name)
-        return load
+        return follow
 
     def _let_go(self) -> None:
         """What the parent alone holds."""

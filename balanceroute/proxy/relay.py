@@ -63,7 +63,6 @@ from balanceroute.proxy.perimeter.key_table import KeyTable, Seat
 from balanceroute.proxy.perimeter.perimeter import Perimeter
 from balanceroute.proxy.perimeter.routes import ACCESS, Access
 from balanceroute.proxy.perimeter.tls import Tls
-from balanceroute.proxy.reload import check_fixed
 from balanceroute.proxy.run_folder import RunFolder
 from balanceroute.proxy.server import ChildServer
 from balanceroute.proxy.telemetry.metrics import Metrics
@@ -197,7 +196,7 @@ def run_relay(
     listeners: list[socket.socket],
     folder: RunFolder,
     name: str,
-    load: Callable[[], Config],
+    follow: Callable[[], None],
     on_up: Callable[[], None],
     loads: RelayLoads,
     table: KeyTable,
@@ -207,9 +206,9 @@ def run_relay(
     """Serve clients until a signal ends it.
 
     Args: listeners: bound sockets, shared with the other relays: the clients', and the operators' where `listen.admin`
-    is set. name: one that no other living relay of the router has; the same after a restart. load: reads the
-    configuration anew, for SIGHUP. on_up: called when it accepts. loads, table: what all relays of this router
-    share; place: this one's in them; near: the names of all.
+    is set. name: one that no other living relay of the router has; the same after a restart. follow: has `configured`
+    be what the parent has reloaded, for SIGHUP. on_up: called when it accepts. loads, table: what all relays of this
+    router share; place: this one's in them; near: the names of all.
 
     Raises: ConfigError: a file of the folder can't be used.
     """
@@ -221,7 +220,8 @@ def run_relay(
     app = create_relay_app(configured, folder, name)
 
     async def on_reload() -> None:
-        reload_relay(app.services, await asyncio.to_thread(load))
+        follow()
+        reload_relay(app.services, configured.config, configured.perimeter)
 
     server = RelayServer(app, configured.config, on_reload)
     server.name, server.on_up, server.load = name, on_up, Load(loads, place)
@@ -402,13 +402,10 @@ def build_relay(
     return services
 
 
-def reload_relay(services: RelayServices, new: Config) -> None:
-    """Switch to another configuration, as far as it is a relay's. Raises: ConfigError: it needs a restart, or a file
-    that it names is wrong; nothing changed.
-    """
-    check_fixed(services.config, new)
-    perimeter = Perimeter(new, services.perimeter.seat)
-    services.tls.reload(new)
+def reload_relay(services: RelayServices, new: Config, perimeter: Perimeter) -> None:
+    """Switch to another configuration, with what its files held, as far as it is a relay's."""
+    if services.perimeter.seat is not None:
+        perimeter.sit(services.perimeter.seat)
     perimeter.inherit(services.perimeter)
     services.perimeter = perimeter
     services.configure(shortened(new, [worker.kv_connector for worker in services.fleet]))

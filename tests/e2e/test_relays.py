@@ -11,7 +11,7 @@ import sys
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
@@ -522,6 +522,34 @@ def test_a_file_that_is_half_written_keeps_no_process_from_being_started_again(
         assert answer.status_code == 401
 
     with_router(test, cluster, tmp_path, "--set", f"auth.client_keys={keys}", standbys=1)
+
+
+def test_all_processes_go_by_the_reload_of_the_parent_whatever_the_file_holds_when_they_hear_of_it(
+    cluster: Cluster, tmp_path: Path
+) -> None:
+    file = tmp_path / "router.yaml"
+    before = cluster.config.read_text()
+    file.write_text(before)
+
+    async def test(router: Router) -> None:
+        name, pid = next(iter(router.relays.items()))
+        os.kill(pid, signal.SIGSTOP)
+        try:
+            file.write_text(before + "limits: {max_choices: 1}\n")
+            router.running.send_signal(signal.SIGHUP)
+            others = {"brain", "brain-2", *router.relays} - {name}
+            await until(lambda: {line["process"] for line in router.said("configuration reloaded")} == others)
+            file.write_text(before + "limits: {max_choi")
+        finally:
+            os.kill(pid, signal.SIGCONT)
+        await until(lambda: router.said("configuration reloaded", process=name))
+        body = {"model": "emulated", "prompt": [1], "max_tokens": 1, "n": 2}
+        for _ in range(20):  # on any relay
+            answer = await router.client.post("/v1/completions", json=body, headers={"connection": "close"})
+            assert answer.status_code == 400, answer.text
+        assert not router.said("reload refused")
+
+    with_router(test, replace(cluster, config=file), tmp_path, standbys=1)
 
 
 def test_a_relay_that_was_stopped_is_given_up_and_joins_anew(cluster: Cluster, tmp_path: Path) -> None:
