@@ -7,7 +7,7 @@ next one what it holds.
 SIGUSR2             drain: new requests get 503, running ones may finish within `lifecycle.drain_timeout_s`
 SIGINT              end now
 SIGUSR1             leave: accept no more connections, answer on those that are there, each once more at most
-SIGTERM             the same, unless SIGUSR2 follows
+SIGTERM             the same, unless SIGUSR2 follows, and as soon as another relay of this machine accepts
 SIGHUP              read the configuration again: limits, keys, certificates; workers are the brain's to change
 """
 
@@ -46,7 +46,7 @@ from balanceroute.proxy.app import (
     supervised,
 )
 from balanceroute.proxy.client.acceptor import Acceptor
-from balanceroute.proxy.client.relay_loads import Load, RelayLoads
+from balanceroute.proxy.client.relay_loads import ACCEPTS, Load, RelayLoads
 from balanceroute.proxy.client.services import ClientServices
 from balanceroute.proxy.configured import Configured
 from balanceroute.proxy.life.pool_reaper import PERIOD_S, PoolReaper
@@ -81,6 +81,7 @@ COUNTS_S: Final = 1.0
 PINS_TRIES: Final = 10
 PINS_PAUSE_S: Final = 0.05
 LEFT_S: Final = 5.0  # between two looks for records of relays that are gone
+ANOTHER_S: Final = 1.0  # between two looks for a relay that accepts
 ALIVE: Final = ("/health", "/ping")  # that this process lives, it says itself
 READY: Final = "/ready"
 
@@ -417,6 +418,7 @@ class RelayServer(ChildServer):
 
     name = ""
     listeners: Sequence[socket.socket] = ()
+    stays_until_another = False  # told to leave
     on_up: Callable[[], None] = staticmethod(lambda: None)
 
     async def startup(self, sockets: list[Any] | None = None) -> None:
@@ -436,6 +438,7 @@ class RelayServer(ChildServer):
         told |= {"host": ports[0][0], "port": ports[0][1]}
         if len(ports) > 1:
             told["admin_port"] = self._app.services.perimeter.admin_port = ports[1][1]
+        self.load.put(ACCEPTS, 1)
         self.on_up()
         return told
 
@@ -447,12 +450,23 @@ class RelayServer(ChildServer):
         """Others accept on these sockets: serve whoever is connected to the end of what it has begun."""
         if self._drain is not None:
             return
+        self.load.put(ACCEPTS, 0)
         for acceptor in self.servers:
             acceptor.close()
         self._app.leaving = True
         services = self._app.services
         log.warning("leaving", extra={"connections": len(self.server_state.connections)})
         self._drain = services.loop.create_task(self._until_drained(services))
+
+    def _leave_alone(self) -> None:
+        """Not while clients would have nobody: the parent starts a successor when this process has ended."""
+        if self._drain is not None or self.should_exit or self.load.step_back():
+            super()._leave_alone()
+            return
+        if not self.stays_until_another:
+            self.stays_until_another = True
+            log.warning("not leaving before another relay accepts", extra={"relay": self.name, "pid": os.getpid()})
+        self._app.services.loop.call_later(ANOTHER_S, self._leave_alone)
 
     def drain(self) -> None:
         """The router ends; who leaves already refuses from now on, and has its own deadline."""

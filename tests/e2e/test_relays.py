@@ -444,6 +444,43 @@ def test_a_signal_to_drain_that_is_not_the_parents_ends_one_process_and_no_reque
     with_router(test, cluster, tmp_path, standbys=1)
 
 
+def test_one_relay_accepts_whichever_are_told_to_leave(cluster: Cluster, tmp_path: Path) -> None:
+    async def test(router: Router) -> None:
+        begun = streams(router, RANKS * SLOTS)
+        await all_under_way(router, begun)
+        before = router.relays
+        for pid in before.values():
+            os.kill(pid, signal.SIGTERM)
+        await until(lambda: router.said("leaving") and router.said("not leaving before another relay accepts"))
+        stays = router.said("not leaving before another relay accepts")[0]["relay"]
+        assert await all_end(streams(router, 8, 20, first=100)) == 8
+        assert await all_end(begun) == len(begun)
+        await until(lambda: not set(before.values()) & set(router.relays.values()))
+        assert [line["process"] for line in router.said("leaving")][-1] == stays
+        assert await all_end(streams(router, 8, 20, first=200)) == 8
+
+    with_router(test, cluster, tmp_path)
+
+
+def test_the_only_relay_goes_on_when_it_is_told_to_leave(cluster: Cluster, tmp_path: Path) -> None:
+    async def test(router: Router) -> None:
+        begun = streams(router, 4, 40)
+        (pid,) = router.relays.values()
+        os.kill(pid, signal.SIGTERM)
+        await until(lambda: router.said("not leaving before another relay accepts"))
+        assert await all_end([*begun, *streams(router, 8, 20, first=100)]) == 12
+        assert list(router.relays.values()) == [pid] and not router.said("leaving")
+        router.running.send_signal(signal.SIGTERM)
+        await until(lambda: router.running.poll() is not None)
+        assert router.running.returncode == 0
+
+    async def run() -> None:
+        async with a_router(cluster, tmp_path, relays=1) as router:
+            await test(router)
+
+    asyncio.run(run())
+
+
 @pytest.mark.parametrize("how", ["emptied", "removed"])
 def test_a_run_folder_that_is_lost_is_made_anew_and_streams_go_on(cluster: Cluster, tmp_path: Path, how: str) -> None:
     run = tmp_path / "run"
