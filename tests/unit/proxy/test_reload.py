@@ -180,6 +180,22 @@ def test_another_predictor_takes_over_what_the_last_one_has_learned() -> None:
     in_virtual_time(test)
 
 
+def test_a_predictor_takes_over_from_a_history_alone_and_back(tmp_path: Path) -> None:
+    async def test() -> None:
+        kept = {"kind": "survival", "history": str(tmp_path / "history.sqlite3")}
+        config = a_config(predictor=kept)
+        services = build_services(config, asyncio.get_running_loop(), build_forecasts(config), True)
+        for policy, predicts in (("br_h", True), ("level_fit", False)):
+            apply(services, a_config(predictor=kept, routing={"policy": policy}))
+            assert isinstance(services.forecasts, LiveForecasts) is predicts
+            assert (b"predictor_gate" in services.metrics.exposition()) is predicts
+            assert b"predictor_history" in services.metrics.exposition()
+        assert services.forecasts is not None
+        services.forecasts.close()
+
+    in_virtual_time(test)
+
+
 def test_a_predictor_leaves_and_the_rest_changes_where_no_thread_is_to_be_had(monkeypatch: pytest.MonkeyPatch) -> None:
     def start(thread: threading.Thread) -> None:
         raise RuntimeError("can't start new thread")
