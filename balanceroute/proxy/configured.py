@@ -9,6 +9,7 @@ Certificates are the exception: they are renewed without a signal (`perimeter/tl
 from dataclasses import dataclass
 
 from balanceroute.config import Config
+from balanceroute.plugins import learn_policy
 from balanceroute.proxy.agreement import Agreed, Agreement
 from balanceroute.proxy.perimeter.perimeter import Perimeter
 from balanceroute.proxy.perimeter.tls import Tls
@@ -45,7 +46,11 @@ class Configured:
         self.agreement.put(agreed)
 
     def follow(self) -> None:
-        """Go by what the parent goes by: in a child."""
+        """Go by what the parent goes by: in a child.
+
+        Raises: ConfigError: a policy of one's own can't be imported here; the parent has imported it.
+        """
         agreed = self.agreement.get()
+        learn_policy(agreed.config.routing.policy)
         self.tls.follow(agreed.config)
         self.config, self.perimeter = agreed.config, Perimeter(agreed.config, entries=agreed.keys)

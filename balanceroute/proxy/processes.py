@@ -15,7 +15,6 @@ from typing import BinaryIO, Final
 
 from balanceroute.config import Config
 from balanceroute.errors import ConfigError, InputError
-from balanceroute.plugins import learn_policy
 from balanceroute.proxy.admission.forecasts import build_forecasts
 from balanceroute.proxy.apart import Attempt
 from balanceroute.proxy.brain import StandbyCallbacks, run_brain
@@ -221,23 +220,10 @@ class Processes:
         self._close_listeners()
         be_called(STANDBY)
         follow = self._begin(name)
-
-        def follow_as_brain() -> None:
-            follow()
-            learn_policy(self.config.routing.policy)  # one of one's own: the parent has imported it, this process not
-
         callbacks = StandbyCallbacks(on_up, lambda: be_called(BRAIN))
         lineage, journal = self._told.lineage, self._journal
         run_brain(
-            self._configured,
-            self._folder,
-            follow_as_brain,
-            lineage,
-            callbacks,
-            journal,
-            self._link,
-            self._was_up,
-            self._ends,
+            self._configured, self._folder, follow, lineage, callbacks, journal, self._link, self._was_up, self._ends
         )
 
     def _relay(self, name: str, on_up: Callable[[], None]) -> None:

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import trustme
 
+from balanceroute.core.policies import POLICIES
 from balanceroute.errors import ConfigError
 from balanceroute.proxy.configured import Configured
 from tests.unit.proxy.virtual_time import a_config
@@ -67,7 +68,17 @@ def test_who_follows_goes_by_what_was_reloaded_whatever_the_files_hold_by_now(
     assert child.tls.server is not before
 
 
-def test_who_follows_where_nothing_was_reloaded_goes_by_the_start(tmp_path: Path) -> None:
+def test_who_follows_knows_a_policy_of_ones_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(Path(__file__).parents[3] / "examples"))
+    name = "own_policy:FirstFit"
+    configured = Configured.read(a_config())
+    configured.reload(a_config(routing={"policy": name}))
+    del POLICIES[name]  # as in a process that was forked before
+    configured.follow()
+    assert POLICIES.pop(name, None) is not None and configured.config.routing.policy == name
+
+
+def test_who_follows_where_nothing_was_reloaded_goes_by_the_start() -> None:
     configured = Configured.read(a_config(limits={"max_choices": 3}))
     configured.follow()
     assert configured.config == a_config(limits={"max_choices": 3})
