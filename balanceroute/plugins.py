@@ -6,13 +6,15 @@ A name is either one that an installed package gives in an entry point group (`b
 `core.policies` like the others. A predictor's is called with the horizon (steps) and its options, and has what
 `prediction.contract.Predictor` has. `balanceroute.testing` checks that they behave.
 
-Importing a module runs its code. What is named in a configuration or on the command line is the operator's own word;
+Importing a module runs its code, which may raise anything, and call `sys.exit`: a configuration that names it is wrong
+then, and no more (`of_others`). What is named in a configuration or on the command line is the operator's own word;
 documents that come from elsewhere (states, journals) name installed policies only, unless the operator names the class
 too.
 """
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from importlib.metadata import EntryPoint, entry_points
 from typing import Any
 
@@ -33,6 +35,27 @@ def installed(group: str = POLICIES_GROUP) -> dict[str, EntryPoint]:
     return {point.name: point for point in entry_points(group=group)}
 
 
+@contextmanager
+def of_others(name: str) -> Iterator[None]:
+    """Run code that is not ours, such as a class of this name. Raises: ConfigError: one line for whatever it raises."""
+    try:
+        yield
+    except (ConfigError, KeyboardInterrupt):  # Ctrl-C is the operator's
+        raise
+    except BaseException as error:
+        raise ConfigError(f"{name}: {_told(error)}") from error
+
+
+def _told(error: BaseException) -> str:
+    """In one line; what kind of error it is only where its text may not tell."""
+    text = " ".join(str(error).split())
+    if isinstance(error, ModuleNotFoundError):
+        return f"{text} (is its folder installed, or on PYTHONPATH?)"
+    if isinstance(error, ImportError | AttributeError | TypeError | ValueError) and text:
+        return text
+    return f"{type(error).__name__}: {text}" if text else type(error).__name__
+
+
 def load(name: str, group: str, what: str) -> Callable[..., Any] | None:
     """The class of this name, imported; None for a name that is neither installed nor `module:Class`.
 
@@ -41,11 +64,8 @@ def load(name: str, group: str, what: str) -> Callable[..., Any] | None:
     point = EntryPoint(name, name, group) if CLASS_NAME.fullmatch(name) else installed(group).get(name)
     if point is None:
         return None
-    try:
+    with of_others(f"{what} {name}"):
         made: object = point.load()
-    except (ImportError, AttributeError) as error:
-        hint = " (is its folder installed, or on PYTHONPATH?)" if isinstance(error, ModuleNotFoundError) else ""
-        raise ConfigError(f"{what} {name}: {error}{hint}") from error
     if not callable(made):
         raise ConfigError(f"{what} {name}: {point.value} is no class")
     return made
@@ -63,11 +83,10 @@ def learn_policy(name: str) -> None:
         raise ConfigError(f"{unknown_policy(name, installed())}, or module:Class for one of your own")
 
     def make(settings: PolicySettings, stage_timer: StageTimer | None) -> AdmissionPolicy:
-        try:
+        with of_others(f"policy {name} with options {dict(settings.options)}"):
             policy: AdmissionPolicy = of_ones_own(**dict(settings.options))
-        except (TypeError, ValueError) as error:
-            raise ConfigError(f"policy {name} with options {dict(settings.options)}: {error}") from error
-        return checked(policy, name, settings)
+        with of_others(f"policy {name}"):
+            return checked(policy, name, settings)
 
     POLICIES[name] = make
 
@@ -120,12 +139,10 @@ def make_predictor(name: str, horizon_steps: int, options: Mapping[str, Option])
     of_ones_own = load(name, PREDICTORS_GROUP, "predictor")
     if of_ones_own is None:
         raise ConfigError(f"predictor {name!r} is unknown; accepted is module:Class, or what a package offers")
-    try:
+    with of_others(f"predictor {name} with horizon_steps {horizon_steps} and options {dict(options)}"):
         predictor = of_ones_own(horizon_steps, **options)
-    except (TypeError, ValueError) as error:
-        told = f"horizon_steps {horizon_steps} and options {dict(options)}"
-        raise ConfigError(f"predictor {name} with {told}: {error}") from error
-    missing = [needed for needed in NEEDED_OF_PREDICTORS if not callable(getattr(predictor, needed, None))]
+    with of_others(f"predictor {name}"):
+        missing = [needed for needed in NEEDED_OF_PREDICTORS if not callable(getattr(predictor, needed, None))]
     if missing:
         raise ConfigError(f"predictor {name}: lacks {', '.join(missing)}; see balanceroute.Predictor")
     return predictor

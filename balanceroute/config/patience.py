@@ -18,8 +18,13 @@ READ_S: Final = 5.0  # a file of some kilobytes takes milliseconds, over a busy 
 
 
 def in_time(read: Callable[[], T], what: str, within_s: float = READ_S) -> T:
-    """What `read` returns, or raises. Raises: ConfigError: it takes longer; `what` is read is said."""
-    result = _begun(read)
+    """What `read` returns, or raises. Raises: ConfigError: it takes longer, or no thread is to be had; `what` is read
+    is said.
+    """
+    try:
+        result = _begun(read)
+    except RuntimeError as error:
+        raise ConfigError(f"{what}: cannot be read now: {error}") from None
     try:
         return result.result(within_s)
     except TimeoutError:
@@ -29,7 +34,10 @@ def in_time(read: Callable[[], T], what: str, within_s: float = READ_S) -> T:
 
 
 async def off_the_loop(read: Callable[[], T]) -> T:
-    """What `read` returns, or raises, however long it takes: only the caller waits."""
+    """What `read` returns, or raises, however long it takes: only the caller waits.
+
+    Raises: RuntimeError: no thread is to be had.
+    """
     return await asyncio.wrap_future(_begun(read))
 
 

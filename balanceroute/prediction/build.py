@@ -4,7 +4,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 from balanceroute.errors import ConfigError
-from balanceroute.plugins import check_predictor_name, make_predictor
+from balanceroute.plugins import check_predictor_name, make_predictor, of_others
 
 from .contract import AnchorPredictor, FinishedRequest
 from .exact_match import ExactMatchPredictor
@@ -87,6 +87,7 @@ def _own(
     if model is not None:
         raise ConfigError(f"predictor.model: {name} reads its files itself; name them in predictor.options")
     predictor = OwnPredictor(name, make_predictor(name, horizon_steps, options), horizon_steps)
-    for row in rows:
-        predictor.observe(row)
+    with of_others(f"predictor {name}, shown the history"):
+        for row in rows:
+            predictor.observe(row)
     return predictor

@@ -117,10 +117,7 @@ class History:
         self._closed = False
         self.salt = secrets.token_bytes(16)
         self.path = self._open(Path(path)) if path is not None else None
-        self._writer: threading.Thread | None = None
-        if self.path is not None:
-            self._writer = threading.Thread(target=self._write, name="prediction-history", daemon=True)
-            self._writer.start()
+        self._writer = None if self.path is None else self._started_writer()
 
     @property
     def stats(self) -> HistoryStats:
@@ -129,9 +126,9 @@ class History:
 
     def add(self, finished: FinishedRequest) -> None:
         """Queue one row for the writer; never waits. Nothing is kept without a file."""
-        if self._writer is None:
+        if self.path is None:
             return
-        if self._closed or self._queue.qsize() >= MAX_PENDING:
+        if self._writer is None or self._closed or self._queue.qsize() >= MAX_PENDING:
             self._dropped += 1
             return
         self._queue.put(finished)
@@ -171,6 +168,16 @@ class History:
         self._closed = True
         self._queue.put(None)
         self._writer.join(timeout_s)
+
+    def _started_writer(self) -> threading.Thread | None:
+        """None: no thread is to be had, and decisions can do without the file."""
+        writer = threading.Thread(target=self._write, name="prediction-history", daemon=True)
+        try:
+            writer.start()
+        except RuntimeError as error:
+            log.warning("prediction history not added to: %s", error, extra={"path": str(self.path)})
+            return None
+        return writer
 
     def _open(self, path: Path) -> Path | None:
         """Return the path when it can be used, else None; a damaged file is moved aside once."""

@@ -1,41 +1,64 @@
 """Trying something in a process of its own.
 
 The parent must not load what may break it, or what does not survive a fork: libraries that start threads, above all.
+Nor does it wait: it hears of the end as of every child's.
 """
 
 import os
-import select
 import signal
+import time
 from collections.abc import Callable
-from typing import Final, NoReturn
+from functools import partial
+from typing import Final
 
 from balanceroute.errors import BalanceRouteError, ConfigError
 
 WITHIN_S: Final = 30.0  # a model or a long history takes seconds
-_MOST_BYTES: Final = 65_536
+_MOST_BYTES: Final = 4096  # which a pipe takes, whoever has used up how much of them
+
+Attempt = Callable[[], object]
+Fork = Callable[[Callable[[], None]], int]
+"""Starts a process that runs its argument and ends; returns its id. Raises: OSError: none is to be had."""
 
 
-def try_apart(attempt: Callable[[], object], within_s: float = WITHIN_S) -> None:
-    """Do it, without its effects on this process. Raises: ConfigError: why it fails, or that it takes too long."""
-    readable, writable = os.pipe()
-    pid = os.fork()
-    if not pid:
-        _attempt(attempt, writable)
-    os.close(writable)
-    try:
-        in_time = select.select([readable], [], [], within_s)[0]
-        told = os.read(readable, _MOST_BYTES).decode() if in_time else f"it takes longer than {within_s:g} s"
-    finally:
-        os.close(readable)
-        os.kill(pid, signal.SIGKILL)  # it has told; its threads may not end by themselves
-        os.waitpid(pid, 0)
-    if told != "done":
-        raise ConfigError(told or "internal error")
+class Trial:
+    """An attempt in the process `pid`, without its effects on this one."""
+
+    def __init__(self, attempt: Attempt, fork: Fork, within_s: float = WITHIN_S) -> None:
+        """Begin. Raises: OSError: no process, or no pipe, is to be had."""
+        self._within_s, self._late = within_s, False
+        self._told, writable = os.pipe()
+        os.set_blocking(self._told, False)  # its own children may have the other end
+        try:
+            self.pid = fork(partial(_try, attempt, writable))
+        except OSError:
+            os.close(self._told)
+            raise
+        finally:
+            os.close(writable)
+        self.deadline_s: float | None = time.monotonic() + within_s
+
+    def give_up(self) -> None:
+        """It has taken too long, or nobody wants to know any more: its process ends."""
+        self._late, self.deadline_s = True, None
+        os.kill(self.pid, signal.SIGKILL)  # it is not reaped yet
+
+    def failure(self) -> ConfigError | None:
+        """Once, when the process has ended: why the attempt has failed, or that it took too long; None: it has not."""
+        try:
+            told = os.read(self._told, _MOST_BYTES).decode(errors="replace")
+        except BlockingIOError:
+            told = ""
+        os.close(self._told)
+        if told == "done":
+            return None
+        if self._late:
+            return ConfigError(f"it takes longer than {self._within_s:g} s")
+        return ConfigError(told or "internal error: the process that tried it has died")
 
 
-def _attempt(attempt: Callable[[], object], writable: int) -> NoReturn:
-    """What the other process is, from its first moment to its last."""
-    told = ""
+def _try(attempt: Attempt, writable: int) -> None:
+    """In the other process."""
     try:
         attempt()
         told = "done"
@@ -43,6 +66,4 @@ def _attempt(attempt: Callable[[], object], writable: int) -> NoReturn:
         told = str(error)
     except BaseException as error:
         told = f"internal error: {error!r}"
-    finally:
-        os.write(writable, told.encode()[:_MOST_BYTES])
-        os._exit(0)
+    os.write(writable, told.encode()[:_MOST_BYTES])

@@ -40,6 +40,7 @@ from balanceroute.proxy.link.leadership import RENEW_S, FileLead, Lead
 from balanceroute.proxy.link.messages import FAR
 from balanceroute.proxy.ops.dashboard import Dashboard
 from balanceroute.proxy.ops.guard import trusted
+from balanceroute.proxy.perimeter.perimeter import Perimeter
 from balanceroute.proxy.reload import reload
 from balanceroute.proxy.run_folder import RunFolder
 from balanceroute.proxy.server import ChildServer
@@ -81,7 +82,7 @@ class StandbyCallbacks:
 def run_brain(
     configured: Configured,
     folder: RunFolder,
-    load: Callable[[], Config],
+    follow: Callable[[], None],
     lineage: int,
     callbacks: StandbyCallbacks,
     journal: Path | None = None,
@@ -91,16 +92,17 @@ def run_brain(
 ) -> None:
     """Stand by, then decide until a signal ends it, or another brain leads.
 
-    Args: load: reads the configuration anew, for SIGHUP. lineage: of the router, as in `changes.py`. journal: a file
-    for every decision; where one is there, a brain has led before, and this one writes beside it, with its process id
-    at the end of the name. link: where relays of other machines are let in, bound. again: the router has been up, so
-    that a brain without a predictor is better than none. drains: so do the relays, and this brain from its beginning.
+    Args: follow: has `configured` be what the parent has reloaded, for SIGHUP. lineage: of the router, as in
+    `changes.py`. journal: a file for every decision; where one is there, a brain has led before, and this one writes
+    beside it, with its process id at the end of the name. link: where relays of other machines are let in, bound.
+    again: the router has been up, so that a brain without a predictor is better than none. drains: so do the relays,
+    and this brain from its beginning.
 
     Raises: ConfigError: a file or socket of the folder can't be used.
     """
     folder.make()
     lead = the_lead(configured.config, folder)
-    waited = _stand_by(lead, configured, load, callbacks.on_standby)
+    waited = _stand_by(lead, follow, callbacks.on_standby)
     try:
         callbacks.on_lead()
         if journal is not None and journal.exists():
@@ -112,7 +114,8 @@ def run_brain(
         app = create_brain_app(configured, folder, lead, relays, lineage, journal, again or waited)
 
         async def on_reload() -> None:
-            await reload_brain(app, await asyncio.to_thread(load))
+            follow()
+            await reload_brain(app, configured.config, configured.perimeter)
 
         server = BrainServer(app, configured.config, on_reload, uds=str(folder.operators))
         app.end, app.leave = server.end, server.leave
@@ -142,7 +145,7 @@ def the_lead(config: Config, folder: RunFolder) -> Lead:
     return LeaseLead(local, api, folder.identity, listen.lease_duration_s)
 
 
-def _stand_by(lead: Lead, configured: Configured, load: Callable[[], Config], on_wait: Callable[[], None]) -> bool:
+def _stand_by(lead: Lead, follow: Callable[[], None], on_wait: Callable[[], None]) -> bool:
     """Wait for the lead, if it is not free at once; returns whether it was not."""
     asked: list[int] = []
     waited = False
@@ -151,21 +154,21 @@ def _stand_by(lead: Lead, configured: Configured, load: Callable[[], Config], on
             if not waited:
                 on_wait()
             waited = True
-            _reload_if(asked, configured, load)
+            _reload_if(asked, follow)
             time.sleep(until_tick_s(time.monotonic(), STANDBY_LOOK_S))
-    _reload_if(asked, configured, load)
+    _reload_if(asked, follow)
     return waited
 
 
-def _reload_if(asked: list[int], configured: Configured, load: Callable[[], Config]) -> None:
-    """Read the configuration again, if that was asked for."""
+def _reload_if(asked: list[int], follow: Callable[[], None]) -> None:
+    """Follow the parent, if that was asked for."""
     if not asked:
         return
     asked.clear()
     try:
-        configured.reload(load())
+        follow()
         log.info("configuration reloaded")
-    except (ConfigError, InputError) as error:
+    except ConfigError as error:
         log.warning("reload refused", extra={"error": str(error)})
 
 
@@ -308,18 +311,18 @@ def _tell_lack(error: ConfigError | InputError) -> None:
     log.warning("leading without the predictor until SIGHUP finds it", extra={"error": str(error)})
 
 
-async def reload_brain(app: BrainApp, new: Config) -> None:
-    """Switch to another configuration; where the predictor was lacking it may still be.
+async def reload_brain(app: BrainApp, new: Config, perimeter: Perimeter) -> None:
+    """Switch to another configuration, with what its files held; where the predictor was lacking it may still be.
 
     Raises: ConfigError, InputError: it can't be used; nothing changed.
     """
     try:
-        await reload(app.services, new)
+        await reload(app.services, new, perimeter)
         app.without_predictor = False
     except (ConfigError, InputError) as error:
         if not app.without_predictor:
             raise
-        await reload(app.services, _without_predictor(new))
+        await reload(app.services, _without_predictor(new), perimeter)
         _tell_lack(error)
     app.read = new
     app.services.keep_changes()

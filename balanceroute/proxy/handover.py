@@ -52,27 +52,29 @@ class Handover:
         """Listen at `path`, in place of who did before. `lock`: of the run folder. Raises: ConfigError."""
         self._told, self._sockets, self._lock = told, sockets, lock
         self._successor: socket.socket | None = None
-        self._listener = socket.socket(socket.AF_UNIX)
         try:
-            path.unlink(missing_ok=True)
-            self._listener.bind(str(path))
-            path.chmod(0o600)
+            self._listener = _listener(path)
         except OSError as error:
-            self._listener.close()
             raise ConfigError(f"{path}: cannot be used: {error.strerror}") from None
-        self._listener.listen()
-        signal_input(self._listener.fileno())
 
     def look(self) -> bool:
         """Answer a successor; True: it is ready to take over."""
-        with suppress(BlockingIOError):
+        try:
             successor, _ = self._listener.accept()
-            if self._successor is None:
-                self._answer(successor)
-            else:
-                log.warning("another router is taking over already")
-                successor.close()
+        except BlockingIOError:
+            pass  # nobody is there
+        except OSError as error:  # no descriptor is free, most likely; it gives up, and may be started again
+            log.warning("another router can't be answered", extra={"error": error.strerror})
+        else:
+            self._meet(successor)
         return self._successor is not None and self._hear(self._successor)
+
+    def _meet(self, successor: socket.socket) -> None:
+        if self._successor is None:
+            self._answer(successor)
+        else:
+            log.warning("another router is taking over already")
+            successor.close()
 
     @property
     def has_successor(self) -> bool:
@@ -110,6 +112,21 @@ class Handover:
         if heard != GO:
             log.warning("the router that was to take over has ended")
         return heard == GO
+
+
+def _listener(path: Path) -> socket.socket:
+    """A socket at `path`, for our user alone, that signals who comes. Raises: OSError."""
+    listener = socket.socket(socket.AF_UNIX)
+    try:
+        path.unlink(missing_ok=True)
+        listener.bind(str(path))
+        path.chmod(0o600)
+        listener.listen()
+        signal_input(listener.fileno())
+    except OSError:
+        listener.close()
+        raise
+    return listener
 
 
 class Predecessor:

@@ -17,7 +17,7 @@ from typing import BinaryIO, Final
 from balanceroute.config import Config
 from balanceroute.errors import ConfigError, InputError
 from balanceroute.proxy.admission.forecasts import build_forecasts
-from balanceroute.proxy.apart import try_apart
+from balanceroute.proxy.apart import Attempt
 from balanceroute.proxy.brain import StandbyCallbacks, run_brain
 from balanceroute.proxy.changes import KeptChanges
 from balanceroute.proxy.client.relay_loads import RelayLoads
@@ -27,7 +27,7 @@ from balanceroute.proxy.perimeter.key_table import KeyTable
 from balanceroute.proxy.relay import run_relay
 from balanceroute.proxy.reload import asks_another_predictor, check_workers
 from balanceroute.proxy.run_folder import RunFolder, relay_name, run_folder
-from balanceroute.proxy.supervisor import Main, Supervisor, be_called
+from balanceroute.proxy.supervisor import Main, Reload, Supervisor, be_called
 from balanceroute.proxy.telemetry.logs import configure
 
 log = logging.getLogger(__name__)
@@ -136,15 +136,18 @@ class Processes:
         """See `Owner`."""
         return self.config.lifecycle.drain_timeout_s
 
-    def reload(self) -> bool:
-        """See `Owner`; where it is False nothing has changed."""
+    def reload(self) -> Reload:
+        """See `Owner`; where it can't be used nothing has changed."""
         try:
             new = self._load()
             if self.brains:
-                self._check_for_brain(new)
+                yield from self._check_for_brain(new)
             self._configured.reload(new)
         except (ConfigError, InputError) as error:
             log.warning("reload refused", extra={"error": str(error)})
+            return False
+        except Exception as error:  # all streams would end with this process
+            log.error("reload failed", exc_info=error, extra={"error": repr(error)})
             return False
         self._name_keys()  # before any relay hears of new ones
         configure(new.log.level, new.log.format, process="parent")
@@ -156,7 +159,7 @@ class Processes:
         if keys is not None:
             self._table.name(key.name for key in keys)
 
-    def _check_for_brain(self, new: Config) -> None:
+    def _check_for_brain(self, new: Config) -> Iterator[Attempt]:
         """Refuse what the leading brain would refuse: relays must not go by what it does not.
 
         Raises: ConfigError.
@@ -164,7 +167,15 @@ class Processes:
         changes = KeptChanges(self._folder.changes, self.lineage).last
         check_workers(changes.in_use(self.config), new)
         if asks_another_predictor(changes.config(self.config), new):
-            try_apart(lambda: _try_forecasts(new))
+            yield partial(self._try_forecasts_apart, new)
+
+    def _try_forecasts_apart(self, new: Config) -> None:
+        """In a process of its own, which must hold nothing of the router's. Raises: ConfigError, InputError."""
+        self._close_listeners()
+        for link in self._links:
+            link.close()
+        self._let_go()
+        _try_forecasts(new)
 
     @property
     def _links(self) -> list[socket.socket]:
@@ -215,12 +226,12 @@ class Processes:
         """The process title is its role, because any brain may lead."""
         self._close_listeners()
         be_called(STANDBY)
-        load = self._begin(name)
+        follow = self._begin(name)
         callbacks = StandbyCallbacks(on_up, lambda: be_called(BRAIN))
         run_brain(
             self._configured,
             self._folder,
-            load,
+            follow,
             self.lineage,
             callbacks,
             self._journal,
@@ -234,24 +245,27 @@ class Processes:
         for link in self._links:
             link.close()
         near = self.relays
-        load, place = self._begin(name), near.index(name)
+        follow, place = self._begin(name), near.index(name)
         run_relay(
-            self._configured, self._sockets, self._folder, name, load, on_up, self._loads, self._table, place, near
+            self._configured, self._sockets, self._folder, name, follow, on_up, self._loads, self._table, place, near
         )
 
-    def _begin(self, name: str) -> Callable[[], Config]:
-        """Say in the log who this is; returns what reads the configuration anew."""
+    def _begin(self, name: str) -> Callable[[], None]:
+        """Say in the log who this is; returns what has it follow the parent's reload."""
+        self._let_go()
+
+        def follow() -> None:
+            self._configured.follow()
+            configure(self.config.log.level, self.config.log.format, process=name)
+
+        configure(self.config.log.level, self.config.log.format, process=name)
+        return follow
+
+    def _let_go(self) -> None:
+        """What the parent alone holds."""
         self._lock.close()
         if self._predecessor is not None:
             self._predecessor.close()
-
-        def load() -> Config:
-            new = self._load()
-            configure(new.log.level, new.log.format, process=name)
-            return new
-
-        configure(self.config.log.level, self.config.log.format, process=name)
-        return load
 
 
 def _predecessor(config: Config) -> Predecessor | None:

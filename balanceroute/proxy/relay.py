@@ -7,7 +7,7 @@ next one what it holds.
 SIGUSR2             drain: new requests get 503, running ones may finish within `lifecycle.drain_timeout_s`
 SIGINT              end now
 SIGUSR1             leave: accept no more connections, answer on those that are there, each once more at most
-SIGTERM             the same, unless SIGUSR2 follows
+SIGTERM             the same, unless SIGUSR2 follows, and as soon as another relay of this machine accepts
 SIGHUP              read the configuration again: limits, keys, certificates; workers are the brain's to change
 """
 
@@ -46,7 +46,7 @@ from balanceroute.proxy.app import (
     supervised,
 )
 from balanceroute.proxy.client.acceptor import Acceptor
-from balanceroute.proxy.client.relay_loads import Load, RelayLoads
+from balanceroute.proxy.client.relay_loads import ACCEPTS, Load, RelayLoads
 from balanceroute.proxy.client.services import ClientServices
 from balanceroute.proxy.configured import Configured
 from balanceroute.proxy.life.pool_reaper import PERIOD_S, PoolReaper
@@ -63,7 +63,6 @@ from balanceroute.proxy.perimeter.key_table import KeyTable, Seat
 from balanceroute.proxy.perimeter.perimeter import Perimeter
 from balanceroute.proxy.perimeter.routes import ACCESS, Access
 from balanceroute.proxy.perimeter.tls import Tls
-from balanceroute.proxy.reload import check_fixed
 from balanceroute.proxy.run_folder import CountsFile, RunFolder
 from balanceroute.proxy.server import ChildServer
 from balanceroute.proxy.telemetry.metrics import Metrics
@@ -83,6 +82,7 @@ FRESHEN_S: Final = 3600.0  # cleaners of temporary folders remove what is older 
 PINS_TRIES: Final = 10
 PINS_PAUSE_S: Final = 0.05
 LEFT_S: Final = 5.0  # between two looks for records of relays that are gone
+ANOTHER_S: Final = 1.0  # between two looks for a relay that accepts
 ALIVE: Final = ("/health", "/ping")  # that this process lives, it says itself
 READY: Final = "/ready"
 UNKNOWN: Final = "Which workers there are is not known yet: what decides for this router is not there."
@@ -217,7 +217,7 @@ def run_relay(
     listeners: list[socket.socket],
     folder: RunFolder,
     name: str,
-    load: Callable[[], Config],
+    follow: Callable[[], None],
     on_up: Callable[[], None],
     loads: RelayLoads,
     table: KeyTable,
@@ -227,9 +227,9 @@ def run_relay(
     """Serve clients until a signal ends it.
 
     Args: listeners: bound sockets, shared with the other relays: the clients', and the operators' where `listen.admin`
-    is set. name: one that no other living relay of the router has; the same after a restart. load: reads the
-    configuration anew, for SIGHUP. on_up: called when it accepts. loads, table: what all relays of this router
-    share; place: this one's in them; near: the names of all.
+    is set. name: one that no other living relay of the router has; the same after a restart. follow: has `configured`
+    be what the parent has reloaded, for SIGHUP. on_up: called when it accepts. loads, table: what all relays of this
+    router share; place: this one's in them; near: the names of all.
 
     Raises: ConfigError: a file of the folder can't be used.
     """
@@ -241,7 +241,8 @@ def run_relay(
     app = create_relay_app(configured, folder, name)
 
     async def on_reload() -> None:
-        reload_relay(app.services, await asyncio.to_thread(load))
+        follow()
+        reload_relay(app.services, configured.config, configured.perimeter)
 
     server = RelayServer(app, configured.config, on_reload)
     server.name, server.on_up, server.load = name, on_up, Load(loads, place)
@@ -424,13 +425,10 @@ def build_relay(
     return services
 
 
-def reload_relay(services: RelayServices, new: Config) -> None:
-    """Switch to another configuration, as far as it is a relay's. Raises: ConfigError: it needs a restart, or a file
-    that it names is wrong; nothing changed.
-    """
-    check_fixed(services.config, new)
-    perimeter = Perimeter(new, services.perimeter.seat)
-    services.tls.reload(new)
+def reload_relay(services: RelayServices, new: Config, perimeter: Perimeter) -> None:
+    """Switch to another configuration, with what its files held, as far as it is a relay's."""
+    if services.perimeter.seat is not None:
+        perimeter.sit(services.perimeter.seat)
     perimeter.inherit(services.perimeter)
     services.perimeter = perimeter
     services.configure(shortened(new, [worker.kv_connector for worker in services.fleet]))
@@ -442,6 +440,7 @@ class RelayServer(ChildServer):
 
     name = ""
     listeners: Sequence[socket.socket] = ()
+    stays_until_another = False  # told to leave
     on_up: Callable[[], None] = staticmethod(lambda: None)
 
     async def startup(self, sockets: list[Any] | None = None) -> None:
@@ -461,6 +460,7 @@ class RelayServer(ChildServer):
         told |= {"host": ports[0][0], "port": ports[0][1]}
         if len(ports) > 1:
             told["admin_port"] = self._app.services.perimeter.admin_port = ports[1][1]
+        self.load.put(ACCEPTS, 1)
         self.on_up()
         return told
 
@@ -472,12 +472,23 @@ class RelayServer(ChildServer):
         """Others accept on these sockets: serve whoever is connected to the end of what it has begun."""
         if self._drain is not None:
             return
+        self.load.put(ACCEPTS, 0)
         for acceptor in self.servers:
             acceptor.close()
         self._app.leaving = True
         services = self._app.services
         log.warning("leaving", extra={"connections": len(self.server_state.connections)})
         self._drain = services.loop.create_task(self._until_drained(services))
+
+    def _leave_alone(self) -> None:
+        """Not while clients would have nobody: the parent starts a successor when this process has ended."""
+        if self._drain is not None or self.should_exit or self.load.step_back():
+            super()._leave_alone()
+            return
+        if not self.stays_until_another:
+            self.stays_until_another = True
+            log.warning("not leaving before another relay accepts", extra={"relay": self.name, "pid": os.getpid()})
+        self._app.services.loop.call_later(ANOTHER_S, self._leave_alone)
 
     def drain(self) -> None:
         """The router ends; who leaves already refuses from now on, and has its own deadline."""

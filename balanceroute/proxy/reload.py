@@ -37,7 +37,7 @@ class Successor:
     forecasts: Forecasts | None
 
 
-async def reload(services: Services, new: Config) -> list[str]:
+async def reload(services: Services, new: Config, perimeter: Perimeter | None = None) -> list[str]:
     """Switch to `new`; a history is read beside the loop. As `apply`."""
     check(services, new)
     successor = None
@@ -45,22 +45,27 @@ async def reload(services: Services, new: Config) -> list[str]:
     if asks_another_predictor(services.config, new):
         past = None if before is None else before.past()
         successor = Successor(await asyncio.to_thread(build_forecasts, new, past))
-    return apply(services, new, successor)
+    return apply(services, new, successor, perimeter)
 
 
-def apply(services: Services, new: Config, successor: Successor | None = None) -> list[str]:
+def apply(
+    services: Services, new: Config, successor: Successor | None = None, perimeter: Perimeter | None = None
+) -> list[str]:
     """Switch to `new`; returns what changed, for the log.
 
-    `successor`: where the predictor changes; made here if it is not given. Raises: ConfigError: it needs a restart, or
+    `successor`: where the predictor changes; made here if it is not given. `perimeter`: of `new`, where another process
+    has read its files, certificates included; None: they are read here. Raises: ConfigError: it needs a restart, or
     a file that it names is wrong; InputError: a model file is; nothing changed.
     """
     try:
         check(services, new)
-        perimeter = Perimeter(new)
+        read_here = perimeter is None
+        perimeter = perimeter or Perimeter(new)
         if successor is None and asks_another_predictor(services.config, new):
             past: Past | None = None if services.forecasts is None else services.forecasts.past()
             successor = Successor(build_forecasts(new, past))
-        services.tls.reload(new)  # the last that may refuse
+        if read_here:
+            services.tls.reload(new)  # the last that may refuse
     except BaseException:
         if successor is not None and successor.forecasts is not None:
             successor.forecasts.close()
@@ -128,11 +133,19 @@ def reroute(services: Services, new: Config, successor: Successor | None) -> Non
         return
     if before is not None:
         services.metrics.leave_out(before.metrics)
-        Thread(target=before.close, name="prediction-close").start()  # waits for a disk
+        _close(before)
     if services.forecasts is not None:
         services.metrics.include(services.forecasts.metrics)
     if services.tasks:
         start_refits(services)
+
+
+def _close(before: Forecasts) -> None:
+    """Beside the loop, as it waits for a disk; here where no thread is to be had, as the rest must still change."""
+    try:
+        Thread(target=before.close, name="prediction-close").start()
+    except RuntimeError:
+        before.close()
 
 
 def change_workers(services: Services, old: Config, new: Config) -> None:

@@ -214,6 +214,8 @@ class ProcessServer(Server):
                 await self._on_reload()
             except (ConfigError, InputError) as error:
                 log.warning("reload refused", extra={"error": str(error)})
+            except Exception as error:  # such as that no thread can be started: nobody's stream should end for it
+                log.error("reload failed", exc_info=error, extra={"error": repr(error)})
 
 
 class ChildServer(ProcessServer):

@@ -11,9 +11,11 @@ code on the same sockets within milliseconds, whatever has been installed meanwh
 SIGTERM, SIGINT     all children drain (SIGUSR2); who is needed by the others ends when they have
                     while another router prepares to take over: nothing, unless it ends; then they drain
 the same again      all end now (SIGINT), or are killed `END_S` later
-SIGHUP              the configuration is read again, and if it can be used, children do the same
+SIGHUP              the configuration is read again, and if it can be used, children do the same. What must be tried for
+                    that is tried in one more child (`apart.py`), while all else goes on
 SIGIO               a child is up, or another router is ready to take over, for which all children leave (SIGUSR1)
-a child dies        it is started again, at once the first time, ever later if it dies as soon as it is there
+a child dies        it is started again, at once the first time, ever later if it dies as soon as it is there, or where
+                    the machine has no process or memory for it
 a child exits 2     before all have been up: a configuration that can't be used. All end, and so does the parent, with
                     2. Later it is a child that dies: what runs goes on without it, and it is tried again
 the parent dies     the kernel kills the children
@@ -32,12 +34,14 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Generator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from typing import Final, NoReturn, Protocol
 
-from balanceroute.errors import BalanceRouteError
+from balanceroute.errors import BalanceRouteError, ConfigError
+from balanceroute.proxy.apart import WITHIN_S, Attempt, Trial
 from balanceroute.proxy.handover import signal_input
 
 log = logging.getLogger(__name__)
@@ -48,6 +52,7 @@ MAX_PAUSE_S: Final = 5.0
 END_S: Final = 5.0  # to end at once
 KILL_S: Final = 30.0  # beyond the time to drain: what is left is pinned KV, drained in less
 WRONG_CONFIG: Final = 2
+TRIAL: Final = "trial"
 _ENDING: Final = (signal.SIGTERM, signal.SIGINT)
 _AWAITED: Final = {signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGCHLD, signal.SIGIO}
 _PR_SET_PDEATHSIG: Final = 1  # prctl(2)
@@ -57,6 +62,11 @@ _PR_SET_NAME: Final = 15
 Main = Callable[[Callable[[], None]], None]
 """What a child runs; it calls its argument when it is up, and has unblocked SIGHUP by then."""
 
+Reload = Generator[Attempt, None, bool]
+"""A reload, step by step. It yields what must succeed in a process of its own before it goes on, is thrown a
+ConfigError where that has failed, and returns whether the configuration can be used.
+"""
+
 
 class Owner(Protocol):
     """Whose children they are: `processes.Processes`."""
@@ -65,8 +75,8 @@ class Owner(Protocol):
     def drain_timeout_s(self) -> float:
         """How long what runs may finish."""
 
-    def reload(self) -> bool:
-        """Read the configuration again; False: it can't be used."""
+    def reload(self) -> Reload:
+        """Read the configuration again."""
 
     def stop_listening(self) -> None:
         """The children are about to be told to drain, to end or to leave."""
@@ -91,7 +101,7 @@ class Child:
     needed: bool  # by the others: it is there until they have ended
     pid: int | None = None
     lives: int = 0
-    early_deaths: int = 0  # in a row
+    failures: int = 0  # in a row: it could not be started, or has died as soon as it was there
     up: bool = False
     started_s: float = 0.0
     due_s: float | None = 0.0  # when it is to be started; None: it is there, or not wanted any more
@@ -110,6 +120,10 @@ class Supervisor:
         self._postponed = False  # a drain, for a successor
         self._deadline_s: float | None = None  # then all that is left is killed
         self._code = 0
+        self._cannot_fork = False  # and it has been told
+        self._reload: Reload | None = None  # under way
+        self._reload_asked = False  # once more
+        self._trial: Trial | None = None  # that the reload waits for
         self._parent = os.getpid()
         self._mask: set[int] = set()
 
@@ -125,6 +139,7 @@ class Supervisor:
                 if heard is not None:
                     self._hear(heard.si_signo)
         finally:
+            self._give_up_reload()
             self._kill()
             os.close(self._news)
             os.close(self._to_parent)
@@ -139,6 +154,8 @@ class Supervisor:
         for child in self.children:
             if child.due_s is not None and child.due_s <= now:
                 self._start(child)
+        if self._trial is not None and self._trial.deadline_s is not None and now >= self._trial.deadline_s:
+            self._trial.give_up()
         if self._deadline_s is not None and now >= self._deadline_s:
             log.warning("children killed: they have not ended in time", extra={"children": self._alive})
             self._kill()
@@ -149,6 +166,8 @@ class Supervisor:
         times_s = [child.due_s for child in self.children if child.due_s is not None]
         if self._deadline_s is not None:
             times_s.append(self._deadline_s)
+        if self._trial is not None and self._trial.deadline_s is not None:
+            times_s.append(self._trial.deadline_s)
         return max(0.0, min(times_s) - time.monotonic()) if times_s else 3600.0
 
     @property
@@ -164,8 +183,9 @@ class Supervisor:
 
     def _hear(self, number: int) -> None:
         if number == signal.SIGHUP:
-            if not self._signals and self._owner.reload():
-                self._send(signal.SIGHUP)
+            if not self._signals:
+                self._reload_asked = True
+                self._begin_reload()
         elif number == signal.SIGIO:
             self._note_who_is_up()
             if not self._signals and self._owner.succeeded():
@@ -174,6 +194,34 @@ class Supervisor:
                 self._drain()
         elif number in _ENDING:
             self._asked_to_end(number)
+
+    def _begin_reload(self) -> None:
+        """One after the other."""
+        while self._reload_asked and self._reload is None:
+            self._reload_asked = False
+            self._reload = self._owner.reload()
+            self._go_on()
+
+    def _go_on(self, failure: ConfigError | None = None) -> None:
+        """The reload goes on to what must be tried next, or to its end. `failure`: of what it has waited for."""
+        assert self._reload is not None
+        try:
+            attempt = next(self._reload) if failure is None else self._reload.throw(failure)
+        except StopIteration as ended:
+            self._reload = None
+            if ended.value:
+                self._send(signal.SIGHUP)
+            return
+        try:
+            self._trial = Trial(attempt, partial(self._fork, TRIAL), WITHIN_S)
+        except OSError as error:
+            self._go_on(ConfigError(f"no process can be started to try it: {error.strerror}"))
+
+    def _give_up_reload(self) -> None:
+        """Nobody is to follow it any more."""
+        if self._trial is not None:
+            self._trial.give_up()
+        self._reload = self._trial = None
 
     def _asked_to_end(self, number: int) -> None:
         if self._signals:
@@ -209,6 +257,7 @@ class Supervisor:
     def _end(self, number: signal.Signals, within_s: float) -> None:
         """No child is started again but who is needed; who is left after that time is killed."""
         self._signals = max(1, self._signals)
+        self._give_up_reload()
         self._owner.stop_listening()
         for child in self.children:
             child.due_s = None
@@ -234,10 +283,14 @@ class Supervisor:
 
     def _reap(self) -> None:
         """Note who has died; as the first process of a container it is also the parent of others' orphans."""
-        while any(child.pid is not None for child in self.children):
+        while self._alive or self._trial is not None:
             pid, status = os.waitpid(-1, os.WNOHANG)
             if not pid:
                 return
+            if self._trial is not None and self._trial.pid == pid:
+                trial, self._trial = self._trial, None
+                self._go_on(trial.failure())
+                self._begin_reload()
             for child in self.children:
                 if child.pid == pid:
                     self._died(child, os.waitstatus_to_exitcode(status))
@@ -253,30 +306,46 @@ class Supervisor:
             if not self._others_run:
                 self._end(signal.SIGUSR2, KILL_S)
             return
-        child.early_deaths = child.early_deaths + 1 if now - child.started_s < STEADY_S else 0
-        pause_s = min(MAX_PAUSE_S, PAUSE_S * 2.0 ** (child.early_deaths - 2)) if child.early_deaths > 1 else 0.0
+        child.failures = child.failures + 1 if now - child.started_s < STEADY_S else 0
+        pause_s = _pause_s(child.failures - 1)
         child.due_s = now + pause_s
         told = {"signal": signal.Signals(-code).name} if code < 0 else {"exit_code": code}
         log.warning("child died", extra={"child": child.name, **told, "again_in_s": pause_s})
 
     def _start(self, child: Child) -> None:
-        child.due_s = None
+        try:
+            pid = self._fork(child.name, partial(child.main, partial(_say_up, self._to_parent)))
+        except OSError as error:
+            self._put_off(child, error)
+            return
+        self._cannot_fork = False
+        child.pid, child.due_s, child.started_s = pid, None, time.monotonic()
         child.lives += 1
-        child.started_s = time.monotonic()
-        pid = os.fork()
-        if not pid:
-            self._become(child)
-        child.pid = pid
         log.info("child started", extra={"child": child.name, "pid": pid, "life": child.lives})
 
-    def _become(self, child: Child) -> NoReturn:
+    def _put_off(self, child: Child, error: OSError) -> None:
+        """No process is to be had, or no memory: the others go on, and there may be some later."""
+        child.failures += 1
+        child.due_s = time.monotonic() + _pause_s(child.failures)
+        if not self._cannot_fork:
+            log.warning("no process can be started, tried again", extra={"child": child.name, "error": error.strerror})
+        self._cannot_fork = True
+
+    def _fork(self, name: str, main: Callable[[], None]) -> int:
+        """A process of that name, which runs `main`; returns its id. Raises: OSError: none is to be had."""
+        pid = os.fork()
+        if not pid:
+            self._become(name, main)
+        return pid
+
+    def _become(self, name: str, main: Callable[[], None]) -> NoReturn:
         """What the new process is, from its first moment to its last."""
         code = 1
         try:
-            _belong_to(self._parent, child.name)
+            _belong_to(self._parent, name)
             signal.signal(signal.SIGINT, signal.SIG_DFL)  # no traceback, wherever it is by then
             signal.pthread_sigmask(signal.SIG_SETMASK, self._mask | {signal.SIGHUP})
-            child.main(lambda: _say_up(self._to_parent))
+            main()
             code = 0
         except BalanceRouteError as error:
             print(f"balanceroute: {error}", file=sys.stderr)
@@ -284,11 +353,16 @@ class Supervisor:
         except SystemExit as error:
             code = error.code if isinstance(error.code, int) else 1
         except BaseException as error:  # it must not return into the parent's code
-            log.critical("internal error", exc_info=error, extra={"where": child.name})
+            log.critical("internal error", exc_info=error, extra={"where": name})
         finally:
             logging.shutdown()
             sys.stderr.flush()
             os._exit(code)
+
+
+def _pause_s(times: int) -> float:
+    """Before one more start, after so many in a row that came to nothing."""
+    return min(MAX_PAUSE_S, PAUSE_S * 2.0 ** min(times - 1, 10)) if times > 0 else 0.0  # 2 ** 1024 is no float
 
 
 def _say_up(pipe: int) -> None:

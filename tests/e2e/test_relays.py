@@ -11,7 +11,7 @@ import sys
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
@@ -444,6 +444,43 @@ def test_a_signal_to_drain_that_is_not_the_parents_ends_one_process_and_no_reque
     with_router(test, cluster, tmp_path, standbys=1)
 
 
+def test_one_relay_accepts_whichever_are_told_to_leave(cluster: Cluster, tmp_path: Path) -> None:
+    async def test(router: Router) -> None:
+        begun = streams(router, RANKS * SLOTS)
+        await all_under_way(router, begun)
+        before = router.relays
+        for pid in before.values():
+            os.kill(pid, signal.SIGTERM)
+        await until(lambda: router.said("leaving") and router.said("not leaving before another relay accepts"))
+        stays = router.said("not leaving before another relay accepts")[0]["relay"]
+        assert await all_end(streams(router, 8, 20, first=100)) == 8
+        assert await all_end(begun) == len(begun)
+        await until(lambda: not set(before.values()) & set(router.relays.values()))
+        assert [line["process"] for line in router.said("leaving")][-1] == stays
+        assert await all_end(streams(router, 8, 20, first=200)) == 8
+
+    with_router(test, cluster, tmp_path)
+
+
+def test_the_only_relay_goes_on_when_it_is_told_to_leave(cluster: Cluster, tmp_path: Path) -> None:
+    async def test(router: Router) -> None:
+        begun = streams(router, 4, 40)
+        (pid,) = router.relays.values()
+        os.kill(pid, signal.SIGTERM)
+        await until(lambda: router.said("not leaving before another relay accepts"))
+        assert await all_end([*begun, *streams(router, 8, 20, first=100)]) == 12
+        assert list(router.relays.values()) == [pid] and not router.said("leaving")
+        router.running.send_signal(signal.SIGTERM)
+        await until(lambda: router.running.poll() is not None)
+        assert router.running.returncode == 0
+
+    async def run() -> None:
+        async with a_router(cluster, tmp_path, relays=1) as router:
+            await test(router)
+
+    asyncio.run(run())
+
+
 @pytest.mark.parametrize("how", ["emptied", "removed"])
 def test_a_run_folder_that_is_lost_is_made_anew_and_streams_go_on(cluster: Cluster, tmp_path: Path, how: str) -> None:
     run = tmp_path / "run"
@@ -537,6 +574,34 @@ def test_a_file_that_is_half_written_keeps_no_process_from_being_started_again(
         assert answer.status_code == 401
 
     with_router(test, cluster, tmp_path, "--set", f"auth.client_keys={keys}", standbys=1)
+
+
+def test_all_processes_go_by_the_reload_of_the_parent_whatever_the_file_holds_when_they_hear_of_it(
+    cluster: Cluster, tmp_path: Path
+) -> None:
+    file = tmp_path / "router.yaml"
+    before = cluster.config.read_text()
+    file.write_text(before)
+
+    async def test(router: Router) -> None:
+        name, pid = next(iter(router.relays.items()))
+        os.kill(pid, signal.SIGSTOP)
+        try:
+            file.write_text(before + "limits: {max_choices: 1}\n")
+            router.running.send_signal(signal.SIGHUP)
+            others = {"brain", "brain-2", *router.relays} - {name}
+            await until(lambda: {line["process"] for line in router.said("configuration reloaded")} == others)
+            file.write_text(before + "limits: {max_choi")
+        finally:
+            os.kill(pid, signal.SIGCONT)
+        await until(lambda: router.said("configuration reloaded", process=name))
+        body = {"model": "emulated", "prompt": [1], "max_tokens": 1, "n": 2}
+        for _ in range(20):  # on any relay
+            answer = await router.client.post("/v1/completions", json=body, headers={"connection": "close"})
+            assert answer.status_code == 400, answer.text
+        assert not router.said("reload refused")
+
+    with_router(test, replace(cluster, config=file), tmp_path, standbys=1)
 
 
 def test_a_relay_that_was_stopped_is_given_up_and_joins_anew(cluster: Cluster, tmp_path: Path) -> None:

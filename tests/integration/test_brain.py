@@ -22,6 +22,7 @@ from balanceroute.proxy.changes import Changes, KeptChanges
 from balanceroute.proxy.life.suspicion import Suspect
 from balanceroute.proxy.link.remote import RemoteBrain
 from balanceroute.proxy.ops import forwarding, to_brain
+from balanceroute.proxy.perimeter.perimeter import Perimeter
 from balanceroute.proxy.perimeter.routes import ACCESS
 from balanceroute.proxy.run_folder import LEADER, RunFolder
 from balanceroute.proxy.workers.circuit import CircuitState
@@ -381,11 +382,11 @@ async def test_a_brain_that_takes_over_leads_without_a_predictor_whose_file_is_b
         async with a_brain(config, router.folder, relays=1, again=True) as brain:
             assert brain.services.forecasts is None and "leading without the predictor" in caplog.text
             await answered(relay, 1)
-            await reload_brain(brain, config)
+            await reload_brain(brain, config, Perimeter(config))
             assert brain.services.forecasts is None and brain.read is config
             rows = [FinishedRequest("", 10, length, "stop", float(length)) for length in range(1, 100)]
             save_model(model, Model("survival", 4, rows))
-            await reload_brain(brain, config)
+            await reload_brain(brain, config, Perimeter(config))
             assert brain.services.forecasts is not None
             await answered(relay, 2)
 

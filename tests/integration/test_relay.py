@@ -15,11 +15,12 @@ import yaml
 
 from balanceroute.config import Config, digest_of
 from balanceroute.emulator import EmulatedCluster
-from balanceroute.errors import ConfigError, KeyLimit
+from balanceroute.errors import KeyLimit
 from balanceroute.proxy import relay as module
 from balanceroute.proxy.link.messages import Activity, Counted, Explained, Judged, Learned
 from balanceroute.proxy.link.remote import RemoteBrain
 from balanceroute.proxy.perimeter.key_use import KeyUse
+from balanceroute.proxy.perimeter.perimeter import Perimeter
 from balanceroute.proxy.relay import COUNTS_S, RelayServices, reload_relay
 from balanceroute.proxy.run_folder import RunFolder
 from tests.integration.relayed import SLOW, Relay, Relayed, a_brain, a_relay, answered, relayed
@@ -210,11 +211,10 @@ async def test_a_relay_reloads_what_is_its_own() -> None:
     async with relayed(FAST, count=1) as router:
         services = router.relays[0].app.services
         limits = router.config.limits.model_copy(update={"max_choices": 1})
-        reload_relay(services, router.config.model_copy(update={"limits": limits}))
+        new = router.config.model_copy(update={"limits": limits})
+        reload_relay(services, new, Perimeter(new))
         refused = await router.relays[0].client.post("/v1/completions", json=completion(n=2))
         assert refused.status_code == 400
-        with pytest.raises(ConfigError, match="connector"):
-            reload_relay(services, router.config.model_copy(update={"connector": "mooncake_v1x"}))
 
 
 async def test_a_stream_whose_hold_is_lost_ends_with_an_error_and_no_done() -> None:

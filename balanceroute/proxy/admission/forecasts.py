@@ -136,6 +136,7 @@ class HistoryOnly:
             self.history.salt = past.salt
         keyed = chosen.history is not None or chosen.by_key
         self._keys = Keys(self.history.salt, chosen.key_header is not None) if keyed else None
+        self._metrics = ForecastMetrics(self.history)
 
     def key(self, prompt: bytes, header: str) -> str:
         """See `Keys`; "" where no keys are used."""
@@ -168,8 +169,8 @@ class HistoryOnly:
 
     @property
     def metrics(self) -> ForecastMetrics:
-        """The history's series."""
-        return ForecastMetrics(self.history)
+        """The series of the history, and of the predictor if there is one."""
+        return self._metrics
 
     def close(self) -> None:
         """Write the rows that are queued."""
@@ -314,11 +315,6 @@ class LiveForecasts(HistoryOnly):
         )
         self._metrics.refitter = self.refitter = refitter
         return refitter.run
-
-    @property
-    def metrics(self) -> ForecastMetrics:
-        """The history's and the predictor's series."""
-        return self._metrics
 
     def past(self) -> Past:
         """What has been learned and is in no file; the copy that takes long is not made here."""

@@ -1,8 +1,8 @@
 """What the client connections of each relay on one machine take, in memory that all of them share.
 
 So `limits.max_connections`, `max_incoming_bytes` and `max_held_bytes` are bounds of the router: what one relay does not
-need another may use. Each relay writes its own numbers and reads those of all. Numbers of one that has died stay until
-its next life begins.
+need another may use. Each relay writes its own numbers and reads those of all, also whether it accepts. Numbers of one
+that has died stay until its next life begins.
 """
 
 import mmap
@@ -11,7 +11,8 @@ from typing import Final
 CONNECTIONS: Final = 0
 INCOMING_BYTES: Final = 1
 SERVED_BYTES: Final = 2
-FIELDS: Final = 3
+ACCEPTS: Final = 3  # 1, or 0
+FIELDS: Final = 4
 FEW: Final = 64  # streams of an event per 20 ms are a tenth of what a relay carries
 
 
@@ -46,6 +47,17 @@ class Load:
             return 0
         cells = self._all(field)
         return sum(cells) - cells[self._place]
+
+    def step_back(self) -> bool:
+        """Be one that accepts no more; False: no other does, so that this one must go on.
+
+        Of two that do so in the same moment both may have to, but never none: each says so before it looks.
+        """
+        self.put(ACCEPTS, 0)
+        if self.others(ACCEPTS):
+            return True
+        self.put(ACCEPTS, 1)
+        return False
 
     def ahead(self, most: int) -> bool:
         """Whether another relay has fewer connections, by more than `FEW`, or an eighth where that is more; near the

@@ -13,6 +13,7 @@ longer than `LEASE_S` on a busy machine. A loop that does nothing else for `STUC
 """
 
 import fcntl
+import logging
 import os
 import threading
 import time
@@ -21,6 +22,8 @@ from pathlib import Path
 from typing import Final, Protocol
 
 from balanceroute.errors import ConfigError
+
+log = logging.getLogger(__name__)
 
 RENEW_S: Final = 0.25
 TOUCH_S: Final = 0.4  # between two looks of the thread at whether the event loop renews
@@ -124,7 +127,10 @@ class FileLead:
     def _lead(self, file: int) -> None:
         self._file = file
         self._renewed_s = time.monotonic()
-        threading.Thread(target=self._touch, args=(file,), name="lead", daemon=True).start()
+        try:
+            threading.Thread(target=self._touch, args=(file,), name="lead", daemon=True).start()
+        except RuntimeError as error:  # no thread is to be had: a leader that may be deposed is better than none
+            log.warning("leading without patience for a slow event loop", extra={"error": str(error)})
 
     def _touch(self, file: int) -> None:
         """Until it is released or lost, touch the file where the loop is late, unless it hangs."""

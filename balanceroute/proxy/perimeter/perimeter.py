@@ -1,9 +1,9 @@
 """The perimeter of one router: its keys, its admin token, and the credential that goes to the workers."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-from balanceroute.config import Config, is_loopback, read_client_keys
+from balanceroute.config import Config, KeyEntry, is_loopback, read_client_keys
 from balanceroute.errors import ConfigError, InvalidRequest
 from balanceroute.proxy.perimeter.access import AdminGate
 from balanceroute.proxy.perimeter.key_table import Seat
@@ -21,14 +21,17 @@ class Perimeter:
 
     __slots__ = ("admin", "admin_port", "keys", "pages", "public_metrics", "seat", "_worker_authorization")
 
-    def __init__(self, config: Config, seat: Seat | None = None) -> None:
-        """`seat`: at the table of what all relays on this machine use of keys; None: there are no others.
+    def __init__(self, config: Config, seat: Seat | None = None, entries: Iterable[KeyEntry] | None = None) -> None:
+        """`seat`: at the table of what all relays on this machine use of keys; None: there are no others. `entries`:
+        what another process has read in the file of keys; None: it is read here.
 
         Raises: ConfigError: the file of keys is wrong.
         """
         auth = config.auth
         self.seat = seat
-        self.keys = None if auth.client_keys is None else _client_keys(auth.client_keys, seat)
+        self.keys: ClientKeys | None = None
+        if auth.client_keys is not None:
+            self.keys = ClientKeys(_entries(auth.client_keys) if entries is None else entries, seat)
         token = auth.admin_token
         self.admin = AdminGate(None if token is None else token.get_secret_value())
         self.pages = Pages(auth.allowed_origins)
@@ -97,9 +100,9 @@ def exposures(config: Config) -> Iterator[str]:
         yield f"whoever reaches {host}:{listen.port} may use the cluster: auth.client_keys is not set"
 
 
-def _client_keys(file: str, seat: Seat | None) -> ClientKeys:
+def _entries(file: str) -> tuple[KeyEntry, ...]:
     """Raises: ConfigError."""
     try:
-        return ClientKeys(read_client_keys(Path(file)), seat)
+        return read_client_keys(Path(file))
     except ConfigError as error:
         raise ConfigError(f"auth.client_keys: {error}") from None

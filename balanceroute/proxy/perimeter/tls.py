@@ -82,6 +82,14 @@ class Tls:
                 raise ConfigError(f"tls.{name}: cannot be set or unset while the router runs; restart it")
         self._use(_Contexts(config.tls))
 
+    def follow(self, config: Config) -> None:
+        """The same where another process has found the files good: one that is of no use by now is left for `watch`."""
+        try:
+            self.reload(config)
+        except ConfigError as error:
+            self._settings = config.tls
+            self._refused(_stamp(config.tls), error)
+
     def _use(self, found: _Contexts) -> None:
         self._settings, self._stamp = found.settings, found.stamp
         self.server, self._link = found.server, found.link

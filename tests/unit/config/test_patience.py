@@ -34,6 +34,15 @@ def test_an_error_of_reading_is_the_callers(error: Exception) -> None:
     assert caught.value is error
 
 
+def test_that_no_thread_is_to_be_had_is_said_as_of_a_file_that_gives_no_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    def start(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(threading.Thread, "start", start)
+    with pytest.raises(ConfigError, match="^the file: cannot be read now: can't start new thread$"):
+        in_time(lambda: "text", "the file")
+
+
 def test_what_does_not_answer_holds_up_only_who_asked_for_it(tmp_path: Path) -> None:
     pipe = tmp_path / "chain.pem"
     os.mkfifo(pipe)

@@ -3,6 +3,7 @@ import signal
 import sqlite3
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from pathlib import Path
@@ -114,6 +115,7 @@ def test_the_file_is_bounded_by_age(path: Path) -> None:
 
 WRITER = """
 import sys
+import threading
 import time
 from balanceroute.errors import InputError
 from balanceroute.prediction import FinishedRequest, History
@@ -205,6 +207,22 @@ def test_a_path_that_cannot_be_opened_is_one_line_and_no_crash(
     (tmp_path / "file").write_text("")
 
     run_without_it(tmp_path / "file" / "history", caplog, "not used, starting cold")
+
+
+def test_without_a_thread_for_the_writer_the_file_is_read_and_rows_are_counted_as_dropped(
+    path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def start(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    with opened(path) as before:
+        before.add(a_finish(5, key="a"))
+    monkeypatch.setattr(threading.Thread, "start", start)
+    history = History(path)
+    history.add(a_finish(7, key="b"))
+    assert history.load() == [a_finish(5, key="a")] and history.stats.dropped == 1 and history.flush()
+    history.close()
+    assert [record.message for record in caplog.records] == ["prediction history not added to: can't start new thread"]
 
 
 def test_a_damaged_file_that_cannot_be_moved_is_one_line_and_no_crash(

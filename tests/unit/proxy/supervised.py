@@ -2,14 +2,18 @@
 
 `brain` only waits. Each relay answers every line on a shared listening socket with its name, its process and the line.
 What happens to a child it appends to FOLDER/events. While FOLDER/hold-NAME is there, that child does not end when it is
-told to drain. Where FOLDER/refuse is there, the parent removes it and refuses a reload.
+told to drain. Where FOLDER/refuse is there, the parent removes it and refuses a reload. While FOLDER/try is there, a
+reload is tried by `trial`, a child that waits until FOLDER/hold-trial is gone, and fails where FOLDER/fail is there.
+While FOLDER/no-fork is there, no process can be started.
 
 Options: `wrong`, a child that ends with a wrong configuration; `dies`, one that ends as soon as it is there; `deaf`,
-one that ends for no signal; `end_s`, for END_S.
+one that ends for no signal; `end_s`, for END_S; `within_s`, for a trial.
 """
 
 import asyncio
+import errno
 import json
+import logging
 import os
 import signal
 import socket
@@ -25,9 +29,11 @@ import uvloop
 from balanceroute.errors import ConfigError
 from balanceroute.proxy import supervisor
 from balanceroute.proxy.handover import Handover, Told
-from balanceroute.proxy.supervisor import Main, Supervisor
+from balanceroute.proxy.supervisor import Main, Reload, Supervisor
 from balanceroute.proxy.telemetry.logs import configure
-from tests.waiting import until
+from tests.waiting import block_until, until
+
+log = logging.getLogger(__name__)
 
 FOLDER = Path(sys.argv[1])
 LIFE_S = 3600.0  # a child waits for its parent
@@ -48,10 +54,16 @@ class Owner:
         self.listener = listener
         self.handover: Handover | None = None
 
-    def reload(self) -> bool:
+    def reload(self) -> Reload:
         refusal = FOLDER / "refuse"
         refused = refusal.exists()
         refusal.unlink(missing_ok=True)
+        if (FOLDER / "try").exists():
+            try:
+                yield attempt
+            except ConfigError as error:
+                log.warning("reload refused", extra={"error": str(error)})
+                return False
         return not refused
 
     def stop_listening(self) -> None:
@@ -69,6 +81,13 @@ class Owner:
     @property
     def has_successor(self) -> bool:
         return self.handover is not None and self.handover.has_successor
+
+
+def attempt() -> None:
+    note("trial", "starts")
+    block_until(lambda: not (FOLDER / "hold-trial").exists(), within_s=LIFE_S)
+    if (FOLDER / "fail").exists():
+        raise ConfigError("the predictor: wrong")
 
 
 def child(name: str, listener: socket.socket | None, on_up: Callable[[], None]) -> None:
@@ -116,8 +135,16 @@ async def answer(name: str, reader: asyncio.StreamReader, writer: asyncio.Stream
     writer.close()
 
 
+def fork(forked: Callable[[], int] = os.fork) -> int:
+    if (FOLDER / "no-fork").exists():
+        raise BlockingIOError(errno.EAGAIN, os.strerror(errno.EAGAIN))
+    return forked()
+
+
 def main() -> int:
+    os.fork = fork
     supervisor.END_S = OPTIONS.get("end_s", supervisor.END_S)  # type: ignore[misc]
+    supervisor.WITHIN_S = OPTIONS.get("within_s", supervisor.WITHIN_S)  # type: ignore[misc]
     configure("info", "json")
     listener = socket.create_server(("127.0.0.1", 0), backlog=100)
     (FOLDER / "port").write_text(str(listener.getsockname()[1]))

@@ -2,16 +2,18 @@
 
 import os
 import signal
+from collections.abc import Callable
 
 import pytest
 
 from balanceroute.errors import ConfigError
-from balanceroute.proxy.apart import try_apart
+from balanceroute.proxy.apart import Attempt, Trial
+from tests.unit.proxy.trials import failure, fork
 
 
 def test_what_succeeds_has_no_effect_here() -> None:
     done: list[int] = []
-    try_apart(lambda: done.append(1))
+    assert failure(lambda: done.append(1)) is None
     assert done == []
 
 
@@ -22,14 +24,45 @@ def fails(error: BaseException) -> None:
 @pytest.mark.parametrize(
     ("attempt", "why"),
     [
-        (lambda: fails(ConfigError("predictor.model: wrong")), r"^predictor\.model: wrong$"),
-        (lambda: fails(ZeroDivisionError("by 0")), "internal error: ZeroDivisionError"),
-        (lambda: os.kill(os.getpid(), signal.SIGKILL), "internal error"),
-        (signal.pause, "longer than 0.2 s"),
+        (lambda: fails(ConfigError("predictor.model: wrong")), "predictor.model: wrong"),
+        (lambda: fails(ZeroDivisionError("by 0")), "internal error: ZeroDivisionError('by 0')"),
+        (lambda: os.kill(os.getpid(), signal.SIGKILL), "internal error: the process that tried it has died"),
+        (lambda: fails(ConfigError("x" * 5000)), "x" * 4096),
     ],
-    ids=["refused", "fails", "dies", "hangs"],
+    ids=["refused", "fails", "dies", "says much"],
 )
-def test_why_it_fails_is_told(attempt: object, why: str) -> None:
-    assert callable(attempt)
-    with pytest.raises(ConfigError, match=why):
-        try_apart(attempt, 60.0 if attempt is not signal.pause else 0.2)
+def test_why_it_fails_is_told(attempt: Attempt, why: str) -> None:
+    assert str(failure(attempt)) == why
+
+
+def test_what_hangs_is_given_up() -> None:
+    trial = Trial(signal.pause, fork, 0.2)
+    assert trial.deadline_s is not None
+    trial.give_up()
+    os.waitpid(trial.pid, 0)
+    assert str(trial.failure()) == "it takes longer than 0.2 s" and trial.deadline_s is None
+
+
+def test_one_that_dies_and_leaves_a_process_behind_holds_up_nobody() -> None:
+    readable, writable = os.pipe()
+
+    def leave_one() -> None:
+        if os.fork():
+            os._exit(0)
+        os.read(readable, 1)
+        os._exit(0)
+
+    assert "has died" in str(failure(leave_one))
+    os.write(writable, b"\n")
+    os.close(readable)
+    os.close(writable)
+
+
+def test_where_no_process_is_to_be_had_nothing_is_left_open() -> None:
+    def none(run: Callable[[], None]) -> int:
+        raise BlockingIOError("no process")
+
+    before = len(os.listdir("/proc/self/fd"))
+    with pytest.raises(BlockingIOError):
+        Trial(signal.pause, none)
+    assert len(os.listdir("/proc/self/fd")) == before

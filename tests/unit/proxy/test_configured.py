@@ -1,12 +1,14 @@
 """A configuration with what its files held: a file that is wrong by now changes nothing of it."""
 
 import os
+from dataclasses import replace
 from hashlib import sha256
 from pathlib import Path
 
 import pytest
 import trustme
 
+from balanceroute.core.policies import POLICIES
 from balanceroute.errors import ConfigError
 from balanceroute.proxy.configured import Configured
 from tests.unit.proxy.virtual_time import a_config
@@ -42,6 +44,44 @@ def test_a_reload_that_is_refused_changes_nothing(tmp_path: Path) -> None:
     keys(file, "d")
     configured.reload(config)
     assert configured.perimeter is not perimeter
+
+
+def test_who_follows_goes_by_what_was_reloaded_whatever_the_files_hold_by_now(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    file, cert = tmp_path / "keys.yaml", tmp_path / "chain.pem"
+    auth, tls = {"client_keys": keys(file, "a")}, {"cert_file": chain(cert, 1)}
+    parent = Configured.read(a_config(auth=auth, tls=tls))
+    child = replace(parent, tls=Configured.read(parent.config).tls)  # as it is forked
+    keys(file, "b")
+    new = a_config(auth=auth, tls=tls, limits={"max_choices": 3})
+    parent.reload(new)
+    file.write_text("- name: c\n  sha25")
+    cert.write_text("half written")
+    before = child.tls.server
+    child.follow()
+    assert child.config == new and child.config.model_fields_set == new.model_fields_set
+    assert child.perimeter.keys is not None and [key.entry.name for key in child.perimeter.keys] == ["b"]
+    assert child.tls.server is before and "certificates not reloaded" in caplog.text
+    chain(cert, 2)
+    child.tls.catch_up()
+    assert child.tls.server is not before
+
+
+def test_who_follows_knows_a_policy_of_ones_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(Path(__file__).parents[3] / "examples"))
+    name = "own_policy:FirstFit"
+    configured = Configured.read(a_config())
+    configured.reload(a_config(routing={"policy": name}))
+    del POLICIES[name]  # as in a process that was forked before
+    configured.follow()
+    assert POLICIES.pop(name, None) is not None and configured.config.routing.policy == name
+
+
+def test_who_follows_where_nothing_was_reloaded_goes_by_the_start() -> None:
+    configured = Configured.read(a_config(limits={"max_choices": 3}))
+    configured.follow()
+    assert configured.config == a_config(limits={"max_choices": 3})
 
 
 def test_who_was_not_there_catches_up_with_certificates_unless_they_are_of_no_use(

@@ -1,5 +1,7 @@
 """A router takes over from another one: what it is given, and what happens when it ends too soon."""
 
+import errno
+import os
 import signal
 import socket
 from collections.abc import Iterator
@@ -99,6 +101,24 @@ def test_one_successor_is_answered_at_a_time(old: Old) -> None:
     with pytest.raises(ConfigError, match="another router is taking over"):
         old.found()
     first.go()
+    block_until(old.side.look)
+
+
+def test_without_a_free_descriptor_nobody_is_answered_until_there_is_one(
+    old: Old, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def none_is_free(*_: object) -> None:
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+    with monkeypatch.context() as patched:
+        patched.setattr(socket.socket, "accept", none_is_free)
+        assert not old.side.look() and not old.side.has_successor
+    assert [record.message for record in caplog.records] == ["another router can't be answered"]
+    with monkeypatch.context() as patched, pytest.raises(ConfigError, match="Too many open files"):
+        patched.setattr(socket, "socket", none_is_free)
+        Handover(old.path, TOLD, [old.listener])
+    predecessor = old.found()
+    predecessor.go()
     block_until(old.side.look)
 
 

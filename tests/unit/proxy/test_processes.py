@@ -17,6 +17,7 @@ from balanceroute.proxy.configured import Configured
 from balanceroute.proxy.link.files import replace_content
 from balanceroute.proxy.processes import Processes, begin_anew, serve_processes
 from balanceroute.proxy.run_folder import RunFolder
+from tests.unit.proxy.trials import failure
 from tests.unit.proxy.virtual_time import a_config
 
 
@@ -52,6 +53,17 @@ def test_a_run_folder_of_another_router_is_refused_with_what_can_be_done(tmp_pat
     assert told.startswith("listen.run_folder = ") and "another router" in told and "--take-over" in told
 
 
+def reloaded(parent: Processes) -> bool:
+    """Whether a reload succeeds, as the supervisor does one."""
+    under_way = parent.reload()
+    with pytest.raises(StopIteration) as ended:
+        attempt = next(under_way)
+        while True:
+            failed = failure(attempt)
+            attempt = next(under_way) if failed is None else under_way.throw(failed)
+    return bool(ended.value.value)
+
+
 @pytest.mark.parametrize(
     ("new", "removed", "accepted"),
     [
@@ -81,7 +93,7 @@ def test_a_reload_that_any_child_would_refuse_is_refused_for_all(
         parent = Processes(Configured.read(old), lambda: wanted, folder, lock, [], None, None)
         in_use = tuple(spec for spec in worker_specs(old) if spec.id not in removed)
         replace_content(folder.changes, msgspec.json.encode(Changes(parent.lineage, workers=in_use)))
-        assert parent.reload() is accepted
+        assert reloaded(parent) is accepted
         assert parent.config is (wanted if accepted else old)
 
 
@@ -90,6 +102,36 @@ def test_a_router_that_is_started_again_under_the_same_process_id_is_of_another_
     with folder.claim() as lock:
         lives = [Processes(Configured.read(config), lambda: config, folder, lock, [], None, None) for _ in range(2)]
     assert lives[0].lineage != lives[1].lineage
+
+
+def test_who_tries_a_predictor_holds_nothing_that_the_next_router_needs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = a_config(1, 1, listen={"relays": 1, "run_folder": str(tmp_path)})
+    new = config.model_copy(update={"predictor": config.predictor.model_copy(update={"kind": "survival"})})
+    folder = RunFolder(tmp_path)
+    with socket.create_server(("127.0.0.1", 0)) as listener, socket.socket() as link, folder.claim() as lock:
+        parent = Processes(Configured.read(config), lambda: new, folder, lock, [listener], None, None, link)
+        attempt = next(parent.reload())
+
+        def tell(_: Config) -> None:
+            raise ConfigError(f"{listener.fileno()} {link.fileno()} {lock.closed}")
+
+        monkeypatch.setattr(processes, "_try_forecasts", tell)
+        assert str(failure(attempt)) == "-1 -1 True"
+        assert listener.fileno() >= 0 and not lock.closed
+
+
+def test_a_reload_that_fails_for_whatever_reason_is_refused(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    def load() -> Config:
+        raise RuntimeError("can't start new thread")
+
+    config = a_config(1, 1, listen={"relays": 1, "run_folder": str(tmp_path)})
+    folder = RunFolder(tmp_path)
+    with folder.claim() as lock:
+        parent = Processes(Configured.read(config), load, folder, lock, [], None, None)
+        assert not reloaded(parent) and parent.config is config
+    assert [record.message for record in caplog.records] == ["reload failed"]
 
 
 def test_a_journal_that_cannot_be_begun_is_named(tmp_path: Path) -> None:

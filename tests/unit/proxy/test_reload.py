@@ -2,6 +2,7 @@
 
 import asyncio
 import math
+import threading
 from pathlib import Path
 
 import orjson
@@ -175,6 +176,38 @@ def test_another_predictor_takes_over_what_the_last_one_has_learned() -> None:
         apply(services, a_config(routing={"policy": "br_0"}))
         assert services.forecasts is None and services.ledger.forecasts is None
         assert b"predictor_gate" not in services.metrics.exposition()
+
+    in_virtual_time(test)
+
+
+def test_a_predictor_takes_over_from_a_history_alone_and_back(tmp_path: Path) -> None:
+    async def test() -> None:
+        kept = {"kind": "survival", "history": str(tmp_path / "history.sqlite3")}
+        config = a_config(predictor=kept)
+        services = build_services(config, asyncio.get_running_loop(), build_forecasts(config), True)
+        for policy, predicts in (("br_h", True), ("level_fit", False)):
+            apply(services, a_config(predictor=kept, routing={"policy": policy}))
+            assert isinstance(services.forecasts, LiveForecasts) is predicts
+            assert (b"predictor_gate" in services.metrics.exposition()) is predicts
+            assert b"predictor_history" in services.metrics.exposition()
+        assert services.forecasts is not None
+        services.forecasts.close()
+
+    in_virtual_time(test)
+
+
+def test_a_predictor_leaves_and_the_rest_changes_where_no_thread_is_to_be_had(monkeypatch: pytest.MonkeyPatch) -> None:
+    def start(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    async def test() -> None:
+        services = a_router(a_config(routing={"policy": "br_h"}, predictor={"kind": "survival"}))
+        services.forecasts = services.ledger.forecasts = build_forecasts(services.config)
+        services.metrics.include(services.forecasts.metrics)
+        monkeypatch.setattr(threading.Thread, "start", start)
+        new = a_config(1, 1, routing={"policy": "br_0"})
+        apply(services, new)
+        assert services.forecasts is None and len([worker for worker in services.fleet if not worker.leaving]) == 2
 
     in_virtual_time(test)
 

@@ -100,7 +100,8 @@ def test_a_signal_before_there_is_anything_to_drain_ends_at_once() -> None:
     assert server.should_exit
 
 
-def test_reloads_run_one_after_the_other_and_signals_meanwhile_ask_for_one_more() -> None:
+@pytest.mark.parametrize("error", [ConfigError("the file is wrong"), RuntimeError("can't start new thread")], ids=type)
+def test_reloads_run_one_after_the_other_and_signals_meanwhile_ask_for_one_more(error: Exception) -> None:
     async def test() -> None:
         services, running, done = a_router(), [0], []
 
@@ -111,7 +112,7 @@ def test_reloads_run_one_after_the_other_and_signals_meanwhile_ask_for_one_more(
             running[0] = 0
             done.append(True)
             if len(done) == 1:
-                raise ConfigError("the file is wrong")
+                raise error
 
         server = a_server(services, ProcessServer, on_reload=reload)
         server.started = True

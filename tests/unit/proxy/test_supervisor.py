@@ -202,6 +202,61 @@ def test_a_reload_reaches_every_child_and_one_that_is_refused_none(running: Runn
     assert running.events().count("SIGHUP") == 3
 
 
+def test_a_reload_that_must_be_tried_holds_up_nothing_else_and_the_next_one_waits(running: Running) -> None:
+    running.up(brain=1, relay_0=1, relay_1=1)
+    for name in ("try", "hold-trial"):
+        (running.folder / name).touch()
+    running.process.send_signal(signal.SIGHUP)
+    block_until(lambda: running.events("trial"))
+    running.process.send_signal(signal.SIGHUP)
+    os.kill(running.pid("relay-0"), signal.SIGKILL)
+    running.up(relay_0=2)
+    assert "SIGHUP" not in running.events() and len(running.events("trial")) == 1
+    (running.folder / "hold-trial").unlink()
+    block_until(lambda: len(running.events("trial")) == 2)
+    block_until(lambda: running.events().count("SIGHUP") == 6)
+
+
+def test_a_reload_whose_trial_fails_is_refused_with_its_reason(running: Running) -> None:
+    running.up(brain=1, relay_0=1, relay_1=1)
+    for name in ("try", "fail"):
+        (running.folder / name).touch()
+    running.process.send_signal(signal.SIGHUP)
+    block_until(lambda: running.said("reload refused"))
+    (running.folder / "no-fork").touch()
+    running.process.send_signal(signal.SIGHUP)
+    block_until(lambda: len(running.said("reload refused")) == 2)
+    first, second = (line["error"] for line in running.said("reload refused"))
+    assert first == "the predictor: wrong" and second.startswith("no process can be started to try it: ")
+    (running.folder / "no-fork").unlink()
+    (running.folder / "fail").unlink()
+    running.process.send_signal(signal.SIGHUP)
+    block_until(lambda: running.events().count("SIGHUP") == 3)
+
+
+@pytest.mark.parametrize("running", [{"within_s": 0.1}], indirect=True)
+def test_a_trial_that_takes_too_long_is_killed(running: Running) -> None:
+    running.up(brain=1, relay_0=1, relay_1=1)
+    for name in ("try", "hold-trial"):
+        (running.folder / name).touch()
+    running.process.send_signal(signal.SIGHUP)
+    block_until(lambda: running.said("reload refused"))
+    assert running.said("reload refused")[0]["error"] == "it takes longer than 0.1 s"
+    assert "SIGHUP" not in running.events()
+
+
+@pytest.mark.parametrize("how", [signal.SIGTERM, signal.SIGKILL])
+def test_a_trial_outlives_no_parent_and_keeps_none_from_ending(running: Running, how: signal.Signals) -> None:
+    running.up(brain=1, relay_0=1, relay_1=1)
+    for name in ("try", "hold-trial"):
+        (running.folder / name).touch()
+    running.process.send_signal(signal.SIGHUP)
+    block_until(lambda: running.events("trial"))
+    running.process.send_signal(how)
+    assert running.process.wait(60) == (0 if how is signal.SIGTERM else -how)
+    block_until(lambda: not any(map(exists, running.folder_pids())))
+
+
 def test_a_reload_while_a_child_is_being_started_reaches_it_when_it_is_up(running: Running) -> None:
     running.up(brain=1, relay_0=1, relay_1=1)
     (running.folder / "slow-relay-0").touch()
@@ -249,6 +304,24 @@ def test_a_child_that_dies_again_and_again_is_started_ever_later(running: Runnin
     assert [line["again_in_s"] for line in deaths[:5]] == [0.0, 0.1, 0.2, 0.4, 0.8]
     assert {(line["child"], line["exit_code"]) for line in deaths} == {("relay-1", 7)}
     assert len(running.lives("relay-0")) == len(running.lives("brain")) == 1
+
+
+def test_the_others_go_on_while_no_process_can_be_started_and_that_is_said_once(running: Running) -> None:
+    running.up(brain=1, relay_0=1, relay_1=1)
+    (running.folder / "no-fork").touch()
+    client = next(client for client in iter(running.connect, None) if ask(client)[0] == "relay-1")
+    before = ask(client)
+    os.kill(running.pid("relay-0"), signal.SIGKILL)
+    os.kill(running.pid("brain"), signal.SIGKILL)
+    block_until(lambda: len(running.said("child died")) == 2)
+    block_until(lambda: running.said("no process can be started, tried again"))
+    running.process.send_signal(signal.SIGHUP)  # the parent hears: it lives
+    block_until(lambda: "SIGHUP" in running.events("relay-1"))
+    assert ask(client) == before
+    (running.folder / "no-fork").unlink()
+    running.up(brain=2, relay_0=2)
+    assert len(running.said("no process can be started, tried again")) == 1
+    assert len(running.lives("relay-1")) == 1
 
 
 def test_a_successor_gets_the_sockets_and_all_leave_when_it_is_ready(running: Running) -> None:

@@ -2,7 +2,7 @@
 
 import pytest
 
-from balanceroute.proxy.client.relay_loads import CONNECTIONS, FEW, SERVED_BYTES, Load, RelayLoads, alone
+from balanceroute.proxy.client.relay_loads import ACCEPTS, CONNECTIONS, FEW, SERVED_BYTES, Load, RelayLoads, alone
 
 
 @pytest.mark.parametrize(
@@ -43,3 +43,14 @@ def test_who_is_alone_has_no_others() -> None:
     load = alone()
     load.put(CONNECTIONS, 100)
     assert load.others(CONNECTIONS) == 0 and not load.ahead(1)
+
+
+def test_the_last_relay_that_accepts_goes_on() -> None:
+    loads = RelayLoads(2)
+    first, second = Load(loads, 0), Load(loads, 1)
+    assert not first.step_back(), "nobody else is there yet"
+    second.put(ACCEPTS, 1)
+    assert first.step_back() and not second.step_back()
+    first.begin()
+    first.put(ACCEPTS, 1)
+    assert second.step_back() and not first.step_back()

@@ -5,6 +5,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import pytest
@@ -154,6 +155,16 @@ def test_a_standby_that_finds_the_disk_full_stands_by(tmp_path: Path) -> None:
     assert leader.take()
     (tmp_path / "lead.next").mkdir()  # can't be written either
     assert not standby.take() and leader.renew()
+
+
+def test_who_can_start_no_thread_leads_all_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def start(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(threading.Thread, "start", start)
+    lead = FileLead(tmp_path / "lead")
+    assert lead.take() and lead.renew()
+    lead.release()
 
 
 def test_another_file_is_not_overwritten(tmp_path: Path) -> None:

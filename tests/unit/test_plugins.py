@@ -1,0 +1,108 @@
+"""Code that is not ours may raise anything: a configuration that names it is wrong then, in one line."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from balanceroute.config import validate
+from balanceroute.core.policies import BUILT_IN, POLICIES
+from balanceroute.errors import ConfigError
+from balanceroute.prediction import FinishedRequest, build_predictor
+from balanceroute.proxy.admission.forecasts import build_forecasts
+from tests.commands import run_command
+
+WORKERS = {"prefill": {"workers": [{"url": "http://p:1"}]}, "decode": {"workers": [{"url": "http://d:1"}]}}
+RAISES = {
+    "by zero": ("1 / 0", "ZeroDivisionError: division by zero"),
+    "an exit": ("raise SystemExit(3)", "SystemExit: 3"),
+    "an exit without a word": ("raise SystemExit", "SystemExit"),
+    "lines": ("raise RuntimeError('two\\n  lines')", "RuntimeError: two lines"),
+    "no exception of ours": ("raise BaseException('none')", "BaseException: none"),
+}
+OF_MODULES = RAISES | {"no Python": ("def (", "line 1)")}
+SETTINGS = {"policy": ("routing", "policy"), "predictor": ("predictor", "kind")}
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """On the path of imports; what is learned from it is forgotten."""
+    monkeypatch.syspath_prepend(str(tmp_path))
+    yield tmp_path
+    for name in set(POLICIES) - BUILT_IN:
+        del POLICIES[name]
+
+
+def module(folder: Path, number: int, text: str) -> str:
+    """The name of its class; another module for each test."""
+    name = f"of_others_{number}_{folder.name.replace('-', '_')}"
+    (folder / f"{name}.py").write_text(text)
+    return f"{name}:Own"
+
+
+@pytest.mark.parametrize("what", SETTINGS)
+@pytest.mark.parametrize(("statement", "told"), OF_MODULES.values(), ids=OF_MODULES)
+def test_a_module_that_cannot_be_imported_is_one_line(folder: Path, what: str, statement: str, told: str) -> None:
+    section, key = SETTINGS[what]
+    name = module(folder, 1, f"{statement}\n")
+    with pytest.raises(ConfigError, match="^[^\n]*$") as refused:
+        validate(WORKERS | {section: {key: name}})
+    assert f"{what} {name}: " in str(refused.value) and str(refused.value).endswith(told)
+
+
+@pytest.mark.parametrize("what", SETTINGS)
+@pytest.mark.parametrize(("statement", "told"), RAISES.values(), ids=RAISES)
+def test_a_class_that_cannot_be_made_is_one_line(folder: Path, what: str, statement: str, told: str) -> None:
+    section, key = SETTINGS[what]
+    name = module(folder, 2, f"class Own:\n    def __init__(self, *_, **__):\n        {statement}\n")
+    with pytest.raises(ConfigError, match="^[^\n]*$") as refused:
+        build_forecasts(validate(WORKERS | {"routing": {"policy": "br_h"}} | {section: {key: name}}))
+    assert f"{what} {name} with " in str(refused.value) and str(refused.value).endswith(told)
+
+
+@pytest.mark.parametrize("what", SETTINGS)
+def test_an_attribute_that_cannot_be_read_is_one_line(folder: Path, what: str) -> None:
+    section, key = SETTINGS[what]
+    lacking = "    @property\n    def {}(self):\n        1 / 0\n"
+    name = module(
+        folder,
+        3,
+        "class Own:\n    def __init__(self, *_, **__): pass\n" + lacking.format("name") + lacking.format("predict"),
+    )
+    with pytest.raises(ConfigError, match=f"{what} {name}: ZeroDivisionError: division by zero$"):
+        build_forecasts(validate(WORKERS | {"routing": {"policy": "br_h"}} | {section: {key: name}}))
+
+
+def test_a_predictor_that_cannot_learn_from_the_history_is_one_line(folder: Path) -> None:
+    text = (
+        "class Own:\n    def __init__(self, *_, **__): pass\n    predict = predict_one = observe = lambda *_: 1 / 0\n"
+    )
+    name = module(folder, 4, text)
+    with pytest.raises(ConfigError, match=f"^predictor {name}, shown the history: ZeroDivisionError"):
+        build_predictor(name, 8, rows=[FinishedRequest("k", 100, 7)])
+
+
+@pytest.mark.parametrize("command", ["check-config", "serve"])
+@pytest.mark.parametrize("what", SETTINGS)
+@pytest.mark.parametrize(
+    "statement", ["1 / 0", "raise SystemExit(3)", "def ("], ids=["by zero", "an exit", "no Python"]
+)
+def test_a_command_ends_with_one_line_and_2(
+    folder: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    command: str,
+    what: str,
+    statement: str,
+) -> None:
+    file = folder / "router.yaml"
+    file.write_text("prefill: {workers: [{url: 'http://p:1'}]}\ndecode: {workers: [{url: 'http://d:1'}]}\n")
+    arguments = ["check-config", str(file)] if command == "check-config" else ["serve", "--config", str(file)]
+    name = module(folder, 5, f"{statement}\n")
+    code, _, err = run_command(capsys, monkeypatch, *arguments, "--set", f"{'.'.join(SETTINGS[what])}={name}")
+    assert code == 2 and err.startswith("balanceroute: ") and err.count("\n") == 1 and f"{what} {name}: " in err
+
+
+def test_ctrl_c_during_an_import_is_the_operators(folder: Path) -> None:
+    with pytest.raises(KeyboardInterrupt):
+        validate(WORKERS | {"routing": {"policy": module(folder, 6, "raise KeyboardInterrupt\n")}})
