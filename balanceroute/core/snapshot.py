@@ -44,6 +44,7 @@ from balanceroute.core.types import (
 from balanceroute.errors import InvariantError
 
 PROMPT_WEIGHT, WAIT_WEIGHT, ANSWER_WEIGHT = 0.02, 0.01, 0.01  # of a new value in the running means
+USUAL_WEIGHT, MOST_USUAL = 0.005, 20.0  # the same of the mean that rare huge prompts are held against, and its bound
 PLAIN_MEAN_OF = 100  # values: from there on a new one weighs as much as in the EWMA
 START_PROMPTS = 50  # whose mean the EWMA of prompt sizes starts from
 
@@ -55,10 +56,12 @@ class WorkloadMeans:
     The prompt mean is an EWMA (0.02) over all arrivals whose start value is the mean of the first 50; until the 50th
     has arrived that start is refined, with the weight that it still has. Waits at admission are an EWMA (0.01), in
     seconds. Answers are an EWMA (0.01) of the tokens of finished requests, and the plain mean of the first hundred;
-    `prefill_tokens` the same of the work of prompts (`core.prefill_work`).
+    `prefill_tokens` the same of the work of prompts (`core.prefill_work`). In `usual_tokens` (0.005, and the plain mean
+    of the first 200) no prompt counts for more than 20 times the mean so far, so that huge ones do not hide themselves.
     """
 
     prompt_tokens: float = 0.0
+    usual_tokens: float = 0.0
     start_tokens: float = 0.0
     wait_s: float = 0.0
     answer_tokens: float = 0.0
@@ -70,6 +73,8 @@ class WorkloadMeans:
     def see_prompt(self, tokens: int) -> None:
         """Take in the prompt size of a request that became ready."""
         self.prompts += 1
+        usual = self.usual_tokens or float(tokens)
+        self.usual_tokens = usual + max(USUAL_WEIGHT, 1.0 / self.prompts) * (min(tokens, MOST_USUAL * usual) - usual)
         self.prompt_tokens += PROMPT_WEIGHT * (tokens - self.prompt_tokens)
         if self.prompts <= START_PROMPTS:
             shift = (tokens - self.start_tokens) / self.prompts

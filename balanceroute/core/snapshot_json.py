@@ -60,6 +60,7 @@ def _means(snapshot: ClusterSnapshot) -> dict[str, Any]:
     return {
         "prompt_tokens": means.prompt_tokens,
         "start_tokens": means.start_tokens,
+        "usual_tokens": means.usual_tokens,
         "wait_s": means.wait_s,
         "answer_tokens": means.answer_tokens,
         "step_s": snapshot.overlap.step_s,
@@ -282,6 +283,7 @@ def _read_means(snapshot: ClusterSnapshot, means: Any) -> None:
     means = _object(means, "means")
     snapshot.means.prompt_tokens = _number(means, "prompt_tokens", "means")
     snapshot.means.start_tokens = _number(means, "start_tokens", "means", default=snapshot.means.prompt_tokens)
+    snapshot.means.usual_tokens = _number(means, "usual_tokens", "means", default=snapshot.means.prompt_tokens)
     snapshot.means.wait_s = _number(means, "wait_s", "means", default=0.0)
     snapshot.means.answer_tokens = _number(means, "answer_tokens", "means", default=0.0)
     snapshot.overlap.step_s = _number(means, "step_s", "means", default=0.0)

@@ -58,9 +58,9 @@ TargetFit's at no more load spread.
 *Short caps.* A wait of `max_wait_s` is long where hardly anybody waits, as below saturation and after a burst, and wins
 little there. So LevelFit's cap is six mean waits, or a fifteenth of `max_wait_s` where that is more.
 
-*Outliers.* A prompt of k mean requests that goes where no large one ended raises the largest load by k requests, of the
-n that a worker has. For the time R of its answer all G n requests of the barrier are slower by about k / n, which costs
-them G R k together; if it waits for a place, it alone loses. So from k = 20 on a prompt may wait in proportion to
+*Outliers.* A prompt of k usual requests that goes where no large one ended raises the largest load by k requests, of
+the n that a worker has. For the time R of its answer all G n requests of the barrier are slower by about k / n, which
+costs them G R k together; if it waits for a place, it alone loses. So from k = 50 on a prompt may wait in proportion to
 G R k, whatever others wait, at most three times `max_wait_s`. At most one request in k is so large.
 
 *What a slot holds.* Where answers are longer than prompts, the distance from the level is made of answers, and the
@@ -95,7 +95,6 @@ MIN_ACTIVE_TO_HOLD = 4  # with fewer requests on some worker the envelope says l
 MIN_CAP_S = 1e-3  # keeps u finite when max_wait_s is 0, which makes the order first come, first served
 HOLD_SHARE = 0.1  # of the mean answer's time: where answers are short, a slot that stays empty costs more than it wins
 GROWTH_ANSWERS, GROWTH_PART = 2.0, 32.0  # of the memory that is kept for growth: see `kv_room`
-OUTLIER = 20.0  # times what the mean request holds
 LARGE = 5.0  # mean prompts: a larger one counts for no more in the stock, where it waits for its hole
 
 
@@ -107,13 +106,14 @@ class FitRules:
     costs beside its distance; `curvature`: what the square of the distance costs, in mean requests (`mean prompt + c`).
     `size_bonus` and `mean_bonus`: A and B of the ageing. `mean_waits`: in a cap, and `least_cap`: of `max_wait_s`, the
     shortest one. `patience`: times its cap that a request may wait longer, for each mean request of its cost, and
-    `most_patience`, at most. `outlier_patience`: of G mean answers' times, what an outlier may wait for each mean
-    request that it holds, and `most_outlier_wait`: of `max_wait_s`, at most. `growth_share`, `stock_share`: how far T
-    is below the mean, of (1 - 1/G) o, and of what the stock lacks. `hold_from`: the share of its slots that every
-    worker must have in use before a request is held back beside a free one. `swap_passes`: how often the choices for
-    several slots are made again. `sees_memory`: whether a worker gets only what fits its KV memory. `sees_answers`:
-    whether curvature and ageing are measured by the mean answer where that is longer than the mean request.
-    `orders_alone`: whether there is something to choose where one worker is alone.
+    `most_patience`, at most. `outlier_from`: usual requests that an outlier holds; `outlier_patience`: of G mean
+    answers' times, what it may wait for each of them, and `most_outlier_wait`: of `max_wait_s`, at most.
+    `growth_share`, `stock_share`: how far T is below the mean, of (1 - 1/G) o, and of what the stock lacks.
+    `hold_from`: the share of its slots that every worker must have in use before a request is held back beside a free
+    one. `swap_passes`: how often the choices for several slots are made again. `sees_memory`: whether a worker gets
+    only what fits its KV memory. `sees_answers`: whether curvature and ageing are measured by the mean answer where
+    that is longer than the mean request. `orders_alone`: whether there is something to choose where one worker is
+    alone.
     """
 
     overflow_penalty: float
@@ -125,6 +125,7 @@ class FitRules:
     least_cap: float
     patience: float
     most_patience: float
+    outlier_from: float
     outlier_patience: float
     most_outlier_wait: float
     growth_share: float
@@ -146,6 +147,7 @@ TARGET_FIT = FitRules(
     least_cap=1.0,
     patience=0.1,
     most_patience=5.0,
+    outlier_from=math.inf,
     outlier_patience=0.0,
     most_outlier_wait=0.0,
     growth_share=0.0,
@@ -166,7 +168,8 @@ LEVEL_FIT = FitRules(
     least_cap=1 / 15,
     patience=0.07,
     most_patience=0.7,
-    outlier_patience=1 / 60,
+    outlier_from=50.0,
+    outlier_patience=1 / 64,
     most_outlier_wait=3.0,
     growth_share=1.1,
     stock_share=1.0,
@@ -363,14 +366,14 @@ def caps_s(
 def _outlier_caps_s(
     costs: FloatArray, snapshot: ClusterSnapshot, params: TargetFitParams, rules: FitRules
 ) -> FloatArray:
-    """The caps of requests that cost a multiple of what others hold, seconds, 0 for the others; shape (n,)."""
+    """The caps of requests that cost many times what usual ones hold, seconds, 0 for the others; shape (n,)."""
     stay_s, means = snapshot.mean_stay_s(), snapshot.means
     if stay_s == math.inf:
         return np.zeros(len(costs))
-    times: FloatArray = costs / (means.prompt_tokens + means.answer_tokens / 2.0 + snapshot.request_tokens)
+    times: FloatArray = costs / (means.usual_tokens + means.answer_tokens / 2.0 + snapshot.request_tokens)
     cap_s: FloatArray = times * (rules.outlier_patience * snapshot.n_in_barrier * stay_s)
     np.minimum(cap_s, rules.most_outlier_wait * params.max_wait_s, out=cap_s)
-    cap_s[times < OUTLIER] = 0.0
+    cap_s[times < rules.outlier_from] = 0.0
     return cap_s
 
 

@@ -323,6 +323,25 @@ def test_a_prompt_that_costs_hardly_more_than_any_other_request_waits_hardly_lon
     assert caps == pytest.approx([1.07 * 12, 1.14 * 12])
 
 
+@pytest.mark.parametrize(
+    ("usual_requests", "cap_s"),
+    [(49, 1.7 * 12), (64, 2 * 10 * 1.0), (128, 2 * 10 * 2.0), (2000, 180.0)],
+    ids=["large", "less than what others wait", "an outlier", "the most"],
+)
+def test_an_outlier_waits_by_what_it_costs_the_others_in_the_time_of_an_answer(
+    usual_requests: int, cap_s: float
+) -> None:
+    snapshot = a_scheduler("level_fit", workers=2).snapshot
+    means = snapshot.means
+    means.prompt_tokens = means.usual_tokens = 100.0
+    means.wait_s, means.answer_tokens, means.answers = 2.0, 200.0, 100
+    sizes = np.array([200.0 * usual_requests])  # a usual request holds its prompt and half of its answer
+    others = caps_s(sizes, snapshot, TargetFitParams(60.0, 0.5), LEVEL_FIT)
+    assert others == pytest.approx([1.7 * 12]), "how long an answer takes is not known yet"
+    snapshot.overlap.step_s = 0.05
+    assert caps_s(sizes, snapshot, TargetFitParams(60.0, 0.5), LEVEL_FIT) == pytest.approx([max(cap_s, 1.7 * 12)])
+
+
 def test_one_worker_alone_gets_what_waits_in_its_order_as_far_as_memory_goes() -> None:
     scheduler = level_fitting([[400] * 4], slots=4, mean_prompt=300.0)
     pool_all(scheduler, {"a": 5_000, "b": 10, "c": 300})

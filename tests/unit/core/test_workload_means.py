@@ -30,6 +30,22 @@ def test_the_prompt_mean_stays_between_the_smallest_and_the_largest_prompt(promp
         assert min(prompts) * 0.999 <= means.prompt_tokens <= max(prompts) * 1.001
 
 
+def test_rare_huge_prompts_hardly_move_the_mean_that_they_are_held_against() -> None:
+    means = WorkloadMeans()
+    for number in range(5000):
+        means.see_prompt(150_000 if number % 250 == 249 else 600)
+    assert 600 < means.usual_tokens < 800
+    assert WorkloadMeans().usual_tokens == 0.0
+
+
+@given(st.integers(1, 200_000), sizes)
+def test_the_usual_mean_follows_when_all_prompts_become_larger(small: int, prompts: list[int]) -> None:
+    means = WorkloadMeans()
+    for tokens in [small, *prompts, *[200_000] * 2000]:
+        means.see_prompt(tokens)
+    assert means.usual_tokens == pytest.approx(200_000, rel=0.01)
+
+
 def test_answers_are_averaged_plainly_at_first_and_then_with_a_short_memory() -> None:
     means = WorkloadMeans()
     for tokens in (10, 20, 60):
