@@ -1,5 +1,6 @@
 """`balanceroute load`."""
 
+from functools import partial
 from typing import Annotated, Any
 
 import typer
@@ -42,7 +43,8 @@ def load(
 
     if not (prompt_scale > 0 and output_scale > 0 and (rate is None or rate > 0)):
         raise InputError("--rate, --prompt-scale and --output-scale must be above 0")
-    requests = load_trace(trace, seed=seed, rows=max_requests).with_lengths(prompt_scale, output_scale)
+    requests = load_trace(trace, seed=seed, rows=max_requests, on_note=partial(typer.echo, err=True))
+    requests = requests.with_lengths(prompt_scale, output_scale)
     if rate is not None:
         requests = requests.at_rate(rate)
     options = LoadOptions(url, model, api_key, time_scale, timeout, seed)

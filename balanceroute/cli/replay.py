@@ -1,6 +1,7 @@
 """`balanceroute replay`."""
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -130,7 +131,7 @@ def replay(
         engine_balancer_blocks=engine_balancer,
         failures=tuple(parse_failure(text) for text in fail or []),
     )
-    requests = load_trace(trace, seed=seed, rows=max_requests)
+    requests = load_trace(trace, seed=seed, rows=max_requests, on_note=partial(typer.echo, err=True))
     job = Replay(
         trace=requests if load is None else at_load(requests, load, setting.checked()),
         policy=parse_params(PolicySettings(policy=policy, seed=seed), param or []),

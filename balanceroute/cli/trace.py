@@ -68,12 +68,8 @@ def convert(
     check_written(out)
     result = convert_trace(source, TraceFormat(format), jitter_s=jitter, seed=seed)
     write_trace(result.trace, out)
-    if result.without_output:
-        typer.echo(f"left out {result.without_output:,} requests that generated nothing", err=True)
-    if result.estimated:
-        typer.echo(
-            f"estimated the lengths of {result.estimated:,} requests whose tokens the log does not list", err=True
-        )
+    for note in result.notes:
+        typer.echo(note, err=True)
     show(result.trace, out, json=json)
 
 

@@ -272,7 +272,7 @@ def verdict_table(
     for bar, judged, lost, most in bars:
         failing = sorted(((lost(row), row[0].cell.name) for row in judged if lost(row) > most), reverse=True)
         named = "; ".join(f"{name} ({by:.1%})" for by, name in failing) or "-"
-        table.add(bar, "no" if failing else "yes", len(judged) - len(failing), len(judged), named)
+        table.add(bar, "no" if failing else "yes" if judged else "-", len(judged) - len(failing), len(judged), named)
     return table
 
 

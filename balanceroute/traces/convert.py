@@ -63,6 +63,16 @@ class Conversion:
     without_output: int
     estimated: int = 0
 
+    @property
+    def notes(self) -> list[str]:
+        """What whoever goes by the trace should know, as sentences."""
+        notes = []
+        if self.without_output:
+            notes.append(f"left out {self.without_output:,} requests that generated nothing")
+        if self.estimated:
+            notes.append(f"estimated the lengths of {self.estimated:,} requests whose tokens the log does not list")
+        return notes
+
 
 def convert_trace(
     path: str | Path | Source, format: TraceFormat = TraceFormat.AUTO, *, jitter_s: float = 0.0, seed: int = 0

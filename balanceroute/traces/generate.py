@@ -141,12 +141,20 @@ def generate_trace(
     return Trace(np.round(scaled.arrival_s, 6), prompts, outputs, names)
 
 
-def load_trace(name: str, *, seed: int = 0, rows: int | None = None) -> Trace:
+def load_trace(
+    name: str, *, seed: int = 0, rows: int | None = None, on_note: Callable[[str], None] = lambda _: None
+) -> Trace:
     """A trace by file name, or a generated one by the name of a preset; a file in another form is converted.
 
     `-` is standard input. The first `rows` of it: of a preset, of the 8,000 requests that it draws without a limit.
+    `on_note`: told what a conversion left out or estimated.
     """
     if name in PRESETS and not Path(name).exists():
         return generate_trace(name, seed=seed).head(rows)
     source = Source(name)  # one for both: a pipe gives its bytes once
-    return (convert_trace(source).trace if is_foreign(source) else read_trace(source)).head(rows)
+    if not is_foreign(source):
+        return read_trace(source).head(rows)
+    conversion = convert_trace(source)
+    for note in conversion.notes:
+        on_note(note)
+    return conversion.trace.head(rows)

@@ -165,3 +165,15 @@ def test_bad_input_is_one_line_and_exit_code_2(
     message = capsys.readouterr().err
     assert reason in message
     assert message.count("\n") == 1
+
+
+def test_a_trace_in_another_form_is_replayed_with_a_word_on_what_was_left_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    source = tmp_path / "azure.csv"
+    rows = "".join(f"2024-05-10 00:00:{second:02},10,{second % 3}\n" for second in range(30))
+    source.write_text("TIMESTAMP,ContextTokens,GeneratedTokens\n" + rows)
+    assert run(monkeypatch, "--trace", str(source), "--json") == 0
+    shown = capsys.readouterr()
+    assert json.loads(shown.out)["admitted"] == 20
+    assert shown.err == "left out 10 requests that generated nothing\n"
