@@ -18,7 +18,6 @@ import socket
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
-from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any, Final
@@ -30,8 +29,7 @@ from starlette.routing import Route
 
 from balanceroute.build import scheduler_config
 from balanceroute.config import Config
-from balanceroute.errors import ConfigError, NoHealthyWorkers
-from balanceroute.proxy.admission.forecasts import Keys
+from balanceroute.errors import ConfigError
 from balanceroute.proxy.admission.tickets import Tickets
 from balanceroute.proxy.app import (
     HANDLERS,
@@ -49,12 +47,10 @@ from balanceroute.proxy.client.acceptor import Acceptor
 from balanceroute.proxy.client.relay_loads import ACCEPTS, Load, RelayLoads
 from balanceroute.proxy.client.services import ClientServices
 from balanceroute.proxy.configured import Configured
-from balanceroute.proxy.life.pool_reaper import PERIOD_S, PoolReaper
-from balanceroute.proxy.life.suspicion import Loss
 from balanceroute.proxy.link.callbacks import CallbackListener, OtherRelays
-from balanceroute.proxy.link.messages import FAR, Activity, Counted, Explained, Learned, Silent, Workers
+from balanceroute.proxy.link.messages import FAR
 from balanceroute.proxy.link.reach import FarReach, Reach, SocketReach
-from balanceroute.proxy.link.remote import LOST, NOBODY, RemoteBrain
+from balanceroute.proxy.link.remote import NOBODY, RemoteBrain
 from balanceroute.proxy.ops.admin import json_response
 from balanceroute.proxy.ops.forwarding import Forwarding
 from balanceroute.proxy.ops.metaserver import Metaserver
@@ -63,147 +59,24 @@ from balanceroute.proxy.perimeter.key_table import KeyTable, Seat
 from balanceroute.proxy.perimeter.perimeter import Perimeter
 from balanceroute.proxy.perimeter.routes import ACCESS, Access
 from balanceroute.proxy.perimeter.tls import Tls
+from balanceroute.proxy.relay_services import RelayServices
 from balanceroute.proxy.run_folder import CountsFile, RunFolder
 from balanceroute.proxy.server import ChildServer
 from balanceroute.proxy.telemetry.metrics import Metrics
-from balanceroute.proxy.telemetry.ticks import until_tick_s
 from balanceroute.proxy.wire.connectors import connector_for
 from balanceroute.proxy.workers.connector_check import shortened
 from balanceroute.proxy.workers.drainer import Drainer
-from balanceroute.proxy.workers.fleet import Worker
 from balanceroute.proxy.workers.pins import PinRecord
 from balanceroute.proxy.workers.relay_fleet import RelayFleet
-from balanceroute.proxy.workers.silence import FrozenGroup
 
 log = logging.getLogger(__name__)
 
-COUNTS_S: Final = 1.0
-FRESHEN_S: Final = 3600.0  # cleaners of temporary folders remove what is older than some days
 PINS_TRIES: Final = 10
 PINS_PAUSE_S: Final = 0.05
 LEFT_S: Final = 5.0  # between two looks for records of relays that are gone
 ANOTHER_S: Final = 1.0  # between two looks for a relay that accepts
 ALIVE: Final = ("/health", "/ping")  # that this process lives, it says itself
 READY: Final = "/ready"
-UNKNOWN: Final = "Which workers there are is not known yet: what decides for this router is not there."
-
-
-@dataclass(slots=True, eq=False, kw_only=True)
-class RelayServices(ClientServices):
-    """Everything of a relay; `fleet` is a `RelayFleet`."""
-
-    brain: RemoteBrain
-    following: RelayFleet
-    folder: RunFolder
-    name: str
-    counts_file: CountsFile
-    kept: bytes = b""  # of the counts
-    told: Activity | None = None  # last; None: the brain that is there has not heard
-    known: asyncio.Event = field(default_factory=asyncio.Event)  # a brain has named the workers
-
-    def begin_drain(self) -> None:
-        """Refuse every new request from now on."""
-        self.brain.leaving = True
-
-    async def know_workers(self, within_s: float) -> None:
-        """See `ClientServices`: a brain tells it."""
-        try:
-            async with asyncio.timeout(within_s):
-                await self.known.wait()
-        except TimeoutError:
-            raise NoHealthyWorkers(UNKNOWN, retry_after_s=1.0) from None
-
-    def void(self, request_id: str) -> None:
-        """The brain has given up its hold on a request: its stream ends."""
-        for leg in list(self.legs):
-            if leg.id == request_id:
-                leg.interrupt(NoHealthyWorkers(LOST, retry_after_s=1.0))
-
-    def name_workers(self, message: Workers, whole: bool) -> None:
-        """The brain says which workers there are, or what has changed."""
-        self.following.follow(message, whole)
-        self.known.set()
-
-    def note_connector(self, worker: Worker, connector: str | None) -> None:
-        """Take note of what a prefiller's parameters have told, and tell the brain."""
-        self.brain.report(Learned(worker.id, connector))
-        ClientServices.note_connector(self, worker, connector)
-
-    def tell_explained(self, losses: list[Loss]) -> None:
-        """Tell the other relays which workers have died of a request."""
-        now = self.loop.time()
-        ages_s = tuple(now - loss.at_s for loss in losses)
-        self.brain.report(Explained(tuple(loss.worker for loss in losses), ages_s))
-
-    def explained(self, message: Explained) -> None:
-        """Workers have died of another relay's request."""
-        now = self.loop.time()
-        for worker_id, age_s in zip(message.workers, message.ages_s, strict=False):
-            self.suspicions.explained_elsewhere(worker_id, now - age_s)
-
-    def tell_counts(self) -> None:
-        """Tell the brain what has been counted, for a page of metrics that is one for all processes, and keep it."""
-        self.kept = b""
-        self.keep_counts()
-
-    def keep_counts(self) -> None:
-        """If anything was counted, keep it for this relay's next life and for a brain yet to come, then tell it."""
-        counts = self.metrics.counts()
-        if counts != self.kept:
-            kept = self.counts_file.keep(counts)  # first: what is shown must not fall with this process
-            self.kept = counts if kept else b""
-            self.brain.report(Counted(counts))
-
-    async def count(self) -> None:
-        """Every second, tell and keep what has been counted, if that is new; until cancelled."""
-        while True:
-            await asyncio.sleep(until_tick_s(self.loop.time(), COUNTS_S))
-            self.keep_counts()
-
-    async def freshen(self) -> None:
-        """Every hour, keep the run folder from what removes old files; until cancelled."""
-        while True:
-            try:
-                self.folder.freshen()
-            except OSError as error:
-                log.warning("files of the run folder may look old", extra={"error": error.strerror})
-            await asyncio.sleep(until_tick_s(self.loop.time(), FRESHEN_S))
-
-    def silence(self, message: Silent) -> None:
-        """Groups of workers have fallen silent together, or no longer."""
-        now = self.loop.time()
-        self.frozen[:] = [FrozenGroup(group.name, group.workers, now - group.age_s) for group in message.groups]
-
-    def salted(self, salt: bytes | None) -> None:
-        """The keys of prompts that the brain's predictor knows."""
-        self.keyer = None if salt is None else Keys(salt, self.config.predictor.key_header is not None)
-
-    async def look(self) -> None:
-        """A few times per second, look at what waits, then tell what goes on here; until cancelled."""
-        reaper = PoolReaper(self, lambda: None, judges=False)
-        while True:
-            await asyncio.sleep(until_tick_s(self.loop.time(), PERIOD_S))
-            reaper.look()
-            self.report()
-
-    def report(self) -> None:
-        """Tell a brain what goes on here. While nothing does, once is enough: no process wakes up for it."""
-        if self.brain.member is None:
-            return  # what keys have used since then is told to the next one
-        awaited = {leg.decoder_id for leg in self.legs if leg.decoder_id and leg.expects_tokens_from(leg.decoder_id)}
-        uses = self.following.uses(self.loop.time(), awaited)
-        keys = () if self.perimeter.keys is None else self.perimeter.keys.uses()
-        activity = Activity(self.exchanges, self.drainer.pending, uses, keys)
-        if uses or keys or activity != self.told:
-            self.brain.report(activity)
-            self.told = activity
-
-    def joined(self) -> None:
-        """A new brain joined: resend what is otherwise sent only on change."""
-        self.told = None
-        self.tell_counts()
-        if self.perimeter.keys is not None:
-            self.perimeter.keys.forget_elsewhere()
 
 
 class RelayApp(ClientApp):

@@ -21,7 +21,8 @@ from balanceroute.proxy.link.messages import Activity, Counted, Explained, Judge
 from balanceroute.proxy.link.remote import RemoteBrain
 from balanceroute.proxy.perimeter.key_use import KeyUse
 from balanceroute.proxy.perimeter.perimeter import Perimeter
-from balanceroute.proxy.relay import COUNTS_S, RelayServices, reload_relay
+from balanceroute.proxy.relay import reload_relay
+from balanceroute.proxy.relay_services import COUNTS_S, RelayServices
 from balanceroute.proxy.run_folder import RunFolder
 from tests.integration.relayed import SLOW, Relay, Relayed, a_brain, a_relay, answered, relayed
 from tests.integration.router import FAST, configuration, patient

@@ -1,0 +1,143 @@
+"""What a relay has, and what it hears from the brain and tells it beside its tickets."""
+
+import asyncio
+import logging
+from dataclasses import dataclass, field
+from typing import Final
+
+from balanceroute.errors import NoHealthyWorkers
+from balanceroute.proxy.admission.forecasts import Keys
+from balanceroute.proxy.client.services import ClientServices
+from balanceroute.proxy.life.pool_reaper import PERIOD_S, PoolReaper
+from balanceroute.proxy.life.suspicion import Loss
+from balanceroute.proxy.link.messages import Activity, Counted, Explained, Learned, Silent, Workers
+from balanceroute.proxy.link.remote import LOST, RemoteBrain
+from balanceroute.proxy.run_folder import CountsFile, RunFolder
+from balanceroute.proxy.telemetry.ticks import until_tick_s
+from balanceroute.proxy.workers.fleet import Worker
+from balanceroute.proxy.workers.relay_fleet import RelayFleet
+from balanceroute.proxy.workers.silence import FrozenGroup
+
+log = logging.getLogger(__name__)
+
+COUNTS_S: Final = 1.0
+FRESHEN_S: Final = 3600.0  # cleaners of temporary folders remove what is older than some days
+UNKNOWN: Final = "Which workers there are is not known yet: what decides for this router is not there."
+
+
+@dataclass(slots=True, eq=False, kw_only=True)
+class RelayServices(ClientServices):
+    """Everything of a relay; `fleet` is a `RelayFleet`."""
+
+    brain: RemoteBrain
+    following: RelayFleet
+    folder: RunFolder
+    name: str
+    counts_file: CountsFile
+    kept: bytes = b""  # of the counts
+    told: Activity | None = None  # last; None: the brain that is there has not heard
+    known: asyncio.Event = field(default_factory=asyncio.Event)  # a brain has named the workers
+
+    def begin_drain(self) -> None:
+        """Refuse every new request from now on."""
+        self.brain.leaving = True
+
+    async def know_workers(self, within_s: float) -> None:
+        """See `ClientServices`: a brain tells it."""
+        try:
+            async with asyncio.timeout(within_s):
+                await self.known.wait()
+        except TimeoutError:
+            raise NoHealthyWorkers(UNKNOWN, retry_after_s=1.0) from None
+
+    def void(self, request_id: str) -> None:
+        """The brain has given up its hold on a request: its stream ends."""
+        for leg in list(self.legs):
+            if leg.id == request_id:
+                leg.interrupt(NoHealthyWorkers(LOST, retry_after_s=1.0))
+
+    def name_workers(self, message: Workers, whole: bool) -> None:
+        """The brain says which workers there are, or what has changed."""
+        self.following.follow(message, whole)
+        self.known.set()
+
+    def note_connector(self, worker: Worker, connector: str | None) -> None:
+        """Take note of what a prefiller's parameters have told, and tell the brain."""
+        self.brain.report(Learned(worker.id, connector))
+        ClientServices.note_connector(self, worker, connector)
+
+    def tell_explained(self, losses: list[Loss]) -> None:
+        """Tell the other relays which workers have died of a request."""
+        now = self.loop.time()
+        ages_s = tuple(now - loss.at_s for loss in losses)
+        self.brain.report(Explained(tuple(loss.worker for loss in losses), ages_s))
+
+    def explained(self, message: Explained) -> None:
+        """Workers have died of another relay's request."""
+        now = self.loop.time()
+        for worker_id, age_s in zip(message.workers, message.ages_s, strict=False):
+            self.suspicions.explained_elsewhere(worker_id, now - age_s)
+
+    def tell_counts(self) -> None:
+        """Tell the brain what has been counted, for a page of metrics that is one for all processes, and keep it."""
+        self.kept = b""
+        self.keep_counts()
+
+    def keep_counts(self) -> None:
+        """If anything was counted, keep it for this relay's next life and for a brain yet to come, then tell it."""
+        counts = self.metrics.counts()
+        if counts != self.kept:
+            kept = self.counts_file.keep(counts)  # first: what is shown must not fall with this process
+            self.kept = counts if kept else b""
+            self.brain.report(Counted(counts))
+
+    async def count(self) -> None:
+        """Every second, tell and keep what has been counted, if that is new; until cancelled."""
+        while True:
+            await asyncio.sleep(until_tick_s(self.loop.time(), COUNTS_S))
+            self.keep_counts()
+
+    async def freshen(self) -> None:
+        """Every hour, keep the run folder from what removes old files; until cancelled."""
+        while True:
+            try:
+                self.folder.freshen()
+            except OSError as error:
+                log.warning("files of the run folder may look old", extra={"error": error.strerror})
+            await asyncio.sleep(until_tick_s(self.loop.time(), FRESHEN_S))
+
+    def silence(self, message: Silent) -> None:
+        """Groups of workers have fallen silent together, or no longer."""
+        now = self.loop.time()
+        self.frozen[:] = [FrozenGroup(group.name, group.workers, now - group.age_s) for group in message.groups]
+
+    def salted(self, salt: bytes | None) -> None:
+        """The keys of prompts that the brain's predictor knows."""
+        self.keyer = None if salt is None else Keys(salt, self.config.predictor.key_header is not None)
+
+    async def look(self) -> None:
+        """A few times per second, look at what waits, then tell what goes on here; until cancelled."""
+        reaper = PoolReaper(self, lambda: None, judges=False)
+        while True:
+            await asyncio.sleep(until_tick_s(self.loop.time(), PERIOD_S))
+            reaper.look()
+            self.report()
+
+    def report(self) -> None:
+        """Tell a brain what goes on here. While nothing does, once is enough: no process wakes up for it."""
+        if self.brain.member is None:
+            return  # what keys have used since then is told to the next one
+        awaited = {leg.decoder_id for leg in self.legs if leg.decoder_id and leg.expects_tokens_from(leg.decoder_id)}
+        uses = self.following.uses(self.loop.time(), awaited)
+        keys = () if self.perimeter.keys is None else self.perimeter.keys.uses()
+        activity = Activity(self.exchanges, self.drainer.pending, uses, keys)
+        if uses or keys or activity != self.told:
+            self.brain.report(activity)
+            self.told = activity
+
+    def joined(self) -> None:
+        """A new brain joined: resend what is otherwise sent only on change."""
+        self.told = None
+        self.tell_counts()
+        if self.perimeter.keys is not None:
+            self.perimeter.keys.forget_elsewhere()
