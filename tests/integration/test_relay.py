@@ -17,6 +17,7 @@ from balanceroute.config import Config, digest_of
 from balanceroute.emulator import EmulatedCluster
 from balanceroute.errors import KeyLimit
 from balanceroute.proxy import relay as module
+from balanceroute.proxy import relay_services
 from balanceroute.proxy.link.messages import Activity, Counted, Explained, Judged, Learned
 from balanceroute.proxy.link.remote import RemoteBrain
 from balanceroute.proxy.perimeter.key_use import KeyUse
@@ -121,7 +122,7 @@ async def test_without_a_brain_what_any_worker_answers_is_503_with_the_reason(tm
 
 
 async def test_a_relay_keeps_the_files_of_its_run_folder_from_growing_old(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "FRESHEN_S", 0.05)
+    monkeypatch.setattr(relay_services, "FRESHEN_S", 0.05)
     async with relayed(FAST, count=1) as router:
         file = router.folder.operators
         os.utime(file, (0, 0))
