@@ -22,6 +22,7 @@ Behind a barrier every rank's steps take as long as the slowest one's, so its ra
 that step independently have the a of their own fits: relative to the middle one, that is their slowdown.
 """
 
+import math
 import re
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
@@ -39,6 +40,7 @@ Floats = NDArray[np.float64]
 
 ENOUGH_STEPS = 30  # fewer say little: of a slope, of a common barrier, or of what kind of engine it was
 LEAST_R2 = 0.2  # share of the variance below which a fit is no use for predicting a step
+MUCH_BETTER_R2 = 0.1  # by which one rank's own load must surpass the largest one to be the cause of the steps
 LEAST_T = 4.0  # errors that a coefficient must be away from 0: one in 15,000 by chance
 LEAST_MS = 0.01  # of a step: less is the rounding of a log
 FAR_OFF = 8.0  # median absolute deviations: a step further off the line is a pause, not a step
@@ -284,6 +286,17 @@ class Observed:
             c_tokens = found.c_tokens
         return found
 
+    def doubted(self, fit: Fit | None, files: Sequence[str]) -> Fit | None:
+        """The fit, with a doubt where one rank's own load explains the steps much better than the largest load does."""
+        if fit is None or fit.doubt is not None:
+            return fit
+        own = [_fit(*rank, self.step_ms) for rank in zip(self.loads, self.requests, strict=True)]
+        best = max(range(len(own)), key=lambda index: _r2(own[index]))
+        if _r2(own[best]) < fit.r2 + MUCH_BETTER_R2:
+            return fit
+        found = f"R2 {_r2(own[best]):.3f} instead of {fit.r2:.3f}"
+        return replace(fit, doubt=f"the load of {files[best]} alone explains the steps better ({found}): it is slower")
+
     def slope_with(self, c_tokens: float) -> float:
         """a where c is given, us per token; nan where there is none."""
         load = (self.loads + c_tokens * self.requests).max(axis=0)
@@ -310,7 +323,7 @@ def _group(members: Sequence[Log]) -> tuple[Group, Observed]:
         load_spread_mean=mean,
         load_spread_p99=float(np.percentile(spread, 99)),
         load_spread_of_mean_ratio=mean / mean_load if mean_load else None,
-        fit=observed.fit(),
+        fit=observed.doubted(observed.fit(), files),
     )
     return group, observed
 
@@ -450,6 +463,10 @@ class _Line:
         if len(self.rest) < ENOUGH_STEPS:
             return f"{len(self.rest)} steps are too few"
         return None
+
+
+def _r2(fit: Fit | None) -> float:
+    return -math.inf if fit is None or fit.doubt is not None else fit.r2
 
 
 def ratio(coefficient: float, error: float) -> float:

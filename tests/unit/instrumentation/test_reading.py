@@ -200,6 +200,14 @@ def test_servers_that_step_independently_are_told_apart_and_have_slowdowns(tmp_p
     assert summary.request_tokens == pytest.approx(2000, rel=0.1)
 
 
+def test_a_rank_that_alone_explains_the_steps_of_its_barrier_is_named_as_slower(tmp_path: Path) -> None:
+    summary = summarise(engines(tmp_path, 4, barrier=True, slowdowns=(1.0, 1.0, 1.0, 1.5)))
+    (group,) = summary.groups
+    assert group.fit is not None and group.fit.doubt is not None
+    assert group.files[3] in group.fit.doubt and "slower" in group.fit.doubt
+    assert summary.request_tokens is None
+
+
 def test_two_ranks_of_one_number_are_two_servers(tmp_path: Path) -> None:
     one, two = tmp_path / "steps-dp0-1.csv", tmp_path / "steps-dp0-2.csv"
     assert len(summarise([a_log(one, [1000, 2000, 4000]), a_log(two, [1000, 2000, 4000])]).groups) == 2
