@@ -30,12 +30,8 @@ SLOTS = 64
 
 def cells(scope: Scope) -> list[Cell]:
     """One cell for each workload, always the same ones."""
-    return [_cell(number) for number in numbers(scope)]
-
-
-def numbers(scope: Scope) -> Sequence[int]:
-    """Of the workloads of a scope."""
-    return QUICK_WORKLOADS if scope.quick else range(RARE_FROM + RARE_WORKLOADS)
+    numbers = QUICK_WORKLOADS if scope.quick else range(RARE_FROM + RARE_WORKLOADS)
+    return [_cell(number) for number in numbers]
 
 
 def _cell(number: int) -> Cell:
@@ -119,6 +115,6 @@ def makespan_table(scope: Scope, results: Results, busy: Sequence[Sequence[grid.
 def workload_table(scope: Scope) -> Table:
     """What was drawn."""
     table = Table("drawn_workloads", ["workload", "what it is", "requests"])
-    for number, cell in zip(numbers(scope), cells(scope), strict=True):
-        table.add(cell.name, str(drawn_workload(number)), cell.rows)
+    for cell in cells(scope):
+        table.add(cell.name, str(drawn_workload(int(cell.shape.removeprefix(DRAWN)))), cell.rows)
     return table

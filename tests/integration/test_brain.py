@@ -232,14 +232,14 @@ async def test_streams_go_on_at_a_worker_that_leaves_when_another_brain_leads(ta
             config = without
             await change("remove")
             await until(lambda: name not in router.brain.services.fleet)
-            await reload_brain(router.brain, without)
+            await reload_brain(router.brain, without, Perimeter(without))
             await change("add")
             await until(lambda: states(relay).get(name) is WorkerState.UP)
         streams = asyncio.gather(*(answered(relay, number) for number in range(4)))
         await until(lambda: len(router.brain.services.ledger.scheduler.snapshot.worker(name).active) == 2)
         if taken_out_by == "a configuration":
             config = without
-            await reload_brain(router.brain, without)
+            await reload_brain(router.brain, without, Perimeter(without))
         else:
             await change("remove")
         router.brain.end()

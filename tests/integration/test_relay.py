@@ -3,57 +3,21 @@
 import asyncio
 import errno
 import logging
-import os
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import Any
 
 import httpx
 import pytest
-import yaml
 
-from balanceroute.config import Config, digest_of
-from balanceroute.emulator import EmulatedCluster
-from balanceroute.errors import KeyLimit
 from balanceroute.proxy import relay as module
-from balanceroute.proxy import relay_services
-from balanceroute.proxy.link.messages import Activity, Counted, Explained, Judged, Learned
-from balanceroute.proxy.link.remote import RemoteBrain
-from balanceroute.proxy.perimeter.key_use import KeyUse
 from balanceroute.proxy.perimeter.perimeter import Perimeter
 from balanceroute.proxy.relay import reload_relay
-from balanceroute.proxy.relay_services import COUNTS_S, RelayServices
 from balanceroute.proxy.run_folder import RunFolder
-from tests.integration.relayed import SLOW, Relay, Relayed, a_brain, a_relay, answered, relayed
-from tests.integration.router import FAST, configuration, patient
+from tests.integration.relayed import SLOW, Relayed, a_brain, answered, relayed
+from tests.integration.router import FAST
 from tests.integration.test_proxy_answers import completion
 from tests.waiting import until
 
 pytestmark = pytest.mark.anyio
-
-
-class Overheard:
-    """A relay's brain, and the kinds of what is reported to it."""
-
-    def __init__(self, brain: RemoteBrain, told: list[type]) -> None:
-        self._brain, self._told = brain, told
-
-    def report(self, message: Judged | Activity | Counted | Learned | Explained) -> None:
-        """As `RemoteBrain.report`."""
-        self._told.append(type(message))
-        self._brain.report(message)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._brain, name)
-
-
-def a_key(folder: Path, **limits: int) -> Path:
-    """A file of one key, `key`."""
-    path = folder / "keys.yaml"
-    path.write_text(yaml.safe_dump({"keys": [{"name": "a", "sha256": digest_of(b"key").hex(), **limits}]}))
-    path.chmod(0o600)
-    return path
 
 
 async def streams_end(router: Relayed) -> None:
@@ -85,50 +49,6 @@ async def test_without_a_brain_relays_live_and_new_requests_wait_for_one() -> No
             await until(lambda: not brain.services.ledger.requests)
 
 
-@asynccontextmanager
-async def a_new_relay(folder: Path, deadline_s: float) -> AsyncIterator[tuple[Config, Relay]]:
-    """One that no brain has told anything."""
-    async with EmulatedCluster(patient(FAST)) as cluster:
-        config = configuration(cluster, queue={"deadline_s": deadline_s})
-        async with a_relay(config, RunFolder(folder), "relay-0") as relay:
-            yield config, relay
-
-
-async def test_what_any_worker_answers_waits_for_the_brain_that_tells_which_there_are(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    wait, waits = RelayServices.know_workers, []
-
-    async def counted(services: RelayServices, within_s: float) -> None:
-        waits.append(within_s)
-        await wait(services, within_s)
-
-    monkeypatch.setattr(RelayServices, "know_workers", counted)
-    async with a_new_relay(tmp_path, deadline_s=60.0) as (config, relay):
-        asks = asyncio.gather(
-            relay.client.get("/v1/models"),
-            relay.client.post("/tokenize", json={"model": "emulated", "prompt": "abc"}),
-        )
-        await until(lambda: len(waits) == 2)
-        async with a_brain(config, RunFolder(tmp_path), relays=1):
-            assert [answer.status_code for answer in await asks] == [200, 200]
-
-
-async def test_without_a_brain_what_any_worker_answers_is_503_with_the_reason(tmp_path: Path) -> None:
-    async with a_new_relay(tmp_path, deadline_s=0.1) as (_, relay):
-        answer = await relay.client.get("/v1/models")
-        assert answer.status_code == 503 and answer.headers["retry-after"]
-        assert "what decides for this router is not there" in answer.json()["error"]["message"]
-
-
-async def test_a_relay_keeps_the_files_of_its_run_folder_from_growing_old(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(relay_services, "FRESHEN_S", 0.05)
-    async with relayed(FAST, count=1) as router:
-        file = router.folder.operators
-        os.utime(file, (0, 0))
-        await until(lambda: file.stat().st_mtime > 0)
-
-
 async def test_a_relay_that_drains_is_not_ready_whatever_its_brain_is() -> None:
     async with relayed(FAST, count=1) as router:
         relay = router.relays[0]
@@ -138,50 +58,6 @@ async def test_a_relay_that_drains_is_not_ready_whatever_its_brain_is() -> None:
         ready = await relay.client.get("/ready")
         assert (ready.status_code, ready.json()["status"]) == (503, "draining")
         assert (await relay.client.get("/health")).status_code == 200
-
-
-async def test_what_keys_use_while_there_is_no_brain_is_told_to_the_next_one(tmp_path: Path) -> None:
-    async with relayed(FAST, auth={"client_keys": str(a_key(tmp_path, requests_per_minute=9))}) as router:
-        one, other = (relay.app.services for relay in router.relays)
-        (ours,), (theirs,) = one.perimeter.keys or (), other.perimeter.keys or ()
-        theirs.used_elsewhere("relay-0", KeyUse("a", 5, 0, 0), 0.0)  # in flight, says the brain that is there
-        router.brain.end()
-        await until(lambda: one.brain.member is None and other.brain.member is None)
-        for _ in range(9):
-            ours.enter(one.loop.time())
-            ours.leave(one.loop.time())
-        looked_s = one.last_look_s
-        await until(lambda: one.last_look_s > looked_s + 0.5)  # it has had the time to tell nobody
-        async with a_brain(router.config, router.folder):
-            await until(lambda: one.brain.member is not None and other.brain.member is not None)
-            await until(lambda: theirs.elsewhere == 0)
-
-            def none_is_left() -> bool:
-                try:
-                    theirs.enter(other.loop.time())
-                except KeyLimit:
-                    return True
-                theirs.leave(other.loop.time())
-                return False
-
-            await until(none_is_left)
-        await until(lambda: one.brain.member is None and other.brain.member is None)
-
-
-async def test_a_relay_where_nothing_happens_tells_each_brain_what_it_does_and_has_counted_only_once() -> None:
-    async with relayed(FAST, count=1) as router:
-        services = router.relays[0].app.services
-        await until(lambda: bool(services.kept) and services.told is not None)
-        told: list[type] = []
-        services.brain = Overheard(services.brain, told)  # type: ignore[assignment]
-        looked_s = services.last_look_s
-        await until(lambda: services.last_look_s > looked_s + 2 * COUNTS_S)
-        assert told == []
-        router.brain.end()
-        await until(lambda: services.brain.member is None)
-        async with a_brain(router.config, router.folder, relays=1):
-            await until(lambda: sorted(told, key=str) == [Activity, Counted])
-        await until(lambda: services.brain.member is None)
 
 
 async def test_a_relay_without_a_free_descriptor_looks_for_others_pins_again_later_and_says_so_once(
