@@ -43,12 +43,15 @@ def of_others(name: str) -> Iterator[None]:
     except (ConfigError, KeyboardInterrupt):  # Ctrl-C is the operator's
         raise
     except BaseException as error:
-        raise ConfigError(f"{name}: {_told(error)}") from error
+        raise ConfigError(f"{name}: {described(error)}") from error
 
 
-def _told(error: BaseException) -> str:
-    """In one line; what kind of error it is only where its text may not tell."""
-    text = " ".join(str(error).split())
+def described(error: BaseException) -> str:
+    """An error of code that is not ours in one line of valid text; of what kind, only where its text may not tell."""
+    try:
+        text = " ".join(str(error).split()).encode(errors="backslashreplace").decode()
+    except Exception:  # its own __str__ may raise anything
+        text = ""
     if isinstance(error, ModuleNotFoundError):
         return f"{text} (is its folder installed, or on PYTHONPATH?)"
     if isinstance(error, ImportError | AttributeError | TypeError | ValueError) and text:

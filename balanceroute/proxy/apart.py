@@ -12,6 +12,7 @@ from functools import partial
 from typing import Final
 
 from balanceroute.errors import BalanceRouteError, ConfigError
+from balanceroute.plugins import described
 
 WITHIN_S: Final = 30.0  # a model or a long history takes seconds
 _MOST_BYTES: Final = 4096  # which a pipe takes, whoever has used up how much of them
@@ -65,5 +66,5 @@ def _try(attempt: Attempt, writable: int) -> None:
     except BalanceRouteError as error:
         told = str(error)
     except BaseException as error:
-        told = f"internal error: {error!r}"
-    os.write(writable, told.encode()[:_MOST_BYTES])
+        told = f"internal error: {described(error)}"
+    os.write(writable, told.encode(errors="backslashreplace")[:_MOST_BYTES])

@@ -19,7 +19,7 @@ import socket
 import sys
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
-from contextlib import asynccontextmanager, contextmanager
+from contextlib import asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
@@ -27,6 +27,7 @@ from typing import Final
 from starlette.applications import Starlette
 
 from balanceroute.config import Config, validate
+from balanceroute.config.patience import off_the_loop
 from balanceroute.errors import ConfigError, InputError, NoHealthyWorkers
 from balanceroute.proxy.admission.forecasts import Forecasts, build_forecasts
 from balanceroute.proxy.app import HANDLERS, RouterApp, build_services, operator_parts, set_up, start, stop, supervised
@@ -102,7 +103,12 @@ def run_brain(
     """
     folder.make()
     lead = the_lead(configured.config, folder)
-    waited = _stand_by(lead, follow, callbacks.on_standby)
+
+    def follow_now() -> None:
+        configured.learn()
+        follow()
+
+    waited = _stand_by(lead, follow_now, callbacks.on_standby)
     try:
         callbacks.on_lead()
         if journal is not None and journal.exists():
@@ -114,6 +120,7 @@ def run_brain(
         app = create_brain_app(configured, folder, lead, relays, lineage, journal, again or waited)
 
         async def on_reload() -> None:
+            await off_the_loop(configured.learn)
             follow()
             await reload_brain(app, configured.config, configured.perimeter)
 
@@ -204,7 +211,7 @@ def create_brain_app(
     Raises: ConfigError: a file of the configuration is wrong.
     """
     read = configured.config
-    kept = KeptChanges(folder.changes, lineage)
+    kept = KeptChanges(folder.changes, lineage, lead.renew)
     config = kept.last.config(read)
     forecasts, lacking = _forecasts(config, again)
     if lacking:
@@ -262,7 +269,6 @@ def create_brain_app(
         services.fleet.on_change = hub.workers_changed
         kept.last.apply(services)
         services.keep_changes = lambda: kept.keep(services, app.read)
-        services.keep_changes()
         services.metrics.forget_workers_but([worker.id for worker in services.fleet])
         await hub.serve(str(folder.link))
         start(services, dashboard.recorder, hub.settled)
@@ -325,7 +331,8 @@ async def reload_brain(app: BrainApp, new: Config, perimeter: Perimeter) -> None
         await reload(app.services, _without_predictor(new), perimeter)
         _tell_lack(error)
     app.read = new
-    app.services.keep_changes()
+    with suppress(NoHealthyWorkers):  # another brain leads: this process is about to end
+        app.services.keep_changes()
 
 
 async def _keep(lead: Lead, app: BrainApp) -> None:

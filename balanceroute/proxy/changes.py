@@ -9,6 +9,7 @@ forgets it.
 import asyncio
 import logging
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Final
 
@@ -17,7 +18,7 @@ import msgspec
 from balanceroute.build import worker_specs
 from balanceroute.config import Config
 from balanceroute.core.types import WorkerSpec
-from balanceroute.errors import ConfigError
+from balanceroute.errors import ConfigError, NoHealthyWorkers
 from balanceroute.proxy.link.files import replace_content
 from balanceroute.proxy.ops.steering import with_policy
 from balanceroute.proxy.services import Services
@@ -26,6 +27,7 @@ from balanceroute.proxy.telemetry.ticks import until_tick_s
 log = logging.getLogger(__name__)
 
 LOOK_S: Final = 0.25
+RETRY_S: Final = 1.0
 
 
 class Changes(msgspec.Struct, frozen=True):
@@ -93,9 +95,11 @@ def changes_of(services: Services, base: Config, lineage: int) -> Changes:
 class KeptChanges:
     """The file of one run folder. `last` is what it says."""
 
-    def __init__(self, path: Path, lineage: int) -> None:
-        """`last` is, at first, what a brain of the same lineage before this one has left."""
-        self._path, self._lineage = path, lineage
+    def __init__(self, path: Path, lineage: int, leads: Callable[[], bool] = lambda: True) -> None:
+        """`last` is, at first, what a brain of the same lineage before this one has left. `leads`: whether this one
+        does still; the file is the leader's to write.
+        """
+        self._path, self._lineage, self._leads = path, lineage, leads
         self._fails = False
         self.last = Changes(lineage)
         try:
@@ -109,10 +113,15 @@ class KeptChanges:
             self.last = found
 
     def keep(self, services: Services, base: Config) -> None:
-        """Write down what is not in the file yet; that it can't be written is told once, until it can be again."""
+        """Write down what is not in the file yet; that it can't be written is told once, until it can be again.
+
+        Raises: NoHealthyWorkers: another brain leads, and does not know of it.
+        """
         changes, file = changes_of(services, base, self._lineage), str(self._path)
         if changes == self.last:
             return
+        if not self._leads():
+            raise NoHealthyWorkers("Another brain leads.", retry_after_s=RETRY_S)
         try:
             replace_content(self._path, msgspec.json.encode(changes))
         except OSError as error:
@@ -130,4 +139,5 @@ class KeptChanges:
         """Keep what changes otherwise than by an operator's request, until cancelled."""
         while True:
             await asyncio.sleep(until_tick_s(services.loop.time(), LOOK_S))
-            self.keep(services, base())
+            with suppress(NoHealthyWorkers):  # this process is about to end
+                self.keep(services, base())

@@ -45,12 +45,15 @@ class Configured:
         self.config, self.perimeter = new, perimeter
         self.agreement.put(agreed)
 
-    def follow(self) -> None:
-        """Go by what the parent goes by: in a child.
+    def learn(self) -> None:
+        """Import a policy of one's own that the parent goes by, before `follow` in a child; it may take seconds.
 
-        Raises: ConfigError: a policy of one's own can't be imported here; the parent has imported it.
+        Raises: ConfigError: it can't be imported here; the parent has imported it.
         """
+        learn_policy(self.agreement.get().config.routing.policy)
+
+    def follow(self) -> None:
+        """Go by what the parent goes by: in a child that has learned it."""
         agreed = self.agreement.get()
-        learn_policy(agreed.config.routing.policy)
         self.tls.follow(agreed.config)
         self.config, self.perimeter = agreed.config, Perimeter(agreed.config, entries=agreed.keys)

@@ -139,6 +139,7 @@ class Processes:
     def reload(self) -> Reload:
         """See `Owner`; where it can't be used nothing has changed."""
         try:
+            yield self._apart(self._load)  # a module of others that it names may do anything, or take long
             new = self._load()
             if self.brains:
                 yield from self._check_for_brain(new)
@@ -167,15 +168,19 @@ class Processes:
         changes = KeptChanges(self._folder.changes, self.lineage).last
         check_workers(changes.in_use(self.config), new)
         if asks_another_predictor(changes.config(self.config), new):
-            yield partial(self._try_forecasts_apart, new)
+            yield self._apart(lambda: _try_forecasts(new))
 
-    def _try_forecasts_apart(self, new: Config) -> None:
-        """In a process of its own, which must hold nothing of the router's. Raises: ConfigError, InputError."""
-        self._close_listeners()
-        for link in self._links:
-            link.close()
-        self._let_go()
-        _try_forecasts(new)
+    def _apart(self, attempt: Attempt) -> Attempt:
+        """The same in a process of its own, which must hold nothing of the router's."""
+
+        def run() -> None:
+            self._close_listeners()
+            for link in self._links:
+                link.close()
+            self._let_go()
+            attempt()
+
+        return run
 
     @property
     def _links(self) -> list[socket.socket]:

@@ -29,6 +29,7 @@ from starlette.routing import Route
 
 from balanceroute.build import scheduler_config
 from balanceroute.config import Config
+from balanceroute.config.patience import off_the_loop
 from balanceroute.errors import ConfigError
 from balanceroute.proxy.admission.tickets import Tickets
 from balanceroute.proxy.app import (
@@ -114,6 +115,7 @@ def run_relay(
     app = create_relay_app(configured, folder, name)
 
     async def on_reload() -> None:
+        await off_the_loop(configured.learn)
         follow()
         reload_relay(app.services, configured.config, configured.perimeter)
 

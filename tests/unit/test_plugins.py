@@ -19,6 +19,8 @@ RAISES = {
     "an exit without a word": ("raise SystemExit", "SystemExit"),
     "lines": ("raise RuntimeError('two\\n  lines')", "RuntimeError: two lines"),
     "no exception of ours": ("raise BaseException('none')", "BaseException: none"),
+    "no Unicode": ("raise RuntimeError('\\ud800')", "RuntimeError: \\ud800"),
+    "no text": ("raise type('Mute', (Exception,), {'__str__': lambda _: 1 / 0})", "Mute"),
 }
 OF_MODULES = RAISES | {"no Python": ("def (", "line 1)")}
 SETTINGS = {"policy": ("routing", "policy"), "predictor": ("predictor", "kind")}

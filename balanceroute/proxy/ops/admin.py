@@ -184,10 +184,10 @@ class Admin:
             tell(request, role=role.value, instances=[url for url, _ in entries])
             for url, entry in entries:
                 act(services, role, url, entry)
+            services.fleet.sweep()
+            services.keep_changes()
         except BalanceRouteError as error:
             return error_response(error)
-        services.fleet.sweep()
-        services.keep_changes()
         return json_response(
             {
                 "message": f"{request.url.path.rsplit('/', 1)[-1]}: {', '.join(url for url, _ in entries)}",

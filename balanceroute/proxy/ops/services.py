@@ -15,7 +15,8 @@ def _nothing() -> None:
 class OperatorServices(ClientServices):
     """In the process that holds the ledger.
 
-    `keep_changes` keeps what operators have changed for the next brain; it is called before they are answered.
+    `keep_changes` keeps what operators have changed for the next brain; it is called before they are answered. Raises:
+    NoHealthyWorkers: another brain leads, and does not know of it.
     """
 
     ledger: Ledger

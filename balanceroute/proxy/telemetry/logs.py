@@ -5,6 +5,7 @@ Lines below a warning leave in bunches (`LineHandler`), and the line that every 
 """
 
 import asyncio
+import json
 import logging
 import sys
 import time
@@ -149,12 +150,19 @@ class JsonFormatter(logging.Formatter):
         return self._line(entry)
 
     def _line(self, entry: dict[str, object]) -> str:
-        line = orjson.dumps(entry, default=str)
+        line = _as_bytes(entry)
         return line.decode() if len(line) <= self._most_bytes else bounded(entry, _as_json, self._most_bytes)
 
 
+def _as_bytes(entry: Mapping[str, object]) -> bytes:
+    try:
+        return orjson.dumps(entry, default=str)
+    except TypeError:  # text that is no Unicode, as of a file's name
+        return json.dumps(entry, default=str).encode()
+
+
 def _as_json(entry: Mapping[str, object]) -> str:
-    return orjson.dumps(entry, default=str).decode()
+    return _as_bytes(entry).decode()
 
 
 class PlainFormatter(logging.Formatter):

@@ -9,6 +9,7 @@ import pytest
 
 from balanceroute.build import worker_specs
 from balanceroute.core.types import Role, WorkerSpec
+from balanceroute.errors import NoHealthyWorkers
 from balanceroute.proxy.changes import LOOK_S, Changes, KeptChanges, changes_of
 from balanceroute.proxy.services import Services
 from tests.unit.proxy.virtual_time import a_config, a_router, in_virtual_time, let_pass
@@ -116,6 +117,27 @@ def test_a_file_that_could_not_be_written_for_a_while_is_told_once_and_written_t
     in_virtual_time(test)
     told = [record.getMessage() for record in caplog.records if "operators change" in record.getMessage()]
     assert told == ["what operators change is not kept for another brain", "what operators change is kept again"]
+
+
+def test_who_leads_no_more_writes_nothing_and_an_operator_is_told_so(tmp_path: Path) -> None:
+    path, leads = tmp_path / "changes", True
+
+    async def test() -> None:
+        nonlocal leads
+        services = a_router()
+        kept = KeptChanges(path, LINEAGE, lambda: leads)
+        kept.keep(services, services.config)
+        leads, before = False, path.read_bytes()
+        kept.keep(services, services.config)  # nothing has changed
+        services.fleet.drain(services.fleet["p0"])
+        with pytest.raises(NoHealthyWorkers):
+            kept.keep(services, services.config)
+        watching = asyncio.get_running_loop().create_task(kept.watch(services, lambda: services.config))
+        await let_pass(4 * LOOK_S)
+        assert path.read_bytes() == before and not watching.done()
+        watching.cancel()
+
+    in_virtual_time(test)
 
 
 def test_a_file_is_read_in_the_lineage_that_wrote_it(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -68,12 +68,13 @@ def test_who_follows_goes_by_what_was_reloaded_whatever_the_files_hold_by_now(
     assert child.tls.server is not before
 
 
-def test_who_follows_knows_a_policy_of_ones_own(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_who_has_learned_what_the_parent_goes_by_knows_a_policy_of_ones_own(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(Path(__file__).parents[3] / "examples"))
     name = "own_policy:FirstFit"
     configured = Configured.read(a_config())
     configured.reload(a_config(routing={"policy": name}))
     del POLICIES[name]  # as in a process that was forked before
+    configured.learn()
     configured.follow()
     assert POLICIES.pop(name, None) is not None and configured.config.routing.policy == name
 

@@ -2,6 +2,7 @@
 
 import os
 import socket
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -112,7 +113,9 @@ def test_who_tries_a_predictor_holds_nothing_that_the_next_router_needs(
     folder = RunFolder(tmp_path)
     with socket.create_server(("127.0.0.1", 0)) as listener, socket.socket() as link, folder.claim() as lock:
         parent = Processes(Configured.read(config), lambda: new, folder, lock, [listener], None, None, link)
-        attempt = next(parent.reload())
+        under_way = parent.reload()
+        assert failure(next(under_way)) is None, "the configuration can be read"
+        attempt = next(under_way)
 
         def tell(_: Config) -> None:
             raise ConfigError(f"{listener.fileno()} {link.fileno()} {lock.closed}")
@@ -123,8 +126,12 @@ def test_who_tries_a_predictor_holds_nothing_that_the_next_router_needs(
 
 
 def test_a_reload_that_fails_for_whatever_reason_is_refused(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    here = os.getpid()
+
     def load() -> Config:
-        raise RuntimeError("can't start new thread")
+        if os.getpid() == here:  # what goes well in another process need not in this one
+            raise RuntimeError("can't start new thread")
+        return config
 
     config = a_config(1, 1, listen={"relays": 1, "run_folder": str(tmp_path)})
     folder = RunFolder(tmp_path)
@@ -132,6 +139,22 @@ def test_a_reload_that_fails_for_whatever_reason_is_refused(tmp_path: Path, capl
         parent = Processes(Configured.read(config), load, folder, lock, [], None, None)
         assert not reloaded(parent) and parent.config is config
     assert [record.message for record in caplog.records] == ["reload failed"]
+
+
+@pytest.mark.parametrize("ends", [lambda: os._exit(5), lambda: os.kill(os.getpid(), 9)], ids=["exit", "signal"])
+def test_a_configuration_that_ends_the_process_that_reads_it_is_refused_and_ends_no_other(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, ends: Callable[[], None]
+) -> None:
+    def load() -> Config:
+        ends()
+        return config
+
+    config = a_config(1, 1, listen={"relays": 1, "run_folder": str(tmp_path)})
+    folder = RunFolder(tmp_path)
+    with folder.claim() as lock:
+        parent = Processes(Configured.read(config), load, folder, lock, [], None, None)
+        assert not reloaded(parent) and parent.config is config
+    assert [record.message for record in caplog.records] == ["reload refused"]
 
 
 def test_a_journal_that_cannot_be_begun_is_named(tmp_path: Path) -> None:

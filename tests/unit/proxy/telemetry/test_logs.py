@@ -56,6 +56,15 @@ def test_a_value_starts_no_line_of_its_own_and_commands_no_terminal(odd: str) ->
             assert odd not in out.getvalue().replace("\n", "") or odd == "\n"
 
 
+@pytest.mark.parametrize("style", ["json", "plain"])
+def test_text_that_is_no_unicode_is_one_line_like_any_other(style: str) -> None:
+    out = io.TextIOWrapper(io.BytesIO(), encoding="utf-8", errors="backslashreplace")
+    configure("info", style, out)
+    logging.getLogger("a").warning("reload refused", extra={"error": "/etc/\udc80.yaml"})
+    (line,) = out.buffer.getvalue().decode().splitlines()
+    assert "reload refused" in line and "udc80" in line
+
+
 def test_a_request_s_line_is_what_logging_would_have_made_of_it() -> None:
     for style in ("json", "plain"):
         out = io.StringIO()
