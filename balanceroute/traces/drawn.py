@@ -4,8 +4,8 @@ Public traces are few, and whoever tunes a policy has seen them. Here the sizes 
 distributed, whether long answers follow long prompts and whether arrivals come in waves are drawn from the workload's
 number, so that any number of workloads can be made that no constant was fitted to. No row is anybody's request.
 
-From `RARE_FROM` on all are chats with rare huge prompts, a book among questions: what looks ahead least, a cap for the
-wait of every request, costs most there.
+From `RARE_FROM` on all are chats with rare huge prompts, a book among questions, where a short bound on every request's
+wait costs most.
 """
 
 from dataclasses import dataclass

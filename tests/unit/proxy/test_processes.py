@@ -125,19 +125,27 @@ def test_who_tries_a_predictor_holds_nothing_that_the_next_router_needs(
         assert listener.fileno() >= 0 and not lock.closed
 
 
+def refuses_to_reload(folder: Path, happens: Callable[[], None]) -> None:
+    """Where that happens while the configuration is read, a parent goes on by the one that it has."""
+    config = a_config(1, 1, listen={"relays": 1, "run_folder": str(folder)})
+
+    def load() -> Config:
+        happens()
+        return config
+
+    with RunFolder(folder).claim() as lock:
+        parent = Processes(Configured.read(config), load, RunFolder(folder), lock, [], None, None)
+        assert not reloaded(parent) and parent.config is config
+
+
 def test_a_reload_that_fails_for_whatever_reason_is_refused(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     here = os.getpid()
 
-    def load() -> Config:
+    def fail() -> None:
         if os.getpid() == here:  # what goes well in another process need not in this one
             raise RuntimeError("can't start new thread")
-        return config
 
-    config = a_config(1, 1, listen={"relays": 1, "run_folder": str(tmp_path)})
-    folder = RunFolder(tmp_path)
-    with folder.claim() as lock:
-        parent = Processes(Configured.read(config), load, folder, lock, [], None, None)
-        assert not reloaded(parent) and parent.config is config
+    refuses_to_reload(tmp_path, fail)
     assert [record.message for record in caplog.records] == ["reload failed"]
 
 
@@ -145,15 +153,7 @@ def test_a_reload_that_fails_for_whatever_reason_is_refused(tmp_path: Path, capl
 def test_a_configuration_that_ends_the_process_that_reads_it_is_refused_and_ends_no_other(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, ends: Callable[[], None]
 ) -> None:
-    def load() -> Config:
-        ends()
-        return config
-
-    config = a_config(1, 1, listen={"relays": 1, "run_folder": str(tmp_path)})
-    folder = RunFolder(tmp_path)
-    with folder.claim() as lock:
-        parent = Processes(Configured.read(config), load, folder, lock, [], None, None)
-        assert not reloaded(parent) and parent.config is config
+    refuses_to_reload(tmp_path, ends)
     assert [record.message for record in caplog.records] == ["reload refused"]
 
 
