@@ -8,7 +8,7 @@ import pytest
 from balanceroute.core.knobs import PolicySettings
 from balanceroute.core.scheduler import Scheduler, SchedulerConfig
 from balanceroute.core.snapshot_json import snapshot_from_dict, snapshot_to_dict
-from balanceroute.core.target_fit import LEVEL_FIT, TargetFitParams, caps_s
+from balanceroute.core.target_fit import LEVEL_FIT, TARGET_FIT, TargetFitParams, caps_s
 from balanceroute.core.types import Outcome, RequestSpec, Role, WorkerSpec, WorkerState
 from tests.unit.core.builders import a_scheduler, admitted, pool_all
 
@@ -314,6 +314,25 @@ def test_caps_are_six_mean_waits_and_longer_for_large_prompts(size_of_mean: int,
     caps = caps_s(np.array([100.0 * size_of_mean, 100.0]), snapshot, TargetFitParams(60.0, 0.5), LEVEL_FIT)
     assert caps[0] == pytest.approx(cap_s)
     assert caps[1] == pytest.approx(1.07 * max(4.0, 6 * wait_s))
+
+
+@pytest.mark.parametrize(
+    ("max_pooled", "least_s"),
+    [(1, 60.0), (2, 40.0), (8, 10.0), (32, 4.0), (math.inf, 4.0)],
+    ids=["max_wait_s", "one for each worker", "four", "sixteen", "no bound"],
+)
+def test_while_a_pool_that_is_small_for_its_workers_is_full_caps_are_longer(max_pooled: float, least_s: float) -> None:
+    scheduler = a_scheduler("level_fit", workers=2)
+    snapshot, means = scheduler.snapshot, scheduler.snapshot.means
+    pool_all(scheduler, {str(number): 100 for number in range(32)})
+    means.prompt_tokens, means.wait_s, means.answer_tokens, means.answers = 100.0, 0.0, 200.0, 100
+    snapshot.max_pooled, sizes, params = max_pooled, np.array([100.0]), TargetFitParams(60.0, 0.5)
+    assert caps_s(sizes, snapshot, params, LEVEL_FIT) == pytest.approx([1.07 * 4]), "no answer's time is known yet"
+    snapshot.overlap.step_s = 1.0
+    assert caps_s(sizes, snapshot, params, LEVEL_FIT) == pytest.approx([1.07 * least_s])
+    assert caps_s(sizes, snapshot, params, TARGET_FIT) == pytest.approx([1.1 * 60])
+    snapshot.max_pooled = 33
+    assert caps_s(sizes, snapshot, params, LEVEL_FIT) == pytest.approx([1.07 * 4]), "there is room"
 
 
 def test_a_prompt_that_costs_hardly_more_than_any_other_request_waits_hardly_longer() -> None:
