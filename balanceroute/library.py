@@ -24,7 +24,7 @@ from balanceroute.errors import InputError
 from balanceroute.experiments import figures
 from balanceroute.plugins import learn_policy
 from balanceroute.prediction import Predictor
-from balanceroute.simulator import Figures, Outcome, Replay, Setting, at_load
+from balanceroute.simulator import Figures, Outcome, Replay, Setting, at_load, usual_predictor
 from balanceroute.traces import Trace, load_trace
 
 if TYPE_CHECKING:
@@ -111,7 +111,7 @@ def simulate(
     past = load_trace(str(train), seed=seed + 1) if isinstance(train, str | Path) else train
     settings, own = settings_of(policy, params or {}, seed)
     if predictor is None:
-        predictor = "survival" if settings.policy == "br_h" else "none"
+        predictor = usual_predictor(settings.policy)
     job = Replay(requests, settings, cluster, predictor, past, with_loads=True, own_policy=own)
     return SimulationResult(own.name if own else settings.policy, requests, cluster, job.checked().run())
 

@@ -37,12 +37,16 @@ def write(figure: Any, name: str) -> None:
     figure.savefig(OUT / f"{name}.png", dpi=DPI, metadata={"Software": "balanceroute"})
 
 
+def simulated(policy: str, seed: int) -> balanceroute.SimulationResult:
+    """What `balanceroute replay --policy POLICY --seed SEED` simulates."""
+    return balanceroute.simulate("heavy_tailed", policy, max_requests=ROWS, seed=seed)
+
+
 def results() -> None:
     """Every policy on the same requests: two of them as load panels, the means over seeds as bars and results.json."""
-    traces = [balanceroute.generate_trace("heavy_tailed", rows=ROWS, seed=seed) for seed in SEEDS]
     runs, found = {}, {}
     for name in sorted(BUILT_IN):
-        of_seeds = [balanceroute.simulate(trace, name) for trace in traces]
+        of_seeds = [simulated(name, seed) for seed in SEEDS]
         runs[name], found[name] = of_seeds[0], mean([run.figures for run in of_seeds])
         print(name, file=sys.stderr)
     write(runs[SHOWN[0]].plot(None, runs[SHOWN[1]]), "load_panels")

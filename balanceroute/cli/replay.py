@@ -27,7 +27,9 @@ COMPARE_HELP = (
     "Replay it through every policy and print one table, --policy first. Each with its defaults; "
     "--param and --predictor are for --policy alone."
 )
-PREDICTOR_HELP = "none, oracle, survival, exact_match, learned, or module:Class of your own."
+PREDICTOR_HELP = (
+    "none, oracle, survival, exact_match, learned, or module:Class of your own. [default: survival for br_h, else none]"
+)
 COST_AWARE_HELP = "Whether the router knows --slowdowns and --request-tokens."
 REQUEST_TOKENS_HELP = "KV tokens that every request of the fullest worker costs like, beside its own (c)."
 
@@ -56,7 +58,7 @@ def replay(
     policy: Annotated[str, typer.Option(help="level_fit, br_0, br_h, target_fit, join_shortest_queue, ...")] = DEFAULTS[
         "policy"
     ],
-    predictor: Annotated[str, typer.Option(help=PREDICTOR_HELP)] = "none",
+    predictor: Annotated[str | None, typer.Option(help=PREDICTOR_HELP)] = None,
     predictor_param: Annotated[
         list[str] | None, typer.Option(help="An option of a predictor of your own: name=value; repeatable.")
     ] = None,
@@ -107,9 +109,10 @@ def replay(
     )
     from balanceroute.core.knobs import PolicySettings
     from balanceroute.errors import InputError
-    from balanceroute.simulator import Replay, Setting, at_load, parse_options, parse_params
+    from balanceroute.simulator import Replay, Setting, at_load, parse_options, parse_params, usual_predictor
     from balanceroute.traces import load_trace
 
+    predictor = usual_predictor(policy) if predictor is None else predictor
     setting = Setting(
         n_workers=workers,
         slots=slots,
@@ -205,6 +208,7 @@ def compare_policies(job: "Replay", title: str, *, as_json: bool, figure: Path |
     from balanceroute.cli.output import INTERRUPTED, print_json, progress_bar, stopped_by_signals
     from balanceroute.core.knobs import PolicySettings
     from balanceroute.core.policies import POLICIES
+    from balanceroute.simulator import usual_predictor
 
     if figure is not None:
         check_figure(figure)
@@ -212,8 +216,7 @@ def compare_policies(job: "Replay", title: str, *, as_json: bool, figure: Path |
     jobs = [job]
     for name in others:
         settings = PolicySettings(policy=name, seed=job.policy.seed)
-        predictor = "survival" if name == "br_h" else "none"
-        jobs.append(replace(job, policy=settings, predictor=predictor, predictor_options=()))
+        jobs.append(replace(job, policy=settings, predictor=usual_predictor(name), predictor_options=()))
     found = {}
     with stopped_by_signals() as stopped:
         for each in jobs:

@@ -101,6 +101,11 @@ class Replay:
         return PredictorForecast(Forecaster(learner, horizon), learns=True)
 
 
+def usual_predictor(policy: str) -> str:
+    """What a policy is simulated with where nobody says: survival for br_h, which is of no use without one."""
+    return "survival" if policy == "br_h" else "none"
+
+
 def parse_params(settings: PolicySettings, params: list[str]) -> PolicySettings:
     """Settings with `name=value` texts applied. Raises: InputError that names what is accepted."""
     learn_policy(settings.policy)

@@ -87,6 +87,18 @@ def test_an_access_log_alone_is_compared_and_drawn(
     assert run(monkeypatch, "--trace", str(log), "--figure", str(tmp_path / "mine.png")) == 2
 
 
+def test_br_h_alone_has_the_predictor_that_it_has_in_the_comparison(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = [*SMALL, "--seed", "1", "--json"]
+    found = []
+    for more in (["--compare"], ["--policy", "br_h"], ["--policy", "br_h", "--compare"]):
+        assert run(monkeypatch, *arguments, *more) == 0
+        printed = json.loads(capsys.readouterr().out)
+        found.append(printed.get("br_h", printed)["load_spread_mean"])
+    assert found[0] == found[1] == found[2]
+
+
 @pytest.mark.parametrize(("name", "stem"), [("cmp.v2", "cmp.v2"), ("load1.05.svg", "load1.05"), ("a.png", "a")])
 def test_a_figure_s_name_keeps_its_dots(
     name: str, stem: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
@@ -146,7 +158,7 @@ def test_the_series_has_one_row_per_step_and_one_column_per_worker(
         (["--seed", "5", "--param", "seed=6"], "--param seed=6: the seed has an option of its own, --seed"),
         (["--seed", "-1"], "'--seed'"),
         (["--predictor", "survival"], "predictor survival: changes nothing; level_fit does not look ahead, br_h does"),
-        (["--policy", "br_h", "--train", "capped"], "train: changes nothing; predictor none learns from no past"),
+        (["--policy", "br_0", "--train", "capped"], "train: changes nothing; predictor none learns from no past"),
         (["--prefill-rate", "9"], "--prefill-rate: changes nothing here; it is read with --prefillers"),
         (["--prefill-policy", "round_robin"], "--prefill-policy: changes nothing here; it is read with --prefillers"),
         (["--prefix-cache", "9"], "prefix cache 9: changes nothing without prefillers"),
