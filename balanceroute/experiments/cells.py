@@ -15,6 +15,7 @@ from pathlib import Path
 import numpy as np
 
 from balanceroute.engine.dp_balancer import THRESHOLD_BLOCKS
+from balanceroute.errors import InputError
 from balanceroute.experiments.methods import Method
 from balanceroute.simulator import Failure, Figures, Replay, Setting, at_load
 from balanceroute.traces import Trace, generate_trace, mean_kv_tokens, read_trace
@@ -148,11 +149,19 @@ def read_trace_once(path: str) -> Trace:
 
 
 @lru_cache(maxsize=64)
-def digest_of(shape: str) -> tuple[str, ...]:
-    """Of the user's trace, which may be another one under the same name; nothing for what is generated."""
+def trace_digest(shape: str) -> tuple[str, ...]:
+    """The digest of the user's trace, which may be another one under the same name; nothing for what is generated.
+
+    Raises: InputError for a file that is gone or cannot be read.
+    """
     if shape in SHAPES or shape.startswith(DRAWN):
         return ()
-    return (sha256(Path(shape).read_bytes()).hexdigest()[:16],)
+    try:
+        return (sha256(Path(shape).read_bytes()).hexdigest()[:16],)
+    except FileNotFoundError as error:
+        raise InputError(f"{shape}: no such file") from error
+    except OSError as error:
+        raise InputError(f"{shape}: cannot be read: {error.strerror}") from error
 
 
 def in_bursts(trace: Trace) -> Trace:
@@ -174,7 +183,7 @@ class CellJob:
     def key(self) -> str:
         """What names the result in the file of finished runs: cell, every knob of the policy, and a user's requests."""
         knobs = f"{self.method.policy!r} {self.method.predictor} {self.method.overlap_requests}"
-        return " ".join([repr(self.cell), knobs, *digest_of(self.cell.shape)])
+        return " ".join([repr(self.cell), knobs, *trace_digest(self.cell.shape)])
 
     @property
     def cost(self) -> float:

@@ -116,12 +116,18 @@ class Store:
             raise InputError(f"{self.path}: line {number}: no finished run; delete the line to run it again") from None
 
     def keep(self, job: CellJob, figures_: dict[str, float]) -> None:
-        """Remember a run that has just ended, in place of half a line that may stand last."""
+        """Remember a run that has just ended, in place of half a line that may stand last.
+
+        Raises: InputError where the file cannot be written.
+        """
         line = json.dumps({"code": self.code, "key": job.key, "figures": figures_}).encode() + b"\n"
-        with self.path.open("a+b") as file:
-            fcntl.flock(file, fcntl.LOCK_EX)  # who writes has it, so half a line is of a process that was killed
-            _cut_half_line(file)
-            file.write(line)
+        try:
+            with self.path.open("a+b") as file:
+                fcntl.flock(file, fcntl.LOCK_EX)  # who writes has it, so half a line is of a process that was killed
+                _cut_half_line(file)
+                file.write(line)
+        except OSError as error:
+            raise InputError(f"{self.path}: cannot be written: {error.strerror}") from error
 
 
 def _cut_half_line(file: BinaryIO) -> None:

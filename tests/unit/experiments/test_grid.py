@@ -9,7 +9,7 @@ import pytest
 
 from balanceroute.errors import InputError
 from balanceroute.experiments import Scope, bound, drawn, files_of, grid, methods, reproduce
-from balanceroute.experiments.cells import FACTORS, Cell, CellJob, digest_of, in_bursts, random_cells, requests_of
+from balanceroute.experiments.cells import FACTORS, Cell, CellJob, in_bursts, random_cells, requests_of, trace_digest
 from balanceroute.experiments.jobs import run_jobs
 from balanceroute.experiments.methods import Method
 from balanceroute.traces import generate_trace, write_trace
@@ -96,9 +96,21 @@ def test_results_of_a_trace_are_not_those_of_another_one_under_its_name(tmp_path
     keys = set()
     for rows in (20, 30):
         write_trace(generate_trace("capped", rows=rows), path)
-        digest_of.cache_clear()  # each run of the command is a process of its own
+        trace_digest.cache_clear()  # each run of the command is a process of its own
         keys.add(CellJob(Cell(str(path)), methods.LEVEL_FIT).key)
     assert len(keys) == 2
+
+
+@pytest.mark.parametrize(("name", "reason"), [("gone.csv", "no such file"), ("", "cannot be read: Is a directory")])
+def test_a_trace_that_has_vanished_is_named(name: str, reason: str, tmp_path: Path) -> None:
+    with pytest.raises(InputError, match=f"{reason}$"):
+        print(CellJob(Cell(str(tmp_path / name)), methods.LEVEL_FIT).key)
+
+
+def test_a_store_that_cannot_be_written_any_more_is_named(tmp_path: Path) -> None:
+    store = grid.Store(tmp_path / "gone" / grid.STORE)
+    with pytest.raises(InputError, match=r"grid\.jsonl: cannot be written: No such file or directory"):
+        store.keep(CellJob(CELLS[0], methods.LEVEL_FIT), {"makespan_s": 1.0})
 
 
 @pytest.mark.parametrize(
