@@ -57,6 +57,8 @@ def convert(
 ) -> None:
     """Convert an Azure 2023/2024, Mooncake or BurstGPT trace, this router's JSON log or vLLM's request log.
 
+    Logs also as kubectl, docker or journald print them, or docker's own files.
+
     Example: balanceroute trace convert router.log --out day.csv.gz && balanceroute replay --trace day.csv.gz --compare
     """
     from balanceroute.cli.output import check_written

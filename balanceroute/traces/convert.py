@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 
 from balanceroute.errors import InputError
-from balanceroute.traces.logs import STAMP, VllmLog, read_router
+from balanceroute.traces.logs import PLAIN_ROUTER, STAMP, RouterLog, VllmLog, log_lines
 from balanceroute.traces.rows import Row, field_of, json_object, stamp_s
 from balanceroute.traces.source import Source
 from balanceroute.traces.trace import (
@@ -37,11 +37,11 @@ from balanceroute.traces.trace import (
     trace_of,
 )
 
-LOG_LINES = 200  # of a log's beginning that are looked at: a server prints its banner first
+GUESSED_LINES = 200  # that are looked at: a server prints its banner first
 
 
 class TraceFormat(StrEnum):
-    """What a file is; AUTO looks at its first line."""
+    """What a file is; AUTO looks at its first lines."""
 
     AUTO = "auto"
     AZURE = "azure"
@@ -55,13 +55,14 @@ class TraceFormat(StrEnum):
 class Conversion:
     """The converted trace, and how many requests were left out because nothing was generated.
 
-    `estimated`: of how many a length was not counted but estimated.
+    `estimated`: of how many a length was not counted but estimated. `cut_short`: the last line is half a line.
     """
 
     trace: Trace
     format: TraceFormat
     without_output: int
     estimated: int = 0
+    cut_short: bool = False
 
     @property
     def notes(self) -> list[str]:
@@ -71,6 +72,8 @@ class Conversion:
             notes.append(f"left out {self.without_output:,} requests that generated nothing")
         if self.estimated:
             notes.append(f"estimated the lengths of {self.estimated:,} requests whose tokens the log does not list")
+        if self.cut_short:
+            notes.append("left out the last line, which is cut short")
         return notes
 
 
@@ -86,12 +89,15 @@ def convert_trace(
         raise InputError(f"jitter must be 0 to {MAX_TIME:g} seconds, not {jitter_s:g}")
     path = Source.of(path)
     kind = guess_format(path) if format is TraceFormat.AUTO else format
+    if kind is None:
+        accepted = ", ".join(sorted(set(TraceFormat) - {TraceFormat.AUTO}))
+        raise InputError(f"{path}: not one of {accepted}; say which with --format")
     arrivals, prompts, outputs, keys = list[float](), list[int](), list[int](), list[str]()
     prefix: list[tuple[int, ...]] = []
     without_output = 0
-    vllm_log = VllmLog()
-    rows = vllm_log.rows(path) if kind is TraceFormat.VLLM else READERS[kind](path)
-    for line, arrival, prompt, output, key, blocks in rows:
+    router_log, vllm_log = RouterLog(), VllmLog()
+    readers = READERS | {TraceFormat.ROUTER: router_log.rows, TraceFormat.VLLM: vllm_log.rows}
+    for line, arrival, prompt, output, key, blocks in readers[kind](path):
         if output == 0:
             without_output += 1
             continue
@@ -103,7 +109,8 @@ def convert_trace(
         keys.append(key)
         prefix.append(blocks)
     trace = trace_of(path, arrivals, prompts, outputs, keys, prefix)
-    return Conversion(in_order(trace, jitter_s, seed), kind, without_output, vllm_log.estimated)
+    trace = in_order(trace, jitter_s, seed)
+    return Conversion(trace, kind, without_output, vllm_log.estimated, router_log.cut_short)
 
 
 def in_order(trace: Trace, jitter_s: float, seed: int) -> Trace:
@@ -123,27 +130,33 @@ def in_order(trace: Trace, jitter_s: float, seed: int) -> Trace:
 
 
 def is_foreign(path: Source) -> bool:
-    """Whether the file is known to be in a form that has to be converted."""
-    try:
-        guess_format(path)
-    except InputError:
-        return False
-    return True
+    """Whether the file is known to be in a form that has to be converted. Raises: InputError as `convert_trace`."""
+    return guess_format(path) is not None
 
 
-def guess_format(path: Source) -> TraceFormat:
-    """Tell the formats apart by the first line."""
-    line, first = next(text_lines(path), (1, ""))
-    if first.lstrip().startswith("{"):
-        return TraceFormat.ROUTER if '"event"' in first else TraceFormat.MOONCAKE
+def guess_format(path: Source) -> TraceFormat | None:
+    """Tell the formats apart: the tables by their first line, the logs by the first line that is of either.
+
+    Raises: InputError for a file that cannot be read, or this router's log in a form that says too little.
+    """
+    lines = list(islice(log_lines(path), GUESSED_LINES))
+    first = lines[0][1].lstrip() if lines else ""
     if "ContextTokens" in first:
         return TraceFormat.AZURE
     if "Request tokens" in first:
         return TraceFormat.BURSTGPT
-    if any(STAMP.search(text) for _, text in islice(text_lines(path), LOG_LINES)):
-        return TraceFormat.VLLM
-    accepted = ", ".join(sorted(set(TraceFormat) - {TraceFormat.AUTO}))
-    raise InputError(f"{path}: line {line}: not one of {accepted}; say which with --format")
+    for line, text in lines:
+        before, _, rest = text.partition("{")
+        if STAMP.search(before):
+            return TraceFormat.VLLM
+        if '"event"' in rest:
+            return TraceFormat.ROUTER
+        if PLAIN_ROUTER.search(before):
+            raise InputError(
+                f"{path}: line {line}: this router's log as plain text, which says no dates; "
+                "run it with log.format: json"
+            )
+    return TraceFormat.MOONCAKE if first.startswith("{") else None
 
 
 def columns_of(path: Source, columns: tuple[str, ...]) -> Iterator[tuple[int, list[str]]]:
@@ -227,5 +240,4 @@ READERS: dict[TraceFormat, Callable[[Source], Iterator[Row]]] = {
     TraceFormat.AZURE: read_azure,
     TraceFormat.MOONCAKE: read_mooncake,
     TraceFormat.BURSTGPT: read_burstgpt,
-    TraceFormat.ROUTER: read_router,
 }

@@ -9,18 +9,26 @@ vLLM's stamps are whole seconds without a year; `--jitter 1` spreads them. What 
 version, level and flags. Token ids are counted; where only the text is there, four characters count as a token; an
 answer of which nothing is said counts as the request's `max_tokens`. What was not counted is `estimated`. Lists and
 texts that vLLM cut short (`--max-log-len`) look like short ones.
+
+Either may come as what collects logs has left it (`log_lines`): with other programs' lines between, something before
+each line, colours, or each line in a JSON object.
 """
 
+import json
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
+from typing import Any
 
 from balanceroute.errors import InputError
 from balanceroute.traces.rows import Row, field_of, json_object, stamp_s
 from balanceroute.traces.source import Source
 from balanceroute.traces.trace import finite, text_lines, token_count
 
+COLOUR = re.compile(r"\x1b\[[\d;]*m")
+WRAPPERS = ("log", "MESSAGE")  # the names of the server's line in objects of docker and journald
+PLAIN_ROUTER = re.compile(r"\d\d:\d\d:\d\d\.\d{3} [A-Z]+ +(?:\[[^]]*\] )?request ")  # `log.format: plain`
 CHARACTERS_PER_TOKEN = 4.0  # of English, in the tokenizers of the day
 STAMP = re.compile(r"\b(?:DEBUG|INFO|WARNING|ERROR) (\d\d-\d\d \d\d:\d\d:\d\d)(?:\.\d+)? ")
 LOGGER = (
@@ -40,29 +48,62 @@ STREAMED = re.compile(r"<streaming_complete: (\d{1,9}) tokens>")
 CHOICE = re.compile(r"-\d+$")  # completions are numbered within their request: cmpl-ID-0
 
 
-def read_router(path: Source) -> Iterator[Row]:
-    """Rows of this router's JSON log; lines of other events are passed over, requests without a prompt left out."""
+def log_lines(path: Source) -> Iterator[tuple[int, str]]:
+    """(line number, text) as the server wrote it: without colours, and out of the objects of docker and journald."""
     for line, text in text_lines(path):
-        try:
-            entry = json_object(text)
-            if entry.get("event") != "request":
+        yield line, COLOUR.sub("", unwrapped(text))
+
+
+def unwrapped(text: str) -> str:
+    """The server's line in an object of docker's log files or of `journalctl -o json`; any other text is itself."""
+    if not text.startswith("{") or not any(f'"{name}"' in text for name in WRAPPERS):
+        return text
+    try:
+        wrapper = json.loads(text)
+    except (ValueError, RecursionError):
+        return text
+    return next((wrapper[name] for name in WRAPPERS if isinstance(wrapper.get(name), str)), text)
+
+
+@dataclass(slots=True)
+class RouterLog:
+    """Reads this router's JSON log; `cut_short` says that its last line is half a line."""
+
+    cut_short: bool = False
+
+    def rows(self, path: Source) -> Iterator[Row]:
+        """Its requests, one without prompt or answer where they failed before; lines of all else are passed over."""
+        damaged: InputError | None = None
+        for line, text in log_lines(path):
+            if damaged:
+                raise damaged
+            _, brace, rest = text.partition("{")
+            if '"event"' not in rest:
                 continue
-            ended_s, took_s = (
-                stamp_s(field_of(entry, "time"), "time"),
-                finite(field_of(entry, "duration_s"), "duration_s"),
-            )
-            if not entry.get("prompt_tokens"):
-                yield line, ended_s - took_s, 0, 0, "", ()  # refused, or failed before its prompt was known
+            try:
+                entry = json_object(brace + rest)
+            except (ValueError, RecursionError) as error:
+                reason = "JSON nested too deeply" if isinstance(error, RecursionError) else error
+                damaged = InputError(f"{path}: line {line}: {reason}")  # unless it is the last
                 continue
-            prompt = token_count(field_of(entry, "prompt_tokens"), "prompt_tokens", least=1)
-            tokens = token_count(field_of(entry, "tokens"), "tokens", least=0)
-            yield line, ended_s - took_s, prompt, tokens, "", ()
-        except KeyError as error:
-            raise InputError(f"{path}: line {line}: no field {error}") from error
-        except ValueError as error:
-            raise InputError(f"{path}: line {line}: {error}") from error
-        except RecursionError as error:
-            raise InputError(f"{path}: line {line}: JSON nested too deeply") from error
+            if entry.get("event") == "request":
+                try:
+                    yield line, *request_in(entry), "", ()
+                except KeyError as error:
+                    raise InputError(f"{path}: line {line}: no field {error}") from error
+                except ValueError as error:
+                    raise InputError(f"{path}: line {line}: {error}") from error
+        self.cut_short = damaged is not None
+
+
+def request_in(entry: dict[str, Any]) -> tuple[float, int, int]:
+    """When the request of a line came, seconds, and its prompt and answer, tokens."""
+    ended_s = stamp_s(field_of(entry, "time"), "time")
+    arrived_s = ended_s - finite(field_of(entry, "duration_s"), "duration_s")
+    if not entry.get("prompt_tokens"):
+        return arrived_s, 0, 0  # refused, or failed before its prompt was known
+    prompt = token_count(field_of(entry, "prompt_tokens"), "prompt_tokens", least=1)
+    return arrived_s, prompt, token_count(field_of(entry, "tokens"), "tokens", least=0)
 
 
 @dataclass(slots=True)
@@ -156,7 +197,7 @@ class VllmLog:
         requests: dict[str, Logged] = {}
         early: dict[str, str] = {}  # details, which vLLM prints before "Received request" of the same id
         when: datetime | None = None
-        for line, text in text_lines(path):
+        for line, text in log_lines(path):
             stamp = STAMP.search(text)
             if not stamp:
                 continue

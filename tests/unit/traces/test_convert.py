@@ -71,6 +71,11 @@ def test_mooncake_rows_with_equal_blocks_share_a_key(tmp_path: Path) -> None:
     assert trace.prompt_key[1] == trace.prompt_key[2] != trace.prompt_key[0]
 
 
+def test_a_file_in_no_known_form_is_refused_with_the_forms_that_are_known(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match="not one of azure, burstgpt, mooncake, router, vllm; say which with --format"):
+        convert_trace(written(tmp_path / "t.csv", "what,ever\n"))
+
+
 def test_jitter_is_seeded_and_spreads_equal_stamps(tmp_path: Path) -> None:
     path = written(tmp_path / "m.jsonl", "".join(mooncake_line(0, [i]) for i in range(50)))
     arrivals = convert_trace(path, jitter_s=3.0, seed=4).trace.arrival_s
@@ -114,7 +119,6 @@ def test_jitter_is_seeded_and_spreads_equal_stamps(tmp_path: Path) -> None:
         (TraceFormat.BURSTGPT, BURSTGPT + "1e300,m,1,1,2,l\n", 5, "Timestamp '1e300' is too large"),
         (TraceFormat.BURSTGPT, BURSTGPT + "123,m,1,-1,0,l\n", 5, "Response tokens '-1' is below 0"),
         (TraceFormat.AZURE, AZURE_2023 + '"2023-11-16 18:15:46,1,5\n' * 9, 4, "a quote is not closed on its line"),
-        (TraceFormat.AUTO, "what,ever\n", 1, "say which with --format"),
     ],
 )
 def test_a_bad_row_is_refused_with_its_line(
@@ -214,6 +218,61 @@ def test_this_routers_log_says_when_requests_came_and_how_long_they_were(tmp_pat
     assert result.trace.output_tokens.tolist() == [8, 31]
 
 
+BANNER = "loading /etc/router.yaml\nwarning: {braces} of a shell\n"
+PREFIXES = {
+    "nothing": "",
+    "kubectl logs --prefix": "[pod/router-0/router] ",
+    "kubectl logs --timestamps, docker logs -t": "2026-01-01T00:00:11.001002003Z ",
+    "containerd": "2026-01-01T00:00:11.001002003Z stderr F ",
+    "docker compose": "\x1b[36mrouter-1  | \x1b[0m",
+    "journalctl": "Jan 01 00:00:11 host balanceroute[17]: ",
+}
+
+
+@pytest.mark.parametrize("end", ["\n", "\r\n"], ids=["unix", "windows"])
+@pytest.mark.parametrize("prefix", PREFIXES.values(), ids=PREFIXES)
+def test_this_routers_log_is_known_behind_a_banner_and_what_else_writes_on_its_lines(
+    prefix: str, end: str, tmp_path: Path
+) -> None:
+    text = "".join(prefix + line + end for line in (BANNER + ROUTER).splitlines())
+    (tmp_path / "router.log").write_text(text, encoding="utf-8-sig", newline="")
+    for path in (tmp_path / "router.log", written(tmp_path / "packed.gz", text)):
+        result = convert_trace(path)
+        assert (result.format, result.without_output, result.cut_short) == (TraceFormat.ROUTER, 1, False)
+        assert result.trace.prompt_tokens.tolist() == [400, 900]
+
+
+@pytest.mark.parametrize("wrap", [
+    lambda line: {"log": line + "\n", "stream": "stderr", "time": "2026-01-01T00:00:11.0Z"},
+    lambda line: {"_PID": "17", "__REALTIME_TIMESTAMP": "1767225611000000", "MESSAGE": line},
+], ids=["docker", "journalctl -o json"])  # fmt: skip
+def test_logs_that_docker_and_journald_have_wrapped_in_json_are_read(
+    wrap: Callable[[str], dict[str, str]], tmp_path: Path
+) -> None:
+    for log, kind in (
+        (BANNER + ROUTER, TraceFormat.ROUTER),
+        (vllm_log(("01-01 00:00:00", "Received request a: prompt: 'x', params: (max_tokens=16)")), TraceFormat.VLLM),
+    ):
+        lines = [json.dumps(wrap(line)) + "\n" for line in log.splitlines()]
+        assert convert_trace(written(tmp_path / "container.log", "".join(lines))).format is kind
+
+
+def test_a_last_line_that_is_cut_short_costs_itself_alone_and_is_said(tmp_path: Path) -> None:
+    result = convert_trace(written(tmp_path / "router.log", ROUTER + ROUTER[:200]))
+    assert len(result.trace) == 2
+    assert result.notes[-1] == "left out the last line, which is cut short"
+    with pytest.raises(InputError, match="line 6: not JSON"):
+        convert_trace(written(tmp_path / "router.log", ROUTER + ROUTER[:200] + "\n" + ROUTER))
+
+
+def test_this_routers_plain_log_is_named_as_what_it_is(tmp_path: Path) -> None:
+    text = "20:40:45.123 INFO    listening port=8000\n20:40:46.123 INFO    request id=a prompt_tokens=5 tokens=7\n"
+    log = written(tmp_path / "router.log", text)
+    for read in (convert_trace, load_trace):
+        with pytest.raises(InputError, match="plain text, which says no dates; run it with log.format: json"):
+            read(str(log))
+
+
 def test_a_request_line_without_a_field_is_named(tmp_path: Path) -> None:
     text = '{"event": "request", "time": "2026-01-01T00:00:00+00:00"}\n'
     with pytest.raises(InputError, match="line 1: no field 'duration_s'"):
@@ -299,6 +358,14 @@ def test_what_a_prompt_or_an_answer_says_is_no_line_of_vllms_log(tmp_path: Path,
     trace = convert_trace(written(tmp_path / "vllm.log", text)).trace
     assert trace.arrival_s.tolist() == [0.0, 2.0]
     assert trace.prompt_tokens.tolist() == [3, 4] and trace.output_tokens.tolist() == [2, 1]
+
+
+def test_vllms_log_is_read_in_colour(tmp_path: Path) -> None:
+    """As a terminal or `VLLM_LOGGING_COLOR=1` has it."""
+    text = "Received request a: prompt: 'x', params: SamplingParams(max_tokens=16)"
+    stamp = "\x1b[32mINFO\x1b[0m \x1b[90m01-01 00:00:00\x1b[0m \x1b[90m[logger.py:1]\x1b[0m"
+    log = written(tmp_path / "vllm.log", f"\x1b[0;36m(APIServer pid=7)\x1b[0;0m {stamp} {text}\n")
+    assert len(convert_trace(log).trace) == 1
 
 
 def test_the_prefix_of_old_vllm_versions_has_one_bracket(tmp_path: Path) -> None:
