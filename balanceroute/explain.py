@@ -27,7 +27,8 @@ from balanceroute.plugins import learn_installed, learn_policy
 class WorkerView:
     """A decode worker before the decision; `margins` over h = 0..H in tokens, empty when it is down.
 
-    `load_tokens` and `active` count what others hold there, too, as the decision does.
+    `load_tokens` and `active` count what others hold there, too, as the decision does. `ahead`: how many requests it
+    may be sent beyond its slots.
     """
 
     id: str
@@ -35,6 +36,7 @@ class WorkerView:
     load_tokens: int
     active: int
     free_slots: int
+    ahead: int
     margins: tuple[int, ...]
 
     @property
@@ -84,13 +86,16 @@ WOULD_WAIT: Final = "nothing: the rest would wait"
 class Explanation:
     """A decision and what it rests on; `runners_up[i]` belongs to `admissions[i]`.
 
-    `prefills`: the choices of prefillers that were made before, as far as their prompts are still there.
+    `sent_ahead`: how many of the admissions, the last ones, go to workers whose slots are all taken
+    (`decode.overlap_requests`). `prefills`: the choices of prefillers that were made before, as far as their prompts
+    are still there.
     """
 
     policy: str
     params: dict[str, Any]
     workers: tuple[WorkerView, ...]
     admissions: tuple[Admit, ...]
+    sent_ahead: int
     runners_up: tuple[RunnerUp, ...]
     left_waiting: int
     reason: str
@@ -98,16 +103,18 @@ class Explanation:
 
     def to_dict(self) -> dict[str, Any]:
         """As JSON-ready values: `admissions`, `margins` by worker, `workers`, what is left waiting and why."""
+        into_slots = len(self.admissions) - self.sent_ahead
         return {
             "policy": self.policy,
             "params": self.params,
             "admissions": [
                 {
                     **_admission(admission),
+                    "sent_ahead": index >= into_slots,
                     "runner_up": runner_up.admission and _admission(runner_up.admission),
                     "otherwise": str(runner_up),
                 }
-                for admission, runner_up in zip(self.admissions, self.runners_up, strict=True)
+                for index, (admission, runner_up) in enumerate(zip(self.admissions, self.runners_up, strict=True))
             ],
             "margins": {worker.id: list(worker.margins) for worker in self.workers},
             "workers": [
@@ -117,6 +124,7 @@ class Explanation:
                     "load_tokens": worker.load_tokens,
                     "active": worker.active,
                     "free_slots": worker.free_slots,
+                    "ahead": worker.ahead,
                     "margin": worker.margin,
                     "least_margin": worker.least_margin,
                 }
@@ -133,8 +141,8 @@ def _admission(admit: Admit) -> dict[str, Any]:
 
 
 def explain(state: Any, policy_name: str | None = None) -> Explanation:
-    """Decide on a state document and say why: who gets the free slots. What the router then sends ahead of slots that
-    are still taken (`decode.overlap_requests`) is a decision of its own, which is not made here.
+    """Decide on a state document and say why: who gets the free slots, and what is then sent ahead of taken ones, as
+    many to each worker as the document says.
 
     `policy_name`: decide by this policy with its own defaults, not by the document's; one of your own, if the document
     names it, too. Raises: InputError that names the field when it cannot be read, ConfigError for an unknown policy.
@@ -148,12 +156,14 @@ def explain(state: Any, policy_name: str | None = None) -> Explanation:
     policy, snapshot, now = state_from_dict(state)
     workers = tuple(worker_views(snapshot))
     situation = _Situation(state, policy, snapshot, now)
-    admissions = _decide(policy, snapshot, now)
+    decision = _decide(policy, snapshot, now)
+    admissions = decision.admissions
     return Explanation(
         policy=policy.name,
         params=state.get("params", {}),
         workers=workers,
         admissions=tuple(admissions),
+        sent_ahead=decision.sent_ahead,
         runners_up=tuple(situation.runner_up(admissions, index) for index in range(len(admissions))),
         left_waiting=len(snapshot.pool),
         reason=_why_no_more(policy, snapshot),
@@ -184,7 +194,7 @@ def outlook(state: Any, policy_name: str) -> Outlook:
     if state.get("policy") != policy_name:
         state = {**state, "policy": policy_name, "params": {}}
     policy, snapshot, now = state_from_dict(state)
-    admissions = _decide(policy, snapshot, now)
+    admissions = _decide(policy, snapshot, now).admissions
     loads = [worker.total_load for worker in snapshot.workers if worker.state is not WorkerState.DOWN]
     return Outlook(
         policy=policy_name,
@@ -227,6 +237,7 @@ def worker_views(snapshot: ClusterSnapshot) -> list[WorkerView]:
             load_tokens=worker.total_load,
             active=worker.occupied,
             free_slots=worker.free_slots,
+            ahead=worker.ahead,
             margins=tuple((envelope - loads[worker.index]).tolist())
             if envelope is not None and worker.state is not WorkerState.DOWN
             else (),
@@ -235,7 +246,28 @@ def worker_views(snapshot: ClusterSnapshot) -> list[WorkerView]:
     ]
 
 
-def _decide(policy: AdmissionPolicy, snapshot: ClusterSnapshot, now: float) -> list[Admit]:
+@dataclass(frozen=True, slots=True)
+class _Decision:
+    """What a policy does; the last `sent_ahead` are admitted ahead of a slot."""
+
+    admissions: list[Admit]
+    sent_ahead: int
+
+
+def _decide(policy: AdmissionPolicy, snapshot: ClusterSnapshot, now: float) -> _Decision:
+    """Decide as `Scheduler.admit` does with overlap requests, whose numbers it would size anew; the places that were
+    decided on count as slots of the snapshot afterwards.
+    """
+    into_slots = _admit(policy, snapshot, now)
+    if not policy.waits_for_slots or not len(snapshot.pool) or snapshot.free_slots:
+        return _Decision(into_slots, 0)
+    for worker in snapshot.workers:
+        worker.own_slots += worker.ahead
+    ahead = _admit(policy, snapshot, now)
+    return _Decision(into_slots + ahead, len(ahead))
+
+
+def _admit(policy: AdmissionPolicy, snapshot: ClusterSnapshot, now: float) -> list[Admit]:
     scheduler = Scheduler(policy)
     scheduler.snapshot = snapshot
     return scheduler.admit(now)
@@ -262,7 +294,7 @@ class _Situation:
         for changed in (others, elsewhere) if self._scarce else (elsewhere, others):
             policy, snapshot, now = state_from_dict(changed)
             choice = choice or _can_admit(policy, snapshot)
-            found = next(iter(_decide(policy, snapshot, now)), None)
+            found = next(iter(_decide(policy, snapshot, now).admissions), None)
             if found is not None:
                 return RunnerUp(found, score=found.score if made.stage == found.stage else None)
         return RunnerUp(None, WOULD_WAIT if choice else NO_CHOICE)
@@ -276,7 +308,7 @@ def runners_up(state: dict[str, Any], last: int) -> list[tuple[Admit, RunnerUp]]
     learn_installed(state.get("policy"))
     policy, snapshot, now = state_from_dict(state)
     situation = _Situation(state, policy, snapshot, now)
-    admissions = _decide(policy, snapshot, now)
+    admissions = _decide(policy, snapshot, now).admissions
     first = max(0, len(admissions) - last)
     return [(admissions[index], situation.runner_up(admissions, index)) for index in range(first, len(admissions))]
 
@@ -287,7 +319,7 @@ def _closed(worker: dict[str, Any], worker_id: str) -> dict[str, Any]:
 
 def _can_admit(policy: AdmissionPolicy, snapshot: ClusterSnapshot) -> bool:
     if policy.waits_for_slots:
-        return bool(len(snapshot.pool) and snapshot.free_slots)
+        return bool(len(snapshot.pool) and snapshot.has_room)
     return bool(len(snapshot.pool)) and any(worker.state is WorkerState.UP for worker in snapshot.workers)
 
 
@@ -310,7 +342,8 @@ def _why_no_more(policy: AdmissionPolicy, snapshot: ClusterSnapshot) -> str:
     if not any(worker.state is WorkerState.UP for worker in snapshot.workers):
         return "no worker takes new requests"
     if policy.waits_for_slots and not snapshot.free_slots:
-        return "no slot is left free"
+        ahead = any(worker.ahead for worker in snapshot.up)
+        return "no slot is left free" + ", and no place ahead of one" * ahead
     if _fits_no_memory(policy, snapshot):
         return "held back: the rest fits the KV memory of no worker with a free slot"
     if policy.waits_for_slots:

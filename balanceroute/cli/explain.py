@@ -87,10 +87,12 @@ def show_explanation(result: "Explanation") -> None:
 
     print_table(f"policy {result.policy}, {len(result.workers)} workers")
     workers = Table("worker", "state", title="Before the decision (tokens)", title_justify="left")
-    for name in ("load", "margin now", "least ahead", "active", "free slots"):
+    ahead = any(worker.ahead for worker in result.workers)
+    for name in ("load", "margin now", "least ahead", "active", "free slots", *(["places ahead"] if ahead else [])):
         workers.add_column(name, justify="right")
     for worker in result.workers:
-        cells = (worker.load_tokens, worker.margin, worker.least_margin, worker.active, worker.free_slots)
+        cells = [worker.load_tokens, worker.margin, worker.least_margin, worker.active, worker.free_slots]
+        cells += [worker.ahead] if ahead else []
         workers.add_row(worker.id, worker.state, *("-" if cell is None else f"{cell:,}" for cell in cells))
     print_table(workers)
     if result.admissions:
@@ -98,9 +100,10 @@ def show_explanation(result: "Explanation") -> None:
         admissions.add_column("score", justify="right")
         admissions.add_column("otherwise")
         admissions.add_column("its score", justify="right")
-        for admit, runner_up in zip(result.admissions, result.runners_up, strict=True):
+        into_slots = len(result.admissions) - result.sent_ahead
+        for index, (admit, runner_up) in enumerate(zip(result.admissions, result.runners_up, strict=True)):
             its_score = "-" if runner_up.score is None else f"{runner_up.score:,.1f}"
-            stage = f"{admit.stage} {STAGES[admit.stage]}"
+            stage = f"{admit.stage} {STAGES[admit.stage]}" + ", sent ahead" * (index >= into_slots)
             admissions.add_row(admit.request, admit.worker, stage, f"{admit.score:,.1f}", str(runner_up), its_score)
         print_table(admissions)
     if result.prefills:
@@ -113,7 +116,10 @@ def show_explanation(result: "Explanation") -> None:
             tokens = (f"{prefill.prompt_tokens:,}", f"{prefill.uncached_tokens:,}")
             prefills.add_row(prefill.request, prefill.prefiller, *tokens, costs)
         print_table(prefills)
-    print_table(f"{len(result.admissions)} admitted, {result.left_waiting} left waiting: {result.reason}")
+    admitted = f"{len(result.admissions)} admitted"
+    if result.sent_ahead:
+        admitted += f", {result.sent_ahead} of them ahead of a slot"
+    print_table(f"{admitted}, {result.left_waiting} left waiting: {result.reason}")
 
 
 STAGES = {0: "overdue", 1: "abundant", 2: "scarce", 3: "at once"}

@@ -77,6 +77,7 @@ def _fixed(worker: DecodeInstanceState) -> dict[str, Any]:
         "slowdown": worker.spec.slowdown,
         "request_tokens": worker.spec.request_tokens,
         "kv_capacity_tokens": worker.kv_capacity_tokens,
+        "ahead": worker.ahead,
     }
 
 
@@ -96,7 +97,6 @@ def _worker(worker: DecodeInstanceState, horizon_steps: int) -> dict[str, Any]:
     return {
         **_fixed(worker),
         "load_tokens": worker.load,
-        "ahead": worker.ahead,
         "reported": worker.reported,
         "foreign": {
             "requests": worker.foreign_requests,
@@ -177,9 +177,9 @@ def snapshot_from_dict(
 ) -> tuple[ClusterSnapshot, float]:
     """Read a snapshot back, and the time it was taken at (0.0 where it says none).
 
-    Absent fields mean: worker up with slowdown 1, no tokens per request and used by nobody else, every request running,
-    a pool that is not full, `expected_remaining` H, no wait, waiting order as listed, means taken over the requests
-    that are there, `overdue_s` the ready time plus the policy's patience.
+    Absent fields mean: worker up with slowdown 1, no tokens per request, used by nobody else and sent nothing ahead of
+    its slots, every request running, a pool that is not full, `expected_remaining` H, no wait, waiting order as listed,
+    means taken over the requests that are there, `overdue_s` the ready time plus the policy's patience.
     Only workers, pool and means are read: what a policy looks at. Raises InputError that names the field.
     """
     data = _object(data, "snapshot")
@@ -226,6 +226,7 @@ def _read_worker(snapshot: ClusterSnapshot, entry: Any, path: str) -> None:
         raise InputError(f"{path}.state: {entry['state']!r:.60}; accepted: {', '.join(accepted)}")
     snapshot.set_state(worker, WorkerState(entry.get("state", "up")))
     worker.kv_capacity_tokens = _whole(entry, "kv_capacity_tokens", path, default=0)
+    worker.ahead = _whole(entry, "ahead", path, default=0)
     foreign = _object(entry.get("foreign", {}), f"{path}.foreign")
     worker.set_foreign(
         _whole(foreign, "requests", f"{path}.foreign", default=0),

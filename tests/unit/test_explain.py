@@ -17,7 +17,7 @@ from balanceroute.core.prefill import LONE_WEIGHT
 from balanceroute.core.scheduler import Scheduler, SchedulerConfig
 from balanceroute.core.snapshot_json import outline_to_dict, snapshot_to_dict
 from balanceroute.core.state import state_to_dict
-from balanceroute.core.types import RequestSpec, Role, WorkerSpec
+from balanceroute.core.types import Outcome, RequestSpec, Role, WorkerSpec
 from balanceroute.errors import InputError
 from balanceroute.explain import explain, runners_up
 
@@ -55,7 +55,7 @@ def changed(state: dict[str, Any], **values: Any) -> dict[str, Any]:
 
 def test_the_example_of_the_design() -> None:
     result = explain(EXAMPLE).to_dict()
-    admission = {"request": "w1", "worker": "d0", "stage": 1, "score": 4000.0}
+    admission = {"request": "w1", "worker": "d0", "stage": 1, "score": 4000.0, "sent_ahead": False}
     nothing = {"runner_up": None, "otherwise": "no other choice"}
     assert result["admissions"] == [admission | nothing]
     assert result["margins"] == {"d0": [0] * 81}
@@ -134,6 +134,47 @@ def test_a_policy_that_looks_at_present_loads_decides_on_the_outline_as_on_the_w
     decided = explain({**given, **whole})
     assert decided.admissions
     assert runners_up({**given, **outline}, 100) == list(zip(decided.admissions, decided.runners_up, strict=True))
+
+
+@pytest.mark.parametrize("policy", ["br_0", "br_h", "level_fit", "pool_fifo", "target_fit"])
+@pytest.mark.parametrize("free", [0, 2], ids=["no slot free", "two slots free"])
+def test_what_is_sent_ahead_of_taken_slots_is_shown_as_the_scheduler_sends_it(policy: str, free: int) -> None:
+    settings = PolicySettings(policy=policy)
+    scheduler = Scheduler(make_policy(settings), SchedulerConfig(overlap_requests=1))
+    for name in ("d0", "d1"):
+        scheduler.add_worker(WorkerSpec(name, Role.DECODE, slots=3), 0.0)
+    for n in range(8):
+        scheduler.submit_prefilled(RequestSpec(f"a{n}", 1000 + 100 * n), 0.0, 40.0)
+    assert len(scheduler.admit(0.0)) == 8
+    for worker in scheduler.snapshot.workers:  # which has three slots and one request beyond them
+        for request_id in list(worker.active)[: 1 + free // 2]:
+            scheduler.finish(request_id, Outcome.FINISHED, 1.0)
+    for n, tokens in enumerate((2000, 500, 1200, 900, 100)):
+        scheduler.submit_prefilled(RequestSpec(f"w{n}", tokens), 50.0, 40.0)
+    document = orjson.loads(orjson.dumps(state_to_dict(settings, scheduler.snapshot, 100.0)))
+    outline = {**document, **outline_to_dict(scheduler.snapshot, 100.0)}
+    result = explain(document)
+    made = scheduler.admit(100.0)
+    assert list(result.admissions) == made
+    assert result.sent_ahead == 2 and len(made) == 2 + free
+    assert [each["sent_ahead"] for each in result.to_dict()["admissions"]] == [False] * free + [True] * 2
+    assert result.reason == "no slot is left free, and no place ahead of one"
+    assert [worker["ahead"] for worker in result.to_dict()["workers"]] == [1, 1]
+    assert all(str(runner_up).split()[0] in ("w0", "w1", "w2", "w3", "w4") for runner_up in result.runners_up)
+    if not scheduler.policy.horizon_steps:
+        assert [admission for admission, _ in runners_up(outline, 100)] == made
+
+
+def test_a_place_ahead_of_a_slot_is_named_in_the_tables(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    state = copy.deepcopy(SCARCE)
+    state["workers"][0]["ahead"] = 1
+    file = tmp_path / "state.json"
+    file.write_text(json.dumps(state))
+    assert run(monkeypatch, str(file)) == 0
+    shown = capsys.readouterr().out
+    assert "sent ahead" in shown and "2 admitted, 1 of them ahead of a slot, 1 left waiting" in shown
 
 
 def test_a_request_that_waited_too_long_goes_first_even_in_a_hand_made_file() -> None:
