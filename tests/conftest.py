@@ -1,12 +1,22 @@
 """Property tests are judged by what they find, not by how fast a busy machine draws examples; nothing is skipped."""
 
-from collections.abc import Generator
+from collections.abc import Generator, Iterator
 
 import pytest
 from hypothesis import HealthCheck, settings
 
+from balanceroute.core.policies import POLICIES
+
 settings.register_profile("any machine", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("any machine")
+
+
+@pytest.fixture(autouse=True)
+def _policies_that_a_test_has_named_are_forgotten() -> Iterator[None]:
+    before = set(POLICIES)
+    yield
+    for name in set(POLICIES) - before:
+        del POLICIES[name]
 
 
 @pytest.hookimpl(wrapper=True)

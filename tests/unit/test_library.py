@@ -15,7 +15,7 @@ import pytest
 import balanceroute
 from balanceroute.build import build_scheduler
 from balanceroute.config import validate
-from balanceroute.core.policies import BUILT_IN, POLICIES
+from balanceroute.core.policies import BUILT_IN
 from balanceroute.errors import ConfigError, InputError
 from balanceroute.explain import explain
 from balanceroute.testing import RuleBroken, check_policy
@@ -28,11 +28,8 @@ OWN = "own_policy:FirstFit"
 
 
 @pytest.fixture(autouse=True)
-def _the_examples_can_be_imported(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def _the_examples_can_be_imported(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(ROOT / "examples"))
-    yield
-    for name in set(POLICIES) - BUILT_IN:
-        del POLICIES[name]
 
 
 # -- the library

@@ -1,12 +1,10 @@
 """Code that is not ours may raise anything: a configuration that names it is wrong then, in one line."""
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from balanceroute.config import validate
-from balanceroute.core.policies import BUILT_IN, POLICIES
 from balanceroute.errors import ConfigError
 from balanceroute.prediction import FinishedRequest, build_predictor
 from balanceroute.proxy.admission.forecasts import build_forecasts
@@ -27,12 +25,10 @@ SETTINGS = {"policy": ("routing", "policy"), "predictor": ("predictor", "kind")}
 
 
 @pytest.fixture
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """On the path of imports; what is learned from it is forgotten."""
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """On the path of imports."""
     monkeypatch.syspath_prepend(str(tmp_path))
-    yield tmp_path
-    for name in set(POLICIES) - BUILT_IN:
-        del POLICIES[name]
+    return tmp_path
 
 
 def module(folder: Path, number: int, text: str) -> str:

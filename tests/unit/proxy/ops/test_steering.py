@@ -11,6 +11,7 @@ from starlette.applications import Starlette
 
 from balanceroute import AdmissionPolicy, Choice, ClusterSnapshot
 from balanceroute.config import Config
+from balanceroute.core.policies import BUILT_IN, POLICIES
 from balanceroute.errors import ConfigError, Draining
 from balanceroute.proxy.ops.steering import Steering, with_policy
 from balanceroute.proxy.services import Services
@@ -101,6 +102,11 @@ async def test_a_policy_of_ones_own_finds_its_options_again_when_it_is_switched_
             assert reply.status_code == 200, reply.text
     assert [new.routing.policy for new in switch.to] == ["level_fit", own, own]
     assert [new.routing.options for new in switch.to] == [{}, {"patience_s": 5}, {"patience_s": 5}]
+
+
+def test_a_policy_that_a_test_has_named_is_unknown_to_the_next() -> None:
+    """The one above is of no use without its option: whoever goes through all policies would stumble over it."""
+    assert set(POLICIES) == BUILT_IN
 
 
 async def test_a_brain_that_begins_under_another_policy_knows_the_options_of_the_configured_one() -> None:
