@@ -26,7 +26,7 @@ from balanceroute.experiments.jobs import Job, Results, replayed
 from balanceroute.experiments.main_results import jobs_of, mean_of
 from balanceroute.experiments.methods import Method
 from balanceroute.experiments.scope import Scope, Section
-from balanceroute.experiments.tables import Table
+from balanceroute.experiments.tables import Table, ratio
 
 WAITING = replace(methods.LEVEL_FIT, key="level_fit_waiting", label="LevelFit, no limit to waiting",
                   policy=replace(methods.LEVEL_FIT.policy, max_wait_s=math.inf))  # fmt: skip
@@ -80,7 +80,7 @@ def bound_table(scope: Scope, results: Results, source: str) -> Table:
         jobs = jobs_of(scope, source, method)
         balance, p99, most = (mean_of(results, jobs, name) for name in ("balance", "wait_p99_s", "wait_max_s"))
         spread = spreads[method.key]
-        table.add(method.label, spread, spread / best, balance, 100 * (1 / balance - 1), p99, most)
+        table.add(method.label, spread, ratio(spread, best), balance, 100 * (1 / balance - 1), p99, most)
 
     for method in ROUTERS:
         add(method)

@@ -8,7 +8,7 @@ from balanceroute.experiments import figures, methods, paper
 from balanceroute.experiments.jobs import Job, Results
 from balanceroute.experiments.methods import JSQ, MAIN, Method
 from balanceroute.experiments.scope import Scope, Section
-from balanceroute.experiments.tables import Table
+from balanceroute.experiments.tables import Table, ratio
 
 
 def jobs_of(scope: Scope, source: str, method: Method) -> list[Job]:
@@ -102,7 +102,7 @@ def main_table(scope: Scope, results: Results, source: str, name: str) -> Table:
                 variant.label + (", capped" if variant is not method else ""),
                 ours["load_spread_mean"],
                 spread_of(results, jobs, "load_spread_mean"),
-                base_spread / ours["load_spread_mean"],
+                ratio(base_spread, ours["load_spread_mean"]),
                 jsq.imbalance / theirs.imbalance if theirs and jsq else None,
                 ours["tpot_p95_s"] * 1000,
                 ours["throughput_tok_s"],
@@ -139,7 +139,7 @@ def not_reproduced(scope: Scope, results: Results, source: str) -> list[str]:
         if theirs is None:
             continue
         ours = base / mean_of(results, jobs_of(scope, source, method), "load_spread_mean")
-        ratio = printed["join_shortest_queue"].imbalance / theirs.imbalance
-        if paper.far_off(ours, ratio):
-            found.append(f"{method.label} ({ours:.1f}× here, {ratio:.1f}× in the paper)")
+        printed_ratio = printed["join_shortest_queue"].imbalance / theirs.imbalance
+        if paper.far_off(ours, printed_ratio):
+            found.append(f"{method.label} ({ours:.1f}× here, {printed_ratio:.1f}× in the paper)")
     return found

@@ -5,7 +5,7 @@ from pathlib import Path
 from balanceroute.experiments import figures, methods, paper
 from balanceroute.experiments.jobs import Job, Results
 from balanceroute.experiments.scope import Scope, Section
-from balanceroute.experiments.tables import Table
+from balanceroute.experiments.tables import Table, ratio
 
 METHODS = (
     methods.RANDOM,
@@ -104,7 +104,7 @@ def report(scope: Scope, results: Results, out: Path) -> Section:
                 method.label,
                 width,
                 ours.load_spread_mean,
-                base.load_spread_mean / ours.load_spread_mean,
+                ratio(base.load_spread_mean, ours.load_spread_mean),
                 printed["join_shortest_queue"].imbalance / theirs.imbalance if theirs else None,
                 ours.tpot_p95_s * 1000,
                 ours.throughput_tok_s / width,

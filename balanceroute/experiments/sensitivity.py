@@ -5,7 +5,7 @@ from pathlib import Path
 from balanceroute.experiments import figures, methods, paper
 from balanceroute.experiments.jobs import Job, Results
 from balanceroute.experiments.scope import Scope, Section
-from balanceroute.experiments.tables import Table
+from balanceroute.experiments.tables import Table, ratio
 
 SWEPT = ((1.0, 0.9), (24.0, 0.9), (48.0, 0.9), (96.0, 0.9), (48.0, 0.5), (48.0, 0.7), (48.0, 1.0))
 DEPLOYED = ((43.0, 0.86), (14.67, 0.64))
@@ -81,7 +81,7 @@ def report(scope: Scope, results: Results, out: Path) -> Section:
             table.add(
                 f"({beta:g}, {gamma:g})" + (" *" if (beta, gamma) in DEPLOYED else ""),
                 ours.load_spread_mean,
-                base.load_spread_mean / ours.load_spread_mean,
+                ratio(base.load_spread_mean, ours.load_spread_mean),
                 jsq.imbalance / theirs.imbalance if theirs and jsq else None,
                 ours.tpot_p95_s * 1000,
                 ours.throughput_tok_s,

@@ -10,6 +10,11 @@ from pathlib import Path
 Cell = str | int | float | None
 
 
+def ratio(value: float, to: float) -> float | None:
+    """How many times the one the other is; a gap where that one is 0, as the load spread of equal requests may be."""
+    return value / to if to else None
+
+
 @dataclass(slots=True)
 class Table:
     """A named table; `digits` gives the decimals of a column in Markdown (CSV keeps six significant digits)."""

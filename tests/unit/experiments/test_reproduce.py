@@ -185,6 +185,16 @@ def test_requests_that_arrive_at_one_time_have_no_load_sweep(tmp_path: Path) -> 
     assert sorted(path.name for path in (tmp_path / "out").iterdir()) == files_of(["fairness"], scope)
 
 
+@pytest.mark.parametrize("name", ["main", "scaling", "sensitivity", "bound"])
+def test_requests_that_leave_no_load_spread_have_a_gap_where_it_divides(name: str, tmp_path: Path) -> None:
+    """As many equal requests for each worker, all at one time: every policy is level."""
+    text = "arrival_s,prompt_tokens,output_tokens\n" + "0,500,20\n" * 46  # of which 32 are replayed
+    (tmp_path / "t.csv").write_text(text)
+    scope = replace(TINY, trace=str(tmp_path / "t.csv"), seeds=(0,), widths=(4,))
+    report = reproduce([name], scope, tmp_path / "out", n_processes=1)
+    assert "| LevelFit" in report or "| (" in report
+
+
 def test_predictors_on_a_users_trace_say_nothing_of_the_synthetic_ones(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
