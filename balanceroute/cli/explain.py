@@ -72,7 +72,7 @@ def read_json(path: Path) -> object:
 
     name = "standard input" if str(path) == "-" else str(path)
     try:
-        return json.loads(sys.stdin.read() if str(path) == "-" else path.read_text(encoding="utf-8"))
+        return json.loads(sys.stdin.read() if str(path) == "-" else path.read_text(encoding="utf-8-sig"))
     except OSError as error:
         raise InputError(f"{name}: {error.strerror}") from error
     except (ValueError, RecursionError) as error:

@@ -14,6 +14,7 @@ from balanceroute.core.types import Phase, Role, WorkerSpec, WorkerState
 from balanceroute.errors import InputError
 
 SIGNED = {"now_s", "ready_s", "overdue_s", "wait_s"}  # times of any origin; every other number is at least 0
+LARGEST = 1e15  # of any number: products of what is larger would leave the range of a float
 MOST = 10**9  # of any count or size: far above every real one, and sums of them stay exact
 
 Patience = Callable[[int, ClusterSnapshot], float]
@@ -314,7 +315,7 @@ def _text(data: dict[str, Any], name: str, path: str) -> str:
 
 def _number(data: dict[str, Any], name: str, path: str, default: float | None = None) -> float:
     value = data.get(name, default)
-    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+    if isinstance(value, bool) or not isinstance(value, int | float) or not -LARGEST <= value <= LARGEST:
         raise InputError(f"{_join(path, name)}: expected a number, found {value!r:.60}")
     if value < 0 and name not in SIGNED:
         raise InputError(f"{_join(path, name)}: expected a number of at least 0, found {value!r:.60}")

@@ -221,6 +221,7 @@ def test_a_down_worker_has_no_margin_and_sets_no_envelope() -> None:
             "waiting: two requests have the same order",
         ),
         ({"now_s": float("nan")}, "now_s: expected a number, found nan"),
+        ({"now_s": 10**400}, "now_s: expected a number, found 1000"),
     ],
 )
 def test_a_wrong_state_is_refused_with_the_path_of_the_field(change: dict[str, Any], message: str) -> None:
@@ -245,6 +246,11 @@ def test_the_command_prints_tables_or_json(
     assert "2 scarce" in shown and "big to d1" in shown and "2,500.0" in shown and "3,000" in shown
     assert run(monkeypatch, str(file), "--json") == 0
     assert json.loads(capsys.readouterr().out) == explain(SCARCE).to_dict()
+
+
+def test_a_file_with_a_byte_order_mark_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "state.json").write_text(json.dumps(SCARCE), encoding="utf-8-sig")
+    assert run(monkeypatch, str(tmp_path / "state.json")) == 0
 
 
 @pytest.mark.parametrize(
