@@ -145,7 +145,7 @@ def read(path: Path) -> Floats:
     """
     rows: list[list[float]] = []
     # each line by itself: a quote that is never closed would swallow the rest of the file
-    with path.open(encoding="ascii", errors="replace") as lines:
+    with path.open(encoding="utf-8-sig", errors="replace") as lines:
         if tuple(next(lines, "").rstrip("\n").split(",")) != COLUMNS:
             raise BadStepLog(f"{path}, line 1: expected the columns {','.join(COLUMNS)}")
         broken: int | None = None

@@ -50,7 +50,7 @@ class Replay:
             raise InputError(f"predictor {predictor}: changes nothing; {policy.name} does not look ahead, br_h does")
         if self.train is not None and self.predictor in ("none", "oracle"):
             raise InputError(f"train: changes nothing; predictor {predictor} learns from no past")
-        if self.setting.prefix_cache_tokens and self.setting.prefillers and not any(self.trace.prefix):
+        if self.setting.prefix_cache_tokens > 0 < self.setting.prefillers and not any(self.trace.prefix):
             raise InputError(
                 f"prefix cache {self.setting.prefix_cache_tokens}: changes nothing; the trace does not say which "
                 "prompts begin alike (prefix_blocks)"

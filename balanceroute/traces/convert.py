@@ -27,6 +27,7 @@ from balanceroute.traces.rows import Row, field_of, json_object, stamp_s
 from balanceroute.traces.source import Source
 from balanceroute.traces.trace import (
     MAX_TIME,
+    REQUIRED,
     Trace,
     check_single,
     checked_blocks,
@@ -90,6 +91,9 @@ def convert_trace(
     path = Source.of(path)
     kind = guess_format(path) if format is TraceFormat.AUTO else format
     if kind is None:
+        _, header = next(text_lines(path))
+        if all(name in header for name in REQUIRED):
+            raise InputError(f"{path}: is a trace already, which replay and describe read as it is")
         accepted = ", ".join(sorted(set(TraceFormat) - {TraceFormat.AUTO}))
         raise InputError(f"{path}: not one of {accepted}; say which with --format")
     arrivals, prompts, outputs, keys = list[float](), list[int](), list[int](), list[str]()
@@ -162,7 +166,7 @@ def guess_format(path: Source) -> TraceFormat | None:
 def columns_of(path: Source, columns: tuple[str, ...]) -> Iterator[tuple[int, list[str]]]:
     """(line number, the wanted columns) of each CSV row."""
     rows = csv_rows(path)
-    line, names = next(rows, (1, []))
+    line, names = next(rows)
     header = [name.strip() for name in names]
     missing = [name for name in columns if name not in header]
     if missing:

@@ -139,7 +139,7 @@ def read_trace(path: str | Path | Source) -> Trace:
     """
     path = Source.of(path)
     rows = csv_rows(path)
-    line, names = next(rows, (1, []))
+    line, names = next(rows)
     header = [name.strip() for name in names]
     missing = [name for name in REQUIRED if name not in header]
     if missing:
@@ -262,14 +262,15 @@ def csv_rows(path: Source) -> Iterator[tuple[int, list[str]]]:
 def text_lines(path: Source) -> Iterator[tuple[int, str]]:
     """(line number, text) of each line that is not blank, of a text file that may be compressed (.gz, .xz).
 
-    Raises: InputError that names the file, and the line of bytes that are not UTF-8.
+    Raises: InputError that names the file, and the line of bytes that are not UTF-8; of a file of no such lines, too.
     """
-    line = 0
+    line, blank = 0, True
     try:
         with path.open() as file:
             for line, text in enumerate(file, start=1):
                 text.encode()
                 if text.strip():
+                    blank = False
                     yield line, text
     except FileNotFoundError as error:
         raise InputError(f"{path}: no such file") from error
@@ -277,6 +278,8 @@ def text_lines(path: Source) -> Iterator[tuple[int, str]]:
         raise InputError(f"{path}: line {line}: not UTF-8 text") from error
     except (OSError, EOFError, zlib.error, lzma.LZMAError) as error:
         raise InputError(f"{path}: cannot be read: {getattr(error, 'strerror', None) or error}") from error
+    if blank:
+        raise InputError(f"{path}: nothing in it")
 
 
 def write_trace(trace: Trace, path: str | Path) -> None:

@@ -162,6 +162,7 @@ def test_the_series_has_one_row_per_step_and_one_column_per_worker(
         (["--prefill-rate", "9"], "--prefill-rate: changes nothing here; it is read with --prefillers"),
         (["--prefill-policy", "round_robin"], "--prefill-policy: changes nothing here; it is read with --prefillers"),
         (["--prefix-cache", "9"], "prefix cache 9: changes nothing without prefillers"),
+        (["--prefix-cache", "-9", "--prefillers", "2"], "prefix cache -9: accepted is a number from 0"),
         (
             ["--prefix-cache", "90000", "--prefillers", "2"],
             "prefix cache 90000: changes nothing; the trace does not say which prompts begin alike (prefix_blocks)",

@@ -91,6 +91,13 @@ def test_an_engine_that_never_stepped_is_an_empty_file(tmp_path: Path) -> None:
     assert summarise([path]).ranks[0].steps == 0
 
 
+def test_a_byte_order_mark_and_line_ends_of_windows_are_read(tmp_path: Path) -> None:
+    path = tmp_path / "steps.csv"
+    text = "\r\n".join([",".join(COLUMNS), "10,25,1,100,0,0.5", "11,26,1,101,0,0.5", ""])
+    path.write_text(text, encoding="utf-8-sig", newline="")
+    assert read(path).tolist() == [[10, 25, 1, 100, 0, 0.5], [11, 26, 1, 101, 0, 0.5]]
+
+
 def test_half_a_last_line_is_forgiven_and_half_a_line_before_it_is_not(tmp_path: Path) -> None:
     path = a_log(tmp_path / "a", [1, 2, 3])
     path.write_text(path.read_text() + "10000")

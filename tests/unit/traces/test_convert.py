@@ -76,6 +76,18 @@ def test_a_file_in_no_known_form_is_refused_with_the_forms_that_are_known(tmp_pa
         convert_trace(written(tmp_path / "t.csv", "what,ever\n"))
 
 
+def test_a_table_that_replay_reads_as_it_is_needs_no_conversion_and_is_told_so(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match="is a trace already, which replay and describe read as it is"):
+        convert_trace(written(tmp_path / "t.csv", "arrival_s,prompt_tokens,output_tokens\n0,5,5\n"))
+
+
+@pytest.mark.parametrize("text", ["", "\n \n"], ids=["empty", "blank"])
+def test_an_empty_file_is_named_as_one(text: str, tmp_path: Path) -> None:
+    for read in (convert_trace, read_trace, load_trace):
+        with pytest.raises(InputError, match="nothing in it$"):
+            read(str(written(tmp_path / "t", text)))
+
+
 def test_jitter_is_seeded_and_spreads_equal_stamps(tmp_path: Path) -> None:
     path = written(tmp_path / "m.jsonl", "".join(mooncake_line(0, [i]) for i in range(50)))
     arrivals = convert_trace(path, jitter_s=3.0, seed=4).trace.arrival_s

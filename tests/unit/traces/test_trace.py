@@ -54,7 +54,6 @@ def test_equal_traces_are_written_as_equal_bytes(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "line", "reason"),
     [
-        ("", 1, "no column arrival_s, prompt_tokens, output_tokens"),
         ("arrival_s,prompt_tokens\n", 1, "no column output_tokens"),
         (HEADER + "0,5,5,\n1,x,5,\n", 3, "prompt_tokens 'x' is not a whole number"),
         (HEADER + "0,5,5.5,\n", 2, "output_tokens '5.5' is not a whole number"),
