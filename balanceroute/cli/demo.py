@@ -34,7 +34,7 @@ def demo(
     prefix: Annotated[
         bool, typer.Option("--prefix", help="Show the prefill tier instead: conversations through prefill policies.")
     ] = False,
-    seed: Annotated[int, typer.Option(help="Seed of the trace.")] = 1,
+    seed: Annotated[int, typer.Option(min=0, help="Seed of the trace.")] = 1,
     json: Annotated[bool, typer.Option("--json", help="Print the result as JSON.")] = False,
 ) -> None:
     """Show what the router is worth: an emulated cluster, the same trace through several policies, side by side.

@@ -21,7 +21,7 @@ def load(
         str | None, typer.Option(envvar="OPENAI_API_KEY", help="Sent as a bearer token.", show_envvar=True)
     ] = None,
     timeout: Annotated[float | None, typer.Option(help="Longest time for one answer, seconds.")] = None,
-    seed: Annotated[int, typer.Option(help="Seed of the prompts and of a generated trace.")] = 0,
+    seed: Annotated[int, typer.Option(min=0, help="Seed of the prompts and of a generated trace.")] = 0,
     json: Annotated[bool, typer.Option("--json", help="Print the report as JSON.")] = False,
 ) -> None:
     """Send a trace over HTTP to any OpenAI endpoint and measure what a client sees.
@@ -46,6 +46,8 @@ def load(
     requests = load_trace(trace, seed=seed, rows=max_requests, on_note=partial(typer.echo, err=True))
     requests = requests.with_lengths(prompt_scale, output_scale)
     if rate is not None:
+        if len(requests) > 1 and requests.arrival_s[0] == requests.arrival_s[-1]:
+            raise InputError(f"rate {rate:g}: all requests of the trace arrive at one time, so it has none")
         requests = requests.at_rate(rate)
     options = LoadOptions(url, model, api_key, time_scale, timeout, seed)
     total = len(requests)

@@ -10,6 +10,7 @@ cannot keep up say nothing about the server.
 import asyncio
 import collections
 import json
+import math
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, field
 from typing import Any
@@ -24,6 +25,7 @@ from balanceroute.report import Distribution
 from balanceroute.traces import BLOCK_TOKENS, Trace
 
 END_MARKER = b"[DONE]"
+MOST_TIME_SCALE = 1e6
 Progress = Callable[[int, int], None]  # requests sent so far, requests ended so far
 
 
@@ -39,6 +41,16 @@ class LoadOptions:
     seed: int = 0  # of the prompts
     extra_body: dict[str, Any] = field(default_factory=dict)
     block_tokens: int = BLOCK_TOKENS  # that each name of a prompt's blocks stands for, where the trace has them
+
+    def checked(self) -> None:
+        """Raises: InputError that names the first value which makes no sense."""
+        checked(self.base_url)
+        if not 0 < self.time_scale <= MOST_TIME_SCALE:
+            raise InputError(
+                f"time scale {self.time_scale:g}: accepted is a number above 0 and at most {MOST_TIME_SCALE:g}"
+            )
+        if self.timeout_s is not None and not 0 < self.timeout_s < math.inf:
+            raise InputError(f"timeout {self.timeout_s:g}: accepted is a number of seconds above 0")
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,9 +92,7 @@ async def run_load(
 
     Raises: InputError when the endpoint cannot be used at all.
     """
-    checked(options.base_url)
-    if not options.time_scale > 0:
-        raise InputError(f"time scale {options.time_scale:g} is not above 0")
+    options.checked()
     headers = {"Authorization": f"Bearer {options.api_key}"} if options.api_key else {}
     client = Client(options.base_url, headers)
     results: dict[int, RequestResult] = {}

@@ -69,16 +69,27 @@ class Trace:
         return self.scaled(factor)
 
     def with_lengths(self, prompt_scale: float, output_scale: float) -> "Trace":
-        """The same arrivals with lengths multiplied, rounded, and kept at 1 or more; their blocks are other ones."""
+        """The same arrivals with lengths multiplied, rounded, and kept at 1 or more; their blocks are other ones.
+
+        Raises: InputError where that makes one longer than any may be.
+        """
         if prompt_scale == output_scale == 1.0:
             return self
-        prompts = np.maximum(1, np.rint(self.prompt_tokens * prompt_scale)).astype(np.int64)
-        outputs = np.maximum(1, np.rint(self.output_tokens * output_scale)).astype(np.int64)
+        prompts = scaled_lengths(self.prompt_tokens, prompt_scale, "prompt tokens")
+        outputs = scaled_lengths(self.output_tokens, output_scale, "output tokens")
         return Trace(self.arrival_s, prompts, outputs, self.prompt_key)
 
     def scaled(self, factor: float) -> "Trace":
         """The same requests with every arrival time multiplied by `factor`."""
         return replace(self, arrival_s=self.arrival_s * factor)
+
+
+def scaled_lengths(tokens: NDArray[np.int64], scale: float, name: str) -> NDArray[np.int64]:
+    """Lengths times that, at least 1. Raises: InputError that names the column."""
+    scaled: NDArray[np.float64] = np.maximum(1.0, np.rint(tokens * scale))
+    if not scaled.max() <= MAX_TOKENS:
+        raise InputError(f"{name} times {scale:g}: the largest is more than {MAX_TOKENS}")
+    return scaled.astype(np.int64)
 
 
 @dataclass(frozen=True, slots=True)

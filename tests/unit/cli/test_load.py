@@ -1,6 +1,7 @@
 """What `balanceroute load` prints of a run that was cut short, or of which nothing came to an end."""
 
 from dataclasses import asdict
+from pathlib import Path
 
 import pytest
 
@@ -28,6 +29,36 @@ def test_an_endpoint_with_v1_is_refused_with_what_to_leave_out(
 ) -> None:
     code, _, err = run_command(capsys, monkeypatch, "load", url, "--trace", "capped", "--max-requests", "1")
     assert (code, err) == (2, f"balanceroute: {url!r}: leave out /v1, it is added\n")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "reason"),
+    [
+        (["--timeout", "nan"], "timeout nan: accepted is a number of seconds above 0"),
+        (["--timeout", "0"], "timeout 0: accepted is a number of seconds above 0"),
+        (["--time-scale", "inf"], "time scale inf: accepted is a number above 0 and at most 1e+06"),
+        (["--prompt-scale", "1e300"], "prompt tokens times 1e+300: the largest is more than 2147483647"),
+        (["--output-scale", "inf"], "output tokens times inf: the largest is more than 2147483647"),
+        (["--output-scale", "nan"], "--output-scale must be above 0"),
+        (["--seed", "-1"], "'--seed'"),
+    ],
+    ids=lambda value: "" if isinstance(value, str) else " ".join(value),
+)
+def test_numbers_that_make_no_run_are_refused_in_one_line(
+    arguments: list[str], reason: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    here = ["load", "http://127.0.0.1:9", "--trace", "capped", "--max-requests", "2"]
+    code, _, err = run_command(capsys, monkeypatch, *here, *arguments)
+    assert code == 2 and reason in err and err.count("\n") == 1
+
+
+def test_a_rate_is_refused_where_all_requests_arrive_at_one_time(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "t.csv").write_text("arrival_s,prompt_tokens,output_tokens\n" + "0,9,9\n" * 3)
+    here = ["load", "http://127.0.0.1:9", "--trace", str(tmp_path / "t.csv"), "--rate", "5"]
+    code, _, err = run_command(capsys, monkeypatch, *here)
+    assert (code, err) == (2, "balanceroute: rate 5: all requests of the trace arrive at one time, so it has none\n")
 
 
 def test_what_was_measured_is_shown_line_by_line(capsys: pytest.CaptureFixture[str]) -> None:
