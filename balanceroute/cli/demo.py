@@ -26,7 +26,7 @@ def demo(
     load: Annotated[
         float, typer.Option(min=0.05, max=2, help="Offered load; 1 is what perfect balance carries.")
     ] = 1.15,
-    slots: Annotated[int, typer.Option(min=1, help="Slots of each of the 8 decode ranks.")] = 32,
+    slots: Annotated[int, typer.Option(min=1, max=65_536, help="Slots of each of the 8 decode ranks.")] = 32,
     against: Annotated[str, typer.Option(help="The policy that is compared with.")] = "join_shortest_queue",
     policy: Annotated[
         list[str] | None, typer.Option(help="A policy that is shown; repeatable. br_0, br_h and level_fit if left out.")

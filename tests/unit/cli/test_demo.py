@@ -38,6 +38,8 @@ with process(sys.argv[2:], Path(sys.argv[1])) as child:
         (["--prefix", "--policy", "br_0"], "--policy is about the decode tier; with --prefix leave it out"),
         (["--prefix", "--load", "1.15"], "--load is about the decode tier"),
         (["--seconds", "inf"], "--seconds inf: accepted is a finite number"),
+        (["--slots", "70000"], "'--slots'"),
+        (["--seed", "-1"], "'--seed'"),
     ],
 )
 def test_arguments_are_checked_before_anything_starts(
