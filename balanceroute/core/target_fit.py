@@ -59,10 +59,11 @@ TargetFit's at no more load spread.
 little there. So LevelFit's cap is six mean waits, or a fifteenth of `max_wait_s` where that is more.
 
 *Small pools.* While a pool of W is full, the mean wait is W over the rate of departures, so six mean waits are short
-where W is small beside G, as 512 are for 144 workers. But how soon a place comes does not depend on W, and how many
-requests a misfit slows down grows with G. With caps so short nearly all are chosen for their age. So while the pool is
-full a cap is at least R G^2 / (10 W), R being the time of the mean answer, and at most `max_wait_s`. With 16 in the
-pool for each worker of up to 144 that is less than six mean waits.
+where W is small beside G, as 512 are for 144 workers. But how soon a place comes for a large prompt does not depend on
+W, and how many requests it slows down elsewhere grows with G. So while the pool is full the cap of five mean requests
+is at least R G^2 / W, R being the time of the mean answer, and at most `max_wait_s`; that of a smaller one is less in
+proportion. Few are so large, so the p99 wait hardly grows. With 16 in the pool for each of eight workers that is less
+than six mean waits.
 
 *Outliers.* A prompt of k usual requests that goes where no large one ended raises the largest load by k requests, of
 the n that a worker has. For the time R of its answer all G n requests of the barrier are slower by about k / n, which
@@ -111,15 +112,15 @@ class FitRules:
     `overflow_penalty`, `underflow_penalty`: what a token above the envelope, or below the least load of the others,
     costs beside its distance; `curvature`: what the square of the distance costs, in mean requests (`mean prompt + c`).
     `size_bonus` and `mean_bonus`: A and B of the ageing. `mean_waits`: in a cap, and `least_cap`: of `max_wait_s`, the
-    shortest one; `least_stays`: the shortest one while the pool is full, of R G^2 / W. `patience`: times its cap that a
-    request may wait longer, for each mean request of its cost, and `most_patience`, at most. `outlier_from`: usual
-    requests that an outlier holds; `outlier_patience`: of G mean answers' times, what it may wait for each of them, and
-    `most_outlier_wait`: of `max_wait_s`, at most. `growth_share`, `stock_share`: how far T is below the mean, of (1 -
-    1/G) o, and of what the stock lacks. `hold_from`: the share of its slots that every worker must have in use before a
-    request is held back beside a free one. `swap_passes`: how often the choices for several slots are made again.
-    `sees_memory`: whether a worker gets only what fits its KV memory. `sees_answers`: whether curvature and ageing are
-    measured by the mean answer where that is longer than the mean request. `orders_alone`: whether there is something
-    to choose where one worker is alone.
+    shortest one. `patience`: times its cap that a request may wait longer, for each mean request of its cost, and
+    `most_patience`, at most. `large_from`: mean requests from which on a prompt waits for its place while a small pool
+    is full. `outlier_from`: usual requests that an outlier holds; `outlier_patience`: of G mean answers' times, what it
+    may wait for each of them, and `most_outlier_wait`: of `max_wait_s`, at most. `growth_share`, `stock_share`: how far
+    T is below the mean, of (1 - 1/G) o, and of what the stock lacks. `hold_from`: the share of its slots that every
+    worker must have in use before a request is held back beside a free one. `swap_passes`: how often the choices for
+    several slots are made again. `sees_memory`: whether a worker gets only what fits its KV memory. `sees_answers`:
+    whether curvature and ageing are measured by the mean answer where that is longer than the mean request.
+    `orders_alone`: whether there is something to choose where one worker is alone.
     """
 
     overflow_penalty: float
@@ -129,9 +130,9 @@ class FitRules:
     mean_bonus: float
     mean_waits: float
     least_cap: float
-    least_stays: float
     patience: float
     most_patience: float
+    large_from: float
     outlier_from: float
     outlier_patience: float
     most_outlier_wait: float
@@ -152,9 +153,9 @@ TARGET_FIT = FitRules(
     mean_bonus=32.0,
     mean_waits=5.0,
     least_cap=1.0,
-    least_stays=0.0,
     patience=0.1,
     most_patience=5.0,
+    large_from=math.inf,
     outlier_from=math.inf,
     outlier_patience=0.0,
     most_outlier_wait=0.0,
@@ -174,9 +175,9 @@ LEVEL_FIT = FitRules(
     mean_bonus=22.0,
     mean_waits=6.0,
     least_cap=1 / 15,
-    least_stays=0.1,
     patience=0.07,
     most_patience=0.7,
+    large_from=5.0,
     outlier_from=50.0,
     outlier_patience=1 / 64,
     most_outlier_wait=3.0,
@@ -362,26 +363,24 @@ def caps_s(
     if params.max_wait_s == math.inf:
         return np.full(len(prompt_tokens), math.inf)
     means, c = snapshot.means, snapshot.request_tokens
-    cap_s: FloatArray = (prompt_tokens + c) * (rules.patience / (means.prompt_tokens + c or 1.0))
-    np.minimum(cap_s, rules.most_patience, out=cap_s)
-    cap_s += 1.0
-    cap_s *= max(_least_cap_s(snapshot, params, rules), rules.mean_waits * means.wait_s, MIN_CAP_S)
+    times: FloatArray = (prompt_tokens + c) / (means.prompt_tokens + c or 1.0)
+    patience: FloatArray = 1.0 + np.minimum(rules.patience * times, rules.most_patience)
+    cap_s: FloatArray = patience * max(rules.least_cap * params.max_wait_s, rules.mean_waits * means.wait_s, MIN_CAP_S)
+    place_s = _place_s(snapshot, params, rules)
+    if place_s:
+        np.maximum(cap_s, patience * np.minimum(times * (place_s / rules.large_from), place_s), out=cap_s)
     if rules.outlier_patience:
         np.maximum(cap_s, _outlier_caps_s(prompt_tokens + c, snapshot, params, rules), out=cap_s)
     np.minimum(cap_s, max(snapshot.longest_wait_s, MIN_CAP_S), out=cap_s)
     return cap_s
 
 
-def _least_cap_s(snapshot: ClusterSnapshot, params: TargetFitParams, rules: FitRules) -> float:
-    """The shortest cap, whatever the mean wait, seconds; longer while a small pool is full."""
-    least_s = rules.least_cap * params.max_wait_s
-    if not rules.least_stays or not snapshot.pool_is_full:
-        return least_s
+def _place_s(snapshot: ClusterSnapshot, params: TargetFitParams, rules: FitRules) -> float:
+    """How long a large prompt may wait for its place whatever others wait, seconds; 0 where that decides."""
     stay_s = snapshot.mean_stay_s()
-    if stay_s == math.inf:
-        return least_s
-    place_s = rules.least_stays * stay_s * snapshot.n_in_barrier**2 / snapshot.max_pooled
-    return max(least_s, min(params.max_wait_s, place_s))
+    if rules.large_from == math.inf or stay_s == math.inf or not snapshot.pool_is_full:
+        return 0.0
+    return min(params.max_wait_s, stay_s * snapshot.n_in_barrier**2 / snapshot.max_pooled)
 
 
 def _outlier_caps_s(

@@ -317,22 +317,26 @@ def test_caps_are_six_mean_waits_and_longer_for_large_prompts(size_of_mean: int,
 
 
 @pytest.mark.parametrize(
-    ("max_pooled", "least_s"),
-    [(1, 60.0), (2, 40.0), (8, 10.0), (32, 4.0), (math.inf, 4.0)],
+    ("max_pooled", "place_s"),
+    [(1, 60.0), (2, 40.0), (8, 10.0), (32, 2.5), (math.inf, 0.0)],
     ids=["max_wait_s", "one for each worker", "four", "sixteen", "no bound"],
 )
-def test_while_a_pool_that_is_small_for_its_workers_is_full_caps_are_longer(max_pooled: float, least_s: float) -> None:
+def test_while_a_pool_that_is_small_for_its_workers_is_full_large_prompts_wait_longer(
+    max_pooled: float, place_s: float
+) -> None:
     scheduler = a_scheduler("level_fit", workers=2)
     snapshot, means = scheduler.snapshot, scheduler.snapshot.means
     pool_all(scheduler, {str(number): 100 for number in range(32)})
     means.prompt_tokens, means.wait_s, means.answer_tokens, means.answers = 100.0, 0.0, 200.0, 100
-    snapshot.max_pooled, sizes, params = max_pooled, np.array([100.0]), TargetFitParams(60.0, 0.5)
-    assert caps_s(sizes, snapshot, params, LEVEL_FIT) == pytest.approx([1.07 * 4]), "no answer's time is known yet"
-    snapshot.overlap.step_s = 1.0
-    assert caps_s(sizes, snapshot, params, LEVEL_FIT) == pytest.approx([1.07 * least_s])
-    assert caps_s(sizes, snapshot, params, TARGET_FIT) == pytest.approx([1.1 * 60])
+    snapshot.max_pooled, sizes, params = max_pooled, np.array([100.0, 250.0, 500.0, 900.0]), TargetFitParams(60.0, 0.5)
+    patience = np.array([1.07, 1.175, 1.35, 1.63])
+    assert caps_s(sizes, snapshot, params, LEVEL_FIT) == pytest.approx(4.0 * patience), "no answer's time is known yet"
+    snapshot.overlap.step_s = 0.1
+    places = patience * np.maximum(4.0, place_s * np.array([0.2, 0.5, 1.0, 1.0]))
+    assert caps_s(sizes, snapshot, params, LEVEL_FIT) == pytest.approx(places)
+    assert caps_s(sizes, snapshot, params, TARGET_FIT) == pytest.approx([66.0, 75.0, 90.0, 114.0])
     snapshot.max_pooled = 33
-    assert caps_s(sizes, snapshot, params, LEVEL_FIT) == pytest.approx([1.07 * 4]), "there is room"
+    assert caps_s(sizes, snapshot, params, LEVEL_FIT) == pytest.approx(4.0 * patience), "there is room"
 
 
 def test_a_prompt_that_costs_hardly_more_than_any_other_request_waits_hardly_longer() -> None:
