@@ -50,10 +50,11 @@ class Handover:
 
     def __init__(self, path: Path, told: Told, sockets: Sequence[socket.socket], lock: BinaryIO | None = None) -> None:
         """Listen at `path`, in place of who did before. `lock`: of the run folder. Raises: ConfigError."""
-        self._told, self._sockets, self._lock = told, sockets, lock
+        self._told, self._sockets, self._lock, self._path = told, sockets, lock, path
         self._successor: socket.socket | None = None
         try:
             self._listener = _listener(path)
+            self._inode = path.stat().st_ino  # not another socket's as long as ours is bound
         except OSError as error:
             raise ConfigError(f"{path}: cannot be used: {error.strerror}") from None
 
@@ -80,6 +81,14 @@ class Handover:
     def has_successor(self) -> bool:
         """Whether one has been answered that has neither gone nor said that it is ready."""
         return self._successor is not None
+
+    @property
+    def is_lost(self) -> bool:
+        """Whether nobody finds it any more: its socket was removed, or replaced by a successor that has died."""
+        try:
+            return self._path.stat().st_ino != self._inode
+        except OSError:
+            return True
 
     def close(self) -> None:
         """Answer nobody."""

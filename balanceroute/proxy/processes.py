@@ -101,6 +101,7 @@ class Processes:
         self._handover: Handover | None = None
         self._was_up = False  # all children
         self._ends = False
+        self._is_found = True  # by others, as far as was said
 
     @property
     def config(self) -> Config:
@@ -200,14 +201,28 @@ class Processes:
     def all_up(self) -> None:
         """Answer successors, and have the predecessor leave."""
         self._was_up = True
-        try:
-            sockets = [*self._sockets, *self._links]
-            self._handover = Handover(self._folder.handover, self._told, sockets, self._lock)
-        except ConfigError as error:
-            log.warning("no other router can take over from this one", extra={"error": str(error)})
+        self.mend()
         if self._predecessor is not None:
             log.info("taking over", extra={"generation": self._told.generation})
             self._predecessor.go()
+
+    def mend(self) -> None:
+        """See `Owner`; what a router that prepares to take over was given stays as it is."""
+        if self.has_successor:
+            return
+        try:
+            if self._folder.claim_again(self._lock):
+                log.warning("the run folder was not ours any more, and is again: somebody has removed its files")
+            if self._was_up and (self._handover is None or self._handover.is_lost):
+                self._end_handover()
+                sockets = [*self._sockets, *self._links]
+                self._handover = Handover(self._folder.handover, self._told, sockets, self._lock)
+        except ConfigError as error:
+            if self._is_found:
+                log.warning("no other router can take over from this one", extra={"error": str(error)})
+            self._is_found = False
+        else:
+            self._is_found = True
 
     def succeeded(self) -> bool:
         """See `Owner`; then the run folder is the successor's, however long this router takes to finish."""
@@ -224,6 +239,7 @@ class Processes:
     def _end_handover(self) -> None:
         if self._handover is not None:
             self._handover.close()
+            self._handover = None
 
     # -- the children
 

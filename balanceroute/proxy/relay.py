@@ -107,12 +107,12 @@ def run_relay(
 
     Raises: ConfigError: a file of the folder can't be used.
     """
-    folder.come_to_life(name)
+    life = folder.come_to_life(name)
     configured.tls.catch_up()
     seat = Seat(table, place, [_name_on_link(configured.config, folder, each) for each in near])
     seat.begin()
     configured.perimeter.sit(seat)
-    app = create_relay_app(configured, folder, name)
+    app = create_relay_app(configured, folder, name, life)
 
     async def on_reload() -> None:
         await off_the_loop(configured.learn)
@@ -125,8 +125,11 @@ def run_relay(
     server.run(sockets=listeners)
 
 
-def create_relay_app(configured: Configured, folder: RunFolder, name: str) -> RelayApp:
-    """The application of the relay of that name. Raises: ConfigError: a file of the folder can't be used."""
+def create_relay_app(configured: Configured, folder: RunFolder, name: str, life: int) -> RelayApp:
+    """The application of the relay of that name. `life`: see `RunFolder.come_to_life`.
+
+    Raises: ConfigError: a file of the folder can't be used.
+    """
     config, perimeter, tls = configured.config, configured.perimeter, configured.tls
 
     @asynccontextmanager
@@ -150,6 +153,7 @@ def create_relay_app(configured: Configured, folder: RunFolder, name: str) -> Re
             "pool_reaper": services.look,
             "counts": services.count,
             "run_folder": services.freshen,
+            "life": partial(services.live_on, life),
             "certificates": services.tls.watch,
         }
         if pins is not None:

@@ -5,7 +5,7 @@ import logging
 from dataclasses import dataclass, field
 from typing import Final
 
-from balanceroute.errors import NoHealthyWorkers
+from balanceroute.errors import ConfigError, NoHealthyWorkers
 from balanceroute.proxy.admission.forecasts import Keys
 from balanceroute.proxy.client.services import ClientServices
 from balanceroute.proxy.life.pool_reaper import PERIOD_S, PoolReaper
@@ -21,6 +21,7 @@ from balanceroute.proxy.workers.silence import FrozenGroup
 log = logging.getLogger(__name__)
 
 COUNTS_S: Final = 1.0
+LIFE_S: Final = 5.0
 FRESHEN_S: Final = 3600.0  # cleaners of temporary folders remove what is older than some days
 UNKNOWN: Final = "Which workers there are is not known yet: what decides for this router is not there."
 
@@ -105,6 +106,22 @@ class RelayServices(ClientServices):
             except OSError as error:
                 log.warning("files of the run folder may look old", extra={"error": error.strerror})
             await asyncio.sleep(until_tick_s(self.loop.time(), FRESHEN_S))
+
+    async def live_on(self, life: int) -> None:
+        """Every few seconds, see that a brain can know that this relay lives, and waits for it; until cancelled."""
+        told = False
+        while True:
+            await asyncio.sleep(until_tick_s(self.loop.time(), LIFE_S))
+            try:
+                again = self.folder.live_on(self.name, life)
+            except ConfigError as error:
+                if not told:
+                    log.warning("the run folder does not say that this relay lives", extra={"error": str(error)})
+                told = True
+            else:
+                if again:
+                    log.warning("the run folder says again that this relay lives", extra={"relay": self.name})
+                told = False
 
     def silence(self, message: Silent) -> None:
         """Groups of workers have fallen silent together, or no longer."""

@@ -1,4 +1,7 @@
-"""The files that the processes of one router share: its run folder, which belongs to our user alone."""
+"""The files that the processes of one router share: its run folder, which belongs to our user alone.
+
+`RunFolder` is one class with many short methods: each is a file, or what is done with it.
+"""
 
 import fcntl
 import logging
@@ -17,13 +20,14 @@ from typing import BinaryIO, Final
 
 from balanceroute.config import Config
 from balanceroute.errors import ConfigError
-from balanceroute.proxy.link.files import NEW, replace_content
+from balanceroute.proxy.link.files import NEW, is_at, replace_content
 
 log = logging.getLogger(__name__)
 
 _COUNTS: Final = "counts-"
 _PINS: Final = "pins-"
 LEADER: Final = "brain"  # whose counts are those of every brain that has led; no relay's name
+_ROUTER: Final = "router"  # locked by the parent
 _LIFE: Final = "life-"  # locked by a relay while it lives
 _LONGEST: Final = "relay-63.9999"
 _FILE: Final = re.compile(rf"(router|lead|lead\.next|identity|far|changes|({_LIFE}|{_COUNTS}|{_PINS}).+)(\{NEW})?")
@@ -95,9 +99,16 @@ class RunFolder:
         found = self.folder.glob(f"{_PINS}*")
         return [file for file in found if file != self.pins(relay) and file.suffix != NEW]
 
-    def come_to_life(self, relay: str) -> None:
-        """This process is that relay, until it ends. Raises: ConfigError: another one is."""
-        self._locked(f"{_LIFE}{relay}", f"another process is its {relay}; each router needs its own")
+    def come_to_life(self, relay: str) -> int:
+        """This process is that relay, until it ends; returns the file that says so. Raises: ConfigError: another is."""
+        return self._locked(f"{_LIFE}{relay}", f"another process is its {relay}; each router needs its own")
+
+    def live_on(self, relay: str, life: int) -> bool:
+        """Have the file say so once more, if somebody has removed it; returns whether that was so.
+
+        Raises: ConfigError: it can't be.
+        """
+        return self._held_again(f"{_LIFE}{relay}", life)
 
     def claim(self, beside: bool = False) -> BinaryIO:
         """The folder is this router's as long as the file, or a copy of its descriptor, is open.
@@ -106,11 +117,18 @@ class RunFolder:
         runs, and somebody has removed the file that it had locked. Raises: ConfigError: the folder is another one's.
         """
         held = "another router runs with it; --take-over takes that one's place, once it is up, or set another folder"
-        lock = os.fdopen(self._locked("router", held), "rb")
+        lock = os.fdopen(self._locked(_ROUTER, held), "rb")
         if not beside and self._is_led():
             lock.close()
             raise _unusable(self.folder, held)
         return lock
+
+    def claim_again(self, lock: BinaryIO) -> bool:
+        """Have `lock` be the folder's once more, if somebody has removed the file; returns whether that was so.
+
+        Raises: ConfigError: it can't be; another router has the folder meanwhile, most likely.
+        """
+        return self._held_again(_ROUTER, lock.fileno())
 
     def _is_led(self) -> bool:
         """Whether a brain leads that has not just been killed."""
@@ -133,11 +151,11 @@ class RunFolder:
     def _ours(self, name: re.Pattern[str]) -> list[Path]:
         return [path for path in self.folder.iterdir() if name.fullmatch(path.name)]
 
-    def _locked(self, name: str, held: str) -> int:
+    def _locked(self, name: str, held: str, tries: int = _TRIES) -> int:
         """A file of that name, locked. Raises: ConfigError: another process holds it."""
         try:
             file = os.open(self.folder / name, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-            for _ in range(_TRIES):  # `living` holds it for a moment, and who has just been killed
+            for _ in range(tries):  # `living` holds it for a moment, and who has just been killed
                 with suppress(BlockingIOError):
                     fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
                     return file
@@ -146,6 +164,19 @@ class RunFolder:
             raise _unusable(self.folder, f"cannot be used: {error.strerror}") from None
         os.close(file)
         raise _unusable(self.folder, held)
+
+    def _held_again(self, name: str, held: int) -> bool:
+        """Have this descriptor be the file of that name, locked, once more. Raises: ConfigError."""
+        try:
+            if is_at(held, self.folder / name):
+                return False
+            self.make()
+            file = self._locked(name, f"another process holds {name} in it by now", tries=1)
+            os.dup2(file, held, inheritable=False)  # who has the number goes on with it
+            os.close(file)
+        except OSError as error:
+            raise _unusable(self.folder, f"cannot be used: {error.strerror}") from None
+        return True
 
     def living(self) -> list[str]:
         """The relays that live."""

@@ -50,6 +50,7 @@ STEADY_S: Final = 5.0  # who has lived so long starts well
 PAUSE_S: Final = 0.1  # before the second start in a row; twice as long before every further one
 MAX_PAUSE_S: Final = 5.0
 END_S: Final = 5.0  # to end at once
+MEND_S: Final = 5.0  # between two looks at what somebody may have removed
 KILL_S: Final = 30.0  # beyond the time to drain: what is left is pinned KV, drained in less
 WRONG_CONFIG: Final = 2
 TRIAL: Final = "trial"
@@ -90,6 +91,9 @@ class Owner(Protocol):
     @property
     def has_successor(self) -> bool:
         """Whether another router prepares to take over."""
+
+    def mend(self) -> None:
+        """Make anew what others find this router by, if somebody has removed it."""
 
 
 @dataclass(slots=True, eq=False)
@@ -154,6 +158,8 @@ class Supervisor:
         for child in self.children:
             if child.due_s is not None and child.due_s <= now:
                 self._start(child)
+        if not self._signals:
+            self._owner.mend()
         if self._trial is not None and self._trial.deadline_s is not None and now >= self._trial.deadline_s:
             self._trial.give_up()
         if self._deadline_s is not None and now >= self._deadline_s:
@@ -163,12 +169,13 @@ class Supervisor:
 
     def _patience_s(self) -> float:
         """Until something is to be done, though nobody signals."""
-        times_s = [child.due_s for child in self.children if child.due_s is not None]
+        now = time.monotonic()
+        times_s = [now + MEND_S, *(child.due_s for child in self.children if child.due_s is not None)]
         if self._deadline_s is not None:
             times_s.append(self._deadline_s)
         if self._trial is not None and self._trial.deadline_s is not None:
             times_s.append(self._trial.deadline_s)
-        return max(0.0, min(times_s) - time.monotonic()) if times_s else 3600.0
+        return max(0.0, min(times_s) - now)
 
     @property
     def _alive(self) -> list[str]:

@@ -1,6 +1,7 @@
 """A brain and its relays in front of an emulated cluster, all in the test's own event loop, over real sockets."""
 
 import asyncio
+import os
 import shutil
 import socket
 import tempfile
@@ -92,9 +93,10 @@ async def a_brain(config: Config, folder: RunFolder, relays: int = 2, again: boo
 @asynccontextmanager
 async def a_relay(config: Config, folder: RunFolder, name: str) -> AsyncIterator[Relay]:
     """One that has found a brain."""
-    app = create_relay_app(Configured.read(config), folder, name)
+    life = folder.come_to_life(name)
+    app = create_relay_app(Configured.read(config), folder, name, life)
     server = RelayServer(app, config)
-    with socket.socket() as listener:
+    with os.fdopen(life), socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         url = f"http://127.0.0.1:{listener.getsockname()[1]}"
         limits = httpx.Limits(max_connections=None, max_keepalive_connections=None)

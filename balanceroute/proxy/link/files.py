@@ -16,6 +16,14 @@ def beside(path: Path) -> Path:
     return path.with_name(path.name + NEW)
 
 
+def is_at(file: int, path: Path) -> bool:
+    """Whether the open file is the one at this path; False: it was removed, or replaced."""
+    try:
+        return os.path.samestat(os.fstat(file), path.stat())
+    except FileNotFoundError:
+        return False
+
+
 def replace_content(path: Path, content: bytes) -> None:
     """Put a file with this content, for our user alone, in place of what is there. One writer at a time.
 

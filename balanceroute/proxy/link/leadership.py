@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Final, Protocol
 
 from balanceroute.errors import ConfigError
+from balanceroute.proxy.link.files import is_at
 
 log = logging.getLogger(__name__)
 
@@ -91,7 +92,7 @@ class FileLead:
     def renew(self) -> bool:
         """Touch the file, if it is still ours."""
         self._renewed_s = time.monotonic()
-        if self._file is None or not _is_at(self._file, self._path):
+        if self._file is None or not is_at(self._file, self._path):
             return False
         os.utime(self._file)
         return True
@@ -137,7 +138,7 @@ class FileLead:
         while True:
             time.sleep(TOUCH_S)
             with self._held:
-                if self._file != file or not _is_at(file, self._path):
+                if self._file != file or not is_at(file, self._path):
                     return
                 if RENEW_S < time.monotonic() - self._renewed_s < STUCK_S:
                     os.utime(file)
@@ -191,7 +192,7 @@ def _locked(path: Path) -> int | None:
     file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        if _is_at(file, path):
+        if is_at(file, path):
             return file
     except BlockingIOError:
         pass
@@ -200,13 +201,6 @@ def _locked(path: Path) -> int | None:
         raise
     os.close(file)
     return None
-
-
-def _is_at(file: int, path: Path) -> bool:
-    try:
-        return os.path.samestat(os.fstat(file), path.stat())
-    except FileNotFoundError:
-        return False
 
 
 def _epoch(file: int, path: Path) -> int:

@@ -4,10 +4,10 @@
 What happens to a child it appends to FOLDER/events. While FOLDER/hold-NAME is there, that child does not end when it is
 told to drain. Where FOLDER/refuse is there, the parent removes it and refuses a reload. While FOLDER/try is there, a
 reload is tried by `trial`, a child that waits until FOLDER/hold-trial is gone, and fails where FOLDER/fail is there.
-While FOLDER/no-fork is there, no process can be started.
+While FOLDER/no-fork is there, no process can be started. Whatever happens, FOLDER/found is made again by the parent.
 
 Options: `wrong`, a child that ends with a wrong configuration; `dies`, one that ends as soon as it is there; `deaf`,
-one that ends for no signal; `end_s`, for END_S; `within_s`, for a trial.
+one that ends for no signal; `end_s`, for END_S; `mend_s`, for MEND_S; `within_s`, for a trial.
 """
 
 import asyncio
@@ -78,6 +78,9 @@ class Owner:
     def succeeded(self) -> bool:
         return self.handover is not None and self.handover.look()
 
+    def mend(self) -> None:
+        (FOLDER / "found").touch()
+
     @property
     def has_successor(self) -> bool:
         return self.handover is not None and self.handover.has_successor
@@ -144,6 +147,7 @@ def fork(forked: Callable[[], int] = os.fork) -> int:
 def main() -> int:
     os.fork = fork
     supervisor.END_S = OPTIONS.get("end_s", supervisor.END_S)  # type: ignore[misc]
+    supervisor.MEND_S = OPTIONS.get("mend_s", supervisor.MEND_S)  # type: ignore[misc]
     supervisor.WITHIN_S = OPTIONS.get("within_s", supervisor.WITHIN_S)  # type: ignore[misc]
     configure("info", "json")
     listener = socket.create_server(("127.0.0.1", 0), backlog=100)

@@ -1,8 +1,10 @@
 """What of a router in several processes is refused before there is one, in one line."""
 
 import os
+import shutil
+import signal
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -155,6 +157,44 @@ def test_a_configuration_that_ends_the_process_that_reads_it_is_refused_and_ends
 ) -> None:
     refuses_to_reload(tmp_path, ends)
     assert [record.message for record in caplog.records] == ["reload refused"]
+
+
+@pytest.fixture
+def unsignalled() -> Iterator[None]:
+    """A parent that is asked to look by nobody."""
+    before = signal.signal(signal.SIGIO, signal.SIG_IGN)
+    yield
+    signal.signal(signal.SIGIO, before)
+
+
+@pytest.mark.usefixtures("unsignalled")
+def test_what_another_router_finds_this_one_by_is_made_again_where_somebody_has_removed_it(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    config = a_config(1, 1, listen={"relays": 1, "run_folder": str(tmp_path / "run")})
+    folder = RunFolder(tmp_path / "run")
+    folder.make()
+    with folder.claim() as lock:
+        parent = Processes(Configured.read(config), lambda: config, folder, lock, [], None, None)
+        parent.mend()
+        assert not folder.handover.exists(), "not before all are up"
+        parent.all_up()
+        shutil.rmtree(folder.folder)
+        folder.folder.touch()
+        for _ in range(2):
+            parent.mend()
+        folder.folder.unlink()
+        parent.mend()
+        with pytest.raises(ConfigError, match="another router"):
+            folder.claim(beside=True)
+        with socket.socket(socket.AF_UNIX) as successor:
+            successor.connect(str(folder.handover))
+        folder.handover.unlink()
+        parent.mend()
+        assert folder.handover.exists()
+        parent.stop_listening()
+    told = [record.message for record in caplog.records]
+    assert told.count("no other router can take over from this one") == 1
 
 
 def test_a_journal_that_cannot_be_begun_is_named(tmp_path: Path) -> None:

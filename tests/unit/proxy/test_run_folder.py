@@ -51,6 +51,36 @@ def test_one_that_cannot_be_used_is_one_line(tmp_path: Path, what: str) -> None:
     assert "\n" not in str(refused.value)
 
 
+def test_a_claim_whose_file_was_removed_is_made_again_unless_another_router_has_the_folder_by_now(
+    tmp_path: Path,
+) -> None:
+    folder = RunFolder(tmp_path / "run")
+    folder.make()
+    with folder.claim() as lock:
+        assert not folder.claim_again(lock)
+        shutil.rmtree(folder.folder)
+        assert folder.claim_again(lock) and not folder.claim_again(lock)
+        with pytest.raises(ConfigError, match="another router runs with it"):
+            folder.claim(beside=True)
+        (folder.folder / "router").unlink()
+        with folder.claim(), pytest.raises(ConfigError, match="another process holds router in it by now"):
+            folder.claim_again(lock)
+        assert folder.claim_again(lock)
+
+
+def test_a_relay_whose_life_was_removed_from_the_folder_is_known_to_live_again(tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path / "run")
+    folder.make()
+    life = folder.come_to_life("relay-0")
+    try:
+        shutil.rmtree(folder.folder)
+        assert folder.live_on("relay-0", life) and not folder.live_on("relay-0", life)
+        assert folder.living() == ["relay-0"]
+    finally:
+        os.close(life)
+    assert folder.living() == []
+
+
 def test_it_is_where_the_configuration_says_or_else_one_of_its_own_for_each_port(tmp_path: Path) -> None:
     named = a_config(listen={"run_folder": str(tmp_path), "relays": 1})
     assert run_folder(named, 8000, {"XDG_RUNTIME_DIR": "/run/user/7"}).folder == tmp_path

@@ -375,6 +375,15 @@ def found(running: Running) -> Predecessor:
     return predecessor
 
 
+@pytest.mark.parametrize("running", [{"mend_s": 0.1}], indirect=True)
+def test_what_others_find_the_router_by_is_looked_after_though_nobody_signals(running: Running) -> None:
+    running.up(brain=1, relay_0=1, relay_1=1)
+    block_until((running.folder / "all-up").exists)
+    for _ in range(3):
+        (running.folder / "found").unlink()
+        block_until((running.folder / "found").exists)
+
+
 def test_every_child_is_known_by_its_name_and_has_a_process_group_of_its_own(running: Running) -> None:
     running.up(brain=1, relay_0=1, relay_1=1)
     for name in ("brain", "relay-0", "relay-1"):
