@@ -1,6 +1,6 @@
 """Composition root: configuration in, scheduler out, the same for the proxy and for whoever drives it without one."""
 
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
 
 from balanceroute.config import Config
@@ -29,6 +29,11 @@ def predicts(config: Config) -> bool:
 
 def scheduler_config(config: Config) -> SchedulerConfig:
     """Bounds and cadences of the live scheduler."""
+    return replace(bounds(config), refresh_every_tokens=config.refresh_period_steps if predicts(config) else None)
+
+
+def bounds(config: Config) -> SchedulerConfig:
+    """What of that a process may know that does not decide, and has not imported the policy."""
     return SchedulerConfig(
         max_queued=config.queue.max_queued,
         max_pooled=config.pool.max_entries,
@@ -37,7 +42,6 @@ def scheduler_config(config: Config) -> SchedulerConfig:
         kv_usage_limit=config.prefill.kv_usage_limit,
         max_prefill_inflight=config.prefill.max_inflight,
         prefill_policy=config.prefill.policy,
-        refresh_every_tokens=config.refresh_period_steps if predicts(config) else None,
         decode_first=config.connector == "mooncake_layerwise",
         overlap_requests=_overlap_requests(config),
     )

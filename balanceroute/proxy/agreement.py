@@ -1,7 +1,7 @@
-"""The configuration that the parent has read and checked, in memory that its children share.
+"""The configuration that holds, in memory that the parent and its children share.
 
-There are two places, and the parent writes the one that is not read. A reader that finds another number afterwards
-reads again.
+There are two places. Who tries another configuration (`apart.py`) writes it to the one that is not read, and the parent
+turns to that one if the trial has succeeded. A reader that finds another number afterwards reads again.
 """
 
 import mmap
@@ -30,31 +30,29 @@ class Agreed:
 
 
 class Agreement:
-    """The memory; made before the processes that share it are forked. The parent alone writes."""
+    """The memory; made before the processes that share it are forked. One at a time writes, and the parent accepts."""
 
     def __init__(self, most_bytes: int = MOST_BYTES) -> None:
         self._most_bytes = most_bytes
-        self._numbers = memoryview(mmap.mmap(-1, 24)).cast("q")  # how often one was put; the bytes in each place
+        self._numbers = memoryview(mmap.mmap(-1, 24)).cast("q")  # how often one was accepted; the bytes in each place
         self._places = [mmap.mmap(-1, most_bytes) for _ in range(2)]
 
-    def packed(self, agreed: Agreed) -> bytes:
-        """For `put`. Raises: ConfigError: it is too large."""
+    def propose(self, agreed: Agreed) -> None:
+        """Have this one be the next that is accepted. Raises: ConfigError: it is too large."""
         content = pickle.dumps(agreed)
         if len(content) > self._most_bytes:
             most = f"accepted are {self._most_bytes}, with all client keys"
             raise ConfigError(f"the configuration takes {len(content)} bytes of memory; {most}")
-        return content
-
-    def put(self, content: bytes) -> None:
-        """From now on children get this one."""
-        number = self._numbers[0] + 1
-        place = number % 2
+        place = (self._numbers[0] + 1) % 2
         self._places[place][: len(content)] = content
         self._numbers[1 + place] = len(content)
-        self._numbers[0] = number
+
+    def accept(self) -> None:
+        """From now on all get what was proposed last."""
+        self._numbers[0] += 1
 
     def get(self) -> Agreed:
-        """What was put last."""
+        """What was accepted last."""
         while True:
             number = self._numbers[0]
             place = number % 2

@@ -29,6 +29,7 @@ from starlette.applications import Starlette
 from balanceroute.config import Config, validate
 from balanceroute.config.patience import off_the_loop
 from balanceroute.errors import ConfigError, InputError, NoHealthyWorkers
+from balanceroute.plugins import learn_policy
 from balanceroute.proxy.admission.forecasts import Forecasts, build_forecasts
 from balanceroute.proxy.app import HANDLERS, RouterApp, build_services, operator_parts, set_up, start, stop, supervised
 from balanceroute.proxy.changes import KeptChanges
@@ -105,9 +106,12 @@ def run_brain(
     lead = the_lead(configured.config, folder)
 
     def follow_now() -> None:
-        configured.learn()
+        with suppress(ConfigError):  # that is for when it leads
+            configured.learn()
         follow()
 
+    with suppress(ConfigError):
+        configured.learn()  # now, as it may take long
     waited = _stand_by(lead, follow_now, callbacks.on_standby)
     try:
         callbacks.on_lead()
@@ -210,7 +214,7 @@ def create_brain_app(
 
     Raises: ConfigError: a file of the configuration is wrong.
     """
-    read = configured.config
+    read = _known(configured.config, again)
     kept = KeptChanges(folder.changes, lineage, lead.renew)
     config = kept.last.config(read)
     forecasts, lacking = _forecasts(config, again)
@@ -295,6 +299,23 @@ def create_brain_app(
     set_up(app, config, configured.tls)
     app.read, app.lead, app.folder, app.without_predictor = read, lead, folder, lacking
     return app
+
+
+def _known(config: Config, again: bool) -> Config:
+    """The configuration, under the default policy where its own can't be imported any more.
+
+    Raises: ConfigError: it can't be, and not `again`.
+    """
+    try:
+        learn_policy(config.routing.policy)
+        return config
+    except ConfigError as error:
+        if not again:
+            raise
+        log.warning("leading with the default policy until SIGHUP finds the other", extra={"error": str(error)})
+    routing = config.routing.model_dump(exclude_unset=True, exclude={"policy", "options"})
+    tree = {field: getattr(config, field) for field in config.model_fields_set}
+    return validate(tree | {"routing": routing})
 
 
 def _forecasts(config: Config, again: bool) -> tuple[Forecasts | None, bool]:

@@ -2,7 +2,10 @@
 
 A child that is started again, a standby that takes the lead, or a child that hears SIGHUP must not depend on what a
 file holds in that moment: one that is being written would keep it down, and one that was changed since would make it
-differ from the others. So the parent alone reads files, and children that are there get what it has read (`follow`).
+differ from the others. So one process reads the files at a reload, the one that tries it, and all others, the parent as
+well, go by what that has read (`follow`). None of that imports anything: what is not ours (a policy) may take seconds,
+for which the parent would not watch its children. A brain imports it before it decides by it (`learn`).
+
 Certificates are the exception: they are renewed without a signal (`perimeter/tls.py`).
 """
 
@@ -30,30 +33,34 @@ class Configured:
         """Read the files. Raises: ConfigError: one can't be used."""
         perimeter, tls = Perimeter(config), Tls(config)
         read = cls(config, perimeter, tls, Agreement())
-        read.agreement.put(read.agreement.packed(Agreed.of(config, perimeter)))
+        read.agreement.propose(Agreed.of(config, perimeter))
+        read.agreement.accept()
         return read
 
-    def reload(self, new: Config) -> None:
-        """Go by another one, which children may follow.
+    def propose(self, new: Config) -> None:
+        """Have another one be what is accepted next: in a process of its own, as the certificates change here.
 
-        Raises: ConfigError: it needs a restart, or a file can't be used; nothing changed.
+        Raises: ConfigError: it needs a restart, or a file can't be used.
         """
         check_fixed(self.config, new)
         perimeter = Perimeter(new)
-        agreed = self.agreement.packed(Agreed.of(new, perimeter))
-        self.tls.reload(new)  # the last that may refuse
-        self.config, self.perimeter = new, perimeter
-        self.agreement.put(agreed)
+        self.tls.reload(new)
+        self.agreement.propose(Agreed.of(new, perimeter))
+
+    def accept(self) -> None:
+        """Go by what was proposed, as children may from now on: in the parent."""
+        self.agreement.accept()
+        self.follow()
 
     def learn(self) -> None:
-        """Import a policy of one's own that the parent goes by, before `follow` in a child; it may take seconds.
+        """Import a policy of one's own that is agreed on, before a brain decides by it; it may take seconds.
 
-        Raises: ConfigError: it can't be imported here; the parent has imported it.
+        Raises: ConfigError: it can't be imported any more: who tried the reload has imported it.
         """
         learn_policy(self.agreement.get().config.routing.policy)
 
     def follow(self) -> None:
-        """Go by what the parent goes by: in a child that has learned it."""
+        """Go by what is agreed on."""
         agreed = self.agreement.get()
         self.tls.follow(agreed.config)
         self.config, self.perimeter = agreed.config, Perimeter(agreed.config, entries=agreed.keys)

@@ -15,9 +15,8 @@ from pathlib import Path
 from typing import BinaryIO, Final
 
 from balanceroute.config import Config
-from balanceroute.errors import ConfigError, InputError
+from balanceroute.errors import ConfigError
 from balanceroute.proxy.admission.forecasts import build_forecasts
-from balanceroute.proxy.apart import Attempt
 from balanceroute.proxy.brain import StandbyCallbacks, run_brain
 from balanceroute.proxy.changes import KeptChanges
 from balanceroute.proxy.client.relay_loads import RelayLoads
@@ -27,7 +26,7 @@ from balanceroute.proxy.perimeter.key_table import KeyTable
 from balanceroute.proxy.relay import run_relay
 from balanceroute.proxy.reload import asks_another_predictor, check_workers
 from balanceroute.proxy.run_folder import RunFolder, relay_name, run_folder
-from balanceroute.proxy.supervisor import Main, Reload, Supervisor, be_called
+from balanceroute.proxy.supervisor import Main, Supervisor, be_called
 from balanceroute.proxy.telemetry.logs import configure
 
 log = logging.getLogger(__name__)
@@ -137,22 +136,32 @@ class Processes:
         """See `Owner`."""
         return self.config.lifecycle.drain_timeout_s
 
-    def reload(self) -> Reload:
+    def try_reload(self) -> None:
+        """See `Owner`: a module of others that the configuration names may do anything, or take long.
+
+        Raises: ConfigError, InputError.
+        """
+        self._close_listeners()  # this process must hold nothing of the router's
+        for link in self._links:
+            link.close()
+        self._let_go()
+        new = self._load()
+        if self.brains:
+            self._check_for_brain(new)
+        self._configured.propose(new)
+
+    def reload(self, failure: ConfigError | None) -> bool:
         """See `Owner`; where it can't be used nothing has changed."""
-        try:
-            yield self._apart(self._load)  # a module of others that it names may do anything, or take long
-            new = self._load()
-            if self.brains:
-                yield from self._check_for_brain(new)
-            self._configured.reload(new)
-        except (ConfigError, InputError) as error:
-            log.warning("reload refused", extra={"error": str(error)})
+        if failure is not None:
+            log.warning("reload refused", extra={"error": str(failure)})
             return False
+        try:
+            self._configured.accept()
+            self._name_keys()  # before any relay hears of new ones
+            configure(self.config.log.level, self.config.log.format, process="parent")
         except Exception as error:  # all streams would end with this process
             log.error("reload failed", exc_info=error, extra={"error": repr(error)})
             return False
-        self._name_keys()  # before any relay hears of new ones
-        configure(new.log.level, new.log.format, process="parent")
         return True
 
     def _name_keys(self) -> None:
@@ -161,27 +170,20 @@ class Processes:
         if keys is not None:
             self._table.name(key.name for key in keys)
 
-    def _check_for_brain(self, new: Config) -> Iterator[Attempt]:
+    def _check_for_brain(self, new: Config) -> None:
         """Refuse what the leading brain would refuse: relays must not go by what it does not.
 
-        Raises: ConfigError.
+        Raises: ConfigError, InputError.
         """
         changes = KeptChanges(self._folder.changes, self.lineage).last
         check_workers(changes.in_use(self.config), new)
-        if asks_another_predictor(changes.config(self.config), new):
-            yield self._apart(lambda: _try_forecasts(new))
-
-    def _apart(self, attempt: Attempt) -> Attempt:
-        """The same in a process of its own, which must hold nothing of the router's."""
-
-        def run() -> None:
-            self._close_listeners()
-            for link in self._links:
-                link.close()
-            self._let_go()
-            attempt()
-
-        return run
+        try:
+            self._configured.learn()
+            asked = asks_another_predictor(changes.config(self.config), new)
+        except ConfigError:  # what the brain decides by can't be imported any more
+            asked = True
+        if asked:
+            _try_forecasts(new)
 
     @property
     def _links(self) -> list[socket.socket]:

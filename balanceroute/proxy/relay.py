@@ -27,9 +27,8 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from balanceroute.build import scheduler_config
+from balanceroute.build import bounds
 from balanceroute.config import Config
-from balanceroute.config.patience import off_the_loop
 from balanceroute.errors import ConfigError
 from balanceroute.proxy.admission.tickets import Tickets
 from balanceroute.proxy.app import (
@@ -115,7 +114,6 @@ def run_relay(
     app = create_relay_app(configured, folder, name, life)
 
     async def on_reload() -> None:
-        await off_the_loop(configured.learn)
         follow()
         reload_relay(app.services, configured.config, configured.perimeter)
 
@@ -274,7 +272,7 @@ def build_relay(
 ) -> RelayServices:
     """Put the parts together; nothing runs yet."""
     brain = RemoteBrain(
-        loop, reach, _name_on_link(config, folder, name), scheduler_config(config), lambda each: services.void(each)
+        loop, reach, _name_on_link(config, folder, name), bounds(config), lambda each: services.void(each)
     )
     metrics = Metrics(lambda: NOBODY, config.routing.policy)
     metrics.carry_on(folder.counts(name))

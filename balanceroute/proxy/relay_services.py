@@ -5,7 +5,10 @@ import logging
 from dataclasses import dataclass, field
 from typing import Final
 
+from balanceroute.build import bounds
+from balanceroute.config import Config
 from balanceroute.errors import ConfigError, NoHealthyWorkers
+from balanceroute.proxy.admission.decider import Bounds
 from balanceroute.proxy.admission.forecasts import Keys
 from balanceroute.proxy.client.services import ClientServices
 from balanceroute.proxy.life.pool_reaper import PERIOD_S, PoolReaper
@@ -42,6 +45,10 @@ class RelayServices(ClientServices):
     def begin_drain(self) -> None:
         """Refuse every new request from now on."""
         self.brain.leaving = True
+
+    def bounds(self, config: Config) -> Bounds:
+        """See `LifeServices`."""
+        return bounds(config)
 
     async def know_workers(self, within_s: float) -> None:
         """See `ClientServices`: a brain tells it."""

@@ -11,8 +11,8 @@ code on the same sockets within milliseconds, whatever has been installed meanwh
 SIGTERM, SIGINT     all children drain (SIGUSR2); who is needed by the others ends when they have
                     while another router prepares to take over: nothing, unless it ends; then they drain
 the same again      all end now (SIGINT), or are killed `END_S` later
-SIGHUP              the configuration is read again, and if it can be used, children do the same. What must be tried for
-                    that is tried in one more child (`apart.py`), while all else goes on
+SIGHUP              the configuration is read again, by one more child that tries all of it (`apart.py`), while all else
+                    goes on; if it can be used, children go by it
 SIGIO               a child is up, or another router is ready to take over, for which all children leave (SIGUSR1)
 a child dies        it is started again, at once the first time, ever later if it dies as soon as it is there, or where
                     the machine has no process or memory for it
@@ -34,14 +34,14 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Callable, Collection, Generator, Mapping
+from collections.abc import Callable, Collection, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import Final, NoReturn, Protocol
 
 from balanceroute.errors import BalanceRouteError, ConfigError
-from balanceroute.proxy.apart import WITHIN_S, Attempt, Trial
+from balanceroute.proxy.apart import WITHIN_S, Trial
 from balanceroute.proxy.handover import signal_input
 
 log = logging.getLogger(__name__)
@@ -63,11 +63,6 @@ _PR_SET_NAME: Final = 15
 Main = Callable[[Callable[[], None]], None]
 """What a child runs; it calls its argument when it is up, and has unblocked SIGHUP by then."""
 
-Reload = Generator[Attempt, None, bool]
-"""A reload, step by step. It yields what must succeed in a process of its own before it goes on, is thrown a
-ConfigError where that has failed, and returns whether the configuration can be used.
-"""
-
 
 class Owner(Protocol):
     """Whose children they are: `processes.Processes`."""
@@ -76,8 +71,11 @@ class Owner(Protocol):
     def drain_timeout_s(self) -> float:
         """How long what runs may finish."""
 
-    def reload(self) -> Reload:
-        """Read the configuration again."""
+    def try_reload(self) -> None:
+        """Read the configuration again, in a process of its own. Raises: ConfigError, or anything: it can't be used."""
+
+    def reload(self, failure: ConfigError | None) -> bool:
+        """Go by what was read, or say why not; `failure`: of `try_reload`. Returns whether children are to go by it."""
 
     def stop_listening(self) -> None:
         """The children are about to be told to drain, to end or to leave."""
@@ -125,9 +123,8 @@ class Supervisor:
         self._deadline_s: float | None = None  # then all that is left is killed
         self._code = 0
         self._cannot_fork = False  # and it has been told
-        self._reload: Reload | None = None  # under way
-        self._reload_asked = False  # once more
-        self._trial: Trial | None = None  # that the reload waits for
+        self._reload_asked = False  # and not begun yet
+        self._trial: Trial | None = None  # of the reload under way
         self._parent = os.getpid()
         self._mask: set[int] = set()
 
@@ -204,31 +201,23 @@ class Supervisor:
 
     def _begin_reload(self) -> None:
         """One after the other."""
-        while self._reload_asked and self._reload is None:
-            self._reload_asked = False
-            self._reload = self._owner.reload()
-            self._go_on()
-
-    def _go_on(self, failure: ConfigError | None = None) -> None:
-        """The reload goes on to what must be tried next, or to its end. `failure`: of what it has waited for."""
-        assert self._reload is not None
-        try:
-            attempt = next(self._reload) if failure is None else self._reload.throw(failure)
-        except StopIteration as ended:
-            self._reload = None
-            if ended.value:
-                self._send(signal.SIGHUP)
+        if not self._reload_asked or self._trial is not None:
             return
+        self._reload_asked = False
         try:
-            self._trial = Trial(attempt, partial(self._fork, TRIAL), WITHIN_S)
+            self._trial = Trial(self._owner.try_reload, partial(self._fork, TRIAL), WITHIN_S)
         except OSError as error:
-            self._go_on(ConfigError(f"no process can be started to try it: {error.strerror}"))
+            self._end_reload(ConfigError(f"no process can be started to try it: {error.strerror}"))
+
+    def _end_reload(self, failure: ConfigError | None) -> None:
+        if self._owner.reload(failure):
+            self._send(signal.SIGHUP)
 
     def _give_up_reload(self) -> None:
         """Nobody is to follow it any more."""
         if self._trial is not None:
             self._trial.give_up()
-        self._reload = self._trial = None
+        self._trial = None
 
     def _asked_to_end(self, number: int) -> None:
         if self._signals:
@@ -296,7 +285,7 @@ class Supervisor:
                 return
             if self._trial is not None and self._trial.pid == pid:
                 trial, self._trial = self._trial, None
-                self._go_on(trial.failure())
+                self._end_reload(trial.failure())
                 self._begin_reload()
             for child in self.children:
                 if child.pid == pid:

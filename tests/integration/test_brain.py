@@ -3,6 +3,8 @@
 import asyncio
 import errno
 import hashlib
+import importlib
+import sys
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -13,9 +15,11 @@ import yaml
 from prometheus_client.parser import text_string_to_metric_families
 
 from balanceroute.config import Config, validate
+from balanceroute.core.policies import POLICIES
 from balanceroute.core.types import WorkerState
 from balanceroute.emulator import ClusterShape
-from balanceroute.errors import InputError
+from balanceroute.errors import ConfigError, InputError
+from balanceroute.plugins import learn_policy
 from balanceroute.prediction import FinishedRequest, Model, save_model
 from balanceroute.proxy.brain import reload_brain
 from balanceroute.proxy.changes import Changes, KeptChanges
@@ -389,6 +393,43 @@ async def test_a_brain_that_takes_over_leads_without_a_predictor_whose_file_is_b
             await reload_brain(brain, config, Perimeter(config))
             assert brain.services.forecasts is not None
             await answered(relay, 2)
+
+
+async def test_a_brain_leads_under_the_default_policy_where_its_own_can_be_imported_no_more_until_a_reload_finds_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.syspath_prepend(str(tmp_path))
+    module, name = tmp_path / "policy_that_goes.py", "policy_that_goes:FirstFit"
+    whole = (Path(__file__).parents[2] / "examples" / "own_policy.py").read_text()
+
+    def forgotten() -> None:
+        POLICIES.pop(name, None)
+        sys.modules.pop(module.stem, None)
+        importlib.invalidate_caches()
+
+    async with relayed(FAST, count=1) as router:
+        relay = router.relays[0]
+        module.write_text(whole)
+        tree = router.config.model_dump(exclude_unset=True)
+        config = validate(tree | {"routing": {"policy": name, "options": {"patience_s": 5.0}}})
+        module.unlink()
+        forgotten()
+        router.brain.end()
+        await until(lambda: relay.app.services.brain.member is None)
+        with pytest.raises(ConfigError):
+            async with a_brain(config, router.folder, relays=1):
+                pass
+        async with a_brain(config, router.folder, relays=1, again=True) as brain:
+            assert brain.services.config.routing.policy == "level_fit"
+            assert "leading with the default policy" in caplog.text
+            await answered(relay, 1)
+            module.write_text(whole)
+            forgotten()
+            learn_policy(name)
+            await reload_brain(brain, config, Perimeter(config))
+            assert brain.services.config.routing.policy == name and brain.read is config
+            await answered(relay, 2)
+    forgotten()
 
 
 async def test_what_one_relay_finds_out_about_a_worker_all_know() -> None:

@@ -7,6 +7,7 @@ from typing import Any
 
 from balanceroute.build import scheduler_config
 from balanceroute.config import Config
+from balanceroute.proxy.admission.decider import Bounds
 from balanceroute.proxy.admission.prompt_estimates import PromptEstimates
 from balanceroute.proxy.admission.tickets import Tickets
 from balanceroute.proxy.life.suspicion import Suspicions
@@ -52,8 +53,12 @@ class LifeServices:
     def configure(self, config: Config) -> None:
         """Other settings from now on, for all that reads them as it goes."""
         self.config = config
-        self.tickets.decider.configure(scheduler_config(config))
+        self.tickets.decider.configure(self.bounds(config))
         self.drainer.pin_s = config.kv_pin_s
+
+    def bounds(self, config: Config) -> Bounds:
+        """For the decider."""
+        return scheduler_config(config)
 
     def check_connector(self, worker: Worker, kv_transfer_params: bytes) -> None:
         """Learn from a prefiller's parameters which connector it runs. Raises: WrongConnector."""

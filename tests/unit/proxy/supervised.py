@@ -2,8 +2,8 @@
 
 `brain` only waits. Each relay answers every line on a shared listening socket with its name, its process and the line.
 What happens to a child it appends to FOLDER/events. While FOLDER/hold-NAME is there, that child does not end when it is
-told to drain. Where FOLDER/refuse is there, the parent removes it and refuses a reload. While FOLDER/try is there, a
-reload is tried by `trial`, a child that waits until FOLDER/hold-trial is gone, and fails where FOLDER/fail is there.
+told to drain. Where FOLDER/refuse is there, the parent removes it and refuses a reload. While FOLDER/try is there, the
+child that tries a reload, `trial`, waits until FOLDER/hold-trial is gone, and fails where FOLDER/fail is there.
 While FOLDER/no-fork is there, no process can be started. Whatever happens, FOLDER/found is made again by the parent.
 
 Options: `wrong`, a child that ends with a wrong configuration; `dies`, one that ends as soon as it is there; `deaf`,
@@ -29,7 +29,7 @@ import uvloop
 from balanceroute.errors import ConfigError
 from balanceroute.proxy import supervisor
 from balanceroute.proxy.handover import Handover, Told
-from balanceroute.proxy.supervisor import Main, Reload, Supervisor
+from balanceroute.proxy.supervisor import Main, Supervisor
 from balanceroute.proxy.telemetry.logs import configure
 from tests.waiting import block_until, until
 
@@ -54,17 +54,17 @@ class Owner:
         self.listener = listener
         self.handover: Handover | None = None
 
-    def reload(self) -> Reload:
+    def try_reload(self) -> None:
+        if (FOLDER / "try").exists():
+            attempt()
+
+    def reload(self, failure: ConfigError | None) -> bool:
         refusal = FOLDER / "refuse"
         refused = refusal.exists()
         refusal.unlink(missing_ok=True)
-        if (FOLDER / "try").exists():
-            try:
-                yield attempt
-            except ConfigError as error:
-                log.warning("reload refused", extra={"error": str(error)})
-                return False
-        return not refused
+        if failure is not None:
+            log.warning("reload refused", extra={"error": str(failure)})
+        return failure is None and not refused
 
     def stop_listening(self) -> None:
         self.listener.close()

@@ -8,6 +8,7 @@ import pytest
 from balanceroute.config import Config, KeyEntry, load
 from balanceroute.errors import ConfigError
 from balanceroute.proxy.agreement import Agreed, Agreement
+from tests.unit.proxy.trials import failure
 from tests.unit.proxy.virtual_time import a_config
 
 CONFIGS = sorted((Path(__file__).parents[3] / "configs").glob("*.yaml"))
@@ -15,7 +16,8 @@ CONFIGS = sorted((Path(__file__).parents[3] / "configs").glob("*.yaml"))
 
 def put(agreement: Agreement, config: Config, *keys: KeyEntry) -> Agreed:
     agreed = Agreed(config, keys)
-    agreement.put(agreement.packed(agreed))
+    agreement.propose(agreed)
+    agreement.accept()
     return agreed
 
 
@@ -53,3 +55,15 @@ def test_one_that_is_too_large_is_refused_and_the_last_one_stays() -> None:
     with pytest.raises(ConfigError, match=r"^the configuration takes \d+ bytes of memory; accepted are 10000"):
         put(agreement, a_config(), *many)
     assert agreement.get() == before
+
+
+def test_what_another_process_proposes_counts_when_it_is_accepted() -> None:
+    agreement = Agreement()
+    before = put(agreement, a_config())
+    proposed = Agreed(a_config(limits={"max_choices": 7}), None)
+    assert failure(lambda: agreement.propose(proposed)) is None
+    assert agreement.get() == before
+    assert failure(lambda: agreement.propose(before)) is None, "another one, after one that was not accepted"
+    assert failure(lambda: agreement.propose(proposed)) is None
+    agreement.accept()
+    assert agreement.get() == proposed

@@ -36,13 +36,15 @@ def test_a_reload_that_is_refused_changes_nothing(tmp_path: Path) -> None:
         (a_config(auth={"client_keys": keys(file, "b")}), "tls.cert_file"),
     ):
         with pytest.raises(ConfigError, match=why):
-            configured.reload(new)
+            configured.propose(new)
     file.write_text("- name: c\n  sha25")
     with pytest.raises(ConfigError, match=r"auth\.client_keys"):
-        configured.reload(config)
+        configured.propose(config)
     assert (configured.config, configured.perimeter, configured.tls.server) == (config, perimeter, server)
     keys(file, "d")
-    configured.reload(config)
+    configured.propose(config)
+    assert configured.perimeter is perimeter
+    configured.accept()
     assert configured.perimeter is not perimeter
 
 
@@ -55,7 +57,8 @@ def test_who_follows_goes_by_what_was_reloaded_whatever_the_files_hold_by_now(
     child = replace(parent, tls=Configured.read(parent.config).tls)  # as it is forked
     keys(file, "b")
     new = a_config(auth=auth, tls=tls, limits={"max_choices": 3})
-    parent.reload(new)
+    parent.propose(new)
+    parent.accept()
     file.write_text("- name: c\n  sha25")
     cert.write_text("half written")
     before = child.tls.server
@@ -68,11 +71,12 @@ def test_who_follows_goes_by_what_was_reloaded_whatever_the_files_hold_by_now(
     assert child.tls.server is not before
 
 
-def test_who_has_learned_what_the_parent_goes_by_knows_a_policy_of_ones_own(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_who_has_learned_what_is_agreed_on_knows_a_policy_of_ones_own(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(Path(__file__).parents[3] / "examples"))
     name = "own_policy:FirstFit"
     configured = Configured.read(a_config())
-    configured.reload(a_config(routing={"policy": name}))
+    configured.propose(a_config(routing={"policy": name}))
+    configured.accept()
     del POLICIES[name]  # as in a process that was forked before
     configured.learn()
     configured.follow()

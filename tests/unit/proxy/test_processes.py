@@ -4,6 +4,7 @@ import os
 import shutil
 import signal
 import socket
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ import pytest
 
 from balanceroute.build import worker_specs
 from balanceroute.config import Config
+from balanceroute.core.policies import POLICIES
 from balanceroute.errors import ConfigError
 from balanceroute.proxy import processes
 from balanceroute.proxy.changes import Changes
@@ -58,13 +60,13 @@ def test_a_run_folder_of_another_router_is_refused_with_what_can_be_done(tmp_pat
 
 def reloaded(parent: Processes) -> bool:
     """Whether a reload succeeds, as the supervisor does one."""
-    under_way = parent.reload()
-    with pytest.raises(StopIteration) as ended:
-        attempt = next(under_way)
-        while True:
-            failed = failure(attempt)
-            attempt = next(under_way) if failed is None else under_way.throw(failed)
-    return bool(ended.value.value)
+    return parent.reload(failure(parent.try_reload))
+
+
+@pytest.fixture(autouse=True)
+def _own_log(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The log is the test runner's."""
+    monkeypatch.setattr(processes, "configure", lambda *_, **__: None)
 
 
 @pytest.mark.parametrize(
@@ -81,13 +83,8 @@ def reloaded(parent: Processes) -> bool:
     ids=["limits", "slots", "slots of a removed worker", "relays", "keys", "predictor", "model"],
 )
 def test_a_reload_that_any_child_would_refuse_is_refused_for_all(
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    new: dict[str, Any],
-    removed: tuple[str, ...],
-    accepted: bool,
+    tmp_path: Path, new: dict[str, Any], removed: tuple[str, ...], accepted: bool
 ) -> None:
-    monkeypatch.setattr(processes, "configure", lambda *_, **__: None)  # the log is the test runner's
     folder = RunFolder(tmp_path)
     listen = {"relays": 1, "run_folder": str(tmp_path)}
     old = a_config(1, 1, listen=listen)
@@ -97,7 +94,7 @@ def test_a_reload_that_any_child_would_refuse_is_refused_for_all(
         in_use = tuple(spec for spec in worker_specs(old) if spec.id not in removed)
         replace_content(folder.changes, msgspec.json.encode(Changes(parent.lineage, workers=in_use)))
         assert reloaded(parent) is accepted
-        assert parent.config is (wanted if accepted else old)
+        assert parent.config == (wanted if accepted else old)
 
 
 def test_a_router_that_is_started_again_under_the_same_process_id_is_of_another_lineage(tmp_path: Path) -> None:
@@ -115,15 +112,12 @@ def test_who_tries_a_predictor_holds_nothing_that_the_next_router_needs(
     folder = RunFolder(tmp_path)
     with socket.create_server(("127.0.0.1", 0)) as listener, socket.socket() as link, folder.claim() as lock:
         parent = Processes(Configured.read(config), lambda: new, folder, lock, [listener], None, None, link)
-        under_way = parent.reload()
-        assert failure(next(under_way)) is None, "the configuration can be read"
-        attempt = next(under_way)
 
         def tell(_: Config) -> None:
             raise ConfigError(f"{listener.fileno()} {link.fileno()} {lock.closed}")
 
         monkeypatch.setattr(processes, "_try_forecasts", tell)
-        assert str(failure(attempt)) == "-1 -1 True"
+        assert str(failure(parent.try_reload)) == "-1 -1 True"
         assert listener.fileno() >= 0 and not lock.closed
 
 
@@ -140,15 +134,35 @@ def refuses_to_reload(folder: Path, happens: Callable[[], None]) -> None:
         assert not reloaded(parent) and parent.config is config
 
 
-def test_a_reload_that_fails_for_whatever_reason_is_refused(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    here = os.getpid()
+def test_a_reload_that_fails_for_whatever_reason_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fail(_: Configured) -> None:  # what goes well in another process need not in this one
+        raise MemoryError
 
-    def fail() -> None:
-        if os.getpid() == here:  # what goes well in another process need not in this one
-            raise RuntimeError("can't start new thread")
-
-    refuses_to_reload(tmp_path, fail)
+    monkeypatch.setattr(Configured, "accept", fail)
+    refuses_to_reload(tmp_path, lambda: None)
     assert [record.message for record in caplog.records] == ["reload failed"]
+
+
+def test_what_a_reload_imports_is_not_imported_by_the_parent_which_would_not_watch_its_children_meanwhile(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(str(Path(__file__).parents[3] / "examples"))
+    name, listen = "own_policy:FirstFit", {"relays": 1, "run_folder": str(tmp_path)}
+    predictor = {"kind": "own_predictor:MeanByKey"}
+
+    def load() -> Config:
+        return a_config(1, 1, listen=listen, routing={"policy": name}, predictor=predictor)
+
+    folder = RunFolder(tmp_path)
+    with folder.claim() as lock:
+        parent = Processes(Configured.read(a_config(1, 1, listen=listen)), load, folder, lock, [], None, None)
+        for module in ("own_policy", "own_predictor"):
+            monkeypatch.delitem(sys.modules, module, raising=False)
+        monkeypatch.delitem(POLICIES, name, raising=False)
+        assert reloaded(parent) and parent.config.routing.policy == name
+        assert not {"own_policy", "own_predictor"} & sys.modules.keys() and name not in POLICIES
 
 
 @pytest.mark.parametrize("ends", [lambda: os._exit(5), lambda: os.kill(os.getpid(), 9)], ids=["exit", "signal"])
