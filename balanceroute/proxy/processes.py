@@ -19,7 +19,7 @@ from balanceroute.errors import ConfigError
 from balanceroute.proxy.admission.forecasts import build_forecasts
 from balanceroute.proxy.brain import StandbyCallbacks, run_brain
 from balanceroute.proxy.changes import KeptChanges
-from balanceroute.proxy.client.relay_loads import RelayLoads
+from balanceroute.proxy.client.relay_loads import Load, RelayLoads
 from balanceroute.proxy.configured import Configured
 from balanceroute.proxy.handover import Handover, Predecessor, Told
 from balanceroute.proxy.perimeter.key_table import KeyTable
@@ -90,7 +90,7 @@ class Processes:
         self._link, self._lock = link, lock
         self._configured, self._load, self._folder, self._sockets = configured, load, folder, sockets
         self._journal, self._predecessor = journal, predecessor
-        self._loads = RelayLoads(max(1, self.config.listen.relays))
+        self.loads = RelayLoads(max(1, self.config.listen.relays))
         self._table = KeyTable(max(1, self.config.listen.relays))
         self._name_keys()
         if predecessor is None:  # relays may live whose own router has left, and whose successor has died
@@ -208,6 +208,13 @@ class Processes:
             log.info("taking over", extra={"generation": self._told.generation})
             self._predecessor.go()
 
+    def died(self, name: str) -> None:
+        """See `Owner`; what a relay has said in memory that all share is true no more."""
+        if name in self.relays:
+            place = self.relays.index(name)
+            Load(self.loads, place).clear()
+            self._table.clear(place)
+
     def mend(self) -> None:
         """See `Owner`; what a router that prepares to take over was given stays as it is."""
         if self.has_successor:
@@ -270,7 +277,7 @@ class Processes:
         near = self.relays
         follow, place = self._begin(name), near.index(name)
         run_relay(
-            self._configured, self._sockets, self._folder, name, follow, on_up, self._loads, self._table, place, near
+            self._configured, self._sockets, self._folder, name, follow, on_up, self.loads, self._table, place, near
         )
 
     def _begin(self, name: str) -> Callable[[], None]:

@@ -109,7 +109,6 @@ def run_relay(
     life = folder.come_to_life(name)
     configured.tls.catch_up()
     seat = Seat(table, place, [_name_on_link(configured.config, folder, each) for each in near])
-    seat.begin()
     configured.perimeter.sit(seat)
     app = create_relay_app(configured, folder, name, life)
 
@@ -119,7 +118,6 @@ def run_relay(
 
     server = RelayServer(app, configured.config, on_reload)
     server.name, server.on_up, server.load = name, on_up, Load(loads, place)
-    server.load.begin()
     server.run(sockets=listeners)
 
 
@@ -337,9 +335,15 @@ class RelayServer(ChildServer):
         told |= {"host": ports[0][0], "port": ports[0][1]}
         if len(ports) > 1:
             told["admin_port"] = self._app.services.perimeter.admin_port = ports[1][1]
-        self.load.put(ACCEPTS, 1)
+        self.load.accept(time.monotonic())
         self.on_up()
         return told
+
+    async def on_tick(self, counter: int) -> bool:
+        """See `uvicorn.Server`; every second."""
+        if not self._app.leaving:
+            self.load.accept(time.monotonic())
+        return await super().on_tick(counter)
 
     def ahead(self) -> bool:
         """Whether another relay has fewer connections."""
@@ -359,7 +363,7 @@ class RelayServer(ChildServer):
 
     def _leave_alone(self) -> None:
         """Not while clients would have nobody: the parent starts a successor when this process has ended."""
-        if self._drain is not None or self.should_exit or self.load.step_back():
+        if self._drain is not None or self.should_exit or self.load.step_back(time.monotonic()):
             super()._leave_alone()
             return
         if not self.stays_until_another:

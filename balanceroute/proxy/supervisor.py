@@ -90,6 +90,9 @@ class Owner(Protocol):
     def has_successor(self) -> bool:
         """Whether another router prepares to take over."""
 
+    def died(self, name: str) -> None:
+        """That child is there no more."""
+
     def mend(self) -> None:
         """Make anew what others find this router by, if somebody has removed it."""
 
@@ -295,6 +298,7 @@ class Supervisor:
         """`code`: its exit code, or less than 0, the signal that it died of."""
         now = time.monotonic()
         child.pid = None
+        self._owner.died(child.name)
         if code == WRONG_CONFIG and not self._all_up and not self._signals:
             self._code = WRONG_CONFIG
             self._end(signal.SIGINT, END_S)

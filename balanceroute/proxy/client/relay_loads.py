@@ -1,8 +1,8 @@
 """What the client connections of each relay on one machine take, in memory that all of them share.
 
 So `limits.max_connections`, `max_incoming_bytes` and `max_held_bytes` are bounds of the router: what one relay does not
-need another may use. Each relay writes its own numbers and reads those of all, also whether it accepts. Numbers of one
-that has died stay until its next life begins.
+need another may use. Each relay writes its own numbers and reads those of all, also when it last showed that it
+accepts. The parent clears those of one that has died.
 """
 
 import mmap
@@ -11,8 +11,9 @@ from typing import Final
 CONNECTIONS: Final = 0
 INCOMING_BYTES: Final = 1
 SERVED_BYTES: Final = 2
-ACCEPTS: Final = 3  # 1, or 0
+ACCEPTS: Final = 3  # when it last showed that it does, in milliseconds of the machine's monotonic clock; 0: it does not
 FIELDS: Final = 4
+SHOWN_S: Final = 2.5  # a relay shows every second that it accepts: one that has not for so long stands still
 FEW: Final = 64  # streams of an event per 20 ms are a tenth of what a relay carries
 
 
@@ -32,8 +33,8 @@ class Load:
     def __init__(self, loads: RelayLoads, place: int) -> None:
         self._cells, self._place, self.relays = loads.cells, place, loads.relays
 
-    def begin(self) -> None:
-        """A relay lives here from now on, and has nothing yet."""
+    def clear(self) -> None:
+        """No relay lives here: for the parent."""
         for field in range(FIELDS):
             self.put(field, 0)
 
@@ -48,15 +49,19 @@ class Load:
         cells = self._all(field)
         return sum(cells) - cells[self._place]
 
-    def step_back(self) -> bool:
+    def accept(self, now_s: float) -> None:
+        """Show that it accepts, which counts for `SHOWN_S`."""
+        self.put(ACCEPTS, round(1000 * now_s))
+
+    def step_back(self, now_s: float) -> bool:
         """Be one that accepts no more; False: no other does, so that this one must go on.
 
         Of two that do so in the same moment both may have to, but never none: each says so before it looks.
         """
         self.put(ACCEPTS, 0)
-        if self.others(ACCEPTS):
+        if max(self._all(ACCEPTS)) > 1000 * (now_s - SHOWN_S):
             return True
-        self.put(ACCEPTS, 1)
+        self.accept(now_s)
         return False
 
     def ahead(self, most: int) -> bool:

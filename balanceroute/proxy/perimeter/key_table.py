@@ -2,7 +2,7 @@
 
 The parent makes a `KeyTable` before it forks, and alone gives names their slots. A relay writes only its own row of a
 slot, and reads all rows: no lock is needed, and no sum is older than a store takes to be seen. The rows outlive their
-relay. Its next life has the same `Seat`, clears what was in flight, and goes on with all else.
+relay: the parent clears what was in flight, and its next life, which has the same `Seat`, goes on with all else.
 """
 
 import hashlib
@@ -96,8 +96,8 @@ class KeyTable:
         digests = {name: _digest(name) for name in names}
         return {name: self._row(known[digest], place) for name, digest in digests.items() if digest in known}
 
-    def begin(self, place: int) -> None:
-        """A relay lives here from now on: what its former life had in flight is over."""
+    def clear(self, place: int) -> None:
+        """The relay there has died: what it had in flight is over. For the parent."""
         for slot in self._known().values():
             row = self._row(slot, place)
             row.put(IN_FLIGHT, 0.0)
@@ -121,10 +121,6 @@ class Seat:
     def __init__(self, table: KeyTable, place: int, near: Iterable[str]) -> None:
         self._table, self._place, self.near = table, place, frozenset(near)
         self._rows: dict[str, Row] = {}
-
-    def begin(self) -> None:
-        """See `KeyTable`; before any row is asked for."""
-        self._table.begin(self._place)
 
     def rows(self, names: Iterable[str]) -> dict[str, Row]:
         """This relay's rows of those names that have one, the same each time."""

@@ -78,6 +78,9 @@ class Owner:
     def succeeded(self) -> bool:
         return self.handover is not None and self.handover.look()
 
+    def died(self, name: str) -> None:
+        note(name, "died")
+
     def mend(self) -> None:
         (FOLDER / "found").touch()
 

@@ -18,6 +18,7 @@ from balanceroute.core.policies import POLICIES
 from balanceroute.errors import ConfigError
 from balanceroute.proxy import processes
 from balanceroute.proxy.changes import Changes
+from balanceroute.proxy.client.relay_loads import CONNECTIONS, Load
 from balanceroute.proxy.configured import Configured
 from balanceroute.proxy.link.files import replace_content
 from balanceroute.proxy.processes import Processes, begin_anew, serve_processes
@@ -95,6 +96,20 @@ def test_a_reload_that_any_child_would_refuse_is_refused_for_all(
         replace_content(folder.changes, msgspec.json.encode(Changes(parent.lineage, workers=in_use)))
         assert reloaded(parent) is accepted
         assert parent.config == (wanted if accepted else old)
+
+
+def test_what_a_relay_has_said_in_shared_memory_ends_with_it(tmp_path: Path) -> None:
+    config = a_config(1, 1, listen={"relays": 2, "run_folder": str(tmp_path)})
+    folder = RunFolder(tmp_path)
+    with folder.claim() as lock:
+        parent = Processes(Configured.read(config), lambda: config, folder, lock, [], None, None)
+        one, other = (Load(parent.loads, place) for place in (0, 1))
+        one.accept(100.0)
+        one.put(CONNECTIONS, 7)
+        parent.died("brain")
+        assert other.others(CONNECTIONS) == 7
+        parent.died("relay-0")
+        assert other.others(CONNECTIONS) == 0 and not other.step_back(100.0)
 
 
 def test_a_router_that_is_started_again_under_the_same_process_id_is_of_another_lineage(tmp_path: Path) -> None:

@@ -119,6 +119,7 @@ def test_a_child_that_is_killed_is_back_and_the_others_notice_nothing(running: R
         if name == "relay-1":
             assert ask(client) == (name, pid)
     assert running.pid("relay-1") == before["relay-1"]
+    assert [running.events(name).count("died") for name in ("brain", "relay-0", "relay-1")] == [1, 1, 0]
     assert {line["child"]: line["signal"] for line in running.said("child died")} == dict.fromkeys(
         ("relay-0", "brain"), "SIGKILL"
     )

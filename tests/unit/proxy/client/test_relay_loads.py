@@ -2,7 +2,7 @@
 
 import pytest
 
-from balanceroute.proxy.client.relay_loads import ACCEPTS, CONNECTIONS, FEW, SERVED_BYTES, Load, RelayLoads, alone
+from balanceroute.proxy.client.relay_loads import CONNECTIONS, FEW, SERVED_BYTES, SHOWN_S, Load, RelayLoads, alone
 
 
 @pytest.mark.parametrize(
@@ -29,13 +29,13 @@ def test_who_has_more_connections_leaves_what_comes_to_others_and_near_the_bound
     assert loads[0].ahead(most) is ahead
 
 
-def test_a_relay_s_next_life_has_nothing() -> None:
+def test_a_relay_that_has_died_has_nothing() -> None:
     table = RelayLoads(3)
     loads = [Load(table, place) for place in range(3)]
     for load in loads:
         load.put(SERVED_BYTES, 5)
     assert loads[0].others(SERVED_BYTES) == 10
-    Load(table, 1).begin()
+    Load(table, 1).clear()
     assert [load.others(SERVED_BYTES) for load in loads] == [5, 10, 5]
 
 
@@ -48,9 +48,21 @@ def test_who_is_alone_has_no_others() -> None:
 def test_the_last_relay_that_accepts_goes_on() -> None:
     loads = RelayLoads(2)
     first, second = Load(loads, 0), Load(loads, 1)
-    assert not first.step_back(), "nobody else is there yet"
-    second.put(ACCEPTS, 1)
-    assert first.step_back() and not second.step_back()
-    first.begin()
-    first.put(ACCEPTS, 1)
-    assert second.step_back() and not first.step_back()
+    assert not first.step_back(100.0), "nobody else is there yet"
+    second.accept(100.0)
+    assert first.step_back(100.0) and not second.step_back(100.0)
+    first.accept(100.0)
+    assert second.step_back(100.0) and not first.step_back(100.0)
+
+
+def test_a_relay_that_stands_still_or_has_died_is_none_that_accepts() -> None:
+    loads = RelayLoads(2)
+    first, second = Load(loads, 0), Load(loads, 1)
+    second.accept(100.0)
+    first.accept(100.0)
+    assert not first.step_back(100.1 + SHOWN_S), "it has not shown for too long that it does"
+    second.accept(110.0)
+    second.clear()
+    assert not first.step_back(110.0)
+    second.accept(110.0)
+    assert first.step_back(110.0 + SHOWN_S - 0.1)

@@ -105,7 +105,7 @@ def test_a_name_that_is_given_after_the_fork_has_its_slot_in_the_relay() -> None
     assert process.exitcode == 0 and rows_of(table, "late")[0].all(IN_FLIGHT) == (2.0,)
 
 
-def test_a_new_life_has_nothing_in_flight_and_has_heard_what_its_sisters_have() -> None:
+def test_a_relay_that_has_died_has_nothing_in_flight_and_its_next_life_has_heard_what_its_sisters_have() -> None:
     table = a_table(2, "a")
     one, other = rows_of(table, "a")
     for row, far in ((one, 4.0), (other, 9.0)):
@@ -114,7 +114,7 @@ def test_a_new_life_has_nothing_in_flight_and_has_heard_what_its_sisters_have() 
         row.put(REQUESTS + FAR, far)
         row.put(REQUESTS + PER_MINUTE, 60.0)
         row.put(REQUESTS + LOST, 1.5)
-    Seat(table, 0, ()).begin()
+    table.clear(0)
     assert other.all(IN_FLIGHT) == (0.0, 5.0)
     assert other.rate(REQUESTS) == (7.0, 7.0, 9.0, 9.0, 60.0, 60.0, 1.5, 1.5)
 

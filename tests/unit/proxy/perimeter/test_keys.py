@@ -238,7 +238,7 @@ def test_a_relay_s_next_life_goes_on_with_what_was_used_and_has_nothing_in_fligh
     assert let_in(one, 100.0) == 20
     for _ in range(2):  # it is killed, twice in a row
         seat = Seat(table, 0, ())
-        seat.begin()
+        table.clear(0)
         (one,) = ClientKeys([limits], seat)
         assert let_in(one, 101.0) + let_in(other, 101.0) in (0, 10)
     with pytest.raises(KeyLimit, match="per minute"):
@@ -250,7 +250,7 @@ def test_what_relays_of_other_machines_use_each_relay_hears_and_it_is_charged_on
     for key in keys:
         key.used_elsewhere("relay-0@far", KeyUse("a", 0, 10, 0), 100.0)
     seat = Seat(table, 0, ())
-    seat.begin()
+    table.clear(0)
     (keys[0],) = ClientKeys([entry("a", "one", requests_per_minute=30)], seat)
     keys[0].used_elsewhere("relay-0@far", KeyUse("a", 0, 5, 0), 100.0)
     assert sum(let_in(key, 100.0) for key in keys) == 15
