@@ -6,7 +6,7 @@ and a worker's series go when the worker goes.
 
 Where a router has several processes, each counts for itself. What they have counted is told as plain data (`counts`) to
 the one that shows it (`beside`), and to the next life of one that has ended (`carry_on`), so that no sum ever falls.
-States are those of the process that decides. Series of the predictor begin anew with it.
+States are those of the process that decides.
 """
 
 import logging
@@ -25,7 +25,7 @@ from balanceroute.proxy.hotpath import COMPILED
 from balanceroute.proxy.telemetry.cluster_gauges import cluster_gauges, prefiller_counters
 from balanceroute.proxy.telemetry.conditions import KINDS, Conditions
 from balanceroute.proxy.telemetry.divergence import Divergence
-from balanceroute.proxy.telemetry.forecast_metrics import ForecastMetrics
+from balanceroute.proxy.telemetry.forecast_metrics import ForecastCounts, ForecastMetrics
 from balanceroute.proxy.telemetry.instruments import DECISION_SECONDS, CounterFamily, HistogramFamily, StageClock
 
 log = logging.getLogger(__name__)
@@ -101,7 +101,8 @@ class Metrics(Collector):
             "Prompts by how far their estimated tokens were from those that a prefiller counted, as a share of these.",
             (0.02, 0.05, 0.1, 0.15, 0.25, 0.5, 1.0),
         ).child()
-        self._others: list[HistogramFamily] = []
+        self._forecasts: ForecastMetrics | None = None
+        self._former_forecasts = ForecastCounts()
         self._former_prefills = {family.name: family for family in prefiller_counters(())}
         self.beside: Callable[[], Iterable[bytes]] = _nobody
         for outcome in Outcome:
@@ -142,25 +143,28 @@ class Metrics(Collector):
         self.orphaned_kv += requests
 
     def include(self, forecasts: ForecastMetrics) -> None:
-        """Show the predictor's series too."""
+        """Show the predictor's series too, which go on from those of predictors before it."""
+        forecasts.former = self._former_forecasts
         self.registry.register(forecasts)
-        self._others.append(forecasts.errors)
+        self._forecasts = forecasts
 
     def leave_out(self, forecasts: ForecastMetrics) -> None:
         """The predictor is another one now."""
         self.registry.unregister(forecasts)
-        self._others.remove(forecasts.errors)
+        self._former_forecasts, self._forecasts = forecasts.whole(), None
 
     def fold(self) -> None:
         """Count what histograms have taken down, so that it doesn't pile up while nobody scrapes."""
-        for histogram in (*self._histograms, *self._others):
+        for histogram in (*self._histograms, *([] if self._forecasts is None else [self._forecasts.errors])):
             histogram.fold(_MANY)
 
     def counts(self) -> bytes:
         """What this process has counted, for `beside` or `carry_on` of another one."""
+        forecasts = self._former_forecasts if self._forecasts is None else self._forecasts.whole()
         told = {
             "counters": {family.name: family.rows() for family in (*self._counters, *self._prefills())},
             "histograms": {family.name: family.rows() for family in self._histograms},
+            "forecasts": forecasts.told(),
             "orphaned_kv": self.orphaned_kv,
         }
         return orjson.dumps(told)
@@ -175,6 +179,7 @@ class Metrics(Collector):
                 counter.add(told["counters"].get(counter.name, ()))
             for histogram in self._histograms:
                 histogram.add(told["histograms"].get(histogram.name, ()))
+            self._former_forecasts.add(told.get("forecasts", ForecastCounts().told()))
         except (ValueError, TypeError, KeyError) as error:  # another version's, with other buckets
             log.warning("counts of a former life are of no use", extra={"error": str(error)})
 

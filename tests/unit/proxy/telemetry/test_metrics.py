@@ -7,9 +7,10 @@ from prometheus_client.parser import text_string_to_metric_families
 from balanceroute.core.snapshot import ClusterSnapshot
 from balanceroute.core.types import Role, WorkerSpec
 from balanceroute.core.view import view_cluster
+from balanceroute.proxy.admission.forecasts import LiveForecasts
 from balanceroute.proxy.telemetry.conditions import METRICS
 from balanceroute.proxy.telemetry.metrics import Metrics
-from tests.unit.proxy.virtual_time import a_router, in_virtual_time
+from tests.unit.proxy.virtual_time import a_config, a_router, in_virtual_time
 
 
 def test_what_nobody_scrapes_does_not_pile_up() -> None:
@@ -107,6 +108,36 @@ def test_the_next_life_of_a_process_counts_on_and_holds_nothing_of_the_last_ones
     assert line(page, "balanceroute_kv_orphans") == 0
     after.forget_worker("d0")
     assert b'worker="d0"' not in after.exposition()
+
+
+def a_predictor(metrics: Metrics, finished: int) -> LiveForecasts:
+    """One that is shown, and has been wrong by five tokens about so many requests."""
+    forecasts = LiveForecasts(a_config(routing={"policy": "br_h"}, predictor={"kind": "survival"}))
+    metrics.include(forecasts.metrics)
+    forecasts.forecaster.failures = finished
+    for _ in range(finished):
+        forecasts.metrics.error_tokens.observe(5.0)
+    return forecasts
+
+
+def test_what_predictors_have_counted_falls_neither_with_a_brain_nor_with_a_reload_that_brings_another_one() -> None:
+    failed, errors = "balanceroute_predictor_failures_total", "balanceroute_predictor_error_tokens_count"
+    before = Metrics(lambda: view_cluster(ClusterSnapshot()), "br_h")
+    first = a_predictor(before, 3)
+    before.leave_out(first.metrics)
+    assert failed.encode() not in before.exposition()
+    a_predictor(before, 4)
+    after = Metrics(lambda: view_cluster(ClusterSnapshot()), "br_h")
+    a_predictor(after, 5)
+    after.carry_on(before.counts())
+    without = Metrics(lambda: view_cluster(ClusterSnapshot()), "br_0")  # its model can't be read
+    without.carry_on(after.counts())
+    last = Metrics(lambda: view_cluster(ClusterSnapshot()), "br_h")
+    last.carry_on(without.counts())
+    a_predictor(last, 1)
+    for metrics, count in ((before, 7), (after, 12), (last, 13)):
+        page = metrics.exposition()
+        assert line(page, failed) == line(page, errors) == count
 
 
 def prefilled(tokens: int) -> Metrics:
