@@ -37,7 +37,7 @@ class Configured:
         read.agreement.accept()
         return read
 
-    def propose(self, new: Config) -> None:
+    def propose(self, new: Config) -> Perimeter:
         """Have another one be what is accepted next: in a process of its own, as the certificates change here.
 
         Raises: ConfigError: it needs a restart, or a file can't be used.
@@ -46,6 +46,7 @@ class Configured:
         perimeter = Perimeter(new)
         self.tls.reload(new)
         self.agreement.propose(Agreed.of(new, perimeter))
+        return perimeter
 
     def accept(self) -> None:
         """Go by what was proposed, as children may from now on: in the parent."""

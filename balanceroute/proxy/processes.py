@@ -23,6 +23,7 @@ from balanceroute.proxy.client.relay_loads import Load, RelayLoads
 from balanceroute.proxy.configured import Configured
 from balanceroute.proxy.handover import Handover, Predecessor, Told
 from balanceroute.proxy.perimeter.key_table import KeyTable
+from balanceroute.proxy.perimeter.perimeter import Perimeter
 from balanceroute.proxy.relay import run_relay
 from balanceroute.proxy.reload import asks_another_predictor, check_workers
 from balanceroute.proxy.run_folder import RunFolder, relay_name, run_folder
@@ -92,7 +93,7 @@ class Processes:
         self._journal, self._predecessor = journal, predecessor
         self.loads = RelayLoads(max(1, self.config.listen.relays))
         self._table = KeyTable(max(1, self.config.listen.relays))
-        self._name_keys()
+        self._name_keys(configured.perimeter)
         if predecessor is None:  # relays may live whose own router has left, and whose successor has died
             self._told = Told(secrets.randbits(LINEAGE_BITS), folder.generation())
         else:
@@ -148,7 +149,7 @@ class Processes:
         new = self._load()
         if self.brains:
             self._check_for_brain(new)
-        self._configured.propose(new)
+        self._name_keys(self._configured.propose(new))
 
     def reload(self, failure: ConfigError | None) -> bool:
         """See `Owner`; where it can't be used nothing has changed."""
@@ -157,18 +158,16 @@ class Processes:
             return False
         try:
             self._configured.accept()
-            self._name_keys()  # before any relay hears of new ones
             configure(self.config.log.level, self.config.log.format, process="parent")
         except Exception as error:  # all streams would end with this process
             log.error("reload failed", exc_info=error, extra={"error": repr(error)})
             return False
         return True
 
-    def _name_keys(self) -> None:
-        """Have all keys in the table."""
-        keys = self._configured.perimeter.keys
-        if keys is not None:
-            self._table.name(key.name for key in keys)
+    def _name_keys(self, perimeter: Perimeter) -> None:
+        """Have all keys in the table before any relay hears of them. Raises: ConfigError: it is full."""
+        if perimeter.keys is not None:
+            self._table.name(key.name for key in perimeter.keys)
 
     def _check_for_brain(self, new: Config) -> None:
         """Refuse what the leading brain would refuse: relays must not go by what it does not.
@@ -274,11 +273,8 @@ class Processes:
         self._end_handover()
         for link in self._links:
             link.close()
-        near = self.relays
-        follow, place = self._begin(name), near.index(name)
-        run_relay(
-            self._configured, self._sockets, self._folder, name, follow, on_up, self.loads, self._table, place, near
-        )
+        follow, place = self._begin(name), self.relays.index(name)
+        run_relay(self._configured, self._sockets, self._folder, name, follow, on_up, self.loads, self._table, place)
 
     def _begin(self, name: str) -> Callable[[], None]:
         """Say in the log who this is; returns what has it follow the parent's reload."""

@@ -95,21 +95,19 @@ def run_relay(
     loads: RelayLoads,
     table: KeyTable,
     place: int,
-    near: Sequence[str],
 ) -> None:
     """Serve clients until a signal ends it.
 
     Args: listeners: bound sockets, shared with the other relays: the clients', and the operators' where `listen.admin`
     is set. name: one that no other living relay of the router has; the same after a restart. follow: has `configured`
     be what the parent has reloaded, for SIGHUP. on_up: called when it accepts. loads, table: what all relays of this
-    router share; place: this one's in them; near: the names of all.
+    router share; place: this one's in them.
 
     Raises: ConfigError: a file of the folder can't be used.
     """
     life = folder.come_to_life(name)
     configured.tls.catch_up()
-    seat = Seat(table, place, [_name_on_link(configured.config, folder, each) for each in near])
-    configured.perimeter.sit(seat)
+    configured.perimeter.sit(Seat(table, place))
     app = create_relay_app(configured, folder, name, life)
 
     async def on_reload() -> None:

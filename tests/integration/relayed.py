@@ -20,7 +20,7 @@ from balanceroute.proxy.brain import BrainApp, BrainServer, create_brain_app
 from balanceroute.proxy.configured import Configured
 from balanceroute.proxy.link.leadership import FileLead
 from balanceroute.proxy.relay import RelayApp, RelayServer, create_relay_app
-from balanceroute.proxy.run_folder import RunFolder
+from balanceroute.proxy.run_folder import RunFolder, relay_name
 from balanceroute.proxy.server import Server
 from tests.integration.router import FAST, configuration, patient
 from tests.integration.test_proxy_answers import completion
@@ -108,8 +108,10 @@ async def a_relay(config: Config, folder: RunFolder, name: str) -> AsyncIterator
 
 
 @asynccontextmanager
-async def relayed(shape: ClusterShape | None = None, count: int = 2, **overrides: Any) -> AsyncIterator[Relayed]:
-    """Run a cluster of this shape, a brain and so many relays."""
+async def relayed(
+    shape: ClusterShape | None = None, count: int = 2, apart: bool = False, **overrides: Any
+) -> AsyncIterator[Relayed]:
+    """Run a cluster of this shape, a brain and so many relays. `apart`: of a router each, so that they share no memory."""
     folder = RunFolder(Path(tempfile.mkdtemp(prefix="relayed")))  # the path of a socket must be short
     try:
         async with AsyncExitStack() as stack:
@@ -117,7 +119,8 @@ async def relayed(shape: ClusterShape | None = None, count: int = 2, **overrides
             config = configuration(cluster, **overrides)
             brain = await stack.enter_async_context(a_brain(config, folder, relays=count))
             relays = [
-                await stack.enter_async_context(a_relay(config, folder, f"relay-{number}")) for number in range(count)
+                await stack.enter_async_context(a_relay(config, folder, relay_name(number, 1 + number * apart)))
+                for number in range(count)
             ]
             await until(lambda: brain.hub.settled.is_set() and len(brain.hub.members) == count)
             await until(lambda: all(relay.app.services.known.is_set() for relay in relays))

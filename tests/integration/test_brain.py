@@ -448,12 +448,12 @@ async def test_what_one_relay_finds_out_about_a_worker_all_know() -> None:
         await until(lambda: not router.brain.services.ledger.requests)
 
 
-async def test_a_keys_limit_holds_over_all_relays(tmp_path: Path) -> None:
+async def test_a_keys_limit_holds_over_relays_that_share_no_memory(tmp_path: Path) -> None:
     keys = tmp_path / "keys.yaml"
     entry = {"name": "a", "sha256": hashlib.sha256(b"key").hexdigest(), "max_in_flight": 2}
     keys.write_text(yaml.safe_dump({"keys": [entry]}))
     keys.chmod(0o600)
-    async with relayed(SLOW, auth={"client_keys": str(keys)}) as router:
+    async with relayed(SLOW, apart=True, auth={"client_keys": str(keys)}) as router:
         one, other = router.relays
         headers = {"authorization": "Bearer key"}
         ask = completion(max_tokens=2000, stream=True, ignore_eos=True)

@@ -94,7 +94,8 @@ async def test_a_relay_keeps_the_files_of_its_run_folder_from_growing_old(monkey
 
 
 async def test_what_keys_use_while_there_is_no_brain_is_told_to_the_next_one(tmp_path: Path) -> None:
-    async with relayed(FAST, auth={"client_keys": str(a_key(tmp_path, requests_per_minute=9))}) as router:
+    auth = {"client_keys": str(a_key(tmp_path, requests_per_minute=9))}
+    async with relayed(FAST, apart=True, auth=auth) as router:
         one, other = (relay.app.services for relay in router.relays)
         (ours,), (theirs,) = one.perimeter.keys or (), other.perimeter.keys or ()
         theirs.used_elsewhere("relay-0", KeyUse("a", 5, 0, 0), 0.0)  # in flight, says the brain that is there

@@ -74,6 +74,7 @@ from balanceroute.proxy.link.messages import (
     Workers,
     WorkerStanding,
     read_from_relay,
+    table_of,
 )
 from balanceroute.proxy.link.token_counts import ReadCounts, life_of, peer_pid, place_of, same_life, tokens_of
 from balanceroute.proxy.perimeter.key_use import KeyUse
@@ -416,12 +417,16 @@ class Hub:
         self.tell_workers()
 
     def _tell_keys(self, member: Member, keys: tuple[KeyUse, ...]) -> None:
-        """Tell the others what a member's clients have used of their keys, if that may have changed."""
+        """Tell the others what a member's clients have used of their keys, if that may have changed; those that share
+        it in memory know it.
+        """
         if not (keys or member.uses_keys):
             return
         member.uses_keys = bool(keys)
         self._reports.keys_used(member.relay, keys)
-        self._tell_others(member, KeysElsewhere(member.relay, keys))
+        for other in self.members.values():
+            if table_of(other.relay) != table_of(member.relay):
+                other.frames.say(KeysElsewhere(member.relay, keys))
 
     def _tell_others(self, member: Member, message: FromBrain) -> None:
         for other in self.members.values():

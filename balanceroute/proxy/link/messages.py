@@ -61,6 +61,11 @@ MAX_FRAME_BYTES: Final = 64 * 2**20
 bytes more for every block of its prompt."""
 
 
+def table_of(relay: str) -> str:
+    """The same for relays of one router on one machine, which share what their clients use of keys (`key_table.py`)."""
+    return relay.removeprefix("relay-").lstrip("0123456789")
+
+
 class LinkError(BalanceRouteError):
     """The other side says what it may not, or is not the one to talk to."""
 
@@ -248,7 +253,9 @@ class Silent(Message, frozen=True, tag=34):
 
 
 class KeysElsewhere(Message, frozen=True, tag=35):
-    """What another relay's clients have used of their keys; nothing: that relay is gone, or has none in flight."""
+    """What another relay's clients have used of their keys, to all that do not share it in memory; nothing: that relay
+    is gone, or has none in flight.
+    """
 
     relay: str
     keys: tuple[KeyUse, ...]
@@ -291,7 +298,7 @@ class Use(Message, frozen=True):
 class Activity(Message, frozen=True, tag=41):
     """What a relay does: after joining, and a few times per second if that is new. `uses`: of workers with news.
 
-    `keys`: what clients' keys have used, which the brain tells the other relays.
+    `keys`: what clients' keys have used, which the brain tells relays that do not know it.
     """
 
     exchanges: int

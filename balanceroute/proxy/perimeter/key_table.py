@@ -3,16 +3,22 @@
 The parent makes a `KeyTable` before it forks, and alone gives names their slots. A relay writes only its own row of a
 slot, and reads all rows: no lock is needed, and no sum is older than a store takes to be seen. The rows outlive their
 relay: the parent clears what was in flight, and its next life, which has the same `Seat`, goes on with all else.
+
+    FIELDS, relays, slots, how many have names | the names' digests | the slots, each: its fields, each: all relays'
 """
 
 import hashlib
 import math
 import mmap
+import os
 import struct
+import weakref
 from collections.abc import Iterable
 from typing import Final
 
-SLOTS: Final = 2**14  # pages that no key has are not there; more names than these are told over the link
+from balanceroute.errors import ConfigError
+
+SLOTS: Final = 2**17  # more than keys that a router can agree on; pages that no key has are not there
 
 IN_FLIGHT: Final = 0
 REQUESTS: Final = 1  # the first of the fields of a rate
@@ -22,6 +28,7 @@ FAR: Final = 1  # by relays of other machines, ever, as far as this one has hear
 PER_MINUTE: Final = 2  # the limit that LOST is about; 0: none
 LOST: Final = 3  # see `Bucket`; -inf where there is no limit
 FIELDS: Final = 9
+_HEADER: Final = 4  # numbers before the digests
 
 Memory = mmap.mmap | bytearray
 
@@ -33,10 +40,10 @@ class Row:
     all relays' numbers of the first field, then those of the next.
     """
 
-    __slots__ = ("_all", "_memory", "_own", "_place", "_rate", "_start", "relays", "shared")
+    __slots__ = ("_all", "_memory", "_own", "_place", "_rate", "_start", "relays")
 
-    def __init__(self, memory: Memory, start: int, relays: int, place: int, shared: bool) -> None:
-        self._memory, self._start, self.relays, self._place, self.shared = memory, start, relays, place, shared
+    def __init__(self, memory: Memory, start: int, relays: int, place: int) -> None:
+        self._memory, self._start, self.relays, self._place = memory, start, relays, place
         self._all = struct.Struct(f"{relays}d").unpack_from
         self._rate = struct.Struct(f"{4 * relays}d").unpack_from
         self._own: list[float] = [self.all(field)[place] for field in range(FIELDS)]  # nobody else writes them
@@ -65,70 +72,85 @@ class Row:
 
 def row_alone() -> Row:
     """A row that nobody else sees."""
-    row = Row(bytearray(8 * FIELDS), 0, 1, 0, False)
+    row = Row(bytearray(8 * FIELDS), 0, 1, 0)
     for rate in (REQUESTS, TOKENS):
         row.put(rate + LOST, -math.inf)
     return row
 
 
 class KeyTable:
-    """The memory; made before the processes that share it are forked."""
+    """The memory; made before the processes that share it are forked. `fd` is its file."""
 
     def __init__(self, relays: int, slots: int = SLOTS) -> None:
-        self.relays = relays
-        self._digests = memoryview(mmap.mmap(-1, 8 * slots)).cast("q")  # of the slots' names; 0: none yet
-        self._memory = mmap.mmap(-1, 8 * slots * FIELDS * relays)
+        self.relays, self._slots = relays, slots
+        self.fd = os.memfd_create("balanceroute-keys")
+        os.ftruncate(self.fd, _row_at(slots, relays, slots))
+        self._memory = mmap.mmap(self.fd, 0)
+        self._numbers = memoryview(self._memory).cast("q")
+        weakref.finalize(self._numbers, os.close, self.fd)  # a compiled object has no weak references
+        for index, number in enumerate((FIELDS, relays, slots, 0)):
+            self._numbers[index] = number
 
     def name(self, names: Iterable[str]) -> None:
-        """Give these their slots, as long as there are some; for the parent alone."""
-        known = self._known()
+        """Give these their slots; one process at a time does. Raises: ConfigError: there are no more."""
+        known = _known(self._numbers)
         for digest in map(_digest, names):
-            if digest not in known and len(known) < len(self._digests):
-                slot = known[digest] = len(known)
-                for row in (self._row(slot, place) for place in range(self.relays)):
-                    for rate in (REQUESTS, TOKENS):
-                        row.put(rate + LOST, -math.inf)
-                self._digests[slot] = digest
+            if digest in known:
+                continue
+            slot = len(known)
+            if slot == self._slots:
+                raise ConfigError(f"auth.client_keys: {slot} names since the router was started; restart it for more")
+            for row in (self._row(slot, place) for place in range(self.relays)):
+                for rate in (REQUESTS, TOKENS):
+                    row.put(rate + LOST, -math.inf)
+            known[digest] = slot
+            self._numbers[_HEADER + slot] = digest
+            self._numbers[_HEADER - 1] = slot + 1
 
     def rows(self, names: Iterable[str], place: int) -> dict[str, Row]:
-        """That relay's rows of those names that have a slot."""
-        known = self._known()
-        digests = {name: _digest(name) for name in names}
-        return {name: self._row(known[digest], place) for name, digest in digests.items() if digest in known}
+        """That relay's rows of those names, which all have a slot."""
+        known = _known(self._numbers)
+        return {name: self._row(known[_digest(name)], place) for name in names}
 
     def clear(self, place: int) -> None:
         """The relay there has died: what it had in flight is over. For the parent."""
-        for slot in self._known().values():
+        for slot in range(self._numbers[_HEADER - 1]):
             row = self._row(slot, place)
             row.put(IN_FLIGHT, 0.0)
             for rate in (REQUESTS, TOKENS):
                 row.put(rate + FAR, max(row.all(rate + FAR)))
 
     def _row(self, slot: int, place: int) -> Row:
-        return Row(self._memory, 8 * slot * FIELDS * self.relays, self.relays, place, True)
-
-    def _known(self) -> dict[int, int]:
-        """The slots, by their names' digests."""
-        digests = self._digests.tolist()
-        return {digest: slot for slot, digest in enumerate(digests) if digest}
+        return Row(self._memory, _row_at(self._slots, self.relays, slot), self.relays, place)
 
 
 class Seat:
-    """A relay's place at a table; `near` are the names, on the link, of all who have one."""
+    """A relay's place at a table."""
 
-    __slots__ = ("_place", "_rows", "_table", "near")
+    __slots__ = ("_place", "_rows", "_table")
 
-    def __init__(self, table: KeyTable, place: int, near: Iterable[str]) -> None:
-        self._table, self._place, self.near = table, place, frozenset(near)
+    def __init__(self, table: KeyTable, place: int) -> None:
+        self._table, self._place = table, place
         self._rows: dict[str, Row] = {}
 
     def rows(self, names: Iterable[str]) -> dict[str, Row]:
-        """This relay's rows of those names that have one, the same each time."""
+        """This relay's rows of those names, the same each time."""
         names = tuple(names)
         self._rows |= self._table.rows([name for name in names if name not in self._rows], self._place)
-        return {name: self._rows[name] for name in names if name in self._rows}
+        return {name: self._rows[name] for name in names}
 
 
 def _digest(name: str) -> int:
-    """Not 0, and another one for another name."""
-    return int.from_bytes(hashlib.sha256(name.encode()).digest()[:8], signed=True) | 1
+    """Another one for another name."""
+    return int.from_bytes(hashlib.sha256(name.encode()).digest()[:8], signed=True)
+
+
+def _known(numbers: memoryview) -> dict[int, int]:
+    """A table's slots, by their names' digests."""
+    digests = numbers[_HEADER : _HEADER + numbers[_HEADER - 1]].tolist()
+    return {digest: slot for slot, digest in enumerate(digests)}
+
+
+def _row_at(slots: int, relays: int, slot: int) -> int:
+    """The byte where a slot begins."""
+    return 8 * (_HEADER + slots + slot * FIELDS * relays)

@@ -1,6 +1,7 @@
 """Client keys at run time: who a key belongs to, and what it has used of its limits. No clock: times are arguments.
 
-Relays on one machine share what they have used (`key_table.py`); those of other machines tell it.
+Relays on one machine share what they have used (`key_table.py`); those of other machines tell it, and so do those of
+two routers of which one takes over.
 
 Rates are token buckets that hold one minute's allowance, so a key that was idle may use its minute at once and then
 goes on at its pace. A request's tokens are known only at its end; they are charged then, and while that has left the
@@ -93,7 +94,7 @@ class ClientKey:
     """One key: its entry in the file, and its use.
 
     `in_flight` are requests here, `elsewhere` those that other processes tell of; relays on this machine write theirs
-    to the key's `row` in memory that they share, if it is `shared`.
+    to the key's `row` in memory that they share.
     """
 
     __slots__ = (
@@ -116,18 +117,15 @@ class ClientKey:
         self._untold_requests = self._untold_tokens = 0
         self._requests: Bucket | None = None
         self._tokens: Bucket | None = None
-        self.change(entry, self.row)
+        self.change(entry)
 
     @property
     def name(self) -> str:
         """As in the file; for the log and `/state`."""
         return self.entry.name
 
-    def change(self, entry: KeyEntry, row: Row) -> None:
-        """Go on under a new entry of the same name, which may have got a shared row; what has been used stays used."""
-        if row.shared and not self.row.shared:
-            row.add(IN_FLIGHT, self.in_flight)
-            self.row = row
+    def change(self, entry: KeyEntry) -> None:
+        """Go on under a new entry of the same name; what has been used stays used."""
         self.entry, self.digest = entry, bytes.fromhex(entry.sha256)
         self._requests = _bucket(self.row, REQUESTS, entry.requests_per_minute)
         self._tokens = _bucket(self.row, TOKENS, entry.tokens_per_minute)
@@ -197,7 +195,6 @@ class ClientKeys:
     def __init__(self, entries: Iterable[KeyEntry], seat: Seat | None = None) -> None:
         """`seat`: at the table of what all relays on this machine use; None: there are no others."""
         entries = tuple(entries)
-        self.seat = seat
         rows = {} if seat is None else seat.rows([entry.name for entry in entries])
         keys = [ClientKey(entry, rows.get(entry.name)) for entry in entries]
         self._by_digest = {key.digest: key for key in keys}
@@ -210,7 +207,7 @@ class ClientKeys:
         known = {key.name: key for key in before}
         for digest, key in self._by_digest.items():
             if key.name in known:
-                known[key.name].change(key.entry, key.row)
+                known[key.name].change(key.entry)
                 self._by_digest[digest] = known[key.name]
 
     def uses(self) -> tuple[KeyUse, ...]:
@@ -218,12 +215,9 @@ class ClientKeys:
         return tuple(use for key in self if (use := key.use()) is not None)
 
     def used_elsewhere(self, process: str, uses: Iterable[KeyUse], now: float) -> None:
-        """What another process has of all keys by now; where it shares a key's row that is known already."""
+        """What another process has of all keys by now."""
         by_name = {use.name: use for use in uses}
-        near = self.seat is not None and process in self.seat.near
         for key in self:
-            if near and key.row.shared:
-                continue
             key.used_elsewhere(process, by_name.get(key.name), now)
 
     def forget_elsewhere(self) -> None:

@@ -1,6 +1,7 @@
 """The brain's end of the link: who holds what, who is heard, and what is free when a relay is gone."""
 
 import asyncio
+from collections.abc import Callable
 
 import pytest
 
@@ -9,6 +10,7 @@ from balanceroute.proxy.link.frames import Frames
 from balanceroute.proxy.link.hub import Patience
 from balanceroute.proxy.link.messages import (
     VERSION,
+    Activity,
     Beat,
     Explained,
     Farewell,
@@ -16,13 +18,16 @@ from balanceroute.proxy.link.messages import (
     FromRelay,
     Held,
     Hello,
+    KeysElsewhere,
     Prefilled,
     Requeue,
     Submit,
     Welcome,
     Workers,
     read_from_brain,
+    table_of,
 )
+from balanceroute.proxy.perimeter.key_use import KeyUse
 from balanceroute.proxy.workers.circuit import CircuitState
 from tests.unit.proxy.link.brains import Stage, on
 from tests.waiting import until
@@ -127,6 +132,33 @@ def test_who_does_not_come_is_not_waited_for_for_ever() -> None:
         assert await ticket.prefiller() == "p0" and brain.hub.settled.is_set()
 
     on(test)
+
+
+def test_what_keys_have_used_is_told_to_relays_that_do_not_share_it_in_memory() -> None:
+    async def test(stage: Stage) -> None:
+        await stage.brain(relays=4)
+        relays = {name: stage.relay(name) for name in ("relay-0", "relay-10", "relay-1.2", "relay-0.2")}
+        heard: dict[str, list[str]] = {name: [] for name in relays}
+
+        def hears(name: str) -> Callable[[KeysElsewhere], None]:
+            return lambda message: heard[name].append(message.relay)
+
+        for name, relay in relays.items():
+            relay.brain.on_keys = hears(name)
+        await until(lambda: all(relay.brain.member is not None for relay in relays.values()))
+        for relay in relays.values():
+            relay.brain.report(Activity(0, 0, (), (KeyUse("a", 1, 1, 0),)))
+        others = {"relay-0": ["relay-0.2", "relay-1.2"], "relay-10": ["relay-0.2", "relay-1.2"]}
+        others |= {"relay-0.2": ["relay-0", "relay-10"], "relay-1.2": ["relay-0", "relay-10"]}
+        await until(lambda: {name: sorted(told) for name, told in heard.items()} == others)
+
+    on(test)
+
+
+def test_relays_of_one_machine_share_what_keys_use_and_those_of_another_share_something_else() -> None:
+    one, other = ("relay-0", "relay-12", "relay-0.2", "relay-1.2"), ("relay-0@a.b_1", "relay-1@a.b_1", "relay-0@c_2")
+    assert [table_of(name) for name in one] == ["", "", ".2", ".2"]
+    assert [table_of(name) for name in other] == ["@a.b_1", "@a.b_1", "@c_2"]
 
 
 def test_a_silent_relay_is_given_up_and_may_come_back() -> None:

@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from balanceroute.errors import ConfigError
 from balanceroute.proxy.perimeter.key_table import (
     FAR,
     FIELDS,
@@ -28,7 +29,7 @@ FORK = multiprocessing.get_context("fork")  # as the parent makes its relays
 
 def rows_of(table: KeyTable, name: str) -> list[Row]:
     """Every relay's row of a key."""
-    return [Seat(table, place, ()).rows([name])[name] for place in range(table.relays)]
+    return [Seat(table, place).rows([name])[name] for place in range(table.relays)]
 
 
 def a_table(relays: int, *names: str) -> KeyTable:
@@ -72,7 +73,7 @@ def test_a_rate_is_read_as_every_relay_s_four_fields_one_after_the_other() -> No
 
 def test_what_a_forked_relay_adds_its_parent_and_its_sisters_read_when_it_is_dead() -> None:
     table = a_table(2, "a")
-    (here, _), seat = rows_of(table, "a"), Seat(table, 1, ())
+    (here, _), seat = rows_of(table, "a"), Seat(table, 1)
 
     def relay() -> None:
         seat.rows(["a"])["a"].add(REQUESTS + USED, 3.0)
@@ -90,8 +91,7 @@ def test_a_name_that_is_given_after_the_fork_has_its_slot_in_the_relay() -> None
     asks, answers = FORK.Pipe()
 
     def relay() -> None:
-        seat = Seat(table, 0, ())
-        assert seat.rows(["late"]) == {}
+        seat = Seat(table, 0)
         answers.send("looked")
         assert answers.recv() == "named"
         seat.rows(["late"])["late"].put(IN_FLIGHT, 2.0)
@@ -121,25 +121,26 @@ def test_a_relay_that_has_died_has_nothing_in_flight_and_its_next_life_has_heard
 
 def test_names_keep_their_slots_and_a_seat_its_rows() -> None:
     table = a_table(1, "a", "b")
-    seat = Seat(table, 0, ["relay-0"])
+    seat = Seat(table, 0)
     row = seat.rows(["b"])["b"]
     row.put(IN_FLIGHT, 1.0)
     table.name(["c", "b", "a", "d"])
-    assert seat.rows(["a", "b", "c", "nobody"]).keys() == {"a", "b", "c"}
+    assert seat.rows(["a", "b", "c"]).keys() == {"a", "b", "c"}
     assert seat.rows(["b"])["b"] is row and rows_of(table, "b")[0].own(IN_FLIGHT) == 1.0
 
 
-@pytest.mark.parametrize("slots", [1, 3])
-def test_names_beyond_the_slots_have_no_row_and_take_nobody_s(slots: int) -> None:
-    table = KeyTable(1, slots=slots)
-    table.name("abcde")
-    table.name("edcba")
-    assert list(Seat(table, 0, ()).rows("abcde")) == list("abcde")[:slots]
+def test_more_names_than_there_are_slots_are_refused_and_take_nobody_s() -> None:
+    table = KeyTable(1, slots=3)
+    table.name("abc")
+    table.name("cba")
+    with pytest.raises(ConfigError, match=r"auth\.client_keys: 3 names"):
+        table.name("abcd")
+    assert list(Seat(table, 0).rows("abc")) == list("abc")
 
 
 def test_a_row_that_nobody_sees_begins_without_a_limit() -> None:
     row = row_alone()
     row.add(IN_FLIGHT, 1.0)
     row.add(IN_FLIGHT, 1.0)
-    assert not row.shared and row.all(IN_FLIGHT) == (2.0,) == (row.own(IN_FLIGHT),)
+    assert row.all(IN_FLIGHT) == (2.0,) == (row.own(IN_FLIGHT),)
     assert row.own(REQUESTS + LOST) == row.own(TOKENS + LOST) == -math.inf

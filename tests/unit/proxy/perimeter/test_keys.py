@@ -194,8 +194,7 @@ def at_one_table(relays: int, *entries: KeyEntry) -> tuple[KeyTable, list[Client
     """The table, and the key of the first entry at each relay."""
     table = KeyTable(relays, slots=4)
     table.name(each.name for each in entries)
-    near = [f"relay-{number}" for number in range(relays)]
-    return table, [next(iter(ClientKeys(entries, Seat(table, place, near)))) for place in range(relays)]
+    return table, [next(iter(ClientKeys(entries, Seat(table, place)))) for place in range(relays)]
 
 
 def let_in(key: ClientKey, now: float, most: int = 100) -> int:
@@ -237,7 +236,7 @@ def test_a_relay_s_next_life_goes_on_with_what_was_used_and_has_nothing_in_fligh
     table, (one, other) = at_one_table(2, limits)
     assert let_in(one, 100.0) == 20
     for _ in range(2):  # it is killed, twice in a row
-        seat = Seat(table, 0, ())
+        seat = Seat(table, 0)
         table.clear(0)
         (one,) = ClientKeys([limits], seat)
         assert let_in(one, 101.0) + let_in(other, 101.0) in (0, 10)
@@ -249,32 +248,20 @@ def test_what_relays_of_other_machines_use_each_relay_hears_and_it_is_charged_on
     table, keys = at_one_table(2, entry("a", "one", requests_per_minute=30))
     for key in keys:
         key.used_elsewhere("relay-0@far", KeyUse("a", 0, 10, 0), 100.0)
-    seat = Seat(table, 0, ())
+    seat = Seat(table, 0)
     table.clear(0)
     (keys[0],) = ClientKeys([entry("a", "one", requests_per_minute=30)], seat)
     keys[0].used_elsewhere("relay-0@far", KeyUse("a", 0, 5, 0), 100.0)
     assert sum(let_in(key, 100.0) for key in keys) == 15
 
 
-def test_what_a_relay_at_the_same_table_tells_is_known_already() -> None:
-    table = KeyTable(2)
-    table.name(["a"])
-    entries = [entry("a", "one", requests_per_minute=10), entry("late", "two", requests_per_minute=10)]
-    here, there = (ClientKeys(entries, Seat(table, place, ["relay-0", "relay-1"])) for place in (0, 1))
-    for name in ("one", "two"):
-        assert let_in(there.of(bearer(name)), 0.0, 4) == 4
-    here.used_elsewhere("relay-1", there.uses(), 0.0)
-    assert [key.elsewhere for key in here] == [0, 4]  # the other one has no row
-    assert [let_in(key, 0.0) for key in here] == [6, 6]
-
-
 def test_relays_that_reload_one_after_the_other_take_along_what_was_used_once() -> None:
     before, after = entry("a", "one", requests_per_minute=30), entry("a", "one", requests_per_minute=60)
     table, (one, other) = at_one_table(2, before)
     assert let_in(one, 1000.0, 30) == 30 and let_in(other, 1000.0) == 0
-    one.change(after, one.row)
+    one.change(after)
     assert let_in(one, 1000.0) == 30 and let_in(other, 1000.0) == 0
-    other.change(after, other.row)
+    other.change(after)
     assert let_in(other, 1000.0) == 0
     assert let_in(other, 1001.0) == 1 and let_in(one, 1001.0) == 0
 
@@ -284,32 +271,11 @@ def test_a_limit_that_was_taken_away_begins_anew() -> None:
     _, (one, other) = at_one_table(2, limited)
     assert let_in(one, 1000.0) == 30
     for key in (one, other):
-        key.change(free, key.row)
+        key.change(free)
     assert let_in(one, 1000.0) == 100
     for key in (one, other):
-        key.change(limited, key.row)
+        key.change(limited)
     assert let_in(one, 1000.0, 20) == 20 and let_in(other, 1000.0) == 10
-
-
-def test_a_key_of_a_reload_gets_its_row_with_what_it_has_in_flight() -> None:
-    table = KeyTable(2)
-    limits = [entry("a", "one", max_in_flight=3)]
-    seats = [Seat(table, place, ()) for place in (0, 1)]
-    here = ClientKeys(limits, seats[0])
-    assert let_in(here.of(bearer("one")), 0.0, 2) == 2
-    table.name(["a"])
-    after = ClientKeys(limits, seats[0])
-    after.inherit(here)
-    (other,) = ClientKeys(limits, seats[1])
-    assert let_in(other, 0.0) == 1
-    after.of(bearer("one")).leave(0.0)
-    assert let_in(other, 0.0) == 1
-
-
-def test_more_names_than_slots_are_none_s_at_the_table() -> None:
-    table = KeyTable(1, slots=2)
-    table.name(["a", "b", "a", "c"])
-    assert Seat(table, 0, ()).rows(["a", "b", "c"]).keys() == {"a", "b"}
 
 
 @given(st.integers(1, 20), st.lists(st.tuples(st.floats(0, 30), st.integers(0, 2)), min_size=1, max_size=100))
