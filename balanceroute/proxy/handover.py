@@ -2,7 +2,8 @@
 
     old parent                                   new parent, `serve --take-over`
         |<------------------------- connects -------|   to the socket `handover` of the run folder
-        |-- Told, the listening sockets, the lock ->|   starts its children: its relays accept beside the old ones,
+        |-- Told, the listening sockets, the lock,  |
+        |   the table of keys --------------------->|   starts its children: its relays accept beside the old ones,
         |                                           |   its brain stands by
         |<------------------------- GO -------------|   once all of them are up
         |   its brain ends, its relays accept no more and finish what they have, under the new brain; it ends with them
@@ -29,6 +30,7 @@ log = logging.getLogger(__name__)
 
 GO: Final = b"go\n"
 LOCK: Final = b"lock\n"
+KEYS: Final = b"keys\n"
 TIMEOUT_S: Final = 10.0  # for the answer of a parent, which does little else
 _MOST_BYTES: Final = 4096
 _MOST_SOCKETS: Final = 16
@@ -37,20 +39,33 @@ _MOST_SOCKETS: Final = 16
 class Told(msgspec.Struct, frozen=True):
     """What a successor must know: `generation` is its predecessor's number, `lineage` what the first one has drawn.
 
-    `lock_follows`: the run folder's lock is sent as well, in a message of its own, which older versions do not read.
+    `lock_follows`, `keys_follow`: the run folder's lock is sent as well, and the file of the table of keys, each in a
+    message of its own, which older versions do not read.
     """
 
     lineage: int
     generation: int
     lock_follows: bool = False
+    keys_follow: bool = False
 
 
 class Handover:
     """The old parent's side. The kernel sends SIGIO when there is something to `look` at."""
 
-    def __init__(self, path: Path, told: Told, sockets: Sequence[socket.socket], lock: BinaryIO | None = None) -> None:
-        """Listen at `path`, in place of who did before. `lock`: of the run folder. Raises: ConfigError."""
-        self._told, self._sockets, self._lock, self._path = told, sockets, lock, path
+    def __init__(
+        self,
+        path: Path,
+        told: Told,
+        sockets: Sequence[socket.socket],
+        lock: BinaryIO | None = None,
+        keys: int | None = None,
+    ) -> None:
+        """Listen at `path`, in place of who did before. `lock`: of the run folder. `keys`: the file of their table.
+
+        Raises: ConfigError.
+        """
+        self._told, self._sockets, self._path = told, sockets, path
+        self._files = {LOCK: None if lock is None else lock.fileno(), KEYS: keys}  # in their order
         self._successor: socket.socket | None = None
         try:
             self._listener = _listener(path)
@@ -99,10 +114,11 @@ class Handover:
     def _answer(self, successor: socket.socket) -> None:
         signal_input(successor.fileno())
         try:
-            told = msgspec.structs.replace(self._told, lock_follows=self._lock is not None)
+            follow = {name: file for name, file in self._files.items() if file is not None}
+            told = msgspec.structs.replace(self._told, lock_follows=LOCK in follow, keys_follow=KEYS in follow)
             socket.send_fds(successor, [msgspec.json.encode(told)], [sock.fileno() for sock in self._sockets])
-            if self._lock is not None:
-                socket.send_fds(successor, [LOCK], [self._lock.fileno()])
+            for name, file in follow.items():
+                socket.send_fds(successor, [name], [file])
         except OSError:
             successor.close()  # it has gone
         else:
@@ -139,12 +155,17 @@ def _listener(path: Path) -> socket.socket:
 
 
 class Predecessor:
-    """The new parent's side: the router that runs, its listening sockets, and the lock of its run folder."""
+    """The new parent's side: the router that runs, its listening sockets, its run folder's lock, its table of keys."""
 
     def __init__(
-        self, connection: socket.socket, told: Told, sockets: list[socket.socket], lock: BinaryIO | None
+        self,
+        connection: socket.socket,
+        told: Told,
+        sockets: list[socket.socket],
+        lock: BinaryIO | None,
+        keys: BinaryIO | None,
     ) -> None:
-        self._connection, self.told, self._sockets, self._lock = connection, told, sockets, lock
+        self._connection, self.told, self._sockets, self._lock, self.keys = connection, told, sockets, lock, keys
 
     @classmethod
     def find(cls, path: Path) -> "Predecessor | None":
@@ -160,7 +181,9 @@ class Predecessor:
             data, descriptors, _, _ = socket.recv_fds(connection, _MOST_BYTES, _MOST_SOCKETS)
             sockets = [socket.socket(fileno=descriptor) for descriptor in descriptors]
             told = msgspec.json.decode(data, type=Told)
-            return cls(connection, told, sockets, _lock(connection) if told.lock_follows else None)
+            lock = _file(connection, LOCK) if told.lock_follows else None
+            keys = _file(connection, KEYS) if told.keys_follow else None
+            return cls(connection, told, sockets, lock, keys)
         except (OSError, msgspec.MsgspecError) as error:
             connection.close()
             why = "it does not answer" if isinstance(error, OSError) else "another router is taking over, or it ends"
@@ -191,13 +214,14 @@ class Predecessor:
         for sock in self._sockets:
             sock.close()
         self._sockets.clear()
-        if self._lock is not None:
-            self._lock.close()
+        for file in (self._lock, self.keys):
+            if file is not None:
+                file.close()
 
 
-def _lock(connection: socket.socket) -> BinaryIO | None:
+def _file(connection: socket.socket, name: bytes) -> BinaryIO | None:
     """What follows the sockets. Raises: OSError."""
-    _, descriptors, _, _ = socket.recv_fds(connection, len(LOCK), 1)
+    _, descriptors, _, _ = socket.recv_fds(connection, len(name), 1)
     return os.fdopen(descriptors[0], "rb") if descriptors else None
 
 

@@ -98,6 +98,7 @@ class Processes:
             self._told = Told(secrets.randbits(LINEAGE_BITS), folder.generation())
         else:
             self._told = Told(predecessor.told.lineage, predecessor.told.generation + 1)
+            self._go_on_counting(predecessor)
         self._handover: Handover | None = None
         self._was_up = False  # all children
         self._ends = False
@@ -169,6 +170,15 @@ class Processes:
         if perimeter.keys is not None:
             self._table.name(key.name for key in perimeter.keys)
 
+    def _go_on_counting(self, predecessor: Predecessor) -> None:
+        """Give keys no more than what they have left."""
+        if predecessor.keys is None:
+            return
+        try:
+            self._table.go_on(predecessor.keys.fileno())
+        except (ValueError, TypeError, OSError) as error:
+            log.warning("client keys begin with a minute's allowance", extra={"error": str(error)})
+
     def _check_for_brain(self, new: Config) -> None:
         """Refuse what the leading brain would refuse: relays must not go by what it does not.
 
@@ -224,7 +234,7 @@ class Processes:
             if self._was_up and (self._handover is None or self._handover.is_lost):
                 self._end_handover()
                 sockets = [*self._sockets, *self._links]
-                self._handover = Handover(self._folder.handover, self._told, sockets, self._lock)
+                self._handover = Handover(self._folder.handover, self._told, sockets, self._lock, self._table.fd)
         except ConfigError as error:
             if self._is_found:
                 log.warning("no other router can take over from this one", extra={"error": str(error)})

@@ -657,6 +657,32 @@ def test_a_new_router_takes_over_and_no_request_fails(cluster: Cluster, tmp_path
     asyncio.run(test())
 
 
+def test_a_key_gets_no_second_burst_from_a_router_that_takes_over(cluster: Cluster, tmp_path: Path) -> None:
+    keys, headers = tmp_path / "keys.yaml", {"connection": "close", "authorization": "Bearer slow"}
+    keys.write_text(json.dumps([{"name": "slow", "sha256": sha256(b"slow").hexdigest(), "requests_per_minute": 30}]))
+    keys.chmod(0o600)
+
+    async def let_in(router: Router) -> int:
+        body = {"model": "emulated", "prompt": "a", "max_tokens": 1}
+        asked = [router.client.post("/v1/completions", json=body, headers=headers) for _ in range(60)]
+        answers = [answer.status_code for answer in await asyncio.gather(*asked)]
+        assert set(answers) <= {200, 429}
+        return answers.count(200)
+
+    async def test() -> None:
+        port, flags = free_base_port((0,)), ["--set", f"auth.client_keys={keys}"]
+        async with a_router(cluster, tmp_path, *flags, port=port) as old:
+            began_s = time.monotonic()
+            used = await let_in(old)
+            assert used >= 30
+            async with a_router(cluster, tmp_path, "--take-over", *flags, port=port, relays=3, log_name="new") as new:
+                await until(lambda: old.running.poll() is not None)
+                used += await let_in(new)
+                assert used <= 31 + (time.monotonic() - began_s) / 2
+
+    asyncio.run(test())
+
+
 async def keeps_asking(router: Router, number: int, ended: asyncio.Event) -> int:
     """One client on one connection, as far as it is let: how many right answers it got; a failure is the test's."""
     limits, url = httpx.Limits(max_connections=1), router.client.base_url

@@ -111,7 +111,7 @@ async def a_relay(config: Config, folder: RunFolder, name: str) -> AsyncIterator
 async def relayed(
     shape: ClusterShape | None = None, count: int = 2, apart: bool = False, **overrides: Any
 ) -> AsyncIterator[Relayed]:
-    """Run a cluster of this shape, a brain and so many relays. `apart`: of a router each, so that they share no memory."""
+    """Run a cluster of this shape, a brain and so many relays. `apart`: of a router each; they share no memory."""
     folder = RunFolder(Path(tempfile.mkdtemp(prefix="relayed")))  # the path of a socket must be short
     try:
         async with AsyncExitStack() as stack:

@@ -3,6 +3,7 @@
 The parent makes a `KeyTable` before it forks, and alone gives names their slots. A relay writes only its own row of a
 slot, and reads all rows: no lock is needed, and no sum is older than a store takes to be seen. The rows outlive their
 relay: the parent clears what was in flight, and its next life, which has the same `Seat`, goes on with all else.
+Relays of a router that takes over have a table of their own; its rates go on from those of the table before it.
 
     FIELDS, relays, slots, how many have names | the names' digests | the slots, each: its fields, each: all relays'
 """
@@ -13,7 +14,7 @@ import mmap
 import os
 import struct
 import weakref
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Final
 
 from balanceroute.errors import ConfigError
@@ -79,7 +80,7 @@ def row_alone() -> Row:
 
 
 class KeyTable:
-    """The memory; made before the processes that share it are forked. `fd` is its file."""
+    """The memory; made before the processes that share it are forked. `fd` is its file, for who takes over."""
 
     def __init__(self, relays: int, slots: int = SLOTS) -> None:
         self.relays, self._slots = relays, slots
@@ -120,6 +121,21 @@ class KeyTable:
             for rate in (REQUESTS, TOKENS):
                 row.put(rate + FAR, max(row.all(rate + FAR)))
 
+    def go_on(self, fd: int) -> None:
+        """Have rates go on from those of another router on this machine, whose table is in that file; before any relay
+        is here. Raises: ValueError, OSError: it is of no use.
+        """
+        memory = mmap.mmap(fd, 0, prot=mmap.PROT_READ)
+        numbers = memoryview(memory).cast("q")
+        fields, relays, slots, used = numbers[:_HEADER].tolist()
+        if fields != FIELDS or len(memory) != _row_at(slots, relays, slots) or used > slots:
+            raise ValueError("it is another version's")
+        known = _known(self._numbers)
+        for digest, slot in _known(numbers).items():
+            if digest in known:
+                former = Row(memory, _row_at(slots, relays, slot), relays, 0)
+                _go_on(former, [self._row(known[digest], place) for place in range(self.relays)])
+
     def _row(self, slot: int, place: int) -> Row:
         return Row(self._memory, _row_at(self._slots, self.relays, slot), self.relays, place)
 
@@ -154,3 +170,15 @@ def _known(numbers: memoryview) -> dict[int, int]:
 def _row_at(slots: int, relays: int, slot: int) -> int:
     """The byte where a slot begins."""
     return 8 * (_HEADER + slots + slot * FIELDS * relays)
+
+
+def _go_on(former: Row, rows: Sequence[Row]) -> None:
+    """Have all relays' rows of a key be at the limits, and at the level of the buckets, of those at another table."""
+    for rate in (REQUESTS, TOKENS):
+        limits, losses = former.all(rate + PER_MINUTE), former.all(rate + LOST)
+        if (limit := max(limits)) > 0:
+            lost = max(lost for lost, each in zip(losses, limits, strict=True) if each == limit)
+            for row in rows:
+                row.put(rate + PER_MINUTE, limit)
+                row.put(rate + LOST, lost)
+            rows[0].put(rate + USED, sum(former.all(rate + USED)) + max(former.all(rate + FAR)))

@@ -96,6 +96,25 @@ def test_a_router_that_sends_no_lock_is_taken_over_as_well(old: Old) -> None:
     predecessor.close()
 
 
+def test_a_successor_gets_the_file_of_the_table_of_keys_after_the_lock_or_without_one(old: Old) -> None:
+    table = os.memfd_create("table")
+    try:
+        os.write(table, b"what keys have used")
+        for lock in (old.lock, None):
+            old.side.close()
+            old.side = Handover(old.path, TOLD, [old.listener], lock, table)
+            predecessor = old.found()
+            keys, taken = predecessor.keys, predecessor.lock()
+            assert keys is not None and os.pread(keys.fileno(), 100, 0) == b"what keys have used"
+            assert (taken is None) is (lock is None)
+            predecessor.close()
+            assert keys.closed
+            if taken is not None:
+                taken.close()
+    finally:
+        os.close(table)
+
+
 def test_one_successor_is_answered_at_a_time(old: Old) -> None:
     first = old.found()
     with pytest.raises(ConfigError, match="another router is taking over"):

@@ -1,6 +1,7 @@
 """Whose key it is, and what it may still use."""
 
 import hashlib
+import os
 from typing import Any
 
 import pytest
@@ -276,6 +277,50 @@ def test_a_limit_that_was_taken_away_begins_anew() -> None:
     for key in (one, other):
         key.change(limited)
     assert let_in(one, 1000.0, 20) == 20 and let_in(other, 1000.0) == 10
+
+
+def after(table: KeyTable, relays: int, *entries: KeyEntry) -> list[ClientKey]:
+    """The key of the first entry at each relay of a router that takes over, by the table of the one that runs."""
+    following = KeyTable(relays, slots=9)
+    following.name(each.name for each in entries)
+    following.go_on(table.fd)
+    return [next(iter(ClientKeys(entries, Seat(following, place)))) for place in range(relays)]
+
+
+@pytest.mark.parametrize("relays", [1, 3])
+def test_a_router_that_takes_over_goes_on_with_what_is_left_of_a_minute_s_allowance(relays: int) -> None:
+    limits = entry("a", "one", requests_per_minute=60, tokens_per_minute=6000)
+    table, _ = at_one_table(2, entry("b", "two"), limits)
+    one, other = (ClientKeys([limits], Seat(table, place)).of(bearer("one")) for place in (0, 1))
+    assert let_in(one, 1000.0, 30) == 30 and let_in(other, 1000.0, 20) == 20
+    other.used_elsewhere("relay-0@far", KeyUse("a", 0, 4, 0), 1000.0)
+    keys = after(table, relays, limits, entry("new", "three"))
+    assert sum(let_in(key, 1000.0) for key in keys) == 6
+    assert let_in(keys[-1], 1010.0) == 10
+    other.leave(1010.0, tokens=12_000)
+    (key, *_) = after(table, relays, limits)
+    with pytest.raises(KeyLimit, match="tokens per minute"):
+        key.enter(1030.0)
+
+
+@pytest.mark.parametrize(("then", "left"), [(30, 20), (120, 110)])
+def test_what_was_missing_is_missing_under_another_limit_of_the_router_that_takes_over(then: int, left: int) -> None:
+    table, (one, _) = at_one_table(2, entry("a", "one", requests_per_minute=60))
+    assert let_in(one, 1000.0, 10) == 10
+    keys = after(table, 3, entry("a", "one", requests_per_minute=then))
+    assert let_in(keys[2], 1000.0) + let_in(keys[0], 1000.0) + let_in(keys[1], 1000.0) == left
+
+
+def test_a_table_of_another_version_is_refused() -> None:
+    table = os.memfd_create("table")
+    try:
+        for content in (b"", bytes(8), bytes(800)):
+            os.ftruncate(table, 0)
+            os.pwrite(table, content, 0)
+            with pytest.raises(ValueError, match=r"."):
+                KeyTable(1, slots=1).go_on(table)
+    finally:
+        os.close(table)
 
 
 @given(st.integers(1, 20), st.lists(st.tuples(st.floats(0, 30), st.integers(0, 2)), min_size=1, max_size=100))
