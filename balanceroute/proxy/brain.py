@@ -103,7 +103,7 @@ def run_brain(
     Raises: ConfigError: a file or socket of the folder can't be used.
     """
     folder.make()
-    lead = the_lead(configured.config, folder)
+    lead = the_lead(configured.config, folder, again)
 
     def follow_now() -> None:
         with suppress(ConfigError):  # that is for when it leads
@@ -140,12 +140,15 @@ def run_brain(
         lead.release()
 
 
-def the_lead(config: Config, folder: RunFolder) -> Lead:
-    """What brains of this configuration and folder compete for. Raises: ConfigError: there is no such thing here."""
+def the_lead(config: Config, folder: RunFolder, again: bool = False) -> Lead:
+    """What brains of this configuration and folder compete for; `again`: others have.
+
+    Raises: ConfigError: there is no such thing here.
+    """
     listen = config.listen
     # relays of other machines remember an epoch that this machine may forget when it ends; a Lease remembers it, too
     forgettable = listen.link is not None and listen.lease is None
-    local = FileLead(folder.lock, int(time.time()) if forgettable else 1)
+    local = FileLead(folder.lock, int(time.time()) if forgettable else 1, again)
     if listen.lease is None:
         return local
     from balanceroute.proxy.link.kubernetes import lease_api  # with httpx, which nothing else in this process needs

@@ -17,7 +17,7 @@ class LeaderCounts:
     def __init__(self, folder: RunFolder, lead: Lead, metrics: Metrics) -> None:
         self._file, self._lead, self._metrics = CountsFile(folder, LEADER), lead, metrics
         self._kept = b""
-        metrics.carry_on(folder.counts(LEADER))
+        metrics.carry_on(self._file.last())
 
     def keep(self) -> bool:
         """Write down what is new, as far as that can be; False: another brain leads, and nothing was written."""

@@ -271,7 +271,8 @@ def build_relay(
         loop, reach, _name_on_link(config, folder, name), bounds(config), lambda each: services.void(each)
     )
     metrics = Metrics(lambda: NOBODY, config.routing.policy)
-    metrics.carry_on(folder.counts(name))
+    counts_file = CountsFile(folder, name)
+    metrics.carry_on(counts_file.last())
     fleet = RelayFleet(loop, fleet_config(config, tls), brain.report, metrics.forget_worker)
     connector = connector_for(config, name)
     tickets = Tickets(brain, loop, connector.decode_first)
@@ -290,7 +291,7 @@ def build_relay(
         following=fleet,
         folder=folder,
         name=name,
-        counts_file=CountsFile(folder, name),
+        counts_file=counts_file,
     )
     brain.on_workers, brain.on_silent, brain.on_salt = services.name_workers, services.silence, services.salted
     brain.on_keys = lambda message: services.keys_elsewhere(message.relay, message.keys)

@@ -252,6 +252,14 @@ class CountsFile:
         self._folder, self._name = folder, name
         self._keeps = True
 
+    def last(self) -> bytes:
+        """What the former lives have counted; nothing where that can't be read, which is no reason not to live."""
+        try:
+            return self._folder.counts(self._name)
+        except OSError as error:
+            log.warning("counts of a former life are of no use", extra={"error": error.strerror})
+            return b""
+
     def keep(self, counts: bytes) -> bool:
         """Whether it is kept; that it can't be is told once, until it can be again."""
         try:
@@ -288,11 +296,13 @@ def run_folder(config: Config, port: int, environ: Mapping[str, str]) -> RunFold
 
 
 def _is_locked(path: Path) -> bool:
-    with path.open("rb") as file:
-        try:
+    try:
+        with path.open("rb") as file:
             fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
-        except BlockingIOError:
-            return True
+    except BlockingIOError:
+        return True
+    except (FileNotFoundError, IsADirectoryError):
+        pass  # somebody has removed it, or put something else in its place
     return False
 
 

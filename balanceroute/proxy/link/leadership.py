@@ -58,11 +58,11 @@ class Lead(Protocol):
 class FileLead:
     """The lead among the processes that share a folder."""
 
-    def __init__(self, path: Path, first: int = 1) -> None:
+    def __init__(self, path: Path, first: int = 1, again: bool = False) -> None:
         """Nothing is taken yet. `path`: the file, in a folder that outlives the processes. `first`: the epoch where the
-        file says none.
+        file says none. `again`: it has been ours, so that what is no number in it is a number that was lost.
         """
-        self._first = first
+        self._first, self._again = first, again
         self._path, self._next = path, path.with_name(f"{path.name}.next")
         self._file: int | None = None
         self._sign: tuple[int, int] | None = None  # of the leader's life, as it was seen last: which file, touched when
@@ -76,7 +76,7 @@ class FileLead:
         try:
             file = _locked(self._path)
             if file is not None:
-                self._count_up(file, _epoch(file, self._path) or self._first - 1)
+                self._count_up(file, self._epoch(file) or self._first - 1)
             elif self._stands_still():
                 file = self._deposed()
             else:
@@ -143,6 +143,14 @@ class FileLead:
                 if RENEW_S < time.monotonic() - self._renewed_s < STUCK_S:
                     os.utime(file)
 
+    def _epoch(self, file: int) -> int:
+        """What the last leader has written. Raises: ConfigError, and the file is closed: nothing of ours."""
+        epoch = _number(os.pread(file, 32, 0))
+        if epoch is None and not self._again:
+            os.close(file)
+            raise ConfigError(f"{self._path}: it holds no epoch; is it the right file?")
+        return epoch or 0
+
     def _count_up(self, file: int, former: int) -> None:
         """Write the next number in place of what is there, which takes no more room."""
         self.epoch = former + 1
@@ -179,7 +187,7 @@ class FileLead:
             if self._sign != (status.st_ino, status.st_mtime_ns):
                 os.close(file)
                 return None
-            self._count_up(file, int(self._path.read_bytes() or b"0"))
+            self._count_up(file, _number(self._path.read_bytes()) or 0)
             self._next.replace(self._path)
         except BaseException:
             os.close(file)
@@ -203,10 +211,9 @@ def _locked(path: Path) -> int | None:
     return None
 
 
-def _epoch(file: int, path: Path) -> int:
-    """What the last leader has written. Raises: ConfigError, and the file is closed."""
+def _number(content: bytes) -> int | None:
+    """What the last leader has written; None: that is something else."""
     try:
-        return int(os.pread(file, 32, 0) or b"0")
+        return int(content or b"0")
     except ValueError:
-        os.close(file)
-        raise ConfigError(f"{path}: it holds no epoch; is it the right file?") from None
+        return None

@@ -106,6 +106,17 @@ def test_counts_of_a_relay_outlive_it_until_a_router_begins_to_count(tmp_path: P
     assert folder.counts("relay-0") == b"" and list(tmp_path.iterdir()) == []
 
 
+def test_what_is_no_file_in_the_place_of_one_keeps_no_process_from_its_next_life(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder = RunFolder(tmp_path)
+    for name in ("life-relay-0", "counts-relay-0"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "life-relay-1").symlink_to("nobody")  # as one that is removed while it is looked for
+    assert folder.living() == []
+    assert CountsFile(folder, "relay-0").last() == b"" and "of no use" in caplog.text
+
+
 def test_that_counts_cannot_be_kept_stops_nobody_and_is_said_once_until_they_can_be_again(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -175,3 +175,26 @@ def test_another_file_is_not_overwritten(tmp_path: Path) -> None:
     assert path.read_text() == "keys: [a]\n"
     with pytest.raises(ConfigError):
         FileLead(tmp_path / "missing" / "lead").take()
+
+
+def test_who_leads_after_others_counts_anew_where_their_number_is_spoilt(tmp_path: Path) -> None:
+    path = tmp_path / "lead"
+    path.write_bytes(b"\xff spoilt")
+    lead = FileLead(path, again=True)
+    assert lead.take() and lead.epoch == 1 and path.read_bytes() == b"1\n"
+    lead.release()
+
+
+def test_a_leader_that_stands_still_is_deposed_where_its_number_is_spoilt(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "lead"
+    stands, standby = FileLead(path), FileLead(path)
+    assert stands.take()
+    monkeypatch.setattr(standby, "_stands_still", lambda: True)
+    path.write_bytes(b"\xff spoilt")
+    status = path.stat()
+    standby._sign = (status.st_ino, status.st_mtime_ns)
+    assert standby.take() and standby.epoch == 1 and not stands.renew()
+    for lead in (stands, standby):
+        lead.release()
