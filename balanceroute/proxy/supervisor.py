@@ -147,8 +147,7 @@ class Supervisor:
             self._kill()
             os.close(self._news)
             os.close(self._to_parent)
-            signal.pthread_sigmask(signal.SIG_SETMASK, self._mask)
-            gc.unfreeze()
+            gc.unfreeze()  # signals stay blocked: one that comes now must not be what the process dies of
         return self._code
 
     def _step(self) -> bool:

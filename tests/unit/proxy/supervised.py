@@ -1,13 +1,15 @@
 """A router of small processes: `python -m tests.unit.proxy.supervised FOLDER OPTIONS`, as JSON.
 
 `brain` only waits. Each relay answers every line on a shared listening socket with its name, its process and the line.
-What happens to a child it appends to FOLDER/events. While FOLDER/hold-NAME is there, that child does not end when it is
-told to drain. Where FOLDER/refuse is there, the parent removes it and refuses a reload. While FOLDER/try is there, the
-child that tries a reload, `trial`, waits until FOLDER/hold-trial is gone, and fails where FOLDER/fail is there.
-While FOLDER/no-fork is there, no process can be started. Whatever happens, FOLDER/found is made again by the parent.
+What happens to a child it appends to FOLDER/events; who has died the parent appends to FOLDER/deaths. While
+FOLDER/hold-NAME is there, that child does not end when it is told to drain. Where FOLDER/refuse is there, the parent
+removes it and refuses a reload. While FOLDER/try is there, the child that tries a reload, `trial`, waits until
+FOLDER/hold-trial is gone, and fails where FOLDER/fail is there. While FOLDER/no-fork is there, no process can be
+started. Whatever happens, FOLDER/found is made again by the parent.
 
 Options: `wrong`, a child that ends with a wrong configuration; `dies`, one that ends as soon as it is there; `deaf`,
-one that ends for no signal; `end_s`, for END_S; `mend_s`, for MEND_S; `within_s`, for a trial.
+one that ends for no signal; `end_s`, for END_S; `mend_s`, for MEND_S; `within_s`, for a trial; `lingers`: the
+parent, at its end, makes FOLDER/lingers and waits until it is gone.
 """
 
 import asyncio
@@ -79,7 +81,8 @@ class Owner:
         return self.handover is not None and self.handover.look()
 
     def died(self, name: str) -> None:
-        note(name, "died")
+        with (FOLDER / "deaths").open("a") as file:
+            file.write(f"{name}\n")
 
     def mend(self) -> None:
         (FOLDER / "found").touch()
@@ -157,7 +160,11 @@ def main() -> int:
     (FOLDER / "port").write_text(str(listener.getsockname()[1]))
     relays = {name: partial(child, name, listener) for name in ("relay-0", "relay-1")}
     mains: dict[str, Main] = {"brain": partial(child, "brain", None)} | relays
-    return Supervisor(mains, ("brain",), Owner(listener)).run()
+    code = Supervisor(mains, ("brain",), Owner(listener)).run()
+    if OPTIONS.get("lingers"):
+        (FOLDER / "lingers").touch()
+        block_until(lambda: not (FOLDER / "lingers").exists())
+    return code
 
 
 if __name__ == "__main__":
