@@ -610,6 +610,19 @@ def test_all_processes_go_by_the_reload_of_the_parent_whatever_the_file_holds_wh
     with_router(test, replace(cluster, config=file), tmp_path, standbys=1)
 
 
+@pytest.mark.parametrize("relays", [0, 1], ids=["one process", "relays"])
+def test_sighup_while_the_router_starts_does_not_end_it(cluster: Cluster, tmp_path: Path, relays: int) -> None:
+    file, log = tmp_path / "router.yaml", tmp_path / "log"
+    os.mkfifo(file)
+    flags = ["--relays", str(relays), "--port", "0", "--set", f"listen.run_folder={tmp_path}"]
+    with process("serve", "--config", str(file), *flags, log=log) as running:
+        with file.open("w") as opened:  # it has begun to read
+            running.send_signal(signal.SIGHUP)
+            opened.write(cluster.config.read_text())
+        block_until(lambda: '"listening"' in log.read_text() or running.poll() is not None)
+        assert running.poll() is None, log.read_text()
+
+
 def test_a_relay_that_was_stopped_is_given_up_and_joins_anew(cluster: Cluster, tmp_path: Path) -> None:
     async def test(router: Router) -> None:
         begun = streams(router, 14)
