@@ -53,6 +53,7 @@ log = logging.getLogger(__name__)
 
 STANDBY_LOOK_S: Final = 0.25
 METRICS_RETRY_S: Final = 1.0
+LOST: Final = 1  # exit code: relays need another brain, while they drain as well
 
 
 class BrainApp(RouterApp):
@@ -136,6 +137,8 @@ def run_brain(
         server.run()
         if not server.leaves:
             lead.resign()
+        if server.lost:
+            sys.exit(LOST)
     finally:
         lead.release()
 
@@ -377,7 +380,7 @@ async def _keep(lead: Lead, app: BrainApp) -> None:
 class BrainServer(ChildServer):
     """The server of the brain's process; it listens on a socket that is our user's alone."""
 
-    leaves = drains = False
+    leaves = drains = lost = False
     on_up: Callable[[], None] = staticmethod(lambda: None)
     link: socket.socket | None = None
 
@@ -396,7 +399,8 @@ class BrainServer(ChildServer):
         self.end()
 
     def end(self) -> None:
-        """Another brain leads."""
+        """Another brain leads, or is to."""
+        self.lost = True
         self.should_exit = self.force_exit = True
 
     def busy(self, services: ClientServices) -> bool:

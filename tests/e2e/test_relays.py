@@ -5,6 +5,7 @@ import hashlib
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -423,6 +424,21 @@ def test_a_brain_that_dies_during_a_drain_is_back_and_drains_as_well(cluster: Cl
             assert await all_end(begun) == len(begun)
             await until(lambda: router.running.poll() is not None)
             assert router.running.returncode == 0 and len(router.brains) == 2
+
+    asyncio.run(test())
+
+
+def test_a_run_folder_that_is_lost_during_a_drain_keeps_no_request_waiting(cluster: Cluster, tmp_path: Path) -> None:
+    async def test() -> None:
+        async with a_router(cluster, tmp_path, standbys=1, run_folder=tmp_path / "run") as router:
+            begun = streams(router, 14)  # some wait for a slot
+            await all_under_way(router, begun)
+            router.running.send_signal(signal.SIGTERM)
+            await until(lambda: len(router.said("draining")) >= 4)
+            shutil.rmtree(tmp_path / "run")
+            assert await all_end(begun) == 14
+            await until(lambda: router.running.poll() is not None)
+            assert router.running.returncode == 0
 
     asyncio.run(test())
 
