@@ -37,6 +37,7 @@ from balanceroute.proxy.client.services import ClientServices
 from balanceroute.proxy.configured import Configured
 from balanceroute.proxy.leader_counts import LeaderCounts
 from balanceroute.proxy.link.far import FarListener, FarMembers
+from balanceroute.proxy.link.files import is_gone
 from balanceroute.proxy.link.hub import Hub
 from balanceroute.proxy.link.leadership import RENEW_S, FileLead, Lead
 from balanceroute.proxy.link.messages import FAR
@@ -365,7 +366,7 @@ async def reload_brain(app: BrainApp, new: Config, perimeter: Perimeter) -> None
 async def _keep(lead: Lead, app: BrainApp) -> None:
     """Keep the lead until it is lost, or a socket of ours is, or until cancelled."""
     while lead.renew():
-        lost = [str(path) for path in app.sockets if not path.exists()]
+        lost = [str(path) for path in app.sockets if is_gone(path)]
         if lost:
             log.warning("nobody finds this brain any more; another one is to lead", extra={"lost": lost})
             app.leave()

@@ -302,7 +302,9 @@ def _is_locked(path: Path) -> bool:
     except BlockingIOError:
         return True
     except (FileNotFoundError, IsADirectoryError):
-        pass  # somebody has removed it, or put something else in its place
+        return False  # somebody has removed it, or put something else in its place
+    except OSError:
+        return True  # it can't be seen: who waits for nobody loses less than who does not wait
     return False
 
 

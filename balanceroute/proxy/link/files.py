@@ -24,6 +24,17 @@ def is_at(file: int, path: Path) -> bool:
         return False
 
 
+def is_gone(path: Path) -> bool:
+    """Whether there is no such file any more; one that cannot be looked at may be there."""
+    try:
+        path.stat()
+    except FileNotFoundError:
+        return True
+    except OSError:
+        pass
+    return False
+
+
 def replace_content(path: Path, content: bytes) -> None:
     """Put a file with this content, for our user alone, in place of what is there. One writer at a time.
 

@@ -92,7 +92,7 @@ class FileLead:
     def renew(self) -> bool:
         """Touch the file, if it is still ours."""
         self._renewed_s = time.monotonic()
-        if self._file is None or not is_at(self._file, self._path):
+        if self._file is None or not self._is_ours(self._file):
             return False
         os.utime(self._file)
         return True
@@ -138,10 +138,17 @@ class FileLead:
         while True:
             time.sleep(TOUCH_S)
             with self._held:
-                if self._file != file or not is_at(file, self._path):
+                if self._file != file or not self._is_ours(file):
                     return
                 if RENEW_S < time.monotonic() - self._renewed_s < STUCK_S:
                     os.utime(file)
+
+    def _is_ours(self, file: int) -> bool:
+        """Whether the locked file is the one by which a leader is known, as far as can be seen."""
+        try:
+            return is_at(file, self._path)
+        except PermissionError:  # for the other processes of our user as well: nobody can have deposed us
+            return True
 
     def _epoch(self, file: int) -> int:
         """What the last leader has written. Raises: ConfigError, and the file is closed: nothing of ours."""

@@ -117,6 +117,20 @@ def test_what_is_no_file_in_the_place_of_one_keeps_no_process_from_its_next_life
     assert CountsFile(folder, "relay-0").last() == b"" and "of no use" in caplog.text
 
 
+def test_a_relay_whose_life_cannot_be_looked_at_counts_as_one_that_lives(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "life-relay-0").touch()
+    assert RunFolder(tmp_path).living() == []
+
+    def refuse(*_: object) -> None:
+        raise PermissionError(13, "Permission denied")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Path, "open", refuse)
+        assert RunFolder(tmp_path).living() == ["relay-0"]
+
+
 def test_that_counts_cannot_be_kept_stops_nobody_and_is_said_once_until_they_can_be_again(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

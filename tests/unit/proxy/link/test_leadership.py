@@ -12,6 +12,7 @@ import pytest
 
 from balanceroute.errors import ConfigError
 from balanceroute.proxy.link import leadership
+from balanceroute.proxy.link.files import is_gone
 from balanceroute.proxy.link.leadership import FileLead
 from tests.waiting import block_until
 
@@ -198,3 +199,19 @@ def test_a_leader_that_stands_still_is_deposed_where_its_number_is_spoilt(
     assert standby.take() and standby.epoch == 1 and not stands.renew()
     for lead in (stands, standby):
         lead.release()
+
+
+def test_a_leader_whose_folder_cannot_be_looked_into_leads_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    lead, other = FileLead(tmp_path / "lead"), tmp_path / "other"
+    other.touch()
+    assert lead.take()
+
+    def refuse(*_: object) -> None:
+        raise PermissionError(13, "Permission denied")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Path, "stat", refuse)
+        assert lead.renew() and not is_gone(other)
+    other.unlink()
+    assert lead.renew() and is_gone(other)
+    lead.release()
