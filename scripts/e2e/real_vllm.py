@@ -456,8 +456,8 @@ def check_kill_router(servers: Servers) -> str:
         wait_for("requests wait with their KV on the prefiller", all_prefilled, 60)
         waiting = held()["waiting"]
         servers.kill(ROUTER)
-        outcomes = {request.result() for request in asked}
-    assert not outcomes & {"complete", "truncated"}, outcomes
+        outcomes = [request.result() for request in asked]
+    assert "truncated" not in outcomes and len(outcomes) - outcomes.count("complete") >= waiting, outcomes
     pinned = metric(PREFILL, usage)
     assert pinned > 0, "nothing was pinned on the prefiller"
     started_s = time.monotonic()
