@@ -1,5 +1,7 @@
 """`balanceroute reproduce`."""
 
+import os
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
@@ -21,7 +23,10 @@ def reproduce(
         bool, typer.Option("--quick", help="Fewer seeds, rows and widths: a fraction of the time.")
     ] = False,
     out: Annotated[str, typer.Option(metavar="PATH", help="Folder for REPORT.md, CSV, PNG and SVG.")] = "reproduction",
-    trace: Annotated[str | None, typer.Option(help="Run on this trace CSV, not on the synthetic ones.")] = None,
+    trace: Annotated[
+        str | None,
+        typer.Option(help="Run on this trace CSV, or what trace convert reads, not on the synthetic ones."),
+    ] = None,
     policy: Annotated[
         list[str] | None,
         typer.Option(
@@ -44,7 +49,7 @@ def reproduce(
     from balanceroute.experiments import Scope, figures, files_of
     from balanceroute.experiments import reproduce as run
     from balanceroute.experiments.reproduce import OPTIONS, check_read, keeps_runs
-    from balanceroute.traces import read_trace
+    from balanceroute.traces import load_trace
     from balanceroute.traces.source import check_read_again
 
     if not out:
@@ -54,7 +59,8 @@ def reproduce(
             check_read(experiments or [], option)
     if trace is not None:
         check_read_again(trace)  # by every process of the simulation
-        read_trace(Path(trace))  # a bad file is named before anything runs
+        # a bad file is named before anything runs
+        load_trace(os.path.abspath(trace), on_note=partial(typer.echo, err=True))
     scope, folder = Scope.of(quick=quick, trace=trace, policies=tuple(policy or ())), Path(out)
     # as an exception, so that the processes of the simulation end with this one
     signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))

@@ -1,5 +1,6 @@
 """`balanceroute trace generate | convert | describe`."""
 
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -76,16 +77,16 @@ def convert(
 
 
 def describe(
-    trace: Annotated[Path, typer.Argument(help="Trace CSV, possibly .gz or .xz; - is standard input.")],
+    trace: Annotated[Path, typer.Argument(help="A trace, a preset, or whatever convert reads; - is standard input.")],
     json: JsonFlag = False,
 ) -> None:
     """Print rates, moments and quantiles of a trace.
 
     Example: balanceroute trace describe day.csv.gz
     """
-    from balanceroute.traces import read_trace
+    from balanceroute.traces import load_trace
 
-    show(read_trace(trace), trace, json=json)
+    show(load_trace(str(trace), on_note=partial(typer.echo, err=True)), trace, json=json)
 
 
 def show(trace: "Trace", path: Path, *, json: bool) -> None:

@@ -18,7 +18,7 @@ from balanceroute.engine.dp_balancer import THRESHOLD_BLOCKS
 from balanceroute.errors import InputError
 from balanceroute.experiments.methods import Method
 from balanceroute.simulator import Failure, Figures, Replay, Setting, at_load
-from balanceroute.traces import Trace, generate_trace, mean_kv_tokens, read_trace
+from balanceroute.traces import Trace, generate_trace, load_trace, mean_kv_tokens
 from balanceroute.traces.capacity import ideal_capacity
 from balanceroute.traces.drawn import drawn_workload
 
@@ -145,7 +145,7 @@ def requests_of(shape: str, seed: int, rows: int) -> Trace:
 @lru_cache(maxsize=1)
 def read_trace_once(path: str) -> Trace:
     """The user's trace."""
-    return read_trace(Path(path))
+    return load_trace(path)
 
 
 @lru_cache(maxsize=64)

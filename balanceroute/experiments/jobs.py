@@ -29,7 +29,7 @@ from balanceroute.prediction import Evaluation, evaluate
 from balanceroute.report import SizeClassWait
 from balanceroute.simulator import Figures, Replay, Setting
 from balanceroute.simulator.history import finished_requests, fitted
-from balanceroute.traces import PRESETS, Trace, generate_trace, ideal_capacity, read_trace
+from balanceroute.traces import PRESETS, Trace, generate_trace, ideal_capacity, load_trace
 
 TRAIN_SEED_OFFSET = 1000  # histories are other draws of the same workload
 TRAIN_RATIO = 0.3  # of a user's trace: its beginning is history, the rest is replayed
@@ -146,7 +146,7 @@ class JobResult:
 @lru_cache(maxsize=1)
 def whole_trace(path: str) -> Trace:
     """The user's trace, read once."""
-    return read_trace(Path(path))
+    return load_trace(path)
 
 
 @lru_cache(maxsize=4)

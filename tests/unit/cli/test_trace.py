@@ -38,6 +38,16 @@ def test_converting_writes_the_table_and_says_what_was_left_out(
     assert out.read_text() == "arrival_s,prompt_tokens,output_tokens,prompt_key\n0.000000,10,5,\n"
 
 
+def test_a_file_that_convert_reads_is_described_as_it_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    source = tmp_path / "azure.csv"
+    source.write_text("TIMESTAMP,ContextTokens,GeneratedTokens\n2024-05-10 00:00:00,10,5\n2024-05-10 00:00:01,10,0\n")
+    assert run(monkeypatch, "trace", "describe", str(source), "--json") == 0
+    told = capsys.readouterr()
+    assert json.loads(told.out)["rows"] == 1 and "left out 1 requests" in told.err
+
+
 @pytest.mark.parametrize(
     "arguments",
     [
