@@ -38,6 +38,7 @@ def snapshot_to_dict(snapshot: ClusterSnapshot, now: float) -> dict[str, Any]:
         "draws": snapshot.draws,
         "longest_wait_s": None if snapshot.longest_wait_s == math.inf else snapshot.longest_wait_s,
         "pool_is_full": snapshot.pool_is_full,
+        "max_pooled": None if snapshot.max_pooled == math.inf else snapshot.max_pooled,
     }
 
 
@@ -53,6 +54,7 @@ def outline_to_dict(snapshot: ClusterSnapshot, now: float) -> dict[str, Any]:
         "draws": snapshot.draws,
         "longest_wait_s": None if snapshot.longest_wait_s == math.inf else snapshot.longest_wait_s,
         "pool_is_full": snapshot.pool_is_full,
+        "max_pooled": None if snapshot.max_pooled == math.inf else snapshot.max_pooled,
     }
 
 
@@ -204,8 +206,11 @@ def snapshot_from_dict(
     snapshot.draws = _whole(data, "draws", "", default=0)
     if data.get("longest_wait_s") is not None:
         snapshot.longest_wait_s = _number(data, "longest_wait_s", "")
+    if data.get("max_pooled") is not None:
+        snapshot.max_pooled = _whole(data, "max_pooled", "", least=1)
     if _flag(data, "pool_is_full", ""):
-        snapshot.max_pooled = 0  # whatever it was: so it is full again
+        snapshot.max_pooled = min(snapshot.max_pooled, MOST)
+        snapshot.prefilling = max(0, int(snapshot.max_pooled) - len(snapshot.pool))  # nobody else reads how many
     return snapshot, now
 
 

@@ -376,7 +376,7 @@ def caps_s(
 
 
 def _place_s(snapshot: ClusterSnapshot, params: TargetFitParams, rules: FitRules) -> float:
-    """How long a large prompt may wait for its place whatever others wait, seconds; 0 where that decides."""
+    """How long a large prompt may wait for its place whatever others wait, seconds; 0: no longer than that."""
     stay_s = snapshot.mean_stay_s()
     if rules.large_from == math.inf or stay_s == math.inf or not snapshot.pool_is_full:
         return 0.0

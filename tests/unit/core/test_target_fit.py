@@ -335,6 +335,8 @@ def test_while_a_pool_that_is_small_for_its_workers_is_full_large_prompts_wait_l
     places = patience * np.maximum(4.0, place_s * np.array([0.2, 0.5, 1.0, 1.0]))
     assert caps_s(sizes, snapshot, params, LEVEL_FIT) == pytest.approx(places)
     assert caps_s(sizes, snapshot, params, TARGET_FIT) == pytest.approx([66.0, 75.0, 90.0, 114.0])
+    read, _ = snapshot_from_dict(snapshot_to_dict(snapshot, 0.0), horizon_steps=0)
+    assert caps_s(sizes, read, params, LEVEL_FIT) == pytest.approx(places), "a recorded decision is the same again"
     snapshot.max_pooled = 33
     assert caps_s(sizes, snapshot, params, LEVEL_FIT) == pytest.approx(4.0 * patience), "there is room"
 
