@@ -38,7 +38,7 @@ def snapshot_to_dict(snapshot: ClusterSnapshot, now: float) -> dict[str, Any]:
         "draws": snapshot.draws,
         "longest_wait_s": None if snapshot.longest_wait_s == math.inf else snapshot.longest_wait_s,
         "pool_is_full": snapshot.pool_is_full,
-        "max_pooled": None if snapshot.max_pooled == math.inf else snapshot.max_pooled,
+        "max_pooled": _pool_size(snapshot),
     }
 
 
@@ -54,8 +54,13 @@ def outline_to_dict(snapshot: ClusterSnapshot, now: float) -> dict[str, Any]:
         "draws": snapshot.draws,
         "longest_wait_s": None if snapshot.longest_wait_s == math.inf else snapshot.longest_wait_s,
         "pool_is_full": snapshot.pool_is_full,
-        "max_pooled": None if snapshot.max_pooled == math.inf else snapshot.max_pooled,
+        "max_pooled": _pool_size(snapshot),
     }
+
+
+def _pool_size(snapshot: ClusterSnapshot) -> int | None:
+    """As a whole number: where the snapshot is compiled, its attribute is a float."""
+    return None if snapshot.max_pooled == math.inf else int(snapshot.max_pooled)
 
 
 def _means(snapshot: ClusterSnapshot) -> dict[str, Any]:
