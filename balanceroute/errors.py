@@ -132,7 +132,8 @@ class UpstreamError(BalanceRouteError):
 class ConnectFailed(UpstreamError):
     """No connection, or it broke before the reply began; `sent` says whether the worker may have seen the request.
 
-    `ours`: this process had no descriptor for a connection, which says nothing of the worker.
+    `ours`: this process had no descriptor or memory for a connection, or stood still meanwhile, which says nothing of
+    the worker.
     """
 
     sent = True

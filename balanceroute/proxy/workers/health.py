@@ -30,12 +30,11 @@ from balanceroute.config import Config
 from balanceroute.core.types import Role
 from balanceroute.errors import UpstreamError
 from balanceroute.proxy.workers.fleet import Fleet, Worker
+from balanceroute.proxy.workers.liveness import health_status
 from balanceroute.proxy.workers.polling import Polling, Silent, answer_of
 from balanceroute.proxy.workers.silence import Attention
 
 log = logging.getLogger(__name__)
-
-_LIMIT = 2**16
 
 
 class HealthMonitor:
@@ -94,7 +93,7 @@ class HealthMonitor:
         """The status of /health; None when the connection is refused or breaks. Raises: Silent."""
         timeout_s = self._config().health.timeout_s
         try:
-            return await answer_of(_status_of(worker, 2 * timeout_s), timeout_s)
+            return await answer_of(health_status(worker, 2 * timeout_s), timeout_s)
         except UpstreamError:
             return None
 
@@ -148,9 +147,3 @@ class HealthMonitor:
             log.warning("worker not ready, dropped", extra={"worker": worker.id})
             worker.joining = None
             self._fleet.leave(worker)
-
-
-async def _status_of(worker: Worker, connect_timeout_s: float) -> int:
-    reply = await worker.upstream.request("GET", "/health", connect_timeout_s=connect_timeout_s)
-    await reply.read(_LIMIT)
-    return reply.status

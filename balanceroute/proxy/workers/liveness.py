@@ -1,20 +1,27 @@
 """A single look at a worker, out of turn."""
 
-import asyncio
 from typing import Final
 
 from balanceroute.errors import UpstreamError
 from balanceroute.proxy.workers.fleet import Worker
+from balanceroute.proxy.workers.polling import Silent, answer_of
 
 _LIMIT: Final = 2**20
 
 
 async def is_alive(worker: Worker, timeout_s: float) -> bool:
-    """Whether its /health answers, and with no 5xx, within `timeout_s`."""
+    """Whether its /health answers, and with no 5xx, within `timeout_s`; so it is said where the fault may be ours."""
     try:
-        async with asyncio.timeout(timeout_s):
-            reply = await worker.upstream.request("GET", "/health", connect_timeout_s=timeout_s)
-            await reply.read(_LIMIT)
-    except (UpstreamError, TimeoutError):
+        status = await answer_of(health_status(worker, timeout_s), timeout_s)
+    except Silent as silence:
+        return silence.ours
+    except UpstreamError:
         return False
-    return reply.status < 500
+    return status < 500
+
+
+async def health_status(worker: Worker, connect_timeout_s: float) -> int:
+    """The status of its /health. Raises: UpstreamError."""
+    reply = await worker.upstream.request("GET", "/health", connect_timeout_s=connect_timeout_s)
+    await reply.read(_LIMIT)
+    return reply.status

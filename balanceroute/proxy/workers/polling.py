@@ -1,50 +1,39 @@
 """Asking every worker URL something once per period, without one that hangs or breaks us holding up the others."""
 
 import asyncio
-from collections.abc import Awaitable, Callable, Coroutine
-from typing import Any, Final, TypeVar
+from collections.abc import Awaitable, Callable
+from typing import TypeVar
 
+from balanceroute.errors import ConnectFailed
+from balanceroute.proxy.workers.fair_timeout import FairTimeout
 from balanceroute.proxy.workers.fleet import Fleet, Worker
 
 _T = TypeVar("_T")
-_SLICES: Final = 8
-_LATE_S: Final = 0.5  # our own loop stood still when a timer fires this much after its time
 
 Ask = Callable[[list[Worker]], Awaitable[None]]
 OnBug = Callable[[list[Worker], Exception], None]
 
 
 class Silent(Exception):
-    """No answer in time; `ours` says that we may not have looked in time either."""
+    """No answer in time. `ours`: we may not have looked in time either, or could not ask."""
 
     def __init__(self, ours: bool) -> None:
         super().__init__()
         self.ours = ours
 
 
-async def answer_of(asking: Coroutine[Any, Any, _T], timeout_s: float) -> _T:
-    """What `asking` returns, if it does so in time. Raises: Silent, and what `asking` raises.
-
-    The time is waited for in slices: a pause of our own is seen wherever it falls, and takes no more than a slice from
-    what the worker is given, so that an answer that came meanwhile is still read.
-    """
-    loop = asyncio.get_running_loop()
-    task = loop.create_task(asking)
-    ours = False
+async def answer_of(asking: Awaitable[_T], timeout_s: float) -> _T:
+    """What `asking` returns, if it does so in time. Raises: Silent, and what `asking` raises but for our own faults."""
+    limit = FairTimeout(timeout_s)
     try:
-        for _ in range(_SLICES):
-            until_s = loop.time() + timeout_s / _SLICES
-            await asyncio.wait((task,), timeout=timeout_s / _SLICES)
-            if task.done():
-                return task.result()
-            ours = ours or loop.time() - until_s > _LATE_S
-        raise Silent(ours)
-    finally:
-        if not task.done():
-            task.cancel()
-            await asyncio.wait((task,))
-        if not task.cancelled():
-            task.exception()  # raised above, or there is nobody to raise it for: nothing for the loop to report
+        async with limit:
+            return await asking
+    except TimeoutError as error:
+        raise Silent(limit.ours) from error
+    except ConnectFailed as error:
+        if error.ours:
+            raise Silent(ours=True) from error
+        raise
 
 
 class Polling:

@@ -53,11 +53,13 @@ from mypy_extensions import mypyc_attr
 from balanceroute.errors import BadUpstreamReply, ConnectFailed, ConnectionLost, UpstreamError, UpstreamTimeout
 from balanceroute.proxy.hotpath import ChunkReader
 from balanceroute.proxy.wire.responses import Headers, header_lines
+from balanceroute.proxy.workers.fair_timeout import FairTimeout
 
 KEEPALIVE_S: Final = 4.0  # below the 5 s after which uvicorn closes an idle connection
 FRESH_S: Final = 1.0  # idle time up to which a request that can't be repeated may use a connection
 HIGH_WATER_BYTES: Final = 256 * 1024
 CONNECT_TIMEOUT_S: Final = 5.0
+_OUR_SHORTAGES: Final = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 MAX_HEAD_BYTES: Final = 64 * 1024
 _MAX_STARTS: Final = 16  # request lines kept ready: the router asks a worker for a handful of paths
 _OTHER_FIELD: Final = rb"(?!content-length|transfer-encoding|connection|upgrade|trailer)[\w-]+:[^\r\n]*\r\n"
@@ -243,14 +245,17 @@ class Upstream:
         if self._closed:
             raise self._unsent("the worker has been removed")
         loop = asyncio.get_running_loop()
+        limit = FairTimeout(connect_timeout_s)
         try:
-            async with asyncio.timeout(connect_timeout_s):
+            async with limit:
                 connection = await self._connect(loop)
         except TimeoutError as exc:
-            raise self._unsent(f"no connection within {connect_timeout_s:g} s") from exc
+            error = self._unsent(f"no connection within {connect_timeout_s:g} s")
+            error.ours = limit.ours
+            raise error from exc
         except (OSError, ssl.SSLError, UnicodeError) as exc:
             error = self._unsent(f"cannot connect: {exc}")
-            error.ours = isinstance(exc, OSError) and exc.errno in (errno.EMFILE, errno.ENFILE)
+            error.ours = isinstance(exc, OSError) and exc.errno in _OUR_SHORTAGES
             raise error from exc
         return connection
 

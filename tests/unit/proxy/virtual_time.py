@@ -85,6 +85,13 @@ async def let_pass(seconds: float) -> None:
     await asyncio.sleep(seconds)
 
 
+def stand_still(seconds: float) -> None:
+    """As if the process had been stopped for so long, from within a test."""
+    loop = asyncio.get_running_loop()
+    assert isinstance(loop, VirtualTimeLoop)
+    loop.stand_still(seconds)
+
+
 def _id_in(lines: bytes) -> bytes:
     """The X-Request-Id in header lines; empty where there is none."""
     fields = [line.split(b": ", 1) for line in lines.split(b"\r\n") if line]

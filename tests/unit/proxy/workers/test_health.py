@@ -197,3 +197,17 @@ def test_a_worker_that_joins_and_never_answers_is_dropped_after_its_attempts() -
         assert services.fleet.sweep() == ["d0"] and "d0" not in services.fleet
 
     in_virtual_time(test)
+
+
+def test_what_we_could_not_ask_for_want_of_a_descriptor_says_nothing_of_the_worker() -> None:
+    error = ConnectFailed("cannot connect: too many open files", worker="d0", tier="decode")
+    error.ours = True
+
+    async def test() -> None:
+        services = a_router(a_config(health=HEALTH))
+        monitor = await seen_healthy(services)
+        script(services, "d0", error)
+        await rounds(monitor, services, 4)
+        assert services.fleet["d0"].state is WorkerState.UP
+
+    in_virtual_time(test)

@@ -6,7 +6,14 @@ import pytest
 
 from balanceroute.errors import BadUpstreamReply, ConnectFailed
 from balanceroute.proxy.workers.liveness import is_alive
-from tests.unit.proxy.virtual_time import Answer, Page, a_router, in_virtual_time, let_pass, script
+from tests.unit.proxy.virtual_time import Answer, Page, a_router, in_virtual_time, let_pass, script, stand_still
+
+
+def no_descriptor() -> ConnectFailed:
+    """What says nothing of the worker."""
+    error = ConnectFailed("cannot connect: too many open files", worker="d0", tier="decode")
+    error.ours = True
+    return error
 
 
 @pytest.mark.parametrize(
@@ -18,10 +25,11 @@ from tests.unit.proxy.virtual_time import Answer, Page, a_router, in_virtual_tim
         (503, False),
         (ConnectFailed("refused", worker="d0", tier="decode"), False),
         (Page(b"", breaks=BadUpstreamReply("cut", worker="d0", tier="decode")), False),
+        (no_descriptor(), True),
         (None, False),
         (Page(b"half", ends=False), False),
     ],
-    ids=["200", "404", "500", "503", "refused", "broken off", "silent", "never ends"],
+    ids=["200", "404", "500", "503", "refused", "broken off", "our own shortage", "silent", "never ends"],
 )
 def test_a_worker_lives_that_answers_in_time_and_says_nothing_worse_than_that_it_has_no_such_page(
     answer: Answer, alive: bool
@@ -46,5 +54,17 @@ def test_whoever_asks_may_stop_asking() -> None:
         looking.cancel()
         with pytest.raises(asyncio.CancelledError):
             await looking
+
+    in_virtual_time(test)
+
+
+def test_what_a_pause_of_our_own_hides_is_no_death() -> None:
+    async def test() -> None:
+        services = a_router()
+        script(services, "d0", None)
+        looking = asyncio.ensure_future(is_alive(services.fleet["d0"], 2.0))
+        await let_pass(0.1)
+        stand_still(60.0)
+        assert await looking
 
     in_virtual_time(test)

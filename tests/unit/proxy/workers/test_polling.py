@@ -1,7 +1,6 @@
 """Polls: one question at a time per URL, and nobody waits for a URL that hangs."""
 
 import asyncio
-import gc
 from collections import Counter
 from typing import cast
 
@@ -10,7 +9,7 @@ import pytest
 from balanceroute.core.types import Role, WorkerSpec
 from balanceroute.proxy.workers.circuit import Circuit, CircuitConfig
 from balanceroute.proxy.workers.fleet import Fleet, Worker
-from balanceroute.proxy.workers.polling import Polling, answer_of
+from balanceroute.proxy.workers.polling import Polling
 from balanceroute.proxy.workers.upstream import Upstream
 
 
@@ -85,27 +84,3 @@ def test_a_bug_ends_the_rounds_where_bugs_are_fatal() -> None:
 
     with pytest.raises(KeyError):
         asyncio.run(test())
-
-
-def test_what_fails_in_the_moment_it_is_given_up_is_not_reported_by_the_loop() -> None:
-    reported: list[str] = []
-
-    async def fails(go: asyncio.Event) -> None:
-        await go.wait()
-        raise ConnectionRefusedError
-
-    async def test() -> None:
-        asyncio.get_running_loop().set_exception_handler(lambda _, context: reported.append(context["message"]))
-        go = asyncio.Event()
-        waits = asyncio.ensure_future(answer_of(fails(go), 60.0))
-        await asyncio.sleep(0)
-        await asyncio.sleep(0)
-        go.set()
-        await asyncio.sleep(0)  # it fails in this turn, and the next one would tell
-        waits.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await waits
-        gc.collect()
-
-    asyncio.run(test())
-    assert not reported

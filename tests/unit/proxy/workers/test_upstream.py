@@ -5,6 +5,7 @@ import os
 import resource
 import socket
 import ssl
+import time
 from pathlib import Path
 from typing import Any
 
@@ -329,6 +330,49 @@ def test_whose_fault_a_failed_connection_is_is_told(run: Run, ours: bool) -> Non
             assert failed.value.ours is ours and not failed.value.sent
 
     run(test)
+
+
+def stand_still(seconds: float) -> None:
+    """As if the process had been stopped for so long."""
+    time.sleep(seconds)
+
+
+class _Resolves(asyncio.SelectorEventLoop):
+    """A loop whose names take real time to resolve."""
+
+    takes_s = 0.05
+
+    async def getaddrinfo(self, *args: Any, **kwargs: Any) -> Any:
+        await asyncio.sleep(self.takes_s)
+        return await super().getaddrinfo(*args, **kwargs)
+
+
+def test_a_pause_of_our_own_ends_no_connection_that_comes_in_time() -> None:
+    async def test() -> None:
+        async with worker(answering(plain(b"ok"))) as server:
+            upstream = Upstream(server.url.replace("127.0.0.1", "localhost"))
+            asking = asyncio.ensure_future(post(upstream, connect_timeout_s=0.8))
+            await asyncio.sleep(0.01)
+            stand_still(1.5)
+            assert await (await asking).read(9) == b"ok"
+            upstream.close()
+
+    with asyncio.Runner(loop_factory=_Resolves) as runner:
+        runner.run(test())
+
+
+def test_no_connection_after_a_pause_of_our_own_is_not_the_workers_fault() -> None:
+    async def test() -> None:
+        asyncio.get_running_loop().takes_s = 60.0  # type: ignore[attr-defined]
+        asking = asyncio.ensure_future(post(Upstream("http://localhost:1"), connect_timeout_s=0.4))
+        await asyncio.sleep(0.01)
+        stand_still(0.7)
+        with pytest.raises(ConnectFailed, match="no connection within") as failed:
+            await asking
+        assert failed.value.ours
+
+    with asyncio.Runner(loop_factory=_Resolves) as runner:
+        runner.run(test())
 
 
 def test_a_silent_worker_times_out_and_loses_the_connection(run: Run) -> None:
