@@ -15,6 +15,7 @@
     │   └── Draining             503
     ├── UpstreamError            .worker .tier
     │   ├── ConnectFailed        502
+    │   │   └── CannotConnect    503: for want of descriptors, not of a worker
     │   ├── UpstreamTimeout      504
     │   ├── BadUpstreamReply     502; ForeignReply where it answers another request
     │   │   └── ConnectionLost   the connection ended inside the reply
@@ -130,14 +131,17 @@ class UpstreamError(BalanceRouteError):
 
 
 class ConnectFailed(UpstreamError):
-    """No connection, or it broke before the reply began; `sent` says whether the worker may have seen the request.
-
-    `ours`: this process had no descriptor or memory for a connection, or stood still meanwhile, which says nothing of
-    the worker.
-    """
+    """No connection, or it broke before the reply began; `sent` says whether the worker may have seen the request."""
 
     sent = True
-    ours = False
+
+
+class CannotConnect(ConnectFailed):
+    """This process had no descriptor or memory for a connection, or stood still meanwhile: nothing of the worker."""
+
+    status_hint = 503
+    retry_after_s = 1.0
+    sent = False
 
 
 class UpstreamTimeout(UpstreamError):

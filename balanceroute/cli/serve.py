@@ -65,6 +65,7 @@ def serve(
     from balanceroute.errors import ConfigError
     from balanceroute.proxy.admission.forecasts import build_forecasts
     from balanceroute.proxy.app import create_app
+    from balanceroute.proxy.client.descriptors import raise_limit, warn_if_few
     from balanceroute.proxy.perimeter.perimeter import exposures
     from balanceroute.proxy.reload import reload
     from balanceroute.proxy.server import serve as run
@@ -99,6 +100,8 @@ def serve(
     configure(config.log.level, config.log.format)
     for text in (*unused_variables(os.environ), *exposures(config)):
         logging.getLogger(__name__).warning(text)
+    raise_limit()
+    warn_if_few(config)
 
     def read() -> Config:
         again = load(config_file, os.environ, overrides)

@@ -656,7 +656,8 @@ class Limits(Section):
         ge=1,
         le=1_000_000,
         description="Most client connections at once. Above it one that waits for a request, the longest first, is "
-        "closed; where all of them are busy, 503. Of all relays on a machine.",
+        "closed; where all of them are busy, 503. Of all relays on a machine. Each takes two open files: fewer where "
+        "`ulimit -n` allows no more.",
     )
     request_timeout_s: Seconds = Field(
         3600.0,

@@ -44,6 +44,7 @@ from balanceroute.proxy.app import (
     supervised,
 )
 from balanceroute.proxy.client.acceptor import Acceptor
+from balanceroute.proxy.client.descriptors import most_clients
 from balanceroute.proxy.client.relay_loads import ACCEPTS, Load, RelayLoads
 from balanceroute.proxy.client.services import ClientServices
 from balanceroute.proxy.configured import Configured
@@ -346,7 +347,7 @@ class RelayServer(ChildServer):
 
     def ahead(self) -> bool:
         """Whether another relay has fewer connections."""
-        return self.load.ahead(self._router_config.limits.max_connections)
+        return self.load.ahead(most_clients(self._router_config))
 
     def leave(self) -> None:
         """Others accept on these sockets: serve whoever is connected to the end of what it has begun."""

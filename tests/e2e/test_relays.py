@@ -36,12 +36,13 @@ LONG = 400  # tokens: some seconds
 
 
 @contextmanager
-def process(*arguments: str, log: Path) -> Iterator[subprocess.Popen[bytes]]:
+def process(*arguments: str, log: Path, open_files: int | None = None) -> Iterator[subprocess.Popen[bytes]]:
     """One with its children in a process group of its own, which ends with it."""
+    command = [sys.executable, "-m", "balanceroute", *arguments]
+    if open_files is not None:
+        command = ["bash", "-c", f'ulimit -n {open_files}; exec "$@"', "-", *command]
     with log.open("ab") as sink:
-        running = subprocess.Popen(
-            [sys.executable, "-m", "balanceroute", *arguments], stdout=sink, stderr=sink, start_new_session=True
-        )
+        running = subprocess.Popen(command, stdout=sink, stderr=sink, start_new_session=True)
         try:
             yield running
         finally:
@@ -167,6 +168,7 @@ async def a_router(
     standbys: int = 0,
     log_name: str = "router.log",
     run_folder: Path | None = None,
+    open_files: int | None = None,
 ) -> AsyncIterator[Router]:
     """`standbys`: any may take the lead where the machine is so busy that the leader seems to stand still.
 
@@ -178,7 +180,8 @@ async def a_router(
     address = ["--host", "127.0.0.1", "--port", str(port)]
     serve = ["serve", "--config", str(cluster.config), "--relays", str(relays), *address, *flags]
     serve += ["--set", f"listen.standbys={standbys}"]
-    with process(*serve, "--set", f"listen.run_folder={run_folder or folder}", log=log) as running:
+    serve += ["--set", f"listen.run_folder={run_folder or folder}"]
+    with process(*serve, log=log, open_files=open_files) as running:
         await until(
             lambda: re.search(r'"listening".*"port":(\d+)', log.read_text()[told:]) or running.poll() is not None
         )
@@ -388,6 +391,24 @@ def test_what_fits_the_router_fits_its_relays(cluster: Cluster, tmp_path: Path) 
     with_router(test, cluster, tmp_path, *bounds, relays=4)
 
 
+@pytest.mark.parametrize("relays", [0, 2])
+def test_what_there_are_no_descriptors_for_is_refused_and_all_else_served(
+    cluster: Cluster, tmp_path: Path, relays: int
+) -> None:
+    async def run() -> None:
+        async with a_router(cluster, tmp_path, relays=relays, open_files=160) as router:
+            (said,) = router.said("open files (ulimit -n) are enough for fewer clients than limits.max_connections")
+            assert said["clients"] == 40 * max(1, relays)
+            many = streams(router, 150, 20)
+            complete = await all_end(many)
+            assert complete == sum(stream.begun for stream in many)
+            assert said["clients"] // 2 <= complete < 150
+            assert await all_end(streams(router, 8, 20, first=200)) == 8
+            await until(router.holds_nothing)
+
+    asyncio.run(run())
+
+
 def test_streams_go_on_without_a_brain_and_the_next_one_knows_them(cluster: Cluster, tmp_path: Path) -> None:
     async def test(router: Router) -> None:
         begun = streams(router, 14)
@@ -413,7 +434,7 @@ def test_streams_go_on_without_a_brain_and_the_next_one_knows_them(cluster: Clus
 def test_a_brain_that_dies_during_a_drain_is_back_and_drains_as_well(cluster: Cluster, tmp_path: Path) -> None:
     async def test() -> None:
         async with a_router(cluster, tmp_path) as router:
-            begun = streams(router, RANKS * SLOTS)
+            begun = streams(router, RANKS * SLOTS, 4 * LONG)  # on a busy machine a brain needs seconds to start
             await all_under_way(router, begun)
             router.running.send_signal(signal.SIGTERM)
             await until(lambda: len(router.said("draining")) == 4)  # one of each process
@@ -491,6 +512,7 @@ def test_the_only_relay_goes_on_when_it_is_told_to_leave(cluster: Cluster, tmp_p
         router.running.send_signal(signal.SIGTERM)
         await until(lambda: router.running.poll() is not None)
         assert router.running.returncode == 0
+        assert not router.said("brain lost", reason="this relay ends")
 
     async def run() -> None:
         async with a_router(cluster, tmp_path, relays=1) as router:

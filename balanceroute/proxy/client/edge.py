@@ -21,6 +21,7 @@ from starlette.types import Receive, Scope, Send
 
 from balanceroute.config import Config
 from balanceroute.errors import BalanceRouteError, EdgeFull
+from balanceroute.proxy.client.descriptors import most_clients
 from balanceroute.proxy.client.head import Request
 from balanceroute.proxy.client.relay_loads import CONNECTIONS, INCOMING_BYTES, SERVED_BYTES, Load, alone
 from balanceroute.proxy.client.response import Response
@@ -100,10 +101,10 @@ class ClientLimits:
 
     @classmethod
     def of(cls, config: Config) -> "ClientLimits":
-        """Those of a configuration."""
+        """Those of a configuration, in a process with so many descriptors."""
         limits = config.limits
         return cls(
-            limits.max_connections,
+            most_clients(config),
             limits.client_header_timeout_s,
             limits.client_min_rate_bytes_per_s,
             limits.client_keep_alive_s,

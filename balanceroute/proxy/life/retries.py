@@ -26,6 +26,7 @@ import orjson
 
 from balanceroute.errors import (
     BadUpstreamReply,
+    CannotConnect,
     ConnectFailed,
     DecodersLost,
     ForeignReply,
@@ -102,7 +103,7 @@ class Retries:
             self._refused += 1
             services.metrics.retries.inc(tier)
             return self._backoff_s(self._refused)
-        if isinstance(error, ConnectFailed) and error.ours:
+        if isinstance(error, CannotConnect):
             circuit.inconclusive()
         else:
             circuit.fault(now)

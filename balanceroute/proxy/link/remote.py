@@ -403,7 +403,8 @@ class RemoteBrain:
         if self._greeted and self.member is None:
             self._tell_trouble(reason)
         elif self.member is not None:
-            log.warning("brain lost", extra={"relay": self._relay, "epoch": self.epoch, "reason": reason})
+            level, event = (logging.INFO, "brain left") if reason == ENDS else (logging.WARNING, "brain lost")
+            log.log(level, event, extra={"relay": self._relay, "epoch": self.epoch, "reason": reason})
         self.member, self._greeted, self._tokens_read = None, False, False
         self._lost.set()
 

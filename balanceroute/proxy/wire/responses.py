@@ -8,6 +8,7 @@ import orjson
 from balanceroute.errors import (
     AccessDenied,
     BalanceRouteError,
+    CannotConnect,
     DecodersLost,
     InvalidRequest,
     Rejected,
@@ -95,7 +96,7 @@ def extra_headers(error: BalanceRouteError) -> Headers:
         return [(b"www-authenticate", b"Bearer")]
     if isinstance(error, UpstreamStatus) and error.retry_after_s:
         return [(b"retry-after", b"%d" % max(1, round(error.retry_after_s)))]
-    if isinstance(error, Rejected) and error.retry_after_s is not None:
+    if isinstance(error, Rejected | CannotConnect) and error.retry_after_s is not None:
         return [(b"retry-after", b"%d" % max(1, round(error.retry_after_s)))]
     return []
 

@@ -4,7 +4,7 @@ import asyncio
 from collections.abc import Awaitable, Callable
 from typing import TypeVar
 
-from balanceroute.errors import ConnectFailed
+from balanceroute.errors import CannotConnect
 from balanceroute.proxy.workers.fair_timeout import FairTimeout
 from balanceroute.proxy.workers.fleet import Fleet, Worker
 
@@ -23,17 +23,15 @@ class Silent(Exception):
 
 
 async def answer_of(asking: Awaitable[_T], timeout_s: float) -> _T:
-    """What `asking` returns, if it does so in time. Raises: Silent, and what `asking` raises but for our own faults."""
+    """What `asking` returns, if it does so in time. Raises: Silent, and what `asking` raises but for CannotConnect."""
     limit = FairTimeout(timeout_s)
     try:
         async with limit:
             return await asking
     except TimeoutError as error:
         raise Silent(limit.ours) from error
-    except ConnectFailed as error:
-        if error.ours:
-            raise Silent(ours=True) from error
-        raise
+    except CannotConnect as error:
+        raise Silent(ours=True) from error
 
 
 class Polling:

@@ -50,7 +50,14 @@ from urllib.parse import urlsplit
 import httptools
 from mypy_extensions import mypyc_attr
 
-from balanceroute.errors import BadUpstreamReply, ConnectFailed, ConnectionLost, UpstreamError, UpstreamTimeout
+from balanceroute.errors import (
+    BadUpstreamReply,
+    CannotConnect,
+    ConnectFailed,
+    ConnectionLost,
+    UpstreamError,
+    UpstreamTimeout,
+)
 from balanceroute.proxy.hotpath import ChunkReader
 from balanceroute.proxy.wire.responses import Headers, header_lines
 from balanceroute.proxy.workers.fair_timeout import FairTimeout
@@ -243,20 +250,18 @@ class Upstream:
     async def _connected(self, connect_timeout_s: float) -> "_Connection":
         """A new connection."""
         if self._closed:
-            raise self._unsent("the worker has been removed")
+            raise self._unsent(ConnectFailed, "the worker has been removed")
         loop = asyncio.get_running_loop()
         limit = FairTimeout(connect_timeout_s)
         try:
             async with limit:
                 connection = await self._connect(loop)
         except TimeoutError as exc:
-            error = self._unsent(f"no connection within {connect_timeout_s:g} s")
-            error.ours = limit.ours
-            raise error from exc
+            kind = CannotConnect if limit.ours else ConnectFailed
+            raise self._unsent(kind, f"no connection within {connect_timeout_s:g} s") from exc
         except (OSError, ssl.SSLError, UnicodeError) as exc:
-            error = self._unsent(f"cannot connect: {exc}")
-            error.ours = isinstance(exc, OSError) and exc.errno in _OUR_SHORTAGES
-            raise error from exc
+            ours = isinstance(exc, OSError) and exc.errno in _OUR_SHORTAGES
+            raise self._unsent(CannotConnect if ours else ConnectFailed, f"cannot connect: {exc}") from exc
         return connection
 
     async def _connect(self, loop: asyncio.AbstractEventLoop) -> "_Connection":
@@ -268,9 +273,9 @@ class Upstream:
         _, connection = await loop.create_connection(made, self.host, self.port, ssl=context)
         return connection
 
-    def _unsent(self, text: str) -> ConnectFailed:
+    def _unsent(self, kind: type[ConnectFailed], text: str) -> ConnectFailed:
         """A failure before the worker can have seen anything of the request."""
-        error = ConnectFailed(text, worker=self.worker, tier=self.tier)
+        error = kind(text, worker=self.worker, tier=self.tier)
         error.sent = False
         return error
 

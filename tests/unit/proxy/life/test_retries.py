@@ -5,6 +5,7 @@ import pytest
 from balanceroute.core.types import RequestSpec
 from balanceroute.errors import (
     BadUpstreamReply,
+    CannotConnect,
     ConnectFailed,
     ConnectionLost,
     DecodersLost,
@@ -53,11 +54,10 @@ def test_that_this_process_has_no_descriptor_left_is_no_fault_of_a_worker_but_a_
     async def judged() -> None:
         services, retries = some_retries()
         worker = services.fleet["d0"]
-        error = ConnectFailed("cannot connect: Too many open files", worker="d0", tier="decode")
-        error.sent, error.ours = False, True
+        error = CannotConnect("cannot connect: Too many open files", worker="d0", tier="decode")
         for _ in range(2):
             retries.judge(error, worker, "decode", begun=False)
-        with pytest.raises(ConnectFailed):
+        with pytest.raises(CannotConnect):
             retries.judge(error, worker, "decode", begun=False)
         assert not worker.out and not worker.circuit.doubtful
 

@@ -5,7 +5,7 @@ import asyncio
 import pytest
 
 from balanceroute.core.types import WorkerState
-from balanceroute.errors import ConnectFailed
+from balanceroute.errors import CannotConnect, ConnectFailed
 from balanceroute.proxy.app import health_monitor
 from balanceroute.proxy.services import Services
 from balanceroute.proxy.workers.health import HealthMonitor
@@ -200,8 +200,7 @@ def test_a_worker_that_joins_and_never_answers_is_dropped_after_its_attempts() -
 
 
 def test_what_we_could_not_ask_for_want_of_a_descriptor_says_nothing_of_the_worker() -> None:
-    error = ConnectFailed("cannot connect: too many open files", worker="d0", tier="decode")
-    error.ours = True
+    error = CannotConnect("cannot connect: too many open files", worker="d0", tier="decode")
 
     async def test() -> None:
         services = a_router(a_config(health=HEALTH))

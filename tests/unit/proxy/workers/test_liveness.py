@@ -4,16 +4,9 @@ import asyncio
 
 import pytest
 
-from balanceroute.errors import BadUpstreamReply, ConnectFailed
+from balanceroute.errors import BadUpstreamReply, CannotConnect, ConnectFailed
 from balanceroute.proxy.workers.liveness import is_alive
 from tests.unit.proxy.virtual_time import Answer, Page, a_router, in_virtual_time, let_pass, script, stand_still
-
-
-def no_descriptor() -> ConnectFailed:
-    """What says nothing of the worker."""
-    error = ConnectFailed("cannot connect: too many open files", worker="d0", tier="decode")
-    error.ours = True
-    return error
 
 
 @pytest.mark.parametrize(
@@ -25,7 +18,7 @@ def no_descriptor() -> ConnectFailed:
         (503, False),
         (ConnectFailed("refused", worker="d0", tier="decode"), False),
         (Page(b"", breaks=BadUpstreamReply("cut", worker="d0", tier="decode")), False),
-        (no_descriptor(), True),
+        (CannotConnect("too many open files", worker="d0", tier="decode"), True),
         (None, False),
         (Page(b"half", ends=False), False),
     ],

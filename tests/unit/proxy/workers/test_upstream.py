@@ -5,16 +5,17 @@ import os
 import resource
 import socket
 import ssl
-import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 import trustme
 
-from balanceroute.errors import BadUpstreamReply, ConnectFailed, UpstreamError, UpstreamTimeout
+from balanceroute.errors import BadUpstreamReply, CannotConnect, ConnectFailed, UpstreamError, UpstreamTimeout
+from balanceroute.proxy.wire.responses import status_of
 from balanceroute.proxy.workers.upstream import Reply, Upstream
 from tests.unit.proxy.servers import CHUNKED_HEAD, Run, answering, chunked, falling_silent, plain, read_request, worker
+from tests.unit.proxy.virtual_time import in_virtual_time, let_pass, stand_still
 from tests.waiting import until
 
 
@@ -327,52 +328,27 @@ def test_whose_fault_a_failed_connection_is_is_told(run: Run, ours: bool) -> Non
                     await post(upstream)
             finally:
                 resource.setrlimit(resource.RLIMIT_NOFILE, limits)
-            assert failed.value.ours is ours and not failed.value.sent
+            assert isinstance(failed.value, CannotConnect) is ours and not failed.value.sent
+            assert status_of(failed.value) == (503 if ours else 502)
 
     run(test)
 
 
-def stand_still(seconds: float) -> None:
-    """As if the process had been stopped for so long."""
-    time.sleep(seconds)
+@pytest.mark.parametrize("ours", [True, False])
+def test_whose_fault_it_is_that_a_connection_takes_too_long_is_told(ours: bool) -> None:
+    async def never(*_: object, **__: object) -> None:
+        await asyncio.Event().wait()
 
-
-class _Resolves(asyncio.SelectorEventLoop):
-    """A loop whose names take real time to resolve."""
-
-    takes_s = 0.05
-
-    async def getaddrinfo(self, *args: Any, **kwargs: Any) -> Any:
-        await asyncio.sleep(self.takes_s)
-        return await super().getaddrinfo(*args, **kwargs)
-
-
-def test_a_pause_of_our_own_ends_no_connection_that_comes_in_time() -> None:
     async def test() -> None:
-        async with worker(answering(plain(b"ok"))) as server:
-            upstream = Upstream(server.url.replace("127.0.0.1", "localhost"))
-            asking = asyncio.ensure_future(post(upstream, connect_timeout_s=0.8))
-            await asyncio.sleep(0.01)
-            stand_still(1.5)
-            assert await (await asking).read(9) == b"ok"
-            upstream.close()
-
-    with asyncio.Runner(loop_factory=_Resolves) as runner:
-        runner.run(test())
-
-
-def test_no_connection_after_a_pause_of_our_own_is_not_the_workers_fault() -> None:
-    async def test() -> None:
-        asyncio.get_running_loop().takes_s = 60.0  # type: ignore[attr-defined]
-        asking = asyncio.ensure_future(post(Upstream("http://localhost:1"), connect_timeout_s=0.4))
-        await asyncio.sleep(0.01)
-        stand_still(0.7)
-        with pytest.raises(ConnectFailed, match="no connection within") as failed:
+        asyncio.get_running_loop().create_connection = never  # type: ignore[method-assign,assignment]
+        asking = asyncio.ensure_future(post(Upstream("http://d0:1"), connect_timeout_s=5.0))
+        await let_pass(1.0)
+        stand_still(60.0 if ours else 0.0)
+        with pytest.raises(ConnectFailed, match="no connection within 5 s") as failed:
             await asking
-        assert failed.value.ours
+        assert isinstance(failed.value, CannotConnect) is ours
 
-    with asyncio.Runner(loop_factory=_Resolves) as runner:
-        runner.run(test())
+    in_virtual_time(test)
 
 
 def test_a_silent_worker_times_out_and_loses_the_connection(run: Run) -> None:

@@ -1,0 +1,54 @@
+"""For how many clients a process has descriptors."""
+
+import logging
+import resource
+import subprocess
+import sys
+from collections.abc import Iterator
+
+import pytest
+
+from balanceroute.proxy.client.descriptors import clients_within, most_clients, warn_if_few
+from balanceroute.proxy.client.edge import ClientLimits
+from tests.unit.proxy.virtual_time import a_config
+
+
+@pytest.fixture
+def few() -> Iterator[None]:
+    """This process may have 1024, as in most shells."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (1024, hard))
+    yield
+    resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+@pytest.mark.parametrize(
+    ("descriptors", "workers", "clients"),
+    [(1024, 6, 436), (65_536, 150, 32_404), (160, 6, 40), (160, 1000, 40), (1, 1, 1)],
+)
+def test_a_client_takes_two_and_the_rest_is_kept_for_workers_but_no_more_than_half(
+    descriptors: int, workers: int, clients: int
+) -> None:
+    assert clients_within(descriptors, workers) == clients
+
+
+@pytest.mark.usefixtures("few")
+def test_no_more_clients_are_taken_than_there_are_descriptors_for_and_that_is_said_once(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    config = a_config(listen={"relays": 2})
+    one = clients_within(1024, len(config.prefill.workers) + len(config.decode.workers))
+    assert ClientLimits.of(config).max_connections == most_clients(config) == 2 * one < 1024
+    warn_if_few(config)
+    warn_if_few(a_config(limits={"max_connections": one}))
+    (said,) = caplog.records
+    assert said.levelno == logging.WARNING and said.__dict__["clients"] == 2 * one
+
+
+def test_the_limit_is_raised_as_far_as_it_may_be() -> None:
+    script = (
+        "import resource; from balanceroute.proxy.client.descriptors import limit, raise_limit\n"
+        "resource.setrlimit(resource.RLIMIT_NOFILE, (100, 300)); raise_limit(); print(limit())"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "300"
