@@ -60,6 +60,7 @@ from balanceroute.errors import (
 )
 from balanceroute.proxy.hotpath import ChunkReader
 from balanceroute.proxy.wire.responses import Headers, header_lines
+from balanceroute.proxy.workers.addresses import Addresses
 from balanceroute.proxy.workers.fair_timeout import FairTimeout
 
 KEEPALIVE_S: Final = 4.0  # below the 5 s after which uvicorn closes an idle connection
@@ -142,6 +143,7 @@ class Upstream:
         self.tier = tier
         self.host = parts.hostname
         self.port = parts.port or (443 if parts.scheme == "https" else 80)
+        self._addresses = Addresses(self.host)
         self.high_water_bytes = high_water_bytes
         self._prefix = parts.path.rstrip("/")
         self._ssl: ssl.SSLContext | Callable[[], ssl.SSLContext] | None = None
@@ -257,6 +259,7 @@ class Upstream:
             async with limit:
                 connection = await self._connect(loop)
         except TimeoutError as exc:
+            self._addresses.doubt()
             kind = CannotConnect if limit.ours else ConnectFailed
             raise self._unsent(kind, f"no connection within {connect_timeout_s:g} s") from exc
         except (OSError, ssl.SSLError, UnicodeError) as exc:
@@ -265,12 +268,30 @@ class Upstream:
         return connection
 
     async def _connect(self, loop: asyncio.AbstractEventLoop) -> "_Connection":
-        made = partial(_Connection, self, loop)
+        """At the first address that answers."""
         if self._socket_path is not None:
-            _, connection = await loop.create_unix_connection(made, self._socket_path)
+            _, connection = await loop.create_unix_connection(partial(_Connection, self, loop), self._socket_path)
             return connection
+        error: OSError | None = None
+        for address in await self._addresses.get():
+            try:
+                return await self._connect_to(address, loop)
+            except ssl.SSLError:
+                raise
+            except OSError as exc:
+                if exc.errno in _OUR_SHORTAGES:
+                    raise
+                error = exc
+        self._addresses.doubt()
+        assert error is not None, "a name that was found has an address"
+        raise error
+
+    async def _connect_to(self, address: str, loop: asyncio.AbstractEventLoop) -> "_Connection":
         context = self._ssl() if callable(self._ssl) else self._ssl
-        _, connection = await loop.create_connection(made, self.host, self.port, ssl=context)
+        name = None if context is None else self.host
+        _, connection = await loop.create_connection(
+            partial(_Connection, self, loop), address, self.port, ssl=context, server_hostname=name
+        )
         return connection
 
     def _unsent(self, kind: type[ConnectFailed], text: str) -> ConnectFailed:

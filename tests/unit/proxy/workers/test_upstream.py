@@ -334,6 +334,30 @@ def test_whose_fault_a_failed_connection_is_is_told(run: Run, ours: bool) -> Non
     run(test)
 
 
+def test_of_several_addresses_one_that_answers_is_used_and_a_name_that_is_lost_keeps_them() -> None:
+    async def test() -> None:
+        loop, lookups = asyncio.get_running_loop(), 0
+
+        async def found(*_: object, **__: object) -> list[tuple[object, ...]]:
+            nonlocal lookups
+            lookups += 1
+            if lookups > 1:
+                raise socket.gaierror(socket.EAI_AGAIN, "no answer")
+            return [(0, 1, 6, "", (address, 0)) for address in ("127.0.0.2", "127.0.0.1")]
+
+        async with worker(answering(plain(b"ok"))) as server:
+            loop.getaddrinfo = found  # type: ignore[method-assign,assignment]
+            upstream = Upstream(server.url.replace("127.0.0.1", "d0.cluster"), keepalive_s=0.0)
+            for _ in range(3):
+                assert await (await post(upstream)).read(9) == b"ok"
+                upstream._addresses.doubt()
+            upstream.close()
+        assert lookups == 3
+
+    with asyncio.Runner(loop_factory=asyncio.SelectorEventLoop) as runner:
+        runner.run(test())
+
+
 @pytest.mark.parametrize("ours", [True, False])
 def test_whose_fault_it_is_that_a_connection_takes_too_long_is_told(ours: bool) -> None:
     async def never(*_: object, **__: object) -> None:

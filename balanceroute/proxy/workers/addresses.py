@@ -1,0 +1,78 @@
+"""Where a worker's name leads, also while nobody can say so.
+
+A name is looked up at most once in `FRESH_S`, by one lookup for all who wait: one for each connection costs as much as
+the connection itself. While a lookup fails or takes long, the last addresses count, as in Envoy; so an outage of the
+cluster's DNS takes no worker out. Addresses that refuse are looked up again at once: a pod comes back with another.
+"""
+
+import asyncio
+import ipaddress
+import logging
+import socket
+from typing import Final
+
+log = logging.getLogger(__name__)
+
+FRESH_S: Final = 5.0
+PATIENCE_S: Final = 1.0  # for a lookup, where older addresses are known
+
+
+class Addresses:
+    """The addresses of one host, a name or itself an address."""
+
+    def __init__(self, host: str) -> None:
+        self._host = host
+        self._known = [host] if _is_address(host) else []
+        self._fresh_until_s = float("inf") if self._known else float("-inf")
+        self._lookup: asyncio.Task[None] | None = None
+        self._error: Exception | None = None
+        self._stale = False  # the last lookup failed, and that has been said
+
+    async def get(self) -> list[str]:
+        """All of them, as the system orders them. Raises: OSError, UnicodeError: none was ever known."""
+        loop = asyncio.get_running_loop()
+        if loop.time() < self._fresh_until_s:
+            return self._known
+        if self._lookup is None or self._lookup.done():
+            self._lookup = loop.create_task(self._look())
+        await asyncio.wait((self._lookup,), timeout=PATIENCE_S if self._known else None)
+        if not self._known:
+            assert self._error is not None, "a lookup finds addresses or fails"
+            raise self._error
+        if not self._lookup.done():
+            self._keep(loop, "no answer")
+        return self._known
+
+    def doubt(self) -> None:
+        """Nobody can be reached there: look them up before the next connection."""
+        if self._fresh_until_s < float("inf"):
+            self._fresh_until_s = float("-inf")
+
+    async def _look(self) -> None:
+        loop = asyncio.get_running_loop()
+        try:
+            found = await loop.getaddrinfo(self._host, None, type=socket.SOCK_STREAM)
+        except (OSError, UnicodeError) as error:
+            self._error = error
+            if self._known:
+                self._keep(loop, str(error))
+            return
+        if self._stale:
+            log.info("name found again", extra={"host": self._host})
+        self._known, self._stale = list(dict.fromkeys(str(entry[4][0]) for entry in found)), False
+        self._fresh_until_s = loop.time() + FRESH_S
+
+    def _keep(self, loop: asyncio.AbstractEventLoop, reason: str) -> None:
+        """Go on with the known ones, and say so once."""
+        if not self._stale:
+            log.warning("name not found: its last addresses count", extra={"host": self._host, "error": reason})
+        self._stale = True
+        self._fresh_until_s = loop.time() + FRESH_S
+
+
+def _is_address(host: str) -> bool:
+    try:
+        ipaddress.ip_address(host)
+    except ValueError:
+        return False
+    return True

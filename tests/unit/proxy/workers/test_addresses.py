@@ -1,0 +1,137 @@
+"""Names that change, fail, and take long."""
+
+import asyncio
+import logging
+import socket
+from collections.abc import Awaitable, Callable
+
+import pytest
+
+from balanceroute.proxy.workers.addresses import FRESH_S, PATIENCE_S, Addresses
+from tests.unit.proxy.virtual_time import in_virtual_time, let_pass
+
+LOST = socket.gaierror(socket.EAI_AGAIN, "Temporary failure in name resolution")
+
+
+class Names:
+    """Stands for the system's resolver on the running loop."""
+
+    def __init__(self, *addresses: str) -> None:
+        self.addresses, self.error, self.takes_s, self.lookups = list(addresses), None, 0.0, 0
+        asyncio.get_running_loop().getaddrinfo = self._look  # type: ignore[method-assign,assignment]
+
+    error: Exception | None
+
+    async def _look(self, host: str, port: None, *, type: int) -> list[tuple[object, ...]]:
+        self.lookups += 1
+        await asyncio.sleep(self.takes_s)
+        if self.error is not None:
+            raise self.error
+        return [(0, type, 6, "", (address, 0)) for address in self.addresses]
+
+
+def now() -> float:
+    return asyncio.get_running_loop().time()
+
+
+def run(test: Callable[[], Awaitable[None]]) -> None:
+    in_virtual_time(test)
+
+
+@pytest.mark.parametrize("host", ["10.0.0.7", "::1", "fe80::1%eth0"])
+def test_an_address_is_itself_whatever_fails(host: str) -> None:
+    async def test() -> None:
+        names, addresses = Names(), Addresses(host)
+        addresses.doubt()
+        assert await addresses.get() == [host] and names.lookups == 0
+
+    run(test)
+
+
+def test_all_who_wait_share_a_lookup_and_its_answer_counts_for_a_while() -> None:
+    async def test() -> None:
+        names, addresses = Names("10.0.0.1", "10.0.0.2", "10.0.0.1"), Addresses("d0")
+        names.takes_s = 2.0
+        found = await asyncio.gather(*(addresses.get() for _ in range(20)))
+        assert found == [["10.0.0.1", "10.0.0.2"]] * 20 and names.lookups == 1
+        await let_pass(FRESH_S - 0.1)
+        assert await addresses.get() == found[0] and names.lookups == 1
+        names.addresses, names.takes_s = ["10.0.0.3"], 0.0
+        await let_pass(0.2)
+        assert await addresses.get() == ["10.0.0.3"] and names.lookups == 2
+
+    run(test)
+
+
+def test_a_name_that_was_never_found_is_an_error_and_looked_up_each_time() -> None:
+    async def test() -> None:
+        names, addresses = Names("10.0.0.1"), Addresses("d0")
+        names.error = LOST
+        for _ in range(2):
+            with pytest.raises(socket.gaierror, match="Temporary failure"):
+                await addresses.get()
+        names.error = None
+        assert await addresses.get() == ["10.0.0.1"] and names.lookups == 3
+
+    run(test)
+
+
+def test_while_lookups_fail_the_last_addresses_count_and_that_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+
+    async def test() -> None:
+        names, addresses = Names("10.0.0.1"), Addresses("d0")
+        await addresses.get()
+        names.error = LOST
+        for _ in range(10):
+            await let_pass(FRESH_S + 1)
+            assert await addresses.get() == ["10.0.0.1"]
+        assert names.lookups == 11
+        names.error, names.addresses = None, ["10.0.0.2"]
+        await let_pass(FRESH_S + 1)
+        assert await addresses.get() == ["10.0.0.2"]
+
+    run(test)
+    assert [record.getMessage() for record in caplog.records] == [
+        "name not found: its last addresses count",
+        "name found again",
+    ]
+
+
+def test_a_lookup_that_takes_long_holds_up_few_and_not_for_long() -> None:
+    async def test() -> None:
+        names, addresses = Names("10.0.0.1"), Addresses("d0")
+        await addresses.get()
+        await let_pass(FRESH_S)
+        names.takes_s, names.addresses, began_s = 30.0, ["10.0.0.2"], now()
+        assert await addresses.get() == ["10.0.0.1"]
+        assert now() - began_s == pytest.approx(PATIENCE_S)
+        assert await addresses.get() == ["10.0.0.1"]
+        assert now() - began_s == pytest.approx(PATIENCE_S) and names.lookups == 2
+        await let_pass(30.0)
+        assert await addresses.get() == ["10.0.0.2"]
+
+    run(test)
+
+
+def test_addresses_in_doubt_are_looked_up_at_once() -> None:
+    async def test() -> None:
+        names, addresses = Names("10.0.0.1"), Addresses("d0")
+        await addresses.get()
+        names.addresses = ["10.0.0.2"]
+        addresses.doubt()
+        assert await addresses.get() == ["10.0.0.2"]
+
+    run(test)
+
+
+def test_who_waits_may_stop_waiting_and_the_others_get_their_answer() -> None:
+    async def test() -> None:
+        names, addresses = Names("10.0.0.1"), Addresses("d0")
+        names.takes_s = 2.0
+        first, second = asyncio.ensure_future(addresses.get()), asyncio.ensure_future(addresses.get())
+        await let_pass(1.0)
+        first.cancel()
+        assert await second == ["10.0.0.1"] and first.cancelled()
+
+    run(test)
