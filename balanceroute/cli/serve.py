@@ -101,7 +101,6 @@ def serve(
     for text in (*unused_variables(os.environ), *exposures(config)):
         logging.getLogger(__name__).warning(text)
     raise_limit()
-    warn_if_few(config)
 
     def read() -> Config:
         again = load(config_file, os.environ, overrides)
@@ -130,6 +129,7 @@ def serve(
     # read before there is a loop: a model file that does not fit is one line, and a long history holds up nobody
     forecasts = build_forecasts(config)
     app = create_app(config, journal=journal, forecasts=forecasts)
+    warn_if_few(config)
     run(app, config, on_reload)
 
 

@@ -19,6 +19,7 @@ from balanceroute.errors import ConfigError
 from balanceroute.proxy.admission.forecasts import build_forecasts
 from balanceroute.proxy.brain import StandbyCallbacks, run_brain
 from balanceroute.proxy.changes import KeptChanges
+from balanceroute.proxy.client.descriptors import warn_if_few
 from balanceroute.proxy.client.relay_loads import Load, RelayLoads
 from balanceroute.proxy.configured import Configured
 from balanceroute.proxy.handover import Handover, Predecessor, Told
@@ -71,6 +72,7 @@ def serve_processes(
             if journal is not None:
                 begin_anew(journal)
         configure(config.log.level, config.log.format, process="parent")
+        warn_if_few(config)
         return Supervisor(processes.mains(), processes.brains, processes).run()
 
 

@@ -48,8 +48,9 @@ def most_clients(config: Config) -> int:
 
 
 def warn_if_few(config: Config) -> None:
-    """Say so where that is less than `limits.max_connections`."""
-    most = most_clients(config)
-    if most < config.limits.max_connections:
+    """Say so where that is less than somebody has set, or less than half of the default."""
+    most, limits = most_clients(config), config.limits
+    wanted = limits.max_connections if "max_connections" in limits.model_fields_set else limits.max_connections // 2
+    if most < wanted:
         told = {"open_files": limit(), "clients": most, "max_connections": config.limits.max_connections}
         log.warning("open files (ulimit -n) are enough for fewer clients than limits.max_connections", extra=told)

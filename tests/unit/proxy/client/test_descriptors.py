@@ -40,9 +40,27 @@ def test_no_more_clients_are_taken_than_there_are_descriptors_for_and_that_is_sa
     one = clients_within(1024, len(config.prefill.workers) + len(config.decode.workers))
     assert ClientLimits.of(config).max_connections == most_clients(config) == 2 * one < 1024
     warn_if_few(config)
-    warn_if_few(a_config(limits={"max_connections": one}))
     (said,) = caplog.records
     assert said.levelno == logging.WARNING and said.__dict__["clients"] == 2 * one
+
+
+@pytest.mark.usefixtures("few")
+@pytest.mark.parametrize(("asked", "told"), [(-1, False), (0, False), (1, True)])
+def test_a_number_that_somebody_has_set_is_missed_by_one(
+    caplog: pytest.LogCaptureFixture, asked: int, told: bool
+) -> None:
+    one = most_clients(a_config())
+    warn_if_few(a_config(limits={"max_connections": one + asked}))
+    assert bool(caplog.records) is told
+
+
+def test_the_default_is_not_missed_while_half_of_it_is_there(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("balanceroute.proxy.client.descriptors.limit", lambda: 20_000)
+    config = a_config()
+    warn_if_few(config)
+    assert most_clients(config) < config.limits.max_connections and not caplog.records
 
 
 def test_the_limit_is_raised_as_far_as_it_may_be() -> None:
