@@ -384,19 +384,21 @@ class Scheduler:
                 worker.own_slots -= worker.ahead
 
     def _size_overlap(self) -> None:
-        """Set how many requests each decode worker may be sent ahead of its slots. O(G).
+        """Set how many requests each decode worker may be sent ahead of its slots. O(G)."""
+        for worker in self.snapshot.workers:
+            worker.ahead = self.places_ahead(worker)
+
+    def places_ahead(self, worker: DecodeInstanceState) -> int:
+        """How many requests a decision that is taken now may send to a worker ahead of its slots.
 
         None is where others send requests, too: a wait for a slot that one of theirs has looks like a transfer.
         """
-        fixed, snapshot = self.config.overlap_requests, self.snapshot
-        for worker in snapshot.workers:
-            slots = worker.spec.slots
-            if fixed is not None:
-                worker.ahead = min(slots, fixed)
-            elif worker.foreign_requests:
-                worker.ahead = 0
-            else:
-                worker.ahead = snapshot.overlap.requests(slots, snapshot.means.answer_tokens)
+        fixed, slots = self.config.overlap_requests, worker.spec.slots
+        if fixed is not None:
+            return min(slots, fixed)
+        if worker.foreign_requests:
+            return 0
+        return self.snapshot.overlap.requests(slots, self.snapshot.means.answer_tokens)
 
     def recheck_s(self, now: float) -> float:
         """When to call `admit` again even if nothing happens until then; infinite for policies that never hold.

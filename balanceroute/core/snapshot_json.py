@@ -6,6 +6,7 @@ the running router takes. A hand-made one needs only workers (id, slots, active)
 
 import math
 from collections.abc import Callable
+from operator import attrgetter
 from typing import Any
 
 from balanceroute.core.snapshot import ClusterSnapshot
@@ -20,13 +21,17 @@ MOST = 10**9  # of any count or size: far above every real one, and sums of them
 Patience = Callable[[int, ClusterSnapshot], float]
 """How long a prompt of this size may wait before it goes first, seconds (`AdmissionPolicy.patience_s`)."""
 
+PlacesAhead = Callable[[DecodeInstanceState], int]
+"""How many requests a decision may send to a worker ahead of its slots (`Scheduler.places_ahead`)."""
+AS_SIZED: PlacesAhead = attrgetter("ahead")  # at the last decision that left requests waiting
 
-def snapshot_to_dict(snapshot: ClusterSnapshot, now: float) -> dict[str, Any]:
+
+def snapshot_to_dict(snapshot: ClusterSnapshot, now: float, places_ahead: PlacesAhead = AS_SIZED) -> dict[str, Any]:
     """The snapshot at `now` as JSON-ready values."""
     return {
         "now_s": now,
         "horizon_steps": snapshot.horizon_steps,
-        "workers": [_worker(worker, snapshot.horizon_steps) for worker in snapshot.workers],
+        "workers": [_worker(worker, snapshot.horizon_steps, places_ahead) for worker in snapshot.workers],
         "waiting": [_waiting(tracker, now, snapshot.horizon_steps) for tracker in snapshot.pool],
         "queued": [
             {"id": tracker.id, "prompt_tokens": tracker.prompt_tokens, "wait_s": now - tracker.arrived_s}
@@ -42,13 +47,13 @@ def snapshot_to_dict(snapshot: ClusterSnapshot, now: float) -> dict[str, Any]:
     }
 
 
-def outline_to_dict(snapshot: ClusterSnapshot, now: float) -> dict[str, Any]:
+def outline_to_dict(snapshot: ClusterSnapshot, now: float, places_ahead: PlacesAhead = AS_SIZED) -> dict[str, Any]:
     """What a policy that looks at the present loads alone decides on: requests that run are written as sums, as if
     others had sent them. Loads, free slots and what waits are the same. O(workers + waiting).
     """
     return {
         "now_s": now,
-        "workers": [_summed(worker) for worker in snapshot.workers],
+        "workers": [_summed(worker, places_ahead) for worker in snapshot.workers],
         "waiting": [_waiting(tracker, now, 0) for tracker in snapshot.pool],
         "means": _means(snapshot),
         "draws": snapshot.draws,
@@ -77,7 +82,7 @@ def _means(snapshot: ClusterSnapshot) -> dict[str, Any]:
     }
 
 
-def _fixed(worker: DecodeInstanceState) -> dict[str, Any]:
+def _fixed(worker: DecodeInstanceState, places_ahead: PlacesAhead) -> dict[str, Any]:
     return {
         "id": worker.spec.id,
         "state": worker.state.value,
@@ -85,13 +90,13 @@ def _fixed(worker: DecodeInstanceState) -> dict[str, Any]:
         "slowdown": worker.spec.slowdown,
         "request_tokens": worker.spec.request_tokens,
         "kv_capacity_tokens": worker.kv_capacity_tokens,
-        "ahead": worker.ahead,
+        "ahead": places_ahead(worker),
     }
 
 
-def _summed(worker: DecodeInstanceState) -> dict[str, Any]:
+def _summed(worker: DecodeInstanceState, places_ahead: PlacesAhead) -> dict[str, Any]:
     return {
-        **_fixed(worker),
+        **_fixed(worker, places_ahead),
         "foreign": {
             "requests": worker.occupied,
             "tokens": worker.total_load,
@@ -101,9 +106,9 @@ def _summed(worker: DecodeInstanceState) -> dict[str, Any]:
     }
 
 
-def _worker(worker: DecodeInstanceState, horizon_steps: int) -> dict[str, Any]:
+def _worker(worker: DecodeInstanceState, horizon_steps: int, places_ahead: PlacesAhead) -> dict[str, Any]:
     return {
-        **_fixed(worker),
+        **_fixed(worker, places_ahead),
         "load_tokens": worker.load,
         "reported": worker.reported,
         "foreign": {

@@ -83,7 +83,8 @@ class DecisionLog:
             self._next_s = now + rows * PAUSE_S
             self._ledger.settle()
             write = snapshot_to_dict if whole else outline_to_dict
-            self._state = write(self._ledger.scheduler.snapshot, now)
+            scheduler = self._ledger.scheduler
+            self._state = write(scheduler.snapshot, now, scheduler.places_ahead)
 
     def after(self, admissions: Sequence[Admit]) -> None:
         """Note a decision that has been taken."""

@@ -4,6 +4,7 @@ import pytest
 
 from balanceroute.core.knobs import PolicySettings
 from balanceroute.core.types import Outcome, RequestSpec, Role, WorkerSpec, WorkerState
+from balanceroute.explain import explain
 from balanceroute.proxy.admission.decider import Answer, Refusal
 from balanceroute.proxy.admission.ledger import Ledger
 from tests.unit.proxy.admission.ledgers import a_ledger, decoding
@@ -158,5 +159,20 @@ def test_another_policy_decides_on_what_waits_and_leaves_what_is_bound() -> None
         assert ledger.decision_due.is_set() and ledger.decision_possible, "it queues at workers"
         (admission,) = ledger.admit()
         assert admission.request == "b" and bound.decoder == "d0"
+
+    in_virtual_time(test)
+
+
+def test_the_state_says_how_many_are_sent_ahead_before_any_request_has_had_to_wait() -> None:
+    """The scheduler sizes it when a decision leaves requests waiting; a state is written at any time."""
+
+    async def test() -> None:
+        ledger, tickets = a_ledger("level_fit", overlap_requests=1)
+        await decoding(ledger, tickets, "a")
+        state = ledger.state(PolicySettings(policy="level_fit"))
+        waiting = [{"id": "b", "prompt_tokens": 10}]
+        assert [(made.request, made.worker) for made in explain({**state, "waiting": waiting}).admissions] == [
+            ("b", "d0")
+        ]
 
     in_virtual_time(test)
