@@ -5,6 +5,7 @@ reference rows (`OracleForecast`), which tells the router exactly what remains. 
 comes from predictors that were fitted on another trace. A test keeps the column's name out of the other modules.
 """
 
+import math
 from collections import defaultdict
 from typing import Protocol
 
@@ -21,11 +22,15 @@ class TrueLengths:
 
     def __init__(self, trace: Trace) -> None:
         self.tokens: list[int] = trace.output_tokens.tolist()
-        self.total = sum(self.tokens)
+        self.total: int = sum(self.tokens)
 
     def largest_kv_tokens(self, trace: Trace) -> int:
         """KV tokens of the request that becomes the largest."""
         return int((trace.prompt_tokens + trace.output_tokens).max())
+
+    def least_steps(self, n_slots: int) -> int:
+        """Steps that it takes at least: those of the longest answer, or of all answers where all slots are in use."""
+        return max([*self.tokens, math.ceil(self.total / n_slots)])
 
 
 class Forecast(Protocol):

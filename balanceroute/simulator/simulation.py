@@ -35,11 +35,25 @@ from balanceroute.traces import BLOCK_TOKENS, Trace
 Progress = Callable[[int, int], None]
 """Told the finished requests and all requests; may raise `Stopped`."""
 NEVER = float("inf")
+MOST_STEPS = 20_000_000  # of what must be simulated: ten minutes and 3 GB of figures, twelve days of steps of 50 ms
 SHORTEST_WAIT_S = 1e-6  # by which time goes on where a policy asks to be asked again at once
 
 
 class Stopped(Exception):
     """Whoever watches a replay has enough of it: the outcome is that of the steps until now."""
+
+
+def check_lengths(lengths: TrueLengths, trace: Trace, setting: Setting) -> None:
+    """Raises: InputError where a request fits no worker's memory, or the answers are too long to be simulated."""
+    capacity, steps = setting.kv_capacity_tokens, lengths.least_steps(setting.n_workers * setting.slots)
+    if capacity is not None and lengths.largest_kv_tokens(trace) > capacity:
+        raise InputError(
+            f"KV capacity {capacity:,} tokens: the largest request needs {lengths.largest_kv_tokens(trace):,}"
+        )
+    if steps > MOST_STEPS:
+        raise InputError(
+            f"the answers of this trace take {steps:,} steps on this cluster at least; accepted are {MOST_STEPS:,}"
+        )
 
 
 class Simulation:
@@ -58,11 +72,7 @@ class Simulation:
         check_invariants: bool = False,
     ) -> None:
         self.setting = setting.checked()
-        capacity = setting.kv_capacity_tokens
-        if capacity is not None and lengths.largest_kv_tokens(trace) > capacity:
-            raise InputError(
-                f"KV capacity {capacity:,} tokens: the largest request needs {lengths.largest_kv_tokens(trace):,}"
-            )
+        check_lengths(lengths, trace, setting)
         self.arrival_s: list[float] = trace.arrival_s.tolist()
         self.prompt_tokens: list[int] = trace.prompt_tokens.tolist()
         self.keys: list[str] = trace.prompt_key.tolist()

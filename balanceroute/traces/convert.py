@@ -56,14 +56,15 @@ class TraceFormat(StrEnum):
 class Conversion:
     """The converted trace, and how many requests were left out because nothing was generated.
 
-    `estimated`: of how many a length was not counted but estimated. `cut_short`: the last line is half a line.
+    `estimated`: of how many a length was not counted but estimated. `damaged`: numbers of the lines of a log that could
+    not be read.
     """
 
     trace: Trace
     format: TraceFormat
     without_output: int
     estimated: int = 0
-    cut_short: bool = False
+    damaged: tuple[int, ...] = ()
 
     @property
     def notes(self) -> list[str]:
@@ -73,8 +74,10 @@ class Conversion:
             notes.append(f"left out {self.without_output:,} requests that generated nothing")
         if self.estimated:
             notes.append(f"estimated the lengths of {self.estimated:,} requests whose tokens the log does not list")
-        if self.cut_short:
-            notes.append("left out the last line, which is cut short")
+        if self.damaged:
+            lines = "1 line that is" if len(self.damaged) == 1 else f"{len(self.damaged):,} lines that are"
+            first = "" if len(self.damaged) == 1 else "the first of them "
+            notes.append(f"left out {lines} cut short or damaged, {first}line {self.damaged[0]}")
         return notes
 
 
@@ -114,7 +117,7 @@ def convert_trace(
         prefix.append(blocks)
     trace = trace_of(path, arrivals, prompts, outputs, keys, prefix)
     trace = in_order(trace, jitter_s, seed)
-    return Conversion(trace, kind, without_output, vllm_log.estimated, router_log.cut_short)
+    return Conversion(trace, kind, without_output, vllm_log.estimated, tuple(router_log.damaged))
 
 
 def in_order(trace: Trace, jitter_s: float, seed: int) -> Trace:

@@ -11,13 +11,14 @@ answer of which nothing is said counts as the request's `max_tokens`. What was n
 texts that vLLM cut short (`--max-log-len`) look like short ones.
 
 Either may come as what collects logs has left it (`log_lines`): with other programs' lines between, something before
-each line, colours, or each line in a JSON object.
+each line, colours, or each line in a JSON object. Lines that a process which was killed, or a full disk, has left half
+written are left out and counted, as long as they are fewer than the others.
 """
 
 import json
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
 from typing import Any
 
@@ -29,6 +30,7 @@ from balanceroute.traces.trace import finite, text_lines, token_count
 COLOUR = re.compile(r"\x1b\[[\d;]*m")
 WRAPPERS = ("log", "MESSAGE")  # the names of the server's line in objects of docker and journald
 PLAIN_ROUTER = re.compile(r"\d\d:\d\d:\d\d\.\d{3} [A-Z]+ +(?:\[[^]]*\] )?request ")  # `log.format: plain`
+ROUTER_LINE = re.compile(r'\{\s*"time"')  # how each line of its JSON log begins
 CHARACTERS_PER_TOKEN = 4.0  # of English, in the tokenizers of the day
 STAMP = re.compile(r"\b(?:DEBUG|INFO|WARNING|ERROR) (\d\d-\d\d \d\d:\d\d:\d\d)(?:\.\d+)? ")
 LOGGER = (
@@ -49,8 +51,11 @@ CHOICE = re.compile(r"-\d+$")  # completions are numbered within their request: 
 
 
 def log_lines(path: Source) -> Iterator[tuple[int, str]]:
-    """(line number, text) as the server wrote it: without colours, and out of the objects of docker and journald."""
-    for line, text in text_lines(path):
+    """(line number, text) as the server wrote it: without colours, and out of the objects of docker and journald.
+
+    Of a character that is cut in two its bytes come as surrogates.
+    """
+    for line, text in text_lines(path, any_bytes=True):
         yield line, COLOUR.sub("", unwrapped(text))
 
 
@@ -67,25 +72,18 @@ def unwrapped(text: str) -> str:
 
 @dataclass(slots=True)
 class RouterLog:
-    """Reads this router's JSON log; `cut_short` says that its last line is half a line."""
+    """Reads this router's JSON log; `damaged` are the lines that cannot be read, by number, each with the reason."""
 
-    cut_short: bool = False
+    damaged: dict[int, str] = field(default_factory=dict)
 
     def rows(self, path: Source) -> Iterator[Row]:
-        """Its requests, one without prompt or answer where they failed before; lines of all else are passed over."""
-        damaged: InputError | None = None
-        for line, text in log_lines(path):
-            if damaged:
-                raise damaged
-            _, brace, rest = text.partition("{")
-            if '"event"' not in rest:
-                continue
-            try:
-                entry = json_object(brace + rest)
-            except (ValueError, RecursionError) as error:
-                reason = "JSON nested too deeply" if isinstance(error, RecursionError) else error
-                damaged = InputError(f"{path}: line {line}: {reason}")  # unless it is the last
-                continue
+        """Its requests, one without prompt or answer where they failed before; lines of all else are passed over.
+
+        Raises: InputError for a request that says too little, or where most lines cannot be read.
+        """
+        read = 0
+        for line, entry in self.entries(path):
+            read += 1
             if entry.get("event") == "request":
                 try:
                     yield line, *request_in(entry), "", ()
@@ -93,7 +91,28 @@ class RouterLog:
                     raise InputError(f"{path}: line {line}: no field {error}") from error
                 except ValueError as error:
                     raise InputError(f"{path}: line {line}: {error}") from error
-        self.cut_short = damaged is not None
+        if len(self.damaged) > read:
+            line, reason = next(iter(self.damaged.items()))
+            raise InputError(
+                f"{path}: {len(self.damaged):,} of {read + len(self.damaged):,} lines of this router cannot be read; "
+                f"the first is line {line}: {reason}"
+            )
+
+    def entries(self, path: Source) -> Iterator[tuple[int, dict[str, Any]]]:
+        """(line number, object) of each line that this router has written, as far as it can be read."""
+        for line, text in log_lines(path):
+            _, brace, rest = text.partition("{")
+            if '"event"' not in rest and not ROUTER_LINE.match(brace + rest):
+                continue
+            try:
+                entry = json_object(brace + rest)
+            except ValueError as error:
+                self.damaged[line] = str(error)
+            except RecursionError:
+                self.damaged[line] = "JSON nested too deeply"
+            else:
+                if "event" in entry:
+                    yield line, entry
 
 
 def request_in(entry: dict[str, Any]) -> tuple[float, int, int]:

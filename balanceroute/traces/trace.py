@@ -270,16 +270,18 @@ def csv_rows(path: Source) -> Iterator[tuple[int, list[str]]]:
         yield line, fields
 
 
-def text_lines(path: Source) -> Iterator[tuple[int, str]]:
+def text_lines(path: Source, *, any_bytes: bool = False) -> Iterator[tuple[int, str]]:
     """(line number, text) of each line that is not blank, of a text file that may be compressed (.gz, .xz).
 
-    Raises: InputError that names the file, and the line of bytes that are not UTF-8; of a file of no such lines, too.
+    `any_bytes`: bytes that are not UTF-8 come as surrogates. Raises: InputError that names the file, and else the line
+    of such bytes; of a file of no such lines, too.
     """
     line, blank = 0, True
     try:
         with path.open() as file:
             for line, text in enumerate(file, start=1):
-                text.encode()
+                if not any_bytes:
+                    text.encode()
                 if text.strip():
                     blank = False
                     yield line, text

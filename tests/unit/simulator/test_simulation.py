@@ -44,6 +44,16 @@ def figures_of(outcome: Outcome) -> dict[str, float]:
     return {name: getattr(outcome.figures, name) for name in Figures.__dataclass_fields__ if name not in TIMED}
 
 
+@pytest.mark.parametrize(
+    ("rows", "steps"),
+    [([(0.0, 100, 3), (0.0, 100, 2 * 10**9)], "2,000,000,000"), ([(0.0, 100, 10**7)] * 9, "22,500,000")],
+    ids=["one long answer", "many for few slots"],
+)
+def test_answers_that_would_be_simulated_for_hours_are_refused(rows: list[tuple[float, int, int]], steps: str) -> None:
+    with pytest.raises(InputError, match=f"take {steps} steps on this cluster at least; accepted are 20,000,000"):
+        run(a_trace(rows), a_setting())
+
+
 def test_two_requests_by_hand() -> None:
     # step 0: both run, loads 100 and 50; step 1: 101 and 51; the second is done; step 2: 102 and 0
     outcome = run(a_trace([(0.0, 100, 3), (0.0, 50, 2)]), a_setting())

@@ -250,7 +250,7 @@ def test_this_routers_log_is_known_behind_a_banner_and_what_else_writes_on_its_l
     (tmp_path / "router.log").write_text(text, encoding="utf-8-sig", newline="")
     for path in (tmp_path / "router.log", written(tmp_path / "packed.gz", text)):
         result = convert_trace(path)
-        assert (result.format, result.without_output, result.cut_short) == (TraceFormat.ROUTER, 1, False)
+        assert (result.format, result.without_output, result.damaged) == (TraceFormat.ROUTER, 1, ())
         assert result.trace.prompt_tokens.tolist() == [400, 900]
 
 
@@ -272,9 +272,32 @@ def test_logs_that_docker_and_journald_have_wrapped_in_json_are_read(
 def test_a_last_line_that_is_cut_short_costs_itself_alone_and_is_said(tmp_path: Path) -> None:
     result = convert_trace(written(tmp_path / "router.log", ROUTER + ROUTER[:200]))
     assert len(result.trace) == 2
-    assert result.notes[-1] == "left out the last line, which is cut short"
-    with pytest.raises(InputError, match="line 6: not JSON"):
-        convert_trace(written(tmp_path / "router.log", ROUTER + ROUTER[:200] + "\n" + ROUTER))
+    assert result.notes[-1] == "left out 1 line that is cut short or damaged, line 6"
+
+
+@pytest.mark.parametrize("prefix", PREFIXES.values(), ids=PREFIXES)
+def test_half_lines_of_processes_that_were_killed_cost_themselves_alone_and_are_counted(
+    tmp_path: Path, prefix: str
+) -> None:
+    """Cut off and followed by a line's end, or by what the next process has written; before the event's name, too."""
+    listening, request, other, refused = ROUTER.splitlines(keepends=True)
+    lines = [listening, request[:100] + "\n", request, other[:20] + "\n", request[:90] + other, refused, other]
+    result = convert_trace(written(tmp_path / "router.log", "".join(prefix + line for line in lines)))
+    assert result.trace.prompt_tokens.tolist() == [400, 900] and result.damaged == (2, 4, 5)
+    assert result.notes[-1] == "left out 3 lines that are cut short or damaged, the first of them line 2"
+
+
+def test_a_line_that_is_cut_inside_a_character_is_a_half_line(tmp_path: Path) -> None:
+    log = tmp_path / "router.log"
+    log.write_bytes(ROUTER.encode() + '{"time": "2026", "event": "\u00e9'.encode()[:-1] + b"\n" + ROUTER.encode())
+    assert (convert_trace(log).damaged, len(load_trace(str(log)))) == ((5,), 4)
+
+
+def test_a_log_of_which_most_cannot_be_read_is_refused(tmp_path: Path) -> None:
+    """As a log is whose lines are all cut at a width."""
+    cut = "".join(line[:70] + "\n" for line in ROUTER.splitlines())
+    with pytest.raises(InputError, match="4 of 4 lines of this router cannot be read; the first is line 1: not JSON"):
+        convert_trace(written(tmp_path / "router.log", cut), TraceFormat.ROUTER)
 
 
 def test_this_routers_plain_log_is_named_as_what_it_is(tmp_path: Path) -> None:
