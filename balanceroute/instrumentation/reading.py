@@ -171,9 +171,11 @@ def numbers(line: str) -> list[float]:
 
 
 def summarise(paths: Sequence[Path]) -> Summary:
-    """Read and compare. Raises: BadStepLog; OSError."""
+    """Read and compare. Raises: BadStepLog, for a file that is there twice, too; OSError."""
     logs, notes = list[Log](), list[str]()
-    for path in paths:
+    for index, path in enumerate(paths):
+        if path.resolve() in [other.resolve() for other in paths[:index]]:
+            raise BadStepLog(f"{path}: is given twice; accepted is one file per DP rank")
         steps, repaired = in_order(read(path))
         logs.append((path, steps))
         notes += [f"{path.name}: {repaired}"] if repaired else []
@@ -415,8 +417,11 @@ def _fit(load: Floats, requests: Floats, step_ms: Floats) -> Fit | None:
     first = _Line.through(load, requests, step_ms)
     near = first.near(step_ms)
     if near.all() or near.sum() < 3 or float(np.ptp(load[near])) == 0.0:
-        return first.fit()
-    return _Line.through(load[near], requests[near], step_ms[near]).fit()
+        found = first.fit()
+    else:
+        found = _Line.through(load[near], requests[near], step_ms[near]).fit()
+    negative = int(np.count_nonzero(step_ms < 0.0))
+    return replace(found, doubt=f"{negative} of the steps cost less than 0 ms") if negative else found
 
 
 @dataclass(frozen=True, slots=True)

@@ -125,14 +125,25 @@ def parse_params(settings: PolicySettings, params: list[str]) -> PolicySettings:
             options[name] = plain_value(text)
             continue
         if not equals or name not in known:
-            raise InputError(f"--param {param}: accepted is name=value with a name of {', '.join(known)}")
+            raise InputError(f"--param {param}: {_accepted_params(settings.policy)}")
         changes[name] = parsed(text, DEFAULTS[name])
         if not is_accepted(name, changes[name]):
             raise InputError(f"--param {param}: accepted is {accepted(name)}")
         if wrong := misplaced(settings.policy, name):
-            own = ", ".join(knob for knob in knobs_of(settings.policy) if knob not in OPTIONS) or "none"
-            raise InputError(f"--param {param}: {wrong}; its own: {own}")
+            raise InputError(f"--param {param}: {wrong}; its own: {', '.join(_own_knobs(settings.policy)) or 'none'}")
     return replace(settings, **changes, options=tuple(options.items()))
+
+
+def _own_knobs(policy: str) -> list[str]:
+    return [knob for knob in knobs_of(policy) if knob not in OPTIONS]
+
+
+def _accepted_params(policy: str) -> str:
+    """What is said of a param that is no knob of any policy."""
+    if policy not in BUILT_IN:
+        return "accepted is name=value"
+    own = _own_knobs(policy)
+    return f"accepted is name=value with a name of {', '.join(own)}" if own else f"{policy} has no knobs"
 
 
 def parse_options(flag: str, texts: list[str]) -> dict[str, Option]:

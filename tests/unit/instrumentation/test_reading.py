@@ -228,6 +228,28 @@ def test_two_groups_beside_each_other_are_two_groups(tmp_path: Path) -> None:
     assert all(len({file.split("-")[0] for file in group.files}) == 1 for group in found)
 
 
+def test_a_file_that_is_given_twice_is_no_second_server(tmp_path: Path) -> None:
+    (file,) = engines(tmp_path, 1, barrier=False)
+    (tmp_path / "link").symlink_to(file)
+    for twice in ([file, file], [file, tmp_path / "." / file.name], [file, tmp_path / "link"]):
+        with pytest.raises(InputError, match="is given twice; accepted is one file per DP rank"):
+            steps(twice)
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_fit_to_a_step_of_negative_cost_means_nothing(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], ranks: int
+) -> None:
+    files = engines(tmp_path, ranks, barrier=True)
+    rewritten(
+        files[0], lambda lines: [re.sub(",", ",-", line, count=1) if n == 700 else line for n, line in enumerate(lines)]
+    )
+    steps(files, json=False)
+    text = capsys.readouterr().out
+    assert "this fit means nothing: 1 of the steps cost less than 0 ms" in text
+    assert "to replay with" not in text
+
+
 def test_noise_is_said_to_mean_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     files = engines(tmp_path, 1, barrier=False, us_per_token=0.0, noise=0.3)
     assert main([str(file) for file in files]) == 0

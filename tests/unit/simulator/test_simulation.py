@@ -420,8 +420,8 @@ def inside(policy: AdmissionPolicy) -> list[str]:
 @pytest.mark.parametrize(
     ("param", "accepted"),
     [
-        ("beta", "name=value with a name of horizon_steps, alpha"),
-        ("nothing=1", "name=value with a name of horizon_steps, alpha"),
+        ("beta", "name=value with a name of max_wait_s, hold_s$"),
+        ("nothing=1", "name=value with a name of max_wait_s, hold_s$"),
         ("s_greedy=many", "a whole number from 0 to 65536"),
         ("r_max=1e400", "a whole number from 1 to 64"),
         ("horizon_steps=-1", "a whole number from 0 to 4096"),
@@ -440,6 +440,20 @@ def inside(policy: AdmissionPolicy) -> list[str]:
 def test_a_param_that_no_policy_can_have_is_refused_with_what_is_accepted(param: str, accepted: str) -> None:
     with pytest.raises(InputError, match=f"^--param {re.escape(param)}: accepted is {accepted}"):
         parse_params(PolicySettings(), [param])
+
+
+@pytest.mark.parametrize(
+    ("policy", "said"),
+    [
+        ("br_h", "accepted is name=value with a name of alpha, beta,.* horizon_steps, horizon_auto, gamma$"),
+        ("least_kv", "least_kv has no knobs$"),
+    ],
+)
+def test_a_param_that_is_none_is_refused_with_the_knobs_of_the_policy_that_was_asked_for(
+    policy: str, said: str
+) -> None:
+    with pytest.raises(InputError, match=f"^--param nothing=1: {said}"):
+        parse_params(PolicySettings(policy=policy), ["nothing=1"])
 
 
 @pytest.mark.parametrize("name", ["policy", "seed"])
