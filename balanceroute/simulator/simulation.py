@@ -343,7 +343,10 @@ class Simulation:
             at = self.scheduler.recheck_s(self.t)
             later = [max(at, self.t + SHORTEST_WAIT_S)] if at < NEVER else []
         if not later:
-            raise InvariantError(f"at {self.t:.3f} s nothing runs and {self.waiting} requests wait for ever")
+            waits = f"at {self.t:.3f} s nothing runs and {self.waiting} requests wait for ever"
+            if not any(rank.up for rank in self.ranks.ranks):
+                raise InputError(f"failures: no worker is left, and none comes back: {waits}")
+            raise InvariantError(waits)
         self.t = min(later)
 
     # -- what the router hears --------------------------------------------------------------------------------

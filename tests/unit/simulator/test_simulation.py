@@ -225,6 +225,13 @@ def test_what_a_lost_worker_held_is_done_elsewhere_and_it_comes_back_empty() -> 
     assert (outcome.tpot_s > 0).all()
 
 
+@pytest.mark.parametrize("policy", ["pool_fifo", "least_kv"])
+def test_a_cluster_of_which_every_worker_is_lost_for_ever_is_refused_as_what_it_is(policy: str) -> None:
+    setting = a_setting(failures=(Failure(0, 3.0, 4.0), Failure(0, 5.0), Failure(1, 2.0)))
+    with pytest.raises(InputError, match=r"^failures: no worker is left, and none comes back: at .* 5 requests wait"):
+        run(a_trace([(0.0, 100, 50)] * 5), setting, policy)
+
+
 @pytest.mark.parametrize("policy", ["join_shortest_queue", "least_kv", "pool_fifo", "br_0", "target_fit"])
 @pytest.mark.parametrize("option", [{"kv_capacity_tokens": 10**9}, {"failures": (Failure(0, 1e9),)}])
 def test_an_option_that_never_matters_changes_no_figure(policy: str, option: dict[str, object]) -> None:

@@ -1,0 +1,343 @@
+"""`level_fit` and `target_fit` against the text of `core/target_fit.py`, written again from it in plain Python.
+
+Whole decisions on random states: waits past and before their caps, two classes, slowdowns and costs per request, KV
+memory, workers that are down, small pools that are full, outliers. Only the way to the numbers differs: nothing is kept
+from one choice to the next, and nothing is an array. States in which two choices cost nearly the same are passed over,
+because there the last digit of a sum decides.
+"""
+
+import math
+from dataclasses import dataclass, field
+from random import Random
+from typing import Any
+
+import pytest
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+
+from balanceroute.core.knobs import PolicySettings
+from balanceroute.core.scheduler import Scheduler
+from balanceroute.core.state import state_from_dict
+from balanceroute.core.target_fit import LEVEL_FIT, TARGET_FIT, FitRules
+
+RULES = {"level_fit": LEVEL_FIT, "target_fit": TARGET_FIT}
+NEAR = 1e-7  # of a cost: by more than sums of floats can differ
+MAX_WAIT_S, HOLD_S = PolicySettings().max_wait_s, PolicySettings().hold_s
+
+
+@dataclass
+class Place:
+    """A worker of the document."""
+
+    name: str
+    state: str
+    slots: int
+    slowdown: float
+    c: int
+    memory: int
+    tokens: int
+    requests: int
+    own_slots: int
+    own: int
+
+    @property
+    def load(self) -> float:
+        return self.slowdown * (self.tokens + self.c * self.requests)
+
+    @property
+    def free(self) -> int:
+        return max(0, self.own_slots - self.own) if self.state == "up" else 0
+
+
+@dataclass
+class Oracle:
+    """Decides on a state document."""
+
+    rules: FitRules
+    document: dict[str, Any]
+    places: list[Place] = field(default_factory=list)
+    made: list[tuple[str, str]] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.now = self.document["now_s"]
+        self.means = dict(self.document["means"])
+        self.waiting = [dict(entry) for entry in self.document["waiting"]]
+        self.full = self.document["pool_is_full"]
+        for worker in self.document["workers"]:
+            foreign, active = worker["foreign"], worker["active"]
+            self.places.append(
+                Place(
+                    worker["id"],
+                    worker["state"],
+                    worker["slots"],
+                    worker["slowdown"],
+                    worker["request_tokens"],
+                    worker["kv_capacity_tokens"],
+                    sum(each["prompt_tokens"] + each["generated_tokens"] for each in active) + foreign["tokens"],
+                    len(active) + foreign["requests"],
+                    max(worker["slots"] - foreign["requests"], min(foreign["least_own_slots"], worker["slots"])),
+                    len(active),
+                )
+            )
+        self.c = sum(place.c for place in self.places) / len(self.places)
+        self.barrier = [place for place in self.places if place.state != "down"]
+
+    # -- what a request is worth
+
+    def stay_s(self) -> float:
+        means = self.means
+        known = means["answers"] >= 100 and means["step_s"]
+        return means["step_s"] * means["answer_tokens"] if known else math.inf
+
+    def cap_s(self, prompt: int) -> float:
+        rules, means, c, n = self.rules, self.means, self.c, len(self.barrier)
+        times = (prompt + c) / (means["prompt_tokens"] + c)
+        patience = 1 + min(rules.patience * times, rules.most_patience)
+        cap = patience * max(rules.least_cap * MAX_WAIT_S, rules.mean_waits * means["wait_s"], 1e-3)
+        if self.rules is LEVEL_FIT and self.stay_s() < math.inf:
+            if self.full:
+                place_s = min(MAX_WAIT_S, self.stay_s() * n**2 / self.document["max_pooled"])
+                cap = max(cap, patience * place_s * min(1.0, times / 5))
+            k = (prompt + c) / (means["usual_tokens"] + means["answer_tokens"] / 2 + c)
+            if k >= 50:
+                cap = max(cap, min(n * k * self.stay_s() / 64, 3 * MAX_WAIT_S))
+        longest = self.document["longest_wait_s"]
+        return cap if longest is None else min(cap, max(longest, 1e-3))
+
+    def bonus(self, entry: dict[str, Any], mean: float) -> float:
+        u = (self.now - entry["ready_s"]) / self.cap_s(entry["prompt_tokens"])
+        worth = self.rules.size_bonus * (entry["prompt_tokens"] + self.c) + self.rules.mean_bonus * mean
+        return float(u * u * worth + (1e13 * u if u > 1 else 0.0))
+
+    def level(self, place: Place, front: list[dict[str, Any]]) -> tuple[float, float, float]:
+        """T, the largest load, and the least of all others (or T)."""
+        loads, means, share = [each.load for each in self.barrier], self.means, 1 - 1 / len(self.barrier)
+        drop = growth = self.rules.growth_share * means["answer_tokens"] * share
+        if growth:
+            mean_prompt = means["prompt_tokens"]
+            stock = sum(min(entry["prompt_tokens"], 5 * mean_prompt) for entry in front) / len(front)
+            most = max(growth, mean_prompt / 2 - growth)
+            drop += max(-most, min(most, self.rules.stock_share * (mean_prompt - stock)))
+        target = min(max(loads), sum(loads) / len(loads) - place.slowdown * drop)
+        others = [each.load for each in self.barrier if each is not place]
+        return target, max(loads), min([target, *others])
+
+    def mean_cost(self) -> float:
+        mean = self.means["prompt_tokens"] + self.c
+        return max(mean, self.means["answer_tokens"]) if self.rules.sees_answers else mean
+
+    def room(self, place: Place) -> float:
+        if not self.rules.sees_memory or not place.memory or not place.requests:
+            return math.inf
+        return place.memory - min(2 * self.means["answer_tokens"], place.memory / 32) - place.tokens
+
+    # -- the choices
+
+    def decide(self) -> list[tuple[str, str]]:
+        while self.waiting:
+            free = sum(place.free for place in self.places)
+            priority = min(entry["priority"] for entry in self.waiting)
+            front = [entry for entry in self.waiting if entry["priority"] == priority]
+            if not free:
+                break
+            alone = len(self.barrier) == 1 and self.rules is LEVEL_FIT
+            short = self.rules.sees_memory and sum(entry["prompt_tokens"] for entry in front) > min(
+                self.room(place) for place in self.places if place.free
+            )
+            last_class = len(front) == len(self.waiting)
+            if alone or (len(front) <= free and short and last_class):
+                self.by_memory(front)
+                if alone and not any(entry in self.waiting for entry in front):
+                    continue
+                break
+            if len(front) > free:
+                self.scarce(front, free)
+                break
+            self.slack(front, may_hold=last_class and not self.full)
+            if last_class:
+                break
+        return self.made
+
+    def admit(self, entry: dict[str, Any], place: Place) -> None:
+        self.bind(entry, place)
+        self.note(entry, place)
+
+    @staticmethod
+    def bind(entry: dict[str, Any], place: Place, sign: int = 1) -> None:
+        place.tokens += sign * entry["prompt_tokens"]
+        place.requests += sign
+        place.own += sign
+
+    def note(self, entry: dict[str, Any], place: Place) -> None:
+        self.made.append((entry["id"], place.name))
+        self.waiting.remove(entry)
+        self.means["wait_s"] += 0.01 * (self.now - entry["ready_s"] - self.means["wait_s"])
+
+    def slack(self, front: list[dict[str, Any]], may_hold: bool) -> None:
+        hold_s = min(HOLD_S, 0.1 * self.stay_s())
+        for entry in sorted(front, key=lambda entry: -entry["prompt_tokens"]):
+            place = min((each for each in self.places if each.free), key=lambda each: each.load)
+            prompt, envelope = entry["prompt_tokens"], max(each.load for each in self.barrier)
+            raises = place.load + place.slowdown * (prompt + place.c) > envelope
+            busy = all(
+                each.requests >= max(4, (0.5 if self.rules is LEVEL_FIT else 0) * each.slots) for each in self.barrier
+            )
+            until_s = entry["ready_s"] + hold_s * (1 + min(5, prompt / (10 * self.means["prompt_tokens"])))
+            if not (may_hold and raises and busy and self.now < until_s):
+                self.admit(entry, place)
+
+    def by_memory(self, front: list[dict[str, Any]]) -> None:
+        caps = [self.cap_s(entry["prompt_tokens"]) for entry in front]  # before any is admitted
+        rooms = {place.name: self.room(place) for place in self.places if place.free}
+        for entry, cap in zip(front, caps, strict=True):
+            places = [place for place in self.places if place.free]
+            if not places:
+                return
+            fitting = [place for place in places if entry["prompt_tokens"] <= rooms[place.name]]
+            most = max(places, key=lambda place: rooms[place.name])
+            late = self.now - entry["ready_s"] > cap
+            if fitting or (late and rooms[most.name] > 0):
+                place = min(fitting, key=lambda place: place.load) if fitting else most
+                rooms[place.name] -= entry["prompt_tokens"]
+                self.admit(entry, place)
+
+    def scarce(self, front: list[dict[str, Any]], free: int) -> None:
+        caps = {entry["id"]: self.cap_s(entry["prompt_tokens"]) for entry in front}
+        bonus = {entry["id"]: self.bonus(entry, self.mean_cost()) for entry in front}
+        up = [place for place in self.places if place.state == "up"]
+        most = max(self.room(place) for place in up)
+        rooms = {place.name: self.room(place) for place in up if place.free}
+        roomiest = {name: room == most for name, room in rooms.items()}
+        chosen: list[tuple[dict[str, Any], Place]] = []
+        closed: list[Place] = []
+
+        def fits(entry: dict[str, Any], place: Place) -> bool:
+            room = rooms[place.name]
+            if entry["prompt_tokens"] <= room:
+                return True
+            past = math.inf if room <= 0 else 1 if roomiest[place.name] else 2
+            return bool(self.now - entry["ready_s"] > past * caps[entry["id"]])
+
+        def best(place: Place) -> dict[str, Any] | None:
+            target, envelope, least = self.level(place, front)
+            costs: list[tuple[float, dict[str, Any]]] = []
+            for entry in front:
+                if any(entry is used for used, _ in chosen) or not fits(entry, place):
+                    continue
+                x = place.load + place.slowdown * (entry["prompt_tokens"] + place.c)
+                price = abs(x - target) + self.rules.overflow_penalty * max(0.0, x - envelope)
+                price += self.rules.underflow_penalty * max(0.0, least - x)
+                price += self.rules.curvature * (x - target) ** 2 / self.mean_cost()
+                costs.append((price - bonus[entry["id"]], entry))
+            if not costs:
+                return None
+            found = min(costs, key=lambda each: each[0])
+            alike = (found[1]["prompt_tokens"], found[1]["ready_s"])
+            for price, entry in costs:
+                near = price - found[0] <= NEAR * (1 + abs(price))
+                assume(not near or (entry["prompt_tokens"], entry["ready_s"]) == alike)
+            return found[1]
+
+        while len(chosen) < free:
+            places = [place for place in up if place.free and place not in closed]
+            if not places:
+                break
+            place = min(places, key=lambda each: (each.requests / each.slots, each.load))
+            entry = best(place)
+            if entry is None:
+                closed.append(place)
+                continue
+            chosen.append((entry, place))
+            rooms[place.name] -= entry["prompt_tokens"]
+            self.bind(entry, place)
+        for index in [*range(len(chosen))] * self.rules.swap_passes if len(chosen) > 1 else []:
+            entry, place = chosen[index]
+            if rooms[place.name] < 0:
+                continue
+            rooms[place.name] += entry["prompt_tokens"]
+            self.bind(entry, place, -1)
+            chosen[index] = ({}, place)
+            again = best(place)
+            assert again is not None
+            chosen[index] = (again, place)
+            rooms[place.name] -= again["prompt_tokens"]
+            self.bind(again, place)
+        for entry, place in chosen:
+            self.note(entry, place)
+
+
+def a_document(random: Random, policy: str) -> dict[str, Any]:
+    """A state with whatever a router may come to know."""
+    now = 1_000.0
+    mean_prompt = random.choice((50.0, 300.0, 3_000.0))
+    waiting_most = random.choice((0.3, 5.0, 60.0, 300.0))
+    same_c = random.choice((0, 0, 500, 20_000))
+
+    def size() -> int:
+        outlier = random.choice((30.0, 100.0)) if random.random() < 0.1 else 1.0
+        return 1 + int(outlier * mean_prompt * random.lognormvariate(0.0, 1.0))
+
+    workers = []
+    for number in range(random.randint(1, 5)):
+        slots = random.choice((1, 2, 4, 6))
+        active = [
+            {"id": f"d{number}.{each}", "prompt_tokens": size(), "generated_tokens": random.randint(0, 500)}
+            for each in range(max(0, slots - random.randint(0, 2)))
+        ]
+        held = sum(each["prompt_tokens"] + each["generated_tokens"] for each in active)
+        foreign = random.choice((0, 0, 0, 1))
+        workers.append(
+            {
+                "id": f"d{number}",
+                "state": random.choice(("up", "up", "up", "up", "draining", "down")) if number else "up",
+                "slots": slots,
+                "slowdown": random.choice((1.0, 1.0, 1.3)),
+                "request_tokens": same_c if random.random() < 0.9 else 700,
+                "kv_capacity_tokens": random.choice((0, held + int(random.uniform(0.0, 8.0) * mean_prompt))),
+                "foreign": {"requests": foreign, "tokens": foreign * size(), "least_own_slots": foreign},
+                "active": active,
+            }
+        )
+    waiting = [
+        {
+            "id": f"w{number}",
+            "prompt_tokens": size(),
+            "ready_s": now - random.uniform(0.0, waiting_most),
+            "priority": random.choice((0, 0, 0, 0, 1)),
+        }
+        for number in range(random.randint(1, 14))
+    ]
+    waiting.sort(key=lambda entry: entry["priority"])
+    for order, entry in enumerate(waiting):
+        entry["order"] = order
+    return {
+        "policy": policy,
+        "now_s": now,
+        "workers": workers,
+        "waiting": waiting,
+        "means": {
+            "prompt_tokens": mean_prompt * random.uniform(0.7, 1.4),
+            "start_tokens": mean_prompt,
+            "usual_tokens": mean_prompt * random.uniform(0.7, 1.4),
+            "wait_s": random.choice((0.0, 0.2, 4.0)),
+            "answer_tokens": random.choice((0.0, 30.0, 400.0, 4_000.0)),
+            "step_s": random.choice((0.0, 0.03)),
+            "prompts": 500,
+            "answers": random.choice((0, 99, 100, 400)),
+        },
+        "longest_wait_s": random.choice((None, None, 45.0)),
+        "pool_is_full": random.random() < 0.5,
+        "max_pooled": len(waiting) + random.choice((1, 20)),
+    }
+
+
+@pytest.mark.parametrize("policy", sorted(RULES))
+@settings(max_examples=1000, deadline=None)
+@given(seed=st.integers(0, 2**32))
+def test_a_decision_is_the_one_that_the_text_describes(policy: str, seed: int) -> None:
+    document = a_document(Random(seed), policy)
+    expected = Oracle(RULES[policy], document).decide()
+    made, snapshot, now = state_from_dict(document)
+    scheduler = Scheduler(made)
+    scheduler.snapshot = snapshot
+    assert [(action.request, action.worker) for action in scheduler.admit(now)] == expected
