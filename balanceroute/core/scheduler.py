@@ -362,7 +362,8 @@ class Scheduler:
         for choice in self.policy.decide(self.snapshot, now):
             choice.request.sent_ahead = ahead
             self._bind(choice, now)
-            admissions.append(Admit(choice.request.id, choice.worker.spec.id, choice.stage, choice.score))
+            score = float(choice.score)  # as numpy has it, it could not be written to the journal
+            admissions.append(Admit(choice.request.id, choice.worker.spec.id, choice.stage, score))
         return admissions
 
     def _send_ahead(self, now: float) -> list[Admit]:

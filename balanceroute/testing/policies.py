@@ -79,8 +79,10 @@ class _Watched:
         require(worker.state is WorkerState.UP, f"rule 2: worker {worker.spec.id} is {worker.state.value}")
         full = self.waits_for_slots and not worker.free_slots
         require(not full, f"rule 2: worker {worker.spec.id} has no free slot")
-        require(choice.stage in (0, 1, 2, 3), f"rule 2: stage {choice.stage!r}; see balanceroute.Choice")
-        require(not math.isnan(choice.score), "rule 2: the score is not a number")
+        stage_known = type(choice.stage) is int and choice.stage in (0, 1, 2, 3)
+        require(stage_known, f"rule 2: stage {choice.stage!r}; see balanceroute.Choice")
+        number = isinstance(choice.score, int | float) and not math.isnan(choice.score)
+        require(number, f"rule 2: the score {choice.score!r} is not a number")
 
     def patience_s(self, prompt_tokens: int, snapshot: ClusterSnapshot) -> float:
         found = self.policy.patience_s(prompt_tokens, snapshot)

@@ -10,12 +10,15 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
+import orjson
 import pytest
 
 import balanceroute
 from balanceroute.build import build_scheduler
 from balanceroute.config import validate
 from balanceroute.core.policies import BUILT_IN
+from balanceroute.core.scheduler import Scheduler
+from balanceroute.core.types import RequestSpec, Role, WorkerSpec
 from balanceroute.errors import ConfigError, InputError
 from balanceroute.explain import explain
 from balanceroute.testing import RuleBroken, check_policy
@@ -250,9 +253,47 @@ class LastClassFirst(Broken):
             yield balanceroute.Choice(list(snapshot.pool)[-1], workers[0], 1, 0.0)
 
 
+class Scores(Broken):
+    stage: object = 1
+    score: object = 0.0
+
+    def decide(self, snapshot, now):  # type: ignore[no-untyped-def]
+        for choice in super().decide(snapshot, now):
+            yield balanceroute.Choice(choice.request, choice.worker, self.stage, self.score)  # type: ignore[arg-type]
+
+
+class NoScore(Scores):
+    score = None
+
+
+class StageOfNumpy(Scores):
+    stage = np.int64(1)
+
+
+class ScoreOfNumpy(Scores):
+    score = np.float64(2.5)
+
+
+def test_a_score_of_numpy_is_answered_as_a_plain_number_that_can_be_written() -> None:
+    check_policy(ScoreOfNumpy, rounds=4)
+    scheduler = Scheduler(ScoreOfNumpy())
+    scheduler.add_worker(WorkerSpec("d0", Role.DECODE), 0.0)
+    scheduler.submit_prefilled(RequestSpec("a", 10), 0.0)
+    assert orjson.loads(orjson.dumps(scheduler.admit(0.0)))[0]["score"] == 2.5
+
+
 @pytest.mark.parametrize(
     ("policy", "rule"),
-    [(OverFull, 2), (Remembers, "[34]"), (Meddles, 5), (Idle, 6), (LastClassFirst, 2), (object, 1)],
+    [
+        (OverFull, 2),
+        (Remembers, "[34]"),
+        (Meddles, 5),
+        (Idle, 6),
+        (LastClassFirst, 2),
+        (NoScore, 2),
+        (StageOfNumpy, 2),
+        (object, 1),
+    ],
 )
 def test_the_kit_names_the_rule_that_a_policy_breaks(policy: type, rule: object) -> None:
     with pytest.raises(RuleBroken, match=f"rule {rule}: "):
