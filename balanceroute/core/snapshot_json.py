@@ -16,6 +16,7 @@ from balanceroute.errors import InputError
 
 SIGNED = {"now_s", "ready_s", "overdue_s", "wait_s"}  # times of any origin; every other number is at least 0
 LARGEST = 1e15  # of any number: products of what is larger would leave the range of a float
+SLOWDOWNS = (1e-9, 1e9)  # loads are multiplied and margins divided by them; far beyond what a configuration accepts
 MOST = 10**9  # of any count or size: far above every real one, and sums of them stay exact
 
 Patience = Callable[[int, ClusterSnapshot], float]
@@ -230,7 +231,7 @@ def _read_worker(snapshot: ClusterSnapshot, entry: Any, path: str) -> None:
         id=_text(entry, "id", path),
         role=Role.DECODE,
         slots=_whole(entry, "slots", path, least=1),
-        slowdown=_number(entry, "slowdown", path, default=1.0),
+        slowdown=_slowdown(entry, path),
         request_tokens=_whole(entry, "request_tokens", path, default=0),
     )
     if any(worker.spec.id == spec.id for worker in snapshot.workers):
@@ -334,6 +335,14 @@ def _number(data: dict[str, Any], name: str, path: str, default: float | None = 
         raise InputError(f"{_join(path, name)}: expected a number, found {value!r:.60}")
     if value < 0 and name not in SIGNED:
         raise InputError(f"{_join(path, name)}: expected a number of at least 0, found {value!r:.60}")
+    return value
+
+
+def _slowdown(data: dict[str, Any], path: str) -> float:
+    value = _number(data, "slowdown", path, default=1.0)
+    least, most = SLOWDOWNS
+    if not least <= value <= most:
+        raise InputError(f"{path}.slowdown: expected a number from {least:g} to {most:g}, found {value!r:.60}")
     return value
 
 

@@ -50,6 +50,7 @@ def test_what_is_written_reads_back_the_same() -> None:
         ({"workers": 3}, "workers: expected a list, found 3"),
         ({"workers": [{"slots": 4}]}, r"workers\[0\].id: expected a name"),
         ({"workers": [{"id": "d0", "slots": "x"}]}, r"workers\[0\].slots: expected a whole number from 1"),
+        ({"workers": [{"id": "d0", "slots": 1, "slowdown": 0}]}, r"workers\[0\].slowdown: expected a number from 1e"),
         ({"workers": [{"id": "d0", "slots": 1, "state": "odd"}]}, r"state: 'odd'; accepted: up, draining, down"),
         ({"waiting": [{"id": "a", "prompt_tokens": 4}]}, r"waiting\[0\].id: 'a' is there twice"),
         (
@@ -58,7 +59,7 @@ def test_what_is_written_reads_back_the_same() -> None:
         ),
         ({"waiting": ["w"]}, r"waiting\[0\]: expected an object"),
     ],
-    ids=["no list", "no id", "no number", "state", "twice", "negative", "no object"],
+    ids=["no list", "no id", "no number", "slowdown", "state", "twice", "negative", "no object"],
 )
 def test_a_wrong_snapshot_is_refused_with_the_path_of_the_field(change: dict[str, Any], message: str) -> None:
     with pytest.raises(InputError, match=message):
