@@ -160,7 +160,7 @@ def replay(
     if figure is not None:
         raise InputError("--figure: of --compare alone")
     if series is not None:
-        check_written(series)
+        check_written(series, trace)
     with progress_bar("replaying") as tell, stopped_by_signals() as stopped:
         outcome = job.run(until(stopped, tell))
     if series is not None:

@@ -68,7 +68,7 @@ def convert(
 
     if format not in set(TraceFormat):
         raise InputError(f"--format {format}: one of {', '.join(TraceFormat)}")
-    check_written(out)
+    check_written(out, source)
     result = convert_trace(source, TraceFormat(format), jitter_s=jitter, seed=seed)
     write_trace(result.trace, out)
     for note in result.notes:

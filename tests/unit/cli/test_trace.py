@@ -86,6 +86,23 @@ def test_bad_options_leave_the_output_file_as_it_is(
     assert out.read_text() == "yesterday's"
 
 
+@pytest.mark.parametrize(
+    "command",
+    [("trace", "convert", "{file}", "--out", "{link}"), ("replay", "--trace", "{file}", "--series", "{file}")],
+    ids=["convert", "replay"],
+)
+def test_the_file_that_is_read_is_not_replaced_by_what_is_made_of_it(
+    command: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    text = "TIMESTAMP,ContextTokens,GeneratedTokens\n2024-05-10 00:00:00,10,5\n"
+    source, link = tmp_path / "azure.csv", tmp_path / "link"
+    source.write_text(text)
+    link.symlink_to(source)
+    assert run(monkeypatch, *(part.format(file=source, link=link) for part in command)) == 2
+    assert "cannot be written: it is the file that is read" in capsys.readouterr().err
+    assert source.read_text() == text
+
+
 @pytest.mark.parametrize("group", [(), ("trace",), ("predictor",)], ids=["balanceroute", "trace", "predictor"])
 def test_a_group_without_a_command_prints_its_help_and_no_empty_error(
     group: tuple[str, ...], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
