@@ -799,17 +799,21 @@ class Scheduler:
 
     def _promote(self, now: float) -> None:
         """Let the request that has waited longest behind another class join the one in front, if it is time."""
-        pool = self.snapshot.pool
-        if self._since_promotion < PROMOTION_PERIOD or not pool.behind:
-            return
-        starving_s = now - PATIENCE_SHARE * self.config.pool_ttl_s
-        longest = [waiting.longest_waiting() for waiting in pool.behind]
-        starving = min((t for t in longest if t.ready_s <= starving_s), key=attrgetter("ready_s"), default=None)
+        pool, starving = self.snapshot.pool, self.due_promotion(now)
         if starving is not None:
             pool.remove(starving)
             starving.priority = pool.front[0].priority
             pool.add(starving)
             self._since_promotion = 0
+
+    def due_promotion(self, now: float) -> RequestTracker | None:
+        """Who joins the class in front with a decision that is taken now; None: nobody."""
+        pool = self.snapshot.pool
+        if self._since_promotion < PROMOTION_PERIOD or not pool.behind:
+            return None
+        starving_s = now - PATIENCE_SHARE * self.config.pool_ttl_s
+        longest = [waiting.longest_waiting() for waiting in pool.behind]
+        return min((t for t in longest if t.ready_s <= starving_s), key=attrgetter("ready_s"), default=None)
 
     def _bind(self, choice: Choice, now: float) -> None:
         tracker, worker = choice.request, choice.worker

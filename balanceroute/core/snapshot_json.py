@@ -4,10 +4,11 @@ A written snapshot holds all that a policy looks at, so the decision taken on wh
 the running router takes. A hand-made one needs only workers (id, slots, active) and waiting requests.
 """
 
+import bisect
 import math
 from collections.abc import Callable
-from operator import attrgetter
-from typing import Any
+from operator import itemgetter
+from typing import Any, Protocol
 
 from balanceroute.core.snapshot import ClusterSnapshot
 from balanceroute.core.tracker import DecodeInstanceState, PrefillerBudget, RequestTracker
@@ -22,18 +23,26 @@ MOST = 10**9  # of any count or size: far above every real one, and sums of them
 Patience = Callable[[int, ClusterSnapshot], float]
 """How long a prompt of this size may wait before it goes first, seconds (`AdmissionPolicy.patience_s`)."""
 
-PlacesAhead = Callable[[DecodeInstanceState], int]
-"""How many requests a decision may send to a worker ahead of its slots (`Scheduler.places_ahead`)."""
-AS_SIZED: PlacesAhead = attrgetter("ahead")  # at the last decision that left requests waiting
+
+class Decider(Protocol):
+    """What a scheduler would change in its snapshot before it decides."""
+
+    def places_ahead(self, worker: DecodeInstanceState) -> int:
+        """How many requests it may send to a worker ahead of its slots."""
+        ...
+
+    def due_promotion(self, now: float) -> RequestTracker | None:
+        """Who would join the class in front."""
+        ...
 
 
-def snapshot_to_dict(snapshot: ClusterSnapshot, now: float, places_ahead: PlacesAhead = AS_SIZED) -> dict[str, Any]:
-    """The snapshot at `now` as JSON-ready values."""
+def snapshot_to_dict(snapshot: ClusterSnapshot, now: float, decider: Decider | None = None) -> dict[str, Any]:
+    """The snapshot at `now` as JSON-ready values; with its scheduler for `decider` as that would decide on it now."""
     return {
         "now_s": now,
         "horizon_steps": snapshot.horizon_steps,
-        "workers": [_worker(worker, snapshot.horizon_steps, places_ahead) for worker in snapshot.workers],
-        "waiting": [_waiting(tracker, now, snapshot.horizon_steps) for tracker in snapshot.pool],
+        "workers": [_worker(worker, snapshot.horizon_steps, decider) for worker in snapshot.workers],
+        "waiting": _all_waiting(snapshot, now, snapshot.horizon_steps, decider),
         "queued": [
             {"id": tracker.id, "prompt_tokens": tracker.prompt_tokens, "wait_s": now - tracker.arrived_s}
             for tracker in snapshot.queued.values()
@@ -48,14 +57,14 @@ def snapshot_to_dict(snapshot: ClusterSnapshot, now: float, places_ahead: Places
     }
 
 
-def outline_to_dict(snapshot: ClusterSnapshot, now: float, places_ahead: PlacesAhead = AS_SIZED) -> dict[str, Any]:
+def outline_to_dict(snapshot: ClusterSnapshot, now: float, decider: Decider | None = None) -> dict[str, Any]:
     """What a policy that looks at the present loads alone decides on: requests that run are written as sums, as if
     others had sent them. Loads, free slots and what waits are the same. O(workers + waiting).
     """
     return {
         "now_s": now,
-        "workers": [_summed(worker, places_ahead) for worker in snapshot.workers],
-        "waiting": [_waiting(tracker, now, 0) for tracker in snapshot.pool],
+        "workers": [_summed(worker, decider) for worker in snapshot.workers],
+        "waiting": _all_waiting(snapshot, now, 0, decider),
         "means": _means(snapshot),
         "draws": snapshot.draws,
         "longest_wait_s": None if snapshot.longest_wait_s == math.inf else snapshot.longest_wait_s,
@@ -83,7 +92,7 @@ def _means(snapshot: ClusterSnapshot) -> dict[str, Any]:
     }
 
 
-def _fixed(worker: DecodeInstanceState, places_ahead: PlacesAhead) -> dict[str, Any]:
+def _fixed(worker: DecodeInstanceState, decider: Decider | None) -> dict[str, Any]:
     return {
         "id": worker.spec.id,
         "state": worker.state.value,
@@ -91,13 +100,13 @@ def _fixed(worker: DecodeInstanceState, places_ahead: PlacesAhead) -> dict[str, 
         "slowdown": worker.spec.slowdown,
         "request_tokens": worker.spec.request_tokens,
         "kv_capacity_tokens": worker.kv_capacity_tokens,
-        "ahead": places_ahead(worker),
+        "ahead": worker.ahead if decider is None else decider.places_ahead(worker),
     }
 
 
-def _summed(worker: DecodeInstanceState, places_ahead: PlacesAhead) -> dict[str, Any]:
+def _summed(worker: DecodeInstanceState, decider: Decider | None) -> dict[str, Any]:
     return {
-        **_fixed(worker, places_ahead),
+        **_fixed(worker, decider),
         "foreign": {
             "requests": worker.occupied,
             "tokens": worker.total_load,
@@ -107,9 +116,9 @@ def _summed(worker: DecodeInstanceState, places_ahead: PlacesAhead) -> dict[str,
     }
 
 
-def _worker(worker: DecodeInstanceState, horizon_steps: int, places_ahead: PlacesAhead) -> dict[str, Any]:
+def _worker(worker: DecodeInstanceState, horizon_steps: int, decider: Decider | None) -> dict[str, Any]:
     return {
-        **_fixed(worker, places_ahead),
+        **_fixed(worker, decider),
         "load_tokens": worker.load,
         "reported": worker.reported,
         "foreign": {
@@ -128,6 +137,17 @@ def _worker(worker: DecodeInstanceState, horizon_steps: int, places_ahead: Place
             for tracker in worker.active.values()
         ],
     }
+
+
+def _all_waiting(
+    snapshot: ClusterSnapshot, now: float, horizon_steps: int, decider: Decider | None
+) -> list[dict[str, Any]]:
+    promoted = None if decider is None else decider.due_promotion(now)
+    entries = [_waiting(tracker, now, horizon_steps) for tracker in snapshot.pool if tracker is not promoted]
+    if promoted is not None:
+        entry = {**_waiting(promoted, now, horizon_steps), "priority": snapshot.pool.front[0].priority}
+        bisect.insort(entries, entry, key=itemgetter("priority", "order"))
+    return entries
 
 
 def _waiting(tracker: RequestTracker, now: float, horizon_steps: int) -> dict[str, Any]:

@@ -10,15 +10,15 @@ from balanceroute.core.knobs import PolicySettings
 from balanceroute.core.policies import make_policy, settings_from_dict, settings_to_dict
 from balanceroute.core.policy import AdmissionPolicy
 from balanceroute.core.snapshot import ClusterSnapshot
-from balanceroute.core.snapshot_json import AS_SIZED, PlacesAhead, snapshot_from_dict, snapshot_to_dict
+from balanceroute.core.snapshot_json import Decider, snapshot_from_dict, snapshot_to_dict
 from balanceroute.errors import ConfigError, InputError
 
 
 def state_to_dict(
-    settings: PolicySettings, snapshot: ClusterSnapshot, now: float, places_ahead: PlacesAhead = AS_SIZED
+    settings: PolicySettings, snapshot: ClusterSnapshot, now: float, decider: Decider | None = None
 ) -> dict[str, Any]:
-    """The document of this moment, JSON-ready. O(requests)."""
-    return {**settings_to_dict(settings), **snapshot_to_dict(snapshot, now, places_ahead)}
+    """The document of this moment, JSON-ready; `decider`: the scheduler. O(requests)."""
+    return {**settings_to_dict(settings), **snapshot_to_dict(snapshot, now, decider)}
 
 
 def state_from_dict(data: Any) -> tuple[AdmissionPolicy, ClusterSnapshot, float]:

@@ -13,7 +13,10 @@ from balanceroute.core.knobs import PolicySettings
 from balanceroute.core.policies import make_policy
 from balanceroute.core.policy import Choice
 from balanceroute.core.scheduler import PATIENCE_SHARE, PROMOTION_PERIOD, Scheduler, SchedulerConfig
+from balanceroute.core.snapshot_json import outline_to_dict
+from balanceroute.core.state import state_to_dict
 from balanceroute.core.types import Admit, Outcome, RequestSpec, Role, WorkerSpec
+from balanceroute.explain import explain
 
 SLOTS = 6
 Waiting = list[tuple[int, int, int]]  # prompt tokens, priority, how many seconds ago it came into the pool
@@ -107,7 +110,8 @@ def test_nobody_is_held_back_while_a_later_class_is_served(
 def test_a_later_class_takes_its_share_only_when_it_is_about_to_expire(policy: str) -> None:
     """One slot frees per second and a request of the first class arrives: the second one lives on what is promoted."""
     ttl_s, seconds, random = 40, 300, Random(1)
-    scheduler = Scheduler(make_policy(PolicySettings(policy=policy)), SchedulerConfig(pool_ttl_s=ttl_s))
+    chosen = PolicySettings(policy=policy)
+    scheduler = Scheduler(make_policy(chosen), SchedulerConfig(pool_ttl_s=ttl_s))
     scheduler.add_worker(WorkerSpec("d", Role.DECODE, slots=1), 0.0)
     ready_s: dict[str, int] = {}
     promoted: list[int] = []
@@ -119,7 +123,11 @@ def test_a_later_class_takes_its_share_only_when_it_is_about_to_expire(policy: s
         scheduler.expire(second)
         for tracker in list(scheduler.snapshot.decoding()):
             scheduler.finish(tracker.id, Outcome.FINISHED, second)
+        document = state_to_dict(chosen, scheduler.snapshot, second, scheduler)
+        outline = {**document, **outline_to_dict(scheduler.snapshot, second, scheduler)}
         (admission,) = scheduler.admit(second)
+        assert explain(document).admissions == (admission,), "a state that is written before says who comes"
+        assert scheduler.policy.horizon_steps or explain(outline).admissions == (admission,)
         if admission.request.startswith("second"):
             promoted.append(second)
             assert second - ready_s[admission.request] >= PATIENCE_SHARE * ttl_s

@@ -195,7 +195,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     @rule()
     def admit(self) -> None:
         scheduler = self.scheduler
-        written = state_to_dict(self.settings, scheduler.snapshot, self.now, scheduler.places_ahead)
+        written = state_to_dict(self.settings, scheduler.snapshot, self.now, scheduler)
         state = json.loads(json.dumps(written))
         foreseen = explain(state)
         snapshot = self.scheduler.snapshot

@@ -64,7 +64,7 @@ def test_a_recorded_run_runs_again_to_the_same_answers(path: Path) -> None:
 
 
 # what decides nothing, or is known from other calls
-UNRECORDED = {"due_refreshes", "late", "places_ahead", "recheck_s", "show_report"}
+UNRECORDED = {"due_promotion", "due_refreshes", "late", "places_ahead", "recheck_s", "show_report"}
 
 
 def test_every_call_of_a_scheduler_is_recorded_or_known_to_decide_nothing() -> None:

@@ -84,7 +84,7 @@ class DecisionLog:
             self._ledger.settle()
             write = snapshot_to_dict if whole else outline_to_dict
             scheduler = self._ledger.scheduler
-            self._state = write(scheduler.snapshot, now, scheduler.places_ahead)
+            self._state = write(scheduler.snapshot, now, scheduler)
 
     def after(self, admissions: Sequence[Admit]) -> None:
         """Note a decision that has been taken."""

@@ -366,7 +366,7 @@ class Ledger:
         """The state document, JSON-ready: what a decision can be explained from. `settings`: those in force.
         O(requests).
         """
-        return state_to_dict(settings, self.scheduler.snapshot, self.now(), self.scheduler.places_ahead)
+        return state_to_dict(settings, self.scheduler.snapshot, self.now(), self.scheduler)
 
     def rows(self, *, running: bool) -> int:
         """How many workers and waiting requests a state has; `running`: and requests that run. O(workers)."""
