@@ -6,11 +6,11 @@
     0
 
 What `__all__` names is the library, described in docs/library.md; paths may be given as text. A name is imported when
-it is first used, so that `import balanceroute` takes no time.
+it is first used, so that `import balanceroute` takes no time. It imports nothing itself: Ctrl-C at the beginning of a
+command would print where it was.
 """
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+TYPE_CHECKING = False  # as `typing` has it, for type checkers
 
 __version__ = "0.1.0"
 
@@ -54,6 +54,8 @@ __all__ = [
 ]
 
 if TYPE_CHECKING:
+    from typing import Any
+
     from balanceroute.build import build_scheduler
     from balanceroute.config import Config
     from balanceroute.config import load as load_config
@@ -118,8 +120,10 @@ _HOME_OF = {name: module for module, names in _HOMES.items() for name in names}
 _NAMES_THERE = {"load_config": "load"}
 
 
-def __getattr__(name: str) -> Any:
+def __getattr__(name: str) -> "Any":
     """Import the name's home; remember it, so that this is asked once per name."""
+    from importlib import import_module
+
     if name not in _HOME_OF:
         raise AttributeError(f"module 'balanceroute' has no attribute {name!r}")
     found = getattr(import_module(f"balanceroute.{_HOME_OF[name]}"), _NAMES_THERE.get(name, name))

@@ -50,10 +50,6 @@ def serve(
 
     Example: balanceroute serve --config configs/4p1d.yaml --policy br_h
     """
-    import signal
-
-    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGHUP})  # it waits until there is who reloads
-
     import asyncio
     import logging
     import os

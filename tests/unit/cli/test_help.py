@@ -2,6 +2,7 @@
 
 import os
 import re
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -71,3 +72,43 @@ def test_a_command_that_is_interrupted_while_it_is_imported_ends_in_silence(tmp_
         check=False,
     )
     assert (ended.returncode, ended.stdout, ended.stderr) == (130, "", "")
+
+
+@pytest.mark.parametrize("wraps", [True, False], ids=["as a cause", "as it is"])
+def test_a_command_that_is_interrupted_while_it_imports_ends_in_silence_whatever_became_of_it(
+    tmp_path: Path, wraps: bool
+) -> None:
+    (tmp_path / "numpy.py").write_text(
+        "try:\n    raise KeyboardInterrupt\nexcept BaseException as error:\n"
+        f"    raise {'RuntimeError(1) from error' if wraps else ''}\n"
+    )
+    environ = {**os.environ, "PYTHONPATH": f"{tmp_path}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"}
+    command = [sys.executable, "-m", "balanceroute", "trace", "generate", "capped", "--out", str(tmp_path / "t.csv")]
+    ended = subprocess.run(command, env=environ, capture_output=True, text=True, check=False)
+    assert (ended.returncode, ended.stdout, ended.stderr) == (130, "", "")
+
+
+def test_a_signal_during_an_import_that_catches_everything_ends_the_command_in_silence(tmp_path: Path) -> None:
+    (tmp_path / "typer.py").write_text(
+        "import os, signal\ntry:\n    os.kill(os.getpid(), signal.SIGINT)\n    1 + 1\n"
+        "except BaseException:\n    raise RuntimeError from None\n"
+    )
+    environ = {**os.environ, "PYTHONPATH": f"{tmp_path}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"}
+    command = [sys.executable, "-m", "balanceroute", "--help"]
+    ended = subprocess.run(command, env=environ, capture_output=True, text=True, check=False)
+    assert (ended.returncode, ended.stdout, ended.stderr) == (130, "", "")
+
+
+def test_nothing_is_imported_before_an_interrupt_is_awaited() -> None:
+    code = "import sys; before = {*sys.modules}; import balanceroute.__main__; print(*sorted({*sys.modules} - before))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.split() == ["balanceroute", "balanceroute.__main__"]
+
+
+def test_sighup_does_not_end_serve_while_it_is_imported(tmp_path: Path) -> None:
+    signal_itself = "import os, signal\nos.kill(os.getpid(), signal.SIGHUP)\nraise SystemExit(7)\n"
+    (tmp_path / "typer.py").write_text(signal_itself)
+    environ = {**os.environ, "PYTHONPATH": f"{tmp_path}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"}
+    for command, status in (("serve", 7), ("replay", -signal.SIGHUP)):
+        ended = subprocess.run([sys.executable, "-m", "balanceroute", command], env=environ, check=False)
+        assert ended.returncode == status
