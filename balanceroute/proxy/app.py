@@ -298,6 +298,8 @@ def start(services: Services, recorder: Recorder, settled: asyncio.Event | None 
         "recorder": recorder.run,
         "certificates": services.tls.watch,
     }
+    if services.pins is not None:
+        coroutines["pins"] = services.pins.watch
     for name, run in coroutines.items():
         services.tasks[name] = services.loop.create_task(supervised(services, name, run), name=name)
     start_refits(services)

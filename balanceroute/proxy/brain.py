@@ -104,7 +104,7 @@ def run_brain(
 
     Raises: ConfigError: a file or socket of the folder can't be used.
     """
-    folder.make()
+    folder.make(again)
     lead = the_lead(configured.config, folder, again)
 
     def follow_now() -> None:

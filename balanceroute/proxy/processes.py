@@ -286,7 +286,18 @@ class Processes:
         for link in self._links:
             link.close()
         follow, place = self._begin(name), self.relays.index(name)
-        run_relay(self._configured, self._sockets, self._folder, name, follow, on_up, self.loads, self._table, place)
+        run_relay(
+            self._configured,
+            self._sockets,
+            self._folder,
+            name,
+            follow,
+            on_up,
+            self.loads,
+            self._table,
+            place,
+            self._was_up,
+        )
 
     def _begin(self, name: str) -> Callable[[], None]:
         """Say in the log who this is; returns what has it follow the parent's reload."""

@@ -96,20 +96,22 @@ def run_relay(
     loads: RelayLoads,
     table: KeyTable,
     place: int,
+    again: bool = False,
 ) -> None:
     """Serve clients until a signal ends it.
 
     Args: listeners: bound sockets, shared with the other relays: the clients', and the operators' where `listen.admin`
     is set. name: one that no other living relay of the router has; the same after a restart. follow: has `configured`
     be what the parent has reloaded, for SIGHUP. on_up: called when it accepts. loads, table: what all relays of this
-    router share; place: this one's in them.
+    router share; place: this one's in them. again: the router has been up, so that what is in the way is moved away.
 
     Raises: ConfigError: a file of the folder can't be used.
     """
+    folder.make(again)
     life = folder.come_to_life(name)
     configured.tls.catch_up()
     configured.perimeter.sit(Seat(table, place))
-    app = create_relay_app(configured, folder, name, life)
+    app = create_relay_app(configured, folder, name, life, again)
 
     async def on_reload() -> None:
         follow()
@@ -120,8 +122,8 @@ def run_relay(
     server.run(sockets=listeners)
 
 
-def create_relay_app(configured: Configured, folder: RunFolder, name: str, life: int) -> RelayApp:
-    """The application of the relay of that name. `life`: see `RunFolder.come_to_life`.
+def create_relay_app(configured: Configured, folder: RunFolder, name: str, life: int, again: bool = False) -> RelayApp:
+    """The application of the relay of that name. `life`: see `RunFolder.come_to_life`. `again`: see `run_relay`.
 
     Raises: ConfigError: a file of the folder can't be used.
     """
@@ -152,7 +154,7 @@ def create_relay_app(configured: Configured, folder: RunFolder, name: str, life:
             "certificates": services.tls.watch,
         }
         if pins is not None:
-            coroutines["left"] = partial(_drain_left, services, pins)
+            coroutines |= {"left": partial(_drain_left, services, pins), "pins": pins.watch}
         for task, run in coroutines.items():
             services.tasks[task] = services.loop.create_task(supervised(services, task, run), name=task)
         try:
@@ -164,7 +166,7 @@ def create_relay_app(configured: Configured, folder: RunFolder, name: str, life:
             await stop_tasks(services)
 
     reach, to_brain = _ways_to_brain(config, folder, tls)
-    pins = None if config.kv_pin_s is None else _own_pins(folder.pins(name))
+    pins = None if config.kv_pin_s is None else _own_pins(folder.pins(name), again)
     closing: list[Callable[[], None]] = [to_brain.close]
     metaserver = None
     if config.connector == "mooncake_layerwise":
@@ -217,13 +219,16 @@ async def _drain_left(services: RelayServices, pins: PinRecord) -> None:
         await asyncio.sleep(LEFT_S)
 
 
-def _own_pins(path: Path) -> PinRecord:
-    """This relay's record. Raises: ConfigError."""
+def _own_pins(path: Path, again: bool) -> PinRecord:
+    """This relay's record; `again`: the router has been up, and this relay goes on without a file if it must.
+
+    Raises: ConfigError.
+    """
     for _ in range(PINS_TRIES):
         with suppress(ConfigError):
-            return PinRecord(path)
+            return PinRecord(path, named=False)
         time.sleep(PINS_PAUSE_S)  # another relay may be taking it over in this moment
-    return PinRecord(path)
+    return PinRecord(path, named=False, needed=not again)
 
 
 def _routes(

@@ -12,8 +12,8 @@ import socket
 import stat
 import tempfile
 import time
-from collections.abc import Callable, Collection, Mapping
-from contextlib import suppress
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO, Final
@@ -170,7 +170,7 @@ class RunFolder:
         try:
             if is_at(held, self.folder / name):
                 return False
-            self.make()
+            self.make(again=True)
             file = self._locked(name, f"another process holds {name} in it by now", tries=1)
             os.dup2(file, held, inheritable=False)  # who has the number goes on with it
             os.close(file)
@@ -221,8 +221,11 @@ class RunFolder:
     def _counts(self, relay: str) -> Path:
         return self.folder / f"{_COUNTS}{relay}"
 
-    def make(self) -> None:
-        """Make the folder, for our user alone. Raises: ConfigError: it can't be, or it is somebody else's."""
+    def make(self, again: bool = False) -> None:
+        """Make the folder, for our user alone. `again`: it has been ours, so what is in the way is moved away.
+
+        Raises: ConfigError: it can't be, or it is somebody else's.
+        """
         if len(os.fsencode(self.callbacks(_LONGEST))) > MAX_SOCKET_PATH:
             raise _unusable(self.folder, f"its path is too long for a socket in it, at most {MAX_SOCKET_PATH} bytes")
         try:
@@ -231,17 +234,42 @@ class RunFolder:
             if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.geteuid():
                 raise _unusable(self.folder, "accepted is a folder of the router's own user")
             self.folder.chmod(0o700)
-            self._check(_FILE, stat.S_ISREG, "file")
-            self._check(_SOCKET, stat.S_ISSOCK, "socket")
+            self._check(_FILE, _is_our_file, "file of ours", again)
+            self._check(_SOCKET, _is_socket, "socket", again)
         except OSError as error:
             raise _unusable(self.folder, f"cannot be used: {error.strerror}") from None
 
-    def _check(self, name: re.Pattern[str], is_right: Callable[[int], bool], kind: str) -> None:
+    def _check(self, name: re.Pattern[str], is_right: Callable[[Path], bool], kind: str, again: bool) -> None:
         """Find out now whether something else is where files of ours are to be. Raises: ConfigError; OSError."""
         for path in self._ours(name):
             with suppress(FileNotFoundError):
-                if not is_right(path.lstat().st_mode):
+                if is_right(path):
+                    continue
+                if not again:
                     raise _unusable(self.folder, f"{path.name} in it is no {kind}; remove it")
+                with self._alone():
+                    if not is_right(path):  # still: who was faster may have put a file of ours there
+                        self._move_away(path, f"no {kind}")
+
+    def _move_away(self, path: Path, why: str) -> None:
+        """Give it a name that nothing else has. Raises: OSError."""
+        aside = path.with_name(f"aside-{secrets.token_hex(4)}-{path.name}")
+        path.rename(aside)
+        log.warning("moved out of the way", extra={"file": str(path), "to": aside.name, "reason": why})
+
+    @contextmanager
+    def _alone(self) -> Iterator[None]:
+        """One process at a time, unless it stands still. Raises: OSError."""
+        folder = os.open(self.folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            for _ in range(_TRIES):
+                with suppress(BlockingIOError):
+                    fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    break
+                time.sleep(_PAUSE_S)
+            yield
+        finally:
+            os.close(folder)
 
 
 class CountsFile:
@@ -293,6 +321,20 @@ def run_folder(config: Config, port: int, environ: Mapping[str, str]) -> RunFold
     if own:
         return RunFolder(Path(own) / f"balanceroute-{port}")
     return RunFolder(Path(tempfile.gettempdir()) / f"balanceroute-{os.geteuid()}-{port}")
+
+
+def _is_socket(path: Path) -> bool:
+    return stat.S_ISSOCK(path.lstat().st_mode)
+
+
+def _is_our_file(path: Path) -> bool:
+    """Whether it is a file that we can read and write, now at the latest. Raises: FileNotFoundError."""
+    if not stat.S_ISREG(path.lstat().st_mode):
+        return False
+    if not os.access(path, os.R_OK | os.W_OK):
+        with suppress(PermissionError):
+            path.chmod(0o600)
+    return os.access(path, os.R_OK | os.W_OK)
 
 
 def _is_locked(path: Path) -> bool:

@@ -571,6 +571,42 @@ def test_a_socket_that_is_lost_is_made_anew_and_streams_go_on(cluster: Cluster, 
     with_router(test, cluster, tmp_path, standbys=1)
 
 
+@pytest.mark.parametrize("name", ["lead", "life-relay-0", "counts-relay-0", "pins-relay-0", "spoilt pins-relay-0"])
+def test_what_is_in_the_way_of_a_file_of_the_run_folder_keeps_no_process_from_being_started_again(
+    cluster: Cluster, tmp_path: Path, name: str
+) -> None:
+    async def test(router: Router) -> None:
+        relays, led = router.relays, len(router.brains)
+        path = tmp_path / name.removeprefix("spoilt ")
+        if name.startswith("spoilt"):
+            path.write_bytes(b"spoilt" * 20)
+        else:
+            path.unlink()
+            path.mkdir()
+        for pid in (router.brains[-1], relays["relay-0"]):
+            os.kill(pid, signal.SIGKILL)
+        await until(lambda: len(router.brains) > led and router.relays["relay-0"] != relays["relay-0"])
+        assert await all_end(streams(router, 6, 20)) == 6
+        await until(path.is_file)
+        await until(router.holds_nothing)
+        assert router.running.poll() is None
+        assert (
+            len(router.said("moved out of the way")) + len(router.said("damaged lines in the record of pinned KV")) == 1
+        )
+
+    with_router(test, cluster, tmp_path, standbys=1)
+
+
+def test_a_record_of_pinned_kv_that_somebody_has_removed_is_made_again(cluster: Cluster, tmp_path: Path) -> None:
+    async def test(router: Router) -> None:
+        path = tmp_path / "pins-relay-0"
+        path.unlink()
+        await until(lambda: bool(router.said("pinned KV is recorded again", file=str(path))))
+        assert path.exists()
+
+    with_router(test, cluster, tmp_path)
+
+
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "stands still"])
 def test_a_standby_takes_over_and_a_brain_that_goes_on_finds_itself_deposed(
     cluster: Cluster, tmp_path: Path, how: signal.Signals

@@ -13,9 +13,11 @@ Nothing of a prompt is written but its size. A decode worker pulls by the parame
 prompt than how many tokens it has, so any prompt of that size drains it (`stand_in`).
 
 A lock on the file keeps a second router from draining what a first one needs. Where the disk is too full for a new file
-the old one grows. A record that can't be written any more is left empty, and the router goes on without it.
+the old one grows. A record that can't be written any more is left empty, and the router goes on without it, until
+`mend` has it written again; so it has a file that somebody has removed.
 """
 
+import asyncio
 import errno
 import fcntl
 import logging
@@ -23,6 +25,7 @@ import os
 import secrets
 import stat
 import time
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
@@ -30,7 +33,8 @@ from typing import Any, Final
 import orjson
 
 from balanceroute.errors import ConfigError
-from balanceroute.proxy.link.files import beside
+from balanceroute.proxy.link.files import beside, is_at
+from balanceroute.proxy.telemetry.ticks import until_tick_s
 from balanceroute.proxy.wire.bounds import MAX_PARAMS_BYTES, token_count
 from balanceroute.proxy.wire.payloads import ClientRequest
 
@@ -40,6 +44,7 @@ HEAD: Final = b"balanceroute pins 1\n"
 COMPACT_BYTES: Final = 2**20  # a few thousand requests
 GROWTH: Final = 4  # times what is pinned, and at least `COMPACT_BYTES`, a file grows before it is written anew
 NO_ROOM: Final = (errno.ENOSPC, errno.EDQUOT, errno.EMFILE, errno.ENFILE)  # for a file more, or a descriptor
+MEND_S: Final = 5.0  # between two looks at what somebody may have removed
 DRAWN_TOKENS: Final = 32  # twice the block of vLLM's prefix cache, whose names follow from the first block on
 _LEAST_ID: Final = 10  # ids that every vocabulary has
 _IDS: Final = 90
@@ -75,19 +80,25 @@ class Pin:
 class PinRecord:
     """The file of one router. `left` is what the one before it has not released, and is held until it is."""
 
-    def __init__(self, path: str | Path) -> None:
-        """Raises: ConfigError: the file can't be used, is none of ours, or is another router's."""
-        self._path = Path(path)
+    def __init__(self, path: str | Path, named: bool = True, needed: bool = True) -> None:
+        """`named`: by an operator, who may have named a file that is none of ours; otherwise all that can be read of it
+        is. `needed`: otherwise a file that can't be used is no reason not to go on without it.
+
+        Raises: ConfigError: the file can't be used, is none of ours, or is another router's.
+        """
+        self._path, self._named = Path(path), named
         self._live: dict[int, Pin] = {}
+        self.left: tuple[Pin, ...] = ()
         self._count = 0
         self._size = self._limit = 0
         self._file: int | None = None
+        self._lacks = False  # a file, and that was told
         try:
             self._file = os.open(self._path, _FLAGS, 0o600)
             self._lock(self._file, self._path)
             with open(self._file, "rb", closefd=False) as file:
                 data = file.read()
-            self._live = _held(data, self._path, self)
+            self._live = _held(data, self._path, self, named)
             self.left = tuple(self._live.values())
             self._count = max(self._live, default=0)
             self._begin(data)
@@ -95,7 +106,9 @@ class PinRecord:
             self.close()
             if isinstance(error, ConfigError):
                 raise
-            raise ConfigError(f"lifecycle.pins_file = {str(path)!r}: cannot be used: {error.strerror}") from None
+            if needed:
+                raise ConfigError(f"lifecycle.pins_file = {str(path)!r}: cannot be used: {error.strerror}") from None
+            self._tell_lack(error)
 
     def pin(
         self, request_id: str, prefiller: str, params: bytes, prompt_tokens: int, model: str | None, age_s: float
@@ -130,7 +143,7 @@ class PinRecord:
         with open(file, "rb") as opened:
             try:
                 self._lock(file, path)
-                pins = tuple(_held(opened.read(), path, self).values())
+                pins = tuple(_held(opened.read(), path, self, self._named).values())
                 path.unlink()
             except (OSError, ConfigError):
                 return ()  # it is kept, or is none of ours
@@ -138,6 +151,25 @@ class PinRecord:
             pin.number = 0
             self.hold(pin)
         return pins
+
+    def mend(self) -> None:
+        """Have what is held in the file once more, if somebody has removed it, or it could not be written."""
+        try:
+            if self._file is not None and is_at(self._file, self._path):
+                return
+            self._see_that_it_is_nobodys()
+            self._rewrite()
+        except (OSError, ConfigError) as error:
+            self._tell_lack(error)
+        else:
+            self._lacks = False
+            log.warning("pinned KV is recorded again", extra={"file": str(self._path)})
+
+    async def watch(self) -> None:
+        """Every few seconds, `mend`; until cancelled."""
+        while True:
+            await asyncio.sleep(until_tick_s(time.monotonic(), MEND_S))
+            self.mend()
 
     def __len__(self) -> int:
         """How many are held."""
@@ -150,6 +182,21 @@ class PinRecord:
             os.close(file)
 
     # -- the file
+
+    def _see_that_it_is_nobodys(self) -> None:
+        """What is where ours was may be replaced. Raises: ConfigError; OSError."""
+        with suppress(FileNotFoundError):
+            file = os.open(self._path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
+            with open(file, "rb") as opened:
+                self._lock(file, self._path)
+                _held(opened.read(), self._path, self, self._named)
+
+    def _tell_lack(self, error: OSError | ConfigError) -> None:
+        """Once, until it is recorded again."""
+        if not self._lacks:
+            why = error.strerror if isinstance(error, OSError) else str(error)
+            log.warning("pinned KV is not recorded", extra={"file": str(self._path), "error": why})
+        self._lacks = True
 
     def _lock(self, file: int, path: Path) -> None:
         """Make the file ours alone. Raises: ConfigError; OSError."""
@@ -225,24 +272,29 @@ class PinRecord:
 
     def _give_up(self, error: OSError) -> None:
         """Better no record than one that says of used parameters that they are not."""
-        fields = {"file": str(self._path), "error": error.strerror}
-        log.warning("pinned KV is recorded no longer; a restart tries again", extra=fields)
         assert self._file is not None
+        self._tell_lack(error)
         try:
             os.ftruncate(self._file, 0)
         except OSError as second:
-            log.warning("the record of pinned KV is out of date; remove it", extra={**fields, "error": second.strerror})
+            fields = {"file": str(self._path), "error": second.strerror}
+            log.warning("the record of pinned KV is out of date; remove it", extra=fields)
         self.close()
 
 
-def _held(data: bytes, path: Path, record: PinRecord) -> dict[int, Pin]:
-    """What a file says is pinned, by number, as `record`'s. Raises: ConfigError: it is another kind of file."""
+def _held(data: bytes, path: Path, record: PinRecord, named: bool) -> dict[int, Pin]:
+    """What a file says is pinned, by number, as `record`'s.
+
+    Raises: ConfigError: it is another kind of file, and somebody has named it.
+    """
     data = data.lstrip(b"\0")  # a machine that lost its power may leave a file of its length and no more
-    if not (data.startswith(HEAD) or HEAD.startswith(data)):
+    is_ours = data.startswith(HEAD) or HEAD.startswith(data)
+    if named and not is_ours:
         raise ConfigError(f"lifecycle.pins_file = {str(path)!r}: it holds something else; name another file")
     held: dict[int, Pin] = {}
-    damaged = 0
-    for line in data[len(HEAD) :].split(b"\n")[:-1]:  # the last one was being written, or is empty
+    damaged = 0 if is_ours else 1
+    _, _, lines = data.partition(b"\n")
+    for line in lines.split(b"\n")[:-1]:  # the last one was being written, or is empty
         try:
             if line.startswith(b"-"):
                 held.pop(int(line[1:]), None)

@@ -197,9 +197,57 @@ def test_something_else_in_place_of_a_file_of_it_is_one_line_at_the_start(tmp_pa
         (tmp_path / name).mkdir()
     else:
         os.mkfifo(tmp_path / name)
-    with pytest.raises(ConfigError, match=rf"^listen\.run_folder = .*: {name} in it is no (file|socket)") as refused:
+    with pytest.raises(
+        ConfigError, match=rf"^listen\.run_folder = .*: {name} in it is no (file of ours|socket)"
+    ) as refused:
         folder.make()
     assert "\n" not in str(refused.value)
+
+
+@pytest.mark.parametrize("name", ["lead", "pins-relay-0", "life-relay-0", "link.sock"])
+def test_something_else_in_place_of_a_file_of_it_is_moved_away_once_it_has_been_ours(
+    tmp_path: Path, name: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder = RunFolder(tmp_path)
+    (tmp_path / name).mkdir()
+    (tmp_path / name / "somebody's").touch()
+    folder.make(again=True)
+    (aside,) = tmp_path.iterdir()
+    assert aside.name.endswith(f"-{name}") and (aside / "somebody's").exists()
+    assert [(each.getMessage(), vars(each)["file"]) for each in caplog.records] == [
+        ("moved out of the way", str(tmp_path / name))
+    ]
+    folder.make()
+    assert folder.other_pins("relay-7") == [] and folder.living() == []
+
+
+def test_a_file_that_we_may_not_read_is_ours_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = RunFolder(tmp_path)
+    folder.lock.touch()
+    folder.lock.chmod(0)
+
+    def access(path: Path, _: int) -> bool:  # these tests may be run by root, who may read all
+        return bool(path.stat().st_mode & 0o600)
+
+    monkeypatch.setattr(os, "access", access)
+    folder.make()
+    assert stat.S_IMODE(folder.lock.stat().st_mode) == 0o600
+
+
+def test_a_file_that_cannot_be_made_readable_is_in_the_way(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object) -> None:
+        raise PermissionError(1, "Operation not permitted")
+
+    folder = RunFolder(tmp_path)
+    folder.make()
+    folder.lock.write_text("7\n")
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "access", lambda *_: False)
+        patched.setattr(Path, "chmod", lambda path, mode: None if path == tmp_path else refuse())
+        with pytest.raises(ConfigError, match="lead in it is no file of ours"):
+            folder.make()
+        folder.make(again=True)
+    assert not folder.lock.exists()
 
 
 def test_no_file_of_it_grows_old_but_the_leaders_which_shows_whether_that_one_lives(tmp_path: Path) -> None:

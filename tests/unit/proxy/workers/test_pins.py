@@ -150,6 +150,91 @@ def test_another_kind_of_file_is_refused_and_left_as_it_is(path: Path) -> None:
     assert path.read_text() == "root:x:0:0\n"
 
 
+@pytest.mark.parametrize("spoilt", [b"root:x:0:0\n", b"\xff" * 300, b"\xff\n"], ids=["text", "one line", "bytes"])
+def test_a_spoilt_record_that_nobody_has_named_is_begun_anew_with_what_can_be_read_of_it(
+    path: Path, spoilt: bytes, caplog: pytest.LogCaptureFixture
+) -> None:
+    record = PinRecord(path)
+    a_pin(record, "kept")
+    killed(record)
+    path.write_bytes(spoilt + (path.read_bytes()[len(HEAD) :] if spoilt.endswith(b"\n") else b""))
+    record = PinRecord(path, named=False)
+    assert [pin.request_id for pin in record.left] == ["kept"] * spoilt.endswith(b"\n")
+    assert [one.getMessage() for one in caplog.records] == ["damaged lines in the record of pinned KV"]
+    killed(record)
+    assert left_in(path) == ["kept"] * spoilt.endswith(b"\n")
+
+
+def test_a_spoilt_record_of_a_relay_that_is_gone_is_taken_over_as_far_as_it_can_be_read(tmp_path: Path) -> None:
+    mine, other = PinRecord(tmp_path / "mine", named=False), PinRecord(tmp_path / "other")
+    a_pin(other, "theirs")
+    killed(other)
+    spoilt = tmp_path / "other"
+    spoilt.write_bytes(b"x" + spoilt.read_bytes())
+    assert [pin.request_id for pin in mine.take_over(spoilt)] == ["theirs"] and not spoilt.exists()
+    mine.close()
+
+
+def test_a_record_that_was_removed_is_there_again_with_all_that_is_held(
+    path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    record = PinRecord(path)
+    taken, _ = a_pin(record, "taken"), a_pin(record, "kept")
+    record.mend()
+    assert not caplog.records
+    path.unlink()
+    taken.release()
+    record.mend()
+    assert [one.getMessage() for one in caplog.records] == ["pinned KV is recorded again"]
+    with pytest.raises(ConfigError, match="another router is using it"):
+        PinRecord(path)
+    a_pin(record, "later")
+    killed(record)
+    assert left_in(path) == ["kept", "later"]
+
+
+def test_a_record_that_was_removed_leaves_alone_what_has_taken_its_place(
+    path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    record = PinRecord(path)
+    path.unlink()
+    second = PinRecord(path)
+    a_pin(second, "theirs")
+    record.mend(), record.mend()
+    killed(second)
+    path.write_text("root:x:0:0\n")
+    record.mend()
+    assert [one.getMessage() for one in caplog.records] == ["pinned KV is not recorded"]
+    assert path.read_text() == "root:x:0:0\n"
+    killed(record)
+
+
+def test_a_record_begins_again_once_the_disk_has_room(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    record = PinRecord(path)
+    with monkeypatch.context() as patched:
+        patched.setattr(module.os, "write", FullDisk(path, 0))
+        a_pin(record, "then")
+        record.mend()
+    assert path.read_bytes() == b""
+    record.mend()
+    killed(record)
+    assert left_in(path) == ["then"]
+
+
+def test_a_record_that_is_not_needed_is_missing_until_its_file_can_be_used(
+    path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path.mkdir()
+    record = PinRecord(path, needed=False)
+    a_pin(record, "a")
+    record.mend()
+    assert record.left == () and [one.getMessage() for one in caplog.records] == ["pinned KV is not recorded"]
+    path.rmdir()
+    record.mend()
+    killed(record)
+    assert left_in(path) == ["a"]
+
+
 def test_a_file_in_use_is_refused_until_its_router_has_ended(path: Path) -> None:
     record = PinRecord(path)
     with pytest.raises(ConfigError, match="another router is using it"):
@@ -219,7 +304,7 @@ def test_a_full_disk_leaves_an_empty_record_and_stops_nobody(
         patched.setattr(module.os, "write", full)
         second = a_pin(record)
     first.release(), second.release(), second.hold()
-    assert "recorded no longer" in caplog.text
+    assert "not recorded" in caplog.text
     assert left_in(path) == []
 
 
@@ -267,7 +352,7 @@ def test_a_router_that_finds_an_empty_record_and_a_full_disk_goes_on_without_one
         patched.setattr(module.os, "write", FullDisk(path, 0))
         record = PinRecord(path)
         a_pin(record).release()
-    assert [one.getMessage() for one in caplog.records] == ["pinned KV is recorded no longer; a restart tries again"]
+    assert [one.getMessage() for one in caplog.records] == ["pinned KV is not recorded"]
     assert left_in(path) == []
 
 
