@@ -257,7 +257,11 @@ def create_brain_app(
             None if read.listen.link is None else FarMembers(folder.far),
         )
 
-        counted = LeaderCounts(folder, lead, services.metrics)
+        def inherited(relay: str) -> None:
+            reports.counts.pop(relay, None)
+            services.metrics.forget_workers_but([worker.id for worker in services.fleet])
+
+        counted = LeaderCounts(folder, lead, services.metrics, inherited)
 
         def counts() -> list[bytes]:
             """Of all relays, there or not. Raises: NoHealthyWorkers: not all are known, and sums would be too low."""
@@ -270,7 +274,7 @@ def create_brain_app(
                 for relay in [each for each in reports.counts if each not in hub.members and FAR not in each]:
                     # its last words may have reached nobody, but it has kept them
                     reports.counts[relay] = folder.counts(relay) or reports.counts[relay]
-                return [*reports.counts.values(), *folder.counts_of_others(reports.counts)]
+                return [*reports.counts.values(), *folder.counts_of_others({*reports.counts, *counted.inherited})]
             except OSError as error:  # no descriptor is free, most likely
                 text = f"What relays have counted can't be read: {error.strerror}."
                 raise NoHealthyWorkers(text, retry_after_s=METRICS_RETRY_S) from None

@@ -19,7 +19,7 @@ from balanceroute.build import worker_specs
 from balanceroute.config import Config
 from balanceroute.core.types import WorkerSpec
 from balanceroute.errors import ConfigError, NoHealthyWorkers
-from balanceroute.proxy.link.files import replace_content
+from balanceroute.proxy.link.files import is_gone, replace_content
 from balanceroute.proxy.ops.steering import with_policy
 from balanceroute.proxy.services import Services
 from balanceroute.proxy.telemetry.ticks import until_tick_s
@@ -118,7 +118,7 @@ class KeptChanges:
         Raises: NoHealthyWorkers: another brain leads, and does not know of it.
         """
         changes, file = changes_of(services, base, self._lineage), str(self._path)
-        if changes == self.last:
+        if changes == self.last and not is_gone(self._path):
             return
         if not self._leads():
             raise NoHealthyWorkers("Another brain leads.", retry_after_s=RETRY_S)

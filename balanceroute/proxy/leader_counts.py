@@ -1,35 +1,87 @@
-"""What brains have counted, kept in the run folder for the one that leads next."""
+"""What brains have counted, kept in the run folder for the one that leads next.
+
+It takes over what relays have counted that will not return, so that their files do not pile up. The file names them
+until theirs are removed: who is killed in between leaves a successor that counts nothing twice.
+"""
 
 import asyncio
-from typing import Final
+from collections.abc import Callable
+from typing import Any, Final
 
+import orjson
+
+from balanceroute.proxy.link.files import is_gone
 from balanceroute.proxy.link.leadership import Lead
-from balanceroute.proxy.run_folder import LEADER, CountsFile, RunFolder
+from balanceroute.proxy.run_folder import LEADER, CountsFile, Gone, RunFolder
 from balanceroute.proxy.telemetry.metrics import Metrics
 from balanceroute.proxy.telemetry.ticks import until_tick_s
 
 PERIOD_S: Final = 1.0
+_INHERITED: Final = "inherited"
 
 
 class LeaderCounts:
-    """The file of one run folder, which belongs to who leads; `metrics` go on from what is in it."""
+    """The file of one run folder, which belongs to who leads; `metrics` go on from what is in it.
 
-    def __init__(self, folder: RunFolder, lead: Lead, metrics: Metrics) -> None:
+    `inherited`: the relays whose counts are in it although they have a file still.
+    """
+
+    def __init__(
+        self, folder: RunFolder, lead: Lead, metrics: Metrics, on_inherited: Callable[[str], None] = lambda relay: None
+    ) -> None:
+        """`on_inherited` is told whose counts are among the leader's from now on."""
         self._file, self._lead, self._metrics = CountsFile(folder, LEADER), lead, metrics
         self._kept = b""
-        metrics.carry_on(self._file.last())
+        self._folder, self._gone, self._on_inherited = folder, Gone(folder), on_inherited
+        last = self._file.last()
+        metrics.carry_on(last)
+        self.inherited = _inherited(last)
 
     def keep(self) -> bool:
         """Write down what is new, as far as that can be; False: another brain leads, and nothing was written."""
         if not self._lead.renew():
             return False
-        counts = self._metrics.counts()
-        if counts != self._kept and self._file.keep(counts):
-            self._kept = counts
+        self._write()
         return True
+
+    def bury(self, now: float) -> None:
+        """Count on for relays that are gone for good, and remove their files."""
+        if self._lead.renew():
+            self._gone.bury(now, self._inherit)
+            self.inherited = {relay for relay in self.inherited if not is_gone(self._folder.counts_file(relay))}
 
     async def watch(self) -> None:
         """Keep it every second, until cancelled."""
+        loop = asyncio.get_running_loop()
         while True:
-            await asyncio.sleep(until_tick_s(asyncio.get_running_loop().time(), PERIOD_S))
+            await asyncio.sleep(until_tick_s(loop.time(), PERIOD_S))
+            self.bury(loop.time())
             self.keep()
+
+    def _inherit(self, relay: str, counts: bytes) -> bool:
+        """Whether what that relay has counted is in the file."""
+        if not counts:
+            return True
+        if relay not in self.inherited:
+            self._metrics.carry_on(counts)
+            self.inherited.add(relay)
+            self._on_inherited(relay)
+        return self._write()
+
+    def _write(self) -> bool:
+        """Whether the file has all that was counted."""
+        counts = self._metrics.counts()
+        if self.inherited:
+            counts = orjson.dumps(orjson.loads(counts) | {_INHERITED: sorted(self.inherited)})
+        if counts != self._kept or self._file.is_lost:
+            self._kept = counts if self._file.keep(counts) else b""
+        return self._kept == counts
+
+
+def _inherited(counts: bytes) -> set[str]:
+    """The relays that a leader has named."""
+    try:
+        told: Any = orjson.loads(counts)[_INHERITED]
+        return {relay for relay in told if isinstance(relay, str)}
+    except (ValueError, KeyError, TypeError):
+        return set()

@@ -15,7 +15,7 @@ from balanceroute.proxy.life.pool_reaper import PERIOD_S, PoolReaper
 from balanceroute.proxy.life.suspicion import Loss
 from balanceroute.proxy.link.messages import Activity, Counted, Explained, Learned, Silent, Workers
 from balanceroute.proxy.link.remote import LOST, RemoteBrain
-from balanceroute.proxy.run_folder import CountsFile, RunFolder
+from balanceroute.proxy.run_folder import CountsFile, Gone, RunFolder
 from balanceroute.proxy.telemetry.ticks import until_tick_s
 from balanceroute.proxy.workers.fleet import Worker
 from balanceroute.proxy.workers.relay_fleet import RelayFleet
@@ -94,7 +94,7 @@ class RelayServices(ClientServices):
     def keep_counts(self) -> None:
         """If anything was counted, keep it for this relay's next life and for a brain yet to come, then tell it."""
         counts = self.metrics.counts()
-        if counts != self.kept:
+        if counts != self.kept or self.counts_file.is_lost:
             kept = self.counts_file.keep(counts)  # first: what is shown must not fall with this process
             self.kept = counts if kept else b""
             self.brain.report(Counted(counts))
@@ -116,7 +116,7 @@ class RelayServices(ClientServices):
 
     async def live_on(self, life: int) -> None:
         """Every few seconds, see that a brain can know that this relay lives, and waits for it; until cancelled."""
-        told = False
+        told, gone = False, Gone(self.folder)
         while True:
             await asyncio.sleep(until_tick_s(self.loop.time(), LIFE_S))
             try:
@@ -129,6 +129,8 @@ class RelayServices(ClientServices):
                 if again:
                     log.warning("the run folder says again that this relay lives", extra={"relay": self.name})
                 told = False
+            if self.config.listen.brains:  # no brain here counts on for relays that will not return
+                gone.bury(self.loop.time(), lambda relay, counts: True)
 
     def silence(self, message: Silent) -> None:
         """Groups of workers have fallen silent together, or no longer."""

@@ -5,6 +5,7 @@
 
 import fcntl
 import logging
+import math
 import os
 import re
 import secrets
@@ -15,12 +16,13 @@ import time
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import BinaryIO, Final
 
 from balanceroute.config import Config
 from balanceroute.errors import ConfigError
-from balanceroute.proxy.link.files import NEW, is_at, replace_content
+from balanceroute.proxy.link.files import NEW, is_at, is_gone, locked, replace_content
 
 log = logging.getLogger(__name__)
 
@@ -31,7 +33,10 @@ _ROUTER: Final = "router"  # locked by the parent
 _LIFE: Final = "life-"  # locked by a relay while it lives
 _LONGEST: Final = "relay-63.9999"
 _FILE: Final = re.compile(rf"(router|lead|lead\.next|identity|far|changes|({_LIFE}|{_COUNTS}|{_PINS}).+)(\{NEW})?")
+_LEFT: Final = re.compile(rf"({_LIFE}|{_COUNTS}).+")  # by a relay, or by brains
 _SOCKET: Final = re.compile(r"(link|operators|handover|relay-[0-9.]+)\.sock")
+GONE_S: Final = 60.0  # more than it takes to start a relay again, as often as that fails
+_GONE_LOOK_S: Final = 5.0
 _TRIES: Final = 20
 _PAUSE_S: Final = 0.05
 MAX_SOCKET_PATH: Final = 107  # bytes, of a unix socket's name on Linux
@@ -154,15 +159,14 @@ class RunFolder:
     def _locked(self, name: str, held: str, tries: int = _TRIES) -> int:
         """A file of that name, locked. Raises: ConfigError: another process holds it."""
         try:
-            file = os.open(self.folder / name, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-            for _ in range(tries):  # `living` holds it for a moment, and who has just been killed
-                with suppress(BlockingIOError):
-                    fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            for number in range(tries):  # `living` holds it for a moment, and who has just been killed
+                if number:
+                    time.sleep(_PAUSE_S)
+                file = locked(self.folder / name)
+                if file is not None:
                     return file
-                time.sleep(_PAUSE_S)
         except OSError as error:
             raise _unusable(self.folder, f"cannot be used: {error.strerror}") from None
-        os.close(file)
         raise _unusable(self.folder, held)
 
     def _held_again(self, name: str, held: int) -> bool:
@@ -191,10 +195,33 @@ class RunFolder:
             time.sleep(_PAUSE_S)
         return 1 + max(map(_generation, self.living()), default=0)
 
+    def gone(self) -> set[str]:
+        """The relays that do not live, and have left something. Raises: OSError."""
+        names = {path.name for path in self._ours(_LEFT) if path.suffix != NEW}
+        relays = {name.removeprefix(_LIFE).removeprefix(_COUNTS) for name in names}
+        return relays.difference([LEADER], self.living())
+
+    def bury(self, relay: str, inherit: Callable[[bytes], bool]) -> bool:
+        """Remove the files of a relay that will not return, but for its pins; returns whether it is done.
+
+        `inherit`: takes what it has counted, and returns whether that is safe. Raises: OSError.
+        """
+        life = locked(self.folder / f"{_LIFE}{relay}")  # nobody is this relay meanwhile
+        if life is None:
+            return False
+        try:
+            if not inherit(self.counts(relay)):
+                return False
+            self.counts_file(relay).unlink(missing_ok=True)
+            (self.folder / f"{_LIFE}{relay}").unlink(missing_ok=True)
+            return True
+        finally:
+            os.close(life)
+
     def counts(self, relay: str) -> bytes:
         """What the former lives of this relay, or of the leader, have counted; empty: nothing."""
         try:
-            return self._counts(relay).read_bytes()
+            return self.counts_file(relay).read_bytes()
         except FileNotFoundError:
             return b""
 
@@ -209,16 +236,17 @@ class RunFolder:
 
         Raises: OSError: it can't be kept.
         """
-        replace_content(self._counts(relay), counts)
+        replace_content(self.counts_file(relay), counts)
 
     def forget_counts(self) -> None:
         """A router begins to count, beside those who live."""
-        kept = {self._counts(relay) for relay in self.living()}
+        kept = {self.counts_file(relay) for relay in self.living()}
         for file in self.folder.glob(f"{_COUNTS}*"):
             if file not in kept:
                 file.unlink(missing_ok=True)
 
-    def _counts(self, relay: str) -> Path:
+    def counts_file(self, relay: str) -> Path:
+        """Where it keeps what it has counted."""
         return self.folder / f"{_COUNTS}{relay}"
 
     def make(self, again: bool = False) -> None:
@@ -272,6 +300,32 @@ class RunFolder:
             os.close(folder)
 
 
+class Gone:
+    """The relays of one run folder that have been gone for so long that nobody starts them again."""
+
+    def __init__(self, folder: RunFolder) -> None:
+        self._folder = folder
+        self._since: dict[str, float] = {}
+        self._tells, self._look_s = True, -math.inf
+
+    def bury(self, now: float, inherit: Callable[[str, bytes], bool]) -> None:
+        """Every few seconds, remove what they have left once `inherit` has their counts; see `RunFolder.bury`."""
+        if now < self._look_s:
+            return
+        self._look_s = now + _GONE_LOOK_S
+        try:
+            gone = self._folder.gone()
+            self._since = {relay: self._since.get(relay, now) for relay in gone}
+            for relay in sorted(gone):
+                if now - self._since[relay] >= GONE_S and self._folder.bury(relay, partial(inherit, relay)):
+                    del self._since[relay]
+            self._tells = True
+        except OSError as error:  # no descriptor is free, most likely; what stays does no harm
+            if self._tells:
+                log.warning("files of former relays are not removed", extra={"error": error.strerror})
+            self._tells = False
+
+
 class CountsFile:
     """What one process has counted, kept for its next life."""
 
@@ -287,6 +341,11 @@ class CountsFile:
         except OSError as error:
             log.warning("counts of a former life are of no use", extra={"error": error.strerror})
             return b""
+
+    @property
+    def is_lost(self) -> bool:
+        """Whether somebody has removed it, or there is none yet."""
+        return is_gone(self._folder.counts_file(self._name))
 
     def keep(self, counts: bytes) -> bool:
         """Whether it is kept; that it can't be is told once, until it can be again."""

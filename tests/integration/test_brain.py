@@ -21,6 +21,7 @@ from balanceroute.emulator import ClusterShape
 from balanceroute.errors import ConfigError, InputError
 from balanceroute.plugins import learn_policy
 from balanceroute.prediction import FinishedRequest, Model, save_model
+from balanceroute.proxy import run_folder
 from balanceroute.proxy.brain import reload_brain
 from balanceroute.proxy.changes import Changes, KeptChanges
 from balanceroute.proxy.life.suspicion import Suspect
@@ -353,6 +354,33 @@ async def test_counts_that_cannot_be_read_for_want_of_a_descriptor_are_503_at_me
             answer = await relay.client.get("/metrics")
             assert answer.status_code == 503 and "Too many open files" in answer.json()["error"]["message"]
         await scraped(relay)
+
+
+async def test_no_count_falls_or_doubles_when_files_of_relays_that_are_gone_are_removed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(run_folder, "GONE_S", 2.0)
+    async with relayed(FAST, count=1) as router:
+        relay = router.relays[0]
+        async with a_relay(router.config, router.folder, "relay-0.2") as other:
+            for number in range(3):
+                await answered(other, number)
+            await answered(relay, 3)
+
+        async def all_told() -> bool:
+            return finished(await scraped(relay)) == 4
+
+        await until(all_told)
+        gone = router.folder.counts_file("relay-0.2")
+        while gone.exists():
+            assert finished(await scraped(relay)) == 4
+            await asyncio.sleep(0.05)
+        assert finished(await scraped(relay)) == 4 and router.folder.gone() == set()
+        router.brain.end()
+        await until(lambda: relay.app.services.brain.member is None)
+        async with a_brain(router.config, router.folder, relays=1):
+            await until(lambda: relay.app.services.brain.member is not None)
+            assert finished(await scraped(relay)) == 4
 
 
 async def test_a_brain_that_leads_no_more_neither_keeps_nor_shows_counts() -> None:

@@ -3,6 +3,7 @@
 They outlive a process, not the machine: nothing is synced.
 """
 
+import fcntl
 import os
 from pathlib import Path
 from typing import Final
@@ -33,6 +34,22 @@ def is_gone(path: Path) -> bool:
     except OSError:
         pass
     return False
+
+
+def locked(path: Path) -> int | None:
+    """The file, locked; None: somebody else has locked it, or has replaced it meanwhile. Raises: OSError."""
+    file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        if is_at(file, path):
+            return file
+    except BlockingIOError:
+        pass
+    except BaseException:
+        os.close(file)
+        raise
+    os.close(file)
+    return None
 
 
 def replace_content(path: Path, content: bytes) -> None:

@@ -12,7 +12,6 @@ longer than `LEASE_S` on a busy machine. A loop that does nothing else for `STUC
     lead.next   room for that of the next one, written by who stands by: the disk may be full when it is needed
 """
 
-import fcntl
 import logging
 import os
 import threading
@@ -22,7 +21,7 @@ from pathlib import Path
 from typing import Final, Protocol
 
 from balanceroute.errors import ConfigError
-from balanceroute.proxy.link.files import is_at
+from balanceroute.proxy.link.files import is_at, locked
 
 log = logging.getLogger(__name__)
 
@@ -74,7 +73,7 @@ class FileLead:
     def take(self) -> bool:
         """Lead, if nobody does or the leader stands still. Raises: ConfigError: the file can't be used."""
         try:
-            file = _locked(self._path)
+            file = locked(self._path)
             if file is not None:
                 self._count_up(file, self._epoch(file) or self._first - 1)
             elif self._stands_still():
@@ -179,14 +178,14 @@ class FileLead:
         with suppress(FileNotFoundError):
             if self._next.stat().st_size:
                 return
-        file = _locked(self._next)
+        file = locked(self._next)
         if file is not None:
             with open(file, "wb") as opened:
                 opened.write(b"0\n")
 
     def _deposed(self) -> int | None:
         """Put a file of ours in place of the leader's; None: another standby does, or has done it."""
-        file = _locked(self._next)
+        file = locked(self._next)
         if file is None:
             return None
         try:
@@ -200,22 +199,6 @@ class FileLead:
             os.close(file)
             raise
         return file
-
-
-def _locked(path: Path) -> int | None:
-    """The file, locked; None: somebody else has locked it, or has replaced it meanwhile. Raises: OSError."""
-    file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        if is_at(file, path):
-            return file
-    except BlockingIOError:
-        pass
-    except BaseException:
-        os.close(file)
-        raise
-    os.close(file)
-    return None
 
 
 def _number(content: bytes) -> int | None:

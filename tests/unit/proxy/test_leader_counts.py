@@ -1,14 +1,17 @@
 """What brains have counted, in the run folder."""
 
 import asyncio
+import errno
+import os
 from pathlib import Path
 
 import pytest
 
 from balanceroute.core.snapshot import ClusterSnapshot
 from balanceroute.core.view import view_cluster
+from balanceroute.proxy import run_folder
 from balanceroute.proxy.leader_counts import PERIOD_S, LeaderCounts
-from balanceroute.proxy.run_folder import LEADER, RunFolder
+from balanceroute.proxy.run_folder import GONE_S, LEADER, RunFolder
 from balanceroute.proxy.telemetry.metrics import Metrics
 from tests.unit.proxy.virtual_time import in_virtual_time, let_pass
 
@@ -80,10 +83,82 @@ def test_what_is_new_is_kept_every_second(tmp_path: Path) -> None:
         assert kept == metrics.counts()
         folder.forget_counts()
         await let_pass(2 * PERIOD_S)
-        assert folder.counts(LEADER) == b""  # nothing is new
+        assert folder.counts(LEADER) == kept  # somebody had removed it
         metrics.admissions.inc("d0", "stage_1")
         await let_pass(2 * PERIOD_S)
         assert folder.counts(LEADER) == metrics.counts() != kept
         watching.cancel()
 
     in_virtual_time(test)
+
+
+def counted(requests: int) -> bytes:
+    metrics = counting()
+    metrics.requests.inc("finished", by=requests)
+    return metrics.counts()
+
+
+def test_what_relays_that_are_gone_for_good_have_counted_is_the_leaders_and_their_files_go(tmp_path: Path) -> None:
+    folder, metrics, told = RunFolder(tmp_path), counting(), []
+    for relay, requests in (("relay-0", 3), ("relay-1", 4), ("relay-0.2", 100)):
+        os.close(folder.come_to_life(relay))
+        folder.keep_counts(relay, counted(requests))
+    life = folder.come_to_life("relay-0.2")
+    counts = LeaderCounts(folder, ALead(), metrics, told.append)
+    for now in range(0, int(GONE_S), 5):
+        counts.bury(now)
+    assert told == [] and len(folder.counts_of_others(())) == 3
+    counts.bury(GONE_S)
+    assert sorted(told) == ["relay-0", "relay-1"] and counts.inherited == set()
+    assert metrics.requests.value("finished") == 7
+    counts.keep()
+    assert {path.name for path in tmp_path.iterdir()} == {"counts-brain", "counts-relay-0.2", "life-relay-0.2"}
+    after = counting()
+    assert LeaderCounts(folder, ALead(), after).inherited == set() and after.requests.value("finished") == 7
+    os.close(life)
+
+
+def test_a_leader_that_is_killed_while_it_takes_over_counts_leaves_one_that_counts_nothing_twice(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = RunFolder(tmp_path)
+    folder.keep_counts("relay-0", counted(3))
+
+    def killed(path: Path, missing_ok: bool = False) -> None:
+        raise KeyboardInterrupt
+
+    first = LeaderCounts(folder, ALead(), counting())
+    first.bury(0.0)
+    with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
+        patched.setattr(Path, "unlink", killed)
+        first.bury(GONE_S)
+    assert folder.counts("relay-0")
+    metrics = counting()
+    second = LeaderCounts(folder, ALead(), metrics)
+    for now in (0.0, GONE_S):
+        assert metrics.requests.value("finished") == 3 and second.inherited == {"relay-0"}
+        second.bury(now)
+    assert metrics.requests.value("finished") == 3 and second.inherited == set() and not folder.counts("relay-0")
+
+
+def test_files_of_former_relays_stay_where_their_counts_cannot_be_kept_or_another_brain_leads(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, lead, metrics = RunFolder(tmp_path), ALead(), counting()
+    folder.keep_counts("relay-0", counted(3))
+    counts = LeaderCounts(folder, lead, metrics)
+    with monkeypatch.context() as patched:
+        patched.setattr(run_folder, "replace_content", full)
+        for now in (0.0, GONE_S, 2 * GONE_S):
+            counts.bury(now)
+    assert folder.counts("relay-0") and metrics.requests.value("finished") == 3 and counts.inherited == {"relay-0"}
+    lead.leads = False
+    counts.bury(3 * GONE_S)
+    assert folder.counts("relay-0")
+    lead.leads = True
+    counts.bury(4 * GONE_S)
+    assert not folder.counts("relay-0") and metrics.requests.value("finished") == 3
+
+
+def full(path: Path, content: bytes) -> None:
+    raise OSError(errno.ENOSPC, "No space left on device")

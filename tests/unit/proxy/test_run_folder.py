@@ -171,6 +171,36 @@ def test_who_lives_is_read_from_locks(tmp_path: Path) -> None:
         assert folder.living() == [] and folder.generation() == 1
 
 
+def test_a_relay_whose_file_is_removed_in_the_moment_in_which_it_comes_to_life_lives(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, opened = RunFolder(tmp_path), os.open
+    with living(folder, "relay-0") as relay:
+        relay.kill()
+        relay.wait()
+
+    def then_removed(path: Path, *more: int) -> int:
+        file = opened(path, *more)
+        monkeypatch.undo()
+        path.unlink()
+        return file
+
+    monkeypatch.setattr(os, "open", then_removed)
+    life = folder.come_to_life("relay-0")
+    assert folder.living() == ["relay-0"]
+    os.close(life)
+
+
+def test_a_relay_that_lives_is_not_buried(tmp_path: Path) -> None:
+    folder, heard = RunFolder(tmp_path), []
+    folder.keep_counts("relay-0", b"{1}")
+    with living(folder, "relay-0"):
+        assert not folder.bury("relay-0", lambda counts: not heard.append(counts))  # type: ignore[func-returns-value]
+    assert heard == [] and folder.counts("relay-0") == b"{1}"
+    assert folder.gone() == {"relay-0"} and folder.bury("relay-0", lambda counts: True)
+    assert folder.gone() == set() and list(tmp_path.iterdir()) == []
+
+
 def test_a_router_that_starts_beside_relays_of_another_has_other_names_and_forgets_none_of_their_counts(
     tmp_path: Path,
 ) -> None:
