@@ -236,6 +236,9 @@ class PinRecord:
         if self._file is None:
             return
         try:
+            if not os.fstat(self._file).st_nlink:  # somebody has removed it; a kill now must not lose what is pinned
+                self.mend()
+                return
             _write(self._file, line)
             self._size += len(line)
             if self._size > self._limit:

@@ -193,6 +193,21 @@ def test_a_record_that_was_removed_is_there_again_with_all_that_is_held(
     assert left_in(path) == ["kept", "later"]
 
 
+def test_a_record_that_was_removed_is_there_again_with_the_next_line(path: Path) -> None:
+    record = PinRecord(path)
+    a_pin(record, "first")
+    path.unlink()
+    a_pin(record, "second")
+    killed(record)
+    assert left_in(path) == ["first", "second"]
+    record = PinRecord(path)
+    first, _ = record.left
+    path.unlink()
+    first.release()
+    killed(record)
+    assert left_in(path) == ["second"]
+
+
 def test_a_record_that_was_removed_leaves_alone_what_has_taken_its_place(
     path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
