@@ -197,6 +197,11 @@ class Predecessor:
                 return sock
         return None
 
+    @property
+    def abandoned(self) -> list[str]:
+        """The addresses at which nobody will listen once it has left."""
+        return ["{}:{}".format(*sock.getsockname()[:2]) for sock in self._sockets]
+
     def lock(self) -> BinaryIO | None:
         """The run folder's, locked since the first of them, if it sent it; from now on it is the caller's."""
         lock, self._lock = self._lock, None

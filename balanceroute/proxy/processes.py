@@ -73,6 +73,9 @@ def serve_processes(
                 begin_anew(journal)
         configure(config.log.level, config.log.format, process="parent")
         warn_if_few(config)
+        if predecessor is not None and predecessor.abandoned:
+            fields = {"addresses": predecessor.abandoned}
+            log.warning("the router that is taken over listens elsewhere, where clients will be refused", extra=fields)
         return Supervisor(processes.mains(), processes.brains, processes).run()
 
 

@@ -59,9 +59,11 @@ def test_a_successor_gets_the_sockets_and_what_it_must_know_and_says_when_it_is_
     host, port = old.listener.getsockname()
     assert predecessor.told == replace(TOLD, lock_follows=True) and not old.side.look()
     assert predecessor.listener(host, port + 1) is None
+    assert predecessor.abandoned == [f"{host}:{port}"]
     listener = predecessor.listener(host, port)
     assert listener is not None and listener.getsockname() == (host, port)
     assert predecessor.listener(host, port) is None, "it is the caller's by now"
+    assert predecessor.abandoned == []
     predecessor.go()
     block_until(old.side.look)
     listener.close()
