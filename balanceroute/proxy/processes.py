@@ -64,7 +64,7 @@ def serve_processes(
         link = None
         if config.listen.link_address is not None:
             link = held.enter_context(_bound("listen.link", *config.listen.link_address, predecessor))
-        if config.listen.brains:
+        if config.listen.brains or config.listen.lease is not None:
             folder.identity()  # made by one process alone
         processes = Processes(configured, load, folder, lock, sockets, journal, predecessor, link)
         if predecessor is None:
@@ -236,6 +236,8 @@ class Processes:
         try:
             if self._folder.claim_again(self._lock):
                 log.warning("the run folder was not ours any more, and is again: somebody has removed its files")
+            if self.config.listen.brains or self.config.listen.lease is not None:
+                self._folder.identity()
             if self._was_up and (self._handover is None or self._handover.is_lost):
                 self._end_handover()
                 sockets = [*self._sockets, *self._links]

@@ -15,7 +15,7 @@ import tempfile
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import BinaryIO, Final
@@ -47,6 +47,7 @@ class RunFolder:
     """Where the processes of one router find each other. The folder outlives them; sockets in it are replaced."""
 
     folder: Path
+    _name: list[str] = field(default_factory=list, init=False, repr=False, compare=False)  # the identity, once known
 
     @property
     def link(self) -> Path:
@@ -66,15 +67,20 @@ class RunFolder:
     def identity(self) -> str:
         """The name of this folder in a cluster, which nobody else has; for who holds the lock.
 
+        Whoever has asked for it once, and is forked from there, has the same name again, and makes a removed file anew.
         Raises: ConfigError: the file that keeps it can't be used.
         """
         path = self.folder / "identity"
         try:
-            if not path.exists():
-                replace_content(path, f"{socket.gethostname()}_{secrets.token_hex(8)}".encode())
-            return path.read_text()
+            if is_gone(path):
+                name = self._name[0] if self._name else f"{socket.gethostname()}_{secrets.token_hex(8)}"
+                replace_content(path, name.encode())
+            if not self._name:
+                self._name.append(path.read_text())
         except OSError as error:
-            raise _unusable(self.folder, f"cannot be used: {error.strerror}") from None
+            if not self._name:
+                raise _unusable(self.folder, f"cannot be used: {error.strerror}") from None
+        return self._name[0]
 
     @property
     def far(self) -> Path:

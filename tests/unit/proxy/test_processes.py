@@ -238,3 +238,14 @@ def test_a_journal_that_is_a_pipe_is_left_where_it_is(tmp_path: Path) -> None:
     os.mkfifo(pipe)
     begin_anew(pipe)
     assert pipe.is_fifo()
+
+
+def test_the_name_of_a_folder_is_kept_although_somebody_removes_its_file(tmp_path: Path) -> None:
+    listen = {"relays": 1, "run_folder": str(tmp_path), "lease": "router"}
+    folder, config = RunFolder(tmp_path), a_config(1, 1, listen=listen)
+    with folder.claim() as lock:
+        name = folder.identity()
+        parent = Processes(Configured.read(config), lambda: config, folder, lock, [], None, None)
+        (tmp_path / "identity").unlink()
+        parent.mend()
+        assert (tmp_path / "identity").read_text() == name

@@ -280,6 +280,19 @@ def test_a_file_that_cannot_be_made_readable_is_in_the_way(tmp_path: Path, monke
     assert not folder.lock.exists()
 
 
+def test_the_name_of_a_folder_outlives_the_file_that_keeps_it(
+    tmp_path: Path,
+) -> None:
+    folder = RunFolder(tmp_path)
+    name = folder.identity()
+    (tmp_path / "identity").unlink()
+    assert folder.identity() == name == RunFolder(tmp_path).identity()
+    shutil.rmtree(tmp_path)
+    assert folder.identity() == name
+    with pytest.raises(ConfigError, match="cannot be used"):
+        RunFolder(tmp_path).identity()
+
+
 def test_no_file_of_it_grows_old_but_the_leaders_which_shows_whether_that_one_lives(tmp_path: Path) -> None:
     folder = RunFolder(tmp_path)
     lead = FileLead(folder.lock)
