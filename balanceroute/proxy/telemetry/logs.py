@@ -2,18 +2,23 @@
 
 Lines below a warning leave in bunches (`LineHandler`), and the line that every request ends with takes a short way
 (`log_request`): by `logging` alone it was a tenth of the CPU of a short request.
+
+Nobody waits long for who reads the log through a pipe or on a terminal: a write that blocks would stop every stream.
+Lines that are not taken are lost, and counted in one that comes once lines are taken again.
 """
 
 import asyncio
 import json
 import logging
+import os
+import stat
 import sys
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from datetime import UTC, datetime
 from functools import partial
-from select import PIPE_BUF
+from select import PIPE_BUF, POLLOUT, poll
 from typing import Final, Protocol, TextIO
 
 import orjson
@@ -22,6 +27,7 @@ from balanceroute.proxy.telemetry.long_lines import bounded
 
 FLUSH_S: Final = 0.1
 MAX_WAITING: Final = 1000  # lines
+PATIENCE_S: Final = 0.5  # for a reader that stands still, once
 _root: Final = logging.getLogger()
 _requests: Final = logging.getLogger("balanceroute.requests")
 _STANDARD: Final = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime", "color_message", "taskName"}
@@ -44,14 +50,35 @@ class LineFormat(Protocol):
         ...
 
 
+class _Reader:
+    """Who takes the lines of a stream; nobody waits for a file."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self._room, self._patience_s = poll(), PATIENCE_S
+        self.may_stand_still = False
+        with suppress(OSError, ValueError):  # one in memory
+            self._room.register(stream.fileno(), POLLOUT)
+            self.may_stand_still = not stat.S_ISREG(os.fstat(stream.fileno()).st_mode)
+
+    def takes_more(self) -> bool:
+        """Whether a write of `PIPE_BUF` bytes blocks nobody, soon at the latest; or fails, as nobody reads any more."""
+        if not self.may_stand_still:
+            return True
+        takes = bool(self._room.poll(1000 * self._patience_s))
+        self._patience_s = PATIENCE_S if takes else 0.0
+        return takes
+
+
 class LineHandler(logging.Handler):
     """Lines to a stream: warnings at once, what is below them within `FLUSH_S` while an event loop runs."""
 
     def __init__(self, stream: TextIO, lines: LineFormat, *, shared: bool = False) -> None:
         """`shared`: other processes write to the stream, too."""
         super().__init__()
-        self._shared = shared
+        self._reader = _Reader(stream)
+        self._in_pieces = shared or self._reader.may_stand_still
         self._stream, self._format, self._waiting = stream, lines, list[str]()
+        self._lost = 0  # lines
 
     def emit(self, record: logging.LogRecord) -> None:
         """Take in a record."""
@@ -80,9 +107,22 @@ class LineHandler(logging.Handler):
         with self.lock:  # type: ignore[union-attr]
             lines, self._waiting = self._waiting, []
             with suppress(OSError, ValueError):  # nobody takes the log any more; requests are served all the same
-                for bunch in _bunches(lines) if self._shared else [lines] if lines else []:
-                    self._stream.write("\n".join([*bunch, ""]))
-                    self._stream.flush()
+                for bunch in _bunches(lines) if self._in_pieces else [lines] if lines else []:
+                    self._write(bunch)
+
+    def _write(self, lines: list[str]) -> None:
+        """Write them, unless that would wait for a reader that stands still."""
+        if self._lost and self._reader.takes_more():
+            told, self._lost = {"lines": self._lost}, 0
+            record = logging.makeLogRecord({"msg": "log lines lost: their reader stood still", **told})
+            record.name, record.levelno, record.levelname = __name__, logging.WARNING, "WARNING"
+            self._stream.write(f"{self._format.format(record)}\n")
+            self._stream.flush()
+        if self._reader.takes_more():
+            self._stream.write("\n".join([*lines, ""]))
+            self._stream.flush()
+        else:
+            self._lost += len(lines)
 
 
 def _most_bytes(process: str) -> int:

@@ -3,12 +3,14 @@
 import io
 import json
 import logging
+import os
+import time
 from collections.abc import Iterator
 from select import PIPE_BUF
 
 import pytest
 
-from balanceroute.proxy.telemetry.logs import FLUSH_S, configure, log_request
+from balanceroute.proxy.telemetry.logs import FLUSH_S, PATIENCE_S, configure, log_request
 from tests.unit.proxy.virtual_time import in_virtual_time, let_pass
 
 
@@ -212,3 +214,20 @@ def test_the_only_process_of_a_router_cuts_nothing() -> None:
     configure("info", "json", out)
     log_request({"path": "/" * 9000})
     assert json.loads(out.getvalue())["path"] == "/" * 9000
+
+
+@pytest.mark.parametrize("process", ["", "relay-0"], ids=["one process", "several"])
+def test_a_reader_that_stands_still_stops_nobody_and_hears_how_many_lines_it_has_missed(process: str) -> None:
+    reads, writes = os.pipe()
+    began = time.monotonic()
+    with os.fdopen(reads, "rb") as reader, os.fdopen(writes, "w") as stream:
+        configure("info", "json", stream, process)
+        for number in range(2000):
+            logging.getLogger("a").warning("said", extra={"number": number, "more": "x" * 100})
+        assert time.monotonic() - began < 20 * PATIENCE_S
+        os.set_blocking(reads, False)
+        heard = reader.read().splitlines()
+        logging.getLogger("a").warning("again")
+        missed, last = map(json.loads, reader.read().splitlines())
+    assert (last["event"], missed["lines"], missed["level"]) == ("again", 2000 - len(heard), "warning")
+    assert [json.loads(line)["number"] for line in heard] == list(range(len(heard)))
