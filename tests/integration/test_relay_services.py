@@ -13,7 +13,7 @@ import yaml
 from balanceroute.config import Config, digest_of
 from balanceroute.emulator import EmulatedCluster
 from balanceroute.errors import KeyLimit
-from balanceroute.proxy import relay_services
+from balanceroute.proxy import relay_services, run_folder
 from balanceroute.proxy.link.messages import Activity, Counted, Explained, Judged, Learned
 from balanceroute.proxy.link.remote import RemoteBrain
 from balanceroute.proxy.perimeter.key_use import KeyUse
@@ -50,11 +50,11 @@ def a_key(folder: Path, **limits: int) -> Path:
 
 
 @asynccontextmanager
-async def a_new_relay(folder: Path, deadline_s: float) -> AsyncIterator[tuple[Config, Relay]]:
+async def a_new_relay(folder: Path, deadline_s: float, name: str = "relay-0") -> AsyncIterator[tuple[Config, Relay]]:
     """One that no brain has told anything."""
     async with EmulatedCluster(patient(FAST)) as cluster:
         config = configuration(cluster, queue={"deadline_s": deadline_s})
-        async with a_relay(config, RunFolder(folder), "relay-0") as relay:
+        async with a_relay(config, RunFolder(folder), name) as relay:
             yield config, relay
 
 
@@ -91,6 +91,32 @@ async def test_a_relay_keeps_the_files_of_its_run_folder_from_growing_old(monkey
         file = router.folder.operators
         os.utime(file, (0, 0))
         await until(lambda: file.stat().st_mtime > 0)
+
+
+async def test_a_relay_whose_counts_somebody_removes_keeps_them_again() -> None:
+    async with relayed(FAST, count=1) as router:
+        file = router.folder.counts_file("relay-0")
+        await until(file.exists)
+        file.unlink()
+        await until(file.exists)
+
+
+async def test_files_of_former_relays_go_where_the_brain_is_on_another_machine(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(run_folder, "GONE_S", 1.0)
+    monkeypatch.setattr(relay_services, "LIFE_S", 0.2)
+    folder = RunFolder(tmp_path)
+    for former in ("relay-0", "relay-1"):
+        os.close(folder.come_to_life(former))
+        folder.keep_counts(former, b"{}")
+    async with a_new_relay(tmp_path, deadline_s=0.1, name="relay-0.2") as (config, relay):
+        services = relay.app.services
+        services.config = config.model_copy(
+            update={"listen": config.listen.model_copy(update={"brains": ("10.0.0.1:1",)})}
+        )
+        await until(lambda: folder.gone() == set())
+        assert folder.living() == ["relay-0.2"]
 
 
 async def test_what_keys_use_while_there_is_no_brain_is_told_to_the_next_one(tmp_path: Path) -> None:

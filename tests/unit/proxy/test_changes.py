@@ -119,6 +119,23 @@ def test_a_file_that_could_not_be_written_for_a_while_is_told_once_and_written_t
     assert told == ["what operators change is not kept for another brain", "what operators change is kept again"]
 
 
+def test_a_file_that_somebody_removes_is_written_again(tmp_path: Path) -> None:
+    path = tmp_path / "changes"
+
+    async def test() -> None:
+        services = a_router()
+        base = services.config
+        watching = asyncio.get_running_loop().create_task(KeptChanges(path, LINEAGE).watch(services, lambda: base))
+        services.fleet.drain(services.fleet["p0"])
+        await let_pass(4 * LOOK_S)
+        path.unlink()
+        await let_pass(4 * LOOK_S)
+        assert KeptChanges(path, LINEAGE).last.drained == ("p0",)
+        watching.cancel()
+
+    in_virtual_time(test)
+
+
 def test_who_leads_no_more_writes_nothing_and_an_operator_is_told_so(tmp_path: Path) -> None:
     path, leads = tmp_path / "changes", True
 
