@@ -36,6 +36,12 @@ REQUEST_TOKENS_HELP = "KV tokens that every request of the fullest worker costs 
 ENGINE_BALANCER_HELP = (
     "Threshold, in KV blocks, of a balancer inside the engine that pauses requests (vllm-ascend's DyntraLB has 5)."
 )
+BARRIER_GROUPS_HELP = (
+    "Groups of workers that end their steps together, each on its own clock; as many as workers: each alone."
+)
+DRAFT_TOKENS_HELP = (
+    "Tokens that speculative decoding guesses per request and step: a step yields one and those that hold."
+)
 PREFIX_CACHE_HELP = (
     "Tokens that the prefix cache of one prefiller holds. The trace must say which prompts begin alike: "
     "`balanceroute trace convert` keeps the hash_ids of Mooncake's."
@@ -87,6 +93,11 @@ def replay(
     cost_aware: Annotated[bool, typer.Option(help=COST_AWARE_HELP)] = True,
     fail: Annotated[list[str] | None, typer.Option(help="WORKER@START[-END] in seconds; repeatable.")] = None,
     engine_balancer: Annotated[float | None, typer.Option(help=ENGINE_BALANCER_HELP)] = None,
+    barrier_groups: Annotated[int, typer.Option(help=BARRIER_GROUPS_HELP)] = 1,
+    draft_tokens: Annotated[int, typer.Option(min=0, help=DRAFT_TOKENS_HELP)] = 0,
+    draft_acceptance: Annotated[
+        float, typer.Option(help="How likely each of them holds where the one before did.")
+    ] = 0.7,
     series: Annotated[Path | None, typer.Option(help="Write loads by step and worker to this CSV (.gz).")] = None,
     compare: Annotated[bool, typer.Option("--compare", help=COMPARE_HELP)] = False,
     figure: Annotated[Path | None, typer.Option(help="With --compare: draw it, to FILE.png and FILE.svg.")] = None,
@@ -132,6 +143,9 @@ def replay(
         slowdowns=parse_slowdowns(slowdowns),
         cost_aware=cost_aware,
         engine_balancer_blocks=engine_balancer,
+        barrier_groups=barrier_groups,
+        draft_tokens=draft_tokens,
+        draft_acceptance=draft_acceptance,
         failures=tuple(parse_failure(text) for text in fail or []),
     )
     requests = load_trace(trace, seed=seed, rows=max_requests, on_note=partial(typer.echo, err=True))
@@ -150,6 +164,7 @@ def replay(
     refuse_unused(
         context, "cost_aware", bool(setting.slowdowns) or request_tokens > 0, "with --slowdowns or --request-tokens"
     )
+    refuse_unused(context, "draft_acceptance", draft_tokens > 0, "with --draft-tokens")
     refuse_unused(context, "transfers_beside_full", transfer_steps > 0, "with --transfer-steps")
     job.checked()
     if compare:

@@ -39,6 +39,7 @@ FACTORS = (
     "small pool",
     "request cost",
 )
+LATER_FACTORS = ("two groups", "no barrier", "draft 3")  # most random cells and all drawn workloads are older
 REQUEST_TOKENS = 13_400  # c of the published H200 decode steps: 0.269 ms per request over 2.01e-5 ms per token
 SHORT = (
     0.64,
@@ -92,6 +93,12 @@ class Cell:
             return replace(setting, engine_balancer_blocks=THRESHOLD_BLOCKS)
         if self.factor == "request cost":
             return replace(setting, request_tokens=REQUEST_TOKENS)
+        if self.factor == "two groups":
+            return replace(setting, barrier_groups=2)
+        if self.factor == "no barrier":
+            return replace(setting, barrier_groups=self.n_workers)
+        if kind == "draft":
+            return replace(setting, draft_tokens=int(number))
         if self.factor == "small pool":
             return replace(setting, pool=4 * self.n_workers)
         return setting
@@ -115,12 +122,23 @@ def one_factor_cells(
 
 def random_cells(count: int, shapes: tuple[str, ...]) -> Iterator[Cell]:
     """Cells with everything drawn, always the same ones; the widest clusters are rare, because they take long."""
-    draw = random.Random(20_260_513)
+    yield from _drawn_cells(count, shapes, FACTORS, (4, 6, 4, 1, 0), 20_260_513)
+
+
+def later_random_cells(count: int, shapes: tuple[str, ...]) -> Iterator[Cell]:
+    """The same with the later factors; none with 64 workers, each of which may step alone."""
+    yield from _drawn_cells(count, shapes, LATER_FACTORS, (4, 6, 4, 0, 0), 20_261_126)
+
+
+def _drawn_cells(
+    count: int, shapes: tuple[str, ...], factors: tuple[str, ...], weights: tuple[int, ...], seed: int
+) -> Iterator[Cell]:
+    draw = random.Random(seed)
     for _ in range(count):
-        width = draw.choices(WIDTHS, weights=(4, 6, 4, 1, 0))[0]
+        width = draw.choices(WIDTHS, weights=weights)[0]
         shape = draw.choice(shapes)
         rows = rows_of(shape, width)
-        yield Cell(shape, draw.choice(LOADS), width, draw.choice(FACTORS), rows=rows)
+        yield Cell(shape, draw.choice(LOADS), width, draw.choice(factors), rows=rows)
 
 
 def rows_of(shape: str, width: int) -> int:

@@ -23,7 +23,17 @@ from typing import BinaryIO
 import balanceroute
 from balanceroute.errors import InputError
 from balanceroute.experiments import figures, methods
-from balanceroute.experiments.cells import FACTORS, LOADS, WIDTHS, Cell, CellJob, one_factor_cells, random_cells
+from balanceroute.experiments.cells import (
+    FACTORS,
+    LATER_FACTORS,
+    LOADS,
+    WIDTHS,
+    Cell,
+    CellJob,
+    later_random_cells,
+    one_factor_cells,
+    random_cells,
+)
 from balanceroute.experiments.jobs import Results
 from balanceroute.experiments.methods import Method
 from balanceroute.experiments.scope import Scope, Section
@@ -45,7 +55,7 @@ STORE = "grid.jsonl"
 MAX_LINE_BYTES = 2**16
 DECIDES = ("core", "engine", "prediction", "simulator", "traces", "experiments/cells.py", "report.py")
 BASES = ("heavy_tailed", "capped", "short")
-QUICK_FACTORS = ("none", "transfer 20", "lag 5", "slow worker", "lost worker")
+QUICK_FACTORS = ("none", "transfer 20", "lag 5", "slow worker", "lost worker", *LATER_FACTORS)
 
 
 def cells(scope: Scope) -> list[Cell]:
@@ -54,7 +64,8 @@ def cells(scope: Scope) -> list[Cell]:
     if scope.quick:
         return list(one_factor_cells(shapes, (0.8, 1.05), (8,), QUICK_FACTORS))
     drawn = shapes if scope.trace else (*BASES, "bursts")
-    found = [*one_factor_cells(shapes, LOADS, WIDTHS, FACTORS), *random_cells(60, drawn)]
+    found = [*one_factor_cells(shapes, LOADS, WIDTHS, (*FACTORS, *LATER_FACTORS))]
+    found += [*random_cells(60, drawn), *later_random_cells(15, drawn)]
     if not scope.trace:
         found += one_factor_cells(("bursts",), (), (), ())
     return list(dict.fromkeys(found))

@@ -9,6 +9,7 @@ a request on the way holds its KV and no slot; those whose KV has come start fir
 With `transfers_beside_full` they begin as soon as the request is there.
 """
 
+import random
 from collections import defaultdict, deque
 from dataclasses import dataclass, field
 
@@ -33,18 +34,23 @@ class Rank:
 
 
 class Ranks:
-    """All decode workers; requests are numbers, steps are counted by the caller."""
+    """The decode workers of one barrier; requests are numbers, steps are counted by the caller.
 
-    def __init__(self, setting: Setting, prompt_tokens: list[int], lengths: list[int]) -> None:
+    `kv` and `left` belong to all barriers: a request that is taken off goes on at any.
+    """
+
+    most_tokens = 1  # of a request in one step
+
+    def __init__(self, setting: Setting, workers: int, kv: list[int], left: list[int]) -> None:
         self.setting = setting
-        self.ranks = [Rank(index) for index in range(setting.n_workers)]
-        self.loads = [0] * setting.n_workers  # KV tokens of the running requests
-        self.counts = [0] * setting.n_workers  # running requests
-        self.kv = list(prompt_tokens)  # KV tokens of a request when it (re)started
-        self.left = list(lengths)  # tokens to go when it (re)started
-        self.home = [-1] * len(prompt_tokens)
+        self.ranks = [Rank(index) for index in range(workers)]
+        self.loads = [0] * workers  # KV tokens of the running requests
+        self.counts = [0] * workers  # running requests
+        self.kv = kv  # KV tokens of a request when it (re)started
+        self.left = left  # tokens to go when it (re)started
+        self.home = [-1] * len(kv)
         self.ending: defaultdict[int, list[int]] = defaultdict(list)  # step -> requests that may end before it
-        self.ends_at = [-1] * len(prompt_tokens)  # the step that counts: -1 while not running
+        self.ends_at = [-1] * len(kv)  # the step that counts: -1 while not running
         self.in_queues = 0  # requests in the queues, without those that a balancer has paused
         self.paused: set[int] = set()  # by the engine's balancer; they stand in their rank's queue
         self.balancer: DpBalancer | None = None
@@ -88,9 +94,11 @@ class Ranks:
     @property
     def queued(self) -> int:
         """Requests at workers that have no slot, nor one kept for them."""
+        slots = self.setting.slots
+        if self.setting.barrier_groups > 1:  # what comes in the middle of a step waits for the next one alone
+            return sum(max(0, len(rank.queue) + rank.held - slots) for rank in self.ranks)
         if not self.setting.transfer_steps:
             return self.in_queues
-        slots = self.setting.slots
         return self.in_queues + sum(max(0, rank.held - slots) for rank in self.ranks)
 
     def follow_plan(self, step: int) -> tuple[list[int], list[int], list[int]]:
@@ -130,31 +138,35 @@ class Ranks:
         return RankBatch(lasting, [Held(blocks_of(self.kv[request]), request) for request in rank.queue])
 
     def fits(self, rank: Rank, request: int) -> bool:
-        """Whether its KV, with the one token that every request is about to add, fits beside the rest."""
+        """Whether its KV, with the tokens that every request is about to add, fits beside the rest."""
         capacity = self.setting.kv_capacity_tokens
         if capacity is None:
             return True
         coming = sum(self.kv[other] for other in rank.moving)
         needed = self.loads[rank.index] + coming + self.kv[request]
-        return needed + rank.held + 1 <= capacity
+        return needed + (rank.held + 1) * self.most_tokens <= capacity
 
     def run(self, request: int, rank: Rank, step: int) -> None:
         """The request takes part in this step."""
         rank.running[request] = step
         self.loads[rank.index] += self.kv[request]
         self.counts[rank.index] += 1
+        self.expect_end(request, step)
+
+    def expect_end(self, request: int, step: int) -> None:
+        """Note when it will be done."""
         self.ends_at[request] = step + self.left[request]
         self.ending[self.ends_at[request]].append(request)
 
     def overfull(self, step: int) -> list[int]:
-        """Take off, newest first, what must go so that one more token of each request fits; the requests."""
+        """Take off, newest first, what must go so that the next tokens of each request fit; the requests."""
         capacity = self.setting.kv_capacity_tokens
         evicted: list[int] = []
         if capacity is None:
             return evicted
         for rank in self.ranks:
             g = rank.index
-            while self.loads[g] + self.counts[g] > capacity:
+            while self.loads[g] + self.counts[g] * self.most_tokens > capacity:
                 request = next(reversed(rank.running))
                 self.take_off(request, rank, step)
                 evicted.append(request)
@@ -162,16 +174,28 @@ class Ranks:
 
     def take_off(self, request: int, rank: Rank, step: int) -> None:
         """A running request leaves unfinished; it keeps what it has generated as part of its prompt."""
-        generated = step - rank.running.pop(request)
+        generated = self.generated(request, step - rank.running.pop(request))
         self.kv[request] += generated
         self.left[request] -= generated
         self.loads[rank.index] -= self.kv[request]
         self.counts[rank.index] -= 1
         self.ends_at[request] = -1
 
+    def generated(self, request: int, steps: int) -> int:
+        """Its tokens in so many steps since it (re)started."""
+        return steps
+
+    def step_tokens(self) -> int:
+        """How many tokens the step that begins now yields."""
+        return sum(self.counts)
+
     def grow(self) -> None:
         """Every running request has one token more."""
         self.loads = [load + count for load, count in zip(self.loads, self.counts, strict=True)]
+
+    def gains(self) -> list[tuple[int, int]]:
+        """The running requests, and the tokens that each has from this step."""
+        return [(request, 1) for rank in self.ranks for request in rank.running]
 
     def finished(self, step: int) -> list[int]:
         """Requests that are done before this step begins; they leave."""
@@ -204,3 +228,62 @@ class Ranks:
     def active(self) -> int:
         """Requests that run or are on their way."""
         return sum(rank.held for rank in self.ranks)
+
+
+class DraftingRanks(Ranks):
+    """Workers with speculative decoding: of `draft_tokens` guesses per step and request the first few hold.
+
+    Each holds with probability `draft_acceptance` if the one before did, and one token comes in any case. Every request
+    has a sequence of its own, so that it is the same under every policy. A step takes as long as without.
+    """
+
+    def __init__(self, setting: Setting, workers: int, kv: list[int], left: list[int]) -> None:
+        super().__init__(setting, workers, kv, left)
+        self.most_tokens = 1 + setting.draft_tokens
+        self.done: dict[int, int] = {}  # tokens of a running request since it (re)started
+        self.coming: dict[int, int] = {}  # what each gets from this step
+        self.draws: dict[int, random.Random] = {}
+        self.hold = [setting.draft_acceptance ** (index + 1) for index in range(setting.draft_tokens)]
+
+    def expect_end(self, request: int, step: int) -> None:
+        """Nobody knows yet."""
+        self.done[request] = 0
+        self.draws.setdefault(request, random.Random(request))
+
+    def generated(self, request: int, steps: int) -> int:
+        """See `Ranks`."""
+        return self.done.pop(request)
+
+    def step_tokens(self) -> int:
+        """Draw them."""
+        self.coming = {
+            request: min(1 + self.held_guesses(request), self.left[request] - self.done[request])
+            for rank in self.ranks
+            for request in rank.running
+        }
+        return sum(self.coming.values())
+
+    def held_guesses(self, request: int) -> int:
+        """How many guesses hold."""
+        drawn = self.draws[request].random()
+        return sum(drawn < chance for chance in self.hold)
+
+    def grow(self) -> None:
+        """Every running request has its tokens."""
+        for request, tokens in self.gains():
+            self.done[request] += tokens
+            self.loads[self.home[request]] += tokens
+
+    def gains(self) -> list[tuple[int, int]]:
+        """See `Ranks`; what has failed in the middle of the step has none."""
+        return [(request, self.coming[request]) for rank in self.ranks for request in rank.running]
+
+    def finished(self, step: int) -> list[int]:
+        """Requests that are done before this step begins; they leave."""
+        ended = [request for request, tokens in self.done.items() if tokens == self.left[request]]
+        for request in ended:
+            rank = self.ranks[self.home[request]]
+            del rank.running[request], self.done[request], self.draws[request]
+            self.loads[rank.index] -= self.kv[request] + self.left[request]
+            self.counts[rank.index] -= 1
+        return ended

@@ -97,6 +97,8 @@ class Replay:
         if self.predictor == "none":
             return NoForecast()
         if self.predictor == "oracle":
+            if self.setting.barrier_groups > 1 or self.setting.draft_tokens:
+                raise InputError("predictor oracle: it is not modelled together with barrier groups or draft tokens")
             return OracleForecast(lengths, horizon)
         if self.train is not None:
             return PredictorForecast(Forecaster(fitted(self.predictor, self.train, horizon, options), horizon))

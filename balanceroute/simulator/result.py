@@ -22,7 +22,8 @@ class Figures:
     """The figures of one simulation; the names are the keys of `replay --json`.
 
     A wait ends with the step from which the request runs: it includes a KV transfer, and its time per token does not.
-    Where some workers are slower, loads count times the slowdown: equal ones take equal time. Prefill latencies are
+    With several barrier groups a step is one of a group, and spread and imbalance are those within it. Where some
+    workers are slower, loads count times the slowdown: equal ones take equal time. Prefill latencies are
     from arrival to the end of the prefill; `prefill_computed_ratio` is the share of prompt tokens that no prefix cache
     had. Pauses are those of a balancer inside the engine: seconds without a token.
     """
@@ -146,7 +147,7 @@ class Recorder:
         )
         wait, tpot = admitted - ready, (finished - admitted) / generated
         waits, tpots, prefills = (x[~np.isnan(x)] for x in (wait, tpot, np.where(np.isnan(ready), np.nan, prefill_s)))
-        throughput = float(tokens[window].sum() / duration[window].sum())
+        throughput = float(tokens[window].sum() / self._time_of(window, duration))
         mean = total / workers
         decisions = np.array(self.decision_us)
         figures = Figures(
@@ -162,7 +163,7 @@ class Recorder:
             wait_max_s=float(waits.max(initial=0.0)),
             makespan_s=makespan_s,
             balance=report.balance(
-                throughput,
+                throughput / self.setting.tokens_per_step,
                 float(level[window].mean()),
                 n_workers=self.setting.n_workers,
                 slots=self.setting.slots,
@@ -191,3 +192,10 @@ class Recorder:
             window,
             decisions,
         )
+
+    def _time_of(self, window: slice, duration_s: FloatArray) -> float:
+        """Seconds of the steps of the window; where barrier groups step side by side, from the first to the last."""
+        if self.setting.barrier_groups == 1:
+            return float(duration_s[window].sum())
+        start_s = np.array(self.start_s)[window]
+        return float((start_s + duration_s[window]).max() - start_s[0])

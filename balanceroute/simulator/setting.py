@@ -19,6 +19,9 @@ BOUNDS = {
     "prefix_cache_tokens": ("prefix cache", 0, 1_000_000_000),
     "transfer_steps": ("transfer steps", 0, 10_000),
     "telemetry_lag_steps": ("telemetry lag", 0, 10_000),
+    "draft_tokens": ("draft tokens", 0, 64),
+    "draft_acceptance": ("draft acceptance", 0, 1),
+    "barrier_groups": ("barrier groups", 1, 4096),
 }
 MOST_BLOCKS = 1_000_000
 MOST_OVERLAP = 65_536  # as in the configuration
@@ -42,7 +45,7 @@ class Setting:
     """A simulated cluster; the defaults are the reference setting, with every option off.
 
     Args:
-        n_workers: decode workers that share the step barrier (G).
+        n_workers: decode workers (G); all share the step barrier, but for `barrier_groups`.
         slots: requests that a worker runs at most (B).
         pool: requests that may wait (W): pool entries, or requests queued at workers for policies without a pool.
         step_cost_s: seconds per KV token of the fullest worker (a).
@@ -61,6 +64,10 @@ class Setting:
         slowdowns: seconds per token of each worker relative to the others; empty: all 1.
         cost_aware: whether the router knows `slowdowns` and `request_tokens`.
         failures: workers that are lost, and when.
+        barrier_groups: groups of workers that end their steps together, each on its own clock; as many as workers: each
+            alone.
+        draft_tokens: tokens that speculative decoding guesses for each request and step; 0: one token per step.
+        draft_acceptance: how likely each guess holds where the one before did.
         engine_balancer_blocks: threshold of a balancer inside the engine, which pauses requests (`engine.dp_balancer`);
             None: the engine runs what it has.
     """
@@ -84,6 +91,9 @@ class Setting:
     cost_aware: bool = True
     failures: tuple[Failure, ...] = ()
     engine_balancer_blocks: float | None = None
+    barrier_groups: int = 1
+    draft_tokens: int = 0
+    draft_acceptance: float = 0.7
 
     @property
     def requeues(self) -> bool:
@@ -94,7 +104,20 @@ class Setting:
     def reference(self) -> ReferenceSetting:
         """The part of the setting that ideal capacity depends on: with full slots, c is part of every step."""
         requests_s = self.step_cost_s * self.request_tokens * self.slots
-        return ReferenceSetting(self.n_workers, self.slots, self.step_cost_s, self.step_overhead_s + requests_s)
+        tokens = self.tokens_per_step
+        return ReferenceSetting(
+            self.n_workers, self.slots, self.step_cost_s / tokens, (self.step_overhead_s + requests_s) / tokens
+        )
+
+    @property
+    def tokens_per_step(self) -> float:
+        """Of one request, on average."""
+        return sum(self.draft_acceptance**index for index in range(self.draft_tokens + 1))
+
+    @property
+    def lock_step(self) -> bool:
+        """Whether every step gives each running request of the cluster one token."""
+        return self.engine_balancer_blocks is None and self.barrier_groups == 1 and not self.draft_tokens
 
     def checked(self) -> "Setting":
         """The setting itself. Raises: InputError that names the first value which makes no sense."""
@@ -112,6 +135,8 @@ class Setting:
             raise InputError(f"overlap {self.overlap_requests}: accepted is a whole number from 0 to {MOST_OVERLAP:,}")
         if self.prefix_cache_tokens and not self.prefillers:
             raise InputError(f"prefix cache {self.prefix_cache_tokens}: changes nothing without prefillers")
+        if self.barrier_groups > self.n_workers:
+            raise InputError(f"barrier groups {self.barrier_groups}: there are {self.n_workers} workers")
         self.check_slowdowns()
         self.check_engine_balancer()
         for failure in self.failures:
@@ -138,6 +163,8 @@ class Setting:
                 raise InputError(f"engine balancer: it is not modelled together with {name.replace('_', ' ')}")
         if self.overlap_requests != 0:
             raise InputError("engine balancer: it is not modelled together with overlap requests")
+        if self.barrier_groups > 1 or self.draft_tokens:
+            raise InputError("engine balancer: it is not modelled together with barrier groups or draft tokens")
 
     def check_failure(self, failure: Failure) -> None:
         """Raises: InputError where it names no worker of the cluster, or no span of time."""

@@ -1,6 +1,7 @@
 """The step simulator: the live router's scheduler and policies on the clock of a simulated engine.
 
-One round of the loop is one engine step, begun at time t:
+One round of the loop is one engine step, begun at time t. With several barrier groups each has its own clock, and a
+round goes on to the end of the step that is over first:
 
     1. arrivals up to t enter while fewer than W wait (in the pool, or queued at workers), ready at t
     2. the policy runs if a request waits and a slot is free; what it admits is active from this step on
@@ -13,9 +14,11 @@ telemetry lag it hears late. The loop never looks at the router's ledger to move
 """
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
+from dataclasses import dataclass, field
 from heapq import heappop, heappush
+from itertools import pairwise
 from time import perf_counter
 
 import numpy as np
@@ -27,7 +30,7 @@ from balanceroute.core.types import RequestSpec, Role, WorkerSpec, WorkerState
 from balanceroute.errors import InputError, InvariantError
 from balanceroute.simulator.oracle import Forecast, TrueLengths
 from balanceroute.simulator.prefill_tier import PrefillTier
-from balanceroute.simulator.ranks import Ranks
+from balanceroute.simulator.ranks import DraftingRanks, Ranks
 from balanceroute.simulator.result import Outcome, Recorder
 from balanceroute.simulator.setting import Setting
 from balanceroute.traces import BLOCK_TOKENS, Trace
@@ -35,6 +38,7 @@ from balanceroute.traces import BLOCK_TOKENS, Trace
 Progress = Callable[[int, int], None]
 """Told the finished requests and all requests; may raise `Stopped`."""
 NEVER = float("inf")
+Batch = tuple[int, list[Callable[[], object]]]
 MOST_STEPS = 20_000_000  # of what must be simulated: ten minutes and 3 GB of figures, twelve days of steps of 50 ms
 SHORTEST_WAIT_S = 1e-6  # by which time goes on where a policy asks to be asked again at once
 
@@ -54,6 +58,22 @@ def check_lengths(lengths: TrueLengths, trace: Trace, setting: Setting) -> None:
         raise InputError(
             f"the answers of this trace take {steps:,} steps on this cluster at least; accepted are {MOST_STEPS:,}"
         )
+
+
+@dataclass(slots=True, eq=False)
+class Group:
+    """The workers of one barrier, from the one with the number `first` on, and their clock.
+
+    `ends_s`: when the step under way ends, None where there is none. `told`: what each step tells the router, of which
+    the oldest is heard when the lag is over; `telling`: what the next one will.
+    """
+
+    ranks: Ranks
+    first: int
+    steps: int = 0
+    ends_s: float | None = None
+    told: deque[Batch] = field(default_factory=deque)
+    telling: list[Callable[[], object]] = field(default_factory=list)
 
 
 class Simulation:
@@ -81,14 +101,11 @@ class Simulation:
         self.policy = policy
         self.stage_timer = stage_timer
         self.check_invariants = check_invariants
-        self.ranks = Ranks(setting, self.prompt_tokens, lengths.tokens)
+        self.groups, self.group_of = groups_of(setting, self.prompt_tokens, lengths.tokens)
         self.recorder = Recorder(setting, self.prompt_tokens, with_loads=with_loads)
         self.t, self.steps = 0.0, 0
         self.next_arrival, self.finished = 0, 0
         self.changes = self.planned_changes()
-        # each batch is what one step tells the router; the oldest is heard when the lag is over
-        self.told: deque[tuple[int, list[Callable[[], object]]]] = deque()
-        self.telling: list[Callable[[], object]] = []
         self.trace = trace
         # what must be prefilled again needs a prefiller: one that takes no time, unless a tier is simulated
         self.tier = PrefillTier(
@@ -123,7 +140,7 @@ class Simulation:
         config = SchedulerConfig(
             max_pooled=setting.pool,
             refresh_every_tokens=self.forecast.refresh_every_tokens,
-            lock_step=self.ranks.balancer is None,  # else a running request may stand still: tokens are told one by one
+            lock_step=setting.lock_step,  # else tokens are told request by request
             prefill_policy=setting.prefill_policy,
             overlap_requests=setting.overlap_requests,
         )
@@ -155,11 +172,12 @@ class Simulation:
             self.change_workers()
             self.arrive()
             self.decide()
-            self.fill()
-            if not self.ranks.active:
+            for group in self.groups:
+                if group.ends_s is None:
+                    self.begin_step(group)
+            if not self.end_step():
                 self.jump()
                 continue
-            self.step()
             if self.check_invariants:
                 self.scheduler.snapshot.check_invariants()
             if on_progress is not None and self.steps % 256 == 0:
@@ -244,7 +262,8 @@ class Simulation:
     def waiting(self) -> int:
         """Requests that wait for a slot, in the pool or at workers, or are prefilled or about to be."""
         snapshot = self.scheduler.snapshot
-        return len(snapshot.pool) + self.ranks.queued + len(snapshot.queued) + len(self.prefill_done)
+        queued = sum([group.ranks.queued for group in self.groups])
+        return len(snapshot.pool) + queued + len(snapshot.queued) + len(self.prefill_done)
 
     # -- decisions --------------------------------------------------------------------------------------------
 
@@ -259,29 +278,31 @@ class Simulation:
         admissions = self.scheduler.admit(self.t)
         self.recorder.decision_us.append((perf_counter() - began) * 1e6)
         for admission in admissions:
-            self.ranks.bind(int(admission.request), int(admission.worker[1:]))
+            worker = int(admission.worker[1:])
+            group = self.group_of[worker]
+            group.ranks.bind(int(admission.request), worker - group.first)
 
-    def fill(self) -> None:
+    def fill(self, group: Group) -> None:
         """The engine takes what was sent to it, as far as slots and memory go."""
         self.room_since_s = self.t
-        evicted = self.ranks.overfull(self.steps)
-        for request in evicted:
+        ranks = group.ranks
+        for request in ranks.overfull(group.steps):
             self.recorder.recomputed += 1
-            self.tell_requeue(request)
-        if self.ranks.balancer is not None:
-            self.follow_plan()
+            self.tell_requeue(group, request)
+        if ranks.balancer is not None:
+            self.follow_plan(group)
             return
-        for request in self.ranks.fill(self.steps):
+        for request in ranks.fill(group.steps):
             self.recorder.admit(request, self.steps, self.t)
-            self.forecast.started(request, self.steps, self.ranks.left[request])
-            self.tell_start(request)
+            self.forecast.started(request, group.steps, ranks.left[request])
+            self.tell_start(group, request)
 
-    def follow_plan(self) -> None:
+    def follow_plan(self, group: Group) -> None:
         """The engine runs what its balancer planned."""
-        seated, resumed, paused = self.ranks.follow_plan(self.steps)
+        seated, resumed, paused = group.ranks.follow_plan(group.steps)
         for request in seated:
             self.recorder.admit(request, self.steps, self.t)
-            self.forecast.started(request, self.steps, self.ranks.left[request])
+            self.forecast.started(request, group.steps, group.ranks.left[request])
         for request in paused:
             self.recorder.pause(request, self.t)
         for request in resumed:
@@ -289,83 +310,102 @@ class Simulation:
 
     # -- the engine's step ------------------------------------------------------------------------------------
 
-    def step(self) -> None:
-        """One barrier-to-barrier step of all workers."""
-        ranks, setting = self.ranks, self.setting
+    def begin_step(self, group: Group) -> None:
+        """One barrier-to-barrier step of a group, if it has something to do."""
+        self.fill(group)
+        ranks, setting = group.ranks, self.setting
+        if not ranks.active:
+            return
         loads: list[int] | list[float] = ranks.loads
         if setting.request_tokens:
             loads = [load + setting.request_tokens * count for load, count in zip(loads, ranks.counts, strict=True)]
         total = sum(loads)
-        if setting.slowdowns:
-            loads = [load * slowdown for load, slowdown in zip(loads, setting.slowdowns, strict=True)]
+        slowdowns = setting.slowdowns[group.first : group.first + len(loads)]
+        if slowdowns:
+            loads = [load * slowdown for load, slowdown in zip(loads, slowdowns, strict=True)]
         duration = setting.step_cost_s * max(loads) + setting.step_overhead_s
-        level = total / self.up_capacity()
+        alike = not slowdowns and not setting.failures
+        level = total / (len(loads) if alike else up_capacity(ranks, slowdowns))
         if setting.failures:
             loads = [load for load, rank in zip(loads, ranks.ranks, strict=True) if rank.up]
-        self.recorder.step(loads, level, sum(ranks.counts), self.t, duration)
+        self.recorder.step(loads, level, ranks.step_tokens(), self.t, duration)
         if self.recorder.with_loads:
-            self.recorder.loads.extend(ranks.loads)
-        self.t += duration
+            self.recorder.loads.extend([load for each in self.groups for load in each.ranks.loads])
+        group.ends_s = self.t + duration
         self.steps += 1
+
+    def end_step(self) -> bool:
+        """Go on to the end of the step that is over first, or to what comes before it for a group that does nothing.
+
+        False: no step is under way.
+        """
+        busy = [group for group in self.groups if group.ends_s is not None]
+        if not busy:
+            return False
+        group = min(busy, key=lambda group: group.ends_s or 0.0)
+        assert group.ends_s is not None
+        if len(busy) < len(self.groups) and (moment := min(self.moments(), default=NEVER)) < group.ends_s:
+            self.t = moment
+            return True
+        ranks, self.t, group.ends_s = group.ranks, group.ends_s, None
+        group.steps += 1
         ranks.grow()
-        if ranks.balancer is None:
-            self.telling.append(lambda: self.scheduler.step(self.t))
+        if self.setting.lock_step:
+            group.telling.append(lambda: self.scheduler.step(self.t))
         else:
-            self.tell_tokens([request for rank in ranks.ranks for request in rank.running])
-        for request in ranks.finished(self.steps):
+            self.tell_tokens(group, ranks.gains())
+        for request in ranks.finished(group.steps):
             self.recorder.finished_s[request] = self.t
             self.finished += 1
-            self.tell_finish(request)
-        self.told.append((self.steps, self.telling))
-        self.telling = []
-        while len(self.told) > setting.telemetry_lag_steps:
-            self.hear(*self.told.popleft())
+            self.tell_finish(group, request)
+        group.told.append((group.steps, group.telling))
+        group.telling = []
+        while len(group.told) > self.setting.telemetry_lag_steps:
+            self.hear(*group.told.popleft())
+        return True
 
-    def up_capacity(self) -> float:
-        """What the workers that are up can carry per token of the common level: each the inverse of its slowdown."""
-        setting = self.setting
-        if not setting.slowdowns and not setting.failures:
-            return setting.n_workers
-        slowdowns = setting.slowdowns or (1.0,) * setting.n_workers
-        return sum(1.0 / slowdown for slowdown, rank in zip(slowdowns, self.ranks.ranks, strict=True) if rank.up)
-
-    def jump(self) -> None:
-        """Nothing runs: go to the next moment at which something happens."""
-        if self.told or self.telling:
-            self.hear_all()
-            return
+    def moments(self) -> list[float]:
+        """When something happens next, beside ends of steps."""
         moments = [change[0] for change in self.changes[:1]]
         moments += [entry[0] for entry in self.prefill_done[:1]]
         if self.next_arrival < len(self.arrival_s):
             moments.append(self.arrival_s[self.next_arrival])
-        later = [moment for moment in moments if moment > self.t]
+        return [moment for moment in moments if moment > self.t]
+
+    def jump(self) -> None:
+        """Nothing runs: go to the next moment at which something happens."""
+        if any(group.told or group.telling for group in self.groups):
+            self.hear_all()
+            return
+        later = self.moments()
         if not later and self.waiting:  # all that is left is held back by the policy, which says until when
             at = self.scheduler.recheck_s(self.t)
             later = [max(at, self.t + SHORTEST_WAIT_S)] if at < NEVER else []
         if not later:
             waits = f"at {self.t:.3f} s nothing runs and {self.waiting} requests wait for ever"
-            if not any(rank.up for rank in self.ranks.ranks):
+            if not any(rank.up for group in self.groups for rank in group.ranks.ranks):
                 raise InputError(f"failures: no worker is left, and none comes back: {waits}")
             raise InvariantError(waits)
         self.t = min(later)
 
     # -- what the router hears --------------------------------------------------------------------------------
 
-    def tell_tokens(self, requests: list[int]) -> None:
+    def tell_tokens(self, group: Group, gains: list[tuple[int, int]]) -> None:
         def progress() -> None:
-            for request in requests:
-                self.scheduler.progress(str(request), 1, self.t)
+            for request, tokens in gains:
+                self.scheduler.progress(str(request), tokens, self.t)
 
-        self.telling.append(progress)
+        group.telling.append(progress)
 
-    def tell_start(self, request: int) -> None:
-        self.telling.append(lambda: self.scheduler.start(str(request), self.t))
+    def tell_start(self, group: Group, request: int) -> None:
+        tell = self.scheduler.start if self.setting.lock_step else self.scheduler.began
+        group.telling.append(lambda: tell(str(request), self.t))
 
-    def tell_finish(self, request: int) -> None:
-        self.telling.append(lambda: self.hear_finish(str(request)))
+    def tell_finish(self, group: Group, request: int) -> None:
+        group.telling.append(lambda: self.hear_finish(str(request)))
 
-    def tell_requeue(self, request: int) -> None:
-        self.telling.append(lambda: self.scheduler.requeue(str(request), self.t))
+    def tell_requeue(self, group: Group, request: int) -> None:
+        group.telling.append(lambda: self.scheduler.requeue(str(request), self.t))
 
     def hear_finish(self, request_id: str) -> None:
         self.forecast.finished(self.scheduler, self.scheduler.snapshot.requests[request_id], self.t)
@@ -379,11 +419,12 @@ class Simulation:
 
     def hear_all(self) -> None:
         """The router catches up with the engine."""
-        while self.told:
-            self.hear(*self.told.popleft())
-        events, self.telling = self.telling, []
-        for event in events:
-            event()
+        for group in self.groups:
+            while group.told:
+                self.hear(*group.told.popleft())
+            events, group.telling = group.telling, []
+            for event in events:
+                event()
 
     def change_workers(self) -> None:
         """Carry out the failures and recoveries that are due."""
@@ -391,9 +432,26 @@ class Simulation:
             _, index, state = self.changes.pop(0)
             self.hear_all()
             self.scheduler.set_worker_state(f"d{index}", state, self.t)
+            group = self.group_of[index]
             if state is WorkerState.UP:
-                self.ranks.ranks[index].up = True
+                group.ranks.ranks[index - group.first].up = True
                 continue
-            for request in self.ranks.fail(index, self.steps):
+            for request in group.ranks.fail(index - group.first, group.steps):
                 self.recorder.recomputed += 1
                 self.scheduler.requeue(str(request), self.t)
+
+
+def groups_of(setting: Setting, prompt_tokens: list[int], lengths: list[int]) -> tuple[list[Group], list[Group]]:
+    """The groups, as equal in size as can be, and the one of each worker."""
+    kv, left = list(prompt_tokens), list(lengths)
+    kind = DraftingRanks if setting.draft_tokens else Ranks
+    bounds = [setting.n_workers * index // setting.barrier_groups for index in range(setting.barrier_groups + 1)]
+    sizes = [(first, end - first) for first, end in pairwise(bounds)]
+    groups = [Group(kind(setting, workers, kv, left), first) for first, workers in sizes]
+    return groups, [group for group in groups for _ in group.ranks.ranks]
+
+
+def up_capacity(ranks: Ranks, slowdowns: Sequence[float]) -> float:
+    """What the workers that are up can carry per token of the common level: each the inverse of its slowdown."""
+    slowdowns = slowdowns or (1.0,) * len(ranks.ranks)
+    return sum(1.0 / slowdown for slowdown, rank in zip(slowdowns, ranks.ranks, strict=True) if rank.up)

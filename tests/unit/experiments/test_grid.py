@@ -9,7 +9,17 @@ import pytest
 
 from balanceroute.errors import InputError
 from balanceroute.experiments import Scope, bound, drawn, files_of, grid, methods, reproduce
-from balanceroute.experiments.cells import FACTORS, Cell, CellJob, in_bursts, random_cells, requests_of, trace_digest
+from balanceroute.experiments.cells import (
+    FACTORS,
+    LATER_FACTORS,
+    Cell,
+    CellJob,
+    in_bursts,
+    later_random_cells,
+    random_cells,
+    requests_of,
+    trace_digest,
+)
 from balanceroute.experiments.jobs import run_jobs
 from balanceroute.experiments.methods import Method
 from balanceroute.traces import generate_trace, write_trace
@@ -18,7 +28,7 @@ TINY = replace(Scope.of(quick=True, trace=None), seeds=(0,), rows=60)
 CELLS = [Cell("capped", n_workers=2, rows=80), Cell("short", load=0.8, n_workers=2, factor="transfer 5", rows=80)]
 
 
-@pytest.mark.parametrize("factor", [*FACTORS, "engine balancer"])
+@pytest.mark.parametrize("factor", [*FACTORS, *LATER_FACTORS, "engine balancer"])
 def test_every_cell_can_be_run(factor: str) -> None:
     figures = CellJob(Cell("capped", n_workers=2, factor=factor, rows=150), methods.LEVEL_FIT).run()
     assert figures["admitted"] == 150
@@ -26,12 +36,13 @@ def test_every_cell_can_be_run(factor: str) -> None:
 
 def test_the_cells_change_one_factor_at_a_time_around_their_bases() -> None:
     cells = grid.cells(Scope.of(quick=False, trace=None))
-    drawn = set(random_cells(60, (*grid.BASES, "bursts")))
+    shapes = (*grid.BASES, "bursts")
+    drawn = {*random_cells(60, shapes), *later_random_cells(15, shapes)}
     for cell in set(cells) - drawn:
         base = Cell(cell.shape)
         changed = [name for name in ("load", "n_workers", "factor") if getattr(cell, name) != getattr(base, name)]
         assert len(changed) <= 1, cell.name
-    assert len(drawn) >= 55, "60 draws, of which some may fall on one cell"
+    assert len(drawn) >= 68, "75 draws, of which some may fall on one cell"
     assert all(cell.rows >= 20 * 64 * cell.n_workers for cell in cells), "at least 20 rows per slot"
 
 

@@ -17,7 +17,7 @@ from balanceroute.prediction import Forecaster, build_predictor
 from balanceroute.simulator import Failure, Figures, Outcome, Replay, Setting, Stopped, parse_params
 from balanceroute.simulator.history import fitted
 from balanceroute.simulator.oracle import Forecast, NoForecast, OracleForecast, PredictorForecast, TrueLengths
-from balanceroute.simulator.simulation import Simulation
+from balanceroute.simulator.simulation import Group, Simulation
 from balanceroute.traces import Trace, generate_trace
 
 TIMED = {"decision_p50_us", "decision_p99_us"}  # wall clock: the only figures that differ between equal runs
@@ -247,9 +247,9 @@ def test_no_more_wait_than_may_whether_prefilled_or_not(policy: str) -> None:
     most = 0
 
     class Watched(Simulation):
-        def fill(self) -> None:
+        def fill(self, group: Group) -> None:
             nonlocal most
-            super().fill()
+            super().fill(group)
             most = max(most, self.waiting)
 
     lengths = TrueLengths(trace)

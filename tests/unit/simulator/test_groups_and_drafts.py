@@ -1,0 +1,157 @@
+"""Workers that do not share one barrier, and steps of several tokens."""
+
+import math
+
+import numpy as np
+import pytest
+
+from balanceroute.core.knobs import PolicySettings
+from balanceroute.core.policies import POLICIES
+from balanceroute.errors import InputError
+from balanceroute.simulator import Failure, Replay, Setting
+from balanceroute.simulator.ranks import DraftingRanks
+from balanceroute.traces import generate_trace
+from tests.unit.simulator.test_simulation import a_setting, a_trace, figures_of, run
+
+
+def step_times_s(prompt: int, tokens: int, setting: Setting) -> float:
+    """Seconds that a request takes which runs alone."""
+    return sum(setting.step_cost_s * (prompt + done) + setting.step_overhead_s for done in range(tokens))
+
+
+def test_each_barrier_has_its_own_clock() -> None:
+    trace = a_trace([(0.0, 1000, 3), (0.0, 10, 2)])
+    setting = a_setting(n_workers=2, barrier_groups=2)
+    outcome = run(trace, setting, "round_robin")
+    expected = [step_times_s(1000, 3, setting) / 3, step_times_s(10, 2, setting) / 2]
+    assert outcome.tpot_s == pytest.approx(expected)
+    assert outcome.figures.steps == 5 and outcome.figures.load_spread_mean == 0
+
+
+@pytest.mark.parametrize("workers", [2, 5])
+def test_workers_that_step_alone_are_so_many_clusters(workers: int) -> None:
+    drawn = generate_trace("heavy_tailed", rows=60, seed=1).with_lengths(0.05, 0.05)
+    rows = [(0.0, prompt, output) for prompt, output in zip(drawn.prompt_tokens, drawn.output_tokens, strict=True)]
+    trace = a_trace(rows)  # all at once: each goes where its number says
+    setting = Setting(n_workers=workers, barrier_groups=workers, slots=3, pool=60, step_cost_s=1e-5)
+    outcome = run(trace, setting, "round_robin")
+    for worker in range(workers):
+        mine = a_trace(rows[worker::workers])
+        alone = run(mine, Setting(n_workers=1, slots=3, pool=60, step_cost_s=1e-5), "round_robin")
+        assert outcome.tpot_s[worker::workers] == pytest.approx(alone.tpot_s)
+        assert outcome.wait_s[worker::workers] == pytest.approx(alone.wait_s)
+
+
+def test_who_arrives_while_another_group_is_in_a_step_does_not_wait_for_it() -> None:
+    trace = a_trace([(0.0, 10, 5), (0.5, 10, 1)])
+    outcome = run(trace, a_setting(n_workers=2, barrier_groups=2), "round_robin")
+    assert outcome.wait_s[1] == 0.0
+
+
+@pytest.mark.parametrize("groups", [1, 2, 4])
+def test_tokens_per_second_are_those_of_the_time_that_passes(groups: int) -> None:
+    trace = generate_trace("capped", rows=600, seed=0).with_lengths(0.1, 0.1)
+    setting = Setting(n_workers=4, slots=8, pool=64, barrier_groups=groups)
+    outcome = Replay(trace.at_rate(1e9), PolicySettings(policy="level_fit"), setting).run()
+    assert outcome.figures.throughput_tok_s == pytest.approx(
+        trace.output_tokens.sum() / outcome.figures.makespan_s, rel=0.1
+    )
+    assert 0.9 < outcome.figures.balance < 1.02
+
+
+@pytest.mark.parametrize("policy", sorted(POLICIES))
+def test_guesses_that_never_hold_change_nothing(policy: str) -> None:
+    trace = generate_trace("heavy_tailed", rows=200, seed=3).with_lengths(0.05, 0.05)
+    setting = {"n_workers": 3, "slots": 6, "pool": 24, "step_cost_s": 1e-5}
+    plain = run(trace, Setting(**setting), policy)
+    drafting = run(trace, Setting(**setting, draft_tokens=4, draft_acceptance=0.0), policy)
+    assert figures_of(drafting) == pytest.approx(figures_of(plain))
+
+
+@pytest.mark.parametrize("tokens", [1, 4, 5, 9])
+def test_guesses_that_always_hold_come_all_at_once_but_none_beyond_the_end(tokens: int) -> None:
+    setting = a_setting(n_workers=1, draft_tokens=3, draft_acceptance=1.0)
+    outcome = run(a_trace([(0.0, 10, tokens)]), setting)
+    assert outcome.figures.steps == math.ceil(tokens / 4)
+    assert outcome.tpot_s[0] * tokens == pytest.approx(outcome.figures.makespan_s)
+
+
+def test_a_step_yields_as_many_tokens_as_the_setting_says_on_average() -> None:
+    trace = a_trace([(0.0, 10, 4000)] * 4)
+    setting = a_setting(n_workers=1, slots=4, draft_tokens=3, draft_acceptance=0.6)
+    outcome = run(trace, setting)
+    assert setting.tokens_per_step == pytest.approx(1 + 0.6 + 0.36 + 0.216)
+    assert 4000 / outcome.figures.steps == pytest.approx(setting.tokens_per_step, rel=0.03)
+
+
+def test_a_request_has_the_same_luck_wherever_it_runs() -> None:
+    trace = a_trace([(0.0, 10, 500), (0.0, 20, 400), (0.0, 30, 300)])
+    alone, together = (
+        run(trace, a_setting(n_workers=1, slots=slots, draft_tokens=3, step_cost_s=0.0)) for slots in (1, 3)
+    )
+    assert together.tpot_s == pytest.approx(alone.tpot_s)
+    assert len(set(together.tpot_s)) == 3
+
+
+@pytest.mark.parametrize("policy", ["level_fit", "br_h", "join_shortest_queue"])
+@pytest.mark.parametrize(
+    "options",
+    [{"barrier_groups": 2}, {"barrier_groups": 4}, {"draft_tokens": 3}, {"barrier_groups": 2, "draft_tokens": 2}],
+)
+def test_every_request_is_served_with_every_other_option_at_once(policy: str, options: dict[str, int]) -> None:
+    trace = generate_trace("heavy_tailed", rows=150, seed=2).with_lengths(0.05, 0.05)
+    setting = Setting(
+        n_workers=4,
+        slots=8,
+        pool=16,
+        step_cost_s=1e-5,
+        prefillers=2,
+        transfer_steps=3,
+        telemetry_lag_steps=2,
+        kv_capacity_tokens=8000,
+        slowdowns=(1.0, 1.0, 1.2, 1.0),
+        failures=(Failure(0, 3.0, 6.0), Failure(2, 4.0)),
+        overlap_requests=None if policy == "level_fit" else 0,
+        **options,
+    )  # fmt: skip
+    replay = Replay(trace, PolicySettings(policy=policy), setting, check_invariants=True, with_loads=True)
+    outcome = replay.run()
+    assert outcome.figures.admitted == 150 and np.isfinite(outcome.tpot_s).all()
+    assert outcome.loads.min() >= 0 and outcome.loads.max() <= 8000
+    assert np.array_equal(replay.run().loads, outcome.loads)
+
+
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        ({"barrier_groups": 9}, "barrier groups 9: there are 8 workers"),
+        ({"barrier_groups": 0}, "barrier groups 0: accepted is a number from 1"),
+        ({"draft_acceptance": 1.5}, "draft acceptance 1.5: accepted is a number from 0 to 1"),
+        ({"draft_tokens": 2, "engine_balancer_blocks": 5.0}, "not modelled together with barrier groups or draft"),
+    ],
+)
+def test_what_makes_no_sense_is_refused(options: dict[str, float], told: str) -> None:
+    with pytest.raises(InputError, match=told):
+        Setting(**options).checked()
+
+
+def test_the_oracle_counts_steps_and_is_refused() -> None:
+    trace = generate_trace("capped", rows=10, seed=0)
+    with pytest.raises(InputError, match="oracle: it is not modelled together with"):
+        Replay(trace, PolicySettings(policy="br_h"), Setting(draft_tokens=2), "oracle").run()
+
+
+def test_what_runs_adds_up_after_every_step() -> None:
+    ranks = DraftingRanks(Setting(n_workers=2, slots=4, draft_tokens=3), 2, [10] * 8, [5, 9, 1, 30, 2, 7, 11, 4])
+    for request in range(8):
+        ranks.bind(request, request % 2)
+    done: list[int] = []
+    for step in range(40):
+        ranks.fill(step)
+        coming = ranks.step_tokens()
+        assert coming == sum(tokens for _, tokens in ranks.gains())
+        ranks.grow()
+        done += ranks.finished(step + 1)
+        held = [sum(10 + ranks.done[request] for request in rank.running) for rank in ranks.ranks]
+        assert ranks.loads == held and ranks.counts == [len(rank.running) for rank in ranks.ranks]
+    assert sorted(done) == list(range(8)) and not ranks.draws
