@@ -72,6 +72,12 @@ class Cell:
         factor = "" if self.factor == "none" else f", {self.factor}"
         return f"{self.shape.rsplit('/', 1)[-1]}, load {self.load:g}, G {self.n_workers}{factor}"
 
+    @property
+    def tokens_per_step(self) -> float:
+        """Of a running request, on average."""
+        kind, _, number = self.factor.partition(" ")
+        return Setting(draft_tokens=int(number)).tokens_per_step if kind == "draft" else 1.0
+
     def setting(self, trace: Trace) -> Setting:
         """The cluster of the cell."""
         setting = Setting(n_workers=self.n_workers, pool=16 * self.n_workers)

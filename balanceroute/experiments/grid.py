@@ -179,7 +179,7 @@ def cell_results(scope: Scope, results: Results, cell: Cell) -> list[CellResult]
             return fmean(run[name] for run in runs)
 
         rates = [run["throughput_tok_s"] for run in runs]
-        slots = cell.n_workers * 64
+        full = cell.n_workers * 64 * cell.tokens_per_step
         found.append(
             CellResult(
                 cell,
@@ -191,7 +191,7 @@ def cell_results(scope: Scope, results: Results, cell: Cell) -> list[CellResult]
                 mean("wait_max_s"),
                 mean("load_spread_mean"),
                 mean("balance"),
-                fmean(run["throughput_tok_s"] * run["step_time_mean_s"] / slots for run in runs),
+                fmean(run["throughput_tok_s"] * run["step_time_mean_s"] / full for run in runs),
             )
         )
     best_rate = max(s.tokens_s for s in found)

@@ -46,6 +46,13 @@ def test_the_cells_change_one_factor_at_a_time_around_their_bases() -> None:
     assert all(cell.rows >= 20 * 64 * cell.n_workers for cell in cells), "at least 20 rows per slot"
 
 
+@pytest.mark.parametrize("factor", ["none", "draft 3", "two groups"])
+def test_slots_in_use_are_a_share_of_all_whatever_a_step_yields(factor: str) -> None:
+    cell = Cell("capped", load=1.2, n_workers=2, factor=factor, rows=600)
+    results = {job: job.run() for method in grid.POLICIES for job in grid.jobs_of(TINY, cell, method)}
+    assert all(0.8 < result.utilisation < 1.05 for result in grid.cell_results(TINY, results, cell))
+
+
 def test_bursts_bring_the_same_requests_in_part_of_each_minute() -> None:
     trace = requests_of("bursts", 0, 2000)
     burst = in_bursts(trace)
