@@ -44,6 +44,7 @@ def bounds(config: Config) -> SchedulerConfig:
         prefill_policy=config.prefill.policy,
         decode_first=config.connector == "mooncake_layerwise",
         overlap_requests=_overlap_requests(config),
+        shared_barrier=_shares_barrier(config),
     )
 
 
@@ -52,6 +53,13 @@ def _overlap_requests(config: Config) -> int | None:
     if config.decode.overlap_requests != "auto":
         return config.decode.overlap_requests
     return 0 if config.connector == "mooncake_layerwise" else None
+
+
+def _shares_barrier(config: Config) -> bool:
+    """Whether any decode worker waits for another, as far as somebody has said."""
+    groups = [config.decode.barrier_group_of(worker) for worker in config.decode.workers]
+    named = [group for group in groups if group]
+    return len(set(named)) < len(named) or len(groups) < 2
 
 
 def worker_specs(config: Config) -> list[WorkerSpec]:

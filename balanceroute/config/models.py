@@ -414,7 +414,8 @@ class Decode(Section):
         True,
         description="Whether the decode workers without a barrier_group are one data-parallel group, as the ranks of a "
         "mixture-of-experts model are; false for independent servers, such as the ranks of a dense model. When most of "
-        "a group falls silent at once, its requests are not moved: one frozen rank silences them all.",
+        "a group falls silent at once, its requests are not moved: one frozen rank silences them all. Where no worker "
+        "waits for another, level_fit has no request wait long for a place that suits it.",
     )
 
     def slots_of(self, worker: DecodeWorker) -> int:

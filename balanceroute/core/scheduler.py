@@ -95,6 +95,7 @@ class SchedulerConfig:
         decode_first: whether a decode worker is chosen before the prefill; `max_pooled` then refuses arrivals.
         overlap_requests: requests that each decode worker is sent beyond its slots (m, `core.overlap`); None: as many
             as measured transfers need.
+        shared_barrier: whether decode workers wait for each other at the end of a step; False: each steps alone.
         lock_step: whether the driver steps the engine itself (`start`, `step`) instead of reporting `progress`.
     """
 
@@ -110,6 +111,7 @@ class SchedulerConfig:
     prefill_policy: str = "least_tokens"
     ageing: float = AGEING
     overlap_requests: int | None = 0
+    shared_barrier: bool = True
 
 
 @mypyc_attr(allow_interpreted_subclasses=True)  # the journal's
@@ -152,6 +154,7 @@ class Scheduler:
         """What of the configuration a policy must know."""
         self.snapshot.longest_wait_s = PATIENCE_SHARE * self.config.pool_ttl_s
         self.snapshot.max_pooled = math.inf if self.config.max_pooled is None else self.config.max_pooled
+        self.snapshot.shared_barrier = self.config.shared_barrier
 
     def set_draining(self, draining: bool, now: float) -> None:
         """Refuse every new request from now on, or no longer; those that are here are served."""

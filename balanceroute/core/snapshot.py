@@ -130,6 +130,7 @@ class ClusterSnapshot:
         self.longest_wait_s = math.inf  # what may wait longer would leave the pool unserved
         self.max_pooled = math.inf  # requests in the pool, and those being prefilled for it
         self.prefilling = 0
+        self.shared_barrier = True  # else each decode worker steps alone
         self.draws = 0  # random decisions taken so far: with the seed, the whole state of a random policy
 
     @property

@@ -54,6 +54,7 @@ def snapshot_to_dict(snapshot: ClusterSnapshot, now: float, decider: Decider | N
         "longest_wait_s": None if snapshot.longest_wait_s == math.inf else snapshot.longest_wait_s,
         "pool_is_full": snapshot.pool_is_full,
         "max_pooled": _pool_size(snapshot),
+        "shared_barrier": snapshot.shared_barrier,
     }
 
 
@@ -70,6 +71,7 @@ def outline_to_dict(snapshot: ClusterSnapshot, now: float, decider: Decider | No
         "longest_wait_s": None if snapshot.longest_wait_s == math.inf else snapshot.longest_wait_s,
         "pool_is_full": snapshot.pool_is_full,
         "max_pooled": _pool_size(snapshot),
+        "shared_barrier": snapshot.shared_barrier,
     }
 
 
@@ -239,6 +241,8 @@ def snapshot_from_dict(
         snapshot.longest_wait_s = _number(data, "longest_wait_s", "")
     if data.get("max_pooled") is not None:
         snapshot.max_pooled = _whole(data, "max_pooled", "", least=1)
+    if "shared_barrier" in data:
+        snapshot.shared_barrier = _flag(data, "shared_barrier", "")
     if _flag(data, "pool_is_full", ""):
         snapshot.max_pooled = min(snapshot.max_pooled, MOST)
         snapshot.prefilling = max(0, int(snapshot.max_pooled) - len(snapshot.pool))  # nobody else reads how many

@@ -25,7 +25,7 @@ cap (u > 1) a request precedes every younger one, because 1e13 u exceeds any loa
 times the mean wait where that is more, and longer for requests that cost far more than the mean; but none leaves the
 pool unserved for it (`ClusterSnapshot.longest_wait_s`), unless `max_wait_s` is infinite.
 
-TargetFit takes the mean for the level: T = mean L. LevelFit (`LEVEL_FIT`) differs in nine things.
+TargetFit takes the mean for the level: T = mean L. LevelFit (`LEVEL_FIT`) differs in ten things.
 
 *Why the level is below the mean.* A departure takes away a prompt and its answer, an admission adds a prompt alone.
 Between two departures a worker grows by one token per request and step, by the mean answer o in all. If each load came
@@ -69,6 +69,12 @@ than six mean waits.
 the n that a worker has. For the time R of its answer all G n requests of the barrier are slower by about k / n, which
 costs them G R k together; if it waits for a place, it alone loses. So from k = 50 on a prompt may wait in proportion to
 G R k, whatever others wait, at most three times `max_wait_s`. At most one request in k is so large.
+
+*Workers that step alone.* Where no worker waits for another (`SchedulerConfig.shared_barrier`), a misfit slows down one
+worker alone, and unequal loads serve as many tokens: level ones only make the slowest requests faster. That is not
+worth a long wait, so a request that has waited for as long as the mean goes first, of any size: the longest waits are
+about those of first come, first served. Nothing is held back beside a free slot. For KV memory requests wait as they do
+elsewhere.
 
 *What a slot holds.* Where answers are longer than prompts, the distance from the level is made of answers, and the
 choice among prompts changes it by little. Measured by the mean prompt, the square of the distance would exceed any
@@ -114,13 +120,14 @@ class FitRules:
     `size_bonus` and `mean_bonus`: A and B of the ageing. `mean_waits`: in a cap, and `least_cap`: of `max_wait_s`, the
     shortest one. `patience`: times its cap that a request may wait longer, for each mean request of its cost, and
     `most_patience`, at most. `large_from`: mean requests from which on a prompt waits for its place while a small pool
-    is full. `outlier_from`: usual requests that an outlier holds; `outlier_patience`: of G mean answers' times, what it
-    may wait for each of them, and `most_outlier_wait`: of `max_wait_s`, at most. `growth_share`, `stock_share`: how far
-    T is below the mean, of (1 - 1/G) o, and of what the stock lacks. `hold_from`: the share of its slots that every
-    worker must have in use before a request is held back beside a free one. `swap_passes`: how often the choices for
-    several slots are made again. `sees_memory`: whether a worker gets only what fits its KV memory. `sees_answers`:
-    whether curvature and ageing are measured by the mean answer where that is longer than the mean request.
-    `orders_alone`: whether there is something to choose where one worker is alone.
+    is full. `alone_waits`: mean waits after which a request goes first where workers step alone. `outlier_from`: usual
+    requests that an outlier holds; `outlier_patience`: of G mean answers' times, what it may wait for each of them, and
+    `most_outlier_wait`: of `max_wait_s`, at most. `growth_share`, `stock_share`: how far T is below the mean, of
+    (1 - 1/G) o, and of what the stock lacks. `hold_from`: the share of its slots that every worker must have in use
+    before a request is held back beside a free one. `swap_passes`: how often the choices for several slots are made
+    again. `sees_memory`: whether a worker gets only what fits its KV memory. `sees_answers`: whether curvature and
+    ageing are measured by the mean answer where that is longer than the mean request. `orders_alone`: whether there is
+    something to choose where one worker is alone.
     """
 
     overflow_penalty: float
@@ -133,6 +140,7 @@ class FitRules:
     patience: float
     most_patience: float
     large_from: float
+    alone_waits: float
     outlier_from: float
     outlier_patience: float
     most_outlier_wait: float
@@ -156,6 +164,7 @@ TARGET_FIT = FitRules(
     patience=0.1,
     most_patience=5.0,
     large_from=math.inf,
+    alone_waits=math.inf,
     outlier_from=math.inf,
     outlier_patience=0.0,
     most_outlier_wait=0.0,
@@ -178,6 +187,7 @@ LEVEL_FIT = FitRules(
     patience=0.07,
     most_patience=0.7,
     large_from=5.0,
+    alone_waits=1.0,
     outlier_from=50.0,
     outlier_patience=1 / 64,
     most_outlier_wait=3.0,
@@ -245,7 +255,8 @@ class TargetFit:
                 if self.rules.sees_memory and not others_wait and short_of_memory(snapshot, open_workers):
                     yield from self._by_memory(snapshot, open_workers, now)
                 else:
-                    yield from self._slack(snapshot, open_workers, now, may_hold=not (others_wait or pool_is_full))
+                    may_hold = not (others_wait or pool_is_full or step_alone(snapshot, self.rules))
+                    yield from self._slack(snapshot, open_workers, now, may_hold)
                 if timer:
                     timer("stage1")
                 if others_wait:
@@ -336,6 +347,11 @@ class TargetFit:
             if worker.state is not DOWN and worker.occupied < max(MIN_ACTIVE_TO_HOLD, share * worker.spec.slots):
                 return False
         return True
+
+
+def step_alone(snapshot: ClusterSnapshot, rules: FitRules) -> bool:
+    """Whether no worker waits for another, and the policy looks at that."""
+    return not snapshot.shared_barrier and rules.alone_waits < math.inf
 
 
 def cost(spec: WorkerSpec, prompt_tokens: float) -> float:
@@ -492,8 +508,8 @@ class Loads:
 class Window:
     """The requests that a scarce decision chooses from, all of one class, and what their ageing is worth.
 
-    Attributes: `trackers`, in waiting order, `prompts`, their tokens, and `age`, u = wait / cap, shape (W,); `drop`,
-    how far below the mean load the level is, tokens.
+    Attributes: `trackers`, in waiting order, `prompts`, their tokens, and `age`, u = wait / cap, shape (W,), where
+    workers step alone by a cap of its own; `drop`, how far below the mean load the level is, tokens.
     """
 
     def __init__(self, snapshot: ClusterSnapshot, now: float, params: TargetFitParams, rules: FitRules) -> None:
@@ -509,7 +525,10 @@ class Window:
         sizes, ready_s = waiting.arrays()
         self._sizes: FloatArray = sizes[: params.window]
         wait_s = now - ready_s[: params.window]
-        self.age: FloatArray = wait_s / caps_s(self._sizes, snapshot, params, rules)
+        self._late: FloatArray = wait_s / caps_s(self._sizes, snapshot, params, rules)
+        self.age = self._late
+        if step_alone(snapshot, rules) and params.max_wait_s < math.inf:
+            self.age = np.maximum(self._late, wait_s / max(rules.alone_waits * means.wait_s, MIN_CAP_S))
         bonus: FloatArray = self._sizes + request_tokens
         bonus *= rules.size_bonus
         bonus += rules.mean_bonus * mean_cost
@@ -545,8 +564,7 @@ class Window:
         if room >= self._largest:
             return self._available
         past = math.inf if room <= 0.0 else 1.0 if worker.roomiest else 2.0
-        age = self.age
-        fits = (self._sizes <= room) | (age > past)
+        fits = (self._sizes <= room) | (self._late > past)
         return [bonus if fit else -math.inf for bonus, fit in zip(self._available, fits.tolist(), strict=True)]
 
     def take(self, worker: OpenWorker, level: float, envelope: float, least: float) -> tuple[int, float]:

@@ -143,6 +143,7 @@ class Simulation:
             lock_step=setting.lock_step,  # else tokens are told request by request
             prefill_policy=setting.prefill_policy,
             overlap_requests=setting.overlap_requests,
+            shared_barrier=setting.barrier_groups < setting.n_workers or setting.n_workers == 1,
         )
         scheduler = Scheduler(self.policy, config)
         for name in self.tier.names:

@@ -25,10 +25,10 @@ class Watched(Simulation):
 
     look: Callable[["Watched"], None] | None = None
 
-    def step(self) -> None:
+    def end_step(self) -> bool:
         if self.look is not None:
             self.look(self)
-        super().step()
+        return super().end_step()
 
 
 def a_setting(n_workers: int, slots: int, overlap: int | None, pool: int = 16, **transfers: Any) -> Setting:
@@ -41,13 +41,13 @@ def a_simulation(setting: Setting, policy: str, seed: int, rows: int = 120) -> t
     made = make_policy(PolicySettings(policy=policy, seed=seed))
     simulation = Watched(trace, setting, made, TrueLengths(trace), NoForecast(), check_invariants=True)
     admissions: list[Bound] = []
-    bind = simulation.ranks.bind
+    bind = simulation.groups[0].ranks.bind
 
     def kept(request: int, worker: int) -> None:
         admissions.append((request, worker))
         bind(request, worker)
 
-    simulation.ranks.bind = kept  # type: ignore[method-assign]
+    simulation.groups[0].ranks.bind = kept  # type: ignore[method-assign]
     return simulation, admissions
 
 
@@ -67,9 +67,9 @@ def test_never_more_run_than_there_are_slots_nor_more_are_sent_than_were_allowed
     most = slots + min(slots if overlap is None else overlap, slots)
 
     def look(simulation: Watched) -> None:
-        assert all(len(rank.running) <= slots for rank in simulation.ranks.ranks)
+        assert all(len(rank.running) <= slots for rank in simulation.groups[0].ranks.ranks)
         if simulation.policy.waits_for_slots:
-            assert all(rank.held + len(rank.queue) <= most for rank in simulation.ranks.ranks)
+            assert all(rank.held + len(rank.queue) <= most for rank in simulation.groups[0].ranks.ranks)
             assert all(len(worker.active) <= most for worker in simulation.scheduler.snapshot.workers)
 
     simulation, admissions = a_simulation(setting, policy, seed)

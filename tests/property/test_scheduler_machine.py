@@ -77,13 +77,14 @@ class SchedulerMachine(RuleBasedStateMachine):
         bypass=st.booleans(),
         slots=st.lists(st.integers(1, 4), min_size=1, max_size=4),
         overlap=st.sampled_from([None, 0, 1]),
+        shared=st.booleans(),
     )
-    def begin(self, drawn: PolicySettings, bypass: bool, slots: list[int], overlap: int | None) -> None:
+    def begin(self, drawn: PolicySettings, bypass: bool, slots: list[int], overlap: int | None, shared: bool) -> None:
         self.settings = with_bypass(drawn, bypass)
         self.folder = Path(tempfile.mkdtemp())
         config = SchedulerConfig(
             max_queued=4, max_pooled=8, pool_ttl_s=30.0, queue_deadline_s=20.0, refresh_every_tokens=3,
-            lock_step=self.lock_step, decode_first=self.decode_first, overlap_requests=overlap,
+            lock_step=self.lock_step, decode_first=self.decode_first, overlap_requests=overlap, shared_barrier=shared,
         )  # fmt: skip
         self.scheduler = RecordingScheduler(self.settings, config, self.folder / "journal.jsonl")
         self.now = 0.0

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from balanceroute.build import policy_settings
+from balanceroute.build import bounds, policy_settings
 from balanceroute.config.models import Routing
 from balanceroute.core.knobs import ALL, BR_H_BETA, PolicySettings
 from tests.unit.proxy.virtual_time import a_config
@@ -63,3 +63,26 @@ def test_every_knob_that_is_set_reaches_the_core() -> None:
     settings = policy_settings(a_config(routing=told, predictor={"kind": "survival"}))
     assert {name: getattr(settings, name) for name in told} == told
     assert {*told, "pool_bypass", "options"} == set(Routing.model_fields), "name the new knob above"
+
+
+@pytest.mark.parametrize(
+    ("decode", "groups", "shared"),
+    [
+        ({}, (None, None, None), True),
+        ({"shared_barrier": False}, (None, None, None), False),
+        ({"shared_barrier": False}, ("a", "a", None), True),
+        ({"shared_barrier": False}, ("a", "b", None), False),
+        ({}, ("a", "b", "c"), False),
+        ({}, ("a", "b", None), False),
+    ],
+    ids=["all together", "each alone", "two together", "named alone", "all named alone", "one left"],
+)
+def test_workers_share_a_barrier_where_two_of_them_wait_for_each_other(
+    decode: dict[str, bool], groups: tuple[str | None, ...], shared: bool
+) -> None:
+    workers = [
+        {"url": f"http://d{n}:1"} | ({} if group is None else {"barrier_group": group})
+        for n, group in enumerate(groups)
+    ]
+    assert bounds(a_config(decode={"workers": workers, **decode})).shared_barrier is shared
+    assert bounds(a_config(decoders=1)).shared_barrier, "one is as good as together"

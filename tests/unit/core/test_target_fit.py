@@ -413,3 +413,52 @@ def test_target_fit_looks_at_slots_alone() -> None:
     scheduler.report_decoder_memory("d0", 500, 0.0)
     pool_all(scheduler, {"large": 700})
     assert admitted(scheduler, now=1_000.0) == [("large", "d0")]
+
+
+def alone(policy: str, loads: list[list[int]], *, slots: int, max_wait_s: float = 60.0) -> Scheduler:
+    """Workers that step alone, after mean waits of 10 s."""
+    scheduler = occupied(loads, slots=slots, policy=policy, max_wait_s=max_wait_s)
+    scheduler.configure(SchedulerConfig(shared_barrier=False), 0.0)
+    scheduler.snapshot.means.wait_s = 10.0
+    return scheduler
+
+
+@pytest.mark.parametrize(
+    ("policy", "waited_s", "first"),
+    [("level_fit", 5.0, "fits"), ("level_fit", 10.1, "waits"), ("target_fit", 10.1, "fits")],
+)
+def test_where_workers_step_alone_nobody_waits_longer_than_the_mean_for_a_place_that_suits(
+    policy: str, waited_s: float, first: str
+) -> None:
+    scheduler = alone(policy, [[500, 500], [400]], slots=2)
+    scheduler.snapshot.means.prompt_tokens = 400.0
+    pool_all(scheduler, {"waits": 5000}, now=100.0 - waited_s)
+    pool_all(scheduler, {"fits": 500}, now=100.0)
+    document = snapshot_to_dict(scheduler.snapshot, 100.0)
+    assert admitted(scheduler, 100.0) == [(first, "d1")]
+    again = Scheduler(scheduler.policy)
+    again.snapshot, _ = snapshot_from_dict(document, 0)
+    assert [each.request for each in again.admit(100.0)] == [first], "a document decides alike"
+
+
+@pytest.mark.parametrize(("policy", "held"), [("level_fit", False), ("target_fit", True)])
+def test_where_workers_step_alone_nothing_is_held_back_beside_a_free_slot(policy: str, held: bool) -> None:
+    scheduler = alone(policy, [[100] * 4, [100] * 4], slots=8)
+    pool_all(scheduler, {"large": 300}, now=100.0)
+    assert admitted(scheduler, 100.0) == ([] if held else [("large", "d0")])
+
+
+def test_where_workers_step_alone_an_endless_wait_is_still_endless() -> None:
+    scheduler = alone("level_fit", [[500, 500], [400]], slots=2, max_wait_s=math.inf)
+    pool_all(scheduler, {"waits": 5000}, now=0.0)
+    pool_all(scheduler, {"fits": 500}, now=100.0)
+    assert admitted(scheduler, 100.0) == [("fits", "d1")]
+
+
+def test_where_workers_step_alone_memory_is_waited_for_as_elsewhere() -> None:
+    scheduler = alone("level_fit", [[400], [400]], slots=2)
+    for name in ("d0", "d1"):
+        scheduler.report_decoder_memory(name, 1000, 0.0)
+    pool_all(scheduler, {"large": 900}, now=80.0)
+    pool_all(scheduler, {"small": 100, "other": 100}, now=100.0)
+    assert admitted(scheduler, 100.0) == [("small", "d0"), ("other", "d1")]
