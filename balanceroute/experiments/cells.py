@@ -6,7 +6,7 @@ meet has a chance to show.
 """
 
 import random
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import lru_cache
 from hashlib import sha256
@@ -111,7 +111,7 @@ class Cell:
 
 
 def one_factor_cells(
-    shapes: tuple[str, ...],
+    shapes: Sequence[str],
     loads: tuple[float, ...],
     widths: tuple[int, ...],
     factors: tuple[str, ...],

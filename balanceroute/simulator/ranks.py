@@ -10,6 +10,7 @@ With `transfers_beside_full` they begin as soon as the request is there.
 """
 
 import random
+from bisect import bisect_right
 from collections import defaultdict, deque
 from dataclasses import dataclass, field
 
@@ -95,6 +96,8 @@ class Ranks:
     def queued(self) -> int:
         """Requests at workers that have no slot, nor one kept for them."""
         slots = self.setting.slots
+        if not self.in_queues and not self.setting.transfer_steps:
+            return 0
         if self.setting.barrier_groups > 1:  # what comes in the middle of a step waits for the next one alone
             return sum(max(0, len(rank.queue) + rank.held - slots) for rank in self.ranks)
         if not self.setting.transfer_steps:
@@ -243,7 +246,7 @@ class DraftingRanks(Ranks):
         self.done: dict[int, int] = {}  # tokens of a running request since it (re)started
         self.coming: dict[int, int] = {}  # what each gets from this step
         self.draws: dict[int, random.Random] = {}
-        self.hold = [setting.draft_acceptance ** (index + 1) for index in range(setting.draft_tokens)]
+        self.hold = sorted(setting.draft_acceptance ** (index + 1) for index in range(setting.draft_tokens))
 
     def expect_end(self, request: int, step: int) -> None:
         """Nobody knows yet."""
@@ -255,18 +258,15 @@ class DraftingRanks(Ranks):
         return self.done.pop(request)
 
     def step_tokens(self) -> int:
-        """Draw them."""
-        self.coming = {
-            request: min(1 + self.held_guesses(request), self.left[request] - self.done[request])
-            for rank in self.ranks
-            for request in rank.running
-        }
-        return sum(self.coming.values())
-
-    def held_guesses(self, request: int) -> int:
-        """How many guesses hold."""
-        drawn = self.draws[request].random()
-        return sum(drawn < chance for chance in self.hold)
+        """Draw them: as many guesses hold as have a higher chance than the number that is drawn."""
+        self.coming = coming = {}
+        hold, most, left, done, draws = self.hold, self.most_tokens, self.left, self.done, self.draws
+        for rank in self.ranks:
+            for request in rank.running:
+                tokens = most - bisect_right(hold, draws[request].random())
+                still = left[request] - done[request]
+                coming[request] = tokens if tokens < still else still
+        return sum(coming.values())
 
     def grow(self) -> None:
         """Every running request has its tokens."""

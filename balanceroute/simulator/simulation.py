@@ -95,6 +95,7 @@ class Simulation:
         check_lengths(lengths, trace, setting)
         self.arrival_s: list[float] = trace.arrival_s.tolist()
         self.prompt_tokens: list[int] = trace.prompt_tokens.tolist()
+        self.names = [str(request) for request in range(len(trace))]
         self.keys: list[str] = trace.prompt_key.tolist()
         self.lengths = lengths
         self.forecast = forecast
@@ -393,8 +394,9 @@ class Simulation:
 
     def tell_tokens(self, group: Group, gains: list[tuple[int, int]]) -> None:
         def progress() -> None:
+            tell, names, now = self.scheduler.progress, self.names, self.t
             for request, tokens in gains:
-                self.scheduler.progress(str(request), tokens, self.t)
+                tell(names[request], tokens, now)
 
         group.telling.append(progress)
 
