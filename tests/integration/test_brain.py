@@ -372,9 +372,12 @@ async def test_no_count_falls_or_doubles_when_files_of_relays_that_are_gone_are_
 
         await until(all_told)
         gone = router.folder.counts_file("relay-0.2")
-        while gone.exists():
+
+        async def all_kept() -> bool:
             assert finished(await scraped(relay)) == 4
-            await asyncio.sleep(0.05)
+            return not gone.exists()
+
+        await until(all_kept)
         assert finished(await scraped(relay)) == 4 and router.folder.gone() == set()
         router.brain.end()
         await until(lambda: relay.app.services.brain.member is None)

@@ -5,6 +5,7 @@ import re
 import signal
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,17 @@ from balanceroute.cli import main
 
 COMMANDS = "serve demo emulate replay reproduce load steps explain decisions check-config key".split()
 COMMANDS += ["trace generate", "trace convert", "trace describe", "predictor fit", "predictor evaluate"]
+
+
+@pytest.fixture
+def ordinary_signals() -> Iterator[None]:
+    """What this process ignores, as under nohup, its children would ignore as well."""
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGHUP)}
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
 
 
 def said_by(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
@@ -88,6 +100,7 @@ def test_a_command_that_is_interrupted_while_it_imports_ends_in_silence_whatever
     assert (ended.returncode, ended.stdout, ended.stderr) == (130, "", "")
 
 
+@pytest.mark.usefixtures("ordinary_signals")
 def test_a_signal_during_an_import_that_catches_everything_ends_the_command_in_silence(tmp_path: Path) -> None:
     (tmp_path / "typer.py").write_text(
         "import os, signal\ntry:\n    os.kill(os.getpid(), signal.SIGINT)\n    1 + 1\n"
@@ -105,6 +118,7 @@ def test_nothing_is_imported_before_an_interrupt_is_awaited() -> None:
     assert done.stdout.split() == ["balanceroute", "balanceroute.__main__"]
 
 
+@pytest.mark.usefixtures("ordinary_signals")
 def test_sighup_does_not_end_serve_while_it_is_imported(tmp_path: Path) -> None:
     signal_itself = "import os, signal\nos.kill(os.getpid(), signal.SIGHUP)\nraise SystemExit(7)\n"
     (tmp_path / "typer.py").write_text(signal_itself)
