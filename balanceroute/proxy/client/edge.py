@@ -101,7 +101,7 @@ class ClientLimits:
 
     @classmethod
     def of(cls, config: Config) -> "ClientLimits":
-        """Those of a configuration, in a process with so many descriptors."""
+        """Those of a configuration, as far as this process has descriptors."""
         limits = config.limits
         return cls(
             most_clients(config),

@@ -1,6 +1,7 @@
 """Workers that do not share one barrier, and steps of several tokens."""
 
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -8,10 +9,10 @@ import pytest
 from balanceroute.core.knobs import PolicySettings
 from balanceroute.core.policies import POLICIES
 from balanceroute.errors import InputError
-from balanceroute.simulator import Failure, Replay, Setting
+from balanceroute.simulator import Replay, Setting
 from balanceroute.simulator.ranks import DraftingRanks
 from balanceroute.traces import generate_trace
-from tests.unit.simulator.test_simulation import a_setting, a_trace, figures_of, run
+from tests.unit.simulator.test_simulation import EVERY_OPTION, a_setting, a_trace, figures_of, run
 
 
 def step_times_s(prompt: int, tokens: int, setting: Setting) -> float:
@@ -100,20 +101,7 @@ def test_a_request_has_the_same_luck_wherever_it_runs() -> None:
 )
 def test_every_request_is_served_with_every_other_option_at_once(policy: str, options: dict[str, int]) -> None:
     trace = generate_trace("heavy_tailed", rows=150, seed=2).with_lengths(0.05, 0.05)
-    setting = Setting(
-        n_workers=4,
-        slots=8,
-        pool=16,
-        step_cost_s=1e-5,
-        prefillers=2,
-        transfer_steps=3,
-        telemetry_lag_steps=2,
-        kv_capacity_tokens=8000,
-        slowdowns=(1.0, 1.0, 1.2, 1.0),
-        failures=(Failure(0, 3.0, 6.0), Failure(2, 4.0)),
-        overlap_requests=None if policy == "level_fit" else 0,
-        **options,
-    )  # fmt: skip
+    setting = replace(EVERY_OPTION, overlap_requests=None if policy == "level_fit" else 0, **options)
     replay = Replay(trace, PolicySettings(policy=policy), setting, check_invariants=True, with_loads=True)
     outcome = replay.run()
     assert outcome.figures.admitted == 150 and np.isfinite(outcome.tpot_s).all()

@@ -23,6 +23,20 @@ from balanceroute.traces import Trace, generate_trace
 TIMED = {"decision_p50_us", "decision_p99_us"}  # wall clock: the only figures that differ between equal runs
 
 
+EVERY_OPTION = Setting(
+    n_workers=4,
+    slots=8,
+    pool=16,
+    step_cost_s=1e-5,
+    prefillers=2,
+    transfer_steps=3,
+    telemetry_lag_steps=2,
+    kv_capacity_tokens=8000,
+    slowdowns=(1.0, 1.0, 1.2, 1.0),
+    failures=(Failure(0, 3.0, 6.0), Failure(2, 4.0)),
+)
+
+
 def a_trace(rows: list[tuple[float, int, int]]) -> Trace:
     arrival, prompt, output = zip(*rows, strict=True)
     return Trace(np.array(arrival, dtype=float), np.array(prompt), np.array(output), np.array([""] * len(rows)))
@@ -286,19 +300,9 @@ def test_a_late_ledger_frees_slots_late() -> None:
 @pytest.mark.parametrize("predictor", ["none", "oracle", "survival", "exact_match"])
 def test_every_request_is_served_with_every_option_at_once(policy: str, predictor: str) -> None:
     trace = generate_trace("heavy_tailed", rows=150, seed=2).with_lengths(0.05, 0.05)
-    setting = Setting(
-        n_workers=4,
-        slots=8,
-        pool=16,
-        step_cost_s=1e-5,
-        prefillers=2,
-        transfer_steps=3,
-        telemetry_lag_steps=2,
-        kv_capacity_tokens=8000,
-        slowdowns=(1.0, 1.0, 1.2, 1.0),
-        failures=(Failure(0, 3.0, 6.0), Failure(2, 4.0)),
-    )
-    outcome = Replay(trace, PolicySettings(policy=policy), setting, predictor, train=trace, check_invariants=True).run()
+    outcome = Replay(
+        trace, PolicySettings(policy=policy), EVERY_OPTION, predictor, train=trace, check_invariants=True
+    ).run()
     assert outcome.figures.admitted == 150
     assert np.isfinite(outcome.tpot_s).all()
 
