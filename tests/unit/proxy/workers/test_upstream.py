@@ -365,7 +365,7 @@ def test_whose_fault_it_is_that_a_connection_takes_too_long_is_told(ours: bool) 
 
     async def test() -> None:
         asyncio.get_running_loop().create_connection = never  # type: ignore[method-assign,assignment]
-        asking = asyncio.ensure_future(post(Upstream("http://d0:1"), connect_timeout_s=5.0))
+        asking = asyncio.ensure_future(post(Upstream("http://127.0.0.1:1"), connect_timeout_s=5.0))
         await let_pass(1.0)
         stand_still(60.0 if ours else 0.0)
         with pytest.raises(ConnectFailed, match="no connection within 5 s") as failed:
