@@ -202,6 +202,9 @@ class RecordingScheduler(Scheduler):
             least_own_slots=least_own_slots,
         )
 
+    def report_tokens_per_step(self, worker_id: str, tokens_per_step: float, now: float) -> None:
+        self._record(super().report_tokens_per_step, now, worker_id=worker_id, tokens_per_step=tokens_per_step)
+
     def report_decoder_memory(self, worker_id: str, capacity_tokens: int, now: float) -> None:
         self._record(super().report_decoder_memory, now, worker_id=worker_id, capacity_tokens=capacity_tokens)
 

@@ -96,9 +96,10 @@ class PolicySettings:
         60.0,
         "Pool wait after which a request goes before all younger ones of its priority; up to 6 times that for prompts "
         "far above the mean, and never more than three quarters of pool.ttl_s. With level_fit a request goes first "
-        "after a fifteenth of it, or after six mean waits where that is more, and up to 1.7 times that where it costs "
-        "far more than the mean; a large prompt after up to 1.7 times it while a pool is full that is small for its "
-        "workers, and the rare one that holds 50 usual requests or more after up to 3 times it.",
+        "after a fifteenth of it (where answers are short, after three times what the mean one takes), or "
+        "after six mean waits where that is more, and up to 1.7 times that where it costs far more than the mean; a "
+        "large prompt after up to 1.7 times it while a pool is full that is small for its workers, and the rare one "
+        "that holds 50 usual requests or more after up to 3 times it.",
         least=0,
         most=DAY_S,
         endless=True,

@@ -11,9 +11,10 @@ where slots would be empty for more than `WORTH` of their time: with few slots m
 0 where a transfer takes less than half a step, which is as finely as it is known: where transfers are short nothing is
 sent ahead.
 
-All of it is measured. The step time is that between the tokens of a request. `transfer_s` is the time from an admission
-to the first token, less a step, of requests that had a slot waiting for them. One that was sent ahead may have waited
-for its slot instead, so its time is an upper bound, which may lower the estimate and never raises it.
+All of it is measured. The step time is that between the tokens of a request, times the tokens that a step of its engine
+yields (several with speculative decoding; the engine says how many). `transfer_s` is the time from an admission to the
+first token, less a step, of requests that had a slot waiting for them. One that was sent ahead may have waited for its
+slot instead, so its time is an upper bound, which may lower the estimate and never raises it.
 """
 
 from dataclasses import dataclass
@@ -28,13 +29,13 @@ class Overlap:
     """Running means of what m is made of, in seconds; 0 until something was seen."""
 
     transfer_s: float = 0.0
-    step_s: float = 0.0
+    token_s: float = 0.0
     transfers: int = 0
     answers: int = 0
 
-    def see_first_token(self, delay_s: float, sent_ahead: bool) -> None:
+    def see_first_token(self, delay_s: float, sent_ahead: bool, tokens_per_step: float) -> None:
         """Take in the seconds from an admission to its first token. Counts nothing until a step is known."""
-        transfer_s = delay_s - self.step_s
+        transfer_s = delay_s - self.token_s * tokens_per_step
         if not self.answers or (sent_ahead and transfer_s >= self.transfer_s):
             return
         self.transfers += 1
@@ -45,12 +46,12 @@ class Overlap:
         if tokens < 2:
             return
         self.answers += 1
-        self.step_s += max(WEIGHT, 1.0 / self.answers) * (stay_s / (tokens - 1) - self.step_s)
+        self.token_s += max(WEIGHT, 1.0 / self.answers) * (stay_s / (tokens - 1) - self.token_s)
 
-    def requests(self, slots: int, answer_tokens: float) -> int:
+    def requests(self, slots: int, answer_tokens: float, tokens_per_step: float) -> int:
         """m of a worker with so many slots (B), for answers of so many tokens on average (o): 0 to B."""
-        stay_s = self.step_s * answer_tokens
-        if stay_s <= 0.0 or self.transfer_s < SHORT_STEPS * self.step_s:
+        stay_s = self.token_s * answer_tokens
+        if stay_s <= 0.0 or self.transfer_s < SHORT_STEPS * self.token_s * tokens_per_step:
             return 0
         empty = self.transfer_s / stay_s
         return min(slots, max(round(slots * empty), int(empty > WORTH)))

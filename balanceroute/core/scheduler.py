@@ -245,6 +245,13 @@ class Scheduler:
         """How many KV tokens fit a decode worker, counted as its load is; 0: not known."""
         self.snapshot.worker(worker_id).kv_capacity_tokens = capacity_tokens
 
+    def report_tokens_per_step(self, worker_id: str, tokens_per_step: float, now: float) -> None:
+        """How many tokens a step of a decode worker yields of a request, on average: with speculative decoding several.
+
+        With it a step's time is told from the time between tokens (`core.overlap`).
+        """
+        self.snapshot.worker(worker_id).tokens_per_step = tokens_per_step
+
     def show_report(self, worker_id: str, samples: dict[str, float]) -> None:
         """What a decode worker says of itself, to be shown beside our own ledger: no decision reads it."""
         self.snapshot.worker(worker_id).reported = samples
@@ -402,7 +409,7 @@ class Scheduler:
             return min(slots, fixed)
         if worker.foreign_requests:
             return 0
-        return self.snapshot.overlap.requests(slots, self.snapshot.means.answer_tokens)
+        return self.snapshot.overlap.requests(slots, self.snapshot.means.answer_tokens, worker.tokens_per_step)
 
     def recheck_s(self, now: float) -> float:
         """When to call `admit` again even if nothing happens until then; infinite for policies that never hold.
@@ -432,8 +439,10 @@ class Scheduler:
 
     def _see_first_token(self, tracker: RequestTracker, now: float) -> None:
         tracker.began_s = now
-        if not self._worker_of(tracker).foreign_requests:
-            self.snapshot.overlap.see_first_token(now - tracker.admitted_s, tracker.sent_ahead)
+        worker = self._worker_of(tracker)
+        if not worker.foreign_requests:
+            delay_s = now - tracker.admitted_s
+            self.snapshot.overlap.see_first_token(delay_s, tracker.sent_ahead, worker.tokens_per_step)
 
     def progress(self, request_id: str, tokens: int, now: float) -> None:
         """The request has generated `tokens` more. The relay's path: O(1), whatever is active."""

@@ -236,9 +236,9 @@ class ClusterSnapshot:
 
     def mean_stay_s(self) -> float:
         """How long the mean answer takes on a worker, as measured; infinite until a hundred answers have ended."""
-        if self.means.answers < PLAIN_MEAN_OF or not self.overlap.step_s:
+        if self.means.answers < PLAIN_MEAN_OF or not self.overlap.token_s:
             return math.inf
-        return self.overlap.step_s * self.means.answer_tokens
+        return self.overlap.token_s * self.means.answer_tokens
 
     def step_loads(self) -> list[float]:
         """`step_load` of every worker, by index. O(G)."""

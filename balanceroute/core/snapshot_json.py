@@ -88,7 +88,7 @@ def _means(snapshot: ClusterSnapshot) -> dict[str, Any]:
         "usual_tokens": means.usual_tokens,
         "wait_s": means.wait_s,
         "answer_tokens": means.answer_tokens,
-        "step_s": snapshot.overlap.step_s,
+        "token_s": snapshot.overlap.token_s,
         "prompts": means.prompts,
         "answers": means.answers,
     }
@@ -102,6 +102,7 @@ def _fixed(worker: DecodeInstanceState, decider: Decider | None) -> dict[str, An
         "slowdown": worker.spec.slowdown,
         "request_tokens": worker.spec.request_tokens,
         "kv_capacity_tokens": worker.kv_capacity_tokens,
+        "tokens_per_step": worker.tokens_per_step,
         "ahead": worker.ahead if decider is None else decider.places_ahead(worker),
     }
 
@@ -267,6 +268,7 @@ def _read_worker(snapshot: ClusterSnapshot, entry: Any, path: str) -> None:
         raise InputError(f"{path}.state: {entry['state']!r:.60}; accepted: {', '.join(accepted)}")
     snapshot.set_state(worker, WorkerState(entry.get("state", "up")))
     worker.kv_capacity_tokens = _whole(entry, "kv_capacity_tokens", path, default=0)
+    worker.tokens_per_step = _number(entry, "tokens_per_step", path, default=1.0)
     worker.ahead = _whole(entry, "ahead", path, default=0)
     foreign = _object(entry.get("foreign", {}), f"{path}.foreign")
     worker.set_foreign(
@@ -328,7 +330,7 @@ def _read_means(snapshot: ClusterSnapshot, means: Any) -> None:
     snapshot.means.usual_tokens = _number(means, "usual_tokens", "means", default=snapshot.means.prompt_tokens)
     snapshot.means.wait_s = _number(means, "wait_s", "means", default=0.0)
     snapshot.means.answer_tokens = _number(means, "answer_tokens", "means", default=0.0)
-    snapshot.overlap.step_s = _number(means, "step_s", "means", default=0.0)
+    snapshot.overlap.token_s = _number(means, "token_s", "means", default=0.0)
     snapshot.means.prompts = _whole(means, "prompts", "means", default=50)
     snapshot.means.answers = _whole(means, "answers", "means", default=0)
 

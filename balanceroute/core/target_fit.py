@@ -56,7 +56,9 @@ if no place comes); until then the places go to those that waited longest. So th
 TargetFit's at no more load spread.
 
 *Short caps.* A wait of `max_wait_s` is long where hardly anybody waits, as below saturation and after a burst, and wins
-little there. So LevelFit's cap is six mean waits, or a fifteenth of `max_wait_s` where that is more.
+little there. So LevelFit's cap is six mean waits, or a fifteenth of `max_wait_s` where that is more. Where answers are
+short departures are many, and a place comes soon: there three times the mean answer's time takes the place of that
+fifteenth.
 
 *Small pools.* While a pool of W is full, the mean wait is W over the rate of departures, so six mean waits are short
 where W is small beside G, as 512 are for 144 workers. But how soon a place comes for a large prompt does not depend on
@@ -117,17 +119,18 @@ class FitRules:
 
     `overflow_penalty`, `underflow_penalty`: what a token above the envelope, or below the least load of the others,
     costs beside its distance; `curvature`: what the square of the distance costs, in mean requests (`mean prompt + c`).
-    `size_bonus` and `mean_bonus`: A and B of the ageing. `mean_waits`: in a cap, and `least_cap`: of `max_wait_s`, the
-    shortest one. `patience`: times its cap that a request may wait longer, for each mean request of its cost, and
-    `most_patience`, at most. `large_from`: mean requests from which on a prompt waits for its place while a small pool
-    is full. `alone_waits`: mean waits after which a request goes first where workers step alone. `outlier_from`: usual
-    requests that an outlier holds; `outlier_patience`: of G mean answers' times, what it may wait for each of them, and
-    `most_outlier_wait`: of `max_wait_s`, at most. `growth_share`, `stock_share`: how far T is below the mean, of
-    (1 - 1/G) o, and of what the stock lacks. `hold_from`: the share of its slots that every worker must have in use
-    before a request is held back beside a free one. `swap_passes`: how often the choices for several slots are made
-    again. `sees_memory`: whether a worker gets only what fits its KV memory. `sees_answers`: whether curvature and
-    ageing are measured by the mean answer where that is longer than the mean request. `orders_alone`: whether there is
-    something to choose where one worker is alone.
+    `size_bonus` and `mean_bonus`: A and B of the ageing. `mean_waits`: in a cap; `least_cap`: of `max_wait_s`, and
+    `least_stays`: of the mean answer's time, the shorter of which is the shortest one. `patience`: times its cap that a
+    request may wait longer, for each mean request of its cost, and `most_patience`, at most. `large_from`: mean
+    requests from which on a prompt waits for its place while a small pool is full. `alone_waits`: mean waits after
+    which a request goes first where workers step alone. `outlier_from`: usual requests that an outlier holds;
+    `outlier_patience`: of G mean answers' times, what it may wait for each of them, and `most_outlier_wait`: of
+    `max_wait_s`, at most. `growth_share`, `stock_share`: how far T is below the mean, of (1 - 1/G) o, and of what the
+    stock lacks. `hold_from`: the share of its slots that every worker must have in use before a request is held back
+    beside a free one. `swap_passes`: how often the choices for several slots are made again. `sees_memory`: whether a
+    worker gets only what fits its KV memory. `sees_answers`: whether curvature and ageing are measured by the mean
+    answer where that is longer than the mean request. `orders_alone`: whether there is something to choose where one
+    worker is alone.
     """
 
     overflow_penalty: float
@@ -137,6 +140,7 @@ class FitRules:
     mean_bonus: float
     mean_waits: float
     least_cap: float
+    least_stays: float
     patience: float
     most_patience: float
     large_from: float
@@ -161,6 +165,7 @@ TARGET_FIT = FitRules(
     mean_bonus=32.0,
     mean_waits=5.0,
     least_cap=1.0,
+    least_stays=math.inf,
     patience=0.1,
     most_patience=5.0,
     large_from=math.inf,
@@ -184,6 +189,7 @@ LEVEL_FIT = FitRules(
     mean_bonus=22.0,
     mean_waits=6.0,
     least_cap=1 / 15,
+    least_stays=3.0,
     patience=0.07,
     most_patience=0.7,
     large_from=5.0,
@@ -381,7 +387,8 @@ def caps_s(
     means, c = snapshot.means, snapshot.request_tokens
     times: FloatArray = (prompt_tokens + c) / (means.prompt_tokens + c or 1.0)
     patience: FloatArray = 1.0 + np.minimum(rules.patience * times, rules.most_patience)
-    cap_s: FloatArray = patience * max(rules.least_cap * params.max_wait_s, rules.mean_waits * means.wait_s, MIN_CAP_S)
+    usual_s = max(_least_cap_s(snapshot, params, rules), rules.mean_waits * means.wait_s, MIN_CAP_S)
+    cap_s: FloatArray = patience * usual_s
     place_s = _place_s(snapshot, params, rules)
     if place_s:
         np.maximum(cap_s, patience * np.minimum(times * (place_s / rules.large_from), place_s), out=cap_s)
@@ -389,6 +396,12 @@ def caps_s(
         np.maximum(cap_s, _outlier_caps_s(prompt_tokens + c, snapshot, params, rules), out=cap_s)
     np.minimum(cap_s, max(snapshot.longest_wait_s, MIN_CAP_S), out=cap_s)
     return cap_s
+
+
+def _least_cap_s(snapshot: ClusterSnapshot, params: TargetFitParams, rules: FitRules) -> float:
+    """How long a mean request may wait however little others do, seconds."""
+    least_s = rules.least_cap * params.max_wait_s
+    return least_s if rules.least_stays == math.inf else min(least_s, rules.least_stays * snapshot.mean_stay_s())
 
 
 def _place_s(snapshot: ClusterSnapshot, params: TargetFitParams, rules: FitRules) -> float:

@@ -163,6 +163,7 @@ class DecodeInstanceState:
     foreign_tokens: int = 0
     least_own_slots: int = 0
     kv_capacity_tokens: int = 0  # 0: not known
+    tokens_per_step: float = 1.0  # of a running request, on average: more with speculative decoding
     ahead: int = 0
     own_slots: int = field(init=False)  # B less what others hold: how many of ours may be active
 

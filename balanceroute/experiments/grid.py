@@ -76,9 +76,9 @@ def cells(scope: Scope) -> list[Cell]:
 def jobs_of(scope: Scope, cell: Cell, method: Method) -> list[CellJob]:
     """One policy in one cell, a job per seed; the widest clusters have so many requests that one seed does.
 
-    The later factors take several times as long, so two seeds must do.
+    Steps that yield several tokens take several times as long to simulate, so two must do there.
     """
-    most = 1 if cell.n_workers > 16 else 2 if cell.factor in LATER_FACTORS else len(scope.seeds)
+    most = 1 if cell.n_workers > 16 else 2 if cell.tokens_per_step > 1.0 else len(scope.seeds)
     seeds = scope.seeds[:most]
     return [CellJob(replace(cell, seed=seed), method) for seed in seeds]
 

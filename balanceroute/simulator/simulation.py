@@ -156,6 +156,7 @@ class Simulation:
             spec = WorkerSpec(f"d{index}", Role.DECODE, slots=setting.slots, slowdown=slowdown, request_tokens=each)
             scheduler.add_worker(spec, 0.0)
             scheduler.report_decoder_memory(spec.id, setting.kv_capacity_tokens or 0, 0.0)
+            scheduler.report_tokens_per_step(spec.id, setting.tokens_per_step, 0.0)
         return scheduler
 
     def run(self, on_progress: Progress | None = None) -> Outcome:

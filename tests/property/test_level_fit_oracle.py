@@ -86,14 +86,17 @@ class Oracle:
 
     def stay_s(self) -> float:
         means = self.means
-        known = means["answers"] >= 100 and means["step_s"]
-        return means["step_s"] * means["answer_tokens"] if known else math.inf
+        known = means["answers"] >= 100 and means["token_s"]
+        return means["token_s"] * means["answer_tokens"] if known else math.inf
 
     def cap_s(self, prompt: int) -> float:
         rules, means, c, n = self.rules, self.means, self.c, len(self.barrier)
         times = (prompt + c) / (means["prompt_tokens"] + c)
         patience = 1 + min(rules.patience * times, rules.most_patience)
-        cap = patience * max(rules.least_cap * MAX_WAIT_S, rules.mean_waits * means["wait_s"], 1e-3)
+        least_s = rules.least_cap * MAX_WAIT_S
+        if self.rules is LEVEL_FIT:
+            least_s = min(least_s, 3 * self.stay_s())
+        cap = patience * max(least_s, rules.mean_waits * means["wait_s"], 1e-3)
         if self.rules is LEVEL_FIT and self.stay_s() < math.inf:
             if self.full:
                 place_s = min(MAX_WAIT_S, self.stay_s() * n**2 / self.document["max_pooled"])
@@ -321,7 +324,7 @@ def a_document(random: Random, policy: str) -> dict[str, Any]:
             "usual_tokens": mean_prompt * random.uniform(0.7, 1.4),
             "wait_s": random.choice((0.0, 0.2, 4.0)),
             "answer_tokens": random.choice((0.0, 30.0, 400.0, 4_000.0)),
-            "step_s": random.choice((0.0, 0.03)),
+            "token_s": random.choice((0.0, 0.03)),
             "prompts": 500,
             "answers": random.choice((0, 99, 100, 400)),
         },

@@ -284,6 +284,11 @@ class SchedulerMachine(RuleBasedStateMachine):
         workers = self.scheduler.snapshot.workers
         self.scheduler.report_decoder_memory(workers[pick % len(workers)].spec.id, capacity, self.now)
 
+    @rule(tokens_per_step=st.sampled_from([1.0, 2.5]), pick=st.integers(0, 3))
+    def report_tokens_per_step(self, tokens_per_step: float, pick: int) -> None:
+        workers = self.scheduler.snapshot.workers
+        self.scheduler.report_tokens_per_step(workers[pick % len(workers)].spec.id, tokens_per_step, self.now)
+
     @rule(usage=st.sampled_from([0.1, 1.0]))
     def report_prefiller(self, usage: float) -> None:
         self.scheduler.report_prefiller("p0", usage, self.now)

@@ -59,6 +59,7 @@ def _nothing() -> None:
 
 
 MEMORY_STEPS: Final = 64  # a worker's KV memory is told anew where it differs by more than one of so many parts of it
+PER_STEP_TOKENS: Final = 0.05  # its tokens per step, where they differ by more
 
 
 class Ledger:
@@ -331,6 +332,12 @@ class Ledger:
         if abs(capacity_tokens - known) * MEMORY_STEPS > known:
             self.scheduler.report_decoder_memory(worker_id, capacity_tokens, self.now())
             self._slots_changed()
+
+    def report_tokens_per_step(self, worker_id: str, tokens_per_step: float) -> None:
+        """How many tokens a step of a decode worker yields of a request, on average; told only when it is new."""
+        known = self.scheduler.snapshot.worker(worker_id).tokens_per_step
+        if abs(tokens_per_step - known) > PER_STEP_TOKENS:
+            self.scheduler.report_tokens_per_step(worker_id, tokens_per_step, self.now())
 
     def show_report(self, worker_id: str, samples: dict[str, float]) -> None:
         """What a decode worker says of itself, for /state and views."""

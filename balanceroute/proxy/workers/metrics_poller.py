@@ -50,7 +50,9 @@ _LIMIT: Final = 4 * 2**20  # a page of one engine has about 100 kB
 _MAX_REQUESTS: Final = 1e6  # of one engine
 _GAUGES: Final = (b"kv_cache_usage_perc", b"num_requests_running", b"num_requests_waiting")
 _COUNTERS: Final = (b"prefix_cache_queries_total", b"prefix_cache_hits_total")
+_DRAFTS: Final = (b"spec_decode_num_drafts_total", b"spec_decode_num_accepted_tokens_total")
 _MOST_TOKENS: Final = 1e18
+_MOST_PER_STEP: Final = 256.0  # tokens of a request
 _OFF: Final = b'enable_prefix_caching="False"'
 _SAMPLE = re.compile(rb"vllm:\w+\{([^}]*)\} (\S+)")
 _CACHE = re.compile(rb"vllm:cache_config_info\{([^}]*)\}")
@@ -74,11 +76,13 @@ def read_samples(text: bytes) -> dict[str, dict[str, float]]:
 
     So is what can't be meant: a usage that is no ratio, a number of requests that is none.
     `kv_capacity_tokens` and `kv_block_tokens` come from the labels of `cache_config_info`, where it has them, and so
-    does `prefix_caching`, 0 or 1; `prefix_cache_queries_total` and `..._hits_total` are tokens.
+    does `prefix_caching`, 0 or 1; `prefix_cache_queries_total` and `..._hits_total` are tokens. `tokens_per_step`, of a
+    running request, is there with speculative decoding: each step yields one token and those of its draft that were
+    accepted.
     """
     engines: dict[str, dict[str, float]] = defaultdict(dict)
     text = b"\n" + text
-    for name in (*_GAUGES, *_COUNTERS):
+    for name in (*_GAUGES, *_COUNTERS, *_DRAFTS):
         for line in _lines(text, name):
             match = _SAMPLE.match(line)
             value = None if match is None else _number(match[2])
@@ -94,12 +98,16 @@ def read_samples(text: bytes) -> dict[str, dict[str, float]]:
             }
             if b"enable_prefix_caching=" in labels[1]:
                 engines[_engine(labels[1])]["prefix_caching"] = float(_OFF not in labels[1])
+    for samples in engines.values():
+        drafts, accepted = (samples.pop(name.decode(), 0.0) for name in _DRAFTS)
+        if 0.0 < drafts and accepted < drafts * _MOST_PER_STEP:
+            samples["tokens_per_step"] = 1.0 + accepted / drafts
     return dict(engines)
 
 
 def _most(name: bytes) -> float:
     """Above what a sample of that name can't be meant."""
-    if name in _COUNTERS:
+    if name in _COUNTERS or name in _DRAFTS:
         return _MOST_TOKENS
     return 1.0 if name == _GAUGES[0] else _MAX_REQUESTS
 
@@ -257,6 +265,7 @@ class MetricsPoller:
         if samples is not None:
             load_tokens = own.load_tokens + foreign.tokens
             ledger.report_decoder_memory(worker.id, kv_capacity_tokens(samples, load_tokens, own.ahead))
+            ledger.report_tokens_per_step(worker.id, samples.get("tokens_per_step", 1.0))
 
     def _held(self, worker: Worker) -> int:
         if worker.spec.role is Role.DECODE:

@@ -56,25 +56,37 @@ def test_as_many_are_sent_ahead_as_leave_during_a_transfer_and_never_more_than_t
 ) -> None:
     overlap = Overlap()
     overlap.see_answer(0.05 * 9, 10)
-    overlap.see_first_token(transfer_s + 0.05, sent_ahead=False)
-    assert overlap.requests(slots, answer_tokens) == requests
+    overlap.see_first_token(transfer_s + 0.05, sent_ahead=False, tokens_per_step=1.0)
+    assert overlap.requests(slots, answer_tokens, 1.0) == requests
+
+
+def test_the_step_of_a_first_token_is_no_transfer_where_a_step_yields_several_tokens() -> None:
+    overlap = Overlap()
+    overlap.see_answer(1.8, 28)  # three tokens per step of .2 s
+    overlap.see_first_token(0.2, sent_ahead=False, tokens_per_step=3.0)
+    assert overlap.transfer_s == pytest.approx(0.0, abs=1e-9)
+    assert overlap.requests(64, 28.0, 3.0) == 0
+    believed_single = Overlap()
+    believed_single.see_answer(1.8, 28)
+    believed_single.see_first_token(0.2, sent_ahead=False, tokens_per_step=1.0)
+    assert believed_single.requests(64, 28.0, 1.0) > 0
 
 
 def test_nothing_is_sent_ahead_before_anything_was_measured() -> None:
     overlap = Overlap()
-    overlap.see_first_token(5.0, sent_ahead=False)  # how much of it is a step, nobody knows yet
-    assert overlap.requests(64, 100.0) == 0
+    overlap.see_first_token(5.0, sent_ahead=False, tokens_per_step=1.0)  # how much is a step, nobody knows yet
+    assert overlap.requests(64, 100.0, 1.0) == 0
     overlap.see_answer(9.0, 1)  # one token says nothing of a step
-    assert overlap.step_s == 0.0
+    assert overlap.token_s == 0.0
 
 
 def test_what_waited_for_its_slot_never_makes_a_transfer_seem_longer() -> None:
     overlap = Overlap()
     overlap.see_answer(1.0, 2)
-    overlap.see_first_token(3.0, sent_ahead=False)
-    overlap.see_first_token(9.0, sent_ahead=True)
+    overlap.see_first_token(3.0, sent_ahead=False, tokens_per_step=1.0)
+    overlap.see_first_token(9.0, sent_ahead=True, tokens_per_step=1.0)
     assert overlap.transfer_s == 2.0
-    overlap.see_first_token(2.0, sent_ahead=True)
+    overlap.see_first_token(2.0, sent_ahead=True, tokens_per_step=1.0)
     assert overlap.transfer_s == 1.5
 
 
@@ -121,10 +133,30 @@ def test_the_overlap_is_sized_from_first_tokens_and_departures() -> None:
         now += 13.0
         scheduler.finish(f"{round_}", Outcome.FINISHED, now)
     overlap = scheduler.snapshot.overlap
-    assert (overlap.step_s, overlap.transfer_s) == (pytest.approx(1.0), pytest.approx(3.0))
+    assert (overlap.token_s, overlap.transfer_s) == (pytest.approx(1.0), pytest.approx(3.0))
     offer(scheduler, *"abcdef", now=now)
     assert len(scheduler.admit(now)) == 3
     assert scheduler.snapshot.workers[0].ahead == 1
+
+
+def test_tokens_per_step_are_each_workers_own() -> None:
+    scheduler = a_scheduler(None, workers=1, slots=64)
+    scheduler.report_tokens_per_step("d0", 2.0, 0.0)
+    for round_ in range(20):
+        name, now = f"{round_}", 10.0 * round_
+        offer(scheduler, name, now=now)
+        scheduler.admit(now)
+        scheduler.began(name, now + 1.0)  # one step, of two tokens
+        scheduler.progress(name, 10, now + 1.0)
+        scheduler.finish(name, Outcome.FINISHED, now + 5.5)
+    assert scheduler.snapshot.overlap.transfer_s == pytest.approx(0.0)
+    scheduler.admit(300.0)
+    assert scheduler.snapshot.workers[0].ahead == 0
+    scheduler.report_tokens_per_step("d0", 1.0, 300.0)
+    offer(scheduler, "last", now=300.0)
+    scheduler.admit(300.0)
+    scheduler.began("last", 301.0)
+    assert scheduler.snapshot.overlap.transfer_s > 0.0
 
 
 def test_beside_requests_of_others_nothing_is_measured_and_nothing_sent_ahead() -> None:

@@ -59,7 +59,7 @@ def test_nothing_is_held_for_longer_than_a_tenth_of_the_mean_answer_once_that_is
 ) -> None:
     scheduler = occupied([[100] * 4, [100] * 4], slots=8)
     means, overlap = scheduler.snapshot.means, scheduler.snapshot.overlap
-    means.answers, means.answer_tokens, overlap.step_s = answers, 20.0, 0.05
+    means.answers, means.answer_tokens, overlap.token_s = answers, 20.0, 0.05
     pool_all(scheduler, {"large": 300}, now=10.0)
     assert scheduler.recheck_s(10.0) == pytest.approx(10.0 + hold_s * means.patience_factor(300))
     assert admitted(scheduler, 10.0) == []
@@ -317,6 +317,26 @@ def test_caps_are_six_mean_waits_and_longer_for_large_prompts(size_of_mean: int,
 
 
 @pytest.mark.parametrize(
+    ("token_s", "wait_s", "cap_s"),
+    [
+        (0.0, 0.1, 4.0),  # not known yet
+        (0.05, 0.1, 4.0),  # an answer of 1.5 s
+        (0.02, 0.1, 1.8),
+        (0.02, 2.0, 12.0),  # six mean waits
+    ],
+)
+def test_where_answers_are_short_nobody_waits_much_longer_than_one_takes_for_the_wait_alone(
+    token_s: float, wait_s: float, cap_s: float
+) -> None:
+    snapshot = a_scheduler("level_fit").snapshot
+    means, params = snapshot.means, TargetFitParams(60.0, 0.5)
+    means.prompt_tokens, means.usual_tokens, means.wait_s = 100.0, 100.0, wait_s
+    means.answer_tokens, means.answers, snapshot.overlap.token_s = 30.0, 100, token_s
+    assert caps_s(np.array([100.0]), snapshot, params, LEVEL_FIT) == pytest.approx([1.07 * cap_s])
+    assert caps_s(np.array([100.0]), snapshot, params, TARGET_FIT) == pytest.approx([1.1 * 60.0])
+
+
+@pytest.mark.parametrize(
     ("max_pooled", "place_s"),
     [(1, 60.0), (2, 40.0), (8, 10.0), (32, 2.5), (math.inf, 0.0)],
     ids=["max_wait_s", "one for each worker", "four", "sixteen", "no bound"],
@@ -331,7 +351,7 @@ def test_while_a_pool_that_is_small_for_its_workers_is_full_large_prompts_wait_l
     snapshot.max_pooled, sizes, params = max_pooled, np.array([100.0, 250.0, 500.0, 900.0]), TargetFitParams(60.0, 0.5)
     patience = np.array([1.07, 1.175, 1.35, 1.63])
     assert caps_s(sizes, snapshot, params, LEVEL_FIT) == pytest.approx(4.0 * patience), "no answer's time is known yet"
-    snapshot.overlap.step_s = 0.1
+    snapshot.overlap.token_s = 0.1
     places = patience * np.maximum(4.0, place_s * np.array([0.2, 0.5, 1.0, 1.0]))
     assert caps_s(sizes, snapshot, params, LEVEL_FIT) == pytest.approx(places)
     assert caps_s(sizes, snapshot, params, TARGET_FIT) == pytest.approx([66.0, 75.0, 90.0, 114.0])
@@ -363,7 +383,7 @@ def test_an_outlier_waits_by_what_it_costs_the_others_in_the_time_of_an_answer(
     sizes = np.array([200.0 * usual_requests])  # a usual request holds its prompt and half of its answer
     others = caps_s(sizes, snapshot, TargetFitParams(60.0, 0.5), LEVEL_FIT)
     assert others == pytest.approx([1.7 * 12]), "how long an answer takes is not known yet"
-    snapshot.overlap.step_s = 0.05
+    snapshot.overlap.token_s = 0.05
     assert caps_s(sizes, snapshot, TargetFitParams(60.0, 0.5), LEVEL_FIT) == pytest.approx([max(cap_s, 1.7 * 12)])
 
 

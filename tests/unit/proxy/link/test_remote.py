@@ -192,8 +192,8 @@ def test_what_is_told_later_is_measured_from_when_it_was() -> None:
         loop = asyncio.get_running_loop()
         await until(lambda: loop.time() > ended_s + 0.1)
         await relay.decoding("b")
-        step_s = brain.scheduler.snapshot.overlap.step_s
-        assert abs(step_s - (ended_s - tracker.began_s)) < 0.05
+        token_s = brain.scheduler.snapshot.overlap.token_s
+        assert abs(token_s - (ended_s - tracker.began_s)) < 0.05
 
     on(test)
 

@@ -56,6 +56,42 @@ def test_the_state_of_prefix_caching_and_its_counters_are_read_where_they_are_to
     assert (samples["prefix_cache_queries_total"], samples["prefix_cache_hits_total"]) == (862.0, 256.0)
 
 
+@pytest.mark.parametrize(
+    ("drafts", "accepted", "tokens_per_step"),
+    [("400.0", "600.0", 2.5), ("0.0", "0.0", None), ("1.0", "1e9", None), ("4.0", "NaN", 1.0), ("-4.0", "6.0", None)],
+    ids=["drafts", "none yet", "too many", "no number", "negative"],
+)
+def test_tokens_per_step_are_told_by_an_engine_that_drafts(
+    drafts: str, accepted: str, tokens_per_step: float | None
+) -> None:
+    text = (
+        f'vllm:spec_decode_num_drafts_total{{engine="0",model_name="m"}} {drafts}\n'
+        'vllm:spec_decode_num_draft_tokens_total{engine="0",model_name="m"} 1200.0\n'
+        f'vllm:spec_decode_num_accepted_tokens_total{{engine="0",model_name="m"}} {accepted}\n'
+        'vllm:spec_decode_num_accepted_tokens_per_pos_total{engine="0",model_name="m",position="0"} 300.0\n'
+    )
+    samples = read_samples(text.encode()).get("0", {})
+    assert samples == ({} if tokens_per_step is None else {"tokens_per_step": tokens_per_step})
+
+
+def test_a_decode_worker_s_tokens_per_step_reach_the_scheduler_and_end_with_its_drafts() -> None:
+    drafts = (
+        b'vllm:num_requests_running{engine="0"} 1.0\n'
+        b'vllm:spec_decode_num_drafts_total{engine="0"} 10.0\n'
+        b'vllm:spec_decode_num_accepted_tokens_total{engine="0"} 7.0\n'
+    )
+
+    async def test() -> None:
+        services = a_router(a_config())
+        script(services, "d1", Page(drafts), Page(b'vllm:num_requests_running{engine="0"} 1.0\n'))
+        for known in (1.7, 1.0):
+            await polled(services)
+            workers = services.ledger.scheduler.snapshot.workers
+            assert [worker.tokens_per_step for worker in workers] == [1.0, known, 1.0]
+
+    in_virtual_time(test)
+
+
 def test_an_external_rank_s_only_engine_is_its_own_whatever_its_number() -> None:
     assert of_worker({"5": {"kv_cache_usage_perc": 0.1}}, 0) == {"kv_cache_usage_perc": 0.1}
 
