@@ -209,12 +209,16 @@ def cell_results(scope: Scope, results: Results, cell: Cell) -> list[CellResult]
             s,
             lost_tokens=1 - s.tokens_s / best_rate,
             lost_tpot=s.tpot_p95_s / best_tpot - 1,
-            # a second more is nobody's regret where nobody waits
-            lost_wait=max(0.0, s.wait_p99_s - 1.0) / max(least_wait, 1.0) - 1 if s in near else None,
+            lost_wait=_lost_wait(s.wait_p99_s, least_wait) if s in near else None,
             lost_tpot_near=s.tpot_p95_s / near_tpot - 1 if s in near else None,
         )
         for s in found
     ]
+
+
+def _lost_wait(wait_s: float, least_s: float) -> float:
+    """How much longer than the least, as a share of it; a second more is nobody's regret."""
+    return wait_s / max(least_s, 1.0) - 1 if wait_s - least_s > 1.0 else 0.0
 
 
 def report(scope: Scope, results: Results, out: Path) -> Section:

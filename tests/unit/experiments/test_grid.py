@@ -169,8 +169,15 @@ def test_regret_is_against_the_best_and_waits_only_among_those_that_serve_as_muc
     assert second.lost_tpot == pytest.approx(0.063 / 0.050 - 1)
     assert (best.lost_tpot_near, third.lost_tpot_near) == (0.0, None), "slots that stay empty make the others fast"
     assert second.lost_tpot_near == pytest.approx(0.05)
-    assert best.lost_wait == pytest.approx(29.0 / 20.0 - 1)
+    assert best.lost_wait == pytest.approx(30.0 / 20.0 - 1)
     assert third.lost_wait is None, "it serves 20 % less, so its short wait says nothing"
+
+
+@pytest.mark.parametrize(
+    ("wait_s", "least_s", "lost"), [(31.0, 30.0, 0.0), (33.0, 30.0, 0.1), (1.4, 0.5, 0.0), (2.0, 0.0, 1.0)]
+)
+def test_of_waits_a_second_more_is_nobodys_regret(wait_s: float, least_s: float, lost: float) -> None:
+    assert grid._lost_wait(wait_s, least_s) == pytest.approx(lost)
 
 
 def test_the_grid_is_reported_with_every_policy_in_every_cell(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
