@@ -70,6 +70,46 @@ async def test_a_drained_worker_gets_nothing_new_until_it_is_undrained() -> None
         assert admitted.value(name, "stage_3") > 0
 
 
+@pytest.mark.parametrize(
+    ("route", "good", "bad"),
+    [
+        ("add", "127.0.0.1:1", 0),
+        ("add", "127.0.0.1:1", "127.0.0.1:1"),
+        ("add", "127.0.0.1:1", {"url": "127.0.0.1:2", "slots": -1}),
+        ("drain", 0, "127.0.0.1:1"),
+        ("remove", 0, "127.0.0.1:1"),
+    ],
+    ids=["one here already", "one twice", "a bad field", "drain of an unknown one", "removal of an unknown one"],
+)
+async def test_a_change_of_several_workers_that_cannot_all_be_made_changes_none(
+    route: str, good: str | int, bad: str | int | dict[str, object]
+) -> None:
+    async with running(SHAPE) as router:
+        fleet, urls = router.app.services.fleet, router.cluster.decode_urls
+        before = [(worker.id, worker.state, worker.drained, worker.leaving) for worker in fleet]
+        instances = [urls[each] if isinstance(each, int) else each for each in (good, bad)]
+        reply = await router.client.post(f"/instances/{route}", json={"type": "decode", "instances": instances})
+        assert reply.status_code in (400, 404)
+        assert [(worker.id, worker.state, worker.drained, worker.leaving) for worker in fleet] == before
+
+
+async def test_a_router_whose_decode_workers_are_all_drained_is_not_ready_and_says_which_they_are() -> None:
+    async with running(SHAPE) as router:
+        body = {"type": "decode", "instances": router.cluster.decode_urls}
+        names = [url.removeprefix("http://") for url in router.cluster.decode_urls]
+        await router.client.post("/instances/drain", json=body)
+        reply = await router.client.get("/ready")
+        assert reply.status_code == 503
+        assert reply.json() == {
+            "status": "no healthy workers",
+            "workers_up": {"prefill": 2, "decode": 0},
+            "workers_drained": {name: "it was drained by an operator" for name in names},
+        }
+        await router.client.post("/instances/undrain", json={"type": "decode", "instances": names[:1]})
+        reply = await router.client.get("/ready")
+        assert reply.status_code == 200 and reply.json()["workers_up"] == {"prefill": 2, "decode": 1}
+
+
 async def test_a_worker_that_never_answers_is_dropped_after_its_attempts() -> None:
     async with running(SHAPE, lifecycle={"join_attempts": 2, "join_interval_s": 0.1}) as router:
         await router.client.post("/instances/add", json={"type": "prefill", "instances": "127.0.0.1:1"})

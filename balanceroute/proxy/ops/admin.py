@@ -6,6 +6,7 @@ example proxy's routes keep their keys (`/healthcheck`, `/instances/add`, `/inst
 
 import logging
 from collections.abc import Callable
+from functools import partial
 from typing import Any, Final
 
 import orjson
@@ -19,6 +20,7 @@ from starlette.routing import Route
 from balanceroute.build import policy_settings
 from balanceroute.config import DecodeWorker, normalised_url
 from balanceroute.config import Worker as WorkerConfig
+from balanceroute.config.models import Decode
 from balanceroute.core.types import Role, WorkerSpec, WorkerState
 from balanceroute.errors import BalanceRouteError, InvalidRequest, InvariantError, Rejected
 from balanceroute.proxy.client.asgi import REQUEST_ID
@@ -27,7 +29,11 @@ from balanceroute.proxy.ops.services import OperatorServices
 from balanceroute.proxy.ops.workers import why_not_up
 from balanceroute.proxy.perimeter.routes import ACCESS
 from balanceroute.proxy.wire.responses import error_body
-from balanceroute.proxy.workers.fleet import Worker
+from balanceroute.proxy.workers.fleet import Fleet, Worker
+
+Entries = list[tuple[str, dict[str, Any]]]  # URL and further fields of each instance
+Prepare = Callable[[OperatorServices, Role, Entries], list[Callable[[], object]]]
+"""What would change the workers, once all that is asked for is known to be possible; else raises InvalidRequest."""
 
 _ROLES: Final = {"prefill": Role.PREFILL, "decode": Role.DECODE}
 
@@ -102,21 +108,25 @@ class Admin:
     async def ready(self, request: Request) -> Response:
         """A request sent now would be served, if not as well as it should be; then `reasons` says what is wrong.
 
-        Workers that are down are named with why, and are no reason where others of their tier serve.
+        Workers that are down, or that operators have drained or removed, are named with why, and are no reason where
+        others of their tier serve.
         """
         services = self._services()
         view = services.ledger.view()
-        up = {
-            "prefill": sum(p.state is not WorkerState.DOWN for p in view.prefillers),
-            "decode": sum(w.state is not WorkerState.DOWN for w in view.decoders),
+        tiers = {
+            "prefill": {each.id: each.state for each in view.prefillers},
+            "decode": {each.id: each.state for each in view.decoders},
         }
+        down = [name for tier in tiers.values() for name, state in tier.items() if state is WorkerState.DOWN]
+        closed = [worker.id for worker in services.fleet if worker.drained or worker.leaving]
+        up = {tier: len(states.keys() - {*down, *closed}) for tier, states in tiers.items()}
         ready = not view.draining and all(up.values())
         status = "draining" if view.draining else "ready" if ready else "no healthy workers"
         answer: dict[str, Any] = {"status": status, "workers_up": up}
-        down = [each.id for each in view.prefillers if each.state is WorkerState.DOWN]
-        down += [each.id for each in view.decoders if each.state is WorkerState.DOWN]
         if down:
             answer["workers_down"] = {name: why_not_up(services.fleet[name]) for name in down}
+        if drained := [name for name in closed if name not in down]:
+            answer["workers_drained"] = {name: why_not_up(services.fleet[name]) for name in drained}
         if services.frozen:
             answer["silent_groups"] = {group.name: list(group.workers) for group in services.frozen}
         if reasons := services.degraded_by:
@@ -155,35 +165,28 @@ class Admin:
 
     async def add_instances(self, request: Request) -> Response:
         """Workers join, as soon as they answer; `{"type": "prefill"|"decode", "instances": "host:port" or a list}`."""
-        return await self._change(request, self._add)
+        return await self._change(request, _joins)
 
     async def remove_instances(self, request: Request) -> Response:
         """Workers get nothing new and leave when they hold nothing."""
-        return await self._change(
-            request, lambda services, role, url, entry: _each(services, role, url, services.fleet.leave)
-        )
+        return await self._change(request, partial(_each, act=Fleet.leave))
 
     async def drain_instances(self, request: Request) -> Response:
         """Workers get nothing new, and stay."""
-        return await self._change(
-            request, lambda services, role, url, entry: _each(services, role, url, services.fleet.drain)
-        )
+        return await self._change(request, partial(_each, act=Fleet.drain))
 
     async def undrain_instances(self, request: Request) -> Response:
         """Drained workers take requests again."""
-        return await self._change(
-            request, lambda services, role, url, entry: _each(services, role, url, services.fleet.undrain)
-        )
+        return await self._change(request, partial(_each, act=Fleet.undrain))
 
-    async def _change(
-        self, request: Request, act: Callable[[OperatorServices, Role, str, dict[str, Any]], None]
-    ) -> Response:
+    async def _change(self, request: Request, prepare: Prepare) -> Response:
+        """All that the request names is changed, or nothing is."""
         services = self._services()
         try:
             role, entries = _instances(await request.body())
             tell(request, role=role.value, instances=[url for url, _ in entries])
-            for url, entry in entries:
-                act(services, role, url, entry)
+            for act in prepare(services, role, entries):
+                act()
             services.fleet.sweep()
             services.keep_changes()
         except BalanceRouteError as error:
@@ -195,30 +198,6 @@ class Admin:
                 "current_decode_instances": _addresses(services, Role.DECODE),
             }
         )
-
-    def _add(self, services: OperatorServices, role: Role, url: str, entry: dict[str, Any]) -> None:
-        decode = services.config.decode
-        try:
-            worker: WorkerConfig
-            if role is Role.DECODE:
-                decoder = worker = DecodeWorker.model_validate({**entry, "url": url})
-                spec = WorkerSpec(
-                    worker.worker_id,
-                    role,
-                    worker.url,
-                    worker.dp_rank,
-                    decode.slots_of(decoder),
-                    decoder.slowdown,
-                    decode.barrier_group_of(decoder),
-                    decode.request_tokens,
-                )
-            else:
-                worker = WorkerConfig.model_validate({**entry, "url": url})
-                spec = WorkerSpec(worker.worker_id, role, worker.url, worker.dp_rank)
-        except ValidationError as error:
-            first = error.errors(include_url=False)[0]
-            raise InvalidRequest(f"instance {url}: {first['msg']}", param="instances") from None
-        services.fleet.add(spec, services.config.lifecycle.join_attempts)
 
 
 def state(services: OperatorServices) -> dict[str, Any]:
@@ -233,8 +212,8 @@ def state(services: OperatorServices) -> dict[str, Any]:
     }
 
 
-def _instances(body: bytes) -> tuple[Role, list[tuple[str, dict[str, Any]]]]:
-    """Role and (url, further fields) of a change. Raises: InvalidRequest."""
+def _instances(body: bytes) -> tuple[Role, Entries]:
+    """What a change is about. Raises: InvalidRequest."""
     try:
         data = orjson.loads(body)
         role = _ROLES[data["type"]]
@@ -260,12 +239,49 @@ def _base_url(address: str) -> str:
         raise InvalidRequest(f"instance {address[:200]!r}: {error}.", param="instances") from None
 
 
-def _each(services: OperatorServices, role: Role, url: str, act: Callable[[Worker], None]) -> None:
-    workers = [worker for worker in services.fleet.of(role) if worker.spec.url == url]
-    if not workers:
-        raise InvalidRequest(f"There is no {role.value} worker {url}.", status=404, param="instances")
-    for worker in workers:
-        act(worker)
+def _joins(services: OperatorServices, role: Role, entries: Entries) -> list[Callable[[], object]]:
+    """What adds these workers. Raises: InvalidRequest: one makes no sense, is here already, or is named twice."""
+    specs = [_spec(services.config.decode, role, url, entry) for url, entry in entries]
+    for number, spec in enumerate(specs):
+        services.fleet.check_new(spec)
+        if any(spec.id == other.id for other in specs[:number]):
+            raise InvalidRequest(f"worker {spec.id} is named twice", param="instances")
+    return [partial(services.fleet.add, spec, services.config.lifecycle.join_attempts) for spec in specs]
+
+
+def _spec(decode: Decode, role: Role, url: str, entry: dict[str, Any]) -> WorkerSpec:
+    """The worker that an operator describes. Raises: InvalidRequest."""
+    try:
+        if role is Role.PREFILL:
+            prefiller = WorkerConfig.model_validate({**entry, "url": url})
+            return WorkerSpec(prefiller.worker_id, role, prefiller.url, prefiller.dp_rank)
+        worker = DecodeWorker.model_validate({**entry, "url": url})
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        raise InvalidRequest(f"instance {url}: {first['msg']}", param="instances") from None
+    return WorkerSpec(
+        worker.worker_id,
+        role,
+        worker.url,
+        worker.dp_rank,
+        decode.slots_of(worker),
+        worker.slowdown,
+        decode.barrier_group_of(worker),
+        decode.request_tokens,
+    )
+
+
+def _each(
+    services: OperatorServices, role: Role, entries: Entries, act: Callable[[Fleet, Worker], None]
+) -> list[Callable[[], object]]:
+    """What does that to each worker of these URLs. Raises: InvalidRequest: there is none of one URL."""
+    acts: list[Callable[[], object]] = []
+    for url, _ in entries:
+        workers = [worker for worker in services.fleet.of(role) if worker.spec.url == url]
+        if not workers:
+            raise InvalidRequest(f"There is no {role.value} worker {url}.", status=404, param="instances")
+        acts += [partial(act, services.fleet, worker) for worker in workers]
+    return acts
 
 
 def _addresses(services: OperatorServices, role: Role) -> list[str]:

@@ -192,18 +192,23 @@ class Fleet:
 
         Raises: InvalidRequest: its id is taken.
         """
+        self.check_new(spec)
         known = self._workers.get(spec.id)
-        if known is not None and known.leaving and known.spec == spec:
+        if known is not None:
             known.leaving = False
             self.update(known)
             return known
-        if known is not None:
-            raise InvalidRequest(f"worker {spec.id} is here already", param="instances")
         self._ledger.add_worker(spec)
         worker = self.connect(spec)
         worker.joining = (join_attempts, 0.0)
         self.set_healthy(worker, False)
         return worker
+
+    def check_new(self, spec: WorkerSpec) -> None:
+        """Raises: InvalidRequest: its id is taken, and not by itself on its way out."""
+        known = self._workers.get(spec.id)
+        if known is not None and not (known.leaving and known.spec == spec):
+            raise InvalidRequest(f"worker {spec.id} is here already", param="instances")
 
     def restore_leaving(self, spec: WorkerSpec) -> None:
         """A worker that another brain had, and that no other word tells of: what runs there goes on, nothing new comes.
