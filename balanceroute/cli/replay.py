@@ -13,8 +13,9 @@ if TYPE_CHECKING:
     from balanceroute.simulator import Failure, Figures, Outcome, Replay
 
 TRACE_HELP = (
-    "Trace CSV, heavy_tailed or capped for a generated one, or whatever `balanceroute trace convert` reads: a public "
-    "trace, this router's JSON log, vLLM's request log. - is standard input."
+    "CSV of arrival_s,prompt_tokens,output_tokens; heavy_tailed or capped for a generated one; or whatever "
+    "`balanceroute trace convert` reads: a public trace, this router's JSON log, vLLM's request log. "
+    "- is standard input."
 )
 WORKERS_HELP = (
     "Decode workers (G). heavy_tailed and capped arrive as fast as suits 8: for more or fewer draw a trace with "

@@ -56,14 +56,16 @@ class TraceFormat(StrEnum):
 class Conversion:
     """The converted trace, and how many requests were left out because nothing was generated.
 
-    `estimated`: of how many a length was not counted but estimated. `damaged`: numbers of the lines of a log that could
-    not be read.
+    `estimated`: of how many a length was not counted but estimated; `unanswered`: of how many of these the log says
+    nothing of the answer, which counts as long as was allowed. `damaged`: numbers of the lines of a log that could not
+    be read.
     """
 
     trace: Trace
     format: TraceFormat
     without_output: int
     estimated: int = 0
+    unanswered: int = 0
     damaged: tuple[int, ...] = ()
 
     @property
@@ -74,6 +76,11 @@ class Conversion:
             notes.append(f"left out {self.without_output:,} requests that generated nothing")
         if self.estimated:
             notes.append(f"estimated the lengths of {self.estimated:,} requests whose tokens the log does not list")
+        if self.unanswered:
+            notes.append(
+                f"took max_tokens as the answers of {self.unanswered:,} requests, of which the log says nothing: start "
+                "vllm serve with --enable-log-outputs"
+            )
         if self.damaged:
             lines = "1 line that is" if len(self.damaged) == 1 else f"{len(self.damaged):,} lines that are"
             first = "" if len(self.damaged) == 1 else "the first of them "
@@ -95,7 +102,7 @@ def convert_trace(
     kind = guess_format(path) if format is TraceFormat.AUTO else format
     if kind is None:
         _, header = next(text_lines(path))
-        if all(name in header for name in REQUIRED):
+        if set(REQUIRED) <= {name.strip(' \r\n"') for name in header.split(",")}:
             raise InputError(f"{path}: is a trace already, which replay and describe read as it is")
         accepted = ", ".join(sorted(set(TraceFormat) - {TraceFormat.AUTO}))
         raise InputError(f"{path}: not one of {accepted}; say which with --format")
@@ -115,9 +122,11 @@ def convert_trace(
         outputs.append(output)
         keys.append(key)
         prefix.append(blocks)
+    if without_output and not arrivals:
+        raise InputError(f"{path}: none of its {without_output:,} requests generated anything")
     trace = trace_of(path, arrivals, prompts, outputs, keys, prefix)
     trace = in_order(trace, jitter_s, seed)
-    return Conversion(trace, kind, without_output, vllm_log.estimated, tuple(router_log.damaged))
+    return Conversion(trace, kind, without_output, vllm_log.estimated, vllm_log.unanswered, tuple(router_log.damaged))
 
 
 def in_order(trace: Trace, jitter_s: float, seed: int) -> Trace:
@@ -215,18 +224,22 @@ def read_burstgpt(path: Source) -> Iterator[Row]:
 
 
 def read_mooncake(path: Source) -> Iterator[Row]:
-    """Rows of a Mooncake trace; the key is a digest of all block hashes, so equal keys are equal prompts."""
+    """Rows of a Mooncake trace; the key is a digest of all block hashes, so equal keys are equal prompts.
+
+    Others write the same lines without `hash_ids`: then nothing is known of how prompts begin.
+    """
     for line, text in text_lines(path):
         try:
             row = json_object(text)
+            hash_ids = row.get("hash_ids") or []  # null, too, is no key
             prompt = token_count(field_of(row, "input_length"), "input_length", least=0)
             yield (
                 line,
                 finite(field_of(row, "timestamp"), "timestamp") / 1000.0,
                 prompt,
                 token_count(field_of(row, "output_length"), "output_length", least=0),
-                digest(row["hash_ids"] or []),  # null, too, is no key
-                checked_blocks(tuple(row["hash_ids"] or ()), prompt, "hash_ids"),
+                digest(hash_ids),
+                checked_blocks(tuple(hash_ids), prompt, "hash_ids"),
             )
         except KeyError as error:
             raise InputError(f"{path}: line {line}: no field {error}") from error

@@ -207,9 +207,13 @@ def guess(text: str) -> int:
 
 @dataclass(slots=True)
 class VllmLog:
-    """Reads a vLLM log; `estimated` is the number of its requests whose prompt or answer was not counted."""
+    """Reads a vLLM log; `estimated` is the number of its requests whose prompt or answer was not counted.
+
+    `unanswered`: those of them whose answers it does not mention.
+    """
 
     estimated: int = 0
+    unanswered: int = 0
 
     def rows(self, path: Source) -> Iterator[Row]:
         """Its requests in order of arrival. Raises InputError where it holds none, or none with a prompt."""
@@ -242,6 +246,7 @@ class VllmLog:
                 yield entry.line, entry.arrival_s, 0, 0, "", ()
                 continue
             self.estimated += (prompt[1] or output[1]) and bool(output[0])
+            self.unanswered += bool(output[0]) and not entry.answered
             yield entry.line, entry.arrival_s, max(1, prompt[0]), output[0], "", ()
 
 

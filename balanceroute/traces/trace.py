@@ -167,7 +167,9 @@ def read_trace(path: str | Path | Source) -> Trace:
                 raise ValueError(f"{len(row)} fields, the header has {len(header)}")
             arrival = finite(row[at_arrival], "arrival_s", most=MAX_ARRIVAL_S)
             if arrivals and arrival < arrivals[-1]:
-                raise ValueError(f"arrival_s {arrival:g} is before the row above ({arrivals[-1]:g})")
+                raise ValueError(
+                    f"arrival_s {arrival:g} is before the row above ({arrivals[-1]:g}); sort the rows by it"
+                )
             prompts.append(token_count(row[at_prompt], "prompt_tokens", least=1))
             outputs.append(token_count(row[at_output], "output_tokens", least=1))
             arrivals.append(arrival)

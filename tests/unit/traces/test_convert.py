@@ -71,14 +71,22 @@ def test_mooncake_rows_with_equal_blocks_share_a_key(tmp_path: Path) -> None:
     assert trace.prompt_key[1] == trace.prompt_key[2] != trace.prompt_key[0]
 
 
-def test_a_file_in_no_known_form_is_refused_with_the_forms_that_are_known(tmp_path: Path) -> None:
+@pytest.mark.parametrize("header", ["what,ever", "arrival_s;prompt_tokens;output_tokens"], ids=["no", "semicolons"])
+def test_a_file_in_no_known_form_is_refused_with_the_forms_that_are_known(tmp_path: Path, header: str) -> None:
     with pytest.raises(InputError, match="not one of azure, burstgpt, mooncake, router, vllm; say which with --format"):
-        convert_trace(written(tmp_path / "t.csv", "what,ever\n"))
+        convert_trace(written(tmp_path / "t.csv", f"{header}\n"))
 
 
-def test_a_table_that_replay_reads_as_it_is_needs_no_conversion_and_is_told_so(tmp_path: Path) -> None:
+@pytest.mark.parametrize("quote", ["", '"'], ids=["plain", "quoted"])
+def test_a_table_that_replay_reads_as_it_is_needs_no_conversion_and_is_told_so(tmp_path: Path, quote: str) -> None:
+    header = ",".join(f"{quote}{name}{quote}" for name in ("arrival_s", "prompt_tokens", "output_tokens"))
     with pytest.raises(InputError, match="is a trace already, which replay and describe read as it is"):
-        convert_trace(written(tmp_path / "t.csv", "arrival_s,prompt_tokens,output_tokens\n0,5,5\n"))
+        convert_trace(written(tmp_path / "t.csv", f"{header}\n0,5,5\n"))
+
+
+def test_a_file_of_failed_requests_alone_is_refused_as_that(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match="none of its 1 requests generated anything"):
+        convert_trace(written(tmp_path / "a.csv", AZURE_2024.splitlines()[0] + "\n2024-05-10 00:00:01+00:00,76,0\n"))
 
 
 @pytest.mark.parametrize("text", ["", "\n \n"], ids=["empty", "blank"])
@@ -108,9 +116,9 @@ def test_jitter_is_seeded_and_spreads_equal_stamps(tmp_path: Path) -> None:
         (TraceFormat.MOONCAKE, mooncake_line(0, []) + "{oops\n", 2, "Expecting"),
         (
             TraceFormat.MOONCAKE,
-            '{"timestamp": 0, "input_length": 1, "output_length": 1}',
+            '{"timestamp": 0, "input_length": 1, "hash_ids": []}',
             1,
-            "no field 'hash_ids'",
+            "no field 'output_length'",
         ),
         (TraceFormat.MOONCAKE, "[]", 1, "expected a JSON object, found []"),
         (TraceFormat.MOONCAKE, "[" * 100_000, 1, "JSON nested too deeply"),
@@ -176,6 +184,12 @@ def test_public_originals_convert_to_the_reference_tables(original: str, referen
     assert ours.output_tokens.tolist() == theirs.output_tokens.tolist()
     assert ours.arrival_s == pytest.approx(theirs.arrival_s, abs=2e-6)
     assert len(set(ours.prompt_key.tolist())) == len(set(theirs.prompt_key.tolist()))
+
+
+def test_lines_in_mooncakes_form_need_no_hashes(tmp_path: Path) -> None:
+    text = '{"timestamp": 500, "input_length": 9, "output_length": 7, "session": "a"}\n'
+    trace = convert_trace(written(tmp_path / "m.jsonl", text)).trace
+    assert (trace.prompt_tokens.tolist(), trace.prompt_key.tolist(), trace.prefix) == ([9], [""], ())
 
 
 def test_a_mooncake_request_without_hashes_has_no_key(tmp_path: Path) -> None:
@@ -367,7 +381,8 @@ def test_what_vllms_log_does_not_count_is_estimated_and_said_so(tmp_path: Path) 
     result = convert_trace(written(tmp_path / "vllm.log", text))
     assert result.trace.prompt_tokens.tolist() == [50, 10]
     assert result.trace.output_tokens.tolist() == [16, 7]
-    assert (result.estimated, result.without_output) == (2, 1)
+    assert (result.estimated, result.unanswered, result.without_output) == (2, 1, 1)
+    assert "took max_tokens as the answers of 1 requests" in result.notes[2]
 
 
 @pytest.mark.parametrize(
