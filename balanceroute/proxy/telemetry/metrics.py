@@ -85,7 +85,12 @@ class Metrics(Collector):
             "refusals", "Requests refused for who asked: no key, a wrong one, a key's limit.", "reason"
         )
         self.tasks_failed = self._counter("internal_errors", "Bugs of ours: logged with a state snapshot.", "where")
-        self.ttft = self._histogram("request_ttft_seconds", "Arrival to first token.", _SECONDS).child()
+        self.ttft = self._histogram(
+            "request_ttft_seconds",
+            "Arrival to first token, or to the end of an answer that its worker gives in one piece: one that is not "
+            "streamed, of up to 64 tokens or with a rare field.",
+            _SECONDS,
+        ).child()
         self.tpot = self._histogram(
             "request_tpot_seconds", "(last token - first token) / (tokens - 1).", _TOKEN_SECONDS
         ).child()
