@@ -171,6 +171,3 @@ class Release:
     outcome: Outcome | None
     phase: Phase
     prefiller: str | None = None
-
-
-Action = Prefill | Admit | Reject | Release

@@ -94,12 +94,11 @@ class StepOutcome(Generic[R]):
     """What one step did on one rank, in the order of the batch.
 
     stepped: got a token (look at `finished` for those that have left with it). recomputed: popped without a
-    token, to be told before this step's tokens. preempted: sent back to the queue.
+    token, to be told before this step's tokens.
     """
 
     stepped: list[R] = field(default_factory=list)
     recomputed: list[R] = field(default_factory=list)
-    preempted: list[R] = field(default_factory=list)
 
 
 @dataclass(slots=True)
@@ -142,7 +141,6 @@ class DecodeRank(Generic[R]):
         self.running: dict[str, R] = {}
         self.paused: dict[str, R] = {}
         self.popped: list[R] = []  # told in the next `end_step`
-        self._preempted: list[R] = []
         self._computing = 0  # local ones among the transferring
 
     @property
@@ -254,8 +252,8 @@ class DecodeRank(Generic[R]):
 
     def end_step(self) -> StepOutcome[R]:
         """Give every running request its token and let the finished ones go."""
-        outcome = StepOutcome(list(self.running.values()), self.popped, self._preempted)
-        self.popped, self._preempted = [], []
+        outcome = StepOutcome(list(self.running.values()), self.popped)
+        self.popped = []
         self.load += len(outcome.stepped)
         for request in outcome.stepped:
             request.generated += 1
@@ -292,7 +290,7 @@ class DecodeRank(Generic[R]):
         for request in lost:
             self.remove(request.id)
         lost += self.popped
-        self.popped, self._preempted = [], []
+        self.popped = []
         return lost
 
     def check_invariants(self) -> None:
@@ -324,7 +322,6 @@ class DecodeRank(Generic[R]):
         last.local = True
         last.place = Place.WAITING
         self.preemptions += 1
-        self._preempted.append(last)
         self.waiting = {last.id: last, **self.waiting}
 
 

@@ -48,7 +48,6 @@ SHORT = (
 BURST_PERIOD_S, BURST_SHARE = 60.0, 0.4  # all that arrives in a minute arrives in its first 24 seconds
 SLOW = 1.3
 LITTLE_MEMORY = 1.1  # KV capacity of a worker in the mean tokens of a full one
-HISTORY_SEED_OFFSET = 1000
 ROWS_PER_SLOT = 20
 LONGER = 5  # times the rows where answers are short: with 20 per slot a run is over in 22 s, less than the wait cap
 

@@ -21,6 +21,7 @@ import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Final
 
@@ -263,23 +264,7 @@ def create_brain_app(
 
         counted = LeaderCounts(folder, lead, services.metrics, inherited)
 
-        def counts() -> list[bytes]:
-            """Of all relays, there or not. Raises: NoHealthyWorkers: not all are known, and sums would be too low."""
-            if not counted.keep():  # what is shown must not fall with this process
-                raise NoHealthyWorkers("Another brain leads.", retry_after_s=METRICS_RETRY_S)
-            if not hub.settled.is_set() or any(relay not in reports.counts for relay in hub.members):
-                text = "What relays have counted is not known yet."
-                raise NoHealthyWorkers(text, retry_after_s=METRICS_RETRY_S)
-            try:
-                for relay in [each for each in reports.counts if each not in hub.members and FAR not in each]:
-                    # its last words may have reached nobody, but it has kept them
-                    reports.counts[relay] = folder.counts(relay) or reports.counts[relay]
-                return [*reports.counts.values(), *folder.counts_of_others({*reports.counts, *counted.inherited})]
-            except OSError as error:  # no descriptor is free, most likely
-                text = f"What relays have counted can't be read: {error.strerror}."
-                raise NoHealthyWorkers(text, retry_after_s=METRICS_RETRY_S) from None
-
-        services.metrics.beside = counts
+        services.metrics.beside = partial(_counts_of_relays, folder, counted, hub, reports)
         reports.on_connector, reports.on_keys = services.note_connector, services.keys_elsewhere
         services.fleet.on_change = hub.workers_changed
         kept.last.apply(services)
@@ -310,6 +295,25 @@ def create_brain_app(
     set_up(app, config, configured.tls)
     app.read, app.lead, app.folder, app.without_predictor = read, lead, folder, lacking
     return app
+
+
+def _counts_of_relays(folder: RunFolder, counted: LeaderCounts, hub: Hub, reports: RelayReports) -> list[bytes]:
+    """What all relays have counted, there or not.
+
+    Raises: NoHealthyWorkers: not all of it is known, and sums would be too low.
+    """
+    if not counted.keep():  # what is shown must not fall with this process
+        raise NoHealthyWorkers("Another brain leads.", retry_after_s=METRICS_RETRY_S)
+    if not hub.settled.is_set() or any(relay not in reports.counts for relay in hub.members):
+        raise NoHealthyWorkers("What relays have counted is not known yet.", retry_after_s=METRICS_RETRY_S)
+    try:
+        for relay in [each for each in reports.counts if each not in hub.members and FAR not in each]:
+            # its last words may have reached nobody, but it has kept them
+            reports.counts[relay] = folder.counts(relay) or reports.counts[relay]
+        return [*reports.counts.values(), *folder.counts_of_others({*reports.counts, *counted.inherited})]
+    except OSError as error:  # no descriptor is free, most likely
+        text = f"What relays have counted can't be read: {error.strerror}."
+        raise NoHealthyWorkers(text, retry_after_s=METRICS_RETRY_S) from None
 
 
 def _known(config: Config, again: bool) -> Config:

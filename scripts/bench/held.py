@@ -26,7 +26,6 @@ from balanceroute.engine.tokens import continuation, decode, encode
 
 RANKS: Final = 144
 SLOTS: Final = 64
-DECODE_PORTS_ABOVE: Final = 100  # the emulator's first prefiller
 
 
 class Stream(asyncio.Protocol):

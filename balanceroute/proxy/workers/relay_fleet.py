@@ -7,14 +7,12 @@ is what the brain said last. While there is no brain, nothing is told: the next 
 import asyncio
 import math
 from collections.abc import Callable
-from typing import Final
 
 from balanceroute.core.types import WorkerSpec, WorkerState
 from balanceroute.proxy.link.messages import Finding, Judged, Use, Workers
 from balanceroute.proxy.workers.circuit import Circuit, CircuitConfig, CircuitState
 from balanceroute.proxy.workers.fleet import Fleet, FleetConfig, Worker
 
-NOTHING: Final = Workers((), ())
 Report = Callable[[Judged], None]
 
 
