@@ -105,7 +105,7 @@ def simulate(
     if max_requests is not None and max_requests < 1:
         raise InputError(f"max_requests {max_requests}: accepted is 1 or more")
     cluster = setting or Setting()
-    requests = (trace if isinstance(trace, Trace) else load_trace(str(trace), seed=seed)).head(max_requests)
+    requests = (trace.checked() if isinstance(trace, Trace) else load_trace(str(trace), seed=seed)).head(max_requests)
     if load is not None:
         requests = at_load(requests, load, cluster.checked())
     past = load_trace(str(train), seed=seed + 1) if isinstance(train, str | Path) else train

@@ -46,6 +46,23 @@ class Trace:
     def __len__(self) -> int:
         return len(self.arrival_s)
 
+    def checked(self) -> "Trace":
+        """The trace itself, made by hand. Raises: InputError that names the first column which makes no sense."""
+        rows = len(self)
+        for name in COLUMNS:
+            if getattr(self, name).shape != (rows,):
+                raise InputError(f"{name}: expected one value for each of {rows} arrivals")
+        if not rows:
+            raise InputError("trace: no requests in it")
+        for name, tokens in (("prompt_tokens", self.prompt_tokens), ("output_tokens", self.output_tokens)):
+            if tokens.dtype.kind not in "iu" or not 1 <= tokens.min() <= tokens.max() <= MAX_TOKENS:
+                raise InputError(f"{name}: accepted are whole numbers from 1 to {MAX_TOKENS}")
+        if not np.all((self.arrival_s >= 0) & (self.arrival_s <= MAX_ARRIVAL_S)):  # NaN is neither
+            raise InputError(f"arrival_s: accepted are numbers from 0 to {MAX_ARRIVAL_S:g}")
+        if np.any(np.diff(self.arrival_s) < 0):
+            raise InputError("arrival_s: not in order")
+        return self
+
     def full_blocks(self, request: int) -> tuple[int, ...]:
         """The names of the blocks that one prompt fills: what an engine caches."""
         return self.prefix[request][: int(self.prompt_tokens[request]) // BLOCK_TOKENS] if self.prefix else ()

@@ -82,6 +82,10 @@ def test_a_simulation_is_that_of_replay(capsys: pytest.CaptureFixture[str], monk
     assert json.loads(out)["load_spread_mean"] == run.figures.load_spread_mean
 
 
+def without_answers() -> balanceroute.Trace:
+    return balanceroute.Trace(np.arange(5.0), np.full(5, 10), np.zeros(5, dtype=np.int64), np.full(5, ""))
+
+
 @pytest.mark.parametrize(
     ("arguments", "problem"),
     [
@@ -93,8 +97,19 @@ def test_a_simulation_is_that_of_replay(capsys: pytest.CaptureFixture[str], monk
         ({"policy": "level_fit", "params": {"beta": 4}}, "params.beta: level_fit does not have this knob; br_0, br_h"),
         ({"policy": 3}, "policy 3: accepted is a name, PolicySettings, or an object of an AdmissionPolicy"),
         ({"max_requests": 0}, "max_requests 0: accepted is 1 or more"),
+        ({"trace": without_answers()}, "output_tokens: accepted are whole numbers from 1 to"),
     ],
-    ids=["policy", "knob", "predictor", "file", "params-twice", "other-policys-knob", "no-policy", "no-request"],
+    ids=[
+        "policy",
+        "knob",
+        "predictor",
+        "file",
+        "params-twice",
+        "other-policys-knob",
+        "no-policy",
+        "no-request",
+        "trace",
+    ],
 )
 def test_a_wrong_argument_is_one_line_that_says_what_is_accepted(arguments: dict[str, object], problem: str) -> None:
     with pytest.raises((ConfigError, InputError), match="^[^\n]*$") as refused:

@@ -2,7 +2,9 @@
 
 import gzip
 import lzma
+import re
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -160,6 +162,25 @@ def test_description_gives_rates_means_and_keys() -> None:
     assert (summary.rows, summary.span_s, summary.rate_per_s) == (3, 2.0, 1.0)
     assert (summary.prompt_mean, summary.output_mean) == (20.0, 2.0)
     assert (summary.keyed_ratio, summary.distinct_keys) == (2 / 3, 1)
+
+
+@pytest.mark.parametrize(
+    ("changed", "reason"),
+    [
+        ({"arrival_s": [0.0, 2.0, 1.0]}, "arrival_s: not in order"),
+        ({"arrival_s": [0.0, np.nan, 1.0]}, "arrival_s: accepted are numbers from 0 to 1e"),
+        ({"arrival_s": [-1.0, 0.0, 1.0]}, "arrival_s: accepted are numbers from 0 to 1e"),
+        ({"arrival_s": [0.0, 1.0, np.inf]}, "arrival_s: accepted are numbers from 0 to 1e"),
+        ({"output_tokens": [1, 0, 3]}, "output_tokens: accepted are whole numbers from 1 to 2147483647"),
+        ({"prompt_tokens": [1, 2**31, 3]}, "prompt_tokens: accepted are whole numbers from 1 to 2147483647"),
+        ({"prompt_tokens": [1.5, 2.0, 3.0]}, "prompt_tokens: accepted are whole numbers from 1 to 2147483647"),
+        ({"output_tokens": [1, 2]}, "output_tokens: expected one value for each of 3 arrivals"),
+    ],
+)
+def test_a_trace_made_by_hand_that_makes_no_sense_is_refused(changed: dict[str, list[float]], reason: str) -> None:
+    columns = {name: np.array(values) for name, values in changed.items()}
+    with pytest.raises(InputError, match=f"^{re.escape(reason)}"):
+        replace(a_trace(), **columns).checked()
 
 
 def test_a_trace_can_be_replayed_at_another_rate() -> None:
