@@ -66,10 +66,13 @@ def configuration(summary: Summary) -> list[str]:
         f"    request_tokens: {summary.request_tokens}",
     ]
     if len(summary.groups) > 1:
-        lines.append("    workers:   # slowdown, of the workers of")
-        for group in summary.groups:
+        alone = all(len(group.files) == 1 for group in summary.groups)
+        lines += ["    shared_barrier: false"] if alone else []
+        lines.append(f"    workers:   # slowdown{'' if alone else ' and barrier_group'}, of the workers of")
+        for number, group in enumerate(summary.groups, start=1):
+            barrier = "" if alone else f", barrier_group: group{number}"
             unknown = "" if group.slowdown is not None else "   # not known: a fit means nothing"
-            lines.append(f"      # {', '.join(group.files)}: {{slowdown: {group.slowdown or 1.0:g}}}{unknown}")
+            lines.append(f"      # {', '.join(group.files)}: {{slowdown: {group.slowdown or 1.0:g}{barrier}}}{unknown}")
     elif len(summary.groups[0].files) > 1:
         lines.append("    # slowdown: 1 for all; behind one barrier every step takes as long as the slowest rank's")
     return [*lines, *_replay(summary)]
@@ -91,7 +94,10 @@ def _replay(summary: Summary) -> list[str]:
     if fit.b_ms < -0.0005:
         lines.append(f"  (an overhead of {fit.b_ms:.3f} ms is 0 within its error)")
     slowdowns = [f"{group.slowdown or 1.0:g}" for group in summary.groups for _ in group.files]
+    if len(summary.groups) > 1:
+        options.append(f"--workers {len(slowdowns)} --barrier-groups {len(summary.groups)}")
+        if len({len(group.files) for group in summary.groups}) > 1:
+            lines.append("  (replay makes the groups as equal in size as can be, which these are not)")
     if any(group.slowdown not in (None, 1.0) for group in summary.groups):
-        options.append(f"--workers {len(slowdowns)} --slowdowns {','.join(slowdowns)}")
-        lines.append("  (replay lets all workers wait for the slowest of a step, which separate servers do not)")
+        options.append(f"--slowdowns {','.join(slowdowns)}")
     return [f"  to replay with: {' '.join(options)}", *lines]

@@ -328,7 +328,28 @@ def test_the_line_for_replay_has_the_slowdowns_and_the_cost_that_they_multiply(
     options = dict(re.findall(r"--([a-z-]+) (\S+)", capsys.readouterr().out))
     costs = [float(options["step-cost"]) * float(each) for each in options["slowdowns"].split(",")]
     assert costs == pytest.approx([1.2e-7, 1.8e-7], rel=0.05)
-    assert options["workers"] == "2"
+    assert (options["workers"], options["barrier-groups"]) == ("2", "2"), "neither waits for the other"
+
+
+@pytest.mark.parametrize(
+    ("sizes", "configured", "replayed", "said"),
+    [
+        ((1, 1), "shared_barrier: false", "--workers 2 --barrier-groups 2", False),
+        ((2, 2), "# c, d: {slowdown: 1, barrier_group: group2}", "--workers 4 --barrier-groups 2", False),
+        ((3, 1), "# d: {slowdown: 1, barrier_group: group2}", "--workers 4 --barrier-groups 2", True),
+    ],
+    ids=["each alone", "two barriers", "unequal"],
+)
+def test_who_waits_for_whom_is_in_the_configuration_and_in_the_line_for_replay(
+    sizes: tuple[int, int], configured: str, replayed: str, said: bool
+) -> None:
+    files = ("abcd"[: sizes[0]], "abcd"[sizes[0] : sum(sizes)])
+    fit = Fit(0.1, 20.0, 0.9, 500)
+    text = "\n".join(
+        configuration(Summary([], [Group(tuple(names), 1.0, None, None, None, fit, 1.0) for names in files], 1.0))
+    )
+    assert configured in text and replayed in text and "--slowdowns" not in text
+    assert ("as equal in size as can be" in text) == said
 
 
 def test_a_cost_below_zero_of_an_empty_step_is_doubted_or_printed_as_zero(
