@@ -130,15 +130,23 @@ def serve(
 
 
 def spread_lists(arguments: list[str]) -> list[str]:
-    """Let a list flag take several values, as argparse does: `--decoder-ports 1 2` -> one flag per value."""
-    lists = {"--prefiller-hosts", "--prefiller-ports", "--decoder-hosts", "--decoder-ports"}
+    """Let a list flag take several values, as argparse does: `--decoder-ports 1 2` -> one flag per value.
+
+    Without its last letter it is the same flag: argparse takes what begins one, and vLLM's example names both.
+    """
+    lists = {
+        name: flag
+        for flag in ("--prefiller-hosts", "--prefiller-ports", "--decoder-hosts", "--decoder-ports")
+        for name in (flag, flag.removesuffix("s"))
+    }
     spread: list[str] = []
     flag: str | None = None
     fresh = False
     for argument in arguments:
-        if argument in lists:
-            flag, fresh = argument, True
-            spread.append(argument)
+        name, equals, value = argument.partition("=")
+        if name in lists:
+            flag, fresh = (None, False) if equals else (lists[name], True)
+            spread.append(f"{lists[name]}{equals}{value}")
         elif argument.startswith("-") or flag is None:
             flag = None
             spread.append(argument)

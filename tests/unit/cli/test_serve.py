@@ -19,8 +19,12 @@ from balanceroute.cli.serve import spread_lists
         (["serve", "--decoder-ports", "1"], ["serve", "--decoder-ports", "1"]),
         (["load", "x", "y"], ["load", "x", "y"]),
         (["serve", "--decoder-ports", "1", "--host", "h", "k"], ["serve", "--decoder-ports", "1", "--host", "h", "k"]),
+        (
+            ["serve", "--prefiller-host", "a", "b", "--decoder-port=1", "--decoder-ports=2"],
+            ["serve", "--prefiller-hosts", "a", "--prefiller-hosts", "b", "--decoder-ports=1", "--decoder-ports=2"],
+        ),
     ],
-    ids=["two", "one", "other-command", "after-another-flag"],
+    ids=["two", "one", "other-command", "after-another-flag", "without-its-last-letter"],
 )
 def test_a_list_flag_takes_several_values(given: list[str], spread: list[str]) -> None:
     assert spread_lists(given) == spread
