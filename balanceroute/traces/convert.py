@@ -38,6 +38,7 @@ from balanceroute.traces.trace import (
     trace_of,
 )
 
+CLOCK_S = (1e9, 1e10)  # seconds of a clock between 2001 and 2286; as milliseconds, 12 to 115 days after a start
 GUESSED_LINES = 200  # that are looked at: a server prints its banner first
 
 
@@ -58,7 +59,7 @@ class Conversion:
 
     `estimated`: of how many a length was not counted but estimated; `unanswered`: of how many of these the log says
     nothing of the answer, which counts as long as was allowed. `damaged`: numbers of the lines of a log that could not
-    be read.
+    be read. `like_seconds`: the first time stamp, where it was read as milliseconds and looks like seconds.
     """
 
     trace: Trace
@@ -67,6 +68,7 @@ class Conversion:
     estimated: int = 0
     unanswered: int = 0
     damaged: tuple[int, ...] = ()
+    like_seconds: float | None = None
 
     @property
     def notes(self) -> list[str]:
@@ -76,6 +78,10 @@ class Conversion:
             notes.append(f"left out {self.without_output:,} requests that generated nothing")
         if self.estimated:
             notes.append(f"estimated the lengths of {self.estimated:,} requests whose tokens the log does not list")
+        if self.like_seconds is not None:
+            notes.append(
+                f"took timestamp {self.like_seconds:.15g} as milliseconds, though a clock's seconds look like it"
+            )
         if self.unanswered:
             notes.append(
                 f"took max_tokens as the answers of {self.unanswered:,} requests, of which the log says nothing: start "
@@ -126,7 +132,11 @@ def convert_trace(
         raise InputError(f"{path}: none of its {without_output:,} requests generated anything")
     trace = trace_of(path, arrivals, prompts, outputs, keys, prefix)
     trace = in_order(trace, jitter_s, seed)
-    return Conversion(trace, kind, without_output, vllm_log.estimated, vllm_log.unanswered, tuple(router_log.damaged))
+    first = min(arrivals) * 1000.0
+    like_seconds = first if kind is TraceFormat.MOONCAKE and CLOCK_S[0] <= first < CLOCK_S[1] else None
+    return Conversion(
+        trace, kind, without_output, vllm_log.estimated, vllm_log.unanswered, tuple(router_log.damaged), like_seconds
+    )
 
 
 def in_order(trace: Trace, jitter_s: float, seed: int) -> Trace:

@@ -186,6 +186,16 @@ def test_public_originals_convert_to_the_reference_tables(original: str, referen
     assert len(set(ours.prompt_key.tolist())) == len(set(theirs.prompt_key.tolist()))
 
 
+@pytest.mark.parametrize(("first", "doubted"), [(0, False), (1732590000, True), (1732590000000, False)])
+def test_a_time_stamp_that_looks_like_seconds_is_read_as_milliseconds_and_said(
+    tmp_path: Path, first: int, doubted: bool
+) -> None:
+    lines = mooncake_line(first, []) + mooncake_line(first + 5, [])
+    result = convert_trace(written(tmp_path / "m.jsonl", lines))
+    assert result.trace.arrival_s.tolist() == [0.0, 0.005]
+    assert [note.split(",")[0] for note in result.notes] == [f"took timestamp {first} as milliseconds"] * doubted
+
+
 def test_lines_in_mooncakes_form_need_no_hashes(tmp_path: Path) -> None:
     text = '{"timestamp": 500, "input_length": 9, "output_length": 7, "session": "a"}\n'
     trace = convert_trace(written(tmp_path / "m.jsonl", text)).trace
