@@ -9,6 +9,7 @@
 `balanceroute replay` does, and takes what the command line cannot give: a policy or a predictor as an object.
 """
 
+import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -100,20 +101,26 @@ def simulate(
         max_requests: the first so many requests.
         seed: of a generated trace and of policies that draw at random.
 
-    Raises: InputError or ConfigError, in one line that says what is accepted.
+    Warns of what a file in a foreign form does not say. Raises: InputError or ConfigError, in one line that says what
+    is accepted.
     """
     if max_requests is not None and max_requests < 1:
         raise InputError(f"max_requests {max_requests}: accepted is 1 or more")
     cluster = setting or Setting()
-    requests = (trace.checked() if isinstance(trace, Trace) else load_trace(str(trace), seed=seed)).head(max_requests)
+    requests = (trace.checked() if isinstance(trace, Trace) else _read(trace, seed)).head(max_requests)
     if load is not None:
         requests = at_load(requests, load, cluster.checked())
-    past = load_trace(str(train), seed=seed + 1) if isinstance(train, str | Path) else train
+    past = _read(train, seed + 1) if isinstance(train, str | Path) else train
     settings, own = settings_of(policy, params or {}, seed)
     if predictor is None:
         predictor = usual_predictor(settings.policy)
     job = Replay(requests, settings, cluster, predictor, past, with_loads=True, own_policy=own)
     return SimulationResult(own.name if own else settings.policy, requests, cluster, job.checked().run())
+
+
+def _read(trace: str | Path, seed: int) -> Trace:
+    """The trace of that name; what was left out or estimated is a warning of whoever called `simulate`."""
+    return load_trace(str(trace), seed=seed, on_note=lambda note: warnings.warn(f"{trace}: {note}", stacklevel=5))
 
 
 def settings_of(

@@ -157,7 +157,7 @@ def replay(
         predictor=predictor,
         predictor_options=tuple(parse_options("--predictor-param", predictor_param or []).items()),
         # a generated history has a seed of its own: never the trace that is replayed
-        train=load_trace(train, seed=seed + 1) if train else None,
+        train=load_trace(train, seed=seed + 1, on_note=partial(typer.echo, err=True)) if train else None,
         with_loads=series is not None,
     )
     refuse_unused(context, "prefill_rate", prefillers > 0, "with --prefillers")

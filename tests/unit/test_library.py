@@ -82,6 +82,15 @@ def test_a_simulation_is_that_of_replay(capsys: pytest.CaptureFixture[str], monk
     assert json.loads(out)["load_spread_mean"] == run.figures.load_spread_mean
 
 
+def test_a_simulation_of_a_log_that_says_too_little_warns_of_what_was_made_up(tmp_path: Path) -> None:
+    text = "INFO 01-01 00:00:00 [logger.py:1] Received request a: prompt: 'x', params: SamplingParams(max_tokens=16)\n"
+    (tmp_path / "vllm.log").write_text(text)
+    with pytest.warns(UserWarning) as told:
+        balanceroute.simulate(tmp_path / "vllm.log")
+    assert any("took max_tokens as the answers of 1 requests" in str(each.message) for each in told)
+    assert {each.filename for each in told} == {__file__}
+
+
 def without_answers() -> balanceroute.Trace:
     return balanceroute.Trace(np.arange(5.0), np.full(5, 10), np.zeros(5, dtype=np.int64), np.full(5, ""))
 
