@@ -347,7 +347,7 @@ class Supervisor:
             main()
             code = 0
         except BalanceRouteError as error:
-            print(f"balanceroute: {error}", file=sys.stderr)
+            self._tell_why(name, error)
             code = WRONG_CONFIG
         except SystemExit as error:
             code = error.code if isinstance(error.code, int) else 1
@@ -357,6 +357,13 @@ class Supervisor:
             logging.shutdown()
             sys.stderr.flush()
             os._exit(code)
+
+    def _tell_why(self, name: str, error: BalanceRouteError) -> None:
+        """Say why this child can't run: at the start to who types the command, later as a line of the log."""
+        if self._all_up:
+            log.error("child cannot run", extra={"child": name, "error": str(error)})
+        else:
+            print(f"balanceroute: {error}", file=sys.stderr)
 
 
 def _pause_s(times: int) -> float:

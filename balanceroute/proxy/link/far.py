@@ -135,8 +135,11 @@ class FarMembers:
     def __init__(self, path: Path) -> None:
         """Read what the former brain of this folder has left."""
         self._path = path
-        self.known = path.exists()  # False: nothing is known of who may come
-        self.names = frozenset(path.read_text(encoding="utf-8").split("\n")) - {""} if self.known else frozenset()
+        self.known = True  # False: nothing is known of who may come
+        try:
+            self.names = frozenset(path.read_text(encoding="utf-8").split("\n")) - {""}
+        except (OSError, UnicodeDecodeError):  # there is none, or it is spoilt
+            self.known, self.names = False, frozenset()
 
     def keep(self, names: Iterable[str]) -> None:
         """These are the members now."""
@@ -147,4 +150,7 @@ class FarMembers:
 
     def forget(self) -> None:
         """They turn to a brain of another machine."""
-        self._path.unlink(missing_ok=True)
+        try:
+            self._path.unlink(missing_ok=True)
+        except OSError as error:  # the next brain waits for them in vain, for some seconds
+            log.warning("relays of other machines not forgotten", extra={"error": error.strerror})

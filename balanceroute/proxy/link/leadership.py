@@ -68,6 +68,7 @@ class FileLead:
         self._sign_s = self._looked_s = 0.0  # when that was seen first, and when we looked last
         self._held = threading.Lock()  # the file is not closed while it is touched
         self._renewed_s = 0.0
+        self._shows = True  # that it lives, as far as was said
         self.epoch = 0
 
     def take(self) -> bool:
@@ -75,7 +76,7 @@ class FileLead:
         try:
             file = locked(self._path)
             if file is not None:
-                self._count_up(file, self._epoch(file) or self._first - 1)
+                self._begin(file)
             elif self._stands_still():
                 file = self._deposed()
             else:
@@ -93,7 +94,7 @@ class FileLead:
         self._renewed_s = time.monotonic()
         if self._file is None or not self._is_ours(self._file):
             return False
-        os.utime(self._file)
+        self._show_life(self._file)
         return True
 
     def lift(self, epoch: int) -> None:
@@ -140,7 +141,18 @@ class FileLead:
                 if self._file != file or not self._is_ours(file):
                     return
                 if RENEW_S < time.monotonic() - self._renewed_s < STUCK_S:
-                    os.utime(file)
+                    self._show_life(file)
+
+    def _show_life(self, file: int) -> None:
+        """Touch the file, if that can be: where it can't, a standby can hardly put another one in its place."""
+        try:
+            os.utime(file)
+        except OSError as error:
+            if self._shows:
+                log.warning("the leader cannot show that it lives", extra={"error": error.strerror})
+            self._shows = False
+        else:
+            self._shows = True
 
     def _is_ours(self, file: int) -> bool:
         """Whether the locked file is the one by which a leader is known, as far as can be seen."""
@@ -149,11 +161,18 @@ class FileLead:
         except PermissionError:  # for the other processes of our user as well: nobody can have deposed us
             return True
 
+    def _begin(self, file: int) -> None:
+        """Count up in a file that is locked; it is closed where that fails. Raises: ConfigError; OSError."""
+        try:
+            self._count_up(file, self._epoch(file) or self._first - 1)
+        except BaseException:
+            os.close(file)  # else we would take ourselves for a leader
+            raise
+
     def _epoch(self, file: int) -> int:
-        """What the last leader has written. Raises: ConfigError, and the file is closed: nothing of ours."""
+        """What the last leader has written. Raises: ConfigError: nothing of ours."""
         epoch = _number(os.pread(file, 32, 0))
         if epoch is None and not self._again:
-            os.close(file)
             raise ConfigError(f"{self._path}: it holds no epoch; is it the right file?")
         return epoch or 0
 

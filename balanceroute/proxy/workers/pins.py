@@ -155,10 +155,11 @@ class PinRecord:
     def mend(self) -> None:
         """Have what is held in the file once more, if somebody has removed it, or it could not be written."""
         try:
-            if self._file is not None and is_at(self._file, self._path):
+            if self._file is None or not is_at(self._file, self._path):
+                self._see_that_it_is_nobodys()
+                self._rewrite()
+            elif not self._lacks:
                 return
-            self._see_that_it_is_nobodys()
-            self._rewrite()
         except (OSError, ConfigError) as error:
             self._tell_lack(error)
         else:

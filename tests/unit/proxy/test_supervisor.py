@@ -303,6 +303,8 @@ def test_a_file_that_is_wrong_once_all_are_up_stops_nobody_but_who_starts_until_
     (running.folder / "wrong-brain").touch()  # as a standby finds out when it takes the lead, in its first life
     running.up(brain=3)
     assert {line["exit_code"] for line in running.said("child died")} == {2}
+    block_until(lambda: bool(running.said("child cannot run")))  # of its second life
+    assert {(line["child"], line["error"]) for line in running.said("child cannot run")} == {("brain", "brain: wrong")}
     (running.folder / "wrong-brain").unlink()
     assert len(running.lives("relay-0")) == len(running.lives("relay-1")) == 1
 

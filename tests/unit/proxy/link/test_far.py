@@ -149,6 +149,23 @@ def test_a_brain_that_drains_sends_other_machines_to_the_next_one(machine: Machi
     on(test)
 
 
+def test_a_brain_that_drains_goes_on_where_their_names_cannot_be_forgotten(
+    machine: Machine, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def test(stage: Stage) -> None:
+        drains = await stage.brain(far=machine.members)
+        (machine.folder / "far").mkdir()  # can't be unlinked, as nothing can where nothing can be written
+        drains.hub.dismiss_far()
+        assert "relays of other machines not forgotten" in [one.getMessage() for one in caplog.records]
+
+    on(test)
+
+
+def test_a_spoilt_file_of_far_members_keeps_no_brain_from_leading(machine: Machine) -> None:
+    (machine.folder / "far").write_bytes(b"\xff spoilt")
+    assert not machine.members.known and not machine.members.names
+
+
 @pytest.mark.parametrize(
     ("hello", "told"),
     [

@@ -215,3 +215,32 @@ def test_a_leader_whose_folder_cannot_be_looked_into_leads_on(tmp_path: Path, mo
     other.unlink()
     assert lead.renew() and is_gone(other)
     lead.release()
+
+
+def test_a_leader_whose_disk_takes_no_writes_leads_on_and_says_so_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    lead = FileLead(tmp_path / "lead")
+    assert lead.take()
+    with monkeypatch.context() as patched:
+        patched.setattr(leadership.os, "utime", read_only)
+        assert [lead.renew() for _ in range(3)] == [True] * 3
+    assert [one.getMessage() for one in caplog.records] == ["the leader cannot show that it lives"]
+    assert lead.renew()
+    lead.release()
+
+
+def test_who_cannot_write_its_number_does_not_lead_and_keeps_nobody_from_leading(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lead, other = FileLead(tmp_path / "lead"), FileLead(tmp_path / "lead")
+    with monkeypatch.context() as patched:
+        patched.setattr(leadership.os, "pwrite", read_only)
+        with pytest.raises(ConfigError, match="Read-only"):
+            lead.take()
+    assert other.take() and other.epoch == 1
+    other.release()
+
+
+def read_only(*_: object) -> None:
+    raise OSError(errno.EROFS, os.strerror(errno.EROFS))

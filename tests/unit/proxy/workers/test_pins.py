@@ -193,6 +193,27 @@ def test_a_record_that_was_removed_is_there_again_with_all_that_is_held(
     assert left_in(path) == ["kept", "later"]
 
 
+def test_a_record_whose_folder_was_out_of_reach_for_a_time_is_told_to_be_whole_again(
+    path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    record = PinRecord(path)
+    for _ in range(2):  # the second time is told as well
+        with monkeypatch.context() as patched:
+            patched.setattr(module, "is_at", out_of_reach)
+            record.mend()
+            a_pin(record, "kept").release()
+            record.mend()
+        record.mend()
+        record.mend()
+    told = ["pinned KV is not recorded", "pinned KV is recorded again"]
+    assert [one.getMessage() for one in caplog.records] == told * 2
+    record.close()
+
+
+def out_of_reach(*_: object) -> bool:
+    raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+
+
 def test_a_record_that_was_removed_is_there_again_with_the_next_line(path: Path) -> None:
     record = PinRecord(path)
     a_pin(record, "first")
