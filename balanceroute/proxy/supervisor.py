@@ -301,7 +301,8 @@ class Supervisor:
         if code == WRONG_CONFIG and not self._all_up and not self._signals:
             self._code = WRONG_CONFIG
             self._end(signal.SIGINT, END_S)
-        if self._signals and not (child.needed and code and self._signals == 1 and self._others_run):
+        returns = child.needed and code and not self._code and self._signals == 1 and self._others_run
+        if self._signals and not returns:
             if not self._others_run:
                 self._end(signal.SIGUSR2, KILL_S)
             return

@@ -289,11 +289,16 @@ def test_children_die_with_their_parent_however_it_ends(running: Running) -> Non
     block_until(lambda: not any(map(exists, pids)))
 
 
-@pytest.mark.parametrize("running", [{"wrong": "relay-1"}], indirect=True)
-def test_a_configuration_that_cannot_be_used_ends_all_with_its_one_line(running: Running) -> None:
+@pytest.mark.parametrize(
+    ("running", "wrong"),
+    [({"wrong": "relay-1"}, "relay-1"), ({"wrong": "brain"}, "brain")],
+    ids=["a relay's", "one that the others need"],
+    indirect=["running"],
+)
+def test_a_configuration_that_cannot_be_used_ends_all_with_its_one_line(running: Running, wrong: str) -> None:
     assert running.process.wait(60) == 2
     lines = [line for line in running.log.read_text().splitlines() if not line.startswith("{")]
-    assert lines == ["balanceroute: relay-1: wrong"]
+    assert lines == [f"balanceroute: {wrong}: wrong"]
     assert not any(map(exists, running.folder_pids()))
 
 
