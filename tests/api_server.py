@@ -41,6 +41,7 @@ class ApiServer:
     calls: list[tuple[str, int]] = field(default_factory=list)
     failure: int | None = None  # the status of every answer
     lost_answers: int = 0  # writes that are done, but not answered
+    blank_answers: int = 0  # writes that are done, and answered by a Lease that says nothing
     version: int = 0
     namespaces: set[str] = field(default_factory=lambda: {"serving"})
     turn: threading.Lock = field(default_factory=threading.Lock)
@@ -97,6 +98,9 @@ class ApiServer:
         self.version += 1
         metadata = given["metadata"] | {"resourceVersion": str(self.version), "uid": "7"}
         self.leases[key] = given | {"metadata": metadata}
+        if self.blank_answers:
+            self.blank_answers -= 1
+            return given | {"metadata": metadata, "spec": {}}
         return self.leases[key]
 
 

@@ -161,7 +161,7 @@ def the_lead(config: Config, folder: RunFolder, again: bool = False) -> Lead:
 
     patience_s = listen.lease_duration_s / 3  # so a leader gets a second try before it must step down
     api = lease_api(listen.lease, Path(listen.service_account), os.environ, patience_s)
-    return LeaseLead(local, api, folder.identity, listen.lease_duration_s)
+    return LeaseLead(local, api, folder.identity, listen.lease_duration_s, again=again)
 
 
 def _stand_by(lead: Lead, follow: Callable[[], None], on_wait: Callable[[], None]) -> bool:

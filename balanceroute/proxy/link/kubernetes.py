@@ -69,11 +69,11 @@ class LeaseApi:
 
     def create(self, spec: LeaseSpec) -> Lease | None:
         """None: another one has done so."""
-        return self._call("POST", self._all, self._new | {"spec": spec}, absent=(409,))
+        return _written(self._call("POST", self._all, self._new | {"spec": spec}, absent=(409,)), spec)
 
     def replace(self, lease: Lease, spec: LeaseSpec) -> Lease | None:
         """None: it has changed since it was read, or is gone."""
-        return self._call("PUT", self._one, lease.whole | {"spec": spec}, absent=(404, 409))
+        return _written(self._call("PUT", self._one, lease.whole | {"spec": spec}, absent=(404, 409)), spec)
 
     def close(self) -> None:
         """Close the connection; the next call opens another one."""
@@ -132,6 +132,15 @@ def _lease(body: bytes) -> Lease:
         return Lease(whole, msgspec.convert(whole.get("spec") or {}, LeaseSpec))
     except (ValueError, LookupError, TypeError, AttributeError, msgspec.ValidationError) as error:
         raise LeaseError(f"the API server's answer is no Lease: {error}") from error
+
+
+def _written(lease: Lease | None, spec: LeaseSpec) -> Lease | None:
+    """The answer to a write. Raises: LeaseError: it says something else than was written."""
+    if lease is not None:
+        told = lease.spec.holder_identity or "", lease.spec.lease_transitions
+        if told != (spec.holder_identity or "", spec.lease_transitions):
+            raise LeaseError(f"the API server's answer is not what was written: holder and number {told}")
+    return lease
 
 
 def _reason(body: bytes) -> str:

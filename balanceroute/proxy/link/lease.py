@@ -48,15 +48,18 @@ class LeaseLead:
         identity: Callable[[], str],
         duration_s: int,
         clock: Callable[[], float] = time.monotonic,
+        again: bool = False,
     ) -> None:
-        """`local`: the lead in this pod. `identity`: of its folder, asked for by who has the lock."""
+        """`local`: the lead in this pod. `identity`: of its folder, asked for by who has the lock. `again`: the API
+        server has let this pod lead before, so that it will again.
+        """
         self._local, self._api, self._identity, self._duration_s, self._clock = local, api, identity, duration_s, clock
         self._deadline_s, self._retry_s = DEADLINE * duration_s, RETRY * duration_s
         self._holder = ""  # we, in the Lease
         self._next_s = 0.0  # not to be taken before
         self._seen: LeaseSpec | None = None  # and when that was seen first
         self._seen_s = 0.0
-        self._heard = self._in_trouble = False  # the API server has answered; the last call has failed
+        self._heard, self._in_trouble = again, False  # the API server has answered; the last call has failed
         self._lease: Lease | None = None  # which we hold
         self._asked_s = self._renewed_s = 0.0  # when the loop asked last, and when we asked for the last renewal
         self._lost = self._resigned = False
@@ -109,11 +112,13 @@ class LeaseLead:
     def release(self) -> None:
         """Let another process of this pod lead; without one the Lease is anybody's once it is over."""
         self._ends.set()
+        self._local.release()  # whoever gets it writes on another version than the thread, and one of the two fails
         if self._thread is not None:
-            self._thread.join()  # what it does has its time limits
+            self._thread.join(self._deadline_s)  # an answer that comes byte by byte has no end
+            if self._thread.is_alive():
+                return  # and ends with its process
             self._thread = None
         self._api.close()
-        self._local.release()
 
     # -- taking
 

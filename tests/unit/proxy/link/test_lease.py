@@ -11,11 +11,11 @@ import pytest
 
 from balanceroute.errors import ConfigError
 from balanceroute.proxy.link import lease as lease_module
-from balanceroute.proxy.link.kubernetes import LeaseApi, LeaseSpec
+from balanceroute.proxy.link.kubernetes import Lease, LeaseApi, LeaseSpec
 from balanceroute.proxy.link.leadership import FileLead
 from balanceroute.proxy.link.lease import LeaseLead
 from tests.api_server import ApiServer, an_api_server
-from tests.waiting import block_until
+from tests.waiting import PATIENCE_S, block_until
 
 SHORT_S = 2  # of leases that are to be lost
 LONGER_S = 8  # and of those that a busy machine must not lose
@@ -50,10 +50,10 @@ class Pod:
         (self._folder / "token").write_text(token)
         self._leads: list[LeaseLead] = []
 
-    def brain(self) -> LeaseLead:
+    def brain(self, again: bool = False) -> LeaseLead:
         api = LeaseApi(self._server.url, "serving", "router", self._folder, timeout_s=self._duration_s / 3)
         clock = self.clock or time.monotonic
-        lead = LeaseLead(FileLead(self._folder / "lead"), api, lambda: self.name, self._duration_s, clock)
+        lead = LeaseLead(FileLead(self._folder / "lead"), api, lambda: self.name, self._duration_s, clock, again)
         self._leads.append(lead)
         return lead
 
@@ -304,6 +304,48 @@ def test_a_service_account_without_rights_is_one_line_at_the_start(server: ApiSe
     with pods(Pod(server, "a")) as (lead,), pytest.raises(ConfigError, match=f"^listen.lease: .*{status}") as refused:
         lead.take()
     assert "\n" not in str(refused.value)
+
+
+@pytest.mark.parametrize("status", [401, 403])
+def test_a_token_that_is_refused_for_a_time_ends_no_brain_of_a_pod_that_has_led(server: ApiServer, status: int) -> None:
+    clock = Clock()
+    pod = Pod(server, "a", clock)
+    with pods(pod):
+        server.failure = status
+        again = pod.brain(again=True)
+        assert not again.take()
+        server.failure = None
+        clock.now_s += 3.0
+        assert again.take()
+
+
+def test_an_answer_that_says_something_else_than_was_written_makes_no_leader(server: ApiServer) -> None:
+    clock = Clock()
+    with pods(Pod(server, "a", clock), Pod(server, "b")) as (first, second):
+        server.blank_answers = 2
+        for _ in range(2):  # the Lease is created, then replaced
+            assert not first.take() and not second.take()
+            clock.now_s += 3.0
+        assert first.take() and first.epoch == server.spec["leaseTransitions"] == 3
+
+
+def test_who_waits_for_an_answer_without_end_keeps_no_other_brain_of_its_pod_from_leading(server: ApiServer) -> None:
+    pod = Pod(server, "a", duration_s=1)
+    with pods(pod) as (first,):
+        asked, answers = threading.Event(), threading.Event()
+        replace = first._api.replace
+
+        def without_end(lease: Lease, spec: LeaseSpec) -> Lease | None:
+            asked.set()
+            answers.wait()
+            return replace(lease, spec)
+
+        assert first.take()
+        first._api.replace = without_end  # type: ignore[method-assign]
+        assert asked.wait(PATIENCE_S)
+        first.release()
+        assert pod.brain().take()
+        answers.set()
 
 
 @pytest.mark.parametrize("status", [403, 429, 500, 503, 200])
