@@ -14,7 +14,6 @@ What can't be drained is counted as orphaned until the connector has dropped it.
 
 import asyncio
 import logging
-import time
 from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -86,10 +85,10 @@ class Drainer:
 
     def drain_left(self, pins: Iterable[Pin], headers: bytes) -> None:
         """Free what another router has left behind, as far as it is surely still there."""
-        now, unix_s = self._tickets.now(), time.time()
+        now = self._tickets.now()
         drains = dropped = 0
         for pin in pins:
-            age_s = unix_s - pin.at  # negative: the clock was set back, and nobody knows
+            age_s = pin.age_s()
             if age_s < 0 or self.too_old(now - age_s) or pin.prefiller not in self._fleet:
                 pin.release()
                 dropped += 1

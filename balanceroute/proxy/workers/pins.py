@@ -2,7 +2,8 @@
 
     balanceroute pins 1                                the first line: whose file it is
     {"n":7,"request":...,"prefiller":...,"at":...,     KV is pinned, by parameters that nobody has used
-     "prompt_tokens":...,"model":...,"params":{...}}
+     "up":...,"prompt_tokens":...,"model":...,
+     "params":{...}}
     -7                                                 no longer: its parameters go to a decode worker now
 
 A line is one write, appended and never synced: it survives the process, not the machine. The second one is written
@@ -21,6 +22,7 @@ import asyncio
 import errno
 import fcntl
 import logging
+import math
 import os
 import secrets
 import stat
@@ -55,7 +57,8 @@ _FLAGS: Final = os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW
 class Pin:
     """KV that a prefiller keeps for a request until a decode worker has pulled it.
 
-    `at` is since when at most, as Unix time; `prompt_tokens` its size, `model` what the request named.
+    `at` is since when at most, as Unix time, `up` the same since the machine's start; `prompt_tokens` its size, `model`
+    what the request named.
     """
 
     request_id: str
@@ -64,9 +67,18 @@ class Pin:
     prompt_tokens: int
     model: str | None
     at: float
+    up: float
     record: "PinRecord" = field(repr=False)
     number: int = 0
     line: bytes = b""
+
+    def age_s(self) -> float:
+        """For how long it has been kept at least; negative: the clock was set back, and nobody knows.
+
+        A clock that was set back by less shows less, and a machine that was started anew since then is no longer up.
+        """
+        age_s = time.time() - self.at
+        return age_s if age_s < 0 else max(age_s, time.monotonic() - self.up)
 
     def hold(self) -> None:
         """Its parameters have not been used, or not after all."""
@@ -114,7 +126,8 @@ class PinRecord:
         self, request_id: str, prefiller: str, params: bytes, prompt_tokens: int, model: str | None, age_s: float
     ) -> Pin:
         """Take down that KV has been pinned, for `age_s` seconds at most."""
-        pin = Pin(request_id, prefiller, params, prompt_tokens, model, time.time() - age_s, self)
+        at, up = time.time() - age_s, time.monotonic() - age_s
+        pin = Pin(request_id, prefiller, params, prompt_tokens, model, at, up, self)
         pin.hold()
         return pin
 
@@ -336,6 +349,7 @@ def _line(number: int, pin: Pin) -> bytes:
         "request": pin.request_id,
         "prefiller": pin.prefiller,
         "at": round(pin.at, 3),
+        "up": round(pin.up, 3),
         "prompt_tokens": pin.prompt_tokens,
         "model": pin.model,
         "params": orjson.Fragment(pin.kv_transfer_params),
@@ -348,11 +362,13 @@ def _pin(line: bytes, record: PinRecord) -> Pin:
     told = orjson.loads(line)
     number, request, prefiller, at, model = (told[name] for name in ("n", "request", "prefiller", "at", "model"))
     tokens, params = token_count(told["prompt_tokens"], "prompt_tokens"), told["params"]
+    up = told.get("up", math.inf)  # older versions write none
     texts = isinstance(request, str) and isinstance(prefiller, str) and isinstance(model, str | None)
-    if not (texts and isinstance(params, dict) and isinstance(at, float | int) and isinstance(number, int)):
+    times = isinstance(at, float | int) and isinstance(up, float | int)
+    if not (texts and times and isinstance(params, dict) and isinstance(number, int)):
         raise TypeError("values of other types")
     pinned = orjson.dumps(params)
     is_id = request.isascii() and request.isprintable()  # it becomes a header
     if not is_id or number < 1 or tokens < 1 or len(pinned) > MAX_PARAMS_BYTES:
         raise ValueError("values out of bounds")
-    return Pin(request, prefiller, pinned, tokens, model, at, record, number, line + b"\n")
+    return Pin(request, prefiller, pinned, tokens, model, at, up, record, number, line + b"\n")

@@ -1,6 +1,7 @@
 """Pinned KV is pulled once, by somebody who has room, while it is still there, and counted when it can't be."""
 
 import asyncio
+import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
@@ -12,6 +13,7 @@ from balanceroute.core.types import Role, WorkerState
 from balanceroute.errors import BadUpstreamReply, ConnectFailed
 from balanceroute.proxy.services import Services
 from balanceroute.proxy.wire.payloads import parse
+from balanceroute.proxy.workers import pins
 from balanceroute.proxy.workers.drainer import MAX_CONCURRENT, SAFE_SHARE, TIMEOUT_S, Drain, DrainGroup
 from balanceroute.proxy.workers.pins import PinRecord
 from tests.unit.proxy.virtual_time import ScriptedUpstream, a_config, a_router, in_virtual_time, let_pass, script
@@ -241,6 +243,21 @@ def test_what_may_be_gone_by_now_is_never_drained(tmp_path: Path) -> None:
         await drained(services)
         assert asked(services) == [] and outcomes(services) == (0, 0, 0)
         assert [len(record) for record in records] == [0, 0]
+
+    in_virtual_time(test)
+
+
+def test_what_is_too_old_is_not_drained_though_the_clock_was_set_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def test() -> None:
+        services = a_router(a_config(prefill={"kv_pin_s": 100.0}, pool={"ttl_s": 50.0}))
+        script(services, "d0")
+        record, unix_s = a_record(tmp_path / "pins", 90.0, 70.0), time.time()
+        monkeypatch.setattr(pins.time, "time", lambda: unix_s - 60.0)
+        services.drainer.drain_left(record.left, b"")
+        await drained(services)
+        assert outcomes(services) == (1, 0, 0) and len(record) == 0
 
     in_virtual_time(test)
 

@@ -128,6 +128,7 @@ def test_a_file_that_a_loss_of_power_left_as_zeros_holds_nothing(path: Path) -> 
         b'{"n":2,"request":"r","prefiller":"p","at":1,"prompt_tokens":99999999999,"model":null,"params":{}}',
         b'{"n":2,"request":"r\\r\\nx: y","prefiller":"p","at":1,"prompt_tokens":1,"model":null,"params":{}}',
         b'{"n":2,"request":"r","prefiller":"p","at":"x","prompt_tokens":1,"model":null,"params":{}}',
+        b'{"n":2,"request":"r","prefiller":"p","at":1,"up":"x","prompt_tokens":1,"model":null,"params":{}}',
         b'{"n":2,"request":"r","prefiller":"p","at":1,"prompt_tokens":1,"model":null,"params":[1]}',
     ],
 )
