@@ -3,8 +3,8 @@
 Lines below a warning leave in bunches (`LineHandler`), and the line that every request ends with takes a short way
 (`log_request`): by `logging` alone it was a tenth of the CPU of a short request.
 
-Nobody waits long for who reads the log through a pipe or on a terminal: a write that blocks would stop every stream.
-Lines that are not taken are lost, and counted in one that comes once lines are taken again.
+Nobody waits long for who reads the log through a pipe or on a terminal, however slowly: a write that blocks would stop
+every stream. Lines that are not taken are lost, and counted in one that comes once lines are taken again.
 """
 
 import asyncio
@@ -27,7 +27,8 @@ from balanceroute.proxy.telemetry.long_lines import bounded
 
 FLUSH_S: Final = 0.1
 MAX_WAITING: Final = 1000  # lines
-PATIENCE_S: Final = 0.5  # for a reader that stands still, once
+PATIENCE_S: Final = 0.5  # for a reader that stands still
+SHARE: Final = 0.01  # of the time, for one that is slow
 _root: Final = logging.getLogger()
 _requests: Final = logging.getLogger("balanceroute.requests")
 _STANDARD: Final = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime", "color_message", "taskName"}
@@ -51,22 +52,68 @@ class LineFormat(Protocol):
 
 
 class _Reader:
-    """Who takes the lines of a stream; nobody waits for a file."""
+    """Who takes the lines of a stream: a file at once, others as they can. Nobody waits for them longer than
+    `PATIENCE_S`, and then for no more than `SHARE` of the time.
+
+    A pipe that was about to be full may be so before we write, as other processes write, too, and a long line is more
+    than it has room for. So writes block nobody, but for other holders of the stream they are as they were: it is
+    opened once more.
+    """
 
     def __init__(self, stream: TextIO) -> None:
-        self._room, self._patience_s = poll(), PATIENCE_S
-        self.may_stand_still = False
+        self._stream, self._room = stream, poll()
+        self._patience_s, self._asked_s = PATIENCE_S, time.monotonic()
+        self._file: int | None = None  # of what may stand still
+        self._torn = False  # a line of which the reader has not taken all
         with suppress(OSError, ValueError):  # one in memory
-            self._room.register(stream.fileno(), POLLOUT)
-            self.may_stand_still = not stat.S_ISREG(os.fstat(stream.fileno()).st_mode)
+            given = stream.fileno()
+            if not stat.S_ISREG(os.fstat(given).st_mode):
+                self._file = _opened_again(given)
+                self._room.register(self._file, POLLOUT)
 
-    def takes_more(self) -> bool:
-        """Whether a write of `PIPE_BUF` bytes blocks nobody, soon at the latest; or fails, as nobody reads any more."""
-        if not self.may_stand_still:
+    @property
+    def may_stand_still(self) -> bool:
+        """Whether it is somebody, and not a file."""
+        return self._file is not None
+
+    def takes(self, text: str) -> bool:
+        """Write it; returns whether all of it was taken. Raises: OSError, ValueError: nobody reads any more."""
+        if self._file is None:
+            self._stream.write(text)
+            self._stream.flush()
             return True
-        takes = bool(self._room.poll(1000 * self._patience_s))
-        self._patience_s = PATIENCE_S if takes else 0.0
-        return takes
+        whole = (b"\n" if self._torn else b"") + text.encode(self._stream.encoding, "backslashreplace")
+        left = whole
+        with suppress(BlockingIOError):  # another process was faster
+            while left and self._has_room():
+                left = left[os.write(self._file, left[:PIPE_BUF]) :]
+        if len(left) < len(whole):
+            self._torn = bool(left)
+        return not left
+
+    def close(self) -> None:
+        """Let go of what was opened once more."""
+        if self._file is not None:
+            self._room.unregister(self._file)
+            os.close(self._file)
+            self._file = None
+
+    def _has_room(self) -> bool:
+        """Whether a piece can be written, soon at the latest; or fails, as nobody reads any more."""
+        now = time.monotonic()
+        self._patience_s = min(PATIENCE_S, self._patience_s + SHARE * (now - self._asked_s))
+        has_room = bool(self._room.poll(int(1000 * self._patience_s)))
+        self._asked_s = time.monotonic()
+        self._patience_s = max(0.0, self._patience_s - (self._asked_s - now)) if has_room else 0.0
+        return has_room
+
+
+def _opened_again(file: int) -> int:
+    """A descriptor of the same pipe or terminal, whose writes block nobody."""
+    try:
+        return os.open(f"/proc/self/fd/{file}", os.O_WRONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC)
+    except OSError:  # a socket, which has room for more than a piece where it has any, or another user's
+        return os.dup(file)
 
 
 class LineHandler(logging.Handler):
@@ -110,19 +157,24 @@ class LineHandler(logging.Handler):
                 for bunch in _bunches(lines) if self._in_pieces else [lines] if lines else []:
                     self._write(bunch)
 
+    def close(self) -> None:
+        """Write what waits, and let go of the stream."""
+        with self.lock:  # type: ignore[union-attr]
+            self.flush()
+            self._reader.close()
+        super().close()
+
     def _write(self, lines: list[str]) -> None:
         """Write them, unless that would wait for a reader that stands still."""
-        if self._lost and self._reader.takes_more():
-            told, self._lost = {"lines": self._lost}, 0
-            record = logging.makeLogRecord({"msg": "log lines lost: their reader stood still", **told})
-            record.name, record.levelno, record.levelname = __name__, logging.WARNING, "WARNING"
-            self._stream.write(f"{self._format.format(record)}\n")
-            self._stream.flush()
-        if self._reader.takes_more():
-            self._stream.write("\n".join([*lines, ""]))
-            self._stream.flush()
-        else:
+        if self._lost and self._reader.takes(f"{self._line_of_loss()}\n"):
+            self._lost = 0
+        if self._lost or not self._reader.takes("\n".join([*lines, ""])):
             self._lost += len(lines)
+
+    def _line_of_loss(self) -> str:
+        record = logging.makeLogRecord({"msg": "log lines lost: their reader stood still", "lines": self._lost})
+        record.name, record.levelno, record.levelname = __name__, logging.WARNING, "WARNING"
+        return self._format.format(record)
 
 
 def _most_bytes(process: str) -> int:
@@ -275,7 +327,7 @@ def configure(level: str, style: str, stream: TextIO | None = None, process: str
     out = stream or sys.stderr
     plain = style == "plain" or (style == "auto" and out.isatty())
     for handler in _root.handlers:
-        handler.flush()
+        handler.close() if isinstance(handler, LineHandler) else handler.flush()
     lines = PlainFormatter(process) if plain else JsonFormatter(process)
     _root.handlers[:] = [LineHandler(out, lines, shared=bool(process))]
     _root.setLevel(level.upper())

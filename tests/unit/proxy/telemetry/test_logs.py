@@ -10,7 +10,8 @@ from select import PIPE_BUF
 
 import pytest
 
-from balanceroute.proxy.telemetry.logs import FLUSH_S, PATIENCE_S, configure, log_request
+from balanceroute.proxy.telemetry import logs
+from balanceroute.proxy.telemetry.logs import FLUSH_S, PATIENCE_S, SHARE, configure, log_request
 from tests.unit.proxy.virtual_time import in_virtual_time, let_pass
 
 
@@ -19,6 +20,9 @@ def restored() -> Iterator[None]:
     root = logging.getLogger()
     handlers, level = root.handlers[:], root.level
     yield
+    for handler in root.handlers:
+        if handler not in handlers:
+            handler.close()
     root.handlers[:], root.level = handlers, level
 
 
@@ -231,3 +235,66 @@ def test_a_reader_that_stands_still_stops_nobody_and_hears_how_many_lines_it_has
         missed, last = map(json.loads, reader.read().splitlines())
     assert (last["event"], missed["lines"], missed["level"]) == ("again", 2000 - len(heard), "warning")
     assert [json.loads(line)["number"] for line in heard] == list(range(len(heard)))
+
+
+def test_a_line_that_is_longer_than_a_pipe_has_room_for_stops_nobody_and_tears_no_other() -> None:
+    reads, writes = os.pipe()
+    with os.fdopen(reads, "rb") as reader, os.fdopen(writes, "w") as stream:
+        os.set_blocking(reads, False)
+        configure("info", "json", stream)
+        logging.getLogger("a").warning("x" * 50_000)
+        logging.getLogger("a").warning("y" * 50_000)  # once this blocked until somebody read
+        first, torn = reader.read().splitlines()
+        logging.getLogger("a").warning("z")
+        _, told, last = reader.read().split(b"\n")[:-1]
+    assert json.loads(first)["event"] == "x" * 50_000 and torn.endswith(b"yyy")
+    assert json.loads(told)["lines"] == 1 and json.loads(last)["event"] == "z"
+
+
+def test_a_reader_that_is_slow_takes_little_of_our_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    now_s = waited_s = 0.0
+
+    class Slow:
+        """Takes a piece every 0.2 s."""
+
+        def register(self, file: int, events: int) -> None: ...
+
+        def unregister(self, file: int) -> None: ...
+
+        def poll(self, timeout_ms: float) -> list[tuple[int, int]]:
+            nonlocal now_s, waited_s
+            takes = timeout_ms >= 200
+            waits_s = min(timeout_ms / 1000, 0.2)
+            now_s, waited_s = now_s + waits_s, waited_s + waits_s
+            return [(0, 0)] * takes
+
+    monkeypatch.setattr(logs, "poll", Slow)
+    monkeypatch.setattr(logs.time, "monotonic", lambda: now_s)
+    reads, writes = os.pipe()
+    with os.fdopen(reads, "rb"), os.fdopen(writes, "w") as stream:
+        configure("info", "json", stream, "relay-0")
+        for _ in range(10_000):  # a hundred seconds of them
+            now_s += 0.01
+            logging.getLogger("a").warning("said")
+    assert now_s > 100.0 and waited_s < 2 * PATIENCE_S + SHARE * now_s
+
+
+def test_a_process_whose_place_in_a_pipe_another_has_taken_does_not_wait_for_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    reads, writes = os.pipe()
+    with os.fdopen(reads, "rb"), os.fdopen(writes, "w") as stream:
+        configure("info", "json", stream, "relay-0")
+        monkeypatch.setattr(logs._Reader, "_has_room", lambda reader: True)  # as it was when we looked
+        for _ in range(100):
+            logging.getLogger("a").warning("x" * 3000)
+        assert os.get_blocking(writes)  # for others who hold it, as a shell, nothing has changed
+
+
+def test_a_reload_opens_the_stream_no_further_time() -> None:
+    reads, writes = os.pipe()
+    with os.fdopen(reads, "rb"), os.fdopen(writes, "w") as stream:
+        configure("info", "json", stream)
+        before = os.listdir("/proc/self/fd")
+        configure("info", "json", stream)
+        assert len(os.listdir("/proc/self/fd")) == len(before)
