@@ -10,6 +10,7 @@
 
 One queue of connections belongs to both, so none is lost. If the new parent ends before `GO`, nothing has happened. A
 signal to drain meanwhile waits for the one or the other: relays of both are members of the old brain until `GO`.
+A router that drains already can be taken over as well, as long as relays of its own refuse what comes.
 The old one answers one successor at a time.
 """
 

@@ -60,7 +60,8 @@ def serve_processes(
         folder = run_folder(config, sockets[0].getsockname()[1], os.environ)
         folder.make()
         taken = None if predecessor is None else predecessor.lock()
-        lock = held.enter_context(taken or folder.claim(beside=predecessor is not None))
+        beside = predecessor is not None
+        lock = held.enter_context(taken or folder.claim(beside=beside, unanswered=take_over and not beside))
         link = None
         if config.listen.link_address is not None:
             link = held.enter_context(_bound("listen.link", *config.listen.link_address, predecessor))
@@ -203,6 +204,10 @@ class Processes:
     def _links(self) -> list[socket.socket]:
         """The socket for relays of other machines, if there is one."""
         return [] if self._link is None else [self._link]
+
+    def begin_drain(self) -> None:
+        """See `Owner`; the sockets are there for a router that takes over, and relays that refuse what comes."""
+        self._ends = True
 
     def stop_listening(self) -> None:
         """Leave the sockets to the relays that are there: connections are refused once the last one has ended."""

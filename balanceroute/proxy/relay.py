@@ -355,16 +355,22 @@ class RelayServer(ChildServer):
         return self.load.ahead(most_clients(self._router_config))
 
     def leave(self) -> None:
-        """Others accept on these sockets: serve whoever is connected to the end of what it has begun."""
-        if self._drain is not None:
+        """Others accept on these sockets: serve whoever is connected to the end of what it has begun.
+
+        Who drains already refuses nothing by itself any more, and keeps its deadline.
+        """
+        assert isinstance(self._app, RelayApp)
+        if self._app.leaving:
             return
         self.load.put(ACCEPTS, 0)
         for acceptor in self.servers:
             acceptor.close()
         self._app.leaving = True
         services = self._app.services
+        services.brain.leaving = False
         log.warning("leaving", extra={"connections": len(self.server_state.connections)})
-        self._drain = services.loop.create_task(self._until_drained(services))
+        if self._drain is None:
+            self._drain = services.loop.create_task(self._until_drained(services))
 
     def _leave_alone(self) -> None:
         """Not while clients would have nobody: the parent starts a successor when this process has ended."""

@@ -121,13 +121,16 @@ class RunFolder:
         """
         return self._held_again(f"{_LIFE}{relay}", life)
 
-    def claim(self, beside: bool = False) -> BinaryIO:
+    def claim(self, beside: bool = False, unanswered: bool = False) -> BinaryIO:
         """The folder is this router's as long as the file, or a copy of its descriptor, is open.
 
         `beside`: another router, which is about to leave. Without it no brain may lead here: where one does, its router
-        runs, and somebody has removed the file that it had locked. Raises: ConfigError: the folder is another one's.
+        runs, and somebody has removed the file that it had locked. `unanswered`: who was to be taken over has not
+        answered. Raises: ConfigError: the folder is another one's.
         """
         held = "another router runs with it; --take-over takes that one's place, once it is up, or set another folder"
+        if unanswered:
+            held = "another router has it that can't be taken over, as it starts or is about to end; try again soon"
         lock = os.fdopen(self._locked(_ROUTER, held), "rb")
         if not beside and self._is_led():
             lock.close()

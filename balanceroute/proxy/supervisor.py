@@ -77,8 +77,11 @@ class Owner(Protocol):
     def reload(self, failure: ConfigError | None) -> bool:
         """Go by what was read, or say why not; `failure`: of `try_reload`. Returns whether children are to go by it."""
 
+    def begin_drain(self) -> None:
+        """The children are about to be told to drain; another router may take over still."""
+
     def stop_listening(self) -> None:
-        """The children are about to be told to drain, to end or to leave."""
+        """The children are about to be told to end or to leave, or all that accepted have ended."""
 
     def all_up(self) -> None:
         """Every child is up, for the first time."""
@@ -123,6 +126,7 @@ class Supervisor:
         self._all_up = False
         self._signals = 0  # to end
         self._postponed = False  # a drain, for a successor
+        self._drains = False  # and may be taken over still
         self._deadline_s: float | None = None  # then all that is left is killed
         self._code = 0
         self._cannot_fork = False  # and it has been told
@@ -194,7 +198,7 @@ class Supervisor:
                 self._begin_reload()
         elif number == signal.SIGIO:
             self._note_who_is_up()
-            if not self._signals and self._owner.succeeded():
+            if (self._drains or not self._signals) and self._owner.succeeded():
                 self._leave()
             elif self._postponed and not self._signals and not self._owner.has_successor:
                 self._drain()
@@ -234,7 +238,10 @@ class Supervisor:
 
     def _drain(self) -> None:
         log.warning("draining", extra={"children": self._alive})
-        self._end(signal.SIGUSR2, self._owner.drain_timeout_s + KILL_S)
+        self._drains = True
+        self._owner.begin_drain()
+        self._start_none(self._owner.drain_timeout_s + KILL_S)
+        self._send(signal.SIGUSR2)
 
     def _leave(self) -> None:
         """Another router has brains, and relays that accept: ours finish what they have."""
@@ -253,15 +260,20 @@ class Supervisor:
             self._owner.all_up()
 
     def _end(self, number: signal.Signals, within_s: float) -> None:
+        """Tell all children to end, and listen no more."""
+        self._drains = False
+        self._owner.stop_listening()
+        self._start_none(within_s)
+        self._send(number)
+
+    def _start_none(self, within_s: float) -> None:
         """No child is started again but who is needed; who is left after that time is killed."""
         self._signals = max(1, self._signals)
         self._give_up_reload()
-        self._owner.stop_listening()
         for child in self.children:
             child.due_s = None
         deadline_s = time.monotonic() + within_s
         self._deadline_s = min(deadline_s, self._deadline_s or deadline_s)
-        self._send(number)
 
     def _send(self, number: signal.Signals) -> None:
         for child in self.children:

@@ -128,6 +128,16 @@ class Router:
         return [line["pid"] for line in self.said("listening") if "epoch" in line]
 
     @property
+    def have_left(self) -> bool:
+        """Whether no relay accepts any more."""
+        return {line["process"] for event in ("leaving", "brain left") for line in self.said(event)} >= set(self.relays)
+
+    def found(self, brain: int) -> set[str]:
+        """The relays that have joined the brain of this process."""
+        (epoch,) = (line["epoch"] for line in self.said("listening", pid=brain))
+        return {line["relay"] for line in self.said("brain found", epoch=epoch) if line["relay"] in self.relays}
+
+    @property
     def were_late(self) -> bool:
         """Whether the last brain decided before all relays had joined it."""
         return bool(self.said("the brain decides")[-1]["relays"] < len(self.relays))
@@ -739,6 +749,26 @@ def test_a_new_router_takes_over_and_no_request_fails(cluster: Cluster, tmp_path
                 finished = r'balanceroute_requests_total\{outcome="finished"\} (\S+)'
                 total = 10 + sum(client.result() for client in clients)
                 await until(lambda: _counted(new, finished, total))  # of the old relays as well
+                await until(new.holds_nothing)
+
+    asyncio.run(test())
+
+
+def test_a_router_that_drains_is_taken_over_and_its_streams_go_on(cluster: Cluster, tmp_path: Path) -> None:
+    async def test() -> None:
+        port = free_base_port((0,))
+        async with a_router(cluster, tmp_path, port=port) as old:
+            begun = streams(old, 4, 6 * LONG)  # on a busy machine a router needs seconds to start
+            await until(lambda: all(stream.begun for stream in begun))
+            old.running.send_signal(signal.SIGTERM)
+            await until(lambda: len(old.said("draining")) == 4)  # one of each process
+            async with a_router(cluster, tmp_path, "--take-over", port=port, log_name="new.log") as new:
+                await until(lambda: old.have_left)
+                await until(lambda: new.brains and len(new.found(new.brains[-1])) == 2)
+                served = streams(new, 4, 10, first=300)
+                assert await all_end(served) == 4 and await all_end(begun) == 4
+                await until(lambda: old.running.poll() is not None)
+                assert old.running.returncode == 0 and old.said("leaving")
                 await until(new.holds_nothing)
 
     asyncio.run(test())

@@ -68,6 +68,9 @@ class Owner:
             log.warning("reload refused", extra={"error": str(failure)})
         return failure is None and not refused
 
+    def begin_drain(self) -> None:
+        (FOLDER / "drains").touch()
+
     def stop_listening(self) -> None:
         self.listener.close()
         if self.handover is not None:

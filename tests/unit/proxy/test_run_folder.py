@@ -327,5 +327,7 @@ def test_a_folder_is_one_routers_as_long_as_a_copy_of_its_lock_is_open(tmp_path:
     first.close()
     with pytest.raises(ConfigError, match="another router runs with it"):
         folder.claim()
+    with pytest.raises(ConfigError, match="as it starts or is about to end; try again soon"):
+        folder.claim(unanswered=True)
     os.close(copy)
     folder.claim().close()

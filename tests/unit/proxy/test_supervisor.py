@@ -388,6 +388,40 @@ def test_a_drain_waits_for_a_router_that_prepares_to_take_over(running: Running,
     successor.close()
 
 
+def test_a_router_that_drains_can_still_be_taken_over(running: Running) -> None:
+    (running.folder / "hold-relay-1").touch()
+    block_until((running.folder / "all-up").exists)
+    running.process.send_signal(signal.SIGTERM)
+    block_until(lambda: "SIGUSR2" in running.events("relay-1") and (running.folder / "drains").exists())
+    successor = found(running)
+    listener = successor.listener("127.0.0.1", int((running.folder / "port").read_text()))
+    assert listener is not None
+    with listener:
+        successor.go()
+        block_until(lambda: "SIGUSR1" in running.events("relay-1"))
+        (running.folder / "hold-relay-1").unlink()
+        assert running.process.wait(60) == 0
+        client = running.connect()  # the socket has never been closed
+        taken, address = listener.accept()
+        taken.close()
+        assert address == client.getsockname()
+
+
+def test_a_router_that_drains_lets_nobody_wait_once_its_last_relay_has_ended(running: Running) -> None:
+    (running.folder / "hold-brain").touch()
+    block_until((running.folder / "all-up").exists)
+    running.process.send_signal(signal.SIGTERM)
+    port = int((running.folder / "port").read_text())
+    block_until(lambda: not accepts(port))
+    (running.folder / "hold-brain").unlink()
+    assert running.process.wait(60) == 0
+
+
+def accepts(port: int) -> bool:
+    with socket.socket() as probe:
+        return probe.connect_ex(("127.0.0.1", port)) == 0
+
+
 def found(running: Running) -> Predecessor:
     predecessor = Predecessor.find(running.folder / "handover")
     assert predecessor is not None
