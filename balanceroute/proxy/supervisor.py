@@ -360,15 +360,16 @@ class Supervisor:
             main()
             code = 0
         except BalanceRouteError as error:
-            self._tell_why(name, error)
             code = WRONG_CONFIG
+            self._tell_why(name, error)
         except SystemExit as error:
             code = error.code if isinstance(error.code, int) else 1
         except BaseException as error:  # it must not return into the parent's code
             log.critical("internal error", exc_info=error, extra={"where": name})
         finally:
-            logging.shutdown()
-            sys.stderr.flush()
+            with suppress(Exception):  # nobody takes the log, and the disk that it is on is full
+                logging.shutdown()
+                sys.stderr.flush()
             os._exit(code)
 
     def _tell_why(self, name: str, error: BalanceRouteError) -> None:

@@ -302,6 +302,12 @@ def test_a_configuration_that_cannot_be_used_ends_all_with_its_one_line(running:
     assert not any(map(exists, running.folder_pids()))
 
 
+def test_a_configuration_that_cannot_be_used_ends_all_though_nothing_can_be_logged(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "tests.unit.proxy.supervised", str(tmp_path), '{"wrong": "relay-1"}']
+    with open("/dev/full", "wb") as full:
+        assert subprocess.run(command, stderr=full, cwd=Path(__file__).parents[3], timeout=60).returncode == 2
+
+
 def test_a_file_that_is_wrong_once_all_are_up_stops_nobody_but_who_starts_until_it_is_right(running: Running) -> None:
     running.up(brain=1, relay_0=1, relay_1=1)
     block_until((running.folder / "all-up").exists)
