@@ -63,28 +63,24 @@ class _Reader:
     def __init__(self, stream: TextIO) -> None:
         self._stream, self._room = stream, poll()
         self._patience_s, self._asked_s = PATIENCE_S, time.monotonic()
-        self._file: int | None = None  # of what may stand still
+        self._file: int | None = None
+        self.may_stand_still = False
         self._torn = False  # a line of which the reader has not taken all
         with suppress(OSError, ValueError):  # one in memory
             given = stream.fileno()
-            if not stat.S_ISREG(os.fstat(given).st_mode):
-                self._file = _opened_again(given)
-                self._room.register(self._file, POLLOUT)
-
-    @property
-    def may_stand_still(self) -> bool:
-        """Whether it is somebody, and not a file."""
-        return self._file is not None
+            self.may_stand_still = not stat.S_ISREG(os.fstat(given).st_mode)
+            self._file = _opened_again(given) if self.may_stand_still else os.dup(given)
+            self._room.register(self._file, POLLOUT)
 
     def takes(self, text: str) -> bool:
-        """Write it; returns whether all of it was taken. Raises: OSError, ValueError: nobody reads any more."""
+        """Write it; returns whether all of it was taken. Raises: ValueError: the stream was closed."""
         if self._file is None:
             self._stream.write(text)
             self._stream.flush()
             return True
         whole = (b"\n" if self._torn else b"") + text.encode(self._stream.encoding, "backslashreplace")
         left = whole
-        with suppress(BlockingIOError):  # another process was faster
+        with suppress(OSError):  # another process was faster, the disk is full, or nobody reads any more
             while left and self._has_room():
                 left = left[os.write(self._file, left[:PIPE_BUF]) :]
         if len(left) < len(whole):
@@ -100,6 +96,8 @@ class _Reader:
 
     def _has_room(self) -> bool:
         """Whether a piece can be written, soon at the latest; or fails, as nobody reads any more."""
+        if not self.may_stand_still:
+            return True
         now = time.monotonic()
         self._patience_s = min(PATIENCE_S, self._patience_s + SHARE * (now - self._asked_s))
         has_room = bool(self._room.poll(int(1000 * self._patience_s)))
@@ -153,7 +151,7 @@ class LineHandler(logging.Handler):
         """Write what waits."""
         with self.lock:  # type: ignore[union-attr]
             lines, self._waiting = self._waiting, []
-            with suppress(OSError, ValueError):  # nobody takes the log any more; requests are served all the same
+            with suppress(ValueError):  # nobody takes the log any more; requests are served all the same
                 for bunch in _bunches(lines) if self._in_pieces else [lines] if lines else []:
                     self._write(bunch)
 
@@ -165,14 +163,14 @@ class LineHandler(logging.Handler):
         super().close()
 
     def _write(self, lines: list[str]) -> None:
-        """Write them, unless that would wait for a reader that stands still."""
+        """Write them, unless that would wait for a reader that stands still, or fails."""
         if self._lost and self._reader.takes(f"{self._line_of_loss()}\n"):
             self._lost = 0
         if self._lost or not self._reader.takes("\n".join([*lines, ""])):
             self._lost += len(lines)
 
     def _line_of_loss(self) -> str:
-        record = logging.makeLogRecord({"msg": "log lines lost: their reader stood still", "lines": self._lost})
+        record = logging.makeLogRecord({"msg": "log lines lost", "lines": self._lost})
         record.name, record.levelno, record.levelname = __name__, logging.WARNING, "WARNING"
         return self._format.format(record)
 

@@ -1,11 +1,13 @@
 """Log records as lines."""
 
+import errno
 import io
 import json
 import logging
 import os
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from select import PIPE_BUF
 
 import pytest
@@ -249,6 +251,31 @@ def test_a_line_that_is_longer_than_a_pipe_has_room_for_stops_nobody_and_tears_n
         _, told, last = reader.read().split(b"\n")[:-1]
     assert json.loads(first)["event"] == "x" * 50_000 and torn.endswith(b"yyy")
     assert json.loads(told)["lines"] == 1 and json.loads(last)["event"] == "z"
+
+
+def test_what_a_full_disk_has_no_room_for_is_counted_and_tears_no_later_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    room, write = 1000, os.write
+
+    def written(file: int, data: bytes) -> int:
+        nonlocal room
+        if not room:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        done = write(file, data[:room])
+        room -= done
+        return done
+
+    with (tmp_path / "log").open("w") as stream:
+        configure("info", "json", stream, "relay-0")
+        with monkeypatch.context() as full:
+            full.setattr(logs.os, "write", written)
+            for number in range(20):
+                logging.getLogger("a").warning("x" * 100, extra={"number": number})
+        logging.getLogger("a").warning("again")
+    *heard, torn, told, last = (tmp_path / "log").read_text().splitlines()
+    assert [json.loads(line)["number"] for line in heard] == list(range(len(heard))) and "}" not in torn
+    assert json.loads(told)["lines"] == 20 - len(heard) and json.loads(last)["event"] == "again"
 
 
 def test_a_reader_that_is_slow_takes_little_of_our_time(monkeypatch: pytest.MonkeyPatch) -> None:
