@@ -95,6 +95,7 @@ class Processes:
         link: socket.socket | None = None,
     ) -> None:
         self._link, self._lock = link, lock
+        self._links = [] if link is None else [link]  # the socket for relays of other machines, if there is one
         self._configured, self._load, self._folder, self._sockets = configured, load, folder, sockets
         self._journal, self._predecessor = journal, predecessor
         self.loads = RelayLoads(max(1, self.config.listen.relays))
@@ -199,11 +200,6 @@ class Processes:
             asked = True
         if asked:
             _try_forecasts(new)
-
-    @property
-    def _links(self) -> list[socket.socket]:
-        """The socket for relays of other machines, if there is one."""
-        return [] if self._link is None else [self._link]
 
     def begin_drain(self) -> None:
         """See `Owner`; the sockets are there for a router that takes over, and relays that refuse what comes."""
