@@ -84,6 +84,8 @@ log = logging.getLogger(__name__)
 
 MAX_NAME: Final = 256  # characters
 LOOK_S: Final = 0.25
+ALIVE_S: Final = 2 * BEAT_S  # after its last word a member may be gone
+TAKEN: Final = "a relay of this name is here; do two machines have the same identity file?"
 
 
 @dataclass(frozen=True)
@@ -144,8 +146,8 @@ class _Held:
 class Member:
     """A relay, for one connection."""
 
-    def __init__(self, number: int, relay: str, frames: Frames[FromBrain]) -> None:
-        self.number, self.relay, self.frames = number, relay, frames
+    def __init__(self, number: int, relay: str, process: int, frames: Frames[FromBrain]) -> None:
+        self.number, self.relay, self.process, self.frames = number, relay, process, frames
         self.tickets: dict[int, _Held] = {}
         self.counts: ReadCounts | None = None
         self.places: list[_Held | None] = []  # its tickets by the places in `counts`
@@ -307,12 +309,16 @@ class Hub:
             frames.close("another brain leads")
             return
         before = self.members.get(hello.relay)
+        if before is not None and far and self._is_another(before, hello):
+            frames.say(Farewell(0, TAKEN))
+            frames.close("its name is taken")
+            return
         if before is not None:
             self._release(before)
             before.frames.abort("the relay has joined anew")
         self.tell_workers()  # what has changed; the new member gets all of them after its Welcome
         self._count += 1
-        member = self.members[hello.relay] = Member(self._count, hello.relay, frames)
+        member = self.members[hello.relay] = Member(self._count, hello.relay, hello.process, frames)
         self._at[frames] = member
         member.counts = _counts(frames, hello)
         void = []
@@ -333,6 +339,13 @@ class Hub:
         self._keep_far(hello.relay)
         if len(self.near_members) >= self._relays and not self._awaited and (self._far is None or self._far.known):
             self._settle()
+
+    def _is_another(self, member: Member, hello: Hello) -> bool:
+        """Whether the member lives, and this is not the same relay that has lost its connection.
+
+        Each of two would come back as soon as the other has pushed it out.
+        """
+        return member.process != hello.process and self._loop.time() - member.frames.heard_s < ALIVE_S
 
     def _outranks(self, hello: Hello) -> bool:
         """Go on under an epoch above the relay's, if it is certain that nobody else leads.

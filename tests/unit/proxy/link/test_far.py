@@ -15,7 +15,7 @@ from balanceroute.errors import ConfigError
 from balanceroute.proxy.link import far as far_module
 from balanceroute.proxy.link.far import FarListener, FarMembers
 from balanceroute.proxy.link.frames import Frames
-from balanceroute.proxy.link.hub import Patience
+from balanceroute.proxy.link.hub import TAKEN, Patience
 from balanceroute.proxy.link.messages import VERSION, Farewell, FromBrain, FromRelay, Hello, read_from_brain
 from balanceroute.proxy.link.reach import FarReach
 from balanceroute.proxy.perimeter.tls import Tls
@@ -157,6 +157,28 @@ def test_a_brain_that_drains_goes_on_where_their_names_cannot_be_forgotten(
         (machine.folder / "far").mkdir()  # can't be unlinked, as nothing can where nothing can be written
         drains.hub.dismiss_far()
         assert "relays of other machines not forgotten" in [one.getMessage() for one in caplog.records]
+
+    on(test)
+
+
+@pytest.mark.parametrize("process", [1, 2], ids=["the same", "another"])
+def test_of_two_relays_of_one_name_the_first_stays_and_the_second_is_told_why(machine: Machine, process: int) -> None:
+    async def test(stage: Stage) -> None:
+        brain = await stage.brain()
+        async with machine.let_in(brain) as port:
+            first, _ = await machine.raw(port)
+            first.say(Hello(VERSION, "r0@b", 1, 0, ()))
+            await until(lambda: brain.hub.members)
+            second, heard = await machine.raw(port)
+            second.say(Hello(VERSION, "r0@b", process, 0, ()))
+            if process == 1:  # its connection is another one
+                await until(lambda: not first.open)
+                assert second.open
+            else:
+                await until(lambda: not second.open)
+                assert first.open and [each.reason for each in heard if isinstance(each, Farewell)] == [TAKEN]
+            first.abort("the test ends")
+            second.abort("the test ends")
 
     on(test)
 
