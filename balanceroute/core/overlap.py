@@ -1,20 +1,19 @@
 """How many requests a decode worker is sent ahead of its slots, so that their KV moves while others run.
 
-A slot that frees stays empty until the KV of the next request has come. A request holds a slot for as many steps as its
-answer has tokens; so of B slots one frees every t * o / B seconds, with step time t and mean answer o, and by Little's
-law a worker needs
+A slot that frees stays empty until the KV of the next request has come. A request holds a slot while the tokens of its
+answer come; so of B slots one frees every t * o / B seconds, with t seconds from token to token and a mean answer o;
+by Little's law a worker needs
 
     m = B * transfer_s / (t * o)
 
-requests on their way at any time: d B / o where a transfer takes d steps, to the nearest whole number, but one at least
-where slots would be empty for more than `WORTH` of their time: with few slots m is less than one half even then. It is
-0 where a transfer takes less than half a step, which is as finely as it is known: where transfers are short nothing is
-sent ahead.
+requests on their way at any time, to the nearest whole number, but one at least where slots would be empty for more
+than `WORTH` of their time: with few slots m is less than one half even then. It is 0 where a transfer takes less than
+half a step, which is as finely as it is known: where transfers are short nothing is sent ahead.
 
-All of it is measured. The step time is that between the tokens of a request, times the tokens that a step of its engine
-yields (several with speculative decoding; the engine says how many). `transfer_s` is the time from an admission to the
-first token, less a step, of requests that had a slot waiting for them. One that was sent ahead may have waited for its
-slot instead, so its time is an upper bound, which may lower the estimate and never raises it.
+All of it is measured. A step takes t times the tokens that it yields of a request, which with speculative decoding are
+several; the engine says how many. `transfer_s` is the time from an admission to the first token, less a step, of
+requests that had a slot waiting for them. One that was sent ahead may have waited for its slot instead, so its time is
+an upper bound, which may lower the estimate and never raises it.
 """
 
 from dataclasses import dataclass
