@@ -117,7 +117,7 @@ class Simulation:
         self.cached_tokens: dict[str, int] = {}  # of the prompts that are being prefilled
         self.prefill_done: list[tuple[float, int, str]] = []  # (when, sequence, request)
         self.prefills = 0
-        self.room_since_s = 0.0  # when the last requests left the waiting area
+        self.room_since_s = 0.0  # when the waiting area last became open: requests left it, or a first worker came back
         self.scheduler = self.new_scheduler()
 
     def planned_changes(self) -> list[tuple[float, int, WorkerState]]:
@@ -212,7 +212,7 @@ class Simulation:
         """
         while True:
             arrival = done = NEVER
-            if self.next_arrival < len(self.arrival_s) and self.waiting < self.setting.pool:
+            if self.next_arrival < len(self.arrival_s) and self.lets_in:
                 arrival = max(self.arrival_s[self.next_arrival], self.room_since_s)
             if self.prefill_done:
                 done = self.prefill_done[0][0]
@@ -260,6 +260,11 @@ class Simulation:
 
     def expected(self, request: int, age_tokens: int = 0) -> float | None:
         return self.forecast.initial(request, self.prompt_tokens[request], self.keys[request], age_tokens)
+
+    @property
+    def lets_in(self) -> bool:
+        """Whether the router takes what arrives: it refuses a request while no decode worker is there."""
+        return self.waiting < self.setting.pool and self.scheduler.snapshot.n_in_barrier > 0
 
     @property
     def waiting(self) -> int:
@@ -385,7 +390,8 @@ class Simulation:
             at = self.scheduler.recheck_s(self.t)
             later = [max(at, self.t + SHORTEST_WAIT_S)] if at < NEVER else []
         if not later:
-            waits = f"at {self.t:.3f} s nothing runs and {self.waiting} requests wait for ever"
+            outside = len(self.arrival_s) - self.next_arrival
+            waits = f"at {self.t:.3f} s nothing runs and {self.waiting + outside} requests wait for ever"
             if not any(rank.up for group in self.groups for rank in group.ranks.ranks):
                 raise InputError(f"failures: no worker is left, and none comes back: {waits}")
             raise InvariantError(waits)
@@ -435,6 +441,8 @@ class Simulation:
         while self.changes and self.changes[0][0] <= self.t:
             _, index, state = self.changes.pop(0)
             self.hear_all()
+            if not self.scheduler.snapshot.n_in_barrier:
+                self.room_since_s = self.t
             self.scheduler.set_worker_state(f"d{index}", state, self.t)
             group = self.group_of[index]
             if state is WorkerState.UP:

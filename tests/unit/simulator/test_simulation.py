@@ -246,6 +246,15 @@ def test_a_cluster_of_which_every_worker_is_lost_for_ever_is_refused_as_what_it_
         run(a_trace([(0.0, 100, 50)] * 5), setting, policy)
 
 
+@pytest.mark.parametrize("policy", ["round_robin", "pool_fifo", "level_fit"])
+def test_what_arrives_at_a_prefill_tier_while_no_decode_worker_is_up_enters_when_one_is_back(policy: str) -> None:
+    setting = a_setting(n_workers=1, prefillers=1, failures=(Failure(0, 5.0, 30.0),))
+    outcome = run(a_trace([(0.0, 100, 10), (12.0, 100, 3), (40.0, 100, 3)]), setting, policy)
+    assert np.isfinite(outcome.tpot_s).all()
+    with pytest.raises(InputError, match=r"^failures: no worker is left, and none comes back: at .* 3 requests wait"):
+        run(a_trace([(0.0, 100, 10), (12.0, 100, 3), (40.0, 100, 3)]), replace(setting, failures=(Failure(0, 5.0),)))
+
+
 @pytest.mark.parametrize("policy", ["join_shortest_queue", "least_kv", "pool_fifo", "br_0", "target_fit"])
 @pytest.mark.parametrize("option", [{"kv_capacity_tokens": 10**9}, {"failures": (Failure(0, 1e9),)}])
 def test_an_option_that_never_matters_changes_no_figure(policy: str, option: dict[str, object]) -> None:
