@@ -1,4 +1,6 @@
-"""Names for the types of arrays."""
+"""Names for the types of arrays, and their numbers as Python's own."""
+
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -6,3 +8,8 @@ from numpy.typing import NDArray
 FloatArray = NDArray[np.float64]
 IntArray = NDArray[np.int64]
 BoolArray = NDArray[np.bool_]
+
+
+def plain(value: Any) -> Any:
+    """A number of numpy's as one of Python's, which compiled code asks for; all else as it is."""
+    return value.item() if isinstance(value, np.generic) else value

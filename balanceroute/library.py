@@ -18,8 +18,9 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
+from balanceroute.arrays import plain
 from balanceroute.core.knobs import DEFAULTS, Option, PolicySettings
-from balanceroute.core.policies import BUILT_IN, misplaced, settings_from_dict
+from balanceroute.core.policies import BUILT_IN, misplaced, settings_from_dict, settings_to_dict
 from balanceroute.core.policy import AdmissionPolicy
 from balanceroute.errors import InputError
 from balanceroute.experiments import figures
@@ -104,13 +105,14 @@ def simulate(
     Warns of what a file in a foreign form does not say. Raises: InputError or ConfigError, in one line that says what
     is accepted.
     """
-    if max_requests is not None and max_requests < 1:
-        raise InputError(f"max_requests {max_requests}: accepted is 1 or more")
-    cluster = setting or Setting()
-    requests = (trace.checked() if isinstance(trace, Trace) else _read(trace, seed)).head(max_requests)
+    seed, max_requests = plain(seed), plain(max_requests)
+    if max_requests is not None and (not isinstance(max_requests, int) or max_requests < 1):
+        raise InputError(f"max_requests {max_requests}: accepted is a whole number of 1 or more")
+    cluster = (setting or Setting()).checked()
+    requests = _read(trace, seed).head(max_requests)
     if load is not None:
-        requests = at_load(requests, load, cluster.checked())
-    past = _read(train, seed + 1) if isinstance(train, str | Path) else train
+        requests = at_load(requests, load, cluster)
+    past = None if train is None else _read(train, seed + 1)
     settings, own = settings_of(policy, params or {}, seed)
     if predictor is None:
         predictor = usual_predictor(settings.policy)
@@ -118,8 +120,10 @@ def simulate(
     return SimulationResult(own.name if own else settings.policy, requests, cluster, job.checked().run())
 
 
-def _read(trace: str | Path, seed: int) -> Trace:
-    """The trace of that name; what was left out or estimated is a warning of whoever called `simulate`."""
+def _read(trace: Trace | str | Path, seed: int) -> Trace:
+    """The trace, or that of this name; what was left out or estimated is a warning of whoever called `simulate`."""
+    if isinstance(trace, Trace):
+        return trace.checked()
     return load_trace(str(trace), seed=seed, on_note=lambda note: warnings.warn(f"{trace}: {note}", stacklevel=5))
 
 
@@ -132,12 +136,16 @@ def settings_of(
         for name in params if policy in BUILT_IN else ():
             if name in DEFAULTS and (wrong := misplaced(policy, name)):
                 raise InputError(f"params.{name}: {wrong}")
-        knobs = {"seed": seed, **params} if policy in BUILT_IN else {"options": dict(params)}
+        given = {name: plain(value) for name, value in params.items()}
+        knobs = {"seed": seed, **given} if policy in BUILT_IN else {"options": given}
         return settings_from_dict({"policy": policy, "params": knobs}), None
     if params:
         raise InputError("params: knobs of a policy that is named; settings and objects have theirs")
     if isinstance(policy, PolicySettings):
-        return replace(policy, seed=seed) if seed else policy, None
+        learn_policy(policy.policy)
+        written = settings_to_dict(replace(policy, seed=seed) if seed else policy)
+        written["params"] = {name: plain(value) for name, value in written["params"].items()}
+        return settings_from_dict(written), None
     if not hasattr(policy, "decide"):
         raise InputError(f"policy {policy!r}: accepted is a name, PolicySettings, or an object of an AdmissionPolicy")
     return PolicySettings(horizon_steps=policy.horizon_steps), policy

@@ -82,7 +82,8 @@ def misplaced(policy: str, knob: str) -> str | None:
     if knob in knobs_of(policy):
         return None
     others = [name for name, knobs in KNOBS.items() if knob in knobs]
-    return f"{policy} does not have this knob; {', '.join(others)} {'have' if len(others) > 1 else 'has'} it"
+    theirs = f"; {', '.join(others)} {'have' if len(others) > 1 else 'has'} it" if others else ""
+    return f"{policy} does not have this knob{theirs}"
 
 
 def make_policy(settings: PolicySettings, stage_timer: StageTimer | None = None) -> AdmissionPolicy:

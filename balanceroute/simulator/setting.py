@@ -1,7 +1,8 @@
 """What is simulated: the cluster, what a step costs, and the options that the reference setting leaves out."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 
+from balanceroute.arrays import plain
 from balanceroute.core.prefill import PREFILL_POLICIES
 from balanceroute.errors import InputError
 from balanceroute.traces import ReferenceSetting, Trace, ideal_capacity
@@ -23,7 +24,9 @@ BOUNDS = {
     "draft_acceptance": ("draft acceptance", 0, 1),
     "barrier_groups": ("barrier groups", 1, 4096),
 }
+FRACTIONS = {"step_cost_s", "step_overhead_s", "prefill_tokens_per_s", "draft_acceptance"}
 MOST_BLOCKS = 1_000_000
+MOST_KV_TOKENS = 10**12
 MOST_OVERLAP = 65_536  # as in the configuration
 MOST_SLOWDOWN = 100.0  # as in the configuration's decode.workers
 SHORTEST_STEP_S = 1e-9
@@ -38,6 +41,10 @@ class Failure:
     worker: int
     start_s: float
     end_s: float | None = None
+
+    def plain(self) -> "Failure":
+        """The same in Python's own numbers."""
+        return Failure(plain(self.worker), plain(self.start_s), plain(self.end_s))
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,10 +127,19 @@ class Setting:
         return self.engine_balancer_blocks is None and self.barrier_groups == 1 and not self.draft_tokens
 
     def checked(self) -> "Setting":
-        """The setting itself. Raises: InputError that names the first value which makes no sense."""
+        """The same setting in Python's own numbers. Raises: InputError that names the first value which makes no
+        sense.
+        """
+        given = {field.name: plain(getattr(self, field.name)) for field in fields(self)}
+        given["slowdowns"] = tuple(map(plain, self.slowdowns))
+        given["failures"] = tuple(map(Failure.plain, self.failures))
+        setting = replace(self, **given)
+        setting._check()
+        return setting
+
+    def _check(self) -> None:
         for name, (label, least, most) in BOUNDS.items():
-            if not least <= getattr(self, name) <= most:
-                raise InputError(f"{label} {getattr(self, name)}: accepted is a number from {least} to {most}")
+            check_number(label, getattr(self, name), least, most, whole=name not in FRACTIONS)
         if self.step_cost_s + self.step_overhead_s < SHORTEST_STEP_S:
             raise InputError(
                 f"step cost {self.step_cost_s} and step overhead {self.step_overhead_s}: a step must take some time, "
@@ -131,17 +147,18 @@ class Setting:
             )
         if self.prefill_policy not in PREFILL_POLICIES:
             raise InputError(f"prefill policy {self.prefill_policy!r:.60}: one of {', '.join(PREFILL_POLICIES)}")
-        if self.overlap_requests is not None and not 0 <= self.overlap_requests <= MOST_OVERLAP:
-            raise InputError(f"overlap {self.overlap_requests}: accepted is a whole number from 0 to {MOST_OVERLAP:,}")
+        if self.overlap_requests is not None:
+            check_number("overlap", self.overlap_requests, 0, MOST_OVERLAP, whole=True)
         if self.prefix_cache_tokens and not self.prefillers:
             raise InputError(f"prefix cache {self.prefix_cache_tokens}: changes nothing without prefillers")
         if self.barrier_groups > self.n_workers:
             raise InputError(f"barrier groups {self.barrier_groups}: there are {self.n_workers} workers")
         self.check_slowdowns()
         self.check_engine_balancer()
+        if self.kv_capacity_tokens is not None:
+            check_number("KV capacity", self.kv_capacity_tokens, 1, MOST_KV_TOKENS, whole=True)
         for failure in self.failures:
             self.check_failure(failure)
-        return self
 
     def check_slowdowns(self) -> None:
         """Raises: InputError where they are not one sensible number per worker."""
@@ -169,13 +186,22 @@ class Setting:
     def check_failure(self, failure: Failure) -> None:
         """Raises: InputError where it names no worker of the cluster, or no span of time."""
         of = f"failure of worker {failure.worker}"
-        if not 0 <= failure.worker < self.n_workers:
+        if not isinstance(failure.worker, int) or not 0 <= failure.worker < self.n_workers:
             raise InputError(f"{of}: there are workers 0 to {self.n_workers - 1}")
         for moment in (failure.start_s, failure.end_s):
             if moment is not None and not 0 <= moment <= LATEST_FAILURE_S:
                 raise InputError(f"{of} at {moment} s: accepted is a number from 0 to {LATEST_FAILURE_S:.0f}")
         if failure.end_s is not None and failure.end_s <= failure.start_s:
             raise InputError(f"{of} ends before it starts")
+
+
+def check_number(label: str, value: object, least: float, most: float, *, whole: bool) -> None:
+    """Raises: InputError unless it is a number within these bounds."""
+    if not isinstance(value, int if whole else int | float) or isinstance(value, bool):
+        kind = "whole number" if whole else "number"
+        raise InputError(f"{label} {value!r:.60}: accepted is a {kind} from {least} to {most}")
+    if not least <= value <= most:
+        raise InputError(f"{label} {value}: accepted is a number from {least} to {most}")
 
 
 def at_load(trace: Trace, load: float, setting: Setting) -> Trace:

@@ -91,7 +91,7 @@ class Simulation:
         stage_timer: StageTimer | None = None,
         check_invariants: bool = False,
     ) -> None:
-        self.setting = setting.checked()
+        self.setting = setting = setting.checked()
         check_lengths(lengths, trace, setting)
         self.arrival_s: list[float] = trace.arrival_s.tolist()
         self.prompt_tokens: list[int] = trace.prompt_tokens.tolist()

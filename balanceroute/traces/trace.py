@@ -8,10 +8,12 @@ import math
 import zlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from operator import index
 from pathlib import Path
+from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
+from numpy.typing import ArrayLike, NDArray
 
 from balanceroute.errors import InputError
 from balanceroute.traces.source import Source
@@ -47,21 +49,42 @@ class Trace:
         return len(self.arrival_s)
 
     def checked(self) -> "Trace":
-        """The trace itself, made by hand. Raises: InputError that names the first column which makes no sense."""
-        rows = len(self)
-        for name in COLUMNS:
-            if getattr(self, name).shape != (rows,):
+        """The trace, made by hand of anything that numpy takes for columns, in arrays of the types above.
+
+        Raises: InputError that names the first column which makes no sense.
+        """
+        arrival_s, prompts, outputs = (numbers(getattr(self, name), name) for name in REQUIRED)
+        keys = np.array([text_of(key) for key in np.asarray(self.prompt_key).tolist()], dtype=np.str_)
+        rows = len(arrival_s)
+        for name, column in zip(COLUMNS, (arrival_s, prompts, outputs, keys), strict=True):
+            if column.shape != (rows,):
                 raise InputError(f"{name}: expected one value for each of {rows} arrivals")
         if not rows:
             raise InputError("trace: no requests in it")
-        for name, tokens in (("prompt_tokens", self.prompt_tokens), ("output_tokens", self.output_tokens)):
+        for name, tokens in (("prompt_tokens", prompts), ("output_tokens", outputs)):
             if tokens.dtype.kind not in "iu" or not 1 <= tokens.min() <= tokens.max() <= MAX_TOKENS:
                 raise InputError(f"{name}: accepted are whole numbers from 1 to {MAX_TOKENS}")
-        if not np.all((self.arrival_s >= 0) & (self.arrival_s <= MAX_ARRIVAL_S)):  # NaN is neither
+        if not np.all((arrival_s >= 0) & (arrival_s <= MAX_ARRIVAL_S)):  # NaN is neither
             raise InputError(f"arrival_s: accepted are numbers from 0 to {MAX_ARRIVAL_S:g}")
-        if np.any(np.diff(self.arrival_s) < 0):
+        if np.any(np.diff(arrival_s) < 0):
             raise InputError("arrival_s: not in order")
-        return self
+        checked = Trace(arrival_s.astype(np.float64), prompts.astype(np.int64), outputs.astype(np.int64), keys)
+        return replace(checked, prefix=self._checked_prefix(prompts.tolist()))
+
+    def _checked_prefix(self, prompts: list[int]) -> tuple[tuple[int, ...], ...]:
+        if not len(self.prefix):
+            return ()
+        if len(self.prefix) != len(prompts):
+            raise InputError(f"prefix: expected the blocks of each of {len(prompts)} prompts")
+        try:
+            prefix = tuple(tuple(map(index, names)) for names in self.prefix)
+            for names, tokens in zip(prefix, prompts, strict=True):
+                checked_blocks(names, tokens, "prefix")
+        except TypeError:
+            raise InputError("prefix: accepted are lists of whole numbers") from None
+        except ValueError as error:
+            raise InputError(str(error)) from error
+        return prefix if any(prefix) else ()
 
     def full_blocks(self, request: int) -> tuple[int, ...]:
         """The names of the blocks that one prompt fills: what an engine caches."""
@@ -99,6 +122,19 @@ class Trace:
     def scaled(self, factor: float) -> "Trace":
         """The same requests with every arrival time multiplied by `factor`."""
         return replace(self, arrival_s=self.arrival_s * factor)
+
+
+def numbers(column: ArrayLike, name: str) -> NDArray[Any]:
+    """The column as an array. Raises: InputError where it is none of numbers."""
+    array = np.asarray(column)
+    if array.ndim != 1 or array.dtype.kind not in "iuf":
+        raise InputError(f"{name}: expected a column of numbers, found {array.dtype} of shape {array.shape}")
+    return array
+
+
+def text_of(key: object) -> str:
+    """A prompt's key as text; nothing where a column has none (None, NaN)."""
+    return "" if key is None or key != key else str(key)
 
 
 def scaled_lengths(tokens: NDArray[np.int64], scale: float, name: str) -> NDArray[np.int64]:

@@ -105,8 +105,13 @@ def without_answers() -> balanceroute.Trace:
         ({"policy": balanceroute.PolicySettings(), "params": {"r_max": 4}}, "params: knobs of a policy that is named"),
         ({"policy": "level_fit", "params": {"beta": 4}}, "params.beta: level_fit does not have this knob; br_0, br_h"),
         ({"policy": 3}, "policy 3: accepted is a name, PolicySettings, or an object of an AdmissionPolicy"),
-        ({"max_requests": 0}, "max_requests 0: accepted is 1 or more"),
+        ({"max_requests": 0}, "max_requests 0: accepted is a whole number of 1 or more"),
         ({"trace": without_answers()}, "output_tokens: accepted are whole numbers from 1 to"),
+        ({"train": without_answers(), "policy": "br_h"}, "output_tokens: accepted are whole numbers from 1 to"),
+        ({"max_requests": 5.0}, "max_requests 5.0: accepted is a whole number of 1 or more"),
+        ({"policy": balanceroute.PolicySettings(policy="br_h", gamma=2.0)}, "params.gamma: expected a number above 0"),
+        ({"policy": balanceroute.PolicySettings(policy="br_1")}, "policy 'br_1' is unknown;"),
+        ({"policy": "br_0", "params": {"policy": "br_h"}}, "params.policy: br_0 does not have this knob"),
     ],
     ids=[
         "policy",
@@ -118,12 +123,40 @@ def without_answers() -> balanceroute.Trace:
         "no-policy",
         "no-request",
         "trace",
+        "past",
+        "part-of-a-request",
+        "settings",
+        "policy-of-settings",
+        "policy-as-a-knob",
     ],
 )
 def test_a_wrong_argument_is_one_line_that_says_what_is_accepted(arguments: dict[str, object], problem: str) -> None:
     with pytest.raises((ConfigError, InputError), match="^[^\n]*$") as refused:
         balanceroute.simulate(**{"max_requests": 5, **arguments})  # type: ignore[arg-type]
     assert problem in str(refused.value)
+
+
+def test_numbers_of_numpy_are_numbers() -> None:
+    cluster = balanceroute.Setting(
+        n_workers=np.int64(2),
+        slots=np.int32(4),
+        step_cost_s=np.float32(1e-7),
+        slowdowns=np.array([1.0, 1.2]),  # type: ignore[arg-type]
+        failures=[balanceroute.Failure(np.int64(0), np.float64(1.0), np.float32(2.0))],  # type: ignore[arg-type]
+    )
+    params = {"r_max": np.int64(4), "beta": np.float32(8.0), "pool_bypass": np.False_}
+    run = balanceroute.simulate(
+        "capped",
+        "br_0",
+        params=params,
+        setting=cluster,
+        max_requests=np.int64(40),
+        seed=np.int64(3),
+        load=np.float32(1),
+    )
+    settings = balanceroute.PolicySettings(policy="br_0", r_max=np.int64(4), beta=np.float64(8.0), seed=3)
+    assert balanceroute.simulate(run.trace, settings, setting=run.setting).figures.steps == run.figures.steps
+    assert json.dumps(run.setting.slowdowns) == "[1.0, 1.2]"
 
 
 # -- a policy of one's own

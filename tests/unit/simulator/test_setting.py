@@ -34,6 +34,12 @@ from balanceroute.simulator import Failure, Setting
         ({"failures": (Failure(0, math.nan),)}, "failure of worker 0 at nan s: accepted is a number from 0 to"),
         ({"failures": (Failure(0, 1.0, math.inf),)}, "failure of worker 0 at inf s: accepted is a number from 0 to"),
         ({"failures": (Failure(0, 5.0, 5.0),)}, "failure of worker 0 ends before it starts"),
+        ({"failures": (Failure(0.5, 1.0),)}, "failure of worker 0.5: there are workers 0 to 1"),  # type: ignore[arg-type]
+        ({"n_workers": 4.0}, "workers 4.0: accepted is a whole number from 1 to 4096"),
+        ({"slots": "4"}, "slots '4': accepted is a whole number from 1 to 65536"),
+        ({"pool": None}, "pool None: accepted is a whole number from 1 to 1000000"),
+        ({"kv_capacity_tokens": 8e3}, "KV capacity 8000.0: accepted is a whole number from 1 to"),
+        ({"overlap_requests": 1.5}, "overlap 1.5: accepted is a whole number from 0 to 65536"),
     ],
 )
 def test_a_value_that_makes_no_sense_is_refused_with_its_name_and_what_is_accepted(
@@ -47,8 +53,8 @@ def test_a_value_that_makes_no_sense_is_refused_with_its_name_and_what_is_accept
 def test_the_bounds_leave_room_for_large_and_slow_clusters() -> None:
     large = Setting(n_workers=4096, slots=65_536, pool=1_000_000, slowdowns=(100.0,) * 4096)
     slow = Setting(step_cost_s=1.0, step_overhead_s=1e6, failures=(Failure(0, 0.0, 1e9),))
-    assert large.checked() is large
-    assert slow.checked() is slow
+    assert large.checked() == large
+    assert slow.checked() == slow
 
 
 @pytest.mark.parametrize("change", [{"transfer_steps": 2}, {"kv_capacity_tokens": 10**6}, {"prefillers": 1}])

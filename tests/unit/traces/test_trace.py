@@ -183,6 +183,33 @@ def test_a_trace_made_by_hand_that_makes_no_sense_is_refused(changed: dict[str, 
         replace(a_trace(), **columns).checked()
 
 
+def test_a_trace_made_by_hand_may_have_columns_of_any_kind_that_hold_numbers() -> None:
+    small = np.array([200, 255], dtype=np.uint8)
+    made = Trace([0, 1], small, small, [7, None], ([1], np.array([2]))).checked()  # type: ignore[arg-type]
+    assert [column.dtype.kind for column in (made.arrival_s, made.prompt_tokens, made.prompt_key)] == ["f", "i", "U"]
+    assert (made.prompt_tokens + made.output_tokens).tolist() == [400, 510]  # as 8 bits they would be 144 and 254
+    assert made.prompt_key.tolist() == ["7", ""]
+    assert made.prefix == ((1,), (2,))
+
+
+@pytest.mark.parametrize(
+    ("column", "values", "reason"),
+    [
+        ("arrival_s", ["0", "1"], "arrival_s: expected a column of numbers"),
+        ("arrival_s", np.array(["2026-01-01", "2026-01-02"], dtype="datetime64[s]"), "arrival_s: expected a column"),
+        ("prompt_tokens", [True, False], "prompt_tokens: expected a column of numbers"),
+        ("output_tokens", [[1, 2]], "output_tokens: expected a column of numbers"),
+        ("prefix", ((1,),), "prefix: expected the blocks of each of 2 prompts"),
+        ("prefix", ((1,), ("a",)), "prefix: accepted are lists of whole numbers"),
+        ("prefix", ((1,), (2, 3)), "prefix: 2 blocks of 512 tokens in a prompt of 30 tokens"),
+    ],
+)
+def test_a_column_that_holds_no_numbers_is_refused(column: str, values: object, reason: str) -> None:
+    good = Trace(np.array([0.0, 1.0]), np.array([20, 30]), np.array([3, 4]), np.array(["", ""]))
+    with pytest.raises(InputError, match=f"^{re.escape(reason)}"):
+        replace(good, **{column: values}).checked()
+
+
 def test_a_trace_can_be_replayed_at_another_rate() -> None:
     assert describe_trace(a_trace().at_rate(4.0)).rate_per_s == pytest.approx(4.0)
 
