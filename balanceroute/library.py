@@ -19,12 +19,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from balanceroute.arrays import plain
-from balanceroute.core.knobs import DEFAULTS, Option, PolicySettings
+from balanceroute.core.knobs import DEFAULTS, Option, PolicySettings, accepted, is_accepted
 from balanceroute.core.policies import BUILT_IN, misplaced, settings_from_dict, settings_to_dict
 from balanceroute.core.policy import AdmissionPolicy
 from balanceroute.errors import InputError
 from balanceroute.experiments import figures
-from balanceroute.plugins import learn_policy
+from balanceroute.plugins import checked, learn_policy
 from balanceroute.prediction import Predictor
 from balanceroute.simulator import Figures, Outcome, Replay, Setting, at_load, usual_predictor
 from balanceroute.traces import Trace, load_trace
@@ -146,6 +146,9 @@ def settings_of(
         written = settings_to_dict(replace(policy, seed=seed) if seed else policy)
         written["params"] = {name: plain(value) for name, value in written["params"].items()}
         return settings_from_dict(written), None
-    if not hasattr(policy, "decide"):
+    if isinstance(policy, type) or not hasattr(policy, "decide"):
         raise InputError(f"policy {policy!r}: accepted is a name, PolicySettings, or an object of an AdmissionPolicy")
-    return PolicySettings(horizon_steps=policy.horizon_steps), policy
+    settings = PolicySettings(horizon_steps=getattr(policy, "horizon_steps", 0))
+    if not is_accepted("horizon_steps", settings.horizon_steps):
+        raise InputError(f"policy {policy!r}: horizon_steps must be {accepted('horizon_steps')}")
+    return settings, checked(policy, type(policy).__name__, settings)

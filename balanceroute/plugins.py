@@ -144,6 +144,13 @@ def make_predictor(name: str, horizon_steps: int, options: Mapping[str, Option])
         raise ConfigError(f"predictor {name!r} is unknown; accepted is module:Class, or what a package offers")
     with of_others(f"predictor {name} with horizon_steps {horizon_steps} and options {dict(options)}"):
         predictor = of_ones_own(horizon_steps, **options)
+    return check_predictor(predictor, name)
+
+
+def check_predictor(predictor: Any, name: str) -> Any:
+    """The predictor itself. Raises: ConfigError where it is a class, or lacks a method."""
+    if isinstance(predictor, type):
+        raise ConfigError(f"predictor {predictor.__name__}: is a class, and not an object of it")
     with of_others(f"predictor {name}"):
         missing = [needed for needed in NEEDED_OF_PREDICTORS if not callable(getattr(predictor, needed, None))]
     if missing:

@@ -7,8 +7,9 @@ from balanceroute.core.knobs import DEFAULTS, Option, PolicySettings, accepted, 
 from balanceroute.core.policies import BUILT_IN, knobs_of, make_policy, misplaced
 from balanceroute.core.policy import AdmissionPolicy, StageTimer
 from balanceroute.errors import ConfigError, InputError
-from balanceroute.plugins import check_predictor_name, learn_policy
-from balanceroute.prediction import KINDS, Forecaster, Predictor, build_predictor
+from balanceroute.plugins import check_predictor, check_predictor_name, learn_policy
+from balanceroute.prediction import KINDS, Forecaster, OwnPredictor, Predictor, build_predictor
+from balanceroute.prediction.build import BuiltPredictor
 from balanceroute.simulator.history import fitted
 from balanceroute.simulator.oracle import Forecast, NoForecast, OracleForecast, PredictorForecast, TrueLengths
 from balanceroute.simulator.result import Outcome
@@ -85,11 +86,19 @@ class Replay:
         except ConfigError as error:
             raise InputError(f"predictor: {error}") from error
 
+    @staticmethod
+    def _answering(predictor: Predictor, horizon: int) -> Predictor:
+        """The predictor; one that is none of ours with each of its answers checked, as where it goes by name."""
+        if isinstance(predictor, BuiltPredictor):
+            return predictor
+        name = type(predictor).__name__
+        return OwnPredictor(name, check_predictor(predictor, name), horizon)
+
     def forecast(self, lengths: TrueLengths) -> Forecast:
         """The source of c-hat that `predictor` names."""
         horizon = self.policy.horizon_steps
         if not isinstance(self.predictor, str):
-            return PredictorForecast(Forecaster(self.predictor, horizon), learns=True)
+            return PredictorForecast(Forecaster(self._answering(self.predictor, horizon), horizon), learns=True)
         self._check_name(self.predictor)
         options = dict(self.predictor_options)
         if options and self.predictor in PREDICTORS:

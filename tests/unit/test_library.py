@@ -159,6 +159,35 @@ def test_numbers_of_numpy_are_numbers() -> None:
     assert json.dumps(run.setting.slowdowns) == "[1.0, 1.2]"
 
 
+class NotOne:
+    """A policy that does not inherit from `AdmissionPolicy`, and lacks what that has."""
+
+    name = "not_one"
+
+    def decide(self, snapshot: balanceroute.ClusterSnapshot, now: float) -> Iterator[balanceroute.Choice]:
+        yield from ()
+
+
+class FarSighted(balanceroute.AdmissionPolicy):
+    name = "far_sighted"
+    horizon_steps = -3
+
+
+@pytest.mark.parametrize(
+    ("policy", "problem"),
+    [
+        (NotOne(), "policy NotOne: lacks waits_for_slots, horizon_steps, patience_s, recheck_s; see"),
+        (NotOne, "accepted is a name, PolicySettings, or an object of an AdmissionPolicy"),
+        (FarSighted(), "horizon_steps must be a whole number from 0 to 4096"),
+    ],
+    ids=["lacks", "class", "horizon"],
+)
+def test_an_object_that_is_no_policy_is_refused_as_one_by_name_is(policy: object, problem: str) -> None:
+    with pytest.raises((ConfigError, InputError), match="^[^\n]*$") as refused:
+        balanceroute.simulate("capped", policy, max_requests=5)  # type: ignore[arg-type]
+    assert problem in str(refused.value)
+
+
 # -- a policy of one's own
 
 

@@ -157,6 +157,27 @@ def test_options_reach_it_in_replay_and_evaluate(
     assert judged[0]["c_hat_mae"] != judged[1]["c_hat_mae"]
 
 
+class Sure(Fixed):
+    """More than sure."""
+
+    def predict_one(self, age: int, prompt_tokens: int, key: str) -> tuple[float, float]:
+        return 2.0, -1.0
+
+
+@pytest.mark.parametrize(
+    ("predictor", "problem"),
+    [
+        (Sure(80), r"predictor Sure answers \(2, -1\): p_finish must be from 0 to 1"),
+        (Fixed, "predictor Fixed: is a class, and not an object of it"),
+        (object(), "predictor object: lacks predict, predict_one, observe"),
+    ],
+    ids=["answer", "class", "none"],
+)
+def test_an_object_is_held_to_what_one_by_name_is(predictor: Any, problem: str) -> None:
+    with pytest.raises(ConfigError, match=f"^{problem}"):
+        balanceroute.simulate("capped", "br_h", predictor=predictor, max_requests=5)
+
+
 @pytest.mark.parametrize(
     ("arguments", "problem"),
     [
