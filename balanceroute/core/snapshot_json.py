@@ -108,12 +108,14 @@ def _fixed(worker: DecodeInstanceState, decider: Decider | None) -> dict[str, An
 
 
 def _summed(worker: DecodeInstanceState, decider: Decider | None) -> dict[str, Any]:
+    fixed, free = _fixed(worker, decider), worker.own_slots - len(worker.active)
     return {
-        **_fixed(worker, decider),
+        **fixed,
+        "ahead": max(0, fixed["ahead"] + min(0, free)),  # less those that were sent ahead already
         "foreign": {
             "requests": worker.occupied,
             "tokens": worker.total_load,
-            "least_own_slots": max(0, worker.own_slots - len(worker.active)),
+            "least_own_slots": max(0, free),
         },
         "active": [],
     }

@@ -165,6 +165,24 @@ def test_what_is_sent_ahead_of_taken_slots_is_shown_as_the_scheduler_sends_it(po
         assert [admission for admission, _ in runners_up(outline, 100)] == made
 
 
+@pytest.mark.parametrize("policy", ["br_0", "level_fit", "pool_fifo"])
+def test_a_state_in_sums_knows_which_places_ahead_are_taken(policy: str) -> None:
+    settings = PolicySettings(policy=policy)
+    scheduler = Scheduler(make_policy(settings), SchedulerConfig(overlap_requests=2))
+    for name, slots in (("d0", 1), ("d1", 2)):
+        scheduler.add_worker(WorkerSpec(name, Role.DECODE, slots=slots), 0.0)
+    for n in range(5):  # of six: d0 is sent no more than one beyond its one slot
+        scheduler.submit_prefilled(RequestSpec(f"a{n}", 1000 + 100 * n), 0.0)
+    first = scheduler.admit(0.0)
+    for n, tokens in enumerate((2000, 500, 1200, 900)):
+        scheduler.submit_prefilled(RequestSpec(f"w{n}", tokens), 50.0)
+    outline = {**settings_to_dict(settings), **outline_to_dict(scheduler.snapshot, 100.0, scheduler)}
+    found = [admission for admission, _ in runners_up(outline, 100)]
+    assert len(first) == 5
+    assert found == scheduler.admit(100.0)
+    assert len(found) == 1
+
+
 def test_a_place_ahead_of_a_slot_is_named_in_the_tables(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
