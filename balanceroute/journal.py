@@ -109,7 +109,7 @@ class JournalWriter:
 
 def call_line(now: float, call: str, args: dict[str, Any], outcome: dict[str, Any]) -> bytes:
     """One call as it stands in the file; `outcome` is {"answer": ...} or {"raised": ...}."""
-    return orjson.dumps({"t": now, "call": call, "args": args, **outcome}, option=orjson.OPT_APPEND_NEWLINE)
+    return orjson.dumps({"t": float(now), "call": call, "args": args, **outcome}, option=orjson.OPT_APPEND_NEWLINE)
 
 
 class RecordingScheduler(Scheduler):

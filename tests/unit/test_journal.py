@@ -5,6 +5,7 @@ import os
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from balanceroute.core.knobs import PolicySettings
@@ -61,6 +62,14 @@ def test_a_recorded_run_runs_again_to_the_same_answers(path: Path) -> None:
     assert report.difference is None and not report.cut_short
     assert (report.calls, report.tokens, report.admissions, report.span_s) == (len(calls), 9, 2, 9.0)
     assert report.settings == SETTINGS
+
+
+@pytest.mark.parametrize("now", [0, np.float64(1.5)], ids=["whole", "numpy"])
+def test_times_of_any_kind_of_number_run_again(path: Path, now: float) -> None:
+    scheduler = RecordingScheduler(SETTINGS, SchedulerConfig(), path)
+    scheduler.add_worker(WorkerSpec("d0", Role.DECODE, slots=1), now)
+    scheduler.close()
+    assert rerun(path).difference is None
 
 
 # what decides nothing, or is known from other calls
