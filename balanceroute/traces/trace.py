@@ -168,7 +168,8 @@ class TraceSummary:
 
 
 def describe_trace(trace: Trace) -> TraceSummary:
-    """Rates, moments and quantiles of a trace."""
+    """Rates, moments and quantiles of a trace. Raises: InputError for one that makes no sense."""
+    trace = trace.checked()
     gaps = np.diff(trace.arrival_s)
     span = float(trace.arrival_s[-1] - trace.arrival_s[0])
     keyed = trace.prompt_key[trace.prompt_key != ""]
@@ -351,8 +352,11 @@ def text_lines(path: Source, *, any_bytes: bool = False) -> Iterator[tuple[int, 
 
 
 def write_trace(trace: Trace, path: str | Path) -> None:
-    """Write a trace as CSV, compressed where the name ends in .gz or .xz; equal traces give equal bytes."""
-    path = Path(path)
+    """Write a trace as CSV, compressed where the name ends in .gz or .xz; equal traces give equal bytes.
+
+    Raises: InputError for one that could not be read back, or a file that cannot be written.
+    """
+    path, trace = Path(path), trace.checked()
     text = io.StringIO(newline="")
     writer = csv.writer(text, lineterminator="\n")
     writer.writerow([*COLUMNS, PREFIX_COLUMN] if trace.prefix else COLUMNS)
@@ -364,6 +368,8 @@ def write_trace(trace: Trace, path: str | Path) -> None:
         strict=True,
     )
     for request, (arrival, prompt, output, key) in enumerate(columns):
+        if "\n" in key or "\r" in key:  # a row is read as one line
+            raise InputError(f"prompt_key {key!r:.60}: accepted are texts without line breaks")
         row = [f"{arrival:.6f}", prompt, output, key]
         if trace.prefix:
             row.append(" ".join(map(str, trace.prefix[request])))

@@ -192,6 +192,20 @@ def test_a_trace_made_by_hand_may_have_columns_of_any_kind_that_hold_numbers() -
     assert made.prefix == ((1,), (2,))
 
 
+@pytest.mark.parametrize("key", ["a\nb", "a\rb"])
+def test_a_key_that_no_line_can_hold_is_not_written(tmp_path: Path, key: str) -> None:
+    trace = Trace([0, 1], [20, 30], [3, 4], ["", key])  # type: ignore[arg-type]
+    with pytest.raises(InputError, match="^prompt_key .*: accepted are texts without line breaks"):
+        write_trace(trace, tmp_path / "trace.csv")
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_trace_of_lists_is_written_and_described(tmp_path: Path) -> None:
+    trace = Trace([0, 1], [20, 30], [3, 4], ["a", "b,c"])  # type: ignore[arg-type]
+    write_trace(trace, tmp_path / "trace.csv")
+    assert describe_trace(read_trace(tmp_path / "trace.csv")) == describe_trace(trace)
+
+
 @pytest.mark.parametrize(
     ("column", "values", "reason"),
     [
