@@ -357,8 +357,7 @@ def rerun(path: Path) -> RerunReport:
 
 def _rerun(path: Path, file: BinaryIO) -> RerunReport:
     lines = enumerate(file, start=1)
-    version, settings, config = _read_header(path, next(lines, (1, b""))[1])
-    scheduler = Scheduler(make_policy(settings), config)
+    version, settings, scheduler = _begun(path, next(lines, (1, b""))[1])
     calls = tokens = admissions = 0
     first_s: float | None = None
     last_s = 0.0
@@ -384,13 +383,15 @@ def _rerun(path: Path, file: BinaryIO) -> RerunReport:
     return RerunReport(version, settings, calls, tokens, admissions, span_s, cut_short, difference)
 
 
-def _read_header(path: Path, line: bytes) -> tuple[str, PolicySettings, SchedulerConfig]:
+def _begun(path: Path, line: bytes) -> tuple[str, PolicySettings, Scheduler]:
+    """What the header says: the version, the policy, and a scheduler to make the calls on."""
     try:
         header = orjson.loads(line)
         if header["journal"] != FORMAT:
             raise InputError(f"{path}, line 1: journal format {header['journal']}; this version reads {FORMAT}")
         learn_installed(header.get("policy"))
-        return str(header["version"]), settings_from_dict(header), _read_config(header["config"])
+        settings = settings_from_dict(header)
+        return str(header["version"]), settings, Scheduler(make_policy(settings), _read_config(header["config"]))
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise InputError(f"{path}, line 1: not the header of a journal ({error})") from error
     except InputError as error:

@@ -156,6 +156,7 @@ def test_half_a_line_at_the_end_is_forgiven(path: Path) -> None:
         (1, "nonsense", "line 1: not the header of a journal"),
         (1, '{"journal": 99}', "line 1: journal format 99; this version reads 1"),
         (1, '{"journal":1,"version":"x","policy":"magic","config":{}}', "line 1: policy: 'magic'; accepted"),
+        (1, '{"journal":1,"version":"x","policy":"br_0","config":{"pool_ttl_s":"x"}}', "line 1: not the header of a"),
         (4, '{"t": 1.0, "call": "submit", "ar', "line 4: not a journal entry"),
         (4, '{"t":1.0,"call":"close","args":{},"answer":null}', "line 4: .*unknown call 'close'"),
         (4, '{"t":1.0,"call":"submit","args":{"spec":{"id":"a"}},"answer":null}', "line 4: not a journal entry"),
