@@ -115,7 +115,7 @@ def simulate(
     past = None if train is None else _read(train, seed + 1)
     settings, own = settings_of(policy, params or {}, seed)
     if predictor is None:
-        predictor = usual_predictor(settings.policy)
+        predictor = usual_predictor(own.name if own and own.horizon_steps else settings.policy)
     job = Replay(requests, settings, cluster, predictor, past, with_loads=True, own_policy=own)
     return SimulationResult(own.name if own else settings.policy, requests, cluster, job.checked().run())
 

@@ -82,6 +82,16 @@ def test_a_simulation_is_that_of_replay(capsys: pytest.CaptureFixture[str], monk
     assert json.loads(out)["load_spread_mean"] == run.figures.load_spread_mean
 
 
+def test_br_h_has_its_predictor_whether_it_is_named_or_an_object() -> None:
+    settings = balanceroute.PolicySettings(policy="br_h")
+    cluster = balanceroute.Setting(n_workers=2, slots=4)
+    given = ("br_h", settings, balanceroute.make_policy(settings))
+    runs = [balanceroute.simulate("capped", each, setting=cluster, max_requests=120) for each in given]
+    assert len({run.figures.load_spread_mean for run in runs}) == 1
+    blind = balanceroute.simulate("capped", "br_h", predictor="none", setting=cluster, max_requests=120)
+    assert blind.figures.load_spread_mean != runs[0].figures.load_spread_mean
+
+
 def test_a_simulation_of_a_log_that_says_too_little_warns_of_what_was_made_up(tmp_path: Path) -> None:
     text = "INFO 01-01 00:00:00 [logger.py:1] Received request a: prompt: 'x', params: SamplingParams(max_tokens=16)\n"
     (tmp_path / "vllm.log").write_text(text)
