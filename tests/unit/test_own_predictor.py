@@ -254,6 +254,45 @@ def test_a_router_asks_it_and_goes_on_without_its_answers(
     assert [row.output_tokens for row in read_rows(tmp_path / "h.sqlite3")] == [4]
 
 
+class Recovers(Fixed):
+    """Fails while `works` is not set."""
+
+    works = False
+
+    def observe(self, finished: FinishedRequest) -> None:
+        if not self.works:
+            raise RuntimeError("nothing is learned")
+
+    def predict_one(self, age: int, prompt_tokens: int, key: str) -> tuple[float, float]:
+        if not self.works:
+            raise ZeroDivisionError("no answer")
+        return super().predict_one(age, prompt_tokens, key)
+
+
+def test_the_first_of_every_run_of_failures_is_told(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    scheduler = a_scheduler()
+    forecasts = LiveForecasts(a_config(f"{HERE}:Recovers"))
+
+    async def scenario() -> None:
+        scheduler.submit_prefilled(RequestSpec("r", 100), 0.0)
+        scheduler.admit(0.0)
+        tracker = scheduler.snapshot.requests["r"]
+        for works in (False, False, True, False):
+            monkeypatch.setattr(Recovers, "works", works)
+            forecasts.initial(tracker, 100)
+            scheduler.progress("r", 4, 0.0)
+            forecasts.renew(scheduler)
+            forecasts.finished(tracker, "stop")
+
+    asyncio.run(scenario())
+    forecasts.close()
+    told = [record.args[0] for record in caplog.records if "requests count as staying" in record.message]
+    assert told == 2 * ["first forecasts", "forecasts", "observations"]
+    assert forecasts.forecaster.failures == 9
+
+
 def test_it_is_told_requests_apart_by_their_keys() -> None:
     forecasts = LiveForecasts(a_config(OWN, key_header="x-kind"))
     keys = {forecasts.key(b'"hello"', header) for header in ("chat", "batch")}

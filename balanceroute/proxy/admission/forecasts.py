@@ -217,15 +217,17 @@ class LiveForecasts(HistoryOnly):
     def initial(self, tracker: RequestTracker, prompt_tokens: int) -> float | None:
         """c-hat of a request that waits for its admission."""
         try:
-            return self.forecaster.initial(
+            expected = self.forecaster.initial(
                 prompt_tokens - tracker.earlier_tokens,
                 tracker.prompt_key,
                 age_tokens=tracker.age_tokens,
                 max_new_tokens=tracker.max_new_tokens,
             )
         except Exception as error:  # of a predictor that is not ours
-            self._failed(error, "first forecast")
+            self._failed(error, "first forecasts")
             return float(self._horizon)
+        self._failing.discard("first forecasts")
+        return expected
 
     def renew(self, scheduler: Scheduler) -> None:
         """Renew what is due: here and now, or by starting a batch in the thread."""
@@ -298,6 +300,7 @@ class LiveForecasts(HistoryOnly):
             now = time.time()
             try:
                 row = self.forecaster.finished(tracker, reason, now)
+                self._failing.discard("observations")
             except Exception as error:  # of a predictor that is not ours; the row is recorded all the same
                 self._failed(error, "observations")
                 row = finished_row(tracker, reason, now)
