@@ -87,9 +87,12 @@ def misplaced(policy: str, knob: str) -> str | None:
 
 
 def make_policy(settings: PolicySettings, stage_timer: StageTimer | None = None) -> AdmissionPolicy:
-    """The policy of that name with its knobs. Raises ConfigError for an unknown name."""
+    """The policy of that name with its knobs. Raises ConfigError for an unknown name, or a knob that may not be so."""
     if settings.policy not in POLICIES:
         raise ConfigError(unknown_policy(settings.policy))
+    for key in DEFAULTS:
+        if key != "policy" and not is_accepted(key, value := getattr(settings, key)):
+            raise ConfigError(f"{key}: expected {accepted(key)}, found {value!r:.60}")
     if settings.options and settings.policy in BUILT_IN:
         raise ConfigError(f"policy {settings.policy} takes no options; they are for a policy of your own")
     return POLICIES[settings.policy](settings, stage_timer)

@@ -24,6 +24,20 @@ def test_unknown_policies_are_refused_with_the_names_that_exist() -> None:
         make_policy(PolicySettings(policy="magic"))
 
 
+@pytest.mark.parametrize(
+    ("knobs", "problem"),
+    [
+        ({"policy": "br_0", "r_max": 0}, "r_max: expected a whole number from 1 to 64, found 0"),
+        ({"policy": "br_0", "guard": "x"}, "guard: expected pool or head, found 'x'"),
+        ({"policy": "br_h", "gamma": -3.0}, "gamma: expected a number above 0 and at most 1, found -3.0"),
+        ({"policy": "level_fit", "max_wait_s": math.nan}, "max_wait_s: expected a number from 0 to 86400, or inf"),
+    ],
+)
+def test_no_policy_is_made_with_a_knob_that_may_not_be_so(knobs: dict[str, object], problem: str) -> None:
+    with pytest.raises(ConfigError, match=f"^{problem}"):
+        make_policy(PolicySettings(**knobs))  # type: ignore[arg-type]
+
+
 def configuration_accepts(name: str, value: object) -> bool:
     try:
         Routing.model_validate({name: value})
