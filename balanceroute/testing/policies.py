@@ -4,7 +4,8 @@ The policy is driven through the real scheduler over random situations of small 
 return, prompts of 1 to 200,000 tokens, clocks that jump. A broken rule is told with its number, the round and what was
 found.
 
-1. It has the attributes of `AdmissionPolicy`; `horizon_steps` is at least 0, `patience_s` and `recheck_s` above 0.
+1. It has the attributes of `AdmissionPolicy`; `horizon_steps` is at least 0, `patience_s` above 0, `recheck_s` a
+   number, and `decide` yields choices.
 2. It admits requests of the class in front (`snapshot.pool.front`), each once, to workers that are up; a policy that
    `waits_for_slots` to those with a free slot.
 3. Equal calls have equal answers: no clock, no random state of its own, nothing remembered between decisions.
@@ -15,7 +16,7 @@ found.
 
 import json
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from random import Random
 
@@ -63,7 +64,9 @@ class _Watched:
 
     def decide(self, snapshot: ClusterSnapshot, now: float) -> Iterator[Choice]:
         written = frozen(snapshot, now)
-        for choice in self.policy.decide(snapshot, now):
+        choices = self.policy.decide(snapshot, now)
+        require(isinstance(choices, Iterable), f"rule 1: decide answers {choices!r:.60}; it must yield choices")
+        for choice in choices:
             require(frozen(snapshot, now) == written, "rule 5: deciding changed the snapshot")
             self.check(choice, snapshot)
             yield choice
@@ -72,7 +75,8 @@ class _Watched:
 
     def check(self, choice: Choice, snapshot: ClusterSnapshot) -> None:
         """Rule 2."""
-        front = any(tracker is choice.request for tracker in snapshot.pool.front)
+        require(isinstance(choice, Choice), f"rule 2: {choice!r:.60} is no balanceroute.Choice")
+        front = len(snapshot.pool) > 0 and any(tracker is choice.request for tracker in snapshot.pool.front)
         require(front, f"rule 2: request {choice.request.id} does not wait, or one of a lower class does")
         worker = choice.worker
         require(any(known is worker for known in snapshot.workers), f"rule 2: {worker.spec.id} is no worker of it")
@@ -86,12 +90,12 @@ class _Watched:
 
     def patience_s(self, prompt_tokens: int, snapshot: ClusterSnapshot) -> float:
         found = self.policy.patience_s(prompt_tokens, snapshot)
-        require(found > 0, f"rule 1: patience_s is {found!r}")
+        require(isinstance(found, int | float) and found > 0, f"rule 1: patience_s is {found!r:.60}")
         return found
 
     def recheck_s(self, snapshot: ClusterSnapshot, now: float) -> float:
         found = self.policy.recheck_s(snapshot, now)
-        require(not math.isnan(found), "rule 1: recheck_s is not a number")
+        require(isinstance(found, int | float) and not math.isnan(found), f"rule 1: recheck_s is {found!r:.60}")
         return found
 
 

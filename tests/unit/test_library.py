@@ -370,6 +370,34 @@ class ScoreOfNumpy(Scores):
     score = np.float64(2.5)
 
 
+class OncePerRequestAndAgain(Broken):
+    def decide(self, snapshot, now):  # type: ignore[no-untyped-def]
+        yield from super().decide(snapshot, now)
+        if snapshot.free_slots and not len(snapshot.pool) and snapshot.requests:
+            yield balanceroute.Choice(next(iter(snapshot.requests.values())), snapshot.up[0], 1, 0.0)
+
+
+class Answers(Broken):
+    answer: object = None
+
+    def decide(self, snapshot, now):  # type: ignore[no-untyped-def]
+        return self.answer
+
+
+class NoChoices(Answers):
+    answer = ("r0",)
+
+
+class NoPatience(Broken):
+    def patience_s(self, prompt_tokens, snapshot):  # type: ignore[no-untyped-def]
+        return None
+
+
+class NoTime(Broken):
+    def recheck_s(self, snapshot, now):  # type: ignore[no-untyped-def]
+        return None
+
+
 def test_a_score_of_numpy_is_answered_as_a_plain_number_that_can_be_written() -> None:
     check_policy(ScoreOfNumpy, rounds=4)
     scheduler = Scheduler(ScoreOfNumpy())
@@ -388,6 +416,11 @@ def test_a_score_of_numpy_is_answered_as_a_plain_number_that_can_be_written() ->
         (LastClassFirst, 2),
         (NoScore, 2),
         (StageOfNumpy, 2),
+        (OncePerRequestAndAgain, 2),
+        (Answers, 1),
+        (NoChoices, 2),
+        (NoPatience, 1),
+        (NoTime, 1),
         (object, 1),
     ],
 )
