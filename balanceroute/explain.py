@@ -283,11 +283,14 @@ class _Situation:
             "params": state.get("params", {}),
             **snapshot_to_dict(snapshot, now),
         }
+        self._snapshot = snapshot
         self._scarce = policy.waits_for_slots and len(snapshot.pool) > snapshot.free_slots
 
     def runner_up(self, admissions: list[Admit], index: int) -> RunnerUp:
         """What the policy does first after the earlier admissions, when it may not make this one."""
         made, before = admissions[index], _after(self._written, admissions[:index])
+        drawn = self._snapshot.draws - self._written["draws"]  # by the decision, which has been taken since
+        before["draws"] += index * drawn // len(admissions)
         others = {**before, "waiting": [entry for entry in before["waiting"] if entry["id"] != made.request]}
         elsewhere = {**before, "workers": [_closed(worker, made.worker) for worker in before["workers"]]}
         choice = False

@@ -88,6 +88,18 @@ def test_an_assigning_policy_names_the_next_worker() -> None:
     assert runner_up is not None and (runner_up.request, runner_up.worker) == ("small", "d0")
 
 
+def test_the_runner_up_of_a_later_admission_comes_after_the_draws_of_those_before() -> None:
+    workers = [{"id": f"d{n}", "slots": 4, "active": []} for n in range(3)]
+    state = {
+        "policy": "round_robin",
+        "workers": workers,
+        "waiting": [{"id": name, "prompt_tokens": 9} for name in "ab"],
+    }
+    result = explain(state)
+    assert [admission.worker for admission in result.admissions] == ["d0", "d1"]
+    assert [str(runner_up) for runner_up in result.runners_up] == ["a to d1", "b to d2"]
+
+
 def test_where_every_request_finds_a_slot_the_runner_up_is_another_worker() -> None:
     """6,900 tokens are 1,900 above the envelope of 5,000 on d0 already, and 1,400 more so than 5,500 on d1."""
     state = changed(SCARCE, policy="level_fit", params={"hold_s": 0}, waiting=[{"id": "only", "prompt_tokens": 3500}])
