@@ -108,7 +108,7 @@ class PolicySettings:
         0.5,
         "How long level_fit and target_fit may hold a request back in slack when it would raise the envelope, "
         "level_fit where half of all slots are in use; never for longer than a tenth of the mean answer's time, "
-        "nor while the pool is full. 0 = never, .inf = that tenth.",
+        "nor while the pool is full. 0 = never, .inf = that tenth, once it is known.",
         least=0,
         most=DAY_S,
         endless=True,

@@ -250,7 +250,7 @@ class TargetFit:
             waiting = len(pool.front)
             if snapshot.n_in_barrier == 1 and not self.rules.orders_alone:
                 behind = len(pool) - waiting
-                yield from self._by_memory(snapshot, open_workers, now)
+                yield from self._by_memory(snapshot, open_workers, now, pool_is_full)
                 if len(pool) > behind:
                     return
                 continue
@@ -259,7 +259,7 @@ class TargetFit:
                     timer("prepare")
                 others_wait = len(pool) > waiting
                 if self.rules.sees_memory and not others_wait and short_of_memory(snapshot, open_workers):
-                    yield from self._by_memory(snapshot, open_workers, now)
+                    yield from self._by_memory(snapshot, open_workers, now, pool_is_full)
                 else:
                     may_hold = not (others_wait or pool_is_full or step_alone(snapshot, self.rules))
                     yield from self._slack(snapshot, open_workers, now, may_hold)
@@ -269,7 +269,7 @@ class TargetFit:
                     continue
                 return
             loads = Loads(snapshot, open_workers, self.rules)
-            window = Window(snapshot, now, self.params, self.rules)
+            window = Window(snapshot, now, self.params, self.rules, pool_is_full)
             if timer:
                 timer("prepare")
             fits = choose_scarce(loads, window, min(loads.free, len(window.trackers)))
@@ -289,8 +289,10 @@ class TargetFit:
         return min([until_s for until_s in held_until_s if until_s > now], default=math.inf)
 
     def held_until_s(self, request: RequestTracker, snapshot: ClusterSnapshot) -> float:
-        """Until when a request may be held back beside a free slot."""
+        """Until when a request may be held back beside a free slot; not at all where nothing bounds it yet."""
         hold_s = min(self.params.hold_s, HOLD_SHARE * snapshot.mean_stay_s())
+        if hold_s == math.inf:
+            return request.ready_s
         return request.ready_s + hold_s * snapshot.means.patience_factor(request.prompt_tokens)
 
     def _slack(
@@ -317,7 +319,7 @@ class TargetFit:
                 heappop(lightest)
 
     def _by_memory(
-        self, snapshot: ClusterSnapshot, open_workers: list[DecodeInstanceState], now: float
+        self, snapshot: ClusterSnapshot, open_workers: list[DecodeInstanceState], now: float, pool_is_full: bool
     ) -> Iterator[Choice]:
         """There are slots for all, and perhaps no memory: in waiting order, each to the least load among those where it
         fits; past its cap to the most room, if there is any.
@@ -327,7 +329,7 @@ class TargetFit:
         for place in places:
             place.room = kv_room(place.worker, snapshot.means)
         sizes, ready_s = waiting.arrays()
-        age = (now - ready_s) / caps_s(sizes, snapshot, self.params, self.rules)
+        age = (now - ready_s) / caps_s(sizes, snapshot, self.params, self.rules, pool_is_full)
         most = roomiest(places)
         for request, late in zip(waiting.head(len(waiting)), (age > 1.0).tolist(), strict=True):
             if request.prompt_tokens <= most.room:
@@ -379,9 +381,16 @@ def kv_room(worker: DecodeInstanceState, means: WorkloadMeans) -> float:
 
 
 def caps_s(
-    prompt_tokens: FloatArray, snapshot: ClusterSnapshot, params: TargetFitParams, rules: FitRules
+    prompt_tokens: FloatArray,
+    snapshot: ClusterSnapshot,
+    params: TargetFitParams,
+    rules: FitRules,
+    pool_is_full: bool,
 ) -> FloatArray:
-    """The cap of requests of these prompts, seconds; shape (n,). The more a request costs, the longer it may wait."""
+    """The cap of requests of these prompts, seconds; shape (n,). The more a request costs, the longer it may wait.
+
+    `pool_is_full`: when the decision began.
+    """
     if params.max_wait_s == math.inf:
         return np.full(len(prompt_tokens), math.inf)
     means, c = snapshot.means, snapshot.request_tokens
@@ -389,7 +398,7 @@ def caps_s(
     patience: FloatArray = 1.0 + np.minimum(rules.patience * times, rules.most_patience)
     usual_s = max(_least_cap_s(snapshot, params, rules), rules.mean_waits * means.wait_s, MIN_CAP_S)
     cap_s: FloatArray = patience * usual_s
-    place_s = _place_s(snapshot, params, rules)
+    place_s = _place_s(snapshot, params, rules) if pool_is_full else 0.0
     if place_s:
         np.maximum(cap_s, patience * np.minimum(times * (place_s / rules.large_from), place_s), out=cap_s)
     if rules.outlier_patience:
@@ -405,9 +414,12 @@ def _least_cap_s(snapshot: ClusterSnapshot, params: TargetFitParams, rules: FitR
 
 
 def _place_s(snapshot: ClusterSnapshot, params: TargetFitParams, rules: FitRules) -> float:
-    """How long a large prompt may wait for its place whatever others wait, seconds; 0: no longer than that."""
+    """How long a large prompt may wait for its place whatever others wait, where the pool is full, seconds.
+
+    0: no longer than that.
+    """
     stay_s = snapshot.mean_stay_s()
-    if rules.large_from == math.inf or stay_s == math.inf or not snapshot.pool_is_full:
+    if rules.large_from == math.inf or stay_s == math.inf:
         return 0.0
     return min(params.max_wait_s, stay_s * snapshot.n_in_barrier**2 / snapshot.max_pooled)
 
@@ -525,7 +537,9 @@ class Window:
     workers step alone by a cap of its own; `drop`, how far below the mean load the level is, tokens.
     """
 
-    def __init__(self, snapshot: ClusterSnapshot, now: float, params: TargetFitParams, rules: FitRules) -> None:
+    def __init__(
+        self, snapshot: ClusterSnapshot, now: float, params: TargetFitParams, rules: FitRules, pool_is_full: bool
+    ) -> None:
         means, waiting = snapshot.means, snapshot.pool.front
         mean_prompt = means.prompt_tokens or 1.0
         self.rules = rules
@@ -538,7 +552,7 @@ class Window:
         sizes, ready_s = waiting.arrays()
         self._sizes: FloatArray = sizes[: params.window]
         wait_s = now - ready_s[: params.window]
-        self._late: FloatArray = wait_s / caps_s(self._sizes, snapshot, params, rules)
+        self._late: FloatArray = wait_s / caps_s(self._sizes, snapshot, params, rules, pool_is_full)
         self.age = self._late
         if step_alone(snapshot, rules) and params.max_wait_s < math.inf:
             self.age = np.maximum(self._late, wait_s / max(rules.alone_waits * means.wait_s, MIN_CAP_S))

@@ -338,6 +338,17 @@ def a_document(random: Random, policy: str) -> dict[str, Any]:
 @settings(max_examples=1000, deadline=None)
 @given(seed=st.integers(0, 2**32))
 def test_a_decision_is_the_one_that_the_text_describes(policy: str, seed: int) -> None:
+    check_decision(policy, seed)
+
+
+@settings(max_examples=1, deadline=None)
+@given(seed=st.just(76277145))
+def test_a_pool_that_is_full_when_a_decision_begins_is_full_for_every_class_of_it(seed: int) -> None:
+    """Here the first class empties it a little, and the caps of the second are those of a full pool all the same."""
+    check_decision("level_fit", seed)
+
+
+def check_decision(policy: str, seed: int) -> None:
     document = a_document(Random(seed), policy)
     expected = Oracle(RULES[policy], document).decide()
     made, snapshot, now = state_from_dict(document)

@@ -69,6 +69,18 @@ def test_nothing_is_held_for_longer_than_a_tenth_of_the_mean_answer_once_that_is
 
 
 @pytest.mark.parametrize("policy", ["target_fit", "level_fit"])
+def test_an_endless_hold_begins_once_the_mean_answer_bounds_it(policy: str) -> None:
+    scheduler = occupied([[100] * 4, [100] * 4], slots=8, hold_s=math.inf, policy=policy)
+    means, overlap = scheduler.snapshot.means, scheduler.snapshot.overlap
+    pool_all(scheduler, {"large": 300}, now=10.0)
+    assert admitted(scheduler, 10.0) == [("large", "d0")], "it would be held for ever, and nobody be asked again"
+    means.answers, means.answer_tokens, overlap.token_s = 100, 20.0, 0.05
+    pool_all(scheduler, {"larger": 900}, now=10.0)
+    assert admitted(scheduler, 10.0) == []
+    assert scheduler.recheck_s(10.0) == pytest.approx(10.0 + 0.1 * means.patience_factor(900))
+
+
+@pytest.mark.parametrize("policy", ["target_fit", "level_fit"])
 def test_nothing_is_held_back_while_the_pool_is_full(policy: str) -> None:
     def decided(max_pooled: int) -> list[tuple[str, str]]:
         scheduler = occupied([[100] * 4, [100] * 4], slots=8, policy=policy)
@@ -311,7 +323,9 @@ def test_past_its_cap_a_request_goes_to_the_worker_with_most_room_and_past_twice
 def test_caps_are_six_mean_waits_and_longer_for_large_prompts(size_of_mean: int, wait_s: float, cap_s: float) -> None:
     snapshot = a_scheduler("level_fit").snapshot
     snapshot.means.prompt_tokens, snapshot.means.wait_s = 100.0, wait_s
-    caps = caps_s(np.array([100.0 * size_of_mean, 100.0]), snapshot, TargetFitParams(60.0, 0.5), LEVEL_FIT)
+    caps = caps_s(
+        np.array([100.0 * size_of_mean, 100.0]), snapshot, TargetFitParams(60.0, 0.5), LEVEL_FIT, snapshot.pool_is_full
+    )
     assert caps[0] == pytest.approx(cap_s)
     assert caps[1] == pytest.approx(1.07 * max(4.0, 6 * wait_s))
 
@@ -332,8 +346,10 @@ def test_where_answers_are_short_nobody_waits_much_longer_than_one_takes_for_the
     means, params = snapshot.means, TargetFitParams(60.0, 0.5)
     means.prompt_tokens, means.usual_tokens, means.wait_s = 100.0, 100.0, wait_s
     means.answer_tokens, means.answers, snapshot.overlap.token_s = 30.0, 100, token_s
-    assert caps_s(np.array([100.0]), snapshot, params, LEVEL_FIT) == pytest.approx([1.07 * cap_s])
-    assert caps_s(np.array([100.0]), snapshot, params, TARGET_FIT) == pytest.approx([1.1 * 60.0])
+    assert caps_s(np.array([100.0]), snapshot, params, LEVEL_FIT, snapshot.pool_is_full) == pytest.approx(
+        [1.07 * cap_s]
+    )
+    assert caps_s(np.array([100.0]), snapshot, params, TARGET_FIT, snapshot.pool_is_full) == pytest.approx([1.1 * 60.0])
 
 
 @pytest.mark.parametrize(
@@ -350,21 +366,29 @@ def test_while_a_pool_that_is_small_for_its_workers_is_full_large_prompts_wait_l
     means.prompt_tokens, means.wait_s, means.answer_tokens, means.answers = 100.0, 0.0, 200.0, 100
     snapshot.max_pooled, sizes, params = max_pooled, np.array([100.0, 250.0, 500.0, 900.0]), TargetFitParams(60.0, 0.5)
     patience = np.array([1.07, 1.175, 1.35, 1.63])
-    assert caps_s(sizes, snapshot, params, LEVEL_FIT) == pytest.approx(4.0 * patience), "no answer's time is known yet"
+    assert caps_s(sizes, snapshot, params, LEVEL_FIT, snapshot.pool_is_full) == pytest.approx(4.0 * patience), (
+        "no answer's time is known yet"
+    )
     snapshot.overlap.token_s = 0.1
     places = patience * np.maximum(4.0, place_s * np.array([0.2, 0.5, 1.0, 1.0]))
-    assert caps_s(sizes, snapshot, params, LEVEL_FIT) == pytest.approx(places)
-    assert caps_s(sizes, snapshot, params, TARGET_FIT) == pytest.approx([66.0, 75.0, 90.0, 114.0])
+    assert caps_s(sizes, snapshot, params, LEVEL_FIT, snapshot.pool_is_full) == pytest.approx(places)
+    assert caps_s(sizes, snapshot, params, TARGET_FIT, snapshot.pool_is_full) == pytest.approx(
+        [66.0, 75.0, 90.0, 114.0]
+    )
     read, _ = snapshot_from_dict(snapshot_to_dict(snapshot, 0.0), horizon_steps=0)
-    assert caps_s(sizes, read, params, LEVEL_FIT) == pytest.approx(places), "a recorded decision is the same again"
+    assert caps_s(sizes, read, params, LEVEL_FIT, read.pool_is_full) == pytest.approx(places), (
+        "a recorded decision is the same again"
+    )
     snapshot.max_pooled = 33
-    assert caps_s(sizes, snapshot, params, LEVEL_FIT) == pytest.approx(4.0 * patience), "there is room"
+    assert caps_s(sizes, snapshot, params, LEVEL_FIT, snapshot.pool_is_full) == pytest.approx(4.0 * patience), (
+        "there is room"
+    )
 
 
 def test_a_prompt_that_costs_hardly_more_than_any_other_request_waits_hardly_longer() -> None:
     snapshot = a_scheduler("level_fit").snapshot
     snapshot.means.prompt_tokens, snapshot.means.wait_s, snapshot.request_tokens = 100.0, 2.0, 900.0
-    caps = caps_s(np.array([100.0, 1100.0]), snapshot, TargetFitParams(60.0, 0.5), LEVEL_FIT)
+    caps = caps_s(np.array([100.0, 1100.0]), snapshot, TargetFitParams(60.0, 0.5), LEVEL_FIT, snapshot.pool_is_full)
     assert caps == pytest.approx([1.07 * 12, 1.14 * 12])
 
 
@@ -381,10 +405,12 @@ def test_an_outlier_waits_by_what_it_costs_the_others_in_the_time_of_an_answer(
     means.prompt_tokens = means.usual_tokens = 100.0
     means.wait_s, means.answer_tokens, means.answers = 2.0, 200.0, 100
     sizes = np.array([200.0 * usual_requests])  # a usual request holds its prompt and half of its answer
-    others = caps_s(sizes, snapshot, TargetFitParams(60.0, 0.5), LEVEL_FIT)
+    others = caps_s(sizes, snapshot, TargetFitParams(60.0, 0.5), LEVEL_FIT, snapshot.pool_is_full)
     assert others == pytest.approx([1.7 * 12]), "how long an answer takes is not known yet"
     snapshot.overlap.token_s = 0.05
-    assert caps_s(sizes, snapshot, TargetFitParams(60.0, 0.5), LEVEL_FIT) == pytest.approx([max(cap_s, 1.7 * 12)])
+    assert caps_s(sizes, snapshot, TargetFitParams(60.0, 0.5), LEVEL_FIT, snapshot.pool_is_full) == pytest.approx(
+        [max(cap_s, 1.7 * 12)]
+    )
 
 
 def test_one_worker_alone_gets_what_waits_in_its_order_as_far_as_memory_goes() -> None:
