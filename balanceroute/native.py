@@ -28,6 +28,7 @@ MODULES: Final = (
     "core.pool",
     "core.pool_bypass",
     "core.prefill",
+    "core.prefill_queue",
     "core.prefill_work",
     "core.prefix",
     "core.projection",

@@ -20,14 +20,11 @@ slot beside it and releases it by `pushed`, `push_failed`, `requeue` or `finish`
 
 `finish` is legal in every phase and releases what that phase holds, once; a second one raises InvariantError.
 
-**Who waits for a prefiller** goes by its class and then by its arrival plus `ageing` times the seconds that its prefill
-is expected to take: a short prompt passes long ones that came shortly before, and a long one waits in proportion.
-
-**Priority.** Lower classes go first wherever requests wait: for a prefiller (queue and asking requests) and for a slot.
-No class ages into another by itself, so a flood of one class could keep the next one waiting until it expires. What the
-prefilled lose then is their prefill; so one that has waited `PATIENCE_SHARE` of the pool's TTL behind another class
-joins the class in front, but no more than one in `PROMOTION_PERIOD` admissions: the rest of the slots stay with those
-that were meant to go first. Without a TTL classes are strict.
+**Priority.** Lower classes go first wherever requests wait: for a prefiller (`PrefillQueue` and asking requests) and
+for a slot. No class ages into another by itself, so a flood of one class could keep the next one waiting until it
+expires. What the prefilled lose then is their prefill; so one that has waited `PATIENCE_SHARE` of the pool's TTL behind
+another class joins the class in front, but no more than one in `PROMOTION_PERIOD` admissions: the rest of the slots
+stay with those that were meant to go first. Without a TTL classes are strict.
 
 Predictions enter as values: the driver asks `due_refreshes()` which requests need one (every `refresh_every_tokens`
 generated tokens, and at once when c-hat has come down to 0) and passes the results to `refresh`, so a rerun needs no
@@ -37,7 +34,7 @@ predictor.
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from heapq import heapify, heappop, heappush
+from heapq import heappop, heappush
 from operator import attrgetter
 
 from mypy_extensions import mypyc_attr
@@ -46,6 +43,7 @@ from balanceroute.core.knobs import PolicySettings
 from balanceroute.core.policies import make_policy
 from balanceroute.core.policy import AdmissionPolicy, Choice, StageTimer
 from balanceroute.core.prefill import PREFILL_POLICIES, SHARED_BY, PrefillPolicy, cheapest, ready_prefillers
+from balanceroute.core.prefill_queue import AGEING, PrefillQueue
 from balanceroute.core.prefill_work import work_tokens
 from balanceroute.core.snapshot import ClusterSnapshot
 from balanceroute.core.tracker import DecodeInstanceState, PrefillerBudget, RequestTracker
@@ -71,9 +69,6 @@ from balanceroute.core.types import (
 from balanceroute.errors import InvariantError
 
 PATIENCE_SHARE = 0.75  # of the pool's TTL: the rest is for a slot to free and the transfer to begin
-AGEING = 1.0  # `reproduce prefix` measures it
-MOST_AGEING = 0.5  # of the queue's deadline: nobody expires for being long
-SPARE_ENTRIES = 64  # of requests that have left, beside one for each that waits
 PROMOTION_PERIOD = 16  # admissions: 6 % of the slots, about what Linux keeps free of realtime tasks for all others
 
 
@@ -127,6 +122,7 @@ class Scheduler:
         self.prefill_policy: PrefillPolicy = PREFILL_POLICIES[self.config.prefill_policy]
         self._stage_timer = stage_timer
         self.snapshot = ClusterSnapshot(policy.horizon_steps)
+        self._queue = PrefillQueue()
         self._tell_bounds()
         self.draining = False
         self._arrivals = 0
@@ -134,8 +130,6 @@ class Scheduler:
         self._steps = 0
         self._since_promotion = 0  # admissions
         self._has_admitted = False
-        self._incoming: list[RequestTracker] = []  # queued, and nobody has had to wait for them or they for anybody
-        self._queue: list[tuple[int, float, int, RequestTracker]] = []
         self._due: list[RequestTracker] = []
         self._refresh_at_step: list[tuple[int, int, float, RequestTracker]] = []
 
@@ -151,10 +145,11 @@ class Scheduler:
         self.prefill_policy = PREFILL_POLICIES[config.prefill_policy]
 
     def _tell_bounds(self) -> None:
-        """What of the configuration a policy must know."""
+        """What of the configuration a policy or the queue must know."""
         self.snapshot.longest_wait_s = PATIENCE_SHARE * self.config.pool_ttl_s
         self.snapshot.max_pooled = math.inf if self.config.max_pooled is None else self.config.max_pooled
         self.snapshot.shared_barrier = self.config.shared_barrier
+        self._queue.configure(self.config.ageing, self.config.queue_deadline_s)
 
     def set_draining(self, draining: bool, now: float) -> None:
         """Refuse every new request from now on, or no longer; those that are here are served."""
@@ -289,11 +284,11 @@ class Scheduler:
                 del snapshot.asking[tracker.id]
                 tracker.pushing = True
                 prefills.append(self._begin_prefill(tracker, prefiller, now))
-        while (self._incoming or self._queue) and not snapshot.pool_is_full:
-            head = self._head_of_queue()
+        while not snapshot.pool_is_full:
+            head = self._queue.head(snapshot)
             if head is None or (prefiller := self._choose_prefiller(head)) is None:
                 break
-            self._leave_queue()
+            self._queue.pop()
             del snapshot.queued[head.id]
             head.phase = PREFILLING
             snapshot.prefilling += 1
@@ -684,47 +679,7 @@ class Scheduler:
     def _enqueue(self, tracker: RequestTracker) -> None:
         tracker.phase = QUEUED
         self.snapshot.queued[tracker.id] = tracker
-        self._incoming.append(tracker)
-        if len(self._incoming) + len(self._queue) > 2 * len(self.snapshot.queued) + SPARE_ENTRIES:
-            self._forget_gone()
-
-    def _head_of_queue(self) -> RequestTracker | None:
-        """Who gets a prefiller next. Where more than one waits they are put in order, which takes a look at each."""
-        incoming, queue = self._incoming, self._queue
-        if not queue and len(incoming) == 1 and incoming[0].phase is QUEUED:
-            return incoming[0]
-        for tracker in incoming:
-            self._put_in_order(tracker)
-        incoming.clear()
-        while queue and queue[0][-1].phase is not QUEUED:
-            heappop(queue)
-        return queue[0][-1] if queue else None
-
-    def _forget_gone(self) -> None:
-        """Drop the entries of requests that left the queue from its middle. O(1) per arrival in the mean."""
-        self._incoming = [tracker for tracker in self._incoming if tracker.phase is QUEUED]
-        self._queue = [entry for entry in self._queue if entry[-1].phase is QUEUED]
-        heapify(self._queue)
-
-    def _leave_queue(self) -> None:
-        """The head of the queue is no longer in it."""
-        if self._incoming:
-            self._incoming.clear()
-        else:
-            heappop(self._queue)
-
-    def _put_in_order(self, tracker: RequestTracker) -> None:
-        if tracker.queue_s is None:
-            ahead_s = self.config.ageing * self._expected_prefill_s(tracker)
-            tracker.queue_s = tracker.arrived_s + min(ahead_s, MOST_AGEING * self.config.queue_deadline_s)
-        heappush(self._queue, (tracker.priority, tracker.queue_s, tracker.order, tracker))
-
-    def _expected_prefill_s(self, tracker: RequestTracker) -> float:
-        """Seconds of its prefill where most of it is cached, at the prefillers' mean pace."""
-        uncached = tracker.prompt_tokens
-        if tracker.prefix:
-            uncached = min(map(tracker.uncached_on, self.snapshot.prefillers), default=uncached)
-        return work_tokens(tracker.prompt_tokens, uncached) * self.snapshot.prefill_s_per_token
+        self._queue.add(tracker, len(self.snapshot.queued))
 
     def _choose_prefiller(self, tracker: RequestTracker) -> PrefillerBudget | None:
         config = self.config
