@@ -13,11 +13,12 @@ from operator import itemgetter
 from typing import Any, Final
 
 from balanceroute.core.policy import AdmissionPolicy
+from balanceroute.core.scarce_fit import kv_room
 from balanceroute.core.scheduler import Scheduler
 from balanceroute.core.snapshot import ClusterSnapshot
 from balanceroute.core.snapshot_json import snapshot_to_dict
 from balanceroute.core.state import state_from_dict
-from balanceroute.core.target_fit import TargetFit, kv_room
+from balanceroute.core.target_fit import TargetFit
 from balanceroute.core.types import Admit, WorkerState
 from balanceroute.errors import InputError
 from balanceroute.plugins import learn_installed, learn_policy

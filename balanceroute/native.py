@@ -23,6 +23,7 @@ from typing import Final
 
 MODULES: Final = (
     "core.balance_route",
+    "core.fit_rules",
     "core.fscore",
     "core.overlap",
     "core.pool",
@@ -32,6 +33,7 @@ MODULES: Final = (
     "core.prefill_work",
     "core.prefix",
     "core.projection",
+    "core.scarce_fit",
     "core.scheduler",
     "core.snapshot",
     "core.target_fit",

@@ -7,10 +7,11 @@ from typing import Any
 
 from balanceroute.core.balance_route import BalanceRoute, BalanceRouteParams
 from balanceroute.core.baselines import ASSIGN_AT_ONCE, PoolFifo
+from balanceroute.core.fit_rules import LEVEL_FIT, TARGET_FIT, TargetFitParams
 from balanceroute.core.knobs import ALL, BR_H_BETA, DEFAULTS, Option, PolicySettings, accepted, is_accepted
 from balanceroute.core.policy import AdmissionPolicy, StageTimer
 from balanceroute.core.pool_bypass import PoolBypass
-from balanceroute.core.target_fit import LEVEL_FIT, TARGET_FIT, TargetFit, TargetFitParams
+from balanceroute.core.target_fit import TargetFit
 from balanceroute.errors import ConfigError, InputError
 
 

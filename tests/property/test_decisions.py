@@ -10,13 +10,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from balanceroute.core.balance_route import BalanceRoute, BalanceRouteParams, ProjectedMargins, best_single
+from balanceroute.core.fit_rules import LEVEL_FIT, TARGET_FIT, FitRules, TargetFitParams
 from balanceroute.core.fscore import HorizonWeights, present_score
 from balanceroute.core.knobs import PolicySettings
 from balanceroute.core.policies import make_policy
 from balanceroute.core.policy import Choice
 from balanceroute.core.scheduler import Scheduler
 from balanceroute.core.snapshot import ClusterSnapshot
-from balanceroute.core.target_fit import LEVEL_FIT, TARGET_FIT, FitRules, TargetFit, TargetFitParams
+from balanceroute.core.target_fit import TargetFit
 from balanceroute.core.types import RequestSpec, Role, WorkerSpec
 
 MANY = settings(max_examples=2000, deadline=None)

@@ -15,10 +15,10 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
+from balanceroute.core.fit_rules import LEVEL_FIT, TARGET_FIT, FitRules
 from balanceroute.core.knobs import PolicySettings
 from balanceroute.core.scheduler import Scheduler
 from balanceroute.core.state import state_from_dict
-from balanceroute.core.target_fit import LEVEL_FIT, TARGET_FIT, FitRules
 
 RULES = {"level_fit": LEVEL_FIT, "target_fit": TARGET_FIT}
 NEAR = 1e-7  # of a cost: by more than sums of floats can differ
