@@ -25,7 +25,7 @@ of a worker all others hear.
 import asyncio
 import logging
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Final, Protocol
 
@@ -52,6 +52,7 @@ from balanceroute.proxy.link.messages import (
     Finish,
     FromBrain,
     FromRelay,
+    Held,
     Hello,
     Judged,
     KeysElsewhere,
@@ -125,7 +126,7 @@ class Reports(Protocol):
         """The groups of workers that fell silent together."""
 
 
-class _Held:
+class _Ticket:
     """A member's ticket: its number, its request, how many answers have been asked for, and the tokens known of."""
 
     __slots__ = ("number", "request_id", "tokens", "turn")
@@ -148,24 +149,24 @@ class Member:
 
     def __init__(self, number: int, relay: str, process: int, frames: Frames[FromBrain]) -> None:
         self.number, self.relay, self.process, self.frames = number, relay, process, frames
-        self.tickets: dict[int, _Held] = {}
+        self.tickets: dict[int, _Ticket] = {}
         self.counts: ReadCounts | None = None
-        self.places: list[_Held | None] = []  # its tickets by the places in `counts`
+        self.places: list[_Ticket | None] = []  # its tickets by the places in `counts`
         self.uses_keys = self.says_farewell = False
         self.waiting: list[FromRelay] = []  # what it has called before the brain was settled
 
     def hold(self, number: int, request_id: str, turn: int) -> None:
         """It has this ticket."""
-        held = self.tickets[number] = _Held(number, request_id, turn)
+        ticket = self.tickets[number] = _Ticket(number, request_id, turn)
         place = place_of(number)
         while len(self.places) <= place:
             self.places.append(None)
-        self.places[place] = held
+        self.places[place] = ticket
 
     def release(self, number: int) -> None:
         """The ticket has left."""
-        held, place = self.tickets.pop(number), place_of(number)
-        if self.places[place] is held:
+        ticket, place = self.tickets.pop(number), place_of(number)
+        if self.places[place] is ticket:
             self.places[place] = None
 
     def read(self) -> tuple[list[str], list[int]]:
@@ -177,11 +178,11 @@ class Member:
         places = self.places
         news = self.counts.news(len(places))
         for index in range(0, len(news), 2):
-            held, said = places[news[index]], news[index + 1]
-            if held is not None and same_life(held.number, life_of(said)):
-                more = held.grow(tokens_of(said))
+            ticket, said = places[news[index]], news[index + 1]
+            if ticket is not None and same_life(ticket.number, life_of(said)):
+                more = ticket.grow(tokens_of(said))
                 if more:
-                    requests.append(held.request_id)
+                    requests.append(ticket.request_id)
                     grown.append(more)
         return requests, grown
 
@@ -295,24 +296,13 @@ class Hub:
                 member.waiting.append(message)
 
     def _join(self, frames: Frames[FromBrain], hello: Hello) -> None:
-        if hello.version != VERSION:  # what else it says may mean something else
-            frames.say(Farewell(self.epoch, f"this brain speaks version {VERSION} of the link, not {hello.version}"))
-            frames.close("version")
-            return
-        far = frames.far
-        if (FAR in hello.relay) is not far or not hello.relay.isprintable() or len(hello.relay) > MAX_NAME:
-            raise LinkError(f"{hello.relay!r} is no name for a relay of {'another' if far else 'this'} machine")
-        if far and self._dismissed:
-            raise LinkError("this brain drains")
-        if hello.epoch > self.epoch and not self._outranks(hello):
-            frames.say(Farewell(hello.epoch, "another brain leads"))
-            frames.close("another brain leads")
+        refusal = self._refusal(frames, hello)
+        if refusal is not None:
+            farewell, reason = refusal
+            frames.say(farewell)
+            frames.close(reason)
             return
         before = self.members.get(hello.relay)
-        if before is not None and far and self._is_another(before, hello):
-            frames.say(Farewell(0, TAKEN))
-            frames.close("its name is taken")
-            return
         if before is not None:
             self._release(before)
             before.frames.abort("the relay has joined anew")
@@ -321,17 +311,10 @@ class Hub:
         member = self.members[hello.relay] = Member(self._count, hello.relay, hello.process, frames)
         self._at[frames] = member
         member.counts = _counts(frames, hello)
-        void = []
-        for held in sorted(hello.held, key=lambda held: -held.standing.waited_s):
-            request_id = held.standing.spec.id
-            if request_id not in self._owners and self._ledger.adopt(held.standing):
-                member.hold(held.ticket, request_id, held.turn)
-                self._owners[request_id] = (member, held.ticket)
-            else:
-                void.append(held.ticket)
+        void = self._adopt(member, hello.held)
         fields = {"relay": hello.relay, "pid": hello.process, "requests": len(hello.held), "void": len(void)}
         log.info("relay joined", extra=fields)
-        frames.say(Welcome(VERSION, self.epoch, member.number, tuple(void), self._salt(), member.counts is not None))
+        frames.say(Welcome(VERSION, self.epoch, member.number, void, self._salt(), member.counts is not None))
         frames.say(Workers(tuple(self._standings.values()), ()))
         frames.say(Silent(self._reports.silent()))
         frames.say(Seen(self._ledger.view()))
@@ -339,6 +322,38 @@ class Hub:
         self._keep_far(hello.relay)
         if len(self.near_members) >= self._relays and not self._awaited and (self._far is None or self._far.known):
             self._settle()
+
+    def _refusal(self, frames: Frames[FromBrain], hello: Hello) -> tuple[Farewell, str] | None:
+        """What a relay is told that can be no member here, and why its connection is closed; None: it can be one.
+
+        Raises: LinkError: it is told nothing.
+        """
+        if hello.version != VERSION:  # what else it says may mean something else
+            text = f"this brain speaks version {VERSION} of the link, not {hello.version}"
+            return Farewell(self.epoch, text), "version"
+        far = frames.far
+        if (FAR in hello.relay) is not far or not hello.relay.isprintable() or len(hello.relay) > MAX_NAME:
+            raise LinkError(f"{hello.relay!r} is no name for a relay of {'another' if far else 'this'} machine")
+        if far and self._dismissed:
+            raise LinkError("this brain drains")
+        if hello.epoch > self.epoch and not self._outranks(hello):
+            return Farewell(hello.epoch, "another brain leads"), "another brain leads"
+        before = self.members.get(hello.relay)
+        if before is not None and far and self._is_another(before, hello):
+            return Farewell(0, TAKEN), "its name is taken"
+        return None
+
+    def _adopt(self, member: Member, tickets: Sequence[Held]) -> tuple[int, ...]:
+        """Take in what it holds already, the longest wait first; returns the tickets that find no place here."""
+        void = []
+        for held in sorted(tickets, key=lambda held: -held.standing.waited_s):
+            request_id = held.standing.spec.id
+            if request_id not in self._owners and self._ledger.adopt(held.standing):
+                member.hold(held.ticket, request_id, held.turn)
+                self._owners[request_id] = (member, held.ticket)
+            else:
+                void.append(held.ticket)
+        return tuple(void)
 
     def _is_another(self, member: Member, hello: Hello) -> bool:
         """Whether the member lives, and this is not the same relay that has lost its connection.
@@ -400,9 +415,9 @@ class Hub:
 
     def _release(self, member: Member) -> None:
         """What it holds is free: its clients are gone with it, or it comes back with what it still has."""
-        held, member.tickets, member.places = list(member.tickets.values()), {}, []
+        tickets, member.tickets, member.places = list(member.tickets.values()), {}, []
         member.waiting = []
-        for each in held:
+        for each in tickets:
             del self._owners[each.request_id]
             self._ledger.finish(each.request_id, Outcome.FAILED)
         self._reports.lost(member.relay)
@@ -483,9 +498,9 @@ class Hub:
                 self._submit(member, message.ticket, message.spec)
             elif isinstance(message, Progress):
                 for number, tokens in zip(message.tickets, message.tokens, strict=True):
-                    held = member.tickets.get(number)
-                    if held is not None:
-                        self._advance(held, tokens)
+                    ticket = member.tickets.get(number)
+                    if ticket is not None:
+                        self._advance(ticket, tokens)
             elif isinstance(message, Judged):
                 self._reports.judged(message)
             elif isinstance(message, Activity):
@@ -501,11 +516,11 @@ class Hub:
                 member.says_farewell = True
                 raise LinkError(message.reason)
             elif not isinstance(message, Beat | Hello):
-                held = member.tickets.get(message.ticket)
-                if held is None:
+                ticket = member.tickets.get(message.ticket)
+                if ticket is None:
                     self.stale_messages += 1
                 else:
-                    self._call(member, held, message)
+                    self._call(member, ticket, message)
         except (InvariantError, ValueError) as error:
             raise LinkError(f"relay {member.relay} says what can't be: {error}") from error
 
@@ -519,15 +534,15 @@ class Hub:
     def _call(
         self,
         member: Member,
-        held: _Held,
+        ticket: _Ticket,
         message: Prefilled | PrefillFailed | RequestPrefill | Pushed | PushFailed | PutBack | Requeue | Finish | Began,
     ) -> None:
-        ledger, request_id = self._ledger, held.request_id
+        ledger, request_id = self._ledger, ticket.request_id
         if isinstance(message, Began):
             ledger.began(request_id, message.age_s)
             return
         if isinstance(message, Finish):
-            self._advance(held, message.tokens)
+            self._advance(ticket, message.tokens)
             member.release(message.ticket)
             del self._owners[request_id]
             ledger.finish(request_id, message.outcome, message.reason, message.age_s)
@@ -535,7 +550,7 @@ class Hub:
         if isinstance(message, Pushed):
             ledger.pushed(request_id, message.prompt_tokens, message.cached_tokens)
             return
-        held.turn += 1
+        ticket.turn += 1
         if isinstance(message, Prefilled):
             ledger.prefilled(request_id, message.prompt_tokens, message.cached_tokens)
         elif isinstance(message, PrefillFailed):
@@ -547,7 +562,7 @@ class Hub:
         elif isinstance(message, PutBack):
             ledger.put_back(request_id)
         else:
-            self._advance(held, message.tokens)
+            self._advance(ticket, message.tokens)
             ledger.requeue(request_id, message.prefix)
 
     def collect(self) -> None:
@@ -560,11 +575,11 @@ class Hub:
             except InvariantError as error:
                 member.frames.abort(f"relay {member.relay} counts what can't be: {error}")
 
-    def _advance(self, held: _Held, tokens: int) -> None:
+    def _advance(self, ticket: _Ticket, tokens: int) -> None:
         """A ticket has generated so many by now. Raises: InvariantError: it generates nothing."""
-        more = held.grow(tokens)
+        more = ticket.grow(tokens)
         if more:
-            self._ledger.progress(held.request_id, more)
+            self._ledger.progress(ticket.request_id, more)
 
     def _tell(self, request_id: str, answer: Answer) -> None:
         member, number = self._owners[request_id]
