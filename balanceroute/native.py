@@ -38,6 +38,7 @@ MODULES: Final = (
     "core.snapshot",
     "core.target_fit",
     "core.tracker",
+    "core.workload_means",
     "proxy.admission.decision_log",
     "proxy.admission.decode_dispatcher",
     "proxy.admission.ledger",

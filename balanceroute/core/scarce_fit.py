@@ -11,9 +11,10 @@ import numpy as np
 
 from balanceroute.arrays import FloatArray
 from balanceroute.core.fit_rules import MIN_CAP_S, FitRules, TargetFitParams, caps_s, step_alone
-from balanceroute.core.snapshot import ClusterSnapshot, WorkloadMeans, free_slots
+from balanceroute.core.snapshot import ClusterSnapshot, free_slots
 from balanceroute.core.tracker import DecodeInstanceState
 from balanceroute.core.types import UP, WorkerSpec
+from balanceroute.core.workload_means import WorkloadMeans
 
 OVERDUE_BONUS = 1e13
 GROWTH_ANSWERS, GROWTH_PART = 2.0, 32.0  # of the memory that is kept for growth: see `kv_room`

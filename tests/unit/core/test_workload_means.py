@@ -4,8 +4,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from balanceroute.core.snapshot import WorkloadMeans
 from balanceroute.core.types import Outcome
+from balanceroute.core.workload_means import WorkloadMeans
 from tests.unit.core.builders import a_scheduler, pool_all
 
 sizes = st.lists(st.integers(1, 200_000), min_size=1, max_size=120)

@@ -1,0 +1,63 @@
+"""`WorkloadMeans`: what requests have been like so far, in running means."""
+
+from dataclasses import dataclass
+
+PROMPT_WEIGHT, WAIT_WEIGHT, ANSWER_WEIGHT = 0.02, 0.01, 0.01  # of a new value in the running means
+USUAL_WEIGHT, MOST_USUAL = 0.005, 20.0  # the same of the mean that rare huge prompts are held against, and its bound
+PLAIN_MEAN_OF = 100  # values: from there on a new one weighs as much as in the EWMA
+START_PROMPTS = 50  # whose mean the EWMA of prompt sizes starts from
+
+
+@dataclass(slots=True)
+class WorkloadMeans:
+    """Running means that patience and TargetFit's ageing are measured by.
+
+    The prompt mean is an EWMA (0.02) over all arrivals whose start value is the mean of the first 50; until the 50th
+    has arrived that start is refined, with the weight that it still has. Waits at admission are an EWMA (0.01), in
+    seconds. Answers are an EWMA (0.01) of the tokens of finished requests, and the plain mean of the first hundred;
+    `prefill_tokens` the same of the work of prompts (`core.prefill_work`). In `usual_tokens` (0.005, and the plain mean
+    of the first 200) no prompt counts for more than 20 times the mean so far, so that huge ones do not hide themselves.
+    """
+
+    prompt_tokens: float = 0.0
+    usual_tokens: float = 0.0
+    start_tokens: float = 0.0
+    wait_s: float = 0.0
+    answer_tokens: float = 0.0
+    prefill_tokens: float = 0.0
+    prompts: int = 0
+    answers: int = 0
+    prefills: int = 0
+
+    def see_prompt(self, tokens: int) -> None:
+        """Take in the prompt size of a request that became ready."""
+        self.prompts += 1
+        usual = self.usual_tokens or float(tokens)
+        self.usual_tokens = usual + max(USUAL_WEIGHT, 1.0 / self.prompts) * (min(tokens, MOST_USUAL * usual) - usual)
+        self.prompt_tokens += PROMPT_WEIGHT * (tokens - self.prompt_tokens)
+        if self.prompts <= START_PROMPTS:
+            shift = (tokens - self.start_tokens) / self.prompts
+            self.start_tokens += shift
+            self.prompt_tokens += (1.0 - PROMPT_WEIGHT) ** self.prompts * shift
+
+    def see_wait(self, wait_s: float) -> None:
+        """Take in the wait of a request at its admission."""
+        self.wait_s += WAIT_WEIGHT * (wait_s - self.wait_s)
+
+    def see_answer(self, tokens: int) -> None:
+        """Take in the length of an answer that is complete."""
+        self.answers += 1
+        weight = ANSWER_WEIGHT if self.answers > PLAIN_MEAN_OF else 1.0 / self.answers
+        self.answer_tokens += weight * (tokens - self.answer_tokens)
+
+    def see_prefill(self, work: float) -> None:
+        """Take in the work of a prompt that is sent to a prefiller, tokens."""
+        self.prefills += 1
+        weight = ANSWER_WEIGHT if self.prefills > PLAIN_MEAN_OF else 1.0 / self.prefills
+        self.prefill_tokens += weight * (work - self.prefill_tokens)
+
+    def patience_factor(self, prompt_tokens: int) -> float:
+        """How much longer than most a prompt of this size may wait: 1 to 6 (6 from 50 times the mean on)."""
+        if self.prompt_tokens <= 0:
+            return 1.0
+        return 1.0 + min(5.0, prompt_tokens / (10.0 * self.prompt_tokens))
