@@ -33,6 +33,7 @@ MODULES: Final = (
     "core.prefill_work",
     "core.prefix",
     "core.projection",
+    "core.refresh_schedule",
     "core.scarce_fit",
     "core.scheduler",
     "core.snapshot",

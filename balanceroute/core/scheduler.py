@@ -26,15 +26,13 @@ expires. What the prefilled lose then is their prefill; so one that has waited `
 another class joins the class in front, but no more than one in `PROMOTION_PERIOD` admissions: the rest of the slots
 stay with those that were meant to go first. Without a TTL classes are strict.
 
-Predictions enter as values: the driver asks `due_refreshes()` which requests need one (every `refresh_every_tokens`
-generated tokens, and at once when c-hat has come down to 0) and passes the results to `refresh`, so a rerun needs no
-predictor.
+Predictions enter as values: the driver asks `due_refreshes()` which requests need one (`RefreshSchedule`) and passes
+the results to `refresh`, so a rerun needs no predictor.
 """
 
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from heapq import heappop, heappush
 from operator import attrgetter
 
 from mypy_extensions import mypyc_attr
@@ -45,6 +43,7 @@ from balanceroute.core.policy import AdmissionPolicy, Choice, StageTimer
 from balanceroute.core.prefill import PREFILL_POLICIES, SHARED_BY, PrefillPolicy, cheapest, ready_prefillers
 from balanceroute.core.prefill_queue import AGEING, PrefillQueue
 from balanceroute.core.prefill_work import work_tokens
+from balanceroute.core.refresh_schedule import RefreshSchedule
 from balanceroute.core.snapshot import ClusterSnapshot
 from balanceroute.core.tracker import DecodeInstanceState, PrefillerBudget, RequestTracker
 from balanceroute.core.types import (
@@ -123,15 +122,13 @@ class Scheduler:
         self._stage_timer = stage_timer
         self.snapshot = ClusterSnapshot(policy.horizon_steps)
         self._queue = PrefillQueue()
+        self._refreshes = RefreshSchedule()
         self._tell_bounds()
         self.draining = False
         self._arrivals = 0
         self._dispatches = 0
-        self._steps = 0
         self._since_promotion = 0  # admissions
         self._has_admitted = False
-        self._due: list[RequestTracker] = []
-        self._refresh_at_step: list[tuple[int, int, float, RequestTracker]] = []
 
     def configure(self, config: SchedulerConfig, now: float) -> None:
         """Other bounds and times from now on."""
@@ -145,11 +142,12 @@ class Scheduler:
         self.prefill_policy = PREFILL_POLICIES[config.prefill_policy]
 
     def _tell_bounds(self) -> None:
-        """What of the configuration a policy or the queue must know."""
+        """What of the configuration others must know."""
         self.snapshot.longest_wait_s = PATIENCE_SHARE * self.config.pool_ttl_s
         self.snapshot.max_pooled = math.inf if self.config.max_pooled is None else self.config.max_pooled
         self.snapshot.shared_barrier = self.config.shared_barrier
         self._queue.configure(self.config.ageing, self.config.queue_deadline_s)
+        self._refreshes.configure(self.config.refresh_every_tokens, self.config.lock_step)
 
     def set_draining(self, draining: bool, now: float) -> None:
         """Refuse every new request from now on, or no longer; those that are here are served."""
@@ -173,9 +171,7 @@ class Scheduler:
         for tracker in waiting:
             tracker.overdue_s = tracker.ready_s + self._patience_s(tracker)
             snapshot.pool.add(tracker)
-        self._due = [tracker for tracker in snapshot.decoding() if tracker.running]
-        if self.config.refresh_every_tokens is None:
-            self._due = []
+        self._refreshes.restart([tracker for tracker in snapshot.decoding() if tracker.running])
 
     # -- workers ----------------------------------------------------------------------------------------------
 
@@ -425,7 +421,7 @@ class Scheduler:
         worker.running += 1
         self._see_first_token(tracker, now)
         self._project(tracker, worker, 1)
-        self._schedule_refresh(tracker)
+        self._refreshes.plan(tracker, self.snapshot.horizon_steps)
         self._unpin(tracker)
 
     def began(self, request_id: str, now: float) -> None:
@@ -466,30 +462,20 @@ class Scheduler:
         if tracker.prefiller is not None:
             self._unpin(tracker)
         if tracker.counted >= tracker.refresh_due_at:
-            tracker.refresh_due_at = math.inf
-            self._due.append(tracker)
+            self._refreshes.make_due(tracker)
 
     def step(self, now: float) -> None:
         """Lock-step drivers: every running request on every worker has generated one token. O(G*H)."""
-        self._steps += 1
         for worker in self.snapshot.workers:
             worker.steps += 1
             worker.load += worker.running
         if self.snapshot.horizon_steps:
             self.snapshot.projection.step()
-        due = self._refresh_at_step
-        while due and due[0][0] <= self._steps:
-            _, _, due_at, tracker = heappop(due)
-            if tracker.phase is DECODING and tracker.refresh_due_at == due_at:
-                tracker.refresh_due_at = math.inf
-                self._due.append(tracker)
+        self._refreshes.step()
 
     def due_refreshes(self) -> list[RequestTracker]:
         """Requests whose prediction is to be renewed now; each is handed out once per due date."""
-        if not self._due:
-            return []
-        due, self._due = self._due, []
-        return [tracker for tracker in due if tracker.phase is DECODING]
+        return self._refreshes.due()
 
     def refresh(self, request_id: str, expected_remaining: float, now: float) -> None:
         """A renewed c-hat (composite, gated, clipped to [0, H]) for a decoding (decode-first: or pooled) request."""
@@ -502,7 +488,7 @@ class Scheduler:
         self._project(tracker, worker, -1)
         tracker.refreshed_remaining, tracker.refreshed_at = expected_remaining, tracker.generated
         self._project(tracker, worker, 1)
-        self._schedule_refresh(tracker)
+        self._refreshes.plan(tracker, self.snapshot.horizon_steps)
 
     def put_back(self, request_id: str, now: float) -> None:
         """The worker of its admission was not asked after all: it waits in the pool again, in its old place.
@@ -630,9 +616,8 @@ class Scheduler:
             self._begin_prefill(tracker, prefiller, now)
         elif not standing.tokens:
             self._pin(tracker, prefiller)
-        if self.config.refresh_every_tokens is not None and tracker.refresh_due_at < math.inf:
-            tracker.refresh_due_at = math.inf  # nothing is forecast of it here yet
-            self._due.append(tracker)
+        if tracker.refresh_due_at < math.inf:
+            self._refreshes.make_due(tracker)  # nothing is forecast of it here yet
 
     def _known_prefiller(self, worker_id: str) -> PrefillerBudget | None:
         return next((p for p in self.snapshot.prefillers if p.spec.id == worker_id), None)
@@ -799,8 +784,8 @@ class Scheduler:
         worker.running += tracker.running
         if self.snapshot.horizon_steps:
             self._project(tracker, worker, 1)
-        if tracker.running and self.config.refresh_every_tokens is not None:
-            self._schedule_refresh(tracker)
+        if tracker.running:
+            self._refreshes.plan(tracker, self.snapshot.horizon_steps)
 
     def _let_go(self, tracker: RequestTracker, now: float) -> str | None:
         """Release whatever the tracker's phase holds; the prefiller whose pinned KV must be drained, if any."""
@@ -843,26 +828,6 @@ class Scheduler:
         if horizon:
             change = projection.add if sign > 0 else projection.remove
             change(worker.index, tracker.kv_tokens, tracker.remaining(horizon), tracker.running)
-
-    def _schedule_refresh(self, tracker: RequestTracker) -> None:
-        every = self.config.refresh_every_tokens
-        if every is None:
-            return
-        generated = tracker.generated
-        ahead = float(every)
-        if tracker.refreshed_remaining < self.snapshot.horizon_steps:
-            # after c tokens its last step begins: that is when c-hat is renewed, if not before
-            ahead = min(ahead, max(1.0, math.ceil(tracker.refreshed_remaining)))
-        elif tracker.max_new_tokens is not None:
-            # H tokens from the client's limit it is certain to leave within the window: no anchor any more
-            until_certain = tracker.max_new_tokens - tracker.age_tokens - self.snapshot.horizon_steps
-            ahead = min(ahead, until_certain) if until_certain > 0 else ahead
-        tracker.refresh_due_at = generated + ahead
-        if self.config.lock_step:
-            heappush(
-                self._refresh_at_step,
-                (self._steps + int(ahead), tracker.order, tracker.refresh_due_at, tracker),
-            )
 
     def _worker_of(self, tracker: RequestTracker) -> DecodeInstanceState:
         if tracker.worker is None:
