@@ -5,8 +5,9 @@ from balanceroute.config.client_keys import KeyEntry, digest_of, new_key, read_c
 from balanceroute.config.describe import Setting, describe_settings, effective, effective_json, effective_yaml
 from balanceroute.config.example_flags import from_example_flags, worker_url
 from balanceroute.config.loading import load, load_sections, parse_assignment, read_yaml, unused_variables, validate
-from balanceroute.config.models import Config, DecodeWorker, PolicyName, PriorityBounds, Worker
+from balanceroute.config.models import Config, DecodeWorker, PriorityBounds, Worker
 from balanceroute.config.urls import normalised_url
+from balanceroute.config.values import PolicyName
 
 __all__ = [
     "Config",

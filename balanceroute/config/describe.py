@@ -12,7 +12,8 @@ import yaml
 from pydantic import BaseModel, SecretStr
 from pydantic.fields import FieldInfo
 
-from balanceroute.config.models import Auth, Config, Endless, OneOf
+from balanceroute.config.models import Auth, Config
+from balanceroute.config.values import Endless, OneOf
 from balanceroute.core.knobs import DEFAULTS
 from balanceroute.core.policies import knobs_of
 

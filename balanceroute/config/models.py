@@ -1,206 +1,55 @@
 """The settings: one frozen model per section of the YAML, every field with its bounds, default and meaning.
 
 The field is the only place where a setting is described: error texts (`loading.py`), the README's table and
-`check-config` (`describe.py`) are derived from it. Rules that involve two settings live in `Config`'s
-validator, which raises `ConfigError` itself, so a `Config` that exists is consistent, however it was made.
+`check-config` (`describe.py`) are derived from it. What one value may be is in `values.py`, the rules that involve two
+settings in `rules.py`: `Config` asks for them and raises `ConfigError` itself, so a `Config` that exists is consistent,
+however it was made.
 
 None means unset: the value then follows from another setting, and the description says how. Zero is a value.
 """
 
-import ipaddress
-import math
-import re
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator
 from typing import Annotated, Any, Literal, Self
 from urllib.parse import urlsplit
 
 from pydantic import (
-    AfterValidator,
-    AllowInfNan,
     BaseModel,
-    BeforeValidator,
     ConfigDict,
     Field,
-    SecretStr,
     model_validator,
 )
 
 from balanceroute.config.addresses import is_loopback
+from balanceroute.config.rules import broken_rules
 from balanceroute.config.urls import normalised_url
-from balanceroute.core.knobs import ALL, BR_H_BETA, DAY_S, CandidateOrder, Guard, PolicySettings, SlackPlacement
-from balanceroute.errors import ConfigError
-from balanceroute.plugins import check_predictor_name, installed, learn_policy, try_policy
-
-Connector = Literal["mooncake_v1", "nixl", "mooncake_layerwise"]
-POLICY_NAMES = (
-    "br_0",
-    "br_h",
-    "target_fit",
-    "level_fit",
-    "join_shortest_queue",
-    "power_of_two",
-    "round_robin",
-    "random",
-    "least_kv",
-    "pool_fifo",
+from balanceroute.config.values import (
+    KV_PIN_S,
+    PREDICTOR_NAMES,
+    Connector,
+    HeaderName,
+    Host,
+    HostAndPort,
+    LeaseName,
+    Level,
+    Options,
+    Origin,
+    PolicyName,
+    PredictorName,
+    PrefillPolicyName,
+    Seconds,
+    SecondsOrEndless,
+    SecondsOrZero,
+    Secret,
+    Url,
+    WorkerId,
+    is_wildcard,
+    split_host_and_port,
 )
+from balanceroute.core.knobs import ALL, BR_H_BETA, CandidateOrder, Guard, PolicySettings, SlackPlacement
+from balanceroute.errors import ConfigError
 
-PrefillPolicyName = Literal["least_tokens", "prefix_affinity", "round_robin"]
-
-# connector -> (seconds a prefiller keeps KV that no decoder pulled, share of it that the pool may use up).
-# vLLM's defaults: VLLM_MOONCAKE_ABORT_REQUEST_TIMEOUT 480 s; NIXL's kv_lease_duration 30 s, which a decoder's
-# heartbeats extend only once it knows the request. Layerwise pins nothing: the decoder is chosen first.
-KV_PIN_S: dict[str, tuple[float | None, float]] = {
-    "mooncake_v1": (480.0, 1 / 2),
-    "nixl": (30.0, 2 / 3),
-    "mooncake_layerwise": (None, 1.0),
-}
 UNPINNED_TTL_S = 240.0
-# RFC 1123, as Kubernetes has it: labels for a namespace, labels and dots for a name
-LEASE_NAME = r"^([a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?/)?[a-z0-9]([-.a-z0-9]*[a-z0-9])?$"
 SHARED_BARRIER = "decode"  # the group of all decode workers that name none
-
-
-def _host(text: str) -> str:
-    if not text or any(c.isspace() or c in "/[]" for c in text):
-        raise ValueError("accepted is a host name or an IP address without brackets, such as 0.0.0.0 or ::")
-    if ":" in text:
-        try:
-            ipaddress.IPv6Address(text)
-        except ValueError:
-            raise ValueError("accepted is a host name or an IP address; the port has its own key") from None
-    return text
-
-
-def split_host_and_port(text: str) -> tuple[str, int]:
-    """HOST:PORT, an IPv6 HOST in brackets. Raises: ValueError."""
-    host, _, port = text.rpartition(":")
-    bare = host[1:-1] if host.startswith("[") and host.endswith("]") else host
-    if not re.fullmatch(r"[0-9]{1,5}", port) or int(port) > 65535 or (":" in host and bare == host):
-        raise ValueError("accepted is HOST:PORT, such as 127.0.0.1:8001, an IPv6 HOST in brackets")
-    return _host(bare), int(port)
-
-
-def _host_and_port(text: str) -> str:
-    split_host_and_port(text)
-    return text
-
-
-def _worker_id(text: str) -> str:
-    if not re.fullmatch(r"[A-Za-z0-9\[][A-Za-z0-9._:@\[\]/-]{0,127}", text):
-        raise ValueError("accepted are 1 to 128 letters, digits and . _ : @ / - [ ]")
-    return text
-
-
-def _header_name(text: str) -> str:
-    if not re.fullmatch(r"[A-Za-z0-9!#$%&'*+.^_`|~-]+", text):
-        raise ValueError("accepted is the name of an HTTP header, such as X-Task")
-    return text
-
-
-def _is_wildcard(host: str) -> bool:
-    """Whether an address to listen on is none to be reached at."""
-    try:
-        return ipaddress.ip_address(host).is_unspecified
-    except ValueError:
-        return False
-
-
-def _secret(value: SecretStr) -> SecretStr:
-    """A secret as it goes into a header; files and variables like to end in a line break, which does not belong to it.
-
-    Raises: ValueError.
-    """
-    text = value.get_secret_value().strip()
-    if not re.fullmatch(r"[!-~]+", text):
-        raise ValueError("accepted are printable ASCII characters without spaces, at least one")
-    return SecretStr(text)
-
-
-def _lower(value: object) -> object:
-    return value.lower() if isinstance(value, str) else value
-
-
-@dataclass(frozen=True, slots=True)
-class Endless:
-    """Marks a time that may be infinite: `.inf` in YAML, `inf` where characters are given; else it is `most_s`."""
-
-    most_s: float
-
-
-@dataclass(frozen=True, slots=True)
-class OneOf:
-    """Marks a text that is one of `names`, or what `other` describes."""
-
-    names: tuple[str, ...]
-    other: str
-
-
-ENDLESS = Endless(DAY_S)
-
-
-OF_YOUR_OWN = "module:Class of your own"
-PREDICTOR_NAMES = ("none", "survival", "exact_match", "learned")
-
-
-def _policy_name(text: str) -> str:
-    if text not in POLICY_NAMES:
-        if ":" not in text and text not in installed():
-            raise ValueError(f"accepted is one of {', '.join([*POLICY_NAMES, *sorted(installed())])}, or {OF_YOUR_OWN}")
-        try:
-            learn_policy(text)
-        except ConfigError as error:
-            raise ValueError(str(error)) from error
-    return text
-
-
-PolicyName = Annotated[str, AfterValidator(_policy_name), OneOf(POLICY_NAMES, OF_YOUR_OWN)]
-
-
-def _predictor_name(text: str) -> str:
-    try:
-        check_predictor_name(text, PREDICTOR_NAMES)
-    except ConfigError as error:
-        raise ValueError(str(error)) from error
-    return text
-
-
-PredictorName = Annotated[str, AfterValidator(_predictor_name), OneOf(PREDICTOR_NAMES, OF_YOUR_OWN)]
-
-
-def _options(value: dict[str, Any]) -> dict[str, Any]:
-    if not all(isinstance(option, bool | int | float | str) for option in value.values()):
-        raise ValueError("accepted is a mapping of names to true, false, numbers or texts")
-    return value
-
-
-def _infinite(value: object) -> object:
-    return math.inf if value == "inf" else value
-
-
-def _a_day_or_endless(value: float) -> float:
-    if not 0 <= value <= ENDLESS.most_s and value != math.inf:
-        raise ValueError(f"accepted is a number, 0 to {ENDLESS.most_s:g}, or .inf")
-    return value
-
-
-def _origin(text: str) -> str:
-    if not re.fullmatch(r"\*|null|[a-z][a-z0-9+.-]*://[a-z0-9._~\[\]:-]+", text.lower()):
-        raise ValueError("accepted is * or SCHEME://HOST[:PORT] without a path, such as https://chat.example.com")
-    return text.lower()
-
-
-Secret = Annotated[SecretStr, AfterValidator(_secret)]
-Origin = Annotated[str, AfterValidator(_origin)]
-Url = Annotated[str, AfterValidator(normalised_url)]
-WorkerId = Annotated[str, AfterValidator(_worker_id)]
-HeaderName = Annotated[str, AfterValidator(_header_name)]
-Seconds = Annotated[float, Field(gt=0, le=86_400)]
-SecondsOrZero = Annotated[float, Field(ge=0, le=86_400)]
-SecondsOrEndless = Annotated[
-    float, AllowInfNan(), AfterValidator(_a_day_or_endless), BeforeValidator(_infinite), ENDLESS
-]
 
 
 class Section(BaseModel):
@@ -212,11 +61,11 @@ class Section(BaseModel):
 class Listen(Section):
     """Where clients reach the router."""
 
-    host: Annotated[str, AfterValidator(_host)] = Field(
+    host: Host = Field(
         "127.0.0.1", description="Address to listen on; 0.0.0.0, or :: for IPv6, to be reached from other machines."
     )
     port: int = Field(8000, ge=0, le=65535, description="TCP port; 0 lets the system choose one.")
-    admin: Annotated[str, AfterValidator(_host_and_port)] | None = Field(
+    admin: HostAndPort | None = Field(
         None,
         description="HOST:PORT of a listener of its own for the admin routes; they are 404 on the clients' then. "
         "Unset: all routes on one listener.",
@@ -235,19 +84,19 @@ class Listen(Section):
         description="With listen.relays: further brains, which take the lead when the one that decides dies or stands "
         "still.",
     )
-    link: Annotated[str, AfterValidator(_host_and_port)] | None = Field(
+    link: HostAndPort | None = Field(
         None,
         description="With listen.relays: HOST:PORT at which the brain takes relays of other machines, by the "
         "certificates tls.link_*. Unset: relays of this machine alone.",
     )
-    brains: tuple[Annotated[str, AfterValidator(_host_and_port)], ...] = Field(
+    brains: tuple[HostAndPort, ...] = Field(
         (),
         strict=False,
         max_length=16,
         description="With listen.relays: HOST:PORT of every listen.link under which the brain may be; no brain runs on "
         "this machine then. Several take turns by listen.lease of theirs.",
     )
-    lease: Annotated[str, Field(pattern=LEASE_NAME, max_length=253)] | None = Field(
+    lease: LeaseName | None = Field(
         None,
         description="With listen.relays, in a pod of Kubernetes: NAME or NAMESPACE/NAME of a Lease. Of all routers "
         "that name it only the one that holds it decides and is ready; the others stand by. Unset: each decides.",
@@ -294,9 +143,8 @@ class Worker(Section):
     url: Url = Field(description="Base URL of the API server, http://HOST:PORT.")
     id: WorkerId | None = Field(
         None,
-        description="Name in metrics, logs and /state. Unset: HOST:PORT, or HOST:PORT@RANK with a "
-        "dp_rank, which stays "
-        "the same when the list is reordered.",
+        description="Name in metrics, logs and /state. Unset: HOST:PORT, or HOST:PORT@RANK with a dp_rank, which "
+        "stays the same when the list is reordered.",
     )
     dp_rank: int | None = Field(
         None,
@@ -357,8 +205,8 @@ class Prefill(Section):
     )
     poll_interval_s: Seconds = Field(
         1.0,
-        description="How often a prefiller's /metrics is read for its KV usage. One that can't be reached counts "
-        "as full; one that doesn't tell (404, no gauge) gets a few prefills at a time.",
+        description="How often a prefiller's /metrics is read for its KV usage. One that can't be reached counts as "
+        "full; one that doesn't tell (404, no gauge) gets a few prefills at a time.",
     )
     max_inflight: int | None = Field(
         None,
@@ -370,11 +218,9 @@ class Prefill(Section):
     )
     kv_pin_s: Seconds | None = Field(
         None,
-        description="How long a prefiller keeps KV that no decoder has pulled; set it when the engine's "
-        "own setting "
-        "was changed (VLLM_MOONCAKE_ABORT_REQUEST_TIMEOUT, kv_lease_duration). Unset: the connector's "
-        "default, 480 for "
-        "mooncake_v1, 30 for nixl; mooncake_layerwise pins none.",
+        description="How long a prefiller keeps KV that no decoder has pulled; set it when the engine's own setting "
+        "was changed (VLLM_MOONCAKE_ABORT_REQUEST_TIMEOUT, kv_lease_duration). Unset: the connector's default, 480 "
+        "for mooncake_v1, 30 for nixl; mooncake_layerwise pins none.",
     )
 
     @property
@@ -399,16 +245,16 @@ class Decode(Section):
     )
     overlap_requests: Annotated[int, Field(ge=0, le=65536)] | Literal["auto"] = Field(
         "auto",
-        description="Requests that a policy with a pool sends to each worker beyond its slots, and at most as "
-        "many again as it has, so that their KV moves while others run; `auto`: as many as measured transfers need. "
-        "None with mooncake_layerwise, and where others send requests as well; see [tuning](tuning.md).",
+        description="Requests that a policy with a pool sends to each worker beyond its slots, and at most as many "
+        "again as it has, so that their KV moves while others run; `auto`: as many as measured transfers need. None "
+        "with mooncake_layerwise, and where others send requests as well; see [tuning](tuning.md).",
     )
     request_tokens: int = Field(
         0,
         ge=0,
         le=10_000_000,
-        description="c: a request of a batch costs as much time as so many KV tokens, beside its own. "
-        "`balanceroute steps` finds it; equal full slots make it the same everywhere.",
+        description="c: a request of a batch costs as much time as so many KV tokens, beside its own. `balanceroute "
+        "steps` finds it; equal full slots make it the same everywhere.",
     )
     shared_barrier: bool = Field(
         True,
@@ -469,7 +315,7 @@ class Routing(Section):
     bypass_margin: int = _knob("bypass_margin")
     horizon_auto: bool = _knob("horizon_auto")
     seed: int = _knob("seed")
-    options: Annotated[dict[str, Any], AfterValidator(_options)] = Field(
+    options: Options = Field(
         default_factory=dict, description="Keyword arguments of a policy of your own; the others take none."
     )
 
@@ -487,11 +333,11 @@ class Predictor(Section):
 
     kind: PredictorName = Field(
         "survival",
-        description="survival: history of output lengths; exact_match: history per prompt; learned: "
-        "gradient-boosted trees (extra `learned`; needs predictor.model or predictor.history); none: br_h assumes that "
-        "nothing finishes within the horizon.",
+        description="survival: history of output lengths; exact_match: history per prompt; learned: gradient-boosted "
+        "trees (extra `learned`; needs predictor.model or predictor.history); none: br_h assumes that nothing "
+        "finishes within the horizon.",
     )
-    options: Annotated[dict[str, Any], AfterValidator(_options)] = Field(
+    options: Options = Field(
         default_factory=dict,
         description="Keyword arguments of a predictor of your own, beside the horizon; the others take none.",
     )
@@ -553,8 +399,7 @@ class Pool(Section):
     )
     ttl_s: Seconds | None = Field(
         None,
-        description="Longest wait in the pool; must be less than prefill.kv_pin_s, when the prefiller "
-        "drops the KV. "
+        description="Longest wait in the pool; must be less than prefill.kv_pin_s, when the prefiller drops the KV. "
         "Unset: half of it for mooncake_v1 (240), two thirds for nixl (20), 240 for mooncake_layerwise.",
     )
 
@@ -690,8 +535,8 @@ class Limits(Section):
         256 * 1024,
         ge=4096,
         le=2**28,
-        description="Bytes held per stream for a client that reads slowly; then its worker's stream is "
-        "not read either.",
+        description="Bytes held per stream for a client that reads slowly; then its worker's stream is not read "
+        "either.",
     )
     client_stall_timeout_s: Seconds = Field(
         60.0,
@@ -716,9 +561,8 @@ class Retry(Section):
     max_delay_s: SecondsOrZero = Field(2.0, description="Upper end of the random delay before any try.")
     resume_on_worker_loss: bool = Field(
         True,
-        description="Continue a stream on another worker from its token ids when its decoder is lost; "
-        "otherwise the client "
-        "gets an error event.",
+        description="Continue a stream on another worker from its token ids when its decoder is lost; otherwise the "
+        "client gets an error event.",
     )
     resume_after_silence_s: SecondsOrZero = Field(
         5.0,
@@ -738,8 +582,8 @@ class Health(Section):
     open_for_s: Seconds = Field(10.0, description="A worker taken out gets one trial request after this.")
     stall_after_s: Seconds = Field(
         30.0,
-        description="A decoder with running requests and no token for this long counts as down, whatever "
-        "its /health says.",
+        description="A decoder with running requests and no token for this long counts as down, whatever its /health "
+        "says.",
     )
     silence_window_s: Seconds = Field(
         5.0,
@@ -796,8 +640,8 @@ class Auth(Section):
     )
     admin_token: Secret | None = Field(
         None,
-        description="Bearer token of the admin routes (/instances, /state, /decisions, /dashboard, "
-        "/routing/policy, /reset_prefix_cache, profiling). Unset: they are open to the router's own machine only.",
+        description="Bearer token of the admin routes (/instances, /state, /decisions, /dashboard, /routing/policy, "
+        "/reset_prefix_cache, profiling). Unset: they are open to the router's own machine only.",
     )
 
 
@@ -858,9 +702,7 @@ class MetricsPage(Section):
 class Log(Section):
     """What is logged, to standard error."""
 
-    level: Annotated[Literal["debug", "info", "warning", "error", "critical"], BeforeValidator(_lower)] = Field(
-        "info", description="Least level shown; debug tells every routing decision."
-    )
+    level: Level = Field("info", description="Least level shown; debug tells every routing decision.")
     format: Literal["auto", "json", "plain"] = Field(
         "auto",
         description="One JSON object per line, or plain text; auto is plain on a terminal and json elsewhere.",
@@ -873,8 +715,7 @@ class Config(Section):
     listen: Listen = Listen.model_validate({})
     connector: Connector = Field(
         "mooncake_v1",
-        description="How KV gets from prefiller to decoder: vllm-ascend's MooncakeConnectorV1 (decoder "
-        "pulls), vLLM's "
+        description="How KV gets from prefiller to decoder: vllm-ascend's MooncakeConnectorV1 (decoder pulls), vLLM's "
         "NixlConnector (decoder pulls under a short lease), or MooncakeLayerwiseConnector (decoder first).",
     )
     prefill: Prefill
@@ -900,7 +741,7 @@ class Config(Section):
             return self.layerwise.callback_url
         host, port = self.listen.host, self.listen.port
         elsewhere = not all(is_loopback(urlsplit(worker.url).hostname) for worker in self.decode.workers)
-        if port == 0 or _is_wildcard(host) or (elsewhere and is_loopback(host)):
+        if port == 0 or is_wildcard(host) or (elsewhere and is_loopback(host)):
             return ""
         scheme = "http" if self.tls.cert_file is None else "https"
         return normalised_url(f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}")
@@ -940,138 +781,11 @@ class Config(Section):
 
     @model_validator(mode="after")
     def _rules_between_settings(self) -> Self:
-        if problems := list(self._problems()):
+        if problems := list(broken_rules(self)):
             raise ConfigError(*problems)
         return self
 
-    def _problems(self) -> Iterator[str]:
-        yield from self._worker_problems()
-        yield from self._tls_problems()
-        if self.listen.lease is not None and not self.listen.relays:
-            yield f"listen.lease = {self.listen.lease!r}: accepted only with listen.relays, 1 or more"
-        yield from self._link_problems()
-        if self.listen.admin_address is not None and self.listen.admin_address[1] == self.listen.port != 0:
-            yield f"listen.admin = {self.listen.admin!r}: accepted is another port than listen.port"
-        yield from self._predictor_problems()
-        if self.routing.options and self.routing.policy in POLICY_NAMES:
-            yield f"routing.options: {self.routing.policy} takes none; its knobs are the other keys of routing"
-        if self.routing.policy not in POLICY_NAMES:
-            try_policy(self.routing.policy, self.routing.horizon_steps, self.routing.options)
-        if self.routing.pool_bypass and self.routing.policy == "br_h":
-            yield "routing.pool_bypass = true: accepted only with routing.policy br_0; br_h needs the pool"
-        if self.connector == "mooncake_layerwise" and not self.callback_url:
-            yield (
-                f"listen = {self.listen.host}:{self.listen.port}: decode workers call the router back "
-                "(mooncake_layerwise) and can't reach it there; set layerwise.callback_url, such as "
-                "http://10.0.0.5:8000, or listen on one address and port"
-            )
-        if self.connector == "mooncake_layerwise" and self.decode.overlap_requests not in (0, "auto"):
-            yield (
-                f"decode.overlap_requests = {self.decode.overlap_requests}: accepted only where prefill comes first; "
-                "mooncake_layerwise prefills when a decode worker asks"
-            )
-        if self.layerwise.callback_url is not None and self.connector != "mooncake_layerwise":
-            yield (
-                f"layerwise.callback_url = {self.layerwise.callback_url!r}: accepted only with connector "
-                f"mooncake_layerwise, not {self.connector}"
-            )
-        pin_s = self.kv_pin_s
-        if self.prefill.kv_pin_s is not None and KV_PIN_S[self.connector][0] is None:
-            yield f"prefill.kv_pin_s = {self.prefill.kv_pin_s:g}: {self.connector} pins no KV; leave it out"
-        if pin_s is not None and self.pool_ttl_s >= pin_s:
-            yield (
-                f"pool.ttl_s = {self.pool_ttl_s:g}: accepted is less than the {pin_s:g} s after which a "
-                f"{self.connector} "
-                "prefiller drops the KV (prefill.kv_pin_s)"
-            )
-        if self.retry.max_delay_s < self.retry.base_delay_s:
-            yield (
-                f"retry.max_delay_s = {self.retry.max_delay_s:g}: accepted is at least retry.base_delay_s "
-                f"({self.retry.base_delay_s:g})"
-            )
-
-    def _predictor_problems(self) -> Iterator[str]:
-        chosen = self.predictor
-        if chosen.kind == "learned" and chosen.model is None and chosen.history is None:
-            yield (
-                "predictor.kind = 'learned': needs predictor.model (from `balanceroute predictor fit`) or "
-                "predictor.history to be fitted from; accepted without them are survival, exact_match, none"
-            )
-        if chosen.key_header is not None and not chosen.by_key and not chosen.history:
-            yield (
-                f"predictor.key_header = {chosen.key_header!r}: accepted only with predictor.kind exact_match or "
-                f"learned, or with predictor.history, not with {chosen.kind} alone"
-            )
-        if chosen.model is not None and (chosen.kind == "none" or chosen.of_ones_own):
-            yield (
-                f"predictor.model = {chosen.model!r}: accepted only with predictor.kind survival, exact_match or "
-                f"learned, not {chosen.kind}"
-            )
-        if chosen.options and not chosen.of_ones_own:
-            yield f"predictor.options: {chosen.kind} takes none"
-
-    def _tls_problems(self) -> Iterator[str]:
-        for key, needed in (
-            ("key_file", "cert_file"),
-            ("client_ca_file", "cert_file"),
-            ("worker_key_file", "worker_cert_file"),
-            ("link_key_file", "link_cert_file"),
-        ):
-            value = getattr(self.tls, key)
-            if value is not None and getattr(self.tls, needed) is None:
-                yield f"tls.{key} = {value!r}: accepted only with tls.{needed}"
-
-    def _link_problems(self) -> Iterator[str]:
-        listen = self.listen
-        given = [("listen.link", listen.link)] if listen.link is not None else []
-        if listen.brains:
-            given.append(("listen.brains", ", ".join(listen.brains)))
-        for key, value in given:
-            if not listen.relays:
-                yield f"{key} = {value!r}: accepted only with listen.relays, 1 or more"
-            if self.tls.link_ca_file is None or self.tls.link_cert_file is None:
-                yield f"{key} = {value!r}: needs tls.link_ca_file and tls.link_cert_file; the link is never plain TCP"
-            if self.connector == "mooncake_layerwise":
-                yield (
-                    f"{key} = {value!r}: not accepted with connector mooncake_layerwise, whose callbacks reach the "
-                    "relays of one machine alone"
-                )
-        if listen.brains:
-            for key, other in (("link", listen.link), ("lease", listen.lease)):
-                if other is not None:
-                    yield f"listen.{key} = {other!r}: accepted only where a brain runs, so without listen.brains"
-        if listen.link_address is not None and listen.link_address[1] == 0:
-            yield f"listen.link = {listen.link!r}: accepted is a port that relays can name, 1 to 65535"
-        for brain, (host, port) in zip(listen.brains, listen.brain_addresses, strict=True):
-            if not port or _is_wildcard(host):
-                yield f"listen.brains = {brain!r}: accepted is an address that can be reached"
-
-    def _worker_problems(self) -> Iterator[str]:
-        by_server: dict[tuple[str, int | None], str] = {}
-        by_id: dict[str, str] = {}
-        for path, worker in self._workers():
-            place = (worker.address, worker.dp_rank)
-            rank = "" if worker.dp_rank is None else f" with dp_rank {worker.dp_rank}"
-            if place in by_server:
-                yield (
-                    f"{path} = {worker.url!r}{rank}: duplicate of {by_server[place]}; accepted is each "
-                    f"server and rank "
-                    "once, as a prefiller or as a decoder"
-                )
-            if worker.worker_id in by_id:
-                yield (
-                    f"{path}.id = {worker.worker_id!r}: already the id of {by_id[worker.worker_id]}; "
-                    f"accepted are unique ids"
-                )
-            by_server[place] = by_id[worker.worker_id] = path
-        for path, worker in self._workers():
-            if worker.dp_rank is not None and (worker.address, None) in by_server:
-                yield (
-                    f"{path} = {worker.url!r}: {by_server[worker.address, None]} has the same url "
-                    f"without a dp_rank; "
-                    "accepted is a dp_rank on all workers of one url or on none"
-                )
-
-    def _workers(self) -> Iterable[tuple[str, Worker]]:
+    def all_workers(self) -> Iterator[tuple[str, Worker]]:
+        """Every worker with the path of its key."""
         yield from ((f"prefill.workers[{i}]", worker) for i, worker in enumerate(self.prefill.workers))
         yield from ((f"decode.workers[{i}]", worker) for i, worker in enumerate(self.decode.workers))

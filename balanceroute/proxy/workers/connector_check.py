@@ -9,7 +9,7 @@ are served on. Where the order of calls differs (a pulling prefiller under moonc
 from collections.abc import Iterable
 
 from balanceroute.config import Config
-from balanceroute.config.models import KV_PIN_S
+from balanceroute.config.values import KV_PIN_S
 from balanceroute.errors import BadUpstreamReply
 from balanceroute.proxy.telemetry.conditions import CONNECTOR, Conditions
 from balanceroute.proxy.wire.connectors import Connector

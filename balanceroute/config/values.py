@@ -1,0 +1,203 @@
+"""What one value of a setting may be: the types of the fields in `models.py`, and the names that some choose from."""
+
+import ipaddress
+import math
+import re
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal
+
+from pydantic import AfterValidator, AllowInfNan, BeforeValidator, Field, SecretStr
+
+from balanceroute.config.urls import normalised_url
+from balanceroute.core.knobs import DAY_S
+from balanceroute.errors import ConfigError
+from balanceroute.plugins import check_predictor_name, installed, learn_policy
+
+Connector = Literal["mooncake_v1", "nixl", "mooncake_layerwise"]
+# connector -> (seconds a prefiller keeps KV that no decoder pulled, share of it that the pool may use up).
+# vLLM's defaults: VLLM_MOONCAKE_ABORT_REQUEST_TIMEOUT 480 s; NIXL's kv_lease_duration 30 s, which a decoder's
+# heartbeats extend only once it knows the request. Layerwise pins nothing: the decoder is chosen first.
+KV_PIN_S: dict[str, tuple[float | None, float]] = {
+    "mooncake_v1": (480.0, 1 / 2),
+    "nixl": (30.0, 2 / 3),
+    "mooncake_layerwise": (None, 1.0),
+}
+PrefillPolicyName = Literal["least_tokens", "prefix_affinity", "round_robin"]
+POLICY_NAMES = (
+    "br_0",
+    "br_h",
+    "target_fit",
+    "level_fit",
+    "join_shortest_queue",
+    "power_of_two",
+    "round_robin",
+    "random",
+    "least_kv",
+    "pool_fifo",
+)
+PREDICTOR_NAMES = ("none", "survival", "exact_match", "learned")
+OF_YOUR_OWN = "module:Class of your own"
+
+
+@dataclass(frozen=True, slots=True)
+class OneOf:
+    """Marks a text that is one of `names`, or what `other` describes."""
+
+    names: tuple[str, ...]
+    other: str
+
+
+def _policy_name(text: str) -> str:
+    if text not in POLICY_NAMES:
+        if ":" not in text and text not in installed():
+            raise ValueError(f"accepted is one of {', '.join([*POLICY_NAMES, *sorted(installed())])}, or {OF_YOUR_OWN}")
+        try:
+            learn_policy(text)
+        except ConfigError as error:
+            raise ValueError(str(error)) from error
+    return text
+
+
+PolicyName = Annotated[str, AfterValidator(_policy_name), OneOf(POLICY_NAMES, OF_YOUR_OWN)]
+
+
+def _predictor_name(text: str) -> str:
+    try:
+        check_predictor_name(text, PREDICTOR_NAMES)
+    except ConfigError as error:
+        raise ValueError(str(error)) from error
+    return text
+
+
+PredictorName = Annotated[str, AfterValidator(_predictor_name), OneOf(PREDICTOR_NAMES, OF_YOUR_OWN)]
+
+
+def _host(text: str) -> str:
+    if not text or any(c.isspace() or c in "/[]" for c in text):
+        raise ValueError("accepted is a host name or an IP address without brackets, such as 0.0.0.0 or ::")
+    if ":" in text:
+        try:
+            ipaddress.IPv6Address(text)
+        except ValueError:
+            raise ValueError("accepted is a host name or an IP address; the port has its own key") from None
+    return text
+
+
+Host = Annotated[str, AfterValidator(_host)]
+
+
+def split_host_and_port(text: str) -> tuple[str, int]:
+    """HOST:PORT, an IPv6 HOST in brackets. Raises: ValueError."""
+    host, _, port = text.rpartition(":")
+    bare = host[1:-1] if host.startswith("[") and host.endswith("]") else host
+    if not re.fullmatch(r"[0-9]{1,5}", port) or int(port) > 65535 or (":" in host and bare == host):
+        raise ValueError("accepted is HOST:PORT, such as 127.0.0.1:8001, an IPv6 HOST in brackets")
+    return _host(bare), int(port)
+
+
+def _host_and_port(text: str) -> str:
+    split_host_and_port(text)
+    return text
+
+
+HostAndPort = Annotated[str, AfterValidator(_host_and_port)]
+
+
+def _worker_id(text: str) -> str:
+    if not re.fullmatch(r"[A-Za-z0-9\[][A-Za-z0-9._:@\[\]/-]{0,127}", text):
+        raise ValueError("accepted are 1 to 128 letters, digits and . _ : @ / - [ ]")
+    return text
+
+
+WorkerId = Annotated[str, AfterValidator(_worker_id)]
+
+
+def _header_name(text: str) -> str:
+    if not re.fullmatch(r"[A-Za-z0-9!#$%&'*+.^_`|~-]+", text):
+        raise ValueError("accepted is the name of an HTTP header, such as X-Task")
+    return text
+
+
+HeaderName = Annotated[str, AfterValidator(_header_name)]
+
+
+def is_wildcard(host: str) -> bool:
+    """Whether an address to listen on is none to be reached at."""
+    try:
+        return ipaddress.ip_address(host).is_unspecified
+    except ValueError:
+        return False
+
+
+def _secret(value: SecretStr) -> SecretStr:
+    """A secret as it goes into a header; files and variables like to end in a line break, which does not belong to it.
+
+    Raises: ValueError.
+    """
+    text = value.get_secret_value().strip()
+    if not re.fullmatch(r"[!-~]+", text):
+        raise ValueError("accepted are printable ASCII characters without spaces, at least one")
+    return SecretStr(text)
+
+
+Secret = Annotated[SecretStr, AfterValidator(_secret)]
+
+
+def _lower(value: object) -> object:
+    return value.lower() if isinstance(value, str) else value
+
+
+Level = Annotated[Literal["debug", "info", "warning", "error", "critical"], BeforeValidator(_lower)]
+
+
+def _options(value: dict[str, Any]) -> dict[str, Any]:
+    if not all(isinstance(option, bool | int | float | str) for option in value.values()):
+        raise ValueError("accepted is a mapping of names to true, false, numbers or texts")
+    return value
+
+
+Options = Annotated[dict[str, Any], AfterValidator(_options)]
+
+
+Seconds = Annotated[float, Field(gt=0, le=86_400)]
+SecondsOrZero = Annotated[float, Field(ge=0, le=86_400)]
+
+
+@dataclass(frozen=True, slots=True)
+class Endless:
+    """Marks a time that may be infinite: `.inf` in YAML, `inf` where characters are given; else it is `most_s`."""
+
+    most_s: float
+
+
+ENDLESS = Endless(DAY_S)
+
+
+def _infinite(value: object) -> object:
+    return math.inf if value == "inf" else value
+
+
+def _a_day_or_endless(value: float) -> float:
+    if not 0 <= value <= ENDLESS.most_s and value != math.inf:
+        raise ValueError(f"accepted is a number, 0 to {ENDLESS.most_s:g}, or .inf")
+    return value
+
+
+SecondsOrEndless = Annotated[
+    float, AllowInfNan(), AfterValidator(_a_day_or_endless), BeforeValidator(_infinite), ENDLESS
+]
+
+
+def _origin(text: str) -> str:
+    if not re.fullmatch(r"\*|null|[a-z][a-z0-9+.-]*://[a-z0-9._~\[\]:-]+", text.lower()):
+        raise ValueError("accepted is * or SCHEME://HOST[:PORT] without a path, such as https://chat.example.com")
+    return text.lower()
+
+
+Origin = Annotated[str, AfterValidator(_origin)]
+
+
+Url = Annotated[str, AfterValidator(normalised_url)]
+# RFC 1123, as Kubernetes has it: labels for a namespace, labels and dots for a name
+LEASE_PATTERN = r"^([a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?/)?[a-z0-9]([-.a-z0-9]*[a-z0-9])?$"
+LeaseName = Annotated[str, Field(pattern=LEASE_PATTERN, max_length=253)]
