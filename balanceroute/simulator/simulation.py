@@ -251,7 +251,7 @@ class Simulation:
 
     def spec(self, request: int) -> RequestSpec:
         return RequestSpec(
-            str(request),
+            self.names[request],
             self.prompt_tokens[request],
             prompt_key=self.keys[request],
             prefix=self.trace.full_blocks(request),
@@ -321,9 +321,22 @@ class Simulation:
     def begin_step(self, group: Group) -> None:
         """One barrier-to-barrier step of a group, if it has something to do."""
         self.fill(group)
-        ranks, setting = group.ranks, self.setting
-        if not ranks.active:
+        if not group.ranks.active:
             return
+        loads, level = self.step_loads(group)
+        duration = self.setting.step_cost_s * max(loads) + self.setting.step_overhead_s
+        self.recorder.step(loads, level, group.ranks.step_tokens(), self.t, duration)
+        if self.recorder.with_loads:
+            self.recorder.loads.extend([load for each in self.groups for load in each.ranks.loads])
+        group.ends_s = self.t + duration
+        self.steps += 1
+
+    def step_loads(self, group: Group) -> tuple[list[int] | list[float], float]:
+        """What the step costs each worker that is up, and what it would cost all if they were level.
+
+        In KV tokens of a worker of slowdown 1.
+        """
+        ranks, setting = group.ranks, self.setting
         loads: list[int] | list[float] = ranks.loads
         if setting.request_tokens:
             loads = [load + setting.request_tokens * count for load, count in zip(loads, ranks.counts, strict=True)]
@@ -331,16 +344,11 @@ class Simulation:
         slowdowns = setting.slowdowns[group.first : group.first + len(loads)]
         if slowdowns:
             loads = [load * slowdown for load, slowdown in zip(loads, slowdowns, strict=True)]
-        duration = setting.step_cost_s * max(loads) + setting.step_overhead_s
         alike = not slowdowns and not setting.failures
         level = total / (len(loads) if alike else up_capacity(ranks, slowdowns))
         if setting.failures:
             loads = [load for load, rank in zip(loads, ranks.ranks, strict=True) if rank.up]
-        self.recorder.step(loads, level, ranks.step_tokens(), self.t, duration)
-        if self.recorder.with_loads:
-            self.recorder.loads.extend([load for each in self.groups for load in each.ranks.loads])
-        group.ends_s = self.t + duration
-        self.steps += 1
+        return loads, level
 
     def end_step(self) -> bool:
         """Go on to the end of the step that is over first, or to what comes before it for a group that does nothing.
@@ -409,13 +417,13 @@ class Simulation:
 
     def tell_start(self, group: Group, request: int) -> None:
         tell = self.scheduler.start if self.setting.lock_step else self.scheduler.began
-        group.telling.append(lambda: tell(str(request), self.t))
+        group.telling.append(lambda: tell(self.names[request], self.t))
 
     def tell_finish(self, group: Group, request: int) -> None:
-        group.telling.append(lambda: self.hear_finish(str(request)))
+        group.telling.append(lambda: self.hear_finish(self.names[request]))
 
     def tell_requeue(self, group: Group, request: int) -> None:
-        group.telling.append(lambda: self.scheduler.requeue(str(request), self.t))
+        group.telling.append(lambda: self.scheduler.requeue(self.names[request], self.t))
 
     def hear_finish(self, request_id: str) -> None:
         self.forecast.finished(self.scheduler, self.scheduler.snapshot.requests[request_id], self.t)
@@ -450,7 +458,7 @@ class Simulation:
                 continue
             for request in group.ranks.fail(index - group.first, group.steps):
                 self.recorder.recomputed += 1
-                self.scheduler.requeue(str(request), self.t)
+                self.scheduler.requeue(self.names[request], self.t)
 
 
 def groups_of(setting: Setting, prompt_tokens: list[int], lengths: list[int]) -> tuple[list[Group], list[Group]]:
