@@ -11,7 +11,7 @@ import asyncio
 import math
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -268,6 +268,11 @@ class Recorder:
     def _note_events(self, services: OperatorServices, view: ClusterView, now: float) -> None:
         states = {worker.id: worker.state for worker in view.decoders}
         states |= {prefiller.id: prefiller.state for prefiller in view.prefillers}
+        self._note_states(services, states, now)
+        self._note_drains(services, states.keys(), now)
+        self._note_settings(services, now)
+
+    def _note_states(self, services: OperatorServices, states: dict[str, WorkerState], now: float) -> None:
         for worker_id, state in states.items():
             before = self.states.get(worker_id)
             if before is not None and before[0] is state:
@@ -280,13 +285,16 @@ class Recorder:
         for worker_id in [worker_id for worker_id in self.states if worker_id not in states]:
             del self.states[worker_id]
             self._note(now, "drain", f"{worker_id} has left")
+
+    def _note_drains(self, services: OperatorServices, here: Collection[str], now: float) -> None:
         drained = {worker.id for worker in services.fleet if worker.drained or worker.leaving}
         for worker_id in sorted(drained ^ self._drained):
-            if worker_id in states:
-                self._note(
-                    now, "drain", f"{worker_id} {'is drained' if worker_id in drained else 'takes requests again'}"
-                )
+            if worker_id in here:
+                what = "is drained" if worker_id in drained else "takes requests again"
+                self._note(now, "drain", f"{worker_id} {what}")
         self._drained = drained
+
+    def _note_settings(self, services: OperatorServices, now: float) -> None:
         policy = services.metrics.policy
         if self._policy and policy != self._policy:
             self._note(now, "policy", f"policy {self._policy} → {policy}")
