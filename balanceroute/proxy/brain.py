@@ -75,6 +75,13 @@ class BrainApp(RouterApp):
     folder: RunFolder
     sockets: tuple[Path, ...] = ()
 
+    def superseded(self, epoch: int) -> int | None:
+        """A relay has seen this epoch above ours: the number to go on under, or None and the end, as another leads."""
+        if self.lead.outrank(epoch):
+            return self.lead.epoch
+        self.end()
+        return None
+
 
 @dataclass(frozen=True, slots=True)
 class StandbyCallbacks:
@@ -240,12 +247,6 @@ def create_brain_app(
         def under_way(exchanges: int) -> None:
             services.exchanges = exchanges
 
-        def superseded(epoch: int) -> int | None:
-            if lead.outrank(epoch):
-                return lead.epoch
-            app.end()
-            return None
-
         reports = RelayReports(services.fleet, loop, services.frozen, under_way)
         hub = app.hub = Hub(
             services.ledger,
@@ -253,7 +254,7 @@ def create_brain_app(
             loop,
             lead.epoch,
             relays,
-            superseded,
+            app.superseded,
             lambda: None if services.forecasts is None else services.forecasts.salt,
             None if read.listen.link is None else FarMembers(folder.far),
         )
@@ -272,13 +273,7 @@ def create_brain_app(
         services.metrics.forget_workers_but([worker.id for worker in services.fleet])
         await hub.serve(str(folder.link))
         start(services, dashboard.recorder, hub.settled)
-        coroutines: dict[str, Callable[[], Awaitable[None]]] = {
-            "lead": lambda: _keep(lead, app),
-            "counts": counted.watch,
-            "changes": lambda: kept.watch(services, lambda: app.read),
-        }
-        for name, run in coroutines.items():
-            services.tasks[name] = loop.create_task(supervised(services, name, run), name=name)
+        _watch(app, counted, kept)
         try:
             yield
         finally:
@@ -295,6 +290,18 @@ def create_brain_app(
     set_up(app, config, configured.tls)
     app.read, app.lead, app.folder, app.without_predictor = read, lead, folder, lacking
     return app
+
+
+def _watch(app: BrainApp, counted: LeaderCounts, kept: KeptChanges) -> None:
+    """Start what only a brain watches."""
+    services, loop = app.services, asyncio.get_running_loop()
+    coroutines: dict[str, Callable[[], Awaitable[None]]] = {
+        "lead": lambda: _keep_lead(app),
+        "counts": counted.watch,
+        "changes": lambda: kept.watch(services, lambda: app.read),
+    }
+    for name, run in coroutines.items():
+        services.tasks[name] = loop.create_task(supervised(services, name, run), name=name)
 
 
 def _counts_of_relays(folder: RunFolder, counted: LeaderCounts, hub: Hub, reports: RelayReports) -> list[bytes]:
@@ -371,9 +378,9 @@ async def reload_brain(app: BrainApp, new: Config, perimeter: Perimeter) -> None
         app.services.keep_changes()
 
 
-async def _keep(lead: Lead, app: BrainApp) -> None:
+async def _keep_lead(app: BrainApp) -> None:
     """Keep the lead until it is lost, or a socket of ours is, or until cancelled."""
-    while lead.renew():
+    while app.lead.renew():
         lost = [str(path) for path in app.sockets if is_gone(path)]
         if lost:
             log.warning("nobody finds this brain any more; another one is to lead", extra={"lost": lost})
@@ -381,7 +388,7 @@ async def _keep(lead: Lead, app: BrainApp) -> None:
             break
         await asyncio.sleep(until_tick_s(time.monotonic(), RENEW_S))
     else:
-        log.warning("another brain leads", extra={"epoch": lead.epoch})
+        log.warning("another brain leads", extra={"epoch": app.lead.epoch})
         app.end()
     await asyncio.Event().wait()
 
