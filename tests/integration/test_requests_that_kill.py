@@ -100,7 +100,7 @@ async def before(decoders: dict[str, Evil]) -> AsyncIterator[tuple[RouterApp, ht
 
 
 @pytest.mark.parametrize("n_killers", [2, 5])
-async def test_request_that_killss_that_share_their_first_decoder_reach_one_more_each(n_killers: int) -> None:
+async def test_killers_that_share_their_first_decoder_reach_one_more_each(n_killers: int) -> None:
     """Whoever else is on the second one, and whatever has been explained by then."""
     all_there = asyncio.Event()
 
