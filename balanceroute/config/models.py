@@ -67,34 +67,37 @@ class Listen(Section):
     port: int = Field(8000, ge=0, le=65535, description="TCP port; 0 lets the system choose one.")
     admin: HostAndPort | None = Field(
         None,
-        description="HOST:PORT of a listener of its own for the admin routes; they are 404 on the clients' then. "
-        "Unset: all routes on one listener.",
+        description="HOST:PORT of a second listener, for the admin routes alone; the clients' listener answers "
+        "these with 404 then. Set it to give operators an address that clients cannot reach. Unset: all routes "
+        "on one listener.",
     )
     relays: int = Field(
         0,
         ge=0,
         le=64,
-        description="Processes that hold clients and their streams, beside one that decides and one that watches over "
-        "all of them (docs/relays.md). 0: one process does everything.",
+        description="Processes that hold clients and their streams, beside one that decides and one that "
+        "watches over all of them ([several processes](relays.md)). 0: one process does everything, which is enough "
+        "for 15,000 events per second.",
     )
     standbys: int = Field(
         1,
         ge=0,
         le=8,
-        description="With listen.relays: further brains, which take the lead when the one that decides dies or stands "
-        "still.",
+        description="With listen.relays: further brains (deciding processes), which stand by and take the lead "
+        "when the one that decides dies or stands still.",
     )
     link: HostAndPort | None = Field(
         None,
-        description="With listen.relays: HOST:PORT at which the brain takes relays of other machines, by the "
-        "certificates tls.link_*. Unset: relays of this machine alone.",
+        description="With listen.relays: HOST:PORT at which the brain accepts relays of other machines, over "
+        "TLS (tls.link_*). Unset: relays of this machine alone.",
     )
     brains: tuple[HostAndPort, ...] = Field(
         (),
         strict=False,
         max_length=16,
-        description="With listen.relays: HOST:PORT of every listen.link under which the brain may be; no brain runs on "
-        "this machine then. Several take turns by listen.lease of theirs.",
+        description="With listen.relays, on a machine of relays alone: HOST:PORT of the brain's listen.link; no "
+        "brain runs on this machine then. Name several where brains of several machines take turns by "
+        "listen.lease.",
     )
     lease: LeaseName | None = Field(
         None,
@@ -105,8 +108,9 @@ class Listen(Section):
         15,
         ge=2,
         le=3600,
-        description="How long a Lease that is not renewed keeps others from leading; its holder steps down after two "
-        "thirds of that. The same for all routers.",
+        description="How long after its last renewal a Lease keeps other routers from leading; its holder steps "
+        "down after two thirds of that. Lower: another pod leads sooner after one dies, and the API server gets "
+        "more calls. The same for all routers.",
     )
     service_account: str = Field(
         "/var/run/secrets/kubernetes.io/serviceaccount",
@@ -150,8 +154,8 @@ class Worker(Section):
         None,
         ge=0,
         le=4095,
-        description="Sent as X-data-parallel-rank, for several ranks behind one URL (internal or hybrid load "
-        "balancing; with hybrid the index within the node). Unset with one API server per rank.",
+        description="Sent as the header X-data-parallel-rank, for several ranks behind one URL (internal or "
+        "hybrid load balancing; with hybrid the index within the node). Unset with one API server per rank.",
     )
 
     @property
@@ -179,12 +183,13 @@ class DecodeWorker(Worker):
         1.0,
         gt=0,
         le=100,
-        description="Relative seconds per KV token: 1.3 for a worker that is 1.3 times slower than the others.",
+        description="Time per KV token, relative to the others: 1.3 for a worker that takes 1.3 times as long. "
+        "`balanceroute steps` finds it.",
     )
     barrier_group: WorkerId | None = Field(
         None,
-        description="Name of the data-parallel group whose ranks wait for each other in every step, where there is "
-        "more than one. Unset: decode.shared_barrier says.",
+        description="Name of the data-parallel group whose ranks wait for each other in every step; set it "
+        "where there is more than one such group. Unset: decode.shared_barrier says.",
     )
 
 
@@ -196,31 +201,32 @@ class Prefill(Section):
     )
     policy: PrefillPolicyName = Field(
         "prefix_affinity",
-        description="Which prefiller computes a prompt: prefix_affinity, the one with the least to compute, knowing "
-        "what it still has of earlier prompts; least_tokens, the one with the fewest prompt tokens under way, as "
-        "prefix_affinity does where nothing is shared; round_robin.",
+        description="Which prefiller computes a prompt. prefix_affinity: the one that has least of it left to "
+        "compute, by what it still has of earlier prompts; where nothing is shared it decides as least_tokens. "
+        "least_tokens: the one with the fewest prompt tokens under way; set it where prefillers cache nothing "
+        "and do not report that. round_robin: each in turn.",
     )
     kv_usage_limit: float = Field(
         0.9, gt=0, le=1, description="No new prefill goes to a prefiller whose KV cache is fuller than this."
     )
     poll_interval_s: Seconds = Field(
         1.0,
-        description="How often a prefiller's /metrics is read for its KV usage. One that can't be reached counts as "
-        "full; one that doesn't tell (404, no gauge) gets a few prefills at a time.",
+        description="How often a worker's /metrics is read. A prefiller that can't be reached counts as full; "
+        "one that doesn't tell its KV usage (404, no gauge) gets a few prefills at a time.",
     )
     max_inflight: int | None = Field(
         None,
         ge=1,
         le=65536,
-        description="Most prefills under way at once per prefiller, and no more expected seconds of them than so many "
-        "mean prompts take: a huge prompt counts as several. The rest waits in the router, short prompts first. Unset: "
-        "KV usage alone decides.",
+        description="Most prefills under way at once per prefiller. A huge prompt counts as several: expected "
+        "seconds together are at most those of so many mean prompts. The rest waits in the router, short prompts "
+        "first. Set 2 to 4 where huge prompts delay short ones. Unset: KV usage alone decides.",
     )
     kv_pin_s: Seconds | None = Field(
         None,
-        description="How long a prefiller keeps KV that no decoder has pulled; set it when the engine's own setting "
-        "was changed (VLLM_MOONCAKE_ABORT_REQUEST_TIMEOUT, kv_lease_duration). Unset: the connector's default, 480 "
-        "for mooncake_v1, 30 for nixl; mooncake_layerwise pins none.",
+        description="How long a prefiller keeps KV that no decoder has pulled. Set it when the engine's own "
+        "setting was changed (VLLM_MOONCAKE_ABORT_REQUEST_TIMEOUT, kv_lease_duration). Unset: the connector's "
+        "default, 480 for mooncake_v1, 30 for nixl; mooncake_layerwise pins none.",
     )
 
     @property
@@ -241,27 +247,30 @@ class Decode(Section):
         64,
         ge=1,
         le=65536,
-        description="Decode slots per worker (B): the engine's own --max-num-seqs, per DP rank.",
+        description="Decode slots per worker (B). Must be the engine's own --max-num-seqs, per DP rank: above "
+        "it requests queue in the engine, below it slots stay empty.",
     )
     overlap_requests: Annotated[int, Field(ge=0, le=65536)] | Literal["auto"] = Field(
         "auto",
-        description="Requests that a policy with a pool sends to each worker beyond its slots, and at most as many "
-        "again as it has, so that their KV moves while others run; `auto`: as many as measured transfers need. None "
-        "with mooncake_layerwise, and where others send requests as well; see [tuning](tuning.md).",
+        description="Requests that a policy with a pool sends to each worker beyond its slots, so that their KV "
+        "moves while others run; at most as many as it has slots. `auto`: as many as measured transfers need. 0: "
+        "none; set it where decode workers are short of KV memory. None with mooncake_layerwise, and where "
+        "others send requests as well; see [tuning](tuning.md#transfers-that-take-long).",
     )
     request_tokens: int = Field(
         0,
         ge=0,
         le=10_000_000,
-        description="c: a request of a batch costs as much time as so many KV tokens, beside its own. `balanceroute "
-        "steps` finds it; equal full slots make it the same everywhere.",
+        description="c: a request costs as much step time as so many KV tokens, beside those that it has. "
+        "`balanceroute steps` finds it. It matters where slots are free or differ between workers.",
     )
     shared_barrier: bool = Field(
         True,
-        description="Whether the decode workers without a barrier_group are one data-parallel group, as the ranks of a "
-        "mixture-of-experts model are; false for independent servers, such as the ranks of a dense model. When most of "
-        "a group falls silent at once, its requests are not moved: one frozen rank silences them all. Where no worker "
-        "waits for another, level_fit has no request wait long for a place that suits it.",
+        description="Whether the decode workers without a barrier_group form one data-parallel group, whose "
+        "ranks wait for each other in every step, as those of a mixture-of-experts model do. Then no request is "
+        "moved when most of the group falls silent at once, since one frozen rank silences them all. Set false "
+        "for independent servers, such as the ranks of a dense model; level_fit then lets no request wait long "
+        "for a place that suits it.",
     )
 
     def slots_of(self, worker: DecodeWorker) -> int:
@@ -333,9 +342,9 @@ class Predictor(Section):
 
     kind: PredictorName = Field(
         "survival",
-        description="survival: history of output lengths; exact_match: history per prompt; learned: gradient-boosted "
-        "trees (extra `learned`; needs predictor.model or predictor.history); none: br_h assumes that nothing "
-        "finishes within the horizon.",
+        description="What br_h knows of the lengths of answers. survival: history of output lengths; "
+        "exact_match: history per prompt; learned: gradient-boosted trees (extra `learned`; needs "
+        "predictor.model or predictor.history); none: br_h assumes that nothing finishes within the horizon.",
     )
     options: Options = Field(
         default_factory=dict,
@@ -367,13 +376,14 @@ class Predictor(Section):
         0,
         ge=0,
         le=64,
-        description="exact_match: where the key is unknown, look at requests of like prompt size, in so many buckets. "
-        "0: at all requests.",
+        description="exact_match: where the key is unknown, use the history of requests of similar prompt size, "
+        "in so many buckets. 0: the history of all requests.",
     )
     key_header: HeaderName | None = Field(
         None,
-        description="Request header that names the kind of request, as the key of exact_match and learned. Unset, or "
-        "absent from a request: a salted hash of the prompt.",
+        description="Request header that names the kind of request, as the key of exact_match and learned; set "
+        "it if clients can name kinds of similar length. Unset, or absent from a request: a salted hash of the "
+        "prompt.",
     )
 
     @property
@@ -394,13 +404,16 @@ class Pool(Section):
         512,
         ge=1,
         le=1_000_000,
-        description="Most prefilled requests waiting; no new prefill starts above it. With `mooncake_layerwise`, which "
-        "decodes first, those that wait for a decode worker: above it 429.",
+        description="Most prefilled requests that wait for a decode slot; while there are so many no new "
+        "prefill starts. Higher: more to choose from, and more KV pinned on prefillers; lower it if these run "
+        "out of KV. With `mooncake_layerwise`, which decodes first: most that wait for a decode worker; above it "
+        "429.",
     )
     ttl_s: Seconds | None = Field(
         None,
-        description="Longest wait in the pool; must be less than prefill.kv_pin_s, when the prefiller drops the KV. "
-        "Unset: half of it for mooncake_v1 (240), two thirds for nixl (20), 240 for mooncake_layerwise.",
+        description="Longest wait in the pool; then 503. Must be less than prefill.kv_pin_s, when the prefiller "
+        "drops the KV. Unset: half of that for mooncake_v1 (240), two thirds for nixl (20), 240 for "
+        "mooncake_layerwise.",
     )
 
 
@@ -411,11 +424,13 @@ class Queue(Section):
         2048,
         ge=0,
         le=1_000_000,
-        description="Most requests waiting for a prefiller; above it clients get 429.",
+        description="Most requests waiting for a prefiller; above it clients get 429. Raise it if bursts get "
+        "429 that clients would rather wait out.",
     )
     deadline_s: Seconds = Field(
         120.0,
-        description="Longest wait for a prefiller, and for the first token while workers answer 429 or 503; then 503.",
+        description="Longest wait for a prefiller, and for the first token while workers answer 429 or 503; "
+        "then 503. Raise it if clients have longer timeouts and would rather wait.",
     )
     no_worker_grace_s: SecondsOrZero = Field(
         5.0,
@@ -429,7 +444,8 @@ class FirstByte(Section):
 
     prefill: Seconds = Field(
         300.0,
-        description="Until a prefiller answers: queueing there plus the whole prefill of the longest prompt.",
+        description="Until a prefiller answers: queueing there plus the whole prefill of the longest prompt. "
+        "Raise it if long prompts get 504.",
     )
     decode: Seconds = Field(120.0, description="Until a decoder's first event: KV transfer plus one step.")
 
@@ -476,15 +492,16 @@ class Limits(Section):
         2**30,
         ge=2**20,
         le=2**40,
-        description="Bytes of all request bodies together that have not come whole; above it 503. Of all relays on a "
-        "machine.",
+        description="Most bytes of request bodies that are still arriving, all together; above it 503. Of all "
+        "relays on a machine.",
     )
     max_held_bytes: int = Field(
         2 * 2**30,
         ge=2**20,
         le=2**40,
-        description="Bytes of all request bodies together that are coming or being served; above it 503 for those that "
-        "come. Serving one takes up to three times its bytes. One client may have half. Of all relays on a machine.",
+        description="Most bytes of request bodies that are arriving or being served, all together; above it "
+        "those that arrive get 503. Serving one takes up to three times its bytes of memory. One client may have "
+        "half. Of all relays on a machine.",
     )
     max_choices: int = Field(
         128,
@@ -514,7 +531,11 @@ class Limits(Section):
         default_factory=lambda: FirstByte.model_validate({}),
         description="Longest time until a worker's first byte.",
     )
-    idle_timeout_s: Seconds = Field(60.0, description="Longest gap between two events of a decode stream.")
+    idle_timeout_s: Seconds = Field(
+        60.0,
+        description="Longest gap between two events of a decode stream; then its worker counts as lost for it. "
+        "Set it above the longest pause where the engine pauses requests (DyntraLB).",
+    )
     client_header_timeout_s: Seconds = Field(
         30.0,
         description="Longest time a client may take to send its request, from the first byte of the headers to the "
@@ -524,8 +545,8 @@ class Limits(Section):
         512,
         ge=1,
         le=2**30,
-        description="Slowest that a client may send a body that takes longer than client_header_timeout_s, and read "
-        "an answer that waits for it.",
+        description="Slowest rate at which a client may send a body that takes longer than "
+        "client_header_timeout_s, and read an answer that waits for it.",
     )
     client_keep_alive_s: Seconds = Field(
         75.0,
@@ -552,8 +573,9 @@ class Retry(Section):
         3,
         ge=1,
         le=100,
-        description="Failed tries per request and tier; each on another worker if any. A 429 or 503 is none: the "
-        "request waits for a worker, for its first token at most queue.deadline_s.",
+        description="Most failed tries of a request per tier (prefill, decode), each on another worker if there "
+        "is one. A 429 or 503 of a worker is no failed try: the request waits for a worker, for its first token "
+        "at most queue.deadline_s.",
     )
     base_delay_s: SecondsOrZero = Field(
         0.05, description="Upper end of the random delay before the second try; doubles from try to try."
@@ -566,8 +588,8 @@ class Retry(Section):
     )
     resume_after_silence_s: SecondsOrZero = Field(
         5.0,
-        description="How long a stream stays on a decoder that was judged down because it is silent, and not because "
-        "the connection broke: it may only have paused. Requests without a token leave it at once.",
+        description="How long a stream stays on a decoder that was judged down only because it is silent: it "
+        "may just have paused. Where the connection broke, or no token has come yet, the request leaves at once.",
     )
 
 
@@ -579,7 +601,7 @@ class Health(Section):
     failure_threshold: int = Field(
         3, ge=1, le=1000, description="Failures in a row (of requests or checks) that take a worker out."
     )
-    open_for_s: Seconds = Field(10.0, description="A worker taken out gets one trial request after this.")
+    open_for_s: Seconds = Field(10.0, description="A worker that was taken out gets one trial request after this.")
     stall_after_s: Seconds = Field(
         30.0,
         description="A decoder with running requests and no token for this long counts as down, whatever its /health "
@@ -587,13 +609,13 @@ class Health(Section):
     )
     silence_window_s: Seconds = Field(
         5.0,
-        description="Workers that fall silent within this time of each other did so together: if they are most of a "
-        "barrier_group, or of all workers, nothing is moved, and /ready names them.",
+        description="Workers that fall silent within this time of each other did so together. If they are most "
+        "of a barrier_group, or of all workers, no request is moved, and /ready names them.",
     )
     group_wait_s: SecondsOrZero = Field(
         60.0,
-        description="How long requests wait for a group that fell silent together, beyond limits.idle_timeout_s and "
-        "limits.first_byte_timeout_s.",
+        description="How long requests wait for a group that fell silent together, beyond limits.idle_timeout_s "
+        "and limits.first_byte_timeout_s.",
     )
 
 
@@ -612,9 +634,10 @@ class Lifecycle(Section):
     pins_file: str | None = Field(
         None,
         min_length=1,
-        description="File of the KV that prefillers keep for requests under way; after a kill the next start has it "
-        "drained. One router's own, best in memory: /run/balanceroute/pins. Unset: prefill.kv_pin_s frees it. With "
-        "listen.relays each has its own in listen.run_folder, whatever is set here.",
+        description="File with a record of the KV that prefillers keep for requests under way: after a kill the "
+        "next start has it drained. Set it, one file per router, best in memory: /run/balanceroute/pins. Unset: "
+        "prefill.kv_pin_s frees that KV. With listen.relays each has its own record in listen.run_folder, "
+        "whatever is set here.",
     )
 
 
@@ -623,8 +646,9 @@ class Auth(Section):
 
     worker_api_key: Secret | None = Field(
         None,
-        description="Sent to workers as Authorization: Bearer, in place of the client's own. Unset: OPENAI_API_KEY of "
-        "the environment; without that the client's Authorization as it came, or none with auth.client_keys.",
+        description="Sent to workers as Authorization: Bearer, in place of the client's own. Unset: "
+        "OPENAI_API_KEY of the environment; without that the client's Authorization as it came, or none with "
+        "auth.client_keys.",
     )
     client_keys: str | None = Field(
         None,
@@ -702,7 +726,10 @@ class MetricsPage(Section):
 class Log(Section):
     """What is logged, to standard error."""
 
-    level: Level = Field("info", description="Least level shown; debug tells every routing decision.")
+    level: Level = Field(
+        "info",
+        description="Lowest level of lines that are shown, on standard error; debug tells every routing decision.",
+    )
     format: Literal["auto", "json", "plain"] = Field(
         "auto",
         description="One JSON object per line, or plain text; auto is plain on a terminal and json elsewhere.",
@@ -715,8 +742,10 @@ class Config(Section):
     listen: Listen = Listen.model_validate({})
     connector: Connector = Field(
         "mooncake_v1",
-        description="How KV gets from prefiller to decoder: vllm-ascend's MooncakeConnectorV1 (decoder pulls), vLLM's "
-        "NixlConnector (decoder pulls under a short lease), or MooncakeLayerwiseConnector (decoder first).",
+        description="How KV gets from prefiller to decoder; the engines' own connector. mooncake_v1: "
+        "MooncakeConnectorV1 of vllm-ascend, the decoder pulls. nixl: NixlConnector of vLLM, the decoder pulls "
+        "under a short lease. mooncake_layerwise: MooncakeLayerwiseConnector of vllm-ascend, the decoder comes "
+        "first and asks for the prefill.",
     )
     prefill: Prefill
     decode: Decode

@@ -52,81 +52,95 @@ class PolicySettings:
 
     policy: str = _knob(
         "level_fit",
-        "br_0 and br_h are the paper's; level_fit and target_fit go beyond it; the others are baselines. "
-        "One of your own is module:Class, or what a package offers in the entry point group balanceroute.policies.",
+        "Which waiting request goes to which decode worker, and when. level_fit and target_fit go beyond the "
+        "paper; br_0 and br_h are the paper's; the others are baselines ([which policy](policies.md)). One of your "
+        "own is module:Class, or what a package offers in the entry point group balanceroute.policies.",
     )
     horizon_steps: int = _knob(
-        80, "H, the lookahead of br_h in decode steps; 0 looks at the current step only.", least=0, most=4096
+        80, "H: how many decode steps br_h looks ahead; 0 looks at the current step only.", least=0, most=4096
     )
-    alpha: float = _knob(1.0, "Reward per token of admitted load.", least=0, most=1_000_000, above_least=True)
+    alpha: float = _knob(
+        1.0,
+        "Reward per token of admitted load (br_0, br_h). Only its ratio to beta matters.",
+        least=0,
+        most=1_000_000,
+        above_least=True,
+    )
     beta: float | None = _knob(
         None,
-        f"Penalty per token above the margin. Unset: the policy's own, {BR_H_BETA:g} for br_h and the number of decode "
-        "workers for br_0.",
+        f"Penalty per token above the margin (br_0, br_h). Unset: the policy's own, {BR_H_BETA:g} for br_h and the "
+        "number of decode workers for br_0.",
         least=0,
         most=1_000_000,
     )
     gamma: float = _knob(0.86, "Discount per step of the horizon (br_h).", least=0, most=1, above_least=True)
     s_greedy: int = _knob(
         4,
-        "Stage 1 places single requests while more slots than this are free, stage 2 picks subsets below. "
-        "0 balances best and lets large prompts wait for minutes.",
+        "br_0, br_h: stage 1 places single requests while more slots than this are free, stage 2 picks subsets "
+        "below. Raise it if large prompts wait too long; 0 balances best and lets them wait for minutes.",
         least=0,
         most=65_536,
     )
-    r_max: int = _knob(8, "Candidates that stage 2 looks at (the paper: 4).", least=1, most=64)
+    r_max: int = _knob(
+        8,
+        "Candidates that stage 2 of br_0 and br_h looks at (the paper: 4). Lower it if decisions take too long.",
+        least=1,
+        most=64,
+    )
     candidate_order: CandidateOrder = _choice(
         "fifo",
-        "Order in which stage 2 takes its candidates: by arrival or by prompt size. Both size orders starve.",
+        "Order in which stage 2 takes its candidates: by arrival or by prompt size. By size, in either order, some "
+        "requests wait without end.",
         CandidateOrder,
     )
     slack_placement: SlackPlacement = _choice(
         "load",
-        "Where requests go when everything waiting fits: to the lightest worker, or to the one with most free slots as "
-        "the paper prints it (imbalance 2 to 3 times that of least_kv at low load).",
+        "br_0, br_h: where requests go when everything waiting fits. load: to the lightest worker; free_slots: to "
+        "the one with most free slots, as the paper prints it (imbalance 2 to 3 times that of least_kv at low "
+        "load).",
         SlackPlacement,
     )
     guard: Guard = _choice(
         "pool",
-        "When no subset has a positive score, admit the single best request of the whole pool, or of the candidates "
-        "only (as printed).",
+        "br_0, br_h: when no subset has a positive score, admit the single best request of the whole pool (pool), "
+        "or of the candidates only (head, as the paper prints it).",
         Guard,
     )
     max_wait_s: float = _knob(
         60.0,
-        "Pool wait after which a request goes before all younger ones of its priority; up to 6 times that for prompts "
-        "far above the mean, and never more than three quarters of pool.ttl_s. With level_fit a request goes first "
-        "after a fifteenth of it (where answers are short, after three times what the mean one takes), or "
-        "after six mean waits where that is more, and up to 1.7 times that where it costs far more than the mean; a "
-        "large prompt after up to 1.7 times it while a pool is full that is small for its workers, and the rare one "
-        "that holds 50 usual requests or more after up to 3 times it.",
+        "Wait in the pool after which a request goes before all younger ones of its priority. Lower it if large "
+        "prompts wait too long: that is fairer and balances less. Prompts far above the mean may wait up to 6 "
+        "times as long, and none longer than three quarters of pool.ttl_s. level_fit derives shorter limits from "
+        "it ([tuning](tuning.md#how-long-level_fit-lets-a-request-wait)). Unset: 60, or half of pool.ttl_s where "
+        "that is less. .inf: nobody goes first for having waited, until pool.ttl_s.",
         least=0,
         most=DAY_S,
         endless=True,
     )
     hold_s: float = _knob(
         0.5,
-        "How long level_fit and target_fit may hold a request back in slack when it would raise the envelope, "
-        "level_fit where half of all slots are in use; never for longer than a tenth of the mean answer's time, "
-        "nor while the pool is full. 0 = never, .inf = that tenth, once it is known.",
+        "How long level_fit and target_fit may hold a request back beside a free slot when it would raise the "
+        "largest load; level_fit only where half of all slots are in use. Never longer than a tenth of the mean "
+        "answer's time, nor while the pool is full. 0: never; set it if the first token is late although slots are "
+        "free. .inf: that tenth, once it is known.",
         least=0,
         most=DAY_S,
         endless=True,
     )
     pool_bypass: bool = _knob(
         False,
-        "Forward to a decoder as soon as the prefill is done, without a pool (br_0 only): an earlier KV transfer for "
-        "less choice.",
+        "br_0 only: send a request to a decode worker as soon as its prefill is done, without a pool. The KV moves "
+        "earlier, and there is less choice.",
     )
     bypass_margin: int = _knob(
         4, "With pool_bypass, requests in flight per worker beyond its decode slots.", least=0, most=4096
     )
     horizon_auto: bool = _knob(
         False,
-        "Whether br_h looks ahead a sixth of the mean answer's length, and horizon_steps at most: short answers want a "
-        "short look.",
+        "Whether br_h looks ahead a sixth of the mean answer's length only, and at most horizon_steps: better "
+        "where answers are short.",
     )
-    seed: int = _knob(0, "Seed of the policies that draw at random or break ties so.", least=0, most=2**63 - 1)
+    seed: int = _knob(0, "Seed of the policies that draw at random, or break ties at random.", least=0, most=2**63 - 1)
     options: tuple[tuple[str, Option], ...] = ()
     """Names and values that the class of a policy of one's own is called with; none for the others."""
 
