@@ -19,7 +19,7 @@ Member = TypeVar("Member", bound=StrEnum)
 
 def emulate(
     prefill: Annotated[int, typer.Option(min=1, max=DECODE_PORT_OFFSET, help="Prefillers.")] = 2,
-    decode: Annotated[int, typer.Option(min=1, help="Decode ranks; they all share one step barrier.")] = 8,
+    decode: Annotated[int, typer.Option(min=1, help="Decode ranks; they wait for each other after every step.")] = 8,
     base_port: Annotated[
         int, typer.Option(min=1, max=65_000, help="First prefiller's port; decode ranks start 100 above.")
     ] = 9000,
@@ -27,34 +27,45 @@ def emulate(
     write_config: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Write a configuration that `serve` takes as it is.")
     ] = None,
-    listen_port: Annotated[int, typer.Option(min=0, help="Proxy port in that configuration.")] = 8000,
+    listen_port: Annotated[int, typer.Option(min=0, help="The router's port in that configuration.")] = 8000,
     time_scale: Annotated[float, typer.Option(help="Real seconds per modelled second; 0.1 runs fast.")] = 1.0,
     connector: Annotated[
         str, typer.Option(help="How KV travels: mooncake_v1, nixl or mooncake_layerwise.")
     ] = "mooncake_v1",
-    step_cost: Annotated[float, typer.Option(help="a: seconds of a step per resident KV token.")] = 1.2e-7,
-    step_overhead: Annotated[float, typer.Option(help="b: seconds of a step besides.")] = 0.025,
+    step_cost: Annotated[float, typer.Option(help="a: seconds of a step per KV token of the fullest rank.")] = 1.2e-7,
+    step_overhead: Annotated[float, typer.Option(help="b: seconds of a step whatever the load.")] = 0.025,
     kv_blocks: Annotated[int, typer.Option(min=1, help="KV blocks of a decode rank.")] = 4096,
     prefill_kv_blocks: Annotated[int, typer.Option(min=1, help="KV blocks of a prefiller.")] = 8192,
     block_size: Annotated[int, typer.Option(min=1, help="Tokens per KV block.")] = 128,
     prefill_rate: Annotated[float, typer.Option(help="Prompt tokens per second of a prefiller.")] = 50_000.0,
     transfer: Annotated[float, typer.Option(min=0, help="Seconds of a KV transfer, whatever its size.")] = 0.005,
     transfer_per_token: Annotated[
-        float, typer.Option(min=0, help="Seconds of a KV transfer per token besides.")
+        float, typer.Option(min=0, help="Seconds that a KV transfer takes longer per token.")
     ] = 1e-6,
     transfers_beside_full: Annotated[
         bool, typer.Option(help="Whether decode ranks begin transfers while all slots are in use; vLLM does not.")
     ] = False,
-    lease: Annotated[float | None, typer.Option(help="Seconds that unpulled KV stays pinned.")] = None,
+    lease: Annotated[
+        float | None,
+        typer.Option(help="Seconds for which a prefiller keeps KV that nobody pulls; the connector's own unless set."),
+    ] = None,
     preemption: Annotated[
-        str, typer.Option(help="Out of KV blocks: pop_last (recompute scheduler) or recompute_locally.")
+        str,
+        typer.Option(
+            help="What a decode rank out of KV blocks does with its last request: pop_last gives it back to the "
+            "router, as vllm-ascend's recompute scheduler does; recompute_locally computes it again."
+        ),
     ] = "pop_last",
     output_lengths: Annotated[
         str,
-        typer.Option(help="max_tokens, fixed:N, uniform:LOW,HIGH, geometric:MEAN or lognormal:MEDIAN,SIGMA."),
+        typer.Option(
+            help="Length of answers: max_tokens, fixed:N, uniform:LOW,HIGH, geometric:MEAN, lognormal:MEDIAN,SIGMA."
+        ),
     ] = "max_tokens",
     stream_interval: Annotated[int, typer.Option(min=1, help="Tokens per stream chunk.")] = 1,
-    prefix_caching: Annotated[bool, typer.Option(help="Whether prefillers skip what they have of a prompt.")] = False,
+    prefix_caching: Annotated[
+        bool, typer.Option(help="Whether prefillers cache prompts and skip what they have of one.")
+    ] = False,
     prompt_tokens_details: Annotated[
         bool, typer.Option(help="Whether a prefiller's answers say how many tokens of the prompt it had.")
     ] = False,

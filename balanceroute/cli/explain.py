@@ -88,7 +88,14 @@ def show_explanation(result: "Explanation") -> None:
     print_table(f"policy {result.policy}, {len(result.workers)} workers")
     workers = Table("worker", "state", title="Before the decision (tokens)", title_justify="left")
     ahead = any(worker.ahead for worker in result.workers)
-    for name in ("load", "margin now", "least ahead", "active", "free slots", *(["places ahead"] if ahead else [])):
+    for name in (
+        "load",
+        "margin now",
+        "least margin ahead",
+        "active",
+        "free slots",
+        *(["may send ahead"] if ahead else []),
+    ):
         workers.add_column(name, justify="right")
     for worker in result.workers:
         cells = [worker.load_tokens, worker.margin, worker.least_margin, worker.active, worker.free_slots]
@@ -119,7 +126,10 @@ def show_explanation(result: "Explanation") -> None:
     admitted = f"{len(result.admissions)} admitted"
     if result.sent_ahead:
         admitted += f", {result.sent_ahead} of them ahead of a slot"
-    print_table(f"{admitted}, {result.left_waiting} left waiting: {result.reason}")
+    if result.admissions or result.left_waiting:
+        print_table(f"{admitted}, {result.left_waiting} left waiting: {result.reason}")
+    else:
+        print_table("No request waits, so there is nothing to decide.")
 
 
 STAGES = {0: "overdue", 1: "abundant", 2: "scarce", 3: "at once"}

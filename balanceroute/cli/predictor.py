@@ -24,7 +24,10 @@ HorizonOption = Annotated[
 ]
 JsonFlag = Annotated[bool, typer.Option("--json", help="Print the result as JSON.")]
 BucketsOption = Annotated[
-    int, typer.Option(min=0, help="exact_match: on a miss look at prompts of like size, in this many quantiles.")
+    int,
+    typer.Option(
+        min=0, help="exact_match: where the key is unknown, use prompts of similar size, in so many quantiles."
+    ),
 ]
 
 

@@ -32,16 +32,22 @@ PREDICTOR_HELP = (
     "none, oracle, survival, exact_match, learned, or module:Class of your own. [default: survival for br_h, else none]"
 )
 COST_AWARE_HELP = "Whether the router knows --slowdowns and --request-tokens."
-REQUEST_TOKENS_HELP = "KV tokens that every request of the fullest worker costs like, beside its own (c)."
+REQUEST_TOKENS_HELP = "c: a request costs as much step time as so many KV tokens, beside those that it has."
+SLOWDOWNS_HELP = "Time per token of each worker, relative to the others: 1,1,1,1.3"
+FAIL_HELP = "A worker that is lost: WORKER@START[-END], its number (from 0) and seconds; repeatable."
+KV_CAPACITY_HELP = "KV tokens that fit into a worker; beyond that requests are recomputed. Without it all fit."
 
 ENGINE_BALANCER_HELP = (
-    "Threshold, in KV blocks, of a balancer inside the engine that pauses requests (vllm-ascend's DyntraLB has 5)."
+    "Simulate a balancer inside the engine that pauses requests, with this threshold in KV blocks (vllm-ascend's "
+    "DyntraLB has 5)."
 )
 BARRIER_GROUPS_HELP = (
-    "Groups of workers that end their steps together, each on its own clock; as many as workers: each alone."
+    "How many groups the workers form: those of one group wait for each other after every step. As many as workers: "
+    "none waits for another."
 )
 DRAFT_TOKENS_HELP = (
-    "Tokens that speculative decoding guesses per request and step: a step yields one and those that hold."
+    "Speculative decoding: tokens that are guessed per request and step. A step yields one token and the guesses that "
+    "are right."
 )
 PREFIX_CACHE_HELP = (
     "Tokens that the prefix cache of one prefiller holds. The trace must say which prompts begin alike: "
@@ -72,9 +78,9 @@ def replay(
     param: Annotated[list[str] | None, typer.Option(help="A knob of the policy: name=value; repeatable.")] = None,
     workers: Annotated[int, typer.Option(help=WORKERS_HELP)] = 8,
     slots: Annotated[int, typer.Option(help="Slots per worker (B).")] = 64,
-    pool: Annotated[int, typer.Option(help="Requests that may wait (W).")] = 128,
-    step_cost: Annotated[float, typer.Option(help="Seconds per KV token of the fullest worker (a).")] = 1.2e-7,
-    step_overhead: Annotated[float, typer.Option(help="Seconds per step whatever the load (b).")] = 0.025,
+    pool: Annotated[int, typer.Option(help="Most prefilled requests that wait for a slot (W).")] = 128,
+    step_cost: Annotated[float, typer.Option(help="a: seconds of a step per KV token of the fullest worker.")] = 1.2e-7,
+    step_overhead: Annotated[float, typer.Option(help="b: seconds of a step whatever the load.")] = 0.025,
     seed: Annotated[int, typer.Option(min=0, help="Seed of random policies and of a generated trace.")] = 0,
     load: Annotated[float | None, typer.Option(help=LOAD_HELP)] = None,
     max_requests: Annotated[int | None, typer.Option(min=1, help="Replay only the first N requests.")] = None,
@@ -87,17 +93,19 @@ def replay(
     transfer_steps: Annotated[int, typer.Option(min=0, help="Steps that a KV transfer takes.")] = 0,
     transfers_beside_full: Annotated[bool, typer.Option(help=BESIDE_FULL_HELP)] = False,
     overlap_requests: Annotated[str | None, typer.Option(help=OVERLAP_HELP)] = None,
-    telemetry_lag: Annotated[int, typer.Option(min=0, help="Steps by which the router hears late.")] = 0,
-    kv_capacity: Annotated[int | None, typer.Option(help="KV tokens that fit a worker; beyond: recompute.")] = None,
+    telemetry_lag: Annotated[
+        int, typer.Option(min=0, help="By how many steps the router hears of tokens and ends late.")
+    ] = 0,
+    kv_capacity: Annotated[int | None, typer.Option(help=KV_CAPACITY_HELP)] = None,
     request_tokens: Annotated[int, typer.Option(min=0, help=REQUEST_TOKENS_HELP)] = 0,
-    slowdowns: Annotated[str | None, typer.Option(help="Seconds per token by worker, relative: 1,1,1,1.3")] = None,
+    slowdowns: Annotated[str | None, typer.Option(help=SLOWDOWNS_HELP)] = None,
     cost_aware: Annotated[bool, typer.Option(help=COST_AWARE_HELP)] = True,
-    fail: Annotated[list[str] | None, typer.Option(help="WORKER@START[-END] in seconds; repeatable.")] = None,
+    fail: Annotated[list[str] | None, typer.Option(help=FAIL_HELP)] = None,
     engine_balancer: Annotated[float | None, typer.Option(help=ENGINE_BALANCER_HELP)] = None,
     barrier_groups: Annotated[int, typer.Option(help=BARRIER_GROUPS_HELP)] = 1,
     draft_tokens: Annotated[int, typer.Option(min=0, help=DRAFT_TOKENS_HELP)] = 0,
     draft_acceptance: Annotated[
-        float, typer.Option(help="How likely each of them holds where the one before did.")
+        float, typer.Option(help="How likely a guess is right where the one before it was.")
     ] = 0.7,
     series: Annotated[Path | None, typer.Option(help="Write loads by step and worker to this CSV (.gz).")] = None,
     compare: Annotated[bool, typer.Option("--compare", help=COMPARE_HELP)] = False,

@@ -8,45 +8,78 @@ import typer
 
 def serve(
     config_file: Annotated[
-        Path | None, typer.Option("--config", metavar="FILE", help="The YAML; flags given here go above it.")
+        Path | None, typer.Option("--config", metavar="FILE", help="The YAML; flags override what it says.")
     ] = None,
     assignments: Annotated[
         list[str] | None,
-        typer.Option("--set", metavar="KEY=VALUE", help="Override one setting, such as pool.max_entries=64."),
+        typer.Option(
+            "--set", metavar="KEY=VALUE", help="Override one setting, such as pool.max_entries=64; repeatable."
+        ),
     ] = None,
-    policy: Annotated[str | None, typer.Option(help="routing.policy.")] = None,
-    host: Annotated[str | None, typer.Option(help="listen.host; 0.0.0.0 to be reached from other machines.")] = None,
-    port: Annotated[int | None, typer.Option(help="listen.port; 0 lets the system choose.")] = None,
+    policy: Annotated[
+        str | None,
+        typer.Option(help="routing.policy: which request goes to which decode worker; level_fit unless set."),
+    ] = None,
+    host: Annotated[
+        str | None,
+        typer.Option(help="listen.host: 127.0.0.1 unless set; 0.0.0.0 to be reached from other machines."),
+    ] = None,
+    port: Annotated[int | None, typer.Option(help="listen.port: 8000 unless set; 0 lets the system choose.")] = None,
     prefiller_hosts: Annotated[list[str] | None, typer.Option(help="Host of each prefiller.")] = None,
-    prefiller_ports: Annotated[list[int] | None, typer.Option(help="Port of each prefiller.")] = None,
-    decoder_hosts: Annotated[list[str] | None, typer.Option(help="Host of each decode worker.")] = None,
-    decoder_ports: Annotated[list[int] | None, typer.Option(help="Port of each decode worker.")] = None,
-    connector: Annotated[str | None, typer.Option(help="mooncake_v1, nixl or mooncake_layerwise.")] = None,
-    max_num_seqs: Annotated[int | None, typer.Option(help="decode.max_num_seqs.")] = None,
-    max_retries: Annotated[int | None, typer.Option(help="Tries per request and tier.")] = None,
-    retry_delay: Annotated[float | None, typer.Option(help="Base of the backoff, seconds.")] = None,
-    max_waiting_retries: Annotated[int | None, typer.Option(help="Readiness checks of an added worker.")] = None,
-    waiting_retry_interval: Annotated[float | None, typer.Option(help="Seconds between those.")] = None,
+    prefiller_ports: Annotated[
+        list[int] | None, typer.Option(help="Port of each prefiller, in the order of the hosts; 8001 if left out.")
+    ] = None,
+    decoder_hosts: Annotated[list[str] | None, typer.Option(help="Host of each decode worker (DP rank).")] = None,
+    decoder_ports: Annotated[
+        list[int] | None, typer.Option(help="Port of each decode worker, in the order of the hosts; 8002 if left out.")
+    ] = None,
+    connector: Annotated[
+        str | None,
+        typer.Option(help="The engines' KV connector: mooncake_v1 (unless set), nixl or mooncake_layerwise."),
+    ] = None,
+    max_num_seqs: Annotated[
+        int | None,
+        typer.Option(help="decode.max_num_seqs: the engines' own --max-num-seqs, per DP rank; 64 unless set."),
+    ] = None,
+    max_retries: Annotated[
+        int | None, typer.Option(help="retry.max_attempts: most failed tries of a request per tier; 3 unless set.")
+    ] = None,
+    retry_delay: Annotated[
+        float | None,
+        typer.Option(help="retry.base_delay_s: longest delay before the second try, doubled from try to try."),
+    ] = None,
+    max_waiting_retries: Annotated[
+        int | None,
+        typer.Option(
+            help="lifecycle.join_attempts: how often a worker added at run time is asked whether it is ready."
+        ),
+    ] = None,
+    waiting_retry_interval: Annotated[
+        float | None, typer.Option(help="lifecycle.join_interval_s: seconds from one of these to the next.")
+    ] = None,
     relays: Annotated[
         int | None, typer.Option(help="listen.relays: processes for clients and streams; 0 is one process for all.")
     ] = None,
-    workers: Annotated[int | None, typer.Option(help="The same, as the example proxy calls it; 1 is 0 relays.")] = None,
+    workers: Annotated[
+        int | None, typer.Option(help="The example proxy's name for --relays; 1 is one process for all.")
+    ] = None,
     journal: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Write every decision, for `explain --journal`.")
+        Path | None, typer.Option(metavar="FILE", help="Write every decision to FILE, for `explain --journal FILE`.")
     ] = None,
     take_over: Annotated[
         bool,
         typer.Option(
             "--take-over",
-            help="With relays: take over from the router that runs on this port or run folder, if one does; no request "
-            "fails.",
+            help="With relays: take over from the router that runs on this port or in this run folder, if one does, "
+            "without a failed request.",
         ),
     ] = False,
     log_level: Annotated[str | None, typer.Option(help="debug, info, warning, error or critical.")] = None,
 ) -> None:
-    """Route OpenAI requests over prefillers and decode workers, until SIGTERM.
+    """Run the router: requests over prefillers and decode workers, until SIGTERM.
 
-    The example proxy's flags work as they are, with several values after one flag.
+    SIGTERM and Ctrl-C let running requests finish; SIGHUP reads the configuration again. The log goes to standard
+    error. The flags of vllm-ascend's example proxy work as they are, with several values after one flag.
 
     Example: balanceroute serve --config configs/4p1d.yaml --policy br_h
     """

@@ -52,7 +52,9 @@ def convert(
     source: Annotated[Path, typer.Argument(help="Original file, possibly .gz or .xz; - is standard input.")],
     out: OutFile,
     format: Annotated[str, typer.Option(help="auto, azure, mooncake, burstgpt, router or vllm.")] = "auto",
-    jitter: Annotated[float, typer.Option(min=0, help="Seconds; spreads stamps that sit on steps.")] = 0.0,
+    jitter: Annotated[
+        float, typer.Option(min=0, help="Spread arrivals at random over so many seconds, where stamps are rounded.")
+    ] = 0.0,
     seed: Annotated[int, typer.Option(min=0, help="Seed of the jitter.")] = 0,
     json: JsonFlag = False,
 ) -> None:

@@ -339,6 +339,7 @@ def _nearest(loc: tuple[str | int, ...]) -> str:
         model = None if parent is None else nested_model(parent)[0]
     keys = [] if model is None else list(model.model_fields)
     close = difflib.get_close_matches(str(loc[-1]), keys, n=1, cutoff=0.6)
+    close = close or [key for key in keys if key.startswith(f"{loc[-1]}_")][:1]
     elsewhere = [] if close else [path for path in _all_paths(Config) if path.endswith(f".{loc[-1]}")]
     prefix = _dotted(loc[:-1]) + "." if len(loc) > 1 else ""
     hint = [prefix + key for key in close] or elsewhere[:1]

@@ -207,6 +207,15 @@ def test_a_place_ahead_of_a_slot_is_named_in_the_tables(
     assert "sent ahead" in shown and "2 admitted, 1 of them ahead of a slot, 1 left waiting" in shown
 
 
+def test_a_state_in_which_nothing_waits_says_that_there_is_nothing_to_decide(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    file = tmp_path / "state.json"
+    file.write_text(json.dumps(changed(SCARCE, waiting=[])))
+    assert run(monkeypatch, str(file)) == 0
+    assert capsys.readouterr().out.endswith("No request waits, so there is nothing to decide.\n")
+
+
 def test_a_request_that_waited_too_long_goes_first_even_in_a_hand_made_file() -> None:
     state = copy.deepcopy(SCARCE)
     state["waiting"][0]["wait_s"] = 1000.0

@@ -109,6 +109,7 @@ WRONG = [
     ("routing: {horizon_step: 80}", "routing.horizon_step: unknown key; did you mean routing.horizon_steps?"),
     ("horizon_steps: 80", "horizon_steps: unknown key; did you mean routing.horizon_steps?"),
     ("rooting: {}", "rooting: unknown key; did you mean routing?"),
+    ("pool: {max: 3}", "pool.max: unknown key; did you mean pool.max_entries?"),
     ("routing: {policy: br_1}", "routing.policy = 'br_1': accepted is one of br_0, br_h, target_fit, level_fit,"),
     ("routing: {gamma: 1.5}", "routing.gamma = 1.5: accepted is a number, more than 0 and at most 1"),
     ("routing: {gamma: .nan}", "routing.gamma = nan: accepted is a number"),
