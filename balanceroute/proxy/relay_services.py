@@ -26,7 +26,7 @@ log = logging.getLogger(__name__)
 COUNTS_S: Final = 1.0
 LIFE_S: Final = 5.0
 FRESHEN_S: Final = 3600.0  # cleaners of temporary folders remove what is older than some days
-UNKNOWN: Final = "Which workers there are is not known yet: what decides for this router is not there."
+UNKNOWN: Final = "The workers are not known yet, because no process decides for this router (no brain leads)."
 
 
 @dataclass(slots=True, eq=False, kw_only=True)

@@ -82,7 +82,7 @@ async def test_without_a_brain_what_any_worker_answers_is_503_with_the_reason(tm
     async with a_new_relay(tmp_path, deadline_s=0.1) as (_, relay):
         answer = await relay.client.get("/v1/models")
         assert answer.status_code == 503 and answer.headers["retry-after"]
-        assert "what decides for this router is not there" in answer.json()["error"]["message"]
+        assert "no brain leads" in answer.json()["error"]["message"]
 
 
 async def test_a_relay_keeps_the_files_of_its_run_folder_from_growing_old(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -80,10 +80,10 @@ class ToBrain:
                 method, path, await request.body(), headers, first_byte_timeout_s=timeout_s
             )
         except UpstreamTimeout as error:
-            text = f"What decides for this router is late: {error}."
+            text = f"The process that decides for this router (the brain) is late: {error}."
             return error_response(NoHealthyWorkers(text, retry_after_s=RETRY_AFTER_S))
         except UpstreamError:
-            text = "What decides for this router is not there; it is being started again."
+            text = "No process decides for this router (no brain leads); one is being started."
             return error_response(NoHealthyWorkers(text, retry_after_s=RETRY_AFTER_S))
         response = StreamingResponse(_body(reply), reply.status)
         length = b"content-length"  # an answer is passed on whole; to HEAD it is all that is

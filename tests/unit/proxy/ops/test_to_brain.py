@@ -111,6 +111,6 @@ def test_while_there_is_no_brain_the_answer_is_503_and_says_when_to_ask_again() 
     async def test(client: httpx.AsyncClient, got: list[tuple[bytes, bytes]]) -> None:
         answer = await client.get("/state")
         assert answer.status_code == 503 and answer.headers["retry-after"]
-        assert "started again" in answer.json()["error"]["message"]
+        assert "one is being started" in answer.json()["error"]["message"]
 
     with_brain(test)
