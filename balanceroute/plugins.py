@@ -130,7 +130,8 @@ def check_predictor_name(name: str, built_in: tuple[str, ...]) -> None:
     """Raises: ConfigError unless it is one of ours, or a class that can be imported."""
     if name not in built_in and load(name, PREDICTORS_GROUP, "predictor") is None:
         others = sorted(installed(PREDICTORS_GROUP))
-        raise ConfigError(f"{name!r} is none of {', '.join([*built_in, *others])}, or module:Class of your own")
+        known = ", ".join([*built_in, *others])
+        raise ConfigError(f"{name!r} is unknown; accepted are {known}, or module:Class of your own")
 
 
 def make_predictor(name: str, horizon_steps: int, options: Mapping[str, Option]) -> Any:

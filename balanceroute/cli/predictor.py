@@ -51,7 +51,7 @@ def fit(
     from balanceroute.prediction import KINDS, LearnedPredictor, Model, save_model
 
     if kind not in KINDS[1:]:
-        raise ConfigError(f"--kind: {kind!r} is none of {', '.join(KINDS[1:])}; others write no model file")
+        raise ConfigError(f"--kind: {kind!r} writes no model file; accepted are {', '.join(KINDS[1:])}")
     if (trace is None) == (history is None):
         raise ConfigError("predictor fit: give either --trace or --history")
     check_written(out)

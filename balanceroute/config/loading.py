@@ -319,7 +319,10 @@ def _problem(found: Mapping[str, Any], origin: str, sources: Mapping[str, str]) 
     elif found["type"] == "value_error":
         text = f"{path} = {value}: {found['ctx']['error']}"
     else:
-        text = f"{path} = {value}: accepted is {accepts(field) if field is not None else found['msg']}"
+        taken = accepts(field) if field is not None else found["msg"]
+        if field is not None and isinstance(loc[-1], int) and taken.startswith("a list of {"):
+            taken = f"{taken.removeprefix('a list of ')}, such as {{url: http://HOST:PORT}}"
+        text = f"{path} = {value}: accepted is {taken}"
     return _prefixed(_one_line(text), path, origin, sources)
 
 

@@ -78,7 +78,10 @@ def test_the_configuration_names_it_and_gives_its_options_and_it_learns_from_the
     [
         ({"kind": "no_module_of_ours:X"}, "No module named 'no_module_of_ours' (is its folder installed, or on PYTHON"),
         ({"kind": "own_predictor:Missing"}, "has no attribute 'Missing'"),
-        ({"kind": "magic"}, "predictor.kind = 'magic': 'magic' is none of none, survival, exact_match, learned"),
+        (
+            {"kind": "magic"},
+            "predictor.kind = 'magic': 'magic' is unknown; accepted are none, survival, exact_match, learned",
+        ),
         ({"kind": "survival", "options": {"steps": 1}}, "predictor.options: survival takes none"),
         ({"kind": f"{HERE}:Fixed", "model": "m"}, "predictor.model = 'm': accepted only with predictor.kind survival"),
         (
@@ -181,13 +184,13 @@ def test_an_object_is_held_to_what_one_by_name_is(predictor: Any, problem: str) 
 @pytest.mark.parametrize(
     ("arguments", "problem"),
     [
-        (("predictor", "fit", "--trace", "t.csv", "--out", "m.npz", "--kind", OWN), "others write no model file"),
+        (("predictor", "fit", "--trace", "t.csv", "--out", "m.npz", "--kind", OWN), "writes no model file; accepted are"),
         (
             ("replay", "--policy", "br_h", "--predictor", "survival", "--predictor-param", "steps=1"),
             "survival: it takes no options",
         ),
         (("replay", "--predictor", OWN, "--predictor-param", "steps"), "accepted is name=value"),
-        (("replay", "--predictor", "magic"), "'magic' is none of none, oracle, survival"),
+        (("replay", "--predictor", "magic"), "'magic' is unknown; accepted are none, oracle, survival"),
     ],
     ids=["fit", "built-in", "no-value", "unknown"],
 )

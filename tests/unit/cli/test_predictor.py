@@ -77,7 +77,7 @@ def test_people_get_a_table_and_a_reliability_diagram(trace: Path, tmp_path: Pat
     [
         (["fit", "--out", "m.npz"], "either --trace or --history"),
         (["fit", "--history", "missing.sqlite3", "--out", "m.npz"], "not a readable prediction history"),
-        (["fit", "--trace", "{trace}", "--kind", "oracle", "--out", "m.npz"], "'oracle' is none of"),
+        (["fit", "--trace", "{trace}", "--kind", "oracle", "--out", "m.npz"], "'oracle' writes no model file"),
         (["evaluate", "--trace", "{trace}", "--model", "missing.npz"], "cannot be read"),
         (["evaluate", "--trace", "{trace}", "--model", "a", "--train", "b"], "not both"),
         (["evaluate", "--trace", "missing.csv"], "missing.csv"),

@@ -178,7 +178,7 @@ def test_a_wrong_value_is_one_line_with_key_path_and_what_is_accepted(tmp_path: 
 WRONG_WORKERS = [
     ("[]", "decode.workers = []: accepted is a list of {url, id, dp_rank, max_num_seqs, slowdown, barrier_group}"),
     ("http://d:1", "decode.workers = 'http://d:1': accepted is a list of {url"),
-    ("[http://d:1]", "decode.workers[0] = 'http://d:1': accepted is a"),
+    ("[http://d:1]", "decode.workers[0] = 'http://d:1': accepted is {url, id,"),
     ("[{id: a}]", "decode.workers[0].url: required and missing"),
     ("[{url: d:1}]", "decode.workers[0].url = 'd:1': accepted is http://HOST:PORT"),
     ("[{url: 'http://d:99999'}]", "decode.workers[0].url = 'http://d:99999': accepted is http://HOST:PORT"),

@@ -36,7 +36,7 @@ def test_every_kind_starts_warm_from_a_history(kind: str, expected: type) -> Non
 
 
 def test_an_unknown_kind_names_the_known_ones() -> None:
-    with pytest.raises(ConfigError, match="'oracle' is none of none, survival, exact_match, learned"):
+    with pytest.raises(ConfigError, match="'oracle' is unknown; accepted are none, survival, exact_match, learned"):
         build_predictor("oracle", H)
 
 

@@ -318,7 +318,7 @@ def test_every_request_is_served_with_every_option_at_once(policy: str, predicto
 
 @pytest.mark.parametrize(
     ("predictor", "reason"),
-    [("learned", "needs a trace of the past"), ("crystal", "'crystal' is none of none, oracle")],
+    [("learned", "needs a trace of the past"), ("crystal", "'crystal' is unknown; accepted are none, oracle")],
 )
 def test_a_predictor_that_cannot_work_is_refused(predictor: str, reason: str) -> None:
     with pytest.raises(InputError, match=reason):
