@@ -22,7 +22,8 @@ class FitRules:
 
     `overflow_penalty`, `underflow_penalty`: what a token above the envelope, or below the least load of the others,
     costs beside its distance; `curvature`: what the square of the distance costs, in mean requests (`mean prompt + c`).
-    `size_bonus` and `mean_bonus`: A and B of the ageing. `mean_waits`: in a cap; `least_cap`: of `max_wait_s`, and
+    `size_bonus` and `mean_bonus`: A and B of the ageing; `deviation_bonus`: what B has besides for each mean prompt
+    that prompts deviate from the mean, on average. `mean_waits`: in a cap; `least_cap`: of `max_wait_s`, and
     `least_stays`: of the mean answer's time, the shorter of which is the shortest one. `patience`: times its cap that a
     request may wait longer, for each mean request of its cost, and `most_patience`, at most. `large_from`: mean
     requests from which on a prompt waits for its place while a small pool is full. `alone_waits`: mean waits after
@@ -41,6 +42,7 @@ class FitRules:
     curvature: float
     size_bonus: float
     mean_bonus: float
+    deviation_bonus: float
     mean_waits: float
     least_cap: float
     least_stays: float
@@ -66,6 +68,7 @@ TARGET_FIT = FitRules(
     curvature=0.0,
     size_bonus=2.0,
     mean_bonus=32.0,
+    deviation_bonus=0.0,
     mean_waits=5.0,
     least_cap=1.0,
     least_stays=math.inf,
@@ -89,12 +92,13 @@ LEVEL_FIT = FitRules(
     underflow_penalty=1.5,
     curvature=0.25,
     size_bonus=13.0,
-    mean_bonus=22.0,
-    mean_waits=6.0,
+    mean_bonus=0.0,
+    deviation_bonus=46.0,
+    mean_waits=6.3,
     least_cap=1 / 15,
     least_stays=3.0,
     patience=0.07,
-    most_patience=0.7,
+    most_patience=0.62,
     large_from=5.0,
     alone_waits=1.0,
     outlier_from=50.0,

@@ -138,7 +138,7 @@ class Window:
             self.age = np.maximum(self._late, wait_s / max(rules.alone_waits * means.wait_s, MIN_CAP_S))
         bonus: FloatArray = self._sizes + request_tokens
         bonus *= rules.size_bonus
-        bonus += rules.mean_bonus * mean_cost
+        bonus += (rules.mean_bonus + rules.deviation_bonus * means.deviation_tokens / mean_prompt) * mean_cost
         bonus *= self.age * self.age
         if np.maximum.reduce(self.age) > 1.0:
             bonus += np.where(self.age > 1.0, OVERDUE_BONUS * self.age, 0.0)

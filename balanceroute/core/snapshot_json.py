@@ -84,6 +84,7 @@ def _means(snapshot: ClusterSnapshot) -> dict[str, Any]:
     means = snapshot.means
     return {
         "prompt_tokens": means.prompt_tokens,
+        "deviation_tokens": means.deviation_tokens,
         "start_tokens": means.start_tokens,
         "usual_tokens": means.usual_tokens,
         "wait_s": means.wait_s,
@@ -328,6 +329,7 @@ def _read_means(snapshot: ClusterSnapshot, means: Any) -> None:
         return
     means = _object(means, "means")
     snapshot.means.prompt_tokens = _number(means, "prompt_tokens", "means")
+    snapshot.means.deviation_tokens = _number(means, "deviation_tokens", "means", default=snapshot.means.prompt_tokens)
     snapshot.means.start_tokens = _number(means, "start_tokens", "means", default=snapshot.means.prompt_tokens)
     snapshot.means.usual_tokens = _number(means, "usual_tokens", "means", default=snapshot.means.prompt_tokens)
     snapshot.means.wait_s = _number(means, "wait_s", "means", default=0.0)

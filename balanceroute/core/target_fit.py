@@ -25,7 +25,7 @@ cap (u > 1) a request precedes every younger one, because 1e13 u exceeds any loa
 times the mean wait where that is more, and longer for requests that cost far more than the mean; but none leaves the
 pool unserved for it (`ClusterSnapshot.longest_wait_s`), unless `max_wait_s` is infinite.
 
-TargetFit takes the mean for the level: T = mean L. LevelFit (`LEVEL_FIT`) differs in ten things.
+TargetFit takes the mean for the level: T = mean L. LevelFit (`LEVEL_FIT`) differs in eleven things.
 
 *Why the level is below the mean.* A departure takes away a prompt and its answer, an admission adds a prompt alone.
 Between two departures a worker grows by one token per request and step, by the mean answer o in all. If each load came
@@ -55,17 +55,22 @@ cost on the least loaded worker before its cap, up to 24 mean prompts (the curva
 if no place comes); until then the places go to those that waited longest. So the cap of large prompts can be a third of
 TargetFit's at no more load spread.
 
+*Ageing by how much prompts differ.* A wait competes with differences of misfit, and these are as large as the prompts
+differ. Measured by the mean prompt alone, a wait weighs too little where few prompts are large and most are small: the
+small ones, more than half of all, wait longest there. So LevelFit's B is 46 times the mean absolute deviation of
+prompts, in mean prompts: 48 where prompts have a heavy tail (`heavy_tailed`), 31 where they are bounded (`capped`).
+
 *Short caps.* A wait of `max_wait_s` is long where hardly anybody waits, as below saturation and after a burst, and wins
-little there. So LevelFit's cap is six mean waits, or a fifteenth of `max_wait_s` where that is more. Where answers are
+little there. So LevelFit's cap is 6.3 mean waits, or a fifteenth of `max_wait_s` where that is more. Where answers are
 short departures are many, and a place comes soon: there three times the mean answer's time takes the place of that
 fifteenth.
 
-*Small pools.* While a pool of W is full, the mean wait is W over the rate of departures, so six mean waits are short
+*Small pools.* While a pool of W is full, the mean wait is W over the rate of departures, so 6.3 mean waits are short
 where W is small beside G, as 512 are for 144 workers. But how soon a place comes for a large prompt does not depend on
 W, and how many requests it slows down elsewhere grows with G. So while the pool is full the cap of five mean requests
 is at least R G^2 / W, R being the time of the mean answer, and at most `max_wait_s`; that of a smaller one is less in
 proportion. Few are so large, so the p99 wait hardly grows. With 16 in the pool for each of eight workers that is less
-than six mean waits.
+than 6.3 mean waits.
 
 *Outliers.* A prompt of k usual requests that goes where no large one ended raises the largest load by k requests, of
 the n that a worker has. For the time R of its answer all G n requests of the barrier are slower by about k / n, which

@@ -13,13 +13,16 @@ class WorkloadMeans:
     """Running means that patience and TargetFit's ageing are measured by.
 
     The prompt mean is an EWMA (0.02) over all arrivals whose start value is the mean of the first 50; until the 50th
-    has arrived that start is refined, with the weight that it still has. Waits at admission are an EWMA (0.01), in
-    seconds. Answers are an EWMA (0.01) of the tokens of finished requests, and the plain mean of the first hundred;
-    `prefill_tokens` the same of the work of prompts (`core.prefill_work`). In `usual_tokens` (0.005, and the plain mean
-    of the first 200) no prompt counts for more than 20 times the mean so far, so that huge ones do not hide themselves.
+    has arrived that start is refined, with the weight that it still has. `deviation_tokens` is the mean absolute
+    deviation from it, an EWMA of the same weight and the plain mean of the first 50. Waits at admission are an EWMA
+    (0.01), in seconds. Answers are an EWMA (0.01) of the tokens of finished requests, and the plain mean of the first
+    hundred; `prefill_tokens` the same of the work of prompts (`core.prefill_work`). In `usual_tokens` (0.005, and the
+    plain mean of the first 200) no prompt counts for more than 20 times the mean so far, so that huge ones do not hide
+    themselves.
     """
 
     prompt_tokens: float = 0.0
+    deviation_tokens: float = 0.0
     usual_tokens: float = 0.0
     start_tokens: float = 0.0
     wait_s: float = 0.0
@@ -39,6 +42,8 @@ class WorkloadMeans:
             shift = (tokens - self.start_tokens) / self.prompts
             self.start_tokens += shift
             self.prompt_tokens += (1.0 - PROMPT_WEIGHT) ** self.prompts * shift
+        deviation = abs(tokens - self.prompt_tokens)
+        self.deviation_tokens += max(PROMPT_WEIGHT, 1.0 / self.prompts) * (deviation - self.deviation_tokens)
 
     def see_wait(self, wait_s: float) -> None:
         """Take in the wait of a request at its admission."""

@@ -109,7 +109,10 @@ class Oracle:
 
     def bonus(self, entry: dict[str, Any], mean: float) -> float:
         u = (self.now - entry["ready_s"]) / self.cap_s(entry["prompt_tokens"])
-        worth = self.rules.size_bonus * (entry["prompt_tokens"] + self.c) + self.rules.mean_bonus * mean
+        means, share = self.means, self.rules.mean_bonus
+        if self.rules is LEVEL_FIT:
+            share = 46 * means["deviation_tokens"] / means["prompt_tokens"]
+        worth = self.rules.size_bonus * (entry["prompt_tokens"] + self.c) + share * mean
         return float(u * u * worth + (1e13 * u if u > 1 else 0.0))
 
     def level(self, place: Place, front: list[dict[str, Any]]) -> tuple[float, float, float]:
@@ -320,6 +323,7 @@ def a_document(random: Random, policy: str) -> dict[str, Any]:
         "waiting": waiting,
         "means": {
             "prompt_tokens": mean_prompt * random.uniform(0.7, 1.4),
+            "deviation_tokens": mean_prompt * random.uniform(0.0, 1.4),
             "start_tokens": mean_prompt,
             "usual_tokens": mean_prompt * random.uniform(0.7, 1.4),
             "wait_s": random.choice((0.0, 0.2, 4.0)),

@@ -313,21 +313,21 @@ def test_past_its_cap_a_request_goes_to_the_worker_with_most_room_and_past_twice
     ("size_of_mean", "wait_s", "cap_s"),
     [
         (1, 0.1, 1.07 * 4),  # a fifteenth of max_wait_s
-        (1, 2.0, 1.07 * 12),  # six mean waits
-        (4, 2.0, 1.28 * 12),
-        (11, 2.0, 1.7 * 12),
-        (500, 2.0, 1.7 * 12),
-        (500, 30.0, 1.7 * 180),
+        (1, 2.0, 1.07 * 12.6),  # 6.3 mean waits
+        (4, 2.0, 1.28 * 12.6),
+        (11, 2.0, 1.62 * 12.6),
+        (500, 2.0, 1.62 * 12.6),
+        (500, 30.0, 1.62 * 189),
     ],
 )
-def test_caps_are_six_mean_waits_and_longer_for_large_prompts(size_of_mean: int, wait_s: float, cap_s: float) -> None:
+def test_caps_are_a_few_mean_waits_and_longer_for_large_prompts(size_of_mean: int, wait_s: float, cap_s: float) -> None:
     snapshot = a_scheduler("level_fit").snapshot
     snapshot.means.prompt_tokens, snapshot.means.wait_s = 100.0, wait_s
     caps = caps_s(
         np.array([100.0 * size_of_mean, 100.0]), snapshot, TargetFitParams(60.0, 0.5), LEVEL_FIT, snapshot.pool_is_full
     )
     assert caps[0] == pytest.approx(cap_s)
-    assert caps[1] == pytest.approx(1.07 * max(4.0, 6 * wait_s))
+    assert caps[1] == pytest.approx(1.07 * max(4.0, 6.3 * wait_s))
 
 
 @pytest.mark.parametrize(
@@ -336,7 +336,7 @@ def test_caps_are_six_mean_waits_and_longer_for_large_prompts(size_of_mean: int,
         (0.0, 0.1, 4.0),  # not known yet
         (0.05, 0.1, 4.0),  # an answer of 1.5 s
         (0.02, 0.1, 1.8),
-        (0.02, 2.0, 12.0),  # six mean waits
+        (0.02, 2.0, 12.6),  # 6.3 mean waits
     ],
 )
 def test_where_answers_are_short_nobody_waits_much_longer_than_one_takes_for_the_wait_alone(
@@ -365,7 +365,7 @@ def test_while_a_pool_that_is_small_for_its_workers_is_full_large_prompts_wait_l
     pool_all(scheduler, {str(number): 100 for number in range(32)})
     means.prompt_tokens, means.wait_s, means.answer_tokens, means.answers = 100.0, 0.0, 200.0, 100
     snapshot.max_pooled, sizes, params = max_pooled, np.array([100.0, 250.0, 500.0, 900.0]), TargetFitParams(60.0, 0.5)
-    patience = np.array([1.07, 1.175, 1.35, 1.63])
+    patience = np.array([1.07, 1.175, 1.35, 1.62])
     assert caps_s(sizes, snapshot, params, LEVEL_FIT, snapshot.pool_is_full) == pytest.approx(4.0 * patience), (
         "no answer's time is known yet"
     )
@@ -389,12 +389,12 @@ def test_a_prompt_that_costs_hardly_more_than_any_other_request_waits_hardly_lon
     snapshot = a_scheduler("level_fit").snapshot
     snapshot.means.prompt_tokens, snapshot.means.wait_s, snapshot.request_tokens = 100.0, 2.0, 900.0
     caps = caps_s(np.array([100.0, 1100.0]), snapshot, TargetFitParams(60.0, 0.5), LEVEL_FIT, snapshot.pool_is_full)
-    assert caps == pytest.approx([1.07 * 12, 1.14 * 12])
+    assert caps == pytest.approx([1.07 * 12.6, 1.14 * 12.6])
 
 
 @pytest.mark.parametrize(
     ("usual_requests", "cap_s"),
-    [(49, 1.7 * 12), (64, 2 * 10 * 1.0), (128, 2 * 10 * 2.0), (2000, 180.0)],
+    [(49, 1.62 * 12.6), (64, 2 * 10 * 1.0), (128, 2 * 10 * 2.0), (2000, 180.0)],
     ids=["large", "less than what others wait", "an outlier", "the most"],
 )
 def test_an_outlier_waits_by_what_it_costs_the_others_in_the_time_of_an_answer(
@@ -406,10 +406,10 @@ def test_an_outlier_waits_by_what_it_costs_the_others_in_the_time_of_an_answer(
     means.wait_s, means.answer_tokens, means.answers = 2.0, 200.0, 100
     sizes = np.array([200.0 * usual_requests])  # a usual request holds its prompt and half of its answer
     others = caps_s(sizes, snapshot, TargetFitParams(60.0, 0.5), LEVEL_FIT, snapshot.pool_is_full)
-    assert others == pytest.approx([1.7 * 12]), "how long an answer takes is not known yet"
+    assert others == pytest.approx([1.62 * 12.6]), "how long an answer takes is not known yet"
     snapshot.overlap.token_s = 0.05
     assert caps_s(sizes, snapshot, TargetFitParams(60.0, 0.5), LEVEL_FIT, snapshot.pool_is_full) == pytest.approx(
-        [max(cap_s, 1.7 * 12)]
+        [max(cap_s, 1.62 * 12.6)]
     )
 
 
@@ -434,6 +434,16 @@ def test_a_wait_weighs_as_much_as_ever_where_answers_are_far_longer_than_prompts
     scheduler.snapshot.means.wait_s = 1.0
     scheduler.snapshot.means.prompt_tokens = 20.0
     assert admitted(scheduler, now=3.0) == [("old", "d1")]
+
+
+@pytest.mark.parametrize(("deviation_tokens", "first"), [(0.0, "young"), (700.0, "old")], ids=["alike", "different"])
+def test_a_wait_weighs_the_more_the_more_prompts_differ(deviation_tokens: float, first: str) -> None:
+    scheduler = level_fitting([[3_000] * 3, [3_000] * 2], slots=3, mean_prompt=1_000.0)
+    pool_all(scheduler, {"old": 500}, now=0.0)
+    pool_all(scheduler, {"young": 1_500}, now=3.0)
+    see_means(scheduler, mean_prompt=1_000.0, wait_s=1.0)
+    scheduler.snapshot.means.deviation_tokens = deviation_tokens
+    assert admitted(scheduler, now=3.0) == [(first, "d1")]
 
 
 def test_what_is_past_its_cap_waits_as_well_where_no_memory_is_left() -> None:

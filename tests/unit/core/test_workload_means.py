@@ -30,6 +30,23 @@ def test_the_prompt_mean_stays_between_the_smallest_and_the_largest_prompt(promp
         assert min(prompts) * 0.999 <= means.prompt_tokens <= max(prompts) * 1.001
 
 
+@given(sizes)
+def test_the_deviation_is_an_average_of_distances_from_the_mean_so_far(prompts: list[int]) -> None:
+    means = WorkloadMeans()
+    deviation = 0.0
+    for number, tokens in enumerate(prompts, 1):
+        means.see_prompt(tokens)
+        deviation += max(0.02, 1 / number) * (abs(tokens - means.prompt_tokens) - deviation)
+    assert means.deviation_tokens == pytest.approx(deviation)
+
+
+def test_equal_prompts_do_not_deviate() -> None:
+    means = WorkloadMeans()
+    for _ in range(100):
+        means.see_prompt(700)
+    assert means.deviation_tokens == pytest.approx(0.0, abs=1e-9)
+
+
 def test_rare_huge_prompts_hardly_move_the_mean_that_they_are_held_against() -> None:
     means = WorkloadMeans()
     for number in range(5000):
