@@ -64,6 +64,8 @@ async def decode(leg: Leg, worker: Worker, grace_s: float) -> bool:
             raise BadUpstreamReply("it compressed its reply unasked", worker=worker.id, tier="decode")
         complete = await (_stream(leg, worker, reply) if streams else _whole(leg, worker, reply))
         answered = True
+        if complete:
+            worker.circuit.success()  # also of an answer that finished in the same read as what is wrong behind it
         return complete
     except ConnectFailed as error:
         if not error.sent:

@@ -356,6 +356,9 @@ class Leg:
         midway = bool(self.answer.scanner.tokens_in_life)
         try:
             await self.retries.suspect_loss(error, worker, midway=midway)
+        except asyncio.CancelledError:
+            worker.circuit.inconclusive()  # else nobody would ever judge what may have been its trial
+            raise
         finally:
             self.retries.left_worker()
 

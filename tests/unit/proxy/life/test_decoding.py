@@ -17,6 +17,7 @@ from balanceroute.proxy.life.decoding import decode
 from balanceroute.proxy.life.leg import Event, Leg
 from balanceroute.proxy.life.pull import Pull
 from balanceroute.proxy.services import Services
+from balanceroute.proxy.workers.circuit import CircuitState
 from tests.unit.proxy.life.legs import DONE, Client, a_leg, dispatching, events, probed
 from tests.unit.proxy.virtual_time import Answer, Page, a_config, a_router, in_virtual_time, script
 from tests.waiting import until
@@ -165,5 +166,28 @@ def test_the_first_token_starts_the_clock_of_the_next_one_and_is_the_worker_s_si
             assert worker.progress_s == leg.first_token_s == leg.last_token_s
             assert leg.expects_tokens_from("d0") and not leg.expects_tokens_from("d1")
             task.cancel()
+
+    in_virtual_time(asked)
+
+
+ERROR = b'data: {"error": {"message": "late", "code": 500}}\n\n'
+NO_USAGE = b'data: {"id": "cmpl-$ID", "choices": [], "usage": {"completion_tokens": -5}}\n\n'
+
+
+@pytest.mark.parametrize(
+    "after",
+    [DONE, b"", ERROR, NO_USAGE, events(22).replace(b"$ID", b"another")],
+    ids=["[DONE]", "the end", "an error", "a usage that is none", "another answer"],
+)
+def test_a_trial_that_is_answered_whole_gives_the_worker_back_whatever_came_in_the_same_read(after: bytes) -> None:
+    async def asked() -> None:
+        services, client = a_router(a_config(1, 1)), Client()
+        worker = services.fleet["d0"]
+        worker.echoes_ids = True
+        worker.circuit.open(services.tickets.now())
+        worker.circuit.reachable()
+        once = await decoded(services, client, Page(events(20, 21) + after))
+        assert once.complete and client.text == " 20 21"
+        assert worker.circuit.state is CircuitState.CLOSED
 
     in_virtual_time(asked)

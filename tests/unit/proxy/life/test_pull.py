@@ -10,6 +10,7 @@ import pytest
 from balanceroute.core.types import Outcome
 from balanceroute.errors import ConnectFailed, ConnectionLost, UpstreamError
 from balanceroute.proxy.services import Services
+from balanceroute.proxy.workers.circuit import CircuitState
 from balanceroute.proxy.workers.pins import PinRecord
 from tests.unit.proxy.life.legs import DONE, PROMPT_IDS, Client, a_leg, dispatching, events, idle, probed
 from tests.unit.proxy.virtual_time import Page, ScriptedUpstream, a_config, a_router, in_virtual_time, let_pass, script
@@ -128,6 +129,27 @@ def test_a_worker_that_pushed_back_is_tried_by_one_request_at_a_time() -> None:
             assert services.metrics.retries.value("decode") == 3
             d0.answers = [WHOLE]
             await asyncio.gather(*tasks)
+        assert idle(services)
+
+    in_virtual_time(served)
+
+
+def test_a_trial_that_broke_off_and_whose_client_leaves_before_the_worker_was_asked_why_is_made_again() -> None:
+    async def served() -> None:
+        services = a_router(a_config(1, 1))
+        worker = services.fleet["d0"]
+        worker.circuit.open(services.tickets.now())
+        worker.circuit.reachable()
+        script(services, "p0", probed())
+        d0 = script(services, "d0", LOST, None)
+        async with dispatching(services):
+            leg = a_leg(services)
+            task = services.loop.create_task(leg.run())
+            await until(lambda: any(one.path != "/v1/completions" for one in d0.asked))
+            assert worker.circuit.state is CircuitState.TRIAL
+            leg.abandon()
+            await asyncio.wait({task})
+        assert worker.circuit.state is CircuitState.HALF_OPEN
         assert idle(services)
 
     in_virtual_time(served)
