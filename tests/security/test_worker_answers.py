@@ -332,3 +332,27 @@ async def test_good_workers_pass_every_check_of_this_file() -> None:
                 assert said.status_code == 200, said.text
         assert "balanceroute_upstream_errors_total{" not in await router.metrics()
         assert router.app.services.fleet["p0"].echoes_ids and router.app.services.fleet["d0"].echoes_ids
+
+
+async def test_a_usage_that_tells_of_images_is_passed_on_by_every_way_of_an_answer() -> None:
+    """As vLLM tells them with --enable-prompt-tokens-details."""
+    details = {"cached_tokens": 1, "multimodal_tokens": {"image": 2}}
+    usage = {"prompt_tokens": 3, "completion_tokens": 2, "total_tokens": 5, "prompt_tokens_details": details}
+
+    def decoded(asked: Asked) -> bytes:
+        if not asked.data.get("stream"):
+            return reply(answered(asked, usage=usage))
+        last = {**token(asked), "choices": [], "usage": usage}
+        return events(token(asked), token(asked, finish="length"), last)
+
+    async with attacked(lambda asked: reply(probed(asked, usage=usage)), decoded) as router:
+        for chat in (False, True):
+            for max_tokens in (2, 500):
+                said = await router.complete(chat=chat, max_tokens=max_tokens)
+                assert said.status_code == 200, said.text
+                assert said.json()["usage"]["prompt_tokens_details"] == details
+            told = {"stream_options": {"include_usage": True}}
+            streamed = await router.complete(chat=chat, stream=True, **told)
+            assert '"multimodal_tokens":{"image":2}' in streamed.text.replace(" ", "")
+            assert streamed.text.endswith("data: [DONE]\n\n")
+        assert "balanceroute_upstream_errors_total{" not in await router.metrics()

@@ -53,7 +53,8 @@ def _check_details(name: str, details: object) -> None:
     if not isinstance(details, dict):
         raise ValueError(f"usage.{name} is {_shown(details)}")
     for part, value in details.items():
-        if value is not None:
+        # vLLM's `multimodal_tokens` is an object, and what is no number is added to nothing
+        if isinstance(value, int) or (part == "cached_tokens" and value is not None):
             token_count(value, f"usage.{name}.{part[:_MAX_NAME]}")
 
 

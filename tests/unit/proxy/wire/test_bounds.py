@@ -35,8 +35,21 @@ def test_a_usage_may_lack_anything(usage: Any) -> None:
     assert checked_usage(usage) == (usage or {})
 
 
+def test_details_of_a_usage_may_hold_what_we_do_not_know() -> None:
+    of_images = {"cached_tokens": 1, "created_cache_tokens": 2, "multimodal_tokens": {"image": 256}}
+    usage = {"prompt_tokens_details": of_images, "completion_tokens_details": {"share": 0.5, "kinds": ["a"]}}
+    assert checked_usage(usage) is usage
+
+
 @pytest.mark.parametrize(
-    "usage", [[], {"completion_tokens": -1}, {"prompt_tokens_details": 3}, {"prompt_tokens_details": {"cached": "x"}}]
+    "usage",
+    [
+        [],
+        {"completion_tokens": -1},
+        {"prompt_tokens_details": 3},
+        {"prompt_tokens_details": {"cached_tokens": "x"}},
+        {"completion_tokens_details": {"reasoning_tokens": 2**63}},
+    ],
 )
 def test_a_usage_that_cannot_be_meant_is_refused(usage: Any) -> None:
     with pytest.raises(ValueError):
