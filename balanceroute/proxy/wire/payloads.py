@@ -581,7 +581,8 @@ def _text_bytes(content: object) -> int:
     if isinstance(content, str):
         return len(content) if content.isascii() else len(content.encode("utf-8", "replace"))
     if isinstance(content, list):
-        return sum(_text_bytes(part.get("text")) for part in content if isinstance(part, dict))
+        texts = [part.get("text") for part in content if isinstance(part, dict)]
+        return sum(_text_bytes(text) for text in texts if isinstance(text, str))
     return 0
 
 

@@ -481,6 +481,14 @@ def test_a_body_nested_too_deeply_is_a_bad_request(field: str, depth: int) -> No
         payloads.parse("chat" if field == "messages" else "completions", body)
 
 
+@pytest.mark.parametrize("depth", [130, 300, 505])
+def test_parts_nested_in_the_text_of_parts_are_a_bad_request(depth: int) -> None:
+    """Counting their text took more of Python's stack than there is."""
+    nested = b'[{"text":' * depth + b'"a"' + b"}]" * depth
+    with pytest.raises(InvalidRequest):
+        payloads.parse("chat", b'{"messages": [{"role": "user", "content": %b}]}' % nested)
+
+
 def test_many_brackets_side_by_side_are_no_depth() -> None:
     messages = b",".join([b'{"role": "user", "content": [{"type": "text", "text": "a"}]}'] * 500)
     assert payloads.parse("chat", b'{"messages": [%b]}' % messages).prompt_tokens > 500
