@@ -67,7 +67,9 @@ MAX_SEED: Final = 2**63 - 1
 
 _INTERNAL_FIELDS = ("kv_transfer_params", "ec_transfer_params", "request_id")
 _CARRIERS: Final = frozenset((*_INTERNAL_FIELDS, "vllm_xargs"))
-_NOT_FOR_ONE_TOKEN: Final = frozenset(("stream_options", "n", "logprobs", "top_logprobs", "echo", "best_of"))
+_NOT_FOR_ONE_TOKEN: Final = frozenset(
+    ("stream_options", "n", "logprobs", "top_logprobs", "logprob_token_ids", "echo", "best_of")
+)
 _NESTED: Final = frozenset((dict, list))
 _PROMPT_FIELDS: Final = frozenset(("echo", "prompt_logprobs"))
 _EMBEDDING_BYTES: Final = 4096  # of one token, on the wire: some KiB
@@ -258,15 +260,15 @@ def request_of(endpoint: Endpoint, data: dict[str, Any]) -> ClientRequest:
     include_usage, continuous = _stream_options(data, stream) if "stream_options" in data else (False, False)
     assembled = not stream and ASSEMBLED_FIELDS.issuperset(data)
     wishes = None if _PROMPT_FIELDS.isdisjoint(data) else _prompt_wishes(endpoint, data, stream)
-    scores_only = wishes is not None and wishes.echo and data.get("max_tokens") == 0
-    limit_field, limit = (None, None) if scores_only else _limit(data)
+    scores_only = wishes is not None and wishes.echo and integer(data, "max_tokens", least=None) == 0
+    limit_field, limit = (None, None) if scores_only else _limit(endpoint, data)
     min_tokens = (integer(data, "min_tokens", least=0) or 0) if "min_tokens" in data else 0
     if limit is not None and min_tokens > limit:
         raise InvalidRequest(
             f"min_tokens must be less than or equal to max_tokens={limit}, got {min_tokens}.",
             param="min_tokens",
         )
-    if data.get("use_beam_search"):
+    if "use_beam_search" in data and boolean(data, "use_beam_search"):
         raise InvalidRequest(
             "use_beam_search cannot be served: its requests carry no KV transfer.", param="use_beam_search"
         )
@@ -612,9 +614,9 @@ def _stream_options(data: dict[str, Any], stream: bool) -> tuple[bool, bool]:
     return include, include and boolean(options, "continuous_usage_stats")
 
 
-def _limit(data: dict[str, Any]) -> tuple[LimitField | None, int | None]:
+def _limit(endpoint: Endpoint, data: dict[str, Any]) -> tuple[LimitField | None, int | None]:
     total = integer(data, "max_tokens", least=1) if "max_tokens" in data else None
-    if "max_completion_tokens" in data:
+    if "max_completion_tokens" in data and endpoint == "chat":  # completions have no such field: engines overlook it
         completion = integer(data, "max_completion_tokens", least=1)
         if completion is not None:
             return "max_completion_tokens", completion

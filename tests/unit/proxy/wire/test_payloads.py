@@ -147,6 +147,7 @@ def test_numbers_and_flags_are_read_as_the_engines_read_them() -> None:
     assert (request.limit, request.min_tokens, request.n, request.priority, request.stream) == (4, 2, 3, 1, True)
     sent = load(payloads.decode_body(payloads.split(request)[0], KV))
     assert (sent["max_tokens"], sent["min_tokens"], sent["stream"]) == (4, 2, True)
+    assert a_request(echo="1", max_tokens="0", use_beam_search="off").scores_only
 
 
 def test_empty_stream_options_are_none() -> None:
@@ -174,7 +175,15 @@ def test_each_of_several_embeddings_is_a_request_of_its_own() -> None:
 @pytest.mark.parametrize("name", ["max_tokens", "max_completion_tokens", "n"])
 def test_nothing_to_generate_is_refused_before_a_prefill(name: str) -> None:
     with pytest.raises(InvalidRequest, match=f"{name} must be at least 1"):
-        payloads.parse("completions", orjson.dumps({"prompt": "a", name: 0}))
+        a_request("chat", **{name: 0})
+
+
+@pytest.mark.parametrize("newer", [0, 5, 500, "many"])
+def test_completions_overlook_max_completion_tokens_as_the_engines_do(newer: object) -> None:
+    request = a_request(max_tokens=100, max_completion_tokens=newer)
+    assert request.effective_limit == 100
+    assert load(payloads.decode_body(payloads.resume(request, [1], [2] * 60), KV))["max_tokens"] == 40
+    assert a_request(max_completion_tokens=newer).effective_limit == 16
 
 
 @given(st.binary(max_size=60) | st.recursive(st.none() | st.integers() | st.text(), st.lists).map(repr).map(str.encode))
@@ -245,6 +254,15 @@ def test_the_probe_asks_for_one_token_and_pins_its_kv() -> None:
     assert not {"stream_options", "n", "logprobs", "top_logprobs"} & probe.keys()
     assert (probe["tools"], probe["temperature"]) == ([{"type": "function"}], 0.5)
     assert probe["messages"] == [{"role": "user", "content": "hi"}]
+
+
+@pytest.mark.parametrize("fields", [{}, {"echo": True}])
+def test_only_the_decoder_is_asked_for_the_logprobs_of_certain_tokens(fields: dict[str, Any]) -> None:
+    """An engine refuses that field without `logprobs`, and with an echo that ends with the prompt."""
+    request = a_request(logprobs=1, logprob_token_ids=[5, 6], **fields)
+    for body in (payloads.probe_body(request), payloads.drain_body(request, KV)):
+        assert "logprob_token_ids" not in load(body)
+    assert load(payloads.decode_body(request, KV))["logprob_token_ids"] == [5, 6]
 
 
 def test_the_probe_has_no_max_completion_tokens_unless_the_client_sent_it() -> None:
