@@ -611,6 +611,8 @@ class EventScanner:
             usage["prompt_tokens"] = prompt_tokens
             usage["completion_tokens"] = self.tokens
             usage["total_tokens"] = prompt_tokens + self.tokens
+            if self._base:  # a worker breaks down its own tokens only: too few of reasoning
+                usage.pop("completion_tokens_details", None)
             changed = True
         return changed
 

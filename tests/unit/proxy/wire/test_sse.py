@@ -424,6 +424,25 @@ def test_usage_of_a_second_life_without_a_prefillers_count_leaves_out_the_answer
     assert told == [{"prompt_tokens": 10, "completion_tokens": 3, "total_tokens": 13}]
 
 
+@pytest.mark.parametrize("continuous", [False, True])
+def test_the_tokens_of_reasoning_are_told_of_an_answer_that_one_worker_gave_alone(continuous: bool) -> None:
+    """A worker knows those that it has generated itself: of a resumed answer they would be too few."""
+
+    def reasoned(text: str, count: int, **fields: Any) -> bytes:
+        told = {"prompt_tokens": 9, "completion_tokens": 1, "completion_tokens_details": {"reasoning_tokens": count}}
+        return event(chat({"reasoning": text}, [count], **fields) | ({"usage": told} if continuous else {}))
+
+    last = event(usage(9, 1, completion_tokens_details={"reasoning_tokens": 1}))
+    scanner = EventScanner(want_usage=True, want_continuous_usage=continuous)
+    told = scanner.feed(reasoned("a", 1, finish_reason="stop") + last)
+    assert told.count(b'"reasoning_tokens":1') == (2 if continuous else 1)
+    scanner = EventScanner(want_usage=True, want_continuous_usage=continuous)
+    scanner.feed(reasoned("a", 1))
+    scanner.resume()
+    told = scanner.feed(reasoned("b", 1, finish_reason="stop") + last)
+    assert b'"completion_tokens":2' in told and b"reasoning_tokens" not in told
+
+
 @pytest.mark.parametrize(
     ("before", "after", "ends"),
     [
