@@ -509,7 +509,7 @@ class EventScanner:
             changed |= self._take_usage(event, usage)
         if recomputed:
             self.end = StreamEnd.RECOMPUTED
-            if not carries:
+            if not (carries or any(map(_tells_tokens, choices))):
                 return b""
         role = self._rewrite_role(choices)
         changed |= role | self._rewrite_identity(event)
@@ -703,6 +703,11 @@ def _kinds_of(choice: dict[str, Any]) -> list[str]:
         return []
     found = {_KIND_OF_DELTA.get(name, TEXT) for name, value in delta.items() if value and name != "role"}
     return [kind for kind in (REASONING, TEXT, TOOL_CALLS) if kind in found]
+
+
+def _tells_tokens(choice: dict[str, Any]) -> bool:
+    """Whether a choice's part of an event has tokens for a client that wants their ids or logprobs, text or not."""
+    return bool(choice.get("token_ids")) or any((choice.get("logprobs") or {}).values())
 
 
 def _continues(before: str | None, after: str) -> bool:

@@ -338,6 +338,34 @@ def test_text_that_came_merged_with_the_marker_is_not_lost() -> None:
     assert scanner.tokens == 1
 
 
+LOGPROBS = {"text_offset": [0], "token_logprobs": [-1.0], "tokens": ["?"], "top_logprobs": [None]}
+EMPTY_LOGPROBS = {name: [] for name in LOGPROBS}
+
+
+@pytest.mark.parametrize(("want_ids", "logprobs"), [(True, None), (False, LOGPROBS), (True, LOGPROBS)])
+def test_tokens_without_text_that_came_merged_with_the_marker_are_told_to_who_wants_tokens(
+    want_ids: bool, logprobs: dict[str, Any] | None
+) -> None:
+    """An engine with a stream interval holds tokens back, and half of a character has no text yet."""
+    scanner = EventScanner(want_token_ids=want_ids)
+    scanner.feed(event(completion("a", [1])))
+    marker = completion("", [2], finish_reason="stop", stop_reason="recomputed", logprobs=logprobs)
+    (told,) = parsed(scanner.feed(event(marker)))
+    assert scanner.end is StreamEnd.RECOMPUTED and scanner.resume() == 0 and list(scanner.ids) == [1, 2]
+    part = told["choices"][0]
+    assert part["token_ids"] == ([2] if want_ids else None) and part["logprobs"] == logprobs
+    assert part["finish_reason"] is part["stop_reason"] is None
+
+
+@pytest.mark.parametrize("want_ids", [False, True])
+@pytest.mark.parametrize("logprobs", [None, EMPTY_LOGPROBS])
+def test_a_marker_without_tokens_is_told_to_nobody(want_ids: bool, logprobs: dict[str, Any] | None) -> None:
+    scanner = EventScanner(want_token_ids=want_ids)
+    scanner.feed(event(completion("a", [1])))
+    marker = completion("", [], finish_reason="stop", stop_reason="recomputed", logprobs=logprobs)
+    assert scanner.feed(event(marker)) == b"" and scanner.end is StreamEnd.RECOMPUTED
+
+
 def test_an_error_event_ends_the_stream_and_is_kept_for_the_caller() -> None:
     scanner = EventScanner()
     assert scanner.feed(event({"error": {"message": "boom", "code": 500}}) + DONE) == b""
