@@ -504,7 +504,7 @@ class EventScanner:
                 self.matcher.printed = self.tokens  # told to the client, text or not
                 changed |= self._go_on_with_offsets(choice["logprobs"])
         usage = event.get("usage")
-        ordinary = not (recomputed or finishes or usage) and len(choices) == 1
+        ordinary = not (recomputed or finishes or usage or event.get("kv_transfer_params")) and len(choices) == 1
         if isinstance(usage, dict):
             changed |= self._take_usage(event, usage)
         if recomputed:
@@ -528,6 +528,8 @@ class EventScanner:
         """What the client gets for an event; `blanked` of its lists of ids are null by now."""
         if self._translation is not None:
             return self._translated(event, self._translation)
+        if event.get("kv_transfer_params"):  # where in the cluster's memory the answer's KV is
+            event["kv_transfer_params"], changed = None, True
         if changed:
             return _write(event, raw)
         return _blank_ids(event, raw, blanked) if blanked else raw

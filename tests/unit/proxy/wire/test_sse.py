@@ -366,6 +366,17 @@ def test_a_marker_without_tokens_is_told_to_nobody(want_ids: bool, logprobs: dic
     assert scanner.feed(event(marker)) == b"" and scanner.end is StreamEnd.RECOMPUTED
 
 
+@pytest.mark.parametrize("want_ids", [False, True])
+def test_where_the_kv_of_an_answer_is_no_client_learns(want_ids: bool) -> None:
+    scanner = EventScanner(want_token_ids=want_ids, want_usage=True)
+    params = {"kv_transfer_params": {"remote_host": "10.0.0.1"}}
+    told = b""
+    for part in (completion("a", [1]), completion("b", [2]), completion("c", [3], finish_reason="stop"), usage(9, 3)):
+        told += scanner.feed(event(part | params))
+    assert texts(told) == "abc" and scanner.usage is not None and list(scanner.ids) == [1, 2, 3]
+    assert b"remote_host" not in told and told.count(b'"kv_transfer_params":null') == 4
+
+
 def test_an_error_event_ends_the_stream_and_is_kept_for_the_caller() -> None:
     scanner = EventScanner()
     assert scanner.feed(event({"error": {"message": "boom", "code": 500}}) + DONE) == b""
