@@ -258,7 +258,7 @@ async def test_a_compressed_body_is_refused_by_the_name_of_its_coding_and_a_plai
     body = b'{"model":"emulated","prompt":"a","max_tokens":2}'
     async with running() as router:
         headers = {"content-type": "application/json", "content-encoding": "gzip"}
-        for path in ("/v1/completions", "/v1/messages"):
+        for path in ("/v1/completions", "/v1/messages", "/v1/messages/count_tokens"):
             refused = await router.client.post(path, content=gzip.compress(body), headers=headers)
             assert refused.status_code == 415 and "Content-Encoding" in refused.json()["error"]["message"]
         assert (await router.client.post("/v1/completions", content=body, headers=headers)).status_code == 200

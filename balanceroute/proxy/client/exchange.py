@@ -29,7 +29,7 @@ from balanceroute.proxy.admission.decider import refusal
 from balanceroute.proxy.client import fanout
 from balanceroute.proxy.client.fanout import PartAnswer, PartStream, StreamHead
 from balanceroute.proxy.client.head import Request
-from balanceroute.proxy.client.intake import Head, read_head
+from balanceroute.proxy.client.intake import Head, read_head, unread_coding
 from balanceroute.proxy.client.response import Response
 from balanceroute.proxy.client.services import ClientServices
 from balanceroute.proxy.life.errors import ClientGone, ClientStalled
@@ -181,11 +181,10 @@ class Exchange:
         try:
             return self._parsed()
         except NotJson:
-            codings = b", ".join([value for name, value in self._request.headers if name == b"content-encoding"])
-            if codings.lower() in (b"", b"identity"):
+            compressed = unread_coding(self._request.headers)
+            if compressed is None:
                 raise
-            text = f"No Content-Encoding is read, and the body has {codings.decode('latin-1')}."
-            raise InvalidRequest(text, status=415) from None
+            raise compressed from None
 
     def _parsed(self) -> ClientRequest:
         """What the client asks for. Raises: InvalidRequest."""

@@ -62,6 +62,14 @@ def read_head(headers: Headers, key_header: bytes | None, authorization: bytes |
     return Head(request_id, known, forwarded, timeout_s, key.decode("latin-1"))
 
 
+def unread_coding(headers: Headers) -> InvalidRequest | None:
+    """Why a body with these headers is no JSON, if that is because it is compressed: 415."""
+    codings = b", ".join([value for name, value in headers if name == b"content-encoding"])
+    if codings.lower() in (b"", b"identity"):
+        return None
+    return InvalidRequest(f"No Content-Encoding is read, and the body has {codings.decode('latin-1')}.", status=415)
+
+
 def _timeout(value: bytes) -> float:
     """Seconds; not a number for anything but a positive one (`Head.check`)."""
     try:

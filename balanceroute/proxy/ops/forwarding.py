@@ -30,8 +30,15 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from balanceroute.core.types import Role, WorkerState
-from balanceroute.errors import BadUpstreamReply, BalanceRouteError, InvalidRequest, NoHealthyWorkers, UpstreamError
-from balanceroute.proxy.client.intake import read_head
+from balanceroute.errors import (
+    BadUpstreamReply,
+    BalanceRouteError,
+    InvalidRequest,
+    NoHealthyWorkers,
+    NotJson,
+    UpstreamError,
+)
+from balanceroute.proxy.client.intake import read_head, unread_coding
 from balanceroute.proxy.client.services import ClientServices
 from balanceroute.proxy.ops.guard import error_response, route_of
 from balanceroute.proxy.perimeter.perimeter import Perimeter
@@ -90,6 +97,8 @@ class Forwarding:
         try:
             headers = _headers(request, self._services().perimeter)
             body = tokenize_body(await request.body())
+        except NotJson as error:
+            return error_response(unread_coding(request.headers.raw) or error)
         except BalanceRouteError as error:
             return error_response(error)
         answer = await self._first_answer("POST", "/tokenize", body, headers)
