@@ -20,7 +20,9 @@ def main() -> None:
 
 
 def _command_line() -> "Callable[[], None]":
-    """Import it. Signals that come meanwhile neither print where it was, nor end a router that will reload."""
+    """Import it. Signals that come meanwhile do not print where it was; SIGHUP does not end a router that will reload,
+    and SIGTERM ends a container's first process, too.
+    """
     import os
     import signal
 
@@ -29,6 +31,8 @@ def _command_line() -> "Callable[[], None]":
     before = signal.getsignal(signal.SIGINT)
     if before is signal.default_int_handler:  # an exception would come out of imports as another one
         signal.signal(signal.SIGINT, lambda *_: os._exit(INTERRUPTED))
+    if os.getpid() == 1:  # of a container: the kernel drops what ends other processes, where there is no handler
+        signal.signal(signal.SIGTERM, lambda number, _: os._exit(128 + number))
     from balanceroute.cli import main as run
 
     signal.signal(signal.SIGINT, before)

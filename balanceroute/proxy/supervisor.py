@@ -355,7 +355,8 @@ class Supervisor:
         code = 1
         try:
             _belong_to(self._parent, name)
-            signal.signal(signal.SIGINT, signal.SIG_DFL)  # no traceback, wherever it is by then
+            for number in _ENDING:
+                signal.signal(number, signal.SIG_DFL)  # no traceback, wherever it is by then
             signal.pthread_sigmask(signal.SIG_SETMASK, self._mask | {signal.SIGHUP})
             main()
             code = 0

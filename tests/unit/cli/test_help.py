@@ -126,3 +126,14 @@ def test_sighup_does_not_end_serve_while_it_is_imported(tmp_path: Path) -> None:
     for command, status in (("serve", 7), ("replay", -signal.SIGHUP)):
         ended = subprocess.run([sys.executable, "-m", "balanceroute", command], env=environ, check=False)
         assert ended.returncode == status
+
+
+@pytest.mark.parametrize(("pid", "status"), [(1, 128 + signal.SIGTERM), (2, -signal.SIGTERM)])
+def test_sigterm_ends_a_command_that_still_starts_as_the_first_process_of_a_container_too(
+    tmp_path: Path, pid: int, status: int
+) -> None:
+    (tmp_path / "typer.py").write_text("import signal\nsignal.raise_signal(signal.SIGTERM)\n")
+    environ = {**os.environ, "PYTHONPATH": f"{tmp_path}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"}
+    code = f"import os\nos.getpid = lambda: {pid}\nfrom balanceroute.__main__ import main\nmain()"
+    ended = subprocess.run([sys.executable, "-c", code, "serve"], env=environ, capture_output=True, check=False)
+    assert (ended.returncode, ended.stderr) == (status, b"")
