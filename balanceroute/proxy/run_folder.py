@@ -269,7 +269,7 @@ class RunFolder:
             self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             status = self.folder.lstat()
             if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.geteuid():
-                raise _unusable(self.folder, "accepted is a folder of the router's own user")
+                raise _unusable(self.folder, "accepted is a folder of the router's own user, or a new one")
             self.folder.chmod(0o700)
             self._check(_FILE, _is_our_file, "file of ours", again)
             self._check(_SOCKET, _is_socket, "socket", again)

@@ -207,9 +207,11 @@ def test_stopping_leaves_time_to_drain() -> None:
     assert int(compose["services"]["router"]["stop_grace_period"].removesuffix("s")) > drain_s
 
 
-def test_the_image_runs_as_a_user_of_its_own() -> None:
+def test_the_image_runs_as_a_user_of_its_own_that_kubernetes_can_tell_from_root() -> None:
     lines = (ROOT / "deploy" / "Dockerfile").read_text().splitlines()
-    assert lines.index("USER balanceroute") < next(i for i, line in enumerate(lines) if line.startswith("ENTRYPOINT"))
+    user = str(kubernetes("StatefulSet")["spec"]["template"]["spec"]["securityContext"]["runAsUser"])
+    assert any(f"--uid {user} " in line for line in lines)
+    assert lines.index(f"USER {user}") < next(i for i, line in enumerate(lines) if line.startswith("ENTRYPOINT"))
 
 
 def test_prefillers_cache_prefixes_unless_told_not_to_and_decoders_never_do() -> None:
@@ -237,7 +239,9 @@ def test_pods_of_the_manifest_have_a_configuration_that_loads_and_time_to_drain(
     mounts = {mount["mountPath"]: mount["name"] for mount in container["volumeMounts"]}
     volumes = {volume["name"]: volume for volume in pod["volumes"]}
     assert set(mounts.values()) == set(volumes)
-    assert volumes[mounts[str(config.listen.run_folder)]]["emptyDir"]["medium"] == "Memory"
+    run_folder = Path(str(config.listen.run_folder))
+    assert str(run_folder) not in mounts  # a volume is root's, whatever the pod runs as
+    assert volumes[mounts[str(run_folder.parent)]]["emptyDir"]["medium"] == "Memory"
 
 
 def test_the_pod_s_service_account_may_do_with_its_lease_what_it_does_and_no_more(tmp_path: Path) -> None:
