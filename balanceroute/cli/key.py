@@ -23,11 +23,10 @@ def key(
 
     Example: balanceroute key search-team --max-in-flight 32 >> keys.yaml
     """
-    import yaml
     from pydantic import ValidationError
 
     from balanceroute.cli.output import print_json
-    from balanceroute.config import KeyEntry, digest_of, new_key
+    from balanceroute.config import KeyEntry, digest_of, new_key, to_yaml
 
     if existing:
         text = sys.stdin.readline().strip()
@@ -56,4 +55,4 @@ def key(
         return
     if secret is not None:
         typer.echo(f"The key of {name}, shown this once: {secret}", err=True)
-    typer.echo(yaml.safe_dump([entry], sort_keys=False), nl=False)
+    typer.echo(to_yaml([entry]), nl=False)

@@ -3,6 +3,7 @@
 from balanceroute.config.addresses import is_loopback
 from balanceroute.config.client_keys import KeyEntry, digest_of, new_key, read_client_keys
 from balanceroute.config.describe import Setting, describe_settings, effective, effective_json, effective_yaml
+from balanceroute.config.documents import to_yaml
 from balanceroute.config.example_flags import from_example_flags, worker_url
 from balanceroute.config.loading import load, load_sections, parse_assignment, read_yaml, unused_variables, validate
 from balanceroute.config.models import Config, DecodeWorker, PriorityBounds, Worker
@@ -31,6 +32,7 @@ __all__ = [
     "parse_assignment",
     "read_client_keys",
     "read_yaml",
+    "to_yaml",
     "unused_variables",
     "validate",
     "worker_url",

@@ -20,7 +20,7 @@ from typing import Annotated, Final
 
 from pydantic import AfterValidator, Field, ValidationError
 
-from balanceroute.config.loading import read_document, read_mapping
+from balanceroute.config.documents import read_document, read_mapping
 from balanceroute.config.models import PriorityBounds, Section
 from balanceroute.errors import ConfigError
 

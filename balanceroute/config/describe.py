@@ -8,10 +8,10 @@ from dataclasses import dataclass
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 import annotated_types
-import yaml
 from pydantic import BaseModel, SecretStr
 from pydantic.fields import FieldInfo
 
+from balanceroute.config.documents import to_yaml
 from balanceroute.config.models import Auth, Config
 from balanceroute.config.values import Endless, OneOf
 from balanceroute.core.knobs import DEFAULTS
@@ -192,4 +192,4 @@ def effective_json(config: Config) -> str:
 
 def effective_yaml(config: Config) -> str:
     """`effective` as YAML."""
-    return yaml.safe_dump(effective(config), sort_keys=False, allow_unicode=True, width=120)
+    return to_yaml(effective(config))

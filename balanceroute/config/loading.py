@@ -21,6 +21,7 @@ from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
 
 from balanceroute.config.describe import MASK, accepts, is_optional, is_secret, is_text, nested_model
+from balanceroute.config.documents import one_line, read_mapping, values
 from balanceroute.config.models import Config
 from balanceroute.core.knobs import ALL, DEFAULTS
 from balanceroute.core.policies import KNOBS, misplaced
@@ -172,7 +173,7 @@ def parse_value(key: str, text: str, source: str) -> object:
     if field is None or is_text(field):
         return text
     try:
-        return yaml.load(text, Loader=_Loader)
+        return values(text)
     except (yaml.YAMLError, ValueError, RecursionError):
         taken = f"accepted is {accepts(field)}, written as YAML or JSON"
         raise ConfigError(f"{source}: {key} = {_shown(text, field)}: {taken}") from None
@@ -223,70 +224,9 @@ def field_at(path: tuple[str | int, ...]) -> FieldInfo | None:
     return field
 
 
-# -- the YAML file
-
-
-class _Loader(yaml.SafeLoader):
-    """YAML without its two traps for settings: a key given twice, and 1e3 that is text."""
-
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        seen: set[object] = set()
-        for key_node, _ in node.value:
-            if key_node.tag == "tag:yaml.org,2002:merge":
-                continue
-            key = self.construct_object(key_node, deep=True)
-            if not isinstance(key, str):
-                raise yaml.constructor.ConstructorError(None, None, f"the key {key!r} is not text", key_node.start_mark)
-            if key in seen:
-                raise yaml.constructor.ConstructorError(
-                    None, None, f"the key {key} is given twice", key_node.start_mark
-                )
-            seen.add(key)
-        return super().construct_mapping(node, deep)
-
-
-_Loader.add_implicit_resolver(
-    "tag:yaml.org,2002:float",
-    re.compile(r"^[-+]?[0-9][0-9_]*(\.[0-9]*)?[eE][-+]?[0-9]+$"),
-    list("-+0123456789"),
-)
-
-
 def read_yaml(path: Path) -> Tree:
     """Read a configuration file into plain data. Raises: ConfigError with the line of a syntax error."""
     return read_mapping(path, "at least prefill.workers and decode.workers", ", ".join(Config.model_fields))
-
-
-def read_mapping(path: Path, needed: str, keys: str = "") -> Tree:
-    """Read a YAML file that holds a mapping; `needed` and `keys` say in errors what belongs into it.
-
-    Raises: ConfigError: it can't be read, is no YAML, or no mapping.
-    """
-    tree = read_document(path)
-    if tree is None:
-        raise ConfigError(f"{path}: is empty; accepted is a mapping with {needed}")
-    if not isinstance(tree, dict):
-        raise ConfigError(f"{path}: is a {type(tree).__name__}; accepted is a mapping with the keys {keys or needed}")
-    return tree
-
-
-def read_document(path: Path) -> object:
-    """Read a YAML file, whatever it holds; None if nothing. Raises: ConfigError: it can't be read, or is no YAML."""
-    try:
-        text = path.read_text(encoding="utf-8")
-    except OSError as error:
-        raise ConfigError(f"{path}: cannot be read: {error.strerror or error}") from None
-    except UnicodeDecodeError as error:
-        raise ConfigError(f"{path}: is not UTF-8 text (byte {error.start})") from None
-    try:
-        tree: object = yaml.load(text, Loader=_Loader)
-    except yaml.MarkedYAMLError as error:
-        mark = error.problem_mark or error.context_mark
-        where = "" if mark is None else f" line {mark.line + 1}, column {mark.column + 1}:"
-        raise ConfigError(f"{path}:{where} not valid YAML: {_one_line(error.problem or error.context)}") from None
-    except (yaml.YAMLError, ValueError, RecursionError) as error:
-        raise ConfigError(f"{path}: not valid YAML: {_one_line(str(error))}") from None
-    return tree
 
 
 # -- the texts of errors
@@ -313,7 +253,7 @@ def _problem(found: Mapping[str, Any], origin: str, sources: Mapping[str, str]) 
         text = f"{path}: unknown key; {_nearest(loc)}"
         inside = [source for key, source in sources.items() if key.startswith(f"{path}.")]
         if inside:  # a section that there is not, named by a variable or the command line for a key in it
-            return f"{', '.join(dict.fromkeys(inside))}: {_one_line(text)}"
+            return f"{', '.join(dict.fromkeys(inside))}: {one_line(text)}"
     elif found["type"] == "missing":
         text = f"{path}: required and missing; {_missing_hint(loc, field)}"
     elif found["type"] == "value_error":
@@ -323,7 +263,7 @@ def _problem(found: Mapping[str, Any], origin: str, sources: Mapping[str, str]) 
         if field is not None and isinstance(loc[-1], int) and taken.startswith("a list of {"):
             taken = f"{taken.removeprefix('a list of ')}, such as {{url: http://HOST:PORT}}"
         text = f"{path} = {value}: accepted is {taken}"
-    return _prefixed(_one_line(text), path, origin, sources)
+    return _prefixed(one_line(text), path, origin, sources)
 
 
 def _prefixed(text: str, path: str, origin: str, sources: Mapping[str, str]) -> str:
@@ -376,8 +316,4 @@ def _shown(value: object, field: FieldInfo | None) -> str:
         return MASK
     text = "null" if value is None else str(value).lower() if isinstance(value, bool) else repr(value)
     text = re.sub(r"//[^/\s'\"]*@", f"//{MASK}@", text)
-    return _one_line(text if len(text) <= 80 else text[:77] + "...")
-
-
-def _one_line(text: str | None) -> str:
-    return " ".join((text or "").split())
+    return one_line(text if len(text) <= 80 else text[:77] + "...")

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from balanceroute.config import digest_of, load, new_key, read_client_keys
+from balanceroute.config import digest_of, load, new_key, read_client_keys, to_yaml
 from balanceroute.errors import ConfigError
 
 HASH = "ab" * 32
@@ -91,3 +91,13 @@ def test_a_secret_that_no_header_can_carry_is_refused_without_showing_it(
     with pytest.raises(ConfigError, match=rf"auth\.{name} = \*+: accepted are printable") as caught:
         load(path, {}, {f"auth.{name}": secret})
     assert not secret or secret not in str(caught.value)
+
+
+def test_a_key_may_be_named_like_a_number(tmp_path: Path) -> None:
+    entries = [{"name": name, "sha256": new_key()[1]} for name in ("1e3", "12", "0x1f", "no")]
+    assert [entry.name for entry in read_client_keys(written(tmp_path, to_yaml(entries)))] == [
+        "1e3",
+        "12",
+        "0x1f",
+        "no",
+    ]

@@ -1,0 +1,134 @@
+"""YAML texts, read within bounds, and written so that they are read as the same."""
+
+import re
+from pathlib import Path
+from typing import Any, Final, cast
+
+import yaml
+
+from balanceroute.errors import ConfigError
+
+MAX_BYTES: Final = 2**25  # of a file; 100,000 client keys take half of it
+MAX_VALUES: Final = 5_000_000  # that a text stands for; 100,000 client keys are a million
+
+
+class _Values(yaml.constructor.SafeConstructor):
+    """YAML without its three traps: a key given twice, aliases that few bytes repeat for ever, and 1e3 that is text."""
+
+    def get_single_data(self) -> Any:
+        node = self.get_single_node()  # type: ignore[attr-defined]  # the composer's, beside which this stands
+        if node is None:
+            return None
+        _count(node, {})
+        return self.construct_document(node)
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        seen: set[object] = set()
+        for key_node, _ in node.value:
+            if key_node.tag == "tag:yaml.org,2002:merge":
+                continue
+            key = self.construct_object(key_node, deep=True)
+            if not isinstance(key, str):
+                raise yaml.constructor.ConstructorError(None, None, f"the key {key!r} is not text", key_node.start_mark)
+            if key in seen:
+                raise yaml.constructor.ConstructorError(
+                    None, None, f"the key {key} is given twice", key_node.start_mark
+                )
+            seen.add(key)
+        return super().construct_mapping(node, deep)
+
+
+class _Loader(_Values, yaml.SafeLoader):
+    """In Python, which says better what is wrong with a text."""
+
+
+class _Dumper(yaml.SafeDumper):
+    """Has the loader read everything as what it is."""
+
+
+_FLOAT = re.compile(r"^[-+]?[0-9][0-9_]*(\.[0-9]*)?[eE][-+]?[0-9]+$")
+for _kind in (_Loader, _Dumper):
+    _kind.add_implicit_resolver("tag:yaml.org,2002:float", _FLOAT, list("-+0123456789"))
+
+
+def _fast_loader() -> type[yaml.SafeLoader]:
+    """libyaml's, where PyYAML has it: thousands of client keys take a quarter of the time."""
+    if not yaml.__with_libyaml__:
+        return _Loader
+    fast: Any = type("_Fast", (_Values, yaml.CSafeLoader), {})
+    fast.yaml_implicit_resolvers = _Loader.yaml_implicit_resolvers
+    return cast(type[yaml.SafeLoader], fast)
+
+
+_FAST = _fast_loader()
+
+
+def _count(node: yaml.Node, counted: dict[int, int]) -> int:
+    """How many values it stands for, each as often as it is repeated; `counted`: of nodes, by their id.
+
+    Raises: yaml.MarkedYAMLError: there are too many.
+    """
+    known = counted.get(id(node))
+    if known is not None:
+        return known
+    counted[id(node)] = MAX_VALUES  # of one that holds itself
+    below = node.value if isinstance(node, yaml.CollectionNode) else ()
+    values = [each for value in below for each in (value if isinstance(value, tuple) else (value,))]
+    count = 1 + sum(_count(value, counted) for value in values)
+    if count > MAX_VALUES:
+        raise yaml.MarkedYAMLError(problem=f"it stands for more than {MAX_VALUES} values", problem_mark=node.start_mark)
+    counted[id(node)] = count
+    return count
+
+
+def values(text: str) -> object:
+    """What a YAML text holds. Raises: yaml.YAMLError, ValueError, RecursionError."""
+    try:
+        return yaml.load(text, Loader=_FAST)
+    except yaml.YAMLError:
+        return yaml.load(text, Loader=_Loader)
+
+
+def to_yaml(data: object) -> str:
+    """As YAML that is read as the same."""
+    return yaml.dump(data, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=120)
+
+
+def read_mapping(path: Path, needed: str, keys: str = "") -> dict[str, Any]:
+    """Read a YAML file that holds a mapping; `needed` and `keys` say in errors what belongs into it.
+
+    Raises: ConfigError: it can't be read, is no YAML, or no mapping.
+    """
+    tree = read_document(path)
+    if tree is None:
+        raise ConfigError(f"{path}: is empty; accepted is a mapping with {needed}")
+    if not isinstance(tree, dict):
+        raise ConfigError(f"{path}: is a {type(tree).__name__}; accepted is a mapping with the keys {keys or needed}")
+    return tree
+
+
+def read_document(path: Path) -> object:
+    """Read a YAML file, whatever it holds; None if nothing. Raises: ConfigError: it can't be read, or is no YAML."""
+    try:
+        with path.open("rb") as file:
+            content = file.read(MAX_BYTES + 1)
+        if len(content) > MAX_BYTES:
+            raise ConfigError(f"{path}: is too large; accepted are {MAX_BYTES} bytes")
+        text = content.decode("utf-8")
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot be read: {error.strerror or error}") from None
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{path}: is not UTF-8 text (byte {error.start})") from None
+    try:
+        return values(text)
+    except yaml.MarkedYAMLError as error:
+        mark = error.problem_mark or error.context_mark
+        where = "" if mark is None else f" line {mark.line + 1}, column {mark.column + 1}:"
+        raise ConfigError(f"{path}:{where} not valid YAML: {one_line(error.problem or error.context)}") from None
+    except (yaml.YAMLError, ValueError, RecursionError) as error:
+        raise ConfigError(f"{path}: not valid YAML: {one_line(str(error))}") from None
+
+
+def one_line(text: str | None) -> str:
+    """For an error, which is one."""
+    return " ".join((text or "").split())

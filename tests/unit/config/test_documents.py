@@ -1,0 +1,72 @@
+"""YAML texts are read within bounds, and by libyaml as in Python."""
+
+from pathlib import Path
+
+import pytest
+import yaml
+
+from balanceroute.config import documents
+from balanceroute.config.documents import MAX_BYTES, read_document
+from balanceroute.errors import ConfigError
+
+
+def refusal(path: Path, text: str) -> str:
+    path.write_text(text)
+    with pytest.raises(ConfigError) as refused:
+        read_document(path)
+    return str(refused.value)
+
+
+def nested(before: str, after: str) -> str:
+    """Each of ten lines holds nine times what the one before does."""
+    lines = ["a0: &a0 {x: y}"]
+    lines += [f"a{i}: &a{i} {before}[{', '.join([f'*a{i - 1}'] * 9)}]{after}" for i in range(1, 10)]
+    return "\n".join(lines)
+
+
+@pytest.mark.parametrize(("before", "after"), [("", ""), ("{<<: ", "}")], ids=["lists", "merge keys"])
+def test_aliases_that_repeat_each_other_cost_no_more_than_their_bytes(tmp_path: Path, before: str, after: str) -> None:
+    told = refusal(tmp_path / "c.yaml", nested(before, after))
+    assert "not valid YAML: it stands for more than" in told
+
+
+@pytest.mark.parametrize("text", ["a: &a [*a]", "a: &a {b: *a}", "? &a [*a]\n: 1"])
+def test_what_holds_itself_is_refused(tmp_path: Path, text: str) -> None:
+    assert "not valid YAML" in refusal(tmp_path / "c.yaml", text)
+
+
+def test_an_anchor_may_be_named_as_often_as_it_helps(tmp_path: Path) -> None:
+    (tmp_path / "c.yaml").write_text("a: &a {x: 1}\nb: [*a, *a]\nc: {<<: *a, y: 2}\n")
+    assert read_document(tmp_path / "c.yaml") == {"a": {"x": 1}, "b": [{"x": 1}] * 2, "c": {"x": 1, "y": 2}}
+
+
+def test_a_file_without_an_end_is_too_large() -> None:
+    with pytest.raises(ConfigError, match=f"^/dev/zero: is too large; accepted are {MAX_BYTES} bytes$"):
+        read_document(Path("/dev/zero"))
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "a: 1e3\nb: '1e3'\nc: 1_000\nd: 0x1f\ne: 1:30\nf: .inf\ng: ~\nh: yes\ni: 2026-01-01\nj: !!binary aGk=",
+        "\ufeffa: 1\r\nb: [1,\r\n 2]\r\n",
+        "--- {a: &x [1], b: *x}\n...\n",
+        "a: |\n  text\n\n  more\nb: >-\n  text\n  more\n",
+        "a: {<<: {b: 1, c: 2}, b: 3}",
+        "# nothing\n",
+    ],
+)
+def test_a_text_is_the_same_in_either_reader(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    read = documents.values(text)
+    monkeypatch.setattr(documents, "_FAST", documents._Loader)
+    assert documents.values(text) == read
+
+
+@pytest.mark.parametrize("text", ["a: [1\n", "a:\n\t- 1\n", "a: 1\na: 2\n", "{1: 2}", "a: !!python/name:os.system"])
+def test_what_is_wrong_is_said_as_python_says_it_whoever_reads(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(yaml.YAMLError) as first:
+        documents.values(text)
+    monkeypatch.setattr(documents, "_FAST", documents._Loader)
+    with pytest.raises(yaml.YAMLError) as second:
+        documents.values(text)
+    assert str(first.value) == str(second.value)
