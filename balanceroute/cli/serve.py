@@ -152,7 +152,8 @@ def serve(
 
     async def on_reload() -> None:
         new = await asyncio.to_thread(read_again)
-        await reload(app.services, new)
+        async with app.services.changing:
+            await reload(app.services, new)
         configure(new.log.level, new.log.format)
 
     # read before there is a loop: a model file that does not fit is one line, and a long history holds up nobody

@@ -186,7 +186,7 @@ def operator_parts(services: Callable[[], Services], dashboard: Dashboard, read:
     async def switch(new: Config) -> list[str]:
         from balanceroute.proxy.reload import reload  # which puts together what is here
 
-        return await reload(services(), new)
+        return await reload(services(), new, services().perimeter)  # no file is to be read again for it
 
     return [
         Admin(services),

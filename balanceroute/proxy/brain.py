@@ -135,8 +135,9 @@ def run_brain(
 
         async def on_reload() -> None:
             await off_the_loop(configured.learn)
-            follow()
-            await reload_brain(app, configured.config, configured.perimeter)
+            async with app.services.changing:
+                follow()
+                await reload_brain(app, configured.config, configured.perimeter)
 
         server = BrainServer(app, configured.config, on_reload, uds=str(folder.operators))
         app.end, app.leave = server.end, server.leave

@@ -12,14 +12,17 @@ import asyncio
 import logging
 from collections.abc import Iterable
 from dataclasses import dataclass, fields
+from functools import partial
 from threading import Thread
 from typing import Final
 
 from balanceroute.build import policy_settings, predicts, scheduler_config, worker_specs
 from balanceroute.config import Config
+from balanceroute.config.patience import in_time
 from balanceroute.core.types import WorkerSpec
 from balanceroute.errors import ConfigError
 from balanceroute.proxy.admission.forecasts import Forecasts, Past, build_forecasts
+from balanceroute.proxy.apart import WITHIN_S
 from balanceroute.proxy.app import start_refits
 from balanceroute.proxy.perimeter.perimeter import Perimeter
 from balanceroute.proxy.services import Services
@@ -38,33 +41,43 @@ class Successor:
 
 
 async def reload(services: Services, new: Config, perimeter: Perimeter | None = None) -> list[str]:
-    """Switch to `new`; a history is read beside the loop. As `apply`."""
+    """Switch to `new`; what may be long, keys and a history, is read beside the loop.
+
+    `perimeter`: of `new`, where its files, certificates included, have been read; None: they are read here. Raises: as
+    `apply`.
+    """
     check(services, new)
     successor = None
+    certificates = perimeter is None
+    if perimeter is None:
+        perimeter = await asyncio.to_thread(in_time, partial(Perimeter, new), "auth.client_keys", WITHIN_S)
     before = services.forecasts
     if asks_another_predictor(services.config, new):
         past = None if before is None else before.past()
         successor = Successor(await asyncio.to_thread(build_forecasts, new, past))
-    return apply(services, new, successor, perimeter)
+    return apply(services, new, successor, perimeter, certificates)
 
 
 def apply(
-    services: Services, new: Config, successor: Successor | None = None, perimeter: Perimeter | None = None
+    services: Services,
+    new: Config,
+    successor: Successor | None = None,
+    perimeter: Perimeter | None = None,
+    certificates: bool = True,
 ) -> list[str]:
     """Switch to `new`; returns what changed, for the log.
 
-    `successor`: where the predictor changes; made here if it is not given. `perimeter`: of `new`, where another process
-    has read its files, certificates included; None: they are read here. Raises: ConfigError: it needs a restart, or
-    a file that it names is wrong; InputError: a model file is; nothing changed.
+    `successor`: where the predictor changes; made here if it is not given. `perimeter`: of `new`, the same. Its
+    certificates are read with `certificates`. Raises: ConfigError: it needs a restart, or a file that it names is
+    wrong; InputError: a model file is; nothing changed.
     """
     try:
         check(services, new)
-        read_here = perimeter is None
         perimeter = perimeter or Perimeter(new)
         if successor is None and asks_another_predictor(services.config, new):
             past: Past | None = None if services.forecasts is None else services.forecasts.past()
             successor = Successor(build_forecasts(new, past))
-        if read_here:
+        if certificates:
             services.tls.reload(new)  # the last that may refuse
     except BaseException:
         if successor is not None and successor.forecasts is not None:
@@ -72,7 +85,8 @@ def apply(
         raise
     old = services.config
     changed = [name for name in type(new).model_fields if getattr(old, name) != getattr(new, name)]
-    perimeter.inherit(services.perimeter)
+    if perimeter is not services.perimeter:
+        perimeter.inherit(services.perimeter)
     new = shortened(new, [worker.kv_connector for worker in services.fleet])
     services.perimeter = perimeter
     services.configure(new)

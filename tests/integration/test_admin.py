@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+import threading
 from pathlib import Path
 
 import httpx
@@ -12,6 +13,7 @@ from balanceroute.emulator import ClusterShape, EmulatedCluster
 from balanceroute.errors import ConfigError
 from balanceroute.journal import rerun
 from balanceroute.proxy.app import create_app
+from balanceroute.proxy.perimeter.perimeter import Perimeter
 from balanceroute.proxy.reload import apply, reload
 from tests.integration.router import Router, configuration, patient, running, served
 from tests.integration.test_proxy_answers import completion
@@ -288,3 +290,30 @@ async def test_other_policies_and_predictors_take_over_under_load_and_no_request
         assert router.cluster.violations() == {}
         assert "refits" in services.tasks and not services.tasks["refits"].done()
         assert 'policy="br_h"' in (await router.client.get("/metrics")).text
+
+
+async def test_requests_go_on_while_a_reload_reads_a_long_file_of_keys(monkeypatch: pytest.MonkeyPatch) -> None:
+    served = threading.Event()
+
+    def long_read(config: Config) -> Perimeter:
+        assert served.wait(20)
+        return Perimeter(config)
+
+    monkeypatch.setattr("balanceroute.proxy.reload.Perimeter", long_read)
+    async with running(SHAPE) as router:
+        services = router.app.services
+        reloading = asyncio.ensure_future(reload(services, services.config))
+        assert (await router.client.post("/v1/completions", json=completion())).status_code == 200
+        assert not reloading.done()
+        served.set()
+        assert await reloading == []
+
+
+async def test_another_policy_takes_no_file_with_it_that_waits_for_its_reload(tmp_path: Path) -> None:
+    keys = tmp_path / "keys.yaml"
+    keys.write_text(f"- {{name: a, sha256: {'ab' * 32}}}\n")
+    async with running(SHAPE, auth={"client_keys": str(keys)}) as router:
+        keys.write_text("half writ")
+        assert (await router.client.post("/routing/policy", json={"policy": "least_kv"})).status_code == 200
+        known = router.app.services.perimeter.keys
+        assert known is not None and [key.name for key in known] == ["a"]

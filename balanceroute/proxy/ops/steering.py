@@ -36,13 +36,15 @@ class Steering:
 
         A policy of one's own takes its `routing.options` along, and finds them again when it is switched back to.
         """
-        before = self._services().config
+        services = self._services()
         try:
             name = _wanted(await request.body())
             tell(request, policy=name)
-            await self._switch(with_policy(before, name, self._options_of.get(name)))
-            self._options_of[before.routing.policy] = before.routing.options
-            self._services().keep_changes()
+            async with services.changing:
+                before = services.config
+                await self._switch(with_policy(before, name, self._options_of.get(name)))
+                self._options_of[before.routing.policy] = before.routing.options
+                services.keep_changes()
         except (ConfigError, InputError) as error:
             return error_response(InvalidRequest(str(error), param="policy"))
         except BalanceRouteError as error:

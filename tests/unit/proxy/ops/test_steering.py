@@ -1,5 +1,6 @@
 """Another policy at run time: which may be asked for, and what stays as it is."""
 
+import asyncio
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -143,3 +144,12 @@ async def test_settings_that_do_not_go_with_the_policy_are_refused() -> None:
     config: Any = a_config(routing={"policy": "br_0", "pool_bypass": True})
     with pytest.raises(ConfigError, match="pool_bypass"):
         with_policy(config, "br_h")
+
+
+async def test_a_policy_that_is_asked_for_during_a_reload_goes_into_what_is_reloaded() -> None:
+    services, switch = a_router(a_config(queue={"deadline_s": 5.0})), Switched()
+    async with services.changing:
+        asking = asyncio.ensure_future(asked(services, switch, b'{"policy": "least_kv"}'))
+        services.config = a_config(queue={"deadline_s": 7.0})
+    assert (await asking).status_code == 200
+    assert [new.queue.deadline_s for new in switch.to] == [7.0]
