@@ -364,6 +364,7 @@ async def stop_tasks(services: ClientServices) -> None:
 
 def supervised(services: ClientServices, name: str, run: Callable[[], Awaitable[None]]) -> Coroutine[Any, Any, None]:
     """What runs for ever, again after a bug of ours."""
+    services.metrics.tasks_failed.inc(name, by=0)
 
     async def forever() -> None:
         while True:

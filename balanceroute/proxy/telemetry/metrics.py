@@ -33,6 +33,20 @@ log = logging.getLogger(__name__)
 _SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 25.0, 50.0, 100.0, 250.0)
 _TOKEN_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.03, 0.04, 0.05, 0.075, 0.1, 0.15, 0.25, 0.5, 1.0, 2.5)
 _MANY = 1024  # values of a histogram
+_TIERS = ("prefill", "decode")
+REFUSALS = (
+    "no_key",
+    "wrong_key",
+    "key_limit",
+    "no_token",
+    "wrong_token",
+    "not_loopback",
+    "proxied",
+    "foreign_host",
+    "foreign_origin",
+    "content_type",
+)
+"""Why one is refused for who asks: `AccessDenied.reason`."""
 
 
 Counts = TypeVar("Counts", CounterFamily, HistogramFamily)
@@ -110,13 +124,26 @@ class Metrics(Collector):
         self._former_forecasts = ForecastCounts()
         self._former_prefills = {family.name: family for family in prefiller_counters(())}
         self.beside: Callable[[], Iterable[bytes]] = _nobody
-        for outcome in Outcome:
-            self.requests.inc(outcome.value, by=0)
+        self._begin_at_zero()
         self.orphaned_kv = 0
         self.divergence = Divergence()
         self.conditions = Conditions()
         self.registry = CollectorRegistry(auto_describe=False)
         self.registry.register(self)
+
+    def _begin_at_zero(self) -> None:
+        """Show series before their first event: Prometheus sees no increase in one that begins at 1."""
+        for family, values in (
+            (self.requests, [outcome.value for outcome in Outcome]),
+            (self.retries, _TIERS),
+            (self.moves, _TIERS),
+            (self.recomputes, ("recomputed", "worker_lost")),
+            (self.drains, ("drained", "orphaned")),
+            (self.refusals, REFUSALS),
+            (self.tasks_failed, ("request", "drainer")),  # and the coroutines, as they start
+        ):
+            for value in values:
+                family.inc(value, by=0)
 
     def _counter(self, name: str, meaning: str, *labels: str) -> CounterFamily:
         """A counter of ours; one per worker has the label `worker` and loses its series when the worker leaves."""

@@ -1,13 +1,19 @@
 """What `/metrics` says of a cluster, and what it no longer says of a worker that has left."""
 
+import re
+from pathlib import Path
+
 import pytest
 from prometheus_client import generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
+from balanceroute import errors
 from balanceroute.core.snapshot import ClusterSnapshot
 from balanceroute.core.types import Role, WorkerSpec
 from balanceroute.core.view import view_cluster
+from balanceroute.proxy import perimeter
 from balanceroute.proxy.admission.forecasts import LiveForecasts
+from balanceroute.proxy.app import supervised
 from balanceroute.proxy.telemetry.conditions import METRICS
 from balanceroute.proxy.telemetry.metrics import Metrics
 from tests.unit.proxy.virtual_time import a_config, a_router, in_virtual_time
@@ -60,6 +66,28 @@ def test_nothing_is_said_any_more_of_a_worker_that_has_left() -> None:
 def test_every_outcome_has_a_series_before_the_first_request_has_it(outcome: str) -> None:
     metrics = Metrics(lambda: view_cluster(ClusterSnapshot()), "br_0")
     assert (outcome,) in samples_of(metrics, "balanceroute_requests")
+
+
+def test_the_first_refusal_of_every_reason_is_an_increase_to_prometheus() -> None:
+    raised = re.compile(r'reason="(\w+)"|_(?:forbidden|unauthorized)\(.*"(\w+)"\)$|^    reason = "(\w+)"$', re.M)
+    sources = [*Path(perimeter.__path__[0]).glob("*.py"), Path(errors.__file__)]
+    reasons = {"".join(found) for source in sources for found in raised.findall(source.read_text())}
+    metrics = Metrics(lambda: view_cluster(ClusterSnapshot()), "br_0")
+    assert samples_of(metrics, "balanceroute_refusals") == {(reason,): 0.0 for reason in reasons}
+
+
+def test_the_first_bug_of_a_coroutine_is_an_increase_to_prometheus() -> None:
+    async def test() -> None:
+        services = a_router()
+
+        async def run() -> None:
+            raise NotImplementedError
+
+        coroutine = supervised(services, "mine", run)
+        coroutine.close()
+        assert samples_of(services.metrics, "balanceroute_internal_errors")["mine",] == 0.0
+
+    in_virtual_time(test)
 
 
 # -- several processes
