@@ -30,7 +30,7 @@ LOOK_S: Final = 60.0
 LINK: Final = "balanceroute-link"  # ALPN
 HTTP: Final = "http/1.1"
 
-Stamp = tuple[tuple[str, int], ...]
+Stamp = tuple[tuple[str, tuple[int, ...]], ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,11 +84,12 @@ class Tls:
 
     def follow(self, config: Config) -> None:
         """The same where another process has found the files good: one that is of no use by now is left for `watch`."""
+        stamp = _stamp(config.tls)  # before they are read: what comes meanwhile is another change
         try:
             self.reload(config)
         except ConfigError as error:
             self._settings = config.tls
-            self._refused(_stamp(config.tls), error)
+            self._refused(stamp, error)
 
     def _use(self, found: _Contexts) -> None:
         self._settings, self._stamp = found.settings, found.stamp
@@ -211,13 +212,17 @@ def _told(error: OSError, accepted: str) -> str:
 
 
 def _stamp(settings: TlsFiles) -> Stamp:
-    """When each file was changed last."""
-    return tuple((file, _changed_ns(file)) for file in settings.model_dump().values() if file is not None)
+    """What tells each file from the one before."""
+    return tuple((file, _state(file)) for file in settings.model_dump().values() if file is not None)
 
 
-def _changed_ns(file: str) -> int:
-    """0: it is missing, or out of reach; who reads it says so."""
+def _state(file: str) -> tuple[int, ...]:
+    """Its time is not enough: what packs or restores files may give all of them the same.
+
+    Empty: it is missing, or out of reach; who reads it says so.
+    """
     try:
-        return Path(file).stat().st_mtime_ns
+        found = Path(file).stat()
     except OSError:
-        return 0
+        return ()
+    return found.st_mtime_ns, found.st_ino, found.st_size

@@ -109,15 +109,18 @@ async def test_a_certificate_that_was_renewed_is_used_without_a_signal(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     old, new = trustme.CA(), trustme.CA()
-    file = tmp_path / "chain.pem"
-    settings = config(cert_file=chain(old, file))
-    tls = Tls(settings)
+    file, next_file = tmp_path / "chain.pem", tmp_path / "next.pem"
+
+    def put(write: Callable[[Path], Any]) -> None:
+        """All at once, and with a time that says nothing, as what packs files gives them."""
+        write(next_file)
+        os.utime(next_file, ns=(1, 1))
+        next_file.rename(file)
+
+    put(lambda path: chain(old, path))
+    tls = Tls(config(cert_file=str(file)))
     watching = asyncio.ensure_future(tls.watch(0.01))
     caplog.set_level("INFO")
-
-    def write(content: Callable[[], Any], at_ns: int) -> None:
-        content()
-        os.utime(file, ns=(at_ns, at_ns))
 
     async def shown_by(ca: trustme.CA) -> bool:
         """Whether the next connection of a client would see a certificate of this CA."""
@@ -133,10 +136,10 @@ async def test_a_certificate_that_was_renewed_is_used_without_a_signal(
             return True
 
     assert await shown_by(old)
-    write(lambda: file.write_text("half written"), 1)
+    put(lambda path: path.write_text("half written"))
     await until(lambda: "certificates not reloaded" in caplog.text)
     assert await shown_by(old)
-    write(lambda: chain(new, file), 2)
+    put(lambda path: chain(new, path))
     await until(lambda: "certificates reloaded" in caplog.text)
     assert await shown_by(new) and not await shown_by(old)
     assert caplog.text.count("certificates not reloaded") == 1
@@ -172,3 +175,23 @@ def test_an_encrypted_key_is_refused_instead_of_asked_for(tmp_path: Path) -> Non
     issued.cert_chain_pems[0].write_to_path(str(tmp_path / "cert.pem"))
     with pytest.raises(ConfigError, match="encrypted"):
         Tls(config(cert_file=str(tmp_path / "cert.pem"), key_file=str(tmp_path / "key.pem")))
+
+
+def test_a_certificate_that_comes_while_another_one_is_refused_is_not_taken_for_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ca = trustme.CA()
+    before, after = tmp_path / "before.pem", tmp_path / "after.pem"
+    tls = Tls(config(cert_file=chain(ca, before)))
+    after.write_text("half written")
+
+    def refuse_late(tls: Tls, settings: Config) -> None:
+        chain(ca, after)
+        raise ConfigError("half written")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Tls, "reload", refuse_late)
+        tls.follow(config(cert_file=str(after)))
+    shown = tls.server
+    tls.catch_up()
+    assert tls.server is not shown
