@@ -7,7 +7,7 @@ from balanceroute.config.documents import to_yaml
 from balanceroute.config.example_flags import from_example_flags, worker_url
 from balanceroute.config.loading import load, load_sections, parse_assignment, read_yaml, unused_variables, validate
 from balanceroute.config.models import Config, DecodeWorker, PriorityBounds, Worker
-from balanceroute.config.urls import normalised_url
+from balanceroute.config.urls import normalised_url, server_of
 from balanceroute.config.values import PolicyName
 
 __all__ = [
@@ -32,6 +32,7 @@ __all__ = [
     "parse_assignment",
     "read_client_keys",
     "read_yaml",
+    "server_of",
     "to_yaml",
     "unused_variables",
     "validate",

@@ -21,7 +21,7 @@ from pydantic import (
 
 from balanceroute.config.addresses import is_loopback
 from balanceroute.config.rules import broken_rules
-from balanceroute.config.urls import normalised_url
+from balanceroute.config.urls import normalised_url, server_of
 from balanceroute.config.values import (
     KV_PIN_S,
     PREDICTOR_NAMES,
@@ -160,10 +160,8 @@ class Worker(Section):
 
     @property
     def address(self) -> str:
-        """HOST:PORT plus the path, if any: what two workers with the same server share."""
-        parts = urlsplit(self.url)
-        host = f"[{parts.hostname}]" if ":" in (parts.hostname or "") else parts.hostname
-        return f"{host}:{parts.port or (443 if parts.scheme == 'https' else 80)}{parts.path}"
+        """See `server_of`."""
+        return server_of(self.url)
 
     @property
     def worker_id(self) -> str:

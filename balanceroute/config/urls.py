@@ -40,6 +40,13 @@ def normalised_url(text: str) -> str:
     return f"{parts.scheme}://{_host(parts.netloc)}{'' if port is None else f':{port}'}{_prefix(parts.path)}"
 
 
+def server_of(url: str) -> str:
+    """HOST:PORT of a checked base URL plus its path, if any: the same for all workers of one server."""
+    parts = urlsplit(url)
+    host = f"[{parts.hostname}]" if ":" in (parts.hostname or "") else parts.hostname
+    return f"{host}:{parts.port or (443 if parts.scheme == 'https' else 80)}{parts.path}"
+
+
 def _host(netloc: str) -> str:
     server = _SERVER.fullmatch(netloc.lower())
     try:

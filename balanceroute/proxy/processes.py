@@ -26,7 +26,7 @@ from balanceroute.proxy.handover import Handover, Predecessor, Told
 from balanceroute.proxy.perimeter.key_table import KeyTable
 from balanceroute.proxy.perimeter.perimeter import Perimeter
 from balanceroute.proxy.relay import run_relay
-from balanceroute.proxy.reload import asks_another_predictor, check_workers
+from balanceroute.proxy.reload import asks_another_predictor, check_added, check_workers
 from balanceroute.proxy.run_folder import RunFolder, relay_name, run_folder
 from balanceroute.proxy.supervisor import Main, Supervisor, be_called
 from balanceroute.proxy.telemetry.logs import configure
@@ -193,6 +193,7 @@ class Processes:
         """
         changes = KeptChanges(self._folder.changes, self.lineage).last
         check_workers(changes.in_use(self.config), new)
+        check_added(changes.added, self.config, new)
         try:
             self._configured.learn()
             asked = asks_another_predictor(changes.config(self.config), new)

@@ -17,7 +17,7 @@ from threading import Thread
 from typing import Final
 
 from balanceroute.build import policy_settings, predicts, scheduler_config, worker_specs
-from balanceroute.config import Config
+from balanceroute.config import Config, server_of
 from balanceroute.config.patience import in_time
 from balanceroute.core.types import WorkerSpec
 from balanceroute.errors import ConfigError
@@ -102,6 +102,7 @@ def check(services: Services, new: Config) -> None:
     """Raises: ConfigError: `new` needs a restart."""
     check_fixed(services.config, new)
     check_workers((worker.spec for worker in services.fleet), new)
+    check_added((worker.spec for worker in services.fleet if not worker.leaving), services.config, new)
 
 
 def check_workers(in_use: Iterable[WorkerSpec], new: Config) -> None:
@@ -118,6 +119,22 @@ def check_workers(in_use: Iterable[WorkerSpec], new: Config) -> None:
             raise ConfigError(
                 f"worker {used.id}: {', '.join(changes)}: cannot change while it is in use; "
                 "remove it first, or restart the router"
+            )
+
+
+def check_added(added: Iterable[WorkerSpec], old: Config, new: Config) -> None:
+    """Raises: ConfigError: `new` gives another name to the server of a worker that was added at run time, and stays.
+
+    Under both names it would get twice its share. `added`: may have those of `old`, too.
+    """
+    wanted = {(server_of(spec.url), spec.dp_rank): spec.id for spec in worker_specs(new)}
+    named = {spec.id for spec in worker_specs(old)} | set(wanted.values())
+    for spec in added:
+        name = wanted.get((server_of(spec.url), spec.dp_rank))
+        if name is not None and spec.id not in named:
+            raise ConfigError(
+                f"worker {name}: is the server of worker {spec.id}, which was added at run time; give it that id, or "
+                "remove that one first"
             )
 
 

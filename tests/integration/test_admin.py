@@ -317,3 +317,23 @@ async def test_another_policy_takes_no_file_with_it_that_waits_for_its_reload(tm
         assert (await router.client.post("/routing/policy", json={"policy": "least_kv"})).status_code == 200
         known = router.app.services.perimeter.keys
         assert known is not None and [key.name for key in known] == ["a"]
+
+
+@pytest.mark.parametrize(("kind", "tier"), [("decode", "decode"), ("prefill", "decode"), ("decode", "prefill")])
+async def test_a_server_that_is_here_does_not_come_a_second_time_under_another_name(kind: str, tier: str) -> None:
+    async with running(SHAPE) as router:
+        url = (router.cluster.decode_urls if tier == "decode" else router.cluster.prefill_urls)[0]
+        body = {"type": kind, "instances": [{"url": url, "id": "alias"}]}
+        reply = await router.client.post("/instances/add", json=body)
+        assert reply.status_code == 400 and "is the server of worker" in reply.json()["error"]["message"]
+        assert "alias" not in router.app.services.fleet
+
+
+async def test_one_server_is_not_added_twice_by_one_request_but_two_of_its_ranks_are() -> None:
+    async with running(SHAPE) as router:
+        url = "http://127.0.0.1:1"
+        twice = {"type": "decode", "instances": [{"url": url, "id": "a"}, {"url": url, "id": "b"}]}
+        assert (await router.client.post("/instances/add", json=twice)).status_code == 400
+        assert "a" not in router.app.services.fleet
+        ranks = {"type": "decode", "instances": [{"url": url, "dp_rank": 0}, {"url": url, "dp_rank": 1}]}
+        assert (await router.client.post("/instances/add", json=ranks)).status_code == 200

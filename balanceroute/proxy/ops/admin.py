@@ -18,7 +18,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from balanceroute.build import policy_settings
-from balanceroute.config import DecodeWorker, normalised_url
+from balanceroute.config import DecodeWorker, normalised_url, server_of
 from balanceroute.config import Worker as WorkerConfig
 from balanceroute.config.models import Decode
 from balanceroute.core.types import Role, WorkerSpec, WorkerState
@@ -240,13 +240,23 @@ def _base_url(address: str) -> str:
 
 
 def _joins(services: OperatorServices, role: Role, entries: Entries) -> list[Callable[[], object]]:
-    """What adds these workers. Raises: InvalidRequest: one makes no sense, is here already, or is named twice."""
+    """What adds these workers. Raises: InvalidRequest: one makes no sense, is here already, or is named twice.
+
+    A server may not come under a second name either, as in the configuration: it would get twice its share.
+    """
     specs = [_spec(services.config.decode, role, url, entry) for url, entry in entries]
+    servers = {_server(worker.spec): worker.id for worker in services.fleet if not worker.leaving}
     for number, spec in enumerate(specs):
         services.fleet.check_new(spec)
         if any(spec.id == other.id for other in specs[:number]):
             raise InvalidRequest(f"worker {spec.id} is named twice", param="instances")
+        if (other := servers.setdefault(_server(spec), spec.id)) != spec.id:
+            raise InvalidRequest(f"worker {spec.id} is the server of worker {other}", param="instances")
     return [partial(services.fleet.add, spec, services.config.lifecycle.join_attempts) for spec in specs]
+
+
+def _server(spec: WorkerSpec) -> tuple[str, int | None]:
+    return server_of(spec.url), spec.dp_rank
 
 
 def _spec(decode: Decode, role: Role, url: str, entry: dict[str, Any]) -> WorkerSpec:

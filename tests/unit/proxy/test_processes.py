@@ -1,5 +1,6 @@
 """What of a router in several processes is refused before there is one, in one line."""
 
+import dataclasses
 import os
 import shutil
 import signal
@@ -15,6 +16,7 @@ import pytest
 from balanceroute.build import worker_specs
 from balanceroute.config import Config
 from balanceroute.core.policies import POLICIES
+from balanceroute.core.types import Role
 from balanceroute.errors import ConfigError
 from balanceroute.proxy import processes
 from balanceroute.proxy.changes import Changes
@@ -96,6 +98,19 @@ def test_a_reload_that_any_child_would_refuse_is_refused_for_all(
         replace_content(folder.changes, msgspec.json.encode(Changes(parent.lineage, workers=in_use)))
         assert reloaded(parent) is accepted
         assert parent.config == (wanted if accepted else old)
+
+
+def test_a_reload_that_names_an_added_server_anew_is_refused_for_all(tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path)
+    listen = {"relays": 1, "run_folder": str(tmp_path)}
+    old, wanted = a_config(1, 1, listen=listen), a_config(1, 2, listen=listen)
+    (known, further) = [spec for spec in worker_specs(wanted) if spec.role is Role.DECODE]
+    added = dataclasses.replace(further, id="hand")
+    with folder.claim() as lock:
+        parent = Processes(Configured.read(old), lambda: wanted, folder, lock, [], None, None)
+        changes = Changes(parent.lineage, added=(added,), workers=(*worker_specs(old), added))
+        replace_content(folder.changes, msgspec.json.encode(changes))
+        assert not reloaded(parent) and parent.config == old
 
 
 def test_what_a_relay_has_said_in_shared_memory_ends_with_it(tmp_path: Path) -> None:

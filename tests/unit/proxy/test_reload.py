@@ -76,6 +76,36 @@ def test_a_worker_that_is_leaving_stays_when_the_file_names_it_again() -> None:
     in_virtual_time(test)
 
 
+@pytest.mark.parametrize(("leaves", "accepted"), [(False, False), (True, True)], ids=["stays", "leaves"])
+def test_a_server_that_was_added_by_hand_comes_under_another_name_only_when_it_leaves_under_that_one(
+    leaves: bool, accepted: bool
+) -> None:
+    async def test() -> None:
+        services = a_router()
+        hand = services.fleet.add(WorkerSpec("hand", Role.DECODE, "http://d9:1"), join_attempts=3)
+        hand.in_use = 1  # so that it can't go at once
+        if leaves:
+            services.fleet.leave(hand)
+        try:
+            apply(services, with_decoders(services.config, "d0", "d9"))
+        except ConfigError as error:
+            assert "worker d9: is the server of worker hand, which was added at run time" in str(error)
+        assert ("d9" in services.fleet) is accepted and "hand" in services.fleet
+
+    in_virtual_time(test)
+
+
+def test_a_worker_of_the_file_is_renamed_by_a_reload() -> None:
+    async def test() -> None:
+        services = a_router()
+        services.fleet["d0"].in_use = 1
+        renamed = [{"url": services.fleet["d0"].spec.url, "id": "new"}]
+        apply(services, a_config(decode={"workers": renamed}))
+        assert services.fleet["d0"].leaving and not services.fleet["new"].leaving
+
+    in_virtual_time(test)
+
+
 @pytest.mark.parametrize(
     ("new", "named"),
     [
