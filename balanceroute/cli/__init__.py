@@ -5,6 +5,7 @@ Commands import what they need inside their function, so that `--help` and a typ
 
 import errno
 import io
+import logging
 import os
 import sys
 from typing import Annotated, Any
@@ -77,6 +78,7 @@ def main() -> None:
     try:
         status = app(spread_lists(sys.argv[1:]), standalone_mode=False)
     except BalanceRouteError as error:
+        logging.shutdown()  # its lines come before the last words
         for line in error.problems if isinstance(error, ConfigError) else (error,):
             print(f"balanceroute: {line}", file=sys.stderr)
         sys.exit(2)

@@ -378,6 +378,7 @@ class Supervisor:
         if self._all_up:
             log.error("child cannot run", extra={"child": name, "error": str(error)})
         else:
+            logging.shutdown()  # its lines come before the last words
             print(f"balanceroute: {error}", file=sys.stderr)
 
 

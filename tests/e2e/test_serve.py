@@ -236,7 +236,7 @@ def test_a_start_that_fails_says_why_in_one_line_and_ends_in_exit_code_2(
         done = subprocess.run(command, capture_output=True, text=True, timeout=60)
     assert done.returncode == 2
     [line] = [line for line in done.stderr.splitlines() if not line.startswith("{")]
-    assert '"level":"error"' not in done.stderr
+    assert '"level":"error"' not in done.stderr and done.stderr.endswith(f"{line}\n")
     assert line.startswith("balanceroute: ") and told.format_map(words) in line
 
 
