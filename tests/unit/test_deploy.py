@@ -207,6 +207,13 @@ def test_stopping_leaves_time_to_drain() -> None:
     assert int(compose["services"]["router"]["stop_grace_period"].removesuffix("s")) > drain_s
 
 
+def test_the_unit_lets_numpy_place_its_memory_and_kills_nobody_for_a_call() -> None:
+    lines = (ROOT / "deploy" / "balanceroute.service").read_text().splitlines()
+    filters = [line.removeprefix("SystemCallFilter=") for line in lines if line.startswith("SystemCallFilter=")]
+    assert filters == ["@system-service", "~@privileged"]  # mbind, at numpy's import, and nice are in @resources
+    assert "SystemCallErrorNumber=EPERM" in lines
+
+
 def test_the_image_runs_as_a_user_of_its_own_that_kubernetes_can_tell_from_root() -> None:
     lines = (ROOT / "deploy" / "Dockerfile").read_text().splitlines()
     user = str(kubernetes("StatefulSet")["spec"]["template"]["spec"]["securityContext"]["runAsUser"])
