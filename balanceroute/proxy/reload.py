@@ -123,15 +123,15 @@ def check_workers(in_use: Iterable[WorkerSpec], new: Config) -> None:
 
 
 def check_added(added: Iterable[WorkerSpec], old: Config, new: Config) -> None:
-    """Raises: ConfigError: `new` gives another name to the server of a worker that was added at run time, and stays.
+    """Raises: ConfigError: `new` brings the server of an added worker, which stays, under another name.
 
-    Under both names it would get twice its share. `added`: may have those of `old`, too.
+    It would get twice its share. `added`: may have those of `old`, too.
     """
-    wanted = {(server_of(spec.url), spec.dp_rank): spec.id for spec in worker_specs(new)}
-    named = {spec.id for spec in worker_specs(old)} | set(wanted.values())
+    named = {spec.id for spec in worker_specs(old)}
+    brought = {(server_of(spec.url), spec.dp_rank): spec.id for spec in worker_specs(new) if spec.id not in named}
     for spec in added:
-        name = wanted.get((server_of(spec.url), spec.dp_rank))
-        if name is not None and spec.id not in named:
+        name = brought.get((server_of(spec.url), spec.dp_rank), spec.id)
+        if name != spec.id and spec.id not in named:
             raise ConfigError(
                 f"worker {name}: is the server of worker {spec.id}, which was added at run time; give it that id, or "
                 "remove that one first"

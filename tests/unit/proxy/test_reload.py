@@ -95,6 +95,19 @@ def test_a_server_that_was_added_by_hand_comes_under_another_name_only_when_it_l
     in_virtual_time(test)
 
 
+def test_a_server_that_an_operator_has_taken_out_and_added_under_another_name_keeps_no_reload_from_being_made() -> None:
+    async def test() -> None:
+        services = a_router()
+        url = services.fleet["d0"].spec.url
+        services.fleet.leave(services.fleet["d0"])
+        assert services.fleet.sweep() == ["d0"]
+        services.fleet.add(WorkerSpec("hand", Role.DECODE, url), join_attempts=3)
+        apply(services, with_policy(services.config, "least_kv"))
+        assert "d0" not in services.fleet and not services.fleet["hand"].leaving
+
+    in_virtual_time(test)
+
+
 def test_a_worker_of_the_file_is_renamed_by_a_reload() -> None:
     async def test() -> None:
         services = a_router()
