@@ -122,7 +122,7 @@ def run_brain(
 
     with suppress(ConfigError):
         configured.learn()  # now, as it may take long
-    waited = _stand_by(lead, follow_now, callbacks.on_standby)
+    waited = stand_by(lead, follow_now, callbacks.on_standby)
     try:
         callbacks.on_lead()
         if journal is not None and journal.exists():
@@ -172,26 +172,24 @@ def the_lead(config: Config, folder: RunFolder, again: bool = False) -> Lead:
     return LeaseLead(local, api, folder.identity, listen.lease_duration_s, again=again)
 
 
-def _stand_by(lead: Lead, follow: Callable[[], None], on_wait: Callable[[], None]) -> bool:
-    """Wait for the lead, if it is not free at once; returns whether it was not."""
-    asked: list[int] = []
+def stand_by(lead: Lead, follow: Callable[[], None], on_wait: Callable[[], None]) -> bool:
+    """Wait for the lead, if it is not free at once; returns whether it was not.
+
+    SIGHUP stays blocked, for the thread as well that the lead may start: what comes until the server hears it waits.
+    """
     waited = False
-    with _hearing(asked.append):
+    with _ended_by_signals():
         while not lead.take():
             if not waited:
                 on_wait()
             waited = True
-            _reload_if(asked, follow)
-            time.sleep(until_tick_s(time.monotonic(), STANDBY_LOOK_S))
-    _reload_if(asked, follow)
+            if signal.sigtimedwait({signal.SIGHUP}, until_tick_s(time.monotonic(), STANDBY_LOOK_S)) is not None:
+                _reload(follow)
     return waited
 
 
-def _reload_if(asked: list[int], follow: Callable[[], None]) -> None:
-    """Follow the parent, if that was asked for."""
-    if not asked:
-        return
-    asked.clear()
+def _reload(follow: Callable[[], None]) -> None:
+    """Follow the parent."""
     try:
         follow()
         log.info("configuration reloaded")
@@ -200,16 +198,13 @@ def _reload_if(asked: list[int], follow: Callable[[], None]) -> None:
 
 
 @contextmanager
-def _hearing(on_reload: Callable[[int], None]) -> Iterator[None]:
-    """As long as this process stands by other signals just end it, and SIGHUP, blocked otherwise, is told."""
+def _ended_by_signals() -> Iterator[None]:
+    """As long as this process stands by signals just end it."""
     ends = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
     before = {number: signal.signal(number, lambda *_: sys.exit(0)) for number in ends}
-    before[signal.SIGHUP] = signal.signal(signal.SIGHUP, lambda number, _: on_reload(number))
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGHUP})
     try:
         yield
     finally:
-        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGHUP})  # until the server hears it
         for number, handler in before.items():
             signal.signal(number, handler)
 

@@ -20,7 +20,8 @@ a child exits 2     before all have been up: a configuration that can't be used.
                     2. Later it is a child that dies: what runs goes on without it, and it is tried again
 the parent dies     the kernel kills the children
 
-A child starts with SIGHUP blocked, and unblocks it where it has a handler: what comes meanwhile waits until then.
+A child starts with SIGHUP blocked, and unblocks it once it has a handler: what comes meanwhile waits until then. No
+thread is to be started before that where it is not blocked: it would be delivered there, and end the process.
 
 Every child leads a process group of its own, so that Ctrl-C in a terminal reaches the parent alone. SIGTERM may come to
 children from others (a service manager that signals a whole control group, or somebody who means one process): the
@@ -61,7 +62,7 @@ _PR_SET_NAME: Final = 15
 
 
 Main = Callable[[Callable[[], None]], None]
-"""What a child runs; it calls its argument when it is up, and has unblocked SIGHUP by then."""
+"""What a child runs; it calls its argument when it is up, and hears SIGHUP by then."""
 
 
 class Owner(Protocol):
