@@ -1,6 +1,7 @@
 """YAML texts, read within bounds, and written so that they are read as the same."""
 
 import re
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Final, cast
 
@@ -9,6 +10,7 @@ import yaml
 from balanceroute.errors import ConfigError
 
 MAX_BYTES: Final = 2**25  # of a file; 100,000 client keys take half of it
+LONG: Final = 2**16  # characters; 500 client keys
 MAX_VALUES: Final = 5_000_000  # that a text stands for; 100,000 client keys are a million
 
 
@@ -82,11 +84,14 @@ def _count(node: yaml.Node, counted: dict[int, int]) -> int:
 
 
 def values(text: str) -> object:
-    """What a YAML text holds. Raises: yaml.YAMLError, ValueError, RecursionError."""
-    try:
-        return yaml.load(text, Loader=_FAST)
-    except yaml.YAMLError:
-        return yaml.load(text, Loader=_Loader)
+    """What a YAML text holds. Raises: yaml.YAMLError, ValueError, RecursionError.
+
+    libyaml forgives a few tabs and odd characters, so what people write by hand is read in Python everywhere.
+    """
+    if len(text) > LONG:
+        with suppress(yaml.YAMLError):
+            return yaml.load(text, Loader=_FAST)
+    return yaml.load(text, Loader=_Loader)
 
 
 def to_yaml(data: object) -> str:

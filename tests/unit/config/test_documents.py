@@ -24,8 +24,12 @@ def nested(before: str, after: str) -> str:
     return "\n".join(lines)
 
 
+@pytest.mark.parametrize("long", [0, documents.LONG], ids=["long", "short"])
 @pytest.mark.parametrize(("before", "after"), [("", ""), ("{<<: ", "}")], ids=["lists", "merge keys"])
-def test_aliases_that_repeat_each_other_cost_no_more_than_their_bytes(tmp_path: Path, before: str, after: str) -> None:
+def test_aliases_that_repeat_each_other_cost_no_more_than_their_bytes(
+    tmp_path: Path, before: str, after: str, long: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(documents, "LONG", long)
     told = refusal(tmp_path / "c.yaml", nested(before, after))
     assert "not valid YAML: it stands for more than" in told
 
@@ -58,7 +62,7 @@ def test_a_file_without_an_end_is_too_large() -> None:
 )
 def test_a_text_is_the_same_in_either_reader(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
     read = documents.values(text)
-    monkeypatch.setattr(documents, "_FAST", documents._Loader)
+    monkeypatch.setattr(documents, "LONG", 0)
     assert documents.values(text) == read
 
 
@@ -66,7 +70,7 @@ def test_a_text_is_the_same_in_either_reader(text: str, monkeypatch: pytest.Monk
 def test_what_is_wrong_is_said_as_python_says_it_whoever_reads(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(yaml.YAMLError) as first:
         documents.values(text)
-    monkeypatch.setattr(documents, "_FAST", documents._Loader)
+    monkeypatch.setattr(documents, "LONG", 0)
     with pytest.raises(yaml.YAMLError) as second:
         documents.values(text)
     assert str(first.value) == str(second.value)
