@@ -96,6 +96,9 @@ class SharedPrefixes:
         self._ends.clear()
 
 
+MOST_COUNTED: Final = 2**53
+"""Tokens that an engine's counters may add up to over all its lives: more is no count, whatever it tells."""
+
 JUDGED_TOKENS: Final = 32_768
 """Predicted hits that are compared with an engine's counters at a time: enough for chance not to decide."""
 
@@ -144,7 +147,7 @@ class PrefixHits:
             self._judged = (self.predicted_tokens, self.counted_tokens)
             return before is not None
         found = round(hit_tokens - before[1])
-        self.counted_tokens += found
+        self.counted_tokens = min(MOST_COUNTED, self.counted_tokens + found)
         self._found(found, unchecked)
         return False
 

@@ -52,6 +52,7 @@ _GAUGES: Final = (b"kv_cache_usage_perc", b"num_requests_running", b"num_request
 _COUNTERS: Final = (b"prefix_cache_queries_total", b"prefix_cache_hits_total")
 _DRAFTS: Final = (b"spec_decode_num_drafts_total", b"spec_decode_num_accepted_tokens_total")
 _MOST_TOKENS: Final = 1e18
+_MOST_KV_TOKENS: Final = 2**40  # of one engine, or of a block of it
 _MOST_PER_STEP: Final = 256.0  # tokens of a request
 _OFF: Final = b'enable_prefix_caching="False"'
 _SAMPLE = re.compile(rb"vllm:\w+\{([^}]*)\} (\S+)")
@@ -74,7 +75,7 @@ class Page:
 def read_samples(text: bytes) -> dict[str, dict[str, float]]:
     """KV usage, running and waiting requests per engine (DP rank as text); others are skipped unparsed.
 
-    So is what can't be meant: a usage that is no ratio, a number of requests that is none.
+    So is what can't be meant: a usage that is no ratio, a number of requests or a size of a memory that is none.
     `kv_capacity_tokens` and `kv_block_tokens` come from the labels of `cache_config_info`, where it has them, and so
     does `prefix_caching`, 0 or 1; `prefix_cache_queries_total` and `..._hits_total` are tokens. `tokens_per_step`, of a
     running request, is there with speculative decoding: each step yields one token and those of its draft that were
@@ -93,8 +94,8 @@ def read_samples(text: bytes) -> dict[str, dict[str, float]]:
             size = {name: int(value) for name, value in _CACHE_SIZE.findall(labels[1])}
             block = size.get(b"block_size", 0)
             engines[_engine(labels[1])] |= {
-                "kv_block_tokens": block,
-                "kv_capacity_tokens": size.get(b"kv_cache_size_tokens", block * size.get(b"num_gpu_blocks", 0)),
+                "kv_block_tokens": _size(block),
+                "kv_capacity_tokens": _size(size.get(b"kv_cache_size_tokens", block * size.get(b"num_gpu_blocks", 0))),
             }
             if b"enable_prefix_caching=" in labels[1]:
                 engines[_engine(labels[1])]["prefix_caching"] = float(_OFF not in labels[1])
@@ -110,6 +111,11 @@ def _most(name: bytes) -> float:
     if name in _COUNTERS or name in _DRAFTS:
         return _MOST_TOKENS
     return 1.0 if name == _GAUGES[0] else _MAX_REQUESTS
+
+
+def _size(tokens: int) -> int:
+    """That of a memory; 0, as where none is told, if it can't be meant."""
+    return tokens if tokens <= _MOST_KV_TOKENS else 0
 
 
 def _lines(text: bytes, name: bytes) -> Iterator[bytes]:

@@ -340,6 +340,14 @@ def test_counters_that_begin_anew_are_those_of_an_engine_with_an_empty_cache() -
     assert scheduler.snapshot.prefillers[0].hits.counted_tokens == 0
 
 
+def test_hits_of_an_engine_whose_counters_make_no_sense_stay_a_number_that_can_be_told() -> None:
+    scheduler = with_policy("prefix_affinity", prefillers=1)
+    for _ in range(40):
+        scheduler.report_prefix_hits("p0", 0, 0, 0.0)
+        scheduler.report_prefix_hits("p0", 1e18, 1e18, 0.0)
+    assert scheduler.snapshot.prefillers[0].hits.counted_tokens == 2**53
+
+
 def test_an_answer_that_says_nothing_was_cached_is_believed() -> None:
     scheduler = with_policy("prefix_affinity", prefillers=1)
     converse(scheduler, 2)

@@ -1,10 +1,13 @@
 """What workers say of themselves, and what is made of those that don't."""
 
+import orjson
 import pytest
 
 from balanceroute.core.types import Role
 from balanceroute.errors import BadUpstreamReply, ConnectFailed
 from balanceroute.proxy.app import metrics_poller
+from balanceroute.proxy.link.messages import Seen, frame
+from balanceroute.proxy.ops.admin import state
 from balanceroute.proxy.services import Services
 from balanceroute.proxy.telemetry.conditions import METRICS, PREFIX_CACHE
 from balanceroute.proxy.workers.metrics_poller import FULL, of_worker, read_samples
@@ -233,5 +236,23 @@ def test_the_kv_memory_of_a_decode_worker_is_known_after_one_report_and_kept_whe
         script(services, "d0", 500)
         await polled(services)
         assert services.ledger.scheduler.snapshot.workers[0].kv_capacity_tokens == 1_600
+
+    in_virtual_time(test)
+
+
+def test_a_size_of_kv_memory_that_can_not_be_is_as_none_and_what_the_router_tells_can_still_be_said() -> None:
+    """A number of more than 64 bits can be written neither to the link, with all that is said then, nor as JSON."""
+
+    async def test() -> None:
+        services = a_router(a_config(1, 1))
+        absurd = b'vllm:cache_config_info{block_size="999999999999",engine="0",num_gpu_blocks="999999999999"} 1.0\n'
+        running = b'vllm:num_requests_running{engine="0"} 3.0\n'
+        for worker in ("p0", "d0"):
+            script(services, worker, Page(GAUGE % b"0.5" + running + absurd))
+        for _ in range(3):
+            await polled(services)
+        assert frame([Seen(services.ledger.view())])
+        assert orjson.loads(orjson.dumps(state(services)))["workers"]
+        assert services.ledger.scheduler.snapshot.workers[0].kv_capacity_tokens == 0
 
     in_virtual_time(test)
