@@ -262,7 +262,12 @@ def create_brain_app(
         counted = LeaderCounts(folder, lead, services.metrics, inherited)
 
         services.metrics.beside = partial(_counts_of_relays, folder, counted, hub, reports)
+        def left(worker_id: str) -> None:
+            services.metrics.forget_worker(worker_id)
+            reports.forget(worker_id)
+
         reports.on_connector, reports.on_keys = services.note_connector, services.keys_elsewhere
+        services.fleet.on_leave = left
         services.fleet.on_change = hub.workers_changed
         kept.last.apply(services)
         services.keep_changes = lambda: kept.keep(services, app.read)

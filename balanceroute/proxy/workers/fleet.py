@@ -146,7 +146,7 @@ class Fleet:
     """All workers by id; tells the scheduler their states."""
 
     def __init__(self, ledger: Registry, config: FleetConfig, on_leave: Callable[[str], None] = lambda _: None) -> None:
-        self._ledger, self._config, self._on_leave = ledger, config, on_leave
+        self._ledger, self._config, self.on_leave = ledger, config, on_leave
         self._loop: asyncio.AbstractEventLoop = ledger.loop
         self._workers: dict[str, Worker] = {}
         self.on_change: Callable[[], None] = _nothing  # told when a worker, or its circuit, may have changed
@@ -266,7 +266,7 @@ class Fleet:
         """It has left."""
         del self._workers[worker.id]
         worker.upstream.close()
-        self._on_leave(worker.id)
+        self.on_leave(worker.id)
         log.info("worker left", extra={"worker": worker.id})
 
     def close(self) -> None:

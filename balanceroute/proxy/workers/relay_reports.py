@@ -53,7 +53,12 @@ class RelayReports:
         for use in said.uses:
             if use.worker in self._fleet:
                 _note(self._fleet[use.worker], use, uses.get(use.worker), now)
-            uses[use.worker] = use
+                uses[use.worker] = use
+
+    def forget(self, worker_id: str) -> None:
+        """A worker has left. What relays say of it still is of no worker, and of none that may come under its name."""
+        for uses in self._uses.values():
+            uses.pop(worker_id, None)
 
     def keys_used(self, relay: str, keys: tuple[KeyUse, ...]) -> None:
         """What a relay's clients have used of their keys."""

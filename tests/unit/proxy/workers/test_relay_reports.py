@@ -87,6 +87,32 @@ def test_what_relays_have_under_way_adds_up_and_goes_with_them() -> None:
     in_virtual_time(test)
 
 
+def test_a_worker_that_comes_back_begins_with_nobody_although_a_relay_was_last_heard_to_use_it() -> None:
+    """The relay had just begun when the brain saw it idle, and has not known it any more when that was over."""
+
+    async def test() -> None:
+        services = a_router()
+        heard, spec = reports(services), services.fleet["d1"].spec
+        services.fleet.on_leave = heard.forget
+
+        def leaves() -> bool:
+            services.fleet.leave(services.fleet["d1"])
+            return services.fleet.sweep() == ["d1"]
+
+        heard.active("r0", activity(1, use(0)))
+        assert leaves()
+        heard.active("r0", activity(1, use(1, awaits=True)))
+        heard.active("r0", activity(0))
+        worker = services.fleet.add(spec, 1)
+        heard.active("r0", activity(2, use(2, awaits=True)))
+        assert (worker.in_use, worker.awaited_by) == (2, 1)
+        heard.active("r0", activity(0, use(0)))
+        assert (worker.in_use, worker.awaited_by) == (0, 0)
+        assert leaves()
+
+    in_virtual_time(test)
+
+
 def test_the_newest_token_of_any_relay_is_the_workers_last_sign_of_life() -> None:
     async def test() -> None:
         services = a_router()
