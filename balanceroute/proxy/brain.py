@@ -262,6 +262,7 @@ def create_brain_app(
         counted = LeaderCounts(folder, lead, services.metrics, inherited)
 
         services.metrics.beside = partial(_counts_of_relays, folder, counted, hub, reports)
+
         def left(worker_id: str) -> None:
             services.metrics.forget_worker(worker_id)
             reports.forget(worker_id)

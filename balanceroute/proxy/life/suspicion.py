@@ -44,6 +44,7 @@ CLEARED_AFTER_S: Final = 30.0
 # Longer than a pull and a step take. A worker that is merely full must not hold up all others that were unlucky once.
 TURN_S: Final = 5.0
 SAME_DEATH_S: Final = 2.0  # all requests of a worker hear of its death within this time
+KNOWN_S: Final = 3600.0  # after a death, what other processes find out about it is still about requests that are here
 _ENGINE_DEAD: Final = (b"EngineCore", b"EngineDead")  # vLLM's error when its engine process has died
 
 
@@ -197,7 +198,13 @@ class Suspicions:
         """The death that others may have reported already, or a new one."""
         loss = self._losses.get(worker_id)
         if loss is None or now - loss.at_s > SAME_DEATH_S or loss in known:
-            loss = self._losses[worker_id] = Loss(worker_id, now)
+            loss = self._new_loss(worker_id, now)
+        return loss
+
+    def _new_loss(self, worker_id: str, at_s: float) -> Loss:
+        """The last one of this worker; those of long ago are forgotten: workers come under ever new names. O(losses)"""
+        self._losses = {name: loss for name, loss in self._losses.items() if at_s - loss.at_s < KNOWN_S}
+        loss = self._losses[worker_id] = Loss(worker_id, at_s)
         return loss
 
     def _explain(self, suspect: Suspect) -> bool:
@@ -213,7 +220,7 @@ class Suspicions:
         """A request of another process has caused the death of this worker at that time, heard of here or not yet."""
         loss = self._losses.get(worker_id)
         if loss is None or at_s - loss.at_s > SAME_DEATH_S:
-            loss = self._losses[worker_id] = Loss(worker_id, at_s)
+            loss = self._new_loss(worker_id, at_s)
         if abs(loss.at_s - at_s) <= SAME_DEATH_S:
             loss.explained = True
 

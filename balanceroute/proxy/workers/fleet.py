@@ -67,6 +67,7 @@ class Worker:
         "spec",
         "stalled",
         "state",
+        "unreached",
         "upstream",
     )
 
@@ -75,7 +76,7 @@ class Worker:
         self.rank_line = b"" if spec.dp_rank is None else b"x-data-parallel-rank: %d\r\n" % spec.dp_rank
         self.healthy = True
         self.seen_healthy = False
-        self.checks_failed = 0
+        self.checks_failed = self.unreached = 0  # in a row; reads of a prefiller's metrics
         self.doubted = False  # the last check had no answer: nothing new goes there until the next one tells
         self.stalled = False
         self.joining: tuple[int, float] | None = None  # attempts left and when the next one counts

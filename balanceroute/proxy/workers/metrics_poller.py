@@ -172,7 +172,6 @@ class MetricsPoller:
         self._fleet, self._ledger, self._metrics, self._drainer = fleet, ledger, metrics, drainer
         self._config, self._on_bug = config, on_bug
         self._divergence, self._conditions = metrics.divergence, metrics.conditions
-        self._unreached: dict[str, int] = defaultdict(int)  # reads in a row, by prefiller
         self._polling = Polling(fleet, self._read, self._unreadable)
 
     async def run(self) -> None:
@@ -217,7 +216,7 @@ class MetricsPoller:
         else:
             self._conditions.clear(METRICS, worker.id)  # of a worker that is down, that is no news
         if worker.spec.role is Role.PREFILL:
-            self._unreached[worker.id] = 0 if page.reached else self._unreached[worker.id] + 1
+            worker.unreached = 0 if page.reached else worker.unreached + 1
             usage = None if samples is None else samples.get("kv_cache_usage_perc")
             self._ledger.report_prefiller(worker.id, usage if page.reached or self._all_unreached() else FULL)
             if samples is not None:
@@ -253,7 +252,7 @@ class MetricsPoller:
         """Whether no prefiller that is up can be asked for its usage, and not for the first time."""
         up = [worker for worker in self._fleet.of(Role.PREFILL) if worker.healthy and not worker.leaving]
         patience = self._config().health.failure_threshold
-        return all(self._unreached[worker.id] > patience for worker in up)
+        return all(worker.unreached > patience for worker in up)
 
     def _report_decoder(self, worker: Worker, samples: dict[str, float] | None) -> None:
         """Tell the scheduler what others run on a decode worker, and how much fits there."""

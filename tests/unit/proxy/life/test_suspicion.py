@@ -1,6 +1,7 @@
 """Who is taken for the cause of a decode worker's death."""
 
 import asyncio
+import gc
 
 import pytest
 
@@ -12,7 +13,17 @@ from balanceroute.errors import (
     UpstreamStatus,
     UpstreamTimeout,
 )
-from balanceroute.proxy.life.suspicion import SAME_DEATH_S, TURN_S, Choices, Loss, Sign, Suspect, Suspicions, sign_of
+from balanceroute.proxy.life.suspicion import (
+    KNOWN_S,
+    SAME_DEATH_S,
+    TURN_S,
+    Choices,
+    Loss,
+    Sign,
+    Suspect,
+    Suspicions,
+    sign_of,
+)
 from tests.unit.proxy.virtual_time import in_virtual_time, let_pass
 
 AT = {"worker": "d0", "tier": "decode"}
@@ -160,6 +171,15 @@ def test_what_a_request_of_another_process_has_killed_is_explained_here(heard: s
     if heard == "after":
         here.lost(bystander, "d1", 5.1)
     assert bystander.explained == 1 and not bystander.given_up
+
+
+def test_deaths_of_long_ago_are_forgotten_under_however_many_names_workers_have_come() -> None:
+    suspicions, told = Suspicions(), Suspicions()
+    for number in range(500):
+        suspicions.lost(Suspect(), f"d{number}", number * KNOWN_S / 10)
+        told.explained_elsewhere(f"d{number}", number * KNOWN_S / 10)
+    kept = [each for each in gc.get_objects() if isinstance(each, Loss)]
+    assert len(kept) == 20
 
 
 def test_a_death_is_not_explained_by_an_earlier_one_of_the_same_worker() -> None:
