@@ -16,15 +16,18 @@ import math
 from array import array
 from bisect import bisect_left, insort
 from collections.abc import Iterator
-from heapq import heappop, heappush
+from heapq import heapify, heappop, heappush
 from itertools import chain
 from operator import attrgetter
+from typing import Final
 
 import numpy as np
 from numpy.typing import NDArray
 
 from balanceroute.core.tracker import RequestTracker
 from balanceroute.errors import InvariantError
+
+SPARE_ENTRIES: Final = 64  # of requests that have left, beside one for each that waits
 
 
 class WaitingClass:
@@ -79,6 +82,13 @@ class WaitingClass:
         if self._arrays is not None:
             prompt_tokens, ready_s = self._arrays
             del prompt_tokens[position], ready_s[position]
+        if len(self._overdue) > 2 * len(self._trackers) + SPARE_ENTRIES:
+            self._forget_gone()
+
+    def _forget_gone(self) -> None:
+        """Drop the entries of requests that have left. O(1) per removal in the mean."""
+        self._overdue = [(each.overdue_s, each.order, each) for each in self._trackers if each.overdue_s < math.inf]
+        heapify(self._overdue)
 
     def arrays(self) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
         """Prompt sizes and when each entry became ready, in waiting order, shape (len,), tokens and seconds; copies."""

@@ -11,6 +11,7 @@ middle as well; their entries stay until they are at the head, or until they are
 import math
 from heapq import heapify, heappop, heappush
 
+from balanceroute.core.pool import SPARE_ENTRIES
 from balanceroute.core.prefill_work import work_tokens
 from balanceroute.core.snapshot import ClusterSnapshot
 from balanceroute.core.tracker import RequestTracker
@@ -18,7 +19,6 @@ from balanceroute.core.types import QUEUED
 
 AGEING = 1.0  # `reproduce prefix` measures it
 MOST_AGEING = 0.5  # of the queue's deadline: nobody expires for being long
-SPARE_ENTRIES = 64  # of requests that have left, beside one for each that waits
 
 
 class PrefillQueue:

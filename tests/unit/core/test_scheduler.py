@@ -192,6 +192,24 @@ def test_requests_that_expired_behind_others_leave_nothing_in_the_queue(dispatch
     assert len(trackers() - known) < 120
 
 
+@pytest.mark.parametrize("policy", ["br_0", "level_fit"])
+def test_requests_that_left_a_pool_behind_others_leave_nothing_in_it(policy: str) -> None:
+    """Somebody of a class in front waits all the time, and somebody of the class behind."""
+    known = trackers()
+    scheduler = a_scheduler(policy, workers=1, slots=1, config=SchedulerConfig(pool_ttl_s=300.0))
+    pool_all(scheduler, {"running": 100})
+    assert len(admitted(scheduler)) == 1
+    for second in range(600):
+        now = float(second)
+        scheduler.submit_prefilled(a_request(f"front {second}", priority=-1), now)
+        scheduler.submit_prefilled(a_request(f"behind {second}"), now)
+        for name in ("front", "behind") if second else ():
+            scheduler.finish(f"{name} {second - 1}", Outcome.CANCELLED, now)
+        assert not admitted(scheduler, now)
+    assert len(scheduler.snapshot.pool) == 2
+    assert len(trackers() - known) < 200
+
+
 def trackers() -> set[int]:
     """All that are alive, by identity."""
     gc.collect()
