@@ -7,7 +7,8 @@
 A connection serves one request at a time and is either busy, idle or closed. The idle ones are a stack:
 taking and returning is O(1) however many streams run, and the most recently used connection, the least
 likely to be closed under our hands, is taken first. One that has been idle for `keepalive_s` is not used
-again: uvicorn (so vLLM) closes after 5 s, and a request that crosses that close is in doubt.
+again, and closed when another one becomes idle: uvicorn (so vLLM) closes after 5 s, and a request that crosses that
+close is in doubt.
 
 **The request in doubt.** A reused connection that ends before one byte of the reply came is retried once on
 a fresh connection. The server had closed it while idle, so it has not seen the request; that is the rule of
@@ -42,6 +43,7 @@ import asyncio
 import errno
 import re
 import ssl
+from collections import deque
 from collections.abc import Callable
 from functools import partial
 from typing import Final, Protocol, cast
@@ -155,7 +157,7 @@ class Upstream:
         self._max_idle = max_idle
         self._keepalive_s = keepalive_s
         self._fresh_s = fresh_s
-        self._idle: list[_Connection] = []
+        self._idle: deque[_Connection] = deque()  # the one that has been idle for longest first
         self._busy: set[_Connection] = set()
         self._closed = False
 
@@ -316,8 +318,11 @@ class Upstream:
     def _release(self, connection: "_Connection", *, reusable: bool) -> None:
         """A connection's request is over; called once per request."""
         self._busy.discard(connection)
-        if reusable and not self._closed and len(self._idle) < self._max_idle:
-            self._idle.append(connection)
+        idle = self._idle
+        while idle and connection.idle_since - idle[0].idle_since > self._keepalive_s:
+            idle.popleft().abort()  # a burst has left it, and it would stay below those that are used now
+        if reusable and not self._closed and len(idle) < self._max_idle:
+            idle.append(connection)
         else:
             connection.abort()
 

@@ -13,7 +13,7 @@ import trustme
 
 from balanceroute.errors import BadUpstreamReply, CannotConnect, ConnectFailed, UpstreamError, UpstreamTimeout
 from balanceroute.proxy.wire.responses import status_of
-from balanceroute.proxy.workers.upstream import Reply, Upstream
+from balanceroute.proxy.workers.upstream import KEEPALIVE_S, Reply, Upstream
 from tests.unit.proxy.servers import CHUNKED_HEAD, Run, answering, chunked, falling_silent, plain, read_request, worker
 from tests.unit.proxy.virtual_time import in_virtual_time, let_pass, stand_still
 from tests.waiting import until
@@ -253,6 +253,27 @@ def test_a_connection_idle_for_too_long_is_not_used(run: Run) -> None:
                 await (await post(upstream)).read(9)
                 await clock_moves()
             assert server.connections == 3
+            upstream.close()
+
+    run(test)
+
+
+def test_what_a_burst_has_left_is_closed_although_one_of_its_connections_is_used_all_the_time(run: Run) -> None:
+    """As by health checks: they would keep all the others below theirs, open for as long as the worker keeps them."""
+
+    async def test() -> None:
+        async with worker(answering(plain(b"ok"))) as server:
+            upstream = Upstream(server.url)
+            for reply in await asyncio.gather(*(post(upstream) for _ in range(5))):
+                await reply.read(9)
+            assert (server.connections, upstream.idle_connections) == (5, 5)
+            left = list(upstream._idle)[:-1]
+            for connection in left:
+                connection.idle_since -= KEEPALIVE_S
+            await clock_moves()
+            await (await post(upstream)).read(9)
+            assert (server.connections, upstream.idle_connections) == (5, 1)
+            assert not any(connection.usable for connection in left)
             upstream.close()
 
     run(test)
