@@ -4,7 +4,7 @@ Arrays and not objects, and arrays in chunks: a full chunk is never written agai
 is a list of references and one copy of the open chunk (`freeze`, 20 us on the event loop however long the
 history is). Joining them into long arrays, which touches megabytes of fresh memory (5 ms for 200,000 rows),
 is the worker's business. Old rows go by count (whole chunks from the front) and by age (when joined, relative
-to the newest row, so that no clock is needed).
+to the last row: that needs no clock, and rows of one that was ahead for a while make no others look old).
 """
 
 from collections import deque
@@ -99,7 +99,7 @@ class Recent:
         )
         if self.max_age_s is None or not len(rows):
             return rows
-        return rows.where(rows.finished_s >= rows.finished_s.max() - self.max_age_s)
+        return rows.where(rows.finished_s >= rows.finished_s[-1] - self.max_age_s)
 
 
 class ObservationRing:

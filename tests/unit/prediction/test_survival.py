@@ -113,3 +113,11 @@ def test_rows_older_than_the_newest_by_more_than_the_limit_are_left_out() -> Non
     predictor.start([a_finish(500, at_s=0.0), a_finish(5, at_s=61.0)])
 
     assert predictor.predict_one(0, 100, "") == (1.0, 5.0)
+
+
+def test_rows_of_a_clock_that_was_ahead_for_a_while_do_not_make_those_after_them_look_old() -> None:
+    predictor = SurvivalPredictor(10, max_age_s=60.0)
+
+    predictor.start([a_finish(500, at_s=1e6), a_finish(5, at_s=1.0), a_finish(5, at_s=2.0)])
+
+    assert predictor.ring.take().finished_s.tolist() == [1e6, 1.0, 2.0]
