@@ -5,6 +5,7 @@ from collections.abc import Callable, Sequence
 
 from balanceroute.proxy.link.messages import Activity, Finding, Judged, Learned, SilentGroup, Use, WorkerStanding
 from balanceroute.proxy.perimeter.key_use import KeyUse
+from balanceroute.proxy.telemetry.metrics import without_orphans
 from balanceroute.proxy.workers.circuit import Circuit, CircuitState
 from balanceroute.proxy.workers.fleet import Fleet, Worker
 from balanceroute.proxy.workers.silence import FrozenGroup
@@ -77,6 +78,8 @@ class RelayReports:
         """A relay is gone, and all that it had under way. If one of that was a trial, another one may be made."""
         self._said.pop(relay, None)
         self._count()
+        if relay in self.counts:
+            self.counts[relay] = without_orphans(self.counts[relay])
         for use in self._uses.pop(relay, {}).values():
             if use.worker in self._fleet:
                 worker = self._fleet[use.worker]

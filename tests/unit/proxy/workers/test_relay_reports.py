@@ -4,7 +4,9 @@ import pytest
 
 from balanceroute.core.types import WorkerState
 from balanceroute.proxy.link.messages import Activity, Finding, Judged, SilentGroup, Use
+from balanceroute.proxy.link.remote import NOBODY
 from balanceroute.proxy.services import Services
+from balanceroute.proxy.telemetry.metrics import Metrics
 from balanceroute.proxy.workers.circuit import CircuitState
 from balanceroute.proxy.workers.relay_reports import RelayReports
 from balanceroute.proxy.workers.silence import FrozenGroup
@@ -109,6 +111,23 @@ def test_a_worker_that_comes_back_begins_with_nobody_although_a_relay_was_last_h
         heard.active("r0", activity(0, use(0)))
         assert (worker.in_use, worker.awaited_by) == (0, 0)
         assert leaves()
+
+    in_virtual_time(test)
+
+
+def test_orphans_of_a_relay_that_never_returns_are_not_shown_for_ever() -> None:
+    async def test() -> None:
+        services = a_router()
+        heard, relay = reports(services), Metrics(lambda: NOBODY, "level_fit")
+        services.metrics.beside = heard.counts.values
+        relay.orphan(3)
+        relay.retries.inc("prefill")
+        heard.counted("r0@elsewhere", relay.counts())
+        assert b"\nbalanceroute_kv_orphans 3.0\n" in services.metrics.exposition()
+        heard.lost("r0@elsewhere")
+        page = services.metrics.exposition()
+        assert b"\nbalanceroute_kv_orphans 0.0\n" in page
+        assert b'\nbalanceroute_retries_total{tier="prefill"} 1.0\n' in page
 
     in_virtual_time(test)
 
