@@ -93,9 +93,10 @@ class Scoring:
             await write_part(outlet, body)
 
     def _least_busy(self) -> Worker:
-        """Raises: NoHealthyWorkers."""
+        """Of those that have not left since the cluster was seen. Raises: NoHealthyWorkers."""
         services = self._leg.services
-        up = [p for p in services.tickets.view().prefillers if p.state is WorkerState.UP]
+        here = [p for p in services.tickets.view().prefillers if p.id in services.fleet]
+        up = [p for p in here if p.state is WorkerState.UP]
         if not up:
             raise NoHealthyWorkers("No prefiller can serve the request now.", retry_after_s=RETRY_AFTER_S)
         chosen = min(up, key=lambda p: (services.fleet[p.id].in_use, p.kv_usage or 0.0))

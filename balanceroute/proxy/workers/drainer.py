@@ -168,9 +168,12 @@ class Drainer:
         return pin_s - (self._tickets.now() - job.pinned_s)
 
     def _choose(self, tried: set[str]) -> Worker | None:
-        """The untried decode worker with the most free slots; one that rests after a failure only if no other is up."""
-        workers = self._tickets.view().decoders
-        left = [w for w in workers if w.state is not WorkerState.DOWN and w.id not in tried]
+        """The untried decode worker with the most free slots; one that rests after a failure only if no other is up.
+
+        A relay may have heard that a worker has left, and not yet how the cluster looks without it.
+        """
+        here = [worker for worker in self._tickets.view().decoders if worker.id in self._fleet]
+        left = [w for w in here if w.state is not WorkerState.DOWN and w.id not in tried]
         if not left:
             return None
         best = max(left, key=lambda worker: (worker.state is WorkerState.UP, worker.free_slots, -worker.load_tokens))

@@ -68,3 +68,15 @@ def test_decode_first_the_prefiller_with_the_fewest_requests_is_taken_and_none_i
         assert idle(services)
 
     in_virtual_time(answered)
+
+
+def test_decode_first_a_prefiller_that_has_left_since_the_cluster_was_seen_is_not_asked() -> None:
+    async def answered() -> None:
+        config = a_config(2, 1)
+        services = a_router(config.model_validate(config.model_dump() | LAYERWISE))
+        asked = {name: script(services, name, scored()) for name in ("p0", "p1")}
+        services.fleet.forget(services.fleet["p0"])
+        await a_leg(services, strategy=Scoring, echo=True, max_tokens=0, logprobs=1, stream=False).run()
+        assert not asked["p0"].asked and len(asked["p1"].asked) == 1
+
+    in_virtual_time(answered)

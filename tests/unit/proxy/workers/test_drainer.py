@@ -96,6 +96,20 @@ def test_a_worker_that_may_have_taken_it_ends_it_because_parameters_are_used_onc
     in_virtual_time(test)
 
 
+def test_a_worker_that_has_left_since_the_cluster_was_seen_is_not_asked() -> None:
+    """A relay hears at once that a worker has left, and within a quarter of a second how the cluster looks then."""
+
+    async def test() -> None:
+        services = a_router()
+        services.fleet.forget(services.fleet["d0"])
+        services.drainer.drain(a_job(services))
+        await drained(services)
+        assert asked(services) == ["d1"]
+        assert outcomes(services) == (1, 0, 0)
+
+    in_virtual_time(test)
+
+
 def test_while_every_worker_refuses_it_waits_and_is_pulled_when_one_takes_it() -> None:
     async def test() -> None:
         services = a_router()
