@@ -67,6 +67,8 @@ class RelayServices(ClientServices):
     def name_workers(self, message: Workers, whole: bool) -> None:
         """The brain says which workers there are, or what has changed."""
         self.following.follow(message, whole)
+        if whole:  # others may have left while this relay, or the brain, was not there
+            self.metrics.forget_workers_but([worker.id for worker in self.following])
         self.known.set()
 
     def note_connector(self, worker: Worker, connector: str | None) -> None:

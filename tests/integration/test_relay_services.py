@@ -15,10 +15,11 @@ from balanceroute.emulator import EmulatedCluster
 from balanceroute.errors import KeyLimit
 from balanceroute.proxy import relay_services, run_folder
 from balanceroute.proxy.link.messages import Activity, Counted, Explained, Judged, Learned
-from balanceroute.proxy.link.remote import RemoteBrain
+from balanceroute.proxy.link.remote import NOBODY, RemoteBrain
 from balanceroute.proxy.perimeter.key_use import KeyUse
 from balanceroute.proxy.relay_services import COUNTS_S, RelayServices
 from balanceroute.proxy.run_folder import RunFolder
+from balanceroute.proxy.telemetry.metrics import Metrics
 from tests.integration.relayed import Relay, a_brain, a_relay, relayed
 from tests.integration.router import FAST, configuration, patient
 from tests.waiting import until
@@ -99,6 +100,17 @@ async def test_a_relay_whose_counts_somebody_removes_keeps_them_again() -> None:
         await until(file.exists)
         file.unlink()
         await until(file.exists)
+
+
+async def test_a_relay_counts_no_more_of_workers_that_left_between_two_of_its_lives(tmp_path: Path) -> None:
+    folder, before = RunFolder(tmp_path), Metrics(lambda: NOBODY, "level_fit")
+    before.upstream_errors.inc("gone:1", "decode", "ConnectFailed")
+    before.retries.inc("decode", by=7)
+    folder.keep_counts("relay-0", before.counts())
+    async with a_new_relay(tmp_path, deadline_s=60.0) as (config, relay):
+        async with a_brain(config, folder, relays=1):
+            await until(lambda: b"gone:1" not in folder.counts("relay-0"))
+            assert relay.app.services.metrics.retries.value("decode") == 7
 
 
 async def test_files_of_former_relays_go_where_the_brain_is_on_another_machine(
