@@ -1,19 +1,27 @@
-"""A request that has failed leaves nothing behind that only a search for garbage finds: its bodies may be large."""
+"""No request leaves anything behind that only a search for garbage finds: it may be large, and the search far away."""
 
 import asyncio
 import gc
 
+import orjson
 import pytest
 
+from balanceroute.proxy.admission.tickets import Ticket
 from balanceroute.proxy.client.exchange import Exchange
+from balanceroute.proxy.client.response import Response
 from balanceroute.proxy.life.leg import Leg
-from tests.integration.router import running
+from balanceroute.proxy.wire.payloads import ClientRequest
+from balanceroute.proxy.wire.sse import EventScanner
+from balanceroute.proxy.workers.upstream import Reply
+from tests.integration.router import Router, running
+from tests.waiting import until
 
 pytestmark = [pytest.mark.e2e, pytest.mark.anyio]
 
 
 def _requests() -> list[object]:
-    return [one for one in gc.get_objects() if isinstance(one, Leg | Exchange)]
+    parts = Leg | Exchange | ClientRequest | Ticket | EventScanner | Reply | Response
+    return [one for one in gc.get_objects() if isinstance(one, parts)]
 
 
 @pytest.mark.parametrize("n", [1, 4])
@@ -29,5 +37,44 @@ async def test_a_request_that_a_worker_refuses_is_freed_without_a_search(n: int)
             await router.settled()
             await asyncio.sleep(0)
             assert not [one for one in _requests() if id(one) not in known]
+        finally:
+            gc.enable()
+
+
+async def _ask(router: Router, how: str) -> None:
+    """One request, which is served, or whose client leaves amid the answer or before it."""
+    request = {
+        "model": "emulated",
+        "prompt": "a",
+        "max_tokens": 400 if how == "left" else 100,
+        "stream": how != "whole",
+    }
+    if how == "left at once":
+        host, _, port = router.url.removeprefix("http://").partition(":")
+        _, writer = await asyncio.open_connection(host, int(port))
+        body = orjson.dumps(request)
+        writer.write(b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: %d\r\n\r\n%b" % (len(body), body))
+        await until(lambda: bool(router.app.services.legs))
+        writer.transport.abort()
+        return
+    async with router.client.stream("POST", "/v1/completions", json=request) as answer:
+        assert answer.status_code == 200
+        async for _ in answer.aiter_raw():
+            if how == "left":
+                break
+
+
+@pytest.mark.parametrize("how", ["streamed", "whole", "left", "left at once"])
+async def test_a_request_that_was_served_or_left_is_freed_without_a_search(how: str) -> None:
+    async with running() as router:
+        await _ask(router, "streamed")  # what is made once
+        await router.settled()
+        gc.collect()
+        known = {id(one) for one in _requests()}
+        gc.disable()
+        try:
+            await _ask(router, how)
+            await router.settled()
+            await until(lambda: not [one for one in _requests() if id(one) not in known])
         finally:
             gc.enable()

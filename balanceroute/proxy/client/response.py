@@ -66,7 +66,9 @@ def _not_under_way(body: bytes) -> bool:
     raise InvariantError("a part of a body that is not under way")
 
 
-_NO_PARTS: Final = PartWriter(lambda body: None, _not_under_way)  # of a response without a head: it never opens
+# Writer and response form a reference cycle: a response has its own only while parts may be written. These never open.
+_NO_PARTS: Final = PartWriter(lambda body: None, _not_under_way)  # of one without a head, or complete
+_LOST_PARTS: Final = PartWriter(lambda body: None, lambda body: True)  # of one whose client has gone
 
 
 class Response:
@@ -97,7 +99,6 @@ class Response:
 
     def __init__(self, connection: Connection, *, head_only: bool, http_1_0: bool, keep_alive: bool) -> None:
         self._send: Callable[[bytes], None] = connection.transport.write
-        # Writer and response form a reference cycle, so the writer exists only while parts may be written.
         self._parts = _NO_PARTS
         self.write: Callable[[bytes], bool] = _NO_PARTS.write
         self._connection = connection
@@ -134,6 +135,8 @@ class Response:
         if self.started:
             raise InvariantError("a second response to one request")
         self.started = True
+        if self.gone:
+            return
         self._parts = PartWriter(self._send, self._write_other)
         self.write = self._parts.write
         length = next((value for name, value in headers if name == b"content-length"), None)
@@ -145,8 +148,6 @@ class Response:
             self._parts.chunked = self.keep_alive = False
         else:
             headers = [*headers, (b"transfer-encoding", b"chunked")]
-        if self.gone:
-            return
         self._parts.head = self._head(status, headers)
         self._connection.loop.call_soon(self._flush)
         self.allow()
@@ -219,6 +220,7 @@ class Response:
     def lost(self) -> None:
         """The client has gone."""
         self.gone, self._parts.open = True, False
+        self._parts, self.write = _LOST_PARTS, _LOST_PARTS.write
         on_gone, self.on_gone = self.on_gone, None
         if self._over is not None:
             self._over.set()

@@ -96,6 +96,7 @@ class Leg:
 
     __slots__ = (
         "_abandoned",
+        "_grace",
         "_grace_s",
         "_interruption",
         "_key",
@@ -172,6 +173,7 @@ class Leg:
         self.kv_due = False  # its decode worker waits for KV that is being computed: no token can come
         # until when
         self._grace_s = 0.0  # how long the try under way goes on when the client goes
+        self._grace: asyncio.TimerHandle | None = None  # and what ends it, once the client has gone
         self.try_deadline_s = self.stalled_since_s = math.inf
         self.idle_s = -math.inf  # longest pause between two tokens, once there has been one
         self._abandoned = False
@@ -226,6 +228,8 @@ class Leg:
             # Errors keep the frames that they came through, these keep the leg with its bodies, and the leg the errors:
             # a ring that is freed only when all garbage is looked for, which may take very long.
             self._task = None
+            if self._grace is not None:  # it would keep the leg for seconds
+                self._grace.cancel()
             _clear_frames(sys.exc_info()[1])
 
     # -- what others may do to it
@@ -238,7 +242,7 @@ class Leg:
         if self._task is None:
             return  # it will find out as soon as it runs
         if self._grace_s:
-            self.services.loop.call_later(self._grace_s, self._hang_up)
+            self._grace = self.services.loop.call_later(self._grace_s, self._hang_up)
         else:
             self._task.cancel()
 

@@ -96,6 +96,7 @@ async def stream_events(
         return pump.error
     finally:
         reply.undelivered = pump.stop()
+        pump.on_tokens = on_tokens  # what waited for the first of them knows the pump
         if scanner.end is StreamEnd.DONE:
             reply.discard(END_GRACE_S)
         else:

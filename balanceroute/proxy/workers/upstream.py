@@ -475,7 +475,7 @@ class Reply:
         if self._parts:
             sink.chunk(self._take())
         if self._ended:
-            sink.ended(self._error)
+            self._end_sink()
 
     def pause(self) -> None:
         """Stop reading the socket: for a sink that cannot take more."""
@@ -550,8 +550,13 @@ class Reply:
         waiter = self._waiter
         if waiter is not None and not waiter.done():
             waiter.set_result(None)
-        if self._sink is not None:
-            self._sink.ended(error)
+        self._end_sink()
+
+    def _end_sink(self) -> None:
+        """Tell the consumer, and forget it: it knows the reply, and would be freed only where rings are looked for."""
+        sink, self._sink = self._sink, None
+        if sink is not None:
+            sink.ended(self._error)
 
     def _take(self) -> bytes:
         parts, self._parts, self._parts_bytes = self._parts, [], 0
@@ -569,6 +574,9 @@ class Reply:
     @staticmethod
     def _failure_of(connection: "_Connection", text: str) -> UpstreamError:
         return connection.failure(ConnectFailed, text)
+
+
+_NOTHING_READ: Final = ChunkReader(lambda data: None)  # of connections that are lost
 
 
 class _Connection(asyncio.Protocol):
@@ -720,8 +728,14 @@ class _Connection(asyncio.Protocol):
         reply._fill(lines, body)
 
     def connection_lost(self, exc: Exception | None) -> None:
-        reply = self.reply
         self._transport = None
+        self._end_reply(exc)
+        self._reader = _NOTHING_READ  # ours knows us, and would keep us until rings are looked for
+        self.data_received = _NOTHING_READ.data_received
+
+    def _end_reply(self, exc: Exception | None) -> None:
+        """The connection is lost, and with it the reply under way, unless it ends by that."""
+        reply = self.reply
         if reply is None:
             return
         if not reply.started:

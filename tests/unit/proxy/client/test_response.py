@@ -169,3 +169,24 @@ def test_a_response_that_is_complete_is_freed_without_a_search_for_garbage(strea
             gc.enable()
 
     in_virtual_time(test)
+
+
+def test_a_response_whose_client_has_gone_is_freed_without_a_search_for_garbage() -> None:
+    async def test() -> None:
+        connection = Connection()
+        response = connection.response()
+        response.start(200, [])
+        await asyncio.sleep(0)
+        response.write(b"a")
+        response.lost()
+        assert response.write(b"b")
+        response.end(b"c")
+        left = weakref.ref(connection)  # which the response knows
+        gc.disable()
+        try:
+            del response, connection
+            assert left() is None
+        finally:
+            gc.enable()
+
+    in_virtual_time(test)
