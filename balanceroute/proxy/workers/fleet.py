@@ -176,6 +176,9 @@ class Fleet:
         )
 
         def changed(wake_in_s: float | None) -> None:
+            worker = self._workers.get(spec.id)  # looked up: a circuit that knew its worker would keep it after it left
+            if worker is None:
+                return
             self.update(worker)
             if wake_in_s is not None:
                 self._loop.call_later(wake_in_s, self._tick, worker)

@@ -1,5 +1,6 @@
 """What operator, health and circuit say of a worker together, and how workers come and go."""
 
+import gc
 from typing import cast
 
 import pytest
@@ -161,3 +162,23 @@ def test_findings_on_a_worker_that_has_left_reach_nobody() -> None:
         worker.circuit.fault(services.ledger.now())
 
     in_virtual_time(test)
+
+
+def test_a_worker_that_has_left_is_freed_without_a_search_for_garbage() -> None:
+    async def test() -> None:
+        services = a_router()
+        known = workers()
+        gc.disable()
+        try:
+            services.fleet.leave(services.fleet.add(NEW, 1))
+            assert services.fleet.sweep() == ["new"]
+            assert workers() <= known
+        finally:
+            gc.enable()
+
+    in_virtual_time(test)
+
+
+def workers() -> set[int]:
+    """All that are alive, by identity."""
+    return {id(each) for each in gc.get_objects() if isinstance(each, Worker)}
