@@ -3,7 +3,8 @@
 import asyncio
 import gc
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 import pytest
 
@@ -147,6 +148,16 @@ def test_a_header_s_value_stays_in_its_line(value: bytes) -> None:
         check_headers([(b"x-name", value)])
 
 
+@contextmanager
+def no_search_for_garbage() -> Iterator[None]:
+    """What is freed in here is freed by the last reference to it."""
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
+
+
 @pytest.mark.parametrize("streams", [False, True], ids=["whole", "in parts"])
 def test_a_response_that_is_complete_is_freed_without_a_search_for_garbage(streams: bool) -> None:
     async def test() -> None:
@@ -161,12 +172,9 @@ def test_a_response_that_is_complete_is_freed_without_a_search_for_garbage(strea
             response.respond(200, [], b"")
         assert response.complete
         left = weakref.ref(connection)  # which the response knows
-        gc.disable()
-        try:
+        with no_search_for_garbage():
             del response, connection
             assert left() is None
-        finally:
-            gc.enable()
 
     in_virtual_time(test)
 
@@ -182,11 +190,8 @@ def test_a_response_whose_client_has_gone_is_freed_without_a_search_for_garbage(
         assert response.write(b"b")
         response.end(b"c")
         left = weakref.ref(connection)  # which the response knows
-        gc.disable()
-        try:
+        with no_search_for_garbage():
             del response, connection
             assert left() is None
-        finally:
-            gc.enable()
 
     in_virtual_time(test)
