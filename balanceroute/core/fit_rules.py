@@ -29,7 +29,8 @@ class FitRules:
     requests from which on a prompt waits for its place while a small pool is full. `alone_waits`: mean waits after
     which a request goes first where workers step alone. `outlier_from`: usual requests that an outlier holds;
     `outlier_patience`: of G mean answers' times, what it may wait for each of them, and `most_outlier_wait`: of
-    `max_wait_s`, at most. `growth_share`, `stock_share`: how far T is below the mean, of (1 - 1/G) o, and of what the
+    `max_wait_s`, at most. `window_per_slot`: requests that a scarce decision chooses from, the longest waiting ones, for
+    each slot in the barrier. `growth_share`, `stock_share`: how far T is below the mean, of (1 - 1/G) o, and of what the
     stock lacks. `hold_from`: the share of its slots that every worker must have in use before a request is held back
     beside a free one. `swap_passes`: how often the choices for several slots are made again. `sees_memory`: whether a
     worker gets only what fits its KV memory. `sees_answers`: whether curvature and ageing are measured by the mean
@@ -53,6 +54,7 @@ class FitRules:
     outlier_from: float
     outlier_patience: float
     most_outlier_wait: float
+    window_per_slot: float
     growth_share: float
     stock_share: float
     hold_from: float
@@ -79,6 +81,7 @@ TARGET_FIT = FitRules(
     outlier_from=math.inf,
     outlier_patience=0.0,
     most_outlier_wait=0.0,
+    window_per_slot=math.inf,
     growth_share=0.0,
     stock_share=0.0,
     hold_from=0.0,
@@ -104,6 +107,7 @@ LEVEL_FIT = FitRules(
     outlier_from=50.0,
     outlier_patience=1 / 64,
     most_outlier_wait=3.0,
+    window_per_slot=1.0,
     growth_share=1.1,
     stock_share=1.0,
     hold_from=0.5,
@@ -119,7 +123,7 @@ class TargetFitParams:
     """The knobs of TargetFit; `PolicySettings` has the defaults of those that can be set.
 
     `max_wait_s`: age at which a request precedes younger ones. `hold_s`: longest hold in slack, 0 for never.
-    `window`: how many of a class, in waiting order, a scarce decision chooses from.
+    `window`: how many of a class, in waiting order, a scarce decision chooses from, at most.
     """
 
     max_wait_s: float

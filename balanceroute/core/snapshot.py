@@ -57,6 +57,7 @@ class ClusterSnapshot:
         self.workers: list[DecodeInstanceState] = []
         self.up: list[DecodeInstanceState] = []  # those that take new requests, by index
         self.down: list[int] = []  # indices of those outside the barrier
+        self.slots = 0  # of all in the barrier
         self.prefillers: list[PrefillerBudget] = []
         self.shared_prefixes = SharedPrefixes()
         self.queued: dict[str, RequestTracker] = {}
@@ -138,6 +139,7 @@ class ClusterSnapshot:
     def _sort_by_state(self) -> None:
         self.up = [worker for worker in self.workers if worker.state is UP]
         self.down = [worker.index for worker in self.workers if worker.state is DOWN]
+        self.slots = sum([worker.spec.slots for worker in self.workers if worker.state is not DOWN])
 
     def set_horizon(self, horizon_steps: int) -> None:
         """Project over another horizon from now on."""

@@ -25,7 +25,7 @@ cap (u > 1) a request precedes every younger one, because 1e13 u exceeds any loa
 times the mean wait where that is more, and longer for requests that cost far more than the mean; but none leaves the
 pool unserved for it (`ClusterSnapshot.longest_wait_s`), unless `max_wait_s` is infinite.
 
-TargetFit takes the mean for the level: T = mean L. LevelFit (`LEVEL_FIT`) differs in eleven things.
+TargetFit takes the mean for the level: T = mean L. LevelFit (`LEVEL_FIT`) differs in twelve things.
 
 *Why the level is below the mean.* A departure takes away a prompt and its answer, an admission adds a prompt alone.
 Between two departures a worker grows by one token per request and step, by the mean answer o in all. If each load came
@@ -64,6 +64,10 @@ prompts, in mean prompts: 48 where prompts have a heavy tail (`heavy_tailed`), 3
 little there. So LevelFit's cap is 6.3 mean waits, or a fifteenth of `max_wait_s` where that is more. Where answers are
 short departures are many, and a place comes soon: there three times the mean answer's time takes the place of that
 fifteenth.
+
+*Large pools.* Where more wait than there are slots, whatever the last of them are chosen for, they wait longer than the
+mean answer takes; and so many are not needed to find one that fits. So LevelFit chooses among as many as there are
+slots in the barrier, those that have waited longest.
 
 *Small pools.* While a pool of W is full, the mean wait is W over the rate of departures, so 6.3 mean waits are short
 where W is small beside G, as 512 are for 144 workers. But how soon a place comes for a large prompt does not depend on

@@ -185,10 +185,11 @@ def test_level_fit_chooses_as_specified_below_the_mean(
 
     Sizes are multiples of the pool's, so that the stock's mean is exact, and no prompt is large. Mean prompts are
     powers of two, and so are the rules' curvature and share of the growth, so that a tie is a tie. So is the mean
-    answer, where distances are measured by it.
+    answer, where distances are measured by it. All that wait are in the window.
     """
     sees_answers = output.bit_count() == 1
-    rules = replace(LEVEL_FIT, curvature=0.25, growth_share=1.0, sees_answers=sees_answers, orders_alone=True)
+    exact = replace(LEVEL_FIT, curvature=0.25, growth_share=1.0, window_per_slot=math.inf)
+    rules = replace(exact, sees_answers=sees_answers, orders_alone=True)
     free = sum(4 - len(held) for held in loads)
     size = 8 if free < 8 else 16
     waiting = data.draw(st.lists(st.integers(1, 3_000).map(lambda n: n * 16), min_size=size, max_size=size))

@@ -157,7 +157,8 @@ class Oracle:
                     continue
                 break
             if len(front) > free:
-                self.scarce(front, free)
+                slots = sum(place.slots for place in self.barrier)
+                self.scarce(front[:slots] if self.rules is LEVEL_FIT else front, free)
                 break
             self.slack(front, may_hold=last_class and not self.full)
             if last_class:

@@ -168,6 +168,14 @@ def see_means(scheduler: Scheduler, mean_prompt: float, wait_s: float) -> None:
     scheduler.snapshot.means.prompt_tokens, scheduler.snapshot.means.wait_s = mean_prompt, wait_s
 
 
+def test_level_fit_chooses_among_as_many_as_there_are_slots_and_those_are_the_oldest() -> None:
+    """300 would fit d1 best, but four have waited longer, and there are four slots. A worker that is down has none."""
+    scheduler = level_fitting([[500, 500], [400], []], slots=2, mean_prompt=200)
+    scheduler.set_worker_state("d2", WorkerState.DOWN, 0.0)
+    pool_all(scheduler, {"a": 10, "b": 200, "c": 100, "d": 20, "e": 300})
+    assert admitted(scheduler) == [("b", "d1")]
+
+
 def test_the_level_is_below_the_mean_by_what_a_worker_grows_between_departures() -> None:
     """The mean is 700 and the growth to come (1 - 1/2) * 400: d1 comes back to 500, for which 100 fits best."""
     scheduler = level_fitting([[500, 500], [400]], slots=2, mean_prompt=200, mean_output=400)
