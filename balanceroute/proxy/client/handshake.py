@@ -22,7 +22,10 @@ SHUTDOWN_S: Final = 2.0  # for the client's last word of TLS; until then it has 
 class Handshake(asyncio.Protocol):
     """Hands its connection over to `protocol` once it is encrypted."""
 
-    def __init__(self, edge: Edge, context: ssl.SSLContext, protocol: Callable[[], asyncio.Protocol]) -> None:
+    def __init__(
+        self, edge: Edge, context: ssl.SSLContext, protocol: Callable[[asyncio.Transport], asyncio.Protocol]
+    ) -> None:
+        """`protocol` is made of what carries the encrypted connection."""
         self._edge, self._context, self._protocol = edge, context, protocol
         self._transport: asyncio.Transport = cast(Any, None)
         self._early = b""  # before the handshake has begun
@@ -90,7 +93,7 @@ class Handshake(asyncio.Protocol):
         edge.leave(self)
         if transport is None or plain.is_closing():
             return
-        protocol = self._protocol()
+        protocol = self._protocol(plain)
         transport.set_protocol(protocol)
         protocol.connection_made(transport)
         if self._come:

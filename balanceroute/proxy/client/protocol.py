@@ -53,6 +53,7 @@ class ClientProtocol(asyncio.Protocol):
 
     __slots__ = (
         "_advancing",
+        "_below",
         "_body",
         "_deadline_s",
         "_drained",
@@ -80,8 +81,9 @@ class ClientProtocol(asyncio.Protocol):
         "write_paused",
     )
 
-    def __init__(self, edge: Edge) -> None:
-        self.edge, self.loop = edge, edge.loop
+    def __init__(self, edge: Edge, below: asyncio.Transport | None = None) -> None:
+        """`below`: what carries the connection where it is encrypted; it takes all that is written at once."""
+        self.edge, self.loop, self._below = edge, edge.loop, below
         self.transport: asyncio.Transport = cast(Any, None)
         self.write_paused = False
         self._drained: asyncio.Event | None = None
@@ -376,10 +378,14 @@ class ClientProtocol(asyncio.Protocol):
         """An answer is complete: the next request, if the connection may have one."""
         self._response = None
         self._served()
+        nothing_more = self._request is None and not (self._raw or self._lingering)
         if self._request is not None:  # an application may refuse one before it has come
             self._forget_request()
         if not keep_alive:
-            self._linger()
+            if self._below is not None and nothing_more:
+                self.close()  # only the end of TLS tells the client that no more comes
+            else:
+                self._linger()
             return
         self._deadline_s = self.loop.time() + self.edge.limits.keep_alive_s
         self.edge.waiting[self] = None
@@ -425,11 +431,17 @@ class ClientProtocol(asyncio.Protocol):
 
     # -- ends
 
+    @property
+    def _unsent_bytes(self) -> int:
+        """What is written and the client's socket has not taken."""
+        below = 0 if self._below is None else self._below.get_write_buffer_size()
+        return below + self.transport.get_write_buffer_size()
+
     def look(self, now: float) -> None:
         """See whether the client has been too slow, to send or to read; called by `Edge`."""
         if now >= self._deadline_s:
             self._late(now)
-        waiting = self.transport.get_write_buffer_size()
+        waiting = self._unsent_bytes
         if not waiting or (self._response is not None and not self.write_paused):
             self._mark = None  # nothing to read, or a stream whose events it may take when they come
             return
@@ -443,7 +455,9 @@ class ClientProtocol(asyncio.Protocol):
             self._mark = (now, waiting)
 
     def _late(self, now: float) -> None:
-        if self._lingering:
+        if self._receiving_since_s == math.inf and self._unsent_bytes:
+            self._deadline_s = now + LINGER_S  # `look` sees to it that the client reads its last answer
+        elif self._lingering and self._below is None:
             self.abort()
         elif self._receiving_since_s == math.inf:
             self.close()
@@ -458,7 +472,7 @@ class ClientProtocol(asyncio.Protocol):
     def give_way(self) -> None:
         """Another client needs the place of this one, which has no complete request."""
         self.edge.waiting.pop(self, None)
-        if self._lingering or self.transport.get_write_buffer_size():
+        if self._lingering or self._unsent_bytes:
             self.abort()
         else:
             self.close()
@@ -473,6 +487,10 @@ class ClientProtocol(asyncio.Protocol):
     def close(self) -> None:
         """Close once everything is written."""
         self.edge.waiting.pop(self, None)
+        if self._below is not None and self._unsent_bytes:  # TLS would give it no longer than its own last word
+            self._lingering, self._raw, self._receiving_since_s = True, b"", math.inf
+            self._deadline_s = self.loop.time()
+            return
         self._deadline_s = math.inf
         self.transport.close()
 

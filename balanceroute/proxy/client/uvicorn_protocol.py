@@ -68,6 +68,6 @@ def protocol_class(
             context = tls()
             assert context is not None
             common = shared(server_state, app_state, _loop)
-            super().__init__(common, context, lambda: ClientProtocol(common))
+            super().__init__(common, context, lambda below: ClientProtocol(common, below))
 
     return UvicornProtocol if tls() is None else UvicornHandshake

@@ -2,10 +2,12 @@
 
 import asyncio
 import json
+import ssl
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from typing import Any
 
+import trustme
 import uvicorn
 from starlette.types import Receive, Scope, Send
 
@@ -146,9 +148,9 @@ class Client:
 class Listening:
     """A running server: its site, its shared edge, and clients of it."""
 
-    def __init__(self, site: EchoSite, server: uvicorn.Server) -> None:
-        self.site, self._server = site, server
-        self._port = server.servers[0].sockets[0].getsockname()[1]
+    def __init__(self, site: EchoSite, server: uvicorn.Server, trusted: ssl.SSLContext | None) -> None:
+        self.site, self._server, self.trusted = site, server, trusted
+        self.port = server.servers[0].sockets[0].getsockname()[1]
         self._writers: list[asyncio.StreamWriter] = []
 
     @property
@@ -161,7 +163,7 @@ class Listening:
         return edge
 
     async def connect(self, source: str = "127.0.0.1") -> Client:
-        reader, writer = await asyncio.open_connection("127.0.0.1", self._port, local_addr=(source, 0))
+        reader, writer = await asyncio.open_connection("127.0.0.1", self.port, local_addr=(source, 0), ssl=self.trusted)
         self._writers.append(writer)
         return Client(reader, writer)
 
@@ -171,13 +173,14 @@ class Listening:
 
 
 @asynccontextmanager
-async def listening(**limits: Any) -> AsyncIterator[Listening]:
+async def listening(*, encrypted: bool = False, **limits: Any) -> AsyncIterator[Listening]:
     """Serve an `EchoSite` on a free port within 20 s."""
     site = EchoSite()
+    ours, theirs = _contexts() if encrypted else (None, None)
     config = uvicorn.Config(
         site,
         port=0,
-        http=protocol_class(site, ClientLimits(**limits)),
+        http=protocol_class(site, ClientLimits(**limits), lambda: ours),
         ws="none",
         lifespan="off",
         log_config=None,
@@ -186,7 +189,7 @@ async def listening(**limits: Any) -> AsyncIterator[Listening]:
     server = uvicorn.Server(config)
     task = asyncio.get_running_loop().create_task(server._serve())
     await until(lambda: server.started)
-    running = Listening(site, server)
+    running = Listening(site, server, theirs)
     try:
         async with asyncio.timeout(20):
             yield running
@@ -194,6 +197,15 @@ async def listening(**limits: Any) -> AsyncIterator[Listening]:
         running.close()
         server.should_exit = True
         await task
+
+
+def _contexts() -> tuple[ssl.SSLContext, ssl.SSLContext]:
+    """A server's, and that of clients that trust it."""
+    ca = trustme.CA()
+    ours, theirs = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH), ssl.create_default_context()
+    ca.issue_cert("127.0.0.1").configure_cert(ours)
+    ca.configure_trust(theirs)
+    return ours, theirs
 
 
 async def served(server: "Listening") -> None:

@@ -30,7 +30,7 @@ async def test_asgi_routes_get_the_request_as_asgi_says() -> None:
             b"0",
         )
         assert scope["headers"] == [(b"host", b"x"), (b"x-a", b"b"), (b"content-length", b"3")]
-        assert scope["client"][0] == "127.0.0.1" and scope["server"][1] == server._port
+        assert scope["client"][0] == "127.0.0.1" and scope["server"][1] == server.port
         client.send(b"GET /parts HTTP/1.1\r\nhost: x\r\n\r\n")
         assert (await client.answer())[2] == b"ab"
 

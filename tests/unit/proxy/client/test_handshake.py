@@ -20,6 +20,9 @@ from tests.waiting import until
 class Echo(asyncio.Protocol):
     """What the connection is handed over to."""
 
+    def __init__(self, below: asyncio.Transport) -> None:
+        self.below = below
+
     def connection_made(self, transport: Any) -> None:
         self.transport = transport
 

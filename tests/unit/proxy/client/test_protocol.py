@@ -3,9 +3,11 @@
 import asyncio
 import logging
 import socket
+import ssl
 
 import pytest
 
+from balanceroute.proxy.client import handshake, protocol
 from tests.unit.proxy.client.listening import listening, served
 from tests.waiting import pace, until
 
@@ -229,7 +231,7 @@ async def test_a_client_that_reads_nothing_is_cut_off(path: bytes) -> None:
 
 async def test_a_client_that_reads_a_byte_now_and_then_is_cut_off_too() -> None:
     async with listening(stall_timeout_s=0.5, min_rate_bytes_per_s=100_000) as server:
-        with socket.create_connection(("127.0.0.1", server._port)) as reader:
+        with socket.create_connection(("127.0.0.1", server.port)) as reader:
             reader.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
             reader.setblocking(False)
             reader.send(b"GET /large HTTP/1.1\r\nhost: x\r\n\r\n")
@@ -240,6 +242,53 @@ async def test_a_client_that_reads_a_byte_now_and_then_is_cut_off_too() -> None:
                 except BlockingIOError:
                     pass
                 await pace(0.02)
+
+
+@pytest.mark.parametrize("line", [b"connection: close", b"x: y"], ids=["last answer", "then nothing"])
+@pytest.mark.parametrize("encrypted", [False, True], ids=["plain", "TLS"])
+async def test_a_large_answer_is_sent_however_long_its_client_reads_it(
+    encrypted: bool, line: bytes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(protocol, "LINGER_S", 0.05)
+    monkeypatch.setattr(handshake, "SHUTDOWN_S", 0.05)
+    async with listening(encrypted=encrypted, keep_alive_s=0.2) as server:
+        client = await server.connect()
+        client.send(b"GET /large HTTP/1.1\r\nhost: x\r\n%b\r\n\r\n" % line)
+        left = int((await client.reader.readuntil(b"\r\n\r\n")).partition(b"content-length: ")[2].split()[0])
+        while left:
+            left -= len(await client.reader.readexactly(min(left, 2**19)))
+            await pace(0.02)
+        assert await client.closed()
+        await until(lambda: not server.connections)
+
+
+async def test_whole_answers_that_nobody_reads_are_cut_off_over_tls_too() -> None:
+    async with listening(encrypted=True, stall_timeout_s=0.4) as server:
+        client = await server.connect()
+        client.writer.transport.pause_reading()  # type: ignore[attr-defined]
+        client.send(b"GET /large HTTP/1.1\r\nhost: x\r\n\r\n")
+        await until(lambda: server.site.scopes)
+        await until(lambda: not server.connections)
+        await served(server)
+
+
+async def test_an_answer_that_only_the_close_ends_is_over_at_once_and_cleanly_over_tls(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(protocol, "LINGER_S", 3600.0)
+
+    def answer_to_http_1_0(port: int, trusted: ssl.SSLContext) -> bytes:
+        with (
+            socket.create_connection(("127.0.0.1", port)) as plain,
+            trusted.wrap_socket(plain, server_hostname="127.0.0.1", suppress_ragged_eofs=False) as client,
+        ):
+            client.sendall(b"POST /hot HTTP/1.0\r\nx-do: stream\r\ncontent-length: 1\r\n\r\nx")
+            return b"".join(iter(lambda: client.recv(4096), b""))
+
+    async with listening(encrypted=True) as server:
+        assert server.trusted is not None
+        answer = await asyncio.to_thread(answer_to_http_1_0, server.port, server.trusted)
+        assert answer.partition(b"\r\n\r\n")[2] == b"xxxend"
 
 
 # -- who leaves
