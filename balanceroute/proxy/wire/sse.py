@@ -520,7 +520,7 @@ class EventScanner:
             self._prefix = ""
             changed, ordinary = True, False
         out = self._told(event, raw, changed, blanked)
-        if ordinary and choices[0].get("logprobs") is None:
+        if ordinary and carries and choices[0].get("logprobs") is None:  # of which kind an empty text is nobody knows
             self._make_template(raw, out)
         return out
 

@@ -504,6 +504,25 @@ def test_an_answer_goes_on_with_the_kind_of_text_that_it_was_cut_off_in(
     assert scanner.end is ends
 
 
+@pytest.mark.parametrize("kind", ["reasoning", "content"])
+def test_the_kind_of_a_text_is_known_also_where_the_first_token_had_no_text(kind: str) -> None:
+    """Half of a character has none."""
+    other = "content" if kind == "reasoning" else "reasoning"
+    scanner = EventScanner()
+    for text in ("", "so", " it"):
+        scanner.feed(event(chat({kind: text}, [1])))
+    assert scanner.cut().kinds == {"text" if kind == "content" else "reasoning"}
+    scanner.resume()
+    for text in ("", " is"):
+        scanner.feed(event(chat({kind: text}, [1])))
+    scanner.feed(event(chat({other: "now"}, [1])))
+    assert scanner.end is None  # this worker has turned to it by itself
+    scanner.resume()
+    for text in ("", " is"):
+        scanner.feed(event(chat({kind: text}, [1])))
+    assert scanner.end is StreamEnd.MISPARSED
+
+
 def test_without_a_prefillers_count_no_usage_is_made_up() -> None:
     scanner = EventScanner(want_usage=True)
     scanner.feed(event(completion("a", [1], finish_reason="stop")))
