@@ -68,16 +68,16 @@ def _not_under_way(body: bytes) -> bool:
 
 # Writer and response form a reference cycle: a response has its own only while parts may be written. These never open.
 _NO_PARTS: Final = PartWriter(lambda body: None, _not_under_way)  # of one without a head, or complete
-_LOST_PARTS: Final = PartWriter(lambda body: None, lambda body: True)  # of one whose client has gone
+_LOST_PARTS: Final = PartWriter(lambda body: None, lambda body: True)  # of one broken off, or whose client has gone
 
 
 class Response:
     """One answer; `keep_alive` says whether the connection may serve another request after it.
 
-    Attributes: `started`, the head is made; `complete`, the body too. `gone`, the client has left. `on_gone`, called
-    once when it does while the answer is not complete; whoever sets it looks at `gone` first. `refusal` makes the
-    answer of an error, in OpenAI's form if nobody sets another. `write`, of a part of a body, not empty and not the
-    last: False if the client's socket is full, then nothing has happened.
+    Attributes: `started`, the head is made; `complete`, the body too, or as much of it as there will be. `gone`, the
+    client has left. `on_gone`, called once when it does while the answer is not complete; whoever sets it looks at
+    `gone` first. `refusal` makes the answer of an error, in OpenAI's form if nobody sets another. `write`, of a part of
+    a body, not empty and not the last: False if the client's socket is full, then nothing has happened.
     """
 
     __slots__ = (
@@ -190,6 +190,7 @@ class Response:
         """An unclean end: what is written goes out, then the connection closes inside the body."""
         self._flush()
         self._parts.open = False
+        self._parts, self.write, self.complete = _LOST_PARTS, _LOST_PARTS.write, True
         self._connection.close()
 
     async def drained(self) -> None:

@@ -33,6 +33,22 @@ async def test_an_answer_that_is_not_completed_ends_uncleanly() -> None:
         assert (await client.reader.read()).endswith(b"4\r\nhalf\r\n")
 
 
+def test_an_answer_that_was_broken_off_takes_nothing_more_while_its_last_words_go_out() -> None:
+    async def test() -> None:
+        connection = Connection()
+        response = connection.response()
+        response.start(200, [])
+        assert response.write(b"half")
+        response.break_off()
+        connection.write_paused = True
+        assert connection.closed and response.write(b"late")
+        connection.write_paused = False
+        response.allow()
+        assert response.write(b"later") and connection.transport.written.endswith(b"half\r\n")
+
+    in_virtual_time(test)
+
+
 def test_a_whole_answer_is_one_write_and_the_connection_may_go_on() -> None:
     async def test() -> None:
         connection = Connection()
