@@ -161,7 +161,7 @@ def _through_scanner(draw: random.Random) -> None:
         want_usage=draw.random() < 0.5,
         want_continuous_usage=draw.random() < 0.5,
         prompt_tokens=draw.choice([None, 3]),
-        cached_tokens=draw.choice([None, 2]),
+        prompt_details=draw.choice([None, {"cached_tokens": 2}]),
         index=draw.choice([None, 1]),
         closing_events=draw.random() < 0.8,
         max_event_bytes=draw.choice([SMALL_EVENT_LIMIT, 1 << 25]),
@@ -201,7 +201,7 @@ def _as_worker_reply(body: bytes) -> None:
     for read in (
         lambda: parse_probe_reply(body, worker="w"),
         lambda: correct_answer(_REQUESTS[0], body, worker="w"),
-        lambda: correct_answer(_REQUESTS[1], body, worker="w", cached_tokens=1),
+        lambda: correct_answer(_REQUESTS[1], body, worker="w", prompt_details={"cached_tokens": 1}),
     ):
         try:
             read()

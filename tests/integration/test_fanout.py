@@ -7,7 +7,6 @@ import pytest
 
 from balanceroute.emulator import ClusterShape
 from balanceroute.engine.tokens import continuation, decode
-from balanceroute.proxy.client.fanout import summed_details
 from tests.integration.router import FAST, Router, running
 from tests.integration.test_proxy_answers import PROMPT, PROMPTS, chat, completion, events, texts
 
@@ -145,9 +144,3 @@ async def test_a_request_that_the_queue_has_no_room_for_is_refused_as_a_whole() 
         reply = await router.client.post("/v1/completions", json=completion(n=6))
         assert reply.status_code == 429 and "retry-after" in reply.headers
         await router.settled()
-
-
-def test_details_are_summed_figure_by_figure() -> None:
-    usages = [{"completion_tokens_details": {"reasoning_tokens": 3, "audio_tokens": None}}, None, {}]
-    usages.append({"completion_tokens_details": {"reasoning_tokens": 4}})
-    assert summed_details(usages) == {"reasoning_tokens": 7}

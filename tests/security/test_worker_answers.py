@@ -336,7 +336,7 @@ async def test_good_workers_pass_every_check_of_this_file() -> None:
 
 async def test_a_usage_that_tells_of_images_is_passed_on_by_every_way_of_an_answer() -> None:
     """As vLLM tells them with --enable-prompt-tokens-details."""
-    details = {"cached_tokens": 1, "multimodal_tokens": {"image": 2}}
+    details: dict[str, Any] = {"cached_tokens": 1, "multimodal_tokens": {"image": 2}}
     usage = {"prompt_tokens": 3, "completion_tokens": 2, "total_tokens": 5, "prompt_tokens_details": details}
 
     def decoded(asked: Asked) -> bytes:
@@ -351,8 +351,10 @@ async def test_a_usage_that_tells_of_images_is_passed_on_by_every_way_of_an_answ
                 said = await router.complete(chat=chat, max_tokens=max_tokens)
                 assert said.status_code == 200, said.text
                 assert said.json()["usage"]["prompt_tokens_details"] == details
-            told = {"stream_options": {"include_usage": True}}
-            streamed = await router.complete(chat=chat, stream=True, **told)
-            assert '"multimodal_tokens":{"image":2}' in streamed.text.replace(" ", "")
-            assert streamed.text.endswith("data: [DONE]\n\n")
+            said = await router.complete(chat=chat, max_tokens=2, n=2)
+            assert said.json()["usage"]["prompt_tokens_details"] == details  # of one prompt
+            for n in (1, 2):
+                streamed = await router.complete(chat=chat, stream=True, n=n, stream_options={"include_usage": True})
+                assert '"multimodal_tokens":{"image":2}' in streamed.text.replace(" ", "")
+                assert streamed.text.endswith("data: [DONE]\n\n")
         assert "balanceroute_upstream_errors_total{" not in await router.metrics()

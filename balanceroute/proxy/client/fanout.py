@@ -12,7 +12,7 @@ and the whole request fails: half of the choices is not what was asked for.
 
 import asyncio
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, Final
 
 import orjson
@@ -26,6 +26,7 @@ from balanceroute.proxy.wire.payloads import ClientRequest, split
 from balanceroute.proxy.wire.prompt_echo import with_prompt
 from balanceroute.proxy.wire.responses import SSE_HEADERS, Headers
 from balanceroute.proxy.wire.sse import payloads_of
+from balanceroute.proxy.wire.usage import summed
 
 MAX_COPIED_BYTES: Final = 256 * 2**20  # each choice sends its prompt, and all but the prompt, once more
 
@@ -221,21 +222,13 @@ def merged_usage(request: ClientRequest, legs: Sequence[Leg]) -> dict[str, Any]:
         "total_tokens": prompt_tokens + completion_tokens,
         "completion_tokens": completion_tokens,
     }
-    cached = [leg.answer.cached_tokens for leg in of_prompts]
-    if any(count is not None for count in cached):
-        usage["prompt_tokens_details"] = {"cached_tokens": sum(count or 0 for count in cached)}
+    if details := summed(leg.answer.prompt_details for leg in of_prompts):
+        usage["prompt_tokens_details"] = details
     return usage
 
 
-def summed_details(usages: Sequence[dict[str, Any] | None]) -> dict[str, int]:
-    """`completion_tokens_details` of several answers, such as reasoning tokens, each figure summed."""
-    total: dict[str, int] = {}
-    for usage in usages:
-        details = (usage or {}).get("completion_tokens_details")
-        for name, value in (details if isinstance(details, dict) else {}).items():
-            if isinstance(value, int):
-                total[name] = total.get(name, 0) + value
-    return total
+def _completion_details(usages: Iterable[dict[str, Any] | None]) -> dict[str, Any]:
+    return summed((usage or {}).get("completion_tokens_details") for usage in usages)
 
 
 def _model_of(events: bytes) -> str | None:
@@ -257,7 +250,7 @@ def closing_events(
     if not request.include_usage:
         return done
     usage = merged_usage(request, legs)
-    if details := summed_details([leg.answer.scanner.usage for leg in legs]):
+    if details := _completion_details(leg.answer.scanner.usage for leg in legs):
         usage["completion_tokens_details"] = details
     event: dict[str, Any] = {
         "id": public_id(request, request_id),
@@ -276,7 +269,7 @@ def merged_answer(request: ClientRequest, request_id: str, legs: Sequence[Leg], 
     whole = answers[0]
     whole["id"] = public_id(request, request_id)
     whole["choices"] = [{**answer["choices"][0], "index": index} for index, answer in enumerate(answers)]
-    details = summed_details([answer.get("usage") for answer in answers])
+    details = _completion_details(answer.get("usage") for answer in answers)
     whole["usage"] = {
         **(whole.get("usage") or {}),
         **merged_usage(request, legs),

@@ -42,6 +42,7 @@ class Answer:
         "cached_tokens",
         "estimated_tokens",
         "outlet",
+        "prompt_details",
         "prompt_reply",
         "prompt_tokens",
         "request",
@@ -64,6 +65,7 @@ class Answer:
         )
         self.prompt_tokens = self._restarts = 0
         self.cached_tokens: int | None = None
+        self.prompt_details: dict[str, Any] | None = None  # all that the prefiller's usage says of it
         self.prompt_reply: dict[str, Any] | None = None  # a prefiller's, where the client wishes to know of its prompt
 
     # -- what a prefiller says of the prompt
@@ -72,7 +74,7 @@ class Answer:
         """A prefiller has counted the client's own prompt."""
         self._counted = result
         self.prompt_tokens, self.cached_tokens = result.prompt_tokens, result.cached_tokens
-        self.prompt_reply = result.reply
+        self.prompt_details, self.prompt_reply = result.prompt_details, result.reply
         if self._estimated:
             error = abs(self.estimated_tokens - result.prompt_tokens) / (result.prompt_tokens or 1)
             self._s.metrics.prompt_estimate_error.observe(error)
@@ -101,7 +103,7 @@ class Answer:
             want_usage=request.include_usage or request.assembled,
             want_continuous_usage=request.continuous_usage,
             prompt_tokens=result.prompt_tokens,
-            cached_tokens=result.cached_tokens,
+            prompt_details=result.prompt_details,
             **self.scanner_options,
         )
 

@@ -197,7 +197,7 @@ async def _whole(leg: Leg, worker: Worker, reply: Reply) -> bool:
         answer.request,
         body,
         worker=worker.id,
-        cached_tokens=answer.cached_tokens,
+        prompt_details=answer.prompt_details,
         upstream_id=leg.upstream_id,
         request_id=leg.id,
     )

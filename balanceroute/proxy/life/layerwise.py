@@ -219,7 +219,7 @@ class Layerwise:
         if not answer.prompt_tokens:
             self._result = result
             answer.prompt_counted(result)
-            answer.scanner.prefilled(result.prompt_tokens, result.cached_tokens)
+            answer.scanner.prefilled(result.prompt_tokens, result.prompt_details)
 
     async def _prefill_for(self, body: bytes) -> PrefillResult:
         """Have a prefiller push. Raises: QueueTimeout; PushFailed; UpstreamError of the last try."""

@@ -19,6 +19,7 @@ from balanceroute.errors import BadUpstreamReply
 from balanceroute.proxy.wire.bounds import checked_choice, checked_usage, shown_id, token_count
 from balanceroute.proxy.wire.payloads import ClientRequest
 from balanceroute.proxy.wire.sse import EventScanner, payloads_of
+from balanceroute.proxy.wire.usage import put_prompt_details
 
 MAX_ANSWER_BYTES: Final = 256 * 2**20  # of events; an answer of 128k tokens with 20 logprobs each has half of that
 
@@ -230,13 +231,14 @@ def correct_answer(
     body: bytes,
     *,
     worker: str,
-    cached_tokens: int | None = None,
+    prompt_details: dict[str, Any] | None = None,
     upstream_id: str = "",
     request_id: str = "",
 ) -> CorrectedAnswer:
     """Count a decode worker's unstreamed 200 and take out what the client did not ask for.
 
-    `upstream_id` is the X-Request-Id of this try, and clients see `request_id` in its place.
+    `prompt_details` are the prefiller's. `upstream_id` is the X-Request-Id of this try, and clients see `request_id` in
+    its place.
 
     Raises: BadUpstreamReply: not a completion.
     """
@@ -251,7 +253,7 @@ def correct_answer(
         told = answer.get("id")
         if upstream_id != request_id:
             answer["id"] = shown_id(told, upstream_id, request_id)
-        corrected = _as_asked(request, answer, choice, usage, cached_tokens)
+        corrected = _as_asked(request, answer, choice, usage, prompt_details)
     except (ValueError, TypeError, KeyError, IndexError, AttributeError, OverflowError) as exc:
         raise BadUpstreamReply(
             f"the decoder's reply is not a completion ({type(exc).__name__}: {exc})",
@@ -272,7 +274,7 @@ def _as_asked(
     answer: dict[str, Any],
     choice: dict[str, Any],
     usage: dict[str, Any],
-    cached_tokens: int | None,
+    prompt_details: dict[str, Any] | None,
 ) -> bytes:
     """The answer without what only the router asked for. Raises: TypeError: nested deeper than can be written."""
     if not request.return_token_ids:
@@ -283,7 +285,5 @@ def _as_asked(
             answer["prompt_token_ids"] = None
     if "kv_transfer_params" in answer:
         answer["kv_transfer_params"] = None
-    known = usage.get("prompt_tokens_details")
-    if cached_tokens is not None or (known and known.get("cached_tokens")):
-        usage["prompt_tokens_details"] = {**(known or {}), "cached_tokens": cached_tokens or 0}
+    put_prompt_details(usage, prompt_details)
     return orjson.dumps(answer)

@@ -42,6 +42,7 @@ from balanceroute.errors import BadUpstreamReply, InvalidRequest, NotJson
 from balanceroute.proxy.wire.bounds import MAX_PARAMS_BYTES, checked_choice, checked_usage, token_count
 from balanceroute.proxy.wire.fields import boolean, checked, integer, kind
 from balanceroute.proxy.wire.json_size import check_size
+from balanceroute.proxy.wire.usage import prompt_details_of
 
 Endpoint = Literal["completions", "chat"]
 LimitField = Literal["max_tokens", "max_completion_tokens"]
@@ -202,7 +203,8 @@ class ClientRequest:
 class PrefillResult:
     """What a prefiller answered to a probe; `kv_transfer_params` is raw JSON, None if it pinned nothing.
 
-    `reply_id` is the answer's own `id`, whatever the worker put there.
+    `prompt_details` is all that its usage says of the prompt, `cached_tokens` among it. `reply_id` is the answer's own
+    `id`, whatever the worker put there.
     """
 
     kv_transfer_params: bytes | None
@@ -211,6 +213,7 @@ class PrefillResult:
     prompt_token_ids: "array[int] | None"
     reply_id: Any = None
     reply: dict[str, Any] | None = None  # the whole of it, where the client has `PromptWishes`
+    prompt_details: dict[str, Any] | None = None
 
 
 # ------------------------------------------------------------------------------------- from the client
@@ -503,6 +506,7 @@ def parse_probe_reply(body: bytes, *, worker: str, keep: bool = False) -> Prefil
     try:
         reply = orjson.loads(body)
         usage = checked_usage(reply.get("usage"))
+        details = prompt_details_of(usage)
         params = reply.get("kv_transfer_params")
         choice = checked_choice(reply["choices"][0])
         ids = choice.get("prompt_token_ids") or reply.get("prompt_token_ids")
@@ -515,10 +519,11 @@ def parse_probe_reply(body: bytes, *, worker: str, keep: bool = False) -> Prefil
         return PrefillResult(
             kv_transfer_params=pinned,
             prompt_tokens=prompt_tokens,
-            cached_tokens=(usage.get("prompt_tokens_details") or {}).get("cached_tokens"),
+            cached_tokens=None if details is None else details.get("cached_tokens"),
             prompt_token_ids=array("I", ids) if ids else None,
             reply=reply if keep else None,
             reply_id=reply.get("id"),
+            prompt_details=details,
         )
     except (ValueError, TypeError, KeyError, IndexError, AttributeError, OverflowError) as exc:
         raise BadUpstreamReply(

@@ -35,6 +35,7 @@ import orjson
 
 from balanceroute.proxy.hotpath import EventMatcher
 from balanceroute.proxy.wire.bounds import answers, checked_choice, checked_usage, shown_id
+from balanceroute.proxy.wire.usage import put_prompt_details
 
 MAX_EVENT_BYTES: Final = 32 * 1024 * 1024  # the ids of a prompt of 4 million tokens; more is no event
 
@@ -114,7 +115,6 @@ class EventScanner:
 
     __slots__ = (
         "_base",
-        "_cached_tokens",
         "_closing_events",
         "_edge",
         "_expected_id",
@@ -132,6 +132,7 @@ class EventScanner:
         "_parts",
         "_parts_bytes",
         "_prefix",
+        "_prompt_details",
         "_prompt_tokens",
         "_request_id",
         "_role_sent",
@@ -160,7 +161,7 @@ class EventScanner:
         want_usage: bool = False,
         want_continuous_usage: bool = False,
         prompt_tokens: int | None = None,
-        cached_tokens: int | None = None,
+        prompt_details: dict[str, Any] | None = None,
         public_id: str | None = None,
         created: int | None = None,
         index: int | None = None,
@@ -171,8 +172,8 @@ class EventScanner:
     ) -> None:
         """Start on the first worker's stream.
 
-        `want_*` is what the client asked for. `prompt_tokens` and `cached_tokens` are the prefiller's
-        figures: a decoder counts pulled KV as cached. `public_id`, `created` and `index` override what the
+        `want_*` is what the client asked for. `prompt_tokens` and `prompt_details` are the prefiller's
+        word on the prompt (`usage.py`). `public_id`, `created` and `index` override what the
         worker says, and `closing_events` False keeps usage and [DONE] back: both for an answer made of
         several streams. `prefix` is what the first text begins with: an echoed prompt. `translation` makes the form
         that the events leave in, if not their own.
@@ -196,7 +197,7 @@ class EventScanner:
         self._want_usage = want_usage
         self._want_continuous = want_usage and want_continuous_usage
         self._prompt_tokens = prompt_tokens
-        self._cached_tokens = cached_tokens
+        self._prompt_details = prompt_details
         self._index = index
         self._closing_events = closing_events
         self._max_event_bytes = max_event_bytes
@@ -215,9 +216,9 @@ class EventScanner:
         self._offset = 0  # characters of all tokens whose logprobs have come: where those of the next life begin
         self._first_offset = 0
 
-    def prefilled(self, prompt_tokens: int, cached_tokens: int | None) -> None:
-        """The prefiller's figures, where they come when the decoder's stream is open already."""
-        self._prompt_tokens, self._cached_tokens = prompt_tokens, cached_tokens
+    def prefilled(self, prompt_tokens: int, prompt_details: dict[str, Any] | None) -> None:
+        """The prefiller's word, where it comes when the decoder's stream is open already."""
+        self._prompt_tokens, self._prompt_details = prompt_tokens, prompt_details
 
     def expect(self, upstream_id: str, *, checked: bool, request_id: str = "") -> None:
         """The next worker's events answer the request that was sent with this X-Request-Id.
@@ -596,15 +597,8 @@ class EventScanner:
         return True
 
     def _rewrite_usage(self, usage: dict[str, Any]) -> bool:
-        """Make a usage that of the whole answer, with the prefiller's word on cached tokens."""
-        changed = False
-        details = usage.get("prompt_tokens_details")
-        if self._cached_tokens is not None or (isinstance(details, dict) and details.get("cached_tokens")):
-            wanted = dict(details) if isinstance(details, dict) else {}
-            wanted["cached_tokens"] = self._cached_tokens or 0
-            if wanted != details:
-                usage["prompt_tokens_details"] = wanted
-                changed = True
+        """Make a usage that of the whole answer, with the prefiller's word on the prompt."""
+        changed = put_prompt_details(usage, self._prompt_details)
         if self._life:
             prompt_tokens = self._prompt_tokens
             if prompt_tokens is None:

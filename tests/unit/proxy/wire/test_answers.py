@@ -140,7 +140,9 @@ def test_an_event_that_is_no_part_of_an_answer_ends_it_for_good(choice: dict[str
 
 def test_an_unstreamed_answer_is_counted_and_stripped() -> None:
     body = body_of(capture_files("single/036-chat-token_ids.resp")[0])[1]
-    corrected = correct_answer(payloads.parse("chat", b'{"messages":[{}]}'), body, worker="d0", cached_tokens=3)
+    corrected = correct_answer(
+        payloads.parse("chat", b'{"messages":[{}]}'), body, worker="d0", prompt_details={"cached_tokens": 3}
+    )
     answer = orjson.loads(corrected.body)
     assert (corrected.tokens, corrected.finish_reason, corrected.recomputed) == (8, "length", False)
     assert answer["choices"][0]["token_ids"] is answer["prompt_token_ids"] is None

@@ -263,7 +263,7 @@ def test_continuous_usage_counts_where_no_ids_come() -> None:
 def test_cached_tokens_are_the_prefillers() -> None:
     last = event(completion("a", [1], finish_reason="stop"))
     final = event(usage(10, 1, prompt_tokens_details={"cached_tokens": 9}))
-    out = EventScanner(want_usage=True, cached_tokens=4).feed(last + final)
+    out = EventScanner(want_usage=True, prompt_details={"cached_tokens": 4}).feed(last + final)
     assert parsed(out)[1]["usage"]["prompt_tokens_details"] == {"cached_tokens": 4}
     out = EventScanner(want_usage=True).feed(last + final)
     assert parsed(out)[1]["usage"]["prompt_tokens_details"] == {"cached_tokens": 0}
