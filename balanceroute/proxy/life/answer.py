@@ -17,7 +17,7 @@ from balanceroute.proxy.life.resumption import Fidelity, resumption
 from balanceroute.proxy.life.retries import pushes_back
 from balanceroute.proxy.life.services import LifeServices
 from balanceroute.proxy.life.streaming import write_part
-from balanceroute.proxy.wire.payloads import ClientRequest, PrefillResult, resume
+from balanceroute.proxy.wire.payloads import ClientRequest, PrefillResult, cut_alike, resume
 from balanceroute.proxy.wire.prompt_echo import prompt_text
 from balanceroute.proxy.wire.sse import EventScanner, StreamEnd
 from balanceroute.proxy.workers.fleet import Worker
@@ -71,7 +71,8 @@ class Answer:
     # -- what a prefiller says of the prompt
 
     def prompt_counted(self, result: PrefillResult) -> None:
-        """A prefiller has counted the client's own prompt."""
+        """A prefiller has counted the client's own prompt, as far as it has not cut it."""
+        self.cut_prompt(result.prompt_tokens)
         self._counted = result
         self.prompt_tokens, self.cached_tokens = result.prompt_tokens, result.cached_tokens
         self.prompt_details, self.prompt_reply = result.prompt_details, result.reply
@@ -79,6 +80,11 @@ class Answer:
             error = abs(self.estimated_tokens - result.prompt_tokens) / (result.prompt_tokens or 1)
             self._s.metrics.prompt_estimate_error.observe(error)
             self._s.prompt_estimates.learn(self._original, self.estimated_tokens, result.prompt_tokens)
+
+    def cut_prompt(self, tokens: int | None) -> None:
+        """Have workers cut the client's prompt to so many tokens if it is to be cut by its limit; None: not at all."""
+        if self.request is self._original and "truncate_prompt_tokens" in self._original.rest:
+            self.request = self._original = cut_alike(self._original, tokens)
 
     def check_prefill(self, worker: Worker, result: PrefillResult) -> None:
         """An engine too old to take token ids for a chat would start the answer over: better an error than that.

@@ -121,6 +121,7 @@ class Layerwise:
         self._worker: Worker
         self._push: asyncio.Task[None] | None = None
         answer = leg.answer
+        answer.cut_prompt(None)  # the decode worker is asked before anybody has counted it
         self._result = PrefillResult(None, answer.estimated_tokens, None, None, reply=own_echo(answer.request))
         answer.begin(self._result)
 

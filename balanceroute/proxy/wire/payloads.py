@@ -40,7 +40,7 @@ import orjson
 
 from balanceroute.errors import BadUpstreamReply, InvalidRequest, NotJson
 from balanceroute.proxy.wire.bounds import MAX_PARAMS_BYTES, checked_choice, checked_usage, token_count
-from balanceroute.proxy.wire.fields import boolean, checked, integer, kind
+from balanceroute.proxy.wire.fields import as_integer, boolean, checked, integer, kind
 from balanceroute.proxy.wire.json_size import check_size
 from balanceroute.proxy.wire.usage import prompt_details_of
 
@@ -73,6 +73,7 @@ _NOT_FOR_ONE_TOKEN: Final = frozenset(
 )
 _NESTED: Final = frozenset((dict, list))
 _PROMPT_FIELDS: Final = frozenset(("echo", "prompt_logprobs"))
+_TRUNCATE: Final = "truncate_prompt_tokens"
 _EMBEDDING_BYTES: Final = 4096  # of one token, on the wire: some KiB
 # Fields whose effect on a streamed answer `answers.py` can turn into the non-stream answer without loss.
 ASSEMBLED_FIELDS: Final = frozenset(
@@ -381,10 +382,24 @@ def resume(
         prompt_tokens=tokens,
         prompt_wishes=None,
     )
-    rest.pop("truncate_prompt_tokens", None)  # the ids are what was left after the truncation
+    rest.pop(_TRUNCATE, None)  # the ids are what was left after the truncation
     if request.endpoint == "completions":
         return replace(changed, prompt_json=ids)
     return replace(changed, resume_ids=ids, resume_key=resume_key)
+
+
+def cut_alike(request: ClientRequest, prompt_tokens: int | None) -> ClientRequest:
+    """The request with a prompt that every worker cuts to so many tokens; None: nobody cuts it.
+
+    `truncate_prompt_tokens: -1` is as many as fit, in some engines as fit beside `max_tokens`. These differ between
+    prefiller and decoder, which would then pull the KV of another prompt.
+    """
+    if (as_integer(request.rest.get(_TRUNCATE)) or 0) >= 0:
+        return request
+    rest = {name: value for name, value in request.rest.items() if name != _TRUNCATE}
+    if prompt_tokens is not None:
+        rest[_TRUNCATE] = prompt_tokens
+    return replace(request, rest=rest)
 
 
 def remaining_limit(request: ClientRequest, generated_tokens: int) -> int | None:

@@ -5,11 +5,13 @@ from typing import Any
 import orjson
 import pytest
 
+from balanceroute.config import validate
 from balanceroute.errors import BadUpstreamReply, ConnectionLost, NotResumable, UpstreamError, UpstreamStatus
 from balanceroute.proxy.client.fanout import PartAnswer
 from balanceroute.proxy.life.answer import MAX_RESTARTS, Answer
+from balanceroute.proxy.life.layerwise import Layerwise
 from balanceroute.proxy.wire.payloads import PrefillResult
-from tests.unit.proxy.life.legs import PROMPT_IDS, Client, a_request
+from tests.unit.proxy.life.legs import PROMPT_IDS, Client, a_leg, a_request
 from tests.unit.proxy.virtual_time import a_config, a_router, in_virtual_time
 
 PREFILLED = PrefillResult(b"{}", len(PROMPT_IDS), None, PROMPT_IDS)
@@ -36,6 +38,31 @@ def give(answer: Answer, *ids: int) -> None:
 
 def lost() -> UpstreamError:
     return ConnectionLost("reset", worker="d0", tier="decode")
+
+
+def test_a_prompt_that_its_limit_cuts_is_cut_where_its_prefiller_has_cut_it() -> None:
+    """Engines leave room for `max_tokens`, and a probe asks for one."""
+
+    async def prefilled() -> None:
+        answer = an_answer(Client(), truncate_prompt_tokens=-1)
+        for body in (answer._s.connector.decode(answer.request, b"{}"), answer._s.connector.probe(answer.request)):
+            assert orjson.loads(body)["truncate_prompt_tokens"] == len(PROMPT_IDS)
+        answer.check_prefill(next(iter(answer._s.fleet)), PREFILLED)  # it is the client's request all the same
+
+    in_virtual_time(prefilled)
+
+
+def test_a_prompt_that_nobody_has_counted_yet_is_not_cut_by_its_limit() -> None:
+    """Decode first: prefiller and decoder would cut it differently."""
+
+    async def asked() -> None:
+        decode_first = {"connector": "mooncake_layerwise", "layerwise": {"callback_url": "http://router:8000"}}
+        config = validate({**a_config().model_dump(exclude_unset=True), **decode_first})
+        leg = a_leg(a_router(config), truncate_prompt_tokens=-1)
+        Layerwise(leg)
+        assert "truncate_prompt_tokens" not in leg.answer.request.rest
+
+    in_virtual_time(asked)
 
 
 def test_it_goes_on_from_prompt_and_tokens_so_far_with_what_is_left_of_its_limit() -> None:

@@ -382,6 +382,20 @@ def test_a_resumed_chat_keeps_its_messages_and_hands_the_ids_over() -> None:
     assert probe["kv_transfer_params"] == PROBE_KV_PARAMS | ids
 
 
+@pytest.mark.parametrize("asked", [-1, "-1", -1.0])
+def test_a_prompt_that_is_cut_by_its_limit_is_cut_alike_by_all(asked: object) -> None:
+    """The prefiller has another limit than the decoder."""
+    request = a_request(truncate_prompt_tokens=asked)
+    assert load(payloads.decode_body(payloads.cut_alike(request, 7), b"{}"))["truncate_prompt_tokens"] == 7
+    assert "truncate_prompt_tokens" not in load(payloads.decode_body(payloads.cut_alike(request, None), b"{}"))
+
+
+@pytest.mark.parametrize("fields", [{}, {"truncate_prompt_tokens": 0}, {"truncate_prompt_tokens": 5}])
+def test_a_prompt_that_is_cut_to_a_number_is_left_as_it_is(fields: dict[str, object]) -> None:
+    request = a_request(**fields)
+    assert payloads.cut_alike(request, 7) is request
+
+
 def test_a_resumed_prompt_is_not_truncated_again() -> None:
     resumed = payloads.resume(a_request(truncate_prompt_tokens=2), [1, 2], [3, 4])
     for body in (payloads.probe_body(resumed), payloads.decode_body(resumed, KV)):
