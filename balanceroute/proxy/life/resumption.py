@@ -7,8 +7,8 @@ field by field (vLLM 0.32; earlier ones where they differ):
 | state in the engine | fields | class | why |
 |---|---|---|---|
 | the prompt | `messages`, `prompt`, `chat_template*`, `tools`, `documents`, `add_*`, `continue_final_message`, \
-`reasoning_effort`, `cache_salt`, `truncate_prompt_tokens`, `echo`, `prompt_logprobs` | exact | the ids are the prompt \
-as it was; what was said of it has been said |
+`reasoning_effort`, `cache_salt`, `truncate_prompt_tokens`, `suffix`, `echo`, `prompt_logprobs` | exact | the ids \
+are the prompt as it was; what was said of it has been said |
 | none | `temperature`, `top_p`, `top_k`, `min_p`, `logit_bias`, `allowed_token_ids`, `stop_token_ids`, `ignore_eos`, \
 `logprobs`, `top_logprobs`, `priority`, `skip_special_tokens`, `n` (a request per choice) | exact | looked at anew for \
 every token |

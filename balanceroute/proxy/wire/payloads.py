@@ -74,6 +74,7 @@ _NOT_FOR_ONE_TOKEN: Final = frozenset(
 _NESTED: Final = frozenset((dict, list))
 _PROMPT_FIELDS: Final = frozenset(("echo", "prompt_logprobs"))
 _TRUNCATE: Final = "truncate_prompt_tokens"
+_IN_IDS: Final = frozenset((_TRUNCATE, "suffix", "echo"))  # the ids are what these made of the prompt; said already
 _EMBEDDING_BYTES: Final = 4096  # of one token, on the wire: some KiB
 # Fields whose effect on a streamed answer `answers.py` can turn into the non-stream answer without loss.
 ASSEMBLED_FIELDS: Final = frozenset(
@@ -362,7 +363,7 @@ def resume(
     if left is not None and left < 1:
         raise ValueError(f"the limit of {request.effective_limit} tokens is used up")
     ids = orjson.dumps([*prompt_ids, *generated])
-    rest = {name: value for name, value in request.rest.items() if name != "echo"}  # chat's: said already
+    rest = {name: value for name, value in request.rest.items() if name not in _IN_IDS}
     limit_field = request.limit_field
     if left is not None:
         limit_field = limit_field or "max_tokens"
@@ -382,7 +383,6 @@ def resume(
         prompt_tokens=tokens,
         prompt_wishes=None,
     )
-    rest.pop(_TRUNCATE, None)  # the ids are what was left after the truncation
     if request.endpoint == "completions":
         return replace(changed, prompt_json=ids)
     return replace(changed, resume_ids=ids, resume_key=resume_key)

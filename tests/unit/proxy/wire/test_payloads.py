@@ -396,10 +396,12 @@ def test_a_prompt_that_is_cut_to_a_number_is_left_as_it_is(fields: dict[str, obj
     assert payloads.cut_alike(request, 7) is request
 
 
-def test_a_resumed_prompt_is_not_truncated_again() -> None:
-    resumed = payloads.resume(a_request(truncate_prompt_tokens=2), [1, 2], [3, 4])
+@pytest.mark.parametrize("fields", [{"truncate_prompt_tokens": 2}, {"suffix": "}"}])
+def test_what_a_prompt_was_made_of_is_not_asked_for_again_with_its_ids(fields: dict[str, object]) -> None:
+    """Engines refuse a suffix beside token ids."""
+    resumed = payloads.resume(a_request(**fields), [1, 2], [3, 4])
     for body in (payloads.probe_body(resumed), payloads.decode_body(resumed, KV)):
-        assert "truncate_prompt_tokens" not in load(body)
+        assert load(body).keys().isdisjoint(fields)
 
 
 def test_a_chat_without_limit_resumes_without_limit() -> None:
