@@ -92,6 +92,8 @@ def scored_events(
     shown = ("text", "logprobs", "finish_reason", "stop_reason", "prompt_token_ids", "token_ids")
     told = {"index": index} | {name: choice.get(name) for name in shown}
     events: list[dict[str, Any]] = [{**head, "choices": [told]}]
+    if request.continuous_usage:
+        events[0]["usage"] = reply.get("usage")
     if request.include_usage and closing_events:
         events.append({**head, "choices": [], "usage": reply.get("usage")})
     text = b"".join(b"data: %s\n\n" % orjson.dumps(event) for event in events)

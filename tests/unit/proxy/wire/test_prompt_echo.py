@@ -69,6 +69,13 @@ def test_a_prompts_worth_alone_is_one_event_then_usage_then_done() -> None:
     assert events[2:] == [b"data: [DONE]", b""]
 
 
+def test_a_prompts_worth_alone_has_its_usage_in_its_event_for_who_wants_it_continuously() -> None:
+    options = {"include_usage": True, "continuous_usage_stats": True}
+    request = a_request(max_tokens=0, stream=True, stream_options=options)
+    events = scored_events(request, a_reply() | {"usage": {"prompt_tokens": 2}}).split(b"\n\n")
+    assert [orjson.loads(event.removeprefix(b"data: "))["usage"] for event in events[:2]] == [{"prompt_tokens": 2}] * 2
+
+
 def test_as_one_of_several_answers_it_has_their_id_and_its_index_and_no_end() -> None:
     request = a_request(max_tokens=0, stream=True)
     event = scored_events(request, a_reply(), public_id="cmpl-all", created=9, index=3, closing_events=False)
