@@ -178,6 +178,13 @@ def test_nothing_to_generate_is_refused_before_a_prefill(name: str) -> None:
         a_request("chat", **{name: 0})
 
 
+def test_a_limit_of_null_is_none_to_a_completion_whatever_its_engine_makes_of_null() -> None:
+    request = a_request(max_tokens=None)
+    assert request.effective_limit == 16
+    assert "max_tokens" not in load(payloads.decode_body(request, KV))
+    assert load(payloads.decode_body(a_request("chat", max_tokens=None), KV))["max_tokens"] is None
+
+
 @pytest.mark.parametrize("newer", [0, 5, 500, "many"])
 def test_completions_overlook_max_completion_tokens_as_the_engines_do(newer: object) -> None:
     request = a_request(max_tokens=100, max_completion_tokens=newer)
