@@ -442,7 +442,8 @@ class ClientProtocol(asyncio.Protocol):
         if now >= self._deadline_s:
             self._late(now)
         waiting = self._unsent_bytes
-        if not waiting or (self._response is not None and not self.write_paused):
+        response = self._response
+        if not waiting or (response is not None and not response.complete and not self.write_paused):
             self._mark = None  # nothing to read, or a stream whose events it may take when they come
             return
         if self._mark is None:

@@ -262,6 +262,21 @@ async def test_a_large_answer_is_sent_however_long_its_client_reads_it(
         await until(lambda: not server.connections)
 
 
+@pytest.mark.parametrize("encrypted", [False, True], ids=["plain", "TLS"])
+async def test_the_rest_of_an_answer_that_was_broken_off_is_not_kept_for_who_does_not_read_it(encrypted: bool) -> None:
+    """Also where it is so little that the client's socket does not count as full."""
+    async with listening(encrypted=encrypted, stall_timeout_s=0.4) as server:
+        client = await server.connect()
+        client.post(b"well?")
+        assert (await client.answer())[2] == b"well?"
+        (connection,) = server.connections
+        for transport in {connection.transport, connection._below or connection.transport}:
+            transport.set_write_buffer_limits(high=2**26)
+        client.writer.transport.pause_reading()  # type: ignore[attr-defined]
+        client.post(b"x" * 2**24, b"x-do: break")
+        await until(lambda: not server.connections)
+
+
 async def test_whole_answers_that_nobody_reads_are_cut_off_over_tls_too() -> None:
     async with listening(encrypted=True, stall_timeout_s=0.4) as server:
         client = await server.connect()
