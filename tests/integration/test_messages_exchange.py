@@ -11,7 +11,9 @@ import anthropic
 import pytest
 
 from balanceroute.config import digest_of
+from balanceroute.emulator import ClusterShape
 from balanceroute.proxy.client import messages_exchange
+from balanceroute.proxy.life.layerwise import Layerwise
 from tests.integration.router import FAST, Router, running
 from tests.integration.test_proxy_answers import chat
 
@@ -53,6 +55,33 @@ async def test_a_message_is_answered_as_the_same_chat_and_counts_exactly() -> No
         assert told == counted.input_tokens > 0
         assert message._request_id
         await router.settled()
+
+
+async def test_the_first_event_has_the_prompt_s_size_also_before_its_prefiller_has_answered(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Decode first, the decode worker's first token may come before the prefiller's reply."""
+    heard = asyncio.Event()
+    prefill = Layerwise._prefill_for
+
+    async def late(self: Layerwise, body: bytes) -> Any:
+        result = await prefill(self, body)
+        await heard.wait()
+        return result
+
+    monkeypatch.setattr(Layerwise, "_prefill_for", late)
+    told: dict[str, Any] = {}
+    async with running(ClusterShape(prefillers=1, decoders=1, connector="mooncake_layerwise")) as router:
+        async with router.client.stream("POST", "/v1/messages", json={**ASKED, "stream": True}) as reply:
+            async for line in reply.aiter_lines():
+                if line.startswith("data: "):
+                    event = json.loads(line[6:])
+                    told[event["type"]] = event
+                    heard.set()
+        await router.settled()
+    assert (
+        told["message_start"]["message"]["usage"]["input_tokens"] == told["message_delta"]["usage"]["input_tokens"] > 0
+    )
 
 
 async def test_the_synchronous_client_is_served_the_same() -> None:
