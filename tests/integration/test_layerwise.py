@@ -9,6 +9,7 @@ import pytest
 
 from balanceroute.emulator import ClusterShape
 from balanceroute.engine.tokens import FIRST_TRIPLE_ID, continuation, decode
+from balanceroute.proxy.life.layerwise import Layerwise
 from tests.integration.router import Router, pushed_back, running
 from tests.integration.test_proxy_answers import PROMPT, chat, completion, events, texts, vanish_at_any_moment
 from tests.waiting import until
@@ -115,6 +116,31 @@ async def test_a_recomputed_request_is_prefilled_a_second_time_and_goes_on_token
         await router.settled()
         assert probes(router) == 3 and callbacks(router, "accepted") == 3 and callbacks(router, "repeated") == 0
         assert router.cluster.violations() == {}
+
+
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
+async def test_a_prompt_that_only_the_decode_worker_has_counted_is_counted_exactly_over_a_recompute(
+    stream: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The prefiller's reply may be overtaken by what its KV made possible."""
+    prefill = Layerwise._prefill_for
+
+    async def lost_once(self: Layerwise, body: bytes) -> Any:
+        result = await prefill(self, body)
+        if probes(router) == 1:
+            await asyncio.Event().wait()
+        return result
+
+    monkeypatch.setattr(Layerwise, "_prefill_for", lost_once)
+    options = {"stream": True, "stream_options": {"include_usage": True}} if stream else {}
+    body = chat("how many tokens are these?" * 9, max_tokens=80, **options)
+    async with running(ONE) as router:
+        await router.cluster.inject("d0", "recompute", after_events=30, count=1)
+        replies = [await router.client.post("/v1/chat/completions", json=body) for _ in range(2)]
+        recomputed, undisturbed = [events(reply.text)[-2] if stream else reply.json() for reply in replies]
+        assert recomputed["usage"]["prompt_tokens"] == undisturbed["usage"]["prompt_tokens"]
+        await router.settled()
+        assert probes(router) == 3
 
 
 async def test_a_prefiller_that_is_down_is_passed_over_for_the_same_decode_worker() -> None:

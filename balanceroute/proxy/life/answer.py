@@ -100,7 +100,7 @@ class Answer:
             )
 
     def begin(self, result: PrefillResult) -> None:
-        """Nothing has come yet; the prompt is as `result` says."""
+        """Nothing has come yet; the prompt is as `result` says, but for its size where nobody has counted it yet."""
         request = self.request
         prefix = prompt_text(request, result.reply) if result.reply is not None and request.stream else ""
         self.scanner = EventScanner(
@@ -108,7 +108,7 @@ class Answer:
             want_token_ids=request.return_token_ids,
             want_usage=request.include_usage or request.assembled,
             want_continuous_usage=request.continuous_usage,
-            prompt_tokens=result.prompt_tokens,
+            prompt_tokens=self.prompt_tokens or None,
             prompt_details=result.prompt_details,
             **self.scanner_options,
         )

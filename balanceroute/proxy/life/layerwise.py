@@ -133,7 +133,7 @@ class Layerwise:
     async def decoding(self) -> Event:
         """Have the decode worker ask for the KV and generate the answer, from wherever it is."""
         leg, worker = self._leg, self._worker
-        answer, scanner, retries = leg.answer, leg.answer.scanner, leg.retries
+        scanner, retries = leg.answer.scanner, leg.retries
         tokens = scanner.tokens
         lost: UpstreamError | None = None
         try:
@@ -154,8 +154,6 @@ class Layerwise:
                 await asyncio.sleep(retries.judge(error, worker, "decode", begun=bool(scanner.tokens)))
             elif not isinstance(error, WorkerSilent):  # a silent one may have written half of the KV
                 raise  # judged where it happened, and it was the last try
-        if not answer.prompt_tokens and scanner.prompt_ids is not None:
-            answer.prompt_tokens = len(scanner.prompt_ids)
         return await go_on(leg, self._result, lost)
 
     async def _attempt(self, worker: Worker) -> bool:
@@ -185,6 +183,9 @@ class Layerwise:
             push, self._push = self._push, None
             if push is not None:
                 push.cancel()  # what it holds in the scheduler goes with the request's own release
+            answer = leg.answer
+            if not answer.prompt_tokens and answer.scanner.prompt_ids is not None:  # its reply has not come
+                answer.prompt_tokens = len(answer.scanner.prompt_ids)
 
     # -- the prefill beside it
 

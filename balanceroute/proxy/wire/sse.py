@@ -303,9 +303,12 @@ class EventScanner:
 
     def owed_usage(self, model: str | None, *, chat: bool) -> bytes:
         """The final usage event of an answer whose worker ended without one, from our own count; else nothing."""
-        if self.usage is not None or self.finish_reason is None or self._prompt_tokens is None:
+        prompt_tokens = self._prompt_tokens
+        if prompt_tokens is None and self.prompt_ids is not None:
+            prompt_tokens = len(self.prompt_ids)
+        if self.usage is not None or self.finish_reason is None or prompt_tokens is None:
             return b""
-        counts = (self._prompt_tokens, self.tokens)
+        counts = (prompt_tokens, self.tokens)
         usage = {"prompt_tokens": counts[0], "completion_tokens": counts[1], "total_tokens": sum(counts)}
         event: dict[str, Any] = {
             "id": self.public_id,
