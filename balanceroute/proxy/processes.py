@@ -104,7 +104,8 @@ class Processes:
         if predecessor is None:  # relays may live whose own router has left, and whose successor has died
             self._told = Told(secrets.randbits(LINEAGE_BITS), folder.generation())
         else:
-            self._told = Told(predecessor.told.lineage, predecessor.told.generation + 1)
+            generation = 1 + max(predecessor.told.generation, folder.newest())  # one that did not take over may finish
+            self._told = Told(predecessor.told.lineage, generation)
             self._go_on_counting(predecessor)
         self._handover: Handover | None = None
         self._was_up = False  # all children
@@ -210,6 +211,8 @@ class Processes:
         """Leave the sockets to the relays that are there: connections are refused once the last one has ended."""
         self._ends = True
         self._close_listeners()
+        if self._predecessor is not None:
+            self._predecessor.close()  # if this router has not taken over, it never will
 
     def _close_listeners(self) -> None:
         self._end_handover()
@@ -262,6 +265,11 @@ class Processes:
     def has_successor(self) -> bool:
         """See `Owner`."""
         return self._handover is not None and self._handover.has_successor
+
+    @property
+    def has_predecessor(self) -> bool:
+        """See `Owner`."""
+        return self._predecessor is not None and not self._was_up
 
     def _end_handover(self) -> None:
         if self._handover is not None:

@@ -202,7 +202,11 @@ class RunFolder:
             if not self.living():
                 break
             time.sleep(_PAUSE_S)
-        return 1 + max(map(_generation, self.living()), default=0)
+        return 1 + self.newest()
+
+    def newest(self) -> int:
+        """The last generation of which a relay lives; 0: none does."""
+        return max(map(_generation, self.living()), default=0)
 
     def gone(self) -> set[str]:
         """The relays that do not live, and have left something. Raises: OSError."""

@@ -10,14 +10,16 @@ code on the same sockets within milliseconds, whatever has been installed meanwh
 
 SIGTERM, SIGINT     all children drain (SIGUSR2); who is needed by the others ends when they have
                     while another router prepares to take over: nothing, unless it ends; then they drain
+                    before this router has taken over from another one: all children leave (SIGUSR1), that one goes on
 the same again      all end now (SIGINT), or are killed `END_S` later
 SIGHUP              the configuration is read again, by one more child that tries all of it (`apart.py`), while all else
                     goes on; if it can be used, children go by it
 SIGIO               a child is up, or another router is ready to take over, for which all children leave (SIGUSR1)
 a child dies        it is started again, at once the first time, ever later if it dies as soon as it is there, or where
                     the machine has no process or memory for it
-a child exits 2     before all have been up: a configuration that can't be used. All end, and so does the parent, with
-                    2. Later it is a child that dies: what runs goes on without it, and it is tried again
+a child exits 2     before all have been up: a configuration that can't be used. All end, or leave where another router
+                    goes on, and so does the parent, with 2. Later it is a child that dies: what runs goes on without
+                    it, and it is tried again
 the parent dies     the kernel kills the children
 
 A child starts with SIGHUP blocked, and unblocks it once it has a handler: what comes meanwhile waits until then. No
@@ -55,6 +57,7 @@ MEND_S: Final = 5.0  # between two looks at what somebody may have removed
 KILL_S: Final = 30.0  # beyond the time to drain: what is left is pinned KV, drained in less
 WRONG_CONFIG: Final = 2
 TRIAL: Final = "trial"
+NOT_TAKING_OVER: Final = "not taking over: the router that runs goes on"
 _ENDING: Final = (signal.SIGTERM, signal.SIGINT)
 _AWAITED: Final = {signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGCHLD, signal.SIGIO}
 _PR_SET_PDEATHSIG: Final = 1  # prctl(2)
@@ -93,6 +96,10 @@ class Owner(Protocol):
     @property
     def has_successor(self) -> bool:
         """Whether another router prepares to take over."""
+
+    @property
+    def has_predecessor(self) -> bool:
+        """Whether another router serves, which this one has not taken over from yet."""
 
     def died(self, name: str) -> None:
         """That child is there no more."""
@@ -200,7 +207,7 @@ class Supervisor:
         elif number == signal.SIGIO:
             self._note_who_is_up()
             if (self._drains or not self._signals) and self._owner.succeeded():
-                self._leave()
+                self._leave("another router takes over")
             elif self._postponed and not self._signals and not self._owner.has_successor:
                 self._drain()
         elif number in _ENDING:
@@ -234,6 +241,8 @@ class Supervisor:
         elif self._owner.has_successor and not self._postponed:
             self._postponed = True  # its relays would refuse as well, under a brain that drains
             log.warning("not draining: another router prepares to take over", extra={"signal": number})
+        elif self._owner.has_predecessor:
+            self._leave(NOT_TAKING_OVER)
         else:
             self._drain()
 
@@ -244,9 +253,9 @@ class Supervisor:
         self._start_none(self._owner.drain_timeout_s + KILL_S)
         self._send(signal.SIGUSR2)
 
-    def _leave(self) -> None:
+    def _leave(self, why: str) -> None:
         """Another router has brains, and relays that accept: ours finish what they have."""
-        log.warning("another router takes over", extra={"children": self._alive})
+        log.warning(why, extra={"children": self._alive})
         for child in self.children:
             child.needed = False
         self._end(signal.SIGUSR1, self._owner.drain_timeout_s + KILL_S)
@@ -313,7 +322,10 @@ class Supervisor:
         self._owner.died(child.name)
         if code == WRONG_CONFIG and not self._all_up and not self._signals:
             self._code = WRONG_CONFIG
-            self._end(signal.SIGINT, END_S)
+            if self._owner.has_predecessor:
+                self._leave(NOT_TAKING_OVER)
+            else:
+                self._end(signal.SIGINT, END_S)
         returns = child.needed and code and not self._code and self._signals == 1 and self._others_run
         if self._signals and not returns:
             if not self._others_run:

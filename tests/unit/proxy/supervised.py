@@ -8,8 +8,9 @@ FOLDER/hold-trial is gone, and fails where FOLDER/fail is there. While FOLDER/no
 started. Whatever happens, FOLDER/found is made again by the parent.
 
 Options: `wrong`, a child that ends with a wrong configuration; `dies`, one that ends as soon as it is there; `deaf`,
-one that ends for no signal; `end_s`, for END_S; `mend_s`, for MEND_S; `within_s`, for a trial; `lingers`: the
-parent, at its end, makes FOLDER/lingers and waits until it is gone.
+one that ends for no signal; `slow`, one that is never up; `end_s`, for END_S; `mend_s`, for MEND_S; `within_s`, for a
+trial; `beside`: another router runs that has not been taken over from; `lingers`: the parent, at its end, makes
+FOLDER/lingers and waits until it is gone.
 """
 
 import asyncio
@@ -94,6 +95,10 @@ class Owner:
     def has_successor(self) -> bool:
         return self.handover is not None and self.handover.has_successor
 
+    @property
+    def has_predecessor(self) -> bool:
+        return bool(OPTIONS.get("beside"))
+
 
 def attempt() -> None:
     note("trial", "starts")
@@ -124,7 +129,7 @@ async def live(name: str, listener: socket.socket | None, on_up: Callable[[], No
             now.set()
 
     note(name, "starts")
-    await until(lambda: not (FOLDER / f"slow-{name}").exists(), within_s=LIFE_S)
+    await until(lambda: name != OPTIONS.get("slow") and not (FOLDER / f"slow-{name}").exists(), within_s=LIFE_S)
     for number in (signal.SIGUSR2, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1):
         loop.add_signal_handler(number, told, number)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGHUP})

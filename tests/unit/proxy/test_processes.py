@@ -22,6 +22,7 @@ from balanceroute.proxy import processes
 from balanceroute.proxy.changes import Changes
 from balanceroute.proxy.client.relay_loads import CONNECTIONS, Load
 from balanceroute.proxy.configured import Configured
+from balanceroute.proxy.handover import Predecessor, Told
 from balanceroute.proxy.link.files import replace_content
 from balanceroute.proxy.processes import Processes, begin_anew, serve_processes
 from balanceroute.proxy.run_folder import RunFolder
@@ -132,6 +133,25 @@ def test_a_router_that_is_started_again_under_the_same_process_id_is_of_another_
     with folder.claim() as lock:
         lives = [Processes(Configured.read(config), lambda: config, folder, lock, [], None, None) for _ in range(2)]
     assert lives[0].lineage != lives[1].lineage
+
+
+def test_a_router_that_ends_before_it_has_taken_over_lets_the_next_one_try_under_other_names(tmp_path: Path) -> None:
+    config = a_config(1, 1, listen={"relays": 1, "run_folder": str(tmp_path)})
+    folder = RunFolder(tmp_path)
+    ours, old = socket.socketpair()
+
+    def successor() -> Processes:
+        predecessor = Predecessor(ours, Told(lineage=4711, generation=1), [], None, None)
+        return Processes(Configured.read(config), lambda: config, folder, lock, [], None, predecessor)
+
+    with folder.claim() as lock, old:
+        first = successor()
+        assert first.relays == ["relay-0.2"] and first.has_predecessor
+        life = folder.come_to_life("relay-0.2")
+        first.stop_listening()
+        assert old.recv(1) == b"", "the old one hears of it before the last stream has ended"
+        assert successor().relays == ["relay-0.3"]
+        os.close(life)
 
 
 def test_who_tries_a_predictor_holds_nothing_that_the_next_router_needs(

@@ -394,6 +394,27 @@ def test_a_drain_waits_for_a_router_that_prepares_to_take_over(running: Running,
     successor.close()
 
 
+@pytest.mark.parametrize("running", [{"beside": True, "slow": "brain"}], indirect=True)
+@pytest.mark.parametrize("why", ["it is told to end", "a child cannot run"])
+def test_a_router_that_ends_before_it_has_taken_over_finishes_what_its_clients_have_begun(
+    running: Running, why: str
+) -> None:
+    (running.folder / "hold-relay-0").touch()
+    block_until(lambda: all("up" in running.events(name) for name in ("relay-0", "relay-1")))
+    clients = [running.connect() for _ in range(20)]
+    begun = [client for client in clients if ask(client)[0] == "relay-0"]
+    if why == "it is told to end":
+        running.process.send_signal(signal.SIGTERM)
+    else:
+        (running.folder / "wrong-relay-1").touch()
+    block_until(lambda: "SIGUSR1" in running.events("relay-0"))
+    assert all(ask(client)[0] == "relay-0" for client in begun)
+    assert running.said("not taking over: the router that runs goes on")
+    (running.folder / "hold-relay-0").unlink()
+    assert running.process.wait(60) == (0 if why == "it is told to end" else 2)
+    assert running.told("relay-0") == ["up", "SIGUSR1", "ends"]
+
+
 def test_a_router_that_drains_can_still_be_taken_over(running: Running) -> None:
     (running.folder / "hold-relay-1").touch()
     block_until((running.folder / "all-up").exists)
