@@ -422,10 +422,18 @@ class BrainServer(ChildServer):
         self.should_exit = self.force_exit = True
 
     def busy(self, services: ClientServices) -> bool:
-        """Whether relays are here still, or have yet to come, or something is left to drain."""
+        """Whether relays are here still, or live and may come, or something is left to drain."""
         assert isinstance(self._app, BrainApp)
         hub = self._app.hub
-        return not hub.settled.is_set() or bool(hub.near_members) or super().busy(services)
+        return not hub.settled.is_set() or bool(hub.near_members) or super().busy(services) or self._relays_live()
+
+    def _relays_live(self) -> bool:
+        """Whether a relay of this machine lives; one that is no member stood still, or has lost its connection."""
+        assert isinstance(self._app, BrainApp)
+        try:
+            return bool(self._app.folder.living())
+        except OSError:  # no descriptor is free, most likely
+            return True
 
     async def listening(self) -> dict[str, object]:
         """Say where."""

@@ -459,6 +459,25 @@ def test_a_brain_that_dies_during_a_drain_is_back_and_drains_as_well(cluster: Cl
     asyncio.run(test())
 
 
+def test_a_relay_that_stands_still_during_a_drain_finds_a_brain_when_it_goes_on(
+    cluster: Cluster, tmp_path: Path
+) -> None:
+    async def test() -> None:
+        async with a_router(cluster, tmp_path, relays=1) as router:
+            begun = streams(router, 14)  # some wait for a slot
+            await all_under_way(router, begun)
+            router.running.send_signal(signal.SIGTERM)
+            await until(lambda: len(router.said("draining")) == 3)  # one of each process
+            os.kill(router.relays["relay-0"], signal.SIGSTOP)
+            await until(lambda: router.said("relay lost"))
+            os.kill(router.relays["relay-0"], signal.SIGCONT)
+            assert await all_end(begun) == 14
+            await until(lambda: router.running.poll() is not None)
+            assert router.running.returncode == 0 and len(router.brains) == 1
+
+    asyncio.run(test())
+
+
 def test_a_run_folder_that_is_lost_during_a_drain_keeps_no_request_waiting(cluster: Cluster, tmp_path: Path) -> None:
     async def test() -> None:
         async with a_router(cluster, tmp_path, standbys=1, run_folder=tmp_path / "run") as router:
