@@ -106,7 +106,7 @@ class Processes:
         else:
             generation = 1 + max(predecessor.told.generation, folder.newest())  # one that did not take over may finish
             self._told = Told(predecessor.told.lineage, generation)
-            self._go_on_counting(predecessor)
+            _go_on_counting(self._table, predecessor)
         self._handover: Handover | None = None
         self._was_up = False  # all children
         self._ends = False
@@ -177,15 +177,6 @@ class Processes:
         """Have all keys in the table before any relay hears of them. Raises: ConfigError: it is full."""
         if perimeter.keys is not None:
             self._table.name(key.name for key in perimeter.keys)
-
-    def _go_on_counting(self, predecessor: Predecessor) -> None:
-        """Give keys no more than what they have left."""
-        if predecessor.keys is None:
-            return
-        try:
-            self._table.go_on(predecessor.keys.fileno())
-        except (ValueError, TypeError, OSError) as error:
-            log.warning("client keys begin with a minute's allowance", extra={"error": str(error)})
 
     def _check_for_brain(self, new: Config) -> None:
         """Refuse what the leading brain would refuse: relays must not go by what it does not.
@@ -337,6 +328,16 @@ def _predecessor(config: Config) -> Predecessor | None:
     if not config.listen.port and config.listen.run_folder is None:
         raise ConfigError("--take-over: listen.port = 0 names no router; set listen.run_folder")
     return Predecessor.find(run_folder(config, config.listen.port, os.environ).handover)
+
+
+def _go_on_counting(table: KeyTable, predecessor: Predecessor) -> None:
+    """Give keys no more than what they have left."""
+    if predecessor.keys is None:
+        return
+    try:
+        table.go_on(predecessor.keys.fileno())
+    except (ValueError, TypeError, OSError) as error:
+        log.warning("client keys begin with a minute's allowance", extra={"error": str(error)})
 
 
 def _try_forecasts(config: Config) -> None:
