@@ -29,7 +29,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Final, Protocol
 
-from balanceroute.core.types import Outcome, RequestSpec
+from balanceroute.core.types import GONE, Outcome, RequestSpec
 from balanceroute.core.view import ClusterView
 from balanceroute.errors import InvariantError
 from balanceroute.proxy.admission.decider import Answer, Refusal
@@ -348,7 +348,8 @@ class Hub:
         void = []
         for held in sorted(tickets, key=lambda held: -held.standing.waited_s):
             request_id = held.standing.spec.id
-            if request_id not in self._owners and self._ledger.adopt(held.standing):
+            known = request_id in self._owners or held.ticket in member.tickets
+            if not known and held.standing.phase is not GONE and self._ledger.adopt(held.standing):
                 member.hold(held.ticket, request_id, held.turn)
                 self._owners[request_id] = (member, held.ticket)
             else:
@@ -408,8 +409,8 @@ class Hub:
                 log.info("relay left", extra=told)
             else:
                 log.warning("relay lost", extra=told)
-            self._release(member)
             del self.members[member.relay]
+            self._release(member)
             if not self._closing:
                 self._keep_far(member.relay)
 
@@ -419,7 +420,10 @@ class Hub:
         member.waiting = []
         for each in tickets:
             del self._owners[each.request_id]
-            self._ledger.finish(each.request_id, Outcome.FAILED)
+            try:
+                self._ledger.finish(each.request_id, Outcome.FAILED)
+            except Exception as error:  # a bug of ours must not keep what else it holds, and the relay from coming back
+                log.error("internal error", exc_info=error, extra={"where": "hub", "request": each.request_id})
         self._reports.lost(member.relay)
         self._tell_keys(member, ())
 

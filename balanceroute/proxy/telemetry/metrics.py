@@ -269,8 +269,14 @@ class Metrics(Collector):
 
 
 def without_orphans(counts: bytes) -> bytes:
-    """What a process has counted, when it is not there: nobody would take off orphans that their prefillers drop."""
-    return orjson.dumps(orjson.loads(counts) | {"orphaned_kv": 0})
+    """What a process has counted, when it is not there: nobody would take off orphans that their prefillers drop.
+
+    Raises: ValueError: it is no such thing.
+    """
+    told = orjson.loads(counts)
+    if not isinstance(told, dict) or not {"counters", "histograms", "orphaned_kv"} <= told.keys():
+        raise ValueError("these are no counts")
+    return orjson.dumps(told | {"orphaned_kv": 0})
 
 
 def _nobody() -> Iterable[bytes]:

@@ -66,7 +66,8 @@ class RelayReports:
         self.on_keys(relay, keys)
 
     def counted(self, relay: str, counts: bytes) -> None:
-        """All that a relay's process has counted."""
+        """All that a relay's process has counted. Raises: ValueError: it is no such thing."""
+        without_orphans(counts)  # which must succeed when the relay is gone
         self.counts[relay] = counts
 
     def learned(self, message: Learned) -> None:

@@ -12,6 +12,7 @@ from balanceroute.proxy.link.messages import (
     VERSION,
     Activity,
     Beat,
+    Counted,
     Explained,
     Farewell,
     FromBrain,
@@ -217,8 +218,19 @@ def test_a_request_that_another_relay_holds_is_void() -> None:
         ([Hello(VERSION, "raw", 1, 0, (stream(1, "a"),)), Prefilled(1, 10, None)], None),
         ([Hello(VERSION, "raw", 1, 0, (stream(1, "a"),)), Submit(1, RequestSpec("b", 1))], None),
         ([Hello(VERSION, name, 1, 0, (stream(1, name),)) for name in ("one", "two")], None),
+        ([Hello(VERSION, "raw", 1, 0, (stream(1, "a"),)), Counted(b"{}")], None),
+        ([Hello(VERSION, "raw", 1, 0, (stream(1, "a"),)), Counted(b"\xff")], None),
     ],
-    ids=["another version", "a later epoch", "no hello", "in the wrong phase", "a number twice", "two names"],
+    ids=[
+        "another version",
+        "a later epoch",
+        "no hello",
+        "in the wrong phase",
+        "a number twice",
+        "two names",
+        "no counts",
+        "no text",
+    ],
 )
 def test_who_says_what_may_not_be_is_no_member_and_holds_nothing(said: list[FromRelay], told: str | None) -> None:
     async def test(stage: Stage) -> None:
@@ -233,6 +245,38 @@ def test_who_says_what_may_not_be_is_no_member_and_holds_nothing(said: list[From
         assert (not farewells) if told is None else told in farewells[0]
 
     on(test)
+
+
+def test_tickets_that_cannot_be_are_void() -> None:
+    async def test(stage: Stage) -> None:
+        brain, relay = await stage.brain(), await RawRelay().connect(stage)
+        gone = Held(1, 1, Standing(RequestSpec("gone", 10), Phase.GONE, 10))
+        relay.hello(gone, stream(2, "a"), stream(2, "b"))
+        await until(lambda: bool(relay.heard))
+        assert next(message.void for message in relay.heard if isinstance(message, Welcome)) == (1, 2)
+        relay.frames.abort("its process is killed")
+        await until(lambda: not brain.hub.members and not brain.scheduler.snapshot.requests)
+
+    on(test)
+
+
+def test_a_relay_comes_back_though_a_request_of_its_former_membership_is_unknown(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    async def test(stage: Stage) -> None:
+        brain = await stage.brain()
+        before, anew = await RawRelay().connect(stage), await RawRelay().connect(stage)
+        before.hello(stream(1, "a"), stream(2, "b"))
+        await until(lambda: brain.active == ["a", "b"])
+        brain.scheduler.finish("a", Outcome.FAILED, brain.ledger.now())
+        anew.hello(stream(3, "c"))
+        await until(lambda: brain.active == ["c"])
+        anew.frames.abort("its process is killed")
+        await until(lambda: not brain.hub.members and not brain.active)
+
+    on(test)
+    (error,) = [record for record in caplog.records if record.levelname == "ERROR"]
+    assert error.message == "internal error" and error.__dict__["request"] == "a"
 
 
 def test_a_relay_that_joins_anew_is_welcomed_before_it_hears_of_workers() -> None:
