@@ -16,7 +16,7 @@ from typing import Final
 import msgspec
 
 from balanceroute.build import worker_specs
-from balanceroute.config import Config
+from balanceroute.config import Config, server_of
 from balanceroute.core.types import WorkerSpec
 from balanceroute.errors import ConfigError, NoHealthyWorkers
 from balanceroute.proxy.link.files import is_gone, replace_content
@@ -59,13 +59,19 @@ class Changes(msgspec.Struct, frozen=True):
             return config
 
     def apply(self, services: Services) -> None:
-        """Make the same changes again, before any request is here."""
+        """Make the same changes again, before any request is here.
+
+        An added worker whose server the configuration names by now, under another name, leaves: it would get twice its
+        share.
+        """
         fleet = services.fleet
+        changed = {*self.removed, *(spec.id for spec in self.added)}
+        named = {_server(worker.spec) for worker in fleet if worker.id not in changed}
         for spec in self.added:
             if spec.id in fleet and fleet[spec.id].spec != spec:
                 fleet.leave(fleet[spec.id])
                 fleet.sweep()
-            if spec.id not in fleet:
+            if spec.id not in fleet and _server(spec) not in named:
                 fleet.add(spec, services.config.lifecycle.join_attempts)
         for worker in fleet:
             if worker.id in self.removed:
@@ -75,6 +81,10 @@ class Changes(msgspec.Struct, frozen=True):
         for spec in self.workers:
             if spec.id not in fleet:
                 fleet.restore_leaving(spec)
+
+
+def _server(spec: WorkerSpec) -> tuple[str, int | None]:
+    return server_of(spec.url), spec.dp_rank
 
 
 def changes_of(services: Services, base: Config, lineage: int) -> Changes:

@@ -55,6 +55,22 @@ def test_the_next_brain_has_the_workers_that_leave_whatever_its_configuration_na
     in_virtual_time(test)
 
 
+def test_a_server_that_the_next_configuration_names_otherwise_leaves_under_the_name_that_it_was_added_with() -> None:
+    async def test() -> None:
+        services = a_router(a_config(1, 1))
+        config = a_config(1, 2)
+        d1 = next(spec for spec in worker_specs(config) if spec.id == "d1")
+        added = replace(d1, id="hand")
+        services.fleet.add(added, 3)
+        found = changes_of(services, services.config, LINEAGE)
+        taken_over = a_router(config)
+        found.apply(taken_over)
+        assert specs(taken_over) == {spec.id: spec for spec in (*worker_specs(config), added)}
+        assert [worker.id for worker in taken_over.fleet if worker.leaving] == ["hand"]
+
+    in_virtual_time(test)
+
+
 def test_no_worker_is_forgotten_before_the_requests_that_others_hold_are_known() -> None:
     async def test() -> None:
         services = a_router()
