@@ -67,16 +67,18 @@ class RunFolder:
     def identity(self) -> str:
         """The name of this folder in a cluster, which nobody else has; for who holds the lock.
 
-        Whoever has asked for it once, and is forked from there, has the same name again, and makes a removed file anew.
-        Raises: ConfigError: the file that keeps it can't be used.
+        Whoever has asked for it once, and is forked from there, has the same name again, and makes a removed file anew;
+        so is one that a machine has spoilt as it lost its power. Raises: ConfigError: the file that keeps it can't be
+        used.
         """
         path = self.folder / "identity"
         try:
-            if is_gone(path):
-                name = self._name[0] if self._name else f"{socket.gethostname()}_{secrets.token_hex(8)}"
+            name = self._name[0] if self._name else _name_in(path)
+            if not name or is_gone(path):
+                name = name or f"{socket.gethostname()}_{secrets.token_hex(8)}"
                 replace_content(path, name.encode())
             if not self._name:
-                self._name.append(path.read_text())
+                self._name.append(name)
         except OSError as error:
             if not self._name:
                 raise _unusable(self.folder, f"cannot be used: {error.strerror}") from None
@@ -393,6 +395,15 @@ def run_folder(config: Config, port: int, environ: Mapping[str, str]) -> RunFold
     if own:
         return RunFolder(Path(own) / f"balanceroute-{port}")
     return RunFolder(Path(tempfile.gettempdir()) / f"balanceroute-{os.geteuid()}-{port}")
+
+
+def _name_in(path: Path) -> str:
+    """What the file says; empty: there is none, or what it holds is no name. Raises: OSError."""
+    try:
+        name = path.read_text(encoding="utf-8")
+    except (FileNotFoundError, UnicodeDecodeError):
+        return ""
+    return name if name.isprintable() else ""
 
 
 def _is_socket(path: Path) -> bool:

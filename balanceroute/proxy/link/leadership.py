@@ -221,8 +221,11 @@ class FileLead:
 
 
 def _number(content: bytes) -> int | None:
-    """What the last leader has written; None: that is something else."""
+    """What the last leader has written; None: that is something else.
+
+    A machine that lost its power may leave zeros where it was.
+    """
     try:
-        return int(content or b"0")
+        return int(content.strip(b"\0") or b"0")
     except ValueError:
         return None

@@ -338,6 +338,7 @@ class RemoteBrain:
 
         def look() -> None:
             nonlocal joined, timer
+            timer = self._loop.call_later(until_tick_s(self._loop.time(), LOOK_S), look)  # first: it may fail below
             joined = joined or self.member is not None
             if self.member is None:
                 self._expire()
@@ -347,7 +348,6 @@ class RemoteBrain:
                 frames.abort("another brain listens there")
             elif self.member is not None:
                 self._look(frames)
-            timer = self._loop.call_later(until_tick_s(self._loop.time(), LOOK_S), look)
 
         timer = self._loop.call_later(LOOK_S, look)  # costs less than to wake the task for each look
         try:

@@ -293,6 +293,14 @@ def test_the_name_of_a_folder_outlives_the_file_that_keeps_it(
         RunFolder(tmp_path).identity()
 
 
+@pytest.mark.parametrize("content", [b"", b"\0\0\0\0", b"\xff"], ids=["nothing", "zeros", "no text"])
+def test_a_name_that_a_machine_has_spoilt_as_it_lost_its_power_is_made_anew(tmp_path: Path, content: bytes) -> None:
+    (tmp_path / "identity").write_bytes(content)
+    name = RunFolder(tmp_path).identity()
+    assert name and name.isprintable() and (tmp_path / "identity").read_text() == name
+    assert RunFolder(tmp_path).identity() == name
+
+
 def test_no_file_of_it_grows_old_but_the_leaders_which_shows_whether_that_one_lives(tmp_path: Path) -> None:
     folder = RunFolder(tmp_path)
     lead = FileLead(folder.lock)

@@ -178,6 +178,16 @@ def test_another_file_is_not_overwritten(tmp_path: Path) -> None:
         FileLead(tmp_path / "missing" / "lead").take()
 
 
+@pytest.mark.parametrize("content", [b"", b"\0\0\0"], ids=["nothing", "zeros"])
+def test_a_number_that_a_machine_has_lost_with_its_power_keeps_nobody_from_leading(
+    tmp_path: Path, content: bytes
+) -> None:
+    (tmp_path / "lead").write_bytes(content)
+    lead = FileLead(tmp_path / "lead", 1000)
+    assert lead.take() and lead.epoch == 1000
+    assert (tmp_path / "lead").read_bytes() == b"1000\n"
+
+
 def test_who_leads_after_others_counts_anew_where_their_number_is_spoilt(tmp_path: Path) -> None:
     path = tmp_path / "lead"
     path.write_bytes(b"\xff spoilt")

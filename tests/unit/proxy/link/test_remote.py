@@ -3,6 +3,7 @@
 import asyncio
 import math
 import os
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -25,6 +26,7 @@ from balanceroute.proxy.link.messages import (
     frame,
     read_from_relay,
 )
+from balanceroute.proxy.link.reach import Moved, P, SocketReach
 from balanceroute.proxy.link.token_counts import NOWHERE, PLACES, place_of
 from tests.unit.proxy.link.brains import Brain, HoldingReach, Stage, on
 from tests.waiting import until
@@ -433,6 +435,30 @@ def test_a_brain_of_the_past_is_not_listened_to() -> None:
         await stage.brain(epoch=8)
         await until(lambda: relay.brain.member is not None)
         assert relay.brain.epoch == 8
+
+    on(test)
+
+
+def test_one_look_at_a_brain_that_fails_is_not_the_last() -> None:
+    looks: list[bool] = []
+
+    class Failing(SocketReach):
+        async def connect(self, protocol: Callable[[], P]) -> tuple[P, Moved]:
+            made, moved = await super().connect(protocol)
+
+            def look() -> bool:
+                looks.append(moved())
+                if len(looks) == 2:  # the first one is made before it is greeted
+                    raise RuntimeError("a bug")
+                return looks[-1]
+
+            return made, look
+
+    async def test(stage: Stage) -> None:
+        asyncio.get_running_loop().set_exception_handler(lambda *_: None)
+        await stage.brain()
+        stage.relay("r0", Failing(stage.path))
+        await until(lambda: len(looks) > 3)
 
     on(test)
 
