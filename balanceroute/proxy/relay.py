@@ -141,10 +141,6 @@ def create_relay_app(configured: Configured, folder: RunFolder, name: str, life:
             services.joined()
 
         services.brain.on_joined = joined
-        if metaserver is not None:
-            listener = CallbackListener(folder.callbacks(name), metaserver.answer)
-            await listener.serve()
-            closing.append(listener.close)
         coroutines: dict[str, Callable[[], Awaitable[None]]] = {
             "link": services.brain.run,
             "pool_reaper": services.look,
@@ -153,6 +149,11 @@ def create_relay_app(configured: Configured, folder: RunFolder, name: str, life:
             "life": partial(services.live_on, life),
             "certificates": services.tls.watch,
         }
+        if metaserver is not None:
+            listener = CallbackListener(folder.callbacks(name), metaserver.answer)
+            await listener.serve()
+            closing.append(listener.close)
+            coroutines["callbacks"] = listener.watch
         if pins is not None:
             coroutines |= {"left": partial(_drain_left, services, pins), "pins": pins.watch}
         for task, run in coroutines.items():

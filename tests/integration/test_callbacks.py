@@ -1,6 +1,8 @@
 """Decode workers that call back a router of several relays: whichever accepts, the one that has the request is told."""
 
 import asyncio
+import errno
+import os
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from typing import Any
@@ -10,10 +12,12 @@ import orjson
 import pytest
 
 from balanceroute.engine.tokens import continuation, decode
+from balanceroute.proxy.link import callbacks as callbacks_module
 from balanceroute.proxy.wire.connectors import owner_of
 from tests.integration.relayed import Relay, Relayed, relayed
 from tests.integration.test_layerwise import ONE, SHAPE, ids_of
 from tests.integration.test_proxy_answers import PROMPT, completion, events
+from tests.waiting import until
 
 pytestmark = pytest.mark.anyio
 
@@ -85,6 +89,41 @@ async def status_before_body(relay: Relay, path: str) -> int:
     status = (await reader.readline()).split()[1]
     writer.close()
     return int(status)
+
+
+@pytest.mark.parametrize("full", [False, True], ids=["once", "and the disk is full"])
+async def test_a_relay_whose_socket_somebody_has_removed_is_found_again(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, full: bool
+) -> None:
+    monkeypatch.setattr(callbacks_module, "LOOK_S", 0.02)
+    async with relayed(SHAPE) as router:
+        paths = [router.folder.callbacks(f"relay-{number}") for number in range(2)]
+        if full:
+            with monkeypatch.context() as disk:
+                disk.setattr(asyncio, "start_unix_server", no_room)
+                for path in paths:
+                    path.unlink()
+                await until(lambda: said(caplog, "callbacks that arrive at other relays are not heard") == 2)
+        else:
+            for path in paths:
+                path.unlink()
+        await until(lambda: said(caplog, "callbacks that arrive at other relays are heard again") == 2)
+
+        async def pass_on(request: httpx.Request) -> httpx.Response:
+            return await to_the_other(router, token_of(request)).client.post(request.url.path, content=request.content)
+
+        called_back(router, pass_on)
+        asked = [relay.client.post("/v1/completions", json=completion(max_tokens=3)) for relay in router.relays]
+        assert [reply.status_code for reply in await asyncio.gather(*asked)] == [200, 200]
+        await router.settled()
+
+
+async def no_room(*_: Any) -> asyncio.Server:
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+def said(caplog: pytest.LogCaptureFixture, event: str) -> int:
+    return sum(record.getMessage() == event for record in caplog.records)
 
 
 async def test_who_does_not_know_the_token_is_refused_at_every_relay_before_his_body_is_read() -> None:

@@ -15,8 +15,10 @@ Each is four bytes of length, big-endian, and one msgpack value.
 """
 
 import asyncio
+import logging
 import os
 import re
+import time
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
@@ -24,11 +26,16 @@ from typing import Final, Protocol
 
 import msgspec
 
+from balanceroute.proxy.link.files import is_gone
 from balanceroute.proxy.link.messages import MAX_FRAME_BYTES
+from balanceroute.proxy.telemetry.ticks import until_tick_s
 from balanceroute.proxy.wire.connectors import owner_of
+
+log = logging.getLogger(__name__)
 
 EXPECTED: Final = "expected"
 REFUSED: Final = "refused"
+LOOK_S: Final = 1.0  # between two looks at what somebody may have removed: decode workers do not call again
 PATIENCE_S: Final = 5.0  # a relay that stands still for so long is given up anyway
 _TOKEN: Final = re.compile(r"relay-[0-9]{1,9}(\.[0-9]{1,9})?\.[A-Za-z0-9_-]{1,64}")
 _HEAD: Final = 4
@@ -88,17 +95,39 @@ class OtherRelays:
 
 
 class CallbackListener:
-    """Where a relay is asked by others. `serve` listens, `close` ends it."""
+    """Where a relay is asked by others. `serve` listens, `watch` sees that it can be found, `close` ends it."""
 
     def __init__(self, path: Path, answer: Answer) -> None:
         """`path`: of the socket."""
         self._path, self._answer = path, answer
         self._server: asyncio.Server | None = None
+        self._lacks = False  # a socket, and that was told
 
     async def serve(self) -> None:
         """Listen, for our user alone; a socket that a dead relay of this name has left is replaced."""
         self._server = await asyncio.start_unix_server(self._answered, self._path)
         os.chmod(self._path, 0o600)
+
+    async def watch(self) -> None:
+        """Every second, listen anew if somebody has removed the socket; until cancelled."""
+        while True:
+            await asyncio.sleep(until_tick_s(time.monotonic(), LOOK_S))
+            if is_gone(self._path):
+                await self._serve_again()
+
+    async def _serve_again(self) -> None:
+        if self._server is not None:
+            self._server.close()
+        try:
+            await self.serve()
+        except OSError as error:
+            if not self._lacks:
+                fields = {"socket": str(self._path), "error": error.strerror}
+                log.warning("callbacks that arrive at other relays are not heard", extra=fields)
+            self._lacks = True
+        else:
+            self._lacks = False
+            log.warning("callbacks that arrive at other relays are heard again", extra={"socket": str(self._path)})
 
     def close(self) -> None:
         """Be there no more."""
