@@ -141,13 +141,13 @@ class Supervisor:
         self._reload_asked = False  # and not begun yet
         self._trial: Trial | None = None  # of the reload under way
         self._parent = os.getpid()
-        self._mask: set[int] = set()
 
     def run(self) -> int:
         """Start all and watch over them; returns the exit code when the last one has ended."""
         gc.collect()
         gc.freeze()  # what is here stays shared with the children
-        self._mask = set(signal.pthread_sigmask(signal.SIG_BLOCK, _AWAITED))
+        signal.pthread_sigmask(signal.SIG_BLOCK, _AWAITED)
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # who starts it may ignore it: no death would be heard of
         signal_input(self._news)
         try:
             while self._step():
@@ -370,7 +370,7 @@ class Supervisor:
             _belong_to(self._parent, name)
             for number in _ENDING:
                 signal.signal(number, signal.SIG_DFL)  # no traceback, wherever it is by then
-            signal.pthread_sigmask(signal.SIG_SETMASK, self._mask | {signal.SIGHUP})
+            signal.pthread_sigmask(signal.SIG_SETMASK, {signal.SIGHUP})  # whatever who starts the router has blocked
             main()
             code = 0
         except BalanceRouteError as error:

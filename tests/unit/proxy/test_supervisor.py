@@ -17,6 +17,9 @@ from balanceroute.errors import ConfigError
 from balanceroute.proxy.handover import Predecessor, Told
 from tests.waiting import block_until
 
+LAUNCHER = "import os, signal, sys; "
+START = "; os.execv(sys.argv[1], sys.argv[1:])"
+
 
 class Running:
     """A supervisor in a process of its own, and what its children say."""
@@ -26,6 +29,8 @@ class Running:
         self.clients: list[socket.socket] = []
         command = [sys.executable, "-m", "tests.unit.proxy.supervised", str(folder), json.dumps(options)]
         self.log = folder / "log"
+        if "launcher" in options:  # what it leaves to who it starts stays
+            command = [sys.executable, "-c", f"{LAUNCHER}{options['launcher']}{START}", *command]
         with self.log.open("wb") as sink:
             self.process = subprocess.Popen(command, stderr=sink, cwd=Path(__file__).parents[3])
 
@@ -123,6 +128,25 @@ def test_a_child_that_is_killed_is_back_and_the_others_notice_nothing(running: R
     assert {line["child"]: line["signal"] for line in running.said("child died")} == dict.fromkeys(
         ("relay-0", "brain"), "SIGKILL"
     )
+
+
+@pytest.mark.parametrize(
+    "running",
+    [
+        {"launcher": "signal.signal(signal.SIGCHLD, signal.SIG_IGN)"},
+        {"launcher": "signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())"},
+    ],
+    ids=["deaths ignored", "all signals blocked"],
+    indirect=True,
+)
+def test_children_come_back_and_end_whatever_signals_who_started_the_router_ignores_or_blocks(
+    running: Running,
+) -> None:
+    running.up(brain=1, relay_0=1, relay_1=1)
+    os.kill(running.pid("relay-0"), signal.SIGKILL)
+    running.up(relay_0=2)
+    running.process.send_signal(signal.SIGTERM)
+    assert running.process.wait(60) == 0
 
 
 def test_a_relay_that_stands_still_leaves_what_waits_to_the_others(running: Running) -> None:
