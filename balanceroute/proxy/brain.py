@@ -18,7 +18,7 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterator
 from contextlib import asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
@@ -101,6 +101,7 @@ def run_brain(
     link: socket.socket | None = None,
     again: bool = False,
     drains: bool = False,
+    relays: Collection[str] = (),
 ) -> None:
     """Stand by, then decide until a signal ends it, or another brain leads.
 
@@ -108,7 +109,7 @@ def run_brain(
     `changes.py`. journal: a file for every decision; where one is there, a brain has led before, and this one writes
     beside it, with its process id at the end of the name. link: where relays of other machines are let in, bound.
     again: the router has been up, so that a brain without a predictor is better than none. drains: so do the relays,
-    and this brain from its beginning.
+    and this brain from its beginning. relays: the router's own, by name, which a drain waits for.
 
     Raises: ConfigError: a file or socket of the folder can't be used.
     """
@@ -128,10 +129,10 @@ def run_brain(
         if journal is not None and journal.exists():
             journal = journal.with_name(f"{journal.name}.{os.getpid()}")
         configured.tls.catch_up()
-        relays = len(folder.living())
-        if again and not relays:  # the folder was emptied
-            relays = configured.config.listen.relays
-        app = create_brain_app(configured, folder, lead, relays, lineage, journal, again or waited)
+        expected = len(folder.living())
+        if again and not expected:  # the folder was emptied
+            expected = configured.config.listen.relays
+        app = create_brain_app(configured, folder, lead, expected, lineage, journal, again or waited)
 
         async def on_reload() -> None:
             await off_the_loop(configured.learn)
@@ -141,7 +142,7 @@ def run_brain(
 
         server = BrainServer(app, configured.config, on_reload, uds=str(folder.operators))
         app.end, app.leave = server.end, server.leave
-        server.link, server.drains = link, drains
+        server.link, server.drains, server.relays = link, drains, relays
         if not waited:
             server.on_up = callbacks.on_standby
         server.run()
@@ -401,6 +402,7 @@ class BrainServer(ChildServer):
     leaves = drains = lost = False
     on_up: Callable[[], None] = staticmethod(lambda: None)
     link: socket.socket | None = None
+    relays: Collection[str] = ()  # of this router
 
     def _begin_drain(self, services: ClientServices) -> None:
         super()._begin_drain(services)
@@ -428,10 +430,10 @@ class BrainServer(ChildServer):
         return not hub.settled.is_set() or bool(hub.near_members) or super().busy(services) or self._relays_live()
 
     def _relays_live(self) -> bool:
-        """Whether a relay of this machine lives; one that is no member stood still, or has lost its connection."""
+        """Whether a relay of this router lives; one that is no member stood still, or has lost its connection."""
         assert isinstance(self._app, BrainApp)
         try:
-            return bool(self._app.folder.living())
+            return not set(self.relays).isdisjoint(self._app.folder.living())
         except OSError:  # no descriptor is free, most likely
             return True
 

@@ -285,6 +285,7 @@ class Processes:
             self._link,
             self._was_up,
             self._ends,
+            self.relays,
         )
 
     def _relay(self, name: str, on_up: Callable[[], None]) -> None:
