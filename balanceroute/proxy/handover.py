@@ -21,6 +21,7 @@ import socket
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
+from select import select
 from typing import BinaryIO, Final
 
 import msgspec
@@ -202,6 +203,11 @@ class Predecessor:
     def abandoned(self) -> list[str]:
         """The addresses at which nobody will listen once it has left."""
         return ["{}:{}".format(*sock.getsockname()[:2]) for sock in self._sockets]
+
+    @property
+    def lives(self) -> bool:
+        """Whether it has not ended, which alone is still to be heard of it."""
+        return not select([self._connection], [], [], 0)[0]
 
     def lock(self) -> BinaryIO | None:
         """The run folder's, locked since the first of them, if it sent it; from now on it is the caller's."""

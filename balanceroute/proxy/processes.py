@@ -260,7 +260,7 @@ class Processes:
     @property
     def has_predecessor(self) -> bool:
         """See `Owner`."""
-        return self._predecessor is not None and not self._was_up
+        return self._predecessor is not None and not self._was_up and self._predecessor.lives
 
     def _end_handover(self) -> None:
         if self._handover is not None:

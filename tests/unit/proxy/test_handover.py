@@ -77,6 +77,14 @@ def test_a_successor_that_ends_before_it_is_ready_changes_nothing_and_another_ma
     block_until(old.side.look)
 
 
+def test_a_successor_knows_whether_the_router_that_it_prepares_to_take_over_from_has_ended(old: Old) -> None:
+    predecessor = old.found()
+    assert predecessor.lives
+    old.side.close()
+    block_until(lambda: not predecessor.lives)
+    predecessor.close()
+
+
 def test_the_run_folder_is_never_free_in_between(old: Old) -> None:
     predecessor, folder = old.found(), RunFolder(old.path.parent)
     lock = predecessor.lock()
