@@ -85,7 +85,7 @@ class Conversion:
         if self.unanswered:
             notes.append(
                 f"took max_tokens as the answers of {self.unanswered:,} requests, of which the log says nothing: start "
-                "vllm serve with --enable-log-outputs"
+                "vllm serve with --enable-log-outputs (it logs those of chats, and none of /v1/completions)"
             )
         if self.damaged:
             lines = "1 line that is" if len(self.damaged) == 1 else f"{len(self.damaged):,} lines that are"

@@ -5,10 +5,11 @@
     vllm     the text log of `vllm serve --enable-log-requests --enable-log-outputs`: a line "Received request ID" (and,
              at log level DEBUG, "Request ID details" with the prompt's token ids), then "Generated response ID"
 
-vLLM's stamps are whole seconds without a year; `--jitter 1` spreads them. What it says of lengths depends on its
-version, level and flags. Token ids are counted; where only the text is there, four characters count as a token; an
-answer of which nothing is said counts as the request's `max_tokens`. What was not counted is `estimated`. Lists and
-texts that vLLM cut short (`--max-log-len`) look like short ones.
+`--logging-config.formatter json` has the same messages in JSON lines. vLLM's stamps are whole seconds without a year;
+`--jitter 1` spreads them. What it says of lengths depends on its version, level and flags. Token ids are counted; where
+only the text is there, four characters count as a token; an answer of which nothing is said counts as the request's
+`max_tokens`. What was not counted is `estimated`. Lists and texts that vLLM cut short (`--max-log-len`) look like short
+ones.
 
 Either may come as what collects logs has left it (`log_lines`): with other programs' lines between, something before
 each line, colours, or each line in a JSON object. Lines that a process which was killed, or a full disk, has left half
@@ -29,6 +30,7 @@ from balanceroute.traces.trace import finite, text_lines, token_count
 
 COLOUR = re.compile(r"\x1b\[[\d;]*m")
 WRAPPERS = ("log", "MESSAGE")  # the names of the server's line in objects of docker and journald
+VLLM_JSON = re.compile(r'\{"asctime": "\d{4}-')  # how each line of vLLM's JSON log begins
 PLAIN_ROUTER = re.compile(r"\d\d:\d\d:\d\d\.\d{3} [A-Z]+ +(?:\[[^]]*\] )?request ")  # `log.format: plain`
 ROUTER_LINE = re.compile(r'\{\s*"time"')  # how each line of its JSON log begins
 CHARACTERS_PER_TOKEN = 4.0  # of English, in the tokenizers of the day
@@ -53,10 +55,11 @@ CHOICE = re.compile(r"-\d+$")  # completions are numbered within their request: 
 def log_lines(path: Source) -> Iterator[tuple[int, str]]:
     """(line number, text) as the server wrote it: without colours, and out of the objects of docker and journald.
 
-    Of a character that is cut in two its bytes come as surrogates.
+    A JSON line of vLLM's comes as the line of text that it stands for. Of a character that is cut in two its bytes come
+    as surrogates.
     """
     for line, text in text_lines(path, any_bytes=True):
-        yield line, COLOUR.sub("", unwrapped(text))
+        yield line, COLOUR.sub("", as_text(unwrapped(text)))
 
 
 def unwrapped(text: str) -> str:
@@ -68,6 +71,18 @@ def unwrapped(text: str) -> str:
     except (ValueError, RecursionError):
         return text
     return next((wrapper[name] for name in WRAPPERS if isinstance(wrapper.get(name), str)), text)
+
+
+def as_text(text: str) -> str:
+    """What vLLM would have written in place of its JSON line; any other text is itself."""
+    if not (found := VLLM_JSON.search(text)):
+        return text
+    try:
+        entry = json.loads(text[found.start() :])
+        # the date without its year, and without the fraction of a second
+        return f"{entry['levelname']} {entry['asctime'][5:19]} [{entry['name']}] {entry['message']}\n"
+    except (KeyError, TypeError, ValueError):
+        return text
 
 
 @dataclass(slots=True)
@@ -259,13 +274,16 @@ def find(requests: dict[str, Logged], request_id: str) -> Logged | None:
 
 
 def following(stamp: str, before: datetime | None, path: Source, line: int) -> datetime:
-    """The time of a stamp without a year: that of the line before, or the next one where it would be months earlier."""
+    """The time of a stamp without a year: in that of the line before, or in the next or last one where months would
+    lie between. Back it goes where logs of several servers stand one behind the other.
+    """
     year = before.year if before is not None else 2000  # a leap year, so that every day can be read
+    month_day, clock = stamp.split(" ")
     try:
-        month_day, clock = stamp.split(" ")
         when = datetime.fromisoformat(f"{year}-{month_day}T{clock}").replace(tzinfo=UTC)
-        if before is not None and before - when > timedelta(days=180):
-            when = datetime.fromisoformat(f"{year + 1}-{month_day}T{clock}").replace(tzinfo=UTC)
+        if before is not None and abs(when - before) > timedelta(days=180):
+            year += 1 if when < before else -1
+            when = datetime.fromisoformat(f"{year}-{month_day}T{clock}").replace(tzinfo=UTC)
     except ValueError:
         raise InputError(f"{path}: line {line}: {stamp!r:.60} is no date and time") from None
     return when

@@ -428,6 +428,41 @@ def test_vllms_log_is_read_in_colour(tmp_path: Path) -> None:
     assert len(convert_trace(log).trace) == 1
 
 
+def test_vllms_logs_of_several_servers_one_behind_the_other_share_their_years(tmp_path: Path) -> None:
+    def of_server(name: str) -> str:
+        asked = "Received request {}: prompt: 'x', params: SamplingParams(max_tokens=16)"
+        stamps = ("12-31 23:59:58", "01-01 00:00:01")
+        return vllm_log(*((stamp, asked.format(f"{name}{stamp[:2]}")) for stamp in stamps))
+
+    result = convert_trace(written(tmp_path / "vllm.log", of_server("a") + of_server("b")))
+    assert result.trace.arrival_s.tolist() == [0.0, 0.0, 3.0, 3.0]
+
+
+@pytest.mark.parametrize("before", ["", "2026-01-01T00:00:00.1Z stdout F ", "vllm-0  | "])
+def test_vllms_json_log_says_what_its_text_says(tmp_path: Path, before: str) -> None:
+    """As `--logging-config.formatter json` has it."""
+    lines = [
+        (
+            "DEBUG",
+            "Request a-0 details: prompt: 'it \"is\"\\\\n', prompt_token_ids: [1, 2, 3], prompt_embeds shape: None.",
+        ),
+        ("INFO", "Received request a-0: params: SamplingParams(n=1, max_tokens=64), lora_request: None."),
+        ("DEBUG", "Generated response a-0 details: output_token_ids: [5, 6]"),
+        ("INFO", "Generated response a-0: output: 'it', finish_reason: stop"),
+    ]
+    logged = {
+        "asctime": "2026-01-01 00:00:00,955",
+        "name": "vllm.entrypoints.x",
+        "processName": "APIServer",
+        "process": 7,
+    }
+    texts = [json.dumps({**logged, "levelname": level, "message": message}) for level, message in lines]
+    log = written(tmp_path / "vllm.log", "\n".join(before + text for text in ["banner", *texts, texts[0][:-30]]))
+    result = convert_trace(log)
+    assert (result.format, result.estimated) == (TraceFormat.VLLM, 0)
+    assert (result.trace.prompt_tokens.tolist(), result.trace.output_tokens.tolist()) == ([3], [2])
+
+
 def test_the_prefix_of_old_vllm_versions_has_one_bracket(tmp_path: Path) -> None:
     text = "INFO 01-01 00:00:00 logger.py:36] Received request a: prompt: 'x', params: SamplingParams(max_tokens=16)\n"
     assert len(convert_trace(written(tmp_path / "vllm.log", text)).trace) == 1
