@@ -388,7 +388,7 @@ def _begun(path: Path, line: bytes) -> tuple[str, PolicySettings, Scheduler]:
     try:
         header = orjson.loads(line)
         if header["journal"] != FORMAT:
-            raise InputError(f"{path}, line 1: journal format {header['journal']}; this version reads {FORMAT}")
+            raise InputError(f"journal format {header['journal']}; this version reads {FORMAT}")
         learn_installed(header.get("policy"))
         settings = settings_from_dict(header)
         return str(header["version"]), settings, Scheduler(make_policy(settings), _read_config(header["config"]))

@@ -50,9 +50,10 @@ def watched(url: str, last: int, seconds: float, token: str | None, stopped: Any
 
     import httpx
 
-    from balanceroute.loadgen.client import checked
+    from balanceroute.loadgen.client import checked, checked_secret
 
     checked(url)
+    checked_secret("--admin-token", token)
     headers = {} if token is None else {"authorization": f"Bearer {token}"}
     verify = ssl.create_default_context() if url.startswith("https") else False
     until = time.monotonic() + seconds

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from balanceroute.emulator import ClusterShape, EmulatedCluster, ProcessCluster
 
 DECODE_PORT_OFFSET = 100
+LAST_PORT = 65_535
 Member = TypeVar("Member", bound=StrEnum)
 
 
@@ -27,7 +28,9 @@ def emulate(
     write_config: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Write a configuration that `serve` takes as it is.")
     ] = None,
-    listen_port: Annotated[int, typer.Option(min=0, help="The router's port in that configuration.")] = 8000,
+    listen_port: Annotated[
+        int, typer.Option(min=0, max=LAST_PORT, help="The router's port in that configuration.")
+    ] = 8000,
     time_scale: Annotated[float, typer.Option(help="Real seconds per modelled second; 0.1 runs fast.")] = 1.0,
     connector: Annotated[
         str, typer.Option(help="How KV travels: mooncake_v1, nixl or mooncake_layerwise.")
@@ -140,11 +143,14 @@ def run(
 
     from balanceroute.emulator import EmulatedCluster, ProcessCluster
     from balanceroute.emulator.processes import members_of
+    from balanceroute.errors import ConfigError
 
     urls = shape.decoders // shape.ranks_per_url
     first_decode = base_port + DECODE_PORT_OFFSET
     prefill_ports = range(base_port, base_port + shape.prefillers)
     decode_ports = range(first_decode, first_decode + urls)
+    if decode_ports[-1] > LAST_PORT:
+        raise ConfigError(f"--base-port {base_port}: the last decode rank's port would be {decode_ports[-1]}")
     cluster: EmulatedCluster | ProcessCluster
     if processes:
         members = members_of(shape, processes, host, prefill_ports, decode_ports)

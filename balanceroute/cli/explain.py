@@ -54,7 +54,7 @@ def explain(
     from balanceroute.explain import explain as explain_state
 
     assert snapshot is not None
-    result = explain_state(read_json(snapshot), policy)
+    result = explain_state(state_in(snapshot), policy)
     if as_json:
         from balanceroute.cli.output import print_json
 
@@ -72,11 +72,25 @@ def read_json(path: Path) -> object:
 
     name = "standard input" if str(path) == "-" else str(path)
     try:
-        return json.loads(sys.stdin.read() if str(path) == "-" else path.read_text(encoding="utf-8-sig"))
+        text = sys.stdin.read() if str(path) == "-" else path.read_text(encoding="utf-8-sig")
+        if not text.strip():
+            raise InputError(f"{name}: nothing in it")
+        return json.loads(text)
     except OSError as error:
         raise InputError(f"{name}: {error.strerror}") from error
     except (ValueError, RecursionError) as error:
         raise InputError(f"{name}: not JSON ({error})") from error
+
+
+def state_in(path: Path) -> object:
+    """What GET /state returned. Raises: InputError: it is the router's refusal."""
+    from balanceroute.errors import InputError
+
+    read = read_json(path)
+    refusal = read.get("error") if isinstance(read, dict) else None
+    if isinstance(refusal, dict) and "message" in refusal:
+        raise InputError(f"no state, but an error of the router: {refusal['message']}")
+    return read
 
 
 def show_explanation(result: "Explanation") -> None:

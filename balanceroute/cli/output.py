@@ -20,14 +20,14 @@ LINE_EVERY_S = 15.0  # between two lines of progress
 WIDEST = 10_000  # characters of a table
 
 
-def check_written(path: Path, read: str | Path | None = None) -> None:
+def check_written(path: Path, *read: str | Path | None) -> None:
     """Raises: InputError: no file can be written there, which is said before the work whose result it would hold.
 
-    An empty name is `.`, a folder. `read`: the file that the result is made of, which it must not replace.
+    An empty name is `.`, a folder. `read`: the files that the result is made of, which it must not replace.
     """
     if os.path.isdir(path):
         reason = "it is a folder"
-    elif read is not None and os.path.exists(path) and os.path.exists(read) and os.path.samefile(path, read):
+    elif any(os.path.exists(path) and os.path.exists(file) and os.path.samefile(path, file) for file in read if file):
         reason = "it is the file that is read"
     elif not os.path.isdir(path.parent):
         reason = f"there is no folder {path.parent}"

@@ -54,7 +54,7 @@ def fit(
         raise ConfigError(f"--kind: {kind!r} writes no model file; accepted are {', '.join(KINDS[1:])}")
     if (trace is None) == (history is None):
         raise ConfigError("predictor fit: give either --trace or --history")
-    check_written(out)
+    check_written(out, trace, history)
     rows = _from_history(history) if history is not None else _from_trace(trace)
     predictor = _fitted(kind, horizon, rows)
     learned = predictor.fitted if isinstance(predictor, LearnedPredictor) else None
@@ -98,7 +98,7 @@ def evaluate(
     if model is not None and train is not None:
         raise ConfigError("predictor evaluate: give --model or --train, not both")
     if plot is not None:
-        check_written(plot)
+        check_written(plot, trace, model, train)
     rows = _from_trace(trace)
     predictor: BuiltPredictor
     if model is not None:

@@ -165,7 +165,7 @@ def replay(
         predictor=predictor,
         predictor_options=tuple(parse_options("--predictor-param", predictor_param or []).items()),
         # a generated history has a seed of its own: never the trace that is replayed
-        train=load_trace(train, seed=seed + 1, on_note=partial(typer.echo, err=True)) if train else None,
+        train=load_trace(train, seed=seed + 1, on_note=partial(typer.echo, err=True)) if train is not None else None,
         with_loads=series is not None,
     )
     refuse_unused(context, "prefill_rate", prefillers > 0, "with --prefillers")
@@ -184,7 +184,7 @@ def replay(
     if figure is not None:
         raise InputError("--figure: of --compare alone")
     if series is not None:
-        check_written(series, trace)
+        check_written(series, trace, train)
     with progress_bar("replaying") as tell, stopped_by_signals() as stopped:
         outcome = job.run(until(stopped, tell))
     if series is not None:
@@ -321,7 +321,7 @@ def parse_slowdowns(text: str | None) -> tuple[float, ...]:
     from balanceroute.errors import InputError
 
     try:
-        return tuple(float(part) for part in text.split(",")) if text else ()
+        return tuple(float(part) for part in text.split(",")) if text is not None else ()
     except ValueError:
         raise InputError(f"--slowdowns {text}: numbers separated by commas, one per worker") from None
 

@@ -5,6 +5,8 @@ from typing import Annotated
 
 import typer
 
+from balanceroute.errors import InputError
+
 
 def serve(
     config_file: Annotated[
@@ -167,6 +169,7 @@ def spread_lists(arguments: list[str]) -> list[str]:
     """Let a list flag take several values, as argparse does: `--decoder-ports 1 2` -> one flag per value.
 
     Without its last letter it is the same flag: argparse takes what begins one, and vLLM's example names both.
+    Raises: InputError: another option stands where a value should.
     """
     lists = {
         name: flag
@@ -177,6 +180,8 @@ def spread_lists(arguments: list[str]) -> list[str]:
     flag: str | None = None
     fresh = False
     for argument in arguments:
+        if fresh and argument.startswith("-"):
+            raise InputError(f"{flag}: no value after it")
         name, equals, value = argument.partition("=")
         if name in lists:
             flag, fresh = (None, False) if equals else (lists[name], True)

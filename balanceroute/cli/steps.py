@@ -23,8 +23,6 @@ def steps(
         summary = summarise(files)
     except BadStepLog as error:
         raise InputError(str(error)) from error
-    except OSError as error:
-        raise InputError(f"{error.filename}: cannot be read: {error.strerror}") from error
     if json:
         print_json(summary.as_dict())
     else:

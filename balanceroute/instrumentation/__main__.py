@@ -24,9 +24,6 @@ def main(arguments: list[str] | None = None) -> int:
     except BadStepLog as error:
         print(f"instrumentation: {error}", file=sys.stderr)
         return 2
-    except OSError as error:
-        print(f"instrumentation: {error.filename}: {error.strerror}", file=sys.stderr)
-        return 2
     print(json.dumps(summary.as_dict(), indent=2) if options.json else text_of(summary))
     return 0
 

@@ -141,8 +141,15 @@ class Summary:
 def read(path: Path) -> Floats:
     """A step log as an array, one row per step, columns as in `COLUMNS`. Half a last line is forgiven.
 
-    Raises: BadStepLog; OSError.
+    Raises: BadStepLog.
     """
+    try:
+        return _rows(path)
+    except OSError as error:
+        raise BadStepLog(f"{path}: cannot be read: {error.strerror}") from error
+
+
+def _rows(path: Path) -> Floats:
     rows: list[list[float]] = []
     # each line by itself: a quote that is never closed would swallow the rest of the file
     with path.open(encoding="utf-8-sig", errors="replace") as lines:
@@ -171,7 +178,7 @@ def numbers(line: str) -> list[float]:
 
 
 def summarise(paths: Sequence[Path]) -> Summary:
-    """Read and compare. Raises: BadStepLog, for a file that is there twice, too; OSError."""
+    """Read and compare. Raises: BadStepLog, for a file that is there twice, too."""
     logs, notes = list[Log](), list[str]()
     for index, path in enumerate(paths):
         if path.resolve() in [other.resolve() for other in paths[:index]]:

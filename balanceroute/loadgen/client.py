@@ -11,6 +11,7 @@ failure from the report.
 """
 
 import asyncio
+import re
 import ssl
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -23,6 +24,7 @@ from balanceroute.errors import InputError
 
 TAIL_BYTES = 8192  # enough for the last token, the usage and the end marker of a stream
 EVENT_END = b"\n\n"
+HEADER_TEXT = re.compile(r"[!-~]+")  # what a header's value takes everywhere, also in config.values
 
 
 class ExchangeFailed(Exception):
@@ -125,8 +127,8 @@ class Client:
         self.url = checked(base_url)
         self.loop = asyncio.get_running_loop()
         self.idle: list[Connection] = []
-        port = f":{self.url.port}" if self.url.port else ""
-        lines = {"Host": f"{self.url.hostname}{port}", "Content-Type": "application/json", **(headers or {})}
+        host = self.url.netloc.rpartition("@")[2]  # with the brackets of an IPv6 address
+        lines = {"Host": host, "Content-Type": "application/json", **(headers or {})}
         self.head = "".join(f"{name}: {value}\r\n" for name, value in lines.items())
 
     async def post(self, path: str, body: bytes) -> Reply:
@@ -192,13 +194,19 @@ class Client:
 
 def checked(base_url: str) -> SplitResult:
     """The parts of an http or https URL. Raises: InputError."""
-    url = urlsplit(base_url)
     try:
+        url = urlsplit(base_url)
         usable = url.scheme in {"http", "https"} and bool(url.hostname) and (url.port is None or url.port > 0)
-    except ValueError:  # a port that is not a number
+    except ValueError:  # a port that is not a number, half an IPv6 address
         usable = False
-    if not usable:
+    if not usable or not HEADER_TEXT.fullmatch(base_url):
         raise InputError(f"{base_url!r} is not a URL such as http://127.0.0.1:8000")
     if url.path.rstrip("/").endswith("/v1"):
         raise InputError(f"{base_url!r}: leave out /v1, it is added")
     return url
+
+
+def checked_secret(name: str, value: str | None) -> None:
+    """Raises: InputError: it cannot go into a header."""
+    if value is not None and not HEADER_TEXT.fullmatch(value):
+        raise InputError(f"{name}: accepted are printable ASCII characters without spaces, at least one")

@@ -19,7 +19,7 @@ import numpy as np
 
 from balanceroute import report
 from balanceroute.errors import InputError
-from balanceroute.loadgen.client import Client, ExchangeFailed, Reply, checked
+from balanceroute.loadgen.client import Client, ExchangeFailed, Reply, checked, checked_secret
 from balanceroute.loadgen.prompts import PromptText
 from balanceroute.report import Distribution
 from balanceroute.traces import BLOCK_TOKENS, Trace
@@ -45,6 +45,7 @@ class LoadOptions:
     def checked(self) -> None:
         """Raises: InputError that names the first value which makes no sense."""
         checked(self.base_url)
+        checked_secret("api key", self.api_key)
         if not 0 < self.time_scale <= MOST_TIME_SCALE:
             raise InputError(
                 f"time scale {self.time_scale:g}: accepted is a number above 0 and at most {MOST_TIME_SCALE:g}"

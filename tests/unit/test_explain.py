@@ -306,6 +306,26 @@ def test_a_bad_file_is_one_line_and_exit_code_2(
     assert captured.err.startswith("balanceroute: ") and captured.err.count("\n") == 1
 
 
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("", "state.json: nothing in it"),
+        (
+            '{"error": {"message": "admin routes are for this machine", "type": "permission_error"}}',
+            "no state, but an error of the router: admin routes are for this machine",
+        ),
+    ],
+    ids=["no answer", "refused"],
+)
+def test_what_came_in_place_of_a_state_is_said(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path, text: str, said: str
+) -> None:
+    """`curl -s ROUTER/state | balanceroute explain -` shows nothing else of why there is no decision."""
+    (tmp_path / "state.json").write_text(text)
+    assert run(monkeypatch, str(tmp_path / "state.json")) == 2
+    assert capsys.readouterr().err.endswith(f"{said}\n")
+
+
 def test_a_prompt_that_is_being_prefilled_is_explained_by_what_each_prefiller_would_have_cost() -> None:
     scheduler = Scheduler(make_policy(PolicySettings(policy="br_0")), SchedulerConfig(prefill_policy="prefix_affinity"))
     for name in ("p0", "p1"):

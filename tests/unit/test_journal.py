@@ -166,8 +166,9 @@ def test_half_a_line_at_the_end_is_forgiven(path: Path) -> None:
 def test_a_damaged_line_is_named(path: Path, number: int, line: str, message: str) -> None:
     record(path)
     rewrite(path, number, line)
-    with pytest.raises(InputError, match=message):
+    with pytest.raises(InputError, match=message) as raised:
         rerun(path)
+    assert str(raised.value).count(str(path)) == 1
 
 
 def test_an_empty_or_missing_file_is_refused(path: Path) -> None:

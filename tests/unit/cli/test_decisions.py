@@ -61,6 +61,8 @@ def test_nobody_there_is_one_line_and_exit_code_2(
         assert run(monkeypatch, url) == 2
     told = capsys.readouterr().err
     assert told.startswith(f"balanceroute: {url}: no answer: ") and told.count("\n") == 1
+    assert run(monkeypatch, url, "--admin-token", "\u00e9") == 2
+    assert "--admin-token: accepted are printable ASCII characters" in capsys.readouterr().err
     assert run(monkeypatch, "nonsense") == 2
     assert "is not a URL such as http://127.0.0.1:8000" in capsys.readouterr().err
 

@@ -46,6 +46,7 @@ def test_the_written_configuration_is_one_that_serve_takes(
         (["--connector", "foo"], "mooncake_v1, nixl, mooncake_layerwise"),
         (["--output-lengths", "lognormal:3"], "lognormal:MEDIAN,SIGMA"),
         (["--time-scale", "0"], "time scale"),
+        (["--base-port", "65000", "--decode", "500"], "--base-port 65000: the last decode rank's port would be 65599"),
     ],
 )
 def test_a_bad_flag_ends_in_one_line_and_exit_code_2(flags: list[str], words: str) -> None:

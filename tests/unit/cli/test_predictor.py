@@ -81,8 +81,9 @@ def test_people_get_a_table_and_a_reliability_diagram(trace: Path, tmp_path: Pat
         (["evaluate", "--trace", "{trace}", "--model", "missing.npz"], "cannot be read"),
         (["evaluate", "--trace", "{trace}", "--model", "a", "--train", "b"], "not both"),
         (["evaluate", "--trace", "missing.csv"], "missing.csv"),
+        (["fit", "--trace", "{trace}", "--out", "{trace}"], "cannot be written: it is the file that is read"),
     ],
-    ids=["nothing to fit", "no history", "unknown kind", "no model", "two sources", "no trace"],
+    ids=["nothing to fit", "no history", "unknown kind", "no model", "two sources", "no trace", "over its trace"],
 )
 def test_bad_input_is_one_clear_error(
     arguments: list[str], reason: str, trace: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

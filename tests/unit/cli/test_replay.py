@@ -136,6 +136,8 @@ def test_the_series_has_one_row_per_step_and_one_column_per_worker(
     ("arguments", "reason"),
     [
         (["--trace", "nowhere.csv"], "no such file"),
+        (["--policy", "br_h", "--train", ""], ".: cannot be read: Is a directory"),
+        (["--slowdowns", ""], "--slowdowns : numbers separated by commas"),
         (["--policy", "magic"], "magic"),
         (["--compare", "--series", "loads.csv"], "not together with --compare"),
         (["--series", ""], ".: cannot be written: it is a folder"),

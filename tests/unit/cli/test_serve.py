@@ -7,6 +7,7 @@ import pytest
 
 from balanceroute.cli import main
 from balanceroute.cli.serve import spread_lists
+from balanceroute.errors import InputError
 
 
 @pytest.mark.parametrize(
@@ -28,6 +29,13 @@ from balanceroute.cli.serve import spread_lists
 )
 def test_a_list_flag_takes_several_values(given: list[str], spread: list[str]) -> None:
     assert spread_lists(given) == spread
+
+
+@pytest.mark.parametrize("after", [["--decoder-hosts", "b"], ["--port=1"]], ids=["another list", "another option"])
+def test_a_list_flag_without_a_value_is_named(after: list[str]) -> None:
+    """As where a shell's variable is empty; the value of the next option is no value of this one."""
+    with pytest.raises(InputError, match="^--prefiller-hosts: no value after it$"):
+        spread_lists(["serve", "--prefiller-hosts", *after])
 
 
 def test_a_knob_that_the_policy_does_not_have_is_refused_at_the_start(

@@ -317,6 +317,8 @@ def test_the_command_line_prints_what_to_configure(tmp_path: Path, capsys: pytes
     steps(engines(tmp_path, 2, barrier=True), json=False)
     text = capsys.readouterr().out
     assert "request_tokens: " in text and "--step-cost 1.2" in text and "# slowdown: 1 for all" in text
+    with pytest.raises(InputError, match="/proc/self/mem: cannot be read"):  # it opens, and no byte can be read
+        steps([Path("/proc/self/mem")], json=False)
     with pytest.raises(InputError, match="nothing.csv: cannot be read"):
         steps([tmp_path / "nothing.csv"])
 

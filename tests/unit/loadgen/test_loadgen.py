@@ -13,6 +13,7 @@ import pytest
 
 from balanceroute.errors import InputError
 from balanceroute.loadgen import LoadOptions, LoadReport, run_load
+from balanceroute.loadgen.client import Client
 from balanceroute.loadgen.prompts import PromptText
 from balanceroute.traces import Trace
 
@@ -227,10 +228,30 @@ def test_a_run_that_is_stopped_reports_what_was_sent_and_names_what_was_cut_off(
     assert (report.requests, report.completed, report.errors) == (3, 3, {})
 
 
-@pytest.mark.parametrize("url", ["127.0.0.1:80", "ftp://x", "http://", "http://x:notaport"])
+@pytest.mark.parametrize(
+    "url", ["127.0.0.1:80", "ftp://x", "http://", "http://x:notaport", "http://[::1", "http://\u00e9"]
+)
 def test_a_url_that_is_none_is_refused(url: str) -> None:
     with pytest.raises(InputError, match="is not a URL"):
         asyncio.run(run_load(a_trace([1]), LoadOptions(url)))
+
+
+@pytest.mark.parametrize(
+    ("url", "host"),
+    [("http://[::1]:80", "[::1]:80"), ("http://me:secret@h:1", "h:1"), ("https://h/sub", "h")],
+    ids=["IPv6", "with a name", "of a path"],
+)
+def test_the_host_of_a_request_is_that_of_its_url(url: str, host: str) -> None:
+    async def head() -> str:
+        return Client(url).head
+
+    assert f"Host: {host}\r\n" in asyncio.run(head())
+
+
+@pytest.mark.parametrize("key", ["", "two words", "two\nlines", "\u00e9"])
+def test_a_key_that_fits_into_no_header_is_refused(key: str) -> None:
+    with pytest.raises(InputError, match="api key: accepted are printable ASCII characters"):
+        asyncio.run(run_load(a_trace([1]), LoadOptions("http://127.0.0.1:1", api_key=key)))
 
 
 def test_an_endpoint_that_is_not_there_is_refused() -> None:
