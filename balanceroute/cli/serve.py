@@ -66,7 +66,7 @@ def serve(
         int | None, typer.Option(help="The example proxy's name for --relays; 1 is one process for all.")
     ] = None,
     journal: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Write every decision to FILE, for `explain --journal FILE`.")
+        Path | None, typer.Option(metavar="FILE", help="Write every decision to FILE, begun anew, for `explain --journal FILE`.")
     ] = None,
     take_over: Annotated[
         bool,
@@ -91,6 +91,7 @@ def serve(
 
     from balanceroute.build import predicts
     from balanceroute.cli.check_config import check_files, check_model, check_paths
+    from balanceroute.cli.output import check_written
     from balanceroute.config import Config, from_example_flags, load, parse_assignment, unused_variables
     from balanceroute.config.patience import in_time
     from balanceroute.errors import ConfigError
@@ -143,6 +144,8 @@ def serve(
 
     if journal is not None and config.listen.brains:
         raise ConfigError("--journal: no brain runs here (listen.brains), so there is nothing to write; give it there")
+    if journal is not None:
+        check_written(journal, config_file)
     if config.listen.relays:
         from balanceroute.proxy.processes import serve_processes
 

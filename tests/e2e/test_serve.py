@@ -337,7 +337,7 @@ def test_a_journal_that_cannot_be_begun_is_named(emulator: tuple[str, Path], tmp
     done = subprocess.run([*command, "--host", "127.0.0.1", "--port", "0"], capture_output=True, text=True)
     assert done.returncode == 2
     said = [line for line in done.stderr.splitlines() if line.startswith("balanceroute: ")]
-    assert said == [f"balanceroute: {journal}: No such file or directory"]
+    assert said == [f"balanceroute: {journal}: cannot be written: there is no folder {journal.parent}"]
     assert "Traceback" not in done.stderr
 
 

@@ -50,3 +50,17 @@ def test_a_knob_that_the_policy_does_not_have_is_refused_at_the_start(
         main()
     assert ended.value.code == 2
     assert "routing.hold_s: br_0 does not have this knob; target_fit, level_fit have it" in capsys.readouterr().err
+
+
+def test_a_journal_is_not_written_over_the_configuration(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    path = tmp_path / "c.yaml"
+    path.write_text("prefill: {workers: [{url: http://p:1}]}\ndecode: {workers: [{url: http://d:1}]}\n")
+    monkeypatch.setattr("balanceroute.proxy.server.serve", lambda *args: None)
+    monkeypatch.setattr(sys, "argv", ["balanceroute", "serve", "--config", str(path), "--journal", str(path)])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    assert ended.value.code == 2
+    assert capsys.readouterr().err == f"balanceroute: {path}: cannot be written: it is the file that is read\n"
+    assert path.read_text().startswith("prefill:")
