@@ -111,8 +111,7 @@ class PolicySettings:
         "Wait in the pool after which a request goes before all younger ones of its priority. Lower it if large "
         "prompts wait too long: that is fairer and balances less. Prompts far above the mean may wait up to 6 "
         "times as long, and none longer than three quarters of pool.ttl_s. level_fit derives shorter limits from "
-        "it ([tuning](tuning.md#how-long-level_fit-lets-a-request-wait)). Unset: 60, or half of pool.ttl_s where "
-        "that is less. .inf: nobody goes first for having waited, until pool.ttl_s.",
+        "it ([tuning](tuning.md#how-long-level_fit-lets-a-request-wait)).",
         least=0,
         most=DAY_S,
         endless=True,

@@ -41,7 +41,10 @@ class Model:
 
 
 def save_model(path: Path, model: Model) -> None:
-    """Write `model`, over whatever was at `path`, whole or not at all."""
+    """Write `model`, over the file that was at `path`, whole or not at all. Raises: InputError."""
+    file_itself = path.resolve()  # not a link to it
+    if file_itself.exists() and not file_itself.is_file():  # a device or pipe would be gone
+        raise InputError(f"{path}: cannot be written: it is no regular file")
     rows = model.rows[-MAX_ROWS:]
     arrays: dict[str, npt.NDArray[Any]] = {
         "key": np.array([row.prompt_key for row in rows], dtype=np.str_),
@@ -66,11 +69,11 @@ def save_model(path: Path, model: Model) -> None:
         for stage, trees in (("classifier", model.learned.classifier), ("regressor", model.learned.regressor)):
             header[f"{stage}_base"] = trees.base
             arrays |= {f"{stage}_{part}": getattr(trees, part) for part in ("feature", "threshold", "leaf")}
-    partial = path.with_name(f"{path.name}.partial")
+    partial = file_itself.with_name(f"{file_itself.name}.partial")
     try:
         with partial.open("wb") as file:
             np.savez_compressed(file, header=np.array(json.dumps(header)), **arrays)  # type: ignore[arg-type]
-        partial.replace(path)
+        partial.replace(file_itself)
     except OSError as error:
         raise InputError(f"{path}: cannot be written: {error}") from error
 

@@ -1,4 +1,5 @@
 import json
+import os
 from pathlib import Path
 
 import numpy as np
@@ -94,6 +95,18 @@ def test_a_missing_or_damaged_model_is_one_clear_error(content: bytes | None, tm
 def test_a_model_that_cannot_be_written_is_one_clear_error(tmp_path: Path) -> None:
     with pytest.raises(InputError, match="cannot be written"):
         save_model(tmp_path / "nowhere" / "m.npz", Model("survival", H, ROWS))
+
+
+def test_a_model_replaces_the_file_behind_a_link_and_no_pipe_or_device(tmp_path: Path) -> None:
+    """To replace /dev/null is one thing that root may do."""
+    (tmp_path / "current.npz").symlink_to(tmp_path / "m.npz")
+    save_model(tmp_path / "current.npz", Model("survival", H, ROWS))
+    assert (tmp_path / "current.npz").is_symlink() and load_model(tmp_path / "m.npz").rows == ROWS
+
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(InputError, match="pipe: cannot be written: it is no regular file"):
+        save_model(tmp_path / "pipe", Model("survival", H, ROWS))
+    assert (tmp_path / "pipe").is_fifo()
 
 
 def test_with_size_buckets_a_miss_looks_at_prompts_of_like_size() -> None:

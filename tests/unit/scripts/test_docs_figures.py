@@ -22,3 +22,12 @@ def test_a_policy_of_the_readme_s_table_is_what_replay_prints_for_that_seed(
     printed = json.loads(capsys.readouterr().out)
     shown = docs_figures.simulated(policy, 3).figures
     assert {key: getattr(shown, key) for key in docs_figures.KEPT} == {key: printed[key] for key in docs_figures.KEPT}
+
+
+def test_the_pages_say_how_far_apart_the_loads_are_in_the_runs_that_they_show() -> None:
+    shown = [docs_figures.simulated(policy, 0).figures.load_spread_mean for policy in docs_figures.SHOWN]
+    left, right = (round(spread / 1000) for spread in shown)
+    for page in ("README.md", "docs/index.md"):
+        assert f"{left}k tokens on the left and {right}k on the right" in (docs_figures.ROOT / page).read_text(), page
+    assert f"(about {left},000 and {right},000 tokens)" in (docs_figures.ROOT / "docs/quickstart.md").read_text()
+    assert f"{left},000 与 {right},000" in (docs_figures.ROOT / "docs/zh/quickstart.md").read_text()
