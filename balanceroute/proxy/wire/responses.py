@@ -1,5 +1,6 @@
 """What the router itself says to a client: OpenAI error bodies, with the status that fits, and plain JSON."""
 
+import math
 from collections.abc import Sequence
 from typing import Final
 
@@ -95,10 +96,15 @@ def extra_headers(error: BalanceRouteError) -> Headers:
     if isinstance(error, AccessDenied) and error.status == 401:
         return [(b"www-authenticate", b"Bearer")]
     if isinstance(error, UpstreamStatus) and error.retry_after_s:
-        return [(b"retry-after", b"%d" % max(1, round(error.retry_after_s)))]
+        return [_retry_after(error.retry_after_s)]
     if isinstance(error, Rejected | CannotConnect) and error.retry_after_s is not None:
-        return [(b"retry-after", b"%d" % max(1, round(error.retry_after_s)))]
+        return [_retry_after(error.retry_after_s)]
     return []
+
+
+def _retry_after(wait_s: float) -> tuple[bytes, bytes]:
+    """Never too early: who comes back a moment before may is refused once more."""
+    return b"retry-after", b"%d" % max(1, math.ceil(round(wait_s, 3)))
 
 
 def header_lines(headers: Headers) -> bytes:

@@ -59,6 +59,12 @@ def test_an_error_event_is_one_line_of_data() -> None:
 
 
 def test_retry_after_is_told_where_it_is_known() -> None:
-    assert extra_headers(QueueFull("x", retry_after_s=2.4)) == [(b"retry-after", b"2")]
+    assert extra_headers(QueueFull("x", retry_after_s=2.0)) == [(b"retry-after", b"2")]
     assert extra_headers(QueueFull("x", retry_after_s=0.1)) == [(b"retry-after", b"1")]
     assert extra_headers(QueueFull("x")) == []
+
+
+@pytest.mark.parametrize("error", [QueueFull("x", retry_after_s=2.4), UpstreamStatus("x", status=503, body=b"", **AT)])
+def test_retry_after_is_never_so_early_that_the_next_try_is_refused_too(error: QueueFull | UpstreamStatus) -> None:
+    error.retry_after_s = 2.4
+    assert extra_headers(error) == [(b"retry-after", b"3")]
