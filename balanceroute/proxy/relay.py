@@ -284,6 +284,7 @@ def build_relay(
     connector = connector_for(config, name)
     tickets = Tickets(brain, loop, connector.decode_first)
     brain.tickets = tickets.by_id
+    perimeter.come_to_limits(loop.time())
     services = RelayServices(
         config=config,
         tickets=tickets,
@@ -311,6 +312,7 @@ def reload_relay(services: RelayServices, new: Config, perimeter: Perimeter) -> 
     if services.perimeter.seat is not None:
         perimeter.sit(services.perimeter.seat)
     perimeter.inherit(services.perimeter)
+    perimeter.come_to_limits(services.loop.time())
     services.perimeter = perimeter
     services.configure(shortened(new, [worker.kv_connector for worker in services.fleet]))
     log.info("configuration reloaded")

@@ -52,14 +52,18 @@ class Bucket:
     def level(self, now: float, charged: float = 0.0) -> float:
         """What is there after a use of `charged` that is counted already; `lost` is as it was before."""
         row, which, per_minute = self._row, self._which, self._per_minute
-        if row.own(which + PER_MINUTE) != per_minute:
-            self._begin(now, charged)
+        self.come_to_limit(now, charged)
         used, lost = self._look(per_minute)
         given = self._rate * now
         lost = max(lost, given - per_minute - (used - charged))
         if lost != row.own(which + LOST):
             row.put(which + LOST, lost)
         return given - lost - used
+
+    def come_to_limit(self, now: float, charged: float = 0.0) -> None:
+        """Have this relay's row be about this limit."""
+        if self._row.own(self._which + PER_MINUTE) != self._per_minute:
+            self._begin(now, charged)
 
     def wait_s(self, now: float, charged: float = 0.0) -> float:
         """How long until the level is not below zero; 0 when it is not."""
@@ -85,8 +89,10 @@ class Bucket:
         used, lost = self._look(self._per_minute)
         if before > 0 and lost == -math.inf:
             used -= charged
-            missing = before - min(before, before / 60.0 * now - self._look(before)[1] - used)
-            lost = self._rate * now - used - (self._per_minute - missing)
+            level = min(before, before / 60.0 * now - self._look(before)[1] - used)
+            # what is missing is no debt where there was none: a smaller bucket is empty at worst
+            level = max(self._per_minute - (before - level), min(level, 0.0))
+            lost = self._rate * now - used - level
         _limit(row, which, self._per_minute, lost)
 
 
@@ -129,6 +135,10 @@ class ClientKey:
         self.entry, self.digest = entry, bytes.fromhex(entry.sha256)
         self._requests = _bucket(self.row, REQUESTS, entry.requests_per_minute)
         self._tokens = _bucket(self.row, TOKENS, entry.tokens_per_minute)
+
+    def buckets(self) -> list[Bucket]:
+        """Of the rates that have a limit."""
+        return [bucket for bucket in (self._requests, self._tokens) if bucket is not None]
 
     def enter(self, now: float) -> None:
         """A request begins; `leave` ends it. Raises: KeyLimit: the key has no room for it."""
@@ -209,6 +219,14 @@ class ClientKeys:
             if key.name in known:
                 known[key.name].change(key.entry)
                 self._by_digest[digest] = known[key.name]
+
+    def come_to_limits(self, now: float) -> None:
+        """Go by the limits of the file, at once: a relay that comes to one by its next request alone may find that
+        limit's level of long ago, where all have had another one meanwhile.
+        """
+        for key in self:
+            for bucket in key.buckets():
+                bucket.come_to_limit(now)
 
     def uses(self) -> tuple[KeyUse, ...]:
         """What other processes have to know of all keys."""

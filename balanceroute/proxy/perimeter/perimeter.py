@@ -56,6 +56,11 @@ class Perimeter:
         if self.keys is not None and before.keys is not None:
             self.keys.inherit(before.keys)
 
+    def come_to_limits(self, now: float) -> None:
+        """Have all keys be at the limits of this configuration from now on."""
+        if self.keys is not None:
+            self.keys.come_to_limits(now)
+
     def check_listener(self, access: Access, port: int | None) -> None:
         """Whether a route of this class is served on this port. Raises: InvalidRequest: 404, as if there were none."""
         if self.admin_port is None or access is Access.OPEN:

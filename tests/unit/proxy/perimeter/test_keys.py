@@ -2,6 +2,7 @@
 
 import hashlib
 import os
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -265,6 +266,58 @@ def test_relays_that_reload_one_after_the_other_take_along_what_was_used_once() 
     other.change(after)
     assert let_in(other, 1000.0) == 0
     assert let_in(other, 1001.0) == 1 and let_in(one, 1001.0) == 0
+
+
+def relays_at_one_table(relays: int, *entries: KeyEntry) -> list[ClientKeys]:
+    """All keys at each relay, as they start."""
+    table = KeyTable(relays, slots=4)
+    table.name(each.name for each in entries)
+    started = [ClientKeys(entries, Seat(table, place)) for place in range(relays)]
+    for keys in started:
+        keys.come_to_limits(1000.0)
+    return started
+
+
+def reload(relays: Sequence[ClientKeys], after: KeyEntry, now: float) -> None:
+    """Another entry, as one relay after the other takes it."""
+    for keys in relays:
+        following = ClientKeys([after])
+        following.inherit(keys)
+        following.come_to_limits(now)
+
+
+def test_a_limit_that_comes_back_begins_from_the_one_before_it_at_relays_that_served_nobody_meanwhile() -> None:
+    few, many = entry("a", "one", requests_per_minute=60), entry("a", "one", requests_per_minute=6000)
+    relays = relays_at_one_table(2, few)
+    (one, *_), (other, *_) = relays
+    reload(relays, many, 1000.0)
+    for second in range(1000, 1600, 10):
+        assert let_in(one, float(second), 90) == 90
+    reload(relays, few, 1600.0)
+    assert let_in(other, 1600.0) + let_in(one, 1600.0) == 60
+    assert let_in(other, 1630.0) == 30
+
+
+@pytest.mark.parametrize("relays", [1, 2])
+def test_a_limit_that_is_lowered_after_a_burst_leaves_an_empty_minute_and_no_debt(relays: int) -> None:
+    routers = relays_at_one_table(relays, entry("a", "one", requests_per_minute=6000))
+    keys = [next(iter(router)) for router in routers]
+    assert let_in(keys[0], 1000.0, 5970) == 5970
+    reload(routers, entry("a", "one", requests_per_minute=60), 1000.0)
+    with pytest.raises(KeyLimit) as caught:
+        keys[-1].enter(1000.0)
+    assert caught.value.retry_after_s == pytest.approx(1.0)
+    assert let_in(keys[0], 1010.0) == 10
+
+
+def test_what_a_request_has_used_beyond_its_key_s_minute_stays_owed_under_a_lower_limit() -> None:
+    (key,) = ClientKeys([entry("a", "one", tokens_per_minute=6000)])
+    key.enter(1000.0)
+    key.leave(1000.0, tokens=6600)
+    key.change(entry("a", "one", tokens_per_minute=600))
+    with pytest.raises(KeyLimit) as caught:
+        key.enter(1000.0)
+    assert caught.value.retry_after_s == pytest.approx(60.0)
 
 
 def test_a_limit_that_was_taken_away_begins_anew() -> None:
