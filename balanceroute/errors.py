@@ -96,10 +96,14 @@ class QueueFull(Rejected):
 
 
 class KeyLimit(Rejected):
-    """A client key has used up what it may have; `reason` as for `AccessDenied`."""
+    """A client key has used up what it may have; `key` is its name, `reason` as for `AccessDenied`."""
 
     status_hint = 429
     reason = "key_limit"
+
+    def __init__(self, message: str, *, key: str, retry_after_s: float) -> None:
+        super().__init__(message, retry_after_s=retry_after_s)
+        self.key = key
 
 
 class QueueTimeout(Rejected):

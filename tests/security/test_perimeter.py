@@ -414,6 +414,28 @@ async def test_every_admin_call_is_a_line_with_who_from_and_what(caplog: pytest.
         assert refused.headers["x-request-id"] == "mine" and "secret" not in str(lines)
 
 
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/messages", "/v1/models"])
+async def test_every_refused_call_of_a_client_is_a_line_with_who_from_and_what(
+    path: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    keys = key_file(tmp_path, entry("slow", "sk-s", requests_per_minute=1))
+    async with running(SMALL, auth={"client_keys": str(keys)}) as router, asking(router, "203.0.113.9") as stranger:
+        caplog.set_level(logging.INFO)
+        method, body = ("GET", {}) if path == "/v1/models" else ("POST", {"json": completion()})
+        for credential in ("sk-s", "sk-s", "sk-wrong", None):
+            await stranger.request(method, path + "?x=secret", headers=bearer(credential), **body)
+        await router.settled()
+    lines = [vars(record) for record in caplog.records if "refused" in vars(record)]
+    assert [(line["status"], line["refused"], line.get("key")) for line in lines] == [
+        (429, "key_limit", "slow"),
+        (401, "wrong_key", None),
+        (401, "no_key", None),
+    ]
+    assert {(line["peer"], line["path"]) for line in lines} == {("203.0.113.9", path)}
+    assert all(line["request"] for line in lines)
+    assert not any(secret in str(lines) for secret in ("sk-s", "sk-wrong", "secret"))
+
+
 @pytest.mark.parametrize(
     ("method", "path", "options", "status"),
     [

@@ -92,6 +92,7 @@ class Exchange:
         "_key",
         "_legs",
         "_outcome",
+        "_refusal",
         "_request",
         "_response",
         "_s",
@@ -106,6 +107,7 @@ class Exchange:
         self._key: ClientKey | None = None
         self._legs: list[Leg] = []
         self._outcome = FAILED
+        self._refusal: AccessDenied | KeyLimit | None = None
         self._status = 0
         self._gone = False
         self._task: asyncio.Task[Any] | None = None
@@ -343,6 +345,7 @@ class Exchange:
 
     def _note(self, error: BalanceRouteError) -> None:
         if isinstance(error, AccessDenied | KeyLimit):
+            self._refusal = error
             self._s.metrics.refusals.inc(error.reason)
         if isinstance(error, QueueTimeout):
             self._outcome = EXPIRED
@@ -412,6 +415,8 @@ class Exchange:
             fields["client_request"] = head.client_id
         if self._key is not None:
             fields["key"] = self._key.name
+        if self._refusal is not None:
+            fields |= self._refused_fields(self._refusal)
         if legs:
             one = legs[0] if len(legs) == 1 else _Together(legs)
             fields |= {
@@ -425,6 +430,12 @@ class Exchange:
                 "recomputes": one.recomputes,
             }
         log_request(fields)
+
+    def _refused_fields(self, refusal: AccessDenied | KeyLimit) -> dict[str, Any]:
+        """Who was refused, and why: what an operator asks who sees a credential tried, or a key at its limit."""
+        request = self._request
+        fields = {"refused": refusal.reason, "peer": request.peer[0] if request.peer else "", "path": request.path}
+        return fields | ({"key": refusal.key} if isinstance(refusal, KeyLimit) else {})
 
 
 class _Together:

@@ -136,6 +136,8 @@ class _Guard:
             await self._app(scope, receive, call.send)
         except (AccessDenied, KeyLimit) as error:
             call.fields["refused"] = error.reason
+            if isinstance(error, KeyLimit):
+                call.fields["key"] = error.key
             self._refusals().inc(error.reason)
             await self._refuse(error)(scope, receive, call.send)
         finally:

@@ -156,15 +156,15 @@ class ClientKey:
         entry, row = self.entry, self.row
         if entry.max_in_flight is not None and sum(row.all(IN_FLIGHT)) + self.elsewhere > entry.max_in_flight:
             text = f"This key may have {entry.max_in_flight} requests in flight, and has them."
-            raise KeyLimit(text, retry_after_s=_BUSY_RETRY_S)
+            raise KeyLimit(text, key=self.name, retry_after_s=_BUSY_RETRY_S)
         if self._tokens is not None and (wait_s := self._tokens.wait_s(now)) > 0:
             text = f"This key may use {entry.tokens_per_minute} tokens per minute, and has used them."
-            raise KeyLimit(text, retry_after_s=wait_s)
+            raise KeyLimit(text, key=self.name, retry_after_s=wait_s)
         row.add(REQUESTS + USED, 1.0)
         if self._requests is not None and (wait_s := self._requests.wait_s(now, 1.0)) > 0:
             row.add(REQUESTS + USED, -1.0)
             text = f"This key may send {entry.requests_per_minute} requests per minute, and has sent them."
-            raise KeyLimit(text, retry_after_s=wait_s)
+            raise KeyLimit(text, key=self.name, retry_after_s=wait_s)
 
     def leave(self, now: float, tokens: int = 0) -> None:
         """A request that had entered is over; `tokens` are those of its prompt and of its answer."""
