@@ -4,6 +4,7 @@ import json
 import re
 import shlex
 import subprocess
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -12,8 +13,10 @@ import pytest
 import yaml
 
 from balanceroute.config import Config, load
+from balanceroute.errors import AccessDenied
 from balanceroute.proxy.link.leadership import FileLead
 from balanceroute.proxy.link.lease import LeaseLead
+from balanceroute.proxy.perimeter.access import AdminGate, Visit
 from tests.api_server import an_api_server
 from tests.waiting import block_until
 
@@ -195,6 +198,15 @@ def test_the_compose_file_shares_one_network_and_publishes_on_loopback() -> None
     assert services["router"]["network_mode"] == "service:cluster"
     assert services["cluster"]["ports"] == ["127.0.0.1:8000:8000"]
     assert services["cluster"]["volumes"] == services["router"]["volumes"]
+
+
+def test_what_comes_through_the_balancer_of_the_configuration_never_passes_for_the_operator() -> None:
+    lines = (ROOT / "deploy" / "haproxy.cfg").read_text().splitlines()
+    assert "option forwardfor" in [line.strip() for line in lines]
+    local = Visit("GET", [(b"host", b"localhost")], "127.0.0.1")
+    assert AdminGate(None).admit(local, 0.0) == "loopback"
+    with pytest.raises(AccessDenied):
+        AdminGate(None).admit(replace(local, headers=[*local.headers, (b"x-forwarded-for", b"203.0.113.9")]), 0.0)
 
 
 def test_stopping_leaves_time_to_drain() -> None:
