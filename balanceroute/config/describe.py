@@ -104,7 +104,10 @@ def is_optional(field: FieldInfo) -> bool:
 
 
 def is_secret(field: FieldInfo) -> bool:
-    """Whether the value must never be shown."""
+    """Whether the value must never be shown: of a secret, or what stands where a section with one should."""
+    section, _ = nested_model(field)
+    if section is not None:
+        return any(is_secret(each) for each in section.model_fields.values())
     return SecretStr in members(field.annotation)[0]
 
 

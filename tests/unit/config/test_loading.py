@@ -165,6 +165,7 @@ WRONG = [
     ("retry: {base_delay_s: 5}", "retry.max_delay_s = 2: accepted is at least retry.base_delay_s (5)"),
     ("log: {format: xml}", "log.format = 'xml': accepted is one of auto, json, plain"),
     ("auth: {admin_token: 12345}", "auth.admin_token = ********: accepted is text"),
+    ("auth: 12345", "auth = ********: accepted is a mapping with the keys worker_api_key"),
 ]
 
 
