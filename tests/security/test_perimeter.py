@@ -9,6 +9,7 @@ from typing import Any
 
 import httpx
 import pytest
+from pydantic import SecretStr
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
@@ -376,6 +377,20 @@ async def test_the_dashboard_asks_for_the_token_once_and_its_cookie_opens_nothin
         assert (await laptop.post("/routing/policy", json={"policy": "random"}, headers=everywhere)).status_code == 401
         for path in ("/dashboard/assets/dashboard.js", "/dashboard/stream", "/dashboard/what_if?policy=br_0"):
             assert (await laptop.get(path)).status_code == 200
+
+
+async def test_another_token_ends_what_the_one_before_it_shows_of_the_dashboard() -> None:
+    async with running(SMALL, auth={"admin_token": ADMIN}) as router:
+        headers = bearer(ADMIN) | {"accept": "text/event-stream"}
+        async with router.client.stream("GET", "/dashboard/stream", headers=headers, timeout=None) as reply:
+            lines = reply.aiter_lines()
+            assert (await anext(lines)).startswith("data: ")
+            config = router.app.services.config
+            auth = config.auth.model_copy(update={"admin_token": SecretStr("another")})
+            apply(router.app.services, config.model_copy(update={"auth": auth}))
+            async with asyncio.timeout(60):
+                assert len([line async for line in lines if line]) <= 1  # what was under way
+        assert (await router.client.get("/dashboard/stream", headers=headers)).status_code == 401
 
 
 async def test_over_tls_the_cookie_stays_on_tls() -> None:

@@ -124,9 +124,10 @@ class Dashboard:
     async def _events(self) -> AsyncIterator[bytes]:
         recorder, services = self.recorder, self._services()
         seen = recorder.event_count
-        while not (
-            services.ledger.draining and not services.exchanges
-        ):  # then the router ends, and must not wait for us
+        token = services.config.auth.admin_token
+        while services.config.auth.admin_token == token:  # with another one, who watches has to ask again
+            if services.ledger.draining and not services.exchanges:
+                return  # the router ends, and must not wait for us
             recorder.watch()
             news, seen = self._news(seen), recorder.event_count
             yield b"data: " + orjson.dumps(news, option=_WRITE) + b"\n\n"
