@@ -408,7 +408,7 @@ class Exchange:
         fields: dict[str, Any] = {
             "request": head.request_id if head is not None else "",
             "outcome": self._outcome.value,
-            "status": self._status,
+            "status": self._status or (200 if self._response.started else 0),  # of who left, too
             "duration_s": round(duration_s, 4),
         }
         if head is not None and head.client_id:

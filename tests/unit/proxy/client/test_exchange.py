@@ -124,7 +124,11 @@ def test_while_the_router_drains_a_request_is_refused_by_its_head() -> None:
 
 
 @pytest.mark.parametrize("begun", [False, True])
-def test_a_client_that_goes_cancels_its_request_and_is_told_nothing_more(begun: bool) -> None:
+def test_a_client_that_goes_cancels_its_request_and_is_told_nothing_more(
+    begun: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, "balanceroute.requests")
+
     async def test() -> None:
         services, connection = a_router(a_config(1, 1)), Connection()
         script(services, "p0", probed())
@@ -141,6 +145,8 @@ def test_a_client_that_goes_cancels_its_request_and_is_told_nothing_more(begun: 
         assert all(worker.in_use == 0 for worker in services.fleet)
 
     in_virtual_time(test)
+    (line,) = [vars(record) for record in caplog.records if record.message == "request"]
+    assert (line["outcome"], line["status"]) == ("cancelled", 200 if begun else 0)
 
 
 @pytest.mark.parametrize(("asked", "counts_as"), [(-5, 0), (3, 3), (9, 5)])
