@@ -385,3 +385,24 @@ def test_several_relays_let_in_what_one_would(per_minute: int, asked: list[tuple
     for gap_s, place in asked:
         now += gap_s
         assert let_in(keys[place], now, 1) == let_in(alone, now, 1)
+
+
+limits_per_minute = st.sampled_from([2, 5, 20])
+
+
+@given(
+    limits_per_minute,
+    st.lists(st.tuples(st.floats(0, 30), st.integers(0, 2), st.none() | limits_per_minute), min_size=1, max_size=60),
+)
+def test_several_relays_let_in_what_one_would_whatever_is_reloaded(
+    per_minute: int, asked: list[tuple[float, int, int | None]]
+) -> None:
+    relays = relays_at_one_table(3, entry("a", "one", requests_per_minute=per_minute))
+    alone = relays_at_one_table(1, entry("a", "one", requests_per_minute=per_minute))
+    now = 1000.0
+    for gap_s, place, reloaded in asked:
+        now += gap_s
+        if reloaded is not None:
+            reload([*relays, *alone], entry("a", "one", requests_per_minute=reloaded), now)
+        (key,), (only,) = relays[place], alone[0]
+        assert let_in(key, now, 3) == let_in(only, now, 3)
