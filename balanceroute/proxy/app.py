@@ -74,9 +74,11 @@ class ClientApp(Starlette):
     hot: Mapping[str, Callable[[Request, Response], Handler]]
 
     def gate(self, request: Request) -> None:
-        """Only prompts, and what decode workers send of them, may be large."""
+        """Only prompts, and what decode workers send of them, may be large; a client's are its key's, on all routes."""
         if not request.path.startswith(_LARGE):
             request.body_limit_bytes = _SMALL_BYTES
+        elif request.path not in self.hot:  # these find out by themselves
+            request.holder = self.services.perimeter.holder(request.headers)
 
     def refused(self, reason: str) -> None:
         """Count what the edge refuses by itself."""

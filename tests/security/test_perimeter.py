@@ -22,6 +22,7 @@ from balanceroute.proxy.reload import apply
 from tests.integration.router import Router, running
 from tests.integration.test_proxy_answers import completion
 from tests.security.peers import PeerTransport
+from tests.unit.proxy.client.connections import Connection, a_request
 from tests.unit.proxy.perimeter.test_keys import entry
 from tests.waiting import until
 
@@ -197,6 +198,18 @@ async def test_a_refusal_comes_before_the_body_is_read(keys: Path) -> None:
                 assert b" 401 " in await reader.readline()
             writer.close()
             await writer.wait_closed()
+
+
+async def test_large_bodies_take_room_from_their_key_s_share_on_every_route(keys: Path) -> None:
+    async with running(SMALL, auth={"client_keys": str(keys)}) as router:
+        for path in ("/tokenize", "/detokenize", "/v1/messages/count_tokens", *HOT, "/v1/messages"):
+            for credential, holder in ((CLIENT, "key team"), ("sk-wrong", ""), (None, "")):
+                headers = [(name.lower().encode(), value.encode()) for name, value in bearer(credential).items()]
+                request = a_request(path=path.encode(), headers=headers)
+                router.app.gate(request)
+                if path in router.app.hot and credential == CLIENT:
+                    router.app.hot[path](request, Connection().response()).check()
+                assert request.holder == holder, (path, credential)
 
 
 async def test_a_refused_key_is_told_as_openai_tells_it(keys: Path) -> None:

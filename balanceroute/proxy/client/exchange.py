@@ -125,7 +125,7 @@ class Exchange:
         perimeter.check_listener(_CLIENT, local[1] if local else None)
         self._key = perimeter.client(headers, self._arrived_s)
         if self._key is not None:
-            self._request.holder = f"key {self._key.name}"
+            self._request.holder = self._key.holder
         head.check()
         if self._s.tickets.draining:
             raise refusal(RejectReason.DRAINING, self._s.tickets.view).error()

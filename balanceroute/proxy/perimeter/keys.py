@@ -130,6 +130,11 @@ class ClientKey:
         """As in the file; for the log and `/state`."""
         return self.entry.name
 
+    @property
+    def holder(self) -> str:
+        """Whose share of the memory for bodies its requests take."""
+        return f"key {self.entry.name}"
+
     def change(self, entry: KeyEntry) -> None:
         """Go on under a new entry of the same name; what has been used stays used."""
         self.entry, self.digest = entry, bytes.fromhex(entry.sha256)

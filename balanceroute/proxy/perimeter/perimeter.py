@@ -4,7 +4,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from balanceroute.config import Config, KeyEntry, is_loopback, read_client_keys
-from balanceroute.errors import ConfigError, InvalidRequest
+from balanceroute.errors import AccessDenied, ConfigError, InvalidRequest
 from balanceroute.proxy.perimeter.access import AdminGate
 from balanceroute.proxy.perimeter.key_table import Seat
 from balanceroute.proxy.perimeter.keys import ClientKey, ClientKeys
@@ -76,6 +76,15 @@ class Perimeter:
         if self._worker_authorization is None and self.admin.is_shown(headers):
             return b""
         return self._worker_authorization
+
+    def holder(self, headers: Headers) -> str:
+        """Whose share of the memory for bodies a client's request takes; empty: that of its address."""
+        if self.keys is None:
+            return ""
+        try:
+            return self.keys.of(headers).holder
+        except AccessDenied:
+            return ""  # its body will not be read
 
     def client(self, headers: Headers, now: float) -> ClientKey | None:
         """Let a client's request in; its key must be told when it leaves. None: there are no keys.

@@ -54,9 +54,12 @@ def living(test: Callable[[RouterApp], Awaitable[None]], **sections: Any) -> Non
     ],
 )
 def test_only_prompts_may_be_large(path: bytes, large: bool) -> None:
-    request: Request = Request("POST", path, [], http_1_0=False)
-    create_app(a_config()).gate(request)
-    assert (request.body_limit_bytes is None) == large
+    async def test(app: RouterApp) -> None:
+        request: Request = Request("POST", path, [], http_1_0=False)
+        app.gate(request)
+        assert (request.body_limit_bytes is None) == large
+
+    living(test)
 
 
 def test_prompts_are_served_without_asgi_between_startup_and_shutdown_alone() -> None:
