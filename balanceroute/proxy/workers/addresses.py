@@ -9,6 +9,7 @@ import asyncio
 import ipaddress
 import logging
 import socket
+from collections.abc import Iterable
 from typing import Final
 
 log = logging.getLogger(__name__)
@@ -27,9 +28,13 @@ class Addresses:
         self._lookup: asyncio.Task[None] | None = None
         self._error: Exception | None = None
         self._stale = False  # the last lookup failed, and that has been said
+        self._preferred = ""
 
     async def get(self) -> list[str]:
-        """All of them, as the system orders them. Raises: OSError, UnicodeError: none was ever known."""
+        """All of them, as the system orders them, but the preferred one first.
+
+        Raises: OSError, UnicodeError: none was ever known.
+        """
         loop = asyncio.get_running_loop()
         if loop.time() < self._fresh_until_s:
             return self._known
@@ -42,6 +47,14 @@ class Addresses:
         if not self._lookup.done():
             self._keep(loop, "no answer")
         return self._known
+
+    def prefer(self, address: str) -> None:
+        """It answers where others did not: it comes first from now on."""
+        self._preferred = address
+        self._known = self._in_order(self._known)
+
+    def _in_order(self, addresses: Iterable[str]) -> list[str]:
+        return sorted(addresses, key=lambda address: address != self._preferred)
 
     def doubt(self) -> None:
         """Nobody can be reached there: look them up before the next connection."""
@@ -59,7 +72,7 @@ class Addresses:
             return
         if self._stale:
             log.info("name found again", extra={"host": self._host})
-        self._known, self._stale = list(dict.fromkeys(str(entry[4][0]) for entry in found)), False
+        self._known, self._stale = self._in_order(dict.fromkeys(str(entry[4][0]) for entry in found)), False
         self._fresh_until_s = loop.time() + FRESH_S
 
     def _keep(self, loop: asyncio.AbstractEventLoop, reason: str) -> None:

@@ -259,7 +259,7 @@ class Upstream:
         limit = FairTimeout(connect_timeout_s)
         try:
             async with limit:
-                connection = await self._connect(loop)
+                connection = await self._connect(loop, connect_timeout_s)
         except TimeoutError as exc:
             self._addresses.doubt()
             kind = CannotConnect if limit.ours else ConnectFailed
@@ -269,15 +269,21 @@ class Upstream:
             raise self._unsent(CannotConnect if ours else ConnectFailed, f"cannot connect: {exc}") from exc
         return connection
 
-    async def _connect(self, loop: asyncio.AbstractEventLoop) -> "_Connection":
-        """At the first address that answers."""
+    async def _connect(self, loop: asyncio.AbstractEventLoop, connect_timeout_s: float) -> "_Connection":
+        """At the first address that answers; a silent one leaves the others their part of the time."""
         if self._socket_path is not None:
             _, connection = await loop.create_unix_connection(partial(_Connection, self, loop), self._socket_path)
             return connection
         error: OSError | None = None
-        for address in await self._addresses.get():
+        addresses = list(await self._addresses.get())
+        for left in range(len(addresses), 0, -1):
+            address = addresses[-left]
             try:
-                return await self._connect_to(address, loop)
+                async with asyncio.timeout(connect_timeout_s / len(addresses) if left > 1 else None):
+                    connection = await self._connect_to(address, loop)
+                if error is not None:
+                    self._addresses.prefer(address)
+                return connection
             except ssl.SSLError:
                 raise
             except OSError as exc:

@@ -125,6 +125,21 @@ def test_addresses_in_doubt_are_looked_up_at_once() -> None:
     run(test)
 
 
+def test_the_preferred_address_comes_first_as_long_as_the_name_leads_there() -> None:
+    async def test() -> None:
+        names = Names("10.0.0.1", "10.0.0.2", "10.0.0.3")
+        addresses = Addresses("d0.cluster")
+        assert await addresses.get() == ["10.0.0.1", "10.0.0.2", "10.0.0.3"]
+        addresses.prefer("10.0.0.2")
+        for _ in range(2):
+            assert await addresses.get() == ["10.0.0.2", "10.0.0.1", "10.0.0.3"]
+            addresses.doubt()
+        names.addresses = ["10.0.0.9", "10.0.0.3"]
+        assert await addresses.get() == ["10.0.0.9", "10.0.0.3"]
+
+    run(test)
+
+
 def test_who_waits_may_stop_waiting_and_the_others_get_their_answer() -> None:
     async def test() -> None:
         names, addresses = Names("10.0.0.1"), Addresses("d0")

@@ -371,12 +371,37 @@ def test_of_several_addresses_one_that_answers_is_used_and_a_name_that_is_lost_k
             upstream = Upstream(server.url.replace("127.0.0.1", "d0.cluster"), keepalive_s=0.0)
             for _ in range(3):
                 assert await (await post(upstream)).read(9) == b"ok"
+                assert await upstream._addresses.get() == ["127.0.0.1", "127.0.0.2"]  # the one that answers first
                 upstream._addresses.doubt()
             upstream.close()
         assert lookups == 3
 
     with asyncio.Runner(loop_factory=asyncio.SelectorEventLoop) as runner:
         runner.run(test())
+
+
+def test_an_address_that_is_silent_leaves_time_to_the_next_one() -> None:
+    async def test() -> None:
+        loop, tried = asyncio.get_running_loop(), list[str]()
+
+        async def found(*_: object, **__: object) -> list[tuple[object, ...]]:
+            return [(0, 1, 6, "", (address, 0)) for address in ("2001:db8::1", "10.0.0.1")]
+
+        async def connects(_: object, address: str, *__: object, **___: object) -> None:
+            tried.append(address)
+            if address == "2001:db8::1":
+                await asyncio.Event().wait()
+            raise ConnectionRefusedError
+
+        loop.getaddrinfo = found  # type: ignore[method-assign,assignment]
+        loop.create_connection = connects  # type: ignore[method-assign,assignment]
+        upstream = Upstream("http://d0.cluster:1")
+        began_s = loop.time()
+        with pytest.raises(ConnectFailed, match="cannot connect"):
+            await post(upstream, connect_timeout_s=5.0)
+        assert tried == ["2001:db8::1", "10.0.0.1"] and loop.time() - began_s == pytest.approx(2.5)
+
+    in_virtual_time(test)
 
 
 @pytest.mark.parametrize("ours", [True, False])
