@@ -64,16 +64,20 @@ def guarded(
 
 def trusted(route: Route) -> Route:
     """The route as it is, for who has been let in by another process of the router."""
-    return _NamedRoute(route.path, route.endpoint, methods=sorted(route.methods or ()))
+    return _TrustedRoute(route.path, route.endpoint, methods=sorted(route.methods or ()))
 
 
-class _NamedRoute(Route):
-    """A route whose handler may ask which it is."""
+class _TrustedRoute(Route):
+    """A route whose handler may ask which it is. Who called it the other process says; here a line says for what."""
 
     async def handle(self, scope: Scope, receive: Receive, send: Send) -> None:
         """A request for this path."""
         scope[_ROUTE] = self.path
-        await super().handle(scope, receive, send)
+        call = _Call(scope, send)
+        await super().handle(scope, receive, call.send)
+        if asked := scope.get("state", {}).get(TOLD):
+            told = {"request": scope.get(REQUEST_ID, ""), "path": scope["path"], "status": call.status}
+            log.info("operator's change", extra={**told, **asked})
 
 
 class _GuardedRoute(Route):

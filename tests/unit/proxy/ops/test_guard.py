@@ -11,8 +11,9 @@ from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
+from starlette.types import Receive, Scope, Send
 
-from balanceroute.proxy.ops.guard import guarded, tell, with_message_errors, with_request_id
+from balanceroute.proxy.ops.guard import guarded, tell, trusted, with_message_errors, with_request_id
 from balanceroute.proxy.perimeter.perimeter import Perimeter
 from balanceroute.proxy.telemetry.instruments import CounterFamily
 from tests.unit.proxy.virtual_time import a_config
@@ -86,6 +87,23 @@ async def test_a_call_of_a_guarded_route_is_one_line_with_who_and_what(caplog: p
     fields = vars(record)
     assert (fields["method"], fields["path"], fields["status"], fields["did"]) == ("GET", "/state", 200, "something")
     assert fields["peer"] == "127.0.0.1" and "secret" not in str(fields)
+
+
+async def test_who_is_trusted_leaves_a_line_of_what_was_asked_under_the_id_that_names_the_caller(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    caplog.set_level(logging.INFO, "balanceroute")
+    app = Starlette(routes=[trusted(Route("/instances/add", handler, methods=["POST"]))])
+
+    async def named(scope: Scope, receive: Receive, send: Send) -> None:
+        await app(scope, receive, with_request_id(scope, send))
+
+    async with httpx.AsyncClient(transport=httpx.ASGITransport(named), base_url="http://brain") as client:
+        assert (await client.post("/instances/add", headers={"x-request-id": "mine"})).status_code == 200
+        assert (await client.get("/instances/add")).status_code == 405
+    (record,) = [vars(record) for record in caplog.records if record.message == "operator's change"]
+    assert (record["request"], record["path"], record["status"]) == ("mine", "/instances/add", 200)
+    assert record["did"] == "something"
 
 
 async def test_on_a_listener_of_another_class_the_route_is_not_there_whatever_the_method() -> None:
