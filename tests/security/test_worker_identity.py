@@ -221,6 +221,6 @@ async def test_a_client_sees_the_same_id_however_many_tries_its_answer_took(
     assert said.status_code == 200
     ids = set(re.findall(r'"id":"([^"]*)"', said.text))
     assert len(ids) == 1, ids
-    assert re.fullmatch(r"cmpl-mine-[0-9a-f]{8}", ids.pop())
+    assert re.fullmatch(r"cmpl-mine-[0-9a-f]{16}", ids.pop())
     asked = [one.id for one in (*router.prefiller.asked, *router.decoder.asked)]
-    assert any(re.fullmatch(r"mine-[0-9a-f]{8}(-\d)?-2", one) for one in asked), asked
+    assert any(re.fullmatch(r"mine-[0-9a-f]{16}(-\d)?-2", one) for one in asked), asked

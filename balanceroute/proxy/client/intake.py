@@ -57,7 +57,7 @@ def read_head(headers: Headers, key_header: bytes | None, authorization: bytes |
     key = b"" if key_header is None else told.get(key_header, b"")
     known = None if client_id is None else _clean(client_id)
     unique = f"{_ids.getrandbits(64):016x}"
-    request_id = f"{known}-{unique[:8]}" if known else unique
+    request_id = f"{known}-{unique}" if known else unique  # some clients say one id of thousands at a time
     timeout_s = math.inf if timeout is None else _timeout(timeout)
     return Head(request_id, known, forwarded, timeout_s, key.decode("latin-1"))
 

@@ -6,6 +6,7 @@ import os
 import pytest
 
 from balanceroute.errors import InvalidRequest
+from balanceroute.proxy.client import intake
 from balanceroute.proxy.client.intake import read_head
 
 
@@ -44,6 +45,13 @@ def test_a_client_s_id_is_the_base_of_ours_without_what_could_break_a_header_or_
 
 
 def test_two_requests_with_one_client_id_have_different_ids() -> None:
+    headers = [(b"x-request-id", b"same")]
+    assert read_head(headers, None, None).request_id != read_head(headers, None, None).request_id
+
+
+def test_requests_with_one_client_id_differ_by_as_many_bits_as_those_without(monkeypatch: pytest.MonkeyPatch) -> None:
+    drawn = [0x12345678_00000001, 0x12345678_00000002]
+    monkeypatch.setattr(intake._ids, "getrandbits", lambda bits: drawn.pop())
     headers = [(b"x-request-id", b"same")]
     assert read_head(headers, None, None).request_id != read_head(headers, None, None).request_id
 
