@@ -3,6 +3,7 @@
 A name is looked up at most once in `FRESH_S`, by one lookup for all who wait: one for each connection costs as much as
 the connection itself. While a lookup fails or takes long, the last addresses count, as in Envoy; so an outage of the
 cluster's DNS takes no worker out. Addresses that refuse are looked up again at once: a pod comes back with another.
+Of several, one that answered where others did not comes first: each health check would wait for a silent one.
 """
 
 import asyncio

@@ -270,16 +270,17 @@ class Upstream:
         return connection
 
     async def _connect(self, loop: asyncio.AbstractEventLoop, connect_timeout_s: float) -> "_Connection":
-        """At the first address that answers; a silent one leaves the others their part of the time."""
+        """At the first address that answers; silent ones before the last take less than half of the time."""
         if self._socket_path is not None:
             _, connection = await loop.create_unix_connection(partial(_Connection, self, loop), self._socket_path)
             return connection
         error: OSError | None = None
         addresses = list(await self._addresses.get())
+        patience_s = connect_timeout_s / 2 / len(addresses)  # a health check ends after half of its own (`health.py`)
         for left in range(len(addresses), 0, -1):
             address = addresses[-left]
             try:
-                async with asyncio.timeout(connect_timeout_s / len(addresses) if left > 1 else None):
+                async with asyncio.timeout(patience_s if left > 1 else None):
                     connection = await self._connect_to(address, loop)
                 if error is not None:
                     self._addresses.prefer(address)
