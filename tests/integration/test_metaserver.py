@@ -1,6 +1,7 @@
 """Who may ask for a prefill, at which URL, and how often."""
 
 import asyncio
+import logging
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
@@ -55,6 +56,18 @@ async def test_another_user_s_kv_cannot_be_redirected() -> None:
         assert (await client.post(str(asked.url), content=stolen)).status_code == 403  # the token was for this request
         assert (probes(router), callbacks(router, "accepted")) == (1, 1)
         await router.settled()
+
+
+async def test_a_refused_callback_is_a_line_with_who_and_under_which_id_but_no_token(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    caplog.set_level(logging.INFO, "balanceroute.proxy.ops.metaserver")
+    async with running(ONE) as router:
+        headers = {"X-Request-Id": "mine"}
+        assert (await router.client.post("/v1/metaserver/a-token", content=b"{}", headers=headers)).status_code == 403
+    (line,) = [vars(record) for record in caplog.records if record.message == "callback refused"]
+    assert (line["peer"], line["request"], line["path"], line["status"]) == ("127.0.0.1", "mine", "/v1/metaserver", 403)
+    assert "a-token" not in str(line)
 
 
 async def test_every_attempt_has_a_token_of_its_own() -> None:

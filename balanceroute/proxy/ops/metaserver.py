@@ -9,6 +9,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
+from balanceroute.proxy.client.asgi import REQUEST_ID
 from balanceroute.proxy.life.services import LifeServices
 from balanceroute.proxy.link.callbacks import EXPECTED, REFUSED, Elsewhere, Nowhere
 from balanceroute.proxy.wire.connectors import METASERVER_PATH, LayerwiseConnector
@@ -70,7 +71,8 @@ class Metaserver:
 
     def _refused(self, request: Request) -> Response:
         self._services().metrics.callbacks.inc(REFUSED)
-        log.info("callback refused", extra={"peer": request.client.host if request.client else ""})
+        told = {"request": request.scope.get(REQUEST_ID, ""), "peer": request.client.host if request.client else ""}
+        log.info("callback refused", extra={**told, "path": METASERVER_PATH, "status": 403})  # the token may be one
         return _error(REFUSED)
 
 
