@@ -52,6 +52,7 @@ async def test_when_nobody_answers_the_client_gets_503_with_the_reasons() -> Non
             await router.cluster.inject(name, "stop")
         reply = await router.client.get("/version")
         assert reply.status_code == 503 and "cannot connect" in reply.json()["error"]["message"]
+        assert reply.headers["retry-after"] == "5"
 
 
 async def test_the_path_is_written_anew_and_holds_a_models_name_at_most() -> None:

@@ -38,6 +38,7 @@ from balanceroute.errors import (
     NotJson,
     UpstreamError,
 )
+from balanceroute.proxy.admission.decider import NO_WORKERS_RETRY_AFTER_S
 from balanceroute.proxy.client.intake import read_head, unread_coding
 from balanceroute.proxy.client.services import ClientServices
 from balanceroute.proxy.ops.guard import error_response, route_of
@@ -126,7 +127,10 @@ class Forwarding:
             else:
                 if last.status_code < 500:
                     return last
-        return last or error_response(NoHealthyWorkers(f"No worker answered ({'; '.join(failed) or 'there is none'})."))
+        if last is not None:
+            return last
+        text = f"No worker answered ({'; '.join(failed) or 'there is none'})."
+        return error_response(NoHealthyWorkers(text, retry_after_s=NO_WORKERS_RETRY_AFTER_S))
 
     async def to_all(self, request: Request) -> Response:
         """Every worker, side by side."""
