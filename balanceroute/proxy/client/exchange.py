@@ -89,6 +89,7 @@ class Exchange:
         "_endpoint",
         "_gone",
         "_head",
+        "_in_flight",
         "_key",
         "_legs",
         "_outcome",
@@ -105,6 +106,7 @@ class Exchange:
         self._arrived_s = services.tickets.now()
         self._head: Head | None = None
         self._key: ClientKey | None = None
+        self._in_flight: ClientKey | None = None  # until it has been told that the request is over
         self._legs: list[Leg] = []
         self._outcome = FAILED
         self._refusal: AccessDenied | KeyLimit | None = None
@@ -125,6 +127,8 @@ class Exchange:
         perimeter.check_listener(_CLIENT, local[1] if local else None)
         self._key = perimeter.client(headers, self._arrived_s)
         if self._key is not None:
+            self._in_flight = self._key
+            self._response.on_last = self._leave_key
             self._request.holder = self._key.holder
         head.check()
         if self._s.tickets.draining:
@@ -338,6 +342,7 @@ class Exchange:
         self._note(error)
         if isinstance(error, ClientStalled):
             return
+        self._leave_key()
         await write_part(self._response, self._error_event(error))
 
     def _error_event(self, error: BalanceRouteError) -> bytes:
@@ -370,11 +375,17 @@ class Exchange:
         if not legs and self._task is not None:
             self._task.cancel()
 
+    def _leave_key(self) -> None:
+        """The key may send another request."""
+        key, self._in_flight = self._in_flight, None
+        if key is not None:
+            tokens = sum(leg.answer.prompt_tokens + leg.answer.scanner.tokens for leg in self._legs)
+            key.leave(self._s.tickets.now(), tokens)
+
     def _account(self) -> None:
         """The request is over: its counters, its histograms and its one line."""
         metrics, now = self._s.metrics, self._s.tickets.now()
-        if self._key is not None:
-            self._key.leave(now, sum(leg.answer.prompt_tokens + leg.answer.scanner.tokens for leg in self._legs))
+        self._leave_key()
         metrics.requests.inc(self._outcome)
         duration_s = now - self._arrived_s
         first_token_s = math.inf

@@ -76,8 +76,9 @@ class Response:
 
     Attributes: `started`, the head is made; `complete`, the body too, or as much of it as there will be. `gone`, the
     client has left. `on_gone`, called once when it does while the answer is not complete; whoever sets it looks at
-    `gone` first. `refusal` makes the answer of an error, in OpenAI's form if nobody sets another. `write`, of a part of
-    a body, not empty and not the last: False if the client's socket is full, then nothing has happened.
+    `gone` first. `on_last`, called before the last bytes are written: the client may ask again as soon as it has them.
+    `refusal` makes the answer of an error, in OpenAI's form if nobody sets another. `write`, of a part of a body, not
+    empty and not the last: False if the client's socket is full, then nothing has happened.
     """
 
     __slots__ = (
@@ -92,6 +93,7 @@ class Response:
         "gone",
         "keep_alive",
         "on_gone",
+        "on_last",
         "refusal",
         "started",
         "write",
@@ -106,6 +108,7 @@ class Response:
         self._left: int | None = None  # of a body of known length
         self.started = self.complete = self.gone = False
         self.on_gone: Callable[[], None] | None = None
+        self.on_last: Callable[[], None] | None = None
         self._over: asyncio.Event | None = None
         self.refusal = refusal
 
@@ -123,6 +126,7 @@ class Response:
         if self.started:
             raise InvariantError("a second response to one request")
         self.started = True
+        self._is_last()
         self._send(self._head(status, headers) + (b"" if self._bodiless else body))
         self._finish()
 
@@ -172,6 +176,7 @@ class Response:
             return
         if not self.started or self.complete:
             raise InvariantError("the end of a body that is not under way")
+        self._is_last()
         if self._bodiless:
             self._write(b"")
         elif self._left is not None:
@@ -188,6 +193,7 @@ class Response:
 
     def break_off(self) -> None:
         """An unclean end: what is written goes out, then the connection closes inside the body."""
+        self._is_last()
         self._flush()
         self._parts.open = False
         self._parts, self.write, self.complete = _LOST_PARTS, _LOST_PARTS.write, True
@@ -222,13 +228,18 @@ class Response:
         """The client has gone."""
         self.gone, self._parts.open = True, False
         self._parts, self.write = _LOST_PARTS, _LOST_PARTS.write
-        on_gone, self.on_gone = self.on_gone, None
+        on_gone, self.on_gone, self.on_last = self.on_gone, None, None
         if self._over is not None:
             self._over.set()
         if on_gone is not None:
             on_gone()
 
     # --
+
+    def _is_last(self) -> None:
+        on_last, self.on_last = self.on_last, None
+        if on_last is not None:
+            on_last()
 
     def _head(self, status: int, headers: Headers) -> bytes:
         self.keep_alive = self.keep_alive and not self._connection.receiving

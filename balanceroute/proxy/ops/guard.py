@@ -125,7 +125,6 @@ class _Guard:
             await self._app(scope, receive, send)
             return
         call = _Call(scope, send)
-        key: ClientKey | None = None
         try:
             if access is Access.CLIENT and scope["method"] == "OPTIONS":
                 told = perimeter.pages.preflight(scope["headers"], self._methods)
@@ -133,7 +132,7 @@ class _Guard:
                 return
             if access is Access.CLIENT:
                 call.headers = perimeter.pages.answer_headers(dict(scope["headers"]).get(b"origin"))
-                key = perimeter.client(scope["headers"], loop.time())
+                key = call.key = perimeter.client(scope["headers"], loop.time())
                 call.fields |= {} if key is None else {"key": key.name}
             else:
                 call.fields["by"] = perimeter.admin.admit(call.visit, time.time())
@@ -145,8 +144,7 @@ class _Guard:
             self._refusals().inc(error.reason)
             await self._refuse(error)(scope, receive, call.send)
         finally:
-            if key is not None:
-                key.leave(loop.time())
+            call.leave()
             log.info("%s call", access.value, extra=call.told())
 
     def _refuse(self, error: AccessDenied | KeyLimit) -> Response:
@@ -163,6 +161,7 @@ class _Call:
         peer = scope.get("client")
         self.visit = Visit(scope["method"], scope["headers"], peer[0] if peer else None)
         self.status = 0
+        self.key: ClientKey | None = None  # until it has been told that the call is over
         self.headers: Headers = []  # of every answer to it, besides its own
         self.fields: dict[str, Any] = {}
 
@@ -171,7 +170,15 @@ class _Call:
         if message["type"] == "http.response.start":
             self.status = message["status"]
             message = {**message, "headers": [*message.get("headers", ()), *self.headers]}
+        elif not message.get("more_body", False):
+            self.leave()  # the client may ask again as soon as it has this
         await self._send(message)
+
+    def leave(self) -> None:
+        """The key may send another request."""
+        key, self.key = self.key, None
+        if key is not None:
+            key.leave(asyncio.get_running_loop().time())
 
     def told(self) -> dict[str, Any]:
         """The fields of the line. The query is left out: people put secrets there."""

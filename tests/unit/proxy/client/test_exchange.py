@@ -123,6 +123,46 @@ def test_while_the_router_drains_a_request_is_refused_by_its_head() -> None:
     in_virtual_time(test)
 
 
+@pytest.mark.parametrize(
+    ("more", "second"),
+    [
+        ({}, whole(20, 21)),
+        ({"stream": True}, WHOLE),
+        ({"n": 2}, whole(20, 21)),
+        ({"n": 2, "stream": True}, WHOLE),
+        ({"stream": True}, Page(events(20, finish=None), breaks=BadUpstreamReply("cut", worker="", tier="decode"))),
+        ({"max_tokens": "many"}, None),
+    ],
+    ids=["whole", "stream", "choices", "streamed choices", "cut off", "refused"],
+)
+def test_a_key_may_send_its_next_request_as_soon_as_it_has_the_last_bytes(
+    more: dict[str, Any], second: Answer, tmp_path: Path
+) -> None:
+    async def test() -> None:
+        keys = tmp_path / "keys.yaml"
+        keys.write_text(f"keys: [{{name: team, sha256: {sha256(KEY).hexdigest()}, tokens_per_minute: 10000}}]")
+        retry = {"max_attempts": 1, "resume_on_worker_loss": False}
+        config = a_config(1, 1, auth={"client_keys": str(keys)}, retry=retry)
+        services, connection = a_router(config), Connection()
+        services.perimeter = Perimeter(config)
+        assert services.perimeter.keys is not None
+        (key,), in_flight = services.perimeter.keys, list[int]()
+        write = connection.transport.write
+
+        def noted(data: bytes) -> None:
+            in_flight.append(key.in_flight)
+            write(data)
+
+        connection.transport.write = noted  # type: ignore[method-assign]
+        script(services, "p0", probed(), probed())
+        script(services, "d0", second, second)
+        await served(services, connection, BODY | more, [(b"authorization", b"Bearer " + KEY)])
+        assert in_flight and in_flight[-1] == key.in_flight == 0
+        assert in_flight == sorted(in_flight, reverse=True)
+
+    in_virtual_time(test)
+
+
 @pytest.mark.parametrize("begun", [False, True])
 def test_a_client_that_goes_cancels_its_request_and_is_told_nothing_more(
     begun: bool, caplog: pytest.LogCaptureFixture

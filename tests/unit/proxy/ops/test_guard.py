@@ -2,6 +2,8 @@
 
 import logging
 from collections.abc import Callable
+from hashlib import sha256
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -11,7 +13,7 @@ from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
-from starlette.types import Receive, Scope, Send
+from starlette.types import Message, Receive, Scope, Send
 
 from balanceroute.proxy.ops.guard import guarded, tell, trusted, with_message_errors, with_request_id
 from balanceroute.proxy.perimeter.perimeter import Perimeter
@@ -104,6 +106,26 @@ async def test_who_is_trusted_leaves_a_line_of_what_was_asked_under_the_id_that_
     (record,) = [vars(record) for record in caplog.records if record.message == "operator's change"]
     assert (record["request"], record["path"], record["status"]) == ("mine", "/instances/add", 200)
     assert record["did"] == "something"
+
+
+async def test_a_key_may_call_again_as_soon_as_it_has_the_last_bytes(tmp_path: Path) -> None:
+    keys = tmp_path / "keys.yaml"
+    keys.write_text(f"keys: [{{name: team, sha256: {sha256(b'sk').hexdigest()}, max_in_flight: 1}}]")
+    site = Site(auth={"client_keys": str(keys)})
+    assert site.perimeter.keys is not None
+    (key,), in_flight = site.perimeter.keys, list[tuple[str, int]]()
+
+    async def watched(scope: Scope, receive: Receive, send: Send) -> None:
+        async def noted(message: Message) -> None:
+            in_flight.append((message["type"], key.in_flight))
+            await send(message)
+
+        await site.app(scope, receive, noted)
+
+    async with httpx.AsyncClient(transport=httpx.ASGITransport(watched), base_url="http://127.0.0.1:8000") as client:
+        for _ in range(2):
+            assert (await client.post("/tokenize", headers={"x-api-key": "sk"}, json={})).status_code == 200
+    assert in_flight == [("http.response.start", 1), ("http.response.body", 0)] * 2
 
 
 async def test_on_a_listener_of_another_class_the_route_is_not_there_whatever_the_method() -> None:
