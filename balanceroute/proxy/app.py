@@ -31,12 +31,13 @@ from balanceroute.proxy.client.response import Response
 from balanceroute.proxy.client.services import ClientServices
 from balanceroute.proxy.life.pool_reaper import PoolReaper
 from balanceroute.proxy.ops.admin import Admin, http_error, internal_error, state
-from balanceroute.proxy.ops.dashboard import DASHBOARD_PATH, SIGN_IN, Dashboard
+from balanceroute.proxy.ops.dashboard import SIGN_IN, Dashboard
 from balanceroute.proxy.ops.dashboard.recorder import Recorder
 from balanceroute.proxy.ops.forwarding import Forwarding
 from balanceroute.proxy.ops.guard import guarded, with_message_errors, with_request_id
 from balanceroute.proxy.ops.metaserver import Metaserver
 from balanceroute.proxy.ops.steering import Steering
+from balanceroute.proxy.perimeter.access import DASHBOARD_PATH
 from balanceroute.proxy.perimeter.perimeter import Perimeter
 from balanceroute.proxy.perimeter.tls import Tls
 from balanceroute.proxy.services import Services

@@ -388,6 +388,8 @@ async def test_the_dashboard_asks_for_the_token_once_and_its_cookie_opens_nothin
         assert (await laptop.post("/instances/drain", json=PREFILLER, headers=everywhere)).status_code == 401
         assert (await laptop.post("/reset_prefix_cache", headers=everywhere)).status_code == 401
         assert (await laptop.post("/routing/policy", json={"policy": "random"}, headers=everywhere)).status_code == 401
+        for path in ("/state", "/decisions"):
+            assert (await laptop.get(path, headers=everywhere)).status_code == 401
         for path in ("/dashboard/assets/dashboard.js", "/dashboard/stream", "/dashboard/what_if?policy=br_0"):
             assert (await laptop.get(path)).status_code == 200
 

@@ -159,7 +159,7 @@ class _Call:
     def __init__(self, scope: Scope, send: Send) -> None:
         self._scope, self._send = scope, send
         peer = scope.get("client")
-        self.visit = Visit(scope["method"], scope["headers"], peer[0] if peer else None)
+        self.visit = Visit(scope["method"], scope["headers"], peer[0] if peer else None, scope["path"])
         self.status = 0
         self.key: ClientKey | None = None  # until it has been told that the call is over
         self.headers: Headers = []  # of every answer to it, besides its own

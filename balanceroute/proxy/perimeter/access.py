@@ -26,6 +26,7 @@ from balanceroute.proxy.perimeter.keys import bearer
 from balanceroute.proxy.wire.responses import Headers
 
 READS: Final = frozenset(("GET", "HEAD"))
+DASHBOARD_PATH: Final = "/dashboard"
 SESSION_COOKIE: Final = "balanceroute_session"
 SESSION_S: Final = 7 * 86_400
 _OF_PROXIES: Final = frozenset((b"forwarded", b"via", b"x-real-ip", b"true-client-ip", b"cf-connecting-ip"))
@@ -38,6 +39,12 @@ class Visit:
     method: str
     headers: Headers
     peer: str | None
+    path: str = ""
+
+    @property
+    def watches(self) -> bool:
+        """Whether it asks to see the dashboard, and no more."""
+        return self.method in READS and (self.path == DASHBOARD_PATH or self.path.startswith(f"{DASHBOARD_PATH}/"))
 
 
 class AdminGate:
@@ -74,7 +81,7 @@ class AdminGate:
             return "token"
         if bearer(visit.headers) is not None:
             raise _unauthorized("The admin token is wrong.", "wrong_token")
-        if visit.method in READS and self._has_session(visit.headers, now_unix_s):
+        if visit.watches and self._has_session(visit.headers, now_unix_s):
             return "session"
         raise _unauthorized("This route needs auth.admin_token as a bearer token.", "no_token")
 

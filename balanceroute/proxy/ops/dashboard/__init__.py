@@ -38,7 +38,7 @@ from balanceroute.proxy.ops.dashboard.recorder import Recorder
 from balanceroute.proxy.ops.guard import closed_headers, error_response
 from balanceroute.proxy.ops.services import OperatorServices
 from balanceroute.proxy.ops.workers import why_not_up
-from balanceroute.proxy.perimeter.access import SESSION_COOKIE, SESSION_S
+from balanceroute.proxy.perimeter.access import DASHBOARD_PATH, SESSION_COOKIE, SESSION_S
 from balanceroute.proxy.telemetry.instruments import Histogram
 
 # nothing from elsewhere may run or be shown in the page, whatever a worker's name is
@@ -49,7 +49,6 @@ _POLICY: Final = (
 _SIGN_IN_POLICY: Final = (
     f"default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; connect-src 'self'; {_OF_PAGES}"
 )
-DASHBOARD_PATH: Final = "/dashboard"
 _ASSETS: Final = {
     "dashboard.css": "text/css; charset=utf-8",
     "dashboard.js": "text/javascript; charset=utf-8",

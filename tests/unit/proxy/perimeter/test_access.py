@@ -12,15 +12,17 @@ TOKEN: Headers = [(b"authorization", b"Bearer s3cret")]
 NOW = 1_700_000_000.0
 
 
-def admitted(gate: AdminGate, headers: Headers, *, method: str = "GET", peer: str | None = "127.0.0.1") -> str:
-    return gate.admit(Visit(method, headers, peer), NOW)
+def admitted(
+    gate: AdminGate, headers: Headers, *, method: str = "GET", peer: str | None = "127.0.0.1", path: str = "/dashboard"
+) -> str:
+    return gate.admit(Visit(method, headers, peer, path), NOW)
 
 
 def refused(
-    gate: AdminGate, headers: Headers, *, method: str = "GET", peer: str | None = "127.0.0.1"
+    gate: AdminGate, headers: Headers, *, method: str = "GET", peer: str | None = "127.0.0.1", path: str = "/dashboard"
 ) -> tuple[int, str]:
     with pytest.raises(AccessDenied) as caught:
-        admitted(gate, headers, method=method, peer=peer)
+        admitted(gate, headers, method=method, peer=peer, path=path)
     if caught.value.status in (401, 403) and "Pages" not in str(caught.value) and "wrong" not in str(caught.value):
         assert "auth.admin_token" in str(caught.value)
     return caught.value.status, caught.value.reason
@@ -135,14 +137,17 @@ def cookie(value: str) -> Headers:
     return [*HERE, (b"cookie", f"a=b; {SESSION_COOKIE}={value}; c".encode())]
 
 
-def test_a_session_reads_for_a_week_and_changes_nothing() -> None:
+def test_a_session_shows_the_dashboard_for_a_week_and_opens_nothing_else() -> None:
     gate = AdminGate("s3cret")
     session = gate.new_session(NOW)
     assert admitted(gate, cookie(session)) == "session"
     assert refused(gate, [*cookie(session), *JSON], method="POST") == (401, "no_token")
-    assert gate.admit(Visit("GET", cookie(session), None), NOW + SESSION_S - 1) == "session"
+    for path in ("/state", "/decisions", "/metrics", "/", "", "/dashboards", "/x/dashboard/"):
+        assert refused(gate, cookie(session), path=path) == (401, "no_token")
+    watching = Visit("GET", cookie(session), None, "/dashboard/data")
+    assert gate.admit(watching, NOW + SESSION_S - 1) == "session"
     with pytest.raises(AccessDenied):
-        gate.admit(Visit("GET", cookie(session), None), NOW + SESSION_S + 1)
+        gate.admit(watching, NOW + SESSION_S + 1)
 
 
 def test_a_session_can_be_neither_made_up_nor_prolonged_and_ends_with_its_token() -> None:
