@@ -7,7 +7,8 @@ How the stream ends, and what that means:
 | [DONE] after a finish reason | complete |
 | broken off after a finish reason | complete, without a [DONE] of ours |
 | [DONE] without one, or `stop_reason: "recomputed"` | the request was given back: the answer goes on elsewhere |
-| broken off, an error event, no JSON, another request's | an error, which `retries.py` judges |
+| `finish_reason: "abort"`: the engine is being stopped | an error, which `retries.py` judges |
+| broken off, an error event, no JSON, another request's | the same |
 """
 
 import asyncio
@@ -19,6 +20,7 @@ from balanceroute.proxy.life.leg import ERROR_LIMIT, REPLY_LIMIT, Leg
 from balanceroute.proxy.life.retries import event_error, status_error
 from balanceroute.proxy.life.streaming import stream_events
 from balanceroute.proxy.wire.answers import correct_answer
+from balanceroute.proxy.wire.bounds import ABORT, aborted
 from balanceroute.proxy.wire.sse import DONE, StreamEnd
 from balanceroute.proxy.workers.fleet import Worker
 from balanceroute.proxy.workers.identity import check_id, foreign_reply, learn_id
@@ -178,6 +180,8 @@ def _ended(leg: Leg, worker: Worker, broken: UpstreamError | None) -> bool:
         raise event_error(scanner.error or b"{}", worker)
     if end is StreamEnd.NO_DONE:
         return True
+    if end is StreamEnd.ABORTED:
+        raise aborted(worker.id, "decode")
     if broken is not None:
         raise broken
     if end is StreamEnd.MALFORMED:
@@ -202,6 +206,8 @@ async def _whole(leg: Leg, worker: Worker, reply: Reply) -> bool:
         request_id=leg.id,
     )
     check_id(worker, "decode", told.reply_id, leg.upstream_id)
+    if told.finish_reason == ABORT:
+        raise aborted(worker.id, "decode")
     worker.circuit.success()
     if told.recomputed or told.finish_reason is None:
         return False  # once more from its own prompt

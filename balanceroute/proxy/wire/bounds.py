@@ -8,9 +8,12 @@ from typing import Any, Final
 
 import orjson
 
+from balanceroute.errors import BadUpstreamReply
+
 MAX_TOKENS: Final = 2**24  # of a prompt or an answer; the longest published context windows hold 10 million
 MAX_RETRY_AFTER_S: Final = 3600.0
 MAX_PARAMS_BYTES: Final = 16 * 2**20  # of kv_transfer_params: the block ids of a prompt of millions of tokens
+ABORT: Final = "abort"  # the finish reason that vLLM gives to all it has when it is stopped (SIGTERM, /pause)
 _MAX_NAME: Final = 64  # characters of a finish reason
 _COUNTS: Final = ("prompt_tokens", "completion_tokens", "total_tokens")
 _DETAILS: Final = ("prompt_tokens_details", "completion_tokens_details")
@@ -73,6 +76,11 @@ def checked_choice(choice: object) -> dict[str, Any]:
     if reason is not None and len(reason) > _MAX_NAME:
         raise ValueError(f"finish_reason is {_shown(reason)}")
     return choice
+
+
+def aborted(worker: str, tier: str) -> BadUpstreamReply:
+    """The error of an answer with that finish reason: it ends before its time, and may go on at another engine."""
+    return BadUpstreamReply("its engine has aborted the request", worker=worker, tier=tier)
 
 
 def answers(told: object, upstream_id: str) -> bool:

@@ -39,7 +39,7 @@ from typing import Any, Final, Literal
 import orjson
 
 from balanceroute.errors import BadUpstreamReply, InvalidRequest, NotJson
-from balanceroute.proxy.wire.bounds import MAX_PARAMS_BYTES, checked_choice, checked_usage, token_count
+from balanceroute.proxy.wire.bounds import ABORT, MAX_PARAMS_BYTES, aborted, checked_choice, checked_usage, token_count
 from balanceroute.proxy.wire.fields import as_integer, boolean, checked, integer, kind
 from balanceroute.proxy.wire.json_size import check_size
 from balanceroute.proxy.wire.usage import prompt_details_of
@@ -515,8 +515,8 @@ def _dump(request: ClientRequest, rest: dict[str, Any], kv_transfer_params: byte
 def parse_probe_reply(body: bytes, *, worker: str, keep: bool = False) -> PrefillResult:
     """Read a prefiller's 200; `keep` it whole in the result, for what it says about the prompt.
 
-    Raises: BadUpstreamReply: not a completion. Null `kv_transfer_params` are no error here: the caller
-    retries.
+    Raises: BadUpstreamReply: not a completion, or one that was aborted. Null `kv_transfer_params` are no error here:
+    the caller retries.
     """
     try:
         reply = orjson.loads(body)
@@ -524,6 +524,8 @@ def parse_probe_reply(body: bytes, *, worker: str, keep: bool = False) -> Prefil
         details = prompt_details_of(usage)
         params = reply.get("kv_transfer_params")
         choice = checked_choice(reply["choices"][0])
+        if choice.get("finish_reason") == ABORT:
+            raise aborted(worker, "prefill")
         ids = choice.get("prompt_token_ids") or reply.get("prompt_token_ids")
         prompt_tokens = usage.get("prompt_tokens")
         if prompt_tokens is None:

@@ -18,7 +18,7 @@ A scanner lives as long as the client's answer. `resume()` tells it that the nex
 stream for the same answer: ids, `created` and the role stay those of the first, usage is that of the whole.
 Text that a worker held back (half of a character) dies with it, so `resume()` gives back the ids whose text
 was never seen and they are generated again. With stop strings a worker holds back more than the last ids
-show; a `recomputed` marker flushes that text, a lost connection loses it.
+show; a `recomputed` marker, or an abort, flushes that text, a lost connection loses it.
 
 `EventScanner` is one machine: what an event is judged by, what it is rewritten to and what the next one's template is
 made of are one state, and each event changes all of it. Parts would share every field.
@@ -34,7 +34,7 @@ from typing import Any, Final, Protocol, TypeGuard
 import orjson
 
 from balanceroute.proxy.hotpath import EventMatcher
-from balanceroute.proxy.wire.bounds import answers, checked_choice, checked_usage, shown_id
+from balanceroute.proxy.wire.bounds import ABORT, answers, checked_choice, checked_usage, shown_id
 from balanceroute.proxy.wire.usage import put_prompt_details
 
 MAX_EVENT_BYTES: Final = 32 * 1024 * 1024  # the ids of a prompt of 4 million tokens; more is no event
@@ -51,6 +51,7 @@ class StreamEnd(Enum):
 
     DONE = "done"  # a finish reason, then [DONE]
     RECOMPUTED = "recomputed"  # the engine gave the request back: prefill prompt + generated ids again
+    ABORTED = "aborted"  # the engine is being stopped, and has ended what it had: same remedy, elsewhere
     UNFINISHED = "unfinished"  # [DONE] or the end of the bytes without a finish reason: same remedy
     NO_DONE = "no_done"  # finished, but the bytes end without [DONE]
     ERROR = "error"  # an error event; see `EventScanner.error`
@@ -72,7 +73,8 @@ class Cut:
     """Where an answer was cut off: what of it the client, or whoever collects it, has been given.
 
     `kinds` of what has come over all lives. `tokens_in_life` of the worker that it was cut off at. `flushed` is the
-    text of the event with the `recomputed` marker, which has all that its engine had held back; None without a marker.
+    text of the event with the `recomputed` marker, or of an aborted one, which has all that its engine had held back;
+    None without one.
     """
 
     kinds: frozenset[str]
@@ -481,7 +483,8 @@ class EventScanner:
     def _tokens(self, event: dict[str, Any], choices: list[Any], raw: bytes) -> bytes:
         """An event with choices: the general case."""
         blanked = self._take_ids(event, "prompt_token_ids", prompt=True)
-        changed = recomputed = carries = finishes = False
+        changed = carries = finishes = False
+        cut: StreamEnd | None = None
         for choice in choices:
             blanked += self._take_ids(choice, "token_ids")
             blanked += self._take_ids(choice, "prompt_token_ids", prompt=True)
@@ -493,8 +496,8 @@ class EventScanner:
                 self.matcher.printed = self.tokens
                 self._kinds.update(kinds)
                 self._kind = kinds[-1]
-            if choice.get("stop_reason") == "recomputed":
-                recomputed = changed = True
+            if (ended := _cut_by(choice)) is not None:
+                cut, changed = ended, True
                 self._flushed = _text_of(choice)
                 choice["finish_reason"] = None
                 choice["stop_reason"] = None
@@ -508,11 +511,11 @@ class EventScanner:
                 self.matcher.printed = self.tokens  # told to the client, text or not
                 changed |= self._go_on_with_offsets(choice["logprobs"])
         usage = event.get("usage")
-        ordinary = not (recomputed or finishes or usage or event.get("kv_transfer_params")) and len(choices) == 1
+        ordinary = not (cut or finishes or usage or event.get("kv_transfer_params")) and len(choices) == 1
         if isinstance(usage, dict):
             changed |= self._take_usage(event, usage)
-        if recomputed:
-            self.end = StreamEnd.RECOMPUTED
+        if cut is not None:
+            self.end = cut
             if not (carries or any(map(_tells_tokens, choices))):
                 return b""
         role = self._rewrite_role(choices)
@@ -712,6 +715,13 @@ def _tells_tokens(choice: dict[str, Any]) -> bool:
 def _continues(before: str | None, after: str) -> bool:
     """Whether an answer cut off within text of one kind may go on with another: an answer may turn to a tool call."""
     return before is None or after == before or (before == TEXT and after == TOOL_CALLS)
+
+
+def _cut_by(choice: dict[str, Any]) -> StreamEnd | None:
+    """How the engine has ended this choice before its time; None if it has not."""
+    if choice.get("stop_reason") == "recomputed":
+        return StreamEnd.RECOMPUTED
+    return StreamEnd.ABORTED if choice.get("finish_reason") == ABORT else None
 
 
 def _text_of(choice: dict[str, Any]) -> str:

@@ -37,9 +37,10 @@ async def failed(services: Services, *answers: Answer) -> UpstreamError:
         (Page(status=500, body=b"broken"), UpstreamStatus, 0),
         (probed(params=None), NothingPinned, 0),
         (probed(params={}), NothingPinned, 0),
+        (probed(params=None, finish_reason="abort"), BadUpstreamReply, 0),
         (probed(id_="cmpl-another"), ForeignReply, 1),
     ],
-    ids=["no JSON", "500", "null", "empty", "of another request"],
+    ids=["no JSON", "500", "null", "empty", "aborted", "of another request"],
 )
 def test_an_answer_that_no_decode_worker_could_use_is_a_failure_of_the_prefiller(
     page: Page, kind: type[UpstreamError], orphans: int

@@ -12,7 +12,7 @@ from balanceroute.errors import ConnectFailed, ConnectionLost, UpstreamError
 from balanceroute.proxy.services import Services
 from balanceroute.proxy.workers.circuit import CircuitState
 from balanceroute.proxy.workers.pins import PinRecord
-from tests.unit.proxy.life.legs import DONE, PROMPT_IDS, Client, a_leg, dispatching, events, idle, probed
+from tests.unit.proxy.life.legs import DONE, PROMPT_IDS, Client, a_leg, dispatching, events, idle, probed, whole
 from tests.unit.proxy.virtual_time import Page, ScriptedUpstream, a_config, a_router, in_virtual_time, let_pass, script
 from tests.waiting import until
 
@@ -98,6 +98,40 @@ def test_an_answer_that_is_cut_off_goes_on_from_its_last_token_where_that_is_all
                 assert asked(p0)[1]["prompt"] == [*PROMPT_IDS, 20, 21]
                 assert asked(d0)[1]["max_tokens"] == 8
                 assert leg.recomputes == 1
+        assert idle(services)
+
+    in_virtual_time(served)
+
+
+@pytest.mark.parametrize("tokens", [(20, 21), ()], ids=["with tokens", "before the first one"])
+def test_an_answer_that_an_engine_aborts_because_it_is_stopped_goes_on_at_another_one(tokens: tuple[int, ...]) -> None:
+    async def served() -> None:
+        services, client = a_router(a_config(1, 2)), Client()
+        script(services, "p0", probed(), probed(prompt=[*PROMPT_IDS, *tokens]))
+        first = events(*tokens, finish="abort") if tokens else events(20, finish="abort", text="", token_ids=[])
+        stopped = script(services, "d0", Page(first + DONE))
+        other = script(services, "d1", Page(events(*(22,) if tokens else (20, 21, 22)) + DONE))
+        async with dispatching(services):
+            await a_leg(services, client).run()
+        assert client.text == " 20 21 22" and client.ended and b"abort" not in client.got
+        assert len(stopped.asked) == len(other.asked) == 1
+        assert services.metrics.recomputes.value("worker_lost") == 1
+        assert services.fleet["d0"].circuit.state is CircuitState.RESTING
+        assert idle(services)
+
+    in_virtual_time(served)
+
+
+def test_an_unstreamed_answer_that_an_engine_aborts_is_asked_for_again() -> None:
+    async def served() -> None:
+        services, client = a_router(a_config(1, 2)), Client()
+        script(services, "p0", probed())
+        aborted = Page(whole(20).body.replace(b'"length"', b'"abort"'))
+        script(services, "d0", aborted)
+        script(services, "d1", whole(20, 21))
+        async with dispatching(services):
+            await a_leg(services, client, stream=False, max_tokens=2).run()
+        assert b" 20 21" in client.got and b"abort" not in client.got
         assert idle(services)
 
     in_virtual_time(served)

@@ -155,7 +155,7 @@ STOPS = [
     ("stop", 151643, "end_turn", None),
     ("stop", "END", "stop_sequence", "END"),
     ("content_filter", None, "refusal", None),
-    ("abort", None, None, None),
+    ("repetition", None, None, None),
 ]
 
 

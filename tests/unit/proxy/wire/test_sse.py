@@ -320,6 +320,16 @@ def test_a_recomputed_marker_never_reaches_the_client(reason: str) -> None:
     assert scanner.end is StreamEnd.RECOMPUTED
 
 
+def test_an_abort_is_no_end_of_an_answer_and_never_reaches_the_client() -> None:
+    """As vLLM 0.32 sends it, with the last token, when it is stopped."""
+    scanner = EventScanner()
+    last = completion("b", [2], finish_reason="abort")
+    out = scanner.feed(event(completion("a", [1])) + event(last) + event(usage(3, 2)) + DONE)
+    assert parsed(out) == [completion("a", None), completion("b", None)]
+    assert (scanner.end, scanner.tokens, scanner.finish_reason) == (StreamEnd.ABORTED, 2, None)
+    assert scanner.cut().flushed == "b"
+
+
 def test_a_final_usage_without_a_finish_reason_is_held_back_because_the_next_life_has_its_own() -> None:
     scanner = EventScanner(want_usage=True, prompt_tokens=3)
     out = scanner.feed(event(completion("a", [1])) + event(usage(3, 1)) + DONE)
