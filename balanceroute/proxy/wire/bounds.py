@@ -17,6 +17,7 @@ ABORT: Final = "abort"  # the finish reason that vLLM gives to all it has when i
 _MAX_NAME: Final = 64  # characters of a finish reason
 _COUNTS: Final = ("prompt_tokens", "completion_tokens", "total_tokens")
 _DETAILS: Final = ("prompt_tokens_details", "completion_tokens_details")
+_SAYS_WHY: Final = ("error", "message", "detail")  # where engines, and the frameworks around them, put an error's text
 # Of a choice, by what each one is that is there; null is as good as absent.
 _FIELDS: Final[tuple[tuple[str, type], ...]] = (
     ("finish_reason", str),
@@ -103,10 +104,10 @@ def retry_after_s(header: bytes | None) -> float:
 
 
 def error_object(body: bytes) -> bytes | None:
-    """A worker's own error as one line of JSON; None unless it is a JSON object."""
+    """A worker's own error as one line of JSON; None unless it is a JSON object that says what is wrong."""
     try:
         data = orjson.loads(body)
-        return orjson.dumps(data) if isinstance(data, dict) else None
+        return orjson.dumps(data) if isinstance(data, dict) and any(map(data.get, _SAYS_WHY)) else None
     except (ValueError, TypeError):  # TypeError: nested deeper than orjson writes
         return None
 

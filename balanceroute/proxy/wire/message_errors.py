@@ -13,7 +13,7 @@ from typing import Any, Final
 import orjson
 
 from balanceroute.errors import BalanceRouteError, InvalidRequest
-from balanceroute.proxy.wire.responses import Headers, body_of, extra_headers, json_headers, status_of
+from balanceroute.proxy.wire.responses import Headers, body_of, extra_headers, json_headers, status_of, text_of
 
 MESSAGES_PATH: Final = "/v1/messages"
 _TYPES: Final = {
@@ -43,7 +43,7 @@ def is_messages_path(path: str) -> bool:
 def message_error_body(status: int, body: bytes, request_id: str, *, field: str | None = None) -> bytes:
     """Anthropic's error object that says what an OpenAI one, or an engine's own, says. `field` was refused."""
     kind = _TYPES.get(status, "api_error" if status >= 500 else "invalid_request_error")
-    error: dict[str, Any] = {"type": kind, "message": _in_anthropics_words(_text_of(body))}
+    error: dict[str, Any] = {"type": kind, "message": _in_anthropics_words(text_of(body))}
     if field in _DETAILS:
         error["details"] = _DETAILS[field]
     return orjson.dumps({"type": "error", "error": error, "request_id": request_id})
@@ -78,20 +78,3 @@ def _in_anthropics_words(text: str) -> str:
     if told["unit"] == "characters":  # so many that vLLM has not counted the tokens
         return f"prompt is too long: {text}"
     return f"prompt is too long: {told['count']} tokens > {told['most']} maximum"
-
-
-def _text_of(body: bytes) -> str:
-    """The message in a JSON error object, wherever engines put it; else the body as text."""
-    try:
-        told = orjson.loads(body)
-    except ValueError:
-        told = None
-    if isinstance(told, dict):
-        error = told.get("error")
-        for holder in (error if isinstance(error, dict) else {}, told):
-            for name in ("message", "detail"):
-                if isinstance(holder.get(name), str):
-                    return str(holder[name])
-        if isinstance(error, str):
-            return error
-    return body.decode("utf-8", "replace")

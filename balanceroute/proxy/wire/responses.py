@@ -79,8 +79,28 @@ def body_of(error: BalanceRouteError) -> bytes:
 
 
 def error_event(error: BalanceRouteError) -> bytes:
-    """An SSE event that tells an error after the first byte."""
-    return b"data: " + body_of(error) + b"\n\n"
+    """An SSE event that tells an error after the first byte: one that clients know by its `error`."""
+    body = body_of(error)
+    if isinstance(error, UpstreamStatus) and not orjson.loads(body).get("error"):
+        body = error_body(error.status, text_of(body))
+    return b"data: " + body + b"\n\n"
+
+
+def text_of(body: bytes) -> str:
+    """The message in a JSON error object, wherever engines put it; else the body as text."""
+    try:
+        told = orjson.loads(body)
+    except ValueError:
+        told = None
+    if isinstance(told, dict):
+        error = told.get("error")
+        for holder in (error if isinstance(error, dict) else {}, told):
+            for name in ("message", "detail"):
+                if isinstance(holder.get(name), str):
+                    return str(holder[name])
+        if isinstance(error, str):
+            return error
+    return body.decode("utf-8", "replace")
 
 
 def refusal(error: BalanceRouteError, headers: Headers) -> tuple[int, Headers, bytes]:

@@ -103,8 +103,11 @@ def test_a_client_sees_one_id_over_all_tries() -> None:
     assert shown_id("engine's own", "r-2", "r") == "engine's own"
 
 
-@pytest.mark.parametrize("body", [b"", b"no json", b"[1]", b"7", b'{"a":' * 2000 + b"1" + b"}" * 2000])
-def test_an_error_that_is_no_object_is_not_passed_on(body: bytes) -> None:
+EMPTY = [b"{}", b'{"error":null}', b'{"error":{}}', b'{"code":500}', b'{"message":"","detail":[]}']
+
+
+@pytest.mark.parametrize("body", [b"", b"no json", b"[1]", b"7", b'{"a":' * 2000 + b"1" + b"}" * 2000, *EMPTY])
+def test_an_error_that_is_no_object_or_says_nothing_is_not_passed_on(body: bytes) -> None:
     assert error_object(body) is None
 
 

@@ -58,6 +58,22 @@ def test_an_error_event_is_one_line_of_data() -> None:
     assert event.startswith(b"data: {") and event.endswith(b"}\n\n") and event.count(b"\n") == 2
 
 
+@pytest.mark.parametrize(
+    ("body", "message"),
+    [
+        (b"{}", "decode worker answered 404: {}"),
+        (b'{"detail":"Not Found"}', "Not Found"),
+        (b'{"object":"error","message":"too long","code":404}', "too long"),
+        (b'{"error":{},"message":"m"}', "m"),
+        (b'{"error":{"message":"own","code":7}}', "own"),
+    ],
+)
+def test_an_error_event_has_an_error_in_it_whatever_shape_the_worker_s_own_has(body: bytes, message: str) -> None:
+    """Clients take an event without one for a part of the answer, and never hear that it was cut off."""
+    event = error_event(UpstreamStatus("x", status=404, body=body, **AT))
+    assert orjson.loads(event.removeprefix(b"data: "))["error"]["message"] == message
+
+
 def test_retry_after_is_told_where_it_is_known() -> None:
     assert extra_headers(QueueFull("x", retry_after_s=2.0)) == [(b"retry-after", b"2")]
     assert extra_headers(QueueFull("x", retry_after_s=0.1)) == [(b"retry-after", b"1")]
