@@ -303,22 +303,31 @@ class EventScanner:
         self.matcher.between_events = False
         return self.end
 
+    def counted_usage(self) -> dict[str, Any]:
+        """The usage by our own count."""
+        prompt_tokens = self._known_prompt_tokens or 0
+        usage: dict[str, Any] = {"prompt_tokens": prompt_tokens, "completion_tokens": self.tokens}
+        usage["total_tokens"] = prompt_tokens + self.tokens
+        put_prompt_details(usage, self._prompt_details)
+        return usage
+
+    @property
+    def _known_prompt_tokens(self) -> int | None:
+        if self._prompt_tokens is None and self.prompt_ids is not None:
+            return len(self.prompt_ids)
+        return self._prompt_tokens
+
     def owed_usage(self, model: str | None, *, chat: bool) -> bytes:
         """The final usage event of an answer whose worker ended without one, from our own count; else nothing."""
-        prompt_tokens = self._prompt_tokens
-        if prompt_tokens is None and self.prompt_ids is not None:
-            prompt_tokens = len(self.prompt_ids)
-        if self.usage is not None or self.finish_reason is None or prompt_tokens is None:
+        if self.usage is not None or self.finish_reason is None or self._known_prompt_tokens is None:
             return b""
-        counts = (prompt_tokens, self.tokens)
-        usage = {"prompt_tokens": counts[0], "completion_tokens": counts[1], "total_tokens": sum(counts)}
         event: dict[str, Any] = {
             "id": self.public_id,
             "object": "chat.completion.chunk" if chat else "text_completion",
             "created": self.created,
             "model": model,
             "choices": [],
-            "usage": usage,
+            "usage": self.counted_usage(),
         }
         return self._final_usage(event, b"data: %s\n\n" % orjson.dumps(event))
 

@@ -62,6 +62,16 @@ def test_an_assembled_chat_with_ids_equals_the_workers() -> None:
     assert answer["prompt_token_ids"] == whole["prompt_token_ids"]
 
 
+def test_an_answer_whose_worker_sends_no_usage_has_the_one_that_was_counted() -> None:
+    request = payloads.parse("completions", b'{"prompt":"x"}')
+    scanner, assembler = EventScanner(want_usage=True, prompt_tokens=4, cached_tokens=3), AnswerAssembler(request)
+    wire = event(usage(4, 0)) + event(completion("a", [1, 2], finish_reason="length")) + DONE
+    assembler.feed(scanner.feed(wire))
+    told = orjson.loads(assembler.answer(scanner))["usage"]
+    assert (told["prompt_tokens"], told["completion_tokens"], told["total_tokens"]) == (4, 2, 6)
+    assert told["prompt_tokens_details"] == {"cached_tokens": 3}
+
+
 def test_tool_calls_and_reasoning_are_merged_from_their_deltas() -> None:
     deltas: list[dict[str, Any]] = [
         {"role": "assistant", "content": ""},
