@@ -86,6 +86,17 @@ class Answer:
         if self.request is self._original and "truncate_prompt_tokens" in self._original.rest:
             self.request = self._original = cut_alike(self._original, tokens)
 
+    @property
+    def decodes(self) -> bool:
+        """Whether the present decode worker has all of the prompt's KV: it has given tokens, or the whole answer."""
+        return bool(self.scanner.tokens_in_life) or self.scanner.finish_reason is not None
+
+    def count_prompt_by_decoder(self) -> None:
+        """Where no prefiller has told the prompt's size before the decode was over, the decode worker's word counts."""
+        ids, usage = self.scanner.prompt_ids, self.scanner.usage or {}
+        if not self.prompt_tokens:
+            self.prompt_tokens = len(ids) if ids is not None else usage.get("prompt_tokens") or 0
+
     def check_prefill(self, worker: Worker, result: PrefillResult) -> None:
         """An engine too old to take token ids for a chat would start the answer over: better an error than that.
 

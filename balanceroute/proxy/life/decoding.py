@@ -214,7 +214,7 @@ async def _whole(leg: Leg, worker: Worker, reply: Reply) -> bool:
     if told.tokens:
         leg.ticket.progress(told.tokens)
     leg.first_token_s = worker.progress_s = leg.services.tickets.now()
-    scanner.tokens, scanner.finish_reason = told.tokens, told.finish_reason
+    scanner.tokens, scanner.finish_reason, scanner.usage = told.tokens, told.finish_reason, told.usage
     scanner.end = DONE
     leg.retries.clear_choices()
     answer.outlet.whole(told.body)

@@ -23,7 +23,7 @@ What can go wrong, and what is done:
   callback would be taken for a repetition).
 * P fails without having seen the request (no connection, 429, 503): another is asked to push to the same D.
 * P fails otherwise: D may hold half of the KV and would wait for ever, so its stream is closed and the request goes
-  back to the pool. A 4xx of P goes to the client.
+  back to the pool. A 4xx of P goes to the client. If D has given tokens, it has all of the KV: nothing happens.
 * D never asks: its engine has another connector, or can't reach the URL. Nothing else would say so before the first
   byte is late, so after `CALLBACK_S` it is a line in the log and in /ready, until D asks.
 * The client goes, or D fails: P is hung up on at once. Nothing is pinned, so nothing is drained.
@@ -67,7 +67,6 @@ from balanceroute.proxy.life.retries import pushes_back
 from balanceroute.proxy.telemetry.conditions import CONNECTOR
 from balanceroute.proxy.wire.connectors import LayerwiseConnector
 from balanceroute.proxy.wire.payloads import ClientRequest, PrefillResult
-from balanceroute.proxy.wire.sse import DONE
 from balanceroute.proxy.workers.fleet import Worker
 
 log = logging.getLogger(__name__)
@@ -183,9 +182,7 @@ class Layerwise:
             push, self._push = self._push, None
             if push is not None:
                 push.cancel()  # what it holds in the scheduler goes with the request's own release
-            answer = leg.answer
-            if not answer.prompt_tokens and answer.scanner.prompt_ids is not None:  # its reply has not come
-                answer.prompt_tokens = len(answer.scanner.prompt_ids)
+            leg.answer.count_prompt_by_decoder()
 
     # -- the prefill beside it
 
@@ -207,9 +204,17 @@ class Layerwise:
         leg, answer = self._leg, self._leg.answer
         try:
             result = await self._prefill_for(body)
-            answer.check_prefill(self._s.fleet[leg.prefiller_id], result)
         except BalanceRouteError as error:
-            if answer.scanner.end is not DONE:
+            if not answer.decodes:
+                leg.interrupt(error)
+            elif leg.ticket.pushing:
+                leg.kv_due = False
+                leg.ticket.pushed(leg.ticket.prompt_tokens)
+            return
+        try:
+            answer.check_prefill(self._s.fleet[leg.prefiller_id], result)
+        except UpstreamError as error:
+            if answer.scanner.finish_reason is None:
                 leg.interrupt(error)
             return
         now = self._s.tickets.now()

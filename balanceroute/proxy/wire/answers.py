@@ -223,6 +223,7 @@ class CorrectedAnswer:
     tokens: int
     recomputed: bool
     finish_reason: str | None
+    usage: dict[str, Any]
     reply_id: Any = None
 
 
@@ -265,6 +266,7 @@ def correct_answer(
         tokens=tokens,
         recomputed=choice.get("stop_reason") == "recomputed",
         finish_reason=choice.get("finish_reason"),
+        usage=usage,
         reply_id=told,
     )
 

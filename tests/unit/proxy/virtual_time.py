@@ -199,7 +199,7 @@ def a_config(prefillers: int = 1, decoders: int = 3, **sections: Any) -> Config:
         "predictor": {"kind": "none"},
     }
     for name, section in sections.items():
-        tree[name] = {**tree.get(name, {}), **section}
+        tree[name] = {**tree.get(name, {}), **section} if isinstance(section, dict) else section
     return validate(tree)
 
 

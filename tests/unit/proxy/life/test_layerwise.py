@@ -1,0 +1,105 @@
+"""Decode first: a prefiller that fails, or is late, when its decode worker has had all of the KV."""
+
+import asyncio
+from typing import Any
+
+import orjson
+import pytest
+
+from balanceroute.core.types import Outcome
+from balanceroute.errors import ConnectionLost
+from balanceroute.proxy.life.layerwise import LAST_WORD_S, Layerwise
+from balanceroute.proxy.services import Services
+from balanceroute.proxy.wire.connectors import LayerwiseConnector
+from tests.unit.proxy.life.legs import DONE, PROMPT_IDS, Client, a_leg, dispatching, events, idle, whole
+from tests.unit.proxy.virtual_time import Answer, Page, ScriptedUpstream, a_config, a_router, in_virtual_time, let_pass
+
+LOST = ConnectionLost("reset", worker="p0", tier="prefill")
+USAGE = {"prompt_tokens": len(PROMPT_IDS), "completion_tokens": 2}
+TOLD = b"data: %s\n\n" % orjson.dumps({"id": "cmpl-$ID", "choices": [], "usage": USAGE})
+
+
+class Asking(ScriptedUpstream):
+    """A decode worker that asks for its prefill, and answers at once."""
+
+    def __init__(self, services: Services, answer: Answer) -> None:
+        super().__init__(answer)
+        assert isinstance(services.connector, LayerwiseConnector)
+        self._connector = services.connector
+
+    async def request(self, method: str, path: str, body: bytes = b"", headers: bytes = b"", **options: Any) -> Any:
+        token = orjson.loads(body)["kv_transfer_params"]["metaserver"].rpartition("/")[2]
+        sent_id = headers.partition(b"x-request-id: ")[2].partition(b"\r\n")[0].decode()
+        assert self._connector.called_back(token, f"cmpl-{sent_id}-0", b'{"remote_host":"d0"}') == "accepted"
+        await asyncio.sleep(0.01)
+        return await super().request(method, path, body, headers, **options)
+
+
+class Late(ScriptedUpstream):
+    """A prefiller whose answer comes later than the decode worker's."""
+
+    def __init__(self, after_s: float, answer: Answer) -> None:
+        super().__init__(answer)
+        self._after_s = after_s
+
+    async def request(self, *args: Any, **options: Any) -> Any:
+        await asyncio.sleep(self._after_s)
+        return await super().request(*args, **options)
+
+
+def a_pair(decoder: Answer, prefiller_s: float, prefiller: Answer) -> Services:
+    sections: dict[str, Any] = {"layerwise": {"callback_url": "http://10.0.0.5:8000"}, "retry": {"max_attempts": 1}}
+    services = a_router(a_config(1, 1, connector="mooncake_layerwise", **sections))
+    services.fleet["d0"].upstream = Asking(services, decoder)  # type: ignore[assignment]
+    services.fleet["p0"].upstream = Late(prefiller_s, prefiller)  # type: ignore[assignment]
+    return services
+
+
+@pytest.mark.parametrize("done", [DONE, b""], ids=["with [DONE]", "without"])
+def test_a_prefiller_that_is_lost_after_the_answer_is_complete_takes_nothing_from_it(done: bytes) -> None:
+    async def served() -> None:
+        services, client = a_pair(Page(events(20, 21) + done), LAST_WORD_S / 2, LOST), Client()
+        async with dispatching(services):
+            leg = a_leg(services, client, Layerwise)
+            await leg.run()
+        assert (leg.outcome, client.text) == (Outcome.FINISHED, " 20 21")
+        assert idle(services)
+
+    in_virtual_time(served)
+
+
+def test_a_prefiller_that_is_lost_once_its_decode_worker_gives_tokens_does_not_end_the_stream() -> None:
+    async def served() -> None:
+        services, client = a_pair(Page(events(20, 21, finish=None), ends=False), 1.0, LOST), Client()
+        async with dispatching(services):
+            leg = a_leg(services, client, Layerwise)
+            request = asyncio.ensure_future(leg.run())
+            await let_pass(5.0)
+            assert not request.done() and client.text == " 20 21"
+            assert not leg.kv_due and not leg.ticket.pushing
+            prefiller = services.ledger.prefiller("p0")
+            assert prefiller is not None and prefiller.inflight == 0
+            leg.abandon()
+            await asyncio.wait({request})
+        assert idle(services)
+
+    in_virtual_time(served)
+
+
+@pytest.mark.parametrize(
+    ("answer", "fields"),
+    [(Page(events(20, 21) + TOLD + DONE), {}), (whole(20, 21), {"stream": False, "max_tokens": 2})],
+    ids=["streamed", "whole"],
+)
+def test_a_prompt_that_its_prefiller_has_not_counted_in_time_counts_as_the_decode_worker_says(
+    answer: Page, fields: dict[str, Any]
+) -> None:
+    async def served() -> None:
+        services = a_pair(answer, 10 * LAST_WORD_S, 200)
+        async with dispatching(services):
+            leg = a_leg(services, Client(), Layerwise, **fields)
+            await leg.run()
+        assert (leg.outcome, leg.answer.prompt_tokens) == (Outcome.FINISHED, len(PROMPT_IDS))
+        assert idle(services)
+
+    in_virtual_time(served)
