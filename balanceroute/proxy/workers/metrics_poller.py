@@ -28,7 +28,7 @@ Workers of one URL share one read; their ranks are told apart by the `engine` la
 
 import re
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Final
 
@@ -145,15 +145,25 @@ def of_worker(engines: dict[str, dict[str, float]], dp_rank: int | None) -> dict
 
     Several engines behind one URL without ranks are seen as their maximum: as full as the fullest.
     """
-    if dp_rank is not None and str(dp_rank) in engines:
-        return engines[str(dp_rank)]
     if dp_rank is not None and len(engines) > 1:
-        return None
+        return engines.get(_engine_of_rank(engines, dp_rank))
     merged: dict[str, float] = {}
     for samples in engines.values():
         for name, value in samples.items():
             merged[name] = max(merged.get(name, value), value)
     return merged or None
+
+
+def _engine_of_rank(engines: Iterable[str], dp_rank: int) -> str:
+    """What a rank's samples are labelled with.
+
+    With hybrid load balancing engines are numbered over all nodes, and `dp_rank` counts those of its own node.
+    """
+    numbers = sorted(int(engine) for engine in engines if re.fullmatch("[0-9]{1,9}", engine))
+    first = numbers[0] if numbers else 0
+    if not first:
+        return str(dp_rank)
+    return str(numbers[dp_rank]) if dp_rank < len(numbers) else ""
 
 
 class MetricsPoller:

@@ -99,6 +99,18 @@ def test_an_external_rank_s_only_engine_is_its_own_whatever_its_number() -> None
     assert of_worker({"5": {"kv_cache_usage_perc": 0.1}}, 0) == {"kv_cache_usage_perc": 0.1}
 
 
+def test_ranks_of_a_node_of_hybrid_load_balancing_are_counted_within_it_and_labelled_over_all_nodes() -> None:
+    samples = {engine: {"num_requests_running": float(engine)} for engine in ("10", "8", "11", "9")}
+    assert [of_worker(samples, rank) for rank in range(4)] == [samples[engine] for engine in ("8", "9", "10", "11")]
+    assert of_worker(samples, 4) is None and of_worker(samples, 8) is None
+    overlapping = {engine: {"num_requests_running": float(engine)} for engine in ("1", "2")}
+    assert [of_worker(overlapping, rank) for rank in range(2)] == [overlapping["1"], overlapping["2"]]
+
+
+def test_engines_with_labels_that_are_no_ranks_belong_to_no_rank() -> None:
+    assert of_worker({"a": {"num_requests_running": 1.0}, "9" * 5000: {"num_requests_running": 2.0}}, 0) is None
+
+
 GAUGE = b'vllm:kv_cache_usage_perc{engine="0"} %s\n'
 REFUSED = ConnectFailed("refused", worker="p0", tier="prefill")
 
