@@ -31,7 +31,7 @@ from balanceroute.core.types import Role
 from balanceroute.errors import UpstreamError
 from balanceroute.proxy.workers.fleet import Fleet, Worker
 from balanceroute.proxy.workers.liveness import health_status
-from balanceroute.proxy.workers.polling import Polling, Silent, answer_of
+from balanceroute.proxy.workers.polling import Polling, Silent, answer_of, still_here
 from balanceroute.proxy.workers.silence import Attention
 
 log = logging.getLogger(__name__)
@@ -67,13 +67,17 @@ class HealthMonitor:
 
     async def _leaves_doubts(self, workers: list[Worker]) -> bool:
         silent, asked_s = False, self._loop.time()
+        if not (asked := still_here(self._fleet, workers)):
+            return False
         try:
-            status = await self._ask(workers[0])
+            status = await self._ask(asked[0])
         except Silent as silence:
             if silence.ours:
                 return False
             silent, status = True, None
-        present = [worker for worker in workers if worker.id in self._fleet]
+        present = still_here(self._fleet, asked)
+        if asked[0] not in present:
+            return True
         for worker in present:
             worker.doubted = silent and worker.progress_s < asked_s
             if silent and self._makes_progress(worker):

@@ -44,7 +44,7 @@ from balanceroute.proxy.workers.drainer import Drainer
 from balanceroute.proxy.workers.fleet import Fleet, Worker
 from balanceroute.proxy.workers.foreign import Occupancy, least_own_slots
 from balanceroute.proxy.workers.kv_memory import kv_capacity_tokens
-from balanceroute.proxy.workers.polling import Polling, Silent, answer_of
+from balanceroute.proxy.workers.polling import Polling, Silent, answer_of, still_here
 
 _LIMIT: Final = 4 * 2**20  # a page of one engine has about 100 kB
 _MAX_REQUESTS: Final = 1e6  # of one engine
@@ -189,12 +189,15 @@ class MetricsPoller:
         await self._polling.run(lambda: self._config().prefill.poll_interval_s)
 
     async def _read(self, workers: list[Worker]) -> None:
-        page = await self._page(workers[0])
-        if page is None:
-            return
-        for worker in workers:
-            if worker.id in self._fleet:
-                self._report(worker, page)
+        while asked := still_here(self._fleet, workers):
+            page = await self._page(asked[0])
+            if page is None:
+                return
+            present = still_here(self._fleet, asked)
+            if asked[0] in present:
+                for worker in present:
+                    self._report(worker, page)
+                return
 
     async def _page(self, worker: Worker) -> Page | None:
         """What it tells; None where it is our own fault that nothing is known."""

@@ -34,6 +34,11 @@ async def answer_of(asking: Awaitable[_T], timeout_s: float) -> _T:
         raise Silent(ours=True) from error
 
 
+def still_here(fleet: Fleet, workers: list[Worker]) -> list[Worker]:
+    """Those that have not left. The first of them is asked for all: who has left has no connections any more."""
+    return [worker for worker in workers if worker.id in fleet]
+
+
 class Polling:
     """One question at a time per URL; `ask` gets the workers behind it and takes care of its own timeout.
 

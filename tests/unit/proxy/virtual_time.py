@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from balanceroute.config import Config, validate
-from balanceroute.errors import BalanceRouteError, UpstreamError
+from balanceroute.errors import BalanceRouteError, ConnectFailed, UpstreamError
 from balanceroute.proxy.app import build_services
 from balanceroute.proxy.services import Services
 from balanceroute.proxy.workers.upstream import Reply
@@ -188,6 +188,26 @@ class ScriptedUpstream:
 
     def drop_idle(self) -> None:
         pass
+
+
+class _Leaving(ScriptedUpstream):
+    """Of a worker that is removed while it is asked, which closes its connections."""
+
+    def __init__(self, services: Services, worker_id: str) -> None:
+        super().__init__(ConnectFailed("closed", worker=worker_id, tier="decode"))
+        self._services, self._worker_id = services, worker_id
+
+    async def request(self, *args: Any, **options: Any) -> _Reply:
+        fleet = self._services.fleet
+        fleet.leave(fleet[self._worker_id])
+        fleet.sweep()
+        return await super().request(*args, **options)
+
+
+def leaving(services: Services, worker_id: str) -> ScriptedUpstream:
+    """Have a worker removed as soon as it is asked something."""
+    upstream = services.fleet[worker_id].upstream = _Leaving(services, worker_id)  # type: ignore[assignment]
+    return upstream
 
 
 def a_config(prefillers: int = 1, decoders: int = 3, **sections: Any) -> Config:

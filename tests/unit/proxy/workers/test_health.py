@@ -10,7 +10,7 @@ from balanceroute.proxy.app import health_monitor
 from balanceroute.proxy.services import Services
 from balanceroute.proxy.workers.health import HealthMonitor
 from balanceroute.proxy.workers.polling import Polling
-from tests.unit.proxy.virtual_time import Answer, a_config, a_router, in_virtual_time, let_pass, script
+from tests.unit.proxy.virtual_time import Answer, a_config, a_router, in_virtual_time, leaving, let_pass, script
 
 HEALTH = {"interval_s": 2.0, "timeout_s": 3.0, "failure_threshold": 3}
 REFUSED = ConnectFailed("refused", worker="d0", tier="decode")
@@ -63,6 +63,20 @@ def test_a_silent_worker_gets_nothing_new_after_one_check_and_is_out_when_three_
         script(services, "d0", 200)
         await rounds(monitor, services)
         assert worker.state is WorkerState.UP
+
+    in_virtual_time(test)
+
+
+def test_a_rank_that_leaves_during_the_check_of_its_server_is_no_failure_of_the_other_ranks() -> None:
+    async def test() -> None:
+        ranks = [{"url": "http://d:1", "id": f"d{n}", "dp_rank": n} for n in range(2)]
+        services = a_router(a_config(decode={"workers": ranks}, health=HEALTH))
+        monitor = await seen_healthy(services)
+        asked = leaving(services, "d0")
+        other = script(services, "d1", 200)
+        await rounds(monitor, services)
+        assert asked.asked and other.asked and "d0" not in services.fleet
+        assert services.fleet["d1"].checks_failed == 0
 
     in_virtual_time(test)
 

@@ -12,7 +12,7 @@ from balanceroute.proxy.services import Services
 from balanceroute.proxy.telemetry.conditions import METRICS, PREFIX_CACHE
 from balanceroute.proxy.workers.metrics_poller import FULL, of_worker, read_samples
 from balanceroute.proxy.workers.polling import Polling
-from tests.unit.proxy.virtual_time import Answer, Page, a_config, a_router, in_virtual_time, script
+from tests.unit.proxy.virtual_time import Answer, Page, a_config, a_router, in_virtual_time, leaving, script
 
 TEXT = b"""# TYPE vllm:kv_cache_usage_perc gauge
 vllm:kv_cache_usage_perc{engine="0",model_name="m"} 0.25
@@ -109,6 +109,19 @@ def test_ranks_of_a_node_of_hybrid_load_balancing_are_counted_within_it_and_labe
 
 def test_engines_with_labels_that_are_no_ranks_belong_to_no_rank() -> None:
     assert of_worker({"a": {"num_requests_running": 1.0}, "9" * 5000: {"num_requests_running": 2.0}}, 0) is None
+
+
+def test_a_rank_that_leaves_while_its_server_s_metrics_are_read_leaves_the_other_ranks_known() -> None:
+    async def test() -> None:
+        ranks = [{"url": "http://p:1", "id": f"p{n}", "dp_rank": n} for n in range(2)]
+        services = a_router(a_config(prefill={"workers": ranks}))
+        asked = leaving(services, "p0")
+        script(services, "p1", Page(b'vllm:kv_cache_usage_perc{engine="1"} 0.25\n'))
+        await polled(services)
+        assert asked.asked and usage_of(services, "p1") == 0.25
+        assert not any("p1" in reason for reason in services.metrics.conditions.reasons)
+
+    in_virtual_time(test)
 
 
 GAUGE = b'vllm:kv_cache_usage_perc{engine="0"} %s\n'
