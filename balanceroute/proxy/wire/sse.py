@@ -521,6 +521,8 @@ class EventScanner:
                 changed |= self._go_on_with_offsets(choice["logprobs"])
         usage = event.get("usage")
         ordinary = not (cut or finishes or usage or event.get("kv_transfer_params")) and len(choices) == 1
+        if carries and not self._ids_in_life and not (isinstance(usage, dict) and "completion_tokens" in usage):
+            self._count_by_event()
         if isinstance(usage, dict):
             changed |= self._take_usage(event, usage)
         if cut is not None:
@@ -599,6 +601,15 @@ class EventScanner:
         if self._base + generated > self.tokens:
             self.tokens = self._base + generated
             self.ids_exact = False
+
+    def _count_by_event(self) -> None:
+        """Where a worker sends neither ids nor usage, an event with text counts as one token, the least that it is.
+
+        So it is known that the client has seen something, which must not come again from another worker.
+        """
+        self.tokens += 1
+        self.matcher.printed = self.tokens
+        self.ids_exact = False
 
     def _take_usage(self, event: dict[str, Any], usage: dict[str, Any]) -> bool:
         """The usage that an event with choices carries: counted, and left out unless it is wanted there.

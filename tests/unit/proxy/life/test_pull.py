@@ -9,10 +9,24 @@ import pytest
 
 from balanceroute.core.types import Outcome
 from balanceroute.errors import ConnectFailed, ConnectionLost, UpstreamError
+from balanceroute.proxy.client.fanout import PartAnswer
+from balanceroute.proxy.life.leg import Leg
+from balanceroute.proxy.life.pull import Pull
 from balanceroute.proxy.services import Services
 from balanceroute.proxy.workers.circuit import CircuitState
 from balanceroute.proxy.workers.pins import PinRecord
-from tests.unit.proxy.life.legs import DONE, PROMPT_IDS, Client, a_leg, dispatching, events, idle, probed, whole
+from tests.unit.proxy.life.legs import (
+    DONE,
+    PROMPT_IDS,
+    Client,
+    a_leg,
+    a_request,
+    dispatching,
+    events,
+    idle,
+    probed,
+    whole,
+)
 from tests.unit.proxy.virtual_time import Page, ScriptedUpstream, a_config, a_router, in_virtual_time, let_pass, script
 from tests.waiting import until
 
@@ -132,6 +146,29 @@ def test_an_unstreamed_answer_that_an_engine_aborts_is_asked_for_again() -> None
         async with dispatching(services):
             await a_leg(services, client, stream=False, max_tokens=2).run()
         assert b" 20 21" in client.got and b"abort" not in client.got
+        assert idle(services)
+
+    in_virtual_time(served)
+
+
+@pytest.mark.parametrize("stream", [True, False], ids=["stream", "assembled"])
+def test_no_text_comes_twice_when_an_engine_that_tells_no_token_ids_is_lost(stream: bool) -> None:
+    async def served() -> None:
+        services, client = a_router(a_config(1, 1)), Client()
+        script(services, "p0", probed())
+        halves = events(20, finish=None, token_ids=None), events(20, 21, token_ids=None)
+        d0 = script(services, "d0", Page(halves[0], breaks=LOST), Page(halves[1] + DONE))
+        async with dispatching(services):
+            if stream:
+                with pytest.raises(ConnectionLost):
+                    await a_leg(services, client).run()
+                assert client.text == " 20" and not client.ended and len(d0.asked) == 2  # with its /health
+            else:
+                request = a_request(stream=False, max_tokens=100)
+                answer = PartAnswer(request)
+                leg = Leg(services, "r", request, answer, [], Pull)
+                await leg.run()
+                assert orjson.loads(answer.answer(leg))["choices"][0]["text"] == " 20 21"
         assert idle(services)
 
     in_virtual_time(served)

@@ -320,6 +320,15 @@ def test_a_recomputed_marker_never_reaches_the_client(reason: str) -> None:
     assert scanner.end is StreamEnd.RECOMPUTED
 
 
+def test_text_of_an_engine_that_tells_neither_ids_nor_usage_counts_by_its_events_and_is_not_given_back() -> None:
+    scanner = EventScanner()
+    texts = [completion(text, None) for text in ("a", "", "b")]
+    scanner.feed(b"".join(map(event, texts)))
+    assert (scanner.tokens, scanner.ids_exact) == (2, False)
+    assert scanner.resume() == 0
+    assert (scanner.tokens, scanner.ids_exact) == (2, False)
+
+
 def test_an_abort_is_no_end_of_an_answer_and_never_reaches_the_client() -> None:
     """As vLLM 0.32 sends it, with the last token, when it is stopped."""
     scanner = EventScanner()
