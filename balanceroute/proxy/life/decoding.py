@@ -136,7 +136,9 @@ async def _stream(leg: Leg, worker: Worker, reply: Reply) -> bool:
         if chunk is None or scanner.end is None:
             raise BadUpstreamReply("its stream holds no event of an answer", worker=worker.id, tier="decode")
         out = b""
-    elif scanner.end not in _NO_ANSWER:
+    elif scanner.end in _NO_ANSWER:
+        out = out if b"data:" in out else b""  # comments that came before an error are no reason for a 200
+    else:
         learn_id(worker, scanner.echoed)
         worker.circuit.success()
     broken: UpstreamError | None = None

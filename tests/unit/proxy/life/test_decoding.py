@@ -115,6 +115,16 @@ def test_a_stream_that_is_none_fails_and_its_kv_is_counted_as_given_up_unless_a_
     in_virtual_time(asked)
 
 
+def test_an_error_after_nothing_but_comments_is_told_before_the_client_is_answered() -> None:
+    async def asked() -> None:
+        services, client = a_router(a_config(1, 1)), Client()
+        with pytest.raises(UpstreamStatus) as told:
+            await decoded(services, client, Page(b': ping\n\ndata: {"error": {"message": "x", "code": 503}}\n\n'))
+        assert told.value.status == 503 and not client.started
+
+    in_virtual_time(asked)
+
+
 @pytest.mark.parametrize(
     ("answer", "stream", "kept"),
     [
