@@ -82,10 +82,14 @@ async def _ask(client: httpx.AsyncClient, config: Config, worker: Worker, role: 
 
 def _json(reply: httpx.Response) -> dict[str, Any]:
     try:
-        body = reply.json()
+        return _object(reply.json())
     except ValueError:
         return {}
-    return body if isinstance(body, dict) else {}
+
+
+def _object(value: object) -> dict[str, Any]:
+    """The object that belongs here; empty where a server has put something else."""
+    return value if isinstance(value, dict) else {}
 
 
 def _read_models(answer: Answer, reply: httpx.Response) -> Iterator[str]:
@@ -93,7 +97,7 @@ def _read_models(answer: Answer, reply: httpx.Response) -> Iterator[str]:
         yield "/v1/models answers 401: auth.worker_api_key (or OPENAI_API_KEY) is not its key"
         return
     rows = _json(reply).get("data")
-    names = [str(row["id"]) for row in rows if "id" in row] if isinstance(rows, list) else []
+    names = [str(row["id"]) for row in map(_object, rows) if "id" in row] if isinstance(rows, list) else []
     answer.models = tuple(sorted(names))
     if not names:
         yield f"/v1/models (status {reply.status_code}) names no model: is this an OpenAI server?"
@@ -115,9 +119,11 @@ def _read_server_info(answer: Answer, config: Config, worker: Worker, body: Mapp
     settings = body.get("vllm_config")
     if not isinstance(settings, dict):
         return
-    scheduler, transfer = settings.get("scheduler_config") or {}, settings.get("kv_transfer_config") or {}
-    answer.max_num_seqs, answer.kv_role = scheduler.get("max_num_seqs"), transfer.get("kv_role")
-    answer.connector = transfer.get("kv_connector")
+    scheduler, transfer = _object(settings.get("scheduler_config")), _object(settings.get("kv_transfer_config"))
+    slots, role, connector = scheduler.get("max_num_seqs"), transfer.get("kv_role"), transfer.get("kv_connector")
+    answer.max_num_seqs = slots if isinstance(slots, int) else None
+    answer.kv_role = role if isinstance(role, str) else None
+    answer.connector = connector if isinstance(connector, str) else None
     if isinstance(worker, DecodeWorker) and answer.max_num_seqs is not None:
         ours = config.decode.slots_of(worker)
         if answer.max_num_seqs < ours:

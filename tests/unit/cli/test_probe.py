@@ -148,3 +148,27 @@ async def test_the_workers_key_is_sent() -> None:
     async with served(a_vllm("kv_both", "MooncakeConnectorV1", 64, key="secret")) as (url,):
         answers = await asked([url], [url + "/d"], auth={"worker_api_key": "secret"})
     assert answers[0].problems == [] and json.dumps(answers[0].models) == '["m"]'
+
+
+@pytest.mark.parametrize(
+    ("models", "settings"),
+    [
+        ({"data": [5, None, {"id": 7}]}, {}),
+        ({"data": {"id": "m"}}, {"scheduler_config": [1], "kv_transfer_config": "a"}),
+        ([], {"scheduler_config": {"max_num_seqs": "64"}, "kv_transfer_config": {"kv_role": [1], "kv_connector": 5}}),
+    ],
+)
+async def test_a_server_that_answers_in_other_shapes_than_vllm_is_reported_and_ends_nothing(
+    models: Any, settings: Any
+) -> None:
+    odd = Starlette(
+        routes=[
+            Route("/health", lambda _: Response()),
+            Route("/metrics", lambda _: Response(b"\xff\x00")),
+            Route("/v1/models", lambda _: JSONResponse(models)),
+            Route("/server_info", lambda _: JSONResponse({"vllm_config": settings})),
+        ]
+    )
+    async with served(odd, odd) as (one, other):
+        for answer in await asked([one], [other]):
+            assert answer.healthy and answer.problems and answer.max_num_seqs is answer.kv_role is None
