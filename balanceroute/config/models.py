@@ -445,7 +445,11 @@ class FirstByte(Section):
         description="Until a prefiller answers: queueing there plus the whole prefill of the longest prompt. "
         "Raise it if long prompts get 504.",
     )
-    decode: Seconds = Field(120.0, description="Until a decoder's first event: KV transfer plus one step.")
+    decode: Seconds = Field(
+        120.0,
+        description="Until a decoder's first event: KV transfer plus one step. A short answer that is not streamed may "
+        "take limits.idle_timeout_s longer for each further token.",
+    )
 
 
 class PriorityBounds(Section):

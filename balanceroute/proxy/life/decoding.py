@@ -14,6 +14,7 @@ How the stream ends, and what that means:
 import asyncio
 import math
 
+from balanceroute.config import Config
 from balanceroute.errors import BadUpstreamReply, BalanceRouteError, ConnectFailed, UpstreamError, UpstreamStatus
 from balanceroute.proxy.life.errors import ClientStalled
 from balanceroute.proxy.life.leg import ERROR_LIMIT, REPLY_LIMIT, Leg
@@ -21,6 +22,7 @@ from balanceroute.proxy.life.retries import event_error, status_error
 from balanceroute.proxy.life.streaming import stream_events
 from balanceroute.proxy.wire.answers import correct_answer
 from balanceroute.proxy.wire.bounds import ABORT, aborted
+from balanceroute.proxy.wire.payloads import ClientRequest
 from balanceroute.proxy.wire.sse import DONE, StreamEnd
 from balanceroute.proxy.workers.fleet import Worker
 from balanceroute.proxy.workers.identity import check_id, foreign_reply, learn_id
@@ -44,8 +46,8 @@ async def decode(leg: Leg, worker: Worker, grace_s: float) -> bool:
     leg.decoder_id = worker.id
     if worker.in_use == 0:
         worker.busy_since_s = now
-    streams = answer.request.streams_upstream  # else nothing comes before the whole answer
-    leg.enter(worker, "decode", now + limits.first_byte_timeout_s.decode if streams else math.inf, grace_s)
+    streams = answer.request.streams_upstream
+    leg.enter(worker, "decode", now + first_bytes_s(services.config, answer.request), grace_s)
     tokens, answered = answer.scanner.tokens, False
     try:
         body = services.connector.decode(answer.request, params)
@@ -88,6 +90,18 @@ async def decode(leg: Leg, worker: Worker, grace_s: float) -> bool:
         leg.stalled_since_s = math.inf
         leg.idle_s = -math.inf
         leg.leave(worker)
+
+
+def first_bytes_s(config: Config, request: ClientRequest) -> float:
+    """How long the first bytes of an answer may take.
+
+    An unstreamed one comes as a whole: each of its tokens may take as long as the next event of a stream.
+    """
+    limits, tokens = config.limits, request.effective_limit
+    first_s = limits.first_byte_timeout_s.decode
+    if request.streams_upstream:
+        return first_s
+    return math.inf if tokens is None else first_s + (tokens - 1) * limits.idle_timeout_s
 
 
 async def _refusal(leg: Leg, worker: Worker, reply: Reply, params: bytes) -> UpstreamError:

@@ -49,7 +49,7 @@ from balanceroute.errors import (
     UpstreamTimeout,
 )
 from balanceroute.proxy.admission.decider import RETRY_AFTER_S
-from balanceroute.proxy.life.decoding import decode
+from balanceroute.proxy.life.decoding import decode, first_bytes_s
 from balanceroute.proxy.life.errors import WorkerSilent
 from balanceroute.proxy.life.leg import (
     ADMITTED,
@@ -221,8 +221,8 @@ class Layerwise:
         leg.kv_due = False
         leg.ticket.pushed(result.prompt_tokens, result.cached_tokens)
         worker.progress_s = now
-        if answer.request.streams_upstream and not answer.scanner.begun:
-            leg.try_deadline_s = now + self._s.config.limits.first_byte_timeout_s.decode
+        if not answer.scanner.begun:
+            leg.try_deadline_s = now + first_bytes_s(self._s.config, answer.request)
         if not answer.prompt_tokens:
             self._result = result
             answer.prompt_counted(result)

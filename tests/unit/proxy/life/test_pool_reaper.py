@@ -53,6 +53,24 @@ def test_a_prefiller_is_late_with_its_first_byte_and_the_request_tries_again() -
     in_virtual_time(waiting)
 
 
+@pytest.mark.parametrize(("max_tokens", "late_s"), [(1, 3.0), (4, 18.0)])
+def test_a_decode_worker_is_late_with_an_unstreamed_answer_when_a_stream_would_be_over(
+    max_tokens: int, late_s: float
+) -> None:
+    async def waiting() -> None:
+        limits = {"first_byte_timeout_s": {"decode": 3.0}, "idle_timeout_s": 5.0}
+        services = a_router(a_config(1, 1, limits=limits, retry={"max_attempts": 1}))
+        script(services, "p0", probed())
+        script(services, "d0", None)
+        async with reaped(services):
+            leg = a_leg(services, stream=False, max_tokens=max_tokens)
+            took_s = await ends_after_s(services, leg, UpstreamTimeout)
+        assert late_s < took_s <= late_s + NEXT_LOOK_S
+        assert services.metrics.upstream_errors.value("d0", "decode", "timeout") == 1 and idle(services)
+
+    in_virtual_time(waiting)
+
+
 def test_a_decode_worker_is_late_with_its_next_token() -> None:
     async def waiting() -> None:
         limits = {"idle_timeout_s": 5.0}
