@@ -111,7 +111,7 @@ class Answer:
             )
 
     def begin(self, result: PrefillResult) -> None:
-        """Nothing has come yet; the prompt is as `result` says, but for its size where nobody has counted it yet."""
+        """Nothing has come yet. `result` is what is known of the prompt; its size, as far as it has been counted."""
         request = self.request
         prefix = prompt_text(request, result.reply) if result.reply is not None and request.stream else ""
         self.scanner = EventScanner(
@@ -119,7 +119,7 @@ class Answer:
             want_token_ids=request.return_token_ids,
             want_usage=request.include_usage or request.assembled,
             want_continuous_usage=request.continuous_usage,
-            prompt_tokens=self.prompt_tokens or None,
+            prompt_tokens=self.prompt_tokens or None,  # an estimate is nothing for a client
             prompt_details=result.prompt_details,
             **self.scanner_options,
         )

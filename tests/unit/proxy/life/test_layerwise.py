@@ -7,7 +7,7 @@ import orjson
 import pytest
 
 from balanceroute.core.types import Outcome
-from balanceroute.errors import ConnectionLost
+from balanceroute.errors import BadUpstreamReply, ConnectionLost
 from balanceroute.proxy.life.layerwise import LAST_WORD_S, Layerwise
 from balanceroute.proxy.services import Services
 from balanceroute.proxy.wire.connectors import LayerwiseConnector
@@ -47,9 +47,10 @@ class Late(ScriptedUpstream):
         return await super().request(*args, **options)
 
 
-def a_pair(decoder: Answer, prefiller_s: float, prefiller: Answer) -> Services:
-    sections: dict[str, Any] = {"layerwise": {"callback_url": "http://10.0.0.5:8000"}, "retry": {"max_attempts": 1}}
-    services = a_router(a_config(1, 1, connector="mooncake_layerwise", **sections))
+def a_pair(decoder: Answer, prefiller_s: float, prefiller: Answer, attempts: int = 1) -> Services:
+    reached = {"callback_url": "http://10.0.0.5:8000"}
+    retry = {"max_attempts": attempts}
+    services = a_router(a_config(1, 1, connector="mooncake_layerwise", layerwise=reached, retry=retry))
     services.fleet["d0"].upstream = Asking(services, decoder)  # type: ignore[assignment]
     services.fleet["p0"].upstream = Late(prefiller_s, prefiller)  # type: ignore[assignment]
     return services
@@ -82,6 +83,29 @@ def test_a_prefiller_that_is_lost_once_its_decode_worker_gives_tokens_does_not_e
             leg.abandon()
             await asyncio.wait({request})
         assert idle(services)
+
+    in_virtual_time(served)
+
+
+def test_no_estimate_of_a_prompt_s_size_is_told_to_a_client() -> None:
+    """Its prefiller is late, its first decode worker is lost: only the second one says how many tokens it was."""
+
+    async def served() -> None:
+        usage = {"prompt_tokens": len(PROMPT_IDS) + 1, "completion_tokens": 1, "total_tokens": len(PROMPT_IDS) + 2}
+        told = b"data: %s\n\n" % orjson.dumps({"id": "cmpl-$ID", "choices": [], "usage": usage})
+        last = events(21) + told + DONE
+        services, client = a_pair(Page(last), 10 * LAST_WORD_S, 200, attempts=2), Client()
+        first = events(20, finish=None, prompt_token_ids=PROMPT_IDS)
+        broken = Page(first, breaks=BadUpstreamReply("odd", worker="d0", tier="decode"))
+        decoder = services.fleet["d0"].upstream
+        assert isinstance(decoder, Asking)
+        decoder.answers.insert(0, broken)
+        async with dispatching(services):
+            leg = a_leg(services, client, Layerwise, stream_options={"include_usage": True})
+            await leg.run()
+        counts = orjson.loads(client.got.split(b"data: ")[-2])["usage"]
+        assert (counts["prompt_tokens"], counts["completion_tokens"]) == (len(PROMPT_IDS), 2)
+        assert client.text == " 20 21" and idle(services)
 
     in_virtual_time(served)
 
